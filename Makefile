@@ -1,0 +1,54 @@
+# Everything runs in a virtual environment of its own per Python version, made on first use.
+PYTHON ?= python3.11
+PYTHON_312 ?= python3.12
+LINE := $(shell $(PYTHON) -c 'import sys; print(f"{sys.version_info.major}.{sys.version_info.minor}")')
+VENV := $(if $(filter 3.11,$(LINE)),.venv,.venv-$(LINE))
+# 3.11 resolves to the older JAX line; every later Python takes the newer one.
+CONSTRAINTS := constraints/$(if $(filter 3.11,$(LINE)),python-3.11.txt,python-3.12.txt)
+BIN := $(VENV)/bin
+EXTRAS := experiments,test
+
+.PHONY: demo test test-all lint types unit heavy parity constraints clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m experiments.line_retrieval --demo --output_dir build/demo
+
+test: lint types unit
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed
+	$(BIN)/mypy
+
+unit: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "not heavy"
+
+heavy: $(VENV)/.installed
+	$(BIN)/python -m pytest -m heavy
+
+# Both JAX lines, the tests that take minutes, and the live comparison with the published implementations.
+test-all:
+	$(MAKE) test heavy PYTHON=$(PYTHON)
+	$(MAKE) test heavy PYTHON=$(PYTHON_312)
+	$(MAKE) parity PYTHON=$(PYTHON)
+
+parity: $(VENV)/.installed-parity
+	$(BIN)/python -m pytest tests/models/test_parity.py tests/models/test_generate_parity.py
+
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
+	touch $@
+
+$(VENV)/.installed-parity: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS),parity]'
+	touch $@
+
+# Writes the versions that the environment holds now; run after changing dependencies in pyproject.toml.
+constraints: $(VENV)/.installed
+	$(BIN)/python -m pip freeze --exclude-editable --exclude kvjax > $(CONSTRAINTS)
+
+clean:
+	rm -rf .venv .venv-* build

@@ -1,0 +1,152 @@
+"""Attention over weighted segments: the semantics of every cache in kvjax, in plain jax.numpy.
+
+    out(q) = sum_s exp(q.k_s / sqrt(D) + log_num_s) v_s / sum_s exp(q.k_s / sqrt(D) + log_den_s)
+
+A segment gives float32 partials (a maximum and the two sums relative to it); partials of several segments merge by
+rescaling. A model whose logits use another scale folds the difference into its queries.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.segment import Segment
+from kvjax.state import BATCH, HEAD_DIM, array, state
+
+TOKENS, QUERY_HEADS = "tokens", "query_heads"
+
+
+@state
+class Partials:
+    """Both sums of attention over some entries, relative to exp(max); `max` is -inf where there was no entry."""
+
+    max: Float[Array, "B T H_q"] = array(BATCH, TOKENS, QUERY_HEADS)  # float32
+    num: Float[Array, "B T H_q D"] = array(BATCH, TOKENS, QUERY_HEADS, HEAD_DIM)  # float32
+    den: Float[Array, "B T H_q"] = array(BATCH, TOKENS, QUERY_HEADS)  # float32
+
+
+def attend(query: Float[Array, "B T H_q D"], segments: tuple[Segment, ...]) -> Partials:
+    """Partials of attention over all entries of the segments. Query head h reads kv head h // (H_q / H_kv)."""
+    return merge(*(attend_segment(query, segment) for segment in segments))
+
+
+def attend_segment(query: Float[Array, "B T H_q D"], segment: Segment) -> Partials:
+    """Partials of attention over one segment, accumulated in float32.
+
+    Raises:
+        ValueError: where heads or head dimensions do not fit.
+    """
+    rows = _rows(query, segment.keys.shape)
+    batch, kv_heads, row_count, head_dim = rows.shape
+    group = query.shape[2] // kv_heads
+    # All queries of a kv head are one operand's rows, and batch and heads lead: any other order makes XLA:CPU copy the
+    # keys. Slots before rows in the result is the order in which the product streams through them fastest.
+    logits = jnp.einsum("bhsd,bhrd->bhsr", segment.keys, rows, preferred_element_type=jnp.float32)
+    if segment.key_scale is not None:
+        logits = logits * segment.key_scale[..., None]
+    num_logits = logits + _bias(segment, segment.log_num, group)
+    den_logits = num_logits if segment.log_den is None else logits + _bias(segment, segment.log_den, group)
+    feeds_num, feeds_den = segment.feeds != "denominator", segment.feeds != "numerator"
+    peak = jnp.full((batch, kv_heads, row_count), _EMPTY, jnp.float32)
+    if feeds_num:
+        peak = jnp.maximum(peak, jnp.max(num_logits, axis=2))
+    if feeds_den:
+        peak = jnp.maximum(peak, jnp.max(den_logits, axis=2))
+    num = jnp.zeros((batch, kv_heads, row_count, head_dim), jnp.float32)
+    den = jnp.zeros((batch, kv_heads, row_count), jnp.float32)
+    if feeds_den:
+        den = jnp.sum(jnp.exp(den_logits - peak[:, :, None]), axis=2)
+    if feeds_num:
+        weights = jnp.exp(num_logits - peak[:, :, None])
+        if segment.value_scale is not None:
+            weights = weights * segment.value_scale[..., None]
+        num = _weighted_sum(weights, segment.values)
+    # Where there was no entry, every masked one stood at the peak with weight one.
+    empty = peak <= _EMPTY / 2
+    return _by_token(
+        Partials(jnp.where(empty, -jnp.inf, peak), jnp.where(empty[..., None], 0.0, num), jnp.where(empty, 0.0, den)),
+        tokens=query.shape[1],
+    )
+
+
+def merge(*partials: Partials) -> Partials:
+    """Partials of the union of the entries; exact, associative and commutative up to rounding."""
+    if not partials:
+        raise ValueError("merge needs at least one Partials")
+    peak = partials[0].max
+    for other in partials[1:]:
+        peak = jnp.maximum(peak, other.max)
+    base = _finite(peak)
+    factors = [jnp.exp(one.max - base) for one in partials]
+    num = sum(one.num * factor[..., None] for one, factor in zip(partials, factors, strict=True))
+    den = sum(one.den * factor for one, factor in zip(partials, factors, strict=True))
+    return Partials(peak, jnp.asarray(num), jnp.asarray(den))
+
+
+def output(partials: Partials, dtype: jnp.dtype = jnp.float32) -> Float[Array, "B T H_q D"]:
+    """num / den; zero where nothing was attended to."""
+    empty = partials.den == 0
+    return jnp.where(empty[..., None], 0.0, partials.num / jnp.where(empty, 1.0, partials.den)[..., None]).astype(dtype)
+
+
+# Stands for -inf inside products and sums, where -inf would make NaN of differences; far below any logit.
+_EMPTY = -1e30
+
+# Slots per partial sum of the values: splitting the sum lets XLA:CPU share it among cores.
+_SUM_BLOCK = 64
+
+
+def _rows(query: Float[Array, "B T H_q D"], keys_shape: tuple[int, ...]) -> Float[Array, "B H_kv R D"]:
+    """The queries of each kv head as R = T * G rows, scaled by 1 / sqrt(D)."""
+    batch, tokens, query_heads, head_dim = query.shape
+    if keys_shape[0] != batch or keys_shape[3] != head_dim or query_heads % keys_shape[1]:
+        raise ValueError(
+            f"queries [B, T, H_q, D] = {query.shape} do not fit keys [B, H_kv, S, D] = {keys_shape}: B and D must be "
+            "equal and H_q a multiple of H_kv"
+        )
+    kv_heads = keys_shape[1]
+    scaled = query.astype(jnp.float32) / math.sqrt(head_dim)
+    grouped = scaled.reshape(batch, tokens, kv_heads, query_heads // kv_heads, head_dim)
+    return grouped.swapaxes(1, 2).reshape(batch, kv_heads, -1, head_dim)
+
+
+def _by_token(partials: Partials, tokens: int) -> Partials:
+    """From [B, H_kv, R = T * G, ...] back to [B, T, H_q, ...]."""
+
+    def back(x):
+        batch, kv_heads, rows, *rest = x.shape
+        grouped = x.reshape(batch, kv_heads, tokens, rows // tokens, *rest).swapaxes(1, 2)
+        return grouped.reshape(batch, tokens, kv_heads * (rows // tokens), *rest)
+
+    return Partials(back(partials.max), back(partials.num), back(partials.den))
+
+
+def _bias(segment: Segment, log_weight: Float[Array, "B H_kv S"] | None, group: int) -> Float[Array, "#B #H_kv S #R"]:
+    """What is added to the logits: the log-weights, and `_EMPTY` where there is no entry."""
+    slots = jnp.arange(segment.keys.shape[2], dtype=jnp.int32)[None, None, :, None]
+    bias = jnp.zeros(slots.shape) if log_weight is None else jnp.maximum(log_weight, _EMPTY)[..., None]
+    if segment.start is not None:
+        bias = jnp.where(slots >= _by_row(segment.start, group), bias, _EMPTY)
+    if segment.stop is not None:
+        bias = jnp.where(slots < _by_row(segment.stop, group), bias, _EMPTY)
+    return bias
+
+
+def _by_row(bound: Int[Array, "B"] | Int[Array, "B T"], group: int) -> Int[Array, "B 1 1 #R"]:
+    rows = bound[:, None] if bound.ndim == 1 else jnp.repeat(bound, group, axis=1)
+    return rows[:, None, None, :]
+
+
+def _weighted_sum(weights: Float[Array, "B H S R"], values: Float[Array, "B H S D"]) -> Float[Array, "B H R D"]:
+    batch, heads, slots, rows = weights.shape
+    if slots % _SUM_BLOCK:
+        return jnp.einsum("bhsr,bhsd->bhrd", weights, values, preferred_element_type=jnp.float32)
+    weights = weights.reshape(batch, heads, -1, _SUM_BLOCK, rows)
+    values = values.reshape(batch, heads, -1, _SUM_BLOCK, values.shape[-1])
+    return jnp.sum(jnp.einsum("bhntr,bhntd->bhnrd", weights, values, preferred_element_type=jnp.float32), axis=2)
+
+
+def _finite(peak: Float[Array, "..."]) -> Float[Array, "..."]:
+    # exp(-inf - -inf) is NaN; where there is no entry any finite base gives the right sums, which are zero.
+    return jnp.where(jnp.isneginf(peak), 0.0, peak)

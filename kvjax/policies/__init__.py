@@ -1,0 +1,33 @@
+"""The policies, one file per system, and the registry that command lines read."""
+
+import inspect
+from collections.abc import Callable
+
+from kvjax.policies.clustergen import clustergen as clustergen
+from kvjax.policies.exact import exact as exact
+from kvjax.policies.streaming_llm import streaming_llm as streaming_llm
+from kvjax.policies.uniform import uniform as uniform
+from kvjax.policy import CachePolicy
+
+REGISTRY: dict[str, Callable[..., CachePolicy]] = {
+    "exact": exact,
+    "streaming_llm": streaming_llm,
+    "uniform": uniform,
+    "clustergen": clustergen,
+}
+
+
+def factory(name: str) -> Callable[..., CachePolicy]:
+    """The factory of a policy by its registered name.
+
+    Raises:
+        ValueError: for an unknown name, with the known ones.
+    """
+    if name not in REGISTRY:
+        raise ValueError(f"policy {name!r} is not known; known: {', '.join(sorted(REGISTRY))}")
+    return REGISTRY[name]
+
+
+def takes_budget(name: str) -> bool:
+    """Whether the policy is sized by a budget (all but exact are)."""
+    return "budget" in inspect.signature(factory(name)).parameters

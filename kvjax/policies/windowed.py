@@ -1,0 +1,73 @@
+"""What policies with a window have in common: filling, staging, settling and attending are the same for all of them.
+
+Such a policy adds two functions of its own: `select` chooses among the prompt's tokens between sinks and recent ones,
+`absorb` takes in the block of tokens that left the window since the last compaction.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jaxtyping import Array, Float, Int
+
+from kvjax.attention import Partials, attend
+from kvjax.policy import CachePolicy, CacheSpec, Init, check_prompt
+from kvjax.segment import Segment, segment_bytes
+from kvjax.staging import Block, Window, fill_window, settle, stage
+from kvjax.state import BATCH, array, state, static
+
+
+@state
+class WindowedState:
+    """A window and what the policy keeps beside it."""
+
+    window: Window
+    selection: Any  # the policy's own pytree; None where it keeps no more than the window
+    overflow: Int[Array, "B"] = array(BATCH, fault="tokens came to a full cache that must hold all of them")
+    max_prompt: int = static()
+
+
+class Select(Protocol):
+    def __call__(
+        self, state: WindowedState, keys: Float[Array, "B T H D"], values: Float[Array, "B T H D"]
+    ) -> WindowedState: ...
+
+
+def windowed_policy(
+    name: str,
+    *,
+    init: Init,
+    select: Select,
+    absorb: Callable[[WindowedState, Block], WindowedState],
+    segments: Callable[[WindowedState, int | None], tuple[Segment, ...]],
+    period: int,
+) -> CachePolicy:
+    """The policy made of a window and the functions above. `segments(state, queries)` shows attention the whole
+    cache, staging too; for `queries` see `window_segments`."""
+
+    def prefill(state, keys, values, lengths, query_tail=None, shared=None):
+        del query_tail
+        check_prompt(state.max_prompt, keys, values, lengths)
+        window = fill_window(state.window, keys, values, lengths)
+        return select(dataclasses.replace(state, window=window), keys, values), shared
+
+    def attend_cache(state, query, causal=False) -> tuple[Partials, WindowedState]:
+        return attend(query, segments(state, query.shape[1] if causal else None)), state
+
+    def extend(state, keys, values, lengths=None, query=None, total=None):
+        del query, total
+        staging = stage(state.window.staging, keys, values, lengths)
+        return dataclasses.replace(state, window=dataclasses.replace(state.window, staging=staging))
+
+    def compact(state):
+        window, block = settle(state.window)
+        return absorb(dataclasses.replace(state, window=window), block)
+
+    def read_bytes(state):
+        return segment_bytes(*segments(state, None))
+
+    return CachePolicy(name, init, prefill, attend_cache, extend, compact, read_bytes, period)
+
+
+def init_windowed(spec: CacheSpec, window: Window, selection: Any = None) -> WindowedState:
+    return WindowedState(window, selection, overflow=0 * window.total, max_prompt=spec.max_prompt)

@@ -1,0 +1,213 @@
+"""The interface of a cache policy: a few pure functions over a state pytree, in the manner of an optax transformation.
+
+    state = policy.init(spec, row_keys)
+    state, shared = policy.prefill(state, keys, values, lengths, query_tail, shared)
+    repeat:
+        state = policy.extend(state, keys, values, lengths)   # at most `staging_slots` tokens between two compactions
+        partials, state = policy.attend(state, queries)
+        every `policy.period` appended tokens (or earlier): state = policy.compact(state)
+
+Fresh queries, keys and values come as projections make them, [B, T, H, D], already rotated; stored ones are
+[B, H_kv, S, D].
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.attention import Partials
+from kvjax.state import cache_bytes
+
+State = Any
+Shared = Any
+
+ALL_QUERIES = -1  # for `CachePolicy.query_tail`: the queries of the whole prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSpec:
+    """What a cache is made for. Everything here is static: capacities follow from it and from a policy's arguments.
+
+    Attributes:
+        batch: rows.
+        query_heads, kv_heads, head_dim: of one layer.
+        max_prompt: longest prompt in tokens that `prefill` will see.
+        max_new: most tokens that will ever be appended after it, over all turns.
+        dtype: of stored keys and values.
+        rope_frequencies: angle per position of each pair of dimensions; needed by policies that re-index positions.
+        layer, layers: which layer of how many, for policies whose layers differ.
+    """
+
+    batch: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    max_prompt: int
+    max_new: int
+    dtype: Any = jnp.float32
+    rope_frequencies: tuple[float, ...] | None = None
+    layer: int = 0
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "query_heads", "kv_heads", "head_dim", "max_prompt", "max_new", "layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")
+        if self.query_heads % self.kv_heads:
+            raise ValueError(f"query_heads={self.query_heads} must be a multiple of kv_heads={self.kv_heads}")
+        if not 0 <= self.layer < self.layers:
+            raise ValueError(f"layer={self.layer} must lie in [0, layers={self.layers})")
+
+    def exact_bytes(self, tokens: int) -> int:
+        """Bytes that an unpadded exact cache of one row and layer holds for so many tokens: the yardstick of
+        every budget."""
+        return 2 * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize * tokens
+
+
+class Init(Protocol):
+    def __call__(self, spec: CacheSpec, row_keys: Array) -> State:
+        """An empty cache. row_keys [B]: one typed PRNG key per row, so that a row's randomness is its own."""
+        ...
+
+
+class Prefill(Protocol):
+    def __call__(
+        self,
+        state: State,
+        keys: Float[Array, "B T H_kv D"],
+        values: Float[Array, "B T H_kv D"],
+        lengths: Int[Array, "B"],
+        query_tail: Float[Array, "B w H_q D"] | None = None,
+        shared: Shared = None,
+    ) -> tuple[State, Shared]:
+        """Takes a whole prompt into a fresh cache. Rows are left-aligned; `query_tail` is right-aligned (its last query
+        is the row's last token); `shared` carries what one layer tells the next."""
+        ...
+
+
+class Attend(Protocol):
+    def __call__(self, state: State, query: Float[Array, "B T H_q D"], causal: bool = False) -> tuple[Partials, State]:
+        """Attention of the queries to what is cached.
+
+        With `causal`, the T queries are those of the last T appended tokens, in a block that has not been compacted
+        since, and each sees what was cached when its own token came. Otherwise all see everything.
+        """
+        ...
+
+
+class Extend(Protocol):
+    def __call__(
+        self,
+        state: State,
+        keys: Float[Array, "B T H_kv D"],
+        values: Float[Array, "B T H_kv D"],
+        lengths: Int[Array, "B"] | None = None,
+        query: Float[Array, "B T H_q D"] | None = None,
+        total: tuple[Float[Array, "B T H_q"], Float[Array, "B T H_q"]] | None = None,
+    ) -> State:
+        """Appends T tokens (the first `lengths[b]` of them in row b). `query` and `total` (the merged max and den of
+        the step) serve policies whose scores need the whole denominator."""
+        ...
+
+
+class CachePolicy(NamedTuple):
+    """A cache policy. Hashable by identity: build it once and pass the same object to jit-compiled functions.
+
+    Attributes:
+        name: as the registry spells it, with the settings that matter, for tables.
+        init, prefill, attend, extend: see their protocols.
+        compact: takes the staged tokens in; also correct when fewer than `period` are staged, or none.
+        read_bytes: bytes of cache that one decoding step reads, from the state's buffers.
+        period: tokens between compactions.
+        query_tail: how many of the prompt's last queries `prefill` needs (0, w, or ALL_QUERIES).
+    """
+
+    name: str
+    init: Init
+    prefill: Prefill
+    attend: Attend
+    extend: Extend
+    compact: Callable[[State], State]
+    read_bytes: Callable[[State], int]
+    period: int
+    query_tail: int = 0
+
+
+def abstract_state(policy: CachePolicy, spec: CacheSpec) -> State:
+    """The state that `policy.init` would make, as shapes and dtypes only."""
+    return jax.eval_shape(lambda: policy.init(spec, jax.random.split(jax.random.key(0), spec.batch)))
+
+
+def row_bytes(policy: CachePolicy, spec: CacheSpec) -> int:
+    """Device bytes that the policy keeps for one row of one layer, all buffers counted."""
+    return cache_bytes(abstract_state(policy, dataclasses.replace(spec, batch=1))).device
+
+
+def fit_bytes(factory: Callable[[int], CachePolicy], spec: CacheSpec, limit: int) -> CachePolicy:
+    """The policy with the largest budget whose cache stays within `limit` bytes per row of one layer.
+
+    Args:
+        factory: makes a policy of a budget in slots, e.g. `lambda budget: kvjax.uniform(budget, sinks=16)`.
+        spec: what the cache is made for; the batch does not matter.
+        limit: bytes per row and layer, all buffers (staging, counters, keys of randomness) included.
+
+    Raises:
+        ValueError: when no budget fits, with the reason of the smallest one tried.
+    """
+
+    def size(budget: int) -> int:
+        return row_bytes(factory(budget), spec)
+
+    low = _smallest_budget(factory, spec, limit)
+    if size(low) > limit:
+        raise ValueError(f"limit={limit} bytes per row and layer is too small: budget={low} already takes {size(low)}")
+    high = low
+    while size(high := high * 2) <= limit:
+        if high > limit:
+            raise ValueError(f"{factory(low).name} does not grow with its budget: give it slots, not bytes")
+        low = high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if size(middle) <= limit else (low, middle)
+    return factory(low)
+
+
+def check_prompt(
+    spec_tokens: int, keys: Float[Array, "B T H_kv D"], values: Float[Array, "B T H_kv D"], lengths: Int[Array, "B"]
+) -> None:
+    """Raises a ValueError where a prompt's shapes or lengths cannot be those of a cache made for `spec_tokens`."""
+    batch, tokens = keys.shape[:2]
+    if values.shape[:3] != keys.shape[:3]:
+        raise ValueError(f"values have shape {values.shape}; [B, T, H_kv] must be that of the keys, {keys.shape[:3]}")
+    if lengths.shape != (batch,):
+        raise ValueError(f"lengths has shape {lengths.shape}; it must be [B] = {(batch,)}")
+    if not isinstance(lengths, jax.core.Tracer):
+        longest = min(tokens, spec_tokens)
+        if bool(jnp.any((lengths < 0) | (lengths > longest))):
+            raise ValueError(f"lengths={lengths.tolist()} must lie in [0, {longest}], the longest prompt")
+
+
+def _smallest_budget(factory: Callable[[int], CachePolicy], spec: CacheSpec, limit: int) -> int:
+    """The smallest budget (to a factor of two, then exactly) that the factory accepts."""
+    accepted, refused, reason = 1, 0, ""
+    while True:
+        try:
+            abstract_state(factory(accepted), spec)
+            break
+        except ValueError as error:
+            refused, reason = accepted, str(error)
+            accepted *= 2
+            if accepted > limit:
+                raise ValueError(f"no budget within limit={limit} bytes is accepted: {reason}") from error
+    while accepted - refused > 1:
+        middle = (accepted + refused) // 2
+        try:
+            abstract_state(factory(middle), spec)
+            accepted = middle
+        except ValueError:
+            refused = middle
+    return accepted

@@ -1,0 +1,162 @@
+"""State pytrees: how their fields are declared, and what can be done to any of them.
+
+A state is a frozen dataclass of arrays. Every array field names its logical axes, and everything that must treat all
+policies alike (taking, inserting and repeating rows of a batch, sharding, stacking, byte counts) follows those names.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+T = TypeVar("T")
+
+BATCH, KV_HEADS, SLOTS, HEAD_DIM = "batch", "kv_heads", "slots", "head_dim"
+
+
+def array(*axes: str, fault: str | None = None) -> Any:
+    """Declares an array field with its logical axes.
+
+    Args:
+        axes: one name per dimension; the field may also hold None (an array that a setting makes unnecessary).
+        fault: for counters that must stay zero, what it means when they do not; `check` raises with this text.
+    """
+    return dataclasses.field(metadata={"axes": axes, "fault": fault})
+
+
+def static() -> Any:
+    """Declares a field that is part of the program, not of the data: it must be hashable and is compiled in."""
+    return dataclasses.field(metadata={"static": True})
+
+
+@dataclass_transform(frozen_default=True)
+def state(cls: type[T]) -> type[T]:
+    """Class decorator: a frozen dataclass registered as a pytree."""
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+
+class CacheBytes(NamedTuple):
+    """Bytes of a state's buffers by where they reside."""
+
+    device: int
+    host: int
+
+
+def cache_bytes(tree: Any) -> CacheBytes:
+    """Bytes of every buffer in a state, from shapes and dtypes alone; works on arrays and on their abstract values."""
+    device = host = 0
+    for leaf in jax.tree.leaves(tree):
+        size = leaf.size * _itemsize(leaf.dtype)
+        if "host" in (getattr(getattr(leaf, "sharding", None), "memory_kind", None) or ""):
+            host += size
+        else:
+            device += size
+    return CacheBytes(device, host)
+
+
+def axes(tree: Any) -> Any:
+    """The same tree with every array replaced by the tuple of its axis names."""
+    return _map_fields(lambda field, _: field.metadata["axes"], tree)
+
+
+def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
+    """The state of a batch that consists of the given rows, in that order; a row may be taken more than once."""
+
+    def take(field: dataclasses.Field, leaf: Array) -> Array:
+        axis = _batch_axis(field)
+        return leaf if axis is None else jnp.take(leaf, rows, axis=axis)
+
+    return _map_fields(take, tree)
+
+
+def repeat_rows(tree: T, repeats: int) -> T:
+    """Every row `repeats` times in place (forks of one prefix): row i becomes rows i * repeats ... ."""
+    batch = _batch_size(tree)
+    return take_rows(tree, jnp.repeat(jnp.arange(batch), repeats))
+
+
+def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
+    """Overwrites the given rows with the rows of another state of the same policy and spec (but for the batch).
+
+    Both must stand at the same point of their staging, which they do after `compact`; otherwise a ValueError names
+    the field that differs (where its value is known, outside jit).
+    """
+
+    def insert(field: dataclasses.Field, leaf: Array, new: Array) -> Array:
+        axis = _batch_axis(field)
+        if axis is not None:
+            return leaf.at[(slice(None),) * axis + (rows,)].set(new)
+        if not isinstance(leaf, jax.core.Tracer) and not np.array_equal(leaf, new):
+            raise ValueError(
+                f"insert_rows: the batch-wide field {field.name!r} is {leaf} in one state and {new} in the other; "
+                "compact both states first"
+            )
+        return leaf
+
+    return _map_fields(insert, tree, rows_tree)
+
+
+def check(tree: Any) -> None:
+    """Raises a ValueError that lists every fault counter of a state that is not zero. Call it outside jit."""
+    faults: list[str] = []
+
+    def look(field: dataclasses.Field, leaf: Array) -> Array:
+        if field.metadata.get("fault") and (count := int(np.sum(np.asarray(leaf)))):
+            faults.append(f"{field.name}={np.asarray(leaf).tolist()}: {field.metadata['fault']} ({count} in all)")
+        return leaf
+
+    _map_fields(look, tree)
+    if faults:
+        raise ValueError("the cache state is not sound: " + "; ".join(faults))
+
+
+def _map_fields(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Maps (field, leaf, ...) over the array fields of nested states, tuples, lists and dicts."""
+    if tree is None:
+        return None
+    if isinstance(tree, dict):
+        return {key: _map_fields(function, tree[key], *(other[key] for other in others)) for key in tree}
+    if isinstance(tree, tuple | list):
+        mapped = [_map_fields(function, *items) for items in zip(tree, *others, strict=True)]
+        return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
+    if not dataclasses.is_dataclass(tree):
+        raise TypeError(f"{type(tree).__name__} is not a state: its axes are not known")
+    changes = {}
+    for field in dataclasses.fields(tree):
+        leaves = [getattr(one, field.name) for one in (tree, *others)]
+        if field.metadata.get("static") or leaves[0] is None:
+            continue
+        apply = function if "axes" in field.metadata else None
+        changes[field.name] = apply(field, *leaves) if apply else _map_fields(function, *leaves)
+    return dataclasses.replace(tree, **changes)
+
+
+def _batch_axis(field: dataclasses.Field) -> int | None:
+    names = field.metadata["axes"]
+    return names.index(BATCH) if BATCH in names else None
+
+
+def _batch_size(tree: Any) -> int:
+    sizes: set[int] = set()
+
+    def look(field: dataclasses.Field, leaf: Array) -> Array:
+        if (axis := _batch_axis(field)) is not None:
+            sizes.add(leaf.shape[axis])
+        return leaf
+
+    _map_fields(look, tree)
+    if len(sizes) != 1:
+        raise ValueError(f"the state has no one batch size: {sorted(sizes)}")
+    return sizes.pop()
+
+
+def _itemsize(dtype: Any) -> int:
+    # A typed PRNG key hides its words: ask for those of one key.
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        return data.size * data.dtype.itemsize
+    return dtype.itemsize
