@@ -57,7 +57,7 @@ def attend_segment(query: Float[Array, "B T H_q D"], segment: Segment) -> Partia
     den = jnp.zeros((batch, kv_heads, row_count), jnp.float32)
     if feeds_den:
         den = jnp.sum(jnp.exp(den_logits - peak[:, :, None]), axis=2)
-    if feeds_num:
+    if segment.values is not None and feeds_num:
         weights = jnp.exp(num_logits - peak[:, :, None])
         if segment.value_scale is not None:
             weights = weights * segment.value_scale[..., None]

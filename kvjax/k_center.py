@@ -1,20 +1,23 @@
 """Greedy k-center: farthest-first traversal of one head's keys (Gonzalez 1985), as ClusterGen and SubGen use it."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.state import SLOTS, array, state
 
-class Centers(NamedTuple):
+POINTS = "points"
+
+
+@state
+class Centers:
     """The chosen points, in the order chosen, and where every point belongs."""
 
-    index: Int[Array, "k"]  # of the point; meaningless where separation is -inf
+    index: Int[Array, "k"] = array(SLOTS)  # of the point; meaningless where separation is -inf
     # l2 distance to the nearest earlier centre: inf for the first, never rising, -inf once no point is left.
-    separation: Float[Array, "k"]
-    nearest: Int[Array, "N"]  # the centre (its place in `index`) nearest to each point, the earliest on ties
-    distance: Float[Array, "N"]  # l2 distance to it; -inf where the point is not valid
+    separation: Float[Array, "k"] = array(SLOTS)
+    nearest: Int[Array, "N"] = array(POINTS)  # the centre (its place in `index`) nearest to each point, ties: earliest
+    distance: Float[Array, "N"] = array(POINTS)  # l2 distance to it; -inf where the point is not valid
 
 
 def squared_distances(points: Float[Array, "D N"], center: Float[Array, "D"]) -> Float[Array, "N"]:

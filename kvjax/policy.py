@@ -176,19 +176,28 @@ def fit_bytes(factory: Callable[[int], CachePolicy], spec: CacheSpec, limit: int
     return factory(low)
 
 
-def check_prompt(
-    spec_tokens: int, keys: Float[Array, "B T H_kv D"], values: Float[Array, "B T H_kv D"], lengths: Int[Array, "B"]
+def check_tokens(
+    store: Float[Array, "B H_kv S D"],
+    keys: Float[Array, "B T H_kv D"],
+    values: Float[Array, "B T H_kv D"],
+    lengths: Int[Array, "B"] | None,
+    longest: int | None = None,
 ) -> None:
-    """Raises a ValueError where a prompt's shapes or lengths cannot be those of a cache made for `spec_tokens`."""
-    batch, tokens = keys.shape[:2]
-    if values.shape[:3] != keys.shape[:3]:
-        raise ValueError(f"values have shape {values.shape}; [B, T, H_kv] must be that of the keys, {keys.shape[:3]}")
+    """Raises a ValueError where fresh tokens do not fit a store of keys (which broadcasting would hide), or lengths
+    cannot be (outside jit, where they are known)."""
+    batch, kv_heads, _, head_dim = store.shape
+    for name, fresh in {"keys": keys, "values": values}.items():
+        wanted = (batch, keys.shape[1], kv_heads, head_dim)
+        if fresh.shape != wanted:
+            raise ValueError(f"{name} have shape {fresh.shape}; it must be [B, T, H_kv, D] = {wanted}")
+    if lengths is None:
+        return
     if lengths.shape != (batch,):
         raise ValueError(f"lengths has shape {lengths.shape}; it must be [B] = {(batch,)}")
     if not isinstance(lengths, jax.core.Tracer):
-        longest = min(tokens, spec_tokens)
+        longest = keys.shape[1] if longest is None else min(keys.shape[1], longest)
         if bool(jnp.any((lengths < 0) | (lengths > longest))):
-            raise ValueError(f"lengths={lengths.tolist()} must lie in [0, {longest}], the longest prompt")
+            raise ValueError(f"lengths={lengths.tolist()} must lie in [0, {longest}]")
 
 
 def _smallest_budget(factory: Callable[[int], CachePolicy], spec: CacheSpec, limit: int) -> int:

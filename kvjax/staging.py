@@ -6,24 +6,23 @@ most policies share: the newest tokens, the first tokens (sinks) and, behind the
 selection, in one buffer that attention reads as one segment.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.policy import CacheSpec
+from kvjax.policy import CacheSpec, check_tokens
 from kvjax.segment import Segment, segment
 from kvjax.state import BATCH, HEAD_DIM, KV_HEADS, SLOTS, array, state, static
 
 
-class Block(NamedTuple):
+@state
+class Block:
     """Consecutive tokens on their way from one store to the next, the first `count[b]` of P in row b."""
 
-    keys: Float[Array, "B H_kv P D"]
-    values: Float[Array, "B H_kv P D"]
-    first: Int[Array, "B"]  # position of the block's first token
-    count: Int[Array, "B"]
+    keys: Float[Array, "B H_kv P D"] = array(BATCH, KV_HEADS, SLOTS, HEAD_DIM)
+    values: Float[Array, "B H_kv P D"] = array(BATCH, KV_HEADS, SLOTS, HEAD_DIM)
+    first: Int[Array, "B"] = array(BATCH)  # int32, position of the block's first token
+    count: Int[Array, "B"] = array(BATCH)  # int32
 
 
 @state
@@ -46,14 +45,14 @@ def staging_slots(period: int, spec: CacheSpec) -> int:
 
 def init_staging(spec: CacheSpec, slots: int) -> Staging:
     shape = (spec.batch, spec.kv_heads, slots)
-    row = jnp.zeros(spec.batch, jnp.int32)
     return Staging(
         keys=jnp.zeros((*shape, spec.head_dim), spec.dtype),
         values=jnp.zeros((*shape, spec.head_dim), spec.dtype),
         log_weight=jnp.full(shape, -jnp.inf, jnp.float32),
         offset=jnp.zeros((), jnp.int32),
-        count=row,
-        overflow=row,
+        # One buffer per field: a state must be fit to be donated.
+        count=jnp.zeros(spec.batch, jnp.int32),
+        overflow=jnp.zeros(spec.batch, jnp.int32),
     )
 
 
@@ -66,9 +65,10 @@ def stage(
     """Appends T tokens, `lengths[b]` of them real in row b (all, when None).
 
     Raises:
-        ValueError: for more tokens than the buffer has slots. More than it has slots left is known at run time only:
-            those tokens are not written, and `overflow` counts them.
+        ValueError: for shapes or lengths that do not fit, or more tokens than the buffer has slots. More than it has
+            slots left is known at run time only: those tokens are not written, and `overflow` counts them.
     """
+    check_tokens(staging.keys, keys, values, lengths)
     batch, tokens = keys.shape[:2]
     slots = staging.keys.shape[2]
     if tokens > slots:

@@ -33,7 +33,7 @@ def static() -> Any:
     return dataclasses.field(metadata={"static": True})
 
 
-@dataclass_transform(frozen_default=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(array, static))
 def state(cls: type[T]) -> type[T]:
     """Class decorator: a frozen dataclass registered as a pytree."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
@@ -68,7 +68,8 @@ def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
 
     def take(field: dataclasses.Field, leaf: Array) -> Array:
         axis = _batch_axis(field)
-        return leaf if axis is None else jnp.take(leaf, rows, axis=axis)
+        # A copy, so that either state may be donated and the other used on.
+        return jnp.copy(leaf) if axis is None else jnp.take(leaf, rows, axis=axis)
 
     return _map_fields(take, tree)
 
@@ -95,7 +96,7 @@ def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
                 f"insert_rows: the batch-wide field {field.name!r} is {leaf} in one state and {new} in the other; "
                 "compact both states first"
             )
-        return leaf
+        return jnp.copy(leaf)
 
     return _map_fields(insert, tree, rows_tree)
 
@@ -123,7 +124,7 @@ def _map_fields(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     if isinstance(tree, tuple | list):
         mapped = [_map_fields(function, *items) for items in zip(tree, *others, strict=True)]
         return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
-    if not dataclasses.is_dataclass(tree):
+    if not dataclasses.is_dataclass(tree) or isinstance(tree, type):
         raise TypeError(f"{type(tree).__name__} is not a state: its axes are not known")
     changes = {}
     for field in dataclasses.fields(tree):

@@ -144,10 +144,13 @@ def _weigh(state, count, separation):
 def _cluster(keys: Float[Array, "T D"], values: Float[Array, "T D"], valid: Bool[Array, "T"], size: int):
     """One head's prompt: centres' keys and values, clusters' counts, separations and mean values, empty ones last."""
     found = greedy_k_center(keys, valid, size)
-    weight = valid.astype(jnp.float32)
-    count = jnp.zeros(size).at[found.nearest].add(weight)
-    total = jnp.zeros((size, values.shape[1])).at[found.nearest].add(values.astype(jnp.float32) * weight[:, None])
     chosen = found.separation > -jnp.inf
+    # A centre belongs to itself, even where an earlier one has the same key: no cluster may be without a token.
+    own = jnp.where(chosen, found.index, valid.shape[0])
+    home = found.nearest.at[own].set(jnp.arange(size, dtype=found.nearest.dtype), mode="drop")
+    weight = valid.astype(jnp.float32)
+    count = jnp.zeros(size).at[home].add(weight)
+    total = jnp.zeros((size, values.shape[1])).at[home].add(values.astype(jnp.float32) * weight[:, None])
     count = jnp.where(chosen, count, 0)
     mean = total / jnp.maximum(count, 1)[:, None]
     return keys[found.index], values[found.index], count.astype(jnp.int32), found.separation, mean
@@ -198,9 +201,18 @@ def _recluster(
     new_count = old_count.at[home].add(pool_count, mode="drop")
     new_total = old_total.at[home].add(pool_values * pool_count[:, None], mode="drop")
     mean = new_total / jnp.maximum(new_count, 1)[:, None]
-    centers = centers.at[jnp.where(chosen, pool_slots, slots)].set(pool_keys[picked].astype(centers.dtype), mode="drop")
-    separation = separation.at[pool_slots].set(picked_separation)
-    return centers, new_count, separation, mean
+    new_centers = centers.at[jnp.where(chosen, pool_slots, slots)].set(
+        pool_keys[picked].astype(centers.dtype), mode="drop"
+    )
+    new_separation = separation.at[pool_slots].set(picked_separation)
+    # A row that brings nothing stays as it is: it may not feel how often the others of its batch are compacted.
+    brings = jnp.any(present)
+    return (
+        jnp.where(brings, new_centers, centers),
+        jnp.where(brings, new_count, count),
+        jnp.where(brings, new_separation, separation),
+        jnp.where(brings, mean, mean_value),
+    )
 
 
 def _pairwise(a: Float[Array, "N D"], b: Float[Array, "M D"]) -> Float[Array, "N M"]:

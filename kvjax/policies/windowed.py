@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention import Partials, attend
-from kvjax.policy import CachePolicy, CacheSpec, Init, check_prompt
+from kvjax.policy import CachePolicy, CacheSpec, Init, check_tokens
 from kvjax.segment import Segment, segment_bytes
 from kvjax.staging import Block, Window, fill_window, settle, stage
 from kvjax.state import BATCH, array, state, static
@@ -47,7 +47,7 @@ def windowed_policy(
 
     def prefill(state, keys, values, lengths, query_tail=None, shared=None):
         del query_tail
-        check_prompt(state.max_prompt, keys, values, lengths)
+        check_tokens(state.window.keys, keys, values, lengths, longest=state.max_prompt)
         window = fill_window(state.window, keys, values, lengths)
         return select(dataclasses.replace(state, window=window), keys, values), shared
 

@@ -1,0 +1,481 @@
+"""Generation through a compressed cache: exact prefill layer by layer, then compiled blocks of decoding steps.
+
+A `Generator` binds a model to a cache policy and to sizes; a `GenerationState` is everything that a generation is at a
+moment, as a pytree: it can be forked, saved, and continued with another turn. Between blocks every layer's staged
+tokens are compacted, so a returned state is always settled.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+import kvjax
+from kvjax import rope
+from kvjax.policy import ALL_QUERIES
+from kvjax.state import BATCH, array, state
+from models.exact_attention import chunk_attention
+from models.llama import Llama, LlamaConfig, rope_frequencies
+from models.sampling import Sampling, finite, sample
+
+NO_TOKEN = -1  # in returned token blocks, where a row had already ended
+
+
+@state
+class GenerationState:
+    """A generation between two blocks. Rows are independent: `kvjax.take_rows` and its kin apply."""
+
+    layers: tuple[Any, ...]  # one cache state per layer
+    logits: Float[Array, "B V"] = array(BATCH, "vocabulary")  # float32, of the next token
+    positions: Int[Array, "B"] = array(BATCH)  # int32, tokens read or written so far
+    done: Bool[Array, "B"] = array(BATCH)  # whether the row has ended its turn
+    sampling_keys: Key[Array, "B"] = array(BATCH)
+    not_finite: Int[Array, "B"] = array(BATCH, fault="steps had logits that are NaN or infinite")
+
+
+class Generator:
+    """A model, a cache policy and sizes, ready to read prompts and to write.
+
+    Args:
+        model: the decoder; its parameters are used as they are.
+        policy: one policy for all layers, or one per layer. Layers with a sliding window keep exactly that window
+            instead, whatever the policy.
+        batch: rows.
+        max_prompt: most tokens of a first prompt.
+        max_new: most tokens after it: generated ones and later turns' together.
+        sampling: greedy by default.
+        eos: token ids that end a row's turn.
+        prefill_chunk: tokens per chunk of exact prefill; prompts are padded to a multiple of it.
+
+    Raises:
+        ValueError: for a number of policies that is not the number of layers, or what the policies themselves refuse.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        policy: kvjax.CachePolicy | Sequence[kvjax.CachePolicy],
+        *,
+        batch: int,
+        max_prompt: int,
+        max_new: int,
+        sampling: Sampling | None = None,
+        eos: Sequence[int] = (),
+        prefill_chunk: int = 256,
+    ):
+        config = model.config
+        if prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk={prefill_chunk}; it must be at least 1 token")
+        self.model, self.config = model, config
+        self.batch, self.max_prompt, self.max_new = batch, max_prompt, max_new
+        self.sampling, self.eos, self.prefill_chunk = sampling or Sampling(), tuple(eos), prefill_chunk
+        self.policies = layer_policies(config, policy)
+        self.specs = cache_specs(model, batch=batch, max_prompt=max_prompt, max_new=max_new)
+        self.block = min(max_new, *(policy.period for policy in self.policies))
+        self._graph, self._parameters = nnx.split(model)
+
+    def start(self, seed: int = 0) -> GenerationState:
+        """An empty state. Every row has its own randomness, from the seed and its number."""
+        rows = jax.random.split(jax.random.key(seed), self.batch)
+        cache_keys, sampling_keys = jax.vmap(jax.random.split, out_axes=1)(rows)
+        layers = tuple(
+            _init(policy, spec, jax.vmap(lambda key, number=number: jax.random.fold_in(key, number))(cache_keys))
+            for number, (policy, spec) in enumerate(zip(self.policies, self.specs, strict=True))
+        )
+        return GenerationState(
+            layers=layers,
+            logits=jnp.zeros((self.batch, self.config.vocab_size), jnp.float32),
+            positions=jnp.zeros(self.batch, jnp.int32),
+            done=jnp.zeros(self.batch, bool),
+            sampling_keys=sampling_keys,
+            not_finite=jnp.zeros(self.batch, jnp.int32),
+        )
+
+    def read(self, state: GenerationState, prompts: Sequence[Sequence[int]]) -> GenerationState:
+        """Reads one prompt per row; the given state must not be used again (its buffers are donated).
+
+        The first prompts are attended to exactly, and each layer is compressed as soon as it is done. Later ones (a
+        further turn) are appended and attend to the compressed cache, a block at a time, just as generated tokens do.
+
+        Raises:
+            ValueError: for an empty prompt, a prompt longer than `max_prompt`, more tokens in all than the caches were
+                made for, or a token outside the vocabulary.
+        """
+        positions = np.asarray(state.positions)
+        if not positions.any():
+            return prefill_together([self], [state], prompts)[0]
+        tokens, lengths = self._pad(prompts, self.block)
+        self._check_room(positions, lengths)
+        for begin in range(0, tokens.shape[1], self.block):
+            state = _append_block(
+                self._graph,
+                self.policies,
+                self._parameters,
+                state,
+                jnp.asarray(tokens[:, begin : begin + self.block]),
+                jnp.asarray(np.clip(lengths - begin, 0, self.block)),
+            )
+            state = self._compact(state)
+        return state
+
+    def write(self, state: GenerationState, max_tokens: int) -> Iterator[tuple[GenerationState, np.ndarray]]:
+        """Writes up to `max_tokens` tokens per row, block by block.
+
+        Yields:
+            The state after each block and the block's tokens, int32 [B, n], `NO_TOKEN` where a row had ended. Only the
+            newest state may be used further. An end-of-sequence token is yielded and read like any other, and the
+            generation stops when all rows have written one.
+
+        Raises:
+            ValueError: when the caches were not made for so many tokens, or logits turn NaN or infinite.
+        """
+        self._check_room(np.asarray(state.positions), np.where(np.asarray(state.done), 0, max_tokens))
+        written = 0
+        while written < max_tokens and not np.asarray(state.done).all():
+            steps = min(self.block, max_tokens - written)
+            state, tokens, taken = _decode_block(
+                self._graph,
+                self.policies,
+                self.sampling,
+                self.eos,
+                self.block,
+                self._parameters,
+                state,
+                jnp.asarray(steps, jnp.int32),
+            )
+            state = self._compact(state)
+            written += steps
+            if np.asarray(state.not_finite).any():
+                kvjax.check(state)
+            yield state, np.asarray(tokens)[:, : int(taken)]
+
+    def _compact(self, state: GenerationState) -> GenerationState:
+        layers = tuple(_compact(policy, layer) for policy, layer in zip(self.policies, state.layers, strict=True))
+        return dataclasses.replace(state, layers=layers)
+
+    def _pad(self, prompts: Sequence[Sequence[int]], multiple: int) -> tuple[np.ndarray, np.ndarray]:
+        """Prompts as one left-aligned array, padded to a multiple, and their lengths."""
+        if len(prompts) != self.batch:
+            raise ValueError(f"{len(prompts)} prompts were given for batch={self.batch}")
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        if not lengths.all():
+            raise ValueError(f"prompt {int(np.argmin(lengths))} is empty; a prompt needs at least one token")
+        tokens = np.zeros((self.batch, -(-int(lengths.max()) // multiple) * multiple), np.int64)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
+            raise ValueError(
+                f"prompts hold token ids from {tokens.min()} to {tokens.max()}; the vocabulary has "
+                f"{self.config.vocab_size}"
+            )
+        return tokens.astype(np.int32), lengths
+
+    def _check_room(self, positions: np.ndarray, more: np.ndarray) -> None:
+        capacity = self.max_prompt + self.max_new
+        needed = int((positions + more).max())
+        if needed > capacity:
+            raise ValueError(
+                f"{needed} tokens in a row exceed max_prompt + max_new = {self.max_prompt} + {self.max_new} that the "
+                "caches were made for"
+            )
+
+
+def generate(
+    model: Llama,
+    policy: kvjax.CachePolicy | Sequence[kvjax.CachePolicy],
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    eos: Sequence[int] = (),
+    seed: int = 0,
+) -> tuple[list[list[int]], GenerationState]:
+    """Continues each prompt by up to `max_new_tokens` tokens; `Generator` is the same in steps.
+
+    Returns:
+        Each row's new tokens, an end-of-sequence token included, and the state after them.
+    """
+    generator = Generator(
+        model,
+        policy,
+        batch=len(prompts),
+        max_prompt=max(map(len, prompts), default=1),
+        max_new=max_new_tokens,
+        sampling=sampling,
+        eos=eos,
+    )
+    state = generator.read(generator.start(seed), prompts)
+    rows: list[list[int]] = [[] for _ in prompts]
+    for newest, tokens in generator.write(state, max_new_tokens):
+        state = newest
+        collect(rows, tokens)
+    return rows, state
+
+
+def collect(rows: list[list[int]], tokens: np.ndarray) -> None:
+    """Appends a block of `Generator.write` to each row's tokens."""
+    for row, new in zip(rows, tokens, strict=True):
+        row.extend(int(token) for token in new if token != NO_TOKEN)
+
+
+def prefill_together(
+    generators: Sequence[Generator], states: Sequence[GenerationState], prompts: Sequence[Sequence[int]]
+) -> list[GenerationState]:
+    """Exact prefill of the same prompts into the fresh caches of several generators of one model, computed once.
+
+    It goes layer by layer over all chunks, so that beyond what the policies keep the keys and values of one layer
+    exist at a time.
+
+    Raises:
+        ValueError: as `Generator.read`; and when the generators do not share the model.
+    """
+    first = generators[0]
+    if any(generator.model is not first.model for generator in generators):
+        raise ValueError("prefill_together needs generators of one and the same model")
+    longest = max(map(len, prompts), default=0)
+    for generator in generators:
+        if longest > generator.max_prompt:
+            raise ValueError(f"a prompt of {longest} tokens exceeds max_prompt={generator.max_prompt}")
+    tokens, row_lengths = first._pad(prompts, first.prefill_chunk)
+    lengths = jnp.asarray(row_lengths)
+    x = _embed(first._graph, first._parameters, jnp.asarray(tokens))
+    caches: list[list[Any]] = [[] for _ in generators]
+    shared: list[Any] = [None for _ in generators]
+    for number, layer in enumerate(first.model.layers):
+        tail = max(_tail(generator.policies[number].query_tail, tokens.shape[1]) for generator in generators)
+        graph, parameters = nnx.split(layer)
+        x, keys, values, queries = _prefill_layer(
+            graph, first.config, first.prefill_chunk, tail, parameters, x, lengths
+        )
+        for place, generator in enumerate(generators):
+            policy = generator.policies[number]
+            own_tail = queries[:, tail - _tail(policy.query_tail, tokens.shape[1]) :] if policy.query_tail else None
+            cache, shared[place] = _compress(
+                policy, states[place].layers[number], keys, values, lengths, own_tail, shared[place]
+            )
+            caches[place].append(cache)
+    logits = _last_logits(first._graph, first._parameters, x, lengths)
+    # Each state gets buffers of its own: decoding donates them.
+    return [
+        dataclasses.replace(state, layers=tuple(layers), logits=jnp.copy(logits), positions=jnp.copy(lengths))
+        for state, layers in zip(states, caches, strict=True)
+    ]
+
+
+def layer_policies(
+    config: LlamaConfig, policy: kvjax.CachePolicy | Sequence[kvjax.CachePolicy]
+) -> tuple[kvjax.CachePolicy, ...]:
+    """One policy per layer; layers with a sliding window get a cache of just that window."""
+    given = (policy,) * config.layers if isinstance(policy, kvjax.CachePolicy) else tuple(policy)
+    if len(given) != config.layers:
+        raise ValueError(f"{len(given)} policies were given for {config.layers} layers")
+    windows = [config.window(number) for number in range(config.layers)]
+    return tuple(own if window is None else _sliding(window) for window, own in zip(windows, given, strict=True))
+
+
+@functools.cache
+def _sliding(window: int) -> kvjax.CachePolicy:
+    # One object per window: compiled functions are kept by the policy's identity.
+    return kvjax.streaming_llm(window, sinks=0)
+
+
+def cache_specs(model: Llama, *, batch: int, max_prompt: int, max_new: int) -> tuple[kvjax.CacheSpec, ...]:
+    """What each layer's cache is made for."""
+    config = model.config
+    return tuple(
+        kvjax.CacheSpec(
+            batch=batch,
+            query_heads=config.query_heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            max_prompt=max_prompt,
+            max_new=max_new,
+            dtype=model.embedding.embedding[...].dtype,
+            rope_frequencies=tuple(np.asarray(rope_frequencies(config)).tolist()),
+            layer=number,
+            layers=config.layers,
+        )
+        for number in range(config.layers)
+    )
+
+
+def parameters(model: Llama) -> nnx.State:
+    """The model's parameters as a pytree."""
+    return nnx.split(model)[1]
+
+
+def _tail(query_tail: int, tokens: int) -> int:
+    return tokens if query_tail == ALL_QUERIES else min(query_tail, tokens)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "spec"))
+def _init(policy: kvjax.CachePolicy, spec: kvjax.CacheSpec, row_keys: Key[Array, "B"]) -> Any:
+    # Compiled so that every field gets a buffer of its own; donation needs that.
+    return policy.init(spec, row_keys)
+
+
+@functools.partial(jax.jit, static_argnames=("graph",))
+def _embed(graph: Any, parameters: Any, tokens: Int[Array, "B N"]) -> Float[Array, "B N W"]:
+    return nnx.merge(graph, parameters).embed(tokens)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "config", "chunk", "tail"), donate_argnames=("x",))
+def _prefill_layer(
+    graph: Any,
+    config: LlamaConfig,
+    chunk: int,
+    tail: int,
+    parameters: Any,
+    x: Float[Array, "B N W"],
+    lengths: Int[Array, "B"],
+):
+    """One layer over a whole prompt: the new residual stream, keys, values and the last `tail` queries of each row."""
+    layer = nnx.merge(graph, parameters)
+    batch, tokens, _ = x.shape
+
+    def project(x, positions):
+        return layer.project(x, *rope.rotation(positions, rope_frequencies(config)))
+
+    def chunk_of(x, number):
+        return jax.lax.dynamic_slice_in_dim(x, number * chunk, chunk, axis=1)
+
+    def chunk_positions(number):
+        return jnp.broadcast_to(number * chunk + jnp.arange(chunk), (batch, chunk))
+
+    queries = None
+    if tail:
+        positions = lengths[:, None] - tail + jnp.arange(tail)
+        rows = jnp.take_along_axis(x, jnp.maximum(positions, 0)[..., None], axis=1)
+        queries, _, _ = project(rows, positions)
+
+    numbers = jnp.arange(tokens // chunk)
+    keys, values = jax.lax.map(lambda n: project(chunk_of(x, n), chunk_positions(n))[1:], numbers)
+    join = lambda blocks: blocks.swapaxes(0, 1).reshape(batch, tokens, *blocks.shape[3:])  # noqa: E731
+    keys, values = join(keys), join(values)
+
+    def step(x, number):
+        own = chunk_of(x, number)
+        query, _, _ = project(own, chunk_positions(number))
+        attended = chunk_attention(query, keys, values, number, layer.window)
+        return jax.lax.dynamic_update_slice_in_dim(x, layer.finish(own, attended), number * chunk, axis=1), None
+
+    x, _ = jax.lax.scan(step, x, numbers)
+    return x, keys, values, queries
+
+
+@functools.partial(jax.jit, static_argnames=("policy",), donate_argnames=("cache",))
+def _compress(policy: kvjax.CachePolicy, cache: Any, keys, values, lengths, queries, shared):
+    return policy.prefill(cache, keys, values, lengths, queries, shared)
+
+
+@functools.partial(jax.jit, static_argnames=("policy",), donate_argnames=("cache",))
+def _compact(policy: kvjax.CachePolicy, cache: Any) -> Any:
+    return policy.compact(cache)
+
+
+@functools.partial(jax.jit, static_argnames=("graph",))
+def _last_logits(graph: Any, parameters: Any, x: Float[Array, "B N W"], lengths: Int[Array, "B"]):
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    return nnx.merge(graph, parameters).logits(last)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "policies"), donate_argnames=("state",))
+def _append_block(
+    graph: Any,
+    policies: tuple[kvjax.CachePolicy, ...],
+    parameters: Any,
+    state: GenerationState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+) -> GenerationState:
+    """Reads a block of a later prompt: as decoding would token by token, but all of its tokens at once."""
+    model = nnx.merge(graph, parameters)
+    positions = state.positions[:, None] + jnp.arange(tokens.shape[1])
+    cos, sin = model.rotation(positions)
+    x = model.embed(tokens)
+    layers = []
+    for layer, policy, cache in zip(model.layers, policies, state.layers, strict=True):
+        query, keys, values = layer.project(x, cos, sin)
+        cache = policy.extend(cache, keys, values, lengths)
+        partials, cache = policy.attend(cache, query, causal=True)
+        layers.append(cache)
+        x = layer.finish(x, kvjax.output(partials))
+    last = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+    reads = lengths > 0
+    return dataclasses.replace(
+        state,
+        layers=tuple(layers),
+        logits=jnp.where(reads[:, None], model.logits(last), state.logits),
+        positions=state.positions + lengths,
+        done=state.done & ~reads,
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("graph", "policies", "sampling", "eos", "block"), donate_argnames=("state",)
+)
+def _decode_block(
+    graph: Any,
+    policies: tuple[kvjax.CachePolicy, ...],
+    sampling: Sampling,
+    eos: tuple[int, ...],
+    block: int,
+    parameters: Any,
+    state: GenerationState,
+    steps: Int[Array, ""],
+) -> tuple[GenerationState, Int[Array, "B block"], Int[Array, ""]]:
+    """Up to `steps` decoding steps in one loop: sample from the logits, read the token, get the next logits.
+
+    Returns:
+        The state, the tokens (`NO_TOKEN` where a row had ended) and how many steps were taken.
+    """
+    model = nnx.merge(graph, parameters)
+
+    def step(carry):
+        number, state, tokens = carry
+        split = jax.vmap(jax.random.split)(state.sampling_keys)
+        token = sample(state.logits, split[:, 0], sampling)
+        tokens = jax.lax.dynamic_update_slice(
+            tokens, jnp.where(state.done, NO_TOKEN, token)[:, None], (jnp.zeros_like(number), number)
+        )
+        running = ~state.done
+        lengths = running.astype(jnp.int32)
+        cos, sin = model.rotation(state.positions[:, None])
+        x = model.embed(jnp.where(running, token, 0)[:, None])
+        layers = []
+        for layer, policy, cache in zip(model.layers, policies, state.layers, strict=True):
+            query, keys, values = layer.project(x, cos, sin)
+            cache = policy.extend(cache, keys, values, lengths)
+            partials, cache = policy.attend(cache, query)
+            layers.append(cache)
+            x = layer.finish(x, kvjax.output(partials))
+        ended = jnp.isin(token, jnp.asarray(eos, jnp.int32)) if eos else jnp.zeros_like(state.done)
+        state = GenerationState(
+            layers=tuple(layers),
+            logits=jnp.where(running[:, None], model.logits(x[:, 0]), state.logits),
+            positions=state.positions + lengths,
+            done=state.done | ended,
+            sampling_keys=jax.random.wrap_key_data(
+                jnp.where(
+                    running[:, None],
+                    jax.random.key_data(split[:, 1]),
+                    jax.random.key_data(state.sampling_keys),
+                )
+            ),
+            not_finite=state.not_finite + (running & ~finite(state.logits)),
+        )
+        return number + 1, state, tokens
+
+    def running(carry):
+        number, state, _ = carry
+        return (number < steps) & ~jnp.all(state.done)
+
+    start = (jnp.zeros((), jnp.int32), state, jnp.full((state.done.shape[0], block), NO_TOKEN, jnp.int32))
+    taken, state, tokens = jax.lax.while_loop(running, step, start)
+    return state, tokens, taken

@@ -1,0 +1,3 @@
+from tests.models.families import hf_checkpoint
+
+__all__ = ["hf_checkpoint"]

@@ -1,0 +1,121 @@
+"""Small random checkpoints of every family, written by transformers itself, for tests against it.
+
+`hf_checkpoint` is a fixture over `LIVE` (all families, tied and untied, and variants); it skips without torch and
+transformers. `python -m tests.golden.make_transformers_golden` writes `GOLDEN` to disk for runs that have neither.
+"""
+
+import copy
+import dataclasses
+import pathlib
+from typing import Any
+
+import pytest
+
+VOCAB, LAYERS = 64, 2
+
+# The original context of the scaled RoPE and the sliding windows are shorter than SEQUENCE, so that both show.
+SEQUENCE = 48
+
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """The transformers classes of a family and the configuration of its small checkpoint."""
+
+    name: str
+    config_class: str
+    model_class: str
+    values: dict[str, Any]
+
+    def but(self, name: str, **values: Any) -> "Family":
+        return dataclasses.replace(self, name=name, values=self.values | values)
+
+
+def _family(name: str, prefix: str, **values: Any) -> Family:
+    return Family(name, f"{prefix}Config", f"{prefix}ForCausalLM", _SIZES | values)
+
+
+LLAMA2 = _family("llama2", "Llama", num_key_value_heads=4, rms_norm_eps=1e-5, tie_word_embeddings=False)
+LLAMA31 = _family("llama31", "Llama", rope_parameters=_LLAMA3_ROPE, tie_word_embeddings=True)
+MISTRAL = _family("mistral", "Mistral", sliding_window=8, head_dim=16, tie_word_embeddings=False)
+QWEN2 = _family(
+    "qwen2", "Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1, tie_word_embeddings=True
+)
+QWEN3 = _family("qwen3", "Qwen3", head_dim=16, tie_word_embeddings=False)
+
+GOLDEN = (LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3)
+LIVE = (
+    *GOLDEN,
+    *(f.but(f"{f.name}-{'untied' if f.values['tie_word_embeddings'] else 'tied'}",
+            tie_word_embeddings=not f.values["tie_word_embeddings"]) for f in GOLDEN),
+    LLAMA2.but("llama-linear", rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
+    LLAMA2.but("llama-biases", attention_bias=True, mlp_bias=True),
+    MISTRAL.but("mistral-full", sliding_window=None),
+    QWEN2.but("qwen2-full", use_sliding_window=False),
+    QWEN2.but("qwen2-layer-types", layer_types=["sliding_attention", "full_attention"]),
+    QWEN3.but("qwen3-biases-window", attention_bias=True, use_sliding_window=True, sliding_window=8,
+              max_window_layers=1),
+)  # fmt: skip
+
+
+def write(family: Family, directory: pathlib.Path, seed: int = 0, bfloat16: bool = False):
+    """Writes a random checkpoint with `save_pretrained`; returns the transformers model in float32.
+
+    Weights are scaled so that attention is peaked and logits spread (std over 1): initial weights of 0.02 would hide
+    a wrong mask or rotation below any tolerance. With `bfloat16` they are rounded first and stored so.
+    """
+    import torch
+    import transformers
+
+    config = getattr(transformers, family.config_class)(**family.values)
+    model = getattr(transformers, family.model_class)(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                values = 0.5 * noise if name.endswith("bias") else 1 + 0.3 * noise
+            else:
+                gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
+                values = gain * noise / parameter.shape[1] ** 0.5
+                if "embed_tokens" in name or "lm_head" in name:
+                    values = 2 * values
+            parameter.copy_(values.to(torch.bfloat16).float() if bfloat16 else values)
+    # A copy: casting the model itself would also round the rotary frequencies that it computes with.
+    (copy.deepcopy(model).bfloat16() if bfloat16 else model).save_pretrained(directory)
+    return model
+
+
+def hf_logits(model, tokens):
+    """Logits [B, T, V] float32 of a transformers model for tokens [B, T], as numpy."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens)).logits.float().numpy()
+
+
+@pytest.fixture(params=LIVE, ids=lambda family: family.name)
+def hf_checkpoint(request, tmp_path):
+    """(directory, transformers model in float32) of one family, written by transformers."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    return tmp_path, write(request.param, tmp_path)

@@ -1,0 +1,150 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.llama import Llama, LlamaConfig, RopeScaling, rope_frequencies
+
+SMALL = LlamaConfig(
+    vocab_size=24, width=16, mlp_width=20, layers=2, query_heads=4, kv_heads=2, head_dim=4, max_length=64
+)
+TOKENS = jax.random.randint(jax.random.key(0), (2, 12), 0, 24)
+
+
+def build(**changes):
+    return Llama(dataclasses.replace(SMALL, **changes), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_shapes_and_dtypes(dtype):
+    model = Llama(SMALL, dtype=dtype, rngs=nnx.Rngs(0))
+    hidden, logits = model.hidden(TOKENS), model(TOKENS)
+    assert (hidden.shape, hidden.dtype) == ((2, 12, 16), dtype)
+    assert (logits.shape, logits.dtype) == ((2, 12, 24), jnp.float32)
+    query, key, value = model.layers[0].project(hidden, *model.rotation(jnp.zeros((2, 12), jnp.int32)))
+    assert query.shape == (2, 12, 4, 4) and key.shape == value.shape == (2, 12, 2, 4)
+    assert query.dtype == key.dtype == value.dtype == dtype
+
+
+def test_logits_of_some_positions_are_those_of_all():
+    model = build()
+    np.testing.assert_allclose(model.logits(model.hidden(TOKENS)[:, -1]), model(TOKENS)[:, -1], atol=1e-6)
+
+
+def test_a_token_sees_only_what_is_before_it():
+    model = build()
+    changed = TOKENS.at[:, 7].set((TOKENS[:, 7] + 1) % 24)
+    before, after = model(TOKENS), model(changed)
+    np.testing.assert_array_equal(before[:, :7], after[:, :7])
+    assert (jnp.abs(before - after)[:, 7:].max(axis=(0, 2)) > 1e-4).all()
+
+
+def test_a_window_counts_the_token_itself():
+    """With a window of 3, token 7 of one layer sees tokens 5 to 7; full layers see all."""
+    model = build(layers=1, windows=(3,))
+    for changed_token, seen in ((4, False), (5, True)):
+        changed = TOKENS.at[:, changed_token].set((TOKENS[:, changed_token] + 1) % 24)
+        difference = jnp.abs(model(TOKENS) - model(changed))[:, 7].max()
+        assert (difference > 1e-5) == seen
+
+
+def test_project_and_finish_around_any_attention():
+    """The cut where a cache goes: attention written out by hand between the two gives `hidden`."""
+    model = build(query_key_norm=True, qkv_bias=True)
+    x = model.embed(TOKENS)
+    cos, sin = model.rotation(jnp.broadcast_to(jnp.arange(12), (2, 12)))
+    for layer in model.layers:
+        query, key, value = layer.project(x, cos, sin)
+        key, value = jnp.repeat(key, 2, axis=2), jnp.repeat(value, 2, axis=2)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / 2.0
+        weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((12, 12), bool)), scores, -jnp.inf))
+        x = layer.finish(x, jnp.einsum("bhqk,bkhd->bqhd", weights, value))
+    np.testing.assert_allclose(x, model.hidden(TOKENS), atol=1e-5)
+
+
+def test_only_distances_between_positions_matter():
+    """Scores of rotated queries and keys are the same when all positions move together."""
+    model = build()
+    x = model.embed(TOKENS)
+    scores = []
+    for start in (0, 100):
+        positions = jnp.broadcast_to(jnp.arange(start, start + 12), (2, 12))
+        query, key, _ = model.layers[0].project(x, *model.rotation(positions))
+        scores.append(jnp.einsum("bqgd,bkgd->bgqk", query[:, :, ::2], key))
+    np.testing.assert_allclose(*scores, atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}])
+def test_gradients_reach_every_parameter(changes):
+    model = build(qkv_bias=True, output_bias=True, mlp_bias=True, query_key_norm=True, **changes)
+    gradients = nnx.jit(nnx.grad(lambda model: jax.nn.logsumexp(model(TOKENS) ** 2, axis=-1).mean()))(model)
+    flat = dict(nnx.to_flat_state(nnx.state(gradients)))
+    assert flat.keys() == dict(nnx.to_flat_state(nnx.state(model))).keys()
+    for path, gradient in flat.items():
+        size = float(jnp.abs(gradient[...]).max())
+        assert size > 0 and np.isfinite(size), path
+
+
+def test_all_state_is_parameters():
+    graph, state = nnx.split(build())
+    assert all(isinstance(variable, nnx.Param) for _, variable in nnx.to_flat_state(state))
+    np.testing.assert_array_equal(nnx.merge(graph, state)(TOKENS), build()(TOKENS))
+
+
+def test_rope_frequencies_by_hand():
+    config = dataclasses.replace(SMALL, head_dim=8, rope_theta=10000.0)
+    plain = np.array([1, 0.1, 0.01, 0.001])
+    np.testing.assert_allclose(rope_frequencies(config), plain, rtol=1e-6)
+    linear = dataclasses.replace(config, rope_scaling=RopeScaling("linear", 4.0))
+    np.testing.assert_allclose(rope_frequencies(linear), plain / 4, rtol=1e-6)
+    # Turns within 200 tokens: 31.8, 3.18, 0.318, 0.0318. Over 4 are kept, under 1 divided, between them mixed.
+    scaled = dataclasses.replace(config, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 200))
+    keep = (200 * 0.1 / (2 * np.pi) - 1) / 3
+    expected = [1, 0.1 * (keep + (1 - keep) / 8), 0.01 / 8, 0.001 / 8]
+    np.testing.assert_allclose(rope_frequencies(scaled), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("scaling", [None, RopeScaling("llama3", 8.0)])
+def test_rope_frequencies_are_the_same_compiled(head_dim, scaling):
+    """A last bit of a frequency is 0.008 radians at position 131,072."""
+    config = dataclasses.replace(SMALL, head_dim=head_dim, rope_theta=5e5, rope_scaling=scaling)
+    np.testing.assert_array_equal(jax.jit(lambda: rope_frequencies(config))(), rope_frequencies(config))
+
+
+@pytest.mark.parametrize("theta, factor", [(5e5, 8.0), (5e5, 32.0)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rope_angles_of_transformers_at_long_context(head_dim, theta, factor):
+    """Llama 3.1 and 3.2 at their full length; logits of small models only test the first positions."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"rope_type": "llama3", "rope_theta": theta, "factor": factor, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+    theirs = transformers.LlamaConfig(head_dim=head_dim, max_position_embeddings=131072, rope_parameters=rope)
+    expected = ROPE_INIT_FUNCTIONS["llama3"](theirs, "cpu")[0].numpy()
+    config = dataclasses.replace(SMALL, head_dim=head_dim, rope_theta=theta, rope_scaling=RopeScaling("llama3", factor))
+    difference = np.asarray(rope_frequencies(config), np.float64) - expected
+    assert np.abs(difference).max() * 131072 < 1e-3
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"query_heads": 3}, "query_heads=3 must be a multiple of kv_heads=2"),
+        ({"head_dim": 5}, "head_dim=5 must be even"),
+        ({"windows": (3,)}, "windows names 1 layers, the model has 2"),
+    ],
+)
+def test_refuses_shapes_that_do_not_fit(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SMALL, **changes)
+
+
+def test_refuses_an_unknown_rope_scaling():
+    with pytest.raises(ValueError, match="kind='yarn'.*'linear', 'llama3'"):
+        rope_frequencies(dataclasses.replace(SMALL, rope_scaling=RopeScaling("yarn", 2.0)))

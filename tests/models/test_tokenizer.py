@@ -1,0 +1,256 @@
+import json
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from models import tokenizer as tokenizer_lib
+
+BOS, EOS = "<s>", "</s>"
+TEXTS = ["the cat sat on the mat", "a café, naïve; 日本語 😀 and más", "def f(x):\n    return x"] * 3
+
+
+def byte_level():
+    """As GPT-2, Llama 3 and Qwen: bytes, any of which may end a token."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[BOS, EOS], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    backend.train_from_iterator(TEXTS, trainer)
+    return backend
+
+
+def byte_fallback():
+    """As Llama 2 and Mistral: words with a space mark in front, bytes for what is not in the vocabulary."""
+    vocabulary = {"<unk>": 0, BOS: 1, EOS: 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    for piece in ["▁", *"abcdefghijklmnopqrstuvwxyz", "▁t", "th", "the", "▁the"]:
+        vocabulary.setdefault(piece, len(vocabulary))
+    merges = [("▁", "t"), ("t", "h"), ("th", "e"), ("▁", "the")]
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens([BOS, EOS])
+    return backend
+
+
+KINDS = {"byte-level": byte_level(), "byte-fallback": byte_fallback()}
+
+
+def with_bos(backend):
+    """Also ends texts with EOS, which generation must not take over."""
+    backend = tokenizers.Tokenizer.from_str(backend.to_str())
+    ids = [(token, backend.token_to_id(token)) for token in (BOS, EOS)]
+    backend.post_processor = processors.TemplateProcessing(single=f"{BOS} $A {EOS}", special_tokens=ids)
+    return backend
+
+
+def write(directory, backend, **files):
+    backend.save(str(directory / "tokenizer.json"))
+    for name, values in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(values))
+    return directory
+
+
+def bare(backend):
+    return tokenizer_lib.Tokenizer(backend, prefix=(), eos_ids=(), named={})
+
+
+@pytest.fixture(params=KINDS)
+def backend(request):
+    return KINDS[request.param]
+
+
+@pytest.mark.parametrize(
+    "add_bos_token, template, expected",
+    [(None, True, True), (None, False, False), (True, False, True), (True, True, True), (False, True, False)],
+)
+def test_bos_as_the_checkpoint_says(backend, tmp_path, add_bos_token, template, expected):
+    config = {"bos_token": {"content": BOS}, "eos_token": EOS}
+    config |= {} if add_bos_token is None else {"add_bos_token": add_bos_token}
+    write(tmp_path, with_bos(backend) if template else backend, tokenizer_config=config)
+    tokenizer = tokenizer_lib.load(tmp_path)
+    plain = backend.encode("the cat", add_special_tokens=False).ids
+    assert tokenizer.encode("the cat") == [backend.token_to_id(BOS)] * expected + plain
+    assert tokenizer.encode("the cat", add_bos=False) == plain
+    assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
+    assert tokenizer.decode(tokenizer.encode("the cat"), skip_special=False).startswith(BOS) == expected
+
+
+def test_settings_of_training_neither_cut_nor_pad(backend, tmp_path):
+    limited = tokenizers.Tokenizer.from_str(backend.to_str())
+    limited.enable_truncation(2)
+    limited.enable_padding(length=50)
+    tokenizer = tokenizer_lib.load(write(tmp_path, limited))
+    assert tokenizer.decode(tokenizer.encode("the cat sat")) == "the cat sat"
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ({"generation_config": {"eos_token_id": [5, 7]}, "config": {"eos_token_id": 2}}, (5, 7)),
+        ({"generation_config": {"eos_token_id": None}, "config": {"eos_token_id": 2}}, (2,)),
+        ({"config": {"eos_token_id": [3]}}, (3,)),
+        ({"tokenizer_config": {"eos_token": BOS}}, "bos"),
+        ({"special_tokens_map": {"eos_token": {"content": BOS}}}, "bos"),
+        ({}, ()),
+    ],
+)
+def test_where_generation_ends(backend, tmp_path, files, expected):
+    expected = (backend.token_to_id(BOS),) if expected == "bos" else expected
+    assert tokenizer_lib.load(write(tmp_path, backend, **files)).eos_ids == expected
+
+
+def test_vocab_size_and_special_ids(backend):
+    assert bare(backend).vocab_size == backend.get_vocab_size()
+    assert bare(backend).special_ids == {backend.token_to_id(BOS), backend.token_to_id(EOS)}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    kind=st.sampled_from(list(KINDS)), text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="�▁"))
+)
+def test_streamed_pieces_join_to_the_text(kind, text):
+    tokenizer = bare(KINDS[kind])
+    ids = tokenizer.encode(text)
+    assert "".join(tokenizer.stream(ids)) == tokenizer.decode(ids)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    kind=st.sampled_from(list(KINDS)),
+    text=st.text("ab 日é😀", min_size=2),
+    times=st.sampled_from([1, 20]),
+    cut=st.integers(0, 200),
+)
+def test_streaming_goes_on_from_a_context(kind, text, times, cut):
+    """Context and pieces join to the whole text, though the context may begin or end inside a character."""
+    tokenizer = bare(KINDS[kind])
+    ids = tokenizer.encode(text * times)
+    cut = cut % (len(ids) + 1)
+    whole = tokenizer.decode(ids)
+    # The context's whole characters: byte fallback gives none of a run of bytes that ends inside one.
+    before = [tokenizer.decode(ids[: max(cut - unfinished, 0)]).rstrip("�") for unfinished in range(4)]
+    before = max((text for text in before if whole.startswith(text)), key=len)
+    assert before + "".join(tokenizer.stream(ids[cut:], context=ids[:cut])) == whole
+
+
+def test_no_piece_ends_inside_a_character(backend):
+    tokenizer = bare(backend)
+    text = "日本 😀é the 👩‍👩‍👧 cat"
+    pieces = list(tokenizer.stream(tokenizer.encode(text)))
+    assert len(pieces) > 8 and not any("�" in piece for piece in pieces)
+
+
+def test_an_unfinished_character_comes_out_at_the_end(backend):
+    tokenizer = bare(backend)
+    ids = tokenizer.encode("a😀")[:-1]
+    assert "".join(tokenizer.stream(ids)) == tokenizer.decode(ids)
+
+
+def test_special_tokens_leave_no_trace_in_a_stream(backend):
+    tokenizer = bare(backend)
+    ids = tokenizer.encode("the cat")
+    ids[1:1] = [backend.token_to_id(EOS)]
+    assert "".join(tokenizer.stream(ids)) == tokenizer.decode(ids)
+    assert "".join(tokenizer.stream(ids, skip_special=False)) == tokenizer.decode(ids, skip_special=False)
+
+
+def test_streaming_decodes_a_bounded_window(backend, monkeypatch):
+    tokenizer, decoded = bare(backend), []
+    monkeypatch.setattr(
+        tokenizer_lib.Tokenizer,
+        "decode",
+        lambda self, ids, skip_special=True: decoded.append(len(ids)) or self.backend.decode(list(ids)),
+    )
+    broken = tokenizer.encode("😀")[-2] if backend is KINDS["byte-fallback"] else tokenizer.encode("😀")[-1]
+    for ids in (tokenizer.encode("the cat 日本 " * 100), tokenizer.encode("日" * 600), [broken] * 500):
+        whole = backend.decode(ids)
+        decoded.clear()
+        assert "".join(tokenizer.stream(ids)) == whole
+        assert len(ids) >= 500 and max(decoded) <= 80
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}\n"
+    "    {% if m.role not in ['user', 'assistant'] %}{{ raise_exception('Unknown role ' ~ m.role) }}{% endif %}\n"
+    "    {% if loop.index > 9 %}{% break %}{% endif %}\n"
+    "[{{ m.role }}]{% generation %}{{ m.content | trim }}{% endgeneration %}{{ eos_token }}\n"
+    "{% endfor %}\n"
+    "{% if add_generation_prompt %}[assistant]{{ {'a': '<é>'} | tojson }}{% endif %}"
+)
+NAMES = {"bos_token": BOS, "eos_token": EOS}
+MESSAGES = [{"role": "user", "content": " the cat "}, {"role": "assistant", "content": "sat"}]
+RENDERED = '<s>[user]the cat</s>\n[assistant]sat</s>\n[assistant]{"a": "<é>"}'
+
+
+@pytest.mark.parametrize("place", ["config", "named", "file"])
+def test_chat(backend, tmp_path, place):
+    pytest.importorskip("jinja2")
+    config = dict(NAMES)
+    if place == "config":
+        config["chat_template"] = TEMPLATE
+    elif place == "named":
+        config["chat_template"] = [{"name": "tools", "template": "?"}, {"name": "default", "template": TEMPLATE}]
+    else:
+        config["chat_template"] = "the file wins"
+        (tmp_path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    tokenizer = tokenizer_lib.load(write(tmp_path, with_bos(backend), tokenizer_config=config))
+    assert tokenizer.chat_text(MESSAGES) == RENDERED
+    assert tokenizer.chat_text(MESSAGES, add_generation_prompt=False) == RENDERED[: RENDERED.rindex("[")]
+    ids = tokenizer.apply_chat(MESSAGES)
+    assert ids == tokenizer.encode(RENDERED, add_bos=False)
+    assert ids.count(backend.token_to_id(BOS)) == 1
+
+
+def test_chat_template_in_a_sandbox(backend):
+    pytest.importorskip("jinja2")
+    tokenizer = tokenizer_lib.Tokenizer(backend, (), (), {}, "{{ messages.append(1) }}{{ ''.__class__.__mro__ }}")
+    with pytest.raises(ValueError, match="refuses these messages"):
+        tokenizer.chat_text([])
+
+
+def test_chat_errors(backend):
+    pytest.importorskip("jinja2")
+    with pytest.raises(ValueError, match="no chat template"):
+        bare(backend).chat_text(MESSAGES)
+    tokenizer = tokenizer_lib.Tokenizer(backend, (), (), NAMES, TEMPLATE)
+    with pytest.raises(ValueError, match="Unknown role tool"):
+        tokenizer.chat_text([{"role": "tool", "content": ""}])
+
+
+def test_broken_directories(backend, tmp_path):
+    with pytest.raises(FileNotFoundError, match="tokenizer.json"):
+        tokenizer_lib.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not a tokenizer"):
+        tokenizer_lib.load(tmp_path)
+    write(tmp_path, backend, tokenizer_config={"add_bos_token": True, "bos_token": "<none>"})
+    with pytest.raises(ValueError, match="bos_token='<none>' is not in tokenizer.json"):
+        tokenizer_lib.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match="tokenizer_config.json is not JSON"):
+        tokenizer_lib.load(tmp_path)
+
+
+@pytest.mark.parametrize("add_bos_token", [None, True])
+def test_transformers_gives_the_same_tokens_and_chat(backend, tmp_path, add_bos_token):
+    transformers = pytest.importorskip("transformers")
+    bos_only = tokenizers.Tokenizer.from_str(backend.to_str())
+    bos_only.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, backend.token_to_id(BOS))]
+    )
+    config = NAMES | {"chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    config |= {} if add_bos_token is None else {"add_bos_token": add_bos_token}
+    write(tmp_path, bos_only, tokenizer_config=config)
+    ours, theirs = tokenizer_lib.load(tmp_path), transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for text in ("the cat", "", f"a {EOS} b", "日本 😀"):
+        assert ours.encode(text) == theirs(text)["input_ids"]
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True)
+    rendered = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    assert ours.chat_text(MESSAGES) == rendered
