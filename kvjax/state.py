@@ -64,7 +64,12 @@ def axes(tree: Any) -> Any:
 
 
 def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
-    """The state of a batch that consists of the given rows, in that order; a row may be taken more than once."""
+    """The state of a batch that consists of the given rows, in that order; a row may be taken more than once.
+
+    Raises:
+        ValueError: for a row that there is not (where the numbers are known, outside jit).
+    """
+    _check_rows(tree, rows)
 
     def take(field: dataclasses.Field, leaf: Array) -> Array:
         axis = _batch_axis(field)
@@ -83,9 +88,13 @@ def repeat_rows(tree: T, repeats: int) -> T:
 def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
     """Overwrites the given rows with the rows of another state of the same policy and spec (but for the batch).
 
-    Both must stand at the same point of their staging, which they do after `compact`; otherwise a ValueError names
-    the field that differs (where its value is known, outside jit).
+    Both must stand at the same point of their staging, which they do after `compact`.
+
+    Raises:
+        ValueError: for a row that there is not, or states that stand at different points, with the field that differs
+            (where values are known, outside jit).
     """
+    _check_rows(tree, rows)
 
     def insert(field: dataclasses.Field, leaf: Array, new: Array) -> Array:
         axis = _batch_axis(field)
@@ -139,6 +148,15 @@ def _map_fields(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 def _batch_axis(field: dataclasses.Field) -> int | None:
     names = field.metadata["axes"]
     return names.index(BATCH) if BATCH in names else None
+
+
+def _check_rows(tree: Any, rows: Int[Array, "R"]) -> None:
+    # JAX would fill what is taken out of range and drop what is set there.
+    if isinstance(rows, jax.core.Tracer):
+        return
+    batch = _batch_size(tree)
+    if bool(jnp.any((rows < 0) | (rows >= batch))):
+        raise ValueError(f"rows={np.asarray(rows).tolist()} must lie in [0, {batch})")
 
 
 def _batch_size(tree: Any) -> int:

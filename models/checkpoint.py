@@ -449,7 +449,7 @@ def _open_tensors(files: Sequence[pathlib.Path], stack: contextlib.ExitStack) ->
             file = stack.enter_context(safetensors.safe_open(path, framework="numpy"))
         except safetensors.SafetensorError as error:
             raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from error
-        tensors = {name: _StoredTensor(file, name) for name in file.keys()}
+        tensors = {name: _StoredTensor(file, name) for name in file.keys()}  # noqa: SIM118 (a file is no dict)
         if twice := sorted(stored.keys() & tensors.keys()):
             raise ValueError(f"{path} repeats tensors of another shard: {', '.join(twice)}")
         stored |= tensors

@@ -82,7 +82,8 @@ class Generator:
 
     def start(self, seed: int = 0) -> GenerationState:
         """An empty state. Every row has its own randomness, from the seed and its number."""
-        rows = jax.random.split(jax.random.key(seed), self.batch)
+        key = jax.random.key(seed)
+        rows = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(self.batch))
         cache_keys, sampling_keys = jax.vmap(jax.random.split, out_axes=1)(rows)
         layers = tuple(
             _init(policy, spec, jax.vmap(lambda key, number=number: jax.random.fold_in(key, number))(cache_keys))
@@ -122,6 +123,7 @@ class Generator:
                 jnp.asarray(np.clip(lengths - begin, 0, self.block)),
             )
             state = self._compact(state)
+        _check_finite(state)
         return state
 
     def write(self, state: GenerationState, max_tokens: int) -> Iterator[tuple[GenerationState, np.ndarray]]:
@@ -151,8 +153,7 @@ class Generator:
             )
             state = self._compact(state)
             written += steps
-            if np.asarray(state.not_finite).any():
-                kvjax.check(state)
+            _check_finite(state)
             yield state, np.asarray(tokens)[:, : int(taken)]
 
     def _compact(self, state: GenerationState) -> GenerationState:
@@ -205,7 +206,7 @@ def generate(
         model,
         policy,
         batch=len(prompts),
-        max_prompt=max(map(len, prompts), default=1),
+        max_prompt=max(1, *map(len, prompts)),  # an empty prompt is refused when it is read
         max_new=max_new_tokens,
         sampling=sampling,
         eos=eos,
@@ -233,11 +234,13 @@ def prefill_together(
     exist at a time.
 
     Raises:
-        ValueError: as `Generator.read`; and when the generators do not share the model.
+        ValueError: as `Generator.read`; and when the generators do not share the model, or a state has read a prompt.
     """
     first = generators[0]
     if any(generator.model is not first.model for generator in generators):
         raise ValueError("prefill_together needs generators of one and the same model")
+    if any(np.asarray(state.positions).any() for state in states):
+        raise ValueError("prefill_together needs fresh states; one of these has already read a prompt")
     longest = max(map(len, prompts), default=0)
     for generator in generators:
         if longest > generator.max_prompt:
@@ -262,10 +265,18 @@ def prefill_together(
             caches[place].append(cache)
     logits = _last_logits(first._graph, first._parameters, x, lengths)
     # Each state gets buffers of its own: decoding donates them.
-    return [
-        dataclasses.replace(state, layers=tuple(layers), logits=jnp.copy(logits), positions=jnp.copy(lengths))
+    read = [
+        dataclasses.replace(
+            state,
+            layers=tuple(layers),
+            logits=jnp.copy(logits),
+            positions=jnp.copy(lengths),
+            not_finite=state.not_finite + ~finite(logits),
+        )
         for state, layers in zip(states, caches, strict=True)
     ]
+    _check_finite(read[0])
+    return read
 
 
 def layer_policies(
@@ -303,6 +314,12 @@ def cache_specs(model: Llama, *, batch: int, max_prompt: int, max_new: int) -> t
         )
         for number in range(config.layers)
     )
+
+
+def _check_finite(state: GenerationState) -> None:
+    # Asked after every block, so without a walk over all counters.
+    if np.asarray(state.not_finite).any():
+        kvjax.check(state)
 
 
 def parameters(model: Llama) -> nnx.State:
@@ -408,10 +425,12 @@ def _append_block(
         x = layer.finish(x, kvjax.output(partials))
     last = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
     reads = lengths > 0
+    logits = model.logits(last)
     return dataclasses.replace(
         state,
         layers=tuple(layers),
-        logits=jnp.where(reads[:, None], model.logits(last), state.logits),
+        logits=jnp.where(reads[:, None], logits, state.logits),
+        not_finite=state.not_finite + (reads & ~finite(logits)),
         positions=state.positions + lengths,
         done=state.done & ~reads,
     )
@@ -455,10 +474,11 @@ def _decode_block(
             partials, cache = policy.attend(cache, query)
             layers.append(cache)
             x = layer.finish(x, kvjax.output(partials))
+        logits = model.logits(x[:, 0])
         ended = jnp.isin(token, jnp.asarray(eos, jnp.int32)) if eos else jnp.zeros_like(state.done)
         state = GenerationState(
             layers=tuple(layers),
-            logits=jnp.where(running[:, None], model.logits(x[:, 0]), state.logits),
+            logits=jnp.where(running[:, None], logits, state.logits),
             positions=state.positions + lengths,
             done=state.done | ended,
             sampling_keys=jax.random.wrap_key_data(
@@ -468,7 +488,7 @@ def _decode_block(
                     jax.random.key_data(state.sampling_keys),
                 )
             ),
-            not_finite=state.not_finite + (running & ~finite(state.logits)),
+            not_finite=state.not_finite + (running & ~finite(logits)),
         )
         return number + 1, state, tokens
 

@@ -80,7 +80,8 @@ def generator(name, batch=3):
 
 def written(made, state, count):
     rows = [[] for _ in range(made.batch)]
-    for state, tokens in made.write(state, count):  # noqa: B020
+    for newest, tokens in made.write(state, count):
+        state = newest
         collect(rows, tokens)
     return rows, state
 
@@ -139,7 +140,8 @@ def test_a_row_ends_alone_at_its_end_of_sequence_token():
     assert ends[1] <= 11 and max(ends) > 20
     stopping = Generator(model(), EXACT, batch=3, max_prompt=70, max_new=90, prefill_chunk=CHUNK, eos=(eos,))
     rows, state = [[] for _ in PROMPTS], stopping.read(stopping.start(), PROMPTS)
-    for state, tokens in stopping.write(state, 40):  # noqa: B020
+    for newest, tokens in stopping.write(state, 40):
+        state = newest
         assert tokens.dtype == np.int32 and (tokens[1, ends[1] :] == NO_TOKEN).all()
         collect(rows, tokens)
     assert rows == [row[:end] for row, end in zip(free, ends, strict=True)]
@@ -305,10 +307,10 @@ COPIES = {
 
 
 def large_copies(text, elements):
-    """Instructions of a compiled program that write as many elements as a cache has, but are no in-place update.
+    """Instructions of a compiled program that write as many elements as a cache has.
 
-    The opcode of a fusion says nothing; the fused computations are part of the text, so what they do is found there.
-    An update in place has the shape of its whole buffer too: one is only told apart by not being allowed here at all.
+    Fused computations are part of the text, so what a fusion does is found there. An update in place has the shape of
+    its whole buffer too; decoding has none of that size, because it writes to staging alone.
     """
     found = []
     for name, _, shape, opcode in INSTRUCTION.findall(text):
@@ -347,7 +349,7 @@ def test_the_search_for_copies_finds_a_planted_one():
         return jax.lax.while_loop(lambda carry: carry[0] < 5, step, (0, buffer))
 
     compiled = jax.jit(planted, donate_argnums=0).lower(jnp.zeros((2, LONG + 64, 16))).compile()
-    assert large_copies(compiled.as_text(), CACHE_ELEMENTS)
+    assert "copy" in {opcode for _, _, opcode in large_copies(compiled.as_text(), CACHE_ELEMENTS)}
 
 
 def test_decoding_needs_less_temporary_memory_than_one_cache():

@@ -1,0 +1,100 @@
+"""Loss and accuracy of the answers in long sequences, without computing what does not lead to them."""
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from experiments.common.tasks import line_tokenizer
+from models.llama import Llama
+
+# Longer blocks compute more of the triangle above the diagonal, shorter ones make the products too small.
+ATTENTION_BLOCK = 512
+
+
+@flax.struct.dataclass
+class Batch:
+    """Padded sequences; answer token a of a row is `targets[row, a]`, predicted at `positions[row, a]`.
+
+    `question` numbers the questions of a row that its answer tokens belong to. Slots past a row's answers have `used`
+    False.
+    """
+
+    tokens: Int[Array, "B T"]
+    positions: Int[Array, "B A"]
+    targets: Int[Array, "B A"]
+    question: Int[Array, "B A"]
+    used: Bool[Array, "B A"]
+
+
+def make_batch(conversations: list[line_tokenizer.Conversation], tokens: int, answer_tokens: int, eos: int) -> Batch:
+    """Stacks conversations, padded with eos to `tokens` tokens of which `answer_tokens` are answers."""
+    rows = len(conversations)
+    batch = Batch(
+        tokens=np.full((rows, tokens), eos, np.int32),
+        positions=np.zeros((rows, answer_tokens), np.int32),
+        targets=np.full((rows, answer_tokens), eos, np.int32),
+        question=np.zeros((rows, answer_tokens), np.int32),
+        used=np.zeros((rows, answer_tokens), bool),
+    )
+    for row, conversation in enumerate(conversations):
+        places = np.flatnonzero(conversation.is_answer)
+        batch.tokens[row, : len(conversation.tokens)] = conversation.tokens
+        batch.positions[row, : len(places)] = places - 1
+        batch.targets[row, : len(places)] = conversation.tokens[places]
+        batch.question[row, : len(places)] = np.cumsum(np.diff(places, prepend=places[0]) > 1)
+        batch.used[row, : len(places)] = True
+    return batch
+
+
+def causal_attention(
+    query: Float[Array, "B T H_q D"], key: Float[Array, "B T H_kv D"], value: Float[Array, "B T H_kv D"]
+) -> Float[Array, "B T H_q D"]:
+    """Causal attention in blocks of queries, each against the keys up to its end: half the work on a CPU."""
+    outputs = []
+    for start in range(0, query.shape[1], ATTENTION_BLOCK):
+        end = min(start + ATTENTION_BLOCK, query.shape[1])
+        visible = jnp.arange(end) <= jnp.arange(start, end)[:, None]
+        attend = functools.partial(jax.nn.dot_product_attention, mask=visible[None, None])
+        outputs.append(attend(query[:, start:end], key[:, :end], value[:, :end]))
+    return jnp.concatenate(outputs, axis=1)
+
+
+def answer_hidden(model: Llama, tokens: Int[Array, "B T"], positions: Int[Array, "B A"]) -> Float[Array, "B A W"]:
+    """`model.hidden(tokens)` at some positions only, for much less: the last layer's queries are those positions."""
+    *layers, last = model.layers
+    cos, sin = model.rotation(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
+    x = model.embed(tokens)
+    for layer in layers:
+        x = layer.finish(x, causal_attention(*layer.project(x, cos, sin)))
+    query, key, value = last.project(x, cos, sin)
+    query = jnp.take_along_axis(query, positions[:, :, None, None], axis=1)
+    visible = jnp.arange(tokens.shape[1]) <= positions[:, None, :, None]
+    attended = jax.nn.dot_product_attention(query, key, value, mask=visible)
+    return last.finish(jnp.take_along_axis(x, positions[:, :, None], axis=1), attended)
+
+
+def right_answers(
+    logits: Float[Array, "B A V"], batch: Batch, questions: int
+) -> tuple[Bool[Array, "B Q"], Bool[Array, "B Q"]]:
+    """Which of a row's questions greedy decoding would answer right, and which of the Q slots hold a question.
+
+    The logits were computed with the right answer's earlier tokens as input; where all of an answer's tokens have the
+    largest logit, greedy decoding takes just these.
+    """
+    wrong = (jnp.argmax(logits, axis=-1) != batch.targets) & batch.used
+    belongs = (batch.question[:, :, None] == jnp.arange(questions)) & batch.used[:, :, None]
+    asked = belongs.any(axis=1)
+    return asked & ~(belongs & wrong[:, :, None]).any(axis=1), asked
+
+
+def loss_and_accuracy(model: Llama, batch: Batch, questions: int) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Mean cross-entropy of the answer tokens, and the share of questions answered right."""
+    logits = model.logits(answer_hidden(model, batch.tokens, batch.positions))
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
+    right, asked = right_answers(logits, batch, questions)
+    return jnp.sum(losses, where=batch.used) / jnp.sum(batch.used), jnp.sum(right) / jnp.sum(asked)

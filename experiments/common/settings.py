@@ -1,0 +1,155 @@
+"""The flags that experiments share, and what they name: a model, policies with their options, budgets."""
+
+import ast
+import dataclasses
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+import kvjax
+from models import checkpoint, tokenizer
+from models.llama import Llama
+
+CHECKPOINTS = pathlib.Path(__file__).parents[2] / "models" / "checkpoints"
+DEFAULT_CHECKPOINT = "line-retrieval-2l-4k"
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def define_common(*, policies: Sequence[str], budgets: Sequence[str]) -> None:
+    """Defines the common flags with an experiment's own defaults. Call once, at import of the experiment's module."""
+    flags.DEFINE_string("model", DEFAULT_CHECKPOINT, "A Hugging Face directory, or the name of a shipped checkpoint.")
+    flags.DEFINE_multi_string("policy", list(policies), "NAME or NAME:option=value,... ; repeatable.")
+    flags.DEFINE_multi_string(
+        "budget", list(budgets), "Slots per head (1024), a share of exact's bytes (25%) or bytes (64MiB); repeatable."
+    )
+    flags.DEFINE_string("output_dir", "build", "Where results go.")
+    flags.DEFINE_integer("seed", 0, "Decides documents, sampling and the policies' randomness.")
+    flags.DEFINE_bool("quick", False, "A small run, to see that everything works.")
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyChoice:
+    """A policy by its registered name and the options given with it, such as `clustergen:variant=paper,sinks=4`."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> "PolicyChoice":
+        """Raises a ValueError for an unknown policy or a malformed option."""
+        name, _, rest = text.partition(":")
+        kvjax.factory(name)
+        options = []
+        for option in filter(None, rest.split(",")):
+            key, equals, value = option.partition("=")
+            if not equals:
+                raise ValueError(f"--policy={text}: option {option!r} must read name=value")
+            options.append((key, _literal(value)))
+        return cls(name, tuple(options))
+
+    def __str__(self) -> str:
+        return self.name + (":" if self.options else "") + ",".join(f"{key}={value}" for key, value in self.options)
+
+    @property
+    def variant(self) -> str | None:
+        """Every option but the variant's name is a setting; both identify a row of results."""
+        return ",".join(f"{key}={value}" for key, value in self.options) or None
+
+    def build(self, **budget: int) -> kvjax.CachePolicy:
+        """The policy; a wrong option is a ValueError that names it."""
+        try:
+            return kvjax.factory(self.name)(**budget, **dict(self.options))
+        except TypeError as error:
+            raise ValueError(f"policy {self}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """How large a cache may be: slots per head, a fraction of exact's bytes, or bytes of a sequence over all layers."""
+
+    text: str
+    slots: int | None = None
+    fraction: float | None = None
+    bytes: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Budget":
+        """Raises a ValueError for what is no budget."""
+        if match := re.fullmatch(r"(\d+)", text):
+            return cls(text, slots=int(match[1]))
+        if match := re.fullmatch(r"(\d+(?:\.\d+)?)%", text):
+            return cls(text, fraction=float(match[1]) / 100)
+        if match := re.fullmatch(r"(\d+(?:\.\d+)?)(B|KiB|MiB|GiB)", text):
+            return cls(text, bytes=int(float(match[1]) * _UNITS[match[2]]))
+        raise ValueError(f"--budget={text}: give slots (1024), a share of exact's bytes (25%) or bytes (64MiB)")
+
+    def limit(self, spec: kvjax.CacheSpec, tokens: int) -> int:
+        """Bytes per row and layer, where exact holds so many tokens."""
+        if self.fraction is not None:
+            return int(self.fraction * spec.exact_bytes(tokens))
+        if self.bytes is not None:
+            return self.bytes // spec.layers
+        raise ValueError(f"--budget={self.text} gives slots, not bytes")
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One line of a sweep: a policy and its budget (None for exact, which needs none)."""
+
+    choice: PolicyChoice
+    budget: Budget | None
+
+    def __str__(self) -> str:
+        return str(self.choice) + (f" @ {self.budget}" if self.budget else "")
+
+    def build(self, spec: kvjax.CacheSpec, tokens: int) -> kvjax.CachePolicy:
+        """The policy for a cache of this spec; shares are of what exact holds for so many tokens."""
+        budget = self.budget
+        if budget is None:
+            return self.choice.build()
+        if budget.slots is not None:
+            return self.choice.build(budget=budget.slots)
+        limit = budget.limit(spec, tokens)
+        return kvjax.fit_bytes(lambda slots: self.choice.build(budget=slots), spec, limit)
+
+
+def settings(policies: Sequence[str], budgets: Sequence[str]) -> list[Setting]:
+    """Every policy with every budget; a policy that takes none comes once."""
+    found = []
+    for choice in map(PolicyChoice.parse, policies):
+        sized = [Budget.parse(text) for text in budgets] if kvjax.takes_budget(choice.name) else [None]
+        found += [Setting(choice, budget) for budget in sized]
+    return found
+
+
+def model_directory(name: str) -> pathlib.Path:
+    """The directory of a shipped checkpoint by name, or the directory itself.
+
+    Raises:
+        ValueError: when it is neither, with the names that are shipped.
+    """
+    for directory in (CHECKPOINTS / name, pathlib.Path(name)):
+        if (directory / "config.json").is_file():
+            return directory
+    shipped = sorted(path.parent.name for path in CHECKPOINTS.glob("*/config.json"))
+    raise ValueError(f"--model={name} is neither a directory with a config.json nor a shipped checkpoint: {shipped}")
+
+
+def load_model(name: str) -> tuple[Llama, tokenizer.Tokenizer]:
+    """Model and tokenizer of a directory or a shipped checkpoint."""
+    directory = model_directory(name)
+    return checkpoint.load(directory), tokenizer.load(directory)
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return {"true": True, "false": False}.get(text, text)

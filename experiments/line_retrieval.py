@@ -1,0 +1,280 @@
+"""LongEval line retrieval through compressed caches: which policies still find the line, and at how many bytes.
+
+    python -m experiments.line_retrieval --policy exact --policy clustergen:variant=paper --budget 25% --budget 50%
+
+Documents are fresh (no seed of training is used here). By default a cache is compressed before the question is seen:
+the context is read exactly, compressed, and only then the question and the answer go through the compressed cache.
+"""
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Sequence
+
+import matplotlib
+
+matplotlib.use("Agg")
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+from absl import app, flags, logging
+from tqdm import tqdm
+
+import kvjax
+from experiments.common import results, settings
+from experiments.common.tasks import line_retrieval as task
+from models import generate
+from models.llama import Llama
+from models.tokenizer import Tokenizer
+
+NAME = "line_retrieval"
+
+POLICIES = (
+    "exact",
+    "uniform",
+    "streaming_llm",
+    "streaming_llm:reindex=True",
+    "clustergen:variant=paper",
+    "clustergen:variant=mean_value",
+)
+# The best variant of each system, as chosen on seeds 0 to 9 by `--seed` runs of this experiment.
+DEMO_POLICIES = ("exact", "uniform", "streaming_llm", "clustergen:variant=mean_value")
+
+settings.define_common(policies=POLICIES, budgets=("50%", "25%"))
+_CONTEXT = flags.DEFINE_multi_integer("context_tokens", [2048], "Least tokens of a prompt; repeatable.")
+_DOCUMENTS = flags.DEFINE_integer("documents", 100, "Documents per setting.")
+_BATCH = flags.DEFINE_integer("batch", 10, "Documents decoded together.")
+_QUESTION = flags.DEFINE_multi_enum(
+    "question", ["unseen"], ["unseen", "seen"], "Whether the question is part of what is compressed; repeatable."
+)
+_DEMO = flags.DEFINE_bool("demo", False, "The main job: the demo's policies, 50 documents, one answer in words.")
+_ANSWER_TOKENS = flags.DEFINE_integer("answer_tokens", 8, "Most tokens of an answer.")
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What one setting did over all documents."""
+
+    setting: settings.Setting
+    question_seen: bool
+    correct: list[bool]
+    answers: list[str]
+    device_bytes: int = 0  # per sequence, all layers
+    host_bytes: int = 0
+    read_bytes: int = 0  # per sequence and generated token, all layers
+    slots: int | None = None
+    decode_seconds: float = 0.0  # of all batches but the first, which compiles
+    decode_steps: int = 0
+    fraction: float = 0.0
+
+    @property
+    def accuracy(self) -> float:
+        return float(np.mean(self.correct))
+
+    @property
+    def ms_per_token(self) -> float:
+        """Milliseconds per decoding step of a whole batch."""
+        return 1e3 * self.decode_seconds / max(self.decode_steps, 1)
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments: {argv[1:]}")
+    policies = DEMO_POLICIES if _DEMO.value else flags.FLAGS.policy
+    documents = 50 if _DEMO.value else 10 if flags.FLAGS.quick else _DOCUMENTS.value
+    model, tokenizer = settings.load_model(flags.FLAGS.model)
+    chosen = settings.settings(policies, flags.FLAGS.budget)
+    rows: list[results.Row] = []
+    outcomes: dict[int, list[Outcome]] = {}
+    for context_tokens in _CONTEXT.value:
+        made = make_documents(tokenizer, context_tokens, documents, flags.FLAGS.seed)
+        outcomes[context_tokens] = []
+        for seen in [question == "seen" for question in _QUESTION.value]:
+            outcomes[context_tokens] += run(
+                model,
+                tokenizer,
+                made,
+                chosen,
+                question_seen=seen,
+                batch=min(_BATCH.value, documents),
+                answer_tokens=_ANSWER_TOKENS.value,
+                seed=flags.FLAGS.seed,
+            )
+        rows += [row for one in outcomes[context_tokens] for row in outcome_rows(one, model, context_tokens)]
+        show(outcomes[context_tokens], context_tokens, documents)
+    directory = pathlib.Path(flags.FLAGS.output_dir)
+    results.write_rows(directory / f"{NAME}.json", rows)
+    plot(directory / f"{NAME}.png", outcomes)
+    if _DEMO.value:
+        show_answers(made[0], outcomes[_CONTEXT.value[-1]])
+    logging.info("wrote %s", directory / f"{NAME}.json")
+    print(f"\nRows: {directory / f'{NAME}.json'}   plot: {directory / f'{NAME}.png'}")
+
+
+def make_documents(tokenizer: Tokenizer, context_tokens: int, count: int, seed: int) -> list[task.Document]:
+    """Fresh documents whose prompts have at least so many tokens."""
+
+    def make(rng: np.random.Generator) -> task.Document:
+        return task.generate_for_tokens(rng, lambda text: len(tokenizer.encode(text)), context_tokens)
+
+    return list(task.documents(task.EVALUATION_SEED + seed, count, make))
+
+
+def run(
+    model: Llama,
+    tokenizer: Tokenizer,
+    documents: Sequence[task.Document],
+    chosen: Sequence[settings.Setting],
+    *,
+    question_seen: bool,
+    batch: int,
+    answer_tokens: int,
+    seed: int,
+) -> list[Outcome]:
+    """Asks every document's question through every setting. Each batch is prefilled once for all settings."""
+    contexts = [tokenizer.encode(document.context) for document in documents]
+    questions = [tokenizer.encode(document.question, add_bos=False) for document in documents]
+    if question_seen:
+        contexts = [context + question for context, question in zip(contexts, questions, strict=True)]
+    max_prompt = max(map(len, contexts))
+    max_new = answer_tokens + (0 if question_seen else max(map(len, questions)))
+    spec = generate.cache_specs(model, batch=batch, max_prompt=max_prompt, max_new=max_new)[0]
+    generators = []
+    outcomes = [Outcome(setting, question_seen, [], []) for setting in chosen]
+    for setting in chosen:
+        policy = setting.build(spec, max_prompt + max_new)
+        generators.append(
+            generate.Generator(
+                model, policy, batch=batch, max_prompt=max_prompt, max_new=max_new, eos=tokenizer.eos_ids
+            )
+        )
+    label = "question seen" if question_seen else "question unseen"
+    progress = tqdm(total=len(documents) * len(chosen), desc=f"line retrieval, {label}", unit="answer", leave=False)
+    for begin in range(0, len(documents), batch):
+        # The last batch may be short: it is filled up with repetitions, which are not counted.
+        rows = [min(begin + row, len(documents) - 1) for row in range(batch)]
+        counted = min(batch, len(documents) - begin)
+        starts = [generator.start(seed + begin) for generator in generators]
+        states = generate.prefill_together(generators, starts, [contexts[row] for row in rows])
+        for generator, outcome in zip(generators, outcomes, strict=True):
+            state = states.pop(0)
+            _measure_bytes(outcome, generator, state, spec, max_prompt + max_new)
+            if not question_seen:
+                state = generator.read(state, [questions[row] for row in rows])
+            answers: list[list[int]] = [[] for _ in rows]
+            jax.block_until_ready(state.logits)
+            clock = time.perf_counter()
+            steps = 0
+            for _, tokens in generator.write(state, answer_tokens):
+                generate.collect(answers, tokens)
+                steps += tokens.shape[1]
+            if begin:
+                outcome.decode_seconds += time.perf_counter() - clock
+                outcome.decode_steps += steps
+            for row, answer in list(zip(rows, answers, strict=True))[:counted]:
+                text = tokenizer.decode(answer)
+                outcome.answers.append(text)
+                outcome.correct.append(task.parse_answer(text) == documents[row].answer)
+            progress.update(counted)
+    progress.close()
+    return outcomes
+
+
+def _measure_bytes(
+    outcome: Outcome, generator: generate.Generator, state: generate.GenerationState, spec: kvjax.CacheSpec, tokens: int
+) -> None:
+    held = kvjax.cache_bytes(state.layers)
+    outcome.device_bytes = held.device // generator.batch
+    outcome.host_bytes = held.host // generator.batch
+    read = sum(policy.read_bytes(layer) for policy, layer in zip(generator.policies, state.layers, strict=True))
+    outcome.read_bytes = read // generator.batch
+    outcome.fraction = outcome.device_bytes / (spec.exact_bytes(tokens) * len(generator.policies))
+
+
+def outcome_rows(outcome: Outcome, model: Llama, context_tokens: int) -> list[results.Row]:
+    """The rows of one setting: its accuracy and its decoding time."""
+    low, high = results.share_interval(sum(outcome.correct), len(outcome.correct))
+    shared = {
+        "experiment": NAME,
+        "model": flags.FLAGS.model,
+        "task": "line_retrieval",
+        "policy": outcome.setting.choice.name,
+        "variant": outcome.setting.choice.variant,
+        "budget_fraction": outcome.fraction,
+        "context_tokens": context_tokens,
+        "question_seen": outcome.question_seen,
+        "n": len(outcome.correct),
+        "seed": flags.FLAGS.seed,
+        "device_bytes": outcome.device_bytes,
+        "host_bytes": outcome.host_bytes,
+        "read_bytes_per_token": outcome.read_bytes,
+        "weight_bytes": weight_bytes(model),
+        "extra": {"budget": str(outcome.setting.budget) if outcome.setting.budget else None},
+    }
+    found = [results.Row(**shared, metric="accuracy", value=outcome.accuracy, ci95_low=low, ci95_high=high)]
+    if outcome.decode_steps:
+        found.append(results.Row(**shared, metric="ms_per_token", value=outcome.ms_per_token, batch=_BATCH.value))
+    return found
+
+
+def weight_bytes(model: Llama) -> int:
+    """Bytes of all parameters."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(generate.parameters(model)))
+
+
+def show(outcomes: Sequence[Outcome], context_tokens: int, documents: int) -> None:
+    """The table of one context length."""
+    lines = []
+    for one in outcomes:
+        low, high = results.share_interval(sum(one.correct), len(one.correct))
+        lines.append(
+            (
+                str(one.setting),
+                "seen" if one.question_seen else "unseen",
+                results.readable_bytes(one.device_bytes),
+                f"{one.fraction:.1%}",
+                f"{one.accuracy:.2f} [{low:.2f}, {high:.2f}]",
+                f"{one.ms_per_token:.2f}" if one.decode_steps else "-",
+            )
+        )
+    title = f"Line retrieval: {documents} documents of at least {context_tokens} tokens"
+    columns = ("policy", "question", "cache bytes", "of exact's", "accuracy [95%]", "ms per step")
+    results.print_table(title, columns, lines)
+
+
+def show_answers(document: task.Document, outcomes: Sequence[Outcome]) -> None:
+    """One document's question and what each setting answered."""
+    first, last = document.context.splitlines()[2], document.context.splitlines()[-1]
+    print(f"\nOne document ({len(document.names)} lines):\n  {first}\n  ...\n  {last}")
+    print(f"Question: {document.question.strip()}\nRight answer: {document.answer}")
+    width = max(len(str(one.setting)) for one in outcomes)
+    for one in outcomes:
+        print(f"  {one.setting!s:<{width}}  {one.answers[0].strip()!r}  {'right' if one.correct[0] else 'wrong'}")
+
+
+def plot(path: pathlib.Path, outcomes: dict[int, list[Outcome]]) -> None:
+    """Accuracy against cache bytes, a panel per context length and kind of question."""
+    panels = [(tokens, seen) for tokens, found in outcomes.items() for seen in sorted({o.question_seen for o in found})]
+    figure, axes = plt.subplots(1, len(panels), figsize=(1 + 5.5 * len(panels), 4.2), squeeze=False, sharey=True)
+    for axis, (tokens, seen) in zip(axes[0], panels, strict=True):
+        for choice in dict.fromkeys(one.setting.choice for one in outcomes[tokens]):
+            found = [one for one in outcomes[tokens] if one.setting.choice == choice and one.question_seen == seen]
+            found.sort(key=lambda one: one.device_bytes)
+            bounds = np.array([results.share_interval(sum(one.correct), len(one.correct)) for one in found])
+            accuracy = np.array([one.accuracy for one in found])
+            spread = np.abs(bounds.T - accuracy)
+            axis.errorbar([100 * one.fraction for one in found], accuracy, yerr=spread, marker="o", label=str(choice))
+        axis.set_xlabel("cache bytes, % of exact's")
+        axis.set_title(f"{tokens} tokens, question {'seen' if seen else 'unseen'}", fontsize=10)
+        axis.set_ylim(-0.03, 1.03)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("accuracy")
+    axes[0][-1].legend(fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,38 @@
+"""Rows, intervals and readable figures."""
+
+import json
+
+import pytest
+
+from experiments.common import results
+
+
+def test_rows_are_flat_and_complete(tmp_path):
+    row = results.Row("line_retrieval", "m", "uniform", "accuracy", 0.5, extra={"budget": "25%"})
+    results.write_rows(tmp_path / "deep" / "rows.json", [row])
+    [read] = json.loads((tmp_path / "deep" / "rows.json").read_text())
+    assert read["budget"] == "25%"
+    assert "extra" not in read
+    promised = (
+        "experiment model task stream policy variant budget_fraction context_tokens batch question_seen metric value "
+        "ci95_low ci95_high n seed device_bytes host_bytes read_bytes_per_token weight_bytes"
+    )
+    assert set(promised.split()) <= set(read)
+    assert read["stream"] is None
+
+
+def test_wilson_interval():
+    # Wilson (1927) for 45 of 50, worked by hand: centre (p + z^2/2n) / (1 + z^2/n), z = 1.96.
+    low, high = results.share_interval(45, 50)
+    assert (low, high) == pytest.approx((0.7864, 0.9565), abs=1e-4)
+    assert results.share_interval(0, 10)[0] == 0
+    assert results.share_interval(10, 10)[1] == 1
+
+
+def test_readable_bytes():
+    assert [results.readable_bytes(n) for n in (10, 1536, 3 * 2**20, 5 * 2**30)] == [
+        "10 B",
+        "1.5 KiB",
+        "3.0 MiB",
+        "5.00 GiB",
+    ]

@@ -1,0 +1,65 @@
+"""The command line's spelling of policies, budgets and models."""
+
+import pytest
+
+import kvjax
+from experiments.common import settings
+
+SPEC = kvjax.CacheSpec(batch=1, query_heads=4, kv_heads=2, head_dim=16, max_prompt=2000, max_new=48, layers=4)
+
+
+def test_policy_options_become_python_values():
+    choice = settings.PolicyChoice.parse("clustergen:variant=paper,sinks=4,recent=32")
+    assert choice.options == (("variant", "paper"), ("sinks", 4), ("recent", 32))
+    assert str(choice) == "clustergen:variant=paper,sinks=4,recent=32"
+    assert settings.PolicyChoice.parse("streaming_llm:reindex=true").options == (("reindex", True),)
+    assert choice.build(budget=64).name == "clustergen(paper)"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nothing", "nothing.*known: clustergen"),
+        ("uniform:sinks", "option 'sinks' must read name=value"),
+    ],
+)
+def test_unknown_policies_and_malformed_options_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        settings.PolicyChoice.parse(text)
+
+
+def test_unknown_option_is_named():
+    with pytest.raises(ValueError, match="uniform:sinkz=4.*sinkz"):
+        settings.PolicyChoice.parse("uniform:sinkz=4").build(budget=100)
+
+
+def test_budgets():
+    assert settings.Budget.parse("1024").slots == 1024
+    assert settings.Budget.parse("12.5%").fraction == 0.125
+    assert settings.Budget.parse("1.5MiB").bytes == 3 * 2**19
+    for text in ("", "-3", "25 %", "64MB", "half"):
+        with pytest.raises(ValueError, match="give slots"):
+            settings.Budget.parse(text)
+
+
+def test_share_of_exact_is_met_from_below():
+    setting = settings.Setting(settings.PolicyChoice.parse("streaming_llm"), settings.Budget.parse("25%"))
+    limit = SPEC.exact_bytes(2048) // 4
+    held = kvjax.row_bytes(setting.build(SPEC, 2048), SPEC)
+    per_slot = SPEC.exact_bytes(1)
+    assert limit - per_slot < held <= limit
+
+
+def test_bytes_are_those_of_all_layers():
+    setting = settings.Setting(settings.PolicyChoice.parse("uniform"), settings.Budget.parse("512KiB"))
+    assert 2**19 - 4 * 300 < 4 * kvjax.row_bytes(setting.build(SPEC, 2048), SPEC) <= 2**19
+
+
+def test_policies_without_a_budget_come_once():
+    chosen = settings.settings(["exact", "uniform"], ["50%", "25%"])
+    assert [str(one) for one in chosen] == ["exact", "uniform @ 50%", "uniform @ 25%"]
+
+
+def test_unknown_model_lists_the_shipped_ones():
+    with pytest.raises(ValueError, match="nowhere.*line-retrieval"):
+        settings.model_directory("nowhere")

@@ -1,0 +1,161 @@
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments import train
+from experiments.common import answer_loss, curriculum, induction
+from experiments.common.tasks import line_retrieval, line_tokenizer
+from models import llama
+
+TINY = train.PRESETS["tiny"]
+PLAN = curriculum.Curriculum(longest_lines=6, final_steps=10, most_steps=1000, warmup_steps=4)
+
+
+def test_stages_double_up_to_the_longest():
+    assert PLAN.lines == (2, 4, 6)
+    assert dataclasses.replace(PLAN, longest_lines=8).lines == (2, 4, 8)
+
+
+def test_a_stage_ends_once_smoothed_accuracy_passes_the_threshold():
+    progress = curriculum.Progress()
+    for _ in range(21):  # 1 - 0.9**22 is the first above 0.9
+        progress = curriculum.advance(PLAN, progress, 1.0)
+    assert (progress.stage, progress.stage_steps) == (0, 21)
+    progress = curriculum.advance(PLAN, progress, 1.0)
+    assert (progress.stage, progress.stage_steps, progress.accuracy) == (1, 0, 0.0)
+    for _ in range(100):
+        progress = curriculum.advance(PLAN, progress, 0.9)
+    assert progress.stage == 1
+
+
+def test_rehearsals_count_for_no_stage_and_the_last_stage_is_never_left():
+    almost = curriculum.Progress(accuracy=0.899)
+    assert curriculum.advance(PLAN, almost, None).stage == 0
+    last = curriculum.Progress(stage=PLAN.last_stage, accuracy=0.99)
+    assert curriculum.advance(PLAN, last, 1.0).stage == PLAN.last_stage
+
+
+def test_learning_rate_warms_up_and_falls_to_zero_in_the_last_stage():
+    rates = [curriculum.learning_rate(PLAN, curriculum.Progress(step=step)) for step in range(6)]
+    np.testing.assert_allclose(np.array(rates) / PLAN.learning_rate, [0.25, 0.5, 0.75, 1, 1, 1])
+    last = curriculum.Progress(step=50, stage=PLAN.last_stage, stage_steps=PLAN.final_steps)
+    assert curriculum.learning_rate(PLAN, last) == pytest.approx(0)
+    assert curriculum.finished(PLAN, last)
+
+
+@pytest.fixture(scope="module")
+def model() -> llama.Llama:
+    return train.initial_model(TINY, vocab_size=64, seed=0)
+
+
+def test_answer_hidden_is_the_models_hidden_at_those_positions(model, monkeypatch):
+    monkeypatch.setattr(answer_loss, "ATTENTION_BLOCK", 5)
+    tokens = jax.random.randint(jax.random.key(0), (2, 13), 0, 64)
+    positions = jnp.array([[0, 4, 12], [5, 11, 6]])
+    want = jnp.take_along_axis(jax.jit(model.hidden)(tokens), positions[:, :, None], axis=1)
+    found = jax.jit(lambda tokens: answer_loss.answer_hidden(model, tokens, positions))(tokens)
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_question_is_right_when_all_of_its_answer_tokens_are():
+    conversations = [
+        line_tokenizer.Conversation(np.array([1, 2, 5, 6, 1, 1, 7, 8]), np.array([0, 0, 1, 1, 0, 0, 1, 1], bool)),
+        line_tokenizer.Conversation(np.array([1, 2, 5, 6]), np.array([0, 0, 1, 1], bool)),
+    ]
+    batch = answer_loss.make_batch(conversations, tokens=8, answer_tokens=6, eos=0)
+    np.testing.assert_array_equal(batch.positions[0, :4], [1, 2, 5, 6])
+    predicted = jnp.array([[5, 6, 7, 9, 3, 3], [5, 6, 3, 3, 3, 3]])
+    right, asked = answer_loss.right_answers(jax.nn.one_hot(predicted, 10), batch, questions=3)
+    np.testing.assert_array_equal(right, [[True, False, False], [True, False, False]])
+    np.testing.assert_array_equal(asked, [[True, True, False], [True, False, False]])
+
+
+def test_batches_fit_their_shape_and_hold_only_their_own_answers():
+    encoder = line_tokenizer.LineEncoder(line_tokenizer.build())
+    for shape in train.shapes(train.PRESETS["cpu"])[:4]:
+        batch = train.training_batch(encoder, shape, np.random.default_rng(0))
+        assert batch.tokens.shape == (shape.rows, shape.tokens)
+        found = np.take_along_axis(batch.tokens, batch.positions + 1, axis=1)
+        np.testing.assert_array_equal(found[batch.used], batch.targets[batch.used])
+        assert batch.question.max() < shape.questions
+
+
+@pytest.mark.parametrize(("layers", "head_dim", "message"), [(3, 64, "2 layers"), (2, 32, "must be width=128")])
+def test_induction_start_refuses_shapes_it_has_no_start_for(layers, head_dim, message):
+    preset = dataclasses.replace(train.PRESETS["cpu"], layers=layers, head_dim=head_dim)
+    with pytest.raises(ValueError, match=message):
+        train.initial_model(preset, vocab_size=64, seed=0)
+
+
+def test_induction_start_fits_the_large_preset():
+    train.initial_model(train.PRESETS["h200"], vocab_size=64, seed=0)
+
+
+def test_heads_start_out_looking_back():
+    config = train.initial_model(train.PRESETS["cpu"], vocab_size=256, seed=0).config
+    model = llama.Llama(config, rngs=nnx.Rngs(0))
+    induction.start_with_induction(model, np.random.default_rng(0))
+    tokens = jax.random.randint(jax.random.key(1), (1, 40), 0, 256)
+    cos, sin = model.rotation(jnp.arange(40)[None])
+    query, key, _ = model.layers[0].project(model.embed(tokens), cos, sin)
+    key = jnp.repeat(key, config.query_heads // config.kv_heads, axis=2)
+    scores = jnp.einsum("bqhd,bkhd->hqk", query, key)[:, 10:]
+    attended = jnp.argmax(jnp.where(jnp.arange(40) <= jnp.arange(10, 40)[:, None], scores, -jnp.inf), axis=-1)
+    distances = jnp.arange(10, 40) - attended
+    for head, offset in enumerate(induction.OFFSETS):
+        assert jnp.mean(distances[head] == offset) > 0.7
+
+
+def test_with_the_induction_start_questions_prefer_the_right_line():
+    tokenizer = line_tokenizer.build()
+    encoder = line_tokenizer.LineEncoder(tokenizer)
+    model = train.initial_model(train.PRESETS["cpu"], tokenizer.get_vocab_size(), seed=0)
+    lines = line_retrieval.draw_lines(np.random.default_rng(5), 16)
+    lines = dataclasses.replace(lines, numbers=np.arange(10_000, 26_000, 1000))  # two tokens each
+    tokens = encoder.conversation(lines, np.arange(16)).tokens[None]
+    record = line_tokenizer.TOKENS_OF_HEADER + line_tokenizer.TOKENS_PER_LINE * 16
+    numbers = np.arange(line_tokenizer.TOKENS_OF_HEADER + 4, record, line_tokenizer.TOKENS_PER_LINE)
+    questions = np.arange(record + 3, tokens.shape[1], line_tokenizer.TOKENS_PER_QUESTION)
+
+    cos, sin = model.rotation(jnp.arange(tokens.shape[1])[None])
+    first, second = model.layers
+    x = model.embed(tokens)
+    x = first.finish(x, answer_loss.causal_attention(*first.project(x, cos, sin)))
+    query, key, _ = second.project(x, cos, sin)
+    key = jnp.repeat(key, 2, axis=2)
+    scores = np.asarray(jnp.einsum("qhd,khd->qk", query[0, questions], key[0, numbers]))
+    others = scores[~np.eye(16, dtype=bool)]
+    assert scores.diagonal().mean() > others.mean() + 0.5 * others.std()  # 16 questions: two standard errors
+
+
+def test_a_resumed_run_ends_with_the_parameters_of_one_that_was_never_killed(tmp_path, monkeypatch):
+    (tmp_path / "whole").mkdir()
+    whole = train.train(TINY, tmp_path / "whole", seed=0, resume=False)
+
+    # Killed after step 5, whose newest checkpoint is that of step 4.
+    step, calls = train.train_step, []
+
+    def killed(*args):
+        calls.append(args)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return step(*args)
+
+    (tmp_path / "killed").mkdir()
+    monkeypatch.setattr(train, "train_step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train.train(TINY, tmp_path / "killed", seed=0, resume=False)
+    monkeypatch.setattr(train, "train_step", step)
+    with pytest.raises(ValueError, match="--resume"):
+        train.train(TINY, tmp_path / "killed", seed=0, resume=False)
+    resumed = train.train(TINY, tmp_path / "killed", seed=0, resume=True)
+
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(whole), nnx.state(resumed))
+    logs = [[json.loads(line) for line in (tmp_path / name / "train_log.jsonl").open()] for name in ("whole", "killed")]
+    assert [row["step"] for row in logs[1]] == list(range(TINY.curriculum.most_steps))
+    assert [row["loss"] for row in logs[0]] == [row["loss"] for row in logs[1]]

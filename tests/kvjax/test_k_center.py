@@ -1,0 +1,92 @@
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax.k_center import extend_k_center, greedy_k_center
+
+POINTS, DIM, SIZE = 14, 3, 5
+choose = jax.jit(greedy_k_center, static_argnums=2)
+extend = jax.jit(extend_k_center, static_argnums=3)
+
+# Small whole numbers: distances are exact, and ties and duplicates common.
+grids = st.lists(st.tuples(*[st.integers(-2, 2)] * DIM), min_size=POINTS, max_size=POINTS).map(
+    lambda rows: np.array(rows, np.float32)
+)
+masks = st.lists(st.booleans(), min_size=POINTS, max_size=POINTS).map(np.array)
+
+
+def squared(a, b):
+    return np.sum((np.asarray(a, np.float64)[:, None] - np.asarray(b, np.float64)[None]) ** 2, axis=-1)
+
+
+def brute_force(points, valid, size):
+    chosen, separations, free = [], [], list(np.flatnonzero(valid))
+    while free and len(chosen) < size:
+        gaps = squared(points[free], points[chosen]).min(axis=1) if chosen else np.full(len(free), np.inf)
+        best = int(np.argmax(gaps))
+        chosen.append(free.pop(best))
+        separations.append(np.sqrt(gaps[best]))
+    return chosen, separations
+
+
+@settings(max_examples=60, deadline=None)
+@given(points=grids, valid=masks)
+def test_equals_brute_force_with_ties_duplicates_and_missing_points(points, valid):
+    found = choose(points, valid, SIZE)
+    chosen, separations = brute_force(points, valid, SIZE)
+    count = len(chosen)
+    np.testing.assert_array_equal(found.index[:count], chosen)
+    np.testing.assert_allclose(found.separation[:count], separations, rtol=1e-6)
+    assert np.isneginf(found.separation[count:]).all()
+    if count:
+        distance = squared(points[valid], points[chosen])
+        np.testing.assert_array_equal(np.asarray(found.nearest)[valid], distance.argmin(axis=1))  # earliest on ties
+        np.testing.assert_allclose(np.asarray(found.distance)[valid], np.sqrt(distance.min(axis=1)), rtol=1e-6)
+    assert np.isneginf(np.asarray(found.distance)[~valid]).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**16), valid=masks.filter(lambda mask: mask.sum() >= SIZE))
+def test_starts_at_the_first_valid_point_and_separations_never_rise(seed, valid):
+    points = np.random.default_rng(seed).normal(size=(POINTS, DIM)).astype(np.float32)
+    found = choose(points, valid, SIZE)
+    index, separation = np.asarray(found.index), np.asarray(found.separation)
+    assert index[0] == np.flatnonzero(valid)[0] and np.isinf(separation[0])
+    assert valid[index].all() and len(set(index.tolist())) == SIZE
+    assert (np.diff(separation[1:]) <= 0).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_covers_within_twice_the_optimum(seed):
+    # Gonzalez's guarantee; the optimum is found by trying all choices of centres.
+    points = np.random.default_rng(seed).normal(size=(POINTS, DIM)).astype(np.float32)
+    radius = float(choose(points, np.ones(POINTS, bool), 3).distance.max())
+    between = np.sqrt(squared(points, points))
+    optimum = min(between[list(centers)].min(axis=0).max() for centers in itertools.combinations(range(POINTS), 3))
+    assert optimum - 1e-5 <= radius <= 2 * optimum + 1e-5
+
+
+@settings(max_examples=40, deadline=None)
+@given(points=grids, valid=masks, standing=st.integers(0, 4))
+def test_extending_continues_the_traversal(points, valid, standing):
+    chosen, separations = brute_force(points, valid, SIZE + standing)
+    fixed, more, more_separations = chosen[:standing], chosen[standing : standing + SIZE], separations[standing:]
+    to_fixed = squared(points, points[fixed]).min(axis=1) if fixed else np.full(POINTS, np.inf)
+    left = valid & ~np.isin(np.arange(POINTS), fixed)
+    between = jnp.asarray(squared(points, points), jnp.float32)
+    index, separation = extend(jnp.asarray(to_fixed, jnp.float32), between, left, SIZE)
+    np.testing.assert_array_equal(index[: len(more)], more)
+    np.testing.assert_allclose(separation[: len(more)], more_separations[: len(more)], rtol=1e-6)
+    assert np.isneginf(separation[len(more) :]).all()
+
+
+def test_bfloat16_keys_are_compared_in_float32():
+    points = jnp.asarray([[0.0], [256.0], [257.0], [1.0]], jnp.bfloat16)  # 257 is stored as 256
+    found = choose(points, np.ones(4, bool), 4)
+    np.testing.assert_array_equal(found.index, [0, 1, 3, 2])
+    assert found.separation.dtype == jnp.float32
