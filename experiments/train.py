@@ -96,11 +96,6 @@ PRESETS = {
     ),
 }
 
-_PRESET = flags.DEFINE_enum("preset", "cpu", sorted(PRESETS), "Model and training length.")
-_OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Where checkpoints, the log and the model go.")
-_RESUME = flags.DEFINE_bool("resume", False, "Go on from the newest checkpoint in --output_dir.")
-_SEED = flags.DEFINE_integer("seed", 0, "Decides initial parameters and training documents.")
-
 # First entry of the seeds of training data; those of evaluation start from `line_retrieval.EVALUATION_SEED`.
 TRAINING_STREAM = 0
 EVALUATION_DOCUMENTS = 500
@@ -218,7 +213,7 @@ def train(preset: Preset, output_dir: pathlib.Path, seed: int, resume: bool) -> 
                 batch = training_batch(encoder, shape, rng)
                 rate = curriculum.learning_rate(plan, progress)
                 params, moments, loss, accuracy = train_step(graph, params, moments, batch, rate, shape.questions)
-                row = {"step": progress.step, "lines": shape.lines, "rehearsal": bool(rehearsal)}
+                row: dict[str, Any] = {"step": progress.step, "lines": shape.lines, "rehearsal": bool(rehearsal)}
                 row |= {"learning_rate": round(rate, 7), "loss": round(float(loss), 4)}
                 row |= {"accuracy": round(float(accuracy), 4), "seconds": round(time.perf_counter() - started, 1)}
                 log.write(json.dumps(row) + "\n")
@@ -260,14 +255,22 @@ def drop_after(log_path: pathlib.Path, step: int) -> None:
     log_path.write_text("".join(f"{line}\n" for line in lines[:step]))
 
 
+def define_flags() -> None:
+    """Not at import, so that tests may import several experiments: flags of one name exist once per process."""
+    flags.DEFINE_enum("preset", "cpu", sorted(PRESETS), "Model and training length.")
+    flags.DEFINE_string("output_dir", "build/train", "Where checkpoints, the log and the model go.")
+    flags.DEFINE_bool("resume", False, "Go on from the newest checkpoint in --output_dir.")
+    flags.DEFINE_integer("seed", 0, "Decides initial parameters and training documents.")
+
+
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     logging.set_verbosity(logging.WARNING)  # orbax reports every step of every save
-    output_dir = pathlib.Path(_OUTPUT_DIR.value)
+    output_dir = pathlib.Path(flags.FLAGS.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
-    preset = PRESETS[_PRESET.value]
-    model = train(preset, output_dir, _SEED.value, _RESUME.value)
+    preset = PRESETS[flags.FLAGS.preset]
+    model = train(preset, output_dir, flags.FLAGS.seed, flags.FLAGS.resume)
     lengths = [preset.claimed_tokens >> halvings for halvings in range(3, -1, -1)]
     rows = [shipping.accuracy(model, line_tokenizer.build(), n, EVALUATION_DOCUMENTS, preset.name) for n in lengths]
     shipping.export(model, line_tokenizer.build(), output_dir / preset.name, rows, output_dir / "train_log.jsonl")
@@ -277,5 +280,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.mark_flag_as_required("output_dir")
+    define_flags()
     app.run(main)

@@ -33,22 +33,18 @@ class Batch:
 
 def make_batch(conversations: list[line_tokenizer.Conversation], tokens: int, answer_tokens: int, eos: int) -> Batch:
     """Stacks conversations, padded with eos to `tokens` tokens of which `answer_tokens` are answers."""
-    rows = len(conversations)
-    batch = Batch(
-        tokens=np.full((rows, tokens), eos, np.int32),
-        positions=np.zeros((rows, answer_tokens), np.int32),
-        targets=np.full((rows, answer_tokens), eos, np.int32),
-        question=np.zeros((rows, answer_tokens), np.int32),
-        used=np.zeros((rows, answer_tokens), bool),
-    )
+    shape = (len(conversations), answer_tokens)
+    padded = np.full((len(conversations), tokens), eos, np.int32)
+    positions, targets, question = np.zeros(shape, np.int32), np.full(shape, eos, np.int32), np.zeros(shape, np.int32)
+    used = np.zeros(shape, bool)
     for row, conversation in enumerate(conversations):
         places = np.flatnonzero(conversation.is_answer)
-        batch.tokens[row, : len(conversation.tokens)] = conversation.tokens
-        batch.positions[row, : len(places)] = places - 1
-        batch.targets[row, : len(places)] = conversation.tokens[places]
-        batch.question[row, : len(places)] = np.cumsum(np.diff(places, prepend=places[0]) > 1)
-        batch.used[row, : len(places)] = True
-    return batch
+        padded[row, : len(conversation.tokens)] = conversation.tokens
+        positions[row, : len(places)] = places - 1
+        targets[row, : len(places)] = conversation.tokens[places]
+        question[row, : len(places)] = np.cumsum(np.diff(places, prepend=places[0]) > 1)
+        used[row, : len(places)] = True
+    return Batch(*map(jnp.asarray, (padded, positions, targets, question, used)))
 
 
 def causal_attention(

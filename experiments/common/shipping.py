@@ -48,7 +48,7 @@ def accuracy(
         _SEED, documents, lambda rng: line_retrieval.generate_for_tokens(rng, token_length, context_tokens)
     )
     longest = context_tokens + 2 * line_tokenizer.TOKENS_PER_LINE
-    eos = tokenizer.token_to_id(line_tokenizer.EOS)
+    eos = line_tokenizer.end_of_text(tokenizer)
     right = 0
     for document in tqdm.tqdm(fresh, total=documents, desc=f"{context_tokens} tokens", leave=False):
         conversation = answered(tokenizer, document)
@@ -79,7 +79,7 @@ def export(
     log: pathlib.Path,
 ) -> None:
     """Writes model, tokenizer, accuracy and training log as one Hugging Face directory."""
-    bos, eos = (tokenizer.token_to_id(token) for token in (line_tokenizer.BOS, line_tokenizer.EOS))
+    bos, eos = tokenizer.token_to_id(line_tokenizer.BOS), line_tokenizer.end_of_text(tokenizer)
     checkpoint.save(directory, model, bos_token_id=bos, eos_token_id=eos)
     line_tokenizer.save(tokenizer, directory, model.config.max_length)
     generation = {"bos_token_id": bos, "eos_token_id": eos, "do_sample": False}

@@ -54,6 +54,18 @@ def build() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def end_of_text(tokenizer: tokenizers.Tokenizer) -> int:
+    """The token that ends an answer.
+
+    Raises:
+        ValueError: the tokenizer has none of that name.
+    """
+    token = tokenizer.token_to_id(EOS)
+    if token is None:
+        raise ValueError(f"the tokenizer has no {EOS}: build it with line_tokenizer.build")
+    return token
+
+
 def save(tokenizer: tokenizers.Tokenizer, directory: pathlib.Path, max_length: int) -> None:
     """Writes tokenizer.json and what `transformers.AutoTokenizer` wants beside it."""
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -88,7 +100,7 @@ class LineEncoder:
         self.start = ids([BOS, line_retrieval.HEADER])
         self.line = ids([line_retrieval.LINE_START, line_retrieval.LINE_MIDDLE, line_retrieval.LINE_END])
         self.question = ids([line_retrieval.QUESTION_START, line_retrieval.QUESTION_END])
-        self.eos = tokenizer.token_to_id(EOS)
+        self.eos = end_of_text(tokenizer)
         self.adjectives = ids(f" {word}" for word in line_retrieval.adjectives())
         self.nouns = ids(f"-{word}" for word in line_retrieval.nouns())
         self.leading_group = ids(str(number) for number in range(1000))

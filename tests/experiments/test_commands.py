@@ -1,0 +1,81 @@
+"""The commands as a user runs them, on the shipped checkpoint and in small."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from experiments.common import settings
+from experiments.common.tasks import line_retrieval as task
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(*arguments, text_input=None):
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        input=text_input,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def asked():
+    """A document of about 500 tokens and its right answer, as text."""
+    _, tokenizer = settings.load_model(settings.DEFAULT_CHECKPOINT)
+    [document] = task.documents(
+        7, 1, lambda rng: task.generate_for_tokens(rng, lambda text: len(tokenizer.encode(text)), 500)
+    )
+    return document
+
+
+def test_generate_answers_from_a_file(asked, tmp_path):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text(asked.context + asked.question)
+    done = run(
+        "experiments.generate", "--policy=uniform:recent=16", "--budget=90%", f"--prompt_file={prompt}",
+        "--max_new_tokens=8",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "of exact's" in done.stderr
+    done = run("experiments.generate", "--prompt_file=-", "--max_new_tokens=8", text_input=prompt.read_text())
+    assert task.parse_answer(done.stdout) == asked.answer
+
+
+def test_generate_refuses_two_policies(tmp_path):
+    done = run("experiments.generate", "--policy=exact", "--policy=uniform", "--prompt_file=-", text_input="x")
+    assert done.returncode != 0
+    assert "give one policy" in done.stdout + done.stderr
+
+
+def test_line_retrieval_writes_rows_and_a_plot(tmp_path):
+    done = run(
+        "experiments.line_retrieval", "--quick", "--context_tokens=256", "--policy=exact",
+        "--policy=streaming_llm", "--budget=50%", "--question=seen", "--question=unseen", "--batch=5",
+        f"--output_dir={tmp_path}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "line_retrieval.json").read_text())
+    assert (tmp_path / "line_retrieval.png").stat().st_size > 10_000
+    accuracy = {(row["policy"], row["question_seen"]): row for row in rows if row["metric"] == "accuracy"}
+    assert set(accuracy) == {(policy, seen) for policy in ("exact", "streaming_llm") for seen in (True, False)}
+    assert all(row["n"] == 10 and row["ci95_low"] <= row["value"] <= row["ci95_high"] for row in accuracy.values())
+    assert accuracy["exact", False]["value"] >= 0.9
+    assert accuracy["streaming_llm", False]["device_bytes"] <= 0.5 * accuracy["exact", False]["device_bytes"]
+    assert any(row["metric"] == "ms_per_token" for row in rows)
+
+
+def test_decode_speed_runs_without_its_peer(tmp_path):
+    done = run(
+        "experiments.decode_speed", "--quick", "--context_tokens=256", "--policy=exact", "--policy=uniform:recent=8",
+        "--budget=50%", "--notransformers", f"--output_dir={tmp_path}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "decode_speed.json").read_text())
+    assert {row["policy"] for row in rows} == {"exact", "uniform"}
+    assert all(row["value"] > 0 and row["weight_bytes"] > 10**8 for row in rows)
