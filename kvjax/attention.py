@@ -40,28 +40,33 @@ def attend_segment(query: Float[Array, "B T H_q D"], segment: Segment) -> Partia
     rows = _rows(query, segment.keys.shape)
     batch, kv_heads, row_count, head_dim = rows.shape
     group = query.shape[2] // kv_heads
-    # All queries of a kv head are one operand's rows, and batch and heads lead: any other order makes XLA:CPU copy the
-    # keys. Slots before rows in the result is the order in which the product streams through them fastest.
-    logits = jnp.einsum("bhsd,bhrd->bhsr", segment.keys, rows, preferred_element_type=jnp.float32)
+    # The order of axes decides how XLA:CPU runs this. All queries of a kv head are one operand's rows, batch and heads
+    # lead (any other order copies the keys), and from the logits on slots come in blocks, which lets both cores share
+    # the sum over values.
+    logits = _by_block(jnp.einsum("bhsd,bhrd->bhsr", segment.keys, rows, preferred_element_type=jnp.float32))
     if segment.key_scale is not None:
-        logits = logits * segment.key_scale[..., None]
-    num_logits = logits + _bias(segment, segment.log_num, group)
-    den_logits = num_logits if segment.log_den is None else logits + _bias(segment, segment.log_den, group)
+        logits = logits * _by_block(segment.key_scale[..., None])
+    num_logits = logits + _by_block(_bias(segment, segment.log_num, group))
+    den_logits = num_logits
+    if segment.log_den is not None:
+        den_logits = logits + _by_block(_bias(segment, segment.log_den, group))
     feeds_num, feeds_den = segment.feeds != "denominator", segment.feeds != "numerator"
     peak = jnp.full((batch, kv_heads, row_count), _EMPTY, jnp.float32)
     if feeds_num:
-        peak = jnp.maximum(peak, jnp.max(num_logits, axis=2))
+        peak = jnp.maximum(peak, jnp.max(num_logits, axis=(2, 4)))
     if feeds_den:
-        peak = jnp.maximum(peak, jnp.max(den_logits, axis=2))
+        peak = jnp.maximum(peak, jnp.max(den_logits, axis=(2, 4)))
+    base = peak[:, :, None, :, None]
     num = jnp.zeros((batch, kv_heads, row_count, head_dim), jnp.float32)
     den = jnp.zeros((batch, kv_heads, row_count), jnp.float32)
     if feeds_den:
-        den = jnp.sum(jnp.exp(den_logits - peak[:, :, None]), axis=2)
+        den = jnp.sum(jnp.exp(den_logits - base), axis=(2, 4))
     if segment.values is not None and feeds_num:
-        weights = jnp.exp(num_logits - peak[:, :, None])
+        weights = jnp.exp(num_logits - base)
         if segment.value_scale is not None:
-            weights = weights * segment.value_scale[..., None]
-        num = _weighted_sum(weights, segment.values)
+            weights = weights * _by_block(segment.value_scale[..., None])
+        values = segment.values.reshape(batch, kv_heads, weights.shape[2], weights.shape[4], -1)
+        num = jnp.sum(jnp.einsum("bhnrt,bhntd->bhnrd", weights, values, preferred_element_type=jnp.float32), axis=2)
     # Where there was no entry, every masked one stood at the peak with weight one.
     empty = peak <= _EMPTY / 2
     return _by_token(
@@ -93,8 +98,8 @@ def output(partials: Partials, dtype: jnp.dtype = jnp.float32) -> Float[Array, "
 # Stands for -inf inside products and sums, where -inf would make NaN of differences; far below any logit.
 _EMPTY = -1e30
 
-# Slots per partial sum of the values: splitting the sum lets XLA:CPU share it among cores.
-_SUM_BLOCK = 64
+# Slots per block of the sum over values. Stores that can choose have a multiple of it.
+SLOT_BLOCK = 64
 
 
 def _rows(query: Float[Array, "B T H_q D"], keys_shape: tuple[int, ...]) -> Float[Array, "B H_kv R D"]:
@@ -138,13 +143,11 @@ def _by_row(bound: Int[Array, "B"] | Int[Array, "B T"], group: int) -> Int[Array
     return rows[:, None, None, :]
 
 
-def _weighted_sum(weights: Float[Array, "B H S R"], values: Float[Array, "B H S D"]) -> Float[Array, "B H R D"]:
-    batch, heads, slots, rows = weights.shape
-    if slots % _SUM_BLOCK:
-        return jnp.einsum("bhsr,bhsd->bhrd", weights, values, preferred_element_type=jnp.float32)
-    weights = weights.reshape(batch, heads, -1, _SUM_BLOCK, rows)
-    values = values.reshape(batch, heads, -1, _SUM_BLOCK, values.shape[-1])
-    return jnp.sum(jnp.einsum("bhntr,bhntd->bhnrd", weights, values, preferred_element_type=jnp.float32), axis=2)
+def _by_block(x: Float[Array, "#B #H S #R"]) -> Float[Array, "#B #H n #R t"]:
+    """Slots in blocks of `SLOT_BLOCK` behind the rows; in one block where their number is not a multiple of that."""
+    batch, heads, slots, rows = x.shape
+    block = SLOT_BLOCK if slots % SLOT_BLOCK == 0 else slots
+    return x.reshape(batch, heads, slots // block, block, rows).swapaxes(3, 4)
 
 
 def _finite(peak: Float[Array, "..."]) -> Float[Array, "..."]:

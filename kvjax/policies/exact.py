@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from kvjax.attention import SLOT_BLOCK
 from kvjax.policies.windowed import init_windowed, windowed_policy
 from kvjax.policy import CachePolicy
 from kvjax.staging import Block, check_period, init_window, occupancy, window_segments
@@ -13,7 +14,8 @@ from kvjax.staging import Block, check_period, init_window, occupancy, window_se
 def exact(*, period: int = 64) -> CachePolicy:
     """Keeps every key and value.
 
-    The store has `spec.max_prompt + spec.max_new` slots; each row's tokens lie in its first slots, without gaps.
+    The store has `spec.max_prompt + spec.max_new` slots, rounded up to blocks of attention (`SLOT_BLOCK`); each row's
+    tokens lie in its first slots, without gaps.
 
     Args:
         period: tokens between compactions, which move staged tokens into the store. It changes no result.
@@ -22,7 +24,8 @@ def exact(*, period: int = 64) -> CachePolicy:
 
     def init(spec, row_keys):
         del row_keys
-        return init_windowed(spec, init_window(spec, spec.max_prompt + spec.max_new, sinks=0, recent=0, period=period))
+        slots = -(-(spec.max_prompt + spec.max_new) // SLOT_BLOCK) * SLOT_BLOCK
+        return init_windowed(spec, init_window(spec, slots, sinks=0, recent=0, period=period))
 
     def select(state, keys, values):
         window = state.window
