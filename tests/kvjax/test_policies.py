@@ -160,11 +160,15 @@ def test_exact_is_causal_softmax_attention():
 # --- bytes ---
 
 
+# Exact's store is rounded up to whole blocks of slots.
+EXACT_SLOTS = -(-(PROMPT + NEW) // 64) * 64
+
+
 def expected_bytes(name, spec, budget, period, sinks, recent):
     """One row's bytes: keys and values of the store and of staging, staging's float32 weights, six int32 per row
     (offset, count, two overflows, total; exact and others alike) and what the policy keeps beside them."""
     itemsize, heads = jnp.dtype(spec.dtype).itemsize, spec.kv_heads
-    slots = spec.max_prompt + spec.max_new if name == "exact" else budget
+    slots = EXACT_SLOTS if name == "exact" else budget
     staging = min(period, spec.max_new)
     common = 2 * heads * (slots + staging) * spec.head_dim * itemsize + 4 * heads * staging + 5 * 4
     selected = budget - sinks - recent
@@ -194,7 +198,7 @@ def test_bytes_are_those_of_the_formula(name, dtype):
 def test_read_bytes_are_all_slots_and_their_weights(name):
     # Keys and values of all slots; log-weights of staging, and of the store where tokens weigh; three int32 bounds.
     policy, spec = POLICIES[name], make_spec(dtype=jnp.bfloat16)
-    slots = {"exact": PROMPT + NEW}.get(name, 16 if name.startswith("streaming") else 20)
+    slots = {"exact": EXACT_SLOTS}.get(name, 16 if name.startswith("streaming") else 20)
     weighted = slots if name in ("uniform", "clustergen_mean_value") else 0
     per_row = 2 * KV_HEADS * (slots + 8) * HEAD_DIM * 2 + 4 * KV_HEADS * (8 + weighted) + 3 * 4
     assert policy.read_bytes(policy.init(spec, row_keys())) == BATCH * per_row

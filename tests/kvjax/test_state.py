@@ -104,17 +104,20 @@ def test_rows_at_another_point_of_staging_are_not_inserted():
 
 def test_check_names_an_exact_cache_that_was_overfilled():
     policy = kvjax.exact(period=4)
-    spec = make_spec(prompt=4, new=4)
+    spec = make_spec(prompt=4, new=60)  # 64 slots, a whole block
     stream = make_stream()
     prompt = prompt_of(stream, (4, 3, 0), padded=4)
     state = begin(policy, spec, row_keys(), *prompt, (4, 3, 0))
-    for _ in range(2):
-        kvjax.check(state)
-        state = policy.compact(policy.extend(state, stream.keys[:, 4:8], stream.values[:, 4:8]))
-    with pytest.raises(ValueError, match=r"overflow=\[4, 3, 0\]: tokens came to a full cache .* \(7 in all\)"):
+    append = jax.jit(lambda state: policy.compact(policy.extend(state, stream.keys[:, 4:8], stream.values[:, 4:8])))
+    for _ in range(15):
+        state = append(state)
+    kvjax.check(state)
+    state = append(append(state))
+    with pytest.raises(ValueError, match=r"overflow=\[8, 7, 4\]: tokens came to a full cache .* \(19 in all\)"):
         kvjax.check(state)
     stored = np.asarray(state.window.keys)[0].swapaxes(0, 1)
-    np.testing.assert_array_equal(stored, stream.keys[0, :8])  # what was there is as it was
+    np.testing.assert_array_equal(stored[:4], stream.keys[0, :4])  # what was there is as it was
+    np.testing.assert_array_equal(stored[4:], np.tile(stream.keys[0, 4:8], (15, 1, 1)))
 
 
 def test_what_is_no_state_is_refused():
