@@ -34,11 +34,14 @@ POLICIES = (
     "uniform",
     "streaming_llm",
     "streaming_llm:reindex=True",
-    "clustergen:variant=paper",
-    "clustergen:variant=mean_value",
+    "clustergen:variant=paper,recent=64",
+    "clustergen:variant=mean_value,recent=64",
 )
-# The best variant of each system, as chosen on seeds 0 to 9 by `--seed` runs of this experiment.
-DEMO_POLICIES = ("exact", "uniform", "streaming_llm", "clustergen:variant=mean_value")
+# The best variant of each system on this task, as runs of this experiment with seeds 0 to 9 showed. (A cluster's mean
+# value, which lowers the error of attention elsewhere, blurs the one number that is asked for here.)
+DEMO_POLICIES = ("exact", "uniform", "streaming_llm", "clustergen:variant=paper,recent=64")
+# Settings are chosen on seeds 0 to 9 and reported on later ones.
+DEMO_SEED = 10
 
 settings.define_common(policies=POLICIES, budgets=("50%", "25%"))
 _CONTEXT = flags.DEFINE_multi_integer("context_tokens", [2048], "Least tokens of a prompt; repeatable.")
@@ -81,13 +84,14 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
     policies = DEMO_POLICIES if _DEMO.value else flags.FLAGS.policy
+    seed = DEMO_SEED if _DEMO.value else flags.FLAGS.seed
     documents = 50 if _DEMO.value else 10 if flags.FLAGS.quick else _DOCUMENTS.value
     model, tokenizer = settings.load_model(flags.FLAGS.model)
     chosen = settings.settings(policies, flags.FLAGS.budget)
     rows: list[results.Row] = []
     outcomes: dict[int, list[Outcome]] = {}
     for context_tokens in _CONTEXT.value:
-        made = make_documents(tokenizer, context_tokens, documents, flags.FLAGS.seed)
+        made = make_documents(tokenizer, context_tokens, documents, seed)
         outcomes[context_tokens] = []
         for seen in [question == "seen" for question in _QUESTION.value]:
             outcomes[context_tokens] += run(
@@ -98,9 +102,9 @@ def main(argv: Sequence[str]) -> None:
                 question_seen=seen,
                 batch=min(_BATCH.value, documents),
                 answer_tokens=_ANSWER_TOKENS.value,
-                seed=flags.FLAGS.seed,
+                seed=seed,
             )
-        rows += [row for one in outcomes[context_tokens] for row in outcome_rows(one, model, context_tokens)]
+        rows += [row for one in outcomes[context_tokens] for row in outcome_rows(one, model, context_tokens, seed)]
         show(outcomes[context_tokens], context_tokens, documents)
     directory = pathlib.Path(flags.FLAGS.output_dir)
     results.write_rows(directory / f"{NAME}.json", rows)
@@ -191,7 +195,7 @@ def _measure_bytes(
     outcome.fraction = outcome.device_bytes / (spec.exact_bytes(tokens) * len(generator.policies))
 
 
-def outcome_rows(outcome: Outcome, model: Llama, context_tokens: int) -> list[results.Row]:
+def outcome_rows(outcome: Outcome, model: Llama, context_tokens: int, seed: int) -> list[results.Row]:
     """The rows of one setting: its accuracy and its decoding time."""
     low, high = results.share_interval(sum(outcome.correct), len(outcome.correct))
     shared = {
@@ -204,7 +208,7 @@ def outcome_rows(outcome: Outcome, model: Llama, context_tokens: int) -> list[re
         "context_tokens": context_tokens,
         "question_seen": outcome.question_seen,
         "n": len(outcome.correct),
-        "seed": flags.FLAGS.seed,
+        "seed": seed,
         "device_bytes": outcome.device_bytes,
         "host_bytes": outcome.host_bytes,
         "read_bytes_per_token": outcome.read_bytes,
