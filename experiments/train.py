@@ -21,8 +21,8 @@ import tqdm
 from absl import app, flags, logging
 from flax import nnx
 
-from experiments.common import answer_loss, curriculum, induction, shipping
 from experiments.common.tasks import line_retrieval, line_tokenizer
+from experiments.training import answer_loss, curriculum, induction, shipping
 from models import llama
 
 

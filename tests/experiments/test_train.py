@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 from experiments import train
-from experiments.common import answer_loss, curriculum, induction
 from experiments.common.tasks import line_retrieval, line_tokenizer
+from experiments.training import answer_loss, curriculum, induction
 from models import llama
 
 TINY = train.PRESETS["tiny"]

@@ -10,8 +10,9 @@ import tokenizers
 import tqdm
 from flax import nnx
 
-from experiments.common import answer_loss, results
+from experiments.common import results
 from experiments.common.tasks import line_retrieval, line_tokenizer
+from experiments.training import answer_loss
 from models import checkpoint, llama
 
 # Beyond the seeds that experiments with caches use, so that none of their documents decided what was shipped.
