@@ -1,0 +1,1 @@
+"""Commands that measure: `python -m experiments.NAME`, one per table or figure."""

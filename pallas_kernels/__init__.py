@@ -1,0 +1,1 @@
+"""Kernels for TPU and GPU. They know arrays, nothing of caches."""

@@ -1,0 +1,1 @@
+"""What experiments share: flags and what they name, rows of results, tasks."""
