@@ -60,12 +60,12 @@ class Outcome:
 
     setting: settings.Setting
     question_seen: bool
-    correct: list[bool]
-    answers: list[str]
+    batch: int
+    correct: list[bool] = dataclasses.field(default_factory=list)
+    answers: list[str] = dataclasses.field(default_factory=list)
     device_bytes: int = 0  # per sequence, all layers
     host_bytes: int = 0
     read_bytes: int = 0  # per sequence and generated token, all layers
-    slots: int | None = None
     decode_seconds: float = 0.0  # of all batches but the first, which compiles
     decode_steps: int = 0
     fraction: float = 0.0
@@ -144,7 +144,7 @@ def run(
     max_new = answer_tokens + (0 if question_seen else max(map(len, questions)))
     spec = generate.cache_specs(model, batch=batch, max_prompt=max_prompt, max_new=max_new)[0]
     generators = []
-    outcomes = [Outcome(setting, question_seen, [], []) for setting in chosen]
+    outcomes = [Outcome(setting, question_seen, batch) for setting in chosen]
     for setting in chosen:
         policy = setting.build(spec, max_prompt + max_new)
         generators.append(
@@ -206,6 +206,7 @@ def outcome_rows(outcome: Outcome, model: Llama, context_tokens: int, seed: int)
         "variant": outcome.setting.choice.variant,
         "budget_fraction": outcome.fraction,
         "context_tokens": context_tokens,
+        "batch": outcome.batch,
         "question_seen": outcome.question_seen,
         "n": len(outcome.correct),
         "seed": seed,
@@ -217,7 +218,7 @@ def outcome_rows(outcome: Outcome, model: Llama, context_tokens: int, seed: int)
     }
     found = [results.Row(**shared, metric="accuracy", value=outcome.accuracy, ci95_low=low, ci95_high=high)]
     if outcome.decode_steps:
-        found.append(results.Row(**shared, metric="ms_per_token", value=outcome.ms_per_token, batch=_BATCH.value))
+        found.append(results.Row(**shared, metric="ms_per_token", value=outcome.ms_per_token))
     return found
 
 

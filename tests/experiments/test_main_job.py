@@ -1,0 +1,43 @@
+"""The main job and the shipped checkpoint at full size; minutes each."""
+
+import json
+
+import pytest
+
+from experiments import line_retrieval
+from experiments.common import results, settings
+from tests.experiments.test_commands import run
+
+
+@pytest.mark.heavy
+def test_the_demo_tells_policies_apart(tmp_path):
+    done = run("experiments.line_retrieval", "--demo", f"--output_dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "line_retrieval.json").read_text())
+    accuracy = {(row["policy"], row["budget"]): row for row in rows if row["metric"] == "accuracy"}
+    assert len(accuracy) == 7
+    assert all(row["n"] == 50 for row in accuracy.values())
+    assert accuracy["exact", None]["ci95_low"] > 0.9
+    assert all(accuracy["exact", None]["value"] > row["value"] for key, row in accuracy.items() if key[1])
+    for policy in ("uniform", "streaming_llm", "clustergen"):
+        for budget, fraction in (("50%", 0.5), ("25%", 0.25)):
+            assert 0.99 * fraction < accuracy[policy, budget]["budget_fraction"] <= fraction
+    assert "Right answer" in done.stdout
+
+
+@pytest.mark.heavy
+def test_the_shipped_checkpoint_finds_lines_at_its_longest_context():
+    model, tokenizer = settings.load_model(settings.DEFAULT_CHECKPOINT)
+    documents = line_retrieval.make_documents(tokenizer, 4096, 500, seed=500)
+    [outcome] = line_retrieval.run(
+        model,
+        tokenizer,
+        documents,
+        settings.settings(["exact"], []),
+        question_seen=False,
+        batch=10,
+        answer_tokens=4,
+        seed=0,
+    )
+    low, _ = results.share_interval(sum(outcome.correct), 500)
+    assert low >= 0.95
