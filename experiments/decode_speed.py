@@ -186,8 +186,8 @@ def make_row(
         weight_bytes=weights,
         extra={
             "budget": str(setting.budget) if setting and setting.budget else None,
-            "fastest": float(milliseconds.min()),
-            "slowest": float(milliseconds.max()),
+            "fastest": float(np.min(milliseconds)),
+            "slowest": float(np.max(milliseconds)),
         },
     )
 

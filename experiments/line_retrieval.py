@@ -274,7 +274,7 @@ def plot(path: pathlib.Path, outcomes: dict[int, list[Outcome]]) -> None:
         axis.set_ylim(-0.03, 1.03)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("accuracy")
-    axes[0][-1].legend(fontsize=8)
+    axes[0][-1].legend(fontsize=8, loc="lower right")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)

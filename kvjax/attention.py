@@ -8,6 +8,7 @@ rescaling. A model whose logits use another scale folds the difference into its 
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -89,7 +90,7 @@ def merge(*partials: Partials) -> Partials:
     return Partials(peak, jnp.asarray(num), jnp.asarray(den))
 
 
-def output(partials: Partials, dtype: jnp.dtype = jnp.float32) -> Float[Array, "B T H_q D"]:
+def output(partials: Partials, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "B T H_q D"]:
     """num / den; zero where nothing was attended to."""
     empty = partials.den == 0
     return jnp.where(empty[..., None], 0.0, partials.num / jnp.where(empty, 1.0, partials.den)[..., None]).astype(dtype)

@@ -167,12 +167,12 @@ class Generator:
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         if not lengths.all():
             raise ValueError(f"prompt {int(np.argmin(lengths))} is empty; a prompt needs at least one token")
-        tokens = np.zeros((self.batch, -(-int(lengths.max()) // multiple) * multiple), np.int64)
+        tokens = np.zeros((self.batch, -(-int(np.max(lengths)) // multiple) * multiple), np.int64)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
-        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
+        if np.min(tokens) < 0 or np.max(tokens) >= self.config.vocab_size:
             raise ValueError(
-                f"prompts hold token ids from {tokens.min()} to {tokens.max()}; the vocabulary has "
+                f"prompts hold token ids from {np.min(tokens)} to {np.max(tokens)}; the vocabulary has "
                 f"{self.config.vocab_size}"
             )
         return tokens.astype(np.int32), lengths

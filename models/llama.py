@@ -97,7 +97,7 @@ def _scaled(frequencies: np.ndarray, scaling: RopeScaling | None) -> np.ndarray:
 class Attention(nnx.Module):
     """The projections around attention, with Qwen's biases and Qwen3's norms of queries and keys."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
         def linear(inputs: int, outputs: int, bias: bool) -> nnx.Linear:
             return nnx.Linear(inputs, outputs, use_bias=bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
 
@@ -123,7 +123,7 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
         def linear(inputs: int, outputs: int) -> nnx.Linear:
             return nnx.Linear(inputs, outputs, use_bias=config.mlp_bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
 
@@ -138,7 +138,7 @@ class Mlp(nnx.Module):
 class DecoderLayer(nnx.Module):
     """One block: `project`, then attention by the caller, then `finish`."""
 
-    def __init__(self, config: LlamaConfig, window: int | None, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, window: int | None, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
         self.window = window
         self.attention_norm = _norm(config.width, config, dtype, rngs)
         self.attention = Attention(config, dtype=dtype, rngs=rngs)
@@ -160,7 +160,7 @@ class DecoderLayer(nnx.Module):
 class Llama(nnx.Module):
     """The decoder. Parameters live in an `nnx.split` state; caches are plain pytrees beside it."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         self.embedding = nnx.Embed(
             config.vocab_size,
@@ -214,5 +214,5 @@ class Llama(nnx.Module):
         return self.logits(self.hidden(tokens))
 
 
-def _norm(features: int, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
+def _norm(features: int, config: LlamaConfig, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs) -> nnx.RMSNorm:
     return nnx.RMSNorm(features, epsilon=config.norm_epsilon, dtype=dtype, param_dtype=dtype, rngs=rngs)

@@ -114,7 +114,7 @@ class LineEncoder:
         is_answer[:, 4:] = True
         return Conversation(
             np.concatenate([self.start, record[record_used], questions[questions_used]]),
-            np.concatenate([np.zeros(len(self.start) + record_used.sum(), bool), is_answer[questions_used]]),
+            np.concatenate([np.zeros(len(self.start) + int(np.sum(record_used)), bool), is_answer[questions_used]]),
         )
 
     def _record(self, lines: line_retrieval.Lines) -> tuple[np.ndarray, np.ndarray]:
