@@ -46,9 +46,10 @@ $(VENV)/.installed-parity: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS),parity]'
 	touch $@
 
-# Writes the versions that the environment holds now; run after changing dependencies in pyproject.toml.
+# Writes the versions that the environment holds now, for after a change of dependencies in pyproject.toml. The older
+# line's pins must hold the parity extra too: install it (make parity) before.
 constraints: $(VENV)/.installed
-	$(BIN)/python -m pip freeze --exclude-editable --exclude kvjax > $(CONSTRAINTS)
+	$(BIN)/python -m pip freeze --exclude-editable --exclude kvjax | sed 's/+cpu//' > $(CONSTRAINTS)
 
 clean:
 	rm -rf .venv .venv-* build
