@@ -11,7 +11,7 @@ EXTRAS := experiments,test
 .PHONY: demo test test-all lint types unit heavy parity constraints clean
 
 demo: $(VENV)/.installed
-	$(BIN)/python -m experiments.line_retrieval --demo --output_dir build/demo
+	$(BIN)/python -m experiments.line_retrieval --demo --verbosity=-1 --output_dir build/demo
 
 test: lint types unit
 
