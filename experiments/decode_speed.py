@@ -68,9 +68,10 @@ def main(argv: Sequence[str]) -> None:
     for context in contexts:
         # StaticCache takes 0.4 s per token at 32k: fewer tokens tell as much.
         peers = transformers_times(model, context, min(tokens, 24), repetitions) if _PEER.value else {}
+        spec = generate.cache_specs(model, batch=1, max_prompt=context, max_new=1)[0]
+        unpadded = spec.exact_bytes(context) * spec.layers
         found: list[results.Row] = [
-            make_row(name, None, times, context, weights, exact_read_bytes(context), None)
-            for name, times in peers.items()
+            make_row(name, None, times, context, weights, unpadded, None) for name, times in peers.items()
         ]
         for setting in tqdm(chosen, desc=f"{context} tokens", leave=False):
             times, read, device = policy_times(model, setting, context, tokens, repetitions)
@@ -80,11 +81,6 @@ def main(argv: Sequence[str]) -> None:
     path = pathlib.Path(flags.FLAGS.output_dir) / f"{NAME}.json"
     results.write_rows(path, rows)
     print(f"Rows: {path}")
-
-
-def exact_read_bytes(context: int) -> int:
-    """Bytes of an unpadded cache of so many tokens, over all layers."""
-    return 2 * CONFIG.layers * CONFIG.kv_heads * CONFIG.head_dim * 4 * context
 
 
 def policy_times(
@@ -157,8 +153,7 @@ def reading_rate() -> float:
 
 def weight_read_bytes(model: Llama) -> int:
     """Bytes of weights that one token reads: all of them, but of the embedding only a row where it is not tied."""
-    everything = sum(leaf.nbytes for leaf in jax.tree.leaves(generate.parameters(model)))
-    return everything - (0 if model.config.tied_embeddings else model.embedding.embedding[...].nbytes)
+    return generate.weight_bytes(model) - (0 if model.config.tied_embeddings else model.embedding.embedding[...].nbytes)
 
 
 def make_row(

@@ -17,7 +17,7 @@ matplotlib.use("Agg")
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
-from absl import app, flags, logging
+from absl import app, flags
 from tqdm import tqdm
 
 import kvjax
@@ -75,6 +75,11 @@ class Outcome:
         return float(np.mean(self.correct))
 
     @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's 95% interval of the accuracy."""
+        return results.share_interval(sum(self.correct), len(self.correct))
+
+    @property
     def ms_per_token(self) -> float:
         """Milliseconds per decoding step of a whole batch."""
         return 1e3 * self.decode_seconds / max(self.decode_steps, 1)
@@ -111,7 +116,6 @@ def main(argv: Sequence[str]) -> None:
     plot(directory / f"{NAME}.png", outcomes)
     if _DEMO.value:
         show_answers(made[0], outcomes[_CONTEXT.value[-1]])
-    logging.info("wrote %s", directory / f"{NAME}.json")
     print(f"\nRows: {directory / f'{NAME}.json'}   plot: {directory / f'{NAME}.png'}")
 
 
@@ -197,7 +201,7 @@ def _measure_bytes(
 
 def outcome_rows(outcome: Outcome, model: Llama, context_tokens: int, seed: int) -> list[results.Row]:
     """The rows of one setting: its accuracy and its decoding time."""
-    low, high = results.share_interval(sum(outcome.correct), len(outcome.correct))
+    low, high = outcome.interval
     shared = {
         "experiment": NAME,
         "model": flags.FLAGS.model,
@@ -213,7 +217,7 @@ def outcome_rows(outcome: Outcome, model: Llama, context_tokens: int, seed: int)
         "device_bytes": outcome.device_bytes,
         "host_bytes": outcome.host_bytes,
         "read_bytes_per_token": outcome.read_bytes,
-        "weight_bytes": weight_bytes(model),
+        "weight_bytes": generate.weight_bytes(model),
         "extra": {"budget": str(outcome.setting.budget) if outcome.setting.budget else None},
     }
     found = [results.Row(**shared, metric="accuracy", value=outcome.accuracy, ci95_low=low, ci95_high=high)]
@@ -222,16 +226,11 @@ def outcome_rows(outcome: Outcome, model: Llama, context_tokens: int, seed: int)
     return found
 
 
-def weight_bytes(model: Llama) -> int:
-    """Bytes of all parameters."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(generate.parameters(model)))
-
-
 def show(outcomes: Sequence[Outcome], context_tokens: int, documents: int) -> None:
     """The table of one context length."""
     lines = []
     for one in outcomes:
-        low, high = results.share_interval(sum(one.correct), len(one.correct))
+        low, high = one.interval
         lines.append(
             (
                 str(one.setting),
@@ -265,7 +264,7 @@ def plot(path: pathlib.Path, outcomes: dict[int, list[Outcome]]) -> None:
         for choice in dict.fromkeys(one.setting.choice for one in outcomes[tokens]):
             found = [one for one in outcomes[tokens] if one.setting.choice == choice and one.question_seen == seen]
             found.sort(key=lambda one: one.device_bytes)
-            bounds = np.array([results.share_interval(sum(one.correct), len(one.correct)) for one in found])
+            bounds = np.array([one.interval for one in found])
             accuracy = np.array([one.accuracy for one in found])
             spread = np.abs(bounds.T - accuracy)
             axis.errorbar([100 * one.fraction for one in found], accuracy, yerr=spread, marker="o", label=str(choice))

@@ -322,9 +322,9 @@ def _check_finite(state: GenerationState) -> None:
         kvjax.check(state)
 
 
-def parameters(model: Llama) -> nnx.State:
-    """The model's parameters as a pytree."""
-    return nnx.split(model)[1]
+def weight_bytes(model: Llama) -> int:
+    """Bytes of all parameters."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.split(model)[1]))
 
 
 def _tail(query_tail: int, tokens: int) -> int:

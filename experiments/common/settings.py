@@ -56,7 +56,7 @@ class PolicyChoice:
 
     @property
     def variant(self) -> str | None:
-        """Every option but the variant's name is a setting; both identify a row of results."""
+        """The options as given, None without any; with the name they identify a row of results."""
         return ",".join(f"{key}={value}" for key, value in self.options) or None
 
     def build(self, **budget: int) -> kvjax.CachePolicy:
