@@ -225,8 +225,8 @@ def window_segments(
     *,
     queries: int | None,
     slide: bool = False,
-) -> tuple[Segment, Segment]:
-    """The window and its staging buffer as attention reads them.
+) -> tuple[Segment, ...]:
+    """The window (where it has slots) and its staging buffer as attention reads them.
 
     Args:
         selected: occupied slots of the selection.
@@ -239,15 +239,17 @@ def window_segments(
     """
     sinks, recent, _ = occupancy(window)
     staging = window.staging
+    staged_segment = segment(
+        staging.keys, staging.values, log_num=staging.log_weight, stop=visible_slots(staging, queries)
+    )
+    if not window.keys.shape[2]:
+        return (staged_segment,)
     start = window.recent - recent
     if slide:
         staged = jnp.minimum(visible_count(staging, queries), window.recent)
         start = jnp.maximum(start[:, None] if staged.ndim == 2 else start, staged)
     stop = window.recent + sinks + selected
-    return (
-        segment(window.keys, window.values, log_num=log_weight, start=start, stop=stop),
-        segment(staging.keys, staging.values, log_num=staging.log_weight, stop=visible_slots(staging, queries)),
-    )
+    return segment(window.keys, window.values, log_num=log_weight, start=start, stop=stop), staged_segment
 
 
 def settle(window: Window) -> tuple[Window, Block]:

@@ -28,12 +28,17 @@ def array(*axes: str, fault: str | None = None) -> Any:
     return dataclasses.field(metadata={"axes": axes, "fault": fault})
 
 
+def stacked(*axes: str) -> Any:
+    """Declares a field that holds a state written for one stream, mapped over these leading axes (outermost first)."""
+    return dataclasses.field(metadata={"stacked": axes})
+
+
 def static() -> Any:
     """Declares a field that is part of the program, not of the data: it must be hashable and is compiled in."""
     return dataclasses.field(metadata={"static": True})
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(array, static))
+@dataclass_transform(frozen_default=True, field_specifiers=(array, stacked, static))
 def state(cls: type[T]) -> type[T]:
     """Class decorator: a frozen dataclass registered as a pytree."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
@@ -60,7 +65,7 @@ def cache_bytes(tree: Any) -> CacheBytes:
 
 def axes(tree: Any) -> Any:
     """The same tree with every array replaced by the tuple of its axis names."""
-    return _map_fields(lambda field, _: field.metadata["axes"], tree)
+    return _map_fields(lambda field, _: field.axes, tree)
 
 
 def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
@@ -71,7 +76,7 @@ def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
     """
     _check_rows(tree, rows)
 
-    def take(field: dataclasses.Field, leaf: Array) -> Array:
+    def take(field: ArrayField, leaf: Array) -> Array:
         axis = _batch_axis(field)
         # A copy, so that either state may be donated and the other used on.
         return jnp.copy(leaf) if axis is None else jnp.take(leaf, rows, axis=axis)
@@ -96,7 +101,7 @@ def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
     """
     _check_rows(tree, rows)
 
-    def insert(field: dataclasses.Field, leaf: Array, new: Array) -> Array:
+    def insert(field: ArrayField, leaf: Array, new: Array) -> Array:
         axis = _batch_axis(field)
         if axis is not None:
             return leaf.at[(slice(None),) * axis + (rows,)].set(new)
@@ -114,9 +119,9 @@ def check(tree: Any) -> None:
     """Raises a ValueError that lists every fault counter of a state that is not zero. Call it outside jit."""
     faults: list[str] = []
 
-    def look(field: dataclasses.Field, leaf: Array) -> Array:
-        if field.metadata.get("fault") and (count := int(np.sum(np.asarray(leaf)))):
-            faults.append(f"{field.name}={np.asarray(leaf).tolist()}: {field.metadata['fault']} ({count} in all)")
+    def look(field: ArrayField, leaf: Array) -> Array:
+        if field.fault and (count := int(np.sum(np.asarray(leaf)))):
+            faults.append(f"{field.name}={np.asarray(leaf).tolist()}: {field.fault} ({count} in all)")
         return leaf
 
     _map_fields(look, tree)
@@ -124,14 +129,24 @@ def check(tree: Any) -> None:
         raise ValueError("the cache state is not sound: " + "; ".join(faults))
 
 
-def _map_fields(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+class ArrayField(NamedTuple):
+    """What is declared of an array: its name in its state, all its axes, and what it means when it is not zero."""
+
+    name: str
+    axes: tuple[str, ...]
+    fault: str | None
+
+
+def _map_fields(function: Callable[..., Any], tree: Any, *others: Any, leading: tuple[str, ...] = ()) -> Any:
     """Maps (field, leaf, ...) over the array fields of nested states, tuples, lists and dicts."""
     if tree is None:
         return None
     if isinstance(tree, dict):
-        return {key: _map_fields(function, tree[key], *(other[key] for other in others)) for key in tree}
+        return {
+            key: _map_fields(function, tree[key], *(other[key] for other in others), leading=leading) for key in tree
+        }
     if isinstance(tree, tuple | list):
-        mapped = [_map_fields(function, *items) for items in zip(tree, *others, strict=True)]
+        mapped = [_map_fields(function, *items, leading=leading) for items in zip(tree, *others, strict=True)]
         return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
     if not dataclasses.is_dataclass(tree) or isinstance(tree, type):
         raise TypeError(f"{type(tree).__name__} is not a state: its axes are not known")
@@ -140,14 +155,17 @@ def _map_fields(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
         leaves = [getattr(one, field.name) for one in (tree, *others)]
         if field.metadata.get("static") or leaves[0] is None:
             continue
-        apply = function if "axes" in field.metadata else None
-        changes[field.name] = apply(field, *leaves) if apply else _map_fields(function, *leaves)
+        if "axes" in field.metadata:
+            described = ArrayField(field.name, leading + field.metadata["axes"], field.metadata["fault"])
+            changes[field.name] = function(described, *leaves)
+        else:
+            inner = leading + field.metadata.get("stacked", ())
+            changes[field.name] = _map_fields(function, *leaves, leading=inner)
     return dataclasses.replace(tree, **changes)
 
 
-def _batch_axis(field: dataclasses.Field) -> int | None:
-    names = field.metadata["axes"]
-    return names.index(BATCH) if BATCH in names else None
+def _batch_axis(field: ArrayField) -> int | None:
+    return field.axes.index(BATCH) if BATCH in field.axes else None
 
 
 def _check_rows(tree: Any, rows: Int[Array, "R"]) -> None:
@@ -162,7 +180,7 @@ def _check_rows(tree: Any, rows: Int[Array, "R"]) -> None:
 def _batch_size(tree: Any) -> int:
     sizes: set[int] = set()
 
-    def look(field: dataclasses.Field, leaf: Array) -> Array:
+    def look(field: ArrayField, leaf: Array) -> Array:
         if (axis := _batch_axis(field)) is not None:
             sizes.add(leaf.shape[axis])
         return leaf

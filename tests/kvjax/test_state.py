@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.state import array, stacked, state
 from tests.kvjax.support import LENGTHS, POLICIES, after, begin, go, make_spec, make_stream, prompt_of, row_keys
 
 every_policy = pytest.mark.parametrize("name", POLICIES)
@@ -161,3 +162,25 @@ def test_rows_out_of_range_are_refused():
             kvjax.take_rows(cache, jnp.array(rows))
         with pytest.raises(ValueError, match=r"must lie in \[0, 2\)"):
             kvjax.insert_rows(cache, kvjax.take_rows(cache, jnp.array([0] * len(rows))), jnp.array(rows))
+
+
+@state
+class OneStream:
+    """What a stream structure looks like: no batch axis of its own."""
+
+    items: jax.Array = array("slots")
+    lost: jax.Array = array(fault="items were lost")
+
+
+@state
+class ManyStreams:
+    stream: OneStream = stacked("batch", "kv_heads")
+
+
+def test_states_of_one_stream_are_handled_under_their_leading_axes():
+    many = ManyStreams(OneStream(items=jnp.arange(12).reshape(3, 2, 2), lost=jnp.zeros((3, 2), jnp.int32)))
+    assert kvjax.axes(many).stream.items == ("batch", "kv_heads", "slots")
+    taken = kvjax.take_rows(many, jnp.array([2, 0]))
+    np.testing.assert_array_equal(taken.stream.items, many.stream.items[jnp.array([2, 0])])
+    with pytest.raises(ValueError, match=r"lost=\[\[0, 0\], \[0, 3\], \[0, 0\]\]: items were lost \(3 in all\)"):
+        kvjax.check(ManyStreams(OneStream(many.stream.items, many.stream.lost.at[1, 1].set(3))))
