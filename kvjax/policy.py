@@ -124,6 +124,8 @@ class CachePolicy(NamedTuple):
         read_bytes: bytes of cache that one decoding step reads, from the state's buffers.
         period: tokens between compactions.
         query_tail: how many of the prompt's last queries `prefill` needs (0, w, or ALL_QUERIES).
+        streams: whether a prompt of any length may come through `extend` and `compact` alone; False for policies that
+            compress in `prefill` only.
     """
 
     name: str
@@ -135,6 +137,7 @@ class CachePolicy(NamedTuple):
     read_bytes: Callable[[State], int]
     period: int
     query_tail: int = 0
+    streams: bool = True
 
 
 def abstract_state(policy: CachePolicy, spec: CacheSpec) -> State:

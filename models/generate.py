@@ -1,4 +1,5 @@
-"""Generation through a compressed cache: exact prefill layer by layer, then compiled blocks of decoding steps.
+"""Generation through a compressed cache: a prompt is read exactly, layer by layer, or streamed through the compressed
+cache block by block; then come compiled blocks of decoding steps.
 
 A `Generator` binds a model to a cache policy and to sizes; a `GenerationState` is everything that a generation is at a
 moment, as a pytree: it can be forked, saved, and continued with another turn. Between blocks every layer's staged
@@ -52,9 +53,13 @@ class Generator:
         sampling: greedy by default.
         eos: token ids that end a row's turn.
         prefill_chunk: tokens per chunk of exact prefill; prompts are padded to a multiple of it.
+        streaming: whether the first prompt, too, is read as later ones are: a block of `period` tokens at a time, each
+            attending to the compressed cache and causally to itself. Memory is then what the policy keeps, however
+            long the prompt.
 
     Raises:
-        ValueError: for a number of policies that is not the number of layers, or what the policies themselves refuse.
+        ValueError: for a number of policies that is not the number of layers, a policy that cannot stream where that is
+            asked for, or what the policies themselves refuse.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Generator:
         sampling: Sampling | None = None,
         eos: Sequence[int] = (),
         prefill_chunk: int = 256,
+        streaming: bool = False,
     ):
         config = model.config
         if prefill_chunk < 1:
@@ -75,9 +81,14 @@ class Generator:
         self.model, self.config = model, config
         self.batch, self.max_prompt, self.max_new = batch, max_prompt, max_new
         self.sampling, self.eos, self.prefill_chunk = sampling or Sampling(), tuple(eos), prefill_chunk
+        self.streaming = streaming
         self.policies = layer_policies(config, policy)
-        self.specs = cache_specs(model, batch=batch, max_prompt=max_prompt, max_new=max_new)
-        self.block = min(max_new, *(policy.period for policy in self.policies))
+        if streaming and (refusing := [policy.name for policy in self.policies if not policy.streams]):
+            raise ValueError(f"streaming: {refusing[0]} compresses whole prompts only; read them exactly")
+        # To a cache, a streamed prompt is so many more appended tokens.
+        sizes = (1, max_prompt + max_new) if streaming else (max_prompt, max_new)
+        self.specs = cache_specs(model, batch=batch, max_prompt=sizes[0], max_new=sizes[1])
+        self.block = min(sizes[1], *(policy.period for policy in self.policies))
         self._graph, self._parameters = nnx.split(model)
 
     def start(self, seed: int = 0) -> GenerationState:
@@ -101,15 +112,16 @@ class Generator:
     def read(self, state: GenerationState, prompts: Sequence[Sequence[int]]) -> GenerationState:
         """Reads one prompt per row; the given state must not be used again (its buffers are donated).
 
-        The first prompts are attended to exactly, and each layer is compressed as soon as it is done. Later ones (a
-        further turn) are appended and attend to the compressed cache, a block at a time, just as generated tokens do.
+        Unless they are streamed, the first prompts are attended to exactly, and each layer is compressed as soon as it
+        is done. Later ones (a further turn) are appended and attend to the compressed cache, a block at a time, just as
+        generated tokens do.
 
         Raises:
             ValueError: for an empty prompt, a prompt longer than `max_prompt`, more tokens in all than the caches were
                 made for, or a token outside the vocabulary.
         """
         positions = np.asarray(state.positions)
-        if not positions.any():
+        if not self.streaming and not positions.any():
             return prefill_together([self], [state], prompts)[0]
         tokens, lengths = self._pad(prompts, self.block)
         self._check_room(positions, lengths)
@@ -239,6 +251,8 @@ def prefill_together(
     first = generators[0]
     if any(generator.model is not first.model for generator in generators):
         raise ValueError("prefill_together needs generators of one and the same model")
+    if any(generator.streaming for generator in generators):
+        raise ValueError("prefill_together reads exactly; a streaming generator reads by itself")
     if any(np.asarray(state.positions).any() for state in states):
         raise ValueError("prefill_together needs fresh states; one of these has already read a prompt")
     longest = max(map(len, prompts), default=0)
@@ -282,18 +296,21 @@ def prefill_together(
 def layer_policies(
     config: LlamaConfig, policy: kvjax.CachePolicy | Sequence[kvjax.CachePolicy]
 ) -> tuple[kvjax.CachePolicy, ...]:
-    """One policy per layer; layers with a sliding window get a cache of just that window."""
+    """One policy per layer; layers with a sliding window get a cache of just that window, with the others' period."""
     given = (policy,) * config.layers if isinstance(policy, kvjax.CachePolicy) else tuple(policy)
     if len(given) != config.layers:
         raise ValueError(f"{len(given)} policies were given for {config.layers} layers")
     windows = [config.window(number) for number in range(config.layers)]
-    return tuple(own if window is None else _sliding(window) for window, own in zip(windows, given, strict=True))
+    period = min(policy.period for policy in given)
+    return tuple(
+        own if window is None else _sliding(window, period) for window, own in zip(windows, given, strict=True)
+    )
 
 
 @functools.cache
-def _sliding(window: int) -> kvjax.CachePolicy:
+def _sliding(window: int, period: int) -> kvjax.CachePolicy:
     # One object per window: compiled functions are kept by the policy's identity.
-    return kvjax.streaming_llm(window, sinks=0)
+    return kvjax.streaming_llm(window, sinks=0, period=period)
 
 
 def cache_specs(model: Llama, *, batch: int, max_prompt: int, max_new: int) -> tuple[kvjax.CacheSpec, ...]:
@@ -375,11 +392,13 @@ def _prefill_layer(
     keys, values = jax.lax.map(lambda n: project(chunk_of(x, n), chunk_positions(n))[1:], numbers)
     join = lambda blocks: blocks.swapaxes(0, 1).reshape(batch, tokens, *blocks.shape[3:])  # noqa: E731
     keys, values = join(keys), join(values)
+    # Stored once as products read them, [B, H_kv, N, D].
+    head_keys, head_values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
 
     def step(x, number):
         own = chunk_of(x, number)
         query, _, _ = project(own, chunk_positions(number))
-        attended = chunk_attention(query, keys, values, number, layer.window)
+        attended = chunk_attention(query, head_keys, head_values, number, layer.window)
         return jax.lax.dynamic_update_slice_in_dim(x, layer.finish(own, attended), number * chunk, axis=1), None
 
     x, _ = jax.lax.scan(step, x, numbers)

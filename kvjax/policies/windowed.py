@@ -41,6 +41,7 @@ def windowed_policy(
     absorb: Callable[[WindowedState, Block], WindowedState],
     segments: Callable[[WindowedState, int | None], tuple[Segment, ...]],
     period: int,
+    streams: bool = True,
 ) -> CachePolicy:
     """The policy made of a window and the functions above. `segments(state, queries)` shows attention the whole
     cache, staging too; for `queries` see `window_segments`."""
@@ -66,7 +67,7 @@ def windowed_policy(
     def read_bytes(state):
         return segment_bytes(*segments(state, None))
 
-    return CachePolicy(name, init, prefill, attend_cache, extend, compact, read_bytes, period)
+    return CachePolicy(name, init, prefill, attend_cache, extend, compact, read_bytes, period, streams=streams)
 
 
 def init_windowed(spec: CacheSpec, window: Window, selection: Any = None) -> WindowedState:

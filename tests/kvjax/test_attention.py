@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax import Partials, attend, attend_segment, merge, output, segment
+from kvjax.attention import MANY_ROWS
 
 KV_HEADS = 2
 SEGMENTS_ONLY = settings(max_examples=25, deadline=None)
@@ -93,10 +94,12 @@ def test_any_split_into_buffers_gives_the_same_attention(cuts):
     np.testing.assert_allclose(attended(query, *parts), whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("slots", [12, 128])  # whole blocks of the values' sum and a part of one
 @pytest.mark.parametrize("feeds", ["both", "numerator", "denominator"])
-def test_every_field_of_a_segment_means_what_it_says(feeds, slots):
-    query, keys, values = random_arrays(1, tokens=3, group=2, slots=slots)
+def test_every_field_of_a_segment_means_what_it_says(feeds, slots, many):
+    tokens = MANY_ROWS // 2 if many else 3
+    query, keys, values = random_arrays(1, tokens=tokens, group=2, slots=slots)
     rng = np.random.default_rng(2)
     weights = lambda: rng.normal(size=keys.shape[:3]).astype(np.float32)  # noqa: E731
     log_num, log_den = weights(), weights()
@@ -109,7 +112,7 @@ def test_every_field_of_a_segment_means_what_it_says(feeds, slots):
         key_scale=weights(),
         value_scale=weights(),
         start=np.array([0, 4]),
-        stop=np.array([[5, 6, 7], [9, 10, 12]]),
+        stop=np.stack([5 + np.arange(tokens) % 7, 12 - np.arange(tokens) % 4]),
         feeds=feeds,
     )
     plain = segment(keys[:, :, ::-1], values[:, :, ::-1])
@@ -176,6 +179,18 @@ def test_bfloat16_storage_gives_float32_partials_of_what_is_stored():
         read_back = segment(np.asarray(stored.keys, np.float32), np.asarray(stored.values, np.float32))
         np.testing.assert_allclose(output(partials), reference(np.asarray(q, np.float32), read_back), atol=1e-5)
         assert output(partials, jnp.bfloat16).dtype == jnp.bfloat16
+
+
+def test_many_bfloat16_queries_are_multiplied_as_they_are():
+    query, keys, values = random_arrays(7, tokens=MANY_ROWS, group=2)
+    low = lambda x: jnp.asarray(x, jnp.bfloat16)  # noqa: E731
+    partials = attend(low(query), (segment(low(keys), low(values)),))
+    assert {leaf.dtype for leaf in jax.tree.leaves(partials)} == {jnp.dtype("float32")}
+    read_back = segment(np.asarray(low(keys), np.float32), np.asarray(low(values), np.float32))
+    # Products of bfloat16 are exact in float32; only the weights are rounded, to 8 bits, before they meet the values.
+    np.testing.assert_allclose(
+        output(partials), reference(np.asarray(low(query), np.float32), read_back), atol=2**-8 * np.abs(values).max()
+    )
 
 
 def test_weights_of_one_are_the_library_s_attention():

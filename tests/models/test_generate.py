@@ -108,6 +108,53 @@ def test_a_second_turn_under_exact_equals_one_long_prompt():
     assert rows == [greedy_reference(0, 30), greedy_reference(1, 30), greedy_reference(2, 39)[9:]]
 
 
+@functools.cache
+def streaming(name, max_prompt=70):
+    return Generator(model(), POLICIES[name], batch=3, max_prompt=max_prompt, max_new=90, streaming=True)
+
+
+def test_a_streamed_prompt_under_exact_is_read_exactly():
+    made = streaming("exact")
+    rows, state = written(made, made.read(made.start(), PROMPTS), 30)
+    assert rows == [greedy_reference(number, 30) for number in range(3)]
+    kvjax.check(state)
+
+
+@every_policy
+def test_a_streamed_prompt_may_come_in_parts(name):
+    made = streaming(name)
+    whole = [(PROMPTS[0] + prompt)[:64] for prompt in PROMPTS]
+    at_once = made.read(made.start(3), whole)
+    state = made.start(3)
+    for begin in (0, 2 * PERIOD):  # at the borders of blocks
+        state = made.read(state, [prompt[begin : begin + 2 * PERIOD] for prompt in whole])
+    for a, b in zip(leaves(state), leaves(at_once), strict=True):
+        np.testing.assert_array_equal(a, b)
+    kvjax.check(state)
+
+
+def test_a_streamed_prompt_takes_no_more_memory_the_longer_it_is():
+    def bytes_of(max_prompt):
+        made = streaming("uniform", max_prompt)
+        state, block = jax.eval_shape(made.start), jnp.zeros((3, made.block), jnp.int32)
+        lowered = generation._append_block.lower(
+            made._graph, made.policies, made._parameters, state, block, jnp.zeros(3, jnp.int32)
+        )
+        memory = lowered.compile().memory_analysis()
+        return memory.argument_size_in_bytes + memory.temp_size_in_bytes
+
+    assert bytes_of(4096) == bytes_of(512)
+
+
+def test_streaming_is_refused_where_it_cannot_be():
+    whole_prompts_only = EXACT._replace(name="offline", streams=False)
+    with pytest.raises(ValueError, match="streaming: offline compresses whole prompts only"):
+        Generator(model(), whole_prompts_only, batch=3, max_prompt=70, max_new=90, streaming=True)
+    made = [streaming("exact"), generator("exact")]
+    with pytest.raises(ValueError, match="prefill_together reads exactly"):
+        prefill_together(made, [one.start() for one in made], PROMPTS)
+
+
 @every_policy
 def test_two_turns_survive_forking_taking_and_inserting_rows(name):
     made = generator(name)
