@@ -26,21 +26,11 @@ from flax import nnx
 from tqdm import tqdm
 
 import kvjax
-from experiments.common import results, settings
+from experiments.common import results, settings, speed
 from models import checkpoint, generate
-from models.llama import Llama, LlamaConfig
+from models.llama import Llama
 
 NAME = "decode_speed"
-CONFIG = LlamaConfig(
-    vocab_size=8192,
-    width=512,
-    mlp_width=1408,
-    layers=8,
-    query_heads=8,
-    kv_heads=2,
-    head_dim=64,
-    max_length=65536,
-)
 POLICIES = ("exact", "streaming_llm", "uniform", "clustergen:variant=paper", "clustergen:variant=mean_value")
 
 # What `transformers_decode.py` exits with where torch or transformers is not installed.
@@ -59,9 +49,9 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
     contexts = _CONTEXT.value[:1] if flags.FLAGS.quick else _CONTEXT.value
     tokens, repetitions = (32, 2) if flags.FLAGS.quick else (_TOKENS.value, _REPETITIONS.value)
-    model = Llama(CONFIG, rngs=nnx.Rngs(flags.FLAGS.seed))
+    model = Llama(speed.CONFIG, rngs=nnx.Rngs(flags.FLAGS.seed))
     weights = weight_read_bytes(model)
-    rate = reading_rate()
+    rate = speed.reading_rate()
     print(f"plain reduction over 512 MiB: {rate / 1e9:.1f} GB/s; weights read per token: {weights / 1e6:.0f} MB")
     chosen = settings.settings(flags.FLAGS.policy, flags.FLAGS.budget)
     rows: list[results.Row] = []
@@ -139,18 +129,6 @@ def transformers_times(model: Llama, context: int, tokens: int, repetitions: int
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def reading_rate() -> float:
-    """Bytes per second of a plain reduction over 512 MiB: the most that anything which reads a cache can reach."""
-    array = jnp.ones((8, 2**24), jnp.float32)
-    total = jax.jit(jnp.sum)
-    times = []
-    for _ in range(6):
-        begin = time.perf_counter()
-        total(array).block_until_ready()
-        times.append(time.perf_counter() - begin)
-    return array.nbytes / min(times)
-
-
 def weight_read_bytes(model: Llama) -> int:
     """Bytes of weights that one token reads: all of them, but of the embedding only a row where it is not tied."""
     return generate.weight_bytes(model) - (0 if model.config.tied_embeddings else model.embedding.embedding[...].nbytes)
@@ -168,7 +146,7 @@ def make_row(
     milliseconds = 1e3 * np.asarray(times)
     return results.Row(
         experiment=NAME,
-        model="random 8 x 512",
+        model=speed.MODEL_NAME,
         policy=policy,
         variant=setting.choice.variant if setting else None,
         metric="ms_per_token",

@@ -261,19 +261,19 @@ def prefill_together(
             raise ValueError(f"a prompt of {longest} tokens exceeds max_prompt={generator.max_prompt}")
     tokens, row_lengths = first._pad(prompts, first.prefill_chunk)
     lengths = jnp.asarray(row_lengths)
-    x = _embed(first._graph, first._parameters, jnp.asarray(tokens))
+    x = embed(first._graph, first._parameters, jnp.asarray(tokens))
     caches: list[list[Any]] = [[] for _ in generators]
     shared: list[Any] = [None for _ in generators]
     for number, layer in enumerate(first.model.layers):
         tail = max(_tail(generator.policies[number].query_tail, tokens.shape[1]) for generator in generators)
         graph, parameters = nnx.split(layer)
-        x, keys, values, queries = _prefill_layer(
+        x, keys, values, queries = prefill_layer(
             graph, first.config, first.prefill_chunk, tail, parameters, x, lengths
         )
         for place, generator in enumerate(generators):
             policy = generator.policies[number]
             own_tail = queries[:, tail - _tail(policy.query_tail, tokens.shape[1]) :] if policy.query_tail else None
-            cache, shared[place] = _compress(
+            cache, shared[place] = compress(
                 policy, states[place].layers[number], keys, values, lengths, own_tail, shared[place]
             )
             caches[place].append(cache)
@@ -355,12 +355,12 @@ def _init(policy: kvjax.CachePolicy, spec: kvjax.CacheSpec, row_keys: Key[Array,
 
 
 @functools.partial(jax.jit, static_argnames=("graph",))
-def _embed(graph: Any, parameters: Any, tokens: Int[Array, "B N"]) -> Float[Array, "B N W"]:
+def embed(graph: Any, parameters: Any, tokens: Int[Array, "B N"]) -> Float[Array, "B N W"]:
     return nnx.merge(graph, parameters).embed(tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "config", "chunk", "tail"), donate_argnames=("x",))
-def _prefill_layer(
+def prefill_layer(
     graph: Any,
     config: LlamaConfig,
     chunk: int,
@@ -406,7 +406,7 @@ def _prefill_layer(
 
 
 @functools.partial(jax.jit, static_argnames=("policy",), donate_argnames=("cache",))
-def _compress(policy: kvjax.CachePolicy, cache: Any, keys, values, lengths, queries, shared):
+def compress(policy: kvjax.CachePolicy, cache: Any, keys, values, lengths, queries, shared):
     return policy.prefill(cache, keys, values, lengths, queries, shared)
 
 

@@ -326,7 +326,7 @@ def test_256_tokens_take_one_trace_and_no_more_memory():
     # Two layers of one shape, so each function is compiled once whatever the number of layers.
     plain = random_model(windows=(None, None))
     policy = kvjax.uniform(40, sinks=2, recent=16, period=PERIOD)
-    functions = [generation._decode_block, generation._compact, generation._compress, generation._prefill_layer]
+    functions = [generation._decode_block, generation._compact, generation.compress, generation.prefill_layer]
     before = [function._cache_size() for function in functions]
     made = Generator(plain, policy, batch=2, max_prompt=40, max_new=256, prefill_chunk=CHUNK)
     state, buffers, blocks = made.read(made.start(), tokens_of(3, 40, 9)), [], 0
@@ -409,7 +409,7 @@ def test_prefill_memory_grows_with_the_prompt_not_its_square():
 
     def temporary(tokens):
         x, lengths = jax.ShapeDtypeStruct((1, tokens, 32), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32)
-        lowered = generation._prefill_layer.lower(graph, model().config, 256, 0, parameters, x, lengths)
+        lowered = generation.prefill_layer.lower(graph, model().config, 256, 0, parameters, x, lengths)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(2048) <= 4.5 * temporary(512)

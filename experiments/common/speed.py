@@ -1,0 +1,47 @@
+"""What the experiments on speed share: the model that they time, how they time, and this machine's limits."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.llama import LlamaConfig
+
+MODEL_NAME = "random 8 x 512"
+CONFIG = LlamaConfig(
+    vocab_size=8192,
+    width=512,
+    mlp_width=1408,
+    layers=8,
+    query_heads=8,
+    kv_heads=2,
+    head_dim=64,
+    max_length=65536,
+)
+
+
+def seconds(function: Callable[..., Any], *arguments: Any, repetitions: int = 5) -> np.ndarray:
+    """Seconds of every repetition, to the end of all device work; one run before them compiles and warms up."""
+    jax.block_until_ready(function(*arguments))
+    times = []
+    for _ in range(repetitions):
+        begin = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        times.append(time.perf_counter() - begin)
+    return np.asarray(times)
+
+
+def reading_rate() -> float:
+    """Bytes per second of a plain reduction over 512 MiB: the most that anything which reads a cache can reach."""
+    array = jnp.ones((8, 2**24), jnp.float32)
+    return array.nbytes / float(np.min(seconds(jax.jit(jnp.sum), array)))
+
+
+def matmul_rate() -> float:
+    """Floating-point operations per second of a float32 product of 2,048 x 2,048 matrices: the limit of prefill."""
+    matrix = jnp.ones((2048, 2048), jnp.float32)
+    product = jax.jit(lambda a: a @ a)
+    return 2 * 2048**3 / float(np.min(seconds(product, matrix, repetitions=10)))
