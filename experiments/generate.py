@@ -7,6 +7,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from absl import app, flags
 
@@ -20,6 +21,7 @@ settings.define_common(policies=("exact",), budgets=("25%",))
 _PROMPT_FILE = flags.DEFINE_string("prompt_file", None, "Text to continue; - for standard input.", required=True)
 _CHAT = flags.DEFINE_bool("chat", False, "Send the text as a user's message, through the checkpoint's chat template.")
 _NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 256, "Most tokens to write.", lower_bound=1)
+_STREAMING = flags.DEFINE_bool("streaming", False, "Read the text through the cache, in memory that does not grow.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most likely token.")
 _TOP_K = flags.DEFINE_integer("top_k", None, "Sample among so many of the most likely tokens.")
 _TOP_P = flags.DEFINE_float("top_p", None, "Sample among the most likely tokens that hold this probability.")
@@ -34,13 +36,17 @@ def main(argv: Sequence[str]) -> None:
     text = sys.stdin.read() if _PROMPT_FILE.value == "-" else pathlib.Path(_PROMPT_FILE.value).read_text("utf-8")
     model, tokenizer = settings.load_model(flags.FLAGS.model)
     prompt = tokenizer.apply_chat([{"role": "user", "content": text}]) if _CHAT.value else tokenizer.encode(text)
-    spec = generate.cache_specs(model, batch=1, max_prompt=max(len(prompt), 1), max_new=_NEW_TOKENS.value)[0]
+    sizes: dict[str, Any] = {
+        "batch": 1,
+        "max_prompt": max(len(prompt), 1),
+        "max_new": _NEW_TOKENS.value,
+        "streaming": _STREAMING.value,
+    }
+    spec = generate.cache_specs(model, **sizes)[0]
     generator = generate.Generator(
         model,
         chosen[0].build(spec, len(prompt) + _NEW_TOKENS.value),
-        batch=1,
-        max_prompt=spec.max_prompt,
-        max_new=spec.max_new,
+        **sizes,
         sampling=Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value),
         eos=tokenizer.eos_ids,
     )

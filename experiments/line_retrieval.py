@@ -7,9 +7,11 @@ the context is read exactly, compressed, and only then the question and the answ
 """
 
 import dataclasses
+import itertools
 import pathlib
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib
 
@@ -50,6 +52,9 @@ _BATCH = flags.DEFINE_integer("batch", 10, "Documents decoded together.")
 _QUESTION = flags.DEFINE_multi_enum(
     "question", ["unseen"], ["unseen", "seen"], "Whether the question is part of what is compressed; repeatable."
 )
+_PREFILL = flags.DEFINE_multi_enum(
+    "prefill", ["exact"], ["exact", "streaming"], "Whether prompts are read exactly or through the cache; repeatable."
+)
 _DEMO = flags.DEFINE_bool("demo", False, "The main job: the demo's policies, 50 documents, one answer in words.")
 _ANSWER_TOKENS = flags.DEFINE_integer("answer_tokens", 8, "Most tokens of an answer.")
 
@@ -59,6 +64,7 @@ class Outcome:
     """What one setting did over all documents."""
 
     setting: settings.Setting
+    streaming: bool
     question_seen: bool
     batch: int
     correct: list[bool] = dataclasses.field(default_factory=list)
@@ -98,13 +104,14 @@ def main(argv: Sequence[str]) -> None:
     for context_tokens in _CONTEXT.value:
         made = make_documents(tokenizer, context_tokens, documents, seed)
         outcomes[context_tokens] = []
-        for seen in [question == "seen" for question in _QUESTION.value]:
+        for prefill, question in itertools.product(_PREFILL.value, _QUESTION.value):
             outcomes[context_tokens] += run(
                 model,
                 tokenizer,
                 made,
                 chosen,
-                question_seen=seen,
+                streaming=prefill == "streaming",
+                question_seen=question == "seen",
                 batch=min(_BATCH.value, documents),
                 answer_tokens=_ANSWER_TOKENS.value,
                 seed=seed,
@@ -134,36 +141,39 @@ def run(
     documents: Sequence[task.Document],
     chosen: Sequence[settings.Setting],
     *,
+    streaming: bool,
     question_seen: bool,
     batch: int,
     answer_tokens: int,
     seed: int,
 ) -> list[Outcome]:
-    """Asks every document's question through every setting. Each batch is prefilled once for all settings."""
+    """Asks every document's question through every setting. Each batch is read exactly once for all settings, or
+    streamed through each setting's cache."""
     contexts = [tokenizer.encode(document.context) for document in documents]
     questions = [tokenizer.encode(document.question, add_bos=False) for document in documents]
     if question_seen:
         contexts = [context + question for context, question in zip(contexts, questions, strict=True)]
     max_prompt = max(map(len, contexts))
     max_new = answer_tokens + (0 if question_seen else max(map(len, questions)))
-    spec = generate.cache_specs(model, batch=batch, max_prompt=max_prompt, max_new=max_new)[0]
+    sizes: dict[str, Any] = {"batch": batch, "max_prompt": max_prompt, "max_new": max_new, "streaming": streaming}
+    spec = generate.cache_specs(model, **sizes)[0]
     generators = []
-    outcomes = [Outcome(setting, question_seen, batch) for setting in chosen]
+    outcomes = [Outcome(setting, streaming, question_seen, batch) for setting in chosen]
     for setting in chosen:
         policy = setting.build(spec, max_prompt + max_new)
-        generators.append(
-            generate.Generator(
-                model, policy, batch=batch, max_prompt=max_prompt, max_new=max_new, eos=tokenizer.eos_ids
-            )
-        )
-    label = "question seen" if question_seen else "question unseen"
+        generators.append(generate.Generator(model, policy, **sizes, eos=tokenizer.eos_ids))
+    label = f"question {'seen' if question_seen else 'unseen'}{', streaming' if streaming else ''}"
     progress = tqdm(total=len(documents) * len(chosen), desc=f"line retrieval, {label}", unit="answer", leave=False)
     for begin in range(0, len(documents), batch):
         # The last batch may be short: it is filled up with repetitions, which are not counted.
         rows = [min(begin + row, len(documents) - 1) for row in range(batch)]
         counted = min(batch, len(documents) - begin)
         starts = [generator.start(seed + begin) for generator in generators]
-        states = generate.prefill_together(generators, starts, [contexts[row] for row in rows])
+        prompts = [contexts[row] for row in rows]
+        if streaming:
+            states = [one.read(state, prompts) for one, state in zip(generators, starts, strict=True)]
+        else:
+            states = generate.prefill_together(generators, starts, prompts)
         for generator, outcome in zip(generators, outcomes, strict=True):
             state = states.pop(0)
             _measure_bytes(outcome, generator, state, spec, max_prompt + max_new)
@@ -218,7 +228,10 @@ def outcome_rows(outcome: Outcome, model: Llama, context_tokens: int, seed: int)
         "host_bytes": outcome.host_bytes,
         "read_bytes_per_token": outcome.read_bytes,
         "weight_bytes": generate.weight_bytes(model),
-        "extra": {"budget": str(outcome.setting.budget) if outcome.setting.budget else None},
+        "extra": {
+            "budget": str(outcome.setting.budget) if outcome.setting.budget else None,
+            "prefill": "streaming" if outcome.streaming else "exact",
+        },
     }
     found = [results.Row(**shared, metric="accuracy", value=outcome.accuracy, ci95_low=low, ci95_high=high)]
     if outcome.decode_steps:
@@ -234,6 +247,7 @@ def show(outcomes: Sequence[Outcome], context_tokens: int, documents: int) -> No
         lines.append(
             (
                 str(one.setting),
+                "streaming" if one.streaming else "exact",
                 "seen" if one.question_seen else "unseen",
                 results.readable_bytes(one.device_bytes),
                 f"{one.fraction:.1%}",
@@ -242,7 +256,7 @@ def show(outcomes: Sequence[Outcome], context_tokens: int, documents: int) -> No
             )
         )
     title = f"Line retrieval: {documents} documents of at least {context_tokens} tokens"
-    columns = ("policy", "question", "cache bytes", "of exact's", "accuracy [95%]", "ms per step")
+    columns = ("policy", "prefill", "question", "cache bytes", "of exact's", "accuracy [95%]", "ms per step")
     results.print_table(title, columns, lines)
 
 
@@ -257,19 +271,25 @@ def show_answers(document: task.Document, outcomes: Sequence[Outcome]) -> None:
 
 
 def plot(path: pathlib.Path, outcomes: dict[int, list[Outcome]]) -> None:
-    """Accuracy against cache bytes, a panel per context length and kind of question."""
-    panels = [(tokens, seen) for tokens, found in outcomes.items() for seen in sorted({o.question_seen for o in found})]
+    """Accuracy against cache bytes, a panel per context length, kind of prefill and of question."""
+    panels = [
+        (tokens, *kind)
+        for tokens, found in outcomes.items()
+        for kind in sorted({(one.streaming, one.question_seen) for one in found})
+    ]
     figure, axes = plt.subplots(1, len(panels), figsize=(1 + 5.5 * len(panels), 4.2), squeeze=False, sharey=True)
-    for axis, (tokens, seen) in zip(axes[0], panels, strict=True):
+    for axis, (tokens, streaming, seen) in zip(axes[0], panels, strict=True):
         for choice in dict.fromkeys(one.setting.choice for one in outcomes[tokens]):
-            found = [one for one in outcomes[tokens] if one.setting.choice == choice and one.question_seen == seen]
+            kind = (streaming, seen, choice)
+            found = [o for o in outcomes[tokens] if (o.streaming, o.question_seen, o.setting.choice) == kind]
             found.sort(key=lambda one: one.device_bytes)
             bounds = np.array([one.interval for one in found])
             accuracy = np.array([one.accuracy for one in found])
             spread = np.abs(bounds.T - accuracy)
             axis.errorbar([100 * one.fraction for one in found], accuracy, yerr=spread, marker="o", label=str(choice))
         axis.set_xlabel("cache bytes, % of exact's")
-        axis.set_title(f"{tokens} tokens, question {'seen' if seen else 'unseen'}", fontsize=10)
+        prefill = "streaming prefill, " if streaming else ""
+        axis.set_title(f"{tokens} tokens, {prefill}question {'seen' if seen else 'unseen'}", fontsize=10)
         axis.set_ylim(-0.03, 1.03)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("accuracy")

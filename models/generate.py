@@ -85,10 +85,8 @@ class Generator:
         self.policies = layer_policies(config, policy)
         if streaming and (refusing := [policy.name for policy in self.policies if not policy.streams]):
             raise ValueError(f"streaming: {refusing[0]} compresses whole prompts only; read them exactly")
-        # To a cache, a streamed prompt is so many more appended tokens.
-        sizes = (1, max_prompt + max_new) if streaming else (max_prompt, max_new)
-        self.specs = cache_specs(model, batch=batch, max_prompt=sizes[0], max_new=sizes[1])
-        self.block = min(sizes[1], *(policy.period for policy in self.policies))
+        self.specs = cache_specs(model, batch=batch, max_prompt=max_prompt, max_new=max_new, streaming=streaming)
+        self.block = min(self.specs[0].max_new, *(policy.period for policy in self.policies))
         self._graph, self._parameters = nnx.split(model)
 
     def start(self, seed: int = 0) -> GenerationState:
@@ -167,6 +165,16 @@ class Generator:
             written += steps
             _check_finite(state)
             yield state, np.asarray(tokens)[:, : int(taken)]
+
+    def lower_append(self, state: GenerationState) -> list[jax.stages.Lowered]:
+        """The programs that read a block of a streamed or later prompt (appending, then compacting each kind of layer),
+        lowered for a state or its abstract values, so that a compiler can be asked about them."""
+        block = jnp.zeros((self.batch, self.block), jnp.int32), jnp.zeros(self.batch, jnp.int32)
+        layers = dict(zip(self.policies, state.layers, strict=True))
+        return [
+            _append_block.lower(self._graph, self.policies, self._parameters, state, *block),
+            *(_compact.lower(policy, layer) for policy, layer in layers.items()),
+        ]
 
     def _compact(self, state: GenerationState) -> GenerationState:
         layers = tuple(_compact(policy, layer) for policy, layer in zip(self.policies, state.layers, strict=True))
@@ -267,9 +275,7 @@ def prefill_together(
     for number, layer in enumerate(first.model.layers):
         tail = max(_tail(generator.policies[number].query_tail, tokens.shape[1]) for generator in generators)
         graph, parameters = nnx.split(layer)
-        x, keys, values, queries = prefill_layer(
-            graph, first.config, first.prefill_chunk, tail, parameters, x, lengths
-        )
+        x, keys, values, queries = prefill_layer(graph, first.config, first.prefill_chunk, tail, parameters, x, lengths)
         for place, generator in enumerate(generators):
             policy = generator.policies[number]
             own_tail = queries[:, tail - _tail(policy.query_tail, tokens.shape[1]) :] if policy.query_tail else None
@@ -313,9 +319,13 @@ def _sliding(window: int, period: int) -> kvjax.CachePolicy:
     return kvjax.streaming_llm(window, sinks=0, period=period)
 
 
-def cache_specs(model: Llama, *, batch: int, max_prompt: int, max_new: int) -> tuple[kvjax.CacheSpec, ...]:
-    """What each layer's cache is made for."""
+def cache_specs(
+    model: Llama, *, batch: int, max_prompt: int, max_new: int, streaming: bool = False
+) -> tuple[kvjax.CacheSpec, ...]:
+    """What each layer's cache is made for. To a cache, a streamed prompt is so many more appended tokens."""
     config = model.config
+    if streaming:
+        max_prompt, max_new = 1, max_prompt + max_new
     return tuple(
         kvjax.CacheSpec(
             batch=batch,

@@ -34,6 +34,7 @@ def test_the_shipped_checkpoint_finds_lines_at_its_longest_context():
         tokenizer,
         documents,
         settings.settings(["exact"], []),
+        streaming=False,
         question_seen=False,
         batch=10,
         answer_tokens=4,

@@ -136,12 +136,8 @@ def test_a_streamed_prompt_may_come_in_parts(name):
 def test_a_streamed_prompt_takes_no_more_memory_the_longer_it_is():
     def bytes_of(max_prompt):
         made = streaming("uniform", max_prompt)
-        state, block = jax.eval_shape(made.start), jnp.zeros((3, made.block), jnp.int32)
-        lowered = generation._append_block.lower(
-            made._graph, made.policies, made._parameters, state, block, jnp.zeros(3, jnp.int32)
-        )
-        memory = lowered.compile().memory_analysis()
-        return memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        memories = [one.compile().memory_analysis() for one in made.lower_append(jax.eval_shape(made.start))]
+        return [memory.argument_size_in_bytes + memory.temp_size_in_bytes for memory in memories]
 
     assert bytes_of(4096) == bytes_of(512)
 
