@@ -1,0 +1,165 @@
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax import soft_matching
+from kvjax.soft_matching import Centroids, Schedule
+from tests.kvjax.support import QUICKLY
+
+LLAMA_2 = Schedule(0.45, 0.05, 3)
+LLAMA_3 = Schedule(0.35, 0.1, 2)
+QWEN = Schedule(0.2, 0.1, 2)
+SLOTS, CHUNK, DIM = 40, 16, 6
+
+
+def entries_of(keys, values=None, degree=None, slots=SLOTS):
+    count = len(keys)
+    pad = lambda x: np.concatenate([x, np.full((slots - count, *x.shape[1:]), 7, x.dtype)])  # noqa: E731
+    degree = np.ones(count, np.int32) if degree is None else degree
+    return Centroids(
+        keys=jnp.asarray(pad(keys)),
+        values=jnp.asarray(pad(keys if values is None else values)),
+        degree=jnp.asarray(np.concatenate([degree, np.zeros(slots - count, np.int32)])),
+        count=jnp.int32(count),
+    )
+
+
+def random_entries(seed, count, duplicates=False):
+    rng = np.random.default_rng(seed)
+    keys = rng.normal(size=(count, DIM)).astype(np.float32)
+    if duplicates:
+        keys = np.eye(DIM, dtype=np.float32)[rng.integers(0, 3, count)]  # cosines of exactly 0 and 1: many ties
+    return entries_of(
+        keys, rng.normal(size=(count, DIM)).astype(np.float32), rng.integers(1, 5, count).astype(np.int32)
+    )
+
+
+def by_lists(entries, edges, chunk):
+    """The same merging in plain loops, float64: a list of (key, value, degree) in the order of the text."""
+    count = int(entries.count)
+    keys, values = (np.asarray(x, np.float64)[:count] for x in (entries.keys, entries.values))
+    degree = np.asarray(entries.degree)[:count]
+    found = []
+    for start in range(0, count, chunk):
+        places = range(start, min(start + chunk, count))
+        for a in places[::2]:
+            cosines = [(keys[a] @ keys[b] / np.linalg.norm(keys[a]) / np.linalg.norm(keys[b]), b) for b in places[1::2]]
+            if cosines:
+                best = max(cosine for cosine, _ in cosines)
+                found.append((best, a, next(b for cosine, b in cosines if cosine > best - 1e-6)))
+    joined = {a: b for _, a, b in sorted(found, key=lambda edge: (-round(edge[0], 5), edge[1]))[:edges]}
+    merged = []
+    for place in range(count):
+        if place not in joined:
+            members = [place, *(a for a, b in joined.items() if b == place)]
+            total = degree[members].sum()
+            mean = lambda x, members=members, total=total: degree[members] @ x[members] / total  # noqa: E731
+            merged.append((mean(keys), mean(values), total))
+    return merged
+
+
+@functools.partial(jax.jit, compiler_options=QUICKLY)
+def merge(entries, edges):
+    return soft_matching.merge_most_similar(entries, edges, CHUNK)
+
+
+@functools.partial(jax.jit, static_argnames=("schedule",), compiler_options=QUICKLY)
+def compress(entries, budget, schedule):
+    return soft_matching.compress(entries, budget, CHUNK, schedule)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**16), count=st.integers(0, SLOTS), edges=st.integers(0, 20), duplicates=st.booleans())
+def test_one_step_merges_what_loops_merge(seed, count, edges, duplicates):
+    entries = random_entries(seed, count, duplicates)
+    merged, expected = merge(entries, edges), by_lists(entries, edges, CHUNK)
+    assert int(merged.count) == len(expected)
+    for number, (key, value, degree) in enumerate(expected):
+        np.testing.assert_allclose(merged.keys[number], key, atol=1e-5)
+        np.testing.assert_allclose(merged.values[number], value, atol=1e-5)
+        assert int(merged.degree[number]) == degree
+    assert np.asarray(merged.degree)[len(expected) :].sum() == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    count=st.integers(1, SLOTS),
+    budget=st.integers(1, SLOTS),
+    schedule=st.sampled_from([LLAMA_2, LLAMA_3, QWEN]),
+    duplicates=st.booleans(),
+)
+def test_the_budget_is_reached_exactly_and_sums_are_conserved(seed, count, budget, schedule, duplicates):
+    entries = random_entries(seed, count, duplicates)
+    merged = compress(entries, budget, schedule)
+    assert int(merged.count) == min(count, budget)
+    assert int(merged.degree.sum()) == int(entries.degree.sum())
+    for name in ("keys", "values"):
+        before, after = (
+            np.asarray(of.degree, np.float64) @ np.asarray(getattr(of, name), np.float64) for of in (entries, merged)
+        )
+        np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("schedule", [LLAMA_2, LLAMA_3, QWEN])
+def test_no_step_merges_more_than_its_schedule_allows(schedule):
+    """The lengths that a compression passes through, read off compressions to ever smaller budgets."""
+    entries = random_entries(0, SLOTS)
+    length, lengths = SLOTS, [SLOTS]
+    for step in range(30):
+        share = max(schedule.floor, schedule.first - schedule.decay * min(step, schedule.steps))
+        length -= max(int(np.floor(share * length + 1e-9)), 1)
+        if length < 2:
+            break
+        lengths.append(length)
+    current = entries
+    for step, (before, after) in enumerate(itertools.pairwise(lengths)):
+        current = merge(current, before - after)
+        whole = compress(entries, after, schedule)
+        np.testing.assert_allclose(whole.keys, current.keys, atol=1e-5, err_msg=f"step {step}")
+        np.testing.assert_array_equal(whole.degree, current.degree)
+
+
+def test_equal_keys_merge_first_and_attention_over_them_is_exact():
+    rng = np.random.default_rng(3)
+    keys = np.repeat(rng.normal(size=(4, DIM)), 4, axis=0).astype(np.float32)
+    entries = entries_of(keys, rng.normal(size=(16, DIM)).astype(np.float32))
+    merged = compress(entries, 8, LLAMA_2)
+    query = rng.normal(size=DIM)
+
+    def attention(of):
+        weight = np.asarray(of.degree) * np.exp(np.asarray(of.keys, np.float64) @ query)
+        return weight @ np.asarray(of.values, np.float64) / weight.sum()
+
+    np.testing.assert_allclose(attention(merged), attention(entries), atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [4, 6, 8, 10, 12])
+def test_alternating_is_the_best_partition_of_a_chunk(length):
+    """Theorem 6.1: where similarity falls, convexly, with distance, no partition into halves has more of it between
+    its parts. Values are compared: the optimum is not unique."""
+    falling = np.exp(-0.3 * np.arange(length)), 1 / (1 + np.arange(length)), np.arange(length)[::-1] * 1.0
+    for similarity in falling:
+
+        def between(first, similarity=similarity):
+            second = sorted(set(range(length)) - set(first))
+            return sum(similarity[abs(x - y)] for x in first for y in second)
+
+        best = max(between(first) for first in itertools.combinations(range(length), length // 2))
+        assert between(range(0, length, 2)) == pytest.approx(best)
+        assert between(range(length // 2)) < best  # and not every partition reaches it
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [({"first": 0.6}, "first=0.6"), ({"floor": 0.0}, "floor=0.0"), ({"decay": -1.0}, "decay=-1.0")],
+)
+def test_schedules_that_cannot_be_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule(**change)
