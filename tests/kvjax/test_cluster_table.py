@@ -1,0 +1,392 @@
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+import kvjax
+from kvjax.cluster_table import (
+    _greedy_cover,
+    extend,
+    init_cluster_table,
+    log_counts,
+    log_sample_weights,
+    scan_steps,
+)
+from tests.kvjax.support import QUICKLY
+
+TOKENS, DIM, CAPACITY, SAMPLES = 24, 3, 5, 2
+
+
+def quick(function, **options):
+    return jax.jit(function, compiler_options=QUICKLY, **options)
+
+
+_extend, _steps = quick(extend, static_argnames="block"), quick(scan_steps)
+# Whole numbers: distances are exact, ties and duplicates common.
+grids = st.lists(st.tuples(*[st.integers(-3, 3)] * DIM), min_size=TOKENS, max_size=TOKENS).map(
+    lambda rows: jnp.array(rows, jnp.float32)
+)
+masks = st.lists(st.booleans(), min_size=TOKENS, max_size=TOKENS).map(jnp.array)
+# A value names its token, so that count * mean value names the members of a cluster.
+NAMES = jnp.eye(TOKENS)
+
+
+def fresh(capacity=CAPACITY, seed=0, dtype=jnp.float32, **options):
+    options = {"samples": SAMPLES, "value_dim": TOKENS, "mean_keys": True} | options
+    return init_cluster_table(capacity, DIM, dtype, jax.random.key(seed), **options)
+
+
+def normal_keys(seed, tokens=TOKENS):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(tokens, DIM)), jnp.float32)
+
+
+def members(table):
+    return np.rint(np.asarray(table.mean_value) * np.asarray(table.count)[:, None]).astype(int)
+
+
+def distances(a, b):
+    return np.linalg.norm(np.asarray(a, np.float64)[:, None] - np.asarray(b, np.float64)[None], axis=-1)
+
+
+def radius_factor(table):
+    doublings, growth = int(table.doublings), table.growth
+    return (1 - growth ** -(doublings + 1)) / (1 - 1 / growth)
+
+
+# --- Lemma 2 ---
+
+
+def check_invariants(table, keys, valid):
+    size, count, belongs = int(table.size), np.asarray(table.count), members(table)
+    keys, centers = np.asarray(keys, np.float64), np.asarray(table.centers)
+    delta = float(table.delta)
+    assert (count[:size] > 0).all() and not count[size:].any() and size <= CAPACITY
+    np.testing.assert_array_equal(belongs.sum(axis=0), valid)
+    np.testing.assert_array_equal(belongs.sum(axis=1), count)
+    for slot in range(size):
+        own = keys[belongs[slot] == 1]
+        from_center = distances(own, centers[slot : slot + 1])[:, 0]
+        assert from_center.min() == 0
+        assert from_center.max() <= table.radius[slot] + 1e-5
+        assert table.radius[slot] <= radius_factor(table) * delta + 1e-5
+        np.testing.assert_allclose(table.mean_key[slot], own.mean(axis=0), atol=1e-5)
+        drawn = np.asarray(table.sample_values[slot]).argmax(axis=1)
+        assert belongs[slot][drawn].all()
+        np.testing.assert_array_equal(table.samples[slot], keys[drawn])
+    between = distances(centers[:size], centers[:size])
+    assert (between[~np.eye(size, dtype=bool)] > delta).all()
+
+
+@pytest.mark.parametrize("update", [_extend, _steps])
+@settings(max_examples=30, deadline=None)
+@given(keys=grids, more=grids, valid=masks, growth=st.sampled_from([1.25, 2.0]))
+def test_invariants(update, keys, more, valid, growth):
+    table = update(fresh(growth=growth), keys, NAMES, valid)
+    check_invariants(table, keys, valid)
+    # And after another update, on top of what merged in the first.
+    table = dataclasses.replace(table, mean_value=table.mean_value * 0)
+    counted = np.asarray(table.count).sum()
+    again = update(table, more, NAMES, valid)
+    assert np.asarray(again.count).sum() == counted + int(valid.sum())
+    between = distances(again.centers, again.centers)[: int(again.size), : int(again.size)]
+    assert (between[np.triu_indices(int(again.size), 1)] > float(again.delta)).all()
+    assert (np.asarray(again.radius) <= radius_factor(again) * float(again.delta) + 1e-5).all()
+    assert float(again.delta) >= float(table.delta) * growth ** (int(again.doublings) - int(table.doublings)) - 1e-5
+
+
+CUTS = {"steps": None, "one block": (24,), "three updates": (8, 8, 8), "uneven updates": (1, 20, 3)}
+
+
+@functools.cache
+def sampled(cut):
+    """The tokens sampled in many streams of the same keys, which have merged clusters, and the clusters' members."""
+    keys = normal_keys(5)
+
+    def one(rng):
+        table = init_cluster_table(3, DIM, jnp.float32, rng, samples=SAMPLES, value_dim=TOKENS)
+        if cut == "steps":
+            table = scan_steps(table, keys, NAMES)
+        else:
+            start = 0
+            for length in CUTS[cut]:
+                part = slice(start, start + length)
+                table = extend(table, keys[part], NAMES[part], block=8)
+                start += length
+        return table.sample_values.argmax(axis=-1), table.doublings, table
+
+    drawn, doublings, tables = quick(jax.vmap(one))(jax.random.split(jax.random.key(2), 4000))
+    assert (doublings >= 2).all()
+    return np.asarray(drawn), members(jax.tree.map(lambda part: part[0], tables))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_samples_are_uniform_and_independent_also_after_merges(cut):
+    drawn, belongs = sampled(cut)
+    largest = belongs.sum(axis=1).argmax()
+    own = np.flatnonzero(belongs[largest])
+    assert len(own) >= 6
+    together = np.zeros((TOKENS, TOKENS))
+    np.add.at(together, (drawn[:, largest, 0], drawn[:, largest, 1]), 1)
+    assert together.sum() == together[np.ix_(own, own)].sum()
+    assert stats.chisquare(together[np.ix_(own, own)].ravel()).pvalue > 1e-3
+    # Samples of different clusters know nothing of each other either.
+    other = belongs.sum(axis=1).argsort()[-2]
+    across = np.zeros((TOKENS, TOKENS))
+    np.add.at(across, (drawn[:, largest, 0], drawn[:, other, 0]), 1)
+    assert stats.chisquare(across[np.ix_(own, np.flatnonzero(belongs[other]))].ravel()).pvalue > 1e-3
+
+
+# --- blocks against steps and against a plain reference ---
+
+
+def reference(keys, capacity, growth, delta):
+    """float64: centres and labels, one key at a time."""
+    centers, label, delta, doublings = [], [], delta or 0.0, 0
+    for number, key in enumerate(np.asarray(keys, np.float64)):
+        while True:
+            gaps = [np.linalg.norm(key - center) for _, center in centers]
+            if centers and min(gaps) <= delta:
+                label.append(centers[int(np.argmin(gaps))][0])
+                break
+            if len(centers) < capacity:
+                centers.append((number, key))
+                label.append(number)
+                break
+            least = min([np.linalg.norm(a - b) for i, (_, a) in enumerate(centers) for _, b in centers[:i]] + gaps)
+            delta, doublings = max(growth * delta, least * (1 + 1e-9)), doublings + 1
+            stand = []
+            for name, center in centers:
+                if all(np.linalg.norm(center - other) > delta for _, other in stand):
+                    stand.append((name, center))
+            heir = {
+                name: stand[int(np.argmin([np.linalg.norm(center - other) for _, other in stand]))][0]
+                for name, center in centers
+            }
+            label = [heir[name] for name in label]
+            centers = stand
+    return [name for name, _ in centers], np.array(label), delta, doublings
+
+
+@pytest.mark.parametrize("growth, capacity, delta", [(1.25, 5, None), (1.25, 5, 0.3), (2.0, 1, None)])
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_and_steps_make_the_clusters_of_the_definition(growth, capacity, delta, seed):
+    keys = normal_keys(seed)
+    opened, label, expected_delta, doublings = reference(keys, capacity, growth, delta)
+    start = fresh(capacity, growth=growth, delta=delta)
+    # Several sub-blocks, the last one padded, and two updates.
+    blocks = [
+        _extend(start, keys, NAMES, block=7),
+        _extend(_extend(start, keys[:12], NAMES[:12]), keys[12:], NAMES[12:]),
+    ]
+    steps = _steps(start, keys, NAMES)
+    for table in (*blocks, steps):
+        assert int(table.size) == len(opened) and int(table.doublings) == doublings
+        np.testing.assert_allclose(table.delta, expected_delta, rtol=1e-5)
+        np.testing.assert_array_equal(table.centers[: len(opened)], keys[np.array(opened)])
+        expected = np.array([label == name for name in opened])
+        np.testing.assert_array_equal(members(table)[: len(opened)], expected)
+        assert (table.radius <= steps.radius + 1e-5).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**16), share=st.floats(0, 1), density=st.floats(0, 1))
+def test_the_greedy_cover_is_that_of_the_order(seed, share, density):
+    rng = np.random.default_rng(seed)
+    near = rng.random((12, 12)) < density
+    near |= near.T
+    candidate = rng.random(12) < share
+    taken = []
+    for number in np.flatnonzero(candidate):
+        if not near[number, taken].any():
+            taken.append(number)
+    np.testing.assert_array_equal(np.flatnonzero(_cover(near, candidate)), taken)
+
+
+_cover = quick(_greedy_cover)
+
+
+# --- streams that are out of the ordinary ---
+
+
+@pytest.mark.parametrize("update", [_extend, _steps])
+def test_duplicates_never_open_a_cluster(update):
+    # Large norms: the distances computed between equal keys are far from zero, relative to their spacing.
+    kinds = 30 * normal_keys(1, 4)
+    keys = kinds[np.random.default_rng(0).integers(0, 4, TOKENS)]
+    table = update(fresh(), keys, NAMES)
+    assert int(table.size) == len(np.unique(np.asarray(keys), axis=0)) == 4
+    assert int(table.doublings) == 0 and float(table.delta) == 0 and not table.radius.any()
+    one = update(fresh(capacity=1), jnp.broadcast_to(keys[0], keys.shape), NAMES)
+    assert int(one.count[0]) == TOKENS and int(one.doublings) == 0
+
+
+@pytest.mark.parametrize("update", [_extend, _steps])
+def test_tokens_that_are_masked_or_not_finite_change_nothing(update):
+    keys = normal_keys(2)
+    table = update(fresh(), keys, NAMES)
+    nothing = update(table, 9 * keys, NAMES, jnp.zeros(TOKENS, bool))
+    chex.assert_trees_all_equal(_plain(nothing), _plain(table))
+    empty = update(fresh(), keys, NAMES, jnp.zeros(TOKENS, bool))
+    chex.assert_trees_all_equal(_plain(empty), _plain(fresh()))
+    broken = update(table, keys.at[:, 1].set(jnp.nan), NAMES)
+    chex.assert_trees_all_equal(_plain(dataclasses.replace(broken, unsound=table.unsound)), _plain(table))
+    with pytest.raises(ValueError, match=f"unsound={TOKENS}: keys that are not finite were left out"):
+        kvjax.check(broken)
+
+
+@pytest.mark.parametrize("update", [_extend, _steps])
+def test_masked_tokens_are_as_if_they_had_not_come(update):
+    keys, valid = normal_keys(3), np.random.default_rng(0).random(TOKENS) < 0.6
+    table = update(fresh(), jnp.where(valid[:, None], keys, 1e3), NAMES, jnp.asarray(valid))
+    kept = np.flatnonzero(valid)
+    alone = update(fresh(), keys[kept], NAMES[kept])
+    np.testing.assert_array_equal(table.centers, alone.centers)
+    np.testing.assert_array_equal(members(table), members(alone))
+    np.testing.assert_allclose(table.radius, alone.radius, rtol=1e-6)
+
+
+def test_moving_centres_are_the_mean_keys():
+    keys = normal_keys(4)
+    table = _extend(fresh(mean_keys=False, moving=True), keys[:12], NAMES[:12])
+    table = _extend(table, keys[12:], NAMES[12:])
+    belongs, size = members(table), int(table.size)
+    assert int(table.doublings) > 0 and belongs.sum() == TOKENS
+    for slot in range(size):
+        own = np.asarray(keys)[belongs[slot] == 1]
+        np.testing.assert_allclose(table.centers[slot], own.mean(axis=0), atol=1e-6)
+        assert distances(own, table.centers[slot : slot + 1]).max() <= table.radius[slot] + 1e-5
+    stepped = _steps(fresh(mean_keys=False, moving=True), keys, NAMES)
+    for slot in range(int(stepped.size)):
+        own = np.asarray(keys)[members(stepped)[slot] == 1]
+        np.testing.assert_allclose(stepped.centers[slot], own.mean(axis=0), atol=1e-5)
+        assert distances(own, stepped.centers[slot : slot + 1]).max() <= stepped.radius[slot] + 1e-5
+
+
+# --- bytes, vmap, scan, weights ---
+
+
+@pytest.mark.parametrize("dtype, itemsize", [(jnp.float32, 4), (jnp.bfloat16, 2)])
+def test_bytes_are_those_of_the_formula(dtype, itemsize):
+    def formula(samples, value_dim, mean_keys, moving):
+        values = value_dim or 0
+        centers = CAPACITY * DIM * (4 if moving else itemsize)
+        kept = CAPACITY * samples * (DIM + values) * itemsize
+        means = 4 * CAPACITY * values + 4 * CAPACITY * DIM * mean_keys
+        return centers + kept + means + 8 * CAPACITY + 24
+
+    for options in [
+        {"samples": 2, "value_dim": None, "mean_keys": False, "moving": False},
+        {"samples": 2, "value_dim": 7, "mean_keys": True, "moving": False},
+        {"samples": 0, "value_dim": 7, "mean_keys": False, "moving": True},
+    ]:
+        assert kvjax.cache_bytes(fresh(dtype=dtype, **options)) == kvjax.CacheBytes(formula(**options), 0)
+
+
+def test_many_streams_at_once_equal_each_alone_in_one_trace():
+    keys = jnp.stack([normal_keys(seed) * scale for seed, scale in [(0, 1.0), (1, 5.0), (2, 0.0)]])
+    valid = jnp.asarray(np.random.default_rng(1).random((3, TOKENS)) < 0.8).at[2].set(False)
+    rngs = jax.random.split(jax.random.key(1), 3)
+    start = lambda rng: init_cluster_table(CAPACITY, DIM, jnp.float32, rng, samples=2)  # noqa: E731
+    chex.clear_trace_counter()
+
+    def scanned(tables, keys, valid):
+        # Twice the same tokens, in one scan over updates.
+        each = jax.vmap(lambda table, keys, valid: extend(table, keys, valid=valid, block=8))
+        return jax.lax.scan(lambda now, _: (each(now, keys, valid), None), tables, None, length=2)[0]
+
+    update = quick(chex.assert_max_traces(scanned, n=1))
+    together = update(update(jax.vmap(start)(rngs), keys, valid), keys, valid)
+    alone = quick(lambda table, keys, valid: extend(table, keys, valid=valid, block=8))
+    for row in range(3):
+        table = start(rngs[row])
+        for _ in range(4):
+            table = alone(table, keys[row], valid[row])
+        mine = jax.tree.map(lambda part: part[row], together)  # noqa: B023
+        chex.assert_trees_all_close(_plain(mine), _plain(table), rtol=1e-6)
+
+
+@pytest.mark.parametrize("update", [extend, scan_steps])
+def test_the_state_keeps_its_shapes_and_dtypes(update):
+    table = jax.eval_shape(lambda: fresh(dtype=jnp.bfloat16))
+    for dtype in (jnp.float32, jnp.bfloat16):
+        new = jax.eval_shape(update, table, normal_keys(0).astype(dtype), NAMES.astype(dtype))
+        chex.assert_trees_all_equal_shapes_and_dtypes(table, new)
+    assert new.count.dtype == jnp.int32 and new.mean_value.dtype == jnp.float32
+
+
+def test_weights_stand_for_all_keys():
+    table = _extend(fresh(), normal_keys(0), NAMES)
+    np.testing.assert_allclose(np.exp(log_counts(table)), table.count)
+    assert log_sample_weights(table).dtype == jnp.float32
+    np.testing.assert_allclose(np.exp(log_sample_weights(table)).sum(), TOKENS, rtol=1e-5)
+    assert np.isneginf(log_counts(fresh())).all() and np.isneginf(log_sample_weights(fresh())).all()
+    with pytest.raises(ValueError, match="samples=1 or more"):
+        log_sample_weights(fresh(samples=0))
+
+
+def test_sums_over_the_samples_are_unbiased_and_their_error_falls_with_the_root_of_their_number():
+    # The denominator of attention, line 30 of Algorithm 1, against the exact sum; the numerator plays no part.
+    keys = normal_keys(9, 128)
+    query = np.random.default_rng(0).normal(size=DIM).astype(np.float32)
+    exact = np.exp(np.asarray(keys, np.float64) @ query).sum()
+    numbers, squared = [4, 16, 64], []
+    for samples in numbers:
+
+        def estimate(rng, samples=samples):
+            table = init_cluster_table(4, DIM, jnp.float32, rng, samples=samples)
+            table = extend(extend(table, keys[:64]), keys[64:])
+            return jnp.sum(jnp.exp(table.samples @ query + log_sample_weights(table)))
+
+        found = np.asarray(quick(jax.vmap(estimate))(jax.random.split(jax.random.key(samples), 400)))
+        assert abs(found.mean() - exact) < 4 * found.std() / np.sqrt(len(found))
+        squared.append((found - exact) ** 2)
+    # One fit per fifth of the streams gives the slope's interval.
+    parts = np.log(np.array(squared).reshape(len(numbers), 5, -1).mean(axis=-1)) / 2
+    slopes = [stats.linregress(np.log(numbers), part).slope for part in parts.T]
+    half = stats.t.ppf(0.995, 4) * np.std(slopes, ddof=1) / np.sqrt(5)
+    assert abs(np.mean(slopes) + 0.5) < half < 0.1
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"capacity": 0}, "clusters=0"),
+        ({"samples": -1}, "samples=-1"),
+        ({"growth": 1.0}, "growth=1.0"),
+        ({"delta": 0.0}, "delta=0.0"),
+        ({"moving": True}, "mean_keys=True"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        fresh(**options)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"keys": jnp.zeros((5, DIM + 1))}, "keys have shape"),
+        ({"values": jnp.zeros((4, TOKENS))}, "values have shape"),
+        ({"values": None}, "values=None"),
+        ({"valid": jnp.zeros(4, bool)}, "valid has shape"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused_by_name(given, message):
+    given = {"keys": jnp.zeros((5, DIM)), "values": jnp.zeros((5, TOKENS)), "valid": None} | given
+    with pytest.raises(ValueError, match=message):
+        extend(fresh(), **given)
+
+
+def _plain(table):
+    """The state with its typed random key as numbers, for chex."""
+    return dataclasses.replace(table, rng=jax.random.key_data(table.rng))
