@@ -4,10 +4,12 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import rich.console
 import rich.table
+from jaxtyping import Float
 from scipy import stats
 
 
@@ -53,6 +55,41 @@ def share_interval(successes: int, trials: int) -> tuple[float, float]:
     """Wilson's 95% interval of a share."""
     interval = stats.binomtest(successes, trials).proportion_ci(method="wilson")
     return float(interval.low), float(interval.high)
+
+
+class Estimate(NamedTuple):
+    """A mean over independent samples with its 95% interval by Student's t."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+
+def mean_interval(samples: Float[np.ndarray, "n"]) -> Estimate:
+    """The mean of independent samples. Of differences paired by seed, it is the paired comparison.
+
+    Raises:
+        ValueError: for fewer than two samples, which have no interval.
+    """
+    if len(samples) < 2:
+        raise ValueError(f"{len(samples)} samples have no interval; measure at least 2 seeds")
+    mean, error = float(np.mean(samples)), float(stats.sem(samples))
+    half = float(stats.t.ppf(0.975, len(samples) - 1)) * error
+    return Estimate(mean, mean - half, mean + half)
+
+
+def log_slope(sizes: Float[np.ndarray, "S"], measured: Float[np.ndarray, "n S"]) -> Estimate:
+    """The exponent b of measured ~ sizes^b: each of n independent series gives its least-squares slope of log measured
+    against log size, and these slopes their mean and interval.
+
+    Raises:
+        ValueError: for fewer than two series.
+    """
+    centered = np.log(sizes) - np.mean(np.log(sizes))
+    return mean_interval(np.log(measured) @ centered / np.sum(centered**2))
 
 
 def print_table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:

@@ -1,0 +1,294 @@
+"""How far attention over each compressed cache is from exact attention, at equal bytes.
+
+    python -m experiments.attention_error --stream tight --norm 4 --budget 12.5%
+
+Streams are those of `experiments.common.streams`: synthetic ones of known structure at several norms, and what every
+layer of a checkpoint computes on held-out documents (BalanceKV's study of a single layer: its Figures 1 and 3). A
+stream is compressed as a prompt, then its queries are asked. Every policy is sized to the same share of exact's bytes,
+all buffers counted. Rows of a batch are seeds: stream and cache are random in each on its own, and two policies are
+compared by their differences, paired by seed.
+"""
+
+import dataclasses
+import functools
+import inspect
+import pathlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from absl import app, flags
+from jaxtyping import Float
+from tqdm import tqdm
+
+import kvjax
+from experiments.common import results, settings, streams
+
+NAME = "attention_error"
+POLICIES = ("exact", "uniform", "streaming_llm", "clustergen:variant=paper", "clustergen:variant=mean_value")
+BASELINE = "uniform"
+RECORDED = "recorded"
+# The paper's study keeps the first and the newest 256 of about 16k tokens: as many tokens per kept one are kept here.
+RECORDED_TOKENS_PER_FIXED = 64
+
+settings.define_common(policies=POLICIES, budgets=("50%", "25%", "12.5%", "6.25%", "5%"))
+# Variants are chosen on seeds 0 to 9 and reported on later ones.
+flags.FLAGS.set_default("seed", 10)
+_SEEDS = flags.DEFINE_integer("seeds", 20, "Seeds, from --seed on: rows of the batch.")
+_STREAM = flags.DEFINE_multi_enum(
+    "stream", [*streams.SYNTHETIC, RECORDED], [*streams.SYNTHETIC, RECORDED], "Streams; repeatable."
+)
+_NORM = flags.DEFINE_multi_float("norm", [2, 4, 8, 15], "l2 norms of synthetic keys and queries; repeatable.")
+_TOKENS = flags.DEFINE_integer("tokens", 8192, "Tokens of a synthetic stream.")
+_HEAD_DIM = flags.DEFINE_integer("head_dim", 128, "Dimensions of a synthetic stream.")
+_QUERIES = flags.DEFINE_integer("queries", 64, "Queries per seed.")
+_RECORDED_TOKENS = flags.DEFINE_integer("recorded_tokens", 4032, "Tokens of a recorded stream.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is compressed: a stream at a norm, or in a layer."""
+
+    stream: str
+    where: str  # "norm" or "layer"
+    number: float
+    spec: kvjax.CacheSpec
+    fixed: int  # sinks, and as many recent tokens, that every policy keeps which can
+
+    @classmethod
+    def of(cls, stream: str, where: str, number: float, drawn: streams.Streams, fixed: int) -> "Case":
+        batch, tokens, kv_heads, head_dim = drawn.keys.shape
+        sizes = {"batch": batch, "query_heads": drawn.queries.shape[2], "kv_heads": kv_heads, "head_dim": head_dim}
+        return cls(stream, where, number, kvjax.CacheSpec(**sizes, max_prompt=tokens, max_new=1), fixed)
+
+    def __str__(self) -> str:
+        return f"{self.where} {self.number:g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one setting did to one case: errors are a figure per seed, the rest is per seed."""
+
+    setting: settings.Setting
+    error: Float[np.ndarray, "R"]
+    coordinate_error: Float[np.ndarray, "R"]
+    compress_seconds: float
+    device_bytes: int
+    fraction: float  # of exact's bytes
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments: {argv[1:]}")
+    budgets = flags.FLAGS.budget[1:3] if flags.FLAGS.quick else flags.FLAGS.budget
+    chosen = settings.settings(flags.FLAGS.policy, budgets)
+    outcomes: dict[Case, list[Outcome]] = {}
+    rows: list[results.Row] = []
+    for case, drawn in cases():
+        outcomes[case] = measure(case, drawn, chosen)
+        rank = streams.effective_rank(drawn.keys[0, :, 0])
+        rows += [row for one in outcomes[case] for row in outcome_rows(case, one, outcomes[case], rank)]
+        show(case, outcomes[case], rank)
+    directory = pathlib.Path(flags.FLAGS.output_dir)
+    results.write_rows(directory / f"{NAME}.json", rows)
+    plot(directory / f"{NAME}.png", outcomes)
+    print(f"Rows: {directory / f'{NAME}.json'}   plot: {directory / f'{NAME}.png'}")
+
+
+def cases() -> Iterator[tuple[Case, streams.Streams]]:
+    """The streams that the flags ask for: synthetic ones at every norm, the recorded one in every layer."""
+    quick = flags.FLAGS.quick
+    seeds = range(flags.FLAGS.seed, flags.FLAGS.seed + (4 if quick else _SEEDS.value))
+    tokens, recorded_tokens = (1024, 512) if quick else (_TOKENS.value, _RECORDED_TOKENS.value)
+    norms = _NORM.value[1:2] if quick else _NORM.value
+    for name in _STREAM.value:
+        if name == RECORDED:
+            model, tokenizer = settings.load_model(flags.FLAGS.model)
+            fixed = recorded_tokens // RECORDED_TOKENS_PER_FIXED
+            for layer, drawn in streams.recorded(model, tokenizer, seeds, recorded_tokens, _QUERIES.value):
+                yield Case.of(name, "layer", layer, drawn, fixed), drawn
+        else:
+            drawn = streams.synthetic(name, seeds, tokens, _QUERIES.value, _HEAD_DIM.value)
+            for norm in norms:
+                yield Case.of(name, "norm", norm, drawn, fixed=0), drawn.scaled(norm)
+
+
+def measure(case: Case, drawn: streams.Streams, chosen: Sequence[settings.Setting]) -> list[Outcome]:
+    """Every setting's outcome. One that cannot be made so small is left out, and said to be."""
+    exact = streams.exact_attention(drawn)
+    keys, values, queries = (jnp.asarray(part) for part in (drawn.keys, drawn.values, drawn.queries))
+    rows = flags.FLAGS.seed + jnp.arange(case.spec.batch)
+    row_keys = jax.vmap(jax.random.key)(rows)
+    found = []
+    for setting in tqdm(chosen, desc=f"{case.stream}, {case}", leave=False):
+        try:
+            policy = build(setting, case.spec, case.fixed)
+        except ValueError as error:
+            tqdm.write(f"{setting} is left out: {error}")
+            continue
+        compress, attend = programs(policy, case.spec, queries.shape[1])
+        begin = time.perf_counter()
+        state = jax.block_until_ready(compress(row_keys, keys, values))
+        seconds = time.perf_counter() - begin
+        kvjax.check(state)
+        attended = np.asarray(attend(state, queries), np.float64)
+        device = kvjax.cache_bytes(state).device
+        found.append(
+            Outcome(
+                setting,
+                error=streams.relative_errors(attended, exact),
+                coordinate_error=streams.coordinate_errors(attended, exact),
+                compress_seconds=seconds / case.spec.batch,
+                device_bytes=device // case.spec.batch,
+                fraction=device / (case.spec.batch * case.spec.exact_bytes(case.spec.max_prompt)),
+            )
+        )
+    return found
+
+
+@functools.cache
+def build(setting: settings.Setting, spec: kvjax.CacheSpec, fixed: int) -> kvjax.CachePolicy:
+    """The setting's policy, with `fixed` sinks and recent tokens where it has such options and they are not given."""
+    accepted = inspect.signature(kvjax.factory(setting.choice.name)).parameters
+    options = {name: fixed for name in ("sinks", "recent") if name in accepted} | dict(setting.choice.options)
+    choice = dataclasses.replace(setting.choice, options=tuple(options.items()))
+    return settings.Setting(choice, setting.budget).build(spec, spec.max_prompt)
+
+
+@functools.cache
+def programs(policy: kvjax.CachePolicy, spec: kvjax.CacheSpec, queries: int) -> tuple[Any, Any]:
+    """Compiled: (row keys, keys, values) to the compressed cache, and (cache, queries) to what they attend to."""
+    row_keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), spec.batch))
+    tokens, asked = (
+        jax.ShapeDtypeStruct((spec.batch, count, heads, spec.head_dim), spec.dtype)
+        for count, heads in ((spec.max_prompt, spec.kv_heads), (queries, spec.query_heads))
+    )
+
+    @jax.jit
+    def compress(row_keys, keys, values):
+        lengths = jnp.full(spec.batch, spec.max_prompt, jnp.int32)
+        return policy.prefill(policy.init(spec, row_keys), keys, values, lengths)[0]
+
+    @jax.jit
+    def attend(state, query):
+        return kvjax.output(policy.attend(state, query)[0])
+
+    state = jax.eval_shape(compress, row_keys, tokens, tokens)
+    return compress.lower(row_keys, tokens, tokens).compile(), attend.lower(state, asked).compile()
+
+
+def outcome_rows(case: Case, one: Outcome, found: Sequence[Outcome], rank: float) -> list[results.Row]:
+    """One setting's rows: both errors, the difference to the baseline at the same budget, seconds to compress."""
+    shared = {
+        "experiment": NAME,
+        "model": flags.FLAGS.model if case.stream == RECORDED else "synthetic",
+        "stream": case.stream,
+        "policy": one.setting.choice.name,
+        "variant": one.setting.choice.variant,
+        "budget_fraction": one.fraction,
+        "context_tokens": case.spec.max_prompt,
+        "batch": case.spec.batch,
+        "n": case.spec.batch,
+        "seed": flags.FLAGS.seed,
+        "device_bytes": one.device_bytes,
+        "host_bytes": 0,
+        "extra": {
+            case.where: case.number,
+            "budget": str(one.setting.budget) if one.setting.budget else None,
+            "sinks_and_recent": case.fixed,
+            "effective_rank": rank,
+        },
+    }
+    estimates = {
+        "relative_error": results.mean_interval(one.error),
+        "relative_error_per_coordinate": results.mean_interval(one.coordinate_error),
+        f"relative_error_minus_{BASELINE}": difference(one, found),
+    }
+    return [results.Row(**shared, metric="compress_seconds", value=one.compress_seconds)] + [
+        results.Row(**shared, metric=metric, value=estimate.value, ci95_low=estimate.low, ci95_high=estimate.high)
+        for metric, estimate in estimates.items()
+        if estimate is not None
+    ]
+
+
+def baseline(one: Outcome, found: Sequence[Outcome]) -> Outcome | None:
+    """What the baseline did at the same budget; None where it was not asked for, or is the outcome itself."""
+    wanted = settings.Setting(settings.PolicyChoice(BASELINE), one.setting.budget)
+    return next((other for other in found if other.setting == wanted and other is not one), None)
+
+
+def difference(one: Outcome, found: Sequence[Outcome]) -> results.Estimate | None:
+    """The error minus the baseline's, paired by seed."""
+    other = baseline(one, found)
+    return None if other is None else results.mean_interval(one.error - other.error)
+
+
+def show(case: Case, found: Sequence[Outcome], rank: float) -> None:
+    """The table of one case; "against" is the paired difference as a share of the baseline's error."""
+    lines = []
+    for one in found:
+        compared, other = difference(one, found), baseline(one, found)
+        against = "-"
+        if compared is not None and other is not None:
+            against = "{:+.0%} [{:+.0%}, {:+.0%}]".format(*(np.asarray(compared) / other.error.mean()))
+        lines.append(
+            (
+                str(one.setting.choice),
+                str(one.setting.budget or "-"),
+                f"{one.fraction:.1%}",
+                str(results.mean_interval(one.error)),
+                against,
+                f"{one.coordinate_error.mean():.3g}",
+                f"{1e3 * one.compress_seconds:.1f}",
+            )
+        )
+    title = f"{case.stream}, {case}: {case.spec.max_prompt} tokens, {case.spec.batch} seeds, effective rank {rank:.1f}"
+    columns = ("policy", "budget", "of exact's", "error [95%]", f"against {BASELINE}", "by coordinate", "ms per stream")
+    results.print_table(title, columns, lines)
+
+
+def plot(path: pathlib.Path, outcomes: dict[Case, list[Outcome]]) -> None:
+    """Error against the share of exact's bytes: a row of panels per stream, a panel per norm or layer."""
+    names = list(dict.fromkeys(case.stream for case in outcomes))
+    width = max(sum(case.stream == name for case in outcomes) for name in names)
+    figure, axes = plt.subplots(len(names), width, figsize=(4.5 * width, 3.5 * len(names)), squeeze=False)
+    for axis in axes.flat:
+        axis.set_visible(False)
+    for name, panels in zip(names, axes, strict=True):
+        here = [case for case in outcomes if case.stream == name]
+        for case, axis in zip(here, panels, strict=False):
+            axis.set_visible(True)
+            draw_errors(axis, outcomes[case])
+            axis.set_title(f"{name}, {case}", fontsize=10)
+    for panels in axes:
+        panels[0].set_ylabel("relative error")
+    axes[0][0].legend(fontsize=6)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def draw_errors(axis: Any, found: Sequence[Outcome]) -> None:
+    """A line per policy, without exact, whose error is rounding alone."""
+    budgeted = [one for one in found if one.setting.budget]
+    for choice in dict.fromkeys(one.setting.choice for one in budgeted):
+        line = sorted((one for one in budgeted if one.setting.choice == choice), key=lambda one: one.fraction)
+        value, low, high = np.array([results.mean_interval(one.error) for one in line]).T
+        fractions = [100 * one.fraction for one in line]
+        axis.errorbar(fractions, value, yerr=(value - low, high - value), marker=".", linewidth=1, label=str(choice))
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("cache bytes, % of exact's")
+    axis.grid(alpha=0.3)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,109 @@
+"""Attention error as the command measures it, in small."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from experiments.common import results, streams
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A small run with two policies beside exact, a synthetic stream at two norms and a recorded one: its rows, and
+    what it printed."""
+    directory = tmp_path_factory.mktemp("attention_error")
+    arguments = [
+        "--policy=exact", "--policy=uniform", "--policy=clustergen:variant=mean_value", "--budget=50%",
+        "--budget=2.5%", "--stream=tight", "--stream=recorded", "--norm=2", "--norm=4", "--seeds=4",
+        "--tokens=512", "--head_dim=16", "--queries=8", "--recorded_tokens=192", f"--output_dir={directory}",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "experiments.attention_error", *arguments]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert (directory / "attention_error.png").stat().st_size > 10_000
+    return json.loads((directory / "attention_error.json").read_text()), process.stdout + process.stderr
+
+
+@pytest.fixture(scope="module")
+def rows(done):
+    return done[0]
+
+
+def select(rows, **wanted):
+    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+
+
+def test_rows_are_complete(rows):
+    errors = select(rows, metric="relative_error")
+    # Exact and two policies in four cases (two norms, two layers), and at a second budget in two of them.
+    assert len(errors) == 4 * (1 + 2) + 2 * 2
+    assert {(row["stream"], row.get("norm"), row.get("layer")) for row in errors} == {
+        ("tight", 2, None), ("tight", 4, None), ("recorded", None, 0), ("recorded", None, 1)
+    }  # fmt: skip
+    assert all(row["n"] == 4 and row["seed"] == 10 and row["effective_rank"] >= 1 for row in rows)
+    assert all(row["ci95_low"] <= row["value"] <= row["ci95_high"] for row in errors)
+    assert len(select(rows, metric="compress_seconds")) == len(errors)
+    assert len(select(rows, metric="relative_error_per_coordinate")) == len(errors)
+
+
+def test_exact_is_exact_and_budgets_are_met(rows):
+    errors = select(rows, metric="relative_error")
+    assert max(row["value"] for row in errors if row["policy"] == "exact") < 1e-5
+    for budget, share in (("50%", 0.5), ("2.5%", 0.025)):
+        assert all(0.9 * share < row["budget_fraction"] <= share for row in errors if row["budget"] == budget)
+
+
+def test_synthetic_streams_have_no_window_and_recorded_ones_do(rows):
+    assert {row["sinks_and_recent"] for row in select(rows, stream="tight")} == {0}
+    assert {row["sinks_and_recent"] for row in select(rows, stream="recorded")} == {3}
+
+
+def test_differences_are_paired_with_uniform_at_the_same_budget(rows):
+    differences = select(rows, metric="relative_error_minus_uniform")
+    assert {row["policy"] for row in differences} == {"clustergen"}
+    for row in differences:
+        case = {name: row.get(name) for name in ("stream", "norm", "layer", "budget")}
+        errors = select(rows, metric="relative_error", **case)
+        value = {one["policy"]: one["value"] for one in errors}
+        assert row["value"] == pytest.approx(value["clustergen"] - value["uniform"])
+
+
+def test_measured_error_is_that_of_the_policy(rows):
+    # Uniform sampling by hand: the same bytes, fresh randomness, so the same error up to chance.
+    drawn = streams.synthetic("tight", range(40), 512, 8, 16).scaled(4.0)
+    kept = 256 - 64 // 32
+    rng = np.random.default_rng(0)
+    picks = np.stack([rng.permutation(512)[:kept] for _ in range(40)])[..., None, None]
+    sampled = streams.Streams(
+        np.take_along_axis(drawn.keys, picks, 1), np.take_along_axis(drawn.values, picks, 1), drawn.queries
+    )
+    expected = streams.relative_errors(streams.exact_attention(sampled), streams.exact_attention(drawn))
+    [row] = select(rows, metric="relative_error", policy="uniform", stream="tight", norm=4.0, budget="50%")
+    assert row["value"] == pytest.approx(expected.mean(), rel=0.3)
+
+
+def test_what_cannot_be_so_small_is_left_out(done):
+    rows, printed = done
+    small = select(rows, budget="2.5%", metric="relative_error")
+    assert {row["stream"] for row in small} == {"tight"}
+    assert "uniform @ 2.5% is left out: " in printed
+
+
+def test_intervals():
+    # Student's t for 1, 2, 3: mean 2, standard error 1/sqrt(3), quantile 4.303 at two degrees of freedom.
+    estimate = results.mean_interval(np.array([1.0, 2.0, 3.0]))
+    assert tuple(estimate) == pytest.approx((2, 2 - 4.3027 / 3**0.5, 2 + 4.3027 / 3**0.5), rel=1e-4)
+    with pytest.raises(ValueError, match="at least 2 seeds"):
+        results.mean_interval(np.ones(1))
+
+
+def test_slopes_of_power_laws_are_their_exponents():
+    sizes = np.array([4.0, 16.0, 64.0])
+    measured = np.array([[2.0], [5.0], [0.1]]) * sizes**-0.5
+    assert tuple(results.log_slope(sizes, measured)) == pytest.approx((-0.5, -0.5, -0.5))

@@ -1,0 +1,179 @@
+"""The named streams: norms, seeds, and what each law promises; errors and effective rank against their definitions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.common import settings, streams
+from experiments.common.tasks import line_retrieval as task
+
+TOKENS, QUERIES, DIM = 2048, 40, 128
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    return {name: streams.synthetic(name, [3], TOKENS, QUERIES, DIM) for name in streams.SYNTHETIC}
+
+
+@pytest.mark.parametrize("name", streams.SYNTHETIC)
+def test_shapes_and_norms(drawn, name):
+    scaled = drawn[name].scaled(4.0)
+    assert scaled.keys.shape == scaled.values.shape == (1, TOKENS, 1, DIM)
+    assert scaled.queries.shape == (1, QUERIES, 1, DIM)
+    for part, norm in ((scaled.keys, 4), (scaled.values, 0.8), (scaled.queries, 4)):
+        assert part.dtype == np.float32
+        np.testing.assert_allclose(np.linalg.norm(part, axis=-1), norm, rtol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(drawn[name].scaled(4.0, 3.0).values, axis=-1), 3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", streams.SYNTHETIC)
+def test_a_row_is_its_seeds_alone(drawn, name):
+    many = streams.synthetic(name, [1, 3], TOKENS, QUERIES, DIM)
+    for own, among in zip(_parts(drawn[name]), _parts(many), strict=True):
+        np.testing.assert_array_equal(own[0], among[1])
+        assert not np.array_equal(among[0], among[1])
+
+
+def test_unknown_streams_are_refused():
+    with pytest.raises(ValueError, match="'loose' is not known; known: iid, tight"):
+        streams.synthetic("loose", [0], 8, 1)
+
+
+def test_iid_keys_are_spread_evenly(drawn):
+    keys = _keys(drawn["iid"])
+    # The mean of n independent unit vectors has squared norm 1/n; the spectrum is that of Marchenko and Pastur.
+    assert TOKENS * np.sum(keys.mean(0) ** 2) == pytest.approx(1, abs=0.5)
+    spectrum = np.linalg.eigvalsh(keys.T @ keys) * DIM / TOKENS
+    edges = (1 - np.sqrt(DIM / TOKENS)) ** 2, (1 + np.sqrt(DIM / TOKENS)) ** 2
+    assert edges == pytest.approx((spectrum[0], spectrum[-1]), rel=0.05)
+
+
+def test_tight_has_64_clusters_of_small_spread(drawn):
+    keys = _keys(drawn["tight"])
+    cosine = keys @ keys.T
+    # Of keys (c + .1 g) / |c + .1 g| one expects 1 / 1.01 within a cluster, and 0 +- 1/sqrt(D) between clusters.
+    within = cosine > 0.6
+    assert np.all((cosine > 0.9) == within)
+    clusters = np.unique(within, axis=0)
+    assert len(clusters) == 64
+    assert np.all(clusters.sum(0) == 1)
+    assert np.mean(cosine[within & ~np.eye(TOKENS, dtype=bool)]) == pytest.approx(1 / 1.01, abs=2e-3)
+    # Values of one cluster: (w + .3 g) / norm, so cosine 1 / 1.09.
+    values = drawn["tight"].values[0, :, 0]
+    assert np.mean((values @ values.T)[within & ~np.eye(TOKENS, dtype=bool)]) == pytest.approx(1 / 1.09, abs=5e-3)
+    # Every query belongs to one of the clusters.
+    assert np.all((drawn["tight"].queries[0, :, 0] @ keys.T > 0.9).any(1))
+
+
+def test_drift_runs_have_mean_length_16():
+    cluster = streams._runs(np.random.default_rng(0), 200_000, clusters=10**6)  # so many that runs rarely repeat one
+    assert 200_000 / (1 + np.sum(np.diff(cluster) != 0)) == pytest.approx(16, rel=0.03)
+
+
+def test_drift_walk_has_the_law_of_its_steps():
+    # At any two times c is standard normal with correlation a^gap, a^2 = 1 - 1e-6.
+    times = np.array([0, 3, 100_000, 1_000_000])
+    seen = streams._walk(np.random.default_rng(0), times, 20_000)
+    gaps = np.abs(times[:, None] - times)
+    np.testing.assert_allclose(seen @ seen.T / 20_000, (1 - 1e-6) ** (gaps / 2), atol=0.03)
+    assert np.mean((seen[1] - seen[0]) ** 2) == pytest.approx(3e-6, rel=0.05)
+
+
+def test_drift_repeats_within_runs(drawn):
+    keys = _keys(drawn["drift"])
+    neighbours = np.sum(keys[1:] * keys[:-1], axis=1)
+    # 15/16 of neighbours share a run, another 1/32 of 1/16 a centre: cosine 1 / 1.09.
+    assert np.mean(neighbours > 0.5) == pytest.approx(15 / 16 + 1 / 512, abs=0.02)
+    assert np.mean(neighbours[neighbours > 0.5]) == pytest.approx(1 / 1.09, abs=5e-3)
+
+
+def test_low_rank_has_eight_directions(drawn):
+    spectrum = np.linalg.eigvalsh(np.cov(_keys(drawn["low_rank"]), rowvar=False))[::-1]
+    # Eight dimensions of variance 1 + .0025 against 120 of .0025 before norms are set.
+    assert spectrum[:8].sum() / spectrum.sum() == pytest.approx(8.02 / 8.32, abs=0.02)
+    assert spectrum[7] > 20 * spectrum[8]
+    # Values follow from keys linearly, up to their noise.
+    keys, values = _keys(drawn["low_rank"]), drawn["low_rank"].values[0, :, 0]
+    left = values - keys @ np.linalg.lstsq(keys, values, rcond=None)[0]
+    assert np.sum(left**2) / np.sum(values**2) < 0.3
+
+
+def test_index_holds_half_of_the_pairs_of_its_groups(drawn):
+    keys, values = _keys(drawn["index"]), drawn["index"].values[0, :, 0]
+    signs, group = np.unique(np.sign(keys), axis=0, return_inverse=True)
+    assert len(signs) == 2 * TOKENS // DIM
+    np.testing.assert_allclose(np.abs(keys), 1 / np.sqrt(DIM), rtol=1e-5)
+    coordinate = np.argmax(values, axis=1)
+    np.testing.assert_array_equal(values, np.eye(DIM)[coordinate])
+    assert len(set(zip(group, coordinate, strict=True))) == TOKENS  # no pair comes twice
+    # The sizes of groups are hypergeometric: mean D/2, variance about D/4.
+    assert np.abs(np.bincount(group) - DIM / 2).max() < 5 * np.sqrt(DIM / 4)
+    # At norm 15 a query's output tells which pairs of its group were kept.
+    attended = streams.exact_attention(drawn["index"].scaled(15.0, 1.0))[0, :, 0]
+    asked = np.argmax(drawn["index"].queries[0, :, 0] @ signs.T, axis=1)
+    for output, number in zip(attended, asked, strict=True):
+        kept = np.isin(np.arange(DIM), coordinate[group == number])
+        assert output[kept].min() > 2 * output[~kept].max()
+
+
+def test_recorded_streams_are_what_the_model_computes():
+    model, tokenizer = settings.load_model(settings.DEFAULT_CHECKPOINT)
+    layers = list(streams.recorded(model, tokenizer, [5, 6], tokens=200, queries=24))
+    assert [number for number, _ in layers] == [0, 1]
+
+    def make(rng):
+        return task.generate_for_tokens(rng, lambda text: len(tokenizer.encode(text)), 224)
+
+    [document] = task.documents(task.EVALUATION_SEED + 6, 1, make)
+    prompt = tokenizer.encode(document.context + document.question)
+    cos, sin = model.rotation(jnp.arange(len(prompt))[None])
+    x = model.embed(jnp.asarray(prompt)[None])
+    for (_, found), layer in zip(layers, model.layers, strict=True):
+        query, key, value = layer.project(x, cos, sin)
+        for computed, expected in zip(
+            _parts(found), (key[0, :200], value[0, :200], query[0, len(prompt) - 24 :]), strict=True
+        ):
+            np.testing.assert_allclose(computed[1], expected, atol=2e-4)
+        x = layer.finish(x, jax.nn.dot_product_attention(query, key, value, is_causal=True))
+
+
+def test_recorded_streams_fit_the_model():
+    model, tokenizer = settings.load_model(settings.DEFAULT_CHECKPOINT)
+    with pytest.raises(ValueError, match="9000 tokens and 64 queries"):
+        next(streams.recorded(model, tokenizer, [0], tokens=9000, queries=64))
+
+
+def test_exact_attention_groups_queries_by_kv_head():
+    rng = np.random.default_rng(0)
+    keys, values = rng.normal(size=(2, 2, 5, 2, 4)).astype(np.float32)
+    queries = rng.normal(size=(2, 3, 6, 4)).astype(np.float32)
+    attended = streams.exact_attention(streams.Streams(keys, values, queries))
+    assert attended.shape == queries.shape
+    for row, query, head in np.ndindex(2, 3, 6):
+        weights = np.exp(keys[row, :, head // 3].astype(float) @ queries[row, query, head] / 2)
+        expected = weights @ values[row, :, head // 3] / weights.sum()
+        np.testing.assert_allclose(attended[row, query, head], expected, rtol=1e-5)
+
+
+def test_errors_are_means_over_queries_and_heads():
+    exact = np.array([[[[3.0, 4.0]], [[0.0, -2.0]]]])  # one row, two queries, one head
+    attended = np.array([[[[3.0, 5.0]], [[1.0, -2.0]]]])
+    np.testing.assert_allclose(streams.relative_errors(attended, exact), [(1 / 5 + 1 / 2) / 2])
+    # Only coordinates with exact > 0 count: 0/3 and 1/4.
+    np.testing.assert_allclose(streams.coordinate_errors(attended, exact), [(0 + 1 / 4) / 2])
+
+
+def test_effective_rank_counts_directions():
+    assert streams.effective_rank(np.ones((50, 4))) == pytest.approx(1)
+    # Orthogonal keys of large norm: the kernel is nearly the identity.
+    assert streams.effective_rank(30 * np.eye(40)) == pytest.approx(40, rel=1e-3)
+    assert streams.effective_rank(np.repeat(30 * np.eye(40), 10, axis=0), most=100) == pytest.approx(40, rel=0.1)
+
+
+def _keys(found):
+    return found.keys[0, :, 0]
+
+
+def _parts(found):
+    return found.keys, found.values, found.queries
