@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 
+from kvjax.policies.chelsea import chelsea as chelsea
 from kvjax.policies.clustergen import clustergen as clustergen
 from kvjax.policies.exact import exact as exact
 from kvjax.policies.streaming_llm import streaming_llm as streaming_llm
@@ -13,6 +14,7 @@ REGISTRY: dict[str, Callable[..., CachePolicy]] = {
     "exact": exact,
     "streaming_llm": streaming_llm,
     "uniform": uniform,
+    "chelsea": chelsea,
     "clustergen": clustergen,
 }
 

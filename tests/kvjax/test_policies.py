@@ -31,6 +31,8 @@ from tests.kvjax.support import (
 )
 
 BATCH, KV_HEADS, QUERY_HEADS = len(LENGTHS), 2, 4
+# Policies whose weights stand for all tokens, kept or not.
+WEIGHING = ("uniform", "clustergen_mean_value", "chelsea")
 every_policy = pytest.mark.parametrize("name", POLICIES)
 
 
@@ -121,8 +123,8 @@ def test_compaction_may_come_early(name):
     if name.startswith(("exact", "streaming_llm")):
         np.testing.assert_allclose(outputs, whole_run(name)[1], rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(weights, whole_run(name)[2], atol=1e-5)
-    total = weights[:, -1].sum(-1) if name in ("uniform", "clustergen_mean_value") else None
-    if total is not None:  # their weights stand for all tokens, kept or not
+    if name in WEIGHING:
+        total = weights[:, -1].sum(-1)
         np.testing.assert_allclose(total, np.array(LENGTHS)[:, None] + NEW + np.zeros(KV_HEADS), rtol=1e-5)
 
 
@@ -132,6 +134,7 @@ ROOMY = {
     "streaming_llm_reindexed": kvjax.streaming_llm(BIG, sinks=2, period=8, reindex=True),
     "uniform": kvjax.uniform(BIG + 8, sinks=2, recent=8, period=8),
     "clustergen_mean_value": kvjax.clustergen(BIG + 8, sinks=2, recent=8, period=8),
+    "chelsea": kvjax.chelsea(BIG + 8, sinks=2, recent=8, period=8),
 }
 
 
@@ -179,6 +182,7 @@ def expected_bytes(name, spec, budget, period, sinks, recent):
         "uniform": 4 * heads * (selected + budget) + 8,  # priorities, log-weights, the row's random key
         "clustergen_paper": 4,  # the number of centres
         "clustergen_mean_value": 4 * heads * (2 * selected + budget),  # counts, separations, log-weights
+        "chelsea": 4 * heads * (selected + budget) + 4,  # degrees, log-weights, the number of centroids
     }
     return common + own[name]
 
@@ -199,7 +203,7 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
     # Keys and values of all slots; log-weights of staging, and of the store where tokens weigh; three int32 bounds.
     policy, spec = POLICIES[name], make_spec(dtype=jnp.bfloat16)
     slots = {"exact": EXACT_SLOTS}.get(name, 16 if name.startswith("streaming") else 20)
-    weighted = slots if name in ("uniform", "clustergen_mean_value") else 0
+    weighted = slots if name in WEIGHING else 0
     per_row = 2 * KV_HEADS * (slots + 8) * HEAD_DIM * 2 + 4 * KV_HEADS * (8 + weighted) + 3 * 4
     assert policy.read_bytes(policy.init(spec, row_keys())) == BATCH * per_row
 
@@ -209,6 +213,7 @@ FITS = {
     "uniform": lambda budget: kvjax.uniform(budget, sinks=3, recent=9),
     "clustergen_paper": lambda budget: kvjax.clustergen(budget, variant="paper"),
     "clustergen_mean_value": lambda budget: kvjax.clustergen(budget, sinks=1),
+    "chelsea": lambda budget: kvjax.chelsea(budget, sinks=3, recent=9),
 }
 
 
@@ -480,7 +485,10 @@ def test_mean_value_is_exact_when_the_keys_of_a_cluster_are_equal():
         (lambda: kvjax.clustergen(8, recent=8), "budget=8 leaves no slot"),
         (lambda: kvjax.clustergen(8, period=-1), "period=-1"),
         (lambda: kvjax.clustergen(8, variant="mean"), "variant='mean'"),
-        (lambda: kvjax.factory("lru"), r"policy 'lru' .*clustergen, exact, streaming_llm, uniform"),
+        (lambda: kvjax.chelsea(80), "budget=80 leaves no slot"),
+        (lambda: kvjax.chelsea(100, chunk=15), "chunk=15"),
+        (lambda: kvjax.chelsea(100, first=0.7), "first=0.7"),
+        (lambda: kvjax.factory("lru"), r"policy 'lru' is not known; known: .*chelsea, .*exact, .*uniform"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(make, message):
