@@ -1,0 +1,282 @@
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from kvjax import balance
+from tests.kvjax.support import QUICKLY
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+
+quickly = functools.partial(jax.jit, compiler_options=QUICKLY)
+signs_of = quickly(balance.softmax_signs, static_argnames="block")
+softmax_balance = quickly(balance.softmax_balance)
+by_pairs = quickly(balance.halve_by_pairs)
+exactly = quickly(balance.halve_exactly)
+exact_halving = quickly(balance.exact_halving)
+
+
+def tokens(seed=0, count=32, key_norm=1.0, value_norm=1.0, head_dim=16, value_dim=8):
+    rng = np.random.default_rng(seed)
+
+    def vectors(dim, norm):
+        x = rng.normal(size=(count, dim))
+        return (norm * x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32)
+
+    return vectors(head_dim, key_norm), vectors(value_dim, value_norm)
+
+
+# --- Algorithm 2 ---
+
+
+def plain_signs(uniforms, keys, values, weights, c, key_norm, value_norm):
+    keys, values = keys.astype(np.float64), values.astype(np.float64)
+    scale = weights / weights.max()
+    kernel = np.exp(keys @ keys.T / np.sqrt(keys.shape[1])) * (values @ values.T) * scale[:, None] * scale
+    radius = np.exp(key_norm**2 / (2 * np.sqrt(keys.shape[1]))) * value_norm
+    signs, clipped = np.zeros(len(keys)), 0
+    for j in range(len(keys)):
+        total = kernel[j] @ signs
+        clipped += abs(total) > c * radius**2
+        signs[j] = 1 if uniforms[j] < np.clip(0.5 - total / (2 * c * radius**2), 0, 1) else -1
+    return signs, clipped
+
+
+@pytest.mark.parametrize("c, clips", [(0.6, True), (30.0, False)])
+def test_signs_are_those_of_algorithm_2(c, clips):
+    keys, values = tokens(count=150, key_norm=2.0, value_norm=0.5)
+    uniforms = np.random.default_rng(1).uniform(size=150).astype(np.float32)
+    weights = np.where(np.arange(150) % 3 == 0, 2.0, 4.0).astype(np.float32)
+    expected, clipped = plain_signs(uniforms, keys, values, weights, c, 2.0, 0.5)
+    assert (clipped > 0) == clips
+    for block in (16, 64, 256):
+        norms = {"key_norm": 2.0, "value_norm": 0.5}
+        signs, count = signs_of(uniforms, keys, values, weights, c=c, **norms, block=block)
+        np.testing.assert_array_equal(signs, expected)
+        assert count == clipped
+
+
+def test_the_denominator_is_the_sum_of_values_of_one():
+    keys, values = tokens(count=64)
+    uniforms = np.random.default_rng(1).uniform(size=64).astype(np.float32)
+    given = functools.partial(signs_of, uniforms, keys, weights=np.ones(64, np.float32), c=1.0, key_norm=1.0)
+    np.testing.assert_array_equal(given(values=None)[0], given(values=np.ones((64, 1), np.float32))[0])
+    assert not np.array_equal(given(values=None)[0], given(values=values)[0])
+
+
+def test_a_sign_has_the_probability_that_algorithm_2_gives_it():
+    # With two equal tokens y = +-R^2 for the second: it differs from the first with probability 1/2 + 1/(2c).
+    draws, c = 20_000, 2.0
+    keys = np.broadcast_to(tokens(count=1)[0], (2, 16))
+
+    def signs(uniforms):
+        return balance.softmax_signs(uniforms, keys, None, jnp.ones(2), c=c, key_norm=1.0)[0]
+
+    drawn = np.asarray(quickly(jax.vmap(signs))(jax.random.uniform(jax.random.key(0), (draws, 2))))
+    differ, plus = np.sum(drawn[:, 0] != drawn[:, 1]), np.sum(drawn[:, 0] > 0)
+    assert stats.binomtest(int(differ), draws, 0.5 + 1 / (2 * c)).pvalue > 1e-3
+    assert stats.binomtest(int(plus), draws, 0.5).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_softmax_balance_keeps_the_smaller_class_with_twice_the_weight(seed):
+    keys, values = tokens(seed)
+    weights = np.where(np.arange(32) < 27, 4.0, 0.0).astype(np.float32)
+    rng = jax.random.key(seed)
+    settings = {"c": 1.0, "key_norm": 1.0, "value_norm": 1.0}
+    index, weight, _ = softmax_balance(rng, keys, values, weights, **settings)
+    signs, _ = balance.softmax_signs(jax.random.uniform(rng, (32,)), keys, values, weights, **settings)
+    classes = [np.flatnonzero((np.asarray(signs) == sign) & (weights > 0)) for sign in (-1, 1)]
+    kept = np.asarray(index)[np.asarray(weight) > 0]
+    np.testing.assert_array_equal(kept, min(classes, key=len))
+    np.testing.assert_array_equal(weight, np.where(np.arange(16) < len(kept), 8.0, 0.0))
+    noise = np.where(weights[:, None] > 0, keys, 7.0)
+    same = softmax_balance(rng, noise, values, weights, **settings)
+    np.testing.assert_array_equal(same.kept, index)
+
+
+def test_the_walk_beats_random_signs():
+    # |k| = 1, d = 16: the sum over 2,048 signed tokens, at fresh queries.
+    count, seeds = 2048, 4
+    rng = np.random.default_rng(0)
+    unit = lambda *shape: (lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True))(rng.normal(size=shape))  # noqa: E731
+    keys, values = unit(seeds, count, 16).astype(np.float32), unit(seeds, count, 16).astype(np.float32)
+    queries = unit(64, 16)
+
+    def signs(uniforms, keys, values):
+        return balance.softmax_signs(uniforms, keys, values, jnp.ones(count), c=1.0, key_norm=1.0)[0]
+
+    walked = np.asarray(jax.jit(jax.vmap(signs))(jax.random.uniform(jax.random.key(0), (seeds, count)), keys, values))
+    thrown = rng.choice([-1.0, 1.0], (seeds, count))
+
+    def discrepancy(signs):
+        sums = np.einsum("sn,qsn,snd->qsd", signs, np.exp(np.einsum("qd,snd->qsn", queries, keys) / 4), values)
+        return np.linalg.norm(sums, axis=-1).max(axis=0)
+
+    assert np.all(3 * discrepancy(walked) < discrepancy(thrown))
+
+
+def test_the_constant_of_the_theorem():
+    assert balance.walk_constant(1000, 0.1) == pytest.approx(30 * np.log(10_000))
+
+
+# --- the released code ---
+
+
+@pytest.mark.parametrize("name", "abcd")
+def test_the_released_code_s_runs_are_reproduced_exactly(name):
+    """The golden files are runs of the walk that BalanceKV's authors released, on synthetic clustered keys."""
+    golden = np.load(GOLDEN / f"balancekv_walk_{name}.npz")
+    halvings, count = int(golden["itrs"]), golden["keys"].shape[2]
+    constants = {"gamma": float(golden["gamma"]), "temperature": float(golden["temp"])}
+
+    def compress(keys, values, uniforms):
+        index, weight = jnp.arange(count), jnp.ones(count)
+        for halving, draws in enumerate(uniforms):
+            left = jnp.int32(count >> halving)
+            kept, weight = balance.reference_halving(draws, keys[index], values[index], weight, left, **constants)
+            index = index[kept]
+        return index, weight
+
+    uniforms = tuple(golden[f"uniforms_{halving}"] for halving in range(halvings))
+    index, weight = quickly(jax.vmap(jax.vmap(compress)))(golden["keys"], golden["values"], uniforms)
+    np.testing.assert_array_equal(index, golden["indices"])
+    np.testing.assert_array_equal(weight, golden["weights"])
+
+
+def plain_exact_halving(signs):
+    half = len(signs) // 2
+
+    def reached(sign):
+        counts = np.cumsum(signs == sign)
+        return int(np.flatnonzero(counts >= half)[0]) if np.any(counts >= half) else 0
+
+    last = max(reached(-1), reached(1))
+    weight = [1 if i > last else 2 if signs[i] != signs[last] else 0 for i in range(len(signs))]
+    order = sorted(range(len(signs)), key=lambda i: -weight[i])[:half]
+    return order, [weight[i] for i in order], last
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from([-1.0, 1.0]), min_size=2, max_size=24))
+def test_exact_halving_keeps_half_with_a_total_weight_of_the_turning_point(signs):
+    padded = np.concatenate([signs, np.random.default_rng(len(signs)).choice([-1.0, 1.0], 24 - len(signs))])
+    index, weight = (np.asarray(part) for part in exact_halving(padded.astype(np.float32), jnp.int32(len(signs))))
+    order, expected, last = plain_exact_halving(np.array(signs))
+    np.testing.assert_array_equal(index[: len(order)], order)
+    np.testing.assert_array_equal(weight, expected + [0] * (12 - len(order)))
+    if len(signs) % 2 == 0:
+        assert weight.sum() == last + 1
+
+
+def test_what_lies_past_the_count_changes_no_halving():
+    keys, values = tokens(count=64)
+    uniforms = jax.random.uniform(jax.random.key(0), (4, 16))
+
+    @quickly
+    def halve(keys, values):
+        settings = {"gamma": 4.0, "temperature": 1.0}
+        return balance.reference_halving(uniforms, keys, values, jnp.ones(64), jnp.int32(37), **settings)
+
+    noise = np.arange(64)[:, None] < 37
+    index, weight = halve(keys, values)
+    other_index, other_weight = halve(np.where(noise, keys, 9.0), np.where(noise, values, -3.0))
+    np.testing.assert_array_equal(index[:18], other_index[:18])
+    np.testing.assert_array_equal(weight, other_weight)
+    assert np.all(index[:18] < 37) and np.count_nonzero(weight) == 18
+
+
+def test_halving_exactly_keeps_half_of_a_block():
+    keys, values = tokens()
+    index, weight, _ = exactly(
+        jax.random.key(0), keys, values, np.full(32, 2.0, np.float32), gamma=1.0, temperature=1.0
+    )
+    assert len(set(np.asarray(index).tolist())) == 16
+    assert set(np.asarray(weight).tolist()) <= {2.0, 4.0}
+
+
+# --- pairs ---
+
+
+def plain_pairs(uniforms, keys, values, weights, gamma, temperature, floor):
+    keys, values = keys.astype(np.float64), values.astype(np.float64)
+    centred = keys - keys.mean(0)
+    gram = values @ values.T + floor * np.mean(np.sum(values**2, axis=1))
+    kernel = np.exp(temperature / np.sqrt(keys.shape[1]) * centred @ centred.T) * gram
+    free, sums, kept, clipped = list(range(len(keys))), np.zeros(len(keys)), {}, 0
+    for uniform in uniforms:
+        a = free.pop(0)
+        b = min(free, key=lambda j: kernel[j, j] - 2 * kernel[a, j])
+        free.remove(b)
+        share = weights[a] / (weights[a] + weights[b])
+        apart = kernel[a, a] + kernel[b, b] - 2 * kernel[a, b]
+        change = (sums[a] - sums[b]) / apart / weights.max()
+        threshold = share - 4 * share * (1 - share) * gamma * change
+        clipped += not 0 <= threshold <= 1
+        stays = uniform < threshold
+        kept[a if stays else b] = weights[a] + weights[b]
+        sums += (weights[b] if stays else -weights[a]) * (kernel[a] - kernel[b])
+    return sorted(kept), [kept[i] for i in sorted(kept)], clipped
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.3, 4.0])
+def test_pairs_are_those_of_the_definition(gamma):
+    keys, values = tokens(3, count=48, key_norm=3.0, value_norm=0.7)
+    weights = np.random.default_rng(0).choice([1.0, 2.0, 3.5], 48).astype(np.float32)
+    rng = jax.random.key(5)
+    index, weight, clipped = by_pairs(rng, keys, values, weights, gamma=gamma, temperature=0.7, floor=0.2)
+    uniforms = np.asarray(jax.random.uniform(rng, (24,)))
+    expected, expected_weight, expected_clipped = plain_pairs(uniforms, keys, values, weights, gamma, 0.7, 0.2)
+    np.testing.assert_array_equal(index, expected)
+    np.testing.assert_allclose(weight, expected_weight)
+    assert clipped == expected_clipped
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.sampled_from([0.0, 1.0, 1.5, 8.0]), min_size=32, max_size=32), st.integers(0, 2**31 - 1))
+def test_pairs_conserve_the_total_weight_and_lose_no_lone_entry(weights, seed):
+    keys, values = tokens(seed % 7)
+    weights = np.array(weights, np.float32)
+    index, weight, _ = (np.asarray(part) for part in by_pairs(jax.random.key(seed), keys, values, weights))
+    present = np.flatnonzero(weights)
+    assert weight.sum() == weights.sum()
+    assert np.count_nonzero(weight) == -(-len(present) // 2)
+    kept = index[weight > 0]
+    assert len(set(kept.tolist())) == len(kept) and set(kept.tolist()) <= set(present.tolist())
+    noise = np.where(weights[:, None] > 0, keys, 5.0).astype(np.float32)
+    again = by_pairs(jax.random.key(seed), noise, np.where(weights[:, None] > 0, values, -4.0), weights)
+    np.testing.assert_array_equal(np.asarray(again.kept)[weight > 0], kept)
+
+
+def test_pairs_are_of_neighbours():
+    # Sixteen twins, far from each other: one of each stays.
+    keys, values = tokens(count=16, key_norm=6.0)
+    order = np.random.default_rng(0).permutation(32)
+    index, weight, _ = by_pairs(
+        jax.random.key(0), keys.repeat(2, axis=0)[order], values.repeat(2, axis=0)[order], np.ones(32, np.float32)
+    )
+    np.testing.assert_array_equal(np.sort(order[np.asarray(index)] // 2), np.arange(16))
+    np.testing.assert_array_equal(weight, np.full(16, 2.0))
+
+
+@pytest.mark.parametrize("gamma, weights", [(0.0, (1.0, 3.0)), (4.0, (2.0, 2.0))])
+def test_pairs_leave_every_expected_weight_as_it_was(gamma, weights):
+    draws, count = 4000, 16
+    keys, values = tokens(2, count=count)
+    weights = jnp.resize(jnp.array(weights), count)
+
+    @quickly
+    @jax.vmap
+    def kept(rng):
+        index, weight, _ = balance.halve_by_pairs(rng, jnp.array(keys), jnp.array(values), weights, gamma=gamma)
+        return jnp.zeros(count).at[index].add(weight)
+
+    drawn = np.asarray(kept(jax.random.split(jax.random.key(1), draws)), np.float64)
+    deviation = (drawn.mean(0) - weights) / (drawn.std(0) / np.sqrt(draws))
+    assert np.max(np.abs(deviation)) < stats.norm.ppf(1 - 1e-3 / (2 * count))

@@ -1,0 +1,242 @@
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvjax
+from kvjax import balance, merge_reduce
+from tests.kvjax.support import QUICKLY
+
+TOKENS, KEY_DIM, VALUE_DIM = 100, 8, 3
+BINS, BIN_SLOTS = 6, 4
+
+quickly = functools.partial(jax.jit, compiler_options=QUICKLY)
+algorithm_2 = functools.partial(balance.softmax_balance, c=1.0, key_norm=3.0)
+HALVES = {
+    "pairs": balance.halve_by_pairs,
+    "exactly": functools.partial(balance.halve_exactly, gamma=1.0, temperature=1.0),
+    "softmax": functools.partial(algorithm_2, value_norm=2.0),
+}
+insert, scan_tokens, fill = (
+    quickly(function, static_argnames="halve")
+    for function in (merge_reduce.insert, merge_reduce.scan_tokens, merge_reduce.fill)
+)
+
+
+def stream(seed=0, tokens=TOKENS):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(tokens, KEY_DIM)).astype(np.float32), rng.normal(size=(tokens, VALUE_DIM)).astype(
+        np.float32
+    )
+
+
+def fresh(bins=BINS, bin_slots=BIN_SLOTS, tokens=TOKENS, value_dim=VALUE_DIM, **options):
+    sizes = {"bins": bins, "bin_slots": bin_slots, "tokens": tokens}
+    return merge_reduce.init_merge_reduce(jax.random.key(7), key_dim=KEY_DIM, value_dim=value_dim, **sizes, **options)
+
+
+def occupied(tree):
+    """All that a tree shows: entries in order of their slots, and where in the offline tree each bin stands."""
+    there = np.asarray(tree.log_weight) > -np.inf
+    values = None if tree.values is None else np.asarray(tree.values)[there]
+    return {
+        "keys": np.asarray(tree.keys)[there],
+        "values": values,
+        "log_weight": np.asarray(tree.log_weight),
+        "level": np.asarray(tree.level),
+        "index": np.asarray(tree.index),
+        "counts": [int(tree.count), int(tree.clipped), int(tree.lost)],
+    }
+
+
+def offline(keys, values, halve, conserves_mass):
+    """The recursion that defines a node: its tokens and weights, by (level, index)."""
+
+    @functools.cache
+    def node(level, index):
+        if not level:
+            return np.arange(BIN_SLOTS) + index * BIN_SLOTS, np.ones(BIN_SLOTS, np.float32)
+        children = [node(level - 1, 2 * index + side) for side in (0, 1)]
+        tokens, weights = (np.concatenate(parts) for parts in zip(*children, strict=True))
+        rng = jax.random.fold_in(jax.random.fold_in(jax.random.key(7), level), index)
+        kept, weight, _ = (np.asarray(part) for part in halve(rng, keys[tokens], values[tokens], weights))
+        if conserves_mass and weight.sum() > 0:
+            weight = weight * weights.sum() / weight.sum()
+        return tokens[kept], weight
+
+    return node
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("name", HALVES)
+def test_every_bin_is_that_node_of_the_offline_recursion(name, eager):
+    keys, values = stream()
+    conserves_mass = name == "exactly"
+    tree = insert(fresh(eager=eager, conserves_mass=conserves_mass), keys, values, halve=HALVES[name])
+    node = offline(keys, values, quickly(HALVES[name]), conserves_mass)
+    covered = []
+    for number, (level, index) in enumerate(zip(np.asarray(tree.level), np.asarray(tree.index), strict=True)):
+        slots = slice(number * BIN_SLOTS, (number + 1) * BIN_SLOTS)
+        if level < 0:
+            assert np.all(np.isneginf(tree.log_weight[slots]))
+            continue
+        tokens, weight = node(int(level), int(index))
+        there = weight > 0
+        np.testing.assert_allclose(np.exp(tree.log_weight[slots]), weight, rtol=1e-5)
+        np.testing.assert_array_equal(tree.keys[slots][there], keys[tokens][there])
+        np.testing.assert_array_equal(tree.values[slots][there], values[tokens][there])
+        covered += list(range(index << level, (index + 1) << level))
+    assert sorted(covered) == list(range(TOKENS // BIN_SLOTS))
+    if eager:  # a binary counter
+        assert sorted(tree.level[tree.level >= 0].tolist()) == [place for place in range(9) if 25 >> place & 1]
+    else:
+        assert np.all(np.asarray(tree.level) >= 0)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("cut", [(100,), (1, 3, 46, 50)])
+def test_a_stream_gives_the_same_however_it_is_cut(eager, cut):
+    keys, values = stream()
+    expected = occupied(scan_tokens(fresh(eager=eager), keys, values, halve=balance.halve_by_pairs))
+    tree, begin = fresh(eager=eager), 0
+    for size in cut:
+        part = slice(begin, begin + size)
+        tree, begin = insert(tree, keys[part], values[part], halve=balance.halve_by_pairs), begin + size
+    chex.assert_trees_all_equal(occupied(tree), expected)
+
+
+@pytest.mark.parametrize("count", [0, 3, 24, 25, 61, 100])
+@pytest.mark.parametrize("name", ["pairs", "softmax"])
+def test_filling_at_once_equals_inserting(name, count):
+    keys, values = stream()
+    roomy = {"tokens": 120}
+    expected = insert(fresh(**roomy), keys, values, np.arange(TOKENS) < count, halve=HALVES[name])
+    inside = np.arange(TOKENS)[:, None] < count
+    noisy = np.where(inside, keys, 50.0), np.where(inside, values, -50.0)
+    filled = fill(fresh(**roomy), *noisy, jnp.int32(count), halve=HALVES[name])
+    chex.assert_trees_all_close(occupied(filled), occupied(expected), rtol=1e-6)
+    more = stream(1, 20)
+    both = (occupied(insert(tree, *more, halve=HALVES[name])) for tree in (filled, expected))
+    chex.assert_trees_all_close(*both, rtol=1e-6)
+
+
+def test_invalid_tokens_are_passed_over():
+    keys, values = stream()
+    valid = np.random.default_rng(0).uniform(size=TOKENS) < 0.6
+    some = insert(fresh(), keys, values, valid, halve=balance.halve_by_pairs)
+    only = insert(fresh(), keys[valid], values[valid], halve=balance.halve_by_pairs)
+    chex.assert_trees_all_equal(occupied(some), occupied(only))
+    assert some.count == valid.sum()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=5), st.booleans())
+def test_the_weights_sum_to_the_tokens_and_slots_are_used(sizes, eager):
+    keys, values = stream()
+    tree = fresh(eager=eager)
+    for number, size in enumerate(sizes):
+        part = slice(20 * number, 20 * number + 20)
+        tree = insert(tree, keys[part], values[part], np.arange(20) < size, halve=balance.halve_by_pairs)
+    total = sum(sizes)
+    np.testing.assert_allclose(np.exp(tree.log_weight).sum(), total, rtol=1e-5)
+    assert tree.count == total and tree.lost == 0
+    if not eager:  # all tokens while they fit; after that never two bins less than full
+        used = np.isfinite(tree.log_weight).sum()
+        assert used == total if total <= BINS * BIN_SLOTS else used > (BINS - 1) * BIN_SLOTS
+    assert np.all(np.isfinite(tree.keys)) and np.all(np.isfinite(tree.values))
+
+
+def test_without_correction_mass_is_lost_and_with_it_kept():
+    tokens = 400
+    keys, values = stream(tokens=tokens)
+
+    def mass(conserves_mass):
+        tree = fresh(bin_slots=16, tokens=tokens, conserves_mass=conserves_mass)
+        return np.exp(insert(tree, keys, values, halve=HALVES["softmax"]).log_weight).sum()
+
+    assert mass(conserves_mass=False) < 0.9 * tokens
+    np.testing.assert_allclose(mass(conserves_mass=True), tokens, rtol=1e-5)
+
+
+def test_denominators_need_no_values():
+    keys, _ = stream()
+    tree = insert(fresh(value_dim=None), keys, None, halve=algorithm_2)
+    ones = insert(fresh(value_dim=1), keys, np.ones((TOKENS, 1), np.float32), halve=algorithm_2)
+    assert tree.values is None
+    np.testing.assert_array_equal(tree.log_weight, ones.log_weight)
+    np.testing.assert_array_equal(tree.keys, ones.keys)
+    with pytest.raises(ValueError, match="tree with values"):
+        merge_reduce.insert(tree, keys, np.ones((TOKENS, 1)), halve=algorithm_2)
+
+
+def test_streams_of_a_batch_are_each_their_own():
+    keys, values = (np.stack([part] * 2) for part in stream())
+    rngs = jax.random.split(jax.random.key(0), 2)
+    counts = jnp.array([90, 37])
+
+    @quickly
+    @jax.vmap
+    def run(rng, keys, values, count):
+        tree = dataclasses.replace(fresh(), rng=rng)
+        return merge_reduce.insert(tree, keys, values, jnp.arange(TOKENS) < count, halve=balance.halve_by_pairs)
+
+    both = run(rngs, keys, values, counts)
+    for row in range(2):
+        one = run(*(part[row : row + 1] for part in (rngs, keys, values, counts)))
+        chex.assert_trees_all_equal(
+            *(occupied(jax.tree.map(lambda x, at=at: x[at], t)) for t, at in ((both, row), (one, 0)))
+        )
+
+
+def test_one_trace_serves_a_stream_of_any_length():
+    keys, values = stream()
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def step(tree, keys, values):
+        return merge_reduce.insert(tree, keys, values, halve=balance.halve_by_pairs)
+
+    tree = fresh()
+    for begin in range(0, TOKENS, 4):
+        tree = step(tree, keys[begin : begin + 4], values[begin : begin + 4])
+    assert tree.count == TOKENS
+
+
+@pytest.mark.parametrize("dtype, value_dim", [(jnp.float32, VALUE_DIM), (jnp.bfloat16, 1), (jnp.float32, None)])
+def test_bytes_are_those_of_the_formula(dtype, value_dim):
+    tree = fresh(value_dim=value_dim, dtype=dtype)
+    slots, itemsize = BINS * BIN_SLOTS, jnp.dtype(dtype).itemsize
+    expected = slots * (KEY_DIM + (value_dim or 0)) * itemsize + 4 * slots + 8 * BINS + 12 + 8
+    assert kvjax.cache_bytes(tree) == kvjax.CacheBytes(expected, 0)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_least_bins_are_enough_and_one_less_is_not(eager):
+    keys, values = stream()
+    needed = merge_reduce.bins_needed(TOKENS, BIN_SLOTS)
+    enough = insert(fresh(bins=needed, eager=eager), keys, values, halve=balance.halve_by_pairs)
+    assert enough.lost == 0 and enough.count == TOKENS
+    with pytest.raises(ValueError, match=f"bins={needed - 1} .*at least {needed}"):
+        fresh(bins=needed - 1)
+    short = insert(fresh(bins=needed - 1, tokens=1, eager=eager), keys, values, halve=balance.halve_by_pairs)
+    assert short.lost > 0 and short.count + short.lost == TOKENS
+    with pytest.raises(ValueError, match="without a free bin"):
+        kvjax.check(short)
+
+
+@pytest.mark.parametrize("sizes", [{"bins": 0}, {"bin_slots": 0}])
+def test_sizes_that_cannot_be_are_refused_by_name(sizes):
+    with pytest.raises(ValueError, match=next(iter(sizes))):
+        fresh(**sizes)
+
+
+def test_an_eager_tree_cannot_be_filled_at_once():
+    with pytest.raises(ValueError, match="eager=True"):
+        merge_reduce.fill(fresh(eager=True), *stream(), jnp.int32(5), halve=balance.halve_by_pairs)
