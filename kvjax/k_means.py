@@ -1,0 +1,136 @@
+"""k-means of one head's keys by cosine, as ClusterKV clusters a prompt."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from kvjax.state import HEAD_DIM, SLOTS, array, state
+
+POINTS = "points"
+
+
+@state
+class KMeans:
+    """Clusters of N keys. Every valid key is in exactly one; a cluster may be empty."""
+
+    mean: Float[Array, "C D"] = array(SLOTS, HEAD_DIM)  # float32, of the cluster's keys as they are; 0 where empty
+    size: Int[Array, "C"] = array(SLOTS)  # int32 keys
+    label: Int[Array, "N"] = array(POINTS)  # int32, the key's cluster; C where it is not valid
+    # float32, the sum over keys of (1 - cosine with their cluster's direction), after each iteration; the last value
+    # repeats where an iteration was not needed.
+    objective: Float[Array, "I"] = array("iterations")
+    iterations: Int[Array, ""] = array()  # int32, how many were made
+
+
+def k_means(
+    rng: Key[Array, ""],
+    keys: Float[Array, "N D"],
+    valid: Bool[Array, "N"],
+    clusters: int,
+    *,
+    iterations: int = 20,
+    tolerance: float = 1e-4,
+    start: Literal["random", "k-means++"] = "random",
+    block: int = 1024,
+) -> KMeans:
+    """Lloyd's algorithm on the keys' directions: assign each to the most similar direction, then turn every direction
+    to the sum of its keys' directions. The objective never rises.
+
+    A cluster that no key joins keeps its direction. Of equally similar directions the first is taken. A key of norm
+    zero has no direction: it joins the first cluster and adds nothing.
+
+    Args:
+        clusters: C; more than there are keys leaves some empty.
+        iterations: most assignments that are made.
+        tolerance: stops when the objective fell by no more than this share of what is left of it.
+        start: "random": directions of distinct keys drawn uniformly; "k-means++": drawn one after the other in
+            proportion to 1 - cosine with the nearest drawn so far (Arthur and Vassilvitskii 2007).
+        block: keys whose similarities are held at a time.
+
+    Source: ClusterKV, section 3.2 (Semantic clustering); its released code measures and starts so, but turns
+    directions to the sum of keys as they are, which may raise the objective.
+    """
+    tokens, head_dim = keys.shape
+    if clusters < 1 or iterations < 1:
+        raise ValueError(f"clusters={clusters}, iterations={iterations}; both must be at least 1")
+    if start not in ("random", "k-means++"):
+        raise ValueError(f"start={start!r}; it must be 'random' or 'k-means++'")
+    keys = jnp.where(valid[:, None], keys.astype(jnp.float32), 0.0)
+    points = _directions(keys)
+    padding = -tokens % block
+    blocked = jnp.pad(points, ((0, padding), (0, 0))).reshape(-1, block, head_dim)
+    there = jnp.pad(valid, (0, padding)).reshape(-1, block)
+    total = jnp.sum(valid.astype(jnp.float32))
+
+    def assign(directions):
+        """Labels, each cluster's sum of directions, and the objective."""
+
+        def one(sums, item):
+            points, there = item
+            cosine = jnp.matmul(points, directions.T, precision=jax.lax.Precision.HIGHEST)
+            best = jnp.max(cosine, axis=1)
+            # Two plain reductions are vectorised by XLA:CPU, an argmax is not.
+            number = jnp.arange(clusters, dtype=jnp.int32)
+            label = jnp.min(jnp.where(cosine >= best[:, None], number, clusters), axis=1)
+            label = jnp.where(there, jnp.minimum(label, clusters - 1), clusters)
+            member = (label[:, None] == number).astype(jnp.float32)
+            sums = sums + jnp.matmul(member.T, points, precision=jax.lax.Precision.HIGHEST)
+            return sums, (label, jnp.sum(jnp.where(there, best, 0.0)))
+
+        sums, (label, gained) = jax.lax.scan(one, jnp.zeros((clusters, head_dim)), (blocked, there))
+        return label, sums, total - jnp.sum(gained)
+
+    def iterate(carry):
+        number, directions, _, objective, last = carry
+        label, sums, now = assign(directions)
+        moved = jnp.sum(sums * sums, axis=1, keepdims=True) > 0
+        objective = jnp.where(jnp.arange(iterations) >= number, now, objective)
+        done = last - now <= tolerance * now
+        return number + 1, jnp.where(moved, _directions(sums), directions), label, objective, jnp.where(done, -1.0, now)
+
+    draw = _draw_uniformly if start == "random" else _draw_apart
+    first = (
+        jnp.int32(0),
+        points[draw(rng, points, valid, clusters)],
+        jnp.full(there.shape, clusters, jnp.int32),
+        jnp.zeros(iterations),
+        jnp.float32(jnp.inf),
+    )
+    # An objective is never negative: -1 says that the last iteration gained too little.
+    running = lambda carry: (carry[0] < iterations) & (carry[4] >= 0)  # noqa: E731
+    made, _, label, objective, _ = jax.lax.while_loop(running, iterate, first)
+    label = label.reshape(-1)[:tokens]
+    size = jnp.zeros(clusters, jnp.int32).at[label].add(1, mode="drop")
+    mean = jnp.zeros((clusters, head_dim)).at[label].add(keys, mode="drop") / jnp.maximum(size, 1)[:, None]
+    return KMeans(mean, size, label, objective, made)
+
+
+def _directions(x: Float[Array, "N D"]) -> Float[Array, "N D"]:
+    norm = jnp.sqrt(jnp.sum(x * x, axis=1, keepdims=True))
+    return jnp.where(norm > 0, x / jnp.where(norm > 0, norm, 1.0), 0.0)
+
+
+def _draw_uniformly(
+    rng: Key[Array, ""], points: Float[Array, "N D"], valid: Bool[Array, "N"], count: int
+) -> Int[Array, "C"]:
+    """Distinct valid points, any order; repeated from the first where there are too few."""
+    priority = jnp.where(valid, jax.random.uniform(rng, valid.shape), jnp.inf)
+    drawn = jnp.argsort(priority)[jnp.arange(count) % jnp.maximum(jnp.sum(valid), 1)]
+    return drawn.astype(jnp.int32)
+
+
+def _draw_apart(
+    rng: Key[Array, ""], points: Float[Array, "N D"], valid: Bool[Array, "N"], count: int
+) -> Int[Array, "C"]:
+    """k-means++: each next point in proportion to its distance, 1 - cosine, to the nearest of those drawn."""
+
+    def draw(distance, rng):
+        # Where all points coincide with drawn ones, any valid one will do.
+        weight = jnp.where(valid, distance, 0.0)
+        log_weight = jnp.where(jnp.sum(weight) > 0, jnp.log(weight), jnp.where(valid, 0.0, -jnp.inf))
+        index = jax.random.categorical(rng, log_weight)
+        return jnp.minimum(distance, jnp.maximum(1 - points @ points[index], 0.0)), index.astype(jnp.int32)
+
+    return jax.lax.scan(draw, jnp.full(valid.shape, 2.0), jax.random.split(rng, count))[1]

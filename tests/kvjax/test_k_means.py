@@ -1,0 +1,144 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from kvjax.k_means import _draw_apart, _draw_uniformly, k_means
+from tests.kvjax.support import QUICKLY
+
+POINTS, DIM, CLUSTERS, ITERATIONS = 30, 5, 4, 12
+STARTS = ("random", "k-means++")
+
+
+@functools.partial(jax.jit, static_argnames=("start", "tolerance", "iterations"), compiler_options=QUICKLY)
+def cluster(rng, keys, valid, start="random", tolerance=0.0, iterations=ITERATIONS):
+    return k_means(rng, keys, valid, CLUSTERS, iterations=iterations, tolerance=tolerance, start=start, block=8)
+
+
+def stream(seed, duplicates=False):
+    rng = np.random.default_rng(seed)
+    keys = rng.normal(size=(POINTS, DIM)) * rng.uniform(0.1, 9, size=(POINTS, 1))
+    keys = keys[rng.integers(0, 3, POINTS)] if duplicates else keys
+    return keys.astype(np.float32), rng.random(POINTS) < 0.8
+
+
+def unit(x):
+    norm = np.linalg.norm(x, axis=1, keepdims=True)
+    return np.where(norm > 0, x / np.where(norm > 0, norm, 1), 0)
+
+
+def by_loops(directions, points, iterations):
+    """Lloyd's algorithm in float64, from the given directions: labels and the objective after each iteration."""
+    objective = []
+    for _ in range(iterations):
+        cosine = points @ directions.T
+        label = cosine.argmax(axis=1)
+        objective.append(len(points) - cosine.max(axis=1).sum())
+        sums = np.stack([points[label == number].sum(axis=0) for number in range(CLUSTERS)])
+        directions = np.where((sums != 0).any(axis=1, keepdims=True), unit(sums), directions)
+    return label, np.array(objective)
+
+
+@pytest.mark.parametrize("start", STARTS)
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**16))
+def test_it_is_lloyd_s_algorithm(start, seed):
+    keys, valid = stream(seed)
+    rng = jax.random.key(seed)
+    found = cluster(rng, keys, valid, start)
+    draw = _draw_uniformly if start == "random" else _draw_apart
+    points = unit(keys.astype(np.float64))
+    drawn = np.asarray(draw(rng, jnp.asarray(np.where(valid[:, None], points, 0), jnp.float32), valid, CLUSTERS))
+    label, objective = by_loops(points[drawn], points[valid], ITERATIONS)
+    np.testing.assert_array_equal(np.asarray(found.label)[valid], label)
+    np.testing.assert_allclose(found.objective, objective, atol=1e-4)
+
+
+@pytest.mark.parametrize("start", STARTS)
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**16), duplicates=st.booleans())
+def test_clusters_are_a_partition_with_their_means_and_the_objective_never_rises(start, seed, duplicates):
+    keys, valid = stream(seed, duplicates)
+    found = cluster(jax.random.key(seed), keys, valid, start)
+    label = np.asarray(found.label)
+    assert (label[~valid] == CLUSTERS).all() and (label[valid] < CLUSTERS).all()
+    np.testing.assert_array_equal(found.size, np.bincount(label[valid], minlength=CLUSTERS))
+    for number in range(CLUSTERS):
+        members = keys[valid & (label == number)].astype(np.float64)
+        expected = members.mean(axis=0) if len(members) else np.zeros(DIM)
+        np.testing.assert_allclose(found.mean[number], expected, rtol=1e-4, atol=1e-4)
+    assert (np.diff(found.objective) <= 1e-4).all()
+
+
+def test_it_stops_when_too_little_is_gained():
+    keys, _ = stream(0)
+    every = np.ones(POINTS, bool)
+    to_the_end = cluster(jax.random.key(0), keys, every)
+    gains = -np.diff(to_the_end.objective) / np.asarray(to_the_end.objective)[1:]
+    last = int(to_the_end.iterations)
+    assert last < ITERATIONS and gains[last - 2] <= 1e-6 < gains[last - 3]  # nothing more to gain
+    early = cluster(jax.random.key(0), keys, every, tolerance=0.05)
+    made = int(early.iterations)
+    assert 1 < made < last
+    assert (gains[: made - 2] > 0.05).all() and gains[made - 2] <= 0.05
+    repeated = np.repeat(to_the_end.objective[made - 1], ITERATIONS - made + 1)
+    np.testing.assert_allclose(early.objective[made - 1 :], repeated)
+
+
+def test_fewer_keys_than_clusters_leave_clusters_empty():
+    keys, _ = stream(1)
+    found = cluster(jax.random.key(0), keys, np.arange(POINTS) < 2)
+    np.testing.assert_array_equal(np.sort(found.size), [0, 0, 1, 1])
+    nothing = cluster(jax.random.key(0), keys, np.zeros(POINTS, bool))
+    assert int(nothing.size.sum()) == 0 and np.isfinite(nothing.mean).all()
+
+
+def test_keys_without_a_direction_and_noise_behind_the_stream_do_no_harm():
+    keys, valid = stream(2)
+    keys[3] = 0
+    found = cluster(jax.random.key(0), keys, valid)
+    noisy = cluster(jax.random.key(0), np.where(valid[:, None], keys, np.nan).astype(np.float32), valid)
+    np.testing.assert_array_equal(found.label, noisy.label)
+    np.testing.assert_array_equal(found.mean, noisy.mean)
+    assert np.isfinite(noisy.mean).all()
+
+
+def test_random_starts_are_distinct_and_uniform():
+    valid = np.arange(POINTS) % 3 == 0
+    points = jnp.ones((POINTS, DIM))
+    rngs = jax.random.split(jax.random.key(0), 2000)
+    drawn = np.asarray(jax.jit(jax.vmap(lambda rng: _draw_uniformly(rng, points, valid, CLUSTERS)))(rngs))
+    assert valid[drawn].all()
+    assert all(len(set(row)) == CLUSTERS for row in drawn.tolist())
+    counts = np.bincount(drawn[:, 0], minlength=POINTS)[valid]
+    assert stats.chisquare(counts).pvalue > 1e-3
+
+
+def test_k_means_plus_plus_draws_in_proportion_to_the_distance():
+    # Three directions at known angles: from the first, the second is drawn by 1 - cosine.
+    angles = np.array([0.0, 0.5, 2.0])
+    points = jnp.asarray(np.stack([np.cos(angles), np.sin(angles)], axis=1), jnp.float32)
+    valid = np.ones(3, bool)
+    rngs = jax.random.split(jax.random.key(1), 6000)
+    drawn = np.asarray(jax.jit(jax.vmap(lambda rng: _draw_apart(rng, points, valid, 2)))(rngs))
+    assert stats.chisquare(np.bincount(drawn[:, 0], minlength=3)).pvalue > 1e-3
+    after_first = drawn[drawn[:, 0] == 0, 1]
+    share = 1 - np.cos(angles)
+    counts = np.bincount(after_first, minlength=3)
+    assert counts[0] == 0
+    assert stats.chisquare(counts[1:], len(after_first) * share[1:] / share.sum()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [({"clusters": 0}, "clusters=0"), ({"iterations": 0}, "iterations=0"), ({"start": "far"}, "'far'")],
+)
+def test_settings_that_cannot_be_are_refused(change, message):
+    keys, valid = stream(0)
+    with pytest.raises(ValueError, match=message):
+        k_means(jax.random.key(0), keys, valid, **({"clusters": CLUSTERS} | change))
