@@ -65,7 +65,12 @@ class Estimate(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
+        value, low, high = (f"{x:.0f}" if abs(x) >= 1000 else f"{x:.3g}" for x in self)
+        return f"{value} [{low}, {high}]"
+
+    def exponential(self) -> "Estimate":
+        """Of a mean of logarithms: the geometric mean and its interval."""
+        return Estimate(*np.exp(self).tolist())
 
 
 def mean_interval(samples: Float[np.ndarray, "n"]) -> Estimate:
@@ -81,7 +86,7 @@ def mean_interval(samples: Float[np.ndarray, "n"]) -> Estimate:
     return Estimate(mean, mean - half, mean + half)
 
 
-def log_slope(sizes: Float[np.ndarray, "S"], measured: Float[np.ndarray, "n S"]) -> Estimate:
+def log_slope(sizes: Sequence[float], measured: Float[np.ndarray, "n S"]) -> Estimate:
     """The exponent b of measured ~ sizes^b: each of n independent series gives its least-squares slope of log measured
     against log size, and these slopes their mean and interval.
 

@@ -5,12 +5,13 @@ stands for a fresh standard normal vector in what follows.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from experiments.common.tasks import line_retrieval as task
 from models import generate
@@ -51,11 +52,11 @@ def synthetic(name: str, seeds: Sequence[int], tokens: int, queries: int, head_d
 def recorded(
     model: Llama, tokenizer: Tokenizer, seeds: Sequence[int], tokens: int, queries: int
 ) -> Iterator[tuple[int, Streams]]:
-    """What every layer of a model computes on documents that it was not trained on (one per seed), at its own norms.
+    """What every layer of a model computes on documents that it was not trained on, one per seed, at its own norms.
 
-    Keys (rotated) and values are those of a prompt's first `tokens` tokens; queries (rotated, all heads) those of its
-    last `queries`, which end in the question about one of the document's lines. A prompt is a few tokens longer than
-    the two together, because it ends where a question does; the tokens between them are left out.
+    Keys and values are those of a prompt's first `tokens` tokens; queries (of all heads) those of its last `queries`,
+    which end in the question about one of the document's lines. A prompt is a few tokens longer than the two together,
+    because it ends where a question does; the tokens between them are left out.
 
     Yields:
         The number of each layer and its streams.
@@ -63,14 +64,22 @@ def recorded(
     Raises:
         ValueError: for more tokens than the model can read.
     """
-    if tokens + queries > model.config.max_length:
-        raise ValueError(
-            f"{tokens} tokens and {queries} queries are more than the {model.config.max_length} tokens that the model "
-            "can read"
-        )
+    for number, found in prompt_streams(model, tokenizer, seeds, tokens + queries, queries):
+        yield number, dataclasses.replace(found, keys=found.keys[:, :tokens], values=found.values[:, :tokens])
+
+
+def prompt_streams(
+    model: Llama, tokenizer: Tokenizer, seeds: Sequence[int], tokens: int, queries: int
+) -> Iterator[tuple[int, Streams]]:
+    """As `recorded`, but prompts have `tokens` tokens (or a few more), whose queries are the last `queries` of them.
+
+    Keys and queries are rotated. Every row's document is decided by its seed alone; no seed of training is used.
+    """
+    if tokens > model.config.max_length:
+        raise ValueError(f"{tokens} tokens are more than the {model.config.max_length} that the model can read")
 
     def make(rng: np.random.Generator) -> task.Document:
-        return task.generate_for_tokens(rng, lambda text: len(tokenizer.encode(text)), tokens + queries)
+        return task.generate_for_tokens(rng, lambda text: len(tokenizer.encode(text)), tokens)
 
     documents = [document for seed in seeds for document in task.documents(task.EVALUATION_SEED + seed, 1, make)]
     prompts = [tokenizer.encode(document.context + document.question) for document in documents]
@@ -121,6 +130,14 @@ def coordinate_errors(
     """
     share = np.abs(attended - exact) / np.maximum(exact, 1e-8)
     return share.mean(axis=(1, 2, 3), where=exact > 0)
+
+
+def weighted_terms(
+    queries: Float[Array, "Q D"], keys: Float[Array, "S D"], log_weight: Float[Array, "S"] | float = 0.0
+) -> Float[Array, "Q S"]:
+    """exp(<q, k> / sqrt(D) + log-weight), the terms of both sums of attention, without a maximum taken out: for norms
+    up to 20, whose terms float32 holds."""
+    return jnp.exp(queries @ keys.T / math.sqrt(keys.shape[1]) + log_weight)
 
 
 def effective_rank(keys: Float[np.ndarray, "n D"], most: int = 1024) -> float:

@@ -140,7 +140,7 @@ def test_recorded_streams_are_what_the_model_computes():
 
 def test_recorded_streams_fit_the_model():
     model, tokenizer = settings.load_model(settings.DEFAULT_CHECKPOINT)
-    with pytest.raises(ValueError, match="9000 tokens and 64 queries"):
+    with pytest.raises(ValueError, match="9064 tokens are more than the 5378"):
         next(streams.recorded(model, tokenizer, [0], tokens=9000, queries=64))
 
 
