@@ -48,64 +48,83 @@ class Schedule:
 
 def best_partners(
     keys: Float[Array, "S D"], count: Int[Array, ""], chunk: int
-) -> tuple[Float[Array, "n a"], Int[Array, "n a"]]:
-    """For the A entries of each of n = ceil(S / chunk) chunks (a = chunk / 2 of them): cosine with the most similar B
-    entry of the chunk, -inf where either is missing, and that one's place among the chunk's B entries."""
-    slots = keys.shape[0]
-    pairs = -(-slots // chunk) * chunk // 2
-    keys = jnp.pad(keys.astype(jnp.float32), ((0, 2 * pairs - slots), (0, 0)))
+) -> tuple[Float[Array, "A"], Int[Array, "A"]]:
+    """For every A entry its cosine with the most similar B entry of its chunk, -inf where either is missing, and that
+    one's place among the chunk's B entries (of equal ones the first). A = ceil(S / chunk) chunk / 2."""
+    slots, pairs = keys.shape[0], chunk // 2
+    padding = -slots % chunk
+    keys = jnp.pad(keys.astype(jnp.float32), ((0, padding), (0, 0)))
     # A key of norm zero is like no other: its cosine is taken as zero.
     unit = keys * jax.lax.rsqrt(jnp.maximum(jnp.sum(keys * keys, axis=1, keepdims=True), 1e-30))
-    unit = unit.reshape(-1, chunk // 2, 2, keys.shape[1])
-    place = jnp.arange(2 * pairs).reshape(-1, chunk // 2, 2)
+    unit = unit.reshape(-1, pairs, 2, keys.shape[1])
+    place = jnp.arange(slots + padding).reshape(-1, pairs, 2)
     cosine = jnp.einsum("nad,nbd->nab", unit[:, :, 0], unit[:, :, 1], precision=jax.lax.Precision.HIGHEST)
     there = (place[:, :, None, 0] < count) & (place[:, None, :, 1] < count)
     cosine = jnp.where(there, cosine, -jnp.inf)
-    return jnp.max(cosine, axis=2), jnp.argmax(cosine, axis=2).astype(jnp.int32)
+    best = jnp.max(cosine, axis=2)
+    # Two plain reductions are vectorised by XLA:CPU, an argmax is not.
+    number = jnp.arange(pairs, dtype=jnp.int32)
+    partner = jnp.min(jnp.where(cosine >= best[:, :, None], number, pairs - 1), axis=2)
+    return best.reshape(-1), partner.reshape(-1)
 
 
-def merge_most_similar(entries: Centroids, edges: Int[Array, ""], chunk: int) -> Centroids:
-    """Merges the `edges` A entries that are most similar to their partners into them; degrees add, keys and values
-    become means weighted by degree. Of equally similar ones the earlier go first."""
+def merge_most_similar(entries: Centroids, edges: Int[Array, ""] | int, chunk: int, most: int) -> Centroids:
+    """Merges the `edges` A entries that are most similar to their partners into them (no more than `most`, which is
+    static); degrees add, keys and values become means weighted by degree. Of equally similar ones the earlier go
+    first."""
     slots = entries.degree.shape[0]
     similarity, partner = best_partners(entries.keys, entries.count, chunk)
-    flat = similarity.reshape(-1)
-    rank = jnp.zeros(flat.shape, jnp.int32).at[jnp.argsort(-flat, stable=True)].set(jnp.arange(flat.shape[0]))
-    joins = (rank < edges) & ~jnp.isneginf(flat)
+    similarity, number = jax.lax.top_k(similarity, min(most, similarity.shape[0]))
+    joins = (jnp.arange(number.shape[0]) < edges) & ~jnp.isneginf(similarity)
+    start = number // (chunk // 2) * chunk
+    joined = jnp.where(joins, start + 2 * (number % (chunk // 2)), slots)
+    home = jnp.where(joins, start + 2 * partner[number] + 1, slots)
 
-    place = jnp.arange(slots)
-    chunk_start, inside = place // chunk * chunk, place % chunk // 2
-    index = place // chunk * (chunk // 2) + inside  # of an A entry among all
-    joined = joins[index] & (place % 2 == 0)
-    home = jnp.where(joined, chunk_start + 2 * partner.reshape(-1)[index] + 1, place)
-    degree = jnp.zeros_like(entries.degree).at[home].add(entries.degree)
-    weight = entries.degree / jnp.maximum(degree[home], 1)
+    degree = entries.degree.at[home].add(entries.degree[jnp.minimum(joined, slots - 1)], mode="drop")
+    share = entries.degree / jnp.maximum(degree, 1)
 
     def mean(x: Float[Array, "S F"]) -> Float[Array, "S F"]:
-        return jnp.zeros(x.shape, jnp.float32).at[home].add(weight[:, None] * x.astype(jnp.float32)).astype(x.dtype)
+        moving = jnp.minimum(joined, slots - 1)
+        weight = entries.degree[moving] / jnp.maximum(degree[jnp.minimum(home, slots - 1)], 1)
+        x = x.astype(jnp.float32)
+        return (x * share[:, None]).at[home].add(weight[:, None] * x[moving], mode="drop")
 
-    stays = (place < entries.count) & ~joined
+    stays = (jnp.arange(slots) < entries.count).at[joined].set(False, mode="drop")
     order = jnp.nonzero(stays, size=slots, fill_value=0)[0]
     count = jnp.sum(stays, dtype=jnp.int32)
     return Centroids(
-        keys=mean(entries.keys)[order],
-        values=mean(entries.values)[order],
-        degree=jnp.where(place < count, degree[order], 0),
+        keys=mean(entries.keys)[order].astype(entries.keys.dtype),
+        values=mean(entries.values)[order].astype(entries.values.dtype),
+        degree=jnp.where(jnp.arange(slots) < count, degree[order], 0),
         count=count,
     )
 
 
-def compress(entries: Centroids, budget: Int[Array, ""] | int, chunk: int, schedule: Schedule) -> Centroids:
+def compress(entries: Centroids, budget: int, chunk: int, schedule: Schedule) -> Centroids:
     """Merges step by step, as the schedule allows, until exactly `budget` entries are left (or as many as there were).
 
     A step merges floor(share x entries), at least one and no more than are too many; so the last one ends at the
     budget.
+
+    Returns:
+        Entries in min(S, budget) slots.
     """
 
     def step(carry):
         number, entries = carry
         # Shares are meant as decimals: 0.3 of 10 entries are 3, whatever float32 makes of 0.3.
         allowed = jnp.maximum(jnp.floor(schedule.share(number) * entries.count + 1e-3), 1).astype(jnp.int32)
-        return number + 1, merge_most_similar(entries, jnp.minimum(allowed, entries.count - budget), chunk)
+        most = int(max(schedule.first, schedule.floor) * entries.degree.shape[0]) + 1
+        return number + 1, merge_most_similar(entries, jnp.minimum(allowed, entries.count - budget), chunk, most)
 
-    return jax.lax.while_loop(lambda carry: carry[1].count > budget, step, (jnp.int32(0), entries))[1]
+    carry = (jnp.int32(0), entries)
+    # What a step costs follows the slots, not the entries in them: so slots go as entries do.
+    while (slots := carry[1].degree.shape[0]) > budget:
+        fewer = max(budget, int(_STAGE * slots))
+        number, entries = jax.lax.while_loop(lambda carry, fewer=fewer: carry[1].count > fewer, step, carry)
+        cut = lambda x, fewer=fewer: x[:fewer] if x.ndim else x  # noqa: E731
+        carry = number, jax.tree.map(cut, entries)
+    return carry[1]
+
+
+_STAGE = 0.7

@@ -66,10 +66,10 @@ def by_lists(entries, edges, chunk):
 
 @functools.partial(jax.jit, compiler_options=QUICKLY)
 def merge(entries, edges):
-    return soft_matching.merge_most_similar(entries, edges, CHUNK)
+    return soft_matching.merge_most_similar(entries, edges, CHUNK, most=SLOTS)
 
 
-@functools.partial(jax.jit, static_argnames=("schedule",), compiler_options=QUICKLY)
+@functools.partial(jax.jit, static_argnames=("budget", "schedule"), compiler_options=QUICKLY)
 def compress(entries, budget, schedule):
     return soft_matching.compress(entries, budget, CHUNK, schedule)
 
@@ -91,7 +91,7 @@ def test_one_step_merges_what_loops_merge(seed, count, edges, duplicates):
 @given(
     seed=st.integers(0, 2**16),
     count=st.integers(1, SLOTS),
-    budget=st.integers(1, SLOTS),
+    budget=st.sampled_from([1, 18]),
     schedule=st.sampled_from([LLAMA_2, LLAMA_3, QWEN]),
     duplicates=st.booleans(),
 )
@@ -112,7 +112,7 @@ def test_no_step_merges_more_than_its_schedule_allows(schedule):
     """The lengths that a compression passes through, read off compressions to ever smaller budgets."""
     entries = random_entries(0, SLOTS)
     length, lengths = SLOTS, [SLOTS]
-    for step in range(30):
+    for step in range(6):
         share = max(schedule.floor, schedule.first - schedule.decay * min(step, schedule.steps))
         length -= max(int(np.floor(share * length + 1e-9)), 1)
         if length < 2:
@@ -122,8 +122,8 @@ def test_no_step_merges_more_than_its_schedule_allows(schedule):
     for step, (before, after) in enumerate(itertools.pairwise(lengths)):
         current = merge(current, before - after)
         whole = compress(entries, after, schedule)
-        np.testing.assert_allclose(whole.keys, current.keys, atol=1e-5, err_msg=f"step {step}")
-        np.testing.assert_array_equal(whole.degree, current.degree)
+        np.testing.assert_allclose(whole.keys, current.keys[:after], atol=1e-5, err_msg=f"step {step}")
+        np.testing.assert_array_equal(whole.degree, current.degree[:after])
 
 
 def test_equal_keys_merge_first_and_attention_over_them_is_exact():
