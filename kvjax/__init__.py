@@ -6,6 +6,8 @@ from kvjax.attention import attend_segment as attend_segment
 from kvjax.attention import merge as merge
 from kvjax.attention import output as output
 from kvjax.policies import REGISTRY as REGISTRY
+from kvjax.policies import balancekv as balancekv
+from kvjax.policies import balancekv_settings as balancekv_settings
 from kvjax.policies import chelsea as chelsea
 from kvjax.policies import clustergen as clustergen
 from kvjax.policies import exact as exact

@@ -3,6 +3,8 @@
 import inspect
 from collections.abc import Callable
 
+from kvjax.policies.balancekv import balancekv as balancekv
+from kvjax.policies.balancekv import balancekv_settings as balancekv_settings
 from kvjax.policies.chelsea import chelsea as chelsea
 from kvjax.policies.clustergen import clustergen as clustergen
 from kvjax.policies.exact import exact as exact
@@ -14,6 +16,7 @@ REGISTRY: dict[str, Callable[..., CachePolicy]] = {
     "exact": exact,
     "streaming_llm": streaming_llm,
     "uniform": uniform,
+    "balancekv": balancekv,
     "chelsea": chelsea,
     "clustergen": clustergen,
 }
