@@ -6,10 +6,11 @@ entry stands for). Alternation is optimal where similarity falls with distance (
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.state import HEAD_DIM, SLOTS, array, state
 
@@ -121,10 +122,13 @@ def compress(entries: Centroids, budget: int, chunk: int, schedule: Schedule) ->
     # What a step costs follows the slots, not the entries in them: so slots go as entries do.
     while (slots := carry[1].degree.shape[0]) > budget:
         fewer = max(budget, int(_STAGE * slots))
-        number, entries = jax.lax.while_loop(lambda carry, fewer=fewer: carry[1].count > fewer, step, carry)
-        cut = lambda x, fewer=fewer: x[:fewer] if x.ndim else x  # noqa: E731
-        carry = number, jax.tree.map(cut, entries)
+        number, entries = jax.lax.while_loop(functools.partial(_more_than, fewer), step, carry)
+        carry = number, jax.tree.map(lambda x: x[:fewer] if x.ndim else x, entries)  # noqa: B023
     return carry[1]
+
+
+def _more_than(budget: int, carry: tuple[Int[Array, ""], Centroids]) -> Bool[Array, ""]:
+    return carry[1].count > budget
 
 
 _STAGE = 0.7
