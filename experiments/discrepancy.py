@@ -40,6 +40,11 @@ _QUERIES = flags.DEFINE_integer("queries", 256, "Queries per seed.")
 _LONGEST = flags.DEFINE_integer(
     "longest", 16384, "Keys of the longest stream; shorter ones are powers of two from 256."
 )
+_SETTING = flags.DEFINE_multi_string(
+    "setting",
+    ["16,1,1", "16,1,theorem", "16,3,1", "16,6,1", "128,15,1", "128,15,theorem"],
+    "Dimension of keys, their norm, and the walk's constant c (or `theorem`); repeatable.",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,18 +55,17 @@ class Setting:
     norm: float
     c: float | None  # None: the theorem's
 
+    @classmethod
+    def parse(cls, text: str) -> "Setting":
+        """Raises a ValueError for what is no setting."""
+        try:
+            head_dim, norm, c = text.split(",")
+            return cls(int(head_dim), float(norm), None if c == "theorem" else float(c))
+        except ValueError as error:
+            raise ValueError(f"--setting={text}: give dimension, norm and c, such as 16,1,1 or 16,1,theorem") from error
+
     def __str__(self) -> str:
         return f"D = {self.head_dim}, norm {self.norm:g}, " + ("theorem's c" if self.c is None else f"c = {self.c:g}")
-
-
-SETTINGS = (
-    Setting(16, 1, 1.0),
-    Setting(16, 1, None),
-    Setting(16, 3, 1.0),
-    Setting(16, 6, 1.0),
-    Setting(128, 15, 1.0),
-    Setting(128, 15, None),
-)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -70,7 +74,8 @@ def main(argv: Sequence[str]) -> None:
     count, longest = (4, 1024) if flags.FLAGS.quick else (_SEEDS.value, _LONGEST.value)
     seeds = range(flags.FLAGS.seed, flags.FLAGS.seed + count)
     sizes = tuple(256 * 2**i for i in range(int(np.log2(longest / 256)) + 1))
-    measured = {one: measure(one, seeds, sizes, _QUERIES.value) for one in tqdm(SETTINGS, leave=False)}
+    chosen = [Setting.parse(text) for text in _SETTING.value]
+    measured = {one: measure(one, seeds, sizes, _QUERIES.value) for one in tqdm(chosen, leave=False)}
     rows = [row for one, found in measured.items() for row in setting_rows(one, found, sizes, flags.FLAGS.seed)]
     show(measured, sizes)
     directory = pathlib.Path(flags.FLAGS.output_dir)
@@ -168,8 +173,8 @@ def plot(
     path: pathlib.Path, measured: dict[Setting, dict[str, Float[np.ndarray, "R S"]]], sizes: Sequence[int]
 ) -> None:
     """A panel per setting, both axes logarithmic."""
-    figure, axes = plt.subplots(2, -(-len(measured) // 2), figsize=(13, 7), squeeze=False)
-    for axis, (setting, found) in zip(axes.flat, measured.items(), strict=False):
+    figure, axes = plt.subplots(1, len(measured), figsize=(4.5 * len(measured), 3.5), squeeze=False)
+    for axis, (setting, found) in zip(axes[0], measured.items(), strict=True):
         for name, series in found.items():
             value, low, high = np.array([results.mean_interval(values) for values in series.T]).T
             axis.errorbar(sizes, value, yerr=(value - low, high - value), marker=".", label=name)

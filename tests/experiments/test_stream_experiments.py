@@ -1,0 +1,87 @@
+"""The experiments on streams and their structures, as commands in small, and what they must show."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(name, directory, *arguments):
+    """The rows that a command writes, and what it prints."""
+    command = [sys.executable, "-m", f"experiments.{name}", f"--output_dir={directory}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads((directory / f"{name}.json").read_text()), done.stdout
+
+
+def select(rows, **wanted):
+    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+
+
+def test_the_walks_discrepancy_stays_where_coins_grow(tmp_path):
+    rows, _ = run("discrepancy", tmp_path, "--seeds=12", "--longest=2048", "--queries=64", "--setting=16,1,1")
+    assert (tmp_path / "discrepancy.png").stat().st_size > 10_000
+    assert all(row["n"] == 12 and row["norm"] == 1 and row["c"] == 1 for row in rows)
+    [walk] = select(rows, metric="discrepancy_slope", variant="softmax_balance")
+    [coins] = select(rows, metric="discrepancy_slope", variant="fair coins")
+    assert walk["ci95_high"] < 0.25
+    assert coins["ci95_low"] < 0.5 < coins["ci95_high"]
+    [share] = select(rows, metric="discrepancy_over_coins", context_tokens=2048)
+    assert share["ci95_high"] < 0.5
+
+
+@pytest.mark.heavy
+def test_at_real_norms_the_walk_is_coin_flipping(tmp_path):
+    rows, _ = run("discrepancy", tmp_path, "--quick", "--setting=128,15,theorem")
+    [share] = select(rows, metric="discrepancy_over_coins", context_tokens=1024)
+    assert share["value"] == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.heavy
+def test_subgens_errors_fall_with_the_root_of_their_samples(tmp_path):
+    rows, _ = run("subgen_rates", tmp_path, "--seeds=8", "--tokens=4096")
+    slopes = select(rows, metric="relative_error_slope")
+    assert {(row["stream"], row["knob"]) for row in slopes} == {
+        (stream, knob) for stream in ("tight", "drift", "low_rank") for knob in "st"
+    }
+    for row in slopes:
+        assert row["ci95_low"] < -0.5 < row["ci95_high"], row
+        assert row["ci95_high"] - row["ci95_low"] < 0.2, row
+
+
+@pytest.mark.heavy
+def test_geometry_of_streams(tmp_path):
+    rows, _ = run("stream_geometry", tmp_path, "--quick")
+    for part in ("growth", "norms"):
+        assert (tmp_path / f"stream_geometry_{part}.png").stat().st_size > 10_000
+    slopes = {(row["stream"], row["delta_share"]): row["value"] for row in select(rows, metric="clusters_slope")}
+    assert slopes["iid", 0.5] == pytest.approx(1)
+    assert slopes["tight", 0.5] == pytest.approx(0, abs=0.05)
+    [tight] = select(rows, metric="clusters", stream="tight", delta_share=0.5, context_tokens=1024)
+    assert tight["value"] == 64
+    ranks = {row["stream"]: row["value"] for row in select(rows, metric="effective_rank", norm=4.0)}
+    assert ranks["index"] < ranks["drift"] < ranks["iid"]
+    norms = select(rows, metric="key_norm", layer=1, kv_head=1)
+    assert len(norms) == 16
+    assert all(5 < row["value"] < 50 for row in norms)
+
+
+@pytest.mark.heavy
+def test_structures_keep_their_bytes_and_their_soundness(tmp_path):
+    rows, printed = run("stream_structures", tmp_path, "--quick")
+    assert {row["variant"] for row in select(rows, metric="update_seconds")} == {
+        "reservoir", "table", "tree", "tree, filled at once"
+    }  # fmt: skip
+    errors = select(rows, metric="relative_error")
+    assert {(row["variant"], row["context_tokens"]) for row in errors} == {
+        (name, size) for name in ("reservoir", "table", "tree") for size in (2**12, 2**16)
+    }
+    for row in errors:
+        assert row["device_bytes"] == row["bytes_promised"]
+        assert not row["not_a_number"]
+        assert row["value"] < 0.5
+    assert "sound" in printed
