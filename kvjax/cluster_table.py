@@ -149,7 +149,10 @@ def extend(
         delta=table.delta,
         doublings=table.doublings,
     )
-    assign = lambda frame, start: _assign_block(items, squared_norms, fresh, table.growth, block, frame, start)  # noqa: E731
+
+    def assign(frame, start):
+        return _assign_block(items, squared_norms, fresh, table.growth, block, frame, start)
+
     starts = jnp.arange(0, fresh.shape[0], block, dtype=jnp.int32)
     frame, opener = jax.lax.scan(assign, frame, starts)
 
@@ -282,7 +285,7 @@ def _merge_near(table: ClusterTable, waiting: Float[Array, ""], coins: Key[Array
     centers = table.centers.astype(jnp.float32)
     norms = jnp.sum(jnp.square(centers), axis=1)
     between = _squared_distances(centers, centers, norms, norms)
-    delta, stands, heir = _widen(between, table.count > 0, waiting, table.delta, table.growth)
+    delta, stands, heir = _widen(between, waiting, table.delta, table.growth)
 
     def merge(now, slot):
         merged = _absorb(now, heir[slot], table, slot, jax.random.fold_in(coins, slot))
@@ -368,31 +371,27 @@ def _greedy_cover(near: Bool[Array, "N N"], candidate: Bool[Array, "N"]) -> Bool
 
 
 def _widen(
-    between: Float[Array, "M M"],
-    occupied: Bool[Array, "M"],
-    waiting: Float[Array, ""],
-    delta: Float[Array, ""],
-    growth: float,
+    between: Float[Array, "M M"], waiting: Float[Array, ""], delta: Float[Array, ""], growth: float
 ) -> tuple[Float[Array, ""], Bool[Array, "M"], Int[Array, "M"]]:
-    """Grows delta so far that clusters merge, or that the waiting key finds a centre.
+    """Grows the delta of a full table so far that clusters merge, or that the waiting key finds a centre.
 
     Args:
         between: squared distances between centres.
-        occupied: which there are.
         waiting: squared distance of the key for which there is no room to its nearest centre.
 
     Returns:
         The new delta; the centres that stand: in order, each that is farther than delta from all that stand before it;
         and of every centre the nearest that stands, itself for those (not transitively: no farther than delta).
     """
-    number = jnp.arange(occupied.shape[0])
-    pairs = occupied[:, None] & occupied[None, :] & (number[:, None] < number[None, :])
-    least = jnp.minimum(jnp.min(jnp.where(pairs, between, jnp.inf)), waiting)
+    capacity = between.shape[0]
+    number = jnp.arange(capacity, dtype=jnp.int32)
+    pairs = number[:, None] < number[None, :]
+    near = jnp.minimum(jnp.min(jnp.where(pairs, between, jnp.inf)), waiting)
     # Rounded up, so that its square is no less than the distance's.
-    delta = jnp.maximum(growth * delta, jnp.sqrt(least) * (1 + 2.0**-22))
-    stands = _greedy_cover(between <= delta * delta, occupied)
+    delta = jnp.maximum(growth * delta, jnp.sqrt(near) * (1 + 2.0**-22))
+    stands = _greedy_cover(between <= delta * delta, jnp.ones(capacity, bool))
     _, heir = _first_least(jnp.where(stands[None, :], between, jnp.inf))
-    return delta, stands, jnp.where(stands, number, heir).astype(jnp.int32)
+    return delta, stands, jnp.where(stands, number, heir)
 
 
 def _assign_block(items, squared_norms, fresh, growth, block, frame, start):
@@ -447,8 +446,7 @@ def _assign_block(items, squared_norms, fresh, growth, block, frame, start):
     def widen(frame, waiting):
         centers, center_norms = items[frame.source], squared_norms[frame.source]
         between = _squared_distances(centers, centers, center_norms, center_norms)
-        occupied = jnp.arange(capacity) < frame.size
-        delta, stands, heir = _widen(between, occupied, waiting, frame.delta, growth)
+        delta, stands, heir = _widen(between, waiting, frame.delta, growth)
         packed = jnp.cumsum(stands, dtype=jnp.int32) - 1
         return _Frame(
             source=jnp.zeros_like(frame.source).at[jnp.where(stands, packed, capacity)].set(frame.source, mode="drop"),

@@ -9,6 +9,7 @@ from kvjax.policies.chelsea import chelsea as chelsea
 from kvjax.policies.clustergen import clustergen as clustergen
 from kvjax.policies.exact import exact as exact
 from kvjax.policies.streaming_llm import streaming_llm as streaming_llm
+from kvjax.policies.subgen import subgen as subgen
 from kvjax.policies.uniform import uniform as uniform
 from kvjax.policy import CachePolicy
 
@@ -19,6 +20,7 @@ REGISTRY: dict[str, Callable[..., CachePolicy]] = {
     "balancekv": balancekv,
     "chelsea": chelsea,
     "clustergen": clustergen,
+    "subgen": subgen,
 }
 
 

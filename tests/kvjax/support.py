@@ -29,6 +29,8 @@ POLICIES = {
     "uniform": kvjax.uniform(20, sinks=2, recent=8, period=8),
     "clustergen_paper": kvjax.clustergen(20, sinks=2, recent=8, period=8, variant="paper"),
     "clustergen_mean_value": kvjax.clustergen(20, sinks=2, recent=8, period=8),
+    "subgen_mean_value": kvjax.subgen(20, sinks=2, recent=8, period=8),
+    "subgen_paper": kvjax.subgen(20, sinks=2, recent=8, period=8, variant="paper"),
     "chelsea": kvjax.chelsea(20, sinks=2, recent=8, chunk=8, period=8),
 }
 

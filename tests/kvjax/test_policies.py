@@ -32,7 +32,7 @@ from tests.kvjax.support import (
 
 BATCH, KV_HEADS, QUERY_HEADS = len(LENGTHS), 2, 4
 # Policies whose weights stand for all tokens, kept or not.
-WEIGHING = ("uniform", "clustergen_mean_value", "chelsea")
+WEIGHING = ("uniform", "clustergen_mean_value", "chelsea", "subgen_mean_value")
 every_policy = pytest.mark.parametrize("name", POLICIES)
 
 
@@ -135,6 +135,7 @@ ROOMY = {
     "uniform": kvjax.uniform(BIG + 8, sinks=2, recent=8, period=8),
     "clustergen_mean_value": kvjax.clustergen(BIG + 8, sinks=2, recent=8, period=8),
     "chelsea": kvjax.chelsea(BIG + 8, sinks=2, recent=8, period=8),
+    "subgen_mean_value": kvjax.subgen(BIG + 8, sinks=2, recent=8, period=8),
 }
 
 
@@ -171,7 +172,7 @@ def expected_bytes(name, spec, budget, period, sinks, recent):
     """One row's bytes: keys and values of the store and of staging, staging's float32 weights, six int32 per row
     (offset, count, two overflows, total; exact and others alike) and what the policy keeps beside them."""
     itemsize, heads = jnp.dtype(spec.dtype).itemsize, spec.kv_heads
-    slots = EXACT_SLOTS if name == "exact" else budget
+    slots = EXACT_SLOTS if name == "exact" else sinks + recent if name.startswith("subgen") else budget
     staging = min(period, spec.max_new)
     common = 2 * heads * (slots + staging) * spec.head_dim * itemsize + 4 * heads * staging + 5 * 4
     selected = budget - sinks - recent
@@ -183,6 +184,10 @@ def expected_bytes(name, spec, budget, period, sinks, recent):
         "clustergen_paper": 4,  # the number of centres
         "clustergen_mean_value": 4 * heads * (2 * selected + budget),  # counts, separations, log-weights
         "chelsea": 4 * heads * (selected + budget) + 4,  # degrees, log-weights, the number of centroids
+        # A table of float32 means, counts and radii; 16 x 16 moments, two means and a scale.
+        "subgen_mean_value": heads * (selected * (8 * spec.head_dim + 8) + 24 + 4 * (16**2 + 2 * spec.head_dim + 1)),
+        # Half the slots are samples with their masses, half hold two keys each, with counts and radii.
+        "subgen_paper": heads * (selected * (2 * spec.head_dim * itemsize + 6) + 12 + 8 + 24),
     }
     return common + own[name]
 
@@ -204,7 +209,13 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
     policy, spec = POLICIES[name], make_spec(dtype=jnp.bfloat16)
     slots = {"exact": EXACT_SLOTS}.get(name, 16 if name.startswith("streaming") else 20)
     weighted = slots if name in WEIGHING else 0
-    per_row = 2 * KV_HEADS * (slots + 8) * HEAD_DIM * 2 + 4 * KV_HEADS * (8 + weighted) + 3 * 4
+    beside = 0
+    if name.startswith("subgen"):  # the window holds sinks and recent tokens only
+        slots, weighted = 10, 0
+        # Ten float32 means and the spread; five samples and the sampled keys of five clusters.
+        sized = {"subgen_mean_value": 10 * (2 * HEAD_DIM * 4 + 4) + 4 * (2 * HEAD_DIM + 1)}
+        beside = KV_HEADS * sized.get(name, 5 * (2 * HEAD_DIM * 2 + 4) + 5 * (HEAD_DIM * 2 + 4))
+    per_row = 2 * KV_HEADS * (slots + 8) * HEAD_DIM * 2 + 4 * KV_HEADS * (8 + weighted) + 3 * 4 + beside
     assert policy.read_bytes(policy.init(spec, row_keys())) == BATCH * per_row
 
 
@@ -214,6 +225,7 @@ FITS = {
     "clustergen_paper": lambda budget: kvjax.clustergen(budget, variant="paper"),
     "clustergen_mean_value": lambda budget: kvjax.clustergen(budget, sinks=1),
     "chelsea": lambda budget: kvjax.chelsea(budget, sinks=3, recent=9),
+    "subgen_mean_value": lambda budget: kvjax.subgen(budget, sinks=3, recent=9),
 }
 
 
@@ -550,9 +562,11 @@ def _fresh(name):
 
 
 def _plain(state):
-    """The state with typed random keys as numbers, for chex."""
-    is_key = lambda leaf: jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
-    if any(map(is_key, jax.tree.leaves(state))):
-        selection = dataclasses.replace(state.selection, row_keys=None)
-        return dataclasses.replace(state, selection=selection)
-    return state
+    """The state with typed random keys as numbers, for chex; shapes and dtypes alone will do, too."""
+
+    def plain(leaf):
+        if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf
+        return jax.random.key_data(leaf) if isinstance(leaf, jax.Array) else jax.eval_shape(jax.random.key_data, leaf)
+
+    return jax.tree.map(plain, state)

@@ -38,8 +38,9 @@ def test_every_array_names_its_axes(name):
         "clustergen_paper": {"chosen": ("batch",)},
         "streaming_llm_reindexed": {"rope": ("slots",)},
     }
-    own = names.selection
-    assert selection.get(name) == (own and {field.name: getattr(own, field.name) for field in dataclasses.fields(own)})
+    if name in selection:
+        own = names.selection
+        assert selection[name] == {field.name: getattr(own, field.name) for field in dataclasses.fields(own)}
     is_names = lambda node: isinstance(node, tuple) and all(isinstance(axis, str) for axis in node)  # noqa: E731
     for leaf, axes in zip(jax.tree.leaves(state), jax.tree.leaves(names, is_leaf=is_names), strict=True):
         assert leaf.ndim == len(axes)
