@@ -34,7 +34,7 @@ WALK, COINS = "softmax_balance", "fair coins"
 # The chance of failure that the theorem's constant c = 30 log(n / delta) is asked for.
 FAILURE = 0.01
 
-settings.define_common(policies=(), budgets=())
+settings.define_run()
 _SEEDS = flags.DEFINE_integer("seeds", 40, "Seeds, from --seed on.")
 _QUERIES = flags.DEFINE_integer("queries", 256, "Queries per seed.")
 _LONGEST = flags.DEFINE_integer(

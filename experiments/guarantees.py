@@ -24,7 +24,7 @@ from kvjax.policies.subgen import subgen_settings
 NAME = "guarantees"
 RECORDED = "recorded"
 
-settings.define_common(policies=(), budgets=())
+settings.define_run()
 _EPSILON = flags.DEFINE_multi_float("epsilon", [0.5, 0.1], "Error asked for, relative to the theorems' norms.")
 _NORM = flags.DEFINE_multi_float("norm", [0.5, 1, 2, 4, 15], "l2 norms of synthetic keys and queries; repeatable.")
 _STREAM = flags.DEFINE_multi_enum(

@@ -31,7 +31,7 @@ NAME = "stream_geometry"
 RECORDED = "recorded"
 BLOCK = 256  # tokens between two looks at the number of clusters
 
-settings.define_common(policies=(), budgets=())
+settings.define_run()
 _SEEDS = flags.DEFINE_integer("seeds", 5, "Seeds, from --seed on.")
 _TOKENS = flags.DEFINE_integer("tokens", 8192, "Tokens of a synthetic stream.")
 _RECORDED_TOKENS = flags.DEFINE_integer("recorded_tokens", 4096, "Tokens of a recorded stream.")

@@ -27,7 +27,7 @@ from kvjax import balance, cluster_table, merge_reduce, reservoir
 
 NAME = "stream_structures"
 
-settings.define_common(policies=(), budgets=())
+settings.define_run()
 _STREAM = flags.DEFINE_enum("stream", "drift", list(streams.SYNTHETIC), "The stream that goes through the structures.")
 _NORM = flags.DEFINE_float("norm", 4, "l2 norm of keys and queries.")
 _REPETITIONS = flags.DEFINE_integer("repetitions", 7, "Repetitions; the median is reported, with the extremes.")

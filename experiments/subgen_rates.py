@@ -28,7 +28,7 @@ KEYS_PER_CLUSTER = (2, 4, 8, 16, 32, 64)  # t
 CLUSTERS = 64
 DRAWS = 4  # structures per seed, whose errors are averaged
 
-settings.define_common(policies=(), budgets=())
+settings.define_run()
 _SEEDS = flags.DEFINE_integer("seeds", 20, "Seeds, from --seed on.")
 _TOKENS = flags.DEFINE_integer("tokens", 8192, "Tokens of a stream.")
 _NORM = flags.DEFINE_float("norm", 4, "l2 norm of keys and queries.")

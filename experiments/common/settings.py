@@ -19,16 +19,21 @@ DEFAULT_CHECKPOINT = "line-retrieval-2l-4k"
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def define_common(*, policies: Sequence[str], budgets: Sequence[str]) -> None:
-    """Defines the common flags with an experiment's own defaults. Call once, at import of the experiment's module."""
+def define_run() -> None:
+    """Defines the flags of every experiment. Call once, at import of the experiment's module."""
     flags.DEFINE_string("model", DEFAULT_CHECKPOINT, "A Hugging Face directory, or the name of a shipped checkpoint.")
+    flags.DEFINE_string("output_dir", "build", "Where results go.")
+    flags.DEFINE_integer("seed", 0, "Decides documents, sampling and the policies' randomness.")
+    flags.DEFINE_bool("quick", False, "A small run, to see that everything works.")
+
+
+def define_common(*, policies: Sequence[str], budgets: Sequence[str]) -> None:
+    """Defines the flags of experiments on policies, with an experiment's own defaults; calls `define_run`."""
+    define_run()
     flags.DEFINE_multi_string("policy", list(policies), "NAME or NAME:option=value,... ; repeatable.")
     flags.DEFINE_multi_string(
         "budget", list(budgets), "Slots per head (1024), a share of exact's bytes (25%) or bytes (64MiB); repeatable."
     )
-    flags.DEFINE_string("output_dir", "build", "Where results go.")
-    flags.DEFINE_integer("seed", 0, "Decides documents, sampling and the policies' randomness.")
-    flags.DEFINE_bool("quick", False, "A small run, to see that everything works.")
 
 
 @dataclasses.dataclass(frozen=True)
