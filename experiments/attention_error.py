@@ -98,7 +98,7 @@ STUDIES = {
     ),
 }
 
-settings.define_run()
+settings.define_common(policies=(), budgets=())
 _STUDY = flags.DEFINE_enum("study", "policies", list(STUDIES), "Default policies, budgets and norms.")
 # Variants are chosen on seeds 0 to 9 and reported on later ones.
 flags.FLAGS.set_default("seed", 10)
