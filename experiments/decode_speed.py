@@ -31,7 +31,16 @@ from models import checkpoint, generate
 from models.llama import Llama
 
 NAME = "decode_speed"
-POLICIES = ("exact", "streaming_llm", "uniform", "clustergen:variant=paper", "clustergen:variant=mean_value")
+POLICIES = (
+    "exact",
+    "streaming_llm",
+    "uniform",
+    "clustergen:variant=paper",
+    "clustergen:variant=mean_value",
+    "subgen",
+    "balancekv",
+    "chelsea",
+)
 
 # What `transformers_decode.py` exits with where torch or transformers is not installed.
 MISSING = 3

@@ -24,7 +24,7 @@ from models import generate
 from models.llama import Llama, LlamaConfig
 
 NAME = "prefill_speed"
-POLICIES = ("streaming_llm", "uniform", "clustergen", "subgen", "balancekv")
+POLICIES = ("streaming_llm", "uniform", "subgen", "balancekv", "balancekv:variant=reference", "chelsea")
 
 settings.define_common(policies=POLICIES, budgets=("20%",))
 _CONTEXT = flags.DEFINE_multi_integer("context_tokens", [4096, 16384, 32768], "Tokens of the prompt; repeatable.")
