@@ -5,9 +5,7 @@ t / 2 out) into one bin one level up. The randomness of a halving depends on its
 is that of the offline recursion, however the stream is cut.
 """
 
-import bisect
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
@@ -154,60 +152,95 @@ def fill(
     count: Int[Array, ""],
     *,
     halve: Halve,
+    block: int = 0,
     together: int = 16,
 ) -> MergeReduceTree:
-    """The first `count` of T tokens into an empty tree that is not eager: what `insert` gives, many halvings at once.
+    """The first `count` of T tokens into an empty tree, all at hand: level by level, many halvings side by side.
+
+    Every level is halved before the next, oldest first, until the bins suffice. So the levels of what is stored differ
+    less than those of a stream that had to make room as it went, and bins of a level can be halved in larger groups,
+    which share their entries. Where a group is two siblings every bin is that node of the offline recursion.
 
     Args:
+        block: entries halved together, rounded down to whole pairs of siblings (one at least). Entries of weight zero,
+            where a group is not full, come last.
         together: halvings that run side by side; more take more memory.
-
-    Raises:
-        ValueError: for an eager tree.
     """
-    if tree.eager:
-        raise ValueError("eager=True: fill knows only when a tree that is not eager merges; use insert")
-    bin_slots, tokens = _bin_slots(tree), keys.shape[0]
-    leaves = -(-tokens // bin_slots)
-    plan = _plan(leaves, tree.level.shape[0])
-    pad = ((0, leaves * bin_slots - tokens), (0, 0))
+    bin_slots, bins = _bin_slots(tree), tree.level.shape[0]
+    leaves = -(-keys.shape[0] // bin_slots)
+    pad = ((0, leaves * bin_slots - keys.shape[0]), (0, 0))
     keys = jnp.pad(keys, pad).astype(tree.keys.dtype)
     values = None if values is None or tree.values is None else jnp.pad(values, pad).astype(tree.values.dtype)
+    # How many nodes are made at each level, and the most of any count (a leaf's first token is what asks for a bin).
+    made = _nodes_made(count, bin_slots, bins, leaves)
+    counts = np.arange(leaves)[:, None] * bin_slots + np.array([1, bin_slots])
+    most = [int(np.max(nodes)) for nodes in _nodes_made(counts, bin_slots, bins, leaves)]
 
-    # Every node that some prompt of up to T tokens needs, level by level: its tokens and their weights.
-    place = jnp.arange(leaves * bin_slots, dtype=jnp.int32).reshape(leaves, bin_slots)
-    token, weight = place, (place < count).astype(jnp.float32)
-    clipped = jnp.zeros(0, jnp.int32)
+    token = jnp.arange(leaves * bin_slots, dtype=jnp.int32).reshape(leaves, bin_slots)
+    nodes = [(token, (token < count).astype(jnp.float32))]
+    clipped = jnp.int32(0)
 
-    def merge(item):
-        level, index, token, weight = item
+    def halve_group(item):
+        level, group, token, weight = item
         value = None if values is None else values[token]
-        halved = _halve(tree, halve, level, index, keys[token], value, weight)
-        return token[halved.kept], halved.weight, halved.clipped
+        halved = _halve(tree, halve, level, group, keys[token], value, weight)
+        # Entries to the front, so that they fill the group's first bins.
+        order = jnp.argsort(halved.weight == 0, stable=True)
+        return token[halved.kept[order]], halved.weight[order], jnp.where(jnp.any(weight > 0), halved.clipped, 0)
 
-    for first, last in plan.levels:
-        children = plan.children[first:last]
-        pairs = token[children].reshape(last - first, -1), weight[children].reshape(last - first, -1)
-        own = (plan.node_level[leaves + first : leaves + last], plan.node_index[leaves + first : leaves + last])
-        items = jax.tree.map(jnp.asarray, (*own, *pairs))
-        new_token, new_weight, new_clipped = jax.lax.map(merge, items, batch_size=min(together, last - first))
-        token = jnp.concatenate([token, new_token])
-        weight = jnp.concatenate([weight, new_weight])
-        clipped = jnp.concatenate([clipped, new_clipped])
+    for level in range(1, len(most)):
+        if not most[level]:
+            break
+        pairs = min(max(1, block // (2 * bin_slots)), most[level])
+        groups = -(-most[level] // pairs)
+        token, weight = (_rows(x, 2 * pairs * groups).reshape(groups, -1) for x in nodes[-1])
+        # Only the first pairs of the level are merged.
+        wanted = jnp.arange(groups * pairs).repeat(2 * bin_slots).reshape(groups, -1) < made[level]
+        number = jnp.arange(groups)
+        items = (jnp.full_like(number, level), number, token, jnp.where(wanted, weight, 0.0))
+        token, weight, new_clipped = jax.lax.map(halve_group, items, batch_size=min(together, groups))
+        clipped += jnp.sum(new_clipped)
+        nodes.append((token.reshape(-1, bin_slots), weight.reshape(-1, bin_slots)))
 
-    opened = -(-count // bin_slots)
-    node = jnp.asarray(plan.stored)[opened]
-    chosen = token[node].reshape(-1)
-    weights = jnp.where(node[:, None] >= 0, weight[node], 0.0).reshape(-1)
+    # What is left of every level, the highest first: its nodes from twice the next level's number on.
+    consumed = 2 * jnp.stack([*made[1:], jnp.zeros_like(count)])
+    left = (jnp.stack(made) - consumed).at[0].add(count % bin_slots > 0)
+    end = jnp.cumsum(left[::-1])[::-1]
+    lane = jnp.arange(bins)
+    of_level = jnp.sum(lane[:, None] < end, axis=1, dtype=jnp.int32) - 1
+    of_index = jnp.where(of_level < 0, 0, lane - (end - left)[of_level] + consumed[of_level])
+    offset = np.cumsum([0, *(len(token) for token, _ in nodes)])
+    row = jnp.where(of_level < 0, 0, jnp.asarray(offset)[of_level] + of_index)
+    token, weight = (jnp.concatenate(parts)[row] for parts in zip(*nodes, strict=True))
+    chosen, weight = token.reshape(-1), jnp.where(of_level[:, None] < 0, 0.0, weight).reshape(-1)
     return dataclasses.replace(
         tree,
         keys=keys[chosen],
         values=None if values is None else values[chosen],
-        log_weight=jnp.log(weights),
-        level=jnp.where(node >= 0, jnp.asarray(plan.node_level)[node], -1),
-        index=jnp.where(node >= 0, jnp.asarray(plan.node_index)[node], 0),
+        log_weight=jnp.log(weight),
+        level=of_level,
+        index=of_index.astype(jnp.int32),
         count=count.astype(jnp.int32),
-        clipped=jnp.sum(jnp.where(jnp.asarray(plan.opened) <= opened, clipped, 0), dtype=jnp.int32),
+        clipped=clipped,
     )
+
+
+def _nodes_made(count, bin_slots: int, bins: int, leaves: int) -> list:
+    """How many nodes of each level `fill` makes of `count` tokens, in numpy or jax; at level 0 they are full leaves.
+
+    Every merge makes one bin of two: a level is merged as far as there are bins too many, or pairs.
+    """
+    made = [count // bin_slots]
+    excess = -(-count // bin_slots) - bins
+    for level in range(1, leaves.bit_length()):
+        made.append(excess.clip(0, made[0] >> level))
+        excess = excess - made[-1]
+    return made
+
+
+def _rows(x: Array, count: int) -> Array:
+    """The first `count` rows, followed by zeros where there are fewer."""
+    return jnp.pad(x[:count], ((0, max(count - x.shape[0], 0)), (0, 0)))
 
 
 def _bin_slots(tree: MergeReduceTree) -> int:
@@ -319,47 +352,3 @@ def _insert_in_leaf(
         return tree, _next_pair(tree)
 
     return jax.lax.while_loop(lambda carry: carry[1].exists, merge, (tree, _next_pair(tree)))[0]
-
-
-class _Plan(NamedTuple):
-    """What a tree that is not eager does with leaves 0, 1, ...: nodes 0 .. leaves - 1 are the leaves, then the merged.
-
-    Merged nodes are sorted by level; `levels` are their ranges [first, last), counted from the first merged one.
-    """
-
-    node_level: np.ndarray  # [nodes] int32
-    node_index: np.ndarray  # [nodes] int32
-    children: np.ndarray  # [merges, 2] int32 nodes
-    opened: np.ndarray  # [merges] int32: merged when so many leaves have been opened, and always after
-    stored: np.ndarray  # [leaves + 1, N] int32 node in each bin once so many leaves have been opened, -1 in free bins
-    levels: tuple[tuple[int, int], ...]
-
-
-@functools.cache
-def _plan(leaves: int, bins: int) -> _Plan:
-    stored: list[tuple[int, int] | None] = [None] * bins
-    merged: dict[tuple[int, int], int] = {}
-    history = [tuple(stored)]
-    for leaf in range(leaves):
-        if None not in stored:
-            present = set(filter(None, stored))
-            lowest = min(node for node in present if node[1] % 2 == 0 and (node[0], node[1] + 1) in present)
-            level, index = lowest
-            stored[stored.index(lowest)] = (level + 1, index // 2)
-            stored[stored.index((level, index + 1))] = None
-            merged[level + 1, index // 2] = leaf + 1
-        stored[stored.index(None)] = (0, leaf)
-        history.append(tuple(stored))
-    nodes = [(0, leaf) for leaf in range(leaves)] + sorted(merged)
-    place = {node: number for number, node in enumerate(nodes)}
-    heights = [level for level, _ in sorted(merged)]
-    array = functools.partial(np.array, dtype=np.int32)
-    children = [(place[level - 1, 2 * index], place[level - 1, 2 * index + 1]) for level, index in sorted(merged)]
-    return _Plan(
-        node_level=array([level for level, _ in nodes]),
-        node_index=array([index for _, index in nodes]),
-        children=array(children).reshape(-1, 2),
-        opened=array([merged[node] for node in sorted(merged)]),
-        stored=array([[-1 if node is None else place[node] for node in row] for row in history]),
-        levels=tuple((bisect.bisect_left(heights, h), bisect.bisect_right(heights, h)) for h in sorted(set(heights))),
-    )

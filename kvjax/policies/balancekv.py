@@ -32,6 +32,9 @@ from kvjax.value_buckets import ValueBuckets, init_value_buckets
 VARIANTS = ("pairs", "streaming", "reference", "paper")
 # The constants of each variant's walk; those of "reference" are the released code's.
 WALKS = {"pairs": (4.0, 0.1), "streaming": (1.0, 0.1), "reference": (4.0, 1.0)}
+# Of a tree. A stream that comes bit by bit halves two bins at a time: the fewer they are, the more tokens find their
+# like; the more, the less weights differ.
+FEWEST_BINS = 16
 # Marks of the needle augmentation reach so many tokens to either side.
 NEEDLE_REACH = 25
 
@@ -101,9 +104,10 @@ def balancekv(
             "reference": the released code: the prompt is halved once, as often as the budget asks for by
                 `spec.max_prompt`; tokens that come later are all kept, in slots of their own beside the budget.
             "paper": Algorithm 1 with its guarantee: trees for the numerator by value norm, one for the denominator.
-        block_size: tokens halved together, 512 at most by default ("reference": 128). Larger is better and slower.
-        bins: into how many bins a tree's slots are divided, two of which are halved together; by default as few as
-            `block_size` and the length of the stream allow.
+        block_size: tokens of a prompt halved together, 512 by default ("reference": 128; "paper" has none). Larger is
+            better and slower.
+        bins: into how many bins a tree's slots are divided, two of which are halved together as tokens come; by
+            default `FEWEST_BINS` or a few more, and for "paper" as few as the length of the stream allows.
         gamma, temperature: of the walk; see `halve_by_pairs` and `reference_halving` for what they mean and `WALKS`
             for the defaults.
         decode: "reference" only; "weights": log w in both sums. "scaled": log w in the numerator, halvings x log 2 in
@@ -159,21 +163,21 @@ class _WindowSizes(NamedTuple):
         return max(spec.max_prompt + spec.max_new - self.sinks - self.recent, 1)
 
 
-def bin_sizes(slots: float, tokens: int, block_size: int, bins: int | None) -> tuple[int, int]:
-    """Number of bins and slots in each: as few bins as a stream of so many tokens and `block_size` allow.
+def bin_sizes(slots: float, tokens: int, bins: int | None, fewest: int = FEWEST_BINS) -> tuple[int, int]:
+    """Number of bins and slots in each: the fewest that will do, or a few more that use more of the slots.
 
     Raises:
-        ValueError: where the slots are too few.
+        ValueError: where the slots are too few for a stream of so many tokens.
     """
-    tried = range(max(1, math.ceil(2 * slots / block_size)), int(slots) + 1) if bins is None else (bins,)
-    for count in tried:
-        size = int(slots // count)
-        if size and count >= bins_needed(tokens, size):
-            return count, size
-    raise ValueError(
-        f"{slots:g} slots between sinks and recent tokens, in bins={'any number' if bins is None else bins}, cannot "
-        f"hold a stream of {tokens} tokens: log2(tokens / bin slots) bins are needed; give a larger budget"
-    )
+    tried = range(max(1, min(fewest, int(slots))), int(slots) + 1) if bins is None else (bins,)
+    sizes = ((count, int(slots // count)) for count in tried)
+    fit = [(count, size) for count, size in sizes if size and count >= bins_needed(tokens, size)]
+    if not fit:
+        raise ValueError(
+            f"{slots:g} slots beside sinks and recent tokens, in {bins or 'any number of'} bins, cannot hold a stream "
+            f"of {tokens} tokens: log2(tokens / bin slots) bins are needed; give a larger budget"
+        )
+    return max(fit[: max(1, fewest // 2)], key=lambda sizes: sizes[0] * sizes[1])
 
 
 def _stream_keys(row_keys: Key[Array, "B"], heads: int) -> Key[Array, "B H_kv"]:
@@ -192,7 +196,7 @@ def _streamed(
     name: str, slots: int, sizes: _WindowSizes, block_size: int, bins: int | None, halve: Halve
 ) -> CachePolicy:
     def init(spec, row_keys):
-        count, size = bin_sizes(slots, sizes.most(spec), block_size, bins)
+        count, size = bin_sizes(slots, sizes.most(spec), bins)
 
         def make(rng):
             return init_merge_reduce(
@@ -210,8 +214,8 @@ def _streamed(
 
     def select(state, keys, values):
         _, _, middle = occupancy(state.window)
-        together = max(1, 16 // (keys.shape[0] * keys.shape[2]))
-        fill = functools.partial(merge_reduce.fill, halve=halve, together=together)
+        together = max(1, 8 // (keys.shape[0] * keys.shape[2]))
+        fill = functools.partial(merge_reduce.fill, halve=halve, block=block_size, together=together)
         trees = _over_heads(fill, 0, 0, 0, None)(
             state.selection.tree, _middle(keys, sizes.sinks), _middle(values, sizes.sinks), middle
         )
@@ -277,7 +281,7 @@ def _paper(
     def init(spec, row_keys):
         tokens = sizes.most(spec)
         # A denominator's entry is a key alone: half a slot.
-        count, size = bin_sizes(slots / (buckets + 0.5), tokens, 2 * slots, bins)
+        count, size = bin_sizes(slots / (buckets + 0.5), tokens, bins, fewest=1)
         make = functools.partial(
             init_merge_reduce,
             bins=count,

@@ -112,18 +112,51 @@ def test_a_stream_gives_the_same_however_it_is_cut(eager, cut):
 
 
 @pytest.mark.parametrize("count", [0, 3, 24, 25, 61, 100])
-@pytest.mark.parametrize("name", ["pairs", "softmax"])
-def test_filling_at_once_equals_inserting(name, count):
+@pytest.mark.parametrize("name", ["pairs", "exactly"])
+def test_filling_at_once_makes_nodes_of_the_offline_recursion_of_even_levels(name, count):
     keys, values = stream()
-    roomy = {"tokens": 120}
-    expected = insert(fresh(**roomy), keys, values, np.arange(TOKENS) < count, halve=HALVES[name])
     inside = np.arange(TOKENS)[:, None] < count
     noisy = np.where(inside, keys, 50.0), np.where(inside, values, -50.0)
-    filled = fill(fresh(**roomy), *noisy, jnp.int32(count), halve=HALVES[name])
-    chex.assert_trees_all_close(occupied(filled), occupied(expected), rtol=1e-6)
+    tree = fill(fresh(), *noisy, jnp.int32(count), halve=HALVES[name])
+    node = offline(keys, values, quickly(HALVES[name]), conserves_mass=True)
+    opened = -(-count // BIN_SLOTS)
+    assert np.sum(tree.level >= 0) == min(opened, BINS) and tree.count == count and tree.lost == 0
+    for number, (level, index) in enumerate(zip(np.asarray(tree.level), np.asarray(tree.index), strict=True)):
+        slots = slice(number * BIN_SLOTS, (number + 1) * BIN_SLOTS)
+        if level < 0:
+            assert np.all(np.isneginf(tree.log_weight[slots]))
+            continue
+        tokens, weight = node(int(level), int(index))
+        weight = np.where(tokens < count, weight, 0.0) if level == 0 else weight
+        # In order of weight where the halving gives one.
+        order = np.lexsort((np.arange(BIN_SLOTS), weight == 0))
+        np.testing.assert_allclose(np.exp(tree.log_weight[slots]), weight[order], rtol=1e-5)
+        there = weight[order] > 0
+        np.testing.assert_array_equal(tree.keys[slots][there], keys[tokens[order]][there])
+    # Every level below the highest was halved as far as it has pairs.
+    levels = tree.level[tree.level >= 0].tolist()
+    assert all(levels.count(level) <= 1 + (level == 0) for level in range(max(levels, default=0) - 1))
     more = stream(1, 20)
-    both = (occupied(insert(tree, *more, halve=HALVES[name])) for tree in (filled, expected))
-    chex.assert_trees_all_close(*both, rtol=1e-6)
+    later = insert(tree, *more, halve=HALVES[name])
+    assert later.count == count + 20 and later.lost == 0
+    np.testing.assert_allclose(np.exp(later.log_weight).sum(), count + 20, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["pairs", "exactly"])
+def test_filling_in_groups_depends_on_the_tokens_alone(name):
+    keys, values = stream()
+    in_groups = quickly(merge_reduce.fill, static_argnames=("halve", "block", "together"))
+    trees = []
+    for tokens, noise in [(61, 0.0), (100, 50.0)]:
+        inside = np.arange(tokens)[:, None] < 61
+        padded = np.where(inside, keys[:tokens], noise), np.where(inside, values[:tokens], noise)
+        tree = in_groups(fresh(), *padded, jnp.int32(61), halve=HALVES[name], block=32, together=1 + int(noise))
+        trees.append(occupied(tree))
+        np.testing.assert_allclose(np.exp(tree.log_weight).sum(), 61, rtol=1e-5)
+        assert np.isfinite(tree.log_weight).sum() == 5 * BIN_SLOTS + 61 % BIN_SLOTS
+    chex.assert_trees_all_close(*trees, rtol=1e-6)
+    apart = occupied(fill(fresh(), keys, values, jnp.int32(61), halve=HALVES[name]))
+    assert not np.array_equal(apart["keys"], trees[0]["keys"])
 
 
 def test_invalid_tokens_are_passed_over():
@@ -235,8 +268,3 @@ def test_the_least_bins_are_enough_and_one_less_is_not(eager):
 def test_sizes_that_cannot_be_are_refused_by_name(sizes):
     with pytest.raises(ValueError, match=next(iter(sizes))):
         fresh(**sizes)
-
-
-def test_an_eager_tree_cannot_be_filled_at_once():
-    with pytest.raises(ValueError, match="eager=True"):
-        merge_reduce.fill(fresh(eager=True), *stream(), jnp.int32(5), halve=balance.halve_by_pairs)
