@@ -465,21 +465,16 @@ def _rebuild(table, frame, items, home, weight, count, values, draws, rng):
     """The table after an update: what every slot now holds, from the items that live in it."""
     capacity, tokens = table.centers.shape[0], home.shape[0] - table.centers.shape[0]
     occupied = count > 0
-    # Slots that nothing came to and nothing moved into stay as they are, to the bit.
-    same = (count == table.count) & (frame.source == jnp.arange(capacity))
     if values is not None:
         values = jnp.pad(values.astype(jnp.float32), ((0, tokens - values.shape[0]), (0, 0)))
-
-    def mean(old, fresh):
-        total = jnp.concatenate([old * table.count[:, None], jnp.where(weight[capacity:, None] > 0, fresh, 0.0)])
-        total = jnp.zeros(old.shape, jnp.float32).at[home].add(total, mode="drop")
-        return jnp.where(same[:, None], old, total / jnp.maximum(count, 1)[:, None])
-
-    opener = jnp.where(occupied[:, None], items[frame.source], 0.0)
-    centers: Array = mean(table.centers, items[capacity:]) if table.moving else opener
+    centers, mean_key, mean_value = _means(table, frame, items[capacity:], home, weight, count, values)
+    if not table.moving:
+        centers = jnp.where(occupied[:, None], items[frame.source], 0.0)
     gone = jnp.where(home < capacity, home, 0)
     reached = jnp.sqrt(jnp.sum(jnp.square(items - centers[gone]), axis=1)) + jnp.pad(table.radius, (0, tokens))
-    radius = jnp.zeros(capacity).at[home].max(reached, mode="drop")
+    # Slots that nothing came to and nothing moved into stay as they are, to the bit.
+    same = (count == table.count) & (frame.source == jnp.arange(capacity))
+    radius = jnp.where(same, table.radius, jnp.zeros(capacity).at[home].max(reached, mode="drop"))
 
     def sample(old, fresh, cluster, token):
         if old is None:
@@ -505,16 +500,43 @@ def _rebuild(table, frame, items, home, weight, count, values, draws, rng):
         table,
         centers=centers.astype(table.centers.dtype),
         count=count,
-        radius=jnp.where(same, table.radius, radius),
+        radius=radius,
         samples=samples,
         sample_values=sample_values,
-        mean_key=None if table.mean_key is None else mean(table.mean_key, items[capacity:]),
-        mean_value=None if table.mean_value is None else mean(table.mean_value, values),
+        mean_key=mean_key,
+        mean_value=mean_value,
         size=frame.size,
         delta=frame.delta,
         doublings=frame.doublings,
         rng=jnp.where(jnp.any(weight[capacity:] > 0), rng, table.rng),
     )
+
+
+def _means(table, frame, keys, home, weight, count, values):
+    """Moving centres, mean keys and mean values after an update, None for those that the table does not keep."""
+    capacity = table.centers.shape[0]
+    kept = {"centers": keys if table.moving else None, "mean_key": keys, "mean_value": values}
+    kept = {name: fresh for name, fresh in kept.items() if fresh is not None and getattr(table, name) is not None}
+
+    def fold(carry):
+        means, _ = carry
+        at = lambda rows: jnp.zeros_like(rows).at[home[:capacity]].add(rows, mode="drop")  # noqa: E731
+        total = jnp.maximum(at(table.count), 1)[:, None]
+        return {name: at(mean * table.count[:, None]) / total for name, mean in means.items()}, False
+
+    # As in `_assign_block`, a loop instead of `cond`: most updates merge nothing.
+    means, _ = jax.lax.while_loop(
+        lambda carry: carry[1],
+        fold,
+        ({name: getattr(table, name) for name in kept}, frame.doublings > table.doublings),
+    )
+    home, fresh_weight = home[capacity:], weight[capacity:, None]
+    slot = jnp.minimum(home, capacity - 1)
+    for name, fresh in kept.items():
+        # (n mean + sum of x) / n' as mean + sum of (x - mean) / n', which leaves other slots as they are.
+        change = jnp.where(fresh_weight > 0, (fresh - means[name][slot]) / jnp.maximum(count[slot], 1)[:, None], 0.0)
+        means[name] = means[name].at[home].add(change, mode="drop")
+    return tuple(means.get(name) for name in ("centers", "mean_key", "mean_value"))
 
 
 def _check(table, keys, values, valid) -> Bool[Array, "T"]:

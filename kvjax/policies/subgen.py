@@ -102,7 +102,7 @@ def subgen(
         per_cluster: t; 1 in "paper", 0 in "mean_value".
         delta: the start of the clusters' radius, in units of the keys; None takes it from the data.
         growth: the least factor by which delta grows when the clusters run out: 2 in "paper", as in the guarantees,
-            1.05 in "mean_value", so that the table stays nearly full.
+            1.1 in "mean_value", so that the table stays nearly full.
         spread: whether "mean_value" with t = 0 spreads its clusters.
 
     Raises:
@@ -111,7 +111,7 @@ def subgen(
     sizes = _sizes(variant, budget, sinks + recent, samples, clusters, per_cluster)
     check_budget(sinks + recent + 1 if budget is None else budget, sinks, recent)
     check_period(period)
-    growth = (2.0 if variant == "paper" else 1.05) if growth is None else growth
+    growth = (2.0 if variant == "paper" else 1.1) if growth is None else growth
     means = variant == "mean_value"
     spread = spread and means and not sizes.per_cluster
 

@@ -1,0 +1,313 @@
+"""What is special to `subgen`; what holds for every policy is tested with the others."""
+
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+import kvjax
+from kvjax.policies.subgen import SubgenSettings, subgen_settings
+from tests.kvjax.support import HEAD_DIM, LENGTHS, QUICKLY, make_spec, row_keys, whole_run
+
+DIM, TOKENS = 32, 256
+
+
+def quick(function):
+    return jax.jit(function, compiler_options=QUICKLY)
+
+
+def attended(policy, keys, values, queries, batch=1, seed=0):
+    """Attention output [B, Q, D] of queries [Q, D] after a prompt [T, D] in every row, each row with its randomness."""
+    tokens, dim = keys.shape
+    spec = kvjax.CacheSpec(batch=batch, query_heads=1, kv_heads=1, head_dim=dim, max_prompt=tokens, max_new=8)
+
+    @quick
+    def run(rngs):
+        rows = lambda x: jnp.broadcast_to(x[:, None], (batch, len(x), 1, dim))  # noqa: E731
+        state = policy.init(spec, rngs)
+        state, _ = policy.prefill(state, rows(keys), rows(values), jnp.full(batch, tokens, jnp.int32))
+        partials, _ = policy.attend(state, rows(queries))
+        return kvjax.output(partials)[:, :, 0], partials, state
+
+    return run(jax.random.split(jax.random.key(seed), batch))
+
+
+def exact(keys, values, queries):
+    logits = np.asarray(queries, np.float64) @ np.asarray(keys, np.float64).T / math.sqrt(keys.shape[1])
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return weights @ np.asarray(values, np.float64) / weights.sum(axis=1, keepdims=True)
+
+
+def error(found, expected):
+    return np.mean(np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1))
+
+
+def low_rank(seed, tokens=TOKENS, rank=4, norm=2.0):
+    """Keys and values that follow one law, of few dimensions."""
+    rng = np.random.default_rng(seed)
+    maps = [np.linalg.qr(rng.normal(size=(DIM, rank)))[0] for _ in range(2)]
+    common = rng.normal(size=(tokens, rank))
+    keys, values = (common @ each.T + 0.05 * rng.normal(size=(tokens, DIM)) for each in maps)
+    queries = rng.normal(size=(20, rank)) @ maps[0].T
+    scaled = lambda x: jnp.asarray(norm * x / np.linalg.norm(x, axis=1, keepdims=True), jnp.float32)  # noqa: E731
+    return scaled(keys), scaled(values), scaled(queries)
+
+
+# --- paper: Algorithm 1 ---
+
+
+def test_paper_reads_samples_in_the_numerator_and_clusters_in_the_denominator():
+    keys, values, queries = low_rank(0)
+    policy = kvjax.subgen(None, variant="paper", samples=30, clusters=6, per_cluster=3, delta=1.0, sinks=0, recent=0)
+    found, _, state = attended(policy, keys, values, queries)
+    held, table = state.selection.reservoir, state.selection.table
+    assert held.keys.shape == (1, 1, 30, DIM) and table.samples.shape == (1, 1, 6, 3, DIM)
+    # Line 29 and line 30 of Algorithm 1, with the logits' factor.
+    picked_keys, picked = np.asarray(held.keys[0, 0], np.float64), np.asarray(held.values[0, 0], np.float64)
+    q = np.asarray(queries, np.float64) / math.sqrt(DIM)
+    mu = np.sum(np.asarray(values, np.float64) ** 2)
+    numerator = np.exp(q @ picked_keys.T) * mu / (30 * np.sum(picked**2, axis=1)) @ picked
+    sampled = np.exp(np.einsum("qd,mtd->qmt", q, np.asarray(table.samples[0, 0], np.float64)))
+    denominator = np.sum(sampled * np.asarray(table.count[0, 0])[:, None] / 3, axis=(1, 2))
+    np.testing.assert_allclose(found[0], numerator / denominator[:, None], rtol=1e-4, atol=1e-5)
+
+
+# --- self_normalised and sampled clusters ---
+
+
+def test_self_normalised_reads_its_samples_in_both_sums():
+    keys, values, queries = low_rank(3)
+    policy = kvjax.subgen(40, variant="self_normalised", sinks=0, recent=0)
+    found, _, state = attended(policy, keys, values, queries)
+    held = state.selection.reservoir
+    assert state.selection.table is None and held.mass.shape == (1, 1, 40)
+    picked_keys, picked, mass = (np.asarray(x[0, 0], np.float64) for x in (held.keys, held.values, held.mass))
+    weights = np.exp(np.asarray(queries, np.float64) @ picked_keys.T / math.sqrt(DIM)) / mass
+    np.testing.assert_allclose(found[0], weights @ picked / weights.sum(axis=1, keepdims=True), rtol=1e-4, atol=1e-5)
+
+
+def test_sampled_clusters_are_the_control_variate_of_their_mean_values():
+    keys, values, queries = low_rank(4)
+    policy = kvjax.subgen(None, clusters=5, per_cluster=4, sinks=0, recent=0)
+    found, _, state = attended(policy, keys, values, queries)
+    table = state.selection.table
+    count, mean = np.asarray(table.count[0, 0]), np.asarray(table.mean_value[0, 0], np.float64)
+    drawn_keys, drawn = (np.asarray(x[0, 0], np.float64) for x in (table.samples, table.sample_values))
+    e = np.exp(np.einsum("qd,mtd->qmt", np.asarray(queries, np.float64) / math.sqrt(DIM), drawn_keys))
+    e_mean = e.mean(axis=2)
+    # sum_i n_i [ebar_i vbar_i + (1 / t) sum_j (e_ij - ebar_i) (v_ij - vbar_i)] over sum_i n_i ebar_i
+    inner = np.einsum("qmt,mtd->qmd", e - e_mean[..., None], drawn - mean[:, None]) / e.shape[2]
+    numerator = np.einsum("m,qmd->qd", count, e_mean[..., None] * mean + inner)
+    np.testing.assert_allclose(found[0], numerator / (e_mean @ count)[:, None], rtol=1e-4, atol=1e-5)
+
+
+# --- mean_value ---
+
+
+def test_mean_value_reads_means_with_their_counts_where_it_does_not_spread():
+    keys, values, queries = low_rank(5)
+    policy = kvjax.subgen(20, sinks=0, recent=0, spread=False)
+    found, _, state = attended(policy, keys, values, queries)
+    table = state.selection.table
+    count, mean_key, mean_value = (
+        np.asarray(x[0, 0], np.float64) for x in (table.count, table.centers, table.mean_value)
+    )
+    assert count.sum() == TOKENS and state.selection.spread is None
+    weights = count * np.exp(np.asarray(queries, np.float64) @ mean_key.T / math.sqrt(DIM))
+    np.testing.assert_allclose(
+        found[0], weights @ mean_value / weights.sum(axis=1, keepdims=True), rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(count @ mean_value, np.asarray(values, np.float64).sum(axis=0), atol=1e-4)
+
+
+def test_spreading_reads_clusters_scaled_about_their_mean():
+    keys, values, queries = low_rank(6)
+    found, partials, state = attended(kvjax.subgen(20, sinks=0, recent=0), keys, values, queries)
+    table, spread = state.selection.table, state.selection.spread
+    count, mean_key, mean_value = (
+        np.asarray(x[0, 0], np.float64) for x in (table.count, table.centers, table.mean_value)
+    )
+    scale = float(spread.scale[0, 0])
+    assert scale > 1.05
+    center = lambda x: count @ x / count.sum()  # noqa: E731
+    spread_keys, spread_values = (center(x) + scale * (x - center(x)) for x in (mean_key, mean_value))
+    weights = count * np.exp(np.asarray(queries, np.float64) @ spread_keys.T / math.sqrt(DIM))
+    np.testing.assert_allclose(
+        found[0], weights @ spread_values / weights.sum(axis=1, keepdims=True), rtol=1e-4, atol=1e-5
+    )
+    den = np.asarray(partials.den * jnp.exp(partials.max))[0, :, 0]
+    np.testing.assert_allclose(den, weights.sum(axis=1), rtol=1e-4)
+
+
+def test_spreading_keeps_the_covariance_of_tokens_that_follow_a_common_law():
+    # What the clusters' means lose of Cov(value, key) comes back, within the sketch's precision.
+    keys, values, queries = low_rank(7, tokens=1024)
+    spread_out, _, state = attended(kvjax.subgen(40, sinks=0, recent=0), keys, values, queries)
+    plain, _, _ = attended(kvjax.subgen(40, sinks=0, recent=0, spread=False), keys, values, queries)
+    table, spread = state.selection.table, state.selection.spread
+    share = np.asarray(table.count[0, 0], np.float64) / 1024
+    deviations = [np.asarray(x[0, 0], np.float64) for x in (table.mean_value, table.centers)]
+    deviations = [x - share @ x for x in deviations]
+    between = (deviations[0] * share[:, None]).T @ deviations[1]
+    whole = np.cov(np.asarray(values, np.float64).T, np.asarray(keys, np.float64).T, bias=True)[:DIM, DIM:]
+    scale = float(spread.scale[0, 0])
+    assert np.linalg.norm(whole - scale**2 * between) < 0.5 * np.linalg.norm(whole - between)
+    expected = exact(keys, values, queries)
+    assert error(spread_out[0], expected) < 0.5 * error(plain[0], expected)
+
+
+def test_clusters_without_a_common_law_are_not_spread():
+    rng = np.random.default_rng(0)
+    keys, values, queries = (jnp.asarray(rng.normal(size=(count, DIM)), jnp.float32) for count in (1024, 1024, 5))
+    _, _, state = attended(kvjax.subgen(40, sinks=0, recent=0), keys, values, queries)
+    assert 1 <= float(state.selection.spread.scale[0, 0]) < 1.02
+
+
+@pytest.mark.parametrize("stream", ["tight", "low_rank"])
+def test_mean_value_is_nearer_to_exact_attention_than_uniform_at_equal_bytes(stream):
+    # Paired over rows of 8 streams; sinks and recent tokens would be the same in both.
+    spec = kvjax.CacheSpec(batch=1, query_heads=1, kv_heads=1, head_dim=DIM, max_prompt=512, max_new=8)
+    limit = spec.exact_bytes(512) // 4
+    policies = [
+        kvjax.fit_bytes(lambda budget: kvjax.subgen(budget, sinks=0, recent=0), spec, limit),
+        kvjax.fit_bytes(lambda budget: kvjax.uniform(budget, sinks=0, recent=0), spec, limit),
+    ]
+    assert all(kvjax.row_bytes(policy, spec) <= limit for policy in policies)
+    for seed in range(2):
+        keys, values, queries = low_rank(seed, tokens=512)
+        if stream == "tight":
+            rng = np.random.default_rng(seed)
+            home = rng.integers(0, 10, 512)
+            keys, values = (2 * jnp.asarray(rng.normal(size=(10, DIM))[home] / 6, jnp.float32) for _ in range(2))
+            keys += 0.02 * rng.normal(size=keys.shape).astype(np.float32)
+            values += 0.1 * rng.normal(size=keys.shape).astype(np.float32)
+        ours, theirs = (
+            [error(row, exact(keys, values, queries)) for row in attended(policy, keys, values, queries, batch=8)[0]]
+            for policy in policies
+        )
+        difference = np.array(ours) - np.array(theirs)
+        low, high = stats.t.interval(0.999, 7, difference.mean(), stats.sem(difference))
+        assert high < 0, (low, high)
+
+
+def test_mean_value_conserves_every_token_s_mass():
+    # A query of zeros reads sum(count * mean value): every token exactly once, at every step and through compactions.
+    state, _, weights = whole_run("subgen_mean_value")
+    seen = np.arange(HEAD_DIM) < (np.array(LENGTHS)[:, None] + np.arange(weights.shape[1]) + 1)[..., None]
+    np.testing.assert_allclose(weights, np.broadcast_to(seen[:, :, None], weights.shape), atol=2e-5)
+    between = np.maximum(np.asarray(state.window.total) - 2 - 8, 0)
+    np.testing.assert_array_equal(state.selection.table.count.sum(-1), np.repeat(between[:, None], 2, axis=1))
+
+
+def test_rows_and_heads_draw_for_themselves():
+    keys, values, queries = low_rank(8)
+    policy = kvjax.subgen(30, variant="self_normalised", sinks=0, recent=0)
+    _, _, state = attended(policy, keys, values, queries, batch=3)
+    drawn = np.asarray(state.selection.reservoir.keys).reshape(3, -1)
+    assert len(np.unique(drawn, axis=0)) == 3
+
+
+def test_prompts_of_several_blocks_are_taken_whole(monkeypatch):
+    monkeypatch.setattr(sys.modules[subgen_settings.__module__], "PROMPT_BLOCK", 48)
+    keys, values, queries = low_rank(9, tokens=200)
+    policy = kvjax.subgen(16, sinks=2, recent=8)
+    _, _, state = attended(policy, keys, values, queries)
+    table = state.selection.table
+    assert int(table.count.sum()) == 190
+    middle = np.asarray(values, np.float64)[2:-8]
+    total = np.asarray(table.count[0, 0]) @ np.asarray(table.mean_value[0, 0], np.float64)
+    np.testing.assert_allclose(total, middle.sum(axis=0), atol=1e-4)
+
+
+# --- sizes ---
+
+
+@pytest.mark.parametrize(
+    "options, sizes",
+    [
+        ({}, (0, 30, 0)),
+        ({"per_cluster": 2}, (0, 10, 2)),
+        ({"variant": "self_normalised"}, (30, 0, 0)),
+        ({"variant": "paper"}, (15, 15, 1)),
+        ({"variant": "paper", "per_cluster": 4}, (15, 6, 4)),
+        ({"variant": "paper", "samples": 20}, (20, 10, 1)),
+        ({"variant": "paper", "clusters": 20}, (10, 20, 1)),
+    ],
+)
+def test_a_budget_is_divided_and_never_exceeded(options, sizes):
+    policy = kvjax.subgen(40, sinks=2, recent=8, **options)
+    streams = kvjax.abstract_state(policy, make_spec()).selection
+    held = 0 if streams.reservoir is None else streams.reservoir.mass.shape[-1]
+    table = streams.table
+    clusters = 0 if table is None else table.count.shape[-1]
+    per_cluster = 0 if table is None or table.samples is None else table.samples.shape[-2]
+    assert (held, clusters, per_cluster) == sizes
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: kvjax.subgen(68), "budget=68 leaves 0 slots"),
+        (lambda: kvjax.subgen(71, per_cluster=3), "budget=71 leaves 3 slots"),
+        (lambda: kvjax.subgen(69, variant="paper"), "budget=69 leaves 1 slots"),
+        (lambda: kvjax.subgen(100, variant="paper", samples=40), "samples=40"),
+        (lambda: kvjax.subgen(100, variant="printed"), "variant='printed'"),
+        (lambda: kvjax.subgen(100, samples=3), "samples=3: 'mean_value' keeps none"),
+        (lambda: kvjax.subgen(100, variant="self_normalised", clusters=3), "clusters=3"),
+        (lambda: kvjax.subgen(None), "budget=None: give clusters="),
+        (lambda: kvjax.subgen(None, variant="paper", samples=3), "budget=None: give samples= clusters="),
+        (lambda: kvjax.subgen(100, sinks=-1), "sinks=-1"),
+        (lambda: kvjax.subgen(100, period=0), "period=0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# --- the theorem's settings ---
+
+
+def test_settings_are_those_of_the_theorem():
+    found = subgen_settings(0.5, tokens=10_000, head_dim=64, query_norm=8.0, delta=0.25, doubling=False)
+    assert found.samples == 64 / 0.5**2
+    assert found.per_cluster == math.ceil(math.exp(2 * 0.25 * 8 / math.sqrt(64)) * math.log(10_000) / 0.5**2)
+    doubled = subgen_settings(0.5, tokens=10_000, head_dim=64, query_norm=8.0, delta=0.25)
+    assert doubled.per_cluster == math.ceil(math.exp(4 * 0.25) * math.log(10_000) / 0.5**2)
+    constants = subgen_settings(
+        0.5, tokens=10_000, head_dim=64, query_norm=8.0, delta=0.25, constant_samples=3, constant_per_cluster=0.5
+    )
+    assert (constants.samples, constants.per_cluster) == (768, math.ceil(doubled.per_cluster / 2))
+
+
+def test_settings_say_when_they_are_vacuous():
+    loose = subgen_settings(0.5, tokens=10**6, head_dim=64, query_norm=8.0, delta=0.25, clusters=100)
+    assert not loose.vacuous and "of an exact cache" in loose.message and "s=256" in loose.message
+    # Norms as measured in language models.
+    real = subgen_settings(0.1, tokens=32_768, head_dim=128, query_norm=15.0, delta=10.0)
+    assert real.vacuous and "vacuous" in real.message and "delta=10" in real.message
+    # Beyond what floating point holds.
+    assert subgen_settings(0.1, tokens=10**9, head_dim=64, query_norm=1e4, delta=1e4).vacuous
+
+
+def test_settings_make_the_policy():
+    settings = subgen_settings(0.9, tokens=5000, head_dim=HEAD_DIM, query_norm=4.0, delta=0.5)
+    assert isinstance(settings, SubgenSettings)
+    policy = settings.policy(clusters=3, sinks=1, recent=2, period=8)
+    streams = kvjax.abstract_state(policy, make_spec()).selection
+    assert streams.reservoir.mass.shape[-1] == settings.samples
+    assert streams.table.samples.shape[2:4] == (3, settings.per_cluster)
+    assert float(policy.init(make_spec(), row_keys()).selection.table.delta[0, 0]) == 0.5
+
+
+@pytest.mark.parametrize(
+    "change", [{"epsilon": 0.0}, {"epsilon": 1.0}, {"delta": 0.0}, {"query_norm": -1.0}, {"tokens": 0}, {"clusters": 0}]
+)
+def test_settings_of_numbers_that_cannot_be_are_refused_by_name(change):
+    numbers = {"epsilon": 0.1, "tokens": 10, "head_dim": 4, "query_norm": 1.0, "delta": 1.0} | change
+    with pytest.raises(ValueError, match=next(iter(change))):
+        subgen_settings(numbers.pop("epsilon"), **numbers)
