@@ -162,7 +162,7 @@ def fill(
     which share their entries. Where a group is two siblings every bin is that node of the offline recursion.
 
     Args:
-        block: entries halved together, rounded down to whole pairs of siblings (one at least). Entries of weight zero,
+        block: entries halved together, rounded to whole pairs of siblings (one at least). Entries of weight zero,
             where a group is not full, come last.
         together: halvings that run side by side; more take more memory.
     """
@@ -191,7 +191,7 @@ def fill(
     for level in range(1, len(most)):
         if not most[level]:
             break
-        pairs = min(max(1, block // (2 * bin_slots)), most[level])
+        pairs = min(max(1, round(block / (2 * bin_slots))), most[level])
         groups = -(-most[level] // pairs)
         token, weight = (_rows(x, 2 * pairs * groups).reshape(groups, -1) for x in nodes[-1])
         # Only the first pairs of the level are merged.

@@ -31,6 +31,9 @@ POLICIES = {
     "clustergen_mean_value": kvjax.clustergen(20, sinks=2, recent=8, period=8),
     "subgen_mean_value": kvjax.subgen(20, sinks=2, recent=8, period=8),
     "subgen_paper": kvjax.subgen(20, sinks=2, recent=8, period=8, variant="paper"),
+    "balancekv_pairs": kvjax.balancekv(20, sinks=2, recent=8, period=8),
+    "balancekv_reference": kvjax.balancekv(20, sinks=2, recent=8, period=8, variant="reference", block_size=8),
+    "balancekv_paper": kvjax.balancekv(60, sinks=2, recent=8, period=8, variant="paper", value_exponents=(0, 0)),
     "chelsea": kvjax.chelsea(20, sinks=2, recent=8, chunk=8, period=8),
 }
 

@@ -32,7 +32,7 @@ from tests.kvjax.support import (
 
 BATCH, KV_HEADS, QUERY_HEADS = len(LENGTHS), 2, 4
 # Policies whose weights stand for all tokens, kept or not.
-WEIGHING = ("uniform", "clustergen_mean_value", "chelsea", "subgen_mean_value")
+WEIGHING = ("uniform", "clustergen_mean_value", "chelsea", "subgen_mean_value", "balancekv_pairs")
 every_policy = pytest.mark.parametrize("name", POLICIES)
 
 
@@ -173,6 +173,10 @@ def expected_bytes(name, spec, budget, period, sinks, recent):
     (offset, count, two overflows, total; exact and others alike) and what the policy keeps beside them."""
     itemsize, heads = jnp.dtype(spec.dtype).itemsize, spec.kv_heads
     slots = EXACT_SLOTS if name == "exact" else sinks + recent if name.startswith("subgen") else budget
+    # Halved once to 7 of 30, and all that may come; trees of 3 bins of 11 slots.
+    slots = {"balancekv_reference": sinks + recent + 7 + spec.max_new, "balancekv_paper": sinks + recent}.get(
+        name, slots
+    )
     staging = min(period, spec.max_new)
     common = 2 * heads * (slots + staging) * spec.head_dim * itemsize + 4 * heads * staging + 5 * 4
     selected = budget - sinks - recent
@@ -188,6 +192,10 @@ def expected_bytes(name, spec, budget, period, sinks, recent):
         "subgen_mean_value": heads * (selected * (8 * spec.head_dim + 8) + 24 + 4 * (16**2 + 2 * spec.head_dim + 1)),
         # Half the slots are samples with their masses, half hold two keys each, with counts and radii.
         "subgen_paper": heads * (selected * (2 * spec.head_dim * itemsize + 6) + 12 + 8 + 24),
+        # Trees: log-weights, level and index of every bin, three counters, a random key.
+        "balancekv_pairs": heads * (4 * selected + 8 * selected + 12 + 8),
+        "balancekv_paper": heads * (33 * 3 * spec.head_dim * itemsize + 2 * (4 * 33 + 8 * 3 + 12 + 8) + 8),
+        "balancekv_reference": heads * (4 * slots + 4) + 4 + 8,  # log-weights, marks without a slot, later tokens
     }
     return common + own[name]
 
@@ -215,6 +223,12 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
         # Ten float32 means and the spread; five samples and the sampled keys of five clusters.
         sized = {"subgen_mean_value": 10 * (2 * HEAD_DIM * 4 + 4) + 4 * (2 * HEAD_DIM + 1)}
         beside = KV_HEADS * sized.get(name, 5 * (2 * HEAD_DIM * 2 + 4) + 5 * (HEAD_DIM * 2 + 4))
+    if name == "balancekv_pairs":  # half the slots are a tree's, with log-weights
+        weighted = 10
+    if name == "balancekv_reference":
+        slots = weighted = 41
+    if name == "balancekv_paper":  # 33 slots of the numerator's tree, 33 keys of the denominator's
+        slots, weighted, beside = 10, 66, KV_HEADS * 33 * 3 * HEAD_DIM * 2
     per_row = 2 * KV_HEADS * (slots + 8) * HEAD_DIM * 2 + 4 * KV_HEADS * (8 + weighted) + 3 * 4 + beside
     assert policy.read_bytes(policy.init(spec, row_keys())) == BATCH * per_row
 

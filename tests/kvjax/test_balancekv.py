@@ -1,0 +1,334 @@
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+import kvjax
+from kvjax import balance, merge_reduce, value_buckets
+from kvjax.policies.balancekv import needle_marks
+from tests.kvjax.support import (
+    HEAD_DIM,
+    LENGTHS,
+    POLICIES,
+    PROMPT,
+    QUICKLY,
+    after,
+    begin,
+    go,
+    make_spec,
+    make_stream,
+    prompt_of,
+    read_weights,
+    row_keys,
+    softmax_attention,
+)
+
+quickly = functools.partial(jax.jit, compiler_options=QUICKLY)
+SMALL = {"sinks": 2, "recent": 8, "period": 8}
+
+
+# --- error at equal bytes ---
+
+
+def tight(seed, tokens, head_dim, norm):
+    """Tight clusters, as in the experiments."""
+    rng = np.random.default_rng(seed)
+    centers, means = rng.normal(size=(2, 64, head_dim))
+    cluster = rng.integers(0, 64, tokens)
+    keys = centers[cluster] + 0.1 * rng.normal(size=(tokens, head_dim))
+    values = means[cluster] + 0.3 * rng.normal(size=(tokens, head_dim))
+    scaled = lambda x, norm: (norm * x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32)  # noqa: E731
+    return scaled(keys, norm), scaled(values, norm / 5)
+
+
+@pytest.mark.parametrize("variant, least_gain", [("pairs", 0.5), ("streaming", 0.3)])
+def test_the_error_is_below_that_of_uniform_sampling_at_equal_bytes(variant, least_gain):
+    seeds, tokens, head_dim = 6, 1024, 32
+    spec = kvjax.CacheSpec(seeds, query_heads=1, kv_heads=1, head_dim=head_dim, max_prompt=tokens, max_new=1)
+    data = [tight(seed, tokens + 32, head_dim, 2.0) for seed in range(seeds)]
+    keys, values = (np.stack(part)[:, :, None] for part in zip(*data, strict=True))
+    limit = spec.exact_bytes(tokens) // 4
+    every = {"sinks": 0, "recent": 0, "period": 1}
+    factories = {
+        "uniform": functools.partial(kvjax.uniform, **every),
+        variant: functools.partial(kvjax.balancekv, variant=variant, **every),
+    }
+
+    @functools.partial(jax.jit, static_argnames="policy")
+    def outputs(policy, keys, values, queries):
+        lengths = jnp.full(seeds, tokens, jnp.int32)
+        state, _ = policy.prefill(policy.init(spec, row_keys(seeds)), keys, values, lengths)
+        return kvjax.output(policy.attend(state, queries)[0]), state
+
+    errors = {}
+    for name, factory in factories.items():
+        policy = kvjax.fit_bytes(factory, spec, limit)
+        found, state = outputs(policy, keys[:, :tokens], values[:, :tokens], keys[:, tokens:])
+        kvjax.check(state)
+        assert kvjax.cache_bytes(state).device <= seeds * limit
+        errors[name] = np.zeros(seeds)
+        for seed in range(seeds):
+            pairs = zip(keys[seed, tokens:, 0], np.asarray(found)[seed, :, 0], strict=True)
+            for query, output in pairs:
+                exact = softmax_attention(query, keys[seed, :tokens, 0], values[seed, :tokens, 0])
+                errors[name][seed] += np.linalg.norm(output - exact) / np.linalg.norm(exact) / 32
+    gains = np.log(errors["uniform"] / errors[variant])
+    low, _ = stats.t.interval(0.95, seeds - 1, gains.mean(), stats.sem(gains))
+    assert low > least_gain
+
+
+# --- the released code ---
+
+
+def reference(**options):
+    return kvjax.balancekv(20, **SMALL, variant="reference", block_size=8, **options)
+
+
+def test_reference_weights_are_those_of_the_halvings():
+    stream, policy = make_stream(), POLICIES["balancekv_reference"]
+    state = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    assert state.selection.halvings == 2
+    weights = np.asarray(read_weights(policy, state))
+    rngs = jax.vmap(lambda key: jax.random.split(key, 2))(row_keys())
+    for row, head in np.ndindex(2, 2):
+        end = LENGTHS[row]
+        count = max(end - 10, 0)
+        keys, values = stream.keys[row, 2 : 2 + count, head], stream.values[row, 2 : 2 + count, head]
+        index, weight = np.arange(count), np.ones(count, np.float32)
+        for halving, tokens in enumerate((38, 19)):
+            draws = jax.random.uniform(jax.random.fold_in(rngs[row, head], halving), (-(-tokens // 8), 8))
+            settings = {"gamma": 4.0, "temperature": 1.0}
+            kept, weight = balance.reference_halving(
+                draws[: -(-max(len(index), 1) // 8)], jnp.array(keys[index]), jnp.array(values[index]),
+                jnp.array(weight), jnp.int32(len(index)), **settings,
+            )  # fmt: skip
+            index, weight = index[np.asarray(kept)], np.asarray(weight)
+        expected = np.zeros(HEAD_DIM)
+        expected[:2] = expected[max(end - 8, 2) : end] = 1
+        expected[2 + index] = weight
+        np.testing.assert_allclose(weights[row, head], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_reference_keeps_all_that_comes_later():
+    stream, policy = make_stream(), POLICIES["balancekv_reference"]
+    start = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    before = np.asarray(read_weights(policy, start))
+    _, _, weights = go(policy, start, after(stream, LENGTHS))
+    for row, length in enumerate(LENGTHS):
+        later = (np.arange(HEAD_DIM) >= length) & (np.arange(HEAD_DIM) < length + 24)
+        np.testing.assert_allclose(weights[row, -1], np.where(later, 1.0, before[row]), atol=1e-5)
+    assert not policy.streams
+
+
+def test_scaled_decoding_weighs_the_denominator_evenly():
+    stream = make_stream()
+    policy = reference(decode="scaled")
+    state = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    plain = begin(POLICIES["balancekv_reference"], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    read, _ = policy.attend(state, jnp.zeros((3, 1, 2, HEAD_DIM)))
+    kept = np.isfinite(plain.selection.log_num[:, :, 10:]).sum(-1)
+    window = np.minimum(LENGTHS, 10)[:, None]
+    np.testing.assert_allclose((read.den * jnp.exp(read.max))[:, 0], window + 4 * kept, rtol=1e-5)
+    np.testing.assert_allclose(
+        read_weights(policy, state), read_weights(POLICIES["balancekv_reference"], plain), rtol=1e-5
+    )
+
+
+def plain_marks(keys, block, reach):
+    marked = np.zeros(len(keys), bool)
+    for begin_at in range(0, len(keys), block):
+        part = keys[begin_at : begin_at + block].astype(np.float64)
+        marked[begin_at : begin_at + block] = part @ part.sum(0) <= 0
+    near = np.abs(np.arange(len(keys))[:, None] - np.flatnonzero(marked)) <= reach
+    return near.any(1)
+
+
+@pytest.mark.parametrize("count", [1, 40, 300])
+def test_needle_marks_are_those_of_the_definition(count):
+    rng = np.random.default_rng(count)
+    keys = rng.normal(size=(300, 16)) + 1.5
+    keys[rng.integers(0, 300, 2)] *= -1
+    marks = quickly(needle_marks, static_argnums=2)(jnp.array(keys, jnp.float32), jnp.arange(300) < count, 64)
+    np.testing.assert_array_equal(marks[:count], plain_marks(keys[:count], 64, 25))
+    assert not np.any(marks[count:])
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_needles_are_kept_with_weight_one_on_layer_1_and_after(inside):
+    policy, stream = reference(needles=6, needles_inside=inside), make_stream()
+    keys, values = prompt_of(stream, LENGTHS)
+    lengths = jnp.array(LENGTHS)
+    marks = np.zeros((3, 2, PROMPT - 2), bool)
+    marks[0, 0, [3, 9, 20]] = marks[0, 1, :12] = True
+
+    def prefill(layer, shared):
+        spec = make_spec(layer=layer, layers=3)
+        state = policy.init(spec, row_keys())
+        return quickly(policy.prefill)(state, keys, values, lengths, None, shared)
+
+    state, passed = prefill(2, jnp.array(marks))
+    np.testing.assert_array_equal(passed, marks)
+    weights = np.asarray(read_weights(policy, state))
+    np.testing.assert_array_equal(weights[0, 0, [5, 11, 22]], [1, 1, 1])
+    np.testing.assert_allclose(weights[0, 1, 2:8], np.ones(6), rtol=1e-6)
+    np.testing.assert_array_equal(state.selection.unkept, [[0, 6], [0, 0], [0, 0]])
+    # Halved to 7 beside six needles, or to 3 with six of ten slots.
+    most = 6 + (3 if inside else 7)
+    assert state.window.keys.shape[2] == 10 + most + 24
+    first, none = prefill(0, None)
+    assert none is None and np.all(first.selection.unkept == 0)
+    _, made = prefill(1, None)
+    middle = jnp.arange(PROMPT - 2) < jnp.maximum(lengths - 10, 0)[:, None]
+    expected = needle_marks(jnp.array(keys[0, 2:, 1]), middle[0], 8)
+    np.testing.assert_array_equal(made[0, 1], expected)
+
+
+# --- Algorithm 1 ---
+
+
+def bucket_tree(rng):
+    return merge_reduce.init_merge_reduce(
+        rng, bins=4, bin_slots=8, key_dim=4, value_dim=3, tokens=64, eager=True, conserves_mass=False
+    )
+
+
+@functools.partial(quickly, static_argnames="negligible")
+def insert(buckets, keys, values, valid, negligible=0.0):
+    def halve(limit):
+        return functools.partial(balance.softmax_balance, c=1.0, key_norm=3.0, value_norm=limit)
+
+    return value_buckets.insert(buckets, keys, values, valid, halve=halve, negligible=negligible)
+
+
+def test_values_go_to_the_bucket_of_their_norm():
+    rng = np.random.default_rng(0)
+    norms = np.array([0, 0.3, 0.5, 0.6, 1.0, 1.7, 0.2, 3.0, 5.0, 0.9], np.float32)
+    direction = rng.normal(size=(10, 3))
+    values = (norms[:, None] * direction / np.linalg.norm(direction, axis=1, keepdims=True)).astype(np.float32)
+    keys = rng.normal(size=(10, 4)).astype(np.float32)
+    valid = np.arange(10) != 9
+    made = value_buckets.init_value_buckets(jax.random.key(0), lowest=-1, buckets=3, tree=bucket_tree)
+    filled = insert(made, keys, values, valid)
+    for bucket, members in enumerate([[1, 2], [3, 4], [5]]):
+        there = np.isfinite(filled.trees.log_weight[bucket])
+        np.testing.assert_array_equal(filled.trees.keys[bucket][there], keys[members])
+    assert filled.outside == 3 and filled.largest == pytest.approx(5.0)
+    with pytest.raises(ValueError, match="outside the buckets"):
+        kvjax.check(filled)
+    # At 5 a bucket up to .5 is a tenth: erased for good, and smaller norms are no loss.
+    erased = insert(made, keys, values, valid, negligible=0.1)
+    assert np.all(np.isneginf(erased.trees.log_weight[0])) and erased.trees.count.tolist() == [0, 2, 1]
+    assert erased.outside == 2
+    again = insert(erased, keys, values, valid, negligible=0.1)
+    assert again.trees.count.tolist() == [0, 4, 2]
+
+
+def test_paper_reads_numerator_and_denominator_from_trees_of_their_own():
+    # Few enough tokens to keep them all: the two sums are exact, and tokens without value count in one only.
+    stream, policy = make_stream(), kvjax.balancekv(200, **SMALL, variant="paper", value_exponents=(0, 0))
+    values = stream.values.copy()
+    values[:, 5:9] = 0
+    keys, padded = prompt_of(stream._replace(values=values), LENGTHS)
+    state = begin(policy, make_spec(), row_keys(), keys, padded, LENGTHS)
+    read, _ = policy.attend(state, jnp.zeros((3, 1, 2, HEAD_DIM)))
+    np.testing.assert_allclose((read.den * jnp.exp(read.max))[:, 0, 0], LENGTHS, rtol=1e-5)
+    expected = (np.arange(HEAD_DIM) < np.array(LENGTHS)[:, None]) & ~np.isin(np.arange(HEAD_DIM), range(5, 9))
+    np.testing.assert_allclose(read_weights(policy, state)[:, 1], expected, atol=1e-6)
+
+
+def test_paper_weights_are_powers_of_two():
+    stream = make_stream()
+    state = begin(POLICIES["balancekv_paper"], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    state, _, _ = go(POLICIES["balancekv_paper"], state, after(stream, LENGTHS))
+    both = state.selection
+    for tree in (both.numerator.trees, both.denominator):
+        log_weight = np.asarray(tree.log_weight).reshape(-1, 3, 11)
+        level = np.asarray(tree.level).reshape(-1, 3)
+        held = np.isfinite(log_weight)
+        assert held.any() and level.max() > 0
+        np.testing.assert_allclose(log_weight[held], (np.log(2) * level[..., None] + 0 * held)[held], rtol=1e-6)
+
+
+# --- the rest ---
+
+
+@pytest.mark.parametrize("variant", ["pairs", "streaming"])
+def test_weights_sum_to_the_tokens(variant):
+    stream, policy = make_stream(), kvjax.balancekv(30, **SMALL, variant=variant)
+    state = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    _, _, weights = go(policy, state, after(stream, LENGTHS))
+    for row, length in enumerate(LENGTHS):
+        total = length + 1 + np.arange(24)
+        np.testing.assert_allclose(weights[row].sum(-1), total[:, None] + np.zeros(2), rtol=1e-3)
+
+
+def test_rows_and_heads_choose_for_themselves():
+    stream, policy = make_stream(), POLICIES["balancekv_pairs"]
+    one = stream.row(0)
+    same = stream._replace(
+        keys=np.broadcast_to(one.keys[:, :, :1], stream.keys.shape), values=np.repeat(one.values, 3, axis=0)
+    )
+    state = begin(policy, make_spec(), row_keys(), *prompt_of(same, (37,) * 3), (37,) * 3)
+    kept = np.asarray(read_weights(policy, state)).reshape(-1, HEAD_DIM) > 0
+    assert len(np.unique(kept, axis=0)) == 6
+
+
+def test_one_trace_compacts_a_long_stream():
+    policy = kvjax.balancekv(96, sinks=0, recent=0, period=16)
+    spec = kvjax.CacheSpec(1, query_heads=1, kv_heads=1, head_dim=8, max_prompt=1, max_new=400)
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def step(state, keys, values):
+        return policy.compact(policy.extend(state, keys, values))
+
+    state = policy.init(spec, row_keys(1))
+    for number in range(25):
+        keys, values = jax.random.normal(jax.random.key(number), (2, 1, 16, 1, 8))
+        state = step(state, keys, values)
+    kvjax.check(state)
+    log_weight = np.asarray(state.selection.tree.log_weight)
+    np.testing.assert_allclose(np.exp(log_weight).sum(), 400, rtol=1e-5)
+    assert np.isfinite(log_weight).mean() > 0.9
+
+
+def test_the_theorem_s_settings_say_when_they_are_vacuous():
+    given = functools.partial(kvjax.balancekv_settings, head_dim=128, query_norm=1.0)
+    some = given(0.5, tokens=2**40, key_norm=1.0)
+    assert not some.vacuous and "fewer than the tokens" in some.message
+    c = 30 * np.log(2**40 * 128 * 40 / 0.1)
+    assert some.c == pytest.approx(c)
+    assert some.batch_size == pytest.approx(40 * np.sqrt(128) * c * np.exp(2 / np.sqrt(128)) / 0.5, rel=1e-6)
+    assert some.slots == some.bins * some.batch_size // 2
+    assert given(0.25, tokens=2**40, key_norm=1.0).batch_size == pytest.approx(2 * some.batch_size, rel=1e-6)
+    real = given(0.5, tokens=2**17, key_norm=15.0)
+    assert real.vacuous and "vacuous" in real.message
+    assert given(0.5, tokens=2**17, key_norm=1e4).vacuous
+    with pytest.raises(ValueError, match="epsilon=0"):
+        given(0.0, tokens=10, key_norm=1.0)
+    with pytest.raises(ValueError, match="delta=2"):
+        given(0.1, tokens=10, key_norm=1.0, delta=2.0)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: kvjax.balancekv(20, variant="best", **SMALL), r"variant='best'.*'pairs'"),
+        (lambda: kvjax.balancekv(10, **SMALL), "budget=10 leaves no slot"),
+        (lambda: kvjax.balancekv(20, block_size=1, **SMALL), "block_size=1"),
+        (lambda: kvjax.balancekv(20, variant="reference", decode="log", **SMALL), "decode='log'"),
+        (lambda: kvjax.balancekv(20, variant="reference", needles=10, needles_inside=True, **SMALL), "needles=10"),
+        (lambda: kvjax.balancekv(20, variant="paper", epsilon=0.1, **SMALL), "epsilon=0.1 needs key_norm"),
+        (lambda: kvjax.balancekv(20, variant="paper", value_exponents=(1, 0), **SMALL), r"value_exponents=\(1, 0\)"),
+        (lambda: kvjax.balancekv(15, **SMALL).init(make_spec(), row_keys()), "cannot hold a stream of 54 tokens"),
+        (lambda: kvjax.balancekv(20, bins=4, **SMALL).init(make_spec(), row_keys()), "in 4 bins"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
