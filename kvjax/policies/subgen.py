@@ -79,8 +79,8 @@ def subgen(
 
     - "paper": Algorithm 1. The numerator is a sum over s tokens sampled by |v|^2, each with weight mu / (s |v|^2), the
       denominator one over the clusters' t sampled keys, each with weight n_i / t. Only here the theorem holds, and
-      only while delta has not grown. Half the slots are samples, half hold clusters with t = 1: as many clusters as
-      fit.
+      only while delta has not grown. Three quarters of the slots are samples, since the numerator's error is the larger
+      at every norm tried, and the rest hold clusters with t = 1.
     - "self_normalised": the sampled tokens feed both sums, and there are no clusters.
     - "mean_value" (the default): a cluster is its mean key, its mean value and the number of its tokens. Tokens join
       the nearest mean within delta. With t = 0, which is best at equal bytes wherever it was measured, the means are
@@ -302,9 +302,9 @@ def _sizes(variant, budget, fixed, samples, clusters, per_cluster) -> _Sizes:
             raise ValueError(f"budget=None: give {'samples= ' * wants_samples}{'clusters= ' * wants_clusters}instead")
         return _Sizes(samples or 0, clusters or 0, per_cluster)
     free = budget - fixed
-    shares = wants_samples + wants_clusters
     if samples is None and wants_samples:
-        samples = free // shares if clusters is None else (2 * free - clusters * halves) // 2
+        share = 3 * free // 4 if wants_clusters else free
+        samples = share if clusters is None else (2 * free - clusters * halves) // 2
     samples = samples or 0
     if clusters is None and wants_clusters:
         clusters = 2 * (free - samples) // halves
