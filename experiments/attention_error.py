@@ -81,7 +81,7 @@ STUDIES = {
     ),
     # Pairs of the reservoir take what clusters leave: at 12.5% of 8,192 tokens there are about 1,020 slots.
     "samples": Study(
-        ("uniform", *(f"subgen:variant=paper,samples={samples}" for samples in (128, 256, 512, 768, 896))),
+        ("uniform", *(f"subgen:variant=paper,samples={samples}" for samples in (64, 256, 512, 768, 896))),
         ("12.5%",),
         (4.0,),
         "samples",
@@ -383,7 +383,8 @@ def plot_option(path: pathlib.Path, outcomes: dict[Case, list[Outcome]], option:
         below.set(xlabel=option, ylabel="seconds to compress a stream", yscale="log")
         for axis in (above, below):
             axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=6)
+    if axes[0][0].lines:
+        axes[0][0].legend(fontsize=6)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
