@@ -357,7 +357,8 @@ def draw_errors(axis: Any, found: Sequence[Outcome]) -> None:
         value, low, high = np.array([results.mean_interval(one.error) for one in line]).T
         fractions = [100 * one.fraction for one in line]
         axis.errorbar(fractions, value, yerr=(value - low, high - value), marker=".", linewidth=1, label=str(choice))
-    axis.set_xscale("log")
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter("{x:g}")
     axis.set_yscale("log")
     axis.set_xlabel("cache bytes, % of exact's")
     axis.grid(alpha=0.3)

@@ -173,14 +173,18 @@ def plot(
     path: pathlib.Path, measured: dict[Setting, dict[str, Float[np.ndarray, "R S"]]], sizes: Sequence[int]
 ) -> None:
     """A panel per setting, both axes logarithmic."""
-    figure, axes = plt.subplots(1, len(measured), figsize=(4.5 * len(measured), 3.5), squeeze=False)
-    for axis, (setting, found) in zip(axes[0], measured.items(), strict=True):
+    columns = min(len(measured), 3)
+    lines = -(-len(measured) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(4.5 * columns, 3.5 * lines), squeeze=False)
+    for axis, (setting, found) in zip(axes.flat, measured.items(), strict=False):
         for name, series in found.items():
             value, low, high = np.array([results.mean_interval(values) for values in series.T]).T
             axis.errorbar(sizes, value, yerr=(value - low, high - value), marker=".", label=name)
         axis.set(xscale="log", yscale="log", title=str(setting), xlabel="keys", ylabel="discrepancy")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
+    for axis in axes.flat[len(measured) :]:
+        axis.set_visible(False)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
