@@ -14,6 +14,7 @@ from kvjax.policies import exact as exact
 from kvjax.policies import factory as factory
 from kvjax.policies import streaming_llm as streaming_llm
 from kvjax.policies import subgen as subgen
+from kvjax.policies import subgen_settings as subgen_settings
 from kvjax.policies import takes_budget as takes_budget
 from kvjax.policies import uniform as uniform
 from kvjax.policy import ALL_QUERIES as ALL_QUERIES

@@ -10,6 +10,7 @@ from kvjax.policies.clustergen import clustergen as clustergen
 from kvjax.policies.exact import exact as exact
 from kvjax.policies.streaming_llm import streaming_llm as streaming_llm
 from kvjax.policies.subgen import subgen as subgen
+from kvjax.policies.subgen import subgen_settings as subgen_settings
 from kvjax.policies.uniform import uniform as uniform
 from kvjax.policy import CachePolicy
 

@@ -190,8 +190,8 @@ def expected_bytes(name, spec, budget, period, sinks, recent):
         "chelsea": 4 * heads * (selected + budget) + 4,  # degrees, log-weights, the number of centroids
         # A table of float32 means, counts and radii; 16 x 16 moments, two means and a scale.
         "subgen_mean_value": heads * (selected * (8 * spec.head_dim + 8) + 24 + 4 * (16**2 + 2 * spec.head_dim + 1)),
-        # Half the slots are samples with their masses, half hold two keys each, with counts and radii.
-        "subgen_paper": heads * (selected * (2 * spec.head_dim * itemsize + 6) + 12 + 8 + 24),
+        # Seven samples with their masses; three clusters with a key each, counts and radii.
+        "subgen_paper": heads * (20 * spec.head_dim * itemsize + 7 * 4 + 3 * 8 + 12 + 8 + 24),
         # Trees: log-weights, level and index of every bin, three counters, a random key.
         "balancekv_pairs": heads * (4 * selected + 8 * selected + 12 + 8),
         "balancekv_paper": heads * (33 * 3 * spec.head_dim * itemsize + 2 * (4 * 33 + 8 * 3 + 12 + 8) + 8),
@@ -220,9 +220,9 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
     beside = 0
     if name.startswith("subgen"):  # the window holds sinks and recent tokens only
         slots, weighted = 10, 0
-        # Ten float32 means and the spread; five samples and the sampled keys of five clusters.
+        # Ten float32 means and the spread; seven samples and the sampled keys of three clusters.
         sized = {"subgen_mean_value": 10 * (2 * HEAD_DIM * 4 + 4) + 4 * (2 * HEAD_DIM + 1)}
-        beside = KV_HEADS * sized.get(name, 5 * (2 * HEAD_DIM * 2 + 4) + 5 * (HEAD_DIM * 2 + 4))
+        beside = KV_HEADS * sized.get(name, 7 * (2 * HEAD_DIM * 2 + 4) + 3 * (HEAD_DIM * 2 + 4))
     if name == "balancekv_pairs":  # half the slots are a tree's, with log-weights
         weighted = 10
     if name == "balancekv_reference":
