@@ -319,6 +319,8 @@ def test_the_theorem_s_settings_say_when_they_are_vacuous():
     "make, message",
     [
         (lambda: kvjax.balancekv(20, variant="best", **SMALL), r"variant='best'.*'pairs'"),
+        (lambda: kvjax.balancekv(20, needles=5, **SMALL), "needles=5 means nothing to variant='pairs'; .*reference"),
+        (lambda: kvjax.balancekv(20, variant="reference", bins=3, **SMALL), "bins=3 means nothing"),
         (lambda: kvjax.balancekv(10, **SMALL), "budget=10 leaves no slot"),
         (lambda: kvjax.balancekv(20, block_size=1, **SMALL), "block_size=1"),
         (lambda: kvjax.balancekv(20, variant="reference", decode="log", **SMALL), "decode='log'"),
