@@ -113,9 +113,9 @@ def balancekv(
         period: tokens between compactions.
         variant:
             "pairs" (default): a merge-and-reduce tree that is as full as its slots allow, halved by pairs of nearest
-                neighbours. The weights sum to the tokens they stand for. Heuristic. Its error at equal bytes is a quarter
-                to a half of uniform sampling's where keys have norms up to 4; at norms near 15, where one token or
-                one cluster takes all attention, the two are alike.
+                neighbours. The weights sum to the tokens they stand for. Heuristic. Its error at equal bytes is a
+                quarter to a half of uniform sampling's where keys have norms up to 4; at norms near 15, where one
+                token or one cluster takes all attention, the two are alike.
             "streaming": the same tree with the released code's walk and exact halving, weights corrected to that sum.
             "reference": the released code: the prompt is halved once, as often as the budget asks for by
                 `spec.max_prompt`; tokens that come later are all kept, in slots of their own beside the budget.
