@@ -65,6 +65,25 @@ def balanced_walk(
     return signs, clipped
 
 
+def feature_walk(
+    features: Float[Array, "n f"], uniforms: Float[Array, "n"], gain: Float[Array, "n"] | float
+) -> tuple[Float[Array, "n"], Int[Array, ""]]:
+    """`balanced_walk` with the kernel of inner products of features: what has piled up is one vector, and n signs take
+    O(n f) instead of O(n^2)."""
+
+    def decide(carry, item):
+        piled_up, clipped = carry
+        feature, uniform, gain = item
+        tilt = gain * (feature @ piled_up)
+        sign = jnp.where(uniform < 0.5 - tilt, 1.0, -1.0)
+        return (piled_up + sign * feature, clipped + (jnp.abs(tilt) > 0.5)), sign
+
+    start = (jnp.zeros(features.shape[1]), jnp.int32(0))
+    gain = jnp.broadcast_to(gain, uniforms.shape)
+    (_, clipped), signs = jax.lax.scan(decide, start, (features, uniforms, gain))
+    return signs, clipped
+
+
 # --- Algorithm 2 ---
 
 
@@ -163,6 +182,25 @@ def reference_kernel(
     return jnp.exp(logits - shift) * (1e-8 + values @ values.T + 0.025)
 
 
+def reference_features(
+    rng: Key[Array, ""], keys: Float[Array, "n D"], values: Float[Array, "n D_v"], temperature: float, width: int
+) -> Float[Array, "n f"]:
+    """Random features whose inner products are `reference_kernel` in expectation, in O(n f (D + D_v)).
+
+    Positive features of the exponential of the centred keys (Choromanski et al. 2021, FAVOR+) times a random sign
+    projection of (value, sqrt(0.025)): the product of two unbiased estimates that are independent is unbiased.
+    """
+    keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
+    of_keys, of_values = jax.random.split(rng)
+    centred = (keys - jnp.mean(keys, axis=0)) * (temperature / math.sqrt(keys.shape[1])) ** 0.5
+    directions = jax.random.normal(of_keys, (keys.shape[1], width))
+    positive = jnp.exp(centred @ directions - 0.5 * jnp.sum(centred * centred, axis=1, keepdims=True))
+    extended = jnp.pad(values, ((0, 0), (0, 1)), constant_values=(1e-8 + 0.025) ** 0.5)
+    return (
+        positive * (extended @ jax.random.rademacher(of_values, (extended.shape[1], width), jnp.float32)) * width**-0.5
+    )
+
+
 def exact_halving(signs: Float[Array, "n"], count: Int[Array, ""]) -> tuple[Int[Array, "h"], Float[Array, "h"]]:
     """Which floor(count / 2) of the first `count` tokens stay, in which order, and with weights of 2, 1 or (none) 0.
 
@@ -231,19 +269,31 @@ def halve_exactly(
     *,
     gamma: float,
     temperature: float,
+    features: int | None = None,
 ) -> Halved:
     """The released code's walk and exact halving on one block, with a random first sign.
 
     Entries of different weights walk as multiples of the largest; empty places must come last, and are padding. The
     kernel is divided by its mean diagonal, so that gamma means the same at all norms.
+
+    Args:
+        features: walk on so many random features of the kernel instead of on the kernel.
     """
     present = weights > 0
     count = jnp.sum(present, dtype=jnp.int32)
     scale = weights / jnp.maximum(jnp.max(weights), 1e-30)
     padded = lambda x: jnp.where(present[:, None], x.astype(jnp.float32), 0.0)  # noqa: E731
-    kernel = reference_kernel(padded(keys), padded(values), temperature) * scale[:, None] * scale
-    gain = gamma * count / jnp.maximum(jnp.trace(kernel), 1e-30)
-    signs, clipped = balanced_walk(kernel, jax.random.uniform(rng, weights.shape), gain)
+    uniforms = jax.random.uniform(rng, weights.shape)
+    if features is None:
+        kernel = reference_kernel(padded(keys), padded(values), temperature) * scale[:, None] * scale
+        gain = gamma * count / jnp.maximum(jnp.trace(kernel), 1e-30)
+        signs, clipped = balanced_walk(kernel, uniforms, gain)
+    else:
+        # Draws of their own: the signs' may not hang on what they are to balance.
+        of_features = jax.random.fold_in(rng, 1)
+        phi = reference_features(of_features, padded(keys), padded(values), temperature, features) * scale[:, None]
+        gain = gamma * count / jnp.maximum(jnp.sum(phi * phi), 1e-30)
+        signs, clipped = feature_walk(phi, uniforms, gain)
     kept, factor = exact_halving(signs, count)
     return Halved(kept, factor * weights[kept], clipped)
 

@@ -41,6 +41,7 @@ _OWN_ARGUMENTS: dict[str, tuple[object, tuple[str, ...]]] = {
     "bins": (None, ("pairs", "streaming", "paper")),
     "gamma": (None, ("pairs", "streaming", "reference")),
     "temperature": (None, ("pairs", "streaming", "reference")),
+    "features": (None, ("streaming",)),
     "decode": ("weights", ("reference",)),
     "needles": (None, ("reference",)),
     "needles_inside": (False, ("reference",)),
@@ -50,6 +51,7 @@ _OWN_ARGUMENTS: dict[str, tuple[object, tuple[str, ...]]] = {
     "key_norm": (None, ("paper",)),
     "value_exponents": ((-1, 2), ("paper",)),
 }
+SHORT_PROMPT = 4096
 # Marks of the needle augmentation reach so many tokens to either side.
 NEEDLE_REACH = 25
 
@@ -82,7 +84,7 @@ class HalvedPrompt:
     row_keys: Key[Array, "B"] = array(BATCH)
     halvings: int = static()
     halved_slots: int = static()
-    layer: int = static()
+    finds_needles: bool = static()  # on layer 1 alone: all other layers are one program
 
 
 def balancekv(
@@ -96,6 +98,7 @@ def balancekv(
     bins: int | None = None,
     gamma: float | None = None,
     temperature: float | None = None,
+    features: int | None = None,
     decode: Literal["weights", "scaled"] = "weights",
     needles: int | None = None,
     needles_inside: bool = False,
@@ -120,12 +123,15 @@ def balancekv(
             "reference": the released code: the prompt is halved once, as often as the budget asks for by
                 `spec.max_prompt`; tokens that come later are all kept, in slots of their own beside the budget.
             "paper": Algorithm 1 with its guarantee: trees for the numerator by value norm, one for the denominator.
-        block_size: tokens of a prompt halved together, 512 by default ("reference": 128; "paper" has none). Larger is
-            better and slower.
+        block_size: tokens of a prompt halved together ("paper" has none). Larger is better and slower: 512 by default,
+            256 for prompts of up to `SHORT_PROMPT` tokens, where 512 would take more than a tenth of the time of exact
+            prefill; "reference": 128.
         bins: into how many bins a tree's slots are divided, two of which are halved together as tokens come; by
             default `FEWEST_BINS` or a few more, and for "paper" as few as the length of the stream allows.
         gamma, temperature: of the walk; see `halve_by_pairs` and `reference_halving` for what they mean and `WALKS`
             for the defaults.
+        features: "streaming" only; the walk goes on so many random features of the kernel, at a cost that grows with
+            the block and not with its square.
         decode: "reference" only; "weights": log w in both sums. "scaled": log w in the numerator, halvings x log 2 in
             the denominator, as the released LongBench path does.
         needles: "reference" only; slots for tokens that the needle augmentation marks: on layer 1 those whose key has
@@ -166,9 +172,9 @@ def balancekv(
         if decode not in ("weights", "scaled"):
             raise ValueError(f"decode={decode!r}; it must be 'weights' or 'scaled'")
         return _reference(slots, window, block_size or 128, gamma, temperature, decode, needles, needles_inside)
-    function = halve_by_pairs if variant == "pairs" else halve_exactly
+    function = halve_by_pairs if variant == "pairs" else functools.partial(halve_exactly, features=features)
     halve = functools.partial(function, gamma=gamma, temperature=temperature)
-    return _streamed(f"balancekv({variant})", slots, window, block_size or 512, bins, halve)
+    return _streamed(f"balancekv({variant})", slots, window, block_size, bins, halve)
 
 
 class _WindowSizes(NamedTuple):
@@ -214,7 +220,7 @@ def _over_heads(function, *in_axes):
 
 
 def _streamed(
-    name: str, slots: int, sizes: _WindowSizes, block_size: int, bins: int | None, halve: Halve
+    name: str, slots: int, sizes: _WindowSizes, block_size: int | None, bins: int | None, halve: Halve
 ) -> CachePolicy:
     def init(spec, row_keys):
         count, size = bin_sizes(slots, sizes.most(spec), bins)
@@ -236,7 +242,8 @@ def _streamed(
     def select(state, keys, values):
         _, _, middle = occupancy(state.window)
         together = max(1, 8 // (keys.shape[0] * keys.shape[2]))
-        fill = functools.partial(merge_reduce.fill, halve=halve, block=block_size, together=together)
+        block = block_size or (256 if state.max_prompt <= SHORT_PROMPT else 512)
+        fill = functools.partial(merge_reduce.fill, halve=halve, block=block, together=together)
         trees = _over_heads(fill, 0, 0, 0, None)(
             state.selection.tree, _middle(keys, sizes.sinks), _middle(values, sizes.sinks), middle
         )
@@ -398,7 +405,7 @@ def _reference(
             row_keys=row_keys,
             halvings=halvings,
             halved_slots=candidates >> halvings,
-            layer=spec.layer,
+            finds_needles=needles is not None and spec.layer == 1,
         )
         return init_windowed(spec, window, halved)
 
@@ -495,7 +502,7 @@ def _reference(
     def prefill(state, keys, values, lengths, query_tail=None, shared=None):
         state, shared = policy.prefill(state, keys, values, lengths, query_tail, shared)
         middle_keys = _middle(keys, sizes.sinks)
-        if needles is not None and state.selection.layer == 1:
+        if state.selection.finds_needles:
             inside = between(state.window, keys.shape[1])[:, keys.shape[1] - middle_keys.shape[2] :]
             shared = jax.vmap(jax.vmap(functools.partial(needle_marks, block_size=block_size), (0, None)))(
                 middle_keys, inside

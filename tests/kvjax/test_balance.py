@@ -32,6 +32,55 @@ def tokens(seed=0, count=32, key_norm=1.0, value_norm=1.0, head_dim=16, value_di
     return vectors(head_dim, key_norm), vectors(value_dim, value_norm)
 
 
+# --- the walk ---
+
+
+def test_a_walk_on_features_is_the_walk_on_their_kernel():
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(40, 12)).astype(np.float32)
+    uniforms = rng.uniform(size=40).astype(np.float32)
+    gain = rng.uniform(0, 0.1, size=40).astype(np.float32)
+    features, uniforms, gain = map(jnp.asarray, (features, uniforms, gain))
+    signs, clipped = balance.feature_walk(features, uniforms, gain)
+    kernel = features @ features.T
+    expected, expected_clipped = balance.balanced_walk(kernel, uniforms, gain)
+    np.testing.assert_array_equal(signs, expected)
+    assert int(clipped) == int(expected_clipped) > 0
+
+
+def test_random_features_have_the_kernel_as_their_mean():
+    keys, values = tokens(count=6, key_norm=2.0)
+    kernel = np.asarray(balance.reference_kernel(keys, values, 0.5), np.float64)
+    draw = jax.jit(jax.vmap(lambda rng: balance.reference_features(rng, keys, values, 0.5, 64)))
+    features = np.asarray(draw(jax.random.split(jax.random.key(0), 2000)), np.float64)
+    products = np.einsum("rif,rjf->rij", features, features)
+    error = products.mean(axis=0) - kernel
+    standard = products.std(axis=0) / np.sqrt(len(products))
+    assert np.abs(error / standard).max() < 4
+    assert standard.max() < 0.05 * np.abs(kernel).max()  # so that a wrong kernel would show
+
+
+def test_walking_on_features_balances_better_than_coins():
+    keys, values = tokens(count=256, key_norm=2.0)
+    weights = np.ones(256, np.float32)
+    query = 2.0 * tokens(1, count=64)[0]
+    sums = lambda index, weight: np.einsum(  # noqa: E731
+        "qs,sd->qd", weight * np.exp(query @ keys[index].T / 4), values[index]
+    )
+    exact = sums(np.arange(256), weights)
+
+    def errors(gamma):
+        settings = {"gamma": gamma, "temperature": 1.0, "features": 256}
+        one = lambda rng: balance.halve_exactly(rng, *map(jnp.asarray, (keys, values, weights)), **settings)  # noqa: E731
+        halve = jax.jit(jax.vmap(one))
+        halved = halve(jax.random.split(jax.random.key(0), 20))
+        kept = zip(np.asarray(halved.kept), np.asarray(halved.weight), strict=True)
+        return np.array([np.linalg.norm(sums(index, weight * 256 / weight.sum()) - exact) for index, weight in kept])
+
+    assert stats.ttest_ind(errors(4.0), errors(0.0)).pvalue < 1e-3
+    assert errors(4.0).mean() < 0.8 * errors(0.0).mean()
+
+
 # --- Algorithm 2 ---
 
 
