@@ -309,7 +309,8 @@ def layer_policies(
     windows = [config.window(number) for number in range(config.layers)]
     period = min(policy.period for policy in given)
     return tuple(
-        own if window is None else _sliding(window, period) for window, own in zip(windows, given, strict=True)
+        own if window is None else _sliding(window, min(window, period))
+        for window, own in zip(windows, given, strict=True)
     )
 
 

@@ -21,7 +21,7 @@ def test_the_demo_tells_policies_apart(tmp_path):
     assert all(accuracy["exact", None]["value"] > row["value"] for key, row in accuracy.items() if key[1])
     for policy in ("uniform", "streaming_llm", "clustergen", "subgen", "balancekv"):
         for budget, fraction in (("50%", 0.5), ("25%", 0.25)):
-            assert 0.99 * fraction < accuracy[policy, budget]["budget_fraction"] <= fraction
+            assert 0.98 * fraction < accuracy[policy, budget]["budget_fraction"] <= fraction
     assert "Right answer" in done.stdout
 
 
