@@ -15,13 +15,9 @@ import dataclasses
 import functools
 import inspect
 import pathlib
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -31,7 +27,7 @@ from jaxtyping import Float
 from tqdm import tqdm
 
 import kvjax
-from experiments.common import results, settings, streams
+from experiments.common import plots, results, settings, speed, streams
 
 NAME = "attention_error"
 BASELINE = "uniform"
@@ -197,9 +193,7 @@ def measure(case: Case, drawn: streams.Streams, chosen: Sequence[settings.Settin
             tqdm.write(f"{setting} is left out: {error}")
             continue
         compress, attend = programs(policy, case.spec, queries.shape[1])
-        begin = time.perf_counter()
-        state = jax.block_until_ready(compress(row_keys, keys, values))
-        seconds = time.perf_counter() - begin
+        seconds, state = speed.timed(compress, row_keys, keys, values)
         try:
             kvjax.check(state)
         except ValueError as error:
@@ -343,10 +337,7 @@ def plot(path: pathlib.Path, outcomes: dict[Case, list[Outcome]]) -> None:
     for panels in axes:
         panels[0].set_ylabel("relative error")
     axes[0][0].legend(fontsize=6)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    plots.save(figure, path)
 
 
 def draw_errors(axis: Any, found: Sequence[Outcome]) -> None:
@@ -386,9 +377,7 @@ def plot_option(path: pathlib.Path, outcomes: dict[Case, list[Outcome]], option:
             axis.grid(alpha=0.3)
     if axes[0][0].lines:
         axes[0][0].legend(fontsize=6)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    plots.save(figure, path)
 
 
 if __name__ == "__main__":

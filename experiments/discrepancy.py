@@ -15,9 +15,6 @@ import functools
 import pathlib
 from collections.abc import Sequence
 
-import matplotlib
-
-matplotlib.use("Agg")
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -26,7 +23,7 @@ from absl import app, flags
 from jaxtyping import Array, Float
 from tqdm import tqdm
 
-from experiments.common import results, settings, streams
+from experiments.common import plots, results, settings, streams
 from kvjax import balance
 
 NAME = "discrepancy"
@@ -185,10 +182,7 @@ def plot(
         axis.legend(fontsize=8)
     for axis in axes.flat[len(measured) :]:
         axis.set_visible(False)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    plots.save(figure, path)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
@@ -23,7 +20,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 import kvjax
-from experiments.common import results, settings
+from experiments.common import plots, results, settings
 from experiments.common.tasks import line_retrieval as task
 from models import generate
 from models.llama import Llama
@@ -298,10 +295,7 @@ def plot(path: pathlib.Path, outcomes: dict[int, list[Outcome]]) -> None:
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("accuracy")
     axes[0][-1].legend(fontsize=8, loc="lower right")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
+    plots.save(figure, path)
 
 
 if __name__ == "__main__":

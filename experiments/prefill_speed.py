@@ -8,8 +8,7 @@ against reading.
 """
 
 import pathlib
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -94,13 +93,13 @@ def prefill_times(
         stage = (layer_graph, model.config, _CHUNK.value, 0, layer_parameters)
         if not number:  # compile; the residual stream is donated
             jax.block_until_ready(generate.prefill_layer(*stage, jnp.copy(x), lengths))
-        elapsed, (x, keys, values, _) = _timed(generate.prefill_layer, *stage, x, lengths)
+        elapsed, (x, keys, values, _) = speed.timed(generate.prefill_layer, *stage, x, lengths)
         reading += elapsed
         for place, policy in enumerate(policies):
             for _ in range(1 if number else 2):  # the first layer's first run compiles
                 cache = policy.init(specs[number], jax.random.split(jax.random.key(seed), 1))
                 cache = jax.block_until_ready(jax.tree.map(jnp.copy, cache))
-                compressing[place][number], _ = _timed(
+                compressing[place][number], _ = speed.timed(
                     generate.compress, policy, cache, keys, values, lengths, None, None
                 )
     return reading, compressing
@@ -112,12 +111,6 @@ def prefill_operations(config: LlamaConfig, tokens: int) -> float:
     projections = config.width * (2 * attended + 2 * config.kv_heads * config.head_dim)
     per_token = 2 * (projections + 3 * config.width * config.mlp_width)
     return config.layers * (per_token * tokens + 4 * attended * tokens * (tokens + 1) / 2)
-
-
-def _timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
-    begin = time.perf_counter()
-    result = jax.block_until_ready(function(*arguments))
-    return time.perf_counter() - begin, result
 
 
 if __name__ == "__main__":

@@ -13,9 +13,6 @@ import dataclasses
 import pathlib
 from collections.abc import Iterator, Sequence
 
-import matplotlib
-
-matplotlib.use("Agg")
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -24,7 +21,7 @@ from absl import app, flags
 from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
-from experiments.common import results, settings, streams
+from experiments.common import plots, results, settings, streams
 from kvjax import cluster_table
 
 NAME = "stream_geometry"
@@ -125,7 +122,7 @@ def growth(sources: Sequence[Source], path: pathlib.Path) -> list[results.Row]:
             axis.set(xscale="log", yscale="log", xlabel="tokens", title=f"delta = {share:g} of the mean norm")
     axes[0][0].set_ylabel("clusters")
     axes[0][0].legend(fontsize=7)
-    _save(figure, path)
+    plots.save(figure, path)
     columns = ("stream", "delta / norm", f"clusters of {BLOCK}", "of all", "exponent [95%]")
     results.print_table(f"Clusters by number of tokens, {len(sources[0].keys)} seeds", columns, lines)
     return rows
@@ -184,15 +181,8 @@ def norms(layers: dict[int, streams.Streams], path: pathlib.Path) -> list[result
             axis.legend(fontsize=7)
     for axis in axes[-1]:
         axis.set_xlabel("position")
-    _save(figure, path)
+    plots.save(figure, path)
     return rows
-
-
-def _save(figure: plt.Figure, path: pathlib.Path) -> None:
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

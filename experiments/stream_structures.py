@@ -10,7 +10,6 @@ fixed set of queries; errors, bytes and soundness are read off on the way.
 
 import functools
 import pathlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from jaxtyping import Array, Float, Key
 from tqdm import tqdm
 
 import kvjax
-from experiments.common import results, settings, streams
+from experiments.common import results, settings, speed, streams
 from kvjax import balance, cluster_table, merge_reduce, reservoir
 
 NAME = "stream_structures"
@@ -230,7 +229,7 @@ def speeds(repetitions: int) -> list[results.Row]:
     rows, lines = [], []
     for one in tqdm(comparisons(jax.random.key(flags.FLAGS.seed)), desc="speed", leave=False):
         times = np.array(
-            [[_seconds(run, *block) for run in (one.update, one.other)] for block in zip(*blocks, strict=True)]
+            [[speed.timed(run, *block)[0] for run in (one.update, one.other)] for block in zip(*blocks, strict=True)]
         )
         own, other = times[1:].T  # the first compiles
         ratio = float(one.ratio(np.median(own), np.median(other)))
@@ -273,12 +272,6 @@ def speeds(repetitions: int) -> list[results.Row]:
 
 def _range(values: Float[np.ndarray, "n"]) -> str:
     return f"{np.median(values):.3g} [{values.min():.3g}, {values.max():.3g}]"
-
-
-def _seconds(run: Run, *block: Float[Array, "T D"]) -> float:
-    begin = time.perf_counter()
-    jax.block_until_ready(run(*block))
-    return time.perf_counter() - begin
 
 
 # --- long streams ---
@@ -336,9 +329,8 @@ def long_streams(tokens: int) -> list[results.Row]:
     checkpoints = [size for size in (2**12, 2**16, 2**20) if size <= tokens]
     rows, lines = [], []
     for name, structure in tqdm(STRUCTURES.items(), desc="long streams", leave=False):
-        begin = time.perf_counter()
-        state, seen = jax.block_until_ready(follow(name, jax.random.key(flags.FLAGS.seed), keys, values, queries))
-        seconds = time.perf_counter() - begin
+        rng = jax.random.key(flags.FLAGS.seed)
+        seconds, (state, seen) = speed.timed(follow, name, rng, keys, values, queries)
         kvjax.check(state)
         nan, held = bool(np.any(seen.not_a_number)), np.unique(seen.bytes).tolist()
         estimates = [results.mean_interval(np.asarray(seen.error[size // SCAN_TOKENS - 1])) for size in checkpoints]

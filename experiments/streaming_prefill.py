@@ -11,7 +11,6 @@ import concurrent.futures
 import multiprocessing
 import pathlib
 import resource
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -93,9 +92,7 @@ def measure(setting: settings.Setting, context: int, seed: int) -> tuple[int, in
     generator = generate.Generator(model, setting.build(generate.cache_specs(model, **sizes)[0], context), **sizes)
     prompt = np.random.default_rng(seed).integers(0, model.config.vocab_size, context).tolist()
     jax.block_until_ready(generator.read(generator.start(seed), [prompt[: 2 * generator.block]]))
-    begin = time.perf_counter()
-    jax.block_until_ready(generator.read(generator.start(seed), [prompt]))
-    elapsed = time.perf_counter() - begin
+    elapsed, _ = speed.timed(lambda: generator.read(generator.start(seed), [prompt]))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return largest_program(generator), peak, elapsed
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from kvjax.first_least import first_least
 from kvjax.state import HEAD_DIM, SLOTS, array, state, static
 
 SAMPLES, VALUE_DIM = "samples", "value_dim"
@@ -332,7 +333,7 @@ def _nearest(
     a: Float[Array, "N D"], b: Float[Array, "K D"], a_norms: Float[Array, "N"], b_norms: Float[Array, "K"]
 ) -> tuple[Float[Array, "N"], Int[Array, "N"]]:
     """Squared distance of each a to the nearest b, and which that is; those of infinite norm are not there."""
-    least, nearest = _first_least(b_norms[None, :] - 2 * _product(a, b))
+    least, nearest = first_least(b_norms[None, :] - 2 * _product(a, b))
     return _resolved(a_norms + least, a_norms + b_norms[nearest]), nearest
 
 
@@ -343,13 +344,6 @@ def _product(a: Float[Array, "N D"], b: Float[Array, "K D"]) -> Float[Array, "N 
 
 def _resolved(squared: Float[Array, "..."], norms: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.where((squared <= 2.0**-20 * norms) & jnp.isfinite(norms), 0.0, squared)
-
-
-def _first_least(x: Float[Array, "N K"]) -> tuple[Float[Array, "N"], Int[Array, "N"]]:
-    """The least of each row and the first place where it stands; two plain reductions are vectorised, argmin is not."""
-    least = jnp.min(x, axis=1)
-    number = jnp.arange(x.shape[1], dtype=jnp.int32)
-    return least, jnp.min(jnp.where(x <= least[:, None], number, x.shape[1] - 1), axis=1)
 
 
 def _greedy_cover(near: Bool[Array, "N N"], candidate: Bool[Array, "N"]) -> Bool[Array, "N"]:
@@ -390,7 +384,7 @@ def _widen(
     # Rounded up, so that its square is no less than the distance's.
     delta = jnp.maximum(growth * delta, jnp.sqrt(near) * (1 + 2.0**-22))
     stands = _greedy_cover(between <= delta * delta, jnp.ones(capacity, bool))
-    _, heir = _first_least(jnp.where(stands[None, :], between, jnp.inf))
+    _, heir = first_least(jnp.where(stands[None, :], between, jnp.inf))
     return delta, stands, jnp.where(stands, number, heir)
 
 
@@ -411,7 +405,7 @@ def _assign_block(items, squared_norms, fresh, growth, block, frame, start):
         opens &= number < stop
         # Causally: a token may join, or be, a cluster that was opened no later than it came.
         to_opened = jnp.where(opens[None, :] & (number[None, :] <= number[:, None]), among, jnp.inf)
-        return opens, stop, *_first_least(to_opened)
+        return opens, stop, *first_least(to_opened)
 
     def open_none(orphan, reach, free):
         del reach, free

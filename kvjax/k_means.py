@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from kvjax.first_least import first_least
 from kvjax.state import HEAD_DIM, SLOTS, array, state
 
 POINTS = "points"
@@ -70,14 +71,11 @@ def k_means(
         def one(sums, item):
             points, there = item
             cosine = jnp.matmul(points, directions.T, precision=jax.lax.Precision.HIGHEST)
-            best = jnp.max(cosine, axis=1)
-            # Two plain reductions are vectorised by XLA:CPU, an argmax is not.
-            number = jnp.arange(clusters, dtype=jnp.int32)
-            label = jnp.min(jnp.where(cosine >= best[:, None], number, clusters), axis=1)
-            label = jnp.where(there, jnp.minimum(label, clusters - 1), clusters)
-            member = (label[:, None] == number).astype(jnp.float32)
+            least, nearest = first_least(-cosine)
+            label = jnp.where(there, nearest, clusters)
+            member = (label[:, None] == jnp.arange(clusters)).astype(jnp.float32)
             sums = sums + jnp.matmul(member.T, points, precision=jax.lax.Precision.HIGHEST)
-            return sums, (label, jnp.sum(jnp.where(there, best, 0.0)))
+            return sums, (label, jnp.sum(jnp.where(there, -least, 0.0)))
 
         sums, (label, gained) = jax.lax.scan(one, jnp.zeros((clusters, head_dim)), (blocked, there))
         return label, sums, total - jnp.sum(gained)

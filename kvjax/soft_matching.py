@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.first_least import first_least
 from kvjax.state import HEAD_DIM, SLOTS, array, state
 
 
@@ -62,11 +63,8 @@ def best_partners(
     cosine = jnp.einsum("nad,nbd->nab", unit[:, :, 0], unit[:, :, 1], precision=jax.lax.Precision.HIGHEST)
     there = (place[:, :, None, 0] < count) & (place[:, None, :, 1] < count)
     cosine = jnp.where(there, cosine, -jnp.inf)
-    best = jnp.max(cosine, axis=2)
-    # Two plain reductions are vectorised by XLA:CPU, an argmax is not.
-    number = jnp.arange(pairs, dtype=jnp.int32)
-    partner = jnp.min(jnp.where(cosine >= best[:, :, None], number, pairs - 1), axis=2)
-    return best.reshape(-1), partner.reshape(-1)
+    least, partner = first_least(-cosine)
+    return -least.reshape(-1), partner.reshape(-1)
 
 
 def merge_most_similar(entries: Centroids, edges: Int[Array, ""] | int, chunk: int, most: int) -> Centroids:

@@ -24,6 +24,11 @@ class Block:
     first: Int[Array, "B"] = array(BATCH)  # int32, position of the block's first token
     count: Int[Array, "B"] = array(BATCH)  # int32
 
+    @property
+    def present(self) -> Bool[Array, "B P"]:
+        """Which places hold a token."""
+        return jnp.arange(self.keys.shape[2]) < self.count[:, None]
+
 
 @state
 class Staging:

@@ -23,15 +23,17 @@ CONFIG = LlamaConfig(
 )
 
 
+def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    """Seconds of one run, to the end of all device work, and its result."""
+    begin = time.perf_counter()
+    result = jax.block_until_ready(function(*arguments))
+    return time.perf_counter() - begin, result
+
+
 def seconds(function: Callable[..., Any], *arguments: Any, repetitions: int = 5) -> np.ndarray:
     """Seconds of every repetition, to the end of all device work; one run before them compiles and warms up."""
-    jax.block_until_ready(function(*arguments))
-    times = []
-    for _ in range(repetitions):
-        begin = time.perf_counter()
-        jax.block_until_ready(function(*arguments))
-        times.append(time.perf_counter() - begin)
-    return np.asarray(times)
+    times = [timed(function, *arguments)[0] for _ in range(repetitions + 1)]
+    return np.asarray(times[1:])
 
 
 def reading_rate() -> float:

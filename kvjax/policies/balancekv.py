@@ -22,7 +22,7 @@ from kvjax.balance import (
     walk_constant,
 )
 from kvjax.merge_reduce import MergeReduceTree, bins_needed, init_merge_reduce
-from kvjax.policies.windowed import init_windowed, windowed_policy
+from kvjax.policies.windowed import init_windowed, over_heads, stream_keys, windowed_policy
 from kvjax.policy import CachePolicy, CacheSpec
 from kvjax.segment import segment
 from kvjax.staging import Block, between, check_budget, check_period, init_window, occupancy, window_segments
@@ -51,6 +51,7 @@ _OWN_ARGUMENTS: dict[str, tuple[object, tuple[str, ...]]] = {
     "key_norm": (None, ("paper",)),
     "value_exponents": ((-1, 2), ("paper",)),
 }
+# Tokens up to which prompts are halved in smaller groups, since exact prefill of them takes so little itself.
 SHORT_PROMPT = 4096
 # Marks of the needle augmentation reach so many tokens to either side.
 NEEDLE_REACH = 25
@@ -207,15 +208,6 @@ def bin_sizes(slots: float, tokens: int, bins: int | None, fewest: int = FEWEST_
     return max(fit[: max(1, fewest // 2)], key=lambda sizes: sizes[0] * sizes[1])
 
 
-def _stream_keys(row_keys: Key[Array, "B"], heads: int) -> Key[Array, "B H_kv"]:
-    return jax.vmap(lambda key: jax.random.split(key, heads))(row_keys)
-
-
-def _over_heads(function, *in_axes):
-    """Maps over rows and kv heads; an in-axis of None is one for all heads of a row."""
-    return jax.vmap(jax.vmap(function, in_axes=in_axes))
-
-
 # --- pairs, streaming ---
 
 
@@ -236,7 +228,7 @@ def _streamed(
                 dtype=spec.dtype,
             )
 
-        trees = _over_heads(make, 0)(_stream_keys(row_keys, spec.kv_heads))
+        trees = over_heads(make, 0)(stream_keys(row_keys, spec.kv_heads))
         return init_windowed(spec, sizes.init(spec), Streamed(trees))
 
     def select(state, keys, values):
@@ -244,15 +236,14 @@ def _streamed(
         together = max(1, 8 // (keys.shape[0] * keys.shape[2]))
         block = block_size or (256 if state.max_prompt <= SHORT_PROMPT else 512)
         fill = functools.partial(merge_reduce.fill, halve=halve, block=block, together=together)
-        trees = _over_heads(fill, 0, 0, 0, None)(
+        trees = over_heads(fill, 0, 0, 0, None)(
             state.selection.tree, _middle(keys, sizes.sinks), _middle(values, sizes.sinks), middle
         )
         return dataclasses.replace(state, selection=Streamed(trees))
 
     def absorb(state, block: Block):
-        present = jnp.arange(block.keys.shape[2]) < block.count[:, None]
         insert = functools.partial(merge_reduce.insert, halve=halve)
-        trees = _over_heads(insert, 0, 0, 0, None)(state.selection.tree, block.keys, block.values, present)
+        trees = over_heads(insert, 0, 0, 0, None)(state.selection.tree, block.keys, block.values, block.present)
         return dataclasses.replace(state, selection=Streamed(trees))
 
     def segments(state, queries):
@@ -328,7 +319,7 @@ def _paper(
             )
             return Bounded(numerator, make(denominator_key, value_dim=None), tokens)
 
-        streams = _over_heads(make_streams, 0)(_stream_keys(row_keys, spec.kv_heads))
+        streams = over_heads(make_streams, 0)(stream_keys(row_keys, spec.kv_heads))
         return init_windowed(spec, sizes.init(spec), streams)
 
     def take(state, keys, values, present):
@@ -348,7 +339,7 @@ def _paper(
             denominator = merge_reduce.insert(both.denominator, keys, None, present, halve=halve_with(tokens, 1.0))
             return Bounded(numerator, denominator, tokens)
 
-        streams = _over_heads(insert, 0, 0, 0, None)(state.selection, keys, values, present)
+        streams = over_heads(insert, 0, 0, 0, None)(state.selection, keys, values, present)
         return dataclasses.replace(state, selection=streams)
 
     def select(state, keys, values):
@@ -357,7 +348,7 @@ def _paper(
         return take(state, keys, values, jnp.arange(keys.shape[2]) < middle[:, None])
 
     def absorb(state, block: Block):
-        return take(state, block.keys, block.values, jnp.arange(block.keys.shape[2]) < block.count[:, None])
+        return take(state, block.keys, block.values, block.present)
 
     def segments(state, queries):
         trees, denominator = state.selection.numerator.trees, state.selection.denominator
@@ -439,9 +430,9 @@ def _reference(
                 jnp.sum(marked & ~kept_marks, dtype=jnp.int32),
             )
 
-        rngs = _stream_keys(chosen.row_keys, keys.shape[2])
+        rngs = stream_keys(chosen.row_keys, keys.shape[2])
         middle_keys, middle_values = _middle(keys, sizes.sinks), _middle(values, sizes.sinks)
-        kept_keys, kept_values, log_needle, log_halved, unkept = _over_heads(compress_head, 0, 0, 0, 0, None)(
+        kept_keys, kept_values, log_needle, log_halved, unkept = over_heads(compress_head, 0, 0, 0, 0, None)(
             rngs, middle_keys, middle_values, marks, middle
         )
         put = lambda buffer, x: buffer.at[:, :, first : first + x.shape[2]].set(x.astype(buffer.dtype))  # noqa: E731
@@ -464,7 +455,7 @@ def _reference(
         chosen, window = state.selection, state.window
         place = jnp.arange(block.keys.shape[2])
         slots = first + needle_slots + chosen.halved_slots + chosen.later[:, None] + place
-        slots = jnp.where(place < block.count[:, None], slots, window.keys.shape[2])
+        slots = jnp.where(block.present, slots, window.keys.shape[2])
 
         def append(buffer, fresh):
             put = lambda buffer, fresh, slots: buffer.at[:, slots].set(fresh, mode="drop")  # noqa: E731

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.policies.windowed import init_windowed, windowed_policy
+from kvjax.policies.windowed import init_windowed, over_heads, windowed_policy
 from kvjax.policy import CachePolicy
 from kvjax.soft_matching import Centroids, Schedule, compress
 from kvjax.staging import Block, between, check_budget, check_period, init_window, window_segments
@@ -71,8 +71,7 @@ def chelsea(
 
     def merge(state, entries: Centroids):
         """Compresses every head's entries into the selection's slots."""
-        per_head = jax.vmap(lambda one: compress(one, slots, chunk, schedule))
-        entries = jax.vmap(per_head)(entries)
+        entries = over_heads(lambda one: compress(one, slots, chunk, schedule))(entries)
         window, merged = state.window, state.selection
         taken = min(slots, entries.degree.shape[2])
         degree = merged.degree.at[:, :, :taken].set(entries.degree[:, :, :taken])

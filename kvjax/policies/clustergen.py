@@ -97,7 +97,6 @@ def clustergen(
         if variant == "paper":
             return state
         window, clusters = state.window, state.selection
-        present = jnp.arange(block.keys.shape[2]) < block.count[:, None]
         per_head = jax.vmap(_recluster, in_axes=(0, 0, 0, 0, 0, 0, None))
         center_keys, count, separation, mean_value = jax.vmap(per_head)(
             window.keys[:, :, fixed:],
@@ -106,7 +105,7 @@ def clustergen(
             window.values[:, :, fixed:],
             block.keys,
             block.values,
-            present,
+            block.present,
         )
         window = dataclasses.replace(
             window,

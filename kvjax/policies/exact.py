@@ -41,7 +41,7 @@ def exact(*, period: int = 64) -> CachePolicy:
         window = state.window
         slots = window.keys.shape[2]
         place = jnp.arange(block.keys.shape[2])
-        target = jnp.where(place < block.count[:, None], block.first[:, None] + place, slots)
+        target = jnp.where(block.present, block.first[:, None] + place, slots)
 
         def append(buffer, fresh, target):
             return buffer.at[:, target].set(fresh, mode="drop")

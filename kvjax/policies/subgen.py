@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Key
 from kvjax import cluster_table, reservoir
 from kvjax.attention import Partials, attend, attend_segment, merge
 from kvjax.cluster_table import ClusterTable, init_cluster_table, log_counts, log_sample_weights
-from kvjax.policies.windowed import init_windowed, windowed_policy
+from kvjax.policies.windowed import init_windowed, over_heads, stream_keys, windowed_policy
 from kvjax.policy import CachePolicy
 from kvjax.reservoir import WeightedReservoir, init_reservoir
 from kvjax.segment import Segment, segment
@@ -138,9 +138,9 @@ def subgen(
                 spread=_init_spread(dim) if spread else None,
             )
 
-        rngs = jax.vmap(lambda key: jax.random.split(key, spec.kv_heads))(row_keys)
+        rngs = stream_keys(row_keys, spec.kv_heads)
         window = init_window(spec, sinks + recent, sinks, recent, period)
-        return init_windowed(spec, window, jax.vmap(jax.vmap(one))(rngs))
+        return init_windowed(spec, window, over_heads(one)(rngs))
 
     def select(state, keys, values):
         batch, tokens = keys.shape[:2]
@@ -163,9 +163,8 @@ def subgen(
         return dataclasses.replace(state, selection=streams)
 
     def absorb(state, block: Block):
-        valid = jnp.arange(block.keys.shape[2]) < block.count[:, None]
-        take = jax.vmap(jax.vmap(_take, in_axes=(0, 0, 0, None)))
-        return dataclasses.replace(state, selection=take(state.selection, block.keys, block.values, valid))
+        take = over_heads(_take, 0, 0, 0, None)
+        return dataclasses.replace(state, selection=take(state.selection, block.keys, block.values, block.present))
 
     def segments(state, queries):
         return *window_segments(state.window, queries=queries), *_segments(state.selection, variant)
@@ -335,17 +334,16 @@ def _take(streams: Streams, keys: Float[Array, "T D"], values: Float[Array, "T D
 
 
 def _segments(streams: Streams, variant: Variant) -> tuple[Segment, ...]:
-    over = lambda function: jax.vmap(jax.vmap(function))  # noqa: E731
     shown = []
     if (held := streams.reservoir) is not None:
         feeds: Literal["numerator", "both"] = "numerator" if variant == "paper" else "both"
-        shown.append(segment(held.keys, held.values, log_num=over(reservoir.log_weights)(held), feeds=feeds))
+        shown.append(segment(held.keys, held.values, log_num=over_heads(reservoir.log_weights)(held), feeds=feeds))
     if (table := streams.table) is None:
         return tuple(shown)
     if table.samples is None:
-        return *shown, segment(table.centers, table.mean_value, log_num=over(log_counts)(table))
+        return *shown, segment(table.centers, table.mean_value, log_num=over_heads(log_counts)(table))
     flat = lambda x: x.reshape(*x.shape[:2], -1, *x.shape[4:])  # noqa: E731
-    keys, weights = flat(table.samples), flat(over(log_sample_weights)(table))
+    keys, weights = flat(table.samples), flat(over_heads(log_sample_weights)(table))
     if table.mean_value is None or table.sample_values is None:
         return *shown, segment(keys, None, log_den=weights, feeds="denominator")
     drawn = table.sample_values.astype(jnp.float32)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.policies.windowed import init_windowed, windowed_policy
+from kvjax.policies.windowed import init_windowed, over_heads, windowed_policy
 from kvjax.policy import CachePolicy
 from kvjax.staging import Block, between, check_budget, check_period, init_window, occupancy, window_segments
 from kvjax.state import BATCH, KV_HEADS, SLOTS, array, state
@@ -74,16 +74,15 @@ def uniform(budget: int, *, sinks: int = 4, recent: int = 64, period: int = 64) 
         places = jnp.arange(block.keys.shape[2])
         positions = block.first[:, None] + places
         fresh = jax.vmap(_priorities, in_axes=(0, 0, None))(state.selection.row_keys, positions, block.keys.shape[1])
-        fresh = jnp.where((places < block.count[:, None])[:, None, :], fresh, jnp.inf)
+        fresh = jnp.where(block.present[:, None, :], fresh, jnp.inf)
         window, sample = state.window, state.selection
-        replace = jax.vmap(jax.vmap(_compete))
-        slot, source, priority = replace(sample.priority, fresh)
+        slot, source, priority = over_heads(_compete)(sample.priority, fresh)
 
         def place(buffer, tokens):
             def place_head(buffer, tokens, slot, source):
                 return buffer.at[sinks + recent + slot].set(tokens[source], mode="drop")
 
-            return jax.vmap(jax.vmap(place_head))(buffer, tokens, slot, source)
+            return over_heads(place_head)(buffer, tokens, slot, source)
 
         window = dataclasses.replace(
             window, keys=place(window.keys, block.keys), values=place(window.values, block.values)

@@ -8,7 +8,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from jaxtyping import Array, Float, Int
+import jax
+from jaxtyping import Array, Float, Int, Key
 
 from kvjax.attention import Partials, attend
 from kvjax.policy import CachePolicy, CacheSpec, Init, check_tokens
@@ -68,6 +69,17 @@ def windowed_policy(
         return segment_bytes(*segments(state, None))
 
     return CachePolicy(name, init, prefill, attend_cache, extend, compact, read_bytes, period, streams=streams)
+
+
+def stream_keys(row_keys: Key[Array, "B"], heads: int) -> Key[Array, "B H_kv"]:
+    """A random key of its own for every row's every kv head."""
+    return jax.vmap(lambda key: jax.random.split(key, heads))(row_keys)
+
+
+def over_heads(function: Callable[..., Any], *in_axes: int | None) -> Callable[..., Any]:
+    """Maps a function of one head's stream over rows and kv heads. In-axes are those over heads (0 where none are
+    given); None is for an argument that all heads of a row share."""
+    return jax.vmap(jax.vmap(function, in_axes=in_axes or 0))
 
 
 def init_windowed(spec: CacheSpec, window: Window, selection: Any = None) -> WindowedState:
