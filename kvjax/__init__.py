@@ -8,6 +8,8 @@ from kvjax.attention import output as output
 from kvjax.policies import REGISTRY as REGISTRY
 from kvjax.policies import balancekv as balancekv
 from kvjax.policies import balancekv_settings as balancekv_settings
+from kvjax.policies import by_head as by_head
+from kvjax.policies import by_layer as by_layer
 from kvjax.policies import chelsea as chelsea
 from kvjax.policies import clustergen as clustergen
 from kvjax.policies import exact as exact
@@ -23,6 +25,7 @@ from kvjax.policy import CacheSpec as CacheSpec
 from kvjax.policy import abstract_state as abstract_state
 from kvjax.policy import fit_bytes as fit_bytes
 from kvjax.policy import row_bytes as row_bytes
+from kvjax.policy import row_read_bytes as row_read_bytes
 from kvjax.segment import Segment as Segment
 from kvjax.segment import segment as segment
 from kvjax.segment import segment_bytes as segment_bytes

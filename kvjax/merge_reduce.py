@@ -26,8 +26,8 @@ class MergeReduceTree:
     Bin b holds slots [b u, (b + 1) u) and stands for tokens [index 2^level u, (index + 1) 2^level u) of the stream.
     """
 
-    keys: Float[Array, "S D"] = array(SLOTS, HEAD_DIM)
-    values: Float[Array, "S D_v"] | None = array(SLOTS, HEAD_DIM)  # None: a tree for denominators
+    keys: Float[Array, "S D"] = array(SLOTS, HEAD_DIM, entries=True)
+    values: Float[Array, "S D_v"] | None = array(SLOTS, HEAD_DIM, entries=True)  # None: a tree for denominators
     log_weight: Float[Array, "S"] = array(SLOTS)  # float32, -inf in empty slots
     level: Int[Array, "N"] = array(BINS)  # int32 halvings that the bin's entries went through, -1 in free bins
     index: Int[Array, "N"] = array(BINS)  # int32

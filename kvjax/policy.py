@@ -94,7 +94,9 @@ class Attend(Protocol):
         """Attention of the queries to what is cached.
 
         With `causal`, the T queries are those of the last T appended tokens, in a block that has not been compacted
-        since, and each sees what was cached when its own token came. Otherwise all see everything.
+        since, and each sees what was cached when its own token came. Policies that learn from attention (scores,
+        caches of what was recalled) learn from these, for the rows that appended a token. Otherwise all see
+        everything, and nothing is learnt.
         """
         ...
 
@@ -106,11 +108,14 @@ class Extend(Protocol):
         keys: Float[Array, "B T H_kv D"],
         values: Float[Array, "B T H_kv D"],
         lengths: Int[Array, "B"] | None = None,
-        query: Float[Array, "B T H_q D"] | None = None,
-        total: tuple[Float[Array, "B T H_q"], Float[Array, "B T H_q"]] | None = None,
     ) -> State:
-        """Appends T tokens (the first `lengths[b]` of them in row b). `query` and `total` (the merged max and den of
-        the step) serve policies whose scores need the whole denominator."""
+        """Appends T tokens (the first `lengths[b]` of them in row b)."""
+        ...
+
+
+class Segments(Protocol):
+    def __call__(self, state: State, query: Float[Array, "B T H_q D"] | None, causal: bool = False) -> tuple:
+        """The segments that attention of the queries reads (those of any one query where `query` is None)."""
         ...
 
 
@@ -124,6 +129,9 @@ class CachePolicy(NamedTuple):
         read_bytes: bytes of cache that one decoding step reads, from the state's buffers.
         period: tokens between compactions.
         query_tail: how many of the prompt's last queries `prefill` needs (0, w, or ALL_QUERIES).
+        segments: what attention reads, where `attend` is attention over segments and no more; None otherwise.
+            Combinators that change how entries are stored need it.
+        recalls: whether everything is kept and a part is read per query: budgets are then of what is read.
         streams: whether a prompt of any length may come through `extend` and `compact` alone; False for policies that
             compress in `prefill` only.
     """
@@ -138,6 +146,8 @@ class CachePolicy(NamedTuple):
     period: int
     query_tail: int = 0
     streams: bool = True
+    segments: Segments | None = None
+    recalls: bool = False
 
 
 def abstract_state(policy: CachePolicy, spec: CacheSpec) -> State:
@@ -150,24 +160,38 @@ def row_bytes(policy: CachePolicy, spec: CacheSpec) -> int:
     return cache_bytes(abstract_state(policy, dataclasses.replace(spec, batch=1))).device
 
 
+def row_read_bytes(policy: CachePolicy, spec: CacheSpec) -> int:
+    """Bytes of cache that decoding a token of one row reads in one layer."""
+    read: list[int] = []
+    state = abstract_state(policy, dataclasses.replace(spec, batch=1))
+    jax.eval_shape(lambda state: read.append(policy.read_bytes(state)), state)
+    return read[0]
+
+
 def fit_bytes(factory: Callable[[int], CachePolicy], spec: CacheSpec, limit: int) -> CachePolicy:
-    """The policy with the largest budget whose cache stays within `limit` bytes per row of one layer.
+    """The policy with the largest budget that stays within `limit` bytes per row and layer: bytes held, or bytes read
+    per token for a policy that recalls, on the average of all layers.
 
     Args:
         factory: makes a policy of a budget in slots, e.g. `lambda budget: kvjax.uniform(budget, sinks=16)`.
-        spec: what the cache is made for; the batch does not matter.
+        spec: what the cache is made for; neither batch nor layer matter.
         limit: bytes per row and layer, all buffers (staging, counters, keys of randomness) included.
 
     Raises:
         ValueError: when no budget fits, with the reason of the smallest one tried.
     """
 
-    def size(budget: int) -> int:
-        return row_bytes(factory(budget), spec)
+    def size(budget: int) -> float:
+        policy = factory(budget)
+        measure = row_read_bytes if policy.recalls else row_bytes
+        sizes = [measure(policy, dataclasses.replace(spec, layer=layer)) for layer in range(spec.layers)]
+        return sum(sizes) / spec.layers
 
     low = _smallest_budget(factory, spec, limit)
     if size(low) > limit:
-        raise ValueError(f"limit={limit} bytes per row and layer is too small: budget={low} already takes {size(low)}")
+        raise ValueError(
+            f"limit={limit} bytes per row and layer is too small: budget={low} already takes {size(low):g}"
+        )
     high = low
     while size(high := high * 2) <= limit:
         if high > limit:

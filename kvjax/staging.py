@@ -148,8 +148,8 @@ class Window:
     occupied is one range of slots; the oldest recent tokens leave by moving the range's start.
     """
 
-    keys: Float[Array, "B H_kv S D"] = array(BATCH, KV_HEADS, SLOTS, HEAD_DIM)
-    values: Float[Array, "B H_kv S D"] = array(BATCH, KV_HEADS, SLOTS, HEAD_DIM)
+    keys: Float[Array, "B H_kv S D"] = array(BATCH, KV_HEADS, SLOTS, HEAD_DIM, entries=True)
+    values: Float[Array, "B H_kv S D"] = array(BATCH, KV_HEADS, SLOTS, HEAD_DIM, entries=True)
     staging: Staging
     total: Int[Array, "B"] = array(BATCH)  # int32, tokens taken in so far, staged ones not
     recent: int = static()  # slots

@@ -18,14 +18,16 @@ T = TypeVar("T")
 BATCH, KV_HEADS, SLOTS, HEAD_DIM = "batch", "kv_heads", "slots", "head_dim"
 
 
-def array(*axes: str, fault: str | None = None) -> Any:
+def array(*axes: str, fault: str | None = None, entries: bool = False) -> Any:
     """Declares an array field with its logical axes.
 
     Args:
         axes: one name per dimension; the field may also hold None (an array that a setting makes unnecessary).
         fault: for counters that must stay zero, what it means when they do not; `check` raises with this text.
+        entries: whether these are keys or values that attention reads as they lie here; combinators may store them
+            in another way.
     """
-    return dataclasses.field(metadata={"axes": axes, "fault": fault})
+    return dataclasses.field(metadata={"axes": axes, "fault": fault, "entries": entries})
 
 
 def stacked(*axes: str) -> Any:
@@ -65,7 +67,7 @@ def cache_bytes(tree: Any) -> CacheBytes:
 
 def axes(tree: Any) -> Any:
     """The same tree with every array replaced by the tuple of its axis names."""
-    return _map_fields(lambda field, _: field.axes, tree)
+    return map_fields(lambda field, _: field.axes, tree)
 
 
 def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
@@ -81,7 +83,7 @@ def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
         # A copy, so that either state may be donated and the other used on.
         return jnp.copy(leaf) if axis is None else jnp.take(leaf, rows, axis=axis)
 
-    return _map_fields(take, tree)
+    return map_fields(take, tree)
 
 
 def repeat_rows(tree: T, repeats: int) -> T:
@@ -112,7 +114,7 @@ def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
             )
         return jnp.copy(leaf)
 
-    return _map_fields(insert, tree, rows_tree)
+    return map_fields(insert, tree, rows_tree)
 
 
 def check(tree: Any) -> None:
@@ -124,29 +126,30 @@ def check(tree: Any) -> None:
             faults.append(f"{field.name}={np.asarray(leaf).tolist()}: {field.fault} ({count} in all)")
         return leaf
 
-    _map_fields(look, tree)
+    map_fields(look, tree)
     if faults:
         raise ValueError("the cache state is not sound: " + "; ".join(faults))
 
 
 class ArrayField(NamedTuple):
-    """What is declared of an array: its name in its state, all its axes, and what it means when it is not zero."""
+    """What is declared of an array: its name in its state, all its axes, and the rest as `array` says."""
 
     name: str
     axes: tuple[str, ...]
     fault: str | None
+    entries: bool
 
 
-def _map_fields(function: Callable[..., Any], tree: Any, *others: Any, leading: tuple[str, ...] = ()) -> Any:
+def map_fields(function: Callable[..., Any], tree: Any, *others: Any, leading: tuple[str, ...] = ()) -> Any:
     """Maps (field, leaf, ...) over the array fields of nested states, tuples, lists and dicts."""
     if tree is None:
         return None
     if isinstance(tree, dict):
         return {
-            key: _map_fields(function, tree[key], *(other[key] for other in others), leading=leading) for key in tree
+            key: map_fields(function, tree[key], *(other[key] for other in others), leading=leading) for key in tree
         }
     if isinstance(tree, tuple | list):
-        mapped = [_map_fields(function, *items, leading=leading) for items in zip(tree, *others, strict=True)]
+        mapped = [map_fields(function, *items, leading=leading) for items in zip(tree, *others, strict=True)]
         return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
     if not dataclasses.is_dataclass(tree) or isinstance(tree, type):
         raise TypeError(f"{type(tree).__name__} is not a state: its axes are not known")
@@ -156,11 +159,12 @@ def _map_fields(function: Callable[..., Any], tree: Any, *others: Any, leading: 
         if field.metadata.get("static") or leaves[0] is None:
             continue
         if "axes" in field.metadata:
-            described = ArrayField(field.name, leading + field.metadata["axes"], field.metadata["fault"])
+            own = field.metadata
+            described = ArrayField(field.name, leading + own["axes"], own["fault"], own["entries"])
             changes[field.name] = function(described, *leaves)
         else:
             inner = leading + field.metadata.get("stacked", ())
-            changes[field.name] = _map_fields(function, *leaves, leading=inner)
+            changes[field.name] = map_fields(function, *leaves, leading=inner)
     return dataclasses.replace(tree, **changes)
 
 
@@ -185,7 +189,7 @@ def _batch_size(tree: Any) -> int:
             sizes.add(leaf.shape[axis])
         return leaf
 
-    _map_fields(look, tree)
+    map_fields(look, tree)
     if len(sizes) != 1:
         raise ValueError(f"the state has no one batch size: {sorted(sizes)}")
     return sizes.pop()

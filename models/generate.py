@@ -501,7 +501,7 @@ def _decode_block(
         for layer, policy, cache in zip(model.layers, policies, state.layers, strict=True):
             query, keys, values = layer.project(x, cos, sin)
             cache = policy.extend(cache, keys, values, lengths)
-            partials, cache = policy.attend(cache, query)
+            partials, cache = policy.attend(cache, query, causal=True)
             layers.append(cache)
             x = layer.finish(x, kvjax.output(partials))
         logits = model.logits(x[:, 0])

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from kvjax.policies.balancekv import balancekv as balancekv
 from kvjax.policies.balancekv import balancekv_settings as balancekv_settings
 from kvjax.policies.chelsea import chelsea as chelsea
+from kvjax.policies.choice import by_head as by_head
+from kvjax.policies.choice import by_layer as by_layer
 from kvjax.policies.clustergen import clustergen as clustergen
 from kvjax.policies.exact import exact as exact
 from kvjax.policies.streaming_llm import streaming_llm as streaming_llm

@@ -231,7 +231,7 @@ def _streamed(
         trees = over_heads(make, 0)(stream_keys(row_keys, spec.kv_heads))
         return init_windowed(spec, sizes.init(spec), Streamed(trees))
 
-    def select(state, keys, values):
+    def select(state, keys, values, queries):
         _, _, middle = occupancy(state.window)
         together = max(1, 8 // (keys.shape[0] * keys.shape[2]))
         block = block_size or (256 if state.max_prompt <= SHORT_PROMPT else 512)
@@ -342,7 +342,7 @@ def _paper(
         streams = over_heads(insert, 0, 0, 0, None)(state.selection, keys, values, present)
         return dataclasses.replace(state, selection=streams)
 
-    def select(state, keys, values):
+    def select(state, keys, values, queries):
         _, _, middle = occupancy(state.window)
         keys, values = _middle(keys, sizes.sinks), _middle(values, sizes.sinks)
         return take(state, keys, values, jnp.arange(keys.shape[2]) < middle[:, None])
@@ -483,7 +483,7 @@ def _reference(
     policy = windowed_policy(
         "balancekv(reference)",
         init=init,
-        select=lambda state, keys, values: state,
+        select=lambda state, keys, values, queries: state,
         absorb=absorb,
         segments=segments,
         period=sizes.period,

@@ -89,7 +89,7 @@ def chelsea(
             selection=Merged(degree, jnp.min(entries.count, axis=1), log_weight),
         )
 
-    def select(state, keys, values):
+    def select(state, keys, values, queries):
         # The tokens in between begin behind the sinks; what lies past them is cut off by the count.
         middle = jnp.sum(between(state.window, keys.shape[1]), axis=1, dtype=jnp.int32)
         keys, values = (x[:, sinks:].swapaxes(1, 2) for x in (keys, values))

@@ -75,7 +75,7 @@ def clustergen(
         )
         return init_windowed(spec, window, clusters)
 
-    def select(state, keys, values):
+    def select(state, keys, values, queries):
         window = state.window
         middle = between(window, keys.shape[1])
         per_head = jax.vmap(_cluster, in_axes=(0, 0, None, None))

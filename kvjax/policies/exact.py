@@ -27,7 +27,7 @@ def exact(*, period: int = 64) -> CachePolicy:
         slots = -(-(spec.max_prompt + spec.max_new) // SLOT_BLOCK) * SLOT_BLOCK
         return init_windowed(spec, init_window(spec, slots, sinks=0, recent=0, period=period))
 
-    def select(state, keys, values):
+    def select(state, keys, values, queries):
         window = state.window
         tokens = min(keys.shape[1], window.keys.shape[2])  # a prompt may be padded past the longest one
 

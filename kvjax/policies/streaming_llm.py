@@ -57,12 +57,12 @@ def streaming_llm(budget: int, *, sinks: int = 4, reindex: bool = False, period:
     policy = windowed_policy(
         "streaming_llm" + ("(reindex)" if reindex else ""),
         init=init,
-        select=lambda state, keys, values: state,
+        select=lambda state, keys, values, queries: state,
         absorb=lambda state, block: state,
         segments=segments,
         period=period,
     )
-    return policy._replace(attend=_attend_reindexed) if reindex else policy
+    return policy._replace(attend=_attend_reindexed, segments=None) if reindex else policy
 
 
 def _attend_reindexed(state, query, causal=False):

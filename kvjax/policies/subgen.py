@@ -142,7 +142,7 @@ def subgen(
         window = init_window(spec, sinks + recent, sinks, recent, period)
         return init_windowed(spec, window, over_heads(one)(rngs))
 
-    def select(state, keys, values):
+    def select(state, keys, values, queries):
         batch, tokens = keys.shape[:2]
         block = min(PROMPT_BLOCK, tokens)
         padding = -tokens % block
@@ -187,7 +187,7 @@ def subgen(
         spread = state.selection.spread
         return policy.read_bytes(state) + cache_bytes((spread.mean_key, spread.mean_value, spread.scale)).device
 
-    return policy._replace(attend=attend_spread, read_bytes=read_bytes)
+    return policy._replace(attend=attend_spread, read_bytes=read_bytes, segments=None)
 
 
 class SubgenSettings(NamedTuple):

@@ -53,7 +53,7 @@ def uniform(budget: int, *, sinks: int = 4, recent: int = 64, period: int = 64) 
         )
         return init_windowed(spec, init_window(spec, budget, sinks, recent, period), sample)
 
-    def select(state, keys, values):
+    def select(state, keys, values, queries):
         middle = between(state.window, keys.shape[1])
         priority, picked = jax.vmap(_smallest, in_axes=(0, 0, None, None))(
             state.selection.row_keys, middle, keys.shape[2], budget - sinks - recent

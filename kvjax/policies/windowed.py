@@ -30,7 +30,11 @@ class WindowedState:
 
 class Select(Protocol):
     def __call__(
-        self, state: WindowedState, keys: Float[Array, "B T H D"], values: Float[Array, "B T H D"]
+        self,
+        state: WindowedState,
+        keys: Float[Array, "B T H D"],
+        values: Float[Array, "B T H D"],
+        queries: Float[Array, "B w H_q D"] | None,
     ) -> WindowedState: ...
 
 
@@ -42,22 +46,25 @@ def windowed_policy(
     absorb: Callable[[WindowedState, Block], WindowedState],
     segments: Callable[[WindowedState, int | None], tuple[Segment, ...]],
     period: int,
+    query_tail: int = 0,
     streams: bool = True,
 ) -> CachePolicy:
     """The policy made of a window and the functions above. `segments(state, queries)` shows attention the whole
     cache, staging too; for `queries` see `window_segments`."""
 
+    def shown(state, query, causal=False) -> tuple[Segment, ...]:
+        # A single token, appended last, sees all there is.
+        return segments(state, query.shape[1] if causal and query.shape[1] > 1 else None)
+
     def prefill(state, keys, values, lengths, query_tail=None, shared=None):
-        del query_tail
         check_tokens(state.window.keys, keys, values, lengths, longest=state.max_prompt)
         window = fill_window(state.window, keys, values, lengths)
-        return select(dataclasses.replace(state, window=window), keys, values), shared
+        return select(dataclasses.replace(state, window=window), keys, values, query_tail), shared
 
     def attend_cache(state, query, causal=False) -> tuple[Partials, WindowedState]:
-        return attend(query, segments(state, query.shape[1] if causal else None)), state
+        return attend(query, shown(state, query, causal)), state
 
-    def extend(state, keys, values, lengths=None, query=None, total=None):
-        del query, total
+    def extend(state, keys, values, lengths=None):
         staging = stage(state.window.staging, keys, values, lengths)
         return dataclasses.replace(state, window=dataclasses.replace(state.window, staging=staging))
 
@@ -68,7 +75,9 @@ def windowed_policy(
     def read_bytes(state):
         return segment_bytes(*segments(state, None))
 
-    return CachePolicy(name, init, prefill, attend_cache, extend, compact, read_bytes, period, streams=streams)
+    return CachePolicy(
+        name, init, prefill, attend_cache, extend, compact, read_bytes, period, query_tail, streams, segments=shown
+    )
 
 
 def stream_keys(row_keys: Key[Array, "B"], heads: int) -> Key[Array, "B H_kv"]:

@@ -71,7 +71,7 @@ def prompt_of(stream, lengths, padded=PROMPT, garbage=0):
         tokens = np.pad(tokens, ((0, 0), (0, padded - tokens.shape[1]), (0, 0), (0, 0)))
         return np.where(inside, tokens, 10 * rng.normal(size=tokens.shape)).astype(np.float32)
 
-    return part(stream.keys), part(stream.values)
+    return part(stream.keys), part(stream.values), part(stream.queries)
 
 
 def after(stream, lengths, count=NEW, skip=0):
@@ -86,9 +86,13 @@ def row_keys(batch=BATCH, seed=0):
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"), compiler_options=QUICKLY)
-def begin(policy, spec, keys_of_rows, keys, values, lengths):
-    """The state after a prompt."""
-    return policy.prefill(policy.init(spec, keys_of_rows), keys, values, jnp.asarray(lengths, jnp.int32))[0]
+def begin(policy, spec, keys_of_rows, keys, values, queries, lengths):
+    """The state after a prompt; of its queries the policy is shown the last ones that it asks for."""
+    lengths = jnp.asarray(lengths, jnp.int32)
+    tail = queries.shape[1] if policy.query_tail == kvjax.ALL_QUERIES else min(policy.query_tail, queries.shape[1])
+    place = jnp.maximum(lengths[:, None] - tail + jnp.arange(tail), 0)
+    shown = jnp.take_along_axis(jnp.asarray(queries), place[..., None, None], axis=1) if tail else None
+    return policy.prefill(policy.init(spec, keys_of_rows), keys, values, lengths, shown)[0]
 
 
 def go(policy, state, stream, block=1, compact_every=None):
@@ -111,7 +115,7 @@ def _go(policy, block, state, stream, every):
     def step(state, item):
         number, (keys, values, queries) = item
         state = policy.extend(state, keys, values)
-        partials, state = policy.attend(state, queries, causal=block > 1)
+        partials, state = policy.attend(state, queries, causal=True)
         weights = (partials.num * jnp.exp(partials.max)[..., None])[:, :, 1::2]
         state = jax.lax.cond((number + 1) * block % every == 0, policy.compact, lambda same: same, state)
         return state, (kvjax.output(partials), weights)

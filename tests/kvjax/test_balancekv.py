@@ -160,7 +160,7 @@ def test_needle_marks_are_those_of_the_definition(count):
 @pytest.mark.parametrize("inside", [False, True])
 def test_needles_are_kept_with_weight_one_on_layer_1_and_after(inside):
     policy, stream = reference(needles=6, needles_inside=inside), make_stream()
-    keys, values = prompt_of(stream, LENGTHS)
+    keys, values, _ = prompt_of(stream, LENGTHS)
     lengths = jnp.array(LENGTHS)
     marks = np.zeros((3, 2, PROMPT - 2), bool)
     marks[0, 0, [3, 9, 20]] = marks[0, 1, :12] = True
@@ -232,7 +232,7 @@ def test_paper_reads_numerator_and_denominator_from_trees_of_their_own():
     stream, policy = make_stream(), kvjax.balancekv(200, **SMALL, variant="paper", value_exponents=(0, 0))
     values = stream.values.copy()
     values[:, 5:9] = 0
-    keys, padded = prompt_of(stream._replace(values=values), LENGTHS)
+    keys, padded, _ = prompt_of(stream._replace(values=values), LENGTHS)
     state = begin(policy, make_spec(), row_keys(), keys, padded, LENGTHS)
     read, _ = policy.attend(state, jnp.zeros((3, 1, 2, HEAD_DIM)))
     np.testing.assert_allclose((read.den * jnp.exp(read.max))[:, 0, 0], LENGTHS, rtol=1e-5)
