@@ -15,7 +15,6 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 
 import jax
@@ -84,7 +83,7 @@ def main(argv: Sequence[str]) -> None:
 
 def policy_times(
     model: Llama, setting: settings.Setting, context: int, tokens: int, repetitions: int
-) -> tuple[list[float], int, int]:
+) -> tuple[np.ndarray, int, int]:
     """Seconds per token of every repetition, and the bytes of cache read per token and held."""
     # One block of tokens warms up.
     max_new = tokens * (repetitions + 1)
@@ -94,19 +93,7 @@ def policy_times(
     state = filled(generator, context)
     read = sum(policy.read_bytes(layer) for layer in state.layers)
     device = kvjax.cache_bytes(state.layers).device
-
-    def decode(state: generate.GenerationState) -> generate.GenerationState:
-        for newest, _ in generator.write(state, tokens):
-            state = newest
-        return jax.block_until_ready(state)
-
-    state = decode(state)
-    times = []
-    for _ in range(repetitions):
-        begin = time.perf_counter()
-        state = decode(state)
-        times.append((time.perf_counter() - begin) / tokens)
-    return times, read, device
+    return speed.decoding_seconds(generator, state, tokens, repetitions), read, device
 
 
 def filled(generator: generate.Generator, context: int) -> generate.GenerationState:
@@ -146,7 +133,7 @@ def weight_read_bytes(model: Llama) -> int:
 def make_row(
     policy: str,
     setting: settings.Setting | None,
-    times: Sequence[float],
+    times: Sequence[float] | np.ndarray,
     context: int,
     weights: int,
     read: int,

@@ -9,7 +9,7 @@ tokens are compacted, so a returned state is always settled.
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -269,21 +269,19 @@ def prefill_together(
             raise ValueError(f"a prompt of {longest} tokens exceeds max_prompt={generator.max_prompt}")
     tokens, row_lengths = first._pad(prompts, first.prefill_chunk)
     lengths = jnp.asarray(row_lengths)
-    x = embed(first._graph, first._parameters, jnp.asarray(tokens))
     caches: list[list[Any]] = [[] for _ in generators]
     shared: list[Any] = [None for _ in generators]
-    for number, layer in enumerate(first.model.layers):
-        tail = max(_tail(generator.policies[number].query_tail, tokens.shape[1]) for generator in generators)
-        graph, parameters = nnx.split(layer)
-        x, keys, values, queries = prefill_layer(graph, first.config, first.prefill_chunk, tail, parameters, x, lengths)
+    tails = [
+        max(query_tail(generator.policies[number], tokens.shape[1]) for generator in generators)
+        for number in range(first.config.layers)
+    ]
+    for number, read_layer in enumerate(read_layers(first.model, tokens, lengths, first.prefill_chunk, tails)):
         for place, generator in enumerate(generators):
-            policy = generator.policies[number]
-            own_tail = queries[:, tail - _tail(policy.query_tail, tokens.shape[1]) :] if policy.query_tail else None
-            cache, shared[place] = compress(
-                policy, states[place].layers[number], keys, values, lengths, own_tail, shared[place]
+            cache, shared[place] = compress_layer(
+                generator.policies[number], states[place].layers[number], read_layer, lengths, shared[place]
             )
             caches[place].append(cache)
-    logits = _last_logits(first._graph, first._parameters, x, lengths)
+    logits = _last_logits(first._graph, first._parameters, read_layer.x, lengths)
     # Each state gets buffers of its own: decoding donates them.
     read = [
         dataclasses.replace(
@@ -297,6 +295,44 @@ def prefill_together(
     ]
     _check_finite(read[0])
     return read
+
+
+class ReadLayer(NamedTuple):
+    """What one layer computed of whole prompts, padded to N tokens."""
+
+    x: Float[Array, "B N W"]  # the residual stream behind it; the next layer's reading donates it
+    keys: Float[Array, "B N H_kv D"]
+    values: Float[Array, "B N H_kv D"]
+    queries: Float[Array, "B w H_q D"] | None  # of the last tokens, right-aligned, as many as were asked for
+
+
+def read_layers(
+    model: Llama, tokens: Int[np.ndarray, "B N"], lengths: Int[Array, "B"], chunk: int, tails: Sequence[int]
+) -> Iterator[ReadLayer]:
+    """Reads prompts exactly, layer by layer: N must be a multiple of `chunk`, and `tails[l]` says how many of the last
+    queries of layer l are wanted."""
+    graph, parameters = nnx.split(model)
+    x = embed(graph, parameters, jnp.asarray(tokens))
+    for layer, tail in zip(model.layers, tails, strict=True):
+        layer_graph, layer_parameters = nnx.split(layer)
+        made = ReadLayer(*prefill_layer(layer_graph, model.config, chunk, tail, layer_parameters, x, lengths))
+        yield made
+        x = made.x
+
+
+def compress_layer(
+    policy: kvjax.CachePolicy, cache: Any, read: ReadLayer, lengths: Int[Array, "B"], shared: Any = None
+) -> tuple[Any, Any]:
+    """Takes a layer's prompts into a fresh cache (which is donated), with as many of the last queries as the policy
+    asks for."""
+    own = query_tail(policy, read.keys.shape[1])
+    queries = None if read.queries is None or not own else read.queries[:, read.queries.shape[1] - own :]
+    return compress(policy, cache, read.keys, read.values, lengths, queries, shared)
+
+
+def query_tail(policy: kvjax.CachePolicy, tokens: int) -> int:
+    """How many of the last queries of a prompt padded to so many tokens the policy asks for."""
+    return tokens if policy.query_tail == ALL_QUERIES else min(policy.query_tail, tokens)
 
 
 def layer_policies(
@@ -353,10 +389,6 @@ def _check_finite(state: GenerationState) -> None:
 def weight_bytes(model: Llama) -> int:
     """Bytes of all parameters."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.split(model)[1]))
-
-
-def _tail(query_tail: int, tokens: int) -> int:
-    return tokens if query_tail == ALL_QUERIES else min(query_tail, tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))

@@ -1,5 +1,6 @@
 """What the experiments on speed share: the model that they time, how they time, and this machine's limits."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models import generate
 from models.llama import LlamaConfig
 
 MODEL_NAME = "random 8 x 512"
@@ -23,6 +25,17 @@ CONFIG = LlamaConfig(
 )
 
 
+def grouped(group: int) -> LlamaConfig:
+    """`CONFIG` with so many query heads per kv head.
+
+    Raises:
+        ValueError: where its query heads are no multiple of that.
+    """
+    if group < 1 or CONFIG.query_heads % group:
+        raise ValueError(f"--group={group} must divide the {CONFIG.query_heads} query heads")
+    return dataclasses.replace(CONFIG, kv_heads=CONFIG.query_heads // group)
+
+
 def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     """Seconds of one run, to the end of all device work, and its result."""
     begin = time.perf_counter()
@@ -33,6 +46,24 @@ def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
 def seconds(function: Callable[..., Any], *arguments: Any, repetitions: int = 5) -> np.ndarray:
     """Seconds of every repetition, to the end of all device work; one run before them compiles and warms up."""
     times = [timed(function, *arguments)[0] for _ in range(repetitions + 1)]
+    return np.asarray(times[1:])
+
+
+def decoding_seconds(
+    generator: generate.Generator, state: generate.GenerationState, tokens: int, repetitions: int
+) -> np.ndarray:
+    """Seconds per token of every repetition of writing so many tokens, each going on from the last; one before them
+    compiles and warms up. The state is donated."""
+
+    def write(state: generate.GenerationState) -> generate.GenerationState:
+        for newest, _ in generator.write(state, tokens):
+            state = newest
+        return state
+
+    times = []
+    for _ in range(repetitions + 1):
+        elapsed, state = timed(write, state)
+        times.append(elapsed / tokens)
     return np.asarray(times[1:])
 
 

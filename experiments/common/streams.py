@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from experiments.common.tasks import line_retrieval as task
@@ -87,14 +86,9 @@ def prompt_streams(
     padded = np.zeros((len(prompts), -(-max(lengths) // _CHUNK) * _CHUNK), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
-    graph, parameters = nnx.split(model)
-    x = generate.embed(graph, parameters, jnp.asarray(padded))
-    for number, layer in enumerate(model.layers):
-        layer_graph, layer_parameters = nnx.split(layer)
-        x, keys, values, tail = generate.prefill_layer(
-            layer_graph, model.config, _CHUNK, queries, layer_parameters, x, jnp.asarray(lengths)
-        )
-        yield number, Streams(np.asarray(keys[:, :tokens]), np.asarray(values[:, :tokens]), np.asarray(tail))
+    tails = (queries,) * model.config.layers
+    for number, read in enumerate(generate.read_layers(model, padded, jnp.asarray(lengths), _CHUNK, tails)):
+        yield number, Streams(*(np.asarray(x) for x in (read.keys[:, :tokens], read.values[:, :tokens], read.queries)))
 
 
 def exact_attention(streams: Streams) -> Float[np.ndarray, "R Q H_q D"]:
