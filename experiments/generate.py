@@ -66,11 +66,13 @@ def main(argv: Sequence[str]) -> None:
     seconds = time.perf_counter() - prefilled
     kvjax.check(state)
     held = kvjax.cache_bytes(state.layers)
+    read = sum(policy.read_bytes(layer) for policy, layer in zip(generator.policies, state.layers, strict=True))
     exact = spec.exact_bytes(len(prompt) + written) * spec.layers
     print(
         f"[{chosen[0]}: {len(prompt)} tokens read in {prefilled - begin:.2f} s, {written} written at "
         f"{written / seconds:.1f} tokens/s (compilation included); cache {results.readable_bytes(held.device)} on the "
-        f"device, {held.device / exact:.1%} of exact's, {results.readable_bytes(held.host)} on the host]",
+        f"device, {held.device / exact:.1%} of exact's, {results.readable_bytes(held.host)} on the host; "
+        f"{results.readable_bytes(read)} read per token]",
         file=sys.stderr,
     )
 

@@ -2,6 +2,8 @@
 
     python -m experiments.line_retrieval --policy exact --policy clustergen:variant=paper --budget 25% --budget 50%
 
+Policies that keep a part are compared at equal bytes held; those that keep everything and recall a part per query, at
+equal bytes read per token, their bytes held beside.
 Documents are fresh (no seed of training is used here). By default a cache is compressed before the question is seen:
 the context is read exactly, compressed, and only then the question and the answer go through the compressed cache.
 """
@@ -75,7 +77,8 @@ class Outcome:
     read_bytes: int = 0  # per sequence and generated token, all layers
     decode_seconds: float = 0.0  # of all batches but the first, which compiles
     decode_steps: int = 0
-    fraction: float = 0.0
+    recalls: bool = False
+    fraction: float = 0.0  # of exact's bytes: of those held, or of those read for a policy that recalls
 
     @property
     def accuracy(self) -> float:
@@ -207,7 +210,9 @@ def _measure_bytes(
     outcome.host_bytes = held.host // generator.batch
     read = sum(policy.read_bytes(layer) for policy, layer in zip(generator.policies, state.layers, strict=True))
     outcome.read_bytes = read // generator.batch
-    outcome.fraction = outcome.device_bytes / (spec.exact_bytes(tokens) * len(generator.policies))
+    outcome.recalls = any(policy.recalls for policy in generator.policies)
+    counted = outcome.read_bytes if outcome.recalls else outcome.device_bytes
+    outcome.fraction = counted / (spec.exact_bytes(tokens) * len(generator.policies))
 
 
 def outcome_rows(outcome: Outcome, model: Llama, context_tokens: int, seed: int) -> list[results.Row]:
@@ -250,14 +255,16 @@ def show(outcomes: Sequence[Outcome], context_tokens: int, documents: int) -> No
                 str(one.setting),
                 "streaming" if one.streaming else "exact",
                 "seen" if one.question_seen else "unseen",
-                results.readable_bytes(one.device_bytes),
-                f"{one.fraction:.1%}",
+                results.readable_bytes(one.device_bytes)
+                + (f" + {results.readable_bytes(one.host_bytes)} in the host" if one.host_bytes else ""),
+                results.readable_bytes(one.read_bytes),
+                f"{one.fraction:.1%}" + (" read" if one.recalls else ""),
                 f"{one.accuracy:.2f} [{low:.2f}, {high:.2f}]",
                 f"{one.ms_per_token:.2f}" if one.decode_steps else "-",
             )
         )
     title = f"Line retrieval: {documents} documents of at least {context_tokens} tokens"
-    columns = ("policy", "prefill", "question", "cache bytes", "of exact's", "accuracy [95%]", "ms per step")
+    columns = ("policy", "prefill", "question", "held", "read per token", "of exact's", "accuracy [95%]", "ms per step")
     results.print_table(title, columns, lines)
 
 
@@ -283,12 +290,12 @@ def plot(path: pathlib.Path, outcomes: dict[int, list[Outcome]]) -> None:
         for choice in dict.fromkeys(one.setting.choice for one in outcomes[tokens]):
             kind = (streaming, seen, choice)
             found = [o for o in outcomes[tokens] if (o.streaming, o.question_seen, o.setting.choice) == kind]
-            found.sort(key=lambda one: one.device_bytes)
+            found.sort(key=lambda one: one.fraction)
             bounds = np.array([one.interval for one in found])
             accuracy = np.array([one.accuracy for one in found])
             spread = np.abs(bounds.T - accuracy)
             axis.errorbar([100 * one.fraction for one in found], accuracy, yerr=spread, marker="o", label=str(choice))
-        axis.set_xlabel("cache bytes, % of exact's")
+        axis.set_xlabel("cache bytes (read ones for policies that recall), % of exact's")
         prefill = "streaming prefill, " if streaming else ""
         axis.set_title(f"{tokens} tokens, {prefill}question {'seen' if seen else 'unseen'}", fontsize=10)
         axis.set_ylim(-0.03, 1.03)
