@@ -233,7 +233,7 @@ def test_paper_reads_numerator_and_denominator_from_trees_of_their_own():
     values = stream.values.copy()
     values[:, 5:9] = 0
     keys, padded, _ = prompt_of(stream._replace(values=values), LENGTHS)
-    state = begin(policy, make_spec(), row_keys(), keys, padded, LENGTHS)
+    state = begin(policy, make_spec(), row_keys(), keys, padded, stream.queries, LENGTHS)
     read, _ = policy.attend(state, jnp.zeros((3, 1, 2, HEAD_DIM)))
     np.testing.assert_allclose((read.den * jnp.exp(read.max))[:, 0, 0], LENGTHS, rtol=1e-5)
     expected = (np.arange(HEAD_DIM) < np.array(LENGTHS)[:, None]) & ~np.isin(np.arange(HEAD_DIM), range(5, 9))
