@@ -1,5 +1,6 @@
 """k-means of one head's keys by cosine, as ClusterKV clusters a prompt."""
 
+import functools
 from typing import Literal
 
 import jax
@@ -31,9 +32,13 @@ def k_means(
     valid: Bool[Array, "N"],
     clusters: int,
     *,
+    used: Int[Array, ""] | int | None = None,
     iterations: int = 20,
     tolerance: float = 1e-4,
     start: Literal["random", "k-means++"] = "random",
+    sample: int = 1,
+    polish: int = 1,
+    turn_to: Literal["directions", "keys"] = "directions",
     block: int = 1024,
 ) -> KMeans:
     """Lloyd's algorithm on the keys' directions: assign each to the most similar direction, then turn every direction
@@ -44,40 +49,75 @@ def k_means(
 
     Args:
         clusters: C; more than there are keys leaves some empty.
+        used: how many of them may hold keys, the first ones; None for all.
         iterations: most assignments that are made.
         tolerance: stops when the objective fell by no more than this share of what is left of it.
         start: "random": directions of distinct keys drawn uniformly; "k-means++": drawn one after the other in
             proportion to 1 - cosine with the nearest drawn so far (Arthur and Vassilvitskii 2007).
+        sample: all but the last `polish` iterations look at every `sample`-th key only, which takes so much less time.
+            Then `objective` is that of the last iterations, on all keys.
+        polish: iterations over all keys after those on a sample; without one it means nothing.
+        turn_to: "keys" turns directions to the sum of keys as they are, as ClusterKV's released code does; the
+            objective may then rise, so that all iterations are made.
         block: keys whose similarities are held at a time.
 
-    Source: ClusterKV, section 3.2 (Semantic clustering); its released code measures and starts so, but turns
-    directions to the sum of keys as they are, which may raise the objective.
+    Raises:
+        ValueError: for settings that cannot be.
+
+    Source: ClusterKV, section 3.2 (Semantic clustering).
     """
-    tokens, head_dim = keys.shape
     if clusters < 1 or iterations < 1:
         raise ValueError(f"clusters={clusters}, iterations={iterations}; both must be at least 1")
     if start not in ("random", "k-means++"):
         raise ValueError(f"start={start!r}; it must be 'random' or 'k-means++'")
+    if turn_to not in ("directions", "keys"):
+        raise ValueError(f"turn_to={turn_to!r}; it must be 'directions' or 'keys'")
+    if sample < 1 or not 1 <= polish <= iterations:
+        raise ValueError(f"sample={sample}, polish={polish}; they must be at least 1, polish at most iterations")
     keys = jnp.where(valid[:, None], keys.astype(jnp.float32), 0.0)
     points = _directions(keys)
+    draw = _draw_uniformly if start == "random" else _draw_apart
+    directions = points[draw(rng, points, valid, clusters)]
+    used = jnp.full((), clusters) if used is None else used
+    refine = functools.partial(
+        _lloyd, used=used, tolerance=tolerance if turn_to == "directions" else -jnp.inf, block=block
+    )
+    if sample > 1 and iterations > polish:
+        part = points[::sample], keys[::sample], valid[::sample]
+        directions = refine(directions, *part, iterations=iterations - polish, turn_to=turn_to)[0]
+        iterations = polish
+    _, label, objective, made = refine(directions, points, keys, valid, iterations=iterations, turn_to=turn_to)
+    size = jnp.zeros(clusters, jnp.int32).at[label].add(1, mode="drop")
+    mean = jnp.zeros(directions.shape).at[label].add(keys, mode="drop") / jnp.maximum(size, 1)[:, None]
+    return KMeans(mean, size, label, objective, made)
+
+
+def _lloyd(directions, points, keys, valid, *, used, iterations, tolerance, turn_to, block):
+    """Lloyd's iterations from given directions: the next directions, labels [N], the objective after each iteration
+    and how many were made."""
+    clusters, head_dim = directions.shape
+    tokens = points.shape[0]
+    block = min(block, tokens)
     padding = -tokens % block
-    blocked = jnp.pad(points, ((0, padding), (0, 0))).reshape(-1, block, head_dim)
+    split = lambda x: jnp.pad(x, ((0, padding), (0, 0))).reshape(-1, block, head_dim)  # noqa: E731
+    blocked, summed = split(points), split(points if turn_to == "directions" else keys)
     there = jnp.pad(valid, (0, padding)).reshape(-1, block)
     total = jnp.sum(valid.astype(jnp.float32))
+    closed = jnp.where(jnp.arange(clusters) < used, 0.0, jnp.inf)
 
     def assign(directions):
-        """Labels, each cluster's sum of directions, and the objective."""
+        """Labels, each cluster's sum, and the objective."""
 
         def one(sums, item):
-            points, there = item
+            points, summed, there = item
             cosine = jnp.matmul(points, directions.T, precision=jax.lax.Precision.HIGHEST)
-            least, nearest = first_least(-cosine)
+            least, nearest = first_least(closed - cosine)
             label = jnp.where(there, nearest, clusters)
             member = (label[:, None] == jnp.arange(clusters)).astype(jnp.float32)
-            sums = sums + jnp.matmul(member.T, points, precision=jax.lax.Precision.HIGHEST)
+            sums = sums + jnp.matmul(member.T, summed, precision=jax.lax.Precision.HIGHEST)
             return sums, (label, jnp.sum(jnp.where(there, -least, 0.0)))
 
-        sums, (label, gained) = jax.lax.scan(one, jnp.zeros((clusters, head_dim)), (blocked, there))
+        sums, (label, gained) = jax.lax.scan(one, jnp.zeros((clusters, head_dim)), (blocked, summed, there))
         return label, sums, total - jnp.sum(gained)
 
     def iterate(carry):
@@ -88,21 +128,17 @@ def k_means(
         done = last - now <= tolerance * now
         return number + 1, jnp.where(moved, _directions(sums), directions), label, objective, jnp.where(done, -1.0, now)
 
-    draw = _draw_uniformly if start == "random" else _draw_apart
     first = (
         jnp.int32(0),
-        points[draw(rng, points, valid, clusters)],
+        directions,
         jnp.full(there.shape, clusters, jnp.int32),
         jnp.zeros(iterations),
         jnp.float32(jnp.inf),
     )
     # An objective is never negative: -1 says that the last iteration gained too little.
     running = lambda carry: (carry[0] < iterations) & (carry[4] >= 0)  # noqa: E731
-    made, _, label, objective, _ = jax.lax.while_loop(running, iterate, first)
-    label = label.reshape(-1)[:tokens]
-    size = jnp.zeros(clusters, jnp.int32).at[label].add(1, mode="drop")
-    mean = jnp.zeros((clusters, head_dim)).at[label].add(keys, mode="drop") / jnp.maximum(size, 1)[:, None]
-    return KMeans(mean, size, label, objective, made)
+    made, directions, label, objective, _ = jax.lax.while_loop(running, iterate, first)
+    return directions, label.reshape(-1)[:tokens], objective, made
 
 
 def _directions(x: Float[Array, "N D"]) -> Float[Array, "N D"]:

@@ -1,0 +1,274 @@
+"""Recall: everything is kept in blocks, an index says which blocks a query needs, and attention reads those alone.
+
+What policies that recall have in common. The tokens between sinks and recent ones wait in the window (attended to like
+all of it) until `every` of them have come; such a chunk is then filed: it goes to the block store, and what the policy
+needs to find it again to the policy's index. Selection looks at the index only, never at the stored entries, so that
+combinators may keep those in another form or place.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.attention import Partials, attend, merge
+from kvjax.policies.windowed import WindowedState, over_heads
+from kvjax.policy import CachePolicy
+from kvjax.segment import Segment, segment, segment_bytes
+from kvjax.staging import Block
+from kvjax.state import BATCH, HEAD_DIM, KV_HEADS, SLOTS, array, stacked, state, static
+
+BLOCKS = "blocks"
+
+
+@state
+class BlockStore:
+    """One head's tokens in N blocks of P places. A block is filled from its first place on; empty places hold finite
+    numbers."""
+
+    keys: Float[Array, "N P D"] = array(BLOCKS, SLOTS, HEAD_DIM, entries=True)
+    values: Float[Array, "N P D"] = array(BLOCKS, SLOTS, HEAD_DIM, entries=True)
+    position: Int[Array, "N P"] = array(BLOCKS, SLOTS)  # int32, of the token in the text; -1 in empty places
+
+
+@state
+class Filed:
+    """What a policy that recalls keeps beside its window."""
+
+    store: BlockStore = stacked(BATCH, KV_HEADS)
+    index: Any = stacked(BATCH, KV_HEADS)  # the policy's own pytree, of one head
+    pending: Int[Array, "B"] = array(BATCH)  # int32 tokens that wait in the window's selection slots
+    chunks: Int[Array, "B"] = array(BATCH)  # int32 chunks that were filed since the prompt
+    group: int = static()  # query heads per kv head
+
+
+def init_store(blocks: int, places: int, head_dim: int, dtype: jax.typing.DTypeLike) -> BlockStore:
+    """One head's empty store."""
+    return BlockStore(
+        keys=jnp.zeros((blocks, places, head_dim), dtype),
+        values=jnp.zeros((blocks, places, head_dim), dtype),
+        position=jnp.full((blocks, places), -1, jnp.int32),
+    )
+
+
+def put(store: BlockStore, first: Int[Array, ""] | int, blocks: BlockStore) -> BlockStore:
+    """Writes consecutive blocks from number `first` on; those past the store's end are dropped."""
+    target = first + jnp.arange(blocks.position.shape[0])
+    return jax.tree.map(lambda old, new: old.at[target].set(new.astype(old.dtype), mode="drop"), store, blocks)
+
+
+def arrange(
+    source: Int[Array, "N P"], keys: Float[Array, "T D"], values: Float[Array, "T D"], position: Int[Array, "T"]
+) -> BlockStore:
+    """Blocks whose places hold the tokens of these numbers; a number outside [0, T) leaves a place empty."""
+    there = (source >= 0) & (source < position.shape[0])
+    number = jnp.where(there, source, 0)
+    return BlockStore(
+        keys=jnp.where(there[..., None], keys[number], 0),
+        values=jnp.where(there[..., None], values[number], 0),
+        position=jnp.where(there, position[number], -1),
+    )
+
+
+def recall(store: BlockStore, block: Int[Array, "B H K"], count: Int[Array, "B H K"]) -> Segment:
+    """The first `count` tokens of each of K blocks as attention reads them: one gather of whole blocks.
+
+    Args:
+        store: of all rows and kv heads, [B, H_kv, N, P, D].
+        block: numbers for every kv head, or (H = H_q) for every query head of its own.
+        count: tokens of the block that are read; 0 where nothing is (any block number will do).
+
+    Returns:
+        A segment of K * P slots for H heads.
+    """
+    batch, kv_heads, _, places, _ = store.keys.shape
+    heads, recalled = block.shape[1:]
+    number = block.reshape(batch, kv_heads, -1)
+
+    def gather(entries: Float[Array, "B H_kv N P D"]) -> Float[Array, "B H S D"]:
+        # Block numbers are made here, not by users: no clamping pass over what was gathered.
+        taken = over_heads(lambda one, at: one.at[at].get(mode="promise_in_bounds"))(entries, number)
+        return taken.reshape(batch, heads, recalled * places, -1)
+
+    there = jnp.arange(places) < count[..., None]
+    weight = jnp.where(there, 0.0, -jnp.inf).reshape(batch, heads, -1)
+    return segment(gather(store.keys), gather(store.values), log_num=weight)
+
+
+class Ranked(NamedTuple):
+    """Which blocks hold the best parts of a store up to a budget, and how much of every part they are."""
+
+    block: Int[Array, "K"]  # int32
+    count: Int[Array, "K"]  # int32 tokens that are read of each; 0 where none
+    taken: Int[Array, "C"]  # int32 tokens that are read of each part
+
+
+def best_parts(
+    score: Float[Array, "C"],
+    size: Int[Array, "C"],
+    first: Int[Array, "C"],
+    *,
+    tokens: int,
+    blocks: int,
+    places: int,
+) -> Ranked:
+    """Whole parts (clusters, pages) in descending order of score, the last one cut so as to end exactly at the budget.
+
+    Of equal scores the part with the lower number comes first; a part that is cut keeps its first tokens. Parts of size
+    0 are passed over.
+
+    Args:
+        size: tokens of each part.
+        first: block where it begins; its tokens fill that one and the following ones without gaps.
+        tokens: the budget.
+        blocks: K, as many blocks as are read at most: parts that leave much of their blocks empty may use them up
+            before the tokens of the budget.
+    """
+    parts = min(score.shape[0], blocks)
+    if not parts:
+        return Ranked(jnp.zeros(blocks, jnp.int32), jnp.zeros(blocks, jnp.int32), jnp.zeros_like(size))
+    # Each part that is taken takes at least one block, so no more than K parts matter.
+    _, order = jax.lax.top_k(jnp.where(size > 0, score, -jnp.inf), parts)
+    sizes = size[order]
+    taken = jnp.clip(tokens - (jnp.cumsum(sizes) - sizes), 0, sizes)
+    needed = -(-taken // places)
+    needed = jnp.clip(blocks - (jnp.cumsum(needed) - needed), 0, needed)
+    taken = jnp.minimum(taken, needed * places)
+    end = jnp.cumsum(needed)
+
+    slot = jnp.arange(blocks, dtype=jnp.int32)
+    part = jnp.sum(end <= slot[:, None], axis=1)
+    used = part < parts
+    part = jnp.minimum(part, parts - 1)
+    place = slot - (end - needed)[part]
+    count = jnp.where(used, jnp.clip(taken[part] - places * place, 0, places), 0)
+    block = jnp.where(used, first[order][part] + place, 0)
+    return Ranked(block, count, jnp.zeros_like(size).at[order].set(taken))
+
+
+def blocks_of(tokens: int, parts: int, places: int) -> int:
+    """Blocks that so many tokens in so many parts fill at most: each part may leave places - 1 empty."""
+    return (tokens + (places - 1) * min(parts, tokens)) // places
+
+
+class File(Protocol):
+    def __call__(
+        self,
+        filed: Filed,
+        keys: Float[Array, "B H_kv R T D"],
+        values: Float[Array, "B H_kv R T D"],
+        position: Int[Array, "B R T"],
+        full: Bool[Array, "B R"],
+    ) -> Filed:
+        """Takes R chunks of T tokens into store and index, those that are full: nothing changes where none is."""
+        ...
+
+
+def absorb_chunks(
+    state: WindowedState,
+    block: Block,
+    every: int,
+    file: "File",
+) -> WindowedState:
+    """Takes tokens that left the window's recent ones into its selection slots, and files every full chunk.
+
+    Args:
+        every: tokens of a chunk.
+        file: takes chunks into store and index.
+    """
+    window, filed = state.window, state.selection
+    fixed = window.recent + window.sinks
+    slots = window.keys.shape[2] - fixed
+    arriving = block.keys.shape[2]
+    fits = jnp.minimum(block.count, slots - filed.pending)
+    place = jnp.arange(arriving)
+    target = jnp.where(place < fits[:, None], fixed + filed.pending[:, None] + place, window.keys.shape[2])
+    append = jax.vmap(lambda buffer, fresh, target: buffer.at[:, target].set(fresh, mode="drop"))
+    keys, values = append(window.keys, block.keys, target), append(window.values, block.values, target)
+    pending = filed.pending + fits
+    oldest = block.first - filed.pending  # position of the first token that waits
+    overflow = state.overflow + block.count - fits
+
+    if rounds := min(slots, every - 1 + arriving) // every:
+        full = pending // every
+        split = lambda x: x[:, :, fixed : fixed + rounds * every].reshape(*x.shape[:2], rounds, every, -1)  # noqa: E731
+        positions = oldest[:, None] + jnp.arange(rounds * every)
+        there = jnp.arange(rounds) < full[:, None]
+        filed = file(filed, split(keys), split(values), positions.reshape(-1, rounds, every), there)
+        source = jnp.minimum(jnp.arange(slots) + (full * every)[:, None], slots - 1)
+
+        def move_up(buffer, source, full):
+            moved = buffer[:, fixed:][:, source]
+            return buffer.at[:, fixed:].set(jnp.where(full > 0, moved, buffer[:, fixed:]))
+
+        keys, values = jax.vmap(move_up)(keys, source, full), jax.vmap(move_up)(values, source, full)
+        pending = pending - full * every
+        filed = dataclasses.replace(filed, chunks=filed.chunks + full)
+    return dataclasses.replace(
+        state,
+        window=dataclasses.replace(window, keys=keys, values=values),
+        selection=dataclasses.replace(filed, pending=pending),
+        overflow=overflow,
+    )
+
+
+class Recalled(Protocol):
+    def __call__(self, state: WindowedState, query: Float[Array, "B 1 H_q D"]) -> tuple[Segment, ...]:
+        """What one query of every row reads beside the window."""
+        ...
+
+
+def recalling(policy: CachePolicy, recalled: Recalled, index_bytes: Callable[[WindowedState], int]) -> CachePolicy:
+    """The policy whose window and staging are those of `policy`, and that reads what `recalled` gives beside them, for
+    every query anew.
+
+    Args:
+        index_bytes: bytes that finding it reads per token, where attention does not read them.
+    """
+
+    def of_each(state, query, function):
+        """`function` of every query's recalled segments, T leading. One query at a time: what they recall differs."""
+        return jax.lax.map(lambda one: function(one[:, None], recalled(state, one[:, None])), query.swapaxes(0, 1))
+
+    def attend_cache(state, query, causal=False) -> tuple[Partials, WindowedState]:
+        kept = attend(query, policy.segments(state, query, causal))
+        if query.shape[1] == 1:
+            return merge(kept, *(attend(query, (one,)) for one in recalled(state, query))), state
+        parts = of_each(state, query, lambda one, found: attend(one, found) if found else None)
+        if parts is None:
+            return kept, state
+        return merge(kept, jax.tree.map(lambda x: x.swapaxes(0, 1)[:, :, 0], parts)), state
+
+    def segments(state, query, causal=False) -> tuple[Segment, ...]:
+        if query is None:
+            batch, kv_heads, _, head_dim = state.window.keys.shape
+            query = jnp.zeros((batch, 1, kv_heads * state.selection.group, head_dim))
+        kept = policy.segments(state, query, causal)
+        if query.shape[1] == 1:
+            return kept + recalled(state, query)
+        return kept + tuple(_side_by_side(one) for one in of_each(state, query, lambda _, found: found))
+
+    def read_bytes(state):
+        return segment_bytes(*segments(state, None)) + index_bytes(state)
+
+    return policy._replace(attend=attend_cache, segments=segments, read_bytes=read_bytes, recalls=True)
+
+
+def _side_by_side(found: Segment) -> Segment:
+    """Segments of T queries [T, B, H, S, ...] as one, of which query t sees its own S slots."""
+    tokens, batch, _, slots, _ = found.keys.shape
+
+    def join(x: Float[Array, "T B H S *F"]) -> Float[Array, "B H T*S *F"]:
+        x = jnp.moveaxis(x, 0, 2)
+        return x.reshape(*x.shape[:2], tokens * slots, *x.shape[4:])
+
+    start = jnp.broadcast_to(slots * jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
+    return dataclasses.replace(jax.tree.map(join, found), start=start, stop=start + slots)
+
+
+def arrays_bytes(*arrays: Array) -> int:
+    """Bytes of the given buffers."""
+    return sum(one.size * one.dtype.itemsize for one in arrays)
