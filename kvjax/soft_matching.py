@@ -6,11 +6,10 @@ entry stands for). Alternation is optimal where similarity falls with distance (
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax.first_least import first_least
 from kvjax.state import HEAD_DIM, SLOTS, array, state
@@ -28,7 +27,8 @@ class Centroids:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The share of entries that step i of a compression may merge: max(floor, first - decay min(i, steps)), i from 0.
+    """The share of entries that step i of a compression may merge: max(floor, first - decay min(i, steps)), i from 0,
+    to a thousandth.
 
     Source: Chelsea, appendix C (its values for Llama-2, Llama-3 and Qwen); the floor is ours, since Qwen's falls to 0.
     """
@@ -39,13 +39,32 @@ class Schedule:
     floor: float = 0.05
 
     def __post_init__(self) -> None:
-        if not 0 < self.first <= 0.5 or not 0 < self.floor <= 0.5:
-            raise ValueError(f"first={self.first}, floor={self.floor}; a step merges a share in (0, 0.5]")
+        if not 0.001 <= self.first <= 0.5 or not 0.001 <= self.floor <= 0.5:
+            raise ValueError(f"first={self.first}, floor={self.floor}; a step merges a share in [0.001, 0.5]")
         if self.decay < 0 or self.steps < 0:
             raise ValueError(f"decay={self.decay}, steps={self.steps}; they must not be negative")
 
-    def share(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        return jnp.maximum(self.floor, self.first - self.decay * jnp.minimum(step, self.steps))
+    def edges(self, step: int, entries: Int[Array, ""] | int) -> Int[Array, ""] | int:
+        """The most of so many entries that a step may merge: floor(share x entries), at least one. Computed in whole
+        numbers, since the slots of a compression are planned ahead by it."""
+        share = max(self.floor, self.first - self.decay * min(step, self.steps))
+        allowed = entries * round(1000 * share) // 1000
+        return max(allowed, 1) if isinstance(allowed, int) else jnp.maximum(allowed, 1)
+
+    def lengths(self, entries: int, budget: int) -> list[int]:
+        """How many of so many entries are left after every step of a compression to the budget; the last step ends
+        there."""
+        left = [entries]
+        while left[-1] > budget:
+            left.append(max(budget, left[-1] - int(self.edges(len(left) - 1, left[-1]))))
+        return left[1:]
+
+
+SCHEDULES = {
+    "llama-2": Schedule(0.45, 0.05, 3),
+    "llama-3": Schedule(0.35, 0.1, 2),
+    "qwen": Schedule(0.2, 0.1, 2),
+}
 
 
 def best_partners(
@@ -57,76 +76,97 @@ def best_partners(
     padding = -slots % chunk
     keys = jnp.pad(keys.astype(jnp.float32), ((0, padding), (0, 0)))
     # A key of norm zero is like no other: its cosine is taken as zero.
-    unit = keys * jax.lax.rsqrt(jnp.maximum(jnp.sum(keys * keys, axis=1, keepdims=True), 1e-30))
-    unit = unit.reshape(-1, pairs, 2, keys.shape[1])
-    place = jnp.arange(slots + padding).reshape(-1, pairs, 2)
-    cosine = jnp.einsum("nad,nbd->nab", unit[:, :, 0], unit[:, :, 1], precision=jax.lax.Precision.HIGHEST)
-    there = (place[:, :, None, 0] < count) & (place[:, None, :, 1] < count)
-    cosine = jnp.where(there, cosine, -jnp.inf)
-    least, partner = first_least(-cosine)
-    return -least.reshape(-1), partner.reshape(-1)
+    one_over_norm = jax.lax.rsqrt(jnp.maximum(jnp.sum(keys * keys, axis=1), 1e-30)).reshape(-1, pairs, 2)
+    pairwise = keys.reshape(-1, pairs, 2, keys.shape[1])
+    there = (jnp.arange(slots + padding) < count).reshape(-1, pairs, 2)
+    # An A entry's norm changes nothing about which B entry is best, so only the best is divided by it.
+    sought, offered = pairwise[:, :, 0], pairwise[:, :, 1] * -one_over_norm[:, :, 1, None]
+    distance = jnp.einsum("nbd,nad->nba", offered, sought, precision=jax.lax.Precision.HIGHEST)
+    least, partner = first_least(jnp.where(there[:, :, None, 1], distance, jnp.inf), axis=-2)
+    return jnp.where(there[:, :, 0], -least * one_over_norm[:, :, 0], -jnp.inf).reshape(-1), partner.reshape(-1)
 
 
-def merge_most_similar(entries: Centroids, edges: Int[Array, ""] | int, chunk: int, most: int) -> Centroids:
-    """Merges the `edges` A entries that are most similar to their partners into them (no more than `most`, which is
-    static); degrees add, keys and values become means weighted by degree. Of equally similar ones the earlier go
-    first."""
-    slots = entries.degree.shape[0]
+def merge_most_similar(
+    entries: Centroids,
+    edges: Int[Array, ""] | int,
+    chunk: int,
+    most: int,
+    *,
+    slots: int | None = None,
+    drop: bool = False,
+) -> Centroids:
+    """Joins the `edges` A entries that are most similar to their partners to these. Of equally similar ones the earlier
+    go first. Degrees add; keys and values become means weighted by degree.
+
+    Args:
+        most: the largest that `edges` can be, static.
+        slots: of the result, those of the entries by default; as many as there can be entries left.
+        drop: keys and values of what joins are dropped, instead of averaged: the partner's stand for both.
+    """
+    before = entries.degree.shape[0]
+    slots = before if slots is None else slots
     similarity, partner = best_partners(entries.keys, entries.count, chunk)
     similarity, number = jax.lax.top_k(similarity, min(most, similarity.shape[0]))
     joins = (jnp.arange(number.shape[0]) < edges) & ~jnp.isneginf(similarity)
     start = number // (chunk // 2) * chunk
-    joined = jnp.where(joins, start + 2 * (number % (chunk // 2)), slots)
-    home = jnp.where(joins, start + 2 * partner[number] + 1, slots)
+    joined = jnp.where(joins, start + 2 * (number % (chunk // 2)), before)
+    home = jnp.where(joins, start + 2 * partner[number] + 1, before)
 
-    degree = entries.degree.at[home].add(entries.degree[jnp.minimum(joined, slots - 1)], mode="drop")
-    share = entries.degree / jnp.maximum(degree, 1)
-
-    def mean(x: Float[Array, "S F"]) -> Float[Array, "S F"]:
-        moving = jnp.minimum(joined, slots - 1)
-        weight = entries.degree[moving] / jnp.maximum(degree[jnp.minimum(home, slots - 1)], 1)
-        x = x.astype(jnp.float32)
-        return (x * share[:, None]).at[home].add(weight[:, None] * x[moving], mode="drop")
-
-    stays = (jnp.arange(slots) < entries.count).at[joined].set(False, mode="drop")
+    moving, at_home = jnp.minimum(joined, before - 1), jnp.minimum(home, before - 1)
+    degree = entries.degree.at[home].add(entries.degree[moving], mode="drop")
+    stays = (jnp.arange(before) < entries.count).at[joined].set(False, mode="drop")
     order = jnp.nonzero(stays, size=slots, fill_value=0)[0]
     count = jnp.sum(stays, dtype=jnp.int32)
+    share = (entries.degree / jnp.maximum(degree, 1))[order]
+    weight = entries.degree[moving] / jnp.maximum(degree[at_home], 1)
+    new_home = jnp.where(joins, (jnp.cumsum(stays) - 1)[at_home], slots)
+
+    def mean(x: Float[Array, "S F"]) -> Float[Array, "S_out F"]:
+        if drop:
+            return x[order]
+        staying, moved = (part.astype(jnp.float32) for part in (x[order], x[moving]))
+        sums = (staying * share[:, None]).at[new_home].add(weight[:, None] * moved, mode="drop")
+        return sums.astype(x.dtype)
+
     return Centroids(
-        keys=mean(entries.keys)[order].astype(entries.keys.dtype),
-        values=mean(entries.values)[order].astype(entries.values.dtype),
+        keys=mean(entries.keys),
+        values=mean(entries.values),
         degree=jnp.where(jnp.arange(slots) < count, degree[order], 0),
         count=count,
     )
 
 
-def compress(entries: Centroids, budget: int, chunk: int, schedule: Schedule) -> Centroids:
+def compress(entries: Centroids, budget: int, chunk: int, schedule: Schedule, *, drop: bool = False) -> Centroids:
     """Merges step by step, as the schedule allows, until exactly `budget` entries are left (or as many as there were).
 
     A step merges floor(share x entries), at least one and no more than are too many; so the last one ends at the
-    budget.
+    budget. What a step costs follows the slots, not the entries in them: so slots go as entries do. How many go at
+    each step is known before, since fewer entries in the same slots need no more steps.
 
     Returns:
         Entries in min(S, budget) slots.
     """
 
-    def step(carry):
-        number, entries = carry
-        # Shares are meant as decimals: 0.3 of 10 entries are 3, whatever float32 makes of 0.3.
-        allowed = jnp.maximum(jnp.floor(schedule.share(number) * entries.count + 1e-3), 1).astype(jnp.int32)
-        most = int(max(schedule.first, schedule.floor) * entries.degree.shape[0]) + 1
-        return number + 1, merge_most_similar(entries, jnp.minimum(allowed, entries.count - budget), chunk, most)
+    def step(entries: Centroids, number: int, slots: int) -> Centroids:
+        most = int(schedule.edges(number, entries.degree.shape[0]))
+        edges = jnp.minimum(schedule.edges(number, entries.count), jnp.maximum(entries.count - budget, 0))
+        return merge_most_similar(entries, edges, chunk, most, slots=slots, drop=drop)
 
-    carry = (jnp.int32(0), entries)
-    # What a step costs follows the slots, not the entries in them: so slots go as entries do.
-    while (slots := carry[1].degree.shape[0]) > budget:
-        fewer = max(budget, int(_STAGE * slots))
-        number, entries = jax.lax.while_loop(functools.partial(_more_than, fewer), step, carry)
-        carry = number, jax.tree.map(lambda x: x[:fewer] if x.ndim else x, entries)  # noqa: B023
-    return carry[1]
+    lengths = schedule.lengths(entries.degree.shape[0], budget)
+    done = 0
+    while done < len(lengths):
+        before = entries.degree.shape[0]
+        # Once the share has come to rest, small steps are one loop over slots that go together.
+        together = [length for length in lengths[done:] if length > _STAGE * before]
+        if done >= schedule.steps and len(together) > 1:
+            same = lambda _, entries: step(entries, schedule.steps, before)  # noqa: B023, E731
+            entries = jax.lax.fori_loop(0, len(together), same, entries)
+            entries = jax.tree.map(lambda x: x[: together[-1]] if x.ndim else x, entries)  # noqa: B023
+            done += len(together)
+        else:
+            entries = step(entries, done, lengths[done])
+            done += 1
+    return entries
 
 
-def _more_than(budget: int, carry: tuple[Int[Array, ""], Centroids]) -> Bool[Array, ""]:
-    return carry[1].count > budget
-
-
-_STAGE = 0.7
+_STAGE = 0.8
