@@ -8,18 +8,22 @@ combinators may keep those in another form or place.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention import Partials, attend, merge
+from kvjax.policies.choice import chosen
+from kvjax.policies.exact import exact
 from kvjax.policies.windowed import WindowedState, over_heads
 from kvjax.policy import CachePolicy
 from kvjax.segment import Segment, segment, segment_bytes
 from kvjax.staging import Block
 from kvjax.state import BATCH, HEAD_DIM, KV_HEADS, SLOTS, array, stacked, state, static
+
+T = TypeVar("T")
 
 BLOCKS = "blocks"
 
@@ -41,7 +45,7 @@ class Filed:
     store: BlockStore = stacked(BATCH, KV_HEADS)
     index: Any = stacked(BATCH, KV_HEADS)  # the policy's own pytree, of one head
     pending: Int[Array, "B"] = array(BATCH)  # int32 tokens that wait in the window's selection slots
-    chunks: Int[Array, "B"] = array(BATCH)  # int32 chunks that were filed since the prompt
+    chunks: Int[Array, "B"] = array(BATCH)  # int32 chunks that were filed, as the policy counts them
     group: int = static()  # query heads per kv head
 
 
@@ -54,10 +58,9 @@ def init_store(blocks: int, places: int, head_dim: int, dtype: jax.typing.DTypeL
     )
 
 
-def put(store: BlockStore, first: Int[Array, ""] | int, blocks: BlockStore) -> BlockStore:
-    """Writes consecutive blocks from number `first` on; those past the store's end are dropped."""
-    target = first + jnp.arange(blocks.position.shape[0])
-    return jax.tree.map(lambda old, new: old.at[target].set(new.astype(old.dtype), mode="drop"), store, blocks)
+def put(tree: T, place: Int[Array, "M"], new: T) -> T:
+    """Writes M entries (blocks of a store, entries of an index) at these numbers; those past the end are dropped."""
+    return jax.tree.map(lambda old, new: old.at[place].set(new.astype(old.dtype), mode="drop"), tree, new)
 
 
 def arrange(
@@ -102,7 +105,7 @@ class Ranked(NamedTuple):
     """Which blocks hold the best parts of a store up to a budget, and how much of every part they are."""
 
     block: Int[Array, "K"]  # int32
-    count: Int[Array, "K"]  # int32 tokens that are read of each; 0 where none
+    tokens: Int[Array, "K"]  # int32, how many are read of each; 0 where none
     taken: Int[Array, "C"]  # int32 tokens that are read of each part
 
 
@@ -171,13 +174,15 @@ def absorb_chunks(
     state: WindowedState,
     block: Block,
     every: int,
-    file: "File",
+    file: File,
+    most: int,
 ) -> WindowedState:
     """Takes tokens that left the window's recent ones into its selection slots, and files every full chunk.
 
     Args:
         every: tokens of a chunk.
         file: takes chunks into store and index.
+        most: chunks that there is room for; the tokens of later ones are lost, and counted.
     """
     window, filed = state.window, state.selection
     fixed = window.recent + window.sinks
@@ -206,6 +211,8 @@ def absorb_chunks(
 
         keys, values = jax.vmap(move_up)(keys, source, full), jax.vmap(move_up)(values, source, full)
         pending = pending - full * every
+        too_many = jnp.maximum(filed.chunks + full - jnp.maximum(filed.chunks, most), 0)
+        overflow = overflow + every * too_many
         filed = dataclasses.replace(filed, chunks=filed.chunks + full)
     return dataclasses.replace(
         state,
@@ -229,12 +236,15 @@ def recalling(policy: CachePolicy, recalled: Recalled, index_bytes: Callable[[Wi
         index_bytes: bytes that finding it reads per token, where attention does not read them.
     """
 
+    own = policy.segments
+    assert own is not None
+
     def of_each(state, query, function):
         """`function` of every query's recalled segments, T leading. One query at a time: what they recall differs."""
         return jax.lax.map(lambda one: function(one[:, None], recalled(state, one[:, None])), query.swapaxes(0, 1))
 
     def attend_cache(state, query, causal=False) -> tuple[Partials, WindowedState]:
-        kept = attend(query, policy.segments(state, query, causal))
+        kept = attend(query, own(state, query, causal))
         if query.shape[1] == 1:
             return merge(kept, *(attend(query, (one,)) for one in recalled(state, query))), state
         parts = of_each(state, query, lambda one, found: attend(one, found) if found else None)
@@ -246,7 +256,7 @@ def recalling(policy: CachePolicy, recalled: Recalled, index_bytes: Callable[[Wi
         if query is None:
             batch, kv_heads, _, head_dim = state.window.keys.shape
             query = jnp.zeros((batch, 1, kv_heads * state.selection.group, head_dim))
-        kept = policy.segments(state, query, causal)
+        kept = own(state, query, causal)
         if query.shape[1] == 1:
             return kept + recalled(state, query)
         return kept + tuple(_side_by_side(one) for one in of_each(state, query, lambda _, found: found))
@@ -272,3 +282,17 @@ def _side_by_side(found: Segment) -> Segment:
 def arrays_bytes(*arrays: Array) -> int:
     """Bytes of the given buffers."""
     return sum(one.size * one.dtype.itemsize for one in arrays)
+
+
+def block_slots(tokens: int, part_tokens: int, places: int) -> int:
+    """How many blocks a query reads at most for so many tokens in parts of so many tokens on average: what they fill,
+    and one more per part that ends inside a block."""
+    return -(-tokens // places) + -(-tokens // part_tokens)
+
+
+def first_layers_full(policy: CachePolicy, layers: int) -> CachePolicy:
+    """Exact caches in so many first layers, and `policy` in the others."""
+    if not layers:
+        return policy
+    full = exact(period=policy.period)
+    return chosen(lambda spec: full if spec.layer < layers else policy, (full, policy), name=policy.name)

@@ -9,7 +9,12 @@ from kvjax.policies.chelsea import chelsea as chelsea
 from kvjax.policies.choice import by_head as by_head
 from kvjax.policies.choice import by_layer as by_layer
 from kvjax.policies.clustergen import clustergen as clustergen
+from kvjax.policies.clusterkv import clusterkv as clusterkv
 from kvjax.policies.exact import exact as exact
+from kvjax.policies.h2o import h2o as h2o
+from kvjax.policies.pyramidkv import pyramidkv as pyramidkv
+from kvjax.policies.quest import quest as quest
+from kvjax.policies.snapkv import snapkv as snapkv
 from kvjax.policies.streaming_llm import streaming_llm as streaming_llm
 from kvjax.policies.subgen import subgen as subgen
 from kvjax.policies.subgen import subgen_settings as subgen_settings
@@ -23,6 +28,11 @@ REGISTRY: dict[str, Callable[..., CachePolicy]] = {
     "balancekv": balancekv,
     "chelsea": chelsea,
     "clustergen": clustergen,
+    "clusterkv": clusterkv,
+    "h2o": h2o,
+    "pyramidkv": pyramidkv,
+    "quest": quest,
+    "snapkv": snapkv,
     "subgen": subgen,
 }
 
