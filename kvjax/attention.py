@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.segment import Segment
 from kvjax.state import BATCH, HEAD_DIM, array, state
@@ -43,6 +43,8 @@ def attend_segment(query: Float[Array, "B T H_q D"], segment: Segment) -> Partia
     rows = _rows(query, segment.keys.shape)
     sums = _sums_by_slot if rows.shape[2] < MANY_ROWS else _sums_by_row
     peak, num, den = sums(rows, segment, group=query.shape[2] // segment.keys.shape[1])
+    if segment.slope is not None and segment.slope_limit is not None:
+        num = num + den[..., None] * _varying(rows, segment.slope, segment.slope_limit)
     # Where there was no entry, every masked one stood at the peak with weight one.
     empty = peak <= _EMPTY / 2
     return _by_token(
@@ -69,6 +71,32 @@ def output(partials: Partials, dtype: jax.typing.DTypeLike = jnp.float32) -> Flo
     """num / den; zero where nothing was attended to."""
     empty = partials.den == 0
     return jnp.where(empty[..., None], 0.0, partials.num / jnp.where(empty, 1.0, partials.den)[..., None]).astype(dtype)
+
+
+def slot_mass(
+    query: Float[Array, "B T H_q D"], segment: Segment, partials: Partials, counted: Bool[Array, "B T"]
+) -> Float[Array, "B H_kv S"]:
+    """The probability that each slot of a segment draws, summed over the counted queries and the query heads of a
+    group; float32.
+
+    Args:
+        partials: of the same queries' attention to all entries, this segment's among them.
+        counted: which queries count; of others nothing is used but the shape.
+    """
+    rows = _rows(query, segment.keys.shape)
+    group = query.shape[2] // segment.keys.shape[1]
+    # The product is written as in `_sums_by_slot`, so that a compiler takes it once for both.
+    logits = jnp.einsum("bhsd,bhrd->bhsr", segment.keys, rows.astype(jnp.float32), preferred_element_type=jnp.float32)
+    logits = logits / math.sqrt(segment.keys.shape[-1])
+    if segment.key_scale is not None:
+        logits = logits * segment.key_scale[..., None]
+    logits = logits + _bias(segment, segment.log_num if segment.log_den is None else segment.log_den, group).swapaxes(
+        2, 3
+    )
+    peak, den = (_rows(x[..., None], (*segment.keys.shape[:3], 1))[..., 0] for x in (partials.max, partials.den))
+    share = jnp.exp(logits - _finite(peak)[:, :, None]) / jnp.where(den == 0, 1.0, den)[:, :, None]
+    taken = jnp.repeat(counted, group, axis=1)[:, None, None]
+    return jnp.sum(jnp.where(taken, share, 0.0), axis=-1)
 
 
 # Stands for -inf inside products and sums, where -inf would make NaN of differences; far below any logit.
@@ -144,6 +172,17 @@ def _weigh(
         return peak, None, den
     weights = jnp.exp(num_logits - base)
     return peak, weights if segment.value_scale is None else weights * lay(segment.value_scale[:, :, None]), den
+
+
+def _varying(
+    rows: Float[Array, "B H_kv R D"], slope: Float[Array, "B H_kv D D"], limit: Float[Array, "B H_kv"]
+) -> Float[Array, "B H_kv R D"]:
+    """What each query adds to the values of a segment's entries: slope q / sqrt(D), softly bounded by the limit."""
+    change = jnp.einsum("bhvd,bhrd->bhrv", slope, rows.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    change = change / math.sqrt(rows.shape[-1])
+    limit = limit[:, :, None, None]
+    size = jnp.sqrt(jnp.sum(change * change, axis=-1, keepdims=True) + limit * limit)
+    return change * (limit / jnp.maximum(size, 1e-30))
 
 
 def _rows(query: Float[Array, "B T H_q D"], keys_shape: tuple[int, ...]) -> Float[Array, "B H_kv R D"]:

@@ -30,6 +30,11 @@ class Segment:
     # int32; None: the range begins at 0 or ends at S. [B, T] where each of T queries sees a range of its own.
     start: Int[Array, "B"] | Int[Array, "B T"] | None = array(BATCH)
     stop: Int[Array, "B"] | Int[Array, "B T"] | None = array(BATCH)
+    # float32. An entry that stands for several tokens has a value that varies with the query, because the query weighs
+    # its tokens differently: to first order by slope q / sqrt(D), softly bounded by a norm of `slope_limit`, which is
+    # about what so few tokens can give. The same for all entries of a head; None: values are what they are.
+    slope: Float[Array, "B H_kv D D"] | None = array(BATCH, KV_HEADS, "value_dim", HEAD_DIM)
+    slope_limit: Float[Array, "B H_kv"] | None = array(BATCH, KV_HEADS)
     # Which of the two sums the segment adds to.
     feeds: Literal["both", "numerator", "denominator"] = static()
 
@@ -44,12 +49,15 @@ def segment(
     value_scale: Float[Array, "B H_kv S"] | None = None,
     start: Int[Array, "B"] | Int[Array, "B T"] | None = None,
     stop: Int[Array, "B"] | Int[Array, "B T"] | None = None,
+    slope: Float[Array, "B H_kv D D"] | None = None,
+    slope_limit: Float[Array, "B H_kv"] | None = None,
     feeds: Literal["both", "numerator", "denominator"] = "both",
 ) -> Segment:
     """A checked `Segment`; what is left out is neutral.
 
     Raises:
-        ValueError: for shapes that do not agree, or values missing where the numerator is fed.
+        ValueError: for shapes that do not agree, values missing where the numerator is fed, a slope without its limit
+            or where not both sums are fed.
     """
     batch, kv_heads, slots, _ = keys.shape
     if feeds not in ("both", "numerator", "denominator"):
@@ -65,7 +73,9 @@ def segment(
     for name, bound in {"start": start, "stop": stop}.items():
         if bound is not None and (bound.ndim > 2 or bound.shape[:1] != (batch,)):
             raise ValueError(f"{name} has shape {bound.shape}; it must be [B] or [B, T] with B = {batch}")
-    return Segment(keys, values, log_num, log_den, key_scale, value_scale, start, stop, feeds)
+    if (slope is None) != (slope_limit is None) or (slope is not None and feeds != "both"):
+        raise ValueError("a slope needs slope_limit, and a segment that feeds both sums")
+    return Segment(keys, values, log_num, log_den, key_scale, value_scale, start, stop, slope, slope_limit, feeds)
 
 
 def segment_bytes(*segments: Segment) -> int:

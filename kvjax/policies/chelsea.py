@@ -1,25 +1,87 @@
 """Chelsea: the middle of the context as weighted centroids, made by chunked soft matching, online."""
 
 import dataclasses
+import functools
+import json
+import os
+import pathlib
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.policies.choice import by_head, chosen
+from kvjax.policies.exact import exact
 from kvjax.policies.windowed import init_windowed, over_heads, windowed_policy
-from kvjax.policy import CachePolicy
-from kvjax.soft_matching import Centroids, Schedule, compress
+from kvjax.policy import CachePolicy, CacheSpec, abstract_state
+from kvjax.segment import segment
+from kvjax.soft_matching import SCHEDULES, Centroids, Schedule, compress
 from kvjax.staging import Block, between, check_budget, check_period, init_window, window_segments
-from kvjax.state import BATCH, KV_HEADS, SLOTS, array, state
+from kvjax.state import BATCH, HEAD_DIM, KV_HEADS, SLOTS, array, state
+
+Joins = Literal["mean", "drop"]
+
+# Of the values' deviation inside centroids, the most that a query may move a centroid's value along the slope. Linear
+# growth is right for small logits only; of .25, .5, 1 and 2 it was the best on every stream at norms of 4 to 15.
+SLOPE_LIMIT = 0.25
+
+
+@state
+class Slope:
+    """How values vary with keys inside a head's centroids, pooled over all of them: means over tokens."""
+
+    covariance: Float[Array, "B H_kv D D"] = array(BATCH, KV_HEADS, "value_dim", HEAD_DIM)  # float32, of value and key
+    variance: Float[Array, "B H_kv"] = array(BATCH, KV_HEADS)  # float32, of values, summed over dimensions
 
 
 @state
 class Merged:
-    """What the centroids in the window's selection slots stand for. The same number in every head of a row."""
+    """The centroids, in the slots [0, count), and what each stands for. Their number is the same in all heads."""
 
+    keys: Float[Array, "B H_kv M D"] = array(BATCH, KV_HEADS, SLOTS, HEAD_DIM, entries=True)
+    values: Float[Array, "B H_kv M D"] = array(BATCH, KV_HEADS, SLOTS, HEAD_DIM, entries=True)
     degree: Int[Array, "B H_kv M"] = array(BATCH, KV_HEADS, SLOTS)  # int32 tokens, 0 in empty slots
     count: Int[Array, "B"] = array(BATCH)  # int32 centroids
-    log_weight: Float[Array, "B H_kv S"] = array(BATCH, KV_HEADS, SLOTS)  # float32, of the whole window
+    log_weight: Float[Array, "B H_kv M"] = array(BATCH, KV_HEADS, SLOTS)  # float32, log of the degree
+    slope: Slope | None
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadChoice:
+    """Which heads do not merge, as `experiments.calibrate_heads` finds it for a model. Pairs are (layer, kv head).
+
+    Attributes:
+        layers, kv_heads: of the model.
+        full: heads that keep every token (Chelsea's outlier heads).
+        drop: heads that drop tokens where the others take means.
+    """
+
+    layers: int
+    kv_heads: int
+    full: tuple[tuple[int, int], ...] = ()
+    drop: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        named = [*self.full, *self.drop]
+        for layer, head in named:
+            if not (0 <= layer < self.layers and 0 <= head < self.kv_heads):
+                raise ValueError(f"head {(layer, head)} is none of {self.layers} layers x {self.kv_heads} kv heads")
+        if len(set(named)) != len(named):
+            raise ValueError(f"heads are named twice among full={self.full} and drop={self.drop}")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "HeadChoice":
+        """Reads the file that `save` wrote."""
+        found = json.loads(pathlib.Path(path).read_text())
+        heads = {name: tuple((layer, head) for layer, head in found[name]) for name in ("full", "drop")}
+        return cls(found["layers"], found["kv_heads"], **heads)
+
+    def save(self, path: str | os.PathLike[str], provenance: dict[str, Any]) -> None:
+        """Writes a small JSON file; `provenance` says how the choice was made and is not read again."""
+        pathlib.Path(path).write_text(
+            json.dumps(dataclasses.asdict(self) | {"provenance": provenance}, indent=1) + "\n"
+        )
 
 
 def chelsea(
@@ -28,11 +90,15 @@ def chelsea(
     sinks: int = 16,
     recent: int = 64,
     chunk: int = 256,
-    first: float = 0.35,
-    decay: float = 0.1,
-    steps: int = 2,
-    floor: float = 0.05,
+    schedule: str = "llama-3",
+    first: float | None = None,
+    decay: float | None = None,
+    steps: int | None = None,
+    floor: float | None = None,
     period: int = 128,
+    slope: Literal["pooled"] | None = "pooled",
+    joins: Joins = "mean",
+    heads: str | os.PathLike[str] | HeadChoice | None = None,
 ) -> CachePolicy:
     """Keeps sinks, recent tokens and centroids of the others, each weighing as many tokens as it was merged from.
 
@@ -40,54 +106,136 @@ def chelsea(
     exactly the budget is filled (Chelsea, Algorithm 1). The paper compacts whenever the cache is g tokens over its
     budget: here g is the period.
 
+    The slope goes beyond the paper. Inside a centroid of n tokens, sum_i exp(s q.k_i) v_i is to first order
+    n exp(s q.k) (v + s C q) with the means k and v, C = Cov(value, key) over its tokens and s = 1 / sqrt(D). The paper
+    keeps n exp(s q.k) v; with the slope, C is taken to be the same in all centroids of a head, so that it costs one
+    D x D matrix per head, and what it adds to values is softly bounded (`SLOPE_LIMIT`).
+
     Args:
         budget: slots per head, sinks and recent tokens included; the rest are centroids.
         sinks, recent: tokens always kept; the paper's 16 and 64 by default.
         chunk: entries among which an entry looks for a partner; even.
-        first, decay, steps, floor: the share of entries merged per step, see `soft_matching.Schedule`. The paper's are
-            .45/.05/3 for Llama-2, .35/.1/2 (default) for Llama-3 and .2/.1/2 for Qwen.
+        schedule: the share of entries merged per step as the paper has it for "llama-2", "llama-3" or "qwen".
+        first, decay, steps, floor: replace parts of it, see `soft_matching.Schedule`.
         period: tokens between compactions.
+        slope: "pooled" as above, or None, as the paper has it.
+        joins: "mean" for means weighted by degree, as the paper has it; "drop" keeps one of the two tokens that join,
+            weighing both. Without a mean there is no slope.
+        heads: heads that keep everything or drop, or the file that names them. The others get smaller budgets, all
+            the same, so that slots over all layers and heads are as many as without.
 
     Raises:
-        ValueError: for a budget that leaves no slot for centroids, or a chunk or schedule that cannot be.
+        ValueError: for a budget that leaves no slot for centroids (with `heads`, when a cache is made), a chunk, a
+            schedule or an option that cannot be, or heads of another model.
     """
-    check_budget(budget, sinks, recent)
-    check_period(period)
-    if budget == sinks + recent:
-        raise ValueError(f"budget={budget} leaves no slot for centroids; sinks + recent already take {budget}")
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule={schedule!r}; known: {', '.join(SCHEDULES)}")
+    given = {"first": first, "decay": decay, "steps": steps, "floor": floor}
+    planned = dataclasses.replace(SCHEDULES[schedule], **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
+    if slope not in ("pooled", None):
+        raise ValueError(f"slope={slope!r}; it must be 'pooled' or None")
+    if joins not in ("mean", "drop"):
+        raise ValueError(f"joins={joins!r}; it must be 'mean' or 'drop'")
     if chunk < 2 or chunk % 2:
         raise ValueError(f"chunk={chunk}; it must be even and at least 2")
-    schedule = Schedule(first, decay, steps, floor)
-    slots, fixed = budget - sinks - recent, sinks + recent
+    check_period(period)
+
+    @functools.cache
+    def make(budget: int, joins: Joins) -> CachePolicy:
+        return _chelsea(budget, sinks, recent, chunk, planned, period, slope == "pooled" and joins == "mean", joins)
+
+    plain = make(budget, joins)
+    if heads is None:
+        return plain
+    choice = heads if isinstance(heads, HeadChoice) else HeadChoice.load(heads)
+    full = exact(period=period)
+
+    @functools.cache
+    def divided(layers: int, kv_heads: int, full_slots: int) -> CachePolicy:
+        if (layers, kv_heads) != (choice.layers, choice.kv_heads):
+            raise ValueError(
+                f"heads are those of {choice.layers} layers x {choice.kv_heads} kv heads; the cache has "
+                f"{layers} x {kv_heads}"
+            )
+        others = layers * kv_heads - len(choice.full)
+        left = layers * kv_heads * budget - len(choice.full) * full_slots
+        if others and left // others <= sinks + recent:
+            raise ValueError(
+                f"budget={budget} is {layers * kv_heads * budget} slots over all heads; {len(choice.full)} heads that "
+                f"keep all take {full_slots} each and leave {left} for {others} others, which need more than "
+                f"{sinks + recent} each: give a larger budget or fewer such heads"
+            )
+
+        def policy(head: tuple[int, int]) -> CachePolicy:
+            if head in choice.full:
+                return full
+            return make(left // others, "drop" if head in choice.drop else joins)
+
+        return by_head([[policy((layer, head)) for head in range(kv_heads)] for layer in range(layers)])
+
+    def choose(spec: CacheSpec) -> CachePolicy:
+        # As many as exact really makes, which rounds up.
+        full_slots = abstract_state(full, spec).window.keys.shape[2]
+        return divided(spec.layers, spec.kv_heads, full_slots)
+
+    return chosen(choose, [by_head([[plain, full]])], name="chelsea(heads)")
+
+
+def _chelsea(
+    budget: int,
+    sinks: int,
+    recent: int,
+    chunk: int,
+    schedule: Schedule,
+    period: int,
+    sloped: bool,
+    joins: Joins,
+) -> CachePolicy:
+    """The policy of heads that are all alike; arguments as `chelsea` has checked them."""
+    check_budget(budget, sinks, recent)
+    if budget == sinks + recent:
+        raise ValueError(f"budget={budget} leaves no slot for centroids; sinks + recent already take {budget}")
+    slots = budget - sinks - recent
 
     def init(spec, row_keys):
         del row_keys
+        shape, dim = (spec.batch, spec.kv_heads), spec.head_dim
         merged = Merged(
-            degree=jnp.zeros((spec.batch, spec.kv_heads, slots), jnp.int32),
+            keys=jnp.zeros((*shape, slots, dim), spec.dtype),
+            values=jnp.zeros((*shape, slots, dim), spec.dtype),
+            degree=jnp.zeros((*shape, slots), jnp.int32),
             count=jnp.zeros(spec.batch, jnp.int32),
-            log_weight=jnp.zeros((spec.batch, spec.kv_heads, budget)),
+            log_weight=jnp.zeros((*shape, slots)),
+            slope=Slope(jnp.zeros((*shape, dim, dim)), jnp.zeros(shape)) if sloped else None,
         )
-        return init_windowed(spec, init_window(spec, budget, sinks, recent, period), merged)
+        return init_windowed(spec, init_window(spec, sinks + recent, sinks, recent, period), merged)
 
     def merge(state, entries: Centroids):
-        """Compresses every head's entries into the selection's slots."""
-        entries = over_heads(lambda one: compress(one, slots, chunk, schedule))(entries)
-        window, merged = state.window, state.selection
-        taken = min(slots, entries.degree.shape[2])
-        degree = merged.degree.at[:, :, :taken].set(entries.degree[:, :, :taken])
+        """Compresses every head's entries into the centroids' slots."""
+        left = over_heads(lambda one: compress(one, slots, chunk, schedule, drop=joins == "drop"))(entries)
+        merged: Merged = state.selection
+        slope = merged.slope
+        if slope is not None:
+            updated = over_heads(_pooled)(slope, merged.degree, entries, left)
+            # Where no token came, nothing may change, not even by rounding.
+            came = jnp.sum(entries.degree, axis=2) > jnp.sum(merged.degree, axis=2)
+            of = lambda x: came.reshape(came.shape + (1,) * (x.ndim - 2))  # noqa: E731
+            slope = jax.tree.map(lambda new, old: jnp.where(of(new), new, old), updated, slope)
 
         def place(buffer, x):
-            x = jnp.where(degree[:, :, :taken, None] > 0, x[:, :, :taken], 0)
-            return buffer.at[:, :, fixed : fixed + taken].set(x.astype(buffer.dtype))
+            x = jnp.where(left.degree[..., None] > 0, x, 0)
+            return buffer.at[:, :, : x.shape[2]].set(x.astype(buffer.dtype))
 
-        log_weight = merged.log_weight.at[:, :, fixed:].set(jnp.log(jnp.maximum(degree, 1).astype(jnp.float32)))
-        return dataclasses.replace(
-            state,
-            window=dataclasses.replace(
-                window, keys=place(window.keys, entries.keys), values=place(window.values, entries.values)
-            ),
-            selection=Merged(degree, jnp.min(entries.count, axis=1), log_weight),
+        degree = merged.degree.at[:, :, : left.degree.shape[2]].set(left.degree)
+        merged = Merged(
+            keys=place(merged.keys, left.keys),
+            values=place(merged.values, left.values),
+            degree=degree,
+            count=jnp.min(left.count, axis=1),
+            log_weight=jnp.log(jnp.maximum(degree, 1).astype(jnp.float32)),
+            slope=slope,
         )
+        return dataclasses.replace(state, selection=merged)
 
     def select(state, keys, values, queries):
         # The tokens in between begin behind the sinks; what lies past them is cut off by the count.
@@ -96,37 +244,67 @@ def chelsea(
         return merge(state, _entries(keys, values, middle))
 
     def absorb(state, block: Block):
-        window, merged = state.window, state.selection
-        old = (window.keys[:, :, fixed:], window.values[:, :, fixed:])
-        room = block.keys.shape[2]
-        pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, room), *((0, 0),) * (x.ndim - 3)))  # noqa: E731
+        merged: Merged = state.selection
         fresh = _entries(block.keys, block.values, block.count)
 
-        def append(buffer, new, count):
-            return jax.lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), count, axis=1)
+        def appended(old, new):
+            old = jnp.pad(old, ((0, 0), (0, 0), (0, new.shape[2]), *((0, 0),) * (old.ndim - 3))).astype(new.dtype)
+            return jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1))(old, new, merged.count)
 
-        append_rows = jax.vmap(append)
         entries = Centroids(
-            keys=append_rows(pad(old[0]), fresh.keys, merged.count),
-            values=append_rows(pad(old[1]), fresh.values, merged.count),
-            degree=append_rows(pad(merged.degree), fresh.degree, merged.count),
+            keys=appended(merged.keys, fresh.keys),
+            values=appended(merged.values, fresh.values),
+            degree=appended(merged.degree, fresh.degree),
             count=merged.count[:, None] + fresh.count,
         )
         return merge(state, entries)
 
     def segments(state, queries):
-        merged = state.selection
-        return window_segments(state.window, selected=merged.count, log_weight=merged.log_weight, queries=queries)
+        merged: Merged = state.selection
+        slope = merged.slope
+        centroids = segment(
+            merged.keys,
+            merged.values,
+            log_num=merged.log_weight,
+            stop=merged.count,
+            slope=None if slope is None else slope.covariance,
+            slope_limit=None if slope is None else SLOPE_LIMIT * jnp.sqrt(slope.variance),
+        )
+        return *window_segments(state.window, queries=queries), centroids
 
     return windowed_policy("chelsea", init=init, select=select, absorb=absorb, segments=segments, period=period)
 
 
 def _entries(keys: Float[Array, "B H_kv T D"], values: Float[Array, "B H_kv T D"], count: Int[Array, "B"]) -> Centroids:
-    """The first `count` tokens of every row as entries of degree one."""
+    """The first `count` tokens of every row as float32 entries of degree one."""
     degree = (jnp.arange(keys.shape[2]) < count[:, None]).astype(jnp.int32)
     return Centroids(
-        keys=keys,
-        values=values,
+        keys=keys.astype(jnp.float32),
+        values=values.astype(jnp.float32),
         degree=jnp.broadcast_to(degree[:, None], keys.shape[:3]),
         count=jnp.broadcast_to(count[:, None], keys.shape[:2]),
+    )
+
+
+def _pooled(slope: Slope, degree: Int[Array, "M"], before: Centroids, after: Centroids) -> Slope:
+    """One head's slope after its entries were merged; `degree` are those of the tokens that it is a mean over so far.
+
+    What varies inside entries grows by what varied between them before and no longer does.
+    """
+    tokens = jnp.maximum(jnp.sum(before.degree), 1).astype(jnp.float32)
+    center = lambda x: (before.degree / tokens) @ x  # noqa: E731
+    key, value = (center(jnp.where(before.degree[:, None] > 0, x, 0)) for x in (before.keys, before.values))
+
+    def scatter(entries: Centroids) -> tuple[Float[Array, "D D"], Float[Array, ""]]:
+        weight = entries.degree[:, None] / tokens
+        keys = jnp.where(weight > 0, entries.keys - key, 0)
+        weighted = jnp.where(weight > 0, entries.values - value, 0) * weight
+        covariance = jnp.matmul(weighted.T, keys, precision=jax.lax.Precision.HIGHEST)
+        return covariance, jnp.sum(weighted * jnp.where(weight > 0, entries.values - value, 0))
+
+    (covariance, variance), (left_covariance, left_variance) = scatter(before), scatter(after)
+    held = jnp.sum(degree) / tokens
+    return Slope(
+        held * slope.covariance + covariance - left_covariance,
+        jnp.maximum(held * slope.variance + variance - left_variance, 0),
     )

@@ -63,7 +63,7 @@ def by_head(policies: Sequence[Sequence[CachePolicy]]) -> CachePolicy:
         return grouped[spec.layer]
 
     every = [policy for layer in policies for policy in layer]
-    return chosen(choose, every, name=f"by_head({_names(every)})")
+    return chosen(choose, grouped, name=f"by_head({_names(every)})")
 
 
 def chosen(choose: Callable[[CacheSpec], CachePolicy], candidates: Sequence[CachePolicy], *, name: str) -> CachePolicy:

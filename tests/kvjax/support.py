@@ -34,7 +34,26 @@ POLICIES = {
     "balancekv_pairs": kvjax.balancekv(20, sinks=2, recent=8, period=8),
     "balancekv_reference": kvjax.balancekv(20, sinks=2, recent=8, period=8, variant="reference", block_size=8),
     "balancekv_paper": kvjax.balancekv(60, sinks=2, recent=8, period=8, variant="paper", value_exponents=(0, 0)),
+    "h2o": kvjax.h2o(20, recent=8, period=8),
+    "h2o_average": kvjax.h2o(20, recent=0, average=True, period=8),
+    "snapkv": kvjax.snapkv(20, window=6, period=8),
+    "pyramidkv": kvjax.pyramidkv(20, window=6, period=8),
     "chelsea": kvjax.chelsea(20, sinks=2, recent=8, chunk=8, period=8),
+    "chelsea_paper": kvjax.chelsea(20, sinks=2, recent=8, chunk=8, period=8, slope=None),
+    "chelsea_drop": kvjax.chelsea(20, sinks=2, recent=8, chunk=8, period=8, joins="drop"),
+    "clusterkv": kvjax.clusterkv(20, sinks=2, recent=8, cluster_tokens=4, every=8, chunk_clusters=2, period=8),
+    "clusterkv_paper": kvjax.clusterkv(
+        20,
+        sinks=2,
+        recent=8,
+        cluster_tokens=4,
+        every=8,
+        chunk_clusters=2,
+        period=8,
+        select="query_head",
+        residual=False,
+    ),
+    "quest": kvjax.quest(20, period=8),
 }
 
 

@@ -32,7 +32,16 @@ from tests.kvjax.support import (
 
 BATCH, KV_HEADS, QUERY_HEADS = len(LENGTHS), 2, 4
 # Policies whose weights stand for all tokens, kept or not.
-WEIGHING = ("uniform", "clustergen_mean_value", "chelsea", "subgen_mean_value", "balancekv_pairs")
+WEIGHING = (
+    "uniform",
+    "clustergen_mean_value",
+    "chelsea",
+    "chelsea_paper",
+    "chelsea_drop",
+    "subgen_mean_value",
+    "balancekv_pairs",
+    "clusterkv",
+)
 every_policy = pytest.mark.parametrize("name", POLICIES)
 
 
@@ -135,7 +144,10 @@ ROOMY = {
     "uniform": kvjax.uniform(BIG + 8, sinks=2, recent=8, period=8),
     "clustergen_mean_value": kvjax.clustergen(BIG + 8, sinks=2, recent=8, period=8),
     "chelsea": kvjax.chelsea(BIG + 8, sinks=2, recent=8, period=8),
+    "chelsea_drop": kvjax.chelsea(BIG + 8, sinks=2, recent=8, period=8, joins="drop"),
     "subgen_mean_value": kvjax.subgen(BIG + 8, sinks=2, recent=8, period=8),
+    "clusterkv": kvjax.clusterkv(BIG, sinks=2, recent=8, cluster_tokens=4, every=8, chunk_clusters=2, period=8),
+    "quest": kvjax.quest(BIG, period=8),
 }
 
 
@@ -177,6 +189,8 @@ def expected_bytes(name, spec, budget, period, sinks, recent):
     slots = {"balancekv_reference": sinks + recent + 7 + spec.max_new, "balancekv_paper": sinks + recent}.get(
         name, slots
     )
+    # What waits to be clustered: up to a chunk of 8 and a block of 8; to be a page: of 16 and 8.
+    slots = sinks + recent + 15 if name.startswith("clusterkv") else 23 if name == "quest" else slots
     staging = min(period, spec.max_new)
     common = 2 * heads * (slots + staging) * spec.head_dim * itemsize + 4 * heads * staging + 5 * 4
     selected = budget - sinks - recent
@@ -187,7 +201,10 @@ def expected_bytes(name, spec, budget, period, sinks, recent):
         "uniform": 4 * heads * (selected + budget) + 8,  # priorities, log-weights, the row's random key
         "clustergen_paper": 4,  # the number of centres
         "clustergen_mean_value": 4 * heads * (2 * selected + budget),  # counts, separations, log-weights
-        "chelsea": 4 * heads * (selected + budget) + 4,  # degrees, log-weights, the number of centroids
+        # Degrees, log-weights, the number of centroids; a float32 covariance and a variance per head.
+        "chelsea": 4 * heads * (2 * selected + spec.head_dim**2 + 1) + 4,
+        "chelsea_paper": 4 * heads * 2 * selected + 4,
+        "chelsea_drop": 4 * heads * 2 * selected + 4,
         # A table of float32 means, counts and radii; 16 x 16 moments, two means and a scale.
         "subgen_mean_value": heads * (selected * (8 * spec.head_dim + 8) + 24 + 4 * (16**2 + 2 * spec.head_dim + 1)),
         # Seven samples with their masses; three clusters with a key each, counts and radii.
@@ -196,6 +213,13 @@ def expected_bytes(name, spec, budget, period, sinks, recent):
         "balancekv_pairs": heads * (4 * selected + 8 * selected + 12 + 8),
         "balancekv_paper": heads * (33 * 3 * spec.head_dim * itemsize + 2 * (4 * 33 + 8 * 3 + 12 + 8) + 8),
         "balancekv_reference": heads * (4 * slots + 4) + 4 + 8,  # log-weights, marks without a slot, later tokens
+        # Keys, values and positions of 17 blocks (9 for 30 tokens in 8 clusters, 2 for each of 4 chunks), 16 clusters'
+        # means, sizes, first blocks and radii, a random key; two int32 per row.
+        "clusterkv": heads * (17 * 16 * (2 * spec.head_dim * itemsize + 4) + 16 * (8 * spec.head_dim + 12) + 8) + 8,
+        "clusterkv_paper": heads * (17 * 16 * (2 * spec.head_dim * itemsize + 4) + 16 * (4 * spec.head_dim + 12) + 8)
+        + 8,
+        # Four pages and their bounds.
+        "quest": heads * 4 * (16 * (2 * spec.head_dim * itemsize + 4) + 2 * spec.head_dim * itemsize + 4) + 8,
     }
     return common + own[name]
 
@@ -223,6 +247,15 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
         # Ten float32 means and the spread; seven samples and the sampled keys of three clusters.
         sized = {"subgen_mean_value": 10 * (2 * HEAD_DIM * 4 + 4) + 4 * (2 * HEAD_DIM + 1)}
         beside = KV_HEADS * sized.get(name, 7 * (2 * HEAD_DIM * 2 + 4) + 3 * (HEAD_DIM * 2 + 4))
+    if name.startswith("chelsea"):  # half the slots are centroids with log-weights, and end at a bound of their own
+        weighted, beside = 10, 4 + (KV_HEADS * 4 * (HEAD_DIM**2 + 1) if name == "chelsea" else 0)
+    if name.startswith("clusterkv"):  # per query head 4 blocks; of all 16 clusters means, sizes and first blocks
+        slots, weighted = 25, 0
+        beside = QUERY_HEADS * 4 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 16 * 8
+        means = QUERY_HEADS * 16 * (2 * HEAD_DIM * 4 + 4) if name == "clusterkv" else KV_HEADS * 16 * HEAD_DIM * 4
+        beside += means
+    if name == "quest":  # per query head 3 pages of 4, and the bounds of all
+        slots, beside = 23, QUERY_HEADS * 3 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 4 * (2 * HEAD_DIM * 2 + 4)
     if name == "balancekv_pairs":  # half the slots are a tree's, with log-weights
         weighted = 10
     if name == "balancekv_reference":
@@ -238,7 +271,7 @@ FITS = {
     "uniform": lambda budget: kvjax.uniform(budget, sinks=3, recent=9),
     "clustergen_paper": lambda budget: kvjax.clustergen(budget, variant="paper"),
     "clustergen_mean_value": lambda budget: kvjax.clustergen(budget, sinks=1),
-    "chelsea": lambda budget: kvjax.chelsea(budget, sinks=3, recent=9),
+    "chelsea_paper": lambda budget: kvjax.chelsea(budget, sinks=3, recent=9, slope=None),
     "subgen_mean_value": lambda budget: kvjax.subgen(budget, sinks=3, recent=9),
 }
 
