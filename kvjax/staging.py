@@ -8,7 +8,7 @@ selection, in one buffer that attention reads as one segment.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.policy import CacheSpec, check_tokens
 from kvjax.segment import Segment, segment
@@ -117,19 +117,9 @@ def visible_count(staging: Staging, queries: int | None) -> Int[Array, "B"] | In
     return jnp.sum(real[:, None, :] & (slots < visible_slots(staging, queries)[..., None]), axis=-1, dtype=jnp.int32)
 
 
-def unstage(staging: Staging) -> tuple[Float[Array, "B H_kv P D"], Float[Array, "B H_kv P D"], Staging]:
-    """The staged keys and values with each row's tokens moved to the front, in order, and the emptied buffer."""
-
-    def front(real: Bool[Array, "P"], keys: Float[Array, "H P D"], values: Float[Array, "H P D"]):
-        slots = real.shape[0]
-        # Slot i's token goes to the number of tokens before it; slots without one are dropped.
-        target = jnp.where(real, jnp.cumsum(real) - 1, slots)
-        source = jnp.zeros(slots, jnp.int32).at[target].set(jnp.arange(slots, dtype=jnp.int32), mode="drop")
-        return keys[:, source], values[:, source]
-
-    real = staging.log_weight[:, 0] == 0
-    keys, values = jax.vmap(front)(real, staging.keys, staging.values)
-    empty = Staging(
+def emptied(staging: Staging) -> Staging:
+    """The staging buffer once its tokens have gone elsewhere."""
+    return Staging(
         keys=staging.keys,
         values=staging.values,
         log_weight=jnp.full_like(staging.log_weight, -jnp.inf),
@@ -137,7 +127,19 @@ def unstage(staging: Staging) -> tuple[Float[Array, "B H_kv P D"], Float[Array, 
         count=jnp.zeros_like(staging.count),
         overflow=staging.overflow,
     )
-    return keys, values, empty
+
+
+def to_front(staging: Staging, x: Shaped[Array, "B H_kv P *N"]) -> Shaped[Array, "B H_kv P *N"]:
+    """What lies in, or beside, the staging slots, with each row's tokens moved to the front, in order."""
+
+    def front(real: Bool[Array, "P"], x: Shaped[Array, "H P *N"]):
+        slots = real.shape[0]
+        # Slot i's token goes to the number of tokens before it; slots without one are dropped.
+        target = jnp.where(real, jnp.cumsum(real) - 1, slots)
+        source = jnp.zeros(slots, jnp.int32).at[target].set(jnp.arange(slots, dtype=jnp.int32), mode="drop")
+        return x[:, source]
+
+    return jax.vmap(front)(staging.log_weight[:, 0] == 0, x)
 
 
 @state
@@ -259,17 +261,30 @@ def window_segments(
 
 def settle(window: Window) -> tuple[Window, Block]:
     """Takes the staged tokens into the window and returns those that left it, oldest first."""
-    keys, values, emptied = unstage(window.staging)
-    slots = keys.shape[2]
-    recent_slots, sink_slots = window.recent, window.sinks
-    sinks, recent, middle = occupancy(window)
-    to_sinks = jnp.minimum(sink_slots - sinks, window.staging.count)
-    count = window.staging.count - to_sinks
-    leaving = jnp.maximum(recent + count - recent_slots, 0)
+    new_keys, left_keys = settle_beside(window, window.keys, window.staging.keys)
+    new_values, left_values = settle_beside(window, window.values, window.staging.values)
+    _, _, middle = occupancy(window)
+    _, _, leaving = _arriving(window)
+    settled = Window(
+        keys=new_keys,
+        values=new_values,
+        staging=emptied(window.staging),
+        total=window.total + window.staging.count,
+        recent=window.recent,
+        sinks=window.sinks,
+    )
+    return settled, Block(left_keys, left_values, first=window.sinks + middle, count=leaving)
 
-    def shift(
-        buffer: Float[Array, "H S D"], staged: Float[Array, "H P D"], sinks, recent, to_sinks, count
-    ) -> tuple[Float[Array, "H S D"], Float[Array, "H P D"]]:
+
+def settle_beside(
+    window: Window, kept: Shaped[Array, "B H_kv S *N"], staged: Shaped[Array, "B H_kv P *N"]
+) -> tuple[Shaped[Array, "B H_kv S *N"], Shaped[Array, "B H_kv P *N"]]:
+    """What `settle` does to a window's keys, done to anything that lies beside its slots and its staging slots: what
+    then lies beside the settled window, and beside the tokens that left it. The selection's slots stay as they are."""
+    recent_slots, sink_slots = window.recent, window.sinks
+    slots = staged.shape[2]
+
+    def shift(buffer: Shaped[Array, "H S *N"], staged: Shaped[Array, "H P *N"], sinks, recent, to_sinks, count):
         # The row's tokens after the sinks, contiguous: recent ones end at slot `recent_slots`, staged ones follow.
         line = jnp.concatenate([buffer[:, :recent_slots], jnp.roll(staged, -to_sinks, axis=1)], axis=1)
         left = jax.lax.dynamic_slice_in_dim(line, recent_slots - recent, slots, axis=1)
@@ -280,15 +295,14 @@ def settle(window: Window) -> tuple[Window, Block]:
             buffer = buffer.at[:, target].set(staged, mode="drop")
         return buffer, left
 
-    rows = (sinks, recent, to_sinks, count)
-    new_keys, left_keys = jax.vmap(shift)(window.keys, keys, *rows)
-    new_values, left_values = jax.vmap(shift)(window.values, values, *rows)
-    settled = Window(
-        keys=new_keys,
-        values=new_values,
-        staging=emptied,
-        total=window.total + window.staging.count,
-        recent=recent_slots,
-        sinks=sink_slots,
-    )
-    return settled, Block(left_keys, left_values, first=sink_slots + middle, count=leaving)
+    sinks, recent, _ = occupancy(window)
+    to_sinks, count, _ = _arriving(window)
+    return jax.vmap(shift)(kept, to_front(window.staging, staged), sinks, recent, to_sinks, count)
+
+
+def _arriving(window: Window) -> tuple[Int[Array, "B"], Int[Array, "B"], Int[Array, "B"]]:
+    """How many staged tokens of each row become sinks, how many come after them, and how many tokens leave for it."""
+    sinks, recent, _ = occupancy(window)
+    to_sinks = jnp.minimum(window.sinks - sinks, window.staging.count)
+    count = window.staging.count - to_sinks
+    return to_sinks, count, jnp.maximum(recent + count - window.recent, 0)

@@ -2,13 +2,10 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
-
-from kvjax.attention import SLOT_BLOCK
+from kvjax.policies.growing import append, growing_segments, init_growing
 from kvjax.policies.windowed import init_windowed, windowed_policy
 from kvjax.policy import CachePolicy
-from kvjax.staging import Block, check_period, init_window, occupancy, window_segments
+from kvjax.staging import Block, check_period, occupancy
 
 
 def exact(*, period: int = 64) -> CachePolicy:
@@ -24,8 +21,7 @@ def exact(*, period: int = 64) -> CachePolicy:
 
     def init(spec, row_keys):
         del row_keys
-        slots = -(-(spec.max_prompt + spec.max_new) // SLOT_BLOCK) * SLOT_BLOCK
-        return init_windowed(spec, init_window(spec, slots, sinks=0, recent=0, period=period))
+        return init_windowed(spec, init_growing(spec, spec.max_prompt, period))
 
     def select(state, keys, values, queries):
         window = state.window
@@ -38,24 +34,10 @@ def exact(*, period: int = 64) -> CachePolicy:
         return dataclasses.replace(state, window=window)
 
     def absorb(state, block: Block):
-        window = state.window
-        slots = window.keys.shape[2]
-        place = jnp.arange(block.keys.shape[2])
-        target = jnp.where(block.present, block.first[:, None] + place, slots)
-
-        def append(buffer, fresh, target):
-            return buffer.at[:, target].set(fresh, mode="drop")
-
-        window = dataclasses.replace(
-            window,
-            keys=jax.vmap(append)(window.keys, block.keys, target),
-            values=jax.vmap(append)(window.values, block.values, target),
-        )
-        lost = jnp.maximum(block.first + block.count - jnp.maximum(block.first, slots), 0)
-        return dataclasses.replace(state, window=window, overflow=state.overflow + lost)
+        return append(state, block, block.first)
 
     def segments(state, queries):
         _, _, stored = occupancy(state.window)
-        return window_segments(state.window, selected=jnp.minimum(stored, state.window.keys.shape[2]), queries=queries)
+        return growing_segments(state.window, stored, queries)
 
     return windowed_policy("exact", init=init, select=select, absorb=absorb, segments=segments, period=period)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.policies.windowed import init_windowed, over_heads, windowed_policy
+from kvjax.policies.windowed import compete, draws_by_position, init_windowed, over_heads, windowed_policy
 from kvjax.policy import CachePolicy
 from kvjax.staging import Block, between, check_budget, check_period, init_window, occupancy, window_segments
 from kvjax.state import BATCH, KV_HEADS, SLOTS, array, state
@@ -73,10 +73,12 @@ def uniform(budget: int, *, sinks: int = 4, recent: int = 64, period: int = 64) 
     def absorb(state, block: Block):
         places = jnp.arange(block.keys.shape[2])
         positions = block.first[:, None] + places
-        fresh = jax.vmap(_priorities, in_axes=(0, 0, None))(state.selection.row_keys, positions, block.keys.shape[1])
+        fresh = jax.vmap(draws_by_position, in_axes=(0, 0, None))(
+            state.selection.row_keys, positions, block.keys.shape[1]
+        )
         fresh = jnp.where(block.present[:, None, :], fresh, jnp.inf)
         window, sample = state.window, state.selection
-        slot, source, priority = over_heads(_compete)(sample.priority, fresh)
+        slot, source, priority = over_heads(compete)(sample.priority, fresh)
 
         def place(buffer, tokens):
             def place_head(buffer, tokens, slot, source):
@@ -97,37 +99,17 @@ def uniform(budget: int, *, sinks: int = 4, recent: int = 64, period: int = 64) 
     return windowed_policy("uniform", init=init, select=select, absorb=absorb, segments=segments, period=period)
 
 
-def _priorities(row_key: Key[Array, ""], positions: Int[Array, "T"], heads: int) -> Float[Array, "H T"]:
-    draw = lambda position: jax.random.uniform(jax.random.fold_in(row_key, position), (heads,))  # noqa: E731
-    return jax.vmap(draw, out_axes=1)(positions)
-
-
 def _smallest(
     row_key: Key[Array, ""], valid: Bool[Array, "T"], heads: int, size: int
 ) -> tuple[Float[Array, "H m"], Int[Array, "H m"]]:
     """The valid tokens of smallest priority, in the order of the text; empty places last, with priority inf."""
     tokens = valid.shape[0]
-    priority = jnp.where(valid, _priorities(row_key, jnp.arange(tokens), heads), jnp.inf)
+    priority = jnp.where(valid, draws_by_position(row_key, jnp.arange(tokens), heads), jnp.inf)
     smallest, index = jax.lax.top_k(-priority, min(size, tokens))
     index = jnp.sort(jnp.where(jnp.isneginf(smallest), tokens, index), axis=-1)
     found = index < tokens
     index = jnp.minimum(index, tokens - 1)
     return jnp.where(found, jnp.take_along_axis(priority, index, axis=-1), jnp.inf), index
-
-
-def _compete(
-    stored: Float[Array, "M"], fresh: Float[Array, "P"]
-) -> tuple[Int[Array, "p"], Int[Array, "p"], Float[Array, "M"]]:
-    """Which slots are taken over by which newcomers so that the M smallest priorities of both stay.
-
-    The largest stored priorities meet the smallest new ones, pair by pair: the newcomer stays where it is smaller.
-    Empty slots, at inf, lose first, the lowest slot first. A slot of M means that the newcomer is dropped.
-    """
-    contested = min(stored.shape[0], fresh.shape[0])
-    worst, slot = jax.lax.top_k(stored, contested)
-    best, source = jax.lax.top_k(-fresh, contested)
-    slot = jnp.where(-best < worst, slot, stored.shape[0])
-    return slot, source, stored.at[slot].set(-best, mode="drop")
 
 
 def _kept(state) -> Int[Array, "B"]:

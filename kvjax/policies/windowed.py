@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from kvjax.attention import Partials, attend
-from kvjax.policy import CachePolicy, CacheSpec, Init, check_tokens
+from kvjax.policy import ALL_QUERIES, CachePolicy, CacheSpec, Init, check_tokens
 from kvjax.segment import Segment, segment_bytes
 from kvjax.staging import Block, Window, fill_window, settle, stage
 from kvjax.state import BATCH, array, state, static
@@ -80,6 +81,28 @@ def windowed_policy(
     )
 
 
+def check_queries(
+    policy: str, queries: Float[Array, "B w H_q D"] | None, keys: Float[Array, "B T H_kv D"], wanted: int
+) -> Float[Array, "B w H_q D"]:
+    """The prompt's queries that a policy's prefill was given, checked.
+
+    Raises:
+        ValueError: where there are none, or not as many as `query_tail` asks for (`wanted`, or `ALL_QUERIES`), or
+            their shape does not fit the keys.
+    """
+    batch, tokens, kv_heads, head_dim = keys.shape
+    count = tokens if wanted == ALL_QUERIES else min(wanted, tokens)
+    if queries is None:
+        raise ValueError(f"query_tail=None; {policy} needs the queries of the prompt's last {count} tokens")
+    fits = queries.ndim == 4 and queries.shape[2] % kv_heads == 0
+    if not fits or (queries.shape[0], queries.shape[1], queries.shape[3]) != (batch, count, head_dim):
+        raise ValueError(
+            f"query_tail has shape {queries.shape}; {policy} needs [B, w, H_q, D] with B, w, D = "
+            f"{(batch, count, head_dim)} and H_q a multiple of {kv_heads}"
+        )
+    return queries
+
+
 def stream_keys(row_keys: Key[Array, "B"], heads: int) -> Key[Array, "B H_kv"]:
     """A random key of its own for every row's every kv head."""
     return jax.vmap(lambda key: jax.random.split(key, heads))(row_keys)
@@ -89,6 +112,31 @@ def over_heads(function: Callable[..., Any], *in_axes: int | None) -> Callable[.
     """Maps a function of one head's stream over rows and kv heads. In-axes are those over heads (0 where none are
     given); None is for an argument that all heads of a row share."""
     return jax.vmap(jax.vmap(function, in_axes=in_axes or 0))
+
+
+def draws_by_position(row_key: Key[Array, ""], positions: Int[Array, "T"], heads: int) -> Float[Array, "H T"]:
+    """A uniform number in [0, 1) for every head and token, which depends on the row's key, the head and the token's
+    position alone, and so not on how a stream is cut into blocks."""
+    draw = lambda position: jax.random.uniform(jax.random.fold_in(row_key, position), (heads,))  # noqa: E731
+    return jax.vmap(draw, out_axes=1)(positions)
+
+
+def compete(
+    stored: Float[Array, "M"], fresh: Float[Array, "P"]
+) -> tuple[Int[Array, "p"], Int[Array, "p"], Float[Array, "M"]]:
+    """Which slots are taken over by which newcomers so that the M smallest priorities of both stay.
+
+    The largest stored priorities meet the smallest new ones, pair by pair: the newcomer stays where it is smaller.
+    Empty slots, at inf, lose first, the lowest slot first. A slot of M means that the newcomer is dropped.
+
+    Returns:
+        Slots, newcomers, and the priorities that are then stored.
+    """
+    contested = min(stored.shape[0], fresh.shape[0])
+    worst, slot = jax.lax.top_k(stored, contested)
+    best, source = jax.lax.top_k(-fresh, contested)
+    slot = jnp.where(-best < worst, slot, stored.shape[0])
+    return slot, source, stored.at[slot].set(-best, mode="drop")
 
 
 def init_windowed(spec: CacheSpec, window: Window, selection: Any = None) -> WindowedState:

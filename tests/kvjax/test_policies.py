@@ -139,6 +139,9 @@ def test_compaction_may_come_early(name):
 
 BIG = HEAD_DIM
 ROOMY = {
+    "h2o": kvjax.h2o(BIG + 8, recent=8, period=8),
+    "snapkv": kvjax.snapkv(BIG + 8, window=6, period=8),
+    "pyramidkv": kvjax.pyramidkv(BIG + 8, window=6, period=8),
     "streaming_llm": kvjax.streaming_llm(BIG, sinks=2, period=8),
     "streaming_llm_reindexed": kvjax.streaming_llm(BIG, sinks=2, period=8, reindex=True),
     "uniform": kvjax.uniform(BIG + 8, sinks=2, recent=8, period=8),
@@ -178,13 +181,15 @@ def test_exact_is_causal_softmax_attention():
 
 # Exact's store is rounded up to whole blocks of slots.
 EXACT_SLOTS = -(-(PROMPT + NEW) // 64) * 64
+# Stores of the prompt's budget and all that may come, rounded up likewise.
+GROWING = ("exact", "snapkv", "pyramidkv")
 
 
 def expected_bytes(name, spec, budget, period, sinks, recent):
     """One row's bytes: keys and values of the store and of staging, staging's float32 weights, six int32 per row
     (offset, count, two overflows, total; exact and others alike) and what the policy keeps beside them."""
     itemsize, heads = jnp.dtype(spec.dtype).itemsize, spec.kv_heads
-    slots = EXACT_SLOTS if name == "exact" else sinks + recent if name.startswith("subgen") else budget
+    slots = EXACT_SLOTS if name in GROWING else sinks + recent if name.startswith("subgen") else budget
     # Halved once to 7 of 30, and all that may come; trees of 3 bins of 11 slots.
     slots = {"balancekv_reference": sinks + recent + 7 + spec.max_new, "balancekv_paper": sinks + recent}.get(
         name, slots
@@ -205,6 +210,10 @@ def expected_bytes(name, spec, budget, period, sinks, recent):
         "chelsea": 4 * heads * (2 * selected + spec.head_dim**2 + 1) + 4,
         "chelsea_paper": 4 * heads * 2 * selected + 4,
         "chelsea_drop": 4 * heads * 2 * selected + 4,
+        "h2o": 4 * heads * (budget + staging),  # attention drawn by every slot
+        "h2o_average": 4 * heads * (2 * budget + staging),  # and every selected token's position, of no recent ones
+        "snapkv": 4,  # tokens dropped
+        "pyramidkv": 4,
         # A table of float32 means, counts and radii; 16 x 16 moments, two means and a scale.
         "subgen_mean_value": heads * (selected * (8 * spec.head_dim + 8) + 24 + 4 * (16**2 + 2 * spec.head_dim + 1)),
         # Seven samples with their masses; three clusters with a key each, counts and radii.
@@ -256,6 +265,10 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
         beside += means
     if name == "quest":  # per query head 3 pages of 4, and the bounds of all
         slots, beside = 23, QUERY_HEADS * 3 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 4 * (2 * HEAD_DIM * 2 + 4)
+    if name in GROWING:
+        slots = EXACT_SLOTS
+    if name.startswith("h2o"):  # sums of every slot
+        beside = KV_HEADS * 4 * (20 + 8)
     if name == "balancekv_pairs":  # half the slots are a tree's, with log-weights
         weighted = 10
     if name == "balancekv_reference":
@@ -267,6 +280,7 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
 
 
 FITS = {
+    "h2o": lambda budget: kvjax.h2o(budget, average=True),
     "streaming_llm": lambda budget: kvjax.streaming_llm(budget),
     "uniform": lambda budget: kvjax.uniform(budget, sinks=3, recent=9),
     "clustergen_paper": lambda budget: kvjax.clustergen(budget, variant="paper"),

@@ -1,0 +1,138 @@
+"""SnapKV (Li et al. 2024): the prompt's tokens that its last queries attended to, and every generated one."""
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.observed import attention_received
+from kvjax.policies.growing import append, growing_segments, init_growing
+from kvjax.policies.windowed import check_queries, init_windowed, over_heads, windowed_policy
+from kvjax.policy import CachePolicy
+from kvjax.staging import Block, check_budget, check_period
+from kvjax.state import BATCH, array, state, static
+
+
+@state
+class Snapshot:
+    """What a prompt was reduced to."""
+
+    dropped: Int[Array, "B"] = array(BATCH)  # int32, tokens of the prompt that have no slot
+    layer: int = static()
+    layers: int = static()
+
+
+class Kept(Protocol):
+    def __call__(self, tokens: Int[np.ndarray, "N"], layer: int, layers: int) -> Int[np.ndarray, "N"]:
+        """How many tokens one of so many layers keeps of prompts of so many tokens, the window's included."""
+        ...
+
+
+def snapkv(budget: int, *, window: int = 32, kernel: int = 5, period: int = 64) -> CachePolicy:
+    """Keeps, of a prompt, its last `window` tokens and those before them that the window's queries attended to most;
+    every token that comes later is kept too.
+
+    A token's score is its attention probability summed over the window's queries, each of which sees the whole prompt
+    causally; scores are average-pooled over neighbours and averaged over the query heads of a kv head's group (Li et
+    al. 2024, section 4 and `SnapKVCluster` of the released code). Prompts of at most `budget` tokens are kept whole.
+
+    The released code keeps key and value heads repeated and so chooses per query head; averaging over the group, as
+    here, came with later ports (kvpress among them). kvpress's window is 64 by default, its budget a share of the
+    prompt, so that short prompts lose tokens too.
+
+    Args:
+        budget: slots per head for the prompt, the window included. As published, generated tokens are kept beside it:
+            the store has `budget + spec.max_new` slots (rounded up to blocks of attention), all counted as bytes.
+        window: last tokens of the prompt, whose queries choose; all of them are kept.
+        kernel: tokens that a score is averaged over, odd; tokens past either end count as 0.
+        period: tokens between compactions, which move staged tokens into the store. It changes no result.
+
+    Raises:
+        ValueError: for a budget that leaves no slot beside the window, or a window or kernel that cannot be.
+    """
+    check_observation(budget, window, kernel)
+
+    def kept(tokens, layer, layers):
+        return np.minimum(tokens, budget)
+
+    return snapshot_policy("snapkv", kept, window=window, kernel=kernel, period=period)
+
+
+def snapshot_policy(name: str, kept: Kept, *, window: int, kernel: int, period: int) -> CachePolicy:
+    """A policy that reduces every prompt as SnapKV does, to a number of tokens that depends on its own."""
+    check_period(period)
+
+    def counts(max_prompt: int, layer: int, layers: int) -> Int[np.ndarray, "N"]:
+        return kept(np.arange(max_prompt + 1), layer, layers).astype(np.int32)
+
+    def init(spec, row_keys):
+        del row_keys
+        store = init_growing(spec, int(counts(spec.max_prompt, spec.layer, spec.layers).max()), period)
+        return init_windowed(spec, store, Snapshot(0 * store.total, spec.layer, spec.layers))
+
+    def select(state, keys, values, queries):
+        queries = check_queries(name, queries, keys, window)
+        lengths, own = state.window.total, state.selection
+        every = counts(state.max_prompt, own.layer, own.layers)
+        count = jnp.asarray(every)[lengths]
+        received = attention_received(queries, keys, lengths)
+        room = min(int(every.max()), keys.shape[1])
+
+        def pick(received, length, count):
+            return most_observed(received, length, count, room, window, kernel)
+
+        picked = over_heads(pick, 0, None, None)(received, lengths, count)
+
+        def place(buffer, tokens):
+            chosen = jnp.take_along_axis(tokens.swapaxes(1, 2), picked[..., None], axis=2)
+            return buffer.at[:, :, :room].set(chosen.astype(buffer.dtype))
+
+        store = state.window
+        store = dataclasses.replace(store, keys=place(store.keys, keys), values=place(store.values, values))
+        return dataclasses.replace(state, window=store, selection=dataclasses.replace(own, dropped=lengths - count))
+
+    def absorb(state, block: Block):
+        return append(state, block, block.first - state.selection.dropped)
+
+    def segments(state, queries):
+        return growing_segments(state.window, state.window.total - state.selection.dropped, queries)
+
+    return windowed_policy(
+        name,
+        init=init,
+        select=select,
+        absorb=absorb,
+        segments=segments,
+        period=period,
+        query_tail=window,
+        streams=False,
+    )
+
+
+def most_observed(
+    received: Float[Array, "T"], length: Int[Array, ""], count: Int[Array, ""], room: int, window: int, kernel: int
+) -> Int[Array, "room"]:
+    """Which `count` tokens of a prompt of `length` one head keeps, in the order of the text: the last `window` and
+    those before them that drew most attention, of equals the earlier. What follows them is any token."""
+    position = jnp.arange(received.shape[0])
+    before = jnp.where(position < length - window, received, 0.0)
+    pooled = jax.lax.reduce_window(before, 0.0, jax.lax.add, (kernel,), (1,), "SAME")
+    score = jnp.where(position < length - window, pooled, jnp.inf)
+    score = jnp.where(position < length, score, -jnp.inf)
+    _, index = jax.lax.top_k(score, room)
+    index = jnp.sort(jnp.where(jnp.arange(room) < count, index, received.shape[0]))
+    return jnp.minimum(index, received.shape[0] - 1)
+
+
+def check_observation(budget: int, window: int, kernel: int) -> None:
+    """Raises a ValueError for sizes that cannot be, naming the argument."""
+    if window < 1:
+        raise ValueError(f"window={window}; it must be at least 1 token")
+    if kernel < 1 or kernel % 2 == 0:
+        raise ValueError(f"kernel={kernel}; it must be odd and at least 1")
+    check_budget(budget, sinks=0, recent=window)
+    if budget == window:
+        raise ValueError(f"budget={budget} leaves no slot beside the window of {window} tokens")
