@@ -1,0 +1,126 @@
+"""The block store and the choice of its parts, against loops in plain Python."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax import recall
+from tests.kvjax.support import QUICKLY
+
+PLACES = 4
+
+
+@functools.partial(jax.jit, static_argnames=("tokens", "blocks"), compiler_options=QUICKLY)
+def best(score, size, first, tokens, blocks):
+    return recall.best_parts(score, size, first, tokens=tokens, blocks=blocks, places=PLACES)
+
+
+def laid_out(size):
+    """Where each part begins when they follow one another in whole blocks."""
+    needed = -(-np.asarray(size) // PLACES)
+    return np.cumsum(needed) - needed
+
+
+def by_loops(score, size, first, tokens, blocks):
+    """Blocks with the tokens read of each, part by part; tokens taken of each part."""
+    read, taken = [], [0] * len(size)
+    for part in sorted(range(len(size)), key=lambda part: (-score[part], part)):
+        for place in range(-(-size[part] // PLACES)):
+            count = min(PLACES, size[part] - place * PLACES, tokens - sum(taken))
+            if count > 0 and len(read) < blocks:
+                read.append((first[part] + place, count))
+                taken[part] += count
+    return read, taken
+
+
+def compare(score, size, tokens, blocks):
+    first = laid_out(size)
+    found = best(np.float32(score), np.int32(size), np.int32(first), tokens, blocks)
+    read, taken = by_loops(np.float32(score), size, first, tokens, blocks)
+    used = np.asarray(found.tokens) > 0
+    assert list(zip(np.asarray(found.block)[used], np.asarray(found.tokens)[used], strict=True)) == read
+    np.testing.assert_array_equal(found.taken, taken)
+    # Unused slots come last and name some block that exists.
+    assert not used[len(read) :].any()
+    return taken
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    tokens=st.sampled_from([0, 1, 3, 4, 10, 40, 200]),
+    blocks=st.sampled_from([0, 1, 3, 12, 60]),
+    largest=st.sampled_from([1, 6, 30]),
+    kinds=st.sampled_from([1, 2, 1000]),
+)
+def test_the_best_parts_are_those_of_brute_force(seed, tokens, blocks, largest, kinds):
+    rng = np.random.default_rng(seed)
+    size = rng.integers(0, largest + 1, 12)
+    compare(rng.integers(0, kinds, 12), size, tokens, blocks)
+
+
+@pytest.mark.parametrize(
+    "score, size, tokens, expected",
+    [
+        ([1, 1, 1], [4, 4, 4], 8, [4, 4, 0]),  # ties: the first ones
+        ([3, 2, 1], [0, 5, 0], 40, [0, 5, 0]),  # empty clusters
+        ([9, 1, 1], [97, 1, 1], 10, [10, 0, 0]),  # one huge cluster
+        ([9, 1, 1], [97, 1, 1], 98, [97, 1, 0]),
+        ([1, 2], [7, 9], 3, [0, 3]),  # a budget smaller than a cluster
+        ([1, 2], [7, 9], 0, [0, 0]),
+        ([-np.inf, -np.inf], [3, 2], 4, [3, 1]),
+    ],
+)
+def test_adversarial_parts(score, size, tokens, expected):
+    assert compare(score, size, tokens, blocks=40) == expected
+
+
+def test_blocks_may_run_out_before_tokens():
+    assert compare([3, 2, 1, 0], [1, 1, 5, 9], 16, blocks=3) == [1, 1, 4, 0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**16), parts=st.integers(1, 9), tokens=st.integers(0, 90))
+def test_any_tokens_fit_the_blocks_that_are_made_for_them(seed, parts, tokens):
+    size = np.random.default_rng(seed).multinomial(tokens, np.ones(parts) / parts)
+    assert (-(-size // PLACES)).sum() <= recall.blocks_of(tokens, parts, PLACES)
+
+
+def stores(seed=0, rows=2, kv_heads=3, blocks=5, dim=2):
+    rng = np.random.default_rng(seed)
+    entries = lambda: jnp.asarray(rng.normal(size=(rows, kv_heads, blocks, PLACES, dim)), jnp.float32)  # noqa: E731
+    return recall.BlockStore(entries(), entries(), jnp.zeros((rows, kv_heads, blocks, PLACES), jnp.int32))
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_recall_reads_the_blocks_that_are_named(group):
+    store, rng = stores(), np.random.default_rng(1)
+    block = rng.integers(0, 5, (2, 3 * group, 4))
+    count = rng.integers(0, PLACES + 1, block.shape)
+    found = recall.recall(store, block, count)
+    for row, head in np.ndindex(2, 3 * group):
+        keys = np.asarray(store.keys)[row, head // group, block[row, head]]
+        values = np.asarray(store.values)[row, head // group, block[row, head]]
+        np.testing.assert_array_equal(found.keys[row, head], keys.reshape(-1, 2))
+        np.testing.assert_array_equal(found.values[row, head], values.reshape(-1, 2))
+        there = (np.arange(PLACES) < count[row, head][:, None]).reshape(-1)
+        np.testing.assert_array_equal(found.log_num[row, head], np.where(there, 0, -np.inf))
+
+
+def test_arranging_and_putting():
+    rng = np.random.default_rng(0)
+    keys, values = rng.normal(size=(2, 6, 3)).astype(np.float32)
+    source = np.array([[5, 0, 6, 6], [3, 6, 6, -1]])
+    made = recall.arrange(source, keys, values, 10 + np.arange(6))
+    np.testing.assert_array_equal(made.position, [[15, 10, -1, -1], [13, -1, -1, -1]])
+    np.testing.assert_array_equal(made.keys[0, :2], keys[[5, 0]])
+    np.testing.assert_array_equal(made.values[1, 0], values[3])
+    assert not np.asarray(made.keys)[np.asarray(made.position) < 0].any()
+    store = recall.put(recall.init_store(3, 4, 3, jnp.bfloat16), np.array([2, 3]), made)
+    assert store.keys.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(store.position, [[-1] * 4, [-1] * 4, [15, 10, -1, -1]])
