@@ -2,10 +2,8 @@
 
 from typing import Literal
 
-import numpy as np
-
 from kvjax.policies.snapkv import check_observation, snapshot_policy
-from kvjax.policy import CachePolicy
+from kvjax.policy import CachePolicy, CacheSpec
 
 
 def pyramidkv(
@@ -20,15 +18,18 @@ def pyramidkv(
     """Chooses as `snapkv` does, with a budget per layer that falls linearly, from the first to the last.
 
     Beside the window, layers keep `most - layer * (most - least) / (layers - 1)` tokens, where `least` is a share
-    1 / beta of `share = budget - window` and `most = 2 share - least`, so that `budget` is the average over layers; if
-    a prompt has fewer than `most` tokens before its window, that is `most`, and `least = 2 share - most`. Prompts of
-    fewer than `2 share` tokens are reduced to `budget` in every layer, and those of at most `budget` kept whole
-    (`PyramidKVCluster` of the released code, whose numbers are rounded down as here).
+    1 / beta of `share = budget - window` and `most = 2 share - least`, so that `budget` is the average over layers.
+    Where a prompt has fewer than `most` tokens before its window, that is `most`, and `least = 2 share - most`; with
+    fewer than `2 share` tokens every layer has `budget` (Cai et al. 2024, section 4; `PyramidKVCluster` of the released
+    code). As there, steps between layers are rounded down, which makes the average exceed `budget` by up to half a slot
+    per layer; bytes are counted from real buffers all the same.
+
+    The released code does this sum for every prompt; here it is done once, for `spec.max_prompt` tokens, so that
+    upper layers really are smaller buffers. A shorter prompt meets the same layers, and keeps what fits.
 
     `variant="kvpress"` is the definition of kvpress's PyramidKVPress: a layer's number includes the window
-    (`share = budget`), numbers are rounded to the nearest once, at the end, and a layer falls back to `budget` where
-    `least` is under the window. Its budget is a share of each prompt, ours a number: they agree on prompts of one
-    length. Prompts of at most `budget` tokens are kept whole here all the same.
+    (`share = budget`), it is rounded to the nearest once, at the end, and all layers have `budget` where `least` is
+    under the window. Its budget is a share of each prompt, ours a number: they agree on prompts of one length.
 
     Args:
         budget: slots per head for the prompt, the window included, on the average of all layers; otherwise as in
@@ -43,33 +44,41 @@ def pyramidkv(
     check_observation(budget, window, kernel)
     if beta < 1:
         raise ValueError(f"beta={beta}; it must be at least 1")
-    if variant not in _VARIANTS:
-        raise ValueError(f"variant={variant!r}; it must be one of {', '.join(map(repr, _VARIANTS))}")
-    of_layer = _VARIANTS[variant]
+    if variant not in _LAYER_SLOTS:
+        raise ValueError(f"variant={variant!r}; it must be one of {', '.join(map(repr, _LAYER_SLOTS))}")
 
-    def kept(tokens, layer, layers):
-        return np.where(tokens <= budget, tokens, of_layer(tokens, layer, layers, budget, window, beta))
+    def slots(spec: CacheSpec) -> int:
+        sizes = {"budget": budget, "window": window, "beta": beta}
+        return layer_slots(spec.max_prompt, spec.layer, spec.layers, **sizes, variant=variant)
 
     name = "pyramidkv" + ("" if variant == "paper" else f"({variant})")
-    return snapshot_policy(name, kept, window=window, kernel=kernel, period=period)
+    return snapshot_policy(name, slots, window=window, kernel=kernel, period=period)
 
 
-def _paper(tokens: np.ndarray, layer: int, layers: int, budget: int, window: int, beta: int) -> np.ndarray:
-    """How many tokens a layer keeps of prompts of more than `budget` tokens, the window included."""
+def layer_slots(tokens: int, layer: int, layers: int, *, budget: int, window: int, beta: int, variant: str) -> int:
+    """How many tokens a layer keeps of a prompt of so many, the window included. A model's only layer has `budget`."""
+    if tokens <= budget:
+        return tokens
+    if layers == 1:
+        return budget
+    return _LAYER_SLOTS[variant](tokens, layer, layers, budget, window, beta)
+
+
+def _paper(tokens: int, layer: int, layers: int, budget: int, window: int, beta: int) -> int:
     share = budget - window
-    most = np.minimum(2 * share - share // beta, tokens - window)
+    if tokens < 2 * share:
+        return budget
+    most = min(2 * share - share // beta, tokens - window)
     least = 2 * share - most
-    falling = most - layer * ((most - least) // max(layers - 1, 1))
-    return np.where((tokens < 2 * share) | (layers == 1), budget, window + falling)
+    return window + most - layer * ((most - least) // (layers - 1))
 
 
-def _kvpress(tokens: np.ndarray, layer: int, layers: int, budget: int, window: int, beta: int) -> np.ndarray:
-    most = np.minimum(2 * budget - budget / beta, tokens - window)
+def _kvpress(tokens: int, layer: int, layers: int, budget: int, window: int, beta: int) -> int:
+    most = min(2 * budget - budget / beta, tokens - window)
     least = 2 * budget - most
-    falling = np.round(most - layer * ((most - least) / max(layers - 1, 1)))
-    # `least` would exceed `most` where even all tokens before the window were too few.
-    falls = (most >= least) & (least >= window) & (layers > 1)
-    return np.where(falls, falling, budget).astype(int)
+    if not most >= least >= window:
+        return budget
+    return round(most - layer * (most - least) / (layers - 1))
 
 
-_VARIANTS = {"paper": _paper, "kvpress": _kvpress}
+_LAYER_SLOTS = {"paper": _paper, "kvpress": _kvpress}

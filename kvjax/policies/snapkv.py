@@ -1,17 +1,16 @@
 """SnapKV (Li et al. 2024): the prompt's tokens that its last queries attended to, and every generated one."""
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.observed import attention_received
 from kvjax.policies.growing import append, growing_segments, init_growing
 from kvjax.policies.windowed import check_queries, init_windowed, over_heads, windowed_policy
-from kvjax.policy import CachePolicy
+from kvjax.policy import CachePolicy, CacheSpec
 from kvjax.staging import Block, check_budget, check_period
 from kvjax.state import BATCH, array, state, static
 
@@ -21,14 +20,7 @@ class Snapshot:
     """What a prompt was reduced to."""
 
     dropped: Int[Array, "B"] = array(BATCH)  # int32, tokens of the prompt that have no slot
-    layer: int = static()
-    layers: int = static()
-
-
-class Kept(Protocol):
-    def __call__(self, tokens: Int[np.ndarray, "N"], layer: int, layers: int) -> Int[np.ndarray, "N"]:
-        """How many tokens one of so many layers keeps of prompts of so many tokens, the window's included."""
-        ...
+    slots: int = static()  # most tokens of a prompt that are kept
 
 
 def snapkv(budget: int, *, window: int = 32, kernel: int = 5, period: int = 64) -> CachePolicy:
@@ -55,36 +47,32 @@ def snapkv(budget: int, *, window: int = 32, kernel: int = 5, period: int = 64) 
     """
     check_observation(budget, window, kernel)
 
-    def kept(tokens, layer, layers):
-        return np.minimum(tokens, budget)
-
-    return snapshot_policy("snapkv", kept, window=window, kernel=kernel, period=period)
+    return snapshot_policy("snapkv", lambda spec: budget, window=window, kernel=kernel, period=period)
 
 
-def snapshot_policy(name: str, kept: Kept, *, window: int, kernel: int, period: int) -> CachePolicy:
-    """A policy that reduces every prompt as SnapKV does, to a number of tokens that depends on its own."""
+def snapshot_policy(
+    name: str, prompt_slots: Callable[[CacheSpec], int], *, window: int, kernel: int, period: int
+) -> CachePolicy:
+    """A policy that reduces prompts as SnapKV does, to as many tokens as `prompt_slots` gives for its cache, the
+    window's included."""
     check_period(period)
-
-    def counts(max_prompt: int, layer: int, layers: int) -> Int[np.ndarray, "N"]:
-        return kept(np.arange(max_prompt + 1), layer, layers).astype(np.int32)
 
     def init(spec, row_keys):
         del row_keys
-        store = init_growing(spec, int(counts(spec.max_prompt, spec.layer, spec.layers).max()), period)
-        return init_windowed(spec, store, Snapshot(0 * store.total, spec.layer, spec.layers))
+        slots = min(prompt_slots(spec), spec.max_prompt)
+        store = init_growing(spec, slots, period)
+        return init_windowed(spec, store, Snapshot(0 * store.total, slots))
 
     def select(state, keys, values, queries):
         queries = check_queries(name, queries, keys, window)
         lengths, own = state.window.total, state.selection
-        every = counts(state.max_prompt, own.layer, own.layers)
-        count = jnp.asarray(every)[lengths]
         received = attention_received(queries, keys, lengths)
-        room = min(int(every.max()), keys.shape[1])
+        room = min(own.slots, keys.shape[1])
 
-        def pick(received, length, count):
-            return most_observed(received, length, count, room, window, kernel)
+        def pick(received, length):
+            return most_observed(received, length, room, window, kernel)
 
-        picked = over_heads(pick, 0, None, None)(received, lengths, count)
+        picked = over_heads(pick, 0, None)(received, lengths)
 
         def place(buffer, tokens):
             chosen = jnp.take_along_axis(tokens.swapaxes(1, 2), picked[..., None], axis=2)
@@ -92,7 +80,9 @@ def snapshot_policy(name: str, kept: Kept, *, window: int, kernel: int, period: 
 
         store = state.window
         store = dataclasses.replace(store, keys=place(store.keys, keys), values=place(store.values, values))
-        return dataclasses.replace(state, window=store, selection=dataclasses.replace(own, dropped=lengths - count))
+        return dataclasses.replace(
+            state, window=store, selection=dataclasses.replace(own, dropped=jnp.maximum(lengths - own.slots, 0))
+        )
 
     def absorb(state, block: Block):
         return append(state, block, block.first - state.selection.dropped)
@@ -113,18 +103,17 @@ def snapshot_policy(name: str, kept: Kept, *, window: int, kernel: int, period: 
 
 
 def most_observed(
-    received: Float[Array, "T"], length: Int[Array, ""], count: Int[Array, ""], room: int, window: int, kernel: int
+    received: Float[Array, "T"], length: Int[Array, ""], room: int, window: int, kernel: int
 ) -> Int[Array, "room"]:
-    """Which `count` tokens of a prompt of `length` one head keeps, in the order of the text: the last `window` and
-    those before them that drew most attention, of equals the earlier. What follows them is any token."""
+    """Which `room` tokens of a prompt of `length` one head keeps, in the order of the text: the last `window` and those
+    before them that drew most attention, of equals the earlier. Behind a shorter prompt's stands any token."""
     position = jnp.arange(received.shape[0])
     before = jnp.where(position < length - window, received, 0.0)
     pooled = jax.lax.reduce_window(before, 0.0, jax.lax.add, (kernel,), (1,), "SAME")
     score = jnp.where(position < length - window, pooled, jnp.inf)
     score = jnp.where(position < length, score, -jnp.inf)
-    _, index = jax.lax.top_k(score, room)
-    index = jnp.sort(jnp.where(jnp.arange(room) < count, index, received.shape[0]))
-    return jnp.minimum(index, received.shape[0] - 1)
+    # Places past the prompt, whose scores are least, are also its last: in order they stand behind.
+    return jnp.sort(jax.lax.top_k(score, room)[1])
 
 
 def check_observation(budget: int, window: int, kernel: int) -> None:

@@ -1,0 +1,310 @@
+"""H2O, SnapKV and PyramidKV against plain simulations of what is published."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvjax
+from kvjax.attention import slot_mass
+from kvjax.observed import attention_received
+from kvjax.policies.pyramidkv import layer_slots
+from tests.kvjax.support import (
+    LENGTHS,
+    NEW,
+    POLICIES,
+    after,
+    begin,
+    go,
+    make_spec,
+    make_stream,
+    prompt_of,
+    row_keys,
+)
+
+KV_HEADS, GROUP = 2, 2
+
+
+def softmax(logits):
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def probabilities(stream, row, head, position, tokens):
+    """float64 attention probabilities of the token at a position to others, summed over a kv head's query heads."""
+    keys = stream.keys[row, tokens, head].astype(np.float64)
+    queries = stream.queries[row, position, head * GROUP : (head + 1) * GROUP].astype(np.float64)
+    return sum(softmax(keys @ query / np.sqrt(keys.shape[1])) for query in queries)
+
+
+def decoded(policy, lengths=LENGTHS, stream=None, spec=None):
+    """Which tokens [B, N, H_kv, D] each kv head of each row reads at every step after prompts of these lengths."""
+    stream = make_stream() if stream is None else stream
+    state = begin(policy, spec or make_spec(), row_keys(), *prompt_of(stream, lengths), lengths)
+    _, _, weights = go(policy, state, after(stream, lengths))
+    return weights > 1e-6
+
+
+# --- observed attention ---
+
+
+@pytest.mark.parametrize("count", [5, 40])
+def test_attention_received_is_that_of_causal_attention(count):
+    stream = make_stream(2)
+    keys, _, queries = prompt_of(stream, LENGTHS)
+    place = np.maximum(np.array(LENGTHS)[:, None] - count + np.arange(count), 0)
+    tail = np.take_along_axis(queries, place[..., None, None], axis=1)
+    # What stands before a row's first token, and behind its last, must not matter, whatever it is.
+    early = np.array(LENGTHS)[:, None] - count + np.arange(count) < 0
+    tail[early] = np.nan
+    keys[np.arange(keys.shape[1]) >= np.array(LENGTHS)[:, None]] = np.nan
+    found = np.asarray(attention_received(jnp.asarray(tail), jnp.asarray(keys), jnp.array(LENGTHS)))
+    for row, head in itertools.product(range(3), range(KV_HEADS)):
+        expected = np.zeros(keys.shape[1])
+        for position in range(max(LENGTHS[row] - count, 0), LENGTHS[row]):
+            seen = np.arange(position + 1)
+            expected[seen] += probabilities(stream, row, head, position, seen)
+        np.testing.assert_allclose(found[row, head], expected, atol=1e-5)
+
+
+def test_attention_received_does_not_depend_on_its_blocks(monkeypatch):
+    stream = make_stream(2)
+    arguments = (*map(jnp.asarray, (stream.queries, stream.keys)), jnp.array((64, 30, 7)))
+    whole = attention_received(*arguments)
+    monkeypatch.setattr("kvjax.observed.QUERY_BLOCK", 7)
+    np.testing.assert_allclose(whole, attention_received(*arguments), atol=1e-5)
+
+
+def test_slot_mass_is_the_probability_that_slots_draw():
+    rng = np.random.default_rng(0)
+    part = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    query = part(2, 3, 4, 8)
+    full = kvjax.segment(part(2, 2, 5, 8), part(2, 2, 5, 8), log_num=part(2, 2, 5), key_scale=part(2, 2, 5))
+    split = kvjax.segment(
+        part(2, 2, 6, 8), part(2, 2, 6, 8), log_num=part(2, 2, 6), log_den=part(2, 2, 6), stop=jnp.array([6, 2])
+    )
+    partials = kvjax.attend(query, (full, split))
+    counted = np.array([[True, False, True], [True, True, False]])
+    found = [np.asarray(slot_mass(query, one, partials, jnp.asarray(counted))) for one in (full, split)]
+    for row, head in itertools.product(range(2), range(2)):
+        expected = np.zeros(11)
+        for token, one in itertools.product(np.flatnonzero(counted[row]), range(2)):
+            asked = np.asarray(query[row, token, head * 2 + one], np.float64)
+            dot = lambda segment: np.asarray(segment.keys[row, head]) @ asked / np.sqrt(8)  # noqa: B023, E731
+            first = dot(full) * np.asarray(full.key_scale[row, head]) + np.asarray(full.log_num[row, head])
+            second = dot(split) + np.asarray(split.log_den[row, head])
+            second[np.asarray(split.stop)[row] :] = -np.inf
+            expected += softmax(np.concatenate([first, second]))
+        np.testing.assert_allclose(np.concatenate([part[row, head] for part in found]), expected, atol=1e-5)
+
+
+# --- h2o ---
+
+H2O = {
+    "published": {"recent": 6, "period": 1},
+    "long_period": {"recent": 6, "period": 8},
+    "no_recent": {"recent": 0, "period": 1},
+    "average": {"recent": 4, "average": True, "period": 3},
+}
+
+
+@functools.cache
+def h2o(setting):
+    return kvjax.h2o(12, **H2O[setting])
+
+
+def simulate_h2o(stream, row, head, length, recent, period, average=False, budget=12):
+    """The tokens visible at every step, one after another as in Algorithm 1."""
+    drawn = np.zeros(stream.keys.shape[1])
+
+    def evicted(cache, tokens):
+        age = np.maximum(tokens - np.arange(len(drawn)), 1)
+        score = drawn / age if average else drawn
+        old = [token for token in cache if token < tokens - recent]
+        old = sorted(old, key=lambda token: -score[token])[: budget - recent]
+        return sorted(old) + [token for token in cache if token >= tokens - recent]
+
+    for position in range(length):
+        seen = np.arange(position + 1)
+        drawn[seen] += probabilities(stream, row, head, position, seen)
+    cache, visible = evicted(range(length), length), []
+    for position in range(length, length + NEW):
+        cache = [*cache, position]
+        drawn[cache] += probabilities(stream, row, head, position, cache)
+        visible.append(cache)
+        if (position - length + 1) % period == 0:
+            cache = evicted(cache, position + 1)
+    return visible
+
+
+@pytest.mark.parametrize("setting", H2O)
+def test_h2o_reads_what_the_published_algorithm_keeps(setting):
+    stream = make_stream(4)
+    read = decoded(h2o(setting), stream=stream)
+    for row, head in itertools.product(range(3), range(KV_HEADS)):
+        expected = simulate_h2o(stream, row, head, LENGTHS[row], **H2O[setting])
+        for step in range(NEW):
+            assert np.flatnonzero(read[row, step, head]).tolist() == expected[step], f"{row=} {head=} {step=}"
+
+
+def test_h2o_learns_from_the_queries_of_appended_tokens_only():
+    policy, stream = POLICIES["h2o"], make_stream()
+    state = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    more = after(stream, LENGTHS, 4)
+    state = policy.extend(state, more.keys, more.values, jnp.array([4, 0, 2]))
+    before = state.selection.drawn
+    _, asked = policy.attend(state, more.queries)
+    np.testing.assert_array_equal(asked.selection.drawn.window, before.window)
+    _, learnt = policy.attend(state, more.queries, causal=True)
+    added = jnp.sum(learnt.selection.drawn.window - before.window, axis=2)
+    added += jnp.sum(learnt.selection.drawn.staged - before.staged, axis=2)
+    # Every query of every head of the group adds one.
+    np.testing.assert_allclose(added, GROUP * np.array([4, 0, 2])[:, None] * np.ones(KV_HEADS), rtol=1e-5)
+
+
+# --- snapkv ---
+
+
+def simulate_snapkv(stream, row, head, length, kept, window, kernel):
+    if length <= kept:
+        return list(range(length))
+    score = np.zeros(length - window)
+    for position in range(length - window, length):
+        score += probabilities(stream, row, head, position, np.arange(position + 1))[: length - window]
+    padded = np.pad(score, kernel // 2)
+    pooled = np.array([padded[i : i + kernel].sum() for i in range(len(score))])
+    chosen = np.argsort(-pooled, kind="stable")[: kept - window]
+    return sorted(chosen.tolist()) + list(range(length - window, length))
+
+
+@pytest.mark.parametrize("budget, window, kernel", [(20, 6, 5), (12, 1, 1), (15, 14, 3)])
+def test_snapkv_keeps_what_its_window_attended_to_and_all_that_comes(budget, window, kernel):
+    stream, lengths = make_stream(4), (40, 21, 9)
+    read = decoded(kvjax.snapkv(budget, window=window, kernel=kernel, period=8), lengths, stream)
+    for row, head in itertools.product(range(3), range(KV_HEADS)):
+        expected = simulate_snapkv(stream, row, head, lengths[row], budget, window, kernel)
+        for step in range(NEW):
+            appended = list(range(lengths[row], lengths[row] + step + 1))
+            assert np.flatnonzero(read[row, step, head]).tolist() == expected + appended
+
+
+def test_a_prompt_under_the_window_is_kept_whole():
+    read = decoded(kvjax.snapkv(39, window=38, period=8), (40, 5, 1))
+    assert [np.flatnonzero(read[row, 0, 0]).tolist() for row in (1, 2)] == [list(range(6)), list(range(2))]
+
+
+# --- pyramidkv ---
+
+
+def published_pyramid(tokens, layer, layers, budget, window, beta):
+    """The numbers of the released code, step by step."""
+    if tokens <= budget:
+        return tokens
+    if tokens < 2 * (budget - window):
+        return budget
+    least = (budget - window) // beta
+    most = 2 * (budget - window) - least
+    if most >= tokens - window:
+        most = tokens - window
+        least = 2 * (budget - window) - most
+    return window + most - layer * ((most - least) // (layers - 1))
+
+
+def kvpress_pyramid(tokens, layer, layers, budget, window, beta):
+    """Those of kvpress 0.5.5's press, whose cap is the window and a share of the prompt."""
+    if tokens <= budget:
+        return tokens
+    cap = window + budget
+    least = (cap - window) / beta
+    most = (cap - window) * 2 - least
+    if most >= tokens - window:
+        most = tokens - window
+        least = (cap - window) * 2 - most
+    if not tokens >= most >= least >= window:
+        return budget
+    return round(most - layer * ((most - least) / (layers - 1)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    tokens=st.integers(1, 400),
+    layers=st.integers(2, 8),
+    window=st.integers(1, 30),
+    beside=st.integers(1, 80),
+    beta=st.integers(1, 20),
+    variant=st.sampled_from(["paper", "kvpress"]),
+)
+def test_pyramidkv_gives_every_layer_its_published_number(tokens, layers, window, beside, beta, variant):
+    sizes = {"budget": window + beside, "window": window, "beta": beta}
+    published = {"paper": published_pyramid, "kvpress": kvpress_pyramid}[variant]
+    numbers = [published(tokens, layer, layers, **sizes) for layer in range(layers)]
+    found = [layer_slots(tokens, layer, layers, **sizes, variant=variant) for layer in range(layers)]
+    assert found == numbers
+    assert all(min(tokens, window) <= number <= tokens for number in numbers)
+    if tokens > sizes["budget"]:
+        assert -0.5 <= np.mean(numbers) - sizes["budget"] <= layers / 2
+
+
+@pytest.mark.parametrize("variant", ["paper", "kvpress"])
+def test_pyramidkv_keeps_its_layers_numbers(variant):
+    stream, lengths, layers = make_stream(4), (40, 21, 9), 3
+    policy = kvjax.pyramidkv(13, window=5, kernel=3, beta=2, variant=variant, period=8)
+    numbers = [layer_slots(40, layer, layers, budget=13, window=5, beta=2, variant=variant) for layer in range(layers)]
+    assert numbers == {"paper": [17, 13, 9], "kvpress": [20, 13, 6]}[variant]
+    for layer, number in enumerate(numbers):
+        read = decoded(policy, lengths, stream, make_spec(layer=layer, layers=layers))
+        for row, head in itertools.product(range(3), range(KV_HEADS)):
+            expected = simulate_snapkv(stream, row, head, lengths[row], number, 5, 3)
+            assert np.flatnonzero(read[row, 0, head]).tolist() == [*expected, lengths[row]]
+
+
+def test_a_pyramid_is_fitted_by_the_average_of_its_layers():
+    spec = make_spec(prompt=400, layers=3)
+    limit = spec.exact_bytes(256)
+    policy = kvjax.fit_bytes(lambda budget: kvjax.pyramidkv(budget, window=5, period=8), spec, limit)
+    sizes = [kvjax.row_bytes(policy, dataclasses.replace(spec, layer=layer)) for layer in range(3)]
+    assert sizes[0] > sizes[1] > sizes[2]
+    assert 0.9 * limit < np.mean(sizes) <= limit
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: kvjax.h2o(8, recent=8), "budget=8 leaves no slot for heavy hitters; recent=8"),
+        (lambda: kvjax.h2o(8, recent=-1), "recent=-1"),
+        (lambda: kvjax.h2o(0), "budget=0"),
+        (lambda: kvjax.h2o(8, period=0), "period=0"),
+        (lambda: kvjax.snapkv(32), "budget=32 leaves no slot beside the window of 32"),
+        (lambda: kvjax.snapkv(31), "budget=31 .*recent=32"),
+        (lambda: kvjax.snapkv(64, window=0), "window=0"),
+        (lambda: kvjax.snapkv(64, kernel=4), "kernel=4; it must be odd"),
+        (lambda: kvjax.snapkv(64, period=0), "period=0"),
+        (lambda: kvjax.pyramidkv(64, beta=0), "beta=0"),
+        (lambda: kvjax.pyramidkv(64, variant="cap"), "variant='cap'.*'paper', 'kvpress'"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("name, count", [("h2o", 40), ("snapkv", 6), ("pyramidkv", 6)])
+def test_prompts_need_their_queries(name, count):
+    policy, stream = POLICIES[name], make_stream()
+    keys, values, queries = prompt_of(stream, LENGTHS)
+    prefill = lambda tail: policy.prefill(  # noqa: E731
+        policy.init(make_spec(), row_keys()), keys, values, jnp.array(LENGTHS), tail
+    )
+    with pytest.raises(ValueError, match=rf"query_tail=None; {name} needs .* last {count} tokens"):
+        prefill(None)
+    for wrong in (queries[:, : count - 1], queries[:2, :count], queries[:, :count, :3], queries[:, :count, :, :8]):
+        with pytest.raises(ValueError, match=rf"query_tail has shape .*{name} needs"):
+            prefill(wrong)
