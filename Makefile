@@ -35,7 +35,8 @@ test-all:
 	$(MAKE) parity PYTHON=$(PYTHON)
 
 parity: $(VENV)/.installed-parity
-	$(BIN)/python -m pytest tests/models/test_parity.py tests/models/test_generate_parity.py
+	$(BIN)/python -m pytest tests/models/test_parity.py tests/models/test_generate_parity.py \
+		tests/models/test_kvpress_parity.py
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
