@@ -258,11 +258,11 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
         beside = KV_HEADS * sized.get(name, 7 * (2 * HEAD_DIM * 2 + 4) + 3 * (HEAD_DIM * 2 + 4))
     if name.startswith("chelsea"):  # half the slots are centroids with log-weights, and end at a bound of their own
         weighted, beside = 10, 4 + (KV_HEADS * 4 * (HEAD_DIM**2 + 1) if name == "chelsea" else 0)
-    if name.startswith("clusterkv"):  # per query head 4 blocks; of all 16 clusters means, sizes and first blocks
+    if name.startswith("clusterkv"):  # 4 blocks; of all 16 clusters means, sizes and first blocks
         slots, weighted = 25, 0
-        beside = QUERY_HEADS * 4 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 16 * 8
-        means = QUERY_HEADS * 16 * (2 * HEAD_DIM * 4 + 4) if name == "clusterkv" else KV_HEADS * 16 * HEAD_DIM * 4
-        beside += means
+        reads = KV_HEADS if name == "clusterkv" else QUERY_HEADS
+        means = 2 * HEAD_DIM * 4 + 4 if name == "clusterkv" else HEAD_DIM * 4
+        beside = reads * 4 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 16 * (means + 8)
     if name == "quest":  # per query head 3 pages of 4, and the bounds of all
         slots, beside = 23, QUERY_HEADS * 3 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 4 * (2 * HEAD_DIM * 2 + 4)
     if name in GROWING:

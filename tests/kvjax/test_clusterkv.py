@@ -1,0 +1,202 @@
+"""ClusterKV and Quest against float64 references that are written from the papers."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from tests.kvjax.support import QUICKLY, make_spec, row_keys
+
+ROWS, KV_HEADS, GROUP, DIM = 2, 2, 2, 8
+PROMPT, NEW = 150, 60
+LENGTHS = (150, 61)
+SINKS, RECENT, EVERY, CHUNK_CLUSTERS, PERIOD = 3, 5, 16, 2, 10
+BUDGET = SINKS + RECENT + 37
+SPEC = make_spec(
+    ROWS, PROMPT, NEW, query_heads=KV_HEADS * GROUP, kv_heads=KV_HEADS, head_dim=DIM, rope_frequencies=None
+)
+
+
+@functools.cache
+def policy(budget=BUDGET, **options):
+    sizes = {"sinks": SINKS, "recent": RECENT, "cluster_tokens": 9, "every": EVERY, "chunk_clusters": CHUNK_CLUSTERS}
+    return kvjax.clusterkv(budget, **sizes, period=PERIOD, **options)
+
+
+def make_tokens(kind, seed=0):
+    """Keys and values [B, N, H_kv, D] of PROMPT + NEW tokens."""
+    rng = np.random.default_rng(seed)
+    shape = (ROWS, PROMPT + NEW, KV_HEADS, DIM)
+    keys, values = rng.normal(size=(2, *shape)).astype(np.float32)
+    if kind == "equal":  # one huge cluster, all others empty
+        keys[:] = np.round(2 * keys[:1, :1, :1])  # whose means are exact
+    if kind == "ties":  # few distinct keys, so many clusters coincide
+        keys = rng.integers(-1, 2, shape).astype(np.float32) * (np.arange(DIM) < 2)
+    if kind == "outlier":  # all but a few alike
+        keys[:, 20:] = keys[:, 20:21] + 0.01 * keys[:, 20:]
+    return keys, values
+
+
+def every_policy(*policies):
+    return pytest.mark.parametrize("made", policies, ids=lambda made: made.name)
+
+
+@functools.partial(jax.jit, static_argnames=("made", "spec"), compiler_options=QUICKLY)
+def prefill(made, spec, keys, values):
+    lengths = jnp.array(LENGTHS[: spec.batch])
+    return made.prefill(made.init(spec, row_keys(spec.batch)), keys[:, :PROMPT], values[:, :PROMPT], lengths)[0]
+
+
+@functools.partial(jax.jit, static_argnames="made", compiler_options=QUICKLY)
+def append(made, state, keys, values):
+    """One token per row, then compaction where it is due."""
+    state = made.extend(state, keys, values)
+    return jax.lax.cond(state.window.staging.offset == made.period, made.compact, lambda same: same, state)
+
+
+@functools.partial(jax.jit, static_argnames=("made", "causal"), compiler_options=QUICKLY)
+def attended(made, state, query, causal=False):
+    return kvjax.output(made.attend(state, query, causal)[0])
+
+
+def steps(made, keys, values, spec=SPEC, new=NEW):
+    """The state after the prompt and after every appended token, with each row's number of tokens."""
+    state = prefill(made, spec, keys, values)
+    yield state, np.array(LENGTHS)
+    rows = np.arange(ROWS)
+    for step in range(new):
+        place = np.array(LENGTHS) + step
+        state = append(made, state, keys[rows, place][:, None], values[rows, place][:, None])
+        yield state, place + 1
+
+
+def held(state, total):
+    """Positions of the tokens that the window shows of each row: sinks, recent, waiting and staged ones."""
+    staged, pending = np.asarray(state.window.staging.count), np.asarray(state.selection.pending)
+    shown = []
+    for row in range(ROWS):
+        sinks = min(state.window.sinks, total[row] - staged[row])
+        recent = min(state.window.recent, total[row] - staged[row] - sinks)
+        newest = recent + pending[row] + staged[row]
+        shown.append(np.concatenate([np.arange(sinks), np.arange(total[row] - newest, total[row])]))
+    return shown
+
+
+def clusters_of(state, row, head):
+    """Positions of every cluster's tokens, in the order in which they lie."""
+    position = np.asarray(state.selection.store.position)[row, head].reshape(-1)
+    found = state.selection.index.clusters
+    size, first = np.asarray(found.size)[row, head], np.asarray(found.first)[row, head]
+    return [position[16 * b : 16 * b + n] for n, b in zip(size, first, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["normal", "equal", "ties", "outlier"])
+def test_clusters_are_a_partition_at_every_step(kind):
+    keys, values = make_tokens(kind)
+    for number, (state, total) in enumerate(steps(policy(), keys, values)):
+        if number % 7 and number < NEW - 2:
+            continue
+        kvjax.check(state)
+        for row, head in itertools.product(range(ROWS), range(KV_HEADS)):
+            clusters = clusters_of(state, row, head)
+            stored = np.asarray(state.selection.store.position)[row, head]
+            everything = np.concatenate([*clusters, held(state, total)[row]])
+            np.testing.assert_array_equal(np.sort(everything), np.arange(total[row]))
+            assert (stored >= 0).sum() == sum(map(len, clusters))  # nothing lies outside of the clusters
+            own = state.selection.index.clusters
+            for cluster, tokens in enumerate(clusters):
+                assert (np.diff(tokens) > 0).all()  # in the order of the text, so that cutting loses the latest
+                if len(tokens):
+                    mean = keys[row, tokens, head].astype(np.float64).mean(axis=0)
+                    np.testing.assert_allclose(own.mean_key[row, head, cluster], mean, atol=1e-5)
+                    distance = np.linalg.norm(keys[row, tokens, head] - mean, axis=1).max()
+                    np.testing.assert_allclose(own.radius[row, head, cluster], distance, atol=1e-5)
+    assert (np.asarray(state.selection.chunks) == np.asarray(total - SINKS - RECENT - np.maximum(
+        np.array(LENGTHS) - SINKS - RECENT, 0)) // EVERY).all()  # fmt: skip
+
+
+def test_generated_tokens_are_clustered_among_themselves_a_chunk_at_a_time():
+    keys, values = make_tokens("normal")
+    *_, (state, _) = steps(policy(), keys, values)
+    for row, head in itertools.product(range(ROWS), range(KV_HEADS)):
+        clusters = clusters_of(state, row, head)
+        later = clusters[state.selection.index.prompt_clusters :]
+        begin = LENGTHS[row] - RECENT
+        for chunk in range(int(state.selection.chunks[row])):
+            tokens = np.sort(np.concatenate(later[CHUNK_CLUSTERS * chunk : CHUNK_CLUSTERS * (chunk + 1)]))
+            np.testing.assert_array_equal(tokens, begin + EVERY * chunk + np.arange(EVERY))
+
+
+def by_numpy(state, total, keys, values, query, row, *, budget, select, residual):
+    """Attention of one token's queries [H_q, D] in float64, from the clusters of the state."""
+    out = []
+    for head in range(KV_HEADS):
+        clusters = clusters_of(state, row, head)
+        k, v = keys[row, :, head].astype(np.float64), values[row, :, head].astype(np.float64)
+        mean_key, mean_value = (
+            [x[tokens].mean(axis=0) if len(tokens) else np.zeros(DIM) for tokens in clusters] for x in (k, v)
+        )
+        asked = query[head * GROUP : (head + 1) * GROUP].astype(np.float64)
+        logits = asked @ np.array(mean_key).T / np.sqrt(DIM)
+        sizes = np.array([len(tokens) for tokens in clusters])
+        if select == "group":
+            mass = np.exp(logits) / (np.exp(logits) * sizes).sum(axis=1, keepdims=True)
+            logits = np.repeat(mass.sum(axis=0)[None], GROUP, axis=0)
+        for one, score in zip(asked, logits, strict=True):
+            read, left = [], budget - SINKS - RECENT
+            entries = [(k[t], v[t], 1.0) for t in held(state, total)[row]]
+            for cluster in np.argsort(-score, kind="stable"):
+                taken = clusters[cluster][:left]
+                left -= len(taken)
+                entries += [(k[t], v[t], 1.0) for t in taken]
+                if residual and sizes[cluster] > len(taken):
+                    entries.append((mean_key[cluster], mean_value[cluster], sizes[cluster] - len(taken)))
+                read.append(len(taken))
+            weight = np.array([n * np.exp(e @ one / np.sqrt(DIM)) for e, _, n in entries])
+            out.append(weight @ np.array([e for _, e, _ in entries]) / weight.sum())
+    return np.array(out)
+
+
+@pytest.mark.parametrize("kind", ["normal", "equal", "outlier"])
+@pytest.mark.parametrize(
+    "budget, select, residual",
+    [
+        (SINKS + RECENT, "group", True),
+        (SINKS + RECENT + 4, "query_head", False),  # less than a cluster
+        (BUDGET, "query_head", True),
+        (BUDGET, "group", False),
+        (400, "group", True),
+    ],
+)
+def test_a_query_reads_whole_clusters_in_order_up_to_the_budget(kind, budget, select, residual):
+    made = policy(budget, select=select, residual=residual)
+    (keys, values), query = (
+        make_tokens(kind),
+        3 * np.random.default_rng(5).normal(size=(ROWS, NEW, KV_HEADS * GROUP, DIM)),
+    )
+    query = query.astype(np.float32)
+    for number, (state, total) in enumerate(steps(made, keys, values, new=31)):
+        if number in (0, 20, 31):
+            out = attended(made, state, query[:, number : number + 1])
+            for row in range(ROWS):
+                expected = by_numpy(
+                    state, total, keys, values, query[row, number], row, budget=budget, select=select, residual=residual
+                )
+                np.testing.assert_allclose(out[row, 0], expected, atol=2e-5)
+
+
+@every_policy(policy(), policy(select="query_head", residual=False), kvjax.quest(50, period=PERIOD))
+def test_several_queries_at_once_read_what_each_reads_alone(made):
+    (keys, values), rng = make_tokens("normal"), np.random.default_rng(5)
+    *_, (state, _) = steps(made, keys, values, new=3)
+    query = 3 * rng.normal(size=(ROWS, 5, KV_HEADS * GROUP, DIM)).astype(np.float32)
+    together = attended(made, state, query)
+    shown = kvjax.output(kvjax.attend(query, made.segments(state, query)))
+    for number in range(5):
+        alone = attended(made, state, query[:, number : number + 1])
+        np.testing.assert_allclose(together[:, number], alone[:, 0], atol=1e-6)
+        np.testing.assert_allclose(shown[:, number], alone[:, 0], atol=1e-6)
