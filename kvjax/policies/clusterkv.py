@@ -100,8 +100,9 @@ def clusterkv(
         cluster_tokens: tokens of a prompt per cluster, on average; the paper's 80 by default.
         every, chunk_clusters: so many later tokens make so many clusters; the paper's 320 and 4.
         select: "query_head": every query head reads clusters of its own, as published; "group": all heads of a group
-            read the same ones, those that hold the most attention per token by the clusters' means, summed over the group.
-            A budget then costs so many times less, and at equal bytes read the error is lower on every stream tried.
+            read the same ones, those that hold the most attention per token by the clusters' means, summed over the
+            group. A budget then costs so many times less, and at equal bytes read the error is lower on every stream
+            tried.
         residual: clusters that are not read stay present as one entry each: their mean key and mean value, weighing as
             many tokens as were not read (one that is cut: by the means of the whole cluster).
         iterations, sample: of k-means; all iterations but the last look at every `sample`-th key.
