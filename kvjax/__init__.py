@@ -10,6 +10,7 @@ from kvjax.policies import balancekv as balancekv
 from kvjax.policies import balancekv_settings as balancekv_settings
 from kvjax.policies import by_head as by_head
 from kvjax.policies import by_layer as by_layer
+from kvjax.policies import cam as cam
 from kvjax.policies import chelsea as chelsea
 from kvjax.policies import clustergen as clustergen
 from kvjax.policies import clusterkv as clusterkv

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from kvjax.policies.balancekv import balancekv as balancekv
 from kvjax.policies.balancekv import balancekv_settings as balancekv_settings
+from kvjax.policies.cam import cam as cam
 from kvjax.policies.chelsea import chelsea as chelsea
 from kvjax.policies.choice import by_head as by_head
 from kvjax.policies.choice import by_layer as by_layer
@@ -27,6 +28,7 @@ REGISTRY: dict[str, Callable[..., CachePolicy]] = {
     "uniform": uniform,
     "balancekv": balancekv,
     "chelsea": chelsea,
+    "cam": cam,
     "clustergen": clustergen,
     "clusterkv": clusterkv,
     "h2o": h2o,

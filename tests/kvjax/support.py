@@ -36,6 +36,7 @@ POLICIES = {
     "balancekv_paper": kvjax.balancekv(60, sinks=2, recent=8, period=8, variant="paper", value_exponents=(0, 0)),
     "h2o": kvjax.h2o(20, recent=8, period=8),
     "h2o_average": kvjax.h2o(20, recent=0, average=True, period=8),
+    "cam": kvjax.cam(20, sinks=2, merged=6, period=8),
     "snapkv": kvjax.snapkv(20, window=6, period=8),
     "pyramidkv": kvjax.pyramidkv(20, window=6, period=8),
     "chelsea": kvjax.chelsea(20, sinks=2, recent=8, chunk=8, period=8),

@@ -1,4 +1,4 @@
-"""H2O, SnapKV and PyramidKV against plain simulations of what is published."""
+"""H2O, SnapKV, PyramidKV and CaM against plain simulations of what is published."""
 
 import dataclasses
 import functools
@@ -14,10 +14,12 @@ import kvjax
 from kvjax.attention import slot_mass
 from kvjax.observed import attention_received
 from kvjax.policies.pyramidkv import layer_slots
+from kvjax.policies.windowed import draws_by_position
 from tests.kvjax.support import (
     LENGTHS,
     NEW,
     POLICIES,
+    Stream,
     after,
     begin,
     go,
@@ -272,6 +274,79 @@ def test_a_pyramid_is_fitted_by_the_average_of_its_layers():
     assert 0.9 * limit < np.mean(sizes) <= limit
 
 
+# --- cam ---
+
+
+def simulate_cam(stream, row, head, key, sinks=2, recent=7, merged=4):
+    """Attention outputs [N, G, D] of every step, one token leaving after each, and which tokens were merged."""
+    values = stream.values[row, :, head].astype(np.float64)
+    keys = stream.keys[row, :, head].astype(np.float64)
+    coins = np.asarray(draws_by_position(key, jnp.arange(len(values)), KV_HEADS))[head]
+    outputs, went = [], []
+    for position in range(LENGTHS[row], LENGTHS[row] + NEW):
+        first = max(position - recent, sinks)  # the oldest of the recent tokens, which leaves after this step
+        tokens = [*range(min(sinks, position + 1)), *range(first, position + 1)]
+        queries = stream.queries[row, position, head * GROUP : (head + 1) * GROUP].astype(np.float64)
+        weights = np.stack([softmax(keys[tokens] @ query / np.sqrt(len(query))) for query in queries])
+        outputs.append(weights @ values[tokens])
+        if position - first >= recent:
+            attention = weights.sum(axis=0)[tokens.index(first) :]
+            if coins[first] < attention[0] / attention[1:].mean():
+                values[first + 1 : first + 1 + merged] += values[first] / merged
+                went.append(first)
+    return np.array(outputs), went
+
+
+def test_cam_merges_what_leaves_as_published():
+    stream, policy = make_stream(6), kvjax.cam(9, sinks=2, merged=4, period=1)
+    state = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    _, outputs, _ = go(policy, state, after(stream, LENGTHS))
+    merged = left = 0
+    for row, head in itertools.product(range(3), range(KV_HEADS)):
+        expected, went = simulate_cam(stream, row, head, row_keys()[row])
+        np.testing.assert_allclose(outputs[row, :, head * GROUP : (head + 1) * GROUP], expected, atol=1e-5)
+        merged += len(went)
+        left += max(LENGTHS[row] + NEW - 9, 0) - max(LENGTHS[row] - 9, 0)
+    assert 0.2 < merged / left < 0.95  # coins fell on both sides
+
+
+def test_cam_merges_with_the_probability_of_its_attention():
+    # Many rows of one stream differ in their coins only.
+    batch, stream = 2000, make_stream(batch=1, tokens=12, query_heads=2, kv_heads=1)
+    rng = np.random.default_rng(11)
+    stream = stream._replace(queries=rng.normal(size=stream.queries.shape).astype(np.float32))
+    stream = Stream(*(np.repeat(part, batch, axis=0) for part in stream))
+    policy = kvjax.cam(6, sinks=1, merged=3, period=1)
+    spec = make_spec(batch=batch, prompt=8, new=8, kv_heads=1, query_heads=2)
+    lengths = np.full(batch, 6)
+    state = begin(policy, spec, row_keys(batch), *prompt_of(stream, lengths, 8), lengths)
+    # After the seventh token, token 1 leaves: it was seen beside 0 and 2 ... 6.
+    state, _, _ = go(policy, state, after(stream, lengths, 1))
+    keys, queries = stream.keys[0, :7, 0].astype(np.float64), stream.queries[0, 6].astype(np.float64)
+    attention = sum(softmax(keys @ query / np.sqrt(len(query))) for query in queries)
+    probability = min(1.0, attention[1] / attention[2:].mean())
+    assert 0.1 < probability < 0.9
+    values = np.asarray(state.window.values)[:, 0, :5]  # of tokens 2 ... 6
+    merged = values[:, :, 1] > 0
+    assert set(map(tuple, merged)) == {(True, True, True, False, False), (False,) * 5}
+    np.testing.assert_allclose(values[merged[:, 0], :3, 1], 1 / 3, rtol=1e-6)
+    spread = np.sqrt(probability * (1 - probability) / batch)
+    assert abs(merged[:, 0].mean() - probability) < 4 * spread
+
+
+def test_tokens_that_leave_together_are_merged_into_those_that_stay():
+    policy, stream = kvjax.cam(6, sinks=1, merged=3, period=8), make_stream()
+    # All queries are zeros: every token draws the same attention, and all that leave are merged.
+    stream = stream._replace(queries=0 * stream.queries)
+    state = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    state, _, _ = go(policy, state, after(stream, LENGTHS, 8))
+    for row, end in enumerate(np.array(LENGTHS) + 8):
+        left = np.arange(max(end - 13, 1), end - 5)  # those that were recent, or came, and are no longer
+        values = np.asarray(state.window.values)[row, 0, :5]
+        np.testing.assert_allclose(values[:3][:, left], 1 / 3, rtol=1e-6)
+        np.testing.assert_array_equal(values[3:][:, left], 0)
+
+
 # --- errors ---
 
 
@@ -282,6 +357,9 @@ def test_a_pyramid_is_fitted_by_the_average_of_its_layers():
         (lambda: kvjax.h2o(8, recent=-1), "recent=-1"),
         (lambda: kvjax.h2o(0), "budget=0"),
         (lambda: kvjax.h2o(8, period=0), "period=0"),
+        (lambda: kvjax.cam(4), "budget=4 .*sinks=4 and recent=1"),
+        (lambda: kvjax.cam(8, merged=0), "merged=0"),
+        (lambda: kvjax.cam(8, period=0), "period=0"),
         (lambda: kvjax.snapkv(32), "budget=32 leaves no slot beside the window of 32"),
         (lambda: kvjax.snapkv(31), "budget=31 .*recent=32"),
         (lambda: kvjax.snapkv(64, window=0), "window=0"),

@@ -139,6 +139,7 @@ def test_compaction_may_come_early(name):
 
 BIG = HEAD_DIM
 ROOMY = {
+    "cam": kvjax.cam(BIG + 8, sinks=2, period=8),
     "h2o": kvjax.h2o(BIG + 8, recent=8, period=8),
     "snapkv": kvjax.snapkv(BIG + 8, window=6, period=8),
     "pyramidkv": kvjax.pyramidkv(BIG + 8, window=6, period=8),
@@ -212,6 +213,7 @@ def expected_bytes(name, spec, budget, period, sinks, recent):
         "chelsea_drop": 4 * heads * 2 * selected + 4,
         "h2o": 4 * heads * (budget + staging),  # attention drawn by every slot
         "h2o_average": 4 * heads * (2 * budget + staging),  # and every selected token's position, of no recent ones
+        "cam": 4 * heads * (budget + staging) + 8,  # attention of the newest query, the row's random key
         "snapkv": 4,  # tokens dropped
         "pyramidkv": 4,
         # A table of float32 means, counts and radii; 16 x 16 moments, two means and a scale.
@@ -280,6 +282,7 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
 
 
 FITS = {
+    "cam": lambda budget: kvjax.cam(budget),
     "h2o": lambda budget: kvjax.h2o(budget, average=True),
     "streaming_llm": lambda budget: kvjax.streaming_llm(budget),
     "uniform": lambda budget: kvjax.uniform(budget, sinks=3, recent=9),
