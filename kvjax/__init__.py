@@ -12,12 +12,15 @@ from kvjax.policies import by_head as by_head
 from kvjax.policies import by_layer as by_layer
 from kvjax.policies import cam as cam
 from kvjax.policies import chelsea as chelsea
+from kvjax.policies import chosen as chosen
 from kvjax.policies import clustergen as clustergen
 from kvjax.policies import clusterkv as clusterkv
 from kvjax.policies import exact as exact
 from kvjax.policies import factory as factory
 from kvjax.policies import h2o as h2o
+from kvjax.policies import missing_mass as missing_mass
 from kvjax.policies import pyramidkv as pyramidkv
+from kvjax.policies import quantized as quantized
 from kvjax.policies import quest as quest
 from kvjax.policies import snapkv as snapkv
 from kvjax.policies import streaming_llm as streaming_llm

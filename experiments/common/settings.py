@@ -38,7 +38,11 @@ def define_common(*, policies: Sequence[str], budgets: Sequence[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyChoice:
-    """A policy by its registered name and the options given with it, such as `clustergen:variant=paper,sinks=4`."""
+    """A policy by its registered name and the options given with it, such as `clustergen:variant=paper,sinks=4`.
+
+    Beside its own options every policy takes `storage=int8` or `fp8` (`kvjax.quantized`) and `full_layers=n`: the first
+    n layers keep everything, in the same storage.
+    """
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
@@ -66,10 +70,18 @@ class PolicyChoice:
 
     def build(self, **budget: int) -> kvjax.CachePolicy:
         """The policy; a wrong option is a ValueError that names it."""
+        options = dict(self.options)
+        storage, full_layers = options.pop("storage", None), options.pop("full_layers", 0)
         try:
-            return kvjax.factory(self.name)(**budget, **dict(self.options))
+            policy = kvjax.factory(self.name)(**budget, **options)
         except TypeError as error:
             raise ValueError(f"policy {self}: {error}") from error
+        policies = [policy, kvjax.exact(period=policy.period)] if full_layers else [policy]
+        if storage is not None:
+            policies = [kvjax.quantized(policy, storage) for policy in policies]
+        if not full_layers:
+            return policies[0]
+        return kvjax.chosen(lambda spec: policies[spec.layer < full_layers], policies, name=str(self))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,11 +9,14 @@ from kvjax.policies.cam import cam as cam
 from kvjax.policies.chelsea import chelsea as chelsea
 from kvjax.policies.choice import by_head as by_head
 from kvjax.policies.choice import by_layer as by_layer
+from kvjax.policies.choice import chosen as chosen
 from kvjax.policies.clustergen import clustergen as clustergen
 from kvjax.policies.clusterkv import clusterkv as clusterkv
+from kvjax.policies.clusterkv import missing_mass as missing_mass
 from kvjax.policies.exact import exact as exact
 from kvjax.policies.h2o import h2o as h2o
 from kvjax.policies.pyramidkv import pyramidkv as pyramidkv
+from kvjax.policies.quantized import quantized as quantized
 from kvjax.policies.quest import quest as quest
 from kvjax.policies.snapkv import snapkv as snapkv
 from kvjax.policies.streaming_llm import streaming_llm as streaming_llm
@@ -27,8 +30,8 @@ REGISTRY: dict[str, Callable[..., CachePolicy]] = {
     "streaming_llm": streaming_llm,
     "uniform": uniform,
     "balancekv": balancekv,
-    "chelsea": chelsea,
     "cam": cam,
+    "chelsea": chelsea,
     "clustergen": clustergen,
     "clusterkv": clusterkv,
     "h2o": h2o,

@@ -1,5 +1,7 @@
 """The command line's spelling of policies, budgets and models."""
 
+import dataclasses
+
 import pytest
 
 import kvjax
@@ -63,3 +65,18 @@ def test_policies_without_a_budget_come_once():
 def test_unknown_model_lists_the_shipped_ones():
     with pytest.raises(ValueError, match="nowhere.*line-retrieval"):
         settings.model_directory("nowhere")
+
+
+def test_every_policy_may_be_stored_in_eight_bits_with_full_layers():
+    setting = settings.Setting(
+        settings.PolicyChoice.parse("uniform:storage=int8,full_layers=1"), settings.Budget.parse("50%")
+    )
+    policy = setting.build(SPEC, 2048)
+    limit = SPEC.exact_bytes(2048) // 2
+    sizes = [kvjax.row_bytes(policy, dataclasses.replace(SPEC, layer=layer)) for layer in range(4)]
+    assert limit - SPEC.exact_bytes(2) < sum(sizes) / 4 <= limit
+    plain = kvjax.row_bytes(kvjax.exact(), SPEC)
+    assert sizes[0] < plain / 3  # the full layer is stored in eight bits, too
+    assert sizes[1] == sizes[2] == sizes[3]
+    with pytest.raises(ValueError, match="storage='int4'"):
+        settings.PolicyChoice.parse("uniform:storage=int4").build(budget=100)
