@@ -82,6 +82,12 @@ STUDIES = {
         (4.0,),
         "samples",
     ),
+    # As the paper has it, with the value slope, and dropping where the others take means.
+    "chelsea": Study(
+        ("uniform", "chelsea:slope=None", "chelsea", "chelsea:joins=drop"),
+        ("25%", "12.5%"),
+        (2.0, 4.0, 8.0, 15.0),
+    ),
     "per_cluster": Study(
         (
             "uniform",

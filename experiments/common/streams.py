@@ -82,6 +82,14 @@ def prompt_streams(
 
     documents = [document for seed in seeds for document in task.documents(task.EVALUATION_SEED + seed, 1, make)]
     prompts = [tokenizer.encode(document.context + document.question) for document in documents]
+    yield from read_streams(model, prompts, tokens, queries)
+
+
+def read_streams(
+    model: Llama, prompts: Sequence[Sequence[int]], tokens: int, queries: int
+) -> Iterator[tuple[int, Streams]]:
+    """What every layer of a model computes on prompts of its own tokens, a row each: rotated keys and values of the
+    first `tokens` tokens (no prompt may be shorter), queries of each prompt's last `queries`."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     padded = np.zeros((len(prompts), -(-max(lengths) // _CHUNK) * _CHUNK), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
