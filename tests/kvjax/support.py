@@ -37,6 +37,7 @@ POLICIES = {
     "h2o": kvjax.h2o(20, recent=8, period=8),
     "h2o_average": kvjax.h2o(20, recent=0, average=True, period=8),
     "cam": kvjax.cam(20, sinks=2, merged=6, period=8),
+    "infinigen": kvjax.infinigen(10, alpha=2.0, period=8),
     "snapkv": kvjax.snapkv(20, window=6, period=8),
     "pyramidkv": kvjax.pyramidkv(20, window=6, period=8),
     "chelsea": kvjax.chelsea(20, sinks=2, recent=8, chunk=8, period=8),

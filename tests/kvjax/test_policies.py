@@ -139,6 +139,7 @@ def test_compaction_may_come_early(name):
 
 BIG = HEAD_DIM
 ROOMY = {
+    "infinigen": kvjax.infinigen(BIG, alpha=1e6, period=8),
     "cam": kvjax.cam(BIG + 8, sinks=2, period=8),
     "h2o": kvjax.h2o(BIG + 8, recent=8, period=8),
     "snapkv": kvjax.snapkv(BIG + 8, window=6, period=8),
@@ -196,6 +197,7 @@ def expected_bytes(name, spec, budget, period, sinks, recent):
         name, slots
     )
     # What waits to be clustered: up to a chunk of 8 and a block of 8; to be a page: of 16 and 8.
+    slots = 0 if name == "infinigen" else slots
     slots = sinks + recent + 15 if name.startswith("clusterkv") else 23 if name == "quest" else slots
     staging = min(period, spec.max_new)
     common = 2 * heads * (slots + staging) * spec.head_dim * itemsize + 4 * heads * staging + 5 * 4
@@ -214,6 +216,8 @@ def expected_bytes(name, spec, budget, period, sinks, recent):
         "h2o": 4 * heads * (budget + staging),  # attention drawn by every slot
         "h2o_average": 4 * heads * (2 * budget + staging),  # and every selected token's position, of no recent ones
         "cam": 4 * heads * (budget + staging) + 8,  # attention of the newest query, the row's random key
+        # Keys, values and position of every token, its key in 12 dimensions, which those are.
+        "infinigen": heads * (64 * (2 * spec.head_dim * itemsize + 4 + 12 * itemsize) + 4 * 12 * spec.head_dim),
         "snapkv": 4,  # tokens dropped
         "pyramidkv": 4,
         # A table of float32 means, counts and radii; 16 x 16 moments, two means and a scale.
@@ -267,6 +271,8 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
         beside = reads * 4 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 16 * (means + 8)
     if name == "quest":  # per query head 3 pages of 4, and the bounds of all
         slots, beside = 23, QUERY_HEADS * 3 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 4 * (2 * HEAD_DIM * 2 + 4)
+    if name == "infinigen":  # ten tokens with a weight, and all in 12 dimensions; nothing but staging in the window
+        slots, beside = 0, KV_HEADS * (10 * (2 * HEAD_DIM * 2 + 4) + 64 * 12 * 2 + 4 * 12 * HEAD_DIM) - 2 * 4
     if name in GROWING:
         slots = EXACT_SLOTS
     if name.startswith("h2o"):  # sums of every slot
