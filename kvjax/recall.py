@@ -20,7 +20,7 @@ from kvjax.policies.exact import exact
 from kvjax.policies.windowed import WindowedState, over_heads
 from kvjax.policy import CachePolicy
 from kvjax.segment import Segment, segment, segment_bytes
-from kvjax.staging import Block
+from kvjax.staging import Block, Staging
 from kvjax.state import BATCH, HEAD_DIM, KV_HEADS, SLOTS, array, stacked, state, static
 
 T = TypeVar("T")
@@ -46,6 +46,7 @@ class Filed:
     index: Any = stacked(BATCH, KV_HEADS)  # the policy's own pytree, of one head
     pending: Int[Array, "B"] = array(BATCH)  # int32 tokens that wait in the window's selection slots
     chunks: Int[Array, "B"] = array(BATCH)  # int32 chunks that were filed, as the policy counts them
+    learnt: Any  # the policy's own pytree of what attention told it; None where it keeps nothing
     group: int = static()  # query heads per kv head
 
 
@@ -117,6 +118,7 @@ def best_parts(
     tokens: int,
     blocks: int,
     places: int,
+    skip: Int[Array, ""] | int | None = None,
 ) -> Ranked:
     """Whole parts (clusters, pages) in descending order of score, the last one cut so as to end exactly at the budget.
 
@@ -129,8 +131,9 @@ def best_parts(
         tokens: the budget.
         blocks: K, as many blocks as are read at most: parts that leave much of their blocks empty may use them up
             before the tokens of the budget.
+        skip: leaves out so many first blocks, which were read before; `taken` counts their tokens, too.
     """
-    parts = min(score.shape[0], blocks)
+    parts = min(score.shape[0], blocks) if skip is None else score.shape[0]
     if not parts:
         return Ranked(jnp.zeros(blocks, jnp.int32), jnp.zeros(blocks, jnp.int32), jnp.zeros_like(size))
     # Each part that is taken takes at least one block, so no more than K parts matter.
@@ -138,11 +141,12 @@ def best_parts(
     sizes = size[order]
     taken = jnp.clip(tokens - (jnp.cumsum(sizes) - sizes), 0, sizes)
     needed = -(-taken // places)
-    needed = jnp.clip(blocks - (jnp.cumsum(needed) - needed), 0, needed)
+    skip = 0 if skip is None else skip
+    needed = jnp.clip(skip + blocks - (jnp.cumsum(needed) - needed), 0, needed)
     taken = jnp.minimum(taken, needed * places)
     end = jnp.cumsum(needed)
 
-    slot = jnp.arange(blocks, dtype=jnp.int32)
+    slot = skip + jnp.arange(blocks, dtype=jnp.int32)
     part = jnp.sum(end <= slot[:, None], axis=1)
     used = part < parts
     part = jnp.minimum(part, parts - 1)
@@ -277,6 +281,12 @@ def _side_by_side(found: Segment) -> Segment:
 
     start = jnp.broadcast_to(slots * jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
     return dataclasses.replace(jax.tree.map(join, found), start=start, stop=start + slots)
+
+
+def appended(staging: Staging, queries: int) -> Bool[Array, "B T"]:
+    """Which of the last T staged slots hold a token: rows that have ended append none."""
+    weight = jax.lax.dynamic_slice_in_dim(staging.log_weight[:, 0], staging.offset - queries, queries, axis=1)
+    return weight == 0
 
 
 def arrays_bytes(*arrays: Array) -> int:

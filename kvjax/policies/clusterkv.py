@@ -3,20 +3,23 @@
 import dataclasses
 import functools
 import math
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from kvjax.attention import QUERY_HEADS, Partials, attend, merge
 from kvjax.k_means import k_means
+from kvjax.policies.choice import Chosen
 from kvjax.policies.windowed import init_windowed, over_heads, stream_keys, windowed_policy
-from kvjax.policy import CachePolicy
+from kvjax.policy import CachePolicy, CacheSpec
 from kvjax.recall import (
     BlockStore,
     Filed,
     Ranked,
     absorb_chunks,
+    appended,
     arrange,
     arrays_bytes,
     best_parts,
@@ -30,7 +33,7 @@ from kvjax.recall import (
 )
 from kvjax.segment import Segment, segment
 from kvjax.staging import check_budget, check_period, init_window, occupancy, window_segments
-from kvjax.state import HEAD_DIM, array, state, static
+from kvjax.state import BATCH, HEAD_DIM, array, state, static
 
 CLUSTERS = "clusters"
 BLOCK = 16  # tokens that lie side by side in the store
@@ -48,6 +51,15 @@ class Clusters:
     radius: Float[Array, "C"] = array(CLUSTERS)  # float32, the largest distance of a stored key to the mean
 
 
+class Reading(NamedTuple):
+    """What a query reads of the clusters."""
+
+    tokens: int
+    blocks: int
+    select: Literal["group", "query_head"]
+    residual: bool
+
+
 @state
 class Index:
     """What finds one head's tokens again."""
@@ -57,6 +69,16 @@ class Index:
     prompt_clusters: int = static()
     prompt_blocks: int = static()
     capacity: int = static()  # tokens that may ever be stored
+    reading: Reading = static()
+
+
+@state
+class Certificate:
+    """What attention missed at most, as far as the last appended token's queries go."""
+
+    missing: Float[Array, "B H_q"] = array(BATCH, QUERY_HEADS)  # float32, the bound on the last step's missing mass
+    rounds: Int[Array, "B"] = array(BATCH)  # int32 rounds of recall so far, one for every appended token at least
+    steps: Int[Array, "B"] = array(BATCH)  # int32 appended tokens so far
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +104,8 @@ def clusterkv(
     residual: bool = True,
     iterations: int = 20,
     sample: int = 4,
+    certify: bool = False,
+    target: float | None = None,
     full_layers: int = 0,
     period: int = 64,
     variant: Literal["clusters", "reference"] = "clusters",
@@ -106,6 +130,10 @@ def clusterkv(
         residual: clusters that are not read stay present as one entry each: their mean key and mean value, weighing as
             many tokens as were not read (one that is cut: by the means of the whole cluster).
         iterations, sample: of k-means; all iterations but the last look at every `sample`-th key.
+        certify: keeps in the state (`state.selection.learnt`) how much of the last appended token's attention, as a
+            share of all, went to tokens that were not read: at most that, see `missing_mass`.
+        target: recalls in rounds, each of the budget's tokens in whole blocks, until that share is at most this for all
+            query heads of the row; implies `certify`, which then counts the rounds. Bytes read are those of one round.
         full_layers: so many first layers keep exact caches and read all of them; the paper's two are for deep models.
         period: tokens between compactions; no more than `every`.
         variant: "reference" follows the released code of the accuracy study: 400 clusters for any prompt, k-means++,
@@ -126,6 +154,8 @@ def clusterkv(
         raise ValueError(f"period={period} must not exceed every={every}: a chunk is clustered per compaction")
     if select not in ("group", "query_head"):
         raise ValueError(f"select={select!r}; it must be 'group' or 'query_head'")
+    if target is not None and not 0 <= target < 1:
+        raise ValueError(f"target={target}; a share of attention that may be missing lies in [0, 1)")
     if variant not in ("clusters", "reference"):
         raise ValueError(f"variant={variant!r}; it must be 'clusters' or 'reference'")
     reference = variant == "reference"
@@ -134,8 +164,10 @@ def clusterkv(
         clustering = Clustering(20, 1e-4, "k-means++", 1, "keys")
     else:
         clustering = Clustering(iterations, 1e-4, "random", sample, "directions")
-    recalled_tokens = budget - sinks - recent
-    recalled_blocks = block_slots(recalled_tokens, min(cluster_tokens, max(every // chunk_clusters, 1)), BLOCK)
+    tokens = budget - sinks - recent
+    slots = block_slots(tokens, min(cluster_tokens, max(every // chunk_clusters, 1)), BLOCK)
+    reading = Reading(tokens, slots, select, residual)
+    certify = certify or target is not None
 
     def init(spec, row_keys):
         tokens = max(spec.max_prompt - sinks - recent, 0)
@@ -155,6 +187,7 @@ def clusterkv(
                     prompt_clusters,
                     prompt_blocks,
                     capacity=tokens + chunks * every,
+                    reading=reading,
                 ),
             )
 
@@ -166,6 +199,7 @@ def clusterkv(
             index=index,
             pending=jnp.zeros(spec.batch, jnp.int32),
             chunks=jnp.zeros(spec.batch, jnp.int32),
+            learnt=init_certificate(spec) if certify else None,
             group=spec.query_heads // spec.kv_heads,
         )
         return init_windowed(spec, window, filed)
@@ -236,21 +270,22 @@ def clusterkv(
         return window_segments(state.window, selected=state.selection.pending, queries=queries)
 
     def recalled(state, query) -> tuple[Segment, ...]:
-        store, clusters = state.selection.store, state.selection.index.clusters
-        read = choose(state, query, recalled_tokens, recalled_blocks, select)
-        found = (recall(store, read.block, read.tokens),) if read.block.shape[2] else ()
-        return found + ((rest_segment(clusters, read.taken),) if residual and clusters.size.shape[2] else ())
+        read = choose(state, query)
+        return (*read_segments(state, read), *rest_segments(state, read.taken))
 
     def index_bytes(state):
         clusters = state.selection.index.clusters
-        shown = arrays_bytes(clusters.size, clusters.first)
+        shown = arrays_bytes(clusters.size, clusters.first, *((clusters.radius,) if certify else ()))
         # Attention itself reads the mean keys again where residual clusters are shown.
         return shown if residual else shown + arrays_bytes(clusters.mean_key)
 
     base = windowed_policy(
         "clusterkv", init=init, select=select_prompt, absorb=absorb, segments=segments, period=period
     )
-    return first_layers_full(recalling(base, recalled, index_bytes), full_layers)
+    made = recalling(base, recalled, index_bytes)
+    if certify:
+        made = made._replace(attend=functools.partial(attend_certified, base, target), segments=None)
+    return first_layers_full(made, full_layers)
 
 
 def init_clusters(count: int, head_dim: int, residual: bool) -> Clusters:
@@ -323,24 +358,31 @@ def file_clusters(
     return put(store, first_block + jnp.arange(blocks), arranged), dataclasses.replace(index, clusters=written)
 
 
-def choose(
-    state, query: Float[Array, "B 1 H_q D"], tokens: int, slots: int, select: Literal["group", "query_head"]
-) -> Ranked:
-    """What one query of every row reads, for every query head [B, H_q, ...] or every kv head [B, H_kv, ...]: so many
-    tokens in so many blocks at most, or everything where the tokens are as many as the store can hold."""
+def choose(state, query: Float[Array, "B 1 H_q D"], round: Int[Array, ""] | None = None) -> Ranked:
+    """What one query of every row reads, for every query head [B, H_q, ...] or every kv head [B, H_kv, ...]: the
+    budget's tokens (everything, where it is as large as the store), or the given round's whole blocks."""
     filed = state.selection
-    clusters = filed.index.clusters
-    batch, kv_heads, blocks = filed.store.position.shape[:3]
-    blocks = blocks if tokens >= filed.index.capacity else min(blocks, slots)
+    clusters, reading = filed.index.clusters, filed.index.reading
+    batch, kv_heads, stored = filed.store.position.shape[:3]
     logits = cluster_logits(clusters, query)
-    score = logits if select == "query_head" else group_score(logits, clusters.size)[:, :, None]
+    score = logits if reading.select == "query_head" else group_score(logits, clusters.size)[:, :, None]
+    tokens, skip = reading.tokens, None
+    blocks = stored if tokens >= filed.index.capacity else min(stored, reading.blocks)
+    if round is not None:
+        blocks = round_blocks(state)
+        tokens, skip = stored * BLOCK, round * blocks
 
     def one(score: Float[Array, "G C"], size, first) -> Ranked:
-        rank = functools.partial(best_parts, tokens=tokens, blocks=blocks, places=BLOCK)
+        rank = functools.partial(best_parts, tokens=tokens, blocks=blocks, places=BLOCK, skip=skip)
         return jax.vmap(lambda score: rank(score, size, first))(score)
 
     ranked = over_heads(one)(score, clusters.size, clusters.first)
     return Ranked(*(x.reshape(batch, kv_heads * x.shape[2], x.shape[3]) for x in ranked))
+
+
+def round_blocks(state) -> int:
+    """Blocks of one round: at least one, so that rounds come to an end."""
+    return min(state.selection.store.position.shape[2], max(1, -(-state.selection.index.reading.tokens // BLOCK)))
 
 
 def cluster_logits(clusters: Clusters, query: Float[Array, "B 1 H_q D"]) -> Float[Array, "B H_kv G C"]:
@@ -354,19 +396,172 @@ def cluster_logits(clusters: Clusters, query: Float[Array, "B 1 H_q D"]) -> Floa
 def group_score(logits: Float[Array, "B H_kv G C"], size: Int[Array, "B H_kv C"]) -> Float[Array, "B H_kv C"]:
     """The logarithm of the attention that a cluster's mean key gets per token, summed over the heads of a group: what a
     budget of tokens buys most of in descending order. Of one head alone the order is that of its logits."""
-    weighted = jnp.where(size > 0, jnp.log(jnp.maximum(size, 1)), -jnp.inf)[:, :, None]
-    total = jax.nn.logsumexp(logits + weighted, axis=3, keepdims=True)
+    total = jax.nn.logsumexp(logits + _log_count(size)[:, :, None], axis=3, keepdims=True)
     return jax.nn.logsumexp(logits - jnp.where(jnp.isneginf(total), 0.0, total), axis=2)
 
 
-def rest_segment(clusters: Clusters, taken: Int[Array, "B H C"]) -> Segment:
-    """Clusters as entries that weigh as many tokens as were not read, for kv heads or query heads."""
+def read_segments(state, read: Ranked) -> tuple[Segment, ...]:
+    """The blocks that are read, where there are any."""
+    return (recall(state.selection.store, read.block, read.tokens),) if read.block.shape[2] else ()
+
+
+def rest_segments(state, taken: Int[Array, "B H C"]) -> tuple[Segment, ...]:
+    """Clusters as entries that weigh as many tokens as were not read, for kv heads or query heads; nothing without
+    residual clusters."""
+    clusters = state.selection.index.clusters
+    if clusters.mean_value is None or not clusters.size.shape[2]:
+        return ()
     repeats = taken.shape[1] // clusters.size.shape[1]
     spread = (lambda x: x) if repeats == 1 else functools.partial(jnp.repeat, repeats=repeats, axis=1)
-    left = spread(clusters.size) - taken
-    weight = jnp.where(left > 0, jnp.log(jnp.maximum(left, 1).astype(jnp.float32)), -jnp.inf)
-    assert clusters.mean_value is not None
-    return segment(spread(clusters.mean_key), spread(clusters.mean_value), log_num=weight)
+    weight = _log_count(spread(clusters.size) - taken)
+    return (segment(spread(clusters.mean_key), spread(clusters.mean_value), log_num=weight),)
+
+
+def missing_mass(state, query: Float[Array, "B T H_q D"], causal: bool = False) -> Float[Array, "B T H_q"]:
+    """An upper bound on the share of attention's mass (softmax's denominator over all tokens) that lies on tokens which
+    the queries do not read, in float32.
+
+    The keys of cluster c lie within its radius r_c of its mean key m_c, so n unread ones of it hold no more mass than
+    n exp((<q, m_c> + |q| r_c) / sqrt(D)). Attention's output is off by at most twice this share times the largest norm
+    of a value, with residual clusters or without: those, too, weigh no more than that bound.
+
+    Args:
+        state: of `clusterkv`, as one layer keeps it.
+        query, causal: as for `attend`.
+
+    Raises:
+        ValueError: for another policy's state.
+    """
+    if isinstance(state, Chosen):
+        state = state.cache
+    if not isinstance(getattr(state, "selection", None), Filed) or not isinstance(state.selection.index, Index):
+        raise ValueError(f"state={type(state).__name__} is not that of a clusterkv cache: it has no clusters")
+    window = window_segments(
+        state.window,
+        selected=state.selection.pending,
+        queries=query.shape[1] if causal and query.shape[1] > 1 else None,
+    )
+    kept = attend(query, window)
+
+    def one(item):
+        query, kept = (jax.tree.map(lambda x: x[:, None], part) for part in item)
+        read = choose(state, query)
+        return missing_share(state, query, read.taken, merge(kept, attend_all(query, read_segments(state, read))))[:, 0]
+
+    return jax.lax.map(one, jax.tree.map(lambda x: x.swapaxes(0, 1), (query, kept))).swapaxes(0, 1)
+
+
+def missing_share(
+    state, query: Float[Array, "B 1 H_q D"], taken: Int[Array, "B H C"], attended: Partials
+) -> Float[Array, "B 1 H_q"]:
+    """`missing_mass` of one query per row that has read so many tokens of each cluster; `attended` are the partials of
+    all tokens read, and of them alone."""
+    clusters = state.selection.index.clusters
+    batch, kv_heads, count, head_dim = clusters.mean_key.shape
+    grouped = query.reshape(batch, kv_heads, -1, 1, head_dim).astype(jnp.float32)
+    length = jnp.linalg.norm(grouped, axis=-1) / math.sqrt(head_dim)
+    # What float32 may lose of a logit: a rounding per dimension of products no larger than those of the norms.
+    reach = clusters.radius + 1e-5 * (clusters.radius + jnp.linalg.norm(clusters.mean_key, axis=-1))
+    most = cluster_logits(clusters, query) + length * reach[:, :, None]
+    left = clusters.size[:, :, None] - taken.reshape(batch, kv_heads, -1, count)
+    unread = jax.nn.logsumexp(most + _log_count(left), axis=-1).reshape(attended.den.shape)
+    read = attended.max + jnp.log(attended.den)
+    return jnp.where(jnp.isneginf(unread), 0.0, jax.nn.sigmoid(unread - read))
+
+
+def init_certificate(spec: CacheSpec) -> Certificate:
+    return Certificate(
+        missing=jnp.zeros((spec.batch, spec.query_heads)),
+        rounds=jnp.zeros(spec.batch, jnp.int32),
+        steps=jnp.zeros(spec.batch, jnp.int32),
+    )
+
+
+def attend_certified(
+    base: CachePolicy, target: float | None, state, query: Float[Array, "B T H_q D"], causal: bool = False
+) -> tuple[Partials, Any]:
+    """Attention that bounds what it misses and, with a target, recalls in rounds until that is little enough. `base`
+    shows the window."""
+    assert base.segments is not None
+    kept = attend(query, base.segments(state, query, causal))
+
+    def one(item) -> tuple[Partials, Array, Array]:
+        query, kept = (jax.tree.map(lambda x: x[:, None], part) for part in item)
+        if target is None:
+            read = choose(state, query)
+            found = merge(kept, attend_all(query, read_segments(state, read)))
+            missing, taken = missing_share(state, query, read.taken, found), read.taken
+            rounds = jnp.ones(query.shape[0], jnp.int32)
+        else:
+            found, missing, taken, rounds = recall_until(state, target, query, kept)
+        found = merge(found, attend_all(query, rest_segments(state, taken)))
+        return (*jax.tree.map(lambda x: x[:, 0], (found, missing)), rounds)
+
+    items = jax.tree.map(lambda x: x.swapaxes(0, 1), (query, kept))
+    found, missing, rounds = jax.tree.map(lambda x: x.swapaxes(0, 1), jax.lax.map(one, items))
+    if not causal:
+        return found, state
+    real = appended(state.window.staging, query.shape[1])
+    last = query.shape[1] - 1 - jnp.argmax(real[:, ::-1], axis=1)
+    newest = jnp.take_along_axis(missing, last[:, None, None], axis=1)[:, 0]
+    old = state.selection.learnt
+    learnt = Certificate(
+        missing=jnp.where(jnp.any(real, axis=1)[:, None], newest, old.missing),
+        rounds=old.rounds + jnp.sum(jnp.where(real, rounds, 0), axis=1),
+        steps=old.steps + jnp.sum(real, axis=1, dtype=jnp.int32),
+    )
+    return found, dataclasses.replace(state, selection=dataclasses.replace(state.selection, learnt=learnt))
+
+
+def recall_until(state, target: float, query: Float[Array, "B 1 H_q D"], kept: Partials):
+    """Rounds of recall until every row's bound is at most the target, or all is read; a row that is done reads no more.
+
+    Returns:
+        Partials of what was read, the bound [B, 1, H_q], tokens read of each cluster and the rounds [B] of each row.
+    """
+    stored = state.selection.store.position.shape[2]
+    first = choose(state, query, jnp.int32(0))
+    found = merge(kept, attend_all(query, read_segments(state, first)))
+    missing = missing_share(state, query, first.taken, found)
+    rounds = jnp.ones(query.shape[0], jnp.int32)
+    if not stored:
+        return found, missing, first.taken, rounds
+    most = -(-stored // round_blocks(state))
+    searching = lambda missing: jnp.max(missing, axis=(1, 2)) > target  # noqa: E731
+
+    def step(carry):
+        number, found, missing, taken, rounds = carry
+        more = searching(missing)
+        read = choose(state, query, number)
+        next_found = merge(found, attend_all(query, read_segments(state, read)))
+        next_missing = missing_share(state, query, read.taken, next_found)
+
+        def pick(new, old):
+            return jnp.where(more.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+        return (
+            number + 1,
+            jax.tree.map(pick, next_found, found),
+            pick(next_missing, missing),
+            pick(read.taken, taken),
+            rounds + more,
+        )
+
+    running = lambda carry: (carry[0] < most) & jnp.any(searching(carry[2]))  # noqa: E731
+    carry = (jnp.int32(1), found, missing, first.taken, rounds)
+    return jax.lax.while_loop(running, step, carry)[1:]
+
+
+def attend_all(query: Float[Array, "B T H_q D"], segments: tuple[Segment, ...]) -> Partials:
+    """As `attend`, of no segments, too."""
+    if segments:
+        return attend(query, segments)
+    empty = jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
+    return Partials(empty, jnp.zeros(query.shape, jnp.float32), jnp.zeros_like(empty))
+
+
+def _log_count(count: Int[Array, "..."]) -> Float[Array, "..."]:
+    return jnp.where(count > 0, jnp.log(jnp.maximum(count, 1).astype(jnp.float32)), -jnp.inf)
 
 
 _NOWHERE = 2**30

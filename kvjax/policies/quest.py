@@ -82,6 +82,7 @@ def quest(budget: int, *, full_layers: int = 0, period: int = 64) -> CachePolicy
             index=index,
             pending=jnp.zeros(spec.batch, jnp.int32),
             chunks=jnp.zeros(spec.batch, jnp.int32),
+            learnt=None,
             group=spec.query_heads // spec.kv_heads,
         )
         return init_windowed(spec, init_window(spec, PAGE - 1 + min(period, spec.max_new), 0, 0, period), filed)

@@ -1,5 +1,6 @@
 """ClusterKV and Quest against float64 references that are written from the papers."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -195,8 +196,177 @@ def test_several_queries_at_once_read_what_each_reads_alone(made):
     *_, (state, _) = steps(made, keys, values, new=3)
     query = 3 * rng.normal(size=(ROWS, 5, KV_HEADS * GROUP, DIM)).astype(np.float32)
     together = attended(made, state, query)
-    shown = kvjax.output(kvjax.attend(query, made.segments(state, query)))
+    shown = jax.jit(
+        lambda state: kvjax.output(kvjax.attend(query, made.segments(state, query))), compiler_options=QUICKLY
+    )(state)
     for number in range(5):
         alone = attended(made, state, query[:, number : number + 1])
         np.testing.assert_allclose(together[:, number], alone[:, 0], atol=1e-6)
         np.testing.assert_allclose(shown[:, number], alone[:, 0], atol=1e-6)
+
+
+def true_share(state, total, keys, query, row, *, budget, select):
+    """The share of attention's mass, by query head, on tokens that a query [H_q, D] does not read."""
+    missing = []
+    for head in range(KV_HEADS):
+        k = keys[row, : total[row], head].astype(np.float64)
+        clusters = clusters_of(state, row, head)
+        means = np.array([k[tokens].mean(axis=0) if len(tokens) else np.zeros(DIM) for tokens in clusters])
+        sizes = np.array([len(tokens) for tokens in clusters])
+        asked = query[head * GROUP : (head + 1) * GROUP].astype(np.float64)
+        score = np.exp(asked @ means.T / np.sqrt(DIM))
+        if select == "group":
+            score = np.repeat((score / (score * sizes).sum(axis=1, keepdims=True)).sum(axis=0)[None], GROUP, axis=0)
+        for one, order in zip(asked, np.argsort(-score, axis=1, kind="stable"), strict=True):
+            read, left = set(held(state, total)[row].tolist()), budget - SINKS - RECENT
+            for cluster in order:
+                taken = clusters[cluster][:left]
+                left -= len(taken)
+                read |= set(taken.tolist())
+            mass = np.exp(k @ one / np.sqrt(DIM))
+            missing.append(mass[[t for t in range(total[row]) if t not in read]].sum() / mass.sum())
+    return np.array(missing)
+
+
+bound = jax.jit(kvjax.missing_mass, compiler_options=QUICKLY)
+
+
+@pytest.mark.parametrize("kind", ["normal", "equal", "outlier"])
+@pytest.mark.parametrize(
+    "select, dtype",
+    [("query_head", jnp.float32), ("group", jnp.bfloat16)],
+    ids=["query_head-float32", "group-bfloat16"],
+)
+def test_no_more_mass_is_missing_than_is_certified(kind, select, dtype):
+    made, spec = policy(select=select), dataclasses.replace(SPEC, dtype=dtype)
+    keys, values = make_tokens(kind)
+    keys = np.array(jnp.asarray(keys, dtype).astype(jnp.float32))  # attention is to what is stored
+    query = np.random.default_rng(3).normal(size=(ROWS, NEW, KV_HEADS * GROUP, DIM)).astype(np.float32)
+    tightest = 1.0
+    for number, (state, total) in enumerate(steps(made, keys, values, spec, new=22)):
+        if number % 11:
+            continue
+        for length in (0, 0.1, 1, 8):
+            certified = bound(state, length * query[:, number : number + 1])
+            for row in range(ROWS):
+                share = true_share(state, total, keys, length * query[row, number], row, budget=BUDGET, select=select)
+                assert (np.asarray(certified[row, 0]) >= share - 1e-6).all()
+                tightest = min(tightest, float((certified[row, 0] - share).min()))
+    assert tightest < 1e-3  # a query of zeros misses exactly its share of the tokens
+
+
+def test_a_certificate_of_everything_read_is_zero():
+    *_, (state, _) = steps(policy(400), *make_tokens("normal"), new=3)
+    assert not np.asarray(bound(state, np.ones((ROWS, 2, KV_HEADS * GROUP, DIM), np.float32))).any()
+    with pytest.raises(ValueError, match="not that of a clusterkv cache"):
+        kvjax.missing_mass(kvjax.quest(32).init(SPEC, row_keys(ROWS)), jnp.zeros((ROWS, 1, KV_HEADS * GROUP, DIM)))
+
+
+@functools.partial(jax.jit, static_argnames=("made", "causal"), compiler_options=QUICKLY)
+def attend_and_learn(made, state, query, causal):
+    return made.attend(state, query, causal)
+
+
+TARGETS = {target: policy(SINKS + RECENT + 20, target=target) for target in (0.0, 0.3)}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_recall_goes_on_until_the_target(target):
+    made = TARGETS[target]
+    keys, values = make_tokens("normal")
+    query = np.random.default_rng(3).normal(size=(ROWS, 1, KV_HEADS * GROUP, DIM)).astype(np.float32)
+    query[1] *= 0.01  # so this row's bound is near the share of tokens
+    exact = kvjax.exact(period=PERIOD)
+    *_, (state, _) = steps(made, keys, values, new=12)
+    *_, (all_tokens, _) = steps(exact, keys, values, new=12)
+    partials, after = attend_and_learn(made, state, query, True)
+    learnt = after.selection.learnt
+    assert (np.asarray(learnt.missing) <= target).all()
+    stored = state.selection.store.position.shape[2]
+    rounds = np.asarray(learnt.rounds)
+    assert (np.asarray(learnt.steps) == 1).all() and (rounds >= 1).all() and (rounds <= -(-stored // 2)).all()
+    if target == 0:
+        np.testing.assert_allclose(kvjax.output(partials), attended(exact, all_tokens, query), atol=1e-5)
+    else:
+        assert rounds[0] != rounds[1]  # each row its own
+        error = np.abs(np.asarray(kvjax.output(partials) - attended(exact, all_tokens, query))).max()
+        assert error <= 2 * target * np.linalg.norm(values, axis=-1).max()
+    # Without causal nothing is learnt; rows that appended nothing learn nothing.
+    _, same = attend_and_learn(made, after, query, False)
+    assert int(same.selection.learnt.steps[0]) == 1
+    idle = made.extend(after, keys[:, :1], values[:, :1], jnp.array([1, 0]))
+    learnt = attend_and_learn(made, idle, query, True)[1].selection.learnt
+    np.testing.assert_array_equal(learnt.steps, [2, 1])
+    assert int(learnt.rounds[1]) == rounds[1]
+
+
+def test_a_row_recalls_as_if_alone():
+    made = TARGETS[0.3]
+    keys, values = make_tokens("normal")
+    query = np.random.default_rng(3).normal(size=(ROWS, 1, KV_HEADS * GROUP, DIM)).astype(np.float32)
+    state = prefill(made, SPEC, keys, values)
+    together = attended(made, state, query)
+    alone = prefill(made, dataclasses.replace(SPEC, batch=1), keys[:1], values[:1])
+    np.testing.assert_allclose(attended(made, alone, query[:1]), together[:1], atol=1e-5)
+
+
+@every_policy(policy(), kvjax.quest(50, period=PERIOD))
+def test_more_tokens_than_there_is_room_for_are_counted(made):
+    keys, values = make_tokens("normal")
+    state = prefill(made, SPEC, keys, values)
+    for number in range(NEW + 50):
+        state = append(made, state, keys[:, number : number + 1], values[:, number : number + 1])
+    with pytest.raises(ValueError, match="full cache"):
+        kvjax.check(state)
+
+
+def test_first_layers_may_keep_all():
+    made = kvjax.clusterkv(40, full_layers=1)
+    spec = dataclasses.replace(SPEC, layers=2)
+    exact = kvjax.row_bytes(kvjax.exact(), spec)
+    assert kvjax.row_bytes(made, spec) == exact
+    assert kvjax.row_bytes(made, dataclasses.replace(spec, layer=1)) == kvjax.row_bytes(kvjax.clusterkv(40), spec)
+    assert made.recalls
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"budget": 10}, "budget=10 slots cannot hold sinks=16"),
+        ({"cluster_tokens": 0}, "cluster_tokens=0"),
+        ({"every": 40}, "period=64 must not exceed every=40"),
+        ({"select": "heads"}, "select='heads'"),
+        ({"variant": "paper"}, "variant='paper'"),
+        ({"target": 1.0}, "target=1.0"),
+        ({"chunk_clusters": 0}, "chunk_clusters=0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.clusterkv(**({"budget": 100} | options))
+
+
+# --- quest ---
+
+
+@pytest.mark.parametrize("budget", [1, 50, 95])
+def test_quest_reads_the_pages_of_largest_bounds(budget):
+    made = kvjax.quest(budget, period=PERIOD)
+    (keys, values), rng = make_tokens("normal"), np.random.default_rng(5)
+    query = 3 * rng.normal(size=(ROWS, NEW + 1, KV_HEADS * GROUP, DIM)).astype(np.float32)
+    for number, (state, total) in enumerate(steps(made, keys, values)):
+        if number not in (0, 9, 33, NEW):
+            continue
+        kvjax.check(state)
+        out = attended(made, state, query[:, number : number + 1])
+        compacted = total - np.asarray(state.window.staging.count)
+        for row, head in np.ndindex(ROWS, KV_HEADS * GROUP):
+            k, v = (x[row, : total[row], head // GROUP].astype(np.float64) for x in (keys, values))
+            q = query[row, number, head].astype(np.float64)
+            pages = compacted[row] // 16
+            paged = k[: 16 * pages].reshape(pages, 16, DIM)
+            score = np.maximum(q * paged.min(axis=1), q * paged.max(axis=1)).sum(axis=1)
+            chosen = np.argsort(-score, kind="stable")[: max(3, budget // 16)]
+            read = np.concatenate([*(16 * page + np.arange(16) for page in chosen), np.arange(16 * pages, total[row])])
+            weight = np.exp(k[read] @ q / np.sqrt(DIM))
+            np.testing.assert_allclose(out[row, 0, head], weight @ v[read] / weight.sum(), atol=2e-5)
