@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.attention import SLOT_BLOCK
 from kvjax.policies.windowed import WindowedState
 from kvjax.policy import CacheSpec
 from kvjax.segment import Segment
 from kvjax.staging import Block, Window, init_window, window_segments
+from pallas_kernels.weighted_decode import SLOT_BLOCK
 
 
 def init_growing(spec: CacheSpec, prompt: int, period: int) -> Window:

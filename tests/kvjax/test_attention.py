@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax import Partials, attend, attend_segment, merge, output, segment
-from kvjax.attention import MANY_ROWS
+from pallas_kernels.weighted_decode import MANY_ROWS
 
 KV_HEADS = 2
 SEGMENTS_ONLY = settings(max_examples=25, deadline=None)

@@ -1,0 +1,69 @@
+"""`weighted_decode` on whatever the program runs on."""
+
+from typing import Any, Literal
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels.weighted_decode import mosaic_tpu, reference
+from pallas_kernels.weighted_decode.base import Entries, Sums
+
+Implementation = Literal["xla", "mosaic_tpu"]
+
+
+def weighted_decode(
+    rows: Float[Array, "B H R D"],
+    entries: Entries,
+    *,
+    implementation: Implementation | None = None,
+    config: mosaic_tpu.Config | None = None,
+    interpret: Any = False,
+) -> Sums:
+    """Both sums of attention of the rows of every kv head over its entries, in float32; see `reference`.
+
+    Args:
+        rows: queries that share a kv head: R of tokens times grouped heads.
+        implementation: None: the kernel of the platform that the program is compiled for, where there is one and it can
+            do this, XLA otherwise.
+        config: of the kernel.
+        interpret: of the kernel, as `pallas_call` takes it.
+
+    Raises:
+        ValueError: for shapes that do not fit, or an implementation that is not known.
+        NotImplementedError: where the implementation that was asked for cannot do this, with the reason.
+    """
+    check(rows, entries)
+    if implementation == "xla":
+        return reference.weighted_decode(rows, entries)
+    if implementation == "mosaic_tpu":
+        return mosaic_tpu.weighted_decode(rows, entries, config, interpret)
+    if implementation is not None:
+        raise ValueError(f"implementation={implementation!r}; it must be None, 'xla' or 'mosaic_tpu'")
+    try:
+        mosaic_tpu.check(rows, entries)
+    except NotImplementedError:
+        return reference.weighted_decode(rows, entries)
+    return jax.lax.platform_dependent(
+        rows,
+        entries,
+        default=reference.weighted_decode,
+        tpu=lambda rows, entries: mosaic_tpu.weighted_decode(rows, entries, config, interpret),
+    )
+
+
+def check(rows: Float[Array, "B H R D"], entries: Entries) -> None:
+    """Raises a ValueError where shapes do not fit."""
+    batch, heads, count, head_dim = rows.shape
+    slots = entries.keys.shape[2]
+    wanted: dict[str, tuple[tuple[int, ...], ...]] = {
+        "keys": ((batch, heads, slots, head_dim),),
+        "values": ((batch, heads, slots, head_dim),),
+        **dict.fromkeys(("log_num", "log_den", "key_scale", "value_scale"), ((batch, heads, slots),)),
+        **dict.fromkeys(("start", "stop"), ((batch,), (batch, count))),
+    }
+    for name, shapes in wanted.items():
+        given = getattr(entries, name)
+        if given is not None and given.shape not in shapes:
+            raise ValueError(f"{name} has shape {given.shape}; with rows {rows.shape} it must be {shapes[0]}")
+    if entries.values is None and entries.feeds != "denominator":
+        raise ValueError(f"entries that feed {entries.feeds!r} need values")

@@ -1,0 +1,232 @@
+"""The fused cluster-attention loop as a Pallas kernel for TPU (Mosaic)."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.weighted_decode.base import EMPTY, Entries, Sums, compute_type
+from pallas_kernels.weighted_decode.reference import MANY_ROWS
+
+TYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the kernel cuts its work.
+
+    Attributes:
+        block_slots: slots per step of the pipeline; a multiple of 128.
+        splits: parts that a head's slots are cut into, each with sums of its own, so that several cores share one
+            sequence; merged outside.
+    """
+
+    block_slots: int = 1024
+    splits: int = 1
+
+    def __post_init__(self) -> None:
+        if self.block_slots < 128 or self.block_slots % 128:
+            raise ValueError(f"block_slots={self.block_slots}; it must be a multiple of 128")
+        if self.splits < 1:
+            raise ValueError(f"splits={self.splits}; it must be at least 1")
+
+
+def check(rows: Float[Array, "B H R D"], entries: Entries) -> None:
+    """Raises a NotImplementedError for what the kernel cannot do, with the reason."""
+    if rows.shape[2] >= MANY_ROWS:
+        raise NotImplementedError(f"{rows.shape[2]} rows: from {MANY_ROWS} on products, not reading, take the time")
+    for name, array in {"rows": rows, "keys": entries.keys, "values": entries.values}.items():
+        if array is not None and array.dtype.name not in TYPES:
+            raise NotImplementedError(f"{name} are {array.dtype.name}; a TPU kernel takes {', '.join(TYPES)}")
+
+
+def weighted_decode(
+    rows: Float[Array, "B H R D"], entries: Entries, config: Config | None = None, interpret: Any = False
+) -> Sums:
+    """`reference.weighted_decode` in one pass over the occupied blocks of slots.
+
+    Every kv head's rows share one read of its keys and values. Blocks outside the occupied range of a row of the batch
+    are neither fetched nor computed. Head dimensions that are no multiple of 128 are read with slots as the minor axis,
+    which is how XLA lays such arrays out, so that no copy is made.
+    """
+    check(rows, entries)
+    config = config or Config()
+    batch, heads, count, head_dim = rows.shape
+    slots = entries.keys.shape[2]
+    block = min(config.block_slots, slots)
+    blocks = pl.cdiv(slots, block)
+    splits = min(config.splits, blocks)
+    per_split = pl.cdiv(blocks, splits)
+    slots_minor = head_dim % 128 != 0
+
+    start = _bound(entries.start, batch, 0)
+    stop = jnp.minimum(_bound(entries.stop, batch, slots), slots)
+    by_row = start.ndim == 2 or stop.ndim == 2
+    lowest = start if start.ndim == 1 else jnp.min(start, axis=1)
+    highest = stop if stop.ndim == 1 else jnp.max(stop, axis=1)
+    # One block is always fetched: an empty range points at one that exists.
+    first = jnp.clip(lowest // block, 0, blocks - 1)
+    last = jnp.clip((highest - 1) // block, first, blocks - 1)
+
+    def of_head(b, h, s, j, *_):
+        return b, h, 0, 0
+
+    def of_split(b, h, s, j, *_):
+        return b, h, s, 0, 0
+
+    def place(b, s, j, first, last):
+        # Steps outside the range stay on its nearest block, which the pipeline then does not fetch again.
+        return jnp.clip(s * per_split + j, first[b], last[b])
+
+    def of_slots(b, h, s, j, first, last, *_):
+        number = place(b, s, j, first, last)
+        return (b, h, 0, number) if slots_minor else (b, h, number, 0)
+
+    def of_weights(b, h, s, j, first, last, *_):
+        return b, h, 0, place(b, s, j, first, last)
+
+    store = pl.BlockSpec((1, 1, head_dim, block) if slots_minor else (1, 1, block, head_dim), of_slots)
+    weights = pl.BlockSpec((1, 1, 1, block), of_weights)
+    fed_values = entries.feeds != "denominator"
+    lay = (lambda x: x.swapaxes(2, 3)) if slots_minor else (lambda x: x)
+    arrays: dict[str, tuple[Array, pl.BlockSpec]] = {
+        "rows": (rows, pl.BlockSpec((1, 1, count, head_dim), of_head)),
+        "keys": (lay(entries.keys), store),
+    }
+    if fed_values:
+        assert entries.values is not None
+        arrays["values"] = (lay(entries.values), store)
+    for name in ("log_num", "log_den", "key_scale", "value_scale"):
+        # A scale of values that are not read need not be read either; the same for the numerator's weights.
+        used = name != "value_scale" or fed_values
+        if used and (given := getattr(entries, name)) is not None:
+            arrays[name] = (given.astype(jnp.float32)[:, :, None], weights)
+    if by_row:
+        wide = lambda x: jnp.broadcast_to(x if x.ndim == 2 else x[:, None], (batch, count))  # noqa: E731
+        bounds = jnp.stack([wide(start), wide(stop)], axis=-1)
+        arrays["bounds"] = (bounds, pl.BlockSpec((1, count, 2), lambda b, h, s, j, *_: (b, 0, 0)))
+
+    kernel = functools.partial(
+        _kernel,
+        names=tuple(arrays),
+        feeds=entries.feeds,
+        slots=slots,
+        block=block,
+        per_split=per_split,
+        slots_minor=slots_minor,
+    )
+    sums = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(batch, heads, splits, per_split),
+            in_specs=[spec for _, spec in arrays.values()],
+            out_specs=[
+                pl.BlockSpec((1, 1, 1, count, 1), of_split),
+                pl.BlockSpec((1, 1, 1, count, head_dim), of_split),
+                pl.BlockSpec((1, 1, 1, count, 1), of_split),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, heads, splits, count, width), jnp.float32) for width in (1, head_dim, 1)
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * batch * heads * count * slots * head_dim * (2 if fed_values else 1),
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x, _ in arrays.values()),
+            transcendentals=batch * heads * count * slots,
+        ),
+        interpret=interpret,
+        name="weighted_decode",
+    )(first, last, lowest, highest, *(x for x, _ in arrays.values()))
+    return _merged(Sums(sums[0][..., 0], sums[1], sums[2][..., 0]))
+
+
+def _kernel(first, last, lowest, highest, *refs, names, feeds, slots, block, per_split, slots_minor):
+    """One block of one head's slots against all of its rows. Running sums live in the output blocks, which stay on chip
+    while the last axis of the grid runs."""
+    given = dict(zip(names, refs, strict=False))
+    peak_ref, num_ref, den_ref = refs[len(names) :]
+    b, s, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    number = s * per_split + j
+
+    @pl.when(j == 0)
+    def _():
+        peak_ref[...] = jnp.full_like(peak_ref, EMPTY)
+        num_ref[...] = jnp.zeros_like(num_ref)
+        den_ref[...] = jnp.zeros_like(den_ref)
+
+    @pl.when((number >= first[b]) & (number <= last[b]))
+    def _():
+        queries, keys = given["rows"][0, 0], given["keys"][0, 0]
+        logits = _product(queries, keys, contract_slots=False, slots_minor=slots_minor) * queries.shape[1] ** -0.5
+        if "key_scale" in given:
+            logits = logits * given["key_scale"][0, 0]
+        slot = number * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
+        inside = (slot >= lowest[b]) & (slot < highest[b])
+        if "bounds" in given:
+            bounds = given["bounds"][0]
+            inside = inside & (slot >= bounds[:, :1]) & (slot < bounds[:, 1:])
+
+        def weighed(name):
+            shifted = logits + jnp.maximum(given[name][0, 0], EMPTY) if name in given else logits
+            return jnp.where(inside, shifted, EMPTY)
+
+        num_logits = weighed("log_num")
+        den_logits = weighed("log_den") if "log_den" in given else num_logits
+        fed = {"both": (num_logits, den_logits), "numerator": (num_logits,), "denominator": (den_logits,)}[feeds]
+        before = peak_ref[0, 0, 0]
+        peak = functools.reduce(jnp.maximum, (jnp.max(one, axis=1, keepdims=True) for one in fed), before)
+        fade = jnp.exp(before - peak)
+        peak_ref[0, 0, 0] = peak
+        if feeds != "numerator":
+            weight = jnp.exp(den_logits - peak)
+            den_ref[0, 0, 0] = den_ref[0, 0, 0] * fade + jnp.sum(weight, axis=1, keepdims=True)
+        if feeds != "denominator":
+            weight = jnp.exp(num_logits - peak)
+            # What lies behind the last slot is unspecified, and 0 * NaN is NaN.
+            if "value_scale" in given:
+                weight = jnp.where(inside, weight * given["value_scale"][0, 0], 0.0)
+            values = given["values"][0, 0]
+            if slots % block:
+                place = number * block + jax.lax.broadcasted_iota(jnp.int32, values.shape, 1 if slots_minor else 0)
+                values = jnp.where(place < slots, values, jnp.zeros_like(values))
+            weight = weight.astype(compute_type(queries.dtype, values.dtype))
+            gathered = _product(weight, values, contract_slots=True, slots_minor=slots_minor)
+            num_ref[0, 0, 0] = num_ref[0, 0, 0] * fade + gathered
+
+
+def _product(
+    left: Float[Array, "R K"], stored: Float[Array, "S D"], *, contract_slots: bool, slots_minor: bool
+) -> Float[Array, "R N"]:
+    """Rows against stored keys (over dimensions) or weights against stored values (over slots), in float32."""
+    kind = compute_type(left.dtype, stored.dtype)
+    if jnp.issubdtype(stored.dtype, jnp.integer):
+        stored = stored.astype(jnp.float32)  # from where every type can be reached
+    axis = int(slots_minor) if contract_slots else 1 - int(slots_minor)
+    precision = jax.lax.Precision.HIGHEST if kind == jnp.float32 else None
+    return jax.lax.dot_general(
+        left.astype(kind),
+        stored.astype(kind),
+        (((1,), (axis,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _bound(bound: Int[Array, "B"] | Int[Array, "B R"] | None, batch: int, otherwise: int) -> Array:
+    return jnp.full(batch, otherwise, jnp.int32) if bound is None else bound.astype(jnp.int32)
+
+
+def _merged(sums: Sums) -> Sums:
+    """From sums per split [B, H, splits, ...] to one."""
+    peak = jnp.max(sums.max, axis=2)
+    factor = jnp.exp(sums.max - peak[:, :, None])
+    return Sums(peak, jnp.sum(sums.num * factor[..., None], axis=2), jnp.sum(sums.den * factor, axis=2))

@@ -1,0 +1,120 @@
+"""The meaning of `weighted_decode`, in plain jax.numpy, fast on CPU; every other form is tested against it."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.weighted_decode.base import EMPTY, Entries, Sums, compute_type
+
+# Slots per block of the sum over values. Stores that can choose have a multiple of it.
+SLOT_BLOCK = 64
+
+# From so many query rows per kv head on, products are compute-bound and slots are the faster last axis.
+MANY_ROWS = 64
+
+
+def weighted_decode(rows: Float[Array, "B H R D"], entries: Entries) -> Sums:
+    """Both sums of attention over the entries, accumulated in float32: with l = rows . keys / sqrt(D),
+    num = sum_s exp(l_s + log_num_s - max) value_s and den = sum_s exp(l_s + log_den_s - max)."""
+    return _by_slot(rows, entries) if rows.shape[2] < MANY_ROWS else _by_row(rows, entries)
+
+
+def slot_probabilities(
+    rows: Float[Array, "B H R D"], entries: Entries, peak: Float[Array, "B H R"], den: Float[Array, "B H R"]
+) -> Float[Array, "B H S R"]:
+    """What share of each row's attention falls on each slot: exp(l_s + log_den_s - peak) / den, float32, where peak and
+    den are those of all entries that the row attends to, these among them."""
+    # The product is written as in `_by_slot`, so that a compiler takes it once for both.
+    logits = jnp.einsum("bhsd,bhrd->bhsr", entries.keys, rows.astype(jnp.float32), preferred_element_type=jnp.float32)
+    logits = logits / math.sqrt(entries.keys.shape[-1])
+    if entries.key_scale is not None:
+        logits = logits * entries.key_scale[..., None]
+    bias = _bias(entries, entries.log_num if entries.log_den is None else entries.log_den)
+    return jnp.exp(logits + bias.swapaxes(2, 3) - peak[:, :, None]) / den[:, :, None]
+
+
+def _by_slot(rows: Float[Array, "B H R D"], entries: Entries) -> Sums:
+    """For few rows, as in decoding, where reading keys and values takes all the time.
+
+    The order of axes decides how XLA:CPU runs this. All queries of a kv head are one operand's rows, batch and heads
+    lead (any other order copies the keys), and from the logits on slots come in blocks, which lets both cores share
+    the sum over values.
+    """
+    logits = jnp.einsum("bhsd,bhrd->bhsr", entries.keys, rows.astype(jnp.float32), preferred_element_type=jnp.float32)
+    lay = lambda x: _in_blocks(x.swapaxes(2, 3))  # noqa: E731
+    peak, weights, den = _weigh(_in_blocks(logits), entries, lay, slot_axes=(2, 4))
+    if weights is None or entries.values is None:
+        return Sums(peak, jnp.zeros(rows.shape, jnp.float32), den)
+    values = entries.values.reshape(*weights.shape[:3], weights.shape[4], -1)
+    num = jnp.einsum("bhnrt,bhntd->bhnrd", weights, values, preferred_element_type=jnp.float32)
+    return Sums(peak, jnp.sum(num, axis=2), den)
+
+
+def _by_row(rows: Float[Array, "B H R D"], entries: Entries) -> Sums:
+    """For many rows, as in prefill. With slots last XLA:CPU runs it at two to five times the speed; products are taken
+    in the type of rows and entries, which is what matrix units are made for."""
+    keys = entries.keys.astype(compute_type(rows.dtype, entries.keys.dtype))
+    logits = jnp.einsum("bhrd,bhsd->bhrs", rows.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
+    peak, weights, den = _weigh(logits, entries, lambda x: x, slot_axes=(3,))
+    if weights is None or entries.values is None:
+        return Sums(peak, jnp.zeros(rows.shape, jnp.float32), den)
+    values = entries.values.astype(compute_type(rows.dtype, entries.values.dtype))
+    num = jnp.einsum("bhrs,bhsd->bhrd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    return Sums(peak, num, den)
+
+
+def _weigh(
+    logits: Float[Array, "B H *L"],
+    entries: Entries,
+    lay: Callable[[Float[Array, "#B #H #R S"]], Float[Array, "#B #H *L"]],
+    slot_axes: tuple[int, ...],
+) -> tuple[Float[Array, "B H R"], Float[Array, "B H *L"] | None, Float[Array, "B H R"]]:
+    """From logits to the maximum, every value's weight (None where the numerator is not fed) and the denominator.
+
+    Args:
+        logits: in any layout of rows and slots.
+        lay: brings what is added to logits, or multiplies them, into that layout.
+        slot_axes: which axes of the layout slots are on.
+    """
+    logits = logits / math.sqrt(entries.keys.shape[-1])
+    if entries.key_scale is not None:
+        logits = logits * lay(entries.key_scale[:, :, None])
+    num_logits = den_logits = logits + lay(_bias(entries, entries.log_num))
+    if entries.log_den is not None:
+        den_logits = logits + lay(_bias(entries, entries.log_den))
+    fed = {"both": (num_logits, den_logits), "numerator": (num_logits,), "denominator": (den_logits,)}[entries.feeds]
+    peak = functools.reduce(jnp.maximum, (jnp.max(one, axis=slot_axes) for one in fed))
+    peak = jnp.maximum(peak, EMPTY)
+    base = jnp.expand_dims(peak, slot_axes)
+    den = jnp.zeros_like(peak)
+    if entries.feeds != "numerator":
+        den = jnp.sum(jnp.exp(den_logits - base), axis=slot_axes)
+    if entries.feeds == "denominator":
+        return peak, None, den
+    weights = jnp.exp(num_logits - base)
+    return peak, weights if entries.value_scale is None else weights * lay(entries.value_scale[:, :, None]), den
+
+
+def _bias(entries: Entries, log_weight: Float[Array, "B H S"] | None) -> Float[Array, "#B #H #R S"]:
+    """What is added to the logits: the log-weights, and `EMPTY` where there is no entry."""
+    slots = jnp.arange(entries.keys.shape[2], dtype=jnp.int32)[None, None, None]
+    bias = jnp.zeros(slots.shape) if log_weight is None else jnp.maximum(log_weight, EMPTY)[:, :, None]
+    if entries.start is not None:
+        bias = jnp.where(slots >= _of_rows(entries.start), bias, EMPTY)
+    if entries.stop is not None:
+        bias = jnp.where(slots < _of_rows(entries.stop), bias, EMPTY)
+    return bias
+
+
+def _of_rows(bound: Int[Array, "B"] | Int[Array, "B R"]) -> Int[Array, "B 1 #R 1"]:
+    return (bound[:, None] if bound.ndim == 1 else bound)[:, None, :, None]
+
+
+def _in_blocks(x: Float[Array, "#B #H S #R"]) -> Float[Array, "#B #H n #R t"]:
+    """Slots in blocks of `SLOT_BLOCK` behind the rows; in one block where their number is not a multiple of that."""
+    batch, heads, slots, rows = x.shape
+    block = SLOT_BLOCK if slots % SLOT_BLOCK == 0 else slots
+    return x.reshape(batch, heads, slots // block, block, rows).swapaxes(3, 4)

@@ -1,0 +1,199 @@
+"""Every form of the fused cluster-attention loop against plain float64 sums, and the kernel's traffic."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.weighted_decode import EMPTY, Config, Entries, Sums, weighted_decode
+
+SMALL = Config(block_slots=128)
+FORMS = {
+    "xla": {"implementation": "xla"},
+    "mosaic_tpu": {"implementation": "mosaic_tpu", "config": SMALL, "interpret": True},
+    "mosaic_tpu_split": {"implementation": "mosaic_tpu", "config": Config(128, splits=2), "interpret": True},
+    # The slow interpreter knows memory spaces: it raises on reads out of bounds and on races.
+    "mosaic_tpu_checked": {
+        "implementation": "mosaic_tpu",
+        "config": SMALL,
+        "interpret": pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise"),
+    },
+}
+every_form = pytest.mark.parametrize("form", FORMS)
+quick_form = pytest.mark.parametrize("form", ("xla", "mosaic_tpu"))
+# Compiling takes most of the time.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# Relative to the largest sum: what rounding entries, rows and weights to the type costs.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "int8": 2e-6, "float8_e4m3fn": 2e-6}
+
+
+@functools.partial(jax.jit, static_argnames="form", compiler_options=QUICKLY)
+def run(rows, entries, form):
+    return weighted_decode(rows, entries, **FORMS[form])
+
+
+def make(seed=0, batch=2, heads=2, rows=4, slots=300, head_dim=64, dtype="float32", fields=(), scale=1.0, **others):
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: rng.normal(size=shape)  # noqa: E731
+    stored = [scale * normal(batch, heads, slots, head_dim) for _ in range(2)]
+    if dtype == "int8":
+        stored = [np.clip(np.round(40 * x), -127, 127) for x in stored]
+    keys, values = (jnp.asarray(x, dtype) for x in stored)
+    given = {name: normal(batch, heads, slots) * (0.02 if "scale" in name else 1.0) for name in fields}
+    given = {name: jnp.asarray(x, jnp.float32) for name, x in given.items()}
+    queries = jnp.asarray(
+        scale * normal(batch, heads, rows, head_dim), "bfloat16" if dtype == "bfloat16" else "float32"
+    )
+    return queries, Entries(keys, values, **given, **others)
+
+
+def expected(rows, entries):
+    """max, num and den in float64, max -inf where a row finds no entry."""
+    wide = lambda x: np.asarray(x, np.float64)  # noqa: E731
+    batch, _, count, head_dim = rows.shape
+    slots = entries.keys.shape[2]
+    logits = np.einsum("bhrd,bhsd->bhrs", wide(rows), wide(entries.keys)) / np.sqrt(head_dim)
+    if entries.key_scale is not None:
+        logits = logits * wide(entries.key_scale)[:, :, None]
+    inside = np.ones((batch, count, slots), bool)
+    for bound, holds in ((entries.start, np.greater_equal), (entries.stop, np.less)):
+        if bound is not None:
+            bound = np.asarray(bound)
+            inside &= holds(np.arange(slots), (bound[:, None] if bound.ndim == 1 else bound)[:, :, None])
+    weigh = lambda x: 0.0 if x is None else wide(x)[:, :, None]  # noqa: E731
+    nothing = np.full_like(logits, -np.inf)
+    log_den = entries.log_num if entries.log_den is None else entries.log_den
+    num, den = (np.where(inside[:, None], logits + weigh(x), -np.inf) for x in (entries.log_num, log_den))
+    num = nothing if entries.feeds == "denominator" else num
+    den = nothing if entries.feeds == "numerator" else den
+    peak = np.maximum(num, den).max(-1)
+    base = np.where(np.isfinite(peak), peak, 0.0)[..., None]
+    weight = np.exp(num - base) * (1.0 if entries.value_scale is None else wide(entries.value_scale)[:, :, None])
+    values = np.zeros(entries.keys.shape) if entries.values is None else wide(entries.values)
+    return peak, np.einsum("bhrs,bhsd->bhrd", weight, values), np.exp(den - base).sum(-1)
+
+
+def compare(found: Sums, rows, entries, tolerance):
+    peak, num, den = expected(rows, entries)
+    some = np.isfinite(peak)
+    np.testing.assert_array_equal(np.asarray(found.max) > EMPTY / 2, some)
+    # Both are relative to a maximum of their own.
+    shift = np.exp(np.where(some, np.asarray(found.max, np.float64) - np.where(some, peak, 0), 0))
+    largest = max(np.abs(num).max(), np.abs(den).max(), 1e-30)
+    for mine, true in ((np.asarray(found.num) * shift[..., None], num), (np.asarray(found.den) * shift, den)):
+        assert np.abs(mine - true)[some].max(initial=0) <= tolerance * largest
+    return some
+
+
+@quick_form
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_shapes_and_types(form, head_dim, dtype):
+    fields = ("key_scale", "value_scale", "log_num") if jnp.dtype(dtype).itemsize == 1 else ("log_num",)
+    rows, entries = make(head_dim=head_dim, dtype=dtype, fields=fields, stop=jnp.array([300, 130]))
+    compare(run(rows, entries, form), rows, entries, TOLERANCE[dtype])
+
+
+@every_form
+@pytest.mark.parametrize("slots, rows", [(1, 3), (100, 1), (128, 8), (256, 3), (300, 1), (300, 8)])
+def test_any_number_of_slots_and_rows(form, slots, rows):
+    queries, entries = make(rows=rows, slots=slots, head_dim=128)
+    compare(run(queries, entries, form), queries, entries, 2e-6)
+
+
+RANGES = {
+    "empty row": ([0, 40], [0, 40]),
+    "one slot": ([299, 0], [300, 1]),
+    "within a block": ([130, 5], [200, 6]),
+    "across blocks": ([120, 1], [140, 299]),
+    "of each row": ([[0, 10, 250, 7], [3, 3, 3, 3]], [[300, 10, 260, 8], [9, 130, 257, 3]]),
+}
+
+
+@every_form
+@pytest.mark.parametrize("name", RANGES)
+def test_only_the_occupied_range_is_read(form, name):
+    start, stop = (jnp.array(bound, jnp.int32) for bound in RANGES[name])
+    rows, entries = make(start=start, stop=stop, fields=("log_num",))
+    some = compare(run(rows, entries, form), rows, entries, 2e-6)
+    assert some.all() == (name in ("one slot", "within a block", "across blocks"))
+    if start.ndim == 1:  # what blocks outside hold does not matter, be it NaN
+        slot = np.arange(300) // 128
+        within = (slot >= np.array(start)[:, None] // 128) & (slot <= (np.array(stop)[:, None] - 1) // 128)
+        spoilt = jnp.where(within[:, None, :, None], entries.keys, jnp.nan)
+        if form != "xla":
+            again = run(rows, Entries(spoilt, entries.values, entries.log_num, start=start, stop=stop), form)
+            compare(again, rows, entries, 2e-6)
+
+
+@quick_form
+@pytest.mark.parametrize("feeds", ["both", "numerator", "denominator"])
+@pytest.mark.parametrize("fields", [(), ("log_num", "log_den"), ("log_den",), ("key_scale", "value_scale")])
+def test_every_weight_and_either_sum(form, feeds, fields):
+    rows, entries = make(fields=fields, feeds=feeds)
+    if feeds == "denominator":
+        entries = Entries(**{**vars(entries), "values": None})
+    for name in ("log_num", "log_den"):
+        if name in fields:
+            entries = Entries(**{**vars(entries), name: getattr(entries, name).at[:, :, ::7].set(-jnp.inf)})
+    compare(run(rows, entries, form), rows, entries, 2e-6)
+
+
+@every_form
+def test_rows_without_any_entry_are_told(form):
+    rows, entries = make(fields=("log_num",))
+    entries = Entries(**{**vars(entries), "log_num": jnp.full((2, 2, 300), -jnp.inf).at[0, 0, 299].set(0.0)})
+    some = compare(run(rows, entries, form), rows, entries, 2e-6)
+    assert some[0, 0].all() and some.sum() == some[0, 0].size
+
+
+@quick_form
+def test_extreme_logits_neither_overflow_nor_vanish(form):
+    # Norms near 200: logits of some thousands either way.
+    rows, entries = make(scale=200 / 8, head_dim=64)
+    found = run(rows, entries, form)
+    assert all(np.isfinite(np.asarray(part)).all() for part in found)
+    compare(found, rows, entries, 2e-3)
+
+
+def test_it_stays_one_kernel_under_vmap():
+    rows, entries = make(batch=2)
+    inner = lambda rows, entries: weighted_decode(rows, entries, **FORMS["mosaic_tpu"])  # noqa: E731
+    stack = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), (rows, entries))
+    jaxpr = str(jax.make_jaxpr(jax.vmap(inner))(*stack))
+    assert jaxpr.count("pallas_call") == 1
+    assert "while[" not in jaxpr and "scan[" not in jaxpr
+    found = jax.vmap(inner)(*stack)
+    for number in range(2):
+        one, other = (jax.tree.map(lambda x, n=number: x[n], part) for part in stack)
+        compare(jax.tree.map(lambda x, n=number: x[n], found), one, other, 2e-6)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"values": jnp.zeros((2, 2, 299, 64))}, ValueError, r"values has shape \(2, 2, 299, 64\)"),
+        ({"log_den": jnp.zeros((2, 2, 300, 1))}, ValueError, "log_den has shape"),
+        ({"stop": jnp.zeros(3, jnp.int32)}, ValueError, r"stop has shape \(3,\)"),
+        ({"values": None}, ValueError, "feed 'both' need values"),
+        ({"keys": jnp.zeros((2, 2, 300, 64), jnp.float16)}, NotImplementedError, "keys are float16"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, error, message):
+    rows, entries = make()
+    with pytest.raises(error, match=message):
+        weighted_decode(rows, Entries(**{**vars(entries), **change}), implementation="mosaic_tpu", interpret=True)
+
+
+def test_unknown_forms_and_many_rows_are_refused():
+    rows, entries = make(rows=64)
+    with pytest.raises(NotImplementedError, match="64 rows"):
+        weighted_decode(rows, entries, implementation="mosaic_tpu", interpret=True)
+    with pytest.raises(ValueError, match="implementation='cuda'"):
+        weighted_decode(rows, entries, implementation="cuda")
+    weighted_decode(rows, entries)  # falls through
+    with pytest.raises(ValueError, match="block_slots=100"):
+        Config(block_slots=100)
