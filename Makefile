@@ -8,7 +8,7 @@ CONSTRAINTS := constraints/$(if $(filter 3.11,$(LINE)),python-3.11.txt,python-3.
 BIN := $(VENV)/bin
 EXTRAS := experiments,test
 
-.PHONY: demo test test-all lint types unit heavy parity constraints clean
+.PHONY: demo test test-all lint types unit heavy aot parity constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m experiments.line_retrieval --demo --verbosity=-1 --output_dir build/demo
@@ -34,6 +34,10 @@ test-all:
 	$(MAKE) test heavy PYTHON=$(PYTHON_312)
 	$(MAKE) parity PYTHON=$(PYTHON)
 
+# Kernels and decoding compiled for TPUs that are not here.
+aot: $(VENV)/.installed-aot
+	$(BIN)/python -m experiments.ahead_of_time
+
 parity: $(VENV)/.installed-parity
 	$(BIN)/python -m pytest tests/models/test_parity.py tests/models/test_generate_parity.py \
 		tests/models/test_kvpress_parity.py
@@ -45,6 +49,10 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.installed-parity: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS),parity]'
+	touch $@
+
+$(VENV)/.installed-aot: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS),aot]'
 	touch $@
 
 # Writes the versions that the environment holds now, for after a change of dependencies in pyproject.toml. The older

@@ -166,6 +166,16 @@ class Generator:
             _check_finite(state)
             yield state, np.asarray(tokens)[:, : int(taken)]
 
+    def lower_decode(self, state: GenerationState, sharding: jax.sharding.Sharding | None = None) -> jax.stages.Lowered:
+        """The program that writes a block of tokens, lowered for a state or its abstract values. Parameters are placed
+        as `sharding` says; a device that is not here will do for a compiler."""
+        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
+        parameters = jax.tree.map(place, self._parameters)
+        steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
+        return _decode_block.lower(
+            self._graph, self.policies, self.sampling, self.eos, self.block, parameters, state, steps
+        )
+
     def lower_append(self, state: GenerationState) -> list[jax.stages.Lowered]:
         """The programs that read a block of a streamed or later prompt (appending, then compacting each kind of layer),
         lowered for a state or its abstract values, so that a compiler can be asked about them."""

@@ -1,0 +1,218 @@
+"""Compiles what decoding runs for TPUs that are not here, with the real TPU compiler.
+
+    python -m experiments.ahead_of_time
+    python -m experiments.ahead_of_time --device v5e --policy uniform --layers 2
+
+libtpu, the compiler, comes from the package index and needs no TPU. For every device it compiles the kernels at the
+shapes of production, and one block of decoding steps of a Llama of a few layers with each policy, its state donated as
+it is in use. A line per program says how long that took, bytes of arguments and temporaries, and how many kernels the
+program holds. It fails where something does not compile, where a kernel that is meant to be used is not, and where the
+temporaries of decoding are as large as a layer's largest buffer: then a cache is copied at every step.
+"""
+
+import os
+import pathlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from flax import nnx
+from jax.experimental import topologies
+from tqdm import tqdm
+
+from experiments.common import results, settings
+from models import generate
+from models.llama import Llama, LlamaConfig
+from pallas_kernels.weighted_decode import Entries, weighted_decode
+
+NAME = "ahead_of_time"
+# The smallest topology of each kind.
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+POLICIES = (
+    "exact",
+    "streaming_llm",
+    "uniform",
+    "clustergen:variant=paper",
+    "clustergen",
+    "subgen",
+    "balancekv",
+    "chelsea",
+)
+
+settings.define_common(policies=POLICIES, budgets=("4096",))
+_DEVICE = flags.DEFINE_multi_enum("device", list(TOPOLOGIES), list(TOPOLOGIES), "TPUs to compile for; repeatable.")
+_LAYERS = flags.DEFINE_integer("layers", 8, "Layers of the Llama.")
+_HEAD_DIM = flags.DEFINE_multi_integer("head_dim", [128, 64], "Head dimensions of the Llama; repeatable.")
+_BATCH = flags.DEFINE_integer("batch", 8, "Sequences decoded together.")
+_CONTEXT = flags.DEFINE_integer("context_tokens", 16384, "Longest prompt.")
+
+
+class Program(NamedTuple):
+    """Something to compile."""
+
+    name: str
+    lowered: jax.stages.Lowered
+    kernels: int  # that it must hold, at least
+    most_temporary: int | None  # bytes; None: any
+
+
+class Compiled(NamedTuple):
+    """What the compiler said."""
+
+    name: str
+    device: str
+    seconds: float
+    argument_bytes: int
+    temporary_bytes: int
+    kernels: int
+    problem: str | None
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments: {argv[1:]}")
+    # The compiler must not look for a TPU, nor refuse a second process that uses it.
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    jax.config.update("jax_platforms", "cpu")
+    quick = flags.FLAGS.quick
+    devices = _DEVICE.value[:1] if quick else _DEVICE.value
+    done: list[Compiled] = []
+    for device in devices:
+        sharding = on_device(device)
+        programs = [*kernel_programs(sharding), *decoding_programs(sharding, 2 if quick else _LAYERS.value)]
+        compiled = [compile_program(program, device) for program in tqdm(programs, desc=device, leave=False)]
+        show(compiled, device)
+        done += compiled
+    path = pathlib.Path(flags.FLAGS.output_dir) / f"{NAME}.json"
+    results.write_rows(path, [make_row(one) for one in done])
+    print(f"Rows: {path}")
+    if problems := [f"{one.name} for {one.device}: {one.problem}" for one in done if one.problem]:
+        raise SystemExit("\n".join(problems))
+
+
+def on_device(device: str) -> jax.sharding.Sharding:
+    """Everything on one chip of the kind.
+
+    Raises:
+        ImportError: where libtpu is not installed.
+    """
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[device])
+    mesh = jax.sharding.Mesh(np.array(topology.devices[:1]), ("chip",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def kernel_programs(sharding: jax.sharding.Sharding) -> Iterator[Program]:
+    """`weighted_decode` at the shapes of production: 8 kv heads, 8 sequences, up to 32k slots."""
+
+    def array(shape: tuple[int, ...], dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    for head_dim in (64, 80, 96, 128, 256):
+        for dtype in (jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn):
+            batch, heads, rows, slots = 8, 8, 4, 32768 if head_dim == 128 else 8192
+            store = array((batch, heads, slots, head_dim), dtype)
+            of_slots = array((batch, heads, slots), jnp.float32)
+            scale = of_slots if jnp.dtype(dtype).itemsize == 1 else None
+            bound = array((batch,), jnp.int32)
+            entries = Entries(store, store, of_slots, None, scale, scale, start=bound, stop=bound)
+            queries = array((batch, heads, rows, head_dim), jnp.float32 if dtype == jnp.float32 else jnp.bfloat16)
+            lowered = jax.jit(weighted_decode).lower(queries, entries)
+            name = f"weighted_decode {jnp.dtype(dtype).name} {batch}x{heads}x{rows}x{slots}x{head_dim}"
+            yield Program(name, lowered, kernels=1, most_temporary=batch * heads * slots * head_dim // 8)
+
+
+def decoding_programs(sharding: jax.sharding.Sharding, layers: int) -> Iterator[Program]:
+    """A block of decoding steps with every policy, for every head dimension."""
+    for head_dim in _HEAD_DIM.value[:1] if flags.FLAGS.quick else _HEAD_DIM.value:
+        config = LlamaConfig(
+            vocab_size=8192,
+            width=1024,
+            mlp_width=2048,
+            layers=layers,
+            query_heads=32,
+            kv_heads=8,
+            head_dim=head_dim,
+            max_length=2 * _CONTEXT.value,
+        )
+        model = Llama(config, rngs=nnx.Rngs(0))
+        for setting in settings.settings(flags.FLAGS.policy, flags.FLAGS.budget):
+            sizes: dict[str, Any] = {"batch": _BATCH.value, "max_prompt": _CONTEXT.value, "max_new": 512}
+            spec = generate.cache_specs(model, **sizes)[0]
+            generator = generate.Generator(model, setting.build(spec, _CONTEXT.value), **sizes)
+            state = jax.eval_shape(generator.start)
+            largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.layers[0]))
+            yield Program(
+                f"{setting} D={head_dim}, {layers} layers",
+                generator.lower_decode(placed(state, sharding), sharding),
+                kernels=layers,
+                most_temporary=largest,
+            )
+
+
+def placed(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+    """Abstract arrays at a place."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def compile_program(program: Program, device: str) -> Compiled:
+    begin = time.perf_counter()
+    try:
+        compiled = program.lowered.compile()
+    except Exception as error:  # whatever the compiler objects to is the finding
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        return Compiled(program.name, device, time.perf_counter() - begin, 0, 0, 0, reason)
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    kernels = (compiled.as_text() or "").count('custom_call_target="tpu_custom_call"')
+    problem = None
+    if kernels < program.kernels:
+        problem = f"{kernels} kernels, at least {program.kernels} were expected"
+    elif program.most_temporary is not None and memory.temp_size_in_bytes >= program.most_temporary:
+        limit = results.readable_bytes(program.most_temporary)
+        problem = f"temporaries not under {limit}"
+    seconds = time.perf_counter() - begin
+    return Compiled(
+        program.name, device, seconds, memory.argument_size_in_bytes, memory.temp_size_in_bytes, kernels, problem
+    )
+
+
+def make_row(one: Compiled) -> results.Row:
+    return results.Row(
+        experiment=NAME,
+        model="random",
+        policy=one.name,
+        metric="temporary_bytes",
+        value=one.temporary_bytes,
+        extra={
+            "device": one.device,
+            "compile_seconds": one.seconds,
+            "argument_bytes": one.argument_bytes,
+            "kernels": one.kernels,
+            "problem": one.problem,
+        },
+    )
+
+
+def show(compiled: Sequence[Compiled], device: str) -> None:
+    """A line per program."""
+    lines = [
+        (
+            one.name,
+            f"{one.seconds:.1f}",
+            results.readable_bytes(one.argument_bytes),
+            results.readable_bytes(one.temporary_bytes),
+            str(one.kernels),
+            one.problem or "ok",
+        )
+        for one in compiled
+    ]
+    columns = ("program", "s", "arguments", "temporaries", "kernels", "")
+    results.print_table(f"Compiled ahead of time for {device}", columns, lines)
+
+
+if __name__ == "__main__":
+    app.run(main)
