@@ -6,9 +6,10 @@
 
 Streams are those of `experiments.common.streams`: synthetic ones of known structure at several norms, and what every
 layer of a checkpoint computes on held-out documents (BalanceKV's study of a single layer: its Figures 1 and 3). A
-stream is compressed as a prompt, then its queries are asked. Every policy is sized to the same share of exact's bytes,
-all buffers counted. Rows of a batch are seeds: stream and cache are random in each on its own, and two policies are
-compared by their differences, paired by seed.
+stream is compressed as a prompt (with its queries, for policies that learn from them), then queries are asked of it.
+Every policy is sized to the same share of exact's bytes, all buffers counted; one that recalls, by the bytes that it
+reads per token. Rows of a batch are seeds: stream and cache are random in each on its own, and two policies are compared
+by their differences, paired by seed.
 """
 
 import dataclasses
@@ -28,6 +29,7 @@ from tqdm import tqdm
 
 import kvjax
 from experiments.common import plots, results, settings, speed, streams
+from models import generate
 
 NAME = "attention_error"
 BASELINE = "uniform"
@@ -144,7 +146,9 @@ class Outcome:
     coordinate_error: Float[np.ndarray, "R"]
     compress_seconds: float
     device_bytes: int
-    fraction: float  # of exact's bytes
+    read_bytes: int  # per token
+    counted_bytes: int  # those that budgets are of: bytes held, or bytes read for a policy that recalls
+    fraction: float  # of exact's bytes, counted so
 
 
 def main(argv: Sequence[str]) -> None:
@@ -177,10 +181,12 @@ def cases(norms: Sequence[float]) -> Iterator[tuple[Case, streams.Streams]]:
         if name == RECORDED:
             model, tokenizer = settings.load_model(flags.FLAGS.model)
             fixed = recorded_tokens // RECORDED_TOKENS_PER_FIXED
-            for layer, drawn in streams.recorded(model, tokenizer, seeds, recorded_tokens, _QUERIES.value):
+            for layer, drawn in streams.recorded(
+                model, tokenizer, seeds, recorded_tokens, _QUERIES.value, prompt_queries=True
+            ):
                 yield Case.of(name, "layer", layer, drawn, fixed), drawn
         else:
-            drawn = streams.synthetic(name, seeds, tokens, _QUERIES.value, _HEAD_DIM.value)
+            drawn = streams.synthetic(name, seeds, tokens, _QUERIES.value, _HEAD_DIM.value, prompt_queries=True)
             for norm in norms:
                 yield Case.of(name, "norm", norm, drawn, fixed=0), drawn.scaled(norm)
 
@@ -199,7 +205,11 @@ def measure(case: Case, drawn: streams.Streams, chosen: Sequence[settings.Settin
             tqdm.write(f"{setting} is left out: {error}")
             continue
         compress, attend = programs(policy, case.spec, queries.shape[1])
-        seconds, state = speed.timed(compress, row_keys, keys, values)
+        tail = None
+        if count := generate.query_tail(policy, case.spec.max_prompt):
+            assert drawn.prompt_queries is not None
+            tail = jnp.asarray(drawn.prompt_queries[:, -count:])
+        seconds, state = speed.timed(compress, row_keys, keys, values, tail)
         try:
             kvjax.check(state)
         except ValueError as error:
@@ -207,6 +217,8 @@ def measure(case: Case, drawn: streams.Streams, chosen: Sequence[settings.Settin
             continue
         attended = np.asarray(attend(state, queries), np.float64)
         device = kvjax.cache_bytes(state).device
+        read = policy.read_bytes(state)
+        counted = read if policy.recalls else device
         found.append(
             Outcome(
                 setting,
@@ -214,7 +226,9 @@ def measure(case: Case, drawn: streams.Streams, chosen: Sequence[settings.Settin
                 coordinate_error=streams.coordinate_errors(attended, exact),
                 compress_seconds=seconds / case.spec.batch,
                 device_bytes=device // case.spec.batch,
-                fraction=device / (case.spec.batch * case.spec.exact_bytes(case.spec.max_prompt)),
+                read_bytes=read // case.spec.batch,
+                counted_bytes=counted // case.spec.batch,
+                fraction=counted / (case.spec.batch * case.spec.exact_bytes(case.spec.max_prompt)),
             )
         )
     return found
@@ -231,24 +245,31 @@ def build(setting: settings.Setting, spec: kvjax.CacheSpec, fixed: int) -> kvjax
 
 @functools.cache
 def programs(policy: kvjax.CachePolicy, spec: kvjax.CacheSpec, queries: int) -> tuple[Any, Any]:
-    """Compiled: (row keys, keys, values) to the compressed cache, and (cache, queries) to what they attend to."""
+    """Compiled: (row keys, keys, values, the prompt's last queries or None) to the compressed cache, and (cache,
+    queries) to what they attend to."""
     row_keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), spec.batch))
-    tokens, asked = (
+    shown = generate.query_tail(policy, spec.max_prompt)
+    tokens, asked, tail = (
         jax.ShapeDtypeStruct((spec.batch, count, heads, spec.head_dim), spec.dtype)
-        for count, heads in ((spec.max_prompt, spec.kv_heads), (queries, spec.query_heads))
+        for count, heads in (
+            (spec.max_prompt, spec.kv_heads),
+            (queries, spec.query_heads),
+            (shown, spec.query_heads),
+        )
     )
 
     @jax.jit
-    def compress(row_keys, keys, values):
+    def compress(row_keys, keys, values, tail):
         lengths = jnp.full(spec.batch, spec.max_prompt, jnp.int32)
-        return policy.prefill(policy.init(spec, row_keys), keys, values, lengths)[0]
+        return policy.prefill(policy.init(spec, row_keys), keys, values, lengths, tail)[0]
 
     @jax.jit
     def attend(state, query):
         return kvjax.output(policy.attend(state, query)[0])
 
-    state = jax.eval_shape(compress, row_keys, tokens, tokens)
-    return compress.lower(row_keys, tokens, tokens).compile(), attend.lower(state, asked).compile()
+    given = (row_keys, tokens, tokens, tail if shown else None)
+    state = jax.eval_shape(compress, *given)
+    return compress.lower(*given).compile(), attend.lower(state, asked).compile()
 
 
 def outcome_rows(case: Case, one: Outcome, found: Sequence[Outcome], rank: float) -> list[results.Row]:
@@ -266,6 +287,7 @@ def outcome_rows(case: Case, one: Outcome, found: Sequence[Outcome], rank: float
         "seed": flags.FLAGS.seed,
         "device_bytes": one.device_bytes,
         "host_bytes": 0,
+        "read_bytes_per_token": one.read_bytes,
         "extra": {
             case.where: case.number,
             "budget": str(one.setting.budget) if one.setting.budget else None,
@@ -290,7 +312,7 @@ def baseline(one: Outcome, found: Sequence[Outcome]) -> Outcome | None:
     at the same --budget: a policy that can only halve may take half of it.)"""
     plain = settings.PolicyChoice(BASELINE)
     others = [other for other in found if other.setting.choice == plain]
-    apart = [abs(other.device_bytes / one.device_bytes - 1) for other in others]
+    apart = [abs(other.counted_bytes / one.counted_bytes - 1) for other in others]
     if one.setting.choice == plain or not others or min(apart) > 0.05:
         return None
     return others[int(np.argmin(apart))]

@@ -97,15 +97,20 @@ def policy_times(
 
 
 def filled(generator: generate.Generator, context: int) -> generate.GenerationState:
-    """A state as after a prompt of so many tokens, with random keys and values: one layer's cache is compressed by the
-    policy itself, the others are copies of it."""
+    """A state as after a prompt of so many tokens, with random keys, values and queries, the same in every layer,
+    compressed by the policies themselves."""
     config = generator.config
     keys, values = jax.random.normal(jax.random.key(1), (2, 1, context, config.kv_heads, config.head_dim))
+    tail = max(generate.query_tail(policy, context) for policy in generator.policies)
+    queries = jax.random.normal(jax.random.key(2), (1, tail, config.query_heads, config.head_dim))
+    read = generate.ReadLayer(keys, keys, values, queries if tail else None)
     lengths = jnp.full(1, context, jnp.int32)
     state = generator.start()
-    layer, _ = jax.jit(generator.policies[0].prefill)(state.layers[0], keys, values, lengths)
-    copies = tuple(jax.tree.map(jnp.copy, layer) for _ in range(config.layers))
-    return dataclasses.replace(state, layers=copies, positions=lengths)
+    layers = tuple(
+        generate.compress_layer(policy, cache, read, lengths)[0]
+        for policy, cache in zip(generator.policies, state.layers, strict=True)
+    )
+    return dataclasses.replace(state, layers=layers, positions=lengths)
 
 
 def transformers_times(model: Llama, context: int, tokens: int, repetitions: int) -> dict[str, list[float]]:

@@ -27,16 +27,22 @@ class Streams:
     keys: Float32[np.ndarray, "R n H_kv D"]
     values: Float32[np.ndarray, "R n H_kv D"]
     queries: Float32[np.ndarray, "R Q H_q D"]
+    # Of the n tokens themselves, for policies that learn from a prompt's queries; only where they were asked for.
+    prompt_queries: Float32[np.ndarray, "R n H_q D"] | None = None
 
     def scaled(self, norm: float, value_norm: float | None = None) -> "Streams":
         """Every key and query at l2 norm `norm`, every value at `value_norm` (by default a fifth of it, about what
         is measured on Llama 3.1)."""
         value_norm = norm / 5 if value_norm is None else value_norm
-        return Streams(_at(norm, self.keys), _at(value_norm, self.values), _at(norm, self.queries))
+        prompt = None if self.prompt_queries is None else _at(norm, self.prompt_queries)
+        return Streams(_at(norm, self.keys), _at(value_norm, self.values), _at(norm, self.queries), prompt)
 
 
-def synthetic(name: str, seeds: Sequence[int], tokens: int, queries: int, head_dim: int = 128) -> Streams:
-    """Streams of the named law with one head, norms one, a row per seed; a row depends on its own seed alone.
+def synthetic(
+    name: str, seeds: Sequence[int], tokens: int, queries: int, head_dim: int = 128, *, prompt_queries: bool = False
+) -> Streams:
+    """Streams of the named law with one head, norms one, a row per seed; a row depends on its own seed alone. The
+    prompt's queries follow the law of those that are asked.
 
     Raises:
         ValueError: for an unknown name, with the known ones.
@@ -45,11 +51,22 @@ def synthetic(name: str, seeds: Sequence[int], tokens: int, queries: int, head_d
         raise ValueError(f"stream {name!r} is not known; known: {', '.join(SYNTHETIC)}")
     rows = [SYNTHETIC[name](np.random.default_rng(seed), tokens, queries, head_dim) for seed in seeds]
     keys, values, asked = (np.stack([row[part] for row in rows])[:, :, None] for part in range(3))
-    return Streams(keys, values, asked).scaled(1.0, 1.0)
+    drawn = Streams(keys, values, asked).scaled(1.0, 1.0)
+    if not prompt_queries:
+        return drawn
+    # The same seed gives the same law (centres, subspaces); what comes behind the first queries was not asked.
+    more = [SYNTHETIC[name](np.random.default_rng(seed), tokens, queries + tokens, head_dim)[2] for seed in seeds]
+    return dataclasses.replace(drawn, prompt_queries=_at(1.0, np.stack(more)[:, queries:, None]))
 
 
 def recorded(
-    model: Llama, tokenizer: Tokenizer, seeds: Sequence[int], tokens: int, queries: int
+    model: Llama,
+    tokenizer: Tokenizer,
+    seeds: Sequence[int],
+    tokens: int,
+    queries: int,
+    *,
+    prompt_queries: bool = False,
 ) -> Iterator[tuple[int, Streams]]:
     """What every layer of a model computes on documents that it was not trained on, one per seed, at its own norms.
 
@@ -63,12 +80,18 @@ def recorded(
     Raises:
         ValueError: for more tokens than the model can read.
     """
-    for number, found in prompt_streams(model, tokenizer, seeds, tokens + queries, queries):
-        yield number, dataclasses.replace(found, keys=found.keys[:, :tokens], values=found.values[:, :tokens])
+    for number, found in prompt_streams(model, tokenizer, seeds, tokens + queries, queries, prompt_queries):
+        prompt = None if found.prompt_queries is None else found.prompt_queries[:, :tokens]
+        yield number, Streams(found.keys[:, :tokens], found.values[:, :tokens], found.queries, prompt)
 
 
 def prompt_streams(
-    model: Llama, tokenizer: Tokenizer, seeds: Sequence[int], tokens: int, queries: int
+    model: Llama,
+    tokenizer: Tokenizer,
+    seeds: Sequence[int],
+    tokens: int,
+    queries: int,
+    prompt_queries: bool = False,
 ) -> Iterator[tuple[int, Streams]]:
     """As `recorded`, but prompts have `tokens` tokens (or a few more), whose queries are the last `queries` of them.
 
@@ -82,21 +105,26 @@ def prompt_streams(
 
     documents = [document for seed in seeds for document in task.documents(task.EVALUATION_SEED + seed, 1, make)]
     prompts = [tokenizer.encode(document.context + document.question) for document in documents]
-    yield from read_streams(model, prompts, tokens, queries)
+    yield from read_streams(model, prompts, tokens, queries, prompt_queries)
 
 
 def read_streams(
-    model: Llama, prompts: Sequence[Sequence[int]], tokens: int, queries: int
+    model: Llama, prompts: Sequence[Sequence[int]], tokens: int, queries: int, prompt_queries: bool = False
 ) -> Iterator[tuple[int, Streams]]:
     """What every layer of a model computes on prompts of its own tokens, a row each: rotated keys and values of the
-    first `tokens` tokens (no prompt may be shorter), queries of each prompt's last `queries`."""
+    first `tokens` tokens (no prompt may be shorter), queries of each prompt's last `queries`, and of the first
+    `tokens` where the prompt's own are asked for."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     padded = np.zeros((len(prompts), -(-max(lengths) // _CHUNK) * _CHUNK), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
-    tails = (queries,) * model.config.layers
+    tails = (max(lengths) if prompt_queries else queries,) * model.config.layers
     for number, read in enumerate(generate.read_layers(model, padded, jnp.asarray(lengths), _CHUNK, tails)):
-        yield number, Streams(*(np.asarray(x) for x in (read.keys[:, :tokens], read.values[:, :tokens], read.queries)))
+        keys, values, tail = (np.asarray(x) for x in (read.keys[:, :tokens], read.values[:, :tokens], read.queries))
+        own = None
+        if prompt_queries:  # right-aligned: a row's first query stands behind those that its longer neighbours have
+            own = np.stack([row[-length:][:tokens] for row, length in zip(tail, lengths, strict=True)])
+        yield number, Streams(keys, values, tail[:, -queries:], own)
 
 
 def exact_attention(streams: Streams) -> Float[np.ndarray, "R Q H_q D"]:

@@ -117,9 +117,27 @@ def test_index_holds_half_of_the_pairs_of_its_groups(drawn):
         assert output[kept].min() > 2 * output[~kept].max()
 
 
+@pytest.mark.parametrize("name", streams.SYNTHETIC)
+def test_a_prompt_s_queries_follow_the_law_of_those_that_are_asked(name):
+    plain = streams.synthetic(name, [3, 4], TOKENS, QUERIES, DIM)
+    shown = streams.synthetic(name, [3, 4], TOKENS, QUERIES, DIM, prompt_queries=True)
+    for before, after in zip(_parts(plain), _parts(shown), strict=True):
+        np.testing.assert_array_equal(before, after)
+    assert shown.prompt_queries.shape == (2, TOKENS, 1, DIM)
+    nearest = lambda queries, others: (queries[:, 0] @ others[:, 0].T).max(axis=1)  # noqa: E731
+    for row in range(2):
+        asked, prompt = shown.queries[row], shown.prompt_queries[row]
+        # None of them was asked (of an index there are only so many), and they lie where the stream's own queries do.
+        if name != "index":
+            assert nearest(asked, prompt).max() < 1 - 1e-5
+        if name != "iid":
+            assert nearest(asked, prompt).mean() > nearest(asked, shown.prompt_queries[1 - row]).mean() + 0.2
+    assert shown.scaled(4.0).prompt_queries.shape == shown.prompt_queries.shape
+
+
 def test_recorded_streams_are_what_the_model_computes():
     model, tokenizer = settings.load_model(settings.DEFAULT_CHECKPOINT)
-    layers = list(streams.recorded(model, tokenizer, [5, 6], tokens=200, queries=24))
+    layers = list(streams.recorded(model, tokenizer, [5, 6], tokens=200, queries=24, prompt_queries=True))
     assert [number for number, _ in layers] == [0, 1]
 
     def make(rng):
@@ -135,6 +153,7 @@ def test_recorded_streams_are_what_the_model_computes():
             _parts(found), (key[0, :200], value[0, :200], query[0, len(prompt) - 24 :]), strict=True
         ):
             np.testing.assert_allclose(computed[1], expected, atol=2e-4)
+        np.testing.assert_allclose(found.prompt_queries[1], query[0, :200], atol=2e-4)
         x = layer.finish(x, jax.nn.dot_product_attention(query, key, value, is_causal=True))
 
 
