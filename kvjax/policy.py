@@ -132,6 +132,7 @@ class CachePolicy(NamedTuple):
         segments: what attention reads, where `attend` is attention over segments and no more; None otherwise.
             Combinators that change how entries are stored need it.
         recalls: whether everything is kept and a part is read per query: budgets are then of what is read.
+        plan: for policies that recall, what `kvjax.recall.Planned` says; None where a query may read more than once.
         streams: whether a prompt of any length may come through `extend` and `compact` alone; False for policies that
             compress in `prefill` only.
     """
@@ -148,6 +149,7 @@ class CachePolicy(NamedTuple):
     streams: bool = True
     segments: Segments | None = None
     recalls: bool = False
+    plan: Any = None
 
 
 def abstract_state(policy: CachePolicy, spec: CacheSpec) -> State:

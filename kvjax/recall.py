@@ -12,18 +12,22 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import compute_on as jax_compute_on
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention import Partials, attend, merge
 from kvjax.policies.choice import chosen
 from kvjax.policies.exact import exact
 from kvjax.policies.windowed import WindowedState, over_heads
-from kvjax.policy import CachePolicy
+from kvjax.policy import CachePolicy, Segments
 from kvjax.segment import Segment, segment, segment_bytes
 from kvjax.staging import Block, Staging
 from kvjax.state import BATCH, HEAD_DIM, KV_HEADS, SLOTS, array, stacked, state, static
 
 T = TypeVar("T")
+
+# JAX 0.10 calls by another name what is `compute_on` from 0.12 on.
+compute_on: Callable[..., Any] = getattr(jax_compute_on, "compute_on2", jax_compute_on.compute_on)
 
 BLOCKS = "blocks"
 
@@ -61,7 +65,27 @@ def init_store(blocks: int, places: int, head_dim: int, dtype: jax.typing.DTypeL
 
 def put(tree: T, place: Int[Array, "M"], new: T) -> T:
     """Writes M entries (blocks of a store, entries of an index) at these numbers; those past the end are dropped."""
-    return jax.tree.map(lambda old, new: old.at[place].set(new.astype(old.dtype), mode="drop"), tree, new)
+
+    def write(old: Array, place: Int[Array, "M"], new: Array) -> Array:
+        return old.at[place].set(new.astype(old.dtype), mode="drop")
+
+    return jax.tree.map(lambda old, new: where_it_lies(write, old, place, new, returns=old), tree, new)
+
+
+def where_it_lies(function: Callable[..., Array], large: Array, *small: Array, returns: Array | None = None) -> Array:
+    """`function(large, *small)`, computed on the host where `large` lies in host memory, so that only the small arrays
+    and the result move. The result is on the device, or (`returns`) where that array lies."""
+    if not on_host(large):
+        return function(large, *small)
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+    there = [jax.device_put(one, host) for one in small]
+    out = compute_on(jax.jit(function), compute_type="device_host", out_memory_spaces=host)(large, *there)
+    return out if returns is not None and on_host(returns) else jax.device_put(out, device)
+
+
+def on_host(x: Array) -> bool:
+    """Whether an array lies in host memory, as far as its type says."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def arrange(
@@ -93,13 +117,21 @@ def recall(store: BlockStore, block: Int[Array, "B H K"], count: Int[Array, "B H
     number = block.reshape(batch, kv_heads, -1)
 
     def gather(entries: Float[Array, "B H_kv N P D"]) -> Float[Array, "B H S D"]:
-        # Block numbers are made here, not by users: no clamping pass over what was gathered.
-        taken = over_heads(lambda one, at: one.at[at].get(mode="promise_in_bounds"))(entries, number)
+        taken = gather_blocks(entries, number)
         return taken.reshape(batch, heads, recalled * places, -1)
 
     there = jnp.arange(places) < count[..., None]
     weight = jnp.where(there, 0.0, -jnp.inf).reshape(batch, heads, -1)
     return segment(gather(store.keys), gather(store.values), log_num=weight)
+
+
+def gather_blocks(
+    entries: Float[Array, "B H_kv N P D"], number: Int[Array, "B H_kv K"]
+) -> Float[Array, "B H_kv K P D"]:
+    """Blocks by number, on the device."""
+    # Block numbers are made here, not by users: no clamping pass over what was gathered.
+    take = over_heads(lambda one, at: one.at[at].get(mode="promise_in_bounds"))
+    return where_it_lies(take, entries, number)
 
 
 class Ranked(NamedTuple):
@@ -226,15 +258,30 @@ def absorb_chunks(
     )
 
 
-class Recalled(Protocol):
-    def __call__(self, state: WindowedState, query: Float[Array, "B 1 H_q D"]) -> tuple[Segment, ...]:
-        """What one query of every row reads beside the window."""
+class Plan(NamedTuple):
+    """What one query of every row reads beside the window."""
+
+    block: Int[Array, "B H K"]  # int32 numbers of blocks, for every kv head or every query head
+    tokens: Int[Array, "B H K"]  # int32, how many of each are read
+    rest: tuple[Segment, ...] = ()  # what stands for the tokens that are not read
+
+
+class Planned(NamedTuple):
+    """The two parts of what a policy that recalls reads, for combinators that keep blocks elsewhere."""
+
+    window: Segments
+    plan: "Planner"
+
+
+class Planner(Protocol):
+    def __call__(self, state: WindowedState, query: Float[Array, "B 1 H_q D"]) -> Plan:
+        """What one query of every row is to read, by the index alone."""
         ...
 
 
-def recalling(policy: CachePolicy, recalled: Recalled, index_bytes: Callable[[WindowedState], int]) -> CachePolicy:
-    """The policy whose window and staging are those of `policy`, and that reads what `recalled` gives beside them, for
-    every query anew.
+def recalling(policy: CachePolicy, plan: Planner, index_bytes: Callable[[WindowedState], int]) -> CachePolicy:
+    """The policy whose window and staging are those of `policy`, and that reads what `plan` says beside them, for every
+    query anew.
 
     Args:
         index_bytes: bytes that finding it reads per token, where attention does not read them.
@@ -242,6 +289,11 @@ def recalling(policy: CachePolicy, recalled: Recalled, index_bytes: Callable[[Wi
 
     own = policy.segments
     assert own is not None
+
+    def recalled(state, query) -> tuple[Segment, ...]:
+        found = plan(state, query)
+        read = (recall(state.selection.store, found.block, found.tokens),) if found.block.shape[2] else ()
+        return read + found.rest
 
     def of_each(state, query, function):
         """`function` of every query's recalled segments, T leading. One query at a time: what they recall differs."""
@@ -266,9 +318,12 @@ def recalling(policy: CachePolicy, recalled: Recalled, index_bytes: Callable[[Wi
         return kept + tuple(_side_by_side(one) for one in of_each(state, query, lambda _, found: found))
 
     def read_bytes(state):
-        return segment_bytes(*segments(state, None)) + index_bytes(state)
+        shown = jax.eval_shape(lambda state: segments(state, None), state)
+        return segment_bytes(*shown) + index_bytes(state)
 
-    return policy._replace(attend=attend_cache, segments=segments, read_bytes=read_bytes, recalls=True)
+    return policy._replace(
+        attend=attend_cache, segments=segments, read_bytes=read_bytes, recalls=True, plan=Planned(own, plan)
+    )
 
 
 def _side_by_side(found: Segment) -> Segment:

@@ -15,6 +15,7 @@ from kvjax.policies.clusterkv import clusterkv as clusterkv
 from kvjax.policies.clusterkv import missing_mass as missing_mass
 from kvjax.policies.exact import exact as exact
 from kvjax.policies.h2o import h2o as h2o
+from kvjax.policies.host_memory import host_memory as host_memory
 from kvjax.policies.infinigen import infinigen as infinigen
 from kvjax.policies.pyramidkv import pyramidkv as pyramidkv
 from kvjax.policies.quantized import quantized as quantized

@@ -17,6 +17,7 @@ from kvjax.policy import CachePolicy, CacheSpec
 from kvjax.recall import (
     BlockStore,
     Filed,
+    Plan,
     Ranked,
     absorb_chunks,
     appended,
@@ -269,9 +270,9 @@ def clusterkv(
     def segments(state, queries):
         return window_segments(state.window, selected=state.selection.pending, queries=queries)
 
-    def recalled(state, query) -> tuple[Segment, ...]:
+    def plan(state, query) -> Plan:
         read = choose(state, query)
-        return (*read_segments(state, read), *rest_segments(state, read.taken))
+        return Plan(read.block, read.tokens, rest_segments(state, read.taken))
 
     def index_bytes(state):
         clusters = state.selection.index.clusters
@@ -282,9 +283,9 @@ def clusterkv(
     base = windowed_policy(
         "clusterkv", init=init, select=select_prompt, absorb=absorb, segments=segments, period=period
     )
-    made = recalling(base, recalled, index_bytes)
+    made = recalling(base, plan, index_bytes)
     if certify:
-        made = made._replace(attend=functools.partial(attend_certified, base, target), segments=None)
+        made = made._replace(attend=functools.partial(attend_certified, base, target), segments=None, plan=None)
     return first_layers_full(made, full_layers)
 
 

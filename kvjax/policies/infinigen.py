@@ -12,8 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.policies.windowed import check_queries, init_windowed, over_heads, windowed_policy
 from kvjax.policy import ALL_QUERIES, CachePolicy, CacheSpec
-from kvjax.recall import BlockStore, arrange, arrays_bytes, init_store, put, recall, recalling
-from kvjax.segment import Segment
+from kvjax.recall import BlockStore, Plan, arrange, arrays_bytes, init_store, put, recalling
 from kvjax.staging import Block, check_budget, check_period, init_window, window_segments
 from kvjax.state import BATCH, HEAD_DIM, KV_HEADS, SLOTS, array, stacked, state, static
 
@@ -107,7 +106,7 @@ def infinigen(
         turn = jnp.broadcast_to(turn, (batch, keys.shape[2], head_dim, head_dim))
         real = jnp.arange(count) >= count - window.total[:, None]
         columns = kept.index.columns.shape[-1]
-        chosen = over_heads(lambda turn, queries, real: _columns(turn, queries, real, columns), 0, 0, None)(
+        chosen = over_heads(lambda turn, queries, real: chosen_columns(turn, queries, real, columns), 0, 0, None)(
             turn, grouped, real
         )
         kept = dataclasses.replace(kept, index=dataclasses.replace(kept.index, columns=chosen))
@@ -122,7 +121,7 @@ def infinigen(
         lost = jnp.maximum(block.first + block.count - jnp.maximum(block.first, slots), 0)
         return dataclasses.replace(state, selection=kept, overflow=state.overflow + lost)
 
-    def recalled(state, query) -> tuple[Segment, ...]:
+    def plan(state, query) -> Plan:
         kept = state.selection
         slots = kept.store.position.shape[2]
         logits = speculated(kept.index, query)
@@ -135,7 +134,7 @@ def infinigen(
         best, token = jax.lax.top_k(below, min(budget, slots))
         wanted = jnp.sum(passing, axis=1) // passing.shape[1]
         read = (jnp.arange(token.shape[2]) < wanted[:, None, None]) & ~jnp.isneginf(best)
-        return (recall(kept.store, token, read.astype(jnp.int32)),)
+        return Plan(token, read.astype(jnp.int32))
 
     base = windowed_policy(
         "infinigen",
@@ -147,7 +146,7 @@ def infinigen(
         query_tail=ALL_QUERIES,
         streams=False,
     )
-    return recalling(base, recalled, lambda state: arrays_bytes(*jax.tree.leaves(state.selection.index)))
+    return recalling(base, plan, lambda state: arrays_bytes(*jax.tree.leaves(state.selection.index)))
 
 
 def load_skew(path: str | os.PathLike[str]) -> Float[np.ndarray, "L H_kv D D"]:
@@ -195,7 +194,7 @@ def speculated(index: Partial, query: Float[Array, "B 1 H_q D"]) -> Float[Array,
     return jnp.einsum("bhgc,bhnc->bhgn", turned, index.keys.astype(jnp.float32)) / math.sqrt(head_dim)
 
 
-def _columns(
+def chosen_columns(
     turn: Float[Array, "D D"], queries: Float[Array, "w G D"], real: Bool[Array, "w"], count: int
 ) -> Float[Array, "D C"]:
     """The columns of one head's skew in which a prompt's queries have the largest absolute values."""

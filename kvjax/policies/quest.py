@@ -12,6 +12,7 @@ from kvjax.policy import CachePolicy
 from kvjax.recall import (
     BlockStore,
     Filed,
+    Plan,
     absorb_chunks,
     arrange,
     arrays_bytes,
@@ -19,10 +20,8 @@ from kvjax.recall import (
     first_layers_full,
     init_store,
     put,
-    recall,
     recalling,
 )
-from kvjax.segment import Segment
 from kvjax.staging import check_budget, check_period, init_window, window_segments
 from kvjax.state import HEAD_DIM, array, state
 
@@ -133,11 +132,9 @@ def quest(budget: int, *, full_layers: int = 0, period: int = 64) -> CachePolicy
     def segments(state, queries):
         return window_segments(state.window, selected=state.selection.pending, queries=queries)
 
-    def recalled(state, query) -> tuple[Segment, ...]:
+    def plan(state, query) -> Plan:
         filed = state.selection
         count = filed.store.position.shape[2]
-        if not count:
-            return ()
         score = page_scores(filed.index, query)
 
         def one(score: Float[Array, "G N"], size):
@@ -149,13 +146,13 @@ def quest(budget: int, *, full_layers: int = 0, period: int = 64) -> CachePolicy
 
         read = over_heads(one)(score, filed.index.size)
         join = lambda x: x.reshape(x.shape[0], -1, x.shape[-1])  # noqa: E731
-        return (recall(filed.store, join(read.block), join(read.tokens)),)
+        return Plan(join(read.block), join(read.tokens))
 
     def index_bytes(state):
         return arrays_bytes(*jax.tree.leaves(state.selection.index))
 
     base = windowed_policy("quest", init=init, select=select_prompt, absorb=absorb, segments=segments, period=period)
-    return first_layers_full(recalling(base, recalled, index_bytes), full_layers)
+    return first_layers_full(recalling(base, plan, index_bytes), full_layers)
 
 
 def file_pages(
