@@ -39,6 +39,10 @@ POLICIES = (
     "subgen",
     "balancekv",
     "chelsea",
+    "clusterkv",
+    "quest",
+    "h2o",
+    "snapkv",
 )
 
 # What `transformers_decode.py` exits with where torch or transformers is not installed.

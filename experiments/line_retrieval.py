@@ -42,9 +42,26 @@ POLICIES = (
     "balancekv",
     "balancekv:variant=streaming",
     "chelsea",
+    "clusterkv",
+    "clusterkv:residual=False",
+    "quest",
+    "infinigen",
+    "h2o",
+    "cam",
+    "snapkv",
+    "pyramidkv",
 )
 # The best variant of each system on this task, as runs of this experiment with seeds 0 to 9 showed.
-DEMO_POLICIES = ("exact", "uniform", "streaming_llm", "clustergen:variant=paper,recent=64", "subgen", "balancekv")
+DEMO_POLICIES = (
+    "exact",
+    "uniform",
+    "streaming_llm",
+    "clustergen:variant=paper,recent=64",
+    "subgen",
+    "balancekv",
+    "chelsea",
+    "clusterkv",
+)
 # Settings are chosen on seeds 0 to 9 and reported on later ones.
 DEMO_SEED = 10
 

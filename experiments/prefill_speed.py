@@ -35,6 +35,9 @@ POLICIES = (
     "balancekv",
     "balancekv:variant=reference",
     "chelsea",
+    "clusterkv",
+    "clusterkv:residual=False",
+    "quest",
 )
 
 settings.define_common(policies=POLICIES, budgets=("20%",))
