@@ -8,8 +8,8 @@ Streams are those of `experiments.common.streams`: synthetic ones of known struc
 layer of a checkpoint computes on held-out documents (BalanceKV's study of a single layer: its Figures 1 and 3). A
 stream is compressed as a prompt (with its queries, for policies that learn from them), then queries are asked of it.
 Every policy is sized to the same share of exact's bytes, all buffers counted; one that recalls, by the bytes that it
-reads per token. Rows of a batch are seeds: stream and cache are random in each on its own, and two policies are compared
-by their differences, paired by seed.
+reads per token. Rows of a batch are seeds: stream and cache are random in each on its own, and two policies are
+compared by their differences, paired by seed.
 """
 
 import dataclasses

@@ -1,0 +1,147 @@
+"""InfiniGen's offline skew: per kv head, the orthogonal matrix that gathers what queries have in few dimensions.
+
+    python -m experiments.calibrate_skew
+    python -m experiments.line_retrieval --policy infinigen:skew=build/skew.npz --budget 25%
+
+Queries of documents are read at every layer, after RoPE; the skew's columns are the right singular vectors of all
+queries of a kv head's group, largest singular value first (Lee et al. 2024, section 4; `gen_llama_skewing_matrix.py` of
+the released code, which reads one text of 2,048 tokens and has a matrix per query head). Turning queries and keys by it
+changes no product of theirs. What it is good for is then measured on later documents: how many of the tokens with the
+largest logits are among those with the largest speculated ones.
+"""
+
+import math
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from jaxtyping import Array, Float
+from tqdm import tqdm
+
+from experiments.common import results, settings, streams
+from kvjax.policies.infinigen import chosen_columns
+from models.llama import Llama
+from models.tokenizer import Tokenizer
+
+NAME = "calibrate_skew"
+ASKED = 64  # queries per document that recall is measured for
+
+settings.define_run()
+_DOCUMENTS = flags.DEFINE_integer("documents", 8, "Documents, from --seed on; as many later ones measure recall.")
+_TOKENS = flags.DEFINE_integer("tokens", 2048, "Tokens of a document.")
+_PARTIAL = flags.DEFINE_float("partial", 0.2, "Share of the dimensions that speculation looks at.")
+_TOP = flags.DEFINE_float("top", 0.05, "Share of the tokens that count as those with the largest logits.")
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments: {argv[1:]}")
+    model, tokenizer = settings.load_model(flags.FLAGS.model)
+    documents, tokens = (2, 256) if flags.FLAGS.quick else (_DOCUMENTS.value, _TOKENS.value)
+    first = flags.FLAGS.seed
+    skew, values = calibrate(model, tokenizer, range(first, first + documents), tokens)
+    directory = pathlib.Path(flags.FLAGS.output_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    np.savez(directory / "skew.npz", skew=skew, singular_values=values, model=flags.FLAGS.model)
+    rows = [
+        row
+        for turned in (False, True)
+        for row in recall_rows(
+            model, tokenizer, range(first + documents, first + 2 * documents), tokens, skew if turned else None
+        )
+    ]
+    results.write_rows(directory / f"{NAME}.json", rows)
+    show(rows)
+    print(f"Skew: {directory / 'skew.npz'}   rows: {directory / f'{NAME}.json'}")
+
+
+def calibrate(
+    model: Llama, tokenizer: Tokenizer, seeds: Sequence[int], tokens: int
+) -> tuple[Float[np.ndarray, "L H_kv D D"], Float[np.ndarray, "L H_kv D"]]:
+    """Right singular vectors, as columns, and singular values of every layer's and kv head's queries."""
+    turns, sizes = [], []
+    layers = streams.prompt_streams(model, tokenizer, seeds, tokens, tokens)
+    for _, drawn in tqdm(layers, total=model.config.layers, desc="queries", leave=False):
+        heads, head_dim = drawn.keys.shape[2:]
+        grouped = np.asarray(drawn.queries, np.float64).reshape(-1, heads, model.config.query_heads // heads, head_dim)
+        moments = np.einsum("nhgd,nhge->hde", grouped, grouped)
+        # Eigenvectors of the moments are the right singular vectors; eigenvalues come in rising order.
+        values, vectors = np.linalg.eigh(moments)
+        turns.append(vectors[..., ::-1])
+        sizes.append(np.sqrt(np.maximum(values[..., ::-1], 0)))
+    return np.stack(turns).astype(np.float32), np.stack(sizes).astype(np.float32)
+
+
+def recall_rows(
+    model: Llama,
+    tokenizer: Tokenizer,
+    seeds: Sequence[int],
+    tokens: int,
+    skew: Float[np.ndarray, "L H_kv D D"] | None,
+) -> list[results.Row]:
+    """Of every layer, the share of the tokens with the largest logits that speculation finds among as many."""
+    rows = []
+    for layer, drawn in streams.prompt_streams(model, tokenizer, seeds, tokens, tokens):
+        heads, head_dim = drawn.keys.shape[2:]
+        turn = np.broadcast_to(np.eye(head_dim, dtype=np.float32), (heads, head_dim, head_dim))
+        found = recall(
+            jnp.asarray(turn if skew is None else skew[layer]),
+            jnp.asarray(drawn.keys.swapaxes(1, 2)),
+            jnp.asarray(drawn.queries.reshape(*drawn.queries.shape[:2], heads, -1, head_dim).swapaxes(1, 2)),
+            max(1, int(_PARTIAL.value * head_dim)),
+            max(1, math.ceil(_TOP.value * tokens)),
+        )
+        estimate = results.mean_interval(np.asarray(found))
+        rows.append(
+            results.Row(
+                experiment=NAME,
+                model=flags.FLAGS.model,
+                policy="infinigen",
+                variant="plain" if skew is None else "skew",
+                metric="recall",
+                value=estimate.value,
+                ci95_low=estimate.low,
+                ci95_high=estimate.high,
+                context_tokens=tokens,
+                n=len(seeds),
+                seed=seeds[0],
+                extra={"layer": layer, "partial": _PARTIAL.value, "top": _TOP.value},
+            )
+        )
+    return rows
+
+
+@jax.jit(static_argnums=(3, 4))
+def recall(
+    turns: Float[Array, "H_kv D D"],
+    keys: Float[Array, "R H_kv n D"],
+    queries: Float[Array, "R H_kv n G D"],
+    columns: int,
+    top: int,
+) -> Float[Array, "R"]:
+    """The mean over heads and each document's last queries."""
+
+    def one(turn: Float[Array, "D D"], keys: Float[Array, "n D"], queries: Float[Array, "n G D"]) -> Float[Array, ""]:
+        partial = chosen_columns(turn, queries, jnp.ones(queries.shape[0], bool), columns)
+        asked = queries[-ASKED:].reshape(-1, queries.shape[-1])
+        best = jax.lax.top_k(asked @ keys.T, top)[1]
+        speculated = jax.lax.top_k((asked @ partial) @ (keys @ partial).T, top)[1]
+        return jnp.mean((best[:, :, None] == speculated[:, None]).any(axis=2))
+
+    return jnp.mean(jax.vmap(jax.vmap(one), in_axes=(None, 0, 0))(turns, keys, queries), axis=1)
+
+
+def show(rows: Sequence[results.Row]) -> None:
+    lines = [
+        (str(row.extra["layer"]), str(row.variant), f"{row.value:.3f} [{row.ci95_low:.3f}, {row.ci95_high:.3f}]")
+        for row in rows
+    ]
+    title = f"Of the {_TOP.value:.0%} largest logits, found in {_PARTIAL.value:.0%} of the dimensions"
+    results.print_table(title, ("layer", "keys", "recall [95%]"), lines)
+
+
+if __name__ == "__main__":
+    app.run(main)
