@@ -1,0 +1,94 @@
+"""Experiments on keys and heads, as commands in small, and what they must show."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.common import corpora, geometry, settings
+from kvjax import rope
+from kvjax.policies.chelsea import HeadChoice
+from tests.experiments.test_stream_experiments import run, select
+
+
+def test_mean_cosines_are_those_of_all_pairs():
+    keys = geometry.unit(np.random.default_rng(0).normal(size=(2, 30, 4)))
+    found = geometry.mean_cosines(keys, 10)
+    for distance in range(1, 11):
+        pairs = [(keys[:, i] * keys[:, i + distance]).sum(-1) for i in range(30 - distance)]
+        np.testing.assert_allclose(found[:, distance - 1], np.mean(pairs, axis=0), atol=1e-12)
+
+
+def test_keys_are_more_alike_when_near(tmp_path):
+    rows, _ = run("key_similarity", tmp_path, "--quick")
+    for part in ("maps", "distance"):
+        assert (tmp_path / f"key_similarity_{part}.png").stat().st_size > 10_000
+    for layer in (0, 1):
+        for head in (0, 1):
+            at = {row["distance"]: row["value"] for row in select(rows, metric="cosine", layer=layer, kv_head=head)}
+            assert at[1] > at[2] > at[64]
+    costs = {row["variant"]: row["value"] for row in select(rows, metric="matching_operations")}
+    assert costs["all pairs"] == 4 * costs["bipartite"] == 16 * costs["chunked"]  # 1,024 tokens in chunks of 256
+    assert all(row["value"] > 0 for row in select(rows, metric="matching_seconds"))
+    assert all(0 <= row["value"] <= 1 for row in select(rows, metric="share_without_edge"))
+
+
+@pytest.mark.heavy
+def test_clusterability(tmp_path):
+    rows, _ = run("clusterability", tmp_path, "--quick")
+    for part in ("maps", "radius"):
+        assert (tmp_path / f"clusterability_{part}.png").stat().st_size > 10_000
+    radii = select(rows, metric="k_center_radius_share", part="keys", layer=0)
+    assert [row["value"] for row in radii] == sorted((row["value"] for row in radii), reverse=True)
+    assert radii[0]["value"] == 1
+    for row in select(rows, metric="query_norm"):
+        [largest] = select(rows, metric="largest_query_norm", layer=row["layer"])
+        assert 0 < row["value"] < largest["value"]
+
+
+def test_keys_are_turned_back_to_where_they_were():
+    keys = np.random.default_rng(0).normal(size=(2, 50, 1, 8)).astype(np.float32)
+    frequencies = jnp.array([1.0, 0.3, 0.1, 0.01])
+    turned = rope.rotate(keys, *rope.rotation(jnp.broadcast_to(jnp.arange(50), (2, 50)), frequencies))
+    assert np.abs(turned - keys).max() > 1
+    np.testing.assert_allclose(geometry.unrotated(np.asarray(turned), frequencies), keys, atol=1e-5)
+
+
+def test_corpora_are_decided_by_their_seeds():
+    _, tokenizer = settings.load_model(settings.DEFAULT_CHECKPOINT)
+    for name in corpora.CORPORA:
+        both = corpora.prompts(name, tokenizer, [3, 4], 200)
+        assert both[0] != both[1]
+        assert corpora.prompts(name, tokenizer, [4], 200) == both[1:]
+        assert min(map(len, both)) >= 200
+    with pytest.raises(ValueError, match="corpus 'web' is not known; known: lines, code"):
+        corpora.prompts("web", tokenizer, [0], 10)
+
+
+@pytest.mark.heavy
+def test_calibration_writes_files_that_the_policy_reads(tmp_path):
+    rows, _ = run("calibrate_heads", tmp_path, "--quick")
+    for rule in ("share", "error"):
+        choice = HeadChoice.load(tmp_path / f"heads_{rule}.json")
+        assert (choice.layers, choice.kv_heads, len(choice.full)) == (2, 2, 1)
+        made = json.loads((tmp_path / f"heads_{rule}.json").read_text())["provenance"]
+        assert made["rule"] == rule and made["corpora"] == ["lines", "code"]
+        # The head that keeps all is the one that ranks highest on the mean of both kinds of text.
+        ranked = {}
+        for layer, head in np.ndindex(2, 2):
+            place = {"layer": layer, "kv_head": head}
+            metric = "share_without_edge" if rule == "share" else "relative_error"
+            found = select(rows, metric=metric, **place)
+            by_corpus = {}
+            for row in found:
+                by_corpus.setdefault(row["task"], []).append(row["value"])
+            ranked[layer, head] = np.mean([min(values) for values in by_corpus.values()])
+        assert choice.full == (max(ranked, key=ranked.get),)
+    assert len(select(rows, metric="overlap")) == len(select(rows, metric="rank_correlation")) == 2
+    assert {row["variant"] for row in select(rows, metric="relative_error_minus_none")} == {
+        "heads=none",
+        "heads=share",
+        "heads=error",
+        "heads=dropping alone",
+    }
