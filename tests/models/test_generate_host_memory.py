@@ -1,0 +1,47 @@
+"""Generation whose full cache lies in host memory: donated states, compiled loops, several turns."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from models.generate import Generator, collect
+from tests.models.test_generate import CHUNK, PERIOD, PROMPTS, TURN, random_model
+
+SIZES = {"sinks": 2, "cluster_tokens": 8, "every": 16, "chunk_clusters": 2, "period": PERIOD}
+PLAIN = kvjax.clusterkv(24, **SIZES)
+
+
+def turns(policy, streaming=False):
+    """Tokens and state after a prompt, 20 tokens, a second turn and 20 more."""
+    made = Generator(
+        random_model((None,)), policy, batch=3, max_prompt=70, max_new=90, prefill_chunk=CHUNK, streaming=streaming
+    )
+    state, rows = made.start(), [[], [], []]
+    for prompts in (PROMPTS, TURN):
+        state = dataclasses.replace(made.read(state, prompts), done=jnp.zeros(3, bool))
+        for newest, tokens in made.write(state, 20):
+            state = newest
+            collect(rows, tokens)
+    return rows, state
+
+
+def test_tokens_are_those_of_the_cache_on_the_device_and_the_store_stays_on_the_host():
+    expected, own = turns(PLAIN)
+    rows, state = turns(kvjax.host_memory(PLAIN))
+    assert rows == expected
+    kvjax.check(state)
+    stores = [layer.cache.selection.store for layer in state.layers]
+    assert all(store.keys.sharding.memory_kind == "pinned_host" for store in stores)
+    assert kvjax.cache_bytes(state).host == sum(store.keys.nbytes + store.values.nbytes for store in stores)
+    for store, layer in zip(stores, own.layers, strict=True):
+        np.testing.assert_array_equal(store.position, layer.selection.store.position)
+    assert all(int(jnp.sum(layer.recent.hits)) > 0 for layer in state.layers)
+
+
+def test_prompts_may_be_streamed_into_host_memory():
+    rows, state = turns(kvjax.host_memory(PLAIN), streaming=True)
+    assert rows == turns(PLAIN, streaming=True)[0]
+    assert jax.tree.leaves(state.layers[0].cache.selection.store)[0].sharding.memory_kind == "pinned_host"
