@@ -32,7 +32,6 @@ from experiments.common import plots, results, settings, speed, streams
 from models import generate
 
 NAME = "attention_error"
-BASELINE = "uniform"
 RECORDED = "recorded"
 # The paper's study keeps the first and the newest 256 of about 16k tokens: as many tokens per kept one are kept here.
 RECORDED_TOKENS_PER_FIXED = 64
@@ -47,6 +46,7 @@ class Study(NamedTuple):
     budgets: tuple[str, ...]
     norms: tuple[float, ...]
     option: str | None = None  # the option that is swept, for a figure of its own
+    baseline: str = "uniform"  # the policy that others are compared with
 
 
 STUDIES = {
@@ -90,6 +90,19 @@ STUDIES = {
         ("25%", "12.5%"),
         (2.0, 4.0, 8.0, 15.0),
     ),
+    # Whether clusters that are not read stay present, at equal bytes read.
+    "recall": Study(
+        (
+            "clusterkv:residual=False",
+            "clusterkv",
+            "clusterkv:cluster_tokens=40",
+            "quest",
+            "uniform",
+        ),
+        ("50%", "25%", "12.5%", "6.25%"),
+        NORMS,
+        baseline="clusterkv:residual=False",
+    ),
     "per_cluster": Study(
         (
             "uniform",
@@ -128,10 +141,13 @@ class Case:
     fixed: int  # sinks, and as many recent tokens, that every policy keeps which can
 
     @classmethod
-    def of(cls, stream: str, where: str, number: float, drawn: streams.Streams, fixed: int) -> "Case":
+    def of(
+        cls, stream: str, where: str, number: float, drawn: streams.Streams, fixed: int, layer: int = 0, layers: int = 1
+    ) -> "Case":
         batch, tokens, kv_heads, head_dim = drawn.keys.shape
         sizes = {"batch": batch, "query_heads": drawn.queries.shape[2], "kv_heads": kv_heads, "head_dim": head_dim}
-        return cls(stream, where, number, kvjax.CacheSpec(**sizes, max_prompt=tokens, max_new=1), fixed)
+        spec = kvjax.CacheSpec(**sizes, max_prompt=tokens, max_new=1, layer=layer, layers=layers)
+        return cls(stream, where, number, spec, fixed)
 
     def __str__(self) -> str:
         return f"{self.where} {self.number:g}"
@@ -184,7 +200,7 @@ def cases(norms: Sequence[float]) -> Iterator[tuple[Case, streams.Streams]]:
             for layer, drawn in streams.recorded(
                 model, tokenizer, seeds, recorded_tokens, _QUERIES.value, prompt_queries=True
             ):
-                yield Case.of(name, "layer", layer, drawn, fixed), drawn
+                yield Case.of(name, "layer", layer, drawn, fixed, layer, model.config.layers), drawn
         else:
             drawn = streams.synthetic(name, seeds, tokens, _QUERIES.value, _HEAD_DIM.value, prompt_queries=True)
             for norm in norms:
@@ -298,7 +314,7 @@ def outcome_rows(case: Case, one: Outcome, found: Sequence[Outcome], rank: float
     estimates = {
         "relative_error": results.mean_interval(one.error),
         "relative_error_per_coordinate": results.mean_interval(one.coordinate_error),
-        f"relative_error_minus_{BASELINE}": difference(one, found),
+        f"relative_error_minus_{STUDIES[_STUDY.value].baseline}": difference(one, found),
     }
     return [results.Row(**shared, metric="compress_seconds", value=one.compress_seconds)] + [
         results.Row(**shared, metric=metric, value=estimate.value, ci95_low=estimate.low, ci95_high=estimate.high)
@@ -310,7 +326,7 @@ def outcome_rows(case: Case, one: Outcome, found: Sequence[Outcome], rank: float
 def baseline(one: Outcome, found: Sequence[Outcome]) -> Outcome | None:
     """The baseline's outcome at the same bytes, the nearest within 5%; None where there is none, or it is `one`. (Not
     at the same --budget: a policy that can only halve may take half of it.)"""
-    plain = settings.PolicyChoice(BASELINE)
+    plain = settings.PolicyChoice.parse(STUDIES[_STUDY.value].baseline)
     others = [other for other in found if other.setting.choice == plain]
     apart = [abs(other.counted_bytes / one.counted_bytes - 1) for other in others]
     if one.setting.choice == plain or not others or min(apart) > 0.05:
@@ -345,7 +361,15 @@ def show(case: Case, found: Sequence[Outcome], rank: float) -> None:
             )
         )
     title = f"{case.stream}, {case}: {case.spec.max_prompt} tokens, {case.spec.batch} seeds, effective rank {rank:.1f}"
-    columns = ("policy", "budget", "bytes", "error [95%]", f"against {BASELINE} [95%]", "by coord.", "ms")
+    columns = (
+        "policy",
+        "budget",
+        "bytes",
+        "error [95%]",
+        f"against {STUDIES[_STUDY.value].baseline} [95%]",
+        "by coord.",
+        "ms",
+    )
     results.print_table(title, columns, lines)
 
 
