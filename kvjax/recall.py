@@ -21,7 +21,7 @@ from kvjax.policies.exact import exact
 from kvjax.policies.windowed import WindowedState, over_heads
 from kvjax.policy import CachePolicy, Segments
 from kvjax.segment import Segment, segment, segment_bytes
-from kvjax.staging import Block, Staging
+from kvjax.staging import Block
 from kvjax.state import BATCH, HEAD_DIM, KV_HEADS, SLOTS, array, stacked, state, static
 
 T = TypeVar("T")
@@ -310,7 +310,8 @@ def recalling(policy: CachePolicy, plan: Planner, index_bytes: Callable[[Windowe
 
     def segments(state, query, causal=False) -> tuple[Segment, ...]:
         if query is None:
-            batch, kv_heads, _, head_dim = state.window.keys.shape
+            # Staged keys are what they are, whatever a combinator puts in the place of stored ones.
+            batch, kv_heads, _, head_dim = state.window.staging.keys.shape
             query = jnp.zeros((batch, 1, kv_heads * state.selection.group, head_dim))
         kept = own(state, query, causal)
         if query.shape[1] == 1:
@@ -336,12 +337,6 @@ def _side_by_side(found: Segment) -> Segment:
 
     start = jnp.broadcast_to(slots * jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
     return dataclasses.replace(jax.tree.map(join, found), start=start, stop=start + slots)
-
-
-def appended(staging: Staging, queries: int) -> Bool[Array, "B T"]:
-    """Which of the last T staged slots hold a token: rows that have ended append none."""
-    weight = jax.lax.dynamic_slice_in_dim(staging.log_weight[:, 0], staging.offset - queries, queries, axis=1)
-    return weight == 0
 
 
 def arrays_bytes(*arrays: Array) -> int:

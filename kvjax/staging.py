@@ -100,6 +100,12 @@ def stage(
     )
 
 
+def appended(staging: Staging, queries: int) -> Bool[Array, "B T"]:
+    """Which of the last T staged slots hold a token: rows that have ended append none."""
+    weight = jax.lax.dynamic_slice_in_dim(staging.log_weight[:, 0], staging.offset - queries, queries, axis=1)
+    return weight == 0
+
+
 def visible_slots(staging: Staging, queries: int | None) -> Int[Array, "B"] | Int[Array, "B T"]:
     """Where the staged slots end that may be seen: by anyone (None), or by the queries of the last T staged tokens."""
     if queries is None:

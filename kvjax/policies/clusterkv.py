@@ -20,7 +20,6 @@ from kvjax.recall import (
     Plan,
     Ranked,
     absorb_chunks,
-    appended,
     arrange,
     arrays_bytes,
     best_parts,
@@ -33,7 +32,7 @@ from kvjax.recall import (
     recalling,
 )
 from kvjax.segment import Segment, segment
-from kvjax.staging import check_budget, check_period, init_window, occupancy, window_segments
+from kvjax.staging import appended, check_budget, check_period, init_window, occupancy, window_segments
 from kvjax.state import BATCH, HEAD_DIM, array, state, static
 
 CLUSTERS = "clusters"

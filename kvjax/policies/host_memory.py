@@ -10,8 +10,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attention import Partials, attend, merge
 from kvjax.policy import CachePolicy
-from kvjax.recall import BLOCKS, BlockStore, appended, gather_blocks
+from kvjax.recall import BLOCKS, BlockStore, gather_blocks
 from kvjax.segment import segment
+from kvjax.staging import appended
 from kvjax.state import BATCH, HEAD_DIM, SLOTS, array, map_fields, state
 
 # Kv heads, or query heads where each recalls for itself.

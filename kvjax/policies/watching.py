@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from kvjax.attention import attend, slot_mass
 from kvjax.policies.windowed import Select, WindowedState, windowed_policy
 from kvjax.policy import CachePolicy, Init
 from kvjax.segment import segment_bytes
-from kvjax.staging import Block, Staging, Window, settle, settle_beside
+from kvjax.staging import Block, Window, appended, settle, settle_beside
 from kvjax.state import BATCH, KV_HEADS, SLOTS, array, cache_bytes, state
 
 
@@ -52,7 +52,7 @@ def watching_policy(
         partials = attend(query, shown)
         if not causal:
             return partials, state
-        counted = _appended(state.window.staging, query.shape[1])
+        counted = appended(state.window.staging, query.shape[1])
         if not adds_up:
             counted &= jnp.cumsum(counted[:, ::-1], axis=1)[:, ::-1] == 1
         window, staged = (slot_mass(query, segment, partials, counted) for segment in shown)
@@ -89,9 +89,3 @@ def watching_policy(
 
 def _with_drawn(state: WindowedState, drawn: Drawn) -> WindowedState:
     return dataclasses.replace(state, selection=dataclasses.replace(state.selection, drawn=drawn))
-
-
-def _appended(staging: Staging, queries: int) -> Bool[Array, "B T"]:
-    """Which of the last T staged slots hold a token: the queries that belong to tokens of the row."""
-    slots = staging.offset - queries + jnp.arange(queries)
-    return jnp.take(staging.log_weight[:, 0] == 0, slots, axis=1, mode="fill", fill_value=False)
