@@ -108,6 +108,59 @@ def test_keys_without_a_direction_and_noise_behind_the_stream_do_no_harm():
     assert np.isfinite(noisy.mean).all()
 
 
+@functools.partial(jax.jit, static_argnames=("options",), compiler_options=QUICKLY)
+def cluster_with(rng, keys, valid, used, options):
+    return k_means(rng, keys, valid, CLUSTERS, used=used, block=8, tolerance=0.0, **dict(options))
+
+
+@pytest.mark.parametrize("used", [1, 2, 3])
+def test_only_so_many_clusters_are_used_and_as_if_there_were_no_more(used):
+    keys, valid = stream(4)
+    found = cluster_with(jax.random.key(0), keys, valid, used, (("iterations", ITERATIONS),))
+    assert not np.asarray(found.size)[used:].any()
+    fewer = jax.jit(lambda rng: k_means(rng, keys, valid, used, iterations=ITERATIONS, tolerance=0.0, block=8))
+    expected = fewer(jax.random.key(0))
+    np.testing.assert_array_equal(np.asarray(found.label)[valid], np.asarray(expected.label)[valid])
+    np.testing.assert_array_equal(found.mean[:used], expected.mean)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**16))
+def test_a_sample_is_clustered_first_then_all_keys(seed):
+    keys, valid = stream(seed)
+    valid[0] = True  # a sample needs a key
+    rng = jax.random.key(seed)
+    options = (("iterations", 6), ("sample", 3), ("polish", 2))
+    found = cluster_with(rng, keys, valid, CLUSTERS, options)
+    assert found.objective.shape == (2,)
+    assert found.objective[1] <= found.objective[0] + 1e-4
+    points = unit(keys.astype(np.float64))
+    drawn = np.asarray(_draw_uniformly(rng, jnp.asarray(points), jnp.asarray(valid), CLUSTERS))
+    directions = points[drawn]
+    for sampled, count in ((valid & (np.arange(POINTS) % 3 == 0), 4), (valid, 1)):
+        for _ in range(count):
+            label = (points[sampled] @ directions.T).argmax(axis=1)
+            sums = np.stack([points[sampled][label == number].sum(axis=0) for number in range(CLUSTERS)])
+            directions = np.where((sums != 0).any(axis=1, keepdims=True), unit(sums), directions)
+    np.testing.assert_array_equal(np.asarray(found.label)[valid], (points[valid] @ directions.T).argmax(axis=1))
+
+
+def test_directions_may_turn_to_the_sum_of_keys_as_they_are():
+    keys, _ = stream(6)
+    every = np.ones(POINTS, bool)
+    rng = jax.random.key(0)
+    found = cluster_with(rng, keys, every, CLUSTERS, (("iterations", 5), ("turn_to", "keys")))
+    points = unit(keys.astype(np.float64))
+    directions = points[np.asarray(_draw_uniformly(rng, jnp.asarray(points), jnp.asarray(every), CLUSTERS))]
+    for _ in range(5):
+        label = (points @ directions.T).argmax(axis=1)
+        directions = unit(
+            np.stack([keys[label == number].astype(np.float64).sum(axis=0) for number in range(CLUSTERS)])
+        )
+    np.testing.assert_array_equal(found.label, label)
+    assert int(found.iterations) == 5
+
+
 def test_random_starts_are_distinct_and_uniform():
     valid = np.arange(POINTS) % 3 == 0
     points = jnp.ones((POINTS, DIM))
@@ -136,7 +189,14 @@ def test_k_means_plus_plus_draws_in_proportion_to_the_distance():
 
 @pytest.mark.parametrize(
     "change, message",
-    [({"clusters": 0}, "clusters=0"), ({"iterations": 0}, "iterations=0"), ({"start": "far"}, "'far'")],
+    [
+        ({"sample": 0}, "sample=0"),
+        ({"polish": 30}, "polish=30"),
+        ({"turn_to": "means"}, "turn_to='means'"),
+        ({"clusters": 0}, "clusters=0"),
+        ({"iterations": 0}, "iterations=0"),
+        ({"start": "far"}, "'far'"),
+    ],
 )
 def test_settings_that_cannot_be_are_refused(change, message):
     keys, valid = stream(0)
