@@ -90,6 +90,12 @@ def quantized(policy: CachePolicy, storage: Literal["int8", "fp8"] = "int8") -> 
     def compact(state):
         return store(policy.compact(load(state)))
 
+    def read_bytes(state):
+        # The policy may read more than attention does: an index, sums of scores.
+        assert policy.segments is not None
+        beside = policy.read_bytes(state.cache) - segment_bytes(*policy.segments(state.cache, None))
+        return beside + segment_bytes(*segments(state, None))
+
     return policy._replace(
         name=name,
         init=init,
@@ -97,8 +103,9 @@ def quantized(policy: CachePolicy, storage: Literal["int8", "fp8"] = "int8") -> 
         attend=attend_cache,
         extend=extend,
         compact=compact,
-        read_bytes=lambda state: segment_bytes(*segments(state, None)),
+        read_bytes=read_bytes,
         segments=segments,
+        plan=None,
     )
 
 

@@ -24,8 +24,8 @@ from tests.kvjax.support import (
     whole_run,
 )
 
-# Policies of every kind of store: a window alone, with a selection, with centroids or with trees beside it.
-NAMES = ("exact", "uniform", "chelsea", "balancekv_paper")
+# Policies of every kind of store: a window alone, with a selection, with centroids or trees beside it, with blocks.
+NAMES = ("exact", "uniform", "chelsea", "balancekv_paper", "clusterkv", "quest")
 STORAGES = {"int8": (jnp.int8, 127), "fp8": (jnp.float8_e4m3fn, 448)}
 both = pytest.mark.parametrize("storage", STORAGES)
 
@@ -119,6 +119,16 @@ def test_bytes_are_real():
     plain = POLICIES["chelsea"]
     read = plain.read_bytes(plain.init(spec, row_keys(1))) - entries * (4 - 1) + 2 * 2 * 20 * 4
     assert policy.read_bytes(state) == read
+
+
+def test_what_is_read_beside_attention_is_counted():
+    # quest(20) reads 3 pages of 16 and the window's 15 + 8 slots per head, and the bounds of its 4 pages in full.
+    policy, plain = policy_of("quest", "int8"), POLICIES["quest"]
+    pages, window, heads, row = 3 * 16, 15 + 8, 4, row_keys(1)
+    spec = make_spec(batch=1)
+    quantised = 2 * HEAD_DIM * (pages * heads + window * 2)  # numbers that take a byte instead of four
+    scales = 2 * 4 * (pages * heads + window * 2)
+    assert policy.read_bytes(policy.init(spec, row)) == plain.read_bytes(plain.init(spec, row)) - 3 * quantised + scales
 
 
 def test_layers_may_be_inside_or_outside():
