@@ -267,3 +267,33 @@ def test_bytes_of_a_segment_are_all_its_buffers():
     keys = jnp.zeros((2, 2, 12, 8), jnp.bfloat16)
     one = segment(keys, keys, log_num=jnp.zeros((2, 2, 12)), stop=jnp.zeros(2, jnp.int32))
     assert kvjax.segment_bytes(one, one) == 2 * (2 * 2 * 2 * 12 * 8 * 2 + 2 * 2 * 12 * 4 + 2 * 4)
+
+
+@pytest.mark.parametrize("tokens, group", [(1, 1), (3, 2)])
+def test_a_slope_adds_to_values_what_its_query_gives_up_to_its_limit(tokens, group):
+    query, keys, values = random_arrays(4, tokens=tokens, group=group)
+    batch, dim = 2, keys.shape[-1]
+    rng = np.random.default_rng(5)
+    slope = rng.normal(size=(batch, KV_HEADS, dim, dim)).astype(np.float32)
+    limit = np.array([[0.0, 0.3], [2.0, 1e6]], np.float32)
+    weights = rng.normal(size=keys.shape[:3]).astype(np.float32)
+    sloped = segment(keys, values, log_num=weights, slope=jnp.asarray(slope), slope_limit=jnp.asarray(limit))
+    plain = segment(keys[:, :, :5], values[:, :, :5])
+    found = attended(query, sloped, plain)
+    for row, token, head in np.ndindex(batch, tokens, query.shape[2]):
+        kv, q = head // group, query[row, token, head].astype(np.float64)
+        change = slope[row, kv] @ q / np.sqrt(dim)
+        # Linear where it is small beside the limit, of the limit's size where it is large.
+        change *= limit[row, kv] / np.sqrt(change @ change + limit[row, kv] ** 2)
+        both_keys = np.concatenate([keys[row, kv], keys[row, kv, :5]])
+        both_values = np.concatenate([values[row, kv] + change, values[row, kv, :5]])
+        weight = np.exp(both_keys @ q / np.sqrt(dim) + np.concatenate([weights[row, kv], np.zeros(5)]))
+        np.testing.assert_allclose(found[row, token, head], weight @ both_values / weight.sum(), atol=1e-5)
+
+
+def test_a_slope_needs_its_limit_and_both_sums():
+    _, keys, values = random_arrays(0)
+    slope, limit = jnp.zeros((2, KV_HEADS, 8, 8)), jnp.zeros((2, KV_HEADS))
+    for others in ({"slope": slope}, {"slope": slope, "slope_limit": limit, "feeds": "numerator"}):
+        with pytest.raises(ValueError, match="a slope needs slope_limit"):
+            segment(keys, values, **others)
