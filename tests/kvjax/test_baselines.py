@@ -27,6 +27,7 @@ from tests.kvjax.support import (
     make_stream,
     prompt_of,
     row_keys,
+    softmax_attention,
 )
 
 KV_HEADS, GROUP = 2, 2
@@ -45,11 +46,18 @@ def probabilities(stream, row, head, position, tokens):
 
 
 def decoded(policy, lengths=LENGTHS, stream=None, spec=None):
-    """Which tokens [B, N, H_kv, D] each kv head of each row reads at every step after prompts of these lengths."""
+    """Which tokens [B, N, H_kv, D] each kv head of each row reads at every step after prompts of these lengths, once it
+    is sure that attention reads nothing else."""
     stream = make_stream() if stream is None else stream
     state = begin(policy, spec or make_spec(), row_keys(), *prompt_of(stream, lengths), lengths)
-    _, _, weights = go(policy, state, after(stream, lengths))
-    return weights > 1e-6
+    _, outputs, weights = go(policy, state, after(stream, lengths))
+    read = weights > 1e-6
+    for row, step, head in itertools.product(range(len(lengths)), (0, NEW - 1), range(KV_HEADS)):
+        tokens = np.flatnonzero(read[row, step, head])
+        query = stream.queries[row, lengths[row] + step, head * GROUP]
+        expected = softmax_attention(query, stream.keys[row, tokens, head], stream.values[row, tokens, head])
+        np.testing.assert_allclose(outputs[row, step, head * GROUP], expected, atol=1e-5)
+    return read
 
 
 # --- observed attention ---
