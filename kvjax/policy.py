@@ -196,6 +196,8 @@ def fit_bytes(factory: Callable[[int], CachePolicy], spec: CacheSpec, limit: int
         )
     high = low
     while size(high := high * 2) <= limit:
+        if factory(high).recalls and high >= spec.max_prompt + spec.max_new:
+            return factory(high)  # all there is may be read
         if high > limit:
             raise ValueError(f"{factory(low).name} does not grow with its budget: give it slots, not bytes")
         low = high

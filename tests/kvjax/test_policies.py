@@ -318,6 +318,16 @@ def _around(make, spec, limit):
     return budget, budget + 1
 
 
+def test_fit_bytes_of_a_policy_that_recalls_goes_by_what_is_read():
+    spec = make_spec()
+    make = lambda budget: kvjax.quest(budget, period=8)  # noqa: E731
+    reads = lambda budget: kvjax.row_read_bytes(make(budget), spec)  # noqa: E731
+    limit = reads(48)  # three pages are the least, four are all
+    assert kvjax.row_read_bytes(kvjax.fit_bytes(make, spec, limit), spec) == limit < reads(64)
+    # A limit beyond reading everything gives just that.
+    assert kvjax.row_read_bytes(kvjax.fit_bytes(make, spec, 10**7), spec) == reads(10**6) == reads(64)
+
+
 def test_fit_bytes_says_why_nothing_fits():
     spec = make_spec()
     with pytest.raises(ValueError, match=r"limit=3000 .*budget=5 already takes"):
