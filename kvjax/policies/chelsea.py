@@ -23,8 +23,8 @@ from kvjax.state import BATCH, HEAD_DIM, KV_HEADS, SLOTS, array, state
 Joins = Literal["mean", "drop"]
 
 # Of the values' deviation inside centroids, the most that a query may move a centroid's value along the slope. Linear
-# growth is right for small logits only. Of .25, .5, 1, 2 and no bound, on synthetic streams at norms of 2 to 15, this was
-# best on low-rank ones and no different on the others.
+# growth is right for small logits only. Of .25, .5, 1, 2 and no bound, on synthetic streams at norms of 2 to 15, this
+# was best on low-rank ones and no different on the others.
 SLOPE_LIMIT = 0.25
 
 

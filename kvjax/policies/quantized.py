@@ -41,6 +41,9 @@ def quantized(policy: CachePolicy, storage: Literal["int8", "fp8"] = "int8") -> 
     eight-bit numbers are exact in float32, and storing again finds the same scale. Per-layer policies may be inside or
     outside (`by_layer`); policies per kv head are to be outside (`by_head`).
 
+    Bytes are those at rest. XLA:CPU has no products of eight-bit numbers with float32: it converts the keys once per
+    compiled loop, to a float32 copy that lives as long as the loop, and the values at every step.
+
     Args:
         policy: any policy whose attention is attention over segments and no more.
         storage: "int8" for -127 ... 127 (GPU, TPU and CPU), "fp8" for float8_e4m3fn, with 3 bits of mantissa.
@@ -69,7 +72,11 @@ def quantized(policy: CachePolicy, storage: Literal["int8", "fp8"] = "int8") -> 
         return map_fields(grow, state.cache, state.scales)
 
     def init(spec, row_keys):
-        return store(policy.init(spec, row_keys))
+        # Of zeros, as empty stores are, without the arithmetic: compiled, it would be done on constants of their size.
+        cache = policy.init(spec, row_keys)
+        zeros = lambda field, x: jnp.zeros(x.shape, dtype) if field.entries else x  # noqa: E731
+        scales = lambda field, x: jnp.zeros((*x.shape[:-1], 1)) if field.entries else None  # noqa: E731
+        return Quantized(map_fields(zeros, cache), map_fields(scales, cache))
 
     def prefill(state, keys, values, lengths, query_tail=None, shared=None):
         cache, shared = policy.prefill(load(state), keys, values, lengths, query_tail, shared)
