@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import compute_on as jax_compute_on
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention import Partials, attend, merge
+from kvjax.memory import where_it_lies
 from kvjax.policies.choice import chosen
 from kvjax.policies.exact import exact
 from kvjax.policies.windowed import WindowedState, over_heads
@@ -25,9 +25,6 @@ from kvjax.staging import Block
 from kvjax.state import BATCH, HEAD_DIM, KV_HEADS, SLOTS, array, stacked, state, static
 
 T = TypeVar("T")
-
-# JAX 0.10 calls by another name what is `compute_on` from 0.12 on.
-compute_on: Callable[..., Any] = getattr(jax_compute_on, "compute_on2", jax_compute_on.compute_on)
 
 BLOCKS = "blocks"
 
@@ -69,23 +66,7 @@ def put(tree: T, place: Int[Array, "M"], new: T) -> T:
     def write(old: Array, place: Int[Array, "M"], new: Array) -> Array:
         return old.at[place].set(new.astype(old.dtype), mode="drop")
 
-    return jax.tree.map(lambda old, new: where_it_lies(write, old, place, new, returns=old), tree, new)
-
-
-def where_it_lies(function: Callable[..., Array], large: Array, *small: Array, returns: Array | None = None) -> Array:
-    """`function(large, *small)`, computed on the host where `large` lies in host memory, so that only the small arrays
-    and the result move. The result is on the device, or (`returns`) where that array lies."""
-    if not on_host(large):
-        return function(large, *small)
-    host, device = jax.memory.Space.Host, jax.memory.Space.Device
-    there = [jax.device_put(one, host) for one in small]
-    out = compute_on(jax.jit(function), compute_type="device_host", out_memory_spaces=host)(large, *there)
-    return out if returns is not None and on_host(returns) else jax.device_put(out, device)
-
-
-def on_host(x: Array) -> bool:
-    """Whether an array lies in host memory, as far as its type says."""
-    return jax.typeof(x).memory_space == jax.memory.Space.Host
+    return jax.tree.map(lambda old, new: where_it_lies(write, old, place, new, stays=True), tree, new)
 
 
 def arrange(

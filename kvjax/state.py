@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from kvjax.memory import on_host, where_it_lies
+
 T = TypeVar("T")
 
 BATCH, KV_HEADS, SLOTS, HEAD_DIM = "batch", "kv_heads", "slots", "head_dim"
@@ -81,7 +83,11 @@ def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
     def take(field: ArrayField, leaf: Array) -> Array:
         axis = _batch_axis(field)
         # A copy, so that either state may be donated and the other used on.
-        return jnp.copy(leaf) if axis is None else jnp.take(leaf, rows, axis=axis)
+        if axis is None:
+            return jnp.copy(leaf)
+        # On the host JAX cannot fill what is out of range; outside jit, rows have been checked.
+        mode = "clip" if on_host(leaf) else "fill"
+        return where_it_lies(lambda leaf, rows: jnp.take(leaf, rows, axis=axis, mode=mode), leaf, rows, stays=True)
 
     return map_fields(take, tree)
 
@@ -106,7 +112,8 @@ def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
     def insert(field: ArrayField, leaf: Array, new: Array) -> Array:
         axis = _batch_axis(field)
         if axis is not None:
-            return leaf.at[(slice(None),) * axis + (rows,)].set(new)
+            place = (slice(None),) * axis
+            return where_it_lies(lambda leaf, rows, new: leaf.at[(*place, rows)].set(new), leaf, rows, new, stays=True)
         if not isinstance(leaf, jax.core.Tracer) and not np.array_equal(leaf, new):
             raise ValueError(
                 f"insert_rows: the batch-wide field {field.name!r} is {leaf} in one state and {new} in the other; "

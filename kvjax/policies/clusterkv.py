@@ -89,6 +89,7 @@ class Clustering:
     tolerance: float
     start: Literal["random", "k-means++"]
     sample: int
+    polish: int
     turn_to: Literal["directions", "keys"]
 
 
@@ -102,7 +103,7 @@ def clusterkv(
     chunk_clusters: int = 4,
     select: Literal["group", "query_head"] = "group",
     residual: bool = True,
-    iterations: int = 20,
+    iterations: int = 10,
     sample: int = 4,
     certify: bool = False,
     target: float | None = None,
@@ -129,7 +130,7 @@ def clusterkv(
             tried.
         residual: clusters that are not read stay present as one entry each: their mean key and mean value, weighing as
             many tokens as were not read (one that is cut: by the means of the whole cluster).
-        iterations, sample: of k-means; all iterations but the last look at every `sample`-th key.
+        iterations, sample: of k-means; for a prompt all iterations but the last two look at every `sample`-th key.
         certify: keeps in the state (`state.selection.learnt`) how much of the last appended token's attention, as a
             share of all, went to tokens that were not read: at most that, see `missing_mass`.
         target: recalls in rounds, each of the budget's tokens in whole blocks, until that share is at most this for all
@@ -161,9 +162,9 @@ def clusterkv(
     reference = variant == "reference"
     if reference:
         select, residual = "query_head", False
-        clustering = Clustering(20, 1e-4, "k-means++", 1, "keys")
+        clustering = Clustering(20, 1e-4, "k-means++", sample=1, polish=1, turn_to="keys")
     else:
-        clustering = Clustering(iterations, 1e-4, "random", sample, "directions")
+        clustering = Clustering(iterations, 1e-4, "random", sample, min(2, iterations), turn_to="directions")
     tokens = budget - sinks - recent
     slots = block_slots(tokens, min(cluster_tokens, max(every // chunk_clusters, 1)), BLOCK)
     reading = Reading(tokens, slots, select, residual)
@@ -207,7 +208,7 @@ def clusterkv(
     def select_prompt(state, keys, values, queries):
         filed = state.selection
         clusters, blocks = filed.index.prompt_clusters, filed.index.prompt_blocks
-        if not clusters:
+        if not clusters or keys.shape[1] <= sinks:
             return state
         _, _, count = occupancy(state.window)
         used = jnp.full_like(count, clusters) if reference else -(-count // cluster_tokens)
@@ -249,7 +250,7 @@ def clusterkv(
                 clusters=chunk_clusters,
                 blocks=made,
                 used=chunk_clusters,
-                clustering=clustering,
+                clustering=dataclasses.replace(clustering, sample=1),
                 gate=jnp.any(full_rows),
             )
 

@@ -132,6 +132,33 @@ def test_generated_tokens_are_clustered_among_themselves_a_chunk_at_a_time():
             np.testing.assert_array_equal(tokens, begin + EVERY * chunk + np.arange(EVERY))
 
 
+@pytest.mark.parametrize("padded", [1, SINKS, SINKS + 1, 32, PROMPT])
+def test_prompts_are_clustered_alike_however_they_are_padded(padded):
+    made, (keys, values) = policy(), make_tokens("normal")
+    lengths = jnp.array([min(padded, 20), 1])
+    states = [
+        made.prefill(made.init(SPEC, row_keys(ROWS)), keys[:, :size], values[:, :size], lengths)[0]
+        for size in (padded, PROMPT)
+    ]
+    for one, other in zip(*(jax.tree.leaves(state.selection.store.position) for state in states), strict=True):
+        np.testing.assert_array_equal(one, other)
+    stored = np.asarray(states[0].selection.store.position >= 0).sum(axis=(1, 2, 3))
+    np.testing.assert_array_equal(stored, KV_HEADS * np.maximum(np.asarray(lengths) - SINKS - RECENT, 0))
+
+
+def read_in_order(clusters, order, budget):
+    """The tokens that are read of each cluster, in that order: up to the budget, in no more blocks of 16 than it takes
+    in clusters of average size (9 tokens of a prompt, 8 of a chunk)."""
+    tokens = budget - SINKS - RECENT
+    blocks = -(-tokens // 16) - (-tokens // 8) if budget < 400 else 10**6
+    taken = []
+    for cluster in order:
+        taken.append(clusters[cluster][: min(tokens, 16 * blocks)])
+        tokens -= len(taken[-1])
+        blocks -= -(-len(taken[-1]) // 16)
+    return taken
+
+
 def by_numpy(state, total, keys, values, query, row, *, budget, select, residual):
     """Attention of one token's queries [H_q, D] in float64, from the clusters of the state."""
     out = []
@@ -148,15 +175,12 @@ def by_numpy(state, total, keys, values, query, row, *, budget, select, residual
             mass = np.exp(logits) / (np.exp(logits) * sizes).sum(axis=1, keepdims=True)
             logits = np.repeat(mass.sum(axis=0)[None], GROUP, axis=0)
         for one, score in zip(asked, logits, strict=True):
-            read, left = [], budget - SINKS - RECENT
+            order = np.argsort(-score, kind="stable")
             entries = [(k[t], v[t], 1.0) for t in held(state, total)[row]]
-            for cluster in np.argsort(-score, kind="stable"):
-                taken = clusters[cluster][:left]
-                left -= len(taken)
+            for cluster, taken in zip(order, read_in_order(clusters, order, budget), strict=True):
                 entries += [(k[t], v[t], 1.0) for t in taken]
                 if residual and sizes[cluster] > len(taken):
                     entries.append((mean_key[cluster], mean_value[cluster], sizes[cluster] - len(taken)))
-                read.append(len(taken))
             weight = np.array([n * np.exp(e @ one / np.sqrt(DIM)) for e, _, n in entries])
             out.append(weight @ np.array([e for _, e, _ in entries]) / weight.sum())
     return np.array(out)
@@ -218,11 +242,7 @@ def true_share(state, total, keys, query, row, *, budget, select):
         if select == "group":
             score = np.repeat((score / (score * sizes).sum(axis=1, keepdims=True)).sum(axis=0)[None], GROUP, axis=0)
         for one, order in zip(asked, np.argsort(-score, axis=1, kind="stable"), strict=True):
-            read, left = set(held(state, total)[row].tolist()), budget - SINKS - RECENT
-            for cluster in order:
-                taken = clusters[cluster][:left]
-                left -= len(taken)
-                read |= set(taken.tolist())
+            read = set(np.concatenate([held(state, total)[row], *read_in_order(clusters, order, budget)]).tolist())
             mass = np.exp(k @ one / np.sqrt(DIM))
             missing.append(mass[[t for t in range(total[row]) if t not in read]].sum() / mass.sum())
     return np.array(missing)

@@ -89,6 +89,17 @@ def test_nothing_is_learnt_without_an_appended_token():
     assert int(after_it.recent.requested.sum()) == 0
 
 
+def test_rows_are_taken_and_inserted_where_they_lie():
+    state = start(HOSTED["quest", 1])
+    taken = kvjax.take_rows(state, jnp.array([2, 0]))
+    back = kvjax.insert_rows(taken, kvjax.take_rows(state, jnp.array([1])), jnp.array([0]))
+    for made, rows in ((taken, [2, 0]), (back, [1, 0])):
+        store = made.cache.selection.store
+        assert store.keys.sharding.memory_kind == "pinned_host"
+        np.testing.assert_array_equal(np.asarray(store.keys), np.asarray(state.cache.selection.store.keys)[rows])
+        np.testing.assert_array_equal(store.position, state.cache.selection.store.position[np.array(rows)])
+
+
 def test_a_backend_without_host_memory_says_so_and_keeps_data_on_the_device(monkeypatch):
     class Device:
         def addressable_memories(self):
