@@ -111,6 +111,8 @@ def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
 
     def insert(field: ArrayField, leaf: Array, new: Array) -> Array:
         axis = _batch_axis(field)
+        if not leaf.size:
+            return jnp.copy(leaf)  # setting rows of an empty array gives that array itself
         if axis is not None:
             place = (slice(None),) * axis
             return where_it_lies(lambda leaf, rows, new: leaf.at[(*place, rows)].set(new), leaf, rows, new, stays=True)
