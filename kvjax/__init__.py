@@ -17,6 +17,7 @@ from kvjax.policies import clustergen as clustergen
 from kvjax.policies import clusterkv as clusterkv
 from kvjax.policies import exact as exact
 from kvjax.policies import factory as factory
+from kvjax.policies import first_layers as first_layers
 from kvjax.policies import h2o as h2o
 from kvjax.policies import host_memory as host_memory
 from kvjax.policies import infinigen as infinigen

@@ -16,8 +16,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention import Partials, attend, merge
 from kvjax.memory import where_it_lies
-from kvjax.policies.choice import chosen
-from kvjax.policies.exact import exact
 from kvjax.policies.windowed import WindowedState, over_heads
 from kvjax.policy import CachePolicy, Segments
 from kvjax.segment import Segment, segment, segment_bytes
@@ -329,11 +327,3 @@ def block_slots(tokens: int, part_tokens: int, places: int) -> int:
     """How many blocks a query reads at most for so many tokens in parts of so many tokens on average: what they fill,
     and one more per part that ends inside a block."""
     return -(-tokens // places) + -(-tokens // part_tokens)
-
-
-def first_layers_full(policy: CachePolicy, layers: int) -> CachePolicy:
-    """Exact caches in so many first layers, and `policy` in the others."""
-    if not layers:
-        return policy
-    full = exact(period=policy.period)
-    return chosen(lambda spec: full if spec.layer < layers else policy, (full, policy), name=policy.name)

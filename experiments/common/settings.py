@@ -41,7 +41,7 @@ class PolicyChoice:
     """A policy by its registered name and the options given with it, such as `clustergen:variant=paper,sinks=4`.
 
     Beside its own options every policy takes `storage=int8` or `fp8` (`kvjax.quantized`) and `full_layers=n`: the first
-    n layers keep everything, in the same storage.
+    n layers keep everything, in the same storage. Those that recall take `host_steps=R` (`kvjax.host_memory`).
     """
 
     name: str
@@ -71,17 +71,18 @@ class PolicyChoice:
     def build(self, **budget: int) -> kvjax.CachePolicy:
         """The policy; a wrong option is a ValueError that names it."""
         options = dict(self.options)
-        storage, full_layers = options.pop("storage", None), options.pop("full_layers", 0)
+        storage, host_steps = options.pop("storage", None), options.pop("host_steps", None)
+        full_layers = options.pop("full_layers", 0)
         try:
             policy = kvjax.factory(self.name)(**budget, **options)
         except TypeError as error:
             raise ValueError(f"policy {self}: {error}") from error
-        policies = [policy, kvjax.exact(period=policy.period)] if full_layers else [policy]
+        full = kvjax.exact(period=policy.period)
         if storage is not None:
-            policies = [kvjax.quantized(policy, storage) for policy in policies]
-        if not full_layers:
-            return policies[0]
-        return kvjax.chosen(lambda spec: policies[spec.layer < full_layers], policies, name=str(self))
+            policy, full = kvjax.quantized(policy, storage), kvjax.quantized(full, storage)
+        if host_steps is not None:
+            policy = kvjax.host_memory(policy, host_steps)
+        return kvjax.first_layers(full_layers, full, policy)
 
 
 @dataclasses.dataclass(frozen=True)

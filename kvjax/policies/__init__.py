@@ -10,6 +10,7 @@ from kvjax.policies.chelsea import chelsea as chelsea
 from kvjax.policies.choice import by_head as by_head
 from kvjax.policies.choice import by_layer as by_layer
 from kvjax.policies.choice import chosen as chosen
+from kvjax.policies.choice import first_layers as first_layers
 from kvjax.policies.clustergen import clustergen as clustergen
 from kvjax.policies.clusterkv import clusterkv as clusterkv
 from kvjax.policies.clusterkv import missing_mass as missing_mass

@@ -47,6 +47,13 @@ def by_layer(policies: Sequence[CachePolicy]) -> CachePolicy:
     return chosen(choose, policies, name=f"by_layer({_names(policies)})")
 
 
+def first_layers(layers: int, first: CachePolicy, others: CachePolicy) -> CachePolicy:
+    """So many first layers keep their caches as `first` does, the rest as `others`; for any number of layers."""
+    if not layers:
+        return others
+    return chosen(lambda spec: first if spec.layer < layers else others, (first, others), name=others.name)
+
+
 def by_head(policies: Sequence[Sequence[CachePolicy]]) -> CachePolicy:
     """Kv head h of layer l keeps its cache as `policies[l][h]` does; heads of a layer that share one policy object
     share its buffers, so a smaller budget is a smaller buffer.

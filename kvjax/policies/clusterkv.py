@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.attention import QUERY_HEADS, Partials, attend, merge
 from kvjax.k_means import k_means
-from kvjax.policies.choice import Chosen
+from kvjax.policies.choice import Chosen, first_layers
+from kvjax.policies.exact import exact
 from kvjax.policies.windowed import init_windowed, over_heads, stream_keys, windowed_policy
 from kvjax.policy import CachePolicy, CacheSpec
 from kvjax.recall import (
@@ -25,7 +26,6 @@ from kvjax.recall import (
     best_parts,
     block_slots,
     blocks_of,
-    first_layers_full,
     init_store,
     put,
     recall,
@@ -286,7 +286,7 @@ def clusterkv(
     made = recalling(base, plan, index_bytes)
     if certify:
         made = made._replace(attend=functools.partial(attend_certified, base, target), segments=None, plan=None)
-    return first_layers_full(made, full_layers)
+    return first_layers(full_layers, exact(period=period), made)
 
 
 def init_clusters(count: int, head_dim: int, residual: bool) -> Clusters:

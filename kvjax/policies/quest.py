@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.policies.choice import first_layers
+from kvjax.policies.exact import exact
 from kvjax.policies.windowed import init_windowed, over_heads, windowed_policy
 from kvjax.policy import CachePolicy
 from kvjax.recall import (
@@ -17,7 +19,6 @@ from kvjax.recall import (
     arrange,
     arrays_bytes,
     best_parts,
-    first_layers_full,
     init_store,
     put,
     recalling,
@@ -152,7 +153,7 @@ def quest(budget: int, *, full_layers: int = 0, period: int = 64) -> CachePolicy
         return arrays_bytes(*jax.tree.leaves(state.selection.index))
 
     base = windowed_policy("quest", init=init, select=select_prompt, absorb=absorb, segments=segments, period=period)
-    return first_layers_full(recalling(base, plan, index_bytes), full_layers)
+    return first_layers(full_layers, exact(period=period), recalling(base, plan, index_bytes))
 
 
 def file_pages(

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import pytest
 
 import kvjax
@@ -80,3 +81,14 @@ def test_every_policy_may_be_stored_in_eight_bits_with_full_layers():
     assert sizes[1] == sizes[2] == sizes[3]
     with pytest.raises(ValueError, match="storage='int4'"):
         settings.PolicyChoice.parse("uniform:storage=int4").build(budget=100)
+
+
+def test_policies_that_recall_may_do_so_from_host_memory():
+    policy = settings.PolicyChoice.parse("quest:host_steps=2,full_layers=1").build(budget=64)
+    small = dataclasses.replace(SPEC, batch=1, max_prompt=256, max_new=16)
+    rows = jax.random.split(jax.random.key(0), 1)
+    first, later = (kvjax.cache_bytes(policy.init(dataclasses.replace(small, layer=n), rows)) for n in range(2))
+    assert first.host == 0
+    assert later.host > small.exact_bytes(256)
+    with pytest.raises(ValueError, match="host_memory: uniform"):
+        settings.PolicyChoice.parse("uniform:host_steps=1").build(budget=100)
