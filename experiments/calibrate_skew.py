@@ -14,20 +14,16 @@ import math
 import pathlib
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
-from jaxtyping import Array, Float
-from tqdm import tqdm
+from jaxtyping import Float
 
-from experiments.common import results, settings, streams
-from kvjax.policies.infinigen import chosen_columns
+from experiments.common import results, settings, skewing, streams
 from models.llama import Llama
 from models.tokenizer import Tokenizer
 
 NAME = "calibrate_skew"
-ASKED = 64  # queries per document that recall is measured for
 
 settings.define_run()
 _DOCUMENTS = flags.DEFINE_integer("documents", 8, "Documents, from --seed on; as many later ones measure recall.")
@@ -42,37 +38,20 @@ def main(argv: Sequence[str]) -> None:
     model, tokenizer = settings.load_model(flags.FLAGS.model)
     documents, tokens = (2, 256) if flags.FLAGS.quick else (_DOCUMENTS.value, _TOKENS.value)
     first = flags.FLAGS.seed
-    skew, values = calibrate(model, tokenizer, range(first, first + documents), tokens)
+    turns, values = skewing.calibrate(model, tokenizer, range(first, first + documents), tokens)
     directory = pathlib.Path(flags.FLAGS.output_dir)
     directory.mkdir(parents=True, exist_ok=True)
-    np.savez(directory / "skew.npz", skew=skew, singular_values=values, model=flags.FLAGS.model)
+    np.savez(directory / "skew.npz", skew=turns, singular_values=values, model=flags.FLAGS.model)
     rows = [
         row
         for turned in (False, True)
         for row in recall_rows(
-            model, tokenizer, range(first + documents, first + 2 * documents), tokens, skew if turned else None
+            model, tokenizer, range(first + documents, first + 2 * documents), tokens, turns if turned else None
         )
     ]
     results.write_rows(directory / f"{NAME}.json", rows)
     show(rows)
     print(f"Skew: {directory / 'skew.npz'}   rows: {directory / f'{NAME}.json'}")
-
-
-def calibrate(
-    model: Llama, tokenizer: Tokenizer, seeds: Sequence[int], tokens: int
-) -> tuple[Float[np.ndarray, "L H_kv D D"], Float[np.ndarray, "L H_kv D"]]:
-    """Right singular vectors, as columns, and singular values of every layer's and kv head's queries."""
-    turns, sizes = [], []
-    layers = streams.prompt_streams(model, tokenizer, seeds, tokens, tokens)
-    for _, drawn in tqdm(layers, total=model.config.layers, desc="queries", leave=False):
-        heads, head_dim = drawn.keys.shape[2:]
-        grouped = np.asarray(drawn.queries, np.float64).reshape(-1, heads, model.config.query_heads // heads, head_dim)
-        moments = np.einsum("nhgd,nhge->hde", grouped, grouped)
-        # Eigenvectors of the moments are the right singular vectors; eigenvalues come in rising order.
-        values, vectors = np.linalg.eigh(moments)
-        turns.append(vectors[..., ::-1])
-        sizes.append(np.sqrt(np.maximum(values[..., ::-1], 0)))
-    return np.stack(turns).astype(np.float32), np.stack(sizes).astype(np.float32)
 
 
 def recall_rows(
@@ -87,7 +66,7 @@ def recall_rows(
     for layer, drawn in streams.prompt_streams(model, tokenizer, seeds, tokens, tokens):
         heads, head_dim = drawn.keys.shape[2:]
         turn = np.broadcast_to(np.eye(head_dim, dtype=np.float32), (heads, head_dim, head_dim))
-        found = recall(
+        found = skewing.speculated(
             jnp.asarray(turn if skew is None else skew[layer]),
             jnp.asarray(drawn.keys.swapaxes(1, 2)),
             jnp.asarray(drawn.queries.reshape(*drawn.queries.shape[:2], heads, -1, head_dim).swapaxes(1, 2)),
@@ -112,26 +91,6 @@ def recall_rows(
             )
         )
     return rows
-
-
-@jax.jit(static_argnums=(3, 4))
-def recall(
-    turns: Float[Array, "H_kv D D"],
-    keys: Float[Array, "R H_kv n D"],
-    queries: Float[Array, "R H_kv n G D"],
-    columns: int,
-    top: int,
-) -> Float[Array, "R"]:
-    """The mean over heads and each document's last queries."""
-
-    def one(turn: Float[Array, "D D"], keys: Float[Array, "n D"], queries: Float[Array, "n G D"]) -> Float[Array, ""]:
-        partial = chosen_columns(turn, queries, jnp.ones(queries.shape[0], bool), columns)
-        asked = queries[-ASKED:].reshape(-1, queries.shape[-1])
-        best = jax.lax.top_k(asked @ keys.T, top)[1]
-        speculated = jax.lax.top_k((asked @ partial) @ (keys @ partial).T, top)[1]
-        return jnp.mean((best[:, :, None] == speculated[:, None]).any(axis=2))
-
-    return jnp.mean(jax.vmap(jax.vmap(one), in_axes=(None, 0, 0))(turns, keys, queries), axis=1)
 
 
 def show(rows: Sequence[results.Row]) -> None:

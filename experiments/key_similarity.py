@@ -105,11 +105,7 @@ def by_distance(
             cosine = geometry.mean_cosines(geometry.unit(keys[:, :, head]), farthest)
             place = {"layer": layer, "kv_head": head}
             estimates = [results.mean_interval(at) for at in cosine.T]
-            rows += [
-                row("cosine", estimates[distance - 1], layers, distance=int(distance), **place)
-                for distance in distances
-                if distance in told
-            ]
+            rows += [row("cosine", estimates[distance - 1], layers, distance=distance, **place) for distance in told]
             falls = np.array([stats.spearmanr(distances, one).statistic for one in cosine])
             fall = results.mean_interval(falls)
             rows.append(row("cosine_distance_rank_correlation", fall, layers, **place))
