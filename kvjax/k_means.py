@@ -39,7 +39,7 @@ def k_means(
     sample: int = 1,
     polish: int = 1,
     turn_to: Literal["directions", "keys"] = "directions",
-    block: int = 1024,
+    block: int = 2048,
 ) -> KMeans:
     """Lloyd's algorithm on the keys' directions: assign each to the most similar direction, then turn every direction
     to the sum of its keys' directions. The objective never rises.
@@ -110,11 +110,11 @@ def _lloyd(directions, points, keys, valid, *, used, iterations, tolerance, turn
 
         def one(sums, item):
             points, summed, there = item
-            cosine = jnp.matmul(points, directions.T, precision=jax.lax.Precision.HIGHEST)
-            least, nearest = first_least(closed - cosine)
+            # Clusters lead, so that what runs over them is vectorised along the keys.
+            cosine = jnp.matmul(directions, points.T, precision=jax.lax.Precision.HIGHEST)
+            least, nearest = first_least(closed[:, None] - cosine, axis=0)
             label = jnp.where(there, nearest, clusters)
-            member = (label[:, None] == jnp.arange(clusters)).astype(jnp.float32)
-            sums = sums + jnp.matmul(member.T, summed, precision=jax.lax.Precision.HIGHEST)
+            sums = sums + _sums(label, summed, clusters)
             return sums, (label, jnp.sum(jnp.where(there, -least, 0.0)))
 
         sums, (label, gained) = jax.lax.scan(one, jnp.zeros((clusters, head_dim)), (blocked, summed, there))
@@ -141,6 +141,20 @@ def _lloyd(directions, points, keys, valid, *, used, iterations, tolerance, turn
     return directions, label.reshape(-1)[:tokens], objective, made
 
 
+def _sums(label: Int[Array, "N"], x: Float[Array, "N D"], clusters: int) -> Float[Array, "C D"]:
+    """The sum of every cluster's rows; rows of no cluster have a label past the last."""
+
+    def scattered(label, x):
+        return jnp.zeros((clusters, x.shape[1])).at[label].add(x, mode="drop")
+
+    def multiplied(label, x):
+        member = (label == jnp.arange(clusters)[:, None]).astype(jnp.float32)
+        return jnp.matmul(member, x, precision=jax.lax.Precision.HIGHEST)
+
+    # Adding row by row is what a CPU is good at, and accelerators are not.
+    return jax.lax.platform_dependent(label, x, cpu=scattered, default=multiplied)
+
+
 def _directions(x: Float[Array, "N D"]) -> Float[Array, "N D"]:
     norm = jnp.sqrt(jnp.sum(x * x, axis=1, keepdims=True))
     return jnp.where(norm > 0, x / jnp.where(norm > 0, norm, 1.0), 0.0)
@@ -151,8 +165,8 @@ def _draw_uniformly(
 ) -> Int[Array, "C"]:
     """Distinct valid points, any order; repeated from the first where there are too few."""
     priority = jnp.where(valid, jax.random.uniform(rng, valid.shape), jnp.inf)
-    drawn = jnp.argsort(priority)[jnp.arange(count) % jnp.maximum(jnp.sum(valid), 1)]
-    return drawn.astype(jnp.int32)
+    _, first = jax.lax.top_k(-priority, min(count, valid.shape[0]))
+    return first[jnp.arange(count) % jnp.maximum(jnp.sum(valid), 1)]
 
 
 def _draw_apart(
