@@ -24,7 +24,8 @@ def test_the_demo_tells_policies_apart(tmp_path):
     assert all(accuracy["clusterkv", budget]["value"] >= 0.9 for budget in ("50%", "25%"))
     for policy in ("uniform", "streaming_llm", "clustergen", "subgen", "balancekv", "chelsea", "clusterkv"):
         for budget, fraction in (("50%", 0.5), ("25%", 0.25)):
-            assert 0.98 * fraction < accuracy[policy, budget]["budget_fraction"] <= fraction
+            # Blocks of 16 leave a recall policy a little under.
+            assert 0.95 * fraction < accuracy[policy, budget]["budget_fraction"] <= fraction
     assert "Right answer" in done.stdout
 
 
