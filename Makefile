@@ -22,8 +22,9 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/mypy
 
+# Compiling, which is most of it, takes one core: two processes, a file of tests each at a time.
 unit: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not heavy"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not heavy"
 
 heavy: $(VENV)/.installed
 	$(BIN)/python -m pytest -m heavy
