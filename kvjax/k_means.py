@@ -88,7 +88,7 @@ def k_means(
         iterations = polish
     _, label, objective, made = refine(directions, points, keys, valid, iterations=iterations, turn_to=turn_to)
     size = jnp.zeros(clusters, jnp.int32).at[label].add(1, mode="drop")
-    mean = jnp.zeros(directions.shape).at[label].add(keys, mode="drop") / jnp.maximum(size, 1)[:, None]
+    mean = cluster_sums(label, keys, clusters) / jnp.maximum(size, 1)[:, None]
     return KMeans(mean, size, label, objective, made)
 
 
@@ -114,7 +114,7 @@ def _lloyd(directions, points, keys, valid, *, used, iterations, tolerance, turn
             cosine = jnp.matmul(directions, points.T, precision=jax.lax.Precision.HIGHEST)
             least, nearest = first_least(closed[:, None] - cosine, axis=0)
             label = jnp.where(there, nearest, clusters)
-            sums = sums + _sums(label, summed, clusters)
+            sums = sums + cluster_sums(label, summed, clusters)
             return sums, (label, jnp.sum(jnp.where(there, -least, 0.0)))
 
         sums, (label, gained) = jax.lax.scan(one, jnp.zeros((clusters, head_dim)), (blocked, summed, there))
@@ -141,7 +141,7 @@ def _lloyd(directions, points, keys, valid, *, used, iterations, tolerance, turn
     return directions, label.reshape(-1)[:tokens], objective, made
 
 
-def _sums(label: Int[Array, "N"], x: Float[Array, "N D"], clusters: int) -> Float[Array, "C D"]:
+def cluster_sums(label: Int[Array, "N"], x: Float[Array, "N D"], clusters: int) -> Float[Array, "C D"]:
     """The sum of every cluster's rows; rows of no cluster have a label past the last."""
 
     def scattered(label, x):

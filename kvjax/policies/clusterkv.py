@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.attention import QUERY_HEADS, Partials, attend, merge
-from kvjax.k_means import k_means
+from kvjax.k_means import cluster_sums, k_means
 from kvjax.policies.choice import Chosen, first_layers
 from kvjax.policies.exact import exact
 from kvjax.policies.windowed import init_windowed, over_heads, stream_keys, windowed_policy
@@ -342,8 +342,7 @@ def file_clusters(
     arranged = arrange(source.reshape(blocks, BLOCK), keys, values, position)
 
     def mean(x: Float[Array, "T D"]) -> Float[Array, "C D"]:
-        sums = jnp.zeros((clusters, x.shape[1])).at[label].add(x.astype(jnp.float32), mode="drop")
-        return sums / jnp.maximum(size, 1)[:, None]
+        return cluster_sums(label, x.astype(jnp.float32), clusters) / jnp.maximum(size, 1)[:, None]
 
     mean_key = mean(keys)
     away = keys.astype(jnp.float32) - mean_key[jnp.minimum(label, clusters - 1)]
