@@ -2,9 +2,9 @@
 
 from typing import Any, Literal
 
-import jax
 from jaxtyping import Array, Float
 
+from pallas_kernels.dispatch import Kernel, dispatch
 from pallas_kernels.weighted_decode import mosaic_tpu, reference
 from pallas_kernels.weighted_decode.base import Entries, Sums
 
@@ -33,22 +33,12 @@ def weighted_decode(
         NotImplementedError: where the implementation that was asked for cannot do this, with the reason.
     """
     check(rows, entries)
-    if implementation == "xla":
-        return reference.weighted_decode(rows, entries)
-    if implementation == "mosaic_tpu":
-        return mosaic_tpu.weighted_decode(rows, entries, config, interpret)
-    if implementation is not None:
-        raise ValueError(f"implementation={implementation!r}; it must be None, 'xla' or 'mosaic_tpu'")
-    try:
-        mosaic_tpu.check(rows, entries)
-    except NotImplementedError:
-        return reference.weighted_decode(rows, entries)
-    return jax.lax.platform_dependent(
-        rows,
-        entries,
-        default=reference.weighted_decode,
-        tpu=lambda rows, entries: mosaic_tpu.weighted_decode(rows, entries, config, interpret),
-    )
+    kernels = {
+        "mosaic_tpu": Kernel(
+            lambda rows, entries: mosaic_tpu.weighted_decode(rows, entries, config, interpret), mosaic_tpu.check
+        ),
+    }
+    return dispatch(implementation, reference.weighted_decode, kernels, rows, entries)
 
 
 def check(rows: Float[Array, "B H R D"], entries: Entries) -> None:

@@ -54,7 +54,6 @@ def weighted_decode(
     are neither fetched nor computed. Head dimensions that are no multiple of 128 are read with slots as the minor axis,
     which is how XLA lays such arrays out, so that no copy is made.
     """
-    check(rows, entries)
     config = config or Config()
     batch, heads, count, head_dim = rows.shape
     slots = entries.keys.shape[2]
