@@ -1,0 +1,8 @@
+"""Attention to recalled blocks: the first tokens of blocks that are named, of a store that stays where it is."""
+
+from pallas_kernels.cluster_recall.api import cluster_recall as cluster_recall
+from pallas_kernels.cluster_recall.base import Blocks as Blocks
+from pallas_kernels.cluster_recall.base import entry_width as entry_width
+from pallas_kernels.cluster_recall.reference import read_places as read_places
+from pallas_kernels.cluster_recall.reference import split as split
+from pallas_kernels.cluster_recall.reference import taken as taken

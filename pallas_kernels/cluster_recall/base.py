@@ -1,0 +1,46 @@
+"""What all forms of attention to recalled blocks take, and how a token lies in a block."""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Float, Int
+
+# A TPU fetches a block where it lies only if its rows fill whole registers, of 128 lanes: a key and its value together
+# do so where each takes a multiple of half as many. Head dimensions below that (of toy models) are not padded.
+LANES = 64
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The blocks that attention reads some of: N per kv head, of P places, a token's key and value side by side.
+
+    A row holds the key in its first D columns, the value in the first D of its second half, and finite numbers
+    elsewhere; so do places that hold no token.
+    """
+
+    entries: Float[Array, "B H_kv N P 2*W"]  # float32, bfloat16, float16, int8 or float8; W is at least D
+    scale: Float[Array, "B H_kv N P 2"] | None = None  # float32 factors of a quantised key and value; None: one
+
+
+def entry_width(head_dim: int) -> int:
+    """W: how many columns a store sets aside for a key, and as many for a value."""
+    return head_dim if head_dim < LANES else -(-head_dim // LANES) * LANES
+
+
+def check(
+    rows: Float[Array, "B H R D"], blocks: Blocks, number: Int[Array, "B H K"], count: Int[Array, "B H K"]
+) -> None:
+    """Raises a ValueError where shapes do not fit."""
+    batch, heads, _, head_dim = rows.shape
+    entries = blocks.entries.shape
+    if len(entries) != 5 or entries[0] != batch or heads % entries[1] or entries[4] % 2 or entries[4] < 2 * head_dim:
+        raise ValueError(
+            f"entries have shape {entries}; with rows [B, H, R, D] = {rows.shape} it must be [B, H_kv, N, P, 2 W], H a "
+            "multiple of H_kv and W at least D"
+        )
+    if blocks.scale is not None and blocks.scale.shape != (*entries[:4], 2):
+        raise ValueError(f"scale has shape {blocks.scale.shape}; it must be [B, H_kv, N, P, 2] = {(*entries[:4], 2)}")
+    for name, array in {"number": number, "count": count}.items():
+        if array.ndim != 3 or array.shape[:2] != (batch, heads) or array.shape != number.shape or not array.shape[2]:
+            raise ValueError(f"{name} has shape {array.shape}; it must be [B, H, K] = [{batch}, {heads}, K], K above 0")

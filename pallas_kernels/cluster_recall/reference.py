@@ -1,0 +1,47 @@
+"""The meaning of `cluster_recall`, in plain jax.numpy; every other form is tested against it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.cluster_recall.base import Blocks
+from pallas_kernels.weighted_decode import EMPTY, Entries, Sums
+from pallas_kernels.weighted_decode import reference as weighted_decode
+
+
+def cluster_recall(
+    rows: Float[Array, "B H R D"], blocks: Blocks, number: Int[Array, "B H K"], count: Int[Array, "B H K"]
+) -> Sums:
+    """Both sums of attention of the rows of every head over the first `count` tokens of each of its K blocks,
+    accumulated in float32: one gather of whole blocks, then attention over what was gathered."""
+    keys, values = split(taken(blocks.entries, number), rows.shape[3])
+    entries = Entries(keys, values, log_num=jnp.where(read_places(count, blocks.entries.shape[3]), 0.0, EMPTY))
+    if blocks.scale is not None:
+        key_scale, value_scale = split(taken(blocks.scale, number), 1)
+        entries = dataclasses.replace(entries, key_scale=key_scale[..., 0], value_scale=value_scale[..., 0])
+    return weighted_decode.weighted_decode(rows, entries)
+
+
+def taken(stored: Float[Array, "B H_kv N P W"], number: Int[Array, "B H K"]) -> Float[Array, "B H K P W"]:
+    """Blocks by number, for kv heads or for query heads. Numbers are made by programs, not by users: there is no
+    clamping pass over what was gathered."""
+    batch, heads, _ = number.shape
+    of_head = jax.vmap(jax.vmap(lambda stored, number: stored.at[number].get(mode="promise_in_bounds")))
+    found = of_head(stored, number.reshape(batch, stored.shape[1], -1))
+    return found.reshape(batch, heads, -1, *stored.shape[3:])
+
+
+def split(
+    entries: Float[Array, "B H K P 2*W"], head_dim: int
+) -> tuple[Float[Array, "B H K*P D"], Float[Array, "B H K*P D"]]:
+    """Keys and values of the blocks of a head, one block after the other."""
+    batch, heads, blocks, places, width = entries.shape
+    slots = entries.reshape(batch, heads, blocks * places, width)
+    return slots[..., :head_dim], slots[..., width // 2 : width // 2 + head_dim]
+
+
+def read_places(count: Int[Array, "B H K"], places: int) -> Bool[Array, "B H K*P"]:
+    """Which slots of the blocks of a head, one after the other, hold tokens that are read."""
+    return (jnp.arange(places, dtype=jnp.int32) < count[..., None]).reshape(*count.shape[:2], -1)

@@ -1,0 +1,167 @@
+"""Every form of attention to recalled blocks against plain float64 sums."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.cluster_recall import Blocks, cluster_recall, entry_width
+from pallas_kernels.weighted_decode import EMPTY, Sums
+
+FORMS = {"xla": {"implementation": "xla"}}
+every_form = pytest.mark.parametrize("form", FORMS)
+quick_form = pytest.mark.parametrize("form", FORMS)
+# Compiling takes most of the time.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# Relative to the largest sum: what rounding entries, rows and weights to the type costs.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "int8": 2e-6, "float8_e4m3fn": 2e-6}
+
+
+@functools.partial(jax.jit, static_argnames="form", compiler_options=QUICKLY)
+def run(rows, blocks, number, count, form):
+    return cluster_recall(rows, blocks, number, count, **FORMS[form])
+
+
+def make(
+    seed=0,
+    batch=2,
+    kv_heads=2,
+    heads=2,
+    rows=4,
+    there=9,
+    recalled=5,
+    places=16,
+    head_dim=64,
+    dtype="float32",
+    scaled=False,
+    scale=1.0,
+):
+    """Rows, blocks, numbers and counts, of all kinds of counts. Columns that hold neither key nor value hold noise, and
+    so do places behind the count."""
+    rng = np.random.default_rng(seed)
+    stored = scale * rng.normal(size=(batch, kv_heads, there, places, 2 * entry_width(head_dim)))
+    if dtype == "int8":
+        stored = np.clip(np.round(40 * stored), -127, 127)
+    factors = 0.02 * rng.normal(size=(batch, kv_heads, there, places, 2)) if scaled else None
+    kind = "bfloat16" if dtype == "bfloat16" else "float32"
+    queries = scale * rng.normal(size=(batch, heads, rows, head_dim))
+    # No block twice.
+    number = np.argsort(rng.random((batch, heads, max(there, recalled))), axis=-1)[..., :recalled] % there
+    count = rng.integers(0, places + 1, (batch, heads, recalled))
+    return (
+        jnp.asarray(queries, kind),
+        Blocks(jnp.asarray(stored, dtype), None if factors is None else jnp.asarray(factors, jnp.float32)),
+        jnp.asarray(number, jnp.int32),
+        jnp.asarray(count, jnp.int32),
+    )
+
+
+def expected(rows, blocks, number, count):
+    """max, num and den in float64, token by token; max -inf where nothing is read."""
+    rows, entries = np.asarray(rows, np.float64), np.asarray(blocks.entries, np.float64)
+    batch, heads, _, head_dim = rows.shape
+    half = entries.shape[-1] // 2
+    scale = np.ones((*entries.shape[:4], 2)) if blocks.scale is None else np.asarray(blocks.scale, np.float64)
+    peak, num, den = np.full(rows.shape[:3], -np.inf), np.zeros(rows.shape), np.zeros(rows.shape[:3])
+    for b, h in np.ndindex(batch, heads):
+        kv = h // (heads // entries.shape[1])
+        tokens = [(n, p) for n, c in zip(number[b, h], count[b, h], strict=True) for p in range(int(c))]
+        if not tokens:
+            continue
+        block, place = np.array(tokens).T
+        read, factor = entries[b, kv, block, place], scale[b, kv, block, place]
+        logits = rows[b, h] @ read[:, :head_dim].T * factor[:, 0] / np.sqrt(head_dim)
+        peak[b, h] = logits.max(1)
+        weight = np.exp(logits - peak[b, h][:, None])
+        num[b, h] = (weight * factor[:, 1]) @ read[:, half : half + head_dim]
+        den[b, h] = weight.sum(1)
+    return peak, num, den
+
+
+def compare(found: Sums, *arguments, tolerance=2e-6):
+    peak, num, den = expected(*arguments)
+    assert (found.max.shape, found.num.shape, found.den.shape) == (peak.shape, num.shape, den.shape)
+    some = np.isfinite(peak)
+    np.testing.assert_array_equal(np.asarray(found.max) > EMPTY / 2, some)
+    # Both are relative to a maximum of their own.
+    shift = np.exp(np.where(some, np.asarray(found.max, np.float64) - np.where(some, peak, 0), 0))
+    largest = max(np.abs(num).max(), np.abs(den).max(), 1e-30)
+    for mine, true in ((np.asarray(found.num) * shift[..., None], num), (np.asarray(found.den) * shift, den)):
+        assert np.abs(mine - true)[some].max(initial=0) <= tolerance * largest
+
+
+@quick_form
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_shapes_and_types(form, head_dim, dtype):
+    arguments = make(head_dim=head_dim, dtype=dtype, scaled=jnp.dtype(dtype).itemsize == 1)
+    compare(run(*arguments, form), *arguments, tolerance=TOLERANCE[dtype])
+
+
+@every_form
+@pytest.mark.parametrize("recalled", [1, 3, 4, 5, 11])
+@pytest.mark.parametrize("rows, heads", [(1, 6), (3, 2)])
+def test_any_number_of_blocks_for_kv_heads_or_query_heads(form, recalled, rows, heads):
+    arguments = make(recalled=recalled, rows=rows, heads=heads, there=12)
+    compare(run(*arguments, form), *arguments)
+
+
+COUNTS = {
+    "nothing": 0,
+    "everything": 16,
+    "one token of the last block": np.arange(5) == 4,
+    "one token of the first block": np.arange(5) == 0,
+    "blocks in the middle are skipped": [16, 0, 0, 0, 3],
+    "some heads read nothing": np.array([[0, 1], [2, 0]])[..., None],
+    "only the last head reads": np.array([[0, 0], [0, 7]])[..., None],
+}
+
+
+@every_form
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts(form, name):
+    rows, blocks, number, _ = make()
+    count = jnp.broadcast_to(jnp.asarray(COUNTS[name], jnp.int32), number.shape)
+    compare(run(rows, blocks, number, count, form), rows, blocks, number, count)
+
+
+@quick_form
+def test_a_block_may_be_read_twice(form):
+    rows, blocks, number, count = make()
+    number = number.at[..., 1].set(number[..., 0])
+    compare(run(rows, blocks, number, count, form), rows, blocks, number, count)
+
+
+@quick_form
+def test_extreme_logits_neither_overflow_nor_vanish(form):
+    # Norms near 200: logits of some thousands either way.
+    arguments = make(scale=200 / 8)
+    found = run(*arguments, form)
+    assert all(np.isfinite(np.asarray(part)).all() for part in found)
+    compare(found, *arguments, tolerance=2e-3)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"entries": jnp.zeros((2, 2, 9, 16, 126))}, r"entries have shape \(2, 2, 9, 16, 126\)"),
+        ({"entries": jnp.zeros((2, 3, 9, 16, 128))}, "H a multiple of H_kv"),
+        ({"scale": jnp.zeros((2, 2, 9, 16))}, r"scale has shape \(2, 2, 9, 16\)"),
+        ({"number": jnp.zeros((2, 2, 0), jnp.int32)}, "number has shape"),
+        ({"count": jnp.zeros((2, 2, 4), jnp.int32)}, "count has shape"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    rows, blocks, number, count = make()
+    fields = {field.name for field in dataclasses.fields(Blocks)}
+    blocks = dataclasses.replace(blocks, **{name: x for name, x in change.items() if name in fields})
+    with pytest.raises(ValueError, match=message):
+        cluster_recall(rows, blocks, change.get("number", number), change.get("count", count))
+
+
+def test_unknown_forms_are_refused():
+    with pytest.raises(ValueError, match="implementation='cuda'"):
+        cluster_recall(*make(), implementation="cuda")
