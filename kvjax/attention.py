@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.segment import Segment
 from kvjax.state import BATCH, HEAD_DIM, array, state
-from pallas_kernels.weighted_decode import EMPTY, Entries, slot_probabilities, weighted_decode
+from pallas_kernels.weighted_decode import EMPTY, Entries, Sums, weighted_decode
 
 TOKENS, QUERY_HEADS = "tokens", "query_heads"
 
@@ -39,16 +39,33 @@ def attend_segment(query: Float[Array, "B T H_q D"], segment: Segment) -> Partia
     Raises:
         ValueError: where heads or head dimensions do not fit.
     """
-    rows = _rows(query, segment.keys.shape)
-    peak, num, den = weighted_decode(rows, _entries(segment, query.shape[2] // segment.keys.shape[1]))
-    if segment.slope is not None and segment.slope_limit is not None:
-        num = num + den[..., None] * _varying(rows, segment.slope, segment.slope_limit)
-    # Where there was no entry, every masked one stood at the peak with weight one.
-    empty = peak <= EMPTY / 2
-    return _by_token(
-        Partials(jnp.where(empty, -jnp.inf, peak), jnp.where(empty[..., None], 0.0, num), jnp.where(empty, 0.0, den)),
-        tokens=query.shape[1],
-    )
+    return _partials(query, segment, _sums(query, segment))
+
+
+def attend_watching(
+    query: Float[Array, "B T H_q D"], segments: tuple[Segment, ...], counted: Bool[Array, "B T"]
+) -> tuple[Partials, tuple[Float[Array, "B H_kv S"], ...]]:
+    """As `attend`, with the probability that each slot of each segment draws, in one reading of the keys.
+
+    Args:
+        counted: which queries' probabilities count; of others nothing is used but the shape.
+
+    Returns:
+        Partials, and for every segment its slots' probabilities, float32, summed over the counted queries and the query
+        heads of a group.
+    """
+    sums = [_sums(query, segment, logits=True) for segment in segments]
+    partials = merge(*(_partials(query, segment, one) for segment, one in zip(segments, sums, strict=True)))
+    base, den = _finite(partials.max), jnp.where(partials.den == 0, 1.0, partials.den)
+
+    def mass(segment: Segment, logits: Float[Array, "B H_kv R S"]) -> Float[Array, "B H_kv S"]:
+        peak, total = (_rows(x[..., None], (*segment.keys.shape[:3], 1)) for x in (base, den))
+        group = query.shape[2] // segment.keys.shape[1]
+        counted_rows = jnp.repeat(counted, group, axis=1)[:, None, :, None]
+        return jnp.sum(jnp.where(counted_rows, jnp.exp(logits - peak) / total, 0.0), axis=2)
+
+    masses = (mass(segment, one.logits) for segment, one in zip(segments, sums, strict=True) if one.logits is not None)
+    return partials, tuple(masses)
 
 
 def merge(*partials: Partials) -> Partials:
@@ -71,22 +88,22 @@ def output(partials: Partials, dtype: jax.typing.DTypeLike = jnp.float32) -> Flo
     return jnp.where(empty[..., None], 0.0, partials.num / jnp.where(empty, 1.0, partials.den)[..., None]).astype(dtype)
 
 
-def slot_mass(
-    query: Float[Array, "B T H_q D"], segment: Segment, partials: Partials, counted: Bool[Array, "B T"]
-) -> Float[Array, "B H_kv S"]:
-    """The probability that each slot of a segment draws, summed over the counted queries and the query heads of a
-    group; float32.
-
-    Args:
-        partials: of the same queries' attention to all entries, this segment's among them.
-        counted: which queries count; of others nothing is used but the shape.
-    """
+def _sums(query: Float[Array, "B T H_q D"], segment: Segment, *, logits: bool = False) -> Sums:
     rows = _rows(query, segment.keys.shape)
-    group = query.shape[2] // segment.keys.shape[1]
-    peak, den = (_rows(x[..., None], (*segment.keys.shape[:3], 1))[..., 0] for x in (partials.max, partials.den))
-    mass = slot_probabilities(rows, _entries(segment, group), _finite(peak), jnp.where(den == 0, 1.0, den))
-    counted_rows = jnp.repeat(counted, group, axis=1)[:, None, None]
-    return jnp.sum(jnp.where(counted_rows, mass, 0.0), axis=-1)
+    return weighted_decode(rows, _entries(segment, query.shape[2] // segment.keys.shape[1]), logits=logits)
+
+
+def _partials(query: Float[Array, "B T H_q D"], segment: Segment, sums: Sums) -> Partials:
+    """What the sums of a segment's entries say about attention."""
+    peak, num, den, _ = sums
+    if segment.slope is not None and segment.slope_limit is not None:
+        num = num + den[..., None] * _varying(_rows(query, segment.keys.shape), segment.slope, segment.slope_limit)
+    # Where there was no entry, every masked one stood at the peak with weight one.
+    empty = peak <= EMPTY / 2
+    return _by_token(
+        Partials(jnp.where(empty, -jnp.inf, peak), jnp.where(empty[..., None], 0.0, num), jnp.where(empty, 0.0, den)),
+        tokens=query.shape[1],
+    )
 
 
 def _varying(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.attention import attend, slot_mass
+from kvjax.attention import attend, attend_watching
 from kvjax.policies.windowed import Select, WindowedState, windowed_policy
 from kvjax.policy import CachePolicy, Init
 from kvjax.segment import segment_bytes
@@ -49,13 +49,12 @@ def watching_policy(
 
     def attend_cache(state, query, causal=False):
         shown = segments(state, query.shape[1] if causal and query.shape[1] > 1 else None)
-        partials = attend(query, shown)
         if not causal:
-            return partials, state
+            return attend(query, shown), state
         counted = appended(state.window.staging, query.shape[1])
         if not adds_up:
             counted &= jnp.cumsum(counted[:, ::-1], axis=1)[:, ::-1] == 1
-        window, staged = (slot_mass(query, segment, partials, counted) for segment in shown)
+        partials, (window, staged) = attend_watching(query, shown, counted)
         drawn = state.selection.drawn
         if adds_up:
             drawn = Drawn(drawn.window + window, drawn.staged + staged)

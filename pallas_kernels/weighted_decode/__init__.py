@@ -7,4 +7,3 @@ from pallas_kernels.weighted_decode.base import Sums as Sums
 from pallas_kernels.weighted_decode.mosaic_tpu import Config as Config
 from pallas_kernels.weighted_decode.reference import MANY_ROWS as MANY_ROWS
 from pallas_kernels.weighted_decode.reference import SLOT_BLOCK as SLOT_BLOCK
-from pallas_kernels.weighted_decode.reference import slot_probabilities as slot_probabilities

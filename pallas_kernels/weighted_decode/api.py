@@ -1,5 +1,6 @@
 """`weighted_decode` on whatever the program runs on."""
 
+import functools
 from typing import Any, Literal
 
 from jaxtyping import Array, Float
@@ -15,6 +16,7 @@ def weighted_decode(
     rows: Float[Array, "B H R D"],
     entries: Entries,
     *,
+    logits: bool = False,
     implementation: Implementation | None = None,
     config: mosaic_tpu.Config | None = None,
     interpret: Any = False,
@@ -23,6 +25,8 @@ def weighted_decode(
 
     Args:
         rows: queries that share a kv head: R of tokens times grouped heads.
+        logits: give the denominator's logits, too: with the sums of all entries that a row attends to they tell how
+            its attention falls on these, without a second reading of the keys.
         implementation: None: the kernel of the platform that the program is compiled for, where there is one and it can
             do this, XLA otherwise.
         config: of the kernel.
@@ -35,10 +39,12 @@ def weighted_decode(
     check(rows, entries)
     kernels = {
         "mosaic_tpu": Kernel(
-            lambda rows, entries: mosaic_tpu.weighted_decode(rows, entries, config, interpret), mosaic_tpu.check
+            lambda rows, entries: mosaic_tpu.weighted_decode(rows, entries, config, interpret, logits=logits),
+            mosaic_tpu.check,
         ),
     }
-    return dispatch(implementation, reference.weighted_decode, kernels, rows, entries)
+    in_xla = functools.partial(reference.weighted_decode, logits=logits)
+    return dispatch(implementation, in_xla, kernels, rows, entries)
 
 
 def check(rows: Float[Array, "B H R D"], entries: Entries) -> None:

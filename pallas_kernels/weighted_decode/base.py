@@ -20,6 +20,9 @@ class Sums(NamedTuple):
     max: Float[Array, "B H R"]  # float32
     num: Float[Array, "B H R D"]  # float32
     den: Float[Array, "B H R"]  # float32
+    # float32, where they were asked for: what each entry adds to den is exp(logits - max). At most `EMPTY` / 2 where a
+    # slot is not read.
+    logits: Float[Array, "B H R S"] | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.weighted_decode.base import EMPTY, Entries, Sums, compute_type
 from pallas_kernels.weighted_decode.reference import MANY_ROWS
 
-TYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
+TYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,12 @@ def check(rows: Float[Array, "B H R D"], entries: Entries) -> None:
 
 
 def weighted_decode(
-    rows: Float[Array, "B H R D"], entries: Entries, config: Config | None = None, interpret: Any = False
+    rows: Float[Array, "B H R D"],
+    entries: Entries,
+    config: Config | None = None,
+    interpret: Any = False,
+    *,
+    logits: bool = False,
 ) -> Sums:
     """`reference.weighted_decode` in one pass over the occupied blocks of slots.
 
@@ -55,6 +61,7 @@ def weighted_decode(
     which is how XLA lays such arrays out, so that no copy is made.
     """
     config = config or Config()
+    rows, entries = _half_as_bits(rows, entries)
     batch, heads, count, head_dim = rows.shape
     slots = entries.keys.shape[2]
     block = min(config.block_slots, slots)
@@ -110,9 +117,20 @@ def weighted_decode(
         bounds = jnp.stack([wide(start), wide(stop)], axis=-1)
         arrays["bounds"] = (bounds, pl.BlockSpec((1, count, 2), lambda b, h, s, j, *_: (b, 0, 0)))
 
+    out_specs = [
+        pl.BlockSpec((1, 1, 1, count, 1), of_split),
+        pl.BlockSpec((1, 1, 1, count, head_dim), of_split),
+        pl.BlockSpec((1, 1, 1, count, 1), of_split),
+    ]
+    out_shape = [jax.ShapeDtypeStruct((batch, heads, splits, count, width), jnp.float32) for width in (1, head_dim, 1)]
+    if logits:
+        # Every step has a block of its own, so that what is not read can be told.
+        out_specs.append(pl.BlockSpec((1, 1, count, block), lambda b, h, s, j, *_: (b, h, 0, s * per_split + j)))
+        all_slots = splits * per_split * block
+        out_shape.append(jax.ShapeDtypeStruct((batch, heads, count, all_slots), jnp.float32))
     kernel = functools.partial(
         _kernel,
-        names=tuple(arrays),
+        names=(*arrays, "peak", "num", "den", *(("logits",) if logits else ())),
         feeds=entries.feeds,
         slots=slots,
         block=block,
@@ -125,34 +143,30 @@ def weighted_decode(
             num_scalar_prefetch=4,
             grid=(batch, heads, splits, per_split),
             in_specs=[spec for _, spec in arrays.values()],
-            out_specs=[
-                pl.BlockSpec((1, 1, 1, count, 1), of_split),
-                pl.BlockSpec((1, 1, 1, count, head_dim), of_split),
-                pl.BlockSpec((1, 1, 1, count, 1), of_split),
-            ],
+            out_specs=out_specs,
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct((batch, heads, splits, count, width), jnp.float32) for width in (1, head_dim, 1)
-        ],
+        out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * batch * heads * count * slots * head_dim * (2 if fed_values else 1),
-            bytes_accessed=sum(x.size * x.dtype.itemsize for x, _ in arrays.values()),
+            bytes_accessed=sum(x.nbytes for x, _ in arrays.values())
+            + sum(math.prod(x.shape) * x.dtype.itemsize for x in out_shape),
             transcendentals=batch * heads * count * slots,
         ),
         interpret=interpret,
         name="weighted_decode",
     )(first, last, lowest, highest, *(x for x, _ in arrays.values()))
-    return _merged(Sums(sums[0][..., 0], sums[1], sums[2][..., 0]))
+    merged = _merged(Sums(sums[0][..., 0], sums[1], sums[2][..., 0]))
+    return merged._replace(logits=sums[3][..., :slots]) if logits else merged
 
 
 def _kernel(first, last, lowest, highest, *refs, names, feeds, slots, block, per_split, slots_minor):
     """One block of one head's slots against all of its rows. Running sums live in the output blocks, which stay on chip
     while the last axis of the grid runs."""
-    given = dict(zip(names, refs, strict=False))
-    peak_ref, num_ref, den_ref = refs[len(names) :]
+    given = dict(zip(names, refs, strict=True))
+    peak_ref, num_ref, den_ref = given["peak"], given["num"], given["den"]
     b, s, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     number = s * per_split + j
 
@@ -161,6 +175,9 @@ def _kernel(first, last, lowest, highest, *refs, names, feeds, slots, block, per
         peak_ref[...] = jnp.full_like(peak_ref, EMPTY)
         num_ref[...] = jnp.zeros_like(num_ref)
         den_ref[...] = jnp.zeros_like(den_ref)
+
+    if "logits" in given:
+        given["logits"][...] = jnp.full_like(given["logits"], EMPTY)
 
     @pl.when((number >= first[b]) & (number <= last[b]))
     def _():
@@ -180,6 +197,8 @@ def _kernel(first, last, lowest, highest, *refs, names, feeds, slots, block, per
 
         num_logits = weighed("log_num")
         den_logits = weighed("log_den") if "log_den" in given else num_logits
+        if "logits" in given:
+            given["logits"][0, 0] = den_logits
         fed = {"both": (num_logits, den_logits), "numerator": (num_logits,), "denominator": (den_logits,)}[feeds]
         before = peak_ref[0, 0, 0]
         peak = functools.reduce(jnp.maximum, (jnp.max(one, axis=1, keepdims=True) for one in fed), before)
@@ -207,7 +226,9 @@ def _product(
 ) -> Float[Array, "R N"]:
     """Rows against stored keys (over dimensions) or weights against stored values (over slots), in float32."""
     kind = compute_type(left.dtype, stored.dtype)
-    if jnp.issubdtype(stored.dtype, jnp.integer):
+    if stored.dtype == jnp.int16:
+        stored = _from_half(stored)
+    elif jnp.issubdtype(stored.dtype, jnp.integer):
         stored = stored.astype(jnp.float32)  # from where every type can be reached
     axis = int(slots_minor) if contract_slots else 1 - int(slots_minor)
     precision = jax.lax.Precision.HIGHEST if kind == jnp.float32 else None
@@ -218,6 +239,23 @@ def _product(
         precision=precision,
         preferred_element_type=jnp.float32,
     )
+
+
+def _half_as_bits(rows: Float[Array, "B H R D"], entries: Entries) -> tuple[Array, Entries]:
+    """float16, which the TPU's compiler does not load, as its bits in int16, to be multiplied in float32."""
+    if jnp.float16 not in (rows.dtype, *(x.dtype for x in (entries.keys, entries.values) if x is not None)):
+        return rows, entries
+    bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int16) if x.dtype == jnp.float16 else x  # noqa: E731
+    values = None if entries.values is None else bits(entries.values)
+    return rows.astype(jnp.float32), dataclasses.replace(entries, keys=bits(entries.keys), values=values)
+
+
+def _from_half(bits: Int[Array, "..."]) -> Float[Array, "..."]:
+    """float32 of finite float16 numbers given by their bits: the fields move to their places in float32, whose exponent
+    counts from 112 lower. Those under 2**-14, which float16 keeps with fewer digits, may be flushed to zero."""
+    wide = bits.astype(jnp.int32)
+    magnitude = jax.lax.bitcast_convert_type((wide & 0x7FFF) << 13, jnp.float32) * 2.0**112
+    return jnp.where(wide < 0, -magnitude, magnitude)
 
 
 def _bound(bound: Int[Array, "B"] | Int[Array, "B R"] | None, batch: int, otherwise: int) -> Array:

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -16,54 +17,54 @@ SLOT_BLOCK = 64
 MANY_ROWS = 64
 
 
-def weighted_decode(rows: Float[Array, "B H R D"], entries: Entries) -> Sums:
+def weighted_decode(rows: Float[Array, "B H R D"], entries: Entries, *, logits: bool = False) -> Sums:
     """Both sums of attention over the entries, accumulated in float32: with l = rows . keys / sqrt(D),
-    num = sum_s exp(l_s + log_num_s - max) value_s and den = sum_s exp(l_s + log_den_s - max)."""
-    return _by_slot(rows, entries) if rows.shape[2] < MANY_ROWS else _by_row(rows, entries)
+    num = sum_s exp(l_s + log_num_s - max) value_s and den = sum_s exp(l_s + log_den_s - max).
+
+    Args:
+        logits: give l + log_den, too.
+    """
+    return (_by_slot if rows.shape[2] < MANY_ROWS else _by_row)(rows, entries, logits)
 
 
-def slot_probabilities(
-    rows: Float[Array, "B H R D"], entries: Entries, peak: Float[Array, "B H R"], den: Float[Array, "B H R"]
-) -> Float[Array, "B H S R"]:
-    """What share of each row's attention falls on each slot: exp(l_s + log_den_s - peak) / den, float32, where peak and
-    den are those of all entries that the row attends to, these among them."""
-    # The product is written as in `_by_slot`, so that a compiler takes it once for both.
-    logits = jnp.einsum("bhsd,bhrd->bhsr", entries.keys, rows.astype(jnp.float32), preferred_element_type=jnp.float32)
-    logits = logits / math.sqrt(entries.keys.shape[-1])
-    if entries.key_scale is not None:
-        logits = logits * entries.key_scale[..., None]
-    bias = _bias(entries, entries.log_num if entries.log_den is None else entries.log_den)
-    return jnp.exp(logits + bias.swapaxes(2, 3) - peak[:, :, None]) / den[:, :, None]
-
-
-def _by_slot(rows: Float[Array, "B H R D"], entries: Entries) -> Sums:
+def _by_slot(rows: Float[Array, "B H R D"], entries: Entries, logits: bool) -> Sums:
     """For few rows, as in decoding, where reading keys and values takes all the time.
 
     The order of axes decides how XLA:CPU runs this. All queries of a kv head are one operand's rows, batch and heads
     lead (any other order copies the keys), and from the logits on slots come in blocks, which lets both cores share
     the sum over values.
     """
-    logits = jnp.einsum("bhsd,bhrd->bhsr", entries.keys, rows.astype(jnp.float32), preferred_element_type=jnp.float32)
+    scores = jnp.einsum("bhsd,bhrd->bhsr", entries.keys, rows.astype(jnp.float32), preferred_element_type=jnp.float32)
     lay = lambda x: _in_blocks(x.swapaxes(2, 3))  # noqa: E731
-    peak, weights, den = _weigh(_in_blocks(logits), entries, lay, slot_axes=(2, 4))
-    if weights is None or entries.values is None:
-        return Sums(peak, jnp.zeros(rows.shape, jnp.float32), den)
-    values = entries.values.reshape(*weights.shape[:3], weights.shape[4], -1)
-    num = jnp.einsum("bhnrt,bhntd->bhnrd", weights, values, preferred_element_type=jnp.float32)
-    return Sums(peak, jnp.sum(num, axis=2), den)
+    weighed = _weigh(_in_blocks(scores), entries, lay, slot_axes=(2, 4))
+    num = jnp.zeros(rows.shape, jnp.float32)
+    if weighed.values is not None and entries.values is not None:
+        weights = weighed.values
+        values = entries.values.reshape(*weights.shape[:3], weights.shape[4], -1)
+        num = jnp.sum(jnp.einsum("bhnrt,bhntd->bhnrd", weights, values, preferred_element_type=jnp.float32), axis=2)
+    given = weighed.logits.swapaxes(2, 3).reshape(*rows.shape[:3], -1) if logits else None
+    return Sums(weighed.peak, num, weighed.den, given)
 
 
-def _by_row(rows: Float[Array, "B H R D"], entries: Entries) -> Sums:
+def _by_row(rows: Float[Array, "B H R D"], entries: Entries, logits: bool) -> Sums:
     """For many rows, as in prefill. With slots last XLA:CPU runs it at two to five times the speed; products are taken
     in the type of rows and entries, which is what matrix units are made for."""
     keys = entries.keys.astype(compute_type(rows.dtype, entries.keys.dtype))
-    logits = jnp.einsum("bhrd,bhsd->bhrs", rows.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
-    peak, weights, den = _weigh(logits, entries, lambda x: x, slot_axes=(3,))
-    if weights is None or entries.values is None:
-        return Sums(peak, jnp.zeros(rows.shape, jnp.float32), den)
-    values = entries.values.astype(compute_type(rows.dtype, entries.values.dtype))
-    num = jnp.einsum("bhrs,bhsd->bhrd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-    return Sums(peak, num, den)
+    scores = jnp.einsum("bhrd,bhsd->bhrs", rows.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
+    weighed = _weigh(scores, entries, lambda x: x, slot_axes=(3,))
+    num = jnp.zeros(rows.shape, jnp.float32)
+    if weighed.values is not None and entries.values is not None:
+        values = entries.values.astype(compute_type(rows.dtype, entries.values.dtype))
+        weights = weighed.values.astype(values.dtype)
+        num = jnp.einsum("bhrs,bhsd->bhrd", weights, values, preferred_element_type=jnp.float32)
+    return Sums(weighed.peak, num, weighed.den, weighed.logits if logits else None)
+
+
+class _Weighed(NamedTuple):
+    peak: Float[Array, "B H R"]
+    values: Float[Array, "B H *L"] | None  # every value's weight; None where the numerator is not fed
+    den: Float[Array, "B H R"]
+    logits: Float[Array, "B H *L"]  # of the denominator
 
 
 def _weigh(
@@ -71,8 +72,8 @@ def _weigh(
     entries: Entries,
     lay: Callable[[Float[Array, "#B #H #R S"]], Float[Array, "#B #H *L"]],
     slot_axes: tuple[int, ...],
-) -> tuple[Float[Array, "B H R"], Float[Array, "B H *L"] | None, Float[Array, "B H R"]]:
-    """From logits to the maximum, every value's weight (None where the numerator is not fed) and the denominator.
+) -> _Weighed:
+    """From products of queries and keys to weights.
 
     Args:
         logits: in any layout of rows and slots.
@@ -93,9 +94,11 @@ def _weigh(
     if entries.feeds != "numerator":
         den = jnp.sum(jnp.exp(den_logits - base), axis=slot_axes)
     if entries.feeds == "denominator":
-        return peak, None, den
+        return _Weighed(peak, None, den, den_logits)
     weights = jnp.exp(num_logits - base)
-    return peak, weights if entries.value_scale is None else weights * lay(entries.value_scale[:, :, None]), den
+    if entries.value_scale is not None:
+        weights = weights * lay(entries.value_scale[:, :, None])
+    return _Weighed(peak, weights, den, den_logits)
 
 
 def _bias(entries: Entries, log_weight: Float[Array, "B H S"] | None) -> Float[Array, "#B #H #R S"]:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.attention import slot_mass
+from kvjax.attention import attend_watching
 from kvjax.observed import attention_received
 from kvjax.policies.pyramidkv import layer_slots
 from kvjax.policies.windowed import draws_by_position
@@ -90,7 +91,7 @@ def test_attention_received_does_not_depend_on_its_blocks(monkeypatch):
     np.testing.assert_allclose(whole, attention_received(*arguments), atol=1e-5)
 
 
-def test_slot_mass_is_the_probability_that_slots_draw():
+def test_watched_attention_tells_the_probability_that_slots_draw():
     rng = np.random.default_rng(0)
     part = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     query = part(2, 3, 4, 8)
@@ -98,9 +99,10 @@ def test_slot_mass_is_the_probability_that_slots_draw():
     split = kvjax.segment(
         part(2, 2, 6, 8), part(2, 2, 6, 8), log_num=part(2, 2, 6), log_den=part(2, 2, 6), stop=jnp.array([6, 2])
     )
-    partials = kvjax.attend(query, (full, split))
     counted = np.array([[True, False, True], [True, True, False]])
-    found = [np.asarray(slot_mass(query, one, partials, jnp.asarray(counted))) for one in (full, split)]
+    partials, masses = attend_watching(query, (full, split), jnp.asarray(counted))
+    chex.assert_trees_all_close(partials, kvjax.attend(query, (full, split)), rtol=1e-6)
+    found = [np.asarray(mass) for mass in masses]
     for row, head in itertools.product(range(2), range(2)):
         expected = np.zeros(11)
         for token, one in itertools.product(np.flatnonzero(counted[row]), range(2)):

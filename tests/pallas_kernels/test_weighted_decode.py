@@ -9,6 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.weighted_decode import EMPTY, Config, Entries, Sums, weighted_decode
+from tests.pallas_kernels import traffic
 
 SMALL = Config(block_slots=128)
 FORMS = {
@@ -27,12 +28,12 @@ quick_form = pytest.mark.parametrize("form", ("xla", "mosaic_tpu"))
 # Compiling takes most of the time.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # Relative to the largest sum: what rounding entries, rows and weights to the type costs.
-TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "int8": 2e-6, "float8_e4m3fn": 2e-6}
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-6, "int8": 2e-6, "float8_e4m3fn": 2e-6}
 
 
-@functools.partial(jax.jit, static_argnames="form", compiler_options=QUICKLY)
-def run(rows, entries, form):
-    return weighted_decode(rows, entries, **FORMS[form])
+@functools.partial(jax.jit, static_argnames=("form", "logits"), compiler_options=QUICKLY)
+def run(rows, entries, form, logits=False):
+    return weighted_decode(rows, entries, logits=logits, **FORMS[form])
 
 
 def make(seed=0, batch=2, heads=2, rows=4, slots=300, head_dim=64, dtype="float32", fields=(), scale=1.0, **others):
@@ -150,13 +151,59 @@ def test_rows_without_any_entry_are_told(form):
     assert some[0, 0].all() and some.sum() == some[0, 0].size
 
 
+@every_form
+@pytest.mark.parametrize("feeds", ["both", "numerator"])
+@pytest.mark.parametrize("stop", [None, [130, 0], [[300, 1, 7, 129], [2, 3, 4, 200]]])
+def test_logits_tell_what_each_slot_adds(form, feeds, stop):
+    stop = None if stop is None else jnp.array(stop, jnp.int32)
+    rows, entries = make(fields=("log_num", "log_den", "key_scale"), stop=stop, feeds=feeds)
+    found = run(rows, entries, form, logits=True)
+    compare(found, rows, entries, 2e-6)
+    assert found.logits.shape == (2, 2, 4, 300)
+    den = expected(rows, Entries(**{**vars(entries), "feeds": "denominator"}))[2]
+    some = den > 0
+    peak = np.asarray(found.logits, np.float64).max(-1)
+    weights = np.exp(np.asarray(found.logits, np.float64) - peak[..., None])
+    np.testing.assert_array_equal(peak > EMPTY / 2, some)
+    np.testing.assert_allclose(weights.sum(-1)[some], den[some], rtol=1e-4)
+    if stop is not None:
+        stop = np.broadcast_to(np.asarray(stop).reshape(2, -1), (2, 4))
+        outside = np.arange(300) >= stop[:, None, :, None]
+        assert (np.asarray(found.logits)[np.broadcast_to(outside, found.logits.shape)] <= EMPTY / 2).all()
+
+
 @quick_form
 def test_extreme_logits_neither_overflow_nor_vanish(form):
     # Norms near 200: logits of some thousands either way.
     rows, entries = make(scale=200 / 8, head_dim=64)
     found = run(rows, entries, form)
-    assert all(np.isfinite(np.asarray(part)).all() for part in found)
+    assert all(np.isfinite(np.asarray(part)).all() for part in found[:3])
     compare(found, rows, entries, 2e-3)
+
+
+@pytest.mark.parametrize(
+    "slots, head_dim, dtype", [(32768, 128, "bfloat16"), (4096, 64, "float32"), (4096, 128, "int8")]
+)
+def test_no_more_bytes_move_than_have_to(slots, head_dim, dtype):
+    batch, heads, rows = 2, 8, 4
+    store = jnp.zeros((batch, heads, slots, head_dim), dtype)
+    of_slots = jnp.zeros((batch, heads, slots))
+    scale = of_slots if dtype == "int8" else None
+    stop = jnp.array([slots, slots // 2], jnp.int32)
+    entries = Entries(store, store, of_slots, None, scale, scale, stop=stop)
+    queries = jnp.zeros((batch, heads, rows, head_dim), jnp.bfloat16)
+    found = traffic.moved(
+        lambda *given: weighted_decode(*given, implementation="mosaic_tpu", interpret=True), queries, entries, run=False
+    )
+    per_slot = 2 * head_dim * store.dtype.itemsize + 4 * (3 if dtype == "int8" else 1)
+    least = heads * (slots + slots // 2) * per_slot + queries.nbytes + 4 * batch * heads * rows * (head_dim + 2)
+    assert least <= found.total <= 1.05 * least
+    # Blocks that hold nothing occupied are not fetched: one block more where the range ends inside it.
+    entries = Entries(**{**vars(entries), "stop": stop + jnp.array([0, 1])})
+    more = traffic.moved(
+        lambda *given: weighted_decode(*given, implementation="mosaic_tpu", interpret=True), queries, entries, run=False
+    )
+    assert more.total - found.total == heads * 1024 * per_slot
 
 
 def test_it_stays_one_kernel_under_vmap():
@@ -179,7 +226,7 @@ def test_it_stays_one_kernel_under_vmap():
         ({"log_den": jnp.zeros((2, 2, 300, 1))}, ValueError, "log_den has shape"),
         ({"stop": jnp.zeros(3, jnp.int32)}, ValueError, r"stop has shape \(3,\)"),
         ({"values": None}, ValueError, "feed 'both' need values"),
-        ({"keys": jnp.zeros((2, 2, 300, 64), jnp.float16)}, NotImplementedError, "keys are float16"),
+        ({"keys": jnp.zeros((2, 2, 300, 64), jnp.int4)}, NotImplementedError, "keys are int4"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, error, message):

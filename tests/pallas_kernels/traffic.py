@@ -1,0 +1,98 @@
+"""How many bytes TPU kernels move between main memory and the chip, counted from what they do.
+
+Blocks of the pipeline are counted from the specs' index maps: a block is fetched when its number changes from one step
+of the grid to the next, and an output is written back likewise. Copies that a kernel starts itself are recorded as the
+interpreter carries them out. Nothing is taken from a kernel's own estimate.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+
+class Moved(NamedTuple):
+    """Bytes that crossed between main memory and the chip."""
+
+    blocks: int  # fetched and written by pipelines
+    copies: int  # of the kernels' own
+    scalars: int  # prefetched
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def moved(function: Callable[..., Any], *arguments: Any, run: bool = True) -> Moved:
+    """Counts what the kernels of a function move, which must not be under jit.
+
+    Args:
+        run: carry the kernels out, interpreted by `pltpu.InterpretParams`, to see their own copies. Without it their
+            results are zeros, which is enough for kernels that leave all moving to the pipeline.
+    """
+    calls: list[tuple[int, int]] = []
+    real = pl.pallas_call
+
+    def counting(kernel, *args, grid_spec=None, **kwargs):
+        given = {} if grid_spec is None else {"grid_spec": grid_spec}
+        call = real(kernel, *args, **given, **kwargs)
+        spec = grid_spec or pl.GridSpec(kwargs.get("grid", ()), kwargs["in_specs"], kwargs["out_specs"])
+
+        def called(*operands):
+            if run:
+                results = call(*operands)
+            else:
+                results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(call, *operands))
+            scalars = operands[: getattr(spec, "num_scalar_prefetch", 0)]
+            arrays = [*operands[len(scalars) :], *jax.tree.leaves(results)]
+            specs = jax.tree.leaves((spec.in_specs, spec.out_specs), is_leaf=lambda x: isinstance(x, pl.BlockSpec))
+            blocks = [_block_bytes(*pair, spec.grid, scalars) for pair in zip(specs, arrays, strict=True)]
+            calls.append((sum(blocks), sum(x.nbytes for x in scalars)))
+            return results
+
+        return called
+
+    with mock.patch.object(pl, "pallas_call", counting), _recorded_copies() as copies:
+        jax.block_until_ready(function(*arguments))
+    assert calls, "no kernel was called"
+    return Moved(sum(blocks for blocks, _ in calls), sum(copies), sum(scalars for _, scalars in calls))
+
+
+def _block_bytes(spec: pl.BlockSpec, array: Any, grid: tuple[int, ...], scalars: tuple[Any, ...]) -> int:
+    """Bytes of an operand's blocks, each as far as it lies within the array, whenever they change."""
+    if spec.memory_space in (pl.ANY, pltpu.HBM):
+        return 0  # the kernel copies for itself
+    if spec.index_map is None or spec.block_shape is None:
+        return array.nbytes
+    steps = np.array(list(itertools.product(*map(range, grid))), np.int32).reshape(-1, len(grid))
+    numbers = jax.vmap(lambda step: spec.index_map(*step, *scalars))(steps)
+    number = np.stack([np.broadcast_to(x, len(steps)) for x in numbers], axis=1)
+    changed = np.append(True, (number[1:] != number[:-1]).any(axis=1))
+    size = np.array([1 if length is None else length for length in spec.block_shape])
+    within = np.clip(np.array(array.shape) - number * size, 0, size)
+    return int(within.prod(axis=1)[changed].sum()) * array.dtype.itemsize
+
+
+@contextlib.contextmanager
+def _recorded_copies() -> Iterator[list[int]]:
+    """The bytes of every copy to or from main memory that the interpreter carries out."""
+    sizes: list[int] = []
+    read = interpreter.DMA.execute_read
+    main_memory = {interpreter.TPU_MEMORY_SPACE_IDXS[space] for space in (pl.ANY, pltpu.HBM)}
+
+    def recording(self):
+        before = self.data
+        read(self)
+        if before is None and self.data is not None and main_memory & {self.src_memory_space, self.dst_memory_space}:
+            sizes.append(self.data_size)
+
+    with mock.patch.object(interpreter.DMA, "execute_read", recording):
+        yield sizes
