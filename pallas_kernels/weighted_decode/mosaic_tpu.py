@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.weighted_decode.base import EMPTY, Entries, Sums, compute_type
 from pallas_kernels.weighted_decode.reference import MANY_ROWS
 
-TYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
+# Mosaic loads no float16, and handing it over as int16 makes XLA copy the store.
+TYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,6 @@ def weighted_decode(
     which is how XLA lays such arrays out, so that no copy is made.
     """
     config = config or Config()
-    rows, entries = _half_as_bits(rows, entries)
     batch, heads, count, head_dim = rows.shape
     slots = entries.keys.shape[2]
     block = min(config.block_slots, slots)
@@ -226,9 +226,7 @@ def _product(
 ) -> Float[Array, "R N"]:
     """Rows against stored keys (over dimensions) or weights against stored values (over slots), in float32."""
     kind = compute_type(left.dtype, stored.dtype)
-    if stored.dtype == jnp.int16:
-        stored = _from_half(stored)
-    elif jnp.issubdtype(stored.dtype, jnp.integer):
+    if jnp.issubdtype(stored.dtype, jnp.integer):
         stored = stored.astype(jnp.float32)  # from where every type can be reached
     axis = int(slots_minor) if contract_slots else 1 - int(slots_minor)
     precision = jax.lax.Precision.HIGHEST if kind == jnp.float32 else None
@@ -239,23 +237,6 @@ def _product(
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-
-
-def _half_as_bits(rows: Float[Array, "B H R D"], entries: Entries) -> tuple[Array, Entries]:
-    """float16, which the TPU's compiler does not load, as its bits in int16, to be multiplied in float32."""
-    if jnp.float16 not in (rows.dtype, *(x.dtype for x in (entries.keys, entries.values) if x is not None)):
-        return rows, entries
-    bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int16) if x.dtype == jnp.float16 else x  # noqa: E731
-    values = None if entries.values is None else bits(entries.values)
-    return rows.astype(jnp.float32), dataclasses.replace(entries, keys=bits(entries.keys), values=values)
-
-
-def _from_half(bits: Int[Array, "..."]) -> Float[Array, "..."]:
-    """float32 of finite float16 numbers given by their bits: the fields move to their places in float32, whose exponent
-    counts from 112 lower. Those under 2**-14, which float16 keeps with fewer digits, may be flushed to zero."""
-    wide = bits.astype(jnp.int32)
-    magnitude = jax.lax.bitcast_convert_type((wide & 0x7FFF) << 13, jnp.float32) * 2.0**112
-    return jnp.where(wide < 0, -magnitude, magnitude)
 
 
 def _bound(bound: Int[Array, "B"] | Int[Array, "B R"] | None, batch: int, otherwise: int) -> Array:

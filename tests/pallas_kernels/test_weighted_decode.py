@@ -93,6 +93,8 @@ def compare(found: Sums, rows, entries, tolerance):
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_shapes_and_types(form, head_dim, dtype):
+    if dtype == "float16" and form == "mosaic_tpu":
+        pytest.skip("no float16 on TPU")
     fields = ("key_scale", "value_scale", "log_num") if jnp.dtype(dtype).itemsize == 1 else ("log_num",)
     rows, entries = make(head_dim=head_dim, dtype=dtype, fields=fields, stop=jnp.array([300, 130]))
     compare(run(rows, entries, form), rows, entries, TOLERANCE[dtype])
@@ -226,7 +228,7 @@ def test_it_stays_one_kernel_under_vmap():
         ({"log_den": jnp.zeros((2, 2, 300, 1))}, ValueError, "log_den has shape"),
         ({"stop": jnp.zeros(3, jnp.int32)}, ValueError, r"stop has shape \(3,\)"),
         ({"values": None}, ValueError, "feed 'both' need values"),
-        ({"keys": jnp.zeros((2, 2, 300, 64), jnp.int4)}, NotImplementedError, "keys are int4"),
+        ({"keys": jnp.zeros((2, 2, 300, 64), jnp.float16)}, NotImplementedError, "keys are float16"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, error, message):
