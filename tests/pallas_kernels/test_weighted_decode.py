@@ -23,8 +23,10 @@ FORMS = {
         "interpret": pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise"),
     },
 }
+if jax.default_backend() != "cpu":
+    FORMS["device"] = {}  # the kernel of this machine, as programs run it
 every_form = pytest.mark.parametrize("form", FORMS)
-quick_form = pytest.mark.parametrize("form", ("xla", "mosaic_tpu"))
+quick_form = pytest.mark.parametrize("form", [form for form in FORMS if form in ("xla", "mosaic_tpu", "device")])
 # Compiling takes most of the time.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # Relative to the largest sum: what rounding entries, rows and weights to the type costs.

@@ -1,0 +1,100 @@
+"""How fast `weighted_decode` reads: python -m pallas_kernels.weighted_decode.benchmark [--quick] [--output FILE]."""
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import benchmarking
+from pallas_kernels.weighted_decode.api import weighted_decode
+from pallas_kernels.weighted_decode.base import Entries
+
+
+class Shape(NamedTuple):
+    """A segment and the rows that read it."""
+
+    batch: int
+    slots: int
+    heads: int = 8
+    rows: int = 4
+    head_dim: int = 128
+    dtype: Any = jnp.bfloat16
+    weighted: bool = False
+    logits: bool = False
+
+    def __str__(self) -> str:
+        extra = "".join((", log-weights" * self.weighted, ", logits" * self.logits))
+        sizes = f"{self.batch} x {self.heads} heads x {self.rows} rows, {self.slots} x {self.head_dim}"
+        return f"{sizes} {jnp.dtype(self.dtype).name}{extra}"
+
+    def arguments(self, array: Any) -> tuple[Any, Entries]:
+        """Rows and entries, made by `array(shape, dtype)`."""
+        per_slot = (self.batch, self.heads, self.slots)
+        narrow = jnp.dtype(self.dtype).itemsize == 1
+        weight = functools.partial(array, per_slot, jnp.float32)
+        entries = Entries(
+            keys=array((*per_slot, self.head_dim), self.dtype),
+            values=array((*per_slot, self.head_dim), self.dtype),
+            log_num=weight() if self.weighted else None,
+            key_scale=weight() if narrow else None,
+            value_scale=weight() if narrow else None,
+        )
+        rows = array((self.batch, self.heads, self.rows, self.head_dim), jnp.bfloat16 if narrow else self.dtype)
+        return rows, entries
+
+
+CACHES = tuple(Shape(batch, slots) for batch in (8, 32, 64) for slots in (4096, 16384, 32768))
+# What policies and models of other kinds bring.
+OTHERS = (
+    Shape(1, 131072),
+    *(Shape(8, 16384, head_dim=head_dim) for head_dim in (64, 80, 96, 256)),
+    *(Shape(8, 16384, dtype=dtype) for dtype in (jnp.float32, jnp.float16, jnp.int8, jnp.float8_e4m3fn)),
+    Shape(8, 16384, weighted=True),
+    Shape(8, 16384, logits=True),
+    Shape(8, 16384, rows=1, heads=32),
+    Shape(8, 16384, rows=16),
+)
+
+
+def cases(quick: bool) -> Iterator[benchmarking.Case]:
+    shapes = (Shape(2, 1024, heads=2), Shape(2, 1024, heads=2, weighted=True)) if quick else (*CACHES, *OTHERS)
+    for shape in shapes:
+        abstract = shape.arguments(jax.ShapeDtypeStruct)
+        run = functools.partial(weighted_decode, logits=shape.logits)
+        moved = benchmarking.array_bytes(abstract, jax.eval_shape(run, *abstract))
+        yield benchmarking.Case(str(shape), functools.partial(forms, shape), moved)
+
+
+def forms(shape: Shape) -> Mapping[str, benchmarking.Form]:
+    """kvjax's form for the platform, XLA's, and what JAX ships for the same."""
+    draws = iter(jax.random.split(jax.random.key(0), 8))
+
+    def array(size: tuple[int, ...], dtype: Any) -> Any:
+        return (jax.random.normal(next(draws), size, jnp.bfloat16) / 2).astype(dtype)
+
+    rows, entries = shape.arguments(array)
+    run = functools.partial(weighted_decode, logits=shape.logits)
+    found = {
+        "kvjax": benchmarking.Form(run, (rows, entries)),
+        "xla": benchmarking.Form(functools.partial(run, implementation="xla"), (rows, entries)),
+    }
+    if shape.logits or entries.key_scale is not None or entries.values is None:
+        return found
+    # It takes tokens before heads, and a bias per query head.
+    query = rows.reshape(shape.batch, 1, -1, shape.head_dim)
+    keys, values = (x.swapaxes(1, 2) for x in (entries.keys, entries.values))
+    bias = None
+    if entries.log_num is not None:
+        bias = jnp.repeat(entries.log_num[:, :, None], shape.rows, axis=1).astype(rows.dtype)
+    scale = 1 / math.sqrt(shape.head_dim)
+    for name in ("xla", "cudnn"):
+        attention = functools.partial(jax.nn.dot_product_attention, scale=scale, implementation=name)
+        found[f"jax.nn, {name}"] = benchmarking.Form(attention, (query, keys, values, bias))
+    return found
+
+
+if __name__ == "__main__":
+    benchmarking.main("weighted_decode", cases)

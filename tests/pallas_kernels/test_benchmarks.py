@@ -1,0 +1,62 @@
+"""The benchmarks run, in small, wherever the tests do."""
+
+import importlib
+import json
+import pkgutil
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels
+from pallas_kernels import benchmarking
+
+OPS = [one.name for one in pkgutil.iter_modules(pallas_kernels.__path__) if one.ispkg]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_has_a_benchmark_that_runs(op, tmp_path, monkeypatch, capsys):
+    module = importlib.import_module(f"pallas_kernels.{op}.benchmark")
+    monkeypatch.setattr(benchmarking, "LONG_ENOUGH", 0.0)
+    monkeypatch.setattr(benchmarking, "PRODUCT_WIDTH", 64)
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--quick", f"--output={tmp_path / 'rows.json'}"])
+    benchmarking.main(op, module.cases)
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {"kvjax", "xla"} <= {row["form"] for row in rows}
+    for row in rows:
+        assert row["bytes"] > 0 and row["limit"] > 0
+        if row["form"] in ("kvjax", "xla"):
+            assert row["seconds"] > 0, row["problem"]
+            assert row["share_of_limit"] == pytest.approx(row["limit"] / row["seconds"])
+    shown = capsys.readouterr().out
+    assert all(row["case"] in shown for row in rows)
+
+
+def test_a_program_of_many_calls_makes_them_all():
+    calls = []
+
+    def counted(x):
+        # Pure as far as the compiler knows: it could be called once for all, were nothing in the way.
+        return jax.pure_callback(lambda x: calls.append(1) or x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    benchmarking._seconds(benchmarking.Form(counted, (jnp.ones(4),)), calls=7, measurements=2)
+    assert len(calls) == 7 * 3  # once to compile
+
+
+def test_a_form_that_cannot_run_is_told():
+    def fails(x):
+        raise NotImplementedError("no such unit")
+
+    case = benchmarking.Case(
+        "sum",
+        lambda: {
+            "kvjax": benchmarking.Form(jnp.sum, (jnp.ones(8),)),
+            "other": benchmarking.Form(fails, (jnp.ones(8),)),
+        },
+        32,
+    )
+    ours, other = benchmarking.measure(case)
+    assert ours.seconds is not None and ours.best_other is None
+    assert other.seconds is None and other.problem == "no such unit"
+    assert other.best_other == ours.seconds
