@@ -1,15 +1,16 @@
 """`cluster_recall` on whatever the program runs on."""
 
-from typing import Literal
+import functools
+from typing import Any, Literal
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.cluster_recall import reference
+from pallas_kernels.cluster_recall import mosaic_tpu, reference
 from pallas_kernels.cluster_recall.base import Blocks, check
 from pallas_kernels.dispatch import Kernel, dispatch
 from pallas_kernels.weighted_decode import Sums
 
-Implementation = Literal["xla"]
+Implementation = Literal["xla", "mosaic_tpu"]
 
 
 def cluster_recall(
@@ -19,6 +20,8 @@ def cluster_recall(
     count: Int[Array, "B H K"],
     *,
     implementation: Implementation | None = None,
+    config: mosaic_tpu.Config | None = None,
+    interpret: Any = False,
 ) -> Sums:
     """Both sums of attention of the rows of every head over the blocks it recalls, in float32; see `reference`.
 
@@ -29,11 +32,17 @@ def cluster_recall(
         count: int32 tokens that are read of each, its first ones; 0 where nothing is.
         implementation: None: the kernel of the platform that the program is compiled for, where there is one and it can
             do this, XLA otherwise.
+        config: of the kernel.
+        interpret: of the kernel, as `pallas_call` takes it.
 
     Raises:
         ValueError: for shapes that do not fit, or an implementation that is not known.
         NotImplementedError: where the implementation that was asked for cannot do this, with the reason.
     """
     check(rows, blocks, number, count)
-    kernels: dict[str, Kernel] = {}
+    kernels = {
+        "mosaic_tpu": Kernel(
+            functools.partial(mosaic_tpu.cluster_recall, config=config, interpret=interpret), mosaic_tpu.check
+        ),
+    }
     return dispatch(implementation, reference.cluster_recall, kernels, rows, blocks, number, count)

@@ -7,13 +7,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.cluster_recall import Blocks, cluster_recall, entry_width
+from pallas_kernels.cluster_recall import Blocks, Config, cluster_recall, entry_width
 from pallas_kernels.weighted_decode import EMPTY, Sums
 
-FORMS = {"xla": {"implementation": "xla"}}
+SMALL = Config(step_blocks=8)
+FORMS = {
+    "xla": {"implementation": "xla"},
+    "mosaic_tpu": {"implementation": "mosaic_tpu", "config": SMALL, "interpret": True},
+    # The slow interpreter knows memory spaces: it raises on reads out of bounds and on races, and memory that nothing
+    # was written to holds NaN.
+    "mosaic_tpu_checked": {
+        "implementation": "mosaic_tpu",
+        "config": SMALL,
+        "interpret": pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise"),
+    },
+    "mosaic_tpu_cores": {
+        "implementation": "mosaic_tpu",
+        "config": Config(step_blocks=8, cores=2),
+        "interpret": pltpu.InterpretParams(num_cores_or_threads=2, detect_races=True, out_of_bounds_reads="raise"),
+    },
+}
 every_form = pytest.mark.parametrize("form", FORMS)
-quick_form = pytest.mark.parametrize("form", FORMS)
+quick_form = pytest.mark.parametrize("form", ("xla", "mosaic_tpu"))
 # Compiling takes most of the time.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # Relative to the largest sum: what rounding entries, rows and weights to the type costs.
@@ -94,16 +111,16 @@ def compare(found: Sums, *arguments, tolerance=2e-6):
 
 
 @quick_form
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "head_dim, dtype", [*((head_dim, "float32") for head_dim in (64, 80, 96, 128, 256)), *((80, x) for x in TOLERANCE)]
+)
 def test_shapes_and_types(form, head_dim, dtype):
     arguments = make(head_dim=head_dim, dtype=dtype, scaled=jnp.dtype(dtype).itemsize == 1)
     compare(run(*arguments, form), *arguments, tolerance=TOLERANCE[dtype])
 
 
 @every_form
-@pytest.mark.parametrize("recalled", [1, 3, 4, 5, 11])
-@pytest.mark.parametrize("rows, heads", [(1, 6), (3, 2)])
+@pytest.mark.parametrize("recalled, rows, heads", [(1, 3, 2), (8, 1, 6), (11, 3, 2)])
 def test_any_number_of_blocks_for_kv_heads_or_query_heads(form, recalled, rows, heads):
     arguments = make(recalled=recalled, rows=rows, heads=heads, there=12)
     compare(run(*arguments, form), *arguments)
@@ -120,12 +137,21 @@ COUNTS = {
 }
 
 
-@every_form
+@pytest.mark.parametrize("form", ("xla", "mosaic_tpu_checked"))
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts(form, name):
     rows, blocks, number, _ = make()
     count = jnp.broadcast_to(jnp.asarray(COUNTS[name], jnp.int32), number.shape)
     compare(run(rows, blocks, number, count, form), rows, blocks, number, count)
+
+
+@every_form
+def test_blocks_that_are_not_named_may_hold_anything(form):
+    rows, blocks, number, count = make(recalled=4)
+    named = np.zeros(blocks.entries.shape[:3], bool)
+    np.put_along_axis(named, np.asarray(number), True, axis=2)
+    spoilt = dataclasses.replace(blocks, entries=jnp.where(named[..., None, None], blocks.entries, jnp.nan))
+    compare(run(rows, spoilt, number, count, form), rows, blocks, number, count)
 
 
 @quick_form
@@ -162,6 +188,44 @@ def test_what_does_not_fit_is_refused(change, message):
         cluster_recall(rows, blocks, change.get("number", number), change.get("count", count))
 
 
-def test_unknown_forms_are_refused():
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"rows": 64}, "64 rows"),
+        ({"dtype": "float16"}, "entries are float16"),
+        ({"head_dim": 32}, "blocks are 16 x 64"),
+        ({"places": 8}, "blocks are 8 x 128"),
+        ({"recalled": 20000}, "20000 blocks per head"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_told_and_left_to_xla(change, message):
+    arguments = make(batch=1, kv_heads=1, heads=1, **change)
+    with pytest.raises(NotImplementedError, match=message):
+        cluster_recall(*arguments, implementation="mosaic_tpu", interpret=True)
+    jax.jit(cluster_recall).trace(*arguments).lower(lowering_platforms=("tpu",))
+
+
+def test_unknown_forms_and_configs_are_refused():
     with pytest.raises(ValueError, match="implementation='cuda'"):
         cluster_recall(*make(), implementation="cuda")
+    for wrong in ({"step_blocks": 12}, {"step_blocks": 0}, {"cores": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Config(**wrong)
+
+
+@pytest.mark.parametrize("own_stores", [True, False])
+def test_it_stays_one_kernel_under_vmap(own_stores):
+    rows, blocks, number, count = make(heads=4, rows=2)
+    stack = lambda tree, change: jax.tree.map(lambda x: jnp.stack([x, change(x)]), tree)  # noqa: E731
+    others = (stack(rows, lambda x: 2 * x), stack(number, lambda x: 8 - x), stack(count, lambda x: 16 - x))
+    stores = stack(blocks, lambda x: -x) if own_stores else blocks
+    inner = lambda rows, blocks, number, count: cluster_recall(rows, blocks, number, count, **FORMS["mosaic_tpu"])  # noqa: E731
+    mapped = jax.vmap(inner, in_axes=(0, 0 if own_stores else None, 0, 0))
+    arguments = (others[0], stores, *others[1:])
+    jaxpr = str(jax.make_jaxpr(mapped)(*arguments))
+    assert jaxpr.count("pallas_call[") == 1
+    found = mapped(*arguments)
+    for place in range(2):
+        pick = lambda tree, place=place: jax.tree.map(lambda x: x[place], tree)  # noqa: E731
+        store = pick(stores) if own_stores else blocks
+        compare(pick(found), pick(others[0]), store, *map(pick, others[1:]))
