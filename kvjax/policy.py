@@ -189,7 +189,7 @@ def fit_bytes(factory: Callable[[int], CachePolicy], spec: CacheSpec, limit: int
         sizes = [measure(policy, dataclasses.replace(spec, layer=layer)) for layer in range(spec.layers)]
         return sum(sizes) / spec.layers
 
-    low = _smallest_budget(factory, spec, limit)
+    low = smallest = _smallest_budget(factory, spec, limit)
     if size(low) > limit:
         raise ValueError(
             f"limit={limit} bytes per row and layer is too small: budget={low} already takes {size(low):g}"
@@ -204,7 +204,20 @@ def fit_bytes(factory: Callable[[int], CachePolicy], spec: CacheSpec, limit: int
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if size(middle) <= limit else (low, middle)
-    return factory(low)
+    return factory(max(whole_tiles(low), smallest))
+
+
+TILE = 16
+
+
+def whole_tiles(slots: int) -> int:
+    """The next smaller multiple of `TILE`, where that takes away no more than a fiftieth of so many slots.
+
+    Of other numbers XLA makes stores in a layout that kernels for TPUs do not read, and copies them once per block of
+    decoding steps.
+    """
+    more = slots % TILE
+    return slots - more if 50 * more <= slots else slots
 
 
 def check_tokens(

@@ -23,7 +23,7 @@ from kvjax.balance import (
 )
 from kvjax.merge_reduce import MergeReduceTree, bins_needed, init_merge_reduce
 from kvjax.policies.windowed import init_windowed, over_heads, stream_keys, windowed_policy
-from kvjax.policy import CachePolicy, CacheSpec
+from kvjax.policy import CachePolicy, CacheSpec, whole_tiles
 from kvjax.segment import segment
 from kvjax.staging import Block, between, check_budget, check_period, init_window, occupancy, window_segments
 from kvjax.state import BATCH, KV_HEADS, SLOTS, array, stacked, state, static
@@ -205,7 +205,9 @@ def bin_sizes(slots: float, tokens: int, bins: int | None, fewest: int = FEWEST_
             f"{slots:g} slots beside sinks and recent tokens, in {bins or 'any number of'} bins, cannot hold a stream "
             f"of {tokens} tokens: log2(tokens / bin slots) bins are needed; give a larger budget"
         )
-    return max(fit[: max(1, fewest // 2)], key=lambda sizes: sizes[0] * sizes[1])
+    few = fit[: max(1, fewest // 2)]
+    whole = [sizes for sizes in few if whole_tiles(math.prod(sizes)) == math.prod(sizes)]
+    return max(whole or few, key=lambda sizes: math.prod(sizes))
 
 
 # --- pairs, streaming ---

@@ -18,7 +18,7 @@ from kvjax import cluster_table, reservoir
 from kvjax.attention import Partials, attend, attend_segment, merge
 from kvjax.cluster_table import ClusterTable, init_cluster_table, log_counts, log_sample_weights
 from kvjax.policies.windowed import init_windowed, over_heads, stream_keys, windowed_policy
-from kvjax.policy import CachePolicy
+from kvjax.policy import CachePolicy, whole_tiles
 from kvjax.reservoir import WeightedReservoir, init_reservoir
 from kvjax.segment import Segment, segment
 from kvjax.staging import Block, between, check_budget, check_period, init_window, window_segments
@@ -303,10 +303,10 @@ def _sizes(variant, budget, fixed, samples, clusters, per_cluster) -> _Sizes:
     free = budget - fixed
     if samples is None and wants_samples:
         share = 3 * free // 4 if wants_clusters else free
-        samples = share if clusters is None else (2 * free - clusters * halves) // 2
+        samples = whole_tiles(share if clusters is None else (2 * free - clusters * halves) // 2)
     samples = samples or 0
     if clusters is None and wants_clusters:
-        clusters = 2 * (free - samples) // halves
+        clusters = whole_tiles(2 * (free - samples) // halves)
     clusters = clusters or 0
     if (
         (wants_samples and samples < 1)

@@ -35,4 +35,4 @@ def test_a_copied_cache_is_found(tmp_path):
         "experiments.ahead_of_time", "--quick", "--policy=uniform", "--budget=4093", f"--output_dir={tmp_path}",
     )  # fmt: skip
     assert done.returncode != 0
-    assert "temporaries not under" in done.stdout + done.stderr
+    assert "copies of a cache" in done.stdout + done.stderr

@@ -1,6 +1,5 @@
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import pytest
 from flax import nnx
 
 import kvjax
+from experiments.common.compiled import large_outputs
 from models import generate as generation
 from models.generate import NO_TOKEN, Generator, collect, generate, prefill_together
 from models.llama import Llama, LlamaConfig
@@ -334,35 +334,6 @@ def test_256_tokens_take_one_trace_and_no_more_memory():
     assert [function._cache_size() - size for function, size in zip(functions, before, strict=True)] == [1] * 4
 
 
-# An HLO instruction that writes a whole buffer: its name, its type and shape, and its opcode.
-INSTRUCTION = re.compile(r"%?([\w.-]+) = (\w+)\[([\d,]*)\]\S* ([\w-]+)\(")
-COPIES = {
-    "copy",
-    "copy-start",
-    "dynamic-update-slice",
-    "concatenate",
-    "transpose",
-    "pad",
-    "select",
-    "scatter",
-    "broadcast",
-}
-
-
-def large_copies(text, elements):
-    """Instructions of a compiled program that write as many elements as a cache has.
-
-    Fused computations are part of the text, so what a fusion does is found there. An update in place has the shape of
-    its whole buffer too; decoding has none of that size, because it writes to staging alone.
-    """
-    found = []
-    for name, _, shape, opcode in INSTRUCTION.findall(text):
-        size = int(np.prod([int(side) for side in shape.split(",") if side]))
-        if opcode in COPIES and size >= elements:
-            found.append((name, shape, opcode))
-    return found
-
-
 LONG = 8192  # slots: 8192 * 2 * 16 elements per cache, far more than anything else in the program
 
 
@@ -374,11 +345,13 @@ def compiled_decoding():
     return generation._decode_block.lower(*arguments, state, jnp.asarray(1)).compile()
 
 
-CACHE_ELEMENTS = 2 * (LONG + 64) * 16
+CACHE_BYTES = 4 * 2 * (LONG + 64) * 16
 
 
 def test_decoding_copies_no_cache():
-    assert large_copies(compiled_decoding().as_text(), CACHE_ELEMENTS) == []
+    # An update in place has the shape of its whole buffer; decoding has none of that size, because it writes to staging
+    # alone.
+    assert large_outputs(compiled_decoding().as_text(), CACHE_BYTES) == []
 
 
 def test_the_search_for_copies_finds_a_planted_one():
@@ -392,11 +365,11 @@ def test_the_search_for_copies_finds_a_planted_one():
         return jax.lax.while_loop(lambda carry: carry[0] < 5, step, (0, buffer))
 
     compiled = jax.jit(planted, donate_argnums=0).lower(jnp.zeros((2, LONG + 64, 16))).compile()
-    assert "copy" in {opcode for _, _, opcode in large_copies(compiled.as_text(), CACHE_ELEMENTS)}
+    assert "copy" in {one.opcode for one in large_outputs(compiled.as_text(), CACHE_BYTES)}
 
 
 def test_decoding_needs_less_temporary_memory_than_one_cache():
-    assert 0 < compiled_decoding().memory_analysis().temp_size_in_bytes < 2 * 4 * CACHE_ELEMENTS
+    assert 0 < compiled_decoding().memory_analysis().temp_size_in_bytes < 2 * CACHE_BYTES
 
 
 def test_prefill_memory_grows_with_the_prompt_not_its_square():
