@@ -171,8 +171,8 @@ def row_read_bytes(policy: CachePolicy, spec: CacheSpec) -> int:
 
 
 def fit_bytes(factory: Callable[[int], CachePolicy], spec: CacheSpec, limit: int) -> CachePolicy:
-    """The policy with the largest budget that stays within `limit` bytes per row and layer: bytes held, or bytes read
-    per token for a policy that recalls, on the average of all layers.
+    """The policy with the largest budget in whole tiles (see `whole_tiles`) that stays within `limit` bytes per row and
+    layer: bytes held, or bytes read per token for a policy that recalls, on the average of all layers.
 
     Args:
         factory: makes a policy of a budget in slots, e.g. `lambda budget: kvjax.uniform(budget, sinks=16)`.

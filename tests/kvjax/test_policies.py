@@ -10,6 +10,7 @@ import pytest
 from scipy import stats
 
 import kvjax
+from kvjax.policy import whole_tiles
 from tests.kvjax.support import (
     FREQUENCIES,
     HEAD_DIM,
@@ -304,9 +305,18 @@ FITS = {
 def test_fit_bytes_takes_the_largest_budget_that_fits(name, limit):
     spec = make_spec()
     fitted = kvjax.row_bytes(kvjax.fit_bytes(FITS[name], spec, limit), spec)
-    sizes = [kvjax.row_bytes(FITS[name](budget), spec) for budget in _around(FITS[name], spec, limit)]
-    assert sizes[0] <= limit < sizes[1]
-    assert fitted == sizes[0]
+    last, next_one = _around(FITS[name], spec, limit)
+    size = lambda budget: kvjax.row_bytes(FITS[name](budget), spec)  # noqa: E731
+    assert size(last) <= limit < size(next_one)
+    assert fitted == size(whole_tiles(last))
+
+
+def test_whole_tiles_take_away_a_fiftieth_at_most():
+    slots = np.arange(1, 3000)
+    whole = np.array([whole_tiles(int(one)) for one in slots])
+    assert ((whole == slots) | (whole % 16 == 0)).all()
+    assert (whole <= slots).all() and (whole >= 0.98 * slots).all() and (slots - whole < 16).all()
+    assert (whole[slots >= 750] % 16 == 0).all()
 
 
 def _around(make, spec, limit):
