@@ -6,10 +6,10 @@ from typing import Any, Literal
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Kernel, dispatch
-from pallas_kernels.weighted_decode import mosaic_tpu, reference
+from pallas_kernels.weighted_decode import mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.weighted_decode.base import Entries, Sums
 
-Implementation = Literal["xla", "mosaic_tpu"]
+Implementation = Literal["xla", "mosaic_tpu", "mosaic_gpu"]
 
 
 def weighted_decode(
@@ -18,7 +18,7 @@ def weighted_decode(
     *,
     logits: bool = False,
     implementation: Implementation | None = None,
-    config: mosaic_tpu.Config | None = None,
+    config: mosaic_tpu.Config | mosaic_gpu.GpuConfig | None = None,
     interpret: Any = False,
 ) -> Sums:
     """Both sums of attention of the rows of every kv head over its entries, in float32; see `reference`.
@@ -29,18 +29,24 @@ def weighted_decode(
             its attention falls on these, without a second reading of the keys.
         implementation: None: the kernel of the platform that the program is compiled for, where there is one and it can
             do this, XLA otherwise.
-        config: of the kernel.
-        interpret: of the kernel, as `pallas_call` takes it.
+        config: of the kernel that it is made for; None: the default.
+        interpret: of the kernel, as `pallas_call` takes it, or `plgpu.InterpretGPUParams`.
 
     Raises:
         ValueError: for shapes that do not fit, or an implementation that is not known.
         NotImplementedError: where the implementation that was asked for cannot do this, with the reason.
     """
     check(rows, entries)
+    settings: dict[str, Any] = {"interpret": interpret, "logits": logits}
+    for_tpu = config if isinstance(config, mosaic_tpu.Config) else None
+    for_gpu = config if isinstance(config, mosaic_gpu.GpuConfig) else None
     kernels = {
         "mosaic_tpu": Kernel(
-            lambda rows, entries: mosaic_tpu.weighted_decode(rows, entries, config, interpret, logits=logits),
-            mosaic_tpu.check,
+            functools.partial(mosaic_tpu.weighted_decode, config=for_tpu, **settings), mosaic_tpu.check
+        ),
+        "mosaic_gpu": Kernel(
+            functools.partial(mosaic_gpu.weighted_decode, config=for_gpu, **settings),
+            functools.partial(mosaic_gpu.check, interpret=interpret),
         ),
     }
     in_xla = functools.partial(reference.weighted_decode, logits=logits)

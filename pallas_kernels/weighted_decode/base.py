@@ -47,3 +47,10 @@ def compute_type(rows: Any, stored: Any) -> Any:
     entries, the wider of the two otherwise."""
     narrow = jnp.dtype(stored).itemsize == 1
     return jnp.dtype(rows) if narrow else jnp.promote_types(rows, stored)
+
+
+def merge_splits(sums: Sums) -> Sums:
+    """From sums of every part of a head's slots [B, H, splits, ...] to one."""
+    peak = jnp.max(sums.max, axis=2)
+    factor = jnp.exp(sums.max - peak[:, :, None])
+    return Sums(peak, jnp.sum(sums.num * factor[..., None], axis=2), jnp.sum(sums.den * factor, axis=2))

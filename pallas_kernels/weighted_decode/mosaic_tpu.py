@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.weighted_decode.base import EMPTY, Entries, Sums, compute_type
+from pallas_kernels.weighted_decode.base import EMPTY, Entries, Sums, compute_type, merge_splits
 from pallas_kernels.weighted_decode.reference import MANY_ROWS
 
 # Mosaic loads no float16, and handing it over as int16 makes XLA copy the store.
@@ -158,7 +158,7 @@ def weighted_decode(
         interpret=interpret,
         name="weighted_decode",
     )(first, last, lowest, highest, *(x for x, _ in arrays.values()))
-    merged = _merged(Sums(sums[0][..., 0], sums[1], sums[2][..., 0]))
+    merged = merge_splits(Sums(sums[0][..., 0], sums[1], sums[2][..., 0]))
     return merged._replace(logits=sums[3][..., :slots]) if logits else merged
 
 
@@ -241,10 +241,3 @@ def _product(
 
 def _bound(bound: Int[Array, "B"] | Int[Array, "B R"] | None, batch: int, otherwise: int) -> Array:
     return jnp.full(batch, otherwise, jnp.int32) if bound is None else bound.astype(jnp.int32)
-
-
-def _merged(sums: Sums) -> Sums:
-    """From sums per split [B, H, splits, ...] to one."""
-    peak = jnp.max(sums.max, axis=2)
-    factor = jnp.exp(sums.max - peak[:, :, None])
-    return Sums(peak, jnp.sum(sums.num * factor[..., None], axis=2), jnp.sum(sums.den * factor, axis=2))

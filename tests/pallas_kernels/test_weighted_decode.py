@@ -1,14 +1,16 @@
 """Every form of the fused cluster-attention loop against plain float64 sums, and the kernel's traffic."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.weighted_decode import EMPTY, Config, Entries, Sums, weighted_decode
+from pallas_kernels.weighted_decode import EMPTY, Config, Entries, GpuConfig, Sums, weighted_decode
 from tests.pallas_kernels import traffic
 
 SMALL = Config(block_slots=128)
@@ -38,7 +40,7 @@ def run(rows, entries, form, logits=False):
     return weighted_decode(rows, entries, logits=logits, **FORMS[form])
 
 
-def make(seed=0, batch=2, heads=2, rows=4, slots=300, head_dim=64, dtype="float32", fields=(), scale=1.0, **others):
+def make(seed=0, batch=2, heads=2, rows=4, slots=304, head_dim=64, dtype="float32", fields=(), scale=1.0, **others):
     rng = np.random.default_rng(seed)
     normal = lambda *shape: rng.normal(size=shape)  # noqa: E731
     stored = [scale * normal(batch, heads, slots, head_dim) for _ in range(2)]
@@ -98,7 +100,7 @@ def test_shapes_and_types(form, head_dim, dtype):
     if dtype == "float16" and form == "mosaic_tpu":
         pytest.skip("no float16 on TPU")
     fields = ("key_scale", "value_scale", "log_num") if jnp.dtype(dtype).itemsize == 1 else ("log_num",)
-    rows, entries = make(head_dim=head_dim, dtype=dtype, fields=fields, stop=jnp.array([300, 130]))
+    rows, entries = make(head_dim=head_dim, dtype=dtype, fields=fields, stop=jnp.array([304, 130]))
     compare(run(rows, entries, form), rows, entries, TOLERANCE[dtype])
 
 
@@ -111,10 +113,10 @@ def test_any_number_of_slots_and_rows(form, slots, rows):
 
 RANGES = {
     "empty row": ([0, 40], [0, 40]),
-    "one slot": ([299, 0], [300, 1]),
+    "one slot": ([303, 0], [304, 1]),
     "within a block": ([130, 5], [200, 6]),
     "across blocks": ([120, 1], [140, 299]),
-    "of each row": ([[0, 10, 250, 7], [3, 3, 3, 3]], [[300, 10, 260, 8], [9, 130, 257, 3]]),
+    "of each row": ([[0, 10, 250, 7], [3, 3, 3, 3]], [[304, 10, 260, 8], [9, 130, 257, 3]]),
 }
 
 
@@ -126,7 +128,7 @@ def test_only_the_occupied_range_is_read(form, name):
     some = compare(run(rows, entries, form), rows, entries, 2e-6)
     assert some.all() == (name in ("one slot", "within a block", "across blocks"))
     if start.ndim == 1:  # what blocks outside hold does not matter, be it NaN
-        slot = np.arange(300) // 128
+        slot = np.arange(304) // 128
         within = (slot >= np.array(start)[:, None] // 128) & (slot <= (np.array(stop)[:, None] - 1) // 128)
         spoilt = jnp.where(within[:, None, :, None], entries.keys, jnp.nan)
         if form != "xla":
@@ -150,30 +152,35 @@ def test_every_weight_and_either_sum(form, feeds, fields):
 @every_form
 def test_rows_without_any_entry_are_told(form):
     rows, entries = make(fields=("log_num",))
-    entries = Entries(**{**vars(entries), "log_num": jnp.full((2, 2, 300), -jnp.inf).at[0, 0, 299].set(0.0)})
+    entries = Entries(**{**vars(entries), "log_num": jnp.full((2, 2, 304), -jnp.inf).at[0, 0, 303].set(0.0)})
     some = compare(run(rows, entries, form), rows, entries, 2e-6)
     assert some[0, 0].all() and some.sum() == some[0, 0].size
 
 
 @every_form
 @pytest.mark.parametrize("feeds", ["both", "numerator"])
-@pytest.mark.parametrize("stop", [None, [130, 0], [[300, 1, 7, 129], [2, 3, 4, 200]]])
+@pytest.mark.parametrize("stop", [None, [130, 0], [[304, 1, 7, 129], [2, 3, 4, 200]]])
 def test_logits_tell_what_each_slot_adds(form, feeds, stop):
     stop = None if stop is None else jnp.array(stop, jnp.int32)
     rows, entries = make(fields=("log_num", "log_den", "key_scale"), stop=stop, feeds=feeds)
     found = run(rows, entries, form, logits=True)
     compare(found, rows, entries, 2e-6)
-    assert found.logits.shape == (2, 2, 4, 300)
+    check_logits(found.logits, rows, entries)
+
+
+def check_logits(logits, rows, entries):
+    slots = entries.keys.shape[2]
+    assert logits.shape == (*rows.shape[:3], slots)
     den = expected(rows, Entries(**{**vars(entries), "feeds": "denominator"}))[2]
     some = den > 0
-    peak = np.asarray(found.logits, np.float64).max(-1)
-    weights = np.exp(np.asarray(found.logits, np.float64) - peak[..., None])
+    peak = np.asarray(logits, np.float64).max(-1)
+    weights = np.exp(np.asarray(logits, np.float64) - peak[..., None])
     np.testing.assert_array_equal(peak > EMPTY / 2, some)
     np.testing.assert_allclose(weights.sum(-1)[some], den[some], rtol=1e-4)
-    if stop is not None:
-        stop = np.broadcast_to(np.asarray(stop).reshape(2, -1), (2, 4))
-        outside = np.arange(300) >= stop[:, None, :, None]
-        assert (np.asarray(found.logits)[np.broadcast_to(outside, found.logits.shape)] <= EMPTY / 2).all()
+    if entries.stop is not None:
+        stop = np.asarray(entries.stop).reshape(len(rows), 1, -1, 1)
+        outside = np.broadcast_to(np.arange(slots) >= stop, logits.shape)
+        assert (np.asarray(logits)[outside] <= EMPTY / 2).all()
 
 
 @quick_form
@@ -223,14 +230,84 @@ def test_it_stays_one_kernel_under_vmap():
         compare(jax.tree.map(lambda x, n=number: x[n], found), one, other, 2e-6)
 
 
+# Interpreting takes two seconds each: every case is there for several reasons.
+GPU_CASES = {
+    "bfloat16": {"dtype": "bfloat16", "head_dim": 128, "fields": ("log_num",), "rows": 8},
+    "float16": {"dtype": "float16", "head_dim": 80, "fields": ("log_num",), "rows": 5},
+    "float32": {"head_dim": 96, "slots": 104, "fields": ("log_num", "log_den")},
+    "int8": {"dtype": "int8", "head_dim": 128, "fields": ("key_scale", "value_scale", "log_num")},
+    "float8": {"dtype": "float8_e4m3fn", "head_dim": 80, "fields": ("key_scale", "value_scale")},
+    "wide": {"dtype": "bfloat16", "head_dim": 256, "fields": ("log_den",)},
+    "one block": {"slots": 8, "rows": 17},
+    "numerator": {"feeds": "numerator", "fields": ("log_num", "log_den")},
+    "denominator": {"feeds": "denominator", "fields": ("log_num", "log_den")},
+    "norms of 200": {"scale": 200 / 8},
+    "empty row": {"start": [0, 40], "stop": [0, 40], "batch": 2, "splits": None},
+    "within blocks": {"start": [130, 303], "stop": [250, 304], "batch": 2, "splits": 2},
+    "of each row": {"start": [[0, 10, 250, 7]], "stop": [[304, 10, 260, 8]], "fields": ("log_num",), "splits": 2},
+    "logits": {"fields": ("log_num", "log_den"), "stop": [200, 0], "batch": 2, "logits": True, "splits": 2},
+    "logits of each row": {"stop": [[304, 1, 7, 129]], "logits": True},
+}
+needs_gpu_interpreter = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter for GPU kernels came with JAX 0.11"
+)
+
+
+def run_for_gpu(rows, entries, splits=1, **settings):
+    # Few splits, so that several blocks pass through the same memory.
+    interpreter = plgpu.InterpretGPUParams(detect_races=True)
+    config = GpuConfig(stages=2, splits=splits)
+    return weighted_decode(rows, entries, implementation="mosaic_gpu", config=config, interpret=interpreter, **settings)
+
+
+@needs_gpu_interpreter
+@pytest.mark.parametrize("case", GPU_CASES)
+def test_the_kernel_for_gpus(case):
+    given = {"batch": 1, "heads": 1} | GPU_CASES[case]
+    settings = {name: given.pop(name) for name in ("splits", "logits") if name in given}
+    bounds = {name: jnp.array(given.pop(name), jnp.int32) for name in ("start", "stop") if name in given}
+    rows, entries = make(**given, **bounds)
+    for name in ("log_num", "log_den"):
+        if name in given.get("fields", ()):
+            entries = Entries(**{**vars(entries), name: getattr(entries, name).at[:, :, ::7].set(-jnp.inf)})
+    found = jax.jit(functools.partial(run_for_gpu, **settings), compiler_options=QUICKLY)(rows, entries)
+    compare(found, rows, entries, 2e-3 if "scale" in given else TOLERANCE[given.get("dtype", "float32")])
+    if "logits" in settings:
+        check_logits(found.logits, rows, entries)
+
+
+@needs_gpu_interpreter
+def test_the_kernel_for_gpus_reads_nothing_outside_and_tells_rows_without_entries():
+    rows, entries = make(batch=1, fields=("log_num",), stop=jnp.array([64], jnp.int32))
+    entries = Entries(**{**vars(entries), "log_num": entries.log_num.at[0, 1].set(-jnp.inf)})
+    spoilt = {name: getattr(entries, name).at[:, :, 64:].set(jnp.nan) for name in ("keys", "values", "log_num")}
+    found = run_for_gpu(rows, Entries(**{**vars(entries), **spoilt}))
+    some = compare(found, rows, entries, 2e-6)
+    assert some[0, 0].all() and not some[0, 1].any()
+
+
+@needs_gpu_interpreter
+def test_the_kernel_for_gpus_stays_one_under_vmap():
+    one, other = (make(batch=1, heads=1, slots=64, seed=seed, stop=jnp.array([50], jnp.int32)) for seed in (0, 1))
+    stack = jax.tree.map(lambda *x: jnp.stack(x), one, other)
+    jaxpr = jax.make_jaxpr(jax.vmap(run_for_gpu))(*stack)
+    assert not {"scan", "while"} & {equation.primitive.name for equation in jaxpr.eqns}
+    assert re.findall(r"Mesh\(grid=(\([\d, ]*\)), grid_names=\((.*?)\)", str(jaxpr)) == [
+        ("(1, 1, 2)", "'splits', 'heads', 'batch'")
+    ]
+    found = jax.vmap(run_for_gpu)(*stack)
+    for number, given in enumerate((one, other)):
+        compare(jax.tree.map(lambda x, n=number: x[n], found), *given, 2e-6)
+
+
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        ({"values": jnp.zeros((2, 2, 299, 64))}, ValueError, r"values has shape \(2, 2, 299, 64\)"),
-        ({"log_den": jnp.zeros((2, 2, 300, 1))}, ValueError, "log_den has shape"),
+        ({"values": jnp.zeros((2, 2, 303, 64))}, ValueError, r"values has shape \(2, 2, 303, 64\)"),
+        ({"log_den": jnp.zeros((2, 2, 304, 1))}, ValueError, "log_den has shape"),
         ({"stop": jnp.zeros(3, jnp.int32)}, ValueError, r"stop has shape \(3,\)"),
         ({"values": None}, ValueError, "feed 'both' need values"),
-        ({"keys": jnp.zeros((2, 2, 300, 64), jnp.float16)}, NotImplementedError, "keys are float16"),
+        ({"keys": jnp.zeros((2, 2, 304, 64), jnp.float16)}, NotImplementedError, "keys are float16"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, error, message):
@@ -248,3 +325,26 @@ def test_unknown_forms_and_many_rows_are_refused():
     weighted_decode(rows, entries)  # falls through
     with pytest.raises(ValueError, match="block_slots=100"):
         Config(block_slots=100)
+
+
+@pytest.mark.parametrize(
+    "given, changes, message",
+    [
+        ({"slots": 300}, {}, "300 slots: the copy engine takes multiples of 8"),
+        ({"head_dim": 72}, {}, "rows have 72 columns"),
+        ({"head_dim": 256}, {}, "bytes do not fit in shared memory"),
+        ({"rows": 64}, {}, "64 rows"),
+        ({}, {"keys": jnp.zeros((2, 2, 304, 64), jnp.int4)}, "keys are int4"),
+        ({}, {"values": jnp.zeros((2, 2, 304, 64), jnp.bfloat16)}, "keys are float32, values bfloat16"),
+    ],
+)
+def test_what_the_kernel_for_gpus_cannot_do_is_refused(given, changes, message):
+    rows, entries = make(**given)
+    with pytest.raises(NotImplementedError, match=message):
+        weighted_decode(rows, Entries(**{**vars(entries), **changes}), implementation="mosaic_gpu", interpret=True)
+
+
+@pytest.mark.parametrize("settings", [{"stages": 0}, {"splits": 0}])
+def test_settings_of_the_kernel_for_gpus_are_checked(settings):
+    with pytest.raises(ValueError, match="it must be None or at least 1"):
+        GpuConfig(**settings)

@@ -1,0 +1,283 @@
+"""What kernels for Hopper GPUs (Mosaic GPU) share that let a few rows of queries attend to entries that stream through
+shared memory.
+
+One warpgroup is a program: it starts the copies of the next blocks, multiplies and sums; several programs on a
+multiprocessor hide each other's waiting. The matrix unit multiplies 64 rows at a time (`ROWS`), of which decoding fills
+a few: reading, not multiplying, takes the time. Rows that are not filled hold whatever shared memory holds; no row
+sees another.
+
+The matrix unit takes operands of 16 bits. Narrower entries become such, exactly. A float32 number becomes a sum of
+three bfloat16 numbers, products of which it takes exactly and sums in float32; what products of the smallest leave out
+is below float32's own rounding.
+"""
+
+import importlib.util
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch
+from pallas_kernels.weighted_decode.base import EMPTY, Feeds, compute_type
+
+ROWS = 64
+# Slots of a step: registers hold a block, to be converted, by 64 rows.
+SLOTS = 64
+LOG2E = math.log2(math.e)
+LAYOUT = plgpu.Layout.WGMMA
+OF_ROWS = LAYOUT.reduce(1)
+OF_SLOTS = LAYOUT.reduce(0)
+
+ROW_TYPES = ("float32", "bfloat16", "float16")
+STORED_TYPES = (*ROW_TYPES, "int8", "float8_e4m3fn", "float8_e5m2")
+# bfloat16 numbers that a number is the sum of, where float32 is called for.
+_PARTS = {"float32": 3, "float16": 2}
+# Shared memory of a multiprocessor, and what of it each program's bookkeeping takes at most.
+_SHARED_BYTES = 228 * 1024
+_SHARED_RESERVE = 5 * 1024
+# A product for so many columns of sums takes half as many registers of every thread, beside those of the sums; above,
+# few columns are taken at a time.
+_MOST_COLUMNS = 128
+_FEW_COLUMNS = 64
+
+
+class Operands(NamedTuple):
+    """How rows (or weights) and what is stored go into the matrix unit."""
+
+    dtype: Any
+    row_parts: int
+    stored_parts: int
+    direct: bool  # what is stored can be multiplied as it lies
+
+    @classmethod
+    def of(cls, rows: Any, stored: Any) -> "Operands":
+        wide = compute_type(rows, stored)
+        if wide != jnp.float32:
+            return cls(wide, 1, 1, direct=jnp.dtype(stored) == wide)
+        name = jnp.dtype(stored).name
+        return cls(jnp.dtype(jnp.bfloat16), 3, _PARTS.get(name, 1), direct=name == "bfloat16")
+
+
+class Running(NamedTuple):
+    """Sums over the blocks so far, relative to 2 ** peak; columns of num lie in several arrays."""
+
+    peak: Float[Array, "64"]
+    den: Float[Array, "64"]
+    num: tuple[Float[Array, "64 N"], ...]
+
+    @classmethod
+    def empty(cls, head_dim: int | None) -> "Running":
+        """Before the first block; without a numerator where there is no head dimension."""
+        width, columns = (0, []) if head_dim is None else _columns(head_dim)
+        constant = lambda x, *shape: jnp.full(shape, x, jnp.float32)  # noqa: E731
+        return cls(
+            plgpu.layout_cast(constant(EMPTY * LOG2E, ROWS), OF_ROWS),
+            plgpu.layout_cast(constant(0, ROWS), OF_ROWS),
+            tuple(plgpu.layout_cast(constant(0, ROWS, width), LAYOUT) for _ in columns),
+        )
+
+
+def check_types(**arrays: Any) -> None:
+    """Raises a NotImplementedError, with the reason, for rows or entries that the matrix unit cannot be fed."""
+    for name, array in arrays.items():
+        types = ROW_TYPES if name == "rows" else STORED_TYPES
+        if array is not None and array.dtype.name not in types:
+            raise NotImplementedError(f"{name} are {array.dtype.name}; a Hopper kernel takes {', '.join(types)}")
+        columns = 16 if array is None else array.shape[-1]
+        if columns > 256 or columns % (16 if columns <= _MOST_COLUMNS else _FEW_COLUMNS):
+            raise NotImplementedError(
+                f"{name} have {columns} columns; a Hopper kernel takes multiples of 16 up to 128 and of 64 up to 256"
+            )
+
+
+def check_device() -> None:
+    """Raises a NotImplementedError, with the reason, where no program of this process is compiled for a Hopper GPU.
+    With JAX's CUDA compiler but no GPU, it is compiled ahead of time, for a GPU that can be told only then."""
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        raise NotImplementedError("JAX's CUDA compiler (jax_cuda13_plugin) is not installed")
+    dispatch.needs_hopper()
+    for device in jax.local_devices() if jax.default_backend() == "gpu" else ():
+        if float(device.compute_capability) >= 10:
+            raise NotImplementedError(f"{device.device_kind}: only Hopper (9.0) has the matrix unit of these kernels")
+
+
+def blocked(shape: Sequence[int], dtype: Any, swizzled_as: int | None = None) -> Any:
+    """Shared memory in the order in which the matrix unit and the copy engine meet no bank conflicts.
+
+    Args:
+        swizzled_as: columns of the other operand, where that is wanted: two operands must be swizzled in one way.
+    """
+    bits = 8 * jnp.dtype(dtype).itemsize
+    swizzle, columns = _tile(swizzled_as or shape[-1], dtype)
+    if not swizzle:
+        return plgpu.SMEM(tuple(shape), dtype)
+    tile = plgpu.TilingTransform((8, columns))
+    return plgpu.SMEM(tuple(shape), dtype, transforms=(tile, plgpu.SwizzleTransform(columns * bits // 8)))
+
+
+def _tile(columns: int, dtype: Any) -> tuple[bool, int]:
+    """Whether so many columns can be swizzled, and how many of them at a time."""
+    bits = 8 * jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(columns * bits)
+    return swizzle >= 32, 8 * swizzle // bits
+
+
+def roomiest(scratch_of: Callable[[int], Mapping[str, Any]], stages: int | None = None) -> tuple[int, int]:
+    """With how many blocks on their way or in use at a time two programs fit on a multiprocessor, or one where two do
+    not; and how many programs run at a time on the GPU.
+
+    Args:
+        scratch_of: what a program keeps in shared memory, by the number of blocks.
+        stages: that number, where it is given.
+
+    Raises:
+        NotImplementedError: where a program does not fit.
+    """
+    for programs in (2, 1):
+        for number in (4, 3, 2, 1) if stages is None else (stages,):
+            if programs * (_bytes(scratch_of(number)) + _SHARED_RESERVE) <= _SHARED_BYTES:
+                return number, programs * _multiprocessors()
+    raise NotImplementedError(f"{_bytes(scratch_of(stages or 1))} bytes do not fit in shared memory")
+
+
+def _bytes(scratch: Mapping[str, Any]) -> int:
+    memory = [x for x in scratch.values() if not isinstance(x, plgpu.Barrier)]
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in memory)
+
+
+def row_parts(rows: Float[Array, "B H R D"], operands: Operands) -> Float[Array, "B H parts R D"]:
+    """Rows as the matrix unit takes them, padded to a multiple of eight."""
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % 8), (0, 0)))
+    return jnp.stack(list(parts(rows.astype(jnp.float32), operands.row_parts, operands.dtype)), axis=2)
+
+
+def parts(x: Array, number: int, dtype: Any) -> Iterator[Array]:
+    """Numbers of a type whose sum is x, largest first."""
+    if x.dtype.name.startswith("float8"):
+        x = x.astype(jnp.float16)  # the one type that the hardware converts them to
+    if x.dtype == jnp.float16 and dtype != jnp.float16:
+        x = x.astype(jnp.float32)
+    for _ in range(number - 1):
+        part = x.astype(dtype)
+        yield part
+        x = x - part.astype(jnp.float32)
+    yield x.astype(dtype)
+
+
+def as_operands(block: Any, buffer: Any | None, operands: Operands) -> list[Any]:
+    """A stored block in shared memory as the matrix unit takes it. A conversion into the buffer waits for a
+    `plgpu.commit_smem`."""
+    if buffer is None:
+        return [block]
+    head_dim = block.shape[1]
+    swizzle, tile = _tile(head_dim, block.dtype)
+    # A few columns at a time, to keep few registers.
+    width = max(tile if swizzle else 0, _tile(head_dim, operands.dtype)[1])
+    for first in range(0, head_dim, width):
+        columns = pl.ds(first, width)
+        stored = load(block.at[:, columns], LAYOUT, optimized=swizzle)
+        for number, part in enumerate(parts(stored, operands.stored_parts, operands.dtype)):
+            buffer[number, :, columns] = part
+    return [buffer.at[number] for number in range(operands.stored_parts)]
+
+
+def product(left: Sequence[Any], right: Sequence[Any]) -> Float[Array, "64 N"]:
+    """Matrices given by their parts multiplied, in float32; the smallest products first, those below its rounding
+    not at all."""
+    pairs = [(i, j) for i in range(len(left)) for j in range(len(right)) if i + j < max(len(left), len(right))]
+
+    def multiply(accumulator):
+        for i, j in sorted(pairs, key=sum, reverse=True):
+            plgpu.wgmma(accumulator, left[i], right[j])
+        return accumulator[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((ROWS, right[0].shape[1]), jnp.float32))
+
+
+def logits(rows: Any, keys: Sequence[Any], operands: Operands) -> Float[Array, "64 S"]:
+    """Products of the parts of rows, in shared memory, and of keys."""
+    return product([rows.at[part] for part in range(operands.row_parts)], [part.T for part in keys])
+
+
+def weigh(
+    before: Running, num_scores: Float[Array, "64 S"], den_scores: Float[Array, "64 S"], feeds: Feeds
+) -> tuple[Float[Array, "64"], Float[Array, "64"], Float[Array, "64"], Float[Array, "64 S"]]:
+    """The peak with a block of slots, the factor of what was summed before it, the denominator, and the weights of the
+    values, from scores in units of log2(e)."""
+    fed = {"both": (num_scores, den_scores), "numerator": (num_scores,), "denominator": (den_scores,)}[feeds]
+    peak = before.peak
+    for scores in fed if num_scores is not den_scores else fed[:1]:
+        peak = jnp.maximum(peak, scores.max(axis=1))
+    fade = jnp.exp2(before.peak - peak)
+    base = of_rows(peak, num_scores.shape)
+    weights = jnp.exp2(num_scores - base)
+    den = before.den
+    if feeds != "numerator":
+        added = weights if num_scores is den_scores else jnp.exp2(den_scores - base)
+        den = den * fade + added.sum(axis=1)
+    return peak, fade, den, weights
+
+
+def add_values(
+    before: tuple[Array, ...], fade: Float[Array, "64"], weights: Any, values: Sequence[Any], operands: Operands
+) -> tuple[Array, ...]:
+    """The numerator's sums with a block: weights, by parts in shared memory, times values."""
+    left = [weights.at[part] for part in range(operands.row_parts)]
+    sums = []
+    for columns, num in zip(_columns(values[0].shape[1])[1], before, strict=True):
+        added = product(left, [part.at[:, columns] for part in values])
+        sums.append(num * of_rows(fade, num.shape) + added)
+    return tuple(sums)
+
+
+def store_columns(ref: Any, num: tuple[Array, ...]) -> None:
+    """The numerator's sums into shared memory [64, D]."""
+    for columns, sums in zip(_columns(ref.shape[1])[1], num, strict=True):
+        ref[:, columns] = sums
+
+
+def _columns(head_dim: int) -> tuple[int, list[Any]]:
+    """How many columns of the sums are taken together, and the indices of each such part."""
+    if head_dim <= _MOST_COLUMNS:
+        return head_dim, [slice(None)]
+    return _FEW_COLUMNS, [pl.ds(first, _FEW_COLUMNS) for first in range(0, head_dim, _FEW_COLUMNS)]
+
+
+def of_rows(x: Float[Array, "64"], shape: tuple[int, ...]) -> Float[Array, "64 N"]:
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def of_slots(x: Float[Array, "S"], shape: tuple[int, ...]) -> Float[Array, "64 S"]:
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def load(ref: Any, layout: Any, optimized: bool = True) -> Array:
+    """`plgpu.load` of a whole ref, which took an index before JAX 0.11."""
+    index = ((),) if jax.__version_info__ < (0, 11) else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=optimized)
+
+
+def cost(**estimate: int) -> dict[str, Any]:
+    """The argument of `plgpu.kernel`, which takes it from JAX 0.12 on."""
+    taken = "cost_estimate" in inspect.signature(plgpu.kernel).parameters
+    return {"cost_estimate": pl.CostEstimate(**estimate)} if taken else {}
+
+
+def _multiprocessors() -> int:
+    """Of this process's GPU; of an H200 where it has none."""
+    device = jax.local_devices()[0]
+    return getattr(device, "core_count", 132) if device.platform == "gpu" else 132
+
+
+def even_splits(heads: int, blocks: int, places: int) -> int:
+    """How many parts to cut the blocks of every head into, where so many parts run at a time: as many as end soonest.
+    Starting and ending a part takes about as long as two blocks."""
+    rounds = lambda splits: -(-heads * splits // places)  # noqa: E731
+    return min(range(1, max(blocks, 1) + 1), key=lambda splits: rounds(splits) * (-(-blocks // splits) + 2))
