@@ -23,7 +23,7 @@ types: $(VENV)/.installed
 	$(BIN)/mypy
 
 # Compiling, which is most of it, takes one core: two processes, a file of tests each at a time.
-unit: $(VENV)/.installed
+unit: $(VENV)/.installed $(VENV)/.installed-tpu-compiler
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not heavy"
 
 heavy: $(VENV)/.installed
@@ -36,7 +36,7 @@ test-all:
 	$(MAKE) parity PYTHON=$(PYTHON)
 
 # Kernels and decoding compiled for TPUs that are not here.
-aot: $(VENV)/.installed-aot
+aot: $(VENV)/.installed $(VENV)/.installed-tpu-compiler
 	$(BIN)/python -m experiments.ahead_of_time
 
 parity: $(VENV)/.installed-parity
@@ -52,14 +52,18 @@ $(VENV)/.installed-parity: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS),parity]'
 	touch $@
 
-$(VENV)/.installed-aot: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS),aot]'
+# Apart from the other packages: wherever JAX can import it, it looks for TPUs.
+$(VENV)/.installed-tpu-compiler: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --upgrade --constraint $(CONSTRAINTS) --no-deps --target $(VENV)/tpu-compiler \
+		"libtpu; sys_platform == 'linux' and platform_machine == 'x86_64'"
 	touch $@
 
 # Writes the versions that the environment holds now, for after a change of dependencies in pyproject.toml. The older
 # line's pins must hold the parity extra too: install it (make parity) before.
-constraints: $(VENV)/.installed
-	$(BIN)/python -m pip freeze --exclude-editable --exclude kvjax | sed 's/+cpu//' > $(CONSTRAINTS)
+constraints: $(VENV)/.installed $(VENV)/.installed-tpu-compiler
+	(for path in $$($(BIN)/python -c 'import site; print(*site.getsitepackages())') $(VENV)/tpu-compiler; do \
+		$(BIN)/python -m pip freeze --path $$path --exclude-editable --exclude kvjax; \
+	done) | sed 's/+cpu//' | sort --ignore-case > $(CONSTRAINTS)
 
 clean:
 	rm -rf .venv .venv-* build

@@ -3,16 +3,17 @@
     python -m experiments.ahead_of_time
     python -m experiments.ahead_of_time --device v5e --policy uniform --layers 2
 
-libtpu, the compiler, comes from the package index and needs no TPU. For every device it compiles the kernels at the
-shapes of production, and one block of decoding steps of a Llama of a few layers with each policy, its state donated as
-it is in use. A line per program says how long that took, bytes of arguments and temporaries, and how many kernels the
-program holds. It fails where something does not compile, where a kernel that is meant to be used is not, and where
-decoding copies a cache: where it writes an array half as large as a layer's largest buffer, or needs as much memory
-beside its arguments.
+libtpu, the compiler, comes from the package index and needs no TPU (`make aot` installs it). For every device it
+compiles the kernels at the shapes of production, and one block of decoding steps of a Llama of a few layers with each
+policy, its state donated as it is in use. A line per program says how long that took, bytes of arguments and
+temporaries, and how many kernels the program holds. It fails where something does not compile, where a kernel that is
+meant to be used is not, and where decoding copies a cache: where it writes an array half as large as a layer's largest
+buffer, or needs as much memory beside its arguments.
 """
 
 import os
 import pathlib
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -29,9 +30,11 @@ from experiments.common import results, settings
 from experiments.common.compiled import large_outputs
 from models import generate
 from models.llama import Llama, LlamaConfig
-from pallas_kernels.weighted_decode import Entries, weighted_decode
+from pallas_kernels.weighted_decode import benchmark as weighted_decode
 
 NAME = "ahead_of_time"
+# Where the Makefile puts the compiler: apart from what Python imports, or JAX would look for TPUs in every process.
+COMPILER = pathlib.Path(sys.prefix) / "tpu-compiler" / "libtpu" / "libtpu.so"
 # The smallest topology of each kind.
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 POLICIES = (
@@ -43,6 +46,14 @@ POLICIES = (
     "subgen",
     "balancekv",
     "chelsea",
+    "clusterkv",
+    "quest",
+    "infinigen",
+    "h2o",
+    "cam",
+    "snapkv",
+    "pyramidkv",
+    "uniform:storage=int8",
 )
 
 settings.define_common(policies=POLICIES, budgets=("4096",))
@@ -77,9 +88,7 @@ class Compiled(NamedTuple):
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    # The compiler must not look for a TPU, nor refuse a second process that uses it.
-    os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-    jax.config.update("jax_platforms", "cpu")
+    prepare_compiler()
     quick = flags.FLAGS.quick
     devices = _DEVICE.value[:1] if quick else _DEVICE.value
     done: list[Compiled] = []
@@ -96,6 +105,14 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit("\n".join(problems))
 
 
+def prepare_compiler() -> None:
+    """Makes JAX find the compiler, which must not look for a TPU, nor refuse a second process that uses it."""
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    if COMPILER.exists():
+        os.environ["TPU_LIBRARY_PATH"] = str(COMPILER)
+    jax.config.update("jax_platforms", "cpu")
+
+
 def on_device(device: str) -> jax.sharding.Sharding:
     """Everything on one chip of the kind.
 
@@ -108,28 +125,20 @@ def on_device(device: str) -> jax.sharding.Sharding:
 
 
 def kernel_programs(sharding: jax.sharding.Sharding) -> Iterator[Program]:
-    """`weighted_decode` at the shapes of production: 8 kv heads, 8 sequences, up to 32k slots."""
+    """Every op at the shapes that its benchmark is for."""
 
     def array(shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    for head_dim in (64, 80, 96, 128, 256):
-        for dtype in (jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn):
-            batch, heads, rows, slots = 8, 8, 4, 32768 if head_dim == 128 else 8192
-            store = array((batch, heads, slots, head_dim), dtype)
-            of_slots = array((batch, heads, slots), jnp.float32)
-            scale = of_slots if jnp.dtype(dtype).itemsize == 1 else None
-            bound = array((batch,), jnp.int32)
-            entries = Entries(store, store, of_slots, None, scale, scale, start=bound, stop=bound)
-            queries = array((batch, heads, rows, head_dim), jnp.float32 if dtype == jnp.float32 else jnp.bfloat16)
-            lowered = jax.jit(weighted_decode).lower(queries, entries)
-            name = f"weighted_decode {jnp.dtype(dtype).name} {batch}x{heads}x{rows}x{slots}x{head_dim}"
-            yield Program(name, lowered, kernels=1, cache=store.size * store.dtype.itemsize)
+    for shape in weighted_decode.PRODUCTION:
+        rows, entries = shape.arguments(array)
+        cache = entries.keys.size * entries.keys.dtype.itemsize
+        yield Program(f"weighted_decode {shape}", jax.jit(shape.run).lower(rows, entries), kernels=1, cache=cache)
 
 
 def decoding_programs(sharding: jax.sharding.Sharding, layers: int) -> Iterator[Program]:
     """A block of decoding steps with every policy, for every head dimension."""
-    for head_dim in _HEAD_DIM.value[:1] if flags.FLAGS.quick else _HEAD_DIM.value:
+    for head_dim in _HEAD_DIM.value:
         config = LlamaConfig(
             vocab_size=2048,  # small: what is as large as a cache shall be one
             width=1024,

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import benchmarking
 from pallas_kernels.weighted_decode.api import weighted_decode
-from pallas_kernels.weighted_decode.base import Entries
+from pallas_kernels.weighted_decode.base import Entries, Sums
 
 
 class Shape(NamedTuple):
@@ -29,6 +29,10 @@ class Shape(NamedTuple):
         extra = "".join((", log-weights" * self.weighted, ", logits" * self.logits))
         sizes = f"{self.batch} x {self.heads} heads x {self.rows} rows, {self.slots} x {self.head_dim}"
         return f"{sizes} {jnp.dtype(self.dtype).name}{extra}"
+
+    @property
+    def run(self) -> Callable[..., Sums]:
+        return functools.partial(weighted_decode, logits=self.logits)
 
     def arguments(self, array: Any) -> tuple[Any, Entries]:
         """Rows and entries, made by `array(shape, dtype)`."""
@@ -59,12 +63,24 @@ OTHERS = (
 )
 
 
+# What must compile for every TPU.
+PRODUCTION = (
+    *(
+        Shape(8, 32768 if head_dim == 128 else 8192, head_dim=head_dim, dtype=dtype, weighted=True)
+        for head_dim in (64, 80, 96, 128, 256)
+        for dtype in (jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn)
+    ),
+    Shape(1, 131072),
+    Shape(64, 4096, logits=True),
+    Shape(8, 16384, rows=1, heads=32),
+)
+
+
 def cases(quick: bool) -> Iterator[benchmarking.Case]:
     shapes = (Shape(2, 1024, heads=2), Shape(2, 1024, heads=2, weighted=True)) if quick else (*CACHES, *OTHERS)
     for shape in shapes:
         abstract = shape.arguments(jax.ShapeDtypeStruct)
-        run = functools.partial(weighted_decode, logits=shape.logits)
-        moved = benchmarking.array_bytes(abstract, jax.eval_shape(run, *abstract))
+        moved = benchmarking.array_bytes(abstract, jax.eval_shape(shape.run, *abstract))
         yield benchmarking.Case(str(shape), functools.partial(forms, shape), moved)
 
 
@@ -76,10 +92,9 @@ def forms(shape: Shape) -> Mapping[str, benchmarking.Form]:
         return (jax.random.normal(next(draws), size, jnp.bfloat16) / 2).astype(dtype)
 
     rows, entries = shape.arguments(array)
-    run = functools.partial(weighted_decode, logits=shape.logits)
     found = {
-        "kvjax": benchmarking.Form(run, (rows, entries)),
-        "xla": benchmarking.Form(functools.partial(run, implementation="xla"), (rows, entries)),
+        "kvjax": benchmarking.Form(shape.run, (rows, entries)),
+        "xla": benchmarking.Form(functools.partial(shape.run, implementation="xla"), (rows, entries)),
     }
     if shape.logits or entries.key_scale is not None or entries.values is None:
         return found
