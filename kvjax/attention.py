@@ -10,10 +10,11 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.segment import Segment
 from kvjax.state import BATCH, HEAD_DIM, array, state
+from pallas_kernels.cluster_recall import Blocks, cluster_recall
 from pallas_kernels.weighted_decode import EMPTY, Entries, Sums, weighted_decode
 
 TOKENS, QUERY_HEADS = "tokens", "query_heads"
@@ -40,6 +41,16 @@ def attend_segment(query: Float[Array, "B T H_q D"], segment: Segment) -> Partia
         ValueError: where heads or head dimensions do not fit.
     """
     return _partials(query, segment, _sums(query, segment))
+
+
+def attend_blocks(
+    query: Float[Array, "B 1 H_q D"], blocks: Blocks, number: Int[Array, "B H K"], count: Int[Array, "B H K"]
+) -> Partials:
+    """Partials of one query's attention over the first `count` tokens of the blocks that it names, for every kv head or
+    (H = H_q) for every query head of its own."""
+    batch, heads, _ = number.shape
+    sums = cluster_recall(_rows(query, (batch, heads, 0, query.shape[3])), blocks, number, count)
+    return _by_token(_counted(sums), tokens=1)
 
 
 def attend_watching(
@@ -98,12 +109,14 @@ def _partials(query: Float[Array, "B T H_q D"], segment: Segment, sums: Sums) ->
     peak, num, den, _ = sums
     if segment.slope is not None and segment.slope_limit is not None:
         num = num + den[..., None] * _varying(_rows(query, segment.keys.shape), segment.slope, segment.slope_limit)
-    # Where there was no entry, every masked one stood at the peak with weight one.
+    return _by_token(_counted(Sums(peak, num, den)), tokens=query.shape[1])
+
+
+def _counted(sums: Sums) -> Partials:
+    """The sums, which are zero where there was no entry: there every masked one stood at the peak with weight one."""
+    peak, num, den, _ = sums
     empty = peak <= EMPTY / 2
-    return _by_token(
-        Partials(jnp.where(empty, -jnp.inf, peak), jnp.where(empty[..., None], 0.0, num), jnp.where(empty, 0.0, den)),
-        tokens=query.shape[1],
-    )
+    return Partials(jnp.where(empty, -jnp.inf, peak), jnp.where(empty[..., None], 0.0, num), jnp.where(empty, 0.0, den))
 
 
 def _varying(

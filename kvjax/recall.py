@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.attention import Partials, attend, merge
-from kvjax.memory import where_it_lies
-from kvjax.policies.windowed import WindowedState, over_heads
+from kvjax.attention import Partials, attend, attend_blocks, merge
+from kvjax.memory import on_host, where_it_lies
+from kvjax.policies.windowed import WindowedState
 from kvjax.policy import CachePolicy, Segments
 from kvjax.segment import Segment, segment, segment_bytes
 from kvjax.staging import Block
 from kvjax.state import BATCH, HEAD_DIM, KV_HEADS, SLOTS, array, stacked, state, static
+from pallas_kernels.cluster_recall import Blocks, entry_width, read_places, split, taken
 
 T = TypeVar("T")
 
@@ -30,11 +31,21 @@ BLOCKS = "blocks"
 @state
 class BlockStore:
     """One head's tokens in N blocks of P places. A block is filled from its first place on; empty places hold finite
-    numbers."""
+    numbers. Of every place, key and value lie side by side, so that a TPU can fetch a block where it lies."""
 
-    keys: Float[Array, "N P D"] = array(BLOCKS, SLOTS, HEAD_DIM, entries=True)
-    values: Float[Array, "N P D"] = array(BLOCKS, SLOTS, HEAD_DIM, entries=True)
+    # The key in the first columns of the first half, the value in those of the second half.
+    entries: Float[Array, "N P 2*W"] = array(BLOCKS, SLOTS, HEAD_DIM, entries=True, side_by_side=2)
     position: Int[Array, "N P"] = array(BLOCKS, SLOTS)  # int32, of the token in the text; -1 in empty places
+    head_dim: int = static()
+
+    @property
+    def keys(self) -> Float[Array, "*A N P D"]:
+        return self.entries[..., : self.head_dim]
+
+    @property
+    def values(self) -> Float[Array, "*A N P D"]:
+        half = self.entries.shape[-1] // 2
+        return self.entries[..., half : half + self.head_dim]
 
 
 @state
@@ -52,9 +63,9 @@ class Filed:
 def init_store(blocks: int, places: int, head_dim: int, dtype: jax.typing.DTypeLike) -> BlockStore:
     """One head's empty store."""
     return BlockStore(
-        keys=jnp.zeros((blocks, places, head_dim), dtype),
-        values=jnp.zeros((blocks, places, head_dim), dtype),
+        entries=jnp.zeros((blocks, places, 2 * entry_width(head_dim)), dtype),
         position=jnp.full((blocks, places), -1, jnp.int32),
+        head_dim=head_dim,
     )
 
 
@@ -73,15 +84,27 @@ def arrange(
     """Blocks whose places hold the tokens of these numbers; a number outside [0, T) leaves a place empty."""
     there = (source >= 0) & (source < position.shape[0])
     number = jnp.where(there, source, 0)
+    head_dim = keys.shape[-1]
+    padding = ((0, 0), (0, entry_width(head_dim) - head_dim))
+    entries = jnp.concatenate([jnp.pad(keys, padding), jnp.pad(values, padding)], axis=1)
     return BlockStore(
-        keys=jnp.where(there[..., None], keys[number], 0),
-        values=jnp.where(there[..., None], values[number], 0),
+        entries=jnp.where(there[..., None], entries[number], 0),
         position=jnp.where(there, position[number], -1),
+        head_dim=head_dim,
     )
 
 
+def attend_recalled(
+    query: Float[Array, "B 1 H_q D"], store: BlockStore, block: Int[Array, "B H K"], count: Int[Array, "B H K"]
+) -> Partials:
+    """Partials of attention over the first `count` tokens of each of K blocks; arguments as for `recall`."""
+    if on_host(store.entries):
+        return attend(query, (recall(store, block, count),))
+    return attend_blocks(query, Blocks(store.entries), block, count)
+
+
 def recall(store: BlockStore, block: Int[Array, "B H K"], count: Int[Array, "B H K"]) -> Segment:
-    """The first `count` tokens of each of K blocks as attention reads them: one gather of whole blocks.
+    """The first `count` tokens of each of K blocks, gathered.
 
     Args:
         store: of all rows and kv heads, [B, H_kv, N, P, D].
@@ -91,26 +114,13 @@ def recall(store: BlockStore, block: Int[Array, "B H K"], count: Int[Array, "B H
     Returns:
         A segment of K * P slots for H heads.
     """
-    batch, kv_heads, _, places, _ = store.keys.shape
-    heads, recalled = block.shape[1:]
-    number = block.reshape(batch, kv_heads, -1)
-
-    def gather(entries: Float[Array, "B H_kv N P D"]) -> Float[Array, "B H S D"]:
-        taken = gather_blocks(entries, number)
-        return taken.reshape(batch, heads, recalled * places, -1)
-
-    there = jnp.arange(places) < count[..., None]
-    weight = jnp.where(there, 0.0, -jnp.inf).reshape(batch, heads, -1)
-    return segment(gather(store.keys), gather(store.values), log_num=weight)
+    return blocks_segment(where_it_lies(taken, store.entries, block), count, store.head_dim)
 
 
-def gather_blocks(
-    entries: Float[Array, "B H_kv N P D"], number: Int[Array, "B H_kv K"]
-) -> Float[Array, "B H_kv K P D"]:
-    """Blocks by number, on the device."""
-    # Block numbers are made here, not by users: no clamping pass over what was gathered.
-    take = over_heads(lambda one, at: one.at[at].get(mode="promise_in_bounds"))
-    return where_it_lies(take, entries, number)
+def blocks_segment(entries: Float[Array, "B H K P 2*W"], count: Int[Array, "B H K"], head_dim: int) -> Segment:
+    """Blocks that were gathered, side by side, of which the first `count` tokens are read."""
+    keys, values = split(entries, head_dim)
+    return segment(keys, values, log_num=jnp.where(read_places(count, entries.shape[3]), 0.0, -jnp.inf))
 
 
 class Ranked(NamedTuple):
@@ -274,18 +284,22 @@ def recalling(policy: CachePolicy, plan: Planner, index_bytes: Callable[[Windowe
         read = (recall(state.selection.store, found.block, found.tokens),) if found.block.shape[2] else ()
         return read + found.rest
 
-    def of_each(state, query, function):
-        """`function` of every query's recalled segments, T leading. One query at a time: what they recall differs."""
-        return jax.lax.map(lambda one: function(one[:, None], recalled(state, one[:, None])), query.swapaxes(0, 1))
+    def one_by_one(state, query, function):
+        """`function` of every query, T leading. One query at a time: what they recall differs."""
+        return jax.lax.map(lambda one: function(state, one[:, None]), query.swapaxes(0, 1))
+
+    def attend_each(state, query) -> tuple[Partials, ...]:
+        found = plan(state, query)
+        store = state.selection.store
+        read = (attend_recalled(query, store, found.block, found.tokens),) if found.block.shape[2] else ()
+        return read + tuple(attend(query, (one,)) for one in found.rest)
 
     def attend_cache(state, query, causal=False) -> tuple[Partials, WindowedState]:
         kept = attend(query, own(state, query, causal))
         if query.shape[1] == 1:
-            return merge(kept, *(attend(query, (one,)) for one in recalled(state, query))), state
-        parts = of_each(state, query, lambda one, found: attend(one, found) if found else None)
-        if parts is None:
-            return kept, state
-        return merge(kept, jax.tree.map(lambda x: x.swapaxes(0, 1)[:, :, 0], parts)), state
+            return merge(kept, *attend_each(state, query)), state
+        parts = one_by_one(state, query, attend_each)
+        return merge(kept, *jax.tree.map(lambda x: x.swapaxes(0, 1)[:, :, 0], parts)), state
 
     def segments(state, query, causal=False) -> tuple[Segment, ...]:
         if query is None:
@@ -295,7 +309,7 @@ def recalling(policy: CachePolicy, plan: Planner, index_bytes: Callable[[Windowe
         kept = own(state, query, causal)
         if query.shape[1] == 1:
             return kept + recalled(state, query)
-        return kept + tuple(_side_by_side(one) for one in of_each(state, query, lambda _, found: found))
+        return kept + tuple(_side_by_side(one) for one in one_by_one(state, query, recalled))
 
     def read_bytes(state):
         shown = jax.eval_shape(lambda state: segments(state, None), state)

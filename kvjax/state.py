@@ -20,7 +20,7 @@ T = TypeVar("T")
 BATCH, KV_HEADS, SLOTS, HEAD_DIM = "batch", "kv_heads", "slots", "head_dim"
 
 
-def array(*axes: str, fault: str | None = None, entries: bool = False) -> Any:
+def array(*axes: str, fault: str | None = None, entries: bool = False, side_by_side: int = 1) -> Any:
     """Declares an array field with its logical axes.
 
     Args:
@@ -28,8 +28,10 @@ def array(*axes: str, fault: str | None = None, entries: bool = False) -> Any:
         fault: for counters that must stay zero, what it means when they do not; `check` raises with this text.
         entries: whether these are keys or values that attention reads as they lie here; combinators may store them
             in another way.
+        side_by_side: so many entries stand in each row of the last axis (a key and its value), each in as many columns.
     """
-    return dataclasses.field(metadata={"axes": axes, "fault": fault, "entries": entries})
+    metadata = {"axes": axes, "fault": fault, "entries": entries, "side_by_side": side_by_side}
+    return dataclasses.field(metadata=metadata)
 
 
 def stacked(*axes: str) -> Any:
@@ -147,6 +149,7 @@ class ArrayField(NamedTuple):
     axes: tuple[str, ...]
     fault: str | None
     entries: bool
+    side_by_side: int
 
 
 def map_fields(function: Callable[..., Any], tree: Any, *others: Any, leading: tuple[str, ...] = ()) -> Any:
@@ -169,7 +172,8 @@ def map_fields(function: Callable[..., Any], tree: Any, *others: Any, leading: t
             continue
         if "axes" in field.metadata:
             own = field.metadata
-            described = ArrayField(field.name, leading + own["axes"], own["fault"], own["entries"])
+            rest = {name: own[name] for name in ("fault", "entries", "side_by_side")}
+            described = ArrayField(field.name, leading + own["axes"], **rest)
             changes[field.name] = function(described, *leaves)
         else:
             inner = leading + field.metadata.get("stacked", ())

@@ -23,12 +23,12 @@ from kvjax.recall import (
     absorb_chunks,
     arrange,
     arrays_bytes,
+    attend_recalled,
     best_parts,
     block_slots,
     blocks_of,
     init_store,
     put,
-    recall,
     recalling,
 )
 from kvjax.segment import Segment, segment
@@ -400,9 +400,11 @@ def group_score(logits: Float[Array, "B H_kv G C"], size: Int[Array, "B H_kv C"]
     return jax.nn.logsumexp(logits - jnp.where(jnp.isneginf(total), 0.0, total), axis=2)
 
 
-def read_segments(state, read: Ranked) -> tuple[Segment, ...]:
-    """The blocks that are read, where there are any."""
-    return (recall(state.selection.store, read.block, read.tokens),) if read.block.shape[2] else ()
+def attend_read(state, query: Float[Array, "B 1 H_q D"], read: Ranked) -> tuple[Partials, ...]:
+    """Partials of the blocks that are read, where there are any."""
+    if not read.block.shape[2]:
+        return ()
+    return (attend_recalled(query, state.selection.store, read.block, read.tokens),)
 
 
 def rest_segments(state, taken: Int[Array, "B H C"]) -> tuple[Segment, ...]:
@@ -446,7 +448,7 @@ def missing_mass(state, query: Float[Array, "B T H_q D"], causal: bool = False) 
     def one(item):
         query, kept = (jax.tree.map(lambda x: x[:, None], part) for part in item)
         read = choose(state, query)
-        return missing_share(state, query, read.taken, merge(kept, attend_all(query, read_segments(state, read))))[:, 0]
+        return missing_share(state, query, read.taken, merge(kept, *attend_read(state, query, read)))[:, 0]
 
     return jax.lax.map(one, jax.tree.map(lambda x: x.swapaxes(0, 1), (query, kept))).swapaxes(0, 1)
 
@@ -489,12 +491,12 @@ def attend_certified(
         query, kept = (jax.tree.map(lambda x: x[:, None], part) for part in item)
         if target is None:
             read = choose(state, query)
-            found = merge(kept, attend_all(query, read_segments(state, read)))
+            found = merge(kept, *attend_read(state, query, read))
             missing, taken = missing_share(state, query, read.taken, found), read.taken
             rounds = jnp.ones(query.shape[0], jnp.int32)
         else:
             found, missing, taken, rounds = recall_until(state, target, query, kept)
-        found = merge(found, attend_all(query, rest_segments(state, taken)))
+        found = merge(found, *(attend(query, (one,)) for one in rest_segments(state, taken)))
         return (*jax.tree.map(lambda x: x[:, 0], (found, missing)), rounds)
 
     items = jax.tree.map(lambda x: x.swapaxes(0, 1), (query, kept))
@@ -521,7 +523,7 @@ def recall_until(state, target: float, query: Float[Array, "B 1 H_q D"], kept: P
     """
     stored = state.selection.store.position.shape[2]
     first = choose(state, query, jnp.int32(0))
-    found = merge(kept, attend_all(query, read_segments(state, first)))
+    found = merge(kept, *attend_read(state, query, first))
     missing = missing_share(state, query, first.taken, found)
     rounds = jnp.ones(query.shape[0], jnp.int32)
     if not stored:
@@ -533,7 +535,7 @@ def recall_until(state, target: float, query: Float[Array, "B 1 H_q D"], kept: P
         number, found, missing, taken, rounds = carry
         more = searching(missing)
         read = choose(state, query, number)
-        next_found = merge(found, attend_all(query, read_segments(state, read)))
+        next_found = merge(found, *attend_read(state, query, read))
         next_missing = missing_share(state, query, read.taken, next_found)
 
         def pick(new, old):
@@ -550,14 +552,6 @@ def recall_until(state, target: float, query: Float[Array, "B 1 H_q D"], kept: P
     running = lambda carry: (carry[0] < most) & jnp.any(searching(carry[2]))  # noqa: E731
     carry = (jnp.int32(1), found, missing, first.taken, rounds)
     return jax.lax.while_loop(running, step, carry)[1:]
-
-
-def attend_all(query: Float[Array, "B T H_q D"], segments: tuple[Segment, ...]) -> Partials:
-    """As `attend`, of no segments, too."""
-    if segments:
-        return attend(query, segments)
-    empty = jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
-    return Partials(empty, jnp.zeros(query.shape, jnp.float32), jnp.zeros_like(empty))
 
 
 def _log_count(count: Int[Array, "..."]) -> Float[Array, "..."]:

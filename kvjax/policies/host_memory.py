@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention import Partials, attend, merge
+from kvjax.memory import where_it_lies
 from kvjax.policy import CachePolicy
-from kvjax.recall import BLOCKS, BlockStore, gather_blocks
-from kvjax.segment import segment
+from kvjax.recall import BLOCKS, BlockStore, blocks_segment
 from kvjax.staging import appended
 from kvjax.state import BATCH, HEAD_DIM, SLOTS, array, map_fields, state
+from pallas_kernels.cluster_recall import taken
 
 # Kv heads, or query heads where each recalls for itself.
 READING_HEADS, STEPS = "reading_heads", "steps"
@@ -23,8 +24,7 @@ READING_HEADS, STEPS = "reading_heads", "steps"
 class Recent:
     """Blocks that the last R steps recalled, and counts over all steps of what was asked for and what was moved."""
 
-    keys: Float[Array, "B H R K P D"] = array(BATCH, READING_HEADS, STEPS, BLOCKS, SLOTS, HEAD_DIM)
-    values: Float[Array, "B H R K P D"] = array(BATCH, READING_HEADS, STEPS, BLOCKS, SLOTS, HEAD_DIM)
+    entries: Float[Array, "B H R K P 2*W"] = array(BATCH, READING_HEADS, STEPS, BLOCKS, SLOTS, HEAD_DIM)
     block: Int[Array, "B H R K"] = array(BATCH, READING_HEADS, STEPS, BLOCKS)  # int32; -1 where there is none
     step: Int[Array, "B"] = array(BATCH)  # int32 appended tokens so far; the next one's blocks go to step mod R
     requested: Int[Array, "B"] = array(BATCH)  # int32 blocks, of all heads
@@ -74,13 +74,10 @@ def host_memory(policy: CachePolicy, steps: int = 1) -> CachePolicy:
         block = jax.eval_shape(lambda state: plan(state, query).block, cache)
         batch, heads, recalled = block.shape
         shape = (batch, heads, steps, recalled)
-        entries = cache.selection.store.keys
-
-        def cached():
-            return jnp.zeros((*shape, *entries.shape[3:]), entries.dtype)
-
+        entries = cache.selection.store.entries
+        cached = jnp.zeros((*shape, *entries.shape[3:]), entries.dtype)
         zero = lambda: jnp.zeros(batch, jnp.int32)  # noqa: E731
-        recent = Recent(cached(), cached(), jnp.full(shape, -1, jnp.int32), zero(), zero(), zero())
+        recent = Recent(cached, jnp.full(shape, -1, jnp.int32), zero(), zero(), zero())
         return Hosted(to_host(cache), recent)
 
     def prefill(state, keys, values, lengths, query_tail=None, shared=None):
@@ -100,13 +97,9 @@ def host_memory(policy: CachePolicy, steps: int = 1) -> CachePolicy:
             found = plan(state.cache, query)
             parts = found.rest
             if found.block.shape[2]:
-                keys, values, recent = recall_recent(
-                    state.cache.selection.store, recent, found.block, found.tokens, real
-                )
-                there = jnp.arange(keys.shape[3]) < found.tokens[..., None]
-                join = lambda x: x.reshape(*x.shape[:2], -1, x.shape[-1])  # noqa: E731
-                weight = jnp.where(there, 0.0, -jnp.inf).reshape(*there.shape[:2], -1)
-                parts = (segment(join(keys), join(values), log_num=weight), *parts)
+                store = state.cache.selection.store
+                entries, recent = recall_recent(store, recent, found.block, found.tokens, real)
+                parts = (blocks_segment(entries, found.tokens, store.head_dim), *parts)
             return recent, attend(query, parts) if parts else None
 
         recent, partials = jax.lax.scan(one, state.recent, (query.swapaxes(0, 1), real.T))
@@ -137,11 +130,10 @@ def host_memory(policy: CachePolicy, steps: int = 1) -> CachePolicy:
 
 def recall_recent(
     store: BlockStore, recent: Recent, block: Int[Array, "B H K"], tokens: Int[Array, "B H K"], real: Array
-) -> tuple[Float[Array, "B H K P D"], Float[Array, "B H K P D"], Recent]:
+) -> tuple[Float[Array, "B H K P 2*W"], Recent]:
     """The blocks that are asked for, from the recent ones or else from the store, and the recent ones after that (as
     they were, in rows whose query is not that of an appended token)."""
     batch, heads, steps, count = recent.block.shape
-    kv_heads = store.keys.shape[1]
     wanted = tokens > 0
     held = recent.block.reshape(batch, heads, steps * count)
     same = (block[..., None] == held[:, :, None]) & wanted[..., None]
@@ -158,25 +150,14 @@ def recall_recent(
     queue = jnp.pad(queue, ((0, 0), (0, 0), (0, -count % group)))
 
     def fetch(number, moved):
-        numbers = jax.lax.dynamic_slice_in_dim(queue, number * group, group, axis=2).reshape(batch, kv_heads, -1)
+        numbers = jax.lax.dynamic_slice_in_dim(queue, number * group, group, axis=2)
+        got = where_it_lies(taken, store.entries, numbers)
+        return jax.lax.dynamic_update_slice_in_dim(moved, got, number * group, axis=2)
 
-        def write(buffer, entries):
-            got = gather_blocks(entries, numbers).reshape(batch, heads, group, *entries.shape[3:])
-            return jax.lax.dynamic_update_slice_in_dim(buffer, got, number * group, axis=2)
-
-        return write(moved[0], store.keys), write(moved[1], store.values)
-
-    shape = (*queue.shape, *store.keys.shape[3:])
-    moved = jax.lax.fori_loop(
-        0, groups, fetch, (jnp.zeros(shape, store.keys.dtype), jnp.zeros(shape, store.keys.dtype))
-    )
-    take = jax.vmap(jax.vmap(lambda entries, at: entries[at]))
-
-    def gathered(recent: Array, moved: Array) -> Array:
-        kept = take(recent.reshape(batch, heads, steps * count, *recent.shape[4:]), place)
-        return jnp.where(hit[..., None, None], kept, take(moved, jnp.maximum(rank, 0)))
-
-    keys, values = gathered(recent.keys, moved[0]), gathered(recent.values, moved[1])
+    moved = jnp.zeros((*queue.shape, *store.entries.shape[3:]), store.entries.dtype)
+    moved = jax.lax.fori_loop(0, groups, fetch, moved)
+    kept = recent.entries.reshape(batch, heads, steps * count, *recent.entries.shape[4:])
+    entries = jnp.where(hit[..., None, None], taken(kept, place), taken(moved, jnp.maximum(rank, 0)))
     newest = (jnp.arange(steps) == recent.step[:, None] % steps) & real[:, None]
 
     def replace(old: Array, new: Array) -> Array:
@@ -184,11 +165,9 @@ def recall_recent(
 
     asked = lambda x: jnp.where(real, jnp.sum(x, axis=(1, 2), dtype=jnp.int32), 0)  # noqa: E731
     return (
-        keys,
-        values,
+        entries,
         Recent(
-            keys=replace(recent.keys, keys),
-            values=replace(recent.values, values),
+            entries=replace(recent.entries, entries),
             block=replace(recent.block, jnp.where(wanted, block, -1)),
             step=recent.step + real,
             requested=recent.requested + asked(wanted),

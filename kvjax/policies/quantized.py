@@ -28,7 +28,8 @@ class Quantized:
     """A policy's cache with its entries in eight bits."""
 
     cache: Any  # the policy's own state, in whose entries' place the eight-bit numbers stand
-    # The same state with nothing but float32 scales in the entries' place, [..., S, 1] for entries [..., S, D].
+    # The same state with nothing but float32 scales in the entries' place: [..., S, 1] for entries [..., S, D], and
+    # [..., S, n] where n of them stand side by side.
     scales: Any
 
 
@@ -63,19 +64,19 @@ def quantized(policy: CachePolicy, storage: Literal["int8", "fp8"] = "int8") -> 
     name = f"quantized({policy.name}, {storage})"
 
     def store(cache: Any) -> Quantized:
-        scales = map_fields(lambda field, x: _scale(x, largest) if field.entries else None, cache)
+        scales = map_fields(lambda field, x: _scale(x, field.side_by_side, largest) if field.entries else None, cache)
         shrink = lambda field, x, scale: _divide(x, scale, dtype) if field.entries else x  # noqa: E731
         return Quantized(map_fields(shrink, cache, scales), scales)
 
     def load(state: Quantized) -> Any:
-        grow = lambda field, x, scale: x.astype(jnp.float32) * scale if field.entries else x  # noqa: E731
+        grow = lambda field, x, scale: x.astype(jnp.float32) * _spread(scale, x) if field.entries else x  # noqa: E731
         return map_fields(grow, state.cache, state.scales)
 
     def init(spec, row_keys):
         # Of zeros, as empty stores are, without the arithmetic: compiled, it would be done on constants of their size.
         cache = policy.init(spec, row_keys)
         zeros = lambda field, x: jnp.zeros(x.shape, dtype) if field.entries else x  # noqa: E731
-        scales = lambda field, x: jnp.zeros((*x.shape[:-1], 1)) if field.entries else None  # noqa: E731
+        scales = lambda field, x: jnp.zeros((*x.shape[:-1], field.side_by_side)) if field.entries else None  # noqa: E731
         return Quantized(map_fields(zeros, cache), map_fields(scales, cache))
 
     def prefill(state, keys, values, lengths, query_tail=None, shared=None):
@@ -116,15 +117,20 @@ def quantized(policy: CachePolicy, storage: Literal["int8", "fp8"] = "int8") -> 
     )
 
 
-def _scale(x: Float[Array, "*A S D"], largest: float) -> Float[Array, "*A S 1"]:
-    """The scale at which a slot's largest number fits; of 16 significant bits."""
-    peak = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1, keepdims=True)
+def _scale(x: Float[Array, "*A S n*D"], count: int, largest: float) -> Float[Array, "*A S n"]:
+    """The scales at which the largest numbers of a slot's entries fit; of 16 significant bits."""
+    peak = jnp.max(jnp.abs(x.astype(jnp.float32).reshape(*x.shape[:-1], count, -1)), axis=-1)
     return jax.lax.reduce_precision(peak / largest, exponent_bits=8, mantissa_bits=15)
 
 
-def _divide(x: Float[Array, "*A S D"], scale: Float[Array, "*A S 1"], dtype: Any) -> Array:
-    parts = x.astype(jnp.float32) / jnp.where(scale == 0, 1.0, scale)
+def _divide(x: Float[Array, "*A S n*D"], scale: Float[Array, "*A S n"], dtype: Any) -> Array:
+    parts = x.astype(jnp.float32) / _spread(jnp.where(scale == 0, 1.0, scale), x)
     return (jnp.round(parts) if dtype == jnp.int8 else parts).astype(dtype)
+
+
+def _spread(scale: Float[Array, "*A S n"], x: Float[Array, "*A S n*D"]) -> Float[Array, "*A S n*D"]:
+    """Each entry's scale over its columns."""
+    return jnp.repeat(scale, x.shape[-1] // scale.shape[-1], axis=-1)
 
 
 def _scaled(one: Segment, scales: Segment, dtype: Any, name: str) -> Segment:

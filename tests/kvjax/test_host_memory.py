@@ -62,10 +62,10 @@ def test_results_are_the_policy_s_own_and_hits_are_counted(name, steps):
     np.testing.assert_array_equal(state.recent.hits, hits)
     assert 0 < hits.sum() < requested.sum()
     store = state.cache.selection.store
-    assert {store.keys.sharding.memory_kind, store.values.sharding.memory_kind} == {"pinned_host"}
+    assert store.entries.sharding.memory_kind == "pinned_host"
     bytes_held = kvjax.cache_bytes(state)
-    assert bytes_held.host == store.keys.nbytes + store.values.nbytes
-    cached = state.recent.keys.nbytes + state.recent.values.nbytes + state.recent.block.nbytes + 3 * 4 * len(LENGTHS)
+    assert bytes_held.host == store.entries.nbytes
+    cached = state.recent.entries.nbytes + state.recent.block.nbytes + 3 * 4 * len(LENGTHS)
     assert bytes_held.device == sum(kvjax.cache_bytes(own)) - bytes_held.host + cached
     assert hosted.read_bytes(state) == plain.read_bytes(own)
 
@@ -95,8 +95,8 @@ def test_rows_are_taken_and_inserted_where_they_lie():
     back = kvjax.insert_rows(taken, kvjax.take_rows(state, jnp.array([1])), jnp.array([0]))
     for made, rows in ((taken, [2, 0]), (back, [1, 0])):
         store = made.cache.selection.store
-        assert store.keys.sharding.memory_kind == "pinned_host"
-        np.testing.assert_array_equal(np.asarray(store.keys), np.asarray(state.cache.selection.store.keys)[rows])
+        assert store.entries.sharding.memory_kind == "pinned_host"
+        np.testing.assert_array_equal(np.asarray(store.entries), np.asarray(state.cache.selection.store.entries)[rows])
         np.testing.assert_array_equal(store.position, state.cache.selection.store.position[np.array(rows)])
 
 
@@ -108,7 +108,7 @@ def test_a_backend_without_host_memory_says_so_and_keeps_data_on_the_device(monk
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
     with pytest.warns(UserWarning, match="backend 'cpu' has no host memory"):
         state = kvjax.host_memory(PLAIN["quest"]).init(make_spec(), row_keys())
-    assert state.cache.selection.store.keys.sharding.memory_kind == "device"
+    assert state.cache.selection.store.entries.sharding.memory_kind == "device"
 
 
 @pytest.mark.parametrize(

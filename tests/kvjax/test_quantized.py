@@ -44,7 +44,11 @@ def run(name, storage="int8", dtype=jnp.float32):
 
 def loaded(state):
     """The policy's own state with the numbers that are stored, by the definition of the format."""
-    multiply = lambda field, x, scale: np.float32(x) * np.asarray(scale) if field.entries else x  # noqa: E731
+
+    def multiply(field, x, scale):
+        # One scale for every entry, of which some stand side by side.
+        return np.float32(x) * np.repeat(scale, x.shape[-1] // field.side_by_side, axis=-1) if field.entries else x
+
     return map_fields(multiply, state.cache, state.scales)
 
 

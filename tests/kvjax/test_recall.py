@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import recall
+from kvjax.attention import attend
+from pallas_kernels.cluster_recall import entry_width
 from tests.kvjax.support import QUICKLY
 
 PLACES = 4
@@ -93,23 +95,32 @@ def test_any_tokens_fit_the_blocks_that_are_made_for_them(seed, parts, tokens):
 
 def stores(seed=0, rows=2, kv_heads=3, blocks=5, dim=2):
     rng = np.random.default_rng(seed)
-    entries = lambda: jnp.asarray(rng.normal(size=(rows, kv_heads, blocks, PLACES, dim)), jnp.float32)  # noqa: E731
-    return recall.BlockStore(entries(), entries(), jnp.zeros((rows, kv_heads, blocks, PLACES), jnp.int32))
+    entries = jnp.asarray(rng.normal(size=(rows, kv_heads, blocks, PLACES, 2 * entry_width(dim))), jnp.float32)
+    return recall.BlockStore(entries, jnp.zeros((rows, kv_heads, blocks, PLACES), jnp.int32), dim)
 
 
+@pytest.mark.parametrize("dim", [2, 80])
 @pytest.mark.parametrize("group", [1, 2])
-def test_recall_reads_the_blocks_that_are_named(group):
-    store, rng = stores(), np.random.default_rng(1)
+def test_recall_reads_the_blocks_that_are_named(group, dim):
+    store, rng = stores(dim=dim), np.random.default_rng(1)
     block = rng.integers(0, 5, (2, 3 * group, 4))
     count = rng.integers(0, PLACES + 1, block.shape)
     found = recall.recall(store, block, count)
     for row, head in np.ndindex(2, 3 * group):
         keys = np.asarray(store.keys)[row, head // group, block[row, head]]
         values = np.asarray(store.values)[row, head // group, block[row, head]]
-        np.testing.assert_array_equal(found.keys[row, head], keys.reshape(-1, 2))
-        np.testing.assert_array_equal(found.values[row, head], values.reshape(-1, 2))
+        np.testing.assert_array_equal(found.keys[row, head], keys.reshape(-1, dim))
+        np.testing.assert_array_equal(found.values[row, head], values.reshape(-1, dim))
         there = (np.arange(PLACES) < count[row, head][:, None]).reshape(-1)
         np.testing.assert_array_equal(found.log_num[row, head], np.where(there, 0, -np.inf))
+    # Attention reads them where they lie, or gathered.
+    query = jnp.asarray(rng.normal(size=(2, 1, 6, dim)), jnp.float32)
+    for mine, gathered in zip(
+        jax.tree.leaves(recall.attend_recalled(query, store, jnp.asarray(block), jnp.asarray(count))),
+        jax.tree.leaves(attend(query, (found,))),
+        strict=True,
+    ):
+        np.testing.assert_allclose(mine, gathered, rtol=1e-5, atol=1e-6)
 
 
 def test_arranging_and_putting():

@@ -34,8 +34,8 @@ def test_tokens_are_those_of_the_cache_on_the_device_and_the_store_stays_on_the_
     assert rows == expected
     kvjax.check(state)
     stores = [layer.cache.selection.store for layer in state.layers]
-    assert all(store.keys.sharding.memory_kind == "pinned_host" for store in stores)
-    assert kvjax.cache_bytes(state).host == sum(store.keys.nbytes + store.values.nbytes for store in stores)
+    assert all(store.entries.sharding.memory_kind == "pinned_host" for store in stores)
+    assert kvjax.cache_bytes(state).host == sum(store.entries.nbytes for store in stores)
     for store, layer in zip(stores, own.layers, strict=True):
         np.testing.assert_array_equal(store.position, layer.selection.store.position)
     assert all(int(jnp.sum(layer.recent.hits)) > 0 for layer in state.layers)
