@@ -7,8 +7,9 @@ VENV := $(if $(filter 3.11,$(LINE)),.venv,.venv-$(LINE))
 CONSTRAINTS := constraints/$(if $(filter 3.11,$(LINE)),python-3.11.txt,python-3.12.txt)
 BIN := $(VENV)/bin
 EXTRAS := experiments,test
+OPS := $(patsubst pallas_kernels/%/benchmark.py,%,$(wildcard pallas_kernels/*/benchmark.py))
 
-.PHONY: demo test test-all lint types unit heavy aot parity constraints clean
+.PHONY: demo test test-all lint types unit heavy aot measure parity constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m experiments.line_retrieval --demo --verbosity=-1 --output_dir build/demo
@@ -38,6 +39,13 @@ test-all:
 # Kernels and decoding compiled for TPUs that are not here.
 aot: $(VENV)/.installed $(VENV)/.installed-tpu-compiler
 	$(BIN)/python -m experiments.ahead_of_time
+
+# The kernels on this machine's device: right, and how fast. With a GPU: make measure EXTRAS=experiments,test,cuda
+measure: $(VENV)/.installed
+	$(BIN)/python -m pytest tests/pallas_kernels
+	for op in $(OPS); do \
+		$(BIN)/python -m pallas_kernels.$$op.benchmark --output build/kernels/$$op.json || exit 1; \
+	done
 
 parity: $(VENV)/.installed-parity
 	$(BIN)/python -m pytest tests/models/test_parity.py tests/models/test_generate_parity.py \
