@@ -51,6 +51,7 @@ class Shape(NamedTuple):
 
 
 CACHES = tuple(Shape(batch, slots) for batch in (8, 32, 64) for slots in (4096, 16384, 32768))
+QUICK = (Shape(2, 1024, heads=2), Shape(2, 1024, heads=2, weighted=True))
 # What policies and models of other kinds bring.
 OTHERS = (
     Shape(1, 131072),
@@ -77,7 +78,7 @@ PRODUCTION = (
 
 
 def cases(quick: bool) -> Iterator[benchmarking.Case]:
-    shapes = (Shape(2, 1024, heads=2), Shape(2, 1024, heads=2, weighted=True)) if quick else (*CACHES, *OTHERS)
+    shapes = QUICK if quick else (*CACHES, *OTHERS)
     for shape in shapes:
         abstract = shape.arguments(jax.ShapeDtypeStruct)
         moved = benchmarking.array_bytes(abstract, jax.eval_shape(shape.run, *abstract))
@@ -96,19 +97,57 @@ def forms(shape: Shape) -> Mapping[str, benchmarking.Form]:
         "kvjax": benchmarking.Form(shape.run, (rows, entries)),
         "xla": benchmarking.Form(functools.partial(shape.run, implementation="xla"), (rows, entries)),
     }
-    if shape.logits or entries.key_scale is not None or entries.values is None:
-        return found
-    # It takes tokens before heads, and a bias per query head.
+    if not shape.logits and entries.key_scale is None:
+        found.update(jax_attention(shape, rows, entries))
+    if shape in (*CACHES, QUICK[0]):
+        found.update(jax_kernels(shape, rows, entries))
+    return found
+
+
+def jax_attention(shape: Shape, rows: Any, entries: Entries) -> Mapping[str, benchmarking.Form]:
+    """`jax.nn.dot_product_attention`, which takes tokens before heads, and a bias per query head."""
     query = rows.reshape(shape.batch, 1, -1, shape.head_dim)
+    assert entries.values is not None
     keys, values = (x.swapaxes(1, 2) for x in (entries.keys, entries.values))
     bias = None
     if entries.log_num is not None:
         bias = jnp.repeat(entries.log_num[:, :, None], shape.rows, axis=1).astype(rows.dtype)
     scale = 1 / math.sqrt(shape.head_dim)
-    for name in ("xla", "cudnn"):
-        attention = functools.partial(jax.nn.dot_product_attention, scale=scale, implementation=name)
-        found[f"jax.nn, {name}"] = benchmarking.Form(attention, (query, keys, values, bias))
-    return found
+    return {
+        f"jax.nn, {name}": benchmarking.Form(
+            functools.partial(jax.nn.dot_product_attention, scale=scale, implementation=name),
+            (query, keys, values, bias),
+        )
+        for name in ("xla", "cudnn")
+    }
+
+
+def jax_kernels(shape: Shape, rows: Any, entries: Entries) -> Mapping[str, benchmarking.Form]:
+    """The decoding kernels that come with JAX: a Triton kernel for GPUs, and one for TPUs that reads pages. They take
+    queries that are scaled already, or scale them by themselves; their time is the same."""
+    assert entries.values is not None
+    stores = entries.keys, entries.values
+    query = rows.reshape(shape.batch, -1, shape.head_dim)
+    page = 128
+
+    def triton(query, keys, values):
+        from jax.experimental.pallas.ops.gpu.decode_attention import gqa
+
+        return gqa(query, keys, values)
+
+    def paged(query, keys, values):
+        from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+        pages = jnp.arange(shape.batch * shape.slots // page, dtype=jnp.int32).reshape(shape.batch, -1)
+        lengths = jnp.full(shape.batch, shape.slots, jnp.int32)
+        return paged_attention(query, keys, values, lengths, pages, pages_per_compute_block=8)
+
+    by_token = tuple(x.swapaxes(1, 2) for x in stores)
+    in_pages = tuple(x.swapaxes(0, 1).reshape(shape.heads, -1, page, shape.head_dim) for x in stores)
+    return {
+        "jax pallas, Triton": benchmarking.Form(triton, (query, *by_token)),
+        "jax pallas, paged": benchmarking.Form(paged, (query, *in_pages)),
+    }
 
 
 if __name__ == "__main__":
