@@ -90,11 +90,14 @@ def check_types(**arrays: Any) -> None:
         types = ROW_TYPES if name == "rows" else STORED_TYPES
         if array is not None and array.dtype.name not in types:
             raise NotImplementedError(f"{name} are {array.dtype.name}; a Hopper kernel takes {', '.join(types)}")
-        columns = 16 if array is None else array.shape[-1]
-        if columns > 256 or columns % (16 if columns <= _MOST_COLUMNS else _FEW_COLUMNS):
-            raise NotImplementedError(
-                f"{name} have {columns} columns; a Hopper kernel takes multiples of 16 up to 128 and of 64 up to 256"
-            )
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Raises a NotImplementedError where the matrix unit does not multiply keys and values of so many columns."""
+    if head_dim > 256 or head_dim % (16 if head_dim <= _MOST_COLUMNS else _FEW_COLUMNS):
+        raise NotImplementedError(
+            f"head dimension {head_dim}; a Hopper kernel takes multiples of 16 up to 128 and of 64 up to 256"
+        )
 
 
 def check_device() -> None:

@@ -3,6 +3,7 @@
 from pallas_kernels.cluster_recall.api import cluster_recall as cluster_recall
 from pallas_kernels.cluster_recall.base import Blocks as Blocks
 from pallas_kernels.cluster_recall.base import entry_width as entry_width
+from pallas_kernels.cluster_recall.mosaic_gpu import GpuConfig as GpuConfig
 from pallas_kernels.cluster_recall.mosaic_tpu import Config as Config
 from pallas_kernels.cluster_recall.reference import read_places as read_places
 from pallas_kernels.cluster_recall.reference import split as split

@@ -49,6 +49,7 @@ def check(rows: Float[Array, "B H R D"], entries: Entries, interpret: Any = Fals
     if rows.shape[2] >= MANY_ROWS:
         raise NotImplementedError(f"{rows.shape[2]} rows: from {MANY_ROWS} on products, not reading, take the time")
     hopper.check_types(rows=rows, keys=entries.keys, values=entries.values)
+    hopper.check_head_dim(rows.shape[3])
     if entries.values is not None and entries.values.dtype != entries.keys.dtype:
         raise NotImplementedError(f"keys are {entries.keys.dtype.name}, values {entries.values.dtype.name}")
     if entries.keys.shape[2] % 8:

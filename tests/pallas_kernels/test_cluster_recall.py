@@ -2,14 +2,16 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.cluster_recall import Blocks, Config, cluster_recall, entry_width
+from pallas_kernels.cluster_recall import Blocks, Config, GpuConfig, cluster_recall, entry_width
 from pallas_kernels.weighted_decode import EMPTY, Sums
 
 SMALL = Config(step_blocks=8)
@@ -229,3 +231,93 @@ def test_it_stays_one_kernel_under_vmap(own_stores):
         pick = lambda tree, place=place: jax.tree.map(lambda x: x[place], tree)  # noqa: E731
         store = pick(stores) if own_stores else blocks
         compare(pick(found), pick(others[0]), store, *map(pick, others[1:]))
+
+
+# Interpreting takes two seconds each: every case is there for several reasons.
+GPU_CASES = {
+    "bfloat16": {"dtype": "bfloat16", "head_dim": 128, "recalled": 11, "there": 12},
+    "float16": {"dtype": "float16", "head_dim": 64, "rows": 9, "recalled": 9},
+    "float32": {"head_dim": 80, "stages": 1},
+    "int8": {"dtype": "int8", "head_dim": 96, "scaled": True},
+    "float8": {"dtype": "float8_e4m3fn", "head_dim": 64, "scaled": True, "places": 32},
+    "wide": {"dtype": "bfloat16", "head_dim": 256, "places": 8, "recalled": 9},
+    "of query heads": {"rows": 1, "heads": 2, "places": 64, "splits": 2},
+    "norms of 200": {"scale": 200 / 8, "splits": 2},
+    "nothing": {"counts": 0},
+    "everything": {"counts": 16, "recalled": 8, "splits": 2},
+    "one token of the last block": {"counts": np.arange(9) == 8, "recalled": 9, "splits": 3},
+    "blocks in the middle are skipped": {"counts": [16, 0, 0, 0, 0, 0, 0, 0, 3], "recalled": 9},
+}
+needs_gpu_interpreter = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter for GPU kernels came with JAX 0.11"
+)
+
+
+def run_for_gpu(*arguments, splits=1, stages=2):
+    # Few splits, so that several blocks pass through the same memory.
+    interpreter = plgpu.InterpretGPUParams(detect_races=True)
+    config = GpuConfig(stages=stages, splits=splits)
+    return cluster_recall(*arguments, implementation="mosaic_gpu", config=config, interpret=interpreter)
+
+
+@needs_gpu_interpreter
+@pytest.mark.parametrize("case", GPU_CASES)
+def test_the_kernel_for_gpus(case):
+    given = {"batch": 1, "kv_heads": 1, "heads": 1, "there": 10} | GPU_CASES[case]
+    counts = given.pop("counts", None)
+    settings = {name: given.pop(name) for name in ("splits", "stages") if name in given}
+    rows, blocks, number, count = make(**given)
+    if counts is not None:
+        count = jnp.broadcast_to(jnp.asarray(counts, jnp.int32), number.shape)
+    # Blocks that are not read may hold anything.
+    read = np.zeros(blocks.entries.shape[2], bool)
+    read[np.asarray(number)[np.asarray(count) > 0]] = True
+    spoilt = blocks
+    if jnp.issubdtype(blocks.entries.dtype, jnp.floating):
+        spoilt = dataclasses.replace(blocks, entries=jnp.where(read[:, None, None], blocks.entries, jnp.nan))
+    found = jax.jit(functools.partial(run_for_gpu, **settings), compiler_options=QUICKLY)(rows, spoilt, number, count)
+    dtype = given.get("dtype", "float32")
+    tolerance = 2e-3 if "scale" in given else TOLERANCE.get(dtype, 2e-6)
+    compare(found, rows, blocks, number, count, tolerance=tolerance)
+
+
+@needs_gpu_interpreter
+@pytest.mark.parametrize("own_stores", [True, False])
+def test_the_kernel_for_gpus_stays_one_under_vmap(own_stores):
+    rows, blocks, number, count = make(batch=1, kv_heads=1, heads=1, recalled=3)
+    others = jax.tree.map(lambda x, y: jnp.stack([x, y]), (rows, number, count), (2 * rows, 8 - number, 16 - count))
+    stores = jax.tree.map(lambda x: jnp.stack([x, -x]), blocks) if own_stores else blocks
+    mapped = jax.vmap(run_for_gpu, in_axes=(0, 0 if own_stores else None, 0, 0))
+    arguments = (others[0], stores, *others[1:])
+    jaxpr = jax.make_jaxpr(mapped)(*arguments)
+    assert not {"scan", "while"} & {equation.primitive.name for equation in jaxpr.eqns}
+    grid = "(1, 1, 2)" if own_stores else "(1, 2, 1)"
+    assert re.findall(r"Mesh\(grid=(\([\d, ]*\)), grid_names=\((.*?)\)", str(jaxpr)) == [
+        (grid, "'splits', 'heads', 'batch'")
+    ]
+    found = mapped(*arguments)
+    for place in range(2):
+        pick = lambda tree, place=place: jax.tree.map(lambda x: x[place], tree)  # noqa: E731
+        store = pick(stores) if own_stores else blocks
+        compare(pick(found), pick(others[0]), store, *map(pick, others[1:]))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"rows": 64}, "64 rows"),
+        ({"head_dim": 32}, "blocks are 16 x 64"),
+        ({"places": 24}, "blocks are 24 x 128"),
+        ({"head_dim": 256}, "bytes do not fit in shared memory"),
+    ],
+)
+def test_what_the_kernel_for_gpus_cannot_do_is_told(change, message):
+    arguments = make(batch=1, kv_heads=1, heads=1, **change)
+    with pytest.raises(NotImplementedError, match=message):
+        cluster_recall(*arguments, implementation="mosaic_gpu", interpret=True)
+
+
+@pytest.mark.parametrize("settings", [{"stages": 0}, {"splits": 0}])
+def test_settings_of_the_kernel_for_gpus_are_checked(settings):
+    with pytest.raises(ValueError, match="it must be None or at least 1"):
+        GpuConfig(**settings)

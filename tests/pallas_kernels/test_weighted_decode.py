@@ -331,7 +331,7 @@ def test_unknown_forms_and_many_rows_are_refused():
     "given, changes, message",
     [
         ({"slots": 300}, {}, "300 slots: the copy engine takes multiples of 8"),
-        ({"head_dim": 72}, {}, "rows have 72 columns"),
+        ({"head_dim": 72}, {}, "head dimension 72"),
         ({"head_dim": 256}, {}, "bytes do not fit in shared memory"),
         ({"rows": 64}, {}, "64 rows"),
         ({}, {"keys": jnp.zeros((2, 2, 304, 64), jnp.int4)}, "keys are int4"),

@@ -1,0 +1,258 @@
+"""Attention to recalled blocks as a Pallas kernel for Hopper GPUs (Mosaic GPU), in the way of
+`pallas_kernels.hopper`."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import hopper
+from pallas_kernels.cluster_recall.base import Blocks
+from pallas_kernels.cluster_recall.batching import fold_mapped_axes
+from pallas_kernels.cluster_recall.reference import split, taken
+from pallas_kernels.weighted_decode import EMPTY, MANY_ROWS, Sums
+from pallas_kernels.weighted_decode.base import merge_splits
+
+SCALES = ("key_scale", "value_scale")
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuConfig:
+    """How the kernel cuts its work.
+
+    Attributes:
+        stages: steps of 64 tokens whose blocks are on their way or in use at a time; None: as many as fit beside a
+            second program on a multiprocessor.
+        splits: parts that the blocks of a head are cut into, each with sums of its own, merged outside; None: as many
+            as fill the GPU.
+    """
+
+    stages: int | None = None
+    splits: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}; it must be None or at least 1")
+
+
+def check(
+    rows: Float[Array, "B H R D"],
+    blocks: Blocks,
+    number: Int[Array, "B H K"],
+    count: Int[Array, "B H K"],
+    interpret: Any = False,
+) -> None:
+    """Raises a NotImplementedError for what the kernel cannot do, with the reason."""
+    if not interpret:
+        hopper.check_device()
+    if rows.shape[2] >= MANY_ROWS:
+        raise NotImplementedError(f"{rows.shape[2]} rows: from {MANY_ROWS} on products, not reading, take the time")
+    places, width = blocks.entries.shape[3:]
+    if places not in (8, 16, 32, 64) or width not in (128, 256, 384, 512):
+        raise NotImplementedError(
+            f"blocks are {places} x {width}; a Hopper kernel takes 8, 16, 32 or 64 places of 128, 256, 384 or 512"
+        )
+    hopper.check_types(rows=rows, entries=blocks.entries)
+    hopper.roomiest(functools.partial(_scratch, width // 2, rows.dtype, blocks.entries.dtype, places, SCALES))
+
+
+def cluster_recall(
+    rows: Float[Array, "B H R D"],
+    blocks: Blocks,
+    number: Int[Array, "B H K"],
+    count: Int[Array, "B H K"],
+    config: GpuConfig | None = None,
+    interpret: Any = False,
+) -> Sums:
+    """`reference.cluster_recall` with every block that is read copied on chip once, and no other.
+
+    Each block comes by a copy of its own, those of 64 tokens together, while the ones before are computed with. The
+    splits of a head share its blocks up to the last that is read evenly.
+    """
+    run = functools.partial(_cluster_recall, config=config or GpuConfig(), interpret=interpret)
+    return fold_mapped_axes(run)(rows, blocks, number, count)
+
+
+def _cluster_recall(rows, blocks: Blocks, number, count, *, config: GpuConfig, interpret: Any) -> Sums:
+    batch, heads, queries, head_dim = rows.shape
+    kv_heads, _, places, both = blocks.entries.shape[1:]
+    width = both // 2
+    operands = hopper.Operands.of(rows.dtype, blocks.entries.dtype)
+    scales = () if blocks.scale is None else SCALES
+    scratch_of = functools.partial(_scratch, width, rows.dtype, blocks.entries.dtype, places, scales)
+    stages, programs = hopper.roomiest(scratch_of, config.stages)
+    per_step = hopper.SLOTS // places
+    most_steps = pl.cdiv(number.shape[2], per_step)
+    splits = min(config.splits or hopper.even_splits(batch * heads, most_steps, programs), most_steps)
+
+    padding = ((0, 0), (0, 0), (0, most_steps * per_step - number.shape[2]))
+    number, count = (jnp.pad(x.astype(jnp.int32), padding) for x in (number, jnp.clip(count, 0, places)))
+    step_of = jnp.arange(most_steps * per_step, dtype=jnp.int32) // per_step
+    arrays: dict[str, Any] = {
+        "rows": hopper.row_parts(jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, width - head_dim))), operands),
+        "number": number,
+        "count": count,
+        "steps": jnp.max(jnp.where(count > 0, step_of + 1, 0), axis=2),
+        "entries": blocks.entries,
+    }
+    if blocks.scale is not None:
+        found = split(taken(blocks.scale, number), 1)
+        arrays |= {name: scale[..., 0].astype(jnp.float32) for name, scale in zip(SCALES, found, strict=True)}
+
+    padded = arrays["rows"].shape[3]
+    of_rows = jax.ShapeDtypeStruct((batch, heads, splits, hopper.ROWS), jnp.float32)
+    results: dict[str, Any] = {
+        "peak": of_rows,
+        "num": jax.ShapeDtypeStruct((batch, heads, splits, padded, width), jnp.float32),
+        "den": of_rows,
+    }
+
+    def cluster_recall(*refs, **scratch):
+        named = dict(zip((*arrays, *results), refs, strict=True))
+        _kernel(named, scratch, operands=operands, head_dim=head_dim, group=heads // kv_heads, splits=splits)
+
+    tokens = batch * heads * number.shape[2] * places
+    peak, num, den = plgpu.kernel(
+        cluster_recall,
+        out_type=list(results.values()),
+        scratch_types=scratch_of(stages),
+        grid=(splits, heads, batch),
+        grid_names=("splits", "heads", "batch"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        **hopper.cost(
+            flops=4 * tokens * queries * head_dim,
+            bytes_accessed=tokens * both * blocks.entries.dtype.itemsize
+            + sum(math.prod(x.shape) * x.dtype.itemsize for name, x in arrays.items() if name != "entries")
+            + sum(math.prod(x.shape) * x.dtype.itemsize for x in results.values()),
+            transcendentals=tokens * queries,
+        ),
+    )(*arrays.values())
+    return merge_splits(Sums(peak[..., :queries], num[..., :queries, :head_dim], den[..., :queries]))
+
+
+def _scratch(width: int, rows: Any, stored: Any, places: int, scales: tuple[str, ...], stages: int) -> dict[str, Any]:
+    """What a program keeps in shared memory, under the names of the arrays that it holds parts of."""
+    operands = hopper.Operands.of(rows, stored)
+    of_rows = plgpu.SMEM((hopper.ROWS,), jnp.float32)
+    scratch: dict[str, Any] = {
+        "rows": hopper.blocked((operands.row_parts, hopper.ROWS, width), operands.dtype),
+        # The sums leave through the memory of the entries, of which none is read any more then.
+        "entries": plgpu.RefUnion(
+            hopper.blocked((stages, hopper.SLOTS, 2 * width), stored, swizzled_as=width),
+            hopper.blocked((hopper.ROWS, width), jnp.float32),
+        ),
+        **{name: plgpu.SMEM((stages, hopper.SLOTS), jnp.float32) for name in scales},
+        "weights": hopper.blocked((operands.row_parts, hopper.ROWS, hopper.SLOTS), operands.dtype, swizzled_as=width),
+        "peak": of_rows,
+        "den": of_rows,
+        "rows_came": plgpu.Barrier(num_arrivals=operands.row_parts),
+        "entries_came": plgpu.Barrier(num_arrivals=hopper.SLOTS // places + len(scales), num_barriers=stages),
+    }
+    if not operands.direct:
+        scratch["operands"] = hopper.blocked((operands.stored_parts, hopper.SLOTS, width), operands.dtype)
+    return scratch
+
+
+def _kernel(refs, scratch, *, operands, head_dim, group, splits):
+    """One split of one head's blocks against all of its rows."""
+    batch, head, split = (lax.axis_index(name) for name in ("batch", "heads", "splits"))
+    ring, num_out = scratch["entries"]
+    stages, _, both = ring.shape
+    width, places, padded = both // 2, refs["entries"].shape[3], refs["rows"].shape[3]
+    per_step = hopper.SLOTS // places
+    scales = [name for name in SCALES if name in refs]
+    in_two = (hopper.ROWS, hopper.SLOTS)
+
+    # The splits share the steps evenly.
+    there = refs["steps"][batch, head]
+    per_split = lax.div(there + (splits - 1), splits)
+    begin = split * per_split
+    steps = jnp.clip(there - begin, 0, per_split)
+
+    def plan(name, step):
+        """The numbers or counts of a step's blocks, of the last step's behind it."""
+        at = (begin + jnp.clip(step, 0, jnp.maximum(steps - 1, 0))) * per_step
+        return [refs[name][batch, head, at + block] for block in range(per_step)]
+
+    def fetch(step, numbers, counts):
+        """Starts the copies of the blocks of a step that are read. The barrier hears of the others, too."""
+
+        @pl.when(step < steps)
+        def _():
+            stage = lax.rem(step, stages)
+            came = scratch["entries_came"].at[stage]
+            for block, (number, count) in enumerate(zip(numbers, counts, strict=True)):
+
+                @pl.when(count > 0)
+                def _(block=block, number=number):
+                    source = refs["entries"].at[batch, lax.div(head, group), number]
+                    plgpu.copy_gmem_to_smem(source, ring.at[stage, pl.ds(block * places, places)], came)
+
+                @pl.when(count == 0)
+                def _():
+                    plgpu.barrier_arrive(came)
+
+            slots = pl.ds((begin + step) * hopper.SLOTS, hopper.SLOTS)
+            for name in scales:
+                plgpu.copy_gmem_to_smem(refs[name].at[batch, head, slots], scratch[name].at[stage], came)
+
+    for part in range(operands.row_parts):
+        plgpu.copy_gmem_to_smem(
+            refs["rows"].at[batch, head, part], scratch["rows"].at[part, pl.ds(0, padded)], scratch["rows_came"]
+        )
+    # Places that no block was copied to are multiplied by weights of zero: what they hold must be finite.
+    for stage in range(stages):
+        ring[stage] = plgpu.layout_cast(jnp.zeros(ring.shape[1:], ring.dtype), hopper.LAYOUT)
+    plgpu.commit_smem()
+    for early in range(stages):
+        fetch(jnp.int32(early), plan("number", jnp.int32(early)), plan("count", jnp.int32(early)))
+    plgpu.barrier_wait(scratch["rows_came"])
+
+    def step(number, before):
+        stage = lax.rem(number, stages)
+        # Read from main memory long before they are needed.
+        counts = plan("count", number)
+        numbers_ahead, counts_ahead = plan("number", number + stages), plan("count", number + stages)
+        plgpu.barrier_wait(scratch["entries_came"].at[stage])
+        keys = hopper.as_operands(ring.at[stage, :, pl.ds(0, width)], scratch.get("operands"), operands)
+        if not operands.direct:
+            plgpu.commit_smem()
+        scores = hopper.logits(scratch["rows"], keys, operands) * (head_dim**-0.5 * hopper.LOG2E)
+        factors = {name: hopper.load(scratch[name].at[stage], hopper.OF_SLOTS) for name in scales}
+        if "key_scale" in factors:
+            scores = scores * hopper.of_slots(factors["key_scale"], in_two)
+        slot = plgpu.broadcasted_iota(jnp.int32, (hopper.SLOTS,), 0, layout=hopper.OF_SLOTS)
+        end = jnp.zeros_like(slot)
+        for block, count in enumerate(counts):
+            end = jnp.where(slot >= block * places, block * places + count, end)
+        # What no block was copied to may be anything: it is not added to.
+        scores = jnp.where(hopper.of_slots(slot, in_two) < hopper.of_slots(end, in_two), scores, EMPTY * hopper.LOG2E)
+        peak, fade, den, weight = hopper.weigh(before, scores, scores, "both")
+        if "value_scale" in factors:
+            weight = weight * hopper.of_slots(factors["value_scale"], in_two)
+        for part, part_of_weight in enumerate(hopper.parts(weight, operands.row_parts, operands.dtype)):
+            scratch["weights"][part] = part_of_weight
+        values = hopper.as_operands(ring.at[stage, :, pl.ds(width, width)], scratch.get("operands"), operands)
+        plgpu.commit_smem()
+        num = hopper.add_values(before.num, fade, scratch["weights"], values, operands)
+        fetch(number + stages, numbers_ahead, counts_ahead)
+        return hopper.Running(peak, den, num)
+
+    sums = lax.fori_loop(0, steps, step, hopper.Running.empty(width))
+    scratch["peak"][...] = sums.peak * (1 / hopper.LOG2E)
+    scratch["den"][...] = sums.den
+    hopper.store_columns(num_out, sums.num)
+    plgpu.commit_smem()
+    for name in ("peak", "den"):
+        plgpu.copy_smem_to_gmem(scratch[name], refs[name].at[batch, head, split])
+    plgpu.copy_smem_to_gmem(num_out.at[pl.ds(0, padded)], refs["num"].at[batch, head, split])
+    plgpu.wait_smem_to_gmem(0)
