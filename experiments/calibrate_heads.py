@@ -30,9 +30,9 @@ from tqdm import tqdm
 import kvjax
 from experiments.common import corpora, plots, results, settings, streams
 from kvjax.policies.chelsea import HeadChoice
-from kvjax.soft_matching import best_partners
 from models.llama import Llama
 from models.tokenizer import Tokenizer
+from pallas_kernels.soft_match import soft_match
 
 NAME = "calibrate_heads"
 SINKS, RECENT, CHUNK = 16, 64, 256
@@ -111,7 +111,7 @@ def without_edge(keys: Float[Array, "R H_kv n D"], threshold: float) -> Float[Ar
     """The share of A tokens without a B token of their chunk at that cosine."""
 
     def share(keys: Float[Array, "n D"]) -> Float[Array, ""]:
-        cosine, _ = best_partners(keys, jnp.int32(keys.shape[0]), CHUNK)
+        cosine, _ = soft_match(keys, jnp.int32(keys.shape[0]), CHUNK)
         there = ~jnp.isneginf(cosine)
         return jnp.sum(there & (cosine < threshold)) / jnp.sum(there)
 

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from experiments.common import geometry, plots, results, settings, speed, streams
 from kvjax.k_means import k_means
-from kvjax.soft_matching import best_partners
+from pallas_kernels.soft_match import soft_match
 
 NAME = "key_similarity"
 MAP_TOKENS = 256  # of the stretch whose cosines are drawn as a map
@@ -129,7 +129,7 @@ def outliers(layers: dict[int, Float[np.ndarray, "R n H_kv D"]]) -> list[results
     @jax.jit
     @jax.vmap
     def share(keys: Float[Array, "n D"]) -> Float[Array, ""]:
-        cosine, _ = best_partners(keys, jnp.int32(keys.shape[0]), CHUNK)
+        cosine, _ = soft_match(keys, jnp.int32(keys.shape[0]), CHUNK)
         there = ~jnp.isneginf(cosine)
         return jnp.sum(there & (cosine < 0.8)) / jnp.sum(there)
 
@@ -186,7 +186,7 @@ def most_similar(keys: Float[Array, "n D"]) -> tuple[Array, Array]:
 
 @functools.partial(jax.jit, static_argnames="chunk")
 def partners(keys: Float[Array, "n D"], chunk: int) -> tuple[Array, Array]:
-    return best_partners(keys, jnp.int32(keys.shape[0]), chunk)
+    return soft_match(keys, jnp.int32(keys.shape[0]), chunk)
 
 
 @functools.partial(jax.jit, static_argnames="clusters")

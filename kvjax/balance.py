@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from pallas_kernels import balanced_walk
+from pallas_kernels.balanced_walk import Block
+
 
 class Halved(NamedTuple):
     """The entries kept of a block of t, in t // 2 places."""
@@ -33,43 +36,11 @@ class Halve(Protocol):
     ) -> Halved: ...
 
 
-def balanced_walk(
-    kernel: Float[Array, "n n"],
-    uniforms: Float[Array, "n"],
-    gain: Float[Array, "n"] | float,
-    start: Float[Array, "n"] | float = 0.0,
-) -> tuple[Float[Array, "n"], Int[Array, ""]]:
-    """Signs s_i = +1 where u_i < 1/2 - gain_i y_i, else -1, with y_i = start_i + sum over j < i of K_ij s_j.
-
-    The self-balancing walk of Alweiss, Liu and Sawhney (2021) on vectors that are known by their inner products.
-
-    Args:
-        kernel: symmetric.
-        uniforms: one draw in [0, 1) a sign. A draw of 0 makes the first sign of a walk +1.
-        gain: how strongly a sign counters what has piled up; a scalar where it is the same for all.
-        start: what signs decided before bring to each sum.
-
-    Returns:
-        The signs, float32, and how often |gain_i y_i| was above 1/2, where the probability is clipped.
-    """
-    gain = jnp.broadcast_to(gain, uniforms.shape)
-
-    def decide(carry, place):
-        sums, clipped = carry
-        tilt = gain[place] * sums[place]
-        sign = jnp.where(uniforms[place] < 0.5 - tilt, 1.0, -1.0)
-        return (sums + sign * kernel[place], clipped + (jnp.abs(tilt) > 0.5)), sign
-
-    sums = jnp.broadcast_to(jnp.asarray(start, jnp.float32), uniforms.shape)
-    (_, clipped), signs = jax.lax.scan(decide, (sums, jnp.int32(0)), jnp.arange(uniforms.shape[0]))
-    return signs, clipped
-
-
 def feature_walk(
     features: Float[Array, "n f"], uniforms: Float[Array, "n"], gain: Float[Array, "n"] | float
 ) -> tuple[Float[Array, "n"], Int[Array, ""]]:
-    """`balanced_walk` with the kernel of inner products of features: what has piled up is one vector, and n signs take
-    O(n f) instead of O(n^2)."""
+    """The self-balancing walk (see `balanced_walk.signs`) with the kernel of inner products of features: what has piled
+    up is one vector, and n signs take O(n f) instead of O(n^2)."""
 
     def decide(carry, item):
         piled_up, clipped = carry
@@ -132,7 +103,7 @@ def softmax_signs(
         if values is not None:
             kernel = kernel * (cut(values) @ values.T) / value_norm**2
         own = jax.lax.dynamic_slice_in_dim(kernel, first, block, axis=1)
-        fresh, clipped = balanced_walk(own, cut(uniforms), gain, start=kernel @ signs)
+        fresh, clipped = balanced_walk.signs_by_matrix(own, cut(uniforms), gain, start=kernel @ signs)
         return jax.lax.dynamic_update_slice_in_dim(signs, fresh, first, axis=0), clipped
 
     signs, clipped = jax.lax.scan(decide, jnp.zeros(blocks * block), block * jnp.arange(blocks))
@@ -169,23 +140,27 @@ def softmax_balance(
 # --- the released code ---
 
 
-def reference_kernel(
+def reference_block(
     keys: Float[Array, "n D"], values: Float[Array, "n D_v"], temperature: float, shift: float = 0.0
-) -> Float[Array, "n n"]:
+) -> Block:
     """K_ij = exp(temperature <k~_i, k~_j> / sqrt(D) - shift) (1e-8 + <v_i, v_j> + 0.025), k~ the keys less their mean.
 
     Source: the code released with BalanceKV.
     """
-    keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
-    centred = keys - jnp.mean(keys, axis=0)
-    logits = temperature / math.sqrt(keys.shape[1]) * (centred @ centred.T)
-    return jnp.exp(logits - shift) * (1e-8 + values @ values.T + 0.025)
+    keys = keys.astype(jnp.float32)
+    return Block(
+        keys=keys - jnp.mean(keys, axis=0),
+        values=values.astype(jnp.float32),
+        factor=jnp.float32(temperature / math.sqrt(keys.shape[1])),
+        shift=jnp.float32(shift),
+        offset=jnp.float32(1e-8 + 0.025),
+    )
 
 
 def reference_features(
     rng: Key[Array, ""], keys: Float[Array, "n D"], values: Float[Array, "n D_v"], temperature: float, width: int
 ) -> Float[Array, "n f"]:
-    """Random features whose inner products are `reference_kernel` in expectation, in O(n f (D + D_v)).
+    """Random features whose inner products are those of `reference_block` in expectation, in O(n f (D + D_v)).
 
     Positive features of the exponential of the centred keys (Choromanski et al. 2021, FAVOR+) times a random sign
     projection of (value, sqrt(0.025)): the product of two unbiased estimates that are independent is unbiased.
@@ -254,7 +229,7 @@ def reference_halving(
         return jnp.pad(x, ((0, blocks * block - tokens), (0, 0))).reshape(blocks, block, -1)
 
     def walk(uniforms, keys, values):
-        return balanced_walk(reference_kernel(keys, values, temperature, shift), uniforms, gamma)[0]
+        return balanced_walk.signs(reference_block(keys, values, temperature, shift), uniforms, gamma).sign
 
     signs = jax.vmap(walk)(uniforms.at[:, 0].set(0.0), split(keys), split(values * weights[:, None]))
     index, factor = exact_halving(signs.reshape(-1)[:tokens], count)
@@ -285,9 +260,10 @@ def halve_exactly(
     padded = lambda x: jnp.where(present[:, None], x.astype(jnp.float32), 0.0)  # noqa: E731
     uniforms = jax.random.uniform(rng, weights.shape)
     if features is None:
-        kernel = reference_kernel(padded(keys), padded(values), temperature) * scale[:, None] * scale
-        gain = gamma * count / jnp.maximum(jnp.trace(kernel), 1e-30)
-        signs, clipped = balanced_walk(kernel, uniforms, gain)
+        block = reference_block(padded(keys), padded(values), temperature)
+        gain = gamma * count / jnp.maximum(jnp.sum(balanced_walk.diagonal(block) * scale * scale), 1e-30)
+        # An entry's share of the largest weight enters where it adds to sums and where sums turn its own sign.
+        signs, clipped = balanced_walk.signs(block, uniforms, gain * scale, scale)
     else:
         # Draws of their own: the signs' may not hang on what they are to balance.
         of_features = jax.random.fold_in(rng, 1)
@@ -301,13 +277,13 @@ def halve_exactly(
 # --- halving by pairs ---
 
 
-def pair_kernel(
+def pair_block(
     keys: Float[Array, "t D"],
     values: Float[Array, "t D_v"] | None,
     weights: Float[Array, "t"],
     temperature: float,
     floor: float,
-) -> Float[Array, "t t"]:
+) -> Block:
     """K_ij = exp(temperature <k~_i, k~_j> / sqrt(D)) (<v_i, v_j> + floor mean|v|^2) up to a factor; k~ less their mean.
 
     Means are over the entries that have weight. Without values the second factor is 1.
@@ -315,13 +291,18 @@ def pair_kernel(
     present = (weights > 0).astype(jnp.float32)
     count = jnp.maximum(jnp.sum(present), 1.0)
     keys = keys.astype(jnp.float32)
-    centred = (keys - (present @ keys) / count) * present[:, None]
-    logits = temperature / math.sqrt(keys.shape[1]) * (centred @ centred.T)
-    kernel = jnp.exp(logits - jnp.max(jnp.diagonal(logits)))
-    if values is None:
-        return kernel
-    values = values.astype(jnp.float32) * present[:, None]
-    return kernel * (values @ values.T + floor * jnp.sum(values * values) / count)
+    mean = jnp.matmul(present, keys, precision=jax.lax.Precision.HIGHEST) / count
+    centred = (keys - mean) * present[:, None]
+    values = None if values is None else values.astype(jnp.float32) * present[:, None]
+    factor = jnp.float32(temperature / math.sqrt(keys.shape[1]))
+    return Block(
+        keys=centred,
+        values=values,
+        factor=factor,
+        # The largest of the exponents on the diagonal, so that none overflows.
+        shift=factor * jnp.max(jnp.sum(centred * centred, axis=1)),
+        offset=jnp.float32(0.0) if values is None else floor * jnp.sum(values * values) / count,
+    )
 
 
 def halve_by_pairs(
@@ -336,7 +317,7 @@ def halve_by_pairs(
 ) -> Halved:
     """Makes one entry of every two: exactly t // 2 stay and the total weight is conserved.
 
-    Each entry in order is paired with the nearest one that is left, by the distance of the kernel of `pair_kernel`.
+    Each entry in order is paired with the nearest one that is left, by the distance of the kernel of `pair_block`.
     Of a pair of weights w_1, w_2 one stays with weight w_1 + w_2: the first with probability
     w_1 / (w_1 + w_2) - tilt, where the tilt counters what earlier pairs changed in the direction of this one, as the
     self-balancing walk does. With tilts of 0 every sum over entries is unbiased; with equal weights it is in any case,
@@ -344,45 +325,12 @@ def halve_by_pairs(
 
     Args:
         gamma: strength of the tilt, relative to the pair's squared distance.
-        temperature, floor: see `pair_kernel`.
+        temperature, floor: see `pair_block`.
 
     Source: BalanceKV's walk on differences of features; pairing by nearness is kvjax's own.
     """
-    kernel = pair_kernel(keys, values, weights, temperature, floor)
-    own = jnp.diagonal(kernel)
-    present = weights > 0
-    scale = weights / jnp.maximum(jnp.max(weights), 1e-30)
-    # Distances within rounding of zero would make any quotient of them; such a pair's choice does not matter.
-    least = 1e-6 * jnp.max(own) + 1e-30
-
-    tokens = weights.shape[0]
-    places = jnp.arange(tokens, dtype=jnp.int32)
-    turn = jnp.where(present, places, places + tokens)  # empty places come last
-
-    def decide(carry, uniform):
-        free, sums, clipped = carry
-        first = jnp.min(jnp.where(free, turn, 2 * tokens)) % tokens
-        free &= places != first
-        away = jnp.where(present, own - 2 * kernel[first], _FAR)
-        away = jnp.where(free, away, jnp.inf)
-        # Two plain minima, where XLA:CPU takes ten times as long for one argmin.
-        second = jnp.min(jnp.where(away == jnp.min(away), places, tokens))
-        total = weights[first] + weights[second]
-        share = jnp.where(total > 0, weights[first] / jnp.maximum(total, 1e-30), 0.5)
-        apart = own[first] + own[second] - 2 * kernel[first, second]
-        # No tilt where one of the two must stay.
-        tilt = 4 * share * (1 - share) * gamma * (sums[first] - sums[second]) / jnp.maximum(apart, least)
-        stays_first = uniform < share - tilt
-        change = jnp.where(stays_first, scale[second], -scale[first])
-        sums = sums + change * (kernel[first] - kernel[second])
-        clipped += jnp.abs(share - tilt - 0.5) > 0.5
-        return (free & (places != second), sums, clipped), (jnp.where(stays_first, first, second), total)
-
-    start = (jnp.ones(tokens, bool), jnp.zeros(tokens), jnp.int32(0))
-    (_, _, clipped), (kept, weight) = jax.lax.scan(decide, start, jax.random.uniform(rng, (tokens // 2,)))
+    uniforms = jax.random.uniform(rng, (weights.shape[0] // 2,))
+    block = pair_block(keys, values, weights, temperature, floor)
+    kept, weight, clipped = balanced_walk.pairs(block, uniforms, weights, gamma)
     order = jnp.argsort(kept)
     return Halved(kept[order], weight[order], clipped)
-
-
-# Farther than any entry, nearer than one already taken.
-_FAR = 3e38

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.first_least import first_least
 from kvjax.state import HEAD_DIM, SLOTS, array, state, static
+from pallas_kernels.first_least import first_least
 
 SAMPLES, VALUE_DIM = "samples", "value_dim"
 

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.first_least import first_least
 from kvjax.state import HEAD_DIM, SLOTS, array, state
+from pallas_kernels import k_means as op
+from pallas_kernels.k_means import cluster_sums
 
 POINTS = "points"
 
@@ -95,34 +96,20 @@ def k_means(
 def _lloyd(directions, points, keys, valid, *, used, iterations, tolerance, turn_to, block):
     """Lloyd's iterations from given directions: the next directions, labels [N], the objective after each iteration
     and how many were made."""
-    clusters, head_dim = directions.shape
     tokens = points.shape[0]
-    block = min(block, tokens)
-    padding = -tokens % block
-    split = lambda x: jnp.pad(x, ((0, padding), (0, 0))).reshape(-1, block, head_dim)  # noqa: E731
-    blocked, summed = split(points), split(points if turn_to == "directions" else keys)
-    there = jnp.pad(valid, (0, padding)).reshape(-1, block)
+    # Once, so that no pass has to.
+    padding = -tokens % min(block, tokens)
+    points, keys = (jnp.pad(x, ((0, padding), (0, 0))) for x in (points, keys))
+    valid = jnp.pad(valid, (0, padding))
+    assign = functools.partial(
+        op.k_means, points, valid=valid, used=used, summed=None if turn_to == "directions" else keys, block=block
+    )
     total = jnp.sum(valid.astype(jnp.float32))
-    closed = jnp.where(jnp.arange(clusters) < used, 0.0, jnp.inf)
-
-    def assign(directions):
-        """Labels, each cluster's sum, and the objective."""
-
-        def one(sums, item):
-            points, summed, there = item
-            # Clusters lead, so that what runs over them is vectorised along the keys.
-            cosine = jnp.matmul(directions, points.T, precision=jax.lax.Precision.HIGHEST)
-            least, nearest = first_least(closed[:, None] - cosine, axis=0)
-            label = jnp.where(there, nearest, clusters)
-            sums = sums + cluster_sums(label, summed, clusters)
-            return sums, (label, jnp.sum(jnp.where(there, -least, 0.0)))
-
-        sums, (label, gained) = jax.lax.scan(one, jnp.zeros((clusters, head_dim)), (blocked, summed, there))
-        return label, sums, total - jnp.sum(gained)
 
     def iterate(carry):
         number, directions, _, objective, last = carry
-        label, sums, now = assign(directions)
+        label, sums, gained = assign(directions)
+        now = total - gained
         moved = jnp.sum(sums * sums, axis=1, keepdims=True) > 0
         objective = jnp.where(jnp.arange(iterations) >= number, now, objective)
         done = last - now <= tolerance * now
@@ -131,28 +118,14 @@ def _lloyd(directions, points, keys, valid, *, used, iterations, tolerance, turn
     first = (
         jnp.int32(0),
         directions,
-        jnp.full(there.shape, clusters, jnp.int32),
+        jnp.full(valid.shape, directions.shape[0], jnp.int32),
         jnp.zeros(iterations),
         jnp.float32(jnp.inf),
     )
     # An objective is never negative: -1 says that the last iteration gained too little.
     running = lambda carry: (carry[0] < iterations) & (carry[4] >= 0)  # noqa: E731
     made, directions, label, objective, _ = jax.lax.while_loop(running, iterate, first)
-    return directions, label.reshape(-1)[:tokens], objective, made
-
-
-def cluster_sums(label: Int[Array, "N"], x: Float[Array, "N D"], clusters: int) -> Float[Array, "C D"]:
-    """The sum of every cluster's rows; rows of no cluster have a label past the last."""
-
-    def scattered(label, x):
-        return jnp.zeros((clusters, x.shape[1])).at[label].add(x, mode="drop")
-
-    def multiplied(label, x):
-        member = (label == jnp.arange(clusters)[:, None]).astype(jnp.float32)
-        return jnp.matmul(member, x, precision=jax.lax.Precision.HIGHEST)
-
-    # Adding row by row is what a CPU is good at, and accelerators are not.
-    return jax.lax.platform_dependent(label, x, cpu=scattered, default=multiplied)
+    return directions, label[:tokens], objective, made
 
 
 def _directions(x: Float[Array, "N D"]) -> Float[Array, "N D"]:

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.first_least import first_least
 from kvjax.state import HEAD_DIM, SLOTS, array, state
+from pallas_kernels.soft_match import soft_match
 
 
 @state
@@ -67,25 +67,6 @@ SCHEDULES = {
 }
 
 
-def best_partners(
-    keys: Float[Array, "S D"], count: Int[Array, ""], chunk: int
-) -> tuple[Float[Array, "A"], Int[Array, "A"]]:
-    """For every A entry its cosine with the most similar B entry of its chunk, -inf where either is missing, and that
-    one's place among the chunk's B entries (of equal ones the first). A = ceil(S / chunk) chunk / 2."""
-    slots, pairs = keys.shape[0], chunk // 2
-    padding = -slots % chunk
-    keys = jnp.pad(keys.astype(jnp.float32), ((0, padding), (0, 0)))
-    # A key of norm zero is like no other: its cosine is taken as zero.
-    one_over_norm = jax.lax.rsqrt(jnp.maximum(jnp.sum(keys * keys, axis=1), 1e-30)).reshape(-1, pairs, 2)
-    pairwise = keys.reshape(-1, pairs, 2, keys.shape[1])
-    there = (jnp.arange(slots + padding) < count).reshape(-1, pairs, 2)
-    # An A entry's norm changes nothing about which B entry is best, so only the best is divided by it.
-    sought, offered = pairwise[:, :, 0], pairwise[:, :, 1] * -one_over_norm[:, :, 1, None]
-    distance = jnp.einsum("nbd,nad->nba", offered, sought, precision=jax.lax.Precision.HIGHEST)
-    least, partner = first_least(jnp.where(there[:, :, None, 1], distance, jnp.inf), axis=-2)
-    return jnp.where(there[:, :, 0], -least * one_over_norm[:, :, 0], -jnp.inf).reshape(-1), partner.reshape(-1)
-
-
 def merge_most_similar(
     entries: Centroids,
     edges: Int[Array, ""] | int,
@@ -105,7 +86,7 @@ def merge_most_similar(
     """
     before = entries.degree.shape[0]
     slots = before if slots is None else slots
-    similarity, partner = best_partners(entries.keys, entries.count, chunk)
+    similarity, partner = soft_match(entries.keys, entries.count, chunk)
     similarity, number = jax.lax.top_k(similarity, min(most, similarity.shape[0]))
     joins = (jnp.arange(number.shape[0]) < edges) & ~jnp.isneginf(similarity)
     start = number // (chunk // 2) * chunk

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.attention import QUERY_HEADS, Partials, attend, merge
-from kvjax.k_means import cluster_sums, k_means
+from kvjax.k_means import k_means
 from kvjax.policies.choice import Chosen, first_layers
 from kvjax.policies.exact import exact
 from kvjax.policies.windowed import init_windowed, over_heads, stream_keys, windowed_policy
@@ -34,6 +34,7 @@ from kvjax.recall import (
 from kvjax.segment import Segment, segment
 from kvjax.staging import appended, check_budget, check_period, init_window, occupancy, window_segments
 from kvjax.state import BATCH, HEAD_DIM, array, state, static
+from pallas_kernels.k_means import cluster_sums
 
 CLUSTERS = "clusters"
 BLOCK = 16  # tokens that lie side by side in the store

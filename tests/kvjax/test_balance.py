@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from kvjax import balance
+from pallas_kernels import balanced_walk
 from tests.kvjax.support import QUICKLY
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -43,14 +44,14 @@ def test_a_walk_on_features_is_the_walk_on_their_kernel():
     features, uniforms, gain = map(jnp.asarray, (features, uniforms, gain))
     signs, clipped = balance.feature_walk(features, uniforms, gain)
     kernel = features @ features.T
-    expected, expected_clipped = balance.balanced_walk(kernel, uniforms, gain)
+    expected, expected_clipped = balanced_walk.signs_by_matrix(kernel, uniforms, gain)
     np.testing.assert_array_equal(signs, expected)
     assert int(clipped) == int(expected_clipped) > 0
 
 
 def test_random_features_have_the_kernel_as_their_mean():
     keys, values = tokens(count=6, key_norm=2.0)
-    kernel = np.asarray(balance.reference_kernel(keys, values, 0.5), np.float64)
+    kernel = np.asarray(balanced_walk.matrix(balance.reference_block(keys, values, 0.5)), np.float64)
     draw = jax.jit(jax.vmap(lambda rng: balance.reference_features(rng, keys, values, 0.5, 64)))
     features = np.asarray(draw(jax.random.split(jax.random.key(0), 2000)), np.float64)
     products = np.einsum("rif,rjf->rij", features, features)

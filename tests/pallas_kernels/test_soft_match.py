@@ -1,0 +1,152 @@
+"""Every form of the search for partners against plain float64 cosines, and the kernel's traffic."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.soft_match import Config, soft_match
+from tests.pallas_kernels import traffic
+from tests.pallas_kernels.programs import equations
+
+SMALL = Config(block_keys=64)
+FORMS = {
+    "xla": {"implementation": "xla"},
+    "mosaic_tpu": {"implementation": "mosaic_tpu", "config": SMALL, "interpret": True},
+    "mosaic_tpu_checked": {
+        "implementation": "mosaic_tpu",
+        "config": SMALL,
+        "interpret": pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise"),
+    },
+}
+if jax.default_backend() != "cpu":
+    FORMS["device"] = {}  # the kernel of this machine, as programs run it
+every_form = pytest.mark.parametrize("form", FORMS)
+quick_form = pytest.mark.parametrize("form", [form for form in FORMS if form != "mosaic_tpu_checked"])
+# Compiling takes most of the time.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+TOLERANCE = 2e-6  # of cosines, in float32
+
+
+@functools.partial(jax.jit, static_argnames=("chunk", "form"), compiler_options=QUICKLY)
+def run(keys, count, chunk, form):
+    return soft_match(keys, count, chunk, **FORMS[form])
+
+
+def make(slots, head_dim=64, dtype="float32", seed=0):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=(slots, head_dim)) * rng.uniform(0.1, 9, (slots, 1)), dtype)
+
+
+def expected(keys, count, chunk):
+    """Cosines [chunks, A, B] in float64, -inf where either is missing."""
+    keys = np.asarray(keys, np.float64)
+    slots = -(-len(keys) // chunk) * chunk
+    keys = np.pad(np.where(np.arange(len(keys))[:, None] < count, keys, 0), ((0, slots - len(keys)), (0, 0)))
+    norm = np.linalg.norm(keys, axis=1, keepdims=True)
+    there = (np.arange(slots) < count).reshape(-1, chunk)
+    split = (keys / np.where(norm > 0, norm, 1)).reshape(-1, chunk, keys.shape[1])
+    cosine = np.einsum("nad,nbd->nab", split[:, ::2], split[:, 1::2])
+    return np.where(there[:, ::2, None] & there[:, None, 1::2], cosine, -np.inf)
+
+
+def compare(found, keys, count, chunk):
+    cosine = expected(keys, count, chunk).reshape(-1, chunk // 2)
+    best = cosine.max(axis=1)
+    some = np.isfinite(best)
+    assert found.cosine.shape == found.place.shape == best.shape
+    np.testing.assert_array_equal(np.asarray(found.cosine)[~some], -np.inf)
+    np.testing.assert_allclose(np.asarray(found.cosine)[some], best[some], atol=TOLERANCE)
+    # The place is that of the best but for ties within rounding.
+    place = np.asarray(found.place)
+    assert ((place >= 0) & (place < chunk // 2))[some].all()
+    assert (cosine[np.arange(len(place)), np.clip(place, 0, chunk // 2 - 1)] >= best - TOLERANCE)[some].all()
+    clear = some & ((cosine >= best[:, None] - TOLERANCE).sum(axis=1) == 1)
+    np.testing.assert_array_equal(place[clear], cosine.argmax(axis=1)[clear])
+    return some
+
+
+@quick_form
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shapes_and_types(form, head_dim, dtype):
+    keys = make(150, head_dim, dtype)
+    assert compare(run(keys, 143, 32, form), keys, 143, 32).sum() == 72
+
+
+@every_form
+@pytest.mark.parametrize("slots, chunk", [(64, 16), (70, 16), (100, 10), (7, 2), (5, 16), (300, 256), (1, 4), (96, 6)])
+def test_any_number_of_keys_and_any_even_chunk(form, slots, chunk):
+    keys = make(slots)
+    compare(run(keys, slots, chunk, form), keys, slots, chunk)
+
+
+@every_form
+@pytest.mark.parametrize("count", [0, 1, 2, 33, 64, 65, 100])
+def test_only_so_many_keys_are_there(form, count):
+    keys = make(100).at[count:].set(jnp.nan)
+    some = compare(run(keys, count, 32, form), keys, count, 32)
+    # The last key finds a partner unless it is the first of its chunk.
+    assert some.sum() == (count + 1) // 2 - (count % 32 == 1)
+
+
+@quick_form
+def test_of_equal_cosines_the_first_is_taken(form):
+    keys = jnp.asarray(np.eye(4)[np.random.default_rng(0).integers(0, 3, 64)], jnp.float32)
+    found = run(keys, 64, 32, form)
+    np.testing.assert_array_equal(found.place, expected(keys, 64, 32).argmax(axis=2).reshape(-1))
+
+
+@quick_form
+def test_keys_without_a_direction_and_large_norms(form):
+    keys = make(64).at[5].set(0.0).at[8].set(0.0) * 200
+    compare(run(keys, 64, 16, form), keys, 64, 16)
+    nothing = run(jnp.zeros((64, 16)), 64, 16, form)
+    np.testing.assert_array_equal(nothing.cosine, 0.0)
+    np.testing.assert_array_equal(nothing.place, 0)
+
+
+def test_it_stays_one_kernel_under_vmap():
+    keys = jnp.stack([make(100, seed=seed) for seed in range(6)]).reshape(2, 3, 100, 64)
+    count = jnp.array([[100, 51, 0], [7, 100, 99]])
+    search = jax.vmap(jax.vmap(lambda keys, count: soft_match(keys, count, 32, **FORMS["mosaic_tpu"])))
+    traced = jax.jit(search, compiler_options=QUICKLY).trace(keys, count)
+    names = [equation.primitive.name for equation in equations(traced.jaxpr.jaxpr)]
+    assert names.count("pallas_call") == 1
+    assert not {"while", "scan"} & set(names)
+    found = traced.lower().compile()(keys, count)
+    for row in range(2):
+        for head in range(3):
+            one = jax.tree.map(lambda x, row=row, head=head: x[row, head], found)
+            compare(one, keys[row, head], int(count[row, head]), 32)
+
+
+@pytest.mark.parametrize("slots, head_dim, dtype", [(16384, 128, "float32"), (16380, 64, "bfloat16")])
+def test_no_more_bytes_move_than_have_to(slots, head_dim, dtype):
+    keys = jnp.zeros((slots, head_dim), dtype)
+    found = traffic.moved(
+        lambda keys: soft_match(keys, slots, 256, implementation="mosaic_tpu", interpret=True), keys, run=False
+    )
+    least = keys.nbytes + 8 * slots // 2
+    assert least <= found.total <= 1.05 * least
+
+
+def test_what_cannot_be_is_refused():
+    keys = make(64)
+    for chunk in (0, 7):
+        with pytest.raises(ValueError, match=f"chunk={chunk}"):
+            soft_match(keys, 64, chunk)
+    with pytest.raises(ValueError, match="implementation='cuda'"):
+        soft_match(keys, 64, 16, implementation="cuda")
+    with pytest.raises(NotImplementedError, match="keys are float16"):
+        soft_match(keys.astype(jnp.float16), 64, 16, implementation="mosaic_tpu")
+    with pytest.raises(NotImplementedError, match="chunk=4096"):
+        soft_match(keys, 64, 4096, implementation="mosaic_tpu")
+    with pytest.raises(NotImplementedError, match="keys of 160 dimensions"):
+        soft_match(jnp.zeros((64, 160)), 64, 16, implementation="mosaic_tpu")
+    with pytest.raises(ValueError, match="block_keys=0"):
+        Config(block_keys=0)
+    soft_match(keys.astype(jnp.float16), 64, 16)  # falls through
