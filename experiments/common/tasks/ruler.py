@@ -1,0 +1,280 @@
+"""RULER's tasks that need no downloaded data: needles, variables, common words and frequent words.
+
+Templates, answer prefixes, answer lengths, task settings and scoring are RULER's (Hsieh et al. 2024, NVIDIA,
+https://github.com/NVIDIA/RULER, Apache-2.0); its word lists come from the `wonderwords` package, as there. Where RULER
+takes essays by Paul Graham, `prose` stands in. Generators are kvjax's own and draw from the same distributions.
+"""
+
+import dataclasses
+import functools
+import itertools
+import string
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+from scipy.special import zeta
+from wonderwords import random_word
+
+from experiments.common.tasks import prose
+from experiments.common.tasks.problem import Problem, longest_that_fits
+
+NEEDLE = "One of the special magic {type_needle_v} for {key} is: {value}."
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+
+# Each template in two parts: what holds the context, and the question with the beginning of the answer.
+NEEDLE_CONTEXT = (
+    "Some special magic {type_needle_v} are hidden within the following text. Make sure to memorize it. I will quiz "
+    "you about the {type_needle_v} afterwards.\n{context}"
+)
+NEEDLE_QUESTION = (
+    "\nWhat are all the special magic {type_needle_v} for {query} mentioned in the provided text? The special magic "
+    "{type_needle_v} for {query} mentioned in the provided text are"
+)
+VARIABLES_CONTEXT = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}"
+VARIABLES_QUESTION = (
+    "\nQuestion: Find all variables that are assigned the value {query} in the text above. Answer: According to the "
+    "chain(s) of variable assignment in the text above, {num_v} variables are assigned the value {query}, they are: "
+)
+COMMON_CONTEXT = (
+    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
+    "appear most often.\n{context}"
+)
+COMMON_QUESTION = (
+    "\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 words that appear most often "
+    "in the list are:"
+)
+FREQUENT_CONTEXT = (
+    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
+    "coded words. {context}"
+)
+FREQUENT_QUESTION = (
+    "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently "
+    "appeared words in the above coded text? Answer: According to the coded text above, the three most frequently "
+    "appeared words are:"
+)
+
+# Needles and links of chains stand at depths of so many steps from the first sentence to the last.
+DEPTHS = np.round(np.linspace(0, 100, num=40)).astype(int)
+# Common words that are asked for.
+LISTED = 10
+# Below so many tokens common words are repeated less often.
+SHORT = 4096
+
+Kind = Literal["numbers", "words", "uuids"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Needles:
+    """A task of the needle family: so many keys with so many values each, of which so many keys are asked for."""
+
+    haystack: Literal["noise", "essay", "needle"]
+    key: Kind = "words"
+    value: Kind = "numbers"
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
+
+
+NEEDLE_TASKS = {
+    "niah_single_1": Needles("noise"),
+    "niah_single_2": Needles("essay"),
+    "niah_single_3": Needles("essay", value="uuids"),
+    "niah_multikey_1": Needles("essay", keys=4),
+    "niah_multikey_2": Needles("needle"),
+    "niah_multikey_3": Needles("needle", key="uuids", value="uuids"),
+    "niah_multivalue": Needles("essay", values=4),
+    "niah_multiquery": Needles("essay", queries=4),
+}
+
+
+def generate(
+    task: str, rng: np.random.Generator, token_length: Callable[[str], int], tokens: int, *, depth: float | None = None
+) -> Problem:
+    """A problem whose prompt and answer take at most `tokens` tokens, as many as fit.
+
+    Args:
+        task: a name of `TASKS`.
+        depth: where the one needle of a "niah_single" task stands, from 0 to 1; drawn where it is not given.
+
+    Raises:
+        ValueError: for an unknown task, a depth for a task that has no single needle, or too few tokens.
+    """
+    if task not in TASKS:
+        raise ValueError(f"task {task!r} is not known; known: {', '.join(TASKS)}")
+    if depth is not None and not task.startswith("niah_single"):
+        raise ValueError(f"depth={depth} means nothing to {task}: its needles are several")
+    seed = int(rng.integers(2**63))
+
+    def make(size: int) -> Problem:
+        # The same draws for every size, so that a size decides nothing but how much text there is.
+        fresh = np.random.default_rng(seed)
+        if task in NEEDLE_TASKS:
+            return needles(NEEDLE_TASKS[task], fresh, size, depth)
+        return OTHER_TASKS[task](fresh, size, tokens)
+
+    # No unit of any task is shorter than a token.
+    most = min(tokens, len(_vocabulary()) - LISTED) if task == "cwe" else tokens
+    return longest_that_fits(make, token_length, tokens, most)
+
+
+def score(prediction: str, answers: Sequence[str]) -> float:
+    """The share of the answers that the prediction contains, in any case of letters (RULER's `string_match_all`)."""
+    return sum(answer.lower() in prediction.lower() for answer in answers) / len(answers)
+
+
+# --- needles ---
+
+
+def needles(task: Needles, rng: np.random.Generator, size: int, depth: float | None = None) -> Problem:
+    """Needles in a haystack of so many words of an essay, repetitions of the noise, or other needles."""
+    keys = [_draw(task.key, rng) for _ in range(max(task.keys, task.queries))]
+    values = [[_draw(task.value, rng) for _ in range(task.values)] for _ in keys]
+    say = functools.partial(NEEDLE.format, type_needle_v=task.value)
+    hidden = [say(key=key, value=value) for key, of_key in zip(keys, values, strict=True) for value in of_key]
+    rng.shuffle(hidden)
+    asked = rng.choice(len(keys), task.queries, replace=False)
+    if depth is not None:
+        depths = np.array([depth])
+    elif task.haystack == "essay":
+        depths = np.sort(rng.choice(DEPTHS, len(hidden), replace=False)) / 100
+    else:
+        depths = np.sort(rng.random(len(hidden)))
+    if task.haystack == "essay":
+        all_words = prose.words(rng)
+        repeated = -(-size // len(all_words)) * all_words
+        between = prose.sentences(" ".join(repeated[:size]))
+        joint = " "
+    else:
+        between = [
+            NOISE if task.haystack == "noise" else say(key=_draw(task.key, rng), value=_draw(task.value, rng))
+            for _ in range(size)
+        ]
+        joint = "\n"
+    names = [keys[number] for number in asked]
+    query = names[0] if len(names) == 1 else ", ".join(names[:-1]) + ", and " + names[-1]
+    context, question, kind = NEEDLE_CONTEXT, NEEDLE_QUESTION, str(task.value)
+    if task.queries * task.values == 1:
+        context, question, kind = _of_one(context), _of_one(question), kind[:-1]
+    return Problem(
+        context.format(type_needle_v=kind, context=joint.join(_inserted(between, hidden, depths))),
+        question.format(type_needle_v=kind, query=query),
+        tuple(value for number in asked for value in values[number]),
+        answer_tokens=128,
+        depth=float(depths[0]) if len(hidden) == 1 else None,
+    )
+
+
+def _of_one(template: str) -> str:
+    """RULER's template for a single answer."""
+    return template.replace("Some", "A").replace("are all", "is").replace("are", "is")
+
+
+def _inserted(between: Sequence[str], hidden: Sequence[str], depths: np.ndarray) -> list[str]:
+    """The hidden sentences in order at these depths of the others."""
+    found = list(between)
+    for number, (sentence, depth) in enumerate(zip(hidden, depths, strict=True)):
+        found.insert(int(len(between) * depth) + number, sentence)
+    return found
+
+
+def _draw(kind: Kind, rng: np.random.Generator) -> str:
+    if kind == "numbers":
+        return str(rng.integers(10**6, 10**7))
+    if kind == "uuids":
+        return str(uuid.UUID(bytes=rng.bytes(16), version=4))
+    return f"{rng.choice(_list('adjectivelist.txt'))}-{rng.choice(_list('nounlist.txt'))}"
+
+
+@functools.cache
+def _list(name: str) -> np.ndarray:
+    return np.array(random_word._get_words_from_text_file(name))
+
+
+# --- variables ---
+
+
+def variables(rng: np.random.Generator, size: int, tokens: int) -> Problem:
+    """One chain of five variables, each assigned the one before, among repetitions of the noise; an example with an
+    answer comes first, in a text of a few lines."""
+    example = _chain(rng, letters=3, noise=5)
+    asked = _chain(rng, letters=5, noise=max(size, 5))
+    shown = example.context + example.question + " " + " ".join(example.answers) + "\n\n"
+    return dataclasses.replace(asked, context=shown + asked.context)
+
+
+def _chain(rng: np.random.Generator, letters: int, noise: int, hops: int = 4) -> Problem:
+    names: list[str] = []
+    while len(names) <= hops:
+        name = "".join(rng.choice(list(string.ascii_uppercase), letters))
+        names += [name] if name not in names else []
+    value = str(rng.integers(10000, 99999))
+    # RULER writes a space behind every link but the first.
+    links = [f"VAR {names[0]} = {value}"] + [f"VAR {b} = VAR {a} " for a, b in itertools.pairwise(names)]
+    places = np.sort(rng.choice(noise, len(links), replace=False))
+    lines = [NOISE] * noise
+    for number, (place, link) in enumerate(zip(places, links, strict=True)):
+        lines.insert(int(place) + number, link)
+    return Problem(
+        VARIABLES_CONTEXT.format(context="\n".join(lines).replace(". \n", ".\n")),
+        VARIABLES_QUESTION.format(query=value, num_v=hops + 1),
+        tuple(names),
+        answer_tokens=30,
+    )
+
+
+# --- words ---
+
+
+def common_words(rng: np.random.Generator, size: int, tokens: int) -> Problem:
+    """A numbered list of words, ten of which are repeated more often; a short one with its answer comes first."""
+    short = tokens < SHORT
+    example = _word_list(rng, *((20, 3, 1) if short else (40, 10, 3)))
+    asked = _word_list(rng, LISTED + size, *((6, 1) if short else (30, 3)))
+    numbered = " ".join(f"{number}. {word}" for number, word in enumerate(example.answers, start=1))
+    shown = f"{example.context}{example.question} {numbered}\n"
+    return dataclasses.replace(asked, context=shown + asked.context)
+
+
+def _word_list(rng: np.random.Generator, words: int, often: int, seldom: int) -> Problem:
+    vocabulary = _vocabulary()
+    # A longer list has the same first words.
+    chosen = vocabulary[rng.permutation(len(vocabulary))[:words]]
+    listed = np.concatenate([np.repeat(chosen[:LISTED], often), np.repeat(chosen[LISTED:], seldom)])
+    rng.shuffle(listed)
+    context = " ".join(f"{number}. {word}" for number, word in enumerate(listed, start=1))
+    return Problem(
+        COMMON_CONTEXT.format(context=context), COMMON_QUESTION, tuple(map(str, chosen[:LISTED])), answer_tokens=120
+    )
+
+
+@functools.cache
+def _vocabulary() -> np.ndarray:
+    lists = (_list(f"{kind}list.txt") for kind in ("noun", "adjective", "verb"))
+    return np.unique(np.concatenate(list(lists)))
+
+
+def frequent_words(rng: np.random.Generator, size: int, tokens: int) -> Problem:
+    """Coded words whose frequencies fall with the square of their rank (zeta distribution, alpha 2); the most frequent
+    one is dots, and the next three are asked for."""
+    count = max((tokens - 50) // 50, 4)
+    coded: dict[str, None] = {"...": None}
+    while len(coded) < count:
+        coded["".join(rng.choice(list(string.ascii_lowercase), 6))] = None
+    words = np.array(list(coded))
+    rank = np.arange(1, count + 1)
+    # From 200 on the last word that is asked for is more frequent than the next.
+    times = ((200 + 8 * size) * rank**-2.0 / zeta(2.0)).astype(int)
+    listed = np.repeat(words, times)
+    rng.shuffle(listed)
+    return Problem(
+        FREQUENT_CONTEXT.format(context=" ".join(listed)),
+        FREQUENT_QUESTION,
+        tuple(map(str, words[1:4])),
+        answer_tokens=50,
+    )
+
+
+OTHER_TASKS = {"vt": variables, "cwe": common_words, "fwe": frequent_words}
+TASKS = (*NEEDLE_TASKS, *OTHER_TASKS)
