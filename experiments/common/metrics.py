@@ -1,0 +1,93 @@
+"""How LongBench scores an answer against one right answer, from 0 to 1.
+
+Each follows the published scorer (https://github.com/THUDM/LongBench, MIT) to the digit, its oddities included; the
+libraries are those that it takes, or faster ones that compute the same.
+"""
+
+import collections
+import re
+import string
+from collections.abc import Sequence
+
+import jieba
+import rapidfuzz
+import rouge
+
+_PUNCTUATION = set(string.punctuation)
+_PUNCTUATION_ZH = _PUNCTUATION | set(
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+)
+
+
+def qa_f1(prediction: str, answer: str) -> float:
+    """F1 of the words that both have in common, without articles, punctuation and case."""
+    return _f1(_words(prediction), _words(answer))
+
+
+def qa_f1_zh(prediction: str, answer: str) -> float:
+    """The same in Chinese, whose words `jieba` tells apart."""
+    return _f1(_words_zh(prediction), _words_zh(answer))
+
+
+def rouge_l(prediction: str, answer: str) -> float:
+    """ROUGE-L's F-measure; 0 where either has no word."""
+    try:
+        return rouge.Rouge().get_scores([prediction], [answer], avg=True)["rouge-l"]["f"]
+    except ValueError:  # nothing to compare
+        return 0.0
+
+
+def rouge_l_zh(prediction: str, answer: str) -> float:
+    """The same in Chinese."""
+    return rouge_l(*(" ".join(jieba.cut(text)) for text in (prediction, answer)))
+
+
+def classification(prediction: str, answer: str, classes: Sequence[str]) -> float:
+    """One over the number of classes that are named, if the right one is; a class whose name is part of the right
+    one's does not count."""
+    named = [name for name in classes if name in prediction]
+    for name in named:  # as published: what follows one that is removed is passed over
+        if name in answer and name != answer:
+            named.remove(name)
+    return 1 / len(named) if answer in named else 0.0
+
+
+def retrieval(prediction: str, answer: str) -> float:
+    """The share of right ones among all numbers, where the answer is "Paragraph 7"."""
+    return count(prediction, re.findall(r"Paragraph (\d+)", answer)[0])
+
+
+def retrieval_zh(prediction: str, answer: str) -> float:
+    """The same, where the answer is "段落7"."""
+    return count(prediction, re.findall(r"段落(\d+)", answer)[0])
+
+
+def count(prediction: str, answer: str) -> float:
+    """The share of right ones among all numbers; 0 where there is none."""
+    numbers = re.findall(r"\d+", prediction)
+    return numbers.count(answer) / len(numbers) if numbers else 0.0
+
+
+def code_similarity(prediction: str, answer: str) -> float:
+    """The edit similarity, in whole percent, of the first line that is neither a comment nor a fence."""
+    lines = prediction.lstrip("\n").split("\n")
+    code = (line for line in lines if not any(mark in line for mark in ("`", "#", "//")))
+    return round(rapidfuzz.fuzz.ratio(next(code, ""), answer)) / 100
+
+
+def _f1(predicted: Sequence[str], right: Sequence[str]) -> float:
+    same = (collections.Counter(predicted) & collections.Counter(right)).total()
+    if not same:
+        return 0.0
+    precision, recall = same / len(predicted), same / len(right)
+    return 2 * precision * recall / (precision + recall)
+
+
+def _words(text: str) -> list[str]:
+    plain = "".join(letter for letter in text.lower() if letter not in _PUNCTUATION)
+    return re.sub(r"\b(a|an|the)\b", " ", plain).split()
+
+
+def _words_zh(text: str) -> list[str]:
+    words = ("".join(letter for letter in word.lower() if letter not in _PUNCTUATION_ZH) for word in jieba.cut(text))
+    return [joined for word in words if (joined := "".join(word.split()))]
