@@ -1,45 +1,43 @@
-"""What `vmap` does to the kernels of `cluster_recall`."""
+"""What `vmap` does to kernels that recall."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from pallas_kernels import batching
 from pallas_kernels.weighted_decode import Sums
 
 
-def fold_mapped_axes(run: Callable[..., Sums]) -> Callable[..., Sums]:
-    """The function, which under `vmap` is called once: mapped rows become rows of the batch, each with a store of its
-    own; where all share one store they become heads instead, so that it is not repeated."""
-    folded = jax.custom_batching.custom_vmap(run)
+def fold_mapped_axes(recall: Callable[..., Sums]) -> Callable[..., Sums]:
+    """A form of `cluster_recall`, which under `vmap` is called once. A mapped axis becomes part of the batch; where all
+    share one store, such as several queries of a row, it becomes part of the heads instead, and the store is not
+    repeated."""
+    folded = jax.custom_batching.custom_vmap(recall)
 
     @folded.def_vmap
-    def _(size, mapped, rows, blocks, number, count):
+    def rule(axis_size: int, mapped: Any, rows, blocks, number, count) -> tuple[Sums, Any]:
         of_rows, of_blocks, of_number, of_count = mapped
-        own_stores = any(jax.tree.leaves(of_blocks))
-        kv_heads = blocks.entries.shape[-4]
+        if any(jax.tree.leaves(of_blocks)):
+            axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, tuple(mapped))
+            sums = jax.vmap(batching.fold_mapped_axes(folded), axes)(rows, blocks, number, count)
+            return sums, jax.tree.map(lambda _: True, sums)
+        kv_heads = blocks.entries.shape[1]
 
-        def spread(x: Array, is_mapped: bool) -> Array:
-            return x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
-
-        def fold(x: Array, is_mapped: bool) -> Array:
-            x = spread(x, is_mapped)
-            if own_stores:
-                return x.reshape(-1, *x.shape[2:])
+        def into_heads(x: Array, is_mapped: bool) -> Array:
+            x = x if is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
             _, batch, heads, *rest = x.shape
-            by_kv_head = jnp.moveaxis(x.reshape(size, batch, kv_heads, heads // kv_heads, *rest), 0, 2)
-            return by_kv_head.reshape(batch, size * heads, *rest)
+            grouped = x.reshape(axis_size, batch, kv_heads, heads // kv_heads, *rest)
+            return jnp.moveaxis(grouped, 0, 2).reshape(batch, axis_size * heads, *rest)
 
-        def unfold(x: Array) -> Array:
-            if own_stores:
-                return x.reshape(size, -1, *x.shape[1:])
+        def out_of_heads(x: Array) -> Array:
             batch, heads, *rest = x.shape
-            by_kv_head = x.reshape(batch, kv_heads, size, heads // kv_heads // size, *rest)
-            return jnp.moveaxis(by_kv_head, 2, 0).reshape(size, batch, heads // size, *rest)
+            grouped = x.reshape(batch, kv_heads, axis_size, heads // kv_heads // axis_size, *rest)
+            return jnp.moveaxis(grouped, 2, 0).reshape(axis_size, batch, heads // axis_size, *rest)
 
-        store = jax.tree.map(fold, blocks, of_blocks) if own_stores else blocks
-        sums = folded(fold(rows, of_rows), store, fold(number, of_number), fold(count, of_count))
-        return jax.tree.map(unfold, sums), jax.tree.map(lambda _: True, sums)
+        sums = folded(into_heads(rows, of_rows), blocks, into_heads(number, of_number), into_heads(count, of_count))
+        return jax.tree.map(out_of_heads, sums), jax.tree.map(lambda _: True, sums)
 
     return folded

@@ -70,17 +70,25 @@ def cluster_recall(
     config: Config | None = None,
     interpret: Any = False,
 ) -> Sums:
-    """`reference.cluster_recall` with every block that is read copied on chip once, and no other.
-
-    Blocks are fetched `step_blocks` at a time, each by a copy of its own, while those before are computed with; the
-    first ones of a head while the head before ends. Under `vmap` mapped rows become rows of the batch, or, of a store
-    that all share, heads.
-    """
-    run = functools.partial(_recall, config=config or Config(), interpret=interpret)
+    """`reference.cluster_recall` in one kernel, under `vmap`, too."""
+    run = functools.partial(recall_unmapped, config=config or Config(), interpret=interpret)
     return fold_mapped_axes(run)(rows, blocks, number, count)
 
 
-def _recall(rows, blocks: Blocks, number, count, *, config: Config, interpret: Any) -> Sums:
+def recall_unmapped(
+    rows: Float[Array, "B H R D"],
+    blocks: Blocks,
+    number: Int[Array, "B H K"],
+    count: Int[Array, "B H K"],
+    *,
+    config: Config,
+    interpret: Any,
+) -> Sums:
+    """The kernel, which knows nothing of `vmap`. Every block that is read is copied on chip once, and no other.
+
+    Blocks are fetched `step_blocks` at a time, each by a copy of its own, while those before are computed with; the
+    first ones of a head while the head before ends.
+    """
     batch, heads, queries, head_dim = rows.shape
     kv_heads, _, places, both = blocks.entries.shape[1:]
     width = both // 2

@@ -15,8 +15,15 @@ def cluster_recall(
     rows: Float[Array, "B H R D"], blocks: Blocks, number: Int[Array, "B H K"], count: Int[Array, "B H K"]
 ) -> Sums:
     """Both sums of attention of the rows of every head over the first `count` tokens of each of its K blocks,
-    accumulated in float32: one gather of whole blocks, then attention over what was gathered."""
-    keys, values = split(taken(blocks.entries, number), rows.shape[3])
+    accumulated in float32: keys and values are gathered, then attended to."""
+    batch, heads, _, head_dim = rows.shape
+
+    def gathered(first: int) -> Float[Array, "B H K*P D"]:
+        # Apart, although they lie side by side: XLA:CPU would write both and then copy each.
+        found = taken(blocks.entries, number, slice(first, first + head_dim))
+        return found.reshape(batch, heads, -1, head_dim)
+
+    keys, values = gathered(0), gathered(blocks.entries.shape[4] // 2)
     entries = Entries(keys, values, log_num=jnp.where(read_places(count, blocks.entries.shape[3]), 0.0, EMPTY))
     if blocks.scale is not None:
         key_scale, value_scale = split(taken(blocks.scale, number), 1)
@@ -24,13 +31,15 @@ def cluster_recall(
     return weighted_decode.weighted_decode(rows, entries)
 
 
-def taken(stored: Float[Array, "B H_kv N P W"], number: Int[Array, "B H K"]) -> Float[Array, "B H K P W"]:
-    """Blocks by number, for kv heads or for query heads. Numbers are made by programs, not by users: there is no
-    clamping pass over what was gathered."""
+def taken(
+    stored: Float[Array, "B H_kv N P W"], number: Int[Array, "B H K"], columns: slice = slice(None)
+) -> Float[Array, "B H K P w"]:
+    """Some columns of the blocks of these numbers, which are of kv heads or of query heads. Numbers are made by
+    programs, not by users: there is no clamping pass over what was gathered."""
     batch, heads, _ = number.shape
-    of_head = jax.vmap(jax.vmap(lambda stored, number: stored.at[number].get(mode="promise_in_bounds")))
+    of_head = jax.vmap(jax.vmap(lambda stored, at: stored.at[at, :, columns].get(mode="promise_in_bounds")))
     found = of_head(stored, number.reshape(batch, stored.shape[1], -1))
-    return found.reshape(batch, heads, -1, *stored.shape[3:])
+    return found.reshape(batch, heads, -1, *found.shape[3:])
 
 
 def split(

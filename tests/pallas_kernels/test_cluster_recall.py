@@ -11,27 +11,26 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.cluster_recall import Blocks, Config, GpuConfig, cluster_recall, entry_width
+from pallas_kernels import benchmarking
+from pallas_kernels.cluster_recall import Blocks, Config, GpuConfig, cluster_recall, entry_width, mosaic_tpu
 from pallas_kernels.weighted_decode import EMPTY, Sums
+from tests.pallas_kernels import traffic
 
 SMALL = Config(step_blocks=8)
+# The slow interpreter knows memory spaces: it raises on reads out of bounds and on races, and memory that nothing was
+# written to holds NaN.
+CHECKED = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise")
 FORMS = {
     "xla": {"implementation": "xla"},
     "mosaic_tpu": {"implementation": "mosaic_tpu", "config": SMALL, "interpret": True},
-    # The slow interpreter knows memory spaces: it raises on reads out of bounds and on races, and memory that nothing
-    # was written to holds NaN.
-    "mosaic_tpu_checked": {
-        "implementation": "mosaic_tpu",
-        "config": SMALL,
-        "interpret": pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise"),
-    },
+    "mosaic_tpu_checked": {"implementation": "mosaic_tpu", "config": SMALL, "interpret": CHECKED},
     "mosaic_tpu_cores": {
         "implementation": "mosaic_tpu",
         "config": Config(step_blocks=8, cores=2),
-        "interpret": pltpu.InterpretParams(num_cores_or_threads=2, detect_races=True, out_of_bounds_reads="raise"),
+        "interpret": dataclasses.replace(CHECKED, num_cores_or_threads=2),
     },
 }
-every_form = pytest.mark.parametrize("form", FORMS)
+checked_form = pytest.mark.parametrize("form", ("xla", "mosaic_tpu_checked"))
 quick_form = pytest.mark.parametrize("form", ("xla", "mosaic_tpu"))
 # Compiling takes most of the time.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -114,15 +113,19 @@ def compare(found: Sums, *arguments, tolerance=2e-6):
 
 @quick_form
 @pytest.mark.parametrize(
-    "head_dim, dtype", [*((head_dim, "float32") for head_dim in (64, 80, 96, 128, 256)), *((80, x) for x in TOLERANCE)]
+    "head_dim, dtype",
+    [(head_dim, "float32") for head_dim in (64, 96, 128, 256)] + [(80, dtype) for dtype in TOLERANCE],
 )
 def test_shapes_and_types(form, head_dim, dtype):
     arguments = make(head_dim=head_dim, dtype=dtype, scaled=jnp.dtype(dtype).itemsize == 1)
     compare(run(*arguments, form), *arguments, tolerance=TOLERANCE[dtype])
 
 
-@every_form
-@pytest.mark.parametrize("recalled, rows, heads", [(1, 3, 2), (8, 1, 6), (11, 3, 2)])
+@pytest.mark.parametrize(
+    "form, recalled, rows, heads",
+    [(form, *sizes) for form in ("xla", "mosaic_tpu_checked") for sizes in ((1, 3, 2), (8, 1, 6), (11, 3, 2))]
+    + [("mosaic_tpu_cores", 11, 3, 2)],
+)
 def test_any_number_of_blocks_for_kv_heads_or_query_heads(form, recalled, rows, heads):
     arguments = make(recalled=recalled, rows=rows, heads=heads, there=12)
     compare(run(*arguments, form), *arguments)
@@ -139,7 +142,7 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("form", ("xla", "mosaic_tpu_checked"))
+@checked_form
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts(form, name):
     rows, blocks, number, _ = make()
@@ -147,7 +150,7 @@ def test_counts(form, name):
     compare(run(rows, blocks, number, count, form), rows, blocks, number, count)
 
 
-@every_form
+@checked_form
 def test_blocks_that_are_not_named_may_hold_anything(form):
     rows, blocks, number, count = make(recalled=4)
     named = np.zeros(blocks.entries.shape[:3], bool)
@@ -213,6 +216,28 @@ def test_unknown_forms_and_configs_are_refused():
     for wrong in ({"step_blocks": 12}, {"step_blocks": 0}, {"cores": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Config(**wrong)
+
+
+TRAFFIC = {
+    "wide heads": {"head_dim": 128, "dtype": "bfloat16"},
+    "query heads": {"heads": 4, "rows": 1},
+    "eight bits": {"dtype": "int8", "scaled": True},
+}
+
+
+@pytest.mark.parametrize("name", TRAFFIC)
+def test_blocks_that_are_read_are_moved_once_and_no_others(name):
+    rows, blocks, number, count = make(batch=1, there=64, recalled=24, **TRAFFIC[name])
+    moved = traffic.moved(
+        functools.partial(mosaic_tpu.recall_unmapped, config=SMALL, interpret=CHECKED), rows, blocks, number, count
+    )
+    blocks_read = int((np.asarray(count) > 0).sum())
+    assert blocks_read < count.size
+    assert moved.copies == blocks_read * blocks.entries[0, 0, 0].nbytes
+    sums = jax.eval_shape(cluster_recall, rows, blocks, number, count)
+    scales = 0 if blocks.scale is None else number.size * blocks.scale[0, 0, 0].nbytes
+    least = moved.copies + scales + benchmarking.array_bytes(rows, number, count, sums)
+    assert moved.total <= 1.05 * least
 
 
 @pytest.mark.parametrize("own_stores", [True, False])
