@@ -8,24 +8,18 @@ Documents are fresh (no seed of training is used here). By default a cache is co
 the context is read exactly, compressed, and only then the question and the answer go through the compressed cache.
 """
 
-import dataclasses
 import itertools
 import pathlib
-import time
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import matplotlib.pyplot as plt
 import numpy as np
 from absl import app, flags
-from tqdm import tqdm
 
-import kvjax
-from experiments.common import plots, results, settings
+from experiments.common import asking, plots, results, settings
+from experiments.common.asking import Outcome
 from experiments.common.tasks import line_retrieval as task
-from models import generate
-from models.llama import Llama
 from models.tokenizer import Tokenizer
 
 NAME = "line_retrieval"
@@ -79,39 +73,6 @@ _DEMO = flags.DEFINE_bool("demo", False, "The main job: the demo's policies, 50 
 _ANSWER_TOKENS = flags.DEFINE_integer("answer_tokens", 8, "Most tokens of an answer.")
 
 
-@dataclasses.dataclass
-class Outcome:
-    """What one setting did over all documents."""
-
-    setting: settings.Setting
-    streaming: bool
-    question_seen: bool
-    batch: int
-    correct: list[bool] = dataclasses.field(default_factory=list)
-    answers: list[str] = dataclasses.field(default_factory=list)
-    device_bytes: int = 0  # per sequence, all layers
-    host_bytes: int = 0
-    read_bytes: int = 0  # per sequence and generated token, all layers
-    decode_seconds: float = 0.0  # of all batches but the first, which compiles
-    decode_steps: int = 0
-    recalls: bool = False
-    fraction: float = 0.0  # of exact's bytes: of those held, or of those read for a policy that recalls
-
-    @property
-    def accuracy(self) -> float:
-        return float(np.mean(self.correct))
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Wilson's 95% interval of the accuracy."""
-        return results.share_interval(sum(self.correct), len(self.correct))
-
-    @property
-    def ms_per_token(self) -> float:
-        """Milliseconds per decoding step of a whole batch."""
-        return 1e3 * self.decode_seconds / max(self.decode_steps, 1)
-
-
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
@@ -126,18 +87,21 @@ def main(argv: Sequence[str]) -> None:
         made = make_documents(tokenizer, context_tokens, documents, seed)
         outcomes[context_tokens] = []
         for prefill, question in itertools.product(_PREFILL.value, _QUESTION.value):
-            outcomes[context_tokens] += run(
+            outcomes[context_tokens] += asking.ask(
                 model,
                 tokenizer,
                 made,
                 chosen,
+                is_right,
+                task="line retrieval",
                 streaming=prefill == "streaming",
                 question_seen=question == "seen",
                 batch=min(_BATCH.value, documents),
                 answer_tokens=_ANSWER_TOKENS.value,
                 seed=seed,
             )
-        rows += [row for one in outcomes[context_tokens] for row in outcome_rows(one, model, context_tokens, seed)]
+        setting: dict[str, Any] = {"experiment": NAME, "task": NAME, "context_tokens": context_tokens, "seed": seed}
+        rows += [row for one in outcomes[context_tokens] for row in asking.rows(one, model, **setting)]
         show(outcomes[context_tokens], context_tokens, documents)
     directory = pathlib.Path(flags.FLAGS.output_dir)
     results.write_rows(directory / f"{NAME}.json", rows)
@@ -156,133 +120,14 @@ def make_documents(tokenizer: Tokenizer, context_tokens: int, count: int, seed: 
     return list(task.documents(task.EVALUATION_SEED + seed, count, make))
 
 
-def run(
-    model: Llama,
-    tokenizer: Tokenizer,
-    documents: Sequence[task.Document],
-    chosen: Sequence[settings.Setting],
-    *,
-    streaming: bool,
-    question_seen: bool,
-    batch: int,
-    answer_tokens: int,
-    seed: int,
-) -> list[Outcome]:
-    """Asks every document's question through every setting. Each batch is read exactly once for all settings, or
-    streamed through each setting's cache."""
-    contexts = [tokenizer.encode(document.context) for document in documents]
-    questions = [tokenizer.encode(document.question, add_bos=False) for document in documents]
-    if question_seen:
-        contexts = [context + question for context, question in zip(contexts, questions, strict=True)]
-    max_prompt = max(map(len, contexts))
-    max_new = answer_tokens + (0 if question_seen else max(map(len, questions)))
-    sizes: dict[str, Any] = {"batch": batch, "max_prompt": max_prompt, "max_new": max_new, "streaming": streaming}
-    spec = generate.cache_specs(model, **sizes)[0]
-    generators = []
-    outcomes = [Outcome(setting, streaming, question_seen, batch) for setting in chosen]
-    for setting in chosen:
-        policy = setting.build(spec, max_prompt + max_new)
-        generators.append(generate.Generator(model, policy, **sizes, eos=tokenizer.eos_ids))
-    label = f"question {'seen' if question_seen else 'unseen'}{', streaming' if streaming else ''}"
-    progress = tqdm(total=len(documents) * len(chosen), desc=f"line retrieval, {label}", unit="answer", leave=False)
-    for begin in range(0, len(documents), batch):
-        # The last batch may be short: it is filled up with repetitions, which are not counted.
-        rows = [min(begin + row, len(documents) - 1) for row in range(batch)]
-        counted = min(batch, len(documents) - begin)
-        starts = [generator.start(seed + begin) for generator in generators]
-        prompts = [contexts[row] for row in rows]
-        if streaming:
-            states = [one.read(state, prompts) for one, state in zip(generators, starts, strict=True)]
-        else:
-            states = generate.prefill_together(generators, starts, prompts)
-        for generator, outcome in zip(generators, outcomes, strict=True):
-            state = states.pop(0)
-            _measure_bytes(outcome, generator, state, spec, max_prompt + max_new)
-            if not question_seen:
-                state = generator.read(state, [questions[row] for row in rows])
-            answers: list[list[int]] = [[] for _ in rows]
-            jax.block_until_ready(state.logits)
-            clock = time.perf_counter()
-            steps = 0
-            for _, tokens in generator.write(state, answer_tokens):
-                generate.collect(answers, tokens)
-                steps += tokens.shape[1]
-            if begin:
-                outcome.decode_seconds += time.perf_counter() - clock
-                outcome.decode_steps += steps
-            for row, answer in list(zip(rows, answers, strict=True))[:counted]:
-                text = tokenizer.decode(answer)
-                outcome.answers.append(text)
-                outcome.correct.append(task.parse_answer(text) == documents[row].answer)
-            progress.update(counted)
-    progress.close()
-    return outcomes
-
-
-def _measure_bytes(
-    outcome: Outcome, generator: generate.Generator, state: generate.GenerationState, spec: kvjax.CacheSpec, tokens: int
-) -> None:
-    held = kvjax.cache_bytes(state.layers)
-    outcome.device_bytes = held.device // generator.batch
-    outcome.host_bytes = held.host // generator.batch
-    read = sum(policy.read_bytes(layer) for policy, layer in zip(generator.policies, state.layers, strict=True))
-    outcome.read_bytes = read // generator.batch
-    outcome.recalls = any(policy.recalls for policy in generator.policies)
-    counted = outcome.read_bytes if outcome.recalls else outcome.device_bytes
-    outcome.fraction = counted / (spec.exact_bytes(tokens) * len(generator.policies))
-
-
-def outcome_rows(outcome: Outcome, model: Llama, context_tokens: int, seed: int) -> list[results.Row]:
-    """The rows of one setting: its accuracy and its decoding time."""
-    low, high = outcome.interval
-    shared = {
-        "experiment": NAME,
-        "model": flags.FLAGS.model,
-        "task": "line_retrieval",
-        "policy": outcome.setting.choice.name,
-        "variant": outcome.setting.choice.variant,
-        "budget_fraction": outcome.fraction,
-        "context_tokens": context_tokens,
-        "batch": outcome.batch,
-        "question_seen": outcome.question_seen,
-        "n": len(outcome.correct),
-        "seed": seed,
-        "device_bytes": outcome.device_bytes,
-        "host_bytes": outcome.host_bytes,
-        "read_bytes_per_token": outcome.read_bytes,
-        "weight_bytes": generate.weight_bytes(model),
-        "extra": {
-            "budget": str(outcome.setting.budget) if outcome.setting.budget else None,
-            "prefill": "streaming" if outcome.streaming else "exact",
-        },
-    }
-    found = [results.Row(**shared, metric="accuracy", value=outcome.accuracy, ci95_low=low, ci95_high=high)]
-    if outcome.decode_steps:
-        found.append(results.Row(**shared, metric="ms_per_token", value=outcome.ms_per_token))
-    return found
+def is_right(document: task.Document, answer: str) -> bool:
+    return task.parse_answer(answer) == document.answer
 
 
 def show(outcomes: Sequence[Outcome], context_tokens: int, documents: int) -> None:
     """The table of one context length."""
-    lines = []
-    for one in outcomes:
-        low, high = one.interval
-        lines.append(
-            (
-                str(one.setting),
-                "streaming" if one.streaming else "exact",
-                "seen" if one.question_seen else "unseen",
-                results.readable_bytes(one.device_bytes)
-                + (f" + {results.readable_bytes(one.host_bytes)} in the host" if one.host_bytes else ""),
-                results.readable_bytes(one.read_bytes),
-                f"{one.fraction:.1%}" + (" read" if one.recalls else ""),
-                f"{one.accuracy:.2f} [{low:.2f}, {high:.2f}]",
-                f"{one.ms_per_token:.2f}" if one.decode_steps else "-",
-            )
-        )
     title = f"Line retrieval: {documents} documents of at least {context_tokens} tokens"
-    columns = ("policy", "prefill", "question", "held", "read per token", "of exact's", "accuracy [95%]", "ms per step")
-    results.print_table(title, columns, lines)
+    results.print_table(title, asking.COLUMNS, map(asking.table_line, outcomes))
 
 
 def show_answers(document: task.Document, outcomes: Sequence[Outcome]) -> None:
@@ -292,7 +137,7 @@ def show_answers(document: task.Document, outcomes: Sequence[Outcome]) -> None:
     print(f"Question: {document.question.strip()}\nRight answer: {document.answer}")
     width = max(len(str(one.setting)) for one in outcomes)
     for one in outcomes:
-        print(f"  {one.setting!s:<{width}}  {one.answers[0].strip()!r}  {'right' if one.correct[0] else 'wrong'}")
+        print(f"  {one.setting!s:<{width}}  {one.answers[0].strip()!r}  {'right' if one.scores[0] else 'wrong'}")
 
 
 def plot(path: pathlib.Path, outcomes: dict[int, list[Outcome]]) -> None:

@@ -57,6 +57,17 @@ def share_interval(successes: int, trials: int) -> tuple[float, float]:
     return float(interval.low), float(interval.high)
 
 
+def score_interval(scores: Sequence[float]) -> tuple[float, float]:
+    """The 95% interval of a mean of scores from 0 to 1: Wilson's where all are right or wrong, Student's otherwise; all
+    of [0, 1] for a single one that is neither."""
+    if all(score in (0, 1) for score in scores):
+        return share_interval(int(sum(scores)), len(scores))
+    if len(scores) < 2:
+        return 0.0, 1.0
+    _, low, high = mean_interval(np.asarray(scores))
+    return max(low, 0.0), min(high, 1.0)
+
+
 class Estimate(NamedTuple):
     """A mean over independent samples with its 95% interval by Student's t."""
 

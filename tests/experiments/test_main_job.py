@@ -5,7 +5,7 @@ import json
 import pytest
 
 from experiments import line_retrieval
-from experiments.common import settings
+from experiments.common import asking, settings
 from tests.experiments.test_commands import run
 
 
@@ -33,17 +33,19 @@ def test_the_demo_tells_policies_apart(tmp_path):
 def test_the_shipped_checkpoint_finds_lines_at_its_longest_context():
     model, tokenizer = settings.load_model(settings.DEFAULT_CHECKPOINT)
     documents = line_retrieval.make_documents(tokenizer, 4096, 500, seed=500)
-    [outcome] = line_retrieval.run(
+    [outcome] = asking.ask(
         model,
         tokenizer,
         documents,
         settings.settings(["exact"], []),
+        line_retrieval.is_right,
+        task="line retrieval",
         streaming=False,
         question_seen=False,
         batch=10,
         answer_tokens=4,
         seed=0,
     )
-    assert len(outcome.correct) == 500
+    assert len(outcome.scores) == 500
     low, _ = outcome.interval
     assert low >= 0.95

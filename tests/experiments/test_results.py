@@ -36,3 +36,11 @@ def test_readable_bytes():
         "3.0 MiB",
         "5.00 GiB",
     ]
+
+
+def test_intervals_of_scores_follow_their_kind():
+    assert results.score_interval([1.0, 0.0, 1.0, 1.0]) == results.share_interval(3, 4)
+    low, high = results.score_interval([0.5, 0.6, 0.4, 0.5])
+    assert 0.3 < low < 0.5 < high < 0.7
+    assert results.score_interval([0.5]) == (0.0, 1.0)
+    assert results.score_interval([0.99, 0.5, 1.0])[1] == 1.0
