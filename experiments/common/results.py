@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +43,13 @@ class Row:
         """The row as JSON holds it, `extra` beside the other fields."""
         fields = dataclasses.asdict(self)
         return fields | fields.pop("extra")
+
+
+def from_flat(flat: Mapping[str, Any]) -> Row:
+    """The row that `Row.flat` gave."""
+    names = {field.name for field in dataclasses.fields(Row)}
+    own = {name: value for name, value in flat.items() if name in names}
+    return Row(**own, extra={name: value for name, value in flat.items() if name not in names})
 
 
 def write_rows(path: pathlib.Path, rows: Sequence[Row]) -> None:

@@ -79,3 +79,19 @@ def test_decode_speed_runs_without_its_peer(tmp_path):
     rows = json.loads((tmp_path / "decode_speed.json").read_text())
     assert {row["policy"] for row in rows} == {"exact", "uniform"}
     assert all(row["value"] > 0 and row["weight_bytes"] > 10**8 for row in rows)
+
+
+def test_ruler_writes_rows_and_skips_what_is_done(tmp_path):
+    done = run(
+        "experiments.ruler", "--quick", "--context_tokens=800", "--task=niah_single_1", "--policy=exact",
+        "--policy=uniform:recent=16", "--budget=50%", f"--output_dir={tmp_path}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "ruler.json").read_text())
+    assert (tmp_path / "ruler.png").stat().st_size > 10_000
+    accuracy = {row["policy"]: row for row in rows if row["metric"] == "accuracy"}
+    assert set(accuracy) == {"exact", "uniform"}
+    assert all(row["n"] == 4 and 0 <= row["ci95_low"] <= row["ci95_high"] <= 1 for row in accuracy.values())
+    assert accuracy["uniform"]["budget_fraction"] <= 0.5
+    [unit] = (tmp_path / "ruler.jsonl").read_text().splitlines()
+    assert json.loads(unit)["rows"] == rows

@@ -1,0 +1,39 @@
+"""A second start does not repeat what is done."""
+
+import pytest
+
+from experiments.common.results import Row
+from experiments.common.resuming import Finished
+
+
+def row(value):
+    return Row("e", "m", "exact", "accuracy", value, task="t", extra={"budget": None})
+
+
+def test_units_are_run_once_and_a_broken_line_is_run_again(tmp_path):
+    path, runs = tmp_path / "deep" / "done.jsonl", []
+
+    def run(value):
+        runs.append(value)
+        return [row(value)]
+
+    for _ in range(2):
+        finished = Finished(path)
+        assert finished.rows({"task": "a", "seed": 0}, lambda: run(0.5)) == [row(0.5)]
+        assert finished.rows({"seed": 0, "task": "a"}, lambda: run(0.7)) == [row(0.5)]
+        assert finished.rows({"task": "a", "seed": 1}, lambda: run(0.9)) == [row(0.9)]
+    assert runs == [0.5, 0.9]
+    path.write_text(path.read_text()[:-20])  # stopped while writing
+    finished = Finished(path)
+    assert {"task": "a", "seed": 0} in finished and {"task": "a", "seed": 1} not in finished
+    finished.rows({"task": "a", "seed": 1}, lambda: run(1.0))
+    assert Finished(path).rows({"task": "a", "seed": 1}, lambda: run(2.0)) == [row(1.0)]
+    assert runs == [0.5, 0.9, 1.0]
+
+
+def test_nothing_is_written_where_a_run_fails(tmp_path):
+    finished = Finished(tmp_path / "done.jsonl")
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            finished.rows({"task": "a"}, lambda: 1 / 0)
+    assert not (tmp_path / "done.jsonl").exists()
