@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.dispatch import tensor_cores
 from pallas_kernels.weighted_decode.base import EMPTY, Entries, Sums, compute_type, merge_splits
 from pallas_kernels.weighted_decode.reference import MANY_ROWS
 
@@ -25,17 +26,18 @@ class Config:
     Attributes:
         block_slots: slots per step of the pipeline; a multiple of 128.
         splits: parts that a head's slots are cut into, each with sums of its own, so that several cores share one
-            sequence; merged outside.
+            sequence; merged outside. None: one for each core that shares a program, where rows and heads do not divide
+            evenly among them.
     """
 
     block_slots: int = 1024
-    splits: int = 1
+    splits: int | None = None
 
     def __post_init__(self) -> None:
         if self.block_slots < 128 or self.block_slots % 128:
             raise ValueError(f"block_slots={self.block_slots}; it must be a multiple of 128")
-        if self.splits < 1:
-            raise ValueError(f"splits={self.splits}; it must be at least 1")
+        if self.splits is not None and self.splits < 1:
+            raise ValueError(f"splits={self.splits}; it must be None or at least 1")
 
 
 def check(rows: Float[Array, "B H R D"], entries: Entries) -> None:
@@ -66,7 +68,8 @@ def weighted_decode(
     slots = entries.keys.shape[2]
     block = min(config.block_slots, slots)
     blocks = pl.cdiv(slots, block)
-    splits = min(config.splits, blocks)
+    cores = tensor_cores()
+    splits = min(config.splits or (cores if batch * heads % cores else 1), blocks)
     per_split = pl.cdiv(blocks, splits)
     slots_minor = head_dim % 128 != 0
 
