@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.weighted_decode.base import EMPTY, Feeds, compute_type
@@ -251,6 +251,16 @@ def _columns(head_dim: int) -> tuple[int, list[Any]]:
     if head_dim <= _MOST_COLUMNS:
         return head_dim, [slice(None)]
     return _FEW_COLUMNS, [pl.ds(first, _FEW_COLUMNS) for first in range(0, head_dim, _FEW_COLUMNS)]
+
+
+def first_highest(
+    scores: Float[Array, "64 S"], number: Int[Array, "64 S"]
+) -> tuple[Float[Array, "64"], Float[Array, "64"]]:
+    """The highest score of each row, and the lowest number where it stands, in float32, which holds it exactly."""
+    highest = scores.max(axis=1)
+    # Negative, so that the largest is the first.
+    there = jnp.where(scores >= of_rows(highest, scores.shape), -number.astype(jnp.float32), -jnp.inf)
+    return highest, -there.max(axis=1)
 
 
 def of_rows(x: Float[Array, "64"], shape: tuple[int, ...]) -> Float[Array, "64 N"]:

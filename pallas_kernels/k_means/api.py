@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import Kernel, dispatch
-from pallas_kernels.k_means import mosaic_tpu, reference
+from pallas_kernels.k_means import mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.k_means.base import Pass
 
-Implementation = Literal["xla", "mosaic_tpu"]
+Implementation = Literal["xla", "mosaic_tpu", "mosaic_gpu"]
 
 
 def k_means(
@@ -28,15 +28,14 @@ def k_means(
     """One pass of Lloyd's algorithm over one head's points: see `reference.k_means`. More heads by `jax.vmap`.
 
     Args:
-        points, directions, summed: float32; what points that are not valid hold does not matter, be it NaN, except that
-            the reference wants finite numbers.
+        points, directions, summed: float32; finite, also where points are not valid.
         used: only the first so many directions are open; None: all.
         summed: what is summed over every cluster's points; None: the points themselves, then read once.
         block: of the reference.
         implementation: None: the kernel of the platform that the program is compiled for, where there is one and it can
             do this, XLA otherwise.
-        config: of the kernel.
-        interpret: of the kernel, as `pallas_call` takes it.
+        config: of the kernel for TPU.
+        interpret: of the kernel, as `pallas_call` or `plgpu.kernel` takes it.
 
     Raises:
         ValueError: for shapes that do not fit, or an implementation that is not known.
@@ -51,6 +50,10 @@ def k_means(
         "mosaic_tpu": Kernel(
             functools.partial(mosaic_tpu.k_means, config=config, interpret=interpret),
             functools.partial(mosaic_tpu.check, config=config),
+        ),
+        "mosaic_gpu": Kernel(
+            functools.partial(mosaic_gpu.k_means, interpret=interpret),
+            functools.partial(mosaic_gpu.check, interpret=interpret),
         ),
     }
     used = jnp.asarray(directions.shape[0] if used is None else used, jnp.int32)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Kernel, dispatch
-from pallas_kernels.soft_match import mosaic_tpu, reference
+from pallas_kernels.soft_match import mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.soft_match.base import Partners
 
-Implementation = Literal["xla", "mosaic_tpu"]
+Implementation = Literal["xla", "mosaic_tpu", "mosaic_gpu"]
 
 
 def soft_match(
@@ -30,8 +30,8 @@ def soft_match(
         chunk: keys among which a partner is sought; even.
         implementation: None: the kernel of the platform that the program is compiled for, where there is one and it can
             do this, XLA otherwise.
-        config: of the kernel.
-        interpret: of the kernel, as `pallas_call` takes it.
+        config: of the kernel for TPU.
+        interpret: of the kernel, as `pallas_call` or `plgpu.kernel` takes it.
 
     Raises:
         ValueError: for a chunk that is not even, or an implementation that is not known.
@@ -43,6 +43,10 @@ def soft_match(
         "mosaic_tpu": Kernel(
             functools.partial(mosaic_tpu.soft_match, chunk=chunk, config=config, interpret=interpret),
             functools.partial(mosaic_tpu.check, chunk=chunk),
+        ),
+        "mosaic_gpu": Kernel(
+            functools.partial(mosaic_gpu.soft_match, chunk=chunk, interpret=interpret),
+            functools.partial(mosaic_gpu.check, chunk=chunk, interpret=interpret),
         ),
     }
     plain = functools.partial(reference.soft_match, chunk=chunk)

@@ -1,11 +1,13 @@
 """Every form of a pass of Lloyd's algorithm against plain float64, and the kernel's traffic."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.k_means import Config, k_means
@@ -109,13 +111,6 @@ def test_no_valid_point(form):
     assert found.gained == 0
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "xla"])
-def test_what_is_not_valid_may_be_nan(form):
-    points, directions, valid = make()
-    spoilt = jnp.where(valid[:, None], points, jnp.nan)
-    compare(run(spoilt, directions, valid, None, None, form), points, directions, valid)
-
-
 @quick_form
 def test_of_equal_directions_the_first_is_taken(form):
     points, directions, valid = make()
@@ -160,6 +155,59 @@ def test_no_more_bytes_move_than_have_to(points, clusters, head_dim, other):
     )
     least = array.nbytes * (1 + other) + 2 * given[1].nbytes + points * (1 + 4)
     assert least <= found.total <= 1.05 * least
+
+
+needs_gpu_interpreter = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter for GPU kernels came with JAX 0.11"
+)
+
+
+def run_for_gpu(points, directions, valid, used=None, summed=None):
+    interpreter = plgpu.InterpretGPUParams(detect_races=True)
+    return k_means(
+        points, directions, valid, used=used, summed=summed, implementation="mosaic_gpu", interpret=interpreter
+    )
+
+
+# Several tiles of points and of clusters, of which the last is not full; clusters that are closed; other sums.
+@needs_gpu_interpreter
+@pytest.mark.parametrize(
+    "points, clusters, head_dim, used, other, scale",
+    [(100, 70, 64, 66, False, 1.0), (64, 5, 128, None, True, 1.0), (7, 9, 80, 3, False, 200.0)],
+)
+def test_the_kernels_for_gpus(points, clusters, head_dim, used, other, scale):
+    given = make(points, clusters, head_dim, scale=scale)
+    summed = 7 * jnp.roll(given[0], 3, axis=0) if other else None
+    found = jax.jit(run_for_gpu, compiler_options=QUICKLY)(*given, used, summed)
+    compare(found, *given, used=used, summed=summed)
+
+
+@needs_gpu_interpreter
+def test_the_kernels_for_gpus_stay_two_under_vmap():
+    given = [jnp.stack(parts)[None] for parts in zip(make(20, 3), make(20, 3, seed=1), strict=True)]
+    traced = jax.jit(jax.vmap(jax.vmap(run_for_gpu)), compiler_options=QUICKLY).trace(*given)
+    assert not {"while", "scan"} & {equation.primitive.name for equation in traced.jaxpr.jaxpr.eqns}
+    assert re.findall(r"Mesh\(grid=(\([\d, ]*\)), grid_names=\((.*?)\)", str(traced.jaxpr)) == [
+        ("(1, 2)", "'tiles', 'batch'"),
+        ("(1, 1, 2)", "'tiles', 'splits', 'batch'"),
+    ]
+    found = traced.lower().compile()(*given)
+    for head in range(2):
+        compare(jax.tree.map(lambda x, head=head: x[0, head], found), *(x[0, head] for x in given))
+
+
+@pytest.mark.parametrize(
+    "head_dim, dtype, message",
+    [
+        (64, jnp.bfloat16, "points are bfloat16"),
+        (72, jnp.float32, "head dimension 72"),
+        (256, jnp.float32, "do not fit in shared memory"),
+    ],
+)
+def test_what_the_kernels_for_gpus_cannot_do_is_refused(head_dim, dtype, message):
+    given = jnp.zeros((64, head_dim), dtype), jnp.zeros((8, head_dim)), jnp.ones(64, bool)
+    with pytest.raises(NotImplementedError, match=message):
+        k_means(*given, implementation="mosaic_gpu", interpret=True)
 
 
 @pytest.mark.parametrize(

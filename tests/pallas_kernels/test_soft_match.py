@@ -1,11 +1,13 @@
 """Every form of the search for partners against plain float64 cosines, and the kernel's traffic."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.soft_match import Config, soft_match
@@ -132,6 +134,70 @@ def test_no_more_bytes_move_than_have_to(slots, head_dim, dtype):
     )
     least = keys.nbytes + 8 * slots // 2
     assert least <= found.total <= 1.05 * least
+
+
+needs_gpu_interpreter = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter for GPU kernels came with JAX 0.11"
+)
+
+
+def run_for_gpu(keys, count, chunk):
+    interpreter = plgpu.InterpretGPUParams(detect_races=True)
+    return soft_match(keys, count, chunk, implementation="mosaic_gpu", interpret=interpreter)
+
+
+@needs_gpu_interpreter
+@pytest.mark.parametrize(
+    "slots, head_dim, dtype, chunk, count",
+    [
+        (256, 64, "float32", 256, 250),
+        (300, 128, "bfloat16", 128, 257),
+        (333, 96, "float32", 160, 333),  # the second tile of a chunk is not full
+        (140, 128, "float32", 128, 0),
+    ],
+)
+def test_the_kernel_for_gpus(slots, head_dim, dtype, chunk, count):
+    keys = make(slots, head_dim, dtype)
+    found = jax.jit(run_for_gpu, static_argnums=2)(keys.at[count:].set(jnp.nan), count, chunk)
+    compare(found, keys, count, chunk)
+
+
+@needs_gpu_interpreter
+def test_the_kernel_for_gpus_takes_the_first_of_equal_cosines():
+    keys = jnp.asarray(np.eye(64)[np.random.default_rng(0).integers(0, 3, 256)], jnp.float32)
+    found = run_for_gpu(keys.at[5].set(0.0), 256, 256)
+    np.testing.assert_array_equal(found.place, expected(keys.at[5].set(0.0), 256, 256).argmax(axis=2).reshape(-1))
+
+
+@needs_gpu_interpreter
+def test_the_kernel_for_gpus_stays_one_under_vmap():
+    keys = jnp.stack([make(128, seed=seed) for seed in range(2)])[None]
+    count = jnp.array([[128, 77]])
+    search = jax.vmap(jax.vmap(functools.partial(run_for_gpu, chunk=128)))
+    traced = jax.jit(search).trace(keys, count)
+    assert not {"while", "scan"} & {equation.primitive.name for equation in traced.jaxpr.jaxpr.eqns}
+    assert re.findall(r"Mesh\(grid=(\([\d, ]*\)), grid_names=\((.*?)\)", str(traced.jaxpr)) == [
+        ("(1, 1, 2)", "'tiles', 'chunks', 'batch'")
+    ]
+    found = traced.lower().compile()(keys, count)
+    for head in range(2):
+        one = jax.tree.map(lambda x, head=head: x[0, head], found)
+        compare(one, keys[0, head], int(count[0, head]), 128)
+
+
+@pytest.mark.parametrize(
+    "keys, chunk, message",
+    [
+        (jnp.zeros((64, 64)), 64, "chunk=64"),
+        (jnp.zeros((64, 64)), 136, "chunk=136"),
+        (jnp.zeros((64, 64), jnp.float16), 128, "keys are float16"),
+        (jnp.zeros((64, 72)), 128, "head dimension 72"),
+        (jnp.zeros((64, 256)), 128, "do not fit in shared memory"),
+    ],
+)
+def test_what_the_kernel_for_gpus_cannot_do_is_refused(keys, chunk, message):
+    with pytest.raises(NotImplementedError, match=message):
+        soft_match(keys, 64, chunk, implementation="mosaic_gpu", interpret=True)
 
 
 def test_what_cannot_be_is_refused():
