@@ -20,7 +20,7 @@ class Blocks:
     """
 
     entries: Float[Array, "B H_kv N P 2*W"]  # float32, bfloat16, float16, int8 or float8; W is at least D
-    scale: Float[Array, "B H_kv N P 2"] | None = None  # float32 factors of a quantised key and value; None: one
+    scale: Float[Array, "B H_kv N P 2"] | None = None  # float32 factors of a quantised key and value, finite; None: one
 
 
 def entry_width(head_dim: int) -> int:

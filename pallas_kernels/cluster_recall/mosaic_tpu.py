@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.cluster_recall.base import Blocks
 from pallas_kernels.cluster_recall.batching import fold_mapped_axes
-from pallas_kernels.cluster_recall.reference import split, taken
 from pallas_kernels.weighted_decode import EMPTY, MANY_ROWS, Sums
 from pallas_kernels.weighted_decode.base import compute_type
 
@@ -29,12 +28,12 @@ class Config:
 
     Attributes:
         step_blocks: blocks that are fetched together and computed with while the next ones come; a multiple of 8.
-        cores: parts that rows and heads are cut into, for chips whose cores share a program; 1 where they do not divide
-            by it.
+        cores: parts that rows and heads are cut into, so that both cores of chips that have two (v4, v5p) work; others
+            lose the time of one fetch. One part where they do not divide by it.
     """
 
     step_blocks: int = 64
-    cores: int = 1
+    cores: int = 2
 
     def __post_init__(self) -> None:
         if self.step_blocks < 8 or self.step_blocks % 8:
@@ -129,11 +128,9 @@ def recall_unmapped(
         "entries": (blocks.entries, pl.BlockSpec(memory_space=pl.ANY)),
     }
     if blocks.scale is not None:
-        for name, scale in zip(("key_scale", "value_scale"), split(taken(blocks.scale, number), 1), strict=True):
-            arrays[name] = (
-                scale.astype(jnp.float32).reshape(streams, steps, step * places),
-                pl.BlockSpec((1, steps, step * places), of_stream),
-            )
+        for name, scale in zip(("key_scale", "value_scale"), _scales(blocks.scale, number), strict=True):
+            shape = (streams, steps, step * places)
+            arrays[name] = (scale.reshape(shape), pl.BlockSpec((1, *shape[1:]), of_stream))
 
     tokens = streams * steps * step * places
     sums = pl.pallas_call(
@@ -164,6 +161,15 @@ def recall_unmapped(
     )(used, *(x for x, _ in arrays.values()))
     peak, num, den = (x.reshape(batch, heads, queries, -1) for x in sums)
     return Sums(peak[..., 0], num[..., read - width : read - width + head_dim], den[..., 0])
+
+
+def _scales(scale: Float[Array, "B H_kv N P 2"], number: Int[Array, "B H K"]) -> Float[Array, "2 B H_kv g*K P"]:
+    """Scales of the keys and of the values in blocks of these numbers, by a product with rows that are one at the
+    number: XLA lays scales out with blocks as the last axis, and a gather from there would copy them all."""
+    batch, kv_heads, count = scale.shape[:3]
+    is_taken = number.reshape(batch, kv_heads, -1, 1) == jnp.arange(count)
+    precision = jax.lax.Precision.HIGHEST
+    return jnp.einsum("bhkn,bhnps->sbhkp", is_taken.astype(jnp.float32), scale, precision=precision)
 
 
 def _kernel(used, *refs, names, head_dim, heads, group, places):

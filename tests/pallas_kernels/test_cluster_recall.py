@@ -16,7 +16,7 @@ from pallas_kernels.cluster_recall import Blocks, Config, GpuConfig, cluster_rec
 from pallas_kernels.weighted_decode import EMPTY, Sums
 from tests.pallas_kernels import traffic
 
-SMALL = Config(step_blocks=8)
+SMALL = Config(step_blocks=8, cores=1)
 # The slow interpreter knows memory spaces: it raises on reads out of bounds and on races, and memory that nothing was
 # written to holds NaN.
 CHECKED = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise")
