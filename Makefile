@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 EXTRAS := experiments,test
 OPS := $(patsubst pallas_kernels/%/benchmark.py,%,$(wildcard pallas_kernels/*/benchmark.py))
 
-.PHONY: demo test test-all lint types unit heavy aot measure parity constraints clean
+.PHONY: demo test test-all lint types unit heavy aot aot-gpu measure parity constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m experiments.line_retrieval --demo --verbosity=-1 --output_dir build/demo
@@ -40,6 +40,10 @@ test-all:
 aot: $(VENV)/.installed $(VENV)/.installed-tpu-compiler
 	$(BIN)/python -m experiments.ahead_of_time
 
+# The same for GPUs that are not here; their compiler takes 5 GB.
+aot-gpu: $(VENV)/.installed $(VENV)/.installed-gpu-compiler
+	PYTHONPATH=$(VENV)/gpu-compiler $(BIN)/python -m experiments.ahead_of_time --device h200
+
 # The kernels on this machine's device: right, and how fast. With a GPU: make measure EXTRAS=experiments,test,cuda
 measure: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/pallas_kernels
@@ -64,6 +68,12 @@ $(VENV)/.installed-parity: $(VENV)/.installed
 $(VENV)/.installed-tpu-compiler: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --upgrade --constraint $(CONSTRAINTS) --no-deps --target $(VENV)/tpu-compiler \
 		"libtpu; sys_platform == 'linux' and platform_machine == 'x86_64'"
+	touch $@
+
+# Of JAX's own version. Its CUDA has pins of its own: those of the parity extra's may be others.
+$(VENV)/.installed-gpu-compiler: $(VENV)/.installed constraints/gpu-compiler.txt
+	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints/gpu-compiler.txt \
+		--target $(VENV)/gpu-compiler "jax-cuda13-plugin[with-cuda]==$$(sed -n 's/^jaxlib==//p' $(CONSTRAINTS))"
 	touch $@
 
 # Writes the versions that the environment holds now, for after a change of dependencies in pyproject.toml. The older

@@ -1,18 +1,22 @@
-"""Compiles what decoding runs for TPUs that are not here, with the real TPU compiler.
+"""Compiles kernels and decoding for TPUs and GPUs that are not here, with their real compilers.
 
     python -m experiments.ahead_of_time
     python -m experiments.ahead_of_time --device v5e --policy uniform --layers 2
+    python -m experiments.ahead_of_time --device h200
 
-libtpu, the compiler, comes from the package index and needs no TPU (`make aot` installs it). For every device it
-compiles the kernels at the shapes of production, and one block of decoding steps of a Llama of a few layers with each
-policy, its state donated as it is in use. A line per program says how long that took, bytes of arguments and
-temporaries, and how many kernels the program holds. It fails where something does not compile, where a kernel that is
-meant to be used is not, and where decoding copies a cache: where it writes an array half as large as a layer's largest
-buffer, or needs as much memory beside its arguments.
+The compilers, libtpu and JAX's for CUDA, come from the package index and need no TPU or GPU (`make aot` and
+`make aot-gpu` install them). For every device it compiles the kernels at the shapes of production, and one block of
+decoding steps of a Llama of a few layers with each policy, its state donated as it is in use. A line per program says
+how long that took, bytes of arguments and temporaries, and how many kernels the program holds. It fails where something
+does not compile, where a kernel that is meant to be used is not, and where decoding copies a cache: where it writes an
+array half as large as a layer's largest buffer, or needs as much memory beside its arguments.
 """
 
+import contextlib
+import importlib.util
 import os
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -30,13 +34,17 @@ from experiments.common import results, settings
 from experiments.common.compiled import large_outputs
 from models import generate
 from models.llama import Llama, LlamaConfig
-from pallas_kernels.weighted_decode import benchmark as weighted_decode
 
 NAME = "ahead_of_time"
 # Where the Makefile puts the compiler: apart from what Python imports, or JAX would look for TPUs in every process.
 COMPILER = pathlib.Path(sys.prefix) / "tpu-compiler" / "libtpu" / "libtpu.so"
 # The smallest topology of each kind.
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+# What XLA needs to know of a GPU that is not here.
+GPUS = {"h200": pathlib.Path(__file__).parent / "targets" / "h200.txtpb"}
+# Their benchmarks say at which shapes.
+OPS = ("weighted_decode", "cluster_recall", "k_means", "soft_match", "balanced_walk")
+DECODING_OPS = ("weighted_decode", "cluster_recall")
 POLICIES = (
     "exact",
     "streaming_llm",
@@ -57,7 +65,10 @@ POLICIES = (
 )
 
 settings.define_common(policies=POLICIES, budgets=("4096",))
-_DEVICE = flags.DEFINE_multi_enum("device", list(TOPOLOGIES), list(TOPOLOGIES), "TPUs to compile for; repeatable.")
+_DEVICE = flags.DEFINE_multi_enum(
+    "device", list(TOPOLOGIES), [*TOPOLOGIES, *GPUS], "Devices to compile for, all TPUs by default; repeatable."
+)
+_OP = flags.DEFINE_multi_enum("op", OPS, OPS, "Ops whose kernels are compiled by themselves; repeatable.")
 _LAYERS = flags.DEFINE_integer("layers", 8, "Layers of the Llama.")
 _HEAD_DIM = flags.DEFINE_multi_integer("head_dim", [128, 64], "Head dimensions of the Llama; repeatable.")
 _BATCH = flags.DEFINE_integer("batch", 8, "Sequences decoded together.")
@@ -70,7 +81,7 @@ class Program(NamedTuple):
     name: str
     lowered: jax.stages.Lowered
     kernels: int  # that it must hold, at least
-    cache: int  # bytes of the largest buffer that it may not copy
+    cache: int | None  # bytes of the largest buffer that it may not copy; None: it may
 
 
 class Compiled(NamedTuple):
@@ -88,14 +99,18 @@ class Compiled(NamedTuple):
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    prepare_compiler()
     quick = flags.FLAGS.quick
     devices = _DEVICE.value[:1] if quick else _DEVICE.value
+    prepare_compiler()
     done: list[Compiled] = []
     for device in devices:
         sharding = on_device(device)
-        programs = [*kernel_programs(sharding), *decoding_programs(sharding, 2 if quick else _LAYERS.value)]
-        compiled = [compile_program(program, device) for program in tqdm(programs, desc=device, leave=False)]
+        # Kernels for GPUs ask what they are lowered for.
+        with (
+            jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh) if device in GPUS else contextlib.nullcontext()
+        ):
+            programs = [*kernel_programs(sharding, device), *decoding_programs(sharding, 2 if quick else _LAYERS.value)]
+            compiled = [compile_program(program, device) for program in tqdm(programs, desc=device, leave=False)]
         show(compiled, device)
         done += compiled
     path = pathlib.Path(flags.FLAGS.output_dir) / f"{NAME}.json"
@@ -106,34 +121,50 @@ def main(argv: Sequence[str]) -> None:
 
 
 def prepare_compiler() -> None:
-    """Makes JAX find the compiler, which must not look for a TPU, nor refuse a second process that uses it."""
-    os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    """Makes JAX find libtpu, which must not look for a TPU, nor refuse a second process that uses it. CUDA's compiler
+    must do without a GPU."""
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1", JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
     if COMPILER.exists():
         os.environ["TPU_LIBRARY_PATH"] = str(COMPILER)
     jax.config.update("jax_platforms", "cpu")
 
 
-def on_device(device: str) -> jax.sharding.Sharding:
+def on_device(device: str) -> jax.sharding.NamedSharding:
     """Everything on one chip of the kind.
 
     Raises:
         ImportError: where libtpu is not installed.
+        NotImplementedError: where JAX's CUDA compiler is not.
     """
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[device])
+    if device in GPUS:
+        given: dict[str, Any] = {"target_config": GPUS[device].read_text(), "topology": "1x1x1"}
+        topology = topologies.get_topology_desc(platform="cuda", topology_name=device, **given)
+    else:
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[device])
     mesh = jax.sharding.Mesh(np.array(topology.devices[:1]), ("chip",))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
-def kernel_programs(sharding: jax.sharding.Sharding) -> Iterator[Program]:
-    """Every op at the shapes that its benchmark is for."""
+def kernel_programs(sharding: jax.sharding.Sharding, device: str) -> Iterator[Program]:
+    """Every op that has a kernel for the device, at the shapes of production that the kernel takes."""
 
-    def array(shape: tuple[int, ...], dtype: Any) -> Any:
+    def array(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    for shape in weighted_decode.PRODUCTION:
-        rows, entries = shape.arguments(array)
-        cache = entries.keys.size * entries.keys.dtype.itemsize
-        yield Program(f"weighted_decode {shape}", jax.jit(shape.run).lower(rows, entries), kernels=1, cache=cache)
+    implementation = "mosaic_gpu" if device in GPUS else "mosaic_tpu"
+    for op in _OP.value:
+        if importlib.util.find_spec(f"pallas_kernels.{op}.{implementation}") is None:
+            continue
+        for shape in importlib.import_module(f"pallas_kernels.{op}.benchmark").PRODUCTION:
+            arguments = shape.arguments(array)
+            try:
+                lowered = jax.jit(shape.function(implementation=implementation)).lower(*arguments)
+            except NotImplementedError as reason:
+                print(f"{op} {shape} is left to XLA on {device}: {reason}")
+                continue
+            # Compression may lay out anew what it reads; decoding may not, at every token.
+            largest = max(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments))
+            yield Program(f"{op} {shape}", lowered, kernels=1, cache=largest if op in DECODING_OPS else None)
 
 
 def decoding_programs(sharding: jax.sharding.Sharding, layers: int) -> Iterator[Program]:
@@ -179,14 +210,14 @@ def compile_program(program: Program, device: str) -> Compiled:
     memory = compiled.memory_analysis()
     assert memory is not None
     text = compiled.as_text() or ""
-    kernels = text.count('custom_call_target="tpu_custom_call"')
+    kernels = len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*)"', text))
     problem = None
     if kernels < program.kernels:
         problem = f"{kernels} kernels, at least {program.kernels} were expected"
-    elif copies := large_outputs(text, program.cache // 2):
+    elif program.cache is not None and (copies := large_outputs(text, program.cache // 2)):
         named = ", ".join(f"{one.name} {list(one.shape)}" for one in copies[:3])
         problem = f"{len(copies)} copies of a cache, such as {named}"
-    elif memory.temp_size_in_bytes >= program.cache:
+    elif program.cache is not None and memory.temp_size_in_bytes >= program.cache:
         problem = f"temporaries as large as a cache, {results.readable_bytes(program.cache)}"
     seconds = time.perf_counter() - begin
     return Compiled(

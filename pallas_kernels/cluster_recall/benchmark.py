@@ -5,7 +5,7 @@ what a store costs whose blocks lie anywhere.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels import benchmarking
 from pallas_kernels.cluster_recall.api import cluster_recall
 from pallas_kernels.cluster_recall.base import Blocks, entry_width
-from pallas_kernels.weighted_decode import Entries, weighted_decode
+from pallas_kernels.weighted_decode import Entries, Sums, weighted_decode
 
 
 class Shape(NamedTuple):
@@ -47,6 +47,10 @@ class Shape(NamedTuple):
         plan = array((self.batch, self.heads, self.recalled), jnp.int32)
         return rows, Blocks(entries, array((*store, 2), jnp.float32) if narrow else None), plan, plan
 
+    def function(self, **options: Any) -> Callable[..., Sums]:
+        """The op on such arguments."""
+        return functools.partial(cluster_recall, **options)
+
     @property
     def bytes(self) -> int:
         """That must move: the blocks that are read, whole, with their scales, and the rest."""
@@ -56,7 +60,7 @@ class Shape(NamedTuple):
         return benchmarking.array_bytes(rows, number, count, sums) + number.size * block
 
 
-SHAPES = (
+PRODUCTION = (
     *(Shape(batch, recalled) for batch in (8, 32) for recalled in (64, 256, 512)),
     *(Shape(8, 256, head_dim=head_dim) for head_dim in (64, 80, 96, 256)),
     *(Shape(8, 256, dtype=dtype) for dtype in (jnp.float32, jnp.int8, jnp.float8_e4m3fn)),
@@ -67,7 +71,7 @@ SHAPES = (
 
 def cases(quick: bool) -> Iterator[benchmarking.Case]:
     shapes = (Shape(2, 16, heads=2, kv_heads=2, blocks=64), Shape(2, 16, kv_heads=2, blocks=64, rows=1))
-    for shape in shapes if quick else SHAPES:
+    for shape in shapes if quick else PRODUCTION:
         yield benchmarking.Case(str(shape), functools.partial(forms, shape), shape.bytes)
 
 
@@ -87,8 +91,8 @@ def forms(shape: Shape) -> Mapping[str, benchmarking.Form]:
     scales = {} if blocks.scale is None else {name: array(slots, jnp.float32) for name in ("key_scale", "value_scale")}
     dense = Entries(keys, values, **scales)
     return {
-        "kvjax": benchmarking.Form(cluster_recall, arguments),
-        "xla": benchmarking.Form(functools.partial(cluster_recall, implementation="xla"), arguments),
+        "kvjax": benchmarking.Form(shape.function(), arguments),
+        "xla": benchmarking.Form(shape.function(implementation="xla"), arguments),
         "dense weighted_decode": benchmarking.Form(weighted_decode, (rows, dense)),
     }
 

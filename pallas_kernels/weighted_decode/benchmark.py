@@ -30,10 +30,6 @@ class Shape(NamedTuple):
         sizes = f"{self.batch} x {self.heads} heads x {self.rows} rows, {self.slots} x {self.head_dim}"
         return f"{sizes} {jnp.dtype(self.dtype).name}{extra}"
 
-    @property
-    def run(self) -> Callable[..., Sums]:
-        return functools.partial(weighted_decode, logits=self.logits)
-
     def arguments(self, array: Any) -> tuple[Any, Entries]:
         """Rows and entries, made by `array(shape, dtype)`."""
         per_slot = (self.batch, self.heads, self.slots)
@@ -48,6 +44,10 @@ class Shape(NamedTuple):
         )
         rows = array((self.batch, self.heads, self.rows, self.head_dim), jnp.bfloat16 if narrow else self.dtype)
         return rows, entries
+
+    def function(self, **options: Any) -> Callable[..., Sums]:
+        """The op on such arguments."""
+        return functools.partial(weighted_decode, logits=self.logits, **options)
 
 
 CACHES = tuple(Shape(batch, slots) for batch in (8, 32, 64) for slots in (4096, 16384, 32768))
@@ -81,7 +81,7 @@ def cases(quick: bool) -> Iterator[benchmarking.Case]:
     shapes = QUICK if quick else (*CACHES, *OTHERS)
     for shape in shapes:
         abstract = shape.arguments(jax.ShapeDtypeStruct)
-        moved = benchmarking.array_bytes(abstract, jax.eval_shape(shape.run, *abstract))
+        moved = benchmarking.array_bytes(abstract, jax.eval_shape(shape.function(), *abstract))
         yield benchmarking.Case(str(shape), functools.partial(forms, shape), moved)
 
 
@@ -94,8 +94,8 @@ def forms(shape: Shape) -> Mapping[str, benchmarking.Form]:
 
     rows, entries = shape.arguments(array)
     found = {
-        "kvjax": benchmarking.Form(shape.run, (rows, entries)),
-        "xla": benchmarking.Form(functools.partial(shape.run, implementation="xla"), (rows, entries)),
+        "kvjax": benchmarking.Form(shape.function(), (rows, entries)),
+        "xla": benchmarking.Form(shape.function(implementation="xla"), (rows, entries)),
     }
     if not shape.logits and entries.key_scale is None:
         found.update(jax_attention(shape, rows, entries))

@@ -1,5 +1,6 @@
 """The real TPU compiler takes the kernels and decoding, without a TPU."""
 
+import collections
 import importlib.util
 import json
 import pathlib
@@ -10,6 +11,7 @@ import pytest
 from tests.experiments.test_commands import run
 
 COMPILER = pathlib.Path(sys.prefix) / "tpu-compiler" / "libtpu" / "libtpu.so"
+GPU_COMPILER = pathlib.Path(sys.prefix) / "gpu-compiler"
 # libtpu is made for Linux on x86 alone.
 needs_compiler = pytest.mark.skipif(
     not COMPILER.exists() and importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
@@ -27,8 +29,10 @@ def compile_all(tmp_path, *arguments):
 def test_kernels_and_decoding_with_every_policy_compile_for_a_tpu(tmp_path):
     rows = compile_all(tmp_path, "--head_dim=128")
     kernels = {name: row for name, row in rows.items() if "layers" not in name}
-    assert all(row["kernels"] == 1 and row["value"] == 0 for row in kernels.values())
-    assert sum(name.startswith("weighted_decode") for name in kernels) == 23
+    assert all(row["kernels"] == 1 for row in kernels.values())
+    ops = collections.Counter(name.split()[0] for name in kernels)
+    assert ops == {"weighted_decode": 23, "cluster_recall": 15, "k_means": 7, "soft_match": 7, "balanced_walk": 7}
+    assert all(row["value"] == 0 for name, row in kernels.items() if name.startswith("weighted_decode"))
     decoding = {name.split()[0]: row for name, row in rows.items() if name not in kernels}
     assert {"exact", "clusterkv", "chelsea", "subgen", "balancekv"} <= set(decoding)
     # Window and staging, in both layers.
@@ -37,7 +41,9 @@ def test_kernels_and_decoding_with_every_policy_compile_for_a_tpu(tmp_path):
 
 @needs_compiler
 def test_decoding_with_narrow_heads_compiles_without_a_copy(tmp_path):
-    rows = compile_all(tmp_path, "--head_dim=64", "--policy=exact", "--policy=chelsea", "--policy=clusterkv")
+    rows = compile_all(
+        tmp_path, "--head_dim=64", "--policy=exact", "--policy=chelsea", "--policy=clusterkv", "--op=weighted_decode"
+    )
     assert sum("D=64" in name for name in rows) == 3
 
 
@@ -45,7 +51,24 @@ def test_decoding_with_narrow_heads_compiles_without_a_copy(tmp_path):
 def test_a_copied_cache_is_found(tmp_path):
     # A number of slots that is no multiple of 8 makes XLA lay the store out as no kernel reads it.
     done = run(
-        "experiments.ahead_of_time", "--quick", "--policy=uniform", "--budget=4093", f"--output_dir={tmp_path}",
+        "experiments.ahead_of_time", "--quick", "--policy=uniform", "--budget=4093", "--op=weighted_decode",
+        f"--output_dir={tmp_path}",
     )  # fmt: skip
     assert done.returncode != 0
     assert "copies of a cache" in done.stdout + done.stderr
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(
+    not GPU_COMPILER.exists() and importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="JAX's compiler for CUDA is not installed (make aot-gpu)",
+)
+def test_kernels_and_decoding_with_every_policy_compile_for_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(GPU_COMPILER))
+    rows = compile_all(tmp_path, "--device=h200", "--head_dim=128")
+    ops = collections.Counter(name.split()[0] for name in rows if "layers" not in name)
+    # Without float32 of 256 columns, whose parts do not fit in shared memory.
+    assert ops["weighted_decode"] == 22 and ops["cluster_recall"] == 15
+    decoding = {name.split()[0]: row for name, row in rows.items() if "layers" in name}
+    assert {"exact", "clusterkv", "chelsea", "subgen", "balancekv"} <= set(decoding)
+    assert all(row["kernels"] >= 2 for row in decoding.values())

@@ -307,6 +307,15 @@ def test_the_kernel_for_gpus(case):
 
 
 @needs_gpu_interpreter
+def test_the_kernel_for_gpus_moves_the_blocks_that_are_read_and_no_other():
+    rows, blocks, number, _ = make(batch=1, heads=1, kv_heads=1, there=32, recalled=20, head_dim=128, dtype="bfloat16")
+    count = jnp.broadcast_to(jnp.arange(20) % 5, number.shape)  # every fifth block is left out
+    found = traffic.copied_for_gpu(run_for_gpu, rows, blocks, number, count)
+    least = 16 * 16 * 2 * 128 * 2 + rows.nbytes + 4 * 4 * (128 + 2)
+    assert least <= found <= 1.05 * least
+
+
+@needs_gpu_interpreter
 @pytest.mark.parametrize("own_stores", [True, False])
 def test_the_kernel_for_gpus_stays_one_under_vmap(own_stores):
     rows, blocks, number, count = make(batch=1, kv_heads=1, heads=1, recalled=3)

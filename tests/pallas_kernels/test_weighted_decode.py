@@ -288,6 +288,15 @@ def test_the_kernel_for_gpus_reads_nothing_outside_and_tells_rows_without_entrie
 
 
 @needs_gpu_interpreter
+def test_the_kernel_for_gpus_moves_no_more_bytes_than_it_has_to():
+    stop = jnp.array([512], jnp.int32)
+    rows, entries = make(batch=1, heads=1, slots=768, head_dim=128, dtype="bfloat16", fields=("log_num",), stop=stop)
+    found = traffic.copied_for_gpu(run_for_gpu, rows, entries)
+    least = 512 * (2 * 128 * 2 + 4) + rows.nbytes + 4 * 4 * (128 + 2)
+    assert least <= found <= 1.05 * least
+
+
+@needs_gpu_interpreter
 def test_the_kernel_for_gpus_stays_one_under_vmap():
     one, other = (make(batch=1, heads=1, slots=64, seed=seed, stop=jnp.array([50], jnp.int32)) for seed in (0, 1))
     stack = jax.tree.map(lambda *x: jnp.stack(x), one, other)

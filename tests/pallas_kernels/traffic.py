@@ -1,4 +1,4 @@
-"""How many bytes TPU kernels move between main memory and the chip, counted from what they do.
+"""How many bytes kernels move between main memory and the chip, counted from what they do.
 
 Blocks of the pipeline are counted from the specs' index maps: a block is fetched when its number changes from one step
 of the grid to the next, and an output is written back likewise. Copies that a kernel starts itself are recorded as the
@@ -6,7 +6,9 @@ interpreter carries them out. Nothing is taken from a kernel's own estimate.
 """
 
 import contextlib
+import importlib
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
@@ -96,3 +98,21 @@ def _recorded_copies() -> Iterator[list[int]]:
 
     with mock.patch.object(interpreter.DMA, "execute_read", recording):
         yield sizes
+
+
+def copied_for_gpu(function: Callable[..., Any], *arguments: Any) -> int:
+    """Bytes that kernels interpreted by `plgpu.InterpretGPUParams` copy between main and shared memory. The few numbers
+    that they read from main memory by themselves are not among them."""
+    interpreter = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
+    sizes: list[int] = []
+    copy = interpreter.AsyncCopyTask.__call__
+
+    def recording(self, *given):
+        buffer = interpreter._get_shared_memory().buffer_shape_and_dtype(self.src_allocation_key)
+        sizes.append(math.prod(self.src_access.shape) * buffer.dtype.itemsize)
+        return copy(self, *given)
+
+    with mock.patch.object(interpreter.AsyncCopyTask, "__call__", recording):
+        jax.block_until_ready(function(*arguments))
+    assert sizes, "nothing was copied"
+    return sum(sizes)
