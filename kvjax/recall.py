@@ -7,6 +7,7 @@ combinators may keep those in another form or place.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -26,6 +27,7 @@ from pallas_kernels.cluster_recall import Blocks, entry_width, read_places, spli
 T = TypeVar("T")
 
 BLOCKS = "blocks"
+FEW_QUERIES = 8  # that recall at the same time
 
 
 @state
@@ -284,9 +286,11 @@ def recalling(policy: CachePolicy, plan: Planner, index_bytes: Callable[[Windowe
         read = (recall(state.selection.store, found.block, found.tokens),) if found.block.shape[2] else ()
         return read + found.rest
 
-    def one_by_one(state, query, function):
-        """`function` of every query, T leading. One query at a time: what they recall differs."""
-        return jax.lax.map(lambda one: function(state, one[:, None]), query.swapaxes(0, 1))
+    def of_each(state, query, function):
+        """`function` of every query, T leading: a few at once, many one by one, for each may recall other blocks."""
+        of_one = lambda one: function(state, one[:, None])  # noqa: E731
+        over_queries = jax.vmap(of_one) if query.shape[1] <= FEW_QUERIES else functools.partial(jax.lax.map, of_one)
+        return over_queries(query.swapaxes(0, 1))
 
     def attend_each(state, query) -> tuple[Partials, ...]:
         found = plan(state, query)
@@ -298,7 +302,7 @@ def recalling(policy: CachePolicy, plan: Planner, index_bytes: Callable[[Windowe
         kept = attend(query, own(state, query, causal))
         if query.shape[1] == 1:
             return merge(kept, *attend_each(state, query)), state
-        parts = one_by_one(state, query, attend_each)
+        parts = of_each(state, query, attend_each)
         return merge(kept, *jax.tree.map(lambda x: x.swapaxes(0, 1)[:, :, 0], parts)), state
 
     def segments(state, query, causal=False) -> tuple[Segment, ...]:
@@ -309,7 +313,7 @@ def recalling(policy: CachePolicy, plan: Planner, index_bytes: Callable[[Windowe
         kept = own(state, query, causal)
         if query.shape[1] == 1:
             return kept + recalled(state, query)
-        return kept + tuple(_side_by_side(one) for one in one_by_one(state, query, recalled))
+        return kept + tuple(_side_by_side(one) for one in of_each(state, query, recalled))
 
     def read_bytes(state):
         shown = jax.eval_shape(lambda state: segments(state, None), state)
