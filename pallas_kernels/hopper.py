@@ -236,7 +236,8 @@ def add_values(
     sums = []
     for columns, num in zip(_columns(values[0].shape[1])[1], before, strict=True):
         added = product(left, [part.at[:, columns] for part in values])
-        sums.append(num * of_rows(fade, num.shape) + added)
+        # One after the other: all products at once would not fit in registers.
+        sums.append(lax.optimization_barrier(num * of_rows(fade, num.shape) + added))
     return tuple(sums)
 
 
