@@ -5,7 +5,7 @@ against XLA's.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -29,22 +29,19 @@ class Shape(NamedTuple):
         return f"{self.op}, {self.batch} x {self.heads} heads, {self.entries} x {self.head_dim} float32"
 
     def arguments(self, array: Any) -> tuple[Any, ...]:
-        """Blocks, draws, and weights or gains, made by `array(shape)`."""
-        heads = self.batch, self.heads
-        store = array((*heads, self.entries, self.head_dim))
-        block = Block(store, store, *(array(heads) for _ in range(3)))
+        """Blocks, draws, and weights or gains, made by `array(shape, dtype)`."""
+        of_heads = lambda *shape: array((self.batch, self.heads, *shape), jnp.float32)  # noqa: E731
+        store = of_heads(self.entries, self.head_dim)
+        block = Block(store, store, *(of_heads() for _ in range(3)))
         decisions = self.entries // 2 if self.op == "pairs" else self.entries
-        return block, array((*heads, decisions)), array((*heads, self.entries))
+        return block, of_heads(decisions), of_heads(self.entries)
 
-    def function(self, **options: Any) -> Callable[..., Any]:
+    def run(self, block: Block, uniforms: Any, weights: Any, **options: Any) -> Any:
         """The op on all heads."""
-
-        def one(block: Block, uniforms: Any, weights: Any) -> Any:
-            if self.op == "pairs":
-                return pairs(block, uniforms, weights, 4.0, **options)
-            return signs(block, uniforms, weights, **options)
-
-        return jax.vmap(jax.vmap(one))
+        one: Any = functools.partial(signs, **options)
+        if self.op == "pairs":
+            one = functools.partial(pairs, gamma=4.0, **options)
+        return jax.vmap(jax.vmap(one))(block, uniforms, weights)
 
 
 # Blocks of a prompt, or two bins of a tree of 4096, 2048, 8192 and 16384 slots; the other variants' blocks.
@@ -61,8 +58,8 @@ PRODUCTION = (
 
 def cases(quick: bool) -> Iterator[benchmarking.Case]:
     for shape in (Shape(1, 64, heads=2, head_dim=64), Shape(1, 64, "signs", 2, 64)) if quick else PRODUCTION:
-        abstract = shape.arguments(functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32))
-        moved = benchmarking.array_bytes(abstract, jax.eval_shape(shape.function(), *abstract))
+        abstract = shape.arguments(jax.ShapeDtypeStruct)
+        moved = benchmarking.array_bytes(abstract, jax.eval_shape(shape.run, *abstract))
         flops = 4 * shape.batch * shape.heads * shape.entries**2 * shape.head_dim
         forms = functools.partial(_forms, shape)
         yield benchmarking.Case(str(shape), forms, moved, flops, product_type=jnp.float32)
@@ -72,13 +69,13 @@ def _forms(shape: Shape) -> Mapping[str, benchmarking.Form]:
     """kvjax's form for the platform and XLA's; nothing else is known to do the same."""
     draws = iter(jax.random.split(jax.random.key(0), 6))
 
-    def array(size: tuple[int, ...]) -> Any:
-        return jax.random.uniform(next(draws), size) / shape.head_dim**0.5
+    def array(size: tuple[int, ...], dtype: Any) -> Any:
+        return jax.random.uniform(next(draws), size, dtype) / shape.head_dim**0.5
 
     arguments = shape.arguments(array)
     return {
-        "kvjax": benchmarking.Form(shape.function(), arguments),
-        "xla": benchmarking.Form(shape.function(implementation="xla"), arguments),
+        "kvjax": benchmarking.Form(shape.run, arguments),
+        "xla": benchmarking.Form(functools.partial(shape.run, implementation="xla"), arguments),
     }
 
 

@@ -64,19 +64,24 @@ def k_means(
 ) -> Pass:
     """`reference.k_means` in one pass over blocks of points; sums stay on chip until the last.
 
-    Points are read with their number as the minor axis: both products are then of whole tiles at any head dimension.
+    Head dimensions that are no multiple of 128 are read with points as the minor axis, so that all tiles are full.
     Products with directions are taken in float32 (`Precision.HIGHEST`); sums are exact up to float32's additions.
     """
     config = config or Config()
     tokens, head_dim = points.shape
     clusters = directions.shape[0]
     block = min(config.block_points, tokens)
-    of_points = pl.BlockSpec((head_dim, block), lambda i: (0, i))
+    points_minor = head_dim % 128 != 0
+    lay = (lambda x: x.T) if points_minor else (lambda x: x)
+    if points_minor:
+        of_points = pl.BlockSpec((head_dim, block), lambda i: (0, i))
+    else:
+        of_points = pl.BlockSpec((block, head_dim), lambda i: (i, 0))
     of_row = pl.BlockSpec((1, block), lambda i: (0, i))
     stays = pl.BlockSpec((clusters, head_dim), lambda i: (0, 0))
-    arrays = [points.T, *([] if summed is None else [summed.T])]
+    arrays = [lay(x) for x in (points, summed) if x is not None]
     label, sums, gained = pl.pallas_call(
-        functools.partial(_kernel, tokens=tokens, block=block),
+        functools.partial(_kernel, tokens=tokens, block=block, axis=int(points_minor)),
         grid=(pl.cdiv(tokens, block),),
         in_specs=[
             pl.BlockSpec((1, 1), lambda i: (0, 0), memory_space=pltpu.SMEM),
@@ -104,9 +109,9 @@ def k_means(
     return Pass(label[0], sums, gained[0, 0])
 
 
-def _kernel(used_ref, directions_ref, valid_ref, points_ref, *refs, tokens, block):
-    """One block of points. Clusters are rows of the products and points columns, so that the best is sought along
-    sublanes and labels come out as a row."""
+def _kernel(used_ref, directions_ref, valid_ref, points_ref, *refs, tokens, block, axis):
+    """One block of points, which are on the given axis. Clusters are rows of the products and points columns, so that
+    the best is sought along sublanes and labels come out as a row."""
     summed_ref, (label_ref, sums_ref, gained_ref) = refs[0] if len(refs) == 4 else points_ref, refs[-3:]
     number = pl.program_id(0)
 
@@ -119,7 +124,7 @@ def _kernel(used_ref, directions_ref, valid_ref, points_ref, *refs, tokens, bloc
     product = jax.lax.dot_general(
         directions_ref[...],
         points_ref[...],
-        (((1,), (0,)), ((), ())),
+        (((1,), (1 - axis,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
@@ -127,18 +132,22 @@ def _kernel(used_ref, directions_ref, valid_ref, points_ref, *refs, tokens, bloc
     product = jnp.where(row < used_ref[0, 0], product, -jnp.inf)
     best = jnp.max(product, axis=0, keepdims=True)
     nearest = jnp.min(jnp.where(product >= best, row, clusters - 1), axis=0, keepdims=True)
-    # What lies behind the last point is unspecified and may be NaN.
     column = number * block + jax.lax.broadcasted_iota(jnp.int32, best.shape, 1)
     there = (column < tokens) & (valid_ref[...] != 0)
     label = jnp.where(there, nearest, clusters)
     label_ref[...] = label
     gained_ref[...] += jnp.sum(jnp.where(there, best, 0.0), axis=1, keepdims=True)
     member = (row == label).astype(jnp.bfloat16)
-    for part in _parts(jnp.where(there, summed_ref[...], 0.0)):
-        sums_ref[...] += jax.lax.dot_general(member, part, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    # What lies behind the last point is unspecified and may be NaN.
+    summed = summed_ref[...]
+    place = number * block + jax.lax.broadcasted_iota(jnp.int32, summed.shape, axis)
+    for part in _parts(jnp.where(place < tokens, summed, 0.0)):
+        sums_ref[...] += jax.lax.dot_general(
+            member, part, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32
+        )
 
 
-def _parts(x: Float[Array, "D T"]) -> list[Float[Array, "D T"]]:
+def _parts(x: Float[Array, "..."]) -> list[Float[Array, "..."]]:
     """Three bfloat16 numbers whose sum is x: a product with zeros and ones then takes three passes of the matrix unit
     instead of the six of two float32 numbers."""
     parts = []
