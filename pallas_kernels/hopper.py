@@ -121,8 +121,10 @@ def blocked(shape: Sequence[int], dtype: Any, swizzled_as: int | None = None) ->
     swizzle, columns = _tile(swizzled_as or shape[-1], dtype)
     if not swizzle:
         return plgpu.SMEM(tuple(shape), dtype)
-    tile = plgpu.TilingTransform((8, columns))
-    return plgpu.SMEM(tuple(shape), dtype, transforms=(tile, plgpu.SwizzleTransform(columns * bits // 8)))
+    # JAX 0.12's declarations, read strictly, make them abstract classes.
+    tiling: Any = plgpu.TilingTransform
+    swizzling: Any = plgpu.SwizzleTransform
+    return plgpu.SMEM(tuple(shape), dtype, transforms=(tiling((8, columns)), swizzling(columns * bits // 8)))
 
 
 def _tile(columns: int, dtype: Any) -> tuple[bool, int]:
