@@ -6,6 +6,7 @@ reduction over the bytes that must move, and of the op's products at the rate of
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import statistics
@@ -108,7 +109,10 @@ def limit_seconds(case: Case) -> float:
     if not case.flops:
         return reading
     square = jnp.ones((PRODUCT_WIDTH, PRODUCT_WIDTH), case.product_type)
-    rate = 2 * PRODUCT_WIDTH**3 / seconds_per_call(Form(lambda x: jnp.matmul(x, x), (square,)))
+    # float32 to the last digit, as the ops compute.
+    precision = jax.lax.Precision.HIGHEST if case.product_type == jnp.float32 else None
+    product = Form(functools.partial(jnp.matmul, precision=precision), (square, square))
+    rate = 2 * PRODUCT_WIDTH**3 / seconds_per_call(product)
     return max(reading, case.flops / rate)
 
 

@@ -5,7 +5,7 @@ against XLA's.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -36,12 +36,12 @@ class Shape(NamedTuple):
         decisions = self.entries // 2 if self.op == "pairs" else self.entries
         return block, of_heads(decisions), of_heads(self.entries)
 
-    def run(self, block: Block, uniforms: Any, weights: Any, **options: Any) -> Any:
+    def function(self, **options: Any) -> Callable[..., Any]:
         """The op on all heads."""
         one: Any = functools.partial(signs, **options)
         if self.op == "pairs":
             one = functools.partial(pairs, gamma=4.0, **options)
-        return jax.vmap(jax.vmap(one))(block, uniforms, weights)
+        return jax.vmap(jax.vmap(one))
 
 
 # Blocks of a prompt, or two bins of a tree of 4096, 2048, 8192 and 16384 slots; the other variants' blocks.
@@ -59,7 +59,7 @@ PRODUCTION = (
 def cases(quick: bool) -> Iterator[benchmarking.Case]:
     for shape in (Shape(1, 64, heads=2, head_dim=64), Shape(1, 64, "signs", 2, 64)) if quick else PRODUCTION:
         abstract = shape.arguments(jax.ShapeDtypeStruct)
-        moved = benchmarking.array_bytes(abstract, jax.eval_shape(shape.run, *abstract))
+        moved = benchmarking.array_bytes(abstract, jax.eval_shape(shape.function(), *abstract))
         flops = 4 * shape.batch * shape.heads * shape.entries**2 * shape.head_dim
         forms = functools.partial(_forms, shape)
         yield benchmarking.Case(str(shape), forms, moved, flops, product_type=jnp.float32)
@@ -74,8 +74,8 @@ def _forms(shape: Shape) -> Mapping[str, benchmarking.Form]:
 
     arguments = shape.arguments(array)
     return {
-        "kvjax": benchmarking.Form(shape.run, arguments),
-        "xla": benchmarking.Form(functools.partial(shape.run, implementation="xla"), arguments),
+        "kvjax": benchmarking.Form(shape.function(), arguments),
+        "xla": benchmarking.Form(shape.function(implementation="xla"), arguments),
     }
 
 

@@ -1,7 +1,7 @@
 """How fast a pass of `k_means` is: python -m pallas_kernels.k_means.benchmark [--quick] [--output FILE]."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -33,12 +33,12 @@ class Shape(NamedTuple):
         directions = array((*heads, self.clusters, self.head_dim), jnp.float32)
         return points, directions, array((*heads, self.points), jnp.bool), points if self.summed else None
 
-    def run(self, points: Any, directions: Any, valid: Any, summed: Any, **options: Any) -> Any:
+    def function(self, **options: Any) -> Callable[..., Any]:
         """The op on all heads."""
         one = lambda points, directions, valid, summed: k_means(  # noqa: E731
             points, directions, valid, summed=summed, **options
         )
-        return jax.vmap(jax.vmap(one))(points, directions, valid, summed)
+        return jax.vmap(jax.vmap(one))
 
 
 # A cluster for 80 tokens of a prompt, all of them or every fourth; 400 for any prompt; chunks of later tokens; and what
@@ -57,7 +57,7 @@ PRODUCTION = (
 def cases(quick: bool) -> Iterator[benchmarking.Case]:
     for shape in (Shape(1, 512, 8, heads=2, head_dim=64),) if quick else PRODUCTION:
         abstract = shape.arguments(jax.ShapeDtypeStruct)
-        moved = benchmarking.array_bytes(abstract, jax.eval_shape(shape.run, *abstract))
+        moved = benchmarking.array_bytes(abstract, jax.eval_shape(shape.function(), *abstract))
         # The sums take additions alone; only products with directions must be made.
         flops = 2 * shape.batch * shape.heads * shape.points * shape.clusters * shape.head_dim
         forms = functools.partial(_forms, shape)
@@ -75,8 +75,8 @@ def _forms(shape: Shape) -> Mapping[str, benchmarking.Form]:
 
     arguments = shape.arguments(array)
     return {
-        "kvjax": benchmarking.Form(shape.run, arguments),
-        "xla": benchmarking.Form(functools.partial(shape.run, implementation="xla"), arguments),
+        "kvjax": benchmarking.Form(shape.function(), arguments),
+        "xla": benchmarking.Form(shape.function(implementation="xla"), arguments),
     }
 
 

@@ -1,7 +1,7 @@
 """How fast `soft_match` searches: python -m pallas_kernels.soft_match.benchmark [--quick] [--output FILE]."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -30,10 +30,9 @@ class Shape(NamedTuple):
         heads = self.batch, self.heads
         return array((*heads, self.keys, self.head_dim), self.dtype), array(heads, jnp.int32)
 
-    def run(self, keys: Any, count: Any, **options: Any) -> Any:
+    def function(self, **options: Any) -> Callable[..., Any]:
         """The op on all heads."""
-        one: Any = functools.partial(soft_match, chunk=self.chunk, **options)
-        return jax.vmap(jax.vmap(one))(keys, count)
+        return jax.vmap(jax.vmap(functools.partial(soft_match, chunk=self.chunk, **options)))
 
 
 # A prompt's first merging, a later one's, and what models of other kinds bring.
@@ -51,7 +50,7 @@ PRODUCTION = (
 def cases(quick: bool) -> Iterator[benchmarking.Case]:
     for shape in (Shape(1, 512, heads=2, head_dim=64),) if quick else PRODUCTION:
         abstract = shape.arguments(jax.ShapeDtypeStruct)
-        moved = benchmarking.array_bytes(abstract, jax.eval_shape(shape.run, *abstract))
+        moved = benchmarking.array_bytes(abstract, jax.eval_shape(shape.function(), *abstract))
         flops = shape.batch * shape.heads * shape.keys * shape.chunk // 2 * shape.head_dim
         forms = functools.partial(_forms, shape)
         yield benchmarking.Case(str(shape), forms, moved, flops, product_type=jnp.float32)
@@ -67,8 +66,8 @@ def _forms(shape: Shape) -> Mapping[str, benchmarking.Form]:
 
     arguments = shape.arguments(array)
     return {
-        "kvjax": benchmarking.Form(shape.run, arguments),
-        "xla": benchmarking.Form(functools.partial(shape.run, implementation="xla"), arguments),
+        "kvjax": benchmarking.Form(shape.function(), arguments),
+        "xla": benchmarking.Form(shape.function(implementation="xla"), arguments),
     }
 
 
