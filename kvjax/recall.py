@@ -97,12 +97,20 @@ def arrange(
 
 
 def attend_recalled(
-    query: Float[Array, "B 1 H_q D"], store: BlockStore, block: Int[Array, "B H K"], count: Int[Array, "B H K"]
+    query: Float[Array, "B 1 H_q D"],
+    store: BlockStore,
+    block: Int[Array, "B H K"],
+    count: Int[Array, "B H K"],
+    scales: Float[Array, "B H_kv N P 2"] | None = None,
 ) -> Partials:
-    """Partials of attention over the first `count` tokens of each of K blocks; arguments as for `recall`."""
+    """Partials of attention over the first `count` tokens of each of K blocks; arguments as for `recall`.
+
+    Args:
+        scales: float32 factors of quantised keys and values; None: one.
+    """
     if on_host(store.entries):
         return attend(query, (recall(store, block, count),))
-    return attend_blocks(query, Blocks(store.entries), block, count)
+    return attend_blocks(query, Blocks(store.entries, scales), block, count)
 
 
 def recall(store: BlockStore, block: Int[Array, "B H K"], count: Int[Array, "B H K"]) -> Segment:

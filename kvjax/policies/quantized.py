@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.attention import attend
-from kvjax.policy import CachePolicy
+from kvjax.attention import attend, merge
+from kvjax.policy import CachePolicy, Segments
+from kvjax.recall import attend_recalled
 from kvjax.segment import Segment, segment_bytes
 from kvjax.state import map_fields, state
 
@@ -85,12 +86,25 @@ def quantized(policy: CachePolicy, storage: Literal["int8", "fp8"] = "int8") -> 
 
     def segments(state: Quantized, query, causal=False) -> tuple[Segment, ...]:
         assert policy.segments is not None
+        return scaled(policy.segments, state, query, causal)
+
+    def scaled(shown: Segments, state: Quantized, query, causal) -> tuple[Segment, ...]:
+        """What is shown of the entries, with what is shown of their scales."""
         of_scales = map_fields(lambda field, x, scale: scale if field.entries else x, state.cache, state.scales)
-        pairs = zip(policy.segments(state.cache, query, causal), policy.segments(of_scales, query, causal), strict=True)
+        pairs = zip(shown(state.cache, query, causal), shown(of_scales, query, causal), strict=True)
         return tuple(_scaled(one, scales, dtype, name) for one, scales in pairs)
 
     def attend_cache(state, query, causal=False):
-        return attend(query, segments(state, query, causal)), state
+        if policy.plan is None or query.shape[1] > 1:
+            return attend(query, segments(state, query, causal)), state
+        # Recalled blocks are read where they lie.
+        window, plan = policy.plan
+        found = plan(state.cache, query)
+        partials = attend(query, (*scaled(window, state, query, causal), *found.rest))
+        if found.block.shape[2]:
+            store, scales = (part.selection.store for part in (state.cache, state.scales))
+            partials = merge(partials, attend_recalled(query, store, found.block, found.tokens, scales=scales.entries))
+        return partials, state
 
     def extend(state, *tokens):
         return dataclasses.replace(state, cache=policy.extend(state.cache, *tokens))
