@@ -37,8 +37,12 @@ def taken(
     """Some columns of the blocks of these numbers, which are of kv heads or of query heads. Numbers are made by
     programs, not by users: there is no clamping pass over what was gathered."""
     batch, heads, _ = number.shape
-    of_head = jax.vmap(jax.vmap(lambda stored, at: stored.at[at, :, columns].get(mode="promise_in_bounds")))
-    found = of_head(stored, number.reshape(batch, stored.shape[1], -1))
+    kv_heads, places = stored.shape[1], stored.shape[3]
+    # Blocks of one place as rows: on TPUs XLA lays such blocks out in another way than it gathers them.
+    squeezed = stored[:, :, :, 0] if places == 1 else stored
+    of_head = jax.vmap(jax.vmap(lambda stored, at: stored.at[at, ..., columns].get(mode="promise_in_bounds")))
+    found = of_head(squeezed, number.reshape(batch, kv_heads, -1))
+    found = found[:, :, :, None] if places == 1 else found
     return found.reshape(batch, heads, -1, *found.shape[3:])
 
 
