@@ -39,6 +39,7 @@ def test_kernels_and_decoding_with_every_policy_compile_for_a_tpu(tmp_path):
     assert all(row["kernels"] >= 4 for row in decoding.values())
 
 
+@pytest.mark.heavy
 @needs_compiler
 def test_decoding_with_narrow_heads_compiles_without_a_copy(tmp_path):
     rows = compile_all(
@@ -47,6 +48,7 @@ def test_decoding_with_narrow_heads_compiles_without_a_copy(tmp_path):
     assert sum("D=64" in name for name in rows) == 3
 
 
+@pytest.mark.heavy
 @needs_compiler
 def test_a_copied_cache_is_found(tmp_path):
     # A number of slots that is no multiple of 8 makes XLA lay the store out as no kernel reads it.
