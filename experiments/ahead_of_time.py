@@ -9,7 +9,7 @@ The compilers, libtpu and JAX's for CUDA, come from the package index and need n
 decoding steps of a Llama of a few layers with each policy, its state donated as it is in use. A line per program says
 how long that took, bytes of arguments and temporaries, and how many kernels the program holds. It fails where something
 does not compile, where a kernel that is meant to be used is not, and where decoding copies a cache: where it writes an
-array half as large as a layer's largest buffer, or needs as much memory beside its arguments.
+array half as large as a layer's largest buffer, or needs as much memory for all layers beside its arguments.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ class Program(NamedTuple):
 
     name: str
     lowered: jax.stages.Lowered
-    kernels: int  # that it must hold, at least
+    kernels: int  # that it must hold, at least: one per layer or op
     cache: int | None  # bytes of the largest buffer that it may not copy; None: it may
 
 
@@ -217,8 +217,8 @@ def compile_program(program: Program, device: str) -> Compiled:
     elif program.cache is not None and (copies := large_outputs(text, program.cache // 2)):
         named = ", ".join(f"{one.name} {list(one.shape)}" for one in copies[:3])
         problem = f"{len(copies)} copies of a cache, such as {named}"
-    elif program.cache is not None and memory.temp_size_in_bytes >= program.cache:
-        problem = f"temporaries as large as a cache, {results.readable_bytes(program.cache)}"
+    elif program.cache is not None and memory.temp_size_in_bytes >= program.cache * program.kernels:
+        problem = f"temporaries as large as the caches, each {results.readable_bytes(program.cache)}"
     seconds = time.perf_counter() - begin
     return Compiled(
         program.name, device, seconds, memory.argument_size_in_bytes, memory.temp_size_in_bytes, kernels, problem
