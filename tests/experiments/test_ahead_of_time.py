@@ -35,8 +35,8 @@ def test_kernels_and_decoding_with_every_policy_compile_for_a_tpu(tmp_path):
     assert all(row["value"] == 0 for name, row in kernels.items() if name.startswith("weighted_decode"))
     decoding = {name.split()[0]: row for name, row in rows.items() if name not in kernels}
     assert {"exact", "clusterkv", "chelsea", "subgen", "balancekv"} <= set(decoding)
-    # Window and staging, in both layers.
-    assert all(row["kernels"] >= 4 for row in decoding.values())
+    # Window and staging, in both layers; infinigen has no slots in its window but those of staging.
+    assert all(row["kernels"] >= (2 if name == "infinigen" else 4) for name, row in decoding.items())
 
 
 @pytest.mark.heavy
