@@ -63,14 +63,3 @@ def tensor_cores() -> int:
     """How many cores share a program on this process's TPUs: two on v4 and v5p, one on others. Programs that are
     compiled ahead of time, where there is no TPU, are cut for one."""
     return 2 if jax.devices()[0].device_kind in ("TPU v4", "TPU v5", "TPU v5p") else 1
-
-
-def needs_hopper() -> None:
-    """Raises a NotImplementedError where this process has a GPU that Mosaic GPU does not compile for. Where there is
-    none at all, the program is compiled ahead of time, for a GPU that can be told only then."""
-    if jax.default_backend() != "gpu":
-        return
-    for device in jax.local_devices():
-        capability = getattr(device, "compute_capability", None)
-        if capability is None or float(capability) < 9:
-            raise NotImplementedError(f"{device.device_kind}: the kernels for GPUs need Hopper (9.0) or later")

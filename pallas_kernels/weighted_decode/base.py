@@ -49,6 +49,25 @@ def compute_type(rows: Any, stored: Any) -> Any:
     return jnp.dtype(rows) if narrow else jnp.promote_types(rows, stored)
 
 
+class Occupied(NamedTuple):
+    """Which slots are read: [start, stop), as `Entries` gives them, and [lowest, highest) by any row."""
+
+    start: Int[Array, "B"] | Int[Array, "B R"]
+    stop: Int[Array, "B"] | Int[Array, "B R"]
+    lowest: Int[Array, "B"]
+    highest: Int[Array, "B"]
+
+
+def occupied(entries: Entries) -> Occupied:
+    """The ranges of all rows, within the slots that there are; int32."""
+    batch, _, slots, _ = entries.keys.shape
+    whole = lambda bound, otherwise: jnp.full(batch, otherwise, jnp.int32) if bound is None else bound  # noqa: E731
+    start = whole(entries.start, 0).astype(jnp.int32)
+    stop = jnp.minimum(whole(entries.stop, slots).astype(jnp.int32), slots)
+    lowest = start if start.ndim == 1 else jnp.min(start, axis=1)
+    return Occupied(start, stop, lowest, stop if stop.ndim == 1 else jnp.max(stop, axis=1))
+
+
 def merge_splits(sums: Sums) -> Sums:
     """From sums of every part of a head's slots [B, H, splits, ...] to one."""
     peak = jnp.max(sums.max, axis=2)

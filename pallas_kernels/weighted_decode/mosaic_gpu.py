@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels import hopper
 from pallas_kernels.batching import fold_mapped_axes
-from pallas_kernels.weighted_decode.base import EMPTY, Entries, Sums, merge_splits
+from pallas_kernels.weighted_decode.base import EMPTY, Entries, Sums, merge_splits, occupied
 from pallas_kernels.weighted_decode.reference import MANY_ROWS
 
 # Weights of slots, each an array [B, H, S] that is read where it is given.
@@ -98,10 +98,7 @@ def _weighted_decode(
     blocks = pl.cdiv(slots, hopper.SLOTS)
     splits = min(config.splits or hopper.even_splits(batch * heads, blocks, places), blocks)
 
-    start = _bound(entries.start, batch, 0)
-    stop = jnp.minimum(_bound(entries.stop, batch, slots), slots)
-    lowest = start if start.ndim == 1 else jnp.min(start, axis=1)
-    highest = stop if stop.ndim == 1 else jnp.max(stop, axis=1)
+    start, stop, lowest, highest = occupied(entries)
     arrays: dict[str, Any] = {"rows": hopper.row_parts(rows, operands), "lowest": lowest, "highest": highest}
     for name in names:
         arrays[name] = getattr(entries, name)
@@ -288,7 +285,3 @@ def _kernel(refs, scratch, *, names, operands, feeds, splits, stages):
     if "values" in names:
         plgpu.copy_smem_to_gmem(num_out.at[pl.ds(0, padded)], refs["num"].at[batch, head, split])
     plgpu.wait_smem_to_gmem(0)
-
-
-def _bound(bound: Int[Array, "B"] | Int[Array, "B R"] | None, batch: int, otherwise: int) -> Array:
-    return jnp.full(batch, otherwise, jnp.int32) if bound is None else bound.astype(jnp.int32)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import tensor_cores
-from pallas_kernels.weighted_decode.base import EMPTY, Entries, Sums, compute_type, merge_splits
+from pallas_kernels.weighted_decode.base import EMPTY, Entries, Sums, compute_type, merge_splits, occupied
 from pallas_kernels.weighted_decode.reference import MANY_ROWS
 
 # Mosaic loads no float16, and handing it over as int16 makes XLA copy the store.
@@ -73,11 +73,8 @@ def weighted_decode(
     per_split = pl.cdiv(blocks, splits)
     slots_minor = head_dim % 128 != 0
 
-    start = _bound(entries.start, batch, 0)
-    stop = jnp.minimum(_bound(entries.stop, batch, slots), slots)
+    start, stop, lowest, highest = occupied(entries)
     by_row = start.ndim == 2 or stop.ndim == 2
-    lowest = start if start.ndim == 1 else jnp.min(start, axis=1)
-    highest = stop if stop.ndim == 1 else jnp.max(stop, axis=1)
     # One block is always fetched: an empty range points at one that exists.
     first = jnp.clip(lowest // block, 0, blocks - 1)
     last = jnp.clip((highest - 1) // block, first, blocks - 1)
@@ -240,7 +237,3 @@ def _product(
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-
-
-def _bound(bound: Int[Array, "B"] | Int[Array, "B R"] | None, batch: int, otherwise: int) -> Array:
-    return jnp.full(batch, otherwise, jnp.int32) if bound is None else bound.astype(jnp.int32)

@@ -8,10 +8,12 @@ import bisect
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import wonderwords
+
+from experiments.common.tasks.problem import problems
 
 HEADER = (
     "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and contains a "
@@ -23,6 +25,9 @@ LINE_START, LINE_MIDDLE, LINE_END = "line", ": REGISTER_CONTENT is <", ">\n"
 QUESTION_START = "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line"
 QUESTION_END = "? I need the number."
 LARGEST_NUMBER = 50_000
+
+# A seed's documents are drawn as all problems are.
+documents = problems
 
 # Experiments add their own seed. Training's generators start from 0, so no document is drawn by both.
 EVALUATION_SEED = 1_000_000
@@ -138,12 +143,6 @@ def generate_for_tokens(rng: np.random.Generator, token_length: Callable[[str], 
         if token_length(result.context + result.question) >= tokens or lines == len(longest.names):
             return result
         lines += 1
-
-
-def documents(seed: int, count: int, make: Callable[[np.random.Generator], Document]) -> Iterator[Document]:
-    """Documents of one seed, each from a generator of its own: the n-th does not depend on how many are made."""
-    for index in range(count):
-        yield make(np.random.default_rng([seed, index]))
 
 
 def parse_answer(text: str) -> int | None:

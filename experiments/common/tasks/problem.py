@@ -3,8 +3,11 @@
 import bisect
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +48,8 @@ def longest_that_fits(
     return make(fitting)
 
 
-def problems(seed: int, count: int, make: Callable[[np.random.Generator], Problem]) -> Iterator[Problem]:
-    """Problems of one seed, each from a generator of its own: the n-th does not depend on how many are made."""
+def problems(seed: int, count: int, make: Callable[[np.random.Generator], T]) -> Iterator[T]:
+    """Problems or documents of one seed, each from a generator of its own: the n-th does not depend on how many are
+    made."""
     for index in range(count):
         yield make(np.random.default_rng([seed, index]))
