@@ -6,11 +6,11 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.balanced_walk import mosaic_tpu, reference
+from pallas_kernels.balanced_walk import mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.balanced_walk.base import Block, Pairs, Signs
 from pallas_kernels.dispatch import Kernel, dispatch
 
-Implementation = Literal["xla", "mosaic_tpu"]
+Implementation = Literal["xla", "mosaic_tpu", "mosaic_gpu"]
 
 
 def signs(
@@ -23,15 +23,15 @@ def signs(
     config: mosaic_tpu.Config | None = None,
     interpret: Any = False,
 ) -> Signs:
-    """The self-balancing walk's signs of one block; see `reference.signs`. More blocks by `jax.vmap`: on a TPU one
-    kernel walks several side by side.
+    """The self-balancing walk's signs of one block; see `reference.signs`. More blocks by `jax.vmap`: a kernel
+    walks several side by side.
 
     Args:
         gain, weight: scalars where they are the same for all entries.
         implementation: None: the kernel of the platform that the program is compiled for, where there is one and it can
             do this, XLA otherwise.
-        config: of the kernel.
-        interpret: of the kernel, as `pallas_call` takes it.
+        config: of the TPU kernel.
+        interpret: of the kernel, as `pallas_call` or `plgpu.kernel` takes it.
 
     Raises:
         ValueError: for shapes that do not fit, or an implementation that is not known.
@@ -44,6 +44,10 @@ def signs(
         "mosaic_tpu": Kernel(
             functools.partial(mosaic_tpu.signs, config=config, interpret=interpret),
             functools.partial(mosaic_tpu.check, config=config),
+        ),
+        "mosaic_gpu": Kernel(
+            functools.partial(mosaic_gpu.signs, interpret=interpret),
+            functools.partial(mosaic_gpu.check, interpret=interpret),
         ),
     }
     return dispatch(implementation, reference.signs, kernels, block, uniforms, spread(gain), spread(weight))
@@ -67,6 +71,10 @@ def pairs(
         "mosaic_tpu": Kernel(
             functools.partial(mosaic_tpu.pairs, config=config, interpret=interpret),
             functools.partial(mosaic_tpu.check, config=config),
+        ),
+        "mosaic_gpu": Kernel(
+            functools.partial(mosaic_gpu.pairs, interpret=interpret),
+            functools.partial(mosaic_gpu.check, interpret=interpret),
         ),
     }
     return dispatch(implementation, reference.pairs, kernels, block, uniforms, weights, jnp.asarray(gamma, jnp.float32))

@@ -63,6 +63,17 @@ def signs_by_matrix(
     return Signs(sign, clipped)
 
 
+def relative(weights: Float[Array, "*b t"]) -> Float[Array, "*b t"]:
+    """To the largest of a block."""
+    return weights / jnp.maximum(jnp.max(weights, axis=-1, keepdims=True), 1e-30)
+
+
+def least_distance(own: Float[Array, "*b t"]) -> Float[Array, "*b"]:
+    """What counts as the squared distance of two entries at least, by the diagonal of their matrix: distances within
+    rounding of zero would make any quotient of them, and such a pair's choice does not matter."""
+    return 1e-6 * jnp.max(own, axis=-1) + 1e-30
+
+
 def pairs(block: Block, uniforms: Float[Array, "h"], weights: Float[Array, "t"], gamma: Float[Array, ""]) -> Pairs:
     """Pairs each entry in order with the nearest one that is left, |k_i - k_j|^2 = K_ii + K_jj - 2 K_ij, and keeps one
     of the two with the weight of both: the first with probability w_1 / (w_1 + w_2) - tilt.
@@ -77,10 +88,7 @@ def pairs(block: Block, uniforms: Float[Array, "h"], weights: Float[Array, "t"],
     kernel = matrix(block)
     own = jnp.diagonal(kernel)
     present = weights > 0
-    scale = weights / jnp.maximum(jnp.max(weights), 1e-30)
-    # Distances within rounding of zero would make any quotient of them; such a pair's choice does not matter.
-    least = 1e-6 * jnp.max(own) + 1e-30
-
+    scale, least = relative(weights), least_distance(own)
     tokens = weights.shape[0]
     places = jnp.arange(tokens, dtype=jnp.int32)
     turn = jnp.where(present, places, places + tokens)  # empty places come last

@@ -1,12 +1,14 @@
 """Every form of the walk against plain float64 loops, and the kernel's traffic."""
 
 import functools
+import re
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.balanced_walk import Block, Config, diagonal, matrix, mosaic_tpu, pairs, signs
@@ -21,6 +23,8 @@ FORMS = {
         "interpret": pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise"),
     },
 }
+if hasattr(plgpu, "InterpretGPUParams"):  # from JAX 0.11 on
+    FORMS["mosaic_gpu"] = {"implementation": "mosaic_gpu", "interpret": plgpu.InterpretGPUParams(detect_races=True)}
 if jax.default_backend() != "cpu":
     FORMS["device"] = {}  # the kernel of this machine, as programs run it
 every_form = pytest.mark.parametrize("form", FORMS)
@@ -171,28 +175,49 @@ def test_the_matrix_and_its_diagonal_are_those_of_the_definition():
         np.testing.assert_allclose(diagonal(block), np.diagonal(plain_matrix(block)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("together", [1, 4])
-def test_blocks_are_walked_side_by_side_in_one_kernel(together):
-    made = [make(20, seed=seed, empty=range(17, 17 + seed % 4)) for seed in range(6)]
-    stack = jax.tree.map(lambda *x: jnp.stack(x).reshape(2, 3, *x[0].shape), *made)
-    config = {"implementation": "mosaic_tpu", "config": Config(together), "interpret": True}
-
-    def both(block, of_signs, of_pairs, weights):
-        # Some arguments are the same for all blocks.
-        return signs(block, of_signs, 0.3, **config), pairs(block, of_pairs, weights, 4.0, **config)
-
-    mapped = jax.vmap(jax.vmap(both))
-    traced = jax.jit(mapped, compiler_options=QUICKLY).trace(*stack)
-    names = [equation.primitive.name for equation in equations(traced.jaxpr.jaxpr)]
-    assert names.count("pallas_call") == 2
-    assert not {"while", "scan"} & set(names)
-    of_signs, of_pairs = traced.lower().compile()(*stack)
+def compare_all(one, stack):
+    """Several blocks at once, under two mapped axes, against each by itself."""
+    of_signs, of_pairs = one
     for row in range(2):
         for head in range(3):
             pick = functools.partial(jax.tree.map, lambda x, row=row, head=head: x[row, head])
             block, uniforms, of_pair, weights = pick(stack)
             compare_signs(pick(of_signs), block, uniforms, 0.3, 1.0)
             compare_pairs(pick(of_pairs), block, of_pair, weights, 4.0)
+
+
+def make_many():
+    made = [make(20, seed=seed, empty=range(17, 17 + seed % 4)) for seed in range(6)]
+    return jax.tree.map(lambda *x: jnp.stack(x).reshape(2, 3, *x[0].shape), *made)
+
+
+def both(block, of_signs, of_pairs, weights, **options):
+    # Some arguments are the same for all blocks.
+    return signs(block, of_signs, 0.3, **options), pairs(block, of_pairs, weights, 4.0, **options)
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_blocks_are_walked_side_by_side_in_one_kernel(together):
+    stack = make_many()
+    options = {"implementation": "mosaic_tpu", "config": Config(together), "interpret": True}
+    mapped = jax.vmap(jax.vmap(functools.partial(both, **options)))
+    traced = jax.jit(mapped, compiler_options=QUICKLY).trace(*stack)
+    names = [equation.primitive.name for equation in equations(traced.jaxpr.jaxpr)]
+    assert names.count("pallas_call") == 2
+    assert not {"while", "scan"} & set(names)
+    compare_all(traced.lower().compile()(*stack), stack)
+
+
+@pytest.mark.skipif("mosaic_gpu" not in FORMS, reason="the interpreter for GPU kernels came with JAX 0.11")
+def test_the_kernel_for_gpus_has_a_program_for_every_block():
+    stack = make_many()
+    mapped = jax.vmap(jax.vmap(functools.partial(both, **FORMS["mosaic_gpu"])))
+    traced = jax.jit(mapped, compiler_options=QUICKLY).trace(*stack)
+    assert not {"while", "scan"} & {equation.primitive.name for equation in traced.jaxpr.jaxpr.eqns}
+    assert (
+        re.findall(r"Mesh\(grid=(\([\d, ]*\)), grid_names=\((.*?)\)", str(traced.jaxpr)) == [("(6,)", "'blocks',")] * 2
+    )
+    compare_all(traced.lower().compile()(*stack), stack)
 
 
 def test_forms_decide_alike_where_programs_use_them():
@@ -247,5 +272,6 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(NotImplementedError, match="keys are bfloat16"):
         signs(half, of_signs, 1.0, implementation="mosaic_tpu")
     large = Block(**{**vars(block), "keys": jnp.zeros((8192, 64)), "values": None})
-    with pytest.raises(NotImplementedError, match="8192 entries"):
-        signs(large, jnp.zeros(8192), 1.0, implementation="mosaic_tpu")
+    for implementation in ("mosaic_tpu", "mosaic_gpu"):
+        with pytest.raises(NotImplementedError, match="8192 entries"):
+            signs(large, jnp.zeros(8192), 1.0, implementation=implementation, interpret=True)
