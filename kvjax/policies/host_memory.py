@@ -52,10 +52,10 @@ def host_memory(policy: CachePolicy, steps: int = 1) -> CachePolicy:
     Args:
         policy: one that recalls, without a target to recall up to. `full_layers` and choices by layer go around it:
             `by_layer([exact, exact, host_memory(clusterkv), ...])`.
-        steps: R, the paper's 1 by default.
+        steps: R, the paper's 1 by default; 0 keeps none, so that every block that is read is moved.
 
     Raises:
-        ValueError: for a policy that does not recall, or says no plan; steps under 1.
+        ValueError: for a policy that does not recall, or says no plan; steps under 0.
 
     Source: ClusterKV, sections 4.1 and 4.4 (there clusters are cached, not blocks).
     """
@@ -64,8 +64,8 @@ def host_memory(policy: CachePolicy, steps: int = 1) -> CachePolicy:
             f"host_memory: {policy.name} does not say which blocks a query reads: give a policy that recalls, without "
             "certify, target or full_layers (put by_layer around host_memory)"
         )
-    if steps < 1:
-        raise ValueError(f"steps={steps}; it must be at least 1")
+    if steps < 0:
+        raise ValueError(f"steps={steps}; it must be at least 0")
     window, plan = policy.plan
 
     def init(spec, row_keys):
@@ -137,7 +137,7 @@ def recall_recent(
     wanted = tokens > 0
     held = recent.block.reshape(batch, heads, steps * count)
     same = (block[..., None] == held[:, :, None]) & wanted[..., None]
-    hit, place = jnp.any(same, axis=3), jnp.argmax(same, axis=3)
+    hit = jnp.any(same, axis=3)
     missing = wanted & ~hit
     # Missing blocks in front, in order; each knows its place among them.
     rank = jnp.cumsum(missing, axis=2) - 1
@@ -156,9 +156,11 @@ def recall_recent(
 
     moved = jnp.zeros((*queue.shape, *store.entries.shape[3:]), store.entries.dtype)
     moved = jax.lax.fori_loop(0, groups, fetch, moved)
-    kept = recent.entries.reshape(batch, heads, steps * count, *recent.entries.shape[4:])
-    entries = jnp.where(hit[..., None, None], taken(kept, place), taken(moved, jnp.maximum(rank, 0)))
-    newest = (jnp.arange(steps) == recent.step[:, None] % steps) & real[:, None]
+    entries = taken(moved, jnp.maximum(rank, 0))
+    if steps:
+        kept = recent.entries.reshape(batch, heads, steps * count, *recent.entries.shape[4:])
+        entries = jnp.where(hit[..., None, None], taken(kept, jnp.argmax(same, axis=3)), entries)
+    newest = (jnp.arange(steps) == recent.step[:, None] % max(steps, 1)) & real[:, None]
 
     def replace(old: Array, new: Array) -> Array:
         return jnp.where(newest.reshape(batch, 1, steps, *(1,) * (old.ndim - 3)), new[:, :, None], old)
