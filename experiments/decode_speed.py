@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
     contexts = _CONTEXT.value[:1] if flags.FLAGS.quick else _CONTEXT.value
     tokens, repetitions = (32, 2) if flags.FLAGS.quick else (_TOKENS.value, _REPETITIONS.value)
     model = Llama(speed.CONFIG, rngs=nnx.Rngs(flags.FLAGS.seed))
-    weights = weight_read_bytes(model)
+    weights = speed.weight_read_bytes(model)
     rate = speed.reading_rate()
     print(f"plain reduction over 512 MiB: {rate / 1e9:.1f} GB/s; weights read per token: {weights / 1e6:.0f} MB")
     chosen = settings.settings(flags.FLAGS.policy, flags.FLAGS.budget)
@@ -132,11 +132,6 @@ def transformers_times(model: Llama, context: int, tokens: int, repetitions: int
     if done.returncode:
         raise RuntimeError(f"transformers' run failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def weight_read_bytes(model: Llama) -> int:
-    """Bytes of weights that one token reads: all of them, but of the embedding only a row where it is not tied."""
-    return generate.weight_bytes(model) - (0 if model.config.tied_embeddings else model.embedding.embedding[...].nbytes)
 
 
 def make_row(

@@ -99,14 +99,9 @@ def measure(setting: settings.Setting, context: int, seed: int) -> tuple[int, in
 
 def largest_program(generator: generate.Generator) -> int:
     """The most bytes that a program which reads a block or compacts a layer has at once, as the compiler counts."""
-    return max(held_bytes(lowered.compile()) for lowered in generator.lower_append(jax.eval_shape(generator.start)))
-
-
-def held_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes of arguments, temporaries and the outputs that take no argument's place."""
-    memory: Any = compiled.memory_analysis()
-    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + outputs
+    return max(
+        speed.held_bytes(lowered.compile()) for lowered in generator.lower_append(jax.eval_shape(generator.start))
+    )
 
 
 if __name__ == "__main__":

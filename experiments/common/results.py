@@ -104,6 +104,34 @@ def mean_interval(samples: Float[np.ndarray, "n"]) -> Estimate:
     return Estimate(mean, mean - half, mean + half)
 
 
+def by_setting(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows by policy, its options and its budget, as `settings.Setting` is written."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        budget = f" @ {row.extra['budget']}" if row.extra.get("budget") else ""
+        found.setdefault(policy_label(row) + budget, []).append(row)
+    return found
+
+
+def policy_label(row: Row) -> str:
+    """The policy and its options, as `settings.PolicyChoice` is written."""
+    return row.policy + (f":{row.variant}" if row.variant else "")
+
+
+def median_interval(samples: Float[np.ndarray, "n"]) -> Estimate:
+    """The median of independent samples of any law, with the narrowest pair of order statistics that holds the law's
+    own median with 95% at least: what timings want, whose outliers lie on one side.
+
+    Raises:
+        ValueError: for fewer than six samples, whose extremes hold it with less.
+    """
+    below = int(stats.binom.ppf(0.025, len(samples), 0.5))
+    if not below:
+        raise ValueError(f"{len(samples)} samples have no 95% interval of the median; measure at least 6")
+    ordered = np.sort(samples)
+    return Estimate(float(np.median(ordered)), float(ordered[below - 1]), float(ordered[-below]))
+
+
 def log_slope(sizes: Sequence[float], measured: Float[np.ndarray, "n S"]) -> Estimate:
     """The exponent b of measured ~ sizes^b: each of n independent series gives its least-squares slope of log measured
     against log size, and these slopes their mean and interval.

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from experiments.common import results
@@ -44,3 +45,12 @@ def test_intervals_of_scores_follow_their_kind():
     assert 0.3 < low < 0.5 < high < 0.7
     assert results.score_interval([0.5]) == (0.0, 1.0)
     assert results.score_interval([0.99, 0.5, 1.0])[1] == 1.0
+
+
+def test_median_interval_is_of_order_statistics():
+    # A fair coin's tails: the extremes of 6 samples miss the median with probability 2 / 64, those of 5 with 2 / 32.
+    assert results.median_interval(np.array([6.0, 1, 5, 2, 4, 3])) == (3.5, 1, 6)
+    # Of 20 samples the 6th and the 15th: the usual table's entry.
+    assert results.median_interval(np.arange(1.0, 21)) == (10.5, 6, 15)
+    with pytest.raises(ValueError, match="5 samples have no 95% interval"):
+        results.median_interval(np.arange(5.0))
