@@ -1,0 +1,184 @@
+"""Generations that are saved, killed and taken up again, and prefixes that are read once."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from models import generate, saved_states
+from models.llama import Llama, LlamaConfig
+from models.sampling import Sampling
+from models.saved_states import SavedStates
+
+CONFIG = LlamaConfig(
+    vocab_size=32, width=16, mlp_width=16, layers=2, query_heads=2, kv_heads=1, head_dim=8, max_length=128
+)
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [3, 1, 4, 1, 5]]
+POLICIES = {
+    "exact": lambda: kvjax.exact(period=4),
+    "uniform": lambda: kvjax.uniform(budget=8, sinks=1, recent=1, period=4),
+    "clusterkv": lambda: kvjax.clusterkv(budget=8, sinks=1, period=4),
+    "host_memory": lambda: kvjax.host_memory(kvjax.clusterkv(budget=8, sinks=1, period=4)),
+}
+
+
+def make_model(seed=0, config=CONFIG):
+    return Llama(config, rngs=nnx.Rngs(seed))
+
+
+def make_generator(policy="uniform", model=None, **changes):
+    sizes = {"batch": 2, "max_prompt": 12, "max_new": 24, **changes}
+    sampling = Sampling(temperature=1.0)
+    return generate.Generator(model or make_model(), POLICIES[policy](), **sizes, sampling=sampling)
+
+
+def written(generator, state, tokens):
+    """The state after so many tokens, and the tokens."""
+    rows = [[] for _ in range(generator.batch)]
+    for newest, new in generator.write(state, tokens):
+        state = newest
+        generate.collect(rows, new)
+    return state, rows
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_restored_generation_writes_what_an_uninterrupted_one_does(policy, tmp_path):
+    generator = make_generator(policy)
+    state = generator.read(generator.start(7), PROMPTS)
+    state, first = written(generator, state, 8)
+    SavedStates(tmp_path).save(8, generator, state, {"seed": 7}, {"tokens": first})
+    _, rest = written(generator, state, 12)
+
+    again = make_generator(policy)
+    step, restored, notes = SavedStates(tmp_path).restore(again, {"seed": 7})
+    assert (step, notes) == (8, {"tokens": first})
+    fresh = jax.tree.leaves(again.start())
+    assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in fresh]
+    assert written(again, restored, 12)[1] == rest
+
+
+def test_parameters_are_saved_once_and_restored_where_the_model_has_its_own(tmp_path):
+    generator = make_generator(model=make_model(3))
+    saved = SavedStates(tmp_path)
+    for step in range(4):
+        saved.save(step, generator, generator.start())
+    restored = saved.restore_parameters(nnx.eval_shape(lambda: make_model()))
+    jax.tree.map(np.testing.assert_array_equal, nnx.split(restored)[1], nnx.split(generator.model)[1])
+    assert sorted(path.name for path in (tmp_path / "states").iterdir()) == ["2", "3"]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda: make_generator("exact"), r"policy is \['uniform.*not \['exact"),
+        (lambda: make_generator(model=make_model(1)), r"model is {'parameters': \d+}, not {'parameters': \d+}"),
+        (lambda: make_generator(max_new=25), r"sizes is {'max_new': 24}, not {'max_new': 25}"),
+    ],
+)
+def test_what_belongs_to_something_else_is_refused_by_name(change, message, tmp_path):
+    generator = make_generator()
+    SavedStates(tmp_path).save(0, generator, generator.start())
+    with pytest.raises(ValueError, match=message):
+        SavedStates(tmp_path).restore(change())
+
+
+def test_another_run_and_another_format_are_refused(tmp_path, monkeypatch):
+    generator = make_generator()
+    SavedStates(tmp_path).save(0, generator, generator.start(), {"seed": 1, "prompt": "a"})
+    with pytest.raises(ValueError, match=re.escape("run is {'seed': 1}, not {'seed': 2}")):
+        SavedStates(tmp_path).restore(generator, {"seed": 2, "prompt": "a"})
+    monkeypatch.setattr(saved_states, "FORMAT", saved_states.FORMAT + 1)
+    with pytest.raises(ValueError, match="format is 1, not 2$"):
+        SavedStates(tmp_path).restore(generator, {"seed": 1, "prompt": "a"})
+
+
+def test_an_empty_directory_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no saved state"):
+        SavedStates(tmp_path).restore(make_generator())
+    with pytest.raises(FileNotFoundError, match="holds no parameters"):
+        SavedStates(tmp_path).restore_parameters(make_model())
+
+
+def test_the_checksum_tells_values_and_places_apart():
+    model = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3, jnp.bfloat16)}
+    same = saved_states.checksum(model)
+    assert saved_states.checksum(jax.tree.map(jnp.copy, model)) == same
+    others = [
+        {**model, "a": model["a"].at[0, 0].set(1e-30)},
+        {**model, "a": model["a"][::-1]},
+        {**model, "a": model["a"][:, ::-1]},
+        {**model, "b": model["b"].at[2].set(1.01)},
+    ]
+    assert len({same, *map(saved_states.checksum, others)}) == 5
+
+
+# A process that is killed while it saves for the third time, when arrays are on disk and the rest is not.
+KILLED = """
+    import os, signal, sys
+    import orbax.checkpoint as ocp
+    from tests.models import test_saved_states as own
+
+    saves = []
+    save = ocp.JsonCheckpointHandler.async_save
+
+    def killing(self, *args, **kwargs):
+        saves.append(None)
+        if len(saves) == 5:  # two a time
+            os.kill(os.getpid(), signal.SIGKILL)
+        return save(self, *args, **kwargs)
+
+    ocp.JsonCheckpointHandler.async_save = killing
+    generator = own.make_generator()
+    saved = own.SavedStates(sys.argv[1])
+    state, tokens = generator.read(generator.start(7), own.PROMPTS), [[], []]
+    for state, new in generator.write(state, 24):
+        own.generate.collect(tokens, new)
+        saved.save(len(tokens[0]), generator, state, notes={"tokens": tokens})
+"""
+
+
+def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_save_before(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
+    paths = {"PYTHONPATH": str(pathlib.Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
+    killed = subprocess.run(command, capture_output=True, text=True, env=os.environ | paths, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    generator = make_generator()
+    step, state, notes = SavedStates(tmp_path).restore(generator)
+    assert step == 8
+    uninterrupted = make_generator()
+    whole = written(uninterrupted, uninterrupted.read(uninterrupted.start(7), PROMPTS), 24)[1]
+    rest = written(generator, state, 16)[1]
+    assert [before + after for before, after in zip(notes["tokens"], rest, strict=True)] == whole
+
+
+@pytest.mark.parametrize("policy", ["uniform", "host_memory"])
+def test_sixteen_continuations_of_a_saved_prefix_are_those_of_runs_from_scratch(policy, tmp_path):
+    model, prefix = make_model(), PROMPTS[0]
+    questions = [[1 + row % 5, 2 + row, 3][: 1 + row % 3] for row in range(16)]
+    sizes = {"batch": 1, "max_prompt": 12, "max_new": 16}
+    alone = generate.Generator(model, POLICIES[policy](), **sizes)
+    SavedStates(tmp_path).save(0, alone, alone.read(alone.start(), [prefix]))
+
+    state = SavedStates(tmp_path).restore(alone).state
+    many = generate.Generator(model, alone.policies, **{**sizes, "batch": 16})
+    found = written(many, many.read(kvjax.repeat_rows(state, 16), questions), 9)[1]
+    for question, tokens in zip(questions, found, strict=True):
+        scratch = alone.read(alone.read(alone.start(), [prefix]), [question])
+        assert written(alone, scratch, 9)[1] == [tokens]
+
+
+def test_what_a_state_belongs_to_can_be_written_as_json():
+    described = saved_states.describe(make_generator())
+    assert set(described) == {"model", "policy", "sizes", "arrays"}
+    assert json.loads(json.dumps(described))["sizes"]["max_new"] == 24
