@@ -23,9 +23,10 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/mypy
 
-# Compiling, which is most of it, takes one core: two processes, a file of tests each at a time.
+# Compiling, which is most of it, takes one core: two processes, a file of tests each at a time, in the order of their
+# names, which puts the longest single test (test_ahead_of_time) first.
 unit: $(VENV)/.installed $(VENV)/.installed-tpu-compiler
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not heavy"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not heavy"
 
 heavy: $(VENV)/.installed
 	$(BIN)/python -m pytest -m heavy
