@@ -136,6 +136,35 @@ class Generator:
         _check_finite(state)
         return state
 
+    def score(
+        self, state: GenerationState, texts: Sequence[Sequence[int]]
+    ) -> tuple[GenerationState, list[Float[np.ndarray, "T"]]]:
+        """Reads one text per row through the cache, as `read` reads later prompts, and tells how likely each token was.
+
+        The first tokens of a fresh state are scored under uniform logits, having nothing before them: leave them out.
+
+        Returns:
+            The state after the texts, and each row's natural log-probabilities of its tokens, float32.
+
+        Raises:
+            ValueError: as `read`; and for a fresh state of a generator that reads prompts exactly.
+        """
+        positions = np.asarray(state.positions)
+        if not self.streaming and not positions.any():
+            raise ValueError("score reads through the cache: read a prompt first, or make the generator streaming")
+        tokens, lengths = self._pad(texts, self.block)
+        self._check_room(positions, lengths)
+        scored = []
+        for begin in range(0, tokens.shape[1], self.block):
+            block = jnp.asarray(tokens[:, begin : begin + self.block])
+            own = jnp.asarray(np.clip(lengths - begin, 0, self.block))
+            state, likelihood = _score_block(self._graph, self.policies, self._parameters, state, block, own)
+            scored.append(likelihood)
+            state = self._compact(state)
+        _check_finite(state)
+        rows = np.concatenate([np.asarray(block) for block in scored], axis=1)
+        return state, [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
     def write(self, state: GenerationState, max_tokens: int) -> Iterator[tuple[GenerationState, np.ndarray]]:
         """Writes up to `max_tokens` tokens per row, block by block.
 
@@ -485,6 +514,36 @@ def _append_block(
 ) -> GenerationState:
     """Reads a block of a later prompt: as decoding would token by token, but all of its tokens at once."""
     model = nnx.merge(graph, parameters)
+    x, state = _through_caches(model, policies, state, tokens, lengths)
+    return _with_last_logits(model, state, x, lengths)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "policies"), donate_argnames=("state",))
+def _score_block(
+    graph: Any,
+    policies: tuple[kvjax.CachePolicy, ...],
+    parameters: Any,
+    state: GenerationState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+) -> tuple[GenerationState, Float[Array, "B T"]]:
+    """As `_append_block`, and the log-probability of each token, the first one's from the state's logits."""
+    model = nnx.merge(graph, parameters)
+    before = state.logits[:, None]
+    x, state = _through_caches(model, policies, state, tokens, lengths)
+    logits = jnp.concatenate([before, model.logits(x[:, :-1])], axis=1)
+    likelihood = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=-1)[..., 0]
+    return _with_last_logits(model, state, x, lengths), likelihood
+
+
+def _through_caches(
+    model: Llama,
+    policies: tuple[kvjax.CachePolicy, ...],
+    state: GenerationState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+) -> tuple[Float[Array, "B T W"], GenerationState]:
+    """The residual stream behind tokens that every layer's cache takes in, and the state with these caches."""
     positions = state.positions[:, None] + jnp.arange(tokens.shape[1])
     cos, sin = model.rotation(positions)
     x = model.embed(tokens)
@@ -495,12 +554,18 @@ def _append_block(
         partials, cache = policy.attend(cache, query, causal=True)
         layers.append(cache)
         x = layer.finish(x, kvjax.output(partials))
+    return x, dataclasses.replace(state, layers=tuple(layers))
+
+
+def _with_last_logits(
+    model: Llama, state: GenerationState, x: Float[Array, "B T W"], lengths: Int[Array, "B"]
+) -> GenerationState:
+    """The state behind a block of which each row read its first `lengths` tokens."""
     last = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
     reads = lengths > 0
     logits = model.logits(last)
     return dataclasses.replace(
         state,
-        layers=tuple(layers),
         logits=jnp.where(reads[:, None], logits, state.logits),
         not_finite=state.not_finite + (reads & ~finite(logits)),
         positions=state.positions + lengths,
@@ -537,19 +602,11 @@ def _decode_block(
         )
         running = ~state.done
         lengths = running.astype(jnp.int32)
-        cos, sin = model.rotation(state.positions[:, None])
-        x = model.embed(jnp.where(running, token, 0)[:, None])
-        layers = []
-        for layer, policy, cache in zip(model.layers, policies, state.layers, strict=True):
-            query, keys, values = layer.project(x, cos, sin)
-            cache = policy.extend(cache, keys, values, lengths)
-            partials, cache = policy.attend(cache, query, causal=True)
-            layers.append(cache)
-            x = layer.finish(x, kvjax.output(partials))
+        x, state = _through_caches(model, policies, state, jnp.where(running, token, 0)[:, None], lengths)
         logits = model.logits(x[:, 0])
         ended = jnp.isin(token, jnp.asarray(eos, jnp.int32)) if eos else jnp.zeros_like(state.done)
-        state = GenerationState(
-            layers=tuple(layers),
+        state = dataclasses.replace(
+            state,
             logits=jnp.where(running[:, None], logits, state.logits),
             positions=state.positions + lengths,
             done=state.done | ended,

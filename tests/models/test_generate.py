@@ -108,6 +108,35 @@ def test_a_second_turn_under_exact_equals_one_long_prompt():
     assert rows == [greedy_reference(0, 30), greedy_reference(1, 30), greedy_reference(2, 39)[9:]]
 
 
+def likelihoods(text):
+    """Of a text's tokens but the first, under full attention."""
+    padded = jnp.asarray([text + [0] * (128 - len(text))])
+    logits = jax.nn.log_softmax(_forward()(padded)[0], axis=-1)
+    return np.asarray([logits[place, token] for place, token in enumerate(text[1:])])
+
+
+def test_scores_under_exact_are_log_probabilities_of_full_attention():
+    whole = [prompt + turn for prompt, turn in zip(PROMPTS, TURN, strict=True)]
+    made = generator("exact")
+    state, scored = made.score(made.read(made.start(), PROMPTS), TURN)
+    for text, turn, found in zip(whole, TURN, scored, strict=True):
+        np.testing.assert_allclose(found, likelihoods(text)[-len(turn) :], atol=1e-4)
+    # The state behind is that of reading: the same tokens come next.
+    rows, _ = written(made, state, 5)
+    assert rows == written(made, made.read(made.read(made.start(), PROMPTS), TURN), 5)[0]
+    made = streaming("exact")
+    _, scored = made.score(made.start(), PROMPTS)
+    for prompt, found in zip(PROMPTS, scored, strict=True):
+        np.testing.assert_allclose(found[0], -np.log(VOCABULARY), atol=1e-6)
+        np.testing.assert_allclose(found[1:], likelihoods(prompt), atol=1e-4)
+
+
+def test_a_fresh_generator_that_reads_exactly_does_not_score():
+    made = generator("exact")
+    with pytest.raises(ValueError, match="read a prompt first"):
+        made.score(made.start(), PROMPTS)
+
+
 @functools.cache
 def streaming(name, max_prompt=70):
     return Generator(model(), POLICIES[name], batch=3, max_prompt=max_prompt, max_new=90, streaming=True)
