@@ -2,17 +2,16 @@
 does with its documents."""
 
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
-from absl import flags
 from tqdm import tqdm
 
-import kvjax
-from experiments.common import results, settings
+from experiments.common import footprint, results, settings
 from models import generate
 from models.llama import Llama
 from models.tokenizer import Tokenizer
@@ -30,32 +29,56 @@ class Asked(Protocol):
 A = TypeVar("A", bound=Asked)
 
 
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """Tokens of a text and of the question behind it."""
+
+    context: list[int]
+    question: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, document: Asked) -> "Prompt":
+        return cls(tokenizer.encode(document.context), tokenizer.encode(document.question, add_bos=False))
+
+
+@dataclasses.dataclass(frozen=True)
+class Exam:
+    """A task's prompts and how answers to them are scored.
+
+    Attributes:
+        task: what it is called.
+        prompts: at least one.
+        scores: by metric, the headline first: of a prompt's number and an answer, from 0 to 1.
+        answer_tokens: most tokens of an answer.
+    """
+
+    task: str
+    prompts: Sequence[Prompt]
+    scores: Mapping[str, Callable[[int, str], float]]
+    answer_tokens: int
+
+
+def exam(
+    task: str, tokenizer: Tokenizer, documents: Sequence[A], score: Callable[[A, str], float], answer_tokens: int
+) -> Exam:
+    """The exam of documents that are asked as they stand, scored by accuracy."""
+    prompts = [Prompt.of(tokenizer, document) for document in documents]
+    return Exam(task, prompts, {"accuracy": lambda number, answer: score(documents[number], answer)}, answer_tokens)
+
+
 @dataclasses.dataclass
 class Outcome:
-    """What one setting did over all documents."""
+    """What one setting did over all prompts of an exam, in their order."""
 
     setting: settings.Setting
     streaming: bool
     question_seen: bool
     batch: int
-    scores: list[float] = dataclasses.field(default_factory=list)  # from 0 to 1
-    answers: list[str] = dataclasses.field(default_factory=list)
-    device_bytes: int = 0  # per sequence, all layers
-    host_bytes: int = 0
-    read_bytes: int = 0  # per sequence and generated token, all layers
-    decode_seconds: float = 0.0  # of all batches but the first, which compiles
+    answers: list[str]
+    uses: dict[int, footprint.CacheUse] = dataclasses.field(default_factory=dict)  # by the prompt's number
+    scores: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # by metric, from 0 to 1
+    decode_seconds: float = 0.0  # of all batches but the first of a size, which compiles
     decode_steps: int = 0
-    recalls: bool = False
-    fraction: float = 0.0  # of exact's bytes: of those held, or of those read for a policy that recalls
-
-    @property
-    def accuracy(self) -> float:
-        return float(np.mean(self.scores))
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """The 95% interval of the accuracy."""
-        return results.score_interval(self.scores)
 
     @property
     def ms_per_token(self) -> float:
@@ -63,143 +86,223 @@ class Outcome:
         return 1e3 * self.decode_seconds / max(self.decode_steps, 1)
 
 
-def ask(
-    model: Llama,
-    tokenizer: Tokenizer,
-    documents: Sequence[A],
-    chosen: Sequence[settings.Setting],
-    score: Callable[[A, str], float],
-    *,
-    task: str,
-    streaming: bool,
-    question_seen: bool,
-    batch: int,
-    answer_tokens: int,
-    seed: int,
-) -> list[Outcome]:
-    """Asks every document's question through every setting. Each batch is read exactly once for all settings, or
-    streamed through each setting's cache.
+def part(outcomes: Sequence[Outcome], numbers: Sequence[int]) -> list[Outcome]:
+    """The outcomes over some of an exam's prompts alone, without times."""
+    return [
+        dataclasses.replace(
+            one,
+            answers=[one.answers[number] for number in numbers],
+            uses={place: one.uses[number] for place, number in enumerate(numbers)},
+            scores={metric: [scores[number] for number in numbers] for metric, scores in one.scores.items()},
+            decode_seconds=0.0,
+            decode_steps=0,
+        )
+        for one in outcomes
+    ]
+
+
+def room(exams: Iterable[Exam], question_seen: bool) -> tuple[int, int]:
+    """The longest text that a cache compresses and the most tokens behind it, over all prompts of some exams."""
+    longest, most = 0, 0
+    for one in exams:
+        for prompt in one.prompts:
+            question = len(prompt.question)
+            longest = max(longest, len(prompt.context) + (question if question_seen else 0))
+            most = max(most, one.answer_tokens + (0 if question_seen else question))
+    return longest, most
+
+
+class Asker:
+    """A model and settings of its cache, ready for exams.
 
     Args:
-        score: of a document and an answer, from 0 to 1.
-        task: what progress is called.
+        sizes: ascending lengths in tokens; a text is read into caches made for the first that holds it. Budgets that
+            are shares are of what exact holds for that many tokens and `max_new`.
+        max_new: most tokens after the text: the question's, where it is unseen, and the answer's.
         streaming: read prompts through the cache.
         question_seen: read the question as part of what is compressed.
-        batch: documents decoded together.
+        batch: prompts decoded together.
+
+    Attributes:
+        chosen: the settings that every size can have.
+        refused: why the others cannot.
+
+    Raises:
+        ValueError: where none can.
     """
-    contexts = [tokenizer.encode(document.context) for document in documents]
-    questions = [tokenizer.encode(document.question, add_bos=False) for document in documents]
-    if question_seen:
-        contexts = [context + question for context, question in zip(contexts, questions, strict=True)]
-    max_prompt = max(map(len, contexts))
-    max_new = answer_tokens + (0 if question_seen else max(map(len, questions)))
-    sizes: dict[str, Any] = {"batch": batch, "max_prompt": max_prompt, "max_new": max_new, "streaming": streaming}
-    spec = generate.cache_specs(model, **sizes)[0]
-    generators = []
-    outcomes = [Outcome(setting, streaming, question_seen, batch) for setting in chosen]
-    for setting in chosen:
-        policy = setting.build(spec, max_prompt + max_new)
-        generators.append(generate.Generator(model, policy, **sizes, eos=tokenizer.eos_ids))
-    label = f"question {'seen' if question_seen else 'unseen'}{', streaming' if streaming else ''}"
-    progress = tqdm(total=len(documents) * len(chosen), desc=f"{task}, {label}", unit="answer", leave=False)
-    for begin in range(0, len(documents), batch):
-        # The last batch may be short: it is filled up with repetitions, which are not counted.
-        rows = [min(begin + row, len(documents) - 1) for row in range(batch)]
-        counted = min(batch, len(documents) - begin)
-        starts = [generator.start(seed + begin) for generator in generators]
-        prompts = [contexts[row] for row in rows]
-        if streaming:
-            states = [one.read(state, prompts) for one, state in zip(generators, starts, strict=True)]
+
+    def __init__(
+        self,
+        model: Llama,
+        tokenizer: Tokenizer,
+        chosen: Sequence[settings.Setting],
+        *,
+        sizes: Sequence[int],
+        max_new: int,
+        streaming: bool,
+        question_seen: bool,
+        batch: int,
+        seed: int,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.sizes, self.max_new = tuple(sizes), max_new
+        self.streaming, self.question_seen, self.batch, self.seed = streaming, question_seen, batch, seed
+        self.chosen = list(chosen)
+        self.refused: dict[settings.Setting, str] = {}
+        for size in sizes:
+            spec = generate.cache_specs(model, **self._made_for(size))[0]
+            self.chosen, refused = settings.possible(self.chosen, spec, size + max_new, streaming=streaming)
+            self.refused |= refused
+
+    def ask(self, exam: Exam) -> list[Outcome]:
+        """Asks every question through every setting. Each batch is read exactly once for all settings, or streamed
+        through each setting's cache.
+
+        Raises:
+            ValueError: for a text that is longer than the largest size, or more tokens behind it than `max_new`.
+        """
+        longest, most = room([exam], self.question_seen)
+        if longest > self.sizes[-1] or most > self.max_new:
+            raise ValueError(
+                f"{exam.task}: texts of up to {longest} tokens and {most} behind them do not fit in {self.sizes[-1]} "
+                f"and {self.max_new}"
+            )
+        prompts = [
+            Prompt(prompt.context + prompt.question, []) if self.question_seen else prompt for prompt in exam.prompts
+        ]
+        outcomes = [
+            Outcome(setting, self.streaming, self.question_seen, self.batch, [""] * len(prompts))
+            for setting in self.chosen
+        ]
+        label = f"question {'seen' if self.question_seen else 'unseen'}{', streaming' if self.streaming else ''}"
+        with tqdm(
+            total=len(prompts) * len(outcomes), desc=f"{exam.task}, {label}", unit="answer", leave=False
+        ) as progress:
+            shorter = 0
+            for size in self.sizes:
+                fitting = [number for number, prompt in enumerate(prompts) if shorter < len(prompt.context) <= size]
+                for begin in range(0, len(fitting), self.batch):
+                    numbers = fitting[begin : begin + self.batch]
+                    self._ask_batch(exam, prompts, numbers, size, outcomes, timed=begin > 0, progress=progress)
+                shorter = size
+        for outcome in outcomes:
+            outcome.scores = {
+                metric: [float(score(number, answer)) for number, answer in enumerate(outcome.answers)]
+                for metric, score in exam.scores.items()
+            }
+        return outcomes
+
+    def _ask_batch(
+        self,
+        exam: Exam,
+        prompts: Sequence[Prompt],
+        numbers: Sequence[int],
+        size: int,
+        outcomes: Sequence[Outcome],
+        *,
+        timed: bool,
+        progress: tqdm,
+    ) -> None:
+        # A short batch is filled up with repetitions, which are not counted.
+        rows = [prompts[numbers[min(row, len(numbers) - 1)]] for row in range(self.batch)]
+        generators = self._generators(size)
+        states = [generator.start(self.seed + numbers[0]) for generator in generators]
+        contexts = [prompt.context for prompt in rows]
+        if self.streaming:
+            states = [one.read(state, contexts) for one, state in zip(generators, states, strict=True)]
         else:
-            states = generate.prefill_together(generators, starts, prompts)
+            states = generate.prefill_together(generators, states, contexts)
         for generator, outcome in zip(generators, outcomes, strict=True):
             state = states.pop(0)
-            _measure_bytes(outcome, generator, state, spec, max_prompt + max_new)
-            if not question_seen:
-                state = generator.read(state, [questions[row] for row in rows])
+            outcome.uses |= dict.fromkeys(numbers, footprint.cache_use(generator, state, size + self.max_new))
+            if not self.question_seen:
+                state = generator.read(state, [prompt.question for prompt in rows])
             answers: list[list[int]] = [[] for _ in rows]
             jax.block_until_ready(state.logits)
             clock = time.perf_counter()
             steps = 0
-            for _, tokens in generator.write(state, answer_tokens):
+            for _, tokens in generator.write(state, exam.answer_tokens):
                 generate.collect(answers, tokens)
                 steps += tokens.shape[1]
-            if begin:
+            if timed:
                 outcome.decode_seconds += time.perf_counter() - clock
                 outcome.decode_steps += steps
-            for row, answer in list(zip(rows, answers, strict=True))[:counted]:
-                text = tokenizer.decode(answer)
-                outcome.answers.append(text)
-                outcome.scores.append(float(score(documents[row], text)))
-            progress.update(counted)
-    progress.close()
-    return outcomes
+            for number, answer in zip(numbers, answers, strict=False):
+                outcome.answers[number] = self.tokenizer.decode(answer)
+            progress.update(len(numbers))
 
+    @functools.cache  # noqa: B019 (an asker lives as long as the run)
+    def _generators(self, size: int) -> list[generate.Generator]:
+        made_for = self._made_for(size)
+        spec = generate.cache_specs(self.model, **made_for)[0]
+        return [
+            generate.Generator(
+                self.model, setting.build(spec, size + self.max_new), **made_for, eos=self.tokenizer.eos_ids
+            )
+            for setting in self.chosen
+        ]
 
-def _measure_bytes(
-    outcome: Outcome, generator: generate.Generator, state: generate.GenerationState, spec: kvjax.CacheSpec, tokens: int
-) -> None:
-    held = kvjax.cache_bytes(state.layers)
-    outcome.device_bytes = held.device // generator.batch
-    outcome.host_bytes = held.host // generator.batch
-    read = sum(policy.read_bytes(layer) for policy, layer in zip(generator.policies, state.layers, strict=True))
-    outcome.read_bytes = read // generator.batch
-    outcome.recalls = any(policy.recalls for policy in generator.policies)
-    counted = outcome.read_bytes if outcome.recalls else outcome.device_bytes
-    outcome.fraction = counted / (spec.exact_bytes(tokens) * len(generator.policies))
+    def _made_for(self, size: int) -> dict[str, Any]:
+        return {"batch": self.batch, "max_prompt": size, "max_new": self.max_new, "streaming": self.streaming}
 
 
 def rows(
-    outcome: Outcome, model: Llama, *, experiment: str, task: str, context_tokens: int, seed: int, **extra: Any
+    outcomes: Sequence[Outcome],
+    model: Llama,
+    *,
+    experiment: str,
+    model_name: str,
+    task: str,
+    context_tokens: int,
+    seed: int,
+    **extra: Any,
 ) -> list[results.Row]:
-    """The rows of one setting: its accuracy and its decoding time.
+    """The rows of all settings of an exam: each metric's mean, its difference to exact's answers to the same prompts
+    (where `exact` is among the settings), and decoding time.
 
     Args:
-        extra: whatever else identifies the setting.
+        extra: whatever else identifies the run.
     """
-    low, high = outcome.interval
-    shared = {
-        "experiment": experiment,
-        "model": flags.FLAGS.model,
-        "task": task,
-        "policy": outcome.setting.choice.name,
-        "variant": outcome.setting.choice.variant,
-        "budget_fraction": outcome.fraction,
-        "context_tokens": context_tokens,
-        "batch": outcome.batch,
-        "question_seen": outcome.question_seen,
-        "n": len(outcome.scores),
-        "seed": seed,
-        "device_bytes": outcome.device_bytes,
-        "host_bytes": outcome.host_bytes,
-        "read_bytes_per_token": outcome.read_bytes,
-        "weight_bytes": generate.weight_bytes(model),
-        "extra": {
-            "budget": str(outcome.setting.budget) if outcome.setting.budget else None,
-            "prefill": "streaming" if outcome.streaming else "exact",
+    exact = next((one for one in outcomes if str(one.setting) == "exact"), None)
+    found = []
+    for one in outcomes:
+        row = functools.partial(
+            results.Row,
+            experiment=experiment,
+            model=model_name,
+            task=task,
+            policy=one.setting.choice.name,
+            variant=one.setting.choice.variant,
+            context_tokens=context_tokens,
+            batch=one.batch,
+            question_seen=one.question_seen,
+            n=len(one.answers),
+            seed=seed,
+            weight_bytes=generate.weight_bytes(model),
+            **footprint.row_fields(list(one.uses.values())),
+        )
+        kind = {
+            "budget": str(one.setting.budget) if one.setting.budget else None,
+            "prefill": "streaming" if one.streaming else "exact",
+            "recalls": one.uses[0].recalls,
             **extra,
-        },
-    }
-    found = [results.Row(**shared, metric="accuracy", value=outcome.accuracy, ci95_low=low, ci95_high=high)]
-    if outcome.decode_steps:
-        found.append(results.Row(**shared, metric="ms_per_token", value=outcome.ms_per_token))
+        }
+        for metric, scores in one.scores.items():
+            low, high = results.score_interval(scores)
+            value = float(np.mean(scores))
+            answered = kind | {"first_answer": one.answers[0]}
+            found.append(row(metric=metric, value=value, ci95_low=low, ci95_high=high, extra=answered))
+            if exact is not None and one is not exact:
+                estimate = results.paired_difference(scores, exact.scores[metric])
+                found.append(
+                    row(
+                        metric=f"{metric}_difference",
+                        value=estimate.value,
+                        ci95_low=estimate.low,
+                        ci95_high=estimate.high,
+                        extra=kind,
+                    )
+                )
+        if one.decode_steps:
+            found.append(row(metric="ms_per_token", value=one.ms_per_token, extra=kind))
     return found
-
-
-COLUMNS = ("policy", "prefill", "question", "held", "read per token", "of exact's", "accuracy [95%]", "ms per step")
-
-
-def table_line(one: Outcome) -> tuple[str, ...]:
-    """The setting's line of a table with `COLUMNS`."""
-    low, high = one.interval
-    return (
-        str(one.setting),
-        "streaming" if one.streaming else "exact",
-        "seen" if one.question_seen else "unseen",
-        results.readable_bytes(one.device_bytes)
-        + (f" + {results.readable_bytes(one.host_bytes)} in the host" if one.host_bytes else ""),
-        results.readable_bytes(one.read_bytes),
-        f"{one.fraction:.1%}" + (" read" if one.recalls else ""),
-        f"{one.accuracy:.2f} [{low:.2f}, {high:.2f}]",
-        f"{one.ms_per_token:.2f}" if one.decode_steps else "-",
-    )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -43,6 +44,12 @@ class Row:
         """The row as JSON holds it, `extra` beside the other fields."""
         fields = dataclasses.asdict(self)
         return fields | fields.pop("extra")
+
+    @property
+    def estimate(self) -> "Estimate":
+        """The value with its 95% interval; NaN bounds where it has none."""
+        low, high = (math.nan if bound is None else bound for bound in (self.ci95_low, self.ci95_high))
+        return Estimate(self.value, low, high)
 
 
 def from_flat(flat: Mapping[str, Any]) -> Row:
@@ -86,6 +93,11 @@ class Estimate(NamedTuple):
         value, low, high = (f"{x:.0f}" if abs(x) >= 1000 else f"{x:.3g}" for x in self)
         return f"{value} [{low}, {high}]"
 
+    def fixed(self, sign: str = "") -> str:
+        """With two decimals; a difference with its sign ("+")."""
+        value, low, high = (f"{x:{sign}.2f}" for x in self)
+        return f"{value} [{low}, {high}]"
+
     def exponential(self) -> "Estimate":
         """Of a mean of logarithms: the geometric mean and its interval."""
         return Estimate(*np.exp(self).tolist())
@@ -102,6 +114,52 @@ def mean_interval(samples: Float[np.ndarray, "n"]) -> Estimate:
     mean, error = float(np.mean(samples)), float(stats.sem(samples))
     half = float(stats.t.ppf(0.975, len(samples) - 1)) * error
     return Estimate(mean, mean - half, mean + half)
+
+
+def paired_difference(scores: Sequence[float], reference: Sequence[float]) -> Estimate:
+    """The mean difference of two ways' scores on the same questions, from 0 to 1 each, with its 95% interval: where all
+    are right or wrong Newcombe's (1998, method 10), which is not empty where the two always agree; Student's
+    otherwise, and [-1, 1] for a single question.
+
+    Raises:
+        ValueError: when they are not as many.
+    """
+    first, second = np.asarray(scores, float), np.asarray(reference, float)
+    if first.shape != second.shape:
+        raise ValueError(f"{len(first)} scores cannot be paired with {len(second)}")
+    difference = float(np.mean(first - second))
+    if not all(score in (0, 1) for score in (*scores, *reference)):
+        return mean_interval(first - second) if len(first) > 1 else Estimate(difference, -1.0, 1.0)
+    (p, low, high), (q, q_low, q_high) = (
+        (float(np.mean(x)), *share_interval(int(np.sum(x)), len(x))) for x in (first, second)
+    )
+    return Estimate(
+        difference,
+        difference - _joint_error(first, second, p - low, q_high - q),
+        difference + _joint_error(first, second, high - p, q - q_low),
+    )
+
+
+def _joint_error(first: Float[np.ndarray, "n"], second: Float[np.ndarray, "n"], one: float, other: float) -> float:
+    """How far a difference of two shares may be off on one side, from how far each may be (Newcombe 1998)."""
+    n = len(first)
+    both, neither = float(np.sum(first * second)), float(np.sum((1 - first) * (1 - second)))
+    only, only_other = float(np.sum(first)) - both, float(np.sum(second)) - both
+    product = (both + only) * (only_other + neither) * (both + only_other) * (only + neither)
+    excess = both * neither - only * only_other
+    if excess > 0:  # a correction for continuity
+        excess = max(excess - n / 2, 0.0)
+    phi = excess / np.sqrt(product) if product else 0.0
+    return float(np.sqrt(max(one**2 - 2 * phi * one * other + other**2, 0.0)))
+
+
+def mean_of(estimates: Sequence[Estimate]) -> Estimate:
+    """The mean of independent estimates; its interval puts their distances to their bounds together as standard
+    deviations add (Zou and Donner 2008)."""
+    value, low, high = np.transpose(estimates)
+    below, above = (float(np.sqrt(np.sum((bound - value) ** 2))) / len(estimates) for bound in (low, high))
+    mean = float(np.mean(value))
+    return Estimate(mean, mean - below, mean + above)
 
 
 def by_setting(rows: Iterable[Row]) -> dict[str, list[Row]]:

@@ -2,12 +2,14 @@
 
 import ast
 import dataclasses
+import functools
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import flags
+from tqdm import tqdm
 
 import kvjax
 from models import checkpoint, tokenizer
@@ -16,6 +18,8 @@ from models.llama import Llama
 CHECKPOINTS = pathlib.Path(__file__).parents[2] / "models" / "checkpoints"
 DEFAULT_CHECKPOINT = "line-retrieval-2l-4k"
 
+# Slots that leave room for every option: with them only the options can be wrong.
+_AMPLE_BUDGET = 2**20
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -34,6 +38,12 @@ def define_common(*, policies: Sequence[str], budgets: Sequence[str]) -> None:
     flags.DEFINE_multi_string(
         "budget", list(budgets), "Slots per head (1024), a share of exact's bytes (25%) or bytes (64MiB); repeatable."
     )
+
+
+def value(name: str, *, quick: Any) -> Any:
+    """A flag's value; in a quick run, where it was not given, `quick`."""
+    flag = flags.FLAGS[name]
+    return quick if flags.FLAGS.quick and flag.using_default_value else flag.value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +137,10 @@ class Setting:
     def __str__(self) -> str:
         return str(self.choice) + (f" @ {self.budget}" if self.budget else "")
 
+    @functools.cache  # noqa: B019 (settings are few; compiled functions are kept by the policy's identity)
     def build(self, spec: kvjax.CacheSpec, tokens: int) -> kvjax.CachePolicy:
-        """The policy for a cache of this spec; shares are of what exact holds for so many tokens."""
+        """The policy for a cache of this spec, the same object for the same spec; shares are of what exact holds for so
+        many tokens."""
         budget = self.budget
         if budget is None:
             return self.choice.build()
@@ -139,12 +151,49 @@ class Setting:
 
 
 def settings(policies: Sequence[str], budgets: Sequence[str]) -> list[Setting]:
-    """Every policy with every budget; a policy that takes none comes once."""
+    """Every policy with every budget; a policy that takes none comes once.
+
+    Raises:
+        ValueError: for an unknown policy, a wrong option or what is no budget.
+    """
     found = []
     for choice in map(PolicyChoice.parse, policies):
+        choice.build(**({"budget": _AMPLE_BUDGET} if kvjax.takes_budget(choice.name) else {}))
         sized = [Budget.parse(text) for text in budgets] if kvjax.takes_budget(choice.name) else [None]
         found += [Setting(choice, budget) for budget in sized]
     return found
+
+
+def possible(
+    chosen: Sequence[Setting], spec: kvjax.CacheSpec, tokens: int, *, streaming: bool = False
+) -> tuple[list[Setting], dict[Setting, str]]:
+    """Which settings a cache of this spec can have (and stream prompts through), and why the others cannot be: a sweep
+    goes down to budgets that not every policy can keep.
+
+    Raises:
+        ValueError: where none can be, with the first one's reason.
+    """
+    kept, refused = [], {}
+    for setting in chosen:
+        try:
+            policy = setting.build(spec, tokens)
+            for layer in range(spec.layers):
+                kvjax.abstract_state(policy, dataclasses.replace(spec, layer=layer))
+            if streaming and not policy.streams:
+                raise ValueError("compresses whole prompts only")
+            kept.append(setting)
+        except ValueError as error:
+            refused[setting] = str(error)
+    if not kept:
+        setting, reason = next(iter(refused.items()))
+        raise ValueError(f"{setting}: {reason}")
+    return kept, refused
+
+
+def say_refused(refused: Mapping[Setting, str]) -> None:
+    """Says which settings are left out, and why."""
+    for setting, reason in refused.items():
+        tqdm.write(f"left out: {setting}: {reason}")
 
 
 def model_directory(name: str) -> pathlib.Path:

@@ -116,10 +116,11 @@ def test_decode_speed_runs_without_its_peer(tmp_path):
 
 
 def test_ruler_writes_rows_and_skips_what_is_done(tmp_path):
-    done = run(
+    command = (
         "experiments.ruler", "--quick", "--context_tokens=800", "--task=niah_single_1", "--policy=exact",
         "--policy=uniform:recent=16", "--budget=50%", f"--output_dir={tmp_path}",
     )  # fmt: skip
+    done = run(*command)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "ruler.json").read_text())
     assert (tmp_path / "ruler.png").stat().st_size > 10_000
@@ -129,3 +130,8 @@ def test_ruler_writes_rows_and_skips_what_is_done(tmp_path):
     assert accuracy["uniform"]["budget_fraction"] <= 0.5
     [unit] = (tmp_path / "ruler.jsonl").read_text().splitlines()
     assert json.loads(unit)["rows"] == rows
+    # What is done is taken as it stands.
+    (tmp_path / "ruler.jsonl").write_text(unit.replace('"value": 0.0', '"value": 0.125'))
+    assert run(*command).returncode == 0
+    again = json.loads((tmp_path / "ruler.json").read_text())
+    assert {row["value"] for row in again if row["metric"] == "accuracy"} == {0.125}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from experiments import line_retrieval
-from experiments.common import asking, settings
+from experiments.common import asking, results, settings
 from tests.experiments.test_commands import run
 
 
@@ -33,19 +33,21 @@ def test_the_demo_tells_policies_apart(tmp_path):
 def test_the_shipped_checkpoint_finds_lines_at_its_longest_context():
     model, tokenizer = settings.load_model(settings.DEFAULT_CHECKPOINT)
     documents = line_retrieval.make_documents(tokenizer, 4096, 500, seed=500)
-    [outcome] = asking.ask(
+    exam = asking.exam("line retrieval", tokenizer, documents, line_retrieval.is_right, answer_tokens=4)
+    longest, most = asking.room([exam], question_seen=False)
+    asker = asking.Asker(
         model,
         tokenizer,
-        documents,
         settings.settings(["exact"], []),
-        line_retrieval.is_right,
-        task="line retrieval",
+        sizes=[longest],
+        max_new=most,
         streaming=False,
         question_seen=False,
         batch=10,
-        answer_tokens=4,
         seed=0,
     )
-    assert len(outcome.scores) == 500
-    low, _ = outcome.interval
+    [outcome] = asker.ask(exam)
+    scores = outcome.scores["accuracy"]
+    assert len(scores) == 500
+    low, _ = results.score_interval(scores)
     assert low >= 0.95

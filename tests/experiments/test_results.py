@@ -54,3 +54,34 @@ def test_median_interval_is_of_order_statistics():
     assert results.median_interval(np.arange(1.0, 21)) == (10.5, 6, 15)
     with pytest.raises(ValueError, match="5 samples have no 95% interval"):
         results.median_interval(np.arange(5.0))
+
+
+def test_paired_difference_of_shares():
+    # Newcombe (1998), Statistics in Medicine 17, table II: 36 both, 12 the first alone, 2 the second alone, 0 neither.
+    first, second = [1.0] * 48 + [0.0] * 2, [1.0] * 36 + [0.0] * 12 + [1.0] * 2
+    assert results.paired_difference(first, second) == pytest.approx((0.2, 0.0569, 0.3404), abs=1e-4)
+    # Two ways that always agree may still differ a little.
+    same = results.paired_difference([1.0] * 50, [1.0] * 50)
+    assert same == pytest.approx((0, -0.0714, 0.0714), abs=1e-3)
+
+
+def test_paired_difference_of_scores():
+    assert results.paired_difference([0.5, 0.75, 1.0], [0.25, 0.5, 0.5]) == pytest.approx(
+        results.mean_interval(np.array([0.25, 0.25, 0.5]))
+    )
+    assert results.paired_difference([0.5], [0.25]) == (0.25, -1, 1)
+    with pytest.raises(ValueError, match="2 scores cannot be paired with 1"):
+        results.paired_difference([0.5, 1], [0.5])
+
+
+def test_a_mean_of_estimates_has_their_errors_added_as_squares():
+    estimates = [results.Estimate(0.5, 0.2, 0.6), results.Estimate(0.7, 0.3, 0.9)]
+    assert results.mean_of(estimates) == pytest.approx((0.6, 0.6 - 0.25, 0.6 + np.sqrt(0.05) / 2))
+
+
+def test_rows_by_setting_are_called_as_settings_are_written():
+    row = results.Row("e", "m", "uniform", "accuracy", 0.5, variant="sinks=4", extra={"budget": "25%"})
+    exact = results.Row("e", "m", "exact", "accuracy", 0.5, extra={"budget": None})
+    assert list(results.by_setting([row, exact, row])) == ["uniform:sinks=4 @ 25%", "exact"]
+    assert row.estimate.value == 0.5 and np.isnan(row.estimate.low)
+    assert results.Estimate(0.5, -0.25, 1).fixed("+") == "+0.50 [-0.25, +1.00]"

@@ -1,0 +1,262 @@
+"""Sweeps of question-asking experiments: their flags, the units that a second start does not repeat, tables, plots."""
+
+import functools
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from absl import flags
+
+from experiments.common import asking, plots, results, settings
+from experiments.common.results import Estimate, Row
+from experiments.common.resuming import Finished
+from models.llama import Llama
+from models.tokenizer import Tokenizer
+
+# Every system, with the variants that its paper or this project proposes, and every baseline.
+POLICIES = (
+    "exact",
+    "uniform",
+    "streaming_llm",
+    "clustergen:variant=paper,recent=64",
+    "subgen",
+    "balancekv",
+    "chelsea",
+    "clusterkv",
+    "quest",
+    "infinigen",
+    "h2o",
+    "cam",
+    "snapkv",
+    "pyramidkv",
+)
+BUDGETS = ("50%", "25%")
+QUICK_POLICIES, QUICK_BUDGETS = ("exact", "uniform", "clusterkv"), ("50%",)
+
+
+def define_flags(
+    *, documents: int, batch: int, policies: Sequence[str] = POLICIES, budgets: Sequence[str] = BUDGETS
+) -> None:
+    """Defines the flags of an experiment that asks questions; calls `settings.define_common`."""
+    settings.define_common(policies=policies, budgets=budgets)
+    flags.DEFINE_integer(
+        "documents", documents, "Documents per task and length" + ("." if documents else "; 0 for all.")
+    )
+    flags.DEFINE_integer("batch", batch, "Documents decoded together.")
+    flags.DEFINE_multi_enum(
+        "question", ["unseen"], ["unseen", "seen"], "Whether the question is part of what is compressed; repeatable."
+    )
+    flags.DEFINE_multi_enum(
+        "prefill",
+        ["exact"],
+        ["exact", "streaming"],
+        "Whether prompts are read exactly or through the cache; repeatable.",
+    )
+
+
+def chosen_settings() -> list[settings.Setting]:
+    """The settings that flags name."""
+    policies = settings.value("policy", quick=QUICK_POLICIES)
+    return settings.settings(policies, settings.value("budget", quick=QUICK_BUDGETS))
+
+
+class Sweep:
+    """The settings of a run over its tasks, as flags say, with what is done kept in OUTPUT_DIR/NAME.jsonl.
+
+    Args:
+        experiment: its name.
+        documents: how many per task, 0 for all there are.
+        prompts: how many an exam has, where that is not `documents`: no larger batch is read.
+        chosen: the settings, where not those of the flags.
+        seed: decides documents and the policies' randomness, where not the flag's.
+    """
+
+    def __init__(
+        self,
+        experiment: str,
+        documents: int,
+        *,
+        prompts: int | None = None,
+        chosen: Sequence[settings.Setting] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        given = flags.FLAGS
+        self.experiment, self.documents = experiment, documents
+        self.model: Llama
+        self.tokenizer: Tokenizer
+        self.model, self.tokenizer = settings.load_model(given.model)
+        self.chosen = list(chosen or chosen_settings())
+        self.seed = given.seed if seed is None else seed
+        self.batch = min(given.batch, prompts or documents or given.batch)
+        self.directory = pathlib.Path(given.output_dir)
+        self._finished = Finished(self.directory / f"{experiment}.jsonl")
+
+    def kinds(self) -> list[tuple[str, str]]:
+        """Kinds of prefill and of question that are asked for."""
+        return [(prefill, question) for prefill in flags.FLAGS.prefill for question in flags.FLAGS.question]
+
+    def rows(
+        self,
+        tasks: Sequence[str],
+        make: Callable[[], Mapping[str, asking.Exam]],
+        context_tokens: int,
+        prefill: str,
+        question: str,
+        more: Callable[[list[asking.Outcome], asking.Exam], list[Row]] = lambda outcomes, exam: [],
+        **unit: Any,
+    ) -> list[Row]:
+        """The rows of all tasks at one length: those that are not done are asked now. All share the sizes of caches.
+
+        Args:
+            make: the exams by task; called only if one is not done.
+            more: further rows of an exam.
+            unit: what else the rows depend on.
+        """
+        seen = question == "seen"
+        exams = functools.cache(make)
+
+        @functools.cache
+        def asker() -> asking.Asker:
+            longest, most = asking.room(exams().values(), seen)
+            return self.asker([longest], most, prefill, question)
+
+        def run(task: str) -> list[Row]:
+            outcomes = asker().ask(exams()[task])
+            return self.rows_of(outcomes, task, context_tokens) + more(outcomes, exams()[task])
+
+        shared = {"tasks": list(tasks), "context_tokens": context_tokens, "prefill": prefill, "question": question}
+        found = []
+        for task in tasks:
+            found += self.finished(shared | {"task": task} | unit, functools.partial(run, task))
+        return found
+
+    def asker(self, sizes: Sequence[int], max_new: int, prefill: str, question: str) -> asking.Asker:
+        """What asks through this run's settings; says which of them cannot be."""
+        asker = asking.Asker(
+            self.model,
+            self.tokenizer,
+            self.chosen,
+            sizes=sizes,
+            max_new=max_new,
+            streaming=prefill == "streaming",
+            question_seen=question == "seen",
+            batch=self.batch,
+            seed=self.seed,
+        )
+        settings.say_refused(asker.refused)
+        return asker
+
+    def rows_of(self, outcomes: Sequence[asking.Outcome], task: str, context_tokens: int, **extra: Any) -> list[Row]:
+        """The rows of an exam of this run."""
+        return asking.rows(
+            outcomes,
+            self.model,
+            experiment=self.experiment,
+            model_name=flags.FLAGS.model,
+            task=task,
+            context_tokens=context_tokens,
+            seed=self.seed,
+            **extra,
+        )
+
+    def finished(self, unit: Mapping[str, Any], run: Callable[[], list[Row]]) -> list[Row]:
+        """The rows of a unit, run now if they are not there."""
+        shared = {
+            "model": flags.FLAGS.model,
+            "seed": self.seed,
+            "documents": self.documents,
+            "batch": self.batch,
+            "settings": list(map(str, self.chosen)),
+        }
+        return self._finished.rows(shared | dict(unit), run)
+
+    def write(self, rows: Sequence[Row], draw: Callable[[pathlib.Path, Sequence[Row]], None]) -> None:
+        """Writes OUTPUT_DIR/NAME.json and, by `draw`, NAME.png, and says so."""
+        json, png = (self.directory / f"{self.experiment}.{kind}" for kind in ("json", "png"))
+        results.write_rows(json, rows)
+        draw(png, rows)
+        print(f"\nRows: {json}   plot: {png}")
+
+
+def show(title: str, rows: Sequence[Row], metric: str = "accuracy") -> None:
+    """The table of one length and kind: of a single task all there is to say, of several a column each."""
+    if len({row.task for row in rows}) == 1:
+        show_details(title, rows, metric)
+    else:
+        show_tasks(title, rows, metric)
+
+
+def show_details(title: str, rows: Sequence[Row], metric: str) -> None:
+    """A line per setting: bytes, score, difference to exact, time."""
+    columns = ("policy", "held", "read per token", "of exact's", f"{metric} [95%]", "to exact's [95%]", "ms per step")
+    lines = []
+    for setting, found in results.by_setting(rows).items():
+        by_metric = {row.metric: row for row in found}
+        row = by_metric[metric]
+        difference, time = by_metric.get(f"{metric}_difference"), by_metric.get("ms_per_token")
+        lines.append(
+            (
+                setting,
+                results.readable_bytes(row.device_bytes or 0)
+                + (f" + {results.readable_bytes(row.host_bytes)} in the host" if row.host_bytes else ""),
+                results.readable_bytes(row.read_bytes_per_token or 0),
+                f"{row.budget_fraction:.1%}" + (" read" if row.extra["recalls"] else ""),
+                row.estimate.fixed(),
+                "-" if difference is None else difference.estimate.fixed("+"),
+                "-" if time is None else f"{time.value:.2f}",
+            )
+        )
+    results.print_table(title, columns, lines)
+
+
+def show_tasks(title: str, rows: Sequence[Row], metric: str) -> None:
+    """A line per setting and a column per task, their mean and its difference to exact last."""
+    tasks = list(dict.fromkeys(row.task for row in rows))
+    lines = []
+    for setting, found in results.by_setting(rows).items():
+        value = {row.task: row.value for row in found if row.metric == metric}
+        fraction = np.mean([row.budget_fraction for row in found])
+        mean, difference = mean_row(found, metric), mean_row(found, f"{metric}_difference")
+        lines.append(
+            (
+                setting,
+                f"{fraction:.1%}",
+                *(f"{value[name]:.2f}" for name in tasks),
+                "-" if mean is None else f"{mean.value:.2f}",
+                "-" if difference is None else difference.fixed("+"),
+            )
+        )
+    names = (str(name).replace("niah_", "") for name in tasks)
+    results.print_table(title, ("policy", "of exact's", *names, "mean", "to exact's [95%]"), lines)
+
+
+def mean_row(rows: Sequence[Row], metric: str) -> Estimate | None:
+    """The mean over tasks of a metric, None where there is none."""
+    found = [row.estimate for row in rows if row.metric == metric]
+    return results.mean_of(found) if found else None
+
+
+def plot(path: pathlib.Path, rows: Sequence[Row], metric: str = "accuracy") -> None:
+    """The mean over tasks against cache bytes, a panel per length, kind of prefill and of question."""
+    panel = lambda row: (row.context_tokens, row.extra["prefill"], row.question_seen)  # noqa: E731
+    scored = [row for row in rows if row.metric == metric]
+    panels = sorted(set(map(panel, scored)))
+    figure, axes = plt.subplots(1, len(panels), figsize=(1 + 5.5 * len(panels), 4.2), squeeze=False, sharey=True)
+    for axis, which in zip(axes[0], panels, strict=True):
+        points: dict[str, list[tuple[float, Estimate]]] = {}
+        for found in results.by_setting([row for row in scored if panel(row) == which]).values():
+            fraction = float(np.mean([row.budget_fraction for row in found]))
+            mean = mean_row(found, metric)
+            assert mean is not None
+            points.setdefault(results.policy_label(found[0]), []).append((100 * fraction, mean))
+        plots.with_intervals(axis, points)
+        tokens, prefill, seen = which
+        axis.set_title(f"{tokens} tokens, {prefill} prefill, question {'seen' if seen else 'unseen'}", fontsize=10)
+        axis.set_xlabel("cache bytes (read ones for policies that recall), % of exact's")
+        axis.set_ylim(-0.03, 1.03)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel(metric.replace("_", " "))
+    axes[0][-1].legend(fontsize=8, loc="lower right")
+    plots.save(figure, path)
