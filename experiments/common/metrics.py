@@ -70,9 +70,13 @@ def count(prediction: str, answer: str) -> float:
 
 def code_similarity(prediction: str, answer: str) -> float:
     """The edit similarity, in whole percent, of the first line that is neither a comment nor a fence."""
+    return round(rapidfuzz.fuzz.ratio(first_code_line(prediction), answer)) / 100
+
+
+def first_code_line(prediction: str) -> str:
+    """The first line that is neither a comment nor a fence, "" where there is none."""
     lines = prediction.lstrip("\n").split("\n")
-    code = (line for line in lines if not any(mark in line for mark in ("`", "#", "//")))
-    return round(rapidfuzz.fuzz.ratio(next(code, ""), answer)) / 100
+    return next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
 
 
 def _f1(predicted: Sequence[str], right: Sequence[str]) -> float:

@@ -11,11 +11,24 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from experiments.common import metrics
+from experiments.common.asking import Prompt
 from experiments.common.tasks.problem import Problem
+from models.tokenizer import Tokenizer
 
 DATA = pathlib.Path(__file__).parent / "data" / "longbench.json"
+SOURCE = "https://huggingface.co/datasets/THUDM/LongBench"
 # LongBench-E's classes of length, in words.
 LENGTHS = {"0-4k": (0, 4000), "4-8k": (4000, 8000), "8k+": (8000, None)}
+
+# The benchmark's categories of tasks.
+CATEGORIES = {
+    "single-document QA": ("narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh"),
+    "multi-document QA": ("hotpotqa", "2wikimqa", "musique", "dureader"),
+    "summarization": ("gov_report", "qmsum", "multi_news", "vcsum"),
+    "few-shot learning": ("trec", "triviaqa", "samsum", "lsht"),
+    "synthetic": ("passage_count", "passage_retrieval_en", "passage_retrieval_zh"),
+    "code completion": ("lcc", "repobench-p"),
+}
 
 METRICS = {
     "qa_f1": metrics.qa_f1,
@@ -78,12 +91,15 @@ def read(path: pathlib.Path) -> list[Example]:
     """The examples of a file called after its task (`qasper.jsonl`, or `qasper_e.jsonl` of LongBench-E).
 
     Raises:
-        ValueError: for a file of no known task, or a line that lacks a field, with its number.
+        ValueError: for a file that is not there, or of no known task, or a line that lacks a field, with its number.
     """
     name = path.stem.removesuffix("_e")
     if name not in tasks():
         raise ValueError(f"{path.name} is not called after a task; known: {', '.join(tasks())}")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    if not path.is_file():
+        raise ValueError(f"{path} is not there: it is part of data.zip of {SOURCE}")
+    # Not splitlines(): texts hold other ends of lines, which JSON need not escape.
+    lines = path.read_text(encoding="utf-8").split("\n")
     return [_example(tasks()[name], line, f"{path.name}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
 
 
@@ -118,3 +134,17 @@ def truncated(context: Sequence[int], question: Sequence[int], longest: int) -> 
         raise ValueError(f"a question of {len(question)} tokens does not fit in the last half of {longest}")
     behind = half - len(question)
     return [*context[:half], *(context[-behind:] if behind else ())]
+
+
+def prompt_of(tokenizer: Tokenizer, example: Example, longest: int, *, chat: bool) -> Prompt:
+    """An example's prompt, cut in the middle and, for the tasks that take it, put as a turn of the chat that the model
+    has a template for."""
+    whole = Prompt.of(tokenizer, example.problem)
+    context = truncated(whole.context, whole.question, longest)
+    if not (chat and example.task.chat and tokenizer.chat_template):
+        return Prompt(context, whole.question)
+    question = example.problem.question
+    text = example.problem.context if context == whole.context else tokenizer.decode(context)
+    turn = tokenizer.chat_text([{"role": "user", "content": text + question}])
+    place = turn.rindex(question.strip())  # templates strip what they are given
+    return Prompt(tokenizer.encode(turn[:place], add_bos=False), tokenizer.encode(turn[place:], add_bos=False))

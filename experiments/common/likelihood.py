@@ -1,0 +1,98 @@
+"""How likely long texts are when they are read through compressed caches."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from tqdm import tqdm
+
+from experiments.common import footprint, settings
+from models import generate
+from models.llama import Llama
+
+OCTAVES = 3  # of positions, beside the first stretch, that a streamed text is cut into
+
+
+class Stretch(NamedTuple):
+    """The tokens of a text from `first` to before `end`, and the texts' means over them: negative log-likelihoods."""
+
+    first: int
+    end: int
+    losses: Float[np.ndarray, "n"]
+
+
+class Reading(NamedTuple):
+    """What one setting made of all texts."""
+
+    setting: settings.Setting
+    use: footprint.CacheUse
+    stretches: list[Stretch]
+
+
+def accumulating(
+    model: Llama, chosen: Sequence[settings.Setting], texts: Sequence[list[int]], *, batch: int, seed: int
+) -> list[Reading]:
+    """Streams all texts, of one length, through each setting's cache; a multiple of `batch` of them.
+
+    Returns:
+        Of each setting that can stream: the stretches are the text's first part and each later octave of positions,
+        then all of it.
+    """
+    tokens = len(texts[0])
+    ends = [tokens >> octave for octave in range(OCTAVES, -1, -1)]
+    # The first token has nothing before it.
+    stretches = [*zip([1, *ends], ends, strict=False), (1, tokens)]
+    made_for: dict[str, Any] = {"batch": batch, "max_prompt": tokens, "max_new": 1, "streaming": True}
+    spec = generate.cache_specs(model, **made_for)[0]
+    kept, refused = settings.possible(chosen, spec, tokens, streaming=True)
+    settings.say_refused(refused)
+    readings = []
+    for setting in tqdm(kept, desc="accumulating", unit="setting", leave=False):
+        generator = generate.Generator(model, setting.build(spec, tokens), **made_for)
+        losses = []
+        for begin in range(0, len(texts), batch):
+            state, scored = generator.score(generator.start(seed + begin), texts[begin : begin + batch])
+            losses += [-row for row in scored]
+        means = [Stretch(first, end, np.mean([row[first:end] for row in losses], axis=1)) for first, end in stretches]
+        readings.append(Reading(setting, footprint.cache_use(generator, state, tokens), means))
+    return readings
+
+
+def at_position(
+    model: Llama,
+    chosen: Sequence[settings.Setting],
+    texts: Sequence[list[int]],
+    position: int,
+    *,
+    batch: int,
+    seed: int,
+) -> list[Reading]:
+    """Reads all texts, of one length, exactly up to a position and the rest through each setting's cache; a multiple of
+    `batch` of them.
+
+    Returns:
+        Of each setting that can be, one stretch: the tokens behind the position but the first of them, which the exact
+        reading predicts.
+    """
+    tokens = len(texts[0])
+    made_for: dict[str, Any] = {"batch": batch, "max_prompt": position, "max_new": tokens - position}
+    spec = generate.cache_specs(model, **made_for)[0]
+    kept, refused = settings.possible(chosen, spec, tokens)
+    settings.say_refused(refused)
+    generators = [generate.Generator(model, setting.build(spec, tokens), **made_for) for setting in kept]
+    losses: list[list[float]] = [[] for _ in kept]
+    uses: list[footprint.CacheUse] = []
+    for begin in tqdm(range(0, len(texts), batch), desc=f"at {position} tokens", unit="batch", leave=False):
+        own = texts[begin : begin + batch]
+        starts = [generator.start(seed + begin) for generator in generators]
+        states = generate.prefill_together(generators, starts, [text[:position] for text in own])
+        uses = []
+        for generator, of_setting in zip(generators, losses, strict=True):
+            state, scored = generator.score(states.pop(0), [text[position:] for text in own])
+            of_setting += [-float(np.mean(row[1:])) for row in scored]
+            uses.append(footprint.cache_use(generator, state, tokens))
+    return [
+        Reading(setting, use, [Stretch(position + 1, tokens, np.asarray(of_setting))])
+        for setting, use, of_setting in zip(kept, uses, losses, strict=True)
+    ]

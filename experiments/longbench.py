@@ -1,0 +1,145 @@
+"""LongBench and LongBench-E through compressed caches, from the benchmark's own files.
+
+    python -m experiments.longbench --model DIRECTORY --data DIRECTORY --policy exact --policy chelsea --budget 20%
+
+Files are those of https://huggingface.co/datasets/THUDM/LongBench (data.zip), one per task; with `--e` LongBench-E's,
+which are scored by classes of length, too. Prompts, truncation in the middle, answer lengths and metrics are published
+(see `tasks.longbench`). A text is read into caches made for it or a little more (up to a fifth), so that a budget in
+percent is a share of each text, as in the papers; a compressed text does not see the question unless `--question=seen`
+says otherwise. A run that was stopped goes on where it was: finished tasks stand in OUTPUT_DIR/longbench.jsonl.
+"""
+
+import dataclasses
+import functools
+import math
+import pathlib
+from collections.abc import Sequence
+
+from absl import app, flags
+
+from experiments.common import asking, results, settings, sweeping
+from experiments.common.results import Row
+from experiments.common.tasks import longbench as task
+
+NAME = "longbench"
+SCORE, MEAN = "score", "mean_score"
+# Where no length is given: as published for models of 4k, 8k, 16k and 32k tokens.
+LEFT_FOR_ANSWERS = 500
+
+sweeping.define_flags(documents=0, batch=1, budgets=("20%",))
+_DATA = flags.DEFINE_string("data", None, "The directory of the benchmark's files.", required=True)
+_E = flags.DEFINE_bool("e", False, "LongBench-E in place of LongBench.")
+_TASK = flags.DEFINE_multi_enum("task", None, list(task.tasks()), "Tasks; repeatable. All by default.")
+_LONGEST = flags.DEFINE_integer(
+    "max_prompt", None, f"Tokens of a prompt before it is cut; by default {LEFT_FOR_ANSWERS} less than the model reads."
+)
+_CHAT = flags.DEFINE_bool("chat", True, "Use the model's chat template, if it has one, for the tasks that take one.")
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments: {argv[1:]}")
+    sweep = sweeping.Sweep(NAME, settings.value("documents", quick=4))
+    longest = _LONGEST.value or sweep.model.config.max_length - LEFT_FOR_ANSWERS
+    names = _TASK.value or [name for name, one in task.tasks().items() if one.by_length or not _E.value]
+    paths = {name: pathlib.Path(_DATA.value) / f"{name}{'_e' if _E.value else ''}.jsonl" for name in names}
+    read = functools.cache(lambda name: task.read(paths[name])[: sweep.documents or None])
+    for name in names:  # before hours of work, all files
+        read(name)
+    rows: list[Row] = []
+    for prefill, question in sweep.kinds():
+        found: list[Row] = []
+        for name in names:
+            unit = {"task": name, "e": _E.value, "max_prompt": longest, "chat": _CHAT.value}
+            unit |= {"prefill": prefill, "question": question}
+            run = functools.partial(run_task, sweep, read(name), longest, prefill, question)
+            found += sweep.finished(unit, run)
+        found += means(found)
+        title = f"LongBench{'-E' if _E.value else ''}, scores of 100: prompts of up to {longest} tokens"
+        show(f"{title}, prefill {prefill}, question {question}", found)
+        rows += found
+    sweep.write(rows, draw)
+
+
+def run_task(
+    sweep: sweeping.Sweep, examples: Sequence[task.Example], longest: int, prefill: str, question: str
+) -> list[Row]:
+    """The rows of one task: over all of its examples, and for LongBench-E by their length."""
+    of_task = examples[0].task
+    prompts = [task.prompt_of(sweep.tokenizer, example, longest, chat=_CHAT.value) for example in examples]
+    exam = asking.Exam(
+        of_task.name, prompts, {SCORE: lambda number, answer: examples[number].score(answer)}, of_task.answer_tokens
+    )
+    seen = question == "seen"
+    lengths = [len(prompt.context) + (len(prompt.question) if seen else 0) for prompt in prompts]
+    _, most = asking.room([exam], seen)
+    asker = sweep.asker(sorted(set(map(made_for, lengths))), most, prefill, question)
+    outcomes = asker.ask(exam)
+    extra = {"scored_by": of_task.metric, "benchmark": "LongBench-E" if _E.value else "LongBench"}
+    rows = sweep.rows_of(outcomes, of_task.name, longest, **extra)
+    for name in task.LENGTHS if _E.value else ():
+        own = [number for number, example in enumerate(examples) if example.length_class == name]
+        if own:
+            rows += sweep.rows_of(asking.part(outcomes, own), of_task.name, longest, **extra, length_class=name)
+    return rows
+
+
+def made_for(tokens: int) -> int:
+    """The size of caches that read so many tokens: four to an octave, so that few programs are compiled."""
+    return math.ceil(2 ** (math.ceil(4 * math.log2(tokens)) / 4))
+
+
+def means(rows: Sequence[Row]) -> list[Row]:
+    """Each setting's mean over the tasks of each category, and over all tasks."""
+    whole = [row for row in rows if "length_class" not in row.extra]
+    groups = {**task.CATEGORIES, "all": tuple(task.tasks())}
+    found = []
+    for of_setting in results.by_setting(whole).values():
+        for category, names in groups.items():
+            own = [row for row in of_setting if row.task in names]
+            for metric, mean in ((SCORE, MEAN), (f"{SCORE}_difference", f"{MEAN}_difference")):
+                estimate = sweeping.mean_row(own, metric)
+                if estimate is not None:
+                    first = next(row for row in own if row.metric == metric)
+                    found.append(
+                        dataclasses.replace(
+                            first,
+                            task=category,
+                            metric=mean,
+                            value=estimate.value,
+                            ci95_low=estimate.low,
+                            ci95_high=estimate.high,
+                            n=sum(row.n or 0 for row in own if row.metric == metric),
+                            extra={name: first.extra[name] for name in ("budget", "prefill", "recalls", "benchmark")},
+                        )
+                    )
+    return found
+
+
+def show(title: str, rows: Sequence[Row]) -> None:
+    """A line per setting and a column per category, all tasks' mean and its difference to exact's last."""
+    averages = [row for row in rows if row.metric == MEAN]
+    categories = list(dict.fromkeys(str(row.task) for row in averages))
+    lines = []
+    for setting, found in results.by_setting(rows).items():
+        value = {row.task: 100 * row.value for row in found if row.metric == MEAN}
+        differences = [row.estimate for row in found if row.metric == f"{MEAN}_difference" and row.task == "all"]
+        fractions = [row.budget_fraction or 0 for row in found if row.metric == SCORE]
+        lines.append(
+            (
+                setting,
+                f"{sum(fractions) / len(fractions):.1%}",
+                *(f"{value[name]:.1f}" for name in categories),
+                *("{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in one)) for one in differences or ()),
+                *(() if differences else ("-",)),
+            )
+        )
+    results.print_table(title, ("policy", "of exact's", *categories, "to exact's [95%]"), lines)
+
+
+def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
+    sweeping.plot(path, [row for row in rows if "length_class" not in row.extra], SCORE)
+
+
+if __name__ == "__main__":
+    app.run(main)
