@@ -1,0 +1,299 @@
+"""The papers' ablations: one choice of a system at a time, by the error of attention and by answers.
+
+    python -m experiments.ablations
+    python -m experiments.ablations --ablation chelsea_chunk --measure accuracy
+
+An ablation is a line of `ABLATIONS`: settings that differ in one choice, and the tables and figures of the papers that
+vary it. Each is measured by `experiments.attention_error` on what the model's layers compute (recorded streams) and by
+`experiments.line_retrieval` before the question is seen, in processes of their own. A run that was stopped goes on
+where it was: finished ones stand in OUTPUT_DIR/ablations.jsonl. Distances of ClusterKV's clustering are compared by
+`experiments.recall_rate`, time without chunks by `experiments.latency`.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import matplotlib.pyplot as plt
+import numpy as np
+from absl import app, flags
+from tqdm import tqdm
+
+from experiments.common import plots, processes, results, settings
+from experiments.common.resuming import Finished
+
+NAME = "ablations"
+# In a policy's options: the folder of the files that `experiments.calibrate_heads` writes.
+CALIBRATED = "CALIBRATED"
+MEASURES = {"attention_error": "relative_error", "line_retrieval": "accuracy"}
+METRICS = (*MEASURES.values(), "compress_seconds")
+
+
+class Ablation(NamedTuple):
+    """Settings that differ in one choice."""
+
+    choice: str
+    source: str  # where the papers vary it
+    policies: tuple[str, ...]
+    budgets: tuple[str, ...] = ("20%",)
+
+
+ABLATIONS = {
+    "kept": Ablation(
+        "how much is kept, of every system",
+        "Chelsea, Figure 4 (12.5 to 80%); BalanceKV, section 4.1 and Figure 1",
+        (
+            "exact",
+            "uniform",
+            "streaming_llm",
+            "h2o",
+            "snapkv",
+            "pyramidkv",
+            "cam",
+            "clustergen:variant=paper",
+            "subgen",
+            "balancekv:variant=reference",
+            "balancekv",
+            "chelsea:slope=None",
+            "chelsea",
+            "quest",
+            "infinigen",
+            "clusterkv:residual=False",
+            "clusterkv",
+        ),
+        ("5%", "10%", "12.5%", "20%", "25%", "50%", "80%"),
+    ),
+    "chelsea_chunk": Ablation(
+        "entries among which a partner is looked for; 4,096: all",
+        "Chelsea, Table 4",
+        tuple(f"chelsea:slope=None,chunk={chunk}" for chunk in (16, 64, 256, 4096)),
+    ),
+    "chelsea_outlier_heads": Ablation(
+        "heads that keep everything, at equal slots: none, by the paper's rule, by the error of attention",
+        "Chelsea, Tables 5 and 11",
+        (
+            "chelsea:slope=None",
+            f"chelsea:slope=None,heads={CALIBRATED}/heads_share.json",
+            f"chelsea:slope=None,heads={CALIBRATED}/heads_error.json",
+        ),
+        ("20%", "50%"),
+    ),
+    "chelsea_schedule": Ablation(
+        "the share of entries merged per step: the paper's three, constant, as many as can be",
+        "Chelsea, appendix C.2",
+        (
+            *(f"chelsea:slope=None,schedule={name}" for name in ("llama-2", "llama-3", "qwen")),
+            "chelsea:slope=None,first=0.25,decay=0",
+            "chelsea:slope=None,first=0.5,decay=0",
+        ),
+    ),
+    "chelsea_sinks": Ablation(
+        "tokens kept from the prompt's start",
+        "Chelsea, section 7.1 (16)",
+        tuple(f"chelsea:slope=None,sinks={sinks}" for sinks in (0, 4, 16, 64)),
+    ),
+    "chelsea_recent": Ablation(
+        "tokens kept from the prompt's end",
+        "Chelsea, section 7.1 (64)",
+        tuple(f"chelsea:slope=None,recent={recent}" for recent in (0, 16, 64, 256)),
+    ),
+    "chelsea_values": Ablation(
+        "what stands for tokens that are merged: their means, means with a slope, one of them",
+        "ours",
+        ("chelsea:slope=None", "chelsea", "chelsea:joins=drop"),
+    ),
+    "balancekv_batch": Ablation(
+        "tokens that are balanced against one another, and the share of them that is kept",
+        "BalanceKV, Figure 3 and appendix B.1",
+        (
+            "uniform",
+            *(
+                f"balancekv:variant={variant},block_size={size}"
+                for variant in ("reference", "streaming", "pairs")
+                for size in (64, 128, 256)
+            ),
+        ),
+        ("50%", "25%", "12.5%"),
+    ),
+    "balancekv_needles": Ablation(
+        "tokens unlike the others, kept whatever the walk says",
+        "BalanceKV, section 4.3",
+        (
+            "balancekv:variant=reference",
+            "balancekv:variant=reference,needles=64",
+            "balancekv:variant=reference,needles=64,needles_inside=True",
+        ),
+        ("50%", "25%"),
+    ),
+    "clusterkv_clusters": Ablation(
+        "tokens per cluster, against pages of 16",
+        "ClusterKV, Figure 11b",
+        (*(f"clusterkv:residual=False,cluster_tokens={tokens}" for tokens in (320, 160, 80, 40, 20)), "quest"),
+        ("25%", "12.5%"),
+    ),
+    "clusterkv_selection": Ablation(
+        "clusters per query head or per group of heads, clusters that are not read left out or kept as means",
+        "ours",
+        tuple(
+            f"clusterkv:select={select},residual={residual}"
+            for select in ("query_head", "group")
+            for residual in (False, True)
+        ),
+        ("25%", "12.5%"),
+    ),
+    "clustergen_recent": Ablation(
+        "how much of the budget is the newest tokens",
+        "SubGen, section 3.2; ClusterGen, section 4.1 (the better of 2,048 and 3,072 of 5,000 to 9,000)",
+        tuple(f"clustergen:variant=paper,recent={recent}" for recent in (16, 64, 256)),
+        ("50%", "25%"),
+    ),
+    "subgen_parameters": Ablation(
+        "samples per cluster, and pairs sampled by value norm",
+        "SubGen, Theorem 1 (t and s)",
+        (
+            *(f"subgen:variant=mean_value,per_cluster={samples}" for samples in (0, 1, 2, 4, 8)),
+            *(f"subgen:variant=paper,per_cluster={samples}" for samples in (1, 2, 4)),
+            *(f"subgen:variant=self_normalised,samples={samples}" for samples in (64, 128)),
+        ),
+        ("25%",),
+    ),
+    "streaming_llm_sinks": Ablation(
+        "tokens kept from the prompt's start",
+        "Chelsea, appendix C.1 (4)",
+        tuple(f"streaming_llm:sinks={sinks}" for sinks in (0, 4, 16, 64)),
+    ),
+}
+
+settings.define_run()
+# Variants are chosen on seeds 0 to 9 and reported on later ones.
+flags.FLAGS.set_default("seed", 10)
+_ABLATION = flags.DEFINE_multi_enum("ablation", list(ABLATIONS), list(ABLATIONS), "Which; repeatable.")
+_MEASURE = flags.DEFINE_multi_enum("measure", list(MEASURES), list(MEASURES), "By what; repeatable.")
+_DOCUMENTS = flags.DEFINE_integer("documents", 50, "Documents of line retrieval.")
+_CONTEXT = flags.DEFINE_integer("context_tokens", 2048, "Tokens of a document.")
+_SEEDS = flags.DEFINE_integer("seeds", 10, "Seeds of recorded streams.")
+_RECORDED_TOKENS = flags.DEFINE_integer("recorded_tokens", 2048, "Tokens of a recorded stream.")
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments: {argv[1:]}")
+    names = _ABLATION.value[:1] if flags.FLAGS.quick else _ABLATION.value
+    directory = pathlib.Path(flags.FLAGS.output_dir)
+    finished = Finished(directory / f"{NAME}.jsonl")
+    rows: list[results.Row] = []
+    for name in tqdm(names, desc=NAME, leave=False):
+        found = [row for measure in _MEASURE.value for row in measured(name, measure, finished, directory)]
+        show(ABLATIONS[name], found)
+        rows += found
+        results.write_rows(directory / f"{NAME}.json", rows)
+    plot(directory / f"{NAME}.png", rows)
+    print(f"Rows: {directory / f'{NAME}.json'}   plot: {directory / f'{NAME}.png'}")
+
+
+def measured(name: str, measure: str, finished: Finished, directory: pathlib.Path) -> list[results.Row]:
+    """An ablation's rows by one measure; a quick one is of two settings."""
+    _, _, policies, budgets = ABLATIONS[name]
+    if flags.FLAGS.quick:
+        policies, budgets = policies[:2], budgets[:1]
+    calibrated = directory.resolve() / "calibrated"
+    if any(CALIBRATED in policy for policy in policies):
+        calibrate(finished, calibrated)
+    arguments = [
+        *measure_arguments(measure),
+        *(f"--policy={policy.replace(CALIBRATED, str(calibrated))}" for policy in policies),
+        *(f"--budget={budget}" for budget in budgets),
+    ]
+    run = functools.partial(processes.run, measure, arguments, directory / name)
+    return [
+        dataclasses.replace(
+            row,
+            experiment=NAME,
+            variant=row.variant and row.variant.replace(str(calibrated), CALIBRATED),
+            extra=row.extra | {"ablation": name},
+        )
+        for row in finished.rows({"ablation": name, "experiment": measure, "arguments": arguments}, run)
+        if row.metric in METRICS
+    ]
+
+
+def shared_arguments() -> list[str]:
+    """What every process is given."""
+    return [f"--model={flags.FLAGS.model}", *(["--quick"] if flags.FLAGS.quick else [])]
+
+
+def calibrate(finished: Finished, directory: pathlib.Path) -> None:
+    """Finds outlier heads on texts of seeds 0 to 9, once."""
+    arguments = [*shared_arguments(), "--seed=0", f"--tokens={_RECORDED_TOKENS.value}"]
+    run = functools.partial(processes.run, "calibrate_heads", arguments, directory)
+    finished.rows({"experiment": "calibrate_heads", "arguments": arguments}, run)
+
+
+def measure_arguments(measure: str) -> list[str]:
+    """The flags of one experiment that all ablations share."""
+    own = {
+        "attention_error": [
+            "--stream=recorded",
+            f"--seeds={_SEEDS.value}",
+            f"--recorded_tokens={_RECORDED_TOKENS.value}",
+        ],
+        "line_retrieval": [
+            f"--documents={_DOCUMENTS.value}",
+            f"--context_tokens={512 if flags.FLAGS.quick else _CONTEXT.value}",
+        ],
+    }
+    return [*shared_arguments(), f"--seed={flags.FLAGS.seed}", *own[measure]]
+
+
+def column(row: results.Row) -> str:
+    """What a figure is of: the task, or a layer of the model."""
+    return "answers" if row.metric == "accuracy" else f"error, layer {row.extra['layer']:g}"
+
+
+def show(ablation: Ablation, rows: Sequence[results.Row]) -> None:
+    """A line per setting: accuracy and the error of every layer, with intervals."""
+    shown = [row for row in rows if row.metric in MEASURES.values()]
+    columns = list(dict.fromkeys(map(column, shown)))
+    lines = []
+    for setting, found in results.by_setting(shown).items():
+        figures = {column(row): f"{row.value:.3g} [{row.ci95_low:.3g}, {row.ci95_high:.3g}]" for row in found}
+        fraction = np.mean([row.budget_fraction for row in found])
+        lines.append((setting, f"{fraction:.1%}", *(figures.get(name, "-") for name in columns)))
+    results.print_table(f"{ablation.choice} ({ablation.source})", ("policy", "of exact's", *columns), lines)
+
+
+def plot(path: pathlib.Path, rows: Sequence[results.Row]) -> None:
+    """A row of panels per ablation, a panel per measure."""
+    names = list(dict.fromkeys(row.extra["ablation"] for row in rows))
+    metrics = list(dict.fromkeys(row.metric for row in rows if row.metric in MEASURES.values()))
+    size = (6 * len(metrics), 3.4 * len(names))
+    figure, axes = plt.subplots(len(names), len(metrics), figsize=size, squeeze=False)
+    for name, panels in zip(names, axes, strict=True):
+        for metric, axis in zip(metrics, panels, strict=True):
+            found = [row for row in rows if row.extra["ablation"] == name and row.metric == metric]
+            draw(axis, found)
+            axis.set_title(f"{name}: {metric}", fontsize=9)
+            axis.grid(alpha=0.3)
+    plots.save(figure, path)
+
+
+def draw(axis: Any, rows: Sequence[results.Row]) -> None:
+    """A line per policy (and layer) against the share of exact's bytes, with intervals."""
+    lines: dict[str, list[results.Row]] = {}
+    for row in rows:
+        layer = row.extra.get("layer")
+        label = results.policy_label(row) + ("" if layer is None else f", layer {layer:g}")
+        lines.setdefault(label, []).append(row)
+    for label, line in lines.items():
+        value, low, high = np.array([(row.value, row.ci95_low, row.ci95_high) for row in line]).T
+        shares = [100 * (row.budget_fraction or 0) for row in line]
+        axis.errorbar(shares, value, yerr=np.maximum([value - low, high - value], 0), marker=".", label=label)
+    axis.set_xlabel("cache bytes (read ones for policies that recall), % of exact's")
+    if lines:
+        axis.legend(fontsize=5)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,186 @@
+"""What `experiments.all` runs: every experiment, with what it is asked for in each profile."""
+
+import dataclasses
+
+PROFILES = {
+    "quick": "every experiment's --quick: that everything works",
+    "cpu": "two cores, some hours",
+    "h200": "one H200, some hours",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One run of an experiment.
+
+    Attributes:
+        experiment: its module.
+        what: flags that make this run what it is, in every profile.
+        cpu, h200: flags of a profile.
+        loads_model: whether --model means anything to it.
+        data: the flag of `experiments.all` that names the directory which its --data is; None where it needs none.
+    """
+
+    experiment: str
+    what: tuple[str, ...] = ()
+    cpu: tuple[str, ...] = ()
+    h200: tuple[str, ...] = ()
+    loads_model: bool = True
+    data: str | None = None
+
+    def arguments(self, profile: str) -> tuple[str, ...]:
+        return self.what + {"quick": ("--quick",), "cpu": self.cpu, "h200": self.h200}[profile]
+
+
+def _each(flag: str, *values: str | int) -> tuple[str, ...]:
+    return tuple(f"--{flag}={value}" for value in values)
+
+
+# As many bytes as there are to choose from.
+_SWEPT = _each("budget", "5%", "10%", "12.5%", "20%", "25%", "50%", "80%")
+_LONG = _each("context_tokens", 16384, 32768, 65536, 131072)
+_PAPERS_LINES = (
+    *_each("policy", "exact", "streaming_llm", "h2o", "clustergen:variant=paper,recent=64", "clustergen:recent=64"),
+    *_each("budget", "65%", "58%", "50%"),
+    "--question=seen",
+)
+_SINGLE_LAYER = (
+    "--stream=recorded",
+    *_each("policy", "uniform", "balancekv:variant=reference", "balancekv"),
+    *_each("budget", "50%", "25%", "12.5%"),
+)
+_NEEDLES = _each(
+    "policy",
+    "exact",
+    "balancekv:variant=reference,needles=64",
+    "balancekv:variant=reference",
+    "uniform",
+    "snapkv",
+    "pyramidkv",
+    "streaming_llm",
+    "cam",
+    "chelsea:slope=None",
+    "clusterkv",
+    "clustergen:variant=paper,recent=64",
+    "subgen",
+)
+_LONGBENCH = (
+    *_each(
+        "policy",
+        "exact",
+        "streaming_llm",
+        "snapkv",
+        "pyramidkv",
+        "cam",
+        "uniform",
+        "quest",
+        "infinigen",
+        "clustergen:variant=paper",
+        "subgen",
+        "balancekv:variant=reference",
+        "balancekv",
+        "chelsea:slope=None",
+        "chelsea",
+        "clusterkv:residual=False",
+        "clusterkv",
+    ),
+    *_each("budget", "20%", "25%"),
+)
+_ABLATIONS = {
+    "kept": _each("ablation", "kept"),
+    "chelsea": _each(
+        "ablation",
+        *(f"chelsea_{choice}" for choice in ("chunk", "outlier_heads", "schedule", "sinks", "recent", "values")),
+    ),
+    "balancekv": _each("ablation", "balancekv_batch", "balancekv_needles"),
+    "clusterkv": _each("ablation", "clusterkv_clusters", "clusterkv_selection"),
+    "subgen": _each("ablation", "clustergen_recent", "subgen_parameters", "streaming_llm_sinks"),
+}
+_UNGROUPED = _each("policy", "cam", "chelsea:slope=None", "clusterkv:residual=False")
+_HOSTED = _each(
+    "policy", "clusterkv:residual=False", *(f"clusterkv:residual=False,host_steps={steps}" for steps in (0, 1, 2))
+)
+
+JOBS = {
+    # Every policy on every task.
+    "line_retrieval": Job(
+        "line_retrieval",
+        cpu=("--documents=50", "--seed=10"),
+        h200=("--documents=500", "--seed=10", "--context_tokens=4096", "--question=unseen", "--question=seen", *_SWEPT),
+    ),
+    "ruler": Job(
+        "ruler",
+        cpu=("--documents=20", "--seed=10"),
+        h200=("--documents=200", "--seed=10", "--context_tokens=8192", *_SWEPT),
+    ),
+    "needle_in_haystack": Job(
+        "needle_in_haystack",
+        (*_NEEDLES, "--budget=25%"),
+        h200=(*_each("context_tokens", 1024, 2048, 4096, 8192), "--documents=10"),
+    ),
+    "code_completion": Job("code_completion", h200=("--documents=500", "--context_tokens=8192", *_SWEPT)),
+    "perplexity": Job("perplexity", h200=("--documents=100", "--context_tokens=8192", *_SWEPT)),
+    "longbench": Job("longbench", _LONGBENCH, data="longbench"),
+    "longbench_e": Job("longbench", ("--e", *_LONGBENCH), data="longbench"),
+    # The papers' figures.
+    "clusterability": Job("clusterability"),
+    "line_retrieval_subgen": Job(
+        "line_retrieval",
+        _PAPERS_LINES,
+        cpu=("--documents=50", "--seed=10", *_each("context_tokens", 2048, 4096)),
+        h200=("--documents=500", "--seed=10", *_each("context_tokens", 2048, 4096, 8192)),
+    ),
+    "attention_error_recorded": Job("attention_error", _SINGLE_LAYER, cpu=("--seeds=10",)),
+    "calibrate_heads": Job("calibrate_heads"),
+    **{
+        f"ablations_{system}": Job("ablations", names, h200=("--documents=500", "--seeds=20"))
+        for system, names in _ABLATIONS.items()
+    },
+    "key_similarity": Job("key_similarity"),
+    "recall_rate": Job("recall_rate", ("--stream=recorded",)),
+    "latency": Job(
+        "latency", cpu=("--context_tokens=4096",), h200=("--shape=llama-3.1-8b", *_LONG[:3]), loads_model=False
+    ),
+    # Caches of all policies do not fit side by side any more.
+    "latency_long": Job(
+        "latency",
+        _each(
+            "policy", "streaming_llm", "balancekv:variant=reference", "chelsea:slope=None", "clusterkv:residual=False"
+        ),
+        cpu=("--context_tokens=16384",),
+        h200=("--shape=llama-3.1-8b", *_LONG[3:]),
+        loads_model=False,
+    ),
+    "latency_ungrouped": Job(
+        "latency",
+        _UNGROUPED,
+        cpu=("--shape=small-ungrouped", "--context_tokens=4096"),
+        h200=("--shape=llama-2-7b-32k", *_LONG[:3]),
+        loads_model=False,
+    ),
+    "latency_chunk": Job(
+        "latency",
+        _each("policy", "chelsea:slope=None", "chelsea:slope=None,chunk=4096"),
+        cpu=("--context_tokens=4096",),
+        h200=("--shape=llama-3.1-8b", "--policy=chelsea:slope=None,chunk=16384", "--context_tokens=16384"),
+        loads_model=False,
+    ),
+    "latency_host_memory": Job(
+        "latency",
+        _HOSTED,
+        cpu=("--context_tokens=4096",),
+        h200=("--shape=llama-3.1-8b", "--context_tokens=32768", "--budget=1024"),
+        loads_model=False,
+    ),
+    # What they do not measure.
+    "attention_error": Job("attention_error", cpu=("--budget=12.5%", "--norm=4"), loads_model=False),
+    "attention_error_recall": Job("attention_error", ("--study=recall",), cpu=("--budget=12.5%", "--norm=4")),
+    "calibrate_skew": Job("calibrate_skew"),
+    "decode_speed": Job("decode_speed", cpu=("--context_tokens=4096",), loads_model=False),
+    "discrepancy": Job("discrepancy"),
+    "guarantees": Job("guarantees"),
+    "stream_geometry": Job("stream_geometry"),
+    "stream_structures": Job("stream_structures", cpu=("--tokens=65536",), loads_model=False),
+    "streaming_prefill": Job("streaming_prefill", cpu=("--context_tokens=16384",), loads_model=False),
+    "subgen_rates": Job("subgen_rates", loads_model=False),
+}

@@ -1,0 +1,276 @@
+"""The results page: every table and figure of the papers beside what was measured here, written from rows alone."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from experiments.common import task_tables
+from experiments.common.jobs import JOBS, Job
+from experiments.common.papers import PAPERS, Figures, Item
+from experiments.common.processes import ROOT, command
+from experiments.common.results import Row, from_flat
+
+PAGE = ROOT / "experiments" / "README.md"
+RESULTS = ROOT / "experiments" / "results"
+NOT_RUN = "not run yet"
+
+
+class Done(NamedTuple):
+    """A job that came to its end."""
+
+    command: str
+    rows: Sequence[Row]
+    machine: str = ""
+
+
+Results = Mapping[str, Done]  # by job
+
+
+def machine() -> str:
+    """The devices and the JAX version that experiments here run on; asked in another process, which leaves the devices
+    to them."""
+    program = "import jax; found = jax.devices(); print(len(found), found[0].device_kind, 'JAX', jax.__version__)"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    count, *kind, _, version = said
+    device = f"{os.cpu_count()} CPU cores" if kind == ["cpu"] else f"{count} x {' '.join(kind)}"
+    return f"{device}, JAX {version}"
+
+
+def collect(found: Results, machine: str) -> dict[str, Done]:
+    """What the page needs of jobs that were run: of their rows those that it shows."""
+    wanted = [*task_tables.SWEPT, *(figures for paper in PAPERS for item in paper.items for figures in item.figures)]
+    return {
+        job: Done(
+            done.command,
+            [row for row in done.rows if any(one.job == job and one.takes(row) for one in wanted)],
+            machine,
+        )
+        for job, done in found.items()
+    }
+
+
+def save(found: Results, path: pathlib.Path) -> None:
+    """Writes results as JSON, a row per line."""
+    jobs = {}
+    for job, done in sorted(found.items()):
+        rows = [{name: value for name, value in row.flat().items() if value is not None} for row in done.rows]
+        jobs[job] = {"command": done.command, "machine": done.machine, "rows": rows}
+    text = json.dumps(jobs, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def load(path: pathlib.Path) -> dict[str, Done]:
+    """The results that `save` wrote."""
+    jobs = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        job: Done(done["command"], [from_flat(row) for row in done["rows"]], done["machine"])
+        for job, done in jobs.items()
+    }
+
+
+def published() -> dict[str, dict[str, Done]]:
+    """The results behind the page in this repository, by profile."""
+    return {path.stem: load(path) for path in sorted(RESULTS.glob("*.json"))}
+
+
+def publish(found: Results, profile: str) -> None:
+    """Puts jobs that were run in the place of earlier ones, and writes the page anew."""
+    path = RESULTS / f"{profile}.json"
+    save((load(path) if path.exists() else {}) | dict(found), path)
+    PAGE.write_text(render(published()), encoding="utf-8")
+
+
+def render(found: Mapping[str, Results]) -> str:
+    """The page in Markdown, from results by profile."""
+    parts = [_HEAD]
+    for paper in PAPERS:
+        parts.append(f"## {paper.name}\n\n{paper.about}\n")
+        parts.append("| | the paper | here | the paper's order of methods | command, and what it ran on |")
+        parts.append("|---|---|---|---|---|")
+        parts += [line(item, found) for item in paper.items]
+        parts.append("")
+    parts.append(_TASKS)
+    for profile, jobs in found.items():
+        title = f"`--profile {profile}`"
+        parts.append(f"{title}:\n\n" + task_tables.section({job: done.rows for job, done in jobs.items()}))
+    parts.append(_OTHERS)
+    shown = {one.job for one in task_tables.SWEPT}
+    shown |= {figures.job for paper in PAPERS for item in paper.items for figures in item.figures}
+    parts += [f"- `{typed(job)}`" for name, job in JOBS.items() if name not in shown]
+    return "\n".join(parts) + "\n"
+
+
+def typed(job: Job) -> str:
+    """What a job is on two cores, as a user would type it."""
+    return command(job.experiment, [*job.arguments("cpu"), *(["--data=DIRECTORY"] if job.data else [])])
+
+
+def line(item: Item, found: Mapping[str, Results]) -> str:
+    """An item's line of the table."""
+    here, orders, runs = [], [], []
+    for figures in item.figures:
+        with_rows = {profile: done for profile, jobs in found.items() if (done := jobs.get(figures.job)) is not None}
+        cells = []
+        for profile, done in with_rows.items():
+            rows = [row for row in done.rows if figures.takes(row)]
+            if not rows:
+                continue
+            cells.append(_measured(figures, rows))
+            runs.append(f"`{done.command}`: {_ran_on(rows)}{done.machine} (`{profile}`)")
+            if figures.order:
+                orders.append((f"*{figures.title}*: " if figures.title else "") + verdict(figures, rows))
+        if not cells:
+            runs.append(f"`{typed(JOBS[figures.job])}`: {NOT_RUN}")
+            cells.append(NOT_RUN)
+        title = f"*{figures.title}*<br>" if figures.title else ""
+        here += [title + cell for cell in cells]
+    if item.with_weights:
+        runs.append(f"at the paper's size, with its weights and data: `{item.with_weights}`")
+    order = "<br>".join(dict.fromkeys(orders)) or ("-" if not any(one.order for one in item.figures) else NOT_RUN)
+    if item.why and orders:
+        order += f" {item.why}"
+    cells = [
+        f"**{item.name}**<br>{item.what}",
+        item.reported,
+        "<br>".join(here) or "-",
+        order,
+        "<br>".join(dict.fromkeys(runs)) or "-",
+    ]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def by_group(figures: Figures, rows: Iterable[Row]) -> dict[tuple[Any, ...], dict[str, Row]]:
+    """Rows by what they are compared within, and method."""
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        flat = row.flat()
+        found.setdefault(tuple(flat.get(name) for name in figures.groups), {})[figures.method(row)] = row
+    return found
+
+
+def _measured(figures: Figures, rows: Sequence[Row]) -> str:
+    parts = []
+    for group, methods in by_group(figures, rows).items():
+        shown = [label for label in figures.order if label in methods]
+        shown += [label for label in methods if label not in shown and (not figures.order or figures.others)]
+        told = ", ".join(f"`{label}` {_figure(figures, methods[label])}" for label in shown)
+        if told:
+            parts.append((f"{_group(figures, group)}: " if group else "") + told)
+    return "<br>".join(parts)
+
+
+def _figure(figures: Figures, row: Row) -> str:
+    if row.ci95_low is None or row.ci95_low == row.ci95_high:
+        return figures.style.format(row.value)
+    low, high = figures.style.format(row.ci95_low), figures.style.format(row.ci95_high)
+    return f"{figures.style.format(row.value)} [{low}, {high}]"
+
+
+def _group(figures: Figures, group: tuple[Any, ...]) -> str:
+    words = []
+    for name, value in zip(figures.groups, group, strict=True):
+        if name == "context_tokens":
+            words.append(f"{value:,} tokens")
+        elif name in ("budget", "part", "task", "stream"):
+            words.append("all" if value is None else str(value))
+        else:
+            words.append(
+                f"{name.replace('_', ' ')} {value:g}"
+                if isinstance(value, float)
+                else f"{name.replace('_', ' ')} {value}"
+            )
+    return ", ".join(words)
+
+
+def verdict(figures: Figures, rows: Sequence[Row]) -> str:
+    """Whether each method that the paper puts before another comes before it here, by 95% intervals."""
+    groups = by_group(figures, rows)
+    same, reversed_, apart = 0, dict[str, int](), 0
+    for group, methods in groups.items():
+        methods = _with_exact(figures, groups, group) | methods
+        for better, worse in zip(figures.order, figures.order[1:], strict=False):
+            if better not in methods or worse not in methods:
+                continue
+            outcome = compare(figures, methods[better], methods[worse])
+            if outcome > 0:
+                same += 1
+            elif outcome < 0:
+                pair = f"`{worse}` before `{better}`"
+                reversed_[pair] = reversed_.get(pair, 0) + 1
+            else:
+                apart += 1
+    total = same + apart + sum(reversed_.values())
+    if not total:
+        return NOT_RUN
+    word = "**no**" if reversed_ else "**yes**" if not apart else "**not told apart**" if not same else "**in part**"
+    told = f"{word}: {same} of {total} comparisons as there"
+    if apart:
+        told += f", {apart} within their intervals"
+    if reversed_:
+        told += "; the other way round: " + ", ".join(f"{pair} ({count})" for pair, count in reversed_.items())
+    return told
+
+
+def _with_exact(
+    figures: Figures, groups: Mapping[tuple[Any, ...], Mapping[str, Row]], group: tuple[Any, ...]
+) -> dict[str, Row]:
+    """Exact's row, which has no budget, for a group of one."""
+    if "budget" not in figures.groups:
+        return {}
+    place = figures.groups.index("budget")
+    without = (*group[:place], None, *group[place + 1 :])
+    return {label: row for label, row in groups.get(without, {}).items() if label == "exact"}
+
+
+def compare(figures: Figures, better: Row, worse: Row) -> int:
+    """1 where the first is better and the intervals do not meet, -1 where it is worse and they do not, 0 where they
+    meet. A figure without an interval is taken as it is."""
+    (low, high), (other_low, other_high) = (
+        (row.value, row.value) if row.ci95_low is None or row.ci95_high is None else (row.ci95_low, row.ci95_high)
+        for row in (better, worse)
+    )
+    above, below = low > other_high, high < other_low
+    if figures.lower_is_better:
+        above, below = below, above
+    return int(above) - int(below)
+
+
+def _ran_on(rows: Sequence[Row]) -> str:
+    models = dict.fromkeys(row.model for row in rows)
+    lengths = dict.fromkeys(f"{row.context_tokens:,}" for row in rows if row.context_tokens)
+    counts = sorted({row.n for row in rows if row.n})
+    words = [", ".join(models)]
+    if lengths:
+        words.append(f"{', '.join(lengths)} tokens")
+    if counts:
+        words.append(f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}")
+    return ", ".join(words) + "; "
+
+
+_HEAD = """# The papers' tables and figures, measured here
+
+This page is written by `python -m experiments.all --publish` from the rows of `experiments/results`; figures are not
+typed by hand. `--profile cpu` runs on two cores, `--profile h200` on one H200, `--model DIRECTORY` on any checkpoint of
+the Llama, Mistral or Qwen families.
+
+"The paper's order of methods" takes every pair of neighbours in the paper's ranking and says whether the first is
+before the second here, by 95% intervals that do not meet. Figures stand with their 95% intervals where they have one. A
+ratio to exact is to exact attention in the same run.
+"""
+
+_TASKS = """## Every policy on every task
+
+Of the tasks that need no downloaded data, compressed before the question is seen: means over lengths with 95%
+intervals, of perplexity the ratio to exact's. Policies that recall keep everything and are compared by the bytes that
+they read.
+"""
+
+_OTHERS = """## Beside the papers' tables
+
+What the papers prove or leave out, and what this library adds; figures are in the main README:
+"""

@@ -1,0 +1,146 @@
+"""Every policy on every task that needs no downloaded data: one table, and which policies keep most of exact's results
+at equal bytes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from experiments.common import results
+from experiments.common.results import Estimate, Row
+
+
+class Swept(NamedTuple):
+    """Rows of a job that score policies on its tasks."""
+
+    job: str
+    metric: str
+    where: Mapping[str, Any]
+    perplexity: bool = False  # a ratio to exact's, where less is better; otherwise a score from 0 to 1
+
+    def takes(self, row: Row) -> bool:
+        flat = row.flat()
+        return row.metric == self.metric and all(flat.get(name) == value for name, value in self.where.items())
+
+
+_UNSEEN = {"question_seen": False, "prefill": "exact"}
+SWEPT = (
+    Swept("line_retrieval", "accuracy", _UNSEEN),
+    Swept("ruler", "accuracy", _UNSEEN),
+    Swept("needle_in_haystack", "accuracy", _UNSEEN | {"depth": None}),
+    Swept("code_completion", "edit_similarity", _UNSEEN),
+    Swept("perplexity", "perplexity_ratio", {"form": "per_position"}, perplexity=True),
+)
+# The papers' systems and the policies that are theirs.
+SYSTEMS = {
+    "SubGen": ("subgen", "clustergen"),
+    "BalanceKV": ("balancekv",),
+    "ClusterKV": ("clusterkv",),
+    "Chelsea": ("chelsea",),
+}
+# Where exact attention itself scores less, shares of it say nothing.
+LEAST_OF_EXACT = 0.1
+BUDGET = "25%"
+
+
+class Line(NamedTuple):
+    """One policy at one budget."""
+
+    setting: str
+    policy: str
+    budget: str | None
+    recalls: bool
+    fraction: float  # of exact's bytes, held or read
+    scores: dict[str, Estimate]  # by task
+    kept: dict[str, float]  # by task, as a share of exact's; of perplexity the inverse ratio
+
+
+def lines(found: Mapping[str, Sequence[Row]]) -> list[Line]:
+    """Every setting's scores by task, the mean over lengths.
+
+    Args:
+        found: rows by job.
+    """
+    by_setting: dict[str, list[tuple[str, Swept, Row]]] = {}
+    for swept in SWEPT:
+        for row in found.get(swept.job, ()):
+            if swept.takes(row):
+                task = swept.job if row.task in (None, swept.job) else f"{swept.job}: {row.task}"
+                [setting] = results.by_setting([row])
+                by_setting.setdefault(setting, []).append((task, swept, row))
+    of_exact = _scores(by_setting.get("exact", ()))
+    made = []
+    for setting, own in by_setting.items():
+        scores = _scores(own)
+        perplexities = {task for task, swept, _ in own if swept.perplexity}
+        kept = {
+            task: 1 / score.value if task in perplexities else score.value / of_exact[task].value
+            for task, score in scores.items()
+            if task in perplexities or (task in of_exact and of_exact[task].value >= LEAST_OF_EXACT)
+        }
+        first = own[0][2]
+        fraction = sum(row.budget_fraction or 0 for _, _, row in own) / len(own)
+        recalls = bool(first.extra.get("recalls"))
+        made.append(Line(setting, first.policy, first.extra.get("budget"), recalls, fraction, scores, kept))
+    return made
+
+
+def _scores(own: Iterable[tuple[str, Swept, Row]]) -> dict[str, Estimate]:
+    by_task: dict[str, list[Estimate]] = {}
+    for task, _, row in own:
+        bounds = (
+            (row.value, row.value) if row.ci95_low is None or row.ci95_high is None else (row.ci95_low, row.ci95_high)
+        )
+        by_task.setdefault(task, []).append(Estimate(row.value, *bounds))
+    return {task: results.mean_of(estimates) for task, estimates in by_task.items()}
+
+
+def section(found: Mapping[str, Sequence[Row]]) -> str:
+    """The table and what is best, in Markdown; a sentence where nothing was run."""
+    every = lines(found)
+    tasks = list(dict.fromkeys(task for line in every for task in line.scores))
+    if not tasks:
+        return "Not run yet: `python -m experiments.all --profile cpu --job line_retrieval --job ruler`.\n"
+    parts = ["| policy | of exact's bytes | " + " | ".join(tasks) + " | kept on average | at least |"]
+    parts.append("|---" * (len(tasks) + 4) + "|")
+    for line in every:
+        scores = [_score(line.scores.get(task)) for task in tasks]
+        kept = [f"{mean(line):.3f}", f"{min(line.kept.values()):.3f}"] if line.kept else ["-", "-"]
+        fraction = f"{line.fraction:.1%}" + (" read" if line.recalls else "")
+        parts.append("| " + " | ".join([f"`{line.setting}`", fraction, *scores, *kept]) + " |")
+    parts += ["", *best(every)]
+    failing = [task for line in every if line.setting == "exact" for task in line.scores if task not in line.kept]
+    if failing:
+        parts.append(
+            f"\nExact attention itself scores under {LEAST_OF_EXACT:g} on {', '.join(failing)}: shares leave these out."
+        )
+    return "\n".join(parts) + "\n"
+
+
+def _score(score: Estimate | None) -> str:
+    return "-" if score is None else f"{score.value:.2f} [{score.low:.2f}, {score.high:.2f}]"
+
+
+def mean(line: Line) -> float:
+    """The mean share of exact's over tasks."""
+    return sum(line.kept.values()) / len(line.kept)
+
+
+def best(every: Sequence[Line]) -> list[str]:
+    """What keeps most of exact's results at a quarter of its bytes: by bytes held, by bytes read, of each system."""
+    at_budget = [line for line in every if line.budget == BUDGET and line.kept]
+    groups = {
+        "by bytes held": [line for line in at_budget if not line.recalls],
+        "by bytes read": [line for line in at_budget if line.recalls],
+        **{system: [line for line in at_budget if line.policy in names] for system, names in SYSTEMS.items()},
+    }
+    told = []
+    for name, candidates in groups.items():
+        if candidates:
+            first = max(candidates, key=mean)
+            task = min(first.kept, key=lambda task: first.kept[task])
+            least, met = first.kept[task], "met" if first.kept[task] >= 0.99 else "not met"
+            told.append(
+                f"- Best {'of ' if name in SYSTEMS else ''}{name} at {BUDGET}: `{first.setting}` keeps "
+                f"{mean(first):.3f} of exact's results on average and {least:.3f} at least (`{task}`); .99 on every "
+                f"task is {met}."
+            )
+    return told
