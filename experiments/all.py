@@ -38,10 +38,10 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
     given = flags.FLAGS
     directory = pathlib.Path(given.output_dir) / given.profile
-    jobs = [name for name in given.job if (data := JOBS[name].data) is None or given[data].value]
+    data = {"longbench": given.longbench}
+    jobs = [name for name in given.job if (needed := JOBS[name].data) is None or data[needed]]
     if left_out := set(given.job) - set(jobs):
         print(f"Left out without --longbench=DIRECTORY: {', '.join(sorted(left_out))}")
-    data = {"longbench": given.longbench}
     found, failed = run_jobs(jobs, given.profile, given.model, data, directory)
     published = page.collect(found, machine=page.machine())
     page.save(published, directory / "results.json")

@@ -42,7 +42,8 @@ def machine() -> str:
 
 def collect(found: Results, machine: str) -> dict[str, Done]:
     """What the page needs of jobs that were run: of their rows those that it shows."""
-    wanted = [*task_tables.SWEPT, *(figures for paper in PAPERS for item in paper.items for figures in item.figures)]
+    wanted: list[task_tables.Swept | Figures] = [*task_tables.SWEPT]
+    wanted += [figures for paper in PAPERS for item in paper.items for figures in item.figures]
     return {
         job: Done(
             done.command,

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.common import page
 from experiments.common.jobs import JOBS, PROFILES
-from experiments.common.papers import PAPERS, Figures, Item
+from experiments.common.papers import PAPERS, Figures, Item, Paper
 from experiments.common.processes import ROOT, command
 from experiments.common.results import Row
 
@@ -23,7 +23,7 @@ PRINTED = {
     "Chelsea": (range(1, 9), range(1, 12)),
 }
 # No experiments: they train, compile, write text, or run the others.
-OTHER_COMMANDS = {"train", "ahead_of_time", "generate", "all"}
+OTHER_COMMANDS = {"train", "train_lm", "ahead_of_time", "generate", "all"}
 
 
 def test_every_table_and_figure_has_a_line():
@@ -65,7 +65,7 @@ for module, commands in json.load(sys.stdin).items():
         policies = [policy for policy in ablation.policies if "heads=" not in policy]  # which name files
         chosen += settings.settings(policies, ablation.budgets)
     for choice in {setting.choice for setting in chosen if setting.budget}:
-        choice.build(budget=2048)
+        choice.build(budget=32768)
 print("parsed")
 """
 
@@ -128,11 +128,12 @@ def test_lower_may_be_better_and_a_figure_without_interval_is_taken_as_it_is():
     assert page.verdict(figures, [row("exact", 0.4)]) == page.NOT_RUN
 
 
-def test_a_line_shows_rows_of_its_job_alone_and_says_what_has_not_run():
+def test_a_line_shows_rows_of_its_job_alone_and_says_what_has_not_run(monkeypatch):
     item = Item("Table 9", "what", "the paper's", (RANKED,), why="Because.")
     assert page.NOT_RUN in page.line(item, {}) and "Because." not in page.line(item, {})
     rows = [row("exact", 1.0, 0.9, 1.0, budget=None), row("chelsea", 0.25, 0.1, 0.4, budget="25%")]
     rows += [row("h2o", 0.77, budget="25%"), Row("e", "m", "chelsea", "perplexity", 9.0)]
+    monkeypatch.setattr(page, "PAPERS", (Paper("A", "", (item,)),))
     found = page.collect({"ablations_kept": page.Done("the command", rows)}, "a machine")
     assert [one.policy for one in found["ablations_kept"].rows if one.extra["budget"]] == ["chelsea"]
     shown = page.line(item, {"cpu": found})
