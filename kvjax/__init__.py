@@ -41,6 +41,9 @@ from kvjax.policy import row_read_bytes as row_read_bytes
 from kvjax.segment import Segment as Segment
 from kvjax.segment import segment as segment
 from kvjax.segment import segment_bytes as segment_bytes
+from kvjax.sharding import make_mesh as make_mesh
+from kvjax.sharding import sharded as sharded
+from kvjax.sharding import shardings as shardings
 from kvjax.state import CacheBytes as CacheBytes
 from kvjax.state import axes as axes
 from kvjax.state import cache_bytes as cache_bytes

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key
 
 import kvjax
@@ -24,6 +25,7 @@ from kvjax.state import BATCH, array, state
 from models.exact_attention import chunk_attention
 from models.llama import Llama, LlamaConfig, rope_frequencies
 from models.sampling import Sampling, finite, sample
+from models.sharding import mesh_of
 
 NO_TOKEN = -1  # in returned token blocks, where a row had already ended
 
@@ -44,7 +46,8 @@ class Generator:
     """A model, a cache policy and sizes, ready to read prompts and to write.
 
     Args:
-        model: the decoder; its parameters are used as they are.
+        model: the decoder; its parameters are used as they are. Where they lie on a mesh (`models.sharding.place`),
+            caches lie there too, and every device generates its part.
         policy: one policy for all layers, or one per layer. Layers with a sliding window keep exactly that window
             instead, whatever the policy.
         batch: rows.
@@ -82,7 +85,10 @@ class Generator:
         self.batch, self.max_prompt, self.max_new = batch, max_prompt, max_new
         self.sampling, self.eos, self.prefill_chunk = sampling or Sampling(), tuple(eos), prefill_chunk
         self.streaming = streaming
+        self.mesh = mesh_of(model)
         self.policies = layer_policies(config, policy)
+        if self.mesh is not None:
+            self.policies = tuple(kvjax.sharded(policy, self.mesh) for policy in self.policies)
         if streaming and (refusing := [policy.name for policy in self.policies if not policy.streams]):
             raise ValueError(f"streaming: {refusing[0]} compresses whole prompts only; read them exactly")
         self.specs = cache_specs(model, batch=batch, max_prompt=max_prompt, max_new=max_new, streaming=streaming)
@@ -98,7 +104,7 @@ class Generator:
             _init(policy, spec, jax.vmap(lambda key, number=number: jax.random.fold_in(key, number))(cache_keys))
             for number, (policy, spec) in enumerate(zip(self.policies, self.specs, strict=True))
         )
-        return GenerationState(
+        state = GenerationState(
             layers=layers,
             logits=jnp.zeros((self.batch, self.config.vocab_size), jnp.float32),
             positions=jnp.zeros(self.batch, jnp.int32),
@@ -106,6 +112,7 @@ class Generator:
             sampling_keys=sampling_keys,
             not_finite=jnp.zeros(self.batch, jnp.int32),
         )
+        return state if self.mesh is None else jax.device_put(state, kvjax.shardings(state, self.mesh))
 
     def read(self, state: GenerationState, prompts: Sequence[Sequence[int]]) -> GenerationState:
         """Reads one prompt per row; the given state must not be used again (its buffers are donated).
@@ -127,6 +134,7 @@ class Generator:
             state = _append_block(
                 self._graph,
                 self.policies,
+                self.mesh,
                 self._parameters,
                 state,
                 jnp.asarray(tokens[:, begin : begin + self.block]),
@@ -158,7 +166,7 @@ class Generator:
         for begin in range(0, tokens.shape[1], self.block):
             block = jnp.asarray(tokens[:, begin : begin + self.block])
             own = jnp.asarray(np.clip(lengths - begin, 0, self.block))
-            state, likelihood = _score_block(self._graph, self.policies, self._parameters, state, block, own)
+            state, likelihood = _score_block(self._graph, self.policies, self.mesh, self._parameters, state, block, own)
             scored.append(likelihood)
             state = self._compact(state)
         _check_finite(state)
@@ -183,6 +191,7 @@ class Generator:
             state, tokens, taken = _decode_block(
                 self._graph,
                 self.policies,
+                self.mesh,
                 self.sampling,
                 self.eos,
                 self.block,
@@ -202,7 +211,7 @@ class Generator:
         parameters = jax.tree.map(place, self._parameters)
         steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
         return _decode_block.lower(
-            self._graph, self.policies, self.sampling, self.eos, self.block, parameters, state, steps
+            self._graph, self.policies, self.mesh, self.sampling, self.eos, self.block, parameters, state, steps
         )
 
     def lower_append(self, state: GenerationState) -> list[jax.stages.Lowered]:
@@ -211,7 +220,7 @@ class Generator:
         block = jnp.zeros((self.batch, self.block), jnp.int32), jnp.zeros(self.batch, jnp.int32)
         layers = dict(zip(self.policies, state.layers, strict=True))
         return [
-            _append_block.lower(self._graph, self.policies, self._parameters, state, *block),
+            _append_block.lower(self._graph, self.policies, self.mesh, self._parameters, state, *block),
             *(_compact.lower(policy, layer) for policy, layer in layers.items()),
         ]
 
@@ -332,6 +341,8 @@ def prefill_together(
         )
         for state, layers in zip(states, caches, strict=True)
     ]
+    if first.mesh is not None:
+        read = [jax.device_put(state, kvjax.shardings(state, first.mesh)) for state in read]
     _check_finite(read[0])
     return read
 
@@ -419,6 +430,11 @@ def cache_specs(
     )
 
 
+def _stays(state: GenerationState, mesh: Mesh | None) -> GenerationState:
+    """The state where it lay: donated buffers are of use only there."""
+    return state if mesh is None else jax.lax.with_sharding_constraint(state, kvjax.shardings(state, mesh))
+
+
 def _check_finite(state: GenerationState) -> None:
     # Asked after every block, so without a walk over all counters.
     if np.asarray(state.not_finite).any():
@@ -503,10 +519,11 @@ def _last_logits(graph: Any, parameters: Any, x: Float[Array, "B N W"], lengths:
     return nnx.merge(graph, parameters).logits(last)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "policies"), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("graph", "policies", "mesh"), donate_argnames=("state",))
 def _append_block(
     graph: Any,
     policies: tuple[kvjax.CachePolicy, ...],
+    mesh: Mesh | None,
     parameters: Any,
     state: GenerationState,
     tokens: Int[Array, "B T"],
@@ -515,13 +532,14 @@ def _append_block(
     """Reads a block of a later prompt: as decoding would token by token, but all of its tokens at once."""
     model = nnx.merge(graph, parameters)
     x, state = _through_caches(model, policies, state, tokens, lengths)
-    return _with_last_logits(model, state, x, lengths)
+    return _stays(_with_last_logits(model, state, x, lengths), mesh)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "policies"), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("graph", "policies", "mesh"), donate_argnames=("state",))
 def _score_block(
     graph: Any,
     policies: tuple[kvjax.CachePolicy, ...],
+    mesh: Mesh | None,
     parameters: Any,
     state: GenerationState,
     tokens: Int[Array, "B T"],
@@ -533,7 +551,7 @@ def _score_block(
     x, state = _through_caches(model, policies, state, tokens, lengths)
     logits = jnp.concatenate([before, model.logits(x[:, :-1])], axis=1)
     likelihood = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=-1)[..., 0]
-    return _with_last_logits(model, state, x, lengths), likelihood
+    return _stays(_with_last_logits(model, state, x, lengths), mesh), likelihood
 
 
 def _through_caches(
@@ -574,11 +592,12 @@ def _with_last_logits(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("graph", "policies", "sampling", "eos", "block"), donate_argnames=("state",)
+    jax.jit, static_argnames=("graph", "policies", "mesh", "sampling", "eos", "block"), donate_argnames=("state",)
 )
 def _decode_block(
     graph: Any,
     policies: tuple[kvjax.CachePolicy, ...],
+    mesh: Mesh | None,
     sampling: Sampling,
     eos: tuple[int, ...],
     block: int,
@@ -619,7 +638,7 @@ def _decode_block(
             ),
             not_finite=state.not_finite + (running & ~finite(logits)),
         )
-        return number + 1, state, tokens
+        return number + 1, _stays(state, mesh), tokens
 
     def running(carry):
         number, state, _ = carry

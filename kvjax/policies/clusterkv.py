@@ -32,6 +32,7 @@ from kvjax.recall import (
     recalling,
 )
 from kvjax.segment import Segment, segment
+from kvjax.shards import largest_over_heads
 from kvjax.staging import appended, check_budget, check_period, init_window, occupancy, window_segments
 from kvjax.state import BATCH, HEAD_DIM, array, state, static
 from pallas_kernels.k_means import cluster_sums
@@ -530,7 +531,7 @@ def recall_until(state, target: float, query: Float[Array, "B 1 H_q D"], kept: P
     if not stored:
         return found, missing, first.taken, rounds
     most = -(-stored // round_blocks(state))
-    searching = lambda missing: jnp.max(missing, axis=(1, 2)) > target  # noqa: E731
+    searching = lambda missing: largest_over_heads(jnp.max(missing, axis=(1, 2))) > target  # noqa: E731
 
     def step(carry):
         number, found, missing, taken, rounds = carry

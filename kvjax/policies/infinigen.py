@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.policies.windowed import check_queries, init_windowed, over_heads, windowed_policy
 from kvjax.policy import ALL_QUERIES, CachePolicy, CacheSpec
 from kvjax.recall import BlockStore, Plan, arrange, arrays_bytes, init_store, put, recalling
+from kvjax.shards import heads_in_all, own_heads, summed_over_heads
 from kvjax.staging import Block, check_budget, check_period, init_window, window_segments
 from kvjax.state import BATCH, HEAD_DIM, KV_HEADS, SLOTS, array, stacked, state, static
 
@@ -102,7 +103,7 @@ def infinigen(
         queries = check_queries("infinigen", queries, keys, ALL_QUERIES)
         batch, count, _, head_dim = queries.shape
         grouped = queries.reshape(batch, count, keys.shape[2], -1, head_dim).transpose(0, 2, 1, 3, 4)
-        turn = jnp.eye(head_dim) if turns is None else jnp.asarray(turns[kept.layer])
+        turn = jnp.eye(head_dim) if turns is None else own_heads(jnp.asarray(turns[kept.layer]), keys.shape[2])
         turn = jnp.broadcast_to(turn, (batch, keys.shape[2], head_dim, head_dim))
         real = jnp.arange(count) >= count - window.total[:, None]
         columns = kept.index.columns.shape[-1]
@@ -132,7 +133,7 @@ def infinigen(
         below = jnp.max(below - jnp.where(jnp.isneginf(largest), 0.0, largest), axis=2)
         passing = jnp.sum(below > -alpha, axis=-1)
         best, token = jax.lax.top_k(below, min(budget, slots))
-        wanted = jnp.sum(passing, axis=1) // passing.shape[1]
+        wanted = summed_over_heads(jnp.sum(passing, axis=1)) // heads_in_all(passing.shape[1])
         read = (jnp.arange(token.shape[2]) < wanted[:, None, None]) & ~jnp.isneginf(best)
         return Plan(token, read.astype(jnp.int32))
 

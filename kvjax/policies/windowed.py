@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 from kvjax.attention import Partials, attend
 from kvjax.policy import ALL_QUERIES, CachePolicy, CacheSpec, Init, check_tokens
 from kvjax.segment import Segment, segment_bytes
+from kvjax.shards import heads_in_all, own_heads
 from kvjax.staging import Block, Window, fill_window, settle, stage
 from kvjax.state import BATCH, array, state, static
 
@@ -105,7 +106,7 @@ def check_queries(
 
 def stream_keys(row_keys: Key[Array, "B"], heads: int) -> Key[Array, "B H_kv"]:
     """A random key of its own for every row's every kv head."""
-    return jax.vmap(lambda key: jax.random.split(key, heads))(row_keys)
+    return jax.vmap(lambda key: own_heads(jax.random.split(key, heads_in_all(heads)), heads))(row_keys)
 
 
 def over_heads(function: Callable[..., Any], *in_axes: int | None) -> Callable[..., Any]:
@@ -117,8 +118,8 @@ def over_heads(function: Callable[..., Any], *in_axes: int | None) -> Callable[.
 def draws_by_position(row_key: Key[Array, ""], positions: Int[Array, "T"], heads: int) -> Float[Array, "H T"]:
     """A uniform number in [0, 1) for every head and token, which depends on the row's key, the head and the token's
     position alone, and so not on how a stream is cut into blocks."""
-    draw = lambda position: jax.random.uniform(jax.random.fold_in(row_key, position), (heads,))  # noqa: E731
-    return jax.vmap(draw, out_axes=1)(positions)
+    draw = lambda position: jax.random.uniform(jax.random.fold_in(row_key, position), (heads_in_all(heads),))  # noqa: E731
+    return own_heads(jax.vmap(draw, out_axes=1)(positions), heads)
 
 
 def compete(

@@ -1,0 +1,64 @@
+"""A model's parameters on a mesh (`kvjax.make_mesh`), in the manner of Megatron: every layer's products are cut along
+heads and along the MLP's width, so that one sum over devices follows attention and one the MLP.
+
+A model whose parameters lie on a mesh generates there: `models.generate.Generator` asks them.
+"""
+
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from kvjax.sharding import REPLICA
+from kvjax.shards import TENSOR
+from models.llama import Llama, LlamaConfig
+
+# Which axis of a parameter is cut, by the names of its module and of itself: a kernel [in, out] along what it gives,
+# and behind that, along what it takes. All others lie whole on every device.
+_CUT = {
+    **{(module, "kernel"): 1 for module in ("query", "key", "value", "gate", "up", "head")},
+    **{(module, "bias"): 0 for module in ("query", "key", "value", "gate", "up")},
+    **{(module, "kernel"): 0 for module in ("output", "down")},
+    ("embedding", "embedding"): 0,
+}
+
+
+def place(model: Llama, mesh: Mesh) -> Llama:
+    """The model with its parameters on the mesh; the same object where they lie there already."""
+    graph, parameters = nnx.split(model)
+    wanted = parameter_shardings(parameters, model.config, mesh)
+    if [x.sharding for x in jax.tree.leaves(parameters)] == jax.tree.leaves(wanted):
+        return model
+    return nnx.merge(graph, jax.device_put(parameters, wanted))
+
+
+def mesh_of(model: Llama) -> Mesh | None:
+    """The mesh that a model's parameters lie on; None for one device."""
+    sharding = getattr(jax.tree.leaves(nnx.split(model)[1])[0], "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
+
+
+def parameter_shardings(parameters: Any, config: LlamaConfig, mesh: Mesh) -> Any:
+    """Where every parameter lies, as a tree like theirs (arrays or abstract ones). What the devices do not divide lies
+    whole on those that it cannot be divided among."""
+    # Heads stay whole.
+    heads = {
+        "query": config.query_heads,
+        "output": config.query_heads,
+        "key": config.kv_heads,
+        "value": config.kv_heads,
+    }
+
+    def lies(path: Any, leaf: Any) -> NamedSharding:
+        *_, module, name, _ = (str(getattr(key, "key", getattr(key, "name", key))) for key in path)
+        axis = _CUT.get((module, name))
+        if axis is None:
+            return NamedSharding(mesh, PartitionSpec())
+        parts = heads.get(module, leaf.shape[axis])
+        ways: tuple[tuple[str, ...], ...] = ((TENSOR, REPLICA), (TENSOR,), ())
+        along = next(names for names in ways if parts % math.prod(mesh.shape[one] for one in names) == 0)
+        return NamedSharding(mesh, PartitionSpec(*[None] * axis, along or None))
+
+    return jax.tree_util.tree_map_with_path(lies, parameters)

@@ -1,0 +1,145 @@
+"""Policies on eight devices give what they give on one.
+
+The devices are simulated, which a process must be told before it starts: the tests here run in one of their own.
+"""
+
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.state import map_fields
+from tests.kvjax.support import POLICIES, make_spec
+
+DEVICES = 8
+on_devices = pytest.mark.skipif(jax.device_count() < DEVICES, reason="runs in a process with eight devices")
+# The others take minutes together.
+FEW = ("exact", "uniform", "clusterkv", "infinigen")
+SPEC = make_spec(batch=4, query_heads=8, kv_heads=4)
+LENGTHS, NEW = jnp.array([37, 12, 1, 25]), jnp.array([8, 8, 5, 8])
+
+
+def run_here(*arguments):
+    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "pytest", "-n", "0", *arguments, str(pathlib.Path(__file__))]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | flags, check=False)
+    assert done.returncode == 0, done.stdout[-5000:]
+
+
+@pytest.mark.skipif(jax.device_count() >= DEVICES, reason="the tests themselves run here")
+def test_in_a_process_with_eight_devices():
+    run_here("-m", "not heavy")
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(jax.device_count() >= DEVICES, reason="the tests themselves run here")
+def test_every_policy_in_a_process_with_eight_devices():
+    run_here("-m", "heavy")
+
+
+@functools.lru_cache
+def streams():
+    rng = np.random.default_rng(0)
+    make = lambda tokens, heads: jnp.asarray(rng.normal(size=(4, tokens, heads, SPEC.head_dim)), jnp.float32)  # noqa: E731
+    return [make(tokens, heads) for tokens, heads in ((40, 4), (40, 4), (40, 8), (16, 4), (16, 4), (16, 8))]
+
+
+@functools.partial(jax.jit, static_argnames="policy")
+def run(policy, lengths, new, prompt_keys, prompt_values, prompt_queries, keys, values, queries):
+    """A prompt, two blocks of tokens and two compactions, attention before and after: states and outputs."""
+    state = policy.init(SPEC, jax.random.split(jax.random.key(0), SPEC.batch))
+    tail = policy.query_tail
+    tail = prompt_queries if tail == kvjax.ALL_QUERIES else prompt_queries[:, prompt_queries.shape[1] - tail :]
+    if policy.query_tail == 0:
+        tail = None
+    state, _ = policy.prefill(state, prompt_keys, prompt_values, lengths, tail, None)
+    outputs = []
+    for begin in (0, 8):
+        here = slice(begin, begin + 8)
+        state = policy.extend(state, keys[:, here], values[:, here], new)
+        partials, state = policy.attend(state, queries[:, here], causal=True)
+        outputs.append(kvjax.output(partials))
+        state = policy.compact(state)
+    return state, outputs
+
+
+def compare(name, data, tensor):
+    mesh = kvjax.make_mesh(SPEC.kv_heads, data=data, tensor=tensor)
+    alone = run(POLICIES[name], LENGTHS, NEW, *streams())
+    together = run(kvjax.sharded(POLICIES[name], mesh), LENGTHS, NEW, *streams())
+    for one, other in zip(alone[1], together[1], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    numbers = lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.number) else jax.random.key_data(leaf)  # noqa: E731
+    for one, other in zip(jax.tree.leaves(alone[0]), jax.tree.leaves(together[0]), strict=True):
+        np.testing.assert_allclose(numbers(one), numbers(other), rtol=1e-5, atol=1e-4)
+    return together[0]
+
+
+@on_devices
+@pytest.mark.parametrize("data, tensor", [(2, 4), (1, 8)])
+@pytest.mark.parametrize("name", FEW)
+def test_results_are_those_of_one_device_and_parts_lie_apart(name, data, tensor):
+    state = compare(name, data, tensor)
+    mesh = kvjax.make_mesh(SPEC.kv_heads, data=data, tensor=tensor)
+
+    def is_cut(field, leaf):
+        parts = mesh.shape["data"] ** ("batch" in field.axes) * mesh.shape["tensor"] ** ("kv_heads" in field.axes)
+        assert leaf.addressable_shards[0].data.size * parts == leaf.size, field.name
+        return leaf
+
+    map_fields(is_cut, state)
+
+
+@on_devices
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_gives_what_it_gives_on_one_device(name):
+    compare(name, 2, 4)
+
+
+@on_devices
+@pytest.mark.parametrize("name", FEW)
+def test_a_decode_step_asks_no_other_device_for_keys_or_values(name):
+    """Sums over all heads of a row are a few numbers; nothing else crosses between devices."""
+    mesh = kvjax.make_mesh(SPEC.kv_heads, data=2, tensor=4)
+    policy = kvjax.sharded(POLICIES[name], mesh)
+
+    def step(state, keys, values, query):
+        partials, state = policy.attend(policy.extend(state, keys, values), query, causal=True)
+        return kvjax.output(partials), policy.compact(state)
+
+    init = functools.partial(policy.init, SPEC)
+    state = jax.eval_shape(init, jax.random.split(jax.random.key(0), SPEC.batch))
+    state = jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, kvjax.shardings(state, mesh)
+    )
+    place = jax.NamedSharding(mesh, jax.P("data", None, "tensor"))
+    token = lambda heads: jax.ShapeDtypeStruct((4, 1, heads, SPEC.head_dim), jnp.float32, sharding=place)  # noqa: E731
+    text = jax.jit(step, donate_argnums=0).lower(state, token(4), token(4), token(8)).compile().as_text()
+    for kind in ("all-gather", "all-to-all", "collective-permute"):
+        assert kind not in text
+    assert ("all-reduce" in text) == (name == "infinigen")
+
+
+@on_devices
+def test_a_mesh_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="data=2 x tensor=2 devices are called for; there are 8"):
+        kvjax.make_mesh(4, data=2, tensor=2)
+    with pytest.raises(ValueError, match="tensor=8: it must divide kv_heads=6"):
+        kvjax.make_mesh(6, tensor=8)
+    mesh = kvjax.make_mesh(4, data=2, tensor=4)
+    keys = jax.random.split(jax.random.key(0), 3)
+    with pytest.raises(ValueError, match="3 along 'batch' cannot be divided among 2 devices along 'data'"):
+        kvjax.sharded(POLICIES["exact"], mesh).init(make_spec(batch=3, query_heads=8, kv_heads=4), keys)
+    with pytest.raises(ValueError, match="2 along 'kv_heads' cannot be divided among 4 devices along 'tensor'"):
+        kvjax.sharded(POLICIES["exact"], mesh).init(make_spec(batch=4), jax.random.split(keys[0], 4))
+    by_head = kvjax.by_head([[POLICIES["exact"]] * 4])
+    with pytest.raises(ValueError, match="by_head: put it around sharded policies"):
+        kvjax.sharded(by_head, mesh).init(SPEC, jax.random.split(keys[0], 4))

@@ -1,0 +1,104 @@
+"""Generation on eight devices, simulated, writes what it writes on one: the tests run in a process that has them."""
+
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from models import generate
+from models.llama import Llama, LlamaConfig
+from models.sharding import mesh_of, parameter_shardings, place
+
+DEVICES = 8
+on_devices = pytest.mark.skipif(jax.device_count() < DEVICES, reason="runs in a process with eight devices")
+CONFIG = LlamaConfig(
+    vocab_size=40, width=32, mlp_width=48, layers=2, query_heads=8, kv_heads=4, head_dim=8, max_length=128
+)
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]]
+POLICIES = {
+    "exact": kvjax.exact(period=4),
+    "chelsea": kvjax.chelsea(10, sinks=2, recent=4, chunk=4, period=4),
+    "snapkv": kvjax.snapkv(10, window=4, period=4),
+}
+
+
+@pytest.mark.skipif(jax.device_count() >= DEVICES, reason="the tests themselves run here")
+def test_in_a_process_with_eight_devices():
+    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "pytest", "-n", "0", str(pathlib.Path(__file__))]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | flags, check=False)
+    assert done.returncode == 0, done.stdout[-5000:]
+
+
+@functools.cache
+def model():
+    # Where two merges are equally good but for rounding, devices may choose differently: not with these parameters.
+    return Llama(CONFIG, rngs=nnx.Rngs(1))
+
+
+def run(model, policy, streaming):
+    """Tokens of two turns, and the last state."""
+    generator = generate.Generator(model, policy, batch=4, max_prompt=12, max_new=24, streaming=streaming)
+    state = generator.read(generator.start(3), PROMPTS)
+    rows = [[] for _ in PROMPTS]
+    for turn in range(2):
+        if turn:
+            state = generator.read(state, [[2, 4], [8], [1, 1, 1], [7]])
+        for newest, tokens in generator.write(state, 6):
+            state = newest
+            generate.collect(rows, tokens)
+    return rows, state
+
+
+@on_devices
+@pytest.mark.parametrize("data, tensor", [(2, 4), (1, 8)])
+@pytest.mark.parametrize("name", POLICIES)
+def test_tokens_and_logits_are_those_of_one_device(name, data, tensor):
+    mesh = kvjax.make_mesh(CONFIG.kv_heads, data=data, tensor=tensor)
+    streaming = name == "chelsea"
+    rows, state = run(model(), POLICIES[name], streaming)
+    found, together = run(place(model(), mesh), POLICIES[name], streaming)
+    assert found == rows
+    np.testing.assert_allclose(together.logits, state.logits, atol=1e-4)
+    for leaf, at in zip(jax.tree.leaves(together), jax.tree.leaves(kvjax.shardings(together, mesh)), strict=True):
+        assert leaf.sharding.is_equivalent_to(at, leaf.ndim)
+
+
+@on_devices
+def test_devices_share_a_model_s_parameters():
+    mesh = kvjax.make_mesh(CONFIG.kv_heads, tensor=8)
+    placed = place(model(), mesh)
+    assert mesh_of(placed) == mesh and mesh_of(model()) is None
+    assert place(placed, mesh) is placed
+    layer = placed.layers[0]
+    parts = {
+        "query": layer.attention.query, "key": layer.attention.key, "output": layer.attention.output,
+        "up": layer.mlp.up, "down": layer.mlp.down, "head": placed.head,
+    }  # fmt: skip
+    held = {name: one.kernel[...].addressable_shards[0].data.shape for name, one in parts.items()}
+    # Four kv heads lie on two devices each.
+    assert held == {
+        "query": (32, 8), "key": (32, 8), "output": (8, 32), "up": (32, 6), "down": (6, 32), "head": (32, 5),
+    }  # fmt: skip
+    whole = placed.norm.scale[...]
+    assert whole.addressable_shards[0].data.shape == whole.shape
+
+
+@on_devices
+def test_what_devices_do_not_divide_lies_whole():
+    mesh = kvjax.make_mesh(2, tensor=8)
+    odd = LlamaConfig(
+        vocab_size=33, width=32, mlp_width=36, layers=1, query_heads=4, kv_heads=2, head_dim=8, max_length=8
+    )
+    _, parameters = nnx.split(nnx.eval_shape(lambda: Llama(odd, rngs=nnx.Rngs(0))))
+    placed = nnx.to_pure_dict(parameter_shardings(parameters, odd, mesh))
+    layer = placed["layers"][0]
+    specs = [placed["embedding"]["embedding"], layer["mlp"]["up"]["kernel"], layer["attention"]["query"]["kernel"]]
+    assert [one.spec for one in specs] == [jax.P(None), jax.P(None, ("tensor",)), jax.P(None, ("tensor",))]
