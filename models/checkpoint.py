@@ -20,8 +20,10 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 from flax import nnx, traverse_util
+from jax.sharding import Mesh
 
 from models.llama import Llama, LlamaConfig, RopeScaling
+from models.sharding import parameter_shardings
 
 # What transformers writes per file when nothing is said.
 MAX_SHARD_BYTES = 5_000_000_000
@@ -136,8 +138,11 @@ def load_config(directory: str | os.PathLike) -> LlamaConfig:
         raise ValueError(f"{path}: {error}") from error
 
 
-def load(directory: str | os.PathLike, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
+def load(directory: str | os.PathLike, dtype: jax.typing.DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Llama:
     """Reads a model, tensor by tensor, from a Hugging Face directory; parameters and arithmetic get `dtype`.
+
+    Args:
+        mesh: where each tensor goes to, in parts, as soon as it is read (see `models.sharding`); None for one device.
 
     Raises:
         FileNotFoundError: `config.json`, the weights or a shard that the index names is not there.
@@ -149,6 +154,7 @@ def load(directory: str | os.PathLike, dtype: jax.typing.DTypeLike = jnp.float32
     # Shapes only: random weights that are overwritten at once would double the memory.
     graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))))
     wanted = {_tensor_name(path): (path, leaf.shape) for path, leaf in _flat(state).items()}
+    places = {} if mesh is None else _flat(parameter_shardings(state, config, mesh))
     with contextlib.ExitStack() as stack:
         stored = _without_ignored(_open_tensors(_weight_files(directory), stack))
         if config.tied_embeddings:
@@ -160,7 +166,7 @@ def load(directory: str | os.PathLike, dtype: jax.typing.DTypeLike = jnp.float32
             tensor = _cast(_turned(path, stored[name].read()), dtype)
             if not np.isfinite(tensor).all():
                 not_finite.append(name)
-            parameters[path] = jnp.asarray(tensor)
+            parameters[path] = jax.device_put(tensor, places.get(path))
     if not_finite:
         names = ", ".join(not_finite)
         raise ValueError(f"{directory}: values that are not finite as {jnp.dtype(dtype).name} in {names}")

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import kvjax
-from models import generate
+from models import checkpoint, generate
 from models.llama import Llama, LlamaConfig
 from models.sharding import mesh_of, parameter_shardings, place
 
@@ -89,6 +89,16 @@ def test_devices_share_a_model_s_parameters():
     }  # fmt: skip
     whole = placed.norm.scale[...]
     assert whole.addressable_shards[0].data.shape == whole.shape
+
+
+@on_devices
+def test_a_checkpoint_is_read_into_its_parts(tmp_path):
+    mesh = kvjax.make_mesh(CONFIG.kv_heads, data=2, tensor=4)
+    checkpoint.save(tmp_path, model())
+    wanted, found = (nnx.split(one)[1] for one in (place(model(), mesh), checkpoint.load(tmp_path, mesh=mesh)))
+    for one, other in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        assert one.sharding == other.sharding
+        np.testing.assert_array_equal(one, other)
 
 
 @on_devices
