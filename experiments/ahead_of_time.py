@@ -14,10 +14,8 @@ array half as large as a layer's largest buffer, or needs as much memory for all
 
 import contextlib
 import importlib.util
-import os
 import pathlib
 import re
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -32,12 +30,11 @@ from tqdm import tqdm
 
 from experiments.common import results, settings
 from experiments.common.compiled import large_outputs
+from experiments.common.compilers import prepare_compiler
 from models import generate
 from models.llama import Llama, LlamaConfig
 
 NAME = "ahead_of_time"
-# Where the Makefile puts the compiler: apart from what Python imports, or JAX would look for TPUs in every process.
-COMPILER = pathlib.Path(sys.prefix) / "tpu-compiler" / "libtpu" / "libtpu.so"
 # The smallest topology of each kind.
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 # What XLA needs to know of a GPU that is not here.
@@ -118,15 +115,6 @@ def main(argv: Sequence[str]) -> None:
     print(f"Rows: {path}")
     if problems := [f"{one.name} for {one.device}: {one.problem}" for one in done if one.problem]:
         raise SystemExit("\n".join(problems))
-
-
-def prepare_compiler() -> None:
-    """Makes JAX find libtpu, which must not look for a TPU, nor refuse a second process that uses it. CUDA's compiler
-    must do without a GPU."""
-    os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1", JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
-    if COMPILER.exists():
-        os.environ["TPU_LIBRARY_PATH"] = str(COMPILER)
-    jax.config.update("jax_platforms", "cpu")
 
 
 def on_device(device: str) -> jax.sharding.NamedSharding:

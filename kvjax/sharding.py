@@ -26,6 +26,8 @@ T = TypeVar("T")
 DATA, REPLICA = "data", "replica"
 # Which mesh axis the arrays of a state are cut along, by their own axes. All others lie whole on every device.
 RULES = {BATCH: DATA, KV_HEADS: TENSOR, QUERY_HEADS: TENSOR}
+# Of what is not a state: arrays [B, ...] by row, fresh queries, keys and values [B, T, H, D] also by head.
+ROWS, HEADS = PartitionSpec(DATA), PartitionSpec(DATA, None, TENSOR)
 
 
 def make_mesh(kv_heads: int, *, data: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
@@ -74,8 +76,7 @@ def sharded(policy: CachePolicy, mesh: Mesh) -> CachePolicy:
         ValueError: when a cache is made, for rows or kv heads that the mesh does not divide, and for `by_head`, which
             goes around sharded policies, so that every group of heads is divided by itself.
     """
-    rows: Any = PartitionSpec(DATA)
-    heads: Any = PartitionSpec(DATA, None, TENSOR)
+    heads: Any = HEADS
     partials = Partials(heads, heads, heads)
     specs = lambda state: jax.tree.map(lambda one: one.spec, shardings(state, mesh))  # noqa: E731
 
@@ -92,17 +93,17 @@ def sharded(policy: CachePolicy, mesh: Mesh) -> CachePolicy:
     def prefill(state, keys, values, lengths, query_tail=None, shared=None):
         # What layers tell each other is by row and kv head.
         own, told = specs(state), PartitionSpec(DATA, TENSOR)
-        run = on_parts(policy.prefill, (own, heads, heads, rows, heads, told), (own, told))
+        run = on_parts(policy.prefill, (own, HEADS, HEADS, ROWS, HEADS, told), (own, told))
         return run(state, keys, values, lengths, query_tail, shared)
 
     def attend(state, query, causal=False):
         own = specs(state)
-        run = on_parts(functools.partial(policy.attend, causal=causal), (own, heads), (partials, own))
+        run = on_parts(functools.partial(policy.attend, causal=causal), (own, HEADS), (partials, own))
         return run(state, query)
 
     def extend(state, keys, values, lengths=None):
         own = specs(state)
-        return on_parts(policy.extend, (own, heads, heads, rows), own)(state, keys, values, lengths)
+        return on_parts(policy.extend, (own, HEADS, HEADS, ROWS), own)(state, keys, values, lengths)
 
     def compact(state):
         own = specs(state)

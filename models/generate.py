@@ -8,24 +8,25 @@ tokens are compacted, so a returned state is always settled.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Key
 
 import kvjax
 from kvjax import rope
 from kvjax.policy import ALL_QUERIES
+from kvjax.sharding import HEADS, ROWS
 from kvjax.state import BATCH, array, state
 from models.exact_attention import chunk_attention
 from models.llama import Llama, LlamaConfig, rope_frequencies
 from models.sampling import Sampling, finite, sample
-from models.sharding import mesh_of
+from models.sharding import attend_apart, mesh_of
 
 NO_TOKEN = -1  # in returned token blocks, where a row had already ended
 
@@ -207,12 +208,32 @@ class Generator:
     def lower_decode(self, state: GenerationState, sharding: jax.sharding.Sharding | None = None) -> jax.stages.Lowered:
         """The program that writes a block of tokens, lowered for a state or its abstract values. Parameters are placed
         as `sharding` says; a device that is not here will do for a compiler."""
-        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
+        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding)  # noqa: E731
         parameters = jax.tree.map(place, self._parameters)
         steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
         return _decode_block.lower(
             self._graph, self.policies, self.mesh, self.sampling, self.eos, self.block, parameters, state, steps
         )
+
+    def lower_prefill(self, tokens: int) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
+        """The programs that read prompts of so many tokens exactly, through one layer (the last), and compress what it
+        kept of them, lowered for parameters that may be abstract, so that a compiler can be asked about them."""
+        number, layer = self.config.layers - 1, self.model.layers[-1]
+        policy, config = self.policies[number], self.config
+        tail = query_tail(policy, tokens)
+        place = functools.partial(_abstract, mesh=self.mesh)
+        dtype = self.model.embedding.param_dtype
+        lengths = place((self.batch,), jnp.int32)
+        graph, parameters = nnx.split(layer)
+        read = prefill_layer.lower(
+            graph, config, self.mesh, self.prefill_chunk, tail,
+            parameters, place((self.batch, tokens, config.width), dtype), lengths,
+        )  # fmt: skip
+        heads = lambda count, heads: place((self.batch, count, heads, config.head_dim), dtype, heads=True)  # noqa: E731
+        stored = heads(tokens, config.kv_heads)
+        queries = heads(tail, config.query_heads) if tail else None
+        cache = placed(jax.eval_shape(self.start), self.mesh).layers[number]
+        return read, compress.lower(policy, cache, stored, stored, lengths, queries, None)
 
     def lower_append(self, state: GenerationState) -> list[jax.stages.Lowered]:
         """The programs that read a block of a streamed or later prompt (appending, then compacting each kind of layer),
@@ -362,10 +383,11 @@ def read_layers(
     """Reads prompts exactly, layer by layer: N must be a multiple of `chunk`, and `tails[l]` says how many of the last
     queries of layer l are wanted."""
     graph, parameters = nnx.split(model)
+    mesh = mesh_of(model)
     x = embed(graph, parameters, jnp.asarray(tokens))
     for layer, tail in zip(model.layers, tails, strict=True):
         layer_graph, layer_parameters = nnx.split(layer)
-        made = ReadLayer(*prefill_layer(layer_graph, model.config, chunk, tail, layer_parameters, x, lengths))
+        made = ReadLayer(*prefill_layer(layer_graph, model.config, mesh, chunk, tail, layer_parameters, x, lengths))
         yield made
         x = made.x
 
@@ -421,13 +443,27 @@ def cache_specs(
             head_dim=config.head_dim,
             max_prompt=max_prompt,
             max_new=max_new,
-            dtype=model.embedding.embedding[...].dtype,
+            dtype=model.embedding.param_dtype,
             rope_frequencies=tuple(np.asarray(rope_frequencies(config)).tolist()),
             layer=number,
             layers=config.layers,
         )
         for number in range(config.layers)
     )
+
+
+def placed(state: Any, mesh: Mesh | None) -> Any:
+    """Abstract values of a state, where it lies on a mesh."""
+    if mesh is None:
+        return state
+    lies = kvjax.shardings(state, mesh)
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, lies)
+
+
+def _abstract(shape: tuple[int, ...], dtype: Any, mesh: Mesh | None, heads: bool = False) -> jax.ShapeDtypeStruct:
+    """An array of rows, and maybe of heads [B, T, H, D]."""
+    sharding = None if mesh is None else NamedSharding(mesh, HEADS if heads else ROWS)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def _stays(state: GenerationState, mesh: Mesh | None) -> GenerationState:
@@ -457,10 +493,11 @@ def embed(graph: Any, parameters: Any, tokens: Int[Array, "B N"]) -> Float[Array
     return nnx.merge(graph, parameters).embed(tokens)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "config", "chunk", "tail"), donate_argnames=("x",))
+@functools.partial(jax.jit, static_argnames=("graph", "config", "mesh", "chunk", "tail"), donate_argnames=("x",))
 def prefill_layer(
     graph: Any,
     config: LlamaConfig,
+    mesh: Mesh | None,
     chunk: int,
     tail: int,
     parameters: Any,
@@ -492,11 +529,14 @@ def prefill_layer(
     keys, values = join(keys), join(values)
     # Stored once as products read them, [B, H_kv, N, D].
     head_keys, head_values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
+    attend: Callable[..., Array] = functools.partial(chunk_attention, window=layer.window)
+    if mesh is not None:
+        attend = attend_apart(attend, mesh)
 
     def step(x, number):
         own = chunk_of(x, number)
         query, _, _ = project(own, chunk_positions(number))
-        attended = chunk_attention(query, head_keys, head_values, number, layer.window)
+        attended = attend(query, head_keys, head_values, number)
         return jax.lax.dynamic_update_slice_in_dim(x, layer.finish(own, attended), number * chunk, axis=1), None
 
     x, _ = jax.lax.scan(step, x, numbers)

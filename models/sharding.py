@@ -5,13 +5,15 @@ A model whose parameters lie on a mesh generates there: `models.generate.Generat
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
-from kvjax.sharding import REPLICA
+from kvjax.sharding import DATA, HEADS, REPLICA
 from kvjax.shards import TENSOR
 from models.llama import Llama, LlamaConfig
 
@@ -38,6 +40,14 @@ def mesh_of(model: Llama) -> Mesh | None:
     """The mesh that a model's parameters lie on; None for one device."""
     sharding = getattr(jax.tree.leaves(nnx.split(model)[1])[0], "sharding", None)
     return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
+
+
+def attend_apart(attend: Callable[..., Array], mesh: Mesh) -> Callable[..., Array]:
+    """Attention of fresh queries [B, T, H_q, D] to stored keys and values [B, H_kv, N, D], every device for its own
+    heads: kernels cannot be cut by the compiler."""
+    stored = PartitionSpec(DATA, TENSOR)
+    given = (HEADS, stored, stored, PartitionSpec())
+    return jax.shard_map(attend, mesh=mesh, in_specs=given, out_specs=HEADS, check_vma=False)
 
 
 def parameter_shardings(parameters: Any, config: LlamaConfig, mesh: Mesh) -> Any:

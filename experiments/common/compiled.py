@@ -66,3 +66,30 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
         elif name:
             bodies[name].append(line)
     return bodies, entry
+
+
+class Collective(NamedTuple):
+    """An exchange between devices."""
+
+    kind: str
+    bytes: int  # that one device receives or holds as the result
+
+
+_COLLECTIVE = re.compile(
+    r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(?:-start)?\("
+)
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+
+
+def collectives(text: str) -> list[Collective]:
+    """The exchanges between devices in a compiled program's text, each once, however often its loops run."""
+    found = []
+    for result, kind in _COLLECTIVE.findall(text):
+        sizes = [
+            math.prod(int(side) for side in sides.split(",") if side) * _BYTES[element]
+            for element, sides in _ARRAY.findall(result)
+            if element in _BYTES
+        ]
+        # What starts an exchange holds its operands beside its result.
+        found.append(Collective(kind, max(sizes, default=0)))
+    return found

@@ -56,6 +56,13 @@ SHAPES = {
         rope_scaling=RopeScaling("llama3", 8.0),
     ),
 }
+# https://huggingface.co/meta-llama/Llama-3.1-70B-Instruct and Llama-3.1-405B-Instruct
+SHAPES["llama-3.1-70b"] = dataclasses.replace(
+    SHAPES["llama-3.1-8b"], width=8192, mlp_width=28672, layers=80, query_heads=64
+)
+SHAPES["llama-3.1-405b"] = dataclasses.replace(
+    SHAPES["llama-3.1-8b"], width=16384, mlp_width=53248, layers=126, query_heads=128
+)
 
 
 def shape(name: str) -> LlamaConfig:

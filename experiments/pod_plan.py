@@ -1,0 +1,304 @@
+"""Whether a model with compressed caches fits a pod, and what a token will cost, before renting it.
+
+    python -m experiments.pod_plan --shape llama-3.1-70b --context_tokens 1048576 --batch 1 --topology v5p:4x4x4
+
+For every topology and policy it compiles decoding and one layer of prefill with the real TPU compiler, on this machine,
+and reports what the compiler says of every device: bytes of weights, caches and temporaries against the chip's memory,
+and the exchanges between chips. A program that does not fit is a row that says so. With two batch sizes it tells the
+largest that would fit, and compiles that too (`--largest`). Flops and bytes of a token are counted from shapes; the
+time that the chip's bandwidth allows, from what it must read: its part of the weights and of what the caches read.
+"""
+
+import dataclasses
+import json
+import pathlib
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+from absl import app, flags
+from flax import nnx
+from jax.experimental import topologies
+from tqdm import tqdm
+
+import kvjax
+from experiments.common import plots, results, settings, speed
+from experiments.common.compiled import Collective, collectives
+from experiments.common.compilers import prepare_compiler
+from models import generate
+from models.llama import Llama, LlamaConfig
+from models.sharding import parameter_shardings
+
+NAME = "pod_plan"
+# Chips and how they are joined, as libtpu spells it.
+TOPOLOGIES = ("v5e:4x4", "v6e:8x8", "v5p:4x4x4")
+CHIPS = json.loads((pathlib.Path(__file__).parent / "targets" / "tpus.json").read_text())["chips"]
+
+settings.define_common(policies=("exact", "subgen", "balancekv", "chelsea", "clusterkv"), budgets=("4096",))
+_SHAPE = flags.DEFINE_string(
+    "shape", "llama-3.1-8b", f"Sizes of the model: {', '.join(speed.SHAPES)}, or a directory with a config.json."
+)
+_TOPOLOGY = flags.DEFINE_multi_string("topology", TOPOLOGIES, "Chips and how they are joined; repeatable.")
+_DATA = flags.DEFINE_integer("data", 1, "Groups of chips that share the rows; within one, chips share heads.")
+_CONTEXT = flags.DEFINE_integer("context_tokens", 131072, "Longest prompt.")
+_NEW = flags.DEFINE_integer("max_new_tokens", 1024, "Most tokens after it.")
+_BATCH = flags.DEFINE_integer("batch", 8, "Sequences, over all groups.")
+_LAYERS = flags.DEFINE_integer("layers", None, "Layers, if not all; weights and caches are then of so many.")
+_CHUNK = flags.DEFINE_integer("prefill_chunk", 256, "Tokens per chunk of exact prefill.")
+_LARGEST = flags.DEFINE_bool("largest", False, "Also find the largest batch that fits, by two more programs.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What the compiler says of one device's part of a program."""
+
+    arguments: int = 0  # bytes
+    temporaries: int = 0  # bytes
+    collectives: tuple[Collective, ...] = ()
+    seconds: float = 0.0  # to compile
+    problem: str | None = None  # the compiler's words, where it refuses
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A setting on a topology."""
+
+    topology: str
+    setting: settings.Setting
+    batch: int
+    decode: Program
+    read_layer: Program
+    compress: Program
+    weight_bytes: int  # per device
+    cache_bytes: int  # per device
+    read_bytes: int  # per device and decoding step, of the caches
+    flops: int  # per device and decoding step
+    largest: int | None = None  # batch that fits, and was compiled; None where that was not asked
+
+    @property
+    def chip(self) -> dict[str, float]:
+        return CHIPS[self.topology.partition(":")[0]]
+
+    @property
+    def used(self) -> int:
+        """Bytes of the fullest program on every device: decoding, or prefill beside the caches and weights."""
+        prefill = max(self.read_layer.temporaries, self.compress.temporaries)
+        return max(self.decode.arguments + self.decode.temporaries, self.weight_bytes + self.cache_bytes + prefill)
+
+    @property
+    def problem(self) -> str | None:
+        """Why it cannot be; None where it can."""
+        programs = {"decoding": self.decode, "prefill": self.read_layer, "compression": self.compress}
+        refused = [f"{name}: {one.problem}" for name, one in programs.items() if one.problem]
+        if refused:
+            return "; ".join(refused)
+        memory = self.chip["memory_gb"] * 1e9
+        return None if self.used <= memory else f"{self.used / 1e9:.1f} GB do not fit in {memory / 1e9:.0f} GB"
+
+    @property
+    def ms_per_token(self) -> float:
+        """What the memory's bandwidth and the matrix units allow at best."""
+        reading = (self.weight_bytes + self.read_bytes) / (1e9 * self.chip["bandwidth_gb_s"])
+        return 1e3 * max(reading, self.flops / (1e12 * self.chip["bfloat16_tflops"]))
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments: {argv[1:]}")
+    config = speed.shape(_SHAPE.value)
+    layers = 2 if flags.FLAGS.quick else _LAYERS.value
+    if layers is not None:
+        config = dataclasses.replace(config, layers=layers, windows=config.windows[:layers])
+    prepare_compiler()
+    chosen = settings.settings(flags.FLAGS.policy, flags.FLAGS.budget)
+    plans = []
+    progress = tqdm(total=len(_TOPOLOGY.value) * len(chosen), leave=False)
+    for topology in _TOPOLOGY.value:
+        for setting in chosen:
+            progress.set_description(f"{topology}, {setting}")
+            plans.append(largest(config, topology, setting) if _LARGEST.value else plan(config, topology, setting))
+            progress.update()
+    progress.close()
+    show(plans)
+    directory = pathlib.Path(flags.FLAGS.output_dir)
+    results.write_rows(directory / f"{NAME}.json", [row for one in plans for row in make_rows(one)])
+    plot(directory / f"{NAME}.png", plans)
+    print(f"Rows: {directory / f'{NAME}.json'}   plot: {directory / f'{NAME}.png'}")
+
+
+def plan(config: LlamaConfig, topology: str, setting: settings.Setting, batch: int | None = None) -> Plan:
+    """Compiles a setting's programs for a topology.
+
+    Raises:
+        ValueError: for a chip that is not known, or a model that the topology's chips do not divide.
+    """
+    batch = _BATCH.value if batch is None else batch
+    kind = topology.partition(":")[0]
+    if kind not in CHIPS:
+        raise ValueError(f"--topology={topology}: known chips are {', '.join(CHIPS)}")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = kvjax.make_mesh(config.kv_heads, data=_DATA.value, tensor=len(devices) // _DATA.value, devices=devices)
+    model = abstract_model(config, mesh)
+    sizes: dict[str, Any] = {"batch": batch, "max_prompt": _CONTEXT.value, "max_new": _NEW.value}
+    specs = generate.cache_specs(model, **sizes)
+    policy = setting.build(specs[0], _CONTEXT.value + _NEW.value)
+    generator = generate.Generator(model, policy, **sizes, prefill_chunk=_CHUNK.value)
+    state = generate.placed(jax.eval_shape(generator.start), mesh)
+    prompt = -(-_CONTEXT.value // _CHUNK.value) * _CHUNK.value
+    read_layer, compress = generator.lower_prefill(prompt)
+    read = batch * sum(map(kvjax.row_read_bytes, generate.layer_policies(config, policy), specs))
+    weights = nnx.split(model)[1]
+    return Plan(
+        topology,
+        setting,
+        batch,
+        compiled(generator.lower_decode(state)),
+        compiled(read_layer),
+        compiled(compress),
+        weight_bytes=part_bytes(weights),
+        cache_bytes=part_bytes(state.layers),
+        # Rows and heads are what devices share; copies of a head read what it reads.
+        read_bytes=read // (mesh.shape["data"] * mesh.shape["tensor"]),
+        flops=2 * batch * sum(leaf.size for leaf in jax.tree.leaves(weights)) // len(devices),
+    )
+
+
+def largest(config: LlamaConfig, topology: str, setting: settings.Setting) -> Plan:
+    """The plan, and the largest batch that fits: what a row costs follows from two batches, and the compiler is asked
+    about the result."""
+    one = plan(config, topology, setting)
+    two = plan(config, topology, setting, 2 * one.batch)
+    if one.problem or two.decode.problem or two.used <= one.used:
+        return dataclasses.replace(one, largest=0) if one.problem else one
+    per_row = (two.used - one.used) / one.batch
+    rows = int(one.batch + (one.chip["memory_gb"] * 1e9 - one.used) // per_row)
+    rows -= rows % _DATA.value
+    return dataclasses.replace(one, largest=0 if plan(config, topology, setting, rows).problem else rows)
+
+
+def abstract_model(config: LlamaConfig, mesh: jax.sharding.Mesh) -> Llama:
+    """A bfloat16 model without values, on a mesh."""
+    graph, parameters = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
+    lies = parameter_shardings(parameters, config, mesh)
+    place = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
+    return nnx.merge(graph, jax.tree.map(place, parameters, lies))
+
+
+def compiled(lowered: jax.stages.Lowered) -> Program:
+    """What the compiler says of a program; an oversized one is no error."""
+    begin = time.perf_counter()
+    try:
+        program = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return Program(seconds=time.perf_counter() - begin, problem=next(iter(str(error).splitlines())))
+    memory = program.memory_analysis()
+    assert memory is not None
+    return Program(
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        tuple(collectives(program.as_text() or "")),
+        time.perf_counter() - begin,
+    )
+
+
+def part_bytes(tree: Any) -> int:
+    """Bytes of one device's part of abstract arrays."""
+    return kvjax.cache_bytes(
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), tree)
+    ).device
+
+
+def exchanged(program: Program) -> str:
+    """The collectives of a program, in words."""
+    counts = Counter(one.kind for one in program.collectives)
+    total = sum(one.bytes for one in program.collectives)
+    named = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    return f"{named}: {results.readable_bytes(total)}" if counts else "none"
+
+
+def make_rows(one: Plan) -> list[results.Row]:
+    """A row for each figure; `extra` says what else was compiled."""
+    shared: dict[str, Any] = {
+        "experiment": NAME,
+        "model": _SHAPE.value,
+        "policy": one.setting.choice.name,
+        "variant": one.setting.choice.variant,
+        "context_tokens": _CONTEXT.value,
+        "batch": one.batch,
+        "device_bytes": one.cache_bytes,
+        "read_bytes_per_token": one.read_bytes,
+        "weight_bytes": one.weight_bytes,
+        "extra": {
+            "budget": str(one.setting.budget) if one.setting.budget else None,
+            "topology": one.topology,
+            "problem": one.problem,
+            "flops": one.flops,
+            "largest_batch": one.largest,
+            "collectives": [one._asdict() for one in one.decode.collectives],
+            "prefill_temporaries": one.read_layer.temporaries,
+            "compress_temporaries": one.compress.temporaries,
+            "compile_seconds": one.decode.seconds + one.read_layer.seconds + one.compress.seconds,
+        },
+    }
+    found = [results.Row(**shared, metric="ms_per_token_bound", value=one.ms_per_token)]
+    if one.decode.problem is None:
+        found.append(results.Row(**shared, metric="bytes_per_device", value=one.used))
+    return found
+
+
+def show(plans: Sequence[Plan]) -> None:
+    """A line per plan; bytes are of one device."""
+    lines = [
+        (
+            f"{one.topology}, {one.setting}",
+            results.readable_bytes(one.weight_bytes),
+            results.readable_bytes(one.cache_bytes),
+            results.readable_bytes(one.decode.temporaries),
+            results.readable_bytes(max(one.read_layer.temporaries, one.compress.temporaries)),
+            exchanged(one.decode),
+            f"{one.ms_per_token:.2f}",
+            "-" if one.largest is None else str(one.largest),
+            one.problem or "fits",
+        )
+        for one in plans
+    ]
+    columns = ("", "weights", "caches", "decode", "prefill", "exchanged per step", "ms", "rows", "")
+    title = (
+        f"{_SHAPE.value}, {_BATCH.value} sequences of {_CONTEXT.value} tokens: bytes per chip of weights, caches and "
+        "temporaries of decoding and prefill; least ms per step; most rows that fit"
+    )
+    results.print_table(title, columns, lines)
+
+
+def plot(path: pathlib.Path, plans: Sequence[Plan]) -> None:
+    """Bytes per chip against its memory, a panel per topology."""
+    names = list(dict.fromkeys(one.topology for one in plans))
+    figure, axes = plt.subplots(1, len(names), figsize=(1 + 4.5 * len(names), 4), squeeze=False)
+    for axis, name in zip(axes[0], names, strict=True):
+        own = [one for one in plans if one.topology == name]
+        labels = [str(one.setting) for one in own]
+        base = [0.0] * len(own)
+        for part, values in {
+            "weights": [one.weight_bytes for one in own],
+            "caches": [one.cache_bytes for one in own],
+            "temporaries": [max(one.used - one.weight_bytes - one.cache_bytes, 0) for one in own],
+        }.items():
+            heights = [value / 1e9 for value in values]
+            axis.bar(labels, heights, bottom=base, label=part)
+            base = [low + height for low, height in zip(base, heights, strict=True)]
+        axis.axhline(own[0].chip["memory_gb"], color="black", linestyle="--", label="memory")
+        axis.set_title(name, fontsize=10)
+        axis.tick_params(axis="x", rotation=60)
+    axes[0][0].set_ylabel("GB per chip")
+    axes[0][-1].legend(fontsize=8)
+    plots.save(figure, path)
+
+
+if __name__ == "__main__":
+    app.run(main)
