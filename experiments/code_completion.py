@@ -38,7 +38,9 @@ def main(argv: Sequence[str]) -> None:
     for tokens in settings.value("context_tokens", quick=[1024]):
         make = functools.cache(functools.partial(make_exams, sweep, names, tokens))
         for prefill, question in sweep.kinds():
-            found = sweep.rows(names, make, tokens, prefill, question, template=_TEMPLATE.value)
+            unit = {"context_tokens": tokens, "template": _TEMPLATE.value}
+            outcomes = sweep.ask_all(names, make, prefill, question, **unit)
+            found = [row for name in names for row in sweep.rows(outcomes[name], name, tokens)]
             title = f"Code completion: {count} lines, up to {tokens} tokens, prefill {prefill}, question {question}"
             for metric in (SIMILARITY, MATCH):
                 sweeping.show(f"{title}: {metric.replace('_', ' ')}", found, metric)

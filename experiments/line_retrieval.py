@@ -76,8 +76,10 @@ def main(argv: Sequence[str]) -> None:
     rows: list[results.Row] = []
     for tokens in contexts:
         for prefill, question in sweep.kinds():
-            make = functools.partial(make_exams, sweep.tokenizer, made, tokens)
-            found = sweep.rows([NAME], make, tokens, prefill, question, answer_tokens=_ANSWER_TOKENS.value)
+            make = functools.cache(functools.partial(make_exams, sweep.tokenizer, made, tokens))
+            unit = {"context_tokens": tokens, "answer_tokens": _ANSWER_TOKENS.value}
+            outcomes = sweep.ask_all([NAME], make, prefill, question, **unit)
+            found = sweep.rows(outcomes[NAME], NAME, tokens)
             title = f"Line retrieval: {documents} documents of at least {tokens} tokens"
             sweeping.show(f"{title}, prefill {prefill}, question {question}", found)
             rows += found

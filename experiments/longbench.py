@@ -50,10 +50,8 @@ def main(argv: Sequence[str]) -> None:
     for prefill, question in sweep.kinds():
         found: list[Row] = []
         for name in names:
-            unit = {"task": name, "e": _E.value, "max_prompt": longest, "chat": _CHAT.value}
-            unit |= {"prefill": prefill, "question": question}
-            run = functools.partial(run_task, sweep, read(name), longest, prefill, question)
-            found += sweep.finished(unit, run)
+            found += rows_of(sweep, read(name), longest, prefill, question)
+        sweeping.drop_programs()
         found += means(found)
         title = f"LongBench{'-E' if _E.value else ''}, scores of 100: prompts of up to {longest} tokens"
         show(f"{title}, prefill {prefill}, question {question}", found)
@@ -61,26 +59,30 @@ def main(argv: Sequence[str]) -> None:
     sweep.write(rows, draw)
 
 
-def run_task(
+def rows_of(
     sweep: sweeping.Sweep, examples: Sequence[task.Example], longest: int, prefill: str, question: str
 ) -> list[Row]:
     """The rows of one task: over all of its examples, and for LongBench-E by their length."""
-    of_task = examples[0].task
-    prompts = [task.prompt_of(sweep.tokenizer, example, longest, chat=_CHAT.value) for example in examples]
-    exam = asking.Exam(
-        of_task.name, prompts, {SCORE: lambda number, answer: examples[number].score(answer)}, of_task.answer_tokens
-    )
-    seen = question == "seen"
-    lengths = [len(prompt.context) + (len(prompt.question) if seen else 0) for prompt in prompts]
-    _, most = asking.room([exam], seen)
-    asker = sweep.asker(sorted(set(map(made_for, lengths))), most, prefill, question)
-    outcomes = asker.ask(exam)
+    of_task, seen = examples[0].task, question == "seen"
+
+    @functools.cache
+    def make() -> asking.Exam:
+        prompts = [task.prompt_of(sweep.tokenizer, example, longest, chat=_CHAT.value) for example in examples]
+        scores = {SCORE: lambda number, answer: examples[number].score(answer)}
+        return asking.Exam(of_task.name, prompts, scores, of_task.answer_tokens)
+
+    def sizes() -> tuple[Sequence[int], int]:
+        lengths = [len(prompt.context) + (len(prompt.question) if seen else 0) for prompt in make().prompts]
+        return sorted(set(map(made_for, lengths))), asking.room([make()], seen)[1]
+
+    unit = {"e": _E.value, "max_prompt": longest, "chat": _CHAT.value}
+    outcomes = sweep.ask(of_task.name, make, sizes, prefill, question, **unit)
     extra = {"scored_by": of_task.metric, "benchmark": "LongBench-E" if _E.value else "LongBench"}
-    rows = sweep.rows_of(outcomes, of_task.name, longest, **extra)
+    rows = sweep.rows(outcomes, of_task.name, longest, **extra)
     for name in task.LENGTHS if _E.value else ():
         own = [number for number, example in enumerate(examples) if example.length_class == name]
         if own:
-            rows += sweep.rows_of(asking.part(outcomes, own), of_task.name, longest, **extra, length_class=name)
+            rows += sweep.rows(asking.part(outcomes, own), of_task.name, longest, **extra, length_class=name)
     return rows
 
 

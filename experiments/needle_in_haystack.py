@@ -42,11 +42,16 @@ def main(argv: Sequence[str]) -> None:
     for tokens in settings.value("context_tokens", quick=[512, 1024]):
         make = functools.cache(functools.partial(make_exams, sweep, tokens, depths))
         for prefill, question in sweep.kinds():
-            by_depth = functools.partial(rows_by_depth, sweep, tokens, depths)
-            found = sweep.rows(_NEEDLE.value, make, tokens, prefill, question, by_depth, depths=depths)
+            unit = {"context_tokens": tokens, "depths": depths}
+            outcomes = sweep.ask_all(_NEEDLE.value, make, prefill, question, **unit)
+            found = [row for kind, of_kind in outcomes.items() for row in sweep.rows(of_kind, kind, tokens)]
             title = f"Needle in a haystack: up to {tokens} tokens, {steps} depths, {count} documents each"
-            sweeping.show(f"{title}, prefill {prefill}, question {question}", [row for row in found if not at(row)])
+            sweeping.show(f"{title}, prefill {prefill}, question {question}", found)
             rows += found
+            for kind, of_kind in outcomes.items():
+                for number, depth in enumerate(depths):
+                    own = asking.part(of_kind, range(number * count, (number + 1) * count))
+                    rows += sweep.rows(own, kind, tokens, depth=depth)
     sweep.write(rows, draw)
 
 
@@ -72,29 +77,9 @@ def make_exams(sweep: sweeping.Sweep, tokens: int, depths: Sequence[float]) -> d
     return exams
 
 
-def rows_by_depth(
-    sweep: sweeping.Sweep,
-    tokens: int,
-    depths: Sequence[float],
-    outcomes: Sequence[asking.Outcome],
-    exam: asking.Exam,
-) -> list[results.Row]:
-    """The rows of each depth on its own."""
-    found = []
-    for number, depth in enumerate(depths):
-        own = asking.part(outcomes, range(number * sweep.documents, (number + 1) * sweep.documents))
-        found += sweep.rows_of(own, exam.task, tokens, depth=depth)
-    return found
-
-
-def at(row: results.Row) -> bool:
-    """Whether the row is of one depth."""
-    return "depth" in row.extra
-
-
 def draw(path: pathlib.Path, rows: Sequence[results.Row]) -> None:
     """A heatmap of depth by length for every setting, kind of needle, prefill and question."""
-    cells = [row for row in rows if row.metric == "accuracy" and at(row)]
+    cells = [row for row in rows if row.metric == "accuracy" and "depth" in row.extra]
     kind = lambda row: (row.task, row.extra["prefill"], "seen" if row.question_seen else "unseen")  # noqa: E731
     panels = [
         (of_kind, setting, found)

@@ -17,7 +17,7 @@ that was stopped goes on where it was.
 
 import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -33,13 +33,11 @@ from models.tokenizer import Tokenizer
 NAME = "perplexity"
 ACCUMULATING, PER_POSITION = FORMS = ("accumulating", "per_position")
 
-settings.define_common(policies=sweeping.POLICIES, budgets=sweeping.BUDGETS)
+sweeping.define_settings()
 _FORM = flags.DEFINE_multi_enum("form", list(FORMS), FORMS, "How texts are read; repeatable.")
 flags.DEFINE_integer("context_tokens", 2048, "Tokens of a text.")
 _POSITION = flags.DEFINE_multi_integer(
-    "position",
-    None,
-    "Where per_position predicts; repeatable. By default an eighth, a quarter, half and all of a text.",
+    "position", None, "Where per_position predicts; repeatable. By default so that it ends at 1/8, 1/4, 1/2 and all."
 )
 _NEXT = flags.DEFINE_integer("next_tokens", 32, "How many tokens per_position predicts at each position.")
 flags.DEFINE_integer("documents", 20, "Texts.")
@@ -55,30 +53,25 @@ def main(argv: Sequence[str]) -> None:
     if count % batch:
         raise app.UsageError(f"--documents={count} must be a multiple of --batch={batch}")
     parts = (1,) if flags.FLAGS.quick else (8, 4, 2, 1)
-    positions = _POSITION.value or [tokens // part for part in parts]
+    positions = _POSITION.value or [tokens // part - _NEXT.value - 1 for part in parts]
     model, tokenizer = settings.load_model(flags.FLAGS.model)
     chosen = sweeping.chosen_settings()
-    texts = functools.cache(lambda: make_texts(tokenizer, max(tokens, *positions) + _NEXT.value + 1, count))
+    longest = max(tokens, *positions) + _NEXT.value + 1
+    texts = functools.cache(lambda: make_texts(tokenizer, longest, count))
     directory = pathlib.Path(flags.FLAGS.output_dir)
     finished = Finished(directory / f"{NAME}.jsonl")
     rows: list[results.Row] = []
     for form in _FORM.value:
-        unit: dict[str, Any] = {
-            "model": flags.FLAGS.model,
-            "seed": flags.FLAGS.seed,
-            "texts": count,
-            "batch": batch,
-            "data": _DATA.value,
-            "settings": list(map(str, chosen)),
-            "form": form,
-            "tokens": tokens,
-        }
-        units = [unit]
+        units: list[dict[str, Any]] = [{"form": form, "tokens": tokens}]
         if form == PER_POSITION:
-            units = [unit | {"position": position, "next_tokens": _NEXT.value} for position in positions]
+            units = [{"form": form, "position": position, "next_tokens": _NEXT.value} for position in positions]
         found = []
-        for one in units:
-            found += finished.rows(one, functools.partial(run, model, chosen, texts, one))
+        for unit in units:
+            unit |= {"texts": count, "longest": longest, "batch": batch, "seed": flags.FLAGS.seed, "data": _DATA.value}
+            values = sweeping.every_setting(finished, chosen, unit, functools.partial(run, model, texts, unit))
+            sweeping.drop_programs()
+            readings = [likelihood.Reading.from_json(value, setting) for setting, value in values.items()]
+            found += make_rows(readings, model, unit)
         show(found, f"Perplexity of {count} texts, {form.replace('_', ' ')}")
         rows += found
     results.write_rows(directory / f"{NAME}.json", rows)
@@ -92,19 +85,23 @@ def make_texts(tokenizer: Tokenizer, tokens: int, count: int) -> list[list[int]]
     return long_texts.held_out(tokenizer, tokens, count, flags.FLAGS.seed)
 
 
-def run(model: Llama, chosen: Sequence[settings.Setting], texts: Any, unit: dict[str, Any]) -> list[results.Row]:
-    """The rows of one form, at one position where it has one."""
+def run(
+    model: Llama, texts: Callable[[], list[list[int]]], unit: Mapping[str, Any], chosen: list[settings.Setting]
+) -> dict[settings.Setting, Any]:
+    """What came of some settings in one form, at one position where it has one."""
+    shared: dict[str, Any] = {"batch": unit["batch"], "seed": unit["seed"]}
     if unit["form"] == ACCUMULATING:
         cut = [text[: unit["tokens"]] for text in texts()]
-        readings = likelihood.accumulating(model, chosen, cut, batch=unit["batch"], seed=unit["seed"])
+        readings, refused = likelihood.accumulating(model, chosen, cut, **shared)
     else:
         position = unit["position"]
         cut = [text[: position + unit["next_tokens"] + 1] for text in texts()]
-        readings = likelihood.at_position(model, chosen, cut, position, batch=unit["batch"], seed=unit["seed"])
-    return make_rows(readings, model, unit)
+        readings, refused = likelihood.at_position(model, chosen, cut, position, **shared)
+    found = {reading.setting: reading.to_json() for reading in readings}
+    return found | {setting: {sweeping.REFUSED: reason} for setting, reason in refused.items()}
 
 
-def make_rows(readings: Sequence[likelihood.Reading], model: Llama, unit: dict[str, Any]) -> list[results.Row]:
+def make_rows(readings: Sequence[likelihood.Reading], model: Llama, unit: Mapping[str, Any]) -> list[results.Row]:
     """Perplexities and their ratios to exact's, of every setting and stretch."""
     exact = next((one for one in readings if str(one.setting) == "exact"), None)
     found = []
@@ -118,7 +115,7 @@ def make_rows(readings: Sequence[likelihood.Reading], model: Llama, unit: dict[s
                 found.append(
                     results.Row(
                         experiment=NAME,
-                        model=unit["model"],
+                        model=flags.FLAGS.model,
                         task=unit["data"] or long_texts.HELD_OUT,
                         policy=one.setting.choice.name,
                         variant=one.setting.choice.variant,

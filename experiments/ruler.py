@@ -37,7 +37,8 @@ def main(argv: Sequence[str]) -> None:
     for tokens in settings.value("context_tokens", quick=[1024]):
         make = functools.cache(functools.partial(make_exams, sweep, names, tokens))
         for prefill, question in sweep.kinds():
-            found = sweep.rows(names, make, tokens, prefill, question)
+            outcomes = sweep.ask_all(names, make, prefill, question, context_tokens=tokens)
+            found = [row for name in names for row in sweep.rows(outcomes[name], name, tokens)]
             title = f"RULER: {count} problems of up to {tokens} tokens, prefill {prefill}, question {question}"
             sweeping.show(title, found)
             rows += found

@@ -80,6 +80,20 @@ class Outcome:
     decode_seconds: float = 0.0  # of all batches but the first of a size, which compiles
     decode_steps: int = 0
 
+    def to_json(self) -> dict[str, Any]:
+        """All but how it was asked."""
+        uses = [self.uses[number] for number in range(len(self.answers))]
+        kept = ("answers", "scores", "decode_seconds", "decode_steps")
+        return {"uses": uses, **{name: getattr(self, name) for name in kept}}
+
+    @classmethod
+    def from_json(
+        cls, value: Mapping[str, Any], setting: settings.Setting, streaming: bool, question_seen: bool, batch: int
+    ) -> "Outcome":
+        """The outcome that `to_json` gave."""
+        uses = {number: footprint.CacheUse(*use) for number, use in enumerate(value["uses"])}
+        return cls(setting, streaming, question_seen, batch, **{**value, "uses": uses})
+
     @property
     def ms_per_token(self) -> float:
         """Milliseconds per decoding step of a whole batch."""
@@ -126,9 +140,6 @@ class Asker:
     Attributes:
         chosen: the settings that every size can have.
         refused: why the others cannot.
-
-    Raises:
-        ValueError: where none can.
     """
 
     def __init__(
@@ -161,6 +172,8 @@ class Asker:
         Raises:
             ValueError: for a text that is longer than the largest size, or more tokens behind it than `max_new`.
         """
+        if not self.chosen:
+            return []
         longest, most = room([exam], self.question_seen)
         if longest > self.sizes[-1] or most > self.max_new:
             raise ValueError(
@@ -180,10 +193,13 @@ class Asker:
         ) as progress:
             shorter = 0
             for size in self.sizes:
+                generators = self._generators(size)
                 fitting = [number for number, prompt in enumerate(prompts) if shorter < len(prompt.context) <= size]
                 for begin in range(0, len(fitting), self.batch):
                     numbers = fitting[begin : begin + self.batch]
-                    self._ask_batch(exam, prompts, numbers, size, outcomes, timed=begin > 0, progress=progress)
+                    states = self._read(generators, prompts, numbers)
+                    self._answer(exam, prompts, numbers, size, generators, states, outcomes, timed=begin > 0)
+                    progress.update(len(numbers) * len(outcomes))
                 shorter = size
         for outcome in outcomes:
             outcome.scores = {
@@ -192,32 +208,40 @@ class Asker:
             }
         return outcomes
 
-    def _ask_batch(
+    def _rows(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[Prompt]:
+        """A batch; a short one is filled up with repetitions, which are not counted."""
+        return [prompts[numbers[min(row, len(numbers) - 1)]] for row in range(self.batch)]
+
+    def _read(
+        self, generators: Sequence[generate.Generator], prompts: Sequence[Prompt], numbers: Sequence[int]
+    ) -> list[generate.GenerationState]:
+        """The states of all settings behind the texts."""
+        states = [generator.start(self.seed + numbers[0]) for generator in generators]
+        contexts = [prompt.context for prompt in self._rows(prompts, numbers)]
+        if self.streaming:
+            return [one.read(state, contexts) for one, state in zip(generators, states, strict=True)]
+        return generate.prefill_together(generators, states, contexts)
+
+    def _answer(
         self,
         exam: Exam,
         prompts: Sequence[Prompt],
         numbers: Sequence[int],
         size: int,
+        generators: Sequence[generate.Generator],
+        states: list[generate.GenerationState],
         outcomes: Sequence[Outcome],
         *,
         timed: bool,
-        progress: tqdm,
     ) -> None:
-        # A short batch is filled up with repetitions, which are not counted.
-        rows = [prompts[numbers[min(row, len(numbers) - 1)]] for row in range(self.batch)]
-        generators = self._generators(size)
-        states = [generator.start(self.seed + numbers[0]) for generator in generators]
-        contexts = [prompt.context for prompt in rows]
-        if self.streaming:
-            states = [one.read(state, contexts) for one, state in zip(generators, states, strict=True)]
-        else:
-            states = generate.prefill_together(generators, states, contexts)
+        """Adds the answers of all settings to their outcomes; takes the states, each as its turn comes."""
+        questions = [prompt.question for prompt in self._rows(prompts, numbers)]
         for generator, outcome in zip(generators, outcomes, strict=True):
             state = states.pop(0)
             outcome.uses |= dict.fromkeys(numbers, footprint.cache_use(generator, state, size + self.max_new))
             if not self.question_seen:
-                state = generator.read(state, [prompt.question for prompt in rows])
-            answers: list[list[int]] = [[] for _ in rows]
+                state = generator.read(state, questions)
+            answers: list[list[int]] = [[] for _ in questions]
             jax.block_until_ready(state.logits)
             clock = time.perf_counter()
             steps = 0
@@ -229,9 +253,7 @@ class Asker:
                 outcome.decode_steps += steps
             for number, answer in zip(numbers, answers, strict=False):
                 outcome.answers[number] = self.tokenizer.decode(answer)
-            progress.update(len(numbers))
 
-    @functools.cache  # noqa: B019 (an asker lives as long as the run)
     def _generators(self, size: int) -> list[generate.Generator]:
         made_for = self._made_for(size)
         spec = generate.cache_specs(self.model, **made_for)[0]

@@ -1,6 +1,6 @@
 """How likely long texts are when they are read through compressed caches."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,15 +29,29 @@ class Reading(NamedTuple):
     use: footprint.CacheUse
     stretches: list[Stretch]
 
+    def to_json(self) -> dict[str, Any]:
+        """All but the setting."""
+        stretches = [(stretch.first, stretch.end, stretch.losses.tolist()) for stretch in self.stretches]
+        return {"use": self.use, "stretches": stretches}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], setting: settings.Setting) -> "Reading":
+        """The reading that `to_json` gave."""
+        stretches = [Stretch(first, end, np.asarray(losses)) for first, end, losses in value["stretches"]]
+        return cls(setting, footprint.CacheUse(*value["use"]), stretches)
+
+
+Refused = dict[settings.Setting, str]
+
 
 def accumulating(
     model: Llama, chosen: Sequence[settings.Setting], texts: Sequence[list[int]], *, batch: int, seed: int
-) -> list[Reading]:
+) -> tuple[list[Reading], Refused]:
     """Streams all texts, of one length, through each setting's cache; a multiple of `batch` of them.
 
     Returns:
         Of each setting that can stream: the stretches are the text's first part and each later octave of positions,
-        then all of it.
+        then all of it. And why the others cannot.
     """
     tokens = len(texts[0])
     ends = [tokens >> octave for octave in range(OCTAVES, -1, -1)]
@@ -46,7 +60,6 @@ def accumulating(
     made_for: dict[str, Any] = {"batch": batch, "max_prompt": tokens, "max_new": 1, "streaming": True}
     spec = generate.cache_specs(model, **made_for)[0]
     kept, refused = settings.possible(chosen, spec, tokens, streaming=True)
-    settings.say_refused(refused)
     readings = []
     for setting in tqdm(kept, desc="accumulating", unit="setting", leave=False):
         generator = generate.Generator(model, setting.build(spec, tokens), **made_for)
@@ -56,7 +69,7 @@ def accumulating(
             losses += [-row for row in scored]
         means = [Stretch(first, end, np.mean([row[first:end] for row in losses], axis=1)) for first, end in stretches]
         readings.append(Reading(setting, footprint.cache_use(generator, state, tokens), means))
-    return readings
+    return readings, refused
 
 
 def at_position(
@@ -67,19 +80,20 @@ def at_position(
     *,
     batch: int,
     seed: int,
-) -> list[Reading]:
+) -> tuple[list[Reading], Refused]:
     """Reads all texts, of one length, exactly up to a position and the rest through each setting's cache; a multiple of
     `batch` of them.
 
     Returns:
         Of each setting that can be, one stretch: the tokens behind the position but the first of them, which the exact
-        reading predicts.
+        reading predicts. And why the others cannot be.
     """
     tokens = len(texts[0])
     made_for: dict[str, Any] = {"batch": batch, "max_prompt": position, "max_new": tokens - position}
     spec = generate.cache_specs(model, **made_for)[0]
     kept, refused = settings.possible(chosen, spec, tokens)
-    settings.say_refused(refused)
+    if not kept:
+        return [], refused
     generators = [generate.Generator(model, setting.build(spec, tokens), **made_for) for setting in kept]
     losses: list[list[float]] = [[] for _ in kept]
     uses: list[footprint.CacheUse] = []
@@ -92,7 +106,8 @@ def at_position(
             state, scored = generator.score(states.pop(0), [text[position:] for text in own])
             of_setting += [-float(np.mean(row[1:])) for row in scored]
             uses.append(footprint.cache_use(generator, state, tokens))
-    return [
+    readings = [
         Reading(setting, use, [Stretch(position + 1, tokens, np.asarray(of_setting))])
         for setting, use, of_setting in zip(kept, uses, losses, strict=True)
     ]
+    return readings, refused

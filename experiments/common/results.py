@@ -202,13 +202,14 @@ def log_slope(sizes: Sequence[float], measured: Float[np.ndarray, "n S"]) -> Est
 
 
 def print_table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
-    """A table on the terminal: the first column left-aligned, figures right-aligned."""
+    """A table on the terminal: the first column left-aligned, figures right-aligned, and none cut off."""
     table = rich.table.Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     for line in lines:
         table.add_row(*line)
-    rich.console.Console(width=140).print(table)
+    wide = rich.console.Console(width=1000).measure(table).maximum
+    rich.console.Console(width=max(wide, len(title))).print(table)
 
 
 def readable_bytes(count: float) -> str:

@@ -5,11 +5,10 @@ import dataclasses
 import functools
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
-from tqdm import tqdm
 
 import kvjax
 from models import checkpoint, tokenizer
@@ -173,27 +172,21 @@ def possible(
     Raises:
         ValueError: where none can be, with the first one's reason.
     """
-    kept, refused = [], {}
-    for setting in chosen:
-        try:
-            policy = setting.build(spec, tokens)
-            for layer in range(spec.layers):
-                kvjax.abstract_state(policy, dataclasses.replace(spec, layer=layer))
-            if streaming and not policy.streams:
-                raise ValueError("compresses whole prompts only")
-            kept.append(setting)
-        except ValueError as error:
-            refused[setting] = str(error)
-    if not kept:
-        setting, reason = next(iter(refused.items()))
-        raise ValueError(f"{setting}: {reason}")
-    return kept, refused
+    reasons = {setting: _refusal(setting, spec, tokens, streaming) for setting in chosen}
+    refused = {setting: reason for setting, reason in reasons.items() if reason is not None}
+    return [setting for setting in chosen if setting not in refused], refused
 
 
-def say_refused(refused: Mapping[Setting, str]) -> None:
-    """Says which settings are left out, and why."""
-    for setting, reason in refused.items():
-        tqdm.write(f"left out: {setting}: {reason}")
+@functools.cache
+def _refusal(setting: Setting, spec: kvjax.CacheSpec, tokens: int, streaming: bool) -> str | None:
+    """Why a setting cannot be, None if it can."""
+    try:
+        policy = setting.build(spec, tokens)
+        for layer in range(spec.layers):
+            kvjax.abstract_state(policy, dataclasses.replace(spec, layer=layer))
+    except ValueError as error:
+        return str(error)
+    return "compresses whole prompts only" if streaming and not policy.streams else None
 
 
 def model_directory(name: str) -> pathlib.Path:

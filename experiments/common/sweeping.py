@@ -1,13 +1,14 @@
 """Sweeps of question-asking experiments: their flags, the units that a second start does not repeat, tables, plots."""
 
-import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import matplotlib.pyplot as plt
 import numpy as np
 from absl import flags
+from tqdm import tqdm
 
 from experiments.common import asking, plots, results, settings
 from experiments.common.results import Estimate, Row
@@ -33,14 +34,15 @@ POLICIES = (
     "pyramidkv",
 )
 BUDGETS = ("50%", "25%")
+REFUSED = "refused"
 QUICK_POLICIES, QUICK_BUDGETS = ("exact", "uniform", "clusterkv"), ("50%",)
 
 
 def define_flags(
     *, documents: int, batch: int, policies: Sequence[str] = POLICIES, budgets: Sequence[str] = BUDGETS
 ) -> None:
-    """Defines the flags of an experiment that asks questions; calls `settings.define_common`."""
-    settings.define_common(policies=policies, budgets=budgets)
+    """Defines the flags of an experiment that asks questions; calls `define_settings`."""
+    define_settings(policies=policies, budgets=budgets)
     flags.DEFINE_integer(
         "documents", documents, "Documents per task and length" + ("." if documents else "; 0 for all.")
     )
@@ -56,10 +58,50 @@ def define_flags(
     )
 
 
+def define_settings(*, policies: Sequence[str] = POLICIES, budgets: Sequence[str] = BUDGETS) -> None:
+    """Defines the flags of a sweep over settings; calls `settings.define_common`."""
+    settings.define_common(policies=policies, budgets=budgets)
+    flags.DEFINE_integer("together", 8, "Settings that share a reading of the prompts, and are held at once.")
+
+
 def chosen_settings() -> list[settings.Setting]:
     """The settings that flags name."""
     policies = settings.value("policy", quick=QUICK_POLICIES)
     return settings.settings(policies, settings.value("budget", quick=QUICK_BUDGETS))
+
+
+def every_setting(
+    finished: Finished,
+    chosen: Sequence[settings.Setting],
+    unit: Mapping[str, Any],
+    run: Callable[[list[settings.Setting]], Mapping[settings.Setting, Any]],
+) -> dict[settings.Setting, Any]:
+    """What came of each setting in a unit of a run, but for those that cannot be, which are said with their reason.
+
+    Args:
+        run: values, as JSON has them, of some of the settings; {REFUSED: reason} of one that cannot be.
+
+    Raises:
+        ValueError: where none can be.
+    """
+    found = finished.of_each(
+        chosen,
+        lambda setting: dict(unit) | {"model": flags.FLAGS.model, "setting": str(setting)},
+        run,
+        flags.FLAGS.together,
+    )
+    refused = {setting: value[REFUSED] for setting, value in found.items() if REFUSED in value}
+    if len(refused) == len(found):
+        raise ValueError("; ".join(f"{setting}: {reason}" for setting, reason in refused.items()))
+    for setting, reason in refused.items():
+        tqdm.write(f"left out: {setting}: {reason}")
+    return {setting: value for setting, value in found.items() if setting not in refused}
+
+
+def drop_programs() -> None:
+    """Drops compiled programs, for when caches of other sizes come next: every program that XLA:CPU compiled holds
+    memory maps, and a process may have some 65,000 of them."""
+    jax.clear_caches()
 
 
 class Sweep:
@@ -97,58 +139,71 @@ class Sweep:
         """Kinds of prefill and of question that are asked for."""
         return [(prefill, question) for prefill in flags.FLAGS.prefill for question in flags.FLAGS.question]
 
-    def rows(
+    def ask(
+        self,
+        task: str,
+        make: Callable[[], asking.Exam],
+        sizes: Callable[[], tuple[Sequence[int], int]],
+        prefill: str,
+        question: str,
+        **unit: Any,
+    ) -> list[asking.Outcome]:
+        """What every setting does with a task's exam: asked now, or before.
+
+        Args:
+            make, sizes: the exam, and `sizes` and `max_new` of `asking.Asker`; called only if a setting is not done.
+            unit: what else decides both.
+
+        Raises:
+            ValueError: where no setting can have caches of these sizes, with the reason.
+        """
+        streaming, seen = prefill == "streaming", question == "seen"
+
+        def run(group: list[settings.Setting]) -> dict[settings.Setting, Any]:
+            lengths, max_new = sizes()
+            asker = asking.Asker(
+                self.model,
+                self.tokenizer,
+                group,
+                sizes=lengths,
+                max_new=max_new,
+                streaming=streaming,
+                question_seen=seen,
+                batch=self.batch,
+                seed=self.seed,
+            )
+            answered = {outcome.setting: outcome.to_json() for outcome in asker.ask(make())}
+            return answered | {setting: {REFUSED: reason} for setting, reason in asker.refused.items()}
+
+        shared = {"task": task, "prefill": prefill, "question": question, "documents": self.documents} | unit
+        found = every_setting(self._finished, self.chosen, shared | {"batch": self.batch, "seed": self.seed}, run)
+        return [
+            asking.Outcome.from_json(value, setting, streaming, seen, self.batch) for setting, value in found.items()
+        ]
+
+    def ask_all(
         self,
         tasks: Sequence[str],
         make: Callable[[], Mapping[str, asking.Exam]],
-        context_tokens: int,
         prefill: str,
         question: str,
-        more: Callable[[list[asking.Outcome], asking.Exam], list[Row]] = lambda outcomes, exam: [],
         **unit: Any,
-    ) -> list[Row]:
-        """The rows of all tasks at one length: those that are not done are asked now. All share the sizes of caches.
+    ) -> dict[str, list[asking.Outcome]]:
+        """The same of several tasks, which share the sizes of caches and so their programs."""
 
-        Args:
-            make: the exams by task; called only if one is not done.
-            more: further rows of an exam.
-            unit: what else the rows depend on.
-        """
-        seen = question == "seen"
-        exams = functools.cache(make)
+        def sizes() -> tuple[Sequence[int], int]:
+            longest, most = asking.room(make().values(), question == "seen")
+            return [longest], most
 
-        @functools.cache
-        def asker() -> asking.Asker:
-            longest, most = asking.room(exams().values(), seen)
-            return self.asker([longest], most, prefill, question)
-
-        def run(task: str) -> list[Row]:
-            outcomes = asker().ask(exams()[task])
-            return self.rows_of(outcomes, task, context_tokens) + more(outcomes, exams()[task])
-
-        shared = {"tasks": list(tasks), "context_tokens": context_tokens, "prefill": prefill, "question": question}
-        found = []
-        for task in tasks:
-            found += self.finished(shared | {"task": task} | unit, functools.partial(run, task))
+        unit["tasks"] = list(tasks)
+        found = {
+            task: self.ask(task, lambda task=task: make()[task], sizes, prefill, question, **unit)  # type: ignore[misc]
+            for task in tasks
+        }
+        drop_programs()
         return found
 
-    def asker(self, sizes: Sequence[int], max_new: int, prefill: str, question: str) -> asking.Asker:
-        """What asks through this run's settings; says which of them cannot be."""
-        asker = asking.Asker(
-            self.model,
-            self.tokenizer,
-            self.chosen,
-            sizes=sizes,
-            max_new=max_new,
-            streaming=prefill == "streaming",
-            question_seen=question == "seen",
-            batch=self.batch,
-            seed=self.seed,
-        )
-        settings.say_refused(asker.refused)
-        return asker
-
-    def rows_of(self, outcomes: Sequence[asking.Outcome], task: str, context_tokens: int, **extra: Any) -> list[Row]:
+    def rows(self, outcomes: Sequence[asking.Outcome], task: str, context_tokens: int, **extra: Any) -> list[Row]:
         """The rows of an exam of this run."""
         return asking.rows(
             outcomes,
@@ -160,17 +215,6 @@ class Sweep:
             seed=self.seed,
             **extra,
         )
-
-    def finished(self, unit: Mapping[str, Any], run: Callable[[], list[Row]]) -> list[Row]:
-        """The rows of a unit, run now if they are not there."""
-        shared = {
-            "model": flags.FLAGS.model,
-            "seed": self.seed,
-            "documents": self.documents,
-            "batch": self.batch,
-            "settings": list(map(str, self.chosen)),
-        }
-        return self._finished.rows(shared | dict(unit), run)
 
     def write(self, rows: Sequence[Row], draw: Callable[[pathlib.Path, Sequence[Row]], None]) -> None:
         """Writes OUTPUT_DIR/NAME.json and, by `draw`, NAME.png, and says so."""

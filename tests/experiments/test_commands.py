@@ -128,10 +128,10 @@ def test_ruler_writes_rows_and_skips_what_is_done(tmp_path):
     assert set(accuracy) == {"exact", "uniform"}
     assert all(row["n"] == 4 and 0 <= row["ci95_low"] <= row["ci95_high"] <= 1 for row in accuracy.values())
     assert accuracy["uniform"]["budget_fraction"] <= 0.5
-    [unit] = (tmp_path / "ruler.jsonl").read_text().splitlines()
-    assert json.loads(unit)["rows"] == rows
+    units = (tmp_path / "ruler.jsonl").read_text()
+    assert [json.loads(unit)["unit"]["setting"] for unit in units.splitlines()] == ["exact", "uniform:recent=16 @ 50%"]
     # What is done is taken as it stands.
-    (tmp_path / "ruler.jsonl").write_text(unit.replace('"value": 0.0', '"value": 0.125'))
+    (tmp_path / "ruler.jsonl").write_text(units.replace('"accuracy": [0.0', '"accuracy": [0.5'))
     assert run(*command).returncode == 0
     again = json.loads((tmp_path / "ruler.json").read_text())
     assert {row["value"] for row in again if row["metric"] == "accuracy"} == {0.125}

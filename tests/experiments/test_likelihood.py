@@ -1,5 +1,7 @@
 """Likelihoods of texts through caches of a tiny random model, against full attention."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -30,7 +32,8 @@ def losses(model):
 
 def test_a_streamed_text_is_as_likely_as_under_full_attention_until_something_is_left_out(model, losses):
     chosen = settings.settings(["exact", "streaming_llm", "snapkv"], ["80"])
-    exact, window = likelihood.accumulating(model, chosen, TEXTS, batch=2, seed=0)
+    (exact, window), refused = likelihood.accumulating(model, chosen, TEXTS, batch=2, seed=0)
+    assert [str(setting) for setting in refused] == ["snapkv @ 80"]
     stretches = [(1, 20), (20, 40), (40, 80), (80, 160), (1, 160)]
     for reading in (exact, window):
         assert [(stretch.first, stretch.end) for stretch in reading.stretches] == stretches
@@ -39,12 +42,16 @@ def test_a_streamed_text_is_as_likely_as_under_full_attention_until_something_is
     for mine, right in list(zip(window.stretches, exact.stretches, strict=True))[:3]:
         np.testing.assert_allclose(mine.losses, right.losses, atol=1e-4)
     assert np.abs(window.stretches[3].losses - exact.stretches[3].losses).max() > 1e-3
+    kept = likelihood.Reading.from_json(json.loads(json.dumps(window.to_json())), window.setting)
+    assert kept.use == window.use
+    for mine, saved in zip(window.stretches, kept.stretches, strict=True):
+        np.testing.assert_array_equal(mine.losses, saved.losses)
     assert window.use.device_bytes < exact.use.device_bytes
 
 
 def test_behind_a_position_the_text_is_read_through_the_cache(model, losses):
     chosen = settings.settings(["exact", "snapkv"], ["60"])
-    exact, compressed = likelihood.at_position(model, chosen, TEXTS, 120, batch=2, seed=0)
+    (exact, compressed), _ = likelihood.at_position(model, chosen, TEXTS, 120, batch=2, seed=0)
     [stretch] = exact.stretches
     assert (stretch.first, stretch.end) == (121, 160)
     np.testing.assert_allclose(stretch.losses, losses[:, 121:].mean(axis=1), atol=1e-4)

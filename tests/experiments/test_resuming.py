@@ -37,3 +37,25 @@ def test_nothing_is_written_where_a_run_fails(tmp_path):
         with pytest.raises(ZeroDivisionError):
             finished.rows({"task": "a"}, lambda: 1 / 0)
     assert not (tmp_path / "done.jsonl").exists()
+
+
+def test_many_units_run_so_many_together(tmp_path):
+    groups = []
+
+    def run(keys):
+        groups.append(keys)
+        return {key: [key, key] for key in keys}
+
+    def unit(key):
+        return {"of": key}
+
+    finished = Finished(tmp_path / "done.jsonl")
+    finished.add(unit("b"), "there")
+    assert finished.of_each("abcde", unit, run, together=3) == {
+        "a": ["a", "a"],
+        "b": "there",
+        **{key: [key, key] for key in "cde"},
+    }
+    assert groups == [["a", "c", "d"], ["e"]]
+    assert Finished(tmp_path / "done.jsonl").of_each("ea", unit, run, together=3) == {"e": ["e", "e"], "a": ["a", "a"]}
+    assert len(groups) == 2
