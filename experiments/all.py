@@ -30,6 +30,7 @@ flags.DEFINE_multi_enum("job", list(JOBS), list(JOBS), "Which; repeatable.")
 flags.DEFINE_string("model", None, "A Hugging Face directory or a shipped checkpoint, where not the experiments' own.")
 flags.DEFINE_string("longbench", None, "The directory of LongBench's files; without it what needs them is left out.")
 flags.DEFINE_string("output_dir", "build/all", "Where results go.")
+flags.DEFINE_string("remark", None, "What the page says of the machine beside its devices: that it was busy, say.")
 flags.DEFINE_bool("publish", False, "Also write experiments/README.md and the rows that it is made of.")
 
 
@@ -43,7 +44,8 @@ def main(argv: Sequence[str]) -> None:
     if left_out := set(given.job) - set(jobs):
         print(f"Left out without --longbench=DIRECTORY: {', '.join(sorted(left_out))}")
     found, failed = run_jobs(jobs, given.profile, given.model, data, directory)
-    published = page.collect(found, machine=page.machine())
+    machine = ", ".join(filter(None, (page.machine(), given.remark)))
+    published = page.collect(found, machine)
     page.save(published, directory / "results.json")
     own = {given.profile: published}
     (directory / "README.md").write_text(page.render(own), encoding="utf-8")

@@ -348,7 +348,7 @@ def show(found: Timed, model: Llama, dtype: Any, limits: Limits) -> None:
                 f"{np.median(found.first_token(one) / found.first_token(exact)):.3f}",
                 f"{1e3 * token:.1f}",
                 f"{slower.value:.2f} [{slower.low:.2f}, {slower.high:.2f}]",
-                "-" if one.selection is None else f"{one.selection / token:.0%}",
+                "-" if one.selection is None else f"{one.selection / token:.1%}",
                 f"{found.end_to_end(one, longest) / found.end_to_end(exact, longest):.2f}",
             )
         )

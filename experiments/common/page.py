@@ -113,36 +113,43 @@ def typed(job: Job) -> str:
 
 def line(item: Item, found: Mapping[str, Results]) -> str:
     """An item's line of the table."""
-    here, orders, runs = [], [], []
+    here, orders = [], []
+    ran: dict[tuple[str, str], list[Row]] = {}  # by job and profile
     for figures in item.figures:
-        with_rows = {profile: done for profile, jobs in found.items() if (done := jobs.get(figures.job)) is not None}
-        cells = []
-        for profile, done in with_rows.items():
-            rows = [row for row in done.rows if figures.takes(row)]
-            if not rows:
-                continue
-            cells.append(_measured(figures, rows))
-            runs.append(f"`{done.command}`: {_ran_on(rows)}{done.machine} (`{profile}`)")
-            if figures.order:
-                orders.append((f"*{figures.title}*: " if figures.title else "") + verdict(figures, rows))
-        if not cells:
-            runs.append(f"`{typed(JOBS[figures.job])}`: {NOT_RUN}")
-            cells.append(NOT_RUN)
-        title = f"*{figures.title}*<br>" if figures.title else ""
-        here += [title + cell for cell in cells]
-    if item.with_weights:
-        runs.append(f"at the paper's size, with its weights and data: `{item.with_weights}`")
-    order = "<br>".join(dict.fromkeys(orders)) or ("-" if not any(one.order for one in item.figures) else NOT_RUN)
-    if item.why and orders:
-        order += f" {item.why}"
-    cells = [
-        f"**{item.name}**<br>{item.what}",
-        item.reported,
-        "<br>".join(here) or "-",
-        order,
-        "<br>".join(dict.fromkeys(runs)) or "-",
-    ]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        title = f"*{figures.title}*" if figures.title else ""
+        taken = {
+            profile: [row for row in jobs[figures.job].rows if figures.takes(row)]
+            for profile, jobs in found.items()
+            if figures.job in jobs
+        }
+        for profile, rows in taken.items():
+            if rows:
+                ran.setdefault((figures.job, profile), []).extend(rows)
+                here.append((f"{title}<br>" if title else "") + _measured(figures, rows))
+                if figures.order:
+                    orders.append((f"{title}: " if title else "") + verdict(figures, rows))
+        if not any(taken.values()):
+            ran.setdefault((figures.job, NOT_RUN), [])
+            here.append((f"{title}: " if title else "") + NOT_RUN)
+    if any(figures.order for figures in item.figures):
+        orders = [*orders, item.why] if orders else [NOT_RUN]
+    cells = (
+        [f"**{item.name}**", item.what],
+        [item.reported],
+        here,
+        orders,
+        [_run(found, *place, rows) for place, rows in ran.items()]
+        + ([f"at the paper's size, with its weights and data: `{item.with_weights}`"] if item.with_weights else []),
+    )
+    return "| " + " | ".join("<br>".join(filter(None, cell)).replace("|", "\\|") or "-" for cell in cells) + " |"
+
+
+def _run(found: Mapping[str, Results], job: str, profile: str, rows: Sequence[Row]) -> str:
+    """A command, and what it ran on."""
+    if profile == NOT_RUN:
+        return f"`{typed(JOBS[job])}`: {NOT_RUN}"
+    done = found[profile][job]
+    return f"`{done.command}`: {_ran_on(rows)}{done.machine} (`{profile}`)"
 
 
 def by_group(figures: Figures, rows: Iterable[Row]) -> dict[tuple[Any, ...], dict[str, Row]]:
