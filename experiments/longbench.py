@@ -5,8 +5,9 @@
 Files are those of https://huggingface.co/datasets/THUDM/LongBench (data.zip), one per task; with `--e` LongBench-E's,
 which are scored by classes of length, too. Prompts, truncation in the middle, answer lengths and metrics are published
 (see `tasks.longbench`). A text is read into caches made for it or a little more (up to a fifth), so that a budget in
-percent is a share of each text, as in the papers; a compressed text does not see the question unless `--question=seen`
-says otherwise. A run that was stopped goes on where it was: finished tasks stand in OUTPUT_DIR/longbench.jsonl.
+percent is a share of each text (of 2,048 tokens at least), as in the papers. A compressed text does not see the
+question unless `--question=seen` says otherwise. A run that was stopped goes on where it was: what settings did with
+finished tasks stands in OUTPUT_DIR/longbench.jsonl.
 """
 
 import dataclasses
@@ -23,6 +24,8 @@ from experiments.common.tasks import longbench as task
 
 NAME = "longbench"
 SCORE, MEAN = "score", "mean_score"
+# Texts that are shorter count as this long: a share of a few hundred tokens holds no policy's window.
+SHORTEST = 2048
 # Where no length is given: as published for models of 4k, 8k, 16k and 32k tokens.
 LEFT_FOR_ANSWERS = 500
 
@@ -88,31 +91,32 @@ def rows_of(
 
 def made_for(tokens: int) -> int:
     """The size of caches that read so many tokens: four to an octave, so that few programs are compiled."""
-    return math.ceil(2 ** (math.ceil(4 * math.log2(tokens)) / 4))
+    return math.ceil(2 ** (math.ceil(4 * math.log2(max(tokens, SHORTEST))) / 4))
 
 
 def means(rows: Sequence[Row]) -> list[Row]:
-    """Each setting's mean over the tasks of each category, and over all tasks."""
+    """Each setting's mean over the tasks of each category, and over all tasks; none where it was left out of one."""
     whole = [row for row in rows if "length_class" not in row.extra]
-    groups = {**task.CATEGORIES, "all": tuple(task.tasks())}
+    asked = {row.task for row in whole}
     found = []
     for of_setting in results.by_setting(whole).values():
-        for category, names in groups.items():
-            own = [row for row in of_setting if row.task in names]
+        for category, names in {**task.CATEGORIES, "all": tuple(task.tasks())}.items():
             for metric, mean in ((SCORE, MEAN), (f"{SCORE}_difference", f"{MEAN}_difference")):
-                estimate = sweeping.mean_row(own, metric)
-                if estimate is not None:
-                    first = next(row for row in own if row.metric == metric)
+                own = [row for row in of_setting if row.metric == metric and row.task in names]
+                if own and {row.task for row in own} == asked.intersection(names):
+                    estimate = results.mean_of([row.estimate for row in own])
+                    kept = ("budget", "prefill", "recalls", "benchmark")
                     found.append(
                         dataclasses.replace(
-                            first,
+                            own[0],
                             task=category,
                             metric=mean,
                             value=estimate.value,
                             ci95_low=estimate.low,
                             ci95_high=estimate.high,
-                            n=sum(row.n or 0 for row in own if row.metric == metric),
-                            extra={name: first.extra[name] for name in ("budget", "prefill", "recalls", "benchmark")},
+                            budget_fraction=sum(row.budget_fraction or 0 for row in own) / len(own),
+                            n=sum(row.n or 0 for row in own),
+                            extra={name: own[0].extra[name] for name in kept},
                         )
                     )
     return found
@@ -120,20 +124,18 @@ def means(rows: Sequence[Row]) -> list[Row]:
 
 def show(title: str, rows: Sequence[Row]) -> None:
     """A line per setting and a column per category, all tasks' mean and its difference to exact's last."""
-    averages = [row for row in rows if row.metric == MEAN]
+    averages = [row for row in rows if row.metric in (MEAN, f"{MEAN}_difference")]
     categories = list(dict.fromkeys(str(row.task) for row in averages))
     lines = []
-    for setting, found in results.by_setting(rows).items():
-        value = {row.task: 100 * row.value for row in found if row.metric == MEAN}
-        differences = [row.estimate for row in found if row.metric == f"{MEAN}_difference" and row.task == "all"]
-        fractions = [row.budget_fraction or 0 for row in found if row.metric == SCORE]
+    for setting, found in results.by_setting(averages).items():
+        value = {row.task: row for row in found if row.metric == MEAN}
+        differences = [row.estimate for row in found if row.metric != MEAN and row.task == "all"]
         lines.append(
             (
                 setting,
-                f"{sum(fractions) / len(fractions):.1%}",
-                *(f"{value[name]:.1f}" for name in categories),
-                *("{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in one)) for one in differences or ()),
-                *(() if differences else ("-",)),
+                f"{value['all'].budget_fraction:.1%}" if "all" in value else "-",
+                *(f"{100 * value[name].value:.1f}" if name in value else "-" for name in categories),
+                "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in differences[0])) if differences else "-",
             )
         )
     results.print_table(title, ("policy", "of exact's", *categories, "to exact's [95%]"), lines)

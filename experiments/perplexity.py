@@ -158,7 +158,7 @@ def show(rows: Sequence[results.Row], title: str) -> None:
             (
                 setting,
                 f"{found[-1].budget_fraction:.1%}",
-                str(value["perplexity"]),
+                str(value["perplexity"]) if value else "-",
                 *(f"{ratios[stretch].value:.3f}" if stretch in ratios else "-" for stretch in stretches[:-1]),
                 "{:.3f} [{:.3f}, {:.3f}]".format(*ratios[last]) if last in ratios else "-",
             )

@@ -35,7 +35,7 @@ POLICIES = (
 )
 BUDGETS = ("50%", "25%")
 REFUSED = "refused"
-QUICK_POLICIES, QUICK_BUDGETS = ("exact", "uniform", "clusterkv"), ("50%",)
+QUICK_POLICIES, QUICK_BUDGETS = ("exact", "uniform", "streaming_llm"), ("50%",)
 
 
 def define_flags(

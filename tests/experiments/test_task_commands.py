@@ -69,7 +69,7 @@ def test_longbench_reads_files_of_the_published_form(tmp_path):
 @pytest.mark.parametrize("name", ["needle_in_haystack", "code_completion", "perplexity"])
 def test_commands_run_on_the_shipped_checkpoint(name, tmp_path):
     rows = rows_of(name, tmp_path, run(f"experiments.{name}", "--quick", f"--output_dir={tmp_path}"))
-    assert {row["policy"] for row in rows} == {"exact", "uniform", "clusterkv"}
+    assert {row["policy"] for row in rows} == {"exact", "uniform", "streaming_llm"}
     assert all(row["ci95_low"] <= row["value"] <= row["ci95_high"] for row in rows if row["metric"] != "ms_per_token")
     if name == "perplexity":
         ratios = [row for row in rows if row["metric"] == "perplexity_ratio" and row["first_token"] == 1]
