@@ -23,7 +23,7 @@ from flax import nnx, traverse_util
 from jax.sharding import Mesh
 
 from models.llama import Llama, LlamaConfig, RopeScaling
-from models.sharding import parameter_shardings
+from models.sharding import parameter_shardings, put
 
 # What transformers writes per file when nothing is said.
 MAX_SHARD_BYTES = 5_000_000_000
@@ -166,7 +166,7 @@ def load(directory: str | os.PathLike, dtype: jax.typing.DTypeLike = jnp.float32
             tensor = _cast(_turned(path, stored[name].read()), dtype)
             if not np.isfinite(tensor).all():
                 not_finite.append(name)
-            parameters[path] = jax.device_put(tensor, places.get(path))
+            parameters[path] = jnp.asarray(tensor) if mesh is None else put(tensor, places[path])
     if not_finite:
         names = ", ".join(not_finite)
         raise ValueError(f"{directory}: values that are not finite as {jnp.dtype(dtype).name} in {names}")

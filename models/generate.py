@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 import kvjax
@@ -26,7 +26,7 @@ from kvjax.state import BATCH, array, state
 from models.exact_attention import chunk_attention
 from models.llama import Llama, LlamaConfig, rope_frequencies
 from models.sampling import Sampling, finite, sample
-from models.sharding import attend_apart, mesh_of
+from models.sharding import attend_apart, mesh_of, put
 
 NO_TOKEN = -1  # in returned token blocks, where a row had already ended
 
@@ -98,6 +98,14 @@ class Generator:
 
     def start(self, seed: int = 0) -> GenerationState:
         """An empty state. Every row has its own randomness, from the seed and its number."""
+        return self._fresh(seed) if self.mesh is None else self._fresh_on_mesh(seed)
+
+    @functools.cached_property
+    def _fresh_on_mesh(self) -> Callable[[int], GenerationState]:
+        # One program: what it makes may lie on devices of other processes.
+        return jax.jit(self._fresh, out_shardings=state_shardings(jax.eval_shape(self._fresh, 0), self.mesh))
+
+    def _fresh(self, seed: int | Int[Array, ""]) -> GenerationState:
         key = jax.random.key(seed)
         rows = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(self.batch))
         cache_keys, sampling_keys = jax.vmap(jax.random.split, out_axes=1)(rows)
@@ -105,7 +113,7 @@ class Generator:
             _init(policy, spec, jax.vmap(lambda key, number=number: jax.random.fold_in(key, number))(cache_keys))
             for number, (policy, spec) in enumerate(zip(self.policies, self.specs, strict=True))
         )
-        state = GenerationState(
+        return GenerationState(
             layers=layers,
             logits=jnp.zeros((self.batch, self.config.vocab_size), jnp.float32),
             positions=jnp.zeros(self.batch, jnp.int32),
@@ -113,7 +121,6 @@ class Generator:
             sampling_keys=sampling_keys,
             not_finite=jnp.zeros(self.batch, jnp.int32),
         )
-        return state if self.mesh is None else jax.device_put(state, kvjax.shardings(state, self.mesh))
 
     def read(self, state: GenerationState, prompts: Sequence[Sequence[int]]) -> GenerationState:
         """Reads one prompt per row; the given state must not be used again (its buffers are donated).
@@ -138,8 +145,8 @@ class Generator:
                 self.mesh,
                 self._parameters,
                 state,
-                jnp.asarray(tokens[:, begin : begin + self.block]),
-                jnp.asarray(np.clip(lengths - begin, 0, self.block)),
+                everywhere(tokens[:, begin : begin + self.block], self.mesh),
+                everywhere(np.clip(lengths - begin, 0, self.block), self.mesh),
             )
             state = self._compact(state)
         _check_finite(state)
@@ -165,8 +172,8 @@ class Generator:
         self._check_room(positions, lengths)
         scored = []
         for begin in range(0, tokens.shape[1], self.block):
-            block = jnp.asarray(tokens[:, begin : begin + self.block])
-            own = jnp.asarray(np.clip(lengths - begin, 0, self.block))
+            block = everywhere(tokens[:, begin : begin + self.block], self.mesh)
+            own = everywhere(np.clip(lengths - begin, 0, self.block), self.mesh)
             state, likelihood = _score_block(self._graph, self.policies, self.mesh, self._parameters, state, block, own)
             scored.append(likelihood)
             state = self._compact(state)
@@ -198,7 +205,7 @@ class Generator:
                 self.block,
                 self._parameters,
                 state,
-                jnp.asarray(steps, jnp.int32),
+                everywhere(np.int32(steps), self.mesh),
             )
             state = self._compact(state)
             written += steps
@@ -337,7 +344,7 @@ def prefill_together(
         if longest > generator.max_prompt:
             raise ValueError(f"a prompt of {longest} tokens exceeds max_prompt={generator.max_prompt}")
     tokens, row_lengths = first._pad(prompts, first.prefill_chunk)
-    lengths = jnp.asarray(row_lengths)
+    lengths = everywhere(row_lengths, first.mesh)
     caches: list[list[Any]] = [[] for _ in generators]
     shared: list[Any] = [None for _ in generators]
     tails = [
@@ -363,7 +370,7 @@ def prefill_together(
         for state, layers in zip(states, caches, strict=True)
     ]
     if first.mesh is not None:
-        read = [jax.device_put(state, kvjax.shardings(state, first.mesh)) for state in read]
+        read = [_laid(state, first.mesh) for state in read]
     _check_finite(read[0])
     return read
 
@@ -384,7 +391,7 @@ def read_layers(
     queries of layer l are wanted."""
     graph, parameters = nnx.split(model)
     mesh = mesh_of(model)
-    x = embed(graph, parameters, jnp.asarray(tokens))
+    x = embed(graph, parameters, everywhere(tokens, mesh))
     for layer, tail in zip(model.layers, tails, strict=True):
         layer_graph, layer_parameters = nnx.split(layer)
         made = ReadLayer(*prefill_layer(layer_graph, model.config, mesh, chunk, tail, layer_parameters, x, lengths))
@@ -454,10 +461,25 @@ def cache_specs(
 
 def placed(state: Any, mesh: Mesh | None) -> Any:
     """Abstract values of a state, where it lies on a mesh."""
-    if mesh is None:
+    lies = state_shardings(state, mesh)
+    if lies is None:
         return state
-    lies = kvjax.shardings(state, mesh)
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, lies)
+
+
+def state_shardings(state: GenerationState, mesh: Mesh | None) -> GenerationState | None:
+    """Where a state lies on a mesh: caches and logits in parts, what every process must know of a row everywhere. None
+    without a mesh."""
+    if mesh is None:
+        return None
+    told: Any = NamedSharding(mesh, PartitionSpec())
+    names = ("positions", "done", "sampling_keys", "not_finite")
+    return dataclasses.replace(kvjax.shardings(state, mesh), **dict.fromkeys(names, told))
+
+
+def everywhere(x: np.ndarray | np.generic, mesh: Mesh | None) -> Array:
+    """What every process holds alike, whole on every device."""
+    return jnp.asarray(x) if mesh is None else put(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def _abstract(shape: tuple[int, ...], dtype: Any, mesh: Mesh | None, heads: bool = False) -> jax.ShapeDtypeStruct:
@@ -468,7 +490,17 @@ def _abstract(shape: tuple[int, ...], dtype: Any, mesh: Mesh | None, heads: bool
 
 def _stays(state: GenerationState, mesh: Mesh | None) -> GenerationState:
     """The state where it lay: donated buffers are of use only there."""
-    return state if mesh is None else jax.lax.with_sharding_constraint(state, kvjax.shardings(state, mesh))
+    return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(state, mesh))
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
+def _laid(state: GenerationState, mesh: Mesh) -> GenerationState:
+    return _stays(state, mesh)
+
+
+def _told(x: Array, mesh: Mesh | None) -> Array:
+    """What every process must know."""
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def _check_finite(state: GenerationState) -> None:
@@ -591,7 +623,7 @@ def _score_block(
     x, state = _through_caches(model, policies, state, tokens, lengths)
     logits = jnp.concatenate([before, model.logits(x[:, :-1])], axis=1)
     likelihood = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=-1)[..., 0]
-    return _stays(_with_last_logits(model, state, x, lengths), mesh), likelihood
+    return _stays(_with_last_logits(model, state, x, lengths), mesh), _told(likelihood, mesh)
 
 
 def _through_caches(
@@ -686,4 +718,4 @@ def _decode_block(
 
     start = (jnp.zeros((), jnp.int32), state, jnp.full((state.done.shape[0], block), NO_TOKEN, jnp.int32))
     taken, state, tokens = jax.lax.while_loop(running, step, start)
-    return state, tokens, taken
+    return _stays(state, mesh), _told(tokens, mesh), _told(taken, mesh)

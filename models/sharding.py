@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, ArrayLike
 
 from kvjax.sharding import DATA, HEADS, REPLICA
 from kvjax.shards import TENSOR
@@ -33,7 +34,12 @@ def place(model: Llama, mesh: Mesh) -> Llama:
     wanted = parameter_shardings(parameters, model.config, mesh)
     if [x.sharding for x in jax.tree.leaves(parameters)] == jax.tree.leaves(wanted):
         return model
-    return nnx.merge(graph, jax.device_put(parameters, wanted))
+    return nnx.merge(graph, jax.tree.map(put, parameters, wanted))
+
+
+def put(x: ArrayLike, sharding: jax.sharding.Sharding) -> Array:
+    """An array that every process holds alike, in its parts; no process sends any."""
+    return jax.make_array_from_callback(np.shape(x), sharding, lambda part: np.asarray(x)[part])
 
 
 def mesh_of(model: Llama) -> Mesh | None:

@@ -83,8 +83,7 @@ def compare(name, data, tensor):
 
 
 @on_devices
-@pytest.mark.parametrize("data, tensor", [(2, 4), (1, 8)])
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name, data, tensor", [*((name, 2, 4) for name in FEW), ("uniform", 1, 8)])
 def test_results_are_those_of_one_device_and_parts_lie_apart(name, data, tensor):
     state = compare(name, data, tensor)
     mesh = kvjax.make_mesh(SPEC.kv_heads, data=data, tensor=tensor)

@@ -369,9 +369,7 @@ LONG = 8192  # slots: 8192 * 2 * 16 elements per cache, far more than anything e
 @functools.cache
 def compiled_decoding():
     made = Generator(model(), EXACT, batch=1, max_prompt=LONG, max_new=64, prefill_chunk=CHUNK)
-    state = jax.eval_shape(made.start)
-    arguments = (made._graph, made.policies, made.sampling, made.eos, made.block, made._parameters)
-    return generation._decode_block.lower(*arguments, state, jnp.asarray(1)).compile()
+    return made.lower_decode(jax.eval_shape(made.start)).compile()
 
 
 CACHE_BYTES = 4 * 2 * (LONG + 64) * 16

@@ -1,10 +1,13 @@
 """Generation on eight devices, simulated, writes what it writes on one: the tests run in a process that has them."""
 
 import functools
+import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
+import textwrap
 
 import jax
 import numpy as np
@@ -37,6 +40,50 @@ def test_in_a_process_with_eight_devices():
     assert done.returncode == 0, done.stdout[-5000:]
 
 
+# One of two processes, with four of the devices each.
+PROCESS = """
+    import json, sys
+    import jax
+
+    jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
+    from tests.models import test_generate_sharded as own
+
+    mesh = own.kvjax.make_mesh(own.CONFIG.kv_heads, data=2, tensor=4)
+    rows, state = own.run(own.place(own.model(), mesh), own.POLICIES[sys.argv[3]], streaming=False)
+    own.kvjax.check(state)
+    print(json.dumps([jax.device_count(), jax.local_device_count(), rows]))
+"""
+
+
+@pytest.mark.skipif(jax.device_count() >= DEVICES, reason="starts processes of its own")
+@pytest.mark.parametrize("name", ["exact", "snapkv"])
+def test_two_processes_write_what_one_does(name):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    flags = {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
+    }
+    command = [sys.executable, "-c", textwrap.dedent(PROCESS), str(port)]
+    started = [
+        subprocess.Popen(
+            [*command, str(number), name],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | flags,
+        )
+        for number in range(2)
+    ]
+    told = [process.communicate(timeout=600) for process in started]
+    assert [process.returncode for process in started] == [0, 0], told[0][1][-3000:]
+    expected = [8, 4, run(model(), POLICIES[name], streaming=False)[0]]
+    assert [json.loads(out.splitlines()[-1]) for out, _ in told] == [expected] * 2
+
+
 @functools.cache
 def model():
     # Where two merges are equally good but for rounding, devices may choose differently: not with these parameters.
@@ -58,8 +105,7 @@ def run(model, policy, streaming):
 
 
 @on_devices
-@pytest.mark.parametrize("data, tensor", [(2, 4), (1, 8)])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name, data, tensor", [*((name, 2, 4) for name in POLICIES), ("exact", 1, 8)])
 def test_tokens_and_logits_are_those_of_one_device(name, data, tensor):
     mesh = kvjax.make_mesh(CONFIG.kv_heads, data=data, tensor=tensor)
     streaming = name == "chelsea"
@@ -67,7 +113,9 @@ def test_tokens_and_logits_are_those_of_one_device(name, data, tensor):
     found, together = run(place(model(), mesh), POLICIES[name], streaming)
     assert found == rows
     np.testing.assert_allclose(together.logits, state.logits, atol=1e-4)
-    for leaf, at in zip(jax.tree.leaves(together), jax.tree.leaves(kvjax.shardings(together, mesh)), strict=True):
+    for leaf, at in zip(
+        jax.tree.leaves(together), jax.tree.leaves(generate.state_shardings(together, mesh)), strict=True
+    ):
         assert leaf.sharding.is_equivalent_to(at, leaf.ndim)
 
 
