@@ -24,7 +24,7 @@ from typing import Any
 from absl import app, flags, logging
 
 import kvjax
-from experiments.common import results, settings
+from experiments.common import pod, results, settings
 from models import generate
 from models.llama import Llama
 from models.sampling import Sampling
@@ -96,20 +96,18 @@ def continue_text(model: Llama, tokenizer: Tokenizer, setting: settings.Setting)
         print(f"[{setting}: {len(prompt)} tokens read and saved; {held(one, state)}]", file=sys.stderr)
         return
     streamer = Streamer(tokenizer, context=prompt)
-    for token in written:
-        sys.stdout.write(streamer.push(token))
+    say("".join(streamer.push(token) for token in written))
     begun = safe = len(written)
     for newest, tokens in one.write(state, _NEW_TOKENS.value - begun):
         state = newest
         for token in tokens[0].tolist():
             written.append(token)
-            sys.stdout.write(streamer.push(token))
-        sys.stdout.flush()
+            say(streamer.push(token))
         ends = len(written) == _NEW_TOKENS.value or bool(state.done.all())
         if saved is not None and (ends or len(written) - safe >= _SAVE_EVERY.value):
             saved.save(len(written), one, state, run, {"tokens": written})
             safe = len(written)
-    sys.stdout.write(streamer.flush() + "\n")
+    say(streamer.flush() + "\n")
     seconds = time.perf_counter() - prefilled
     kvjax.check(state)
     print(
@@ -139,7 +137,7 @@ def continue_prefix(saved: SavedStates, model: Llama, tokenizer: Tokenizer, sett
         generate.collect(rows, tokens)
     kvjax.check(state)
     for text, row in zip(texts, rows, strict=True):
-        print(f"== {text}\n{tokenizer.decode(row)}")
+        say(f"== {text}\n{tokenizer.decode(row)}\n")
     print(
         f"[{setting}: {len(texts)} continuations of {notes['tokens']} tokens read before; {held(many, state)}]",
         file=sys.stderr,
@@ -165,6 +163,13 @@ def encoded(tokenizer: Tokenizer, name: str, follows: bool = False) -> list[int]
     if _CHAT.value:
         return tokenizer.apply_chat([{"role": "user", "content": text}])
     return tokenizer.encode(text, add_bos=not follows)
+
+
+def say(text: str) -> None:
+    """Writes a part of the text as soon as it is there, in the first process of a run."""
+    if pod.is_first():
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 def held(generator: generate.Generator, state: generate.GenerationState) -> str:

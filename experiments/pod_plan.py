@@ -43,7 +43,6 @@ _SHAPE = flags.DEFINE_string(
     "shape", "llama-3.1-8b", f"Sizes of the model: {', '.join(speed.SHAPES)}, or a directory with a config.json."
 )
 _TOPOLOGY = flags.DEFINE_multi_string("topology", TOPOLOGIES, "Chips and how they are joined; repeatable.")
-_DATA = flags.DEFINE_integer("data", 1, "Groups of chips that share the rows; within one, chips share heads.")
 _CONTEXT = flags.DEFINE_integer("context_tokens", 131072, "Longest prompt.")
 _NEW = flags.DEFINE_integer("max_new_tokens", 1024, "Most tokens after it.")
 _BATCH = flags.DEFINE_integer("batch", 8, "Sequences, over all groups.")
@@ -141,7 +140,9 @@ def plan(config: LlamaConfig, topology: str, setting: settings.Setting, batch: i
     if kind not in CHIPS:
         raise ValueError(f"--topology={topology}: known chips are {', '.join(CHIPS)}")
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    mesh = kvjax.make_mesh(config.kv_heads, data=_DATA.value, tensor=len(devices) // _DATA.value, devices=devices)
+    mesh = kvjax.make_mesh(
+        config.kv_heads, data=flags.FLAGS.mesh_data, tensor=len(devices) // flags.FLAGS.mesh_data, devices=devices
+    )
     model = abstract_model(config, mesh)
     sizes: dict[str, Any] = {"batch": batch, "max_prompt": _CONTEXT.value, "max_new": _NEW.value}
     specs = generate.cache_specs(model, **sizes)
@@ -176,7 +177,7 @@ def largest(config: LlamaConfig, topology: str, setting: settings.Setting) -> Pl
         return dataclasses.replace(one, largest=0) if one.problem else one
     per_row = (two.used - one.used) / one.batch
     rows = int(one.batch + (one.chip["memory_gb"] * 1e9 - one.used) // per_row)
-    rows -= rows % _DATA.value
+    rows -= rows % flags.FLAGS.mesh_data
     return dataclasses.replace(one, largest=0 if plan(config, topology, setting, rows).problem else rows)
 
 

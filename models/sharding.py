@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, ArrayLike
+from jaxtyping import Array
 
 from kvjax.sharding import DATA, HEADS, REPLICA
 from kvjax.shards import TENSOR
@@ -37,7 +37,7 @@ def place(model: Llama, mesh: Mesh) -> Llama:
     return nnx.merge(graph, jax.tree.map(put, parameters, wanted))
 
 
-def put(x: ArrayLike, sharding: jax.sharding.Sharding) -> Array:
+def put(x: Any, sharding: jax.sharding.Sharding) -> Array:
     """An array that every process holds alike, in its parts; no process sends any."""
     return jax.make_array_from_callback(np.shape(x), sharding, lambda part: np.asarray(x)[part])
 

@@ -9,6 +9,7 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from experiments.common import pod
 from experiments.common.results import Estimate
 
 
@@ -16,8 +17,9 @@ def save(figure: plt.Figure, path: pathlib.Path) -> None:
     """Writes a figure and frees it; the folder is made. One without a layout of its own is laid out tightly."""
     if figure.get_layout_engine() is None:
         figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    if pod.is_first():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
     plt.close(figure)
 
 

@@ -13,6 +13,8 @@ import rich.table
 from jaxtyping import Float
 from scipy import stats
 
+from experiments.common import pod
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -60,7 +62,9 @@ def from_flat(flat: Mapping[str, Any]) -> Row:
 
 
 def write_rows(path: pathlib.Path, rows: Sequence[Row]) -> None:
-    """Writes rows as a JSON list; the folder is made."""
+    """Writes rows as a JSON list, in the first process of a run; the folder is made."""
+    if not pod.is_first():
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([row.flat() for row in rows], indent=1) + "\n")
 
@@ -203,6 +207,8 @@ def log_slope(sizes: Sequence[float], measured: Float[np.ndarray, "n S"]) -> Est
 
 def print_table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
     """A table on the terminal: the first column left-aligned, figures right-aligned, and none cut off."""
+    if not pod.is_first():
+        return
     table = rich.table.Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)

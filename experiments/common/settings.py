@@ -11,6 +11,7 @@ from typing import Any
 from absl import flags
 
 import kvjax
+from experiments.common import pod
 from models import checkpoint, tokenizer
 from models.llama import Llama
 
@@ -28,6 +29,7 @@ def define_run() -> None:
     flags.DEFINE_string("output_dir", "build", "Where results go.")
     flags.DEFINE_integer("seed", 0, "Decides documents, sampling and the policies' randomness.")
     flags.DEFINE_bool("quick", False, "A small run, to see that everything works.")
+    pod.define()
 
 
 def define_common(*, policies: Sequence[str], budgets: Sequence[str]) -> None:
@@ -203,9 +205,13 @@ def model_directory(name: str) -> pathlib.Path:
 
 
 def load_model(name: str) -> tuple[Llama, tokenizer.Tokenizer]:
-    """Model and tokenizer of a directory or a shipped checkpoint."""
+    """Model and tokenizer of a directory or a shipped checkpoint; the model on the devices that flags call for."""
     directory = model_directory(name)
-    return checkpoint.load(directory), tokenizer.load(directory)
+    if not flags.FLAGS.is_parsed():
+        return checkpoint.load(directory), tokenizer.load(directory)
+    pod.join()
+    mesh = pod.mesh(checkpoint.load_config(directory).kv_heads)
+    return checkpoint.load(directory, mesh=mesh), tokenizer.load(directory)
 
 
 def _literal(text: str) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from absl import flags
 from tqdm import tqdm
 
-from experiments.common import asking, plots, results, settings
+from experiments.common import asking, plots, pod, results, settings
 from experiments.common.results import Estimate, Row
 from experiments.common.resuming import Finished
 from models.llama import Llama
@@ -221,7 +221,8 @@ class Sweep:
         json, png = (self.directory / f"{self.experiment}.{kind}" for kind in ("json", "png"))
         results.write_rows(json, rows)
         draw(png, rows)
-        print(f"\nRows: {json}   plot: {png}")
+        if pod.is_first():
+            print(f"\nRows: {json}   plot: {png}")
 
 
 def show(title: str, rows: Sequence[Row], metric: str = "accuracy") -> None:

@@ -56,7 +56,7 @@ PROCESS = """
 
 
 @pytest.mark.skipif(jax.device_count() >= DEVICES, reason="starts processes of its own")
-@pytest.mark.parametrize("name", ["exact", "snapkv"])
+@pytest.mark.parametrize("name", ["exact", pytest.param("snapkv", marks=pytest.mark.heavy)])
 def test_two_processes_write_what_one_does(name):
     with socket.socket() as free:
         free.bind(("localhost", 0))
