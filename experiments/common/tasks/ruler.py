@@ -127,14 +127,45 @@ def score(prediction: str, answers: Sequence[str]) -> float:
 # --- needles ---
 
 
+@dataclasses.dataclass(frozen=True)
+class Hidden:
+    """A text with needles in it, before anyone asks: `values[n]` are those of `keys[n]`, in order of the text."""
+
+    task: Needles
+    text: str
+    keys: tuple[str, ...]
+    values: tuple[tuple[str, ...], ...]
+    depths: tuple[float, ...]  # of all needles in order, from 0 to 1
+
+    def ask(self, asked: Sequence[int]) -> Problem:
+        """The problem of naming all values of these keys."""
+        names = [self.keys[number] for number in asked]
+        query = names[0] if len(names) == 1 else ", ".join(names[:-1]) + ", and " + names[-1]
+        answers = tuple(value for number in asked for value in self.values[number])
+        context, question, kind = NEEDLE_CONTEXT, NEEDLE_QUESTION, str(self.task.value)
+        if len(answers) == 1:
+            context, question, kind = _of_one(context), _of_one(question), kind[:-1]
+        return Problem(
+            context.format(type_needle_v=kind, context=self.text),
+            question.format(type_needle_v=kind, query=query),
+            answers,
+            answer_tokens=128,
+            depth=self.depths[0] if len(self.depths) == 1 else None,
+        )
+
+
 def needles(task: Needles, rng: np.random.Generator, size: int, depth: float | None = None) -> Problem:
-    """Needles in a haystack of so many words of an essay, repetitions of the noise, or other needles."""
+    """A problem of needles in a haystack of so many words of an essay, repetitions of the noise, or other needles."""
+    hidden = hide(task, rng, size, depth)
+    return hidden.ask(rng.choice(len(hidden.keys), task.queries, replace=False))
+
+
+def hide(task: Needles, rng: np.random.Generator, size: int, depth: float | None = None) -> Hidden:
+    """The needles of a task in such a haystack; those that are part of it are no keys."""
     keys = [_draw(task.key, rng) for _ in range(max(task.keys, task.queries))]
-    values = [[_draw(task.value, rng) for _ in range(task.values)] for _ in keys]
-    say = functools.partial(NEEDLE.format, type_needle_v=task.value)
-    hidden = [say(key=key, value=value) for key, of_key in zip(keys, values, strict=True) for value in of_key]
+    hidden = [(number, _draw(task.value, rng)) for number in range(len(keys)) for _ in range(task.values)]
     rng.shuffle(hidden)
-    asked = rng.choice(len(keys), task.queries, replace=False)
+    say = functools.partial(NEEDLE.format, type_needle_v=task.value)
     if depth is not None:
         depths = np.array([depth])
     elif task.haystack == "essay":
@@ -152,17 +183,13 @@ def needles(task: Needles, rng: np.random.Generator, size: int, depth: float | N
             for _ in range(size)
         ]
         joint = "\n"
-    names = [keys[number] for number in asked]
-    query = names[0] if len(names) == 1 else ", ".join(names[:-1]) + ", and " + names[-1]
-    context, question, kind = NEEDLE_CONTEXT, NEEDLE_QUESTION, str(task.value)
-    if task.queries * task.values == 1:
-        context, question, kind = _of_one(context), _of_one(question), kind[:-1]
-    return Problem(
-        context.format(type_needle_v=kind, context=joint.join(_inserted(between, hidden, depths))),
-        question.format(type_needle_v=kind, query=query),
-        tuple(value for number in asked for value in values[number]),
-        answer_tokens=128,
-        depth=float(depths[0]) if len(hidden) == 1 else None,
+    said = [say(key=keys[number], value=value) for number, value in hidden]
+    return Hidden(
+        task,
+        joint.join(_inserted(between, said, depths)),
+        tuple(keys),
+        tuple(tuple(value for of_key, value in hidden if of_key == number) for number in range(len(keys))),
+        tuple(depths.tolist()),
     )
 
 
