@@ -16,13 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import tqdm
 from absl import app, flags, logging
 from flax import nnx
 
 from experiments.common.tasks import line_retrieval, line_tokenizer
-from experiments.training import answer_loss, curriculum, induction, shipping
+from experiments.training import answer_loss, curriculum, induction, saving, shipping
 from models import llama
 
 
@@ -198,12 +197,11 @@ def train(preset: Preset, output_dir: pathlib.Path, seed: int, resume: bool) -> 
     moments = optimizer().init(params)
     progress = curriculum.Progress()
     log_path = output_dir / "train_log.jsonl"
-    with checkpoint_manager(output_dir) as manager:
+    with saving.checkpoints(output_dir, resume) as manager:
         if manager.latest_step() is not None:
-            if not resume:
-                raise ValueError(f"output_dir={output_dir} holds checkpoints: give --resume or another directory")
-            params, moments, progress = restore(manager, params, moments)
-        drop_after(log_path, progress.step)
+            params, moments, restored = saving.restore(manager, params, moments)
+            progress = curriculum.Progress(**restored)
+        saving.drop_after(log_path, progress.step)
         started = time.perf_counter() - progress.seconds
         with log_path.open("a") as log, tqdm.tqdm(initial=progress.step, unit="step", smoothing=0.05) as bar:
             while not curriculum.finished(plan, progress):
@@ -223,44 +221,8 @@ def train(preset: Preset, output_dir: pathlib.Path, seed: int, resume: bool) -> 
                 bar.set_postfix(lines=plan.lines[progress.stage], loss=row["loss"], accuracy=progress.accuracy)
                 if progress.step % preset.checkpoint_steps == 0 or curriculum.finished(plan, progress):
                     log.flush()
-                    save(manager, params, moments, progress)
+                    saving.save(manager, params, moments, dataclasses.asdict(progress))
     return nnx.merge(graph, params)
-
-
-def checkpoint_manager(output_dir: pathlib.Path) -> ocp.CheckpointManager:
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    return ocp.CheckpointManager((output_dir / "checkpoints").absolute(), options=options)
-
-
-def save(manager: ocp.CheckpointManager, params: Any, moments: Any, progress: curriculum.Progress) -> None:
-    """A checkpoint that `restore` reads back bit for bit."""
-    arrays = ocp.args.StandardSave({"params": nnx.to_pure_dict(params), "moments": jax.tree.leaves(moments)})
-    items = {"arrays": arrays, "progress": ocp.args.JsonSave(dataclasses.asdict(progress))}
-    manager.save(progress.step, args=ocp.args.Composite(**items))
-
-
-def restore(manager: ocp.CheckpointManager, params: Any, moments: Any) -> tuple[Any, Any, curriculum.Progress]:
-    """The newest checkpoint, in the structure of `params` and `moments`."""
-    like = {"params": nnx.to_pure_dict(params), "moments": jax.tree.leaves(moments)}
-    items = {"arrays": ocp.args.StandardRestore(like), "progress": ocp.args.JsonRestore()}
-    restored = manager.restore(manager.latest_step(), args=ocp.args.Composite(**items))
-    nnx.replace_by_pure_dict(params, restored.arrays["params"])
-    moments = jax.tree.unflatten(jax.tree.structure(moments), restored.arrays["moments"])
-    return params, moments, curriculum.Progress(**restored.progress)
-
-
-def drop_after(log_path: pathlib.Path, step: int) -> None:
-    """Drops the log lines of steps that were lost with a kill and will be done again."""
-    lines = log_path.read_text().splitlines() if log_path.exists() else []
-    log_path.write_text("".join(f"{line}\n" for line in lines[:step]))
-
-
-def define_flags() -> None:
-    """Not at import, so that tests may import several experiments: flags of one name exist once per process."""
-    flags.DEFINE_enum("preset", "cpu", sorted(PRESETS), "Model and training length.")
-    flags.DEFINE_string("output_dir", "build/train", "Where checkpoints, the log and the model go.")
-    flags.DEFINE_bool("resume", False, "Go on from the newest checkpoint in --output_dir.")
-    flags.DEFINE_integer("seed", 0, "Decides initial parameters and training documents.")
 
 
 def main(argv: list[str]) -> None:
@@ -280,5 +242,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
+    saving.define_flags(PRESETS)
     app.run(main)
