@@ -1,1 +1,1 @@
-"""What `experiments.train` is made of: the curriculum, the loss on answers, the start, and the shipped directory."""
+"""What the training runs are made of: data, losses, starts, checkpoints, and what is shipped."""

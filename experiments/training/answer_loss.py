@@ -1,6 +1,4 @@
-"""Loss and accuracy of the answers in long sequences, without computing what does not lead to them."""
-
-import functools
+"""Losses of long texts and of answers in them, without computing what does not lead to them."""
 
 import flax.struct
 import jax
@@ -14,6 +12,8 @@ from models.llama import Llama
 
 # Longer blocks compute more of the triangle above the diagonal, shorter ones make the products too small.
 ATTENTION_BLOCK = 512
+# From so many tokens on the backward pass computes attention's weights again: those of a batch are gigabytes per layer.
+RECOMPUTED_FROM = 4096
 
 
 @flax.struct.dataclass
@@ -51,12 +51,13 @@ def causal_attention(
     query: Float[Array, "B T H_q D"], key: Float[Array, "B T H_kv D"], value: Float[Array, "B T H_kv D"]
 ) -> Float[Array, "B T H_q D"]:
     """Causal attention in blocks of queries, each against the keys up to its end: half the work on a CPU."""
+    recomputed = query.shape[1] >= RECOMPUTED_FROM
+    attend = jax.checkpoint(jax.nn.dot_product_attention) if recomputed else jax.nn.dot_product_attention
     outputs = []
     for start in range(0, query.shape[1], ATTENTION_BLOCK):
         end = min(start + ATTENTION_BLOCK, query.shape[1])
         visible = jnp.arange(end) <= jnp.arange(start, end)[:, None]
-        attend = functools.partial(jax.nn.dot_product_attention, mask=visible[None, None])
-        outputs.append(attend(query[:, start:end], key[:, :end], value[:, :end]))
+        outputs.append(attend(query[:, start:end], key[:, :end], value[:, :end], mask=visible[None, None]))
     return jnp.concatenate(outputs, axis=1)
 
 
@@ -88,9 +89,26 @@ def right_answers(
     return asked & ~(belongs & wrong[:, :, None]).any(axis=1), asked
 
 
-def loss_and_accuracy(model: Llama, batch: Batch, questions: int) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Mean cross-entropy of the answer tokens, and the share of questions answered right."""
+def answers(
+    model: Llama, batch: Batch, questions: int
+) -> tuple[Float[Array, ""], Bool[Array, "B Q"], Bool[Array, "B Q"]]:
+    """Mean cross-entropy of the answer tokens, and `right_answers`."""
     logits = model.logits(answer_hidden(model, batch.tokens, batch.positions))
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
-    right, asked = right_answers(logits, batch, questions)
-    return jnp.sum(losses, where=batch.used) / jnp.sum(batch.used), jnp.sum(right) / jnp.sum(asked)
+    return jnp.sum(losses, where=batch.used) / jnp.sum(batch.used), *right_answers(logits, batch, questions)
+
+
+def loss_and_accuracy(model: Llama, batch: Batch, questions: int) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Mean cross-entropy of the answer tokens, and the share of questions answered right."""
+    loss, right, asked = answers(model, batch, questions)
+    return loss, jnp.sum(right) / jnp.sum(asked)
+
+
+def text_losses(model: Llama, tokens: Int[Array, "B T1"]) -> Float[Array, "B T"]:
+    """Cross-entropy of every token of a text but the first."""
+    read, targets = tokens[:, :-1], tokens[:, 1:]
+    cos, sin = model.rotation(jnp.broadcast_to(jnp.arange(read.shape[1]), read.shape))
+    x = model.embed(read)
+    for layer in model.layers:
+        x = layer.finish(x, causal_attention(*layer.project(x, cos, sin)))
+    return optax.softmax_cross_entropy_with_integer_labels(model.logits(x), targets)

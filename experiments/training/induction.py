@@ -48,7 +48,7 @@ def start_with_induction(model: llama.Llama, rng: np.random.Generator) -> None:
 
 def _look_back(layer: llama.DecoderLayer, config: llama.LlamaConfig) -> None:
     """Query head h attends `OFFSETS[h]` tokens back and writes what it finds to a block of the residual stream."""
-    query, key, output = _kernels(layer.attention, config)
+    query, key, output = kernels(layer.attention, config)
     pairs = np.arange(LOCAL_PAIRS)
     angles = np.asarray(llama.rope_frequencies(config))[pairs]
     query, key, output = query * RANDOM_SCALE, key * RANDOM_SCALE, output * 0.1
@@ -59,7 +59,7 @@ def _look_back(layer: llama.DecoderLayer, config: llama.LlamaConfig) -> None:
         query[0, head, pairs] = LOCAL_SCALE * np.cos(angles * offset)
         query[0, head, config.head_dim // 2 + pairs] = -LOCAL_SCALE * np.sin(angles * offset)
         output[head, :block, _block(head, config)] += FOUND_SCALE * np.eye(config.head_dim)[:block, :block]
-    _set(layer.attention, query, key, output)
+    set_kernels(layer.attention, query, key, np.array(layer.attention.value.kernel[...]), output)
     layer.mlp.down.kernel[...] *= 0.3
 
 
@@ -68,7 +68,7 @@ def _compare_and_copy(layer: llama.DecoderLayer, config: llama.LlamaConfig, rng:
 
     The comparison uses only pairs that turn by less than a radian over the whole context: it must not see distance.
     """
-    query, key, output = _kernels(layer.attention, config)
+    query, key, output = kernels(layer.attention, config)
     query, key = query * RANDOM_SCALE, key * RANDOM_SCALE
     group = config.query_heads // config.kv_heads
     still = np.tile(np.asarray(llama.rope_frequencies(config)) * config.max_length < 1, 2)
@@ -81,8 +81,7 @@ def _compare_and_copy(layer: llama.DecoderLayer, config: llama.LlamaConfig, rng:
     turn = np.linalg.qr(rng.normal(size=(config.width, config.width)))[0]
     back = turn.T.reshape(config.kv_heads, config.head_dim, config.width)
     output = COPY_SCALE * np.repeat(back, group, axis=0)
-    _set(layer.attention, query, key, output)
-    layer.attention.value.kernel[...] = jnp.asarray(turn, jnp.float32)
+    set_kernels(layer.attention, query, key, turn, output)
 
 
 def _block(head: int, config: llama.LlamaConfig) -> slice:
@@ -91,7 +90,7 @@ def _block(head: int, config: llama.LlamaConfig) -> slice:
     return slice(head * size, (head + 1) * size)
 
 
-def _kernels(attention: llama.Attention, config: llama.LlamaConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def kernels(attention: llama.Attention, config: llama.LlamaConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Query [W, H_q, D], key [W, H_kv, D] and output [H_q, D, W] weights."""
     return (
         np.array(attention.query.kernel[...]).reshape(config.width, config.query_heads, config.head_dim),
@@ -100,8 +99,12 @@ def _kernels(attention: llama.Attention, config: llama.LlamaConfig) -> tuple[np.
     )
 
 
-def _set(attention: llama.Attention, query: np.ndarray, key: np.ndarray, output: np.ndarray) -> None:
+def set_kernels(
+    attention: llama.Attention, query: np.ndarray, key: np.ndarray, value: np.ndarray, output: np.ndarray
+) -> None:
+    """Overwrites the weights that `kernels` gives, and the values' [W, H_kv D]."""
     width = query.shape[0]
     attention.query.kernel[...] = jnp.asarray(query.reshape(width, -1), jnp.float32)
     attention.key.kernel[...] = jnp.asarray(key.reshape(width, -1), jnp.float32)
+    attention.value.kernel[...] = jnp.asarray(value, jnp.float32)
     attention.output.kernel[...] = jnp.asarray(output.reshape(-1, width), jnp.float32)

@@ -157,7 +157,7 @@ class Hidden:
 def needles(task: Needles, rng: np.random.Generator, size: int, depth: float | None = None) -> Problem:
     """A problem of needles in a haystack of so many words of an essay, repetitions of the noise, or other needles."""
     hidden = hide(task, rng, size, depth)
-    return hidden.ask(rng.choice(len(hidden.keys), task.queries, replace=False))
+    return hidden.ask(rng.choice(len(hidden.keys), task.queries, replace=False).tolist())
 
 
 def hide(task: Needles, rng: np.random.Generator, size: int, depth: float | None = None) -> Hidden:

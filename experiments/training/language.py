@@ -1,0 +1,171 @@
+"""What a trained language model can do under exact attention: perplexity of held-out text, and the tasks."""
+
+import itertools
+import json
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+import tqdm
+from flax import nnx
+
+import kvjax
+from experiments.common import plots, results, sources
+from experiments.training import answer_loss, mixture
+from models import generate, llama
+from models.tokenizer import Tokenizer
+
+# Beyond the seeds that experiments with caches use, so that none of their problems decided what was shipped.
+_SEED = 3_000_000
+# Where the first range of positions ends; every further one is as long as all before it.
+_FIRST_POSITIONS = 64
+
+
+def perplexities(model: llama.Llama, tokenizer: Tokenizer, tokens: int, windows: int, name: str) -> list[results.Row]:
+    """Perplexity of the held-out packages by how much context a token has, over windows of so many tokens.
+
+    Windows begin anywhere in the packages, so that every position sees the same kind of text.
+    """
+    packages = [tokenizer.encode(sources.repository(package)) for package in sources.packages(held_out=True)]
+    text = np.concatenate([np.array(package, np.int32) for package in packages])
+    begins = np.random.default_rng(_SEED).integers(len(text) - tokens, size=windows)
+    graph, params = nnx.split(model)
+    losses_of = jax.jit(lambda params, read: answer_loss.text_losses(nnx.merge(graph, params), read))
+    losses = []
+    for begin in tqdm.tqdm(begins, desc="perplexity", leave=False):
+        window = np.concatenate([[tokenizer.prefix[0]], text[begin : begin + tokens]])
+        losses.append(np.asarray(losses_of(params, window[None]))[0])
+    bounds = [0, *(_FIRST_POSITIONS << doubling for doubling in range(int(np.log2(tokens / _FIRST_POSITIONS)))), tokens]
+    rows = []
+    for low, high in itertools.pairwise(bounds):
+        mean = results.mean_interval(np.stack(losses)[:, low:high].mean(axis=1)).exponential()
+        rows.append(
+            results.Row(
+                experiment="train_lm",
+                model=name,
+                policy="exact",
+                metric="perplexity",
+                value=mean.value,
+                task="held_out_packages",
+                context_tokens=tokens,
+                ci95_low=mean.low,
+                ci95_high=mean.high,
+                n=windows,
+                seed=_SEED,
+                extra={"positions": [low, high]},
+            )
+        )
+    return rows
+
+
+def accuracy(model: llama.Llama, tokenizer: Tokenizer, task: str, tokens: int, problems: int, name: str) -> results.Row:
+    """The score of a task's published problems of so many tokens, answered greedily under exact attention."""
+    fresh = [mixture.problem(task, tokenizer, np.random.default_rng([_SEED, n]), tokens) for n in range(problems)]
+    most_new = fresh[0].answer_tokens
+    generator = generate.Generator(
+        model, kvjax.exact(), batch=1, max_prompt=tokens, max_new=most_new, eos=tokenizer.eos_ids
+    )
+    scores = []
+    for problem in tqdm.tqdm(fresh, desc=f"{task}, {tokens} tokens", leave=False):
+        [state] = generate.prefill_together([generator], [generator.start(0)], [tokenizer.encode(problem.prompt)])
+        answers: list[list[int]] = [[]]
+        for _, written in generator.write(state, most_new):
+            generate.collect(answers, written)
+        scores.append(mixture.TASKS[task].score(tokenizer.decode(answers[0]), problem.answers))
+    low, high = results.score_interval(scores)
+    return results.Row(
+        experiment="train_lm",
+        model=name,
+        policy="exact",
+        metric="accuracy",
+        value=float(np.mean(scores)),
+        task=task,
+        context_tokens=tokens,
+        question_seen=True,
+        ci95_low=low,
+        ci95_high=high,
+        n=problems,
+        seed=_SEED,
+    )
+
+
+COLUMNS = ("", "value", "95%", "n")
+
+
+def table_line(row: results.Row) -> tuple[str, ...]:
+    """The line of a table with `COLUMNS` that says what was measured."""
+    what = "perplexity at {} to {}".format(*row.extra["positions"]) if row.metric == "perplexity" else str(row.task)
+    return what, f"{row.value:.3g}", f"{row.ci95_low:.3g} to {row.ci95_high:.3g}", str(row.n)
+
+
+CARD = """# {name}
+
+A small Llama that was trained to be worth compressing: it continues Python sources, and finds in a long text what it is
+asked for, in the published words of LongEval's line retrieval and RULER's needle tasks. It follows no other
+instructions.
+
+## What it can do
+
+Exact attention, greedy decoding, {tokens} tokens of prompt and answer (`accuracy.json`). Perplexity is per token of
+packages that it was not trained on ({held_out}), by how many tokens stand before; accuracies are of fresh problems as
+published.
+
+{table}
+
+![losses](training.png)
+
+## Model
+
+Llama: width {width}, MLP {mlp_width}, {layers} layers, {query_heads} query heads, {kv_heads} kv heads of {head_dim},
+{parameters:.1f} million parameters in {dtype}, RoPE's base {rope_theta:,.0f}, context {tokens} tokens. {vocabulary}
+tokens: byte pairs learnt from its own training texts, with digits in groups of three.
+
+## Training
+
+    python -m experiments.train_lm --preset={preset} --output_dir=build/train_lm/{preset}
+
+{steps} steps in {hours:.1f} hours on {device} (`train_log.jsonl`). AdamW, learning rate {learning_rate:.3g} with a
+warm-up and a cosine, gradients clipped to norm 1; seed {seed}.
+
+- **Data**: windows of installed packages' sources ({packages}; `experiments/common/sources.py`) with loss on every
+  token, and texts of tasks with many questions each, with loss on the answers (`experiments/training/mixture.py`).
+- **Stages**: {stages}.
+- **Start**: near induction and lookup by name (`experiments/training/circuits.py`), not random.
+
+## Limits
+
+- Made for these tasks, prompts and names of an adjective and a noun; other questions it does not understand.
+- Trained on Python sources alone, and on up to {tokens} tokens.
+- One seed was trained.
+
+## Licence
+
+Apache-2.0, as the project. Prompts from LongEval (LongChat, lm-sys, Apache-2.0) and RULER (NVIDIA, Apache-2.0), words
+from `wonderwords` (MIT). The packages trained on are under permissive licences of their own.
+"""
+
+
+def markdown_table(rows: Sequence[results.Row]) -> str:
+    """Rows as a Markdown table."""
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *map(table_line, rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def plot_training(log: pathlib.Path, path: pathlib.Path) -> None:
+    """Losses of a run's log, step by step and smoothed, with the length of its sequences."""
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    figure, axis = plt.subplots(figsize=(8, 4.2))
+    for name, label in (("natural_loss", "natural text"), ("answer_loss", "answers")):
+        losses = np.array([step[name] for step in steps])
+        width = max(1, len(losses) // 50)
+        axis.plot(np.convolve(losses, np.full(width, 1 / width), mode="valid"), label=label)
+    for step, (before, after) in enumerate(itertools.pairwise(steps)):
+        if before["tokens"] != after["tokens"]:
+            axis.axvline(step + 1, color="grey", linestyle=":")
+    axis.set_xlabel("step (dotted: sequences grow)")
+    axis.set_ylabel("loss (nats per token)")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    plots.save(figure, path)
