@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
+from jax.experimental import multihost_utils
 from jaxtyping import Array, Int
 
 from kvjax.memory import on_host
@@ -62,7 +64,8 @@ class SavedStates:
             run: what else must be the same where the state is used again, in terms of JSON.
             notes: what goes with the state, in terms of JSON, such as the tokens written so far.
         """
-        if not self._parameters.exists():
+        # All processes write their parts, or none: the first one says which.
+        if not multihost_utils.broadcast_one_to_all(np.asarray(self._parameters.exists())):
             with ocp.StandardCheckpointer() as checkpointer:
                 checkpointer.save(self._parameters, _plain(nnx.split(generator.model)[1]))
         belongs = {"format": FORMAT, **describe(generator), "run": dict(run or {})}

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from flax import nnx
 import kvjax
 from models import checkpoint, generate
 from models.llama import Llama, LlamaConfig
+from models.saved_states import SavedStates
 from models.sharding import mesh_of, parameter_shardings, place
 
 DEVICES = 8
@@ -25,6 +27,7 @@ CONFIG = LlamaConfig(
     vocab_size=40, width=32, mlp_width=48, layers=2, query_heads=8, kv_heads=4, head_dim=8, max_length=128
 )
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]]
+SIZES = {"batch": 4, "max_prompt": 12, "max_new": 24}
 POLICIES = {
     "exact": kvjax.exact(period=4),
     "chelsea": kvjax.chelsea(10, sinks=2, recent=4, chunk=4, period=4),
@@ -55,9 +58,28 @@ PROCESS = """
 """
 
 
-@pytest.mark.skipif(jax.device_count() >= DEVICES, reason="starts processes of its own")
-@pytest.mark.parametrize("name", ["exact", pytest.param("snapkv", marks=pytest.mark.heavy)])
-def test_two_processes_write_what_one_does(name):
+# Is killed behind its first save; or goes on from there.
+RESUMED = """
+    import json, os, signal, sys
+    import jax
+
+    jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
+    from tests.models import test_generate_sharded as own
+
+    mesh = own.kvjax.make_mesh(own.CONFIG.kv_heads, data=2, tensor=4)
+    made = own.generate.Generator(own.place(own.model(), mesh), own.POLICIES["exact"], **own.SIZES)
+    saved = own.SavedStates(sys.argv[3])
+    if sys.argv[4] == "killed":
+        for state, _ in made.write(made.read(made.start(3), own.PROMPTS), 12):
+            saved.save(4, made, state)
+            os.kill(os.getpid(), signal.SIGKILL)
+    step, state, _ = saved.restore(made)
+    print(json.dumps([tokens.tolist() for _, tokens in made.write(state, 12 - step)]))
+"""
+
+
+def run_two(script, *arguments, expected_code=0):
+    """The last line that each of two processes printed, as JSON."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -67,21 +89,33 @@ def test_two_processes_write_what_one_does(name):
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
     }
-    command = [sys.executable, "-c", textwrap.dedent(PROCESS), str(port)]
+    command = [sys.executable, "-c", textwrap.dedent(script), str(port)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = [
-        subprocess.Popen(
-            [*command, str(number), name],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | flags,
-        )
-        for number in range(2)
+        subprocess.Popen([*command, str(number), *arguments], env=os.environ | flags, **pipes) for number in range(2)
     ]
     told = [process.communicate(timeout=600) for process in started]
-    assert [process.returncode for process in started] == [0, 0], told[0][1][-3000:]
+    assert [process.returncode for process in started] == [expected_code] * 2, told[0][1][-3000:]
+    return [json.loads(out.splitlines()[-1]) for out, _ in told] if expected_code == 0 else []
+
+
+two_processes = pytest.mark.skipif(jax.device_count() >= DEVICES, reason="starts processes of its own")
+
+
+@two_processes
+@pytest.mark.parametrize("name", ["exact", pytest.param("snapkv", marks=pytest.mark.heavy)])
+def test_two_processes_write_what_one_does(name):
     expected = [8, 4, run(model(), POLICIES[name], streaming=False)[0]]
-    assert [json.loads(out.splitlines()[-1]) for out, _ in told] == [expected] * 2
+    assert run_two(PROCESS, name) == [expected] * 2
+
+
+@two_processes
+@pytest.mark.heavy
+def test_two_processes_that_are_killed_go_on_where_they_saved(tmp_path):
+    run_two(RESUMED, str(tmp_path), "killed", expected_code=-signal.SIGKILL)
+    generator = generate.Generator(model(), POLICIES["exact"], **SIZES)
+    blocks = [tokens.tolist() for _, tokens in generator.write(generator.read(generator.start(3), PROMPTS), 12)]
+    assert run_two(RESUMED, str(tmp_path), "resumed") == [blocks[1:]] * 2
 
 
 @functools.cache
@@ -92,7 +126,7 @@ def model():
 
 def run(model, policy, streaming):
     """Tokens of two turns, and the last state."""
-    generator = generate.Generator(model, policy, batch=4, max_prompt=12, max_new=24, streaming=streaming)
+    generator = generate.Generator(model, policy, **SIZES, streaming=streaming)
     state = generator.read(generator.start(3), PROMPTS)
     rows = [[] for _ in PROMPTS]
     for turn in range(2):
@@ -117,6 +151,24 @@ def test_tokens_and_logits_are_those_of_one_device(name, data, tensor):
         jax.tree.leaves(together), jax.tree.leaves(generate.state_shardings(together, mesh)), strict=True
     ):
         assert leaf.sharding.is_equivalent_to(at, leaf.ndim)
+
+
+@on_devices
+def test_a_generation_saved_on_one_mesh_goes_on_on_another(tmp_path):
+    meshes = [kvjax.make_mesh(CONFIG.kv_heads, data=data, tensor=8 // data) for data in (2, 4)]
+    first, second = (generate.Generator(place(model(), mesh), POLICIES["exact"], **SIZES) for mesh in meshes)
+    state, rows = first.read(first.start(3), PROMPTS), []
+    for newest, tokens in first.write(state, 12):
+        if not rows:
+            SavedStates(tmp_path).save(4, first, newest)
+        rows.append(tokens)
+    state = SavedStates(tmp_path).restore(second).state
+    for leaf, at in zip(
+        jax.tree.leaves(state), jax.tree.leaves(generate.state_shardings(state, meshes[1])), strict=True
+    ):
+        assert leaf.sharding.is_equivalent_to(at, leaf.ndim)
+    rest = [tokens for _, tokens in second.write(state, 8)]
+    np.testing.assert_array_equal(np.concatenate(rest, axis=1), np.concatenate(rows[1:], axis=1))
 
 
 @on_devices
