@@ -78,7 +78,8 @@ def compare(name, data, tensor):
         np.testing.assert_allclose(one, other, atol=1e-5)
     numbers = lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.number) else jax.random.key_data(leaf)  # noqa: E731
     for one, other in zip(jax.tree.leaves(alone[0]), jax.tree.leaves(together[0]), strict=True):
-        np.testing.assert_allclose(numbers(one), numbers(other), rtol=1e-5, atol=1e-4)
+        # Compensated sums keep what rounding left of them, which may be anything of that size.
+        np.testing.assert_allclose(numbers(one), numbers(other), rtol=1e-5, atol=1e-3)
     return together[0]
 
 
