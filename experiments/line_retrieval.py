@@ -71,6 +71,7 @@ def main(argv: Sequence[str]) -> None:
         documents,
         chosen=settings.settings(DEMO_POLICIES, flags.FLAGS.budget) if _DEMO.value else None,
         seed=DEMO_SEED if _DEMO.value else None,
+        fresh=_DEMO.value,
     )
     made = functools.cache(lambda tokens: make_documents(sweep.tokenizer, tokens, documents, sweep.seed))
     rows: list[results.Row] = []
@@ -84,7 +85,7 @@ def main(argv: Sequence[str]) -> None:
             sweeping.show(f"{title}, prefill {prefill}, question {question}", found)
             rows += found
     if _DEMO.value:
-        show_answers(made(contexts[-1])[0], rows)
+        show_answers(made(contexts[-1])[0], [row for row in rows if row.context_tokens == contexts[-1]])
     sweep.write(rows, sweeping.plot)
 
 

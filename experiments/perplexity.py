@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
     longest = max(tokens, *positions) + _NEXT.value + 1
     texts = functools.cache(lambda: make_texts(tokenizer, longest, count))
     directory = pathlib.Path(flags.FLAGS.output_dir)
-    finished = Finished(directory / f"{NAME}.jsonl")
+    finished = Finished(directory / f"{NAME}.jsonl", fresh=flags.FLAGS.fresh)
     rows: list[results.Row] = []
     for form in _FORM.value:
         units: list[dict[str, Any]] = [{"form": form, "tokens": tokens}]

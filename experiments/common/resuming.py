@@ -14,12 +14,18 @@ K = TypeVar("K")
 class Finished:
     """The units of a run that are done, one JSON object per line of a file: what was run, and what came of it.
 
-    A unit is known by everything that its value depends on; a stop in the middle of a line loses that unit alone.
+    A unit is known by everything that its value depends on but the code; a stop in the middle of a line loses that unit
+    alone.
+
+    Args:
+        fresh: begin anew, whatever the file holds.
     """
 
-    def __init__(self, path: pathlib.Path) -> None:
+    def __init__(self, path: pathlib.Path, *, fresh: bool = False) -> None:
         self.path = path
         self._values: dict[str, Any] = {}
+        if fresh:
+            path.unlink(missing_ok=True)
         if path.exists():
             for line in path.read_text(encoding="utf-8").split("\n"):
                 try:

@@ -61,6 +61,7 @@ def define_flags(
 def define_settings(*, policies: Sequence[str] = POLICIES, budgets: Sequence[str] = BUDGETS) -> None:
     """Defines the flags of a sweep over settings; calls `settings.define_common`."""
     settings.define_common(policies=policies, budgets=budgets)
+    flags.DEFINE_bool("fresh", False, "Begin anew, whatever an earlier run with this output_dir did.")
     flags.DEFINE_integer("together", 8, "Settings that share a reading of the prompts, and are held at once.")
 
 
@@ -113,6 +114,7 @@ class Sweep:
         prompts: how many an exam has, where that is not `documents`: no larger batch is read.
         chosen: the settings, where not those of the flags.
         seed: decides documents and the policies' randomness, where not the flag's.
+        fresh: begin anew, even if the flag does not say so.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class Sweep:
         prompts: int | None = None,
         chosen: Sequence[settings.Setting] | None = None,
         seed: int | None = None,
+        fresh: bool = False,
     ) -> None:
         given = flags.FLAGS
         self.experiment, self.documents = experiment, documents
@@ -133,7 +136,7 @@ class Sweep:
         self.seed = given.seed if seed is None else seed
         self.batch = min(given.batch, prompts or documents or given.batch)
         self.directory = pathlib.Path(given.output_dir)
-        self._finished = Finished(self.directory / f"{experiment}.jsonl")
+        self._finished = Finished(self.directory / f"{experiment}.jsonl", fresh=fresh or given.fresh)
 
     def kinds(self) -> list[tuple[str, str]]:
         """Kinds of prefill and of question that are asked for."""

@@ -29,6 +29,8 @@ def test_units_are_run_once_and_a_broken_line_is_run_again(tmp_path):
     finished.rows({"task": "a", "seed": 1}, lambda: run(1.0))
     assert Finished(path).rows({"task": "a", "seed": 1}, lambda: run(2.0)) == [row(1.0)]
     assert runs == [0.5, 0.9, 1.0]
+    assert {"task": "a", "seed": 0} not in Finished(path, fresh=True)
+    assert not path.exists()
 
 
 def test_nothing_is_written_where_a_run_fails(tmp_path):
