@@ -174,8 +174,8 @@ settings.define_run()
 flags.FLAGS.set_default("seed", 10)
 _ABLATION = flags.DEFINE_multi_enum("ablation", list(ABLATIONS), list(ABLATIONS), "Which; repeatable.")
 _MEASURE = flags.DEFINE_multi_enum("measure", list(MEASURES), list(MEASURES), "By what; repeatable.")
-_DOCUMENTS = flags.DEFINE_integer("documents", 50, "Documents of line retrieval.")
-_CONTEXT = flags.DEFINE_integer("context_tokens", 2048, "Tokens of a document.")
+flags.DEFINE_integer("documents", 50, "Documents of line retrieval.")
+flags.DEFINE_integer("context_tokens", 2048, "Tokens of a document.")
 _SEEDS = flags.DEFINE_integer("seeds", 10, "Seeds of recorded streams.")
 _RECORDED_TOKENS = flags.DEFINE_integer("recorded_tokens", 2048, "Tokens of a recorded stream.")
 
@@ -243,8 +243,8 @@ def measure_arguments(measure: str) -> list[str]:
             f"--recorded_tokens={_RECORDED_TOKENS.value}",
         ],
         "line_retrieval": [
-            f"--documents={_DOCUMENTS.value}",
-            f"--context_tokens={512 if flags.FLAGS.quick else _CONTEXT.value}",
+            f"--documents={settings.value('documents', quick=4)}",
+            f"--context_tokens={settings.value('context_tokens', quick=512)}",
         ],
     }
     return [*shared_arguments(), f"--seed={flags.FLAGS.seed}", *own[measure]]
