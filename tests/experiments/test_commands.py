@@ -48,6 +48,7 @@ def test_generate_answers_from_a_file(asked, tmp_path):
     assert task.parse_answer(done.stdout) == asked.answer
 
 
+@pytest.mark.heavy
 def test_generate_goes_on_where_its_newest_save_stands(tmp_path):
     (tmp_path / "prompt.txt").write_text("Read the record.")
     command = (
@@ -66,6 +67,7 @@ def test_generate_goes_on_where_its_newest_save_stands(tmp_path):
     assert "run is {'seed': 0}, not {'seed': 1}" in other.stderr
 
 
+@pytest.mark.heavy
 def test_generate_continues_a_saved_prefix(asked, tmp_path):
     (tmp_path / "context.txt").write_text(asked.context)
     (tmp_path / "question.txt").write_text(asked.question)
@@ -104,6 +106,7 @@ def test_line_retrieval_writes_rows_and_a_plot(tmp_path):
     assert any(row["metric"] == "ms_per_token" for row in rows)
 
 
+@pytest.mark.heavy
 def test_decode_speed_runs_without_its_peer(tmp_path):
     done = run(
         "experiments.decode_speed", "--quick", "--context_tokens=256", "--policy=exact", "--policy=uniform:recent=8",
@@ -115,6 +118,7 @@ def test_decode_speed_runs_without_its_peer(tmp_path):
     assert all(row["value"] > 0 and row["weight_bytes"] > 10**8 for row in rows)
 
 
+@pytest.mark.heavy
 def test_ruler_writes_rows_and_skips_what_is_done(tmp_path):
     command = (
         "experiments.ruler", "--quick", "--context_tokens=800", "--task=niah_single_1", "--policy=exact",

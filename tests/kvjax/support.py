@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import kvjax
 
@@ -58,6 +59,27 @@ POLICIES = {
     "quest": kvjax.quest(20, period=8),
 }
 
+
+# One variant of every system runs in the quick tests, the others in `make test-all`.
+VARIANTS = (
+    "streaming_llm_reindexed",
+    "clustergen_paper",
+    "subgen_paper",
+    "balancekv_reference",
+    "balancekv_paper",
+    "h2o_average",
+    "chelsea_paper",
+    "chelsea_drop",
+    "clusterkv_paper",
+)
+
+
+def each(names):
+    """Test parameters, those of `VARIANTS` heavy."""
+    return [pytest.param(name, marks=pytest.mark.heavy) if name in VARIANTS else name for name in names]
+
+
+every_policy = pytest.mark.parametrize("name", each(POLICIES))
 
 # Compiling takes most of the tests' time; the programs are small enough to run unoptimised.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

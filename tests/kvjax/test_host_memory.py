@@ -35,7 +35,9 @@ def start(policy):
     return begin(policy, make_spec(), row_keys(), *prompt_of(make_stream(), LENGTHS), LENGTHS)
 
 
-@pytest.mark.parametrize("name, steps", HOSTED)
+@pytest.mark.parametrize(
+    "name, steps", [one if one[1] == 1 else pytest.param(*one, marks=pytest.mark.heavy) for one in HOSTED]
+)
 def test_results_are_the_policy_s_own_and_hits_are_counted(name, steps):
     plain, hosted = PLAIN[name], HOSTED[name, steps]
     state, own = start(hosted), start(plain)

@@ -21,6 +21,7 @@ from tests.kvjax.support import (
     Stream,
     after,
     begin,
+    every_policy,
     go,
     make_spec,
     make_stream,
@@ -43,7 +44,6 @@ WEIGHING = (
     "balancekv_pairs",
     "clusterkv",
 )
-every_policy = pytest.mark.parametrize("name", POLICIES)
 
 
 def seen(row, step):

@@ -26,6 +26,7 @@ from tests.kvjax.support import (
 
 # Policies of every kind of store: a window alone, with a selection, with centroids or trees beside it, with blocks.
 NAMES = ("exact", "uniform", "chelsea", "balancekv_paper", "clusterkv", "quest")
+HEAVY = ("chelsea", "balancekv_paper", "quest")
 STORAGES = {"int8": (jnp.int8, 127), "fp8": (jnp.float8_e4m3fn, 448)}
 both = pytest.mark.parametrize("storage", STORAGES)
 
@@ -52,7 +53,7 @@ def loaded(state):
     return map_fields(multiply, state.cache, state.scales)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.heavy) if one in HEAVY else one for one in NAMES])
 def test_attention_reads_the_numbers_that_are_stored(name):
     state, _, _ = run(name)
     stream, policy = make_stream(), POLICIES[name]

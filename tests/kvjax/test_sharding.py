@@ -21,7 +21,7 @@ from tests.kvjax.support import POLICIES, make_spec
 DEVICES = 8
 on_devices = pytest.mark.skipif(jax.device_count() < DEVICES, reason="runs in a process with eight devices")
 # The others take minutes together.
-FEW = ("exact", "uniform", "clusterkv", "infinigen")
+FEW = ("uniform", "clusterkv", "infinigen")
 SPEC = make_spec(batch=4, query_heads=8, kv_heads=4)
 LENGTHS, NEW = jnp.array([37, 12, 1, 25]), jnp.array([8, 8, 5, 8])
 
@@ -84,7 +84,7 @@ def compare(name, data, tensor):
 
 
 @on_devices
-@pytest.mark.parametrize("name, data, tensor", [*((name, 2, 4) for name in FEW), ("uniform", 1, 8)])
+@pytest.mark.parametrize("name, data, tensor", [("clusterkv", 2, 4), ("uniform", 1, 8)])
 def test_results_are_those_of_one_device_and_parts_lie_apart(name, data, tensor):
     state = compare(name, data, tensor)
     mesh = kvjax.make_mesh(SPEC.kv_heads, data=data, tensor=tensor)

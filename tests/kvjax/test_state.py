@@ -8,9 +8,19 @@ import pytest
 
 import kvjax
 from kvjax.state import array, stacked, state
-from tests.kvjax.support import LENGTHS, POLICIES, after, begin, go, make_spec, make_stream, prompt_of, row_keys
+from tests.kvjax.support import (
+    LENGTHS,
+    POLICIES,
+    after,
+    begin,
+    every_policy,
+    go,
+    make_spec,
+    make_stream,
+    prompt_of,
+    row_keys,
+)
 
-every_policy = pytest.mark.parametrize("name", POLICIES)
 KEYS, WEIGHTS = ("batch", "kv_heads", "slots", "head_dim"), ("batch", "kv_heads", "slots")
 
 

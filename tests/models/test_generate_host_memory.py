@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import kvjax
 from models.generate import Generator, collect
@@ -41,6 +42,7 @@ def test_tokens_are_those_of_the_cache_on_the_device_and_the_store_stays_on_the_
     assert all(int(jnp.sum(layer.recent.hits)) > 0 for layer in state.layers)
 
 
+@pytest.mark.heavy
 def test_prompts_may_be_streamed_into_host_memory():
     rows, state = turns(kvjax.host_memory(PLAIN), streaming=True)
     assert rows == turns(PLAIN, streaming=True)[0]

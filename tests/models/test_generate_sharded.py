@@ -36,9 +36,10 @@ POLICIES = {
 
 
 @pytest.mark.skipif(jax.device_count() >= DEVICES, reason="the tests themselves run here")
-def test_in_a_process_with_eight_devices():
+@pytest.mark.parametrize("marked", ["not heavy", pytest.param("heavy", marks=pytest.mark.heavy)])
+def test_in_a_process_with_eight_devices(marked):
     flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "pytest", "-n", "0", str(pathlib.Path(__file__))]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-m", marked, str(pathlib.Path(__file__))]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | flags, check=False)
     assert done.returncode == 0, done.stdout[-5000:]
 
@@ -139,7 +140,9 @@ def run(model, policy, streaming):
 
 
 @on_devices
-@pytest.mark.parametrize("name, data, tensor", [*((name, 2, 4) for name in POLICIES), ("exact", 1, 8)])
+@pytest.mark.parametrize(
+    "name, data, tensor", [("snapkv", 2, 4), ("exact", 1, 8), pytest.param("chelsea", 2, 4, marks=pytest.mark.heavy)]
+)
 def test_tokens_and_logits_are_those_of_one_device(name, data, tensor):
     mesh = kvjax.make_mesh(CONFIG.kv_heads, data=data, tensor=tensor)
     streaming = name == "chelsea"

@@ -52,7 +52,9 @@ def written(generator, state, tokens):
     return state, rows
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", [pytest.param(one, marks=pytest.mark.heavy) if one == "clusterkv" else one for one in POLICIES]
+)
 def test_a_restored_generation_writes_what_an_uninterrupted_one_does(policy, tmp_path):
     generator = make_generator(policy)
     state = generator.read(generator.start(7), PROMPTS)
@@ -162,7 +164,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_save_before(tmp_pa
     assert [before + after for before, after in zip(notes["tokens"], rest, strict=True)] == whole
 
 
-@pytest.mark.parametrize("policy", ["uniform", "host_memory"])
+@pytest.mark.parametrize("policy", ["uniform", pytest.param("host_memory", marks=pytest.mark.heavy)])
 def test_sixteen_continuations_of_a_saved_prefix_are_those_of_runs_from_scratch(policy, tmp_path):
     model, prefix = make_model(), PROMPTS[0]
     questions = [[1 + row % 5, 2 + row, 3][: 1 + row % 3] for row in range(16)]
