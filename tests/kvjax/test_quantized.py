@@ -75,7 +75,9 @@ def test_outputs_are_near_those_of_the_policy_itself(name, storage):
 
 
 @both
-@pytest.mark.parametrize("name, dtype", [("exact", jnp.float32), ("chelsea", jnp.bfloat16)])
+@pytest.mark.parametrize(
+    "name, dtype", [("exact", jnp.float32), pytest.param("chelsea", jnp.bfloat16, marks=pytest.mark.heavy)]
+)
 def test_storing_again_changes_no_bit_of_what_stays(name, storage, dtype):
     state, _, _ = run(name, storage, dtype)
     compact = jax.jit(policy_of(name, storage).compact, compiler_options=QUICKLY)

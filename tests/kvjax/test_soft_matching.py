@@ -107,7 +107,9 @@ def test_the_budget_is_reached_exactly_and_sums_are_conserved(seed, count, budge
         np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("schedule", [LLAMA_2, LLAMA_3, QWEN])
+@pytest.mark.parametrize(
+    "schedule", [LLAMA_2, *(pytest.param(one, marks=pytest.mark.heavy) for one in (LLAMA_3, QWEN))]
+)
 def test_no_step_merges_more_than_its_schedule_allows(schedule):
     """The lengths that a compression passes through, read off compressions to ever smaller budgets."""
     entries = random_entries(0, SLOTS)

@@ -104,7 +104,8 @@ two_processes = pytest.mark.skipif(jax.device_count() >= DEVICES, reason="starts
 
 
 @two_processes
-@pytest.mark.parametrize("name", ["exact", pytest.param("snapkv", marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", ["exact", "snapkv"])
 def test_two_processes_write_what_one_does(name):
     expected = [8, 4, run(model(), POLICIES[name], streaming=False)[0]]
     assert run_two(PROCESS, name) == [expected] * 2

@@ -53,7 +53,7 @@ def written(generator, state, tokens):
 
 
 @pytest.mark.parametrize(
-    "policy", [pytest.param(one, marks=pytest.mark.heavy) if one == "clusterkv" else one for one in POLICIES]
+    "policy", [pytest.param(one, marks=pytest.mark.heavy) if one in ("exact", "clusterkv") else one for one in POLICIES]
 )
 def test_a_restored_generation_writes_what_an_uninterrupted_one_does(policy, tmp_path):
     generator = make_generator(policy)

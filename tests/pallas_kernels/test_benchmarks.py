@@ -15,7 +15,9 @@ from pallas_kernels import benchmarking
 OPS = [one.name for one in pkgutil.iter_modules(pallas_kernels.__path__) if one.ispkg]
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    "op", [op if op == "weighted_decode" else pytest.param(op, marks=pytest.mark.heavy) for op in OPS]
+)
 def test_every_op_has_a_benchmark_that_runs(op, tmp_path, monkeypatch, capsys):
     module = importlib.import_module(f"pallas_kernels.{op}.benchmark")
     monkeypatch.setattr(benchmarking, "LONG_ENOUGH", 0.0)
