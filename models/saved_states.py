@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ from models.llama import Llama
 
 # Of what is written: raised with every change of a state's fields or their meaning.
 FORMAT = 1
+# What states of a generator belong to: its parameters, which do not change, need not be read at every save.
+_BELONGS: weakref.WeakKeyDictionary[Generator, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 class Saved(NamedTuple):
@@ -68,10 +71,9 @@ class SavedStates:
         if not multihost_utils.broadcast_one_to_all(np.asarray(self._parameters.exists())):
             with ocp.StandardCheckpointer() as checkpointer:
                 checkpointer.save(self._parameters, _plain(nnx.split(generator.model)[1]))
-        belongs = {"format": FORMAT, **describe(generator), "run": dict(run or {})}
         items = {
             "state": ocp.args.StandardSave(_plain(state)),
-            "belongs": ocp.args.JsonSave(belongs),
+            "belongs": ocp.args.JsonSave(_belonging(generator, run)),
             "notes": ocp.args.JsonSave(dict(notes or {})),
         }
         self._states.save(step, args=ocp.args.Composite(**items))
@@ -84,7 +86,7 @@ class SavedStates:
             ValueError: for a state of another format, model, policy, size or run, with what differs.
         """
         step = self._newest()
-        self._check({"format": FORMAT, **describe(generator), "run": dict(run or {})}, self._belongs(step), step)
+        self._check(_belonging(generator, run), self._belongs(step), step)
         fresh = generator.start()
         items = {"state": ocp.args.StandardRestore(_abstract(fresh)), "notes": ocp.args.JsonRestore()}
         restored = self._states.restore(step, args=ocp.args.Composite(**items))
@@ -137,6 +139,13 @@ class SavedStates:
         if wrong := [name for name in names if expected[name] != found.get(name)]:
             differences = "; ".join(f"{name} is {_differing(found.get(name), expected[name])}" for name in wrong)
             raise ValueError(f"the state of step {step} in {self.directory} is not of this run: {differences}")
+
+
+def _belonging(generator: Generator, run: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What is saved beside a state, and must be the same where it is used again."""
+    if generator not in _BELONGS:
+        _BELONGS[generator] = describe(generator)
+    return {"format": FORMAT, **_BELONGS[generator], "run": dict(run or {})}
 
 
 def describe(generator: Generator) -> dict[str, Any]:

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from experiments.common.compilers import COMPILER
 from tests.experiments.test_commands import run
 
-COMPILER = pathlib.Path(sys.prefix) / "tpu-compiler" / "libtpu" / "libtpu.so"
 GPU_COMPILER = pathlib.Path(sys.prefix) / "gpu-compiler"
 # libtpu is made for Linux on x86 alone.
 needs_compiler = pytest.mark.skipif(

@@ -129,6 +129,20 @@ def test_a_decode_step_asks_no_other_device_for_keys_or_values(name):
 
 
 @on_devices
+@pytest.mark.heavy
+def test_groups_of_heads_are_each_divided_by_themselves():
+    policies = [POLICIES["uniform"], POLICIES["exact"]] * 2
+    mesh, finer = (kvjax.make_mesh(SPEC.kv_heads, data=8 // tensor, tensor=tensor) for tensor in (2, 4))
+    alone = run(kvjax.by_head([policies]), LENGTHS, NEW, *streams())
+    together = run(kvjax.by_head([[kvjax.sharded(one, mesh) for one in policies]]), LENGTHS, NEW, *streams())
+    for one, other in zip(alone[1], together[1], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    with pytest.raises(ValueError, match="keys: 2 along 'kv_heads' cannot be divided among 4 devices"):
+        made = kvjax.by_head([[kvjax.sharded(one, finer) for one in policies]])
+        made.init(SPEC, jax.random.split(jax.random.key(0), 4))
+
+
+@on_devices
 def test_a_mesh_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="data=2 x tensor=2 devices are called for; there are 8"):
         kvjax.make_mesh(4, data=2, tensor=2)
