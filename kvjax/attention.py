@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.segment import Segment
+from kvjax.shards import are_shared, largest_over_parts, summed_over_parts
 from kvjax.state import BATCH, HEAD_DIM, array, state
 from pallas_kernels.cluster_recall import Blocks, cluster_recall
 from pallas_kernels.weighted_decode import EMPTY, Entries, Sums, weighted_decode
@@ -47,10 +48,10 @@ def attend_blocks(
     query: Float[Array, "B 1 H_q D"], blocks: Blocks, number: Int[Array, "B H K"], count: Int[Array, "B H K"]
 ) -> Partials:
     """Partials of one query's attention over the first `count` tokens of the blocks that it names, for every kv head or
-    (H = H_q) for every query head of its own."""
+    (H = H_q) for every query head of its own; devices may share the blocks, and name those that are here."""
     batch, heads, _ = number.shape
     sums = cluster_recall(_rows(query, (batch, heads, 0, query.shape[3])), blocks, number, count)
-    return _by_token(_counted(sums), tokens=1)
+    return _over_parts(_by_token(_counted(sums), tokens=1))
 
 
 def attend_watching(
@@ -109,7 +110,17 @@ def _partials(query: Float[Array, "B T H_q D"], segment: Segment, sums: Sums) ->
     peak, num, den, _ = sums
     if segment.slope is not None and segment.slope_limit is not None:
         num = num + den[..., None] * _varying(_rows(query, segment.keys.shape), segment.slope, segment.slope_limit)
-    return _by_token(_counted(Sums(peak, num, den)), tokens=query.shape[1])
+    partials = _by_token(_counted(Sums(peak, num, den)), tokens=query.shape[1])
+    return _over_parts(partials) if segment.in_parts else partials
+
+
+def _over_parts(own: Partials) -> Partials:
+    """Partials of the entries of all devices that share a store: as `merge`, across devices."""
+    if not are_shared():
+        return own
+    peak = largest_over_parts(own.max)
+    factor = jnp.exp(own.max - _finite(peak))
+    return Partials(peak, summed_over_parts(own.num * factor[..., None]), summed_over_parts(own.den * factor))
 
 
 def _counted(sums: Sums) -> Partials:

@@ -40,6 +40,7 @@ class CacheSpec:
         dtype: of stored keys and values.
         rope_frequencies: angle per position of each pair of dimensions; needed by policies that re-index positions.
         layer, layers: which layer of how many, for policies whose layers differ.
+        parts: devices that share what grows with the context (`kvjax.sharding`): there are as many slots for each.
     """
 
     batch: int
@@ -52,9 +53,10 @@ class CacheSpec:
     rope_frequencies: tuple[float, ...] | None = None
     layer: int = 0
     layers: int = 1
+    parts: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("batch", "query_heads", "kv_heads", "head_dim", "max_prompt", "max_new", "layers"):
+        for name in ("batch", "query_heads", "kv_heads", "head_dim", "max_prompt", "max_new", "layers", "parts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")
         if self.query_heads % self.kv_heads:
@@ -133,6 +135,8 @@ class CachePolicy(NamedTuple):
             Combinators that change how entries are stored need it.
         recalls: whether everything is kept and a part is read per query: budgets are then of what is read.
         plan: for policies that recall, what `kvjax.recall.Planned` says; None where a query may read more than once.
+        over: for a combinator that picks heads by their number, the same of policies that a function was applied to;
+            None for all others.
         streams: whether a prompt of any length may come through `extend` and `compact` alone; False for policies that
             compress in `prefill` only.
     """
@@ -150,6 +154,7 @@ class CachePolicy(NamedTuple):
     segments: Segments | None = None
     recalls: bool = False
     plan: Any = None
+    over: Callable[[Callable[["CachePolicy"], "CachePolicy"]], "CachePolicy"] | None = None
 
 
 def abstract_state(policy: CachePolicy, spec: CacheSpec) -> State:

@@ -18,26 +18,29 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.attention import Partials, attend, attend_blocks, merge
 from kvjax.memory import on_host, where_it_lies
 from kvjax.policies.windowed import WindowedState
-from kvjax.policy import CachePolicy, Segments
+from kvjax.policy import CachePolicy, CacheSpec, Segments
 from kvjax.segment import Segment, segment, segment_bytes
+from kvjax.shards import are_shared, own_slot, slots_in_all
 from kvjax.staging import Block
-from kvjax.state import BATCH, HEAD_DIM, KV_HEADS, SLOTS, array, stacked, state, static
+from kvjax.state import BATCH, HEAD_DIM, KV_HEADS, SEQUENCE, SLOTS, array, stacked, state, static
 from pallas_kernels.cluster_recall import Blocks, entry_width, read_places, split, taken
 
 T = TypeVar("T")
 
 BLOCKS = "blocks"
 FEW_QUERIES = 8  # that recall at the same time
+NOWHERE = 2**30  # a place past every end
 
 
 @state
 class BlockStore:
     """One head's tokens in N blocks of P places. A block is filled from its first place on; empty places hold finite
-    numbers. Of every place, key and value lie side by side, so that a TPU can fetch a block where it lies."""
+    numbers. Of every place, key and value lie side by side, so that a TPU can fetch a block where it lies. Devices may
+    share the blocks: their numbers, everywhere but in these arrays, are those among all of them."""
 
     # The key in the first columns of the first half, the value in those of the second half.
-    entries: Float[Array, "N P 2*W"] = array(BLOCKS, SLOTS, HEAD_DIM, entries=True, side_by_side=2)
-    position: Int[Array, "N P"] = array(BLOCKS, SLOTS)  # int32, of the token in the text; -1 in empty places
+    entries: Float[Array, "N P 2*W"] = array(SEQUENCE, SLOTS, HEAD_DIM, entries=True, side_by_side=2)
+    position: Int[Array, "N P"] = array(SEQUENCE, SLOTS)  # int32, of the token in the text; -1 in empty places
     head_dim: int = static()
 
     @property
@@ -62,17 +65,28 @@ class Filed:
     group: int = static()  # query heads per kv head
 
 
-def init_store(blocks: int, places: int, head_dim: int, dtype: jax.typing.DTypeLike) -> BlockStore:
-    """One head's empty store."""
+def init_store(spec: CacheSpec, blocks: int, places: int) -> BlockStore:
+    """One head's empty store of so many blocks, as many for every device that shares it."""
+    blocks = -(-blocks // spec.parts) * spec.parts
     return BlockStore(
-        entries=jnp.zeros((blocks, places, 2 * entry_width(head_dim)), dtype),
+        entries=jnp.zeros((blocks, places, 2 * entry_width(spec.head_dim)), spec.dtype),
         position=jnp.full((blocks, places), -1, jnp.int32),
-        head_dim=head_dim,
+        head_dim=spec.head_dim,
     )
 
 
+def stored_blocks(store: BlockStore) -> int:
+    """How many blocks a store has, of one head or of all, on all devices together."""
+    return slots_in_all(store.position.shape[-2])
+
+
+def put_blocks(store: BlockStore, place: Int[Array, "M"], blocks: BlockStore) -> BlockStore:
+    """Writes M blocks of one head at these numbers; those past the end are dropped."""
+    return put(store, own_slot(place, store.position.shape[0]), blocks)
+
+
 def put(tree: T, place: Int[Array, "M"], new: T) -> T:
-    """Writes M entries (blocks of a store, entries of an index) at these numbers; those past the end are dropped."""
+    """Writes M entries of an index at these numbers; those past the end are dropped."""
 
     def write(old: Array, place: Int[Array, "M"], new: Array) -> Array:
         return old.at[place].set(new.astype(old.dtype), mode="drop")
@@ -110,7 +124,7 @@ def attend_recalled(
     """
     if on_host(store.entries):
         return attend(query, (recall(store, block, count),))
-    return attend_blocks(query, Blocks(store.entries, scales), block, count)
+    return attend_blocks(query, Blocks(store.entries, scales), *own_blocks(store, block, count))
 
 
 def recall(store: BlockStore, block: Int[Array, "B H K"], count: Int[Array, "B H K"]) -> Segment:
@@ -124,13 +138,27 @@ def recall(store: BlockStore, block: Int[Array, "B H K"], count: Int[Array, "B H
     Returns:
         A segment of K * P slots for H heads.
     """
+    block, count = own_blocks(store, block, count)
     return blocks_segment(where_it_lies(taken, store.entries, block), count, store.head_dim)
+
+
+def own_blocks(
+    store: BlockStore, block: Int[Array, "B H K"], count: Int[Array, "B H K"]
+) -> tuple[Int[Array, "B H K"], Int[Array, "B H K"]]:
+    """Numbers of blocks as those of this device's, and how many tokens are read of each: none, where it lies on
+    another."""
+    if not are_shared():
+        return block, count
+    blocks = store.position.shape[2]
+    here = own_slot(block, blocks)
+    return jnp.minimum(here, blocks - 1), jnp.where(here < blocks, count, 0)
 
 
 def blocks_segment(entries: Float[Array, "B H K P 2*W"], count: Int[Array, "B H K"], head_dim: int) -> Segment:
     """Blocks that were gathered, side by side, of which the first `count` tokens are read."""
     keys, values = split(entries, head_dim)
-    return segment(keys, values, log_num=jnp.where(read_places(count, entries.shape[3]), 0.0, -jnp.inf))
+    weight = jnp.where(read_places(count, entries.shape[3]), 0.0, -jnp.inf)
+    return segment(keys, values, log_num=weight, in_parts=True)
 
 
 class Ranked(NamedTuple):

@@ -37,6 +37,8 @@ class Segment:
     slope_limit: Float[Array, "B H_kv"] | None = array(BATCH, KV_HEADS)
     # Which of the two sums the segment adds to.
     feeds: Literal["both", "numerator", "denominator"] = static()
+    # Whether devices share the entries (`kvjax.sharding`): what they find of them is merged.
+    in_parts: bool = static()
 
 
 def segment(
@@ -52,6 +54,7 @@ def segment(
     slope: Float[Array, "B H_kv D D"] | None = None,
     slope_limit: Float[Array, "B H_kv"] | None = None,
     feeds: Literal["both", "numerator", "denominator"] = "both",
+    in_parts: bool = False,
 ) -> Segment:
     """A checked `Segment`; what is left out is neutral.
 
@@ -75,7 +78,9 @@ def segment(
             raise ValueError(f"{name} has shape {bound.shape}; it must be [B] or [B, T] with B = {batch}")
     if (slope is None) != (slope_limit is None) or (slope is not None and feeds != "both"):
         raise ValueError("a slope needs slope_limit, and a segment that feeds both sums")
-    return Segment(keys, values, log_num, log_den, key_scale, value_scale, start, stop, slope, slope_limit, feeds)
+    return Segment(
+        keys, values, log_num, log_den, key_scale, value_scale, start, stop, slope, slope_limit, feeds, in_parts
+    )
 
 
 def segment_bytes(*segments: Segment) -> int:

@@ -1,13 +1,15 @@
 """Caches on many devices: which part of a state lies where, and policies that run where their part lies.
 
 A mesh has three axes. Rows of a batch lie along `DATA`, kv heads along `TENSOR`; where more devices share a layer than
-it has kv heads, each head's cache lies, whole, on every device along `REPLICA`. Nothing that policies do to one row's
-head needs another, so `sharded` runs them under `jax.shard_map`: no device ever asks another for keys or values, and
-kernels see the part of a cache that is theirs. The few sums over all heads of a row go through `kvjax.shards`.
+it has kv heads, those of one head lie along `PARTS`: they share what grows with the context (the stores of `exact` and
+of policies that recall), and each has all else. Nothing that policies do to one row's head needs another, so `sharded`
+runs them under `jax.shard_map`: no device ever asks another for keys or values, and kernels see the part of a cache
+that is theirs. What crosses between devices goes through `kvjax.shards`: a few sums over all heads of a row, and the
+partials of attention over a store that is shared.
 """
 
+import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -16,38 +18,49 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax.attention import QUERY_HEADS, Partials
-from kvjax.policies.choice import Group
+from kvjax.policies.host_memory import READING_HEADS
 from kvjax.policy import CachePolicy
-from kvjax.shards import TENSOR
-from kvjax.state import BATCH, KV_HEADS, map_fields
+from kvjax.shards import PARTS, TENSOR
+from kvjax.state import BATCH, KV_HEADS, SEQUENCE, map_fields
 
 T = TypeVar("T")
 
-DATA, REPLICA = "data", "replica"
+DATA = "data"
 # Which mesh axis the arrays of a state are cut along, by their own axes. All others lie whole on every device.
-RULES = {BATCH: DATA, KV_HEADS: TENSOR, QUERY_HEADS: TENSOR}
+RULES = {BATCH: DATA, KV_HEADS: TENSOR, QUERY_HEADS: TENSOR, READING_HEADS: TENSOR, SEQUENCE: PARTS}
 # Of what is not a state: arrays [B, ...] by row, fresh queries, keys and values [B, T, H, D] also by head.
 ROWS, HEADS = PartitionSpec(DATA), PartitionSpec(DATA, None, TENSOR)
 
 
-def make_mesh(kv_heads: int, *, data: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(
+    kv_heads: int,
+    *,
+    data: int = 1,
+    tensor: int = 1,
+    sequence: int | None = None,
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
     """The mesh of a model whose layers have so many kv heads.
 
     Args:
         data: groups of devices that share the rows of a batch.
         tensor: devices that share a layer.
+        sequence: those of them that share each kv head; by default as few as there are heads for.
         devices: data * tensor of them, neighbours in `tensor` side by side; all that there are by default.
 
     Raises:
-        ValueError: for another number of devices, or one of `tensor` and `kv_heads` that does not divide the other.
+        ValueError: for another number of devices, or kv heads that those of `tensor` cannot share.
     """
     devices = jax.devices() if devices is None else list(devices)
     if data * tensor != len(devices):
         raise ValueError(f"data={data} x tensor={tensor} devices are called for; there are {len(devices)}")
-    heads = math.gcd(tensor, kv_heads)
-    if heads != min(tensor, kv_heads):
-        raise ValueError(f"tensor={tensor}: it must divide kv_heads={kv_heads}, or be a multiple of it")
-    return Mesh(np.array(devices).reshape(data, heads, tensor // heads), (DATA, TENSOR, REPLICA))
+    if sequence is None:
+        if kv_heads % tensor and tensor % kv_heads:
+            raise ValueError(f"tensor={tensor}: it must divide kv_heads={kv_heads}, or be a multiple of it")
+        sequence = max(tensor // kv_heads, 1)
+    if tensor % sequence or kv_heads % (tensor // sequence):
+        raise ValueError(f"sequence={sequence}: it must divide tensor={tensor} into a divisor of kv_heads={kv_heads}")
+    return Mesh(np.array(devices).reshape(data, tensor // sequence, sequence), (DATA, TENSOR, PARTS))
 
 
 def shardings(tree: T, mesh: Mesh) -> T:
@@ -73,9 +86,11 @@ def sharded(policy: CachePolicy, mesh: Mesh) -> CachePolicy:
     """The policy on a mesh: the same results from states, keys, values and queries that lie on many devices.
 
     Raises:
-        ValueError: when a cache is made, for rows or kv heads that the mesh does not divide, and for `by_head`, which
-            goes around sharded policies, so that every group of heads is divided by itself.
+        ValueError: when a cache is made, for rows, kv heads or groups of heads (`by_head`) that the mesh does not
+            divide.
     """
+    if policy.over is not None:
+        return policy.over(functools.partial(sharded, mesh=mesh))
     heads: Any = HEADS
     partials = Partials(heads, heads, heads)
     specs = lambda state: jax.tree.map(lambda one: one.spec, shardings(state, mesh))  # noqa: E731
@@ -84,10 +99,7 @@ def sharded(policy: CachePolicy, mesh: Mesh) -> CachePolicy:
         return jax.shard_map(function, mesh=mesh, in_specs=given, out_specs=gives, check_vma=False)
 
     def init(spec, row_keys):
-        state = policy.init(spec, row_keys)
-        if any(isinstance(one, Group) for one in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Group))):
-            # It picks heads by their number among all heads of the layer.
-            raise ValueError("by_head: put it around sharded policies, one for every group of heads")
+        state = policy.init(dataclasses.replace(spec, parts=mesh.shape[PARTS]), row_keys)
         return jax.lax.with_sharding_constraint(state, shardings(state, mesh))
 
     def prefill(state, keys, values, lengths, query_tail=None, shared=None):

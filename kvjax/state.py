@@ -18,6 +18,7 @@ from kvjax.memory import on_host, where_it_lies
 T = TypeVar("T")
 
 BATCH, KV_HEADS, SLOTS, HEAD_DIM = "batch", "kv_heads", "slots", "head_dim"
+SEQUENCE = "sequence"  # slots of what grows with the context, which devices may share
 
 
 def array(*axes: str, fault: str | None = None, entries: bool = False, side_by_side: int = 1) -> Any:

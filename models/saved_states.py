@@ -27,7 +27,7 @@ from models.generate import GenerationState, Generator
 from models.llama import Llama
 
 # Of what is written: raised with every change of a state's fields or their meaning.
-FORMAT = 1
+FORMAT = 2
 # What states of a generator belong to: its parameters, which do not change, need not be read at every save.
 _BELONGS: weakref.WeakKeyDictionary[Generator, dict[str, Any]] = weakref.WeakKeyDictionary()
 
@@ -179,9 +179,9 @@ def _checksum(arrays: dict[str, Array]) -> Int[Array, ""]:
 
 
 def _plain(tree: Any) -> dict[str, Any]:
-    """Arrays by their path, random keys as their words."""
+    """Arrays by their path, random keys as their words. Orbax refuses empty ones, which say nothing."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): _words(leaf) for path, leaf in leaves}
+    return {jax.tree_util.keystr(path, simple=True, separator="."): _words(leaf) for path, leaf in leaves if leaf.size}
 
 
 def _words(leaf: Any) -> Any:
@@ -202,6 +202,8 @@ def _like(tree: Any, plain: Mapping[str, Array]) -> Any:
     """The tree with the arrays of `_plain`."""
 
     def typed(path: Any, leaf: Any) -> Array:
+        if not leaf.size:
+            return leaf
         found = plain[jax.tree_util.keystr(path, simple=True, separator=".")]
         if isinstance(leaf, jax.Array) and on_host(leaf):
             # It lies there, but what orbax makes does not say so in its type, by which programs go.

@@ -14,8 +14,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from kvjax.sharding import DATA, HEADS, REPLICA
-from kvjax.shards import TENSOR
+from kvjax.sharding import DATA, HEADS
+from kvjax.shards import PARTS, TENSOR
 from models.llama import Llama, LlamaConfig
 
 # Which axis of a parameter is cut, by the names of its module and of itself: a kernel [in, out] along what it gives,
@@ -73,7 +73,7 @@ def parameter_shardings(parameters: Any, config: LlamaConfig, mesh: Mesh) -> Any
         if axis is None:
             return NamedSharding(mesh, PartitionSpec())
         parts = heads.get(module, leaf.shape[axis])
-        ways: tuple[tuple[str, ...], ...] = ((TENSOR, REPLICA), (TENSOR,), ())
+        ways: tuple[tuple[str, ...], ...] = ((TENSOR, PARTS), (TENSOR,), ())
         along = next(names for names in ways if parts % math.prod(mesh.shape[one] for one in names) == 0)
         return NamedSharding(mesh, PartitionSpec(*[None] * axis, along or None))
 

@@ -76,7 +76,7 @@ class Collective(NamedTuple):
 
 
 _COLLECTIVE = re.compile(
-    r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(?:-start)?\("
+    r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(-start)?\("
 )
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
@@ -84,12 +84,14 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 def collectives(text: str) -> list[Collective]:
     """The exchanges between devices in a compiled program's text, each once, however often its loops run."""
     found = []
-    for result, kind in _COLLECTIVE.findall(text):
+    for result, kind, started in _COLLECTIVE.findall(text):
         sizes = [
             math.prod(int(side) for side in sides.split(",") if side) * _BYTES[element]
             for element, sides in _ARRAY.findall(result)
             if element in _BYTES
         ]
-        # What starts an exchange holds its operands beside its result.
-        found.append(Collective(kind, max(sizes, default=0)))
+        # Several arrays may be exchanged as one; what starts an exchange holds its operands beside its result, but for
+        # sums.
+        beside = started and kind != "all-reduce"
+        found.append(Collective(kind, max(sizes, default=0) if beside else sum(sizes)))
     return found

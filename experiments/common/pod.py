@@ -25,7 +25,10 @@ _OWN = ("process", "output_dir")
 def define() -> None:
     """Defines the flags above."""
     flags.DEFINE_integer("mesh_data", 1, "Groups of devices that share the rows of a batch.", lower_bound=1)
-    flags.DEFINE_integer("mesh_tensor", 1, "Devices that share a layer's heads.", lower_bound=1)
+    flags.DEFINE_integer("mesh_tensor", 1, "Devices that share a layer.", lower_bound=1)
+    flags.DEFINE_integer(
+        "mesh_sequence", None, "Those of them that share each head; by default as few as there are heads for."
+    )
     flags.DEFINE_string(
         "coordinator", None, f"HOST:PORT of the first process, or {AUTO}; for runs in several processes."
     )
@@ -51,8 +54,8 @@ def join() -> None:
 
 def mesh(kv_heads: int) -> jax.sharding.Mesh | None:
     """The mesh that the flags call for; None for one device."""
-    data, tensor = flags.FLAGS.mesh_data, flags.FLAGS.mesh_tensor
-    return None if data * tensor == 1 else kvjax.make_mesh(kv_heads, data=data, tensor=tensor)
+    data, tensor, sequence = flags.FLAGS.mesh_data, flags.FLAGS.mesh_tensor, flags.FLAGS.mesh_sequence
+    return None if data * tensor == 1 else kvjax.make_mesh(kv_heads, data=data, tensor=tensor, sequence=sequence)
 
 
 def is_first() -> bool:

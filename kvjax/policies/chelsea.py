@@ -176,7 +176,7 @@ def chelsea(
 
     def choose(spec: CacheSpec) -> CachePolicy:
         # As many as exact really makes, which rounds up.
-        full_slots = abstract_state(full, spec).window.keys.shape[2]
+        full_slots = abstract_state(full, spec).selection.keys.shape[2]
         return divided(spec.layers, spec.kv_heads, full_slots)
 
     return chosen(choose, [by_head([[plain, full]])], name="chelsea(heads)")

@@ -99,6 +99,9 @@ def chosen(choose: Callable[[CacheSpec], CachePolicy], candidates: Sequence[Cach
     def segments(state, query, causal=False):
         return state.policy.segments(state.cache, query, causal)
 
+    def over(function):
+        return chosen(lambda spec: function(choose(spec)), [function(one) for one in candidates], name=name)
+
     return CachePolicy(
         name=name,
         init=init,
@@ -108,6 +111,7 @@ def chosen(choose: Callable[[CacheSpec], CachePolicy], candidates: Sequence[Cach
         compact=lambda state: Chosen(state.policy.compact(state.cache), state.policy),
         read_bytes=lambda state: state.policy.read_bytes(state.cache),
         segments=segments if all(one.segments is not None for one in candidates) else None,
+        over=over if any(one.over is not None for one in candidates) else None,
         **_common(candidates),
     )
 
@@ -164,6 +168,11 @@ def _by_group(policies: tuple[CachePolicy, ...]) -> CachePolicy:
     def compact(state):
         return tuple(Group(group.policy.compact(group.cache), group.policy, group.heads) for group in state)
 
+    def over(function):
+        # One policy for all heads of a group, still.
+        made = {policy: function(policy) for policy in groups}
+        return _by_group(tuple(made[policy] for policy in policies))
+
     return CachePolicy(
         name=_names(policies),
         init=init,
@@ -172,6 +181,7 @@ def _by_group(policies: tuple[CachePolicy, ...]) -> CachePolicy:
         extend=extend,
         compact=compact,
         read_bytes=lambda state: sum(group.policy.read_bytes(group.cache) for group in state),
+        over=over,
         **_common(policies),
     )
 

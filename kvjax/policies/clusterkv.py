@@ -16,6 +16,7 @@ from kvjax.policies.exact import exact
 from kvjax.policies.windowed import init_windowed, over_heads, stream_keys, windowed_policy
 from kvjax.policy import CachePolicy, CacheSpec
 from kvjax.recall import (
+    NOWHERE,
     BlockStore,
     Filed,
     Plan,
@@ -29,7 +30,9 @@ from kvjax.recall import (
     blocks_of,
     init_store,
     put,
+    put_blocks,
     recalling,
+    stored_blocks,
 )
 from kvjax.segment import Segment, segment
 from kvjax.shards import largest_over_heads
@@ -183,7 +186,7 @@ def clusterkv(
 
         def one(stream_key):
             return (
-                init_store(blocks, BLOCK, spec.head_dim, spec.dtype),
+                init_store(spec, blocks, BLOCK),
                 Index(
                     init_clusters(clusters, spec.head_dim, residual),
                     stream_key,
@@ -247,8 +250,8 @@ def clusterkv(
                 jax.random.fold_in(index.stream_key, 1 + chunk),
                 (keys[0], values[0], position[0]),
                 jnp.broadcast_to(full[0], (every,)),
-                first_cluster=jnp.where(full[0], index.prompt_clusters + chunk * chunk_clusters, _NOWHERE),
-                first_block=jnp.where(full[0], index.prompt_blocks + chunk * made, _NOWHERE),
+                first_cluster=jnp.where(full[0], index.prompt_clusters + chunk * chunk_clusters, NOWHERE),
+                first_block=jnp.where(full[0], index.prompt_blocks + chunk * made, NOWHERE),
                 clusters=chunk_clusters,
                 blocks=made,
                 used=chunk_clusters,
@@ -357,7 +360,7 @@ def file_clusters(
         radius=radius,
     )
     written = put(index.clusters, first_cluster + jnp.arange(clusters), found)
-    return put(store, first_block + jnp.arange(blocks), arranged), dataclasses.replace(index, clusters=written)
+    return put_blocks(store, first_block + jnp.arange(blocks), arranged), dataclasses.replace(index, clusters=written)
 
 
 def choose(state, query: Float[Array, "B 1 H_q D"], round: Int[Array, ""] | None = None) -> Ranked:
@@ -365,7 +368,8 @@ def choose(state, query: Float[Array, "B 1 H_q D"], round: Int[Array, ""] | None
     budget's tokens (everything, where it is as large as the store), or the given round's whole blocks."""
     filed = state.selection
     clusters, reading = filed.index.clusters, filed.index.reading
-    batch, kv_heads, stored = filed.store.position.shape[:3]
+    batch, kv_heads = filed.store.position.shape[:2]
+    stored = stored_blocks(filed.store)
     logits = cluster_logits(clusters, query)
     score = logits if reading.select == "query_head" else group_score(logits, clusters.size)[:, :, None]
     tokens, skip = reading.tokens, None
@@ -384,7 +388,7 @@ def choose(state, query: Float[Array, "B 1 H_q D"], round: Int[Array, ""] | None
 
 def round_blocks(state) -> int:
     """Blocks of one round: at least one, so that rounds come to an end."""
-    return min(state.selection.store.position.shape[2], max(1, -(-state.selection.index.reading.tokens // BLOCK)))
+    return min(stored_blocks(state.selection.store), max(1, -(-state.selection.index.reading.tokens // BLOCK)))
 
 
 def cluster_logits(clusters: Clusters, query: Float[Array, "B 1 H_q D"]) -> Float[Array, "B H_kv G C"]:
@@ -523,7 +527,7 @@ def recall_until(state, target: float, query: Float[Array, "B 1 H_q D"], kept: P
     Returns:
         Partials of what was read, the bound [B, 1, H_q], tokens read of each cluster and the rounds [B] of each row.
     """
-    stored = state.selection.store.position.shape[2]
+    stored = stored_blocks(state.selection.store)
     first = choose(state, query, jnp.int32(0))
     found = merge(kept, *attend_read(state, query, first))
     missing = missing_share(state, query, first.taken, found)
@@ -558,6 +562,3 @@ def recall_until(state, target: float, query: Float[Array, "B 1 H_q D"], kept: P
 
 def _log_count(count: Int[Array, "..."]) -> Float[Array, "..."]:
     return jnp.where(count > 0, jnp.log(jnp.maximum(count, 1).astype(jnp.float32)), -jnp.inf)
-
-
-_NOWHERE = 2**30

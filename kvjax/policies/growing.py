@@ -1,43 +1,64 @@
 """Stores that keep every token appended to them, with room for all that will ever come."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from kvjax.policies.windowed import WindowedState
 from kvjax.policy import CacheSpec
-from kvjax.segment import Segment
-from kvjax.staging import Block, Window, init_window, window_segments
+from kvjax.segment import Segment, segment
+from kvjax.shards import own_slot, own_stop, own_tokens, slots_in_all
+from kvjax.staging import Block, Window, window_segments
+from kvjax.state import BATCH, HEAD_DIM, KV_HEADS, SEQUENCE, array, state
 from pallas_kernels.weighted_decode import SLOT_BLOCK
 
 
-def init_growing(spec: CacheSpec, prompt: int, period: int) -> Window:
-    """An empty store for `prompt` tokens of a prompt and all new ones, rounded up to blocks of attention; each row's
-    tokens lie in its first slots, without gaps."""
-    slots = -(-(prompt + spec.max_new) // SLOT_BLOCK) * SLOT_BLOCK
-    return init_window(spec, slots, sinks=0, recent=0, period=period)
+@state
+class Growing:
+    """Tokens of each row in its first slots, without gaps. Devices may share the slots."""
+
+    keys: Float[Array, "B H_kv S D"] = array(BATCH, KV_HEADS, SEQUENCE, HEAD_DIM, entries=True)
+    values: Float[Array, "B H_kv S D"] = array(BATCH, KV_HEADS, SEQUENCE, HEAD_DIM, entries=True)
 
 
-def append(state: WindowedState, block: Block, stored: Int[Array, "B"]) -> WindowedState:
-    """Puts a block's tokens behind the `stored[b]` that row b has; what finds no slot is counted as overflow."""
-    window = state.window
-    slots = window.keys.shape[2]
-    target = jnp.where(block.present, stored[:, None] + jnp.arange(block.keys.shape[2]), slots)
+def init_growing(spec: CacheSpec, prompt: int) -> Growing:
+    """An empty store for `prompt` tokens of a prompt and all new ones, rounded up to blocks of attention, for every
+    device that shares it."""
+    block = SLOT_BLOCK * spec.parts
+    slots = -(-(prompt + spec.max_new) // block) * block
+    shape = (spec.batch, spec.kv_heads, slots, spec.head_dim)
+    return Growing(jnp.zeros(shape, spec.dtype), jnp.zeros(shape, spec.dtype))
+
+
+def fill(store: Growing, keys: Float[Array, "B H_kv T D"], values: Float[Array, "B H_kv T D"]) -> Growing:
+    """Puts tokens into the first slots; a prompt may be padded past the last one."""
+
+    def put(buffer, tokens):
+        own = own_tokens(tokens, buffer.shape[2]).astype(buffer.dtype)
+        return buffer.at[:, :, : own.shape[2]].set(own)
+
+    return Growing(put(store.keys, keys), put(store.values, values))
+
+
+def append(store: Growing, block: Block, stored: Int[Array, "B"]) -> tuple[Growing, Int[Array, "B"]]:
+    """Puts a block's tokens behind the `stored[b]` that row b has: the store, and how many found no slot."""
+    own = store.keys.shape[2]
+    slots = slots_in_all(own)
+    target = own_slot(stored[:, None] + jnp.arange(block.keys.shape[2]), own)
+    target = jnp.where(block.present, target, own)
 
     def put(buffer, fresh, target):
         return buffer.at[:, target].set(fresh, mode="drop")
 
-    window = dataclasses.replace(
-        window,
-        keys=jax.vmap(put)(window.keys, block.keys, target),
-        values=jax.vmap(put)(window.values, block.values, target),
-    )
-    lost = jnp.maximum(stored + block.count - jnp.maximum(stored, slots), 0)
-    return dataclasses.replace(state, window=window, overflow=state.overflow + lost)
+    put_rows = jax.vmap(put)
+    store = Growing(put_rows(store.keys, block.keys, target), put_rows(store.values, block.values, target))
+    return store, jnp.maximum(stored + block.count - jnp.maximum(stored, slots), 0)
 
 
-def growing_segments(window: Window, stored: Int[Array, "B"], queries: int | None) -> tuple[Segment, ...]:
-    """The store and its staging buffer as attention reads them; for `queries` see `window_segments`."""
-    return window_segments(window, selected=jnp.minimum(stored, window.keys.shape[2]), queries=queries)
+def growing_segments(
+    store: Growing, stored: Int[Array, "B"], window: Window, queries: int | None
+) -> tuple[Segment, ...]:
+    """The store and, behind it, a window as attention reads them; for `queries` see `window_segments`."""
+    own = store.keys.shape[2]
+    stop = own_stop(jnp.minimum(stored, slots_in_all(own)), own)
+    kept = segment(store.keys, store.values, stop=stop, in_parts=True)
+    return kept, *window_segments(window, queries=queries)

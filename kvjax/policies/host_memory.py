@@ -12,6 +12,7 @@ from kvjax.attention import Partials, attend, merge
 from kvjax.memory import where_it_lies
 from kvjax.policy import CachePolicy
 from kvjax.recall import BLOCKS, BlockStore, blocks_segment
+from kvjax.shards import summed_over_heads
 from kvjax.staging import appended
 from kvjax.state import BATCH, HEAD_DIM, SLOTS, array, map_fields, state
 from pallas_kernels.cluster_recall import taken
@@ -55,7 +56,8 @@ def host_memory(policy: CachePolicy, steps: int = 1) -> CachePolicy:
         steps: R, the paper's 1 by default; 0 keeps none, so that every block that is read is moved.
 
     Raises:
-        ValueError: for a policy that does not recall, or says no plan; steps under 0.
+        ValueError: for a policy that does not recall, or says no plan; steps under 0; when a cache is made, where
+            devices share kv heads.
 
     Source: ClusterKV, sections 4.1 and 4.4 (there clusters are cached, not blocks).
     """
@@ -69,6 +71,8 @@ def host_memory(policy: CachePolicy, steps: int = 1) -> CachePolicy:
     window, plan = policy.plan
 
     def init(spec, row_keys):
+        if spec.parts > 1:
+            raise ValueError(f"host_memory: {spec.parts} devices share each kv head; its blocks cannot be shared there")
         cache = policy.init(spec, row_keys)
         query = jnp.zeros((spec.batch, 1, spec.query_heads, spec.head_dim))
         block = jax.eval_shape(lambda state: plan(state, query).block, cache)
@@ -165,7 +169,7 @@ def recall_recent(
     def replace(old: Array, new: Array) -> Array:
         return jnp.where(newest.reshape(batch, 1, steps, *(1,) * (old.ndim - 3)), new[:, :, None], old)
 
-    asked = lambda x: jnp.where(real, jnp.sum(x, axis=(1, 2), dtype=jnp.int32), 0)  # noqa: E731
+    asked = lambda x: jnp.where(real, summed_over_heads(jnp.sum(x, axis=(1, 2), dtype=jnp.int32)), 0)  # noqa: E731
     return (
         entries,
         Recent(

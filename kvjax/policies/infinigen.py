@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.policies.windowed import check_queries, init_windowed, over_heads, windowed_policy
 from kvjax.policy import ALL_QUERIES, CachePolicy, CacheSpec
-from kvjax.recall import BlockStore, Plan, arrange, arrays_bytes, init_store, put, recalling
+from kvjax.recall import NOWHERE, BlockStore, Plan, arrange, arrays_bytes, init_store, put, put_blocks, recalling
 from kvjax.shards import heads_in_all, own_heads, summed_over_heads
 from kvjax.staging import Block, check_budget, check_period, init_window, window_segments
 from kvjax.state import BATCH, HEAD_DIM, KV_HEADS, SLOTS, array, stacked, state, static
@@ -92,7 +92,7 @@ def infinigen(
                 keys=jnp.zeros((slots, columns), spec.dtype),
                 columns=jnp.zeros((spec.head_dim, columns), jnp.float32),
             )
-            return init_store(slots, 1, spec.head_dim, spec.dtype), index
+            return init_store(spec, slots, 1), index
 
         store, index = over_heads(one)(jnp.zeros((spec.batch, spec.kv_heads)))
         tokens = Tokens(store, index, spec.query_heads // spec.kv_heads, spec.layer)
@@ -111,20 +111,20 @@ def infinigen(
             turn, grouped, real
         )
         kept = dataclasses.replace(kept, index=dataclasses.replace(kept.index, columns=chosen))
-        tokens = min(keys.shape[1], kept.store.position.shape[2])  # a prompt may be padded past the longest one
+        tokens = min(keys.shape[1], kept.index.keys.shape[2])  # a prompt may be padded past the longest one
         keys, values = (x[:, :tokens].swapaxes(1, 2) for x in (keys, values))
         zero = jnp.zeros_like(window.total)
         return dataclasses.replace(state, selection=file_tokens(kept, keys, values, zero, window.total))
 
     def absorb(state, block: Block):
         kept = file_tokens(state.selection, block.keys, block.values, block.first, block.count)
-        slots = kept.store.position.shape[2]
+        slots = kept.index.keys.shape[2]
         lost = jnp.maximum(block.first + block.count - jnp.maximum(block.first, slots), 0)
         return dataclasses.replace(state, selection=kept, overflow=state.overflow + lost)
 
     def plan(state, query) -> Plan:
         kept = state.selection
-        slots = kept.store.position.shape[2]
+        slots = kept.index.keys.shape[2]
         logits = speculated(kept.index, query)
         there = jnp.arange(slots) < state.window.total[:, None]
         below = jnp.where(there[:, None, None], logits, -jnp.inf)
@@ -178,10 +178,10 @@ def file_tokens(
 
     def one(store: BlockStore, index: Partial, keys, values, first, count):
         number = jnp.arange(keys.shape[0])
-        place = jnp.where(number < count, first + number, store.position.shape[0])
+        place = jnp.where(number < count, first + number, NOWHERE)
         partial = (keys.astype(jnp.float32) @ index.columns).astype(index.keys.dtype)
         blocks = arrange(number[:, None], keys, values, first + number)
-        return put(store, place, blocks), dataclasses.replace(index, keys=put(index.keys, place, partial))
+        return put_blocks(store, place, blocks), dataclasses.replace(index, keys=put(index.keys, place, partial))
 
     store, index = over_heads(one, 0, 0, 0, 0, None, None)(kept.store, kept.index, keys, values, first, count)
     return dataclasses.replace(kept, store=store, index=index)

@@ -133,7 +133,8 @@ def quantized(policy: CachePolicy, storage: Literal["int8", "fp8"] = "int8") -> 
 
 def _scale(x: Float[Array, "*A S n*D"], count: int, largest: float) -> Float[Array, "*A S n"]:
     """The scales at which the largest numbers of a slot's entries fit; of 16 significant bits."""
-    peak = jnp.max(jnp.abs(x.astype(jnp.float32).reshape(*x.shape[:-1], count, -1)), axis=-1)
+    parts = x.astype(jnp.float32).reshape(*x.shape[:-1], count, x.shape[-1] // count)  # there may be no slots
+    peak = jnp.max(jnp.abs(parts), axis=-1)
     return jax.lax.reduce_precision(peak / largest, exponent_bits=8, mantissa_bits=15)
 
 

@@ -12,6 +12,7 @@ from kvjax.policies.exact import exact
 from kvjax.policies.windowed import init_windowed, over_heads, windowed_policy
 from kvjax.policy import CachePolicy
 from kvjax.recall import (
+    NOWHERE,
     BlockStore,
     Filed,
     Plan,
@@ -21,6 +22,7 @@ from kvjax.recall import (
     best_parts,
     init_store,
     put,
+    put_blocks,
     recalling,
 )
 from kvjax.staging import check_budget, check_period, init_window, window_segments
@@ -74,7 +76,7 @@ def quest(budget: int, *, full_layers: int = 0, period: int = 64) -> CachePolicy
                 high=jnp.zeros((count, spec.head_dim), spec.dtype),
                 size=jnp.zeros(count, jnp.int32),
             )
-            return init_store(count, PAGE, spec.head_dim, spec.dtype), bounds
+            return init_store(spec, count, PAGE), bounds
 
         store, index = over_heads(one)(jnp.zeros((spec.batch, spec.kv_heads)))
         filed = Filed(
@@ -128,14 +130,14 @@ def quest(budget: int, *, full_layers: int = 0, period: int = 64) -> CachePolicy
         return dataclasses.replace(filed, store=store, index=index)
 
     def absorb(state, block):
-        return absorb_chunks(state, block, PAGE, file, most=state.selection.store.position.shape[2])
+        return absorb_chunks(state, block, PAGE, file, most=state.selection.index.size.shape[2])
 
     def segments(state, queries):
         return window_segments(state.window, selected=state.selection.pending, queries=queries)
 
     def plan(state, query) -> Plan:
         filed = state.selection
-        count = filed.store.position.shape[2]
+        count = filed.index.size.shape[2]
         score = page_scores(filed.index, query)
 
         def one(score: Float[Array, "G N"], size):
@@ -161,11 +163,11 @@ def file_pages(
 ) -> tuple[BlockStore, Pages]:
     """Writes the blocks that hold tokens (full ones, which come first) as pages from number `first` on."""
     full = blocks.position[:, 0] >= 0
-    place = jnp.where(full, first + jnp.arange(full.shape[0]), store.position.shape[0])
+    place = jnp.where(full, first + jnp.arange(full.shape[0]), NOWHERE)
     bounds = Pages(
         low=jnp.min(blocks.keys, axis=1), high=jnp.max(blocks.keys, axis=1), size=jnp.full(full.shape, PAGE, jnp.int32)
     )
-    return put(store, place, blocks), put(index, place, bounds)
+    return put_blocks(store, place, blocks), put(index, place, bounds)
 
 
 def page_scores(index: Pages, query: Float[Array, "B 1 H_q D"]) -> Float[Array, "B H_kv G N"]:

@@ -8,17 +8,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.observed import attention_received
-from kvjax.policies.growing import append, growing_segments, init_growing
+from kvjax.policies.growing import Growing, append, fill, growing_segments, init_growing
 from kvjax.policies.windowed import check_queries, init_windowed, over_heads, windowed_policy
 from kvjax.policy import CachePolicy, CacheSpec
-from kvjax.staging import Block, check_budget, check_period
+from kvjax.staging import Block, check_budget, check_period, init_window
 from kvjax.state import BATCH, array, state, static
 
 
 @state
 class Snapshot:
-    """What a prompt was reduced to."""
+    """What a prompt was reduced to, and what came after it."""
 
+    store: Growing
     dropped: Int[Array, "B"] = array(BATCH)  # int32, tokens of the prompt that have no slot
     slots: int = static()  # most tokens of a prompt that are kept
 
@@ -60,8 +61,8 @@ def snapshot_policy(
     def init(spec, row_keys):
         del row_keys
         slots = min(prompt_slots(spec), spec.max_prompt)
-        store = init_growing(spec, slots, period)
-        return init_windowed(spec, store, Snapshot(0 * store.total, slots))
+        window = init_window(spec, slots=0, sinks=0, recent=0, period=period)
+        return init_windowed(spec, window, Snapshot(init_growing(spec, slots), 0 * window.total, slots))
 
     def select(state, keys, values, queries):
         queries = check_queries(name, queries, keys, window)
@@ -74,21 +75,23 @@ def snapshot_policy(
 
         picked = over_heads(pick, 0, None)(received, lengths)
 
-        def place(buffer, tokens):
-            chosen = jnp.take_along_axis(tokens.swapaxes(1, 2), picked[..., None], axis=2)
-            return buffer.at[:, :, :room].set(chosen.astype(buffer.dtype))
+        def chosen(tokens):
+            return jnp.take_along_axis(tokens.swapaxes(1, 2), picked[..., None], axis=2)
 
-        store = state.window
-        store = dataclasses.replace(store, keys=place(store.keys, keys), values=place(store.values, values))
-        return dataclasses.replace(
-            state, window=store, selection=dataclasses.replace(own, dropped=jnp.maximum(lengths - own.slots, 0))
+        snapshot = dataclasses.replace(
+            own, store=fill(own.store, chosen(keys), chosen(values)), dropped=jnp.maximum(lengths - own.slots, 0)
         )
+        return dataclasses.replace(state, selection=snapshot)
 
     def absorb(state, block: Block):
-        return append(state, block, block.first - state.selection.dropped)
+        own = state.selection
+        store, lost = append(own.store, block, stored=block.first - own.dropped)
+        snapshot = dataclasses.replace(own, store=store)
+        return dataclasses.replace(state, selection=snapshot, overflow=state.overflow + lost)
 
     def segments(state, queries):
-        return growing_segments(state.window, state.window.total - state.selection.dropped, queries)
+        own = state.selection
+        return growing_segments(own.store, state.window.total - own.dropped, state.window, queries)
 
     return windowed_policy(
         name,

@@ -95,10 +95,11 @@ def test_the_stored_numbers_are_the_nearest(storage):
     stream, policy = make_stream(), policy_of("exact", storage)
     state = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
     dtype, largest = STORAGES[storage]
-    assert state.cache.window.keys.dtype == dtype
+    assert state.cache.selection.keys.dtype == dtype
     assert state.cache.window.staging.keys.dtype == jnp.float32
     keys = stream.keys[0, : LENGTHS[0]].swapaxes(0, 1)  # [H, T, D]
-    stored, scale = (x[0, :, : LENGTHS[0]] for x in (loaded(state).window.keys, np.asarray(state.scales.window.keys)))
+    numbers, scales = loaded(state).selection.keys, np.asarray(state.scales.selection.keys)
+    stored, scale = numbers[0, :, : LENGTHS[0]], scales[0, :, : LENGTHS[0]]
     np.testing.assert_allclose(scale[..., 0], np.abs(keys).max(-1) / largest, rtol=2**-16)
     # Half a step of 1 for int8; for fp8 half of 2^-3 of the number, or of the smallest step, 2^-9.
     step = scale if storage == "int8" else np.maximum(np.abs(keys) / 8, scale * 2**-9)

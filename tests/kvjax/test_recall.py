@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvjax import recall
 from kvjax.attention import attend
 from pallas_kernels.cluster_recall import entry_width
-from tests.kvjax.support import QUICKLY
+from tests.kvjax.support import QUICKLY, make_spec
 
 PLACES = 4
 
@@ -132,6 +132,7 @@ def test_arranging_and_putting():
     np.testing.assert_array_equal(made.keys[0, :2], keys[[5, 0]])
     np.testing.assert_array_equal(made.values[1, 0], values[3])
     assert not np.asarray(made.keys)[np.asarray(made.position) < 0].any()
-    store = recall.put(recall.init_store(3, 4, 3, jnp.bfloat16), np.array([2, 3]), made)
+    empty = recall.init_store(make_spec(head_dim=3, dtype=jnp.bfloat16), 3, 4)
+    store = recall.put_blocks(empty, np.array([2, 3]), made)
     assert store.keys.dtype == jnp.bfloat16
     np.testing.assert_array_equal(store.position, [[-1] * 4, [-1] * 4, [15, 10, -1, -1]])

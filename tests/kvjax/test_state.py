@@ -127,7 +127,7 @@ def test_check_names_an_exact_cache_that_was_overfilled():
     state = append(append(state))
     with pytest.raises(ValueError, match=r"overflow=\[8, 7, 4\]: tokens came to a full cache .* \(19 in all\)"):
         kvjax.check(state)
-    stored = np.asarray(state.window.keys)[0].swapaxes(0, 1)
+    stored = np.asarray(state.selection.keys)[0].swapaxes(0, 1)
     np.testing.assert_array_equal(stored[:4], stream.keys[0, :4])  # what was there is as it was
     np.testing.assert_array_equal(stored[4:], np.tile(stream.keys[0, 4:8], (15, 1, 1)))
 

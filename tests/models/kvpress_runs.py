@@ -120,7 +120,8 @@ def kept_by_kvjax(policy: kvjax.CachePolicy, directory: pathlib.Path, tokens: np
         cache = policy.init(spec, jax.random.split(jax.random.key(0), batch))
         cache, _ = generate.compress_layer(policy, jax.tree.map(jnp.copy, cache), read, lengths)
         fresh = np.asarray(read.keys).swapaxes(1, 2)
-        found.append([_matches(kept, full) for kept, full in zip(np.asarray(cache.window.keys), fresh, strict=True)])
+        store = getattr(cache.selection, "store", cache.window)
+        found.append([_matches(kept, full) for kept, full in zip(np.asarray(store.keys), fresh, strict=True)])
     return np.array(found)
 
 

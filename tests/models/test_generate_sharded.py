@@ -154,7 +154,7 @@ def test_tokens_and_logits_are_those_of_one_device(name, data, tensor):
     for leaf, at in zip(
         jax.tree.leaves(together), jax.tree.leaves(generate.state_shardings(together, mesh)), strict=True
     ):
-        assert leaf.sharding.is_equivalent_to(at, leaf.ndim)
+        assert not leaf.size or leaf.sharding.is_equivalent_to(at, leaf.ndim)
 
 
 @on_devices
@@ -170,7 +170,7 @@ def test_a_generation_saved_on_one_mesh_goes_on_on_another(tmp_path):
     for leaf, at in zip(
         jax.tree.leaves(state), jax.tree.leaves(generate.state_shardings(state, meshes[1])), strict=True
     ):
-        assert leaf.sharding.is_equivalent_to(at, leaf.ndim)
+        assert not leaf.size or leaf.sharding.is_equivalent_to(at, leaf.ndim)
     rest = [tokens for _, tokens in second.write(state, 8)]
     np.testing.assert_array_equal(np.concatenate(rest, axis=1), np.concatenate(rows[1:], axis=1))
 

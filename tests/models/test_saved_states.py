@@ -100,8 +100,9 @@ def test_another_run_and_another_format_are_refused(tmp_path, monkeypatch):
     SavedStates(tmp_path).save(0, generator, generator.start(), {"seed": 1, "prompt": "a"})
     with pytest.raises(ValueError, match=re.escape("run is {'seed': 1}, not {'seed': 2}")):
         SavedStates(tmp_path).restore(generator, {"seed": 2, "prompt": "a"})
-    monkeypatch.setattr(saved_states, "FORMAT", saved_states.FORMAT + 1)
-    with pytest.raises(ValueError, match="format is 1, not 2$"):
+    written = saved_states.FORMAT
+    monkeypatch.setattr(saved_states, "FORMAT", written + 1)
+    with pytest.raises(ValueError, match=f"format is {written}, not {written + 1}$"):
         SavedStates(tmp_path).restore(generator, {"seed": 1, "prompt": "a"})
 
 
