@@ -7,6 +7,10 @@ and reports what the compiler says of every device: bytes of weights, caches and
 and the exchanges between chips. A program that does not fit is a row that says so. With two batch sizes it tells the
 largest that would fit, and compiles that too (`--largest`). Flops and bytes of a token are counted from shapes; the
 time that the chip's bandwidth allows, from what it must read: its part of the weights and of what the caches read.
+
+A program of eighty layers takes the compiler minutes. With `--compiled_layers 4` it is asked about four layers and
+about two, and the rest follows on a line, which is exact where layers are alike; weights and caches are of all layers.
+A plan that was made is not made again (`--fresh` does).
 """
 
 import dataclasses
@@ -29,11 +33,12 @@ import kvjax
 from experiments.common import plots, results, settings, speed
 from experiments.common.compiled import Collective, collectives
 from experiments.common.compilers import prepare_compiler
+from experiments.common.resuming import Finished
 from models import generate
 from models.llama import Llama, LlamaConfig
 from models.sharding import parameter_shardings
 
-NAME = "pod_plan"
+NAME, DECODING = "pod_plan", "decoding"
 # Chips and how they are joined, as libtpu spells it.
 TOPOLOGIES = ("v5e:4x4", "v6e:8x8", "v5p:4x4x4")
 CHIPS = json.loads((pathlib.Path(__file__).parent / "targets" / "tpus.json").read_text())["chips"]
@@ -47,7 +52,12 @@ _CONTEXT = flags.DEFINE_integer("context_tokens", 131072, "Longest prompt.")
 _NEW = flags.DEFINE_integer("max_new_tokens", 1024, "Most tokens after it.")
 _BATCH = flags.DEFINE_integer("batch", 8, "Sequences, over all groups.")
 _LAYERS = flags.DEFINE_integer("layers", None, "Layers, if not all; weights and caches are then of so many.")
+_COMPILED = flags.DEFINE_integer("compiled_layers", None, "Layers of decoding to compile, if not all; even.")
+_PREFILL = flags.DEFINE_enum(
+    "prefill", "exact", ["exact", "streaming"], "Whether prompts are read exactly or through the cache."
+)
 _CHUNK = flags.DEFINE_integer("prefill_chunk", 256, "Tokens per chunk of exact prefill.")
+_FRESH = flags.DEFINE_bool("fresh", False, "Make plans anew that an earlier run with this output_dir made.")
 _LARGEST = flags.DEFINE_bool("largest", False, "Also find the largest batch that fits, by two more programs.")
 
 
@@ -69,13 +79,12 @@ class Plan:
     topology: str
     setting: settings.Setting
     batch: int
-    decode: Program
-    read_layer: Program
-    compress: Program
+    programs: dict[str, Program]
     weight_bytes: int  # per device
     cache_bytes: int  # per device
     read_bytes: int  # per device and decoding step, of the caches
     flops: int  # per device and decoding step
+    compiled_layers: int  # of the decoding program; what it says of all layers follows from it
     largest: int | None = None  # batch that fits, and was compiled; None where that was not asked
 
     @property
@@ -83,16 +92,24 @@ class Plan:
         return CHIPS[self.topology.partition(":")[0]]
 
     @property
+    def decode(self) -> Program:
+        return self.programs[DECODING]
+
+    @property
+    def prefill_temporaries(self) -> int:
+        """Bytes of the fullest program that reads prompts."""
+        return max(one.temporaries for name, one in self.programs.items() if name != DECODING)
+
+    @property
     def used(self) -> int:
         """Bytes of the fullest program on every device: decoding, or prefill beside the caches and weights."""
-        prefill = max(self.read_layer.temporaries, self.compress.temporaries)
-        return max(self.decode.arguments + self.decode.temporaries, self.weight_bytes + self.cache_bytes + prefill)
+        prefill = self.weight_bytes + self.cache_bytes + self.prefill_temporaries
+        return max(self.decode.arguments + self.decode.temporaries, prefill)
 
     @property
     def problem(self) -> str | None:
         """Why it cannot be; None where it can."""
-        programs = {"decoding": self.decode, "prefill": self.read_layer, "compression": self.compress}
-        refused = [f"{name}: {one.problem}" for name, one in programs.items() if one.problem]
+        refused = [f"{name}: {one.problem}" for name, one in self.programs.items() if one.problem]
         if refused:
             return "; ".join(refused)
         memory = self.chip["memory_gb"] * 1e9
@@ -111,22 +128,41 @@ def main(argv: Sequence[str]) -> None:
     config = speed.shape(_SHAPE.value)
     layers = 2 if flags.FLAGS.quick else _LAYERS.value
     if layers is not None:
-        config = dataclasses.replace(config, layers=layers, windows=config.windows[:layers])
+        config = of_layers(config, layers)
     prepare_compiler()
     chosen = settings.settings(flags.FLAGS.policy, flags.FLAGS.budget)
+    if _COMPILED.value is not None and (_COMPILED.value < 2 or _COMPILED.value % 2):
+        raise app.UsageError(f"--compiled_layers={_COMPILED.value}: it must be even, and at least 2")
+    directory = pathlib.Path(flags.FLAGS.output_dir)
+    finished = Finished(directory / f"{NAME}.jsonl", fresh=_FRESH.value)
     plans = []
     progress = tqdm(total=len(_TOPOLOGY.value) * len(chosen), leave=False)
     for topology in _TOPOLOGY.value:
         for setting in chosen:
             progress.set_description(f"{topology}, {setting}")
-            plans.append(largest(config, topology, setting) if _LARGEST.value else plan(config, topology, setting))
+            plans.append(kept(finished, config, topology, setting))
             progress.update()
     progress.close()
     show(plans)
-    directory = pathlib.Path(flags.FLAGS.output_dir)
     results.write_rows(directory / f"{NAME}.json", [row for one in plans for row in make_rows(one)])
     plot(directory / f"{NAME}.png", plans)
     print(f"Rows: {directory / f'{NAME}.json'}   plot: {directory / f'{NAME}.png'}")
+
+
+def kept(finished: Finished, config: LlamaConfig, topology: str, setting: settings.Setting) -> Plan:
+    """The plan of a setting: as it was made before, or made now."""
+    names = ("context_tokens", "max_new_tokens", "batch", "prefill", "prefill_chunk", "compiled_layers", "largest")
+    options = {name: flags.FLAGS[name].value for name in (*names, "mesh_data", "mesh_sequence")}
+    unit = {"config": dataclasses.asdict(config), "topology": topology, "setting": str(setting), **options}
+    if unit not in finished:
+        made = largest(config, topology, setting) if _LARGEST.value else plan(config, topology, setting)
+        finished.add(unit, {name: value for name, value in dataclasses.asdict(made).items() if name != "setting"})
+    found = finished[unit]
+    programs = {
+        name: Program(**one | {"collectives": tuple(Collective(*exchange) for exchange in one["collectives"])})
+        for name, one in found["programs"].items()
+    }
+    return Plan(**found | {"programs": programs, "setting": setting})
 
 
 def plan(config: LlamaConfig, topology: str, setting: settings.Setting, batch: int | None = None) -> Plan:
@@ -141,30 +177,53 @@ def plan(config: LlamaConfig, topology: str, setting: settings.Setting, batch: i
         raise ValueError(f"--topology={topology}: known chips are {', '.join(CHIPS)}")
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = kvjax.make_mesh(
-        config.kv_heads, data=flags.FLAGS.mesh_data, tensor=len(devices) // flags.FLAGS.mesh_data, devices=devices
+        config.kv_heads,
+        data=flags.FLAGS.mesh_data,
+        tensor=len(devices) // flags.FLAGS.mesh_data,
+        sequence=flags.FLAGS.mesh_sequence,
+        devices=devices,
     )
     model = abstract_model(config, mesh)
     sizes: dict[str, Any] = {"batch": batch, "max_prompt": _CONTEXT.value, "max_new": _NEW.value}
+    sizes["streaming"] = _PREFILL.value == "streaming"
     specs = generate.cache_specs(model, **sizes)
     policy = setting.build(specs[0], _CONTEXT.value + _NEW.value)
-    generator = generate.Generator(model, policy, **sizes, prefill_chunk=_CHUNK.value)
+
+    def generator_of(model: Llama) -> generate.Generator:
+        return generate.Generator(model, policy, **sizes, prefill_chunk=_CHUNK.value)
+
+    generator = generator_of(model)
     state = generate.placed(jax.eval_shape(generator.start), mesh)
-    prompt = -(-_CONTEXT.value // _CHUNK.value) * _CHUNK.value
-    read_layer, compress = generator.lower_prefill(prompt)
-    read = batch * sum(map(kvjax.row_read_bytes, generate.layer_policies(config, policy), specs))
+
+    def through(layers: int) -> dict[str, Program]:
+        """The programs that go through so many layers."""
+        few = generator_of(abstract_model(of_layers(config, layers), mesh))
+        begun = generate.placed(jax.eval_shape(few.start), mesh)
+        made = {DECODING: few.lower_decode(begun)}
+        if few.streaming:
+            made["reading"], *_, made["compaction"] = few.lower_append(begun)
+        return {name: compiled(one) for name, one in made.items()}
+
+    count = min(config.layers, _COMPILED.value or config.layers)
+    programs = through(count)
+    if count < config.layers:
+        fewer, steps = through(count // 2), (config.layers - count) / (count - count // 2)
+        programs = {name: on_a_line(fewer[name], programs[name], steps) for name in programs}
+    if not generator.streaming:
+        prompt = -(-_CONTEXT.value // _CHUNK.value) * _CHUNK.value
+        programs |= zip(("reading", "compression"), map(compiled, generator.lower_prefill(prompt)), strict=True)
     weights = nnx.split(model)[1]
     return Plan(
         topology,
         setting,
         batch,
-        compiled(generator.lower_decode(state)),
-        compiled(read_layer),
-        compiled(compress),
+        programs,
         weight_bytes=part_bytes(weights),
         cache_bytes=part_bytes(state.layers),
-        # Rows and heads are what devices share; copies of a head read what it reads.
-        read_bytes=read // (mesh.shape["data"] * mesh.shape["tensor"]),
+        # Blocks that a query recalls may all lie on one device.
+        read_bytes=sum(map(part_read_bytes, generator.policies, state.layers)),
         flops=2 * batch * sum(leaf.size for leaf in jax.tree.leaves(weights)) // len(devices),
+        compiled_layers=count,
     )
 
 
@@ -181,12 +240,30 @@ def largest(config: LlamaConfig, topology: str, setting: settings.Setting) -> Pl
     return dataclasses.replace(one, largest=0 if plan(config, topology, setting, rows).problem else rows)
 
 
+def of_layers(config: LlamaConfig, layers: int) -> LlamaConfig:
+    """The config of a model with the first layers alone."""
+    return dataclasses.replace(config, layers=layers, windows=config.windows[:layers])
+
+
 def abstract_model(config: LlamaConfig, mesh: jax.sharding.Mesh) -> Llama:
     """A bfloat16 model without values, on a mesh."""
     graph, parameters = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
     lies = parameter_shardings(parameters, config, mesh)
     place = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
     return nnx.merge(graph, jax.tree.map(place, parameters, lies))
+
+
+def on_a_line(few: Program, more: Program, steps: float) -> Program:
+    """What follows for a program with so many times more layers again than the second has over the first."""
+    added = Counter(more.collectives) - Counter(few.collectives)
+    again = [one for one, count in added.items() for _ in range(round(count * steps))]
+    return Program(
+        round(more.arguments + steps * (more.arguments - few.arguments)),
+        max(more.temporaries, round(more.temporaries + steps * (more.temporaries - few.temporaries))),
+        (*more.collectives, *again),
+        few.seconds + more.seconds,
+        more.problem or few.problem,
+    )
 
 
 def compiled(lowered: jax.stages.Lowered) -> Program:
@@ -208,11 +285,21 @@ def compiled(lowered: jax.stages.Lowered) -> Program:
     )
 
 
+def part(tree: Any) -> Any:
+    """One device's part of abstract arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), tree)
+
+
 def part_bytes(tree: Any) -> int:
     """Bytes of one device's part of abstract arrays."""
-    return kvjax.cache_bytes(
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), tree)
-    ).device
+    return kvjax.cache_bytes(part(tree)).device
+
+
+def part_read_bytes(policy: kvjax.CachePolicy, cache: Any) -> int:
+    """Bytes of one device's part of a cache that a decoding step reads."""
+    read: list[int] = []
+    jax.eval_shape(lambda cache: read.append(policy.read_bytes(cache)), part(cache))
+    return read[0]
 
 
 def exchanged(program: Program) -> str:
@@ -242,9 +329,10 @@ def make_rows(one: Plan) -> list[results.Row]:
             "flops": one.flops,
             "largest_batch": one.largest,
             "collectives": [one._asdict() for one in one.decode.collectives],
-            "prefill_temporaries": one.read_layer.temporaries,
-            "compress_temporaries": one.compress.temporaries,
-            "compile_seconds": one.decode.seconds + one.read_layer.seconds + one.compress.seconds,
+            "prefill": _PREFILL.value,
+            "temporaries": {name: program.temporaries for name, program in one.programs.items()},
+            "compiled_layers": one.compiled_layers,
+            "compile_seconds": sum(program.seconds for program in one.programs.values()),
         },
     }
     found = [results.Row(**shared, metric="ms_per_token_bound", value=one.ms_per_token)]
@@ -261,7 +349,7 @@ def show(plans: Sequence[Plan]) -> None:
             results.readable_bytes(one.weight_bytes),
             results.readable_bytes(one.cache_bytes),
             results.readable_bytes(one.decode.temporaries),
-            results.readable_bytes(max(one.read_layer.temporaries, one.compress.temporaries)),
+            results.readable_bytes(one.prefill_temporaries),
             exchanged(one.decode),
             f"{one.ms_per_token:.2f}",
             "-" if one.largest is None else str(one.largest),

@@ -14,12 +14,14 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import multihost_utils
 
 import kvjax
 from models import checkpoint, generate
 from models.llama import Llama, LlamaConfig
 from models.saved_states import SavedStates
 from models.sharding import mesh_of, parameter_shardings, place
+from tests.kvjax import support
 
 DEVICES = 8
 on_devices = pytest.mark.skipif(jax.device_count() < DEVICES, reason="runs in a process with eight devices")
@@ -32,7 +34,9 @@ POLICIES = {
     "exact": kvjax.exact(period=4),
     "chelsea": kvjax.chelsea(10, sinks=2, recent=4, chunk=4, period=4),
     "snapkv": kvjax.snapkv(10, window=4, period=4),
+    "by_head": kvjax.by_head([[kvjax.exact(period=4)] * 2 + [kvjax.uniform(10, sinks=2, recent=4, period=4)] * 2] * 2),
 }
+CHECKPOINT = pathlib.Path(checkpoint.__file__).parent / "checkpoints" / "line-retrieval-2l-4k"
 
 
 @pytest.mark.skipif(jax.device_count() >= DEVICES, reason="the tests themselves run here")
@@ -95,7 +99,7 @@ def run_two(script, *arguments, expected_code=0):
     started = [
         subprocess.Popen([*command, str(number), *arguments], env=os.environ | flags, **pipes) for number in range(2)
     ]
-    told = [process.communicate(timeout=600) for process in started]
+    told = [process.communicate(timeout=1800) for process in started]
     assert [process.returncode for process in started] == [expected_code] * 2, told[0][1][-3000:]
     return [json.loads(out.splitlines()[-1]) for out, _ in told] if expected_code == 0 else []
 
@@ -142,7 +146,13 @@ def run(model, policy, streaming):
 
 @on_devices
 @pytest.mark.parametrize(
-    "name, data, tensor", [("snapkv", 2, 4), ("exact", 1, 8), pytest.param("chelsea", 2, 4, marks=pytest.mark.heavy)]
+    "name, data, tensor",
+    [
+        ("exact", 1, 8),
+        ("snapkv", 2, 4),
+        pytest.param("chelsea", 2, 4, marks=pytest.mark.heavy),
+        pytest.param("by_head", 4, 2, marks=pytest.mark.heavy),
+    ],
 )
 def test_tokens_and_logits_are_those_of_one_device(name, data, tensor):
     mesh = kvjax.make_mesh(CONFIG.kv_heads, data=data, tensor=tensor)
@@ -155,6 +165,76 @@ def test_tokens_and_logits_are_those_of_one_device(name, data, tensor):
         jax.tree.leaves(together), jax.tree.leaves(generate.state_shardings(together, mesh)), strict=True
     ):
         assert not leaf.size or leaf.sharding.is_equivalent_to(at, leaf.ndim)
+
+
+# Of two processes, with every policy.
+SHIPPED = """
+    import json, sys
+    import jax
+
+    jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
+    from tests.models import test_generate_sharded as own
+
+    model = own.place(own.shipped(), own.kvjax.make_mesh(2, data=2, tensor=4))
+    made = {name: own.written(model, policy) for name, policy in own.support.POLICIES.items()}
+    print(json.dumps({name: [rows, logits.tolist()] for name, (rows, logits) in made.items()}))
+"""
+
+
+@two_processes
+@pytest.mark.heavy
+def test_two_processes_write_what_one_does_with_every_policy():
+    first, second = run_two(SHIPPED)
+    assert first == second
+    for name, policy in support.POLICIES.items():
+        rows, logits = written(shipped(), policy)
+        assert first[name][0] == rows, name
+        np.testing.assert_allclose(first[name][1], logits, atol=1e-4, err_msg=name)
+
+
+@functools.cache
+def shipped():
+    return checkpoint.load(CHECKPOINT)
+
+
+def written(model, policy):
+    """What the shipped model writes in answer to prompts of several lengths, and its last logits."""
+    prompts = [list(range(5, 5 + length)) for length in (60, 17, 41, 33)]
+    generator = generate.Generator(model, policy, batch=4, max_prompt=60, max_new=24)
+    state = generator.read(generator.start(3), prompts)
+    rows = [[] for _ in prompts]
+    for newest, tokens in generator.write(state, 12):
+        state = newest
+        generate.collect(rows, tokens)
+    return rows, np.asarray(multihost_utils.process_allgather(state.logits, tiled=True))
+
+
+@on_devices
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", support.POLICIES)
+def test_the_shipped_model_writes_what_it_writes_on_one_device(name):
+    policy = support.POLICIES[name]
+    rows, logits = written(shipped(), policy)
+    # Two heads, each on two devices.
+    found, together = written(place(shipped(), kvjax.make_mesh(2, data=2, tensor=4)), policy)
+    assert found == rows
+    np.testing.assert_allclose(together, logits, atol=1e-4)
+
+
+@on_devices
+def test_devices_hold_and_need_their_part_of_the_memory():
+    def peak(mesh):
+        own = model() if mesh is None else place(model(), mesh)
+        generator = generate.Generator(own, POLICIES["exact"], batch=4, max_prompt=2048, max_new=64)
+        state = generate.placed(jax.eval_shape(generator.start), mesh)
+        lies = None if mesh else jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        memory = generator.lower_decode(state, lies).compile().memory_analysis()
+        return memory.argument_size_in_bytes + memory.temp_size_in_bytes
+
+    alone = peak(None)
+    for shape in ({"data": 4, "tensor": 2}, {"data": 2, "tensor": 4}, {"tensor": 8}, {"tensor": 8, "sequence": 8}):
+        # Staged tokens, and what is not a store, are the same on all devices that share a head.
+        assert alone / 8 < peak(kvjax.make_mesh(CONFIG.kv_heads, **shape)) < 1.3 * alone / 8
 
 
 @on_devices
