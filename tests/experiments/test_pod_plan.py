@@ -5,9 +5,11 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from experiments.common.compiled import Collective, collectives
 from tests.experiments.test_ahead_of_time import needs_compiler
@@ -27,31 +29,67 @@ CONFIG = {
 }
 
 
+def planned(directory, *arguments, **changes):
+    """Rows of plans for four chips, by policy and metric."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(CONFIG | changes))
+    own = [f"--shape={directory}", "--topology=v5e:2x2", "--budget=4096", f"--output_dir={directory}", *arguments]
+    command = [sys.executable, "-m", "experiments.pod_plan", *own]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {(row["policy"], row["metric"]): row for row in json.loads((directory / "pod_plan.json").read_text())}
+
+
 @needs_compiler
 def test_a_plan_says_what_fits_and_what_does_not(tmp_path):
-    """Eight texts of two million tokens: exact holds 4 GB of each of them on every chip."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "experiments.pod_plan", f"--shape={tmp_path}", "--topology=v5e:2x2", "--batch=8",
-            f"--context_tokens={2**21}", "--prefill_chunk=1024", "--policy=exact", "--policy=uniform",
-            "--budget=4096", f"--output_dir={tmp_path}",
-        ],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = {(row["policy"], row["metric"]): row for row in json.loads((tmp_path / "pod_plan.json").read_text())}
+    """Sixteen texts of two million tokens: exact holds 1 GB of each of them on every chip."""
+    sizes = ("--batch=16", f"--context_tokens={2**21}", "--prefill_chunk=1024")
+    rows = planned(tmp_path, *sizes, "--policy=exact", "--policy=uniform")
     assert "exact" not in [policy for policy, metric in rows if metric == "bytes_per_device"]
     assert re.search("decoding: RESOURCE_EXHAUSTED", rows["exact", "ms_per_token_bound"]["problem"])
     fits = rows["uniform", "bytes_per_device"]
     # Two layers of one kv head each per chip: 4096 slots and 64 staged, keys and values of 128 columns.
-    least = 8 * 2 * 2 * (4096 + 64) * 128 * 2
+    least = 16 * 2 * 2 * (4096 + 64) * 128 * 2
     assert least <= fits["device_bytes"] <= 1.1 * least
     assert fits["weight_bytes"] + fits["device_bytes"] <= fits["value"] < 16e9
     assert (tmp_path / "pod_plan.png").stat().st_size > 10_000
     # What crosses between chips are activations of one token and logits.
     sizes = [one["bytes"] for one in fits["collectives"]]
-    assert sizes and max(sizes) <= 4 * 8 * CONFIG["vocab_size"]
+    assert sizes and max(sizes) <= 4 * 16 * CONFIG["vocab_size"]
+    # It is not made again.
+    begin = time.perf_counter()
+    assert planned(tmp_path, *sizes, "--policy=exact", "--policy=uniform") == rows
+    assert time.perf_counter() - begin < sum(row["compile_seconds"] for row in rows.values())
+
+
+@needs_compiler
+@pytest.mark.heavy
+def test_many_layers_follow_from_few(tmp_path):
+    options = ("--batch=4", "--context_tokens=4096", "--prefill=streaming", "--policy=exact", "--policy=clusterkv")
+    whole, line = (
+        planned(tmp_path / name, *options, *more, num_hidden_layers=6)
+        for name, more in (("whole", ()), ("line", ("--compiled_layers=2",)))
+    )
+    for key, row in whole.items():
+        assert row["value"] == pytest.approx(line[key]["value"], rel=0.02)
+        for name in ("device_bytes", "weight_bytes", "read_bytes_per_token"):
+            assert row[name] == line[key][name]
+        exchanged = [sorted((one["kind"], one["bytes"]) for one in of[key]["collectives"]) for of in (whole, line)]
+        assert exchanged[0] == exchanged[1]
+        assert (row["compiled_layers"], line[key]["compiled_layers"]) == (6, 2)
+
+
+@needs_compiler
+@pytest.mark.heavy
+def test_the_largest_batch_fits_and_another_row_does_not(tmp_path):
+    sizes = ("--batch=4", f"--context_tokens={2**20}", "--prefill=streaming", "--policy=exact")
+    row = planned(tmp_path, *sizes, "--largest")["exact", "bytes_per_device"]
+    largest = row["largest_batch"]
+    assert largest > 4
+    # Where a row takes this much, so many more cannot be.
+    cache = row["device_bytes"] / 4
+    assert (largest + 2) * cache + row["weight_bytes"] > 0.85 * 16e9
+    assert largest * cache + row["weight_bytes"] < 16e9
 
 
 def test_collectives_are_found_in_a_program_s_text():

@@ -80,6 +80,14 @@ def each(names):
 
 
 every_policy = pytest.mark.parametrize("name", each(POLICIES))
+# For what states of few kinds tell apart.
+few_policies = pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("exact", "uniform", "subgen_mean_value") else pytest.param(name, marks=pytest.mark.heavy)
+        for name in POLICIES
+    ],
+)
 
 # Compiling takes most of the tests' time; the programs are small enough to run unoptimised.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

@@ -159,7 +159,7 @@ def test_needle_marks_are_those_of_the_definition(count):
     assert not np.any(marks[count:])
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("inside", [False, pytest.param(True, marks=pytest.mark.heavy)])
 def test_needles_are_kept_with_weight_one_on_layer_1_and_after(inside):
     policy, stream = reference(needles=6, needles_inside=inside), make_stream()
     keys, values, _ = prompt_of(stream, LENGTHS)
@@ -229,6 +229,7 @@ def test_values_go_to_the_bucket_of_their_norm():
     assert again.trees.count.tolist() == [0, 4, 2]
 
 
+@pytest.mark.heavy
 def test_paper_reads_numerator_and_denominator_from_trees_of_their_own():
     # Few enough tokens to keep them all: the two sums are exact, and tokens without value count in one only.
     stream, policy = make_stream(), kvjax.balancekv(200, **SMALL, variant="paper", value_exponents=(0, 0))
@@ -242,6 +243,7 @@ def test_paper_reads_numerator_and_denominator_from_trees_of_their_own():
     np.testing.assert_allclose(read_weights(policy, state)[:, 1], expected, atol=1e-6)
 
 
+@pytest.mark.heavy
 def test_paper_weights_are_powers_of_two():
     stream = make_stream()
     state = begin(POLICIES["balancekv_paper"], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)

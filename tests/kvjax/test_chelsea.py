@@ -20,6 +20,7 @@ from tests.kvjax.support import (
     QUICKLY,
     after,
     begin,
+    each,
     go,
     make_spec,
     make_stream,
@@ -42,7 +43,9 @@ def scheduled(name):
     return kvjax.chelsea(20, schedule=name, **OPTIONS)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule", [one if one == "llama-3" else pytest.param(one, marks=pytest.mark.heavy) for one in SCHEDULES]
+)
 def test_the_budget_is_full_after_every_compaction_for_every_schedule(schedule):
     policy, stream = scheduled(schedule), make_stream()
     state = begun(policy, stream)
@@ -56,7 +59,7 @@ def test_the_budget_is_full_after_every_compaction_for_every_schedule(schedule):
             state, _, _ = go(policy, state, after(stream, LENGTHS, PERIOD, tokens), PERIOD)
 
 
-@pytest.mark.parametrize("name", ["chelsea", "chelsea_paper"])
+@pytest.mark.parametrize("name", each(["chelsea", "chelsea_paper"]))
 def test_means_read_every_token_once_and_sums_are_conserved(name):
     # A query of zeros reads degree times mean value: every token exactly once, through all compactions.
     state, _, weights = whole_run(name)
@@ -81,7 +84,7 @@ def test_dropping_keeps_tokens_as_they_are_and_all_their_mass():
         assert int(merged.degree[row, head].sum()) == LENGTHS[row] + NEW - SINKS - RECENT or count == 0
 
 
-@pytest.mark.parametrize("name", ["chelsea", "chelsea_paper", "chelsea_drop"])
+@pytest.mark.parametrize("name", each(["chelsea", "chelsea_paper", "chelsea_drop"]))
 def test_equal_keys_in_every_cluster_make_attention_exact(name):
     # Four kinds of keys in long runs; values differ, so that dropping is not exact.
     stream = make_stream(7)
@@ -159,6 +162,7 @@ def test_the_slope_lowers_the_error_where_values_follow_keys():
     assert error(make()) < 0.7 * error(make(slope=None))
 
 
+@pytest.mark.heavy
 def test_heads_that_keep_all_take_their_slots_from_the_others(tmp_path):
     choice = HeadChoice(layers=2, kv_heads=2, full=((0, 1),), drop=((1, 0),))
     path = tmp_path / "heads.json"

@@ -132,7 +132,9 @@ def test_generated_tokens_are_clustered_among_themselves_a_chunk_at_a_time():
             np.testing.assert_array_equal(tokens, begin + EVERY * chunk + np.arange(EVERY))
 
 
-@pytest.mark.parametrize("padded", [1, SINKS, SINKS + 1, 32, PROMPT])
+@pytest.mark.parametrize(
+    "padded", [1, 32, *(pytest.param(size, marks=pytest.mark.heavy) for size in (SINKS, SINKS + 1, PROMPT))]
+)
 def test_prompts_are_clustered_alike_however_they_are_padded(padded):
     made, (keys, values) = policy(), make_tokens("normal")
     lengths = jnp.array([min(padded, 20), 1])

@@ -44,7 +44,9 @@ def by_loops(directions, points, iterations):
     return label, np.array(objective)
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize(
+    "start", [one if one == "random" else pytest.param(one, marks=pytest.mark.heavy) for one in STARTS]
+)
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**16))
 def test_it_is_lloyd_s_algorithm(start, seed):

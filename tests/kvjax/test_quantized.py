@@ -26,7 +26,7 @@ from tests.kvjax.support import (
 
 # Policies of every kind of store: a window alone, with a selection, with centroids or trees beside it, with blocks.
 NAMES = ("exact", "uniform", "chelsea", "balancekv_paper", "clusterkv", "quest")
-HEAVY = ("chelsea", "balancekv_paper", "quest")
+HEAVY = ("chelsea", "balancekv_paper", "clusterkv", "quest")
 STORAGES = {"int8": (jnp.int8, 127), "fp8": (jnp.float8_e4m3fn, 448)}
 both = pytest.mark.parametrize("storage", STORAGES)
 
@@ -65,7 +65,7 @@ def test_attention_reads_the_numbers_that_are_stored(name):
 
 
 @both
-@pytest.mark.parametrize("name", ["exact", "uniform", "chelsea"])
+@pytest.mark.parametrize("name", ["exact", "uniform", pytest.param("chelsea", marks=pytest.mark.heavy)])
 def test_outputs_are_near_those_of_the_policy_itself(name, storage):
     _, outputs, _ = run(name, storage)
     allowed = 0.02 if storage == "int8" else 0.15
@@ -139,6 +139,7 @@ def test_what_is_read_beside_attention_is_counted():
     assert policy.read_bytes(policy.init(spec, row)) == plain.read_bytes(plain.init(spec, row)) - 3 * quantised + scales
 
 
+@pytest.mark.heavy
 def test_layers_may_be_inside_or_outside():
     layers = [POLICIES["exact"], POLICIES["chelsea"]]
     inside = kvjax.quantized(kvjax.by_layer(layers))

@@ -14,6 +14,7 @@ from tests.kvjax.support import (
     after,
     begin,
     every_policy,
+    few_policies,
     go,
     make_spec,
     make_stream,
@@ -58,7 +59,7 @@ def test_every_array_names_its_axes(name):
             assert leaf.shape[axes.index("batch")] == len(LENGTHS)
 
 
-@every_policy
+@few_policies
 def test_taken_rows_go_on_as_in_their_batch(name):
     state, stream = prefilled(name)
     state, _ = decoded(name, state, stream, [0, 1, 2])
