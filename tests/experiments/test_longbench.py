@@ -1,5 +1,6 @@
 """LongBench's prompts and scores, against what the published scorer gave."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -7,6 +8,8 @@ import pytest
 
 from experiments.common import metrics
 from experiments.common.tasks import longbench
+from models import checkpoint
+from models.tokenizer import load as load_tokenizer
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "longbench_metrics.json").read_text("utf-8"))
 
@@ -79,3 +82,28 @@ def test_prompts_are_cut_in_the_middle():
     assert longbench.truncated(context, question, 6) == [0, 1, 2]
     with pytest.raises(ValueError, match="a question of 3 tokens does not fit in the last half of 5"):
         longbench.truncated(context, question, 5)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return load_tokenizer(pathlib.Path(checkpoint.__file__).parent / "checkpoints" / "line-retrieval-2l-4k")
+
+
+@pytest.mark.parametrize("words, longest", [(3, 4096), (3000, 1024)], ids=["whole", "cut"])
+def test_chat_models_get_a_turn_around_the_prompt(plain, words, longest, tmp_path):
+    template = "{{ bos_token }}<user> {{ messages[0]['content'] | trim }} <reply>"
+    chat = dataclasses.replace(plain, chat_template=template)
+    [example] = longbench.read(write(tmp_path / "qasper.jsonl", context="line tree is 12 " * words))
+    own, turn = (longbench.prompt_of(one, example, longest, chat=True) for one in (plain, chat))
+    text = lambda prompt: chat.decode([*prompt.context, *prompt.question])  # noqa: E731
+    # Around what there is without a template, cut as that is; the text's first token stands there once.
+    assert text(turn) == f"<user> {text(own).strip()} <reply>"
+    assert turn.context[: len(plain.prefix)] == list(plain.prefix) and plain.prefix[0] not in turn.context[1:]
+    # What asks, and what follows it, is not part of what is compressed.
+    assert chat.decode(turn.question) == f"{example.problem.question.strip()} <reply>"
+    assert longbench.prompt_of(chat, example, longest, chat=False) == own
+    # Tasks with examples of their own take none.
+    [few_shot] = longbench.read(write(tmp_path / "trec.jsonl", all_classes=["Date"]))
+    assert longbench.prompt_of(chat, few_shot, longest, chat=True) == longbench.prompt_of(
+        plain, few_shot, longest, chat=True
+    )
