@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from experiments.common.tasks import ruler
+
 PROFILES = {
     "quick": "every experiment's --quick: that everything works",
     "cpu": "two cores, some hours",
@@ -38,6 +40,8 @@ def _each(flag: str, *values: str | int) -> tuple[str, ...]:
 
 # As many bytes as there are to choose from.
 _SWEPT = _each("budget", "5%", "10%", "12.5%", "20%", "25%", "50%", "80%")
+# What the shipped language model was trained on.
+_NEEDLE_TASKS = _each("task", *ruler.NEEDLE_TASKS)
 _LONG = _each("context_tokens", 16384, 32768, 65536, 131072)
 _PAPERS_LINES = (
     *_each("policy", "exact", "streaming_llm", "h2o", "clustergen:variant=paper,recent=64", "clustergen:recent=64"),
@@ -111,15 +115,18 @@ JOBS = {
     ),
     "ruler": Job(
         "ruler",
-        cpu=("--documents=20", "--seed=10"),
+        cpu=("--documents=20", "--seed=10", *_NEEDLE_TASKS, *_each("budget", "10%", "25%", "50%")),
         h200=("--documents=200", "--seed=10", "--context_tokens=8192", *_SWEPT),
     ),
     "needle_in_haystack": Job(
         "needle_in_haystack",
         (*_NEEDLES, "--budget=25%"),
+        cpu=("--documents=1",),
         h200=(*_each("context_tokens", 1024, 2048, 4096, 8192), "--documents=10"),
     ),
-    "code_completion": Job("code_completion", h200=("--documents=500", "--context_tokens=8192", *_SWEPT)),
+    "code_completion": Job(
+        "code_completion", cpu=("--documents=20",), h200=("--documents=500", "--context_tokens=8192", *_SWEPT)
+    ),
     "perplexity": Job("perplexity", h200=("--documents=100", "--context_tokens=8192", *_SWEPT)),
     "longbench": Job("longbench", _LONGBENCH, data="longbench"),
     "longbench_e": Job("longbench", ("--e", *_LONGBENCH), data="longbench"),

@@ -16,25 +16,26 @@ from models import checkpoint, tokenizer
 from models.llama import Llama
 
 CHECKPOINTS = pathlib.Path(__file__).parents[2] / "models" / "checkpoints"
-DEFAULT_CHECKPOINT = "line-retrieval-2l-4k"
+# Of shipped checkpoints, the one that finds lines in longer texts, and the one that knows other tasks, too.
+LINES_CHECKPOINT, LANGUAGE_CHECKPOINT = "line-retrieval-2l-4k", "kvjax-lm-2k"
 
 # Slots that leave room for every option: with them only the options can be wrong.
 _AMPLE_BUDGET = 2**20
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def define_run() -> None:
+def define_run(*, model: str = LINES_CHECKPOINT) -> None:
     """Defines the flags of every experiment. Call once, at import of the experiment's module."""
-    flags.DEFINE_string("model", DEFAULT_CHECKPOINT, "A Hugging Face directory, or the name of a shipped checkpoint.")
+    flags.DEFINE_string("model", model, "A Hugging Face directory, or the name of a shipped checkpoint.")
     flags.DEFINE_string("output_dir", "build", "Where results go.")
     flags.DEFINE_integer("seed", 0, "Decides documents, sampling and the policies' randomness.")
     flags.DEFINE_bool("quick", False, "A small run, to see that everything works.")
     pod.define()
 
 
-def define_common(*, policies: Sequence[str], budgets: Sequence[str]) -> None:
+def define_common(*, policies: Sequence[str], budgets: Sequence[str], model: str = LINES_CHECKPOINT) -> None:
     """Defines the flags of experiments on policies, with an experiment's own defaults; calls `define_run`."""
-    define_run()
+    define_run(model=model)
     flags.DEFINE_multi_string("policy", list(policies), "NAME or NAME:option=value,... ; repeatable.")
     flags.DEFINE_multi_string(
         "budget", list(budgets), "Slots per head (1024), a share of exact's bytes (25%) or bytes (64MiB); repeatable."

@@ -39,10 +39,15 @@ QUICK_POLICIES, QUICK_BUDGETS = ("exact", "uniform", "streaming_llm"), ("50%",)
 
 
 def define_flags(
-    *, documents: int, batch: int, policies: Sequence[str] = POLICIES, budgets: Sequence[str] = BUDGETS
+    *,
+    documents: int,
+    batch: int,
+    policies: Sequence[str] = POLICIES,
+    budgets: Sequence[str] = BUDGETS,
+    model: str = settings.LANGUAGE_CHECKPOINT,
 ) -> None:
     """Defines the flags of an experiment that asks questions; calls `define_settings`."""
-    define_settings(policies=policies, budgets=budgets)
+    define_settings(policies=policies, budgets=budgets, model=model)
     flags.DEFINE_integer(
         "documents", documents, "Documents per task and length" + ("." if documents else "; 0 for all.")
     )
@@ -58,9 +63,14 @@ def define_flags(
     )
 
 
-def define_settings(*, policies: Sequence[str] = POLICIES, budgets: Sequence[str] = BUDGETS) -> None:
+def define_settings(
+    *,
+    policies: Sequence[str] = POLICIES,
+    budgets: Sequence[str] = BUDGETS,
+    model: str = settings.LANGUAGE_CHECKPOINT,
+) -> None:
     """Defines the flags of a sweep over settings; calls `settings.define_common`."""
-    settings.define_common(policies=policies, budgets=budgets)
+    settings.define_common(policies=policies, budgets=budgets, model=model)
     flags.DEFINE_bool("fresh", False, "Begin anew, whatever an earlier run with this output_dir did.")
     flags.DEFINE_integer("together", 8, "Settings that share a reading of the prompts, and are held at once.")
 

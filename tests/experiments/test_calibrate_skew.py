@@ -10,7 +10,7 @@ from models import generate
 
 @pytest.fixture(scope="module")
 def shipped():
-    return settings.load_model(settings.DEFAULT_CHECKPOINT)
+    return settings.load_model(settings.LINES_CHECKPOINT)
 
 
 @pytest.fixture(scope="module")

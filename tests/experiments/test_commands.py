@@ -28,7 +28,7 @@ def run(*arguments, text_input=None):
 @pytest.fixture(scope="module")
 def asked():
     """A document of about 500 tokens and its right answer, as text."""
-    _, tokenizer = settings.load_model(settings.DEFAULT_CHECKPOINT)
+    _, tokenizer = settings.load_model(settings.LINES_CHECKPOINT)
     [document] = task.documents(
         7, 1, lambda rng: task.generate_for_tokens(rng, lambda text: len(tokenizer.encode(text)), 500)
     )

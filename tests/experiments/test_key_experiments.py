@@ -56,7 +56,7 @@ def test_keys_are_turned_back_to_where_they_were():
 
 
 def test_corpora_are_decided_by_their_seeds():
-    _, tokenizer = settings.load_model(settings.DEFAULT_CHECKPOINT)
+    _, tokenizer = settings.load_model(settings.LINES_CHECKPOINT)
     for name in corpora.CORPORA:
         both = corpora.prompts(name, tokenizer, [3, 4], 200)
         assert both[0] != both[1]

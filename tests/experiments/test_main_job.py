@@ -31,7 +31,7 @@ def test_the_demo_tells_policies_apart(tmp_path):
 
 @pytest.mark.heavy
 def test_the_shipped_checkpoint_finds_lines_at_its_longest_context():
-    model, tokenizer = settings.load_model(settings.DEFAULT_CHECKPOINT)
+    model, tokenizer = settings.load_model(settings.LINES_CHECKPOINT)
     documents = line_retrieval.make_documents(tokenizer, 4096, 500, seed=500)
     exam = asking.exam("line retrieval", tokenizer, documents, line_retrieval.is_right, answer_tokens=4)
     longest, most = asking.room([exam], question_seen=False)

@@ -61,7 +61,7 @@ def test_consecutive_steps_of_a_recorded_stream(rows):
         assert 0 < once <= twice < 1
         [held] = select(rows, metric="important_per_page", layer=layer)
         assert 1 <= held["value"] < 16
-    model, tokenizer = settings.load_model(settings.DEFAULT_CHECKPOINT)
+    model, tokenizer = settings.load_model(settings.LINES_CHECKPOINT)
     _, drawn = next(iter(streams.recorded(model, tokenizer, range(2), 1024, 12)))
     [row] = select(rows, metric="top_kept", layer=0, steps=4)
     kept, group = [], drawn.queries.shape[2] // drawn.keys.shape[2]

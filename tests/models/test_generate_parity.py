@@ -1,14 +1,19 @@
 """Greedy continuations under the exact policy against transformers' own generation."""
 
+import pathlib
+
 import numpy as np
 import pytest
 
 import kvjax
+from experiments.training import mixture
 from models import checkpoint, generate
+from models.tokenizer import load as load_tokenizer
 from tests.models import families
 from tests.models.test_parity import GOLDEN
 
 NEW_TOKENS = 64
+SHIPPED = sorted((pathlib.Path(checkpoint.__file__).parent / "checkpoints").iterdir())
 
 
 def continuation(directory, prompts: np.ndarray) -> np.ndarray:
@@ -33,3 +38,23 @@ def test_live_greedy_tokens(hf_checkpoint):
     with torch.no_grad():
         expected = model.generate(torch.tensor(prompt), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
     np.testing.assert_array_equal(continuation(directory, prompt), expected[:, prompt.shape[1] :].numpy())
+
+
+@pytest.mark.parametrize("directory", SHIPPED, ids=lambda directory: directory.name)
+def test_shipped_checkpoints_answer_alike_in_transformers(directory):
+    """The same tokens, and so the same accuracy, which is high."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model, tokenizer = transformers.AutoModelForCausalLM.from_pretrained(directory), load_tokenizer(directory)
+    problems = [mixture.problem("line_retrieval", tokenizer, np.random.default_rng(n), 1024) for n in range(20)]
+    right = 0
+    for problem in problems:
+        prompt = tokenizer.encode(problem.prompt)
+        with torch.no_grad():
+            asked = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+            expected = model.generate(torch.tensor([prompt]), **asked)[0, len(prompt) :].tolist()
+        rows, _ = generate.generate(
+            checkpoint.load(directory), kvjax.exact(), [prompt], max_new_tokens=8, eos=tokenizer.eos_ids
+        )
+        assert rows[0] == expected[: len(rows[0])]
+        right += mixture.TASKS["line_retrieval"].score(tokenizer.decode(rows[0]), problem.answers)
+    assert right >= 17
