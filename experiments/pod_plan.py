@@ -52,7 +52,7 @@ _CONTEXT = flags.DEFINE_integer("context_tokens", 131072, "Longest prompt.")
 _NEW = flags.DEFINE_integer("max_new_tokens", 1024, "Most tokens after it.")
 _BATCH = flags.DEFINE_integer("batch", 8, "Sequences, over all groups.")
 _LAYERS = flags.DEFINE_integer("layers", None, "Layers, if not all; weights and caches are then of so many.")
-_COMPILED = flags.DEFINE_integer("compiled_layers", None, "Layers of decoding to compile, if not all; even.")
+_COMPILED = flags.DEFINE_integer("compiled_layers", None, "Layers to compile, if not all; even, and 4 at least.")
 _PREFILL = flags.DEFINE_enum(
     "prefill", "exact", ["exact", "streaming"], "Whether prompts are read exactly or through the cache."
 )
@@ -131,8 +131,9 @@ def main(argv: Sequence[str]) -> None:
         config = of_layers(config, layers)
     prepare_compiler()
     chosen = settings.settings(flags.FLAGS.policy, flags.FLAGS.budget)
-    if _COMPILED.value is not None and (_COMPILED.value < 2 or _COMPILED.value % 2):
-        raise app.UsageError(f"--compiled_layers={_COMPILED.value}: it must be even, and at least 2")
+    # A single layer's program is not like those of more: lines through it were off by tens of gigabytes.
+    if _COMPILED.value is not None and (_COMPILED.value < 4 or _COMPILED.value % 2):
+        raise app.UsageError(f"--compiled_layers={_COMPILED.value}: it must be even, and at least 4")
     directory = pathlib.Path(flags.FLAGS.output_dir)
     finished = Finished(directory / f"{NAME}.jsonl", fresh=_FRESH.value)
     plans = []

@@ -67,8 +67,8 @@ def test_a_plan_says_what_fits_and_what_does_not(tmp_path):
 def test_many_layers_follow_from_few(tmp_path):
     options = ("--batch=4", "--context_tokens=4096", "--prefill=streaming", "--policy=exact", "--policy=clusterkv")
     whole, line = (
-        planned(tmp_path / name, *options, *more, num_hidden_layers=6)
-        for name, more in (("whole", ()), ("line", ("--compiled_layers=2",)))
+        planned(tmp_path / name, *options, *more, num_hidden_layers=8)
+        for name, more in (("whole", ()), ("line", ("--compiled_layers=4",)))
     )
     for key, row in whole.items():
         assert row["value"] == pytest.approx(line[key]["value"], rel=0.02)
@@ -76,7 +76,7 @@ def test_many_layers_follow_from_few(tmp_path):
             assert row[name] == line[key][name]
         exchanged = [sorted((one["kind"], one["bytes"]) for one in of[key]["collectives"]) for of in (whole, line)]
         assert exchanged[0] == exchanged[1]
-        assert (row["compiled_layers"], line[key]["compiled_layers"]) == (6, 2)
+        assert (row["compiled_layers"], line[key]["compiled_layers"]) == (8, 4)
 
 
 @needs_compiler
