@@ -1,5 +1,6 @@
 """Generation on eight devices, simulated, writes what it writes on one: the tests run in a process that has them."""
 
+import contextlib
 import functools
 import json
 import os
@@ -8,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 import jax
@@ -95,13 +97,20 @@ def run_two(script, *arguments, expected_code=0):
         "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
     }
     command = [sys.executable, "-c", textwrap.dedent(script), str(port)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = [
-        subprocess.Popen([*command, str(number), *arguments], env=os.environ | flags, **pipes) for number in range(2)
-    ]
-    told = [process.communicate(timeout=1800) for process in started]
-    assert [process.returncode for process in started] == [expected_code] * 2, told[0][1][-3000:]
-    return [json.loads(out.splitlines()[-1]) for out, _ in told] if expected_code == 0 else []
+    with contextlib.ExitStack() as files:
+        # Not pipes: while one is read, the process behind the other would wait for a reader.
+        out, err = ([files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(2))
+        started = [
+            subprocess.Popen(
+                [*command, str(number), *arguments], env=os.environ | flags, stdout=out[number], stderr=err[number]
+            )
+            for number in range(2)
+        ]
+        codes = [process.wait(timeout=1800) for process in started]
+        for file in (*out, *err):
+            file.seek(0)
+        assert codes == [expected_code] * 2, err[0].read()[-3000:]
+        return [json.loads(file.read().splitlines()[-1]) for file in out] if expected_code == 0 else []
 
 
 two_processes = pytest.mark.skipif(jax.device_count() >= DEVICES, reason="starts processes of its own")
