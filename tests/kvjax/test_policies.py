@@ -274,8 +274,8 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
         slots, beside = 23, QUERY_HEADS * 3 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 4 * (2 * HEAD_DIM * 2 + 4)
     if name == "infinigen":  # ten tokens with a weight, and all in 12 dimensions; nothing but staging in the window
         slots, beside = 0, KV_HEADS * (10 * (2 * HEAD_DIM * 2 + 4) + 64 * 12 * 2 + 4 * 12 * HEAD_DIM) - 2 * 4
-    if name in GROWING:
-        slots = EXACT_SLOTS
+    if name in GROWING:  # the store begins at its first slot, without a bound
+        slots, beside = EXACT_SLOTS, -4
     if name.startswith("h2o"):  # sums of every slot
         beside = KV_HEADS * 4 * (20 + 8)
     if name == "balancekv_pairs":  # half the slots are a tree's, with log-weights
