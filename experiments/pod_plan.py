@@ -34,6 +34,7 @@ from experiments.common import plots, results, settings, speed
 from experiments.common.compiled import Collective, collectives
 from experiments.common.compilers import prepare_compiler
 from experiments.common.resuming import Finished
+from kvjax.policy import state_read_bytes
 from models import generate
 from models.llama import Llama, LlamaConfig
 from models.sharding import parameter_shardings
@@ -222,7 +223,7 @@ def plan(config: LlamaConfig, topology: str, setting: settings.Setting, batch: i
         weight_bytes=part_bytes(weights),
         cache_bytes=part_bytes(state.layers),
         # Blocks that a query recalls may all lie on one device.
-        read_bytes=sum(map(part_read_bytes, generator.policies, state.layers)),
+        read_bytes=sum(map(state_read_bytes, generator.policies, part(state.layers))),
         flops=2 * batch * sum(leaf.size for leaf in jax.tree.leaves(weights)) // len(devices),
         compiled_layers=count,
     )
@@ -294,13 +295,6 @@ def part(tree: Any) -> Any:
 def part_bytes(tree: Any) -> int:
     """Bytes of one device's part of abstract arrays."""
     return kvjax.cache_bytes(part(tree)).device
-
-
-def part_read_bytes(policy: kvjax.CachePolicy, cache: Any) -> int:
-    """Bytes of one device's part of a cache that a decoding step reads."""
-    read: list[int] = []
-    jax.eval_shape(lambda cache: read.append(policy.read_bytes(cache)), part(cache))
-    return read[0]
 
 
 def exchanged(program: Program) -> str:

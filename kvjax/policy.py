@@ -169,8 +169,12 @@ def row_bytes(policy: CachePolicy, spec: CacheSpec) -> int:
 
 def row_read_bytes(policy: CachePolicy, spec: CacheSpec) -> int:
     """Bytes of cache that decoding a token of one row reads in one layer."""
+    return state_read_bytes(policy, abstract_state(policy, dataclasses.replace(spec, batch=1)))
+
+
+def state_read_bytes(policy: CachePolicy, state: State) -> int:
+    """Bytes of a cache that a decoding step reads, from shapes and dtypes alone; the state may be abstract."""
     read: list[int] = []
-    state = abstract_state(policy, dataclasses.replace(spec, batch=1))
     jax.eval_shape(lambda state: read.append(policy.read_bytes(state)), state)
     return read[0]
 

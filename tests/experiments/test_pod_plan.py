@@ -5,7 +5,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -56,10 +55,14 @@ def test_a_plan_says_what_fits_and_what_does_not(tmp_path):
     # What crosses between chips are activations of one token and logits.
     exchanged = [one["bytes"] for one in fits["collectives"]]
     assert exchanged and max(exchanged) <= 4 * 16 * CONFIG["vocab_size"]
-    # It is not made again.
-    begin = time.perf_counter()
-    assert planned(tmp_path, *sizes, "--policy=exact", "--policy=uniform") == rows
-    assert time.perf_counter() - begin < sum(row["compile_seconds"] for row in rows.values())
+    # It is not made again: what is kept is taken as it stands.
+    kept = tmp_path / "pod_plan.jsonl"
+    plans = [json.loads(line) for line in kept.read_text().splitlines()]
+    for one in plans:
+        one["value"]["flops"] += 1
+    kept.write_text("".join(json.dumps(one) + "\n" for one in plans))
+    again = planned(tmp_path, *sizes, "--policy=exact", "--policy=uniform")
+    assert again == {key: row | {"flops": row["flops"] + 1} for key, row in rows.items()}
 
 
 @needs_compiler

@@ -74,20 +74,15 @@ VARIANTS = (
 )
 
 
-def each(names):
-    """Test parameters, those of `VARIANTS` heavy."""
-    return [pytest.param(name, marks=pytest.mark.heavy) if name in VARIANTS else name for name in names]
+def each(names, quick=None):
+    """Test parameters: those of `quick` in the quick tests (by default all but `VARIANTS`), the others heavy."""
+    quick = set(names) - set(VARIANTS) if quick is None else quick
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.heavy) for name in names]
 
 
 every_policy = pytest.mark.parametrize("name", each(POLICIES))
 # For what states of few kinds tell apart.
-few_policies = pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("exact", "uniform", "subgen_mean_value") else pytest.param(name, marks=pytest.mark.heavy)
-        for name in POLICIES
-    ],
-)
+few_policies = pytest.mark.parametrize("name", each(POLICIES, quick=("exact", "uniform", "subgen_mean_value")))
 
 # Compiling takes most of the tests' time; the programs are small enough to run unoptimised.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

@@ -43,9 +43,7 @@ def scheduled(name):
     return kvjax.chelsea(20, schedule=name, **OPTIONS)
 
 
-@pytest.mark.parametrize(
-    "schedule", [one if one == "llama-3" else pytest.param(one, marks=pytest.mark.heavy) for one in SCHEDULES]
-)
+@pytest.mark.parametrize("schedule", each(SCHEDULES, quick=("llama-3",)))
 def test_the_budget_is_full_after_every_compaction_for_every_schedule(schedule):
     policy, stream = scheduled(schedule), make_stream()
     state = begun(policy, stream)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from kvjax.k_means import _draw_apart, _draw_uniformly, k_means
-from tests.kvjax.support import QUICKLY
+from tests.kvjax.support import QUICKLY, each
 
 POINTS, DIM, CLUSTERS, ITERATIONS = 30, 5, 4, 12
 STARTS = ("random", "k-means++")
@@ -44,9 +44,7 @@ def by_loops(directions, points, iterations):
     return label, np.array(objective)
 
 
-@pytest.mark.parametrize(
-    "start", [one if one == "random" else pytest.param(one, marks=pytest.mark.heavy) for one in STARTS]
-)
+@pytest.mark.parametrize("start", each(STARTS, quick=("random",)))
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**16))
 def test_it_is_lloyd_s_algorithm(start, seed):

@@ -19,7 +19,7 @@ import pytest
 import kvjax
 from experiments.common.compiled import collectives
 from kvjax.state import map_fields
-from tests.kvjax.support import POLICIES, make_spec
+from tests.kvjax.support import POLICIES, each, make_spec
 
 DEVICES = 8
 on_devices = pytest.mark.skipif(jax.device_count() < DEVICES, reason="runs in a process with eight devices")
@@ -135,9 +135,7 @@ def exchanged(name, mesh, longest):
 
 
 @on_devices
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.heavy) for name in POLICIES]
-)
+@pytest.mark.parametrize("name", each(POLICIES, quick=FEW))
 def test_a_decode_step_asks_no_other_device_for_keys_or_values(name):
     """Sums over all heads of a row, and partials of attention to a shared store: a few numbers, however long it is."""
     apart = kvjax.make_mesh(SPEC.kv_heads, data=2, tensor=4)
