@@ -82,7 +82,9 @@ def published() -> dict[str, dict[str, Done]]:
 def publish(found: Results, profile: str) -> None:
     """Puts jobs that were run in the place of earlier ones, and writes the page anew."""
     path = RESULTS / f"{profile}.json"
-    save((load(path) if path.exists() else {}) | dict(found), path)
+    merged = (load(path) if path.exists() else {}) | dict(found)
+    save(merged, path)
+    task_tables.plot({job: done.rows for job, done in merged.items()}, path.with_suffix(".png"))
     PAGE.write_text(render(published()), encoding="utf-8")
 
 
@@ -99,6 +101,9 @@ def render(found: Mapping[str, Results]) -> str:
     for profile, jobs in found.items():
         title = f"`--profile {profile}`"
         parts.append(f"{title}:\n\n" + task_tables.section({job: done.rows for job, done in jobs.items()}))
+        picture = RESULTS / f"{profile}.png"
+        if picture.exists():
+            parts.append(f"![what is kept of exact's results against bytes]({picture.relative_to(PAGE.parent)})\n")
     parts.append(_OTHERS)
     shown = {one.job for one in task_tables.SWEPT}
     shown |= {figures.job for paper in PAPERS for item in paper.items for figures in item.figures}

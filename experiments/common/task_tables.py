@@ -1,10 +1,14 @@
 """Every policy on every task that needs no downloaded data: one table, and which policies keep most of exact's results
 at equal bytes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import collections
+import pathlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.common import results
+import matplotlib.ticker
+
+from experiments.common import plots, results
 from experiments.common.results import Estimate, Row
 
 
@@ -96,6 +100,7 @@ def _scores(own: Iterable[tuple[str, Swept, Row]]) -> dict[str, Estimate]:
 def section(found: Mapping[str, Sequence[Row]]) -> str:
     """The table and what is best, in Markdown; a sentence where nothing was run."""
     every = lines(found)
+    shared = shared_tasks(every)
     tasks = list(dict.fromkeys(task for line in every for task in line.scores))
     if not tasks:
         return "Not run yet: `python -m experiments.all --profile cpu --job line_retrieval --job ruler`.\n"
@@ -103,9 +108,12 @@ def section(found: Mapping[str, Sequence[Row]]) -> str:
     parts.append("|---" * (len(tasks) + 4) + "|")
     for line in every:
         scores = [_score(line.scores.get(task)) for task in tasks]
-        kept = [f"{mean(line):.3f}", f"{min(line.kept.values()):.3f}"] if line.kept else ["-", "-"]
+        average = f"{mean(line, shared):.3f}" if shared <= set(line.kept) else "-"
+        kept = [average, f"{min(line.kept.values()):.3f}" if line.kept else "-"]
         fraction = f"{line.fraction:.1%}" + (" read" if line.recalls else "")
         parts.append("| " + " | ".join([f"`{line.setting}`", fraction, *scores, *kept]) + " |")
+    if left_out := [task for task in tasks if any(task in line.kept for line in every) and task not in shared]:
+        parts.append(f"\nAverages leave out {', '.join(left_out)}, where few policies were run.")
     parts += ["", *best(every)]
     failing = [task for line in every if line.setting == "exact" for task in line.scores if task not in line.kept]
     if failing:
@@ -119,14 +127,21 @@ def _score(score: Estimate | None) -> str:
     return "-" if score is None else f"{score.value:.2f} [{score.low:.2f}, {score.high:.2f}]"
 
 
-def mean(line: Line) -> float:
+def shared_tasks(every: Sequence[Line]) -> set[str]:
+    """The tasks that more than half of the lines have shares of, which averages are taken over."""
+    counts = collections.Counter(task for line in every for task in line.kept)
+    return {task for task, count in counts.items() if 2 * count > len(every)}
+
+
+def mean(line: Line, tasks: Collection[str]) -> float:
     """The mean share of exact's over tasks."""
-    return sum(line.kept.values()) / len(line.kept)
+    return sum(line.kept[task] for task in tasks) / len(tasks)
 
 
 def best(every: Sequence[Line]) -> list[str]:
     """What keeps most of exact's results at a quarter of its bytes: by bytes held, by bytes read, of each system."""
-    at_budget = [line for line in every if line.budget == BUDGET and line.kept]
+    shared = shared_tasks(every)
+    at_budget = [line for line in every if line.budget == BUDGET and shared <= set(line.kept)]
     groups = {
         "by bytes held": [line for line in at_budget if not line.recalls],
         "by bytes read": [line for line in at_budget if line.recalls],
@@ -135,12 +150,35 @@ def best(every: Sequence[Line]) -> list[str]:
     told = []
     for name, candidates in groups.items():
         if candidates:
-            first = max(candidates, key=mean)
+            first = max(candidates, key=lambda line: mean(line, shared))
             task = min(first.kept, key=lambda task: first.kept[task])
             least, met = first.kept[task], "met" if first.kept[task] >= 0.99 else "not met"
             told.append(
                 f"- Best {'of ' if name in SYSTEMS else ''}{name} at {BUDGET}: `{first.setting}` keeps "
-                f"{mean(first):.3f} of exact's results on average and {least:.3f} at least (`{task}`); .99 on every "
-                f"task is {met}."
+                f"{mean(first, shared):.3f} of exact's results on average and {least:.3f} at least (`{task}`); .99 on "
+                f"every task is {met}."
             )
     return told
+
+
+def plot(found: Mapping[str, Sequence[Row]], path: pathlib.Path) -> None:
+    """What policies keep of exact's results on average against their bytes, those held and those read side by side."""
+    every = lines(found)
+    shared = shared_tasks(every)
+    figure, panels = plots.plt.subplots(1, 2, figsize=(14, 7), sharey=True)
+    for panel, what, recalls in zip(panels, ("held", "read"), (False, True), strict=True):
+        points: dict[str, list[tuple[float, float]]] = {}
+        for line in every:
+            if line.recalls == recalls and line.budget and shared <= set(line.kept):
+                points.setdefault(line.setting.split(" @ ")[0], []).append((line.fraction, mean(line, shared)))
+        for number, (label, at) in enumerate(points.items()):
+            marker, style = "osv^D"[number % 5], ("-", "--", ":")[number // 10 % 3]
+            panel.plot(*zip(*sorted(at), strict=True), marker=marker, linestyle=style, label=label)
+        panel.set_xscale("log")
+        panel.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
+        panel.set_xlabel(f"bytes {what}, of exact's")
+        panel.grid(alpha=0.3)
+        if points:
+            panel.legend(fontsize=7)
+    panels[0].set_ylabel(f"share of exact's results kept, mean of {len(shared)} tasks")
+    plots.save(figure, path)
