@@ -80,11 +80,14 @@ def published() -> dict[str, dict[str, Done]]:
 
 
 def publish(found: Results, profile: str) -> None:
-    """Puts jobs that were run in the place of earlier ones, and writes the page anew."""
-    path = RESULTS / f"{profile}.json"
-    merged = (load(path) if path.exists() else {}) | dict(found)
-    save(merged, path)
-    task_tables.plot({job: done.rows for job, done in merged.items()}, path.with_suffix(".png"))
+    """Puts jobs that were run in the place of earlier ones, and of quick ones, and writes the page anew."""
+    earlier = published()
+    quick = {job: done for job, done in earlier.get("quick", {}).items() if job not in found}
+    for name, jobs in {"quick": quick, profile: earlier.get(profile, {}) | dict(found)}.items():
+        save(jobs, RESULTS / f"{name}.json")
+        rows = {job: done.rows for job, done in jobs.items()}
+        if task_tables.lines(rows):
+            task_tables.plot(rows, RESULTS / f"{name}.png")
     PAGE.write_text(render(published()), encoding="utf-8")
 
 
@@ -98,12 +101,13 @@ def render(found: Mapping[str, Results]) -> str:
         parts += [line(item, found) for item in paper.items]
         parts.append("")
     parts.append(_TASKS)
-    for profile, jobs in found.items():
-        title = f"`--profile {profile}`"
-        parts.append(f"{title}:\n\n" + task_tables.section({job: done.rows for job, done in jobs.items()}))
-        picture = RESULTS / f"{profile}.png"
-        if picture.exists():
-            parts.append(f"![what is kept of exact's results against bytes]({picture.relative_to(PAGE.parent)})\n")
+    swept = {profile: {job: done.rows for job, done in jobs.items()} for profile, jobs in found.items()}
+    swept = {profile: rows for profile, rows in swept.items() if task_tables.lines(rows)}
+    for profile, rows in swept.items():
+        parts.append(f"`--profile {profile}`:\n\n{task_tables.section(rows)}")
+        parts.append(f"![what is kept of exact's results against bytes](results/{profile}.png)\n")
+    if not swept:
+        parts.append(task_tables.section({}))
     parts.append(_OTHERS)
     shown = {one.job for one in task_tables.SWEPT}
     shown |= {figures.job for paper in PAPERS for item in paper.items for figures in item.figures}

@@ -108,7 +108,7 @@ def section(found: Mapping[str, Sequence[Row]]) -> str:
     parts.append("|---" * (len(tasks) + 4) + "|")
     for line in every:
         scores = [_score(line.scores.get(task)) for task in tasks]
-        average = f"{mean(line, shared):.3f}" if shared <= set(line.kept) else "-"
+        average = f"{mean(line, shared):.3f}" if comparable(line, shared) else "-"
         kept = [average, f"{min(line.kept.values()):.3f}" if line.kept else "-"]
         fraction = f"{line.fraction:.1%}" + (" read" if line.recalls else "")
         parts.append("| " + " | ".join([f"`{line.setting}`", fraction, *scores, *kept]) + " |")
@@ -133,6 +133,11 @@ def shared_tasks(every: Sequence[Line]) -> set[str]:
     return {task for task, count in counts.items() if 2 * count > len(every)}
 
 
+def comparable(line: Line, tasks: Collection[str]) -> bool:
+    """Whether a line has a share of exact's for every one of the tasks, of which there are some."""
+    return bool(tasks) and all(task in line.kept for task in tasks)
+
+
 def mean(line: Line, tasks: Collection[str]) -> float:
     """The mean share of exact's over tasks."""
     return sum(line.kept[task] for task in tasks) / len(tasks)
@@ -141,7 +146,7 @@ def mean(line: Line, tasks: Collection[str]) -> float:
 def best(every: Sequence[Line]) -> list[str]:
     """What keeps most of exact's results at a quarter of its bytes: by bytes held, by bytes read, of each system."""
     shared = shared_tasks(every)
-    at_budget = [line for line in every if line.budget == BUDGET and shared <= set(line.kept)]
+    at_budget = [line for line in every if line.budget == BUDGET and comparable(line, shared)]
     groups = {
         "by bytes held": [line for line in at_budget if not line.recalls],
         "by bytes read": [line for line in at_budget if line.recalls],
@@ -169,16 +174,18 @@ def plot(found: Mapping[str, Sequence[Row]], path: pathlib.Path) -> None:
     for panel, what, recalls in zip(panels, ("held", "read"), (False, True), strict=True):
         points: dict[str, list[tuple[float, float]]] = {}
         for line in every:
-            if line.recalls == recalls and line.budget and shared <= set(line.kept):
+            if line.recalls == recalls and line.budget and comparable(line, shared):
                 points.setdefault(line.setting.split(" @ ")[0], []).append((line.fraction, mean(line, shared)))
         for number, (label, at) in enumerate(points.items()):
             marker, style = "osv^D"[number % 5], ("-", "--", ":")[number // 10 % 3]
             panel.plot(*zip(*sorted(at), strict=True), marker=marker, linestyle=style, label=label)
         panel.set_xscale("log")
-        panel.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
+        percent = matplotlib.ticker.PercentFormatter(1, decimals=0)
+        panel.xaxis.set_major_formatter(percent)
+        panel.xaxis.set_minor_formatter(percent)
         panel.set_xlabel(f"bytes {what}, of exact's")
         panel.grid(alpha=0.3)
         if points:
             panel.legend(fontsize=7)
-    panels[0].set_ylabel(f"share of exact's results kept, mean of {len(shared)} tasks")
+    panels[0].set_ylabel(f"share of exact's results kept, mean over tasks: {len(shared)}")
     plots.save(figure, path)

@@ -1,5 +1,6 @@
 """The results page: complete, as its rows make it, and every command on it can be typed."""
 
+import dataclasses
 import json
 import re
 import shlex
@@ -147,3 +148,23 @@ def test_results_are_read_as_they_were_written(tmp_path):
     [read] = page.load(tmp_path / "cpu.json").values()
     assert read.command == "a command" and read.machine == "here"
     assert [one.value for one in read.rows] == [1.0, 0.5] and read.rows[1].extra["budget"] == "5%"
+
+
+def test_what_is_published_takes_the_place_of_earlier_and_quick_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(page, "PAGE", tmp_path / "README.md")
+
+    def done(value):
+        rows = [row("exact", 1.0, budget=None, prefill="exact"), row("h2o", value, budget="25%", prefill="exact")]
+        return page.Done("a command", [dataclasses.replace(one, question_seen=False) for one in rows], "here")
+
+    page.publish({"ruler": done(0.1), "line_retrieval": done(0.5)}, "quick")
+    assert "](results/quick.png)" in page.PAGE.read_text() and (page.RESULTS / "quick.png").exists()
+    page.publish({"line_retrieval": done(0.6)}, "cpu")
+    page.publish({"ruler": done(0.7)}, "cpu")
+    published = {
+        profile: {job: one.rows[1].value for job, one in jobs.items()} for profile, jobs in page.published().items()
+    }
+    assert published == {"quick": {}, "cpu": {"line_retrieval": 0.6, "ruler": 0.7}}
+    assert (tmp_path / "README.md").read_text() == page.render(page.published())
+    assert "](results/cpu.png)" in page.PAGE.read_text() and "quick.png" not in page.PAGE.read_text()
