@@ -156,7 +156,8 @@ def test_what_is_published_takes_the_place_of_earlier_and_quick_runs(tmp_path, m
 
     def done(value):
         rows = [row("exact", 1.0, budget=None, prefill="exact"), row("h2o", value, budget="25%", prefill="exact")]
-        return page.Done("a command", [dataclasses.replace(one, question_seen=False) for one in rows], "here")
+        unseen = [dataclasses.replace(one, question_seen=False, budget_fraction=0.25) for one in rows]
+        return page.Done("a command", unseen, "here")
 
     page.publish({"ruler": done(0.1), "line_retrieval": done(0.5)}, "quick")
     assert "](results/quick.png)" in page.PAGE.read_text() and (page.RESULTS / "quick.png").exists()
