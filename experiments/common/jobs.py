@@ -127,7 +127,11 @@ JOBS = {
     "code_completion": Job(
         "code_completion", cpu=("--documents=20",), h200=("--documents=500", "--context_tokens=8192", *_SWEPT)
     ),
-    "perplexity": Job("perplexity", h200=("--documents=100", "--context_tokens=8192", *_SWEPT)),
+    "perplexity": Job(
+        "perplexity",
+        cpu=("--form=per_position", "--position=2015"),
+        h200=("--documents=100", "--context_tokens=8192", *_SWEPT),
+    ),
     "longbench": Job("longbench", _LONGBENCH, data="longbench"),
     "longbench_e": Job("longbench", ("--e", *_LONGBENCH), data="longbench"),
     # The papers' figures.
