@@ -425,6 +425,7 @@ CLUSTERKV = Paper(
                 ),
             ),
             "python -m experiments.recall_rate --model DIRECTORY --stream recorded --recorded_tokens 32000",
+            "Clusters hold 80 tokens on average: recalls of 16 and 48 tokens, where pages are ahead, hold none whole.",
         ),
         Item(
             "Figure 12",
@@ -530,6 +531,7 @@ CHELSEA = Paper(
                 ),
             ),
             "python -m experiments.key_similarity --model DIRECTORY",
+            "It falls up to a distance of 64 in both layers; in layer 0 it rises again from there.",
         ),
         Item(
             "Table 1",
