@@ -49,6 +49,7 @@ class Line(NamedTuple):
     """One policy at one budget."""
 
     setting: str
+    label: str  # the policy and its options
     policy: str
     budget: str | None
     recalls: bool
@@ -83,7 +84,8 @@ def lines(found: Mapping[str, Sequence[Row]]) -> list[Line]:
         first = own[0][2]
         fraction = sum(row.budget_fraction or 0 for _, _, row in own) / len(own)
         recalls = bool(first.extra.get("recalls"))
-        made.append(Line(setting, first.policy, first.extra.get("budget"), recalls, fraction, scores, kept))
+        label = results.policy_label(first)
+        made.append(Line(setting, label, first.policy, first.extra.get("budget"), recalls, fraction, scores, kept))
     return made
 
 
@@ -175,7 +177,7 @@ def plot(found: Mapping[str, Sequence[Row]], path: pathlib.Path) -> None:
         points: dict[str, list[tuple[float, float]]] = {}
         for line in every:
             if line.recalls == recalls and line.budget and comparable(line, shared):
-                points.setdefault(line.setting.split(" @ ")[0], []).append((line.fraction, mean(line, shared)))
+                points.setdefault(line.label, []).append((line.fraction, mean(line, shared)))
         for number, (label, at) in enumerate(points.items()):
             marker, style = "osv^D"[number % 5], ("-", "--", ":")[number // 10 % 3]
             panel.plot(*zip(*sorted(at), strict=True), marker=marker, linestyle=style, label=label)
