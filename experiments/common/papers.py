@@ -425,8 +425,8 @@ CLUSTERKV = Paper(
                 ),
             ),
             "python -m experiments.recall_rate --model DIRECTORY --stream recorded --recorded_tokens 32000",
-            "Clusters hold 80 tokens on average: recalls of 16 and 48 tokens, where pages are ahead in layer 0, hold none "
-            "whole.",
+            "Clusters hold 80 tokens on average: recalls of 16 and 48 tokens, where pages are ahead in layer 0, hold "
+            "none whole.",
         ),
         Item(
             "Figure 12",
