@@ -6,6 +6,7 @@ last checkpoint stands when it is started again with `--resume`, to the same par
 follow from the seed and the step alone, and the tokenizer and the tokens of natural text stay in the run's directory.
 """
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -34,12 +35,14 @@ from models.tokenizer import load as load_tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """So many steps of sequences of `tokens` tokens: rows of natural text, and rows of tasks."""
+    """So many steps of sequences of `tokens` tokens: rows of natural text, and rows of tasks, whose loss is added to
+    that of natural text `answer_weight` times."""
 
     tokens: int
     natural_rows: int
     task_rows: int
     steps: int
+    answer_weight: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Preset:
         tasks: names of `mixture.TASKS`; a stage takes those that its length has room for.
         packages: natural text.
         dtype: what products are computed in; parameters and moments are float32.
+        restarts: steps at which the learning rate begins anew, at half of what it began at before.
     """
 
     name: str
@@ -68,6 +72,7 @@ class Preset:
     dtype: str = "float32"
     rope_theta: float = 1e6
     learning_rate: float = 8e-4
+    restarts: tuple[int, ...] = ()
     warmup_steps: int = 50
     weight_decay: float = 0.01
     checkpoint_steps: int = 50
@@ -101,7 +106,18 @@ PRESETS = {
         query_heads=4,
         kv_heads=2,
         head_dim=64,
-        stages=(Stage(512, 4, 4, 700), Stage(1024, 2, 2, 500), Stage(2048, 1, 1, 1000)),
+        stages=(
+            Stage(256, 8, 8, 400),
+            Stage(512, 4, 8, 800),
+            Stage(640, 2, 10, 400),
+            Stage(1024, 2, 4, 400),
+            Stage(2048, 1, 2, 250),
+            Stage(640, 2, 10, 500),
+            Stage(640, 2, 10, 250, answer_weight=10.0),
+            Stage(2048, 1, 2, 250, answer_weight=10.0),
+            Stage(2048, 1, 4, 350, answer_weight=10.0),
+        ),
+        restarts=(2250, 3250),
     ),
     "h200": Preset(
         name="kvjax-lm-8k",
@@ -112,7 +128,7 @@ PRESETS = {
         query_heads=8,
         kv_heads=4,
         head_dim=64,
-        stages=(Stage(512, 32, 32, 2000), Stage(2048, 16, 16, 2000), Stage(8192, 4, 4, 2000)),
+        stages=(Stage(256, 64, 64, 500), Stage(512, 32, 32, 1500), Stage(2048, 16, 16, 2000), Stage(8192, 4, 4, 2000)),
         dtype="bfloat16",
         learning_rate=6e-4,
         warmup_steps=200,
@@ -179,7 +195,8 @@ def training_batch(preset: Preset, data: Data, seed: int, step: int) -> tuple[Ba
     windows = np.stack([data.natural[begin : begin + stage.tokens] for begin in begins]).astype(np.int32)
     natural = np.pad(windows, ((0, 0), (1, 0)), constant_values=data.tokenizer.prefix[0])
     fitting = [task for task in preset.tasks if mixture.TASKS[task].fewest_tokens <= stage.tokens]
-    tasks = tuple(str(task) for task in rng.choice(fitting, stage.task_rows))
+    shares = np.array([mixture.TASKS[task].share for task in fitting])
+    tasks = tuple(str(task) for task in rng.choice(fitting, stage.task_rows, p=shares / shares.sum()))
     conversations = [mixture.conversation(task, data.tokenizer, rng, stage.tokens) for task in tasks]
     answer_tokens = mixture.most_answer_tokens(stage.tokens)
     asked = answer_loss.make_batch(conversations, stage.tokens, answer_tokens, data.tokenizer.eos_ids[0])
@@ -205,9 +222,14 @@ def initial_model(preset: Preset, seed: int) -> llama.Llama:
 
 
 def learning_rate(preset: Preset, step: int) -> float:
-    """Linear warm-up, then a cosine over the whole run that ends at a twentieth."""
-    warm = min(1.0, (step + 1) / preset.warmup_steps)
-    return preset.learning_rate * warm * (0.525 + 0.475 * math.cos(math.pi * step / preset.steps))
+    """Linear warm-up, then a cosine that ends at a twentieth, from the beginning or the last restart to the next one or
+    the end."""
+    edges = (0, *preset.restarts, preset.steps)
+    cycle = bisect.bisect_right(preset.restarts, step)
+    begin, end = edges[cycle : cycle + 2]
+    warm = min(1.0, (step - begin + 1) / preset.warmup_steps)
+    peak = preset.learning_rate / 2**cycle
+    return peak * warm * (0.525 + 0.475 * math.cos(math.pi * (step - begin) / (end - begin)))
 
 
 def optimizer(preset: Preset) -> optax.GradientTransformation:
@@ -235,15 +257,15 @@ class Step(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("graph", "preset"), donate_argnames=("params", "moments"))
 def train_step(
-    graph: nnx.GraphDef, preset: Preset, params: Any, moments: Any, batch: Batch, rate: float
+    graph: nnx.GraphDef, preset: Preset, params: Any, moments: Any, batch: Batch, rate: float, answer_weight: float
 ) -> tuple[Any, Any, Step]:
-    """One optimizer step on the mean loss of natural tokens plus that of answer tokens: new parameters and moments."""
+    """One optimizer step on the loss of natural text plus a multiple of that of answers: new parameters and moments."""
 
     def loss(params):
         model = nnx.merge(graph, cast(params, preset.dtype))
         of_text = answer_loss.text_losses(model, batch.natural).mean()
-        of_answers, right, asked = answer_loss.answers(model, batch.tasks, mixture.MOST_TURNS)
-        return of_text + of_answers, Step(of_text, of_answers, right, asked)
+        of_answers, right, asked = answer_loss.rows_alike(model, batch.tasks, mixture.MOST_TURNS)
+        return of_text + answer_weight * of_answers, Step(of_text, of_answers, right, asked)
 
     gradients, told = jax.grad(loss, has_aux=True)(params)
     updates, moments = optimizer(preset).update(gradients, moments, params)
@@ -273,9 +295,9 @@ def train(preset: Preset, output_dir: pathlib.Path, seed: int, resume: bool) -> 
         with log_path.open("a", buffering=1) as log:
             for step in steps:
                 batch, tasks = training_batch(preset, data, seed, step)
-                rate = learning_rate(preset, step)
-                params, moments, told = train_step(graph, preset, params, moments, batch, rate)
-                row: dict[str, Any] = {"step": step, "tokens": preset.stage(step).tokens}
+                stage, rate = preset.stage(step), learning_rate(preset, step)
+                params, moments, told = train_step(graph, preset, params, moments, batch, rate, stage.answer_weight)
+                row: dict[str, Any] = {"step": step, "tokens": stage.tokens}
                 row |= {"learning_rate": round(rate, 7), **summary(told, tasks)}
                 seconds = time.perf_counter() - started
                 log.write(json.dumps(row | {"seconds": round(seconds, 1)}) + "\n")
@@ -317,6 +339,7 @@ def card(preset: Preset, model: llama.Llama, rows: Sequence[results.Row], seed: 
             "device": f"{jax.device_count()} {jax.devices()[0].device_kind}",
             "stages": "; ".join(stages),
             "seed": seed,
+            "restarted": "".join(f", anew at half the rate after {step} steps" for step in preset.restarts),
         }
     )
 

@@ -10,8 +10,9 @@ from jaxtyping import Array, Bool, Float, Int
 from experiments.common.tasks import line_tokenizer
 from models.llama import Llama
 
-# Longer blocks compute more of the triangle above the diagonal, shorter ones make the products too small.
-ATTENTION_BLOCK = 512
+# Queries of a block, at least. Longer blocks compute more of the triangle above the diagonal, shorter ones make the
+# products too small; more than so many blocks take long to compile.
+ATTENTION_BLOCK, MOST_BLOCKS = 128, 16
 # From so many tokens on the backward pass computes attention's weights again: those of a batch are gigabytes per layer.
 RECOMPUTED_FROM = 4096
 
@@ -54,8 +55,9 @@ def causal_attention(
     recomputed = query.shape[1] >= RECOMPUTED_FROM
     attend = jax.checkpoint(jax.nn.dot_product_attention) if recomputed else jax.nn.dot_product_attention
     outputs = []
-    for start in range(0, query.shape[1], ATTENTION_BLOCK):
-        end = min(start + ATTENTION_BLOCK, query.shape[1])
+    block = max(ATTENTION_BLOCK, -(-query.shape[1] // MOST_BLOCKS))
+    for start in range(0, query.shape[1], block):
+        end = min(start + block, query.shape[1])
         visible = jnp.arange(end) <= jnp.arange(start, end)[:, None]
         outputs.append(attend(query[:, start:end], key[:, :end], value[:, :end], mask=visible[None, None]))
     return jnp.concatenate(outputs, axis=1)
@@ -91,17 +93,28 @@ def right_answers(
 
 def answers(
     model: Llama, batch: Batch, questions: int
-) -> tuple[Float[Array, ""], Bool[Array, "B Q"], Bool[Array, "B Q"]]:
-    """Mean cross-entropy of the answer tokens, and `right_answers`."""
+) -> tuple[Float[Array, "B A"], Bool[Array, "B Q"], Bool[Array, "B Q"]]:
+    """Cross-entropy of the answer tokens, 0 in slots that are not used, and `right_answers`."""
     logits = model.logits(answer_hidden(model, batch.tokens, batch.positions))
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
-    return jnp.sum(losses, where=batch.used) / jnp.sum(batch.used), *right_answers(logits, batch, questions)
+    return jnp.where(batch.used, losses, 0.0), *right_answers(logits, batch, questions)
 
 
 def loss_and_accuracy(model: Llama, batch: Batch, questions: int) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Mean cross-entropy of the answer tokens, and the share of questions answered right."""
-    loss, right, asked = answers(model, batch, questions)
-    return loss, jnp.sum(right) / jnp.sum(asked)
+    losses, right, asked = answers(model, batch, questions)
+    return jnp.sum(losses) / jnp.sum(batch.used), jnp.sum(right) / jnp.sum(asked)
+
+
+def rows_alike(
+    model: Llama, batch: Batch, questions: int
+) -> tuple[Float[Array, ""], Bool[Array, "B Q"], Bool[Array, "B Q"]]:
+    """Mean cross-entropy of a row's answer tokens, mean over rows, and `right_answers`.
+
+    In a mean over all answer tokens tasks with long answers and many questions would leave little to the others.
+    """
+    losses, right, asked = answers(model, batch, questions)
+    return jnp.mean(jnp.sum(losses, axis=1) / jnp.sum(batch.used, axis=1)), right, asked
 
 
 def text_losses(model: Llama, tokens: Int[Array, "B T1"]) -> Float[Array, "B T"]:

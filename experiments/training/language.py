@@ -110,7 +110,8 @@ instructions.
 
 Exact attention, greedy decoding, {tokens} tokens of prompt and answer (`accuracy.json`). Perplexity is per token of
 packages that it was not trained on ({held_out}), by how many tokens stand before; accuracies are of fresh problems as
-published.
+published. Of several values it writes each behind its key or its number (" key: value, ..."); scores ask what an answer
+contains.
 
 {table}
 
@@ -127,7 +128,7 @@ tokens: byte pairs learnt from its own training texts, with digits in groups of 
     python -m experiments.train_lm --preset={preset} --output_dir=build/train_lm/{preset}
 
 {steps} steps in {hours:.1f} hours on {device} (`train_log.jsonl`). AdamW, learning rate {learning_rate:.3g} with a
-warm-up and a cosine, gradients clipped to norm 1; seed {seed}.
+warm-up and a cosine{restarted}, gradients clipped to norm 1; seed {seed}.
 
 - **Data**: windows of installed packages' sources ({packages}; `experiments/common/sources.py`) with loss on every
   token, and texts of tasks with many questions each, with loss on the answers (`experiments/training/mixture.py`).

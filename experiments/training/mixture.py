@@ -18,6 +18,8 @@ from models.tokenizer import Tokenizer
 
 # Questions of a text, at most.
 MOST_TURNS = 32
+# What answers call the values of one key.
+ORDINALS = ("first", "second", "third", "fourth")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +39,14 @@ class Task:
         problem: the task as published, of at most so many tokens of the tokenizer.
         score: of an answer, from 0 to 1.
         fewest_tokens: what the shortest exercises take.
+        share: how often it is trained on, against tasks of share 1.
     """
 
     exercise: Callable[[np.random.Generator, int, int], Exercise]
     problem: Callable[[np.random.Generator, Callable[[str], int], int], Problem]
     score: Callable[[str, Sequence[str]], float]
     fewest_tokens: int
+    share: float = 1.0
 
 
 def _lines(rng: np.random.Generator, size: int, tokens: int) -> Exercise:
@@ -72,22 +76,36 @@ def _needles(task: str, rng: np.random.Generator, size: int, tokens: int) -> Exe
     if settings.haystack == "needle":
         # All needles are alike: then all of them may be asked for.
         settings, size = dataclasses.replace(settings, keys=size), 0
-    else:
-        fewest, most = max(settings.keys, settings.queries), min(len(ruler.DEPTHS), tokens // 64) // settings.values
+    elif settings.values == 1:
+        # Of several values of a key, which comes next is learnt where the key is the only one.
+        fewest, most = max(settings.keys, settings.queries), min(len(ruler.DEPTHS), tokens // 64)
         settings = dataclasses.replace(settings, keys=int(rng.integers(fewest, max(fewest, most), endpoint=True)))
     hidden = ruler.hide(settings, rng, size)
     order = rng.permutation(len(hidden.keys))
     groups = [order[begin : begin + settings.queries] for begin in range(0, len(order), settings.queries)]
-    problems = [hidden.ask(group.tolist()) for group in groups if len(group) == settings.queries]
-    return Exercise(problems[0].context, tuple((one.question, _listed(one.answers)) for one in problems))
+    asked = [group.tolist() for group in groups if len(group) == settings.queries]
+    return Exercise(
+        hidden.ask(asked[0]).context, tuple((hidden.ask(group).question, _answer(hidden, group)) for group in asked)
+    )
 
 
-def _listed(answers: Sequence[str]) -> str:
-    """Answers as a sentence goes on with them: " a" or " a, b, and c"."""
-    return " " + (answers[0] if len(answers) == 1 else ", ".join(answers[:-1]) + ", and " + answers[-1])
+def _answer(hidden: ruler.Hidden, asked: Sequence[int]) -> str:
+    """All values of the keys: " value", or where there are several " name: value, name: value, and name: value", of
+    keys by the key, of values of one key by their number.
+
+    What a value is looked up by then stands before it. Scores ask what an answer contains, whatever else it says.
+    """
+    names = [hidden.keys[number] for number in asked] if len(asked) > 1 else ORDINALS
+    values = [value for number in asked for value in hidden.values[number]]
+    if len(values) == 1:
+        return f" {values[0]}"
+    said = [f"{name}: {value}" for name, value in zip(names, values, strict=False)]
+    return " " + ", ".join(said[:-1]) + ", and " + said[-1]
 
 
 _FEWEST_TOKENS = {"niah_single_3": 512, "niah_multikey_3": 512, "niah_multivalue": 512, "niah_multiquery": 512}
+# What is learnt slowly.
+_SHARES = {"niah_multikey_3": 3.0, "niah_multivalue": 4.0, "niah_multiquery": 2.0}
 
 TASKS = {
     "line_retrieval": Task(_lines, _line_problem, _line_score, fewest_tokens=256),
@@ -97,6 +115,7 @@ TASKS = {
             functools.partial(ruler.generate, task),
             ruler.score,
             _FEWEST_TOKENS.get(task, 256),
+            _SHARES.get(task, 1.0),
         )
         for task in ruler.NEEDLE_TASKS
     },
@@ -105,7 +124,7 @@ TASKS = {
 
 def most_answer_tokens(tokens: int) -> int:
     """Answer tokens of an exercise of so many tokens, at most."""
-    return tokens // 8
+    return tokens // 4
 
 
 def conversation(task: str, tokenizer: Tokenizer, rng: np.random.Generator, tokens: int) -> Conversation:

@@ -13,6 +13,7 @@ from flax import nnx
 
 from experiments import train_lm
 from experiments.common import sources
+from experiments.common.tasks import line_tokenizer
 from experiments.training import answer_loss, circuits, language, shipping
 from models import checkpoint, llama
 from models import tokenizer as tokenizers
@@ -67,16 +68,25 @@ def abstract(preset):
 
 def test_stages_follow_each_other():
     preset = train_lm.PRESETS["cpu"]
-    lengths = [preset.stage(step).tokens for step in range(preset.steps)]
-    assert lengths == sorted(lengths) and set(lengths) == {stage.tokens for stage in preset.stages}
+    stages = [preset.stage(step) for step in range(preset.steps)]
+    assert [(stage, stages.count(stage)) for stage in dict.fromkeys(stages)] == [
+        (stage, stage.steps) for stage in preset.stages
+    ]
     with pytest.raises(ValueError, match=f"step={preset.steps} is past the last"):
         preset.stage(preset.steps)
 
 
 def test_the_learning_rate_warms_up_and_falls_to_a_twentieth():
-    preset = dataclasses.replace(train_lm.PRESETS["cpu"], warmup_steps=4)
+    preset = dataclasses.replace(TINY, stages=(train_lm.Stage(TOKENS, 1, 1, steps=6000),), warmup_steps=4)
     rates = np.array([train_lm.learning_rate(preset, step) for step in (0, 1, 2, 3, preset.steps)])
     np.testing.assert_allclose(rates / preset.learning_rate, [0.25, 0.5, 0.75, 1, 0.05], rtol=1e-3)
+
+
+def test_a_restarted_learning_rate_does_the_same_again_at_half_the_rate():
+    stages = (train_lm.Stage(TOKENS, 1, 1, steps=6000),)
+    preset = dataclasses.replace(TINY, stages=stages, warmup_steps=4, restarts=(3000,))
+    rates = np.array([train_lm.learning_rate(preset, step) for step in (2999, 3000, 3003, 5999)])
+    np.testing.assert_allclose(rates / preset.learning_rate, [0.05, 0.125, 0.5, 0.025], rtol=1e-3)
 
 
 def test_the_data_of_a_step_follow_from_seed_and_step(killed):
@@ -95,6 +105,22 @@ def test_losses_of_a_text_are_those_of_the_model():
     logits, found = nnx.jit(lambda model: (model(tokens[:, :-1]), answer_loss.text_losses(model, tokens)))(model)
     want = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), np.asarray(tokens[:, 1:, None]), axis=-1)
     np.testing.assert_allclose(found, want[..., 0], rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_many_and_of_few_answers_count_alike():
+    model = start(TINY)
+    answers = [(slice(5, 8), slice(12, 13)), (slice(9, 15),)]
+    tokens = np.random.default_rng(0).integers(TINY.vocabulary, size=(2, 20), dtype=np.int32)
+    is_answer = np.zeros(tokens.shape, bool)
+    for row, places in enumerate(answers):
+        for place in places:
+            is_answer[row, place] = True
+    batch = answer_loss.make_batch(list(map(line_tokenizer.Conversation, tokens, is_answer)), 20, 8, eos=0)
+    loss, _, asked = nnx.jit(lambda model: answer_loss.rows_alike(model, batch, questions=4))(model)
+    of_token = np.pad(nnx.jit(lambda model: answer_loss.text_losses(model, tokens))(model), ((0, 0), (1, 0)))
+    want = [np.concatenate([of_token[row, place] for place in places]).mean() for row, places in enumerate(answers)]
+    np.testing.assert_allclose(loss, np.mean(want), rtol=1e-4)
+    assert asked.sum(axis=1).tolist() == [2, 1]
 
 
 def test_weights_that_are_computed_again_change_no_gradient(monkeypatch):
