@@ -112,8 +112,8 @@ PRESETS = {
             Stage(640, 2, 10, 400),
             Stage(1024, 2, 4, 400),
             Stage(2048, 1, 2, 250),
-            Stage(640, 2, 10, 500),
-            Stage(640, 2, 10, 250, answer_weight=10.0),
+            Stage(640, 2, 10, 550),
+            Stage(640, 2, 10, 200, answer_weight=10.0),
             Stage(2048, 1, 2, 250, answer_weight=10.0),
             Stage(2048, 1, 4, 350, answer_weight=10.0),
         ),
@@ -323,6 +323,7 @@ def card(preset: Preset, model: llama.Llama, rows: Sequence[results.Row], seed: 
     seconds = json.loads(log.read_text().splitlines()[-1])["seconds"]
     stages = (
         f"{stage.steps} steps of {stage.natural_rows} windows and {stage.task_rows} tasks of {stage.tokens} tokens"
+        + (f", with {stage.answer_weight:g} times the loss on answers" if stage.answer_weight != 1 else "")
         for stage in preset.stages
     )
     return language.CARD.format(

@@ -11,7 +11,7 @@ from experiments.common.tasks import line_tokenizer
 from models.llama import Llama
 
 # Queries of a block, at least. Longer blocks compute more of the triangle above the diagonal, shorter ones make the
-# products too small; more than so many blocks take long to compile.
+# products too small. Every block is a part of the program of its own, so there are so many at most.
 ATTENTION_BLOCK, MOST_BLOCKS = 128, 16
 # From so many tokens on the backward pass computes attention's weights again: those of a batch are gigabytes per layer.
 RECOMPUTED_FROM = 4096

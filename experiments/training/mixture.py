@@ -84,9 +84,9 @@ def _needles(task: str, rng: np.random.Generator, size: int, tokens: int) -> Exe
     order = rng.permutation(len(hidden.keys))
     groups = [order[begin : begin + settings.queries] for begin in range(0, len(order), settings.queries)]
     asked = [group.tolist() for group in groups if len(group) == settings.queries]
-    return Exercise(
-        hidden.ask(asked[0]).context, tuple((hidden.ask(group).question, _answer(hidden, group)) for group in asked)
-    )
+    problems = [hidden.ask(group) for group in asked]
+    answers = [_answer(hidden, group) for group in asked]
+    return Exercise(problems[0].context, tuple(zip((one.question for one in problems), answers, strict=True)))
 
 
 def _answer(hidden: ruler.Hidden, asked: Sequence[int]) -> str:
@@ -97,10 +97,9 @@ def _answer(hidden: ruler.Hidden, asked: Sequence[int]) -> str:
     """
     names = [hidden.keys[number] for number in asked] if len(asked) > 1 else ORDINALS
     values = [value for number in asked for value in hidden.values[number]]
-    if len(values) == 1:
-        return f" {values[0]}"
-    said = [f"{name}: {value}" for name, value in zip(names, values, strict=False)]
-    return " " + ", ".join(said[:-1]) + ", and " + said[-1]
+    if len(values) > 1:
+        values = [f"{name}: {value}" for name, value in zip(names, values, strict=True)]
+    return " " + ruler.listed(values)
 
 
 _FEWEST_TOKENS = {"niah_single_3": 512, "niah_multikey_3": 512, "niah_multivalue": 512, "niah_multiquery": 512}

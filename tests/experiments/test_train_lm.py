@@ -1,6 +1,7 @@
 """The language model's training: data of a step, the start, a run that is killed, and what is shipped."""
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -68,10 +69,12 @@ def abstract(preset):
 
 def test_stages_follow_each_other():
     preset = train_lm.PRESETS["cpu"]
-    stages = [preset.stage(step) for step in range(preset.steps)]
-    assert [(stage, stages.count(stage)) for stage in dict.fromkeys(stages)] == [
-        (stage, stage.steps) for stage in preset.stages
+    assert [preset.stage(step) for step in range(preset.steps)] == [
+        stage for stage in preset.stages for _ in range(stage.steps)
     ]
+    lengths = [preset.stage(step).tokens for step in range(preset.steps)]
+    for begin, end in itertools.pairwise((0, *preset.restarts, preset.steps)):
+        assert lengths[begin:end] == sorted(lengths[begin:end])
     with pytest.raises(ValueError, match=f"step={preset.steps} is past the last"):
         preset.stage(preset.steps)
 

@@ -140,7 +140,7 @@ class Hidden:
     def ask(self, asked: Sequence[int]) -> Problem:
         """The problem of naming all values of these keys."""
         names = [self.keys[number] for number in asked]
-        query = names[0] if len(names) == 1 else ", ".join(names[:-1]) + ", and " + names[-1]
+        query = listed(names)
         answers = tuple(value for number in asked for value in self.values[number])
         context, question, kind = NEEDLE_CONTEXT, NEEDLE_QUESTION, str(self.task.value)
         if len(answers) == 1:
@@ -191,6 +191,11 @@ def hide(task: Needles, rng: np.random.Generator, size: int, depth: float | None
         tuple(tuple(value for of_key, value in hidden if of_key == number) for number in range(len(keys))),
         tuple(depths.tolist()),
     )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as RULER's questions list them: "a" or "a, b, and c"."""
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + ", and " + names[-1]
 
 
 def _of_one(template: str) -> str:
