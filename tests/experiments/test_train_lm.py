@@ -126,6 +126,28 @@ def test_rows_of_many_and_of_few_answers_count_alike():
     assert asked.sum(axis=1).tolist() == [2, 1]
 
 
+def test_a_step_weighs_answers_as_its_stage_says(killed, tmp_path, monkeypatch):
+    data = train_lm.load_data(TINY, killed)
+    graph, params = nnx.split(start(TINY))
+    one, other = (train_lm.training_batch(TINY, data, seed, 0)[0] for seed in (0, 1))
+    other = other._replace(natural=one.natural)
+
+    def stepped(batch, weight):
+        fresh = jax.tree.map(jnp.copy, params)  # a step's arguments are donated
+        return train_lm.train_step(graph, TINY, fresh, train_lm.optimizer(TINY).init(fresh), batch, 1.0, weight)[0]
+
+    def alike(weight):
+        return jax.tree.leaves(jax.tree.map(jnp.array_equal, stepped(one, weight), stepped(other, weight)))
+
+    assert all(alike(0.0)) and not any(alike(2.0))
+
+    stages = (train_lm.Stage(TOKENS, 1, 1, steps=1), train_lm.Stage(TOKENS, 1, 1, steps=2, answer_weight=5.0))
+    step, weights = train_lm.train_step, []
+    monkeypatch.setattr(train_lm, "train_step", lambda *args: weights.append(args[-1]) or step(*args))
+    train_lm.train(dataclasses.replace(TINY, stages=stages), tmp_path, seed=0, resume=False)
+    assert weights == [1.0, 5.0, 5.0]
+
+
 def test_weights_that_are_computed_again_change_no_gradient(monkeypatch):
     query, key, value = (jax.random.normal(jax.random.key(n), (1, 20, heads, 8)) for n, heads in enumerate((4, 2, 2)))
 
