@@ -15,6 +15,7 @@ compared by their differences, paired by seed.
 import dataclasses
 import functools
 import inspect
+import itertools
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from jaxtyping import Float
 from tqdm import tqdm
 
 import kvjax
-from experiments.common import plots, results, settings, speed, streams
+from experiments.common import plots, results, settings, speed, streams, sweeping
 from models import generate
 
 NAME = "attention_error"
@@ -176,12 +177,17 @@ def main(argv: Sequence[str]) -> None:
     directory = pathlib.Path(flags.FLAGS.output_dir)
     outcomes: dict[Case, list[Outcome]] = {}
     rows: list[results.Row] = []
-    for case, drawn in cases(_NORM.value or study.norms):
-        outcomes[case] = measure(case, drawn, chosen)
-        rank = float(np.mean([streams.effective_rank(keys) for keys in drawn.keys[0].swapaxes(0, 1)]))
-        rows += [row for one in outcomes[case] for row in outcome_rows(case, one, outcomes[case], rank)]
-        show(case, outcomes[case], rank)
-        results.write_rows(directory / f"{NAME}.json", rows)
+    for _, alike in itertools.groupby(cases(_NORM.value or study.norms), lambda pair: pair[0].spec):
+        for case, drawn in alike:
+            outcomes[case] = measure(case, drawn, chosen)
+            rank = float(np.mean([streams.effective_rank(keys) for keys in drawn.keys[0].swapaxes(0, 1)]))
+            rows += [row for one in outcomes[case] for row in outcome_rows(case, one, outcomes[case], rank)]
+            show(case, outcomes[case], rank)
+            results.write_rows(directory / f"{NAME}.json", rows)
+        # Programs are for one spec, and every layer has its own.
+        build.cache_clear()
+        programs.cache_clear()
+        sweeping.drop_programs()
     plot(directory / f"{NAME}.png", outcomes)
     if study.option:
         plot_option(directory / f"{NAME}_{study.option}.png", outcomes, study.option)

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -11,6 +12,18 @@ import pytest
 from experiments.common import results, streams
 
 ROOT = pathlib.Path(__file__).parents[2]
+# The command, which also says how many programs it holds when a case begins.
+COMMAND = """
+from absl import app
+from experiments import attention_error
+
+def measure(case, *rest, measure=attention_error.measure):
+    print("programs at", case, attention_error.programs.cache_info().currsize)
+    return measure(case, *rest)
+
+attention_error.measure = measure
+app.run(attention_error.main)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +36,7 @@ def done(tmp_path_factory):
         "--budget=2.5%", "--stream=tight", "--stream=recorded", "--norm=2", "--norm=4", "--seeds=4",
         "--tokens=512", "--head_dim=16", "--queries=8", "--recorded_tokens=192", f"--output_dir={directory}",
     ]  # fmt: skip
-    command = [sys.executable, "-m", "experiments.attention_error", *arguments]
+    command = [sys.executable, "-c", COMMAND, *arguments]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     assert (directory / "attention_error.png").stat().st_size > 10_000
@@ -50,6 +63,12 @@ def test_rows_are_complete(rows):
     assert all(row["ci95_low"] <= row["value"] <= row["ci95_high"] for row in errors)
     assert len(select(rows, metric="compress_seconds")) == len(errors)
     assert len(select(rows, metric="relative_error_per_coordinate")) == len(errors)
+
+
+def test_programs_are_held_as_long_as_they_are_of_use(done):
+    found = dict(re.findall(r"programs at (\w+ \d) (\d+)", done[1]))
+    # Norms share a spec, layers have their own.
+    assert found == {"norm 2": "0", "norm 4": "5", "layer 0": "0", "layer 1": "0"}
 
 
 def test_exact_is_exact_and_budgets_are_met(rows):
