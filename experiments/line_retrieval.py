@@ -34,6 +34,7 @@ POLICIES = (
     "chelsea",
     "clusterkv",
     "clusterkv:residual=False",
+    "clusterkv:cluster_tokens=16,residual=False",
     "quest",
     "infinigen",
     "h2o",

@@ -121,7 +121,7 @@ JOBS = {
     "needle_in_haystack": Job(
         "needle_in_haystack",
         (*_NEEDLES, "--budget=25%"),
-        cpu=("--documents=1",),
+        cpu=("--documents=3",),
         h200=(*_each("context_tokens", 1024, 2048, 4096, 8192), "--documents=10"),
     ),
     "code_completion": Job(
@@ -129,7 +129,13 @@ JOBS = {
     ),
     "perplexity": Job(
         "perplexity",
-        cpu=("--form=per_position", "--position=2015"),
+        ("--form=per_position",),
+        cpu=("--position=2015",),
+        h200=("--documents=100", "--context_tokens=8192", *_SWEPT),
+    ),
+    "perplexity_accumulating": Job(
+        "perplexity",
+        ("--form=accumulating",),
         h200=("--documents=100", "--context_tokens=8192", *_SWEPT),
     ),
     "longbench": Job("longbench", _LONGBENCH, data="longbench"),

@@ -26,6 +26,7 @@ POLICIES = (
     "balancekv",
     "chelsea",
     "clusterkv",
+    "clusterkv:cluster_tokens=16,residual=False",
     "quest",
     "infinigen",
     "h2o",
