@@ -69,8 +69,8 @@ def main(argv: Sequence[str]) -> None:
         for unit in units:
             unit |= {"texts": count, "longest": longest, "batch": batch, "seed": flags.FLAGS.seed, "data": _DATA.value}
             values = sweeping.every_setting(finished, chosen, unit, functools.partial(run, model, texts, unit))
-            sweeping.drop_programs()
-            readings = [likelihood.Reading.from_json(value, setting) for setting, value in values.items()]
+            told = sweeping.possible(values).items()
+            readings = [likelihood.Reading.from_json(value, setting) for setting, value in told]
             found += make_rows(readings, model, unit)
         show(found, f"Perplexity of {count} texts, {form.replace('_', ' ')}")
         rows += found
@@ -97,6 +97,7 @@ def run(
         position = unit["position"]
         cut = [text[: position + unit["next_tokens"] + 1] for text in texts()]
         readings, refused = likelihood.at_position(model, chosen, cut, position, **shared)
+    sweeping.drop_programs()
     found = {reading.setting: reading.to_json() for reading in readings}
     return found | {setting: {sweeping.REFUSED: reason} for setting, reason in refused.items()}
 

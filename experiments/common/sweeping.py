@@ -1,5 +1,6 @@
 """Sweeps of question-asking experiments: their flags, the units that a second start does not repeat, tables, plots."""
 
+import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -88,20 +89,25 @@ def every_setting(
     unit: Mapping[str, Any],
     run: Callable[[list[settings.Setting]], Mapping[settings.Setting, Any]],
 ) -> dict[settings.Setting, Any]:
-    """What came of each setting in a unit of a run, but for those that cannot be, which are said with their reason.
+    """What comes of each setting in a unit of a run: run now, or before.
 
     Args:
         run: values, as JSON has them, of some of the settings; {REFUSED: reason} of one that cannot be.
-
-    Raises:
-        ValueError: where none can be.
     """
-    found = finished.of_each(
+    return finished.of_each(
         chosen,
         lambda setting: dict(unit) | {"model": flags.FLAGS.model, "setting": str(setting)},
         run,
         flags.FLAGS.together,
     )
+
+
+def possible(found: Mapping[settings.Setting, Any]) -> dict[settings.Setting, Any]:
+    """Of what `every_setting` found what is not refused; of the others the reason is said.
+
+    Raises:
+        ValueError: where all are.
+    """
     refused = {setting: value[REFUSED] for setting, value in found.items() if REFUSED in value}
     if len(refused) == len(found):
         raise ValueError("; ".join(f"{setting}: {reason}" for setting, reason in refused.items()))
@@ -171,29 +177,7 @@ class Sweep:
         Raises:
             ValueError: where no setting can have caches of these sizes, with the reason.
         """
-        streaming, seen = prefill == "streaming", question == "seen"
-
-        def run(group: list[settings.Setting]) -> dict[settings.Setting, Any]:
-            lengths, max_new = sizes()
-            asker = asking.Asker(
-                self.model,
-                self.tokenizer,
-                group,
-                sizes=lengths,
-                max_new=max_new,
-                streaming=streaming,
-                question_seen=seen,
-                batch=self.batch,
-                seed=self.seed,
-            )
-            answered = {outcome.setting: outcome.to_json() for outcome in asker.ask(make())}
-            return answered | {setting: {REFUSED: reason} for setting, reason in asker.refused.items()}
-
-        shared = {"task": task, "prefill": prefill, "question": question, "documents": self.documents} | unit
-        found = every_setting(self._finished, self.chosen, shared | {"batch": self.batch, "seed": self.seed}, run)
-        return [
-            asking.Outcome.from_json(value, setting, streaming, seen, self.batch) for setting, value in found.items()
-        ]
+        return self._outcomes(self._answers(self.chosen, task, make, sizes, prefill, question, unit), prefill, question)
 
     def ask_all(
         self,
@@ -203,19 +187,60 @@ class Sweep:
         question: str,
         **unit: Any,
     ) -> dict[str, list[asking.Outcome]]:
-        """The same of several tasks, which share the sizes of caches and so their programs."""
+        """The same of several tasks, which share the sizes of caches and so their programs: settings that are held at
+        once answer all of them before the next ones come."""
 
         def sizes() -> tuple[Sequence[int], int]:
             longest, most = asking.room(make().values(), question == "seen")
             return [longest], most
 
         unit["tasks"] = list(tasks)
-        found = {
-            task: self.ask(task, lambda task=task: make()[task], sizes, prefill, question, **unit)  # type: ignore[misc]
-            for task in tasks
-        }
-        drop_programs()
-        return found
+        found: dict[str, dict[settings.Setting, Any]] = {task: {} for task in tasks}
+        for begin in range(0, len(self.chosen), flags.FLAGS.together):
+            group = self.chosen[begin : begin + flags.FLAGS.together]
+            for task in tasks:
+                exam = functools.partial(lambda task: make()[task], task)
+                found[task] |= self._answers(group, task, exam, sizes, prefill, question, unit)
+            drop_programs()
+        return {task: self._outcomes(answers, prefill, question) for task, answers in found.items()}
+
+    def _answers(
+        self,
+        chosen: Sequence[settings.Setting],
+        task: str,
+        make: Callable[[], asking.Exam],
+        sizes: Callable[[], tuple[Sequence[int], int]],
+        prefill: str,
+        question: str,
+        unit: Mapping[str, Any],
+    ) -> dict[settings.Setting, Any]:
+        """Outcomes, as JSON has them, or reasons of refusal."""
+
+        def run(group: list[settings.Setting]) -> dict[settings.Setting, Any]:
+            lengths, max_new = sizes()
+            asker = asking.Asker(
+                self.model,
+                self.tokenizer,
+                group,
+                sizes=lengths,
+                max_new=max_new,
+                streaming=prefill == "streaming",
+                question_seen=question == "seen",
+                batch=self.batch,
+                seed=self.seed,
+            )
+            answered = {outcome.setting: outcome.to_json() for outcome in asker.ask(make())}
+            return answered | {setting: {REFUSED: reason} for setting, reason in asker.refused.items()}
+
+        shared = {"task": task, "prefill": prefill, "question": question, "documents": self.documents, **unit}
+        return every_setting(self._finished, chosen, shared | {"batch": self.batch, "seed": self.seed}, run)
+
+    def _outcomes(self, answers: Mapping[settings.Setting, Any], prefill: str, question: str) -> list[asking.Outcome]:
+        streaming, seen = prefill == "streaming", question == "seen"
+        return [
+            asking.Outcome.from_json(value, setting, streaming, seen, self.batch)
+            for setting, value in possible(answers).items()
+        ]
 
     def rows(self, outcomes: Sequence[asking.Outcome], task: str, context_tokens: int, **extra: Any) -> list[Row]:
         """The rows of an exam of this run."""
