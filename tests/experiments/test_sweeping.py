@@ -12,7 +12,7 @@ def test_settings_that_are_held_at_once_answer_all_tasks_before_the_next_ones_co
 
     def answers(group, task, *_):
         done.append((task, *group))
-        return dict.fromkeys(group, {})
+        return {setting: {} for setting in group}
 
     sweep = object.__new__(sweeping.Sweep)  # without a model
     sweep.chosen = ["a", "b", "c"]
