@@ -69,8 +69,9 @@ def main(argv: Sequence[str]) -> None:
         for unit in units:
             unit |= {"texts": count, "longest": longest, "batch": batch, "seed": flags.FLAGS.seed, "data": _DATA.value}
             values = sweeping.every_setting(finished, chosen, unit, functools.partial(run, model, texts, unit))
-            told = sweeping.possible(values).items()
-            readings = [likelihood.Reading.from_json(value, setting) for setting, value in told]
+            readings = [
+                likelihood.Reading.from_json(value, setting) for setting, value in sweeping.not_refused(values).items()
+            ]
             found += make_rows(readings, model, unit)
         show(found, f"Perplexity of {count} texts, {form.replace('_', ' ')}")
         rows += found

@@ -102,8 +102,8 @@ def every_setting(
     )
 
 
-def possible(found: Mapping[settings.Setting, Any]) -> dict[settings.Setting, Any]:
-    """Of what `every_setting` found what is not refused; of the others the reason is said.
+def not_refused(found: Mapping[settings.Setting, Any]) -> dict[settings.Setting, Any]:
+    """What `every_setting` found, without settings that cannot be, which are said with their reason.
 
     Raises:
         ValueError: where all are.
@@ -194,13 +194,16 @@ class Sweep:
             longest, most = asking.room(make().values(), question == "seen")
             return [longest], most
 
+        def exam(task: str) -> asking.Exam:
+            return make()[task]
+
         unit["tasks"] = list(tasks)
         found: dict[str, dict[settings.Setting, Any]] = {task: {} for task in tasks}
         for begin in range(0, len(self.chosen), flags.FLAGS.together):
             group = self.chosen[begin : begin + flags.FLAGS.together]
             for task in tasks:
-                exam = functools.partial(lambda task: make()[task], task)
-                found[task] |= self._answers(group, task, exam, sizes, prefill, question, unit)
+                own = functools.partial(exam, task)
+                found[task] |= self._answers(group, task, own, sizes, prefill, question, unit)
             drop_programs()
         return {task: self._outcomes(answers, prefill, question) for task, answers in found.items()}
 
@@ -239,7 +242,7 @@ class Sweep:
         streaming, seen = prefill == "streaming", question == "seen"
         return [
             asking.Outcome.from_json(value, setting, streaming, seen, self.batch)
-            for setting, value in possible(answers).items()
+            for setting, value in not_refused(answers).items()
         ]
 
     def rows(self, outcomes: Sequence[asking.Outcome], task: str, context_tokens: int, **extra: Any) -> list[Row]:

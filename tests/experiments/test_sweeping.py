@@ -26,7 +26,7 @@ def test_settings_that_are_held_at_once_answer_all_tasks_before_the_next_ones_co
 
 def test_what_is_refused_is_left_out_with_its_reason(capsys):
     refused = {sweeping.REFUSED: "too small"}
-    assert sweeping.possible({"a": {}, "b": refused}) == {"a": {}}
+    assert sweeping.not_refused({"a": {}, "b": refused}) == {"a": {}}
     assert "left out: b: too small" in "".join(capsys.readouterr())
     with pytest.raises(ValueError, match="a: too small; b: too small"):
-        sweeping.possible({"a": refused, "b": refused})
+        sweeping.not_refused({"a": refused, "b": refused})
