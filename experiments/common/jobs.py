@@ -110,12 +110,12 @@ JOBS = {
     # Every policy on every task.
     "line_retrieval": Job(
         "line_retrieval",
-        cpu=("--documents=50", "--seed=10"),
+        cpu=("--documents=50", "--seed=10", *_SWEPT),
         h200=("--documents=500", "--seed=10", "--context_tokens=4096", "--question=unseen", "--question=seen", *_SWEPT),
     ),
     "ruler": Job(
         "ruler",
-        cpu=("--documents=20", "--seed=10", *_NEEDLE_TASKS, *_each("budget", "10%", "25%", "50%")),
+        cpu=("--documents=20", "--seed=10", *_NEEDLE_TASKS, *_SWEPT),
         h200=("--documents=200", "--seed=10", "--context_tokens=8192", *_SWEPT),
     ),
     "needle_in_haystack": Job(
@@ -125,17 +125,18 @@ JOBS = {
         h200=(*_each("context_tokens", 1024, 2048, 4096, 8192), "--documents=10"),
     ),
     "code_completion": Job(
-        "code_completion", cpu=("--documents=20",), h200=("--documents=500", "--context_tokens=8192", *_SWEPT)
+        "code_completion", cpu=("--documents=20", *_SWEPT), h200=("--documents=500", "--context_tokens=8192", *_SWEPT)
     ),
     "perplexity": Job(
         "perplexity",
         ("--form=per_position",),
-        cpu=("--position=2015",),
+        cpu=("--position=2015", *_SWEPT),
         h200=("--documents=100", "--context_tokens=8192", *_SWEPT),
     ),
     "perplexity_accumulating": Job(
         "perplexity",
         ("--form=accumulating",),
+        cpu=_SWEPT,
         h200=("--documents=100", "--context_tokens=8192", *_SWEPT),
     ),
     "longbench": Job("longbench", _LONGBENCH, data="longbench"),
