@@ -138,6 +138,7 @@ class Generator:
             return prefill_together([self], [state], prompts)[0]
         tokens, lengths = self._pad(prompts, self.block)
         self._check_room(positions, lengths)
+        state = _bound(state, self.mesh)
         for begin in range(0, tokens.shape[1], self.block):
             state = _append_block(
                 self._graph,
@@ -170,6 +171,7 @@ class Generator:
             raise ValueError("score reads through the cache: read a prompt first, or make the generator streaming")
         tokens, lengths = self._pad(texts, self.block)
         self._check_room(positions, lengths)
+        state = _bound(state, self.mesh)
         scored = []
         for begin in range(0, tokens.shape[1], self.block):
             block = everywhere(tokens[:, begin : begin + self.block], self.mesh)
@@ -193,6 +195,7 @@ class Generator:
             ValueError: when the caches were not made for so many tokens, or logits turn NaN or infinite.
         """
         self._check_room(np.asarray(state.positions), np.where(np.asarray(state.done), 0, max_tokens))
+        state = _bound(state, self.mesh)
         written = 0
         while written < max_tokens and not np.asarray(state.done).all():
             steps = min(self.block, max_tokens - written)
@@ -486,6 +489,12 @@ def _abstract(shape: tuple[int, ...], dtype: Any, mesh: Mesh | None, heads: bool
     """An array of rows, and maybe of heads [B, T, H, D]."""
     sharding = None if mesh is None else NamedSharding(mesh, HEADS if heads else ROWS)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def _bound(state: GenerationState, mesh: Mesh | None) -> GenerationState:
+    """The state bound to the device that it lies on. What lies in host memory always is, and binds all that a program
+    makes together with it: if the rest came in unbound, the next call would compile the same program once more."""
+    return state if mesh is not None else jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
 
 
 def _stays(state: GenerationState, mesh: Mesh | None) -> GenerationState:
