@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from experiments.common import choices
 from experiments.common.tasks import ruler
 
 PROFILES = {
@@ -91,16 +92,6 @@ _LONGBENCH = (
     ),
     *_each("budget", "20%", "25%"),
 )
-_ABLATIONS = {
-    "kept": _each("ablation", "kept"),
-    "chelsea": _each(
-        "ablation",
-        *(f"chelsea_{choice}" for choice in ("chunk", "outlier_heads", "schedule", "sinks", "recent", "values")),
-    ),
-    "balancekv": _each("ablation", "balancekv_batch", "balancekv_needles"),
-    "clusterkv": _each("ablation", "clusterkv_clusters", "clusterkv_selection"),
-    "subgen": _each("ablation", "clustergen_recent", "subgen_parameters", "streaming_llm_sinks"),
-}
 _UNGROUPED = _each("policy", "cam", "chelsea:slope=None", "clusterkv:residual=False")
 _HOSTED = _each(
     "policy", "clusterkv:residual=False", *(f"clusterkv:residual=False,host_steps={steps}" for steps in (0, 1, 2))
@@ -152,8 +143,8 @@ JOBS = {
     "attention_error_recorded": Job("attention_error", _SINGLE_LAYER, cpu=("--seeds=10",)),
     "calibrate_heads": Job("calibrate_heads"),
     **{
-        f"ablations_{system}": Job("ablations", names, h200=("--documents=500", "--seeds=20"))
-        for system, names in _ABLATIONS.items()
+        f"ablations_{system}": Job("ablations", _each("ablation", *names), h200=("--documents=500", "--seeds=20"))
+        for system, names in choices.BY_SYSTEM.items()
     },
     "key_similarity": Job("key_similarity"),
     "recall_rate": Job("recall_rate", ("--stream=recorded",)),

@@ -135,12 +135,12 @@ def line(item: Item, found: Mapping[str, Results]) -> str:
             if rows:
                 ran.setdefault((figures.job, profile), []).extend(rows)
                 here.append((f"{title}<br>" if title else "") + _measured(figures, rows))
-                if figures.order:
+                if figures.ranked:
                     orders.append((f"{title}: " if title else "") + verdict(figures, rows))
         if not any(taken.values()):
             ran.setdefault((figures.job, NOT_RUN), [])
             here.append((f"{title}: " if title else "") + NOT_RUN)
-    if any(figures.order for figures in item.figures):
+    if any(figures.ranked for figures in item.figures):
         orders = [*orders, item.why] if orders else [NOT_RUN]
     cells = (
         [f"**{item.name}**", item.what],

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from experiments.common import choices
 from experiments.common.results import Row, policy_label
 
 
@@ -21,7 +22,8 @@ class Figures:
         where: fields and the values that rows have there; a tuple lists several.
         label: the field that tells methods apart; "policy" is the policy with its options.
         groups: fields within which methods are compared.
-        order: methods, from best to worst as the paper has them; empty where it ranks none.
+        order: methods, from best to worst as the paper has them; one alone is shown and not ranked; empty where the
+            paper ranks none.
         others: whether methods that are not in the order are shown too.
         lower_is_better: of the metric.
         style: how a figure is written.
@@ -38,6 +40,11 @@ class Figures:
     lower_is_better: bool = False
     style: str = "{:.2f}"
     title: str = ""
+
+    @property
+    def ranked(self) -> bool:
+        """Whether the paper puts a method before another."""
+        return len(self.order) > 1
 
     def method(self, row: Row) -> str:
         """What tells a row's method apart."""
@@ -59,7 +66,7 @@ class Item(NamedTuple):
 
     name: str
     what: str
-    reported: str  # the paper's figures
+    reported: str = ""  # the paper's figures
     figures: tuple[Figures, ...] = ()
     with_weights: str = ""  # the command for the paper's own models and data
     why: str = ""  # why an order does not hold, as far as measured
@@ -116,8 +123,9 @@ def _needles(*order: str) -> tuple[Figures, ...]:
 
 def _ablation(name: str, *order: str, answers: bool = True) -> tuple[Figures, ...]:
     """Accuracy and error of an ablation's settings."""
+    [system] = (system for system, names in choices.BY_SYSTEM.items() if name in names)
     accuracy = Figures(
-        f"ablations_{name.split('_')[0]}",
+        f"ablations_{system}",
         "accuracy",
         where={"ablation": name},
         groups=("budget",),
@@ -125,7 +133,7 @@ def _ablation(name: str, *order: str, answers: bool = True) -> tuple[Figures, ..
         title="line retrieval",
     )
     error = Figures(
-        f"ablations_{name.split('_')[0]}",
+        f"ablations_{system}",
         "relative_error",
         where={"ablation": name},
         groups=("layer", "budget"),
@@ -670,4 +678,18 @@ CHELSEA = Paper(
     ),
 )
 
-PAPERS = (SUBGEN, CLUSTERGEN, BALANCEKV, CLUSTERKV, CHELSEA)
+_FOUR = (SUBGEN, CLUSTERGEN, BALANCEKV, CLUSTERKV, CHELSEA)
+_SHOWN = {figures.where.get("ablation") for paper in _FOUR for item in paper.items for figures in item.figures}
+
+CHOICES = Paper(
+    "Choices of the systems",
+    "One at a time, where the papers name a value but no figure, or ours differs: answers, and the error of attention "
+    "on recorded streams.",
+    tuple(
+        Item(name, f"{one.choice} ({one.source})", figures=_ablation(name))
+        for name, one in choices.ABLATIONS.items()
+        if name not in _SHOWN
+    ),
+)
+
+PAPERS = (*_FOUR, CHOICES)

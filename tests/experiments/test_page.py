@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from experiments.common import page
+from experiments.common.choices import ABLATIONS, BY_SYSTEM
 from experiments.common.jobs import JOBS, PROFILES
 from experiments.common.papers import PAPERS, Figures, Item, Paper
 from experiments.common.processes import ROOT, command
@@ -22,6 +23,7 @@ PRINTED = {
     "BalanceKV": (range(1, 5), range(1, 3)),
     "ClusterKV": (range(1, 14), range(1, 2)),
     "Chelsea": (range(1, 9), range(1, 12)),
+    "Choices of the systems": (range(0), range(0)),
 }
 # No experiments: they train, compile for other machines, write text, or run the others.
 OTHER_COMMANDS = {"train", "train_lm", "ahead_of_time", "pod_plan", "generate", "all"}
@@ -45,6 +47,11 @@ def test_every_experiment_is_run_and_every_figure_has_a_job():
     modules = {path.stem for path in (ROOT / "experiments").glob("*.py")} - {"__init__"}
     assert {job.experiment for job in JOBS.values()} == modules - OTHER_COMMANDS
     assert {figures.job for paper in PAPERS for item in paper.items for figures in item.figures} <= set(JOBS)
+
+
+def test_every_ablation_has_a_line():
+    shown = {figures.where.get("ablation") for paper in PAPERS for item in paper.items for figures in item.figures}
+    assert shown - {None} == set(ABLATIONS) == {name for names in BY_SYSTEM.values() for name in names}
 
 
 # Flags of two experiments cannot stand side by side, so those of one go before the next comes.
@@ -140,6 +147,13 @@ def test_a_line_shows_rows_of_its_job_alone_and_says_what_has_not_run(monkeypatc
     shown = page.line(item, {"cpu": found})
     assert "25%: `chelsea` 0.25 [0.10, 0.40]" in shown and "0.77" not in shown and page.NOT_RUN not in shown
     assert "`the command`: m, 2,048 tokens, n = 50; a machine (`cpu`)" in shown
+
+
+def test_a_method_alone_is_shown_and_not_ranked():
+    item = Item("Figure 12", "what", "the paper's", (dataclasses.replace(RANKED, order=("chelsea",)),), why="Because.")
+    done = page.Done("the command", [row("chelsea", 0.25, 0.1, 0.4, budget="25%")])
+    cells = page.line(item, {"cpu": {"ablations_kept": done}}).split(" | ")
+    assert cells[2:4] == ["25%: `chelsea` 0.25 [0.10, 0.40]", "-"]
 
 
 def test_results_are_read_as_they_were_written(tmp_path):
