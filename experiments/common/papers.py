@@ -159,6 +159,11 @@ def _times(job: str, metric: str, title: str, *order: str, style: str = "{:.2f}"
     )
 
 
+def _long_too(*figures: Figures) -> tuple[Figures, ...]:
+    """Figures of `latency`, each followed by the same of the prompts that only some policies read."""
+    return tuple(one for short in figures for one in (short, dataclasses.replace(short, job="latency_long")))
+
+
 def _compared(job: str, *order: str) -> tuple[Figures, ...]:
     """Time to first token, time per token and memory, as ratios to exact."""
     return (
@@ -308,7 +313,7 @@ BALANCEKV = Paper(
             "seconds for 16,384 random tokens and 1,024 generated, Llama-3.1-8B",
             "prefill 3.032 exact, 3.662 BalanceKV, 3.681 StreamingLLM, 3.748 PyramidKV, 3.755 SnapKV; decoding 37.8 "
             "exact, 37.2 PyramidKV, 38.1 BalanceKV, 40.3 StreamingLLM, 40.4 SnapKV",
-            (
+            _long_too(
                 _times(
                     "latency",
                     "time_to_first_token_over_exact",
@@ -440,7 +445,7 @@ CLUSTERKV = Paper(
             "Figure 12",
             "latency against the full cache, Llama-3.1-8B, prompts of 8k to 32k, 256 to 1,024 tokens written",
             "up to 2x faster end to end and 2.5x the decoding throughput at 32k; clustering 6 to 8% of prefill",
-            (
+            _long_too(
                 _times(
                     "latency",
                     "end_to_end_over_exact",
@@ -584,7 +589,7 @@ CHELSEA = Paper(
             "first token 1.784 / 4.212 / 11.421 s full, 1.814 / 4.306 / 11.500 Chelsea, 1.781 / 4.201 / 11.435 CaM; "
             "per token .043 / .071 / .137 s full, .035 / .036 / .043 Chelsea, .068 / .106 / .180 CaM; memory 19.4 / "
             "23.5 / 31.8 GB full, 15.9 / 16.7 / 18.4 Chelsea, 25.6 / 35.5 / 55.4 CaM",
-            _compared("latency", "chelsea:slope=None", "exact", "cam"),
+            _long_too(*_compared("latency", "chelsea:slope=None", "exact", "cam")),
             f"{_8B} --context_tokens 16384 --context_tokens 32768 --context_tokens 65536 --policy cam "
             "--policy chelsea:slope=None",
             "`cam` holds no more bytes than the others here; the paper's takes more time and memory than the full "
@@ -594,7 +599,7 @@ CHELSEA = Paper(
             "Figure 5",
             "prompt and 1,000 tokens, Llama-3.1-8B",
             "up to 2.72x faster than full",
-            (
+            _long_too(
                 _times(
                     "latency",
                     "end_to_end_over_exact",
