@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
 
 def measured(name: str, measure: str, finished: Finished, directory: pathlib.Path) -> list[results.Row]:
     """An ablation's rows by one measure; a quick one is of two settings."""
-    _, _, policies, budgets = ABLATIONS[name]
+    policies, budgets = ABLATIONS[name].policies, ABLATIONS[name].budgets
     if flags.FLAGS.quick:
         policies, budgets = policies[:2], budgets[:1]
     calibrated = directory.resolve() / "calibrated"

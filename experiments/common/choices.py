@@ -7,19 +7,23 @@ CALIBRATED = "CALIBRATED"
 
 
 class Ablation(NamedTuple):
-    """Settings that differ in one choice."""
+    """Settings that differ in one choice of a system."""
 
+    system: str
     choice: str
     source: str  # where the papers vary it
     policies: tuple[str, ...]
     budgets: tuple[str, ...] = ("20%",)
 
 
+# Of exact's bytes, as many as there are to choose from.
+SWEPT = ("5%", "10%", "12.5%", "20%", "25%", "50%", "80%")
 # BalanceKV's released code can only halve: as many bytes as one, two and three halvings take with the window beside.
 HALVINGS = ("52.5%", "28%", "15.5%")
 
 ABLATIONS = {
     "kept": Ablation(
+        "kept",
         "how much is kept, of every system",
         "Chelsea, Figure 4 (12.5 to 80%); BalanceKV, section 4.1 and Figure 1",
         (
@@ -41,14 +45,16 @@ ABLATIONS = {
             "clusterkv:residual=False",
             "clusterkv",
         ),
-        ("5%", "10%", "12.5%", "20%", "25%", "50%", "80%"),
+        SWEPT,
     ),
     "chelsea_chunk": Ablation(
+        "chelsea",
         "entries among which a partner is looked for; 4,096: all",
         "Chelsea, Table 4",
         tuple(f"chelsea:slope=None,chunk={chunk}" for chunk in (16, 64, 256, 4096)),
     ),
     "chelsea_outlier_heads": Ablation(
+        "chelsea",
         "heads that keep everything, at equal slots: none, by the paper's rule, by the error of attention",
         "Chelsea, Tables 5 and 11",
         (
@@ -59,6 +65,7 @@ ABLATIONS = {
         ("20%", "50%"),
     ),
     "chelsea_schedule": Ablation(
+        "chelsea",
         "the share of entries merged per step: the paper's three, constant, as many as can be",
         "Chelsea, appendix C.2",
         (
@@ -68,21 +75,25 @@ ABLATIONS = {
         ),
     ),
     "chelsea_sinks": Ablation(
+        "chelsea",
         "tokens kept from the prompt's start",
         "Chelsea, section 7.1 (16)",
         tuple(f"chelsea:slope=None,sinks={sinks}" for sinks in (0, 4, 16, 64)),
     ),
     "chelsea_recent": Ablation(
+        "chelsea",
         "tokens kept from the prompt's end",
         "Chelsea, section 7.1 (64)",
         tuple(f"chelsea:slope=None,recent={recent}" for recent in (0, 16, 64, 256)),
     ),
     "chelsea_values": Ablation(
+        "chelsea",
         "what stands for tokens that are merged: their means, means with a slope, one of them",
         "ours",
         ("chelsea:slope=None", "chelsea", "chelsea:joins=drop"),
     ),
     "balancekv_batch": Ablation(
+        "balancekv",
         "tokens that are balanced against one another, and the share of them that is kept",
         "BalanceKV, Figure 3 and appendix B.1",
         (
@@ -96,6 +107,7 @@ ABLATIONS = {
         HALVINGS,
     ),
     "balancekv_needles": Ablation(
+        "balancekv",
         "tokens unlike the others, kept whatever the walk says",
         "BalanceKV, section 4.3",
         (
@@ -106,12 +118,14 @@ ABLATIONS = {
         HALVINGS[:2],
     ),
     "clusterkv_clusters": Ablation(
+        "clusterkv",
         "tokens per cluster, against pages of 16",
         "ClusterKV, Figure 11b",
         (*(f"clusterkv:residual=False,cluster_tokens={tokens}" for tokens in (320, 160, 80, 40, 20)), "quest"),
         ("25%", "12.5%"),
     ),
     "clusterkv_selection": Ablation(
+        "clusterkv",
         "clusters per query head or per group of heads, clusters that are not read left out or kept as means",
         "ours",
         tuple(
@@ -122,12 +136,14 @@ ABLATIONS = {
         ("25%", "12.5%"),
     ),
     "clustergen_recent": Ablation(
+        "subgen",
         "how much of the budget is the newest tokens",
         "SubGen, section 3.2; ClusterGen, section 4.1 (the better of 2,048 and 3,072 of 5,000 to 9,000)",
         tuple(f"clustergen:variant=paper,recent={recent}" for recent in (16, 64, 256)),
         ("50%", "25%"),
     ),
     "subgen_parameters": Ablation(
+        "subgen",
         "samples per cluster, and pairs sampled by value norm",
         "SubGen, Theorem 1 (t and s)",
         (
@@ -138,19 +154,9 @@ ABLATIONS = {
         ("25%",),
     ),
     "streaming_llm_sinks": Ablation(
+        "subgen",
         "tokens kept from the prompt's start",
         "Chelsea, appendix C.1 (4)",
         tuple(f"streaming_llm:sinks={sinks}" for sinks in (0, 4, 16, 64)),
     ),
-}
-
-# Ablations by the system whose choices they are.
-BY_SYSTEM = {
-    "kept": ("kept",),
-    "chelsea": tuple(
-        f"chelsea_{choice}" for choice in ("chunk", "outlier_heads", "schedule", "sinks", "recent", "values")
-    ),
-    "balancekv": ("balancekv_batch", "balancekv_needles"),
-    "clusterkv": ("clusterkv_clusters", "clusterkv_selection"),
-    "subgen": ("clustergen_recent", "subgen_parameters", "streaming_llm_sinks"),
 }

@@ -39,8 +39,7 @@ def _each(flag: str, *values: str | int) -> tuple[str, ...]:
     return tuple(f"--{flag}={value}" for value in values)
 
 
-# As many bytes as there are to choose from.
-_SWEPT = _each("budget", "5%", "10%", "12.5%", "20%", "25%", "50%", "80%")
+_SWEPT = _each("budget", *choices.SWEPT)
 # What the shipped language model was trained on.
 _NEEDLE_TASKS = _each("task", *ruler.NEEDLE_TASKS)
 _LONG = _each("context_tokens", 16384, 32768, 65536, 131072)
@@ -49,11 +48,10 @@ _PAPERS_LINES = (
     *_each("budget", "65%", "58%", "50%"),
     "--question=seen",
 )
-# The released code can only halve: as many bytes as one, two and three halvings take with the window beside them.
 _SINGLE_LAYER = (
     "--stream=recorded",
     *_each("policy", "uniform", "balancekv:variant=reference", "balancekv"),
-    *_each("budget", "52.5%", "28%", "15.5%"),
+    *_each("budget", *choices.HALVINGS),
 )
 _NEEDLES = _each(
     "policy",
@@ -143,8 +141,12 @@ JOBS = {
     "attention_error_recorded": Job("attention_error", _SINGLE_LAYER, cpu=("--seeds=10",)),
     "calibrate_heads": Job("calibrate_heads"),
     **{
-        f"ablations_{system}": Job("ablations", _each("ablation", *names), h200=("--documents=500", "--seeds=20"))
-        for system, names in choices.BY_SYSTEM.items()
+        f"ablations_{system}": Job(
+            "ablations",
+            _each("ablation", *(name for name, one in choices.ABLATIONS.items() if one.system == system)),
+            h200=("--documents=500", "--seeds=20"),
+        )
+        for system in dict.fromkeys(one.system for one in choices.ABLATIONS.values())
     },
     "key_similarity": Job("key_similarity"),
     "recall_rate": Job("recall_rate", ("--stream=recorded",)),

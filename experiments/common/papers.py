@@ -123,9 +123,9 @@ def _needles(*order: str) -> tuple[Figures, ...]:
 
 def _ablation(name: str, *order: str, answers: bool = True) -> tuple[Figures, ...]:
     """Accuracy and error of an ablation's settings."""
-    [system] = (system for system, names in choices.BY_SYSTEM.items() if name in names)
+    job = f"ablations_{choices.ABLATIONS[name].system}"
     accuracy = Figures(
-        f"ablations_{system}",
+        job,
         "accuracy",
         where={"ablation": name},
         groups=("budget",),
@@ -133,7 +133,7 @@ def _ablation(name: str, *order: str, answers: bool = True) -> tuple[Figures, ..
         title="line retrieval",
     )
     error = Figures(
-        f"ablations_{system}",
+        job,
         "relative_error",
         where={"ablation": name},
         groups=("layer", "budget"),
@@ -683,8 +683,8 @@ CHELSEA = Paper(
     ),
 )
 
-_FOUR = (SUBGEN, CLUSTERGEN, BALANCEKV, CLUSTERKV, CHELSEA)
-_SHOWN = {figures.where.get("ablation") for paper in _FOUR for item in paper.items for figures in item.figures}
+_PRINTED = (SUBGEN, CLUSTERGEN, BALANCEKV, CLUSTERKV, CHELSEA)
+_SHOWN = {figures.where.get("ablation") for paper in _PRINTED for item in paper.items for figures in item.figures}
 
 CHOICES = Paper(
     "Choices of the systems",
@@ -697,4 +697,4 @@ CHOICES = Paper(
     ),
 )
 
-PAPERS = (*_FOUR, CHOICES)
+PAPERS = (*_PRINTED, CHOICES)
