@@ -48,9 +48,9 @@ def main(argv: Sequence[str]) -> None:
     finished = Finished(directory / f"{NAME}.jsonl")
     rows: list[results.Row] = []
     for name in tqdm(names, desc=NAME, leave=False):
-        found = [row for measure in _MEASURE.value for row in measured(name, measure, finished, directory)]
-        show(ABLATIONS[name], found)
-        rows += found
+        of_ablation = [row for measure in _MEASURE.value for row in measured(name, measure, finished, directory)]
+        show(ABLATIONS[name], of_ablation)
+        rows += of_ablation
         results.write_rows(directory / f"{NAME}.json", rows)
     plot(directory / f"{NAME}.png", rows)
     print(f"Rows: {directory / f'{NAME}.json'}   plot: {directory / f'{NAME}.png'}")
@@ -64,12 +64,15 @@ def measured(name: str, measure: str, finished: Finished, directory: pathlib.Pat
     calibrated = directory.resolve() / "calibrated"
     if any(CALIBRATED in policy for policy in policies):
         calibrate(finished, calibrated)
+    policies = tuple(policy.replace(CALIBRATED, str(calibrated)) for policy in policies)
     arguments = [
         *measure_arguments(measure),
-        *(f"--policy={policy.replace(CALIBRATED, str(calibrated))}" for policy in policies),
+        *(f"--policy={policy}" for policy in policies),
         *(f"--budget={budget}" for budget in budgets),
     ]
     run = functools.partial(processes.run, measure, arguments, directory / name)
+    described = [settings.description(setting) for setting in settings.settings(policies, budgets)]
+    unit = {"ablation": name, "experiment": measure, "arguments": arguments, "settings": described}
     return [
         dataclasses.replace(
             row,
@@ -77,7 +80,7 @@ def measured(name: str, measure: str, finished: Finished, directory: pathlib.Pat
             variant=row.variant and row.variant.replace(str(calibrated), CALIBRATED),
             extra=row.extra | {"ablation": name},
         )
-        for row in finished.rows({"ablation": name, "experiment": measure, "arguments": arguments}, run)
+        for row in finished.rows(unit, run)
         if row.metric in METRICS
     ]
 
@@ -96,7 +99,7 @@ def calibrate(finished: Finished, directory: pathlib.Path) -> None:
 
 def measure_arguments(measure: str) -> list[str]:
     """The flags of one experiment that all ablations share."""
-    own = {
+    by_measure = {
         "attention_error": [
             "--stream=recorded",
             f"--seeds={_SEEDS.value}",
@@ -107,7 +110,7 @@ def measure_arguments(measure: str) -> list[str]:
             f"--context_tokens={settings.value('context_tokens', quick=512)}",
         ],
     }
-    return [*shared_arguments(), f"--seed={flags.FLAGS.seed}", *own[measure]]
+    return [*shared_arguments(), f"--seed={flags.FLAGS.seed}", *by_measure[measure]]
 
 
 def column(row: results.Row) -> str:
@@ -120,9 +123,9 @@ def show(ablation: Ablation, rows: Sequence[results.Row]) -> None:
     shown = [row for row in rows if row.metric in MEASURES.values()]
     columns = list(dict.fromkeys(map(column, shown)))
     lines = []
-    for setting, found in results.by_setting(shown).items():
-        figures = {column(row): f"{row.value:.3g} [{row.ci95_low:.3g}, {row.ci95_high:.3g}]" for row in found}
-        fraction = np.mean([row.budget_fraction for row in found])
+    for setting, of_setting in results.by_setting(shown).items():
+        figures = {column(row): f"{row.value:.3g} [{row.ci95_low:.3g}, {row.ci95_high:.3g}]" for row in of_setting}
+        fraction = np.mean([row.budget_fraction for row in of_setting])
         lines.append((setting, f"{fraction:.1%}", *(figures.get(name, "-") for name in columns)))
     results.print_table(f"{ablation.choice} ({ablation.source})", ("policy", "of exact's", *columns), lines)
 
@@ -135,8 +138,8 @@ def plot(path: pathlib.Path, rows: Sequence[results.Row]) -> None:
     figure, axes = plt.subplots(len(names), len(metrics), figsize=size, squeeze=False)
     for name, panels in zip(names, axes, strict=True):
         for metric, axis in zip(metrics, panels, strict=True):
-            found = [row for row in rows if row.extra["ablation"] == name and row.metric == metric]
-            draw(axis, found)
+            of_metric = [row for row in rows if row.extra["ablation"] == name and row.metric == metric]
+            draw(axis, of_metric)
             axis.set_title(f"{name}: {metric}", fontsize=9)
             axis.grid(alpha=0.3)
     plots.save(figure, path)

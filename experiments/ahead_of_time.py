@@ -31,7 +31,7 @@ from tqdm import tqdm
 from experiments.common import results, settings
 from experiments.common.compiled import large_outputs
 from experiments.common.compilers import prepare_compiler
-from models import generate
+from models import generate, lowering
 from models.llama import Llama, LlamaConfig
 
 NAME = "ahead_of_time"
@@ -172,12 +172,12 @@ def decoding_programs(sharding: jax.sharding.Sharding, layers: int) -> Iterator[
         for setting in settings.settings(flags.FLAGS.policy, flags.FLAGS.budget):
             sizes: dict[str, Any] = {"batch": _BATCH.value, "max_prompt": _CONTEXT.value, "max_new": 512}
             spec = generate.cache_specs(model, **sizes)[0]
-            generator = generate.Generator(model, setting.build(spec, _CONTEXT.value), **sizes)
+            generator = generate.Generator(model, settings.fitted(setting, spec, _CONTEXT.value), **sizes)
             state = jax.eval_shape(generator.start)
             largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.layers[0]))
             yield Program(
-                f"{setting} D={head_dim}, {layers} layers",
-                generator.lower_decode(placed(state, sharding), sharding),
+                f"{settings.label(setting)} D={head_dim}, {layers} layers",
+                lowering.lower_decode(generator, placed(state, sharding), sharding),
                 kernels=layers,
                 cache=largest,
             )

@@ -14,7 +14,6 @@ compared by their differences, paired by seed.
 
 import dataclasses
 import functools
-import inspect
 import itertools
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,9 @@ from tqdm import tqdm
 
 import kvjax
 from experiments.common import plots, results, settings, speed, streams, sweeping
-from models import generate
+from kvjax.policy import Policy
+from kvjax.registry import POLICIES, PolicyChoice
+from models.prefill import asked_queries
 
 NAME = "attention_error"
 RECORDED = "recorded"
@@ -46,7 +47,7 @@ class Study(NamedTuple):
     policies: tuple[str, ...]
     budgets: tuple[str, ...]
     norms: tuple[float, ...]
-    option: str | None = None  # the option that is swept, for a figure of its own
+    option: str | None = None  # the setting that is swept, for a figure of its own
     baseline: str = "uniform"  # the policy that others are compared with
 
 
@@ -57,20 +58,20 @@ STUDIES = {
             "subgen",
             "subgen:variant=self_normalised",
             "balancekv",
-            "balancekv:variant=streaming",
-            "balancekv:variant=reference",
+            "balancekv:walk=streaming",
+            "balancekv_reference",
         ),
         BUDGETS,
         NORMS,
     ),
     # Both papers' Algorithm 1, which their theorems are about.
-    "theory": Study(("uniform", "subgen:variant=paper", "balancekv:variant=paper"), BUDGETS, NORMS),
+    "theory": Study(("uniform", "subgen:variant=paper", "balancekv_paper"), BUDGETS, NORMS),
     "block_size": Study(
         (
             "uniform",
             *(
-                f"balancekv:variant={variant},block_size={size}"
-                for variant in ("pairs", "streaming", "reference")
+                f"{policy}block_size={size}"
+                for policy in ("balancekv:walk=pairs,", "balancekv:walk=streaming,", "balancekv_reference:")
                 for size in (64, 128, 256)
             ),
         ),
@@ -155,10 +156,10 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class Result:
     """What one setting did to one case: errors are a figure per seed, the rest is per seed."""
 
-    setting: settings.Setting
+    setting: PolicyChoice
     error: Float[np.ndarray, "R"]
     coordinate_error: Float[np.ndarray, "R"]
     compress_seconds: float
@@ -175,22 +176,22 @@ def main(argv: Sequence[str]) -> None:
     budgets = flags.FLAGS.budget or study.budgets
     chosen = settings.settings(flags.FLAGS.policy or study.policies, budgets[:1] if flags.FLAGS.quick else budgets)
     directory = pathlib.Path(flags.FLAGS.output_dir)
-    outcomes: dict[Case, list[Outcome]] = {}
+    measured: dict[Case, list[Result]] = {}
     rows: list[results.Row] = []
     for _, alike in itertools.groupby(cases(_NORM.value or study.norms), lambda pair: pair[0].spec):
         for case, drawn in alike:
-            outcomes[case] = measure(case, drawn, chosen)
+            measured[case] = measure(case, drawn, chosen)
             rank = float(np.mean([streams.effective_rank(keys) for keys in drawn.keys[0].swapaxes(0, 1)]))
-            rows += [row for one in outcomes[case] for row in outcome_rows(case, one, outcomes[case], rank)]
-            show(case, outcomes[case], rank)
+            rows += [row for result in measured[case] for row in result_rows(case, result, measured[case], rank)]
+            show(case, measured[case], rank)
             results.write_rows(directory / f"{NAME}.json", rows)
         # Programs are for one spec, and every layer has its own.
         build.cache_clear()
         programs.cache_clear()
         sweeping.drop_programs()
-    plot(directory / f"{NAME}.png", outcomes)
+    plot(directory / f"{NAME}.png", measured)
     if study.option:
-        plot_option(directory / f"{NAME}_{study.option}.png", outcomes, study.option)
+        plot_option(directory / f"{NAME}_{study.option}.png", measured, study.option)
     print(f"Rows: {directory / f'{NAME}.json'}   plot: {directory / f'{NAME}.png'}")
 
 
@@ -213,36 +214,35 @@ def cases(norms: Sequence[float]) -> Iterator[tuple[Case, streams.Streams]]:
                 yield Case.of(name, "norm", norm, drawn, fixed=0), drawn.scaled(norm)
 
 
-def measure(case: Case, drawn: streams.Streams, chosen: Sequence[settings.Setting]) -> list[Outcome]:
-    """Every setting's outcome. One that cannot be made so small, or counts faults, is left out and said to be."""
+def measure(case: Case, drawn: streams.Streams, chosen: Sequence[PolicyChoice]) -> list[Result]:
+    """Every setting's result. One that cannot be made so small, or counts faults, is left out and said to be."""
     exact = streams.exact_attention(drawn)
     keys, values, queries = (jnp.asarray(part) for part in (drawn.keys, drawn.values, drawn.queries))
     rows = flags.FLAGS.seed + jnp.arange(case.spec.batch)
     row_keys = jax.vmap(jax.random.key)(rows)
-    found = []
+    of_case = []
     for setting in tqdm(chosen, desc=f"{case.stream}, {case}", leave=False):
         try:
             policy = build(setting, case.spec, case.fixed)
         except ValueError as error:
-            tqdm.write(f"{setting} is left out: {error}")
+            tqdm.write(f"{settings.label(setting)} is left out: {error}")
             continue
         compress, attend = programs(policy, case.spec, queries.shape[1])
-        tail = None
-        if count := generate.query_tail(policy, case.spec.max_prompt):
+        asked = None
+        if count := asked_queries(policy, case.spec.max_prompt):
             assert drawn.prompt_queries is not None
-            tail = jnp.asarray(drawn.prompt_queries[:, -count:])
-        seconds, state = speed.timed(compress, row_keys, keys, values, tail)
+            asked = jnp.asarray(drawn.prompt_queries[:, -count:])
+        seconds, cache = speed.timed(compress, row_keys, keys, values, asked)
         try:
-            kvjax.check(state)
+            kvjax.check(cache)
         except ValueError as error:
-            tqdm.write(f"{setting} is left out: {error}")
+            tqdm.write(f"{settings.label(setting)} is left out: {error}")
             continue
-        attended = np.asarray(attend(state, queries), np.float64)
-        device = kvjax.cache_bytes(state).device
-        read = policy.read_bytes(state)
-        counted = read if policy.recalls else device
-        found.append(
-            Outcome(
+        attended = np.asarray(attend(cache, queries), np.float64)
+        device, read = kvjax.cache_bytes(cache).device, kvjax.read_bytes(cache)
+        counted = read if cache.policy.recalls else device
+        of_case.append(
+            Result(
                 setting,
                 error=streams.relative_errors(attended, exact),
                 coordinate_error=streams.coordinate_errors(attended, exact),
@@ -253,117 +253,113 @@ def measure(case: Case, drawn: streams.Streams, chosen: Sequence[settings.Settin
                 fraction=counted / (case.spec.batch * case.spec.exact_bytes(case.spec.max_prompt)),
             )
         )
-    return found
+    return of_case
 
 
 @functools.cache
-def build(setting: settings.Setting, spec: kvjax.CacheSpec, fixed: int) -> kvjax.CachePolicy:
-    """The setting's policy, with `fixed` sinks and recent tokens where it has such options and they are not given."""
-    accepted = inspect.signature(kvjax.factory(setting.choice.name)).parameters
-    options = {name: fixed for name in ("sinks", "recent") if name in accepted} | dict(setting.choice.options)
-    choice = dataclasses.replace(setting.choice, options=tuple(options.items()))
-    return settings.Setting(choice, setting.budget).build(spec, spec.max_prompt)
+def build(setting: PolicyChoice, spec: kvjax.CacheSpec, fixed: int) -> Policy:
+    """The setting's policy, with `fixed` sinks and recent tokens where it has such settings and they are not given.
+    Remembered for the norms of a stream, which share a spec: finding it takes up to seconds."""
+    accepted = POLICIES[setting.name].__dataclass_fields__  # type: ignore[attr-defined]
+    given = {name: str(fixed) for name in ("sinks", "recent") if name in accepted} | dict(setting.settings)
+    return dataclasses.replace(setting, settings=tuple(given.items())).fit(spec, spec.max_prompt)
 
 
 @functools.cache
-def programs(policy: kvjax.CachePolicy, spec: kvjax.CacheSpec, queries: int) -> tuple[Any, Any]:
+def programs(policy: Policy, spec: kvjax.CacheSpec, queries: int) -> tuple[Any, Any]:
     """Compiled: (row keys, keys, values, the prompt's last queries or None) to the compressed cache, and (cache,
     queries) to what they attend to."""
     row_keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), spec.batch))
-    shown = generate.query_tail(policy, spec.max_prompt)
-    tokens, asked, tail = (
+    shown = asked_queries(policy, spec.max_prompt)
+    tokens, asked, last = (
         jax.ShapeDtypeStruct((spec.batch, count, heads, spec.head_dim), spec.dtype)
-        for count, heads in (
-            (spec.max_prompt, spec.kv_heads),
-            (queries, spec.query_heads),
-            (shown, spec.query_heads),
-        )
+        for count, heads in ((spec.max_prompt, spec.kv_heads), (queries, spec.query_heads), (shown, spec.query_heads))
     )
 
     @jax.jit
-    def compress(row_keys, keys, values, tail):
+    def compress(row_keys, keys, values, queries):
         lengths = jnp.full(spec.batch, spec.max_prompt, jnp.int32)
-        return policy.prefill(policy.init(spec, row_keys), keys, values, lengths, tail)[0]
+        return kvjax.prefill(kvjax.init(policy, spec, row_keys), keys, values, lengths, queries)[0]
 
     @jax.jit
-    def attend(state, query):
-        return kvjax.output(policy.attend(state, query)[0])
+    def attend(cache, query):
+        return kvjax.output(kvjax.attend(cache, query))
 
-    given = (row_keys, tokens, tokens, tail if shown else None)
-    state = jax.eval_shape(compress, *given)
-    return compress.lower(*given).compile(), attend.lower(state, asked).compile()
+    given = (row_keys, tokens, tokens, last if shown else None)
+    cache = jax.eval_shape(compress, *given)
+    return compress.lower(*given).compile(), attend.lower(cache, asked).compile()
 
 
-def outcome_rows(case: Case, one: Outcome, found: Sequence[Outcome], rank: float) -> list[results.Row]:
+def result_rows(case: Case, result: Result, of_case: Sequence[Result], rank: float) -> list[results.Row]:
     """One setting's rows: both errors, the difference to the baseline at the same bytes, seconds to compress."""
     shared = {
         "experiment": NAME,
         "model": flags.FLAGS.model if case.stream == RECORDED else "synthetic",
         "stream": case.stream,
-        "policy": one.setting.choice.name,
-        "variant": one.setting.choice.variant,
-        "budget_fraction": one.fraction,
+        "policy": result.setting.name,
+        "variant": result.setting.variant,
+        "budget_fraction": result.fraction,
         "context_tokens": case.spec.max_prompt,
         "batch": case.spec.batch,
         "n": case.spec.batch,
         "seed": flags.FLAGS.seed,
-        "device_bytes": one.device_bytes,
+        "device_bytes": result.device_bytes,
         "host_bytes": 0,
-        "read_bytes_per_token": one.read_bytes,
+        "read_bytes_per_token": result.read_bytes,
         "extra": {
             case.where: case.number,
-            "budget": str(one.setting.budget) if one.setting.budget else None,
+            "budget": str(result.setting.budget) if result.setting.budget else None,
             "sinks_and_recent": case.fixed,
             "effective_rank": rank,
         },
     }
     estimates = {
-        "relative_error": results.mean_interval(one.error),
-        "relative_error_per_coordinate": results.mean_interval(one.coordinate_error),
-        f"relative_error_minus_{STUDIES[_STUDY.value].baseline}": difference(one, found),
+        "relative_error": results.mean_interval(result.error),
+        "relative_error_per_coordinate": results.mean_interval(result.coordinate_error),
+        f"relative_error_minus_{STUDIES[_STUDY.value].baseline}": difference(result, of_case),
     }
-    return [results.Row(**shared, metric="compress_seconds", value=one.compress_seconds)] + [
+    return [results.Row(**shared, metric="compress_seconds", value=result.compress_seconds)] + [
         results.Row(**shared, metric=metric, value=estimate.value, ci95_low=estimate.low, ci95_high=estimate.high)
         for metric, estimate in estimates.items()
         if estimate is not None
     ]
 
 
-def baseline(one: Outcome, found: Sequence[Outcome]) -> Outcome | None:
-    """The baseline's outcome at the same bytes, the nearest within 5%; None where there is none, or it is `one`. (Not
+def baseline(result: Result, of_case: Sequence[Result]) -> Result | None:
+    """The baseline's result at the same bytes, the nearest within 5%; None where there is none, or it is `result`. (Not
     at the same --budget: a policy that can only halve may take half of it.)"""
-    plain = settings.PolicyChoice.parse(STUDIES[_STUDY.value].baseline)
-    others = [other for other in found if other.setting.choice == plain]
-    apart = [abs(other.counted_bytes / one.counted_bytes - 1) for other in others]
-    if one.setting.choice == plain or not others or min(apart) > 0.05:
+    plain = PolicyChoice.parse(STUDIES[_STUDY.value].baseline)
+    others = [other for other in of_case if settings.plain(other.setting) == plain]
+    apart = [abs(other.counted_bytes / result.counted_bytes - 1) for other in others]
+    if settings.plain(result.setting) == plain or not others or min(apart) > 0.05:
         return None
     return others[int(np.argmin(apart))]
 
 
-def difference(one: Outcome, found: Sequence[Outcome]) -> results.Estimate | None:
+def difference(result: Result, of_case: Sequence[Result]) -> results.Estimate | None:
     """The error minus the baseline's, paired by seed."""
-    other = baseline(one, found)
-    return None if other is None else results.mean_interval(one.error - other.error)
+    other = baseline(result, of_case)
+    return None if other is None else results.mean_interval(result.error - other.error)
 
 
-def show(case: Case, found: Sequence[Outcome], rank: float) -> None:
+def show(case: Case, of_case: Sequence[Result], rank: float) -> None:
     """The table of one case: bytes as a share of exact's, the paired difference as a share of the baseline's error,
     milliseconds to compress one stream."""
     lines = []
-    for one in found:
-        compared, other = difference(one, found), baseline(one, found)
+    for result in of_case:
+        compared, other = difference(result, of_case), baseline(result, of_case)
         against = "-"
         if compared is not None and other is not None:
             against = "{:+.0%} [{:+.0%}, {:+.0%}]".format(*(np.asarray(compared) / other.error.mean()))
         lines.append(
             (
-                str(one.setting.choice),
-                str(one.setting.budget or "-"),
-                f"{one.fraction:.1%}",
-                str(results.mean_interval(one.error)),
+                str(settings.plain(result.setting)),
+                str(result.setting.budget or "-"),
+                f"{result.fraction:.1%}",
+                str(results.mean_interval(result.error)),
                 against,
-                f"{one.coordinate_error.mean():.3g}",
-                f"{1e3 * one.compress_seconds:.1f}",
+                f"{result.coordinate_error.mean():.3g}",
+                f"{1e3 * result.compress_seconds:.1f}",
             )
         )
     title = f"{case.stream}, {case}: {case.spec.max_prompt} tokens, {case.spec.batch} seeds, effective rank {rank:.1f}"
@@ -379,18 +375,18 @@ def show(case: Case, found: Sequence[Outcome], rank: float) -> None:
     results.print_table(title, columns, lines)
 
 
-def plot(path: pathlib.Path, outcomes: dict[Case, list[Outcome]]) -> None:
+def plot(path: pathlib.Path, measured: dict[Case, list[Result]]) -> None:
     """Error against the share of exact's bytes: a row of panels per stream, a panel per norm or layer."""
-    names = list(dict.fromkeys(case.stream for case in outcomes))
-    width = max(sum(case.stream == name for case in outcomes) for name in names)
+    names = list(dict.fromkeys(case.stream for case in measured))
+    width = max(sum(case.stream == name for case in measured) for name in names)
     figure, axes = plt.subplots(len(names), width, figsize=(4.5 * width, 3.5 * len(names)), squeeze=False)
     for axis in axes.flat:
         axis.set_visible(False)
     for name, panels in zip(names, axes, strict=True):
-        here = [case for case in outcomes if case.stream == name]
+        here = [case for case in measured if case.stream == name]
         for case, axis in zip(here, panels, strict=False):
             axis.set_visible(True)
-            draw_errors(axis, outcomes[case])
+            draw_errors(axis, measured[case])
             axis.set_title(f"{name}, {case}", fontsize=10)
     for panels in axes:
         panels[0].set_ylabel("relative error")
@@ -398,13 +394,14 @@ def plot(path: pathlib.Path, outcomes: dict[Case, list[Outcome]]) -> None:
     plots.save(figure, path)
 
 
-def draw_errors(axis: Any, found: Sequence[Outcome]) -> None:
+def draw_errors(axis: Any, of_case: Sequence[Result]) -> None:
     """A line per policy, without exact, whose error is rounding alone."""
-    budgeted = [one for one in found if one.setting.budget]
-    for choice in dict.fromkeys(one.setting.choice for one in budgeted):
-        line = sorted((one for one in budgeted if one.setting.choice == choice), key=lambda one: one.fraction)
-        value, low, high = np.array([results.mean_interval(one.error) for one in line]).T
-        fractions = [100 * one.fraction for one in line]
+    budgeted = [result for result in of_case if result.setting.budget]
+    for choice in dict.fromkeys(settings.plain(result.setting) for result in budgeted):
+        line = [result for result in budgeted if settings.plain(result.setting) == choice]
+        line.sort(key=lambda result: result.fraction)
+        value, low, high = np.array([results.mean_interval(result.error) for result in line]).T
+        fractions = [100 * result.fraction for result in line]
         axis.errorbar(fractions, value, yerr=(value - low, high - value), marker=".", linewidth=1, label=str(choice))
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:g}")
@@ -413,22 +410,22 @@ def draw_errors(axis: Any, found: Sequence[Outcome]) -> None:
     axis.grid(alpha=0.3)
 
 
-def plot_option(path: pathlib.Path, outcomes: dict[Case, list[Outcome]], option: str) -> None:
-    """Error and seconds against an option of the policies (as in BalanceKV's Figure 3), a column of panels per case and
-    a line per policy without that option and budget."""
-    figure, axes = plt.subplots(2, len(outcomes), figsize=(4 * len(outcomes), 7), squeeze=False)
-    for (case, found), (above, below) in zip(outcomes.items(), axes.T, strict=True):
-        lines: dict[str, list[Outcome]] = {}
-        for one in found:
-            others = tuple(pair for pair in one.setting.choice.options if pair[0] != option)
-            if others != one.setting.choice.options:
-                label = f"{settings.PolicyChoice(one.setting.choice.name, others)} @ {one.setting.budget}"
-                lines.setdefault(label, []).append(one)
+def plot_option(path: pathlib.Path, measured: dict[Case, list[Result]], option: str) -> None:
+    """Error and seconds against a setting of the policies (as in BalanceKV's Figure 3), a column of panels per case and
+    a line per policy without that setting, and budget."""
+    figure, axes = plt.subplots(2, len(measured), figsize=(4 * len(measured), 7), squeeze=False)
+    for (case, of_case), (above, below) in zip(measured.items(), axes.T, strict=True):
+        lines: dict[str, list[Result]] = {}
+        for result in of_case:
+            others = tuple(pair for pair in result.setting.settings if pair[0] != option)
+            if others != result.setting.settings:
+                label = settings.label(dataclasses.replace(result.setting, settings=others))
+                lines.setdefault(label, []).append(result)
         for label, line in lines.items():
-            values = [dict(one.setting.choice.options)[option] for one in line]
-            error, low, high = np.array([results.mean_interval(one.error) for one in line]).T
+            values = [int(dict(result.setting.settings)[option]) for result in line]
+            error, low, high = np.array([results.mean_interval(result.error) for result in line]).T
             above.errorbar(values, error, yerr=(error - low, high - error), marker=".", linewidth=1, label=label)
-            below.plot(values, [one.compress_seconds for one in line], marker=".", linewidth=1)
+            below.plot(values, [result.compress_seconds for result in line], marker=".", linewidth=1)
         above.set(title=f"{case.stream}, {case}", ylabel="relative error", yscale="log")
         below.set(xlabel=option, ylabel="seconds to compress a stream", yscale="log")
         for axis in (above, below):

@@ -16,7 +16,7 @@ import functools
 import pathlib
 import platform
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 import kvjax
 from experiments.common import corpora, plots, results, settings, streams
-from kvjax.policies.chelsea import HeadChoice
+from kvjax.combinators.head_choice import HeadChoice
 from models.llama import Llama
 from models.tokenizer import Tokenizer
 from pallas_kernels.soft_match import soft_match
@@ -53,7 +53,7 @@ class Measured:
     """What was found of every head on one kind of text, a figure per text."""
 
     share: Float[np.ndarray, "R L H_kv"]  # of A tokens without an edge
-    error: dict[str, Float[np.ndarray, "R L H_kv"]]  # where caches take means, and where they drop
+    error: dict[Literal["mean", "drop"], Float[np.ndarray, "R L H_kv"]]  # where caches take means, and where they drop
 
     def ranking(self, rule: str) -> Float[np.ndarray, "L H_kv"]:
         """The larger, the sooner a head keeps everything."""
@@ -96,7 +96,8 @@ def read(
 
 def measure(model: Llama, tokenizer: Tokenizer, corpus: str, seeds: Sequence[int]) -> Measured:
     """Shares and errors of every head on one kind of text."""
-    shares, errors = [], {"mean": [], "drop": []}  # type: ignore[var-annotated]
+    shares: list[np.ndarray] = []
+    errors: dict[Literal["mean", "drop"], list[np.ndarray]] = {"mean": [], "drop": []}
     for _, drawn in tqdm(read(model, tokenizer, corpus, seeds), total=model.config.layers, desc=corpus, leave=False):
         middle = jnp.asarray(drawn.keys[:, SINKS : tokens() - RECENT].swapaxes(1, 2))
         shares.append(np.asarray(without_edge(middle, _THRESHOLD.value)))
@@ -118,15 +119,14 @@ def without_edge(keys: Float[Array, "R H_kv n D"], threshold: float) -> Float[Ar
     return jax.vmap(jax.vmap(share))(keys)
 
 
-@functools.cache
-def policy(joins: str, heads: HeadChoice | None = None) -> kvjax.CachePolicy:
+def policy(joins: Literal["mean", "drop"], heads: HeadChoice | None = None) -> kvjax.Chelsea:
     """Chelsea at the budget of the flags."""
-    return kvjax.chelsea(
+    return kvjax.Chelsea(
         int(_KEPT.value * tokens()),
         sinks=SINKS,
         recent=RECENT,
         chunk=CHUNK,
-        joins=joins,  # type: ignore[arg-type]
+        joins=joins,
         heads=heads,
     )
 
@@ -137,9 +137,7 @@ def spec_of(drawn: streams.Streams, layer: int = 0, layers: int = 1) -> kvjax.Ca
     return kvjax.CacheSpec(**sizes, max_prompt=count, max_new=1, layer=layer, layers=layers)
 
 
-def head_errors(
-    policy: kvjax.CachePolicy, spec: kvjax.CacheSpec, drawn: streams.Streams
-) -> Float[np.ndarray, "R H_kv"]:
+def head_errors(policy: kvjax.Chelsea, spec: kvjax.CacheSpec, drawn: streams.Streams) -> Float[np.ndarray, "R H_kv"]:
     """|z - Attn| / |Attn| of every kv head, its mean over queries and over the query heads that read it."""
     given = (jnp.asarray(x) for x in (drawn.keys, drawn.values, drawn.queries))
     attended = np.asarray(compressed(policy, spec, *given), np.float64)
@@ -153,8 +151,8 @@ def compressed(policy, spec, keys, values, queries):
     """What attention to the queries gives once keys and values are compressed."""
     row_keys = jax.random.split(jax.random.key(0), spec.batch)
     lengths = jnp.full(spec.batch, spec.max_prompt, jnp.int32)
-    state, _ = policy.prefill(policy.init(spec, row_keys), keys, values, lengths)
-    return kvjax.output(policy.attend(state, queries)[0])
+    cache, _ = kvjax.prefill(kvjax.init(policy, spec, row_keys), keys, values, lengths)
+    return kvjax.output(kvjax.attend(cache, queries))
 
 
 def choose(found: Sequence[Measured], rule: str) -> HeadChoice:

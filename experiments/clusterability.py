@@ -23,7 +23,7 @@ from sklearn.manifold import TSNE
 from tqdm import tqdm
 
 from experiments.common import geometry, plots, results, settings, streams
-from kvjax.k_center import greedy_k_center
+from kvjax.structures.k_center import greedy_k_center
 from models.llama import rope_frequencies
 
 NAME = "clusterability"

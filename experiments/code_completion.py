@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from absl import app, flags
 
-from experiments.common import asking, metrics, results, settings, sweeping
+from experiments.common import evaluating, metrics, results, settings, sweeping
 from experiments.common.tasks import code_completion as task
 from experiments.common.tasks.problem import Problem, problems
 
@@ -36,11 +36,11 @@ def main(argv: Sequence[str]) -> None:
     sweep = sweeping.Sweep(NAME, count)
     rows: list[results.Row] = []
     for tokens in settings.value("context_tokens", quick=[1024]):
-        make = functools.cache(functools.partial(make_exams, sweep, names, tokens))
+        make = functools.cache(functools.partial(make_tasks, sweep, names, tokens))
         for prefill, question in sweep.kinds():
             unit = {"context_tokens": tokens, "template": _TEMPLATE.value}
-            outcomes = sweep.ask_all(names, make, prefill, question, **unit)
-            found = [row for name in names for row in sweep.rows(outcomes[name], name, tokens)]
+            answered = sweep.evaluate_all(names, make, prefill, question, **unit)
+            found = [row for name in names for row in sweep.rows(answered[name], name, tokens)]
             title = f"Code completion: {count} lines, up to {tokens} tokens, prefill {prefill}, question {question}"
             for metric in (SIMILARITY, MATCH):
                 sweeping.show(f"{title}: {metric.replace('_', ' ')}", found, metric)
@@ -48,25 +48,25 @@ def main(argv: Sequence[str]) -> None:
     sweep.write(rows, draw)
 
 
-def make_exams(sweep: sweeping.Sweep, names: Sequence[str], tokens: int) -> dict[str, asking.Exam]:
+def make_tasks(sweep: sweeping.Sweep, names: Sequence[str], tokens: int) -> dict[str, evaluating.Task]:
     """Lines of every task at one length. Held-out packages are no model's training text: seeds need no offset."""
 
     def make(name: str, rng: np.random.Generator) -> Problem:
         return task.generate(name, _TEMPLATE.value, rng, lambda text: len(sweep.tokenizer.encode(text)), tokens)
 
-    exams = {}
+    tasks = {}
     for name in names:
         made = list(problems(sweep.seed, sweep.documents, functools.partial(make, name)))
-        exams[name] = asking.Exam(
+        tasks[name] = evaluating.Task(
             name,
-            [asking.Prompt.of(sweep.tokenizer, problem) for problem in made],
+            [evaluating.Prompt.of(sweep.tokenizer, problem) for problem in made],
             {
                 SIMILARITY: functools.partial(scored, metrics.code_similarity, made),
                 MATCH: functools.partial(scored, task.exact_match, made),
             },
             task.ANSWER_TOKENS,
         )
-    return exams
+    return tasks
 
 
 def scored(metric: task.Metric, made: Sequence[Problem], number: int, answer: str) -> float:

@@ -26,7 +26,8 @@ from tqdm import tqdm
 
 import kvjax
 from experiments.common import results, settings, speed
-from models import checkpoint, generate
+from kvjax.registry import PolicyChoice
+from models import checkpoint, generate, prefill
 from models.llama import Llama
 
 NAME = "decode_speed"
@@ -77,7 +78,7 @@ def main(argv: Sequence[str]) -> None:
         ]
         for setting in tqdm(chosen, desc=f"{context} tokens", leave=False):
             times, read, device = policy_times(model, setting, context, tokens, repetitions)
-            found.append(make_row(setting.choice.name, setting, times, context, weights, read, device))
+            found.append(make_row(setting.name, setting, times, context, weights, read, device))
         show(found, context, rate)
         rows += found
     path = pathlib.Path(flags.FLAGS.output_dir) / f"{NAME}.json"
@@ -86,16 +87,16 @@ def main(argv: Sequence[str]) -> None:
 
 
 def policy_times(
-    model: Llama, setting: settings.Setting, context: int, tokens: int, repetitions: int
+    model: Llama, setting: PolicyChoice, context: int, tokens: int, repetitions: int
 ) -> tuple[np.ndarray, int, int]:
     """Seconds per token of every repetition, and the bytes of cache read per token and held."""
     # One block of tokens warms up.
     max_new = tokens * (repetitions + 1)
     spec = generate.cache_specs(model, batch=1, max_prompt=context, max_new=max_new)[0]
-    policy = setting.build(spec, context)
+    policy = settings.fitted(setting, spec, context)
     generator = generate.Generator(model, policy, batch=1, max_prompt=context, max_new=max_new)
     state = filled(generator, context)
-    read = sum(policy.read_bytes(layer) for layer in state.layers)
+    read = sum(map(kvjax.read_bytes, state.layers))
     device = kvjax.cache_bytes(state.layers).device
     return speed.decoding_seconds(generator, state, tokens, repetitions), read, device
 
@@ -105,15 +106,12 @@ def filled(generator: generate.Generator, context: int) -> generate.GenerationSt
     compressed by the policies themselves."""
     config = generator.config
     keys, values = jax.random.normal(jax.random.key(1), (2, 1, context, config.kv_heads, config.head_dim))
-    tail = max(generate.query_tail(policy, context) for policy in generator.policies)
-    queries = jax.random.normal(jax.random.key(2), (1, tail, config.query_heads, config.head_dim))
-    read = generate.ReadLayer(keys, keys, values, queries if tail else None)
+    asked = max(prefill.asked_queries(policy, context) for policy in generator.policies)
+    queries = jax.random.normal(jax.random.key(2), (1, asked, config.query_heads, config.head_dim))
+    read = prefill.ReadLayer(keys, keys, values, queries if asked else None)
     lengths = jnp.full(1, context, jnp.int32)
     state = generator.start()
-    layers = tuple(
-        generate.compress_layer(policy, cache, read, lengths)[0]
-        for policy, cache in zip(generator.policies, state.layers, strict=True)
-    )
+    layers = tuple(prefill.compress_layer(cache, read, lengths)[0] for cache in state.layers)
     return dataclasses.replace(state, layers=layers, positions=lengths)
 
 
@@ -136,7 +134,7 @@ def transformers_times(model: Llama, context: int, tokens: int, repetitions: int
 
 def make_row(
     policy: str,
-    setting: settings.Setting | None,
+    setting: PolicyChoice | None,
     times: Sequence[float] | np.ndarray,
     context: int,
     weights: int,
@@ -148,7 +146,7 @@ def make_row(
         experiment=NAME,
         model=speed.MODEL_NAME,
         policy=policy,
-        variant=setting.choice.variant if setting else None,
+        variant=setting.variant if setting else None,
         metric="ms_per_token",
         value=float(np.median(milliseconds)),
         context_tokens=context,

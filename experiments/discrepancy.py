@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from tqdm import tqdm
 
 from experiments.common import plots, results, settings, streams
-from kvjax import balance
+from kvjax.structures import balance
 
 NAME = "discrepancy"
 WALK, COINS = "softmax_balance", "fair coins"

@@ -24,7 +24,8 @@ from typing import Any
 from absl import app, flags, logging
 
 import kvjax
-from experiments.common import pod, results, settings
+from experiments.common import multihost, results, settings
+from kvjax.registry import PolicyChoice
 from models import generate
 from models.llama import Llama
 from models.sampling import Sampling
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError("several --prompt_file go with --prefix only")
     chosen = settings.settings(flags.FLAGS.policy, flags.FLAGS.budget)
     if len(chosen) != 1:
-        raise app.UsageError(f"give one policy and one budget, not {[str(one) for one in chosen]}")
+        raise app.UsageError(f"give one policy and one budget, not {[settings.label(setting) for setting in chosen]}")
     logging.set_verbosity(logging.WARNING)  # orbax reports every step of every save
     model, tokenizer = settings.load_model(flags.FLAGS.model)
     if _PREFIX.value is not None:
@@ -71,54 +72,57 @@ def main(argv: Sequence[str]) -> None:
         continue_text(model, tokenizer, chosen[0])
 
 
-def continue_text(model: Llama, tokenizer: Tokenizer, setting: settings.Setting) -> None:
+def continue_text(model: Llama, tokenizer: Tokenizer, setting: PolicyChoice) -> None:
     """Reads the text, and writes on; or reads and saves it."""
     prompt = encoded(tokenizer, _PROMPT_FILE.value[0])
     sizes = {"batch": 1, "max_prompt": max(len(prompt), 1), "max_new": _NEW_TOKENS.value, "streaming": _STREAMING.value}
-    one = generator(model, setting, tokenizer, sizes)
+    writer = generator(model, setting, tokenizer, sizes)
     saved = None if _SAVE_DIR.value is None else SavedStates(_SAVE_DIR.value)
     run = {
         "prompt": hashlib.sha256(repr(prompt).encode()).hexdigest(),
-        "sampling": dataclasses.asdict(one.sampling),
+        "sampling": dataclasses.asdict(writer.sampling),
         "seed": flags.FLAGS.seed,
     }
     begin = time.perf_counter()
     written: list[int] = []
     if saved is not None and _RESUME.value:
-        _, state, notes = saved.restore(one, run)
+        _, state, notes = saved.restore(writer, run)
         written = notes["tokens"]
     else:
-        state = one.read(one.start(flags.FLAGS.seed), [prompt])
+        state = writer.read(writer.start(flags.FLAGS.seed), [prompt])
     state.logits.block_until_ready()
     prefilled = time.perf_counter()
     if _SAVE_PREFIX.value is not None:
-        SavedStates(_SAVE_PREFIX.value).save(0, one, state, notes={"tokens": len(prompt)})
-        print(f"[{setting}: {len(prompt)} tokens read and saved; {held(one, state)}]", file=sys.stderr)
+        SavedStates(_SAVE_PREFIX.value).save(0, writer, state, notes={"tokens": len(prompt)})
+        print(
+            f"[{settings.label(setting)}: {len(prompt)} tokens read and saved; {held(writer, state)}]", file=sys.stderr
+        )
         return
     streamer = Streamer(tokenizer, context=prompt)
     say("".join(streamer.push(token) for token in written))
     begun = safe = len(written)
-    for newest, tokens in one.write(state, _NEW_TOKENS.value - begun):
+    for newest, tokens in writer.write(state, _NEW_TOKENS.value - begun):
         state = newest
         for token in tokens[0].tolist():
             written.append(token)
             say(streamer.push(token))
         ends = len(written) == _NEW_TOKENS.value or bool(state.done.all())
         if saved is not None and (ends or len(written) - safe >= _SAVE_EVERY.value):
-            saved.save(len(written), one, state, run, {"tokens": written})
+            saved.save(len(written), writer, state, run, {"tokens": written})
             safe = len(written)
     say(streamer.flush() + "\n")
     seconds = time.perf_counter() - prefilled
     kvjax.check(state)
     print(
-        f"[{setting}: {len(prompt)} tokens {'restored' if begun else 'read'} in {prefilled - begin:.2f} s, "
+        f"[{settings.label(setting)}: {len(prompt)} tokens "
+        f"{'restored' if begun else 'read'} in {prefilled - begin:.2f} s, "
         f"{len(written) - begun} written at {(len(written) - begun) / seconds:.1f} tokens/s (compilation included); "
-        f"{held(one, state)}]",
+        f"{held(writer, state)}]",
         file=sys.stderr,
     )
 
 
-def continue_prefix(saved: SavedStates, model: Llama, tokenizer: Tokenizer, setting: settings.Setting) -> None:
+def continue_prefix(saved: SavedStates, model: Llama, tokenizer: Tokenizer, setting: PolicyChoice) -> None:
     """Reads every text behind one saved prefix, all side by side, and writes on."""
     alone = generator(model, setting, tokenizer, saved.sizes())
     _, prefix, notes = saved.restore(alone)
@@ -139,16 +143,15 @@ def continue_prefix(saved: SavedStates, model: Llama, tokenizer: Tokenizer, sett
     for text, row in zip(texts, rows, strict=True):
         say(f"== {text}\n{tokenizer.decode(row)}\n")
     print(
-        f"[{setting}: {len(texts)} continuations of {notes['tokens']} tokens read before; {held(many, state)}]",
+        f"[{settings.label(setting)}: {len(texts)} continuations of {notes['tokens']} tokens read before; "
+        f"{held(many, state)}]",
         file=sys.stderr,
     )
 
 
-def generator(
-    model: Llama, setting: settings.Setting, tokenizer: Tokenizer, sizes: dict[str, Any]
-) -> generate.Generator:
+def generator(model: Llama, setting: PolicyChoice, tokenizer: Tokenizer, sizes: dict[str, Any]) -> generate.Generator:
     spec = generate.cache_specs(model, **sizes)[0]
-    policy = setting.build(spec, sizes["max_prompt"] + sizes["max_new"])
+    policy = settings.fitted(setting, spec, sizes["max_prompt"] + sizes["max_new"])
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
     return generate.Generator(model, policy, **sizes, sampling=sampling, eos=tokenizer.eos_ids)
 
@@ -167,7 +170,7 @@ def encoded(tokenizer: Tokenizer, name: str, follows: bool = False) -> list[int]
 
 def say(text: str) -> None:
     """Writes a part of the text as soon as it is there, in the first process of a run."""
-    if pod.is_first():
+    if multihost.is_first():
         sys.stdout.write(text)
         sys.stdout.flush()
 
@@ -175,7 +178,7 @@ def say(text: str) -> None:
 def held(generator: generate.Generator, state: generate.GenerationState) -> str:
     """What the caches of a sequence hold and read, in words."""
     bytes_held = kvjax.cache_bytes(state.layers)
-    read = sum(policy.read_bytes(layer) for policy, layer in zip(generator.policies, state.layers, strict=True))
+    read = sum(map(kvjax.read_bytes, state.layers))
     tokens = int(state.positions.sum())
     exact = generator.specs[0].exact_bytes(tokens) * len(generator.specs)
     return (

@@ -24,7 +24,7 @@ from scipy import stats
 from tqdm import tqdm
 
 from experiments.common import geometry, plots, results, settings, speed, streams
-from kvjax.k_means import k_means
+from kvjax.structures.k_means import k_means
 from pallas_kernels.soft_match import soft_match
 
 NAME = "key_similarity"

@@ -32,9 +32,13 @@ from tqdm import tqdm
 
 import kvjax
 from experiments.common import plots, results, settings, speed
-from kvjax.policies.host_memory import Hosted
+from kvjax.combinators.host_memory import Hosted
+from kvjax.registry import PolicyChoice
+from kvjax.segment import Recalled, parts_of
 from models import generate
 from models.llama import Llama
+from models.lowering import lower_decode
+from models.prefill import asked_queries, compress_layer, read_layers
 
 NAME = "latency"
 EXACT = "exact"
@@ -47,7 +51,7 @@ POLICIES = (
     "cam",
     "subgen",
     "balancekv",
-    "balancekv:variant=reference",
+    "balancekv_reference",
     "chelsea",
     "chelsea:slope=None",
     "clusterkv",
@@ -77,7 +81,7 @@ _ANSWER = flags.DEFINE_multi_integer("answer_tokens", [256, 1000], "Tokens of an
 class Measured:
     """What one setting took, exact itself included."""
 
-    setting: settings.Setting
+    setting: PolicyChoice
     compress: Float[np.ndarray, "L"]  # seconds per layer and prefill
     token: Float[np.ndarray, "R"]  # seconds per token of every turn
     selection: float | None  # seconds per token, over all layers; None where nothing is selected apart
@@ -96,12 +100,14 @@ class Timed(NamedTuple):
     prefills: int  # passes over all layers
     settings: list[Measured]  # exact first
 
-    def first_token(self, one: Measured) -> Float[np.ndarray, "L"]:
-        return self.reading + one.compress
+    def first_token(self, measurement: Measured) -> Float[np.ndarray, "L"]:
+        return self.reading + measurement.compress
 
-    def end_to_end(self, one: Measured, tokens: int) -> float:
+    def end_to_end(self, measurement: Measured, tokens: int) -> float:
         """Seconds of reading the prompt, compressing it and writing so many tokens."""
-        return float(np.sum(self.first_token(one))) / self.prefills + tokens * float(np.median(one.token))
+        return float(np.sum(self.first_token(measurement))) / self.prefills + tokens * float(
+            np.median(measurement.token)
+        )
 
 
 class Limits(NamedTuple):
@@ -123,22 +129,22 @@ def main(argv: Sequence[str]) -> None:
     directory = pathlib.Path(flags.FLAGS.output_dir)
     rows: list[results.Row] = []
     for context in [1024] if quick else _CONTEXT.value:
-        found = measure(
+        timed = measure(
             model, chosen[:4] if quick else chosen, context, flags.FLAGS.seed, 8 if quick else _TOKENS.value
         )
-        show(found, model, dtype, limits)
-        rows += timed_rows(found, model, dtype, limits)
+        show(timed, model, dtype, limits)
+        rows += timed_rows(timed, model, dtype, limits)
         results.write_rows(directory / f"{NAME}.json", rows)
     plot(directory / f"{NAME}.png", rows)
     print(f"Rows: {directory / f'{NAME}.json'}   plot: {directory / f'{NAME}.png'}")
 
 
-def measure(model: Llama, chosen: Sequence[settings.Setting], context: int, seed: int, tokens: int) -> Timed:
+def measure(model: Llama, chosen: Sequence[PolicyChoice], context: int, seed: int, tokens: int) -> Timed:
     """Everything at one context length; `chosen` begins with exact."""
     # One turn warms up.
     sizes: dict[str, Any] = {"batch": 1, "max_prompt": context, "max_new": tokens * (_TURNS.value + 1)}
     spec = generate.cache_specs(model, **sizes)[0]
-    generators = [generate.Generator(model, setting.build(spec, context), **sizes) for setting in chosen]
+    generators = [generate.Generator(model, settings.fitted(setting, spec, context), **sizes) for setting in chosen]
     prefills = -(-FEWEST // model.config.layers)
     reading, compress, states = [], [], []
     for _ in range(prefills):
@@ -156,20 +162,19 @@ def measure(model: Llama, chosen: Sequence[settings.Setting], context: int, seed
                 setting,
                 compress=seconds,
                 token=np.empty(0),
-                selection=selection_seconds(generator, state),
+                selection=selection_seconds(state.layers),
                 hit_rate=None,
                 device_bytes=held.device,
                 host_bytes=held.host,
-                read_bytes=sum(
-                    policy.read_bytes(layer) for policy, layer in zip(generator.policies, state.layers, strict=True)
-                ),
-                program_bytes=speed.held_bytes(generator.lower_decode(state).compile()),
+                read_bytes=sum(map(kvjax.read_bytes, state.layers)),
+                program_bytes=speed.held_bytes(lower_decode(generator, state).compile()),
             )
         )
     del states
-    for one, writer, seconds in zip(measured, writers, speed.interleaved_seconds(writers, _TURNS.value), strict=True):
-        one.token = seconds / tokens
-        one.hit_rate = hit_rate(writer.state)
+    turns = speed.interleaved_seconds(writers, _TURNS.value)
+    for measurement, writer, seconds in zip(measured, writers, turns, strict=True):
+        measurement.token = seconds / tokens
+        measurement.hit_rate = hit_rate(writer.state)
     return Timed(context, np.array(reading), prefills, measured)
 
 
@@ -189,29 +194,29 @@ def prefill(
     prompt = np.zeros((1, -(-context // chunk) * chunk), np.int32)
     prompt[0, :context] = np.random.default_rng(seed).integers(0, model.config.vocab_size, context)
     lengths = jnp.full(1, context, jnp.int32)
-    tails = [
-        max(generate.query_tail(one.policies[layer], prompt.shape[1]) for one in generators)
+    asked = [
+        max(asked_queries(generator.policies[layer], prompt.shape[1]) for generator in generators)
         for layer in range(model.config.layers)
     ]
-    read_layers = functools.partial(generate.read_layers, model, prompt, lengths, chunk, tails)
-    jax.block_until_ready(next(read_layers()))  # compiles
-    layers = read_layers()
+    reading_of = functools.partial(read_layers, model, prompt, lengths, chunk, asked)
+    jax.block_until_ready(next(reading_of()))  # compiles
+    layers = reading_of()
     for number in tqdm(range(model.config.layers), desc=f"prefill, {context} tokens", leave=False):
         reading, read = speed.timed(next, layers)
         seconds = []
-        for place, generator in enumerate(generators):
-            policy, cache = generator.policies[number], states[place].layers[number]
-            if (policy, _abstract(cache)) not in _COMPILED:
-                generate.compress_layer(policy, jax.tree.map(jnp.copy, cache), read, lengths)
-                _COMPILED.add((policy, _abstract(cache)))
-            elapsed, (compressed, _) = speed.timed(generate.compress_layer, policy, cache, read, lengths)
+        for place in range(len(generators)):
+            cache = states[place].layers[number]
+            if _abstract(cache) not in _COMPILED:
+                compress_layer(jax.tree.map(jnp.copy, cache), read, lengths)
+                _COMPILED.add(_abstract(cache))
+            elapsed, (compressed, _) = speed.timed(compress_layer, cache, read, lengths)
             seconds.append(elapsed)
             layers_now = (*states[place].layers[:number], compressed, *states[place].layers[number + 1 :])
             states[place] = dataclasses.replace(states[place], layers=layers_now, positions=jnp.copy(lengths))
         yield reading, seconds
 
 
-# Policies and shapes of caches whose compression has run before.
+# Caches, policies and shapes, whose compression has run before.
 _COMPILED: set[Any] = set()
 
 
@@ -233,59 +238,70 @@ class Writer:
         return self.state
 
 
-def selection_seconds(generator: generate.Generator, state: generate.GenerationState) -> float | None:
-    """Seconds per token that finding what a query reads takes over all layers, apart from reading it; None for policies
-    that do not recall, or do not say what they read."""
-    policy, spec = generator.policies[-1], generator.specs[-1]
-    if policy.plan is None:
+def selection_seconds(layers: Sequence[kvjax.Cache]) -> float | None:
+    """Seconds per token that finding what a query reads takes over all layers, apart from reading it, by the last of
+    them; None for policies that do not recall."""
+    spec = layers[-1].spec
+
+    def recalled(cache: kvjax.Cache) -> list[Recalled]:
+        parts = parts_of(cache.policy.read(cache.state, cache.staging.count[:, None]))
+        return [part for part in parts if isinstance(part, Recalled)]
+
+    if not recalled(layers[-1]):
         return None
-    plan = policy.plan.plan
 
     @jax.jit
     def select(cache, queries):
-        def one(query):
+        def select_for(query):
             # Otherwise what does not depend on the query would be computed once for all.
-            index, query = jax.lax.optimization_barrier((cache, query))
-            found = plan(index, query)
-            return jnp.sum(found.block) + jnp.sum(found.tokens)
+            barred, query = jax.lax.optimization_barrier((cache, query))
+            total = jnp.int32(0)
+            for part in recalled(barred):
+                group = spec.query_heads // spec.kv_heads
+                first, last = part.heads or (0, spec.kv_heads)
+                first_round = None if part.target is None else jnp.zeros(query.shape[0], jnp.int32)
+                choice = part.choose(query[:, :, first * group : last * group], first_round)
+                total += jnp.sum(choice.block) + jnp.sum(choice.tokens)
+            return total
 
-        return jax.lax.map(one, queries)
+        return jax.lax.map(select_for, queries)
 
     queries = jax.random.normal(jax.random.key(0), (SELECTIONS, 1, 1, spec.query_heads, spec.head_dim), spec.dtype)
-    seconds = speed.seconds(select, state.layers[-1], queries, repetitions=FEWEST)
-    return float(np.median(seconds)) / SELECTIONS * len(state.layers)
+    seconds = speed.seconds(select, layers[-1], queries, repetitions=FEWEST)
+    return float(np.median(seconds)) / SELECTIONS * len(layers)
 
 
 def hit_rate(state: generate.GenerationState) -> float | None:
     """The share of the blocks asked for by all steps so far that the device still held; None without host memory."""
-    recent = [layer.recent for layer in state.layers if isinstance(layer, Hosted)]
-    requested = sum(int(jnp.sum(one.requested)) for one in recent)
-    return sum(int(jnp.sum(one.hits)) for one in recent) / requested if requested else None
+    hosted = [cache.state for cache in state.layers if isinstance(cache.state, Hosted)]
+    recent = [of_part for layer in hosted for of_part in layer.recent]
+    requested = sum(int(jnp.sum(of_part.requested)) for of_part in recent)
+    return sum(int(jnp.sum(of_part.hits)) for of_part in recent) / requested if requested else None
 
 
-def timed_rows(found: Timed, model: Llama, dtype: Any, limits: Limits) -> list[results.Row]:
+def timed_rows(timed: Timed, model: Llama, dtype: Any, limits: Limits) -> list[results.Row]:
     """One context's rows, a metric each. Names that end in `_over_exact` are ratios to exact in the same run."""
-    exact = found.settings[0]
-    needed = speed.prefill_operations(model.config, found.context)
+    exact = timed.settings[0]
+    needed = speed.prefill_operations(model.config, timed.context)
     weights = speed.weight_read_bytes(model)
-    total = float(np.sum(found.reading)) / found.prefills
+    total = float(np.sum(timed.reading)) / timed.prefills
     rows = []
-    for one in found.settings:
+    for measurement in timed.settings:
         shared: dict[str, Any] = {
             "experiment": NAME,
             "model": f"random {_SHAPE.value}",
-            "policy": one.setting.choice.name,
-            "variant": one.setting.choice.variant,
-            "context_tokens": found.context,
+            "policy": measurement.setting.name,
+            "variant": measurement.setting.variant,
+            "context_tokens": timed.context,
             "batch": 1,
             "seed": flags.FLAGS.seed,
-            "device_bytes": one.device_bytes,
-            "host_bytes": one.host_bytes,
-            "read_bytes_per_token": one.read_bytes,
+            "device_bytes": measurement.device_bytes,
+            "host_bytes": measurement.host_bytes,
+            "read_bytes_per_token": measurement.read_bytes,
             "weight_bytes": weights,
         }
         extra: dict[str, Any] = {
-            "budget": str(one.setting.budget) if one.setting.budget else None,
+            "budget": str(measurement.setting.budget) if measurement.setting.budget else None,
             "dtype": str(dtype),
             "device": jax.devices()[0].device_kind,
         }
@@ -299,70 +315,71 @@ def timed_rows(found: Timed, model: Llama, dtype: Any, limits: Limits) -> list[r
                 **shared, metric=metric, value=value, ci95_low=low, ci95_high=high, n=len(samples), extra=extra
             )
 
-        if one is exact:
+        if measurement is exact:
             rows.append(row("prefill_seconds", total, share_of_matmul_rate=needed / total / limits.operations))
-        moved = (weights + one.read_bytes) / float(np.median(one.token))
+        moved = (weights + measurement.read_bytes) / float(np.median(measurement.token))
         rows += [
-            row("compress_seconds", float(np.sum(one.compress)) / found.prefills),
-            estimate("compress_share_of_prefill", one.compress / found.reading),
-            row("time_to_first_token_seconds", float(np.sum(found.first_token(one))) / found.prefills),
-            estimate("time_to_first_token_over_exact", found.first_token(one) / found.first_token(exact)),
-            estimate("ms_per_token", 1e3 * one.token),
-            estimate("ms_per_token_over_exact", one.token / exact.token),
+            row("compress_seconds", float(np.sum(measurement.compress)) / timed.prefills),
+            estimate("compress_share_of_prefill", measurement.compress / timed.reading),
+            row("time_to_first_token_seconds", float(np.sum(timed.first_token(measurement))) / timed.prefills),
+            estimate("time_to_first_token_over_exact", timed.first_token(measurement) / timed.first_token(exact)),
+            estimate("ms_per_token", 1e3 * measurement.token),
+            estimate("ms_per_token_over_exact", measurement.token / exact.token),
             row("share_of_reading_rate", moved / limits.bytes),
-            row("memory_bytes", one.program_bytes),
-            row("memory_over_exact", one.program_bytes / exact.program_bytes),
+            row("memory_bytes", measurement.program_bytes),
+            row("memory_over_exact", measurement.program_bytes / exact.program_bytes),
         ]
         for tokens in _ANSWER.value:
-            seconds = found.end_to_end(one, tokens)
+            seconds = timed.end_to_end(measurement, tokens)
             rows.append(row("end_to_end_seconds", seconds, answer_tokens=tokens))
-            ratio = seconds / found.end_to_end(exact, tokens)
+            ratio = seconds / timed.end_to_end(exact, tokens)
             rows.append(row("end_to_end_over_exact", ratio, answer_tokens=tokens))
-        if one.selection is not None:
-            rows.append(row("selection_share_of_decoding", one.selection / float(np.median(one.token))))
-        if one.hit_rate is not None:
-            rows.append(row("hit_rate", one.hit_rate))
+        if measurement.selection is not None:
+            rows.append(row("selection_share_of_decoding", measurement.selection / float(np.median(measurement.token))))
+        if measurement.hit_rate is not None:
+            rows.append(row("hit_rate", measurement.hit_rate))
     return rows
 
 
-def show(found: Timed, model: Llama, dtype: Any, limits: Limits) -> None:
+def show(timed: Timed, model: Llama, dtype: Any, limits: Limits) -> None:
     """The table of one context: what a policy takes as ratios to exact, shares of it, and bytes."""
-    exact = found.settings[0]
-    total = float(np.sum(found.reading)) / found.prefills
-    rate = speed.prefill_operations(model.config, found.context) / total
+    exact = timed.settings[0]
+    total = float(np.sum(timed.reading)) / timed.prefills
+    rate = speed.prefill_operations(model.config, timed.context) / total
     print(
-        f"{found.context} tokens: exact prefill {total:.2f} s, {rate / limits.operations:.0%} of the "
+        f"{timed.context} tokens: exact prefill {total:.2f} s, {rate / limits.operations:.0%} of the "
         f"{limits.operations / 1e9:.0f} Gflop/s of a plain product; memory is read at {limits.bytes / 1e9:.1f} GB/s"
     )
     weights = speed.weight_read_bytes(model)
     longest = _ANSWER.value[-1]
     times, memory = [], []
-    for one in found.settings:
-        token = float(np.median(one.token))
-        slower = results.median_interval(one.token / exact.token)
+    for measurement in timed.settings:
+        token = float(np.median(measurement.token))
+        slower = results.median_interval(measurement.token / exact.token)
         times.append(
             (
-                str(one.setting),
-                f"{np.sum(one.compress) / found.prefills:.3f}",
-                f"{np.median(one.compress / found.reading):.1%}",
-                f"{np.median(found.first_token(one) / found.first_token(exact)):.3f}",
+                settings.label(measurement.setting),
+                f"{np.sum(measurement.compress) / timed.prefills:.3f}",
+                f"{np.median(measurement.compress / timed.reading):.1%}",
+                f"{np.median(timed.first_token(measurement) / timed.first_token(exact)):.3f}",
                 f"{1e3 * token:.1f}",
                 f"{slower.value:.2f} [{slower.low:.2f}, {slower.high:.2f}]",
-                "-" if one.selection is None else f"{one.selection / token:.1%}",
-                f"{found.end_to_end(one, longest) / found.end_to_end(exact, longest):.2f}",
+                "-" if measurement.selection is None else f"{measurement.selection / token:.1%}",
+                f"{timed.end_to_end(measurement, longest) / timed.end_to_end(exact, longest):.2f}",
             )
         )
         memory.append(
             (
-                str(one.setting),
-                f"{one.read_bytes / 1e6:.1f}",
-                f"{(weights + one.read_bytes) / token / limits.bytes:.0%}",
-                f"{one.device_bytes / 1e6:.1f}" + (f" + {one.host_bytes / 1e6:.1f}" if one.host_bytes else ""),
-                "-" if one.hit_rate is None else f"{one.hit_rate:.0%}",
-                f"{one.program_bytes / exact.program_bytes:.2f}",
+                settings.label(measurement.setting),
+                f"{measurement.read_bytes / 1e6:.1f}",
+                f"{(weights + measurement.read_bytes) / token / limits.bytes:.0%}",
+                f"{measurement.device_bytes / 1e6:.1f}"
+                + (f" + {measurement.host_bytes / 1e6:.1f}" if measurement.host_bytes else ""),
+                "-" if measurement.hit_rate is None else f"{measurement.hit_rate:.0%}",
+                f"{measurement.program_bytes / exact.program_bytes:.2f}",
             )
         )
-    title = f"A prompt of {found.context} tokens, random {_SHAPE.value}, batch 1, {dtype}"
+    title = f"A prompt of {timed.context} tokens, random {_SHAPE.value}, batch 1, {dtype}"
     results.print_table(
         f"{title}: seconds, and ratios to exact",
         ("policy", "compress s", "of prefill", "first token", "ms/token", "x exact [95%]", "selection", f"+ {longest}"),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from absl import app, flags
 
-from experiments.common import asking, results, settings, sweeping
+from experiments.common import evaluating, results, settings, sweeping
 from experiments.common.tasks import line_retrieval as task
 from models.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ POLICIES = (
     "subgen",
     "subgen:variant=self_normalised",
     "balancekv",
-    "balancekv:variant=streaming",
+    "balancekv:walk=streaming",
     "chelsea",
     "clusterkv",
     "clusterkv:residual=False",
@@ -78,10 +78,10 @@ def main(argv: Sequence[str]) -> None:
     rows: list[results.Row] = []
     for tokens in contexts:
         for prefill, question in sweep.kinds():
-            make = functools.cache(functools.partial(make_exams, sweep.tokenizer, made, tokens))
+            make = functools.cache(functools.partial(make_tasks, sweep.tokenizer, made, tokens))
             unit = {"context_tokens": tokens, "answer_tokens": _ANSWER_TOKENS.value}
-            outcomes = sweep.ask_all([NAME], make, prefill, question, **unit)
-            found = sweep.rows(outcomes[NAME], NAME, tokens)
+            answered = sweep.evaluate_all([NAME], make, prefill, question, **unit)
+            found = sweep.rows(answered[NAME], NAME, tokens)
             title = f"Line retrieval: {documents} documents of at least {tokens} tokens"
             sweeping.show(f"{title}, prefill {prefill}, question {question}", found)
             rows += found
@@ -99,8 +99,10 @@ def make_documents(tokenizer: Tokenizer, context_tokens: int, count: int, seed: 
     return list(task.documents(task.EVALUATION_SEED + seed, count, make))
 
 
-def make_exams(tokenizer: Tokenizer, made: Callable[[int], list[task.Document]], tokens: int) -> dict[str, asking.Exam]:
-    return {NAME: asking.exam(NAME, tokenizer, made(tokens), is_right, _ANSWER_TOKENS.value)}
+def make_tasks(
+    tokenizer: Tokenizer, made: Callable[[int], list[task.Document]], tokens: int
+) -> dict[str, evaluating.Task]:
+    return {NAME: evaluating.accuracy_task(NAME, tokenizer, made(tokens), is_right, _ANSWER_TOKENS.value)}
 
 
 def is_right(document: task.Document, answer: str) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-from experiments.common import asking, results, settings, sweeping
+from experiments.common import evaluating, results, settings, sweeping
 from experiments.common.results import Row
 from experiments.common.tasks import longbench as task
 
@@ -69,23 +69,23 @@ def rows_of(
     of_task, seen = examples[0].task, question == "seen"
 
     @functools.cache
-    def make() -> asking.Exam:
+    def make() -> evaluating.Task:
         prompts = [task.prompt_of(sweep.tokenizer, example, longest, chat=_CHAT.value) for example in examples]
         scores = {SCORE: lambda number, answer: examples[number].score(answer)}
-        return asking.Exam(of_task.name, prompts, scores, of_task.answer_tokens)
+        return evaluating.Task(of_task.name, prompts, scores, of_task.answer_tokens)
 
     def sizes() -> tuple[Sequence[int], int]:
         lengths = [len(prompt.context) + (len(prompt.question) if seen else 0) for prompt in make().prompts]
-        return sorted(set(map(made_for, lengths))), asking.room([make()], seen)[1]
+        return sorted(set(map(made_for, lengths))), evaluating.room([make()], seen)[1]
 
     unit = {"e": _E.value, "max_prompt": longest, "chat": _CHAT.value}
-    outcomes = sweep.ask(of_task.name, make, sizes, prefill, question, **unit)
+    answered = sweep.evaluate(of_task.name, make, sizes, prefill, question, **unit)
     extra = {"scored_by": of_task.metric, "benchmark": "LongBench-E" if _E.value else "LongBench"}
-    rows = sweep.rows(outcomes, of_task.name, longest, **extra)
+    rows = sweep.rows(answered, of_task.name, longest, **extra)
     for name in task.LENGTHS if _E.value else ():
         own = [number for number, example in enumerate(examples) if example.length_class == name]
         if own:
-            rows += sweep.rows(asking.part(outcomes, own), of_task.name, longest, **extra, length_class=name)
+            rows += sweep.rows(evaluating.part(answered, own), of_task.name, longest, **extra, length_class=name)
     return rows
 
 

@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from absl import app, flags
 
-from experiments.common import asking, plots, results, settings, sweeping
+from experiments.common import evaluating, plots, results, settings, sweeping
 from experiments.common.tasks import needle as task
 from experiments.common.tasks.problem import Problem, problems
 
@@ -40,22 +40,22 @@ def main(argv: Sequence[str]) -> None:
     sweep = sweeping.Sweep(NAME, count, prompts=count * steps)
     rows: list[results.Row] = []
     for tokens in settings.value("context_tokens", quick=[512, 1024]):
-        make = functools.cache(functools.partial(make_exams, sweep, tokens, depths))
+        make = functools.cache(functools.partial(make_tasks, sweep, tokens, depths))
         for prefill, question in sweep.kinds():
             unit = {"context_tokens": tokens, "depths": depths}
-            outcomes = sweep.ask_all(_NEEDLE.value, make, prefill, question, **unit)
-            found = [row for kind, of_kind in outcomes.items() for row in sweep.rows(of_kind, kind, tokens)]
+            answered = sweep.evaluate_all(_NEEDLE.value, make, prefill, question, **unit)
+            found = [row for kind, of_kind in answered.items() for row in sweep.rows(of_kind, kind, tokens)]
             title = f"Needle in a haystack: up to {tokens} tokens, {steps} depths, {count} documents each"
             sweeping.show(f"{title}, prefill {prefill}, question {question}", found)
             rows += found
-            for kind, of_kind in outcomes.items():
+            for kind, of_kind in answered.items():
                 for number, depth in enumerate(depths):
-                    own = asking.part(of_kind, range(number * count, (number + 1) * count))
+                    own = evaluating.part(of_kind, range(number * count, (number + 1) * count))
                     rows += sweep.rows(own, kind, tokens, depth=depth)
     sweep.write(rows, draw)
 
 
-def make_exams(sweep: sweeping.Sweep, tokens: int, depths: Sequence[float]) -> dict[str, asking.Exam]:
+def make_tasks(sweep: sweeping.Sweep, tokens: int, depths: Sequence[float]) -> dict[str, evaluating.Task]:
     """Fresh problems of every needle at one length: so many at the first depth, then the next."""
 
     def make(kind: str, depth: float, rng: np.random.Generator) -> Problem:
@@ -64,17 +64,17 @@ def make_exams(sweep: sweeping.Sweep, tokens: int, depths: Sequence[float]) -> d
     def seed(number: int) -> int:
         return EVALUATION_SEED + 1000 * sweep.seed + number
 
-    exams = {}
+    tasks = {}
     for kind in _NEEDLE.value:
         made = [
             problem
             for number, depth in enumerate(depths)
             for problem in problems(seed(number), sweep.documents, functools.partial(make, kind, depth))
         ]
-        exams[kind] = asking.exam(
+        tasks[kind] = evaluating.accuracy_task(
             kind, sweep.tokenizer, made, functools.partial(task.score, kind), made[0].answer_tokens
         )
-    return exams
+    return tasks
 
 
 def draw(path: pathlib.Path, rows: Sequence[results.Row]) -> None:

@@ -3,7 +3,7 @@
     python -m experiments.perplexity --model DIRECTORY --context_tokens 4096 --budget 25%
     python -m experiments.perplexity --model DIRECTORY --data PG19_TEST --context_tokens 32000 --budget 1024
 
-- `accumulating`: the text streams through the cache from its first token on, a block of `period` tokens at a time, so
+- `accumulating`: the text streams through the cache from its first token on, a block of tokens at a time, so
   that every key and value depends on what was compressed before. Policies that only compress whole prompts are left
   out.
 - `per_position`, ClusterKV's form (its Figure 10): at each of several positions the text up to it is read exactly and
@@ -26,6 +26,7 @@ from absl import app, flags
 from experiments.common import footprint, likelihood, plots, results, settings, sweeping
 from experiments.common.resuming import Finished
 from experiments.common.tasks import long_texts
+from kvjax.registry import PolicyChoice
 from models import generate
 from models.llama import Llama
 from models.tokenizer import Tokenizer
@@ -87,8 +88,8 @@ def make_texts(tokenizer: Tokenizer, tokens: int, count: int) -> list[list[int]]
 
 
 def run(
-    model: Llama, texts: Callable[[], list[list[int]]], unit: Mapping[str, Any], chosen: list[settings.Setting]
-) -> dict[settings.Setting, Any]:
+    model: Llama, texts: Callable[[], list[list[int]]], unit: Mapping[str, Any], chosen: list[PolicyChoice]
+) -> dict[PolicyChoice, Any]:
     """What came of some settings in one form, at one position where it has one."""
     shared: dict[str, Any] = {"batch": unit["batch"], "seed": unit["seed"]}
     if unit["form"] == ACCUMULATING:
@@ -119,8 +120,8 @@ def make_rows(readings: Sequence[likelihood.Reading], model: Llama, unit: Mappin
                         experiment=NAME,
                         model=flags.FLAGS.model,
                         task=unit["data"] or long_texts.HELD_OUT,
-                        policy=one.setting.choice.name,
-                        variant=one.setting.choice.variant,
+                        policy=one.setting.name,
+                        variant=one.setting.variant,
                         metric=metric,
                         value=estimate.value,
                         ci95_low=estimate.low,

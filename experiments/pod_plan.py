@@ -34,8 +34,8 @@ from experiments.common import plots, results, settings, speed
 from experiments.common.compiled import Collective, collectives
 from experiments.common.compilers import prepare_compiler
 from experiments.common.resuming import Finished
-from kvjax.policy import state_read_bytes
-from models import generate
+from kvjax.registry import PolicyChoice
+from models import generate, lowering
 from models.llama import Llama, LlamaConfig
 from models.sharding import parameter_shardings
 
@@ -78,7 +78,7 @@ class Plan:
     """A setting on a topology."""
 
     topology: str
-    setting: settings.Setting
+    setting: PolicyChoice
     batch: int
     programs: dict[str, Program]
     weight_bytes: int  # per device
@@ -99,7 +99,7 @@ class Plan:
     @property
     def prefill_temporaries(self) -> int:
         """Bytes of the fullest program that reads prompts."""
-        return max(one.temporaries for name, one in self.programs.items() if name != DECODING)
+        return max(program.temporaries for name, program in self.programs.items() if name != DECODING)
 
     @property
     def used(self) -> int:
@@ -110,7 +110,7 @@ class Plan:
     @property
     def problem(self) -> str | None:
         """Why it cannot be; None where it can."""
-        refused = [f"{name}: {one.problem}" for name, one in self.programs.items() if one.problem]
+        refused = [f"{name}: {program.problem}" for name, program in self.programs.items() if program.problem]
         if refused:
             return "; ".join(refused)
         memory = self.chip["memory_gb"] * 1e9
@@ -141,33 +141,33 @@ def main(argv: Sequence[str]) -> None:
     progress = tqdm(total=len(_TOPOLOGY.value) * len(chosen), leave=False)
     for topology in _TOPOLOGY.value:
         for setting in chosen:
-            progress.set_description(f"{topology}, {setting}")
+            progress.set_description(f"{topology}, {settings.label(setting)}")
             plans.append(kept(finished, config, topology, setting))
             progress.update()
     progress.close()
     show(plans)
-    results.write_rows(directory / f"{NAME}.json", [row for one in plans for row in make_rows(one)])
+    results.write_rows(directory / f"{NAME}.json", [row for planned in plans for row in make_rows(planned)])
     plot(directory / f"{NAME}.png", plans)
     print(f"Rows: {directory / f'{NAME}.json'}   plot: {directory / f'{NAME}.png'}")
 
 
-def kept(finished: Finished, config: LlamaConfig, topology: str, setting: settings.Setting) -> Plan:
+def kept(finished: Finished, config: LlamaConfig, topology: str, setting: PolicyChoice) -> Plan:
     """The plan of a setting: as it was made before, or made now."""
     names = ("context_tokens", "max_new_tokens", "batch", "prefill", "prefill_chunk", "compiled_layers", "largest")
     options = {name: flags.FLAGS[name].value for name in (*names, "mesh_data", "mesh_sequence")}
-    unit = {"config": dataclasses.asdict(config), "topology": topology, "setting": str(setting), **options}
+    unit = {"config": dataclasses.asdict(config), "topology": topology, **settings.description(setting), **options}
     if unit not in finished:
-        made = largest(config, topology, setting) if _LARGEST.value else plan(config, topology, setting)
-        finished.add(unit, {name: value for name, value in dataclasses.asdict(made).items() if name != "setting"})
-    found = finished[unit]
+        planned = largest(config, topology, setting) if _LARGEST.value else plan(config, topology, setting)
+        finished.add(unit, {name: value for name, value in dataclasses.asdict(planned).items() if name != "setting"})
+    value = finished[unit]
     programs = {
-        name: Program(**one | {"collectives": tuple(Collective(*exchange) for exchange in one["collectives"])})
-        for name, one in found["programs"].items()
+        name: Program(**program | {"collectives": tuple(Collective(*exchange) for exchange in program["collectives"])})
+        for name, program in value["programs"].items()
     }
-    return Plan(**found | {"programs": programs, "setting": setting})
+    return Plan(**value | {"programs": programs, "setting": setting})
 
 
-def plan(config: LlamaConfig, topology: str, setting: settings.Setting, batch: int | None = None) -> Plan:
+def plan(config: LlamaConfig, topology: str, setting: PolicyChoice, batch: int | None = None) -> Plan:
     """Compiles a setting's programs for a topology.
 
     Raises:
@@ -189,22 +189,22 @@ def plan(config: LlamaConfig, topology: str, setting: settings.Setting, batch: i
     sizes: dict[str, Any] = {"batch": batch, "max_prompt": _CONTEXT.value, "max_new": _NEW.value}
     sizes["streaming"] = _PREFILL.value == "streaming"
     specs = generate.cache_specs(model, **sizes)
-    policy = setting.build(specs[0], _CONTEXT.value + _NEW.value)
+    policy = settings.fitted(setting, specs[0], _CONTEXT.value + _NEW.value)
 
     def generator_of(model: Llama) -> generate.Generator:
         return generate.Generator(model, policy, **sizes, prefill_chunk=_CHUNK.value)
 
     generator = generator_of(model)
-    state = generate.placed(jax.eval_shape(generator.start), mesh)
+    state = lowering.placed(jax.eval_shape(generator.start), mesh)
 
     def through(layers: int) -> dict[str, Program]:
         """The programs that go through so many layers."""
         few = generator_of(abstract_model(of_layers(config, layers), mesh))
-        begun = generate.placed(jax.eval_shape(few.start), mesh)
-        made = {DECODING: few.lower_decode(begun)}
+        begun = lowering.placed(jax.eval_shape(few.start), mesh)
+        lowered = {DECODING: lowering.lower_decode(few, begun)}
         if few.streaming:
-            made["reading"], *_, made["compaction"] = few.lower_append(begun)
-        return {name: compiled(one) for name, one in made.items()}
+            lowered["reading"], *_, lowered["compaction"] = lowering.lower_append(few, begun)
+        return {name: compiled(program) for name, program in lowered.items()}
 
     count = min(config.layers, _COMPILED.value or config.layers)
     programs = through(count)
@@ -213,33 +213,33 @@ def plan(config: LlamaConfig, topology: str, setting: settings.Setting, batch: i
         programs = {name: on_a_line(fewer[name], programs[name], steps) for name in programs}
     if not generator.streaming:
         prompt = -(-_CONTEXT.value // _CHUNK.value) * _CHUNK.value
-        programs |= zip(("reading", "compression"), map(compiled, generator.lower_prefill(prompt)), strict=True)
-    weights = nnx.split(model)[1]
+        reading, compression = lowering.lower_prefill(generator, prompt)
+        programs |= {"reading": compiled(reading), "compression": compiled(compression)}
     return Plan(
         topology,
         setting,
         batch,
         programs,
-        weight_bytes=part_bytes(weights),
+        weight_bytes=part_bytes(model),
         cache_bytes=part_bytes(state.layers),
         # Blocks that a query recalls may all lie on one device.
-        read_bytes=sum(map(state_read_bytes, generator.policies, part(state.layers))),
-        flops=2 * batch * sum(leaf.size for leaf in jax.tree.leaves(weights)) // len(devices),
+        read_bytes=sum(map(kvjax.read_bytes, part(state.layers))),
+        flops=2 * batch * sum(leaf.size for leaf in jax.tree.leaves(model)) // len(devices),
         compiled_layers=count,
     )
 
 
-def largest(config: LlamaConfig, topology: str, setting: settings.Setting) -> Plan:
+def largest(config: LlamaConfig, topology: str, setting: PolicyChoice) -> Plan:
     """The plan, and the largest batch that fits: what a row costs follows from two batches, and the compiler is asked
     about the result."""
-    one = plan(config, topology, setting)
-    two = plan(config, topology, setting, 2 * one.batch)
-    if one.problem or two.decode.problem or two.used <= one.used:
-        return dataclasses.replace(one, largest=0) if one.problem else one
-    per_row = (two.used - one.used) / one.batch
-    rows = int(one.batch + (one.chip["memory_gb"] * 1e9 - one.used) // per_row)
+    single = plan(config, topology, setting)
+    double = plan(config, topology, setting, 2 * single.batch)
+    if single.problem or double.decode.problem or double.used <= single.used:
+        return dataclasses.replace(single, largest=0) if single.problem else single
+    per_row = (double.used - single.used) / single.batch
+    rows = int(single.batch + (single.chip["memory_gb"] * 1e9 - single.used) // per_row)
     rows -= rows % flags.FLAGS.mesh_data
-    return dataclasses.replace(one, largest=0 if plan(config, topology, setting, rows).problem else rows)
+    return dataclasses.replace(single, largest=0 if plan(config, topology, setting, rows).problem else rows)
 
 
 def of_layers(config: LlamaConfig, layers: int) -> LlamaConfig:
@@ -249,16 +249,15 @@ def of_layers(config: LlamaConfig, layers: int) -> LlamaConfig:
 
 def abstract_model(config: LlamaConfig, mesh: jax.sharding.Mesh) -> Llama:
     """A bfloat16 model without values, on a mesh."""
-    graph, parameters = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
-    lies = parameter_shardings(parameters, config, mesh)
+    model = nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     place = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
-    return nnx.merge(graph, jax.tree.map(place, parameters, lies))
+    return jax.tree.map(place, model, parameter_shardings(model, config, mesh))
 
 
 def on_a_line(few: Program, more: Program, steps: float) -> Program:
     """What follows for a program with so many times more layers again than the second has over the first."""
     added = Counter(more.collectives) - Counter(few.collectives)
-    again = [one for one, count in added.items() for _ in range(round(count * steps))]
+    again = [collective for collective, count in added.items() for _ in range(round(count * steps))]
     return Program(
         round(more.arguments + steps * (more.arguments - few.arguments)),
         max(more.temporaries, round(more.temporaries + steps * (more.temporaries - few.temporaries))),
@@ -299,58 +298,58 @@ def part_bytes(tree: Any) -> int:
 
 def exchanged(program: Program) -> str:
     """The collectives of a program, in words."""
-    counts = Counter(one.kind for one in program.collectives)
-    total = sum(one.bytes for one in program.collectives)
+    counts = Counter(collective.kind for collective in program.collectives)
+    total = sum(collective.bytes for collective in program.collectives)
     named = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     return f"{named}: {results.readable_bytes(total)}" if counts else "none"
 
 
-def make_rows(one: Plan) -> list[results.Row]:
+def make_rows(planned: Plan) -> list[results.Row]:
     """A row for each figure; `extra` says what else was compiled."""
     shared: dict[str, Any] = {
         "experiment": NAME,
         "model": _SHAPE.value,
-        "policy": one.setting.choice.name,
-        "variant": one.setting.choice.variant,
+        "policy": planned.setting.name,
+        "variant": planned.setting.variant,
         "context_tokens": _CONTEXT.value,
-        "batch": one.batch,
-        "device_bytes": one.cache_bytes,
-        "read_bytes_per_token": one.read_bytes,
-        "weight_bytes": one.weight_bytes,
+        "batch": planned.batch,
+        "device_bytes": planned.cache_bytes,
+        "read_bytes_per_token": planned.read_bytes,
+        "weight_bytes": planned.weight_bytes,
         "extra": {
-            "budget": str(one.setting.budget) if one.setting.budget else None,
-            "topology": one.topology,
-            "problem": one.problem,
-            "flops": one.flops,
-            "largest_batch": one.largest,
-            "collectives": [one._asdict() for one in one.decode.collectives],
+            "budget": str(planned.setting.budget) if planned.setting.budget else None,
+            "topology": planned.topology,
+            "problem": planned.problem,
+            "flops": planned.flops,
+            "largest_batch": planned.largest,
+            "collectives": [planned._asdict() for planned in planned.decode.collectives],
             "prefill": _PREFILL.value,
-            "temporaries": {name: program.temporaries for name, program in one.programs.items()},
-            "compiled_layers": one.compiled_layers,
-            "compile_seconds": sum(program.seconds for program in one.programs.values()),
+            "temporaries": {name: program.temporaries for name, program in planned.programs.items()},
+            "compiled_layers": planned.compiled_layers,
+            "compile_seconds": sum(program.seconds for program in planned.programs.values()),
         },
     }
-    found = [results.Row(**shared, metric="ms_per_token_bound", value=one.ms_per_token)]
-    if one.decode.problem is None:
-        found.append(results.Row(**shared, metric="bytes_per_device", value=one.used))
-    return found
+    rows = [results.Row(**shared, metric="ms_per_token_bound", value=planned.ms_per_token)]
+    if planned.decode.problem is None:
+        rows.append(results.Row(**shared, metric="bytes_per_device", value=planned.used))
+    return rows
 
 
 def show(plans: Sequence[Plan]) -> None:
     """A line per plan; bytes are of one device."""
     lines = [
         (
-            f"{one.topology}, {one.setting}",
-            results.readable_bytes(one.weight_bytes),
-            results.readable_bytes(one.cache_bytes),
-            results.readable_bytes(one.decode.temporaries),
-            results.readable_bytes(one.prefill_temporaries),
-            exchanged(one.decode),
-            f"{one.ms_per_token:.2f}",
-            "-" if one.largest is None else str(one.largest),
-            one.problem or "fits",
+            f"{planned.topology}, {settings.label(planned.setting)}",
+            results.readable_bytes(planned.weight_bytes),
+            results.readable_bytes(planned.cache_bytes),
+            results.readable_bytes(planned.decode.temporaries),
+            results.readable_bytes(planned.prefill_temporaries),
+            exchanged(planned.decode),
+            f"{planned.ms_per_token:.2f}",
+            "-" if planned.largest is None else str(planned.largest),
+            planned.problem or "fits",
         )
-        for one in plans
+        for planned in plans
     ]
     columns = ("", "weights", "caches", "decode", "prefill", "exchanged per step", "ms", "rows", "")
     title = (
@@ -362,21 +361,21 @@ def show(plans: Sequence[Plan]) -> None:
 
 def plot(path: pathlib.Path, plans: Sequence[Plan]) -> None:
     """Bytes per chip against its memory, a panel per topology."""
-    names = list(dict.fromkeys(one.topology for one in plans))
+    names = list(dict.fromkeys(planned.topology for planned in plans))
     figure, axes = plt.subplots(1, len(names), figsize=(1 + 4.5 * len(names), 4), squeeze=False)
     for axis, name in zip(axes[0], names, strict=True):
-        own = [one for one in plans if one.topology == name]
-        labels = [str(one.setting) for one in own]
-        base = [0.0] * len(own)
+        of_topology = [planned for planned in plans if planned.topology == name]
+        labels = [settings.label(planned.setting) for planned in of_topology]
+        base = [0.0] * len(of_topology)
         for part, values in {
-            "weights": [one.weight_bytes for one in own],
-            "caches": [one.cache_bytes for one in own],
-            "temporaries": [max(one.used - one.weight_bytes - one.cache_bytes, 0) for one in own],
+            "weights": [planned.weight_bytes for planned in of_topology],
+            "caches": [planned.cache_bytes for planned in of_topology],
+            "temporaries": [max(plan.used - plan.weight_bytes - plan.cache_bytes, 0) for plan in of_topology],
         }.items():
             heights = [value / 1e9 for value in values]
             axis.bar(labels, heights, bottom=base, label=part)
             base = [low + height for low, height in zip(base, heights, strict=True)]
-        axis.axhline(own[0].chip["memory_gb"], color="black", linestyle="--", label="memory")
+        axis.axhline(of_topology[0].chip["memory_gb"], color="black", linestyle="--", label="memory")
         axis.set_title(name, fontsize=10)
         axis.tick_params(axis="x", rotation=60)
     axes[0][0].set_ylabel("GB per chip")

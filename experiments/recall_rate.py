@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
 from experiments.common import plots, results, settings, streams
-from kvjax.k_means import k_means
+from kvjax.structures.k_means import k_means
 
 NAME = "recall_rate"
 RECORDED = "recorded"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from absl import app, flags
 
-from experiments.common import asking, results, settings, sweeping
+from experiments.common import evaluating, results, settings, sweeping
 from experiments.common.tasks import ruler as task
 from experiments.common.tasks.problem import Problem, problems
 
@@ -35,27 +35,27 @@ def main(argv: Sequence[str]) -> None:
     sweep = sweeping.Sweep(NAME, count)
     rows: list[results.Row] = []
     for tokens in settings.value("context_tokens", quick=[1024]):
-        make = functools.cache(functools.partial(make_exams, sweep, names, tokens))
+        make = functools.cache(functools.partial(make_tasks, sweep, names, tokens))
         for prefill, question in sweep.kinds():
-            outcomes = sweep.ask_all(names, make, prefill, question, context_tokens=tokens)
-            found = [row for name in names for row in sweep.rows(outcomes[name], name, tokens)]
+            answered = sweep.evaluate_all(names, make, prefill, question, context_tokens=tokens)
+            found = [row for name in names for row in sweep.rows(answered[name], name, tokens)]
             title = f"RULER: {count} problems of up to {tokens} tokens, prefill {prefill}, question {question}"
             sweeping.show(title, found)
             rows += found
     sweep.write(rows, sweeping.plot)
 
 
-def make_exams(sweep: sweeping.Sweep, names: Sequence[str], tokens: int) -> dict[str, asking.Exam]:
+def make_tasks(sweep: sweeping.Sweep, names: Sequence[str], tokens: int) -> dict[str, evaluating.Task]:
     """Fresh problems of every task at one length."""
 
     def make(name: str, rng: np.random.Generator) -> Problem:
         return task.generate(name, rng, lambda text: len(sweep.tokenizer.encode(text)), tokens)
 
-    exams = {}
+    tasks = {}
     for name in names:
         made = list(problems(EVALUATION_SEED + sweep.seed, sweep.documents, functools.partial(make, name)))
-        exams[name] = asking.exam(name, sweep.tokenizer, made, score, made[0].answer_tokens)
-    return exams
+        tasks[name] = evaluating.accuracy_task(name, sweep.tokenizer, made, score, made[0].answer_tokens)
+    return tasks
 
 
 def score(problem: Problem, answer: str) -> float:

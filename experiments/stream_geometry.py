@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
 from experiments.common import plots, results, settings, streams
-from kvjax import cluster_table
+from kvjax.structures import cluster_table
 
 NAME = "stream_geometry"
 RECORDED = "recorded"

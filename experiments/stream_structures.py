@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import kvjax
 from experiments.common import results, settings, speed, streams
-from kvjax import balance, cluster_table, merge_reduce, reservoir
+from kvjax.structures import balance, cluster_table, merge_reduce, reservoir
 
 NAME = "stream_structures"
 

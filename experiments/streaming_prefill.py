@@ -21,13 +21,14 @@ from flax import nnx
 from tqdm import tqdm
 
 from experiments.common import results, settings, speed
-from models import generate
+from kvjax.registry import PolicyChoice
+from models import generate, lowering
 from models.llama import Llama
 
 T = TypeVar("T")
 
 NAME = "streaming_prefill"
-POLICIES = ("streaming_llm:period=256", "uniform:period=256", "subgen:period=256", "balancekv:period=256")
+POLICIES = tuple(f"{name}:compact_every=256" for name in ("streaming_llm", "uniform", "subgen", "balancekv"))
 
 settings.define_common(policies=POLICIES, budgets=("2048",))
 _CONTEXT = flags.DEFINE_multi_integer("context_tokens", [16384, 131072], "Tokens of the prompt; repeatable.")
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
             program, peak, elapsed = in_own_process(measure, setting, context, flags.FLAGS.seed)
             lines.append(
                 (
-                    str(setting),
+                    settings.label(setting),
                     str(context),
                     results.readable_bytes(program),
                     results.readable_bytes(peak),
@@ -61,8 +62,8 @@ def main(argv: Sequence[str]) -> None:
                     results.Row(
                         experiment=NAME,
                         model=speed.MODEL_NAME,
-                        policy=setting.choice.name,
-                        variant=setting.choice.variant,
+                        policy=setting.name,
+                        variant=setting.variant,
                         metric=metric,
                         value=value,
                         context_tokens=context,
@@ -85,11 +86,12 @@ def in_own_process(function: Callable[..., T], *arguments: Any) -> T:
         return pool.submit(function, *arguments).result()
 
 
-def measure(setting: settings.Setting, context: int, seed: int) -> tuple[int, int, float]:
+def measure(setting: PolicyChoice, context: int, seed: int) -> tuple[int, int, float]:
     """Bytes of the largest program, bytes of this process's peak, seconds of reading (compilation left out)."""
     model = Llama(speed.CONFIG, rngs=nnx.Rngs(seed))
     sizes: dict[str, Any] = {"batch": 1, "max_prompt": context, "max_new": 64, "streaming": True}
-    generator = generate.Generator(model, setting.build(generate.cache_specs(model, **sizes)[0], context), **sizes)
+    policy = settings.fitted(setting, generate.cache_specs(model, **sizes)[0], context)
+    generator = generate.Generator(model, policy, **sizes)
     prompt = np.random.default_rng(seed).integers(0, model.config.vocab_size, context).tolist()
     jax.block_until_ready(generator.read(generator.start(seed), [prompt[: 2 * generator.block]]))
     elapsed, _ = speed.timed(lambda: generator.read(generator.start(seed), [prompt]))
@@ -99,9 +101,8 @@ def measure(setting: settings.Setting, context: int, seed: int) -> tuple[int, in
 
 def largest_program(generator: generate.Generator) -> int:
     """The most bytes that a program which reads a block or compacts a layer has at once, as the compiler counts."""
-    return max(
-        speed.held_bytes(lowered.compile()) for lowered in generator.lower_append(jax.eval_shape(generator.start))
-    )
+    programs = lowering.lower_append(generator, jax.eval_shape(generator.start))
+    return max(speed.held_bytes(lowered.compile()) for lowered in programs)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Key
 from tqdm import tqdm
 
 from experiments.common import results, settings, streams
-from kvjax import cluster_table, reservoir
+from kvjax.structures import cluster_table, reservoir
 
 NAME = "subgen_rates"
 STREAMS = ("tight", "drift", "low_rank")

@@ -21,7 +21,7 @@ from absl import app, flags, logging
 from flax import nnx
 
 from experiments.common.tasks import line_retrieval, line_tokenizer
-from experiments.training import answer_loss, curriculum, induction, saving, shipping
+from experiments.training import answer_loss, curriculum, export, induction, saving
 from models import llama
 
 
@@ -234,8 +234,8 @@ def main(argv: list[str]) -> None:
     preset = PRESETS[flags.FLAGS.preset]
     model = train(preset, output_dir, flags.FLAGS.seed, flags.FLAGS.resume)
     lengths = [preset.claimed_tokens >> halvings for halvings in range(3, -1, -1)]
-    rows = [shipping.accuracy(model, line_tokenizer.build(), n, EVALUATION_DOCUMENTS, preset.name) for n in lengths]
-    shipping.export(model, line_tokenizer.build(), output_dir / preset.name, rows, output_dir / "train_log.jsonl")
+    rows = [export.accuracy(model, line_tokenizer.build(), n, EVALUATION_DOCUMENTS, preset.name) for n in lengths]
+    export.write(model, line_tokenizer.build(), output_dir / preset.name, rows, output_dir / "train_log.jsonl")
     for row in rows:
         print(f"{row.context_tokens} tokens: {row.value:.3f} [{row.ci95_low:.3f}, {row.ci95_high:.3f}] of {row.n}")
     print(f"{output_dir / preset.name} is complete but for its card")

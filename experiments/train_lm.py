@@ -27,7 +27,7 @@ from flax import nnx
 
 from experiments.common import results, sources
 from experiments.common.tasks import line_tokenizer
-from experiments.training import answer_loss, byte_pairs, circuits, language, mixture, saving, shipping
+from experiments.training import answer_loss, byte_pairs, circuits, export, language, mixture, saving
 from models import llama
 from models.tokenizer import Tokenizer
 from models.tokenizer import load as load_tokenizer
@@ -357,7 +357,7 @@ def main(argv: list[str]) -> None:
     for task in preset.tasks:
         rows.append(language.accuracy(model, tokenizer, task, preset.longest, preset.evaluation_problems, preset.name))
     directory, log_path = output_dir / preset.name, output_dir / "train_log.jsonl"
-    shipping.export(model, tokenizer.backend, directory, rows, log_path)
+    export.write(model, tokenizer.backend, directory, rows, log_path)
     language.plot_training(log_path, directory / "training.png")
     (directory / "README.md").write_text(card(preset, model, rows, flags.FLAGS.seed, log_path))
     title = f"{preset.name}, exact attention, {preset.longest} tokens"

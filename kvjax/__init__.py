@@ -1,51 +1,47 @@
-"""kvjax: compressed key/value caches for language models, as pure functions over state pytrees."""
+"""kvjax: compressed key/value caches for language models, as pure functions over state pytrees.
 
-from kvjax.attention import Partials as Partials
-from kvjax.attention import attend as attend
-from kvjax.attention import attend_segment as attend_segment
-from kvjax.attention import merge as merge
-from kvjax.attention import output as output
-from kvjax.policies import REGISTRY as REGISTRY
-from kvjax.policies import balancekv as balancekv
-from kvjax.policies import balancekv_settings as balancekv_settings
-from kvjax.policies import by_head as by_head
-from kvjax.policies import by_layer as by_layer
-from kvjax.policies import cam as cam
-from kvjax.policies import chelsea as chelsea
-from kvjax.policies import chosen as chosen
-from kvjax.policies import clustergen as clustergen
-from kvjax.policies import clusterkv as clusterkv
-from kvjax.policies import exact as exact
-from kvjax.policies import factory as factory
-from kvjax.policies import first_layers as first_layers
-from kvjax.policies import h2o as h2o
-from kvjax.policies import host_memory as host_memory
-from kvjax.policies import infinigen as infinigen
-from kvjax.policies import missing_mass as missing_mass
-from kvjax.policies import pyramidkv as pyramidkv
-from kvjax.policies import quantized as quantized
-from kvjax.policies import quest as quest
-from kvjax.policies import snapkv as snapkv
-from kvjax.policies import streaming_llm as streaming_llm
-from kvjax.policies import subgen as subgen
-from kvjax.policies import subgen_settings as subgen_settings
-from kvjax.policies import takes_budget as takes_budget
-from kvjax.policies import uniform as uniform
-from kvjax.policy import ALL_QUERIES as ALL_QUERIES
-from kvjax.policy import CachePolicy as CachePolicy
-from kvjax.policy import CacheSpec as CacheSpec
-from kvjax.policy import abstract_state as abstract_state
-from kvjax.policy import fit_bytes as fit_bytes
-from kvjax.policy import row_bytes as row_bytes
-from kvjax.policy import row_read_bytes as row_read_bytes
-from kvjax.segment import Segment as Segment
-from kvjax.segment import segment as segment
-from kvjax.segment import segment_bytes as segment_bytes
+    cache = kvjax.init(kvjax.SubGen(budget=1024), spec, row_keys)
+    cache, _ = kvjax.prefill(cache, keys, values, lengths)
+    attended, cache = kvjax.step(cache, query, key, value)
+
+What is not here is in modules: `kvjax.policy` and `kvjax.segment` for writing a policy, `kvjax.structures` for the
+stream structures alone, `kvjax.theory` for settings from theorems, `kvjax.sharding`, `kvjax.registry`, `kvjax.budget`.
+"""
+
+from kvjax.budget import fit_bytes as fit_bytes
+from kvjax.cache import Cache as Cache
+from kvjax.cache import append as append
+from kvjax.cache import attend as attend
+from kvjax.cache import compact as compact
+from kvjax.cache import init as init
+from kvjax.cache import prefill as prefill
+from kvjax.cache import read_bytes as read_bytes
+from kvjax.cache import step as step
+from kvjax.cache import tokens as tokens
+from kvjax.combinators.by_head import ByHead as ByHead
+from kvjax.combinators.by_layer import ByLayer as ByLayer
+from kvjax.combinators.by_layer import FirstLayers as FirstLayers
+from kvjax.combinators.host_memory import HostMemory as HostMemory
+from kvjax.combinators.quantized import Quantized as Quantized
+from kvjax.partials import output as output
+from kvjax.policies.balancekv import BalanceKV as BalanceKV
+from kvjax.policies.cam import CaM as CaM
+from kvjax.policies.chelsea import Chelsea as Chelsea
+from kvjax.policies.clustergen import ClusterGen as ClusterGen
+from kvjax.policies.clusterkv import ClusterKV as ClusterKV
+from kvjax.policies.exact import Exact as Exact
+from kvjax.policies.h2o import H2O as H2O
+from kvjax.policies.infinigen import InfiniGen as InfiniGen
+from kvjax.policies.pyramidkv import PyramidKV as PyramidKV
+from kvjax.policies.quest import Quest as Quest
+from kvjax.policies.snapkv import SnapKV as SnapKV
+from kvjax.policies.streaming_llm import StreamingLLM as StreamingLLM
+from kvjax.policies.subgen import SubGen as SubGen
+from kvjax.policies.uniform import Uniform as Uniform
+from kvjax.policy import describe as describe
+from kvjax.registry import PolicyChoice as PolicyChoice
 from kvjax.sharding import make_mesh as make_mesh
-from kvjax.sharding import sharded as sharded
-from kvjax.sharding import shardings as shardings
-from kvjax.state import CacheBytes as CacheBytes
-from kvjax.state import axes as axes
+from kvjax.spec import CacheSpec as CacheSpec
 from kvjax.state import cache_bytes as cache_bytes
 from kvjax.state import check as check
 from kvjax.state import insert_rows as insert_rows

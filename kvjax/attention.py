@@ -1,189 +1,350 @@
-"""Attention over weighted segments: the semantics of every cache in kvjax.
+"""The one function that attends: over all that a reading says, for every policy.
 
     out(q) = sum_s exp(q.k_s / sqrt(D) + log_num_s) v_s / sum_s exp(q.k_s / sqrt(D) + log_den_s)
 
-A segment gives float32 partials (a maximum and the two sums relative to it); partials of several segments merge by
-rescaling. A model whose logits use another scale folds the difference into its queries.
+Every part of a reading gives float32 partials (a maximum and both sums relative to it), which merge by rescaling.
 """
 
+import dataclasses
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.segment import Segment
-from kvjax.shards import are_shared, largest_over_parts, summed_over_parts
-from kvjax.state import BATCH, HEAD_DIM, array, state
-from pallas_kernels.cluster_recall import Blocks, cluster_recall
-from pallas_kernels.weighted_decode import EMPTY, Entries, Sums, weighted_decode
+from kvjax import rope
+from kvjax.collectives import largest_over_heads
+from kvjax.partials import by_token, finite, merge, merge_over_parts, rows_of_heads
+from kvjax.recall import attend_blocks
+from kvjax.recent import recall_recent
+from kvjax.segment import Choice, Reading, Recalled, Segment, Slope, Spread, map_parts, parts_of
+from pallas_kernels.weighted_decode import Entries, Partials, weighted_decode
 
-TOKENS, QUERY_HEADS = "tokens", "query_heads"
-
-
-@state
-class Partials:
-    """Both sums of attention over some entries, relative to exp(max); `max` is -inf where there was no entry."""
-
-    max: Float[Array, "B T H_q"] = array(BATCH, TOKENS, QUERY_HEADS)  # float32
-    num: Float[Array, "B T H_q D"] = array(BATCH, TOKENS, QUERY_HEADS, HEAD_DIM)  # float32
-    den: Float[Array, "B T H_q"] = array(BATCH, TOKENS, QUERY_HEADS)  # float32
+FEW_QUERIES = 8  # that recall at the same time
 
 
-def attend(query: Float[Array, "B T H_q D"], segments: tuple[Segment, ...]) -> Partials:
-    """Partials of attention over all entries of the segments. Query head h reads kv head h // (H_q / H_kv)."""
-    return merge(*(attend_segment(query, segment) for segment in segments))
+class Recall(NamedTuple):
+    """What was found while reading a `Recalled`."""
+
+    missing: Float[Array, "B T H"] | None  # the bound on the share of attention that was not read, if there is one
+    rounds: Int[Array, "B T"]
+    recent: Any  # what is on the device now, where the store is not
 
 
-def attend_segment(query: Float[Array, "B T H_q D"], segment: Segment) -> Partials:
-    """Partials of attention over one segment, accumulated in float32.
+class Seen(NamedTuple):
+    """What attention tells a policy that learns from it.
+
+    Attributes:
+        parts: in the reading's place, of every segment the attention probability [B, H_kv, T, S] that each query paid
+            to its slots, summed over grouped heads (None where the policy does not ask), and of every `Recalled` its
+            `Recall`.
+        staged: the same [B, H_kv, T, P] of the staged tokens.
+        real: which queries are those of an appended token. The others paid nothing.
+    """
+
+    parts: Any
+    staged: Float[Array, "B H_kv T P"] | None
+    real: Bool[Array, "B T"]
+
+
+def attend_reading(
+    query: Float[Array, "B T H_q D"],
+    reading: Reading,
+    *,
+    kv_heads: int | None = None,
+    logit_cap: float | None = None,
+    sink_logits: Float[Array, "H_q"] | None = None,
+) -> Partials:
+    """Partials of attention of the queries to all that a reading says. Query head h reads kv head h // (H_q / H_kv).
+
+    Args:
+        kv_heads: of the cache, where parts may be of some heads only.
+        logit_cap: logits l become cap tanh(l / cap), before log-weights are added.
+        sink_logits: of every query head the logit of an entry without a value, in the denominator alone (gpt-oss).
 
     Raises:
         ValueError: where heads or head dimensions do not fit.
     """
-    return _partials(query, segment, _sums(query, segment))
+    return attend_and_see(query, reading, None, kv_heads=kv_heads, logit_cap=logit_cap, sink_logits=sink_logits)[0]
 
 
-def attend_blocks(
-    query: Float[Array, "B 1 H_q D"], blocks: Blocks, number: Int[Array, "B H K"], count: Int[Array, "B H K"]
-) -> Partials:
-    """Partials of one query's attention over the first `count` tokens of the blocks that it names, for every kv head or
-    (H = H_q) for every query head of its own; devices may share the blocks, and name those that are here."""
-    batch, heads, _ = number.shape
-    sums = cluster_recall(_rows(query, (batch, heads, 0, query.shape[3])), blocks, number, count)
-    return _over_parts(_by_token(_counted(sums), tokens=1))
-
-
-def attend_watching(
-    query: Float[Array, "B T H_q D"], segments: tuple[Segment, ...], counted: Bool[Array, "B T"]
-) -> tuple[Partials, tuple[Float[Array, "B H_kv S"], ...]]:
-    """As `attend`, with the probability that each slot of each segment draws, in one reading of the keys.
+def attend_and_see(
+    query: Float[Array, "B T H_q D"],
+    reading: Reading,
+    real: Bool[Array, "B T"] | None,
+    *,
+    observes: bool = False,
+    kv_heads: int | None = None,
+    logit_cap: float | None = None,
+    sink_logits: Float[Array, "H_q"] | None = None,
+) -> tuple[Partials, Any]:
+    """As `attend_reading`, and in the reading's place what `Seen.parts` holds.
 
     Args:
-        counted: which queries' probabilities count; of others nothing is used but the shape.
-
-    Returns:
-        Partials, and for every segment its slots' probabilities, float32, summed over the counted queries and the query
-        heads of a group.
+        real: which queries are those of an appended token; None: of none, and nothing is learnt.
+        observes: whether attention probabilities are asked for.
     """
-    sums = [_sums(query, segment, logits=True) for segment in segments]
-    partials = merge(*(_partials(query, segment, one) for segment, one in zip(segments, sums, strict=True)))
-    base, den = _finite(partials.max), jnp.where(partials.den == 0, 1.0, partials.den)
-
-    def mass(segment: Segment, logits: Float[Array, "B H_kv R S"]) -> Float[Array, "B H_kv S"]:
-        peak, total = (_rows(x[..., None], (*segment.keys.shape[:3], 1)) for x in (base, den))
-        group = query.shape[2] // segment.keys.shape[1]
-        counted_rows = jnp.repeat(counted, group, axis=1)[:, None, :, None]
-        return jnp.sum(jnp.where(counted_rows, jnp.exp(logits - peak) / total, 0.0), axis=2)
-
-    masses = (mass(segment, one.logits) for segment, one in zip(segments, sums, strict=True) if one.logits is not None)
-    return partials, tuple(masses)
-
-
-def merge(*partials: Partials) -> Partials:
-    """Partials of the union of the entries; exact, associative and commutative up to rounding."""
-    if not partials:
-        raise ValueError("merge needs at least one Partials")
-    peak = partials[0].max
-    for other in partials[1:]:
-        peak = jnp.maximum(peak, other.max)
-    base = _finite(peak)
-    factors = [jnp.exp(one.max - base) for one in partials]
-    num = sum(one.num * factor[..., None] for one, factor in zip(partials, factors, strict=True))
-    den = sum(one.den * factor for one, factor in zip(partials, factors, strict=True))
-    return Partials(peak, jnp.asarray(num), jnp.asarray(den))
-
-
-def output(partials: Partials, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "B T H_q D"]:
-    """num / den; zero where nothing was attended to."""
-    empty = partials.den == 0
-    return jnp.where(empty[..., None], 0.0, partials.num / jnp.where(empty, 1.0, partials.den)[..., None]).astype(dtype)
+    parts = parts_of(reading)
+    if kv_heads is None:
+        kv_heads = next(part.keys.shape[1] for part in parts if isinstance(part, Segment))
+    segments = [_capped(part, logit_cap) for part in parts if isinstance(part, Segment)]
+    sums = [_sums(query, segment, kv_heads, logits=observes) for segment in segments]
+    width = next((part.values.shape[3] for part in segments if part.values is not None), query.shape[3])
+    partials = merge(
+        *(_partials(query, segment, sum_, kv_heads, width) for segment, sum_ in zip(segments, sums, strict=True)),
+        *(() if sink_logits is None else (_sink_partials(query, sink_logits, width),)),
+    )
+    recalls = []
+    for part in parts:
+        if isinstance(part, Recalled):
+            heads = _query_heads(query, part.heads, kv_heads)
+            kept = jax.tree.map(lambda x, heads=heads: x[:, :, heads], partials)
+            kept, recall = _attend_recalled(query[:, :, heads], part, kept, real, logit_cap)
+            put = lambda x, new, heads=heads: new if part.heads is None else x.at[:, :, heads].set(new)  # noqa: B023, E731
+            partials = jax.tree.map(put, partials, kept)
+            recalls.append(recall)
+    masses = [
+        None if real is None or sum_.logits is None else _mass(query, segment, sum_.logits, partials, real, kv_heads)
+        for segment, sum_ in zip(segments, sums, strict=True)
+    ]
+    of_segments, of_recalled = iter(masses), iter(recalls)
+    return partials, map_parts(lambda part: next(of_segments if isinstance(part, Segment) else of_recalled), reading)
 
 
-def _sums(query: Float[Array, "B T H_q D"], segment: Segment, *, logits: bool = False) -> Sums:
-    rows = _rows(query, segment.keys.shape)
-    return weighted_decode(rows, _entries(segment, query.shape[2] // segment.keys.shape[1]), logits=logits)
+# --- segments ---
 
 
-def _partials(query: Float[Array, "B T H_q D"], segment: Segment, sums: Sums) -> Partials:
-    """What the sums of a segment's entries say about attention."""
-    peak, num, den, _ = sums
-    if segment.slope is not None and segment.slope_limit is not None:
-        num = num + den[..., None] * _varying(_rows(query, segment.keys.shape), segment.slope, segment.slope_limit)
-    partials = _by_token(_counted(Sums(peak, num, den)), tokens=query.shape[1])
-    return _over_parts(partials) if segment.in_parts else partials
+def _query_heads(query: Array, heads: tuple[int, int] | None, kv_heads: int) -> slice:
+    """The query heads that read kv heads [first, last) of so many."""
+    if query.shape[2] % kv_heads:
+        raise ValueError(f"queries have {query.shape[2]} heads; it must be a multiple of kv_heads={kv_heads}")
+    group = query.shape[2] // kv_heads
+    return slice(None) if heads is None else slice(heads[0] * group, heads[1] * group)
 
 
-def _over_parts(own: Partials) -> Partials:
-    """Partials of the entries of all devices that share a store: as `merge`, across devices."""
-    if not are_shared():
-        return own
-    peak = largest_over_parts(own.max)
-    factor = jnp.exp(own.max - _finite(peak))
-    return Partials(peak, summed_over_parts(own.num * factor[..., None]), summed_over_parts(own.den * factor))
+def _capped(segment: Segment, logit_cap: float | None) -> Segment:
+    """The segment under a cap of logits. A spread is then carried out: the logits of spread entries are no longer those
+    of the entries, scaled and shifted."""
+    if logit_cap is None:
+        return segment
+    segment = dataclasses.replace(segment, logit_cap=logit_cap)
+    if segment.spread is None:
+        return segment
+    scale = segment.spread.scale[..., None, None]
+
+    def apart(x: Array, mean: Array, factor: Array | None) -> Array:
+        x = x.astype(jnp.float32) if factor is None else x.astype(jnp.float32) * factor[..., None]
+        return mean[:, :, None] + scale * (x - mean[:, :, None])
+
+    return dataclasses.replace(
+        segment,
+        keys=apart(segment.keys, segment.spread.mean_key, segment.key_scale),
+        values=None
+        if segment.values is None
+        else apart(segment.values, segment.spread.mean_value, segment.value_scale),
+        key_scale=None,
+        value_scale=None,
+        spread=None,
+    )
 
 
-def _counted(sums: Sums) -> Partials:
-    """The sums, which are zero where there was no entry: there every masked one stood at the peak with weight one."""
-    peak, num, den, _ = sums
-    empty = peak <= EMPTY / 2
-    return Partials(jnp.where(empty, -jnp.inf, peak), jnp.where(empty[..., None], 0.0, num), jnp.where(empty, 0.0, den))
+def _sums(query: Float[Array, "B T H_q D"], segment: Segment, kv_heads: int, *, logits: bool) -> Partials:
+    """What the kernel makes of the segment's entries, by rows [B, H_kv, R, ...]."""
+    query = query[:, :, _query_heads(query, segment.heads, kv_heads)]
+    batch, own_heads, _, head_dim = segment.keys.shape
+    if query.shape[0] != batch or query.shape[3] != head_dim or query.shape[2] % own_heads:
+        raise ValueError(
+            f"queries [B, T, H_q, D] = {query.shape} do not fit keys [B, H_kv, S, D] = {segment.keys.shape}: B and D "
+            "must be equal and H_q a multiple of H_kv"
+        )
+    if segment.turn is not None:
+        turn = jnp.broadcast_to(segment.turn, (*query.shape[:2], segment.turn.shape[2]))
+        query = rope.rotate(query, jnp.cos(turn), jnp.sin(turn))
+    if segment.spread is not None:
+        query = query * _of_query_heads(segment.spread.scale, query)[:, None, :, None]
+    entries = Entries(**{field.name: getattr(segment, field.name) for field in dataclasses.fields(Entries)})
+    return weighted_decode(rows_of_heads(query, own_heads), entries, logits=logits)
 
 
-def _varying(
-    rows: Float[Array, "B H_kv R D"], slope: Float[Array, "B H_kv D D"], limit: Float[Array, "B H_kv"]
-) -> Float[Array, "B H_kv R D"]:
-    """What each query adds to the values of a segment's entries: slope q / sqrt(D), softly bounded by the limit."""
-    change = jnp.einsum("bhvd,bhrd->bhrv", slope, rows.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+def _partials(
+    query: Float[Array, "B T H_q D"], segment: Segment, sums: Partials, kv_heads: int, width: int
+) -> Partials:
+    """What the sums of a segment's entries say about attention, of all heads: those that do not read it found no
+    entry."""
+    if segment.values is None:  # the kernel knows no width of values then
+        sums = sums._replace(num=jnp.zeros((*sums.den.shape, width)))
+    heads = _query_heads(query, segment.heads, kv_heads)
+    own = query[:, :, heads]
+    if segment.slope is not None:
+        change = _sloped(rows_of_heads(own, segment.keys.shape[1]), segment.slope)
+        sums = sums._replace(num=sums.num + sums.den[..., None] * change)
+    partials = by_token(sums._replace(logits=None), tokens=query.shape[1])
+    if segment.spread is not None:
+        partials = _spread_out(own, partials, segment.spread)
+    if segment.in_parts:
+        partials = merge_over_parts(partials)
+    if own.shape[2] == query.shape[2]:
+        return partials
+    sides = (heads.start, query.shape[2] - heads.stop)
+
+    def pad(x: Array, value: float) -> Array:
+        return jnp.pad(x, ((0, 0), (0, 0), sides, *((0, 0),) * (x.ndim - 3)), constant_values=value)
+
+    return Partials(pad(partials.max, -jnp.inf), pad(partials.num, 0.0), pad(partials.den, 0.0))
+
+
+def _sink_partials(query: Float[Array, "B T H_q D"], sink_logits: Float[Array, "H_q"], width: int) -> Partials:
+    """An entry without a value."""
+    if sink_logits.shape != query.shape[2:3]:
+        raise ValueError(f"sink_logits has shape {sink_logits.shape}; it must be [H_q] = {query.shape[2:3]}")
+    logits = jnp.broadcast_to(sink_logits.astype(jnp.float32), query.shape[:3])
+    return Partials(logits, jnp.zeros((*query.shape[:3], width)), jnp.ones(query.shape[:3]))
+
+
+def _sloped(rows: Float[Array, "B H_kv R D"], slope: Slope) -> Float[Array, "B H_kv R D_v"]:
+    """What each query adds to the values of a segment's entries: covariance q / sqrt(D), softly bounded by the
+    limit."""
+    rows = rows.astype(jnp.float32)
+    change = jnp.einsum("bhvd,bhrd->bhrv", slope.covariance, rows, precision=jax.lax.Precision.HIGHEST)
     change = change / math.sqrt(rows.shape[-1])
-    limit = limit[:, :, None, None]
+    limit = slope.limit[:, :, None, None]
     size = jnp.sqrt(jnp.sum(change * change, axis=-1, keepdims=True) + limit * limit)
     return change * (limit / jnp.maximum(size, 1e-30))
 
 
-def _rows(query: Float[Array, "B T H_q D"], keys_shape: tuple[int, ...]) -> Float[Array, "B H_kv R D"]:
-    """The queries of each kv head as R = T * G rows."""
-    batch, tokens, query_heads, head_dim = query.shape
-    if keys_shape[0] != batch or keys_shape[3] != head_dim or query_heads % keys_shape[1]:
-        raise ValueError(
-            f"queries [B, T, H_q, D] = {query.shape} do not fit keys [B, H_kv, S, D] = {keys_shape}: B and D must be "
-            "equal and H_q a multiple of H_kv"
-        )
-    kv_heads = keys_shape[1]
-    grouped = query.reshape(batch, tokens, kv_heads, query_heads // kv_heads, head_dim)
-    return grouped.swapaxes(1, 2).reshape(batch, kv_heads, -1, head_dim)
-
-
-def _by_token(partials: Partials, tokens: int) -> Partials:
-    """From [B, H_kv, R = T * G, ...] back to [B, T, H_q, ...]."""
-
-    def back(x):
-        batch, kv_heads, rows, *rest = x.shape
-        grouped = x.reshape(batch, kv_heads, tokens, rows // tokens, *rest).swapaxes(1, 2)
-        return grouped.reshape(batch, tokens, kv_heads * (rows // tokens), *rest)
-
-    return Partials(back(partials.max), back(partials.num), back(partials.den))
-
-
-def _entries(segment: Segment, group: int) -> Entries:
-    """The segment as the hot loop takes it: bounds of tokens become bounds of rows, one per grouped head."""
-
-    def of_rows(bound):
-        return bound if bound is None or bound.ndim == 1 else jnp.repeat(bound, group, axis=1)
-
-    return Entries(
-        keys=segment.keys,
-        values=segment.values,
-        log_num=segment.log_num,
-        log_den=segment.log_den,
-        key_scale=segment.key_scale,
-        value_scale=segment.value_scale,
-        start=of_rows(segment.start),
-        stop=of_rows(segment.stop),
-        feeds=segment.feeds,
+def _spread_out(query: Float[Array, "B T H_q D"], partials: Partials, spread: Spread) -> Partials:
+    """Of partials of queries scaled by `spread.scale` over the entries as they are, those of the queries over the
+    entries spread about their mean."""
+    scale = _of_query_heads(spread.scale, query)[:, None]
+    shift = (1 - scale)[..., None] * _of_query_heads(spread.mean_value, query)[:, None]
+    return Partials(
+        max=partials.max + _spread_logit(query, spread),
+        num=scale[..., None] * partials.num + shift * partials.den[..., None],
+        den=partials.den,
     )
 
 
-def _finite(peak: Float[Array, "..."]) -> Float[Array, "..."]:
-    # exp(-inf - -inf) is NaN; where there is no entry any finite base gives the right sums, which are zero.
-    return jnp.where(jnp.isneginf(peak), 0.0, peak)
+def _spread_logit(query: Float[Array, "B T H_q D"], spread: Spread) -> Float[Array, "B T H_q"]:
+    """What spreading adds to the logits of all entries alike."""
+    scale, mean_key = _of_query_heads(spread.scale, query)[:, None], _of_query_heads(spread.mean_key, query)
+    return (1 - scale) * jnp.einsum("bthd,bhd->bth", query, mean_key) / math.sqrt(query.shape[-1])
+
+
+def _of_query_heads(x: Float[Array, "B H_kv *N"], query: Float[Array, "B T H_q D"]) -> Float[Array, "B H_q *N"]:
+    return jnp.repeat(x, query.shape[2] // x.shape[1], axis=1)
+
+
+def _mass(
+    query: Float[Array, "B T H_q D"],
+    segment: Segment,
+    logits: Float[Array, "B H_kv R S"],
+    partials: Partials,
+    real: Bool[Array, "B T"],
+    kv_heads: int,
+) -> Float[Array, "B H_kv T S"]:
+    """The attention probability that real queries paid to each slot, summed over grouped heads."""
+    heads = _query_heads(query, segment.heads, kv_heads)
+    base, total = (x[:, :, heads] for x in (finite(partials.max), partials.den))
+    if segment.spread is not None:
+        base = base - _spread_logit(query[:, :, heads], segment.spread)
+    base, total = (rows_of_heads(x[..., None], logits.shape[1]) for x in (base, jnp.where(total == 0, 1.0, total)))
+    batch, own_heads, _, slots = logits.shape
+    paid = (jnp.exp(logits - base) / total).reshape(batch, own_heads, query.shape[1], -1, slots)
+    return jnp.sum(jnp.where(real[:, None, :, None, None], paid, 0.0), axis=3)
+
+
+# --- what is recalled ---
+
+
+def _attend_recalled(
+    query: Float[Array, "B T H_q D"],
+    part: Recalled,
+    kept: Partials,
+    real: Bool[Array, "B T"] | None,
+    logit_cap: float | None,
+) -> tuple[Partials, Recall]:
+    """Adds to what was kept what each query recalls: a few queries at once, many one by one."""
+    if real is None:
+        real = jnp.zeros(query.shape[:2], bool)
+    if query.shape[1] == 1:
+        return _recall_one(query, part, kept, real, part.recent, logit_cap)
+
+    def step(recent: Any, item: tuple) -> tuple[Any, tuple[Partials, Recall]]:
+        query, kept, real = jax.tree.map(lambda x: x[:, None], item)
+        partials, recall = _recall_one(query, part, kept, real, recent, logit_cap)
+        return recall.recent, (partials, recall._replace(recent=None))
+
+    items = jax.tree.map(lambda x: x.swapaxes(0, 1), (query, kept, real))
+    if part.recent is None and query.shape[1] <= FEW_QUERIES:
+        recent, (partials, recall) = None, jax.vmap(lambda item: step(None, item)[1])(items)
+    else:
+        recent, (partials, recall) = jax.lax.scan(step, part.recent, items)
+    partials, recall = jax.tree.map(lambda x: x.swapaxes(0, 1)[:, :, 0], (partials, recall))
+    return partials, recall._replace(recent=recent)
+
+
+def _recall_one(
+    query: Float[Array, "B 1 H_q D"],
+    part: Recalled,
+    kept: Partials,
+    real: Bool[Array, "B 1"],
+    recent: Any,
+    logit_cap: float | None,
+) -> tuple[Partials, Recall]:
+    batch = query.shape[0]
+    choice = part.choose(query, None if part.target is None else jnp.zeros(batch, jnp.int32))
+    fetched = None
+    if recent is not None and choice.block.shape[2]:
+        fetched, recent = recall_recent(part.store.entries, recent, choice.block, choice.tokens, real[:, 0])
+    partials = _with_blocks(query, part, kept, choice, logit_cap, fetched)
+    missing, rounds, rest = None, jnp.ones(batch, jnp.int32), choice.rest
+    if choice.unread is not None:
+        missing = _missing_share(choice.unread, partials)
+        if part.target is not None and part.rounds > 1:
+            partials, missing, rounds = _recall_until(query, part, partials, missing, part.target, logit_cap)
+            rest = part.choose(query, rounds - 1).rest
+    if rest:
+        heads = rest[0].keys.shape[1]
+        partials = merge(partials, attend_reading(query, rest, kv_heads=heads, logit_cap=logit_cap))
+    return partials, Recall(missing, rounds[:, None], recent)
+
+
+def _with_blocks(
+    query: Array, part: Recalled, kept: Partials, choice: Choice, logit_cap: float | None, fetched: Array | None = None
+) -> Partials:
+    if not choice.block.shape[2]:
+        return kept
+    return merge(kept, attend_blocks(query, part.store, choice.block, choice.tokens, logit_cap, fetched))
+
+
+def _missing_share(unread: Float[Array, "B H_q"], attended: Partials) -> Float[Array, "B 1 H_q"]:
+    """The share of attention that is not read at most; `attended` are the partials of all tokens read."""
+    read = attended.max + jnp.log(attended.den)
+    return jnp.where(jnp.isneginf(unread[:, None]), 0.0, jax.nn.sigmoid(unread[:, None] - read))
+
+
+def _recall_until(
+    query: Array, part: Recalled, partials: Partials, missing: Array, target: float, logit_cap: float | None
+) -> tuple[Partials, Array, Int[Array, "B"]]:
+    """Further rounds until every row's bound is at most the target, or all is read; a row that is done reads no
+    more."""
+
+    def searching(missing: Float[Array, "B 1 H_q"]) -> Bool[Array, "B"]:
+        return largest_over_heads(jnp.max(missing, axis=(1, 2))) > target
+
+    def step(carry):
+        partials, missing, rounds = carry
+        more = searching(missing)
+        choice = part.choose(query, rounds)
+        assert choice.unread is not None  # as in the first round
+        further = _with_blocks(query, part, partials, choice, logit_cap)
+        pick = lambda new, old: jnp.where(more.reshape(-1, *(1,) * (new.ndim - 1)), new, old)  # noqa: E731
+        missing = pick(_missing_share(choice.unread, further), missing)
+        return jax.tree.map(pick, further, partials), missing, rounds + more
+
+    def running(carry):
+        _, missing, rounds = carry
+        return jnp.any(searching(missing) & (rounds < part.rounds))
+
+    return jax.lax.while_loop(running, step, (partials, missing, jnp.ones(query.shape[0], jnp.int32)))

@@ -1,275 +1,160 @@
-"""The interface of a cache policy: a few pure functions over a state pytree, in the manner of an optax transformation.
+"""What a cache policy is: a frozen dataclass of settings that says what is kept and what is read.
 
-    state = policy.init(spec, row_keys)
-    state, shared = policy.prefill(state, keys, values, lengths, query_tail, shared)
-    repeat:
-        state = policy.extend(state, keys, values, lengths)   # at most `staging_slots` tokens between two compactions
-        partials, state = policy.attend(state, queries)
-        every `policy.period` appended tokens (or earlier): state = policy.compact(state)
+A policy never attends, appends or counts steps: `kvjax.cache` does that, alike for all of them.
 
-Fresh queries, keys and values come as projections make them, [B, T, H, D], already rotated; stored ones are
-[B, H_kv, S, D].
+    init(spec, row_keys) -> state
+    prefill(state, prompt) -> state
+    every step:                     read(state, newer) -> what attention reads;  observe(state, seen) -> state
+    every `compact_every` tokens:   compact(state, new) -> state
 """
 
+import abc
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
-from kvjax.attention import Partials
-from kvjax.state import cache_bytes
+from kvjax.attention import Seen
+from kvjax.segment import Reading
+from kvjax.spec import CacheSpec
+from kvjax.staging import Tokens
+from kvjax.state import state, static
 
 State = Any
-Shared = Any
 
-ALL_QUERIES = -1  # for `CachePolicy.query_tail`: the queries of the whole prompt
+ALL_QUERIES = -1  # for `Policy.prompt_queries`: the queries of the whole prompt
 
 
-@dataclasses.dataclass(frozen=True)
-class CacheSpec:
-    """What a cache is made for. Everything here is static: capacities follow from it and from a policy's arguments.
+@state
+class Prompt:
+    """A prompt as policies see it: left-aligned rows, heads first. What lies past a row's length is noise."""
 
-    Attributes:
-        batch: rows.
-        query_heads, kv_heads, head_dim: of one layer.
-        max_prompt: longest prompt in tokens that `prefill` will see.
-        max_new: most tokens that will ever be appended after it, over all turns.
-        dtype: of stored keys and values.
-        rope_frequencies: angle per position of each pair of dimensions; needed by policies that re-index positions.
-        layer, layers: which layer of how many, for policies whose layers differ.
-        parts: devices that share what grows with the context (`kvjax.sharding`): there are as many slots for each.
+    keys: Float[Array, "B H_kv T D"]
+    values: Float[Array, "B H_kv T D_v"]
+    lengths: Int[Array, "B"]  # int32
+    queries: Float[Array, "B w H_q D"] | None  # the last ones, right-aligned, as many as `prompt_queries` asks for
+    told: Any = None  # what the layer before told (`Policy.tell`)
+    sink_logits: Float[Array, "H_q"] | None = None
+    logit_cap: float | None = static(default=None)
+
+
+class Policy(abc.ABC):
+    """A cache policy. Subclasses are frozen dataclasses: equal settings are equal policies, in one process and from one
+    to the next, and compiled programs, saved states and tables of results go by that.
+
+    What is said here by properties, a policy says by a field, by a class attribute or by a property of its own.
     """
 
-    batch: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    max_prompt: int
-    max_new: int
-    dtype: Any = jnp.float32
-    rope_frequencies: tuple[float, ...] | None = None
-    layer: int = 0
-    layers: int = 1
-    parts: int = 1
+    @property
+    @abc.abstractmethod
+    def compact_every(self) -> int:
+        """Tokens between two compactions, and slots of the staging buffer; a field of every policy."""
 
-    def __post_init__(self) -> None:
-        for name in ("batch", "query_heads", "kv_heads", "head_dim", "max_prompt", "max_new", "layers", "parts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")
-        if self.query_heads % self.kv_heads:
-            raise ValueError(f"query_heads={self.query_heads} must be a multiple of kv_heads={self.kv_heads}")
-        if not 0 <= self.layer < self.layers:
-            raise ValueError(f"layer={self.layer} must lie in [0, layers={self.layers})")
+    @property
+    def prompt_queries(self) -> int:
+        """Of a prompt's last queries, how many `prefill` needs (or ALL_QUERIES)."""
+        return 0
 
-    def exact_bytes(self, tokens: int) -> int:
-        """Bytes that an unpadded exact cache of one row and layer holds for so many tokens: the yardstick of
-        every budget."""
-        return 2 * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize * tokens
+    @property
+    def observes(self) -> bool:
+        """Whether `observe` is told which attention slots drew."""
+        return False
 
+    @property
+    def streams(self) -> bool:
+        """Whether a prompt may come through `compact` alone; False for policies that compress in `prefill` only."""
+        return True
 
-class Init(Protocol):
-    def __call__(self, spec: CacheSpec, row_keys: Array) -> State:
-        """An empty cache. row_keys [B]: one typed PRNG key per row, so that a row's randomness is its own."""
-        ...
+    @property
+    def recalls(self) -> bool:
+        """Whether everything is kept and a part of it read: budgets are then of what is read."""
+        return False
 
+    def at(self, spec: CacheSpec) -> "Policy":
+        """The policy of one layer, for policies that differ from layer to layer. `kvjax.init` asks once."""
+        return self
 
-class Prefill(Protocol):
-    def __call__(
-        self,
-        state: State,
-        keys: Float[Array, "B T H_kv D"],
-        values: Float[Array, "B T H_kv D"],
-        lengths: Int[Array, "B"],
-        query_tail: Float[Array, "B w H_q D"] | None = None,
-        shared: Shared = None,
-    ) -> tuple[State, Shared]:
-        """Takes a whole prompt into a fresh cache. Rows are left-aligned; `query_tail` is right-aligned (its last query
-        is the row's last token); `shared` carries what one layer tells the next."""
-        ...
+    @abc.abstractmethod
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> State:
+        """An empty cache: a `@state`. A typed key per row, so that a row's randomness is its own."""
 
+    @abc.abstractmethod
+    def prefill(self, state: State, prompt: Prompt) -> State:
+        """Takes a whole prompt into a fresh state."""
 
-class Attend(Protocol):
-    def __call__(self, state: State, query: Float[Array, "B T H_q D"], causal: bool = False) -> tuple[Partials, State]:
-        """Attention of the queries to what is cached.
+    @abc.abstractmethod
+    def read(self, state: State, newer: Int[Array, "B #T"]) -> Reading:
+        """What attention reads of the state: `Segment`s, `Recalled`s, and tuples of them. Staged tokens, which are in
+        no state yet, are read besides.
 
-        With `causal`, the T queries are those of the last T appended tokens, in a block that has not been compacted
-        since, and each sees what was cached when its own token came. Policies that learn from attention (scores,
-        caches of what was recalled) learn from these, for the rows that appended a token. Otherwise all see
-        everything, and nothing is learnt.
+        Args:
+            newer: how many staged tokens each query sees, its own included: what a sliding window slides by.
         """
-        ...
+
+    def observe(self, state: State, seen: Seen) -> State:
+        """Learns from the attention that appended tokens paid. In `seen.parts` stands what was seen of each part of the
+        reading. `attend` alone, without new tokens, teaches nothing."""
+        return state
+
+    @abc.abstractmethod
+    def compact(self, state: State, new: Tokens) -> State:
+        """Takes the staged tokens in: up to `compact_every` per row, in rows that have ended none, which must then
+        change nothing."""
+
+    def tell(self, state: State, prompt: Prompt) -> Any:
+        """What a layer's prefill tells the next layer's."""
+        return prompt.told
+
+    def read_bytes(self, state: State) -> int:
+        """Bytes that a step reads beside what `read` shows: sums of scores, say."""
+        return 0
+
+    def head_order(self, devices: int = 1) -> tuple[int, ...] | None:
+        """The order in which the cache keeps kv heads, among so many devices; None: their own."""
+        return None
 
 
-class Extend(Protocol):
-    def __call__(
-        self,
-        state: State,
-        keys: Float[Array, "B T H_kv D"],
-        values: Float[Array, "B T H_kv D"],
-        lengths: Int[Array, "B"] | None = None,
-    ) -> State:
-        """Appends T tokens (the first `lengths[b]` of them in row b)."""
-        ...
-
-
-class Segments(Protocol):
-    def __call__(self, state: State, query: Float[Array, "B T H_q D"] | None, causal: bool = False) -> tuple:
-        """The segments that attention of the queries reads (those of any one query where `query` is None)."""
-        ...
-
-
-class CachePolicy(NamedTuple):
-    """A cache policy. Hashable by identity: build it once and pass the same object to jit-compiled functions.
-
-    Attributes:
-        name: as the registry spells it, with the settings that matter, for tables.
-        init, prefill, attend, extend: see their protocols.
-        compact: takes the staged tokens in; also correct when fewer than `period` are staged, or none.
-        read_bytes: bytes of cache that one decoding step reads, from the state's buffers.
-        period: tokens between compactions.
-        query_tail: how many of the prompt's last queries `prefill` needs (0, w, or ALL_QUERIES).
-        segments: what attention reads, where `attend` is attention over segments and no more; None otherwise.
-            Combinators that change how entries are stored need it.
-        recalls: whether everything is kept and a part is read per query: budgets are then of what is read.
-        plan: for policies that recall, what `kvjax.recall.Planned` says; None where a query may read more than once.
-        over: for a combinator that picks heads by their number, the same of policies that a function was applied to;
-            None for all others.
-        streams: whether a prompt of any length may come through `extend` and `compact` alone; False for policies that
-            compress in `prefill` only.
-    """
-
-    name: str
-    init: Init
-    prefill: Prefill
-    attend: Attend
-    extend: Extend
-    compact: Callable[[State], State]
-    read_bytes: Callable[[State], int]
-    period: int
-    query_tail: int = 0
-    streams: bool = True
-    segments: Segments | None = None
-    recalls: bool = False
-    plan: Any = None
-    over: Callable[[Callable[["CachePolicy"], "CachePolicy"]], "CachePolicy"] | None = None
-
-
-def abstract_state(policy: CachePolicy, spec: CacheSpec) -> State:
-    """The state that `policy.init` would make, as shapes and dtypes only."""
-    return jax.eval_shape(lambda: policy.init(spec, jax.random.split(jax.random.key(0), spec.batch)))
-
-
-def row_bytes(policy: CachePolicy, spec: CacheSpec) -> int:
-    """Device bytes that the policy keeps for one row of one layer, all buffers counted."""
-    return cache_bytes(abstract_state(policy, dataclasses.replace(spec, batch=1))).device
-
-
-def row_read_bytes(policy: CachePolicy, spec: CacheSpec) -> int:
-    """Bytes of cache that decoding a token of one row reads in one layer."""
-    return state_read_bytes(policy, abstract_state(policy, dataclasses.replace(spec, batch=1)))
-
-
-def state_read_bytes(policy: CachePolicy, state: State) -> int:
-    """Bytes of a cache that a decoding step reads, from shapes and dtypes alone; the state may be abstract."""
-    read: list[int] = []
-    jax.eval_shape(lambda state: read.append(policy.read_bytes(state)), state)
-    return read[0]
-
-
-def fit_bytes(factory: Callable[[int], CachePolicy], spec: CacheSpec, limit: int) -> CachePolicy:
-    """The policy with the largest budget in whole tiles (see `whole_tiles`) that stays within `limit` bytes per row and
-    layer: bytes held, or bytes read per token for a policy that recalls, on the average of all layers.
+def check_settings(budget: int, sinks: int = 0, recent: int = 0, compact_every: int = 64, *, selects: str = "") -> None:
+    """Raises a ValueError for sizes that cannot be, naming the setting.
 
     Args:
-        factory: makes a policy of a budget in slots, e.g. `lambda budget: kvjax.uniform(budget, sinks=16)`.
-        spec: what the cache is made for; neither batch nor layer matter.
-        limit: bytes per row and layer, all buffers (staging, counters, keys of randomness) included.
-
-    Raises:
-        ValueError: when no budget fits, with the reason of the smallest one tried.
+        selects: what the slots beside sinks and recent tokens are for; at least one must be left for it.
     """
-
-    def size(budget: int) -> float:
-        policy = factory(budget)
-        measure = row_read_bytes if policy.recalls else row_bytes
-        sizes = [measure(policy, dataclasses.replace(spec, layer=layer)) for layer in range(spec.layers)]
-        return sum(sizes) / spec.layers
-
-    low = smallest = _smallest_budget(factory, spec, limit)
-    if size(low) > limit:
+    check_least(0, sinks=sinks, recent=recent)
+    if budget < 1:
+        raise ValueError(f"budget={budget}; it must be at least 1 slot")
+    if budget < sinks + recent:
         raise ValueError(
-            f"limit={limit} bytes per row and layer is too small: budget={low} already takes {size(low):g}"
+            f"budget={budget} slots cannot hold sinks={sinks} and recent={recent}; it must be at least "
+            f"{sinks + recent}, or those smaller"
         )
-    high = low
-    while size(high := high * 2) <= limit:
-        if factory(high).recalls and high >= spec.max_prompt + spec.max_new:
-            return factory(high)  # all there is may be read
-        if high > limit:
-            raise ValueError(f"{factory(low).name} does not grow with its budget: give it slots, not bytes")
-        low = high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if size(middle) <= limit else (low, middle)
-    return factory(max(whole_tiles(low), smallest))
+    if selects and budget == sinks + recent:
+        raise ValueError(f"budget={budget} leaves no slot for {selects}; sinks + recent already take {budget}")
+    check_least(1, compact_every=compact_every)
 
 
-TILE = 16
+def check_least(least: int, **settings: int) -> None:
+    """Raises a ValueError for a setting that is less, naming it."""
+    for name, value in settings.items():
+        if value < least:
+            raise ValueError(f"{name}={value}; it must be at least {least}")
 
 
-def whole_tiles(slots: int) -> int:
-    """The next smaller multiple of `TILE`, where that takes away no more than a fiftieth of so many slots.
-
-    Of other numbers XLA makes stores in a layout that kernels for TPUs do not read, and copies them once per block of
-    decoding steps.
-    """
-    more = slots % TILE
-    return slots - more if 50 * more <= slots else slots
+def check_choice(**settings: tuple[Any, tuple[Any, ...]]) -> None:
+    """Raises a ValueError for a setting (value, choices) that is none of its choices, naming it."""
+    for name, (value, choices) in settings.items():
+        if value not in choices:
+            raise ValueError(f"{name}={value!r}; it must be one of {', '.join(map(repr, choices))}")
 
 
-def check_tokens(
-    store: Float[Array, "B H_kv S D"],
-    keys: Float[Array, "B T H_kv D"],
-    values: Float[Array, "B T H_kv D"],
-    lengths: Int[Array, "B"] | None,
-    longest: int | None = None,
-) -> None:
-    """Raises a ValueError where fresh tokens do not fit a store of keys (which broadcasting would hide), or lengths
-    cannot be (outside jit, where they are known)."""
-    batch, kv_heads, _, head_dim = store.shape
-    for name, fresh in {"keys": keys, "values": values}.items():
-        wanted = (batch, keys.shape[1], kv_heads, head_dim)
-        if fresh.shape != wanted:
-            raise ValueError(f"{name} have shape {fresh.shape}; it must be [B, T, H_kv, D] = {wanted}")
-    if lengths is None:
-        return
-    if lengths.shape != (batch,):
-        raise ValueError(f"lengths has shape {lengths.shape}; it must be [B] = {(batch,)}")
-    if not isinstance(lengths, jax.core.Tracer):
-        longest = keys.shape[1] if longest is None else min(keys.shape[1], longest)
-        if bool(jnp.any((lengths < 0) | (lengths > longest))):
-            raise ValueError(f"lengths={lengths.tolist()} must lie in [0, {longest}]")
+def describe(policy: Policy) -> dict[str, Any]:
+    """The policy in terms of JSON: its class's name and every setting that its value depends on. Equal descriptions are
+    equal policies."""
 
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = [field.name for field in dataclasses.fields(value) if field.compare]
+            return {"class": type(value).__name__} | {name: plain(getattr(value, name)) for name in fields}
+        return [plain(item) for item in value] if isinstance(value, tuple | list) else value
 
-def _smallest_budget(factory: Callable[[int], CachePolicy], spec: CacheSpec, limit: int) -> int:
-    """The smallest budget (to a factor of two, then exactly) that the factory accepts."""
-    accepted, refused, reason = 1, 0, ""
-    while True:
-        try:
-            abstract_state(factory(accepted), spec)
-            break
-        except ValueError as error:
-            refused, reason = accepted, str(error)
-            accepted *= 2
-            if accepted > limit:
-                raise ValueError(f"no budget within limit={limit} bytes is accepted: {reason}") from error
-    while accepted - refused > 1:
-        middle = (accepted + refused) // 2
-        try:
-            abstract_state(factory(middle), spec)
-            accepted = middle
-        except ValueError:
-            refused = middle
-    return accepted
+    return plain(policy)

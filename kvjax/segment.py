@@ -1,86 +1,134 @@
-"""Segment: weighted entries that attention reads, the one form in which every policy shows its cache."""
+"""What attention reads: `Segment`, entries that every query reads, and `Recalled`, of which each query reads a part."""
 
-from typing import Literal
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Int
 
-from kvjax.state import BATCH, HEAD_DIM, KV_HEADS, SLOTS, array, state, static
+from kvjax.state import state
+from pallas_kernels.weighted_decode import Entries
 
 
 @state
-class Segment:
+class Spread:
+    """Entries read spread about their mean: a key k as mean_key + scale (k - mean_key), and its value alike."""
+
+    scale: Float[Array, "B H_kv"]  # float32
+    mean_key: Float[Array, "B H_kv D"]  # float32
+    mean_value: Float[Array, "B H_kv D_v"]  # float32
+
+
+@state
+class Slope:
+    """How values follow the query. An entry that stands for several tokens has a value that varies with the query,
+    because the query weighs its tokens differently: to first order by covariance q / sqrt(D), softly bounded by a norm
+    of `limit`, which is about what so few tokens can give. The same for all entries of a head."""
+
+    covariance: Float[Array, "B H_kv D_v D"]  # float32
+    limit: Float[Array, "B H_kv"]  # float32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Segment(Entries):
     """Entries s that add exp(q.k_s / sqrt(D) + log_num_s) v_s to the numerator of attention and
-    exp(q.k_s / sqrt(D) + log_den_s) to its denominator.
+    exp(q.k_s / sqrt(D) + log_den_s) to its denominator: `Entries` [B, H_kv, S, ...], and how a cache shows them.
 
-    A log-weight of -inf marks an empty slot. Slots outside the row's range [start, stop) are not read; they must hold
-    finite numbers all the same, because backends may multiply them by zero.
-    """
-
-    keys: Float[Array, "B H_kv S D"] = array(BATCH, KV_HEADS, SLOTS, HEAD_DIM)
-    # None only where the segment feeds the denominator alone.
-    values: Float[Array, "B H_kv S D"] | None = array(BATCH, KV_HEADS, SLOTS, HEAD_DIM)
-    # float32; None: every weight in the numerator is one.
-    log_num: Float[Array, "B H_kv S"] | None = array(BATCH, KV_HEADS, SLOTS)
-    # float32; None: the same as log_num.
-    log_den: Float[Array, "B H_kv S"] | None = array(BATCH, KV_HEADS, SLOTS)
-    # float32 factors of quantised storage; None: one.
-    key_scale: Float[Array, "B H_kv S"] | None = array(BATCH, KV_HEADS, SLOTS)
-    value_scale: Float[Array, "B H_kv S"] | None = array(BATCH, KV_HEADS, SLOTS)
-    # int32; None: the range begins at 0 or ends at S. [B, T] where each of T queries sees a range of its own.
-    start: Int[Array, "B"] | Int[Array, "B T"] | None = array(BATCH)
-    stop: Int[Array, "B"] | Int[Array, "B T"] | None = array(BATCH)
-    # float32. An entry that stands for several tokens has a value that varies with the query, because the query weighs
-    # its tokens differently: to first order by slope q / sqrt(D), softly bounded by a norm of `slope_limit`, which is
-    # about what so few tokens can give. The same for all entries of a head; None: values are what they are.
-    slope: Float[Array, "B H_kv D D"] | None = array(BATCH, KV_HEADS, "value_dim", HEAD_DIM)
-    slope_limit: Float[Array, "B H_kv"] | None = array(BATCH, KV_HEADS)
-    # Which of the two sums the segment adds to.
-    feeds: Literal["both", "numerator", "denominator"] = static()
-    # Whether devices share the entries (`kvjax.sharding`): what they find of them is merged.
-    in_parts: bool = static()
-
-
-def segment(
-    keys: Float[Array, "B H_kv S D"],
-    values: Float[Array, "B H_kv S D"] | None,
-    *,
-    log_num: Float[Array, "B H_kv S"] | None = None,
-    log_den: Float[Array, "B H_kv S"] | None = None,
-    key_scale: Float[Array, "B H_kv S"] | None = None,
-    value_scale: Float[Array, "B H_kv S"] | None = None,
-    start: Int[Array, "B"] | Int[Array, "B T"] | None = None,
-    stop: Int[Array, "B"] | Int[Array, "B T"] | None = None,
-    slope: Float[Array, "B H_kv D D"] | None = None,
-    slope_limit: Float[Array, "B H_kv"] | None = None,
-    feeds: Literal["both", "numerator", "denominator"] = "both",
-    in_parts: bool = False,
-) -> Segment:
-    """A checked `Segment`; what is left out is neutral.
+    Only keys and values must be given; everything else is neutral where it is None. A log-weight of -inf marks an empty
+    slot. Slots outside [start, stop) are not read; they must hold finite numbers all the same, because backends may
+    multiply them by zero.
 
     Raises:
-        ValueError: for shapes that do not agree, values missing where the numerator is fed, a slope without its limit
-            or where not both sums are fed.
+        ValueError: for shapes that do not agree, or values, a slope or a spread that cannot be.
     """
-    batch, kv_heads, slots, _ = keys.shape
-    if feeds not in ("both", "numerator", "denominator"):
-        raise ValueError(f"feeds={feeds!r}; it must be 'both', 'numerator' or 'denominator'")
-    if values is None and feeds != "denominator":
-        raise ValueError(f"a segment that feeds {feeds!r} needs values")
-    if values is not None and values.shape[:3] != keys.shape[:3]:
-        raise ValueError(f"values have shape {values.shape}; [B, H_kv, S] must be that of the keys, {keys.shape[:3]}")
-    weights = {"log_num": log_num, "log_den": log_den, "key_scale": key_scale, "value_scale": value_scale}
-    for name, weight in weights.items():
-        if weight is not None and weight.shape != (batch, kv_heads, slots):
-            raise ValueError(f"{name} has shape {weight.shape}; it must be [B, H_kv, S] = {(batch, kv_heads, slots)}")
-    for name, bound in {"start": start, "stop": stop}.items():
-        if bound is not None and (bound.ndim > 2 or bound.shape[:1] != (batch,)):
-            raise ValueError(f"{name} has shape {bound.shape}; it must be [B] or [B, T] with B = {batch}")
-    if (slope is None) != (slope_limit is None) or (slope is not None and feeds != "both"):
-        raise ValueError("a slope needs slope_limit, and a segment that feeds both sums")
-    return Segment(
-        keys, values, log_num, log_den, key_scale, value_scale, start, stop, slope, slope_limit, feeds, in_parts
-    )
+
+    spread: Spread | None = None
+    slope: Slope | None = None
+    turn: Float[Array, "B #T half_D"] | None = None  # angles by which the queries are turned before they read
+    # Whether devices share the slots: what they find of them is merged.
+    in_parts: bool = dataclasses.field(default=False, metadata={"static": True})
+    # Which kv heads [first, last) these are entries of; None: all.
+    heads: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        shape = getattr(self.keys, "shape", None)
+        if shape is None:
+            return  # trees are also made of what is no array
+        if self.feeds not in ("both", "numerator", "denominator"):
+            raise ValueError(f"feeds={self.feeds!r}; it must be 'both', 'numerator' or 'denominator'")
+        if self.values is None and self.feeds != "denominator":
+            raise ValueError(f"a segment that feeds {self.feeds!r} needs values")
+        if self.feeds != "both" and (self.slope is not None or self.spread is not None):
+            raise ValueError("slope and spread need a segment that feeds both sums")
+        if self.values is not None and self.values.shape[:3] != shape[:3]:
+            raise ValueError(
+                f"values have shape {self.values.shape}; [B, H_kv, S] must be that of the keys, {shape[:3]}"
+            )
+        for name in ("log_num", "log_den", "key_scale", "value_scale"):
+            weight = getattr(self, name)
+            if weight is not None and weight.shape != shape[:3]:
+                raise ValueError(f"{name} has shape {weight.shape}; it must be [B, H_kv, S] = {shape[:3]}")
+        for name in ("start", "stop"):
+            bound = getattr(self, name)
+            if bound is not None and (bound.ndim != 2 or bound.shape[0] != shape[0]):
+                raise ValueError(f"{name} has shape {bound.shape}; it must be [B, 1] or [B, T] with B = {shape[0]}")
+
+
+class Choice(NamedTuple):
+    """What one query of every row reads of a `Recalled`."""
+
+    block: Int[Array, "B H K"]  # int32 numbers of blocks, for every kv head or (H = H_q) every query head
+    tokens: Int[Array, "B H K"]  # int32, how many of each are read, from its first on; 0 where none
+    rest: tuple[Segment, ...] = ()  # entries that stand for what is not read
+    unread: Float[Array, "B H_q"] | None = None  # log of a bound on the mass of what is not read, if there is one
+    taken: Int[Array, "B H C"] | None = None  # tokens that are read of each part of the index, where it has parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Recalled:
+    """Tokens in blocks, of which every query reads those that it chooses.
+
+    Attributes:
+        store: the blocks (`kvjax.recall.BlockStore`), [B, H_kv, N, P, ...].
+        choose: (query [B, 1, H_q, D], round [B] or None) -> Choice, by the index alone and never by stored entries. A
+            round, where there is a target, is the next so many whole blocks; `rest` and `unread` are then those after
+            that round.
+        index: the arrays that choosing reads, for counts of bytes.
+        target: recall round by round until no more than this share of attention's mass is unread; None: once.
+        rounds: the most rounds.
+        recent: blocks that are on the device although the store is not (`HostMemory`).
+        heads: as a segment's.
+    """
+
+    store: Any
+    choose: Callable[[Array, Array | None], Choice]
+    index: tuple[Array, ...]
+    target: float | None = None
+    rounds: int = 1
+    recent: Any = None
+    heads: tuple[int, int] | None = None
+
+
+Part = Segment | Recalled
+Reading = Any  # a `Part`, or a tuple of readings
+
+
+def is_part(x: Any) -> bool:
+    return isinstance(x, Segment | Recalled)
+
+
+def map_parts(function: Callable[..., Any], reading: Reading, *others: Any) -> Any:
+    """Maps over the parts of readings of one structure."""
+    if is_part(reading):
+        return function(reading, *others)
+    return tuple(map_parts(function, *items) for items in zip(reading, *others, strict=True))
+
+
+def parts_of(reading: Reading) -> list[Part]:
+    """The parts of a reading, in order."""
+    return [reading] if is_part(reading) else [part for inner in reading for part in parts_of(inner)]
 
 
 def segment_bytes(*segments: Segment) -> int:

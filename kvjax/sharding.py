@@ -1,15 +1,14 @@
-"""Caches on many devices: which part of a state lies where, and policies that run where their part lies.
+"""Caches on many devices: which part of a state lies where.
 
 A mesh has three axes. Rows of a batch lie along `DATA`, kv heads along `TENSOR`; where more devices share a layer than
-it has kv heads, those of one head lie along `PARTS`: they share what grows with the context (the stores of `exact` and
-of policies that recall), and each has all else. Nothing that policies do to one row's head needs another, so `sharded`
-runs them under `jax.shard_map`: no device ever asks another for keys or values, and kernels see the part of a cache
-that is theirs. What crosses between devices goes through `kvjax.shards`: a few sums over all heads of a row, and the
-partials of attention over a store that is shared.
+it has kv heads, those of one head lie along `PARTS`: they share what grows with the context (the stores of `Exact` and
+of policies that recall), and each has all else. Nothing that policies do to one row's head needs another, so
+`kvjax.cache` runs every function under `jax.shard_map`: no device ever asks another for keys or values, and kernels see
+the part of a cache that is theirs. What crosses between devices goes through `kvjax.collectives`: a few sums over all
+heads of a row, and the partials of attention over a store that is shared.
 """
 
-import dataclasses
-import functools
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -17,17 +16,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kvjax.attention import QUERY_HEADS, Partials
-from kvjax.policies.host_memory import READING_HEADS
-from kvjax.policy import CachePolicy
-from kvjax.shards import PARTS, TENSOR
-from kvjax.state import BATCH, KV_HEADS, SEQUENCE, map_fields
+from kvjax.collectives import PARTS, TENSOR
+from kvjax.state import map_fields
 
 T = TypeVar("T")
 
 DATA = "data"
-# Which mesh axis the arrays of a state are cut along, by their own axes. All others lie whole on every device.
-RULES = {BATCH: DATA, KV_HEADS: TENSOR, QUERY_HEADS: TENSOR, READING_HEADS: TENSOR, SEQUENCE: PARTS}
+# Which mesh axis the arrays of a state are cut along, by the names of their dimensions. All others lie whole on every
+# device.
+RULES = {"B": DATA, "H_kv": TENSOR, "H_q": TENSOR, "H": TENSOR, "N": PARTS}
 # Of what is not a state: arrays [B, ...] by row, fresh queries, keys and values [B, T, H, D] also by head.
 ROWS, HEADS = PartitionSpec(DATA), PartitionSpec(DATA, None, TENSOR)
 
@@ -63,8 +60,40 @@ def make_mesh(
     return Mesh(np.array(devices).reshape(data, tensor // sequence, sequence), (DATA, TENSOR, PARTS))
 
 
+def rename_axes(mesh: Mesh, kv_heads: int, *, data: str | None = None, tensor: str | None = None) -> Mesh:
+    """A mesh of one's own, for caches of layers that have so many kv heads: the same devices in the same order.
+
+    Where devices along `tensor` are a multiple of the kv heads, neighbours share a head, as in `make_mesh`. Along axes
+    that are not named caches are repeated.
+
+    Args:
+        data, tensor: the mesh's own names (such as "fsdp" and "tp") of the axes along which rows and heads lie.
+
+    Raises:
+        ValueError: for an axis that the mesh does not have, or kv heads that those of `tensor` cannot share.
+    """
+    names: list[str] = []
+    shape: list[int] = []
+    for axis, size in mesh.shape.items():
+        if axis == tensor:
+            heads = math.gcd(size, kv_heads)
+            if heads not in (size, kv_heads):
+                raise ValueError(
+                    f"{size} devices along {axis!r}: they must divide kv_heads={kv_heads}, or be a multiple of it"
+                )
+            names, shape = [*names, TENSOR, PARTS], [*shape, heads, size // heads]
+        else:
+            kept = f"other_{axis}" if axis in (DATA, TENSOR, PARTS) else axis
+            names, shape = [*names, DATA if axis == data else kept], [*shape, size]
+    for given in (data, tensor):
+        if given is not None and given not in mesh.shape:
+            raise ValueError(f"the mesh has no axis {given!r}; it has {', '.join(map(repr, mesh.shape))}")
+    absent = [axis for axis in (DATA, TENSOR, PARTS) if axis not in names]
+    return Mesh(mesh.devices.reshape(*shape, *(1 for _ in absent)), (*names, *absent))
+
+
 def shardings(tree: T, mesh: Mesh) -> T:
-    """Where the arrays of a state (or of `Partials`) lie, by their axes' names; see `RULES`.
+    """Where the arrays of a state lie, by their dimensions' names; see `RULES`.
 
     Raises:
         ValueError: for an axis that the mesh does not divide, with the field's name.
@@ -79,48 +108,3 @@ def shardings(tree: T, mesh: Mesh) -> T:
         return NamedSharding(mesh, PartitionSpec(*names))
 
     return map_fields(place, tree)
-
-
-@functools.cache
-def sharded(policy: CachePolicy, mesh: Mesh) -> CachePolicy:
-    """The policy on a mesh: the same results from states, keys, values and queries that lie on many devices.
-
-    Raises:
-        ValueError: when a cache is made, for rows, kv heads or groups of heads (`by_head`) that the mesh does not
-            divide.
-    """
-    if policy.over is not None:
-        return policy.over(functools.partial(sharded, mesh=mesh))
-    heads: Any = HEADS
-    partials = Partials(heads, heads, heads)
-    specs = lambda state: jax.tree.map(lambda one: one.spec, shardings(state, mesh))  # noqa: E731
-
-    def on_parts(function: Any, given: Any, gives: Any) -> Any:
-        return jax.shard_map(function, mesh=mesh, in_specs=given, out_specs=gives, check_vma=False)
-
-    def init(spec, row_keys):
-        state = policy.init(dataclasses.replace(spec, parts=mesh.shape[PARTS]), row_keys)
-        return jax.lax.with_sharding_constraint(state, shardings(state, mesh))
-
-    def prefill(state, keys, values, lengths, query_tail=None, shared=None):
-        # What layers tell each other is by row and kv head.
-        own, told = specs(state), PartitionSpec(DATA, TENSOR)
-        run = on_parts(policy.prefill, (own, HEADS, HEADS, ROWS, HEADS, told), (own, told))
-        return run(state, keys, values, lengths, query_tail, shared)
-
-    def attend(state, query, causal=False):
-        own = specs(state)
-        run = on_parts(functools.partial(policy.attend, causal=causal), (own, HEADS), (partials, own))
-        return run(state, query)
-
-    def extend(state, keys, values, lengths=None):
-        own = specs(state)
-        return on_parts(policy.extend, (own, HEADS, HEADS, ROWS), own)(state, keys, values, lengths)
-
-    def compact(state):
-        own = specs(state)
-        return on_parts(policy.compact, (own,), own)(state)
-
-    return policy._replace(
-        init=init, prefill=prefill, attend=attend, extend=extend, compact=compact, segments=None, plan=None
-    )

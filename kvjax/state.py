@@ -1,10 +1,20 @@
 """State pytrees: how their fields are declared, and what can be done to any of them.
 
-A state is a frozen dataclass of arrays. Every array field names its logical axes, and everything that must treat all
-policies alike (taking, inserting and repeating rows of a batch, sharding, stacking, byte counts) follows those names.
+    @state
+    class Window:
+        keys: Float[Array, "B H_kv S D"] = entries()
+        total: Int[Array, "B"]
+        sinks: int = static()
+
+A state is a frozen dataclass of arrays. Its axes are the dimension names of its annotations, and everything that must
+treat all policies alike (taking, inserting and repeating rows of a batch, sharding, eight-bit storage, byte counts)
+goes by those names: B rows, H_kv kv heads, H_q query heads, H heads that recall (of either kind), N what grows with
+the context, which devices may share. All other names are a shape and no more.
 """
 
 import dataclasses
+import inspect
+import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
@@ -17,22 +27,17 @@ from kvjax.memory import on_host, where_it_lies
 
 T = TypeVar("T")
 
-BATCH, KV_HEADS, SLOTS, HEAD_DIM = "batch", "kv_heads", "slots", "head_dim"
-SEQUENCE = "sequence"  # slots of what grows with the context, which devices may share
+BATCH, KV_HEADS = "B", "H_kv"
 
 
-def array(*axes: str, fault: str | None = None, entries: bool = False, side_by_side: int = 1) -> Any:
-    """Declares an array field with its logical axes.
+def entries() -> Any:
+    """Declares keys or values [..., S, D] that attention reads: combinators may keep them in another form."""
+    return dataclasses.field(metadata={"entries": True})
 
-    Args:
-        axes: one name per dimension; the field may also hold None (an array that a setting makes unnecessary).
-        fault: for counters that must stay zero, what it means when they do not; `check` raises with this text.
-        entries: whether these are keys or values that attention reads as they lie here; combinators may store them
-            in another way.
-        side_by_side: so many entries stand in each row of the last axis (a key and its value), each in as many columns.
-    """
-    metadata = {"axes": axes, "fault": fault, "entries": entries, "side_by_side": side_by_side}
-    return dataclasses.field(metadata=metadata)
+
+def fault(meaning: str) -> Any:
+    """Declares a counter that must stay zero; `check` raises with this text where it does not."""
+    return dataclasses.field(metadata={"fault": meaning})
 
 
 def stacked(*axes: str) -> Any:
@@ -40,15 +45,30 @@ def stacked(*axes: str) -> Any:
     return dataclasses.field(metadata={"stacked": axes})
 
 
-def static() -> Any:
+def static(default: Any = dataclasses.MISSING) -> Any:
     """Declares a field that is part of the program, not of the data: it must be hashable and is compiled in."""
-    return dataclasses.field(metadata={"static": True})
+    return dataclasses.field(default=default, metadata={"static": True})
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(array, stacked, static))
+@dataclass_transform(frozen_default=True, field_specifiers=(entries, fault, stacked, static))
 def state(cls: type[T]) -> type[T]:
-    """Class decorator: a frozen dataclass registered as a pytree."""
+    """Class decorator: a frozen dataclass, registered as a pytree, whose axes are those of its annotations."""
+    for name, annotation in inspect.get_annotations(cls).items():
+        if (axes := _axes_of(annotation)) is not None:
+            declared = cls.__dict__.get(name, dataclasses.MISSING)
+            if isinstance(declared, dataclasses.Field):
+                field = dataclasses.field(metadata={"axes": axes, **declared.metadata})
+            else:
+                field = dataclasses.field(default=declared, metadata={"axes": axes})
+            setattr(cls, name, field)
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+
+def _axes_of(annotation: Any) -> tuple[str, ...] | None:
+    """The dimension names of `Float[Array, "B S D"]`, maybe `| None`; None for what is no array."""
+    kinds = [kind for kind in typing.get_args(annotation) or (annotation,) if kind is not type(None)]
+    names = {tuple(kind.dim_str.split()) for kind in kinds if hasattr(kind, "dim_str")}
+    return names.pop() if len(names) == 1 else None
 
 
 class CacheBytes(NamedTuple):
@@ -107,9 +127,11 @@ def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
     Both must stand at the same point of their staging, which they do after `compact`.
 
     Raises:
-        ValueError: for a row that there is not, or states that stand at different points, with the field that differs
-            (where values are known, outside jit).
+        ValueError: for states of two policies or specs, naming both; for a row that there is not, or states that stand
+            at different points, with the field that differs (where values are known, outside jit).
     """
+    if (difference := _difference(tree, rows_tree)) is not None:
+        raise ValueError(f"insert_rows: the states are not of one policy and spec: {difference}")
     _check_rows(tree, rows)
 
     def insert(field: ArrayField, leaf: Array, new: Array) -> Array:
@@ -147,14 +169,26 @@ def check(tree: Any) -> None:
         raise ValueError("the cache state is not sound: " + "; ".join(faults))
 
 
+def faults_of_rows(tree: Any) -> Int[Array, "B"] | None:
+    """The fault counters of every row of a state, summed; None where it has none."""
+    counts: list[Array] = []
+
+    def look(field: ArrayField, leaf: Array) -> Array:
+        if field.fault and (axis := _batch_axis(field)) is not None:
+            counts.append(jnp.sum(leaf, axis=[other for other in range(leaf.ndim) if other != axis], dtype=jnp.int32))
+        return leaf
+
+    map_fields(look, tree)
+    return sum(counts[1:], start=counts[0]) if counts else None
+
+
 class ArrayField(NamedTuple):
-    """What is declared of an array: its name in its state, all its axes, and the rest as `array` says."""
+    """What is declared of an array: its name in its state, all its axes, and the rest as `entries` and `fault` say."""
 
     name: str
     axes: tuple[str, ...]
-    fault: str | None
-    entries: bool
-    side_by_side: int
+    fault: str | None = None
+    entries: bool = False
 
 
 def map_fields(function: Callable[..., Any], tree: Any, *others: Any, leading: tuple[str, ...] = ()) -> Any:
@@ -176,14 +210,34 @@ def map_fields(function: Callable[..., Any], tree: Any, *others: Any, leading: t
         if field.metadata.get("static") or leaves[0] is None:
             continue
         if "axes" in field.metadata:
-            own = field.metadata
-            rest = {name: own[name] for name in ("fault", "entries", "side_by_side")}
-            described = ArrayField(field.name, leading + own["axes"], **rest)
+            metadata = dict(field.metadata)
+            described = ArrayField(field.name, leading + metadata.pop("axes"), **metadata)
             changes[field.name] = function(described, *leaves)
         else:
             inner = leading + field.metadata.get("stacked", ())
             changes[field.name] = map_fields(function, *leaves, leading=inner)
     return dataclasses.replace(tree, **changes)
+
+
+def _difference(tree: Any, other: Any) -> str | None:
+    """In what settings two states differ, the outermost first; None where one program serves both. Where a state lies
+    is no setting of it."""
+    kinds = [type(node).__name__ + (f" of {len(node)}" if hasattr(node, "__len__") else "") for node in (tree, other)]
+    if kinds[0] != kinds[1]:
+        return f"one is {kinds[0]}, the other {kinds[1]}"
+    if isinstance(tree, dict):
+        pairs = [(tree[key], other.get(key)) for key in tree]
+    elif isinstance(tree, tuple | list):
+        pairs = list(zip(tree, other, strict=True))
+    else:
+        pairs, fields = [], dataclasses.fields(tree) if tree is not None else ()
+        for field in fields:
+            mine, its = getattr(tree, field.name), getattr(other, field.name)
+            if not field.metadata.get("static"):
+                pairs += [] if "axes" in field.metadata else [(mine, its)]
+            elif mine != its and not isinstance(mine or its, jax.sharding.Mesh):
+                return f"{field.name} is {mine} in one and {its} in the other"
+    return next((difference for pair in pairs if (difference := _difference(*pair)) is not None), None)
 
 
 def _batch_axis(field: ArrayField) -> int | None:

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention import Partials, attend_segment, merge, output
-from kvjax.segment import segment
+from kvjax.attention import attend_reading
+from kvjax.partials import merge, output
+from kvjax.segment import Segment
+from pallas_kernels.weighted_decode import Partials
 
 
 def chunk_attention(
@@ -18,7 +20,7 @@ def chunk_attention(
     """What chunk number `chunk` of a prompt, of C tokens, sees: itself causally and every chunk before it.
 
     `window` limits how many tokens, itself included, a token sees. `jax.nn.dot_product_attention` with its residual
-    could take the place of `attend_segment`, at half the speed on a CPU: it normalises every block, which merging
+    could take the place of `attend_reading`, at half the speed on a CPU: it normalises every block, which merging
     undoes.
     """
     batch, tokens = query.shape[:2]
@@ -28,9 +30,9 @@ def chunk_attention(
             jax.lax.dynamic_slice_in_dim(x, other * tokens, tokens, axis=2) for x in (keys, values)
         )
         # Each query's first and last visible slot, relative to the block.
-        own = jnp.broadcast_to((chunk - other) * tokens + jnp.arange(tokens), (batch, tokens))
-        start = None if window is None else own + 1 - window
-        return attend_segment(query, segment(block_keys, block_values, start=start, stop=own + 1))
+        place = jnp.broadcast_to((chunk - other) * tokens + jnp.arange(tokens), (batch, tokens))
+        start = None if window is None else place + 1 - window
+        return attend_reading(query, Segment(block_keys, block_values, start=start, stop=place + 1))
 
     def past(other, partials):
         return merge(partials, against(other))

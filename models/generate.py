@@ -1,5 +1,5 @@
-"""Generation through a compressed cache: a prompt is read exactly, layer by layer, or streamed through the compressed
-cache block by block; then come compiled blocks of decoding steps.
+"""Generation through compressed caches: a prompt is read exactly, layer by layer, or streamed through the caches block
+by block; then come compiled blocks of decoding steps.
 
 A `Generator` binds a model to a cache policy and to sizes; a `GenerationState` is everything that a generation is at a
 moment, as a pytree: it can be forked, saved, and continued with another turn. Between blocks every layer's staged
@@ -8,25 +8,24 @@ tokens are compacted, so a returned state is always settled.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 import kvjax
-from kvjax import rope
-from kvjax.policy import ALL_QUERIES
-from kvjax.sharding import HEADS, ROWS
-from kvjax.state import BATCH, array, state
-from models.exact_attention import chunk_attention
-from models.llama import Llama, LlamaConfig, rope_frequencies
+from kvjax.cache import layer_policy
+from kvjax.policy import Policy
+from kvjax.sharding import shardings
+from kvjax.state import fault, state
+from models.llama import Llama, rope_frequencies
+from models.prefill import asked_queries, compress_layer, last_logits, read_layers
 from models.sampling import Sampling, finite, sample
-from models.sharding import attend_apart, mesh_of, put
+from models.sharding import everywhere, mesh_of
 
 NO_TOKEN = -1  # in returned token blocks, where a row had already ended
 
@@ -35,12 +34,12 @@ NO_TOKEN = -1  # in returned token blocks, where a row had already ended
 class GenerationState:
     """A generation between two blocks. Rows are independent: `kvjax.take_rows` and its kin apply."""
 
-    layers: tuple[Any, ...]  # one cache state per layer
-    logits: Float[Array, "B V"] = array(BATCH, "vocabulary")  # float32, of the next token
-    positions: Int[Array, "B"] = array(BATCH)  # int32, tokens read or written so far
-    done: Bool[Array, "B"] = array(BATCH)  # whether the row has ended its turn
-    sampling_keys: Key[Array, "B"] = array(BATCH)
-    not_finite: Int[Array, "B"] = array(BATCH, fault="steps had logits that are NaN or infinite")
+    layers: tuple[Any, ...]  # one `kvjax.Cache` per layer
+    logits: Float[Array, "B V"]  # float32, of the next token
+    positions: Int[Array, "B"]  # int32, tokens read or written so far
+    done: Bool[Array, "B"]  # whether the row has ended its turn
+    sampling_keys: Key[Array, "B"]
+    not_finite: Int[Array, "B"] = fault("steps had logits that are NaN or infinite")
 
 
 class Generator:
@@ -57,7 +56,7 @@ class Generator:
         sampling: greedy by default.
         eos: token ids that end a row's turn.
         prefill_chunk: tokens per chunk of exact prefill; prompts are padded to a multiple of it.
-        streaming: whether the first prompt, too, is read as later ones are: a block of `period` tokens at a time, each
+        streaming: whether the first prompt, too, is read as later ones are: a block of tokens at a time, each
             attending to the compressed cache and causally to itself. Memory is then what the policy keeps, however
             long the prompt.
 
@@ -69,7 +68,7 @@ class Generator:
     def __init__(
         self,
         model: Llama,
-        policy: kvjax.CachePolicy | Sequence[kvjax.CachePolicy],
+        policy: Policy | Sequence[Policy],
         *,
         batch: int,
         max_prompt: int,
@@ -87,40 +86,23 @@ class Generator:
         self.sampling, self.eos, self.prefill_chunk = sampling or Sampling(), tuple(eos), prefill_chunk
         self.streaming = streaming
         self.mesh = mesh_of(model)
-        self.policies = layer_policies(config, policy)
-        if self.mesh is not None:
-            self.policies = tuple(kvjax.sharded(policy, self.mesh) for policy in self.policies)
-        if streaming and (refusing := [policy.name for policy in self.policies if not policy.streams]):
-            raise ValueError(f"streaming: {refusing[0]} compresses whole prompts only; read them exactly")
         self.specs = cache_specs(model, batch=batch, max_prompt=max_prompt, max_new=max_new, streaming=streaming)
-        self.block = min(self.specs[0].max_new, *(policy.period for policy in self.policies))
-        self._graph, self._parameters = nnx.split(model)
+        policies = (policy,) * config.layers if isinstance(policy, Policy) else tuple(policy)
+        if len(policies) != config.layers:
+            raise ValueError(f"{len(policies)} policies were given for {config.layers} layers")
+        self.policies = tuple(layer_policy(*layer) for layer in zip(policies, self.specs, strict=True))
+        if streaming and (refusing := [policy for policy in self.policies if not policy.streams]):
+            raise ValueError(f"streaming: {refusing[0]} compresses whole prompts only; read them exactly")
+        # Tokens between two compactions of all layers.
+        self.block = min(self.specs[0].max_new, *(policy.compact_every for policy in self.policies))
 
     def start(self, seed: int = 0) -> GenerationState:
         """An empty state. Every row has its own randomness, from the seed and its number."""
-        return self._fresh(seed) if self.mesh is None else self._fresh_on_mesh(seed)
-
-    @functools.cached_property
-    def _fresh_on_mesh(self) -> Callable[[int], GenerationState]:
-        # One program: what it makes may lie on devices of other processes.
-        return jax.jit(self._fresh, out_shardings=state_shardings(jax.eval_shape(self._fresh, 0), self.mesh))
-
-    def _fresh(self, seed: int | Int[Array, ""]) -> GenerationState:
-        key = jax.random.key(seed)
-        rows = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(self.batch))
-        cache_keys, sampling_keys = jax.vmap(jax.random.split, out_axes=1)(rows)
-        layers = tuple(
-            _init(policy, spec, jax.vmap(lambda key, number=number: jax.random.fold_in(key, number))(cache_keys))
-            for number, (policy, spec) in enumerate(zip(self.policies, self.specs, strict=True))
-        )
-        return GenerationState(
-            layers=layers,
-            logits=jnp.zeros((self.batch, self.config.vocab_size), jnp.float32),
-            positions=jnp.zeros(self.batch, jnp.int32),
-            done=jnp.zeros(self.batch, bool),
-            sampling_keys=sampling_keys,
-            not_finite=jnp.zeros(self.batch, jnp.int32),
-        )
+        fresh = functools.partial(_fresh, self.policies, self.specs, self.config.vocab_size, self.mesh)
+        if self.mesh is None:
+            return fresh(seed)
+        # What it makes may lie on devices of other processes.
+        return jax.jit(fresh, out_shardings=state_shardings(jax.eval_shape(fresh, 0), self.mesh))(seed)
 
     def read(self, state: GenerationState, prompts: Sequence[Sequence[int]]) -> GenerationState:
         """Reads one prompt per row; the given state must not be used again (its buffers are donated).
@@ -135,23 +117,29 @@ class Generator:
         """
         positions = np.asarray(state.positions)
         if not self.streaming and not positions.any():
-            return prefill_together([self], [state], prompts)[0]
-        tokens, lengths = self._pad(prompts, self.block)
+            return self._read_exactly(state, prompts)
+        tokens, lengths = self.pad(prompts, self.block)
         self._check_room(positions, lengths)
         state = _bound(state, self.mesh)
-        for begin in range(0, tokens.shape[1], self.block):
-            state = _append_block(
-                self._graph,
-                self.policies,
-                self.mesh,
-                self._parameters,
-                state,
-                everywhere(tokens[:, begin : begin + self.block], self.mesh),
-                everywhere(np.clip(lengths - begin, 0, self.block), self.mesh),
-            )
-            state = self._compact(state)
-        _check_finite(state)
+        for block, count in self._blocks(tokens, lengths):
+            state = compacted(append_block(self.model, self.mesh, state, block, count))
+        check_finite(state)
         return state
+
+    def _read_exactly(self, state: GenerationState, prompts: Sequence[Sequence[int]]) -> GenerationState:
+        """Reads the first prompts with exact attention, and compresses each layer when it is done."""
+        tokens, row_lengths = self.pad(prompts, self.prefill_chunk)
+        if (longest := int(row_lengths.max())) > self.max_prompt:
+            raise ValueError(f"a prompt of {longest} tokens exceeds max_prompt={self.max_prompt}")
+        lengths, caches, told = everywhere(row_lengths, self.mesh), [], None
+        asked = [asked_queries(policy, tokens.shape[1]) for policy in self.policies]
+        for cache, layer in zip(
+            state.layers, read_layers(self.model, tokens, lengths, self.prefill_chunk, asked), strict=True
+        ):
+            cache, told = compress_layer(cache, layer, lengths, told)
+            caches.append(cache)
+        state = with_prompt(state, caches, last_logits(self.model, layer.x, lengths), lengths)
+        return laid(state, self.mesh)
 
     def score(
         self, state: GenerationState, texts: Sequence[Sequence[int]]
@@ -169,17 +157,15 @@ class Generator:
         positions = np.asarray(state.positions)
         if not self.streaming and not positions.any():
             raise ValueError("score reads through the cache: read a prompt first, or make the generator streaming")
-        tokens, lengths = self._pad(texts, self.block)
+        tokens, lengths = self.pad(texts, self.block)
         self._check_room(positions, lengths)
         state = _bound(state, self.mesh)
         scored = []
-        for begin in range(0, tokens.shape[1], self.block):
-            block = everywhere(tokens[:, begin : begin + self.block], self.mesh)
-            own = everywhere(np.clip(lengths - begin, 0, self.block), self.mesh)
-            state, likelihood = _score_block(self._graph, self.policies, self.mesh, self._parameters, state, block, own)
+        for block, count in self._blocks(tokens, lengths):
+            state, likelihood = score_block(self.model, self.mesh, state, block, count)
             scored.append(likelihood)
-            state = self._compact(state)
-        _check_finite(state)
+            state = compacted(state)
+        check_finite(state)
         rows = np.concatenate([np.asarray(block) for block in scored], axis=1)
         return state, [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
@@ -199,67 +185,22 @@ class Generator:
         written = 0
         while written < max_tokens and not np.asarray(state.done).all():
             steps = min(self.block, max_tokens - written)
-            state, tokens, taken = _decode_block(
-                self._graph,
-                self.policies,
-                self.mesh,
-                self.sampling,
-                self.eos,
-                self.block,
-                self._parameters,
-                state,
-                everywhere(np.int32(steps), self.mesh),
+            number = everywhere(np.int32(steps), self.mesh)
+            state, tokens, taken = decode_block(
+                self.model, self.mesh, self.sampling, self.eos, self.block, state, number
             )
-            state = self._compact(state)
+            state = compacted(state)
             written += steps
-            _check_finite(state)
+            check_finite(state)
             yield state, np.asarray(tokens)[:, : int(taken)]
 
-    def lower_decode(self, state: GenerationState, sharding: jax.sharding.Sharding | None = None) -> jax.stages.Lowered:
-        """The program that writes a block of tokens, lowered for a state or its abstract values. Parameters are placed
-        as `sharding` says; a device that is not here will do for a compiler."""
-        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding)  # noqa: E731
-        parameters = jax.tree.map(place, self._parameters)
-        steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
-        return _decode_block.lower(
-            self._graph, self.policies, self.mesh, self.sampling, self.eos, self.block, parameters, state, steps
-        )
+    def _blocks(self, tokens: Int[np.ndarray, "B N"], lengths: Int[np.ndarray, "B"]) -> Iterator[tuple[Array, Array]]:
+        """Blocks of tokens, and how many of each row's are real."""
+        for begin in range(0, tokens.shape[1], self.block):
+            count = np.clip(lengths - begin, 0, self.block)
+            yield everywhere(tokens[:, begin : begin + self.block], self.mesh), everywhere(count, self.mesh)
 
-    def lower_prefill(self, tokens: int) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
-        """The programs that read prompts of so many tokens exactly, through one layer (the last), and compress what it
-        kept of them, lowered for parameters that may be abstract, so that a compiler can be asked about them."""
-        number, layer = self.config.layers - 1, self.model.layers[-1]
-        policy, config = self.policies[number], self.config
-        tail = query_tail(policy, tokens)
-        place = functools.partial(_abstract, mesh=self.mesh)
-        dtype = self.model.embedding.param_dtype
-        lengths = place((self.batch,), jnp.int32)
-        graph, parameters = nnx.split(layer)
-        read = prefill_layer.lower(
-            graph, config, self.mesh, self.prefill_chunk, tail,
-            parameters, place((self.batch, tokens, config.width), dtype), lengths,
-        )  # fmt: skip
-        heads = lambda count, heads: place((self.batch, count, heads, config.head_dim), dtype, heads=True)  # noqa: E731
-        stored = heads(tokens, config.kv_heads)
-        queries = heads(tail, config.query_heads) if tail else None
-        cache = placed(jax.eval_shape(self.start), self.mesh).layers[number]
-        return read, compress.lower(policy, cache, stored, stored, lengths, queries, None)
-
-    def lower_append(self, state: GenerationState) -> list[jax.stages.Lowered]:
-        """The programs that read a block of a streamed or later prompt (appending, then compacting each kind of layer),
-        lowered for a state or its abstract values, so that a compiler can be asked about them."""
-        block = jnp.zeros((self.batch, self.block), jnp.int32), jnp.zeros(self.batch, jnp.int32)
-        layers = dict(zip(self.policies, state.layers, strict=True))
-        return [
-            _append_block.lower(self._graph, self.policies, self.mesh, self._parameters, state, *block),
-            *(_compact.lower(policy, layer) for policy, layer in layers.items()),
-        ]
-
-    def _compact(self, state: GenerationState) -> GenerationState:
-        layers = tuple(_compact(policy, layer) for policy, layer in zip(self.policies, state.layers, strict=True))
-        return dataclasses.replace(state, layers=layers)
-
-    def _pad(self, prompts: Sequence[Sequence[int]], multiple: int) -> tuple[np.ndarray, np.ndarray]:
+    def pad(self, prompts: Sequence[Sequence[int]], multiple: int) -> tuple[np.ndarray, np.ndarray]:
         """Prompts as one left-aligned array, padded to a multiple, and their lengths."""
         if len(prompts) != self.batch:
             raise ValueError(f"{len(prompts)} prompts were given for batch={self.batch}")
@@ -288,7 +229,7 @@ class Generator:
 
 def generate(
     model: Llama,
-    policy: kvjax.CachePolicy | Sequence[kvjax.CachePolicy],
+    policy: Policy | Sequence[Policy],
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -324,120 +265,6 @@ def collect(rows: list[list[int]], tokens: np.ndarray) -> None:
         row.extend(int(token) for token in new if token != NO_TOKEN)
 
 
-def prefill_together(
-    generators: Sequence[Generator], states: Sequence[GenerationState], prompts: Sequence[Sequence[int]]
-) -> list[GenerationState]:
-    """Exact prefill of the same prompts into the fresh caches of several generators of one model, computed once.
-
-    It goes layer by layer over all chunks, so that beyond what the policies keep the keys and values of one layer
-    exist at a time.
-
-    Raises:
-        ValueError: as `Generator.read`; and when the generators do not share the model, or a state has read a prompt.
-    """
-    first = generators[0]
-    if any(generator.model is not first.model for generator in generators):
-        raise ValueError("prefill_together needs generators of one and the same model")
-    if any(generator.streaming for generator in generators):
-        raise ValueError("prefill_together reads exactly; a streaming generator reads by itself")
-    if any(np.asarray(state.positions).any() for state in states):
-        raise ValueError("prefill_together needs fresh states; one of these has already read a prompt")
-    longest = max(map(len, prompts), default=0)
-    for generator in generators:
-        if longest > generator.max_prompt:
-            raise ValueError(f"a prompt of {longest} tokens exceeds max_prompt={generator.max_prompt}")
-    tokens, row_lengths = first._pad(prompts, first.prefill_chunk)
-    lengths = everywhere(row_lengths, first.mesh)
-    caches: list[list[Any]] = [[] for _ in generators]
-    shared: list[Any] = [None for _ in generators]
-    tails = [
-        max(query_tail(generator.policies[number], tokens.shape[1]) for generator in generators)
-        for number in range(first.config.layers)
-    ]
-    for number, read_layer in enumerate(read_layers(first.model, tokens, lengths, first.prefill_chunk, tails)):
-        for place, generator in enumerate(generators):
-            cache, shared[place] = compress_layer(
-                generator.policies[number], states[place].layers[number], read_layer, lengths, shared[place]
-            )
-            caches[place].append(cache)
-    logits = _last_logits(first._graph, first._parameters, read_layer.x, lengths)
-    # Each state gets buffers of its own: decoding donates them.
-    read = [
-        dataclasses.replace(
-            state,
-            layers=tuple(layers),
-            logits=jnp.copy(logits),
-            positions=jnp.copy(lengths),
-            not_finite=state.not_finite + ~finite(logits),
-        )
-        for state, layers in zip(states, caches, strict=True)
-    ]
-    if first.mesh is not None:
-        read = [_laid(state, first.mesh) for state in read]
-    _check_finite(read[0])
-    return read
-
-
-class ReadLayer(NamedTuple):
-    """What one layer computed of whole prompts, padded to N tokens."""
-
-    x: Float[Array, "B N W"]  # the residual stream behind it; the next layer's reading donates it
-    keys: Float[Array, "B N H_kv D"]
-    values: Float[Array, "B N H_kv D"]
-    queries: Float[Array, "B w H_q D"] | None  # of the last tokens, right-aligned, as many as were asked for
-
-
-def read_layers(
-    model: Llama, tokens: Int[np.ndarray, "B N"], lengths: Int[Array, "B"], chunk: int, tails: Sequence[int]
-) -> Iterator[ReadLayer]:
-    """Reads prompts exactly, layer by layer: N must be a multiple of `chunk`, and `tails[l]` says how many of the last
-    queries of layer l are wanted."""
-    graph, parameters = nnx.split(model)
-    mesh = mesh_of(model)
-    x = embed(graph, parameters, everywhere(tokens, mesh))
-    for layer, tail in zip(model.layers, tails, strict=True):
-        layer_graph, layer_parameters = nnx.split(layer)
-        made = ReadLayer(*prefill_layer(layer_graph, model.config, mesh, chunk, tail, layer_parameters, x, lengths))
-        yield made
-        x = made.x
-
-
-def compress_layer(
-    policy: kvjax.CachePolicy, cache: Any, read: ReadLayer, lengths: Int[Array, "B"], shared: Any = None
-) -> tuple[Any, Any]:
-    """Takes a layer's prompts into a fresh cache (which is donated), with as many of the last queries as the policy
-    asks for."""
-    own = query_tail(policy, read.keys.shape[1])
-    queries = None if read.queries is None or not own else read.queries[:, read.queries.shape[1] - own :]
-    return compress(policy, cache, read.keys, read.values, lengths, queries, shared)
-
-
-def query_tail(policy: kvjax.CachePolicy, tokens: int) -> int:
-    """How many of the last queries of a prompt padded to so many tokens the policy asks for."""
-    return tokens if policy.query_tail == ALL_QUERIES else min(policy.query_tail, tokens)
-
-
-def layer_policies(
-    config: LlamaConfig, policy: kvjax.CachePolicy | Sequence[kvjax.CachePolicy]
-) -> tuple[kvjax.CachePolicy, ...]:
-    """One policy per layer; layers with a sliding window get a cache of just that window, with the others' period."""
-    given = (policy,) * config.layers if isinstance(policy, kvjax.CachePolicy) else tuple(policy)
-    if len(given) != config.layers:
-        raise ValueError(f"{len(given)} policies were given for {config.layers} layers")
-    windows = [config.window(number) for number in range(config.layers)]
-    period = min(policy.period for policy in given)
-    return tuple(
-        own if window is None else _sliding(window, min(window, period))
-        for window, own in zip(windows, given, strict=True)
-    )
-
-
-@functools.cache
-def _sliding(window: int, period: int) -> kvjax.CachePolicy:
-    # One object per window: compiled functions are kept by the policy's identity.
-    return kvjax.streaming_llm(window, sinks=0, period=period)
-
-
 def cache_specs(
     model: Llama, *, batch: int, max_prompt: int, max_new: int, streaming: bool = False
 ) -> tuple[kvjax.CacheSpec, ...]:
@@ -454,6 +281,7 @@ def cache_specs(
             max_prompt=max_prompt,
             max_new=max_new,
             dtype=model.embedding.param_dtype,
+            window=config.window(number),
             rope_frequencies=tuple(np.asarray(rope_frequencies(config)).tolist()),
             layer=number,
             layers=config.layers,
@@ -462,12 +290,24 @@ def cache_specs(
     )
 
 
-def placed(state: Any, mesh: Mesh | None) -> Any:
-    """Abstract values of a state, where it lies on a mesh."""
-    lies = state_shardings(state, mesh)
-    if lies is None:
-        return state
-    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, lies)
+def with_prompt(
+    state: GenerationState, caches: Sequence[kvjax.Cache], logits: Float[Array, "B V"], lengths: Int[Array, "B"]
+) -> GenerationState:
+    """A fresh state behind prompts that its caches have taken in, with buffers of its own: decoding donates them."""
+    return dataclasses.replace(
+        state,
+        layers=tuple(caches),
+        logits=jnp.copy(logits),
+        positions=jnp.copy(lengths),
+        not_finite=state.not_finite + ~finite(logits),
+    )
+
+
+def laid(state: GenerationState, mesh: Mesh | None) -> GenerationState:
+    """The state where it is to lie on a mesh, looked over."""
+    state = state if mesh is None else _laid(state, mesh)
+    check_finite(state)
+    return state
 
 
 def state_shardings(state: GenerationState, mesh: Mesh | None) -> GenerationState | None:
@@ -475,20 +315,26 @@ def state_shardings(state: GenerationState, mesh: Mesh | None) -> GenerationStat
     without a mesh."""
     if mesh is None:
         return None
-    told: Any = NamedSharding(mesh, PartitionSpec())
+    known: Any = NamedSharding(mesh, PartitionSpec())
     names = ("positions", "done", "sampling_keys", "not_finite")
-    return dataclasses.replace(kvjax.shardings(state, mesh), **dict.fromkeys(names, told))
+    return dataclasses.replace(shardings(state, mesh), **dict.fromkeys(names, known))
 
 
-def everywhere(x: np.ndarray | np.generic, mesh: Mesh | None) -> Array:
-    """What every process holds alike, whole on every device."""
-    return jnp.asarray(x) if mesh is None else put(x, NamedSharding(mesh, PartitionSpec()))
+def weight_bytes(model: Llama) -> int:
+    """Bytes of all parameters."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(model))
 
 
-def _abstract(shape: tuple[int, ...], dtype: Any, mesh: Mesh | None, heads: bool = False) -> jax.ShapeDtypeStruct:
-    """An array of rows, and maybe of heads [B, T, H, D]."""
-    sharding = None if mesh is None else NamedSharding(mesh, HEADS if heads else ROWS)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+def compacted(state: GenerationState) -> GenerationState:
+    """The state with its layers' staged tokens compacted."""
+    return dataclasses.replace(state, layers=tuple(compact_layer(cache) for cache in state.layers))
+
+
+def check_finite(state: GenerationState) -> None:
+    """Raises a ValueError where logits were NaN or infinite. Asked after every block, so without a walk over all
+    counters."""
+    if np.asarray(state.not_finite).any():
+        kvjax.check(state)
 
 
 def _bound(state: GenerationState, mesh: Mesh | None) -> GenerationState:
@@ -507,137 +353,71 @@ def _laid(state: GenerationState, mesh: Mesh) -> GenerationState:
     return _stays(state, mesh)
 
 
-def _told(x: Array, mesh: Mesh | None) -> Array:
+def _known(x: Array, mesh: Mesh | None) -> Array:
     """What every process must know."""
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
 
 
-def _check_finite(state: GenerationState) -> None:
-    # Asked after every block, so without a walk over all counters.
-    if np.asarray(state.not_finite).any():
-        kvjax.check(state)
-
-
-def weight_bytes(model: Llama) -> int:
-    """Bytes of all parameters."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.split(model)[1]))
-
-
-@functools.partial(jax.jit, static_argnames=("policy", "spec"))
-def _init(policy: kvjax.CachePolicy, spec: kvjax.CacheSpec, row_keys: Key[Array, "B"]) -> Any:
-    # Compiled so that every field gets a buffer of its own; donation needs that.
-    return policy.init(spec, row_keys)
-
-
-@functools.partial(jax.jit, static_argnames=("graph",))
-def embed(graph: Any, parameters: Any, tokens: Int[Array, "B N"]) -> Float[Array, "B N W"]:
-    return nnx.merge(graph, parameters).embed(tokens)
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "config", "mesh", "chunk", "tail"), donate_argnames=("x",))
-def prefill_layer(
-    graph: Any,
-    config: LlamaConfig,
+# Compiled so that every field gets a buffer of its own; donation needs that.
+@functools.partial(jax.jit, static_argnames=("policies", "specs", "vocabulary", "mesh"))
+def _fresh(
+    policies: tuple[Policy, ...],
+    specs: tuple[kvjax.CacheSpec, ...],
+    vocabulary: int,
     mesh: Mesh | None,
-    chunk: int,
-    tail: int,
-    parameters: Any,
-    x: Float[Array, "B N W"],
-    lengths: Int[Array, "B"],
-):
-    """One layer over a whole prompt: the new residual stream, keys, values and the last `tail` queries of each row."""
-    layer = nnx.merge(graph, parameters)
-    batch, tokens, _ = x.shape
-
-    def project(x, positions):
-        return layer.project(x, *rope.rotation(positions, rope_frequencies(config)))
-
-    def chunk_of(x, number):
-        return jax.lax.dynamic_slice_in_dim(x, number * chunk, chunk, axis=1)
-
-    def chunk_positions(number):
-        return jnp.broadcast_to(number * chunk + jnp.arange(chunk), (batch, chunk))
-
-    queries = None
-    if tail:
-        positions = lengths[:, None] - tail + jnp.arange(tail)
-        rows = jnp.take_along_axis(x, jnp.maximum(positions, 0)[..., None], axis=1)
-        queries, _, _ = project(rows, positions)
-
-    numbers = jnp.arange(tokens // chunk)
-    keys, values = jax.lax.map(lambda n: project(chunk_of(x, n), chunk_positions(n))[1:], numbers)
-    join = lambda blocks: blocks.swapaxes(0, 1).reshape(batch, tokens, *blocks.shape[3:])  # noqa: E731
-    keys, values = join(keys), join(values)
-    # Stored once as products read them, [B, H_kv, N, D].
-    head_keys, head_values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
-    attend: Callable[..., Array] = functools.partial(chunk_attention, window=layer.window)
-    if mesh is not None:
-        attend = attend_apart(attend, mesh)
-
-    def step(x, number):
-        own = chunk_of(x, number)
-        query, _, _ = project(own, chunk_positions(number))
-        attended = attend(query, head_keys, head_values, number)
-        return jax.lax.dynamic_update_slice_in_dim(x, layer.finish(own, attended), number * chunk, axis=1), None
-
-    x, _ = jax.lax.scan(step, x, numbers)
-    return x, keys, values, queries
+    seed: Int[Array, ""] | int,
+) -> GenerationState:
+    batch, key = specs[0].batch, jax.random.key(seed)
+    rows = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(batch))
+    cache_keys, sampling_keys = jax.vmap(jax.random.split, out_axes=1)(rows)
+    layers = []
+    for number, (policy, spec) in enumerate(zip(policies, specs, strict=True)):
+        layer_keys = jax.vmap(lambda key, number=number: jax.random.fold_in(key, number))(cache_keys)
+        layers.append(kvjax.init(policy, spec, layer_keys, mesh))
+    return GenerationState(
+        layers=tuple(layers),
+        logits=jnp.zeros((batch, vocabulary), jnp.float32),
+        positions=jnp.zeros(batch, jnp.int32),
+        done=jnp.zeros(batch, bool),
+        sampling_keys=sampling_keys,
+        not_finite=jnp.zeros(batch, jnp.int32),
+    )
 
 
-@functools.partial(jax.jit, static_argnames=("policy",), donate_argnames=("cache",))
-def compress(policy: kvjax.CachePolicy, cache: Any, keys, values, lengths, queries, shared):
-    return policy.prefill(cache, keys, values, lengths, queries, shared)
+compact_layer = jax.jit(kvjax.compact, donate_argnames=("cache",))
 
 
-@functools.partial(jax.jit, static_argnames=("policy",), donate_argnames=("cache",))
-def _compact(policy: kvjax.CachePolicy, cache: Any) -> Any:
-    return policy.compact(cache)
-
-
-@functools.partial(jax.jit, static_argnames=("graph",))
-def _last_logits(graph: Any, parameters: Any, x: Float[Array, "B N W"], lengths: Int[Array, "B"]):
-    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    return nnx.merge(graph, parameters).logits(last)
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "policies", "mesh"), donate_argnames=("state",))
-def _append_block(
-    graph: Any,
-    policies: tuple[kvjax.CachePolicy, ...],
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
+def append_block(
+    model: Llama,
     mesh: Mesh | None,
-    parameters: Any,
     state: GenerationState,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
 ) -> GenerationState:
     """Reads a block of a later prompt: as decoding would token by token, but all of its tokens at once."""
-    model = nnx.merge(graph, parameters)
-    x, state = _through_caches(model, policies, state, tokens, lengths)
+    x, state = _through_caches(model, state, tokens, lengths)
     return _stays(_with_last_logits(model, state, x, lengths), mesh)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "policies", "mesh"), donate_argnames=("state",))
-def _score_block(
-    graph: Any,
-    policies: tuple[kvjax.CachePolicy, ...],
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
+def score_block(
+    model: Llama,
     mesh: Mesh | None,
-    parameters: Any,
     state: GenerationState,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
 ) -> tuple[GenerationState, Float[Array, "B T"]]:
-    """As `_append_block`, and the log-probability of each token, the first one's from the state's logits."""
-    model = nnx.merge(graph, parameters)
+    """As `append_block`, and the log-probability of each token, the first one's from the state's logits."""
     before = state.logits[:, None]
-    x, state = _through_caches(model, policies, state, tokens, lengths)
+    x, state = _through_caches(model, state, tokens, lengths)
     logits = jnp.concatenate([before, model.logits(x[:, :-1])], axis=1)
     likelihood = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=-1)[..., 0]
-    return _stays(_with_last_logits(model, state, x, lengths), mesh), _told(likelihood, mesh)
+    return _stays(_with_last_logits(model, state, x, lengths), mesh), _known(likelihood, mesh)
 
 
 def _through_caches(
     model: Llama,
-    policies: tuple[kvjax.CachePolicy, ...],
     state: GenerationState,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
@@ -647,12 +427,11 @@ def _through_caches(
     cos, sin = model.rotation(positions)
     x = model.embed(tokens)
     layers = []
-    for layer, policy, cache in zip(model.layers, policies, state.layers, strict=True):
+    for layer, cache in zip(model.layers, state.layers, strict=True):
         query, keys, values = layer.project(x, cos, sin)
-        cache = policy.extend(cache, keys, values, lengths)
-        partials, cache = policy.attend(cache, query, causal=True)
+        attended, cache = kvjax.step(cache, query, keys, values, lengths, compact_when_full=False)
         layers.append(cache)
-        x = layer.finish(x, kvjax.output(partials))
+        x = layer.finish(x, attended)
     return x, dataclasses.replace(state, layers=tuple(layers))
 
 
@@ -672,17 +451,13 @@ def _with_last_logits(
     )
 
 
-@functools.partial(
-    jax.jit, static_argnames=("graph", "policies", "mesh", "sampling", "eos", "block"), donate_argnames=("state",)
-)
-def _decode_block(
-    graph: Any,
-    policies: tuple[kvjax.CachePolicy, ...],
+@functools.partial(jax.jit, static_argnames=("mesh", "sampling", "eos", "block"), donate_argnames=("state",))
+def decode_block(
+    model: Llama,
     mesh: Mesh | None,
     sampling: Sampling,
     eos: tuple[int, ...],
     block: int,
-    parameters: Any,
     state: GenerationState,
     steps: Int[Array, ""],
 ) -> tuple[GenerationState, Int[Array, "B block"], Int[Array, ""]]:
@@ -691,7 +466,6 @@ def _decode_block(
     Returns:
         The state, the tokens (`NO_TOKEN` where a row had ended) and how many steps were taken.
     """
-    model = nnx.merge(graph, parameters)
 
     def step(carry):
         number, state, tokens = carry
@@ -702,7 +476,7 @@ def _decode_block(
         )
         running = ~state.done
         lengths = running.astype(jnp.int32)
-        x, state = _through_caches(model, policies, state, jnp.where(running, token, 0)[:, None], lengths)
+        x, state = _through_caches(model, state, jnp.where(running, token, 0)[:, None], lengths)
         logits = model.logits(x[:, 0])
         ended = jnp.isin(token, jnp.asarray(eos, jnp.int32)) if eos else jnp.zeros_like(state.done)
         state = dataclasses.replace(
@@ -727,4 +501,4 @@ def _decode_block(
 
     start = (jnp.zeros((), jnp.int32), state, jnp.full((state.done.shape[0], block), NO_TOKEN, jnp.int32))
     taken, state, tokens = jax.lax.while_loop(running, step, start)
-    return _stays(state, mesh), _told(tokens, mesh), _told(taken, mesh)
+    return _stays(state, mesh), _known(tokens, mesh), _known(taken, mesh)

@@ -18,18 +18,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from flax import nnx
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Int
 
+import kvjax
 from kvjax.memory import on_host
 from models.generate import GenerationState, Generator
 from models.llama import Llama
 
 # Of what is written: raised with every change of a state's fields or their meaning.
-FORMAT = 2
-# What states of a generator belong to: its parameters, which do not change, need not be read at every save.
-_BELONGS: weakref.WeakKeyDictionary[Generator, dict[str, Any]] = weakref.WeakKeyDictionary()
+FORMAT = 3
+# What parameters, which do not change, came to: they need not be read at every save.
+_CHECKSUMS: weakref.WeakKeyDictionary[Llama, int] = weakref.WeakKeyDictionary()
 
 
 class Saved(NamedTuple):
@@ -70,7 +70,7 @@ class SavedStates:
         # All processes write their parts, or none: the first one says which.
         if not multihost_utils.broadcast_one_to_all(np.asarray(self._parameters.exists())):
             with ocp.StandardCheckpointer() as checkpointer:
-                checkpointer.save(self._parameters, _plain(nnx.split(generator.model)[1]))
+                checkpointer.save(self._parameters, _plain(generator.model))
         items = {
             "state": ocp.args.StandardSave(_plain(state)),
             "belongs": ocp.args.JsonSave(_belonging(generator, run)),
@@ -108,10 +108,8 @@ class SavedStates:
         """
         if not self._parameters.exists():
             raise FileNotFoundError(f"{self.directory} holds no parameters")
-        graph, parameters = nnx.split(model)
         with ocp.StandardCheckpointer() as checkpointer:
-            found = checkpointer.restore(self._parameters, _abstract(parameters))
-        return nnx.merge(graph, _like(parameters, found))
+            return _like(model, checkpointer.restore(self._parameters, _abstract(model)))
 
     @functools.cached_property
     def _states(self) -> ocp.CheckpointManager:
@@ -143,17 +141,17 @@ class SavedStates:
 
 def _belonging(generator: Generator, run: Mapping[str, Any] | None) -> dict[str, Any]:
     """What is saved beside a state, and must be the same where it is used again."""
-    if generator not in _BELONGS:
-        _BELONGS[generator] = describe(generator)
-    return {"format": FORMAT, **_BELONGS[generator], "run": dict(run or {})}
+    return {"format": FORMAT, **describe(generator), "run": dict(run or {})}
 
 
 def describe(generator: Generator) -> dict[str, Any]:
     """What a state of the generator belongs to, in terms of JSON."""
     state = jax.eval_shape(generator.start)
+    if generator.model not in _CHECKSUMS:
+        _CHECKSUMS[generator.model] = checksum(generator.model)
     return {
-        "model": {**dataclasses.asdict(generator.config), "parameters": checksum(nnx.split(generator.model)[1])},
-        "policy": [policy.name for policy in generator.policies],
+        "model": {**dataclasses.asdict(generator.config), "parameters": _CHECKSUMS[generator.model]},
+        "policy": [kvjax.describe(policy) for policy in generator.policies],
         "sizes": {name: getattr(generator, name) for name in ("batch", "max_prompt", "max_new", "streaming")},
         "arrays": {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in _plain(state).items()},
     }
@@ -216,6 +214,9 @@ def _like(tree: Any, plain: Mapping[str, Array]) -> Any:
 
 def _differing(found: Any, expected: Any) -> str:
     """Both, without the parts of mappings in which they agree."""
+    if isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
+        # Of layers: the first that differs.
+        found, expected = next(pair for pair in zip(found, expected, strict=True) if pair[0] != pair[1])
     if isinstance(found, Mapping) and isinstance(expected, Mapping):
         names = [name for name in {**found, **expected} if found.get(name) != expected.get(name)]
         found, expected = ({name: one.get(name) for name in names} for one in (found, expected))

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from kvjax.collectives import PARTS, TENSOR
 from kvjax.sharding import DATA, HEADS
-from kvjax.shards import PARTS, TENSOR
 from models.llama import Llama, LlamaConfig
 
 # Which axis of a parameter is cut, by the names of its module and of itself: a kernel [in, out] along what it gives,
@@ -30,11 +30,10 @@ _CUT = {
 
 def place(model: Llama, mesh: Mesh) -> Llama:
     """The model with its parameters on the mesh; the same object where they lie there already."""
-    graph, parameters = nnx.split(model)
-    wanted = parameter_shardings(parameters, model.config, mesh)
-    if [x.sharding for x in jax.tree.leaves(parameters)] == jax.tree.leaves(wanted):
+    wanted = parameter_shardings(model, model.config, mesh)
+    if [x.sharding for x in jax.tree.leaves(model)] == jax.tree.leaves(wanted):
         return model
-    return nnx.merge(graph, jax.tree.map(put, parameters, wanted))
+    return jax.tree.map(put, model, wanted)
 
 
 def put(x: Any, sharding: jax.sharding.Sharding) -> Array:
@@ -42,9 +41,14 @@ def put(x: Any, sharding: jax.sharding.Sharding) -> Array:
     return jax.make_array_from_callback(np.shape(x), sharding, lambda part: np.asarray(x)[part])
 
 
+def everywhere(x: np.ndarray | np.generic, mesh: Mesh | None) -> Array:
+    """What every process holds alike, whole on every device."""
+    return jnp.asarray(x) if mesh is None else put(x, NamedSharding(mesh, PartitionSpec()))
+
+
 def mesh_of(model: Llama) -> Mesh | None:
     """The mesh that a model's parameters lie on; None for one device."""
-    sharding = getattr(jax.tree.leaves(nnx.split(model)[1])[0], "sharding", None)
+    sharding = getattr(jax.tree.leaves(model)[0], "sharding", None)
     return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
 
 

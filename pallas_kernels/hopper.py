@@ -65,7 +65,7 @@ class Operands(NamedTuple):
 
 
 class Running(NamedTuple):
-    """Sums over the blocks so far, relative to 2 ** peak; columns of num lie in several arrays."""
+    """Partials over the blocks so far, relative to 2 ** peak; columns of num lie in several arrays."""
 
     peak: Float[Array, "64"]
     den: Float[Array, "64"]

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-# In a policy's options: the folder of the files that `experiments.calibrate_heads` writes.
+# In a policy's settings: the folder of the files that `experiments.calibrate_heads` writes.
 CALIBRATED = "CALIBRATED"
 
 
@@ -36,7 +36,7 @@ ABLATIONS = {
             "cam",
             "clustergen:variant=paper",
             "subgen",
-            "balancekv:variant=reference",
+            "balancekv_reference",
             "balancekv",
             "chelsea:slope=None",
             "chelsea",
@@ -99,8 +99,8 @@ ABLATIONS = {
         (
             "uniform",
             *(
-                f"balancekv:variant={variant},block_size={size}"
-                for variant in ("reference", "streaming", "pairs")
+                f"{policy}block_size={size}"
+                for policy in ("balancekv_reference:", "balancekv:walk=streaming,", "balancekv:walk=pairs,")
                 for size in (64, 128, 256)
             ),
         ),
@@ -111,9 +111,9 @@ ABLATIONS = {
         "tokens unlike the others, kept whatever the walk says",
         "BalanceKV, section 4.3",
         (
-            "balancekv:variant=reference",
-            "balancekv:variant=reference,needles=64",
-            "balancekv:variant=reference,needles=64,needles_inside=True",
+            "balancekv_reference",
+            "balancekv_reference:needles=64",
+            "balancekv_reference:needles=64,needles_inside=True",
         ),
         HALVINGS[:2],
     ),

@@ -23,8 +23,7 @@ def cache_use(generator: generate.Generator, state: generate.GenerationState, to
     """What the caches of a state take, where exact holds so many tokens."""
     held = kvjax.cache_bytes(state.layers)
     device, host = held.device // generator.batch, held.host // generator.batch
-    read = sum(policy.read_bytes(layer) for policy, layer in zip(generator.policies, state.layers, strict=True))
-    read //= generator.batch
+    read = sum(map(kvjax.read_bytes, state.layers)) // generator.batch
     recalls = any(policy.recalls for policy in generator.policies)
     exact = generator.specs[0].exact_bytes(tokens) * len(generator.policies)
     return CacheUse(device, host, read, recalls, (read if recalls else device) / exact)

@@ -50,14 +50,14 @@ _PAPERS_LINES = (
 )
 _SINGLE_LAYER = (
     "--stream=recorded",
-    *_each("policy", "uniform", "balancekv:variant=reference", "balancekv"),
+    *_each("policy", "uniform", "balancekv_reference", "balancekv"),
     *_each("budget", *choices.HALVINGS),
 )
 _NEEDLES = _each(
     "policy",
     "exact",
-    "balancekv:variant=reference,needles=64",
-    "balancekv:variant=reference",
+    "balancekv_reference:needles=64",
+    "balancekv_reference",
     "uniform",
     "snapkv",
     "pyramidkv",
@@ -81,7 +81,7 @@ _LONGBENCH = (
         "infinigen",
         "clustergen:variant=paper",
         "subgen",
-        "balancekv:variant=reference",
+        "balancekv_reference",
         "balancekv",
         "chelsea:slope=None",
         "chelsea",
@@ -156,9 +156,7 @@ JOBS = {
     # Caches of all policies do not fit side by side any more.
     "latency_long": Job(
         "latency",
-        _each(
-            "policy", "streaming_llm", "balancekv:variant=reference", "chelsea:slope=None", "clusterkv:residual=False"
-        ),
+        _each("policy", "streaming_llm", "balancekv_reference", "chelsea:slope=None", "clusterkv:residual=False"),
         cpu=("--context_tokens=16384",),
         h200=("--shape=llama-3.1-8b", *_LONG[3:]),
         loads_model=False,

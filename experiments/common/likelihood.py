@@ -7,7 +7,10 @@ import numpy as np
 from jaxtyping import Float
 from tqdm import tqdm
 
-from experiments.common import footprint, settings
+from experiments.common import footprint
+from experiments.common.settings import possible
+from experiments.common.together import prefill_together
+from kvjax.registry import PolicyChoice
 from models import generate
 from models.llama import Llama
 
@@ -25,7 +28,7 @@ class Stretch(NamedTuple):
 class Reading(NamedTuple):
     """What one setting made of all texts."""
 
-    setting: settings.Setting
+    setting: PolicyChoice
     use: footprint.CacheUse
     stretches: list[Stretch]
 
@@ -35,17 +38,17 @@ class Reading(NamedTuple):
         return {"use": self.use, "stretches": stretches}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any], setting: settings.Setting) -> "Reading":
+    def from_json(cls, value: Mapping[str, Any], setting: PolicyChoice) -> "Reading":
         """The reading that `to_json` gave."""
         stretches = [Stretch(first, end, np.asarray(losses)) for first, end, losses in value["stretches"]]
         return cls(setting, footprint.CacheUse(*value["use"]), stretches)
 
 
-Refused = dict[settings.Setting, str]
+Refused = dict[PolicyChoice, str]
 
 
 def accumulating(
-    model: Llama, chosen: Sequence[settings.Setting], texts: Sequence[list[int]], *, batch: int, seed: int
+    model: Llama, chosen: Sequence[PolicyChoice], texts: Sequence[list[int]], *, batch: int, seed: int
 ) -> tuple[list[Reading], Refused]:
     """Streams all texts, of one length, through each setting's cache; a multiple of `batch` of them.
 
@@ -59,10 +62,10 @@ def accumulating(
     stretches = [*zip([1, *ends], ends, strict=False), (1, tokens)]
     made_for: dict[str, Any] = {"batch": batch, "max_prompt": tokens, "max_new": 1, "streaming": True}
     spec = generate.cache_specs(model, **made_for)[0]
-    kept, refused = settings.possible(chosen, spec, tokens, streaming=True)
+    policies, refused = possible(chosen, spec, tokens, streaming=True)
     readings = []
-    for setting in tqdm(kept, desc="accumulating", unit="setting", leave=False):
-        generator = generate.Generator(model, setting.build(spec, tokens), **made_for)
+    for setting, policy in tqdm(policies.items(), desc="accumulating", unit="setting", leave=False):
+        generator = generate.Generator(model, policy, **made_for)
         losses = []
         for begin in range(0, len(texts), batch):
             state, scored = generator.score(generator.start(seed + begin), texts[begin : begin + batch])
@@ -74,7 +77,7 @@ def accumulating(
 
 def at_position(
     model: Llama,
-    chosen: Sequence[settings.Setting],
+    chosen: Sequence[PolicyChoice],
     texts: Sequence[list[int]],
     position: int,
     *,
@@ -91,23 +94,23 @@ def at_position(
     tokens = len(texts[0])
     made_for: dict[str, Any] = {"batch": batch, "max_prompt": position, "max_new": tokens - position}
     spec = generate.cache_specs(model, **made_for)[0]
-    kept, refused = settings.possible(chosen, spec, tokens)
-    if not kept:
+    policies, refused = possible(chosen, spec, tokens)
+    if not policies:
         return [], refused
-    generators = [generate.Generator(model, setting.build(spec, tokens), **made_for) for setting in kept]
-    losses: list[list[float]] = [[] for _ in kept]
+    generators = [generate.Generator(model, policy, **made_for) for policy in policies.values()]
+    losses: list[list[float]] = [[] for _ in policies]
     uses: list[footprint.CacheUse] = []
     for begin in tqdm(range(0, len(texts), batch), desc=f"at {position} tokens", unit="batch", leave=False):
-        own = texts[begin : begin + batch]
+        rows = texts[begin : begin + batch]
         starts = [generator.start(seed + begin) for generator in generators]
-        states = generate.prefill_together(generators, starts, [text[:position] for text in own])
+        states = prefill_together(generators, starts, [text[:position] for text in rows])
         uses = []
         for generator, of_setting in zip(generators, losses, strict=True):
-            state, scored = generator.score(states.pop(0), [text[position:] for text in own])
+            state, scored = generator.score(states.pop(0), [text[position:] for text in rows])
             of_setting += [-float(np.mean(row[1:])) for row in scored]
             uses.append(footprint.cache_use(generator, state, tokens))
     readings = [
         Reading(setting, use, [Stretch(position + 1, tokens, np.asarray(of_setting))])
-        for setting, use, of_setting in zip(kept, uses, losses, strict=True)
+        for setting, use, of_setting in zip(policies, uses, losses, strict=True)
     ]
     return readings, refused

@@ -20,7 +20,7 @@ class Figures:
         job: its name in `jobs.JOBS`.
         metric: of the rows.
         where: fields and the values that rows have there; a tuple lists several.
-        label: the field that tells methods apart; "policy" is the policy with its options.
+        label: the field that tells methods apart; "policy" is the policy with its settings.
         groups: fields within which methods are compared.
         order: methods, from best to worst as the paper has them; one alone is shown and not ranked; empty where the
             paper ranks none.
@@ -229,7 +229,7 @@ CLUSTERGEN = Paper(
 
 BALANCEKV = Paper(
     "BalanceKV",
-    "Attention by discrepancy theory. `balancekv:variant=reference` is the released code; `balancekv` is ours.",
+    "Attention by discrepancy theory. `balancekv_reference` is the released code; `balancekv` is ours.",
     (
         Item(
             "Figure 1",
@@ -240,18 +240,18 @@ BALANCEKV = Paper(
                     "attention_error_recorded",
                     "relative_error",
                     groups=("layer", "budget"),
-                    order=("balancekv:variant=reference", "uniform"),
+                    order=("balancekv_reference", "uniform"),
                     others=True,
                     lower_is_better=True,
                     style="{:.3f}",
                 ),
             ),
             "python -m experiments.attention_error --model DIRECTORY --stream recorded --recorded_tokens 16384 "
-            "--policy uniform --policy balancekv:variant=reference",
+            "--policy uniform --policy balancekv_reference",
             "On synthetic streams balancing gains at key norms up to 4 and nothing at 15 (`python -m "
             "experiments.attention_error`); keys of the shipped model have norms near 17.",
         ),
-        Item("Figure 2", "how batches are merged and reduced", "illustration: `kvjax/merge_reduce.py`"),
+        Item("Figure 2", "how batches are merged and reduced", "illustration: `kvjax/structures/merge_reduce.py`"),
         Item(
             "Figure 3 and appendix B.1",
             "error and time by batch size 256 / 128 / 64 and rate 1/2 / 1/4 / 1/8, layers 1 and 15 of Llama-3.1-8B",
@@ -261,7 +261,7 @@ BALANCEKV = Paper(
             (
                 *_ablation(
                     "balancekv_batch",
-                    *(f"balancekv:variant=reference,block_size={size}" for size in (256, 128, 64)),
+                    *(f"balancekv_reference:block_size={size}" for size in (256, 128, 64)),
                     answers=False,
                 ),
                 Figures(
@@ -269,7 +269,7 @@ BALANCEKV = Paper(
                     "compress_seconds",
                     where={"ablation": "balancekv_batch"},
                     groups=("layer", "budget"),
-                    order=tuple(f"balancekv:variant=reference,block_size={size}" for size in (64, 128, 256)),
+                    order=tuple(f"balancekv_reference:block_size={size}" for size in (64, 128, 256)),
                     lower_is_better=True,
                     style="{:.3f}",
                     title="seconds to compress",
@@ -285,13 +285,13 @@ BALANCEKV = Paper(
             _longbench(
                 "longbench_e",
                 "exact",
-                "balancekv:variant=reference",
+                "balancekv_reference",
                 "uniform",
                 "snapkv",
                 "pyramidkv",
                 "streaming_llm",
             ),
-            f"{_LONGBENCH} --e --policy exact --policy balancekv:variant=reference --policy uniform --policy snapkv "
+            f"{_LONGBENCH} --e --policy exact --policy balancekv_reference --policy uniform --policy snapkv "
             "--policy pyramidkv --policy streaming_llm --budget 25%",
         ),
         Item(
@@ -299,13 +299,13 @@ BALANCEKV = Paper(
             "needle in a haystack, 4k to 100k, Llama-3.1-8B, rate 1/4; BalanceKV with needle augmentation",
             "BalanceKV .99, uniform .90, PyramidKV .90, SnapKV .83, StreamingLLM .31",
             _needles(
-                "balancekv:variant=reference,needles=64",
+                "balancekv_reference:needles=64",
                 "uniform",
                 "pyramidkv",
                 "snapkv",
                 "streaming_llm",
             ),
-            f"{_NEEDLES} --policy balancekv:variant=reference,needles=1024 --policy uniform --policy snapkv --policy "
+            f"{_NEEDLES} --policy balancekv_reference:needles=1024 --policy uniform --policy snapkv --policy "
             "pyramidkv --policy streaming_llm --budget 25%",
         ),
         Item(
@@ -319,7 +319,7 @@ BALANCEKV = Paper(
                     "time_to_first_token_over_exact",
                     "time to first token, of exact's",
                     "exact",
-                    "balancekv:variant=reference",
+                    "balancekv_reference",
                     "streaming_llm",
                     "pyramidkv",
                     "snapkv",
@@ -330,13 +330,13 @@ BALANCEKV = Paper(
                     "ms_per_token_over_exact",
                     "time per token, of exact's",
                     "pyramidkv",
-                    "balancekv:variant=reference",
+                    "balancekv_reference",
                     "streaming_llm",
                     "snapkv",
                 ),
             ),
             f"{_8B} --context_tokens 16384 --policy streaming_llm --policy snapkv --policy pyramidkv "
-            "--policy balancekv:variant=reference --budget 25% --answer_tokens 1024",
+            "--policy balancekv_reference --budget 25% --answer_tokens 1024",
         ),
     ),
 )
@@ -530,7 +530,7 @@ CHELSEA = Paper(
     "Online clustering by chunked soft matching. `chelsea:slope=None` is the paper's system; with the slope it is "
     "ours.",
     (
-        Item("Figure 1", "overview", "illustration: `kvjax/soft_matching.py`, `kvjax/policies/chelsea.py`"),
+        Item("Figure 1", "overview", "illustration: `kvjax/structures/soft_matching.py`, `kvjax/policies/chelsea.py`"),
         Item(
             "Figures 2 and 3",
             "cosine of keys, as maps and by their distance in the text",

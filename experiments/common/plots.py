@@ -9,7 +9,7 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from experiments.common import pod
+from experiments.common import multihost
 from experiments.common.results import Estimate
 
 
@@ -17,7 +17,7 @@ def save(figure: plt.Figure, path: pathlib.Path) -> None:
     """Writes a figure and frees it; the folder is made. One without a layout of its own is laid out tightly."""
     if figure.get_layout_engine() is None:
         figure.tight_layout()
-    if pod.is_first():
+    if multihost.is_first():
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
     plt.close(figure)

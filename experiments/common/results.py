@@ -13,7 +13,7 @@ import rich.table
 from jaxtyping import Float
 from scipy import stats
 
-from experiments.common import pod
+from experiments.common import multihost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ def from_flat(flat: Mapping[str, Any]) -> Row:
 
 def write_rows(path: pathlib.Path, rows: Sequence[Row]) -> None:
     """Writes rows as a JSON list, in the first process of a run; the folder is made."""
-    if not pod.is_first():
+    if not multihost.is_first():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([row.flat() for row in rows], indent=1) + "\n")
@@ -167,7 +167,7 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def by_setting(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Rows by policy, its options and its budget, as `settings.Setting` is written."""
+    """Rows by policy, its settings and its budget, as `settings.label` writes them."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         budget = f" @ {row.extra['budget']}" if row.extra.get("budget") else ""
@@ -176,7 +176,7 @@ def by_setting(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def policy_label(row: Row) -> str:
-    """The policy and its options, as `settings.PolicyChoice` is written."""
+    """The policy and its settings, as `kvjax.PolicyChoice` is written."""
     return row.policy + (f":{row.variant}" if row.variant else "")
 
 
@@ -207,7 +207,7 @@ def log_slope(sizes: Sequence[float], measured: Float[np.ndarray, "n S"]) -> Est
 
 def print_table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
     """A table on the terminal: the first column left-aligned, figures right-aligned, and none cut off."""
-    if not pod.is_first():
+    if not multihost.is_first():
         return
     table = rich.table.Table(title=title, title_justify="left")
     for number, column in enumerate(columns):

@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from experiments.common.tasks import line_retrieval as task
-from models import generate
 from models.llama import Llama
+from models.prefill import read_layers
 from models.tokenizer import Tokenizer
 
 Tokens = tuple[Float[np.ndarray, "n D"], Float[np.ndarray, "n D"], Float[np.ndarray, "Q D"]]
@@ -118,13 +118,13 @@ def read_streams(
     padded = np.zeros((len(prompts), -(-max(lengths) // _CHUNK) * _CHUNK), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
-    tails = (max(lengths) if prompt_queries else queries,) * model.config.layers
-    for number, read in enumerate(generate.read_layers(model, padded, jnp.asarray(lengths), _CHUNK, tails)):
-        keys, values, tail = (np.asarray(x) for x in (read.keys[:, :tokens], read.values[:, :tokens], read.queries))
-        own = None
+    asked = (max(lengths) if prompt_queries else queries,) * model.config.layers
+    for number, read in enumerate(read_layers(model, padded, jnp.asarray(lengths), _CHUNK, asked)):
+        keys, values, last = (np.asarray(x) for x in (read.keys[:, :tokens], read.values[:, :tokens], read.queries))
+        of_prompt = None
         if prompt_queries:  # right-aligned: a row's first query stands behind those that its longer neighbours have
-            own = np.stack([row[-length:][:tokens] for row, length in zip(tail, lengths, strict=True)])
-        yield number, Streams(keys, values, tail[:, -queries:], own)
+            of_prompt = np.stack([row[-length:][:tokens] for row, length in zip(last, lengths, strict=True)])
+        yield number, Streams(keys, values, last[:, -queries:], of_prompt)
 
 
 def exact_attention(streams: Streams) -> Float[np.ndarray, "R Q H_q D"]:

@@ -1,4 +1,5 @@
-"""Sweeps of question-asking experiments: their flags, the units that a second start does not repeat, tables, plots."""
+"""Sweeps of experiments in which models answer questions: their flags, the units that a second start does not repeat,
+tables, plots."""
 
 import functools
 import pathlib
@@ -11,9 +12,10 @@ import numpy as np
 from absl import flags
 from tqdm import tqdm
 
-from experiments.common import asking, plots, pod, results, settings
+from experiments.common import evaluating, multihost, plots, results, settings
 from experiments.common.results import Estimate, Row
 from experiments.common.resuming import Finished
+from kvjax.registry import PolicyChoice
 from models.llama import Llama
 from models.tokenizer import Tokenizer
 
@@ -77,7 +79,7 @@ def define_settings(
     flags.DEFINE_integer("together", 8, "Settings that share a reading of the prompts, and are held at once.")
 
 
-def chosen_settings() -> list[settings.Setting]:
+def chosen_settings() -> list[PolicyChoice]:
     """The settings that flags name."""
     policies = settings.value("policy", quick=QUICK_POLICIES)
     return settings.settings(policies, settings.value("budget", quick=QUICK_BUDGETS))
@@ -85,10 +87,10 @@ def chosen_settings() -> list[settings.Setting]:
 
 def every_setting(
     finished: Finished,
-    chosen: Sequence[settings.Setting],
+    chosen: Sequence[PolicyChoice],
     unit: Mapping[str, Any],
-    run: Callable[[list[settings.Setting]], Mapping[settings.Setting, Any]],
-) -> dict[settings.Setting, Any]:
+    run: Callable[[list[PolicyChoice]], Mapping[PolicyChoice, Any]],
+) -> dict[PolicyChoice, Any]:
     """What comes of each setting in a unit of a run: run now, or before.
 
     Args:
@@ -96,24 +98,24 @@ def every_setting(
     """
     return finished.of_each(
         chosen,
-        lambda setting: dict(unit) | {"model": flags.FLAGS.model, "setting": str(setting)},
+        lambda setting: dict(unit) | {"model": flags.FLAGS.model, **settings.description(setting)},
         run,
         flags.FLAGS.together,
     )
 
 
-def not_refused(found: Mapping[settings.Setting, Any]) -> dict[settings.Setting, Any]:
+def not_refused(values: Mapping[PolicyChoice, Any]) -> dict[PolicyChoice, Any]:
     """What `every_setting` found, without settings that cannot be, which are said with their reason.
 
     Raises:
         ValueError: where all are.
     """
-    refused = {setting: value[REFUSED] for setting, value in found.items() if REFUSED in value}
-    if len(refused) == len(found):
-        raise ValueError("; ".join(f"{setting}: {reason}" for setting, reason in refused.items()))
+    refused = {setting: value[REFUSED] for setting, value in values.items() if REFUSED in value}
+    if len(refused) == len(values):
+        raise ValueError("; ".join(f"{settings.label(setting)}: {reason}" for setting, reason in refused.items()))
     for setting, reason in refused.items():
-        tqdm.write(f"left out: {setting}: {reason}")
-    return {setting: value for setting, value in found.items() if setting not in refused}
+        tqdm.write(f"left out: {settings.label(setting)}: {reason}")
+    return {setting: value for setting, value in values.items() if setting not in refused}
 
 
 def drop_programs() -> None:
@@ -128,7 +130,7 @@ class Sweep:
     Args:
         experiment: its name.
         documents: how many per task, 0 for all there are.
-        prompts: how many an exam has, where that is not `documents`: no larger batch is read.
+        prompts: how many a task has, where that is not `documents`: no larger batch is read.
         chosen: the settings, where not those of the flags.
         seed: decides documents and the policies' randomness, where not the flag's.
         fresh: begin anew, even if the flag does not say so.
@@ -140,88 +142,90 @@ class Sweep:
         documents: int,
         *,
         prompts: int | None = None,
-        chosen: Sequence[settings.Setting] | None = None,
+        chosen: Sequence[PolicyChoice] | None = None,
         seed: int | None = None,
         fresh: bool = False,
     ) -> None:
-        given = flags.FLAGS
+        options = flags.FLAGS
         self.experiment, self.documents = experiment, documents
         self.model: Llama
         self.tokenizer: Tokenizer
-        self.model, self.tokenizer = settings.load_model(given.model)
+        self.model, self.tokenizer = settings.load_model(options.model)
         self.chosen = list(chosen or chosen_settings())
-        self.seed = given.seed if seed is None else seed
-        self.batch = min(given.batch, prompts or documents or given.batch)
-        self.directory = pathlib.Path(given.output_dir)
-        self._finished = Finished(self.directory / f"{experiment}.jsonl", fresh=fresh or given.fresh)
+        self.seed = options.seed if seed is None else seed
+        self.batch = min(options.batch, prompts or documents or options.batch)
+        self.directory = pathlib.Path(options.output_dir)
+        self._finished = Finished(self.directory / f"{experiment}.jsonl", fresh=fresh or options.fresh)
 
     def kinds(self) -> list[tuple[str, str]]:
         """Kinds of prefill and of question that are asked for."""
         return [(prefill, question) for prefill in flags.FLAGS.prefill for question in flags.FLAGS.question]
 
-    def ask(
+    def evaluate(
         self,
         task: str,
-        make: Callable[[], asking.Exam],
+        make: Callable[[], evaluating.Task],
         sizes: Callable[[], tuple[Sequence[int], int]],
         prefill: str,
         question: str,
         **unit: Any,
-    ) -> list[asking.Outcome]:
-        """What every setting does with a task's exam: asked now, or before.
+    ) -> list[evaluating.Result]:
+        """What every setting does with a task: now, or before.
 
         Args:
-            make, sizes: the exam, and `sizes` and `max_new` of `asking.Asker`; called only if a setting is not done.
+            make, sizes: the task, and `sizes` and `max_new` of `evaluating.Evaluator`; called only if a setting is not
+                done.
             unit: what else decides both.
 
         Raises:
             ValueError: where no setting can have caches of these sizes, with the reason.
         """
-        return self._outcomes(self._answers(self.chosen, task, make, sizes, prefill, question, unit), prefill, question)
+        values = self._values(self.chosen, task, make, sizes, prefill, question, unit)
+        return self._results(values, prefill, question)
 
-    def ask_all(
+    def evaluate_all(
         self,
         tasks: Sequence[str],
-        make: Callable[[], Mapping[str, asking.Exam]],
+        make: Callable[[], Mapping[str, evaluating.Task]],
         prefill: str,
         question: str,
         **unit: Any,
-    ) -> dict[str, list[asking.Outcome]]:
+    ) -> dict[str, list[evaluating.Result]]:
         """The same of several tasks, which share the sizes of caches and so their programs: settings that are held at
         once answer all of them before the next ones come."""
 
         def sizes() -> tuple[Sequence[int], int]:
-            longest, most = asking.room(make().values(), question == "seen")
+            longest, most = evaluating.room(make().values(), question == "seen")
             return [longest], most
 
-        def exam(task: str) -> asking.Exam:
-            return make()[task]
+        def task_of(name: str) -> evaluating.Task:
+            return make()[name]
 
         unit["tasks"] = list(tasks)
-        found: dict[str, dict[settings.Setting, Any]] = {task: {} for task in tasks}
+        values: dict[str, dict[PolicyChoice, Any]] = {task: {} for task in tasks}
         for begin in range(0, len(self.chosen), flags.FLAGS.together):
             group = self.chosen[begin : begin + flags.FLAGS.together]
             for task in tasks:
-                own = functools.partial(exam, task)
-                found[task] |= self._answers(group, task, own, sizes, prefill, question, unit)
+                make_task = functools.partial(task_of, task)
+                values[task] |= self._values(group, task, make_task, sizes, prefill, question, unit)
             drop_programs()
-        return {task: self._outcomes(answers, prefill, question) for task, answers in found.items()}
+        return {task: self._results(of_task, prefill, question) for task, of_task in values.items()}
 
-    def _answers(
+    def _values(
         self,
-        chosen: Sequence[settings.Setting],
+        chosen: Sequence[PolicyChoice],
         task: str,
-        make: Callable[[], asking.Exam],
+        make: Callable[[], evaluating.Task],
         sizes: Callable[[], tuple[Sequence[int], int]],
         prefill: str,
         question: str,
         unit: Mapping[str, Any],
-    ) -> dict[settings.Setting, Any]:
-        """Outcomes, as JSON has them, or reasons of refusal."""
+    ) -> dict[PolicyChoice, Any]:
+        """Results, as JSON has them, or reasons of refusal."""
 
-        def run(group: list[settings.Setting]) -> dict[settings.Setting, Any]:
+        def run(group: list[PolicyChoice]) -> dict[PolicyChoice, Any]:
             lengths, max_new = sizes()
-            asker = asking.Asker(
+            evaluator = evaluating.Evaluator(
                 self.model,
                 self.tokenizer,
                 group,
@@ -232,23 +236,23 @@ class Sweep:
                 batch=self.batch,
                 seed=self.seed,
             )
-            answered = {outcome.setting: outcome.to_json() for outcome in asker.ask(make())}
-            return answered | {setting: {REFUSED: reason} for setting, reason in asker.refused.items()}
+            done = {result.setting: result.to_json() for result in evaluator.evaluate(make())}
+            return done | {setting: {REFUSED: reason} for setting, reason in evaluator.refused.items()}
 
         shared = {"task": task, "prefill": prefill, "question": question, "documents": self.documents, **unit}
         return every_setting(self._finished, chosen, shared | {"batch": self.batch, "seed": self.seed}, run)
 
-    def _outcomes(self, answers: Mapping[settings.Setting, Any], prefill: str, question: str) -> list[asking.Outcome]:
+    def _results(self, values: Mapping[PolicyChoice, Any], prefill: str, question: str) -> list[evaluating.Result]:
         streaming, seen = prefill == "streaming", question == "seen"
         return [
-            asking.Outcome.from_json(value, setting, streaming, seen, self.batch)
-            for setting, value in not_refused(answers).items()
+            evaluating.Result.from_json(value, setting, streaming, seen, self.batch)
+            for setting, value in not_refused(values).items()
         ]
 
-    def rows(self, outcomes: Sequence[asking.Outcome], task: str, context_tokens: int, **extra: Any) -> list[Row]:
-        """The rows of an exam of this run."""
-        return asking.rows(
-            outcomes,
+    def rows(self, evaluated: Sequence[evaluating.Result], task: str, context_tokens: int, **extra: Any) -> list[Row]:
+        """The rows of a task of this run."""
+        return evaluating.rows(
+            evaluated,
             self.model,
             experiment=self.experiment,
             model_name=flags.FLAGS.model,
@@ -263,7 +267,7 @@ class Sweep:
         json, png = (self.directory / f"{self.experiment}.{kind}" for kind in ("json", "png"))
         results.write_rows(json, rows)
         draw(png, rows)
-        if pod.is_first():
+        if multihost.is_first():
             print(f"\nRows: {json}   plot: {png}")
 
 
@@ -279,8 +283,8 @@ def show_details(title: str, rows: Sequence[Row], metric: str) -> None:
     """A line per setting: bytes, score, difference to exact, time."""
     columns = ("policy", "held", "read per token", "of exact's", f"{metric} [95%]", "to exact's [95%]", "ms per step")
     lines = []
-    for setting, found in results.by_setting(rows).items():
-        by_metric = {row.metric: row for row in found}
+    for setting, of_setting in results.by_setting(rows).items():
+        by_metric = {row.metric: row for row in of_setting}
         row = by_metric[metric]
         difference, time = by_metric.get(f"{metric}_difference"), by_metric.get("ms_per_token")
         lines.append(
@@ -302,10 +306,10 @@ def show_tasks(title: str, rows: Sequence[Row], metric: str) -> None:
     """A line per setting and a column per task, their mean and its difference to exact last."""
     tasks = list(dict.fromkeys(row.task for row in rows))
     lines = []
-    for setting, found in results.by_setting(rows).items():
-        value = {row.task: row.value for row in found if row.metric == metric}
-        fraction = np.mean([row.budget_fraction for row in found])
-        mean, difference = mean_row(found, metric), mean_row(found, f"{metric}_difference")
+    for setting, of_setting in results.by_setting(rows).items():
+        value = {row.task: row.value for row in of_setting if row.metric == metric}
+        fraction = np.mean([row.budget_fraction for row in of_setting])
+        mean, difference = mean_row(of_setting, metric), mean_row(of_setting, f"{metric}_difference")
         lines.append(
             (
                 setting,
@@ -321,8 +325,8 @@ def show_tasks(title: str, rows: Sequence[Row], metric: str) -> None:
 
 def mean_row(rows: Sequence[Row], metric: str) -> Estimate | None:
     """The mean over tasks of a metric, None where there is none."""
-    found = [row.estimate for row in rows if row.metric == metric]
-    return results.mean_of(found) if found else None
+    estimates = [row.estimate for row in rows if row.metric == metric]
+    return results.mean_of(estimates) if estimates else None
 
 
 def plot(path: pathlib.Path, rows: Sequence[Row], metric: str = "accuracy") -> None:
@@ -333,11 +337,11 @@ def plot(path: pathlib.Path, rows: Sequence[Row], metric: str = "accuracy") -> N
     figure, axes = plt.subplots(1, len(panels), figsize=(1 + 5.5 * len(panels), 4.2), squeeze=False, sharey=True)
     for axis, which in zip(axes[0], panels, strict=True):
         points: dict[str, list[tuple[float, Estimate]]] = {}
-        for found in results.by_setting([row for row in scored if panel(row) == which]).values():
-            fraction = float(np.mean([row.budget_fraction for row in found]))
-            mean = mean_row(found, metric)
+        for of_setting in results.by_setting([row for row in scored if panel(row) == which]).values():
+            fraction = float(np.mean([row.budget_fraction for row in of_setting]))
+            mean = mean_row(of_setting, metric)
             assert mean is not None
-            points.setdefault(results.policy_label(found[0]), []).append((100 * fraction, mean))
+            points.setdefault(results.policy_label(of_setting[0]), []).append((100 * fraction, mean))
         plots.with_intervals(axis, points)
         tokens, prefill, seen = which
         axis.set_title(f"{tokens} tokens, {prefill} prefill, question {'seen' if seen else 'unseen'}", fontsize=10)

@@ -36,8 +36,8 @@ SWEPT = (
 # The papers' systems and the policies that are theirs.
 SYSTEMS = {
     "SubGen": ("subgen", "clustergen"),
-    "BalanceKV": ("balancekv",),
-    "ClusterKV": ("clusterkv",),
+    "BalanceKV": ("balancekv", "balancekv_reference", "balancekv_paper"),
+    "ClusterKV": ("clusterkv", "clusterkv_reference", "clusterkv_certified"),
     "Chelsea": ("chelsea",),
 }
 # Where exact attention itself scores less, shares of it say nothing.
@@ -49,7 +49,7 @@ class Line(NamedTuple):
     """One policy at one budget."""
 
     setting: str
-    label: str  # the policy and its options
+    label: str  # the policy and its settings
     policy: str
     budget: str | None
     recalls: bool

@@ -9,7 +9,6 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import tqdm
-from flax import nnx
 
 import kvjax
 from experiments.common import plots, results, sources
@@ -31,12 +30,11 @@ def perplexities(model: llama.Llama, tokenizer: Tokenizer, tokens: int, windows:
     packages = [tokenizer.encode(sources.repository(package)) for package in sources.packages(held_out=True)]
     text = np.concatenate([np.array(package, np.int32) for package in packages])
     begins = np.random.default_rng(_SEED).integers(len(text) - tokens, size=windows)
-    graph, params = nnx.split(model)
-    losses_of = jax.jit(lambda params, read: answer_loss.text_losses(nnx.merge(graph, params), read))
+    losses_of = jax.jit(answer_loss.text_losses)
     losses = []
     for begin in tqdm.tqdm(begins, desc="perplexity", leave=False):
         window = np.concatenate([[tokenizer.prefix[0]], text[begin : begin + tokens]])
-        losses.append(np.asarray(losses_of(params, window[None]))[0])
+        losses.append(np.asarray(losses_of(model, window[None]))[0])
     bounds = [0, *(_FIRST_POSITIONS << doubling for doubling in range(int(np.log2(tokens / _FIRST_POSITIONS)))), tokens]
     rows = []
     for low, high in itertools.pairwise(bounds):
@@ -65,11 +63,11 @@ def accuracy(model: llama.Llama, tokenizer: Tokenizer, task: str, tokens: int, p
     fresh = [mixture.problem(task, tokenizer, np.random.default_rng([_SEED, n]), tokens) for n in range(problems)]
     most_new = fresh[0].answer_tokens
     generator = generate.Generator(
-        model, kvjax.exact(), batch=1, max_prompt=tokens, max_new=most_new, eos=tokenizer.eos_ids
+        model, kvjax.Exact(), batch=1, max_prompt=tokens, max_new=most_new, eos=tokenizer.eos_ids
     )
     scores = []
     for problem in tqdm.tqdm(fresh, desc=f"{task}, {tokens} tokens", leave=False):
-        [state] = generate.prefill_together([generator], [generator.start(0)], [tokenizer.encode(problem.prompt)])
+        state = generator.read(generator.start(0), [tokenizer.encode(problem.prompt)])
         answers: list[list[int]] = [[]]
         for _, written in generator.write(state, most_new):
             generate.collect(answers, written)

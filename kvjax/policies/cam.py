@@ -2,85 +2,87 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Key
 
-from kvjax.policies.watching import Drawn, init_drawn, watching_policy
-from kvjax.policies.windowed import draws_by_position, init_windowed
-from kvjax.policy import CachePolicy
-from kvjax.staging import Block, check_budget, check_period, init_window, window_segments
-from kvjax.state import BATCH, array, state
+from kvjax import scored
+from kvjax import window as windows
+from kvjax.per_head import draws_by_position
+from kvjax.policy import Policy, check_least, check_settings
+from kvjax.scored import AttentionScores, init_scores
+from kvjax.state import state
+from kvjax.window import Window, init_window
 
 
 @state
-class Watch:
-    """The attention of the newest query, and the randomness of merges."""
+class Merging:
+    window: Window
+    scores: AttentionScores  # of the newest query
+    row_keys: Key[Array, "B"]
 
-    drawn: Drawn
-    row_keys: Key[Array, "B"] = array(BATCH)
 
-
-def cam(budget: int, *, sinks: int = 4, merged: int = 32, period: int = 64) -> CachePolicy:
-    """Keeps the first tokens and a window of recent ones, as StreamingLLM does; the value of a token that leaves the
-    window is added, as a share 1 / merged, to the values of the next `merged` tokens, or to none of them.
+@dataclasses.dataclass(frozen=True)
+class CaM(Policy):
+    """Keeps the first tokens and a window of recent ones; the value of a token that leaves the window is added, as a
+    share 1 / merged, to the values of the next `merged` tokens, or to none of them.
 
     It is added with probability min(1, A / mean): A is the attention probability that the newest query paid to the
-    token, mean that of the window's other tokens, over the query heads of a kv head's group (Zhang et al. 2024, section
-    4; `local_cam_mask` of the released code for Llama). Where it pays the token no more than the others, the sum of
-    attention times value is kept in expectation. Keys stay as they are. Each row, head and token has a coin of its own.
+    token, mean that of the window's other tokens, over the query heads of a kv head's group. Where it pays the token no
+    more than the others, the sum of attention times value is kept in expectation. Keys stay as they are.
 
-    With `period=1` a token leaves at every step, as published. Longer periods are ours: until `compact` up to `period`
-    more tokens stay visible, and those that then leave together are all weighed by the newest query and merged into the
-    first `merged` tokens that stay (as kvpress's CAMPress does). A prompt that is read exactly is reduced without
-    merging, as in the released code for generation; one that is streamed merges as it goes.
+    With `compact_every=1` a token leaves at every step, as published. More is ours: tokens that leave together are all
+    weighed by the newest query and merged into the first `merged` tokens that stay (as kvpress's CAMPress does). A
+    prompt that is read exactly is reduced without merging, as in the released code; one that is streamed merges as it
+    goes. The released code for Llama merges the token that leaves one step later; its other variants, for OPT and
+    GPT-NeoX, have no coin (they merge where A exceeds the mean) and count sinks into the mean; kvpress sums attention
+    over steps, and takes the mean over the `merged` tokens.
 
-    The released code for Llama merges the token that leaves one step later; its other variants, for OPT and GPT-NeoX,
-    have no coin (they merge where A exceeds the mean) and count sinks into the mean; kvpress sums attention over steps,
-    and takes the mean over the `merged` tokens.
-
-    Args:
+    Attributes:
         budget: slots per head, sinks included; the rest is the window.
         sinks: first tokens that are never dropped.
-        merged: tokens that a value is spread over; as many of them as the window has.
-        period: tokens between compactions.
+        merged: tokens that a value is spread over (the paper's m, 32).
+        compact_every: tokens between compactions.
 
-    Raises:
-        ValueError: for a budget that cannot hold the sinks and a recent token, or sizes that cannot be.
+    Source: CaM, section 4; `local_cam_mask` of the released code.
     """
-    recent = budget - sinks
-    check_budget(budget, sinks, recent=1)
-    check_period(period)
-    if merged < 1:
-        raise ValueError(f"merged={merged}; it must be at least 1 token")
 
-    def init(spec, row_keys):
-        window = init_window(spec, budget, sinks, recent, period)
-        return init_windowed(spec, window, Watch(init_drawn(window), row_keys))
+    budget: int
+    sinks: int = 4
+    merged: int = 32
+    compact_every: int = 64
 
-    def absorb(state, block: Block, left: Float[Array, "B H_kv P"]):
-        window, watch = state.window, state.selection
+    observes = True
+
+    def __post_init__(self) -> None:
+        check_settings(self.budget, self.sinks, 1, self.compact_every)
+        check_least(1, merged=self.merged)
+
+    def init(self, spec, row_keys) -> Merging:
+        window = init_window(spec, self.sinks, self.budget - self.sinks)
+        return Merging(window, init_scores(spec, window), row_keys)
+
+    def prefill(self, state: Merging, prompt) -> Merging:
+        return dataclasses.replace(state, window=windows.fill(state.window, prompt))
+
+    def read(self, state: Merging, newer):
+        return windows.shown(state.window)
+
+    def observe(self, state: Merging, seen) -> Merging:
+        return dataclasses.replace(state, scores=scored.newest(state.scores, seen))
+
+    def compact(self, state: Merging, new) -> Merging:
+        drawn, left_drawn = windows.slide_beside(
+            state.window, new, state.scores.window, new.beside(state.scores.staged)
+        )
+        window, left = windows.slide(state.window, new)
         # Where tokens leave, the window is full.
-        mean = jnp.mean(watch.drawn.window[:, :, :recent], axis=2, keepdims=True)
-        positions = block.first[:, None] + jnp.arange(left.shape[2])
-        coins = jax.vmap(draws_by_position, in_axes=(0, 0, None))(watch.row_keys, positions, left.shape[1])
+        mean = jnp.mean(drawn[:, :, : window.recent], axis=2, keepdims=True)
+        coins = draws_by_position(state.row_keys, left.position, left.keys.shape[1])
         # Not A / mean, which may be 0 / 0. A coin is under 1.
-        merges = (coins * mean < left) & block.present[:, None]
-        shares = jnp.where(merges[..., None], block.values.astype(jnp.float32) / merged, 0.0)
-        heirs = window.values[:, :, : min(merged, recent)]
-        added = heirs.astype(jnp.float32) + jnp.sum(shares, axis=2, keepdims=True)
-        values = window.values.at[:, :, : heirs.shape[2]].set(added.astype(heirs.dtype))
-        return dataclasses.replace(state, window=dataclasses.replace(window, values=values))
-
-    def segments(state, queries):
-        return window_segments(state.window, queries=queries)
-
-    return watching_policy(
-        "cam",
-        init=init,
-        select=lambda state, keys, values, queries: state,
-        absorb=absorb,
-        segments=segments,
-        period=period,
-        adds_up=False,
-    )
+        merges = (coins * mean < left_drawn) & left.present[:, None]
+        shares = jnp.where(merges[..., None], left.values.astype(jnp.float32) / self.merged, 0.0)
+        merge_targets = window.values[:, :, : min(self.merged, window.recent)]
+        added = merge_targets.astype(jnp.float32) + jnp.sum(shares, axis=2, keepdims=True)
+        values = window.values.at[:, :, : merge_targets.shape[2]].set(added.astype(merge_targets.dtype))
+        window = dataclasses.replace(window, values=values)
+        return Merging(window, scored.moved_in(state.scores, drawn), state.row_keys)

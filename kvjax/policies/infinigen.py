@@ -2,197 +2,161 @@
 needs, and those alone are read."""
 
 import dataclasses
+import functools
 import math
-import os
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.policies.windowed import check_queries, init_windowed, over_heads, windowed_policy
-from kvjax.policy import ALL_QUERIES, CachePolicy, CacheSpec
-from kvjax.recall import NOWHERE, BlockStore, Plan, arrange, arrays_bytes, init_store, put, put_blocks, recalling
-from kvjax.shards import heads_in_all, own_heads, summed_over_heads
-from kvjax.staging import Block, check_budget, check_period, init_window, window_segments
-from kvjax.state import BATCH, HEAD_DIM, KV_HEADS, SLOTS, array, stacked, state, static
-
-COLUMNS = "columns"
+from kvjax.collectives import heads_in_all, own_heads, summed_over_heads
+from kvjax.per_head import per_head
+from kvjax.policy import ALL_QUERIES, Policy, check_settings
+from kvjax.prompt_attention import asked_queries
+from kvjax.recall import NOWHERE, BlockStore, arrange, init_store, put, put_blocks
+from kvjax.segment import Choice, Recalled
+from kvjax.state import fault, stacked, state, static
+from kvjax.structures.skew import Skew
 
 
 @state
 class Partial:
     """One head's keys in a few dimensions."""
 
-    keys: Float[Array, "N C"] = array(SLOTS, COLUMNS)  # of the cache's dtype
-    # float32, from a key to those dimensions: the columns of the skew that were chosen.
-    columns: Float[Array, "D C"] = array(HEAD_DIM, COLUMNS)
+    keys: Float[Array, "M C"]  # of the cache's dtype
+    columns: Float[Array, "D C"]  # float32, from a key to those dimensions: the columns of the skew that were chosen
 
 
 @state
-class Tokens:
-    """Every token but the staged ones, each a block of its own, at the number of its position."""
+class Speculative:
+    """Every token, a block of its own at the number of its position."""
 
-    store: BlockStore = stacked(BATCH, KV_HEADS)
-    index: Partial = stacked(BATCH, KV_HEADS)
-    group: int = static()  # query heads per kv head
-    layer: int = static()
+    total: Int[Array, "B"]  # int32
+    overflow: Int[Array, "B"] = fault("tokens came to a full cache that must hold all of them")
+    store: BlockStore = stacked("B", "H_kv")
+    partial: Partial = stacked("B", "H_kv")
+    layer: int | None = static()  # whose skew it is; layers without one are one program
 
 
-def infinigen(
-    budget: int,
-    *,
-    alpha: float = 5.0,
-    partial: float = 0.2,
-    skew: str | os.PathLike[str] | None = None,
-    period: int = 64,
-) -> CachePolicy:
+@dataclasses.dataclass(frozen=True)
+class InfiniGen(Policy):
     """Keeps every key and value; a query reads the tokens whose speculated logits come within `alpha` of the largest.
 
     Speculated logits are products of queries and keys in a share `partial` of the dimensions, after both were turned by
     an orthogonal matrix per kv head (the skew, found offline, see `experiments.calibrate_skew`), which leaves whole
     products as they are and concentrates them in few dimensions. Which ones is chosen per head from the prompt: those
     where its queries' absolute values have the largest sum. The number of tokens is the same for all kv heads of a row:
-    the mean of how many of each pass, at most `budget` (Lee et al. 2024, section 4; `speculate_attention` and
-    `partial_weight_index_generation` of the released code).
+    the mean of how many of each pass, at most `budget`.
 
     The published system foretells a layer's queries from the layer before, to fetch while that one still computes, and
     so reads all of the first layer; a cache policy is given the queries themselves, and every layer is alike. It is
     made for heads that share nothing: here a group's query heads share a kv head's skew, dimensions and tokens, and a
-    token passes if it does for any of them. Tokens wait in staging, always read, until `compact`.
+    token passes if it does for any of them.
 
-    Args:
+    Attributes:
         budget: most tokens read per kv head, staged ones not counted. Published as 20% of the tokens so far.
         alpha: in units of logits (products over sqrt(D)); the paper's 5 for Llama, 4 for OPT.
-        partial: share of the dimensions that speculation looks at.
-        skew: an npz file with `skew`, float32 [layers, H_kv, D, D]; None to leave keys as they are.
-        period: tokens between compactions, which move staged tokens into the store.
+        partial: share of the dimensions that speculation looks at (the paper's partial weight ratio).
+        skew: None to leave keys as they are.
+        compact_every: tokens between compactions, which move staged tokens into the store.
 
-    Raises:
-        ValueError: for sizes that cannot be; when a cache is made, for a skew of another model; in prefill, without the
-            prompt's queries.
+    Source: InfiniGen, section 4; `speculate_attention` and `partial_weight_index_generation` of the released code.
     """
-    check_budget(budget, sinks=0, recent=0)
-    check_period(period)
-    if not alpha > 0:
-        raise ValueError(f"alpha={alpha}; it must be above 0")
-    if not 0 < partial <= 1:
-        raise ValueError(f"partial={partial}; it must lie in (0, 1]")
-    turns = None if skew is None else load_skew(skew)
 
-    def init(spec: CacheSpec, row_keys):
-        del row_keys
-        if turns is not None and turns.shape != (spec.layers, spec.kv_heads, spec.head_dim, spec.head_dim):
-            wanted = (spec.layers, spec.kv_heads, spec.head_dim, spec.head_dim)
-            raise ValueError(f"skew={skew} has shape {turns.shape}; it must be [layers, H_kv, D, D] = {wanted}")
-        slots, columns = spec.max_prompt + spec.max_new, max(1, int(partial * spec.head_dim))
+    budget: int
+    alpha: float = 5.0
+    partial: float = 0.2
+    skew: Skew | None = None
+    compact_every: int = 64
 
-        def one(_):
-            index = Partial(
-                keys=jnp.zeros((slots, columns), spec.dtype),
-                columns=jnp.zeros((spec.head_dim, columns), jnp.float32),
+    prompt_queries = ALL_QUERIES
+    streams = False
+    recalls = True
+
+    def __post_init__(self) -> None:
+        check_settings(self.budget, compact_every=self.compact_every)
+        if not self.alpha > 0:
+            raise ValueError(f"alpha={self.alpha}; it must be above 0")
+        if not 0 < self.partial <= 1:
+            raise ValueError(f"partial={self.partial}; it must lie in (0, 1]")
+
+    def init(self, spec, row_keys):
+        shape = (spec.layers, spec.kv_heads, spec.head_dim, spec.head_dim)
+        if self.skew is not None and self.skew.matrices().shape != shape:
+            raise ValueError(
+                f"skew={self.skew.path} has shape {self.skew.matrices().shape}; it must be [layers, H_kv, D, D] = "
+                f"{shape}"
             )
-            return init_store(spec, slots, 1), index
-
-        store, index = over_heads(one)(jnp.zeros((spec.batch, spec.kv_heads)))
-        tokens = Tokens(store, index, spec.query_heads // spec.kv_heads, spec.layer)
-        return init_windowed(spec, init_window(spec, 0, 0, 0, period), tokens)
-
-    def select(state, keys, values, queries):
-        kept, window = state.selection, state.window
-        queries = check_queries("infinigen", queries, keys, ALL_QUERIES)
-        batch, count, _, head_dim = queries.shape
-        grouped = queries.reshape(batch, count, keys.shape[2], -1, head_dim).transpose(0, 2, 1, 3, 4)
-        turn = jnp.eye(head_dim) if turns is None else own_heads(jnp.asarray(turns[kept.layer]), keys.shape[2])
-        turn = jnp.broadcast_to(turn, (batch, keys.shape[2], head_dim, head_dim))
-        real = jnp.arange(count) >= count - window.total[:, None]
-        columns = kept.index.columns.shape[-1]
-        chosen = over_heads(lambda turn, queries, real: chosen_columns(turn, queries, real, columns), 0, 0, None)(
-            turn, grouped, real
+        slots, columns = spec.max_prompt + spec.max_new, max(1, int(self.partial * spec.head_dim))
+        empty = lambda _: (  # noqa: E731
+            init_store(spec, slots, 1),
+            Partial(jnp.zeros((slots, columns), spec.dtype), jnp.zeros((spec.head_dim, columns))),
         )
-        kept = dataclasses.replace(kept, index=dataclasses.replace(kept.index, columns=chosen))
-        tokens = min(keys.shape[1], kept.index.keys.shape[2])  # a prompt may be padded past the longest one
-        keys, values = (x[:, :tokens].swapaxes(1, 2) for x in (keys, values))
-        zero = jnp.zeros_like(window.total)
-        return dataclasses.replace(state, selection=file_tokens(kept, keys, values, zero, window.total))
+        store, partial = per_head(empty)(jnp.zeros((spec.batch, spec.kv_heads)))
+        zero = lambda: jnp.zeros(spec.batch, jnp.int32)  # noqa: E731
+        return Speculative(zero(), zero(), store, partial, None if self.skew is None else spec.layer)
 
-    def absorb(state, block: Block):
-        kept = file_tokens(state.selection, block.keys, block.values, block.first, block.count)
-        slots = kept.index.keys.shape[2]
-        lost = jnp.maximum(block.first + block.count - jnp.maximum(block.first, slots), 0)
-        return dataclasses.replace(state, selection=kept, overflow=state.overflow + lost)
+    def prefill(self, state, prompt):
+        queries = asked_queries(self, prompt)
+        batch, heads, tokens, dim = prompt.keys.shape
+        grouped = queries.reshape(batch, tokens, heads, -1, dim).transpose(0, 2, 1, 3, 4)
+        turn = jnp.eye(dim) if self.skew is None else own_heads(jnp.asarray(self.skew.matrices()[state.layer]), heads)
+        real = jnp.arange(tokens) >= tokens - prompt.lengths[:, None]
+        pick = functools.partial(chosen_columns, count=state.partial.columns.shape[-1])
+        columns = per_head(pick, 0, 0, None)(jnp.broadcast_to(turn, (batch, heads, dim, dim)), grouped, real)
+        state = dataclasses.replace(state, partial=dataclasses.replace(state.partial, columns=columns))
+        most = min(tokens, state.partial.keys.shape[2])  # a prompt may be padded past the longest one
+        return file_tokens(state, prompt.keys[:, :, :most], prompt.values[:, :, :most], prompt.lengths)
 
-    def plan(state, query) -> Plan:
-        kept = state.selection
-        slots = kept.index.keys.shape[2]
-        logits = speculated(kept.index, query)
-        there = jnp.arange(slots) < state.window.total[:, None]
+    def read(self, state, newer):
+        index = (state.partial.keys, state.partial.columns)
+        return Recalled(state.store, functools.partial(self._choose, state), index)
+
+    def compact(self, state, new):
+        return file_tokens(state, new.keys, new.values, new.count)
+
+    def _choose(self, state: Speculative, query: Float[Array, "B 1 H_q D"], round) -> Choice:
+        logits = speculated(state.partial, query)
+        slots = logits.shape[-1]
+        there = jnp.arange(slots) < state.total[:, None]
         below = jnp.where(there[:, None, None], logits, -jnp.inf)
         largest = jnp.max(below, axis=-1, keepdims=True)
         # A token counts for the group as it does for the head that is nearest to needing it.
         below = jnp.max(below - jnp.where(jnp.isneginf(largest), 0.0, largest), axis=2)
-        passing = jnp.sum(below > -alpha, axis=-1)
-        best, token = jax.lax.top_k(below, min(budget, slots))
+        passing = jnp.sum(below > -self.alpha, axis=-1)
+        best, token = jax.lax.top_k(below, min(self.budget, slots))
         wanted = summed_over_heads(jnp.sum(passing, axis=1)) // heads_in_all(passing.shape[1])
         read = (jnp.arange(token.shape[2]) < wanted[:, None, None]) & ~jnp.isneginf(best)
-        return Plan(token, read.astype(jnp.int32))
-
-    base = windowed_policy(
-        "infinigen",
-        init=init,
-        select=select,
-        absorb=absorb,
-        segments=lambda state, queries: window_segments(state.window, queries=queries),
-        period=period,
-        query_tail=ALL_QUERIES,
-        streams=False,
-    )
-    return recalling(base, plan, lambda state: arrays_bytes(*jax.tree.leaves(state.selection.index)))
-
-
-def load_skew(path: str | os.PathLike[str]) -> Float[np.ndarray, "L H_kv D D"]:
-    """The matrices that `experiments.calibrate_skew` wrote.
-
-    Raises:
-        ValueError: for a file without them, or matrices that are not orthogonal (which would change logits).
-    """
-    with np.load(path) as arrays:
-        if "skew" not in arrays:
-            raise ValueError(f"skew={path} holds {sorted(arrays)}; it must hold an array 'skew'")
-        skew = arrays["skew"].astype(np.float32)
-    if skew.ndim != 4 or skew.shape[2] != skew.shape[3]:
-        raise ValueError(f"skew={path} has shape {skew.shape}; it must be [layers, H_kv, D, D]")
-    if np.abs(np.swapaxes(skew, 2, 3) @ skew - np.eye(skew.shape[3])).max() > 1e-3:
-        raise ValueError(f"skew={path} holds matrices that are not orthogonal")
-    return skew
+        return Choice(token, read.astype(jnp.int32))
 
 
 def file_tokens(
-    kept: Tokens,
-    keys: Float[Array, "B H_kv T D"],
-    values: Float[Array, "B H_kv T D"],
-    first: Int[Array, "B"],
-    count: Int[Array, "B"],
-) -> Tokens:
-    """Puts the first `count[b]` of T tokens of every row into store and index, from slot `first[b]` on."""
+    state: Speculative, keys: Float[Array, "B H T D"], values: Float[Array, "B H T D_v"], count: Int[Array, "B"]
+) -> Speculative:
+    """Puts the first `count[b]` of T tokens of every row into store and index, behind those that are there."""
 
-    def one(store: BlockStore, index: Partial, keys, values, first, count):
+    def one(store: BlockStore, partial: Partial, keys, values, first, count):
         number = jnp.arange(keys.shape[0])
         place = jnp.where(number < count, first + number, NOWHERE)
-        partial = (keys.astype(jnp.float32) @ index.columns).astype(index.keys.dtype)
+        few = (keys.astype(jnp.float32) @ partial.columns).astype(partial.keys.dtype)
         blocks = arrange(number[:, None], keys, values, first + number)
-        return put_blocks(store, place, blocks), dataclasses.replace(index, keys=put(index.keys, place, partial))
+        return put_blocks(store, place, blocks), dataclasses.replace(partial, keys=put(partial.keys, place, few))
 
-    store, index = over_heads(one, 0, 0, 0, 0, None, None)(kept.store, kept.index, keys, values, first, count)
-    return dataclasses.replace(kept, store=store, index=index)
+    of_heads = per_head(one, 0, 0, 0, 0, None, None)
+    store, partial = of_heads(state.store, state.partial, keys, values, state.total, count)
+    slots = state.partial.keys.shape[2]
+    lost = jnp.maximum(state.total + count - jnp.maximum(state.total, slots), 0)
+    return dataclasses.replace(
+        state, store=store, partial=partial, total=state.total + count, overflow=state.overflow + lost
+    )
 
 
-def speculated(index: Partial, query: Float[Array, "B 1 H_q D"]) -> Float[Array, "B H_kv G N"]:
+def speculated(partial: Partial, query: Float[Array, "B 1 H_q D"]) -> Float[Array, "B H_kv G N"]:
     """Logits of every query head as its chosen dimensions foretell them."""
-    batch, kv_heads, head_dim, _ = index.columns.shape
+    batch, kv_heads, head_dim, _ = partial.columns.shape
     grouped = query.reshape(batch, kv_heads, -1, head_dim).astype(jnp.float32)
-    turned = jnp.einsum("bhgd,bhdc->bhgc", grouped, index.columns)
-    return jnp.einsum("bhgc,bhnc->bhgn", turned, index.keys.astype(jnp.float32)) / math.sqrt(head_dim)
+    turned = jnp.einsum("bhgd,bhdc->bhgc", grouped, partial.columns)
+    return jnp.einsum("bhgc,bhnc->bhgn", turned, partial.keys.astype(jnp.float32)) / math.sqrt(head_dim)
 
 
 def chosen_columns(

@@ -1,34 +1,21 @@
-"""Quest: everything is kept in pages of consecutive tokens; each query reads the pages that may hold its largest
-logits."""
+"""Quest (Tang et al. 2024): everything is kept in pages of consecutive tokens; each query reads the pages that may hold
+its largest logits."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.policies.choice import first_layers
-from kvjax.policies.exact import exact
-from kvjax.policies.windowed import init_windowed, over_heads, windowed_policy
-from kvjax.policy import CachePolicy
-from kvjax.recall import (
-    NOWHERE,
-    BlockStore,
-    Filed,
-    Plan,
-    absorb_chunks,
-    arrange,
-    arrays_bytes,
-    best_parts,
-    init_store,
-    put,
-    put_blocks,
-    recalling,
-)
-from kvjax.staging import check_budget, check_period, init_window, window_segments
-from kvjax.state import HEAD_DIM, array, state
+from kvjax import window as windows
+from kvjax.per_head import per_head
+from kvjax.policy import Policy, check_settings
+from kvjax.recall import NOWHERE, BlockStore, arrange, best_parts, init_store, put, put_blocks, wait_and_file
+from kvjax.segment import Choice, Recalled
+from kvjax.state import fault, stacked, state
+from kvjax.window import Window, init_window
 
-PAGES = "pages"
 PAGE = 16  # tokens
 LEAST_PAGES = 3  # that a query reads
 
@@ -37,145 +24,123 @@ LEAST_PAGES = 3  # that a query reads
 class Pages:
     """Bounds of the keys of one head's pages, coordinate by coordinate. Page p holds tokens [16 p, 16 p + 16)."""
 
-    low: Float[Array, "N D"] = array(PAGES, HEAD_DIM)  # of the cache's dtype
-    high: Float[Array, "N D"] = array(PAGES, HEAD_DIM)  # of the cache's dtype
-    size: Int[Array, "N"] = array(PAGES)  # int32 tokens: 16, or 0 where no page was filed yet
+    low: Float[Array, "M D"]  # of the cache's dtype
+    high: Float[Array, "M D"]  # of the cache's dtype
+    size: Int[Array, "M"]  # int32 tokens: 16, or 0 where no page was filed yet
 
 
-def quest(budget: int, *, full_layers: int = 0, period: int = 64) -> CachePolicy:
+@state
+class Paged:
+    window: Window  # the tokens of the page that is not full are in its selected slots
+    pending: Int[Array, "B"]  # int32, how many those are
+    filed: Int[Array, "B"]  # int32 pages
+    overflow: Int[Array, "B"] = fault("tokens came to a full cache that must hold all of them")
+    store: BlockStore = stacked("B", "H_kv")
+    pages: Pages = stacked("B", "H_kv")
+
+
+@dataclasses.dataclass(frozen=True)
+class Quest(Policy):
     """Keeps every key and value; a query reads the max(3, budget // 16) pages of 16 tokens that promise most, by the
     upper bound sum_d max(q_d min_d, q_d max_d) on its logits, per query head.
 
-    The last page, until it is full, is always read, as are staged tokens: both beside the budget. (The released kernels
-    always read the last page, too; the released evaluation has it compete.)
+    Attributes:
+        budget: tokens read per query head, in whole pages; the last page, until it is full, is read beside it.
+        compact_every: tokens between compactions.
 
-    Args:
-        budget: tokens read per query head, in whole pages.
-        full_layers: so many first layers keep exact caches and read all of them; published as 2, which is for deep
-            models.
-        period: tokens between compactions.
+    The paper keeps the first two layers whole: `FirstLayers(2, Quest(budget))`.
 
-    Raises:
-        ValueError: for sizes that cannot be.
-
-    Source: Quest (Tang et al. 2024), section 3; https://github.com/mit-han-lab/Quest.
+    Source: Quest, section 3.
     """
-    check_budget(budget, 0, 0)
-    check_period(period)
-    if full_layers < 0:
-        raise ValueError(f"full_layers={full_layers}; it must not be negative")
-    pages = max(LEAST_PAGES, budget // PAGE)
 
-    def init(spec, row_keys):
-        del row_keys
-        count = (spec.max_prompt + spec.max_new) // PAGE
+    budget: int
+    compact_every: int = 64
 
-        def one(_):
-            bounds = Pages(
-                low=jnp.zeros((count, spec.head_dim), spec.dtype),
-                high=jnp.zeros((count, spec.head_dim), spec.dtype),
-                size=jnp.zeros(count, jnp.int32),
-            )
-            return init_store(spec, count, PAGE), bounds
+    recalls = True
 
-        store, index = over_heads(one)(jnp.zeros((spec.batch, spec.kv_heads)))
-        filed = Filed(
-            store=store,
-            index=index,
-            pending=jnp.zeros(spec.batch, jnp.int32),
-            chunks=jnp.zeros(spec.batch, jnp.int32),
-            learnt=None,
-            group=spec.query_heads // spec.kv_heads,
-        )
-        return init_windowed(spec, init_window(spec, PAGE - 1 + min(period, spec.max_new), 0, 0, period), filed)
+    def __post_init__(self) -> None:
+        check_settings(self.budget, compact_every=self.compact_every)
 
-    def select_prompt(state, keys, values, queries):
-        filed, window = state.selection, state.window
-        tokens = keys.shape[1]
-        full = window.total // PAGE
-        keys, values = (x.swapaxes(1, 2).astype(window.keys.dtype) for x in (keys, values))
+    def init(self, spec, row_keys):
+        count = spec.capacity // PAGE
+        bound = lambda: jnp.zeros((count, spec.head_dim), spec.dtype)  # noqa: E731
+        empty = lambda _: (init_store(spec, count, PAGE), Pages(bound(), bound(), jnp.zeros(count, jnp.int32)))  # noqa: E731
+        store, pages = per_head(empty)(jnp.zeros((spec.batch, spec.kv_heads)))
+        none = lambda: jnp.zeros(spec.batch, jnp.int32)  # noqa: E731
+        window = init_window(spec, 0, 0, PAGE - 1 + min(self.compact_every, spec.max_new))
+        return Paged(window, none(), none(), none(), store, pages)
 
-        def one(store, index, keys, values, full):
+    def prefill(self, state, prompt):
+        window, tokens = windows.fill(state.window, prompt), prompt.keys.shape[2]
+        full = prompt.lengths // PAGE
+        keys, values = (x.astype(window.keys.dtype) for x in (prompt.keys, prompt.values))
+
+        def of_head(store, pages, keys, values, full):
             page = jnp.arange(-(-tokens // PAGE))
-            source = PAGE * page[:, None] + jnp.arange(PAGE)
-            blocks = arrange(jnp.where(page[:, None] < full, source, tokens), keys, values, jnp.arange(tokens))
-            return file_pages(store, index, 0, blocks)
+            source = jnp.where(page[:, None] < full, PAGE * page[:, None] + jnp.arange(PAGE), tokens)
+            return file_pages(store, pages, 0, arrange(source, keys, values, jnp.arange(tokens)))
 
-        store, index = over_heads(one, 0, 0, 0, 0, None)(filed.store, filed.index, keys, values, full)
-        # The tokens of the page that is not full wait in the window.
+        store, pages = per_head(of_head, 0, 0, 0, 0, None)(state.store, state.pages, keys, values, full)
         left = jnp.minimum(PAGE * full[:, None] + jnp.arange(PAGE - 1), tokens - 1)
+        source = jnp.broadcast_to(left[:, None], (*keys.shape[:2], PAGE - 1))
+        slot = jnp.broadcast_to(jnp.arange(PAGE - 1), source.shape)
+        window = windows.put_selected(window, slot, keys, values, source)
+        return Paged(window, prompt.lengths - PAGE * full, full, state.overflow, store, pages)
 
-        def wait(buffer, x):
-            return buffer.at[:, :, : PAGE - 1].set(jax.vmap(lambda x, left: x[:, left])(x, left))
+    def read(self, state, newer):
+        choose = functools.partial(self._choose, state.pages)
+        recalled = Recalled(state.store, choose, (state.pages.low, state.pages.high, state.pages.size))
+        return windows.shown(state.window, selected=state.pending), recalled
 
-        return dataclasses.replace(
-            state,
-            window=dataclasses.replace(window, keys=wait(window.keys, keys), values=wait(window.values, values)),
-            selection=dataclasses.replace(
-                filed, store=store, index=index, pending=window.total - PAGE * full, chunks=full
-            ),
-        )
+    def compact(self, state, new):
+        window, left = windows.slide(state.window, new)
 
-    def file(filed, keys, values, position, full):
-        def one(store, index, keys, values, position, full, chunks):
-            number = jnp.arange(position.size).reshape(position.shape)
-            join = lambda x: x.reshape(-1, x.shape[-1])  # noqa: E731
-            source = jnp.where(full[:, None], number, position.size)
-            blocks = arrange(source, join(keys), join(values), position.reshape(-1))
-            return file_pages(store, index, chunks, blocks)
+        def file(keys, values, position, full):
+            def of_head(store, pages, keys, values, position, full, filed):
+                number = jnp.arange(position.size).reshape(position.shape)
+                join = lambda x: x.reshape(-1, x.shape[-1])  # noqa: E731
+                source = jnp.where(full[:, None], number, position.size)
+                return file_pages(store, pages, filed, arrange(source, join(keys), join(values), position.reshape(-1)))
 
-        store, index = over_heads(one, 0, 0, 0, 0, None, None, None)(
-            filed.store, filed.index, keys, values, position, full, filed.chunks
-        )
-        return dataclasses.replace(filed, store=store, index=index)
+            of_heads = per_head(of_head, 0, 0, 0, 0, None, None, None)
+            return of_heads(state.store, state.pages, keys, values, position, full, state.filed)
 
-    def absorb(state, block):
-        return absorb_chunks(state, block, PAGE, file, most=state.selection.index.size.shape[2])
+        window, pending, full, filed, lost = wait_and_file(window, state.pending, left, PAGE, file)
+        store, pages = (state.store, state.pages) if filed is None else filed
+        room = pages.size.shape[2]
+        too_many = jnp.maximum(state.filed + full - jnp.maximum(state.filed, room), 0)
+        return Paged(window, pending, state.filed + full, state.overflow + lost + PAGE * too_many, store, pages)
 
-    def segments(state, queries):
-        return window_segments(state.window, selected=state.selection.pending, queries=queries)
+    def _choose(self, pages: Pages, query: Float[Array, "B 1 H_q D"], round) -> Choice:
+        count = pages.size.shape[2]
+        number, taken = jnp.arange(count, dtype=jnp.int32), min(max(LEAST_PAGES, self.budget // PAGE), count)
 
-    def plan(state, query) -> Plan:
-        filed = state.selection
-        count = filed.index.size.shape[2]
-        score = page_scores(filed.index, query)
+        def of_head(score: Float[Array, "G M"], size):
+            best = functools.partial(best_parts, tokens=PAGE * taken, blocks=taken, places=PAGE)
+            return jax.vmap(lambda score: best(score, size, number))(score)
 
-        def one(score: Float[Array, "G N"], size):
-            number = jnp.arange(count, dtype=jnp.int32)
-            taken = min(pages, count)
-            return jax.vmap(
-                lambda score: best_parts(score, size, number, tokens=PAGE * taken, blocks=taken, places=PAGE)
-            )(score)
-
-        read = over_heads(one)(score, filed.index.size)
+        read = per_head(of_head)(page_scores(pages, query), pages.size)
         join = lambda x: x.reshape(x.shape[0], -1, x.shape[-1])  # noqa: E731
-        return Plan(join(read.block), join(read.tokens))
-
-    def index_bytes(state):
-        return arrays_bytes(*jax.tree.leaves(state.selection.index))
-
-    base = windowed_policy("quest", init=init, select=select_prompt, absorb=absorb, segments=segments, period=period)
-    return first_layers(full_layers, exact(period=period), recalling(base, plan, index_bytes))
+        return Choice(join(read.block), join(read.tokens))
 
 
 def file_pages(
-    store: BlockStore, index: Pages, first: Int[Array, ""] | int, blocks: BlockStore
+    store: BlockStore, pages: Pages, first: Int[Array, ""] | int, blocks: BlockStore
 ) -> tuple[BlockStore, Pages]:
     """Writes the blocks that hold tokens (full ones, which come first) as pages from number `first` on."""
     full = blocks.position[:, 0] >= 0
     place = jnp.where(full, first + jnp.arange(full.shape[0]), NOWHERE)
-    bounds = Pages(
-        low=jnp.min(blocks.keys, axis=1), high=jnp.max(blocks.keys, axis=1), size=jnp.full(full.shape, PAGE, jnp.int32)
-    )
-    return put_blocks(store, place, blocks), put(index, place, bounds)
+    keys = blocks.entries[..., : blocks.head_dim]
+    bounds = Pages(jnp.min(keys, axis=1), jnp.max(keys, axis=1), jnp.full(full.shape, PAGE, jnp.int32))
+    return put_blocks(store, place, blocks), put(pages, place, bounds)
 
 
-def page_scores(index: Pages, query: Float[Array, "B 1 H_q D"]) -> Float[Array, "B H_kv G N"]:
+def page_scores(pages: Pages, query: Float[Array, "B 1 H_q D"]) -> Float[Array, "B H_kv G M"]:
     """The upper bound sum_d max(q_d low_d, q_d high_d) of every query head and page."""
-    batch, kv_heads, _, head_dim = index.low.shape
+    batch, kv_heads, _, head_dim = pages.low.shape
     grouped = query.reshape(batch, kv_heads, -1, head_dim).astype(jnp.float32)
 
     def product(query, bound):
         return jnp.einsum("bhgd,bhnd->bhgn", query, bound.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
-    return product(jnp.maximum(grouped, 0), index.high) + product(jnp.minimum(grouped, 0), index.low)
+    return product(jnp.maximum(grouped, 0), pages.high) + product(jnp.minimum(grouped, 0), pages.low)

@@ -3,81 +3,77 @@
 import dataclasses
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-from kvjax import rope
-from kvjax.attention import attend, merge
-from kvjax.policies.windowed import init_windowed, windowed_policy
-from kvjax.policy import CachePolicy
-from kvjax.segment import segment
-from kvjax.staging import check_budget, check_period, init_window, occupancy, visible_count, window_segments
-from kvjax.state import SLOTS, array, state
+from kvjax import window as windows
+from kvjax.policy import Policy, check_settings
+from kvjax.segment import Segment
+from kvjax.state import state
+from kvjax.window import Window, init_window
 
 
 @state
-class Frequencies:
-    """Angles per position, for re-indexing."""
+class SinksAndRecent:
+    window: Window
+    frequencies: Float[Array, "half_D"] | None  # angle per position of each pair of dimensions, for re-indexing
 
-    rope: jnp.ndarray = array(SLOTS)  # [D / 2] float32
 
-
-def streaming_llm(budget: int, *, sinks: int = 4, reindex: bool = False, period: int | None = None) -> CachePolicy:
+@dataclasses.dataclass(frozen=True)
+class StreamingLLM(Policy):
     """Keeps the first `sinks` tokens and, at every step, exactly the last `budget - sinks`, the newest included.
 
-    Args:
+    Attributes:
         budget: slots per head, sinks included.
-        sinks: first tokens that are never dropped; 0 gives plain sliding-window attention.
-        reindex: positions count inside the cache, as in the paper, instead of in the text, as in most ports. Distances
-            among recent tokens are the same in both; sinks move up to the window, which is done by turning the query
-            that reads them (needs `spec.rope_frequencies`).
-        period: tokens between compactions, at most the recent ones; 64 or as many as that allows by default. It
-            changes no result: the window slides at every step.
+        sinks: first tokens that are never dropped (the paper's attention sinks, 4); 0 gives plain sliding-window
+            attention.
+        reindex: positions count inside the cache, as in the paper, instead of in the text, as in most ports: sinks
+            stand right before the oldest recent token, for which the query that reads them is turned (needs
+            `spec.rope_frequencies`).
+        compact_every: tokens between compactions. It changes no result: the window slides at every step.
 
-    Raises:
-        ValueError: for a budget that cannot hold the sinks and a recent token, or a period above the recent tokens.
+    Source: Efficient Streaming Language Models with Attention Sinks, section 3.2.
     """
-    recent = budget - sinks
-    check_budget(budget, sinks, recent=1)
-    period = min(64, recent) if period is None else period
-    check_period(period)
-    if period > recent:
-        raise ValueError(f"period={period} must not exceed the recent tokens, budget - sinks = {recent}")
 
-    def init(spec, row_keys):
-        del row_keys
-        window = init_window(spec, budget, sinks, recent, period)
-        if not reindex:
-            return init_windowed(spec, window)
+    budget: int
+    sinks: int = 4
+    reindex: bool = False
+    compact_every: int = 64
+
+    def __post_init__(self) -> None:
+        check_settings(self.budget, self.sinks, recent=1, compact_every=self.compact_every)
+
+    def at(self, spec):
+        # Staged tokens are all shown, so there may be no more of them than recent ones.
+        return dataclasses.replace(self, compact_every=min(self.compact_every, self.budget - self.sinks))
+
+    def init(self, spec, row_keys) -> SinksAndRecent:
+        window = init_window(spec, self.sinks, self.budget - self.sinks)
+        if not self.reindex:
+            return SinksAndRecent(window, None)
         if spec.rope_frequencies is None:
             raise ValueError("reindex=True needs spec.rope_frequencies: without them positions cannot be changed")
-        return init_windowed(spec, window, Frequencies(jnp.asarray(spec.rope_frequencies, jnp.float32)))
+        return SinksAndRecent(window, jnp.asarray(spec.rope_frequencies, jnp.float32))
 
-    def segments(state, queries):
-        return window_segments(state.window, queries=queries, slide=True)
+    def prefill(self, state: SinksAndRecent, prompt) -> SinksAndRecent:
+        return dataclasses.replace(state, window=windows.fill(state.window, prompt))
 
-    policy = windowed_policy(
-        "streaming_llm" + ("(reindex)" if reindex else ""),
-        init=init,
-        select=lambda state, keys, values, queries: state,
-        absorb=lambda state, block: state,
-        segments=segments,
-        period=period,
-    )
-    return policy._replace(attend=_attend_reindexed, segments=None) if reindex else policy
+    def read(self, state: SinksAndRecent, newer):
+        window = state.window
+        (kept,) = windows.shown(window, newer=newer)
+        if state.frequencies is None:
+            return kept
+        # Positions inside the cache are those in the text less the dropped tokens, for recent tokens and queries alike.
+        dropped = jnp.maximum(window.total[:, None] + newer - window.sinks - window.recent, 0)
+        recent = dataclasses.replace(kept, stop=jnp.full_like(dropped[:, :1], window.recent))
+        sinks, _, _ = windows.occupancy(window)
+        first = Segment(
+            window.keys[:, :, window.recent :],
+            window.values[:, :, window.recent :],
+            stop=sinks[:, None],
+            turn=-dropped[..., None] * state.frequencies,
+        )
+        return recent, first
 
-
-def _attend_reindexed(state, query, causal=False):
-    """Sinks stand right before the oldest recent token: nearer to the query by the number of tokens dropped."""
-    window = state.window
-    sinks, _, _ = occupancy(window)
-    queries = query.shape[1] if causal else None
-    kept, staged = window_segments(window, queries=queries, slide=True)
-    count = visible_count(window.staging, queries)
-    tokens = (window.total if count.ndim == 1 else window.total[:, None]) + count
-    dropped = jnp.maximum(tokens - window.sinks - window.recent, 0)
-    per_query = jnp.broadcast_to(dropped.reshape(dropped.shape[0], -1), query.shape[:2])
-    cos, sin = rope.rotation(-per_query, state.selection.rope)
-    turned = rope.rotate(query, cos, sin)
-    recent_slots = window.recent
-    recent_part = dataclasses.replace(kept, stop=jnp.full_like(sinks, recent_slots))
-    sink_part = segment(window.keys[:, :, recent_slots:], window.values[:, :, recent_slots:], stop=sinks)
-    return merge(attend(query, (recent_part, staged)), attend(turned, (sink_part,))), state
+    def compact(self, state: SinksAndRecent, new) -> SinksAndRecent:
+        window, _ = windows.slide(state.window, new)
+        return dataclasses.replace(state, window=window)

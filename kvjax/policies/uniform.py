@@ -4,12 +4,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
-from kvjax.policies.windowed import compete, draws_by_position, init_windowed, over_heads, windowed_policy
-from kvjax.policy import CachePolicy
-from kvjax.staging import Block, between, check_budget, check_period, init_window, occupancy, window_segments
-from kvjax.state import BATCH, KV_HEADS, SLOTS, array, state
+from kvjax import window as windows
+from kvjax.per_head import draws_by_position, per_head, replace_lowest
+from kvjax.policy import Policy, check_settings
+from kvjax.state import state
+from kvjax.window import Window, init_window
 
 
 @state
@@ -20,108 +21,71 @@ class Sample:
     a stream gives the same sample however it is cut into blocks.
     """
 
-    priority: Float[Array, "B H_kv M"] = array(BATCH, KV_HEADS, SLOTS)  # float32, inf in empty slots
-    log_weight: Float[Array, "B H_kv S"] = array(BATCH, KV_HEADS, SLOTS)  # float32, of the whole window
-    row_keys: Key[Array, "B"] = array(BATCH)
+    window: Window
+    priority: Float[Array, "B H_kv M"]  # float32, inf in empty slots
+    log_weight: Float[Array, "B H_kv S"]  # float32, of the whole window
+    row_keys: Key[Array, "B"]
 
 
-def uniform(budget: int, *, sinks: int = 4, recent: int = 64, period: int = 64) -> CachePolicy:
+@dataclasses.dataclass(frozen=True)
+class Uniform(Policy):
     """Keeps sinks, recent tokens and, of the n tokens between them, a uniform sample of m, each with weight n / m.
 
-    The sample is drawn per row and kv head, and stays uniform while decoding: tokens that leave the window compete for
-    its slots. Between two compactions leaving tokens stay visible.
-
-    Args:
-        budget: slots per head, sinks and recent tokens included; the rest is the sample.
+    Attributes:
+        budget: slots per head, sinks and recent tokens included; the rest is the sample (m).
         sinks, recent: tokens always kept.
-        period: tokens between compactions.
+        compact_every: tokens between compactions; until then new tokens are all read.
 
-    Raises:
-        ValueError: for a budget that leaves no slot for the sample.
+    Source: the weighted baseline of BalanceKV's released code.
     """
-    check_budget(budget, sinks, recent)
-    check_period(period)
-    if budget == sinks + recent:
-        raise ValueError(f"budget={budget} leaves no slot to sample into; sinks + recent already take {budget}")
 
-    def init(spec, row_keys):
-        shape = (spec.batch, spec.kv_heads)
-        sample = Sample(
-            priority=jnp.full((*shape, budget - sinks - recent), jnp.inf),
-            log_weight=jnp.zeros((*shape, budget)),
-            row_keys=row_keys,
-        )
-        return init_windowed(spec, init_window(spec, budget, sinks, recent, period), sample)
+    budget: int
+    sinks: int = 4
+    recent: int = 64
+    compact_every: int = 64
 
-    def select(state, keys, values, queries):
-        middle = between(state.window, keys.shape[1])
-        priority, picked = jax.vmap(_smallest, in_axes=(0, 0, None, None))(
-            state.selection.row_keys, middle, keys.shape[2], budget - sinks - recent
-        )
+    def __post_init__(self) -> None:
+        check_settings(self.budget, self.sinks, self.recent, self.compact_every, selects="the sample")
 
-        def place(buffer, tokens):
-            chosen = jnp.take_along_axis(tokens.swapaxes(1, 2), picked[..., None], axis=2)
-            return buffer.at[:, :, sinks + recent : sinks + recent + picked.shape[2]].set(chosen.astype(buffer.dtype))
+    def init(self, spec, row_keys) -> Sample:
+        size, shape = self.budget - self.sinks - self.recent, (spec.batch, spec.kv_heads)
+        window = init_window(spec, self.sinks, self.recent, size)
+        return Sample(window, jnp.full((*shape, size), jnp.inf), jnp.zeros((*shape, self.budget)), row_keys)
 
-        sample = dataclasses.replace(
-            state.selection, priority=state.selection.priority.at[:, :, : picked.shape[2]].set(priority)
-        )
-        window = state.window
-        window = dataclasses.replace(window, keys=place(window.keys, keys), values=place(window.values, values))
-        return _weigh(dataclasses.replace(state, window=window, selection=sample))
+    def prefill(self, state: Sample, prompt) -> Sample:
+        window = windows.fill(state.window, prompt)
+        batch, heads, tokens = prompt.keys.shape[:3]
+        size = min(state.priority.shape[2], tokens)
+        draws = draws_by_position(state.row_keys, jnp.broadcast_to(jnp.arange(tokens), (batch, tokens)), heads)
+        draws = jnp.where(windows.middle_mask(window, tokens)[:, None], draws, jnp.inf)
+        smallest, index = jax.lax.top_k(-draws, size)
+        # In the order of the text, empty places last.
+        index = jnp.sort(jnp.where(jnp.isneginf(smallest), tokens, index), axis=-1)
+        source = jnp.minimum(index, tokens - 1)
+        priority = jnp.where(index < tokens, jnp.take_along_axis(draws, source, axis=-1), jnp.inf)
+        slot = jnp.broadcast_to(jnp.arange(size), source.shape)
+        window = windows.put_selected(window, slot, prompt.keys, prompt.values, source)
+        return self._weighed(state, window, state.priority.at[:, :, :size].set(priority))
 
-    def absorb(state, block: Block):
-        places = jnp.arange(block.keys.shape[2])
-        positions = block.first[:, None] + places
-        fresh = jax.vmap(draws_by_position, in_axes=(0, 0, None))(
-            state.selection.row_keys, positions, block.keys.shape[1]
-        )
-        fresh = jnp.where(block.present[:, None, :], fresh, jnp.inf)
-        window, sample = state.window, state.selection
-        slot, source, priority = over_heads(compete)(sample.priority, fresh)
+    def read(self, state: Sample, newer):
+        return windows.shown(state.window, selected=self._sampled(state.window)[1], log_weight=state.log_weight)
 
-        def place(buffer, tokens):
-            def place_head(buffer, tokens, slot, source):
-                return buffer.at[sinks + recent + slot].set(tokens[source], mode="drop")
+    def compact(self, state: Sample, new) -> Sample:
+        window, left = windows.slide(state.window, new)
+        draws = draws_by_position(state.row_keys, left.position, left.keys.shape[1])
+        draws = jnp.where(left.present[:, None], draws, jnp.inf)
+        slot, source, score = per_head(replace_lowest)(-state.priority, -draws)
+        window = windows.put_selected(window, slot, left.keys, left.values, source)
+        return self._weighed(state, window, -score)
 
-            return over_heads(place_head)(buffer, tokens, slot, source)
+    def _sampled(self, window: Window) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
+        """n and m of every row."""
+        _, _, middle = windows.occupancy(window)
+        return middle, jnp.minimum(middle, self.budget - self.sinks - self.recent)
 
-        window = dataclasses.replace(
-            window, keys=place(window.keys, block.keys), values=place(window.values, block.values)
-        )
-        sample = dataclasses.replace(sample, priority=priority)
-        return _weigh(dataclasses.replace(state, window=window, selection=sample))
-
-    def segments(state, queries):
-        weights = state.selection.log_weight
-        return window_segments(state.window, selected=_kept(state), log_weight=weights, queries=queries)
-
-    return windowed_policy("uniform", init=init, select=select, absorb=absorb, segments=segments, period=period)
-
-
-def _smallest(
-    row_key: Key[Array, ""], valid: Bool[Array, "T"], heads: int, size: int
-) -> tuple[Float[Array, "H m"], Int[Array, "H m"]]:
-    """The valid tokens of smallest priority, in the order of the text; empty places last, with priority inf."""
-    tokens = valid.shape[0]
-    priority = jnp.where(valid, draws_by_position(row_key, jnp.arange(tokens), heads), jnp.inf)
-    smallest, index = jax.lax.top_k(-priority, min(size, tokens))
-    index = jnp.sort(jnp.where(jnp.isneginf(smallest), tokens, index), axis=-1)
-    found = index < tokens
-    index = jnp.minimum(index, tokens - 1)
-    return jnp.where(found, jnp.take_along_axis(priority, index, axis=-1), jnp.inf), index
-
-
-def _kept(state) -> Int[Array, "B"]:
-    _, _, middle = occupancy(state.window)
-    return jnp.minimum(middle, state.selection.priority.shape[2])
-
-
-def _weigh(state):
-    """Gives every sampled token the weight n / m of n tokens represented by m."""
-    window, sample = state.window, state.selection
-    _, _, middle = occupancy(window)
-    weight = jnp.log(jnp.maximum(middle, 1).astype(jnp.float32)) - jnp.log(jnp.maximum(_kept(state), 1))
-    fixed = window.sinks + window.recent
-    weights = sample.log_weight.at[:, :, fixed:].set(weight[:, None, None])
-    return dataclasses.replace(state, selection=dataclasses.replace(sample, log_weight=weights))
+    def _weighed(self, state: Sample, window: Window, priority: Float[Array, "B H_kv M"]) -> Sample:
+        """Gives every sampled token the weight n / m."""
+        middle, kept = self._sampled(window)
+        weight = jnp.log(jnp.maximum(middle, 1).astype(jnp.float32)) - jnp.log(jnp.maximum(kept, 1))
+        log_weight = state.log_weight.at[:, :, self.sinks + self.recent :].set(weight[:, None, None])
+        return Sample(window, priority, log_weight, state.row_keys)

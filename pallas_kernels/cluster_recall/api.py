@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.cluster_recall import mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.cluster_recall.base import Blocks, check
 from pallas_kernels.dispatch import Kernel, dispatch
-from pallas_kernels.weighted_decode import Sums
+from pallas_kernels.weighted_decode import Partials
 
 Implementation = Literal["xla", "mosaic_tpu", "mosaic_gpu"]
 
@@ -22,7 +22,7 @@ def cluster_recall(
     implementation: Implementation | None = None,
     config: mosaic_tpu.Config | mosaic_gpu.GpuConfig | None = None,
     interpret: Any = False,
-) -> Sums:
+) -> Partials:
     """Both sums of attention of the rows of every head over the blocks it recalls, in float32; see `reference`.
 
     Args:

@@ -15,12 +15,14 @@ LANES = 64
 class Blocks:
     """The blocks that attention reads some of: N per kv head, of P places, a token's key and value side by side.
 
-    A row holds the key in its first D columns, the value in the first D of its second half, and finite numbers
+    A row holds the key in its first D columns, the value in the first D_v of its second half, and finite numbers
     elsewhere; so do places that hold no token.
     """
 
-    entries: Float[Array, "B H_kv N P 2*W"]  # float32, bfloat16, float16, int8 or float8; W is at least D
+    entries: Float[Array, "B H_kv N P 2*W"]  # float32, bfloat16, float16, int8 or float8; W is at least D and D_v
     scale: Float[Array, "B H_kv N P 2"] | None = None  # float32 factors of a quantised key and value, finite; None: one
+    value_dim: int | None = dataclasses.field(default=None, metadata={"static": True})  # D_v; None: D
+    logit_cap: float | None = dataclasses.field(default=None, metadata={"static": True})  # as that of `Entries`
 
 
 def entry_width(head_dim: int) -> int:
@@ -28,16 +30,24 @@ def entry_width(head_dim: int) -> int:
     return head_dim if head_dim < LANES else -(-head_dim // LANES) * LANES
 
 
+def refuse_unknown(rows: Float[Array, "B H R D"], blocks: Blocks) -> None:
+    """Raises a NotImplementedError for what no kernel does yet."""
+    if blocks.logit_cap is not None:
+        raise NotImplementedError(f"logit_cap={blocks.logit_cap}: XLA caps logits")
+    if blocks.value_dim not in (None, rows.shape[3]):
+        raise NotImplementedError(f"values of {blocks.value_dim} dimensions, keys of {rows.shape[3]}")
+
+
 def check(
     rows: Float[Array, "B H R D"], blocks: Blocks, number: Int[Array, "B H K"], count: Int[Array, "B H K"]
 ) -> None:
     """Raises a ValueError where shapes do not fit."""
     batch, heads, _, head_dim = rows.shape
-    entries = blocks.entries.shape
-    if len(entries) != 5 or entries[0] != batch or heads % entries[1] or entries[4] % 2 or entries[4] < 2 * head_dim:
+    entries, widest = blocks.entries.shape, max(head_dim, blocks.value_dim or 0)
+    if len(entries) != 5 or entries[0] != batch or heads % entries[1] or entries[4] % 2 or entries[4] < 2 * widest:
         raise ValueError(
             f"entries have shape {entries}; with rows [B, H, R, D] = {rows.shape} it must be [B, H_kv, N, P, 2 W], H a "
-            "multiple of H_kv and W at least D"
+            "multiple of H_kv and W at least D and D_v"
         )
     if blocks.scale is not None and blocks.scale.shape != (*entries[:4], 2):
         raise ValueError(f"scale has shape {blocks.scale.shape}; it must be [B, H_kv, N, P, 2] = {(*entries[:4], 2)}")

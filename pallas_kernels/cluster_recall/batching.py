@@ -8,17 +8,17 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels import batching
-from pallas_kernels.weighted_decode import Sums
+from pallas_kernels.weighted_decode import Partials
 
 
-def fold_mapped_axes(recall: Callable[..., Sums]) -> Callable[..., Sums]:
+def fold_mapped_axes(recall: Callable[..., Partials]) -> Callable[..., Partials]:
     """A form of `cluster_recall`, which under `vmap` is called once. A mapped axis becomes part of the batch; where all
     share one store, such as several queries of a row, it becomes part of the heads instead, and the store is not
     repeated."""
     folded = jax.custom_batching.custom_vmap(recall)
 
     @folded.def_vmap
-    def rule(axis_size: int, mapped: Any, rows, blocks, number, count) -> tuple[Sums, Any]:
+    def rule(axis_size: int, mapped: Any, rows, blocks, number, count) -> tuple[Partials, Any]:
         of_rows, of_blocks, of_number, of_count = mapped
         if any(jax.tree.leaves(of_blocks)):
             axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, tuple(mapped))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels import benchmarking
 from pallas_kernels.cluster_recall.api import cluster_recall
 from pallas_kernels.cluster_recall.base import Blocks, entry_width
-from pallas_kernels.weighted_decode import Entries, Sums, weighted_decode
+from pallas_kernels.weighted_decode import Entries, Partials, weighted_decode
 
 
 class Shape(NamedTuple):
@@ -47,7 +47,7 @@ class Shape(NamedTuple):
         plan = array((self.batch, self.heads, self.recalled), jnp.int32)
         return rows, Blocks(entries, array((*store, 2), jnp.float32) if narrow else None), plan, plan
 
-    def function(self, **options: Any) -> Callable[..., Sums]:
+    def function(self, **options: Any) -> Callable[..., Partials]:
         """The op on such arguments."""
         return functools.partial(cluster_recall, **options)
 

@@ -14,10 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
-from pallas_kernels.cluster_recall.base import Blocks
+from pallas_kernels.cluster_recall.base import Blocks, refuse_unknown
 from pallas_kernels.cluster_recall.batching import fold_mapped_axes
 from pallas_kernels.cluster_recall.reference import split, taken
-from pallas_kernels.weighted_decode import EMPTY, MANY_ROWS, Sums
+from pallas_kernels.weighted_decode import EMPTY, MANY_ROWS, Partials
 from pallas_kernels.weighted_decode.base import merge_splits
 
 SCALES = ("key_scale", "value_scale")
@@ -51,6 +51,7 @@ def check(
     interpret: Any = False,
 ) -> None:
     """Raises a NotImplementedError for what the kernel cannot do, with the reason."""
+    refuse_unknown(rows, blocks)
     if not interpret:
         hopper.check_device()
     if rows.shape[2] >= MANY_ROWS:
@@ -71,7 +72,7 @@ def cluster_recall(
     count: Int[Array, "B H K"],
     config: GpuConfig | None = None,
     interpret: Any = False,
-) -> Sums:
+) -> Partials:
     """`reference.cluster_recall` with every block that is read copied on chip once, and no other.
 
     Each block comes by a copy of its own, those of 64 tokens together, while the ones before are computed with. The
@@ -81,7 +82,7 @@ def cluster_recall(
     return fold_mapped_axes(run)(rows, blocks, number, count)
 
 
-def _cluster_recall(rows, blocks: Blocks, number, count, *, config: GpuConfig, interpret: Any) -> Sums:
+def _cluster_recall(rows, blocks: Blocks, number, count, *, config: GpuConfig, interpret: Any) -> Partials:
     batch, heads, queries, head_dim = rows.shape
     kv_heads, _, places, both = blocks.entries.shape[1:]
     width = both // 2
@@ -136,7 +137,7 @@ def _cluster_recall(rows, blocks: Blocks, number, count, *, config: GpuConfig, i
             transcendentals=tokens * queries,
         ),
     )(*arrays.values())
-    return merge_splits(Sums(peak[..., :queries], num[..., :queries, :head_dim], den[..., :queries]))
+    return merge_splits(Partials(peak[..., :queries], num[..., :queries, :head_dim], den[..., :queries]))
 
 
 def _scratch(width: int, rows: Any, stored: Any, places: int, scales: tuple[str, ...], stages: int) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.cluster_recall.base import Blocks
+from pallas_kernels.cluster_recall.base import Blocks, refuse_unknown
 from pallas_kernels.cluster_recall.batching import fold_mapped_axes
-from pallas_kernels.weighted_decode import EMPTY, MANY_ROWS, Sums
+from pallas_kernels.weighted_decode import EMPTY, MANY_ROWS, Partials
 from pallas_kernels.weighted_decode.base import compute_type
 
 TYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
@@ -46,6 +46,7 @@ def check(
     rows: Float[Array, "B H R D"], blocks: Blocks, number: Int[Array, "B H K"], count: Int[Array, "B H K"]
 ) -> None:
     """Raises a NotImplementedError for what the kernel cannot do, with the reason."""
+    refuse_unknown(rows, blocks)
     places, width = blocks.entries.shape[3:]
     if rows.shape[2] >= MANY_ROWS:
         raise NotImplementedError(f"{rows.shape[2]} rows: from {MANY_ROWS} on products, not reading, take the time")
@@ -68,7 +69,7 @@ def cluster_recall(
     count: Int[Array, "B H K"],
     config: Config | None = None,
     interpret: Any = False,
-) -> Sums:
+) -> Partials:
     """`reference.cluster_recall` in one kernel, under `vmap`, too."""
     run = functools.partial(recall_unmapped, config=config or Config(), interpret=interpret)
     return fold_mapped_axes(run)(rows, blocks, number, count)
@@ -82,7 +83,7 @@ def recall_unmapped(
     *,
     config: Config,
     interpret: Any,
-) -> Sums:
+) -> Partials:
     """The kernel, which knows nothing of `vmap`. Every block that is read is copied on chip once, and no other.
 
     Blocks are fetched `step_blocks` at a time, each by a copy of its own, while those before are computed with; the
@@ -160,7 +161,7 @@ def recall_unmapped(
         name="cluster_recall",
     )(used, *(x for x, _ in arrays.values()))
     peak, num, den = (x.reshape(batch, heads, queries, -1) for x in sums)
-    return Sums(peak[..., 0], num[..., read - width : read - width + head_dim], den[..., 0])
+    return Partials(peak[..., 0], num[..., read - width : read - width + head_dim], den[..., 0])
 
 
 def _scales(scale: Float[Array, "B H_kv N P 2"], number: Int[Array, "B H K"]) -> Float[Array, "2 B H_kv g*K P"]:

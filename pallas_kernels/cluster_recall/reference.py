@@ -7,24 +7,26 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.cluster_recall.base import Blocks
-from pallas_kernels.weighted_decode import EMPTY, Entries, Sums
+from pallas_kernels.weighted_decode import EMPTY, Entries, Partials
 from pallas_kernels.weighted_decode import reference as weighted_decode
 
 
 def cluster_recall(
     rows: Float[Array, "B H R D"], blocks: Blocks, number: Int[Array, "B H K"], count: Int[Array, "B H K"]
-) -> Sums:
+) -> Partials:
     """Both sums of attention of the rows of every head over the first `count` tokens of each of its K blocks,
     accumulated in float32: keys and values are gathered, then attended to."""
     batch, heads, _, head_dim = rows.shape
 
-    def gathered(first: int) -> Float[Array, "B H K*P D"]:
+    def gathered(first: int, width: int) -> Float[Array, "B H K*P w"]:
         # Apart, although they lie side by side: XLA:CPU would write both and then copy each.
-        found = taken(blocks.entries, number, slice(first, first + head_dim))
-        return found.reshape(batch, heads, -1, head_dim)
+        found = taken(blocks.entries, number, slice(first, first + width))
+        return found.reshape(batch, heads, -1, width)
 
-    keys, values = gathered(0), gathered(blocks.entries.shape[4] // 2)
-    entries = Entries(keys, values, log_num=jnp.where(read_places(count, blocks.entries.shape[3]), 0.0, EMPTY))
+    keys = gathered(0, head_dim)
+    values = gathered(blocks.entries.shape[4] // 2, blocks.value_dim or head_dim)
+    read = jnp.where(read_places(count, blocks.entries.shape[3]), 0.0, EMPTY)
+    entries = Entries(keys, values, log_num=read, logit_cap=blocks.logit_cap)
     if blocks.scale is not None:
         key_scale, value_scale = split(taken(blocks.scale, number), 1)
         entries = dataclasses.replace(entries, key_scale=key_scale[..., 0], value_scale=value_scale[..., 0])
@@ -47,12 +49,12 @@ def taken(
 
 
 def split(
-    entries: Float[Array, "B H K P 2*W"], head_dim: int
-) -> tuple[Float[Array, "B H K*P D"], Float[Array, "B H K*P D"]]:
+    entries: Float[Array, "B H K P 2*W"], head_dim: int, value_dim: int | None = None
+) -> tuple[Float[Array, "B H K*P D"], Float[Array, "B H K*P D_v"]]:
     """Keys and values of the blocks of a head, one block after the other."""
     batch, heads, blocks, places, width = entries.shape
     slots = entries.reshape(batch, heads, blocks * places, width)
-    return slots[..., :head_dim], slots[..., width // 2 : width // 2 + head_dim]
+    return slots[..., :head_dim], slots[..., width // 2 : width // 2 + (value_dim or head_dim)]
 
 
 def read_places(count: Int[Array, "B H K"], places: int) -> Bool[Array, "B H K*P"]:

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Kernel, dispatch
 from pallas_kernels.weighted_decode import mosaic_gpu, mosaic_tpu, reference
-from pallas_kernels.weighted_decode.base import Entries, Sums
+from pallas_kernels.weighted_decode.base import Entries, Partials, bounds_of_rows
 
 Implementation = Literal["xla", "mosaic_tpu", "mosaic_gpu"]
 
@@ -20,7 +20,7 @@ def weighted_decode(
     implementation: Implementation | None = None,
     config: mosaic_tpu.Config | mosaic_gpu.GpuConfig | None = None,
     interpret: Any = False,
-) -> Sums:
+) -> Partials:
     """Both sums of attention of the rows of every kv head over its entries, in float32; see `reference`.
 
     Args:
@@ -37,6 +37,7 @@ def weighted_decode(
         NotImplementedError: where the implementation that was asked for cannot do this, with the reason.
     """
     check(rows, entries)
+    entries = bounds_of_rows(entries, rows.shape[2])
     settings: dict[str, Any] = {"interpret": interpret, "logits": logits}
     for_tpu = config if isinstance(config, mosaic_tpu.Config) else None
     for_gpu = config if isinstance(config, mosaic_gpu.GpuConfig) else None
@@ -59,13 +60,23 @@ def check(rows: Float[Array, "B H R D"], entries: Entries) -> None:
     slots = entries.keys.shape[2]
     wanted: dict[str, tuple[tuple[int, ...], ...]] = {
         "keys": ((batch, heads, slots, head_dim),),
-        "values": ((batch, heads, slots, head_dim),),
         **dict.fromkeys(("log_num", "log_den", "key_scale", "value_scale"), ((batch, heads, slots),)),
-        **dict.fromkeys(("start", "stop"), ((batch,), (batch, count))),
     }
     for name, shapes in wanted.items():
         given = getattr(entries, name)
         if given is not None and given.shape not in shapes:
             raise ValueError(f"{name} has shape {given.shape}; with rows {rows.shape} it must be {shapes[0]}")
+    for name in ("start", "stop"):
+        bound = getattr(entries, name)
+        if bound is not None and (
+            bound.shape[:1] != (batch,) or bound.ndim > 2 or count % bound.shape[-1] * (bound.ndim - 1)
+        ):
+            raise ValueError(
+                f"{name} has shape {bound.shape}; with rows {rows.shape} it must be [B] or [B, T], T dividing R"
+            )
+    if entries.values is not None and (entries.values.ndim != 4 or entries.values.shape[:3] != (batch, heads, slots)):
+        raise ValueError(f"values has shape {entries.values.shape}; it must be [B, H, S, D_v], {(batch, heads, slots)}")
+    if entries.feeds not in ("both", "numerator", "denominator"):
+        raise ValueError(f"feeds={entries.feeds!r}; it must be 'both', 'numerator' or 'denominator'")
     if entries.values is None and entries.feeds != "denominator":
         raise ValueError(f"entries that feed {entries.feeds!r} need values")

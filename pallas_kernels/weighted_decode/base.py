@@ -13,12 +13,12 @@ EMPTY = -1e30
 Feeds = Literal["both", "numerator", "denominator"]
 
 
-class Sums(NamedTuple):
-    """Both sums of attention, relative to exp(max). Where a row found no entry, max is at most `EMPTY` / 2 and the sums
-    mean nothing."""
+class Partials(NamedTuple):
+    """Both sums of attention over some entries, relative to exp(max). As kernels give them, where a row found no entry,
+    max is at most `EMPTY` / 2 and the sums mean nothing."""
 
     max: Float[Array, "B H R"]  # float32
-    num: Float[Array, "B H R D"]  # float32
+    num: Float[Array, "B H R D_v"]  # float32
     den: Float[Array, "B H R"]  # float32
     # float32, where they were asked for: what each entry adds to den is exp(logits - max). At most `EMPTY` / 2 where a
     # slot is not read.
@@ -31,15 +31,38 @@ class Entries:
     """The entries that attention reads, S slots per kv head. Slots that no row reads must hold finite numbers."""
 
     keys: Float[Array, "B H S D"]  # float32, bfloat16, float16, int8 or float8
-    values: Float[Array, "B H S D"] | None  # None where only the denominator is fed
+    values: Float[Array, "B H S D_v"] | None  # None where only the denominator is fed
     log_num: Float[Array, "B H S"] | None = None  # float32, added to the numerator's logits; None: zero
     log_den: Float[Array, "B H S"] | None = None  # float32, added to the denominator's; None: as log_num
     key_scale: Float[Array, "B H S"] | None = None  # float32 factors of quantised keys; None: one
     value_scale: Float[Array, "B H S"] | None = None
-    # int32: the slots [start, stop) are read, by all rows [B] or by each row [B, R]; None: all slots.
-    start: Int[Array, "B"] | Int[Array, "B R"] | None = None
-    stop: Int[Array, "B"] | Int[Array, "B R"] | None = None
+    # int32: the slots [start, stop) are read, by all rows [B] or [B, 1], or [B, T] by the rows of each of T queries (of
+    # one query they are neighbours); None: all slots.
+    start: Int[Array, "B #T"] | Int[Array, "B"] | None = None
+    stop: Int[Array, "B #T"] | Int[Array, "B"] | None = None
+    # Which of the two sums the entries add to.
     feeds: Feeds = dataclasses.field(default="both", metadata={"static": True})
+    # Logits l are capped softly, cap tanh(l / cap), before log-weights are added (Gemma 2); None: not at all.
+    logit_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
+
+
+def bounds_of_rows(entries: Entries, rows: int) -> Entries:
+    """The entries with bounds [B] for all rows, or [B, R] for each, as kernels take them."""
+
+    def of_rows(bound: Array | None) -> Array | None:
+        if bound is None or bound.ndim == 1:
+            return bound
+        return bound[:, 0] if bound.shape[1] == 1 else jnp.repeat(bound, rows // bound.shape[1], axis=1)
+
+    return dataclasses.replace(entries, start=of_rows(entries.start), stop=of_rows(entries.stop))
+
+
+def refuse_unknown(entries: Entries) -> None:
+    """Raises a NotImplementedError for what no kernel does yet."""
+    if entries.logit_cap is not None:
+        raise NotImplementedError(f"logit_cap={entries.logit_cap}: XLA caps logits")
+    if entries.values is not None and entries.values.shape[3] != entries.keys.shape[3]:
+        raise NotImplementedError(f"values of {entries.values.shape[3]} dimensions, keys of {entries.keys.shape[3]}")
 
 
 def compute_type(rows: Any, stored: Any) -> Any:
@@ -68,8 +91,8 @@ def occupied(entries: Entries) -> Occupied:
     return Occupied(start, stop, lowest, stop if stop.ndim == 1 else jnp.max(stop, axis=1))
 
 
-def merge_splits(sums: Sums) -> Sums:
+def merge_splits(sums: Partials) -> Partials:
     """From sums of every part of a head's slots [B, H, splits, ...] to one."""
     peak = jnp.max(sums.max, axis=2)
     factor = jnp.exp(sums.max - peak[:, :, None])
-    return Sums(peak, jnp.sum(sums.num * factor[..., None], axis=2), jnp.sum(sums.den * factor, axis=2))
+    return Partials(peak, jnp.sum(sums.num * factor[..., None], axis=2), jnp.sum(sums.den * factor, axis=2))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import benchmarking
 from pallas_kernels.weighted_decode.api import weighted_decode
-from pallas_kernels.weighted_decode.base import Entries, Sums
+from pallas_kernels.weighted_decode.base import Entries, Partials
 
 
 class Shape(NamedTuple):
@@ -45,7 +45,7 @@ class Shape(NamedTuple):
         rows = array((self.batch, self.heads, self.rows, self.head_dim), jnp.bfloat16 if narrow else self.dtype)
         return rows, entries
 
-    def function(self, **options: Any) -> Callable[..., Sums]:
+    def function(self, **options: Any) -> Callable[..., Partials]:
         """The op on such arguments."""
         return functools.partial(weighted_decode, logits=self.logits, **options)
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import hopper
 from pallas_kernels.batching import fold_mapped_axes
-from pallas_kernels.weighted_decode.base import EMPTY, Entries, Sums, merge_splits, occupied
+from pallas_kernels.weighted_decode.base import EMPTY, Entries, Partials, merge_splits, occupied, refuse_unknown
 from pallas_kernels.weighted_decode.reference import MANY_ROWS
 
 # Weights of slots, each an array [B, H, S] that is read where it is given.
@@ -44,6 +44,7 @@ class GpuConfig:
 
 def check(rows: Float[Array, "B H R D"], entries: Entries, interpret: Any = False) -> None:
     """Raises a NotImplementedError for what the kernel cannot do, with the reason."""
+    refuse_unknown(entries)
     if not interpret:
         hopper.check_device()
     if rows.shape[2] >= MANY_ROWS:
@@ -65,7 +66,7 @@ def weighted_decode(
     interpret: Any = False,
     *,
     logits: bool = False,
-) -> Sums:
+) -> Partials:
     """`reference.weighted_decode` in one pass over the occupied blocks of slots.
 
     Every kv head's rows share one read of its keys and values. Blocks outside the occupied range of a row of the batch
@@ -88,7 +89,7 @@ def _names(entries: Entries, with_logits: bool) -> tuple[str, ...]:
 
 def _weighted_decode(
     rows: Float[Array, "B H R D"], entries: Entries, *, config: GpuConfig, interpret: Any, with_logits: bool
-) -> Sums:
+) -> Partials:
     batch, heads, count, head_dim = rows.shape
     slots = entries.keys.shape[2]
     names = _names(entries, with_logits)
@@ -138,7 +139,7 @@ def _weighted_decode(
     )(*arrays.values())
     found = dict(zip(results, found, strict=True))
     num = found["num"][..., :count, :] if "num" in found else jnp.zeros((batch, heads, splits, count, head_dim))
-    sums = merge_splits(Sums(found["peak"][..., :count], num, found["den"][..., :count]))
+    sums = merge_splits(Partials(found["peak"][..., :count], num, found["den"][..., :count]))
     if not with_logits:
         return sums
     # Blocks that are not read are not written either.

@@ -12,7 +12,15 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import tensor_cores
-from pallas_kernels.weighted_decode.base import EMPTY, Entries, Sums, compute_type, merge_splits, occupied
+from pallas_kernels.weighted_decode.base import (
+    EMPTY,
+    Entries,
+    Partials,
+    compute_type,
+    merge_splits,
+    occupied,
+    refuse_unknown,
+)
 from pallas_kernels.weighted_decode.reference import MANY_ROWS
 
 # Mosaic loads no float16, and handing it over as int16 makes XLA copy the store.
@@ -42,6 +50,7 @@ class Config:
 
 def check(rows: Float[Array, "B H R D"], entries: Entries) -> None:
     """Raises a NotImplementedError for what the kernel cannot do, with the reason."""
+    refuse_unknown(entries)
     if rows.shape[2] >= MANY_ROWS:
         raise NotImplementedError(f"{rows.shape[2]} rows: from {MANY_ROWS} on products, not reading, take the time")
     for name, array in {"rows": rows, "keys": entries.keys, "values": entries.values}.items():
@@ -56,7 +65,7 @@ def weighted_decode(
     interpret: Any = False,
     *,
     logits: bool = False,
-) -> Sums:
+) -> Partials:
     """`reference.weighted_decode` in one pass over the occupied blocks of slots.
 
     Every kv head's rows share one read of its keys and values. Blocks outside the occupied range of a row of the batch
@@ -158,7 +167,7 @@ def weighted_decode(
         interpret=interpret,
         name="weighted_decode",
     )(first, last, lowest, highest, *(x for x, _ in arrays.values()))
-    merged = merge_splits(Sums(sums[0][..., 0], sums[1], sums[2][..., 0]))
+    merged = merge_splits(Partials(sums[0][..., 0], sums[1], sums[2][..., 0]))
     return merged._replace(logits=sums[3][..., :slots]) if logits else merged
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.weighted_decode.base import EMPTY, Entries, Sums, compute_type
+from pallas_kernels.weighted_decode.base import EMPTY, Entries, Partials, compute_type
 
 # Slots per block of the sum over values. Stores that can choose have a multiple of it.
 SLOT_BLOCK = 64
@@ -17,9 +17,10 @@ SLOT_BLOCK = 64
 MANY_ROWS = 64
 
 
-def weighted_decode(rows: Float[Array, "B H R D"], entries: Entries, *, logits: bool = False) -> Sums:
+def weighted_decode(rows: Float[Array, "B H R D"], entries: Entries, *, logits: bool = False) -> Partials:
     """Both sums of attention over the entries, accumulated in float32: with l = rows . keys / sqrt(D),
-    num = sum_s exp(l_s + log_num_s - max) value_s and den = sum_s exp(l_s + log_den_s - max).
+    num = sum_s exp(l_s + log_num_s - max) value_s and den = sum_s exp(l_s + log_den_s - max); where there is a
+    `logit_cap`, l is capped first.
 
     Args:
         logits: give l + log_den, too.
@@ -27,7 +28,7 @@ def weighted_decode(rows: Float[Array, "B H R D"], entries: Entries, *, logits: 
     return (_by_slot if rows.shape[2] < MANY_ROWS else _by_row)(rows, entries, logits)
 
 
-def _by_slot(rows: Float[Array, "B H R D"], entries: Entries, logits: bool) -> Sums:
+def _by_slot(rows: Float[Array, "B H R D"], entries: Entries, logits: bool) -> Partials:
     """For few rows, as in decoding, where reading keys and values takes all the time.
 
     The order of axes decides how XLA:CPU runs this. All queries of a kv head are one operand's rows, batch and heads
@@ -37,27 +38,32 @@ def _by_slot(rows: Float[Array, "B H R D"], entries: Entries, logits: bool) -> S
     scores = jnp.einsum("bhsd,bhrd->bhsr", entries.keys, rows.astype(jnp.float32), preferred_element_type=jnp.float32)
     lay = lambda x: _in_blocks(x.swapaxes(2, 3))  # noqa: E731
     weighed = _weigh(_in_blocks(scores), entries, lay, slot_axes=(2, 4))
-    num = jnp.zeros(rows.shape, jnp.float32)
+    num = _no_numerator(rows, entries)
     if weighed.values is not None and entries.values is not None:
         weights = weighed.values
         values = entries.values.reshape(*weights.shape[:3], weights.shape[4], -1)
         num = jnp.sum(jnp.einsum("bhnrt,bhntd->bhnrd", weights, values, preferred_element_type=jnp.float32), axis=2)
     given = weighed.logits.swapaxes(2, 3).reshape(*rows.shape[:3], -1) if logits else None
-    return Sums(weighed.peak, num, weighed.den, given)
+    return Partials(weighed.peak, num, weighed.den, given)
 
 
-def _by_row(rows: Float[Array, "B H R D"], entries: Entries, logits: bool) -> Sums:
+def _by_row(rows: Float[Array, "B H R D"], entries: Entries, logits: bool) -> Partials:
     """For many rows, as in prefill. With slots last XLA:CPU runs it at two to five times the speed; products are taken
     in the type of rows and entries, which is what matrix units are made for."""
     keys = entries.keys.astype(compute_type(rows.dtype, entries.keys.dtype))
     scores = jnp.einsum("bhrd,bhsd->bhrs", rows.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
     weighed = _weigh(scores, entries, lambda x: x, slot_axes=(3,))
-    num = jnp.zeros(rows.shape, jnp.float32)
+    num = _no_numerator(rows, entries)
     if weighed.values is not None and entries.values is not None:
         values = entries.values.astype(compute_type(rows.dtype, entries.values.dtype))
         weights = weighed.values.astype(values.dtype)
         num = jnp.einsum("bhrs,bhsd->bhrd", weights, values, preferred_element_type=jnp.float32)
-    return Sums(weighed.peak, num, weighed.den, weighed.logits if logits else None)
+    return Partials(weighed.peak, num, weighed.den, weighed.logits if logits else None)
+
+
+def _no_numerator(rows: Float[Array, "B H R D"], entries: Entries) -> Float[Array, "B H R D_v"]:
+    width = rows.shape[3] if entries.values is None else entries.values.shape[3]
+    return jnp.zeros((*rows.shape[:3], width), jnp.float32)
 
 
 class _Weighed(NamedTuple):
@@ -83,6 +89,8 @@ def _weigh(
     logits = logits / math.sqrt(entries.keys.shape[-1])
     if entries.key_scale is not None:
         logits = logits * lay(entries.key_scale[:, :, None])
+    if entries.logit_cap is not None:
+        logits = entries.logit_cap * jnp.tanh(logits / entries.logit_cap)
     num_logits = den_logits = logits + lay(_bias(entries, entries.log_num))
     if entries.log_den is not None:
         den_logits = logits + lay(_bias(entries, entries.log_den))

@@ -5,6 +5,7 @@ import pytest
 
 import kvjax
 from experiments.common import settings, skewing, streams
+from kvjax.structures.skew import Skew
 from models import generate
 
 
@@ -43,6 +44,6 @@ def test_the_skew_helps_and_changes_no_product(shipped, calibrated):
 def test_the_policy_reads_the_file(shipped, calibrated, tmp_path):
     model, _ = shipped
     np.savez(tmp_path / "skew.npz", skew=calibrated[0])
-    policy = kvjax.infinigen(32, skew=tmp_path / "skew.npz")
+    policy = kvjax.InfiniGen(32, skew=Skew.load(tmp_path / "skew.npz"))
     rows, _ = generate.generate(model, policy, [list(range(100, 180))], max_new_tokens=4)
     assert len(rows[0]) == 4

@@ -54,7 +54,7 @@ def test_generate_goes_on_where_its_newest_save_stands(tmp_path):
     (tmp_path / "prompt.txt").write_text("Read the record.")
     command = (
         "experiments.generate", f"--prompt_file={tmp_path / 'prompt.txt'}", "--max_new_tokens=12", "--temperature=1",
-        "--policy=exact:period=4", f"--save_dir={tmp_path / 'run'}", "--save_every=4",
+        "--policy=exact:compact_every=4", f"--save_dir={tmp_path / 'run'}", "--save_every=4",
     )  # fmt: skip
     whole = run(*command)
     assert whole.returncode == 0, whole.stderr
@@ -134,7 +134,11 @@ def test_ruler_writes_rows_and_skips_what_is_done(tmp_path):
     assert all(row["n"] == 4 and 0 <= row["ci95_low"] <= row["ci95_high"] <= 1 for row in accuracy.values())
     assert accuracy["uniform"]["budget_fraction"] <= 0.5
     units = (tmp_path / "ruler.jsonl").read_text()
-    assert [json.loads(unit)["unit"]["setting"] for unit in units.splitlines()] == ["exact", "uniform:recent=16 @ 50%"]
+    exact, uniform = (json.loads(unit)["unit"] for unit in units.splitlines())
+    assert (exact["policy"]["class"], exact["budget"]) == ("Exact", None)
+    # Defaults, too, decide what a unit is.
+    assert uniform["policy"].items() >= {"class": "Uniform", "recent": 16, "sinks": 4}.items()
+    assert uniform["budget"] == "50%"
     # What is done is taken as it stands.
     (tmp_path / "ruler.jsonl").write_text(re.sub(r'"accuracy": \[[^]]*\]', '"accuracy": [0.5, 0.0, 0.0, 0.0]', units))
     assert run(*command).returncode == 0

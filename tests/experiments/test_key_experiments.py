@@ -8,7 +8,7 @@ import pytest
 
 from experiments.common import corpora, geometry, settings
 from kvjax import rope
-from kvjax.policies.chelsea import HeadChoice
+from kvjax.combinators.head_choice import HeadChoice
 from tests.experiments.test_stream_experiments import run, select
 
 

@@ -29,7 +29,7 @@ def shape(tmp_path_factory):
 
 def test_ratios_are_to_exact_and_bytes_are_counted(shape, tmp_path):
     done = run(
-        "experiments.latency", f"--shape={shape}", "--policy=quest:period=8,host_steps=1", "--budget=64",
+        "experiments.latency", f"--shape={shape}", "--policy=quest:compact_every=8,host_steps=1", "--budget=64",
         "--context_tokens=256", "--prefill_chunk=64", "--tokens=4", "--turns=6", "--answer_tokens=10",
         f"--output_dir={tmp_path}",
     )  # fmt: skip

@@ -9,16 +9,15 @@ from flax import nnx
 
 from experiments.common import likelihood, settings
 from models.llama import Llama
-from tests.experiments.test_asking import CONFIG
+from tests.experiments.test_evaluating import CONFIG
 
 TEXTS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (4, 160)).tolist()
 
 
 @pytest.fixture(scope="module")
 def model():
-    graph, parameters = nnx.split(Llama(CONFIG, rngs=nnx.Rngs(0)))
     # Larger matrices than at initialisation, so that attention matters.
-    return nnx.merge(graph, jax.tree.map(lambda x: 3 * x if x.ndim == 2 else x, parameters))
+    return jax.tree.map(lambda x: 3 * x if x.ndim == 2 else x, Llama(CONFIG, rngs=nnx.Rngs(0)))
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +32,7 @@ def losses(model):
 def test_a_streamed_text_is_as_likely_as_under_full_attention_until_something_is_left_out(model, losses):
     chosen = settings.settings(["exact", "streaming_llm", "snapkv"], ["80"])
     (exact, window), refused = likelihood.accumulating(model, chosen, TEXTS, batch=2, seed=0)
-    assert [str(setting) for setting in refused] == ["snapkv @ 80"]
+    assert [settings.label(setting) for setting in refused] == ["snapkv @ 80"]
     stretches = [(1, 20), (20, 40), (40, 80), (80, 160), (1, 160)]
     for reading in (exact, window):
         assert [(stretch.first, stretch.end) for stretch in reading.stretches] == stretches

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from experiments import line_retrieval
-from experiments.common import asking, results, settings
+from experiments.common import evaluating, results, settings
 from tests.experiments.test_commands import run
 
 
@@ -33,9 +33,9 @@ def test_the_demo_tells_policies_apart(tmp_path):
 def test_the_shipped_checkpoint_finds_lines_at_its_longest_context():
     model, tokenizer = settings.load_model(settings.LINES_CHECKPOINT)
     documents = line_retrieval.make_documents(tokenizer, 4096, 500, seed=500)
-    exam = asking.exam("line retrieval", tokenizer, documents, line_retrieval.is_right, answer_tokens=4)
-    longest, most = asking.room([exam], question_seen=False)
-    asker = asking.Asker(
+    lines = evaluating.accuracy_task("line retrieval", tokenizer, documents, line_retrieval.is_right, answer_tokens=4)
+    longest, most = evaluating.room([lines], question_seen=False)
+    evaluator = evaluating.Evaluator(
         model,
         tokenizer,
         settings.settings(["exact"], []),
@@ -46,8 +46,8 @@ def test_the_shipped_checkpoint_finds_lines_at_its_longest_context():
         batch=10,
         seed=0,
     )
-    [outcome] = asker.ask(exam)
-    scores = outcome.scores["accuracy"]
+    [result] = evaluator.evaluate(lines)
+    scores = result.scores["accuracy"]
     assert len(scores) == 500
     low, _ = results.score_interval(scores)
     assert low >= 0.95

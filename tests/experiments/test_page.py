@@ -73,8 +73,8 @@ for module, commands in json.load(sys.stdin).items():
     for ablation in getattr(imported, "ABLATIONS", {}).values():
         policies = [policy for policy in ablation.policies if "heads=" not in policy]  # which name files
         chosen += settings.settings(policies, ablation.budgets)
-    for choice in {setting.choice for setting in chosen if setting.budget}:
-        choice.build(budget=32768)
+    for setting in set(chosen):
+        setting.make(32768)
 print("parsed")
 """
 

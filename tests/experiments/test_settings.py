@@ -7,61 +7,87 @@ import pytest
 
 import kvjax
 from experiments.common import settings
+from kvjax.budget import row_bytes
 
 SPEC = kvjax.CacheSpec(batch=1, query_heads=4, kv_heads=2, head_dim=16, max_prompt=2000, max_new=48, layers=4)
 
 
-def test_policy_options_become_python_values():
-    choice = settings.PolicyChoice.parse("clustergen:variant=paper,sinks=4,recent=32")
-    assert choice.options == (("variant", "paper"), ("sinks", 4), ("recent", 32))
-    assert str(choice) == "clustergen:variant=paper,sinks=4,recent=32"
-    assert settings.PolicyChoice.parse("streaming_llm:reindex=true").options == (("reindex", True),)
-    assert choice.build(budget=64).name == "clustergen(paper)"
+def test_what_is_typed_becomes_a_policy():
+    [setting] = settings.settings(["clustergen:variant=paper,sinks=4,recent=32"], ["64"])
+    assert settings.label(setting) == "clustergen:variant=paper,sinks=4,recent=32 @ 64"
+    assert setting.fit(SPEC, 2048) == kvjax.ClusterGen(64, variant="paper", sinks=4, recent=32)
+    [setting] = settings.settings(["streaming_llm:reindex=true"], ["64"])
+    assert setting.fit(SPEC, 2048) == kvjax.StreamingLLM(64, reindex=True)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("nothing", "nothing.*known: .*clustergen"),
-        ("uniform:sinks", "option 'sinks' must read name=value"),
+        ("uniform:sinkz=4", "uniform:sinkz=4.*sinkz"),
+        ("uniform:storage=int4", "storage=int4"),
+        ("uniform:host_steps=1", "HostMemory: Uniform.*recalls nothing"),
+        ("uniform:sinks", "'sinks' must read setting=value"),
     ],
 )
-def test_unknown_policies_and_malformed_options_are_refused(text, message):
+def test_what_cannot_be_is_refused_with_its_name(text, message):
     with pytest.raises(ValueError, match=message):
-        settings.PolicyChoice.parse(text)
-
-
-def test_unknown_option_is_named():
-    with pytest.raises(ValueError, match="uniform:sinkz=4.*sinkz"):
-        settings.PolicyChoice.parse("uniform:sinkz=4").build(budget=100)
+        settings.settings([text], ["25%"])
 
 
 def test_budgets():
-    assert settings.Budget.parse("1024").slots == 1024
-    assert settings.Budget.parse("12.5%").fraction == 0.125
-    assert settings.Budget.parse("1.5MiB").bytes == 3 * 2**19
+    sized = lambda text: settings.settings(["uniform"], [text])[0].budget  # noqa: E731
+    assert sized("1024").slots == 1024
+    assert sized("12.5%").fraction == 0.125
+    assert sized("1.5MiB").bytes == 3 * 2**19
     for text in ("", "-3", "25 %", "64MB", "half"):
         with pytest.raises(ValueError, match="give slots"):
-            settings.Budget.parse(text)
+            sized(text)
 
 
 def test_share_of_exact_is_met_from_below():
-    setting = settings.Setting(settings.PolicyChoice.parse("streaming_llm"), settings.Budget.parse("25%"))
+    [setting] = settings.settings(["streaming_llm"], ["25%"])
     limit = SPEC.exact_bytes(2048) // 4
-    held = kvjax.row_bytes(setting.build(SPEC, 2048), SPEC)
+    held = row_bytes(setting.fit(SPEC, 2048), SPEC)
     per_slot = SPEC.exact_bytes(1)
     assert limit - per_slot < held <= limit
 
 
 def test_bytes_are_those_of_all_layers():
-    setting = settings.Setting(settings.PolicyChoice.parse("uniform"), settings.Budget.parse("512KiB"))
+    [setting] = settings.settings(["uniform"], ["512KiB"])
     # Budgets come in whole tiles of 16 slots.
-    assert 2**19 - 4 * 16 * 300 < 4 * kvjax.row_bytes(setting.build(SPEC, 2048), SPEC) <= 2**19
+    assert 2**19 - 4 * 16 * 300 < 4 * row_bytes(setting.fit(SPEC, 2048), SPEC) <= 2**19
 
 
-def test_policies_without_a_budget_come_once():
-    chosen = settings.settings(["exact", "uniform"], ["50%", "25%"])
-    assert [str(one) for one in chosen] == ["exact", "uniform @ 50%", "uniform @ 25%"]
+def test_policies_without_a_budget_or_with_their_own_come_once():
+    chosen = settings.settings(["exact", "uniform", "subgen@128"], ["50%", "25%"])
+    assert [settings.label(one) for one in chosen] == ["exact", "uniform @ 50%", "uniform @ 25%", "subgen @ 128"]
+
+
+def test_descriptions_say_what_defaults_are():
+    spelt, short, other = settings.settings(["uniform:sinks=4", "uniform", "uniform:sinks=8"], ["25%"])
+    assert settings.description(spelt) == settings.description(short) != settings.description(other)
+    assert settings.description(short)["policy"]["sinks"] == 4
+    few, many = (settings.description(one) for one in settings.settings(["uniform"], ["100", "200"]))
+    assert (few["policy"]["budget"], many["policy"]["budget"]) == (100, 200)
+    [exact] = settings.settings(["exact"], ["25%"])
+    assert settings.description(exact) == {"policy": {"class": "Exact", "compact_every": 64}, "budget": None}
+
+
+def test_windows_of_layers_do_not_count():
+    [setting] = settings.settings(["uniform"], ["25%"])
+    windowed = dataclasses.replace(SPEC, window=32)
+    assert settings.fitted(setting, windowed, 2048) == settings.fitted(setting, SPEC, 2048)
+    policies, refused = settings.possible([setting], windowed, 2048)
+    assert list(policies) == [setting] and not refused
+
+
+def test_what_cannot_be_has_a_reason():
+    chosen = settings.settings(["exact", "uniform", "snapkv"], ["0.1%"]) + settings.settings(["snapkv"], ["50%"])
+    policies, refused = settings.possible(chosen, SPEC, 2048, streaming=True)
+    assert list(policies) == chosen[:1]
+    assert refused[chosen[3]] == "compresses whole prompts only"
+    assert "too small" in refused[chosen[1]] or "budget" in refused[chosen[1]]
 
 
 def test_unknown_model_lists_the_shipped_ones():
@@ -70,26 +96,21 @@ def test_unknown_model_lists_the_shipped_ones():
 
 
 def test_every_policy_may_be_stored_in_eight_bits_with_full_layers():
-    setting = settings.Setting(
-        settings.PolicyChoice.parse("uniform:storage=int8,full_layers=1"), settings.Budget.parse("50%")
-    )
-    policy = setting.build(SPEC, 2048)
+    [setting] = settings.settings(["uniform:storage=int8,full_layers=1"], ["50%"])
+    policy = setting.fit(SPEC, 2048)
     limit = SPEC.exact_bytes(2048) // 2
-    sizes = [kvjax.row_bytes(policy, dataclasses.replace(SPEC, layer=layer)) for layer in range(4)]
+    sizes = [row_bytes(policy, dataclasses.replace(SPEC, layer=layer)) for layer in range(4)]
     assert limit - SPEC.exact_bytes(2) < sum(sizes) / 4 <= limit
-    plain = kvjax.row_bytes(kvjax.exact(), SPEC)
+    plain = row_bytes(kvjax.Exact(), SPEC)
     assert sizes[0] < plain / 3  # the full layer is stored in eight bits, too
     assert sizes[1] == sizes[2] == sizes[3]
-    with pytest.raises(ValueError, match="storage='int4'"):
-        settings.PolicyChoice.parse("uniform:storage=int4").build(budget=100)
 
 
 def test_policies_that_recall_may_do_so_from_host_memory():
-    policy = settings.PolicyChoice.parse("quest:host_steps=2,full_layers=1").build(budget=64)
+    [setting] = settings.settings(["quest:host_steps=2,full_layers=1"], ["64"])
+    policy = setting.fit(SPEC, 2048)
     small = dataclasses.replace(SPEC, batch=1, max_prompt=256, max_new=16)
     rows = jax.random.split(jax.random.key(0), 1)
-    first, later = (kvjax.cache_bytes(policy.init(dataclasses.replace(small, layer=n), rows)) for n in range(2))
+    first, later = (kvjax.cache_bytes(kvjax.init(policy, dataclasses.replace(small, layer=n), rows)) for n in range(2))
     assert first.host == 0
     assert later.host > small.exact_bytes(256)
-    with pytest.raises(ValueError, match="host_memory: uniform"):
-        settings.PolicyChoice.parse("uniform:host_steps=1").build(budget=100)

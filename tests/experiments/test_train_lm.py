@@ -15,7 +15,7 @@ from flax import nnx
 from experiments import train_lm
 from experiments.common import sources
 from experiments.common.tasks import line_tokenizer
-from experiments.training import answer_loss, circuits, language, shipping
+from experiments.training import answer_loss, circuits, export, language
 from models import checkpoint, llama
 from models import tokenizer as tokenizers
 
@@ -218,7 +218,7 @@ def test_what_is_shipped_is_measured_and_loads(killed, resumed, tmp_path):
     # It has learnt next to nothing: near the perplexity of guessing, on both sides of it.
     assert all(TINY.vocabulary / 4 < row.value < TINY.vocabulary * 4 for row in rows)
 
-    shipping.export(model, tokenizer.backend, tmp_path, rows, killed / "train_log.jsonl")
+    export.write(model, tokenizer.backend, tmp_path, rows, killed / "train_log.jsonl")
     assert len(json.loads((tmp_path / "accuracy.json").read_text())) == len(rows)
     loaded, again = checkpoint.load(tmp_path), tokenizers.load(tmp_path)
     assert (again.prefix, again.eos_ids) == (tokenizer.prefix, tokenizer.eos_ids)

@@ -7,27 +7,29 @@ import sys
 
 from absl import app
 
-from experiments.common import asking, footprint
+from experiments.common import evaluating, footprint
 
 
-def ask(asker, exam):
+def evaluate(evaluator, task):
     use = footprint.CacheUse(100, 0, 50, False, 0.5)
-    outcomes = []
-    for setting in asker.chosen:
-        answers = [ANSWER] * len(exam.prompts)
+    answered = []
+    for setting in evaluator.settings:
+        answers = [ANSWER] * len(task.prompts)
         scores = {
             metric: [score(number, answer) for number, answer in enumerate(answers)]
-            for metric, score in exam.scores.items()
+            for metric, score in task.scores.items()
         }
         uses = dict.fromkeys(range(len(answers)), use)
-        outcomes.append(
-            asking.Outcome(setting, asker.streaming, asker.question_seen, asker.batch, answers, uses, scores)
+        answered.append(
+            evaluating.Result(
+                setting, evaluator.streaming, evaluator.question_seen, evaluator.batch, answers, uses, scores
+            )
         )
-    return outcomes
+    return answered
 
 
 if __name__ == "__main__":
     _, module, ANSWER, *flags = sys.argv
-    asking.Asker.ask = ask
+    evaluating.Evaluator.evaluate = evaluate
     experiment = __import__(f"experiments.{module}", fromlist=["main"])
     app.run(experiment.main, argv=[module, *flags])

@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache import _append, _attend, _in_order, _order, _out_of_order
+from kvjax.policies.balancekv_paper import BalanceKVPaper
+from kvjax.policies.balancekv_reference import BalanceKVReference
+from kvjax.policy import ALL_QUERIES
 
 HEAD_DIM = 64
 FREQUENCIES = tuple((10000.0 ** -(np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))).tolist())
@@ -22,41 +26,50 @@ def make_spec(batch=BATCH, prompt=PROMPT, new=NEW, **others):
     return kvjax.CacheSpec(batch=batch, max_prompt=prompt, max_new=new, **sizes)
 
 
-# Each is built once: compiled functions are kept by the policy's identity.
+WINDOW = {"sinks": 2, "recent": 8, "compact_every": 8}
+CLUSTERS = {**WINDOW, "cluster_tokens": 4, "every": 8, "chunk_clusters": 2}
 POLICIES = {
-    "exact": kvjax.exact(period=8),
-    "streaming_llm": kvjax.streaming_llm(16, sinks=2, period=8),
-    "streaming_llm_reindexed": kvjax.streaming_llm(16, sinks=2, period=8, reindex=True),
-    "uniform": kvjax.uniform(20, sinks=2, recent=8, period=8),
-    "clustergen_paper": kvjax.clustergen(20, sinks=2, recent=8, period=8, variant="paper"),
-    "clustergen_mean_value": kvjax.clustergen(20, sinks=2, recent=8, period=8),
-    "subgen_mean_value": kvjax.subgen(20, sinks=2, recent=8, period=8),
-    "subgen_paper": kvjax.subgen(20, sinks=2, recent=8, period=8, variant="paper"),
-    "balancekv_pairs": kvjax.balancekv(20, sinks=2, recent=8, period=8),
-    "balancekv_reference": kvjax.balancekv(20, sinks=2, recent=8, period=8, variant="reference", block_size=8),
-    "balancekv_paper": kvjax.balancekv(60, sinks=2, recent=8, period=8, variant="paper", value_exponents=(0, 0)),
-    "h2o": kvjax.h2o(20, recent=8, period=8),
-    "h2o_average": kvjax.h2o(20, recent=0, average=True, period=8),
-    "cam": kvjax.cam(20, sinks=2, merged=6, period=8),
-    "infinigen": kvjax.infinigen(10, alpha=2.0, period=8),
-    "snapkv": kvjax.snapkv(20, window=6, period=8),
-    "pyramidkv": kvjax.pyramidkv(20, window=6, period=8),
-    "chelsea": kvjax.chelsea(20, sinks=2, recent=8, chunk=8, period=8),
-    "chelsea_paper": kvjax.chelsea(20, sinks=2, recent=8, chunk=8, period=8, slope=None),
-    "chelsea_drop": kvjax.chelsea(20, sinks=2, recent=8, chunk=8, period=8, joins="drop"),
-    "clusterkv": kvjax.clusterkv(20, sinks=2, recent=8, cluster_tokens=4, every=8, chunk_clusters=2, period=8),
-    "clusterkv_paper": kvjax.clusterkv(
-        20,
-        sinks=2,
-        recent=8,
-        cluster_tokens=4,
-        every=8,
-        chunk_clusters=2,
-        period=8,
-        select="query_head",
-        residual=False,
-    ),
-    "quest": kvjax.quest(20, period=8),
+    "exact": kvjax.Exact(compact_every=8),
+    "streaming_llm": kvjax.StreamingLLM(16, sinks=2, compact_every=8),
+    "streaming_llm_reindexed": kvjax.StreamingLLM(16, sinks=2, compact_every=8, reindex=True),
+    "uniform": kvjax.Uniform(20, **WINDOW),
+    "clustergen_paper": kvjax.ClusterGen(20, **WINDOW, variant="paper"),
+    "clustergen_mean_value": kvjax.ClusterGen(20, **WINDOW),
+    "subgen_mean_value": kvjax.SubGen(20, **WINDOW),
+    "subgen_paper": kvjax.SubGen(20, **WINDOW, variant="paper"),
+    "balancekv_pairs": kvjax.BalanceKV(20, **WINDOW),
+    "balancekv_reference": BalanceKVReference(20, **WINDOW, block_size=8),
+    "balancekv_paper": BalanceKVPaper(60, **WINDOW, value_exponents=(0, 0)),
+    "h2o": kvjax.H2O(20, recent=8, compact_every=8),
+    "h2o_average": kvjax.H2O(20, recent=0, average=True, compact_every=8),
+    "cam": kvjax.CaM(20, sinks=2, merged=6, compact_every=8),
+    "infinigen": kvjax.InfiniGen(10, alpha=2.0, compact_every=8),
+    "snapkv": kvjax.SnapKV(20, window=6, compact_every=8),
+    "pyramidkv": kvjax.PyramidKV(20, window=6, compact_every=8),
+    "chelsea": kvjax.Chelsea(20, **WINDOW, chunk=8),
+    "chelsea_paper": kvjax.Chelsea(20, **WINDOW, chunk=8, slope=None),
+    "chelsea_drop": kvjax.Chelsea(20, **WINDOW, chunk=8, joins="drop"),
+    "clusterkv": kvjax.ClusterKV(20, **CLUSTERS),
+    "clusterkv_paper": kvjax.ClusterKV(20, **CLUSTERS, select="query_head", residual=False),
+    "quest": kvjax.Quest(20, compact_every=8),
+}
+# With room for every token that a row may ever have: exact attention.
+BIG = HEAD_DIM
+ROOMY = {
+    "infinigen": kvjax.InfiniGen(BIG, alpha=1e6, compact_every=8),
+    "cam": kvjax.CaM(BIG + 8, sinks=2, compact_every=8),
+    "h2o": kvjax.H2O(BIG + 8, recent=8, compact_every=8),
+    "snapkv": kvjax.SnapKV(BIG + 8, window=6, compact_every=8),
+    "pyramidkv": kvjax.PyramidKV(BIG + 8, window=6, compact_every=8),
+    "streaming_llm": kvjax.StreamingLLM(BIG, sinks=2, compact_every=8),
+    "streaming_llm_reindexed": kvjax.StreamingLLM(BIG, sinks=2, compact_every=8, reindex=True),
+    "uniform": kvjax.Uniform(BIG + 8, **WINDOW),
+    "clustergen_mean_value": kvjax.ClusterGen(BIG + 8, **WINDOW),
+    "chelsea": kvjax.Chelsea(BIG + 8, **WINDOW),
+    "chelsea_drop": kvjax.Chelsea(BIG + 8, **WINDOW, joins="drop"),
+    "subgen_mean_value": kvjax.SubGen(BIG + 8, **WINDOW),
+    "clusterkv": kvjax.ClusterKV(BIG, **CLUSTERS),
+    "quest": kvjax.Quest(BIG, compact_every=8),
 }
 
 
@@ -133,58 +146,67 @@ def row_keys(batch=BATCH, seed=0):
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"), compiler_options=QUICKLY)
 def begin(policy, spec, keys_of_rows, keys, values, queries, lengths):
-    """The state after a prompt; of its queries the policy is shown the last ones that it asks for."""
-    lengths = jnp.asarray(lengths, jnp.int32)
-    tail = queries.shape[1] if policy.query_tail == kvjax.ALL_QUERIES else min(policy.query_tail, queries.shape[1])
-    place = jnp.maximum(lengths[:, None] - tail + jnp.arange(tail), 0)
-    shown = jnp.take_along_axis(jnp.asarray(queries), place[..., None, None], axis=1) if tail else None
-    return policy.prefill(policy.init(spec, keys_of_rows), keys, values, lengths, shown)[0]
+    """The cache after a prompt; of its queries the policy is shown the last ones that it asks for."""
+    cache, lengths = kvjax.init(policy, spec, keys_of_rows), jnp.asarray(lengths, jnp.int32)
+    shown = last_queries(cache.policy, queries, lengths)
+    return kvjax.prefill(cache, keys, values, lengths, shown)[0]
 
 
-def go(policy, state, stream, block=1, compact_every=None):
+def last_queries(policy, queries, lengths):
+    """As many of every row's last queries as the policy asks for."""
+    asked, tokens = policy.prompt_queries, queries.shape[1]
+    count = tokens if asked == ALL_QUERIES else min(asked, tokens)
+    place = jnp.maximum(jnp.asarray(lengths)[:, None] - count + jnp.arange(count), 0)
+    return jnp.take_along_axis(jnp.asarray(queries), place[..., None, None], axis=1) if count else None
+
+
+def go(cache, stream, block=1, compact_every=None):
     """Appends the stream's tokens, block by block, and compacts whenever `compact_every` more have come.
 
     Returns:
-        The state, and for every token the attention output to its queries [B, N, H_q, D] and the weights at which each
+        The cache, and for every token the attention output to its queries [B, N, H_q, D] and the weights at which each
         kv head reads all tokens [B, N, H_kv, D]: what a query of zeros gathers of the one-hot values.
     """
-    state, outputs, weights = _go(policy, block, state, stream, compact_every or policy.period)
-    return state, np.asarray(outputs), np.asarray(weights)
+    cache, outputs, weights = _go(block, cache, stream, compact_every or cache.policy.compact_every)
+    return cache, np.asarray(outputs), np.asarray(weights)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "block"), compiler_options=QUICKLY)
-def _go(policy, block, state, stream, every):
+@functools.partial(jax.jit, static_argnames=("block",), compiler_options=QUICKLY)
+def _go(block, cache, stream, every):
     batch, tokens = stream.keys.shape[:2]
     split = lambda part: jnp.moveaxis(jnp.reshape(part, (batch, -1, block, *part.shape[2:])), 1, 0)  # noqa: E731
     blocks = jax.tree.map(split, stream)
 
-    def step(state, item):
+    def step(cache, item):
         number, (keys, values, queries) = item
-        state = policy.extend(state, keys, values)
-        partials, state = policy.attend(state, queries, causal=True)
+        # `kvjax.step` in its two parts, for the partials between them.
+        keys, values, queries = (_in_order(x, _order(cache)) for x in (keys, values, queries))
+        partials, cache = _attend(_append(cache, keys, values, None), queries, None, causal=True)
+        partials = jax.tree.map(lambda x: _out_of_order(x, _order(cache)), partials)
         weights = (partials.num * jnp.exp(partials.max)[..., None])[:, :, 1::2]
-        state = jax.lax.cond((number + 1) * block % every == 0, policy.compact, lambda same: same, state)
-        return state, (kvjax.output(partials), weights)
+        cache = jax.lax.cond((number + 1) * block % every == 0, kvjax.compact, lambda same: same, cache)
+        return cache, (kvjax.output(partials), weights)
 
-    state, (outputs, weights) = jax.lax.scan(step, state, (jnp.arange(tokens // block), blocks))
+    cache, (outputs, weights) = jax.lax.scan(step, cache, (jnp.arange(tokens // block), blocks))
     join = lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, tokens, *x.shape[3:])  # noqa: E731
-    return state, join(outputs), join(weights)
+    return cache, join(outputs), join(weights)
 
 
 @functools.cache
 def whole_run(name, block=1):
     """Prompt and decoding of the standard stream, ragged."""
     stream = make_stream()
-    state = begin(POLICIES[name], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    return go(POLICIES[name], state, after(stream, LENGTHS), block)
+    cache = begin(POLICIES[name], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    return go(cache, after(stream, LENGTHS), block)
 
 
-@functools.partial(jax.jit, static_argnames=("policy",))
-def read_weights(policy, state):
+@jax.jit
+def read_weights(cache):
     """The weight [B, H_kv, D] at which every token (by its one-hot value) is read now."""
-    batch, kv_heads, _, head_dim = state.window.keys.shape
-    read, _ = policy.attend(state, jnp.zeros((batch, 1, kv_heads, head_dim)))
-    return (read.num * jnp.exp(read.max)[..., None])[:, 0]
+    batch, kv_heads, _, head_dim = cache.staging.keys.shape
+    group = cache.spec.query_heads // cache.spec.kv_heads
+    read = kvjax.attend(cache, jnp.zeros((batch, 1, kv_heads * group, head_dim)))
+    return (read.num * jnp.exp(read.max)[..., None])[:, 0, ::group]
 
 
 def softmax_attention(query, keys, values, log_weight=0.0):

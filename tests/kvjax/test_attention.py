@@ -10,8 +10,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax import Partials, attend, attend_segment, merge, output, segment
-from pallas_kernels.weighted_decode import MANY_ROWS
+from kvjax.attention import attend_reading
+from kvjax.cache import layer_policy
+from kvjax.partials import merge, output
+from kvjax.policy import Prompt
+from kvjax.prompt_attention import attention_received
+from kvjax.segment import Segment, Slope, Spread, parts_of, segment_bytes
+from kvjax.staging import staged
+from pallas_kernels.weighted_decode import MANY_ROWS, Partials
+from tests.kvjax.support import (
+    CLUSTERS,
+    LENGTHS,
+    NEW,
+    POLICIES,
+    QUICKLY,
+    ROOMY,
+    WINDOW,
+    after,
+    begin,
+    each,
+    go,
+    last_queries,
+    make_spec,
+    make_stream,
+    prompt_of,
+    row_keys,
+)
 
 KV_HEADS = 2
 SEGMENTS_ONLY = settings(max_examples=25, deadline=None)
@@ -54,7 +78,7 @@ def sums(query, seg):
 
 
 def reference(query, *segments):
-    parts = [sums(query, one) for one in segments]
+    parts = [sums(query, seg) for seg in segments]
     scale = functools.reduce(np.maximum, [part[2] for part in parts])
     num = sum(part[0] * np.exp(part[2] - scale)[..., None] for part in parts)
     den = sum(part[1] * np.exp(part[2] - scale) for part in parts)
@@ -63,7 +87,7 @@ def reference(query, *segments):
 
 @jax.jit
 def _attended(query, segments):
-    return output(attend(query, segments))
+    return output(attend_reading(query, segments))
 
 
 def attended(query, *segments):
@@ -78,10 +102,10 @@ def test_any_split_by_ranges_gives_the_same_attention(tokens, group, head_dim, s
     log_weight = np.random.default_rng(seed).normal(size=keys.shape[:3]).astype(np.float32)
     bounds = np.array([0, *sorted(cuts), 12], np.int32)
     parts = [
-        segment(keys, values, log_num=log_weight, start=np.array([a, a]), stop=np.array([b, b]))
+        Segment(keys, values, log_num=log_weight, start=np.array([[a], [a]]), stop=np.array([[b], [b]]))
         for a, b in itertools.pairwise(bounds)
     ]
-    whole = segment(keys, values, log_num=log_weight)
+    whole = Segment(keys, values, log_num=log_weight)
     np.testing.assert_allclose(attended(query, *parts), attended(query, whole), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(attended(query, whole), reference(query, whole), rtol=1e-5, atol=1e-5)
 
@@ -89,8 +113,8 @@ def test_any_split_by_ranges_gives_the_same_attention(tokens, group, head_dim, s
 @pytest.mark.parametrize("cuts", [(0, 1, 12), (0, 5, 6, 12)])
 def test_any_split_into_buffers_gives_the_same_attention(cuts):
     query, keys, values = random_arrays(9, tokens=2, group=2)
-    parts = [segment(keys[:, :, a:b], values[:, :, a:b]) for a, b in itertools.pairwise(cuts)]
-    whole = attended(query, segment(keys, values))
+    parts = [Segment(keys[:, :, a:b], values[:, :, a:b]) for a, b in itertools.pairwise(cuts)]
+    whole = attended(query, Segment(keys, values))
     np.testing.assert_allclose(attended(query, *parts), whole, rtol=1e-5, atol=1e-5)
 
 
@@ -104,18 +128,18 @@ def test_every_field_of_a_segment_means_what_it_says(feeds, slots, many):
     weights = lambda: rng.normal(size=keys.shape[:3]).astype(np.float32)  # noqa: E731
     log_num, log_den = weights(), weights()
     log_num[:, :, 3], log_den[:, :, 5] = -np.inf, -np.inf
-    rich = segment(
+    rich = Segment(
         keys,
         None if feeds == "denominator" else values,
         log_num=log_num,
         log_den=log_den,
         key_scale=weights(),
         value_scale=weights(),
-        start=np.array([0, 4]),
+        start=np.array([[0], [4]]),
         stop=np.stack([5 + np.arange(tokens) % 7, 12 - np.arange(tokens) % 4]),
         feeds=feeds,
     )
-    plain = segment(keys[:, :, ::-1], values[:, :, ::-1])
+    plain = Segment(keys[:, :, ::-1], values[:, :, ::-1])
     expected = reference(query, rich, plain)
     assert np.abs(expected - reference(query, plain)).max() > 1e-2  # the segment matters
     np.testing.assert_allclose(attended(query, rich, plain), expected, rtol=2e-5, atol=2e-5)
@@ -123,12 +147,12 @@ def test_every_field_of_a_segment_means_what_it_says(feeds, slots, many):
 
 def test_bounds_per_row_equal_bounds_per_query():
     query, keys, values = random_arrays(3, tokens=4, group=2)
-    start, stop = np.array([2, 0]), np.array([9, 12])
-    by_row = attended(query, segment(keys, values, start=start, stop=stop))
-    spread = lambda bound: np.repeat(bound[:, None], 4, axis=1)  # noqa: E731
-    by_query = attended(query, segment(keys, values, start=spread(start), stop=spread(stop)))
+    start, stop = np.array([[2], [0]]), np.array([[9], [12]])
+    by_row = attended(query, Segment(keys, values, start=start, stop=stop))
+    spread = lambda bound: np.repeat(bound, 4, axis=1)  # noqa: E731
+    by_query = attended(query, Segment(keys, values, start=spread(start), stop=spread(stop)))
     np.testing.assert_array_equal(by_row, by_query)
-    cut = np.stack([attended(query[:1], segment(keys[:1, :, 2:9], values[:1, :, 2:9]))[0]])
+    cut = np.stack([attended(query[:1], Segment(keys[:1, :, 2:9], values[:1, :, 2:9]))[0]])
     np.testing.assert_allclose(by_row[:1], cut, rtol=1e-5, atol=1e-6)
 
 
@@ -136,15 +160,15 @@ def test_bounds_per_row_equal_bounds_per_query():
 def test_a_row_without_entries_gives_zero_and_merges_away(how):
     query, keys, values = random_arrays(4)
     if how == "range":
-        empty = segment(keys, values, start=np.array([5, 0]), stop=np.array([5, 12]))
+        empty = Segment(keys, values, start=np.array([[5], [0]]), stop=np.array([[5], [12]]))
     else:
-        empty = segment(
+        empty = Segment(
             keys, values, log_num=np.where(np.arange(2)[:, None, None] == 0, -np.inf, np.zeros(keys.shape[:3]))
         )
-    partials = attend_segment(jnp.asarray(query), empty)
+    partials = attend_reading(jnp.asarray(query), empty)
     assert np.isneginf(partials.max[0]).all() and not np.any(partials.num[0]) and not np.any(partials.den[0])
     assert not np.any(output(partials)[0]) and np.any(output(partials)[1])
-    other = attend_segment(jnp.asarray(query), segment(keys, values))
+    other = attend_reading(jnp.asarray(query), Segment(keys, values))
     chex.assert_trees_all_equal(
         jax.tree.map(lambda x: x[0], merge(partials, other)), jax.tree.map(lambda x: x[0], other)
     )
@@ -155,16 +179,16 @@ def test_a_hidden_slot_may_hold_a_huge_number():
     # Unused capacity must be finite, not small: the largest logit may lie outside the range.
     query, keys, values = random_arrays(5)
     keys[:, :, 0], values[:, :, 0] = 1e4, 1e4
-    shown = attended(query, segment(keys, values, start=np.array([1, 1])))
-    np.testing.assert_allclose(shown, attended(query, segment(keys[:, :, 1:], values[:, :, 1:])), rtol=1e-5, atol=1e-6)
+    shown = attended(query, Segment(keys, values, start=np.array([[1], [1]])))
+    np.testing.assert_allclose(shown, attended(query, Segment(keys[:, :, 1:], values[:, :, 1:])), rtol=1e-5, atol=1e-6)
 
 
 def test_keys_and_queries_of_norm_200_stay_finite_and_exact():
     query, keys, values = random_arrays(6, group=2)
     query, keys = (200 * x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, keys))
-    seg = segment(keys, values)
+    seg = Segment(keys, values)
     assert np.abs(reference(query, seg)).max() > 0.1
-    both = attended(query, segment(keys[:, :, :6], values[:, :, :6]), segment(keys[:, :, 6:], values[:, :, 6:]))
+    both = attended(query, Segment(keys[:, :, :6], values[:, :, :6]), Segment(keys[:, :, 6:], values[:, :, 6:]))
     # Logits reach 14000, where a float32 step is 1e-3.
     np.testing.assert_allclose(attended(query, seg), reference(query, seg), atol=5e-3)
     np.testing.assert_allclose(both, reference(query, seg), atol=5e-3)
@@ -172,11 +196,11 @@ def test_keys_and_queries_of_norm_200_stay_finite_and_exact():
 
 def test_bfloat16_storage_gives_float32_partials_of_what_is_stored():
     query, keys, values = random_arrays(7, group=2)
-    stored = segment(jnp.asarray(keys, jnp.bfloat16), jnp.asarray(values, jnp.bfloat16))
+    stored = Segment(jnp.asarray(keys, jnp.bfloat16), jnp.asarray(values, jnp.bfloat16))
     for q in (jnp.asarray(query), jnp.asarray(query, jnp.bfloat16)):
-        partials = attend(q, (stored,))
+        partials = attend_reading(q, (stored,))
         assert {leaf.dtype for leaf in jax.tree.leaves(partials)} == {jnp.dtype("float32")}
-        read_back = segment(np.asarray(stored.keys, np.float32), np.asarray(stored.values, np.float32))
+        read_back = Segment(np.asarray(stored.keys, np.float32), np.asarray(stored.values, np.float32))
         np.testing.assert_allclose(output(partials), reference(np.asarray(q, np.float32), read_back), atol=1e-5)
         assert output(partials, jnp.bfloat16).dtype == jnp.bfloat16
 
@@ -184,9 +208,9 @@ def test_bfloat16_storage_gives_float32_partials_of_what_is_stored():
 def test_many_bfloat16_queries_are_multiplied_as_they_are():
     query, keys, values = random_arrays(7, tokens=MANY_ROWS, group=2)
     low = lambda x: jnp.asarray(x, jnp.bfloat16)  # noqa: E731
-    partials = attend(low(query), (segment(low(keys), low(values)),))
+    partials = attend_reading(low(query), (Segment(low(keys), low(values)),))
     assert {leaf.dtype for leaf in jax.tree.leaves(partials)} == {jnp.dtype("float32")}
-    read_back = segment(np.asarray(low(keys), np.float32), np.asarray(low(values), np.float32))
+    read_back = Segment(np.asarray(low(keys), np.float32), np.asarray(low(values), np.float32))
     # Products of bfloat16 are exact in float32; only the weights are rounded, to 8 bits, before they meet the values.
     np.testing.assert_allclose(
         output(partials), reference(np.asarray(low(query), np.float32), read_back), atol=2**-8 * np.abs(values).max()
@@ -196,7 +220,7 @@ def test_many_bfloat16_queries_are_multiplied_as_they_are():
 def test_weights_of_one_are_the_library_s_attention():
     query, keys, values = random_arrays(8, tokens=3, group=2)
     weighted = attended(
-        query, segment(keys, values, log_num=np.zeros(keys.shape[:3]), log_den=np.zeros(keys.shape[:3]))
+        query, Segment(keys, values, log_num=np.zeros(keys.shape[:3]), log_den=np.zeros(keys.shape[:3]))
     )
     library = jax.nn.dot_product_attention(jnp.asarray(query), keys.swapaxes(1, 2), values.swapaxes(1, 2))
     np.testing.assert_allclose(weighted, library, rtol=1e-5, atol=1e-6)
@@ -206,9 +230,9 @@ def test_weights_of_one_are_the_library_s_attention():
 @given(seed=st.integers(0, 2**16), counts=st.lists(st.integers(1, 5), min_size=12, max_size=12))
 def test_duplicates_fold_into_one_slot_of_their_number(seed, counts):
     query, keys, values = random_arrays(seed, group=2)
-    expanded = segment(np.repeat(keys, counts, axis=2), np.repeat(values, counts, axis=2))
+    expanded = Segment(np.repeat(keys, counts, axis=2), np.repeat(values, counts, axis=2))
     log_count = np.broadcast_to(np.log(np.array(counts, np.float32)), keys.shape[:3])
-    folded = attended(query, segment(keys, values, log_num=np.array(log_count)))
+    folded = attended(query, Segment(keys, values, log_num=np.array(log_count)))
     np.testing.assert_allclose(folded, reference(query, expanded), rtol=1e-5, atol=1e-5)
 
 
@@ -240,7 +264,7 @@ def test_merging_nothing_is_an_error():
 def test_queries_that_do_not_fit_are_refused(query_shape):
     _, keys, values = random_arrays(0)
     with pytest.raises(ValueError, match="queries"):
-        attend(jnp.zeros(query_shape), (segment(keys, values),))
+        attend_reading(jnp.zeros(query_shape), (Segment(keys, values),))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +276,8 @@ def test_queries_that_do_not_fit_are_refused(query_shape):
         ({"log_den": np.zeros((2, 12))}, "log_den"),
         ({"key_scale": np.zeros((2, 1, 12))}, "key_scale"),
         ({"value_scale": np.zeros((2, 2, 13))}, "value_scale"),
-        ({"start": np.zeros(3, np.int32)}, "start"),
+        ({"start": np.zeros((3, 1), np.int32)}, "start"),
+        ({"start": np.zeros(2, np.int32)}, "start"),
         ({"stop": np.zeros((2, 1, 1), np.int32)}, "stop"),
         ({"feeds": "nothing"}, "feeds='nothing'"),
     ],
@@ -260,13 +285,13 @@ def test_queries_that_do_not_fit_are_refused(query_shape):
 def test_segments_that_do_not_fit_are_refused(change, message):
     _, keys, values = random_arrays(0)
     with pytest.raises(ValueError, match=message):
-        segment(keys, **({"values": values} | change))
+        Segment(keys, **({"values": values} | change))
 
 
 def test_bytes_of_a_segment_are_all_its_buffers():
     keys = jnp.zeros((2, 2, 12, 8), jnp.bfloat16)
-    one = segment(keys, keys, log_num=jnp.zeros((2, 2, 12)), stop=jnp.zeros(2, jnp.int32))
-    assert kvjax.segment_bytes(one, one) == 2 * (2 * 2 * 2 * 12 * 8 * 2 + 2 * 2 * 12 * 4 + 2 * 4)
+    one = Segment(keys, keys, log_num=jnp.zeros((2, 2, 12)), stop=jnp.zeros((2, 1), jnp.int32))
+    assert segment_bytes(one, one) == 2 * (2 * 2 * 2 * 12 * 8 * 2 + 2 * 2 * 12 * 4 + 2 * 4)
 
 
 @pytest.mark.parametrize("tokens, group", [(1, 1), (3, 2)])
@@ -277,8 +302,8 @@ def test_a_slope_adds_to_values_what_its_query_gives_up_to_its_limit(tokens, gro
     slope = rng.normal(size=(batch, KV_HEADS, dim, dim)).astype(np.float32)
     limit = np.array([[0.0, 0.3], [2.0, 1e6]], np.float32)
     weights = rng.normal(size=keys.shape[:3]).astype(np.float32)
-    sloped = segment(keys, values, log_num=weights, slope=jnp.asarray(slope), slope_limit=jnp.asarray(limit))
-    plain = segment(keys[:, :, :5], values[:, :, :5])
+    sloped = Segment(keys, values, log_num=weights, slope=Slope(jnp.asarray(slope), jnp.asarray(limit)))
+    plain = Segment(keys[:, :, :5], values[:, :, :5])
     found = attended(query, sloped, plain)
     for row, token, head in np.ndindex(batch, tokens, query.shape[2]):
         kv, q = head // group, query[row, token, head].astype(np.float64)
@@ -291,9 +316,305 @@ def test_a_slope_adds_to_values_what_its_query_gives_up_to_its_limit(tokens, gro
         np.testing.assert_allclose(found[row, token, head], weight @ both_values / weight.sum(), atol=1e-5)
 
 
-def test_a_slope_needs_its_limit_and_both_sums():
+@pytest.mark.parametrize("feeds", ["numerator", "denominator"])
+def test_slope_and_spread_need_both_sums(feeds):
     _, keys, values = random_arrays(0)
-    slope, limit = jnp.zeros((2, KV_HEADS, 8, 8)), jnp.zeros((2, KV_HEADS))
-    for others in ({"slope": slope}, {"slope": slope, "slope_limit": limit, "feeds": "numerator"}):
-        with pytest.raises(ValueError, match="a slope needs slope_limit"):
-            segment(keys, values, **others)
+    slope = Slope(jnp.zeros((2, KV_HEADS, 8, 8)), jnp.zeros((2, KV_HEADS)))
+    spread = Spread(jnp.ones((2, KV_HEADS)), jnp.zeros((2, KV_HEADS, 8)), jnp.zeros((2, KV_HEADS, 8)))
+    for others in ({"slope": slope}, {"spread": spread}):
+        with pytest.raises(ValueError, match="slope and spread need a segment that feeds both sums"):
+            Segment(keys, values, feeds=feeds, **others)
+
+
+# --- what a layer's attention may be besides: scale, cap, learned sinks, values of another width, a window ---
+
+QUERY_HEADS, GROUP, KEY_DIM, VALUE_DIM, FIRST, LATER = 4, 2, 16, 24, (17, 6, 1), 12
+SINKS = np.array([1.0, -0.5, 2.0, 0.3], np.float32)
+SPECS = {
+    "scale": {"scale": 0.6},
+    "logit_cap": {"logit_cap": 1.5},
+    "sinks": {},
+    "value_dim": {"value_dim": VALUE_DIM},
+    "all": {"scale": 0.6, "logit_cap": 1.5, "value_dim": VALUE_DIM},
+}
+
+
+def layer_spec(kind):
+    frequencies = tuple((0.5 ** np.arange(KEY_DIM // 2)).tolist())
+    return make_spec(prompt=20, new=LATER, head_dim=KEY_DIM, rope_frequencies=frequencies, **SPECS[kind])
+
+
+def layer_sinks(kind):
+    return jnp.asarray(SINKS) if kind in ("sinks", "all") else None
+
+
+@functools.lru_cache
+def layer_stream(value_dim, seed=3):
+    """Keys, values that follow them by a common law and in part do not, and queries [B, N, H, ...]."""
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    tokens = max(FIRST) + LATER
+    keys = normal(3, tokens, KV_HEADS, 2) @ normal(2, KEY_DIM) + 0.3 * normal(3, tokens, KV_HEADS, KEY_DIM)
+    values = keys @ normal(KEY_DIM, value_dim) / 2 + 0.3 * normal(3, tokens, KV_HEADS, value_dim)
+    return keys, values, normal(3, tokens, QUERY_HEADS, KEY_DIM)
+
+
+def plain_attention(query, keys, values, spec, sinks=None, log_num=0.0, log_den=None):
+    """float64 attention of one query [D] to entries [N, ...]; `sinks` is the logit of an entry without a value."""
+    logits = np.asarray(keys, np.float64) @ np.asarray(query, np.float64)
+    logits = logits * (1 / np.sqrt(len(query)) if spec.scale is None else spec.scale)
+    if spec.logit_cap is not None:
+        logits = spec.logit_cap * np.tanh(logits / spec.logit_cap)
+    den = np.exp(logits + (log_num if log_den is None else log_den)).sum() + (0 if sinks is None else np.exp(sinks))
+    return np.exp(logits + log_num) @ np.asarray(values, np.float64) / den
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "spec"), compiler_options=QUICKLY)
+def prefilled(policy, spec, keys, values, queries, sinks=None):
+    cache = kvjax.init(policy, spec, row_keys())
+    lengths, prompt = jnp.array(FIRST), slice(0, spec.max_prompt)
+    shown = last_queries(cache.policy, queries[:, prompt], lengths)
+    return kvjax.prefill(cache, keys[:, prompt], values[:, prompt], lengths, shown, sink_logits=sinks)[0]
+
+
+_step = jax.jit(kvjax.step, compiler_options=QUICKLY)
+_attend = jax.jit(kvjax.attend, compiler_options=QUICKLY)
+
+
+def new_tokens(stream, first, count):
+    place = np.array(FIRST)[:, None] + first + np.arange(count)
+    keys, values, queries = (part[np.arange(3)[:, None], place] for part in stream)
+    return queries, keys, values
+
+
+def check_exact(policy, kind, blocks=((0, 1), (1, 5), (6, 6))):
+    """Whether a cache with room for all gives plain attention, token by token and in blocks, before and after
+    compactions."""
+    spec, sinks = layer_spec(kind), layer_sinks(kind)
+    stream = layer_stream(spec.value_width)
+    cache = prefilled(policy, spec, *stream, sinks)
+    for first, count in blocks:
+        new = new_tokens(stream, first, count)
+        attended, cache = _step(cache, *new, sink_logits=sinks)
+        seen = kvjax.output(_attend(cache, new[0], sink_logits=sinks))
+        assert attended.shape == seen.shape == (3, count, QUERY_HEADS, spec.value_width)
+        for row, token, head in np.ndindex(3, count, QUERY_HEADS):
+            end, kv, sink = FIRST[row] + first + token + 1, head // GROUP, None if sinks is None else SINKS[head]
+            of = lambda end: (stream[0][row, :end, kv], stream[1][row, :end, kv])  # noqa: B023, E731
+            query = stream[2][row, end - 1, head]
+            wanted = plain_attention(query, *of(end), spec, sink)
+            np.testing.assert_allclose(attended[row, token, head], wanted, rtol=2e-5, atol=2e-5)
+            wanted = plain_attention(query, *of(FIRST[row] + first + count), spec, sink)
+            np.testing.assert_allclose(seen[row, token, head], wanted, rtol=2e-5, atol=2e-5)
+    kvjax.check(cache)
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_exact_attention_is_as_the_layer_says(kind):
+    check_exact(kvjax.Exact(compact_every=8), kind)
+
+
+# The reindexed one turns keys that no rotary embedding made.
+LAYERS = [name for name in ROOMY if name != "streaming_llm_reindexed"]
+
+
+@pytest.mark.parametrize("name", each(LAYERS, quick=("h2o", "subgen_mean_value", "clusterkv")))
+def test_every_roomy_cache_gives_the_attention_that_the_layer_says(name):
+    check_exact(ROOMY[name], "all")
+
+
+def test_a_turned_query_is_scaled_and_capped_alike():
+    # Positions inside the cache are those of the text where nothing is dropped.
+    check_exact(ROOMY["streaming_llm_reindexed"], "all")
+
+
+def test_heads_of_several_groups_have_their_own_sinks():
+    # The cache keeps heads group by group: sinks must follow their heads there and back.
+    first, second = ROOMY["uniform"], ROOMY["h2o"]
+    for policies in ((first, second), (second, first)):
+        check_exact(kvjax.ByHead(policies), "all")
+
+
+def materialised(cache, query, row, head, sinks=None):
+    """float64 attention of one query to all the entries that the cache says attention reads, written out: spread
+    entries where they are spread to, sloped values where the query moves them, recalled tokens one by one."""
+    spec, parts = cache.spec, cache.policy.read(cache.state, cache.staging.count[:, None])
+    scale = 1.0 if spec.scale is None else spec.scale * np.sqrt(KEY_DIM)
+    entries = []  # keys, values, log_num, log_den
+
+    def add(segment, own):
+        slots = segment.keys.shape[2]
+        bound = lambda x, default: default if x is None else int(x[row, -1])  # noqa: E731
+        here = slice(bound(segment.start, 0), bound(segment.stop, slots))
+        keys = np.asarray(segment.keys, np.float64)[row, own, here]
+        values = np.zeros((len(keys), spec.value_width))
+        if segment.values is not None:
+            values = np.asarray(segment.values, np.float64)[row, own, here]
+        if segment.spread is not None:
+            spread = jax.tree.map(lambda x: np.asarray(x, np.float64)[row, own], segment.spread)
+            keys = spread.mean_key + spread.scale * (keys - spread.mean_key)
+            values = spread.mean_value + spread.scale * (values - spread.mean_value)
+        if segment.slope is not None:
+            slope = jax.tree.map(lambda x: np.asarray(x, np.float64)[row, own], segment.slope)
+            change = slope.covariance @ (scale * query) / np.sqrt(KEY_DIM)
+            values = values + change * slope.limit / max(np.sqrt(change @ change + slope.limit**2), 1e-30)
+        none, zero = np.full(len(keys), -np.inf), np.zeros(len(keys))
+        log_num = zero if segment.log_num is None else np.asarray(segment.log_num, np.float64)[row, own, here]
+        log_den = log_num if segment.log_den is None else np.asarray(segment.log_den, np.float64)[row, own, here]
+        log_num = none if segment.feeds == "denominator" else log_num
+        entries.append((keys, values, log_num, none if segment.feeds == "numerator" else log_den))
+
+    kv = head // GROUP
+    for part in [*parts_of(parts), staged(cache.staging, 1)]:
+        if isinstance(part, Segment):
+            add(part, kv)
+            continue
+        queries = np.zeros((3, 1, QUERY_HEADS, KEY_DIM), np.float32)
+        queries[row, 0] = scale * cache_queries(cache)[row]
+        choice = part.choose(jnp.asarray(queries), None)
+        own = head * choice.block.shape[1] // QUERY_HEADS
+        keys, values = (np.asarray(x, np.float64)[row, kv] for x in (part.store.keys, part.store.values))
+        read = [
+            (block, place)
+            for block, count in zip(choice.block[row, own], choice.tokens[row, own], strict=True)
+            for place in range(int(count))
+        ]
+        if read:
+            block, place = np.array(read).T
+            entries.append((keys[block, place], values[block, place], *np.zeros((2, len(read)))))
+        for segment in choice.rest:
+            add(segment, head * segment.keys.shape[1] // QUERY_HEADS)
+    keys, values, log_num, log_den = (np.concatenate(parts) for parts in zip(*entries, strict=True))
+    return plain_attention(query, keys, values, spec, sinks, log_num, log_den)
+
+
+def cache_queries(cache):
+    """The queries [B, H_q, D] that the tests below ask a cache."""
+    return layer_stream(cache.spec.value_width)[2][np.arange(3), np.array(FIRST) + LATER - 1]
+
+
+TIGHT = {
+    "uniform": kvjax.Uniform(12, sinks=2, recent=4, compact_every=4),
+    "subgen": kvjax.SubGen(12, sinks=2, recent=4, compact_every=4),
+    "subgen_paper": kvjax.SubGen(14, sinks=2, recent=4, variant="paper", compact_every=4),
+    "chelsea": kvjax.Chelsea(12, sinks=2, recent=4, chunk=4, compact_every=4),
+    "clustergen": kvjax.ClusterGen(12, sinks=2, recent=4, compact_every=4),
+    "clusterkv": kvjax.ClusterKV(12, **CLUSTERS | {"recent": 4, "compact_every": 4}),
+    "clusterkv_query_head": kvjax.ClusterKV(12, **CLUSTERS | {"recent": 4, "select": "query_head"}),
+    "balancekv": kvjax.BalanceKV(16, sinks=2, recent=4, compact_every=4),
+    "infinigen": kvjax.InfiniGen(6, alpha=1.0, partial=0.5, compact_every=4),
+}
+
+
+@pytest.mark.parametrize("kind", ["scale", "all"])
+@pytest.mark.parametrize("name", TIGHT)
+def test_entries_of_all_kinds_are_read_as_the_layer_says(name, kind):
+    spec, sinks = layer_spec(kind), layer_sinks(kind)
+    stream = layer_stream(spec.value_width)
+    cache = prefilled(TIGHT[name], spec, *stream, sinks)
+    for first in range(0, LATER, 2):
+        queries, keys, values = new_tokens(stream, first, 2)
+        _, cache = _step(cache, queries, keys, values, sink_logits=sinks)
+    kvjax.check(cache)
+    parts = parts_of(cache.policy.read(cache.state, cache.staging.count[:, None]))
+    if name == "subgen":
+        assert any(part.spread is not None and np.max(part.spread.scale) > 1.05 for part in parts)
+    if name == "chelsea":
+        assert any(part.slope is not None and np.max(np.abs(part.slope.covariance)) > 0.01 for part in parts)
+    queries = cache_queries(cache)
+    seen = kvjax.output(_attend(cache, queries[:, None], sink_logits=sinks))[:, 0]
+    for row, head in np.ndindex(3, QUERY_HEADS):
+        wanted = materialised(cache, queries[row, head], row, head, None if sinks is None else SINKS[head])
+        np.testing.assert_allclose(seen[row, head], wanted, rtol=1e-4, atol=3e-5)
+
+
+def received(stream, row, kv, position, end, spec, sinks):
+    """float64 probabilities that one token's queries pay to tokens [0, end), summed over a kv head's group."""
+    keys = stream[0][row, :end, kv]
+    one = np.eye(end)  # values that name their tokens
+    heads = range(kv * GROUP, (kv + 1) * GROUP)
+    return sum(
+        plain_attention(stream[2][row, position, head], keys, one, spec, None if sinks is None else SINKS[head])
+        for head in heads
+    )
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_what_tokens_draw_is_counted_as_the_layer_says(kind):
+    # H2O's sums, of the prompt and of decoding, with a sink in the denominator alone.
+    spec, sinks = layer_spec(kind), layer_sinks(kind)
+    stream = layer_stream(spec.value_width)
+    cache = prefilled(ROOMY["h2o"], spec, *stream, sinks)
+    for first, count in ((0, 1), (1, 4)):
+        _, cache = _step(cache, *new_tokens(stream, first, count), sink_logits=sinks)
+    for row, kv in np.ndindex(3, KV_HEADS):
+        end = FIRST[row] + 5
+        expected = np.zeros(end)
+        for position in range(end):
+            expected[: position + 1] += received(stream, row, kv, position, position + 1, spec, sinks)
+        scores, window = cache.state.scores, cache.state.window
+        held = np.concatenate([window.keys[row, kv], cache.staging.keys[row, kv]])
+        drawn = np.concatenate([scores.window[row, kv], scores.staged[row, kv]])
+        for token in range(end):
+            # Empty slots may hold any token; they draw nothing.
+            own = (held == stream[0][row, token, kv]).all(axis=1)
+            np.testing.assert_allclose(drawn[own].sum(), expected[token], rtol=2e-5, atol=2e-5)
+        if sinks is not None:
+            assert drawn.sum() < 0.98 * GROUP * end  # the sinks drew the rest
+
+
+@pytest.mark.parametrize("kind", ["sinks", "all"])
+def test_prompts_are_scored_as_the_layer_says(kind):
+    spec, policy = layer_spec(kind), kvjax.SnapKV(20, window=6)
+    stream, sinks = layer_stream(spec.value_width), layer_sinks(kind)
+    keys, values, queries = (jnp.asarray(part[:, :20]) for part in stream)
+    shown = last_queries(policy, queries, jnp.array(FIRST)) * (1.0 if spec.scale is None else spec.scale * 4.0)
+    prompt = Prompt(
+        keys.swapaxes(1, 2), values.swapaxes(1, 2), jnp.array(FIRST), shown, None, sinks, logit_cap=spec.logit_cap
+    )
+    found = np.asarray(attention_received(policy, prompt))
+    for row, kv in np.ndindex(3, KV_HEADS):
+        expected = np.zeros(20)
+        for position in range(max(FIRST[row] - 6, 0), FIRST[row]):
+            expected[: position + 1] += received(stream, row, kv, position, position + 1, spec, sinks)
+        np.testing.assert_allclose(found[row, kv], expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_any_policy_keeps_just_the_window_of_a_layer_that_has_one(name):
+    policy = layer_policy(POLICIES[name], make_spec(window=5))
+    assert policy == kvjax.StreamingLLM(5, sinks=0, compact_every=5)
+    wide = layer_policy(POLICIES[name], make_spec(window=500))
+    assert wide == kvjax.StreamingLLM(500, sinks=0, compact_every=8)
+
+
+@pytest.mark.parametrize("name, window, block", [("quest", 5, 1), ("uniform", 6, 3), ("exact", 1, 1), ("h2o", 30, 8)])
+def test_a_sliding_window_shows_exactly_its_tokens_at_every_step(name, window, block):
+    stream, spec = make_stream(), make_spec(window=window, logit_cap=20.0)
+    cache = begin(POLICIES[name], spec, row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    cache, outputs, weights = go(cache, after(stream, LENGTHS), block)
+    position = np.arange(weights.shape[3])
+    for row, step in itertools.product(range(3), range(NEW)):
+        end = LENGTHS[row] + step + 1
+        shown = (position < end) & (position >= end - window)
+        for head in range(KV_HEADS):
+            np.testing.assert_array_equal(weights[row, step, head], shown, err_msg=f"{row=} {step=}")
+            tokens, query = position[shown], stream.queries[row, end - 1, 2 * head]
+            wanted = plain_attention(query, stream.keys[row, tokens, head], stream.values[row, tokens, head], spec)
+            np.testing.assert_allclose(outputs[row, step, 2 * head], wanted, atol=1e-5)
+    kvjax.check(cache)
+
+
+@pytest.mark.parametrize(
+    "combined",
+    [
+        kvjax.Quantized(kvjax.Uniform(20, **WINDOW)),
+        kvjax.ByHead((POLICIES["exact"], POLICIES["uniform"])),
+        kvjax.FirstLayers(1, POLICIES["quest"]),
+        kvjax.ByLayer((POLICIES["exact"], POLICIES["uniform"])),
+    ],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_a_window_is_kept_inside_combinations_too(combined):
+    cache = kvjax.init(combined, make_spec(window=5, layer=1, layers=2), row_keys())
+    assert cache.policy == kvjax.StreamingLLM(5, sinks=0, compact_every=5)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from kvjax import balance
+from kvjax.structures import balance
 from pallas_kernels import balanced_walk
 from tests.kvjax.support import QUICKLY
 

@@ -8,8 +8,11 @@ import pytest
 from scipy import stats
 
 import kvjax
-from kvjax import balance, merge_reduce, value_buckets
-from kvjax.policies.balancekv import needle_marks
+from kvjax.policies.balancekv_paper import BalanceKVPaper
+from kvjax.policies.balancekv_reference import BalanceKVReference
+from kvjax.structures import balance, merge_reduce, value_buckets
+from kvjax.structures.needles import needle_marks
+from kvjax.theory import balancekv_settings
 from tests.kvjax.support import (
     HEAD_DIM,
     LENGTHS,
@@ -28,7 +31,7 @@ from tests.kvjax.support import (
 )
 
 quickly = functools.partial(jax.jit, compiler_options=QUICKLY)
-SMALL = {"sinks": 2, "recent": 8, "period": 8}
+SMALL = {"sinks": 2, "recent": 8, "compact_every": 8}
 
 
 # --- error at equal bytes ---
@@ -45,40 +48,38 @@ def tight(seed, tokens, head_dim, norm):
     return scaled(keys, norm), scaled(values, norm / 5)
 
 
-@pytest.mark.parametrize(
-    "variant, least_gain", [("pairs", 0.5), pytest.param("streaming", 0.3, marks=pytest.mark.heavy)]
-)
-def test_the_error_is_below_that_of_uniform_sampling_at_equal_bytes(variant, least_gain):
+@pytest.mark.parametrize("walk, least_gain", [("pairs", 0.5), pytest.param("streaming", 0.3, marks=pytest.mark.heavy)])
+def test_the_error_is_below_that_of_uniform_sampling_at_equal_bytes(walk, least_gain):
     seeds, tokens, head_dim = 6, 1024, 32
     spec = kvjax.CacheSpec(seeds, query_heads=1, kv_heads=1, head_dim=head_dim, max_prompt=tokens, max_new=1)
     data = [tight(seed, tokens + 32, head_dim, 2.0) for seed in range(seeds)]
     keys, values = (np.stack(part)[:, :, None] for part in zip(*data, strict=True))
     limit = spec.exact_bytes(tokens) // 4
-    every = {"sinks": 0, "recent": 0, "period": 1}
+    every = {"sinks": 0, "recent": 0, "compact_every": 1}
     factories = {
-        "uniform": functools.partial(kvjax.uniform, **every),
-        variant: functools.partial(kvjax.balancekv, variant=variant, **every),
+        "uniform": functools.partial(kvjax.Uniform, **every),
+        walk: functools.partial(kvjax.BalanceKV, walk=walk, **every),
     }
 
     @functools.partial(jax.jit, static_argnames="policy")
     def outputs(policy, keys, values, queries):
         lengths = jnp.full(seeds, tokens, jnp.int32)
-        state, _ = policy.prefill(policy.init(spec, row_keys(seeds)), keys, values, lengths)
-        return kvjax.output(policy.attend(state, queries)[0]), state
+        cache, _ = kvjax.prefill(kvjax.init(policy, spec, row_keys(seeds)), keys, values, lengths)
+        return kvjax.output(kvjax.attend(cache, queries)), cache
 
     errors = {}
     for name, factory in factories.items():
         policy = kvjax.fit_bytes(factory, spec, limit)
-        found, state = outputs(policy, keys[:, :tokens], values[:, :tokens], keys[:, tokens:])
-        kvjax.check(state)
-        assert kvjax.cache_bytes(state).device <= seeds * limit
+        found, cache = outputs(policy, keys[:, :tokens], values[:, :tokens], keys[:, tokens:])
+        kvjax.check(cache)
+        assert kvjax.cache_bytes(cache).device <= seeds * limit
         errors[name] = np.zeros(seeds)
         for seed in range(seeds):
             pairs = zip(keys[seed, tokens:, 0], np.asarray(found)[seed, :, 0], strict=True)
             for query, output in pairs:
                 exact = softmax_attention(query, keys[seed, :tokens, 0], values[seed, :tokens, 0])
                 errors[name][seed] += np.linalg.norm(output - exact) / np.linalg.norm(exact) / 32
-    gains = np.log(errors["uniform"] / errors[variant])
+    gains = np.log(errors["uniform"] / errors[walk])
     low, _ = stats.t.interval(0.95, seeds - 1, gains.mean(), stats.sem(gains))
     assert low > least_gain
 
@@ -87,14 +88,14 @@ def test_the_error_is_below_that_of_uniform_sampling_at_equal_bytes(variant, lea
 
 
 def reference(**options):
-    return kvjax.balancekv(20, **SMALL, variant="reference", block_size=8, **options)
+    return BalanceKVReference(20, **SMALL, block_size=8, **options)
 
 
 def test_reference_weights_are_those_of_the_halvings():
     stream, policy = make_stream(), POLICIES["balancekv_reference"]
-    state = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    assert state.selection.halvings == 2
-    weights = np.asarray(read_weights(policy, state))
+    cache = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    assert cache.state.halvings == 2
+    weights = np.asarray(read_weights(cache))
     rngs = jax.vmap(lambda key: jax.random.split(key, 2))(row_keys())
     for row, head in np.ndindex(2, 2):
         end = LENGTHS[row]
@@ -118,8 +119,8 @@ def test_reference_weights_are_those_of_the_halvings():
 def test_reference_keeps_all_that_comes_later():
     stream, policy = make_stream(), POLICIES["balancekv_reference"]
     start = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    before = np.asarray(read_weights(policy, start))
-    _, _, weights = go(policy, start, after(stream, LENGTHS))
+    before = np.asarray(read_weights(start))
+    _, _, weights = go(start, after(stream, LENGTHS))
     for row, length in enumerate(LENGTHS):
         later = (np.arange(HEAD_DIM) >= length) & (np.arange(HEAD_DIM) < length + 24)
         np.testing.assert_allclose(weights[row, -1], np.where(later, 1.0, before[row]), atol=1e-5)
@@ -129,15 +130,13 @@ def test_reference_keeps_all_that_comes_later():
 def test_scaled_decoding_weighs_the_denominator_evenly():
     stream = make_stream()
     policy = reference(decode="scaled")
-    state = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    cache = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
     plain = begin(POLICIES["balancekv_reference"], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    read, _ = policy.attend(state, jnp.zeros((3, 1, 2, HEAD_DIM)))
-    kept = np.isfinite(plain.selection.log_num[:, :, 10:]).sum(-1)
+    read = kvjax.attend(cache, jnp.zeros((3, 1, 4, HEAD_DIM)))
+    kept = np.isfinite(plain.state.log_num[:, :, 10:]).sum(-1)
     window = np.minimum(LENGTHS, 10)[:, None]
-    np.testing.assert_allclose((read.den * jnp.exp(read.max))[:, 0], window + 4 * kept, rtol=1e-5)
-    np.testing.assert_allclose(
-        read_weights(policy, state), read_weights(POLICIES["balancekv_reference"], plain), rtol=1e-5
-    )
+    np.testing.assert_allclose((read.den * jnp.exp(read.max))[:, 0, ::2], window + 4 * kept, rtol=1e-5)
+    np.testing.assert_allclose(read_weights(cache), read_weights(plain), rtol=1e-5)
 
 
 def plain_marks(keys, block, reach):
@@ -167,26 +166,25 @@ def test_needles_are_kept_with_weight_one_on_layer_1_and_after(inside):
     marks = np.zeros((3, 2, PROMPT - 2), bool)
     marks[0, 0, [3, 9, 20]] = marks[0, 1, :12] = True
 
-    def prefill(layer, shared):
-        spec = make_spec(layer=layer, layers=3)
-        state = policy.init(spec, row_keys())
-        return quickly(policy.prefill)(state, keys, values, lengths, None, shared)
+    def prefill(layer, told):
+        cache = kvjax.init(policy, make_spec(layer=layer, layers=3), row_keys())
+        return quickly(kvjax.prefill)(cache, keys, values, lengths, None, told)
 
-    state, passed = prefill(2, jnp.array(marks))
+    cache, passed = prefill(2, jnp.array(marks))
     np.testing.assert_array_equal(passed, marks)
-    weights = np.asarray(read_weights(policy, state))
+    weights = np.asarray(read_weights(cache))
     np.testing.assert_array_equal(weights[0, 0, [5, 11, 22]], [1, 1, 1])
     np.testing.assert_allclose(weights[0, 1, 2:8], np.ones(6), rtol=1e-6)
-    np.testing.assert_array_equal(state.selection.unkept, [[0, 6], [0, 0], [0, 0]])
+    np.testing.assert_array_equal(cache.state.unkept, [[0, 6], [0, 0], [0, 0]])
     # Halved to 7 beside six needles, or to 3 with six of ten slots.
     most = 6 + (3 if inside else 7)
-    assert state.window.keys.shape[2] == 10 + most + 24
+    assert cache.state.window.keys.shape[2] == 10 + most + 24
     first, none = prefill(0, None)
-    assert none is None and np.all(first.selection.unkept == 0)
-    _, made = prefill(1, None)
+    assert none is None and np.all(first.state.unkept == 0)
+    _, told = prefill(1, None)
     middle = jnp.arange(PROMPT - 2) < jnp.maximum(lengths - 10, 0)[:, None]
     expected = needle_marks(jnp.array(keys[0, 2:, 1]), middle[0], 8)
-    np.testing.assert_array_equal(made[0, 1], expected)
+    np.testing.assert_array_equal(told[0, 1], expected)
 
 
 # --- Algorithm 1 ---
@@ -232,24 +230,23 @@ def test_values_go_to_the_bucket_of_their_norm():
 @pytest.mark.heavy
 def test_paper_reads_numerator_and_denominator_from_trees_of_their_own():
     # Few enough tokens to keep them all: the two sums are exact, and tokens without value count in one only.
-    stream, policy = make_stream(), kvjax.balancekv(200, **SMALL, variant="paper", value_exponents=(0, 0))
+    stream, policy = make_stream(), BalanceKVPaper(200, **SMALL, value_exponents=(0, 0))
     values = stream.values.copy()
     values[:, 5:9] = 0
     keys, padded, _ = prompt_of(stream._replace(values=values), LENGTHS)
-    state = begin(policy, make_spec(), row_keys(), keys, padded, stream.queries, LENGTHS)
-    read, _ = policy.attend(state, jnp.zeros((3, 1, 2, HEAD_DIM)))
+    cache = begin(policy, make_spec(), row_keys(), keys, padded, stream.queries, LENGTHS)
+    read = kvjax.attend(cache, jnp.zeros((3, 1, 4, HEAD_DIM)))
     np.testing.assert_allclose((read.den * jnp.exp(read.max))[:, 0, 0], LENGTHS, rtol=1e-5)
     expected = (np.arange(HEAD_DIM) < np.array(LENGTHS)[:, None]) & ~np.isin(np.arange(HEAD_DIM), range(5, 9))
-    np.testing.assert_allclose(read_weights(policy, state)[:, 1], expected, atol=1e-6)
+    np.testing.assert_allclose(read_weights(cache)[:, 1], expected, atol=1e-6)
 
 
 @pytest.mark.heavy
 def test_paper_weights_are_powers_of_two():
     stream = make_stream()
-    state = begin(POLICIES["balancekv_paper"], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    state, _, _ = go(POLICIES["balancekv_paper"], state, after(stream, LENGTHS))
-    both = state.selection
-    for tree in (both.numerator.trees, both.denominator):
+    cache = begin(POLICIES["balancekv_paper"], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    trees = go(cache, after(stream, LENGTHS))[0].state
+    for tree in (trees.numerator.trees, trees.denominator):
         log_weight = np.asarray(tree.log_weight).reshape(-1, 3, 11)
         level = np.asarray(tree.level).reshape(-1, 3)
         held = np.isfinite(log_weight)
@@ -260,11 +257,11 @@ def test_paper_weights_are_powers_of_two():
 # --- the rest ---
 
 
-@pytest.mark.parametrize("variant", ["pairs", "streaming"])
-def test_weights_sum_to_the_tokens(variant):
-    stream, policy = make_stream(), kvjax.balancekv(30, **SMALL, variant=variant)
-    state = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    _, _, weights = go(policy, state, after(stream, LENGTHS))
+@pytest.mark.parametrize("walk", ["pairs", "streaming"])
+def test_weights_sum_to_the_tokens(walk):
+    stream, policy = make_stream(), kvjax.BalanceKV(30, **SMALL, walk=walk)
+    cache = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    _, _, weights = go(cache, after(stream, LENGTHS))
     for row, length in enumerate(LENGTHS):
         total = length + 1 + np.arange(24)
         np.testing.assert_allclose(weights[row].sum(-1), total[:, None] + np.zeros(2), rtol=1e-3)
@@ -276,33 +273,33 @@ def test_rows_and_heads_choose_for_themselves():
     same = stream._replace(
         keys=np.broadcast_to(one.keys[:, :, :1], stream.keys.shape), values=np.repeat(one.values, 3, axis=0)
     )
-    state = begin(policy, make_spec(), row_keys(), *prompt_of(same, (37,) * 3), (37,) * 3)
-    kept = np.asarray(read_weights(policy, state)).reshape(-1, HEAD_DIM) > 0
+    cache = begin(policy, make_spec(), row_keys(), *prompt_of(same, (37,) * 3), (37,) * 3)
+    kept = np.asarray(read_weights(cache)).reshape(-1, HEAD_DIM) > 0
     assert len(np.unique(kept, axis=0)) == 6
 
 
 def test_one_trace_compacts_a_long_stream():
-    policy = kvjax.balancekv(96, sinks=0, recent=0, period=16)
+    policy = kvjax.BalanceKV(96, sinks=0, recent=0, compact_every=16)
     spec = kvjax.CacheSpec(1, query_heads=1, kv_heads=1, head_dim=8, max_prompt=1, max_new=400)
     chex.clear_trace_counter()
 
     @jax.jit
     @chex.assert_max_traces(n=1)
-    def step(state, keys, values):
-        return policy.compact(policy.extend(state, keys, values))
+    def step(cache, keys, values):
+        return kvjax.compact(kvjax.append(cache, keys, values))
 
-    state = policy.init(spec, row_keys(1))
+    cache = kvjax.init(policy, spec, row_keys(1))
     for number in range(25):
         keys, values = jax.random.normal(jax.random.key(number), (2, 1, 16, 1, 8))
-        state = step(state, keys, values)
-    kvjax.check(state)
-    log_weight = np.asarray(state.selection.tree.log_weight)
+        cache = step(cache, keys, values)
+    kvjax.check(cache)
+    log_weight = np.asarray(cache.state.tree.log_weight)
     np.testing.assert_allclose(np.exp(log_weight).sum(), 400, rtol=1e-5)
     assert np.isfinite(log_weight).mean() > 0.9
 
 
 def test_the_theorem_s_settings_say_when_they_are_vacuous():
-    given = functools.partial(kvjax.balancekv_settings, head_dim=128, query_norm=1.0)
+    given = functools.partial(balancekv_settings, head_dim=128, query_norm=1.0)
     some = given(0.5, tokens=2**40, key_norm=1.0)
     assert not some.vacuous and "fewer than the tokens" in some.message
     c = 30 * np.log(2**40 * 128 * 40 / 0.1)
@@ -322,17 +319,17 @@ def test_the_theorem_s_settings_say_when_they_are_vacuous():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: kvjax.balancekv(20, variant="best", **SMALL), r"variant='best'.*'pairs'"),
-        (lambda: kvjax.balancekv(20, needles=5, **SMALL), "needles=5 means nothing to variant='pairs'; .*reference"),
-        (lambda: kvjax.balancekv(20, variant="reference", bins=3, **SMALL), "bins=3 means nothing"),
-        (lambda: kvjax.balancekv(10, **SMALL), "budget=10 leaves no slot"),
-        (lambda: kvjax.balancekv(20, block_size=1, **SMALL), "block_size=1"),
-        (lambda: kvjax.balancekv(20, variant="reference", decode="log", **SMALL), "decode='log'"),
-        (lambda: kvjax.balancekv(20, variant="reference", needles=10, needles_inside=True, **SMALL), "needles=10"),
-        (lambda: kvjax.balancekv(20, variant="paper", epsilon=0.1, **SMALL), "epsilon=0.1 needs key_norm"),
-        (lambda: kvjax.balancekv(20, variant="paper", value_exponents=(1, 0), **SMALL), r"value_exponents=\(1, 0\)"),
-        (lambda: kvjax.balancekv(15, **SMALL).init(make_spec(), row_keys()), "cannot hold a stream of 54 tokens"),
-        (lambda: kvjax.balancekv(20, bins=4, **SMALL).init(make_spec(), row_keys()), "in 4 bins"),
+        (lambda: kvjax.BalanceKV(20, walk="best", **SMALL), r"walk='best'.*'pairs'"),
+        (lambda: kvjax.BalanceKV(20, features=8, **SMALL), "features=8 means nothing to walk='pairs'; .*'streaming'"),
+        (lambda: kvjax.BalanceKV(10, **SMALL), "budget=10 leaves no slot"),
+        (lambda: kvjax.BalanceKV(20, block_size=1, **SMALL), "block_size=1"),
+        (lambda: BalanceKVReference(20, block_size=1, **SMALL), "block_size=1"),
+        (lambda: BalanceKVReference(20, decode="log", **SMALL), "decode='log'"),
+        (lambda: BalanceKVReference(20, needles=10, needles_inside=True, **SMALL), "needles=10"),
+        (lambda: BalanceKVPaper(20, epsilon=0.1, **SMALL), "epsilon=0.1 needs key_norm"),
+        (lambda: BalanceKVPaper(20, value_exponents=(1, 0), **SMALL), r"value_exponents=\(1, 0\)"),
+        (lambda: kvjax.BalanceKV(15, **SMALL).init(make_spec(), row_keys()), "cannot hold a stream of 54 tokens"),
+        (lambda: kvjax.BalanceKV(20, bins=4, **SMALL).init(make_spec(), row_keys()), "in 4 bins"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(make, message):

@@ -1,7 +1,6 @@
 """H2O, SnapKV, PyramidKV and CaM against plain simulations of what is published."""
 
 import dataclasses
-import functools
 import itertools
 
 import chex
@@ -12,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.attention import attend_watching
-from kvjax.observed import attention_received
-from kvjax.policies.pyramidkv import layer_slots
-from kvjax.policies.windowed import draws_by_position
+from kvjax.attention import attend_and_see, attend_reading
+from kvjax.budget import row_bytes
+from kvjax.per_head import draws_by_position
+from kvjax.policy import ALL_QUERIES, Prompt
+from kvjax.prompt_attention import attention_received
+from kvjax.segment import Segment
 from tests.kvjax.support import (
     LENGTHS,
     NEW,
@@ -50,8 +51,8 @@ def decoded(policy, lengths=LENGTHS, stream=None, spec=None):
     """Which tokens [B, N, H_kv, D] each kv head of each row reads at every step after prompts of these lengths, once it
     is sure that attention reads nothing else."""
     stream = make_stream() if stream is None else stream
-    state = begin(policy, spec or make_spec(), row_keys(), *prompt_of(stream, lengths), lengths)
-    _, outputs, weights = go(policy, state, after(stream, lengths))
+    cache = begin(policy, spec or make_spec(), row_keys(), *prompt_of(stream, lengths), lengths)
+    _, outputs, weights = go(cache, after(stream, lengths))
     read = weights > 1e-6
     for row, step, head in itertools.product(range(len(lengths)), (0, NEW - 1), range(KV_HEADS)):
         tokens = np.flatnonzero(read[row, step, head])
@@ -64,6 +65,13 @@ def decoded(policy, lengths=LENGTHS, stream=None, spec=None):
 # --- observed attention ---
 
 
+def received(count, keys, queries, lengths):
+    """What prompts [B, T, H, D] tell a policy that asks for so many of their last queries."""
+    policy = kvjax.SnapKV(64, window=count) if count != ALL_QUERIES else kvjax.H2O(64)
+    first = jnp.asarray(keys).swapaxes(1, 2)
+    return np.asarray(attention_received(policy, Prompt(first, first, jnp.array(lengths), jnp.asarray(queries))))
+
+
 @pytest.mark.parametrize("count", [5, 40])
 def test_attention_received_is_that_of_causal_attention(count):
     stream = make_stream(2)
@@ -74,7 +82,7 @@ def test_attention_received_is_that_of_causal_attention(count):
     early = np.array(LENGTHS)[:, None] - count + np.arange(count) < 0
     tail[early] = np.nan
     keys[np.arange(keys.shape[1]) >= np.array(LENGTHS)[:, None]] = np.nan
-    found = np.asarray(attention_received(jnp.asarray(tail), jnp.asarray(keys), jnp.array(LENGTHS)))
+    found = received(count, keys, tail, LENGTHS)
     for row, head in itertools.product(range(3), range(KV_HEADS)):
         expected = np.zeros(keys.shape[1])
         for position in range(max(LENGTHS[row] - count, 0), LENGTHS[row]):
@@ -85,52 +93,49 @@ def test_attention_received_is_that_of_causal_attention(count):
 
 def test_attention_received_does_not_depend_on_its_blocks(monkeypatch):
     stream = make_stream(2)
-    arguments = (*map(jnp.asarray, (stream.queries, stream.keys)), jnp.array((64, 30, 7)))
-    whole = attention_received(*arguments)
-    monkeypatch.setattr("kvjax.observed.QUERY_BLOCK", 7)
-    np.testing.assert_allclose(whole, attention_received(*arguments), atol=1e-5)
+    arguments = (ALL_QUERIES, stream.keys, stream.queries, (64, 30, 7))
+    whole = received(*arguments)
+    monkeypatch.setattr("kvjax.prompt_attention.QUERY_BLOCK", 7)
+    np.testing.assert_allclose(whole, received(*arguments), atol=1e-5)
 
 
-def test_watched_attention_tells_the_probability_that_slots_draw():
+def test_seen_attention_tells_the_probability_that_slots_draw():
     rng = np.random.default_rng(0)
     part = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     query = part(2, 3, 4, 8)
-    full = kvjax.segment(part(2, 2, 5, 8), part(2, 2, 5, 8), log_num=part(2, 2, 5), key_scale=part(2, 2, 5))
-    split = kvjax.segment(
-        part(2, 2, 6, 8), part(2, 2, 6, 8), log_num=part(2, 2, 6), log_den=part(2, 2, 6), stop=jnp.array([6, 2])
-    )
-    counted = np.array([[True, False, True], [True, True, False]])
-    partials, masses = attend_watching(query, (full, split), jnp.asarray(counted))
-    chex.assert_trees_all_close(partials, kvjax.attend(query, (full, split)), rtol=1e-6)
-    found = [np.asarray(mass) for mass in masses]
-    for row, head in itertools.product(range(2), range(2)):
+    full = Segment(part(2, 2, 5, 8), part(2, 2, 5, 8), log_num=part(2, 2, 5), key_scale=part(2, 2, 5))
+    stop = jnp.array([[6], [2]])
+    split = Segment(part(2, 2, 6, 8), part(2, 2, 6, 8), log_num=part(2, 2, 6), log_den=part(2, 2, 6), stop=stop)
+    real = np.array([[True, False, True], [True, True, False]])
+    partials, masses = attend_and_see(query, (full, split), jnp.asarray(real), observes=True)
+    chex.assert_trees_all_close(partials, attend_reading(query, (full, split)), rtol=1e-6)
+    found = np.concatenate([np.asarray(mass) for mass in masses], axis=3)
+    for row, head, token in itertools.product(range(2), range(2), range(3)):
         expected = np.zeros(11)
-        for token, one in itertools.product(np.flatnonzero(counted[row]), range(2)):
-            asked = np.asarray(query[row, token, head * 2 + one], np.float64)
+        for grouped in range(2 * real[row, token]):  # queries that are of no appended token pay nothing
+            asked = np.asarray(query[row, token, head * 2 + grouped], np.float64)
             dot = lambda segment: np.asarray(segment.keys[row, head]) @ asked / np.sqrt(8)  # noqa: B023, E731
             first = dot(full) * np.asarray(full.key_scale[row, head]) + np.asarray(full.log_num[row, head])
             second = dot(split) + np.asarray(split.log_den[row, head])
-            second[np.asarray(split.stop)[row] :] = -np.inf
+            second[int(stop[row, 0]) :] = -np.inf
             expected += softmax(np.concatenate([first, second]))
-        np.testing.assert_allclose(np.concatenate([part[row, head] for part in found]), expected, atol=1e-5)
+        np.testing.assert_allclose(found[row, head, token], expected, atol=1e-5)
+    # Nothing is seen where nobody asks, or where no token came.
+    assert attend_and_see(query, (full, split), jnp.asarray(real))[1] == (None, None)
+    assert attend_and_see(query, (full, split), None, observes=True)[1] == (None, None)
 
 
 # --- h2o ---
 
 H2O = {
-    "published": {"recent": 6, "period": 1},
-    "long_period": {"recent": 6, "period": 8},
-    "no_recent": {"recent": 0, "period": 1},
-    "average": {"recent": 4, "average": True, "period": 3},
+    "published": {"recent": 6, "compact_every": 1},
+    "long_period": {"recent": 6, "compact_every": 8},
+    "no_recent": {"recent": 0, "compact_every": 1},
+    "average": {"recent": 4, "average": True, "compact_every": 3},
 }
 
 
-@functools.cache
-def h2o(setting):
-    return kvjax.h2o(12, **H2O[setting])
-
-
-def simulate_h2o(stream, row, head, length, recent, period, average=False, budget=12):
+def simulate_h2o(stream, row, head, length, recent, compact_every, average=False, budget=12):
     """The tokens visible at every step, one after another as in Algorithm 1."""
     drawn = np.zeros(stream.keys.shape[1])
 
@@ -149,7 +154,7 @@ def simulate_h2o(stream, row, head, length, recent, period, average=False, budge
         cache = [*cache, position]
         drawn[cache] += probabilities(stream, row, head, position, cache)
         visible.append(cache)
-        if (position - length + 1) % period == 0:
+        if (position - length + 1) % compact_every == 0:
             cache = evicted(cache, position + 1)
     return visible
 
@@ -157,7 +162,7 @@ def simulate_h2o(stream, row, head, length, recent, period, average=False, budge
 @pytest.mark.parametrize("setting", H2O)
 def test_h2o_reads_what_the_published_algorithm_keeps(setting):
     stream = make_stream(4)
-    read = decoded(h2o(setting), stream=stream)
+    read = decoded(kvjax.H2O(12, **H2O[setting]), stream=stream)
     for row, head in itertools.product(range(3), range(KV_HEADS)):
         expected = simulate_h2o(stream, row, head, LENGTHS[row], **H2O[setting])
         for step in range(NEW):
@@ -165,18 +170,16 @@ def test_h2o_reads_what_the_published_algorithm_keeps(setting):
 
 
 def test_h2o_learns_from_the_queries_of_appended_tokens_only():
-    policy, stream = POLICIES["h2o"], make_stream()
-    state = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    more = after(stream, LENGTHS, 4)
-    state = policy.extend(state, more.keys, more.values, jnp.array([4, 0, 2]))
-    before = state.selection.drawn
-    _, asked = policy.attend(state, more.queries)
-    np.testing.assert_array_equal(asked.selection.drawn.window, before.window)
-    _, learnt = policy.attend(state, more.queries, causal=True)
-    added = jnp.sum(learnt.selection.drawn.window - before.window, axis=2)
-    added += jnp.sum(learnt.selection.drawn.staged - before.staged, axis=2)
+    stream = make_stream()
+    cache = begin(POLICIES["h2o"], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    more, before = after(stream, LENGTHS, 4), cache.state.scores
+    _, learnt = kvjax.step(cache, more.queries, more.keys, more.values, jnp.array([4, 0, 2]))
+    added = jnp.sum(learnt.state.scores.window - before.window, axis=2)
+    added += jnp.sum(learnt.state.scores.staged - before.staged, axis=2)
     # Every query of every head of the group adds one.
     np.testing.assert_allclose(added, GROUP * np.array([4, 0, 2])[:, None] * np.ones(KV_HEADS), rtol=1e-5)
+    # A row that has ended learns nothing at all.
+    np.testing.assert_array_equal(learnt.state.scores.window[1], before.window[1])
 
 
 # --- snapkv ---
@@ -194,10 +197,10 @@ def simulate_snapkv(stream, row, head, length, kept, window, kernel):
     return sorted(chosen.tolist()) + list(range(length - window, length))
 
 
-@pytest.mark.parametrize("budget, window, kernel", [(20, 6, 5), (12, 1, 1), (15, 14, 3)])
+@pytest.mark.parametrize("budget, window, kernel", [(20, 6, 5), (12, 1, 1), (15, 14, 3), (6, 6, 5)])
 def test_snapkv_keeps_what_its_window_attended_to_and_all_that_comes(budget, window, kernel):
     stream, lengths = make_stream(4), (40, 21, 9)
-    read = decoded(kvjax.snapkv(budget, window=window, kernel=kernel, period=8), lengths, stream)
+    read = decoded(kvjax.SnapKV(budget, window=window, kernel=kernel, compact_every=8), lengths, stream)
     for row, head in itertools.product(range(3), range(KV_HEADS)):
         expected = simulate_snapkv(stream, row, head, lengths[row], budget, window, kernel)
         for step in range(NEW):
@@ -206,7 +209,7 @@ def test_snapkv_keeps_what_its_window_attended_to_and_all_that_comes(budget, win
 
 
 def test_a_prompt_under_the_window_is_kept_whole():
-    read = decoded(kvjax.snapkv(39, window=38, period=8), (40, 5, 1))
+    read = decoded(kvjax.SnapKV(39, window=38, compact_every=8), (40, 5, 1))
     assert [np.flatnonzero(read[row, 0, 0]).tolist() for row in (1, 2)] == [list(range(6)), list(range(2))]
 
 
@@ -255,8 +258,8 @@ def test_pyramidkv_gives_every_layer_its_published_number(tokens, layers, window
     sizes = {"budget": window + beside, "window": window, "beta": beta}
     published = {"paper": published_pyramid, "kvpress": kvpress_pyramid}[variant]
     numbers = [published(tokens, layer, layers, **sizes) for layer in range(layers)]
-    found = [layer_slots(tokens, layer, layers, **sizes, variant=variant) for layer in range(layers)]
-    assert found == numbers
+    policy = kvjax.PyramidKV(**sizes, variant=variant)
+    assert [policy.layer_slots(tokens, layer, layers) for layer in range(layers)] == numbers
     assert all(min(tokens, window) <= number <= tokens for number in numbers)
     if tokens > sizes["budget"]:
         assert -0.5 <= np.mean(numbers) - sizes["budget"] <= layers / 2
@@ -265,8 +268,8 @@ def test_pyramidkv_gives_every_layer_its_published_number(tokens, layers, window
 @pytest.mark.parametrize("variant", ["paper", "kvpress"])
 def test_pyramidkv_keeps_its_layers_numbers(variant):
     stream, lengths, layers = make_stream(4), (40, 21, 9), 3
-    policy = kvjax.pyramidkv(13, window=5, kernel=3, beta=2, variant=variant, period=8)
-    numbers = [layer_slots(40, layer, layers, budget=13, window=5, beta=2, variant=variant) for layer in range(layers)]
+    policy = kvjax.PyramidKV(13, window=5, kernel=3, beta=2, variant=variant, compact_every=8)
+    numbers = [policy.layer_slots(40, layer, layers) for layer in range(layers)]
     assert numbers == {"paper": [17, 13, 9], "kvpress": [20, 13, 6]}[variant]
     for layer, number in enumerate(numbers):
         read = decoded(policy, lengths, stream, make_spec(layer=layer, layers=layers))
@@ -278,8 +281,8 @@ def test_pyramidkv_keeps_its_layers_numbers(variant):
 def test_a_pyramid_is_fitted_by_the_average_of_its_layers():
     spec = make_spec(prompt=400, layers=3)
     limit = spec.exact_bytes(256)
-    policy = kvjax.fit_bytes(lambda budget: kvjax.pyramidkv(budget, window=5, period=8), spec, limit)
-    sizes = [kvjax.row_bytes(policy, dataclasses.replace(spec, layer=layer)) for layer in range(3)]
+    policy = kvjax.fit_bytes(lambda budget: kvjax.PyramidKV(budget, window=5, compact_every=8), spec, limit)
+    sizes = [row_bytes(policy, dataclasses.replace(spec, layer=layer)) for layer in range(3)]
     assert sizes[0] > sizes[1] > sizes[2]
     assert 0.9 * limit < np.mean(sizes) <= limit
 
@@ -291,7 +294,7 @@ def simulate_cam(stream, row, head, key, sinks=2, recent=7, merged=4):
     """Attention outputs [N, G, D] of every step, one token leaving after each, and which tokens were merged."""
     values = stream.values[row, :, head].astype(np.float64)
     keys = stream.keys[row, :, head].astype(np.float64)
-    coins = np.asarray(draws_by_position(key, jnp.arange(len(values)), KV_HEADS))[head]
+    coins = np.asarray(draws_by_position(key[None], jnp.arange(len(values))[None], KV_HEADS))[0, head]
     outputs, went = [], []
     for position in range(LENGTHS[row], LENGTHS[row] + NEW):
         first = max(position - recent, sinks)  # the oldest of the recent tokens, which leaves after this step
@@ -308,9 +311,9 @@ def simulate_cam(stream, row, head, key, sinks=2, recent=7, merged=4):
 
 
 def test_cam_merges_what_leaves_as_published():
-    stream, policy = make_stream(6), kvjax.cam(9, sinks=2, merged=4, period=1)
-    state = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    _, outputs, _ = go(policy, state, after(stream, LENGTHS))
+    stream, policy = make_stream(6), kvjax.CaM(9, sinks=2, merged=4, compact_every=1)
+    cache = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    _, outputs, _ = go(cache, after(stream, LENGTHS))
     merged = left = 0
     for row, head in itertools.product(range(3), range(KV_HEADS)):
         expected, went = simulate_cam(stream, row, head, row_keys()[row])
@@ -326,17 +329,17 @@ def test_cam_merges_with_the_probability_of_its_attention():
     rng = np.random.default_rng(11)
     stream = stream._replace(queries=rng.normal(size=stream.queries.shape).astype(np.float32))
     stream = Stream(*(np.repeat(part, batch, axis=0) for part in stream))
-    policy = kvjax.cam(6, sinks=1, merged=3, period=1)
+    policy = kvjax.CaM(6, sinks=1, merged=3, compact_every=1)
     spec = make_spec(batch=batch, prompt=8, new=8, kv_heads=1, query_heads=2)
     lengths = np.full(batch, 6)
-    state = begin(policy, spec, row_keys(batch), *prompt_of(stream, lengths, 8), lengths)
+    cache = begin(policy, spec, row_keys(batch), *prompt_of(stream, lengths, 8), lengths)
     # After the seventh token, token 1 leaves: it was seen beside 0 and 2 ... 6.
-    state, _, _ = go(policy, state, after(stream, lengths, 1))
+    cache, _, _ = go(cache, after(stream, lengths, 1))
     keys, queries = stream.keys[0, :7, 0].astype(np.float64), stream.queries[0, 6].astype(np.float64)
     attention = sum(softmax(keys @ query / np.sqrt(len(query))) for query in queries)
     probability = min(1.0, attention[1] / attention[2:].mean())
     assert 0.1 < probability < 0.9
-    values = np.asarray(state.window.values)[:, 0, :5]  # of tokens 2 ... 6
+    values = np.asarray(cache.state.window.values)[:, 0, :5]  # of tokens 2 ... 6
     merged = values[:, :, 1] > 0
     assert set(map(tuple, merged)) == {(True, True, True, False, False), (False,) * 5}
     np.testing.assert_allclose(values[merged[:, 0], :3, 1], 1 / 3, rtol=1e-6)
@@ -345,14 +348,14 @@ def test_cam_merges_with_the_probability_of_its_attention():
 
 
 def test_tokens_that_leave_together_are_merged_into_those_that_stay():
-    policy, stream = kvjax.cam(6, sinks=1, merged=3, period=8), make_stream()
+    policy, stream = kvjax.CaM(6, sinks=1, merged=3, compact_every=8), make_stream()
     # All queries are zeros: every token draws the same attention, and all that leave are merged.
     stream = stream._replace(queries=0 * stream.queries)
-    state = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    state, _, _ = go(policy, state, after(stream, LENGTHS, 8))
+    cache = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    cache, _, _ = go(cache, after(stream, LENGTHS, 8))
     for row, end in enumerate(np.array(LENGTHS) + 8):
         left = np.arange(max(end - 13, 1), end - 5)  # those that were recent, or came, and are no longer
-        values = np.asarray(state.window.values)[row, 0, :5]
+        values = np.asarray(cache.state.window.values)[row, 0, :5]
         np.testing.assert_allclose(values[:3][:, left], 1 / 3, rtol=1e-6)
         np.testing.assert_array_equal(values[3:][:, left], 0)
 
@@ -363,20 +366,19 @@ def test_tokens_that_leave_together_are_merged_into_those_that_stay():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: kvjax.h2o(8, recent=8), "budget=8 leaves no slot for heavy hitters; recent=8"),
-        (lambda: kvjax.h2o(8, recent=-1), "recent=-1"),
-        (lambda: kvjax.h2o(0), "budget=0"),
-        (lambda: kvjax.h2o(8, period=0), "period=0"),
-        (lambda: kvjax.cam(4), "budget=4 .*sinks=4 and recent=1"),
-        (lambda: kvjax.cam(8, merged=0), "merged=0"),
-        (lambda: kvjax.cam(8, period=0), "period=0"),
-        (lambda: kvjax.snapkv(32), "budget=32 leaves no slot beside the window of 32"),
-        (lambda: kvjax.snapkv(31), "budget=31 .*recent=32"),
-        (lambda: kvjax.snapkv(64, window=0), "window=0"),
-        (lambda: kvjax.snapkv(64, kernel=4), "kernel=4; it must be odd"),
-        (lambda: kvjax.snapkv(64, period=0), "period=0"),
-        (lambda: kvjax.pyramidkv(64, beta=0), "beta=0"),
-        (lambda: kvjax.pyramidkv(64, variant="cap"), "variant='cap'.*'paper', 'kvpress'"),
+        (lambda: kvjax.H2O(8, recent=8), "budget=8 leaves no slot for heavy hitters; sinks \\+ recent already take 8"),
+        (lambda: kvjax.H2O(8, recent=-1), "recent=-1"),
+        (lambda: kvjax.H2O(0), "budget=0"),
+        (lambda: kvjax.H2O(8, compact_every=0), "compact_every=0"),
+        (lambda: kvjax.CaM(4), "budget=4 .*sinks=4 and recent=1"),
+        (lambda: kvjax.CaM(8, merged=0), "merged=0"),
+        (lambda: kvjax.CaM(8, compact_every=0), "compact_every=0"),
+        (lambda: kvjax.SnapKV(31), "budget=31 .*recent=32"),
+        (lambda: kvjax.SnapKV(64, window=0), "window=0"),
+        (lambda: kvjax.SnapKV(64, kernel=4), "kernel=4; it must be odd"),
+        (lambda: kvjax.SnapKV(64, compact_every=0), "compact_every=0"),
+        (lambda: kvjax.PyramidKV(64, beta=0), "beta=0"),
+        (lambda: kvjax.PyramidKV(64, variant="cap"), "variant='cap'.*'paper', 'kvpress'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(make, message):
@@ -384,15 +386,13 @@ def test_settings_that_cannot_be_are_refused_by_name(make, message):
         make()
 
 
-@pytest.mark.parametrize("name, count", [("h2o", 40), ("snapkv", 6), ("pyramidkv", 6)])
-def test_prompts_need_their_queries(name, count):
-    policy, stream = POLICIES[name], make_stream()
-    keys, values, queries = prompt_of(stream, LENGTHS)
-    prefill = lambda tail: policy.prefill(  # noqa: E731
-        policy.init(make_spec(), row_keys()), keys, values, jnp.array(LENGTHS), tail
-    )
-    with pytest.raises(ValueError, match=rf"query_tail=None; {name} needs .* last {count} tokens"):
+@pytest.mark.parametrize("name, kind, count", [("h2o", "H2O", 40), ("snapkv", "SnapKV", 6), ("pyramidkv", "SnapKV", 6)])
+def test_prompts_need_their_queries(name, kind, count):
+    keys, values, queries = prompt_of(make_stream(), LENGTHS)
+    cache = kvjax.init(POLICIES[name], make_spec(), row_keys())
+    prefill = lambda shown: kvjax.prefill(cache, keys, values, jnp.array(LENGTHS), shown)  # noqa: E731
+    with pytest.raises(ValueError, match=rf"queries=None; {kind} needs .* last {count} tokens"):
         prefill(None)
     for wrong in (queries[:, : count - 1], queries[:2, :count], queries[:, :count, :3], queries[:, :count, :, :8]):
-        with pytest.raises(ValueError, match=rf"query_tail has shape .*{name} needs"):
+        with pytest.raises(ValueError, match=rf"queries have shape .*{kind} needs"):
             prefill(wrong)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import kvjax
-from kvjax.cluster_table import (
+from kvjax.state import CacheBytes
+from kvjax.structures.cluster_table import (
     _greedy_cover,
     extend,
     init_cluster_table,
@@ -282,7 +283,7 @@ def test_bytes_are_those_of_the_formula(dtype, itemsize):
         {"samples": 2, "value_dim": 7, "mean_keys": True, "moving": False},
         {"samples": 0, "value_dim": 7, "mean_keys": False, "moving": True},
     ]:
-        assert kvjax.cache_bytes(fresh(dtype=dtype, **options)) == kvjax.CacheBytes(formula(**options), 0)
+        assert kvjax.cache_bytes(fresh(dtype=dtype, **options)) == CacheBytes(formula(**options), 0)
 
 
 def test_many_streams_at_once_equal_each_alone_in_one_trace():

@@ -8,98 +8,132 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.policies.clusterkv_certified import ClusterKVCertified
+from kvjax.segment import Recalled, parts_of
 from tests.kvjax.support import LENGTHS, QUICKLY, after, begin, make_spec, make_stream, prompt_of, row_keys
 
-PERIOD, STEPS = 8, 20
-SIZES = {"sinks": 2, "recent": 4, "cluster_tokens": 4, "every": 8, "chunk_clusters": 2, "period": PERIOD}
+STAGED, STEPS = 8, 20
+SIZES = {"sinks": 2, "recent": 4, "cluster_tokens": 4, "every": 8, "chunk_clusters": 2, "compact_every": STAGED}
 PLAIN = {
-    "clusterkv": kvjax.clusterkv(20, **SIZES),
-    "clusterkv_per_head": kvjax.clusterkv(20, **SIZES, select="query_head", residual=False),
-    "quest": kvjax.quest(20, period=PERIOD),
+    "clusterkv": kvjax.ClusterKV(20, **SIZES),
+    "clusterkv_per_head": kvjax.ClusterKV(20, **SIZES, select="query_head", residual=False),
+    "clusterkv_target": ClusterKVCertified(20, **SIZES, target=0.05),
+    "infinigen": kvjax.InfiniGen(10, alpha=2.0, compact_every=STAGED),
+    "quest": kvjax.Quest(20, compact_every=STAGED),
 }
-HOSTED = {(name, steps): kvjax.host_memory(PLAIN[name], steps) for name, steps in
-          [("clusterkv", 1), ("clusterkv_per_head", 2), ("quest", 1), ("quest", 0)]}  # fmt: skip
+RECENT_STEPS = [
+    ("clusterkv", 1),
+    ("clusterkv_per_head", 2),
+    ("clusterkv_target", 1),
+    ("infinigen", 1),
+    ("quest", 1),
+    ("quest", 0),
+]
+HOSTED = {(name, steps): kvjax.HostMemory(PLAIN[name], steps) for name, steps in RECENT_STEPS}
+
+step = jax.jit(kvjax.step, donate_argnums=0, compiler_options=QUICKLY)
 
 
-@functools.partial(jax.jit, static_argnames="policy", donate_argnames="state", compiler_options=QUICKLY)
-def step(policy, state, keys, values, query, lengths):
-    state = policy.extend(state, keys, values, lengths)
-    partials, state = policy.attend(state, query, causal=True)
-    return kvjax.output(partials), state
-
-
-compact = jax.jit(lambda policy, state: policy.compact(state), static_argnums=0, donate_argnums=1)
+@functools.partial(jax.jit, compiler_options=QUICKLY)
+def asked(cache, query):
+    """The blocks that one query of every row recalls first, and how many tokens of each."""
+    (part,) = (
+        part
+        for part in parts_of(cache.policy.read(cache.state, cache.staging.count[:, None]))
+        if isinstance(part, Recalled)
+    )
+    choice = part.choose(query, None if part.target is None else jnp.zeros(query.shape[0], jnp.int32))
+    return choice.block, choice.tokens
 
 
 def start(policy):
     return begin(policy, make_spec(), row_keys(), *prompt_of(make_stream(), LENGTHS), LENGTHS)
 
 
+def tokens_at(tokens, at):
+    return tokens.queries[:, at], tokens.keys[:, at], tokens.values[:, at]
+
+
 @pytest.mark.parametrize(
-    "name, steps", [one if one == ("quest", 1) else pytest.param(*one, marks=pytest.mark.heavy) for one in HOSTED]
+    "name, steps", [case if case == ("quest", 1) else pytest.param(*case, marks=pytest.mark.heavy) for case in HOSTED]
 )
 def test_results_are_the_policy_s_own_and_hits_are_counted(name, steps):
-    plain, hosted = PLAIN[name], HOSTED[name, steps]
-    state, own = start(hosted), start(plain)
+    cache, plain = start(HOSTED[name, steps]), start(PLAIN[name])
     tokens = after(make_stream(), LENGTHS)
-    asked: list[list[set]] = [[] for _ in LENGTHS]  # of every row, the (head, block) pairs of each of its steps
+    past: list[list[set]] = [[] for _ in LENGTHS]  # of every row, the (head, block) pairs of each of its steps
     requested, hits = np.zeros((2, len(LENGTHS)), int)
     for number in range(STEPS):
         # The last row ends early, and its slots stay empty.
         lengths = jnp.array([1, 1, int(number < 5)], jnp.int32)
-        now = [x[:, number : number + 1] for x in tokens]
-        out, state = step(hosted, state, *now, lengths)
-        expected, own = step(plain, own, *now, lengths)
-        np.testing.assert_allclose(out, expected, atol=1e-6)
-        plan = plain.plan.plan(own, now[2])
+        now = tokens_at(tokens, slice(number, number + 1))
+        output, cache = step(cache, *now, lengths)
+        expected, plain = step(plain, *now, lengths)
+        np.testing.assert_allclose(output, expected, atol=1e-6)
+        block, count = (np.asarray(x) for x in asked(plain, now[0]))
         for row in np.flatnonzero(lengths):
-            heads, slots = np.nonzero(np.asarray(plan.tokens)[row])
-            wanted = set(zip(heads.tolist(), np.asarray(plan.block)[row, heads, slots].tolist(), strict=True))
+            heads, slots = np.nonzero(count[row])
+            wanted = set(zip(heads.tolist(), block[row, heads, slots].tolist(), strict=True))
             requested[row] += len(wanted)
-            hits[row] += len(wanted & set().union(*asked[row][max(len(asked[row]) - steps, 0) :]))
-            asked[row].append(wanted)
-        if number % PERIOD == PERIOD - 1:
-            state, own = compact(hosted, state), compact(plain, own)
-    np.testing.assert_array_equal(state.recent.requested, requested)
-    np.testing.assert_array_equal(state.recent.hits, hits)
+            hits[row] += len(wanted & set().union(*past[row][max(len(past[row]) - steps, 0) :]))
+            past[row].append(wanted)
+    kvjax.check(cache)
+    (recent,) = cache.state.recent
+    np.testing.assert_array_equal(recent.requested, requested)
+    np.testing.assert_array_equal(recent.hits, hits)
     assert (hits.sum() > 0) == (steps > 0) and hits.sum() < requested.sum()
-    store = state.cache.selection.store
-    assert store.entries.sharding.memory_kind == "pinned_host"
-    bytes_held = kvjax.cache_bytes(state)
-    assert bytes_held.host == store.entries.nbytes
-    cached = state.recent.entries.nbytes + state.recent.block.nbytes + 3 * 4 * len(LENGTHS)
-    assert bytes_held.device == sum(kvjax.cache_bytes(own)) - bytes_held.host + cached
-    assert hosted.read_bytes(state) == plain.read_bytes(own)
+    own = cache.state.cache
+    if name == "clusterkv_target":
+        for field in ("missing", "rounds", "steps"):
+            np.testing.assert_allclose(
+                getattr(own.certificate, field), getattr(plain.state.certificate, field), atol=1e-6
+            )
+        assert int(own.certificate.rounds.sum()) > int(own.certificate.steps.sum())
+    assert own.store.entries.sharding.memory_kind == "pinned_host"
+    bytes_held = kvjax.cache_bytes(cache)
+    assert bytes_held.host == own.store.entries.nbytes
+    beside = recent.entries.nbytes + recent.block.nbytes + 3 * 4 * len(LENGTHS)
+    assert bytes_held.device == sum(kvjax.cache_bytes(plain)) - bytes_held.host + beside
+    assert kvjax.read_bytes(cache) == kvjax.read_bytes(plain)
 
 
 def test_queries_at_once_learn_as_one_by_one():
-    hosted = HOSTED["clusterkv", 1]
     tokens = after(make_stream(), LENGTHS)
-    together, single = start(hosted), start(hosted)
-    out, together = step(hosted, together, *(x[:, :6] for x in tokens), None)
+    together, single = start(HOSTED["clusterkv", 1]), start(HOSTED["clusterkv", 1])
+    output, together = step(together, *tokens_at(tokens, slice(6)))
     for number in range(6):
-        alone, single = step(hosted, single, *(x[:, number : number + 1] for x in tokens), None)
-        np.testing.assert_allclose(out[:, number : number + 1], alone, atol=1e-6)
-    for one, other in zip(jax.tree.leaves(together.recent), jax.tree.leaves(single.recent), strict=True):
-        np.testing.assert_allclose(one, other)
+        alone, single = step(single, *tokens_at(tokens, slice(number, number + 1)))
+        np.testing.assert_allclose(output[:, number : number + 1], alone, atol=1e-6)
+    for leaf, other in zip(jax.tree.leaves(together.state.recent), jax.tree.leaves(single.state.recent), strict=True):
+        np.testing.assert_allclose(leaf, other)
 
 
 def test_nothing_is_learnt_without_an_appended_token():
-    hosted = HOSTED["quest", 1]
-    state = start(hosted)
-    _, after_it = hosted.attend(state, make_stream().queries[:, :2])
-    assert int(after_it.recent.requested.sum()) == 0
+    cache = start(HOSTED["quest", 1])
+    query = make_stream().queries[:, :1]
+    plain = kvjax.output(kvjax.attend(start(PLAIN["quest"]), query))
+    np.testing.assert_allclose(kvjax.output(kvjax.attend(cache, query)), plain, atol=1e-6)
+    nothing = (query, *(jnp.zeros((len(LENGTHS), 1, 2, query.shape[3])),) * 2, jnp.zeros(len(LENGTHS), jnp.int32))
+    _, cache = step(cache, *nothing)
+    (recent,) = cache.state.recent
+    assert int(recent.requested.sum()) == 0 and int(recent.step.sum()) == 0
 
 
 def test_rows_are_taken_and_inserted_where_they_lie():
-    state = start(HOSTED["quest", 1])
-    taken = kvjax.take_rows(state, jnp.array([2, 0]))
-    back = kvjax.insert_rows(taken, kvjax.take_rows(state, jnp.array([1])), jnp.array([0]))
-    for made, rows in ((taken, [2, 0]), (back, [1, 0])):
-        store = made.cache.selection.store
+    cache = start(HOSTED["quest", 1])
+    taken = kvjax.take_rows(cache, jnp.array([2, 0]))
+    back = kvjax.insert_rows(taken, kvjax.take_rows(cache, jnp.array([1])), jnp.array([0]))
+    for other, rows in ((taken, [2, 0]), (back, [1, 0])):
+        store, stored = other.state.cache.store, cache.state.cache.store
         assert store.entries.sharding.memory_kind == "pinned_host"
-        np.testing.assert_array_equal(np.asarray(store.entries), np.asarray(state.cache.selection.store.entries)[rows])
-        np.testing.assert_array_equal(store.position, state.cache.selection.store.position[np.array(rows)])
+        np.testing.assert_array_equal(np.asarray(store.entries), np.asarray(stored.entries)[rows])
+        np.testing.assert_array_equal(store.position, stored.position[np.array(rows)])
+
+
+def test_a_layer_that_recalls_nothing_stays_on_the_device():
+    policy = kvjax.HostMemory(kvjax.FirstLayers(1, PLAIN["quest"]))
+    first, second = (kvjax.init(policy, make_spec(layer=layer, layers=2), row_keys()) for layer in (0, 1))
+    assert first.policy == kvjax.Exact() and kvjax.cache_bytes(first).host == 0
+    assert second.policy == HOSTED["quest", 1] and kvjax.cache_bytes(second).host > 0
 
 
 def test_a_backend_without_host_memory_says_so_and_keeps_data_on_the_device(monkeypatch):
@@ -109,19 +143,18 @@ def test_a_backend_without_host_memory_says_so_and_keeps_data_on_the_device(monk
 
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
     with pytest.warns(UserWarning, match="backend 'cpu' has no host memory"):
-        state = kvjax.host_memory(PLAIN["quest"]).init(make_spec(), row_keys())
-    assert state.cache.selection.store.entries.sharding.memory_kind == "device"
+        cache = kvjax.init(HOSTED["quest", 1], make_spec(), row_keys())
+    assert cache.state.cache.store.entries.sharding.memory_kind == "device"
 
 
 @pytest.mark.parametrize(
     "policy, steps, message",
     [
-        (kvjax.exact(), 1, "exact does not say which blocks"),
-        (kvjax.clusterkv(40, target=0.1), 1, "clusterkv does not say"),
-        (kvjax.quest(40, full_layers=1), 1, "quest does not say"),
-        (kvjax.quest(40), -1, "steps=-1"),
+        (kvjax.Exact(), 1, "HostMemory: Exact.* recalls nothing"),
+        (kvjax.ByHead((kvjax.Exact(), kvjax.Uniform(80))), 1, "HostMemory: ByHead.* recalls nothing"),
+        (kvjax.Quest(40), -1, "steps=-1"),
     ],
 )
 def test_policies_that_cannot_be_hosted_are_refused(policy, steps, message):
     with pytest.raises(ValueError, match=message):
-        kvjax.host_memory(policy, steps)
+        kvjax.HostMemory(policy, steps)

@@ -1,15 +1,17 @@
 """InfiniGen's speculation against a plain simulation of what is published."""
 
 import itertools
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax.structures.skew import Skew
 from tests.kvjax.support import HEAD_DIM, LENGTHS, NEW, after, begin, go, make_spec, make_stream, prompt_of, row_keys
 
-KV_HEADS, GROUP, PERIOD = 2, 2, 8
+KV_HEADS, GROUP, STAGED = 2, 2, 8
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +51,19 @@ def simulate(stream, row, position, stored, budget, alpha, partial, turns):
 
 def visible(policy, stream, spec):
     """Which tokens [B, N, H_kv, D] are read at every step: those without which the output would be another."""
-    state = begin(policy, spec, row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    return go(policy, state, after(stream, LENGTHS))[1]
+    cache = begin(policy, spec, row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    return go(cache, after(stream, LENGTHS))[1]
 
 
 @pytest.mark.parametrize("partial, alpha, layer", [(0.2, 2.0, 1), (0.5, 1.0, 0), (1.0, 3.0, 1)])
 def test_it_reads_what_the_published_speculation_chooses(skew, skew_file, partial, alpha, layer):
     budget, stream = 9, full_stream()
-    policy = kvjax.infinigen(budget, alpha=alpha, partial=partial, skew=skew_file, period=PERIOD)
+    policy = kvjax.InfiniGen(budget, alpha, partial, Skew.load(skew_file), compact_every=STAGED)
     outputs = visible(policy, stream, make_spec(layers=2, layer=layer))
     counts = set()
     for row, step in itertools.product(range(3), range(NEW)):
         position = LENGTHS[row] + step
-        stored = LENGTHS[row] + step // PERIOD * PERIOD
+        stored = LENGTHS[row] + step // STAGED * STAGED
         chosen = simulate(stream, row, position, stored, budget, alpha, partial, skew[layer].astype(np.float64))
         counts.add(len(chosen[0]))
         for head in range(KV_HEADS * GROUP):
@@ -74,8 +76,8 @@ def test_it_reads_what_the_published_speculation_chooses(skew, skew_file, partia
 def test_a_skew_leaves_whole_products_as_they_are(skew_file):
     stream, spec = full_stream(), make_spec(layers=2)
     plain, skewed = (
-        visible(kvjax.infinigen(9, alpha=2.0, partial=1.0, skew=path, period=PERIOD), stream, spec)
-        for path in (None, skew_file)
+        visible(kvjax.InfiniGen(9, alpha=2.0, partial=1.0, skew=skew, compact_every=STAGED), stream, spec)
+        for skew in (None, Skew.load(skew_file))
     )
     np.testing.assert_allclose(plain, skewed, atol=1e-5)
 
@@ -86,12 +88,12 @@ def test_skews_that_cannot_be_are_refused_by_name(skew, tmp_path):
         return tmp_path / "other.npz"
 
     with pytest.raises(ValueError, match="other.npz holds .*'turn'.* must hold an array 'skew'"):
-        kvjax.infinigen(9, skew=saved(turn=skew))
+        Skew.load(saved(turn=skew))
     with pytest.raises(ValueError, match="must be \\[layers, H_kv, D, D\\]"):
-        kvjax.infinigen(9, skew=saved(skew=skew[0]))
+        Skew.load(saved(skew=skew[0]))
     with pytest.raises(ValueError, match="not orthogonal"):
-        kvjax.infinigen(9, skew=saved(skew=1.01 * skew))
-    of_two_layers = kvjax.infinigen(9, skew=saved(skew=skew))
+        Skew.load(saved(skew=1.01 * skew))
+    of_two_layers = kvjax.InfiniGen(9, skew=Skew.load(saved(skew=skew)))
     with pytest.raises(ValueError, match=r"has shape \(2, 2, 64, 64\); it must be .* = \(1, 2, 64, 64\)"):
         of_two_layers.init(make_spec(), row_keys())
 
@@ -99,11 +101,11 @@ def test_skews_that_cannot_be_are_refused_by_name(skew, tmp_path):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: kvjax.infinigen(0), "budget=0"),
-        (lambda: kvjax.infinigen(9, alpha=0), "alpha=0"),
-        (lambda: kvjax.infinigen(9, partial=0), "partial=0"),
-        (lambda: kvjax.infinigen(9, partial=1.2), "partial=1.2"),
-        (lambda: kvjax.infinigen(9, period=0), "period=0"),
+        (lambda: kvjax.InfiniGen(0), "budget=0"),
+        (lambda: kvjax.InfiniGen(9, alpha=0), "alpha=0"),
+        (lambda: kvjax.InfiniGen(9, partial=0), "partial=0"),
+        (lambda: kvjax.InfiniGen(9, partial=1.2), "partial=1.2"),
+        (lambda: kvjax.InfiniGen(9, compact_every=0), "compact_every=0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(make, message):
@@ -112,7 +114,18 @@ def test_settings_that_cannot_be_are_refused_by_name(make, message):
 
 
 def test_prompts_need_their_queries():
-    policy = kvjax.infinigen(9)
+    cache = kvjax.init(kvjax.InfiniGen(9), make_spec(), row_keys())
     keys, values, _ = prompt_of(make_stream(), LENGTHS)
-    with pytest.raises(ValueError, match="query_tail=None; infinigen needs"):
-        policy.prefill(policy.init(make_spec(), row_keys()), keys, values, jnp.array(LENGTHS))
+    with pytest.raises(ValueError, match="queries=None; InfiniGen needs"):
+        kvjax.prefill(cache, keys, values, jnp.array(LENGTHS))
+
+
+def test_a_skew_is_known_by_its_content(skew, skew_file, tmp_path):
+    copy = shutil.copy(skew_file, tmp_path / "copy.npz")
+    first, second = Skew.load(skew_file), Skew.load(copy)
+    assert first == second and hash(first) == hash(second)
+    assert kvjax.InfiniGen(9, skew=first) == kvjax.InfiniGen(9, skew=second)
+    np.savez(copy, skew=-skew)
+    assert Skew.load(copy) != first
+    with pytest.raises(ValueError, match="has changed since it was loaded"):
+        Skew(str(copy), sha256="0").matrices()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.k_center import extend_k_center, greedy_k_center
+from kvjax.structures.k_center import extend_k_center, greedy_k_center
 
 POINTS, DIM, SIZE = 14, 3, 5
 choose = jax.jit(greedy_k_center, static_argnums=2)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax import balance, merge_reduce
+from kvjax.state import CacheBytes
+from kvjax.structures import balance, merge_reduce
 from tests.kvjax.support import QUICKLY
 
 TOKENS, KEY_DIM, VALUE_DIM = 100, 8, 3
@@ -247,7 +248,7 @@ def test_bytes_are_those_of_the_formula(dtype, value_dim):
     tree = fresh(value_dim=value_dim, dtype=dtype)
     slots, itemsize = BINS * BIN_SLOTS, jnp.dtype(dtype).itemsize
     expected = slots * (KEY_DIM + (value_dim or 0)) * itemsize + 4 * slots + 8 * BINS + 12 + 8
-    assert kvjax.cache_bytes(tree) == kvjax.CacheBytes(expected, 0)
+    assert kvjax.cache_bytes(tree) == CacheBytes(expected, 0)
 
 
 @pytest.mark.parametrize("eager", [False, True])

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import recall
-from kvjax.attention import attend
-from pallas_kernels.cluster_recall import entry_width
+from kvjax.attention import attend_reading
+from kvjax.segment import Segment
+from pallas_kernels.cluster_recall import entry_width, read_places, split, taken
 from tests.kvjax.support import QUICKLY, make_spec
 
 PLACES = 4
@@ -93,46 +94,52 @@ def test_any_tokens_fit_the_blocks_that_are_made_for_them(seed, parts, tokens):
     assert (-(-size // PLACES)).sum() <= recall.blocks_of(tokens, parts, PLACES)
 
 
-def stores(seed=0, rows=2, kv_heads=3, blocks=5, dim=2):
+def stores(seed=0, rows=2, kv_heads=3, blocks=5, dim=2, value_dim=None):
     rng = np.random.default_rng(seed)
-    entries = jnp.asarray(rng.normal(size=(rows, kv_heads, blocks, PLACES, 2 * entry_width(dim))), jnp.float32)
-    return recall.BlockStore(entries, jnp.zeros((rows, kv_heads, blocks, PLACES), jnp.int32), dim)
+    entries = jnp.asarray(
+        rng.normal(size=(rows, kv_heads, blocks, PLACES, 2 * entry_width(max(dim, value_dim or dim)))), jnp.float32
+    )
+    position = jnp.zeros((rows, kv_heads, blocks, PLACES), jnp.int32)
+    return recall.BlockStore(entries, None, position, head_dim=dim, value_dim=value_dim or dim)
 
 
-@pytest.mark.parametrize("dim", [2, 80])
+@pytest.mark.parametrize("dim, value_dim", [(2, 2), (80, 80), (2, 7), (80, 16)])
 @pytest.mark.parametrize("group", [1, 2])
-def test_recall_reads_the_blocks_that_are_named(group, dim):
-    store, rng = stores(dim=dim), np.random.default_rng(1)
+def test_recall_reads_the_blocks_that_are_named(group, dim, value_dim):
+    store, rng = stores(dim=dim, value_dim=value_dim), np.random.default_rng(1)
     block = rng.integers(0, 5, (2, 3 * group, 4))
     count = rng.integers(0, PLACES + 1, block.shape)
-    found = recall.recall(store, block, count)
+    keys, values = split(taken(store.entries, jnp.asarray(block)), dim, value_dim)
+    there = np.asarray(read_places(jnp.asarray(count), PLACES))
     for row, head in np.ndindex(2, 3 * group):
-        keys = np.asarray(store.keys)[row, head // group, block[row, head]]
-        values = np.asarray(store.values)[row, head // group, block[row, head]]
-        np.testing.assert_array_equal(found.keys[row, head], keys.reshape(-1, dim))
-        np.testing.assert_array_equal(found.values[row, head], values.reshape(-1, dim))
-        there = (np.arange(PLACES) < count[row, head][:, None]).reshape(-1)
-        np.testing.assert_array_equal(found.log_num[row, head], np.where(there, 0, -np.inf))
-    # Attention reads them where they lie, or gathered.
+        own_keys = np.asarray(store.keys)[row, head // group, block[row, head]]
+        own_values = np.asarray(store.values)[row, head // group, block[row, head]]
+        np.testing.assert_array_equal(keys[row, head], own_keys.reshape(-1, dim))
+        np.testing.assert_array_equal(values[row, head], own_values.reshape(-1, value_dim))
+        np.testing.assert_array_equal(there[row, head], (np.arange(PLACES) < count[row, head][:, None]).reshape(-1))
+    # Attention reads them where they lie, or fetched.
     query = jnp.asarray(rng.normal(size=(2, 1, 6, dim)), jnp.float32)
-    for mine, gathered in zip(
-        jax.tree.leaves(recall.attend_recalled(query, store, jnp.asarray(block), jnp.asarray(count))),
-        jax.tree.leaves(attend(query, (found,))),
-        strict=True,
-    ):
-        np.testing.assert_allclose(mine, gathered, rtol=1e-5, atol=1e-6)
+    block, count = jnp.asarray(block), jnp.asarray(count)
+    gathered = Segment(keys, values, log_num=jnp.where(there, 0.0, -jnp.inf))
+    for logit_cap in (None, 0.5):
+        expected = jax.tree.leaves(attend_reading(query, gathered, logit_cap=logit_cap))
+        for fetched in (None, taken(store.entries, block)):
+            mine = jax.tree.leaves(recall.attend_blocks(query, store, block, count, logit_cap, fetched))
+            for one, other in zip(mine, expected, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_arranging_and_putting():
+@pytest.mark.parametrize("value_dim", [3, 5])
+def test_arranging_and_putting(value_dim):
     rng = np.random.default_rng(0)
-    keys, values = rng.normal(size=(2, 6, 3)).astype(np.float32)
+    keys, values = (rng.normal(size=(6, dim)).astype(np.float32) for dim in (3, value_dim))
     source = np.array([[5, 0, 6, 6], [3, 6, 6, -1]])
     made = recall.arrange(source, keys, values, 10 + np.arange(6))
     np.testing.assert_array_equal(made.position, [[15, 10, -1, -1], [13, -1, -1, -1]])
     np.testing.assert_array_equal(made.keys[0, :2], keys[[5, 0]])
     np.testing.assert_array_equal(made.values[1, 0], values[3])
     assert not np.asarray(made.keys)[np.asarray(made.position) < 0].any()
-    empty = recall.init_store(make_spec(head_dim=3, dtype=jnp.bfloat16), 3, 4)
+    empty = recall.init_store(make_spec(head_dim=3, value_dim=value_dim, dtype=jnp.bfloat16), 3, 4)
     store = recall.put_blocks(empty, np.array([2, 3]), made)
     assert store.keys.dtype == jnp.bfloat16
     np.testing.assert_array_equal(store.position, [[-1] * 4, [-1] * 4, [15, 10, -1, -1]])

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import kvjax
-from kvjax.reservoir import _uniform, extend, init_reservoir, log_weights, scan_steps
+from kvjax.state import CacheBytes
+from kvjax.structures.reservoir import _uniform, extend, init_reservoir, log_weights, scan_steps
 from tests.kvjax.support import QUICKLY
 
 SLOTS, DIM, VALUE_DIM, STREAMS = 3, 4, 2, 3000
@@ -131,7 +132,7 @@ def test_impossible_masses_are_counted_and_never_sampled():
 def test_bytes_are_those_of_the_formula():
     for slots, dtype, itemsize in [(3, jnp.float32, 4), (50, jnp.bfloat16, 2)]:
         expected = slots * (DIM + VALUE_DIM) * itemsize + 4 * slots + 12 + 8
-        assert kvjax.cache_bytes(fresh(slots=slots, dtype=dtype)) == kvjax.CacheBytes(expected, 0)
+        assert kvjax.cache_bytes(fresh(slots=slots, dtype=dtype)) == CacheBytes(expected, 0)
 
 
 def test_many_streams_at_once_equal_each_alone_in_one_trace():

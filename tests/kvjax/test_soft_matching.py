@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax import soft_matching
-from kvjax.soft_matching import Centroids, Schedule
+from kvjax.structures import soft_matching
+from kvjax.structures.soft_matching import Centroids, Schedule
 from tests.kvjax.support import QUICKLY
 
 LLAMA_2 = Schedule(0.45, 0.05, 3)

@@ -2,31 +2,45 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.policies.windowed import init_windowed
-from kvjax.staging import init_window, settle, stage
-from tests.kvjax.support import make_spec
+from kvjax import window as windows
+from kvjax.staging import Staging, append, init_staging, take_out
+from kvjax.state import state
+from kvjax.window import Window, init_window
+from tests.kvjax.support import make_spec, row_keys
 
 BATCH, SLOTS, WIDEST = 3, 6, 3
+SPEC = make_spec(head_dim=2, rope_frequencies=None, staging=SLOTS)
+
+
+@state
+class Store:
+    """A window and the staging buffer before it."""
+
+    window: Window
+    staging: Staging
 
 
 @jax.jit
-def stage_window(window, keys, values, lengths):
-    return dataclasses.replace(window, staging=stage(window.staging, keys, values, lengths))
+def stage(store, keys, values, lengths):
+    return dataclasses.replace(store, staging=append(store.staging, keys, values, lengths))
 
 
-settle_window = jax.jit(settle)
+@jax.jit
+def settle(store):
+    new, staging = take_out(store.staging)
+    window, left = windows.slide(store.window, new)
+    return Store(window, staging), new, left
 
 
 @functools.cache
 def fresh(sinks, recent):
-    return init_window(make_spec(head_dim=2, rope_frequencies=None), sinks + recent, sinks, recent, period=SLOTS)
+    return Store(init_window(SPEC, sinks, recent), init_staging(SPEC))
 
 
 def tokens(firsts, count):
@@ -66,10 +80,14 @@ def check_window(window, rows):
             expected = np.broadcast_to(np.array(positions, np.float32)[:, None] + 1, (2, len(positions), 2))
             np.testing.assert_array_equal(keys[number, :, slots], expected, err_msg=part)
             np.testing.assert_array_equal(values[number, :, slots], -expected, err_msg=part)
-    real = np.asarray(window.staging.log_weight) == 0
+
+
+def check_staging(staging, rows):
+    real = np.asarray(staging.log_weight) == 0
     for number, row in enumerate(rows):
+        assert int(staging.first[number]) == row.total - len(row.staged)
         for head in range(2):
-            staged = np.asarray(window.staging.keys)[number, head][real[number, head], 0] - 1
+            staged = np.asarray(staging.keys)[number, head][real[number, head], 0] - 1
             np.testing.assert_array_equal(staged, row.staged)
 
 
@@ -82,28 +100,40 @@ histories = st.lists(st.one_of(st.none(), appends), max_size=14)
 @settings(max_examples=40, deadline=None)
 @given(history=histories)
 def test_staging_and_settling_do_what_lists_do(sinks, recent, history):
-    window, rows = fresh(sinks, recent), [Row(sinks, recent) for _ in range(BATCH)]
+    store, rows = fresh(sinks, recent), [Row(sinks, recent) for _ in range(BATCH)]
     offset, lost = 0, np.zeros(BATCH, int)
     for event in [*history, None]:
         if event is None:
             before = [len(row.sinks) + len(row.recent) for row in rows]
             passed = [row.total - len(row.staged) - held for row, held in zip(rows, before, strict=True)]
-            window, block = settle_window(window)
+            buffer = np.asarray(store.staging.keys)
+            store, new, left = settle(store)
             offset = 0
             for number, row in enumerate(rows):
-                left = row.settle()
-                assert int(block.count[number]) == len(left)
-                assert int(window.total[number]) == row.total
+                staged = row.staged
+                leaving = row.settle()
+                # What is taken out: all that was staged, in order, and where it lay.
+                assert int(new.count[number]) == len(staged)
+                assert int(new.first[number]) == row.total - len(staged)
+                expected = np.broadcast_to(np.array(staged, np.float32)[:, None] + 1, (2, len(staged), 2))
+                np.testing.assert_array_equal(new.keys[number, :, : len(staged)], expected)
+                np.testing.assert_array_equal(new.values[number, :, : len(staged)], -expected)
+                np.testing.assert_array_equal(new.beside(buffer)[number, :, : len(staged)], expected)
+                np.testing.assert_array_equal(new.position[number, : len(staged)], staged)
+                np.testing.assert_array_equal(new.present[number], np.arange(SLOTS) < len(staged))
+                # What leaves the window for it.
+                assert int(left.count[number]) == len(leaving)
+                assert int(store.window.total[number]) == row.total
                 # Where nothing left, `first` is where the next to leave will be: after sinks and those that left.
-                assert int(block.first[number]) == sinks + passed[number]
-                expected = np.broadcast_to(np.array(left, np.float32)[:, None] + 1, (2, len(left), 2))
-                np.testing.assert_array_equal(block.keys[number, :, : len(left)], expected)
-                np.testing.assert_array_equal(block.values[number, :, : len(left)], -expected)
-                if left:
-                    assert int(block.first[number]) == left[0]
+                assert int(left.first[number]) == sinks + passed[number]
+                expected = np.broadcast_to(np.array(leaving, np.float32)[:, None] + 1, (2, len(leaving), 2))
+                np.testing.assert_array_equal(left.keys[number, :, : len(leaving)], expected)
+                np.testing.assert_array_equal(left.values[number, :, : len(leaving)], -expected)
+                if leaving:
+                    assert int(left.first[number]) == leaving[0]
         else:
             count, lengths = event[0], np.minimum(event[1], event[0])
-            window = stage_window(window, *tokens([row.total for row in rows], count), lengths.astype(np.int32))
+            store = stage(store, *tokens([row.total for row in rows], count), lengths.astype(np.int32))
             if offset + count > SLOTS:  # no room: nothing is written, and that is counted
                 lost += lengths
             else:
@@ -111,46 +141,40 @@ def test_staging_and_settling_do_what_lists_do(sinks, recent, history):
                 for row, length in zip(rows, lengths, strict=True):
                     row.staged += range(row.total, row.total + length)
                     row.total += int(length)
-        assert int(window.staging.offset) == offset
-        np.testing.assert_array_equal(window.staging.count, [len(row.staged) for row in rows])
-        np.testing.assert_array_equal(window.staging.overflow, lost)
-        check_window(window, rows)
+        assert int(store.staging.offset) == offset
+        np.testing.assert_array_equal(store.staging.count, [len(row.staged) for row in rows])
+        np.testing.assert_array_equal(store.staging.overflow, lost)
+        check_window(store.window, rows)
+        check_staging(store.staging, rows)
 
 
 def test_overflow_is_reported_by_check():
-    window = fresh(2, 4)
+    store = fresh(2, 4)
     for _ in range(2):
-        kvjax.check(window)
-        window = stage_window(window, *tokens((0, 0, 0), 3), np.array([3, 1, 0], np.int32))
-    window = stage_window(window, *tokens((6, 2, 0), 1), np.array([1, 0, 1], np.int32))
-    with pytest.raises(ValueError, match=r"overflow=\[1, 0, 1\]: tokens were appended to a full staging buffer"):
-        kvjax.check(window)
+        kvjax.check(store)
+        store = stage(store, *tokens((0, 0, 0), 3), np.array([3, 1, 0], np.int32))
+    store = stage(store, *tokens((6, 2, 0), 1), np.array([1, 0, 1], np.int32))
+    with pytest.raises(ValueError, match=r"overflow=\[1, 0, 1\]: tokens came to a full staging buffer"):
+        kvjax.check(store)
 
 
-def test_a_staging_buffer_is_never_longer_than_all_that_comes():
-    window = init_window(make_spec(new=5), 8, sinks=2, recent=6, period=64)
-    assert window.staging.keys.shape[2] == 5
+@pytest.mark.parametrize("new, compact_every, slots", [(5, 64, 5), (64, 5, 5), (64, 64, 64)])
+def test_a_staging_buffer_is_never_longer_than_all_that_comes(new, compact_every, slots):
+    cache = kvjax.init(kvjax.Uniform(20, 2, 6, compact_every), make_spec(new=new), row_keys())
+    assert cache.staging.keys.shape[2] == cache.spec.staging == slots
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 5, 9, 10])
 def test_prompts_shorter_than_sinks_or_window_fill_what_they_can(length):
     # sinks take the first tokens, recents the last of the rest.
-    policy = _wide()
     spec = make_spec(batch=BATCH, head_dim=2, prompt=10, new=SLOTS, rope_frequencies=None)
     keys, values = tokens((0, 0, 0), 10)
-    state, _ = policy.prefill(policy.init(spec, None), keys, values, jnp.full(BATCH, length))
+    cache = kvjax.init(kvjax.StreamingLLM(7, sinks=3, compact_every=4), spec, row_keys())
+    cache, _ = kvjax.prefill(cache, keys, values, np.full(BATCH, length))
     rows = [Row(3, 4) for _ in range(BATCH)]
     for row in rows:
         row.staged = list(range(length))
         row.settle()
-    check_window(state.window, rows)
-    np.testing.assert_array_equal(state.window.total, [length] * BATCH)
-
-
-@functools.cache
-def _wide():
-    return kvjax.streaming_llm(7, sinks=3, period=4)
-
-
-def test_a_cache_knows_its_longest_prompt():
-    assert init_windowed(make_spec(prompt=17), fresh(2, 4)).max_prompt == 17
+    check_window(cache.state.window, rows)
+    np.testing.assert_array_equal(cache.state.window.total, [length] * BATCH)
+    np.testing.assert_array_equal(kvjax.tokens(cache), [length] * BATCH)

@@ -1,8 +1,7 @@
-"""What is special to `subgen`; what holds for every policy is tested with the others."""
+"""What is special to `SubGen`; what holds for every policy is tested with the others."""
 
 import functools
 import math
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,9 @@ import pytest
 from scipy import stats
 
 import kvjax
-from kvjax.policies.subgen import SubgenSettings, subgen_settings
+from kvjax.budget import abstract_cache, row_bytes
+from kvjax.structures import streams as structures
+from kvjax.theory import SubGenSettings, subgen_settings
 from tests.kvjax.support import HEAD_DIM, LENGTHS, QUICKLY, make_spec, row_keys, whole_run
 
 DIM, TOKENS = 32, 512
@@ -28,15 +29,15 @@ def attended(policy, keys, values, queries, batch=1, seed=0):
 def _attended(policy, spec, keys, values, queries, rngs):
     rows = lambda x: jnp.broadcast_to(x[:, None], (spec.batch, len(x), 1, spec.head_dim))  # noqa: E731
     lengths = jnp.full(spec.batch, spec.max_prompt, jnp.int32)
-    state, _ = policy.prefill(policy.init(spec, rngs), rows(keys), rows(values), lengths)
-    partials, _ = policy.attend(state, rows(queries))
-    return kvjax.output(partials)[:, :, 0], partials, state
+    cache, _ = kvjax.prefill(kvjax.init(policy, spec, rngs), rows(keys), rows(values), lengths)
+    partials = kvjax.attend(cache, rows(queries))
+    return kvjax.output(partials)[:, :, 0], partials, cache.state
 
 
 # Compiled once each.
-SPREAD = kvjax.subgen(24, sinks=0, recent=0)
-PLAIN = kvjax.subgen(24, sinks=0, recent=0, spread=False)
-SELF_NORMALISED = kvjax.subgen(40, sinks=0, recent=0, variant="self_normalised")
+SPREAD = kvjax.SubGen(24, sinks=0, recent=0)
+PLAIN = kvjax.SubGen(24, sinks=0, recent=0, spread=False)
+SELF_NORMALISED = kvjax.SubGen(40, sinks=0, recent=0, variant="self_normalised")
 
 
 def exact(keys, values, queries):
@@ -65,9 +66,9 @@ def low_rank(seed, tokens=TOKENS, rank=4, norm=2.0):
 
 def test_paper_reads_samples_in_the_numerator_and_clusters_in_the_denominator():
     keys, values, queries = low_rank(0)
-    policy = kvjax.subgen(None, variant="paper", samples=30, clusters=6, per_cluster=3, delta=1.0, sinks=0, recent=0)
+    policy = kvjax.SubGen(None, variant="paper", samples=30, clusters=6, per_cluster=3, delta=1.0, sinks=0, recent=0)
     found, _, state = attended(policy, keys, values, queries)
-    held, table = state.selection.reservoir, state.selection.table
+    held, table = state.streams.reservoir, state.streams.table
     assert held.keys.shape == (1, 1, 30, DIM) and table.samples.shape == (1, 1, 6, 3, DIM)
     # Line 29 and line 30 of Algorithm 1, with the logits' factor.
     picked_keys, picked = np.asarray(held.keys[0, 0], np.float64), np.asarray(held.values[0, 0], np.float64)
@@ -85,8 +86,8 @@ def test_paper_reads_samples_in_the_numerator_and_clusters_in_the_denominator():
 def test_self_normalised_reads_its_samples_in_both_sums():
     keys, values, queries = low_rank(3)
     found, _, state = attended(SELF_NORMALISED, keys, values, queries)
-    held = state.selection.reservoir
-    assert state.selection.table is None and held.mass.shape == (1, 1, 40)
+    held = state.streams.reservoir
+    assert state.streams.table is None and held.mass.shape == (1, 1, 40)
     picked_keys, picked, mass = (np.asarray(x[0, 0], np.float64) for x in (held.keys, held.values, held.mass))
     weights = np.exp(np.asarray(queries, np.float64) @ picked_keys.T / math.sqrt(DIM)) / mass
     np.testing.assert_allclose(found[0], weights @ picked / weights.sum(axis=1, keepdims=True), rtol=1e-4, atol=1e-5)
@@ -94,9 +95,9 @@ def test_self_normalised_reads_its_samples_in_both_sums():
 
 def test_sampled_clusters_are_the_control_variate_of_their_mean_values():
     keys, values, queries = low_rank(4)
-    policy = kvjax.subgen(None, clusters=5, per_cluster=4, sinks=0, recent=0)
+    policy = kvjax.SubGen(None, clusters=5, per_cluster=4, sinks=0, recent=0)
     found, _, state = attended(policy, keys, values, queries)
-    table = state.selection.table
+    table = state.streams.table
     count, mean = np.asarray(table.count[0, 0]), np.asarray(table.mean_value[0, 0], np.float64)
     drawn_keys, drawn = (np.asarray(x[0, 0], np.float64) for x in (table.samples, table.sample_values))
     e = np.exp(np.einsum("qd,mtd->qmt", np.asarray(queries, np.float64) / math.sqrt(DIM), drawn_keys))
@@ -113,11 +114,11 @@ def test_sampled_clusters_are_the_control_variate_of_their_mean_values():
 def test_mean_value_reads_means_with_their_counts_where_it_does_not_spread():
     keys, values, queries = low_rank(5)
     found, _, state = attended(PLAIN, keys, values, queries)
-    table = state.selection.table
+    table = state.streams.table
     count, mean_key, mean_value = (
         np.asarray(x[0, 0], np.float64) for x in (table.count, table.centers, table.mean_value)
     )
-    assert count.sum() == TOKENS and state.selection.spread is None
+    assert count.sum() == TOKENS and state.streams.moments is None
     weights = count * np.exp(np.asarray(queries, np.float64) @ mean_key.T / math.sqrt(DIM))
     np.testing.assert_allclose(
         found[0], weights @ mean_value / weights.sum(axis=1, keepdims=True), rtol=1e-4, atol=1e-5
@@ -128,7 +129,7 @@ def test_mean_value_reads_means_with_their_counts_where_it_does_not_spread():
 def test_spreading_reads_clusters_scaled_about_their_mean():
     keys, values, queries = low_rank(6)
     found, partials, state = attended(SPREAD, keys, values, queries)
-    table, spread = state.selection.table, state.selection.spread
+    table, spread = state.streams.table, state.streams.moments
     count, mean_key, mean_value = (
         np.asarray(x[0, 0], np.float64) for x in (table.count, table.centers, table.mean_value)
     )
@@ -149,7 +150,7 @@ def test_spreading_keeps_the_covariance_of_tokens_that_follow_a_common_law():
     keys, values, queries = low_rank(7)
     spread_out, _, state = attended(SPREAD, keys, values, queries)
     plain, _, _ = attended(PLAIN, keys, values, queries)
-    table, spread = state.selection.table, state.selection.spread
+    table, spread = state.streams.table, state.streams.moments
     share = np.asarray(table.count[0, 0], np.float64) / TOKENS
     deviations = [np.asarray(x[0, 0], np.float64) for x in (table.mean_value, table.centers)]
     deviations = [x - share @ x for x in deviations]
@@ -165,15 +166,15 @@ def test_clusters_without_a_common_law_are_not_spread():
     rng = np.random.default_rng(0)
     keys, values, queries = (jnp.asarray(rng.normal(size=(count, DIM)), jnp.float32) for count in (TOKENS, TOKENS, 20))
     _, _, state = attended(SPREAD, keys, values, queries)
-    assert 1 <= float(state.selection.spread.scale[0, 0]) < 1.02
+    assert 1 <= float(state.streams.moments.scale[0, 0]) < 1.02
 
 
 def test_mean_value_is_nearer_to_exact_attention_than_uniform_at_equal_bytes():
     # Paired over rows; sinks and recent tokens would be the same in both.
     keys, values, queries = low_rank(8)
     spec = kvjax.CacheSpec(batch=1, query_heads=1, kv_heads=1, head_dim=DIM, max_prompt=TOKENS, max_new=8)
-    limit = kvjax.row_bytes(SPREAD, spec)
-    rival = kvjax.fit_bytes(lambda budget: kvjax.uniform(budget, sinks=0, recent=0), spec, limit)
+    limit = row_bytes(SPREAD, spec)
+    rival = kvjax.fit_bytes(lambda budget: kvjax.Uniform(budget, sinks=0, recent=0), spec, limit)
     ours, theirs = (
         np.array([error(row, exact(keys, values, queries)) for row in attended(policy, keys, values, queries, 8)[0]])
         for policy in (SPREAD, rival)
@@ -184,26 +185,26 @@ def test_mean_value_is_nearer_to_exact_attention_than_uniform_at_equal_bytes():
 
 def test_mean_value_conserves_every_token_s_mass():
     # A query of zeros reads sum(count * mean value): every token exactly once, at every step and through compactions.
-    state, _, weights = whole_run("subgen_mean_value")
+    cache, _, weights = whole_run("subgen_mean_value")
     seen = np.arange(HEAD_DIM) < (np.array(LENGTHS)[:, None] + np.arange(weights.shape[1]) + 1)[..., None]
     np.testing.assert_allclose(weights, np.broadcast_to(seen[:, :, None], weights.shape), atol=2e-5)
-    between = np.maximum(np.asarray(state.window.total) - 2 - 8, 0)
-    np.testing.assert_array_equal(state.selection.table.count.sum(-1), np.repeat(between[:, None], 2, axis=1))
+    between = np.maximum(np.asarray(cache.state.window.total) - 2 - 8, 0)
+    np.testing.assert_array_equal(cache.state.streams.table.count.sum(-1), np.repeat(between[:, None], 2, axis=1))
 
 
 def test_rows_and_heads_draw_for_themselves():
     keys, values, queries = low_rank(8)
     _, _, state = attended(SELF_NORMALISED, keys, values, queries, batch=3)
-    drawn = np.asarray(state.selection.reservoir.keys).reshape(3, -1)
+    drawn = np.asarray(state.streams.reservoir.keys).reshape(3, -1)
     assert len(np.unique(drawn, axis=0)) == 3
 
 
 def test_prompts_of_several_blocks_are_taken_whole(monkeypatch):
-    monkeypatch.setattr(sys.modules[subgen_settings.__module__], "PROMPT_BLOCK", 48)
+    monkeypatch.setattr(structures, "PROMPT_BLOCK", 48)
     keys, values, queries = low_rank(9, tokens=200)
-    policy = kvjax.subgen(16, sinks=2, recent=8)
+    policy = kvjax.SubGen(16, sinks=2, recent=8)
     _, _, state = attended(policy, keys, values, queries)
-    table = state.selection.table
+    table = state.streams.table
     assert int(table.count.sum()) == 190
     middle = np.asarray(values, np.float64)[2:-8]
     total = np.asarray(table.count[0, 0]) @ np.asarray(table.mean_value[0, 0], np.float64)
@@ -226,8 +227,8 @@ def test_prompts_of_several_blocks_are_taken_whole(monkeypatch):
     ],
 )
 def test_a_budget_is_divided_and_never_exceeded(options, sizes):
-    policy = kvjax.subgen(40, sinks=2, recent=8, **options)
-    streams = kvjax.abstract_state(policy, make_spec()).selection
+    policy = kvjax.SubGen(40, sinks=2, recent=8, **options)
+    streams = abstract_cache(policy, make_spec()).state.streams
     held = 0 if streams.reservoir is None else streams.reservoir.mass.shape[-1]
     table = streams.table
     clusters = 0 if table is None else table.count.shape[-1]
@@ -238,17 +239,18 @@ def test_a_budget_is_divided_and_never_exceeded(options, sizes):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: kvjax.subgen(68), "budget=68 leaves 0 slots"),
-        (lambda: kvjax.subgen(71, per_cluster=3), "budget=71 leaves 3 slots"),
-        (lambda: kvjax.subgen(69, variant="paper"), "budget=69 leaves 1 slots"),
-        (lambda: kvjax.subgen(100, variant="paper", samples=40), "samples=40"),
-        (lambda: kvjax.subgen(100, variant="printed"), "variant='printed'"),
-        (lambda: kvjax.subgen(100, samples=3), "samples=3: 'mean_value' keeps none"),
-        (lambda: kvjax.subgen(100, variant="self_normalised", clusters=3), "clusters=3"),
-        (lambda: kvjax.subgen(None), "budget=None: give clusters="),
-        (lambda: kvjax.subgen(None, variant="paper", samples=3), "budget=None: give samples= clusters="),
-        (lambda: kvjax.subgen(100, sinks=-1), "sinks=-1"),
-        (lambda: kvjax.subgen(100, period=0), "period=0"),
+        (lambda: kvjax.SubGen(68), "budget=68 leaves 0 slots"),
+        (lambda: kvjax.SubGen(71, per_cluster=3), "budget=71 leaves 3 slots"),
+        (lambda: kvjax.SubGen(69, variant="paper"), "budget=69 leaves 1 slots"),
+        (lambda: kvjax.SubGen(100, variant="paper", samples=40), "samples=40"),
+        (lambda: kvjax.SubGen(100, variant="printed"), "variant='printed'"),
+        (lambda: kvjax.SubGen(100, samples=3), "samples=3: 'mean_value' keeps none"),
+        (lambda: kvjax.SubGen(100, variant="self_normalised", clusters=3), "clusters=3"),
+        (lambda: kvjax.SubGen(None), "budget=None: give clusters instead"),
+        (lambda: kvjax.SubGen(None, variant="paper", samples=3), "budget=None: give clusters instead"),
+        (lambda: kvjax.SubGen(None, variant="paper"), "budget=None: give samples and clusters instead"),
+        (lambda: kvjax.SubGen(100, sinks=-1), "sinks=-1"),
+        (lambda: kvjax.SubGen(100, compact_every=0), "compact_every=0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(make, message):
@@ -283,12 +285,12 @@ def test_settings_say_when_they_are_vacuous():
 
 def test_settings_make_the_policy():
     settings = subgen_settings(0.9, tokens=5000, head_dim=HEAD_DIM, query_norm=4.0, delta=0.5)
-    assert isinstance(settings, SubgenSettings)
-    policy = settings.policy(clusters=3, sinks=1, recent=2, period=8)
-    streams = kvjax.abstract_state(policy, make_spec()).selection
+    assert isinstance(settings, SubGenSettings)
+    policy = settings.policy(clusters=3, sinks=1, recent=2, compact_every=8)
+    streams = abstract_cache(policy, make_spec()).state.streams
     assert streams.reservoir.mass.shape[-1] == settings.samples
     assert streams.table.samples.shape[2:4] == (3, settings.per_cluster)
-    assert float(policy.init(make_spec(), row_keys()).selection.table.delta[0, 0]) == 0.5
+    assert float(policy.init(make_spec(), row_keys()).streams.table.delta[0, 0]) == 0.5
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from models import checkpoint, generate
+from kvjax.policy import Policy
+from models import checkpoint, generate, prefill
 from tests.models import families
 
 CHECKPOINT = pathlib.Path(__file__).parents[1] / "golden" / "transformers" / families.LLAMA31.name
@@ -28,7 +29,7 @@ class Run(NamedTuple):
 
     press: str  # a class of kvpress
     options: dict[str, Any]
-    policy: kvjax.CachePolicy
+    policy: Policy
 
 
 def budget(ratio: float) -> int:
@@ -37,27 +38,27 @@ def budget(ratio: float) -> int:
 
 RUNS = {
     "streaming_llm": Run(
-        "StreamingLLMPress", {"compression_ratio": 0.5, "n_sink": 4}, kvjax.streaming_llm(budget(0.5), sinks=4)
+        "StreamingLLMPress", {"compression_ratio": 0.5, "n_sink": 4}, kvjax.StreamingLLM(budget(0.5), sinks=4)
     ),
     "snapkv": Run(
         "SnapKVPress",
         {"compression_ratio": 0.75, "window_size": 8, "kernel_size": 5},
-        kvjax.snapkv(budget(0.75), window=8, kernel=5),
+        kvjax.SnapKV(budget(0.75), window=8, kernel=5),
     ),
     # kvpress's own window.
-    "snapkv_defaults": Run("SnapKVPress", {"compression_ratio": 0.25}, kvjax.snapkv(budget(0.25), window=64, kernel=5)),
+    "snapkv_defaults": Run("SnapKVPress", {"compression_ratio": 0.25}, kvjax.SnapKV(budget(0.25), window=64, kernel=5)),
     "pyramidkv": Run(
         "PyramidKVPress",
         {"compression_ratio": 0.75, "window_size": 8, "beta": 2},
-        kvjax.pyramidkv(budget(0.75), window=8, beta=2, variant="kvpress"),
+        kvjax.PyramidKV(budget(0.75), window=8, beta=2, variant="kvpress"),
     ),
     # Falls back to SnapKV's number in every layer.
     "pyramidkv_flat": Run(
         "PyramidKVPress",
         {"compression_ratio": 0.75, "window_size": 8},
-        kvjax.pyramidkv(budget(0.75), window=8, variant="kvpress"),
+        kvjax.PyramidKV(budget(0.75), window=8, variant="kvpress"),
     ),
-    "h2o": Run("ObservedAttentionPress", {"compression_ratio": 0.5}, kvjax.h2o(budget(0.5), recent=0, average=True)),
+    "h2o": Run("ObservedAttentionPress", {"compression_ratio": 0.5}, kvjax.H2O(budget(0.5), recent=0, average=True)),
 }
 
 
@@ -108,21 +109,21 @@ def _cache(model, tokens: np.ndarray, press) -> list[np.ndarray]:
     return [layer.keys[0].numpy() for layer in cache.layers]
 
 
-def kept_by_kvjax(policy: kvjax.CachePolicy, directory: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
+def kept_by_kvjax(policy: Policy, directory: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
     """Which tokens [layers, B, H_kv, T] a policy keeps of prompts."""
     model, batch = _model(directory), len(tokens)
     specs = generate.cache_specs(model, batch=batch, max_prompt=TOKENS, max_new=8)
     lengths = jnp.full(batch, TOKENS, jnp.int32)
-    tails = [generate.query_tail(policy, TOKENS)] * len(specs)
-    layers = generate.read_layers(model, tokens.astype(np.int32), lengths, TOKENS, tails)
-    found = []
+    asked = [prefill.asked_queries(policy, TOKENS)] * len(specs)
+    layers = prefill.read_layers(model, tokens.astype(np.int32), lengths, TOKENS, asked)
+    kept_tokens = []
     for spec, read in zip(specs, layers, strict=True):
-        cache = policy.init(spec, jax.random.split(jax.random.key(0), batch))
-        cache, _ = generate.compress_layer(policy, jax.tree.map(jnp.copy, cache), read, lengths)
+        cache = kvjax.init(policy, spec, jax.random.split(jax.random.key(0), batch))
+        cache, _ = prefill.compress_layer(jax.tree.map(jnp.copy, cache), read, lengths)
         fresh = np.asarray(read.keys).swapaxes(1, 2)
-        store = getattr(cache.selection, "store", cache.window)
-        found.append([_matches(kept, full) for kept, full in zip(np.asarray(store.keys), fresh, strict=True)])
-    return np.array(found)
+        store = getattr(cache.state, "window", cache.state)
+        kept_tokens.append([_matches(kept, full) for kept, full in zip(np.asarray(store.keys), fresh, strict=True)])
+    return np.array(kept_tokens)
 
 
 @functools.cache

@@ -9,19 +9,22 @@ from flax import nnx
 
 import kvjax
 from experiments.common.compiled import large_outputs
+from experiments.common.together import prefill_together
+from kvjax.state import axes
 from models import generate as generation
-from models.generate import NO_TOKEN, Generator, collect, generate, prefill_together
+from models import lowering, prefill
+from models.generate import NO_TOKEN, Generator, collect, generate
 from models.llama import Llama, LlamaConfig
 from models.sampling import Sampling
 
 VOCABULARY, PERIOD, CHUNK = 128, 16, 32
-EXACT = kvjax.exact(period=PERIOD)
+EXACT = kvjax.Exact(compact_every=PERIOD)
 POLICIES = {
     "exact": EXACT,
-    "streaming_llm_reindexed": kvjax.streaming_llm(40, period=PERIOD, reindex=True),
-    "uniform": kvjax.uniform(40, sinks=2, recent=16, period=PERIOD),
-    "clustergen_paper": kvjax.clustergen(40, period=PERIOD, variant="paper"),
-    "clustergen_mean_value": kvjax.clustergen(40, period=PERIOD),
+    "streaming_llm_reindexed": kvjax.StreamingLLM(40, compact_every=PERIOD, reindex=True),
+    "uniform": kvjax.Uniform(40, sinks=2, recent=16, compact_every=PERIOD),
+    "clustergen_paper": kvjax.ClusterGen(40, compact_every=PERIOD, variant="paper"),
+    "clustergen_mean_value": kvjax.ClusterGen(40, compact_every=PERIOD),
 }
 every_policy = pytest.mark.parametrize("name", POLICIES)
 
@@ -165,15 +168,17 @@ def test_a_streamed_prompt_may_come_in_parts(name):
 def test_a_streamed_prompt_takes_no_more_memory_the_longer_it_is():
     def bytes_of(max_prompt):
         made = streaming("uniform", max_prompt)
-        memories = [one.compile().memory_analysis() for one in made.lower_append(jax.eval_shape(made.start))]
+        memories = [
+            lowered.compile().memory_analysis() for lowered in lowering.lower_append(made, jax.eval_shape(made.start))
+        ]
         return [memory.argument_size_in_bytes + memory.temp_size_in_bytes for memory in memories]
 
     assert bytes_of(4096) == bytes_of(512)
 
 
 def test_streaming_is_refused_where_it_cannot_be():
-    whole_prompts_only = EXACT._replace(name="offline", streams=False)
-    with pytest.raises(ValueError, match="streaming: offline compresses whole prompts only"):
+    whole_prompts_only = kvjax.SnapKV(40)
+    with pytest.raises(ValueError, match=r"streaming: SnapKV\(.* compresses whole prompts only"):
         Generator(model(), whole_prompts_only, batch=3, max_prompt=70, max_new=90, streaming=True)
     made = [streaming("exact"), generator("exact")]
     with pytest.raises(ValueError, match="prefill_together reads exactly"):
@@ -219,7 +224,7 @@ def test_a_row_ends_alone_at_its_end_of_sequence_token():
     assert rows == [row[:end] for row, end in zip(free, ends, strict=True)]
     expected = [len(prompt) + end for prompt, end in zip(PROMPTS, ends, strict=True)]
     np.testing.assert_array_equal(state.positions, expected)
-    np.testing.assert_array_equal(state.layers[0].window.total, expected)
+    np.testing.assert_array_equal(kvjax.tokens(state.layers[0]), expected)
     np.testing.assert_array_equal(state.done, np.array(ends) < 40)
     assert made.block == stopping.block == PERIOD
 
@@ -247,23 +252,26 @@ def test_a_sampled_row_is_the_same_alone_and_by_itself_repeatable(name):
 def test_layers_may_have_policies_of_their_own():
     given = [EXACT, POLICIES["uniform"], POLICIES["clustergen_mean_value"]]
     made = Generator(model(), given, batch=3, max_prompt=70, max_new=90, prefill_chunk=CHUNK)
-    names = [policy.name for policy in made.policies]
-    assert names == ["exact", "streaming_llm", "clustergen(mean_value)"]  # a sliding layer keeps just its window
+    # A sliding layer keeps just its window.
+    assert made.policies == (EXACT, kvjax.StreamingLLM(20, sinks=0, compact_every=PERIOD), given[2])
     state = made.read(made.start(), PROMPTS)
-    assert state.layers[0].selection.keys.shape[2] == 192  # in whole blocks
-    assert [layer.window.keys.shape[2] for layer in state.layers[1:]] == [20, 40]
+    assert state.layers[0].state.keys.shape[2] == 192  # in whole blocks
+    assert [layer.state.window.keys.shape[2] for layer in state.layers[1:]] == [20, 40]
     rows, _ = written(made, state, 20)
     assert [len(row) for row in rows] == [20] * 3
 
 
 def test_generators_of_one_model_share_compiled_functions():
-    # Sliding layers' policies too are the same objects: another generator of equal sizes compiles nothing.
-    made = [Generator(model(), EXACT, batch=3, max_prompt=70, max_new=90, prefill_chunk=CHUNK) for _ in range(2)]
+    # Policies are values: a generator with equal ones, and equal sizes, compiles nothing.
+    made = [
+        Generator(model(), kvjax.Exact(compact_every=PERIOD), batch=3, max_prompt=70, max_new=90, prefill_chunk=CHUNK)
+        for _ in range(2)
+    ]
     assert made[0].policies == made[1].policies
     sizes = []
     for one in made:
         written(one, one.read(one.start(), PROMPTS), 3)
-        sizes.append(generation._decode_block._cache_size())
+        sizes.append(generation.decode_block._cache_size())
     assert sizes[0] == sizes[1]
 
 
@@ -351,8 +359,8 @@ def live():
 def test_256_tokens_take_one_trace_and_no_more_memory():
     # Two layers of one shape, so each function is compiled once whatever the number of layers.
     plain = random_model(windows=(None, None))
-    policy = kvjax.uniform(40, sinks=2, recent=16, period=PERIOD)
-    functions = [generation._decode_block, generation._compact, generation.compress, generation.prefill_layer]
+    policy = kvjax.Uniform(40, sinks=2, recent=16, compact_every=PERIOD)
+    functions = [generation.decode_block, generation.compact_layer, prefill.compress, prefill.prefill_layer]
     before = [function._cache_size() for function in functions]
     made = Generator(plain, policy, batch=2, max_prompt=40, max_new=256, prefill_chunk=CHUNK)
     state, buffers, blocks = made.read(made.start(), tokens_of(3, 40, 9)), [], 0
@@ -370,7 +378,7 @@ LONG = 8192  # slots: 8192 * 2 * 16 elements per cache, far more than anything e
 @functools.cache
 def compiled_decoding():
     made = Generator(model(), EXACT, batch=1, max_prompt=LONG, max_new=64, prefill_chunk=CHUNK)
-    return made.lower_decode(jax.eval_shape(made.start)).compile()
+    return lowering.lower_decode(made, jax.eval_shape(made.start)).compile()
 
 
 CACHE_BYTES = 4 * 2 * (LONG + 64) * 16
@@ -402,11 +410,10 @@ def test_decoding_needs_less_temporary_memory_than_one_cache():
 
 def test_prefill_memory_grows_with_the_prompt_not_its_square():
     layer = model().layers[0]
-    graph, parameters = nnx.split(layer)
 
     def temporary(tokens):
         x, lengths = jax.ShapeDtypeStruct((1, tokens, 32), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32)
-        lowered = generation.prefill_layer.lower(graph, model().config, None, 256, 0, parameters, x, lengths)
+        lowered = prefill.prefill_layer.lower(layer, model().config, None, 256, 0, x, lengths)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(2048) <= 4.5 * temporary(512)
@@ -414,10 +421,10 @@ def test_prefill_memory_grows_with_the_prompt_not_its_square():
 
 def test_a_state_names_the_axes_of_all_it_holds():
     state = generator("uniform").start()
-    names = kvjax.axes(state)
-    assert names.logits == ("batch", "vocabulary") and names.layers[0].window.keys[0] == "batch"
-    for leaf, axes in zip(jax.tree.leaves(state), jax.tree.leaves(names, is_leaf=_names), strict=True):
-        assert leaf.ndim == len(axes)
+    names = axes(state)
+    assert names.logits == ("B", "V") and names.layers[0].state.window.keys[0] == "B"
+    for leaf, dimensions in zip(jax.tree.leaves(state), jax.tree.leaves(names, is_leaf=_names), strict=True):
+        assert leaf.ndim == len(dimensions)
     assert dataclasses.is_dataclass(state)
 
 

@@ -13,8 +13,8 @@ from models import generate
 from models.generate import Generator, collect
 from tests.models.test_generate import CHUNK, PERIOD, PROMPTS, TURN, random_model
 
-SIZES = {"sinks": 2, "cluster_tokens": 8, "every": 16, "chunk_clusters": 2, "period": PERIOD}
-PLAIN = kvjax.clusterkv(24, **SIZES)
+SIZES = {"sinks": 2, "cluster_tokens": 8, "every": 16, "chunk_clusters": 2, "compact_every": PERIOD}
+PLAIN = kvjax.ClusterKV(24, **SIZES)
 
 
 def turns(policy, streaming=False):
@@ -33,7 +33,7 @@ def turns(policy, streaming=False):
 
 @contextlib.contextmanager
 def every_program_is_compiled_once():
-    functions = [generate._append_block, generate._decode_block, generate._compact]
+    functions = [generate.append_block, generate.decode_block, generate.compact_layer]
     before = [function._cache_size() for function in functions]
     yield
     assert [function._cache_size() - size for function, size in zip(functions, before, strict=True)] == [1] * 3
@@ -42,20 +42,20 @@ def every_program_is_compiled_once():
 def test_tokens_are_those_of_the_cache_on_the_device_and_the_store_stays_on_the_host():
     expected, own = turns(PLAIN)
     with every_program_is_compiled_once():
-        rows, state = turns(kvjax.host_memory(PLAIN))
+        rows, state = turns(kvjax.HostMemory(PLAIN))
     assert rows == expected
     kvjax.check(state)
-    stores = [layer.cache.selection.store for layer in state.layers]
+    stores = [layer.state.cache.store for layer in state.layers]
     assert all(store.entries.sharding.memory_kind == "pinned_host" for store in stores)
     assert kvjax.cache_bytes(state).host == sum(store.entries.nbytes for store in stores)
     for store, layer in zip(stores, own.layers, strict=True):
-        np.testing.assert_array_equal(store.position, layer.selection.store.position)
-    assert all(int(jnp.sum(layer.recent.hits)) > 0 for layer in state.layers)
+        np.testing.assert_array_equal(store.position, layer.state.store.position)
+    assert all(int(jnp.sum(layer.state.recent[0].hits)) > 0 for layer in state.layers)
 
 
 @pytest.mark.heavy
 def test_prompts_may_be_streamed_into_host_memory():
     with every_program_is_compiled_once():
-        rows, state = turns(kvjax.host_memory(PLAIN), streaming=True)
+        rows, state = turns(kvjax.HostMemory(PLAIN), streaming=True)
     assert rows == turns(PLAIN, streaming=True)[0]
-    assert jax.tree.leaves(state.layers[0].cache.selection.store)[0].sharding.memory_kind == "pinned_host"
+    assert jax.tree.leaves(state.layers[0].state.cache.store)[0].sharding.memory_kind == "pinned_host"

@@ -18,7 +18,7 @@ SHIPPED = sorted((pathlib.Path(checkpoint.__file__).parent / "checkpoints").iter
 
 def continuation(directory, prompts: np.ndarray) -> np.ndarray:
     rows, _ = generate.generate(
-        checkpoint.load(directory), kvjax.exact(period=16), prompts.tolist(), max_new_tokens=NEW_TOKENS
+        checkpoint.load(directory), kvjax.Exact(compact_every=16), prompts.tolist(), max_new_tokens=NEW_TOKENS
     )
     return np.array(rows)
 
@@ -53,7 +53,7 @@ def test_shipped_checkpoints_answer_alike_in_transformers(directory):
             asked = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
             expected = model.generate(torch.tensor([prompt]), **asked)[0, len(prompt) :].tolist()
         rows, _ = generate.generate(
-            checkpoint.load(directory), kvjax.exact(), [prompt], max_new_tokens=8, eos=tokenizer.eos_ids
+            checkpoint.load(directory), kvjax.Exact(), [prompt], max_new_tokens=8, eos=tokenizer.eos_ids
         )
         assert rows[0] == expected[: len(rows[0])]
         right += mixture.TASKS["line_retrieval"].score(tokenizer.decode(rows[0]), problem.answers)

@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
 
 import kvjax
-from models import checkpoint, generate
+from kvjax.sharding import rename_axes
+from models import checkpoint, generate, lowering
 from models.llama import Llama, LlamaConfig
 from models.saved_states import SavedStates
 from models.sharding import mesh_of, parameter_shardings, place
@@ -33,10 +35,12 @@ CONFIG = LlamaConfig(
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]]
 SIZES = {"batch": 4, "max_prompt": 12, "max_new": 24}
 POLICIES = {
-    "exact": kvjax.exact(period=4),
-    "chelsea": kvjax.chelsea(10, sinks=2, recent=4, chunk=4, period=4),
-    "snapkv": kvjax.snapkv(10, window=4, period=4),
-    "by_head": kvjax.by_head([[kvjax.exact(period=4)] * 2 + [kvjax.uniform(10, sinks=2, recent=4, period=4)] * 2] * 2),
+    "exact": kvjax.Exact(compact_every=4),
+    "chelsea": kvjax.Chelsea(10, sinks=2, recent=4, chunk=4, compact_every=4),
+    "snapkv": kvjax.SnapKV(10, window=4, compact_every=4),
+    "by_head": kvjax.ByHead(
+        (kvjax.Exact(compact_every=4),) * 2 + (kvjax.Uniform(10, sinks=2, recent=4, compact_every=4),) * 2
+    ),
 }
 CHECKPOINT = pathlib.Path(checkpoint.__file__).parent / "checkpoints" / "line-retrieval-2l-4k"
 
@@ -235,9 +239,9 @@ def test_devices_hold_and_need_their_part_of_the_memory():
     def peak(mesh):
         own = model() if mesh is None else place(model(), mesh)
         generator = generate.Generator(own, POLICIES["exact"], batch=4, max_prompt=2048, max_new=64)
-        state = generate.placed(jax.eval_shape(generator.start), mesh)
+        state = lowering.placed(jax.eval_shape(generator.start), mesh)
         lies = None if mesh else jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        memory = generator.lower_decode(state, lies).compile().memory_analysis()
+        memory = lowering.lower_decode(generator, state, lies).compile().memory_analysis()
         return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
     alone = peak(None)
@@ -265,6 +269,27 @@ def test_a_generation_saved_on_one_mesh_goes_on_on_another(tmp_path):
 
 
 @on_devices
+def test_a_mesh_may_have_names_of_its_own():
+    users = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("fsdp", "data", "tp"))
+    mesh = rename_axes(users, CONFIG.kv_heads, data="fsdp", tensor="tp")
+    assert dict(mesh.shape) == {"data": 2, "other_data": 2, "tensor": 2, "sequence": 1}
+    rows, state = run(place(model(), mesh), POLICIES["exact"], streaming=False)
+    assert rows == run(model(), POLICIES["exact"], streaming=False)[0]
+    keys = state.layers[0].state.keys
+    assert keys.sharding.is_equivalent_to(NamedSharding(users, jax.P("fsdp", "tp")), keys.ndim)
+
+
+@on_devices
+def test_more_devices_than_heads_along_an_axis_share_each_head():
+    users = Mesh(np.array(jax.devices()), ("tp",))
+    assert dict(rename_axes(users, 4, tensor="tp").shape) == {"tensor": 4, "sequence": 2, "data": 1}
+    with pytest.raises(ValueError, match="8 devices along 'tp': they must divide kv_heads=6"):
+        rename_axes(users, 6, tensor="tp")
+    with pytest.raises(ValueError, match="no axis 'model'; it has 'tp'"):
+        rename_axes(users, 4, tensor="model")
+
+
+@on_devices
 def test_devices_share_a_model_s_parameters():
     mesh = kvjax.make_mesh(CONFIG.kv_heads, tensor=8)
     placed = place(model(), mesh)
@@ -288,7 +313,7 @@ def test_devices_share_a_model_s_parameters():
 def test_a_checkpoint_is_read_into_its_parts(tmp_path):
     mesh = kvjax.make_mesh(CONFIG.kv_heads, data=2, tensor=4)
     checkpoint.save(tmp_path, model())
-    wanted, found = (nnx.split(one)[1] for one in (place(model(), mesh), checkpoint.load(tmp_path, mesh=mesh)))
+    wanted, found = (place(model(), mesh), checkpoint.load(tmp_path, mesh=mesh))
     for one, other in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         assert one.sharding == other.sharding
         np.testing.assert_array_equal(one, other)

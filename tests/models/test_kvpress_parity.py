@@ -38,11 +38,11 @@ def test_the_golden_choices_tell_presses_layers_and_heads_apart():
     "name, policy",
     [
         # Sums, as the released code of H2O takes them, favour early tokens, which more queries saw.
-        ("h2o", kvjax.h2o(kvpress_runs.budget(0.5), recent=0)),
-        ("h2o", kvjax.h2o(kvpress_runs.budget(0.5), average=True)),
+        ("h2o", kvjax.H2O(kvpress_runs.budget(0.5), recent=0)),
+        ("h2o", kvjax.H2O(kvpress_runs.budget(0.5), average=True)),
         # The released code's layers have their window beside the number that kvpress takes it from.
-        ("pyramidkv", kvjax.pyramidkv(kvpress_runs.budget(0.75), window=8, beta=2)),
-        ("snapkv_defaults", kvjax.snapkv(kvpress_runs.budget(0.25), window=32)),
+        ("pyramidkv", kvjax.PyramidKV(kvpress_runs.budget(0.75), window=8, beta=2)),
+        ("snapkv_defaults", kvjax.SnapKV(kvpress_runs.budget(0.25), window=32)),
     ],
 )
 def test_other_definitions_keep_other_tokens(name, policy):

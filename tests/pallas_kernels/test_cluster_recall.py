@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import benchmarking
 from pallas_kernels.cluster_recall import Blocks, Config, GpuConfig, cluster_recall, entry_width, mosaic_tpu
-from pallas_kernels.weighted_decode import EMPTY, Sums
+from pallas_kernels.weighted_decode import EMPTY, Partials
 from tests.pallas_kernels import traffic
 
 SMALL = Config(step_blocks=8, cores=1)
@@ -99,7 +99,7 @@ def expected(rows, blocks, number, count):
     return peak, num, den
 
 
-def compare(found: Sums, *arguments, tolerance=2e-6):
+def compare(found: Partials, *arguments, tolerance=2e-6):
     peak, num, den = expected(*arguments)
     assert (found.max.shape, found.num.shape, found.den.shape) == (peak.shape, num.shape, den.shape)
     some = np.isfinite(peak)

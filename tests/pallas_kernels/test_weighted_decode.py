@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.weighted_decode import EMPTY, Config, Entries, GpuConfig, Sums, weighted_decode
+from pallas_kernels.weighted_decode import EMPTY, Config, Entries, GpuConfig, Partials, weighted_decode
 from tests.pallas_kernels import traffic
 
 SMALL = Config(block_slots=128)
@@ -82,7 +82,7 @@ def expected(rows, entries):
     return peak, np.einsum("bhrs,bhsd->bhrd", weight, values), np.exp(den - base).sum(-1)
 
 
-def compare(found: Sums, rows, entries, tolerance):
+def compare(found: Partials, rows, entries, tolerance):
     peak, num, den = expected(rows, entries)
     some = np.isfinite(peak)
     np.testing.assert_array_equal(np.asarray(found.max) > EMPTY / 2, some)

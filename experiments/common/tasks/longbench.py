@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from experiments.common import metrics
-from experiments.common.asking import Prompt
+from experiments.common.evaluating import Prompt
 from experiments.common.tasks.problem import Problem
 from models.tokenizer import Tokenizer
 

@@ -1,0 +1,335 @@
+"""Questions about long texts, answered through compressed caches: what every retrieval and question-answering
+experiment does with its documents."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from experiments.common import footprint
+from experiments.common.results import Row, paired_difference, score_interval
+from experiments.common.settings import fitted, possible
+from experiments.common.together import prefill_together
+from kvjax.registry import PolicyChoice
+from models import generate
+from models.llama import Llama
+from models.tokenizer import Tokenizer
+
+
+class Document(Protocol):
+    """A text and a question about it; the prompt is one behind the other."""
+
+    @property
+    def context(self) -> str: ...
+    @property
+    def question(self) -> str: ...
+
+
+D = TypeVar("D", bound=Document)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """Tokens of a text and of the question behind it."""
+
+    context: list[int]
+    question: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, document: Document) -> "Prompt":
+        return cls(tokenizer.encode(document.context), tokenizer.encode(document.question, add_bos=False))
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Prompts and how answers to them are scored.
+
+    Attributes:
+        name: what it is called.
+        prompts: at least one.
+        scores: by metric, the headline first: of a prompt's number and an answer, from 0 to 1.
+        answer_tokens: most tokens of an answer.
+    """
+
+    name: str
+    prompts: Sequence[Prompt]
+    scores: Mapping[str, Callable[[int, str], float]]
+    answer_tokens: int
+
+
+def accuracy_task(
+    name: str, tokenizer: Tokenizer, documents: Sequence[D], score: Callable[[D, str], float], answer_tokens: int
+) -> Task:
+    """Documents that are asked as they stand, scored by accuracy."""
+    prompts = [Prompt.of(tokenizer, document) for document in documents]
+    return Task(name, prompts, {"accuracy": lambda number, answer: score(documents[number], answer)}, answer_tokens)
+
+
+@dataclasses.dataclass
+class Result:
+    """What one setting did over all prompts of a task, in their order."""
+
+    setting: PolicyChoice
+    streaming: bool
+    question_seen: bool
+    batch: int
+    answers: list[str]
+    uses: dict[int, footprint.CacheUse] = dataclasses.field(default_factory=dict)  # by the prompt's number
+    scores: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # by metric, from 0 to 1
+    decode_seconds: float = 0.0  # of all batches but the first of a size, which compiles
+    decode_steps: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the setting and how prompts were read."""
+        uses = [self.uses[number] for number in range(len(self.answers))]
+        kept = ("answers", "scores", "decode_seconds", "decode_steps")
+        return {"uses": uses, **{name: getattr(self, name) for name in kept}}
+
+    @classmethod
+    def from_json(
+        cls, value: Mapping[str, Any], setting: PolicyChoice, streaming: bool, question_seen: bool, batch: int
+    ) -> "Result":
+        """The result that `to_json` gave."""
+        uses = {number: footprint.CacheUse(*use) for number, use in enumerate(value["uses"])}
+        return cls(setting, streaming, question_seen, batch, **{**value, "uses": uses})
+
+    @property
+    def ms_per_token(self) -> float:
+        """Milliseconds per decoding step of a whole batch."""
+        return 1e3 * self.decode_seconds / max(self.decode_steps, 1)
+
+
+def part(results: Sequence[Result], numbers: Sequence[int]) -> list[Result]:
+    """The results over some of a task's prompts alone, without times."""
+    return [
+        dataclasses.replace(
+            result,
+            answers=[result.answers[number] for number in numbers],
+            uses={place: result.uses[number] for place, number in enumerate(numbers)},
+            scores={metric: [scores[number] for number in numbers] for metric, scores in result.scores.items()},
+            decode_seconds=0.0,
+            decode_steps=0,
+        )
+        for result in results
+    ]
+
+
+def room(tasks: Iterable[Task], question_seen: bool) -> tuple[int, int]:
+    """The longest text that a cache compresses and the most tokens behind it, over all prompts of some tasks."""
+    longest, most = 0, 0
+    for task in tasks:
+        for prompt in task.prompts:
+            question = len(prompt.question)
+            longest = max(longest, len(prompt.context) + (question if question_seen else 0))
+            most = max(most, task.answer_tokens + (0 if question_seen else question))
+    return longest, most
+
+
+class Evaluator:
+    """A model and settings of its cache, ready for tasks.
+
+    Args:
+        sizes: ascending lengths in tokens; a text is read into caches made for the first that holds it. Budgets that
+            are shares are of what exact holds for that many tokens and `max_new`.
+        max_new: most tokens after the text: the question's, where it is unseen, and the answer's.
+        streaming: read prompts through the cache.
+        question_seen: read the question as part of what is compressed.
+        batch: prompts decoded together.
+
+    Attributes:
+        settings: those that every size can have.
+        refused: why the others cannot.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        tokenizer: Tokenizer,
+        chosen: Sequence[PolicyChoice],
+        *,
+        sizes: Sequence[int],
+        max_new: int,
+        streaming: bool,
+        question_seen: bool,
+        batch: int,
+        seed: int,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.sizes, self.max_new = tuple(sizes), max_new
+        self.streaming, self.question_seen, self.batch, self.seed = streaming, question_seen, batch, seed
+        self.settings = list(chosen)
+        self.refused: dict[PolicyChoice, str] = {}
+        for size in sizes:
+            spec = generate.cache_specs(model, **self._made_for(size))[0]
+            policies, refused = possible(self.settings, spec, size + max_new, streaming=streaming)
+            self.settings = list(policies)
+            self.refused |= refused
+
+    def evaluate(self, task: Task) -> list[Result]:
+        """Has every question answered through every setting. Each batch is read exactly once for all settings, or
+        streamed through each setting's cache.
+
+        Raises:
+            ValueError: for a text that is longer than the largest size, or more tokens behind it than `max_new`.
+        """
+        if not self.settings:
+            return []
+        longest, most = room([task], self.question_seen)
+        if longest > self.sizes[-1] or most > self.max_new:
+            raise ValueError(
+                f"{task.name}: texts of up to {longest} tokens and {most} behind them do not fit in {self.sizes[-1]} "
+                f"and {self.max_new}"
+            )
+        prompts = [
+            Prompt(prompt.context + prompt.question, []) if self.question_seen else prompt for prompt in task.prompts
+        ]
+        results = [
+            Result(setting, self.streaming, self.question_seen, self.batch, [""] * len(prompts))
+            for setting in self.settings
+        ]
+        label = f"question {'seen' if self.question_seen else 'unseen'}{', streaming' if self.streaming else ''}"
+        with tqdm(
+            total=len(prompts) * len(results), desc=f"{task.name}, {label}", unit="answer", leave=False
+        ) as progress:
+            shorter = 0
+            for size in self.sizes:
+                generators = self._generators(size)
+                fitting = [number for number, prompt in enumerate(prompts) if shorter < len(prompt.context) <= size]
+                for begin in range(0, len(fitting), self.batch):
+                    numbers = fitting[begin : begin + self.batch]
+                    states = self._read(generators, prompts, numbers)
+                    self._answer(task, prompts, numbers, size, generators, states, results, timed=begin > 0)
+                    progress.update(len(numbers) * len(results))
+                shorter = size
+        for result in results:
+            result.scores = {
+                metric: [float(score(number, answer)) for number, answer in enumerate(result.answers)]
+                for metric, score in task.scores.items()
+            }
+        return results
+
+    def _rows(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[Prompt]:
+        """A batch; a short one is filled up with repetitions, which are not counted."""
+        return [prompts[numbers[min(row, len(numbers) - 1)]] for row in range(self.batch)]
+
+    def _read(
+        self, generators: Sequence[generate.Generator], prompts: Sequence[Prompt], numbers: Sequence[int]
+    ) -> list[generate.GenerationState]:
+        """The states of all settings behind the texts."""
+        states = [generator.start(self.seed + numbers[0]) for generator in generators]
+        contexts = [prompt.context for prompt in self._rows(prompts, numbers)]
+        if self.streaming:
+            return [generator.read(state, contexts) for generator, state in zip(generators, states, strict=True)]
+        return prefill_together(generators, states, contexts)
+
+    def _answer(
+        self,
+        task: Task,
+        prompts: Sequence[Prompt],
+        numbers: Sequence[int],
+        size: int,
+        generators: Sequence[generate.Generator],
+        states: list[generate.GenerationState],
+        results: Sequence[Result],
+        *,
+        timed: bool,
+    ) -> None:
+        """Adds the answers of all settings to their results; takes the states, each as its turn comes."""
+        questions = [prompt.question for prompt in self._rows(prompts, numbers)]
+        for generator, result in zip(generators, results, strict=True):
+            state = states.pop(0)
+            result.uses |= dict.fromkeys(numbers, footprint.cache_use(generator, state, size + self.max_new))
+            if not self.question_seen:
+                state = generator.read(state, questions)
+            answers: list[list[int]] = [[] for _ in questions]
+            jax.block_until_ready(state.logits)
+            clock = time.perf_counter()
+            steps = 0
+            for _, tokens in generator.write(state, task.answer_tokens):
+                generate.collect(answers, tokens)
+                steps += tokens.shape[1]
+            if timed:
+                result.decode_seconds += time.perf_counter() - clock
+                result.decode_steps += steps
+            for number, answer in zip(numbers, answers, strict=False):
+                result.answers[number] = self.tokenizer.decode(answer)
+
+    def _generators(self, size: int) -> list[generate.Generator]:
+        made_for = self._made_for(size)
+        spec = generate.cache_specs(self.model, **made_for)[0]
+        return [
+            generate.Generator(
+                self.model, fitted(setting, spec, size + self.max_new), **made_for, eos=self.tokenizer.eos_ids
+            )
+            for setting in self.settings
+        ]
+
+    def _made_for(self, size: int) -> dict[str, Any]:
+        return {"batch": self.batch, "max_prompt": size, "max_new": self.max_new, "streaming": self.streaming}
+
+
+def rows(
+    results: Sequence[Result],
+    model: Llama,
+    *,
+    experiment: str,
+    model_name: str,
+    task: str,
+    context_tokens: int,
+    seed: int,
+    **extra: Any,
+) -> list[Row]:
+    """The rows of all settings of a task: each metric's mean, its difference to exact's answers to the same prompts
+    (where `exact` is among the settings), and decoding time.
+
+    Args:
+        extra: whatever else identifies the run.
+    """
+    exact = next((result for result in results if str(result.setting) == "exact"), None)
+    rows = []
+    for result in results:
+        row = functools.partial(
+            Row,
+            experiment=experiment,
+            model=model_name,
+            task=task,
+            policy=result.setting.name,
+            variant=result.setting.variant,
+            context_tokens=context_tokens,
+            batch=result.batch,
+            question_seen=result.question_seen,
+            n=len(result.answers),
+            seed=seed,
+            weight_bytes=generate.weight_bytes(model),
+            **footprint.row_fields(list(result.uses.values())),
+        )
+        kind = {
+            "budget": str(result.setting.budget) if result.setting.budget else None,
+            "prefill": "streaming" if result.streaming else "exact",
+            "recalls": result.uses[0].recalls,
+            **extra,
+        }
+        for metric, scores in result.scores.items():
+            low, high = score_interval(scores)
+            value = float(np.mean(scores))
+            answered = kind | {"first_answer": result.answers[0]}
+            rows.append(row(metric=metric, value=value, ci95_low=low, ci95_high=high, extra=answered))
+            if exact is not None and result is not exact:
+                estimate = paired_difference(scores, exact.scores[metric])
+                rows.append(
+                    row(
+                        metric=f"{metric}_difference",
+                        value=estimate.value,
+                        ci95_low=estimate.low,
+                        ci95_high=estimate.high,
+                        extra=kind,
+                    )
+                )
+        if result.decode_steps:
+            rows.append(row(metric="ms_per_token", value=result.ms_per_token, extra=kind))
+    return rows

@@ -1,0 +1,398 @@
+"""A cache and what can be done with it: one function appends, attends and lets the policy learn, for every policy.
+
+    cache = init(policy, spec, jax.random.split(key, spec.batch))
+    cache, _ = prefill(cache, keys, values, lengths)
+    repeat:
+        attended, cache = step(cache, query, key, value)
+
+A cache is a pytree whose policy is part of its structure: a program compiled for one serves all caches of equal
+policies and sizes. Fresh queries, keys and values come as projections make them, [B, T, H, D], already rotated; stored
+ones are [B, H_kv, S, D].
+
+No token is lost in silence. What cannot be is an error outside jit; under jit, where it cannot be seen, a fault counter
+counts it (`kvjax.check` raises with its meaning) and the row's attention is NaN from then on.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from kvjax import staging as stagings
+from kvjax.attention import Seen, attend_and_see
+from kvjax.collectives import PARTS, TENSOR, summed_over_heads, summed_over_parts
+from kvjax.partials import output
+from kvjax.policies.streaming_llm import StreamingLLM
+from kvjax.policy import Policy, Prompt
+from kvjax.segment import Recalled, parts_of
+from kvjax.sharding import DATA, HEADS, ROWS, shardings
+from kvjax.spec import CacheSpec, check_query, check_tokens, known
+from kvjax.staging import Staging, init_staging
+from kvjax.state import fault, faults_of_rows, state, static
+from pallas_kernels.weighted_decode import Partials
+
+
+@state
+class Cache:
+    """One layer's cache of a batch of rows."""
+
+    state: Any  # the policy's
+    staging: Staging
+    past: Int[Array, "B"] = fault("tokens came past max_prompt + max_new; the cache may have lost some")
+    reused: Int[Array, "B"] = fault("a prompt came to a cache that had tokens, or was longer than max_prompt")
+    # Faults of the policy's state, as they stood after the last prefill or compaction.
+    faulty: Int[Array, "B"]
+    policy: Policy = static()
+    spec: CacheSpec = static()  # of one row of any layer: equal layers share programs
+    mesh: Mesh | None = static()  # whose devices share the cache
+
+
+def init(policy: Policy, spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Mesh | None = None) -> Cache:
+    """An empty cache.
+
+    Args:
+        policy: its `at(spec)` is asked which policy this layer has. A layer with a sliding window (`spec.window`) keeps
+            exactly that window, whatever the policy.
+        row_keys: one typed PRNG key per row.
+        mesh: every device has its rows, its heads and its part of what grows with the context, and runs every function
+            on these alone (`kvjax.make_mesh`).
+
+    Raises:
+        TypeError: for a policy that is no frozen dataclass.
+        ValueError: for settings, sizes and meshes that cannot be together.
+    """
+    policy = layer_policy(policy, spec)
+    parts = 1 if mesh is None else mesh.shape[PARTS]
+    spec = dataclasses.replace(spec, staging=min(policy.compact_every, spec.max_new), parts=parts)
+    none = lambda: jnp.zeros(spec.batch, jnp.int32)  # noqa: E731
+    cache = Cache(
+        state=policy.init(spec, row_keys),
+        staging=init_staging(spec),
+        past=none(),
+        reused=none(),
+        faulty=none(),
+        policy=policy,
+        spec=dataclasses.replace(spec, batch=1, layer=0, layers=1, rope_frequencies=None),
+        mesh=mesh,
+    )
+    return cache if mesh is None else jax.lax.with_sharding_constraint(cache, shardings(cache, mesh))
+
+
+def layer_policy(policy: Policy, spec: CacheSpec) -> Policy:
+    """The policy that `init` gives to a layer."""
+    params = type(policy).__dict__.get("__dataclass_params__")
+    if not isinstance(policy, Policy) or params is None or not params.frozen:
+        raise TypeError(
+            f"{type(policy).__name__} must be a kvjax.policy.Policy and itself a frozen dataclass: compiled programs "
+            "and saved states go by its value"
+        )
+    chosen = policy.at(spec)
+    if spec.window is None:
+        return chosen
+    return StreamingLLM(spec.window, sinks=0, compact_every=min(spec.window, chosen.compact_every))
+
+
+def prefill(
+    cache: Cache,
+    keys: Float[Array, "B T H_kv D"],
+    values: Float[Array, "B T H_kv D_v"],
+    lengths: Int[Array, "B"],
+    queries: Float[Array, "B w H_q D"] | None = None,
+    told: Any = None,
+    *,
+    sink_logits: Float[Array, "H_q"] | None = None,
+) -> tuple[Cache, Any]:
+    """Takes a whole prompt into a fresh cache.
+
+    Args:
+        lengths: rows are left-aligned; the first `lengths[b]` tokens of row b are real.
+        queries: the prompt's last `cache.policy.prompt_queries`, right-aligned: the last is that of the row's last
+            token.
+        told: what this gave for the layer before.
+        sink_logits: as for `step`.
+
+    Returns:
+        The cache, and what this layer tells the next (None for most policies).
+
+    Raises:
+        ValueError: for shapes and types that do not fit; outside jit also for a cache that has tokens, or lengths
+            beyond T or max_prompt.
+    """
+    _check(cache, keys, values, lengths)
+    longest = min(keys.shape[1], cache.spec.max_prompt)
+    if known(lengths, cache.staging.first):
+        if bool(jnp.any((lengths < 0) | (lengths > longest))):
+            raise ValueError(f"lengths={np.asarray(lengths).tolist()} must lie in [0, {longest}]")
+        if bool(jnp.any(tokens(cache) > 0)):
+            raise ValueError(
+                f"prefill takes a fresh cache; the rows of this one hold {np.asarray(tokens(cache)).tolist()} tokens. "
+                "Make a new one with kvjax.init (running a layer once to initialise it, as Flax Linen's init does, "
+                "puts a token into its cache), or bring further tokens by step"
+            )
+
+    def on_device(cache, keys, values, lengths, queries, told, sink_logits):
+        wrong = (lengths < 0) | (lengths > longest) | (tokens(cache) > 0)
+        prompt = Prompt(
+            keys=keys.swapaxes(1, 2),
+            values=values.swapaxes(1, 2),
+            lengths=jnp.clip(lengths, 0, longest).astype(jnp.int32),
+            queries=None if queries is None else _scaled(cache.spec, queries),
+            told=told,
+            sink_logits=sink_logits,
+            logit_cap=cache.spec.logit_cap,
+        )
+        told = cache.policy.tell(cache.state, prompt)
+        filled = cache.policy.prefill(cache.state, dataclasses.replace(prompt, told=told))
+        staging = dataclasses.replace(cache.staging, first=jnp.copy(prompt.lengths))  # fit to be donated
+        reused = cache.reused + wrong
+        return _looked_over(dataclasses.replace(cache, state=filled, staging=staging, reused=reused)), told
+
+    order = _order(cache)
+    fresh = (*(_in_order(x, order) for x in (keys, values)), lengths, _in_order(queries, order), told)
+    told_lies = PartitionSpec(DATA, TENSOR)  # what layers tell each other is by row and kv head
+    lies = (HEADS, HEADS, ROWS, HEADS, told_lies, PER_HEAD)
+    return _on_mesh(cache, on_device, (*fresh, _sinks(sink_logits, order)), lies, lambda cache: (cache, told_lies))
+
+
+def append(
+    cache: Cache,
+    keys: Float[Array, "B T H_kv D"],
+    values: Float[Array, "B T H_kv D_v"],
+    lengths: Int[Array, "B"] | None = None,
+) -> Cache:
+    """Appends T tokens (the first `lengths[b]` of them in row b) without attending. It never compacts: call `compact`
+    before the buffer of `cache.spec.staging` tokens is full."""
+    _check(cache, keys, values, lengths)
+    _check_room(cache, keys, lengths, compacts=False)
+    order = _order(cache)
+    fresh = (_in_order(keys, order), _in_order(values, order), lengths)
+    on_device = lambda *arguments: _counted(_append(*arguments))  # noqa: E731
+    return _on_mesh(cache, on_device, fresh, (HEADS, HEADS, ROWS), lambda cache: cache)
+
+
+def attend(
+    cache: Cache, query: Float[Array, "B T H_q D"], *, sink_logits: Float[Array, "H_q"] | None = None
+) -> Partials:
+    """Attention of any queries to all that is cached, as partials [B, T, H_q, ...] that merge with others
+    (`kvjax.partials.merge`, `kvjax.output`); nothing is learnt from it."""
+    check_query(cache.spec, cache.staging.count.shape[0], query)
+    order, lies = _order(cache), Partials(*[cast(Any, HEADS)] * 3)
+
+    def on_device(cache, query, sink_logits):
+        return _attend(cache, query, sink_logits, causal=False)[0]
+
+    fresh = (_in_order(query, order), _sinks(sink_logits, order))
+    seen = _on_mesh(cache, on_device, fresh, (HEADS, PER_HEAD), lambda _: lies)
+    return jax.tree.map(lambda x: _out_of_order(x, order), seen)
+
+
+def step(
+    cache: Cache,
+    query: Float[Array, "B T H_q D"],
+    keys: Float[Array, "B T H_kv D"],
+    values: Float[Array, "B T H_kv D_v"],
+    lengths: Int[Array, "B"] | None = None,
+    *,
+    sink_logits: Float[Array, "H_q"] | None = None,
+    compact_when_full: bool = True,
+) -> tuple[Float[Array, "B T H_q D_v"], Cache]:
+    """Appends T tokens and gives their causal attention, float32: query t sees what had come by its own token.
+
+    Args:
+        lengths: tokens of row b that are real, its first ones; all by default. A row that has ended appends none.
+        sink_logits: of every query head the logit of an entry without a value (a learned sink of the model's).
+        compact_when_full: compacts first where the tokens would find no room. A compiled loop over layers may leave
+            that to `compact` between its blocks, and saves a conditional per step.
+
+    Raises:
+        ValueError: for shapes and types that do not fit, or more tokens at a time than there are staging slots; outside
+            jit also for tokens past max_prompt + max_new, lengths that cannot be and, where it does not compact, a full
+            buffer.
+    """
+    _check(cache, keys, values, lengths)
+    check_query(cache.spec, cache.staging.count.shape[0], query, keys.shape[1])
+    _check_room(cache, keys, lengths, compacts=compact_when_full)
+
+    def on_device(cache, query, keys, values, lengths, sink_logits):
+        if compact_when_full:
+            full = cache.staging.offset + keys.shape[1] > cache.spec.staging
+            cache = jax.lax.cond(full, _compact, lambda same: same, cache)
+        cache = _append(cache, keys, values, lengths)
+        if compact_when_full:
+            cache = _counted(cache)
+        partials, cache = _attend(cache, query, sink_logits, causal=True)
+        return output(partials), cache
+
+    order = _order(cache)
+    fresh = (*(_in_order(x, order) for x in (query, keys, values)), lengths, _sinks(sink_logits, order))
+    lies = (HEADS, HEADS, HEADS, ROWS, PER_HEAD)
+    attended, cache = _on_mesh(cache, on_device, fresh, lies, lambda cache: (HEADS, cache))
+    return _out_of_order(attended, order), cache
+
+
+def compact(cache: Cache) -> Cache:
+    """Hands the staged tokens to the policy. Right at any time, also where none or few are staged."""
+    return _on_mesh(cache, _compact, (), (), lambda cache: cache)
+
+
+def tokens(cache: Cache) -> Int[Array, "B"]:
+    """How many tokens every row has taken in."""
+    return cache.staging.first + cache.staging.count
+
+
+def read_bytes(cache: Cache) -> int:
+    """Bytes of cache that one decoding step reads, from shapes and dtypes alone; the cache may be abstract."""
+    sizes: list[int] = []
+
+    def count(cache: Cache) -> None:
+        spec, batch = cache.spec, cache.staging.count.shape[0]
+        sizes.append(cache.policy.read_bytes(cache.state))
+        newer = cache.staging.count[:, None]
+        for part in (*parts_of(cache.policy.read(cache.state, newer)), stagings.staged(cache.staging, 1)):
+            if not isinstance(part, Recalled):
+                sizes.append(_bytes(part))
+                continue
+            # Those that are here: a device's part of a cache may be asked, too.
+            kv_heads = cache.staging.keys.shape[1] if part.heads is None else part.heads[1] - part.heads[0]
+            query = jnp.zeros((batch, 1, kv_heads * spec.query_heads // spec.kv_heads, spec.head_dim))
+            choice = part.choose(query, None)
+            places, width = part.store.entries.shape[3:]
+            beside = 4 if part.store.scale is None else 12  # what masks a place, and its scales
+            block = places * (width * part.store.entries.dtype.itemsize + beside)
+            sizes.append(choice.block.size * block + _bytes((part.index, choice.rest)))
+
+    jax.eval_shape(count, cache)
+    return sum(sizes)
+
+
+# --- on one device's part ---
+
+
+def _append(cache: Cache, keys: Array, values: Array, lengths: Array | None) -> Cache:
+    return dataclasses.replace(cache, staging=stagings.append(cache.staging, keys, values, lengths))
+
+
+def _compact(cache: Cache) -> Cache:
+    new, staging = stagings.take_out(cache.staging)
+    cache = dataclasses.replace(cache, state=cache.policy.compact(cache.state, new), staging=staging)
+    return _looked_over(_counted(cache))
+
+
+def _attend(
+    cache: Cache, query: Float[Array, "B T H_q D"], sink_logits: Array | None, causal: bool
+) -> tuple[Partials, Cache]:
+    policy, staging, tokens = cache.policy, cache.staging, query.shape[1] if causal else 1
+    reading = policy.read(cache.state, stagings.newer_tokens(staging, tokens))
+    real = stagings.appended(staging, tokens) if causal else None
+    partials, (parts, of_staged) = attend_and_see(
+        _scaled(cache.spec, query),
+        (reading, stagings.staged(staging, tokens)),
+        real,
+        observes=policy.observes and causal,
+        kv_heads=staging.keys.shape[1],
+        logit_cap=cache.spec.logit_cap,
+        sink_logits=sink_logits,
+    )
+    if real is not None:
+        learnt = policy.observe(cache.state, Seen(parts, of_staged, real))
+        cache = dataclasses.replace(cache, state=learnt)
+    return partials._replace(den=jnp.where(_unsound(cache)[:, None, None], jnp.nan, partials.den)), cache
+
+
+def _scaled(spec: CacheSpec, query: Array) -> Array:
+    """Queries whose products over sqrt(D) are the model's logits."""
+    if spec.scale is None:
+        return query
+    return query * jnp.asarray(spec.scale * spec.head_dim**0.5, query.dtype)
+
+
+def _unsound(cache: Cache) -> Bool[Array, "B"]:
+    """Rows that have lost tokens, or hold what they should not."""
+    return ((cache.staging.overflow | cache.reused | cache.faulty) != 0) | (tokens(cache) > cache.spec.capacity)
+
+
+def _counted(cache: Cache) -> Cache:
+    """The cache with its tokens held against what it was made for."""
+    return dataclasses.replace(cache, past=jnp.maximum(tokens(cache) - cache.spec.capacity, 0))
+
+
+def _looked_over(cache: Cache) -> Cache:
+    """The cache with its policy's faults counted, of every row over all heads and parts."""
+    faults = faults_of_rows(cache.state)
+    if faults is None:
+        return cache
+    return dataclasses.replace(cache, faulty=summed_over_parts(summed_over_heads(faults)))
+
+
+# --- on a mesh ---
+
+PER_HEAD = PartitionSpec(TENSOR)  # arrays [H_q]
+
+
+def _on_mesh(cache: Cache, function: Callable[..., Any], fresh: tuple, lies: tuple, gives: Callable[[Any], Any]) -> Any:
+    """`function(cache, *fresh)`, on a mesh of every device's part alone: no device asks another for keys or values."""
+    if cache.mesh is None:
+        return function(cache, *fresh)
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings(cache, cache.mesh))
+    run = jax.shard_map(function, mesh=cache.mesh, in_specs=(specs, *lies), out_specs=gives(specs), check_vma=False)
+    return run(cache, *fresh)
+
+
+def _order(cache: Cache) -> tuple[int, ...] | None:
+    order = cache.policy.head_order(1 if cache.mesh is None else cache.mesh.shape[TENSOR])
+    return None if order is None or order == tuple(range(len(order))) else order
+
+
+def _in_order(x: Array | None, order: tuple[int, ...] | None) -> Array | None:
+    """Heads [B, T, H, D] in the order in which the cache keeps them."""
+    return x if x is None or order is None else x[:, :, _heads(x.shape[2], order)]
+
+
+def _out_of_order(x: Array, order: tuple[int, ...] | None) -> Array:
+    return x if order is None else x[:, :, np.argsort(_heads(x.shape[2], order))]
+
+
+def _sinks(sink_logits: Array | None, order: tuple[int, ...] | None) -> Array | None:
+    return sink_logits if sink_logits is None or order is None else sink_logits[_heads(sink_logits.shape[0], order)]
+
+
+def _heads(heads: int, order: tuple[int, ...]) -> np.ndarray:
+    group = heads // len(order)
+    return (np.array(order)[:, None] * group + np.arange(group)).reshape(-1)
+
+
+# --- checks ---
+
+
+def _check(cache: Cache, keys: Array, values: Array, lengths: Array | None) -> None:
+    check_tokens(cache.spec, cache.staging.count.shape[0], keys, values, lengths)
+
+
+def _check_room(cache: Cache, keys: Array, lengths: Array | None, *, compacts: bool) -> None:
+    """Raises a ValueError for what `staging.append` would have to refuse, where it can be seen."""
+    staging, new = cache.staging, keys.shape[1]
+    if not known(staging.offset, staging.first, *(() if lengths is None else (lengths,))):
+        return
+    asked = np.full(staging.count.shape[0], new) if lengths is None else np.asarray(lengths)
+    if np.any((asked < 0) | (asked > new)):
+        raise ValueError(f"lengths={asked.tolist()} must lie in [0, {new}]")
+    if int(staging.offset) + new > cache.spec.staging and not compacts and new <= cache.spec.staging:
+        raise ValueError(
+            f"{int(staging.offset)} of {cache.spec.staging} staging slots are taken, {new} more tokens find no "
+            "room: call kvjax.compact first"
+        )
+    longest = int(np.max(np.asarray(tokens(cache)) + asked))
+    if longest > cache.spec.capacity:
+        raise ValueError(
+            f"a row would hold {longest} tokens; the cache was made for max_prompt + max_new = "
+            f"{cache.spec.max_prompt} + {cache.spec.max_new}: make it with a larger max_new"
+        )
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

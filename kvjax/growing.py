@@ -1,0 +1,90 @@
+"""Stores that keep every token added to them, with room for all that will ever come."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.collectives import own_slot, own_stop, own_tokens, slots_in_all
+from kvjax.segment import Segment
+from kvjax.spec import CacheSpec
+from kvjax.staging import Tokens
+from kvjax.state import fault, state
+from kvjax.storage import divided, eight_bit, is_eight_bit, scales_of
+from pallas_kernels.weighted_decode import SLOT_BLOCK
+
+
+@state
+class Growing:
+    """Tokens of each row in its first slots, without gaps. Devices may share the slots. In eight bits where it has
+    scales: a token is stored once and never touched again."""
+
+    keys: Float[Array, "B H_kv N D"]
+    values: Float[Array, "B H_kv N D_v"]
+    key_scale: Float[Array, "B H_kv N"] | None
+    value_scale: Float[Array, "B H_kv N"] | None
+    count: Int[Array, "B"]  # int32
+    overflow: Int[Array, "B"] = fault("tokens came to a full cache that must hold all of them")
+
+
+def init_growing(spec: CacheSpec, prompt: int) -> Growing:
+    """An empty store for `prompt` tokens of a prompt and all new ones, rounded up to blocks of attention, for every
+    device that shares it."""
+    block = SLOT_BLOCK * spec.parts
+    slots = -(-(prompt + spec.max_new) // block) * block
+    shape = (spec.batch, spec.kv_heads, slots)
+    number = eight_bit(spec.storage)
+    empty = lambda width: jnp.zeros((*shape, width), number.dtype if number else spec.dtype)  # noqa: E731
+    scale = lambda: jnp.zeros(shape) if number else None  # noqa: E731
+    none = lambda: jnp.zeros(spec.batch, jnp.int32)  # noqa: E731
+    return Growing(empty(spec.head_dim), empty(spec.value_width), scale(), scale(), none(), none())
+
+
+def fill(
+    store: Growing, keys: Float[Array, "B H_kv T D"], values: Float[Array, "B H_kv T D_v"], count: Int[Array, "B"]
+) -> Growing:
+    """Puts tokens into the first slots of an empty store; a prompt may be padded past the last one."""
+    slots = store.keys.shape[2]
+
+    def put(buffer, fresh):
+        here = own_tokens(fresh, slots)
+        return buffer if buffer is None else buffer.at[:, :, : here.shape[2]].set(here.astype(buffer.dtype))
+
+    fresh = _as_stored(store, keys, values)
+    return dataclasses.replace(store, **{name: put(getattr(store, name), x) for name, x in fresh.items()}, count=count)
+
+
+def add(store: Growing, new: Tokens) -> Growing:
+    """Puts tokens behind those that the rows have."""
+    here = store.keys.shape[2]
+    slots = slots_in_all(here)
+    target = own_slot(store.count[:, None] + jnp.arange(new.keys.shape[2]), here)
+    target = jnp.where(new.present, target, here)
+    put = jax.vmap(lambda buffer, fresh, target: buffer.at[:, target].set(fresh.astype(buffer.dtype), mode="drop"))
+    fresh = _as_stored(store, new.keys, new.values)
+    lost = jnp.maximum(store.count + new.count - jnp.maximum(store.count, slots), 0)
+    return dataclasses.replace(
+        store,
+        **{name: put(getattr(store, name), x, target) for name, x in fresh.items()},
+        count=store.count + new.count - lost,
+        overflow=store.overflow + lost,
+    )
+
+
+def stored(store: Growing) -> Segment:
+    """The store as attention reads it."""
+    here = store.keys.shape[2]
+    stop = own_stop(store.count, here)[:, None]
+    return Segment(
+        store.keys, store.values, stop=stop, in_parts=True, key_scale=store.key_scale, value_scale=store.value_scale
+    )
+
+
+def _as_stored(store: Growing, keys: Array, values: Array) -> dict[str, Array]:
+    if not is_eight_bit(store.keys.dtype):
+        return {"keys": keys, "values": values}
+    dtype = store.keys.dtype
+    key_scale, value_scale = scales_of(keys, 1, dtype), scales_of(values, 1, dtype)
+    numbers = {"keys": divided(keys, key_scale, dtype), "values": divided(values, value_scale, dtype)}
+    return numbers | {"key_scale": key_scale[..., 0], "value_scale": value_scale[..., 0]}

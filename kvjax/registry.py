@@ -1,0 +1,198 @@
+"""Policies by name, and from text such as `subgen:variant=paper,recent=32@25%`."""
+
+import dataclasses
+import re
+import types
+import typing
+from typing import Any, Literal
+
+from kvjax.budget import Budget, fit_bytes
+from kvjax.combinators.by_layer import FirstLayers
+from kvjax.combinators.host_memory import HostMemory
+from kvjax.combinators.quantized import Quantized
+from kvjax.policies.balancekv import BalanceKV
+from kvjax.policies.balancekv_paper import BalanceKVPaper
+from kvjax.policies.balancekv_reference import BalanceKVReference
+from kvjax.policies.cam import CaM
+from kvjax.policies.chelsea import Chelsea
+from kvjax.policies.clustergen import ClusterGen
+from kvjax.policies.clusterkv import ClusterKV
+from kvjax.policies.clusterkv_certified import ClusterKVCertified
+from kvjax.policies.clusterkv_reference import ClusterKVReference
+from kvjax.policies.exact import Exact
+from kvjax.policies.h2o import H2O
+from kvjax.policies.infinigen import InfiniGen
+from kvjax.policies.pyramidkv import PyramidKV
+from kvjax.policies.quest import Quest
+from kvjax.policies.snapkv import SnapKV
+from kvjax.policies.streaming_llm import StreamingLLM
+from kvjax.policies.subgen import SubGen
+from kvjax.policies.uniform import Uniform
+from kvjax.policy import Policy
+from kvjax.spec import CacheSpec
+
+POLICIES: dict[str, type[Policy]] = {
+    "exact": Exact,
+    "streaming_llm": StreamingLLM,
+    "uniform": Uniform,
+    "balancekv": BalanceKV,
+    "balancekv_reference": BalanceKVReference,
+    "balancekv_paper": BalanceKVPaper,
+    "cam": CaM,
+    "chelsea": Chelsea,
+    "clustergen": ClusterGen,
+    "clusterkv": ClusterKV,
+    "clusterkv_certified": ClusterKVCertified,
+    "clusterkv_reference": ClusterKVReference,
+    "h2o": H2O,
+    "infinigen": InfiniGen,
+    "pyramidkv": PyramidKV,
+    "quest": Quest,
+    "snapkv": SnapKV,
+    "subgen": SubGen,
+}
+
+# What text may say of any policy: how combinators are put around it.
+_AROUND: dict[str, Any] = {"storage": Literal["int8", "fp8"], "host_steps": int, "full_layers": int}
+
+_AMPLE_BUDGET = 2**20  # slots that leave room for every setting: with them only the settings can be wrong
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyChoice:
+    """A policy by its registered name, the settings given with it, as text, and maybe its budget.
+
+    Beside its own settings every policy takes `storage=int8` or `fp8` (`Quantized`) and `full_layers=n` (`FirstLayers`,
+    in the same storage). Those that recall take `host_steps=R` (`HostMemory`).
+    """
+
+    name: str
+    settings: tuple[tuple[str, str], ...] = ()
+    budget: Budget | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "PolicyChoice":
+        """Reads `NAME`, `NAME:setting=value,...` and either with `@BUDGET`.
+
+        Raises:
+            ValueError: for an unknown policy or setting, a value that it cannot have, or what is no budget.
+        """
+        whole, _, budget = text.partition("@")
+        name, _, rest = whole.partition(":")
+        if name not in POLICIES:
+            raise ValueError(f"policy {name!r} is not known; known: {', '.join(sorted(POLICIES))}")
+        settings = []
+        for part in filter(None, re.split(r",(?![^(]*\))", rest)):
+            key, equals, value = part.partition("=")
+            if not equals:
+                raise ValueError(f"policy {text!r}: {part!r} must read setting=value")
+            settings.append((key, value))
+        choice = cls(name, tuple(settings), Budget.parse(budget) if budget else None)
+        if budget and not choice.takes_budget:
+            raise ValueError(f"policy {text!r}: {name} keeps everything and takes no budget")
+        choice.make(_AMPLE_BUDGET)
+        return choice
+
+    @property
+    def takes_budget(self) -> bool:
+        """Whether the policy is sized by a budget (all but exact are)."""
+        return "budget" in _kinds(POLICIES[self.name])
+
+    @property
+    def variant(self) -> str | None:
+        """The settings as given, None without any; with the name they identify a row of results."""
+        return ",".join(f"{key}={value}" for key, value in self.settings) or None
+
+    def __str__(self) -> str:
+        variant = f":{self.variant}" if self.settings else ""
+        return f"{self.name}{variant}" + (f"@{self.budget}" if self.budget else "")
+
+    def make(self, budget: int | None = None) -> Policy:
+        """The policy of so many slots (of its own budget in slots, where none is given).
+
+        Raises:
+            ValueError: for a setting that cannot be, with its name.
+        """
+        policy_class = POLICIES[self.name]
+        kinds, around, own = _kinds(policy_class), {}, {}
+        for key, text in self.settings:
+            if (key not in kinds and key not in _AROUND) or key == "budget":
+                known = ", ".join(sorted({*kinds, *_AROUND} - {"budget"}))
+                raise ValueError(f"policy {self}: there is no setting {key!r}; {self.name} has {known}")
+            try:
+                if key in kinds:
+                    own[key] = parse_value(kinds[key], text)
+                else:
+                    around[key] = parse_value(_AROUND[key], text)
+            except ValueError as error:
+                raise ValueError(f"policy {self}: {key}={text}: {error}") from error
+        if self.takes_budget:
+            budget = self.budget.slots if budget is None and self.budget is not None else budget
+            own["budget"] = budget
+        try:
+            return put_around(policy_class(**own), **around)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"policy {self}: {error}") from error
+
+    def fit(self, spec: CacheSpec, tokens: int) -> Policy:
+        """The policy for a cache of this spec; a budget that is a share is one of what exact holds for so many
+        tokens."""
+        if self.budget is None or self.budget.slots is not None:
+            return self.make()
+        return fit_bytes(self.make, spec, self.budget.limit(spec, tokens))
+
+
+def put_around(
+    policy: Policy, storage: Literal["int8", "fp8"] | None = None, host_steps: int | None = None, full_layers: int = 0
+) -> Policy:
+    """The policy in eight bits, in host memory, and behind so many exact layers in the same storage."""
+    full: Policy = Exact(policy.compact_every)
+    if storage is not None:
+        policy, full = Quantized(policy, storage), Quantized(full, storage)
+    if host_steps is not None:
+        policy = HostMemory(policy, host_steps)
+    return FirstLayers(full_layers, policy, full) if full_layers else policy
+
+
+def parse_value(kind: Any, text: str) -> Any:
+    """The value of a setting of this type.
+
+    Raises:
+        ValueError: for what it cannot be.
+    """
+    kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    for option in kinds:
+        try:
+            return _value(option, text)
+        except (ValueError, KeyError):
+            if hasattr(option, "load"):
+                raise
+    wanted = " or ".join(
+        " or ".join(map(repr, typing.get_args(option))) if typing.get_origin(option) is Literal else
+        "None" if option is type(None) else str(getattr(option, "__name__", option))
+        for option in kinds
+    )  # fmt: skip
+    raise ValueError(f"it must be {wanted}")
+
+
+def _value(kind: Any, text: str) -> Any:
+    """Raises a ValueError or KeyError where text says no value of this one type."""
+    if kind is type(None):
+        return {"None": None, "none": None}[text]
+    if typing.get_origin(kind) is Literal:
+        return {str(choice): choice for choice in typing.get_args(kind)}[text]
+    if typing.get_origin(kind) is tuple:
+        inner = typing.get_args(kind)
+        parts = text.strip("()").split(",")
+        return tuple(_value(own, part.strip()) for own, part in zip(inner, parts, strict=True))
+    if kind is bool:
+        return {"True": True, "true": True, "False": False, "false": False}[text]
+    if hasattr(kind, "load"):
+        return None if text == "None" else kind.load(text)
+    return kind(text)
+
+
+def _kinds(policy_class: type[Policy]) -> dict[str, Any]:
+    """The type of every setting."""
+    hints = typing.get_type_hints(policy_class)
+    return {field.name: hints[field.name] for field in dataclasses.fields(policy_class)}  # type: ignore[arg-type]

@@ -1,0 +1,119 @@
+"""Exact prefill: prompts are read layer by layer over all chunks, and each layer's cache is filled as soon as it is
+done, so that beyond what the policies keep the keys and values of one layer exist at a time."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+import kvjax
+from kvjax import rope
+from kvjax.policy import ALL_QUERIES, Policy
+from models.exact_attention import chunk_attention
+from models.llama import DecoderLayer, Llama, LlamaConfig, rope_frequencies
+from models.sharding import attend_apart, everywhere, mesh_of
+
+
+class ReadLayer(NamedTuple):
+    """What one layer computed of whole prompts, padded to N tokens."""
+
+    x: Float[Array, "B N W"]  # the residual stream behind it; the next layer's reading donates it
+    keys: Float[Array, "B N H_kv D"]
+    values: Float[Array, "B N H_kv D"]
+    queries: Float[Array, "B w H_q D"] | None  # of the last tokens, right-aligned, as many as were asked for
+
+
+def read_layers(
+    model: Llama, tokens: Int[np.ndarray, "B N"], lengths: Int[Array, "B"], chunk: int, asked: Sequence[int]
+) -> Iterator[ReadLayer]:
+    """Reads prompts exactly, layer by layer: N must be a multiple of `chunk`, and `asked[l]` says how many of the last
+    queries of layer l are wanted."""
+    mesh = mesh_of(model)
+    x = embed(model, everywhere(tokens, mesh))
+    for layer, count in zip(model.layers, asked, strict=True):
+        read = prefill_layer(layer, model.config, mesh, chunk, count, x, lengths)
+        yield read
+        x = read.x
+
+
+def compress_layer(
+    cache: kvjax.Cache, read: ReadLayer, lengths: Int[Array, "B"], told: Any = None
+) -> tuple[kvjax.Cache, Any]:
+    """Takes a layer's prompts into a fresh cache (which is donated), with as many of the last queries as its policy
+    asks for, and what the layer before told. Returns what this layer tells, too."""
+    count = asked_queries(cache.policy, read.keys.shape[1])
+    queries = None if read.queries is None or not count else read.queries[:, read.queries.shape[1] - count :]
+    return compress(cache, read.keys, read.values, lengths, queries, told)
+
+
+def asked_queries(policy: Policy, tokens: int) -> int:
+    """How many of the last queries of a prompt padded to so many tokens the policy asks for."""
+    return tokens if policy.prompt_queries == ALL_QUERIES else min(policy.prompt_queries, tokens)
+
+
+@jax.jit
+def embed(model: Llama, tokens: Int[Array, "B N"]) -> Float[Array, "B N W"]:
+    return model.embed(tokens)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "mesh", "chunk", "asked"), donate_argnames=("x",))
+def prefill_layer(
+    layer: DecoderLayer,
+    config: LlamaConfig,
+    mesh: Mesh | None,
+    chunk: int,
+    asked: int,
+    x: Float[Array, "B N W"],
+    lengths: Int[Array, "B"],
+) -> ReadLayer:
+    """One layer over a whole prompt: the new residual stream, keys, values and the last `asked` queries of each row."""
+    batch, tokens, _ = x.shape
+
+    def project(x, positions):
+        return layer.project(x, *rope.rotation(positions, rope_frequencies(config)))
+
+    def chunk_of(x, number):
+        return jax.lax.dynamic_slice_in_dim(x, number * chunk, chunk, axis=1)
+
+    def chunk_positions(number):
+        return jnp.broadcast_to(number * chunk + jnp.arange(chunk), (batch, chunk))
+
+    queries = None
+    if asked:
+        positions = lengths[:, None] - asked + jnp.arange(asked)
+        rows = jnp.take_along_axis(x, jnp.maximum(positions, 0)[..., None], axis=1)
+        queries, _, _ = project(rows, positions)
+
+    numbers = jnp.arange(tokens // chunk)
+    keys, values = jax.lax.map(lambda n: project(chunk_of(x, n), chunk_positions(n))[1:], numbers)
+    join = lambda blocks: blocks.swapaxes(0, 1).reshape(batch, tokens, *blocks.shape[3:])  # noqa: E731
+    keys, values = join(keys), join(values)
+    # Stored once as products read them, [B, H_kv, N, D].
+    head_keys, head_values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
+    attend: Callable[..., Array] = functools.partial(chunk_attention, window=layer.window)
+    if mesh is not None:
+        attend = attend_apart(attend, mesh)
+
+    def step(x, number):
+        rows = chunk_of(x, number)
+        query, _, _ = project(rows, chunk_positions(number))
+        attended = attend(query, head_keys, head_values, number)
+        return jax.lax.dynamic_update_slice_in_dim(x, layer.finish(rows, attended), number * chunk, axis=1), None
+
+    x, _ = jax.lax.scan(step, x, numbers)
+    return ReadLayer(x, keys, values, queries)
+
+
+compress = jax.jit(kvjax.prefill, donate_argnames=("cache",))
+
+
+@jax.jit
+def last_logits(model: Llama, x: Float[Array, "B N W"], lengths: Int[Array, "B"]) -> Float[Array, "B V"]:
+    """Logits behind the last token of every row."""
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    return model.logits(last)
