@@ -26,8 +26,8 @@ from tests.kvjax.support import (
     Stream,
     after,
     begin,
+    each,
     every_policy,
-    few_policies,
     go,
     make_spec,
     make_stream,
@@ -121,7 +121,7 @@ def test_one_trace_serves_all_steps_and_any_cache_may_be_donated(name):
     np.testing.assert_array_equal(kvjax.tokens(cache), [steps] * BATCH)
 
 
-@few_policies
+@pytest.mark.parametrize("name", each(POLICIES, quick=("uniform",)))
 def test_a_step_is_append_and_attend_and_compacts_where_tokens_would_find_no_room(name):
     # Three tokens at a time: a buffer of 8 is compacted before the ninth token, with six in it.
     stream = make_stream()
