@@ -29,7 +29,7 @@ from kvjax.collectives import PARTS, TENSOR, summed_over_heads, summed_over_part
 from kvjax.partials import output
 from kvjax.policies.streaming_llm import StreamingLLM
 from kvjax.policy import Policy, Prompt
-from kvjax.segment import Recalled, parts_of
+from kvjax.segment import Recalled, parts_of, segment_bytes
 from kvjax.sharding import DATA, HEADS, ROWS, shardings
 from kvjax.spec import CacheSpec, check_query, check_tokens, known
 from kvjax.staging import Staging, init_staging
@@ -255,7 +255,7 @@ def read_bytes(cache: Cache) -> int:
         newer = cache.staging.count[:, None]
         for part in (*parts_of(cache.policy.read(cache.state, newer)), stagings.staged(cache.staging, 1)):
             if not isinstance(part, Recalled):
-                sizes.append(_bytes(part))
+                sizes.append(segment_bytes(part))
                 continue
             # Those that are here: a device's part of a cache may be asked, too.
             kv_heads = cache.staging.keys.shape[1] if part.heads is None else part.heads[1] - part.heads[0]
@@ -264,7 +264,7 @@ def read_bytes(cache: Cache) -> int:
             places, width = part.store.entries.shape[3:]
             beside = 4 if part.store.scale is None else 12  # what masks a place, and its scales
             block = places * (width * part.store.entries.dtype.itemsize + beside)
-            sizes.append(choice.block.size * block + _bytes((part.index, choice.rest)))
+            sizes.append(choice.block.size * block + segment_bytes(part.index, choice.rest))
 
     jax.eval_shape(count, cache)
     return sum(sizes)
@@ -392,7 +392,3 @@ def _check_room(cache: Cache, keys: Array, lengths: Array | None, *, compacts: b
             f"a row would hold {longest} tokens; the cache was made for max_prompt + max_new = "
             f"{cache.spec.max_prompt} + {cache.spec.max_new}: make it with a larger max_new"
         )
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -131,6 +131,6 @@ def parts_of(reading: Reading) -> list[Part]:
     return [reading] if is_part(reading) else [part for inner in reading for part in parts_of(inner)]
 
 
-def segment_bytes(*segments: Segment) -> int:
-    """Bytes that one pass of attention over the segments' buffers reads: all slots, whatever their occupancy."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(segments))
+def segment_bytes(*read: Any) -> int:
+    """Bytes that one pass over the buffers of segments, or of an index, reads: all slots, whatever their occupancy."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(read))

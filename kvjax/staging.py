@@ -125,8 +125,7 @@ def staged(staging: Staging, tokens: int) -> Segment:
     if tokens == 1:
         stop = jnp.broadcast_to(staging.offset, staging.count.shape)[:, None]
     else:
-        stop = staging.offset - tokens + 1 + jnp.arange(tokens, dtype=jnp.int32)
-        stop = jnp.broadcast_to(stop, (staging.count.shape[0], tokens))
+        stop = jnp.broadcast_to(_ends(staging, tokens), (staging.count.shape[0], tokens))
     return Segment(staging.keys, staging.values, log_num=staging.log_weight, stop=stop)
 
 
@@ -135,8 +134,13 @@ def newer_tokens(staging: Staging, tokens: int) -> Int[Array, "B #T"]:
     if tokens == 1:
         return staging.count[:, None]
     real = staging.log_weight[:, 0] == 0
-    own = staging.offset - tokens + 1 + jnp.arange(tokens, dtype=jnp.int32)
-    return jnp.sum(real[:, None] & (jnp.arange(real.shape[1]) < own[:, None]), axis=-1, dtype=jnp.int32)
+    seen = jnp.arange(real.shape[1]) < _ends(staging, tokens)[:, None]
+    return jnp.sum(real[:, None] & seen, axis=-1, dtype=jnp.int32)
+
+
+def _ends(staging: Staging, tokens: int) -> Int[Array, "T"]:
+    """Behind which slot ends what each of the queries of the last T slots sees: its own."""
+    return staging.offset - tokens + 1 + jnp.arange(tokens, dtype=jnp.int32)
 
 
 def take_out(staging: Staging) -> tuple[Tokens, Staging]:

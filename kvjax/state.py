@@ -27,7 +27,7 @@ from kvjax.memory import on_host, where_it_lies
 
 T = TypeVar("T")
 
-BATCH, KV_HEADS = "B", "H_kv"
+BATCH = "B"
 
 
 def entries() -> Any:
