@@ -10,7 +10,8 @@ A policy never attends, appends or counts steps: `kvjax.cache` does that, alike 
 
 import abc
 import dataclasses
-from typing import Any
+import typing
+from typing import Any, Literal
 
 from jaxtyping import Array, Float, Int, Key
 
@@ -133,17 +134,20 @@ def check_settings(budget: int, sinks: int = 0, recent: int = 0, compact_every: 
     check_least(1, compact_every=compact_every)
 
 
-def check_least(least: int, **settings: int) -> None:
-    """Raises a ValueError for a setting that is less, naming it."""
+def check_least(least: int, **settings: int | None) -> None:
+    """Raises a ValueError for a setting that is less, naming it. None passes."""
     for name, value in settings.items():
-        if value < least:
+        if value is not None and value < least:
             raise ValueError(f"{name}={value}; it must be at least {least}")
 
 
-def check_choice(**settings: tuple[Any, tuple[Any, ...]]) -> None:
-    """Raises a ValueError for a setting (value, choices) that is none of its choices, naming it."""
-    for name, (value, choices) in settings.items():
-        if value not in choices:
+def check_choices(policy: Policy) -> None:
+    """Raises a ValueError for a setting that is none of those that its annotation, a Literal, lists, naming it."""
+    for name, annotation in typing.get_type_hints(type(policy)).items():
+        parts = (annotation, *typing.get_args(annotation))  # a Literal, or a union of one with None
+        choices = [choice for part in parts if typing.get_origin(part) is Literal for choice in typing.get_args(part)]
+        value = getattr(policy, name)
+        if choices and value not in choices and (value is not None or type(None) not in parts):
             raise ValueError(f"{name}={value!r}; it must be one of {', '.join(map(repr, choices))}")
 
 

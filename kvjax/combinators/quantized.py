@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from kvjax.policy import Policy, check_choice
+from kvjax.policy import Policy, check_choices
 from kvjax.segment import Recalled, Segment, map_parts
 from kvjax.state import map_fields, state
 from kvjax.storage import EIGHT_BIT, divided, is_eight_bit, over_columns, scales_of
@@ -37,7 +37,7 @@ class Quantized(Policy):
     storage: Literal["int8", "fp8"] = "int8"
 
     def __post_init__(self) -> None:
-        check_choice(storage=(self.storage, tuple(EIGHT_BIT)))
+        check_choices(self)
 
     compact_every = property(lambda self: self.policy.compact_every)
     prompt_queries = property(lambda self: self.policy.prompt_queries)

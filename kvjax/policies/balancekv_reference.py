@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from kvjax import window as windows
 from kvjax.per_head import per_head, stream_keys
-from kvjax.policy import Policy, check_choice, check_settings
+from kvjax.policy import Policy, check_choices, check_settings
 from kvjax.state import state, static
 from kvjax.structures.balance import reference_halving
 from kvjax.structures.needles import needle_marks
@@ -72,7 +72,7 @@ class BalanceKVReference(Policy):
 
     def __post_init__(self) -> None:
         check_settings(self.budget, self.sinks, self.recent, self.compact_every, selects="halved tokens")
-        check_choice(decode=(self.decode, ("weights", "scaled")))
+        check_choices(self)
         if self.block_size < 2:
             raise ValueError(f"block_size={self.block_size}; it must be at least 2 tokens")
         if (self.needles or 0) < 0 or self.most_halved < 1:
@@ -176,11 +176,6 @@ class BalanceKVReference(Policy):
                 uniforms, keys[index], values[index], weight, count, gamma=self.gamma, temperature=self.temperature
             )
             index, count = index[kept], count // 2
-        index, weight = _resize(index, state.halved_slots), _resize(weight, state.halved_slots)
+        fit = lambda x: jnp.pad(x[: state.halved_slots], (0, max(state.halved_slots - x.shape[0], 0)))  # noqa: E731
         unkept = jnp.sum(marked & ~kept_marks, dtype=jnp.int32)
-        return jnp.concatenate([needle, index]), jnp.log(needle_weight), jnp.log(weight), unkept
-
-
-def _resize(x: Float[Array, "n"] | Int[Array, "n"], size: int) -> Float[Array, "m"] | Int[Array, "m"]:
-    """The first `size` numbers, followed by zeros where there are fewer."""
-    return jnp.pad(x[:size], (0, max(size - x.shape[0], 0)))
+        return jnp.concatenate([needle, fit(index)]), jnp.log(needle_weight), jnp.log(fit(weight)), unkept

@@ -14,7 +14,7 @@ from kvjax.combinators.head_choice import HeadChoice
 from kvjax.growing import init_growing
 from kvjax.per_head import per_head
 from kvjax.policies.exact import Exact
-from kvjax.policy import Policy, check_choice, check_settings
+from kvjax.policy import Policy, check_choices, check_settings
 from kvjax.segment import Segment, Slope
 from kvjax.state import entries, stacked, state
 from kvjax.structures.soft_matching import (
@@ -88,11 +88,7 @@ class Chelsea(Policy):
 
     def __post_init__(self) -> None:
         check_settings(self.budget, self.sinks, self.recent, self.compact_every, selects="centroids")
-        check_choice(
-            schedule=(self.schedule, tuple(SCHEDULES)),
-            slope=(self.slope, ("pooled", None)),
-            joins=(self.joins, ("mean", "drop")),
-        )
+        check_choices(self)
         if self.chunk < 2 or self.chunk % 2:
             raise ValueError(f"chunk={self.chunk}; it must be even and at least 2")
         _ = self.plan
@@ -128,8 +124,7 @@ class Chelsea(Policy):
 
     def prefill(self, state: Merged, prompt) -> Merged:
         window = windows.fill(state.window, prompt)
-        # The tokens in between begin behind the sinks; what lies past them is cut off by the count.
-        _, _, middle = windows.occupancy(window)
+        _, _, middle = windows.occupancy(window)  # tokens, from the end of the sinks on
         keys, values = (x[:, :, self.sinks :] for x in (prompt.keys, prompt.values))
         return self._merge(dataclasses.replace(state, window=window), fresh_entries(keys, values, middle))
 

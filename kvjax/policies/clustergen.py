@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import window as windows
 from kvjax.per_head import per_head
-from kvjax.policy import Policy, check_choice, check_settings
+from kvjax.policy import Policy, check_choices, check_settings
 from kvjax.state import state
 from kvjax.structures.k_center import cluster_more, cluster_prompt
 from kvjax.window import Window, init_window
@@ -67,7 +67,7 @@ class ClusterGen(Policy):
 
     def __post_init__(self) -> None:
         check_settings(self.budget, self.sinks, self.newest, self.compact_every, selects="centres")
-        check_choice(variant=(self.variant, ("mean_value", "paper")))
+        check_choices(self)
 
     @property
     def newest(self) -> int:

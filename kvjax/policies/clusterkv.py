@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from kvjax import window as windows
 from kvjax.per_head import per_head, stream_keys
-from kvjax.policy import Policy, check_choice, check_least, check_settings
+from kvjax.policy import Policy, check_choices, check_least, check_settings
 from kvjax.recall import NOWHERE, BlockStore, block_slots, blocks_of, init_store, stored_blocks, wait_and_file
 from kvjax.segment import Choice, Recalled
 from kvjax.state import fault, stacked, state, static
@@ -84,14 +84,9 @@ class ClusterKV(Policy):
 
     def __post_init__(self) -> None:
         check_settings(self.budget, self.sinks, self.recent, self.compact_every)
-        for name in ("cluster_tokens", "clusters", "every", "chunk_clusters", "iterations", "sample"):
-            if getattr(self, name) is not None:
-                check_least(1, **{name: getattr(self, name)})
-        check_choice(
-            select=(self.select, ("group", "query_head")),
-            start=(self.start, ("random", "k-means++")),
-            turn_to=(self.turn_to, ("directions", "keys")),
-        )
+        check_least(1, cluster_tokens=self.cluster_tokens, clusters=self.clusters, every=self.every)
+        check_least(1, chunk_clusters=self.chunk_clusters, iterations=self.iterations, sample=self.sample)
+        check_choices(self)
         if self.every is not None and self.compact_every > self.every:
             raise ValueError(f"compact_every={self.compact_every} must not exceed every={self.every}: one chunk a time")
 
@@ -188,10 +183,8 @@ class ClusterKV(Policy):
 
     @property
     def _k_means(self) -> Callable[..., KMeans]:
-        polish = min(2, self.iterations)
-        return functools.partial(
-            k_means, iterations=self.iterations, start=self.start, polish=polish, turn_to=self.turn_to
-        )
+        of_settings = functools.partial(k_means, iterations=self.iterations, start=self.start, turn_to=self.turn_to)
+        return functools.partial(of_settings, polish=min(2, self.iterations))
 
     def _choose(self, state: Clustered, query: Float[Array, "B 1 H_q D"], round: Int[Array, "B"] | None) -> Choice:
         """What one query of every row reads: the budget's tokens (everything, where it is as large as the store)."""

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from kvjax.policies.snapkv import SnapKV
-from kvjax.policy import check_choice, check_least
+from kvjax.policy import check_choices, check_least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PyramidKV(SnapKV):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least(1, beta=self.beta)
-        check_choice(variant=(self.variant, ("paper", "kvpress")))
+        check_choices(self)
 
     def at(self, spec) -> SnapKV:
         slots = self.layer_slots(spec.max_prompt, spec.layer, spec.layers)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Key
 
 from kvjax import window as windows
 from kvjax.per_head import per_head, stream_keys
-from kvjax.policy import Policy, check_choice, check_settings
+from kvjax.policy import Policy, check_choices, check_settings
 from kvjax.spec import CacheSpec, whole_tiles
 from kvjax.state import stacked, state
 from kvjax.structures import streams as structures
@@ -83,7 +83,7 @@ class SubGen(Policy):
     compact_every: int = 64
 
     def __post_init__(self) -> None:
-        check_choice(variant=(self.variant, ("mean_value", "self_normalised", "paper")))
+        check_choices(self)
         fixed = self.sinks + self.recent
         check_settings(fixed + 1 if self.budget is None else self.budget, self.sinks, self.recent, self.compact_every)
         _ = self.sizes

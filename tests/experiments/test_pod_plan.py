@@ -68,7 +68,7 @@ def test_a_plan_says_what_fits_and_what_does_not(tmp_path):
 @needs_compiler
 @pytest.mark.heavy
 def test_many_layers_follow_from_few(tmp_path):
-    options = ("--batch=4", "--context_tokens=4096", "--prefill=streaming", "--policy=exact", "--policy=clusterkv")
+    options = ("--batch=4", "--context_tokens=65536", "--prefill=streaming", "--policy=exact", "--policy=clusterkv")
     whole, line = (
         planned(tmp_path / name, *options, *more, num_hidden_layers=8)
         for name, more in (("whole", ()), ("line", ("--compiled_layers=4",)))

@@ -20,7 +20,8 @@ import kvjax
 from experiments.common.compiled import collectives
 from kvjax.sharding import RULES, rename_axes, shardings
 from kvjax.state import faults_of_rows, map_fields
-from tests.kvjax.support import POLICIES, each, last_queries, make_spec, row_keys
+from tests.kvjax.support import OF_ANY_NORM as POLICIES
+from tests.kvjax.support import each, last_queries, make_spec, row_keys
 
 DEVICES = 8
 on_devices = pytest.mark.skipif(jax.device_count() < DEVICES, reason="runs in a process with eight devices")
