@@ -18,6 +18,7 @@ from kvjax.cache import prefill as prefill
 from kvjax.cache import read_bytes as read_bytes
 from kvjax.cache import step as step
 from kvjax.cache import tokens as tokens
+from kvjax.combinators.ada_kv import AdaKV as AdaKV
 from kvjax.combinators.by_head import ByHead as ByHead
 from kvjax.combinators.by_layer import ByLayer as ByLayer
 from kvjax.combinators.by_layer import FirstLayers as FirstLayers
@@ -32,6 +33,8 @@ from kvjax.policies.clusterkv import ClusterKV as ClusterKV
 from kvjax.policies.exact import Exact as Exact
 from kvjax.policies.h2o import H2O as H2O
 from kvjax.policies.infinigen import InfiniGen as InfiniGen
+from kvjax.policies.kvzip import KVzip as KVzip
+from kvjax.policies.leverage_scores import LeverageScores as LeverageScores
 from kvjax.policies.pyramidkv import PyramidKV as PyramidKV
 from kvjax.policies.quest import Quest as Quest
 from kvjax.policies.snapkv import SnapKV as SnapKV

@@ -28,8 +28,8 @@ from kvjax.attention import Seen, attend_and_see
 from kvjax.collectives import PARTS, TENSOR, summed_over_heads, summed_over_parts
 from kvjax.partials import output
 from kvjax.policies.streaming_llm import StreamingLLM
-from kvjax.policy import Policy, Prompt
-from kvjax.segment import Recalled, parts_of, segment_bytes
+from kvjax.policy import Policy, Prompt, Repeated
+from kvjax.segment import Recalled, Segment, parts_of, segment_bytes
 from kvjax.sharding import DATA, HEADS, ROWS, shardings
 from kvjax.spec import CacheSpec, check_query, check_tokens, known
 from kvjax.staging import Staging, init_staging
@@ -77,7 +77,7 @@ def init(policy: Policy, spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Mesh 
         reused=none(),
         faulty=none(),
         policy=policy,
-        spec=dataclasses.replace(spec, batch=1, layer=0, layers=1, rope_frequencies=None),
+        spec=dataclasses.replace(spec, batch=1, layer=0, layers=1),
         mesh=mesh,
     )
     return cache if mesh is None else jax.lax.with_sharding_constraint(cache, shardings(cache, mesh))
@@ -106,6 +106,7 @@ def prefill(
     told: Any = None,
     *,
     sink_logits: Float[Array, "H_q"] | None = None,
+    repeated: Repeated | None = None,
 ) -> tuple[Cache, Any]:
     """Takes a whole prompt into a fresh cache.
 
@@ -115,6 +116,7 @@ def prefill(
             token.
         told: what this gave for the layer before.
         sink_logits: as for `step`.
+        repeated: what the layer made of repetitions of the prompt, where `cache.policy.repeat` asks for them.
 
     Returns:
         The cache, and what this layer tells the next (None for most policies).
@@ -135,7 +137,7 @@ def prefill(
                 "puts a token into its cache), or bring further tokens by step"
             )
 
-    def on_device(cache, keys, values, lengths, queries, told, sink_logits):
+    def on_device(cache, keys, values, lengths, queries, told, sink_logits, repeated):
         wrong = (lengths < 0) | (lengths > longest) | (tokens(cache) > 0)
         prompt = Prompt(
             keys=keys.swapaxes(1, 2),
@@ -144,6 +146,8 @@ def prefill(
             queries=None if queries is None else _scaled(cache.spec, queries),
             told=told,
             sink_logits=sink_logits,
+            repeated=repeated,
+            frequencies=None if frequencies is None else jnp.asarray(frequencies, jnp.float32),
             logit_cap=cache.spec.logit_cap,
         )
         told = cache.policy.tell(cache.state, prompt)
@@ -152,11 +156,24 @@ def prefill(
         reused = cache.reused + wrong
         return _looked_over(dataclasses.replace(cache, state=filled, staging=staging, reused=reused)), told
 
-    order = _order(cache)
+    frequencies, order = cache.spec.rope_frequencies, _order(cache)
+    if repeated is not None:
+        queries_again, keys_again = _scaled(cache.spec, repeated.queries), repeated.keys
+        queries_again, keys_again = (cast(Array, _in_order(x, order)) for x in (queries_again, keys_again))
+        repeated = dataclasses.replace(repeated, queries=queries_again, keys=keys_again)
     fresh = (*(_in_order(x, order) for x in (keys, values)), lengths, _in_order(queries, order), told)
     told_lies = PartitionSpec(DATA, TENSOR)  # what layers tell each other is by row and kv head
-    lies = (HEADS, HEADS, ROWS, HEADS, told_lies, PER_HEAD)
-    return _on_mesh(cache, on_device, (*fresh, _sinks(sink_logits, order)), lies, lambda cache: (cache, told_lies))
+    lies = (
+        HEADS,
+        HEADS,
+        ROWS,
+        HEADS,
+        told_lies,
+        PER_HEAD,
+        Repeated(cast(Any, HEADS), cast(Any, HEADS), cast(Any, ROWS)),
+    )
+    fresh = (*fresh, _sinks(sink_logits, order), repeated)
+    return _on_mesh(cache, on_device, fresh, lies, lambda cache: (cache, told_lies))
 
 
 def append(
@@ -253,9 +270,12 @@ def read_bytes(cache: Cache) -> int:
         spec, batch = cache.spec, cache.staging.count.shape[0]
         sizes.append(cache.policy.read_bytes(cache.state))
         newer = cache.staging.count[:, None]
-        for part in (*parts_of(cache.policy.read(cache.state, newer)), stagings.staged(cache.staging, 1)):
+        parts = (*parts_of(cache.policy.read(cache.state, newer)), stagings.staged(cache.staging, 1))
+        # Of a buffer that several segments show, each reads its own slots.
+        leaves = {id(leaf): leaf for part in parts if isinstance(part, Segment) for leaf in jax.tree.leaves(part)}
+        sizes.append(segment_bytes(*leaves.values()))
+        for part in parts:
             if not isinstance(part, Recalled):
-                sizes.append(segment_bytes(part))
                 continue
             # Those that are here: a device's part of a cache may be asked, too.
             kv_heads = cache.staging.keys.shape[1] if part.heads is None else part.heads[1] - part.heads[0]

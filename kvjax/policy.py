@@ -26,6 +26,48 @@ State = Any
 ALL_QUERIES = -1  # for `Policy.prompt_queries`: the queries of the whole prompt
 
 
+@dataclasses.dataclass(frozen=True)
+class Repeat:
+    """How a prompt is read once more, as a text that repeats it in chunks, each behind the whole prompt: what a policy
+    asks for whose scores are by what repeating attends to.
+
+    Attributes:
+        chunk: tokens of the prompt that are repeated at a time.
+        ask: token ids before the first chunk ("repeat the previous context").
+        ask_part: those before a further one, followed by the last `overlap` tokens of the chunk before.
+        suffix: those between either and the chunk.
+        overlap: see `ask_part`.
+    """
+
+    chunk: int = 2048
+    ask: tuple[int, ...] = ()
+    ask_part: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    overlap: int = 8
+
+    def __post_init__(self) -> None:
+        check_least(1, chunk=self.chunk)
+        check_least(0, overlap=self.overlap)
+
+    def chunks(self, tokens: int) -> int:
+        """How many chunks so many tokens are."""
+        return -(-tokens // self.chunk)
+
+    def width(self, tokens: int) -> int:
+        """The most tokens of one repetition of a prompt of so many."""
+        first, further = len(self.ask), len(self.ask_part) + self.overlap
+        return max(first, further if self.chunks(tokens) > 1 else 0) + len(self.suffix) + min(self.chunk, tokens)
+
+
+@state
+class Repeated:
+    """A layer's projections of the repetitions of a prompt, C of R tokens each, one behind the other."""
+
+    queries: Float[Array, "B CR H_q D"]
+    keys: Float[Array, "B CR H_kv D"]
+    lengths: Int[Array, "B C"]  # int32, tokens of each; 0 where a row has no such chunk
+
+
 @state
 class Prompt:
     """A prompt as policies see it: left-aligned rows, heads first. What lies past a row's length is noise."""
@@ -36,6 +78,8 @@ class Prompt:
     queries: Float[Array, "B w H_q D"] | None  # the last ones, right-aligned, as many as `prompt_queries` asks for
     told: Any = None  # what the layer before told (`Policy.tell`)
     sink_logits: Float[Array, "H_q"] | None = None
+    repeated: Repeated | None = None  # where the policy asks for it (`Policy.repeat`)
+    frequencies: Float[Array, "half_D"] | None = None  # angle per position of each pair of dimensions, where known
     logit_cap: float | None = static(default=None)
 
 
@@ -55,6 +99,11 @@ class Policy(abc.ABC):
     def prompt_queries(self) -> int:
         """Of a prompt's last queries, how many `prefill` needs (or ALL_QUERIES)."""
         return 0
+
+    @property
+    def repeat(self) -> Repeat | None:
+        """How the prompt is to be read once more for `prefill`, if it is."""
+        return None
 
     @property
     def observes(self) -> bool:

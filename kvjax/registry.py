@@ -4,9 +4,10 @@ import dataclasses
 import re
 import types
 import typing
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from kvjax.budget import Budget, fit_bytes
+from kvjax.combinators.ada_kv import AdaKV
 from kvjax.combinators.by_layer import FirstLayers
 from kvjax.combinators.host_memory import HostMemory
 from kvjax.combinators.quantized import Quantized
@@ -22,6 +23,8 @@ from kvjax.policies.clusterkv_reference import ClusterKVReference
 from kvjax.policies.exact import Exact
 from kvjax.policies.h2o import H2O
 from kvjax.policies.infinigen import InfiniGen
+from kvjax.policies.kvzip import KVzip
+from kvjax.policies.leverage_scores import LeverageScores
 from kvjax.policies.pyramidkv import PyramidKV
 from kvjax.policies.quest import Quest
 from kvjax.policies.snapkv import SnapKV
@@ -29,6 +32,7 @@ from kvjax.policies.streaming_llm import StreamingLLM
 from kvjax.policies.subgen import SubGen
 from kvjax.policies.uniform import Uniform
 from kvjax.policy import Policy
+from kvjax.selection import Selection
 from kvjax.spec import CacheSpec
 
 POLICIES: dict[str, type[Policy]] = {
@@ -46,6 +50,8 @@ POLICIES: dict[str, type[Policy]] = {
     "clusterkv_reference": ClusterKVReference,
     "h2o": H2O,
     "infinigen": InfiniGen,
+    "kvzip": KVzip,
+    "leverage_scores": LeverageScores,
     "pyramidkv": PyramidKV,
     "quest": Quest,
     "snapkv": SnapKV,
@@ -53,7 +59,12 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 # What text may say of any policy: how combinators are put around it.
-_AROUND: dict[str, Any] = {"storage": Literal["int8", "fp8"], "host_steps": int, "full_layers": int}
+_AROUND: dict[str, Any] = {
+    "storage": Literal["int8", "fp8"],
+    "host_steps": int,
+    "full_layers": int,
+    "head_floor": float,
+}
 
 _AMPLE_BUDGET = 2**20  # slots that leave room for every setting: with them only the settings can be wrong
 
@@ -63,7 +74,8 @@ class PolicyChoice:
     """A policy by its registered name, the settings given with it, as text, and maybe its budget.
 
     Beside its own settings every policy takes `storage=int8` or `fp8` (`Quantized`) and `full_layers=n` (`FirstLayers`,
-    in the same storage). Those that recall take `host_steps=R` (`HostMemory`).
+    in the same storage). Those that recall take `host_steps=R` (`HostMemory`), selections by scores `head_floor=0.2`
+    (`AdaKV`).
     """
 
     name: str
@@ -143,10 +155,17 @@ class PolicyChoice:
 
 
 def put_around(
-    policy: Policy, storage: Literal["int8", "fp8"] | None = None, host_steps: int | None = None, full_layers: int = 0
+    policy: Policy,
+    storage: Literal["int8", "fp8"] | None = None,
+    host_steps: int | None = None,
+    full_layers: int = 0,
+    head_floor: float | None = None,
 ) -> Policy:
-    """The policy in eight bits, in host memory, and behind so many exact layers in the same storage."""
+    """The policy with one budget for all heads, in eight bits, in host memory, and behind so many exact layers in the
+    same storage."""
     full: Policy = Exact(policy.compact_every)
+    if head_floor is not None:
+        policy = AdaKV(cast(Selection, policy), head_floor)
     if storage is not None:
         policy, full = Quantized(policy, storage), Quantized(full, storage)
     if host_steps is not None:

@@ -39,3 +39,31 @@ def chunk_attention(
 
     first = 0 if window is None else jnp.maximum(chunk - (window + tokens - 2) // tokens, 0)
     return output(jax.lax.fori_loop(first, chunk, past, against(chunk)), query.dtype)
+
+
+def attend_behind(
+    query: Float[Array, "B T H_q D"],
+    keys: Float[Array, "B H_kv N D"],
+    values: Float[Array, "B H_kv N D"],
+    own_keys: Float[Array, "B H_kv CR D"],
+    own_values: Float[Array, "B H_kv CR D"],
+    lengths: Int[Array, "B"],
+    block: Int[Array, ""],
+    *,
+    width: int,
+    window: int | None,
+) -> Float[Array, "B T H_q D"]:
+    """What block number `block`, of T tokens, of several texts of `width` sees, each of which stands alone behind a
+    prompt of so many tokens: the prompt, and its own text causally."""
+    batch, tokens = query.shape[:2]
+    text, first = (block * tokens) // width, (block * tokens) % width
+    own_keys, own_values = (
+        jax.lax.dynamic_slice_in_dim(x, text * width, width, axis=2) for x in (own_keys, own_values)
+    )
+    place = jnp.broadcast_to(first + jnp.arange(tokens), (batch, tokens))
+    start = own_start = None
+    if window is not None:
+        start, own_start = lengths[:, None] + place + 1 - window, place + 1 - window
+    prompt = Segment(keys, values, start=start, stop=lengths[:, None])
+    own = Segment(own_keys, own_values, start=own_start, stop=place + 1)
+    return output(attend_reading(query, (prompt, own)), query.dtype)

@@ -23,7 +23,7 @@ from kvjax.policy import Policy
 from kvjax.sharding import shardings
 from kvjax.state import fault, state
 from models.llama import Llama, rope_frequencies
-from models.prefill import asked_queries, compress_layer, last_logits, read_layers
+from models.prefill import asked_queries, compress_layer, last_logits, read_layers, repeat_of
 from models.sampling import Sampling, finite, sample
 from models.sharding import everywhere, mesh_of
 
@@ -134,7 +134,9 @@ class Generator:
         lengths, caches, told = everywhere(row_lengths, self.mesh), [], None
         asked = [asked_queries(policy, tokens.shape[1]) for policy in self.policies]
         for cache, layer in zip(
-            state.layers, read_layers(self.model, tokens, lengths, self.prefill_chunk, asked), strict=True
+            state.layers,
+            read_layers(self.model, tokens, lengths, self.prefill_chunk, asked, repeat_of(self.policies)),
+            strict=True,
         ):
             cache, told = compress_layer(cache, layer, lengths, told)
             caches.append(cache)

@@ -8,15 +8,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax import rope
-from kvjax.policy import ALL_QUERIES, Policy
-from models.exact_attention import chunk_attention
+from kvjax.policy import ALL_QUERIES, Policy, Repeat, Repeated
+from kvjax.sharding import DATA
+from models.exact_attention import attend_behind, chunk_attention
 from models.llama import DecoderLayer, Llama, LlamaConfig, rope_frequencies
-from models.sharding import attend_apart, everywhere, mesh_of
+from models.sharding import STORED, attend_apart, everywhere, mesh_of
+
+REPEAT_BLOCK = 128  # tokens of a repetition that attend at a time
 
 
 class ReadLayer(NamedTuple):
@@ -26,19 +29,60 @@ class ReadLayer(NamedTuple):
     keys: Float[Array, "B N H_kv D"]
     values: Float[Array, "B N H_kv D"]
     queries: Float[Array, "B w H_q D"] | None  # of the last tokens, right-aligned, as many as were asked for
+    repeated: Repeated | None = None
 
 
 def read_layers(
-    model: Llama, tokens: Int[np.ndarray, "B N"], lengths: Int[Array, "B"], chunk: int, asked: Sequence[int]
+    model: Llama,
+    tokens: Int[np.ndarray, "B N"],
+    lengths: Int[Array, "B"],
+    chunk: int,
+    asked: Sequence[int],
+    repeat: Repeat | None = None,
 ) -> Iterator[ReadLayer]:
-    """Reads prompts exactly, layer by layer: N must be a multiple of `chunk`, and `asked[l]` says how many of the last
-    queries of layer l are wanted."""
+    """Reads prompts exactly, layer by layer: N must be a multiple of `chunk`, `asked[l]` says how many of the last
+    queries of layer l are wanted, and `repeat` whether every layer reads the prompts again."""
     mesh = mesh_of(model)
     x = embed(model, everywhere(tokens, mesh))
+    if repeat is not None:
+        again, sizes = (everywhere(part, mesh) for part in repetitions(repeat, tokens, np.asarray(lengths)))
+        again = embed(model, again.reshape(len(tokens), -1))
     for layer, count in zip(model.layers, asked, strict=True):
         read = prefill_layer(layer, model.config, mesh, chunk, count, x, lengths)
-        yield read
         x = read.x
+        if repeat is not None:
+            again, query, key = repeat_layer(layer, model.config, mesh, again, read.keys, read.values, lengths, sizes)
+            read = read._replace(repeated=Repeated(query, key, sizes))
+        yield read
+
+
+def repetitions(
+    repeat: Repeat, tokens: Int[np.ndarray, "B N"], lengths: Int[np.ndarray, "B"]
+) -> tuple[Int[np.ndarray, "B C R"], Int[np.ndarray, "B C"]]:
+    """The texts that repeat prompts, as many chunks for each row as the longest has and padded, and their lengths."""
+    longest = int(lengths.max())
+    width = -(-repeat.width(longest) // REPEAT_BLOCK) * REPEAT_BLOCK
+    texts = np.zeros((len(tokens), repeat.chunks(longest), width), np.int32)
+    sizes = np.zeros(texts.shape[:2], np.int32)
+    for row, length in enumerate(lengths):
+        for number, first in enumerate(range(0, int(length), repeat.chunk)):
+            before = repeat.ask_part + tuple(tokens[row, max(first - repeat.overlap, 0) : first])
+            chunk = tokens[row, first : min(first + repeat.chunk, length)]
+            text = (*(before if number else repeat.ask), *repeat.suffix, *chunk)
+            texts[row, number, : len(text)], sizes[row, number] = text, len(text)
+    return texts, sizes
+
+
+def repeat_of(policies: Sequence[Policy]) -> Repeat | None:
+    """How prompts are to be read again for these policies.
+
+    Raises:
+        ValueError: where they ask for several ways.
+    """
+    asked = list(dict.fromkeys(policy.repeat for policy in policies if policy.repeat is not None))
+    if len(asked) > 1:
+        raise ValueError(f"policies that read together ask for different repetitions of the prompt: {asked}")
+    return asked[0] if asked else None
 
 
 def compress_layer(
@@ -48,7 +92,8 @@ def compress_layer(
     asks for, and what the layer before told. Returns what this layer tells, too."""
     count = asked_queries(cache.policy, read.keys.shape[1])
     queries = None if read.queries is None or not count else read.queries[:, read.queries.shape[1] - count :]
-    return compress(cache, read.keys, read.values, lengths, queries, told)
+    repeated = None if cache.policy.repeat is None else read.repeated
+    return compress(cache, read.keys, read.values, lengths, queries, told, repeated=repeated)
 
 
 def asked_queries(policy: Policy, tokens: int) -> int:
@@ -97,7 +142,7 @@ def prefill_layer(
     head_keys, head_values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
     attend: Callable[..., Array] = functools.partial(chunk_attention, window=layer.window)
     if mesh is not None:
-        attend = attend_apart(attend, mesh)
+        attend = attend_apart(attend, mesh, STORED, STORED, PartitionSpec())
 
     def step(x, number):
         rows = chunk_of(x, number)
@@ -107,6 +152,37 @@ def prefill_layer(
 
     x, _ = jax.lax.scan(step, x, numbers)
     return ReadLayer(x, keys, values, queries)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("x",))
+def repeat_layer(
+    layer: DecoderLayer,
+    config: LlamaConfig,
+    mesh: Mesh | None,
+    x: Float[Array, "B CR W"],
+    prompt_keys: Float[Array, "B N H_kv D"],
+    prompt_values: Float[Array, "B N H_kv D"],
+    lengths: Int[Array, "B"],
+    sizes: Int[Array, "B C"],
+) -> tuple[Float[Array, "B CR W"], Float[Array, "B CR H_q D"], Float[Array, "B CR H_kv D"]]:
+    """One layer over all repetitions of prompts, each as if it came right behind the prompt and alone: the new residual
+    stream, queries and keys."""
+    batch, total, _ = x.shape
+    width = total // sizes.shape[1]
+    place = jnp.arange(total) % width
+    query, key, value = layer.project(x, *rope.rotation(lengths[:, None] + place, rope_frequencies(config)))
+    stored = [heads_first.swapaxes(1, 2) for heads_first in (prompt_keys, prompt_values, key, value)]
+    attend: Callable[..., Array] = functools.partial(attend_behind, width=width, window=layer.window)
+    if mesh is not None:
+        attend = attend_apart(attend, mesh, *[STORED] * 4, PartitionSpec(DATA), PartitionSpec())
+
+    def of_block(number):
+        queries = jax.lax.dynamic_slice_in_dim(query, number * REPEAT_BLOCK, REPEAT_BLOCK, axis=1)
+        return attend(queries, *stored, lengths, number)
+
+    attended = jax.lax.map(of_block, jnp.arange(total // REPEAT_BLOCK))
+    attended = attended.swapaxes(0, 1).reshape(batch, total, *attended.shape[3:])
+    return layer.finish(x, attended), query, key
 
 
 compress = jax.jit(kvjax.prefill, donate_argnames=("cache",))

@@ -52,12 +52,13 @@ def mesh_of(model: Llama) -> Mesh | None:
     return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
 
 
-def attend_apart(attend: Callable[..., Array], mesh: Mesh) -> Callable[..., Array]:
-    """Attention of fresh queries [B, T, H_q, D] to stored keys and values [B, H_kv, N, D], every device for its own
-    heads: kernels cannot be cut by the compiler."""
-    stored = PartitionSpec(DATA, TENSOR)
-    given = (HEADS, stored, stored, PartitionSpec())
-    return jax.shard_map(attend, mesh=mesh, in_specs=given, out_specs=HEADS, check_vma=False)
+STORED = PartitionSpec(DATA, TENSOR)  # [B, H_kv, ...]
+
+
+def attend_apart(attend: Callable[..., Array], mesh: Mesh, *given: PartitionSpec) -> Callable[..., Array]:
+    """Attention of fresh queries [B, T, H_q, D] to what else is given, which lies so; every device for its own heads:
+    kernels cannot be cut by the compiler."""
+    return jax.shard_map(attend, mesh=mesh, in_specs=(HEADS, *given), out_specs=HEADS, check_vma=False)
 
 
 def parameter_shardings(parameters: Any, config: LlamaConfig, mesh: Mesh) -> Any:

@@ -7,7 +7,7 @@ import numpy as np
 
 import kvjax
 from models.generate import GenerationState, Generator, laid, with_prompt
-from models.prefill import asked_queries, compress_layer, last_logits, read_layers
+from models.prefill import asked_queries, compress_layer, last_logits, read_layers, repeat_of
 from models.sharding import everywhere
 
 
@@ -41,7 +41,8 @@ def prefill_together(
         max(asked_queries(generator.policies[number], tokens.shape[1]) for generator in generators)
         for number in range(first.config.layers)
     ]
-    for number, read in enumerate(read_layers(first.model, tokens, lengths, first.prefill_chunk, asked)):
+    repeat = repeat_of([policy for generator in generators for policy in generator.policies])
+    for number, read in enumerate(read_layers(first.model, tokens, lengths, first.prefill_chunk, asked, repeat)):
         for place, state in enumerate(states):
             cache, told[place] = compress_layer(state.layers[number], read, lengths, told[place])
             caches[place].append(cache)

@@ -1,6 +1,7 @@
 """Kv heads with policies of their own, each with buffers of its own size."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from kvjax.attention import Seen
 from kvjax.collectives import heads_here
 from kvjax.combinators.several import Several, check_policies
 from kvjax.policy import ALL_QUERIES, Policy
-from kvjax.segment import map_parts
+from kvjax.segment import Part, map_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,15 @@ class ByHead(Several):
                 group = sinks.shape[0] // prompt.keys.shape[1]
                 sinks = sinks[first * group : last * group]
             keys, values = prompt.keys[:, first:last], prompt.values[:, first:last]
-            mine = dataclasses.replace(prompt, keys=keys, values=values, queries=queries, sink_logits=sinks)
+            again = prompt.repeated
+            if again is not None:
+                group = again.queries.shape[2] // prompt.keys.shape[1]
+                again = dataclasses.replace(
+                    again, queries=again.queries[:, :, first * group : last * group], keys=again.keys[:, :, first:last]
+                )
+            mine = dataclasses.replace(
+                prompt, keys=keys, values=values, queries=queries, sink_logits=sinks, repeated=again
+            )
             if policy.tell(own, mine) is not prompt.told:
                 raise ValueError(f"ByHead: {policy} tells the next layer something; use ByLayer")
             states.append(policy.prefill(own, mine))
@@ -82,7 +91,7 @@ class ByHead(Several):
 
     def read(self, state: tuple, newer):
         return tuple(
-            map_parts(lambda part, at=heads: dataclasses.replace(part, heads=at), policy.read(own, newer))
+            map_parts(functools.partial(_among_all, heads), policy.read(own, newer))
             for policy, own, heads in self._each(state)
         )
 
@@ -107,3 +116,9 @@ class ByHead(Several):
         sizes = np.cumsum([0, *(heads_here(len(heads)) for heads in self.groups.values())])
         ranges = zip(sizes[:-1].tolist(), sizes[1:].tolist(), strict=True)
         return list(zip(self.groups, state, ranges, strict=True))
+
+
+def _among_all(heads: tuple[int, int], part: Part) -> Part:
+    """A part of a group's reading as one of all heads', of which the group's are `heads`."""
+    first, last = part.heads or (0, heads[1] - heads[0])
+    return dataclasses.replace(part, heads=(heads[0] + first, heads[0] + last))

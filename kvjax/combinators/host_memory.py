@@ -51,6 +51,7 @@ class HostMemory(Policy):
     recalls = True
     compact_every = property(lambda self: self.policy.compact_every)
     prompt_queries = property(lambda self: self.policy.prompt_queries)
+    repeat = property(lambda self: self.policy.repeat)
     observes = property(lambda self: self.policy.observes)
     streams = property(lambda self: self.policy.streams)
 

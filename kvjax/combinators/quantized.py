@@ -1,6 +1,7 @@
 """Eight-bit storage of any policy's keys and values."""
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ class Quantized(Policy):
 
     compact_every = property(lambda self: self.policy.compact_every)
     prompt_queries = property(lambda self: self.policy.prompt_queries)
+    repeat = property(lambda self: self.policy.repeat)
     observes = property(lambda self: self.policy.observes)
     streams = property(lambda self: self.policy.streams)
     recalls = property(lambda self: self.policy.recalls)
@@ -69,7 +71,8 @@ class Quantized(Policy):
         # before they are read, what it reads of the numbers times the scales.
         of_scales = map_fields(lambda field, x, scale: scale if field.entries else x, state.numbers, state.scales)
         readings = (self.policy.read(inner, newer) for inner in (state.numbers, of_scales, load(state)))
-        return map_parts(_with_scales, *readings)
+        columns: dict[int, Any] = {}  # several parts may show one buffer
+        return map_parts(functools.partial(_with_scales, columns), *readings)
 
     def observe(self, state: InEightBits, seen) -> InEightBits:
         # Learning changes no entry.
@@ -97,15 +100,16 @@ def load(state: InEightBits) -> Any:
     return map_fields(grow, state.numbers, state.scales)
 
 
-def _with_scales(numbers: Segment | Recalled, scales: Any, loaded: Any) -> Segment | Recalled:
+def _with_scales(columns: dict[int, Any], numbers: Segment | Recalled, scales: Any, loaded: Any) -> Segment | Recalled:
     if isinstance(numbers, Recalled):
         return numbers  # its store knows its own scales
     part = loaded
+    column = lambda x: columns.setdefault(id(x), x[..., 0])  # noqa: E731
     # A number that is still in eight bits lies as it was stored (or came with its scales from the store itself).
     if is_eight_bit(numbers.keys.dtype):
-        scale = scales.keys[..., 0] if numbers.key_scale is None else numbers.key_scale
+        scale = column(scales.keys) if numbers.key_scale is None else numbers.key_scale
         part = dataclasses.replace(part, keys=numbers.keys, key_scale=scale)
     if numbers.values is not None and is_eight_bit(numbers.values.dtype):
-        scale = scales.values[..., 0] if numbers.value_scale is None else numbers.value_scale
+        scale = column(scales.values) if numbers.value_scale is None else numbers.value_scale
         part = dataclasses.replace(part, values=numbers.values, value_scale=scale)
     return part

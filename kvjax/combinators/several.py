@@ -1,6 +1,6 @@
 """What must be known of several policies together, before there is a cache."""
 
-from kvjax.policy import ALL_QUERIES, Policy
+from kvjax.policy import ALL_QUERIES, Policy, Repeat
 
 
 class Several(Policy):
@@ -16,6 +16,13 @@ class Several(Policy):
     def prompt_queries(self) -> int:
         asked = [policy.prompt_queries for policy in self.policies]
         return ALL_QUERIES if ALL_QUERIES in asked else max(asked)
+
+    @property
+    def repeat(self) -> Repeat | None:
+        asked = {policy.repeat for policy in self.policies} - {None}
+        if len(asked) > 1:
+            raise ValueError(f"{type(self).__name__}: its policies ask for different repetitions of a prompt: {asked}")
+        return next(iter(asked), None)
 
     @property
     def observes(self) -> bool:

@@ -1,7 +1,8 @@
 """Writes tests/golden/kvpress.npz: which tokens kvpress's presses keep on a small random checkpoint.
 
 Needs torch, transformers and kvpress: `python -m tests.golden.make_kvpress_golden` from the repository root, after
-`tests.golden.make_transformers_golden`. The settings are those of `tests.models.kvpress_runs.RUNS`:
+`tests.golden.make_transformers_golden`. The settings are those of `tests.models.kvpress_runs.RUNS` and
+`SCORED_RUNS`:
 
     tokens    [2, 96] int64                     random prompts
     NAME      [layers, 2, H_kv, 96] bool        tokens kept in the run of that name
@@ -31,8 +32,13 @@ def main() -> None:
             break
     else:
         raise RuntimeError(f"no seed with margins over {kvpress_runs.LEAST_MARGIN}")
+    scored = {
+        name: kvpress_runs.kept_by_scored_press(run, kvpress_runs.CHECKPOINT, tokens)
+        for name, run in kvpress_runs.SCORED_RUNS.items()
+    }
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("kvpress", "transformers", "torch"))
-    np.savez_compressed(PATH, tokens=tokens, versions=versions, **{name: kept for name, (kept, _) in runs.items()})
+    kept = {name: kept for name, (kept, _) in runs.items()} | scored
+    np.savez_compressed(PATH, tokens=tokens, versions=versions, **kept)
     print(f"{PATH}: {versions}")
 
 

@@ -10,8 +10,10 @@ import pytest
 
 import kvjax
 from kvjax.cache import _append, _attend, _in_order, _order, _out_of_order
+from kvjax.combinators.ada_kv import AdaKV
 from kvjax.policies.balancekv_paper import BalanceKVPaper
 from kvjax.policies.balancekv_reference import BalanceKVReference
+from kvjax.policies.leverage_scores import LeverageScores
 from kvjax.policy import ALL_QUERIES
 
 HEAD_DIM = 64
@@ -52,6 +54,8 @@ POLICIES = {
     "clusterkv": kvjax.ClusterKV(20, **CLUSTERS),
     "clusterkv_paper": kvjax.ClusterKV(20, **CLUSTERS, select="query_head", residual=False),
     "quest": kvjax.Quest(20, compact_every=8),
+    "leverage_scores": LeverageScores(20, sinks=2, compact_every=8),
+    "ada_kv": AdaKV(LeverageScores(20, sinks=2, compact_every=8), 0.5),
 }
 # With room for every token that a row may ever have: exact attention.
 BIG = HEAD_DIM
@@ -70,11 +74,15 @@ ROOMY = {
     "subgen_mean_value": kvjax.SubGen(BIG + 8, **WINDOW),
     "clusterkv": kvjax.ClusterKV(BIG, **CLUSTERS),
     "quest": kvjax.Quest(BIG, compact_every=8),
+    "leverage_scores": LeverageScores(BIG, compact_every=8),
+    "ada_kv": AdaKV(LeverageScores(BIG, compact_every=8)),
 }
 
 
-# For values of any norm: outside its buckets BalanceKV's paper form has a fault, and attention is NaN.
-OF_ANY_NORM = POLICIES | {"balancekv_paper": BalanceKVPaper(400, **WINDOW, value_exponents=(-6, 6))}
+# For values of any norm (outside its buckets BalanceKV's paper form has a fault, and attention is NaN), of policies
+# whose heads know nothing of one another: those that share a budget share it among the heads of a device.
+ON_A_MESH = POLICIES | {"balancekv_paper": BalanceKVPaper(400, **WINDOW, value_exponents=(-6, 6))}
+del ON_A_MESH["ada_kv"]
 
 # One variant of every system runs in the quick tests, the others in `make test-all`.
 VARIANTS = (
@@ -87,6 +95,7 @@ VARIANTS = (
     "chelsea_paper",
     "chelsea_drop",
     "clusterkv_paper",
+    "ada_kv",
 )
 
 

@@ -20,7 +20,7 @@ import kvjax
 from experiments.common.compiled import collectives
 from kvjax.sharding import RULES, rename_axes, shardings
 from kvjax.state import faults_of_rows, map_fields
-from tests.kvjax.support import OF_ANY_NORM as POLICIES
+from tests.kvjax.support import ON_A_MESH as POLICIES
 from tests.kvjax.support import each, last_queries, make_spec, row_keys
 
 DEVICES = 8
@@ -264,3 +264,14 @@ def test_sinks_and_tokens_find_their_heads_on_a_mesh(policy):
         return kvjax.step(cache, queries[:, :4], keys[:, :4], values[:, :4, :, :24], sink_logits=sinks)[0]
 
     np.testing.assert_allclose(attended(None), attended(mesh), atol=1e-5)
+
+
+@on_devices
+def test_heads_of_a_device_share_a_budget():
+    # A head alone on its device has its own budget.
+    policy = POLICIES["leverage_scores"]
+    mesh = kvjax.make_mesh(SPEC.kv_heads, data=2, tensor=4)
+    _, alone = run(policy, None, LENGTHS, NEW, *streams())
+    _, together = run(kvjax.AdaKV(policy, 0.0), mesh, LENGTHS, NEW, *streams())
+    for one, other in zip(alone, together, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)

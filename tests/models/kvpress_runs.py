@@ -14,6 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from kvjax.combinators.ada_kv import AdaKV
+from kvjax.policies.kvzip import KVzip
+from kvjax.policies.leverage_scores import LeverageScores
 from kvjax.policy import Policy
 from models import checkpoint, generate, prefill
 from tests.models import families
@@ -60,6 +63,83 @@ RUNS = {
     ),
     "h2o": Run("ObservedAttentionPress", {"compression_ratio": 0.5}, kvjax.H2O(budget(0.5), recent=0, average=True)),
 }
+
+
+class Scored(NamedTuple):
+    """A press of several parts, which may hold everything and mask what it evicts, and the policy for it."""
+
+    make: Callable[[Any], Any]  # of the package kvpress
+    policy: Policy
+
+
+# What kvpress's tokenizer makes of what it says around a repetition.
+PHRASES = {
+    "\n\nRepeat the previous context exactly.": (7, 21, 13, 40),
+    "\n\nRepeat the part of the previous context exactly, starting with": (7, 33, 50),
+    "\n": (2,),
+    "": (),
+}
+_AGAIN = dict(zip(("ask", "ask_part", "suffix"), PHRASES.values(), strict=False)) | {"beside": True}
+_LEVERAGE = LeverageScores(budget(0.5), sinks=0, beside=True)
+SCORED_RUNS = {
+    "leverage_scores": Scored(lambda kvpress: _leverage(kvpress), _LEVERAGE),
+    "ada_kv": Scored(lambda kvpress: kvpress.AdaKVPress(_leverage(kvpress), 0.4), AdaKV(_LEVERAGE, 0.4)),
+    "kvzip": Scored(lambda kvpress: kvpress.KVzipPress(0.5, layerwise=True), AdaKV(KVzip(budget(0.5), **_AGAIN), 0.0)),
+    "kvzip_in_chunks": Scored(
+        lambda kvpress: kvpress.KVzipPress(0.75, layerwise=True, chunk_size=40),
+        AdaKV(KVzip(budget(0.75), chunk=40, **_AGAIN), 0.0),
+    ),
+}
+
+
+def _leverage(kvpress: Any) -> Any:
+    return kvpress.LeverageScorePress(0.5, sketch_dimension=checkpoint.load(CHECKPOINT).config.head_dim)
+
+
+def kept_by_scored_press(run: Scored, directory: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
+    """Which tokens [layers, B, H_kv, T] such a press keeps. Its Gaussian sketch is replaced by the identity, and its
+    tokenizer by `PHRASES`."""
+    from unittest import mock
+
+    import kvpress
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
+
+    class Tokenizer:
+        chat_template = None
+
+        @staticmethod
+        def encode(text: str, **_: Any) -> Any:
+            return torch.tensor([PHRASES[text]], dtype=torch.long)
+
+    def identity(*shape: int, **_: Any) -> Any:
+        return torch.eye(shape[-1]).expand(shape) * shape[-1] ** 0.5
+
+    kept_tokens = []
+    with (
+        mock.patch("kvpress.presses.kvzip_press.AutoTokenizer.from_pretrained", lambda *_: Tokenizer),
+        mock.patch("torch.randn", identity),
+        torch.no_grad(),
+    ):
+        for row in tokens:
+            press, cache = run.make(kvpress), transformers.DynamicCache()
+            whole = _cache(model, row, None)
+            with press(model):
+                model.model(input_ids=torch.from_numpy(row[None]), past_key_values=cache)
+            layers = []
+            for number, layer in enumerate(model.model.layers):
+                masked = getattr(layer.self_attn, "masked_key_indices", None)
+                kept = _matches(cache.layers[number].keys[0].numpy(), whole[number])
+                if masked is not None:
+                    kept[masked[1].numpy(), masked[2].numpy()] = False
+                layer.self_attn.masked_key_indices = None
+                layers.append(kept)
+            kept_tokens.append(layers)
+    return np.array(kept_tokens).swapaxes(0, 1)
 
 
 def kept_by_kvpress(run: Run, directory: pathlib.Path, tokens: np.ndarray) -> tuple[np.ndarray, float]:
@@ -115,14 +195,17 @@ def kept_by_kvjax(policy: Policy, directory: pathlib.Path, tokens: np.ndarray) -
     specs = generate.cache_specs(model, batch=batch, max_prompt=TOKENS, max_new=8)
     lengths = jnp.full(batch, TOKENS, jnp.int32)
     asked = [prefill.asked_queries(policy, TOKENS)] * len(specs)
-    layers = prefill.read_layers(model, tokens.astype(np.int32), lengths, TOKENS, asked)
+    layers = prefill.read_layers(model, tokens.astype(np.int32), lengths, TOKENS, asked, policy.repeat)
     kept_tokens = []
     for spec, read in zip(specs, layers, strict=True):
         cache = kvjax.init(policy, spec, jax.random.split(jax.random.key(0), batch))
         cache, _ = prefill.compress_layer(jax.tree.map(jnp.copy, cache), read, lengths)
         fresh = np.asarray(read.keys).swapaxes(1, 2)
-        store = getattr(cache.state, "window", cache.state)
-        kept_tokens.append([_matches(kept, full) for kept, full in zip(np.asarray(store.keys), fresh, strict=True)])
+        store = getattr(cache.state, "window", getattr(cache.state, "pool", cache.state))
+        kept = np.asarray(store.keys)
+        if store is not cache.state and isinstance(policy, AdaKV):
+            kept = kept.reshape(batch, 1, -1, kept.shape[3])  # all heads' in one
+        kept_tokens.append([_matches(kept, full) for kept, full in zip(kept, fresh, strict=True)])
     return np.array(kept_tokens)
 
 

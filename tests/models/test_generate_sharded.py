@@ -189,7 +189,7 @@ SHIPPED = """
     from tests.models import test_generate_sharded as own
 
     model = own.place(own.shipped(), own.kvjax.make_mesh(2, data=2, tensor=4))
-    made = {name: own.written(model, policy) for name, policy in own.support.OF_ANY_NORM.items()}
+    made = {name: own.written(model, policy) for name, policy in own.support.ON_A_MESH.items()}
     print(json.dumps({name: [rows, logits.tolist()] for name, (rows, logits) in made.items()}))
 """
 
@@ -199,7 +199,7 @@ SHIPPED = """
 def test_two_processes_write_what_one_does_with_every_policy():
     first, second = run_two(SHIPPED)
     assert first == second
-    for name, policy in support.OF_ANY_NORM.items():
+    for name, policy in support.ON_A_MESH.items():
         rows, logits = written(shipped(), policy)
         assert first[name][0] == rows, name
         np.testing.assert_allclose(first[name][1], logits, atol=1e-4, err_msg=name)
@@ -224,9 +224,9 @@ def written(model, policy):
 
 @on_devices
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", support.OF_ANY_NORM)
+@pytest.mark.parametrize("name", support.ON_A_MESH)
 def test_the_shipped_model_writes_what_it_writes_on_one_device(name):
-    policy = support.OF_ANY_NORM[name]
+    policy = support.ON_A_MESH[name]
     rows, logits = written(shipped(), policy)
     # Two heads, each on two devices.
     found, together = written(place(shipped(), kvjax.make_mesh(2, data=2, tensor=4)), policy)
