@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax
 
-from kvjax.cache import Cache, init, read_bytes
+from kvjax.cache import Cache, init, layer_policy, read_bytes
 from kvjax.policy import Policy
 from kvjax.spec import CacheSpec, whole_tiles
 from kvjax.state import cache_bytes
@@ -103,7 +103,7 @@ def _smallest_budget(make: Callable[[int], Policy], spec: CacheSpec, limit: int)
     accepted, refused, reason = 1, 0, ""
     while True:
         try:
-            abstract_cache(make(accepted), spec)
+            _try_layers(make(accepted), spec)
             break
         except ValueError as error:
             refused, reason = accepted, str(error)
@@ -113,8 +113,15 @@ def _smallest_budget(make: Callable[[int], Policy], spec: CacheSpec, limit: int)
     while accepted - refused > 1:
         middle = (accepted + refused) // 2
         try:
-            abstract_cache(make(middle), spec)
+            _try_layers(make(middle), spec)
             accepted = middle
         except ValueError:
             refused = middle
     return accepted
+
+
+def _try_layers(policy: Policy, spec: CacheSpec) -> None:
+    """Raises a ValueError where a layer cannot have a cache of this policy; equal layers are tried once."""
+    specs = [dataclasses.replace(spec, layer=layer) for layer in range(spec.layers)]
+    for of_layer in {layer_policy(policy, spec): spec for spec in specs}.values():
+        abstract_cache(policy, of_layer)

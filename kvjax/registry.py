@@ -203,6 +203,8 @@ def _value(kind: Any, text: str) -> Any:
     if typing.get_origin(kind) is tuple:
         inner = typing.get_args(kind)
         parts = text.strip("()").split(",")
+        if inner[1:] == (Ellipsis,):
+            inner = inner[:1] * len(parts)
         return tuple(_value(own, part.strip()) for own, part in zip(inner, parts, strict=True))
     if kind is bool:
         return {"True": True, "true": True, "False": False, "false": False}[text]

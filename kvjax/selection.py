@@ -41,6 +41,8 @@ class Selection(Policy):
         recent: last tokens of the prompt, which rank right behind the sinks.
         beside: (what published selections count) later tokens stand beside the budget, in `spec.max_new` more slots,
             all counted as bytes.
+        shares: of every layer, how many times the budget it has: as many slots in all where their mean is 1. None: all
+            have the same. What layers need differs far more than what texts do.
         compact_every: tokens between compactions. It changes no result but that until then new tokens are read beside
             all kept ones.
     """
@@ -49,17 +51,29 @@ class Selection(Policy):
     sinks: int = 4
     recent: int = 0
     beside: bool = False
+    shares: tuple[float, ...] | None = None
     compact_every: int = 16
 
     streams = False
 
     def __post_init__(self) -> None:
         check_settings(self.budget, self.sinks, self.recent, self.compact_every)
+        if self.shares is not None and not (self.shares and min(self.shares) > 0):
+            raise ValueError(f"shares={self.shares}; every layer's must be above 0")
         if not self.beside and self.budget < self.sinks + self.compact_every:
             raise ValueError(
                 f"budget={self.budget} slots cannot hold sinks={self.sinks} and the compact_every={self.compact_every} "
                 f"tokens of a compaction; it must be at least {self.sinks + self.compact_every}, or those smaller"
             )
+
+    def at(self, spec):
+        if self.shares is None:
+            return self
+        if len(self.shares) != spec.layers:
+            raise ValueError(f"shares={self.shares} are {len(self.shares)}; the model has {spec.layers} layers")
+        # No layer has more slots than tokens can come: what is left to it is the other layers', when bytes are fitted.
+        budget = min(round(self.budget * self.shares[spec.layer]), spec.capacity)
+        return dataclasses.replace(self, budget=budget, shares=None)
 
     @abc.abstractmethod
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:

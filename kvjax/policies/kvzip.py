@@ -24,7 +24,8 @@ class KVzip(Selection):
     this has not. An answer depends on the repetition's words hardly: by default there are none.
 
     Attributes:
-        budget, sinks, recent, beside, compact_every: as in `Selection`; the published numbers are sinks=4, recent=0.
+        budget, sinks, recent, beside, shares, compact_every: as in `Selection`; sinks=4 and recent=0 are
+            those published.
         chunk: tokens that are repeated at a time.
         ask, ask_part, suffix: token ids around the first chunk and around further ones (`kvjax.policy.Repeat`); kvpress
             says "\\n\\nRepeat the previous context exactly." and "\\n\\nRepeat the part of the previous context

@@ -20,7 +20,7 @@ class LeverageScores(Selection):
     outliers, without which a direction of the keys would be lost. No query is needed.
 
     Attributes:
-        budget, sinks, recent, beside, compact_every: as in `Selection`. Published with sinks=0 and beside=True.
+        budget, sinks, recent, beside, shares, compact_every: as in `Selection`. Published with sinks=0 and beside=True.
         rotated: keys as they are stored, rather than as they were before their position turned them (which needs
             `spec.rope_frequencies`).
         sketch: dimensions of a Gaussian sketch of the keys, as published (48); None: the keys themselves, whose Gram

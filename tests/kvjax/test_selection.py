@@ -19,6 +19,7 @@ from tests.kvjax.support import (
     HEAD_DIM,
     LENGTHS,
     NEW,
+    PROMPT,
     after,
     begin,
     go,
@@ -220,3 +221,20 @@ def test_what_cannot_be_is_said():
         begin(LeverageScores(24), make_spec(rope_frequencies=None), row_keys(), *prompt, LENGTHS)
     with pytest.raises(ValueError, match="different repetitions"):
         _ = kvjax.ByHead((KVzip(64), KVzip(64, chunk=5))).repeat
+
+
+def test_layers_have_their_shares_of_the_budget():
+    policy = kvjax.PolicyChoice.parse("leverage_scores:shares=(0.75,2.5),storage=int8@32").make()
+    caches = [kvjax.init(policy, make_spec(layer=layer, layers=2), row_keys()) for layer in range(2)]
+    # No more than tokens may come.
+    assert [cache.state.numbers.keys.shape[2] for cache in caches] == [24, PROMPT + NEW]
+    # Fitted to bytes, on the average of all layers.
+    shared = kvjax.fit_bytes(lambda budget: LeverageScores(budget, shares=(0.5, 1.5)), make_spec(layers=2), 60_000)
+    alike = kvjax.fit_bytes(LeverageScores, make_spec(layers=2), 60_000)
+    assert abs(shared.budget - alike.budget) <= 1
+    # The smallest layer must have room, too.
+    assert kvjax.fit_bytes(lambda budget: LeverageScores(budget, shares=(1.8, 0.2)), make_spec(layers=2), 64_000)
+    with pytest.raises(ValueError, match="are 3; the model has 2 layers"):
+        kvjax.init(LeverageScores(64, shares=(1.0, 1.0, 1.0)), make_spec(layers=2), row_keys())
+    with pytest.raises(ValueError, match="above 0"):
+        LeverageScores(64, shares=(1.0, 0.0))
