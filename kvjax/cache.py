@@ -163,15 +163,8 @@ def prefill(
         repeated = dataclasses.replace(repeated, queries=queries_again, keys=keys_again)
     fresh = (*(_in_order(x, order) for x in (keys, values)), lengths, _in_order(queries, order), told)
     told_lies = PartitionSpec(DATA, TENSOR)  # what layers tell each other is by row and kv head
-    lies = (
-        HEADS,
-        HEADS,
-        ROWS,
-        HEADS,
-        told_lies,
-        PER_HEAD,
-        Repeated(cast(Any, HEADS), cast(Any, HEADS), cast(Any, ROWS)),
-    )
+    again_lies = repeated and Repeated(cast(Any, HEADS), cast(Any, HEADS), cast(Any, ROWS))
+    lies = (HEADS, HEADS, ROWS, HEADS, told_lies, PER_HEAD, again_lies)
     fresh = (*fresh, _sinks(sink_logits, order), repeated)
     return _on_mesh(cache, on_device, fresh, lies, lambda cache: (cache, told_lies))
 
