@@ -11,6 +11,7 @@ A policy never attends, appends or counts steps: `kvjax.cache` does that, alike 
 import abc
 import dataclasses
 import typing
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from jaxtyping import Array, Float, Int, Key
@@ -162,6 +163,18 @@ class Policy(abc.ABC):
     def head_order(self, devices: int = 1) -> tuple[int, ...] | None:
         """The order in which the cache keeps kv heads, among so many devices; None: their own."""
         return None
+
+
+def repeat_of(policies: Iterable[Policy]) -> Repeat | None:
+    """How a prompt is to be read again for policies that read it together.
+
+    Raises:
+        ValueError: where they ask for several ways.
+    """
+    asked = list(dict.fromkeys(policy.repeat for policy in policies if policy.repeat is not None))
+    if len(asked) > 1:
+        raise ValueError(f"policies that read together ask for different repetitions of the prompt: {asked}")
+    return asked[0] if asked else None
 
 
 def check_settings(budget: int, sinks: int = 0, recent: int = 0, compact_every: int = 64, *, selects: str = "") -> None:

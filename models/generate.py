@@ -19,11 +19,11 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 import kvjax
 from kvjax.cache import layer_policy
-from kvjax.policy import Policy
+from kvjax.policy import Policy, repeat_of
 from kvjax.sharding import shardings
 from kvjax.state import fault, state
 from models.llama import Llama, rope_frequencies
-from models.prefill import asked_queries, compress_layer, last_logits, read_layers, repeat_of
+from models.prefill import asked_queries, compress_layer, last_logits, read_layers
 from models.sampling import Sampling, finite, sample
 from models.sharding import everywhere, mesh_of
 

@@ -73,18 +73,6 @@ def repetitions(
     return texts, sizes
 
 
-def repeat_of(policies: Sequence[Policy]) -> Repeat | None:
-    """How prompts are to be read again for these policies.
-
-    Raises:
-        ValueError: where they ask for several ways.
-    """
-    asked = list(dict.fromkeys(policy.repeat for policy in policies if policy.repeat is not None))
-    if len(asked) > 1:
-        raise ValueError(f"policies that read together ask for different repetitions of the prompt: {asked}")
-    return asked[0] if asked else None
-
-
 def compress_layer(
     cache: kvjax.Cache, read: ReadLayer, lengths: Int[Array, "B"], told: Any = None
 ) -> tuple[kvjax.Cache, Any]:

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 import kvjax
+from kvjax.policy import repeat_of
 from models.generate import GenerationState, Generator, laid, with_prompt
-from models.prefill import asked_queries, compress_layer, last_logits, read_layers, repeat_of
+from models.prefill import asked_queries, compress_layer, last_logits, read_layers
 from models.sharding import everywhere
 
 

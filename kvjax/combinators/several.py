@@ -1,6 +1,6 @@
 """What must be known of several policies together, before there is a cache."""
 
-from kvjax.policy import ALL_QUERIES, Policy, Repeat
+from kvjax.policy import ALL_QUERIES, Policy, Repeat, repeat_of
 
 
 class Several(Policy):
@@ -19,10 +19,7 @@ class Several(Policy):
 
     @property
     def repeat(self) -> Repeat | None:
-        asked = {policy.repeat for policy in self.policies} - {None}
-        if len(asked) > 1:
-            raise ValueError(f"{type(self).__name__}: its policies ask for different repetitions of a prompt: {asked}")
-        return next(iter(asked), None)
+        return repeat_of(self.policies)
 
     @property
     def observes(self) -> bool:
