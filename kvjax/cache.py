@@ -267,9 +267,7 @@ def read_bytes(cache: Cache) -> int:
         # Of a buffer that several segments show, each reads its own slots.
         leaves = {id(leaf): leaf for part in parts if isinstance(part, Segment) for leaf in jax.tree.leaves(part)}
         sizes.append(segment_bytes(*leaves.values()))
-        for part in parts:
-            if not isinstance(part, Recalled):
-                continue
+        for part in (part for part in parts if isinstance(part, Recalled)):
             # Those that are here: a device's part of a cache may be asked, too.
             kv_heads = cache.staging.keys.shape[1] if part.heads is None else part.heads[1] - part.heads[0]
             query = jnp.zeros((batch, 1, kv_heads * spec.query_heads // spec.kv_heads, spec.head_dim))

@@ -27,3 +27,8 @@ def rotate(
     cos, sin = cos[..., None, :], sin[..., None, :]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)
+
+
+def unrotate(x: Float[Array, "B T H D"], frequencies: Float[Array, "half_D"]) -> Float[Array, "B T H D"]:
+    """What stood at positions 0, 1, ... before these turned it; keeps x's dtype."""
+    return rotate(x, *rotation(-jnp.arange(x.shape[1])[None], frequencies))

@@ -23,5 +23,4 @@ def unrotated(
     keys: Float[np.ndarray, "R n H_kv D"], frequencies: Float[Array, "half_D"]
 ) -> Float[np.ndarray, "R n H_kv D"]:
     """Keys as they were before RoPE: turned back by their positions."""
-    back = -jnp.broadcast_to(jnp.arange(keys.shape[1]), keys.shape[:2])
-    return np.asarray(rope.rotate(jnp.asarray(keys), *rope.rotation(back, frequencies)))
+    return np.asarray(rope.unrotate(jnp.asarray(keys), frequencies))

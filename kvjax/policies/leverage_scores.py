@@ -68,6 +68,4 @@ def unrotated(prompt: Prompt, x: Float[Array, "B H T D"]) -> Float[Array, "B H T
         raise ValueError(
             "keys before their position turned them need spec.rope_frequencies; give these, or rotated=True"
         )
-    position = jnp.arange(x.shape[2])[None]
-    cos, sin = rope.rotation(-position, prompt.frequencies)
-    return rope.rotate(x.astype(jnp.float32).swapaxes(1, 2), cos, sin).swapaxes(1, 2)
+    return rope.unrotate(x.astype(jnp.float32).swapaxes(1, 2), prompt.frequencies).swapaxes(1, 2)
