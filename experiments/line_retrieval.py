@@ -59,7 +59,7 @@ DEMO_SEED = 10
 sweeping.define_flags(policies=POLICIES, documents=100, batch=10, model=settings.LINES_CHECKPOINT)
 flags.DEFINE_multi_integer("context_tokens", [2048], "Least tokens of a prompt; repeatable.")
 _DEMO = flags.DEFINE_bool("demo", False, "The main job: the demo's policies, 50 documents, one answer in words.")
-_ANSWER_TOKENS = flags.DEFINE_integer("answer_tokens", 8, "Most tokens of an answer.")
+_ANSWER_TOKENS = flags.DEFINE_integer("answer_tokens", task.ANSWER_TOKENS, "Most tokens of an answer.")
 
 
 def main(argv: Sequence[str]) -> None:

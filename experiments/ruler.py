@@ -18,8 +18,6 @@ from experiments.common.tasks import ruler as task
 from experiments.common.tasks.problem import Problem, problems
 
 NAME = "ruler"
-# Experiments add their own seed. Training's generators start from 0, so no problem is drawn by both.
-EVALUATION_SEED = 2_000_000
 QUICK_TASKS = ("niah_single_1", "niah_single_2")
 
 sweeping.define_flags(documents=50, batch=10)
@@ -53,7 +51,7 @@ def make_tasks(sweep: sweeping.Sweep, names: Sequence[str], tokens: int) -> dict
 
     tasks = {}
     for name in names:
-        made = list(problems(EVALUATION_SEED + sweep.seed, sweep.documents, functools.partial(make, name)))
+        made = list(problems(task.EVALUATION_SEED + sweep.seed, sweep.documents, functools.partial(make, name)))
         tasks[name] = evaluating.accuracy_task(name, sweep.tokenizer, made, score, made[0].answer_tokens)
     return tasks
 

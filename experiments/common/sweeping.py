@@ -189,19 +189,25 @@ class Sweep:
         make: Callable[[], Mapping[str, evaluating.Task]],
         prefill: str,
         question: str,
+        room: tuple[int, int] | None = None,
         **unit: Any,
     ) -> dict[str, list[evaluating.Result]]:
         """The same of several tasks, which share the sizes of caches and so their programs: settings that are held at
-        once answer all of them before the next ones come."""
+        once answer all of them before the next ones come.
+
+        Args:
+            room: the most tokens of a text and behind it, where caches are larger than these tasks need.
+        """
 
         def sizes() -> tuple[Sequence[int], int]:
-            longest, most = evaluating.room(make().values(), question == "seen")
+            longest, most = room or evaluating.room(make().values(), question == "seen")
             return [longest], most
 
         def task_of(name: str) -> evaluating.Task:
             return make()[name]
 
-        unit["tasks"] = list(tasks)
+        # Which tasks there are decides sizes; sizes that are given stand for them.
+        unit |= {"tasks": list(tasks)} if room is None else {"room": list(room)}
         values: dict[str, dict[PolicyChoice, Any]] = {task: {} for task in tasks}
         for begin in range(0, len(self.chosen), flags.FLAGS.together):
             group = self.chosen[begin : begin + flags.FLAGS.together]

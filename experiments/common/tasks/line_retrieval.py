@@ -31,6 +31,7 @@ documents = problems
 
 # Experiments add their own seed. Training's generators start from 0, so no document is drawn by both.
 EVALUATION_SEED = 1_000_000
+ANSWER_TOKENS = 8  # most that an answer has
 
 # A line is more than four tokens of any tokenizer: "line", a name of two words, the phrase, a number, the end.
 _FEWEST_TOKENS_PER_LINE = 4

@@ -59,6 +59,8 @@ FREQUENT_QUESTION = (
 DEPTHS = np.round(np.linspace(0, 100, num=40)).astype(int)
 # Common words that are asked for.
 LISTED = 10
+# Experiments add their own seed. Training's generators start from 0, so no problem is drawn by both.
+EVALUATION_SEED = 2_000_000
 # Below so many tokens common words are repeated less often.
 SHORT = 4096
 

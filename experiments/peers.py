@@ -1,0 +1,369 @@
+"""kvjax's policies beside kvpress's presses: one checkpoint, the same documents, equal bytes.
+
+    python -m experiments.peers --kvpress_python PYTHON
+    python -m experiments.peers --kvpress_python PYTHON --model line-retrieval-2l-4k --task line_retrieval
+
+PYTHON is the interpreter of an environment that has kvpress (`make parity` makes one). Budgets are counted in two ways:
+
+- `bytes`: a share of all that exact holds, tokens of the question and of the answer included. A press keeps every later
+  token, and so much less of the text.
+- `context`: kvpress's: a share of the text's bytes, and as much for later tokens on top, for policies too.
+
+Presses that only mask what they drop are compared by what they do not mask, as if they had freed it; what they hold
+stands beside. A question that is seen is compressed with the text, but for its last token, which a press is asked with.
+Documents are drawn with seeds of their own: settings were chosen on seeds below 50.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from absl import app, flags
+from tqdm import tqdm
+
+from experiments.common import evaluating, footprint, likelihood, presses, results, settings, sweeping
+from experiments.common.resuming import Finished
+from experiments.common.tasks import line_retrieval, long_texts, ruler
+from experiments.common.tasks.problem import Problem, problems
+from kvjax.budget import Budget
+from kvjax.registry import PolicyChoice
+from models import generate
+from models.tokenizer import Tokenizer
+
+NAME = "peers"
+LINES, PERPLEXITY = "line_retrieval", "perplexity"
+POLICIES = (
+    *(policy for policy in sweeping.POLICIES if policy != "exact"),
+    "kvzip:head_floor=0.0",
+    "leverage_scores",
+)
+NEXT_TOKENS = 32  # that perplexity is measured on, behind the first
+TILE = 64  # sizes of caches are multiples of it, so that other documents find the same programs
+
+sweeping.define_flags(documents=25, batch=25, policies=("exact", *POLICIES), budgets=("25%", "12.5%"))
+flags.DEFINE_integer("seeds", 4, "Seeds from --seed on, each with so many documents per task.")
+flags.DEFINE_multi_enum(
+    "task", [*ruler.NEEDLE_TASKS, PERPLEXITY], [*ruler.TASKS, LINES, PERPLEXITY], "What is asked; repeatable."
+)
+flags.DEFINE_multi_enum("counted", ["bytes"], ["bytes", "context"], "How budgets are counted; repeatable.")
+flags.DEFINE_integer("context_tokens", 2048, "Most tokens of prompt and answer; of line retrieval the least.")
+flags.DEFINE_multi_enum("press", list(presses.PRESSES), list(presses.PRESSES), "Presses; repeatable.")
+_PYTHON = flags.DEFINE_string("kvpress_python", sys.executable, "An interpreter that can import kvpress.")
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments: {argv[1:]}")
+    names = settings.value("task", quick=["niah_single_1", PERPLEXITY])
+    sweep = sweeping.Sweep(NAME, settings.value("documents", quick=2) * settings.value("seeds", quick=1))
+    found: list[results.Row] = []
+    with Peers(sweep) as peers:
+        asked = [name for name in names if name != PERPLEXITY]
+        for question in flags.FLAGS.question if asked else ():
+            found += peers.answers(asked, question)
+        if PERPLEXITY in names:
+            found += peers.perplexity()
+    sweep.write(found, sweeping.plot)
+
+
+class Peers:
+    """Policies and presses on the documents that flags say."""
+
+    def __init__(self, sweep: sweeping.Sweep) -> None:
+        options = flags.FLAGS
+        self.sweep = sweep
+        self.tokens = settings.value("context_tokens", quick=1024)
+        self.documents = settings.value("documents", quick=2)
+        self.seeds = range(sweep.seed, sweep.seed + settings.value("seeds", quick=1))
+        self.presses = settings.value("press", quick=["StreamingLLM", "KVzip"])
+        self.policies = settings.value("policy", quick=["exact", "streaming_llm", "kvzip:head_floor=0.0"])
+        self.process = presses.Presses(_PYTHON.value, settings.model_directory(options.model))
+        self.finished = Finished(sweep.directory / f"{NAME}_kvpress.jsonl", fresh=options.fresh)
+
+    def __enter__(self) -> "Peers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.close()
+
+    def answers(self, names: Sequence[str], question: str) -> list[results.Row]:
+        """The rows of tasks that ask."""
+        seen = question == "seen"
+        make = functools.cache(functools.partial(self._tasks, names))
+        tasks = make()
+        longest, most = (-(-size // TILE) * TILE for size in evaluating.room(tasks.values(), seen))
+        budgets = self._budgets(longest, most)
+        sweep = self.sweep
+        sweep.chosen = chosen(self.policies, list(budgets))
+        unit = {"context_tokens": self.tokens, "seeds": len(self.seeds)}
+        answered = sweep.evaluate_all(names, make, "exact", question, (longest, most), **unit)
+        for press in tqdm(self.presses, desc=f"presses, question {question}", unit="press", leave=False):
+            for budget, slots in budgets.items():
+                for name in names:
+                    if result := self._press(press, budget, slots - most, (longest, most), tasks[name], seen):
+                        answered[name].append(result)
+        rows = [row for name in names for row in sweep.rows(answered[name], name, self.tokens)]
+        count = len(next(iter(tasks.values())).prompts)
+        for budget in budgets:
+            show(f"{count} documents per task, question {question}, {budget}", answered, str(budget))
+        return rows + [row for budget in budgets for row in self._to_best(answered, str(budget), seen)]
+
+    def perplexity(self) -> list[results.Row]:
+        """The rows of texts that go on."""
+        position, count = self.tokens - NEXT_TOKENS - 1, self.documents * len(self.seeds)
+        most = self.tokens - position
+        budgets = self._budgets(position, most)
+        texts = functools.cache(lambda: long_texts.held_out(self.sweep.tokenizer, self.tokens, count, self.sweep.seed))
+
+        def run(some: list[PolicyChoice]) -> dict[PolicyChoice, Any]:
+            shared = {"batch": self.sweep.batch, "seed": self.sweep.seed}
+            readings, refused = likelihood.at_position(self.sweep.model, some, texts(), position, **shared)
+            sweeping.drop_programs()
+            done = {reading.setting: reading.to_json() for reading in readings}
+            return done | {setting: {sweeping.REFUSED: reason} for setting, reason in refused.items()}
+
+        def run_press(press: str, kept: int) -> dict[str, Any]:
+            return self.process.losses(press, kept, texts(), position)
+
+        unit = {"task": PERPLEXITY, "position": position, "texts": count, "seed": self.sweep.seed}
+        policies = chosen(self.policies, list(budgets))
+        values = sweeping.not_refused(sweeping.every_setting(self.finished, policies, unit, run))
+        losses = {
+            setting: likelihood.Reading.from_json(value, setting).stretches[0].losses
+            for setting, value in values.items()
+        }
+        uses = {setting: footprint.CacheUse(*value["use"]) for setting, value in values.items()}
+        for press in tqdm(self.presses, desc=PERPLEXITY, unit="press", leave=False):
+            for budget, slots in budgets.items():
+                reply = self._ask(
+                    unit | {"press": press, "kept": slots - most}, functools.partial(run_press, press, slots - most)
+                )
+                if reply:
+                    setting = pressed(press, budget)
+                    losses[setting] = np.asarray(reply["losses"])
+                    uses[setting] = self._use(reply["held"][0], most, self.tokens)
+        exact = losses[PolicyChoice.parse("exact")]
+        rows = []
+        for setting, own in losses.items():
+            for metric, logarithms in (("perplexity", own), ("perplexity_ratio", own - exact)):
+                value, low, high = results.mean_interval(logarithms).exponential()
+                extra = {"budget": str(setting.budget) if setting.budget else None, "recalls": uses[setting].recalls}
+                rows.append(
+                    results.Row(
+                        experiment=NAME,
+                        model=flags.FLAGS.model,
+                        task=PERPLEXITY,
+                        policy=setting.name,
+                        variant=setting.variant,
+                        metric=metric,
+                        value=value,
+                        ci95_low=low,
+                        ci95_high=high,
+                        context_tokens=self.tokens,
+                        n=count,
+                        seed=self.sweep.seed,
+                        question_seen=False,
+                        **footprint.row_fields([uses[setting]]),
+                        extra=extra | {"prefill": "exact"},
+                    )
+                )
+        ratios = sorted((row for row in rows if row.metric == "perplexity_ratio"), key=lambda row: row.value)
+        lines = [(label(row), f"{row.budget_fraction:.1%}", row.estimate.fixed()) for row in ratios]
+        results.print_table(f"Perplexity, as a ratio to exact's, of {count} texts", ("", "held", "ratio [95%]"), lines)
+        return rows
+
+    def _budgets(self, longest: int, most: int) -> dict[Budget, int]:
+        """Budgets, and the slots per head, of texts and later tokens, that they come to."""
+        spec = generate.cache_specs(self.sweep.model, batch=1, max_prompt=longest, max_new=most)[0]
+        found = {}
+        for text in flags.FLAGS.budget:
+            share = Budget.parse(text).fraction
+            if share is None:
+                raise app.UsageError(f"--budget={text}: presses are compared at shares of exact's bytes")
+            for counted in flags.FLAGS.counted:
+                whole = counted == "bytes"
+                slots = int(share * (longest + most)) if whole else int(share * longest) + most
+                held = spec.exact_bytes(slots) * spec.layers
+                found[Budget(f"{text} of {'all' if whole else 'the text'}", bytes=held)] = slots
+        return found
+
+    def _tasks(self, names: Sequence[str]) -> dict[str, evaluating.Task]:
+        """The same tasks of all seeds, one seed's documents behind the other's."""
+        return {name: make_task(name, self.sweep.tokenizer, self.tokens, self.seeds, self.documents) for name in names}
+
+    def _press(
+        self, press: str, budget: Budget, kept: int, room: tuple[int, int], task: evaluating.Task, seen: bool
+    ) -> evaluating.Result | None:
+        """What a press does with a task, None where it cannot.
+
+        Args:
+            kept: tokens of a text that it keeps.
+            room: tokens of a text, and behind it, that exact has slots for.
+        """
+        answers: list[str] = []
+        held: list[float] = []
+        prompts = [(prompt.context, prompt.question) for prompt in task.prompts]
+        if seen:
+            prompts = [((text + question)[:-1], question[-1:]) for text, question in prompts]
+        for number, seed in enumerate(self.seeds):
+            own = prompts[number * self.documents : (number + 1) * self.documents]
+            unit = {"task": task.name, "seed": seed, "documents": self.documents, "tokens": self.tokens, "seen": seen}
+            unit |= {"press": press, "kept": kept}
+            ask = functools.partial(self.process.answer, press, kept, own, task.answer_tokens)
+            reply = self._ask(unit, ask)
+            if reply is None:
+                return None
+            answers += reply["answers"]
+            held += reply["held"]
+        uses = {number: self._use(one, room[1], sum(room)) for number, one in enumerate(held)}
+        scores = {
+            name: [float(score(at, one)) for at, one in enumerate(answers)] for name, score in task.scores.items()
+        }
+        return evaluating.Result(pressed(press, budget), False, seen, 1, answers, uses, scores)
+
+    def _ask(self, unit: dict[str, Any], ask: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """A press's reply, now or before; None, which is said, where it failed."""
+        unit |= {"model": flags.FLAGS.model}
+        if unit not in self.finished:
+            try:
+                self.finished.add(unit, ask())
+            except presses.PressFailed as error:
+                self.finished.add(unit, {sweeping.REFUSED: str(error)})
+        reply = self.finished[unit]
+        if sweeping.REFUSED in reply:
+            tqdm.write(f"left out: {unit['press']} on {unit['task']}: {reply[sweeping.REFUSED]}")
+            return None
+        return reply
+
+    def _use(self, held: float, later: int, whole: int) -> footprint.CacheUse:
+        """What a press holds of a text, and later tokens beside it, where exact holds `whole` tokens."""
+        spec = generate.cache_specs(self.sweep.model, batch=1, max_prompt=whole - 1, max_new=1)[0]
+        token = spec.exact_bytes(1) * spec.layers
+        taken = round((held + later) * token)
+        return footprint.CacheUse(taken, 0, taken, False, taken / (token * whole))
+
+    def _to_best(self, answered: dict[str, list[evaluating.Result]], budget: str, seen: bool) -> list[results.Row]:
+        """The differences of all to the press that is best on the mean of all tasks."""
+        best = best_press(answered, budget)
+        rows = []
+        for task, of_task in answered.items():
+            by_setting = {one.setting: one for one in of_task}
+            for setting, one in by_setting.items():
+                if best is None or not at(one, budget) or setting == best:
+                    continue
+                found = results.paired_difference(one.scores["accuracy"], by_setting[best].scores["accuracy"])
+                rows.append(
+                    results.Row(
+                        experiment=NAME,
+                        model=flags.FLAGS.model,
+                        task=task,
+                        policy=setting.name,
+                        variant=setting.variant,
+                        metric="accuracy_to_best_press",
+                        value=found.value,
+                        ci95_low=found.low,
+                        ci95_high=found.high,
+                        context_tokens=self.tokens,
+                        question_seen=seen,
+                        n=len(one.answers),
+                        seed=self.sweep.seed,
+                        extra={"budget": budget, "best_press": best.name, "prefill": "exact"},
+                    )
+                )
+        return rows
+
+
+def make_task(name: str, tokenizer: Tokenizer, tokens: int, seeds: Sequence[int], documents: int) -> evaluating.Task:
+    """A task's documents of all seeds."""
+    length = lambda text: len(tokenizer.encode(text))  # noqa: E731
+    if name == LINES:
+        make_lines = lambda rng: line_retrieval.generate_for_tokens(rng, length, tokens)  # noqa: E731
+        lines = [
+            line for seed in seeds for line in problems(line_retrieval.EVALUATION_SEED + seed, documents, make_lines)
+        ]
+        right = lambda line, answer: line_retrieval.parse_answer(answer) == line.answer  # noqa: E731
+        return evaluating.accuracy_task(name, tokenizer, lines, right, line_retrieval.ANSWER_TOKENS)
+    make = lambda rng: ruler.generate(name, rng, length, tokens)  # noqa: E731
+    made: list[Problem] = [one for seed in seeds for one in problems(ruler.EVALUATION_SEED + seed, documents, make)]
+    scored = lambda problem, answer: ruler.score(answer, problem.answers)  # noqa: E731
+    return evaluating.accuracy_task(name, tokenizer, made, scored, made[0].answer_tokens)
+
+
+def chosen(policies: Sequence[str], budgets: Sequence[Budget]) -> list[PolicyChoice]:
+    """Every policy at every budget; one that takes none once."""
+    return [
+        PolicyChoice(choice.name, choice.settings, budget)
+        for choice in map(PolicyChoice.parse, policies)
+        for budget in (budgets if choice.takes_budget else [None])
+    ]
+
+
+def pressed(press: str, budget: Budget) -> PolicyChoice:
+    """A press as results name it."""
+    return PolicyChoice(f"kvpress {press}", (), budget)
+
+
+def is_press(setting: PolicyChoice) -> bool:
+    return setting.name.startswith("kvpress ")
+
+
+def at(result: evaluating.Result, budget: str) -> bool:
+    """Whether it is of this budget, or of one that takes none."""
+    return result.setting.budget is None or str(result.setting.budget) == budget
+
+
+def mean_score(answered: dict[str, list[evaluating.Result]], setting: PolicyChoice) -> float | None:
+    """The mean accuracy over tasks, None where not all were answered."""
+    own = [
+        float(np.mean(one.scores["accuracy"])) for found in answered.values() for one in found if one.setting == setting
+    ]
+    return float(np.mean(own)) if len(own) == len(answered) else None
+
+
+def best_press(answered: dict[str, list[evaluating.Result]], budget: str) -> PolicyChoice | None:
+    """The press of the highest mean over tasks, None without any."""
+    found = {
+        one.setting for of_task in answered.values() for one in of_task if is_press(one.setting) and at(one, budget)
+    }
+    means = {setting: mean for setting in found if (mean := mean_score(answered, setting)) is not None}
+    return max(means, key=lambda setting: (means[setting], setting.name), default=None)
+
+
+def show(title: str, answered: dict[str, list[evaluating.Result]], budget: str) -> None:
+    """A line per policy and press, the best first."""
+    best = best_press(answered, budget)
+    by_task = {task: {one.setting: one for one in found if at(one, budget)} for task, found in answered.items()}
+    whole = [setting for setting in next(iter(by_task.values())) if all(setting in found for found in by_task.values())]
+    score = {setting: [by_task[task][setting].scores["accuracy"] for task in by_task] for setting in whole}
+    lines = []
+    for setting in sorted(whole, key=lambda setting: -float(np.mean([np.mean(own) for own in score[setting]]))):
+        uses = [use for found in by_task.values() for use in found[setting].uses.values()]
+        to_best = "-"
+        if best is not None and setting != best:
+            pairs = zip(score[setting], score[best], strict=True)
+            to_best = results.mean_of([results.paired_difference(*pair) for pair in pairs]).fixed("+")
+        means = [float(np.mean(own)) for own in score[setting]]
+        recalled = " read" if uses[0].recalls else ""
+        lines.append(
+            (
+                str(settings.plain(setting)),
+                f"{np.mean([use.fraction for use in uses]):.1%}{recalled}",
+                *(f"{mean:.2f}" for mean in means),
+                f"{np.mean(means):.3f}",
+                to_best,
+            )
+        )
+    names = [task.replace("niah_", "") for task in by_task]
+    columns = ("", "held", *names, "mean", f"to {best.name if best else 'the best press'} [95%]")
+    results.print_table(title, columns, lines)
+
+
+def label(row: results.Row) -> str:
+    budget = f" @ {row.extra['budget']}" if row.extra["budget"] else ""
+    return results.policy_label(row) + budget
+
+
+if __name__ == "__main__":
+    app.run(main)
