@@ -24,23 +24,22 @@ from absl import app, flags
 from tqdm import tqdm
 
 from experiments.common import evaluating, footprint, likelihood, presses, results, settings, sweeping
+from experiments.common.named_tasks import LINES, make_task
 from experiments.common.resuming import Finished
-from experiments.common.tasks import line_retrieval, long_texts, ruler
-from experiments.common.tasks.problem import Problem, problems
+from experiments.common.tasks import long_texts, ruler
 from kvjax.budget import Budget
 from kvjax.registry import PolicyChoice
 from models import generate
-from models.tokenizer import Tokenizer
 
 NAME = "peers"
-LINES, PERPLEXITY = "line_retrieval", "perplexity"
+PERPLEXITY = "perplexity"
 POLICIES = (
     *(policy for policy in sweeping.POLICIES if policy != "exact"),
     "kvzip:head_floor=0.0",
     "leverage_scores",
 )
 NEXT_TOKENS = 32  # that perplexity is measured on, behind the first
-TILE = 64  # sizes of caches are multiples of it, so that other documents find the same programs
+TILE = 16  # sizes of caches are multiples of it, so that other documents find the same programs
 
 sweeping.define_flags(documents=25, batch=25, policies=("exact", *POLICIES), budgets=("25%", "12.5%"))
 flags.DEFINE_integer("seeds", 4, "Seeds from --seed on, each with so many documents per task.")
@@ -273,22 +272,6 @@ class Peers:
                     )
                 )
         return rows
-
-
-def make_task(name: str, tokenizer: Tokenizer, tokens: int, seeds: Sequence[int], documents: int) -> evaluating.Task:
-    """A task's documents of all seeds."""
-    length = lambda text: len(tokenizer.encode(text))  # noqa: E731
-    if name == LINES:
-        make_lines = lambda rng: line_retrieval.generate_for_tokens(rng, length, tokens)  # noqa: E731
-        lines = [
-            line for seed in seeds for line in problems(line_retrieval.EVALUATION_SEED + seed, documents, make_lines)
-        ]
-        right = lambda line, answer: line_retrieval.parse_answer(answer) == line.answer  # noqa: E731
-        return evaluating.accuracy_task(name, tokenizer, lines, right, line_retrieval.ANSWER_TOKENS)
-    make = lambda rng: ruler.generate(name, rng, length, tokens)  # noqa: E731
-    made: list[Problem] = [one for seed in seeds for one in problems(ruler.EVALUATION_SEED + seed, documents, make)]
-    scored = lambda problem, answer: ruler.score(answer, problem.answers)  # noqa: E731
-    return evaluating.accuracy_task(name, tokenizer, made, scored, made[0].answer_tokens)
 
 
 def chosen(policies: Sequence[str], budgets: Sequence[Budget]) -> list[PolicyChoice]:

@@ -41,8 +41,10 @@ class Selection(Policy):
         recent: last tokens of the prompt, which rank right behind the sinks.
         beside: (what published selections count) later tokens stand beside the budget, in `spec.max_new` more slots,
             all counted as bytes.
-        shares: of every layer, how many times the budget it has: as many slots in all where their mean is 1. None: all
-            have the same. What layers need differs far more than what texts do.
+        shares: of every layer, how many times as much of a prompt it keeps as the mean layer does: as many slots in all
+            where their mean is 1. None: all have the same. What layers need differs far more than what texts do
+            (`experiments.calibrate_layers` finds it). Slots that later tokens will take, `spec.max_new` but at most
+            half the budget, are every layer's alike.
         compact_every: tokens between compactions. It changes no result but that until then new tokens are read beside
             all kept ones.
     """
@@ -58,8 +60,8 @@ class Selection(Policy):
 
     def __post_init__(self) -> None:
         check_settings(self.budget, self.sinks, self.recent, self.compact_every)
-        if self.shares is not None and not (self.shares and min(self.shares) > 0):
-            raise ValueError(f"shares={self.shares}; every layer's must be above 0")
+        if self.shares is not None and not (self.shares and min(self.shares) >= 0 < max(self.shares)):
+            raise ValueError(f"shares={self.shares}; none may be below 0, nor all 0")
         if not self.beside and self.budget < self.sinks + self.compact_every:
             raise ValueError(
                 f"budget={self.budget} slots cannot hold sinks={self.sinks} and the compact_every={self.compact_every} "
@@ -71,8 +73,10 @@ class Selection(Policy):
             return self
         if len(self.shares) != spec.layers:
             raise ValueError(f"shares={self.shares} are {len(self.shares)}; the model has {spec.layers} layers")
+        later = 0 if self.beside else min(spec.max_new, self.budget // 2)
+        budget = later + round((self.budget - later) * self.shares[spec.layer])
         # No layer has more slots than tokens can come: what is left to it is the other layers', when bytes are fitted.
-        budget = min(round(self.budget * self.shares[spec.layer]), spec.capacity)
+        budget = min(max(budget, self.sinks + self.compact_every), spec.capacity)
         return dataclasses.replace(self, budget=budget, shares=None)
 
     @abc.abstractmethod

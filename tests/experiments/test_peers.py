@@ -1,0 +1,123 @@
+"""kvpress's presses beside kvjax's policies: what is asked of them, what is made of their answers, and, where kvpress is
+installed, that they run."""
+
+import json
+import stat
+import sys
+
+import numpy as np
+import pytest
+
+from experiments import calibrate_layers
+from experiments.common import presses, settings
+from experiments.common.named_tasks import make_task
+from tests.experiments.test_commands import run
+
+# Stands for the interpreter that has kvpress: SnapKV is always wrong, KVzip right of every second text, and others fail.
+STUB = f"""#!{sys.executable}
+import json, re, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    count = len(asked["prompts"])
+    use = {{"kept": [asked["kept"]] * count, "held": [len(text) for text, _ in asked["prompts"]], "losses": []}}
+    answers = {{"SnapKV": [" none"] * count, "KVzip": [[" none", " ANSWER"][n % 2] for n in range(count)]}}
+    reply = use | {{"answers": answers.get(asked["press"])}}
+    print(json.dumps(reply if reply["answers"] else {{"error": "ValueError: no"}}), flush=True)
+"""
+
+
+@pytest.fixture
+def stub(tmp_path):
+    path = tmp_path / "python"
+    path.write_text(STUB)
+    path.chmod(path.stat().st_mode | stat.S_IEXEC)
+    return path
+
+
+def test_presses_and_policies_stand_in_one_table(stub, tmp_path):
+    command = (
+        "tests.experiments.unanswered", "peers", "ANSWER", f"--output_dir={tmp_path}", f"--kvpress_python={stub}",
+        "--task=cwe", "--documents=2", "--seeds=2", "--press=KVzip", "--press=SnapKV", "--press=Knorm", "--budget=25%",
+        "--policy=exact", "--policy=uniform", "--counted=bytes", "--counted=context", "--context_tokens=1200",
+    )  # fmt: skip
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
+    assert "left out: Knorm on cwe: ValueError: no" in done.stderr + done.stdout
+    rows = json.loads((tmp_path / "peers.json").read_text())
+    of = lambda policy, metric, budget: next(  # noqa: E731
+        row for row in rows if (row["policy"], row["metric"], row["budget"]) == (policy, metric, budget)
+    )
+    for budget in ("25% of all", "25% of the text"):
+        row = of("kvpress KVzip", "accuracy", budget)
+        assert row["n"] == 4 and row["budget_fraction"] > 0.9  # held, whatever is masked
+        assert of("kvpress SnapKV", "accuracy_to_best_press", budget)["best_press"] == "kvpress KVzip"
+    assert not any(row["policy"] == "kvpress Knorm" for row in rows)
+    # A second run asks nobody.
+    stub.write_text("#!/bin/false\n")
+    again = run(*command)
+    assert again.returncode == 0 and json.loads((tmp_path / "peers.json").read_text()) == rows
+
+
+def test_budgets_that_are_no_share_are_refused(stub, tmp_path):
+    done = run("experiments.peers", "--quick", "--budget=512", f"--kvpress_python={stub}", f"--output_dir={tmp_path}")
+    assert done.returncode and "--budget=512: presses are compared at shares" in done.stderr
+
+
+def test_a_process_that_ends_is_said(tmp_path):
+    with pytest.raises(presses.PressFailed, match="the process of the presses ended"):
+        presses.Presses("/bin/false", tmp_path).answer("KVzip", 10, [([1, 2], [3])], 4)
+
+
+def test_layers_share_what_the_largest_scores_of_all_leave_them():
+    scores = np.zeros((3, 2, 50))
+    scores[0, :, :40], scores[1, 0, :20] = 2.0, 1.0
+    scores += np.random.default_rng(0).uniform(0, 1e-3, scores.shape)
+    np.testing.assert_allclose(calibrate_layers.shares_of(scores, 1 / 3), [2.4, 0.6, 0.0])
+    np.testing.assert_allclose(calibrate_layers.shares_of(scores, 0.1), [3.0, 0.0, 0.0])
+
+
+def test_every_press_is_compared_or_left_out_with_a_reason():
+    kvpress = pytest.importorskip("kvpress")
+    compared = {type(press.make(kvpress, 0.5)).__name__ for press in presses.PRESSES.values()}
+    there = {name for name in vars(kvpress) if name.endswith("Press")}
+    assert compared.isdisjoint(presses.LEFT_OUT)
+    assert there <= compared | set(presses.LEFT_OUT)
+
+
+def test_answers_are_those_of_kvpress_own_pipeline():
+    kvpress = pytest.importorskip("kvpress")
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    directory = settings.model_directory(settings.LANGUAGE_CHECKPOINT)
+    _, tokenizer = settings.load_model(settings.LANGUAGE_CHECKPOINT)
+    task = make_task("niah_multikey_1", tokenizer, 600, [40], 3)
+    texts = [tokenizer.decode(prompt.context[len(tokenizer.prefix) :]) for prompt in task.prompts]
+    questions = [tokenizer.decode(prompt.question) for prompt in task.prompts]
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    pipeline = transformers.pipeline(
+        "kv-press-text-generation", model=model, tokenizer=transformers.AutoTokenizer.from_pretrained(directory)
+    )
+    # The pipeline puts a line's end behind questions of models without a chat template.
+    prompts = [
+        (tokenizer.encode(text), tokenizer.encode(question + "\n", add_bos=False))
+        for text, question in zip(texts, questions, strict=True)
+    ]
+    mine = presses.Presses(sys.executable, directory)
+    for name in ("SnapKV", "KVzip"):
+        expected = []
+        for (text, _), context, question in zip(prompts, texts, questions, strict=True):
+            press = presses.PRESSES[name].make(kvpress, 1 - (200 + 0.5) / len(text))
+            expected.append(pipeline(context, question=question, press=press, max_new_tokens=24)["answer"])
+        reply = mine.answer(name, 200, prompts, 24)
+        assert reply["answers"] == expected
+        np.testing.assert_allclose(reply["kept"], 200, atol=0.5)
+        assert reply["held"] == [200.0] * 3 if name == "SnapKV" else reply["held"] == [len(text) for text, _ in prompts]
+    mine.close()
+
+
+def test_the_quick_form_runs(tmp_path):
+    pytest.importorskip("kvpress")
+    done = run("experiments.peers", "--quick", f"--output_dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "peers.json").read_text())
+    assert {row["policy"] for row in rows if row["metric"] == "perplexity_ratio"} >= {"kvpress KVzip", "kvzip", "exact"}
+    assert all(row["ci95_low"] <= row["value"] <= row["ci95_high"] for row in rows if "accuracy" in row["metric"])
