@@ -1,10 +1,11 @@
-"""Attention that a prompt's tokens draw from its last queries: what prompts are scored by."""
+"""Attention that a prompt's tokens draw from queries: what prompts are scored by."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.policy import ALL_QUERIES, Policy, Prompt
 
@@ -36,38 +37,61 @@ def asked_queries(policy: Policy, prompt: Prompt) -> Float[Array, "B w H_q D"]:
 
 def attention_received(policy: Policy, prompt: Prompt) -> Float[Array, "B H_kv T"]:
     """The probability of causal attention that each token of a prompt draws from its last w queries, summed over them
-    and over the query heads of a kv head's group; float32.
+    and over the query heads of a kv head's group; float32. What comes before a row's first token is ignored."""
+    queries = asked_queries(policy, prompt)
+    first = prompt.lengths[:, None] - queries.shape[1]
+    sees = lambda number: jnp.arange(prompt.keys.shape[2]) <= (first + number)[..., None]  # noqa: E731
+    return attention_drawn(prompt, queries, prompt.keys, sees)
+
+
+def attention_drawn(
+    prompt: Prompt,
+    queries: Float[Array, "B w H_q D"],
+    keys: Float[Array, "B H_kv T D"],
+    sees: Callable[[Int[Array, "n"]], Bool[Array, "#B n #T"]],
+    largest: bool = False,
+) -> Float[Array, "B H_kv T"]:
+    """The probability of attention that keys draw from queries, summed over these and over the query heads of a kv
+    head's group, or the largest of them; float32.
 
     Queries are taken a block at a time, so that memory grows with T and not with its square. Each costs what attending
-    costs, but for the values. What comes before a row's first token is ignored.
+    costs, but for the values.
+
+    Args:
+        prompt: whose model's soft cap and sinks attention has.
+        sees: which keys the queries of these numbers see, row by row. One that sees none is ignored.
     """
-    queries = asked_queries(policy, prompt)
-    batch, count, query_heads, head_dim = queries.shape
-    kv_heads, tokens = prompt.keys.shape[1:3]
-    group = query_heads // kv_heads
+    batch, kv_heads, tokens, head_dim = keys.shape
+    count = queries.shape[1]
     block = min(QUERY_BLOCK, count)
     blocks = -(-count // block)
-    padded = jnp.pad(queries, ((0, 0), (blocks * block - count, 0), (0, 0), (0, 0)))
-    rows = padded.reshape(batch, blocks, block, kv_heads, group, head_dim).transpose(1, 0, 3, 2, 4, 5)
-    rows = rows.reshape(blocks, batch, kv_heads, block * group, head_dim)
-    stored = prompt.keys.astype(jnp.promote_types(queries.dtype, prompt.keys.dtype))
-    sinks = None
+    padded = jnp.pad(queries, ((0, 0), (0, blocks * block - count), (0, 0), (0, 0)))
+    rows = padded.reshape(batch, blocks, block, kv_heads, -1, head_dim).transpose(1, 0, 3, 2, 4, 5)
+    keys = keys.astype(jnp.promote_types(queries.dtype, keys.dtype))
+
+    def further(drawn, item):
+        first, rows = item
+        number = first + jnp.arange(block)
+        visible = (sees(number) & (number < count)[:, None])[:, None, :, None]
+        logits = jnp.einsum("bhngd,bhtd->bhngt", rows.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
+        probability = probabilities(prompt, logits / math.sqrt(head_dim), visible)
+        if largest:
+            return jnp.maximum(drawn, jnp.max(probability, axis=(2, 3))), None
+        return drawn + jnp.sum(probability, axis=(2, 3)), None
+
+    none = jnp.zeros((batch, kv_heads, tokens), jnp.float32)
+    return jax.lax.scan(further, none, (block * jnp.arange(blocks), rows))[0]
+
+
+def probabilities(
+    prompt: Prompt, logits: Float[Array, "B H_kv n group T"], visible: Bool[Array, "#B #H_kv #n #group #T"]
+) -> Float[Array, "B H_kv n group T"]:
+    """The softmax of logits with the soft cap and sinks of a prompt's model; 0 for what is not visible."""
+    tokens = logits.shape[4]
+    if prompt.logit_cap is not None:
+        logits = prompt.logit_cap * jnp.tanh(logits / prompt.logit_cap)
+    logits = jnp.where(visible, logits, _EMPTY)
     if prompt.sink_logits is not None:
-        sinks = jnp.tile(prompt.sink_logits.astype(jnp.float32).reshape(kv_heads, group), (1, block))[..., None]
-
-    def add(total, item):
-        number, rows = item
-        position = (prompt.lengths - (blocks - number) * block)[:, None] + jnp.arange(block)
-        position = jnp.repeat(position, group, axis=1)[:, None, :, None]  # each row's
-        logits = jnp.einsum("bhrd,bhtd->bhrt", rows.astype(stored.dtype), stored, preferred_element_type=jnp.float32)
-        logits = logits / math.sqrt(head_dim)
-        if prompt.logit_cap is not None:
-            logits = prompt.logit_cap * jnp.tanh(logits / prompt.logit_cap)
-        logits = jnp.where(jnp.arange(tokens) <= position, logits, _EMPTY)
-        if sinks is not None:
-            logits = jnp.concatenate([logits, jnp.broadcast_to(sinks, (*logits.shape[:3], 1))], axis=3)
-        probability = jnp.where(position >= 0, jax.nn.softmax(logits, axis=-1), 0.0)
-        return total + jnp.sum(probability[..., :tokens], axis=2), None
-
-    total = jnp.zeros((batch, kv_heads, tokens), jnp.float32)
-    return jax.lax.scan(add, total, (jnp.arange(blocks), rows))[0]
+        sinks = prompt.sink_logits.astype(logits.dtype).reshape(logits.shape[1], 1, logits.shape[3], 1)
+        logits = jnp.concatenate([logits, jnp.broadcast_to(sinks, (*logits.shape[:4], 1))], axis=4)
+    return jnp.where(visible, jax.nn.softmax(logits, axis=-1)[..., :tokens], 0.0)

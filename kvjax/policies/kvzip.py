@@ -1,16 +1,13 @@
 """KVzip (Kim et al. 2025): the prompt's tokens that are attended to when a model repeats it."""
 
 import dataclasses
-import math
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.policy import Prompt, Repeat
+from kvjax.prompt_attention import attention_drawn
 from kvjax.selection import Selection
-
-QUERY_BLOCK = 64  # queries whose probabilities exist at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,35 +69,14 @@ def _most_received(prompt, queries, again, lengths, keys, first, sinks) -> Float
         queries, again: of the repetition, [B, R, H, D], the first `lengths[b]` real.
         keys: of the chunk [B, H_kv, C, D], whose first token is number `first` of the prompt.
     """
-    batch, size, query_heads, head_dim = queries.shape
-    kv_heads, chunk = keys.shape[1:3]
-    group, block = query_heads // kv_heads, min(QUERY_BLOCK, size)
-    blocks = -(-size // block)
-    padded = jnp.pad(queries, ((0, 0), (0, blocks * block - size), (0, 0), (0, 0)))
-    rows = padded.reshape(batch, blocks, block, kv_heads, group, head_dim).transpose(1, 0, 3, 2, 4, 5)
-    rows = rows.reshape(blocks, batch, kv_heads, block * group, head_dim)
+    chunk, size = keys.shape[2], queries.shape[1]
     seen = jnp.concatenate([prompt.keys[:, :, :sinks], keys, again.swapaxes(1, 2).astype(keys.dtype)], axis=2)
-    seen = seen.astype(jnp.promote_types(queries.dtype, seen.dtype))
     present = jnp.arange(chunk) + first < prompt.lengths[:, None]
-    before = jnp.concatenate([jnp.ones((batch, sinks), bool), present], axis=1)[:, None, None]
-    extra = None
-    if prompt.sink_logits is not None:
-        extra = jnp.tile(prompt.sink_logits.astype(jnp.float32).reshape(kv_heads, group), (1, block))[..., None]
+    before = jnp.concatenate([jnp.ones((len(lengths), sinks), bool), present], axis=1)[:, None]
 
-    def most(best, item):
-        number, rows = item
-        place = jnp.repeat(number * block + jnp.arange(block), group)[:, None]
-        logits = jnp.einsum("bhrd,bhtd->bhrt", rows.astype(seen.dtype), seen, preferred_element_type=jnp.float32)
-        logits = logits / math.sqrt(head_dim)
-        if prompt.logit_cap is not None:
-            logits = prompt.logit_cap * jnp.tanh(logits / prompt.logit_cap)
-        causal = jnp.broadcast_to(jnp.arange(size) <= place, (batch, 1, block * group, size))
-        visible = jnp.concatenate([jnp.broadcast_to(before, (*causal.shape[:3], before.shape[3])), causal], axis=3)
-        logits = jnp.where(visible, logits, -1e30)
-        if extra is not None:
-            logits = jnp.concatenate([logits, jnp.broadcast_to(extra, (*logits.shape[:3], 1))], axis=3)
-        probability = jax.nn.softmax(logits, axis=-1)[..., sinks : sinks + chunk]
-        real = place < lengths[:, None, None, None]
-        return jnp.maximum(best, jnp.max(jnp.where(real, probability, 0.0), axis=2)), None
+    def sees(number):
+        causal = jnp.broadcast_to(jnp.arange(size) <= number[:, None], (len(lengths), len(number), size))
+        real = number[:, None] < lengths[:, None, None]
+        return real & jnp.concatenate([jnp.broadcast_to(before, (*causal.shape[:2], sinks + chunk)), causal], axis=2)
 
-    return jax.lax.scan(most, jnp.zeros((batch, kv_heads, chunk)), (jnp.arange(blocks), rows))[0]
+    return attention_drawn(prompt, queries, seen, sees, largest=True)[..., sinks : sinks + chunk]
