@@ -23,6 +23,7 @@ from kvjax.policies.clusterkv_reference import ClusterKVReference
 from kvjax.policies.exact import Exact
 from kvjax.policies.h2o import H2O
 from kvjax.policies.infinigen import InfiniGen
+from kvjax.policies.keydiff import KeyDiff
 from kvjax.policies.knorm import Knorm
 from kvjax.policies.kvzip import KVzip
 from kvjax.policies.leverage_scores import LeverageScores
@@ -51,6 +52,7 @@ POLICIES: dict[str, type[Policy]] = {
     "clusterkv_reference": ClusterKVReference,
     "h2o": H2O,
     "infinigen": InfiniGen,
+    "keydiff": KeyDiff,
     "knorm": Knorm,
     "kvzip": KVzip,
     "leverage_scores": LeverageScores,

@@ -44,6 +44,7 @@ MAKE = {
     "quest": (lambda: kvjax.Quest(20), {"budget": 36}),
     "leverage_scores": (lambda: kvjax.LeverageScores(20), {"sketch": 48}),
     "kvzip": (lambda: kvjax.KVzip(20), {"chunk": 512}),
+    "keydiff": (lambda: kvjax.KeyDiff(20), {"sinks": 0}),
     "knorm": (lambda: kvjax.Knorm(20), {"sinks": 0}),
     "ada_kv": (lambda: kvjax.AdaKV(kvjax.LeverageScores(20)), {"floor": 0.0}),
     "quantized": (lambda: kvjax.Quantized(kvjax.Uniform(20, **WINDOW)), {"storage": "fp8"}),
