@@ -26,6 +26,7 @@ from kvjax.policies.infinigen import InfiniGen
 from kvjax.policies.keydiff import KeyDiff
 from kvjax.policies.knorm import Knorm
 from kvjax.policies.kvzip import KVzip
+from kvjax.policies.lagkv import LagKV
 from kvjax.policies.leverage_scores import LeverageScores
 from kvjax.policies.pyramidkv import PyramidKV
 from kvjax.policies.quest import Quest
@@ -55,6 +56,7 @@ POLICIES: dict[str, type[Policy]] = {
     "keydiff": KeyDiff,
     "knorm": Knorm,
     "kvzip": KVzip,
+    "lagkv": LagKV,
     "leverage_scores": LeverageScores,
     "pyramidkv": PyramidKV,
     "quest": Quest,
