@@ -20,6 +20,7 @@ from kvjax.policies.clustergen import ClusterGen
 from kvjax.policies.clusterkv import ClusterKV
 from kvjax.policies.clusterkv_certified import ClusterKVCertified
 from kvjax.policies.clusterkv_reference import ClusterKVReference
+from kvjax.policies.cur import CUR
 from kvjax.policies.exact import Exact
 from kvjax.policies.h2o import H2O
 from kvjax.policies.infinigen import InfiniGen
@@ -51,6 +52,7 @@ POLICIES: dict[str, type[Policy]] = {
     "clusterkv": ClusterKV,
     "clusterkv_certified": ClusterKVCertified,
     "clusterkv_reference": ClusterKVReference,
+    "cur": CUR,
     "h2o": H2O,
     "infinigen": InfiniGen,
     "keydiff": KeyDiff,
