@@ -44,6 +44,7 @@ from kvjax.policies.quest import Quest as Quest
 from kvjax.policies.snapkv import SnapKV as SnapKV
 from kvjax.policies.streaming_llm import StreamingLLM as StreamingLLM
 from kvjax.policies.subgen import SubGen as SubGen
+from kvjax.policies.tova import TOVA as TOVA
 from kvjax.policies.uniform import Uniform as Uniform
 from kvjax.policy import describe as describe
 from kvjax.registry import PolicyChoice as PolicyChoice

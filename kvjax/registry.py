@@ -34,6 +34,7 @@ from kvjax.policies.quest import Quest
 from kvjax.policies.snapkv import SnapKV
 from kvjax.policies.streaming_llm import StreamingLLM
 from kvjax.policies.subgen import SubGen
+from kvjax.policies.tova import TOVA
 from kvjax.policies.uniform import Uniform
 from kvjax.policy import Policy
 from kvjax.selection import Selection
@@ -64,6 +65,7 @@ POLICIES: dict[str, type[Policy]] = {
     "quest": Quest,
     "snapkv": SnapKV,
     "subgen": SubGen,
+    "tova": TOVA,
 }
 
 # What text may say of any policy: how combinators are put around it.

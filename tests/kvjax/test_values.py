@@ -48,6 +48,7 @@ MAKE = {
     "keydiff": (lambda: kvjax.KeyDiff(20), {"sinks": 0}),
     "knorm": (lambda: kvjax.Knorm(20), {"sinks": 0}),
     "lagkv": (lambda: kvjax.LagKV(20), {"cross_scoring": True}),
+    "tova": (lambda: kvjax.TOVA(20), {"recent": 0}),
     "ada_kv": (lambda: kvjax.AdaKV(kvjax.LeverageScores(20)), {"floor": 0.0}),
     "quantized": (lambda: kvjax.Quantized(kvjax.Uniform(20, **WINDOW)), {"storage": "fp8"}),
     "host_memory": (lambda: kvjax.HostMemory(kvjax.Quest(20)), {"steps": 2}),
