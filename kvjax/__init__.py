@@ -32,6 +32,7 @@ from kvjax.policies.clustergen import ClusterGen as ClusterGen
 from kvjax.policies.clusterkv import ClusterKV as ClusterKV
 from kvjax.policies.cur import CUR as CUR
 from kvjax.policies.exact import Exact as Exact
+from kvjax.policies.expected_attention import ExpectedAttention as ExpectedAttention
 from kvjax.policies.h2o import H2O as H2O
 from kvjax.policies.infinigen import InfiniGen as InfiniGen
 from kvjax.policies.keydiff import KeyDiff as KeyDiff

@@ -22,6 +22,7 @@ from kvjax.policies.clusterkv_certified import ClusterKVCertified
 from kvjax.policies.clusterkv_reference import ClusterKVReference
 from kvjax.policies.cur import CUR
 from kvjax.policies.exact import Exact
+from kvjax.policies.expected_attention import ExpectedAttention
 from kvjax.policies.h2o import H2O
 from kvjax.policies.infinigen import InfiniGen
 from kvjax.policies.keydiff import KeyDiff
@@ -54,6 +55,7 @@ POLICIES: dict[str, type[Policy]] = {
     "clusterkv_certified": ClusterKVCertified,
     "clusterkv_reference": ClusterKVReference,
     "cur": CUR,
+    "expected_attention": ExpectedAttention,
     "h2o": H2O,
     "infinigen": InfiniGen,
     "keydiff": KeyDiff,

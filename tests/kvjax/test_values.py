@@ -45,6 +45,7 @@ MAKE = {
     "leverage_scores": (lambda: kvjax.LeverageScores(20), {"sketch": 48}),
     "kvzip": (lambda: kvjax.KVzip(20), {"chunk": 512}),
     "cur": (lambda: kvjax.CUR(20), {"leverage_type": "key"}),
+    "expected_attention": (lambda: kvjax.ExpectedAttention(20), {"use_vnorm": False}),
     "keydiff": (lambda: kvjax.KeyDiff(20), {"sinks": 0}),
     "knorm": (lambda: kvjax.Knorm(20), {"sinks": 0}),
     "lagkv": (lambda: kvjax.LagKV(20), {"cross_scoring": True}),
