@@ -30,6 +30,7 @@ from kvjax.policies.cam import CaM as CaM
 from kvjax.policies.chelsea import Chelsea as Chelsea
 from kvjax.policies.clustergen import ClusterGen as ClusterGen
 from kvjax.policies.clusterkv import ClusterKV as ClusterKV
+from kvjax.policies.compactor import Compactor as Compactor
 from kvjax.policies.cur import CUR as CUR
 from kvjax.policies.exact import Exact as Exact
 from kvjax.policies.expected_attention import ExpectedAttention as ExpectedAttention

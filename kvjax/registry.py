@@ -20,6 +20,7 @@ from kvjax.policies.clustergen import ClusterGen
 from kvjax.policies.clusterkv import ClusterKV
 from kvjax.policies.clusterkv_certified import ClusterKVCertified
 from kvjax.policies.clusterkv_reference import ClusterKVReference
+from kvjax.policies.compactor import Compactor
 from kvjax.policies.cur import CUR
 from kvjax.policies.exact import Exact
 from kvjax.policies.expected_attention import ExpectedAttention
@@ -54,6 +55,7 @@ POLICIES: dict[str, type[Policy]] = {
     "clusterkv": ClusterKV,
     "clusterkv_certified": ClusterKVCertified,
     "clusterkv_reference": ClusterKVReference,
+    "compactor": Compactor,
     "cur": CUR,
     "expected_attention": ExpectedAttention,
     "h2o": H2O,

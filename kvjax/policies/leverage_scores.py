@@ -37,12 +37,26 @@ class LeverageScores(Selection):
         check_least(1, sketch=self.sketch)
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
-        keys = prompt.keys if self.rotated else unrotated(prompt, prompt.keys)
-        matrix = None
-        if self.sketch is not None:
-            matrix = jax.random.normal(jax.random.key(0), (keys.shape[3], self.sketch)) / self.sketch**0.5
-        of_head = lambda keys, valid: leverage(keys, valid, matrix)  # noqa: E731
-        return per_head(of_head)(keys, jnp.broadcast_to(prompt_mask(prompt), keys.shape[:3]))
+        return leverage_scores(prompt, prompt_mask(prompt), self.rotated, self.sketch)
+
+
+def leverage_scores(
+    prompt: Prompt, among: Bool[Array, "B 1 T"], rotated: bool = False, sketch: int | None = None
+) -> Float[Array, "B H_kv T"]:
+    """The statistical leverage of a prompt's keys among some of them, 0 for the others; float32.
+
+    Args:
+        rotated, sketch: as in `LeverageScores`.
+
+    Raises:
+        ValueError: for a cache that was not told the frequencies, but for `rotated` keys.
+    """
+    keys = prompt.keys if rotated else unrotated(prompt, prompt.keys)
+    matrix = None
+    if sketch is not None:
+        matrix = jax.random.normal(jax.random.key(0), (keys.shape[3], sketch)) / sketch**0.5
+    of_head = lambda keys, valid: leverage(keys, valid, matrix)  # noqa: E731
+    return per_head(of_head)(keys, jnp.broadcast_to(among, keys.shape[:3]))
 
 
 def leverage(

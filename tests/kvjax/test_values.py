@@ -44,6 +44,7 @@ MAKE = {
     "quest": (lambda: kvjax.Quest(20), {"budget": 36}),
     "leverage_scores": (lambda: kvjax.LeverageScores(20), {"sketch": 48}),
     "kvzip": (lambda: kvjax.KVzip(20), {"chunk": 512}),
+    "compactor": (lambda: kvjax.Compactor(24), {"blending": 0.35}),
     "cur": (lambda: kvjax.CUR(20), {"leverage_type": "key"}),
     "expected_attention": (lambda: kvjax.ExpectedAttention(20), {"use_vnorm": False}),
     "keydiff": (lambda: kvjax.KeyDiff(20), {"sinks": 0}),
