@@ -89,11 +89,45 @@ SCORED_RUNS = {
         lambda kvpress: kvpress.KVzipPress(0.75, layerwise=True, chunk_size=40),
         AdaKV(KVzip(budget(0.75), chunk=40, **_AGAIN), 0.0),
     ),
+    "knorm": Scored(lambda kvpress: kvpress.KnormPress(0.5), kvjax.Knorm(budget(0.5), sinks=0, beside=True)),
+    "keydiff": Scored(lambda kvpress: kvpress.KeyDiffPress(0.5), kvjax.KeyDiff(budget(0.5), sinks=0, beside=True)),
+    # 32 tokens of sinks and end, and 4 of each of 4 partitions: between partitions there is no tie to break.
+    "lagkv": Scored(
+        lambda kvpress: kvpress.LagKVPress(0.5, lag_size=16), kvjax.LagKV(budget(0.5), lag_size=16, beside=True)
+    ),
+    "lagkv_across_partitions": Scored(
+        lambda kvpress: kvpress.LagKVPress(0.5, lag_size=16, cross_scoring=True),
+        kvjax.LagKV(budget(0.5), lag_size=16, cross_scoring=True, beside=True),
+    ),
+    # Too short for two partitions: the last tokens stay.
+    "lagkv_of_a_short_prompt": Scored(lambda kvpress: kvpress.LagKVPress(0.5), kvjax.LagKV(budget(0.5), beside=True)),
+    "tova": Scored(lambda kvpress: kvpress.TOVAPress(0.75), kvjax.TOVA(budget(0.75), sinks=0, beside=True)),
+    "expected_attention": Scored(
+        lambda kvpress: kvpress.ExpectedAttentionPress(0.5), kvjax.ExpectedAttention(budget(0.5), beside=True)
+    ),
+    "expected_attention_of_means": Scored(
+        lambda kvpress: kvpress.ExpectedAttentionPress(0.75, n_future_positions=8, use_covariance=False, epsilon=0.01),
+        kvjax.ExpectedAttention(budget(0.75), n_future_positions=8, use_covariance=False, epsilon=0.01, beside=True),
+    ),
+    "cur": Scored(lambda kvpress: kvpress.CURPress(0.5), kvjax.CUR(budget(0.5), beside=True)),
+    "cur_of_sums": Scored(
+        lambda kvpress: kvpress.CURPress(0.5, leverage_type="kv_avg", use_local_approximation=False),
+        kvjax.CUR(budget(0.5), leverage_type="kv_avg", local_window_size=None, beside=True),
+    ),
+    # Whole chunks: the padding of another would attend in kvpress.
+    "compactor": Scored(
+        lambda kvpress: kvpress.CompactorPress(0.5, chunk_size=42, sketch_dimension=_head_dim()),
+        kvjax.Compactor(budget(0.5), chunk=42, beside=True),
+    ),
 }
 
 
 def _leverage(kvpress: Any) -> Any:
-    return kvpress.LeverageScorePress(0.5, sketch_dimension=checkpoint.load(CHECKPOINT).config.head_dim)
+    return kvpress.LeverageScorePress(0.5, sketch_dimension=_head_dim())
+
+
+def _head_dim() -> int:
+    return checkpoint.load(CHECKPOINT).config.head_dim
 
 
 def kept_by_scored_press(run: Scored, directory: pathlib.Path, tokens: np.ndarray) -> np.ndarray:

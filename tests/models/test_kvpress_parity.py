@@ -69,7 +69,8 @@ def test_golden_tokens_of_scores(name):
     expected, tokens = golden(name)
     same_but_for_ties(kvpress_runs.kept_by_kvjax(SCORED_RUNS[name].policy, CHECKPOINT, tokens), expected, name)
     # Heads share a layer's budget where the press lets them.
-    assert len(np.unique(expected.sum(-1))) == 1 if name == "leverage_scores" else len(np.unique(expected.sum(-1))) > 1
+    shares = isinstance(SCORED_RUNS[name].policy, kvjax.AdaKV)
+    assert (len(np.unique(expected.sum(-1))) > 1) == shares
 
 
 @every_scored_run
@@ -82,9 +83,10 @@ def test_live_tokens_of_scores(name):
 
 
 def same_but_for_ties(found, expected, name):
-    """In the first layer equal tokens have equal keys before their positions turn them, and so equal leverage."""
-    if name.startswith("kvzip"):
+    """In the first layer equal tokens have equal keys before their positions turn them, and so equal leverage, and
+    keys and values of equal norms."""
+    if name not in ("leverage_scores", "ada_kv", "knorm", "cur_of_sums"):
         np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(found.sum((-2, -1)), expected.sum((-2, -1)))
-    assert (found != expected).mean() <= 0.006
+    assert (found != expected).mean() <= 0.01
     np.testing.assert_array_equal(found[1:], expected[1:])
