@@ -30,6 +30,16 @@ def make_spec(batch=BATCH, prompt=PROMPT, new=NEW, **others):
 
 WINDOW = {"sinks": 2, "recent": 8, "compact_every": 8}
 CLUSTERS = {**WINDOW, "cluster_tokens": 4, "every": 8, "chunk_clusters": 2}
+# Scores in the one store of selections.
+SCORED = {
+    "compactor": kvjax.Compactor(20, sinks=2, recent=3, chunk=8, compact_every=8),
+    "cur": kvjax.CUR(20, sinks=2, local_window_size=8, compact_every=8),
+    "expected_attention": kvjax.ExpectedAttention(20, sinks=2, n_future_positions=16, compact_every=8),
+    "keydiff": kvjax.KeyDiff(20, sinks=2, compact_every=8),
+    "knorm": kvjax.Knorm(20, sinks=2, compact_every=8),
+    "lagkv": kvjax.LagKV(20, sinks=2, lag_size=6, compact_every=8),
+    "tova": kvjax.TOVA(20, sinks=2, compact_every=8),
+}
 POLICIES = {
     "exact": kvjax.Exact(compact_every=8),
     "streaming_llm": kvjax.StreamingLLM(16, sinks=2, compact_every=8),
@@ -56,7 +66,7 @@ POLICIES = {
     "quest": kvjax.Quest(20, compact_every=8),
     "leverage_scores": LeverageScores(20, sinks=2, compact_every=8),
     "ada_kv": AdaKV(LeverageScores(20, sinks=2, compact_every=8), 0.5),
-}
+} | SCORED
 # With room for every token that a row may ever have: exact attention.
 BIG = HEAD_DIM
 ROOMY = {
@@ -96,6 +106,7 @@ VARIANTS = (
     "chelsea_drop",
     "clusterkv_paper",
     "ada_kv",
+    *SCORED,
 )
 
 

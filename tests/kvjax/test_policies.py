@@ -23,6 +23,7 @@ from tests.kvjax.support import (
     POLICIES,
     PROMPT,
     ROOMY,
+    SCORED,
     Stream,
     after,
     begin,
@@ -249,9 +250,9 @@ def expected_bytes(name, spec, budget, compact_every, sinks, recent):
         "clusterkv": heads * (17 * 16 * (2 * spec.head_dim * itemsize + 4) + 16 * (8 * spec.head_dim + 12) + 8) + 12,
         "clusterkv_paper": heads * (17 * 16 * (2 * spec.head_dim * itemsize + 4) + 16 * (4 * spec.head_dim + 12) + 8)
         + 12,
-        # Four pages and their bounds; tokens that wait, pages, tokens lost.
-        "leverage_scores": 4,  # tokens of the prompt that stay, and later ones
+        **dict.fromkeys(("leverage_scores", *SCORED), 4),  # tokens of the prompt that stay, and later ones
         "ada_kv": 4 + 12 * heads,  # of every head where its slots begin, ranked and empty ones
+        # Four pages and their bounds; tokens that wait, pages, tokens lost.
         "quest": heads * 4 * (16 * (2 * spec.head_dim * itemsize + 4) + 2 * spec.head_dim * itemsize + 4) + 12,
     }
     return common + own[name]
@@ -297,7 +298,7 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
         slots, beside = EXACT_SLOTS, -4
     if name.startswith("h2o"):  # sums of every slot
         beside = KV_HEADS * 4 * (20 + 8)
-    if name == "leverage_scores":
+    if name in ("leverage_scores", *SCORED):
         beside = -4
     if name == "ada_kv":  # a head's slots begin and end where they do
         beside = 8 * KV_HEADS - 8

@@ -1,7 +1,10 @@
 """Selections by scores: which tokens stay, whose slots later tokens take, and the scores themselves."""
 
 import dataclasses
+import itertools
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ import kvjax
 from kvjax.combinators.ada_kv import AdaKV
 from kvjax.policies.kvzip import KVzip
 from kvjax.policies.leverage_scores import LeverageScores, leverage
-from kvjax.policy import Repeated
+from kvjax.policy import Prompt, Repeated
 from kvjax.selection import Selection, places
 from tests.kvjax.support import (
     BATCH,
@@ -206,6 +209,206 @@ def test_kvzip_scores_by_what_repeating_attends_to():
             assert kept[row, head, : len(best)].tolist() == best.tolist()
 
 
+# --- scores of a prompt, against plain float64 of each row alone ---
+
+
+class Row(NamedTuple):
+    """What is real of one row of a prompt, and how its model attends."""
+
+    keys: np.ndarray  # [H_kv, n, D]
+    values: np.ndarray  # [H_kv, n, D]
+    queries: np.ndarray  # [n, H_q, D]
+    cap: float | None
+    sinks: np.ndarray | None  # [H_q]
+
+    def probabilities(self, logits, head):
+        """Softmax over logits of a query head, capped and beside the head's sink."""
+        logits = logits if self.cap is None else self.cap * np.tanh(logits / self.cap)
+        weights = np.exp(logits)
+        return weights / (weights.sum(-1, keepdims=True) + (0 if self.sinks is None else np.exp(self.sinks[head])))
+
+
+TURNS = np.array([1.0, 0.3, 0.1, 0.03])  # of 8 dimensions
+
+
+def turn(position):
+    """What rotary embedding does at a position, as a matrix."""
+    angle = position * TURNS
+    cos, sin = np.diag(np.cos(angle)), np.diag(np.sin(angle))
+    return np.block([[cos, -sin], [sin, cos]])
+
+
+def turned_back(x):
+    return np.einsum("nji,...nj->...ni", np.array([turn(n) for n in range(x.shape[-2])]), x)
+
+
+def plain_knorm(row, policy):
+    return -np.linalg.norm(row.keys, axis=-1)
+
+
+def plain_keydiff(row, policy):
+    unit = row.keys / np.linalg.norm(row.keys, axis=-1, keepdims=True)
+    mean = unit.mean(1, keepdims=True)
+    return -(unit * mean).sum(-1) / np.linalg.norm(mean, axis=-1)
+
+
+def plain_lagkv(row, policy):
+    length, lag, first = row.keys.shape[1], policy.lag_size, policy.sinks
+    score = np.broadcast_to(1 + np.arange(length) / PROMPT, row.keys.shape[:2]).copy()
+    starts = [start for start in range(first, length, lag) if start + 2 * lag <= length]
+    for head, start in itertools.product(range(2), starts):
+        parts = []
+        for x in (row.keys[head], row.values[head]):
+            following = x[start + lag : start + 2 * lag]
+            low, high = following.min(0), following.max(0)
+            spread = ((x[start : start + lag] - low) / (high - low)).std(-1, ddof=1)
+            parts.append(np.exp(spread) / np.exp(spread).sum())
+        both = np.mean(parts, axis=0)
+        score[head, start : start + lag] = both if policy.cross_scoring else both.argsort().argsort() / lag
+    return score
+
+
+def plain_tova(row, policy):
+    logits = np.einsum("qd,qnd->qn", row.queries[-1], np.repeat(row.keys, 2, axis=0)) / np.sqrt(8)
+    drawn = [row.probabilities(logits[head], head) for head in range(4)]
+    return np.broadcast_to(np.mean(drawn, axis=0), row.keys.shape[:2])
+
+
+def plain_expected_attention(row, policy):
+    length, first = row.keys.shape[1], policy.sinks
+    score = np.zeros(row.keys.shape[:2])
+    if length <= first:
+        return score
+    mean_turn = np.mean([turn(length + ahead) for ahead in range(policy.n_future_positions)], axis=0)
+    for head in range(4):
+        queries = turned_back(row.queries[:, head])[first:]
+        mean, keys = mean_turn @ queries.mean(0), row.keys[head // 2, first:]
+        logits = keys @ mean / np.sqrt(8)
+        if policy.use_covariance:
+            covariance = mean_turn @ np.cov(queries.T, bias=True) @ mean_turn.T
+            logits += np.einsum("ni,ij,nj->n", keys, covariance, keys) / 16
+        score[head // 2, first:] += row.probabilities(logits, head) / 2
+    norm = np.linalg.norm(row.values, axis=-1)
+    return (score + policy.epsilon) * norm if policy.use_vnorm else score
+
+
+def plain_cur(row, policy):
+    def shares(x):
+        squares, size = (x**2).sum(-1), policy.local_window_size
+        if size is None:
+            return squares
+        window = np.arange(x.shape[1]) // size
+        return squares / np.array([[of_head[window == own].sum() for own in window] for of_head in squares])
+
+    keys, values = shares(row.keys), shares(row.values)
+    both = {"key": keys, "value": values, "kv_avg": (keys + values) / 2, "kv_product": keys * values}
+    score = both[policy.leverage_type]
+    return score / score.sum(-1, keepdims=True)
+
+
+def plain_compactor(row, policy):
+    length = row.keys.shape[1]
+    first, last = policy.sinks, length - policy.recent
+    result = np.zeros((2, length))
+    if last <= first:
+        return result
+    keys = turned_back(row.keys)[:, first:last]
+    keys = keys - keys.mean(1, keepdims=True)
+    gram = np.einsum("hni,hnj->hij", keys, keys) + 1e-2 * np.eye(8)
+    leverages = np.einsum("hni,hij,hnj->hn", keys, np.linalg.inv(gram), keys)
+    drawn = np.zeros((2, last - first))
+    scale = policy.scale or 8**-0.5
+    for head, start in itertools.product(range(4), range(first, last, policy.chunk)):
+        end = min(start + policy.chunk, last)
+        logits = scale * row.queries[start:end, head] @ row.keys[head // 2, start:end].T
+        drawn[head // 2, start - first : end - first] += row.probabilities(logits, head).sum(0) / 2
+    drawn *= np.linalg.norm(row.values[:, first:last], axis=-1)
+    pooled = np.array([np.convolve(of_head, np.ones(3) / 3)[1:-1] for of_head in drawn])
+    weight = max(1 - policy.budget / length, 0) if policy.blending is None else policy.blending
+    standard = lambda x: (x - x.mean()) / max(x.std(ddof=1), 1e-6)  # noqa: E731
+    result[:, first:last] = weight * standard(leverages) + standard(pooled)
+    return result
+
+
+SCORES = {
+    "knorm": (kvjax.Knorm(20), plain_knorm),
+    "keydiff": (kvjax.KeyDiff(20), plain_keydiff),
+    "lagkv": (kvjax.LagKV(20, sinks=2, lag_size=5), plain_lagkv),
+    "lagkv_across_partitions": (kvjax.LagKV(20, sinks=2, lag_size=5, cross_scoring=True), plain_lagkv),
+    "lagkv_of_one_partition": (kvjax.LagKV(20, lag_size=30), plain_lagkv),
+    "tova": (kvjax.TOVA(20), plain_tova),
+    "expected_attention": (kvjax.ExpectedAttention(20, n_future_positions=30), plain_expected_attention),
+    "expected_attention_of_means": (
+        kvjax.ExpectedAttention(20, sinks=0, n_future_positions=30, use_covariance=False, epsilon=0.1),
+        plain_expected_attention,
+    ),
+    "expected_attention_alone": (kvjax.ExpectedAttention(20, use_vnorm=False), plain_expected_attention),
+    "cur": (kvjax.CUR(20, local_window_size=5), plain_cur),
+    "cur_of_sums": (kvjax.CUR(20, leverage_type="kv_avg", local_window_size=None), plain_cur),
+    "cur_of_keys": (kvjax.CUR(20, leverage_type="key"), plain_cur),
+    "cur_of_values": (kvjax.CUR(20, leverage_type="value"), plain_cur),
+    "compactor": (kvjax.Compactor(20, sinks=3, recent=2, chunk=7), plain_compactor),
+    "compactor_of_one_chunk": (kvjax.Compactor(20, sinks=0, recent=0, blending=0.35, scale=None), plain_compactor),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("cap, sink_logits", [(None, None), (1.5, np.array([0.3, -0.2, 1.0, 0.5]))])
+def test_a_row_s_scores_are_those_of_its_own_tokens(name, cap, sink_logits):
+    policy, plain = SCORES[name]
+    if cap is not None and not policy.prompt_queries:
+        return
+    rng = np.random.default_rng(5)
+    keys, values = rng.normal(size=(2, BATCH, 2, PROMPT, 8))
+    queries = rng.normal(size=(BATCH, PROMPT, 4, 8)) + 0.5  # by position
+    real = np.arange(PROMPT) < np.array(LENGTHS)[:, None]
+    place = np.array(LENGTHS)[:, None] - PROMPT + np.arange(PROMPT)
+    noise = lambda x, real: jnp.asarray(np.where(real, x, np.nan), jnp.float32)  # noqa: E731
+    shown = np.take_along_axis(queries, np.maximum(place, 0)[..., None, None], axis=1)
+    shown = noise(shown, (place >= 0)[..., None, None])
+    prompt = Prompt(
+        noise(keys, real[:, None, :, None]),
+        noise(values, real[:, None, :, None]),
+        jnp.array(LENGTHS),
+        shown[:, -1:] if policy.prompt_queries == 1 else shown,
+        sink_logits=None if sink_logits is None else jnp.asarray(sink_logits, jnp.float32),
+        frequencies=jnp.asarray(TURNS, jnp.float32),
+        logit_cap=cap,
+    )
+    found = jax.jit(policy.score)(prompt)
+    assert found.shape == (BATCH, 2, PROMPT) and found.dtype == jnp.float32
+    for number, length in enumerate(LENGTHS):
+        row = Row(keys[number][:, :length], values[number][:, :length], queries[number][:length], cap, sink_logits)
+        # Sinks and recent tokens stay, whatever their scores.
+        scored = slice(policy.sinks, max(length - policy.recent, policy.sinks))
+        np.testing.assert_allclose(
+            found[number, :, :length][:, scored], plain(row, policy)[:, scored], rtol=2e-4, atol=2e-5
+        )
+
+
+def test_compactor_s_parts_are_scores_of_their_own():
+    # Leverage alone, and Compactor with nothing but leverage, rank alike.
+    stream = make_stream()
+    keys, values, queries = (jnp.asarray(part).swapaxes(1, 2) for part in prompt_of(stream, (37, 30, 21)))
+    frequencies = jnp.asarray(make_spec().rope_frequencies)
+    prompt = Prompt(keys[..., :8], values, jnp.array([37, 30, 21]), queries.swapaxes(1, 2)[..., :8])
+    prompt = dataclasses.replace(prompt, frequencies=frequencies[:4])
+    policy = kvjax.Compactor(10, sinks=0, recent=0, blending=1e6, beside=True)
+    alone = LeverageScores(10, sinks=0, beside=True).rank(prompt)
+    best = lambda rank: np.sort(np.argsort(-np.asarray(rank), axis=-1)[..., :10])  # noqa: E731
+    np.testing.assert_array_equal(best(policy.rank(prompt)), best(alone))
+
+
+def test_tova_s_heads_keep_the_same_and_the_last_token():
+    stream = make_stream()
+    cache = begin(kvjax.TOVA(9, compact_every=4), make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    kept = np.asarray(cache.state.values).argmax(-1)
+    for row, length in enumerate(LENGTHS):
+        real = kept[row, :, : min(length, 9)]
+        np.testing.assert_array_equal(real[0], real[1])
+        assert length - 1 in real[0]
+
+
 def test_what_cannot_be_is_said():
     with pytest.raises(ValueError, match="budget=19 slots cannot hold sinks=4 and the compact_every=16"):
         KVzip(19)
@@ -219,6 +422,24 @@ def test_what_cannot_be_is_said():
         begin(KVzip(24), make_spec(), row_keys(), *prompt, LENGTHS)
     with pytest.raises(ValueError, match="rope_frequencies"):
         begin(LeverageScores(24), make_spec(rope_frequencies=None), row_keys(), *prompt, LENGTHS)
+    for policy in (kvjax.ExpectedAttention(24), kvjax.Compactor(24)):
+        with pytest.raises(ValueError, match="rope_frequencies"):
+            begin(policy, make_spec(rope_frequencies=None), row_keys(), *prompt, LENGTHS)
+        with pytest.raises(ValueError, match=rf"queries=None; {type(policy).__name__} needs the queries"):
+            kvjax.prefill(kvjax.init(policy, make_spec(), row_keys()), prompt[0], prompt[1], jnp.array(LENGTHS))
+    for policy, setting in [
+        (kvjax.LagKV, {"lag_size": 0}),
+        (kvjax.CUR, {"local_window_size": 0}),
+        (kvjax.CUR, {"leverage_type": "both"}),
+        (kvjax.ExpectedAttention, {"n_future_positions": 0}),
+        (kvjax.ExpectedAttention, {"epsilon": -1.0}),
+        (kvjax.Compactor, {"chunk": 0}),
+        (kvjax.Compactor, {"scale": 0.0}),
+        (kvjax.Compactor, {"sketch": 0}),
+    ]:
+        ((name, value),) = setting.items()
+        with pytest.raises(ValueError, match=f"{name}={value!r}"):
+            policy(64, **setting)
     with pytest.raises(ValueError, match="different repetitions"):
         _ = kvjax.ByHead((KVzip(64), KVzip(64, chunk=5))).repeat
 
