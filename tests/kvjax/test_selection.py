@@ -155,7 +155,7 @@ def test_leverage_is_the_hat_matrix_s_diagonal():
     centred = keys[valid] - keys[valid].mean(0)
     expected = np.diag(centred @ np.linalg.inv(centred.T @ centred + 1e-2 * np.eye(8)) @ centred.T)
     found = np.asarray(leverage(jnp.asarray(keys, jnp.float32), jnp.asarray(valid)))
-    np.testing.assert_allclose(found[valid], expected, rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(found[valid], expected, rtol=2e-3)
     np.testing.assert_array_equal(found[~valid], 0)
     # An outlier that nothing else is like has all the leverage there is.
     keys[3] = 100 * rng.normal(size=8)
