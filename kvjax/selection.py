@@ -41,10 +41,9 @@ class Selection(Policy):
         recent: last tokens of the prompt, which rank right behind the sinks.
         beside: (what published selections count) later tokens stand beside the budget, in `spec.max_new` more slots,
             all counted as bytes.
-        shares: of every layer, how many times as much of a prompt it keeps as the mean layer does: as many slots in all
-            where their mean is 1. None: all have the same. What layers need differs far more than what texts do
-            (`experiments.calibrate_layers` finds it). Slots that later tokens will take, `spec.max_new` but at most
-            half the budget, are every layer's alike.
+        shares: of every layer, how many times the budget it has, but at least the sinks and a compaction's tokens: as
+            many slots in all where their mean is 1. None: all have the same. What layers need differs far more than
+            what texts do (`experiments.calibrate_layers` shows it).
         compact_every: tokens between compactions. It changes no result but that until then new tokens are read beside
             all kept ones.
     """
@@ -73,10 +72,9 @@ class Selection(Policy):
             return self
         if len(self.shares) != spec.layers:
             raise ValueError(f"shares={self.shares} are {len(self.shares)}; the model has {spec.layers} layers")
-        later = 0 if self.beside else min(spec.max_new, self.budget // 2)
-        budget = later + round((self.budget - later) * self.shares[spec.layer])
+        budget = max(round(self.budget * self.shares[spec.layer]), self.sinks + self.compact_every)
         # No layer has more slots than tokens can come: what is left to it is the other layers', when bytes are fitted.
-        budget = min(max(budget, self.sinks + self.compact_every), spec.capacity)
+        budget = min(budget, spec.capacity)
         return dataclasses.replace(self, budget=budget, shares=None)
 
     @abc.abstractmethod

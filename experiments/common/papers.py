@@ -649,7 +649,7 @@ CHELSEA = Paper(
             "needle in a haystack at 25%, Llama-2-7B-32K",
             "Chelsea ahead of the baselines (heatmaps)",
             _needles("chelsea:slope=None", "snapkv", "cam", "streaming_llm"),
-            f"{_NEEDLES} --policy chelsea:slope=None,first=0.25,decay=0 --policy snapkv:window=100 --policy cam "
+            f"{_NEEDLES} --policy chelsea:slope=None,first=0.25,decay=0 --policy snapkv:recent=100 --policy cam "
             "--policy streaming_llm --budget 25%",
         ),
         Item(

@@ -11,9 +11,9 @@ from kvjax.policy import check_choices, check_least
 class PyramidKV(SnapKV):
     """Chooses as `SnapKV` does, with a budget per layer that falls linearly, from the first to the last.
 
-    Beside the window, layers keep `most - layer * (most - least) / (layers - 1)` tokens, where `least` is a share
-    1 / beta of `share = budget - window` and `most = 2 share - least`, so that `budget` is the average over layers.
-    Where a prompt has fewer than `most` tokens before its window, that is `most`, and `least = 2 share - most`; with
+    Beside the last `recent` tokens, layers keep `most - layer * (most - least) / (layers - 1)` tokens, where `least` is
+    a share 1 / beta of `share = budget - recent` and `most = 2 share - least`, so that `budget` is the average over
+    layers. Where a prompt has fewer than `most` tokens before these, that is `most`, and `least = 2 share - most`; with
     fewer than `2 share` tokens every layer has `budget`. As in the released code, steps between layers are rounded
     down, which makes the average exceed `budget` by up to half a slot per layer; bytes are counted from real buffers.
 
@@ -21,12 +21,12 @@ class PyramidKV(SnapKV):
     upper layers really are smaller buffers. A shorter prompt meets the same layers, and keeps what fits.
 
     Attributes:
-        budget: slots per head for the prompt, the window included, on the average of all layers.
-        window, kernel, compact_every: as in `SnapKV`.
+        budget: slots per head for the prompt, the last tokens included, on the average of all layers.
+        sinks, recent, beside, kernel, compact_every: as in `SnapKV`. Layers have shares of their own here.
         beta: how steep the pyramid is, over 1: the last layer keeps a share 1 / beta of the average (the paper's beta).
         variant: "paper" as above; "kvpress" is the definition of kvpress's PyramidKVPress: a layer's number includes
-            the window (`share = budget`), it is rounded to the nearest once, at the end, and all layers have `budget`
-            where `least` is under the window. Its budget is a share of each prompt, ours a number: they agree on
+            these (`share = budget`), it is rounded to the nearest once, at the end, and all layers have `budget`
+            where `least` is under `recent`. Its budget is a share of each prompt, ours a number: they agree on
             prompts of one length.
 
     Source: PyramidKV, section 4, and `PyramidKVCluster` of the released code.
@@ -37,12 +37,15 @@ class PyramidKV(SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.shares is not None:
+            raise ValueError(f"shares={self.shares}; a pyramid's layers have shares of its own")
         check_least(1, beta=self.beta)
         check_choices(self)
 
     def at(self, spec) -> SnapKV:
         slots = self.layer_slots(spec.max_prompt, spec.layer, spec.layers)
-        return SnapKV(max(slots, self.window), self.window, self.kernel, self.compact_every)
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(SnapKV)}
+        return SnapKV(**own | {"budget": max(slots, self.recent)})
 
     def layer_slots(self, tokens: int, layer: int, layers: int) -> int:
         """How many tokens a layer keeps of a prompt of so many, the window included. A model's only layer has
@@ -52,14 +55,14 @@ class PyramidKV(SnapKV):
         if layers == 1:
             return self.budget
         if self.variant == "paper":
-            share = self.budget - self.window
+            share = self.budget - self.recent
             if tokens < 2 * share:
                 return self.budget
-            most = min(2 * share - share // self.beta, tokens - self.window)
+            most = min(2 * share - share // self.beta, tokens - self.recent)
             least = 2 * share - most
-            return self.window + most - layer * ((most - least) // (layers - 1))
-        largest = min(2 * self.budget - self.budget / self.beta, tokens - self.window)
+            return self.recent + most - layer * ((most - least) // (layers - 1))
+        largest = min(2 * self.budget - self.budget / self.beta, tokens - self.recent)
         smallest = 2 * self.budget - largest
-        if not largest >= smallest >= self.window:
+        if not largest >= smallest >= self.recent:
             return self.budget
         return round(largest - layer * (largest - smallest) / (layers - 1))

@@ -565,7 +565,7 @@ def test_what_tokens_draw_is_counted_as_the_layer_says(kind):
 
 @pytest.mark.parametrize("kind", ["sinks", "all"])
 def test_prompts_are_scored_as_the_layer_says(kind):
-    spec, policy = layer_spec(kind), kvjax.SnapKV(20, window=6)
+    spec, policy = layer_spec(kind), kvjax.SnapKV(20, recent=6)
     stream, sinks = layer_stream(spec.value_width), layer_sinks(kind)
     keys, values, queries = (jnp.asarray(part[:, :20]) for part in stream)
     shown = last_queries(policy, queries, jnp.array(FIRST)) * (1.0 if spec.scale is None else spec.scale * 4.0)

@@ -67,7 +67,7 @@ def decoded(policy, lengths=LENGTHS, stream=None, spec=None):
 
 def received(count, keys, queries, lengths):
     """What prompts [B, T, H, D] tell a policy that asks for so many of their last queries."""
-    policy = kvjax.SnapKV(64, window=count) if count != ALL_QUERIES else kvjax.H2O(64)
+    policy = kvjax.SnapKV(64, recent=count) if count != ALL_QUERIES else kvjax.H2O(64)
     first = jnp.asarray(keys).swapaxes(1, 2)
     return np.asarray(attention_received(policy, Prompt(first, first, jnp.array(lengths), jnp.asarray(queries))))
 
@@ -202,7 +202,7 @@ def simulate_snapkv(stream, row, head, length, kept, window, kernel):
 @pytest.mark.parametrize("budget, window, kernel", [(20, 6, 5), (12, 1, 1), (15, 14, 3), (6, 6, 5)])
 def test_snapkv_keeps_what_its_window_attended_to_and_all_that_comes(budget, window, kernel):
     stream, lengths = make_stream(4), (40, 21, 9)
-    read = decoded(kvjax.SnapKV(budget, window=window, kernel=kernel, compact_every=8), lengths, stream)
+    read = decoded(kvjax.SnapKV(budget, recent=window, kernel=kernel, compact_every=8), lengths, stream)
     for row, head in itertools.product(range(3), range(KV_HEADS)):
         expected = simulate_snapkv(stream, row, head, lengths[row], budget, window, kernel)
         for step in range(NEW):
@@ -211,7 +211,7 @@ def test_snapkv_keeps_what_its_window_attended_to_and_all_that_comes(budget, win
 
 
 def test_a_prompt_under_the_window_is_kept_whole():
-    read = decoded(kvjax.SnapKV(39, window=38, compact_every=8), (40, 5, 1))
+    read = decoded(kvjax.SnapKV(39, recent=38, compact_every=8), (40, 5, 1))
     assert [np.flatnonzero(read[row, 0, 0]).tolist() for row in (1, 2)] == [list(range(6)), list(range(2))]
 
 
@@ -257,10 +257,10 @@ def kvpress_pyramid(tokens, layer, layers, budget, window, beta):
     variant=st.sampled_from(["paper", "kvpress"]),
 )
 def test_pyramidkv_gives_every_layer_its_published_number(tokens, layers, window, beside, beta, variant):
-    sizes = {"budget": window + beside, "window": window, "beta": beta}
+    sizes = {"budget": window + beside, "beta": beta}
     published = {"paper": published_pyramid, "kvpress": kvpress_pyramid}[variant]
-    numbers = [published(tokens, layer, layers, **sizes) for layer in range(layers)]
-    policy = kvjax.PyramidKV(**sizes, variant=variant)
+    numbers = [published(tokens, layer, layers, window=window, **sizes) for layer in range(layers)]
+    policy = kvjax.PyramidKV(**sizes, recent=window, variant=variant)
     assert [policy.layer_slots(tokens, layer, layers) for layer in range(layers)] == numbers
     assert all(min(tokens, window) <= number <= tokens for number in numbers)
     if tokens > sizes["budget"]:
@@ -270,7 +270,7 @@ def test_pyramidkv_gives_every_layer_its_published_number(tokens, layers, window
 @pytest.mark.parametrize("variant", ["paper", "kvpress"])
 def test_pyramidkv_keeps_its_layers_numbers(variant):
     stream, lengths, layers = make_stream(4), (40, 21, 9), 3
-    policy = kvjax.PyramidKV(13, window=5, kernel=3, beta=2, variant=variant, compact_every=8)
+    policy = kvjax.PyramidKV(13, recent=5, kernel=3, beta=2, variant=variant, compact_every=8)
     numbers = [policy.layer_slots(40, layer, layers) for layer in range(layers)]
     assert numbers == {"paper": [17, 13, 9], "kvpress": [20, 13, 6]}[variant]
     for layer, number in enumerate(numbers):
@@ -282,8 +282,8 @@ def test_pyramidkv_keeps_its_layers_numbers(variant):
 
 def test_a_pyramid_is_fitted_by_the_average_of_its_layers():
     spec = make_spec(prompt=400, layers=3)
-    limit = spec.exact_bytes(256)
-    policy = kvjax.fit_bytes(lambda budget: kvjax.PyramidKV(budget, window=5, compact_every=8), spec, limit)
+    limit = spec.exact_bytes(200)
+    policy = kvjax.fit_bytes(lambda budget: kvjax.PyramidKV(budget, recent=5, compact_every=8), spec, limit)
     sizes = [row_bytes(policy, dataclasses.replace(spec, layer=layer)) for layer in range(3)]
     assert sizes[0] > sizes[1] > sizes[2]
     assert 0.9 * limit < np.mean(sizes) <= limit
@@ -376,7 +376,7 @@ def test_tokens_that_leave_together_are_merged_into_those_that_stay():
         (lambda: kvjax.CaM(8, merged=0), "merged=0"),
         (lambda: kvjax.CaM(8, compact_every=0), "compact_every=0"),
         (lambda: kvjax.SnapKV(31), "budget=31 .*recent=32"),
-        (lambda: kvjax.SnapKV(64, window=0), "window=0"),
+        (lambda: kvjax.SnapKV(64, recent=0), "recent=0"),
         (lambda: kvjax.SnapKV(64, kernel=4), "kernel=4; it must be odd"),
         (lambda: kvjax.SnapKV(64, compact_every=0), "compact_every=0"),
         (lambda: kvjax.PyramidKV(64, beta=0), "beta=0"),

@@ -198,15 +198,16 @@ def test_exact_is_causal_softmax_attention():
 
 # Exact's store is rounded up to whole blocks of slots.
 EXACT_SLOTS = -(-(PROMPT + NEW) // 64) * 64
-# Stores of the prompt's budget and all that may come, rounded up likewise.
-GROWING = ("exact", "snapkv", "pyramidkv")
+# Selections beside whose budget there is room for all that may come.
+BESIDE = ("snapkv", "pyramidkv")
 
 
 def expected_bytes(name, spec, budget, compact_every, sinks, recent):
     """One row's bytes: keys and values of the store and of staging, staging's float32 weights, of every cache seven
     int32 (offset, count, first, overflow, past, reused, faulty), and what the policy keeps beside keys and values."""
     itemsize, heads = jnp.dtype(spec.dtype).itemsize, spec.kv_heads
-    slots = EXACT_SLOTS if name in GROWING else sinks + recent if name.startswith("subgen") else budget
+    slots = EXACT_SLOTS if name == "exact" else sinks + recent if name.startswith("subgen") else budget
+    slots += spec.max_new if name in BESIDE else 0
     # Halved once to 7 of 30, and all that may come; trees of 3 bins of 11 slots.
     slots = {"balancekv_reference": sinks + recent + 7 + spec.max_new, "balancekv_paper": sinks + recent}.get(
         name, slots
@@ -217,7 +218,7 @@ def expected_bytes(name, spec, budget, compact_every, sinks, recent):
     staging = min(compact_every, spec.max_new)
     common = 2 * heads * (slots + staging) * spec.head_dim * itemsize + 4 * heads * staging + 7 * 4
     # A window counts the tokens it took in; a growing store those it has and those it lost.
-    common += 8 if name in GROWING else 4
+    common += 8 if name == "exact" else 4
     selected = budget - sinks - recent
     own = {
         "exact": 0,
@@ -235,8 +236,6 @@ def expected_bytes(name, spec, budget, compact_every, sinks, recent):
         "cam": 4 * heads * (budget + staging) + 8,  # attention of the newest query, the row's random key
         # Keys, values and position of every token, its key in 12 dimensions, which those are; tokens lost.
         "infinigen": heads * (64 * (2 * spec.head_dim * itemsize + 4 + 12 * itemsize) + 4 * 12 * spec.head_dim) + 4,
-        "snapkv": 0,
-        "pyramidkv": 0,
         # A table of float32 means, counts and radii; 16 x 16 moments, two means and a scale.
         "subgen_mean_value": heads * (selected * (8 * spec.head_dim + 8) + 24 + 4 * (16**2 + 2 * spec.head_dim + 1)),
         # Seven samples with their masses; three clusters with a key each, counts and radii.
@@ -250,7 +249,7 @@ def expected_bytes(name, spec, budget, compact_every, sinks, recent):
         "clusterkv": heads * (17 * 16 * (2 * spec.head_dim * itemsize + 4) + 16 * (8 * spec.head_dim + 12) + 8) + 12,
         "clusterkv_paper": heads * (17 * 16 * (2 * spec.head_dim * itemsize + 4) + 16 * (4 * spec.head_dim + 12) + 8)
         + 12,
-        **dict.fromkeys(("leverage_scores", *SCORED), 4),  # tokens of the prompt that stay, and later ones
+        **dict.fromkeys(("leverage_scores", *SCORED, *BESIDE), 4),  # tokens of the prompt that stay, and later ones
         "ada_kv": 4 + 12 * heads,  # of every head where its slots begin, ranked and empty ones
         # Four pages and their bounds; tokens that wait, pages, tokens lost.
         "quest": heads * 4 * (16 * (2 * spec.head_dim * itemsize + 4) + 2 * spec.head_dim * itemsize + 4) + 12,
@@ -294,12 +293,12 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
         slots, beside = 0, KV_HEADS * (10 * (2 * HEAD_DIM * 2 + 4) + 64 * 12 * 2 + 4 * 12 * HEAD_DIM) - 2 * 4
     if name == "streaming_llm_reindexed":  # sinks are read again, by a query of its own: a bound and 32 angles
         slots, beside = 18, 4 + 4 * HEAD_DIM // 2
-    if name in GROWING:  # the store begins at its first slot, without a bound
-        slots, beside = EXACT_SLOTS, -4
+    if name == "exact":  # the store begins at its first slot, without a bound
+        beside = -4
     if name.startswith("h2o"):  # sums of every slot
         beside = KV_HEADS * 4 * (20 + 8)
-    if name in ("leverage_scores", *SCORED):
-        beside = -4
+    if name in ("leverage_scores", *SCORED, *BESIDE):
+        slots, beside = slots + (NEW if name in BESIDE else 0), -4
     if name == "ada_kv":  # a head's slots begin and end where they do
         beside = 8 * KV_HEADS - 8
     if name == "balancekv_pairs":  # half the slots are a tree's, with log-weights

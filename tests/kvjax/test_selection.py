@@ -457,5 +457,8 @@ def test_layers_have_their_shares_of_the_budget():
     assert kvjax.fit_bytes(lambda budget: LeverageScores(budget, shares=(1.8, 0.2)), make_spec(layers=2), 64_000)
     with pytest.raises(ValueError, match="are 3; the model has 2 layers"):
         kvjax.init(LeverageScores(64, shares=(1.0, 1.0, 1.0)), make_spec(layers=2), row_keys())
-    with pytest.raises(ValueError, match="above 0"):
-        LeverageScores(64, shares=(1.0, 0.0))
+    # None has less than what is never dropped and a compaction.
+    least = kvjax.init(LeverageScores(64, shares=(2.0, 0.0)), make_spec(layer=1, layers=2), row_keys())
+    assert least.state.keys.shape[2] == 4 + 16
+    with pytest.raises(ValueError, match="none may be below 0, nor all 0"):
+        LeverageScores(64, shares=(1.0, -0.1))

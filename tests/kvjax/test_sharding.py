@@ -190,7 +190,7 @@ def test_a_decode_step_asks_no_other_device_for_keys_or_values(name):
     found = exchanged(name, shared, 160, one_step)
     assert {kind for kind, _ in found} <= {"all-reduce"}
     assert found == exchanged(name, shared, 640, one_step)
-    grows = name in ("exact", "snapkv", "pyramidkv") or POLICIES[name].recalls
+    grows = name == "exact" or POLICIES[name].recalls
     # Of 8 query heads: the largest logit, 64 sums and one.
     assert sum(size for _, size in found) == grows * 4 * 8 * (1 + SPEC.head_dim + 1) * 4
     assert exchanged(name, shared, 160, one_compaction) == [("all-reduce", SPEC.batch * 4)] * counted

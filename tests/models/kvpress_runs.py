@@ -46,20 +46,20 @@ RUNS = {
     "snapkv": Run(
         "SnapKVPress",
         {"compression_ratio": 0.75, "window_size": 8, "kernel_size": 5},
-        kvjax.SnapKV(budget(0.75), window=8, kernel=5),
+        kvjax.SnapKV(budget(0.75), recent=8, kernel=5),
     ),
     # kvpress's own window.
-    "snapkv_defaults": Run("SnapKVPress", {"compression_ratio": 0.25}, kvjax.SnapKV(budget(0.25), window=64, kernel=5)),
+    "snapkv_defaults": Run("SnapKVPress", {"compression_ratio": 0.25}, kvjax.SnapKV(budget(0.25), recent=64, kernel=5)),
     "pyramidkv": Run(
         "PyramidKVPress",
         {"compression_ratio": 0.75, "window_size": 8, "beta": 2},
-        kvjax.PyramidKV(budget(0.75), window=8, beta=2, variant="kvpress"),
+        kvjax.PyramidKV(budget(0.75), recent=8, beta=2, variant="kvpress"),
     ),
     # Falls back to SnapKV's number in every layer.
     "pyramidkv_flat": Run(
         "PyramidKVPress",
         {"compression_ratio": 0.75, "window_size": 8},
-        kvjax.PyramidKV(budget(0.75), window=8, variant="kvpress"),
+        kvjax.PyramidKV(budget(0.75), recent=8, variant="kvpress"),
     ),
     "h2o": Run("ObservedAttentionPress", {"compression_ratio": 0.5}, kvjax.H2O(budget(0.5), recent=0, average=True)),
 }

@@ -37,7 +37,7 @@ SIZES = {"batch": 4, "max_prompt": 12, "max_new": 24}
 POLICIES = {
     "exact": kvjax.Exact(compact_every=4),
     "chelsea": kvjax.Chelsea(10, sinks=2, recent=4, chunk=4, compact_every=4),
-    "snapkv": kvjax.SnapKV(10, window=4, compact_every=4),
+    "snapkv": kvjax.SnapKV(10, recent=4, compact_every=4),
     "by_head": kvjax.ByHead(
         (kvjax.Exact(compact_every=4),) * 2 + (kvjax.Uniform(10, sinks=2, recent=4, compact_every=4),) * 2
     ),
