@@ -1,5 +1,5 @@
-"""kvpress's presses beside kvjax's policies: what is asked of them, what is made of their answers, and, where kvpress is
-installed, that they run."""
+"""kvpress's presses beside kvjax's policies: what is asked of them, what is made of their answers, and that they run
+where kvpress is installed."""
 
 import json
 import stat
@@ -13,7 +13,7 @@ from experiments.common import presses, settings
 from experiments.common.named_tasks import make_task
 from tests.experiments.test_commands import run
 
-# Stands for the interpreter that has kvpress: SnapKV is always wrong, KVzip right of every second text, and others fail.
+# In place of the interpreter that has kvpress: SnapKV is always wrong, KVzip right every second time, and others fail.
 STUB = f"""#!{sys.executable}
 import json, re, sys
 for line in sys.stdin:
