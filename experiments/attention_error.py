@@ -189,6 +189,7 @@ def main(argv: Sequence[str]) -> None:
         build.cache_clear()
         programs.cache_clear()
         sweeping.drop_programs()
+    sweeping.check_any(rows)
     plot(directory / f"{NAME}.png", measured)
     if study.option:
         plot_option(directory / f"{NAME}_{study.option}.png", measured, study.option)
@@ -224,10 +225,10 @@ def measure(case: Case, drawn: streams.Streams, chosen: Sequence[PolicyChoice]) 
     for setting in tqdm(chosen, desc=f"{case.stream}, {case}", leave=False):
         try:
             policy = build(setting, case.spec, case.fixed)
+            compress, attend = programs(policy, case.spec, queries.shape[1])
         except ValueError as error:
-            tqdm.write(f"{settings.label(setting)} is left out: {error}")
+            settings.tell_left_out(setting, error)
             continue
-        compress, attend = programs(policy, case.spec, queries.shape[1])
         asked = None
         if count := asked_queries(policy, case.spec.max_prompt):
             assert drawn.prompt_queries is not None
@@ -236,7 +237,7 @@ def measure(case: Case, drawn: streams.Streams, chosen: Sequence[PolicyChoice]) 
         try:
             kvjax.check(cache)
         except ValueError as error:
-            tqdm.write(f"{settings.label(setting)} is left out: {error}")
+            settings.tell_left_out(setting, error)
             continue
         attended = np.asarray(attend(cache, queries), np.float64)
         device, read = kvjax.cache_bytes(cache).device, kvjax.read_bytes(cache)

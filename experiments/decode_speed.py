@@ -77,7 +77,11 @@ def main(argv: Sequence[str]) -> None:
             make_row(name, None, times, context, weights, unpadded, None) for name, times in peers.items()
         ]
         for setting in tqdm(chosen, desc=f"{context} tokens", leave=False):
-            times, read, device = policy_times(model, setting, context, tokens, repetitions)
+            try:
+                times, read, device = policy_times(model, setting, context, tokens, repetitions)
+            except ValueError as error:
+                settings.tell_left_out(setting, error)
+                continue
             found.append(make_row(setting.name, setting, times, context, weights, read, device))
         show(found, context, rate)
         rows += found

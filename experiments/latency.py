@@ -38,7 +38,7 @@ from kvjax.segment import Recalled, parts_of
 from models import generate
 from models.llama import Llama
 from models.lowering import lower_decode
-from models.prefill import asked_queries, compress_layer, read_layers
+from models.prefill import ReadLayer, asked_queries, compress_layer, read_layers
 
 NAME = "latency"
 EXACT = "exact"
@@ -143,8 +143,8 @@ def measure(model: Llama, chosen: Sequence[PolicyChoice], context: int, seed: in
     """Everything at one context length; `chosen` begins with exact."""
     # One turn warms up.
     sizes: dict[str, Any] = {"batch": 1, "max_prompt": context, "max_new": tokens * (_TURNS.value + 1)}
-    spec = generate.cache_specs(model, **sizes)[0]
-    generators = [generate.Generator(model, settings.fitted(setting, spec, context), **sizes) for setting in chosen]
+    able = generators_of(model, chosen, context, sizes)
+    generators = list(able.values())
     prefills = -(-FEWEST // model.config.layers)
     reading, compress, states = [], [], []
     for _ in range(prefills):
@@ -154,7 +154,7 @@ def measure(model: Llama, chosen: Sequence[PolicyChoice], context: int, seed: in
             compress.append(compress_seconds)
     measured = []
     writers = []
-    for setting, generator, state, seconds in zip(chosen, generators, states, np.array(compress).T, strict=True):
+    for setting, generator, state, seconds in zip(able, generators, states, np.array(compress).T, strict=True):
         held = kvjax.cache_bytes(state.layers)
         writers.append(Writer(generator, state, tokens))
         measured.append(
@@ -178,6 +178,37 @@ def measure(model: Llama, chosen: Sequence[PolicyChoice], context: int, seed: in
     return Timed(context, np.array(reading), prefills, measured)
 
 
+def generators_of(
+    model: Llama, chosen: Sequence[PolicyChoice], context: int, sizes: dict[str, Any]
+) -> dict[PolicyChoice, generate.Generator]:
+    """A generator of every setting that can be made for such a prompt, and compress what is read of it; the others are
+    said with their reason."""
+    spec, tokens = generate.cache_specs(model, **sizes)[0], padded(context)
+
+    def of_heads(tokens: int, heads: int) -> Any:
+        return jax.ShapeDtypeStruct((1, tokens, heads, spec.head_dim), spec.dtype)
+
+    keys, lengths = of_heads(tokens, spec.kv_heads), jax.ShapeDtypeStruct((1,), jnp.int32)
+    able = {}
+    for setting in chosen:
+        try:
+            generator = generate.Generator(model, settings.fitted(setting, spec, context), **sizes)
+            for cache in {cache.policy: cache for cache in jax.eval_shape(generator.start).layers}.values():
+                asked = asked_queries(cache.policy, tokens)
+                read = ReadLayer(keys, keys, keys, of_heads(asked, spec.query_heads) if asked else None)
+                jax.eval_shape(compress_layer, cache, read, lengths)
+        except ValueError as error:
+            settings.tell_left_out(setting, error)
+        else:
+            able[setting] = generator
+    return able
+
+
+def padded(context: int) -> int:
+    """A prompt's tokens in whole chunks."""
+    return -(-context // _CHUNK.value) * _CHUNK.value
+
+
 def prefill(
     model: Llama,
     generators: Sequence[generate.Generator],
@@ -191,7 +222,7 @@ def prefill(
         Seconds of reading a layer, and of compressing it as every generator does.
     """
     chunk = _CHUNK.value
-    prompt = np.zeros((1, -(-context // chunk) * chunk), np.int32)
+    prompt = np.zeros((1, padded(context)), np.int32)
     prompt[0, :context] = np.random.default_rng(seed).integers(0, model.config.vocab_size, context)
     lengths = jnp.full(1, context, jnp.int32)
     asked = [

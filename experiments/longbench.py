@@ -125,6 +125,8 @@ def means(rows: Sequence[Row]) -> list[Row]:
 def show(title: str, rows: Sequence[Row]) -> None:
     """A line per setting and a column per category, all tasks' mean and its difference to exact's last."""
     averages = [row for row in rows if row.metric in (MEAN, f"{MEAN}_difference")]
+    if not averages:
+        return
     categories = list(dict.fromkeys(str(row.task) for row in averages))
     lines = []
     for setting, found in results.by_setting(averages).items():

@@ -76,6 +76,7 @@ def main(argv: Sequence[str]) -> None:
             found += make_rows(readings, model, unit)
         show(found, f"Perplexity of {count} texts, {form.replace('_', ' ')}")
         rows += found
+    sweeping.check_any(rows)
     results.write_rows(directory / f"{NAME}.json", rows)
     plot(directory / f"{NAME}.png", rows)
     print(f"\nRows: {directory / f'{NAME}.json'}   plot: {directory / f'{NAME}.png'}")
@@ -151,6 +152,8 @@ def stretch_of(row: results.Row) -> tuple[int, int]:
 def show(rows: Sequence[results.Row], title: str) -> None:
     """A line per setting: perplexity over the last stretch (all of the text where it accumulates), and its ratio to
     exact's over each."""
+    if not rows:
+        return
     last = stretch_of(rows[-1])
     stretches = list(dict.fromkeys(map(stretch_of, rows)))
     lines = []

@@ -43,7 +43,11 @@ def main(argv: Sequence[str]) -> None:
     lines = []
     for setting in tqdm(chosen, desc=NAME, leave=False):
         for context in contexts:
-            program, peak, elapsed = in_own_process(measure, setting, context, flags.FLAGS.seed)
+            try:
+                program, peak, elapsed = in_own_process(measure, setting, context, flags.FLAGS.seed)
+            except ValueError as error:
+                settings.tell_left_out(setting, error)
+                continue
             lines.append(
                 (
                     settings.label(setting),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
+from tqdm import tqdm
 
 import kvjax
 from experiments.common import multihost
@@ -78,8 +79,16 @@ def description(setting: PolicyChoice) -> dict[str, Any]:
     """What decides the policy, as units of a run name it: with every default's value, so that a default that changes
     makes another unit. Budgets that are shares or bytes become slots only where sizes are known; they stand beside."""
     slots = setting.budget.slots if setting.budget else None
-    policy = setting.make(_NOMINAL_BUDGET if slots is None else slots)
+    try:
+        policy = setting.make(_NOMINAL_BUDGET if slots is None else slots)
+    except ValueError:  # so few are refused, which is found where it is made
+        policy = setting.make(_NOMINAL_BUDGET)
     return {"policy": kvjax.describe(policy), "budget": str(setting.budget) if setting.budget else None}
+
+
+def tell_left_out(setting: PolicyChoice, reason: object) -> None:
+    """Says that a sweep goes on without a setting."""
+    tqdm.write(f"{label(setting)} is left out: {reason}")
 
 
 @functools.cache

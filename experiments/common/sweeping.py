@@ -10,7 +10,6 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 from absl import flags
-from tqdm import tqdm
 
 from experiments.common import evaluating, multihost, plots, results, settings
 from experiments.common.results import Estimate, Row
@@ -94,28 +93,40 @@ def every_setting(
     """What comes of each setting in a unit of a run: run now, or before.
 
     Args:
-        run: values, as JSON has them, of some of the settings; {REFUSED: reason} of one that cannot be.
+        run: values, as JSON has them, of some of the settings; {REFUSED: reason} of one that cannot be. Where it raises
+            a ValueError, each is run by itself, and refused where it raises one again.
     """
     return finished.of_each(
         chosen,
         lambda setting: dict(unit) | {"model": flags.FLAGS.model, **settings.description(setting)},
-        run,
+        functools.partial(_run_or_refuse, run),
         flags.FLAGS.together,
     )
 
 
-def not_refused(values: Mapping[PolicyChoice, Any]) -> dict[PolicyChoice, Any]:
-    """What `every_setting` found, without settings that cannot be, which are said with their reason.
+def _run_or_refuse(
+    run: Callable[[list[PolicyChoice]], Mapping[PolicyChoice, Any]], group: list[PolicyChoice]
+) -> Mapping[PolicyChoice, Any]:
+    try:
+        return run(group)
+    except ValueError as error:
+        if len(group) == 1:
+            return {group[0]: {REFUSED: str(error)}}
+    return {setting: value for alone in group for setting, value in _run_or_refuse(run, [alone]).items()}
 
-    Raises:
-        ValueError: where all are.
-    """
-    refused = {setting: value[REFUSED] for setting, value in values.items() if REFUSED in value}
-    if len(refused) == len(values):
-        raise ValueError("; ".join(f"{settings.label(setting)}: {reason}" for setting, reason in refused.items()))
-    for setting, reason in refused.items():
-        tqdm.write(f"left out: {settings.label(setting)}: {reason}")
-    return {setting: value for setting, value in values.items() if setting not in refused}
+
+def not_refused(values: Mapping[PolicyChoice, Any]) -> dict[PolicyChoice, Any]:
+    """What `every_setting` found, without settings that cannot be, which are said with their reason."""
+    for setting, value in values.items():
+        if REFUSED in value:
+            settings.tell_left_out(setting, value[REFUSED])
+    return {setting: value for setting, value in values.items() if REFUSED not in value}
+
+
+def check_any(rows: Sequence[Row]) -> None:
+    """Raises a ValueError where every setting was left out of all of a run."""
+    if not rows:
+        raise ValueError("every setting was left out, for the reasons above")
 
 
 def drop_programs() -> None:
@@ -176,9 +187,6 @@ class Sweep:
             make, sizes: the task, and `sizes` and `max_new` of `evaluating.Evaluator`; called only if a setting is not
                 done.
             unit: what else decides both.
-
-        Raises:
-            ValueError: where no setting can have caches of these sizes, with the reason.
         """
         values = self._values(self.chosen, task, make, sizes, prefill, question, unit)
         return self._results(values, prefill, question)
@@ -269,7 +277,12 @@ class Sweep:
         )
 
     def write(self, rows: Sequence[Row], draw: Callable[[pathlib.Path, Sequence[Row]], None]) -> None:
-        """Writes OUTPUT_DIR/NAME.json and, by `draw`, NAME.png, and says so."""
+        """Writes OUTPUT_DIR/NAME.json and, by `draw`, NAME.png, and says so.
+
+        Raises:
+            ValueError: where there are no rows.
+        """
+        check_any(rows)
         json, png = (self.directory / f"{self.experiment}.{kind}" for kind in ("json", "png"))
         results.write_rows(json, rows)
         draw(png, rows)
@@ -279,6 +292,8 @@ class Sweep:
 
 def show(title: str, rows: Sequence[Row], metric: str = "accuracy") -> None:
     """The table of one length and kind: of a single task all there is to say, of several a column each."""
+    if not rows:
+        return
     if len({row.task for row in rows}) == 1:
         show_details(title, rows, metric)
     else:

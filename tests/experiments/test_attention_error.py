@@ -32,7 +32,8 @@ def done(tmp_path_factory):
     what it printed."""
     directory = tmp_path_factory.mktemp("attention_error")
     arguments = [
-        "--policy=exact", "--policy=uniform", "--policy=clustergen:variant=mean_value", "--budget=50%",
+        "--policy=exact", "--policy=uniform", "--policy=clustergen:variant=mean_value", "--policy=leverage_scores@50%",
+        "--budget=50%",
         "--budget=2.5%", "--stream=tight", "--stream=recorded", "--norm=2", "--norm=4", "--seeds=4",
         "--tokens=512", "--head_dim=16", "--queries=8", "--recorded_tokens=192", f"--output_dir={directory}",
     ]  # fmt: skip
@@ -112,6 +113,9 @@ def test_what_cannot_be_so_small_is_left_out(done):
     small = select(rows, budget="2.5%", metric="relative_error")
     assert {row["stream"] for row in small} == {"tight"}
     assert "uniform @ 2.5% is left out: " in printed
+    # Nobody tells these streams' frequencies: only when the prompt is compressed does it show.
+    assert not select(rows, policy="leverage_scores")
+    assert printed.count("leverage_scores @ 50% is left out: keys before their position turned them need spec.") == 4
 
 
 def test_intervals():

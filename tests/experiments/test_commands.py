@@ -93,10 +93,11 @@ def test_generate_refuses_two_policies(tmp_path):
 def test_line_retrieval_writes_rows_and_a_plot(tmp_path):
     done = run(
         "experiments.line_retrieval", "--quick", "--context_tokens=256", "--policy=exact",
-        "--policy=streaming_llm", "--budget=50%", "--question=seen", "--question=unseen", "--batch=5",
-        f"--output_dir={tmp_path}",
+        "--policy=streaming_llm", "--policy=chelsea@10", "--budget=50%", "--question=seen", "--question=unseen",
+        "--batch=5", f"--output_dir={tmp_path}",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "chelsea @ 10 is left out: " in done.stdout + done.stderr
     rows = json.loads((tmp_path / "line_retrieval.json").read_text())
     assert (tmp_path / "line_retrieval.png").stat().st_size > 10_000
     accuracy = {(row["policy"], row["question_seen"]): row for row in rows if row["metric"] == "accuracy"}
@@ -111,9 +112,10 @@ def test_line_retrieval_writes_rows_and_a_plot(tmp_path):
 def test_decode_speed_runs_without_its_peer(tmp_path):
     done = run(
         "experiments.decode_speed", "--quick", "--context_tokens=256", "--policy=exact", "--policy=uniform:recent=8",
-        "--budget=50%", "--notransformers", f"--output_dir={tmp_path}",
+        "--policy=kvzip", "--budget=50%", "--notransformers", f"--output_dir={tmp_path}",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "kvzip @ 50% is left out: KVzip needs repetitions of the prompt" in done.stdout + done.stderr
     rows = json.loads((tmp_path / "decode_speed.json").read_text())
     assert {row["policy"] for row in rows} == {"exact", "uniform"}
     assert all(row["value"] > 0 and row["weight_bytes"] > 10**8 for row in rows)

@@ -5,6 +5,7 @@ import types
 import pytest
 
 from experiments.common import settings, sweeping
+from experiments.common.resuming import Finished
 
 
 def test_settings_that_are_held_at_once_answer_all_tasks_before_the_next_ones_come(monkeypatch):
@@ -28,6 +29,29 @@ def test_what_is_refused_is_left_out_with_its_reason(capsys):
     refused = {sweeping.REFUSED: "too small"}
     a, b = settings.settings(["uniform", "subgen"], ["5%"])
     assert sweeping.not_refused({a: {}, b: refused}) == {a: {}}
-    assert "left out: subgen @ 5%: too small" in "".join(capsys.readouterr())
-    with pytest.raises(ValueError, match="uniform @ 5%: too small; subgen @ 5%: too small"):
-        sweeping.not_refused({a: refused, b: refused})
+    assert "subgen @ 5% is left out: too small" in "".join(capsys.readouterr())
+    assert sweeping.not_refused({a: refused, b: refused}) == {}
+    with pytest.raises(ValueError, match="every setting was left out"):
+        sweeping.check_any([])
+
+
+@pytest.mark.parametrize("together", [1, 2, 8])
+def test_a_setting_that_is_refused_while_it_runs_ends_no_sweep(tmp_path, monkeypatch, capsys, together):
+    monkeypatch.setattr(sweeping.flags, "FLAGS", types.SimpleNamespace(together=together, model="none"))
+    # The second cannot even be made of its budget.
+    chosen = settings.settings(["uniform", "chelsea@10", "subgen", "h2o"], ["5%"])
+    ran = []
+
+    def run(group):
+        if chosen[2] in group:
+            raise ValueError("no such clusters")
+        ran.extend(group)
+        return {setting: {} for setting in group}
+
+    finished = Finished(tmp_path / "units.jsonl")
+    values = sweeping.every_setting(finished, chosen, {"task": "a"}, run)
+    assert list(sweeping.not_refused(values)) == [chosen[0], chosen[1], chosen[3]]
+    assert "subgen @ 5% is left out: no such clusters" in "".join(capsys.readouterr())
+    assert sorted(map(str, ran)) == sorted(str(setting) for setting in chosen if setting is not chosen[2])
+    again = sweeping.every_setting(Finished(finished.path), chosen, {"task": "a"}, pytest.fail)
+    assert again == values
