@@ -196,7 +196,7 @@ def check_settings(budget: int, sinks: int = 0, recent: int = 0, compact_every: 
     check_least(1, compact_every=compact_every)
 
 
-def check_least(least: int, **settings: int | None) -> None:
+def check_least(least: int, **settings: float | None) -> None:
     """Raises a ValueError for a setting that is less, naming it. None passes."""
     for name, value in settings.items():
         if value is not None and value < least:

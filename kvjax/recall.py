@@ -198,8 +198,8 @@ def blocks_of(tokens: int, parts: int, places: int) -> int:
 
 def block_slots(tokens: int, part_tokens: int, places: int) -> int:
     """How many blocks a query reads at most for so many tokens in parts of so many tokens on average: what they fill,
-    and one more per part that ends inside a block."""
-    return -(-tokens // places) + -(-tokens // part_tokens)
+    and one more per part that ends inside a block; never more than tokens."""
+    return min(-(-tokens // places) + -(-tokens // part_tokens), tokens)
 
 
 def wait_and_file(

@@ -19,6 +19,7 @@ from kvjax.policies.chelsea import Chelsea
 from kvjax.policies.clustergen import ClusterGen
 from kvjax.policies.clusterkv import ClusterKV
 from kvjax.policies.clusterkv_certified import ClusterKVCertified
+from kvjax.policies.clusterkv_paper import ClusterKVPaper
 from kvjax.policies.clusterkv_reference import ClusterKVReference
 from kvjax.policies.compactor import Compactor
 from kvjax.policies.cur import CUR
@@ -54,6 +55,7 @@ POLICIES: dict[str, type[Policy]] = {
     "clustergen": ClusterGen,
     "clusterkv": ClusterKV,
     "clusterkv_certified": ClusterKVCertified,
+    "clusterkv_paper": ClusterKVPaper,
     "clusterkv_reference": ClusterKVReference,
     "compactor": Compactor,
     "cur": CUR,

@@ -16,7 +16,7 @@ from kvjax.policy import Policy, check_choices, check_least, check_settings
 from kvjax.recall import NOWHERE, BlockStore, block_slots, blocks_of, init_store, stored_blocks, wait_and_file
 from kvjax.segment import Choice, Recalled
 from kvjax.state import fault, stacked, state, static
-from kvjax.structures.clusters import BLOCK, Clusters, file_clusters, init_clusters, nearest_clusters
+from kvjax.structures.clusters import Clusters, file_clusters, init_clusters, nearest_clusters
 from kvjax.structures.k_means import KMeans, k_means
 from kvjax.window import Window, init_window
 
@@ -33,6 +33,7 @@ class Clustered:
     prompt_clusters: int = static()
     prompt_blocks: int = static()
     capacity: int = static()  # tokens that may ever be stored
+    part_tokens: int = static()  # of a cluster, on average
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,22 +42,26 @@ class ClusterKV(Policy):
     clusters in descending order of <query, mean key> until the budget is reached, the last one cut to its first tokens.
 
     A prompt is clustered by cosine k-means when it has been read, later tokens `every` at a time, those alone; until
-    then they are attended to, beside the budget. `ClusterKVCertified` bounds what is missed; `ClusterKVReference` is
-    the released code of the accuracy study.
+    then they are attended to, beside the budget. `ClusterKVCertified` bounds what is missed; `ClusterKVPaper` is the
+    paper's system, `ClusterKVReference` the released code of its study of accuracy.
 
     Attributes:
         budget: tokens read per query head (B), sinks and recent ones included, waiting and staged ones not. A query
-            reads no more blocks of 16 than the budget takes in clusters of average size.
+            reads no more blocks than the budget takes in clusters of average size.
         sinks, recent: tokens always read; the paper's 16 and 0 by default. Sinks are never clustered.
         cluster_tokens: tokens of a prompt per cluster, on average (L / C_0); the paper's 80.
-        clusters: so many for any prompt instead (C_0).
+        clusters: so many for any prompt instead (C_0). Clusters of few tokens fill few places of their blocks.
         every, chunk_clusters: so many later tokens make so many clusters (m and C_+); the paper's 320 and 4. None:
             later tokens are never clustered, and always read.
         select: "query_head": every query head reads clusters of its own, as published; "group" (ours): all heads of a
             group read the same ones, those that hold the most attention per token by the clusters' means; a budget then
             costs so many times less.
         residual: (ours) clusters that are not read stay present as one entry each: their mean key and mean value,
-            weighing as many tokens as were not read.
+            weighing as many tokens as were not read. In the paper they are absent.
+        reach: (ours) clusters are ranked by <query, mean key> and so many standard deviations beyond it (see
+            `nearest_clusters`), for four more bytes per cluster; 0, as published, by the mean key alone.
+        places: tokens of a block of the store. A cluster's last block may be part empty and is read whole: 1 reads
+            exactly the budget's tokens one by one, 16 and its multiples are what kernels read where they lie.
         iterations, sample: of k-means; for a prompt all iterations but the last two look at every `sample`-th key. The
             paper runs all on all.
         start, turn_to: of k-means, see there.
@@ -78,14 +83,17 @@ class ClusterKV(Policy):
     sample: int = 4
     start: Literal["random", "k-means++"] = "random"
     turn_to: Literal["directions", "keys"] = "directions"
+    reach: float = 0.0
+    places: int = 16
     compact_every: int = 64
 
     recalls = True
 
     def __post_init__(self) -> None:
         check_settings(self.budget, self.sinks, self.recent, self.compact_every)
-        check_least(1, cluster_tokens=self.cluster_tokens, clusters=self.clusters, every=self.every)
+        check_least(1, cluster_tokens=self.cluster_tokens, clusters=self.clusters, every=self.every, places=self.places)
         check_least(1, chunk_clusters=self.chunk_clusters, iterations=self.iterations, sample=self.sample)
+        check_least(0, reach=self.reach)
         check_choices(self)
         if self.every is not None and self.compact_every > self.every:
             raise ValueError(f"compact_every={self.compact_every} must not exceed every={self.every}: one chunk a time")
@@ -98,15 +106,17 @@ class ClusterKV(Policy):
     def init(self, spec, row_keys) -> Clustered:
         tokens, later = max(spec.max_prompt - self.sinks - self.recent, 0), spec.max_new + self.recent
         prompt_clusters = -(-tokens // self.cluster_tokens) if self.clusters is None else min(tokens, self.clusters)
-        prompt_blocks = blocks_of(tokens, prompt_clusters, BLOCK)
+        prompt_blocks = blocks_of(tokens, prompt_clusters, self.places)
+        of_prompt = self.cluster_tokens if self.clusters is None else max(tokens // self.clusters, 1)
+        of_chunk = of_prompt if self.every is None else max(self.every // self.chunk_clusters, 1)
         chunks, every = (0, 0) if self.every is None else (later // self.every, self.every)
-        blocks = prompt_blocks + chunks * blocks_of(every, self.chunk_clusters, BLOCK)
+        blocks = prompt_blocks + chunks * blocks_of(every, self.chunk_clusters, self.places)
         count = prompt_clusters + chunks * self.chunk_clusters
         waiting = min(later, every - 1 + self.compact_every) if chunks else later
         value_dim = spec.value_width if self.residual else None
-        empty = lambda _: (init_store(spec, blocks, BLOCK), init_clusters(count, spec.head_dim, value_dim))  # noqa: E731
+        make = functools.partial(init_clusters, count, spec.head_dim, value_dim, reaching=self.reach > 0)
         keys = stream_keys(row_keys, spec.kv_heads)
-        store, clusters = per_head(empty)(keys)
+        store, clusters = per_head(lambda _: (init_store(spec, blocks, self.places), make()))(keys)
         none = lambda: jnp.zeros(spec.batch, jnp.int32)  # noqa: E731
         return Clustered(
             window=init_window(spec, self.sinks, self.recent, waiting),
@@ -119,6 +129,7 @@ class ClusterKV(Policy):
             prompt_clusters=prompt_clusters,
             prompt_blocks=prompt_blocks,
             capacity=tokens + chunks * every,
+            part_tokens=min(of_prompt, of_chunk),
         )
 
     def prefill(self, state: Clustered, prompt) -> Clustered:
@@ -143,7 +154,9 @@ class ClusterKV(Policy):
 
     def read(self, state: Clustered, newer):
         # Where mean keys are shown, attention reads them again.
-        index = (state.clusters.size, state.clusters.first, *(() if self.residual else (state.clusters.mean_key,)))
+        clusters = state.clusters
+        means = () if self.residual else (clusters.mean_key,)
+        index = (clusters.size, clusters.first, *means, *(() if clusters.rms is None else (clusters.rms,)))
         choose = functools.partial(self._choose, state)
         return windows.shown(state.window, selected=state.pending), Recalled(state.store, choose, index)
 
@@ -167,7 +180,7 @@ class ClusterKV(Policy):
 
     def _file_chunks(self, state: Clustered, every: int, keys, values, position, full):
         """Clusters the first chunk of every row where it is full (compactions come at least once per chunk)."""
-        count, blocks = self.chunk_clusters, blocks_of(every, self.chunk_clusters, BLOCK)
+        count, blocks = self.chunk_clusters, blocks_of(every, self.chunk_clusters, self.places)
         some = jnp.any(full[:, 0])
 
         def of_head(store, clusters, stream_key, keys, values, position, full, chunk):
@@ -188,8 +201,10 @@ class ClusterKV(Policy):
 
     def _choose(self, state: Clustered, query: Float[Array, "B 1 H_q D"], round: Int[Array, "B"] | None) -> Choice:
         """What one query of every row reads: the budget's tokens (everything, where it is as large as the store)."""
-        of_chunks = self.cluster_tokens if self.every is None else max(self.every // self.chunk_clusters, 1)
-        usual = block_slots(self.tokens, min(self.cluster_tokens, of_chunks), BLOCK)
-        stored = stored_blocks(state.store)
+        stored, usual = stored_blocks(state.store), block_slots(self.tokens, state.part_tokens, self.places)
         blocks = stored if self.tokens >= state.capacity else min(stored, usual)
-        return nearest_clusters(state.clusters, query, self.select, tokens=self.tokens, blocks=blocks)
+        return self._nearest(state.clusters, query, tokens=self.tokens, blocks=blocks)
+
+    @property
+    def _nearest(self) -> Callable[..., Choice]:
+        return functools.partial(nearest_clusters, select=self.select, places=self.places, reach=self.reach)

@@ -9,7 +9,7 @@ from kvjax.policies.clusterkv import Clustered, ClusterKV
 from kvjax.recall import stored_blocks
 from kvjax.segment import Choice
 from kvjax.state import state, static
-from kvjax.structures.clusters import BLOCK, nearest_clusters, unread_mass
+from kvjax.structures.clusters import unread_mass
 
 
 @state
@@ -56,14 +56,14 @@ class ClusterKVCertified(ClusterKV):
     def read(self, state, newer):
         window, recalled = super().read(state, newer)
         stored = stored_blocks(state.store)
-        blocks = min(stored, max(1, -(-self.tokens // BLOCK)))  # of one round: at least one, so that rounds end
+        blocks = min(stored, max(1, -(-self.tokens // self.places)))  # of one round: at least one, so that rounds end
 
         def choose(query: Float[Array, "B 1 H_q D"], round: Int[Array, "B"] | None) -> Choice:
             if round is None:
                 choice = recalled.choose(query, None)
             else:
-                tokens, skip = stored * BLOCK, round * blocks
-                choice = nearest_clusters(state.clusters, query, self.select, tokens=tokens, blocks=blocks, skip=skip)
+                tokens, skip = stored * self.places, round * blocks
+                choice = self._nearest(state.clusters, query, tokens=tokens, blocks=blocks, skip=skip)
             return choice._replace(unread=unread_mass(state.clusters, query, choice.taken, state.logit_cap))
 
         index = (*recalled.index, state.clusters.radius)

@@ -15,8 +15,6 @@ from kvjax.segment import Choice, Segment
 from kvjax.state import state
 from pallas_kernels.k_means import cluster_sums
 
-BLOCK = 16  # tokens that lie side by side in the store
-
 
 @state
 class Clusters:
@@ -28,13 +26,15 @@ class Clusters:
     size: Int[Array, "C"]  # int32 tokens
     first: Int[Array, "C"]  # int32, the store's block where the cluster begins
     radius: Float[Array, "C"]  # float32, the largest distance of a stored key to the mean
+    rms: Float[Array, "C"] | None  # float32, the root of the mean square of those distances, where clusters reach
 
 
-def init_clusters(count: int, head_dim: int, value_dim: int | None) -> Clusters:
-    """So many empty clusters of one head; `value_dim` None for no mean values."""
+def init_clusters(count: int, head_dim: int, value_dim: int | None, *, reaching: bool = False) -> Clusters:
+    """So many empty clusters of one head; `value_dim` None for no mean values, `reaching` for root mean squares."""
     none = lambda: jnp.zeros(count, jnp.int32)  # noqa: E731
     mean_value = None if value_dim is None else jnp.zeros((count, value_dim))
-    return Clusters(jnp.zeros((count, head_dim)), mean_value, none(), none(), jnp.zeros(count))
+    rms = jnp.zeros(count) if reaching else None
+    return Clusters(jnp.zeros((count, head_dim)), mean_value, none(), none(), jnp.zeros(count), rms)
 
 
 def file_clusters(
@@ -53,22 +53,24 @@ def file_clusters(
         made: so many clusters, in so many blocks.
         first: where clusters and blocks go; what lies past the end is dropped.
     """
-    (keys, values, position), (count, blocks) = tokens, made
+    (keys, values, position), (count, blocks), places = tokens, made, store.position.shape[1]
     size = jnp.zeros(count, jnp.int32).at[label].add(1, mode="drop")
-    needed = -(-size // BLOCK)
+    needed = -(-size // places)
     begin = jnp.cumsum(needed) - needed
     order = jnp.argsort(label, stable=True)
     home = jnp.minimum(label[order], count - 1)
     rank = jnp.arange(label.shape[0]) - (jnp.cumsum(size) - size)[home]
-    slot = jnp.where(label[order] < count, begin[home] * BLOCK + rank, blocks * BLOCK)
-    source = jnp.full(blocks * BLOCK, label.shape[0], jnp.int32).at[slot].set(order, mode="drop")
-    arranged = arrange(source.reshape(blocks, BLOCK), keys, values, position)
+    slot = jnp.where(label[order] < count, begin[home] * places + rank, blocks * places)
+    source = jnp.full(blocks * places, label.shape[0], jnp.int32).at[slot].set(order, mode="drop")
+    arranged = arrange(source.reshape(blocks, places), keys, values, position)
     mean = lambda x: cluster_sums(label, x.astype(jnp.float32), count) / jnp.maximum(size, 1)[:, None]  # noqa: E731
     mean_key = mean(keys)
     away = keys.astype(jnp.float32) - mean_key[jnp.minimum(label, count - 1)]
-    radius = jnp.sqrt(jnp.zeros(count).at[label].max(jnp.sum(away * away, axis=1), mode="drop"))
+    square = jnp.sum(away * away, axis=1)
+    radius = jnp.sqrt(jnp.zeros(count).at[label].max(square, mode="drop"))
     mean_value = None if clusters.mean_value is None else mean(values)
-    filed = Clusters(mean_key, mean_value, size, first[1] + begin, radius)
+    rms = None if clusters.rms is None else jnp.sqrt(mean(square[:, None])[:, 0])
+    filed = Clusters(mean_key, mean_value, size, first[1] + begin, radius, rms)
     written = put(clusters, first[0] + jnp.arange(count), filed)
     return put_blocks(store, first[1] + jnp.arange(blocks), arranged), written
 
@@ -88,26 +90,38 @@ def nearest_clusters(
     *,
     tokens: int,
     blocks: int,
+    places: int,
+    reach: float = 0.0,
     skip: Int[Array, "B"] | None = None,
 ) -> Choice:
-    """The blocks of the clusters that are nearest to one query of every row, up to so many tokens and blocks, without
-    the first `skip` blocks; the rest of the clusters as residual ones.
+    """The blocks (of `places` tokens) of the clusters that are nearest to one query of every row, up to so many tokens
+    and blocks, without the first `skip` blocks; the rest of the clusters as residual ones.
 
     Args:
         select: "query_head": every query head has clusters of its own, in descending order of <query, mean key>.
             "group": all heads of a group have the same, in descending order of `group_score`.
+        reach: so many standard deviations of its keys along the query, were these the same in every direction, a
+            cluster is ranked beyond its mean key: |q| rms / sqrt(D) each.
     """
     batch, kv_heads = clusters.size.shape[:2]
     logits = cluster_logits(clusters, query)
+    if reach:
+        assert clusters.rms is not None
+        logits += reach / query.shape[3] * lengths(query, kv_heads) * clusters.rms[:, :, None]
     score = logits if select == "query_head" else group_score(logits, clusters.size)[:, :, None]
 
     def of_head(score: Float[Array, "G C"], size, first, skip):
-        rank = functools.partial(best_parts, tokens=tokens, blocks=blocks, places=BLOCK, skip=skip)
+        rank = functools.partial(best_parts, tokens=tokens, blocks=blocks, places=places, skip=skip)
         return jax.vmap(lambda score: rank(score, size, first))(score)
 
     ranked = per_head(of_head, 0, 0, 0, None)(score, clusters.size, clusters.first, skip)
     block, read, taken = (x.reshape(batch, kv_heads * x.shape[2], x.shape[3]) for x in ranked)
     return Choice(block, read, residual_clusters(clusters, taken), taken=taken)
+
+
+def lengths(query: Float[Array, "B 1 H_q D"], kv_heads: int) -> Float[Array, "B H_kv G 1"]:
+    """Every query head's norm."""
+    return jnp.linalg.norm(query.astype(jnp.float32), axis=-1).reshape(query.shape[0], kv_heads, -1, 1)
 
 
 def group_score(logits: Float[Array, "B H_kv G C"], size: Int[Array, "B H_kv C"]) -> Float[Array, "B H_kv C"]:
@@ -137,8 +151,7 @@ def unread_mass(
     """The logarithm of a bound on the attention mass of all that is not read: the keys of cluster c lie within its
     radius r_c of its mean key m_c, so n unread ones hold no more than n exp((<q, m_c> + |q| r_c) / sqrt(D))."""
     batch, kv_heads, count, head_dim = clusters.mean_key.shape
-    grouped = query.reshape(batch, kv_heads, -1, 1, head_dim).astype(jnp.float32)
-    length = jnp.linalg.norm(grouped, axis=-1) / math.sqrt(head_dim)
+    length = lengths(query, kv_heads) / math.sqrt(head_dim)
     # What float32 may lose of a logit: a rounding per dimension of products no larger than those of the norms.
     reach = clusters.radius + 1e-5 * (clusters.radius + jnp.linalg.norm(clusters.mean_key, axis=-1))
     left = clusters.size[:, :, None] - taken.reshape(batch, kv_heads, -1, count)

@@ -13,6 +13,7 @@ from kvjax.cache import _append, _attend, _in_order, _order, _out_of_order
 from kvjax.combinators.ada_kv import AdaKV
 from kvjax.policies.balancekv_paper import BalanceKVPaper
 from kvjax.policies.balancekv_reference import BalanceKVReference
+from kvjax.policies.clusterkv_paper import ClusterKVPaper
 from kvjax.policies.leverage_scores import LeverageScores
 from kvjax.policy import ALL_QUERIES
 
@@ -62,7 +63,7 @@ POLICIES = {
     "chelsea_paper": kvjax.Chelsea(20, **WINDOW, chunk=8, slope=None),
     "chelsea_drop": kvjax.Chelsea(20, **WINDOW, chunk=8, joins="drop"),
     "clusterkv": kvjax.ClusterKV(20, **CLUSTERS),
-    "clusterkv_paper": kvjax.ClusterKV(20, **CLUSTERS, select="query_head", residual=False),
+    "clusterkv_paper": ClusterKVPaper(20, **CLUSTERS),
     "quest": kvjax.Quest(20, compact_every=8),
     "leverage_scores": LeverageScores(20, sinks=2, compact_every=8),
     "ada_kv": AdaKV(LeverageScores(20, sinks=2, compact_every=8), 0.5),

@@ -13,6 +13,7 @@ import kvjax
 from kvjax.attention import attend_and_see
 from kvjax.budget import row_bytes
 from kvjax.policies.clusterkv_certified import ClusterKVCertified
+from kvjax.policies.clusterkv_paper import ClusterKVPaper
 from kvjax.policies.clusterkv_reference import ClusterKVReference
 from kvjax.staging import Tokens, staged
 from tests.kvjax.support import QUICKLY, make_spec, row_keys
@@ -112,7 +113,8 @@ def clusters_of(cache, row, head):
     state = cache.state
     position = np.asarray(state.store.position)[row, head].reshape(-1)
     size, first = np.asarray(state.clusters.size)[row, head], np.asarray(state.clusters.first)[row, head]
-    return [position[16 * b : 16 * b + n] for n, b in zip(size, first, strict=True)]
+    begin = state.store.position.shape[3] * first
+    return [position[b : b + n] for n, b in zip(size, begin, strict=True)]
 
 
 @pytest.mark.parametrize("kind", ["normal", "equal", "ties", "outlier"])
@@ -167,20 +169,20 @@ def test_prompts_are_clustered_alike_however_they_are_padded(padded):
     np.testing.assert_array_equal(stored, KV_HEADS * np.maximum(np.asarray(lengths) - SINKS - RECENT, 0))
 
 
-def read_in_order(clusters, order, budget):
-    """The tokens that are read of each cluster, in that order: up to the budget, in no more blocks of 16 than it takes
-    in clusters of average size (9 tokens of a prompt, 8 of a chunk)."""
+def read_in_order(clusters, order, budget, places=16):
+    """The tokens that are read of each cluster, in that order: up to the budget, in no more blocks than it takes in
+    clusters of average size (9 tokens of a prompt, 8 of a chunk)."""
     tokens = budget - SINKS - RECENT
-    blocks = -(-tokens // 16) - (-tokens // 8) if budget < 400 else 10**6
+    blocks = -(-tokens // places) - (-tokens // 8) if budget < 400 else 10**6
     taken = []
     for cluster in order:
-        taken.append(clusters[cluster][: min(tokens, 16 * blocks)])
+        taken.append(clusters[cluster][: min(tokens, places * blocks)])
         tokens -= len(taken[-1])
-        blocks -= -(-len(taken[-1]) // 16)
+        blocks -= -(-len(taken[-1]) // places)
     return taken
 
 
-def by_numpy(cache, total, keys, values, query, row, *, budget, select, residual):
+def by_numpy(cache, total, keys, values, query, row, *, budget, select, residual, reach, places):
     """Attention of one token's queries [H_q, D] in float64, from the clusters of the cache."""
     out = []
     for head in range(KV_HEADS):
@@ -192,13 +194,18 @@ def by_numpy(cache, total, keys, values, query, row, *, budget, select, residual
         asked = query[head * GROUP : (head + 1) * GROUP].astype(np.float64)
         logits = asked @ np.array(mean_key).T / np.sqrt(DIM)
         sizes = np.array([len(tokens) for tokens in clusters])
+        away = [
+            np.mean(np.sum((k[t] - mean) ** 2, axis=1)) if len(t) else 0
+            for t, mean in zip(clusters, mean_key, strict=True)
+        ]
+        logits += reach * np.linalg.norm(asked, axis=1, keepdims=True) * np.sqrt(away) / DIM
         if select == "group":
             mass = np.exp(logits) / (np.exp(logits) * sizes).sum(axis=1, keepdims=True)
             logits = np.repeat(mass.sum(axis=0)[None], GROUP, axis=0)
         for one, score in zip(asked, logits, strict=True):
             order = np.argsort(-score, kind="stable")
             entries = [(k[t], v[t], 1.0) for t in held(cache, total)[row]]
-            for cluster, taken in zip(order, read_in_order(clusters, order, budget), strict=True):
+            for cluster, taken in zip(order, read_in_order(clusters, order, budget, places), strict=True):
                 entries += [(k[t], v[t], 1.0) for t in taken]
                 if residual and sizes[cluster] > len(taken):
                     entries.append((mean_key[cluster], mean_value[cluster], sizes[cluster] - len(taken)))
@@ -209,17 +216,20 @@ def by_numpy(cache, total, keys, values, query, row, *, budget, select, residual
 
 @pytest.mark.parametrize("kind", ["normal", "equal", "outlier"])
 @pytest.mark.parametrize(
-    "budget, select, residual",
+    "budget, options",
     [
-        (SINKS + RECENT, "group", True),
-        (SINKS + RECENT + 4, "query_head", False),  # less than a cluster
-        (BUDGET, "query_head", True),
-        (BUDGET, "group", False),
-        (400, "group", True),
+        (SINKS + RECENT, {}),
+        (SINKS + RECENT + 4, {"select": "query_head", "residual": False}),  # less than a cluster
+        (BUDGET, {"select": "query_head", "reach": 2.0}),
+        (BUDGET, {"residual": False, "reach": 0.5}),
+        (BUDGET, {"places": 4}),
+        (BUDGET, {"select": "query_head", "residual": False, "places": 1}),
+        (400, {}),
     ],
 )
-def test_a_query_reads_whole_clusters_in_order_up_to_the_budget(kind, budget, select, residual):
-    policy = clusterkv(budget, select=select, residual=residual)
+def test_a_query_reads_whole_clusters_in_order_up_to_the_budget(kind, budget, options):
+    options = {"select": "group", "residual": True, "reach": 0.0, "places": 16} | options
+    policy = clusterkv(budget, **options)
     (keys, values), query = (
         make_tokens(kind),
         3 * np.random.default_rng(5).normal(size=(ROWS, NEW, KV_HEADS * GROUP, DIM)),
@@ -229,9 +239,7 @@ def test_a_query_reads_whole_clusters_in_order_up_to_the_budget(kind, budget, se
         if number in (0, 20, 31):
             out = attended(cache, query[:, number : number + 1])
             for row in range(ROWS):
-                expected = by_numpy(
-                    cache, total, keys, values, query[row, number], row, budget=budget, select=select, residual=residual
-                )
+                expected = by_numpy(cache, total, keys, values, query[row, number], row, budget=budget, **options)
                 np.testing.assert_allclose(out[row, 0], expected, atol=2e-5)
 
 
@@ -406,6 +414,26 @@ def test_first_layers_may_keep_all():
     assert policy.recalls
 
 
+@pytest.mark.parametrize(
+    "policy, least",
+    [
+        (ClusterKVPaper(60, cluster_tokens=4), 1),
+        (ClusterKVReference(60, clusters=40), 1),
+        (kvjax.ClusterKV(60, clusters=40), 0.9),
+    ],
+)
+def test_small_clusters_are_read_up_to_the_budget(policy, least):
+    """Clusters of three tokens in blocks of 16 would end at the blocks of a few large ones."""
+    keys, values = make_tokens("normal")
+    cache = prefill(policy, SPEC, keys, values)
+    query = np.random.default_rng(3).normal(size=(ROWS, 1, KV_HEADS * GROUP, DIM)).astype(np.float32)
+    _, recalled = policy.read(cache.state, None)
+    read = np.asarray(recalled.choose(jnp.asarray(query), None).tokens.sum(axis=-1))
+    # Of a shorter prompt as many clusters are smaller still; token by token that is no matter.
+    own = read if policy.places == 1 else read[:1]
+    assert own.max() <= 44 and own.mean() >= least * 44
+
+
 def test_the_released_code_clusters_no_later_tokens():
     policy = ClusterKVReference(60, clusters=7)
     keys, values = make_tokens("normal")
@@ -424,6 +452,8 @@ def test_the_released_code_clusters_no_later_tokens():
         ({"turn_to": "means"}, "turn_to='means'"),
         ({"target": 1.0}, "target=1.0"),
         ({"chunk_clusters": 0}, "chunk_clusters=0"),
+        ({"places": 0}, "places=0"),
+        ({"reach": -1.0}, "reach=-1.0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(options, message):

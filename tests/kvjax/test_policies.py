@@ -244,11 +244,10 @@ def expected_bytes(name, spec, budget, compact_every, sinks, recent):
         "balancekv_pairs": heads * (4 * selected + 8 * selected + 12 + 8),
         "balancekv_paper": heads * (33 * 3 * spec.head_dim * itemsize + 2 * (4 * 33 + 8 * 3 + 12 + 8) + 8),
         "balancekv_reference": heads * (4 * slots + 4) + 4 + 8,  # log-weights, marks without a slot, later tokens
-        # Keys, values and positions of 17 blocks (9 for 30 tokens in 8 clusters, 2 for each of 4 chunks), 16 clusters'
-        # means, sizes, first blocks and radii, a random key; tokens that wait, chunks, tokens lost.
+        # Keys, values and positions of 17 blocks (9 for 30 tokens in 8 clusters, 2 for each of 4 chunks) or 62 tokens,
+        # 16 clusters' means, sizes, first blocks and radii, a random key; tokens that wait, chunks, tokens lost.
         "clusterkv": heads * (17 * 16 * (2 * spec.head_dim * itemsize + 4) + 16 * (8 * spec.head_dim + 12) + 8) + 12,
-        "clusterkv_paper": heads * (17 * 16 * (2 * spec.head_dim * itemsize + 4) + 16 * (4 * spec.head_dim + 12) + 8)
-        + 12,
+        "clusterkv_paper": heads * (62 * (2 * spec.head_dim * itemsize + 4) + 16 * (4 * spec.head_dim + 12) + 8) + 12,
         **dict.fromkeys(("leverage_scores", *SCORED, *BESIDE), 4),  # tokens of the prompt that stay, and later ones
         "ada_kv": 4 + 12 * heads,  # of every head where its slots begin, ranked and empty ones
         # Four pages and their bounds; tokens that wait, pages, tokens lost.
@@ -282,11 +281,11 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
         beside = KV_HEADS * sized.get(name, 7 * (2 * HEAD_DIM * 2 + 4) + 3 * (HEAD_DIM * 2 + 4))
     if name.startswith("chelsea"):  # half the slots are centroids with log-weights, and end at a bound of their own
         weighted, beside = 10, 4 + (KV_HEADS * 4 * (HEAD_DIM**2 + 1) if name == "chelsea" else 0)
-    if name.startswith("clusterkv"):  # 4 blocks; of all 16 clusters means, sizes and first blocks
+    if name.startswith("clusterkv"):  # 4 blocks or ten tokens; of all 16 clusters means, sizes and first blocks
         slots, weighted = 25, 0
-        reads = KV_HEADS if name == "clusterkv" else QUERY_HEADS
+        reads = KV_HEADS * 4 * 16 if name == "clusterkv" else QUERY_HEADS * 10
         means = 2 * HEAD_DIM * 4 + 4 if name == "clusterkv" else HEAD_DIM * 4
-        beside = reads * 4 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 16 * (means + 8)
+        beside = reads * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 16 * (means + 8)
     if name == "quest":  # per query head 3 pages of 4, and the bounds of all
         slots, beside = 23, QUERY_HEADS * 3 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 4 * (2 * HEAD_DIM * 2 + 4)
     if name == "infinigen":  # ten tokens with a weight, and all in 12 dimensions; nothing but staging in the window

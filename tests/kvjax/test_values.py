@@ -17,6 +17,7 @@ import kvjax
 from kvjax.policies.balancekv_paper import BalanceKVPaper
 from kvjax.policies.balancekv_reference import BalanceKVReference
 from kvjax.policies.clusterkv_certified import ClusterKVCertified
+from kvjax.policies.clusterkv_paper import ClusterKVPaper
 from kvjax.policies.clusterkv_reference import ClusterKVReference
 from kvjax.policy import Policy
 from kvjax.registry import POLICIES as REGISTERED
@@ -40,6 +41,7 @@ MAKE = {
     "chelsea": (lambda: kvjax.Chelsea(20, **WINDOW), {"joins": "drop"}),
     "clusterkv": (lambda: kvjax.ClusterKV(20, sinks=2), {"every": None}),
     "clusterkv_certified": (lambda: ClusterKVCertified(20, sinks=2), {"sinks": 3}),
+    "clusterkv_paper": (lambda: ClusterKVPaper(20, sinks=2), {"places": 16}),
     "clusterkv_reference": (lambda: ClusterKVReference(20, sinks=2), {"sinks": 3}),
     "quest": (lambda: kvjax.Quest(20), {"budget": 36}),
     "leverage_scores": (lambda: kvjax.LeverageScores(20), {"sketch": 48}),
