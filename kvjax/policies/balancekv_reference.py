@@ -38,8 +38,9 @@ class BalanceKVReference(Policy):
     """Keeps sinks, recent tokens, a prompt halved as often as the budget asks for by `spec.max_prompt`, and every later
     token in slots beside the budget.
 
-    Marked tokens take slots of their own here and the walk goes on without them; in the released code they take slots
-    of the budget, and exact halving is given up for all heads once any head has one.
+    Needles differ from the released code's on purpose: there marked tokens take slots of the budget, so that not all of
+    them need survive, and exact halving is given up for all heads once any head has one. Here they take slots of their
+    own, head by head, and the walk goes on without them.
 
     Attributes:
         budget: slots per head of the prompt, sinks and recent tokens included.
@@ -48,7 +49,7 @@ class BalanceKVReference(Policy):
         gamma, temperature: of the walk (the code's gamma and temp); its defaults.
         decode: "weights": log w in both sums. "scaled": log w in the numerator, halvings x log 2 in the denominator, as
             the released LongBench path does.
-        needles: slots for tokens that the needle augmentation marks: on layer 1 those whose key has no positive mean
+        needles: slots for tokens that the needle augmentation marks: on layer 1 those whose key has a negative mean
             inner product with its block's keys, and 25 on either side, per kv head; later layers keep the same
             positions. None: no augmentation.
         needles_inside: needle slots are taken out of the budget; otherwise they come beside it.

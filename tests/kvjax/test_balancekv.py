@@ -143,7 +143,7 @@ def plain_marks(keys, block, reach):
     marked = np.zeros(len(keys), bool)
     for begin_at in range(0, len(keys), block):
         part = keys[begin_at : begin_at + block].astype(np.float64)
-        marked[begin_at : begin_at + block] = part @ part.sum(0) <= 0
+        marked[begin_at : begin_at + block] = part @ part.sum(0) / len(part) + 1e-8 <= 0
     near = np.abs(np.arange(len(keys))[:, None] - np.flatnonzero(marked)) <= reach
     return near.any(1)
 
@@ -153,6 +153,7 @@ def test_needle_marks_are_those_of_the_definition(count):
     rng = np.random.default_rng(count)
     keys = rng.normal(size=(300, 16)) + 1.5
     keys[rng.integers(0, 300, 2)] *= -1
+    keys[150] = 0
     marks = quickly(needle_marks, static_argnums=2)(jnp.array(keys, jnp.float32), jnp.arange(300) < count, 64)
     np.testing.assert_array_equal(marks[:count], plain_marks(keys[:count], 64, 25))
     assert not np.any(marks[count:])
