@@ -12,7 +12,11 @@ import kvjax
 from kvjax.budget import row_bytes
 from kvjax.growing import Growing
 from kvjax.policies.clusterkv_certified import ClusterKVCertified
+from kvjax.policies.clusterkv_reference import ClusterKVReference
+from kvjax.policies.kvzip import KVzip
+from kvjax.policy import Repeated
 from kvjax.recall import BlockStore
+from kvjax.registry import POLICIES as REGISTERED
 from kvjax.segment import map_parts
 from kvjax.state import map_fields
 from tests.kvjax.support import (
@@ -45,6 +49,7 @@ class Doubling(kvjax.Uniform):
 
 PLAIN = POLICIES | {
     "clusterkv_certified": ClusterKVCertified(20, **CLUSTERS, target=0.05),
+    "clusterkv_reference": ClusterKVReference(20, **WINDOW, clusters=8),
     "doubling": Doubling(20, **WINDOW),
 }
 # One of every kind of store: a growing one, a window alone with a turned query, a selection, spread clusters beside it.
@@ -104,6 +109,28 @@ def test_attention_reads_the_numbers_that_are_stored(name):
         step(of, newest.queries, newest.keys, newest.values, jnp.array([1, 1, 0]))[0] for of in (cache, own)
     )
     np.testing.assert_allclose(output[:2], expected[:2], atol=2e-5)
+
+
+def test_every_registered_policy_is_tried():
+    # But one, whose prompts are read again, and which has a test of its own.
+    assert set(REGISTERED.values()) - {type(policy) for policy in PLAIN.values()} == {KVzip}
+
+
+def test_prompts_that_are_repeated_are_stored_too():
+    stream, tokens = make_stream(), 16
+    again = make_stream(seed=1)
+    lengths = jnp.full(len(LENGTHS), tokens)
+    repeated = Repeated(again.queries[:, :tokens], again.keys[:, :tokens], lengths[:, None])
+    outputs, kept = [], []
+    for policy in (KVzip(12, compact_every=4), kvjax.Quantized(KVzip(12, compact_every=4))):
+        cache = kvjax.init(policy, make_spec(), row_keys())
+        cache, _ = kvjax.prefill(cache, stream.keys[:, :tokens], stream.values[:, :tokens], lengths, repeated=repeated)
+        cache, output, _ = go(cache, after(stream, LENGTHS, 8))
+        kvjax.check(cache)
+        outputs.append(output)
+        kept.append(kvjax.cache_bytes(cache).device)
+    np.testing.assert_allclose(*outputs, atol=0.04)
+    assert kept[1] < kept[0]
 
 
 @both
