@@ -161,7 +161,7 @@ class Result:
 
     setting: PolicyChoice
     error: Float[np.ndarray, "R"]
-    coordinate_error: Float[np.ndarray, "R"]
+    clamped_error: Float[np.ndarray, "R"]
     compress_seconds: float
     device_bytes: int
     read_bytes: int  # per token
@@ -246,7 +246,7 @@ def measure(case: Case, drawn: streams.Streams, chosen: Sequence[PolicyChoice]) 
             Result(
                 setting,
                 error=streams.relative_errors(attended, exact),
-                coordinate_error=streams.coordinate_errors(attended, exact),
+                clamped_error=streams.clamped_errors(attended, exact),
                 compress_seconds=seconds / case.spec.batch,
                 device_bytes=device // case.spec.batch,
                 read_bytes=read // case.spec.batch,
@@ -316,7 +316,7 @@ def result_rows(case: Case, result: Result, of_case: Sequence[Result], rank: flo
     }
     estimates = {
         "relative_error": results.mean_interval(result.error),
-        "relative_error_per_coordinate": results.mean_interval(result.coordinate_error),
+        "relative_error_clamped": results.mean_interval(result.clamped_error),
         f"relative_error_minus_{STUDIES[_STUDY.value].baseline}": difference(result, of_case),
     }
     return [results.Row(**shared, metric="compress_seconds", value=result.compress_seconds)] + [
@@ -359,7 +359,7 @@ def show(case: Case, of_case: Sequence[Result], rank: float) -> None:
                 f"{result.fraction:.1%}",
                 str(results.mean_interval(result.error)),
                 against,
-                f"{result.coordinate_error.mean():.3g}",
+                f"{result.clamped_error.mean():.3g}",
                 f"{1e3 * result.compress_seconds:.1f}",
             )
         )
@@ -370,7 +370,7 @@ def show(case: Case, of_case: Sequence[Result], rank: float) -> None:
         "bytes",
         "error [95%]",
         f"against {STUDIES[_STUDY.value].baseline} [95%]",
-        "by coord.",
+        "clamped",
         "ms",
     )
     results.print_table(title, columns, lines)

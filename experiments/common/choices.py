@@ -20,6 +20,8 @@ class Ablation(NamedTuple):
 SWEPT = ("5%", "10%", "12.5%", "20%", "25%", "50%", "80%")
 # BalanceKV's released code can only halve: as many bytes as one, two and three halvings take with the window beside.
 HALVINGS = ("52.5%", "28%", "15.5%")
+# As it runs in the notebook of BalanceKV's single-layer study; its own default, of the other experiments, is 1.
+STUDIED = "balancekv_reference:temperature=0.1"
 
 ABLATIONS = {
     "kept": Ablation(
@@ -31,6 +33,7 @@ ABLATIONS = {
             "uniform",
             "streaming_llm",
             "h2o",
+            "h2o:average=True",
             "snapkv",
             "pyramidkv",
             "cam",
@@ -42,6 +45,7 @@ ABLATIONS = {
             "chelsea",
             "quest",
             "infinigen",
+            "clusterkv_paper",
             "clusterkv:residual=False",
             "clusterkv",
         ),
@@ -100,7 +104,7 @@ ABLATIONS = {
             "uniform",
             *(
                 f"{policy}block_size={size}"
-                for policy in ("balancekv_reference:", "balancekv:walk=streaming,", "balancekv:walk=pairs,")
+                for policy in (f"{STUDIED},", "balancekv:walk=streaming,", "balancekv:walk=pairs,")
                 for size in (64, 128, 256)
             ),
         ),
@@ -115,7 +119,8 @@ ABLATIONS = {
             "balancekv_reference:needles=64",
             "balancekv_reference:needles=64,needles_inside=True",
         ),
-        HALVINGS[:2],
+        # With room for the needles beside as many halvings of all three: otherwise those with needles halve once more.
+        ("60%", "35%"),
     ),
     "clusterkv_clusters": Ablation(
         "clusterkv",
@@ -126,12 +131,15 @@ ABLATIONS = {
     ),
     "clusterkv_selection": Ablation(
         "clusterkv",
-        "clusters per query head or per group of heads, clusters that are not read left out or kept as means",
+        "the paper's system; clusters per query head or per group of heads, those that are not read left out or means",
         "ours",
-        tuple(
-            f"clusterkv:select={select},residual={residual}"
-            for select in ("query_head", "group")
-            for residual in (False, True)
+        (
+            "clusterkv_paper",
+            *(
+                f"clusterkv:select={select},residual={residual}"
+                for select in ("query_head", "group")
+                for residual in (False, True)
+            ),
         ),
         ("25%", "12.5%"),
     ),

@@ -50,7 +50,7 @@ _PAPERS_LINES = (
 )
 _SINGLE_LAYER = (
     "--stream=recorded",
-    *_each("policy", "uniform", "balancekv_reference", "balancekv"),
+    *_each("policy", "uniform", f"{choices.STUDIED},block_size=256", "balancekv_reference", "balancekv"),
     *_each("budget", *choices.HALVINGS),
 )
 _NEEDLES = _each(
@@ -64,9 +64,17 @@ _NEEDLES = _each(
     "streaming_llm",
     "cam",
     "chelsea:slope=None",
+    "chelsea",
+    "clusterkv_paper",
     "clusterkv",
+    "clusterkv:cluster_tokens=16,residual=False",
+    "h2o",
+    "h2o:average=True",
+    "quest",
+    "infinigen",
     "clustergen:variant=paper,recent=64",
     "subgen",
+    "balancekv",
 )
 _LONGBENCH = (
     *_each(
@@ -85,7 +93,7 @@ _LONGBENCH = (
         "balancekv",
         "chelsea:slope=None",
         "chelsea",
-        "clusterkv:residual=False",
+        "clusterkv_paper",
         "clusterkv",
     ),
     *_each("budget", "20%", "25%"),

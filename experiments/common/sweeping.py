@@ -18,20 +18,24 @@ from kvjax.registry import PolicyChoice
 from models.llama import Llama
 from models.tokenizer import Tokenizer
 
-# Every system, with the variants that its paper or this project proposes, and every baseline.
+# Every system as published and as this project proposes it, and every baseline.
 POLICIES = (
     "exact",
     "uniform",
     "streaming_llm",
     "clustergen:variant=paper,recent=64",
     "subgen",
+    "balancekv_reference",
     "balancekv",
+    "chelsea:slope=None",
     "chelsea",
+    "clusterkv_paper",
     "clusterkv",
     "clusterkv:cluster_tokens=16,residual=False",
     "quest",
     "infinigen",
     "h2o",
+    "h2o:average=True",
     "cam",
     "snapkv",
     "pyramidkv",

@@ -37,7 +37,7 @@ SWEPT = (
 SYSTEMS = {
     "SubGen": ("subgen", "clustergen"),
     "BalanceKV": ("balancekv", "balancekv_reference", "balancekv_paper"),
-    "ClusterKV": ("clusterkv", "clusterkv_reference", "clusterkv_certified"),
+    "ClusterKV": ("clusterkv", "clusterkv_paper", "clusterkv_reference", "clusterkv_certified"),
     "Chelsea": ("chelsea",),
 }
 # Where exact attention itself scores less, shares of it say nothing.

@@ -63,7 +63,7 @@ def test_rows_are_complete(rows):
     assert all(row["n"] == 4 and row["seed"] == 10 and row["effective_rank"] >= 1 for row in rows)
     assert all(row["ci95_low"] <= row["value"] <= row["ci95_high"] for row in errors)
     assert len(select(rows, metric="compress_seconds")) == len(errors)
-    assert len(select(rows, metric="relative_error_per_coordinate")) == len(errors)
+    assert len(select(rows, metric="relative_error_clamped")) == len(errors)
 
 
 def test_programs_are_held_as_long_as_they_are_of_use(done):
