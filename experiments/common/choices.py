@@ -161,6 +161,13 @@ ABLATIONS = {
         ),
         ("25%",),
     ),
+    "subgen_growth": Ablation(
+        "subgen",
+        "how fast the clusters' radius grows, and whether they are spread",
+        "ours",
+        tuple(f"subgen:growth={growth},spread={spread}" for growth in (1.1, 1.02, 1.005) for spread in (True, False)),
+        ("50%", "25%"),
+    ),
     "streaming_llm_sinks": Ablation(
         "subgen",
         "tokens kept from the prompt's start",
