@@ -83,7 +83,7 @@ class ClusterKV(Policy):
     sample: int = 4
     start: Literal["random", "k-means++"] = "random"
     turn_to: Literal["directions", "keys"] = "directions"
-    reach: float = 0.0
+    reach: float = 2.0
     places: int = 16
     compact_every: int = 64
 

@@ -21,4 +21,5 @@ class ClusterKVPaper(ClusterKV):
     iterations: int = 20
     sample: int = 1
     turn_to: Literal["directions", "keys"] = "keys"
+    reach: float = 0.0
     places: int = 1

@@ -29,14 +29,15 @@ SPEC = make_spec(
 
 
 SIZES = {"sinks": SINKS, "recent": RECENT, "cluster_tokens": 9, "every": EVERY, "chunk_clusters": CHUNK_CLUSTERS}
+SIZES |= {"reach": 0.0}
 
 
 def clusterkv(budget=BUDGET, **options):
-    return kvjax.ClusterKV(budget, **SIZES, compact_every=STAGED, **options)
+    return kvjax.ClusterKV(budget, **SIZES | options, compact_every=STAGED)
 
 
 def certified(budget=BUDGET, **options):
-    return ClusterKVCertified(budget, **SIZES, compact_every=STAGED, **options)
+    return ClusterKVCertified(budget, **SIZES | options, compact_every=STAGED)
 
 
 def quest(budget=50):

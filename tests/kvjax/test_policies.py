@@ -245,8 +245,9 @@ def expected_bytes(name, spec, budget, compact_every, sinks, recent):
         "balancekv_paper": heads * (33 * 3 * spec.head_dim * itemsize + 2 * (4 * 33 + 8 * 3 + 12 + 8) + 8),
         "balancekv_reference": heads * (4 * slots + 4) + 4 + 8,  # log-weights, marks without a slot, later tokens
         # Keys, values and positions of 17 blocks (9 for 30 tokens in 8 clusters, 2 for each of 4 chunks) or 62 tokens,
-        # 16 clusters' means, sizes, first blocks and radii, a random key; tokens that wait, chunks, tokens lost.
-        "clusterkv": heads * (17 * 16 * (2 * spec.head_dim * itemsize + 4) + 16 * (8 * spec.head_dim + 12) + 8) + 12,
+        # 16 clusters' means, sizes, first blocks and radii (ours: two), a random key; tokens that wait, chunks, tokens
+        # lost.
+        "clusterkv": heads * (17 * 16 * (2 * spec.head_dim * itemsize + 4) + 16 * (8 * spec.head_dim + 16) + 8) + 12,
         "clusterkv_paper": heads * (62 * (2 * spec.head_dim * itemsize + 4) + 16 * (4 * spec.head_dim + 12) + 8) + 12,
         **dict.fromkeys(("leverage_scores", *SCORED, *BESIDE), 4),  # tokens of the prompt that stay, and later ones
         "ada_kv": 4 + 12 * heads,  # of every head where its slots begin, ranked and empty ones
@@ -284,7 +285,7 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
     if name.startswith("clusterkv"):  # 4 blocks or ten tokens; of all 16 clusters means, sizes and first blocks
         slots, weighted = 25, 0
         reads = KV_HEADS * 4 * 16 if name == "clusterkv" else QUERY_HEADS * 10
-        means = 2 * HEAD_DIM * 4 + 4 if name == "clusterkv" else HEAD_DIM * 4
+        means = 2 * HEAD_DIM * 4 + 4 + 4 if name == "clusterkv" else HEAD_DIM * 4  # and a weight and a radius
         beside = reads * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 16 * (means + 8)
     if name == "quest":  # per query head 3 pages of 4, and the bounds of all
         slots, beside = 23, QUERY_HEADS * 3 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 4 * (2 * HEAD_DIM * 2 + 4)
