@@ -33,12 +33,13 @@ from tqdm import tqdm
 import kvjax
 from experiments.common import plots, results, settings, speed
 from kvjax.combinators.host_memory import Hosted
+from kvjax.policy import Repeat, Repeated, repeat_of
 from kvjax.registry import PolicyChoice
 from kvjax.segment import Recalled, parts_of
 from models import generate
 from models.llama import Llama
 from models.lowering import lower_decode
-from models.prefill import ReadLayer, asked_queries, compress_layer, read_layers
+from models.prefill import ReadLayer, asked_queries, compress_layer, embed, read_layers, repeat_layer, repetitions
 
 NAME = "latency"
 EXACT = "exact"
@@ -194,8 +195,14 @@ def generators_of(
         try:
             generator = generate.Generator(model, settings.fitted(setting, spec, context), **sizes)
             for cache in {cache.policy: cache for cache in jax.eval_shape(generator.start).layers}.values():
-                asked = asked_queries(cache.policy, tokens)
-                read = ReadLayer(keys, keys, keys, of_heads(asked, spec.query_heads) if asked else None)
+                asked, repeated = asked_queries(cache.policy, tokens), None
+                if cache.policy.repeat is not None:
+                    texts, sizes_of_texts = repeated_prompt(
+                        cache.policy.repeat, np.zeros((1, tokens), np.int32), context
+                    )
+                    queries, again = of_heads(texts.size, spec.query_heads), of_heads(texts.size, spec.kv_heads)
+                    repeated = Repeated(queries, again, jnp.asarray(sizes_of_texts))
+                read = ReadLayer(keys, keys, keys, of_heads(asked, spec.query_heads) if asked else None, repeated)
                 jax.eval_shape(compress_layer, cache, read, lengths)
         except ValueError as error:
             settings.tell_left_out(setting, error)
@@ -209,6 +216,12 @@ def padded(context: int) -> int:
     return -(-context // _CHUNK.value) * _CHUNK.value
 
 
+def repeated_prompt(repeat: Repeat, prompt: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
+    """The texts that repeat a padded prompt, one behind the other, and their lengths."""
+    texts, sizes = repetitions(repeat, prompt, np.array([context], np.int32))
+    return texts.reshape(1, -1), sizes
+
+
 def prefill(
     model: Llama,
     generators: Sequence[generate.Generator],
@@ -219,7 +232,8 @@ def prefill(
     """Reads one prompt of random tokens layer by layer into the states, which are replaced by what they become.
 
     Yields:
-        Seconds of reading a layer, and of compressing it as every generator does.
+        Seconds of reading a layer, and of compressing it as every generator does, with reading the prompt once more for
+        those that ask for it.
     """
     chunk = _CHUNK.value
     prompt = np.zeros((1, padded(context)), np.int32)
@@ -232,16 +246,26 @@ def prefill(
     reading_of = functools.partial(read_layers, model, prompt, lengths, chunk, asked)
     jax.block_until_ready(next(reading_of()))  # compiles
     layers = reading_of()
+    repeat = repeat_of([policy for generator in generators for policy in generator.policies])
+    if repeat is not None:
+        texts, sizes = (jnp.asarray(x) for x in repeated_prompt(repeat, prompt, context))
+        again = embed(model, texts)
+        jax.block_until_ready(next(read_layers(model, prompt, lengths, chunk, asked, repeat)))  # compiles
     for number in tqdm(range(model.config.layers), desc=f"prefill, {context} tokens", leave=False):
         reading, read = speed.timed(next, layers)
         seconds = []
+        repeating = 0.0
+        if repeat is not None:
+            more = (model.layers[number], model.config, None, again, read.keys, read.values, lengths, sizes)
+            repeating, (again, queries, keys) = speed.timed(repeat_layer, *more)
+            read = read._replace(repeated=Repeated(queries, keys, sizes))
         for place in range(len(generators)):
             cache = states[place].layers[number]
             if _abstract(cache) not in _COMPILED:
                 compress_layer(jax.tree.map(jnp.copy, cache), read, lengths)
                 _COMPILED.add(_abstract(cache))
             elapsed, (compressed, _) = speed.timed(compress_layer, cache, read, lengths)
-            seconds.append(elapsed)
+            seconds.append(elapsed + (0.0 if cache.policy.repeat is None else repeating))
             layers_now = (*states[place].layers[:number], compressed, *states[place].layers[number + 1 :])
             states[place] = dataclasses.replace(states[place], layers=layers_now, positions=jnp.copy(lengths))
         yield reading, seconds

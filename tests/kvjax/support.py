@@ -48,7 +48,7 @@ POLICIES = {
     "uniform": kvjax.Uniform(20, **WINDOW),
     "clustergen_paper": kvjax.ClusterGen(20, **WINDOW, variant="paper"),
     "clustergen_mean_value": kvjax.ClusterGen(20, **WINDOW),
-    "subgen_mean_value": kvjax.SubGen(20, **WINDOW, spread=True),
+    "subgen_mean_value": kvjax.SubGen(20, **WINDOW),
     "subgen_paper": kvjax.SubGen(20, **WINDOW, variant="paper"),
     "balancekv_pairs": kvjax.BalanceKV(20, **WINDOW),
     "balancekv_reference": BalanceKVReference(20, **WINDOW, block_size=8),

@@ -495,7 +495,7 @@ def cache_queries(cache):
 
 TIGHT = {
     "uniform": kvjax.Uniform(12, sinks=2, recent=4, compact_every=4),
-    "subgen": kvjax.SubGen(12, sinks=2, recent=4, spread=True, compact_every=4),
+    "subgen": kvjax.SubGen(12, sinks=2, recent=4, compact_every=4),
     "subgen_paper": kvjax.SubGen(14, sinks=2, recent=4, variant="paper", compact_every=4),
     "chelsea": kvjax.Chelsea(12, sinks=2, recent=4, chunk=4, compact_every=4),
     "clustergen": kvjax.ClusterGen(12, sinks=2, recent=4, compact_every=4),

@@ -35,8 +35,8 @@ def _attended(policy, spec, keys, values, queries, rngs):
 
 
 # Compiled once each.
-SPREAD = kvjax.SubGen(24, sinks=0, recent=0, spread=True)
-PLAIN = kvjax.SubGen(24, sinks=0, recent=0)
+SPREAD = kvjax.SubGen(24, sinks=0, recent=0)
+PLAIN = kvjax.SubGen(24, sinks=0, recent=0, spread=False)
 SELF_NORMALISED = kvjax.SubGen(40, sinks=0, recent=0, variant="self_normalised")
 
 

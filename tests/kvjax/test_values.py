@@ -29,7 +29,7 @@ MAKE = {
     "streaming_llm": (lambda: kvjax.StreamingLLM(16, sinks=2, compact_every=8), {"reindex": True}),
     "uniform": (lambda: kvjax.Uniform(20, **WINDOW), {"budget": 21}),
     "clustergen": (lambda: kvjax.ClusterGen(20, **WINDOW), {"variant": "paper"}),
-    "subgen": (lambda: kvjax.SubGen(20, **WINDOW), {"spread": True}),
+    "subgen": (lambda: kvjax.SubGen(20, **WINDOW), {"spread": False}),
     "balancekv": (lambda: kvjax.BalanceKV(20, **WINDOW), {"gamma": 2.0}),
     "balancekv_reference": (lambda: BalanceKVReference(20, **WINDOW), {"decode": "scaled"}),
     "balancekv_paper": (lambda: BalanceKVPaper(60, **WINDOW), {"value_exponents": (0, 1)}),
