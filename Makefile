@@ -54,7 +54,7 @@ measure: $(VENV)/.installed
 
 parity: $(VENV)/.installed-parity
 	$(BIN)/python -m pytest tests/models/test_parity.py tests/models/test_generate_parity.py \
-		tests/models/test_kvpress_parity.py
+		tests/models/test_kvpress_parity.py tests/experiments/test_peers.py
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)

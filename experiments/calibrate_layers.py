@@ -11,23 +11,18 @@ buffers have sizes that are known before a prompt is. (LU-KV, https://arxiv.org/
 import pathlib
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from jaxtyping import Float
 
 from experiments.common import results, settings
+from experiments.common.layer_shares import layer_scores, shares_of
 from experiments.common.named_tasks import LINES, make_task
 from experiments.common.tasks import long_texts, ruler
 from kvjax.budget import Budget
-from kvjax.policies.kvzip import KVzip
-from kvjax.policy import Prompt
-from models.llama import Llama
-from models.prefill import read_layers
 
 NAME = "calibrate_layers"
 TEXT = "text"
-CHUNK = 128
 
 settings.define_run(model=settings.LANGUAGE_CHECKPOINT)
 _BUDGET = flags.DEFINE_multi_string("budget", ["25%", "12.5%"], "Shares of all tokens that stay; repeatable.")
@@ -62,26 +57,6 @@ def main(argv: Sequence[str]) -> None:
     for budget in budgets:
         show([row for row in rows if row.extra["budget"] == str(budget)], str(budget))
     print(f"Rows: {directory / f'{NAME}.json'}")
-
-
-def layer_scores(model: Llama, text: Sequence[int]) -> Float[np.ndarray, "L H_kv T"]:
-    """KVzip's scores of a text's tokens in every layer."""
-    policy = KVzip(len(text) + 64)
-    padded = np.zeros((1, -(-len(text) // CHUNK) * CHUNK), np.int32)
-    padded[0, : len(text)] = text
-    lengths = jnp.array([len(text)], jnp.int32)
-    scores = []
-    for read in read_layers(model, padded, lengths, CHUNK, [0] * model.config.layers, policy.repeat):
-        keys, values = read.keys.swapaxes(1, 2), read.values.swapaxes(1, 2)
-        prompt = Prompt(keys, values, lengths, None, repeated=read.repeated)
-        scores.append(np.asarray(policy.score(prompt))[0, :, : len(text)])
-    return np.stack(scores)
-
-
-def shares_of(scores: Float[np.ndarray, "L H_kv T"], kept: float) -> Float[np.ndarray, "L"]:
-    """What each layer keeps where the largest scores of all stay, in multiples of the mean."""
-    least = np.quantile(scores, 1 - kept)
-    return np.mean(scores > least, axis=(1, 2)) / np.mean(scores > least)
 
 
 def make_row(task: str, budget: Budget, layer: int, found: Float[np.ndarray, "n"], tokens: int) -> results.Row:

@@ -115,6 +115,7 @@ class Presses:
 
         Raises:
             PressFailed: with the press's own error.
+            RuntimeError: when the process ended.
         """
         return self._ask(press=press, kept=kept, prompts=prompts, answer_tokens=answer_tokens)
 
@@ -125,8 +126,10 @@ class Presses:
         return self._ask(press=press, kept=kept, prompts=prompts, answer_tokens=0)
 
     def close(self) -> None:
+        """Ends the process."""
         if self._process is not None:
-            self._process.communicate()
+            self._process.kill()
+            self._process.wait()
 
     def _ask(self, **request: Any) -> dict[str, Any]:
         if self._process is None:
@@ -134,11 +137,15 @@ class Presses:
                 self._words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
         assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            line = ""
+        else:
+            line = self._process.stdout.readline()
         if not line:
-            raise PressFailed(f"the process of the presses ended: {' '.join(self._words)}; its errors stand above")
+            raise RuntimeError(f"{' '.join(self._words)} ended; it must be able to import kvpress")
         reply = json.loads(line)
         if "error" in reply:
             raise PressFailed(reply["error"])

@@ -8,9 +8,10 @@ import sys
 import numpy as np
 import pytest
 
-from experiments import calibrate_layers
-from experiments.common import presses, settings
+from experiments.common import evaluating, layer_shares, presses, ranking, settings
 from experiments.common.named_tasks import make_task
+from kvjax.budget import Budget
+from kvjax.registry import PolicyChoice
 from tests.experiments.test_commands import run
 
 # In place of the interpreter that has kvpress: SnapKV is always wrong, KVzip right every second time, and others fail.
@@ -50,12 +51,28 @@ def test_presses_and_policies_stand_in_one_table(stub, tmp_path):
     for budget in ("25% of all", "25% of the text"):
         row = of("kvpress KVzip", "accuracy", budget)
         assert row["n"] == 4 and row["budget_fraction"] > 0.9  # held, whatever is masked
-        assert of("kvpress SnapKV", "accuracy_to_best_press", budget)["best_press"] == "kvpress KVzip"
+        # Of equals the one whose name is last.
+        assert of("kvpress KVzip", "accuracy_to_best_press", budget)["best_press"] == "kvpress SnapKV"
     assert not any(row["policy"] == "kvpress Knorm" for row in rows)
     # A second run asks nobody.
     stub.write_text("#!/bin/false\n")
     again = run(*command)
     assert again.returncode == 0 and json.loads((tmp_path / "peers.json").read_text()) == rows
+
+
+def test_the_best_press_is_the_best_on_the_mean_of_all_tasks():
+    def result(press, scores, budget="25%"):
+        setting = ranking.pressed(press, Budget.parse(budget))
+        return evaluating.Result(setting, False, False, 1, [], scores={"accuracy": scores})
+
+    everywhere = {
+        "one": [result("A", [1, 1]), result("B", [0, 1]), result("C", [1, 1]), result("A", [1, 1], "50%")],
+        "other": [result("A", [0, 0]), result("B", [1, 1])],  # C failed
+    }
+    assert ranking.best_press(everywhere, "25%").name == "kvpress B"
+    assert ranking.best_press(everywhere, "12.5%") is None
+    policy = evaluating.Result(PolicyChoice.parse("exact"), False, False, 1, [], scores={"accuracy": [1, 1]})
+    assert ranking.best_press({"one": [policy]}, "25%") is None
 
 
 def test_budgets_that_are_no_share_are_refused(stub, tmp_path):
@@ -64,7 +81,7 @@ def test_budgets_that_are_no_share_are_refused(stub, tmp_path):
 
 
 def test_a_process_that_ends_is_said(tmp_path):
-    with pytest.raises(presses.PressFailed, match="the process of the presses ended"):
+    with pytest.raises(RuntimeError, match="/bin/false .* ended; it must be able to import kvpress"):
         presses.Presses("/bin/false", tmp_path).answer("KVzip", 10, [([1, 2], [3])], 4)
 
 
@@ -72,8 +89,8 @@ def test_layers_share_what_the_largest_scores_of_all_leave_them():
     scores = np.zeros((3, 2, 50))
     scores[0, :, :40], scores[1, 0, :20] = 2.0, 1.0
     scores += np.random.default_rng(0).uniform(0, 1e-3, scores.shape)
-    np.testing.assert_allclose(calibrate_layers.shares_of(scores, 1 / 3), [2.4, 0.6, 0.0])
-    np.testing.assert_allclose(calibrate_layers.shares_of(scores, 0.1), [3.0, 0.0, 0.0])
+    np.testing.assert_allclose(layer_shares.shares_of(scores, 1 / 3), [2.4, 0.6, 0.0])
+    np.testing.assert_allclose(layer_shares.shares_of(scores, 0.1), [3.0, 0.0, 0.0])
 
 
 def test_every_press_is_compared_or_left_out_with_a_reason():
