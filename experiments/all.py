@@ -19,7 +19,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 from experiments.common import page, processes, results
-from experiments.common.jobs import JOBS, PROFILES
+from experiments.common.jobs import JOBS, NEEDS, PROFILES
 from experiments.common.results import Row
 from experiments.common.resuming import Finished
 
@@ -29,6 +29,7 @@ flags.DEFINE_enum("profile", "quick", list(PROFILES), "; ".join(f"{name}: {what}
 flags.DEFINE_multi_enum("job", list(JOBS), list(JOBS), "Which; repeatable.")
 flags.DEFINE_string("model", None, "A Hugging Face directory or a shipped checkpoint, where not the experiments' own.")
 flags.DEFINE_string("longbench", None, "The directory of LongBench's files; without it what needs them is left out.")
+flags.DEFINE_string("kvpress_python", None, "An interpreter that has kvpress; without it `peers` is left out.")
 flags.DEFINE_string("output_dir", "build/all", "Where results go.")
 flags.DEFINE_string("remark", None, "What the page says of the machine beside its devices: that it was busy, say.")
 flags.DEFINE_bool("publish", False, "Also write experiments/README.md and the rows that it is made of.")
@@ -39,11 +40,11 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
     given = flags.FLAGS
     directory = pathlib.Path(given.output_dir) / given.profile
-    data = {"longbench": given.longbench}
-    jobs = [name for name in given.job if (needed := JOBS[name].data) is None or data[needed]]
-    if left_out := set(given.job) - set(jobs):
-        print(f"Left out without --longbench=DIRECTORY: {', '.join(sorted(left_out))}")
-    found, failed = run_jobs(jobs, given.profile, given.model, data, directory)
+    needed = {name: str(given[name].value) for name in NEEDS if given[name].value}
+    jobs = [name for name in given.job if JOBS[name].needs is None or JOBS[name].needs in needed]
+    for name in set(given.job) - set(jobs):
+        print(f"Left out without --{JOBS[name].needs}={NEEDS[str(JOBS[name].needs)][1]}: {name}")
+    found, failed = run_jobs(jobs, given.profile, given.model, needed, directory)
     machine = ", ".join(filter(None, (page.machine(), given.remark)))
     published = page.collect(found, machine)
     page.save(published, directory / "results.json")
@@ -62,7 +63,7 @@ def run_jobs(
     names: Sequence[str],
     profile: str,
     model: str | None,
-    data: Mapping[str, str | None],
+    needed: Mapping[str, str],
     directory: pathlib.Path,
     run: Callable[[str, Sequence[str], pathlib.Path], list[Row]] = processes.run,
 ) -> tuple[dict[str, page.Done], dict[str, str]]:
@@ -70,7 +71,7 @@ def run_jobs(
 
     Args:
         model: for those that load one, where not their own.
-        data: directories by what jobs call them.
+        needed: what only a user can name, by the names of `NEEDS`.
         run: runs an experiment in a directory, and gives its rows.
 
     Returns:
@@ -82,11 +83,9 @@ def run_jobs(
     lines = []
     for name in tqdm(names, desc=f"{NAME}, {profile}", unit="job"):
         job = JOBS[name]
-        arguments = [*job.arguments(profile)]
+        arguments = [*job.arguments(profile, needed)]
         if model and job.loads_model:
             arguments.append(f"--model={model}")
-        if job.data:
-            arguments.append(f"--data={data[job.data]}")
         command = processes.command(job.experiment, arguments)
         begin = time.perf_counter()
         try:

@@ -5,15 +5,18 @@
 
 PYTHON is the interpreter of an environment that has kvpress (`make parity` makes one). Budgets are counted in two ways:
 
-- `bytes`: a share of all that exact holds, tokens of the question and of the answer included. A press keeps every later
+- `25%`: a share of all that exact holds, tokens of the question and of the answer included. A press keeps every later
   token, and so much less of the text.
-- `context`: kvpress's: a share of the text's bytes, and as much for later tokens on top, for policies too.
+- `25% of the text`: kvpress's: a share of the text's bytes, and what later tokens take on top, for policies too.
+
+A policy with a budget of its own (`NAME@25%`) stands at that one alone.
 
 Presses that only mask what they drop are compared by what they do not mask, as if they had freed it; what they hold
 stands beside. A question that is seen is compressed with the text, but for its last token, which a press is asked with.
 Documents are drawn with seeds of their own: settings were chosen on seeds below 50.
 """
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -23,9 +26,9 @@ import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
-from experiments.common import evaluating, footprint, likelihood, presses, results, settings, sweeping
+from experiments.common import evaluating, footprint, likelihood, presses, ranking, results, settings, sweeping
 from experiments.common.named_tasks import LINES, make_task
-from experiments.common.ranking import at, best_press, pressed, show
+from experiments.common.ranking import TO_BEST, at, best_press, pressed
 from experiments.common.resuming import Finished
 from experiments.common.tasks import long_texts, ruler
 from kvjax.budget import Budget
@@ -39,15 +42,16 @@ POLICIES = (
     "kvzip:head_floor=0.0",
     "leverage_scores",
 )
+ALL, TEXT = "all", "the text"  # what budgets are shares of
+BUDGETS = ("25%", "12.5%", f"25% of {TEXT}", f"12.5% of {TEXT}")
 NEXT_TOKENS = 32  # that perplexity is measured on, behind the first
 TILE = 16  # sizes of caches are multiples of it, so that other documents find the same programs
 
-sweeping.define_flags(documents=25, batch=25, policies=("exact", *POLICIES), budgets=("25%", "12.5%"))
+sweeping.define_flags(documents=25, batch=25, policies=("exact", *POLICIES), budgets=BUDGETS)
 flags.DEFINE_integer("seeds", 4, "Seeds from --seed on, each with so many documents per task.")
 flags.DEFINE_multi_enum(
     "task", [*ruler.NEEDLE_TASKS, PERPLEXITY], [*ruler.TASKS, LINES, PERPLEXITY], "What is asked; repeatable."
 )
-flags.DEFINE_multi_enum("counted", ["bytes"], ["bytes", "context"], "How budgets are counted; repeatable.")
 flags.DEFINE_integer("context_tokens", 2048, "Most tokens of prompt and answer; of line retrieval the least.")
 flags.DEFINE_multi_enum("press", list(presses.PRESSES), list(presses.PRESSES), "Presses; repeatable.")
 _PYTHON = flags.DEFINE_string("kvpress_python", sys.executable, "An interpreter that can import kvpress.")
@@ -57,7 +61,8 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
     names = settings.value("task", quick=["niah_single_1", PERPLEXITY])
-    sweep = sweeping.Sweep(NAME, settings.value("documents", quick=2) * settings.value("seeds", quick=1))
+    documents = settings.value("documents", quick=2) * settings.value("seeds", quick=1)
+    sweep = sweeping.Sweep(NAME, documents, chosen=[PolicyChoice.parse("exact")])  # its own come with sizes
     found: list[results.Row] = []
     with Peers(sweep) as peers:
         asked = [name for name in names if name != PERPLEXITY]
@@ -65,6 +70,7 @@ def main(argv: Sequence[str]) -> None:
             found += peers.answers(asked, question)
         if PERPLEXITY in names:
             found += peers.perplexity()
+    ranking.show(found)
     sweep.write(found, sweeping.plot)
 
 
@@ -105,9 +111,6 @@ class Peers:
                     if result := self._press(press, budget, slots - most, (longest, most), tasks[name], seen):
                         answered[name].append(result)
         rows = [row for name in names for row in sweep.rows(answered[name], name, self.tokens)]
-        count = len(next(iter(tasks.values())).prompts)
-        for budget in budgets:
-            show(f"{count} documents per task, question {question}, {budget}", answered, str(budget))
         return rows + [row for budget in budgets for row in self._to_best(answered, str(budget), seen)]
 
     def perplexity(self) -> list[results.Row]:
@@ -169,24 +172,22 @@ class Peers:
                         extra=extra | {"prefill": "exact"},
                     )
                 )
-        ratios = sorted((row for row in rows if row.metric == "perplexity_ratio"), key=lambda row: row.value)
-        lines = [(label(row), f"{row.budget_fraction:.1%}", row.estimate.fixed()) for row in ratios]
-        results.print_table(f"Perplexity, as a ratio to exact's, of {count} texts", ("", "held", "ratio [95%]"), lines)
         return rows
 
     def _budgets(self, longest: int, most: int) -> dict[Budget, int]:
         """Budgets, and the slots per head, of texts and later tokens, that they come to."""
         spec = generate.cache_specs(self.sweep.model, batch=1, max_prompt=longest, max_new=most)[0]
         found = {}
-        for text in flags.FLAGS.budget:
-            share = Budget.parse(text).fraction
-            if share is None:
-                raise app.UsageError(f"--budget={text}: presses are compared at shares of exact's bytes")
-            for counted in flags.FLAGS.counted:
-                whole = counted == "bytes"
-                slots = int(share * (longest + most)) if whole else int(share * longest) + most
-                held = spec.exact_bytes(slots) * spec.layers
-                found[Budget(f"{text} of {'all' if whole else 'the text'}", bytes=held)] = slots
+        for text in settings.value("budget", quick=["50%"]):
+            number, _, counted = text.partition(" of ")
+            share = Budget.parse(number).fraction
+            if share is None or counted not in ("", ALL, TEXT):
+                raise app.UsageError(f"--budget={text}: give a share such as 25%, or 25% of {TEXT}")
+            slots = int(share * longest) + most if counted == TEXT else int(share * (longest + most))
+            if slots <= most:
+                tqdm.write(f"left out: --budget={text}: of {slots} slots questions and answers take {most}")
+                continue
+            found[Budget(f"{number} of {counted or ALL}", bytes=spec.exact_bytes(slots) * spec.layers)] = slots
         return found
 
     def _tasks(self, names: Sequence[str]) -> dict[str, evaluating.Task]:
@@ -261,7 +262,7 @@ class Peers:
                         task=task,
                         policy=setting.name,
                         variant=setting.variant,
-                        metric="accuracy_to_best_press",
+                        metric=TO_BEST,
                         value=found.value,
                         ci95_low=found.low,
                         ci95_high=found.high,
@@ -276,17 +277,16 @@ class Peers:
 
 
 def chosen(policies: Sequence[str], budgets: Sequence[Budget]) -> list[PolicyChoice]:
-    """Every policy at every budget; one that takes none once."""
-    return [
-        PolicyChoice(choice.name, choice.settings, budget)
-        for choice in map(PolicyChoice.parse, policies)
-        for budget in (budgets if choice.takes_budget else [None])
-    ]
-
-
-def label(row: results.Row) -> str:
-    budget = f" @ {row.extra['budget']}" if row.extra["budget"] else ""
-    return results.policy_label(row) + budget
+    """Every policy at every budget, or at its own; one that takes none once."""
+    found = []
+    for text in policies:
+        name, _, own = text.partition("@")
+        choice = PolicyChoice.parse(name)
+        wanted = [one for one in budgets if not own or str(one) in (own, f"{own} of {ALL}")]
+        if own and not wanted:
+            raise app.UsageError(f"--policy={text}: its budget is none of --budget ({', '.join(map(str, budgets))})")
+        found += [dataclasses.replace(choice, budget=budget) for budget in (wanted if choice.takes_budget else [None])]
+    return found
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What `experiments.all` runs: every experiment, with what it is asked for in each profile."""
 
 import dataclasses
+from collections.abc import Mapping
 
 from experiments.common import choices
 from experiments.common.tasks import ruler
@@ -12,6 +13,10 @@ PROFILES = {
 }
 
 
+# Flags of `experiments.all`: which flag of an experiment each is, and what stands for it where it is not known.
+NEEDS = {"longbench": ("data", "DIRECTORY"), "kvpress_python": ("kvpress_python", "PYTHON")}
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """One run of an experiment.
@@ -21,7 +26,7 @@ class Job:
         what: flags that make this run what it is, in every profile.
         cpu, h200: flags of a profile.
         loads_model: whether --model means anything to it.
-        data: the flag of `experiments.all` that names the directory which its --data is; None where it needs none.
+        needs: what only a user can name, without which it is left out: a name of `NEEDS`.
     """
 
     experiment: str
@@ -29,10 +34,19 @@ class Job:
     cpu: tuple[str, ...] = ()
     h200: tuple[str, ...] = ()
     loads_model: bool = True
-    data: str | None = None
+    needs: str | None = None
 
-    def arguments(self, profile: str) -> tuple[str, ...]:
-        return self.what + {"quick": ("--quick",), "cpu": self.cpu, "h200": self.h200}[profile]
+    def arguments(self, profile: str, given: Mapping[str, str] | None = None) -> tuple[str, ...]:
+        """Its flags.
+
+        Args:
+            given: what is needed, by name; placeholders where it is not given.
+        """
+        own = self.what + {"quick": ("--quick",), "cpu": self.cpu, "h200": self.h200}[profile]
+        if self.needs is None:
+            return own
+        flag, placeholder = NEEDS[self.needs]
+        return (*own, f"--{flag}={placeholder if given is None else given[self.needs]}")
 
 
 def _each(flag: str, *values: str | int) -> tuple[str, ...]:
@@ -102,6 +116,24 @@ _UNGROUPED = _each("policy", "cam", "chelsea:slope=None", "clusterkv:residual=Fa
 _HOSTED = _each(
     "policy", "clusterkv:residual=False", *(f"clusterkv:residual=False,host_steps={steps}" for steps in (0, 1, 2))
 )
+# Of the needle tasks those that tell methods apart. Shares of layers were chosen with seed 40.
+_SHARES = "shares=(0.35,3.2,0.35,0.1)"
+_PEERS = (
+    *_each("task", "niah_single_3", "niah_multikey_1", "niah_multikey_3", "niah_multivalue"),
+    *_each("press", "KVzip", "LeverageScore"),
+    *_each("budget", "25%", "12.5% of the text"),
+    *_each(
+        "policy",
+        "exact",
+        "leverage_scores",
+        f"leverage_scores:{_SHARES}",
+        f"leverage_scores:{_SHARES},storage=int8",
+        f"kvzip:head_floor=0.0,{_SHARES}",
+        "clustergen",
+        "clustergen:storage=int8",
+        "subgen",
+    ),
+)
 
 JOBS = {
     # Every policy on every task.
@@ -136,8 +168,9 @@ JOBS = {
         cpu=_SWEPT,
         h200=("--documents=100", "--context_tokens=8192", *_SWEPT),
     ),
-    "longbench": Job("longbench", _LONGBENCH, data="longbench"),
-    "longbench_e": Job("longbench", ("--e", *_LONGBENCH), data="longbench"),
+    "longbench": Job("longbench", _LONGBENCH, needs="longbench"),
+    "longbench_e": Job("longbench", ("--e", *_LONGBENCH), needs="longbench"),
+    "peers": Job("peers", _PEERS, cpu=("--seed=50",), h200=("--seed=50", "--documents=50"), needs="kvpress_python"),
     # The papers' figures.
     "clusterability": Job("clusterability"),
     "line_retrieval_subgen": Job(
@@ -193,6 +226,7 @@ JOBS = {
     # What they do not measure.
     "attention_error": Job("attention_error", cpu=("--budget=12.5%", "--norm=4"), loads_model=False),
     "attention_error_recall": Job("attention_error", ("--study=recall",), cpu=("--budget=12.5%", "--norm=4")),
+    "calibrate_layers": Job("calibrate_layers", cpu=("--seed=40",)),
     "calibrate_skew": Job("calibrate_skew"),
     "decode_speed": Job("decode_speed", cpu=("--context_tokens=4096",), loads_model=False),
     "discrepancy": Job("discrepancy"),

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.common import task_tables
+from experiments.common import ranking, task_tables
 from experiments.common.jobs import JOBS, Job
 from experiments.common.papers import PAPERS, Figures, Item
 from experiments.common.processes import ROOT, command
@@ -47,7 +47,7 @@ def collect(found: Results, machine: str) -> dict[str, Done]:
     return {
         job: Done(
             done.command,
-            [row for row in done.rows if any(one.job == job and one.takes(row) for one in wanted)],
+            [row for row in done.rows if job == "peers" or any(one.job == job and one.takes(row) for one in wanted)],
             machine,
         )
         for job, done in found.items()
@@ -108,8 +108,13 @@ def render(found: Mapping[str, Results]) -> str:
         parts.append(f"![what is kept of exact's results against bytes](results/{profile}.png)\n")
     if not swept:
         parts.append(task_tables.section({}))
+    parts.append(_PEERS)
+    for profile, jobs in found.items():
+        if "peers" in jobs:
+            done = jobs["peers"]
+            parts.append(f"`--profile {profile}`: `{done.command}`; {done.machine}\n\n{ranking.section(done.rows)}")
     parts.append(_OTHERS)
-    shown = {one.job for one in task_tables.SWEPT}
+    shown = {"peers"} | {one.job for one in task_tables.SWEPT}
     shown |= {figures.job for paper in PAPERS for item in paper.items for figures in item.figures}
     parts += [f"- `{typed(job)}`" for name, job in JOBS.items() if name not in shown]
     return "\n".join(parts) + "\n"
@@ -117,7 +122,7 @@ def render(found: Mapping[str, Results]) -> str:
 
 def typed(job: Job) -> str:
     """What a job is on two cores, as a user would type it."""
-    return command(job.experiment, [*job.arguments("cpu"), *(["--data=DIRECTORY"] if job.data else [])])
+    return command(job.experiment, job.arguments("cpu"))
 
 
 def line(item: Item, found: Mapping[str, Results]) -> str:
@@ -285,6 +290,14 @@ _TASKS = """## Every policy on every task
 Of the tasks that need no downloaded data, compressed before the question is seen: means over lengths with 95%
 intervals, of perplexity the ratio to exact's. Policies that recall keep everything and are compared by the bytes that
 they read.
+"""
+
+_PEERS = """## Beside kvpress
+
+kvjax's policies and presses of kvpress 0.5.5 on the same documents (`experiments.peers`), at equal bytes: of all that
+exact holds, question and answer included, or of the text's, with as much for later tokens on top, as kvpress counts.
+`held` is what is really held: presses that mask what they drop (KVzip, KVgrad, AdaKV) hold all of it, and are compared
+as if they had freed it. Differences are paired by document; the best press is the one of the highest mean.
 """
 
 _OTHERS = """## Beside the papers' tables

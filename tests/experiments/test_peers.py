@@ -10,6 +10,7 @@ import pytest
 
 from experiments.common import evaluating, layer_shares, presses, ranking, settings
 from experiments.common.named_tasks import make_task
+from experiments.common.results import from_flat
 from kvjax.budget import Budget
 from kvjax.registry import PolicyChoice
 from tests.experiments.test_commands import run
@@ -38,8 +39,9 @@ def stub(tmp_path):
 def test_presses_and_policies_stand_in_one_table(stub, tmp_path):
     command = (
         "tests.experiments.unanswered", "peers", "ANSWER", f"--output_dir={tmp_path}", f"--kvpress_python={stub}",
-        "--task=cwe", "--documents=2", "--seeds=2", "--press=KVzip", "--press=SnapKV", "--press=Knorm", "--budget=25%",
-        "--policy=exact", "--policy=uniform", "--counted=bytes", "--counted=context", "--context_tokens=1200",
+        "--task=cwe", "--documents=2", "--seeds=2", "--press=KVzip", "--press=SnapKV", "--press=Knorm",
+        "--budget=25%", "--budget=25% of the text",
+        "--policy=exact", "--policy=uniform", "--policy=h2o@25% of the text", "--context_tokens=1200",
     )  # fmt: skip
     done = run(*command)
     assert done.returncode == 0, done.stderr
@@ -54,6 +56,12 @@ def test_presses_and_policies_stand_in_one_table(stub, tmp_path):
         # Of equals the one whose name is last.
         assert of("kvpress KVzip", "accuracy_to_best_press", budget)["best_press"] == "kvpress SnapKV"
     assert not any(row["policy"] == "kvpress Knorm" for row in rows)
+    assert {row["budget"] for row in rows if row["policy"] == "h2o"} == {"25% of the text"}
+    with_best, own = ranking.tables([from_flat(row) for row in rows])
+    assert [line.name for line in own.lines] == ["exact", "uniform", "h2o", "kvpress KVzip", "kvpress SnapKV"]
+    assert with_best.title == "25% of all, question unseen, 4 documents per task"
+    assert with_best.best == "kvpress SnapKV" and with_best.lines[-1].to_best is None
+    assert "*kvpress KVzip*" in ranking.section([from_flat(row) for row in rows])
     # A second run asks nobody.
     stub.write_text("#!/bin/false\n")
     again = run(*command)
@@ -77,7 +85,7 @@ def test_the_best_press_is_the_best_on_the_mean_of_all_tasks():
 
 def test_budgets_that_are_no_share_are_refused(stub, tmp_path):
     done = run("experiments.peers", "--quick", "--budget=512", f"--kvpress_python={stub}", f"--output_dir={tmp_path}")
-    assert done.returncode and "--budget=512: presses are compared at shares" in done.stderr
+    assert done.returncode and "--budget=512: give a share such as 25%" in done.stderr
 
 
 def test_a_process_that_ends_is_said(tmp_path):
