@@ -128,10 +128,10 @@ _PEERS = (
         "leverage_scores",
         f"leverage_scores:{_SHARES}",
         f"leverage_scores:{_SHARES},storage=int8",
-        f"kvzip:head_floor=0.0,{_SHARES}",
-        "clustergen",
-        "clustergen:storage=int8",
-        "subgen",
+        f"kvzip:head_floor=0.0,{_SHARES}@25%",
+        "clustergen@25%",
+        "clustergen:storage=int8@25%",
+        "subgen@25%",
     ),
 )
 
