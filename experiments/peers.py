@@ -37,17 +37,12 @@ from models import generate
 
 NAME = "peers"
 PERPLEXITY = "perplexity"
-POLICIES = (
-    *(policy for policy in sweeping.POLICIES if policy != "exact"),
-    "kvzip:head_floor=0.0",
-    "leverage_scores",
-)
 ALL, TEXT = "all", "the text"  # what budgets are shares of
 BUDGETS = ("25%", "12.5%", f"25% of {TEXT}", f"12.5% of {TEXT}")
 NEXT_TOKENS = 32  # that perplexity is measured on, behind the first
 TILE = 16  # sizes of caches are multiples of it, so that other documents find the same programs
 
-sweeping.define_flags(documents=25, batch=25, policies=("exact", *POLICIES), budgets=BUDGETS)
+sweeping.define_flags(documents=25, batch=25, budgets=BUDGETS)
 flags.DEFINE_integer("seeds", 4, "Seeds from --seed on, each with so many documents per task.")
 flags.DEFINE_multi_enum(
     "task", [*ruler.NEEDLE_TASKS, PERPLEXITY], [*ruler.TASKS, LINES, PERPLEXITY], "What is asked; repeatable."

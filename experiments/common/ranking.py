@@ -90,9 +90,11 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     for seen in dict.fromkeys(row.question_seen for row in answers):
         own = [row for row in answers if row.question_seen == seen]
         tasks = list(dict.fromkeys(str(row.task) for row in own))
-        for budget in dict.fromkeys(row.extra["budget"] for row in own if row.extra["budget"]):
-            here = [row for row in own if row.extra["budget"] in (None, budget)]
-            beside = [row for row in rows if row.metric in (TO_BEST, RATIO) and row.extra["budget"] in (None, budget)]
+        for budget in dict.fromkeys(row.extra.get("budget") for row in own if row.extra.get("budget")):
+            here = [row for row in own if row.extra.get("budget") in (None, budget)]
+            beside = [
+                row for row in rows if row.metric in (TO_BEST, RATIO) and row.extra.get("budget") in (None, budget)
+            ]
             lines = []
             for name in dict.fromkeys(map(results.policy_label, here)):
                 by_task = {row.task: row for row in here if results.policy_label(row) == name}

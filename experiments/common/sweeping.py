@@ -39,6 +39,14 @@ POLICIES = (
     "cam",
     "snapkv",
     "pyramidkv",
+    "compactor",
+    "expected_attention",
+    "keydiff",
+    "kvzip:head_floor=0.0",
+    "lagkv",
+    "leverage_scores",
+    "leverage_scores:storage=int8",
+    "tova",
 )
 BUDGETS = ("50%", "25%")
 REFUSED = "refused"
