@@ -91,10 +91,9 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         own = [row for row in answers if row.question_seen == seen]
         tasks = list(dict.fromkeys(str(row.task) for row in own))
         for budget in dict.fromkeys(row.extra.get("budget") for row in own if row.extra.get("budget")):
-            here = [row for row in own if row.extra.get("budget") in (None, budget)]
-            beside = [
-                row for row in rows if row.metric in (TO_BEST, RATIO) and row.extra.get("budget") in (None, budget)
-            ]
+            of_budget = [row for row in rows if row.extra.get("budget") in (None, budget)]
+            here = [row for row in of_budget if row.metric == "accuracy" and row.question_seen == seen]
+            beside = [row for row in of_budget if row.metric in (TO_BEST, RATIO)]
             lines = []
             for name in dict.fromkeys(map(results.policy_label, here)):
                 by_task = {row.task: row for row in here if results.policy_label(row) == name}
@@ -117,7 +116,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             presses = [row.extra["best_press"] for row in beside if row.metric == TO_BEST and row.question_seen == seen]
             best = presses[0] if presses else "the best press"
             lines.sort(key=lambda line: -line.mean)
-            found.append(Table(budget, bool(seen), here[0].n or 0, best, tasks, lines))
+            found.append(Table(str(budget), bool(seen), here[0].n or 0, best, tasks, lines))
     return found
 
 

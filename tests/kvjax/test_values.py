@@ -84,7 +84,7 @@ def test_policies_are_equal_by_their_settings(kind):
 def test_policies_of_two_kinds_are_never_equal():
     # Nor are they where one inherits from the other and all settings agree.
     assert len({make() for make, _ in MAKE.values()}) == len(MAKE)
-    assert kvjax.SnapKV(20, 6) != kvjax.PyramidKV(20, 6)
+    assert kvjax.SnapKV(20, recent=6) != kvjax.PyramidKV(20, recent=6)
 
 
 @every_kind
