@@ -42,8 +42,9 @@ def main(argv: Sequence[str]) -> None:
     directory = pathlib.Path(given.output_dir) / given.profile
     needed = {name: str(given[name].value) for name in NEEDS if given[name].value}
     jobs = [name for name in given.job if JOBS[name].needs is None or JOBS[name].needs in needed]
-    for name in set(given.job) - set(jobs):
-        print(f"Left out without --{JOBS[name].needs}={NEEDS[str(JOBS[name].needs)][1]}: {name}")
+    for name in given.job:
+        if name not in jobs:
+            print(f"Left out without --{JOBS[name].needs}={NEEDS[str(JOBS[name].needs)][1]}: {name}")
     found, failed = run_jobs(jobs, given.profile, given.model, needed, directory)
     machine = ", ".join(filter(None, (page.machine(), given.remark)))
     published = page.collect(found, machine)

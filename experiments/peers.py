@@ -119,15 +119,14 @@ class Peers:
             shared = {"batch": self.sweep.batch, "seed": self.sweep.seed}
             readings, refused = likelihood.at_position(self.sweep.model, some, texts(), position, **shared)
             sweeping.drop_programs()
-            done = {reading.setting: reading.to_json() for reading in readings}
-            return done | {setting: {sweeping.REFUSED: reason} for setting, reason in refused.items()}
+            return sweeping.with_refused({reading.setting: reading.to_json() for reading in readings}, refused)
 
         def run_press(press: str, kept: int) -> dict[str, Any]:
             return self.process.losses(press, kept, texts(), position)
 
         unit = {"task": PERPLEXITY, "position": position, "texts": count, "seed": self.sweep.seed}
         policies = chosen(self.policies, list(budgets))
-        values = sweeping.not_refused(sweeping.every_setting(self.finished, policies, unit, run))
+        values = sweeping.not_refused(sweeping.every_setting(self.sweep.finished, policies, unit, run))
         losses = {
             setting: likelihood.Reading.from_json(value, setting).stretches[0].losses
             for setting, value in values.items()
@@ -142,32 +141,41 @@ class Peers:
                     setting = pressed(press, budget)
                     losses[setting] = np.asarray(reply["losses"])
                     uses[setting] = self._use(reply["held"][0], most, self.tokens)
-        exact = losses[PolicyChoice.parse("exact")]
+        exact = losses.get(PolicyChoice.parse("exact"))
         rows = []
         for setting, own in losses.items():
-            for metric, logarithms in (("perplexity", own), ("perplexity_ratio", own - exact)):
-                value, low, high = results.mean_interval(logarithms).exponential()
+            samples = {PERPLEXITY: own} if exact is None else {PERPLEXITY: own, ranking.RATIO: own - exact}
+            for metric, logarithms in samples.items():
+                fields = footprint.row_fields([uses[setting]]) | {"n": count, "question_seen": False}
                 extra = {"budget": str(setting.budget) if setting.budget else None, "recalls": uses[setting].recalls}
-                rows.append(
-                    results.Row(
-                        experiment=NAME,
-                        model=flags.FLAGS.model,
-                        task=PERPLEXITY,
-                        policy=setting.name,
-                        variant=setting.variant,
-                        metric=metric,
-                        value=value,
-                        ci95_low=low,
-                        ci95_high=high,
-                        context_tokens=self.tokens,
-                        n=count,
-                        seed=self.sweep.seed,
-                        question_seen=False,
-                        **footprint.row_fields([uses[setting]]),
-                        extra=extra | {"prefill": "exact"},
-                    )
-                )
+                found = results.mean_interval(logarithms).exponential()
+                rows.append(self._row(setting, PERPLEXITY, metric, found, extra, **fields))
         return rows
+
+    def _row(
+        self,
+        setting: PolicyChoice,
+        task: str,
+        metric: str,
+        found: results.Estimate,
+        extra: dict[str, Any],
+        **fields: Any,
+    ) -> results.Row:
+        return results.Row(
+            experiment=NAME,
+            model=flags.FLAGS.model,
+            task=task,
+            policy=setting.name,
+            variant=setting.variant,
+            metric=metric,
+            value=found.value,
+            ci95_low=found.low,
+            ci95_high=found.high,
+            context_tokens=self.tokens,
+            seed=self.sweep.seed,
+            extra=extra | {"prefill": "exact"},
+            **fields,
+        )
 
     def _budgets(self, longest: int, most: int) -> dict[Budget, int]:
         """Budgets, and the slots per head, of texts and later tokens, that they come to."""
@@ -250,24 +258,8 @@ class Peers:
                 if best is None or not at(one, budget) or setting == best:
                     continue
                 found = results.paired_difference(one.scores["accuracy"], by_setting[best].scores["accuracy"])
-                rows.append(
-                    results.Row(
-                        experiment=NAME,
-                        model=flags.FLAGS.model,
-                        task=task,
-                        policy=setting.name,
-                        variant=setting.variant,
-                        metric=TO_BEST,
-                        value=found.value,
-                        ci95_low=found.low,
-                        ci95_high=found.high,
-                        context_tokens=self.tokens,
-                        question_seen=seen,
-                        n=len(one.answers),
-                        seed=self.sweep.seed,
-                        extra={"budget": budget, "best_press": best.name, "prefill": "exact"},
-                    )
-                )
+                extra = {"budget": budget, "best_press": best.name}
+                rows.append(self._row(setting, task, TO_BEST, found, extra, n=len(one.answers), question_seen=seen))
         return rows
 
 

@@ -102,7 +102,7 @@ def run(
         readings, refused = likelihood.at_position(model, chosen, cut, position, **shared)
     sweeping.drop_programs()
     found = {reading.setting: reading.to_json() for reading in readings}
-    return found | {setting: {sweeping.REFUSED: reason} for setting, reason in refused.items()}
+    return sweeping.with_refused(found, refused)
 
 
 def make_rows(readings: Sequence[likelihood.Reading], model: Llama, unit: Mapping[str, Any]) -> list[results.Row]:

@@ -10,12 +10,11 @@ was: finished tasks stand in OUTPUT_DIR/ruler.jsonl.
 import functools
 from collections.abc import Sequence
 
-import numpy as np
 from absl import app, flags
 
 from experiments.common import evaluating, results, settings, sweeping
+from experiments.common.named_tasks import make_task
 from experiments.common.tasks import ruler as task
-from experiments.common.tasks.problem import Problem, problems
 
 NAME = "ruler"
 QUICK_TASKS = ("niah_single_1", "niah_single_2")
@@ -45,19 +44,7 @@ def main(argv: Sequence[str]) -> None:
 
 def make_tasks(sweep: sweeping.Sweep, names: Sequence[str], tokens: int) -> dict[str, evaluating.Task]:
     """Fresh problems of every task at one length."""
-
-    def make(name: str, rng: np.random.Generator) -> Problem:
-        return task.generate(name, rng, lambda text: len(sweep.tokenizer.encode(text)), tokens)
-
-    tasks = {}
-    for name in names:
-        made = list(problems(task.EVALUATION_SEED + sweep.seed, sweep.documents, functools.partial(make, name)))
-        tasks[name] = evaluating.accuracy_task(name, sweep.tokenizer, made, score, made[0].answer_tokens)
-    return tasks
-
-
-def score(problem: Problem, answer: str) -> float:
-    return task.score(answer, problem.answers)
+    return {name: make_task(name, sweep.tokenizer, tokens, [sweep.seed], sweep.documents) for name in names}
 
 
 if __name__ == "__main__":

@@ -41,9 +41,9 @@ class Selection(Policy):
         recent: last tokens of the prompt, which rank right behind the sinks.
         beside: (what published selections count) later tokens stand beside the budget, in `spec.max_new` more slots,
             all counted as bytes.
-        shares: of every layer, how many times the budget it has, but at least the sinks and a compaction's tokens: as
-            many slots in all where their mean is 1. None: all have the same. What layers need differs far more than
-            what texts do (`experiments.calibrate_layers` shows it).
+        shares: of every layer, how many times the budget it has, but no less than `least_budget`: as many slots in all
+            where their mean is 1. None: all have the same. What layers need differs far more than what texts of one
+            kind do (`experiments.calibrate_layers` shows it).
         compact_every: tokens between compactions. It changes no result but that until then new tokens are read beside
             all kept ones.
     """
@@ -61,18 +61,23 @@ class Selection(Policy):
         check_settings(self.budget, self.sinks, self.recent, self.compact_every)
         if self.shares is not None and not (self.shares and min(self.shares) >= 0 < max(self.shares)):
             raise ValueError(f"shares={self.shares}; none may be below 0, nor all 0")
-        if not self.beside and self.budget < self.sinks + self.compact_every:
+        if self.budget < self.least_budget:
             raise ValueError(
                 f"budget={self.budget} slots cannot hold sinks={self.sinks} and the compact_every={self.compact_every} "
                 f"tokens of a compaction; it must be at least {self.sinks + self.compact_every}, or those smaller"
             )
+
+    @property
+    def least_budget(self) -> int:
+        """Slots of what is never dropped, and of a compaction, where later tokens have no slots of their own."""
+        return max(self.sinks + max(self.recent, 0 if self.beside else self.compact_every), 1)
 
     def at(self, spec):
         if self.shares is None:
             return self
         if len(self.shares) != spec.layers:
             raise ValueError(f"shares={self.shares} are {len(self.shares)}; the model has {spec.layers} layers")
-        budget = max(round(self.budget * self.shares[spec.layer]), self.sinks + self.compact_every)
+        budget = max(round(self.budget * self.shares[spec.layer]), self.least_budget)
         # No layer has more slots than tokens can come: what is left to it is the other layers', when bytes are fitted.
         budget = min(budget, spec.capacity)
         return dataclasses.replace(self, budget=budget, shares=None)

@@ -127,6 +127,11 @@ def _run_or_refuse(
     return {setting: value for alone in group for setting, value in _run_or_refuse(run, [alone]).items()}
 
 
+def with_refused(done: Mapping[PolicyChoice, Any], refused: Mapping[PolicyChoice, str]) -> dict[PolicyChoice, Any]:
+    """What `every_setting` wants of a run: values, and the reasons of settings that cannot be."""
+    return {**done, **{setting: {REFUSED: reason} for setting, reason in refused.items()}}
+
+
 def not_refused(values: Mapping[PolicyChoice, Any]) -> dict[PolicyChoice, Any]:
     """What `every_setting` found, without settings that cannot be, which are said with their reason."""
     for setting, value in values.items():
@@ -178,7 +183,7 @@ class Sweep:
         self.seed = options.seed if seed is None else seed
         self.batch = min(options.batch, prompts or documents or options.batch)
         self.directory = pathlib.Path(options.output_dir)
-        self._finished = Finished(self.directory / f"{experiment}.jsonl", fresh=fresh or options.fresh)
+        self.finished = Finished(self.directory / f"{experiment}.jsonl", fresh=fresh or options.fresh)
 
     def kinds(self) -> list[tuple[str, str]]:
         """Kinds of prefill and of question that are asked for."""
@@ -263,10 +268,10 @@ class Sweep:
                 seed=self.seed,
             )
             done = {result.setting: result.to_json() for result in evaluator.evaluate(make())}
-            return done | {setting: {REFUSED: reason} for setting, reason in evaluator.refused.items()}
+            return with_refused(done, evaluator.refused)
 
         shared = {"task": task, "prefill": prefill, "question": question, "documents": self.documents, **unit}
-        return every_setting(self._finished, chosen, shared | {"batch": self.batch, "seed": self.seed}, run)
+        return every_setting(self.finished, chosen, shared | {"batch": self.batch, "seed": self.seed}, run)
 
     def _results(self, values: Mapping[PolicyChoice, Any], prefill: str, question: str) -> list[evaluating.Result]:
         streaming, seen = prefill == "streaming", question == "seen"

@@ -45,7 +45,7 @@ class PyramidKV(SnapKV):
     def at(self, spec) -> SnapKV:
         slots = self.layer_slots(spec.max_prompt, spec.layer, spec.layers)
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(SnapKV)}
-        return SnapKV(**own | {"budget": max(slots, self.recent)})
+        return SnapKV(**own | {"budget": max(slots, self.least_budget)})
 
     def layer_slots(self, tokens: int, layer: int, layers: int) -> int:
         """How many tokens a layer keeps of a prompt of so many, the window included. A model's only layer has
