@@ -134,7 +134,7 @@ def test_answers_are_those_of_kvpress_own_pipeline():
             expected.append(pipeline(context, question=question, press=press, max_new_tokens=24)["answer"])
         reply = mine.answer(name, 200, prompts, 24)
         assert reply["answers"] == expected
-        np.testing.assert_allclose(reply["kept"], 200, atol=0.5)
+        np.testing.assert_allclose(reply["kept"], 200, atol=1)  # what it masks in all layers together is a share
         assert reply["held"] == [200.0] * 3 if name == "SnapKV" else reply["held"] == [len(text) for text, _ in prompts]
     mine.close()
 
