@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 EXTRAS := experiments,test
 OPS := $(patsubst pallas_kernels/%/benchmark.py,%,$(wildcard pallas_kernels/*/benchmark.py))
 
-.PHONY: demo test test-all lint types unit heavy aot aot-gpu measure parity constraints clean
+.PHONY: demo test test-all lint types unit heavy docs aot aot-gpu measure parity constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m experiments.line_retrieval --demo --verbosity=-1 --output_dir build/demo
@@ -71,6 +71,10 @@ $(VENV)/.installed-tpu-compiler: $(VENV)/.installed
 		"libtpu; sys_platform == 'linux' and platform_machine == 'x86_64'"
 	touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS),docs]'
+	touch $@
+
 # Of JAX's own version. Its CUDA has pins of its own: those of the parity extra's may be others.
 $(VENV)/.installed-gpu-compiler: $(VENV)/.installed constraints/gpu-compiler.txt
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints/gpu-compiler.txt \
@@ -78,7 +82,7 @@ $(VENV)/.installed-gpu-compiler: $(VENV)/.installed constraints/gpu-compiler.txt
 	touch $@
 
 # Writes the versions that the environment holds now, for after a change of dependencies in pyproject.toml. The older
-# line's pins must hold the parity extra too: install it (make parity) before.
+# line's pins must hold the extras parity and docs, too: install them (make parity docs) before.
 constraints: $(VENV)/.installed $(VENV)/.installed-tpu-compiler
 	(for path in $$($(BIN)/python -c 'import site; print(*site.getsitepackages())') $(VENV)/tpu-compiler; do \
 		$(BIN)/python -m pip freeze --path $$path --exclude-editable --exclude kvjax; \

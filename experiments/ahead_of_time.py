@@ -26,13 +26,13 @@ import numpy as np
 from absl import app, flags
 from flax import nnx
 from jax.experimental import topologies
+from kvjax_models import generate, lowering
+from kvjax_models.llama import Llama, LlamaConfig
 from tqdm import tqdm
 
 from experiments.common import results, settings
 from experiments.common.compiled import large_outputs
 from experiments.common.compilers import prepare_compiler
-from models import generate, lowering
-from models.llama import Llama, LlamaConfig
 
 NAME = "ahead_of_time"
 # The smallest topology of each kind.

@@ -25,13 +25,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 from absl import app, flags
 from jaxtyping import Float
+from kvjax_models.prefill import asked_queries
 from tqdm import tqdm
 
 import kvjax
 from experiments.common import plots, results, settings, speed, streams, sweeping
 from kvjax.policy import Policy
 from kvjax.registry import POLICIES, PolicyChoice
-from models.prefill import asked_queries
 
 NAME = "attention_error"
 RECORDED = "recorded"

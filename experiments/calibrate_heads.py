@@ -24,14 +24,14 @@ import matplotlib.pyplot as plt
 import numpy as np
 from absl import app, flags
 from jaxtyping import Array, Float
+from kvjax_models.llama import Llama
+from kvjax_models.tokenizer import Tokenizer
 from scipy import stats
 from tqdm import tqdm
 
 import kvjax
 from experiments.common import corpora, plots, results, settings, streams
 from kvjax.combinators.head_choice import HeadChoice
-from models.llama import Llama
-from models.tokenizer import Tokenizer
 from pallas_kernels.soft_match import soft_match
 
 NAME = "calibrate_heads"

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from jaxtyping import Float
+from kvjax_models.llama import Llama
+from kvjax_models.tokenizer import Tokenizer
 
 from experiments.common import results, settings, skewing, streams
-from models.llama import Llama
-from models.tokenizer import Tokenizer
 
 NAME = "calibrate_skew"
 

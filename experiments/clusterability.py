@@ -19,12 +19,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 from absl import app, flags
 from jaxtyping import Array, Float
+from kvjax_models.llama import rope_frequencies
 from sklearn.manifold import TSNE
 from tqdm import tqdm
 
 from experiments.common import geometry, plots, results, settings, streams
 from kvjax.structures.k_center import greedy_k_center
-from models.llama import rope_frequencies
 
 NAME = "clusterability"
 CENTERS = 16  # drawn, as in the papers

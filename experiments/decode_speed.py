@@ -22,13 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from flax import nnx
+from kvjax_models import checkpoint, generate, prefill
+from kvjax_models.llama import Llama
 from tqdm import tqdm
 
 import kvjax
 from experiments.common import results, settings, speed
 from kvjax.registry import PolicyChoice
-from models import checkpoint, generate, prefill
-from models.llama import Llama
 
 NAME = "decode_speed"
 POLICIES = (

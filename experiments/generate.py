@@ -22,15 +22,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from absl import app, flags, logging
+from kvjax_models import generate
+from kvjax_models.llama import Llama
+from kvjax_models.sampling import Sampling
+from kvjax_models.saved_states import SavedStates
+from kvjax_models.tokenizer import Streamer, Tokenizer
 
 import kvjax
 from experiments.common import multihost, results, settings
 from kvjax.registry import PolicyChoice
-from models import generate
-from models.llama import Llama
-from models.sampling import Sampling
-from models.saved_states import SavedStates
-from models.tokenizer import Streamer, Tokenizer
 
 settings.define_common(policies=("exact",), budgets=("25%",))
 _PROMPT_FILE = flags.DEFINE_multi_string(

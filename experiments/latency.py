@@ -28,6 +28,10 @@ import numpy as np
 from absl import app, flags
 from flax import nnx
 from jaxtyping import Float
+from kvjax_models import generate
+from kvjax_models.llama import Llama
+from kvjax_models.lowering import lower_decode
+from kvjax_models.prefill import ReadLayer, asked_queries, compress_layer, embed, read_layers, repeat_layer, repetitions
 from tqdm import tqdm
 
 import kvjax
@@ -36,10 +40,6 @@ from kvjax.combinators.host_memory import Hosted
 from kvjax.policy import Repeat, Repeated, repeat_of
 from kvjax.registry import PolicyChoice
 from kvjax.segment import Recalled, parts_of
-from models import generate
-from models.llama import Llama
-from models.lowering import lower_decode
-from models.prefill import ReadLayer, asked_queries, compress_layer, embed, read_layers, repeat_layer, repetitions
 
 NAME = "latency"
 EXACT = "exact"

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from absl import app, flags
+from kvjax_models.tokenizer import Tokenizer
 
 from experiments.common import evaluating, results, settings, sweeping
 from experiments.common.tasks import line_retrieval as task
-from models.tokenizer import Tokenizer
 
 NAME = "line_retrieval"
 

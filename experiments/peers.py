@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 from absl import app, flags
+from kvjax_models import generate
 from tqdm import tqdm
 
 from experiments.common import evaluating, footprint, likelihood, presses, ranking, results, settings, sweeping
@@ -33,7 +34,6 @@ from experiments.common.resuming import Finished
 from experiments.common.tasks import long_texts, ruler
 from kvjax.budget import Budget
 from kvjax.registry import PolicyChoice
-from models import generate
 
 NAME = "peers"
 PERPLEXITY = "perplexity"

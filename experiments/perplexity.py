@@ -22,14 +22,14 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from absl import app, flags
+from kvjax_models import generate
+from kvjax_models.llama import Llama
+from kvjax_models.tokenizer import Tokenizer
 
 from experiments.common import footprint, likelihood, plots, results, settings, sweeping
 from experiments.common.resuming import Finished
 from experiments.common.tasks import long_texts
 from kvjax.registry import PolicyChoice
-from models import generate
-from models.llama import Llama
-from models.tokenizer import Tokenizer
 
 NAME = "perplexity"
 ACCUMULATING, PER_POSITION = FORMS = ("accumulating", "per_position")

@@ -27,6 +27,9 @@ import matplotlib.pyplot as plt
 from absl import app, flags
 from flax import nnx
 from jax.experimental import topologies
+from kvjax_models import generate, lowering
+from kvjax_models.llama import Llama, LlamaConfig
+from kvjax_models.sharding import parameter_shardings
 from tqdm import tqdm
 
 import kvjax
@@ -35,9 +38,6 @@ from experiments.common.compiled import Collective, collectives
 from experiments.common.compilers import prepare_compiler
 from experiments.common.resuming import Finished
 from kvjax.registry import PolicyChoice
-from models import generate, lowering
-from models.llama import Llama, LlamaConfig
-from models.sharding import parameter_shardings
 
 NAME, DECODING = "pod_plan", "decoding"
 # Chips and how they are joined, as libtpu spells it.

@@ -18,12 +18,12 @@ import jax
 import numpy as np
 from absl import app, flags
 from flax import nnx
+from kvjax_models import generate, lowering
+from kvjax_models.llama import Llama
 from tqdm import tqdm
 
 from experiments.common import results, settings, speed
 from kvjax.registry import PolicyChoice
-from models import generate, lowering
-from models.llama import Llama
 
 T = TypeVar("T")
 

@@ -19,10 +19,10 @@ import optax
 import tqdm
 from absl import app, flags, logging
 from flax import nnx
+from kvjax_models import llama
 
 from experiments.common.tasks import line_retrieval, line_tokenizer
 from experiments.training import answer_loss, curriculum, export, induction, saving
-from models import llama
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,13 +24,13 @@ import optax
 import tqdm
 from absl import app, flags, logging
 from flax import nnx
+from kvjax_models import llama
+from kvjax_models.tokenizer import Tokenizer
+from kvjax_models.tokenizer import load as load_tokenizer
 
 from experiments.common import results, sources
 from experiments.common.tasks import line_tokenizer
 from experiments.training import answer_loss, byte_pairs, circuits, export, language, mixture, saving
-from models import llama
-from models.tokenizer import Tokenizer
-from models.tokenizer import load as load_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

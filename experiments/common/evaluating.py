@@ -9,6 +9,9 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
+from kvjax_models import generate
+from kvjax_models.llama import Llama
+from kvjax_models.tokenizer import Tokenizer
 from tqdm import tqdm
 
 from experiments.common import footprint
@@ -16,9 +19,6 @@ from experiments.common.results import Row, paired_difference, score_interval
 from experiments.common.settings import fitted, possible
 from experiments.common.together import prefill_together
 from kvjax.registry import PolicyChoice
-from models import generate
-from models.llama import Llama
-from models.tokenizer import Tokenizer
 
 
 class Document(Protocol):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
+from kvjax_models import checkpoint, tokenizer
+from kvjax_models.llama import Llama
 from tqdm import tqdm
 
 import kvjax
@@ -14,8 +16,6 @@ from experiments.common import multihost
 from kvjax.budget import Budget, abstract_cache
 from kvjax.policy import Policy
 from kvjax.registry import PolicyChoice
-from models import checkpoint, tokenizer
-from models.llama import Llama
 
 CHECKPOINTS = pathlib.Path(__file__).parents[2] / "models" / "checkpoints"
 # Of shipped checkpoints, the one that finds lines in longer texts, and the one that knows other tasks, too.

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
-
-from models import checkpoint, generate
-from models.llama import Llama, LlamaConfig, RopeScaling
+from kvjax_models import checkpoint, generate
+from kvjax_models.llama import Llama, LlamaConfig, RopeScaling
 
 MODEL_NAME = "random 8 x 512"
 CONFIG = LlamaConfig(

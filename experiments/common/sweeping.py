@@ -10,13 +10,13 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 from absl import flags
+from kvjax_models.llama import Llama
+from kvjax_models.tokenizer import Tokenizer
 
 from experiments.common import evaluating, multihost, plots, results, settings
 from experiments.common.results import Estimate, Row
 from experiments.common.resuming import Finished
 from kvjax.registry import PolicyChoice
-from models.llama import Llama
-from models.tokenizer import Tokenizer
 
 # Every system as published and as this project proposes it, and every baseline.
 POLICIES = (

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import tokenizers
 import tqdm
+from kvjax_models import checkpoint, llama
 
 from experiments.common import results
 from experiments.common.tasks import line_retrieval, line_tokenizer
 from experiments.training import answer_loss
-from models import checkpoint, llama
 
 # Beyond the seeds that experiments with caches use, so that none of their documents decided what was shipped.
 _SEED = line_retrieval.EVALUATION_SEED + 1000

@@ -17,8 +17,7 @@ and answer both would stand equally far from their names, and nothing would tell
 
 import jax.numpy as jnp
 import numpy as np
-
-from models import llama
+from kvjax_models import llama
 
 OFFSETS = (1, 2, 3, 4)
 EMBEDDING_SCALE = 0.3

@@ -46,7 +46,9 @@ class KVzip(Selection):
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
         if prompt.repeated is None:
-            raise ValueError("KVzip needs repetitions of the prompt (`repeated`); models.generate.Generator reads them")
+            raise ValueError(
+                "KVzip needs the prompt read again (`repeated`), as kvjax_models.generate.Generator does"
+            )
         chunk, tokens = self.chunk, prompt.keys.shape[2]
         chunks = prompt.repeated.lengths.shape[1]
         size = prompt.repeated.keys.shape[1] // chunks

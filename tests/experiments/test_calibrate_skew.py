@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from kvjax_models import generate
 
 import kvjax
 from experiments.common import settings, skewing, streams
 from kvjax.structures.skew import Skew
-from models import generate
 
 
 @pytest.fixture(scope="module")

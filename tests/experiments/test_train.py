@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from kvjax_models import llama
 
 from experiments import train
 from experiments.common.tasks import line_retrieval, line_tokenizer
 from experiments.training import answer_loss, curriculum, induction
-from models import llama
 
 TINY = train.PRESETS["tiny"]
 PLAN = curriculum.Curriculum(longest_lines=6, final_steps=10, most_steps=1000, warmup_steps=4)

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from kvjax_models import checkpoint, llama
+from kvjax_models import tokenizer as tokenizers
 
 from experiments import train_lm
 from experiments.common import sources
 from experiments.common.tasks import line_tokenizer
 from experiments.training import answer_loss, circuits, export, language
-from models import checkpoint, llama
-from models import tokenizer as tokenizers
 
 TOKENS = 384
 TINY = dataclasses.replace(train_lm.PRESETS["tiny"], stages=(train_lm.Stage(TOKENS, 1, 1, steps=5),))

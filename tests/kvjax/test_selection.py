@@ -418,7 +418,7 @@ def test_what_cannot_be_is_said():
         AdaKV(KVzip(64), 1.5)
     stream = make_stream()
     prompt = prompt_of(stream, LENGTHS)
-    with pytest.raises(ValueError, match="KVzip needs repetitions"):
+    with pytest.raises(ValueError, match="KVzip needs the prompt read again"):
         begin(KVzip(24), make_spec(), row_keys(), *prompt, LENGTHS)
     with pytest.raises(ValueError, match="rope_frequencies"):
         begin(LeverageScores(24), make_spec(rope_frequencies=None), row_keys(), *prompt, LENGTHS)

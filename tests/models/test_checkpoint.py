@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
-
-from models import checkpoint
-from models.llama import Llama, LlamaConfig, RopeScaling
+from kvjax_models import checkpoint
+from kvjax_models.llama import Llama, LlamaConfig, RopeScaling
 
 SMALL = LlamaConfig(
     vocab_size=24, width=16, mlp_width=20, layers=2, query_heads=4, kv_heads=2, head_dim=4, max_length=64

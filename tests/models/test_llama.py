@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-
-from models.llama import Llama, LlamaConfig, RopeScaling, rope_frequencies
+from kvjax_models.llama import Llama, LlamaConfig, RopeScaling, rope_frequencies
 
 SMALL = LlamaConfig(
     vocab_size=24, width=16, mlp_width=20, layers=2, query_heads=4, kv_heads=2, head_dim=4, max_length=64

@@ -22,8 +22,8 @@ import safetensors.numpy
 from flax import nnx, traverse_util
 from jax.sharding import Mesh
 
-from models.llama import Llama, LlamaConfig, RopeScaling
-from models.sharding import parameter_shardings, put
+from kvjax_models.llama import Llama, LlamaConfig, RopeScaling
+from kvjax_models.sharding import parameter_shardings, put
 
 # What transformers writes per file when nothing is said.
 MAX_SHARD_BYTES = 5_000_000_000
@@ -142,7 +142,7 @@ def load(directory: str | os.PathLike, dtype: jax.typing.DTypeLike = jnp.float32
     """Reads a model, tensor by tensor, from a Hugging Face directory; parameters and arithmetic get `dtype`.
 
     Args:
-        mesh: where each tensor goes to, in parts, as soon as it is read (see `models.sharding`); None for one device.
+        mesh: where each tensor goes to, in parts, as soon as it is read (see `sharding`); None for one device.
 
     Raises:
         FileNotFoundError: `config.json`, the weights or a shard that the index names is not there.

@@ -23,8 +23,8 @@ from jaxtyping import Array, Int
 
 import kvjax
 from kvjax.memory import on_host
-from models.generate import GenerationState, Generator
-from models.llama import Llama
+from kvjax_models.generate import GenerationState, Generator
+from kvjax_models.llama import Llama
 
 # Of what is written: raised with every change of a state's fields or their meaning.
 FORMAT = 3

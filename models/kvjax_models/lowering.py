@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from kvjax.sharding import HEADS, ROWS
-from models.generate import GenerationState, Generator, append_block, compact_layer, decode_block, state_shardings
-from models.prefill import asked_queries, compress, prefill_layer
+from kvjax_models.generate import GenerationState, Generator, append_block, compact_layer, decode_block, state_shardings
+from kvjax_models.prefill import asked_queries, compress, prefill_layer
 
 
 def lower_decode(

@@ -22,10 +22,10 @@ from kvjax.cache import layer_policy
 from kvjax.policy import Policy, repeat_of
 from kvjax.sharding import shardings
 from kvjax.state import fault, state
-from models.llama import Llama, rope_frequencies
-from models.prefill import asked_queries, compress_layer, last_logits, read_layers
-from models.sampling import Sampling, finite, sample
-from models.sharding import everywhere, mesh_of
+from kvjax_models.llama import Llama, rope_frequencies
+from kvjax_models.prefill import asked_queries, compress_layer, last_logits, read_layers
+from kvjax_models.sampling import Sampling, finite, sample
+from kvjax_models.sharding import everywhere, mesh_of
 
 NO_TOKEN = -1  # in returned token blocks, where a row had already ended
 
@@ -46,7 +46,7 @@ class Generator:
     """A model, a cache policy and sizes, ready to read prompts and to write.
 
     Args:
-        model: the decoder; its parameters are used as they are. Where they lie on a mesh (`models.sharding.place`),
+        model: the decoder; its parameters are used as they are. Where they lie on a mesh (`sharding.place`),
             caches lie there too, and every device generates its part.
         policy: one policy for all layers, or one per layer. Layers with a sliding window keep exactly that window
             instead, whatever the policy.

@@ -1,7 +1,7 @@
 """A model's parameters on a mesh (`kvjax.make_mesh`), in the manner of Megatron: every layer's products are cut along
 heads and along the MLP's width, so that one sum over devices follows attention and one the MLP.
 
-A model whose parameters lie on a mesh generates there: `models.generate.Generator` asks them.
+A model whose parameters lie on a mesh generates there: `kvjax_models.generate.Generator` asks them.
 """
 
 import math
@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from kvjax.collectives import PARTS, TENSOR
 from kvjax.sharding import DATA, HEADS
-from models.llama import Llama, LlamaConfig
+from kvjax_models.llama import Llama, LlamaConfig
 
 # Which axis of a parameter is cut, by the names of its module and of itself: a kernel [in, out] along what it gives,
 # and behind that, along what it takes. All others lie whole on every device.

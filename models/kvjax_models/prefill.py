@@ -15,9 +15,9 @@ import kvjax
 from kvjax import rope
 from kvjax.policy import ALL_QUERIES, Policy, Repeat, Repeated
 from kvjax.sharding import DATA
-from models.exact_attention import attend_behind, chunk_attention
-from models.llama import DecoderLayer, Llama, LlamaConfig, rope_frequencies
-from models.sharding import STORED, attend_apart, everywhere, mesh_of
+from kvjax_models.exact_attention import attend_behind, chunk_attention
+from kvjax_models.llama import DecoderLayer, Llama, LlamaConfig, rope_frequencies
+from kvjax_models.sharding import STORED, attend_apart, everywhere, mesh_of
 
 REPEAT_BLOCK = 128  # tokens of a repetition that attend at a time
 
