@@ -30,6 +30,7 @@ exclude_patterns = ["extensions"]
 
 html_theme = "furo"
 html_title = "kvjax"
+html_show_copyright = False
 html_static_path: list[str] = []
 
 myst_enable_extensions = ["colon_fence", "dollarmath", "deflist"]
@@ -45,7 +46,9 @@ autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False  # what a policy does by its own methods is said once, at `Policy`
 python_maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True
+# Names that are described together ("sinks, recent") stand as they are.
+napoleon_use_param = False
+napoleon_custom_sections = [("Attributes", "params_style")]
 default_role = "py:obj"  # `name` in a docstring: a link where there is something to link to, code elsewhere
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

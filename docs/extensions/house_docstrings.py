@@ -6,6 +6,7 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
+_SHAPE = re.compile(r"(?:jaxlib\._jax\.|jax\.)?Array, '([^']*)'")
 _CODE = re.compile(r"(`[^`]*`)")
 _SECTIONS = ("Args:", "Attributes:", "Raises:", "Returns:", "Yields:")
 
@@ -42,12 +43,22 @@ def _on_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lin
     lines[:] = as_rest(lines)
 
 
+def _on_signature(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Shapes as they are written: Float[Array, "B T H_kv D"]."""
+    return tuple(text and _SHAPE.sub(r'Array, "\1"', text) for text in (signature, returns))  # type: ignore[return-value]
+
+
 def _on_member(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-    """Fields of named tuples say nothing but their number."""
-    return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
+    """Leaves out what nobody described: fields of named tuples, and classes whose docstring dataclasses made up."""
+    said = getattr(obj, "__doc__", None) or ""
+    made_up = isinstance(obj, type) and said.startswith(f"{obj.__name__}(")
+    return True if made_up or said.startswith("Alias for field number") else None
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("autodoc-process-docstring", _on_docstring, priority=100)  # before napoleon
+    app.connect("autodoc-process-signature", _on_signature)
     app.connect("autodoc-skip-member", _on_member)
     return {"parallel_read_safe": True}
