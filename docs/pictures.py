@@ -54,6 +54,11 @@ OWN, MERGED, STAGED, HELD, EXACT = (
 )
 # Compiling takes most of the time.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# In the picture of all: one of every kind.
+OVERVIEW = (
+    "exact", "streaming_llm", "uniform", "balancekv", "subgen", "clustergen", "chelsea", "h2o", "snapkv", "kvzip",
+    "leverage_scores", "clusterkv_paper", "quest",
+)  # fmt: skip
 
 
 class Text(NamedTuple):
@@ -165,6 +170,38 @@ def draw_policy(name: str, read: Text) -> None:
     for axis in (above, below):
         axis.spines[["top", "right"]].set_visible(False)
     _save(figure, name)
+
+
+def draw_overview(read: Text) -> None:
+    """A row per policy: what it keeps of every token."""
+    figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    blue, orange, pale, grey = (np.array(matplotlib.colors.to_rgb(color)) for color in (OWN, MERGED[0], HELD, STAGED))
+    image = np.ones((len(OVERVIEW), TOKENS, 3))
+    for row, name in enumerate(OVERVIEW):
+        cache = filled(policy_of(name), read)
+        found = kept(cache, read.question)
+        counts = found.weight @ found.shares
+        alone = found.shares.max(axis=1) > 0.99
+        merged = (found.weight * ~alone) @ found.shares > counts / 2
+        image[row, found.held] = pale
+        # The more tokens it counts for, the darker.
+        light = 1 - 0.18 * np.clip(np.log2(np.maximum(counts, 1)), 0, 3)[:, None]
+        color = np.where(merged[:, None], orange, blue) * light
+        image[row] = np.where(counts[:, None] > 1e-3, color, image[row])
+        image[row, TOKENS - int(cache.staging.count[0]) :] = grey
+        jax.clear_caches()
+    axis.imshow(image, aspect="auto", interpolation="nearest", extent=(-0.5, TOKENS - 0.5, len(OVERVIEW), 0))
+    for row in range(1, len(OVERVIEW)):
+        axis.axhline(row, color="white", linewidth=3)
+    axis.set_yticks(np.arange(len(OVERVIEW)) + 0.5, OVERVIEW)
+    starts = [start for start in np.cumsum([0, *(tokens for _, tokens in PASSAGES)]) if abs(start - NEEDLE) > 8]
+    axis.set_xticks([*starts, NEEDLE], [*map(str, starts), "needle"])
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    patches = {"kept": OWN, "in a mean": MERGED[0], "held, not read": HELD, "staged": STAGED}
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in patches.values()]
+    figure.legend(handles, patches, loc="outside upper right", ncols=4, fontsize=8, frameon=False)
+    _save(figure, "overview")
 
 
 def _draw_kept(axis: plt.Axes, found: Kept, staged: int, topics: np.ndarray) -> None:
@@ -283,6 +320,7 @@ def main(names: list[str]) -> None:
     if not names:
         draw_segments()
         draw_staging()
+        draw_overview(text())
     for name in names or POLICIES:
         draw_policy(name, text())
         jax.clear_caches()

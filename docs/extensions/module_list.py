@@ -9,11 +9,11 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 
-def modules(package: str, without: set[str]) -> list[str]:
-    """Public modules right inside a package; those that are packages themselves stand by their own name."""
+def modules(package: str, without: set[str]) -> dict[str, bool]:
+    """Public modules right inside a package, and which are packages themselves: those show what they export."""
     inside = importlib.import_module(package).__path__
-    names = sorted(info.name for info in pkgutil.iter_modules(inside) if not info.name.startswith("_"))
-    return [f"{package}.{name}" for name in names if name not in without]
+    found = {info.name: info.ispkg for info in pkgutil.iter_modules(inside) if not info.name.startswith("_")}
+    return {f"{package}.{name}": found[name] for name in sorted(found) if name not in without}
 
 
 class Modules(SphinxDirective):
@@ -23,8 +23,9 @@ class Modules(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         self.env.note_reread()
         lines = []
-        for name in modules(self.arguments[0], {line.strip() for line in self.content}):
-            lines += [f"## `{name}`", "", "```{eval-rst}", f".. automodule:: {name}", "   :members:", "```", ""]
+        for name, exports in modules(self.arguments[0], {line.strip() for line in self.content}).items():
+            options = ["   :members:", *(["   :imported-members:"] if exports else [])]
+            lines += [f"## `{name}`", "", "```{eval-rst}", f".. automodule:: {name}", *options, "```", ""]
         holder = nodes.section()
         self.state.nested_parse(StringList(lines, source=self.arguments[0]), 0, holder, match_titles=True)
         return holder.children

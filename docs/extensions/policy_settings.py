@@ -46,30 +46,22 @@ def source_of(kind: type) -> str | None:
     return " ".join(found[1].split()) if found else None
 
 
-def settings(kind: type) -> list[tuple[list[str], str]]:
-    """Names of fields that are described together, and the description, in the order of the docstring; fields that only
-    a class above describes stand behind."""
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    told: list[tuple[list[str], str]] = []
-    missing = dict(fields)
-    for of in kind.__mro__:
-        if not dataclasses.is_dataclass(of):
-            continue
+def settings(kind: type) -> list[tuple[str, str]]:
+    """Every field with what is said of it, in the order of the docstring; fields that only a class above describes
+    stand behind."""
+    missing = [field.name for field in dataclasses.fields(kind)]
+    told: list[tuple[str, str]] = []
+    for of in filter(dataclasses.is_dataclass, kind.__mro__):
         for parameter in _docstring(of).params:
-            names = [name for name in re.split(r",\s*", parameter.arg_name) if name in missing]
-            if names:
-                told.append((names, " ".join((parameter.description or "").split())))
-                for name in names:
-                    del missing[name]
-    if missing:
-        told.append((list(missing), ""))
-    return told
+            for name in re.split(r",\s*", parameter.arg_name):
+                if name in missing:
+                    missing.remove(name)
+                    told.append((name, " ".join((parameter.description or "").split())))
+    return told + [(name, "") for name in missing]
 
 
 def _default(field: dataclasses.Field) -> str:
-    if field.default is dataclasses.MISSING:
-        return ""
-    return f"`{field.default}`" if not isinstance(field.default, str) else f"`{field.default!r}`"
+    return "" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
 
 
 def _kind(annotation: Any) -> str:
@@ -90,12 +82,10 @@ def table(kind: type) -> list[str]:
     """The settings as lines of Markdown."""
     hints, fields = typing.get_type_hints(kind), {field.name: field for field in dataclasses.fields(kind)}
     lines = ["| setting | default | may be | what it is |", "|---|---|---|---|"]
-    for names, meaning in settings(kind):
+    for name, meaning in settings(kind):
         # A table's row is one line, in which a bar would end a cell.
         meaning = meaning.replace("|", r"\|")
-        kinds = ", ".join(dict.fromkeys(_kind(hints[name]) for name in names))
-        defaults = ", ".join(_default(fields[name]) for name in names).strip(", ")
-        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {defaults} | {kinds} | {meaning} |")
+        lines.append(f"| `{name}` | {_default(fields[name])} | {_kind(hints[name])} | {meaning} |")
     return lines
 
 
