@@ -62,11 +62,10 @@ OVERVIEW = (
 
 
 class Text(NamedTuple):
-    keys: np.ndarray  # [1, TOKENS, 1, HEAD_DIM]
-    values: np.ndarray  # [1, TOKENS, 1, TOKENS], unit vectors
-    queries: np.ndarray  # [1, TOKENS, 1, HEAD_DIM]: tokens ask for their own topic
-    question: np.ndarray  # [1, 1, 1, HEAD_DIM]: asks for the needle, and some for the topic that holds it
-    topics: np.ndarray  # [TOKENS]
+    keys: jax.Array  # [1, TOKENS, 1, HEAD_DIM]
+    values: jax.Array  # [1, TOKENS, 1, TOKENS], unit vectors
+    queries: jax.Array  # [1, TOKENS, 1, HEAD_DIM]: tokens ask for their own topic
+    question: jax.Array  # [1, 1, 1, HEAD_DIM]: asks for the needle, and some for the topic that holds it
 
 
 def text() -> Text:
@@ -80,10 +79,8 @@ def text() -> Text:
     keys[0] = 3 * directions[8] + 2 * directions[:4].sum(axis=0)  # what every query attends to: a sink
     keys[NEEDLE] = 5 * directions[9]
     question = 5.0 * directions[9] + 2.4 * directions[topics[NEEDLE]]
-    values = np.eye(TOKENS)
-    return Text(
-        *(x.astype(np.float32).reshape(1, -1, 1, x.shape[-1]) for x in (keys, values, queries, question)), topics
-    )
+    one_head = lambda x: jnp.asarray(x, jnp.float32).reshape(1, -1, 1, x.shape[-1])  # noqa: E731
+    return Text(one_head(keys), one_head(np.eye(TOKENS)), one_head(queries), one_head(question))
 
 
 def policy_of(name: str) -> Policy:
@@ -103,7 +100,7 @@ def filled(policy: Policy, read: Text) -> kvjax.Cache:
     cache = init(jax.random.split(jax.random.key(0), 1))
     asked = PROMPT if cache.policy.prompt_queries == ALL_QUERIES else cache.policy.prompt_queries
     # A repetition of the text asks, at every token, for that token.
-    again = Repeated(2 * read.keys[:, :PROMPT], read.keys[:, :PROMPT], jnp.array([[PROMPT]]))  # type: ignore[call-arg]
+    again = Repeated(2 * read.keys[:, :PROMPT], read.keys[:, :PROMPT], jnp.array([[PROMPT]]))
     prefill, step = (jax.jit(function, compiler_options=QUICKLY) for function in (kvjax.prefill, kvjax.step))
     cache, _ = prefill(
         cache, read.keys[:, :PROMPT], read.values[:, :PROMPT], jnp.array([PROMPT]),
@@ -123,13 +120,13 @@ class Kept(NamedTuple):
     held: np.ndarray  # [TOKENS]: kept, and read by other questions
 
 
-def kept(cache: kvjax.Cache, question: np.ndarray) -> Kept:
+def kept(cache: kvjax.Cache, question: jax.Array) -> Kept:
     """What the question reads of a cache, staged tokens left out."""
     shares, weight, held = [], [], np.zeros(TOKENS, bool)
     parts: list[Any] = list(parts_of(cache.policy.read(cache.state, staging.newer_tokens(cache.staging, 1))))
     for part in parts:
         if isinstance(part, Recalled):
-            store, choice = part.store, part.choose(jnp.asarray(question), None)
+            store, choice = part.store, part.choose(question, None)
             held[np.unique(store.position)[np.unique(store.position) >= 0]] = True
             for block, count in zip(*(np.asarray(x[0, 0]) for x in choice[:2]), strict=True):
                 own = np.asarray(store.position[0, 0, block, :count])
@@ -151,15 +148,14 @@ def draw_policy(name: str, read: Text) -> None:
     """Above, of every token, how many tokens its value counts for; below, what the question attends to."""
     cache = filled(policy_of(name), read)
     found = kept(cache, read.question)
-    exact = np.exp(read.keys[0, :, 0] @ read.question[0, 0, 0] / np.sqrt(HEAD_DIM))
-    exact /= exact.sum()
+    exact = np.asarray(jax.nn.softmax(read.keys[0, :, 0] @ read.question[0, 0, 0] / np.sqrt(HEAD_DIM)))
     attended = np.asarray(kvjax.output(kvjax.attend(cache, read.question))[0, 0, 0])
     error = np.linalg.norm(attended - exact) / np.linalg.norm(exact)
 
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(9, 3.3), height_ratios=(3, 2), sharex=True, layout="constrained"
     )
-    _draw_kept(above, found, int(cache.staging.count[0]), read.topics)
+    _draw_kept(above, found, int(cache.staging.count[0]))
     above.set_title(f"{name}: {_in_words(found)}", loc="left", fontsize=10)
     tokens = np.arange(TOKENS)
     below.bar(tokens, exact, width=1.0, color=HELD, label="exact")
@@ -204,7 +200,7 @@ def draw_overview(read: Text) -> None:
     _save(figure, "overview")
 
 
-def _draw_kept(axis: plt.Axes, found: Kept, staged: int, topics: np.ndarray) -> None:
+def _draw_kept(axis: plt.Axes, found: Kept, staged: int) -> None:
     axis.bar(np.flatnonzero(found.held), 1.0, width=0.9, color=HELD)
     foot, merged = np.zeros(TOKENS), 0
     for shares, weight in sorted(
