@@ -3,14 +3,10 @@
 import json
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
-
-from experiments.common import settings
-from experiments.common.tasks import line_retrieval as task
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -24,70 +20,6 @@ def run(*arguments, text_input=None):
         input=text_input,
         check=False,
     )
-
-
-@pytest.fixture(scope="module")
-def asked():
-    """A document of about 500 tokens and its right answer, as text."""
-    _, tokenizer = settings.load_model(settings.LINES_CHECKPOINT)
-    [document] = task.documents(
-        7, 1, lambda rng: task.generate_for_tokens(rng, lambda text: len(tokenizer.encode(text)), 500)
-    )
-    return document
-
-
-def test_generate_answers_from_a_file(asked, tmp_path):
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text(asked.context + asked.question)
-    done = run(
-        "experiments.generate", "--policy=uniform:recent=16", "--budget=90%", f"--prompt_file={prompt}",
-        "--max_new_tokens=8",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "of exact's" in done.stderr
-    done = run("experiments.generate", "--prompt_file=-", "--max_new_tokens=8", text_input=prompt.read_text())
-    assert task.parse_answer(done.stdout) == asked.answer
-
-
-@pytest.mark.heavy
-def test_generate_goes_on_where_its_newest_save_stands(tmp_path):
-    (tmp_path / "prompt.txt").write_text("Read the record.")
-    command = (
-        "experiments.generate", f"--prompt_file={tmp_path / 'prompt.txt'}", "--max_new_tokens=12", "--temperature=1",
-        "--policy=exact:compact_every=4", f"--save_dir={tmp_path / 'run'}", "--save_every=4",
-    )  # fmt: skip
-    whole = run(*command)
-    assert whole.returncode == 0, whole.stderr
-    saves = sorted((tmp_path / "run" / "states").iterdir(), key=lambda path: int(path.name))
-    shutil.rmtree(saves[-1])  # as if it had been killed before its end
-    resumed = run(*command, "--resume")
-    assert resumed.returncode == 0, resumed.stderr
-    assert "tokens restored in" in resumed.stderr
-    assert resumed.stdout == whole.stdout
-    other = run(*command, "--resume", "--seed=1")
-    assert "run is {'seed': 0}, not {'seed': 1}" in other.stderr
-
-
-@pytest.mark.heavy
-def test_generate_continues_a_saved_prefix(asked, tmp_path):
-    (tmp_path / "context.txt").write_text(asked.context)
-    (tmp_path / "question.txt").write_text(asked.question)
-    question = f"--prompt_file={tmp_path / 'question.txt'}"
-    done = run(
-        "experiments.generate", f"--prompt_file={tmp_path / 'context.txt'}", "--max_new_tokens=64",
-        f"--save_prefix={tmp_path / 'read'}",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    done = run("experiments.generate", f"--prefix={tmp_path / 'read'}", question, question, "--max_new_tokens=8")
-    assert done.returncode == 0, done.stderr
-    answers = done.stdout.split(f"== {tmp_path / 'question.txt'}\n")[1:]
-    assert [task.parse_answer(answer) for answer in answers] == [asked.answer] * 2
-
-
-def test_generate_refuses_two_policies(tmp_path):
-    done = run("experiments.generate", "--policy=exact", "--policy=uniform", "--prompt_file=-", text_input="x")
-    assert done.returncode != 0
-    assert "give one policy" in done.stdout + done.stderr
 
 
 def test_line_retrieval_writes_rows_and_a_plot(tmp_path):

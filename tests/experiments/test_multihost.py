@@ -71,6 +71,12 @@ def test_processes_with_other_flags_are_refused(tmp_path):
 @pytest.mark.heavy
 def test_generation_on_a_mesh_writes_what_one_device_does(tmp_path):
     (tmp_path / "prompt.txt").write_text("line careless-cat: REGISTER_CONTENT is <12345>\n" * 8)
-    run = ("experiments.generate", f"--prompt_file={tmp_path / 'prompt.txt'}", "--max_new_tokens=24")
+    run = (
+        "kvjax_models.command",
+        "generate",
+        "--model=models/checkpoints/line-retrieval-2l-4k",
+        f"--prompt_file={tmp_path / 'prompt.txt'}",
+        "--max_new_tokens=24",
+    )
     [alone], [together] = finish(start(1, *run)), finish(start(2, *run, "--mesh_tensor=2"))
     assert alone == together
