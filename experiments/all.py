@@ -4,9 +4,9 @@
     python -m experiments.all --profile h200 --model DIRECTORY
 
 Each runs in a process of its own and writes to OUTPUT_DIR/PROFILE/JOB, what it prints into a log there. One that fails
-is named at the end and stops no other; the exit status is then 1. A run that was stopped goes on where it was. The page
-(OUTPUT_DIR/PROFILE/README.md) sets what was measured against every table and figure of the papers; with --publish it
-and the rows behind it become experiments/README.md and experiments/results/PROFILE.json.
+is named at the end and stops no other; the exit status is then 1. A run that was stopped goes on where it was. Pages
+(below OUTPUT_DIR/PROFILE) set what was measured against every table and figure of the papers; with --publish the rows
+behind them go to experiments/results/PROFILE.json and the pages to docs/.
 """
 
 import functools
@@ -32,7 +32,7 @@ flags.DEFINE_string("longbench", None, "The directory of LongBench's files; with
 flags.DEFINE_string("kvpress_python", None, "An interpreter that has kvpress; without it `peers` is left out.")
 flags.DEFINE_string("output_dir", "build/all", "Where results go.")
 flags.DEFINE_string("remark", None, "What the page says of the machine beside its devices: that it was busy, say.")
-flags.DEFINE_bool("publish", False, "Also write experiments/README.md and the rows that it is made of.")
+flags.DEFINE_bool("publish", False, "Also write the pages in docs/ and the rows that they are made of.")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -50,11 +50,11 @@ def main(argv: Sequence[str]) -> None:
     published = page.collect(found, machine)
     page.save(published, directory / "results.json")
     own = {given.profile: published}
-    (directory / "README.md").write_text(page.render(own), encoding="utf-8")
-    print(f"Page: {directory / 'README.md'}")
+    page.write(own, directory)
+    print(f"Pages: {directory}")
     if given.publish:
         page.publish(published, given.profile)
-        print(f"Published: {page.PAGE}")
+        print(f"Published: {page.DOCS}")
     if failed:
         print("\n".join(f"FAILED {job}: {reason}" for job, reason in failed.items()), file=sys.stderr)
         sys.exit(1)

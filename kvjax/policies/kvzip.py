@@ -46,9 +46,7 @@ class KVzip(Selection):
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
         if prompt.repeated is None:
-            raise ValueError(
-                "KVzip needs the prompt read again (`repeated`), as kvjax_models.generate.Generator does"
-            )
+            raise ValueError("KVzip needs the prompt read again (`repeated`), as kvjax_models.generate.Generator does")
         chunk, tokens = self.chunk, prompt.keys.shape[2]
         chunks = prompt.repeated.lengths.shape[1]
         size = prompt.repeated.keys.shape[1] // chunks

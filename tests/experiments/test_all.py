@@ -47,7 +47,7 @@ def test_the_command_reports_an_experiment_that_fails(tmp_path):
     assert done.returncode == 1
     assert "FAILED guarantees: guarantees ended with status 1" in done.stderr
     assert "--model=nowhere is neither a directory" in done.stderr
-    assert (tmp_path / "quick" / "README.md").read_text().startswith("# The papers' tables and figures")
+    assert (tmp_path / "quick" / "papers" / "subgen.md").read_text().startswith("# SubGen")
 
 
 def test_a_process_without_rows_has_failed(tmp_path, monkeypatch):
