@@ -1,9 +1,11 @@
 """Rows as tables in Markdown, and whether the order of methods that a paper has holds among them."""
 
+import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from experiments.common import plots
 from experiments.common.results import Row
 from experiments.common.sections import Figure
 
@@ -104,6 +106,31 @@ def table(figures: Mapping[Figure, Sequence[Row]]) -> str:
         return markdown(["", *columns], lines)
     lines = [[group, *(column.get(method, "-") for method in methods)] for group, column in columns.items()]
     return markdown(["", *shown], lines)
+
+
+def draw(figures: Mapping[Figure, Sequence[Row]], path: pathlib.Path) -> None:
+    """A panel per figure: a line per policy, a marker per group, with intervals."""
+    policies = list(dict.fromkeys(figure.method(row) for figure, rows in figures.items() for row in rows))[::-1]
+    size = (4.2 * len(figures) + 2, 1.2 + 0.28 * len(policies))
+    drawn, axes = plots.plt.subplots(1, len(figures), figsize=size, layout="constrained", sharey=True, squeeze=False)
+    markers: dict[Group, str] = {}
+    for axis, (figure, rows) in zip(axes[0], figures.items(), strict=True):
+        for number, (group, methods) in enumerate(by_group(figure, rows).items()):
+            markers[group] = "osD^v"[number % 5]
+            for policy, row in methods.items():
+                low, high = (row.value if end is None else end for end in (row.ci95_low, row.ci95_high))
+                reach = [[max(row.value - low, 0)], [max(high - row.value, 0)]]
+                place = policies.index(policy) - 0.2 * number
+                style = {"marker": markers[group], "color": plots.colour(policy), "markersize": 5}
+                axis.errorbar(row.value, place, xerr=reach, linestyle="none", **style)
+        axis.set_title(figure.title)
+        axis.set_yticks(range(len(policies)), policies)
+        axis.axvline(1, color=plots.COLOURS["exact"], linewidth=1)
+        axis.grid(alpha=0.3)
+    for group, marker in markers.items():
+        axes[0][0].plot([], [], marker, color="grey", label=group)
+    drawn.legend(loc="outside lower right", ncols=len(markers))
+    plots.save(drawn, path, dpi=100)
 
 
 def verdict(figure: Figure, rows: Sequence[Row]) -> str:

@@ -98,6 +98,11 @@ def write(found: Mapping[str, Results], directory: pathlib.Path) -> list[pathlib
         written[-1].write_text(text, encoding="utf-8")
     if swept := _swept(found):
         written += task_tables.draw({job: done.rows for job, done in swept.items()}, directory / "images")
+    for section in (section for own in sections.pages() for section in own.sections):
+        _, taken = _taken(section, found)
+        if section.picture and taken:
+            written.append(directory / "images" / section.picture[0])
+            comparisons.draw(taken, written[-1])
     return written
 
 
@@ -116,15 +121,8 @@ def render(found: Mapping[str, Results]) -> dict[str, str]:
 
 def render_section(section: Section, found: Mapping[str, Results]) -> str:
     """A section from the largest profile that ran any of it; empty where none did."""
-    for jobs in _largest_first(found):
-        taken = {
-            figure: [row for job in figure.jobs if job in jobs for row in jobs[job].rows if figure.takes(row)]
-            for figure in section.figures
-        }
-        taken = {figure: rows for figure, rows in taken.items() if rows}
-        if taken:
-            break
-    else:
+    jobs, taken = _taken(section, found)
+    if not taken:
         return ""
     parts = [f"## {section.title}"]
     if section.paper:
@@ -136,6 +134,9 @@ def render_section(section: Section, found: Mapping[str, Results]) -> str:
         for figure, rows in taken.items():
             titled = figure.title and figure.groups
             parts.append((f"*{figure.title}*\n\n" if titled else "") + comparisons.table({figure: rows}))
+    if section.picture:
+        name, shown = section.picture
+        parts.append(f"![{shown}](../images/{name})")
     orders = []
     for figure, rows in taken.items():
         if told := comparisons.verdict(figure, rows):
@@ -153,6 +154,18 @@ def render_section(section: Section, found: Mapping[str, Results]) -> str:
         ran = {name: done._replace(command=others.sub("", done.command)) for name, done in ran.items()}
     parts.append(_typed(ran, section.command))
     return "\n\n".join(parts)
+
+
+def _taken(section: Section, found: Mapping[str, Results]) -> tuple[Results, dict[Figure, list[Row]]]:
+    """The largest profile that ran any of a section, and the rows of each figure that it ran."""
+    for jobs in _largest_first(found):
+        rows = {
+            figure: _of((row for job in figure.jobs if job in jobs for row in jobs[job].rows), [figure])
+            for figure in section.figures
+        }
+        if any(rows.values()):
+            return jobs, {figure: own for figure, own in rows.items() if own}
+    return {}, {}
 
 
 def _of(rows: Iterable[Row], figures: Iterable[Figure]) -> list[Row]:

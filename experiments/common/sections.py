@@ -79,6 +79,7 @@ class Section:
         command: for the paper's own models and data.
         why: why an order does not hold, as far as measured.
         joined: whether its figures are columns of one table.
+        picture: of its figures side by side: its name among the images, and what it shows.
     """
 
     what: str
@@ -88,6 +89,7 @@ class Section:
     command: str = ""
     why: str = ""
     joined: bool = False
+    picture: tuple[str, str] | None = None
     figures: tuple[Figure, ...] = ()
 
     @property

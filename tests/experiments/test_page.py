@@ -213,6 +213,22 @@ def test_the_largest_profile_that_ran_a_figure_is_shown():
     assert ".20 |" in page.render_section(section, found | {"h200": {}})
 
 
+def test_a_picture_has_a_point_per_policy_and_group(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(comparisons.plots, "save", lambda figure, path, dpi: drawn.append(figure))
+    rows = [row(policy, value, 0.1, 0.9, budget=budget) for policy, budget, value in (
+        ("chelsea", "5%", 0.2), ("chelsea", "25%", 0.5), ("uniform", "5%", 0.1)
+    )]  # fmt: skip
+    comparisons.draw({RANKED: rows}, tmp_path / "a.png")
+    [axis] = drawn[0].axes
+    points = [container[0] for container in axis.containers]
+    assert sorted(float(point.get_xdata()[0]) for point in points) == [0.1, 0.2, 0.5]
+    assert [point.get_color() for point in points] == [
+        plots.COLOURS[name] for name in ("chelsea", "uniform", "chelsea")
+    ]
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["uniform", "chelsea"]
+
+
 def test_one_of_several_ablations_is_typed_alone():
     figure = Figure(("ablations_kept",), "accuracy", {"ablation": "b"}, groups=("budget",))
     done = page.Done(
