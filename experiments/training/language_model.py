@@ -173,6 +173,7 @@ def train(preset: Preset, settings: running.Settings) -> tuple[llama.Llama, Toke
         lambda progress: progress.step >= preset.steps,
         settings=settings,
         checkpoint_steps=preset.checkpoint_steps,
+        steps=preset.steps,
     )
     return nnx.merge(graph, cast(params, preset.dtype)), data.tokenizer
 

@@ -63,12 +63,14 @@ def run(
     *,
     settings: Settings,
     checkpoint_steps: int,
+    steps: int | None = None,
 ) -> Arrays:
     """Steps until the run is finished, from its newest checkpoint on. Checkpoints, of which two are kept, and
     `train_log.jsonl` go to the run's directory.
 
     Args:
         advance: a step, which also gives what the log tells of it.
+        steps: how many there will be, where that is known.
 
     Raises:
         ValueError: there are checkpoints and `settings.resume` is not set.
@@ -87,14 +89,14 @@ def run(
         lines = log_path.read_text().splitlines(keepends=True) if log_path.exists() else []
         log_path.write_text("".join(lines[: progress.step]))
         started = time.perf_counter() - progress.seconds
-        with log_path.open("a", buffering=1) as log, tqdm.tqdm(initial=progress.step, unit="step") as bar:
+        with log_path.open("a", buffering=1) as log, tqdm.tqdm(initial=progress.step, total=steps, unit="step") as bar:
             while not finished(progress):
                 arrays, after, told = advance(arrays, progress)
                 row = {"step": progress.step} | {name: _rounded(value) for name, value in told.items()}
                 progress = dataclasses.replace(after, step=progress.step + 1, seconds=time.perf_counter() - started)
                 log.write(json.dumps(row | {"seconds": round(progress.seconds, 1)}) + "\n")
                 bar.update()
-                bar.set_postfix(told)
+                bar.set_postfix({name: value for name, value in told.items() if isinstance(value, int | float)})
                 if progress.step % checkpoint_steps == 0 or finished(progress):
                     items = {"arrays": ocp.args.StandardSave(_pure(arrays)), "progress": _as_json(progress)}
                     manager.save(progress.step, args=ocp.args.Composite(**items))
@@ -102,7 +104,7 @@ def run(
 
 
 def _rounded(value: Any) -> Any:
-    return round(value, 7) if isinstance(value, float) else value
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _as_json(progress: Progress) -> ocp.args.JsonSave:
