@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from experiments.common import choices
+from experiments.common import suites as choices
 from experiments.common.results import Row, policy_label
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from scipy import stats
 
 from experiments.common import multihost
+from kvjax.registry import PolicyChoice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,30 @@ def from_flat(flat: Mapping[str, Any]) -> Row:
     names = {field.name for field in dataclasses.fields(Row)}
     own = {name: value for name, value in flat.items() if name in names}
     return Row(**own, extra={name: value for name, value in flat.items() if name not in names})
+
+
+def row(
+    experiment: str,
+    model: str,
+    metric: str,
+    found: "float | Estimate",
+    setting: PolicyChoice | None = None,
+    **others: Any,
+) -> Row:
+    """A row.
+
+    Args:
+        found: the figure, with its interval where it has one.
+        setting: what `policy` and `variant` are to be taken from, and, among what `extra` holds, `budget`.
+        others: fields; whatever is none goes to `extra`.
+    """
+    fields: dict[str, Any] = {"experiment": experiment, "model": model, "metric": metric, "value": found}
+    if isinstance(found, Estimate):
+        fields |= {"value": found.value, "ci95_low": found.low, "ci95_high": found.high}
+    if setting is not None:
+        budget = str(setting.budget) if setting.budget else None
+        fields |= {"policy": setting.name, "variant": setting.variant, "budget": budget}
+    return from_flat(fields | others)
 
 
 def write_rows(path: pathlib.Path, rows: Sequence[Row]) -> None:

@@ -1,20 +1,18 @@
 """The results page: complete, as its rows make it, and every command on it can be typed."""
 
 import dataclasses
-import json
+import importlib
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 
-from experiments.common import page
-from experiments.common.choices import ABLATIONS
+from experiments.common import options, page, settings
 from experiments.common.jobs import JOBS, PROFILES
 from experiments.common.papers import PAPERS, Figures, Item, Paper
 from experiments.common.processes import ROOT, command
 from experiments.common.results import Row
+from experiments.common.suites import ABLATIONS
 
 # Numbers of figures and tables, as the papers print them.
 PRINTED = {
@@ -26,7 +24,7 @@ PRINTED = {
     "Choices of the systems": (range(0), range(0)),
 }
 # No experiments: they train, compile for other machines, write text, or run the others.
-OTHER_COMMANDS = {"train", "train_lm", "ahead_of_time", "pod_plan", "generate", "all"}
+OTHER_COMMANDS = {"train", "train_lm", "ahead_of_time", "pod_plan", "all"}
 
 
 def test_every_table_and_figure_has_a_line():
@@ -51,51 +49,26 @@ def test_every_experiment_is_run_and_every_figure_has_a_job():
 
 def test_every_ablation_is_run_and_has_a_line():
     shown = {figures.where.get("ablation") for paper in PAPERS for item in paper.items for figures in item.figures}
-    run = [flag.removeprefix("--ablation=") for job in JOBS.values() for flag in job.what if "--ablation=" in flag]
+    run = [name for job in JOBS.values() for name in job.what.get("ablation", ())]
     assert shown - {None} == set(ABLATIONS) and sorted(run) == sorted(ABLATIONS)
-
-
-# Flags of two experiments cannot stand side by side, so those of one go before the next comes.
-PARSE = """
-import importlib, json, sys
-from absl import flags
-from experiments.common import settings
-for module, commands in json.load(sys.stdin).items():
-    for name in list(flags.FLAGS):
-        delattr(flags.FLAGS, name)
-    imported = importlib.import_module(f"experiments.{module}")
-    chosen = []
-    for command in commands:
-        flags.FLAGS.unparse_flags()
-        flags.FLAGS([module, *command])
-        if {"budget", "policy"} <= set(flags.FLAGS) and "press" not in flags.FLAGS:
-            chosen += settings.settings(flags.FLAGS.policy, flags.FLAGS.budget)
-    for ablation in getattr(imported, "ABLATIONS", {}).values():
-        policies = [policy for policy in ablation.policies if "heads=" not in policy]  # which name files
-        chosen += settings.settings(policies, ablation.budgets)
-    for setting in set(chosen):
-        setting.make(32768)
-print("parsed")
-"""
 
 
 def test_every_command_can_be_typed():
     commands = [command(job.experiment, job.arguments(profile)) for job in JOBS.values() for profile in PROFILES]
     commands += re.findall(r"`(python -m experiments\.[^`]+)`", page.PAGE.read_text(encoding="utf-8"))
-    by_module = {}
+    names, chosen = set(), set()
     for one in dict.fromkeys(commands):
         _, _, module, *arguments = shlex.split(one)
-        by_module.setdefault(module.removeprefix("experiments."), []).append(arguments)
-    assert len(by_module) > 10
-    done = subprocess.run(
-        [sys.executable, "-c", PARSE],
-        cwd=ROOT,
-        input=json.dumps(by_module),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.endswith("parsed\n"), done.stderr
+        names.add(module)
+        given = options.parse(importlib.import_module(module).EXPERIMENT.options, arguments)
+        if isinstance(given, options.Policies) and "press" not in vars(given):
+            chosen.update(settings.settings(given.policy, given.budget))
+    for ablation in ABLATIONS.values():
+        policies = [policy for policy in ablation.policies if "heads=" not in policy]  # which name files
+        chosen.update(settings.settings(policies, ablation.budgets))
+    for setting in chosen:
+        setting.make(32768)
+    assert len(names) > 10
 
 
 def row(policy, value, low=None, high=None, **extra):
