@@ -16,7 +16,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 from tqdm import tqdm
 
 from experiments import attention_error, calibrate_heads, line_retrieval
@@ -24,7 +23,7 @@ from experiments.common import cases, plots, results, settings, sweeping
 from experiments.common.options import Experiment, Run, each
 from experiments.common.results import Row
 from experiments.common.resuming import Finished
-from experiments.common.suites import ABLATIONS, CALIBRATED, Ablation
+from experiments.common.suites import ABLATIONS, CALIBRATED
 
 NAME = "ablations"
 EXPERIMENTS = {one.EXPERIMENT.name: one.EXPERIMENT for one in (attention_error, line_retrieval, calibrate_heads)}
@@ -75,7 +74,11 @@ def run(options: Options) -> list[Row]:
     rows: list[Row] = []
     for name in tqdm(options.ablation, desc=NAME, leave=False):
         of_ablation = [row for measure in options.measure for row in measured(options, name, measure, finished)]
-        show(ABLATIONS[name], of_ablation)
+        shown = [row for row in of_ablation if row.metric in MEASURES.values()]
+        title = f"{ABLATIONS[name].choice} ({ABLATIONS[name].source})"
+        results.print_rows(
+            title, shown, lambda row: f"{results.setting_label(row)} ({row.budget_fraction:.1%})", column
+        )
         rows += of_ablation
         results.write_rows(options.file(f"{NAME}.json"), rows)
     return rows
@@ -125,18 +128,6 @@ def kept(
 def column(row: Row) -> str:
     """What a figure is of: the task, or a layer of the model."""
     return "answers" if row.metric == "accuracy" else f"error, layer {row.extra['layer']:g}"
-
-
-def show(ablation: Ablation, rows: Sequence[Row]) -> None:
-    """A line per setting: accuracy and the error of every layer, with intervals."""
-    shown = [row for row in rows if row.metric in MEASURES.values()]
-    columns = list(dict.fromkeys(map(column, shown)))
-    lines = []
-    for setting, of_setting in results.by_setting(shown).items():
-        figures = {column(row): str(row.estimate) for row in of_setting}
-        fraction = np.mean([row.budget_fraction for row in of_setting])
-        lines.append((setting, f"{fraction:.1%}", *(figures.get(name, "-") for name in columns)))
-    results.print_table(f"{ablation.choice} ({ablation.source})", ("policy", "of exact's", *columns), lines)
 
 
 def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:

@@ -91,9 +91,10 @@ def run(options: Options) -> list[Row]:
             sizes: dict[str, Any] = {"context_tokens": of_spec.max_prompt, "batch": of_spec.batch, "n": of_spec.batch}
             shared = {**of_case, **sizes, "seed": options.seed}
             model = options.model_of(case.stream)
-            for result in measured:
-                rows += result_rows(model, result, baseline(result, measured, study.baseline), study.baseline, shared)
-            show(case, measured, rank, study.baseline)
+            found = [row for result in measured for row in result_rows(model, result, measured, study.baseline, shared)]
+            title = f"{case}: {of_spec.max_prompt} tokens, {of_spec.batch} seeds, effective rank {rank:.1f}"
+            results.print_rows(title, found, lambda row: f"{results.setting_label(row)} ({row.budget_fraction:.1%})")
+            rows += found
             results.write_rows(options.file(f"{NAME}.json"), rows)
         # Programs are for one spec, and every layer has its own.
         build.cache_clear()
@@ -182,14 +183,14 @@ def programs(policy: Policy, spec: kvjax.CacheSpec, queries: int) -> tuple[Any, 
     return compress.lower(*given).compile(), attend.lower(cache, asked).compile()
 
 
-def result_rows(model: str, result: Result, other: Result | None, name: str, shared: dict[str, Any]) -> list[Row]:
+def result_rows(model: str, result: Result, of_case: Sequence[Result], name: str, shared: dict[str, Any]) -> list[Row]:
     """One setting's rows: both errors, the difference to the baseline at the same bytes, seconds to compress."""
     found: dict[str, Any] = {
         "compress_seconds": result.compress_seconds,
         "relative_error": results.mean_interval(result.error),
         "relative_error_clamped": results.mean_interval(result.clamped_error),
     }
-    if other is not None:  # paired by seed
+    if (other := baseline(result, of_case, name)) is not None:  # paired by seed
         found[f"relative_error_minus_{name}"] = results.mean_interval(result.error - other.error)
     sizes: dict[str, Any] = {
         "device_bytes": result.device_bytes,
@@ -209,32 +210,6 @@ def baseline(result: Result, of_case: Sequence[Result], name: str) -> Result | N
     if settings.plain(result.setting) == plain or not others or min(apart) > 0.05:
         return None
     return others[int(np.argmin(apart))]
-
-
-def show(case: cases.Case, of_case: Sequence[Result], rank: float, name: str) -> None:
-    """The table of one case: bytes as a share of exact's, the paired difference as a share of the baseline's error,
-    milliseconds to compress one stream."""
-    lines = []
-    for result in of_case:
-        other, against = baseline(result, of_case, name), "-"
-        if other is not None:
-            compared = np.asarray(results.mean_interval(result.error - other.error)) / other.error.mean()
-            against = "{:+.0%} [{:+.0%}, {:+.0%}]".format(*compared)
-        lines.append(
-            (
-                str(settings.plain(result.setting)),
-                str(result.setting.budget or "-"),
-                f"{result.fraction:.1%}",
-                str(results.mean_interval(result.error)),
-                against,
-                f"{result.clamped_error.mean():.3g}",
-                f"{1e3 * result.compress_seconds:.1f}",
-            )
-        )
-    seeds, tokens = case.drawn.keys.shape[:2]
-    title = f"{case}: {tokens} tokens, {seeds} seeds, effective rank {rank:.1f}"
-    columns = ("policy", "budget", "bytes", "error [95%]", f"against {name} [95%]", "clamped", "ms")
-    results.print_table(title, columns, lines)
 
 
 def case_of(row: Row) -> str:

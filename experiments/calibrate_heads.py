@@ -32,12 +32,12 @@ from experiments.common import corpora, plots, results, settings, streams
 from experiments.common.cases import spec_of
 from experiments.common.options import Experiment, Run, each
 from experiments.common.results import Row
+from experiments.common.suites import RULES
 from kvjax.combinators.head_choice import HeadChoice
 from pallas_kernels.soft_match import soft_match
 
 NAME = "calibrate_heads"
 SINKS, RECENT, CHUNK = 16, 64, 256
-RULES = ("share", "error")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +168,7 @@ def first_heads(ranking: Float[np.ndarray, "L H_kv"], fraction: float) -> set[tu
 
 def head_rows(options: Options, found: dict[str, Measured], chosen: dict[str, HeadChoice]) -> list[Row]:
     """Every head's share and errors, as rows and as a table that marks what each rule chose."""
-    rows, lines = [], []
+    rows: list[Row] = []
     for corpus, one in found.items():
         for layer, head in np.ndindex(one.share.shape[1:]):
             share = results.mean_interval(one.share[:, layer, head])
@@ -176,12 +176,13 @@ def head_rows(options: Options, found: dict[str, Measured], chosen: dict[str, He
             place: dict[str, Any] = {"task": corpus, "layer": layer, "kv_head": head}
             rows.append(options.row("share_without_edge", share, **place))
             rows += [options.row("relative_error", of, variant=f"joins={name}", **place) for name, of in errors.items()]
-            marks = [f"keeps all ({rule})" for rule, choice in chosen.items() if (layer, head) in choice.full]
-            marks += [f"drops ({rule})" for rule, choice in chosen.items() if (layer, head) in choice.drop]
-            named = f"{corpus}, layer {layer}, kv head {head}"
-            lines.append((named, str(share), str(errors["mean"]), str(errors["drop"]), ", ".join(marks) or "-"))
-    columns = ("head", f"A without {options.threshold:g}", "error of means", "error of dropping", "chosen")
-    results.print_table(f"Heads, {options.kept:.0%} of {options.tokens} tokens kept", columns, lines)
+    title = f"Heads, {options.kept:.0%} of {options.tokens} tokens kept"
+    what = lambda row: f"{row.metric} {row.variant or ''}"  # noqa: E731
+    results.print_rows(
+        title, rows, lambda row: "{}, layer {layer}, kv head {kv_head}".format(row.task, **row.extra), what
+    )
+    for rule, choice in chosen.items():
+        print(f"Rule {rule}: heads (layer, kv head) that keep all: {choice.full}; that drop: {choice.drop}")
     return rows
 
 
@@ -223,14 +224,13 @@ def effect(
                 if layer == 0:
                     print(f"{name} is left out: {reason}")
     means = {name: np.mean(of, axis=0) for name, of in errors.items() if of}
-    rows, lines = [], []
+    rows = []
     for name, error in means.items():
-        found = results.mean_interval(error), results.mean_interval(error - means["none"])
-        for metric, estimate in zip(("relative_error", "relative_error_minus_none"), found, strict=True):
-            rows.append(options.row(metric, estimate, task=corpus, variant=f"heads={name}"))
-        lines.append((name, *map(str, found)))
+        found = {"relative_error": error, "relative_error_minus_none": error - means["none"]}
+        for metric, of in found.items():
+            rows.append(options.row(metric, results.mean_interval(of), task=corpus, variant=f"heads={name}"))
     title = f"{corpus}, seeds {seeds.start} to {seeds.stop - 1}: all heads, equal slots"
-    results.print_table(title, ("heads", "error [95%]", "minus none [95%]"), lines)
+    results.print_rows(title, rows, lambda row: str(row.variant))
     return rows
 
 

@@ -75,15 +75,13 @@ def run(options: Options) -> list[Row]:
 
 def show(rows: Sequence[Row], budget: str) -> None:
     """A line per kind of document, and the mean of all as a policy's setting."""
-    layers = 1 + max(row.extra["layer"] for row in rows)
-    by_task: dict[str, list[Row]] = {}
+    layer = lambda row: f"layer {row.extra['layer']}"  # noqa: E731
+    title = f"Shares of the layers at {budget}, of the mean layer's"
+    results.print_rows(title, rows, lambda row: str(row.task), layer)
+    by_layer: dict[int, list[float]] = {}
     for row in rows:
-        by_task.setdefault(str(row.task), []).append(row)
-    lines = [(task, *(row.estimate.fixed() for row in of_task)) for task, of_task in by_task.items()]
-    names = [f"layer {layer}" for layer in range(layers)]
-    results.print_table(f"Shares of the layers at {budget}, of the mean layer's", ("", *names), lines)
-    shares = np.mean([[row.value for row in of_task] for of_task in by_task.values()], axis=0)
-    print(f"shares=({','.join(f'{share:.2f}' for share in shares)})")
+        by_layer.setdefault(row.extra["layer"], []).append(row.value)
+    print(f"shares=({','.join(f'{np.mean(shares):.2f}' for shares in by_layer.values())})")
 
 
 EXPERIMENT = Experiment(NAME, Options, run)

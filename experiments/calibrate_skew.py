@@ -50,9 +50,8 @@ def run(options: Options) -> list[Row]:
     np.savez(options.file("skew.npz"), skew=turns, singular_values=values, model=options.model)
     later = range(seeds.stop, seeds.stop + options.documents)
     rows = [row for skew in (None, turns) for row in recall_rows(options, model, tokenizer, later, skew)]
-    lines = [(str(row.extra["layer"]), str(row.variant), str(row.estimate)) for row in rows]
     title = f"Of the {options.top:.0%} largest logits, found in {options.partial:.0%} of the dimensions"
-    results.print_table(title, ("layer", "keys", "recall [95%]"), lines)
+    results.print_rows(title, rows, lambda row: f"layer {row.extra['layer']}", lambda row: f"{row.variant} keys")
     return rows
 
 

@@ -65,8 +65,7 @@ def run(options: Options) -> list[Row]:
             for head in range(min(options.heads, found.keys.shape[2])):
                 of = (before, found.keys, found.values)
                 parts[layer, head] = {name: x[:, :, head] for name, x in zip(PARTS, of, strict=True)}
-    lines = [(f"layer {one.extra['layer']}, {one.metric}", str(one.estimate)) for one in rows]
-    results.print_table("l2 norms of queries", ("layer", "norm [95%]"), lines)
+    results.print_rows("l2 norms of queries", rows, lambda row: f"layer {row.extra['layer']}")
     draw_maps(parts, options)
     return rows + radii(parts, row)
 
@@ -100,7 +99,7 @@ def draw_maps(parts: Parts, options: Options) -> None:
 
 def radii(parts: Parts, row: functools.partial[Row]) -> list[Row]:
     """The radius that k centres leave, as a share of the radius of one, against k."""
-    rows, lines = [], []
+    rows: list[Row] = []
     for (layer, head), part in tqdm(parts.items(), desc="k-center", leave=False):
         for name, vectors in part.items():
             sizes = [2**i for i in range((vectors.shape[1] // 4).bit_length())]
@@ -109,11 +108,9 @@ def radii(parts: Parts, row: functools.partial[Row]) -> list[Row]:
             told = {size: results.mean_interval(at) for size, at in zip(sizes, shares.T, strict=True)}
             place: dict[str, Any] = {"layer": layer, "kv_head": head, "part": name}
             rows += [row("k_center_radius_share", of, centers=size, **place) for size, of in told.items()]
-            half = next((size for size, of in told.items() if of.value <= 0.5), None)
-            where = f"layer {layer}, kv head {head}: {name}"
-            lines.append((where, str(told[CENTERS]), f"{half}" if half else f"> {max(sizes)}"))
-    columns = ("part", f"radius of {CENTERS} centres [95%]", "centres for half the radius")
-    results.print_table("k-center radii as shares of one centre's", columns, lines)
+    where = lambda row: "layer {layer}, kv head {kv_head}: {part}".format(**row.extra)  # noqa: E731
+    title = "k-center radii as shares of one centre's, by centres"
+    results.print_rows(title, rows, where, lambda row: str(row.extra["centers"]))
     return rows
 
 

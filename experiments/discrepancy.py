@@ -71,9 +71,7 @@ def run(options: Options) -> list[Row]:
     """The rows of every setting: discrepancies of walk and coins by n, their slopes, the walk's share of the coins'."""
     sizes = tuple(256 * 2**i for i in range(int(np.log2(options.longest / 256)) + 1))
     seeds = options.seeds_of(options.seeds)
-    shown = (0, len(sizes) // 2, -1)
     rows: list[Row] = []
-    lines = []
     for setting in tqdm([Setting.parse(text) for text in options.setting], leave=False):
         found = measure(setting, seeds, sizes, options.queries)
         row = functools.partial(
@@ -95,12 +93,12 @@ def run(options: Options) -> list[Row]:
             rows.append(row("discrepancy_slope", slope, variant=name))
             for size, values in zip(sizes, series.T, strict=True):
                 rows.append(row("discrepancy", results.mean_interval(values), variant=name, context_tokens=size))
-            means = [f"{series[:, column].mean():.3g}" for column in shown]
-            lines.append((str(setting), name, *means, str(slope), str(shares[-1]) if name == WALK else "-"))
         for size, share in zip(sizes, shares, strict=True):
             rows.append(row("discrepancy_over_coins", share, variant=WALK, context_tokens=size))
-    columns = ("keys", "signs", *(f"n = {sizes[column]}" for column in shown), "slope [95%]", "of the coins' [95%]")
-    results.print_table(f"Discrepancy by number of keys, {len(seeds)} seeds", columns, lines)
+    keys = lambda row: f"{keys_of(row)}: {row.variant}"  # noqa: E731
+    shown = [row for row in rows if row.context_tokens in (None, sizes[0], sizes[-1])]
+    title = f"Discrepancy by number of keys, {len(seeds)} seeds"
+    results.print_rows(title, shown, keys, lambda row: f"{row.metric} {row.context_tokens or ''}")
     return rows
 
 
@@ -137,12 +135,17 @@ def discrepancies(
     return jnp.max(jnp.abs(sums), axis=1)
 
 
+def keys_of(row: Row) -> str:
+    """The keys and the walk's constant of a row."""
+    return "D = {head_dim}, norm {norm:g}, c = {c}".format(**row.extra)
+
+
 def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
     """A panel per setting, both axes logarithmic."""
     plots.by_rows(
         path,
         [row for row in rows if row.metric == "discrepancy"],
-        panel=lambda row: "D = {head_dim}, norm {norm:g}, c = {c}".format(**row.extra),
+        panel=keys_of,
         x=lambda row: row.context_tokens,
         label=lambda row: str(row.variant),
         across=3,

@@ -66,6 +66,10 @@ def run(options: Options) -> list[Row]:
     return by_distance(options, layers) + outliers(options, layers) + costs(options)
 
 
+def head_of(row: Row) -> str:
+    return "layer {layer}, kv head {kv_head}".format(**row.extra)
+
+
 def draw_maps(layers: Layers, path: pathlib.Path) -> None:
     """The cosines of all pairs in a stretch in the middle of the first prompt, a map per layer and head."""
     heads = next(iter(layers.values())).shape[2]
@@ -84,7 +88,7 @@ def draw_maps(layers: Layers, path: pathlib.Path) -> None:
 def by_distance(options: Options, layers: Layers) -> list[Row]:
     """The mean cosine at every distance; as a plot, and as a table of some distances and of the rank correlation."""
     farthest = min(options.farthest, options.tokens // 2)
-    rows, lines = [], []
+    rows: list[Row] = []
     told = [distance for distance in TOLD if distance <= farthest]
     distances = np.arange(1, farthest + 1)
     figure, axes = plots.panels(len(layers), size=(5, 4))
@@ -96,19 +100,18 @@ def by_distance(options: Options, layers: Layers) -> list[Row]:
             rows += [options.row("cosine", of, distance=at, **place) for at, of in zip(told, estimates, strict=True)]
             fall = results.mean_interval(np.array([stats.spearmanr(distances, one).statistic for one in cosine]))
             rows.append(options.row("cosine_distance_rank_correlation", fall, **place))
-            lines.append((f"layer {layer}, kv head {head}", *(f"{of.value:.3f}" for of in estimates), str(fall)))
             axis.plot(distances, cosine.mean(axis=0), linewidth=1, label=f"kv head {head}")
         axis.set(xscale="log", xlabel="distance in tokens", title=f"layer {layer}", ylabel="mean cosine of keys")
         axis.legend(fontsize=7)
     plots.save(figure, options.file(f"{NAME}_distance.png"))
-    columns = ("head", *(f"at {distance}" for distance in told), "rank correlation")
-    results.print_table(f"Mean cosine of keys by distance, {options.seeds} prompts", columns, lines)
+    at = lambda row: f"at {row.extra['distance']}" if "distance" in row.extra else "rank correlation"  # noqa: E731
+    results.print_rows(f"Mean cosine of keys by distance, {options.seeds} prompts", rows, head_of, at)
     return rows
 
 
 def outliers(options: Options, layers: Layers) -> list[Row]:
     """The share of A tokens without an edge of at least .8, by head."""
-    rows, lines = [], []
+    rows: list[Row] = []
 
     @jax.jit
     @jax.vmap
@@ -121,14 +124,13 @@ def outliers(options: Options, layers: Layers) -> list[Row]:
         for head in range(keys.shape[2]):
             estimate = results.mean_interval(np.asarray(share(jnp.asarray(keys[:, :, head])), np.float64))
             rows.append(options.row("share_without_edge", estimate, layer=layer, kv_head=head))
-            lines.append((f"layer {layer}, kv head {head}", str(estimate)))
-    results.print_table("A tokens without an edge of at least .8", ("head", "share [95%]"), lines)
+    results.print_rows("A tokens without an edge of at least .8", rows, head_of)
     return rows
 
 
 def costs(options: Options) -> list[Row]:
     """Operations (two per multiplication) and seconds to find every key's partner or cluster, for one head."""
-    rows, lines = [], []
+    rows: list[Row] = []
     for tokens in tqdm(options.cost_tokens, desc="costs", leave=False):
         keys = jax.random.normal(jax.random.key(options.seed), (tokens, COST_HEAD_DIM))
         clusters = max(1, round(CLUSTERS_PER_TOKEN * tokens))
@@ -145,9 +147,8 @@ def costs(options: Options) -> list[Row]:
             of: dict[str, Any] = {"policy": "chelsea", "variant": name, "context_tokens": tokens, "seed": options.seed}
             rows.append(results.row(NAME, "synthetic", "matching_operations", operations, **of))
             rows.append(results.row(NAME, "synthetic", "matching_seconds", elapsed, **of))
-            lines.append((f"{tokens} tokens, {name}", f"{operations / 1e9:.3g}", f"{1e3 * elapsed:.3g}"))
     title = f"Cost of matching, one head of {COST_HEAD_DIM} dimensions, float32"
-    results.print_table(title, ("method", "Gflop", "ms"), lines)
+    results.print_rows(title, rows, lambda row: f"{row.context_tokens} tokens, {row.variant}")
     return rows
 
 

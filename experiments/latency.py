@@ -105,7 +105,7 @@ def run(options: Options) -> list[Row]:
     rows: list[Row] = []
     for context in options.context_tokens:
         found = timed_rows(measure(options, model, chosen, context), options, model, limits)
-        show(found, options.answer_tokens[-1])
+        show(found)
         rows += found
         results.write_rows(options.file(f"{NAME}.json"), rows)
     return rows
@@ -206,49 +206,13 @@ def timed_rows(timed: Timed, options: Options, model: Llama, limits: Limits) -> 
     return rows
 
 
-def show(rows: Sequence[Row], longest: int) -> None:
-    """The tables of one context: what a policy takes as ratios to exact, shares of it, and bytes.
-
-    Args:
-        longest: the answer whose end-to-end ratio is shown.
-    """
-    times, memory = [], []
-    for setting, of_setting in results.by_setting(rows).items():
-        found = {row.metric: row for row in of_setting if row.extra.get("answer_tokens") in (None, longest)}
-        slower = found["ms_per_token_over_exact"].estimate
-        told = lambda metric, style, found=found: style.format(found[metric].value) if metric in found else "-"  # noqa: E731
-        times.append(
-            (
-                setting,
-                told("compress_seconds", "{:.3f}"),
-                told("compress_share_of_prefill", "{:.1%}"),
-                told("time_to_first_token_over_exact", "{:.3f}"),
-                told("ms_per_token", "{:.1f}"),
-                slower.fixed(),
-                told("selection_share_of_decoding", "{:.1%}"),
-                told("end_to_end_over_exact", "{:.2f}"),
-            )
-        )
-        row = of_setting[0]
-        host = f" + {row.host_bytes / 1e6:.1f}" if row.host_bytes else ""
-        memory.append(
-            (
-                setting,
-                f"{(row.read_bytes_per_token or 0) / 1e6:.1f}",
-                told("share_of_reading_rate", "{:.0%}"),
-                f"{(row.device_bytes or 0) / 1e6:.1f}{host}",
-                told("hit_rate", "{:.0%}"),
-                told("memory_over_exact", "{:.2f}"),
-            )
-        )
-    prefill = rows[0]  # of exact
-    share = prefill.extra["share_of_matmul_rate"]
-    title = f"A prompt of {prefill.context_tokens} tokens, {prefill.model}, batch 1, {prefill.extra['dtype']}"
-    print(f"{title}: exact prefill {prefill.value:.2f} s, at {share:.0%} of a plain product's rate")
-    columns = ("policy", "compress s", "of prefill", "first token", "ms/token", "x exact [95%]", "selection")
-    results.print_table(f"{title}: seconds, and ratios to exact", (*columns, f"+ {longest}"), times)
-    held = ("policy", "MB read per token", "of the rate", "MB held (+ host)", "hits", "memory, x exact")
-    results.print_table(f"{title}: bytes", held, memory)
+def show(rows: Sequence[Row]) -> None:
+    """The tables of one context: ratios to exact and shares, then seconds and bytes."""
+    title = f"A prompt of {rows[0].context_tokens} tokens, {rows[0].model}, batch 1, {rows[0].extra['dtype']}"
+    ratio = lambda row: row.metric.endswith("over_exact") or "share" in row.metric or row.metric == "hit_rate"  # noqa: E731
+    what = lambda row: " ".join(map(str, filter(None, (row.metric, row.extra.get("answer_tokens")))))  # noqa: E731
+    for name, own in (("ratios", filter(ratio, rows)), ("figures", (row for row in rows if not ratio(row)))):
+        results.print_rows(f"{title}: {name}", own, results.setting_label, what)
 
 
 def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
@@ -269,7 +233,7 @@ def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
         [row for metric in panels for row in rows if row.metric == metric],
         panel=panel,
         x=lambda row: row.context_tokens,
-        label=lambda row: next(iter(results.by_setting([row]))),
+        label=results.setting_label,
         xscale="log",
         xlabel="tokens of the prompt",
         ylabel="of exact's",

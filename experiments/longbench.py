@@ -17,7 +17,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from experiments.common import evaluating, results, sweeping, tables
+from experiments.common import answers, evaluating, results, sweeping, tables
 from experiments.common.options import Experiment, each
 from experiments.common.results import Row
 from experiments.common.tasks import longbench as task
@@ -65,10 +65,12 @@ def run(options: Options) -> list[Row]:
     rows: list[Row] = []
     for prefill, question in sweep.kinds():
         found = [row for name in names for row in rows_of(sweep, options, read(name), longest, prefill, question)]
-        sweeping.drop_programs()
         found += means(found)
-        title = f"LongBench{'-E' if options.e else ''}, scores of 100: prompts of up to {longest} tokens"
-        show(f"{title}, prefill {prefill}, question {question}", found)
+        title = f"LongBench{'-E' if options.e else ''}: prompts of up to {longest} tokens"
+        shown = [row for row in found if row.metric == MEAN or (row.metric, row.task) == (f"{MEAN}_difference", "all")]
+        what = lambda row: str(row.task) if row.metric == MEAN else "to exact's"  # noqa: E731
+        title += f", prefill {prefill}, question {question}"
+        results.print_rows(title, shown, results.setting_label, what)
         rows += found
     return rows
 
@@ -82,26 +84,21 @@ def rows_of(
     question: str,
 ) -> list[Row]:
     """The rows of one task: over all of its examples, and for LongBench-E by their length."""
-    of_task, seen = examples[0].task, question == "seen"
-
-    @functools.cache
-    def make() -> evaluating.Task:
-        prompts = [task.prompt_of(sweep.tokenizer, example, longest, chat=options.chat) for example in examples]
-        scores = {SCORE: lambda number, answer: examples[number].score(answer)}
-        return evaluating.Task(of_task.name, prompts, scores, of_task.answer_tokens)
-
-    def sizes() -> tuple[Sequence[int], int]:
-        lengths = [len(prompt.context) + (len(prompt.question) if seen else 0) for prompt in make().prompts]
-        return sorted(set(map(made_for, lengths))), evaluating.room([make()], seen)[1]
-
-    unit = {"e": options.e, "max_prompt": longest, "chat": options.chat}
-    answered = sweep.evaluate(of_task.name, make, sizes, prefill, question, **unit)
+    of_task = examples[0].task
+    prompts = [task.prompt_of(sweep.tokenizer, example, longest, chat=options.chat) for example in examples]
+    scores = {SCORE: lambda number, answer: examples[number].score(answer)}
+    made = {of_task.name: evaluating.Task(of_task.name, prompts, scores, of_task.answer_tokens)}
+    lengths = [len(prompt.context) + (len(prompt.question) if question == "seen" else 0) for prompt in prompts]
+    sizes = sorted(set(map(made_for, lengths)))
+    unit: dict[str, Any] = {"e": options.e, "max_prompt": longest, "chat": options.chat}
+    names = [of_task.name]
+    answered = sweep.evaluate(names, lambda: made, prefill, question, sizes=sizes, **unit)[of_task.name]
     extra = {"scored_by": of_task.metric, "benchmark": "LongBench-E" if options.e else "LongBench"}
     rows = sweep.rows(answered, of_task.name, longest, **extra)
     for name in task.LENGTHS if options.e else ():
         own = [number for number, example in enumerate(examples) if example.length_class == name]
         if own:
-            rows += sweep.rows(evaluating.part(answered, own), of_task.name, longest, **extra, length_class=name)
+            rows += sweep.rows(answers.part(answered, own), of_task.name, longest, **extra, length_class=name)
     return rows
 
 
@@ -136,27 +133,6 @@ def means(rows: Sequence[Row]) -> list[Row]:
                         )
                     )
     return found
-
-
-def show(title: str, rows: Sequence[Row]) -> None:
-    """A line per setting and a column per category, all tasks' mean and its difference to exact's last."""
-    averages = [row for row in rows if row.metric in (MEAN, f"{MEAN}_difference")]
-    if not averages:
-        return
-    categories = list(dict.fromkeys(str(row.task) for row in averages))
-    lines = []
-    for setting, found in results.by_setting(averages).items():
-        value = {row.task: row for row in found if row.metric == MEAN}
-        differences = [row.estimate for row in found if row.metric != MEAN and row.task == "all"]
-        lines.append(
-            (
-                setting,
-                f"{value['all'].budget_fraction:.1%}" if "all" in value else "-",
-                *(f"{100 * value[name].value:.1f}" if name in value else "-" for name in categories),
-                "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in differences[0])) if differences else "-",
-            )
-        )
-    results.print_table(title, ("policy", "of exact's", *categories, "to exact's [95%]"), lines)
 
 
 def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:

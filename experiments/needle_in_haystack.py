@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from experiments.common import evaluating, plots, results, sweeping
+from experiments.common import answers, evaluating, plots, results, sweeping
 from experiments.common.options import Experiment, each
 from experiments.common.results import Row
 from experiments.common.tasks import needle as task
@@ -45,11 +45,11 @@ def run(options: Options) -> list[Row]:
     depths = [float(depth) / 100 for depth in np.round(np.linspace(0, 100, options.depths))]
     sweep = sweeping.Sweep(NAME, options, prompts=count * options.depths)
 
-    def by_depth(answered: Mapping[str, Sequence[evaluating.Result]], tokens: int) -> list[Row]:
+    def by_depth(answered: Mapping[str, Sequence[answers.Result]], tokens: int) -> list[Row]:
         rows: list[Row] = []
         for kind, found in answered.items():
             for number, depth in enumerate(depths):
-                own = evaluating.part(found, range(number * count, (number + 1) * count))
+                own = answers.part(found, range(number * count, (number + 1) * count))
                 rows += sweep.rows(own, kind, tokens, depth=depth)
         return rows
 

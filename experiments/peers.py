@@ -38,6 +38,7 @@ from experiments.common import (
     sweeping,
     tables,
 )
+from experiments.common.answers import Result
 from experiments.common.named_tasks import LINES, make_task
 from experiments.common.options import Experiment, each
 from experiments.common.ranking import TO_BEST, at, best_press, pressed
@@ -119,8 +120,8 @@ class Peers:
         budgets = self._budgets(longest, most)
         sweep = self.sweep
         sweep.chosen = chosen(self.options.policy, list(budgets))
-        unit = {"context_tokens": self.tokens, "seeds": len(self.seeds)}
-        answered = sweep.evaluate_all(names, make, "exact", question, (longest, most), **unit)
+        unit: dict[str, Any] = {"context_tokens": self.tokens, "seeds": len(self.seeds)}
+        answered = sweep.evaluate(names, make, "exact", question, (longest, most), **unit)
         for press in tqdm(self.options.press, desc=f"presses, question {question}", unit="press", leave=False):
             for budget, slots in budgets.items():
                 for name in names:
@@ -198,7 +199,7 @@ class Peers:
 
     def _press(
         self, press: str, budget: Budget, kept: int, room: tuple[int, int], task: evaluating.Task, seen: bool
-    ) -> evaluating.Result | None:
+    ) -> Result | None:
         """What a press does with a task, None where it cannot.
 
         Args:
@@ -224,7 +225,7 @@ class Peers:
         scores = {
             name: [float(score(at, one)) for at, one in enumerate(answers)] for name, score in task.scores.items()
         }
-        return evaluating.Result(pressed(press, budget), False, seen, 1, answers, uses, scores)
+        return Result(pressed(press, budget), False, seen, 1, answers, uses, scores)
 
     def _ask(self, unit: dict[str, Any], ask: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         """A press's reply, now or before; None, which is said, where it failed."""
@@ -247,7 +248,7 @@ class Peers:
         taken = round((held + later) * token)
         return footprint.CacheUse(taken, 0, taken, False, taken / (token * whole))
 
-    def _to_best(self, answered: dict[str, list[evaluating.Result]], budget: str, seen: bool) -> list[Row]:
+    def _to_best(self, answered: dict[str, list[Result]], budget: str, seen: bool) -> list[Row]:
         """The differences of all to the press that is best on the mean of all tasks."""
         best = best_press(answered, budget)
         rows = []

@@ -81,7 +81,9 @@ def run(options: Options) -> list[Row]:
                 likelihood.Reading.from_json(value, setting) for setting, value in sweeping.not_refused(values).items()
             ]
             found += make_rows(readings, options.model, generate.weight_bytes(model), unit)
-        show(found, f"Perplexity of {count} texts, {form.replace('_', ' ')}")
+        title = f"Perplexity of {count} texts, {form.replace('_', ' ')}; ratios are to exact's"
+        of = lambda row: f"{results.setting_label(row)} ({row.budget_fraction:.1%})"  # noqa: E731
+        results.print_rows(title, found, of, lambda row: "{}, {} to {}".format(row.metric, *stretch_of(row)))
         rows += found
     return rows
 
@@ -142,31 +144,6 @@ def stretch_of(row: Row) -> tuple[int, int]:
     return row.extra["first_token"], row.extra["end_token"]
 
 
-def show(rows: Sequence[Row], title: str) -> None:
-    """A line per setting: perplexity over the last stretch (all of the text where it accumulates), and its ratio to
-    exact's over each."""
-    if not rows:
-        return
-    last = stretch_of(rows[-1])
-    stretches = list(dict.fromkeys(map(stretch_of, rows)))
-    lines = []
-    for setting, found in results.by_setting(rows).items():
-        value = {row.metric: row.estimate for row in found if stretch_of(row) == last}
-        ratios = {stretch_of(row): row.estimate for row in found if row.metric == "perplexity_ratio"}
-        lines.append(
-            (
-                setting,
-                f"{found[-1].budget_fraction:.1%}",
-                str(value["perplexity"]) if value else "-",
-                *(f"{ratios[stretch].value:.3f}" if stretch in ratios else "-" for stretch in stretches[:-1]),
-                "{:.3f} [{:.3f}, {:.3f}]".format(*ratios[last]) if last in ratios else "-",
-            )
-        )
-    names = [f"{first} to {end - 1}" for first, end in stretches]
-    columns = ("policy", "of exact's", f"perplexity, {names[-1]}", *names[:-1], f"{names[-1]} [95%]")
-    results.print_table(f"{title}; ratios to exact's by position", columns, lines)
-
-
 def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
     """Of every form, perplexity by position, and its ratio to exact's over the last stretch against cache bytes (in
     another file)."""
@@ -179,9 +156,10 @@ def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
         curves += [row for row in parts if row.metric == "perplexity"]
         ratios += [row for row in own if row.metric == "perplexity_ratio" and stretch_of(row) == last]
     form_of = lambda row: row.extra["form"].replace("_", " ")  # noqa: E731
-    setting = lambda row: next(iter(results.by_setting([row])))  # noqa: E731
     logarithmic: dict[str, Any] = {"xscale": "log", "yscale": "log", "xlabel": "tokens", "ylabel": "perplexity"}
-    plots.by_rows(path, curves, panel=form_of, x=lambda row: row.context_tokens, label=setting, **logarithmic)
+    plots.by_rows(
+        path, curves, panel=form_of, x=lambda row: row.context_tokens, label=results.setting_label, **logarithmic
+    )
     if ratios:
         plots.by_rows(
             path.with_name(f"{NAME}_ratio.png"),

@@ -106,11 +106,14 @@ def run(options: Options) -> list[Row]:
     for case in cases.cases(options):
         source = Source(case, options.model_of(case.stream), options.seed)
         found = recall_rows(source, ways)
-        show_recall(source, found)
+        title = f"{case}: recall of the true top B of {source.keys.shape[1]} tokens, {options.seeds} seeds"
+        way = lambda row: f"{row.policy}: {row.variant}"  # noqa: E731
+        results.print_rows(title, found, way, lambda row: f"B = {row.extra['recalled_tokens']}")
         rows += found
         if case.layer is not None:
             found = drift_rows(source) + hit_rows(source)
-            show_drift(source, found)
+            steps = lambda row: str(row.extra.get("steps") or row.extra.get("kept_steps") or "")  # noqa: E731
+            results.print_rows(f"{case}: by steps", found, lambda row: f"{row.metric}, {row.policy}", steps)
             rows += found
             plot_drift(options.file(f"{NAME}_drift_{case.layer}.png"), source, found)
         results.write_rows(options.file(f"{NAME}.json"), rows)
@@ -182,26 +185,6 @@ def hit_rows(source: Source) -> list[Row]:
             for number in range(2)
         ]
     return rows
-
-
-def show_recall(source: Source, rows: Sequence[Row]) -> None:
-    counts = list(dict.fromkeys(row.extra["recalled_tokens"] for row in rows))
-    by_way: dict[str, list[str]] = {}
-    for row in rows:
-        by_way.setdefault(f"{row.policy}: {row.variant}", []).append(str(row.estimate))
-    title = f"{source}: recall of the true top B of {source.keys.shape[1]} tokens, {len(source.keys)} seeds"
-    lines = [(way, *found) for way, found in by_way.items()]
-    results.print_table(title, ("way", *(f"B = {count}" for count in counts)), lines)
-
-
-def show_drift(source: Source, rows: Sequence[Row]) -> None:
-    lines = []
-    for row in rows:
-        detail = {"hit_rate": "kept_steps", "top_kept": "steps", "rank_change": "steps"}.get(row.metric)
-        what = row.metric + (f", {row.policy}" if row.metric == "hit_rate" else "")
-        lines.append((what, f"{detail} {row.extra[detail]}" if detail else "", str(row.estimate)))
-    size = rows[0].extra["recalled_tokens"]
-    results.print_table(f"{source}: consecutive steps, B = {size}", ("metric", "", "value [95%]"), lines)
 
 
 def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:

@@ -53,9 +53,6 @@ class Source:
     model: str
     seed: int
 
-    def __str__(self) -> str:
-        return self.stream if self.layer is None else f"{self.stream}, layer {self.layer}, kv head {self.head}"
-
     def row(self, metric: str, found: results.Estimate, tokens: int | None = None, **extra: Any) -> Row:
         of: dict[str, Any] = {"stream": self.stream, "policy": "subgen", "n": len(self.keys), "seed": self.seed}
         of |= {"context_tokens": tokens or self.keys.shape[1], "layer": self.layer, "kv_head": self.head}
@@ -79,9 +76,15 @@ def run(options: Options) -> list[Row]:
     return growth(sources, options) + ranks(sources, options) + norms(layers, options)
 
 
+def where(row: Row) -> str:
+    """The stream of a row, with the layer and head of a recorded one."""
+    layer = row.extra["layer"]
+    return str(row.stream) + ("" if layer is None else f", layer {layer}, kv head {row.extra['kv_head']}")
+
+
 def growth(sources: Sequence[Source], options: Options) -> list[Row]:
     """Numbers of clusters at powers of two tokens, and the exponents fitted to them; as a table and a plot."""
-    rows, lines = [], []
+    rows: list[Row] = []
     for source in tqdm(sources, desc="clusters", leave=False):
         tokens = source.keys.shape[1]
         sizes = [2**i for i in range(BLOCK.bit_length() - 1, tokens.bit_length())]
@@ -95,16 +98,15 @@ def growth(sources: Sequence[Source], options: Options) -> list[Row]:
                 source.row("clusters", results.mean_interval(values), tokens=size, delta_share=share, delta=delta)
                 for size, values in zip(sizes, counts.T, strict=True)
             ]
-            ends = (f"{counts[:, end].mean():.0f}" for end in (0, -1))
-            lines.append((str(source), f"{share:g}", *ends, str(slope)))
-    columns = ("stream", "delta / norm", f"clusters of {BLOCK}", "of all", "exponent [95%]")
-    results.print_table(f"Clusters by number of tokens, {len(sources[0].keys)} seeds", columns, lines)
+    shown = [row for row in rows if row.context_tokens == BLOCK or row.metric == "clusters_slope"]
+    share_of = lambda row: f"{where(row)}, delta {row.extra['delta_share']:g} of the norm"  # noqa: E731
+    results.print_rows(f"Clusters of {BLOCK} tokens, and the exponent of their growth", shown, share_of)
     plots.by_rows(
         options.file(f"{NAME}_growth.png"),
         [row for row in rows if row.metric == "clusters"],
         panel=lambda row: f"delta = {row.extra['delta_share']:g} of the mean norm",
         x=lambda row: row.context_tokens,
-        label=lambda row: f"{row.stream}" if row.extra["layer"] is None else "{layer}, {kv_head}".format(**row.extra),
+        label=where,
         xscale="log",
         yscale="log",
         xlabel="tokens",
@@ -129,15 +131,14 @@ def cluster_counts(keys: Float[Array, "n D"], delta: Float[Array, ""]) -> Int[Ar
 
 def ranks(sources: Sequence[Source], options: Options) -> list[Row]:
     """Effective ranks: synthetic streams at every norm, recorded ones at their own."""
-    rows, lines = [], []
+    rows: list[Row] = []
     for source in tqdm(sources, desc="effective rank", leave=False):
         for norm in options.norm if source.layer is None else (None,):
             scale = 1.0 if norm is None else norm
             rank = results.mean_interval(np.array([streams.effective_rank(scale * keys) for keys in source.keys]))
             rows.append(source.row("effective_rank", rank, **({} if norm is None else {"norm": norm})))
-            mean_norm = float(np.linalg.norm(source.keys, axis=-1).mean()) * scale
-            lines.append((str(source), f"{mean_norm:.3g}", str(rank)))
-    results.print_table("Effective rank of the keys' kernel", ("stream", "mean norm", "effective rank [95%]"), lines)
+    title = "Effective rank of the keys' kernel, by norm (of recorded keys their own)"
+    results.print_rows(title, rows, where, lambda row: f"{row.extra.get('norm', 'own')}")
     return rows
 
 

@@ -40,7 +40,6 @@ class Options(Policies):
 def run(options: Options) -> list[Row]:
     """The rows of every setting and prompt length."""
     rows: list[Row] = []
-    lines = []
     for setting in tqdm(settings.settings(options.policy, options.budget), desc=NAME, leave=False):
         for context in options.context_tokens:
             try:  # in a process whose peak of memory is its own
@@ -49,8 +48,6 @@ def run(options: Options) -> list[Row]:
                 settings.tell_left_out(setting, error)
                 continue
             rate = context / elapsed
-            held = map(results.readable_bytes, (program, peak))
-            lines.append((settings.label(setting), str(context), *held, f"{rate:.0f}"))
             found = {"largest_program_bytes": program, "peak_process_bytes": peak, "tokens_per_second": rate}
             shared: dict[str, Any] = {
                 "context_tokens": context,
@@ -61,8 +58,8 @@ def run(options: Options) -> list[Row]:
             rows += [
                 results.row(NAME, speed.MODEL_NAME, metric, one, setting, **shared) for metric, one in found.items()
             ]
-    columns = ("policy", "tokens", "largest program", "process peak", "tokens/s")
-    results.print_table("Streaming prefill, batch 1, float32", columns, lines)
+    title = "Streaming prefill, batch 1, float32"
+    results.print_rows(title, rows, lambda row: f"{results.setting_label(row)}, {row.context_tokens} tokens")
     return rows
 
 

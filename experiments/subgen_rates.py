@@ -47,7 +47,7 @@ def run(options: Options) -> list[Row]:
         "s": (reservoir_error, PAIRS),
         "t": (table_error, KEYS_PER_CLUSTER),
     }
-    rows, lines = [], []
+    rows: list[Row] = []
     rng = jax.vmap(jax.random.key)(jnp.asarray(options.seeds_of(options.seeds)))
     for case in tqdm(cases.cases(options), desc="streams", leave=False):
         drawn = case.drawn
@@ -63,10 +63,9 @@ def run(options: Options) -> list[Row]:
                 for size, one in zip(sizes, errors, strict=True)
             ]
             rows.append(results.row(NAME, "synthetic", "relative_error_slope", slope, size=None, **of))
-            ends = map(str, (errors[0], errors[-1], slope))
-            lines.append((case.stream, f"{knob} = {sizes[0]} to {sizes[-1]}", *ends))
-    columns = ("stream", "samples", "error at the fewest [95%]", "at the most", "slope [95%]")
-    results.print_table(f"Error by number of samples, {options.tokens} tokens, {options.seeds} seeds", columns, lines)
+    title = f"Error by number of samples, {options.tokens} tokens, {options.seeds} seeds"
+    knob_of = lambda row: f"{row.stream}, {row.extra['knob']}"  # noqa: E731
+    results.print_rows(title, rows, knob_of, lambda row: str(row.extra["size"] or "slope"))
     return rows
 
 

@@ -14,8 +14,9 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-def _suite(budgets: str, policies: str) -> Suite:
-    """A suite from words; a policy's settings are written without spaces."""
+def _suite(text: str) -> Suite:
+    """A suite from words: budgets | policies."""
+    budgets, policies = text.split("|")
     return Suite(_words(policies), _words(budgets))
 
 
@@ -29,83 +30,61 @@ STUDIED = "balancekv_reference:temperature=0.1"
 
 SUITES = {
     # Every system as published and as this project proposes it, and every baseline.
-    "all": _suite(
-        "50% 25%",
-        """exact uniform streaming_llm clustergen:variant=paper,recent=64 subgen balancekv_reference balancekv
+    "all": _suite("""50% 25% |
+        exact uniform streaming_llm clustergen:variant=paper,recent=64 subgen balancekv_reference balancekv
         chelsea:slope=None chelsea clusterkv_paper clusterkv clusterkv:cluster_tokens=16,residual=False quest infinigen
         h2o h2o:average=True cam snapkv pyramidkv compactor expected_attention keydiff kvzip:head_floor=0.0 lagkv
-        leverage_scores leverage_scores:storage=int8 tova""",
-    ),
-    "quick": _suite("50%", "exact uniform streaming_llm"),
+        leverage_scores leverage_scores:storage=int8 tova"""),
+    "quick": _suite("50% | exact uniform streaming_llm"),
     # Variants of each system on line retrieval.
-    "lines": _suite(
-        "50% 25%",
-        """exact uniform streaming_llm streaming_llm:reindex=True clustergen:variant=paper,recent=64
+    "lines": _suite("""50% 25% |
+        exact uniform streaming_llm streaming_llm:reindex=True clustergen:variant=paper,recent=64
         clustergen:variant=mean_value,recent=64 subgen subgen:variant=self_normalised balancekv_reference balancekv
         balancekv:walk=streaming chelsea:slope=None chelsea clusterkv_paper clusterkv clusterkv:residual=False
-        clusterkv:cluster_tokens=16,residual=False quest infinigen h2o h2o:average=True cam snapkv pyramidkv""",
-    ),
+        clusterkv:cluster_tokens=16,residual=False quest infinigen h2o h2o:average=True cam snapkv pyramidkv"""),
     # The best variant of each system there, as runs with seeds 0 to 9 showed.
     "demo": _suite(
-        "50% 25%",
-        "exact uniform streaming_llm clustergen:variant=paper,recent=64 subgen balancekv chelsea clusterkv",
+        "50% 25% | exact uniform streaming_llm clustergen:variant=paper,recent=64 subgen balancekv chelsea clusterkv"
     ),
     "lines of SubGen's paper": _suite(
-        "65% 58% 50%",
-        "exact streaming_llm h2o clustergen:variant=paper,recent=64 clustergen:recent=64",
+        "65% 58% 50% | exact streaming_llm h2o clustergen:variant=paper,recent=64 clustergen:recent=64"
     ),
-    "needles": _suite(
-        "25%",
-        """exact balancekv_reference:needles=64 balancekv_reference uniform snapkv pyramidkv streaming_llm cam
+    "needles": _suite("""25% |
+        exact balancekv_reference:needles=64 balancekv_reference uniform snapkv pyramidkv streaming_llm cam
         chelsea:slope=None chelsea clusterkv_paper clusterkv clusterkv:cluster_tokens=16,residual=False h2o
-        h2o:average=True quest infinigen clustergen:variant=paper,recent=64 subgen balancekv""",
-    ),
-    "longbench": _suite(
-        "20% 25%",
-        """exact streaming_llm snapkv pyramidkv cam uniform quest infinigen clustergen:variant=paper subgen
-        balancekv_reference balancekv chelsea:slope=None chelsea clusterkv_paper clusterkv""",
-    ),
+        h2o:average=True quest infinigen clustergen:variant=paper,recent=64 subgen balancekv"""),
+    "longbench": _suite("""20% 25% |
+        exact streaming_llm snapkv pyramidkv cam uniform quest infinigen clustergen:variant=paper subgen
+        balancekv_reference balancekv chelsea:slope=None chelsea clusterkv_paper clusterkv"""),
     # Shares of layers were chosen with seed 40.
-    "peers": _suite(
-        "25%",
-        """exact leverage_scores leverage_scores:shares=(0.35,3.2,0.35,0.1)
+    "peers": _suite("""25% |
+        exact leverage_scores leverage_scores:shares=(0.35,3.2,0.35,0.1)
         leverage_scores:shares=(0.35,3.2,0.35,0.1),storage=int8 kvzip:head_floor=0.0,shares=(0.35,3.2,0.35,0.1)@25%
-        clustergen@25% clustergen:storage=int8@25% subgen@25%""",
-    ),
-    "peers, quick": _suite("50%", "exact streaming_llm kvzip:head_floor=0.0"),
+        clustergen@25% clustergen:storage=int8@25% subgen@25%"""),
+    "peers, quick": _suite("50% | exact streaming_llm kvzip:head_floor=0.0"),
     # Of speed.
-    "latency": _suite(
-        "20%",
-        """exact streaming_llm uniform snapkv pyramidkv cam subgen balancekv balancekv_reference chelsea
-        chelsea:slope=None clusterkv clusterkv:residual=False quest infinigen""",
-    ),
-    "latency, long": _suite("20%", "streaming_llm balancekv_reference chelsea:slope=None clusterkv:residual=False"),
-    "latency, ungrouped": _suite("20%", "cam chelsea:slope=None clusterkv:residual=False"),
-    "latency, chunks": _suite("20%", "chelsea:slope=None chelsea:slope=None,chunk=4096 chelsea:slope=None,chunk=16384"),
-    "latency, host memory": _suite(
-        "20%",
-        """clusterkv:residual=False clusterkv:residual=False,host_steps=0 clusterkv:residual=False,host_steps=1
-        clusterkv:residual=False,host_steps=2""",
-    ),
-    "decoding": _suite(
-        "20%",
-        """exact streaming_llm uniform clustergen:variant=paper clustergen:variant=mean_value subgen balancekv chelsea
-        clusterkv quest h2o snapkv""",
-    ),
-    "streaming": _suite(
-        "2048",
-        """streaming_llm:compact_every=256 uniform:compact_every=256 subgen:compact_every=256
-        balancekv:compact_every=256""",
-    ),
+    "latency": _suite("""20% |
+        exact streaming_llm uniform snapkv pyramidkv cam subgen balancekv balancekv_reference chelsea
+        chelsea:slope=None clusterkv clusterkv:residual=False quest infinigen"""),
+    "latency, long": _suite("20% | streaming_llm balancekv_reference chelsea:slope=None clusterkv:residual=False"),
+    "latency, ungrouped": _suite("20% | cam chelsea:slope=None clusterkv:residual=False"),
+    "latency, chunks": _suite("20% | chelsea:slope=None chelsea:slope=None,chunk=4096 chelsea:slope=None,chunk=16384"),
+    "latency, host memory": _suite("""20% |
+        clusterkv:residual=False clusterkv:residual=False,host_steps=0 clusterkv:residual=False,host_steps=1
+        clusterkv:residual=False,host_steps=2"""),
+    "decoding": _suite("""20% |
+        exact streaming_llm uniform clustergen:variant=paper clustergen:variant=mean_value subgen balancekv chelsea
+        clusterkv quest h2o snapkv"""),
+    "streaming": _suite("""2048 |
+        streaming_llm:compact_every=256 uniform:compact_every=256 subgen:compact_every=256
+        balancekv:compact_every=256"""),
     # Of compilers.
-    "compiled": _suite(
-        "4096",
-        """exact streaming_llm uniform clustergen:variant=paper clustergen subgen balancekv chelsea clusterkv quest
-        infinigen h2o cam snapkv pyramidkv uniform:storage=int8""",
-    ),
-    "pods": _suite("4096", "exact subgen balancekv chelsea clusterkv"),
+    "compiled": _suite("""4096 |
+        exact streaming_llm uniform clustergen:variant=paper clustergen subgen balancekv chelsea clusterkv quest
+        infinigen h2o cam snapkv pyramidkv uniform:storage=int8"""),
+    "pods": _suite("4096 | exact subgen balancekv chelsea clusterkv"),
     # Of a single layer.
-    "single layer": _suite(" ".join(HALVINGS), f"uniform {STUDIED},block_size=256 balancekv_reference balancekv"),
+    "single layer": _suite(f"{' '.join(HALVINGS)} | uniform {STUDIED},block_size=256 balancekv_reference balancekv"),
 }
 
 
@@ -121,10 +100,7 @@ class Study(NamedTuple):
 
 STUDIES = {
     "policies": Study(
-        (
-            *("uniform", "subgen", "subgen:variant=self_normalised", "balancekv", "balancekv:walk=streaming"),
-            "balancekv_reference",
-        )
+        _words("uniform subgen subgen:variant=self_normalised balancekv balancekv:walk=streaming balancekv_reference")
     ),
     # Both papers' Algorithm 1, which their theorems are about.
     "theory": Study(("uniform", "subgen:variant=paper", "balancekv_paper")),
@@ -172,6 +148,7 @@ STUDIES = {
 
 # In a policy's settings: the folder of the files that `experiments.calibrate_heads` writes.
 CALIBRATED = "CALIBRATED"
+RULES = ("share", "error")  # by which it finds heads
 
 
 class Ablation(NamedTuple):
@@ -206,11 +183,7 @@ ABLATIONS = {
         "chelsea",
         "heads that keep everything, at equal slots: none, by the paper's rule, by the error of attention",
         "Chelsea, Tables 5 and 11",
-        (
-            "chelsea:slope=None",
-            f"chelsea:slope=None,heads={CALIBRATED}/heads_share.json",
-            f"chelsea:slope=None,heads={CALIBRATED}/heads_error.json",
-        ),
+        ("chelsea:slope=None", *(f"chelsea:slope=None,heads={CALIBRATED}/heads_{rule}.json" for rule in RULES)),
         ("20%", "50%"),
     ),
     "chelsea_schedule": Ablation(
@@ -219,8 +192,7 @@ ABLATIONS = {
         "Chelsea, appendix C.2",
         (
             *(f"chelsea:slope=None,schedule={name}" for name in ("llama-2", "llama-3", "qwen")),
-            "chelsea:slope=None,first=0.25,decay=0",
-            "chelsea:slope=None,first=0.5,decay=0",
+            *(f"chelsea:slope=None,first={first},decay=0" for first in (0.25, 0.5)),
         ),
     ),
     "chelsea_sinks": Ablation(
@@ -259,11 +231,7 @@ ABLATIONS = {
         "balancekv",
         "tokens unlike the others, kept whatever the walk says",
         "BalanceKV, section 4.3",
-        (
-            "balancekv_reference",
-            "balancekv_reference:needles=64",
-            "balancekv_reference:needles=64,needles_inside=True",
-        ),
+        _words("balancekv_reference balancekv_reference:needles=64 balancekv_reference:needles=64,needles_inside=True"),
         # With room for the needles beside as many halvings of all three: otherwise those with needles halve once more.
         ("60%", "35%"),
     ),

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import jax
 
-from experiments.common import evaluating, settings, suites, tables
+from experiments.common import answers, evaluating, settings, suites, tables
+from experiments.common.answers import Result
 from experiments.common.options import LANGUAGE_CHECKPOINT, Policies, each
 from experiments.common.results import Row
 from experiments.common.resuming import Finished
@@ -154,7 +155,7 @@ class Sweep:
         names: Sequence[str],
         make: Callable[[int], Mapping[str, evaluating.Task]],
         metrics: Sequence[str] = ("accuracy",),
-        more: Callable[[Mapping[str, Sequence[evaluating.Result]], int], list[Row]] | None = None,
+        more: Callable[[Mapping[str, Sequence[Result]], int], list[Row]] | None = None,
         **unit: Any,
     ) -> list[Row]:
         """The rows of tasks at every length and kind that is asked for, shown as they come.
@@ -169,7 +170,7 @@ class Sweep:
         for tokens in self.options.context_tokens:
             made = functools.cache(functools.partial(make, tokens))
             for prefill, question in self.kinds():
-                answered = self.evaluate_all(names, made, prefill, question, context_tokens=tokens, **unit)
+                answered = self.evaluate(names, made, prefill, question, context_tokens=tokens, **unit)
                 found = [row for name in names for row in self.rows(answered[name], name, tokens)]
                 for metric in metrics:
                     tables.show(f"{title}, {tokens} tokens, prefill {prefill}, question {question}", found, metric)
@@ -178,100 +179,63 @@ class Sweep:
 
     def evaluate(
         self,
-        task: str,
-        make: Callable[[], evaluating.Task],
-        sizes: Callable[[], tuple[Sequence[int], int]],
-        prefill: str,
-        question: str,
-        **unit: Any,
-    ) -> list[evaluating.Result]:
-        """What every setting does with a task: now, or before.
-
-        Args:
-            make, sizes: the task, and `sizes` and `max_new` of `evaluating.Evaluator`; called only if a setting is not
-                done.
-            unit: what else decides both.
-        """
-        values = self._values(self.chosen, task, make, sizes, prefill, question, unit)
-        return self._results(values, prefill, question)
-
-    def evaluate_all(
-        self,
         tasks: Sequence[str],
         make: Callable[[], Mapping[str, evaluating.Task]],
         prefill: str,
         question: str,
         room: tuple[int, int] | None = None,
+        sizes: Sequence[int] = (),
         **unit: Any,
-    ) -> dict[str, list[evaluating.Result]]:
-        """The same of several tasks, which share the sizes of caches and so their programs: settings that are held at
-        once answer all of them before the next ones come.
+    ) -> dict[str, list[Result]]:
+        """What every setting does with tasks: now, or before. They share the sizes of caches and so their programs:
+        settings that are held at once answer all of them before the next ones come.
 
         Args:
+            make: the tasks; called only if a setting is not done.
             room: the most tokens of a text and behind it, where caches are larger than these tasks need.
+            sizes: `sizes` of `evaluating.Evaluator`, where texts are read into caches of several.
+            unit: what else decides the tasks.
         """
+        streaming, seen = prefill == "streaming", question == "seen"
 
-        def sizes() -> tuple[Sequence[int], int]:
-            longest, most = room or evaluating.room(make().values(), question == "seen")
-            return [longest], most
-
-        def task_of(name: str) -> evaluating.Task:
-            return make()[name]
-
-        # Which tasks there are decides sizes; sizes that are given stand for them.
-        unit |= {"tasks": list(tasks)} if room is None else {"room": list(room)}
-        values: dict[str, dict[PolicyChoice, Any]] = {task: {} for task in tasks}
-        for begin in range(0, len(self.chosen), self.options.together):
-            group = self.chosen[begin : begin + self.options.together]
-            for task in tasks:
-                make_task = functools.partial(task_of, task)
-                values[task] |= self._values(group, task, make_task, sizes, prefill, question, unit)
-            drop_programs()
-        return {task: self._results(of_task, prefill, question) for task, of_task in values.items()}
-
-    def _values(
-        self,
-        chosen: Sequence[PolicyChoice],
-        task: str,
-        make: Callable[[], evaluating.Task],
-        sizes: Callable[[], tuple[Sequence[int], int]],
-        prefill: str,
-        question: str,
-        unit: Mapping[str, Any],
-    ) -> dict[PolicyChoice, Any]:
-        """Results, as JSON has them, or reasons of refusal."""
-
-        def run(group: list[PolicyChoice]) -> dict[PolicyChoice, Any]:
-            lengths, max_new = sizes()
+        def run(task: str, group: list[PolicyChoice]) -> dict[PolicyChoice, Any]:
+            longest, most = room or evaluating.room(make().values(), seen)
             evaluator = evaluating.Evaluator(
                 self.model,
                 self.tokenizer,
                 group,
-                sizes=lengths,
-                max_new=max_new,
-                streaming=prefill == "streaming",
-                question_seen=question == "seen",
+                sizes=sizes or [longest],
+                max_new=most,
+                streaming=streaming,
+                question_seen=seen,
                 batch=self.batch,
                 seed=self.seed,
             )
-            done = {result.setting: result.to_json() for result in evaluator.evaluate(make())}
+            done = {result.setting: result.to_json() for result in evaluator.evaluate(make()[task])}
             return with_refused(done, evaluator.refused)
 
-        shared = {"task": task, "prefill": prefill, "question": question, "documents": self.documents, **unit}
-        return every_setting(
-            self.options, self.finished, chosen, shared | {"batch": self.batch, "seed": self.seed}, run
-        )
+        shared = {"prefill": prefill, "question": question, "documents": self.documents}
+        shared |= {"batch": self.batch, "seed": self.seed, **unit}
+        # Which tasks there are decides sizes; sizes that are given stand for them.
+        shared |= {"tasks": list(tasks)} if room is None else {"room": list(room)}
+        values: dict[str, dict[PolicyChoice, Any]] = {task: {} for task in tasks}
+        for begin in range(0, len(self.chosen), self.options.together):
+            group = self.chosen[begin : begin + self.options.together]
+            for task in tasks:
+                of_task = {"task": task, **shared}
+                values[task] |= every_setting(self.options, self.finished, group, of_task, functools.partial(run, task))
+            drop_programs()
+        return {
+            task: [
+                Result.from_json(value, setting, streaming, seen, self.batch)
+                for setting, value in not_refused(of_task).items()
+            ]
+            for task, of_task in values.items()
+        }
 
-    def _results(self, values: Mapping[PolicyChoice, Any], prefill: str, question: str) -> list[evaluating.Result]:
-        streaming, seen = prefill == "streaming", question == "seen"
-        return [
-            evaluating.Result.from_json(value, setting, streaming, seen, self.batch)
-            for setting, value in not_refused(values).items()
-        ]
-
-    def rows(self, evaluated: Sequence[evaluating.Result], task: str, context_tokens: int, **extra: Any) -> list[Row]:
+    def rows(self, evaluated: Sequence[Result], task: str, context_tokens: int, **extra: Any) -> list[Row]:
         """The rows of a task of this run."""
-        return evaluating.rows(
+        return answers.rows(
             evaluated,
             self.model,
             experiment=self.experiment,

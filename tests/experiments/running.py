@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from experiments.common import evaluating, footprint, processes
+from experiments.common import answers, footprint, processes
 
 
 def command(*arguments):
@@ -28,12 +28,12 @@ def answering(answer):
 
     def evaluate(evaluator, task):
         use = footprint.CacheUse(100, 0, 50, False, 0.5)
-        answers = [answer] * len(task.prompts)
+        given = [answer] * len(task.prompts)
         scores = {
-            metric: [score(number, one) for number, one in enumerate(answers)] for metric, score in task.scores.items()
+            metric: [score(number, one) for number, one in enumerate(given)] for metric, score in task.scores.items()
         }
-        uses = dict.fromkeys(range(len(answers)), use)
+        uses = dict.fromkeys(range(len(given)), use)
         kind = (evaluator.streaming, evaluator.question_seen, evaluator.batch)
-        return [evaluating.Result(setting, *kind, answers, uses, scores) for setting in evaluator.settings]
+        return [answers.Result(setting, *kind, given, uses, scores) for setting in evaluator.settings]
 
     return evaluate

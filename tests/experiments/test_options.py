@@ -61,9 +61,8 @@ def policies_in(node):
         words = [one.value for one in node.elts if isinstance(one, ast.Constant) and isinstance(one.value, str)]
     else:
         words = node.value.split() if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
-    names = [re.split("[:@]", word)[0] for word in words]
-    prose = isinstance(node, ast.Constant) and not set(names) <= set(POLICIES)
-    return 0 if prose else len(set(names) & set(POLICIES))
+    named = [name for name in (re.split("[:@]", word)[0] for word in words) if name in POLICIES]
+    return len(set(named)) if 2 * len(named) > len(words) else 0  # prose names some, too
 
 
 def test_lists_of_policies_stand_in_one_place():

@@ -60,7 +60,8 @@ def test_every_command_can_be_typed():
     for one in dict.fromkeys(commands):
         _, _, module, *arguments = shlex.split(one)
         names.add(module)
-        given = options.parse(importlib.import_module(module).EXPERIMENT.options, arguments)
+        imported = importlib.import_module(module)
+        given = options.parse(imported.Options, arguments)
         if isinstance(given, options.Policies) and "press" not in vars(given):
             chosen.update(settings.settings(given.policy, given.budget))
     for ablation in ABLATIONS.values():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import peers
-from experiments.common import evaluating, layer_shares, presses, ranking, settings
+from experiments.common import answers, evaluating, layer_shares, presses, ranking, settings
 from experiments.common.named_tasks import make_task
 from experiments.common.options import LANGUAGE_CHECKPOINT, Run
 from experiments.common.results import from_flat
@@ -74,7 +74,7 @@ def test_presses_and_policies_stand_in_one_table(stub, tmp_path, monkeypatch, ca
 def test_the_best_press_is_the_best_on_the_mean_of_all_tasks():
     def result(press, scores, budget="25%"):
         setting = ranking.pressed(press, Budget.parse(budget))
-        return evaluating.Result(setting, False, False, 1, [], scores={"accuracy": scores})
+        return answers.Result(setting, False, False, 1, [], scores={"accuracy": scores})
 
     everywhere = {
         "one": [result("A", [1, 1]), result("B", [0, 1]), result("C", [1, 1]), result("A", [1, 1], "50%")],
@@ -82,7 +82,7 @@ def test_the_best_press_is_the_best_on_the_mean_of_all_tasks():
     }
     assert ranking.best_press(everywhere, "25%").name == "kvpress B"
     assert ranking.best_press(everywhere, "12.5%") is None
-    policy = evaluating.Result(PolicyChoice.parse("exact"), False, False, 1, [], scores={"accuracy": [1, 1]})
+    policy = answers.Result(PolicyChoice.parse("exact"), False, False, 1, [], scores={"accuracy": [1, 1]})
     assert ranking.best_press({"one": [policy]}, "25%") is None
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.common import settings, sweeping
+from experiments.common import answers, settings, sweeping
 from experiments.common.options import Experiment, Run
 from experiments.common.resuming import Finished
 
@@ -10,17 +10,17 @@ from experiments.common.resuming import Finished
 def test_settings_that_are_held_at_once_answer_all_tasks_before_the_next_ones_come(monkeypatch):
     done = []
 
-    def values(group, task, *_):
-        done.append((task, *group))
+    def values(options, finished, group, unit, run):
+        done.append((unit["task"], *group))
         return {setting: {} for setting in group}
 
     sweep = object.__new__(sweeping.Sweep)  # without a model
-    sweep.chosen = ["a", "b", "c"]
-    monkeypatch.setattr(sweep, "_values", values)
-    monkeypatch.setattr(sweep, "_results", lambda values, *_: list(values))
+    sweep.chosen, sweep.documents, sweep.batch, sweep.seed, sweep.finished = ["a", "b", "c"], 1, 1, 0, None
+    monkeypatch.setattr(sweeping, "every_setting", values)
+    monkeypatch.setattr(answers.Result, "from_json", lambda value, setting, *_: setting)
     monkeypatch.setattr(sweeping, "drop_programs", lambda: done.append("dropped"))
     sweep.options = sweeping.Questions(together=2)
-    assert sweep.evaluate_all(["x", "y"], dict, "exact", "unseen") == {"x": ["a", "b", "c"], "y": ["a", "b", "c"]}
+    assert sweep.evaluate(["x", "y"], dict, "exact", "unseen") == {"x": ["a", "b", "c"], "y": ["a", "b", "c"]}
     assert done == [("x", "a", "b"), ("y", "a", "b"), "dropped", ("x", "c"), ("y", "c"), "dropped"]
 
 
