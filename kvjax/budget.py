@@ -34,6 +34,11 @@ class Budget:
             return cls(text, bytes=int(float(match[1]) * _UNITS[match[2]]))
         raise ValueError(f"budget {text!r}: give slots (1024), a share of exact's bytes (25%) or bytes (64MiB)")
 
+    @classmethod
+    def of(cls, given: "int | str | Budget") -> "Budget":
+        """A budget as people write it: slots, "25%", "64MiB" or one that is a budget already."""
+        return given if isinstance(given, Budget) else cls.parse(str(given))
+
     def limit(self, spec: CacheSpec, tokens: int) -> int:
         """Bytes per row and layer, where exact holds so many tokens."""
         if self.fraction is not None:

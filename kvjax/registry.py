@@ -4,6 +4,7 @@ import dataclasses
 import re
 import types
 import typing
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 from kvjax.budget import Budget, fit_bytes
@@ -165,9 +166,55 @@ class PolicyChoice:
     def fit(self, spec: CacheSpec, tokens: int) -> Policy:
         """The policy for a cache of this spec; a budget that is a share is one of what exact holds for so many
         tokens."""
-        if self.budget is None or self.budget.slots is not None:
-            return self.make()
-        return fit_bytes(self.make, spec, self.budget.limit(spec, tokens))
+        return self.make() if self.budget is None else _fill(self.make, self.budget, spec, tokens)
+
+
+AnyPolicy = str | PolicyChoice | Policy | Callable[..., Policy]
+
+
+def sized(policy: AnyPolicy, budget: int | str | Budget | None, spec: CacheSpec, tokens: int) -> Policy:
+    """The policy that fills a budget.
+
+    Args:
+        policy: text as `PolicyChoice.parse` reads it ("subgen:recent=32"), a class such as `kvjax.SubGen`, whatever
+            else makes a policy of slots, or a policy, which has its size.
+        budget: slots per head (1024), a share of what exact holds for so many tokens ("25%") or bytes of a sequence
+            over all layers ("64MiB"); None where the policy has its own.
+        spec: what the cache is made for.
+
+    Raises:
+        ValueError: for what is no policy or no budget, a budget where there is one, and none where there is none.
+    """
+    if isinstance(policy, str):
+        policy = PolicyChoice.parse(policy)
+    if isinstance(policy, PolicyChoice):
+        if budget is not None and policy.takes_budget:
+            if policy.budget is not None:
+                raise ValueError(f"policy {policy} has a budget; give budget={budget} or that one")
+            policy = dataclasses.replace(policy, budget=Budget.of(budget))
+        if policy.takes_budget and policy.budget is None:
+            raise ValueError(f'policy {policy} needs a budget: slots (1024), a share ("25%") or bytes ("64MiB")')
+        return policy.fit(spec, tokens)
+    if isinstance(policy, Policy):
+        if budget is not None:
+            raise ValueError(f"{policy} has its size; give budget={budget} to its class, or to its name")
+        return policy
+    if policy is Exact:
+        return Exact()
+    name = getattr(policy, "__name__", policy)
+    if budget is None:
+        raise ValueError(f'{name} needs a budget: slots (1024), a share ("25%") or bytes ("64MiB")')
+    return _fill(policy, Budget.of(budget), spec, tokens)
+
+
+def _fill(make: Callable[[int], Policy], budget: Budget, spec: CacheSpec, tokens: int) -> Policy:
+    """The policy of a budget, which a share needs so many tokens for."""
+    if budget.slots is not None:
+        return make(budget.slots)
+    try:
+        return fit_bytes(make, spec, budget.limit(spec, tokens))
+    except ValueError as error:
+        raise ValueError(f"a budget of {budget} of {tokens} tokens: {error}") from error
 
 
 def put_around(
@@ -202,12 +249,28 @@ def parse_value(kind: Any, text: str) -> Any:
         except (ValueError, KeyError):
             if hasattr(option, "load"):
                 raise
-    wanted = " or ".join(
-        " or ".join(map(repr, typing.get_args(option))) if typing.get_origin(option) is Literal else
-        "None" if option is type(None) else str(getattr(option, "__name__", option))
-        for option in kinds
-    )  # fmt: skip
-    raise ValueError(f"it must be {wanted}")
+    raise ValueError(f"it must be {_spelled(kind)}")
+
+
+def settings_of(policy_class: type[Policy]) -> list[tuple[str, str, str | None]]:
+    """Every setting of a policy: its name, what it may be, and its default as text, None without one."""
+    fields = dataclasses.fields(policy_class)  # type: ignore[arg-type]
+    kinds = _kinds(policy_class)
+    return [
+        (field.name, _spelled(kinds[field.name]), None if field.default is dataclasses.MISSING else str(field.default))
+        for field in fields
+    ]
+
+
+def _spelled(kind: Any) -> str:
+    """What a value of this type may be, in words."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " or ".join(map(_spelled, typing.get_args(kind)))
+    if typing.get_origin(kind) is Literal:
+        return " or ".join(map(repr, typing.get_args(kind)))
+    if typing.get_origin(kind) is tuple:
+        return f"({', '.join(_spelled(inner) if inner is not ... else '...' for inner in typing.get_args(kind))})"
+    return "None" if kind is type(None) else str(getattr(kind, "__name__", kind))
 
 
 def _value(kind: Any, text: str) -> Any:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.common import comparisons, evaluating, results
+from experiments.common import answers, comparisons, results
 from experiments.common.results import Estimate, Row
 from kvjax.budget import Budget
 from kvjax.registry import PolicyChoice
@@ -13,7 +13,7 @@ from kvjax.registry import PolicyChoice
 TO_BEST = "accuracy_to_best_press"
 RATIO = "perplexity_ratio"
 
-Answered = Mapping[str, Sequence[evaluating.Result]]  # by task
+Answered = Mapping[str, Sequence[answers.Result]]  # by task
 
 
 def pressed(press: str, budget: Budget) -> PolicyChoice:
@@ -25,7 +25,7 @@ def is_press(setting: PolicyChoice) -> bool:
     return setting.name.startswith("kvpress ")
 
 
-def at(result: evaluating.Result, budget: str) -> bool:
+def at(result: answers.Result, budget: str) -> bool:
     """Whether it is of this budget, or of one that takes none."""
     return result.setting.budget is None or str(result.setting.budget) == budget
 

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from experiments.common import choices
+from experiments.common import suites
 from experiments.common.results import Row, policy_label
 
 PAGES = pathlib.Path(__file__).parents[1] / "pages"
@@ -117,7 +117,7 @@ def _figure(found: Mapping[str, Any], metrics: Mapping[str, Any]) -> Figure:
     """A figure from its table in TOML; `ablation` stands for its job and what its rows are known by."""
     fields: dict[str, Any] = dict(metrics[found["metric"]])
     if ablation := found.get("ablation"):
-        fields |= {"jobs": [f"ablations_{choices.ABLATIONS[ablation].system}"], "where": {"ablation": ablation}}
+        fields |= {"jobs": [f"ablations_{suites.ABLATIONS[ablation].system}"], "where": {"ablation": ablation}}
         if found["metric"] == "accuracy":
             fields |= {"groups": ["budget"], "title": "line retrieval"}
     fields = fields | {name: value for name, value in found.items() if name != "ablation"}
@@ -127,7 +127,7 @@ def _figure(found: Mapping[str, Any], metrics: Mapping[str, Any]) -> Figure:
 
 def _choices(system: str, named: set[str], metrics: Mapping[str, Any]) -> Iterator[Section]:
     """A section for every ablation of a system that no section of its own names: answers, and errors of attention."""
-    for name, one in choices.ABLATIONS.items():
+    for name, one in suites.ABLATIONS.items():
         if one.system == system and name not in named:
             figures = tuple(
                 _figure({"ablation": name, "metric": metric}, metrics) for metric in ("accuracy", "relative_error")

@@ -13,12 +13,12 @@ import optax
 import orbax.checkpoint as ocp
 import tokenizers
 import tqdm
-from absl import app, logging
-from etils import eapp
+from absl import logging
 from flax import nnx
 from jax import tree
 from kvjax_models import checkpoint, llama
 
+from experiments.common import options
 from experiments.common.tasks import line_tokenizer
 
 
@@ -52,7 +52,7 @@ Arrays = tuple[Any, Any]  # parameters (an `nnx.State`), and the optimizer's mom
 def main(function: Callable[[Settings], None]) -> None:
     """The command of a module."""
     logging.set_verbosity(logging.WARNING)  # orbax reports every step of every save
-    app.run(function, flags_parser=eapp.make_flags_parser(Settings))
+    options.command(function, Settings)
 
 
 def run(
@@ -77,8 +77,8 @@ def run(
     """
     directory = settings.output_dir
     directory.mkdir(parents=True, exist_ok=True)
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    with ocp.CheckpointManager((directory / "checkpoints").absolute(), options=options) as manager:
+    kept = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with ocp.CheckpointManager((directory / "checkpoints").absolute(), options=kept) as manager:
         if manager.latest_step() is not None:
             if not settings.resume:
                 raise ValueError(f"output_dir={directory} holds checkpoints: give --resume or another directory")

@@ -138,10 +138,11 @@ def load_config(directory: str | os.PathLike) -> LlamaConfig:
         raise ValueError(f"{path}: {error}") from error
 
 
-def load(directory: str | os.PathLike, dtype: jax.typing.DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Llama:
-    """Reads a model, tensor by tensor, from a Hugging Face directory; parameters and arithmetic get `dtype`.
+def load(directory: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None) -> Llama:
+    """Reads a model, tensor by tensor, from a Hugging Face directory.
 
     Args:
+        dtype: of parameters and arithmetic; None for the one that the file's embedding has.
         mesh: where each tensor goes to, in parts, as soon as it is read (see `sharding`); None for one device.
 
     Raises:
@@ -151,12 +152,13 @@ def load(directory: str | os.PathLike, dtype: jax.typing.DTypeLike = jnp.float32
     """
     directory = pathlib.Path(directory)
     config = load_config(directory)
-    # Shapes only: random weights that are overwritten at once would double the memory.
-    graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))))
-    wanted = {_tensor_name(path): (path, leaf.shape) for path, leaf in _flat(state).items()}
-    places = {} if mesh is None else _flat(parameter_shardings(state, config, mesh))
     with contextlib.ExitStack() as stack:
         stored = _without_ignored(_open_tensors(_weight_files(directory), stack))
+        dtype = _own_dtype(stored) if dtype is None else jnp.dtype(dtype)
+        # Shapes only: random weights that are overwritten at once would double the memory.
+        graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0))))
+        wanted = {_tensor_name(path): (path, leaf.shape) for path, leaf in _flat(state).items()}
+        places = {} if mesh is None else _flat(parameter_shardings(state, config, mesh))
         if config.tied_embeddings:
             stored = _without_tied_head(directory, stored)
         if problems := _misfits({name: _file_shape(*where) for name, where in wanted.items()}, stored):
@@ -169,9 +171,15 @@ def load(directory: str | os.PathLike, dtype: jax.typing.DTypeLike = jnp.float32
             parameters[path] = jnp.asarray(tensor) if mesh is None else put(tensor, places[path])
     if not_finite:
         names = ", ".join(not_finite)
-        raise ValueError(f"{directory}: values that are not finite as {jnp.dtype(dtype).name} in {names}")
+        raise ValueError(f"{directory}: values that are not finite as {dtype.name} in {names}")
     nnx.replace_by_pure_dict(state, traverse_util.unflatten_dict(parameters))
     return nnx.merge(graph, state)
+
+
+def _own_dtype(stored: Mapping[str, _StoredTensor]) -> np.dtype:
+    """What a file keeps its embedding in; float32 where JAX has nothing like it, and where it is absent."""
+    kept = stored[_EMBEDDING].dtype if _EMBEDDING in stored else "F32"
+    return jnp.dtype({"F16": jnp.float16, "BF16": jnp.bfloat16}.get(kept, jnp.float32))
 
 
 def save(

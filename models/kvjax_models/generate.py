@@ -171,8 +171,14 @@ class Generator:
         rows = np.concatenate([np.asarray(block) for block in scored], axis=1)
         return state, [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
-    def write(self, state: GenerationState, max_tokens: int) -> Iterator[tuple[GenerationState, np.ndarray]]:
+    def write(
+        self, state: GenerationState, max_tokens: int, every: int | None = None
+    ) -> Iterator[tuple[GenerationState, np.ndarray]]:
         """Writes up to `max_tokens` tokens per row, block by block.
+
+        Args:
+            every: tokens after which those of an unfinished block are yielded, for who watches: the same tokens, but
+                their states are settled only where a block ends.
 
         Yields:
             The state after each block and the block's tokens, int32 [B, n], `NO_TOKEN` where a row had ended. Only the
@@ -184,15 +190,16 @@ class Generator:
         """
         self._check_room(np.asarray(state.positions), np.where(np.asarray(state.done), 0, max_tokens))
         state = _bound(state, self.mesh)
-        written = 0
+        written = in_block = 0
         while written < max_tokens and not np.asarray(state.done).all():
-            steps = min(self.block, max_tokens - written)
+            steps = min(every or self.block, self.block - in_block, max_tokens - written)
             number = everywhere(np.int32(steps), self.mesh)
             state, tokens, taken = decode_block(
                 self.model, self.mesh, self.sampling, self.eos, self.block, state, number
             )
-            state = compacted(state)
-            written += steps
+            written, in_block = written + steps, in_block + steps
+            if in_block == self.block or written == max_tokens or np.asarray(state.done).all():
+                state, in_block = compacted(state), 0
             check_finite(state)
             yield state, np.asarray(tokens)[:, : int(taken)]
 

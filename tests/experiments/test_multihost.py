@@ -53,7 +53,7 @@ def test_two_processes_answer_as_one_and_write_once(tmp_path):
     finish(start(1, *RUN, f"--output_dir={one}"))
     first, second = finish(start(2, *RUN, *mesh, "--process=0"), start(2, *RUN, *mesh, "--process=1"))
     assert answers(one) == answers(two)
-    assert "Rows:" in first and "Rows:" not in second
+    assert "Results:" in first and "Results:" not in second
     units = (two / "line_retrieval.jsonl").read_text().splitlines()
     assert len(set(units)) == len(units) == len(answers(two))  # one for each setting
 
@@ -71,6 +71,12 @@ def test_processes_with_other_flags_are_refused(tmp_path):
 @pytest.mark.heavy
 def test_generation_on_a_mesh_writes_what_one_device_does(tmp_path):
     (tmp_path / "prompt.txt").write_text("line careless-cat: REGISTER_CONTENT is <12345>\n" * 8)
-    run = ("experiments.generate", f"--prompt_file={tmp_path / 'prompt.txt'}", "--max_new_tokens=24")
+    run = (
+        "kvjax_models.command",
+        "generate",
+        "--model=models/checkpoints/line-retrieval-2l-4k",
+        f"--prompt_file={tmp_path / 'prompt.txt'}",
+        "--max_new_tokens=24",
+    )
     [alone], [together] = finish(start(1, *run)), finish(start(2, *run, "--mesh_tensor=2"))
     assert alone == together

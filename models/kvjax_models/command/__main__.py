@@ -1,0 +1,5 @@
+"""`python -m kvjax_models.command` is `kvjax`."""
+
+from kvjax_models.command import run
+
+run()

@@ -1,0 +1,144 @@
+"""`kvjax generate`: continues a text, as it is written.
+
+    kvjax generate --model DIR --prompt_file FILE --policy subgen --budget 25%
+
+A long run saves itself, and goes on where it was when it is started again:
+
+    kvjax generate --model DIR --prompt_file FILE --save_dir RUN --save_every 256
+    kvjax generate --model DIR --prompt_file FILE --save_dir RUN --save_every 256 --resume
+
+A long text can be read and compressed once, and asked about many times:
+
+    kvjax generate --model DIR --prompt_file TEXT --save_prefix READ --max_new_tokens 512
+    kvjax generate --model DIR --prefix READ --prompt_file QUESTION1 --prompt_file QUESTION2 --max_new_tokens 64
+"""
+
+import dataclasses
+import hashlib
+import time
+
+import kvjax
+from kvjax_models.command.options import WritingOptions, held, read_text, repeatable, say, tell
+from kvjax_models.generate import Generator, collect
+from kvjax_models.language_model import LanguageModel
+from kvjax_models.saved_states import SavedStates
+from kvjax_models.tokenizer import Streamer
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate(WritingOptions):
+    """Continues a text through a compressed cache, as it is written."""
+
+    prompt: str | None = None  # Text to continue.
+    prompt_file: list[str] = repeatable("FILE")  # The same in a file, - for standard input; with --prefix repeatable.
+    chat: bool = False  # Send the text as a user's message, through the checkpoint's chat template.
+    streaming: bool = False  # Read the text through the cache, in memory that does not grow.
+    save_dir: str | None = None  # Where the run saves itself.
+    save_every: int = 256  # Tokens between two saves, in whole blocks.
+    resume: bool = False  # Go on where the newest save in --save_dir stands.
+    save_prefix: str | None = None  # Read the text, save the compressed cache here; --max_new_tokens is its room.
+    prefix: str | None = None  # Continue what --save_prefix saved here.
+
+    def run(self) -> None:
+        _check(self)
+        texts = [*([self.prompt] if self.prompt is not None else []), *map(read_text, self.prompt_file)]
+        llm = self.load()
+        if self.prefix is not None:
+            _continue_prefix(self, llm, SavedStates(self.prefix), texts)
+        else:
+            _continue_text(self, llm, texts[0])
+
+
+def _check(given: Generate) -> None:
+    """Raises a ValueError for options that do not go together."""
+    texts = (given.prompt is not None) + len(given.prompt_file)
+    if texts == 0:
+        raise ValueError("give --prompt TEXT or --prompt_file FILE (- for standard input)")
+    if texts > 1 and given.prefix is None:
+        raise ValueError("several texts go with --prefix only")
+    if given.resume and given.save_dir is None:
+        raise ValueError("--resume needs --save_dir")
+    if given.prefix is not None and (given.save_dir is not None or given.save_prefix is not None):
+        raise ValueError("--prefix goes with neither --save_dir nor --save_prefix")
+    if given.max_new_tokens < 1 or given.save_every < 1:
+        raise ValueError("--max_new_tokens and --save_every must be at least 1")
+    given.choice, given.sampling  # noqa: B018  refused before a model is loaded
+
+
+def _continue_text(given: Generate, llm: LanguageModel, text: str) -> None:
+    """Reads the text, and writes on; or reads and saves it."""
+    prompt = _encoded(given, llm, text)
+    writer = llm.generator(
+        given.choice,
+        max_prompt=len(prompt),
+        max_new=given.max_new_tokens,
+        sampling=given.sampling,
+        streaming=given.streaming,
+    )
+    saved = None if given.save_dir is None else SavedStates(given.save_dir)
+    run = {
+        "prompt": hashlib.sha256(repr(prompt).encode()).hexdigest(),
+        "sampling": dataclasses.asdict(writer.sampling),
+        "seed": given.seed,
+    }
+    begin = time.perf_counter()
+    written: list[int] = []
+    if saved is not None and given.resume:
+        _, state, notes = saved.restore(writer, run)
+        written = notes["tokens"]
+    else:
+        state = writer.read(writer.start(given.seed), [prompt])
+    state.logits.block_until_ready()
+    prefilled = time.perf_counter()
+    if given.save_prefix is not None:
+        SavedStates(given.save_prefix).save(0, writer, state, notes={"tokens": len(prompt)})
+        tell(f"[{given.choice}: {len(prompt)} tokens read and saved; {held(writer, state)}]")
+        return
+    streamer = Streamer(llm.tokenizer, context=prompt)
+    say("".join(map(streamer.push, written)))
+    begun = safe = len(written)
+    # A state that is saved must be settled: then whole blocks come.
+    for newest, tokens in writer.write(state, given.max_new_tokens - begun, None if saved else 1):
+        state = newest
+        for token in tokens[0].tolist():
+            written.append(token)
+            say(streamer.push(token))
+        ends = len(written) == given.max_new_tokens or bool(state.done.all())
+        if saved is not None and (ends or len(written) - safe >= given.save_every):
+            saved.save(len(written), writer, state, run, {"tokens": written})
+            safe = len(written)
+    say(streamer.flush() + "\n")
+    seconds = time.perf_counter() - prefilled
+    kvjax.check(state)
+    tell(
+        f"[{given.choice}: {len(prompt)} tokens {'restored' if begun else 'read'} in {prefilled - begin:.2f} s, "
+        f"{len(written) - begun} written at {(len(written) - begun) / seconds:.1f} tokens/s (compilation included); "
+        f"{held(writer, state)}]"
+    )
+
+
+def _continue_prefix(given: Generate, llm: LanguageModel, saved: SavedStates, texts: list[str]) -> None:
+    """Reads every text behind one saved prefix, all side by side, and writes on."""
+    sizes = saved.sizes()
+    alone = llm.generator(given.choice, **sizes, sampling=given.sampling)
+    _, prefix, notes = saved.restore(alone)
+    many = Generator(
+        llm.model, alone.policies, **{**sizes, "batch": len(texts)}, sampling=alone.sampling, eos=alone.eos
+    )
+    state = many.read(kvjax.repeat_rows(prefix, len(texts)), [_encoded(given, llm, text, True) for text in texts])
+    rows: list[list[int]] = [[] for _ in texts]
+    for newest, tokens in many.write(state, given.max_new_tokens):
+        state = newest
+        collect(rows, tokens)
+    kvjax.check(state)
+    names = [*(["--prompt"] if given.prompt is not None else []), *given.prompt_file]
+    for name, row in zip(names, rows, strict=True):
+        say(f"== {name}\n{llm.tokenizer.decode(row)}\n")
+    tell(f"[{given.choice}: {len(texts)} continuations of {notes['tokens']} tokens read before; {held(many, state)}]")
+
+
+def _encoded(given: Generate, llm: LanguageModel, text: str, follows: bool = False) -> list[int]:
+    """The tokens of a text, which may follow others."""
+    if given.chat:
+        return llm.encode([{"role": "user", "content": text}])
+    return llm.tokenizer.encode(text, add_bos=not follows)

@@ -1,0 +1,166 @@
+"""A model with its tokenizer: text in, text out, through any cache policy."""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import huggingface_hub
+import jax
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from jax.sharding import Mesh
+
+import kvjax
+from kvjax.budget import Budget
+from kvjax.registry import AnyPolicy, sized
+from kvjax_models import checkpoint, tokenizer
+from kvjax_models.generate import Generator, cache_specs, collect
+from kvjax_models.llama import Llama
+from kvjax_models.sampling import Sampling
+from kvjax_models.tokenizer import Streamer, Tokenizer
+
+Message = Mapping[str, str]  # {"role": "user", "content": "..."}
+Prompt = str | Sequence[Message]  # a text to continue, or a conversation to answer
+
+_FILES = ["*.json", "*.safetensors", "*.jinja"]  # what is read of a model on the hub
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModel:
+    """A decoder and its tokenizer."""
+
+    model: Llama
+    tokenizer: Tokenizer
+
+    def generate(
+        self,
+        prompt: str | Sequence[str],
+        policy: AnyPolicy = "exact",
+        budget: int | str | Budget | None = None,
+        *,
+        max_new_tokens: int = 256,
+        sampling: Sampling | None = None,
+        seed: int = 0,
+    ) -> str | list[str]:
+        """Continues a text, or several side by side.
+
+        Args:
+            prompt: one text, or a list of them; for conversations see `stream`.
+            policy, budget: how much the cache keeps, and of what: "subgen" and "25%", `kvjax.SubGen` and 1024, or a
+                policy; see `kvjax.registry.sized`.
+            max_new_tokens: most tokens to write; an end-of-text token ends a row before.
+            sampling: greedy where None.
+
+        Returns:
+            The new text, or one per prompt.
+
+        Raises:
+            ValueError: for what is no policy, a budget that it cannot have, or an empty prompt.
+        """
+        prompts = [self.encode(text) for text in ([prompt] if isinstance(prompt, str) else prompt)]
+        longest = max(map(len, prompts), default=0)
+        generator = self.generator(
+            policy, budget, batch=len(prompts), max_prompt=longest, max_new=max_new_tokens, sampling=sampling
+        )
+        state = generator.read(generator.start(seed), prompts)
+        rows: list[list[int]] = [[] for _ in prompts]
+        for newest, tokens in generator.write(state, max_new_tokens):
+            state = newest
+            collect(rows, tokens)
+        kvjax.check(state)
+        texts = [self.tokenizer.decode(row) for row in rows]
+        return texts[0] if isinstance(prompt, str) else texts
+
+    def stream(
+        self,
+        prompt: Prompt,
+        policy: AnyPolicy = "exact",
+        budget: int | str | Budget | None = None,
+        *,
+        max_new_tokens: int = 256,
+        sampling: Sampling | None = None,
+        seed: int = 0,
+        every: int = 1,
+    ) -> Iterator[str]:
+        """The same for one text or conversation, in pieces as they come.
+
+        Args:
+            every: tokens between two looks; more of them are quicker.
+        """
+        tokens = self.encode(prompt)
+        generator = self.generator(policy, budget, max_prompt=len(tokens), max_new=max_new_tokens, sampling=sampling)
+        state = generator.read(generator.start(seed), [tokens])
+        streamer = Streamer(self.tokenizer, context=tokens)
+        for newest, block in generator.write(state, max_new_tokens, every):
+            state = newest
+            if piece := "".join(map(streamer.push, block[0].tolist())):
+                yield piece
+        kvjax.check(state)
+        if piece := streamer.flush():
+            yield piece
+
+    def generator(
+        self,
+        policy: AnyPolicy,
+        budget: int | str | Budget | None = None,
+        *,
+        batch: int = 1,
+        max_prompt: int,
+        max_new: int,
+        sampling: Sampling | None = None,
+        streaming: bool = False,
+    ) -> Generator:
+        """The `Generator` behind `generate`, for who holds states: to fork, save and continue them.
+
+        Args:
+            max_prompt, max_new: tokens that its caches are made for; a budget that is a share is one of what exact
+                holds for both.
+        """
+        sizes: dict[str, Any] = {"batch": batch, "max_prompt": max(max_prompt, 1), "max_new": max_new}
+        # A window does not count: such a layer keeps exactly that.
+        spec = cache_specs(self.model, **sizes, streaming=streaming)[0]
+        chosen = sized(policy, budget, dataclasses.replace(spec, window=None), max_prompt + max_new)
+        eos = self.tokenizer.eos_ids
+        return Generator(self.model, chosen, **sizes, sampling=sampling, eos=eos, streaming=streaming)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The tokens of a text with what the model wants before it, or of a conversation through its chat template.
+
+        Raises:
+            ValueError: for a conversation where the model has no chat template.
+        """
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self.tokenizer.apply_chat(prompt)
+
+
+def load(name: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None) -> LanguageModel:
+    """Loads a model and its tokenizer.
+
+    Args:
+        name: a Hugging Face directory, or the name of a model on the hub ("Qwen/Qwen3-0.6B"), which is downloaded once.
+        dtype: of parameters and arithmetic; None for the file's own.
+        mesh: devices to lie on, see `kvjax.make_mesh`; None for one.
+
+    Raises:
+        FileNotFoundError: where there is no such directory, nor such a model on the hub, or no way to it.
+        ValueError: what `checkpoint.load` and `tokenizer.load` refuse.
+    """
+    directory = find(name)
+    return LanguageModel(checkpoint.load(directory, dtype, mesh), tokenizer.load(directory))
+
+
+def find(name: str | os.PathLike) -> pathlib.Path:
+    """The directory of a model, downloaded from the hub where it is none yet; raises as `load`."""
+    directory = pathlib.Path(name)
+    if directory.is_dir():
+        return directory
+    try:
+        return pathlib.Path(huggingface_hub.snapshot_download(str(name), allow_patterns=_FILES))
+    except HFValidationError:
+        raise FileNotFoundError(f"{name} is no directory, and no name that a model on the hub can have") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise FileNotFoundError(
+            f"{name} is no directory, and the hub did not give it ({reason}); where there is no net, give a directory "
+            "with config.json, tokenizer.json and safetensors files"
+        ) from error
