@@ -21,6 +21,7 @@ class ClusterTable:
     """Up to M clusters in the slots [0, size), in the order of their opening; empty slots have count 0.
 
     With a growth factor of 2, after j doublings (SubGen's Lemma 2 where j = 0):
+
     1. a centre is a key of its own cluster (unless centres move);
     2. `count` is the number of the cluster's keys, and all counts sum to the keys taken in;
     3. every key lies within `radius` of its centre, and `radius` within (2 - 2^-j) delta

@@ -18,7 +18,7 @@ BATCH, PROMPT, NEW, KV_HEADS, GROUP, HEAD_DIM, BUDGET = 2, 20, 12, 2, 2, 16, 9
 
 def blocks(path):
     """The Python blocks of a page."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(), flags=re.DOTALL)
+    return re.findall(r"```(?:python|{code-cell} ipython3)\n(.*?)```", (ROOT / path).read_text(), flags=re.DOTALL)
 
 
 @functools.cache
