@@ -3,76 +3,99 @@
     python -m experiments.ablations
     python -m experiments.ablations --ablation chelsea_chunk --measure accuracy
 
-An ablation is a line of `choices.ABLATIONS`: settings that differ in one choice, and the tables and figures of the
+An ablation is a line of `suites.ABLATIONS`: settings that differ in one choice, and the tables and figures of the
 papers that vary it. Each is measured by `experiments.attention_error` on what the model's layers compute (recorded
-streams) and by `experiments.line_retrieval` before the question is seen, in processes of their own. A run that was
-stopped goes on where it was: finished ones stand in OUTPUT_DIR/ablations.jsonl. Distances of ClusterKV's clustering are
-compared by `experiments.recall_rate`, time without chunks by `experiments.latency`.
+streams) and by `experiments.line_retrieval` before the question is seen. A run that was stopped goes on where it was:
+finished ones stand in OUTPUT_DIR/ablations.jsonl. Distances of ClusterKV's clustering are compared by
+`experiments.recall_rate`, time without chunks by `experiments.latency`.
 """
 
 import dataclasses
 import functools
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-import matplotlib.pyplot as plt
-import numpy as np
-from absl import app, flags
 from tqdm import tqdm
 
-from experiments.common import plots, processes, results, settings
-from experiments.common.choices import ABLATIONS, CALIBRATED, Ablation
+from experiments import attention_error, calibrate_heads, line_retrieval
+from experiments.common import cases, plots, results, settings, sweeping
+from experiments.common.options import Experiment, Run, each
+from experiments.common.results import Row
 from experiments.common.resuming import Finished
+from experiments.common.suites import ABLATIONS, CALIBRATED
 
 NAME = "ablations"
+EXPERIMENTS = {one.EXPERIMENT.name: one.EXPERIMENT for one in (attention_error, line_retrieval, calibrate_heads)}
 MEASURES = {"attention_error": "relative_error", "line_retrieval": "accuracy"}
 METRICS = (*MEASURES.values(), "relative_error_clamped", "compress_seconds")
 
-settings.define_run()
-# Variants are chosen on seeds 0 to 9 and reported on later ones.
-flags.FLAGS.set_default("seed", 10)
-_ABLATION = flags.DEFINE_multi_enum("ablation", list(ABLATIONS), list(ABLATIONS), "Which; repeatable.")
-_MEASURE = flags.DEFINE_multi_enum("measure", list(MEASURES), list(MEASURES), "By what; repeatable.")
-flags.DEFINE_integer("documents", 50, "Documents of line retrieval.")
-flags.DEFINE_integer("context_tokens", 2048, "Tokens of a document.")
-_SEEDS = flags.DEFINE_integer("seeds", 10, "Seeds of recorded streams.")
-_RECORDED_TOKENS = flags.DEFINE_integer("recorded_tokens", 2048, "Tokens of a recorded stream.")
+
+@dataclasses.dataclass(frozen=True)
+class Options(Run):
+    """Options of this experiment."""
+
+    # Variants are chosen on seeds 0 to 9 and reported on later ones.
+    seed: int = 10
+    ablation: tuple[str, ...] = each(*ABLATIONS, choices=ABLATIONS)  # which; repeatable
+    measure: tuple[str, ...] = each(*MEASURES, choices=MEASURES)  # by what; repeatable
+    documents: int = 50  # documents of line retrieval
+    context_tokens: int = 2048  # tokens of a document
+    seeds: int = 10  # seeds of recorded streams
+    recorded_tokens: int = 2048  # tokens of a recorded stream
+
+    QUICK: ClassVar[dict[str, Any]] = {
+        "ablation": tuple(ABLATIONS)[:1],
+        "documents": 4,
+        "context_tokens": 512,
+        "seeds": 4,
+        "recorded_tokens": 512,
+    }
+
+    def of(self, measure: str) -> dict[str, Any]:
+        """What all ablations ask of an experiment."""
+        shared: dict[str, Any] = {"model": self.model, "quick": self.quick, "seed": self.seed}
+        if measure == "attention_error":
+            own: dict[str, Any] = {
+                "stream": (cases.RECORDED,),
+                "seeds": self.seeds,
+                "recorded_tokens": self.recorded_tokens,
+            }
+        elif measure == "line_retrieval":
+            own = {"documents": self.documents, "context_tokens": (self.context_tokens,)}
+        else:  # outlier heads are found on texts of seeds 0 to 9
+            own = {"seed": 0, "tokens": self.recorded_tokens} | ({"seeds": 2} if self.quick else {})
+        return shared | own
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    names = _ABLATION.value[:1] if flags.FLAGS.quick else _ABLATION.value
-    directory = pathlib.Path(flags.FLAGS.output_dir)
-    finished = Finished(directory / f"{NAME}.jsonl")
-    rows: list[results.Row] = []
-    for name in tqdm(names, desc=NAME, leave=False):
-        of_ablation = [row for measure in _MEASURE.value for row in measured(name, measure, finished, directory)]
-        show(ABLATIONS[name], of_ablation)
+def run(options: Options) -> list[Row]:
+    """The rows of every ablation and measure."""
+    finished = Finished(options.file(f"{NAME}.jsonl"))
+    rows: list[Row] = []
+    for name in tqdm(options.ablation, desc=NAME, leave=False):
+        of_ablation = [row for measure in options.measure for row in measured(options, name, measure, finished)]
+        shown = [row for row in of_ablation if row.metric in MEASURES.values()]
+        title = f"{ABLATIONS[name].choice} ({ABLATIONS[name].source})"
+        results.print_rows(
+            title, shown, lambda row: f"{results.setting_label(row)} ({row.budget_fraction:.1%})", column
+        )
         rows += of_ablation
-        results.write_rows(directory / f"{NAME}.json", rows)
-    plot(directory / f"{NAME}.png", rows)
-    print(f"Rows: {directory / f'{NAME}.json'}   plot: {directory / f'{NAME}.png'}")
+        results.write_rows(options.file(f"{NAME}.json"), rows)
+    return rows
 
 
-def measured(name: str, measure: str, finished: Finished, directory: pathlib.Path) -> list[results.Row]:
+def measured(options: Options, name: str, measure: str, finished: Finished) -> list[Row]:
     """An ablation's rows by one measure; a quick one is of two settings."""
     policies, budgets = ABLATIONS[name].policies, ABLATIONS[name].budgets
-    if flags.FLAGS.quick:
+    if options.quick:
         policies, budgets = policies[:2], budgets[:1]
-    calibrated = directory.resolve() / "calibrated"
+    calibrated = options.file("calibrated").resolve()
     if any(CALIBRATED in policy for policy in policies):
-        calibrate(finished, calibrated)
+        kept(options, "calibrate_heads", {}, {}, calibrated, finished)
     policies = tuple(policy.replace(CALIBRATED, str(calibrated)) for policy in policies)
-    arguments = [
-        *measure_arguments(measure),
-        *(f"--policy={policy}" for policy in policies),
-        *(f"--budget={budget}" for budget in budgets),
-    ]
-    run = functools.partial(processes.run, measure, arguments, directory / name)
     described = [settings.description(setting) for setting in settings.settings(policies, budgets)]
-    unit = {"ablation": name, "experiment": measure, "arguments": arguments, "settings": described}
+    own = {"policy": policies, "budget": budgets}
+    rows = kept(options, measure, own, {"ablation": name, "settings": described}, options.file(name), finished)
     return [
         dataclasses.replace(
             row,
@@ -80,86 +103,46 @@ def measured(name: str, measure: str, finished: Finished, directory: pathlib.Pat
             variant=row.variant and row.variant.replace(str(calibrated), CALIBRATED),
             extra=row.extra | {"ablation": name},
         )
-        for row in finished.rows(unit, run)
+        for row in rows
         if row.metric in METRICS
     ]
 
 
-def shared_arguments() -> list[str]:
-    """What every process is given."""
-    return [f"--model={flags.FLAGS.model}", *(["--quick"] if flags.FLAGS.quick else [])]
+def kept(
+    options: Options,
+    experiment: str,
+    own: dict[str, Any],
+    unit: dict[str, Any],
+    directory: pathlib.Path,
+    finished: Finished,
+) -> list[Row]:
+    """An experiment's rows: now, or before."""
+    of = EXPERIMENTS[experiment]
+    given = options.of(experiment) | own
+    made = functools.partial(of.write, of.options(**given, output_dir=str(directory)))
+    rows = finished.rows({"experiment": experiment, "options": given, **unit}, made)
+    sweeping.drop_programs()
+    return rows
 
 
-def calibrate(finished: Finished, directory: pathlib.Path) -> None:
-    """Finds outlier heads on texts of seeds 0 to 9, once."""
-    arguments = [*shared_arguments(), "--seed=0", f"--tokens={_RECORDED_TOKENS.value}"]
-    run = functools.partial(processes.run, "calibrate_heads", arguments, directory)
-    finished.rows({"experiment": "calibrate_heads", "arguments": arguments}, run)
-
-
-def measure_arguments(measure: str) -> list[str]:
-    """The flags of one experiment that all ablations share."""
-    by_measure = {
-        "attention_error": [
-            "--stream=recorded",
-            f"--seeds={_SEEDS.value}",
-            f"--recorded_tokens={_RECORDED_TOKENS.value}",
-        ],
-        "line_retrieval": [
-            f"--documents={settings.value('documents', quick=4)}",
-            f"--context_tokens={settings.value('context_tokens', quick=512)}",
-        ],
-    }
-    return [*shared_arguments(), f"--seed={flags.FLAGS.seed}", *by_measure[measure]]
-
-
-def column(row: results.Row) -> str:
+def column(row: Row) -> str:
     """What a figure is of: the task, or a layer of the model."""
     return "answers" if row.metric == "accuracy" else f"error, layer {row.extra['layer']:g}"
 
 
-def show(ablation: Ablation, rows: Sequence[results.Row]) -> None:
-    """A line per setting: accuracy and the error of every layer, with intervals."""
-    shown = [row for row in rows if row.metric in MEASURES.values()]
-    columns = list(dict.fromkeys(map(column, shown)))
-    lines = []
-    for setting, of_setting in results.by_setting(shown).items():
-        figures = {column(row): f"{row.value:.3g} [{row.ci95_low:.3g}, {row.ci95_high:.3g}]" for row in of_setting}
-        fraction = np.mean([row.budget_fraction for row in of_setting])
-        lines.append((setting, f"{fraction:.1%}", *(figures.get(name, "-") for name in columns)))
-    results.print_table(f"{ablation.choice} ({ablation.source})", ("policy", "of exact's", *columns), lines)
+def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
+    """A panel per ablation and measure, a line per policy (and layer) against the share of exact's bytes."""
+    layer = lambda row: f", layer {row.extra['layer']:g}" if "layer" in row.extra else ""  # noqa: E731
+    plots.by_rows(
+        path,
+        [row for row in rows if row.metric in MEASURES.values()],
+        panel=lambda row: f"{row.extra['ablation']}: {row.metric}",
+        x=lambda row: 100 * (row.budget_fraction or 0),
+        label=lambda row: results.policy_label(row) + layer(row),
+        xlabel="cache bytes (read ones for policies that recall), % of exact's",
+    )
 
 
-def plot(path: pathlib.Path, rows: Sequence[results.Row]) -> None:
-    """A row of panels per ablation, a panel per measure."""
-    names = list(dict.fromkeys(row.extra["ablation"] for row in rows))
-    metrics = list(dict.fromkeys(row.metric for row in rows if row.metric in MEASURES.values()))
-    size = (6 * len(metrics), 3.4 * len(names))
-    figure, axes = plt.subplots(len(names), len(metrics), figsize=size, squeeze=False)
-    for name, panels in zip(names, axes, strict=True):
-        for metric, axis in zip(metrics, panels, strict=True):
-            of_metric = [row for row in rows if row.extra["ablation"] == name and row.metric == metric]
-            draw(axis, of_metric)
-            axis.set_title(f"{name}: {metric}", fontsize=9)
-            axis.grid(alpha=0.3)
-    plots.save(figure, path)
-
-
-def draw(axis: Any, rows: Sequence[results.Row]) -> None:
-    """A line per policy (and layer) against the share of exact's bytes, with intervals."""
-    lines: dict[str, list[results.Row]] = {}
-    for row in rows:
-        layer = row.extra.get("layer")
-        label = results.policy_label(row) + ("" if layer is None else f", layer {layer:g}")
-        lines.setdefault(label, []).append(row)
-    for label, line in lines.items():
-        value, low, high = np.array([(row.value, row.ci95_low, row.ci95_high) for row in line]).T
-        shares = [100 * (row.budget_fraction or 0) for row in line]
-        axis.errorbar(shares, value, yerr=np.maximum([value - low, high - value], 0), marker=".", label=label)
-    axis.set_xlabel("cache bytes (read ones for policies that recall), % of exact's")
-    if lines:
-        axis.legend(fontsize=5)
-
-
+EXPERIMENT = Experiment(NAME, Options, run, draw)
 if __name__ == "__main__":
-    app.run(main)
+    EXPERIMENT.main()

@@ -13,26 +13,28 @@ array half as large as a layer's largest buffer, or needs as much memory for all
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 import pathlib
 import re
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
 from flax import nnx
 from jax.experimental import topologies
 from kvjax_models import generate, lowering
 from kvjax_models.llama import Llama, LlamaConfig
 from tqdm import tqdm
 
-from experiments.common import results, settings
+from experiments.common import results, settings, suites
 from experiments.common.compiled import large_outputs
 from experiments.common.compilers import prepare_compiler
+from experiments.common.options import Experiment, Policies, each
+from experiments.common.results import Row
 
 NAME = "ahead_of_time"
 # The smallest topology of each kind.
@@ -42,34 +44,23 @@ GPUS = {"h200": pathlib.Path(__file__).parent / "targets" / "h200.txtpb"}
 # Their benchmarks say at which shapes.
 OPS = ("weighted_decode", "cluster_recall", "k_means", "soft_match", "balanced_walk")
 DECODING_OPS = ("weighted_decode", "cluster_recall")
-POLICIES = (
-    "exact",
-    "streaming_llm",
-    "uniform",
-    "clustergen:variant=paper",
-    "clustergen",
-    "subgen",
-    "balancekv",
-    "chelsea",
-    "clusterkv",
-    "quest",
-    "infinigen",
-    "h2o",
-    "cam",
-    "snapkv",
-    "pyramidkv",
-    "uniform:storage=int8",
-)
 
-settings.define_common(policies=POLICIES, budgets=("4096",))
-_DEVICE = flags.DEFINE_multi_enum(
-    "device", list(TOPOLOGIES), [*TOPOLOGIES, *GPUS], "Devices to compile for, all TPUs by default; repeatable."
-)
-_OP = flags.DEFINE_multi_enum("op", OPS, OPS, "Ops whose kernels are compiled by themselves; repeatable.")
-_LAYERS = flags.DEFINE_integer("layers", 8, "Layers of the Llama.")
-_HEAD_DIM = flags.DEFINE_multi_integer("head_dim", [128, 64], "Head dimensions of the Llama; repeatable.")
-_BATCH = flags.DEFINE_integer("batch", 8, "Sequences decoded together.")
-_CONTEXT = flags.DEFINE_integer("context_tokens", 16384, "Longest prompt.")
+
+@dataclasses.dataclass(frozen=True)
+class Options(Policies):
+    """Options of this experiment."""
+
+    policy: tuple[str, ...] = each(*suites.SUITES["compiled"].policies)
+    budget: tuple[str, ...] = each(*suites.SUITES["compiled"].budgets)
+    device: tuple[str, ...] = each(*TOPOLOGIES, choices=(*TOPOLOGIES, *GPUS))
+    """Devices to compile for, all TPUs by default; repeatable."""
+    op: tuple[str, ...] = each(*OPS, choices=OPS)  # ops whose kernels are compiled by themselves; repeatable
+    layers: int = 8  # layers of the Llama
+    head_dim: tuple[int, ...] = each(128, 64)  # head dimensions of the Llama; repeatable
+    batch: int = 8  # sequences decoded together
+    context_tokens: int = 16384  # longest prompt
+
+    QUICK: ClassVar[dict[str, Any]] = {"device": tuple(TOPOLOGIES)[:1], "layers": 2}
 
 
 class Program(NamedTuple):
@@ -93,28 +84,28 @@ class Compiled(NamedTuple):
     problem: str | None
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    quick = flags.FLAGS.quick
-    devices = _DEVICE.value[:1] if quick else _DEVICE.value
+def run(options: Options) -> list[Row]:
+    """The rows of every program; a program with a problem is a row that says so."""
     prepare_compiler()
     done: list[Compiled] = []
-    for device in devices:
+    for device in options.device:
         sharding = on_device(device)
         # Kernels for GPUs ask what they are lowered for.
         with (
             jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh) if device in GPUS else contextlib.nullcontext()
         ):
-            programs = [*kernel_programs(sharding, device), *decoding_programs(sharding, 2 if quick else _LAYERS.value)]
+            programs = [*kernel_programs(options, sharding, device), *decoding_programs(options, sharding)]
             compiled = [compile_program(program, device) for program in tqdm(programs, desc=device, leave=False)]
         show(compiled, device)
         done += compiled
-    path = pathlib.Path(flags.FLAGS.output_dir) / f"{NAME}.json"
-    results.write_rows(path, [make_row(one) for one in done])
-    print(f"Rows: {path}")
-    if problems := [f"{one.name} for {one.device}: {one.problem}" for one in done if one.problem]:
-        raise SystemExit("\n".join(problems))
+    return [make_row(one) for one in done]
+
+
+def fail(_: pathlib.Path, rows: Sequence[Row]) -> None:
+    """Ends the command with an error where a program has a problem."""
+    wrong = [row for row in rows if row.extra["problem"]]
+    if wrong:
+        raise SystemExit("\n".join("{} for {device}: {problem}".format(row.policy, **row.extra) for row in wrong))
 
 
 def on_device(device: str) -> jax.sharding.NamedSharding:
@@ -133,14 +124,14 @@ def on_device(device: str) -> jax.sharding.NamedSharding:
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
-def kernel_programs(sharding: jax.sharding.Sharding, device: str) -> Iterator[Program]:
+def kernel_programs(options: Options, sharding: jax.sharding.Sharding, device: str) -> Iterator[Program]:
     """Every op that has a kernel for the device, at the shapes of production that the kernel takes."""
 
     def array(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     implementation = "mosaic_gpu" if device in GPUS else "mosaic_tpu"
-    for op in _OP.value:
+    for op in options.op:
         if importlib.util.find_spec(f"pallas_kernels.{op}.{implementation}") is None:
             continue
         for shape in importlib.import_module(f"pallas_kernels.{op}.benchmark").PRODUCTION:
@@ -155,30 +146,30 @@ def kernel_programs(sharding: jax.sharding.Sharding, device: str) -> Iterator[Pr
             yield Program(f"{op} {shape}", lowered, kernels=1, cache=largest if op in DECODING_OPS else None)
 
 
-def decoding_programs(sharding: jax.sharding.Sharding, layers: int) -> Iterator[Program]:
+def decoding_programs(options: Options, sharding: jax.sharding.Sharding) -> Iterator[Program]:
     """A block of decoding steps with every policy, for every head dimension."""
-    for head_dim in _HEAD_DIM.value:
+    for head_dim in options.head_dim:
         config = LlamaConfig(
             vocab_size=2048,  # small: what is as large as a cache shall be one
             width=1024,
             mlp_width=2048,
-            layers=layers,
+            layers=options.layers,
             query_heads=32,
             kv_heads=8,
             head_dim=head_dim,
-            max_length=2 * _CONTEXT.value,
+            max_length=2 * options.context_tokens,
         )
         model = Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-        for setting in settings.settings(flags.FLAGS.policy, flags.FLAGS.budget):
-            sizes: dict[str, Any] = {"batch": _BATCH.value, "max_prompt": _CONTEXT.value, "max_new": 512}
+        for setting in settings.settings(options.policy, options.budget):
+            sizes: dict[str, Any] = {"batch": options.batch, "max_prompt": options.context_tokens, "max_new": 512}
             spec = generate.cache_specs(model, **sizes)[0]
-            generator = generate.Generator(model, settings.fitted(setting, spec, _CONTEXT.value), **sizes)
+            generator = generate.Generator(model, settings.fitted(setting, spec, options.context_tokens), **sizes)
             state = jax.eval_shape(generator.start)
             largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.layers[0]))
             yield Program(
-                f"{settings.label(setting)} D={head_dim}, {layers} layers",
+                f"{settings.label(setting)} D={head_dim}, {options.layers} layers",
                 lowering.lower_decode(generator, placed(state, sharding), sharding),
-                kernels=layers,
+                kernels=options.layers,
                 cache=largest,
             )
 
@@ -213,21 +204,10 @@ def compile_program(program: Program, device: str) -> Compiled:
     )
 
 
-def make_row(one: Compiled) -> results.Row:
-    return results.Row(
-        experiment=NAME,
-        model="random",
-        policy=one.name,
-        metric="temporary_bytes",
-        value=one.temporary_bytes,
-        extra={
-            "device": one.device,
-            "compile_seconds": one.seconds,
-            "argument_bytes": one.argument_bytes,
-            "kernels": one.kernels,
-            "problem": one.problem,
-        },
-    )
+def make_row(one: Compiled) -> Row:
+    of: dict[str, Any] = {"device": one.device, "compile_seconds": one.seconds, "argument_bytes": one.argument_bytes}
+    of |= {"kernels": one.kernels, "problem": one.problem}
+    return results.row(NAME, "random", "temporary_bytes", one.temporary_bytes, policy=one.name, **of)
 
 
 def show(compiled: Sequence[Compiled], device: str) -> None:
@@ -247,5 +227,6 @@ def show(compiled: Sequence[Compiled], device: str) -> None:
     results.print_table(f"Compiled ahead of time for {device}", columns, lines)
 
 
+EXPERIMENT = Experiment(NAME, Options, run, fail)
 if __name__ == "__main__":
-    app.run(main)
+    EXPERIMENT.main()

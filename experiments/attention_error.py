@@ -16,143 +16,45 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
-from absl import app, flags
 from jaxtyping import Float
 from kvjax_models.prefill import asked_queries
 from tqdm import tqdm
 
 import kvjax
-from experiments.common import plots, results, settings, speed, streams, sweeping
+from experiments.common import cases, plots, results, settings, speed, streams, suites, sweeping
+from experiments.common.options import Experiment, Policies, each, one_of
+from experiments.common.results import Row
 from kvjax.policy import Policy
 from kvjax.registry import POLICIES, PolicyChoice
 
 NAME = "attention_error"
-RECORDED = "recorded"
 # The paper's study keeps the first and the newest 256 of about 16k tokens: as many tokens per kept one are kept here.
 RECORDED_TOKENS_PER_FIXED = 64
-BUDGETS = ("50%", "25%", "12.5%", "6.25%", "5%")
-NORMS = (2.0, 4.0, 8.0, 15.0)
-
-
-class Study(NamedTuple):
-    """What is measured where flags do not say otherwise."""
-
-    policies: tuple[str, ...]
-    budgets: tuple[str, ...]
-    norms: tuple[float, ...]
-    option: str | None = None  # the setting that is swept, for a figure of its own
-    baseline: str = "uniform"  # the policy that others are compared with
-
-
-STUDIES = {
-    "policies": Study(
-        (
-            "uniform",
-            "subgen",
-            "subgen:variant=self_normalised",
-            "balancekv",
-            "balancekv:walk=streaming",
-            "balancekv_reference",
-        ),
-        BUDGETS,
-        NORMS,
-    ),
-    # Both papers' Algorithm 1, which their theorems are about.
-    "theory": Study(("uniform", "subgen:variant=paper", "balancekv_paper"), BUDGETS, NORMS),
-    "block_size": Study(
-        (
-            "uniform",
-            *(
-                f"{policy}block_size={size}"
-                for policy in ("balancekv:walk=pairs,", "balancekv:walk=streaming,", "balancekv_reference:")
-                for size in (64, 128, 256)
-            ),
-        ),
-        ("50%", "25%", "12.5%"),
-        (4.0,),
-        "block_size",
-    ),
-    # Pairs of the reservoir take what clusters leave: at 12.5% of 8,192 tokens there are about 1,020 slots.
-    "samples": Study(
-        ("uniform", *(f"subgen:variant=paper,samples={samples}" for samples in (64, 256, 512, 768, 896))),
-        ("12.5%",),
-        (4.0,),
-        "samples",
-    ),
-    # As the paper has it, with the value slope, and dropping where the others take means.
-    "chelsea": Study(
-        ("uniform", "chelsea:slope=None", "chelsea", "chelsea:joins=drop"),
-        ("25%", "12.5%"),
-        (2.0, 4.0, 8.0, 15.0),
-    ),
-    # Whether clusters that are not read stay present, at equal bytes read.
-    "recall": Study(
-        (
-            "clusterkv:residual=False",
-            "clusterkv",
-            "clusterkv:cluster_tokens=40",
-            "quest",
-            "uniform",
-        ),
-        ("50%", "25%", "12.5%", "6.25%"),
-        NORMS,
-        baseline="clusterkv:residual=False",
-    ),
-    "per_cluster": Study(
-        (
-            "uniform",
-            *(f"subgen:variant=paper,per_cluster={samples}" for samples in (1, 2, 4, 8)),
-            *(f"subgen:variant=mean_value,per_cluster={samples}" for samples in (0, 1, 2, 4, 8)),
-        ),
-        ("12.5%",),
-        (4.0,),
-        "per_cluster",
-    ),
-}
-
-settings.define_common(policies=(), budgets=())
-_STUDY = flags.DEFINE_enum("study", "policies", list(STUDIES), "Default policies, budgets and norms.")
-# Variants are chosen on seeds 0 to 9 and reported on later ones.
-flags.FLAGS.set_default("seed", 10)
-_SEEDS = flags.DEFINE_integer("seeds", 20, "Seeds, from --seed on: rows of the batch.")
-_STREAM = flags.DEFINE_multi_enum(
-    "stream", [*streams.SYNTHETIC, RECORDED], [*streams.SYNTHETIC, RECORDED], "Streams; repeatable."
-)
-_NORM = flags.DEFINE_multi_float("norm", [], "l2 norms of synthetic keys and queries; repeatable.")
-_TOKENS = flags.DEFINE_integer("tokens", 8192, "Tokens of a synthetic stream.")
-_HEAD_DIM = flags.DEFINE_integer("head_dim", 128, "Dimensions of a synthetic stream.")
-_QUERIES = flags.DEFINE_integer("queries", 64, "Queries per seed.")
-_RECORDED_TOKENS = flags.DEFINE_integer("recorded_tokens", 4032, "Tokens of a recorded stream.")
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """What is compressed: a stream at a norm, or in a layer."""
+class Options(cases.Streams, Policies):
+    """Options of this experiment."""
 
-    stream: str
-    where: str  # "norm" or "layer"
-    number: float
-    spec: kvjax.CacheSpec
-    fixed: int  # sinks, and as many recent tokens, that every policy keeps which can
+    study: str = one_of("policies", suites.STUDIES)  # default policies, budgets and norms
+    # Variants are chosen on seeds 0 to 9 and reported on later ones.
+    seed: int = 10
+    seeds: int = 20  # seeds, from --seed on: rows of the batch
+    norm: tuple[float, ...] = each()  # l2 norms of synthetic keys and queries; repeatable
 
-    @classmethod
-    def of(
-        cls, stream: str, where: str, number: float, drawn: streams.Streams, fixed: int, layer: int = 0, layers: int = 1
-    ) -> "Case":
-        batch, tokens, kv_heads, head_dim = drawn.keys.shape
-        sizes = {"batch": batch, "query_heads": drawn.queries.shape[2], "kv_heads": kv_heads, "head_dim": head_dim}
-        spec = kvjax.CacheSpec(**sizes, max_prompt=tokens, max_new=1, layer=layer, layers=layers)
-        return cls(stream, where, number, spec, fixed)
+    QUICK: ClassVar[dict[str, Any]] = {**cases.Streams.QUICK, "seeds": 4, "stream": cases.STREAMS[:1]}
 
-    def __str__(self) -> str:
-        return f"{self.where} {self.number:g}"
+    def chosen(self) -> list[PolicyChoice]:
+        """The settings that are asked for."""
+        study = suites.STUDIES[self.study]
+        budgets = self.budget or study.budgets
+        return settings.settings(self.policy or study.policies, budgets[:1] if self.quick else budgets)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,72 +71,62 @@ class Result:
     fraction: float  # of exact's bytes, counted so
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    study = STUDIES[_STUDY.value]
-    budgets = flags.FLAGS.budget or study.budgets
-    chosen = settings.settings(flags.FLAGS.policy or study.policies, budgets[:1] if flags.FLAGS.quick else budgets)
-    directory = pathlib.Path(flags.FLAGS.output_dir)
-    measured: dict[Case, list[Result]] = {}
-    rows: list[results.Row] = []
-    for _, alike in itertools.groupby(cases(_NORM.value or study.norms), lambda pair: pair[0].spec):
-        for case, drawn in alike:
-            measured[case] = measure(case, drawn, chosen)
-            rank = float(np.mean([streams.effective_rank(keys) for keys in drawn.keys[0].swapaxes(0, 1)]))
-            rows += [row for result in measured[case] for row in result_rows(case, result, measured[case], rank)]
-            show(case, measured[case], rank)
-            results.write_rows(directory / f"{NAME}.json", rows)
+def run(options: Options) -> list[Row]:
+    """The rows of every case and setting."""
+    study = suites.STUDIES[options.study]
+    rows: list[Row] = []
+    drawn = cases.cases(options, options.norm or study.norms, prompt_queries=True)
+    spec = lambda case: cases.spec_of(case.drawn, case.layer or 0, case.layers)  # noqa: E731
+    for of_spec, alike in itertools.groupby(drawn, spec):
+        for case in alike:
+            fixed = 0 if case.layer is None else options.recorded_tokens // RECORDED_TOKENS_PER_FIXED
+            measured = measure(case, of_spec, options.chosen(), fixed, options.seed)
+            rank = float(np.mean([streams.effective_rank(keys) for keys in case.drawn.keys[0].swapaxes(0, 1)]))
+            of_case = {
+                case.where: case.number,
+                "sinks_and_recent": fixed,
+                "effective_rank": rank,
+                "stream": case.stream,
+            }
+            sizes: dict[str, Any] = {"context_tokens": of_spec.max_prompt, "batch": of_spec.batch, "n": of_spec.batch}
+            shared = {**of_case, **sizes, "seed": options.seed}
+            model = options.model_of(case.stream)
+            found = [row for result in measured for row in result_rows(model, result, measured, study.baseline, shared)]
+            title = f"{case}: {of_spec.max_prompt} tokens, {of_spec.batch} seeds, effective rank {rank:.1f}"
+            results.print_rows(title, found, lambda row: f"{results.setting_label(row)} ({row.budget_fraction:.1%})")
+            rows += found
+            results.write_rows(options.file(f"{NAME}.json"), rows)
         # Programs are for one spec, and every layer has its own.
         build.cache_clear()
         programs.cache_clear()
         sweeping.drop_programs()
-    sweeping.check_any(rows)
-    plot(directory / f"{NAME}.png", measured)
     if study.option:
-        plot_option(directory / f"{NAME}_{study.option}.png", measured, study.option)
-    print(f"Rows: {directory / f'{NAME}.json'}   plot: {directory / f'{NAME}.png'}")
+        plot_option(options.file(f"{NAME}_{study.option}.png"), rows, study.option)
+    return rows
 
 
-def cases(norms: Sequence[float]) -> Iterator[tuple[Case, streams.Streams]]:
-    """The streams that the flags ask for: synthetic ones at every norm, the recorded one in every layer."""
-    quick = flags.FLAGS.quick
-    seeds = range(flags.FLAGS.seed, flags.FLAGS.seed + (4 if quick else _SEEDS.value))
-    tokens, recorded_tokens = (1024, 512) if quick else (_TOKENS.value, _RECORDED_TOKENS.value)
-    for name in _STREAM.value[:1] if quick and not flags.FLAGS["stream"].present else _STREAM.value:
-        if name == RECORDED:
-            model, tokenizer = settings.load_model(flags.FLAGS.model)
-            fixed = recorded_tokens // RECORDED_TOKENS_PER_FIXED
-            for layer, drawn in streams.recorded(
-                model, tokenizer, seeds, recorded_tokens, _QUERIES.value, prompt_queries=True
-            ):
-                yield Case.of(name, "layer", layer, drawn, fixed, layer, model.config.layers), drawn
-        else:
-            drawn = streams.synthetic(name, seeds, tokens, _QUERIES.value, _HEAD_DIM.value, prompt_queries=True)
-            for norm in norms:
-                yield Case.of(name, "norm", norm, drawn, fixed=0), drawn.scaled(norm)
+def measure(
+    case: cases.Case, spec: kvjax.CacheSpec, chosen: Sequence[PolicyChoice], fixed: int, seed: int
+) -> list[Result]:
+    """Every setting's result. One that cannot be made so small, or counts faults, is left out and said to be.
 
-
-def measure(case: Case, drawn: streams.Streams, chosen: Sequence[PolicyChoice]) -> list[Result]:
-    """Every setting's result. One that cannot be made so small, or counts faults, is left out and said to be."""
+    Args:
+        fixed: sinks, and as many recent tokens, that every policy keeps which can.
+    """
+    drawn = case.drawn
     exact = streams.exact_attention(drawn)
     keys, values, queries = (jnp.asarray(part) for part in (drawn.keys, drawn.values, drawn.queries))
-    rows = flags.FLAGS.seed + jnp.arange(case.spec.batch)
-    row_keys = jax.vmap(jax.random.key)(rows)
+    row_keys = jax.vmap(jax.random.key)(seed + jnp.arange(spec.batch))
     of_case = []
-    for setting in tqdm(chosen, desc=f"{case.stream}, {case}", leave=False):
+    for setting in tqdm(chosen, desc=str(case), leave=False):
         try:
-            policy = build(setting, case.spec, case.fixed)
-            compress, attend = programs(policy, case.spec, queries.shape[1])
-        except ValueError as error:
-            settings.tell_left_out(setting, error)
-            continue
-        asked = None
-        if count := asked_queries(policy, case.spec.max_prompt):
-            assert drawn.prompt_queries is not None
-            asked = jnp.asarray(drawn.prompt_queries[:, -count:])
-        seconds, cache = speed.timed(compress, row_keys, keys, values, asked)
-        try:
+            policy = build(setting, spec, fixed)
+            compress, attend = programs(policy, spec, queries.shape[1])
+            asked = None
+            if count := asked_queries(policy, spec.max_prompt):
+                assert drawn.prompt_queries is not None
+                asked = jnp.asarray(drawn.prompt_queries[:, -count:])
+            seconds, cache = speed.timed(compress, row_keys, keys, values, asked)
             kvjax.check(cache)
         except ValueError as error:
             settings.tell_left_out(setting, error)
@@ -247,11 +139,11 @@ def measure(case: Case, drawn: streams.Streams, chosen: Sequence[PolicyChoice]) 
                 setting,
                 error=streams.relative_errors(attended, exact),
                 clamped_error=streams.clamped_errors(attended, exact),
-                compress_seconds=seconds / case.spec.batch,
-                device_bytes=device // case.spec.batch,
-                read_bytes=read // case.spec.batch,
-                counted_bytes=counted // case.spec.batch,
-                fraction=counted / (case.spec.batch * case.spec.exact_bytes(case.spec.max_prompt)),
+                compress_seconds=seconds / spec.batch,
+                device_bytes=device // spec.batch,
+                read_bytes=read // spec.batch,
+                counted_bytes=counted // spec.batch,
+                fraction=counted / (spec.batch * spec.exact_bytes(spec.max_prompt)),
             )
         )
     return of_case
@@ -291,45 +183,28 @@ def programs(policy: Policy, spec: kvjax.CacheSpec, queries: int) -> tuple[Any, 
     return compress.lower(*given).compile(), attend.lower(cache, asked).compile()
 
 
-def result_rows(case: Case, result: Result, of_case: Sequence[Result], rank: float) -> list[results.Row]:
+def result_rows(model: str, result: Result, of_case: Sequence[Result], name: str, shared: dict[str, Any]) -> list[Row]:
     """One setting's rows: both errors, the difference to the baseline at the same bytes, seconds to compress."""
-    shared = {
-        "experiment": NAME,
-        "model": flags.FLAGS.model if case.stream == RECORDED else "synthetic",
-        "stream": case.stream,
-        "policy": result.setting.name,
-        "variant": result.setting.variant,
-        "budget_fraction": result.fraction,
-        "context_tokens": case.spec.max_prompt,
-        "batch": case.spec.batch,
-        "n": case.spec.batch,
-        "seed": flags.FLAGS.seed,
+    found: dict[str, Any] = {
+        "compress_seconds": result.compress_seconds,
+        "relative_error": results.mean_interval(result.error),
+        "relative_error_clamped": results.mean_interval(result.clamped_error),
+    }
+    if (other := baseline(result, of_case, name)) is not None:  # paired by seed
+        found[f"relative_error_minus_{name}"] = results.mean_interval(result.error - other.error)
+    sizes: dict[str, Any] = {
         "device_bytes": result.device_bytes,
         "host_bytes": 0,
         "read_bytes_per_token": result.read_bytes,
-        "extra": {
-            case.where: case.number,
-            "budget": str(result.setting.budget) if result.setting.budget else None,
-            "sinks_and_recent": case.fixed,
-            "effective_rank": rank,
-        },
     }
-    estimates = {
-        "relative_error": results.mean_interval(result.error),
-        "relative_error_clamped": results.mean_interval(result.clamped_error),
-        f"relative_error_minus_{STUDIES[_STUDY.value].baseline}": difference(result, of_case),
-    }
-    return [results.Row(**shared, metric="compress_seconds", value=result.compress_seconds)] + [
-        results.Row(**shared, metric=metric, value=estimate.value, ci95_low=estimate.low, ci95_high=estimate.high)
-        for metric, estimate in estimates.items()
-        if estimate is not None
-    ]
+    sizes["budget_fraction"] = result.fraction
+    return [results.row(NAME, model, metric, one, result.setting, **sizes, **shared) for metric, one in found.items()]
 
 
-def baseline(result: Result, of_case: Sequence[Result]) -> Result | None:
+def baseline(result: Result, of_case: Sequence[Result], name: str) -> Result | None:
     """The baseline's result at the same bytes, the nearest within 5%; None where there is none, or it is `result`. (Not
     at the same --budget: a policy that can only halve may take half of it.)"""
-    plain = PolicyChoice.parse(STUDIES[_STUDY.value].baseline)
+    plain = PolicyChoice.parse(name)
     others = [other for other in of_case if settings.plain(other.setting) == plain]
     apart = [abs(other.counted_bytes / result.counted_bytes - 1) for other in others]
     if settings.plain(result.setting) == plain or not others or min(apart) > 0.05:
@@ -337,104 +212,51 @@ def baseline(result: Result, of_case: Sequence[Result]) -> Result | None:
     return others[int(np.argmin(apart))]
 
 
-def difference(result: Result, of_case: Sequence[Result]) -> results.Estimate | None:
-    """The error minus the baseline's, paired by seed."""
-    other = baseline(result, of_case)
-    return None if other is None else results.mean_interval(result.error - other.error)
+def case_of(row: Row) -> str:
+    """What a row is of, as titles say it."""
+    where = "layer" if "layer" in row.extra else "norm"
+    return f"{row.stream}, {where} {row.extra[where]:g}"
 
 
-def show(case: Case, of_case: Sequence[Result], rank: float) -> None:
-    """The table of one case: bytes as a share of exact's, the paired difference as a share of the baseline's error,
-    milliseconds to compress one stream."""
-    lines = []
-    for result in of_case:
-        compared, other = difference(result, of_case), baseline(result, of_case)
-        against = "-"
-        if compared is not None and other is not None:
-            against = "{:+.0%} [{:+.0%}, {:+.0%}]".format(*(np.asarray(compared) / other.error.mean()))
-        lines.append(
-            (
-                str(settings.plain(result.setting)),
-                str(result.setting.budget or "-"),
-                f"{result.fraction:.1%}",
-                str(results.mean_interval(result.error)),
-                against,
-                f"{result.clamped_error.mean():.3g}",
-                f"{1e3 * result.compress_seconds:.1f}",
-            )
-        )
-    title = f"{case.stream}, {case}: {case.spec.max_prompt} tokens, {case.spec.batch} seeds, effective rank {rank:.1f}"
-    columns = (
-        "policy",
-        "budget",
-        "bytes",
-        "error [95%]",
-        f"against {STUDIES[_STUDY.value].baseline} [95%]",
-        "clamped",
-        "ms",
+def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
+    """Error against the share of exact's bytes, without exact, whose error is rounding alone: a panel per case."""
+    errors = [row for row in rows if row.metric == "relative_error" and row.extra["budget"]]
+    plots.by_rows(
+        path,
+        errors,
+        panel=case_of,
+        x=lambda row: 100 * (row.budget_fraction or 0),
+        label=results.policy_label,
+        xscale="log",
+        yscale="log",
+        xlabel="cache bytes, % of exact's",
+        ylabel="relative error",
     )
-    results.print_table(title, columns, lines)
 
 
-def plot(path: pathlib.Path, measured: dict[Case, list[Result]]) -> None:
-    """Error against the share of exact's bytes: a row of panels per stream, a panel per norm or layer."""
-    names = list(dict.fromkeys(case.stream for case in measured))
-    width = max(sum(case.stream == name for case in measured) for name in names)
-    figure, axes = plt.subplots(len(names), width, figsize=(4.5 * width, 3.5 * len(names)), squeeze=False)
-    for axis in axes.flat:
-        axis.set_visible(False)
-    for name, panels in zip(names, axes, strict=True):
-        here = [case for case in measured if case.stream == name]
-        for case, axis in zip(here, panels, strict=False):
-            axis.set_visible(True)
-            draw_errors(axis, measured[case])
-            axis.set_title(f"{name}, {case}", fontsize=10)
-    for panels in axes:
-        panels[0].set_ylabel("relative error")
-    axes[0][0].legend(fontsize=6)
-    plots.save(figure, path)
+def plot_option(path: pathlib.Path, rows: Sequence[Row], option: str) -> None:
+    """Error and seconds against a setting of the policies (as in BalanceKV's Figure 3): a panel per case, a line per
+    policy without that setting, and budget."""
+
+    def given(row: Row) -> dict[str, str]:
+        return dict(pair.split("=") for pair in (row.variant or "").split(",") if pair)
+
+    def label(row: Row) -> str:
+        others = [f"{name}={value}" for name, value in given(row).items() if name != option]
+        return f"{':'.join(filter(None, (row.policy, ','.join(others))))} @ {row.extra['budget']}"
+
+    shown = [row for row in rows if row.metric in ("relative_error", "compress_seconds") and option in given(row)]
+    plots.by_rows(
+        path,
+        shown,
+        panel=lambda row: f"{case_of(row)}: {row.metric.replace('_', ' ')}",
+        x=lambda row: int(given(row)[option]),
+        label=label,
+        yscale="log",
+        xlabel=option,
+    )
 
 
-def draw_errors(axis: Any, of_case: Sequence[Result]) -> None:
-    """A line per policy, without exact, whose error is rounding alone."""
-    budgeted = [result for result in of_case if result.setting.budget]
-    for choice in dict.fromkeys(settings.plain(result.setting) for result in budgeted):
-        line = [result for result in budgeted if settings.plain(result.setting) == choice]
-        line.sort(key=lambda result: result.fraction)
-        value, low, high = np.array([results.mean_interval(result.error) for result in line]).T
-        fractions = [100 * result.fraction for result in line]
-        axis.errorbar(fractions, value, yerr=(value - low, high - value), marker=".", linewidth=1, label=str(choice))
-    axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter("{x:g}")
-    axis.set_yscale("log")
-    axis.set_xlabel("cache bytes, % of exact's")
-    axis.grid(alpha=0.3)
-
-
-def plot_option(path: pathlib.Path, measured: dict[Case, list[Result]], option: str) -> None:
-    """Error and seconds against a setting of the policies (as in BalanceKV's Figure 3), a column of panels per case and
-    a line per policy without that setting, and budget."""
-    figure, axes = plt.subplots(2, len(measured), figsize=(4 * len(measured), 7), squeeze=False)
-    for (case, of_case), (above, below) in zip(measured.items(), axes.T, strict=True):
-        lines: dict[str, list[Result]] = {}
-        for result in of_case:
-            others = tuple(pair for pair in result.setting.settings if pair[0] != option)
-            if others != result.setting.settings:
-                label = settings.label(dataclasses.replace(result.setting, settings=others))
-                lines.setdefault(label, []).append(result)
-        for label, line in lines.items():
-            values = [int(dict(result.setting.settings)[option]) for result in line]
-            error, low, high = np.array([results.mean_interval(result.error) for result in line]).T
-            above.errorbar(values, error, yerr=(error - low, high - error), marker=".", linewidth=1, label=label)
-            below.plot(values, [result.compress_seconds for result in line], marker=".", linewidth=1)
-        above.set(title=f"{case.stream}, {case}", ylabel="relative error", yscale="log")
-        below.set(xlabel=option, ylabel="seconds to compress a stream", yscale="log")
-        for axis in (above, below):
-            axis.grid(alpha=0.3)
-    if axes[0][0].lines:
-        axes[0][0].legend(fontsize=6)
-    plots.save(figure, path)
-
-
+EXPERIMENT = Experiment(NAME, Options, run, draw)
 if __name__ == "__main__":
-    app.run(main)
+    EXPERIMENT.main()

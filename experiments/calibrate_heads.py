@@ -16,13 +16,11 @@ import functools
 import pathlib
 import platform
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
-from absl import app, flags
 from jaxtyping import Array, Float
 from kvjax_models.llama import Llama
 from kvjax_models.tokenizer import Tokenizer
@@ -31,21 +29,40 @@ from tqdm import tqdm
 
 import kvjax
 from experiments.common import corpora, plots, results, settings, streams
+from experiments.common.cases import spec_of
+from experiments.common.options import Experiment, Run, each
+from experiments.common.results import Row
+from experiments.common.suites import RULES
 from kvjax.combinators.head_choice import HeadChoice
 from pallas_kernels.soft_match import soft_match
 
 NAME = "calibrate_heads"
 SINKS, RECENT, CHUNK = 16, 64, 256
-RULES = ("share", "error")
 
-settings.define_run()
-_CORPUS = flags.DEFINE_multi_enum("corpus", list(corpora.CORPORA), list(corpora.CORPORA), "Kinds of text; repeatable.")
-_SEEDS = flags.DEFINE_integer("seeds", 10, "Texts per kind, from --seed on; as many later ones measure the effect.")
-_TOKENS = flags.DEFINE_integer("tokens", 4032, "Tokens that are compressed.")
-_QUERIES = flags.DEFINE_integer("queries", 64, "Held-out queries per text.")
-_FRACTION = flags.DEFINE_float("fraction", 0.04, "Share of the heads that keep everything; at least one does.")
-_KEPT = flags.DEFINE_float("kept", 0.5, "Slots per head as a share of the tokens.")
-_THRESHOLD = flags.DEFINE_float("threshold", 0.8, "Least cosine that counts as an edge.")
+
+@dataclasses.dataclass(frozen=True)
+class Options(Run):
+    """Options of this experiment."""
+
+    corpus: tuple[str, ...] = each(*corpora.CORPORA, choices=corpora.CORPORA)  # kinds of text; repeatable
+    seeds: int = 10  # texts per kind, from --seed on; as many later ones measure the effect
+    tokens: int = 4032  # tokens that are compressed
+    queries: int = 64  # held-out queries per text
+    fraction: float = 0.04  # share of the heads that keep everything; at least one does
+    kept: float = 0.5  # slots per head as a share of the tokens
+    threshold: float = 0.8  # least cosine that counts as an edge
+
+    QUICK: ClassVar[dict[str, Any]] = {"seeds": 2, "tokens": 512}
+
+    def policy(self, joins: Literal["mean", "drop"], heads: HeadChoice | None = None) -> kvjax.Chelsea:
+        """Chelsea at this budget."""
+        slots = int(self.kept * self.tokens)
+        return kvjax.Chelsea(slots, sinks=SINKS, recent=RECENT, chunk=CHUNK, joins=joins, heads=heads)
+
+    def row(self, metric: str, found: float | results.Estimate, **others: Any) -> Row:
+        """A row of this run."""
+        of: dict[str, Any] = {"policy": "chelsea", "context_tokens": self.tokens, "n": self.seeds, "seed": self.seed}
+        return results.row(NAME, self.model, metric, found, **{**of, **others})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,47 +79,40 @@ class Measured:
         return np.minimum(*(self.error[joins].mean(axis=0) for joins in ("mean", "drop")))
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    model, tokenizer = settings.load_model(flags.FLAGS.model)
-    count = 2 if flags.FLAGS.quick else _SEEDS.value
-    seeds = range(flags.FLAGS.seed, flags.FLAGS.seed + count)
-    found = {name: measure(model, tokenizer, name, seeds) for name in _CORPUS.value}
-    directory = pathlib.Path(flags.FLAGS.output_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    chosen = {rule: choose(list(found.values()), rule) for rule in RULES}
+def run(options: Options) -> list[Row]:
+    """The rows of every head, of the rules' agreement, and of what their choices do; writes the choices."""
+    model, tokenizer = settings.load_model(options)
+    seeds = options.seeds_of(options.seeds)
+    found = {name: measure(options, model, tokenizer, name, seeds) for name in options.corpus}
+    chosen = {rule: choose(options, list(found.values()), rule) for rule in RULES}
+    pathlib.Path(options.output_dir).mkdir(parents=True, exist_ok=True)
+    given = {name: getattr(options, name) for name in ("model", "tokens", "kept", "threshold", "fraction")}
+    made = {"corpora": list(found), "seeds": [seeds.start, seeds.stop - 1], "kvjax": kvjax.__version__, **given}
     for rule, choice in chosen.items():
-        choice.save(directory / f"heads_{rule}.json", provenance(rule, seeds, found))
-    rows = head_rows(found, chosen) + agreement(found)
-    later = range(seeds.stop, seeds.stop + count)
-    rows += [row for name in _CORPUS.value for row in effect(model, tokenizer, name, later, chosen)]
-    results.write_rows(directory / f"{NAME}.json", rows)
-    plot(directory / f"{NAME}.png", found, chosen)
-    print(f"Files: {directory}/heads_*.json   rows: {directory / f'{NAME}.json'}   plot: {directory / f'{NAME}.png'}")
-
-
-def tokens() -> int:
-    return 512 if flags.FLAGS.quick else _TOKENS.value
+        choice.save(options.file(f"heads_{rule}.json"), {**made, "rule": rule, "python": platform.python_version()})
+    rows = head_rows(options, found, chosen) + agreement(options, found)
+    later = range(seeds.stop, seeds.stop + options.seeds)
+    return rows + [row for name in options.corpus for row in effect(options, model, tokenizer, name, later, chosen)]
 
 
 def read(
-    model: Llama, tokenizer: Tokenizer, corpus: str, seeds: Sequence[int]
+    options: Options, model: Llama, tokenizer: Tokenizer, corpus: str, seeds: Sequence[int]
 ) -> Iterator[tuple[int, streams.Streams]]:
     """Every layer's keys and values of each text's first tokens, and the queries of its last ones."""
-    prompts = corpora.prompts(corpus, tokenizer, seeds, tokens() + _QUERIES.value)
-    return streams.read_streams(model, prompts, tokens(), _QUERIES.value)
+    prompts = corpora.prompts(corpus, tokenizer, seeds, options.tokens + options.queries)
+    return streams.read_streams(model, prompts, options.tokens, options.queries)
 
 
-def measure(model: Llama, tokenizer: Tokenizer, corpus: str, seeds: Sequence[int]) -> Measured:
+def measure(options: Options, model: Llama, tokenizer: Tokenizer, corpus: str, seeds: Sequence[int]) -> Measured:
     """Shares and errors of every head on one kind of text."""
     shares: list[np.ndarray] = []
     errors: dict[Literal["mean", "drop"], list[np.ndarray]] = {"mean": [], "drop": []}
-    for _, drawn in tqdm(read(model, tokenizer, corpus, seeds), total=model.config.layers, desc=corpus, leave=False):
-        middle = jnp.asarray(drawn.keys[:, SINKS : tokens() - RECENT].swapaxes(1, 2))
-        shares.append(np.asarray(without_edge(middle, _THRESHOLD.value)))
+    layers = read(options, model, tokenizer, corpus, seeds)
+    for _, drawn in tqdm(layers, total=model.config.layers, desc=corpus, leave=False):
+        middle = jnp.asarray(drawn.keys[:, SINKS : options.tokens - RECENT].swapaxes(1, 2))
+        shares.append(np.asarray(without_edge(middle, options.threshold)))
         for joins, of in errors.items():
-            of.append(head_errors(policy(joins), spec_of(drawn), drawn))
+            of.append(head_errors(options.policy(joins), spec_of(drawn), drawn))
     stack = lambda layers: np.stack(layers, axis=1)  # noqa: E731
     return Measured(stack(shares), {joins: stack(of) for joins, of in errors.items()})
 
@@ -117,24 +127,6 @@ def without_edge(keys: Float[Array, "R H_kv n D"], threshold: float) -> Float[Ar
         return jnp.sum(there & (cosine < threshold)) / jnp.sum(there)
 
     return jax.vmap(jax.vmap(share))(keys)
-
-
-def policy(joins: Literal["mean", "drop"], heads: HeadChoice | None = None) -> kvjax.Chelsea:
-    """Chelsea at the budget of the flags."""
-    return kvjax.Chelsea(
-        int(_KEPT.value * tokens()),
-        sinks=SINKS,
-        recent=RECENT,
-        chunk=CHUNK,
-        joins=joins,
-        heads=heads,
-    )
-
-
-def spec_of(drawn: streams.Streams, layer: int = 0, layers: int = 1) -> kvjax.CacheSpec:
-    batch, count, kv_heads, head_dim = drawn.keys.shape
-    sizes = {"batch": batch, "query_heads": drawn.queries.shape[2], "kv_heads": kv_heads, "head_dim": head_dim}
-    return kvjax.CacheSpec(**sizes, max_prompt=count, max_new=1, layer=layer, layers=layers)
 
 
 def head_errors(policy: kvjax.Chelsea, spec: kvjax.CacheSpec, drawn: streams.Streams) -> Float[np.ndarray, "R H_kv"]:
@@ -155,10 +147,10 @@ def compressed(policy, spec, keys, values, queries):
     return kvjax.output(kvjax.attend(cache, queries))
 
 
-def choose(found: Sequence[Measured], rule: str) -> HeadChoice:
+def choose(options: Options, found: Sequence[Measured], rule: str) -> HeadChoice:
     """The heads of a rule, by its mean over the kinds of text."""
     ranking = np.mean([one.ranking(rule) for one in found], axis=0)
-    full = first_heads(ranking)
+    full = first_heads(ranking, options.fraction)
     drop: set[tuple[int, int]] = set()
     if rule == "error":
         means, drops = (np.mean([one.error[joins].mean(axis=0) for one in found], axis=0) for joins in ("mean", "drop"))
@@ -167,127 +159,93 @@ def choose(found: Sequence[Measured], rule: str) -> HeadChoice:
     return HeadChoice(layers, kv_heads, full=tuple(sorted(full)), drop=tuple(sorted(drop)))
 
 
-def first_heads(ranking: Float[np.ndarray, "L H_kv"]) -> set[tuple[int, int]]:
-    """As many heads as --fraction says, at least one: those that rank highest."""
-    count = max(1, round(_FRACTION.value * ranking.size))
+def first_heads(ranking: Float[np.ndarray, "L H_kv"], fraction: float) -> set[tuple[int, int]]:
+    """Such a share of the heads, at least one: those that rank highest."""
+    count = max(1, round(fraction * ranking.size))
     best = np.argsort(-ranking, axis=None, kind="stable")[:count]
     return {(int(place) // ranking.shape[1], int(place) % ranking.shape[1]) for place in best}
 
 
-def provenance(rule: str, seeds: range, found: dict[str, Measured]) -> dict[str, Any]:
-    return {
-        "model": flags.FLAGS.model,
-        "rule": rule,
-        "corpora": list(found),
-        "seeds": [seeds.start, seeds.stop - 1],
-        "tokens": tokens(),
-        "kept": _KEPT.value,
-        "threshold": _THRESHOLD.value,
-        "fraction": _FRACTION.value,
-        "python": platform.python_version(),
-        "kvjax": kvjax.__version__,
-    }
-
-
-def row(metric: str, estimate: results.Estimate, *, policy: str = "chelsea", **others: Any) -> results.Row:
-    fields = {"task": others.pop("corpus", None), "variant": others.pop("variant", None)}
-    return results.Row(
-        experiment=NAME,
-        model=flags.FLAGS.model,
-        policy=policy,
-        metric=metric,
-        value=estimate.value,
-        ci95_low=estimate.low,
-        ci95_high=estimate.high,
-        context_tokens=tokens(),
-        n=2 if flags.FLAGS.quick else _SEEDS.value,
-        seed=flags.FLAGS.seed,
-        extra=others,
-        **fields,
-    )
-
-
-def head_rows(found: dict[str, Measured], chosen: dict[str, HeadChoice]) -> list[results.Row]:
+def head_rows(options: Options, found: dict[str, Measured], chosen: dict[str, HeadChoice]) -> list[Row]:
     """Every head's share and errors, as rows and as a table that marks what each rule chose."""
-    rows, lines = [], []
+    rows: list[Row] = []
     for corpus, one in found.items():
         for layer, head in np.ndindex(one.share.shape[1:]):
             share = results.mean_interval(one.share[:, layer, head])
             errors = {joins: results.mean_interval(of[:, layer, head]) for joins, of in one.error.items()}
-            place = {"corpus": corpus, "layer": layer, "kv_head": head}
-            rows.append(row("share_without_edge", share, **place))
-            rows += [row("relative_error", error, variant=f"joins={joins}", **place) for joins, error in errors.items()]
-            marks = [f"keeps all ({rule})" for rule, choice in chosen.items() if (layer, head) in choice.full]
-            marks += [f"drops ({rule})" for rule, choice in chosen.items() if (layer, head) in choice.drop]
-            named = f"{corpus}, layer {layer}, kv head {head}"
-            lines.append((named, str(share), str(errors["mean"]), str(errors["drop"]), ", ".join(marks) or "-"))
-    columns = ("head", f"A without {_THRESHOLD.value:g}", "error of means", "error of dropping", "chosen")
-    results.print_table(f"Heads, {_KEPT.value:.0%} of {tokens()} tokens kept", columns, lines)
+            place: dict[str, Any] = {"task": corpus, "layer": layer, "kv_head": head}
+            rows.append(options.row("share_without_edge", share, **place))
+            rows += [options.row("relative_error", of, variant=f"joins={name}", **place) for name, of in errors.items()]
+    title = f"Heads, {options.kept:.0%} of {options.tokens} tokens kept"
+    what = lambda row: f"{row.metric} {row.variant or ''}"  # noqa: E731
+    results.print_rows(
+        title, rows, lambda row: "{}, layer {layer}, kv head {kv_head}".format(row.task, **row.extra), what
+    )
+    for rule, choice in chosen.items():
+        print(f"Rule {rule}: heads (layer, kv head) that keep all: {choice.full}; that drop: {choice.drop}")
     return rows
 
 
-def agreement(found: dict[str, Measured]) -> list[results.Row]:
+def agreement(options: Options, found: dict[str, Measured]) -> list[Row]:
     """How far two kinds of text agree on the heads of each rule: overlap of the sets, correlation of the ranks."""
     if len(found) != 2:
         return []
     rows = []
     for rule in RULES:
         one, other = (measured.ranking(rule) for measured in found.values())
-        sets = first_heads(one), first_heads(other)
+        sets = first_heads(one, options.fraction), first_heads(other, options.fraction)
         overlap = len(sets[0] & sets[1]) / len(sets[0] | sets[1])
         rank = float(stats.spearmanr(one.ravel(), other.ravel()).statistic)
         print(f"Rule {rule}: overlap (Jaccard) {overlap:.2f}, rank correlation over {one.size} heads {rank:.2f}")
         for metric, value in {"overlap": overlap, "rank_correlation": rank}.items():
-            rows.append(row(metric, results.Estimate(value, np.nan, np.nan), rule=rule))
-            rows[-1] = dataclasses.replace(rows[-1], ci95_low=None, ci95_high=None, n=one.size)
+            rows.append(options.row(metric, value, rule=rule, n=one.size))
     return rows
 
 
 def effect(
-    model: Llama, tokenizer: Tokenizer, corpus: str, seeds: range, chosen: dict[str, HeadChoice]
-) -> list[results.Row]:
+    options: Options,
+    model: Llama,
+    tokenizer: Tokenizer,
+    corpus: str,
+    seeds: range,
+    chosen: dict[str, HeadChoice],
+) -> list[Row]:
     """Errors on later seeds at the same number of slots: without a choice, with each rule's, and with dropping alone.
     Differences are paired by text."""
     choices: dict[str, HeadChoice | None] = {"none": None, **chosen}
     choices["dropping alone"] = dataclasses.replace(chosen["error"], full=())
-    layers = model.config.layers
     errors: dict[str, list[np.ndarray]] = {name: [] for name in choices}
-    for layer, drawn in read(model, tokenizer, corpus, seeds):
+    for layer, drawn in read(options, model, tokenizer, corpus, seeds):
         for name, choice in choices.items():
             try:
-                error = head_errors(policy("mean", choice), spec_of(drawn, layer, layers), drawn)
+                spec = spec_of(drawn, layer, model.config.layers)
+                errors[name].append(head_errors(options.policy("mean", choice), spec, drawn).mean(axis=1))
             except ValueError as reason:
                 if layer == 0:
                     print(f"{name} is left out: {reason}")
-                continue
-            errors[name].append(error.mean(axis=1))
     means = {name: np.mean(of, axis=0) for name, of in errors.items() if of}
-    rows, lines = [], []
+    rows = []
     for name, error in means.items():
-        estimate, difference = results.mean_interval(error), results.mean_interval(error - means["none"])
-        rows.append(row("relative_error", estimate, corpus=corpus, variant=f"heads={name}"))
-        rows.append(row("relative_error_minus_none", difference, corpus=corpus, variant=f"heads={name}"))
-        lines.append((name, str(estimate), str(difference)))
+        found = {"relative_error": error, "relative_error_minus_none": error - means["none"]}
+        for metric, of in found.items():
+            rows.append(options.row(metric, results.mean_interval(of), task=corpus, variant=f"heads={name}"))
     title = f"{corpus}, seeds {seeds.start} to {seeds.stop - 1}: all heads, equal slots"
-    results.print_table(title, ("heads", "error [95%]", "minus none [95%]"), lines)
+    results.print_rows(title, rows, lambda row: str(row.variant))
     return rows
 
 
-def plot(path: pathlib.Path, found: dict[str, Measured], chosen: dict[str, HeadChoice]) -> None:
-    """Shares and errors per head, layer by layer, a bar per kind of text."""
-    panels = ("A tokens without an edge", "error of means", "error of dropping")
-    figure, axes = plt.subplots(len(panels), 1, figsize=(8, 9), sharex=True)
-    for number, (corpus, one) in enumerate(found.items()):
-        parts = (one.share, one.error["mean"], one.error["drop"])
-        for axis, part, title in zip(axes, parts, panels, strict=True):
-            place = np.arange(part[0].size) + number / (len(found) + 1)
-            axis.bar(place, part.mean(axis=0).ravel(), width=1 / (len(found) + 1), label=corpus)
-            axis.set_ylabel(title)
-    axes[0].legend()
-    shape = found[_CORPUS.value[0]].share.shape[1:]
-    axes[-1].set_xlabel(f"layer x {shape[1]} + kv head; keeps all by error: {list(chosen['error'].full)}")
-    plots.save(figure, path)
+def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
+    """Shares and errors per head, by the place of the head, a line per kind of text."""
+    plots.by_rows(
+        path,
+        [row for row in rows if "kv_head" in row.extra],
+        panel=lambda row: f"{row.metric.replace('_', ' ')} {row.variant or ''}",
+        x=lambda row: row.extra["layer"] + row.extra["kv_head"] / 100,
+        label=lambda row: str(row.task),
+        xlabel="layer, heads side by side",
+    )
 
 
+EXPERIMENT = Experiment(NAME, Options, run, draw)
 if __name__ == "__main__":
-    app.run(main)
+    EXPERIMENT.main()

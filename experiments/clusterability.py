@@ -8,92 +8,66 @@ there are none, so the radius that k centres leave is drawn beside it against k:
 ClusterGen's Table 1, the norms of queries, is measured along with it.
 """
 
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
-from absl import app, flags
 from jaxtyping import Array, Float
 from kvjax_models.llama import rope_frequencies
 from sklearn.manifold import TSNE
 from tqdm import tqdm
 
 from experiments.common import geometry, plots, results, settings, streams
+from experiments.common.options import Experiment, Run
+from experiments.common.results import Row
 from kvjax.structures.k_center import greedy_k_center
 
 NAME = "clusterability"
 CENTERS = 16  # drawn, as in the papers
 PARTS = ("keys before RoPE", "keys", "values")
 
-settings.define_run()
-_SEEDS = flags.DEFINE_integer("seeds", 5, "Prompts, from --seed on; maps are of the first.")
-_TOKENS = flags.DEFINE_integer("tokens", 4096, "Tokens of a prompt.")
-_POINTS = flags.DEFINE_integer("points", 1024, "Tokens on a map, at even distances (the papers' SubGen: 1024).")
-_LAYERS = flags.DEFINE_integer("layers", 5, "Layers that are drawn, from first to last at even distances.")
-_HEADS = flags.DEFINE_integer("heads", 2, "Kv heads that are drawn of each, from the first on.")
+Parts = dict[tuple[int, int], dict[str, np.ndarray]]  # by layer and kv head, and by name
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    quick = flags.FLAGS.quick
-    seeds = range(flags.FLAGS.seed, flags.FLAGS.seed + (2 if quick else _SEEDS.value))
-    tokens, points = (512, 128) if quick else (_TOKENS.value, _POINTS.value)
-    model, tokenizer = settings.load_model(flags.FLAGS.model)
-    drawn = np.unique(np.linspace(0, model.config.layers - 1, _LAYERS.value).round().astype(int))
-    parts: dict[tuple[int, int], dict[str, np.ndarray]] = {}
-    rows: list[results.Row] = []
-    for layer, found in streams.prompt_streams(model, tokenizer, seeds, tokens, queries=tokens):
-        rows += query_norms(layer, found.queries)
-        if layer not in drawn:
-            continue
-        before = geometry.unrotated(found.keys, rope_frequencies(model.config))
-        for head in range(min(1 if quick else _HEADS.value, found.keys.shape[2])):
-            of = (before, found.keys, found.values)
-            parts[layer, head] = {name: x[:, :, head] for name, x in zip(PARTS, of, strict=True)}
-    show_norms(rows)
-    directory = pathlib.Path(flags.FLAGS.output_dir)
-    draw_maps(parts, points, directory / f"{NAME}_maps.png")
-    rows += radii(parts, directory / f"{NAME}_radius.png")
-    results.write_rows(directory / f"{NAME}.json", rows)
-    print(f"Rows: {directory / f'{NAME}.json'}   plots: {directory}/{NAME}_*.png")
+@dataclasses.dataclass(frozen=True)
+class Options(Run):
+    """Options of this experiment."""
+
+    seeds: int = 5  # prompts, from --seed on; maps are of the first
+    tokens: int = 4096  # tokens of a prompt
+    points: int = 1024  # tokens on a map, at even distances (the papers' SubGen: 1024)
+    layers: int = 5  # layers that are drawn, from first to last at even distances
+    heads: int = 2  # kv heads that are drawn of each, from the first on
+
+    QUICK: ClassVar[dict[str, Any]] = {"seeds": 2, "tokens": 512, "points": 128, "heads": 1}
 
 
-def row(metric: str, estimate: results.Estimate, seeds: int, tokens: int, **extra: Any) -> results.Row:
-    return results.Row(
-        experiment=NAME,
-        model=flags.FLAGS.model,
-        stream="recorded",
-        policy="clustergen",
-        metric=metric,
-        value=estimate.value,
-        ci95_low=estimate.low,
-        ci95_high=estimate.high,
-        context_tokens=tokens,
-        n=seeds,
-        seed=flags.FLAGS.seed,
-        extra=extra,
-    )
-
-
-def query_norms(layer: int, queries: Float[np.ndarray, "R n H_q D"]) -> list[results.Row]:
-    """The mean norm of a layer's queries, and the largest, which the theorems take."""
-    norms = np.linalg.norm(queries, axis=-1)
-    measured = {"query_norm": norms.mean(axis=(1, 2)), "largest_query_norm": norms.max(axis=(1, 2))}
-    return [row(metric, results.mean_interval(of), *norms.shape[:2], layer=layer) for metric, of in measured.items()]
-
-
-def show_norms(rows: Sequence[results.Row]) -> None:
-    lines = [
-        (f"layer {row.extra['layer']}, {row.metric}", f"{row.value:.4g} [{row.ci95_low:.4g}, {row.ci95_high:.4g}]")
-        for row in rows
-    ]
-    results.print_table("l2 norms of queries", ("layer", "norm [95%]"), lines)
+def run(options: Options) -> list[Row]:
+    """The rows of queries' norms and of radii."""
+    model, tokenizer = settings.load_model(options)
+    tokens = options.tokens
+    drawn = np.unique(np.linspace(0, model.config.layers - 1, options.layers).round().astype(int))
+    row = functools.partial(results.row, NAME, options.model, stream="recorded", policy="clustergen", n=options.seeds)
+    row = functools.partial(row, seed=options.seed, context_tokens=tokens)
+    parts: Parts = {}
+    rows: list[Row] = []
+    for layer, found in streams.prompt_streams(model, tokenizer, options.seeds_of(options.seeds), tokens, tokens):
+        norms = np.linalg.norm(found.queries, axis=-1)  # of which the theorems take the largest
+        for metric, of in {"query_norm": norms.mean(axis=(1, 2)), "largest_query_norm": norms.max(axis=(1, 2))}.items():
+            rows.append(row(metric, results.mean_interval(of), layer=layer))
+        if layer in drawn:
+            before = geometry.unrotated(found.keys, rope_frequencies(model.config))
+            for head in range(min(options.heads, found.keys.shape[2])):
+                of = (before, found.keys, found.values)
+                parts[layer, head] = {name: x[:, :, head] for name, x in zip(PARTS, of, strict=True)}
+    results.print_rows("l2 norms of queries", rows, lambda row: f"layer {row.extra['layer']}")
+    draw_maps(parts, options)
+    return rows + radii(parts, row)
 
 
 @functools.partial(jax.jit, static_argnames="count")
@@ -104,57 +78,56 @@ def centers(points: Float[Array, "n D"], count: int) -> tuple[Array, Array]:
     return found.index, found.separation
 
 
-def draw_maps(parts: dict[tuple[int, int], dict[str, np.ndarray]], points: int, path: pathlib.Path) -> None:
+def draw_maps(parts: Parts, options: Options) -> None:
     """A t-SNE map per layer and head of each part of the first prompt, coloured by position, with centres found in all
     dimensions."""
-    figure, axes = plt.subplots(len(PARTS), len(parts), figsize=(2.8 * len(parts), 2.8 * len(PARTS)), squeeze=False)
-    for (place, part), panels in zip(tqdm(parts.items(), desc="t-SNE", leave=False), axes.T, strict=True):
-        for (name, vectors), axis in zip(part.items(), panels, strict=True):
-            some = vectors[0, :: max(1, vectors.shape[1] // points)][:points]
-            index, _ = centers(jnp.asarray(some), CENTERS)
-            flat = tsne(min(30, len(some) / 4)).fit_transform(some)
-            axis.scatter(*flat.T, s=3, c=np.arange(len(some)), cmap="viridis")
-            axis.scatter(*flat[np.asarray(index)].T, s=18, color="tab:green", edgecolors="black", linewidths=0.5)
-            axis.set(xticks=[], yticks=[])
-            axis.set_title(f"layer {place[0]}, kv head {place[1]}: {name}", fontsize=8)
-    plots.save(figure, path)
+    figure, axes = plots.panels(len(PARTS) * len(parts), across=len(PARTS), size=(2.8, 2.8))
+    shown = [(place, name, vectors) for place, part in parts.items() for name, vectors in part.items()]
+    for (place, name, vectors), axis in zip(tqdm(shown, desc="t-SNE", leave=False), axes, strict=True):
+        some = vectors[0, :: max(1, vectors.shape[1] // options.points)][: options.points]
+        index, _ = centers(jnp.asarray(some), CENTERS)
+        steps = 300 if options.quick else 1000
+        tsne = TSNE(perplexity=min(30, len(some) / 4), init="pca", random_state=options.seed, max_iter=steps)
+        flat = tsne.fit_transform(some)
+        axis.scatter(flat[:, 0], flat[:, 1], s=3, c=np.arange(len(some)), cmap="viridis")
+        found = flat[np.asarray(index)]
+        axis.scatter(found[:, 0], found[:, 1], s=18, color="tab:green", edgecolors="black", linewidths=0.5)
+        axis.set(xticks=[], yticks=[])
+        axis.set_title(f"layer {place[0]}, kv head {place[1]}: {name}", fontsize=8)
+    plots.save(figure, options.file(f"{NAME}_maps.png"))
 
 
-def tsne(perplexity: float) -> TSNE:
-    iterations = 300 if flags.FLAGS.quick else 1000
-    return TSNE(perplexity=perplexity, init="pca", random_state=flags.FLAGS.seed, max_iter=iterations)
-
-
-def radii(parts: dict[tuple[int, int], dict[str, np.ndarray]], path: pathlib.Path) -> list[results.Row]:
+def radii(parts: Parts, row: functools.partial[Row]) -> list[Row]:
     """The radius that k centres leave, as a share of the radius of one, against k."""
-    rows, lines = [], []
-    figure, axes = plt.subplots(1, len(PARTS), figsize=(5 * len(PARTS), 4), sharey=True)
+    rows: list[Row] = []
     for (layer, head), part in tqdm(parts.items(), desc="k-center", leave=False):
-        for (name, vectors), axis in zip(part.items(), axes, strict=True):
-            tokens = vectors.shape[1]
-            sizes = [2**i for i in range((tokens // 4).bit_length())]
+        for name, vectors in part.items():
+            sizes = [2**i for i in range((vectors.shape[1] // 4).bit_length())]
             separations = np.stack([np.asarray(centers(jnp.asarray(x), max(sizes) + 1)[1]) for x in vectors])
             shares = separations[:, sizes] / separations[:, 1:2]
-            estimates = [results.mean_interval(at) for at in shares.T]
-            place = {"layer": layer, "kv_head": head, "part": name}
-            rows += [
-                row("k_center_radius_share", estimate, len(vectors), tokens, centers=size, **place)
-                for size, estimate in zip(sizes, estimates, strict=True)
-            ]
-            told = dict(zip(sizes, estimates, strict=True))
-            half = next((size for size, estimate in told.items() if estimate.value <= 0.5), None)
-            lines.append(
-                (f"layer {layer}, kv head {head}: {name}", str(told[CENTERS]), f"{half}" if half else f"> {max(sizes)}")
-            )
-            axis.plot(sizes, shares.mean(axis=0), marker=".", label=f"layer {layer}, kv head {head}")
-            axis.set(xscale="log", xlabel="centres", title=name)
-    axes[0].set_ylabel("radius, share of one centre's")
-    axes[0].legend(fontsize=7)
-    plots.save(figure, path)
-    columns = ("part", f"radius of {CENTERS} centres [95%]", "centres for half the radius")
-    results.print_table("k-center radii as shares of one centre's", columns, lines)
+            told = {size: results.mean_interval(at) for size, at in zip(sizes, shares.T, strict=True)}
+            place: dict[str, Any] = {"layer": layer, "kv_head": head, "part": name}
+            rows += [row("k_center_radius_share", of, centers=size, **place) for size, of in told.items()]
+    where = lambda row: "layer {layer}, kv head {kv_head}: {part}".format(**row.extra)  # noqa: E731
+    title = "k-center radii as shares of one centre's, by centres"
+    results.print_rows(title, rows, where, lambda row: str(row.extra["centers"]))
     return rows
 
 
+def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
+    """Radii against the number of centres, a panel per part."""
+    plots.by_rows(
+        path.with_name(f"{NAME}_radius.png"),
+        [row for row in rows if row.metric == "k_center_radius_share"],
+        panel=lambda row: row.extra["part"],
+        x=lambda row: row.extra["centers"],
+        label=lambda row: f"layer {row.extra['layer']}, kv head {row.extra['kv_head']}",
+        xscale="log",
+        xlabel="centres",
+        ylabel="radius, share of one centre's",
+    )
+
+
+EXPERIMENT = Experiment(NAME, Options, run, draw)
 if __name__ == "__main__":
-    app.run(main)
+    EXPERIMENT.main()

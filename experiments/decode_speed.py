@@ -9,6 +9,7 @@ bytes that a token must read and to the rate at which this machine reads memory.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -16,78 +17,67 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
 from flax import nnx
 from kvjax_models import checkpoint, generate, prefill
 from kvjax_models.llama import Llama
 from tqdm import tqdm
 
 import kvjax
-from experiments.common import results, settings, speed
+from experiments.common import results, settings, speed, suites
+from experiments.common.options import Experiment, Policies, each
+from experiments.common.results import Row
 from kvjax.registry import PolicyChoice
 
 NAME = "decode_speed"
-POLICIES = (
-    "exact",
-    "streaming_llm",
-    "uniform",
-    "clustergen:variant=paper",
-    "clustergen:variant=mean_value",
-    "subgen",
-    "balancekv",
-    "chelsea",
-    "clusterkv",
-    "quest",
-    "h2o",
-    "snapkv",
-)
-
 # What `transformers_decode.py` exits with where torch or transformers is not installed.
 MISSING = 3
 
-settings.define_common(policies=POLICIES, budgets=("20%",))
-_CONTEXT = flags.DEFINE_multi_integer("context_tokens", [4096, 16384, 32768], "Cached tokens; repeatable.")
-_TOKENS = flags.DEFINE_integer("tokens", 128, "Tokens decoded per repetition.")
-_REPETITIONS = flags.DEFINE_integer("repetitions", 5, "Repetitions; the median is reported, with the extremes.")
-_PEER = flags.DEFINE_bool("transformers", True, "Also run transformers where torch and transformers are installed.")
-_PEER_PYTHON = flags.DEFINE_string("transformers_python", sys.executable, "Interpreter that has torch, transformers.")
+
+@dataclasses.dataclass(frozen=True)
+class Options(Policies):
+    """Options of this experiment."""
+
+    policy: tuple[str, ...] = each(*suites.SUITES["decoding"].policies)
+    budget: tuple[str, ...] = each(*suites.SUITES["decoding"].budgets)
+    context_tokens: tuple[int, ...] = each(4096, 16384, 32768)  # cached tokens; repeatable
+    tokens: int = 128  # tokens decoded per repetition
+    repetitions: int = 5  # repetitions; the median is reported, with the extremes
+    transformers: bool = True  # also run transformers where torch and transformers are installed
+    transformers_python: str = sys.executable  # interpreter that has torch, transformers
+
+    QUICK: ClassVar[dict[str, Any]] = {"context_tokens": (4096,), "tokens": 32, "repetitions": 2}
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    contexts = _CONTEXT.value[:1] if flags.FLAGS.quick else _CONTEXT.value
-    tokens, repetitions = (32, 2) if flags.FLAGS.quick else (_TOKENS.value, _REPETITIONS.value)
-    model = Llama(speed.CONFIG, rngs=nnx.Rngs(flags.FLAGS.seed))
+def run(options: Options) -> list[Row]:
+    """The rows of every context length and setting, and of transformers' caches."""
+    tokens, repetitions = options.tokens, options.repetitions
+    model = Llama(speed.CONFIG, rngs=nnx.Rngs(options.seed))
     weights = speed.weight_read_bytes(model)
     rate = speed.reading_rate()
     print(f"plain reduction over 512 MiB: {rate / 1e9:.1f} GB/s; weights read per token: {weights / 1e6:.0f} MB")
-    chosen = settings.settings(flags.FLAGS.policy, flags.FLAGS.budget)
-    rows: list[results.Row] = []
-    for context in contexts:
-        # StaticCache takes 0.4 s per token at 32k: fewer tokens tell as much.
-        peers = transformers_times(model, context, min(tokens, 24), repetitions) if _PEER.value else {}
-        spec = generate.cache_specs(model, batch=1, max_prompt=context, max_new=1)[0]
-        unpadded = spec.exact_bytes(context) * spec.layers
-        found: list[results.Row] = [
-            make_row(name, None, times, context, weights, unpadded, None) for name, times in peers.items()
-        ]
-        for setting in tqdm(chosen, desc=f"{context} tokens", leave=False):
+    rows: list[Row] = []
+    for context in options.context_tokens:
+        make = functools.partial(make_row, context=context, weights=weights)
+        found: list[Row] = []
+        if options.transformers:
+            spec = generate.cache_specs(model, batch=1, max_prompt=context, max_new=1)[0]
+            unpadded = spec.exact_bytes(context) * spec.layers
+            # StaticCache takes 0.4 s per token at 32k: fewer tokens tell as much.
+            peers = transformers_times(options.transformers_python, model, context, min(tokens, 24), repetitions)
+            found += [make(times, unpadded, None, policy=name, budget=None) for name, times in peers.items()]
+        for setting in tqdm(settings.settings(options.policy, options.budget), desc=f"{context} tokens", leave=False):
             try:
-                times, read, device = policy_times(model, setting, context, tokens, repetitions)
+                found.append(make(*policy_times(model, setting, context, tokens, repetitions), setting=setting))
             except ValueError as error:
                 settings.tell_left_out(setting, error)
-                continue
-            found.append(make_row(setting.name, setting, times, context, weights, read, device))
         show(found, context, rate)
         rows += found
-    path = pathlib.Path(flags.FLAGS.output_dir) / f"{NAME}.json"
-    results.write_rows(path, rows)
-    print(f"Rows: {path}")
+    return rows
 
 
 def policy_times(
@@ -119,15 +109,15 @@ def filled(generator: generate.Generator, context: int) -> generate.GenerationSt
     return dataclasses.replace(state, layers=layers, positions=lengths)
 
 
-def transformers_times(model: Llama, context: int, tokens: int, repetitions: int) -> dict[str, list[float]]:
+def transformers_times(
+    python: str, model: Llama, context: int, tokens: int, repetitions: int
+) -> dict[str, list[float]]:
     """Seconds per token of every repetition for each of transformers' caches; empty where it is not installed."""
     script = pathlib.Path(__file__).parent / "common" / "transformers_decode.py"
     with tempfile.TemporaryDirectory() as directory:
         checkpoint.save(directory, model)
         arguments = [directory, str(context), str(tokens), str(repetitions), str(os.cpu_count())]
-        done = subprocess.run(
-            [_PEER_PYTHON.value, str(script), *arguments], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([python, str(script), *arguments], capture_output=True, text=True, check=False)
     if done.returncode == MISSING:
         print(f"transformers is left out: {done.stderr.strip()}")
         return {}
@@ -137,37 +127,17 @@ def transformers_times(model: Llama, context: int, tokens: int, repetitions: int
 
 
 def make_row(
-    policy: str,
-    setting: PolicyChoice | None,
-    times: Sequence[float] | np.ndarray,
-    context: int,
-    weights: int,
-    read: int,
-    device: int | None,
-) -> results.Row:
+    times: Sequence[float] | np.ndarray, read: int, device: int | None, *, context: int, weights: int, **others: Any
+) -> Row:
+    """The row of seconds per token; `others` name what took them."""
     milliseconds = 1e3 * np.asarray(times)
-    return results.Row(
-        experiment=NAME,
-        model=speed.MODEL_NAME,
-        policy=policy,
-        variant=setting.variant if setting else None,
-        metric="ms_per_token",
-        value=float(np.median(milliseconds)),
-        context_tokens=context,
-        batch=1,
-        n=len(times),
-        device_bytes=device,
-        read_bytes_per_token=read,
-        weight_bytes=weights,
-        extra={
-            "budget": str(setting.budget) if setting and setting.budget else None,
-            "fastest": float(np.min(milliseconds)),
-            "slowest": float(np.max(milliseconds)),
-        },
-    )
+    sizes: dict[str, Any] = {"device_bytes": device, "read_bytes_per_token": read, "weight_bytes": weights}
+    extremes = {"fastest": float(np.min(milliseconds)), "slowest": float(np.max(milliseconds))}
+    shared: dict[str, Any] = {"context_tokens": context, "batch": 1, "n": len(times), **sizes, **extremes}
+    return results.row(NAME, speed.MODEL_NAME, "ms_per_token", float(np.median(milliseconds)), **shared, **others)
 
 
-def show(found: Sequence[results.Row], context: int, rate: float) -> None:
+def show(found: Sequence[Row], context: int, rate: float) -> None:
     """The table of one context: times, ratios, and how they compare with what the bytes promise.
 
     "cache MB" is read per token; "of rate" is the share of the plain reduction's rate at which cache and weights are
@@ -178,7 +148,7 @@ def show(found: Sequence[results.Row], context: int, rate: float) -> None:
     peers = [one for one in found if one.policy.startswith("transformers")]
     peer = min(peers, key=lambda one: one.value) if peers else None
 
-    def moved(one: results.Row) -> int:
+    def moved(one: Row) -> int:
         return (one.read_bytes_per_token or 0) + (one.weight_bytes or 0)
 
     lines = []
@@ -187,7 +157,7 @@ def show(found: Sequence[results.Row], context: int, rate: float) -> None:
         gained = exact.value / one.value if exact else float("nan")
         lines.append(
             (
-                one.policy + (f":{one.variant}" if one.variant else ""),
+                results.policy_label(one),
                 str(one.extra["budget"] or "-"),
                 f"{one.value:.1f} [{one.extra['fastest']:.1f}, {one.extra['slowest']:.1f}]",
                 f"{1e3 / one.value:.1f}",
@@ -198,19 +168,10 @@ def show(found: Sequence[results.Row], context: int, rate: float) -> None:
                 f"{peer.value / one.value:.1f}" if peer else "-",
             )
         )
-    columns = (
-        "policy",
-        "budget",
-        "ms/token [range]",
-        "tokens/s",
-        "cache MB",
-        "of rate",
-        "x exact",
-        "of promise",
-        "x peer",
-    )
-    results.print_table(f"Decoding with {context} cached tokens, batch 1, float32", columns, lines)
+    columns = ("policy", "budget", "ms/token [range]", "tokens/s", "cache MB", "of rate", "x exact", "of promise")
+    results.print_table(f"Decoding with {context} cached tokens, batch 1, float32", (*columns, "x peer"), lines)
 
 
+EXPERIMENT = Experiment(NAME, Options, run)
 if __name__ == "__main__":
-    app.run(main)
+    EXPERIMENT.main()

@@ -14,16 +14,17 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
-from absl import app, flags
 from jaxtyping import Array, Float
 from tqdm import tqdm
 
-from experiments.common import plots, results, settings, streams
+from experiments.common import plots, results, streams
+from experiments.common.options import Experiment, Run, each
+from experiments.common.results import Row
 from kvjax.structures import balance
 
 NAME = "discrepancy"
@@ -31,17 +32,18 @@ WALK, COINS = "softmax_balance", "fair coins"
 # The chance of failure that the theorem's constant c = 30 log(n / delta) is asked for.
 FAILURE = 0.01
 
-settings.define_run()
-_SEEDS = flags.DEFINE_integer("seeds", 40, "Seeds, from --seed on.")
-_QUERIES = flags.DEFINE_integer("queries", 256, "Queries per seed.")
-_LONGEST = flags.DEFINE_integer(
-    "longest", 16384, "Keys of the longest stream; shorter ones are powers of two from 256."
-)
-_SETTING = flags.DEFINE_multi_string(
-    "setting",
-    ["16,1,1", "16,1,theorem", "16,3,1", "16,6,1", "128,15,1", "128,15,theorem"],
-    "Dimension of keys, their norm, and the walk's constant c (or `theorem`); repeatable.",
-)
+
+@dataclasses.dataclass(frozen=True)
+class Options(Run):
+    """Options of this experiment."""
+
+    seeds: int = 40  # seeds, from --seed on
+    queries: int = 256  # queries per seed
+    longest: int = 16384  # keys of the longest stream; shorter ones are powers of two from 256
+    setting: tuple[str, ...] = each("16,1,1", "16,1,theorem", "16,3,1", "16,6,1", "128,15,1", "128,15,theorem")
+    """Dimension of keys, their norm, and the walk's constant c (or `theorem`); repeatable."""
+
+    QUICK: ClassVar[dict[str, Any]] = {"seeds": 4, "longest": 1024}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,20 +67,39 @@ class Setting:
         return f"D = {self.head_dim}, norm {self.norm:g}, " + ("theorem's c" if self.c is None else f"c = {self.c:g}")
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    count, longest = (4, 1024) if flags.FLAGS.quick else (_SEEDS.value, _LONGEST.value)
-    seeds = range(flags.FLAGS.seed, flags.FLAGS.seed + count)
-    sizes = tuple(256 * 2**i for i in range(int(np.log2(longest / 256)) + 1))
-    chosen = [Setting.parse(text) for text in _SETTING.value]
-    measured = {one: measure(one, seeds, sizes, _QUERIES.value) for one in tqdm(chosen, leave=False)}
-    rows = [row for one, found in measured.items() for row in setting_rows(one, found, sizes, flags.FLAGS.seed)]
-    show(measured, sizes)
-    directory = pathlib.Path(flags.FLAGS.output_dir)
-    results.write_rows(directory / f"{NAME}.json", rows)
-    plot(directory / f"{NAME}.png", measured, sizes)
-    print(f"Rows: {directory / f'{NAME}.json'}   plot: {directory / f'{NAME}.png'}")
+def run(options: Options) -> list[Row]:
+    """The rows of every setting: discrepancies of walk and coins by n, their slopes, the walk's share of the coins'."""
+    sizes = tuple(256 * 2**i for i in range(int(np.log2(options.longest / 256)) + 1))
+    seeds = options.seeds_of(options.seeds)
+    rows: list[Row] = []
+    for setting in tqdm([Setting.parse(text) for text in options.setting], leave=False):
+        found = measure(setting, seeds, sizes, options.queries)
+        row = functools.partial(
+            results.row,
+            NAME,
+            "synthetic",
+            policy="balancekv",
+            stream="iid",
+            n=len(seeds),
+            seed=options.seed,
+            head_dim=setting.head_dim,
+            norm=setting.norm,
+            c=setting.c or "theorem",
+        )
+        # log of the walk's discrepancy over the coins', paired by seed.
+        shares = [results.mean_interval(one).exponential() for one in np.log(found[WALK] / found[COINS]).T]
+        for name, series in found.items():
+            slope = results.log_slope(sizes, series)
+            rows.append(row("discrepancy_slope", slope, variant=name))
+            for size, values in zip(sizes, series.T, strict=True):
+                rows.append(row("discrepancy", results.mean_interval(values), variant=name, context_tokens=size))
+        for size, share in zip(sizes, shares, strict=True):
+            rows.append(row("discrepancy_over_coins", share, variant=WALK, context_tokens=size))
+    keys = lambda row: f"{keys_of(row)}: {row.variant}"  # noqa: E731
+    shown = [row for row in rows if row.context_tokens in (None, sizes[0], sizes[-1])]
+    title = f"Discrepancy by number of keys, {len(seeds)} seeds"
+    results.print_rows(title, shown, keys, lambda row: f"{row.metric} {row.context_tokens or ''}")
+    return rows
 
 
 def measure(
@@ -114,76 +135,27 @@ def discrepancies(
     return jnp.max(jnp.abs(sums), axis=1)
 
 
-def setting_rows(
-    setting: Setting, found: dict[str, Float[np.ndarray, "R S"]], sizes: Sequence[int], seed: int
-) -> list[results.Row]:
-    """Discrepancies of walk and coins by n, their slopes, and the walk's share of the coins'."""
-
-    def row(name: str, metric: str, estimate: results.Estimate, tokens: int | None) -> results.Row:
-        return results.Row(
-            experiment=NAME,
-            model="synthetic",
-            stream="iid",
-            policy="balancekv",
-            variant=name,
-            metric=metric,
-            value=estimate.value,
-            ci95_low=estimate.low,
-            ci95_high=estimate.high,
-            context_tokens=tokens,
-            n=len(found[name]),
-            seed=seed,
-            extra={"head_dim": setting.head_dim, "norm": setting.norm, "c": setting.c or "theorem"},
-        )
-
-    rows = []
-    for name, series in found.items():
-        rows.append(row(name, "discrepancy_slope", results.log_slope(sizes, series), None))
-        for size, values in zip(sizes, series.T, strict=True):
-            rows.append(row(name, "discrepancy", results.mean_interval(values), size))
-    for size, shares in zip(sizes, log_shares(found).T, strict=True):
-        rows.append(row(WALK, "discrepancy_over_coins", results.mean_interval(shares).exponential(), size))
-    return rows
+def keys_of(row: Row) -> str:
+    """The keys and the walk's constant of a row."""
+    return "D = {head_dim}, norm {norm:g}, c = {c}".format(**row.extra)
 
 
-def log_shares(found: dict[str, Float[np.ndarray, "R S"]]) -> Float[np.ndarray, "R S"]:
-    """log of the walk's discrepancy over the coins', paired by seed."""
-    return np.log(found[WALK] / found[COINS])
-
-
-def show(measured: dict[Setting, dict[str, Float[np.ndarray, "R S"]]], sizes: Sequence[int]) -> None:
-    """A line per setting and kind of signs: discrepancies, the slope, and the walk's share of the coins' at the end."""
-    shown = (0, len(sizes) // 2, -1)
-    lines = []
-    for setting, found in measured.items():
-        share = results.mean_interval(log_shares(found)[:, -1]).exponential()
-        for name, series in found.items():
-            means = [f"{series[:, column].mean():.3g}" for column in shown]
-            slope = results.log_slope(sizes, series)
-            lines.append((str(setting), name, *means, str(slope), str(share) if name == WALK else "-"))
-    columns = ("keys", "signs", *(f"n = {sizes[column]}" for column in shown), "slope [95%]", "of the coins' [95%]")
-    seeds = len(next(iter(measured.values()))[WALK])
-    results.print_table(f"Discrepancy by number of keys, {seeds} seeds", columns, lines)
-
-
-def plot(
-    path: pathlib.Path, measured: dict[Setting, dict[str, Float[np.ndarray, "R S"]]], sizes: Sequence[int]
-) -> None:
+def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
     """A panel per setting, both axes logarithmic."""
-    columns = min(len(measured), 3)
-    lines = -(-len(measured) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(4.5 * columns, 3.5 * lines), squeeze=False)
-    for axis, (setting, found) in zip(axes.flat, measured.items(), strict=False):
-        for name, series in found.items():
-            value, low, high = np.array([results.mean_interval(values) for values in series.T]).T
-            axis.errorbar(sizes, value, yerr=(value - low, high - value), marker=".", label=name)
-        axis.set(xscale="log", yscale="log", title=str(setting), xlabel="keys", ylabel="discrepancy")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    for axis in axes.flat[len(measured) :]:
-        axis.set_visible(False)
-    plots.save(figure, path)
+    plots.by_rows(
+        path,
+        [row for row in rows if row.metric == "discrepancy"],
+        panel=keys_of,
+        x=lambda row: row.context_tokens,
+        label=lambda row: str(row.variant),
+        across=3,
+        xscale="log",
+        yscale="log",
+        xlabel="keys",
+        ylabel="discrepancy",
+    )
 
 
+EXPERIMENT = Experiment(NAME, Options, run, draw)
 if __name__ == "__main__":
-    app.run(main)
+    EXPERIMENT.main()

@@ -7,57 +7,55 @@ reach for each number of clusters m; of these numbers the one that takes the few
 radius the theorems' settings follow: vacuous where they take no fewer slots than an exact cache.
 """
 
-import pathlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+import dataclasses
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
 
-from experiments.common import results, settings, streams
+from experiments.common import cases, results
+from experiments.common.options import Experiment, each
+from experiments.common.results import Row
 from kvjax.structures import cluster_table
 from kvjax.theory import balancekv_settings, measured_norms, subgen_settings
 
 NAME = "guarantees"
-RECORDED = "recorded"
-
-settings.define_run()
-_EPSILON = flags.DEFINE_multi_float("epsilon", [0.5, 0.1], "Error asked for, relative to the theorems' norms.")
-_NORM = flags.DEFINE_multi_float("norm", [0.5, 1, 2, 4, 15], "l2 norms of synthetic keys and queries; repeatable.")
-_STREAM = flags.DEFINE_multi_enum(
-    "stream", ["tight", "low_rank", RECORDED], [*streams.SYNTHETIC, RECORDED], "Streams; repeatable."
-)
-_TOKENS = flags.DEFINE_integer("tokens", 8192, "Tokens of a synthetic stream.")
-_RECORDED_TOKENS = flags.DEFINE_integer("recorded_tokens", 4032, "Tokens of a recorded stream.")
-_QUERIES = 64
-_CLUSTERS = (16, 64, 256, 1024)
+CLUSTERS = (16, 64, 256, 1024)
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    rows: list[results.Row] = []
+@dataclasses.dataclass(frozen=True)
+class Options(cases.Streams):
+    """Options of this experiment."""
+
+    epsilon: tuple[float, ...] = each(0.5, 0.1)  # error asked for, relative to the theorems' norms
+    norm: tuple[float, ...] = each(0.5, 1.0, 2.0, 4.0, 15.0)  # l2 norms of synthetic keys and queries; repeatable
+    stream: tuple[str, ...] = each("tight", "low_rank", cases.RECORDED, choices=cases.STREAMS)  # streams; repeatable
+    seeds: int = 1  # of which the first one's keys are clustered
+
+    QUICK: ClassVar[dict[str, Any]] = {**cases.Streams.QUICK, "seeds": 1}
+
+
+def run(options: Options) -> list[Row]:
+    """The rows of every case and error."""
+    rows: list[Row] = []
     lines = []
-    for label, stream, found in sources():
+    for case in cases.cases(options):
+        found = case.drawn
         tokens, head_dim = found.keys.shape[1], found.keys.shape[3]
         norms = measured_norms(*(jnp.asarray(part) for part in (found.queries, found.keys, found.values)))
         keys = jnp.asarray(found.keys[0, :, 0])
-        deltas = {clusters: reached_delta(keys, clusters) for clusters in _CLUSTERS if clusters < tokens}
-        for epsilon in _EPSILON.value:
-            sizes = {"tokens": tokens, "head_dim": head_dim, "query_norm": norms.query}
+        deltas = {clusters: reached_delta(keys, clusters) for clusters in CLUSTERS if clusters < tokens}
+        for epsilon in options.epsilon:
+            sizes: dict[str, Any] = {"tokens": tokens, "head_dim": head_dim, "query_norm": norms.query}
             asked = {
                 clusters: subgen_settings(epsilon, **sizes, delta=delta, clusters=clusters)
                 for clusters, delta in deltas.items()
             }
             clusters = min(asked, key=lambda m: asked[m].samples + m * (1 + asked[m].per_cluster) / 2)
-            subgen = asked[clusters]
-            balancekv = balancekv_settings(
-                epsilon, tokens=tokens, head_dim=head_dim, key_norm=norms.key, query_norm=norms.query
-            )
+            subgen, balancekv = asked[clusters], balancekv_settings(epsilon, **sizes, key_norm=norms.key)
             lines.append(
                 (
-                    label,
+                    str(case),
                     f"{norms.key:.1f} / {norms.query:.1f} / {norms.value:.1f}",
                     f"{epsilon:g}",
                     f"{clusters}, {subgen.delta:.2f}",
@@ -67,45 +65,24 @@ def main(argv: Sequence[str]) -> None:
                     "vacuous" if balancekv.vacuous else "fewer slots",
                 )
             )
-            theorems: dict[tuple[str, str | None], Any] = {
-                ("subgen", "variant=paper"): subgen,
-                ("balancekv_paper", None): balancekv,
+            shared: dict[str, Any] = {
+                "stream": case.stream,
+                "context_tokens": tokens,
+                "seed": options.seed,
+                "epsilon": epsilon,
             }
-            for (policy, variant), theorem in theorems.items():
-                rows.append(
-                    results.Row(
-                        experiment=NAME,
-                        model=flags.FLAGS.model if stream == RECORDED else "synthetic",
-                        stream=stream,
-                        policy=policy,
-                        variant=variant,
-                        metric="vacuous",
-                        value=float(theorem.vacuous),
-                        context_tokens=tokens,
-                        seed=flags.FLAGS.seed,
-                        extra={"epsilon": epsilon, **norms._asdict(), "message": theorem.message},
-                    )
-                )
+            for theorem, policy, variant in ((subgen, "subgen", "variant=paper"), (balancekv, "balancekv_paper", None)):
+                of: dict[str, Any] = {
+                    "policy": policy,
+                    "variant": variant,
+                    "message": theorem.message,
+                    **{f"{name}_norm": norm for name, norm in norms._asdict().items()},
+                }
+                model = options.model_of(case.stream)
+                rows.append(results.row(NAME, model, "vacuous", float(theorem.vacuous), **shared, **of))
     columns = ("stream", "|k| / |q| / |v|", "epsilon", "m, delta", "SubGen's s, t", "so", "BalanceKV's batch", "so")
     results.print_table("What the theorems ask for", columns, lines)
-    path = pathlib.Path(flags.FLAGS.output_dir) / f"{NAME}.json"
-    results.write_rows(path, rows)
-    print(f"Rows, with the settings in words: {path}")
-
-
-def sources() -> Iterator[tuple[str, str, streams.Streams]]:
-    """Streams with a label and a name: synthetic ones at every norm, the recorded one in every layer."""
-    quick, seeds = flags.FLAGS.quick, [flags.FLAGS.seed]
-    tokens, recorded_tokens = (1024, 512) if quick else (_TOKENS.value, _RECORDED_TOKENS.value)
-    for name in _STREAM.value:
-        if name == RECORDED:
-            model, tokenizer = settings.load_model(flags.FLAGS.model)
-            for layer, found in streams.recorded(model, tokenizer, seeds, recorded_tokens, _QUERIES):
-                yield f"{name}, layer {layer}", name, found
-        else:
-            drawn = streams.synthetic(name, seeds, tokens, _QUERIES)
-            for norm in _NORM.value:
-                yield f"{name}, norm {norm:g}", name, drawn.scaled(norm)
+    return rows
 
 
 def reached_delta(keys: jax.Array, clusters: int) -> float:
@@ -119,5 +96,6 @@ def reached_delta(keys: jax.Array, clusters: int) -> float:
 _extend = jax.jit(cluster_table.extend)
 
 
+EXPERIMENT = Experiment(NAME, Options, run)
 if __name__ == "__main__":
-    app.run(main)
+    EXPERIMENT.main()

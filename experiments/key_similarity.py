@@ -9,21 +9,22 @@
   bipartite matching and chunked soft matching.
 """
 
+import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
-from absl import app, flags
 from jaxtyping import Array, Float
 from scipy import stats
 from tqdm import tqdm
 
 from experiments.common import geometry, plots, results, settings, speed, streams
+from experiments.common.options import Experiment, Run, each
+from experiments.common.results import Row
 from kvjax.structures.k_means import k_means
 from pallas_kernels.soft_match import soft_match
 
@@ -34,97 +35,83 @@ CLUSTERS_PER_TOKEN = 1 / 80  # ClusterKV's default number of clusters
 ITERATIONS = 10  # of k-means
 COST_HEAD_DIM = 128
 
-settings.define_run()
-_SEEDS = flags.DEFINE_integer("seeds", 5, "Prompts, from --seed on.")
-_TOKENS = flags.DEFINE_integer("tokens", 4096, "Tokens of a prompt.")
-_FARTHEST = flags.DEFINE_integer("farthest", 1024, "Largest distance between two tokens.")
-_COST_TOKENS = flags.DEFINE_multi_integer("cost_tokens", [1024, 4096, 16384], "Tokens to match; repeatable.")
+TOLD = (1, 2, 8, 64, 256, 1024)  # distances
+
+Layers = dict[int, Float[np.ndarray, "R n H_kv D"]]
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    quick = flags.FLAGS.quick
-    seeds = range(flags.FLAGS.seed, flags.FLAGS.seed + (2 if quick else _SEEDS.value))
-    tokens = 512 if quick else _TOKENS.value
-    loaded = settings.load_model(flags.FLAGS.model)
-    layers = {number: found.keys for number, found in streams.prompt_streams(*loaded, seeds, tokens, queries=1)}
-    directory = pathlib.Path(flags.FLAGS.output_dir)
-    draw_maps(layers, directory / f"{NAME}_maps.png")
-    rows = by_distance(layers, min(_FARTHEST.value, tokens // 2), directory / f"{NAME}_distance.png")
-    rows += outliers(layers)
-    rows += costs(_COST_TOKENS.value[:1] if quick else _COST_TOKENS.value)
-    results.write_rows(directory / f"{NAME}.json", rows)
-    print(f"Rows: {directory / f'{NAME}.json'}   plots: {directory}/{NAME}_*.png")
+@dataclasses.dataclass(frozen=True)
+class Options(Run):
+    """Options of this experiment."""
+
+    seeds: int = 5  # prompts, from --seed on
+    tokens: int = 4096  # tokens of a prompt
+    farthest: int = 1024  # largest distance between two tokens
+    cost_tokens: tuple[int, ...] = each(1024, 4096, 16384)  # tokens to match; repeatable
+
+    QUICK: ClassVar[dict[str, Any]] = {"seeds": 2, "tokens": 512, "cost_tokens": (1024,)}
+
+    def row(self, metric: str, found: results.Estimate, **extra: Any) -> Row:
+        """A row on the model's keys."""
+        of: dict[str, Any] = {"stream": "recorded", "policy": "chelsea", "context_tokens": self.tokens, "n": self.seeds}
+        return results.row(NAME, self.model, metric, found, **of, seed=self.seed, **extra)
 
 
-def row(metric: str, estimate: results.Estimate, layers: dict[int, np.ndarray], **extra: Any) -> results.Row:
-    batch, tokens = next(iter(layers.values())).shape[:2]
-    return results.Row(
-        experiment=NAME,
-        model=flags.FLAGS.model,
-        stream="recorded",
-        policy="chelsea",
-        metric=metric,
-        value=estimate.value,
-        ci95_low=estimate.low,
-        ci95_high=estimate.high,
-        context_tokens=tokens,
-        n=batch,
-        seed=flags.FLAGS.seed,
-        extra=extra,
-    )
+def run(options: Options) -> list[Row]:
+    """The rows of cosines, outlier heads and costs."""
+    seeds = options.seeds_of(options.seeds)
+    read = streams.prompt_streams(*settings.load_model(options), seeds, options.tokens, queries=1)
+    layers = {number: found.keys for number, found in read}
+    draw_maps(layers, options.file(f"{NAME}_maps.png"))
+    return by_distance(options, layers) + outliers(options, layers) + costs(options)
 
 
-def draw_maps(layers: dict[int, Float[np.ndarray, "R n H_kv D"]], path: pathlib.Path) -> None:
+def head_of(row: Row) -> str:
+    return "layer {layer}, kv head {kv_head}".format(**row.extra)
+
+
+def draw_maps(layers: Layers, path: pathlib.Path) -> None:
     """The cosines of all pairs in a stretch in the middle of the first prompt, a map per layer and head."""
     heads = next(iter(layers.values())).shape[2]
-    figure, axes = plt.subplots(len(layers), heads, figsize=(3 * heads + 1, 3 * len(layers)), squeeze=False)
-    for (layer, keys), panels in zip(layers.items(), axes, strict=True):
-        middle = max((keys.shape[1] - MAP_TOKENS) // 2, 0)
-        for head, axis in enumerate(panels):
-            part = geometry.unit(keys[0, middle : middle + MAP_TOKENS, head])
-            image = axis.imshow(part @ part.T, vmin=-1, vmax=1, cmap="RdBu_r")
-            axis.set_title(f"layer {layer}, kv head {head}", fontsize=9)
+    figure, axes = plots.panels(len(layers) * heads, across=heads, size=(3.2, 3))
+    shown = [(layer, head, keys[0, :, head]) for layer, keys in layers.items() for head in range(heads)]
+    for (layer, head, keys), axis in zip(shown, axes, strict=True):
+        middle = max((len(keys) - MAP_TOKENS) // 2, 0)
+        part = geometry.unit(keys[middle : middle + MAP_TOKENS])
+        image = axis.imshow(part @ part.T, vmin=-1, vmax=1, cmap="RdBu_r")
+        axis.set_title(f"layer {layer}, kv head {head}", fontsize=9)
+    figure.set_layout_engine("constrained")
     figure.colorbar(image, ax=axes)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    plots.save(figure, path)
 
 
-def by_distance(
-    layers: dict[int, Float[np.ndarray, "R n H_kv D"]], farthest: int, path: pathlib.Path
-) -> list[results.Row]:
+def by_distance(options: Options, layers: Layers) -> list[Row]:
     """The mean cosine at every distance; as a plot, and as a table of some distances and of the rank correlation."""
-    rows, lines = [], []
-    told = [distance for distance in (1, 2, 8, 64, 256, 1024) if distance <= farthest]
+    farthest = min(options.farthest, options.tokens // 2)
+    rows: list[Row] = []
+    told = [distance for distance in TOLD if distance <= farthest]
     distances = np.arange(1, farthest + 1)
-    figure, axes = plt.subplots(1, len(layers), figsize=(5 * len(layers), 4), squeeze=False, sharey=True)
-    for (layer, keys), axis in zip(layers.items(), axes[0], strict=True):
+    figure, axes = plots.panels(len(layers), size=(5, 4))
+    for (layer, keys), axis in zip(layers.items(), axes, strict=True):
         for head in range(keys.shape[2]):
             cosine = geometry.mean_cosines(geometry.unit(keys[:, :, head]), farthest)
-            place = {"layer": layer, "kv_head": head}
-            estimates = [results.mean_interval(at) for at in cosine.T]
-            rows += [row("cosine", estimates[distance - 1], layers, distance=distance, **place) for distance in told]
-            falls = np.array([stats.spearmanr(distances, one).statistic for one in cosine])
-            fall = results.mean_interval(falls)
-            rows.append(row("cosine_distance_rank_correlation", fall, layers, **place))
-            lines.append(
-                (f"layer {layer}, kv head {head}", *(f"{estimates[d - 1].value:.3f}" for d in told), str(fall))
-            )
+            place: dict[str, Any] = {"layer": layer, "kv_head": head}
+            estimates = [results.mean_interval(cosine[:, distance - 1]) for distance in told]
+            rows += [options.row("cosine", of, distance=at, **place) for at, of in zip(told, estimates, strict=True)]
+            fall = results.mean_interval(np.array([stats.spearmanr(distances, one).statistic for one in cosine]))
+            rows.append(options.row("cosine_distance_rank_correlation", fall, **place))
             axis.plot(distances, cosine.mean(axis=0), linewidth=1, label=f"kv head {head}")
-        axis.set(xscale="log", xlabel="distance in tokens", title=f"layer {layer}")
+        axis.set(xscale="log", xlabel="distance in tokens", title=f"layer {layer}", ylabel="mean cosine of keys")
         axis.legend(fontsize=7)
-    axes[0][0].set_ylabel("mean cosine of keys")
-    plots.save(figure, path)
-    columns = ("head", *(f"at {distance}" for distance in told), "rank correlation")
-    results.print_table(f"Mean cosine of keys by distance, {len(cosine)} prompts", columns, lines)
+    plots.save(figure, options.file(f"{NAME}_distance.png"))
+    at = lambda row: f"at {row.extra['distance']}" if "distance" in row.extra else "rank correlation"  # noqa: E731
+    results.print_rows(f"Mean cosine of keys by distance, {options.seeds} prompts", rows, head_of, at)
     return rows
 
 
-def outliers(layers: dict[int, Float[np.ndarray, "R n H_kv D"]]) -> list[results.Row]:
+def outliers(options: Options, layers: Layers) -> list[Row]:
     """The share of A tokens without an edge of at least .8, by head."""
-    rows, lines = [], []
+    rows: list[Row] = []
 
     @jax.jit
     @jax.vmap
@@ -136,17 +123,16 @@ def outliers(layers: dict[int, Float[np.ndarray, "R n H_kv D"]]) -> list[results
     for layer, keys in layers.items():
         for head in range(keys.shape[2]):
             estimate = results.mean_interval(np.asarray(share(jnp.asarray(keys[:, :, head])), np.float64))
-            rows.append(row("share_without_edge", estimate, layers, layer=layer, kv_head=head))
-            lines.append((f"layer {layer}, kv head {head}", str(estimate)))
-    results.print_table("A tokens without an edge of at least .8", ("head", "share [95%]"), lines)
+            rows.append(options.row("share_without_edge", estimate, layer=layer, kv_head=head))
+    results.print_rows("A tokens without an edge of at least .8", rows, head_of)
     return rows
 
 
-def costs(sizes: Sequence[int]) -> list[results.Row]:
+def costs(options: Options) -> list[Row]:
     """Operations (two per multiplication) and seconds to find every key's partner or cluster, for one head."""
-    rows, lines = [], []
-    for tokens in tqdm(sizes, desc="costs", leave=False):
-        keys = jax.random.normal(jax.random.key(flags.FLAGS.seed), (tokens, COST_HEAD_DIM))
+    rows: list[Row] = []
+    for tokens in tqdm(options.cost_tokens, desc="costs", leave=False):
+        keys = jax.random.normal(jax.random.key(options.seed), (tokens, COST_HEAD_DIM))
         clusters = max(1, round(CLUSTERS_PER_TOKEN * tokens))
         chunk = min(CHUNK, tokens)
         methods: list[tuple[str, Callable[..., Any], float]] = [
@@ -158,14 +144,11 @@ def costs(sizes: Sequence[int]) -> list[results.Row]:
         for name, function, products in methods:
             operations = 2 * products * COST_HEAD_DIM
             elapsed = float(np.median(speed.seconds(function, keys, repetitions=3)))
-            shared: dict[str, Any] = {"experiment": NAME, "model": "synthetic", "policy": "chelsea", "variant": name}
-            for metric, value in {"matching_operations": operations, "matching_seconds": elapsed}.items():
-                rows.append(
-                    results.Row(**shared, metric=metric, value=value, context_tokens=tokens, seed=flags.FLAGS.seed)
-                )
-            lines.append((f"{tokens} tokens, {name}", f"{operations / 1e9:.3g}", f"{1e3 * elapsed:.3g}"))
+            of: dict[str, Any] = {"policy": "chelsea", "variant": name, "context_tokens": tokens, "seed": options.seed}
+            rows.append(results.row(NAME, "synthetic", "matching_operations", operations, **of))
+            rows.append(results.row(NAME, "synthetic", "matching_seconds", elapsed, **of))
     title = f"Cost of matching, one head of {COST_HEAD_DIM} dimensions, float32"
-    results.print_table(title, ("method", "Gflop", "ms"), lines)
+    results.print_rows(title, rows, lambda row: f"{row.context_tokens} tokens, {row.variant}")
     return rows
 
 
@@ -195,5 +178,6 @@ def cluster(keys: Float[Array, "n D"], clusters: int) -> Array:
     return k_means(jax.random.key(0), keys, valid, clusters, iterations=ITERATIONS, tolerance=0.0).label
 
 
+EXPERIMENT = Experiment(NAME, Options, run)
 if __name__ == "__main__":
-    app.run(main)
+    EXPERIMENT.main()

@@ -15,10 +15,10 @@ import functools
 import math
 import pathlib
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
-from absl import app, flags
-
-from experiments.common import evaluating, results, settings, sweeping
+from experiments.common import answers, evaluating, results, sweeping, tables
+from experiments.common.options import Experiment, each
 from experiments.common.results import Row
 from experiments.common.tasks import longbench as task
 
@@ -29,63 +29,76 @@ SHORTEST = 2048
 # Where no length is given: as published for models of 4k, 8k, 16k and 32k tokens.
 LEFT_FOR_ANSWERS = 500
 
-sweeping.define_flags(documents=0, batch=1, budgets=("20%",))
-_DATA = flags.DEFINE_string("data", None, "The directory of the benchmark's files.", required=True)
-_E = flags.DEFINE_bool("e", False, "LongBench-E in place of LongBench.")
-_TASK = flags.DEFINE_multi_enum("task", None, list(task.tasks()), "Tasks; repeatable. All by default.")
-_LONGEST = flags.DEFINE_integer(
-    "max_prompt", None, f"Tokens of a prompt before it is cut; by default {LEFT_FOR_ANSWERS} less than the model reads."
-)
-_CHAT = flags.DEFINE_bool("chat", True, "Use the model's chat template, if it has one, for the tasks that take one.")
+
+@dataclasses.dataclass(frozen=True)
+class Options(sweeping.Questions):
+    """Options of this experiment."""
+
+    documents: int = 0  # per task; 0 for all
+    batch: int = 1
+    budget: tuple[str, ...] = each("20%")
+    data: str | None = None  # the directory of the benchmark's files
+    e: bool = False  # LongBench-E in place of LongBench
+    task: tuple[str, ...] = each(choices=task.tasks())  # tasks; repeatable; all by default
+    max_prompt: int | None = None  # tokens of a prompt before it is cut; by default 500 less than the model reads
+    chat: bool = True  # use the model's chat template, if it has one, for the tasks that take one
+
+    QUICK: ClassVar[dict[str, Any]] = {**sweeping.QUICK, "documents": 4}
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    sweep = sweeping.Sweep(NAME, settings.value("documents", quick=4))
-    longest = _LONGEST.value or sweep.model.config.max_length - LEFT_FOR_ANSWERS
-    names = _TASK.value or [name for name, one in task.tasks().items() if one.by_length or not _E.value]
-    paths = {name: pathlib.Path(_DATA.value) / f"{name}{'_e' if _E.value else ''}.jsonl" for name in names}
-    read = functools.cache(lambda name: task.read(paths[name])[: sweep.documents or None])
+def run(options: Options) -> list[Row]:
+    """The rows of every task, category and setting.
+
+    Raises:
+        ValueError: where --data is not given.
+        FileNotFoundError: for a task whose file is not there.
+    """
+    if options.data is None:
+        raise ValueError("--data=DIRECTORY is needed: the directory of the benchmark's files")
+    names = options.task or [name for name, one in task.tasks().items() if one.by_length or not options.e]
+    paths = {name: pathlib.Path(options.data) / f"{name}{'_e' if options.e else ''}.jsonl" for name in names}
+    read = functools.cache(lambda name: task.read(paths[name])[: options.documents or None])
     for name in names:  # before hours of work, all files
         read(name)
+    sweep = sweeping.Sweep(NAME, options)
+    longest = options.max_prompt or sweep.model.config.max_length - LEFT_FOR_ANSWERS
     rows: list[Row] = []
     for prefill, question in sweep.kinds():
-        found: list[Row] = []
-        for name in names:
-            found += rows_of(sweep, read(name), longest, prefill, question)
-        sweeping.drop_programs()
+        found = [row for name in names for row in rows_of(sweep, options, read(name), longest, prefill, question)]
         found += means(found)
-        title = f"LongBench{'-E' if _E.value else ''}, scores of 100: prompts of up to {longest} tokens"
-        show(f"{title}, prefill {prefill}, question {question}", found)
+        title = f"LongBench{'-E' if options.e else ''}: prompts of up to {longest} tokens"
+        shown = [row for row in found if row.metric == MEAN or (row.metric, row.task) == (f"{MEAN}_difference", "all")]
+        what = lambda row: str(row.task) if row.metric == MEAN else "to exact's"  # noqa: E731
+        title += f", prefill {prefill}, question {question}"
+        results.print_rows(title, shown, results.setting_label, what)
         rows += found
-    sweep.write(rows, draw)
+    return rows
 
 
 def rows_of(
-    sweep: sweeping.Sweep, examples: Sequence[task.Example], longest: int, prefill: str, question: str
+    sweep: sweeping.Sweep,
+    options: Options,
+    examples: Sequence[task.Example],
+    longest: int,
+    prefill: str,
+    question: str,
 ) -> list[Row]:
     """The rows of one task: over all of its examples, and for LongBench-E by their length."""
-    of_task, seen = examples[0].task, question == "seen"
-
-    @functools.cache
-    def make() -> evaluating.Task:
-        prompts = [task.prompt_of(sweep.tokenizer, example, longest, chat=_CHAT.value) for example in examples]
-        scores = {SCORE: lambda number, answer: examples[number].score(answer)}
-        return evaluating.Task(of_task.name, prompts, scores, of_task.answer_tokens)
-
-    def sizes() -> tuple[Sequence[int], int]:
-        lengths = [len(prompt.context) + (len(prompt.question) if seen else 0) for prompt in make().prompts]
-        return sorted(set(map(made_for, lengths))), evaluating.room([make()], seen)[1]
-
-    unit = {"e": _E.value, "max_prompt": longest, "chat": _CHAT.value}
-    answered = sweep.evaluate(of_task.name, make, sizes, prefill, question, **unit)
-    extra = {"scored_by": of_task.metric, "benchmark": "LongBench-E" if _E.value else "LongBench"}
+    of_task = examples[0].task
+    prompts = [task.prompt_of(sweep.tokenizer, example, longest, chat=options.chat) for example in examples]
+    scores = {SCORE: lambda number, answer: examples[number].score(answer)}
+    made = {of_task.name: evaluating.Task(of_task.name, prompts, scores, of_task.answer_tokens)}
+    lengths = [len(prompt.context) + (len(prompt.question) if question == "seen" else 0) for prompt in prompts]
+    sizes = sorted(set(map(made_for, lengths)))
+    unit: dict[str, Any] = {"e": options.e, "max_prompt": longest, "chat": options.chat}
+    names = [of_task.name]
+    answered = sweep.evaluate(names, lambda: made, prefill, question, sizes=sizes, **unit)[of_task.name]
+    extra = {"scored_by": of_task.metric, "benchmark": "LongBench-E" if options.e else "LongBench"}
     rows = sweep.rows(answered, of_task.name, longest, **extra)
-    for name in task.LENGTHS if _E.value else ():
+    for name in task.LENGTHS if options.e else ():
         own = [number for number, example in enumerate(examples) if example.length_class == name]
         if own:
-            rows += sweep.rows(evaluating.part(answered, own), of_task.name, longest, **extra, length_class=name)
+            rows += sweep.rows(answers.part(answered, own), of_task.name, longest, **extra, length_class=name)
     return rows
 
 
@@ -122,30 +135,10 @@ def means(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def show(title: str, rows: Sequence[Row]) -> None:
-    """A line per setting and a column per category, all tasks' mean and its difference to exact's last."""
-    averages = [row for row in rows if row.metric in (MEAN, f"{MEAN}_difference")]
-    if not averages:
-        return
-    categories = list(dict.fromkeys(str(row.task) for row in averages))
-    lines = []
-    for setting, found in results.by_setting(averages).items():
-        value = {row.task: row for row in found if row.metric == MEAN}
-        differences = [row.estimate for row in found if row.metric != MEAN and row.task == "all"]
-        lines.append(
-            (
-                setting,
-                f"{value['all'].budget_fraction:.1%}" if "all" in value else "-",
-                *(f"{100 * value[name].value:.1f}" if name in value else "-" for name in categories),
-                "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in differences[0])) if differences else "-",
-            )
-        )
-    results.print_table(title, ("policy", "of exact's", *categories, "to exact's [95%]"), lines)
-
-
 def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
-    sweeping.plot(path, [row for row in rows if "length_class" not in row.extra], SCORE)
+    tables.plot(path, [row for row in rows if "length_class" not in row.extra], SCORE)
 
 
+EXPERIMENT = Experiment(NAME, Options, run, draw)
 if __name__ == "__main__":
-    app.run(main)
+    EXPERIMENT.main()

@@ -7,96 +7,95 @@ hides a number that no model can know or guess. A cache is compressed before the
 `--question=seen` says otherwise. A run that was stopped goes on where it was.
 """
 
+import dataclasses
 import functools
-import itertools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-import matplotlib.pyplot as plt
 import numpy as np
-from absl import app, flags
 
-from experiments.common import evaluating, plots, results, settings, sweeping
+from experiments.common import answers, evaluating, plots, results, sweeping
+from experiments.common.options import Experiment, each
+from experiments.common.results import Row
 from experiments.common.tasks import needle as task
 from experiments.common.tasks.problem import Problem, problems
 
 NAME = "needle_in_haystack"
 # Experiments add their own seed. Training's generators start from 0, so no problem is drawn by both.
 EVALUATION_SEED = 3_000_000
-PANELS_ABREAST = 5
-
-sweeping.define_flags(documents=5, batch=10)
-_NEEDLE = flags.DEFINE_multi_enum("needle", [task.RULER], task.names(), "What is hidden; repeatable.")
-flags.DEFINE_multi_integer("context_tokens", [512, 1024, 1536, 2048], "Most tokens of prompt and answer; repeatable.")
-flags.DEFINE_integer("depths", 10, "Depths of the needle, evenly from the text's beginning to its end.")
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    count, steps = settings.value("documents", quick=2), settings.value("depths", quick=3)
+@dataclasses.dataclass(frozen=True)
+class Options(sweeping.AtLengths):
+    """Options of this experiment."""
+
+    documents: int = 5  # per depth and length
+    context_tokens: tuple[int, ...] = each(512, 1024, 1536, 2048)  # most tokens of prompt and answer; repeatable
+    needle: tuple[str, ...] = each(task.RULER, choices=task.names())  # what is hidden; repeatable
+    depths: int = 10  # depths of the needle, evenly from the text's beginning to its end
+
+    QUICK: ClassVar[dict[str, Any]] = {**sweeping.QUICK, "documents": 2, "depths": 3, "context_tokens": (512, 1024)}
+
+
+def run(options: Options) -> list[Row]:
+    """The rows of every needle and length: over all depths, and by depth."""
+    count = options.documents
     # A whole percent, as published.
-    depths = [float(depth) / 100 for depth in np.round(np.linspace(0, 100, steps))]
-    sweep = sweeping.Sweep(NAME, count, prompts=count * steps)
-    rows: list[results.Row] = []
-    for tokens in settings.value("context_tokens", quick=[512, 1024]):
-        make = functools.cache(functools.partial(make_tasks, sweep, tokens, depths))
-        for prefill, question in sweep.kinds():
-            unit = {"context_tokens": tokens, "depths": depths}
-            answered = sweep.evaluate_all(_NEEDLE.value, make, prefill, question, **unit)
-            found = [row for kind, of_kind in answered.items() for row in sweep.rows(of_kind, kind, tokens)]
-            title = f"Needle in a haystack: up to {tokens} tokens, {steps} depths, {count} documents each"
-            sweeping.show(f"{title}, prefill {prefill}, question {question}", found)
-            rows += found
-            for kind, of_kind in answered.items():
-                for number, depth in enumerate(depths):
-                    own = evaluating.part(of_kind, range(number * count, (number + 1) * count))
-                    rows += sweep.rows(own, kind, tokens, depth=depth)
-    sweep.write(rows, draw)
+    depths = [float(depth) / 100 for depth in np.round(np.linspace(0, 100, options.depths))]
+    sweep = sweeping.Sweep(NAME, options, prompts=count * options.depths)
+
+    def by_depth(answered: Mapping[str, Sequence[answers.Result]], tokens: int) -> list[Row]:
+        rows: list[Row] = []
+        for kind, found in answered.items():
+            for number, depth in enumerate(depths):
+                own = answers.part(found, range(number * count, (number + 1) * count))
+                rows += sweep.rows(own, kind, tokens, depth=depth)
+        return rows
+
+    make = functools.partial(make_tasks, sweep, options.needle, depths)
+    title = f"Needle in a haystack: {options.depths} depths, {count} documents each"
+    return sweep.over_lengths(title, options.needle, make, more=by_depth, depths=depths)
 
 
-def make_tasks(sweep: sweeping.Sweep, tokens: int, depths: Sequence[float]) -> dict[str, evaluating.Task]:
+def make_tasks(
+    sweep: sweeping.Sweep, kinds: Sequence[str], depths: Sequence[float], tokens: int
+) -> dict[str, evaluating.Task]:
     """Fresh problems of every needle at one length: so many at the first depth, then the next."""
-
-    def make(kind: str, depth: float, rng: np.random.Generator) -> Problem:
-        return task.generate(kind, rng, lambda text: len(sweep.tokenizer.encode(text)), tokens, depth)
-
-    def seed(number: int) -> int:
-        return EVALUATION_SEED + 1000 * sweep.seed + number
-
+    first = EVALUATION_SEED + 1000 * sweep.seed
     tasks = {}
-    for kind in _NEEDLE.value:
+    for kind in kinds:
         made = [
             problem
             for number, depth in enumerate(depths)
-            for problem in problems(seed(number), sweep.documents, functools.partial(make, kind, depth))
+            for problem in problems(
+                first + number,
+                sweep.documents,
+                functools.partial(make_problem, kind, sweep, tokens, depth),
+            )
         ]
-        tasks[kind] = evaluating.accuracy_task(
-            kind, sweep.tokenizer, made, functools.partial(task.score, kind), made[0].answer_tokens
-        )
+        score = functools.partial(task.score, kind)
+        tasks[kind] = evaluating.accuracy_task(kind, sweep.tokenizer, made, score, made[0].answer_tokens)
     return tasks
 
 
-def draw(path: pathlib.Path, rows: Sequence[results.Row]) -> None:
+def make_problem(kind: str, sweep: sweeping.Sweep, tokens: int, depth: float, rng: np.random.Generator) -> Problem:
+    return task.generate(kind, rng, sweep.length, tokens, depth)
+
+
+def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
     """A heatmap of depth by length for every setting, kind of needle, prefill and question."""
     cells = [row for row in rows if row.metric == "accuracy" and "depth" in row.extra]
     kind = lambda row: (row.task, row.extra["prefill"], "seen" if row.question_seen else "unseen")  # noqa: E731
-    panels = [
+    maps = [
         (of_kind, setting, found)
         for of_kind in dict.fromkeys(map(kind, cells))
-        for setting, found in results.by_setting([row for row in cells if kind(row) == of_kind]).items()
+        for setting, found in results.by_setting(row for row in cells if kind(row) == of_kind).items()
     ]
     lengths = sorted({row.context_tokens or 0 for row in cells})
     depths = sorted({row.extra["depth"] for row in cells})
-    down = -(-len(panels) // PANELS_ABREAST)
-    across = min(len(panels), PANELS_ABREAST)
-    size = (1 + 3.2 * across, 1 + 2.6 * down)
-    figure, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
-    for axis, panel in itertools.zip_longest(axes.flat, panels):
-        if panel is None:
-            axis.axis("off")
-            continue
-        (name, prefill, question), setting, found = panel
+    figure, axes = plots.panels(len(maps), across=5, size=(3.2, 2.6))
+    for axis, ((name, prefill, question), setting, found) in zip(axes, maps, strict=True):
         grid = np.full((len(depths), len(lengths)), np.nan)
         for row in found:
             grid[depths.index(row.extra["depth"]), lengths.index(row.context_tokens or 0)] = row.value
@@ -106,9 +105,11 @@ def draw(path: pathlib.Path, rows: Sequence[results.Row]) -> None:
         axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=7)
     figure.supxlabel("tokens")
     figure.supylabel("depth")
+    figure.set_layout_engine("constrained")
     figure.colorbar(image, ax=axes, label="accuracy")
     plots.save(figure, path)
 
 
+EXPERIMENT = Experiment(NAME, Options, run, draw)
 if __name__ == "__main__":
-    app.run(main)
+    EXPERIMENT.main()

@@ -20,17 +20,29 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-from absl import app, flags
 from kvjax_models import generate
 from tqdm import tqdm
 
-from experiments.common import evaluating, footprint, likelihood, presses, ranking, results, settings, sweeping
+from experiments.common import (
+    evaluating,
+    footprint,
+    likelihood,
+    presses,
+    ranking,
+    results,
+    settings,
+    suites,
+    sweeping,
+    tables,
+)
+from experiments.common.answers import Result
 from experiments.common.named_tasks import LINES, make_task
+from experiments.common.options import Experiment, each
 from experiments.common.ranking import TO_BEST, at, best_press, pressed
-from experiments.common.resuming import Finished
+from experiments.common.results import Row
 from experiments.common.tasks import long_texts, ruler
 from kvjax.budget import Budget
 from kvjax.registry import PolicyChoice
@@ -38,50 +50,60 @@ from kvjax.registry import PolicyChoice
 NAME = "peers"
 PERPLEXITY = "perplexity"
 ALL, TEXT = "all", "the text"  # what budgets are shares of
-BUDGETS = ("25%", "12.5%", f"25% of {TEXT}", f"12.5% of {TEXT}")
 NEXT_TOKENS = 32  # that perplexity is measured on, behind the first
 TILE = 16  # sizes of caches are multiples of it, so that other documents find the same programs
-
-sweeping.define_flags(documents=25, batch=25, budgets=BUDGETS)
-flags.DEFINE_integer("seeds", 4, "Seeds from --seed on, each with so many documents per task.")
-flags.DEFINE_multi_enum(
-    "task", [*ruler.NEEDLE_TASKS, PERPLEXITY], [*ruler.TASKS, LINES, PERPLEXITY], "What is asked; repeatable."
-)
-flags.DEFINE_integer("context_tokens", 2048, "Most tokens of prompt and answer; of line retrieval the least.")
-flags.DEFINE_multi_enum("press", list(presses.PRESSES), list(presses.PRESSES), "Presses; repeatable.")
-_PYTHON = flags.DEFINE_string("kvpress_python", sys.executable, "An interpreter that can import kvpress.")
+EXACT = PolicyChoice.parse("exact")
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    names = settings.value("task", quick=["niah_single_1", PERPLEXITY])
-    documents = settings.value("documents", quick=2) * settings.value("seeds", quick=1)
-    sweep = sweeping.Sweep(NAME, documents, chosen=[PolicyChoice.parse("exact")])  # its own come with sizes
-    found: list[results.Row] = []
-    with Peers(sweep) as peers:
-        asked = [name for name in names if name != PERPLEXITY]
-        for question in flags.FLAGS.question if asked else ():
+@dataclasses.dataclass(frozen=True)
+class Options(sweeping.Questions):
+    """Options of this experiment."""
+
+    documents: int = 25  # per task and seed
+    batch: int = 25  # documents decoded together
+    budget: tuple[str, ...] = each("25%", "12.5%", f"25% of {TEXT}", f"12.5% of {TEXT}")
+    seeds: int = 4  # seeds from --seed on, each with so many documents per task
+    task: tuple[str, ...] = each(*ruler.NEEDLE_TASKS, PERPLEXITY, choices=(*ruler.TASKS, LINES, PERPLEXITY))
+    """What is asked; repeatable."""
+    context_tokens: int = 2048  # most tokens of prompt and answer; of line retrieval the least
+    press: tuple[str, ...] = each(*presses.PRESSES, choices=presses.PRESSES)  # presses; repeatable
+    kvpress_python: str = sys.executable  # an interpreter that can import kvpress
+
+    QUICK: ClassVar[dict[str, Any]] = {
+        "documents": 2,
+        "seeds": 1,
+        "task": ("niah_single_1", PERPLEXITY),
+        "context_tokens": 1024,
+        "press": ("StreamingLLM", "KVzip"),
+        "policy": suites.SUITES["peers, quick"].policies,
+        "budget": suites.SUITES["peers, quick"].budgets,
+    }
+
+
+def run(options: Options) -> list[Row]:
+    """The rows of all that is asked."""
+    # The settings come with sizes.
+    sweep = sweeping.Sweep(NAME, options, documents=options.documents * options.seeds, chosen=[EXACT])
+    found: list[Row] = []
+    with Peers(sweep, options) as peers:
+        asked = [name for name in options.task if name != PERPLEXITY]
+        for question in options.question if asked else ():
             found += peers.answers(asked, question)
-        if PERPLEXITY in names:
+        if PERPLEXITY in options.task:
             found += peers.perplexity()
     ranking.show(found)
-    sweep.write(found, sweeping.plot)
+    return found
 
 
 class Peers:
-    """Policies and presses on the documents that flags say."""
+    """Policies and presses on the documents that options say."""
 
-    def __init__(self, sweep: sweeping.Sweep) -> None:
-        options = flags.FLAGS
-        self.sweep = sweep
-        self.tokens = settings.value("context_tokens", quick=1024)
-        self.documents = settings.value("documents", quick=2)
-        self.seeds = range(sweep.seed, sweep.seed + settings.value("seeds", quick=1))
-        self.presses = settings.value("press", quick=["StreamingLLM", "KVzip"])
-        self.policies = settings.value("policy", quick=["exact", "streaming_llm", "kvzip:head_floor=0.0"])
-        self.process = presses.Presses(_PYTHON.value, settings.model_directory(options.model))
-        self.finished = Finished(sweep.directory / f"{NAME}_kvpress.jsonl", fresh=options.fresh)
+    def __init__(self, sweep: sweeping.Sweep, options: Options) -> None:
+        self.sweep, self.options = sweep, options
+        self.tokens, self.documents = options.context_tokens, options.documents
+        self.seeds = options.seeds_of(options.seeds)
+        self.process = presses.Presses(options.kvpress_python, settings.model_directory(options.model))
+        self.finished = options.finished(f"{NAME}_kvpress")
 
     def __enter__(self) -> "Peers":
         return self
@@ -89,7 +111,7 @@ class Peers:
     def __exit__(self, *_: object) -> None:
         self.process.close()
 
-    def answers(self, names: Sequence[str], question: str) -> list[results.Row]:
+    def answers(self, names: Sequence[str], question: str) -> list[Row]:
         """The rows of tasks that ask."""
         seen = question == "seen"
         make = functools.cache(functools.partial(self._tasks, names))
@@ -97,10 +119,10 @@ class Peers:
         longest, most = (-(-size // TILE) * TILE for size in evaluating.room(tasks.values(), seen))
         budgets = self._budgets(longest, most)
         sweep = self.sweep
-        sweep.chosen = chosen(self.policies, list(budgets))
-        unit = {"context_tokens": self.tokens, "seeds": len(self.seeds)}
-        answered = sweep.evaluate_all(names, make, "exact", question, (longest, most), **unit)
-        for press in tqdm(self.presses, desc=f"presses, question {question}", unit="press", leave=False):
+        sweep.chosen = chosen(self.options.policy, list(budgets))
+        unit: dict[str, Any] = {"context_tokens": self.tokens, "seeds": len(self.seeds)}
+        answered = sweep.evaluate(names, make, "exact", question, (longest, most), **unit)
+        for press in tqdm(self.options.press, desc=f"presses, question {question}", unit="press", leave=False):
             for budget, slots in budgets.items():
                 for name in names:
                     if result := self._press(press, budget, slots - most, (longest, most), tasks[name], seen):
@@ -108,7 +130,7 @@ class Peers:
         rows = [row for name in names for row in sweep.rows(answered[name], name, self.tokens)]
         return rows + [row for budget in budgets for row in self._to_best(answered, str(budget), seen)]
 
-    def perplexity(self) -> list[results.Row]:
+    def perplexity(self) -> list[Row]:
         """The rows of texts that go on."""
         position, count = self.tokens - NEXT_TOKENS - 1, self.documents * len(self.seeds)
         most = self.tokens - position
@@ -116,7 +138,7 @@ class Peers:
         texts = functools.cache(lambda: long_texts.held_out(self.sweep.tokenizer, self.tokens, count, self.sweep.seed))
 
         def run(some: list[PolicyChoice]) -> dict[PolicyChoice, Any]:
-            shared = {"batch": self.sweep.batch, "seed": self.sweep.seed}
+            shared: dict[str, Any] = {"batch": self.sweep.batch, "seed": self.sweep.seed}
             readings, refused = likelihood.at_position(self.sweep.model, some, texts(), position, **shared)
             sweeping.drop_programs()
             return sweeping.with_refused({reading.setting: reading.to_json() for reading in readings}, refused)
@@ -125,14 +147,14 @@ class Peers:
             return self.process.losses(press, kept, texts(), position)
 
         unit = {"task": PERPLEXITY, "position": position, "texts": count, "seed": self.sweep.seed}
-        policies = chosen(self.policies, list(budgets))
-        values = sweeping.not_refused(sweeping.every_setting(self.sweep.finished, policies, unit, run))
+        policies = chosen(self.options.policy, list(budgets))
+        values = sweeping.not_refused(sweeping.every_setting(self.options, self.sweep.finished, policies, unit, run))
         losses = {
             setting: likelihood.Reading.from_json(value, setting).stretches[0].losses
             for setting, value in values.items()
         }
         uses = {setting: footprint.CacheUse(*value["use"]) for setting, value in values.items()}
-        for press in tqdm(self.presses, desc=PERPLEXITY, unit="press", leave=False):
+        for press in tqdm(self.options.press, desc=PERPLEXITY, unit="press", leave=False):
             for budget, slots in budgets.items():
                 reply = self._ask(
                     unit | {"press": press, "kept": slots - most}, functools.partial(run_press, press, slots - most)
@@ -141,51 +163,29 @@ class Peers:
                     setting = pressed(press, budget)
                     losses[setting] = np.asarray(reply["losses"])
                     uses[setting] = self._use(reply["held"][0], most, self.tokens)
-        exact = losses.get(PolicyChoice.parse("exact"))
+        exact = losses.get(EXACT)
         rows = []
         for setting, own in losses.items():
             samples = {PERPLEXITY: own} if exact is None else {PERPLEXITY: own, ranking.RATIO: own - exact}
+            of = footprint.row_fields([uses[setting]]) | {"n": count, "question_seen": False}
+            of |= {"task": PERPLEXITY, "recalls": uses[setting].recalls}
             for metric, logarithms in samples.items():
-                fields = footprint.row_fields([uses[setting]]) | {"n": count, "question_seen": False}
-                extra = {"budget": str(setting.budget) if setting.budget else None, "recalls": uses[setting].recalls}
-                found = results.mean_interval(logarithms).exponential()
-                rows.append(self._row(setting, PERPLEXITY, metric, found, extra, **fields))
+                rows.append(self._row(setting, metric, results.mean_interval(logarithms).exponential(), **of))
         return rows
 
-    def _row(
-        self,
-        setting: PolicyChoice,
-        task: str,
-        metric: str,
-        found: results.Estimate,
-        extra: dict[str, Any],
-        **fields: Any,
-    ) -> results.Row:
-        return results.Row(
-            experiment=NAME,
-            model=flags.FLAGS.model,
-            task=task,
-            policy=setting.name,
-            variant=setting.variant,
-            metric=metric,
-            value=found.value,
-            ci95_low=found.low,
-            ci95_high=found.high,
-            context_tokens=self.tokens,
-            seed=self.sweep.seed,
-            extra=extra | {"prefill": "exact"},
-            **fields,
-        )
+    def _row(self, setting: PolicyChoice, metric: str, found: results.Estimate, **fields: Any) -> Row:
+        of: dict[str, Any] = {"context_tokens": self.tokens, "seed": self.sweep.seed, "prefill": "exact", **fields}
+        return results.row(NAME, self.options.model, metric, found, setting, **of)
 
     def _budgets(self, longest: int, most: int) -> dict[Budget, int]:
         """Budgets, and the slots per head, of texts and later tokens, that they come to."""
         spec = generate.cache_specs(self.sweep.model, batch=1, max_prompt=longest, max_new=most)[0]
         found = {}
-        for text in settings.value("budget", quick=["50%"]):
+        for text in self.options.budget:
             number, _, counted = text.partition(" of ")
             share = Budget.parse(number).fraction
             if share is None or counted not in ("", ALL, TEXT):
-                raise app.UsageError(f"--budget={text}: give a share such as 25%, or 25% of {TEXT}")
+                raise ValueError(f"--budget={text}: give a share such as 25%, or 25% of {TEXT}")
             slots = int(share * longest) + most if counted == TEXT else int(share * (longest + most))
             if slots <= most:
                 tqdm.write(f"left out: --budget={text}: of {slots} slots questions and answers take {most}")
@@ -199,7 +199,7 @@ class Peers:
 
     def _press(
         self, press: str, budget: Budget, kept: int, room: tuple[int, int], task: evaluating.Task, seen: bool
-    ) -> evaluating.Result | None:
+    ) -> Result | None:
         """What a press does with a task, None where it cannot.
 
         Args:
@@ -225,11 +225,11 @@ class Peers:
         scores = {
             name: [float(score(at, one)) for at, one in enumerate(answers)] for name, score in task.scores.items()
         }
-        return evaluating.Result(pressed(press, budget), False, seen, 1, answers, uses, scores)
+        return Result(pressed(press, budget), False, seen, 1, answers, uses, scores)
 
     def _ask(self, unit: dict[str, Any], ask: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         """A press's reply, now or before; None, which is said, where it failed."""
-        unit |= {"model": flags.FLAGS.model}
+        unit |= {"model": self.options.model}
         if unit not in self.finished:
             try:
                 self.finished.add(unit, ask())
@@ -248,7 +248,7 @@ class Peers:
         taken = round((held + later) * token)
         return footprint.CacheUse(taken, 0, taken, False, taken / (token * whole))
 
-    def _to_best(self, answered: dict[str, list[evaluating.Result]], budget: str, seen: bool) -> list[results.Row]:
+    def _to_best(self, answered: dict[str, list[Result]], budget: str, seen: bool) -> list[Row]:
         """The differences of all to the press that is best on the mean of all tasks."""
         best = best_press(answered, budget)
         rows = []
@@ -258,8 +258,8 @@ class Peers:
                 if best is None or not at(one, budget) or setting == best:
                     continue
                 found = results.paired_difference(one.scores["accuracy"], by_setting[best].scores["accuracy"])
-                extra = {"budget": budget, "best_press": best.name}
-                rows.append(self._row(setting, task, TO_BEST, found, extra, n=len(one.answers), question_seen=seen))
+                of: dict[str, Any] = {"task": task, "budget": budget, "best_press": best.name, "question_seen": seen}
+                rows.append(self._row(setting, TO_BEST, found, n=len(one.answers), **of))
         return rows
 
 
@@ -271,10 +271,11 @@ def chosen(policies: Sequence[str], budgets: Sequence[Budget]) -> list[PolicyCho
         choice = PolicyChoice.parse(name)
         wanted = [one for one in budgets if not own or str(one) in (own, f"{own} of {ALL}")]
         if own and not wanted:
-            raise app.UsageError(f"--policy={text}: its budget is none of --budget ({', '.join(map(str, budgets))})")
+            raise ValueError(f"--policy={text}: its budget is none of --budget ({', '.join(map(str, budgets))})")
         found += [dataclasses.replace(choice, budget=budget) for budget in (wanted if choice.takes_budget else [None])]
     return found
 
 
+EXPERIMENT = Experiment(NAME, Options, run, tables.plot)
 if __name__ == "__main__":
-    app.run(main)
+    EXPERIMENT.main()

@@ -15,80 +15,87 @@ directory. Every policy reads the same texts: beside its perplexity stands its r
 that was stopped goes on where it was.
 """
 
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-import matplotlib.pyplot as plt
-from absl import app, flags
 from kvjax_models import generate
 from kvjax_models.llama import Llama
 from kvjax_models.tokenizer import Tokenizer
 
 from experiments.common import footprint, likelihood, plots, results, settings, sweeping
-from experiments.common.resuming import Finished
+from experiments.common.options import Experiment, each
+from experiments.common.results import Row
 from experiments.common.tasks import long_texts
 from kvjax.registry import PolicyChoice
 
 NAME = "perplexity"
 ACCUMULATING, PER_POSITION = FORMS = ("accumulating", "per_position")
 
-sweeping.define_settings()
-_FORM = flags.DEFINE_multi_enum("form", list(FORMS), FORMS, "How texts are read; repeatable.")
-flags.DEFINE_integer("context_tokens", 2048, "Tokens of a text.")
-_POSITION = flags.DEFINE_multi_integer(
-    "position", None, "Where per_position predicts; repeatable. By default so that it ends at 1/8, 1/4, 1/2 and all."
-)
-_NEXT = flags.DEFINE_integer("next_tokens", 32, "How many tokens per_position predicts at each position.")
-flags.DEFINE_integer("documents", 20, "Texts.")
-_BATCH = flags.DEFINE_integer("batch", 10, "Texts read together.")
-_DATA = flags.DEFINE_string("data", None, "A directory of text files (PG19's test set) in place of held-out sources.")
+
+@dataclasses.dataclass(frozen=True)
+class Options(sweeping.Settings):
+    """Options of this experiment."""
+
+    form: tuple[str, ...] = each(*FORMS, choices=FORMS)  # how texts are read; repeatable
+    context_tokens: int = 2048  # tokens of a text
+    position: tuple[int, ...] = each()
+    """Where per_position predicts; repeatable. By default so that it ends at 1/8, 1/4, 1/2 and all."""
+    next_tokens: int = 32  # how many tokens per_position predicts at each position
+    documents: int = 20  # texts
+    batch: int = 10  # texts read together
+    data: str | None = None  # a directory of text files (PG19's test set) in place of held-out sources
+
+    QUICK: ClassVar[dict[str, Any]] = {**sweeping.QUICK, "context_tokens": 512, "documents": 4}
+
+    def positions(self) -> list[int]:
+        """Where per_position predicts."""
+        parts = (1,) if self.quick else (8, 4, 2, 1)
+        return list(self.position) or [self.context_tokens // part - self.next_tokens - 1 for part in parts]
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    tokens, count = settings.value("context_tokens", quick=512), settings.value("documents", quick=4)
-    batch = min(_BATCH.value, count)
+def run(options: Options) -> list[Row]:
+    """The rows of every form, position and setting."""
+    count, tokens = options.documents, options.context_tokens
+    batch = min(options.batch, count)
     if count % batch:
-        raise app.UsageError(f"--documents={count} must be a multiple of --batch={batch}")
-    parts = (1,) if flags.FLAGS.quick else (8, 4, 2, 1)
-    positions = _POSITION.value or [tokens // part - _NEXT.value - 1 for part in parts]
-    model, tokenizer = settings.load_model(flags.FLAGS.model)
-    chosen = sweeping.chosen_settings()
-    longest = max(tokens, *positions) + _NEXT.value + 1
-    texts = functools.cache(lambda: make_texts(tokenizer, longest, count))
-    directory = pathlib.Path(flags.FLAGS.output_dir)
-    finished = Finished(directory / f"{NAME}.jsonl", fresh=flags.FLAGS.fresh)
-    rows: list[results.Row] = []
-    for form in _FORM.value:
+        raise ValueError(f"--documents={count} must be a multiple of --batch={batch}")
+    model, tokenizer = settings.load_model(options)
+    longest = max(tokens, *options.positions()) + options.next_tokens + 1
+    texts = functools.cache(lambda: make_texts(options, tokenizer, longest))
+    finished = options.finished(NAME)
+    rows: list[Row] = []
+    for form in options.form:
         units: list[dict[str, Any]] = [{"form": form, "tokens": tokens}]
         if form == PER_POSITION:
-            units = [{"form": form, "position": position, "next_tokens": _NEXT.value} for position in positions]
+            next_tokens = options.next_tokens
+            units = [{"form": form, "position": one, "next_tokens": next_tokens} for one in options.positions()]
         found = []
         for unit in units:
-            unit |= {"texts": count, "longest": longest, "batch": batch, "seed": flags.FLAGS.seed, "data": _DATA.value}
-            values = sweeping.every_setting(finished, chosen, unit, functools.partial(run, model, texts, unit))
+            unit |= {"texts": count, "longest": longest, "batch": batch, "seed": options.seed, "data": options.data}
+            read = functools.partial(readings_of, model, texts, unit)
+            values = sweeping.every_setting(options, finished, options.chosen(), unit, read)
             readings = [
                 likelihood.Reading.from_json(value, setting) for setting, value in sweeping.not_refused(values).items()
             ]
-            found += make_rows(readings, model, unit)
-        show(found, f"Perplexity of {count} texts, {form.replace('_', ' ')}")
+            found += make_rows(readings, options.model, generate.weight_bytes(model), unit)
+        title = f"Perplexity of {count} texts, {form.replace('_', ' ')}; ratios are to exact's"
+        of = lambda row: f"{results.setting_label(row)} ({row.budget_fraction:.1%})"  # noqa: E731
+        results.print_rows(title, found, of, lambda row: "{}, {} to {}".format(row.metric, *stretch_of(row)))
         rows += found
-    sweeping.check_any(rows)
-    results.write_rows(directory / f"{NAME}.json", rows)
-    plot(directory / f"{NAME}.png", rows)
-    print(f"\nRows: {directory / f'{NAME}.json'}   plot: {directory / f'{NAME}.png'}")
+    return rows
 
 
-def make_texts(tokenizer: Tokenizer, tokens: int, count: int) -> list[list[int]]:
-    if _DATA.value is not None:
-        return long_texts.books(pathlib.Path(_DATA.value), tokenizer, tokens, count)
-    return long_texts.held_out(tokenizer, tokens, count, flags.FLAGS.seed)
+def make_texts(options: Options, tokenizer: Tokenizer, tokens: int) -> list[list[int]]:
+    """So many tokens of every text."""
+    if options.data is not None:
+        return long_texts.books(pathlib.Path(options.data), tokenizer, tokens, options.documents)
+    return long_texts.held_out(tokenizer, tokens, options.documents, options.seed)
 
 
-def run(
+def readings_of(
     model: Llama, texts: Callable[[], list[list[int]]], unit: Mapping[str, Any], chosen: list[PolicyChoice]
 ) -> dict[PolicyChoice, Any]:
     """What came of some settings in one form, at one position where it has one."""
@@ -105,7 +112,7 @@ def run(
     return sweeping.with_refused(found, refused)
 
 
-def make_rows(readings: Sequence[likelihood.Reading], model: Llama, unit: Mapping[str, Any]) -> list[results.Row]:
+def make_rows(readings: Sequence[likelihood.Reading], model: str, weights: int, unit: Mapping[str, Any]) -> list[Row]:
     """Perplexities and their ratios to exact's, of every setting and stretch."""
     exact = next((one for one in readings if str(one.setting) == "exact"), None)
     found = []
@@ -115,98 +122,56 @@ def make_rows(readings: Sequence[likelihood.Reading], model: Llama, unit: Mappin
             if exact is not None and one is not exact:
                 samples["perplexity_ratio"] = stretch.losses - exact.stretches[number].losses
             for metric, logarithms in samples.items():
+                fields = {
+                    "task": unit["data"] or long_texts.HELD_OUT,
+                    "context_tokens": unit.get("position", stretch.end),
+                    "batch": unit["batch"],
+                    "n": len(logarithms),
+                    "seed": unit["seed"],
+                    "weight_bytes": weights,
+                    "form": unit["form"],
+                    "first_token": stretch.first,
+                    "end_token": stretch.end,
+                    "recalls": one.use.recalls,
+                    **footprint.row_fields([one.use]),
+                }
                 estimate = results.mean_interval(logarithms).exponential()
-                found.append(
-                    results.Row(
-                        experiment=NAME,
-                        model=flags.FLAGS.model,
-                        task=unit["data"] or long_texts.HELD_OUT,
-                        policy=one.setting.name,
-                        variant=one.setting.variant,
-                        metric=metric,
-                        value=estimate.value,
-                        ci95_low=estimate.low,
-                        ci95_high=estimate.high,
-                        context_tokens=unit.get("position", stretch.end),
-                        batch=unit["batch"],
-                        n=len(logarithms),
-                        seed=unit["seed"],
-                        weight_bytes=generate.weight_bytes(model),
-                        **footprint.row_fields([one.use]),
-                        extra={
-                            "budget": str(one.setting.budget) if one.setting.budget else None,
-                            "form": unit["form"],
-                            "first_token": stretch.first,
-                            "end_token": stretch.end,
-                            "recalls": one.use.recalls,
-                        },
-                    )
-                )
+                found.append(results.row(NAME, model, metric, estimate, one.setting, **fields))
     return found
 
 
-def stretch_of(row: results.Row) -> tuple[int, int]:
+def stretch_of(row: Row) -> tuple[int, int]:
     return row.extra["first_token"], row.extra["end_token"]
 
 
-def show(rows: Sequence[results.Row], title: str) -> None:
-    """A line per setting: perplexity over the last stretch (all of the text where it accumulates), and its ratio to
-    exact's over each."""
-    if not rows:
-        return
-    last = stretch_of(rows[-1])
-    stretches = list(dict.fromkeys(map(stretch_of, rows)))
-    lines = []
-    for setting, found in results.by_setting(rows).items():
-        value = {row.metric: row.estimate for row in found if stretch_of(row) == last}
-        ratios = {stretch_of(row): row.estimate for row in found if row.metric == "perplexity_ratio"}
-        lines.append(
-            (
-                setting,
-                f"{found[-1].budget_fraction:.1%}",
-                str(value["perplexity"]) if value else "-",
-                *(f"{ratios[stretch].value:.3f}" if stretch in ratios else "-" for stretch in stretches[:-1]),
-                "{:.3f} [{:.3f}, {:.3f}]".format(*ratios[last]) if last in ratios else "-",
-            )
-        )
-    names = [f"{first} to {end - 1}" for first, end in stretches]
-    columns = ("policy", "of exact's", f"perplexity, {names[-1]}", *names[:-1], f"{names[-1]} [95%]")
-    results.print_table(f"{title}; ratios to exact's by position", columns, lines)
-
-
-def plot(path: pathlib.Path, rows: Sequence[results.Row]) -> None:
-    """Above, perplexity by position; below, its ratio to exact's over the last stretch against cache bytes; a column
-    per form."""
-    forms = list(dict.fromkeys(row.extra["form"] for row in rows))
-    figure, axes = plt.subplots(2, len(forms), figsize=(1 + 5.5 * len(forms), 8), squeeze=False)
-    for (above, below), form in zip(axes.T, forms, strict=True):
+def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
+    """Of every form, perplexity by position, and its ratio to exact's over the last stretch against cache bytes (in
+    another file)."""
+    curves, ratios = [], []
+    for form in dict.fromkeys(row.extra["form"] for row in rows):
         own = [row for row in rows if row.extra["form"] == form]
         last = stretch_of(own[-1])
-        points: dict[str, list[tuple[float, results.Estimate]]] = {}
-        for setting, found in results.by_setting(own).items():
-            curve = [row for row in found if row.metric == "perplexity"]
-            # All of an accumulating text comes behind its parts.
-            curve = curve[:-1] if form == ACCUMULATING else curve
-            above.plot([row.context_tokens for row in curve], [row.value for row in curve], marker="o", label=setting)
-            for row in found:
-                if row.metric == "perplexity_ratio" and stretch_of(row) == last:
-                    fraction = 100 * (row.budget_fraction or 0)
-                    points.setdefault(results.policy_label(row), []).append((fraction, row.estimate))
-        plots.with_intervals(below, points)
-        above.set_title(form.replace("_", " "), fontsize=10)
-        above.set_xscale("log", base=2)
-        above.set_yscale("log")
-        above.set_xlabel("tokens")
-        above.set_ylabel("perplexity")
-        below.axhline(1, color="grey", linewidth=0.8)
-        below.set_xlabel("cache bytes (read ones for policies that recall), % of exact's")
-        below.set_ylabel("perplexity, as a ratio to exact's")
-        above.grid(alpha=0.3)
-        below.grid(alpha=0.3)
-    axes[0][-1].legend(fontsize=5)
-    axes[1][-1].legend(fontsize=7)
-    plots.save(figure, path)
+        # All of an accumulating text comes behind its parts.
+        parts = [row for row in own if form == PER_POSITION or stretch_of(row) != last]
+        curves += [row for row in parts if row.metric == "perplexity"]
+        ratios += [row for row in own if row.metric == "perplexity_ratio" and stretch_of(row) == last]
+    form_of = lambda row: row.extra["form"].replace("_", " ")  # noqa: E731
+    logarithmic: dict[str, Any] = {"xscale": "log", "yscale": "log", "xlabel": "tokens", "ylabel": "perplexity"}
+    plots.by_rows(
+        path, curves, panel=form_of, x=lambda row: row.context_tokens, label=results.setting_label, **logarithmic
+    )
+    if ratios:
+        plots.by_rows(
+            path.with_name(f"{NAME}_ratio.png"),
+            ratios,
+            panel=form_of,
+            x=lambda row: 100 * (row.budget_fraction or 0),
+            label=results.policy_label,
+            xlabel="cache bytes (read ones for policies that recall), % of exact's",
+            ylabel="perplexity, as a ratio to exact's",
+        )
 
 
+EXPERIMENT = Experiment(NAME, Options, run, draw)
 if __name__ == "__main__":
-    app.run(main)
+    EXPERIMENT.main()

@@ -7,45 +7,38 @@ compressed before the question is seen unless `--question=seen` says otherwise. 
 was: finished tasks stand in OUTPUT_DIR/ruler.jsonl.
 """
 
-import functools
-from collections.abc import Sequence
+import dataclasses
+from typing import Any, ClassVar
 
-from absl import app, flags
-
-from experiments.common import evaluating, results, settings, sweeping
+from experiments.common import evaluating, sweeping, tables
 from experiments.common.named_tasks import make_task
+from experiments.common.options import Experiment, each
+from experiments.common.results import Row
 from experiments.common.tasks import ruler as task
 
 NAME = "ruler"
-QUICK_TASKS = ("niah_single_1", "niah_single_2")
-
-sweeping.define_flags(documents=50, batch=10)
-flags.DEFINE_multi_enum("task", list(task.TASKS), list(task.TASKS), "Tasks; repeatable.")
-flags.DEFINE_multi_integer("context_tokens", [2048], "Most tokens of prompt and answer; repeatable.")
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    count = settings.value("documents", quick=4)
-    names = settings.value("task", quick=QUICK_TASKS)
-    sweep = sweeping.Sweep(NAME, count)
-    rows: list[results.Row] = []
-    for tokens in settings.value("context_tokens", quick=[1024]):
-        make = functools.cache(functools.partial(make_tasks, sweep, names, tokens))
-        for prefill, question in sweep.kinds():
-            answered = sweep.evaluate_all(names, make, prefill, question, context_tokens=tokens)
-            found = [row for name in names for row in sweep.rows(answered[name], name, tokens)]
-            title = f"RULER: {count} problems of up to {tokens} tokens, prefill {prefill}, question {question}"
-            sweeping.show(title, found)
-            rows += found
-    sweep.write(rows, sweeping.plot)
+@dataclasses.dataclass(frozen=True)
+class Options(sweeping.AtLengths):
+    """Options of this experiment."""
+
+    task: tuple[str, ...] = each(*task.TASKS, choices=task.TASKS)  # tasks; repeatable
+
+    QUICK: ClassVar[dict[str, Any]] = {**sweeping.AtLengths.QUICK, "task": ("niah_single_1", "niah_single_2")}
 
 
-def make_tasks(sweep: sweeping.Sweep, names: Sequence[str], tokens: int) -> dict[str, evaluating.Task]:
-    """Fresh problems of every task at one length."""
-    return {name: make_task(name, sweep.tokenizer, tokens, [sweep.seed], sweep.documents) for name in names}
+def run(options: Options) -> list[Row]:
+    """The rows of every task, length and setting."""
+    sweep = sweeping.Sweep(NAME, options)
+
+    def make(tokens: int) -> dict[str, evaluating.Task]:
+        count, seeds = options.documents, [options.seed]
+        return {name: make_task(name, sweep.tokenizer, tokens, seeds, count) for name in options.task}
+
+    return sweep.over_lengths(f"RULER: {options.documents} problems", options.task, make)
 
 
+EXPERIMENT = Experiment(NAME, Options, run, tables.plot)
 if __name__ == "__main__":
-    app.run(main)
+    EXPERIMENT.main()

@@ -10,121 +10,108 @@
 """
 
 import dataclasses
-import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
-from absl import app, flags
 from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
-from experiments.common import plots, results, settings, streams
+from experiments.common import cases, plots, results, settings, streams
+from experiments.common.options import Experiment, each
+from experiments.common.results import Row
 from kvjax.structures import cluster_table
 
 NAME = "stream_geometry"
-RECORDED = "recorded"
 BLOCK = 256  # tokens between two looks at the number of clusters
+PLACES = 16  # along a prompt, at which norms are averaged
 
-settings.define_run()
-_SEEDS = flags.DEFINE_integer("seeds", 5, "Seeds, from --seed on.")
-_TOKENS = flags.DEFINE_integer("tokens", 8192, "Tokens of a synthetic stream.")
-_RECORDED_TOKENS = flags.DEFINE_integer("recorded_tokens", 4096, "Tokens of a recorded stream.")
-_DELTA = flags.DEFINE_multi_float("delta", [0.25, 0.5, 1.0], "Radii as shares of the keys' mean norm; repeatable.")
-_NORM = flags.DEFINE_multi_float(
-    "norm", [2, 4, 8, 15], "l2 norms of synthetic keys for the effective rank; repeatable."
-)
-_PLACES = 16  # along a prompt, at which norms are averaged
+
+@dataclasses.dataclass(frozen=True)
+class Options(cases.Streams):
+    """Options of this experiment."""
+
+    seeds: int = 5  # seeds, from --seed on
+    recorded_tokens: int = 4096  # tokens of a recorded stream
+    delta: tuple[float, ...] = each(0.25, 0.5, 1.0)  # radii as shares of the keys' mean norm; repeatable
+    norm: tuple[float, ...] = each(2.0, 4.0, 8.0, 15.0)
+    """l2 norms of synthetic keys for the effective rank; repeatable."""
+
+    QUICK: ClassVar = cases.Streams.QUICK
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The keys of one head of one stream, and how rows of results name it."""
+    """One head of one stream, and what rows of results say of it."""
 
     stream: str
     layer: int | None
     head: int | None
     keys: Float[np.ndarray, "R n D"]
+    model: str
+    seed: int
 
-    def __str__(self) -> str:
-        return self.stream if self.layer is None else f"{self.stream}, layer {self.layer}, kv head {self.head}"
-
-    def row(self, metric: str, estimate: results.Estimate, tokens: int | None = None, **extra: float) -> results.Row:
-        return results.Row(
-            experiment=NAME,
-            model=flags.FLAGS.model if self.stream == RECORDED else "synthetic",
-            stream=self.stream,
-            policy="subgen",
-            metric=metric,
-            value=estimate.value,
-            ci95_low=estimate.low,
-            ci95_high=estimate.high,
-            context_tokens=tokens or self.keys.shape[1],
-            n=len(self.keys),
-            seed=flags.FLAGS.seed,
-            extra={"layer": self.layer, "kv_head": self.head} | extra,
-        )
+    def row(self, metric: str, found: results.Estimate, tokens: int | None = None, **extra: Any) -> Row:
+        of: dict[str, Any] = {"stream": self.stream, "policy": "subgen", "n": len(self.keys), "seed": self.seed}
+        of |= {"context_tokens": tokens or self.keys.shape[1], "layer": self.layer, "kv_head": self.head}
+        return results.row(NAME, self.model, metric, found, **of, **extra)
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    quick = flags.FLAGS.quick
-    seeds = range(flags.FLAGS.seed, flags.FLAGS.seed + (2 if quick else _SEEDS.value))
-    tokens, recorded_tokens = (1024, 512) if quick else (_TOKENS.value, _RECORDED_TOKENS.value)
-    layers = dict(
-        streams.prompt_streams(*settings.load_model(flags.FLAGS.model), seeds, recorded_tokens, recorded_tokens)
-    )
-    sources = [*synthetic_sources(seeds, tokens), *recorded_sources(layers)]
-    directory = pathlib.Path(flags.FLAGS.output_dir)
-    rows = growth(sources, directory / f"{NAME}_growth.png") + ranks(sources)
-    rows += norms(layers, directory / f"{NAME}_norms.png")
-    results.write_rows(directory / f"{NAME}.json", rows)
-    print(f"Rows: {directory / f'{NAME}.json'}   plots: {directory}/{NAME}_*.png")
+def run(options: Options) -> list[Row]:
+    """The rows of every head of every stream; synthetic ones are at norm one."""
+    seeds, tokens = options.seeds_of(options.seeds), options.recorded_tokens
+    layers = dict(streams.prompt_streams(*settings.load_model(options), seeds, tokens, tokens))
+    sources = []
+    for name in options.stream:
+        if name == cases.RECORDED:
+            for layer, found in layers.items():
+                for head in range(found.keys.shape[2]):
+                    keys = found.keys[:, :, head]
+                    sources.append(Source(name, layer, head, keys, options.model, options.seed))
+        else:
+            keys = streams.synthetic(name, seeds, options.tokens, queries=1).keys[:, :, 0]
+            sources.append(Source(name, None, None, keys, "synthetic", options.seed))
+    return growth(sources, options) + ranks(sources, options) + norms(layers, options)
 
 
-def synthetic_sources(seeds: Sequence[int], tokens: int) -> Iterator[Source]:
-    """All synthetic streams at norm one."""
-    for name in streams.SYNTHETIC:
-        yield Source(name, None, None, streams.synthetic(name, seeds, tokens, queries=1).keys[:, :, 0])
+def where(row: Row) -> str:
+    """The stream of a row, with the layer and head of a recorded one."""
+    layer = row.extra["layer"]
+    return str(row.stream) + ("" if layer is None else f", layer {layer}, kv head {row.extra['kv_head']}")
 
 
-def recorded_sources(layers: dict[int, streams.Streams]) -> Iterator[Source]:
-    for layer, found in layers.items():
-        for head in range(found.keys.shape[2]):
-            yield Source(RECORDED, layer, head, found.keys[:, :, head])
-
-
-def growth(sources: Sequence[Source], path: pathlib.Path) -> list[results.Row]:
+def growth(sources: Sequence[Source], options: Options) -> list[Row]:
     """Numbers of clusters at powers of two tokens, and the exponents fitted to them; as a table and a plot."""
-    rows, lines = [], []
-    figure, axes = plt.subplots(1, len(_DELTA.value), figsize=(5 * len(_DELTA.value), 4), squeeze=False, sharey=True)
+    rows: list[Row] = []
     for source in tqdm(sources, desc="clusters", leave=False):
         tokens = source.keys.shape[1]
         sizes = [2**i for i in range(BLOCK.bit_length() - 1, tokens.bit_length())]
-        for share, axis in zip(_DELTA.value, axes[0], strict=True):
+        for share in options.delta:
             delta = share * float(np.linalg.norm(source.keys, axis=-1).mean())
             counts = np.stack([np.asarray(cluster_counts(jnp.asarray(keys), delta)) for keys in source.keys])
             counts = counts[:, [size // BLOCK - 1 for size in sizes]]
             slope = results.log_slope(sizes, counts)
             rows.append(source.row("clusters_slope", slope, delta_share=share, delta=delta))
-            estimates = [results.mean_interval(values) for values in counts.T]
             rows += [
-                source.row("clusters", estimate, tokens=size, delta_share=share, delta=delta)
-                for size, estimate in zip(sizes, estimates, strict=True)
+                source.row("clusters", results.mean_interval(values), tokens=size, delta_share=share, delta=delta)
+                for size, values in zip(sizes, counts.T, strict=True)
             ]
-            lines.append(
-                (str(source), f"{share:g}", f"{counts[:, 0].mean():.0f}", f"{counts[:, -1].mean():.0f}", str(slope))
-            )
-            axis.plot(sizes, counts.mean(axis=0), marker=".", label=str(source))
-            axis.set(xscale="log", yscale="log", xlabel="tokens", title=f"delta = {share:g} of the mean norm")
-    axes[0][0].set_ylabel("clusters")
-    axes[0][0].legend(fontsize=7)
-    plots.save(figure, path)
-    columns = ("stream", "delta / norm", f"clusters of {BLOCK}", "of all", "exponent [95%]")
-    results.print_table(f"Clusters by number of tokens, {len(sources[0].keys)} seeds", columns, lines)
+    shown = [row for row in rows if row.context_tokens == BLOCK or row.metric == "clusters_slope"]
+    share_of = lambda row: f"{where(row)}, delta {row.extra['delta_share']:g} of the norm"  # noqa: E731
+    results.print_rows(f"Clusters of {BLOCK} tokens, and the exponent of their growth", shown, share_of)
+    plots.by_rows(
+        options.file(f"{NAME}_growth.png"),
+        [row for row in rows if row.metric == "clusters"],
+        panel=lambda row: f"delta = {row.extra['delta_share']:g} of the mean norm",
+        x=lambda row: row.context_tokens,
+        label=where,
+        xscale="log",
+        yscale="log",
+        xlabel="tokens",
+        ylabel="clusters",
+    )
     return rows
 
 
@@ -142,48 +129,44 @@ def cluster_counts(keys: Float[Array, "n D"], delta: Float[Array, ""]) -> Int[Ar
     return jax.lax.scan(look, table, keys[: tokens // BLOCK * BLOCK].reshape(-1, BLOCK, head_dim))[1]
 
 
-def ranks(sources: Sequence[Source]) -> list[results.Row]:
+def ranks(sources: Sequence[Source], options: Options) -> list[Row]:
     """Effective ranks: synthetic streams at every norm, recorded ones at their own."""
-    rows, lines = [], []
+    rows: list[Row] = []
     for source in tqdm(sources, desc="effective rank", leave=False):
-        for norm in _NORM.value if source.layer is None else [None]:
+        for norm in options.norm if source.layer is None else (None,):
             scale = 1.0 if norm is None else norm
-            found = np.array([streams.effective_rank(scale * keys) for keys in source.keys])
-            rank = results.mean_interval(found)
-            extra = {} if norm is None else {"norm": norm}
-            rows.append(source.row("effective_rank", rank, **extra))
-            mean_norm = float(np.linalg.norm(source.keys, axis=-1).mean()) * scale
-            lines.append((str(source), f"{mean_norm:.3g}", str(rank)))
-    results.print_table("Effective rank of the keys' kernel", ("stream", "mean norm", "effective rank [95%]"), lines)
+            rank = results.mean_interval(np.array([streams.effective_rank(scale * keys) for keys in source.keys]))
+            rows.append(source.row("effective_rank", rank, **({} if norm is None else {"norm": norm})))
+    title = "Effective rank of the keys' kernel, by norm (of recorded keys their own)"
+    results.print_rows(title, rows, where, lambda row: f"{row.extra.get('norm', 'own')}")
     return rows
 
 
-def norms(layers: dict[int, streams.Streams], path: pathlib.Path) -> list[results.Row]:
+def norms(layers: dict[int, streams.Streams], options: Options) -> list[Row]:
     """Mean norms of keys, values and queries by position, a line per head; as a plot."""
     rows = []
-    figure, axes = plt.subplots(len(layers), 3, figsize=(13, 3 * len(layers)), squeeze=False, sharex=True)
-    for layer, panels in zip(layers, axes, strict=True):
-        parts = {"key": layers[layer].keys, "value": layers[layer].values, "query": layers[layer].queries}
-        for (name, part), axis in zip(parts.items(), panels, strict=True):
-            lengths = np.linalg.norm(part, axis=-1)
-            places = [place.mean(axis=1) for place in np.array_split(lengths, _PLACES, axis=1)]
-            ends = np.cumsum([place.shape[1] for place in np.array_split(lengths, _PLACES, axis=1)])
-            for head in range(lengths.shape[2]):
-                estimates = [results.mean_interval(place[:, head]) for place in places]
-                source = Source(RECORDED, layer, head, part[:, :, head])
+    for layer, drawn in layers.items():
+        for name, part in {"key": drawn.keys, "value": drawn.values, "query": drawn.queries}.items():
+            places = np.array_split(np.linalg.norm(part, axis=-1), PLACES, axis=1)
+            ends = np.cumsum([place.shape[1] for place in places])
+            for head in range(part.shape[2]):
+                source = Source(cases.RECORDED, layer, head, part[:, :, head], options.model, options.seed)
                 rows += [
-                    source.row(f"{name}_norm", estimate, tokens=int(end))
-                    for end, estimate in zip(ends, estimates, strict=True)
+                    source.row(f"{name}_norm", results.mean_interval(place.mean(axis=1)[:, head]), tokens=int(end))
+                    for end, place in zip(ends, places, strict=True)
                 ]
-                value, low, high = np.array(estimates).T
-                axis.errorbar(ends, value, yerr=(value - low, high - value), marker=".", label=f"head {head}")
-            axis.set_title(f"layer {layer}: {name} norms", fontsize=10)
-            axis.legend(fontsize=7)
-    for axis in axes[-1]:
-        axis.set_xlabel("position")
-    plots.save(figure, path)
+    plots.by_rows(
+        options.file(f"{NAME}_norms.png"),
+        rows,
+        panel=lambda row: f"layer {row.extra['layer']}: {row.metric.replace('_', ' ')}",
+        x=lambda row: row.context_tokens,
+        label=lambda row: f"head {row.extra['kv_head']}",
+        across=3,
+        xlabel="position",
+    )
     return rows
 
 
+EXPERIMENT = Experiment(NAME, Options, run)
 if __name__ == "__main__":
-    app.run(main)
+    EXPERIMENT.main()

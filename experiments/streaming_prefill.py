@@ -7,87 +7,60 @@ that read a prompt (which the compiler reports), the peak of a process of its ow
 weights and random tokens. Accuracy under streaming is measured by `experiments.line_retrieval --prefill streaming`.
 """
 
-import concurrent.futures
-import multiprocessing
-import pathlib
+import dataclasses
 import resource
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
-from absl import app, flags
 from flax import nnx
 from kvjax_models import generate, lowering
 from kvjax_models.llama import Llama
 from tqdm import tqdm
 
-from experiments.common import results, settings, speed
+from experiments.common import processes, results, settings, speed, suites
+from experiments.common.options import Experiment, Policies, each
+from experiments.common.results import Row
 from kvjax.registry import PolicyChoice
 
-T = TypeVar("T")
-
 NAME = "streaming_prefill"
-POLICIES = tuple(f"{name}:compact_every=256" for name in ("streaming_llm", "uniform", "subgen", "balancekv"))
-
-settings.define_common(policies=POLICIES, budgets=("2048",))
-_CONTEXT = flags.DEFINE_multi_integer("context_tokens", [16384, 131072], "Tokens of the prompt; repeatable.")
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    contexts = [1024, 2048] if flags.FLAGS.quick else _CONTEXT.value
-    chosen = settings.settings(flags.FLAGS.policy, flags.FLAGS.budget)
-    rows: list[results.Row] = []
-    lines = []
-    for setting in tqdm(chosen, desc=NAME, leave=False):
-        for context in contexts:
-            try:
-                program, peak, elapsed = in_own_process(measure, setting, context, flags.FLAGS.seed)
+@dataclasses.dataclass(frozen=True)
+class Options(Policies):
+    """Options of this experiment."""
+
+    policy: tuple[str, ...] = each(*suites.SUITES["streaming"].policies)
+    budget: tuple[str, ...] = each(*suites.SUITES["streaming"].budgets)
+    context_tokens: tuple[int, ...] = each(16384, 131072)  # tokens of the prompt; repeatable
+
+    QUICK: ClassVar[dict[str, Any]] = {"context_tokens": (1024, 2048)}
+
+
+def run(options: Options) -> list[Row]:
+    """The rows of every setting and prompt length."""
+    rows: list[Row] = []
+    for setting in tqdm(settings.settings(options.policy, options.budget), desc=NAME, leave=False):
+        for context in options.context_tokens:
+            try:  # in a process whose peak of memory is its own
+                program, peak, elapsed = processes.apart(measure, setting, context, options.seed)
             except ValueError as error:
                 settings.tell_left_out(setting, error)
                 continue
-            lines.append(
-                (
-                    settings.label(setting),
-                    str(context),
-                    results.readable_bytes(program),
-                    results.readable_bytes(peak),
-                    f"{context / elapsed:.0f}",
-                )
-            )
-            for metric, value in {
-                "largest_program_bytes": program,
-                "peak_process_bytes": peak,
-                "tokens_per_second": context / elapsed,
-            }.items():
-                rows.append(
-                    results.Row(
-                        experiment=NAME,
-                        model=speed.MODEL_NAME,
-                        policy=setting.name,
-                        variant=setting.variant,
-                        metric=metric,
-                        value=value,
-                        context_tokens=context,
-                        batch=1,
-                        seed=flags.FLAGS.seed,
-                        extra={"budget": str(setting.budget), "prefill": "streaming"},
-                    )
-                )
-    columns = ("policy", "tokens", "largest program", "process peak", "tokens/s")
-    results.print_table("Streaming prefill, batch 1, float32", columns, lines)
-    path = pathlib.Path(flags.FLAGS.output_dir) / f"{NAME}.json"
-    results.write_rows(path, rows)
-    print(f"Rows: {path}")
-
-
-def in_own_process(function: Callable[..., T], *arguments: Any) -> T:
-    """The result of a function run in a fresh process, whose peak of memory is then its own."""
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        return pool.submit(function, *arguments).result()
+            rate = context / elapsed
+            found = {"largest_program_bytes": program, "peak_process_bytes": peak, "tokens_per_second": rate}
+            shared: dict[str, Any] = {
+                "context_tokens": context,
+                "batch": 1,
+                "seed": options.seed,
+                "prefill": "streaming",
+            }
+            rows += [
+                results.row(NAME, speed.MODEL_NAME, metric, one, setting, **shared) for metric, one in found.items()
+            ]
+    title = "Streaming prefill, batch 1, float32"
+    results.print_rows(title, rows, lambda row: f"{results.setting_label(row)}, {row.context_tokens} tokens")
+    return rows
 
 
 def measure(setting: PolicyChoice, context: int, seed: int) -> tuple[int, int, float]:
@@ -109,5 +82,6 @@ def largest_program(generator: generate.Generator) -> int:
     return max(speed.held_bytes(lowered.compile()) for lowered in programs)
 
 
+EXPERIMENT = Experiment(NAME, Options, run)
 if __name__ == "__main__":
-    app.run(main)
+    EXPERIMENT.main()

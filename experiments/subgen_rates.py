@@ -7,59 +7,66 @@ The numerator is estimated from s pairs of the reservoir, the denominator from t
 error of attention should fall as s^-1/2 and t^-1/2: a slope is fitted for every seed.
 """
 
+import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
 from jaxtyping import Array, Float, Key
 from tqdm import tqdm
 
-from experiments.common import results, settings, streams
+from experiments.common import cases, results, streams
+from experiments.common.options import Experiment, each
+from experiments.common.results import Row
 from kvjax.structures import cluster_table, reservoir
 
 NAME = "subgen_rates"
-STREAMS = ("tight", "drift", "low_rank")
 PAIRS = (64, 128, 256, 512, 1024, 2048)  # s
 KEYS_PER_CLUSTER = (2, 4, 8, 16, 32, 64)  # t
 CLUSTERS = 64
 DRAWS = 4  # structures per seed, whose errors are averaged
 
-settings.define_run()
-_SEEDS = flags.DEFINE_integer("seeds", 20, "Seeds, from --seed on.")
-_TOKENS = flags.DEFINE_integer("tokens", 8192, "Tokens of a stream.")
-_NORM = flags.DEFINE_float("norm", 4, "l2 norm of keys and queries.")
-_QUERIES = flags.DEFINE_integer("queries", 64, "Queries per seed.")
+
+@dataclasses.dataclass(frozen=True)
+class Options(cases.Streams):
+    """Options of this experiment."""
+
+    stream: tuple[str, ...] = each("tight", "drift", "low_rank", choices=streams.SYNTHETIC)  # streams; repeatable
+    norm: tuple[float, ...] = each(4.0)
+    seeds: int = 20  # seeds, from --seed on
+
+    QUICK: ClassVar[dict[str, Any]] = {**cases.Streams.QUICK, "seeds": 4}
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    count, tokens = (4, 1024) if flags.FLAGS.quick else (_SEEDS.value, _TOKENS.value)
-    seeds = range(flags.FLAGS.seed, flags.FLAGS.seed + count)
+def run(options: Options) -> list[Row]:
+    """The rows of every stream, number of samples and sum."""
     swept: dict[str, tuple[Callable[..., Float[Array, ""]], Sequence[int]]] = {
         "s": (reservoir_error, PAIRS),
         "t": (table_error, KEYS_PER_CLUSTER),
     }
-    rows, lines = [], []
-    for stream in tqdm(STREAMS, desc="streams", leave=False):
-        drawn = streams.synthetic(stream, seeds, tokens, _QUERIES.value).scaled(_NORM.value)
-        rng = jax.vmap(jax.random.key)(jnp.asarray(seeds))
+    rows: list[Row] = []
+    rng = jax.vmap(jax.random.key)(jnp.asarray(options.seeds_of(options.seeds)))
+    for case in tqdm(cases.cases(options), desc="streams", leave=False):
+        drawn = case.drawn
         inputs = (rng, *(jnp.asarray(part[:, :, 0]) for part in (drawn.keys, drawn.values, drawn.queries)))
         for knob, (error, sizes) in swept.items():
             measured = np.stack([np.asarray(mean_errors(error, size, *inputs)) for size in sizes], axis=1)
             slope = results.log_slope(sizes, measured)
-            rows += swept_rows(stream, knob, sizes, measured, slope)
-            ends = (results.mean_interval(measured[:, end]) for end in (0, -1))
-            lines.append((stream, f"{knob} = {sizes[0]} to {sizes[-1]}", *map(str, ends), str(slope)))
-    columns = ("stream", "samples", "error at the fewest [95%]", "at the most", "slope [95%]")
-    results.print_table(f"Error by number of samples, {tokens} tokens, {len(seeds)} seeds", columns, lines)
-    path = pathlib.Path(flags.FLAGS.output_dir) / f"{NAME}.json"
-    results.write_rows(path, rows)
-    print(f"Rows: {path}")
+            errors = [results.mean_interval(one) for one in measured.T]
+            of: dict[str, Any] = {"policy": "subgen", "variant": "paper", "stream": case.stream, "n": options.seeds}
+            of |= {"seed": options.seed, "knob": knob, "norm": case.number}
+            rows += [
+                results.row(NAME, "synthetic", "relative_error", one, size=size, **of)
+                for size, one in zip(sizes, errors, strict=True)
+            ]
+            rows.append(results.row(NAME, "synthetic", "relative_error_slope", slope, size=None, **of))
+    title = f"Error by number of samples, {options.tokens} tokens, {options.seeds} seeds"
+    knob_of = lambda row: f"{row.stream}, {row.extra['knob']}"  # noqa: E731
+    results.print_rows(title, rows, knob_of, lambda row: str(row.extra["size"] or "slope"))
+    return rows
 
 
 @functools.partial(jax.jit, static_argnames=("error", "size"))
@@ -113,35 +120,6 @@ def table_error(
     return jnp.mean(jnp.abs(jnp.sum(streams.weighted_terms(queries, keys), axis=1) / estimate - 1))
 
 
-def swept_rows(
-    stream: str,
-    knob: str,
-    sizes: Sequence[int],
-    measured: Float[np.ndarray, "R S"],
-    slope: results.Estimate,
-) -> list[results.Row]:
-    """The rows of one sweep: an error per size and the slope."""
-    estimates = [
-        ("relative_error", size, results.mean_interval(one)) for size, one in zip(sizes, measured.T, strict=True)
-    ]
-    return [
-        results.Row(
-            experiment=NAME,
-            model="synthetic",
-            stream=stream,
-            policy="subgen",
-            variant="paper",
-            metric=metric,
-            value=estimate.value,
-            ci95_low=estimate.low,
-            ci95_high=estimate.high,
-            n=len(measured),
-            seed=flags.FLAGS.seed,
-            extra={"knob": knob, "size": size, "norm": _NORM.value},
-        )
-        for metric, size, estimate in [*estimates, ("relative_error_slope", None, slope)]
-    ]
-
-
+EXPERIMENT = Experiment(NAME, Options, run)
 if __name__ == "__main__":
-    app.run(main)
+    EXPERIMENT.main()

@@ -2,20 +2,18 @@
 experiment does with its documents."""
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
-import numpy as np
 from kvjax_models import generate
 from kvjax_models.llama import Llama
 from kvjax_models.tokenizer import Tokenizer
 from tqdm import tqdm
 
 from experiments.common import footprint
-from experiments.common.results import Row, paired_difference, score_interval
+from experiments.common.answers import Result
 from experiments.common.settings import fitted, possible
 from experiments.common.together import prefill_together
 from kvjax.registry import PolicyChoice
@@ -68,55 +66,6 @@ def accuracy_task(
     """Documents that are asked as they stand, scored by accuracy."""
     prompts = [Prompt.of(tokenizer, document) for document in documents]
     return Task(name, prompts, {"accuracy": lambda number, answer: score(documents[number], answer)}, answer_tokens)
-
-
-@dataclasses.dataclass
-class Result:
-    """What one setting did over all prompts of a task, in their order."""
-
-    setting: PolicyChoice
-    streaming: bool
-    question_seen: bool
-    batch: int
-    answers: list[str]
-    uses: dict[int, footprint.CacheUse] = dataclasses.field(default_factory=dict)  # by the prompt's number
-    scores: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # by metric, from 0 to 1
-    decode_seconds: float = 0.0  # of all batches but the first of a size, which compiles
-    decode_steps: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """All but the setting and how prompts were read."""
-        uses = [self.uses[number] for number in range(len(self.answers))]
-        kept = ("answers", "scores", "decode_seconds", "decode_steps")
-        return {"uses": uses, **{name: getattr(self, name) for name in kept}}
-
-    @classmethod
-    def from_json(
-        cls, value: Mapping[str, Any], setting: PolicyChoice, streaming: bool, question_seen: bool, batch: int
-    ) -> "Result":
-        """The result that `to_json` gave."""
-        uses = {number: footprint.CacheUse(*use) for number, use in enumerate(value["uses"])}
-        return cls(setting, streaming, question_seen, batch, **{**value, "uses": uses})
-
-    @property
-    def ms_per_token(self) -> float:
-        """Milliseconds per decoding step of a whole batch."""
-        return 1e3 * self.decode_seconds / max(self.decode_steps, 1)
-
-
-def part(results: Sequence[Result], numbers: Sequence[int]) -> list[Result]:
-    """The results over some of a task's prompts alone, without times."""
-    return [
-        dataclasses.replace(
-            result,
-            answers=[result.answers[number] for number in numbers],
-            uses={place: result.uses[number] for place, number in enumerate(numbers)},
-            scores={metric: [scores[number] for number in numbers] for metric, scores in result.scores.items()},
-            decode_seconds=0.0,
-            decode_steps=0,
-        )
-        for result in results
-    ]
 
 
 def room(tasks: Iterable[Task], question_seen: bool) -> tuple[int, int]:
@@ -271,65 +220,3 @@ class Evaluator:
 
     def _made_for(self, size: int) -> dict[str, Any]:
         return {"batch": self.batch, "max_prompt": size, "max_new": self.max_new, "streaming": self.streaming}
-
-
-def rows(
-    results: Sequence[Result],
-    model: Llama,
-    *,
-    experiment: str,
-    model_name: str,
-    task: str,
-    context_tokens: int,
-    seed: int,
-    **extra: Any,
-) -> list[Row]:
-    """The rows of all settings of a task: each metric's mean, its difference to exact's answers to the same prompts
-    (where `exact` is among the settings), and decoding time.
-
-    Args:
-        extra: whatever else identifies the run.
-    """
-    exact = next((result for result in results if str(result.setting) == "exact"), None)
-    rows = []
-    for result in results:
-        row = functools.partial(
-            Row,
-            experiment=experiment,
-            model=model_name,
-            task=task,
-            policy=result.setting.name,
-            variant=result.setting.variant,
-            context_tokens=context_tokens,
-            batch=result.batch,
-            question_seen=result.question_seen,
-            n=len(result.answers),
-            seed=seed,
-            weight_bytes=generate.weight_bytes(model),
-            **footprint.row_fields(list(result.uses.values())),
-        )
-        kind = {
-            "budget": str(result.setting.budget) if result.setting.budget else None,
-            "prefill": "streaming" if result.streaming else "exact",
-            "recalls": result.uses[0].recalls,
-            **extra,
-        }
-        for metric, scores in result.scores.items():
-            low, high = score_interval(scores)
-            value = float(np.mean(scores))
-            answered = kind | {"first_answer": result.answers[0]}
-            rows.append(row(metric=metric, value=value, ci95_low=low, ci95_high=high, extra=answered))
-            if exact is not None and result is not exact:
-                estimate = paired_difference(scores, exact.scores[metric])
-                rows.append(
-                    row(
-                        metric=f"{metric}_difference",
-                        value=estimate.value,
-                        ci95_low=estimate.low,
-                        ci95_high=estimate.high,
-                        extra=kind,
-                    )
-                )
-        if result.decode_steps:
-            rows.append(row(metric="ms_per_token", value=result.ms_per_token, extra=kind))
-    return rows

@@ -2,9 +2,36 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
-from experiments.common import choices
-from experiments.common.tasks import ruler
+from experiments import (
+    ablations,
+    attention_error,
+    calibrate_heads,
+    calibrate_layers,
+    calibrate_skew,
+    clusterability,
+    code_completion,
+    decode_speed,
+    discrepancy,
+    guarantees,
+    key_similarity,
+    latency,
+    line_retrieval,
+    longbench,
+    needle_in_haystack,
+    peers,
+    perplexity,
+    recall_rate,
+    ruler,
+    stream_geometry,
+    stream_structures,
+    streaming_prefill,
+    subgen_rates,
+)
+from experiments.common.options import Experiment, Run
+from experiments.common.suites import ABLATIONS, SUITES, SWEPT
+from experiments.common.tasks.ruler import NEEDLE_TASKS
 
 PROFILES = {
     "quick": "every experiment's --quick: that everything works",
@@ -12,8 +39,7 @@ PROFILES = {
     "h200": "one H200, some hours",
 }
 
-
-# Flags of `experiments.all`: which flag of an experiment each is, and what stands for it where it is not known.
+# Flags of `experiments.all`: which option of an experiment each is, and what stands for it where it is not known.
 NEEDS = {"longbench": ("data", "DIRECTORY"), "kvpress_python": ("kvpress_python", "PYTHON")}
 
 
@@ -22,217 +48,191 @@ class Job:
     """One run of an experiment.
 
     Attributes:
-        experiment: its module.
-        what: flags that make this run what it is, in every profile.
-        cpu, h200: flags of a profile.
+        of: the experiment.
+        what: options that make this run what it is, in every profile.
+        cpu, h200: options of a profile.
         loads_model: whether --model means anything to it.
         needs: what only a user can name, without which it is left out: a name of `NEEDS`.
     """
 
-    experiment: str
-    what: tuple[str, ...] = ()
-    cpu: tuple[str, ...] = ()
-    h200: tuple[str, ...] = ()
+    of: Experiment
+    what: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    cpu: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    h200: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     loads_model: bool = True
     needs: str | None = None
 
-    def arguments(self, profile: str, given: Mapping[str, str] | None = None) -> tuple[str, ...]:
-        """Its flags.
+    @property
+    def experiment(self) -> str:
+        """Its name."""
+        return self.of.name
+
+    def given(self, profile: str, known: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """The options that are not defaults.
 
         Args:
-            given: what is needed, by name; placeholders where it is not given.
+            known: what is needed, by name; placeholders where it is not given.
         """
-        own = self.what + {"quick": ("--quick",), "cpu": self.cpu, "h200": self.h200}[profile]
-        if self.needs is None:
-            return own
-        flag, placeholder = NEEDS[self.needs]
-        return (*own, f"--{flag}={placeholder if given is None else given[self.needs]}")
+        own = {**self.what, **{"quick": {"quick": True}, "cpu": self.cpu, "h200": self.h200}[profile]}
+        if self.needs is not None:
+            option, placeholder = NEEDS[self.needs]
+            own[option] = placeholder if known is None else known[self.needs]
+        return own
+
+    def options(self, given: Mapping[str, Any]) -> Run:
+        """Options of its experiment; in a quick run others are small."""
+        return self.of.options.small(**given) if given.get("quick") else self.of.options(**given)
+
+    def arguments(self, profile: str, known: Mapping[str, str] | None = None) -> list[str]:
+        """The same as flags."""
+        return as_flags(self.given(profile, known))
 
 
-def _each(flag: str, *values: str | int) -> tuple[str, ...]:
-    return tuple(f"--{flag}={value}" for value in values)
+def as_flags(given: Mapping[str, Any]) -> list[str]:
+    """Options as a user types them."""
+    words = []
+    for name, value in given.items():
+        if value is True:
+            words.append(f"--{name}")
+        else:
+            words += [f"--{name}={one}" for one in (value if isinstance(value, tuple) else (value,))]
+    return words
 
 
-_SWEPT = _each("budget", *choices.SWEPT)
-# What the shipped language model was trained on.
-_NEEDLE_TASKS = _each("task", *ruler.NEEDLE_TASKS)
-_LONG = _each("context_tokens", 16384, 32768, 65536, 131072)
-_PAPERS_LINES = (
-    *_each("policy", "exact", "streaming_llm", "h2o", "clustergen:variant=paper,recent=64", "clustergen:recent=64"),
-    *_each("budget", "65%", "58%", "50%"),
-    "--question=seen",
-)
-_SINGLE_LAYER = (
-    "--stream=recorded",
-    *_each("policy", "uniform", f"{choices.STUDIED},block_size=256", "balancekv_reference", "balancekv"),
-    *_each("budget", *choices.HALVINGS),
-)
-_NEEDLES = _each(
-    "policy",
-    "exact",
-    "balancekv_reference:needles=64",
-    "balancekv_reference",
-    "uniform",
-    "snapkv",
-    "pyramidkv",
-    "streaming_llm",
-    "cam",
-    "chelsea:slope=None",
-    "chelsea",
-    "clusterkv_paper",
-    "clusterkv",
-    "clusterkv:cluster_tokens=16,residual=False",
-    "h2o",
-    "h2o:average=True",
-    "quest",
-    "infinigen",
-    "clustergen:variant=paper,recent=64",
-    "subgen",
-    "balancekv",
-)
-_LONGBENCH = (
-    *_each(
-        "policy",
-        "exact",
-        "streaming_llm",
-        "snapkv",
-        "pyramidkv",
-        "cam",
-        "uniform",
-        "quest",
-        "infinigen",
-        "clustergen:variant=paper",
-        "subgen",
-        "balancekv_reference",
-        "balancekv",
-        "chelsea:slope=None",
-        "chelsea",
-        "clusterkv_paper",
-        "clusterkv",
-    ),
-    *_each("budget", "20%", "25%"),
-)
-_UNGROUPED = _each("policy", "cam", "chelsea:slope=None", "clusterkv:residual=False")
-_HOSTED = _each(
-    "policy", "clusterkv:residual=False", *(f"clusterkv:residual=False,host_steps={steps}" for steps in (0, 1, 2))
-)
-# Of the needle tasks those that tell methods apart. Shares of layers were chosen with seed 40.
-_SHARES = "shares=(0.35,3.2,0.35,0.1)"
-_PEERS = (
-    *_each("task", "niah_single_3", "niah_multikey_1", "niah_multikey_3", "niah_multivalue"),
-    *_each("press", "KVzip", "LeverageScore"),
-    *_each("budget", "25%", "12.5% of the text"),
-    *_each(
-        "policy",
-        "exact",
-        "leverage_scores",
-        f"leverage_scores:{_SHARES}",
-        f"leverage_scores:{_SHARES},storage=int8",
-        f"kvzip:head_floor=0.0,{_SHARES}@25%",
-        "clustergen@25%",
-        "clustergen:storage=int8@25%",
-        "subgen@25%",
-    ),
-)
+def _suite(name: str) -> dict[str, Any]:
+    return {"policy": SUITES[name].policies, "budget": SUITES[name].budgets}
+
+
+def _policies(name: str) -> dict[str, Any]:
+    return {"policy": SUITES[name].policies}
+
+
+_SWEPT = {"budget": SWEPT}
+# Settings were chosen on seeds 0 to 9.
+_LATER = {"seed": 10}
+_MANY = {"documents": 500, **_LATER}
+_LLAMA = {"shape": "llama-3.1-8b"}
+_LONG, _LONGEST = (16384, 32768, 65536), 131072
+_SMALL = {"budget": ("12.5%",), "norm": (4,)}
 
 JOBS = {
     # Every policy on every task.
     "line_retrieval": Job(
-        "line_retrieval",
-        cpu=("--documents=50", "--seed=10", *_SWEPT),
-        h200=("--documents=500", "--seed=10", "--context_tokens=4096", "--question=unseen", "--question=seen", *_SWEPT),
+        line_retrieval.EXPERIMENT,
+        cpu={"documents": 50, **_LATER, **_SWEPT},
+        h200={**_MANY, "context_tokens": (4096,), "question": ("unseen", "seen"), **_SWEPT},
     ),
     "ruler": Job(
-        "ruler",
-        cpu=("--documents=20", "--seed=10", *_NEEDLE_TASKS, *_SWEPT),
-        h200=("--documents=200", "--seed=10", "--context_tokens=8192", *_SWEPT),
+        ruler.EXPERIMENT,
+        # What the shipped language model was trained on.
+        cpu={"documents": 20, **_LATER, "task": tuple(NEEDLE_TASKS), **_SWEPT},
+        h200={"documents": 200, **_LATER, "context_tokens": (8192,), **_SWEPT},
     ),
     "needle_in_haystack": Job(
-        "needle_in_haystack",
-        (*_NEEDLES, "--budget=25%"),
-        cpu=("--documents=3",),
-        h200=(*_each("context_tokens", 1024, 2048, 4096, 8192), "--documents=10"),
+        needle_in_haystack.EXPERIMENT,
+        _suite("needles"),
+        cpu={"documents": 3},
+        h200={"context_tokens": (1024, 2048, 4096, 8192), "documents": 10},
     ),
     "code_completion": Job(
-        "code_completion", cpu=("--documents=20", *_SWEPT), h200=("--documents=500", "--context_tokens=8192", *_SWEPT)
+        code_completion.EXPERIMENT,
+        cpu={"documents": 20, **_SWEPT},
+        h200={"documents": 500, "context_tokens": (8192,), **_SWEPT},
     ),
     "perplexity": Job(
-        "perplexity",
-        ("--form=per_position",),
-        cpu=("--position=2015", *_SWEPT),
-        h200=("--documents=100", "--context_tokens=8192", *_SWEPT),
+        perplexity.EXPERIMENT,
+        {"form": ("per_position",)},
+        cpu={"position": (2015,), **_SWEPT},
+        h200={"documents": 100, "context_tokens": 8192, **_SWEPT},
     ),
     "perplexity_accumulating": Job(
-        "perplexity",
-        ("--form=accumulating",),
+        perplexity.EXPERIMENT,
+        {"form": ("accumulating",)},
         cpu=_SWEPT,
-        h200=("--documents=100", "--context_tokens=8192", *_SWEPT),
+        h200={"documents": 100, "context_tokens": 8192, **_SWEPT},
     ),
-    "longbench": Job("longbench", _LONGBENCH, needs="longbench"),
-    "longbench_e": Job("longbench", ("--e", *_LONGBENCH), needs="longbench"),
-    "peers": Job("peers", _PEERS, cpu=("--seed=50",), h200=("--seed=50", "--documents=50"), needs="kvpress_python"),
+    "longbench": Job(longbench.EXPERIMENT, _suite("longbench"), needs="longbench"),
+    "longbench_e": Job(longbench.EXPERIMENT, {"e": True, **_suite("longbench")}, needs="longbench"),
+    "peers": Job(
+        peers.EXPERIMENT,
+        {
+            # Of the needle tasks those that tell methods apart.
+            "task": ("niah_single_3", "niah_multikey_1", "niah_multikey_3", "niah_multivalue"),
+            "press": ("KVzip", "LeverageScore"),
+            "budget": ("25%", "12.5% of the text"),
+            **_policies("peers"),
+        },
+        cpu={"seed": 50},
+        h200={"seed": 50, "documents": 50},
+        needs="kvpress_python",
+    ),
     # The papers' figures.
-    "clusterability": Job("clusterability"),
+    "clusterability": Job(clusterability.EXPERIMENT),
     "line_retrieval_subgen": Job(
-        "line_retrieval",
-        _PAPERS_LINES,
-        cpu=("--documents=50", "--seed=10", *_each("context_tokens", 2048, 4096)),
-        h200=("--documents=500", "--seed=10", *_each("context_tokens", 2048, 4096, 8192)),
+        line_retrieval.EXPERIMENT,
+        {**_suite("lines of SubGen's paper"), "question": ("seen",)},
+        cpu={"documents": 50, **_LATER, "context_tokens": (2048, 4096)},
+        h200={**_MANY, "context_tokens": (2048, 4096, 8192)},
     ),
-    "attention_error_recorded": Job("attention_error", _SINGLE_LAYER, cpu=("--seeds=10",)),
-    "calibrate_heads": Job("calibrate_heads"),
+    "attention_error_recorded": Job(
+        attention_error.EXPERIMENT, {"stream": ("recorded",), **_suite("single layer")}, cpu={"seeds": 10}
+    ),
+    "calibrate_heads": Job(calibrate_heads.EXPERIMENT),
     **{
         f"ablations_{system}": Job(
-            "ablations",
-            _each("ablation", *(name for name, one in choices.ABLATIONS.items() if one.system == system)),
-            h200=("--documents=500", "--seeds=20"),
+            ablations.EXPERIMENT,
+            {"ablation": tuple(name for name, one in ABLATIONS.items() if one.system == system)},
+            h200={"documents": 500, "seeds": 20},
         )
-        for system in dict.fromkeys(one.system for one in choices.ABLATIONS.values())
+        for system in dict.fromkeys(one.system for one in ABLATIONS.values())
     },
-    "key_similarity": Job("key_similarity"),
-    "recall_rate": Job("recall_rate", ("--stream=recorded",)),
+    "key_similarity": Job(key_similarity.EXPERIMENT),
+    "recall_rate": Job(recall_rate.EXPERIMENT, {"stream": ("recorded",)}),
     "latency": Job(
-        "latency", cpu=("--context_tokens=4096",), h200=("--shape=llama-3.1-8b", *_LONG[:3]), loads_model=False
+        latency.EXPERIMENT,
+        cpu={"context_tokens": (4096,)},
+        h200={**_LLAMA, "context_tokens": _LONG},
+        loads_model=False,
     ),
     # Caches of all policies do not fit side by side any more.
     "latency_long": Job(
-        "latency",
-        _each("policy", "streaming_llm", "balancekv_reference", "chelsea:slope=None", "clusterkv:residual=False"),
-        cpu=("--context_tokens=16384",),
-        h200=("--shape=llama-3.1-8b", *_LONG[3:]),
+        latency.EXPERIMENT,
+        _policies("latency, long"),
+        cpu={"context_tokens": (16384,)},
+        h200={**_LLAMA, "context_tokens": (_LONGEST,)},
         loads_model=False,
     ),
     "latency_ungrouped": Job(
-        "latency",
-        _UNGROUPED,
-        cpu=("--shape=small-ungrouped", "--context_tokens=4096"),
-        h200=("--shape=llama-2-7b-32k", *_LONG[:3]),
+        latency.EXPERIMENT,
+        _policies("latency, ungrouped"),
+        cpu={"shape": "small-ungrouped", "context_tokens": (4096,)},
+        h200={"shape": "llama-2-7b-32k", "context_tokens": _LONG},
         loads_model=False,
     ),
     "latency_chunk": Job(
-        "latency",
-        _each("policy", "chelsea:slope=None", "chelsea:slope=None,chunk=4096"),
-        cpu=("--context_tokens=4096",),
-        h200=("--shape=llama-3.1-8b", "--policy=chelsea:slope=None,chunk=16384", "--context_tokens=16384"),
+        latency.EXPERIMENT,
+        {"policy": ("chelsea:slope=None", "chelsea:slope=None,chunk=4096")},
+        cpu={"context_tokens": (4096,)},
+        h200={**_policies("latency, chunks"), **_LLAMA, "context_tokens": (16384,)},
         loads_model=False,
     ),
     "latency_host_memory": Job(
-        "latency",
-        _HOSTED,
-        cpu=("--context_tokens=4096",),
-        h200=("--shape=llama-3.1-8b", "--context_tokens=32768", "--budget=1024"),
+        latency.EXPERIMENT,
+        _policies("latency, host memory"),
+        cpu={"context_tokens": (4096,)},
+        h200={**_LLAMA, "context_tokens": (32768,), "budget": ("1024",)},
         loads_model=False,
     ),
     # What they do not measure.
-    "attention_error": Job("attention_error", cpu=("--budget=12.5%", "--norm=4"), loads_model=False),
-    "attention_error_recall": Job("attention_error", ("--study=recall",), cpu=("--budget=12.5%", "--norm=4")),
-    "calibrate_layers": Job("calibrate_layers", cpu=("--seed=40",)),
-    "calibrate_skew": Job("calibrate_skew"),
-    "decode_speed": Job("decode_speed", cpu=("--context_tokens=4096",), loads_model=False),
-    "discrepancy": Job("discrepancy"),
-    "guarantees": Job("guarantees"),
-    "stream_geometry": Job("stream_geometry"),
-    "stream_structures": Job("stream_structures", cpu=("--tokens=65536",), loads_model=False),
-    "streaming_prefill": Job("streaming_prefill", cpu=("--context_tokens=16384",), loads_model=False),
-    "subgen_rates": Job("subgen_rates", loads_model=False),
+    "attention_error": Job(attention_error.EXPERIMENT, cpu=_SMALL, loads_model=False),
+    "attention_error_recall": Job(attention_error.EXPERIMENT, {"study": "recall"}, cpu=_SMALL),
+    "calibrate_layers": Job(calibrate_layers.EXPERIMENT, cpu={"seed": 40}),
+    "calibrate_skew": Job(calibrate_skew.EXPERIMENT),
+    "decode_speed": Job(decode_speed.EXPERIMENT, cpu={"context_tokens": (4096,)}, loads_model=False),
+    "discrepancy": Job(discrepancy.EXPERIMENT),
+    "guarantees": Job(guarantees.EXPERIMENT),
+    "stream_geometry": Job(stream_geometry.EXPERIMENT),
+    "stream_structures": Job(stream_structures.EXPERIMENT, cpu={"tokens": 65536}, loads_model=False),
+    "streaming_prefill": Job(streaming_prefill.EXPERIMENT, cpu={"context_tokens": (16384,)}, loads_model=False),
+    "subgen_rates": Job(subgen_rates.EXPERIMENT, loads_model=False),
 }

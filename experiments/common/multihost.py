@@ -9,10 +9,10 @@ JAX finds the others by itself.
 """
 
 import zlib
+from typing import Any
 
 import jax
 import numpy as np
-from absl import flags
 from jax.experimental import multihost_utils
 
 import kvjax
@@ -22,39 +22,24 @@ AUTO = "auto"
 _OWN = ("process", "output_dir")
 
 
-def define() -> None:
-    """Defines the flags above."""
-    flags.DEFINE_integer("mesh_data", 1, "Groups of devices that share the rows of a batch.", lower_bound=1)
-    flags.DEFINE_integer("mesh_tensor", 1, "Devices that share a layer.", lower_bound=1)
-    flags.DEFINE_integer(
-        "mesh_sequence", None, "Those of them that share each head; by default as few as there are heads for."
-    )
-    flags.DEFINE_string(
-        "coordinator", None, f"HOST:PORT of the first process, or {AUTO}; for runs in several processes."
-    )
-    flags.DEFINE_integer("processes", None, "Processes of the run.")
-    flags.DEFINE_integer("process", None, "Number of this one.")
-
-
-def join() -> None:
-    """Joins the other processes, where there are some. Before anything else is asked of JAX.
+def join(options: Any) -> None:
+    """Joins the other processes, where `options.Run` names some. Before anything else is asked of JAX.
 
     Raises:
         ValueError: for processes that were started with other flags, with their names.
     """
-    options = flags.FLAGS
     if options.coordinator is None or jax.distributed.is_initialized():
         return
     address = None if options.coordinator == AUTO else options.coordinator
     jax.distributed.initialize(address, options.processes, options.process)
-    texts = {name: repr(flag.value) for name, flag in options._flags().items() if name not in _OWN}
+    texts = {name: repr(value) for name, value in vars(options).items() if name not in _OWN}
     if differing := _differing(texts):
         raise ValueError(f"processes were started with different flags: {', '.join('--' + name for name in differing)}")
 
 
-def mesh(kv_heads: int) -> jax.sharding.Mesh | None:
-    """The mesh that the flags call for; None for one device."""
-    data, tensor, sequence = flags.FLAGS.mesh_data, flags.FLAGS.mesh_tensor, flags.FLAGS.mesh_sequence
+def mesh(options: Any, kv_heads: int) -> jax.sharding.Mesh | None:
+    """The mesh that `options.Run` calls for; None for one device."""
+    data, tensor, sequence = options.mesh_data, options.mesh_tensor, options.mesh_sequence
     return None if data * tensor == 1 else kvjax.make_mesh(kv_heads, data=data, tensor=tensor, sequence=sequence)
 
 

@@ -1,20 +1,21 @@
-"""Experiments as processes of their own: flags of two cannot be defined in one process, and memory goes back at the
-end."""
+"""Functions that run in processes of their own: memory goes back at the end, and a crash loses nothing else."""
 
-import json
+import concurrent.futures
+import multiprocessing
+import os
 import pathlib
 import shlex
-import subprocess
-import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-from experiments.common.results import Row, from_flat
+T = TypeVar("T")
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 class ExperimentFailed(Exception):
-    """A process that ended with an error; the text names the experiment, its log and the log's end."""
+    """A function that ended with an error, or its process; the text names its log and the log's end."""
 
 
 def command(experiment: str, arguments: Sequence[str]) -> str:
@@ -22,22 +23,44 @@ def command(experiment: str, arguments: Sequence[str]) -> str:
     return shlex.join(["python", "-m", f"experiments.{experiment}", *arguments])
 
 
-def run(experiment: str, arguments: Sequence[str], directory: pathlib.Path) -> list[Row]:
-    """Runs an experiment to its end, from where it was if it can go on, and gives its rows.
+def apart(function: Callable[..., T], *arguments: Any, log: pathlib.Path | None = None) -> T:
+    """What a function of a module gives in a fresh process; its own exceptions are raised here.
 
     Args:
-        directory: where it writes its rows and plots; what it prints goes to NAME.log there.
+        log: where what it prints goes.
 
     Raises:
-        ExperimentFailed: when its process ends with an error, or has written no rows.
+        BrokenProcessPool: where the process ended before the function did.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    log, rows = directory / f"{experiment}.log", directory / f"{experiment}.json"
-    rows.unlink(missing_ok=True)
-    words = [sys.executable, "-m", f"experiments.{experiment}", *arguments, f"--output_dir={directory.resolve()}"]
-    with log.open("w", encoding="utf-8") as file:
-        done = subprocess.run(words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False)
-    if done.returncode or not rows.exists():
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context, initializer=_print_to, initargs=(log,)) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def _print_to(log: pathlib.Path | None) -> None:
+    if log is not None:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(file, stream)
+
+
+def logged(function: Callable[..., T], *arguments: Any, log: pathlib.Path) -> T:
+    """The same, whatever goes wrong being one kind of error.
+
+    Raises:
+        ExperimentFailed: when the function or its process ends with an error.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return apart(_told, function, *arguments, log=log)
+    except (Exception, SystemExit) as error:
         end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])
-        raise ExperimentFailed(f"{experiment} ended with status {done.returncode}; {log} ends:\n{end}")
-    return [from_flat(row) for row in json.loads(rows.read_text(encoding="utf-8"))]
+        raise ExperimentFailed(f"{type(error).__name__}: {error}; {log} ends:\n{end}") from error
+
+
+def _told(function: Callable[..., T], *arguments: Any) -> T:
+    try:
+        return function(*arguments)
+    except Exception:
+        traceback.print_exc()
+        raise

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from jaxtyping import Float
 from scipy import stats
 
 from experiments.common import multihost
+from kvjax.registry import PolicyChoice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,35 @@ def from_flat(flat: Mapping[str, Any]) -> Row:
     return Row(**own, extra={name: value for name, value in flat.items() if name not in names})
 
 
+def row(
+    experiment: str,
+    model: str,
+    metric: str,
+    found: "float | Estimate",
+    setting: PolicyChoice | None = None,
+    **others: Any,
+) -> Row:
+    """A row.
+
+    Args:
+        found: the figure, with its interval where it has one.
+        setting: what `policy` and `variant` are to be taken from, and, among what `extra` holds, `budget`.
+        others: fields; whatever is none goes to `extra`.
+
+    Raises:
+        ValueError: where `others` has a figure of its own.
+    """
+    if "value" in others:
+        raise ValueError(f"value={others['value']} would take the place of {metric}: give it another name")
+    fields: dict[str, Any] = {"experiment": experiment, "model": model, "metric": metric, "value": found}
+    if isinstance(found, Estimate):
+        fields |= {"value": found.value, "ci95_low": found.low, "ci95_high": found.high}
+    if setting is not None:
+        budget = str(setting.budget) if setting.budget else None
+        fields |= {"policy": setting.name, "variant": setting.variant, "budget": budget}
+    return from_flat(fields | others)
+
+
 def write_rows(path: pathlib.Path, rows: Sequence[Row]) -> None:
     """Writes rows as a JSON list, in the first process of a run; the folder is made."""
     if not multihost.is_first():
@@ -95,7 +125,7 @@ class Estimate(NamedTuple):
 
     def __str__(self) -> str:
         value, low, high = (f"{x:.0f}" if abs(x) >= 1000 else f"{x:.3g}" for x in self)
-        return f"{value} [{low}, {high}]"
+        return value if math.isnan(self.low) else f"{value} [{low}, {high}]"
 
     def fixed(self, sign: str = "") -> str:
         """With two decimals; a difference with its sign ("+")."""
@@ -170,9 +200,13 @@ def by_setting(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Rows by policy, its settings and its budget, as `settings.label` writes them."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        budget = f" @ {row.extra['budget']}" if row.extra.get("budget") else ""
-        found.setdefault(policy_label(row) + budget, []).append(row)
+        found.setdefault(setting_label(row), []).append(row)
     return found
+
+
+def setting_label(row: Row) -> str:
+    """The policy, its settings and its budget, as `settings.label` writes them."""
+    return policy_label(row) + (f" @ {row.extra['budget']}" if row.extra.get("budget") else "")
 
 
 def policy_label(row: Row) -> str:
@@ -216,6 +250,18 @@ def print_table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str
         table.add_row(*line)
     wide = rich.console.Console(width=1000).measure(table).maximum
     rich.console.Console(width=max(wide, len(title))).print(table)
+
+
+def print_rows(
+    title: str, rows: Iterable[Row], line: Callable[[Row], str], column: Callable[[Row], str] = lambda row: row.metric
+) -> None:
+    """Figures with their intervals on the terminal: a line per label, a column per other label."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        cells.setdefault(line(row), {})[column(row)] = str(row.estimate)
+    columns = list(dict.fromkeys(name for found in cells.values() for name in found))
+    lines = [(label, *(found.get(name, "-") for name in columns)) for label, found in cells.items()]
+    print_table(title, ("", *columns), lines)
 
 
 def readable_bytes(count: float) -> str:

@@ -1,4 +1,4 @@
-"""The flags that experiments share, and what they name: a model, policies with their settings, budgets."""
+"""What options name: a model, policies with their settings, budgets."""
 
 import dataclasses
 import functools
@@ -6,49 +6,21 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from absl import flags
 from kvjax_models import checkpoint, tokenizer
 from kvjax_models.llama import Llama
 from tqdm import tqdm
 
 import kvjax
 from experiments.common import multihost
+from experiments.common.options import Run
 from kvjax.budget import Budget, abstract_cache
 from kvjax.policy import Policy
 from kvjax.registry import PolicyChoice
 
 CHECKPOINTS = pathlib.Path(__file__).parents[2] / "models" / "checkpoints"
-# Of shipped checkpoints, the one that finds lines in longer texts, and the one that knows other tasks, too.
-LINES_CHECKPOINT, LANGUAGE_CHECKPOINT = "line-retrieval-2l-4k", "kvjax-lm-2k"
 
 # Slots that leave room for every setting.
 _NOMINAL_BUDGET = 2**20
-
-
-def define_run(*, model: str = LINES_CHECKPOINT) -> None:
-    """Defines the flags of every experiment. Call once, at import of the experiment's module."""
-    flags.DEFINE_string("model", model, "A Hugging Face directory, or the name of a shipped checkpoint.")
-    flags.DEFINE_string("output_dir", "build", "Where results go.")
-    flags.DEFINE_integer("seed", 0, "Decides documents, sampling and the policies' randomness.")
-    flags.DEFINE_bool("quick", False, "A small run, to see that everything works.")
-    multihost.define()
-
-
-def define_common(*, policies: Sequence[str], budgets: Sequence[str], model: str = LINES_CHECKPOINT) -> None:
-    """Defines the flags of experiments on policies, with an experiment's own defaults; calls `define_run`."""
-    define_run(model=model)
-    flags.DEFINE_multi_string(
-        "policy", list(policies), "NAME or NAME:setting=value,..., with @BUDGET for one of its own; repeatable."
-    )
-    flags.DEFINE_multi_string(
-        "budget", list(budgets), "Slots per head (1024), a share of exact's bytes (25%) or bytes (64MiB); repeatable."
-    )
-
-
-def value(name: str, *, quick: Any) -> Any:
-    """A flag's value; in a quick run, where it was not given, `quick`."""
-    flag = flags.FLAGS[name]
-    return quick if flags.FLAGS.quick and flag.using_default_value else flag.value
 
 
 def settings(policies: Sequence[str], budgets: Sequence[str]) -> list[PolicyChoice]:
@@ -135,11 +107,9 @@ def model_directory(name: str) -> pathlib.Path:
     raise ValueError(f"--model={name} is neither a directory with a config.json nor a shipped checkpoint: {shipped}")
 
 
-def load_model(name: str) -> tuple[Llama, tokenizer.Tokenizer]:
-    """Model and tokenizer of a directory or a shipped checkpoint; the model on the devices that flags call for."""
-    directory = model_directory(name)
-    if not flags.FLAGS.is_parsed():
-        return checkpoint.load(directory), tokenizer.load(directory)
-    multihost.join()
-    mesh = multihost.mesh(checkpoint.load_config(directory).kv_heads)
+def load_model(options: Run) -> tuple[Llama, tokenizer.Tokenizer]:
+    """Model and tokenizer of a directory or a shipped checkpoint; the model on the devices that options call for."""
+    directory = model_directory(options.model)
+    multihost.join(options)
+    mesh = multihost.mesh(options, checkpoint.load_config(directory).kv_heads)
     return checkpoint.load(directory, mesh=mesh), tokenizer.load(directory)

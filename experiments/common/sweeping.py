@@ -1,102 +1,70 @@
-"""Sweeps of experiments in which models answer questions: their flags, the units that a second start does not repeat,
-tables, plots."""
+"""Sweeps of experiments in which models answer questions: their options, and the units that a second start does not
+repeat."""
 
+import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
-import matplotlib.pyplot as plt
-import numpy as np
-from absl import flags
-from kvjax_models.llama import Llama
-from kvjax_models.tokenizer import Tokenizer
 
-from experiments.common import evaluating, multihost, plots, results, settings
-from experiments.common.results import Estimate, Row
+from experiments.common import answers, evaluating, settings, suites, tables
+from experiments.common.answers import Result
+from experiments.common.options import LANGUAGE_CHECKPOINT, Policies, each
+from experiments.common.results import Row
 from experiments.common.resuming import Finished
 from kvjax.registry import PolicyChoice
 
-# Every system as published and as this project proposes it, and every baseline.
-POLICIES = (
-    "exact",
-    "uniform",
-    "streaming_llm",
-    "clustergen:variant=paper,recent=64",
-    "subgen",
-    "balancekv_reference",
-    "balancekv",
-    "chelsea:slope=None",
-    "chelsea",
-    "clusterkv_paper",
-    "clusterkv",
-    "clusterkv:cluster_tokens=16,residual=False",
-    "quest",
-    "infinigen",
-    "h2o",
-    "h2o:average=True",
-    "cam",
-    "snapkv",
-    "pyramidkv",
-    "compactor",
-    "expected_attention",
-    "keydiff",
-    "kvzip:head_floor=0.0",
-    "lagkv",
-    "leverage_scores",
-    "leverage_scores:storage=int8",
-    "tova",
-)
-BUDGETS = ("50%", "25%")
 REFUSED = "refused"
-QUICK_POLICIES, QUICK_BUDGETS = ("exact", "uniform", "streaming_llm"), ("50%",)
+QUICK: dict[str, Any] = {"policy": suites.SUITES["quick"].policies, "budget": suites.SUITES["quick"].budgets}
 
 
-def define_flags(
-    *,
-    documents: int,
-    batch: int,
-    policies: Sequence[str] = POLICIES,
-    budgets: Sequence[str] = BUDGETS,
-    model: str = settings.LANGUAGE_CHECKPOINT,
-) -> None:
-    """Defines the flags of an experiment that asks questions; calls `define_settings`."""
-    define_settings(policies=policies, budgets=budgets, model=model)
-    flags.DEFINE_integer(
-        "documents", documents, "Documents per task and length" + ("." if documents else "; 0 for all.")
-    )
-    flags.DEFINE_integer("batch", batch, "Documents decoded together.")
-    flags.DEFINE_multi_enum(
-        "question", ["unseen"], ["unseen", "seen"], "Whether the question is part of what is compressed; repeatable."
-    )
-    flags.DEFINE_multi_enum(
-        "prefill",
-        ["exact"],
-        ["exact", "streaming"],
-        "Whether prompts are read exactly or through the cache; repeatable.",
-    )
+@dataclasses.dataclass(frozen=True)
+class Settings(Policies):
+    """Options of a sweep over settings."""
+
+    model: str = LANGUAGE_CHECKPOINT
+    policy: tuple[str, ...] = each(*suites.SUITES["all"].policies)
+    budget: tuple[str, ...] = each(*suites.SUITES["all"].budgets)
+    fresh: bool = False  # begin anew, whatever an earlier run with this output_dir did
+    together: int = 8  # settings that share a reading of the prompts, and are held at once
+
+    QUICK = QUICK
+
+    def chosen(self) -> list[PolicyChoice]:
+        """The settings that are asked for."""
+        return settings.settings(self.policy, self.budget)
+
+    def finished(self, name: str) -> Finished:
+        """The units of OUTPUT_DIR/NAME.jsonl."""
+        return Finished(self.file(f"{name}.jsonl"), fresh=self.fresh)
 
 
-def define_settings(
-    *,
-    policies: Sequence[str] = POLICIES,
-    budgets: Sequence[str] = BUDGETS,
-    model: str = settings.LANGUAGE_CHECKPOINT,
-) -> None:
-    """Defines the flags of a sweep over settings; calls `settings.define_common`."""
-    settings.define_common(policies=policies, budgets=budgets, model=model)
-    flags.DEFINE_bool("fresh", False, "Begin anew, whatever an earlier run with this output_dir did.")
-    flags.DEFINE_integer("together", 8, "Settings that share a reading of the prompts, and are held at once.")
+@dataclasses.dataclass(frozen=True)
+class Questions(Settings):
+    """Options of an experiment that asks questions."""
+
+    documents: int = 50  # per task and length; of longbench 0 for all
+    batch: int = 10  # documents decoded together
+    question: tuple[str, ...] = each("unseen", choices=("unseen", "seen"))
+    """Whether the question is part of what is compressed; repeatable."""
+    prefill: tuple[str, ...] = each("exact", choices=("exact", "streaming"))
+    """Whether prompts are read exactly or through the cache; repeatable."""
+
+    QUICK: ClassVar[dict[str, Any]] = {**QUICK, "documents": 4}
 
 
-def chosen_settings() -> list[PolicyChoice]:
-    """The settings that flags name."""
-    policies = settings.value("policy", quick=QUICK_POLICIES)
-    return settings.settings(policies, settings.value("budget", quick=QUICK_BUDGETS))
+@dataclasses.dataclass(frozen=True)
+class AtLengths(Questions):
+    """Options of an experiment that asks questions about texts of given lengths."""
+
+    context_tokens: tuple[int, ...] = each(2048)  # most tokens of prompt and answer (of lines the least); repeatable
+
+    QUICK: ClassVar[dict[str, Any]] = {**Questions.QUICK, "context_tokens": (1024,)}
 
 
 def every_setting(
+    options: Settings,
     finished: Finished,
     chosen: Sequence[PolicyChoice],
     unit: Mapping[str, Any],
@@ -110,9 +78,9 @@ def every_setting(
     """
     return finished.of_each(
         chosen,
-        lambda setting: dict(unit) | {"model": flags.FLAGS.model, **settings.description(setting)},
+        lambda setting: dict(unit) | {"model": options.model, **settings.description(setting)},
         functools.partial(_run_or_refuse, run),
-        flags.FLAGS.together,
+        options.together,
     )
 
 
@@ -140,12 +108,6 @@ def not_refused(values: Mapping[PolicyChoice, Any]) -> dict[PolicyChoice, Any]:
     return {setting: value for setting, value in values.items() if REFUSED not in value}
 
 
-def check_any(rows: Sequence[Row]) -> None:
-    """Raises a ValueError where every setting was left out of all of a run."""
-    if not rows:
-        raise ValueError("every setting was left out, for the reasons above")
-
-
 def drop_programs() -> None:
     """Drops compiled programs, for when caches of other sizes come next: every program that XLA:CPU compiled holds
     memory maps, and a process may have some 65,000 of them."""
@@ -153,239 +115,133 @@ def drop_programs() -> None:
 
 
 class Sweep:
-    """The settings of a run over its tasks, as flags say, with what is done kept in OUTPUT_DIR/NAME.jsonl.
+    """The settings of a run over its tasks, with what is done kept in OUTPUT_DIR/NAME.jsonl.
 
     Args:
         experiment: its name.
-        documents: how many per task, 0 for all there are.
+        documents: how many per task, where not as options say; 0 for all there are.
         prompts: how many a task has, where that is not `documents`: no larger batch is read.
-        chosen: the settings, where not those of the flags.
-        seed: decides documents and the policies' randomness, where not the flag's.
-        fresh: begin anew, even if the flag does not say so.
+        chosen: the settings, where not those of the options.
     """
 
     def __init__(
         self,
         experiment: str,
-        documents: int,
+        options: Questions,
         *,
+        documents: int | None = None,
         prompts: int | None = None,
         chosen: Sequence[PolicyChoice] | None = None,
-        seed: int | None = None,
-        fresh: bool = False,
     ) -> None:
-        options = flags.FLAGS
-        self.experiment, self.documents = experiment, documents
-        self.model: Llama
-        self.tokenizer: Tokenizer
-        self.model, self.tokenizer = settings.load_model(options.model)
-        self.chosen = list(chosen or chosen_settings())
-        self.seed = options.seed if seed is None else seed
-        self.batch = min(options.batch, prompts or documents or options.batch)
-        self.directory = pathlib.Path(options.output_dir)
-        self.finished = Finished(self.directory / f"{experiment}.jsonl", fresh=fresh or options.fresh)
+        self.experiment, self.options = experiment, options
+        self.documents = options.documents if documents is None else documents
+        self.model, self.tokenizer = settings.load_model(options)
+        self.chosen = list(chosen or options.chosen())
+        self.seed = options.seed
+        self.batch = min(options.batch, prompts or self.documents or options.batch)
+        self.finished = options.finished(experiment)
+
+    def length(self, text: str) -> int:
+        """Tokens of a text."""
+        return len(self.tokenizer.encode(text))
 
     def kinds(self) -> list[tuple[str, str]]:
         """Kinds of prefill and of question that are asked for."""
-        return [(prefill, question) for prefill in flags.FLAGS.prefill for question in flags.FLAGS.question]
+        return [(prefill, question) for prefill in self.options.prefill for question in self.options.question]
 
-    def evaluate(
+    def over_lengths(
         self,
-        task: str,
-        make: Callable[[], evaluating.Task],
-        sizes: Callable[[], tuple[Sequence[int], int]],
-        prefill: str,
-        question: str,
+        title: str,
+        names: Sequence[str],
+        make: Callable[[int], Mapping[str, evaluating.Task]],
+        metrics: Sequence[str] = ("accuracy",),
+        more: Callable[[Mapping[str, Sequence[Result]], int], list[Row]] | None = None,
         **unit: Any,
-    ) -> list[evaluating.Result]:
-        """What every setting does with a task: now, or before.
+    ) -> list[Row]:
+        """The rows of tasks at every length and kind that is asked for, shown as they come.
 
         Args:
-            make, sizes: the task, and `sizes` and `max_new` of `evaluating.Evaluator`; called only if a setting is not
-                done.
-            unit: what else decides both.
+            make: the tasks of a length.
+            more: further rows of what came of all tasks at a length.
+            unit: what else decides the tasks.
         """
-        values = self._values(self.chosen, task, make, sizes, prefill, question, unit)
-        return self._results(values, prefill, question)
+        rows: list[Row] = []
+        assert isinstance(self.options, AtLengths)
+        for tokens in self.options.context_tokens:
+            made = functools.cache(functools.partial(make, tokens))
+            for prefill, question in self.kinds():
+                answered = self.evaluate(names, made, prefill, question, context_tokens=tokens, **unit)
+                found = [row for name in names for row in self.rows(answered[name], name, tokens)]
+                for metric in metrics:
+                    tables.show(f"{title}, {tokens} tokens, prefill {prefill}, question {question}", found, metric)
+                rows += found + (more(answered, tokens) if more else [])
+        return rows
 
-    def evaluate_all(
+    def evaluate(
         self,
         tasks: Sequence[str],
         make: Callable[[], Mapping[str, evaluating.Task]],
         prefill: str,
         question: str,
         room: tuple[int, int] | None = None,
+        sizes: Sequence[int] = (),
         **unit: Any,
-    ) -> dict[str, list[evaluating.Result]]:
-        """The same of several tasks, which share the sizes of caches and so their programs: settings that are held at
-        once answer all of them before the next ones come.
+    ) -> dict[str, list[Result]]:
+        """What every setting does with tasks: now, or before. They share the sizes of caches and so their programs:
+        settings that are held at once answer all of them before the next ones come.
 
         Args:
+            make: the tasks; called only if a setting is not done.
             room: the most tokens of a text and behind it, where caches are larger than these tasks need.
+            sizes: `sizes` of `evaluating.Evaluator`, where texts are read into caches of several.
+            unit: what else decides the tasks.
         """
+        streaming, seen = prefill == "streaming", question == "seen"
 
-        def sizes() -> tuple[Sequence[int], int]:
-            longest, most = room or evaluating.room(make().values(), question == "seen")
-            return [longest], most
-
-        def task_of(name: str) -> evaluating.Task:
-            return make()[name]
-
-        # Which tasks there are decides sizes; sizes that are given stand for them.
-        unit |= {"tasks": list(tasks)} if room is None else {"room": list(room)}
-        values: dict[str, dict[PolicyChoice, Any]] = {task: {} for task in tasks}
-        for begin in range(0, len(self.chosen), flags.FLAGS.together):
-            group = self.chosen[begin : begin + flags.FLAGS.together]
-            for task in tasks:
-                make_task = functools.partial(task_of, task)
-                values[task] |= self._values(group, task, make_task, sizes, prefill, question, unit)
-            drop_programs()
-        return {task: self._results(of_task, prefill, question) for task, of_task in values.items()}
-
-    def _values(
-        self,
-        chosen: Sequence[PolicyChoice],
-        task: str,
-        make: Callable[[], evaluating.Task],
-        sizes: Callable[[], tuple[Sequence[int], int]],
-        prefill: str,
-        question: str,
-        unit: Mapping[str, Any],
-    ) -> dict[PolicyChoice, Any]:
-        """Results, as JSON has them, or reasons of refusal."""
-
-        def run(group: list[PolicyChoice]) -> dict[PolicyChoice, Any]:
-            lengths, max_new = sizes()
+        def run(task: str, group: list[PolicyChoice]) -> dict[PolicyChoice, Any]:
+            longest, most = room or evaluating.room(make().values(), seen)
             evaluator = evaluating.Evaluator(
                 self.model,
                 self.tokenizer,
                 group,
-                sizes=lengths,
-                max_new=max_new,
-                streaming=prefill == "streaming",
-                question_seen=question == "seen",
+                sizes=sizes or [longest],
+                max_new=most,
+                streaming=streaming,
+                question_seen=seen,
                 batch=self.batch,
                 seed=self.seed,
             )
-            done = {result.setting: result.to_json() for result in evaluator.evaluate(make())}
+            done = {result.setting: result.to_json() for result in evaluator.evaluate(make()[task])}
             return with_refused(done, evaluator.refused)
 
-        shared = {"task": task, "prefill": prefill, "question": question, "documents": self.documents, **unit}
-        return every_setting(self.finished, chosen, shared | {"batch": self.batch, "seed": self.seed}, run)
+        shared = {"prefill": prefill, "question": question, "documents": self.documents}
+        shared |= {"batch": self.batch, "seed": self.seed, **unit}
+        # Which tasks there are decides sizes; sizes that are given stand for them.
+        shared |= {"tasks": list(tasks)} if room is None else {"room": list(room)}
+        values: dict[str, dict[PolicyChoice, Any]] = {task: {} for task in tasks}
+        for begin in range(0, len(self.chosen), self.options.together):
+            group = self.chosen[begin : begin + self.options.together]
+            for task in tasks:
+                of_task = {"task": task, **shared}
+                values[task] |= every_setting(self.options, self.finished, group, of_task, functools.partial(run, task))
+            drop_programs()
+        return {
+            task: [
+                Result.from_json(value, setting, streaming, seen, self.batch)
+                for setting, value in not_refused(of_task).items()
+            ]
+            for task, of_task in values.items()
+        }
 
-    def _results(self, values: Mapping[PolicyChoice, Any], prefill: str, question: str) -> list[evaluating.Result]:
-        streaming, seen = prefill == "streaming", question == "seen"
-        return [
-            evaluating.Result.from_json(value, setting, streaming, seen, self.batch)
-            for setting, value in not_refused(values).items()
-        ]
-
-    def rows(self, evaluated: Sequence[evaluating.Result], task: str, context_tokens: int, **extra: Any) -> list[Row]:
+    def rows(self, evaluated: Sequence[Result], task: str, context_tokens: int, **extra: Any) -> list[Row]:
         """The rows of a task of this run."""
-        return evaluating.rows(
+        return answers.rows(
             evaluated,
             self.model,
             experiment=self.experiment,
-            model_name=flags.FLAGS.model,
+            model_name=self.options.model,
             task=task,
             context_tokens=context_tokens,
             seed=self.seed,
             **extra,
         )
-
-    def write(self, rows: Sequence[Row], draw: Callable[[pathlib.Path, Sequence[Row]], None]) -> None:
-        """Writes OUTPUT_DIR/NAME.json and, by `draw`, NAME.png, and says so.
-
-        Raises:
-            ValueError: where there are no rows.
-        """
-        check_any(rows)
-        json, png = (self.directory / f"{self.experiment}.{kind}" for kind in ("json", "png"))
-        results.write_rows(json, rows)
-        draw(png, rows)
-        if multihost.is_first():
-            print(f"\nRows: {json}   plot: {png}")
-
-
-def show(title: str, rows: Sequence[Row], metric: str = "accuracy") -> None:
-    """The table of one length and kind: of a single task all there is to say, of several a column each."""
-    if not rows:
-        return
-    if len({row.task for row in rows}) == 1:
-        show_details(title, rows, metric)
-    else:
-        show_tasks(title, rows, metric)
-
-
-def show_details(title: str, rows: Sequence[Row], metric: str) -> None:
-    """A line per setting: bytes, score, difference to exact, time."""
-    columns = ("policy", "held", "read per token", "of exact's", f"{metric} [95%]", "to exact's [95%]", "ms per step")
-    lines = []
-    for setting, of_setting in results.by_setting(rows).items():
-        by_metric = {row.metric: row for row in of_setting}
-        row = by_metric[metric]
-        difference, time = by_metric.get(f"{metric}_difference"), by_metric.get("ms_per_token")
-        lines.append(
-            (
-                setting,
-                results.readable_bytes(row.device_bytes or 0)
-                + (f" + {results.readable_bytes(row.host_bytes)} in the host" if row.host_bytes else ""),
-                results.readable_bytes(row.read_bytes_per_token or 0),
-                f"{row.budget_fraction:.1%}" + (" read" if row.extra["recalls"] else ""),
-                row.estimate.fixed(),
-                "-" if difference is None else difference.estimate.fixed("+"),
-                "-" if time is None else f"{time.value:.2f}",
-            )
-        )
-    results.print_table(title, columns, lines)
-
-
-def show_tasks(title: str, rows: Sequence[Row], metric: str) -> None:
-    """A line per setting and a column per task, their mean and its difference to exact last."""
-    tasks = list(dict.fromkeys(row.task for row in rows))
-    lines = []
-    for setting, of_setting in results.by_setting(rows).items():
-        value = {row.task: row.value for row in of_setting if row.metric == metric}
-        fraction = np.mean([row.budget_fraction for row in of_setting])
-        mean, difference = mean_row(of_setting, metric), mean_row(of_setting, f"{metric}_difference")
-        lines.append(
-            (
-                setting,
-                f"{fraction:.1%}",
-                *(f"{value[name]:.2f}" for name in tasks),
-                "-" if mean is None else f"{mean.value:.2f}",
-                "-" if difference is None else difference.fixed("+"),
-            )
-        )
-    names = (str(name).replace("niah_", "") for name in tasks)
-    results.print_table(title, ("policy", "of exact's", *names, "mean", "to exact's [95%]"), lines)
-
-
-def mean_row(rows: Sequence[Row], metric: str) -> Estimate | None:
-    """The mean over tasks of a metric, None where there is none."""
-    estimates = [row.estimate for row in rows if row.metric == metric]
-    return results.mean_of(estimates) if estimates else None
-
-
-def plot(path: pathlib.Path, rows: Sequence[Row], metric: str = "accuracy") -> None:
-    """The mean over tasks against cache bytes, a panel per length, kind of prefill and of question."""
-    panel = lambda row: (row.context_tokens, row.extra["prefill"], row.question_seen)  # noqa: E731
-    scored = [row for row in rows if row.metric == metric]
-    panels = sorted(set(map(panel, scored)))
-    figure, axes = plt.subplots(1, len(panels), figsize=(1 + 5.5 * len(panels), 4.2), squeeze=False, sharey=True)
-    for axis, which in zip(axes[0], panels, strict=True):
-        points: dict[str, list[tuple[float, Estimate]]] = {}
-        for of_setting in results.by_setting([row for row in scored if panel(row) == which]).values():
-            fraction = float(np.mean([row.budget_fraction for row in of_setting]))
-            mean = mean_row(of_setting, metric)
-            assert mean is not None
-            points.setdefault(results.policy_label(of_setting[0]), []).append((100 * fraction, mean))
-        plots.with_intervals(axis, points)
-        tokens, prefill, seen = which
-        axis.set_title(f"{tokens} tokens, {prefill} prefill, question {'seen' if seen else 'unseen'}", fontsize=10)
-        axis.set_xlabel("cache bytes (read ones for policies that recall), % of exact's")
-        axis.set_ylim(-0.03, 1.03)
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel(metric.replace("_", " "))
-    axes[0][-1].legend(fontsize=8, loc="lower right")
-    plots.save(figure, path)

@@ -3,6 +3,7 @@
 import pathlib
 import re
 
+import jax.numpy as jnp
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -17,7 +18,12 @@ def test_a_newcomer_can_read_it_in_a_minute():
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_programs_run(number, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    exec(compile(PROGRAMS[number], f"README.md, program {number}", "exec"), {"__name__": "readme"})
+    names: dict = {}
+    exec(compile(PROGRAMS[number], f"README.md, program {number}", "exec"), names)
+    if "attended" in names:
+        assert names["attended"].shape == (2, 1, 8, 64) and bool(jnp.isfinite(names["attended"]).all())
+    else:
+        assert len(capsys.readouterr().out) > 60
 
 
 def test_links_lead_somewhere():

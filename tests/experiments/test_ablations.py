@@ -2,17 +2,13 @@
 
 import json
 
-from tests.experiments.test_commands import run
+from experiments import ablations
+from tests.experiments.running import run
 
 
 def test_settings_of_an_ablation_are_measured_and_kept(tmp_path):
-    done = run(
-        "experiments.ablations", "--quick", "--ablation=streaming_llm_sinks", "--measure=attention_error",
-        f"--output_dir={tmp_path}",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    rows = run(ablations, tmp_path, ablation=("streaming_llm_sinks",), measure=("attention_error",))
     assert (tmp_path / "ablations.png").stat().st_size > 10_000
-    rows = json.loads((tmp_path / "ablations.json").read_text())
     errors = [row for row in rows if row["metric"] == "relative_error"]
     assert {(row["variant"], row["layer"]) for row in errors} == {
         (f"sinks={sinks}", layer) for sinks in (0, 4) for layer in (0, 1)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from experiments.common.compilers import COMPILER
-from tests.experiments.test_commands import run
+from tests.experiments.running import command as run
 
 SYSTEMS = {"exact", "clusterkv", "chelsea", "subgen", "balancekv"}
 GPU_COMPILER = pathlib.Path(sys.prefix) / "gpu-compiler"

@@ -1,56 +1,50 @@
 """Attention error as the command measures it, in small."""
 
-import json
-import pathlib
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from experiments.common import results, streams
-
-ROOT = pathlib.Path(__file__).parents[2]
-# The command, which also says how many programs it holds when a case begins.
-COMMAND = """
-from absl import app
 from experiments import attention_error
-
-def measure(case, *rest, measure=attention_error.measure):
-    print("programs at", case, attention_error.programs.cache_info().currsize)
-    return measure(case, *rest)
-
-attention_error.measure = measure
-app.run(attention_error.main)
-"""
+from experiments.common import results, streams
+from tests.experiments.running import run, select
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     """A small run with two policies beside exact, a synthetic stream at two norms and a recorded one: its rows, and
-    what it printed."""
+    what it printed, with how many programs it held when a case began."""
     directory = tmp_path_factory.mktemp("attention_error")
-    arguments = [
-        "--policy=exact", "--policy=uniform", "--policy=clustergen:variant=mean_value", "--policy=leverage_scores@50%",
-        "--budget=50%",
-        "--budget=2.5%", "--stream=tight", "--stream=recorded", "--norm=2", "--norm=4", "--seeds=4",
-        "--tokens=512", "--head_dim=16", "--queries=8", "--recorded_tokens=192", f"--output_dir={directory}",
-    ]  # fmt: skip
-    command = [sys.executable, "-c", COMMAND, *arguments]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
+    said = []
+
+    def measure(case, *rest, measure=attention_error.measure):
+        said.append(f"programs at {case.where} {case.number:g} {attention_error.programs.cache_info().currsize}")
+        return measure(case, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_error, "measure", measure)
+        patch.setattr(attention_error.settings.tqdm, "write", said.append)
+        rows = run(
+            attention_error,
+            directory,
+            quick=False,
+            policy=("exact", "uniform", "clustergen:variant=mean_value", "leverage_scores@50%"),
+            budget=("50%", "2.5%"),
+            stream=("tight", "recorded"),
+            norm=(2.0, 4.0),
+            seeds=4,
+            tokens=512,
+            head_dim=16,
+            queries=8,
+            recorded_tokens=192,
+        )
     assert (directory / "attention_error.png").stat().st_size > 10_000
-    return json.loads((directory / "attention_error.json").read_text()), process.stdout + process.stderr
+    return rows, "\n".join(said)
 
 
 @pytest.fixture(scope="module")
 def rows(done):
     return done[0]
-
-
-def select(rows, **wanted):
-    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
 
 
 def test_rows_are_complete(rows):

@@ -6,12 +6,13 @@ from kvjax_models import generate
 
 import kvjax
 from experiments.common import settings, skewing, streams
+from experiments.common.options import Run
 from kvjax.structures.skew import Skew
 
 
 @pytest.fixture(scope="module")
 def shipped():
-    return settings.load_model(settings.LINES_CHECKPOINT)
+    return settings.load_model(Run())
 
 
 @pytest.fixture(scope="module")

@@ -1,29 +1,16 @@
-"""The commands as a user runs them, on the shipped checkpoint and in small."""
+"""Experiments that ask questions, on the shipped checkpoints and in small; one of them as a command."""
 
 import json
-import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-def run(*arguments, text_input=None):
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        input=text_input,
-        check=False,
-    )
+from experiments import code_completion, decode_speed, needle_in_haystack, perplexity, ruler
+from tests.experiments.running import command, run
 
 
 def test_line_retrieval_writes_rows_and_a_plot(tmp_path):
-    done = run(
+    done = command(
         "experiments.line_retrieval", "--quick", "--context_tokens=256", "--policy=exact",
         "--policy=streaming_llm", "--policy=chelsea@10", "--budget=50%", "--question=seen", "--question=unseen",
         "--batch=5", f"--output_dir={tmp_path}",
@@ -41,27 +28,20 @@ def test_line_retrieval_writes_rows_and_a_plot(tmp_path):
 
 
 @pytest.mark.heavy
-def test_decode_speed_runs_without_its_peer(tmp_path):
-    done = run(
-        "experiments.decode_speed", "--quick", "--context_tokens=256", "--policy=exact", "--policy=uniform:recent=8",
-        "--policy=kvzip", "--budget=50%", "--notransformers", f"--output_dir={tmp_path}",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "kvzip @ 50% is left out: KVzip needs the prompt read again" in done.stdout + done.stderr
-    rows = json.loads((tmp_path / "decode_speed.json").read_text())
+def test_decode_speed_runs_without_its_peer(tmp_path, capsys):
+    policies = ("exact", "uniform:recent=8", "kvzip")
+    given = {"context_tokens": (256,), "policy": policies, "budget": ("50%",), "transformers": False}
+    rows = run(decode_speed, tmp_path, **given)
+    assert "kvzip @ 50% is left out: KVzip needs the prompt read again" in "".join(capsys.readouterr())
     assert {row["policy"] for row in rows} == {"exact", "uniform"}
     assert all(row["value"] > 0 and row["weight_bytes"] > 10**8 for row in rows)
 
 
 @pytest.mark.heavy
 def test_ruler_writes_rows_and_skips_what_is_done(tmp_path):
-    command = (
-        "experiments.ruler", "--quick", "--context_tokens=800", "--task=niah_single_1", "--policy=exact",
-        "--policy=uniform:recent=16", "--budget=50%", f"--output_dir={tmp_path}",
-    )  # fmt: skip
-    done = run(*command)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "ruler.json").read_text())
+    policies = ("exact", "uniform:recent=16")
+    given = {"context_tokens": (800,), "task": ("niah_single_1",), "policy": policies, "budget": ("50%",)}
+    rows = run(ruler, tmp_path, **given)
     assert (tmp_path / "ruler.png").stat().st_size > 10_000
     accuracy = {row["policy"]: row for row in rows if row["metric"] == "accuracy"}
     assert set(accuracy) == {"exact", "uniform"}
@@ -75,6 +55,17 @@ def test_ruler_writes_rows_and_skips_what_is_done(tmp_path):
     assert uniform["budget"] == "50%"
     # What is done is taken as it stands.
     (tmp_path / "ruler.jsonl").write_text(re.sub(r'"accuracy": \[[^]]*\]', '"accuracy": [0.5, 0.0, 0.0, 0.0]', units))
-    assert run(*command).returncode == 0
-    again = json.loads((tmp_path / "ruler.json").read_text())
+    again = run(ruler, tmp_path, **given)
     assert {row["value"] for row in again if row["metric"] == "accuracy"} == {0.125}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("module", [needle_in_haystack, code_completion, perplexity])
+def test_experiments_run_on_the_shipped_checkpoint(module, tmp_path):
+    rows = run(module, tmp_path)
+    assert {row["policy"] for row in rows} == {"exact", "uniform", "streaming_llm"}
+    assert all(row["ci95_low"] <= row["value"] <= row["ci95_high"] for row in rows if row["metric"] != "ms_per_token")
+    if module is perplexity:
+        ratios = [row for row in rows if row["metric"] == "perplexity_ratio" and row["first_token"] == 1]
+        # Nothing is left out of an accumulating text's first tokens.
+        assert ratios and all(row["value"] == pytest.approx(1, abs=1e-3) for row in ratios if row["end_token"] == 64)

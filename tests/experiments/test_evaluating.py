@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from kvjax_models.llama import Llama, LlamaConfig
 
-from experiments.common import evaluating, footprint, settings
+from experiments.common import answers, evaluating, footprint, settings
 
 CONFIG = LlamaConfig(
     vocab_size=64, width=32, mlp_width=64, layers=1, query_heads=2, kv_heads=1, head_dim=16, max_length=512
@@ -48,10 +48,10 @@ def test_answers_and_scores_come_in_the_prompts_order_whatever_their_sizes(model
         assert result.scores == {"number": [0, 0.1, 0.2, 0.3, 0.4], "words": [0.5] * 5}
     held = [two_sizes.uses[number].device_bytes for number in range(5)]
     assert held[0] == held[2] > held[1] == held[3] == held[4]
-    parts = evaluating.part([two_sizes], [1, 4])
+    parts = answers.part([two_sizes], [1, 4])
     assert parts[0].answers == [two_sizes.answers[1], two_sizes.answers[4]]
     kept = json.loads(json.dumps(two_sizes.to_json()))
-    assert evaluating.Result.from_json(kept, two_sizes.setting, False, False, 2) == two_sizes
+    assert answers.Result.from_json(kept, two_sizes.setting, False, False, 2) == two_sizes
     assert parts[0].scores["number"] == [0.1, 0.4] and parts[0].uses[1] == two_sizes.uses[4]
 
 
@@ -78,13 +78,13 @@ def test_settings_that_cannot_be_are_left_out_with_their_reason(model):
 def result(name, scores, recalls=False):
     [setting] = settings.settings([name], ["25%"])
     uses = dict.fromkeys(range(len(scores)), footprint.CacheUse(100, 0, 50, recalls, 0.25))
-    return evaluating.Result(setting, False, False, 2, ["a"] * len(scores), uses, {"accuracy": scores})
+    return answers.Result(setting, False, False, 2, ["a"] * len(scores), uses, {"accuracy": scores})
 
 
 def test_rows_pair_every_setting_with_exact(model):
     answered = [result("exact", [1.0, 1.0, 0.0, 1.0]), result("quest", [1.0, 0.0, 0.0, 1.0], recalls=True)]
     same = {"experiment": "e", "model_name": "m", "task": "t", "context_tokens": 9, "seed": 3}
-    rows = evaluating.rows(answered, model, **same, depth=0.5)
+    rows = answers.rows(answered, model, **same, depth=0.5)
     assert [(row.policy, row.metric) for row in rows] == [
         ("exact", "accuracy"),
         ("quest", "accuracy"),
@@ -95,4 +95,4 @@ def test_rows_pair_every_setting_with_exact(model):
     assert (difference.budget_fraction, difference.device_bytes, difference.read_bytes_per_token) == (0.25, 100, 50)
     assert difference.extra == {"budget": "25%", "prefill": "exact", "recalls": True, "depth": 0.5}
     assert rows[1].extra["first_answer"] == "a" and rows[1].n == 4
-    assert [row.metric for row in evaluating.rows(answered[1:], model, **same)] == ["accuracy"]
+    assert [row.metric for row in answers.rows(answered[1:], model, **same)] == ["accuracy"]

@@ -6,10 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import calibrate_heads, clusterability, key_similarity
 from experiments.common import corpora, geometry, settings
+from experiments.common.options import Run
 from kvjax import rope
 from kvjax.combinators.head_choice import HeadChoice
-from tests.experiments.test_stream_experiments import run, select
+from tests.experiments.running import run, select
 
 
 def test_mean_cosines_are_those_of_all_pairs():
@@ -21,7 +23,7 @@ def test_mean_cosines_are_those_of_all_pairs():
 
 
 def test_keys_are_more_alike_when_near(tmp_path):
-    rows, _ = run("key_similarity", tmp_path, "--quick")
+    rows = run(key_similarity, tmp_path)
     for part in ("maps", "distance"):
         assert (tmp_path / f"key_similarity_{part}.png").stat().st_size > 10_000
     for layer in (0, 1):
@@ -36,7 +38,7 @@ def test_keys_are_more_alike_when_near(tmp_path):
 
 @pytest.mark.heavy
 def test_clusterability(tmp_path):
-    rows, _ = run("clusterability", tmp_path, "--quick")
+    rows = run(clusterability, tmp_path)
     for part in ("maps", "radius"):
         assert (tmp_path / f"clusterability_{part}.png").stat().st_size > 10_000
     radii = select(rows, metric="k_center_radius_share", part="keys", layer=0)
@@ -56,7 +58,7 @@ def test_keys_are_turned_back_to_where_they_were():
 
 
 def test_corpora_are_decided_by_their_seeds():
-    _, tokenizer = settings.load_model(settings.LINES_CHECKPOINT)
+    _, tokenizer = settings.load_model(Run())
     for name in corpora.CORPORA:
         both = corpora.prompts(name, tokenizer, [3, 4], 200)
         assert both[0] != both[1]
@@ -68,7 +70,7 @@ def test_corpora_are_decided_by_their_seeds():
 
 @pytest.mark.heavy
 def test_calibration_writes_files_that_the_policy_reads(tmp_path):
-    rows, _ = run("calibrate_heads", tmp_path, "--quick")
+    rows = run(calibrate_heads, tmp_path)
     for rule in ("share", "error"):
         choice = HeadChoice.load(tmp_path / f"heads_{rule}.json")
         assert (choice.layers, choice.kv_heads, len(choice.full)) == (2, 2, 1)

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from experiments import latency
 from experiments.common import speed
-from tests.experiments.test_commands import run
+from tests.experiments.running import run
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -27,17 +28,23 @@ def shape(tmp_path_factory):
     return directory
 
 
-def test_ratios_are_to_exact_and_bytes_are_counted(shape, tmp_path):
-    done = run(
-        "experiments.latency", f"--shape={shape}", "--policy=kvzip", "--policy=quest:compact_every=8,host_steps=1",
-        "--policy=chelsea@10", "--budget=64",
-        "--context_tokens=256", "--prefill_chunk=64", "--tokens=4", "--turns=6", "--answer_tokens=10",
-        f"--output_dir={tmp_path}",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def test_ratios_are_to_exact_and_bytes_are_counted(shape, tmp_path, capsys):
+    found = run(
+        latency,
+        tmp_path,
+        quick=False,
+        shape=str(shape),
+        policy=("kvzip", "quest:compact_every=8,host_steps=1", "chelsea@10"),
+        budget=("64",),
+        context_tokens=(256,),
+        prefill_chunk=64,
+        tokens=4,
+        turns=6,
+        answer_tokens=(10,),
+    )
     assert (tmp_path / "latency.png").stat().st_size > 10_000
-    assert "chelsea @ 10 is left out: " in done.stdout + done.stderr
-    rows = {(row["metric"], row["policy"]): row for row in json.loads((tmp_path / "latency.json").read_text())}
+    assert "chelsea @ 10 is left out: " in "".join(capsys.readouterr())
+    rows = {(row["metric"], row["policy"]): row for row in found}
     value = {place: row["value"] for place, row in rows.items()}
     for metric in ("time_to_first_token_over_exact", "ms_per_token_over_exact", "end_to_end_over_exact"):
         assert value[metric, "exact"] == 1  # it is among the policies, asked for or not

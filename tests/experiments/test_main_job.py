@@ -1,19 +1,16 @@
 """The main job and the shipped checkpoint at full size; minutes each."""
 
-import json
-
 import pytest
 
 from experiments import line_retrieval
 from experiments.common import evaluating, results, settings
-from tests.experiments.test_commands import run
+from experiments.common.options import Run
+from tests.experiments.running import run
 
 
 @pytest.mark.heavy
-def test_the_demo_tells_policies_apart(tmp_path):
-    done = run("experiments.line_retrieval", "--demo", f"--output_dir={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "line_retrieval.json").read_text())
+def test_the_demo_tells_policies_apart(tmp_path, capsys):
+    rows = run(line_retrieval, tmp_path, quick=False, demo=True)
     accuracy = {(row["policy"], row["budget"]): row for row in rows if row["metric"] == "accuracy"}
     assert len(accuracy) == 15
     assert all(row["n"] == 50 for row in accuracy.values())
@@ -26,12 +23,12 @@ def test_the_demo_tells_policies_apart(tmp_path):
         for budget, fraction in (("50%", 0.5), ("25%", 0.25)):
             # Blocks of 16 leave a recall policy a little under.
             assert 0.95 * fraction < accuracy[policy, budget]["budget_fraction"] <= fraction
-    assert "Right answer" in done.stdout
+    assert "Right answer" in capsys.readouterr().out
 
 
 @pytest.mark.heavy
 def test_the_shipped_checkpoint_finds_lines_at_its_longest_context():
-    model, tokenizer = settings.load_model(settings.LINES_CHECKPOINT)
+    model, tokenizer = settings.load_model(Run())
     documents = line_retrieval.make_documents(tokenizer, 4096, 500, seed=500)
     lines = evaluating.accuracy_task("line retrieval", tokenizer, documents, line_retrieval.is_right, answer_tokens=4)
     longest, most = evaluating.room([lines], question_seen=False)

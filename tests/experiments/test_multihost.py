@@ -53,7 +53,7 @@ def test_two_processes_answer_as_one_and_write_once(tmp_path):
     finish(start(1, *RUN, f"--output_dir={one}"))
     first, second = finish(start(2, *RUN, *mesh, "--process=0"), start(2, *RUN, *mesh, "--process=1"))
     assert answers(one) == answers(two)
-    assert "Rows:" in first and "Rows:" not in second
+    assert "Results:" in first and "Results:" not in second
     units = (two / "line_retrieval.jsonl").read_text().splitlines()
     assert len(set(units)) == len(units) == len(answers(two))  # one for each setting
 

@@ -1,19 +1,20 @@
 """kvpress's presses beside kvjax's policies: what is asked of them, what is made of their answers, and that they run
 where kvpress is installed."""
 
-import json
 import stat
 import sys
 
 import numpy as np
 import pytest
 
-from experiments.common import evaluating, layer_shares, presses, ranking, settings
+from experiments import peers
+from experiments.common import answers, evaluating, layer_shares, presses, ranking, settings
 from experiments.common.named_tasks import make_task
+from experiments.common.options import LANGUAGE_CHECKPOINT, Run
 from experiments.common.results import from_flat
 from kvjax.budget import Budget
 from kvjax.registry import PolicyChoice
-from tests.experiments.test_commands import run
+from tests.experiments.running import answering, run
 
 # In place of the interpreter that has kvpress: SnapKV is always wrong, KVzip right every second time, and others fail.
 STUB = f"""#!{sys.executable}
@@ -36,17 +37,20 @@ def stub(tmp_path):
     return path
 
 
-def test_presses_and_policies_stand_in_one_table(stub, tmp_path):
-    command = (
-        "tests.experiments.unanswered", "peers", "ANSWER", f"--output_dir={tmp_path}", f"--kvpress_python={stub}",
-        "--task=cwe", "--documents=2", "--seeds=2", "--press=KVzip", "--press=SnapKV", "--press=Knorm",
-        "--budget=25%", "--budget=25% of the text",
-        "--policy=exact", "--policy=uniform", "--policy=h2o@25% of the text", "--context_tokens=1200",
-    )  # fmt: skip
-    done = run(*command)
-    assert done.returncode == 0, done.stderr
-    assert "left out: Knorm on cwe: ValueError: no" in done.stderr + done.stdout
-    rows = json.loads((tmp_path / "peers.json").read_text())
+def test_presses_and_policies_stand_in_one_table(stub, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluating.Evaluator, "evaluate", answering("ANSWER"))
+    given = {
+        "kvpress_python": str(stub),
+        "task": ("cwe",),
+        "documents": 2,
+        "seeds": 2,
+        "press": ("KVzip", "SnapKV", "Knorm"),
+        "budget": ("25%", "25% of the text"),
+        "policy": ("exact", "uniform", "h2o@25% of the text"),
+        "context_tokens": 1200,
+    }
+    rows = run(peers, tmp_path, quick=False, **given)
+    assert "left out: Knorm on cwe: ValueError: no" in "".join(capsys.readouterr())
     of = lambda policy, metric, budget: next(  # noqa: E731
         row for row in rows if (row["policy"], row["metric"], row["budget"]) == (policy, metric, budget)
     )
@@ -64,14 +68,13 @@ def test_presses_and_policies_stand_in_one_table(stub, tmp_path):
     assert "*kvpress KVzip*" in ranking.section([from_flat(row) for row in rows])
     # A second run asks nobody.
     stub.write_text("#!/bin/false\n")
-    again = run(*command)
-    assert again.returncode == 0 and json.loads((tmp_path / "peers.json").read_text()) == rows
+    assert run(peers, tmp_path, quick=False, **given) == rows
 
 
 def test_the_best_press_is_the_best_on_the_mean_of_all_tasks():
     def result(press, scores, budget="25%"):
         setting = ranking.pressed(press, Budget.parse(budget))
-        return evaluating.Result(setting, False, False, 1, [], scores={"accuracy": scores})
+        return answers.Result(setting, False, False, 1, [], scores={"accuracy": scores})
 
     everywhere = {
         "one": [result("A", [1, 1]), result("B", [0, 1]), result("C", [1, 1]), result("A", [1, 1], "50%")],
@@ -79,13 +82,13 @@ def test_the_best_press_is_the_best_on_the_mean_of_all_tasks():
     }
     assert ranking.best_press(everywhere, "25%").name == "kvpress B"
     assert ranking.best_press(everywhere, "12.5%") is None
-    policy = evaluating.Result(PolicyChoice.parse("exact"), False, False, 1, [], scores={"accuracy": [1, 1]})
+    policy = answers.Result(PolicyChoice.parse("exact"), False, False, 1, [], scores={"accuracy": [1, 1]})
     assert ranking.best_press({"one": [policy]}, "25%") is None
 
 
 def test_budgets_that_are_no_share_are_refused(stub, tmp_path):
-    done = run("experiments.peers", "--quick", "--budget=512", f"--kvpress_python={stub}", f"--output_dir={tmp_path}")
-    assert done.returncode and "--budget=512: give a share such as 25%" in done.stderr
+    with pytest.raises(ValueError, match="--budget=512: give a share such as 25%"):
+        run(peers, tmp_path, budget=("512",), kvpress_python=str(stub))
 
 
 def test_a_process_that_ends_is_said(tmp_path):
@@ -112,8 +115,8 @@ def test_every_press_is_compared_or_left_out_with_a_reason():
 def test_answers_are_those_of_kvpress_own_pipeline():
     kvpress = pytest.importorskip("kvpress")
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    directory = settings.model_directory(settings.LANGUAGE_CHECKPOINT)
-    _, tokenizer = settings.load_model(settings.LANGUAGE_CHECKPOINT)
+    directory = settings.model_directory(LANGUAGE_CHECKPOINT)
+    _, tokenizer = settings.load_model(Run(model=LANGUAGE_CHECKPOINT))
     task = make_task("niah_multikey_1", tokenizer, 600, [40], 3)
     texts = [tokenizer.decode(prompt.context[len(tokenizer.prefix) :]) for prompt in task.prompts]
     questions = [tokenizer.decode(prompt.question) for prompt in task.prompts]
@@ -141,8 +144,6 @@ def test_answers_are_those_of_kvpress_own_pipeline():
 
 def test_the_quick_form_runs(tmp_path):
     pytest.importorskip("kvpress")
-    done = run("experiments.peers", "--quick", f"--output_dir={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "peers.json").read_text())
+    rows = run(peers, tmp_path)
     assert {row["policy"] for row in rows if row["metric"] == "perplexity_ratio"} >= {"kvpress KVzip", "kvzip", "exact"}
     assert all(row["ci95_low"] <= row["value"] <= row["ci95_high"] for row in rows if "accuracy" in row["metric"])

@@ -1,32 +1,21 @@
 """Recall as the command measures it, in small."""
 
-import json
-import pathlib
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
+from experiments import recall_rate
 from experiments.common import settings, streams
-
-ROOT = pathlib.Path(__file__).parents[2]
+from experiments.common.options import Run
+from tests.experiments.running import run, select
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     directory = tmp_path_factory.mktemp("recall_rate")
-    arguments = ["--quick", "--stream=tight", "--stream=recorded", "--queries=12", f"--output_dir={directory}"]
-    command = [sys.executable, "-m", "experiments.recall_rate", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    rows = run(recall_rate, directory, stream=("tight", "recorded"), queries=12)
     for name in ("recall_rate", "recall_rate_drift_0", "recall_rate_drift_1"):
         assert (directory / f"{name}.png").stat().st_size > 10_000
-    return json.loads((directory / "recall_rate.json").read_text())
-
-
-def select(rows, **wanted):
-    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+    return rows
 
 
 def test_pages_find_what_a_loop_finds(rows):
@@ -61,7 +50,7 @@ def test_consecutive_steps_of_a_recorded_stream(rows):
         assert 0 < once <= twice < 1
         [held] = select(rows, metric="important_per_page", layer=layer)
         assert 1 <= held["value"] < 16
-    model, tokenizer = settings.load_model(settings.LINES_CHECKPOINT)
+    model, tokenizer = settings.load_model(Run())
     _, drawn = next(iter(streams.recorded(model, tokenizer, range(2), 1024, 12)))
     [row] = select(rows, metric="top_kept", layer=0, steps=4)
     kept, group = [], drawn.queries.shape[2] // drawn.keys.shape[2]

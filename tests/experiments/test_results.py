@@ -85,3 +85,9 @@ def test_rows_by_setting_are_called_as_settings_are_written():
     assert list(results.by_setting([row, exact, row])) == ["uniform:sinks=4 @ 25%", "exact"]
     assert row.estimate.value == 0.5 and np.isnan(row.estimate.low)
     assert results.Estimate(0.5, -0.25, 1).fixed("+") == "+0.50 [-0.25, +1.00]"
+
+
+def test_a_row_has_one_figure():
+    assert results.row("e", "m", "vacuous", 1.0, policy="p", value_norm=0.5).extra == {"value_norm": 0.5}
+    with pytest.raises(ValueError, match="value=0.5 would take the place of vacuous"):
+        results.row("e", "m", "vacuous", 1.0, policy="p", value=0.5)

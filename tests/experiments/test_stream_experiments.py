@@ -1,29 +1,13 @@
 """The experiments on streams and their structures, as commands in small, and what they must show."""
 
-import json
-import pathlib
-import subprocess
-import sys
-
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-def run(name, directory, *arguments):
-    """The rows that a command writes, and what it prints."""
-    command = [sys.executable, "-m", f"experiments.{name}", f"--output_dir={directory}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads((directory / f"{name}.json").read_text()), done.stdout
-
-
-def select(rows, **wanted):
-    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+from experiments import discrepancy, stream_geometry, stream_structures, subgen_rates
+from tests.experiments.running import run, select
 
 
 def test_the_walks_discrepancy_stays_where_coins_grow(tmp_path):
-    rows, _ = run("discrepancy", tmp_path, "--seeds=12", "--longest=2048", "--queries=64", "--setting=16,1,1")
+    rows = run(discrepancy, tmp_path, quick=False, seeds=12, longest=2048, queries=64, setting=("16,1,1",))
     assert (tmp_path / "discrepancy.png").stat().st_size > 10_000
     assert all(row["n"] == 12 and row["norm"] == 1 and row["c"] == 1 for row in rows)
     [walk] = select(rows, metric="discrepancy_slope", variant="softmax_balance")
@@ -36,14 +20,14 @@ def test_the_walks_discrepancy_stays_where_coins_grow(tmp_path):
 
 @pytest.mark.heavy
 def test_at_real_norms_the_walk_is_coin_flipping(tmp_path):
-    rows, _ = run("discrepancy", tmp_path, "--quick", "--setting=128,15,theorem")
+    rows = run(discrepancy, tmp_path, setting=("128,15,theorem",))
     [share] = select(rows, metric="discrepancy_over_coins", context_tokens=1024)
     assert share["value"] == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.heavy
 def test_subgens_errors_fall_with_the_root_of_their_samples(tmp_path):
-    rows, _ = run("subgen_rates", tmp_path, "--seeds=8", "--tokens=4096")
+    rows = run(subgen_rates, tmp_path, quick=False, seeds=8, tokens=4096)
     slopes = select(rows, metric="relative_error_slope")
     assert {(row["stream"], row["knob"]) for row in slopes} == {
         (stream, knob) for stream in ("tight", "drift", "low_rank") for knob in "st"
@@ -55,7 +39,7 @@ def test_subgens_errors_fall_with_the_root_of_their_samples(tmp_path):
 
 @pytest.mark.heavy
 def test_geometry_of_streams(tmp_path):
-    rows, _ = run("stream_geometry", tmp_path, "--quick")
+    rows = run(stream_geometry, tmp_path)
     for part in ("growth", "norms"):
         assert (tmp_path / f"stream_geometry_{part}.png").stat().st_size > 10_000
     slopes = {(row["stream"], row["delta_share"]): row["value"] for row in select(rows, metric="clusters_slope")}
@@ -71,8 +55,9 @@ def test_geometry_of_streams(tmp_path):
 
 
 @pytest.mark.heavy
-def test_structures_keep_their_bytes_and_their_soundness(tmp_path):
-    rows, printed = run("stream_structures", tmp_path, "--quick")
+def test_structures_keep_their_bytes_and_their_soundness(tmp_path, capsys):
+    rows = run(stream_structures, tmp_path)
+    printed = capsys.readouterr().out
     assert {row["variant"] for row in select(rows, metric="update_seconds")} == {
         "reservoir", "table", "tree", "tree, filled at once"
     }  # fmt: skip

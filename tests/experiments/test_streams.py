@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.common import settings, streams
+from experiments.common.options import Run
 from experiments.common.tasks import line_retrieval as task
 
 TOKENS, QUERIES, DIM = 2048, 40, 128
@@ -136,7 +137,7 @@ def test_a_prompt_s_queries_follow_the_law_of_those_that_are_asked(name):
 
 
 def test_recorded_streams_are_what_the_model_computes():
-    model, tokenizer = settings.load_model(settings.LINES_CHECKPOINT)
+    model, tokenizer = settings.load_model(Run())
     layers = list(streams.recorded(model, tokenizer, [5, 6], tokens=200, queries=24, prompt_queries=True))
     assert [number for number, _ in layers] == [0, 1]
 
@@ -158,7 +159,7 @@ def test_recorded_streams_are_what_the_model_computes():
 
 
 def test_recorded_streams_fit_the_model():
-    model, tokenizer = settings.load_model(settings.LINES_CHECKPOINT)
+    model, tokenizer = settings.load_model(Run())
     with pytest.raises(ValueError, match="9064 tokens are more than the 5378"):
         next(streams.recorded(model, tokenizer, [0], tokens=9000, queries=64))
 

@@ -1,27 +1,26 @@
 """The order in which a sweep goes, and what it leaves out."""
 
-import types
-
 import pytest
 
-from experiments.common import settings, sweeping
+from experiments.common import answers, settings, sweeping
+from experiments.common.options import Experiment, Run
 from experiments.common.resuming import Finished
 
 
 def test_settings_that_are_held_at_once_answer_all_tasks_before_the_next_ones_come(monkeypatch):
     done = []
 
-    def values(group, task, *_):
-        done.append((task, *group))
+    def values(options, finished, group, unit, run):
+        done.append((unit["task"], *group))
         return {setting: {} for setting in group}
 
     sweep = object.__new__(sweeping.Sweep)  # without a model
-    sweep.chosen = ["a", "b", "c"]
-    monkeypatch.setattr(sweep, "_values", values)
-    monkeypatch.setattr(sweep, "_results", lambda values, *_: list(values))
+    sweep.chosen, sweep.documents, sweep.batch, sweep.seed, sweep.finished = ["a", "b", "c"], 1, 1, 0, None
+    monkeypatch.setattr(sweeping, "every_setting", values)
+    monkeypatch.setattr(answers.Result, "from_json", lambda value, setting, *_: setting)
     monkeypatch.setattr(sweeping, "drop_programs", lambda: done.append("dropped"))
-    monkeypatch.setattr(sweeping.flags, "FLAGS", types.SimpleNamespace(together=2))
-    assert sweep.evaluate_all(["x", "y"], dict, "exact", "unseen") == {"x": ["a", "b", "c"], "y": ["a", "b", "c"]}
+    sweep.options = sweeping.Questions(together=2)
+    assert sweep.evaluate(["x", "y"], dict, "exact", "unseen") == {"x": ["a", "b", "c"], "y": ["a", "b", "c"]}
     assert done == [("x", "a", "b"), ("y", "a", "b"), "dropped", ("x", "c"), ("y", "c"), "dropped"]
 
 
@@ -32,12 +31,12 @@ def test_what_is_refused_is_left_out_with_its_reason(capsys):
     assert "subgen @ 5% is left out: too small" in "".join(capsys.readouterr())
     assert sweeping.not_refused({a: refused, b: refused}) == {}
     with pytest.raises(ValueError, match="every setting was left out"):
-        sweeping.check_any([])
+        Experiment("none", Run, lambda _: []).write(Run())
 
 
 @pytest.mark.parametrize("together", [1, 2, 8])
-def test_a_setting_that_is_refused_while_it_runs_ends_no_sweep(tmp_path, monkeypatch, capsys, together):
-    monkeypatch.setattr(sweeping.flags, "FLAGS", types.SimpleNamespace(together=together, model="none"))
+def test_a_setting_that_is_refused_while_it_runs_ends_no_sweep(tmp_path, capsys, together):
+    options = sweeping.Settings(together=together, model="none")
     # The second cannot even be made of its budget.
     chosen = settings.settings(["uniform", "chelsea@10", "subgen", "h2o"], ["5%"])
     ran = []
@@ -49,9 +48,9 @@ def test_a_setting_that_is_refused_while_it_runs_ends_no_sweep(tmp_path, monkeyp
         return {setting: {} for setting in group}
 
     finished = Finished(tmp_path / "units.jsonl")
-    values = sweeping.every_setting(finished, chosen, {"task": "a"}, run)
+    values = sweeping.every_setting(options, finished, chosen, {"task": "a"}, run)
     assert list(sweeping.not_refused(values)) == [chosen[0], chosen[1], chosen[3]]
     assert "subgen @ 5% is left out: no such clusters" in "".join(capsys.readouterr())
     assert sorted(map(str, ran)) == sorted(str(setting) for setting in chosen if setting is not chosen[2])
-    again = sweeping.every_setting(Finished(finished.path), chosen, {"task": "a"}, pytest.fail)
+    again = sweeping.every_setting(options, Finished(finished.path), chosen, {"task": "a"}, pytest.fail)
     assert again == values

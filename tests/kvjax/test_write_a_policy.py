@@ -1,4 +1,4 @@
-"""The policy that `docs/write_a_policy.md` writes, and README's loop, run as they stand there."""
+"""The policy that `docs/write_a_policy.md` writes, run as it stands there."""
 
 import functools
 import pathlib
@@ -83,16 +83,3 @@ def test_the_written_policy_is_tova_token_by_token():
                 np.testing.assert_allclose(attended[row, number, group], expected, atol=2e-6)
                 if len(held) > BUDGET:
                     held.pop(int(np.argmin(drawn)))
-
-
-def test_readmes_loop_runs():
-    loop = next(block for block in blocks("README.md") if "kvjax.init(" in block)
-    rng = np.random.default_rng(0)
-    draw = lambda tokens, heads: jnp.asarray(rng.normal(size=(2, tokens, heads, 64)), jnp.float32)  # noqa: E731
-    names = {
-        "keys": draw(300, 2), "values": draw(300, 2), "lengths": jnp.array([300, 200]), "new_tokens": 3,
-        "query": draw(1, 8), "key": draw(1, 2), "value": draw(1, 2),
-    }  # fmt: skip
-    exec(compile(loop, "README.md", "exec"), names)
-    assert np.isfinite(names["attended"]).all() and names["attended"].shape == (2, 1, 8, 64)
-    np.testing.assert_array_equal(kvjax.tokens(names["cache"]), [303, 203])

@@ -1,0 +1,290 @@
+"""Every list of policies and budgets that experiments run, named once."""
+
+from typing import NamedTuple
+
+
+class Suite(NamedTuple):
+    """Policies at every budget."""
+
+    policies: tuple[str, ...]
+    budgets: tuple[str, ...]
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def _suite(text: str) -> Suite:
+    """A suite from words: budgets | policies."""
+    budgets, policies = text.split("|")
+    return Suite(_words(policies), _words(budgets))
+
+
+# Of exact's bytes, as many as there are to choose from.
+SWEPT = ("5%", "10%", "12.5%", "20%", "25%", "50%", "80%")
+# BalanceKV's released code can only halve: as many bytes as one, two and three halvings take with the window beside.
+HALVINGS = ("52.5%", "28%", "15.5%")
+# As it runs in the notebook of BalanceKV's single-layer study; its own default, of the other experiments, is 1.
+STUDIED = "balancekv_reference:temperature=0.1"
+
+
+SUITES = {
+    # Every system as published and as this project proposes it, and every baseline.
+    "all": _suite("""50% 25% |
+        exact uniform streaming_llm clustergen:variant=paper,recent=64 subgen balancekv_reference balancekv
+        chelsea:slope=None chelsea clusterkv_paper clusterkv clusterkv:cluster_tokens=16,residual=False quest infinigen
+        h2o h2o:average=True cam snapkv pyramidkv compactor expected_attention keydiff kvzip:head_floor=0.0 lagkv
+        leverage_scores leverage_scores:storage=int8 tova"""),
+    "quick": _suite("50% | exact uniform streaming_llm"),
+    # Variants of each system on line retrieval.
+    "lines": _suite("""50% 25% |
+        exact uniform streaming_llm streaming_llm:reindex=True clustergen:variant=paper,recent=64
+        clustergen:variant=mean_value,recent=64 subgen subgen:variant=self_normalised balancekv_reference balancekv
+        balancekv:walk=streaming chelsea:slope=None chelsea clusterkv_paper clusterkv clusterkv:residual=False
+        clusterkv:cluster_tokens=16,residual=False quest infinigen h2o h2o:average=True cam snapkv pyramidkv"""),
+    # The best variant of each system there, as runs with seeds 0 to 9 showed.
+    "demo": _suite(
+        "50% 25% | exact uniform streaming_llm clustergen:variant=paper,recent=64 subgen balancekv chelsea clusterkv"
+    ),
+    "lines of SubGen's paper": _suite(
+        "65% 58% 50% | exact streaming_llm h2o clustergen:variant=paper,recent=64 clustergen:recent=64"
+    ),
+    "needles": _suite("""25% |
+        exact balancekv_reference:needles=64 balancekv_reference uniform snapkv pyramidkv streaming_llm cam
+        chelsea:slope=None chelsea clusterkv_paper clusterkv clusterkv:cluster_tokens=16,residual=False h2o
+        h2o:average=True quest infinigen clustergen:variant=paper,recent=64 subgen balancekv"""),
+    "longbench": _suite("""20% 25% |
+        exact streaming_llm snapkv pyramidkv cam uniform quest infinigen clustergen:variant=paper subgen
+        balancekv_reference balancekv chelsea:slope=None chelsea clusterkv_paper clusterkv"""),
+    # Shares of layers were chosen with seed 40.
+    "peers": _suite("""25% |
+        exact leverage_scores leverage_scores:shares=(0.35,3.2,0.35,0.1)
+        leverage_scores:shares=(0.35,3.2,0.35,0.1),storage=int8 kvzip:head_floor=0.0,shares=(0.35,3.2,0.35,0.1)@25%
+        clustergen@25% clustergen:storage=int8@25% subgen@25%"""),
+    "peers, quick": _suite("50% | exact streaming_llm kvzip:head_floor=0.0"),
+    # Of speed.
+    "latency": _suite("""20% |
+        exact streaming_llm uniform snapkv pyramidkv cam subgen balancekv balancekv_reference chelsea
+        chelsea:slope=None clusterkv clusterkv:residual=False quest infinigen"""),
+    "latency, long": _suite("20% | streaming_llm balancekv_reference chelsea:slope=None clusterkv:residual=False"),
+    "latency, ungrouped": _suite("20% | cam chelsea:slope=None clusterkv:residual=False"),
+    "latency, chunks": _suite("20% | chelsea:slope=None chelsea:slope=None,chunk=4096 chelsea:slope=None,chunk=16384"),
+    "latency, host memory": _suite("""20% |
+        clusterkv:residual=False clusterkv:residual=False,host_steps=0 clusterkv:residual=False,host_steps=1
+        clusterkv:residual=False,host_steps=2"""),
+    "decoding": _suite("""20% |
+        exact streaming_llm uniform clustergen:variant=paper clustergen:variant=mean_value subgen balancekv chelsea
+        clusterkv quest h2o snapkv"""),
+    "streaming": _suite("""2048 |
+        streaming_llm:compact_every=256 uniform:compact_every=256 subgen:compact_every=256
+        balancekv:compact_every=256"""),
+    # Of compilers.
+    "compiled": _suite("""4096 |
+        exact streaming_llm uniform clustergen:variant=paper clustergen subgen balancekv chelsea clusterkv quest
+        infinigen h2o cam snapkv pyramidkv uniform:storage=int8"""),
+    "pods": _suite("4096 | exact subgen balancekv chelsea clusterkv"),
+    # Of a single layer.
+    "single layer": _suite(f"{' '.join(HALVINGS)} | uniform {STUDIED},block_size=256 balancekv_reference balancekv"),
+}
+
+
+class Study(NamedTuple):
+    """What `experiments.attention_error` measures where flags do not say otherwise."""
+
+    policies: tuple[str, ...]
+    budgets: tuple[str, ...] = ("50%", "25%", "12.5%", "6.25%", "5%")
+    norms: tuple[float, ...] = (2.0, 4.0, 8.0, 15.0)
+    option: str | None = None  # the setting that is swept, for a figure of its own
+    baseline: str = "uniform"  # the policy that others are compared with
+
+
+STUDIES = {
+    "policies": Study(
+        _words("uniform subgen subgen:variant=self_normalised balancekv balancekv:walk=streaming balancekv_reference")
+    ),
+    # Both papers' Algorithm 1, which their theorems are about.
+    "theory": Study(("uniform", "subgen:variant=paper", "balancekv_paper")),
+    "block_size": Study(
+        (
+            "uniform",
+            *(
+                f"{policy}block_size={size}"
+                for policy in ("balancekv:walk=pairs,", "balancekv:walk=streaming,", "balancekv_reference:")
+                for size in (64, 128, 256)
+            ),
+        ),
+        ("50%", "25%", "12.5%"),
+        (4.0,),
+        "block_size",
+    ),
+    # Pairs of the reservoir take what clusters leave: at 12.5% of 8,192 tokens there are about 1,020 slots.
+    "samples": Study(
+        ("uniform", *(f"subgen:variant=paper,samples={samples}" for samples in (64, 256, 512, 768, 896))),
+        ("12.5%",),
+        (4.0,),
+        "samples",
+    ),
+    # As the paper has it, with the value slope, and dropping where the others take means.
+    "chelsea": Study(("uniform", "chelsea:slope=None", "chelsea", "chelsea:joins=drop"), ("25%", "12.5%")),
+    # Whether clusters that are not read stay present, at equal bytes read.
+    "recall": Study(
+        ("clusterkv:residual=False", "clusterkv", "clusterkv:cluster_tokens=40", "quest", "uniform"),
+        ("50%", "25%", "12.5%", "6.25%"),
+        baseline="clusterkv:residual=False",
+    ),
+    "per_cluster": Study(
+        (
+            "uniform",
+            *(f"subgen:variant=paper,per_cluster={samples}" for samples in (1, 2, 4, 8)),
+            *(f"subgen:variant=mean_value,per_cluster={samples}" for samples in (0, 1, 2, 4, 8)),
+        ),
+        ("12.5%",),
+        (4.0,),
+        "per_cluster",
+    ),
+}
+
+# --- ablations ---
+
+# In a policy's settings: the folder of the files that `experiments.calibrate_heads` writes.
+CALIBRATED = "CALIBRATED"
+RULES = ("share", "error")  # by which it finds heads
+
+
+class Ablation(NamedTuple):
+    """Settings that differ in one choice of a system."""
+
+    system: str
+    choice: str
+    source: str  # where the papers vary it
+    policies: tuple[str, ...]
+    budgets: tuple[str, ...] = ("20%",)
+
+
+ABLATIONS = {
+    "kept": Ablation(
+        "kept",
+        "how much is kept, of every system",
+        "Chelsea, Figure 4 (12.5 to 80%); BalanceKV, section 4.1 and Figure 1",
+        _words(
+            """exact uniform streaming_llm h2o h2o:average=True snapkv pyramidkv cam clustergen:variant=paper subgen
+            balancekv_reference balancekv chelsea:slope=None chelsea quest infinigen clusterkv_paper
+            clusterkv:residual=False clusterkv"""
+        ),
+        SWEPT,
+    ),
+    "chelsea_chunk": Ablation(
+        "chelsea",
+        "entries among which a partner is looked for; 4,096: all",
+        "Chelsea, Table 4",
+        tuple(f"chelsea:slope=None,chunk={chunk}" for chunk in (16, 64, 256, 4096)),
+    ),
+    "chelsea_outlier_heads": Ablation(
+        "chelsea",
+        "heads that keep everything, at equal slots: none, by the paper's rule, by the error of attention",
+        "Chelsea, Tables 5 and 11",
+        ("chelsea:slope=None", *(f"chelsea:slope=None,heads={CALIBRATED}/heads_{rule}.json" for rule in RULES)),
+        ("20%", "50%"),
+    ),
+    "chelsea_schedule": Ablation(
+        "chelsea",
+        "the share of entries merged per step: the paper's three, constant, as many as can be",
+        "Chelsea, appendix C.2",
+        (
+            *(f"chelsea:slope=None,schedule={name}" for name in ("llama-2", "llama-3", "qwen")),
+            *(f"chelsea:slope=None,first={first},decay=0" for first in (0.25, 0.5)),
+        ),
+    ),
+    "chelsea_sinks": Ablation(
+        "chelsea",
+        "tokens kept from the prompt's start",
+        "Chelsea, section 7.1 (16)",
+        tuple(f"chelsea:slope=None,sinks={sinks}" for sinks in (0, 4, 16, 64)),
+    ),
+    "chelsea_recent": Ablation(
+        "chelsea",
+        "tokens kept from the prompt's end",
+        "Chelsea, section 7.1 (64)",
+        tuple(f"chelsea:slope=None,recent={recent}" for recent in (0, 16, 64, 256)),
+    ),
+    "chelsea_values": Ablation(
+        "chelsea",
+        "what stands for tokens that are merged: their means, means with a slope, one of them",
+        "ours",
+        ("chelsea:slope=None", "chelsea", "chelsea:joins=drop"),
+    ),
+    "balancekv_batch": Ablation(
+        "balancekv",
+        "tokens that are balanced against one another, and the share of them that is kept",
+        "BalanceKV, Figure 3 and appendix B.1",
+        (
+            "uniform",
+            *(
+                f"{policy}block_size={size}"
+                for policy in (f"{STUDIED},", "balancekv:walk=streaming,", "balancekv:walk=pairs,")
+                for size in (64, 128, 256)
+            ),
+        ),
+        HALVINGS,
+    ),
+    "balancekv_needles": Ablation(
+        "balancekv",
+        "tokens unlike the others, kept whatever the walk says",
+        "BalanceKV, section 4.3",
+        _words("balancekv_reference balancekv_reference:needles=64 balancekv_reference:needles=64,needles_inside=True"),
+        # With room for the needles beside as many halvings of all three: otherwise those with needles halve once more.
+        ("60%", "35%"),
+    ),
+    "clusterkv_clusters": Ablation(
+        "clusterkv",
+        "tokens per cluster, against pages of 16",
+        "ClusterKV, Figure 11b",
+        (*(f"clusterkv:residual=False,cluster_tokens={tokens}" for tokens in (320, 160, 80, 40, 20)), "quest"),
+        ("25%", "12.5%"),
+    ),
+    "clusterkv_selection": Ablation(
+        "clusterkv",
+        "the paper's system; clusters per query head or per group of heads, those that are not read left out or means",
+        "ours",
+        (
+            "clusterkv_paper",
+            *(
+                f"clusterkv:select={select},residual={residual}"
+                for select in ("query_head", "group")
+                for residual in (False, True)
+            ),
+        ),
+        ("25%", "12.5%"),
+    ),
+    "clustergen_recent": Ablation(
+        "subgen",
+        "how much of the budget is the newest tokens",
+        "SubGen, section 3.2; ClusterGen, section 4.1 (the better of 2,048 and 3,072 of 5,000 to 9,000)",
+        tuple(f"clustergen:variant=paper,recent={recent}" for recent in (16, 64, 256)),
+        ("50%", "25%"),
+    ),
+    "subgen_parameters": Ablation(
+        "subgen",
+        "samples per cluster, and pairs sampled by value norm",
+        "SubGen, Theorem 1 (t and s)",
+        (
+            *(f"subgen:variant=mean_value,per_cluster={samples}" for samples in (0, 1, 2, 4, 8)),
+            *(f"subgen:variant=paper,per_cluster={samples}" for samples in (1, 2, 4)),
+            *(f"subgen:variant=self_normalised,samples={samples}" for samples in (64, 128)),
+        ),
+        ("25%",),
+    ),
+    "subgen_growth": Ablation(
+        "subgen",
+        "how fast the clusters' radius grows, and whether they are spread",
+        "ours",
+        tuple(f"subgen:growth={growth},spread={spread}" for growth in (1.1, 1.02, 1.005) for spread in (True, False)),
+        ("50%", "25%"),
+    ),
+    "streaming_llm_sinks": Ablation(
+        "subgen",
+        "tokens kept from the prompt's start",
+        "Chelsea, appendix C.1 (4)",
+        tuple(f"streaming_llm:sinks={sinks}" for sinks in (0, 4, 16, 64)),
+    ),
+}
