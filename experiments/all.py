@@ -4,9 +4,9 @@
     python -m experiments.all --profile h200 --model DIRECTORY
 
 Each runs in a process of its own and writes to OUTPUT_DIR/PROFILE/JOB, what it prints into a log there. One that fails
-is named at the end and stops no other; the exit status is then 1. A run that was stopped goes on where it was. The page
-(OUTPUT_DIR/PROFILE/README.md) sets what was measured against every table and figure of the papers; with --publish it
-and the rows behind it become experiments/README.md and experiments/results/PROFILE.json.
+is named at the end and stops no other; the exit status is then 1. A run that was stopped goes on where it was. Pages
+(below OUTPUT_DIR/PROFILE) set what was measured against every table and figure of the papers; with --publish the rows
+behind them go to experiments/results/PROFILE.json and the pages to docs/.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Options:
     kvpress_python: str | None = None  # an interpreter that has kvpress; without it `peers` is left out
     output_dir: str = "build/all"  # where results go
     remark: str | None = None  # what the page says of the machine beside its devices: that it was busy, say
-    publish: bool = False  # also write experiments/README.md and the rows that it is made of
+    publish: bool = False  # also write the pages in docs/ and the rows that they are made of
 
 
 def main(options: Options) -> None:
@@ -53,11 +53,11 @@ def main(options: Options) -> None:
     machine = ", ".join(filter(None, (page.machine(), options.remark)))
     published = page.collect(found, machine)
     page.save(published, directory / "results.json")
-    (directory / "README.md").write_text(page.render({options.profile: published}), encoding="utf-8")
-    print(f"Page: {directory / 'README.md'}")
+    page.write({options.profile: published}, directory)
+    print(f"Pages: {directory}")
     if options.publish:
         page.publish(published, options.profile)
-        print(f"Published: {page.PAGE}")
+        print(f"Published: {page.DOCS}")
     if failed:
         sys.exit("\n".join(f"FAILED {job}: {reason}" for job, reason in failed.items()))
 

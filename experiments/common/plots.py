@@ -1,11 +1,15 @@
-"""How experiments draw: without a display, into files. Import matplotlib from here on, not before."""
+"""How experiments draw: without a display, into files, a policy in the same colour everywhere. Import matplotlib from
+here on, not before."""
 
+import collections
 import pathlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
 import numpy as np
+import PIL.Image
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -13,24 +17,73 @@ import matplotlib.pyplot as plt
 from experiments.common import multihost
 from experiments.common.results import Estimate, Row
 
+# The papers' systems have a hue each, their variants its shades.
+COLOURS = {
+    "exact": "#000000",
+    "subgen": "#17803d",
+    "clustergen": "#6cc24a",
+    "balancekv": "#7b2d9e",
+    "balancekv_reference": "#b07cc6",
+    "balancekv_paper": "#d7b5e8",
+    "clusterkv": "#1f5fbf",
+    "clusterkv_paper": "#6b9be8",
+    "clusterkv_reference": "#a8c6f0",
+    "clusterkv_certified": "#0b2f66",
+    "chelsea": "#d62728",
+    "quest": "#12a5b8",
+    "infinigen": "#0a6670",
+    "uniform": "#7f7f7f",
+    "streaming_llm": "#a9a800",
+    "h2o": "#ff7f0e",
+    "cam": "#8c564b",
+    "snapkv": "#e0a100",
+    "pyramidkv": "#a6761d",
+    "kvzip": "#e377c2",
+    "leverage_scores": "#c2185b",
+    "expected_attention": "#f4a582",
+    "compactor": "#b2182b",
+    "tova": "#fdbf6f",
+    "keydiff": "#4d4d4d",
+    "knorm": "#b3b3b3",
+    "lagkv": "#5d6d3a",
+    "cur": "#cab2d6",
+}
+STYLES = ("-", "--", ":", "-.")
 
-def save(figure: plt.Figure, path: pathlib.Path) -> None:
-    """Writes a figure and frees it; the folder is made. One without a layout of its own is laid out tightly."""
+
+def colour(label: str) -> str | None:
+    """The colour of a policy, whatever its settings ("chelsea:slope=None @ 25%"); None for what is no policy, which
+    takes matplotlib's next one."""
+    return COLOURS.get(re.split("[:@ ]", label, maxsplit=1)[0])
+
+
+def save(figure: plt.Figure, path: pathlib.Path, dpi: int = 120) -> None:
+    """Writes a figure as PNG and frees it; the folder is made. One without a layout of its own is laid out tightly."""
     if figure.get_layout_engine() is None:
         figure.tight_layout()
     if multihost.is_first():
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=dpi)
+        with PIL.Image.open(path) as drawn:  # in 128 colours, a third of the bytes
+            drawn.convert("RGB").quantize(128).save(path, optimize=True)
     plt.close(figure)
 
 
+def line_with_interval(axis: plt.Axes, points: Sequence[tuple[float, Estimate]], *, label: str, **style: Any) -> None:
+    """A line through points, in order, with their intervals, in the policy's colour where the label names one."""
+    places, estimates = zip(*sorted(points), strict=True)
+    value, low, high = np.transpose(estimates)
+    reach = np.maximum([value - low, high - value], 0)
+    axis.errorbar(places, value, yerr=reach, label=label, color=colour(label), elinewidth=0.8, **style)
+
+
 def with_intervals(axis: plt.Axes, points: Mapping[str, Sequence[tuple[float, Estimate]]]) -> None:
-    """A line per label through its points, in order, with their intervals."""
+    """A line per label through its points; those of one policy differ in style."""
+    drawn: collections.Counter[str | None] = collections.Counter()
     for label, found in points.items():
-        places, estimates = zip(*sorted(found), strict=True)
-        value, low, high = np.transpose(estimates)
-        errors = np.nan_to_num(np.maximum([value - low, high - value], 0))
-        axis.errorbar(places, value, yerr=errors, marker=".", linewidth=1, label=label)
+        style = STYLES[drawn[colour(label)] % len(STYLES)] if colour(label) else STYLES[0]
+        drawn[colour(label)] += 1
+        line_with_interval(axis, found, label=label, marker=".", linewidth=1, linestyle=style)
 
 
 def panels(count: int, across: int = 4, *, size: tuple[float, float] = (4.5, 3.5)) -> tuple[plt.Figure, list[plt.Axes]]:

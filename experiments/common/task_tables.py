@@ -1,14 +1,14 @@
-"""Every policy on every task that needs no downloaded data: one table, and which policies keep most of exact's results
-at equal bytes."""
+"""Every policy on every task that needs no downloaded data: what each keeps of exact's results, told and drawn."""
 
 import collections
+import math
 import pathlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib.ticker
 
-from experiments.common import plots, results
+from experiments.common import comparisons, plots, results
 from experiments.common.results import Estimate, Row
 
 
@@ -33,13 +33,6 @@ SWEPT = (
     Swept("code_completion", "edit_similarity", _UNSEEN),
     Swept("perplexity", "perplexity_ratio", {"form": "per_position"}, perplexity=True),
 )
-# The papers' systems and the policies that are theirs.
-SYSTEMS = {
-    "SubGen": ("subgen", "clustergen"),
-    "BalanceKV": ("balancekv", "balancekv_reference", "balancekv_paper"),
-    "ClusterKV": ("clusterkv", "clusterkv_paper", "clusterkv_reference", "clusterkv_certified"),
-    "Chelsea": ("chelsea",),
-}
 # Where exact attention itself scores less, shares of it say nothing.
 LEAST_OF_EXACT = 0.1
 BUDGET = "25%"
@@ -48,14 +41,29 @@ BUDGET = "25%"
 class Line(NamedTuple):
     """One policy at one budget."""
 
-    setting: str
     label: str  # the policy and its settings
     policy: str
     budget: str | None
     recalls: bool
     fraction: float  # of exact's bytes, held or read
     scores: dict[str, Estimate]  # by task
-    kept: dict[str, float]  # by task, as a share of exact's; of perplexity the inverse ratio
+    kept: dict[str, Estimate]  # by task, as a share of exact's score; of perplexity the inverse ratio
+
+    def average(self, tasks: Sequence[str]) -> Estimate | None:
+        """The mean share of exact's over tasks; None without a share of every one of them."""
+        if not tasks or any(task not in self.kept for task in tasks):
+            return None
+        return results.mean_of([self.kept[task] for task in tasks])
+
+    def of_job(self, job: str) -> Estimate | None:
+        """The mean score over a job's tasks."""
+        own = [score for task, score in self.scores.items() if job_of(task) == job]
+        return results.mean_of(own) if own else None
+
+
+def job_of(task: str) -> str:
+    """The job of a task: "ruler" of "ruler: niah_single_1"."""
+    return task.partition(":")[0]
 
 
 def lines(found: Mapping[str, Sequence[Row]]) -> list[Line]:
@@ -73,19 +81,18 @@ def lines(found: Mapping[str, Sequence[Row]]) -> list[Line]:
                 by_setting.setdefault(setting, []).append((task, swept, row))
     of_exact = _scores(by_setting.get("exact", ()))
     made = []
-    for setting, own in by_setting.items():
+    for own in by_setting.values():
         scores = _scores(own)
-        perplexities = {task for task, swept, _ in own if swept.perplexity}
-        kept = {
-            task: 1 / score.value if task in perplexities else score.value / of_exact[task].value
-            for task, score in scores.items()
-            if task in perplexities or (task in of_exact and of_exact[task].value >= LEAST_OF_EXACT)
-        }
+        kept = {}
+        for task, score in scores.items():
+            if task in {task for task, swept, _ in own if swept.perplexity}:
+                kept[task] = Estimate(1 / score.value, 1 / score.high, 1 / score.low)
+            elif task in of_exact and of_exact[task].value >= LEAST_OF_EXACT:
+                kept[task] = Estimate(*(bound / of_exact[task].value for bound in score))
         first = own[0][2]
         fraction = sum(row.budget_fraction or 0 for _, _, row in own) / len(own)
-        recalls = bool(first.extra.get("recalls"))
-        label = results.policy_label(first)
-        made.append(Line(setting, label, first.policy, first.extra.get("budget"), recalls, fraction, scores, kept))
+        recalls, budget = bool(first.extra.get("recalls")), first.extra.get("budget")
+        made.append(Line(results.policy_label(first), first.policy, budget, recalls, fraction, scores, kept))
     return made
 
 
@@ -99,95 +106,159 @@ def _scores(own: Iterable[tuple[str, Swept, Row]]) -> dict[str, Estimate]:
     return {task: results.mean_of(estimates) for task, estimates in by_task.items()}
 
 
+def shared_tasks(every: Sequence[Line]) -> list[str]:
+    """The tasks that more than half of the lines have shares of, which averages are taken over."""
+    counts = collections.Counter(task for line in every for task in line.kept)
+    return [task for task, count in counts.items() if 2 * count > len(every)]
+
+
 def section(found: Mapping[str, Sequence[Row]]) -> str:
-    """The table and what is best, in Markdown; a sentence where nothing was run."""
+    """What is kept at a quarter of exact's bytes, and at every budget, in Markdown; empty where nothing was run."""
     every = lines(found)
     shared = shared_tasks(every)
     tasks = list(dict.fromkeys(task for line in every for task in line.scores))
     if not tasks:
-        return "Not run yet: `python -m experiments.all --profile cpu --job line_retrieval --job ruler`.\n"
-    parts = ["| policy | of exact's bytes | " + " | ".join(tasks) + " | kept on average | at least |"]
-    parts.append("|---" * (len(tasks) + 4) + "|")
+        return ""
+
+    def place(line: Line) -> tuple[bool, float]:
+        average = line.average(shared)
+        return line.recalls, -2.0 if line.budget is None else 1.0 if average is None else -average.value
+
+    at_budget = [line for line in every if line.budget in (None, BUDGET) and len(line.scores) > 1]
+    at_budget.sort(key=place)
+    jobs = list(dict.fromkeys(map(job_of, tasks)))
+    head = ["", "bytes", *(job.replace("_", " ") for job in jobs), "kept", "at least"]
+    told = [f"## At {BUDGET} of exact's bytes"]
+    told.append(comparisons.markdown(head, ([_named(line), *_cells(line, jobs, shared)] for line in at_budget)))
+    told.append(
+        f"`kept` is the share of exact's results, the mean over tasks{_left_out(every, shared)}, `at least` the least "
+        f"of them; of perplexity it is the inverse ratio.{_failing(every)}"
+    )
+    whole = [line.label for line in at_budget if line.budget and line.kept and _least(line) >= 0.99]
+    told.append(f"99% on every task: {', '.join(f'`{label}`' for label in whole) or 'none'}.")
+    told.append("![share of exact's results that is kept against bytes](../images/kept.png)")
+    told.append("![accuracy against bytes, task by task](../images/accuracy.png)")
+    for job in jobs:
+        of_job = [task for task in tasks if job_of(task) == job]
+        if len(of_job) > 1:
+            names = [task.partition(": ")[2].removeprefix("niah_") for task in of_job]
+            own = [line for line in at_budget if any(task in line.scores for task in of_job)]
+            cells = ([_named(line), *(_written(line.scores.get(task)) for task in of_job)] for line in own)
+            told += [f"## {job.replace('_', ' ')} at {BUDGET}, task by task", comparisons.markdown(["", *names], cells)]
+    told += ["## Kept at every budget", _by_budget(every, lambda line: line.average(shared))]
+    alone = [line for line in every if all(len(other.scores) == 1 for other in every if other.label == line.label)]
+    if alone:
+        told.append("Settings that were run on one task alone, by their scores there:")
+        told.append(_by_budget(alone, lambda line: next(iter(line.scores.values()))))
+    return "\n\n".join(told)
+
+
+def _named(line: Line) -> str:
+    return f"`{line.label}`"
+
+
+def _written(score: Estimate | None) -> str:
+    if score is None:
+        return "-"
+    return comparisons.short(f"{score.value:.2f}" if score.low == score.high else score.fixed())
+
+
+def _least(line: Line) -> float:
+    return min(kept.value for kept in line.kept.values())
+
+
+def _cells(line: Line, jobs: Sequence[str], shared: Sequence[str]) -> list[str]:
+    average = line.average(shared)
+    fraction = f"{line.fraction:.1%}" + (" read" if line.recalls else "")
+    least = "-" if average is None else comparisons.short(f"{_least(line):.2f}")
+    return [fraction, *(_written(line.of_job(job)) for job in jobs), _written(average), least]
+
+
+def _by_budget(every: Sequence[Line], score: Callable[[Line], Estimate | None]) -> str:
+    """A figure of every policy, budget by budget."""
+    found: dict[str, dict[str, str]] = {}
     for line in every:
-        scores = [_score(line.scores.get(task)) for task in tasks]
-        average = f"{mean(line, shared):.3f}" if comparable(line, shared) else "-"
-        kept = [average, f"{min(line.kept.values()):.3f}" if line.kept else "-"]
-        fraction = f"{line.fraction:.1%}" + (" read" if line.recalls else "")
-        parts.append("| " + " | ".join([f"`{line.setting}`", fraction, *scores, *kept]) + " |")
-    if left_out := [task for task in tasks if any(task in line.kept for line in every) and task not in shared]:
-        parts.append(f"\nAverages leave out {', '.join(left_out)}, where few policies were run.")
-    parts += ["", *best(every)]
-    failing = [task for line in every if line.setting == "exact" for task in line.scores if task not in line.kept]
-    if failing:
-        parts.append(
-            f"\nExact attention itself scores under {LEAST_OF_EXACT:g} on {', '.join(failing)}: shares leave these out."
-        )
-    return "\n".join(parts) + "\n"
+        told = score(line)
+        if line.budget and told is not None:
+            found.setdefault(_named(line), {})[line.budget] = comparisons.short(f"{told.value:.2f}")
+    budgets = sorted({budget for own in found.values() for budget in own}, key=lambda text: float(text.rstrip("%")))
+    return comparisons.markdown(
+        ["", *budgets], ([name, *(own.get(budget, "-") for budget in budgets)] for name, own in found.items())
+    )
 
 
-def _score(score: Estimate | None) -> str:
-    return "-" if score is None else f"{score.value:.2f} [{score.low:.2f}, {score.high:.2f}]"
+def _left_out(every: Sequence[Line], shared: Sequence[str]) -> str:
+    left_out = dict.fromkeys(task for line in every for task in line.kept if task not in shared)
+    return f" but {', '.join(left_out)}, where few policies were run" if left_out else ""
 
 
-def shared_tasks(every: Sequence[Line]) -> set[str]:
-    """The tasks that more than half of the lines have shares of, which averages are taken over."""
-    counts = collections.Counter(task for line in every for task in line.kept)
-    return {task for task, count in counts.items() if 2 * count > len(every)}
+def _failing(every: Sequence[Line]) -> str:
+    failing = [task for line in every if line.budget is None for task in line.scores if task not in line.kept]
+    told = f" Exact attention itself scores under {LEAST_OF_EXACT:g} on {', '.join(failing)}: shares leave these out."
+    return told if failing else ""
 
 
-def comparable(line: Line, tasks: Collection[str]) -> bool:
-    """Whether a line has a share of exact's for every one of the tasks, of which there are some."""
-    return bool(tasks) and all(task in line.kept for task in tasks)
+def of_each_policy(every: Sequence[Line], tasks: Sequence[str]) -> list[list[Line]]:
+    """Of each policy the setting that keeps most of exact's results at a quarter of its bytes, at all budgets."""
+    by_label: dict[str, list[Line]] = {}
+    for line in every:
+        if line.budget and line.average(tasks):
+            by_label.setdefault(line.label, []).append(line)
+
+    def kept(own: Sequence[Line]) -> float:
+        averages = (line.average(tasks) for line in own if line.budget == BUDGET)
+        return max((average.value for average in averages if average), default=0.0)
+
+    best: dict[str, list[Line]] = {}
+    for own in sorted(by_label.values(), key=kept):
+        best[own[0].policy] = own
+    return sorted(best.values(), key=kept, reverse=True)
 
 
-def mean(line: Line, tasks: Collection[str]) -> float:
-    """The mean share of exact's over tasks."""
-    return sum(line.kept[task] for task in tasks) / len(tasks)
+def draw(found: Mapping[str, Sequence[Row]], directory: pathlib.Path) -> list[pathlib.Path]:
+    """Pictures of `of_each_policy`: what is kept on average against bytes, and every kind of task on its own. What is
+    recalled is dashed, by the bytes that are read.
 
-
-def best(every: Sequence[Line]) -> list[str]:
-    """What keeps most of exact's results at a quarter of its bytes: by bytes held, by bytes read, of each system."""
-    shared = shared_tasks(every)
-    at_budget = [line for line in every if line.budget == BUDGET and comparable(line, shared)]
-    groups = {
-        "by bytes held": [line for line in at_budget if not line.recalls],
-        "by bytes read": [line for line in at_budget if line.recalls],
-        **{system: [line for line in at_budget if line.policy in names] for system, names in SYSTEMS.items()},
-    }
-    told = []
-    for name, candidates in groups.items():
-        if candidates:
-            first = max(candidates, key=lambda line: mean(line, shared))
-            task = min(first.kept, key=lambda task: first.kept[task])
-            least, met = first.kept[task], "met" if first.kept[task] >= 0.99 else "not met"
-            told.append(
-                f"- Best {'of ' if name in SYSTEMS else ''}{name} at {BUDGET}: `{first.setting}` keeps "
-                f"{mean(first, shared):.3f} of exact's results on average and {least:.3f} at least (`{task}`); .99 on "
-                f"every task is {met}."
-            )
-    return told
-
-
-def plot(found: Mapping[str, Sequence[Row]], path: pathlib.Path) -> None:
-    """What policies keep of exact's results on average against their bytes, those held and those read side by side."""
+    Returns:
+        Where they are.
+    """
     every = lines(found)
     shared = shared_tasks(every)
-    figure, panels = plots.plt.subplots(1, 2, figsize=(14, 7), sharey=True)
-    for panel, what, recalls in zip(panels, ("held", "read"), (False, True), strict=True):
-        points: dict[str, list[tuple[float, float]]] = {}
+    drawn = of_each_policy(every, shared)
+    jobs = list(dict.fromkeys(map(job_of, shared)))
+
+    figure, axis = plots.plt.subplots(figsize=(8, 4.8), layout="constrained")
+    axis.axhline(1, color=plots.COLOURS["exact"], linewidth=1, label="exact")
+    _curves(axis, drawn, lambda line: line.average(shared))
+    axis.set_ylabel("share of exact's results that is kept")
+    figure.legend(loc="outside right upper", fontsize=9)
+    plots.save(figure, directory / "kept.png", dpi=100)
+
+    height = 3.4 * math.ceil(len(jobs) / 2)
+    figure, axes = plots.plt.subplots(-(-len(jobs) // 2), 2, figsize=(10, height), layout="constrained", squeeze=False)
+    for axis, job in zip(axes.flat, jobs, strict=False):
         for line in every:
-            if line.recalls == recalls and line.budget and comparable(line, shared):
-                points.setdefault(line.label, []).append((line.fraction, mean(line, shared)))
-        for number, (label, at) in enumerate(points.items()):
-            marker, style = "osv^D"[number % 5], ("-", "--", ":")[number // 10 % 3]
-            panel.plot(*zip(*sorted(at), strict=True), marker=marker, linestyle=style, label=label)
-        panel.set_xscale("log")
-        percent = matplotlib.ticker.PercentFormatter(1, decimals=0)
-        panel.xaxis.set_major_formatter(percent)
-        panel.xaxis.set_minor_formatter(percent)
-        panel.set_xlabel(f"bytes {what}, of exact's")
-        panel.grid(alpha=0.3)
-        if points:
-            panel.legend(fontsize=7)
-    panels[0].set_ylabel(f"share of exact's results kept, mean over tasks: {len(shared)}")
-    plots.save(figure, path)
+            if line.budget is None and (score := line.of_job(job)):
+                axis.axhline(score.value, color=plots.COLOURS["exact"], linewidth=1, label="exact")
+        _curves(axis, drawn, lambda line, job=job: line.of_job(job))  # type: ignore[misc]
+        axis.set_title(job.replace("_", " ") + (", ratio to exact's (less is better)" if job == "perplexity" else ""))
+    for axis in axes.flat[len(jobs) :]:
+        axis.set_axis_off()
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize=9)
+    plots.save(figure, directory / "accuracy.png", dpi=80)
+    return [directory / "kept.png", directory / "accuracy.png"]
+
+
+def _curves(axis: plots.plt.Axes, drawn: Sequence[Sequence[Line]], score: Callable[[Line], Estimate | None]) -> None:
+    """A curve per policy, each a little further right than the last, so that intervals stand side by side."""
+    for number, own in enumerate(drawn):
+        aside = 1 + 0.007 * (number - len(drawn) / 2)
+        points = [(aside * line.fraction, told) for line in own if (told := score(line))]
+        style = {"marker": "s", "linestyle": "--"} if own[0].recalls else {"marker": "o", "linestyle": "-"}
+        plots.line_with_interval(axis, points, label=own[0].policy, markersize=4, **style)
+    axis.set_xscale("log")
+    axis.set_xticks([0.05, 0.1, 0.25, 0.5, 1])
+    axis.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1, decimals=0))
+    axis.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    axis.set_xlabel("bytes held (dashed: read), of exact's")
+    axis.grid(alpha=0.3)

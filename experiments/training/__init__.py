@@ -1,1 +1,1 @@
-"""What the training runs are made of: data, losses, starts, checkpoints, and what is shipped."""
+"""Training of the shipped checkpoints: `python -m experiments.training.lines` and `.language_model`."""

@@ -35,7 +35,7 @@ def test_the_command_reports_an_experiment_that_fails(tmp_path):
     done = command("experiments.all", "--job=guarantees", "--model=nowhere", f"--output_dir={tmp_path}")
     assert done.returncode == 1
     assert "FAILED guarantees: ValueError: --model=nowhere is neither a directory" in done.stderr
-    assert (tmp_path / "quick" / "README.md").read_text().startswith("# The papers' tables and figures")
+    assert (tmp_path / "quick" / "papers" / "subgen.md").read_text().startswith("# SubGen")
 
 
 def test_a_process_that_dies_or_is_stopped_loses_itself_alone(tmp_path):

@@ -1,61 +1,85 @@
-"""The results page: complete, as its rows make it, and every command on it can be typed."""
+"""The pages of results: complete, short, as their rows make them, and every command on them can be typed."""
 
 import dataclasses
 import importlib
 import re
 import shlex
 
+import PIL.Image
 import pytest
 
-from experiments.common import options, page, settings
+from experiments.common import comparisons, options, page, plots, sections, settings
 from experiments.common.jobs import JOBS, PROFILES
-from experiments.common.papers import PAPERS, Figures, Item, Paper
 from experiments.common.processes import ROOT, command
 from experiments.common.results import Row
+from experiments.common.sections import Figure, Section
 from experiments.common.suites import ABLATIONS
+from kvjax.registry import POLICIES
 
 # Numbers of figures and tables, as the papers print them.
 PRINTED = {
-    "SubGen": (range(1, 2), range(1, 2)),
-    "ClusterGen (SubGen's second text)": (range(1, 2), range(1, 4)),
-    "BalanceKV": (range(1, 5), range(1, 3)),
-    "ClusterKV": (range(1, 14), range(1, 2)),
-    "Chelsea": (range(1, 9), range(1, 12)),
-    "Choices of the systems": (range(0), range(0)),
+    ("papers/subgen.md", "SubGen"): (range(1, 2), range(1, 2)),
+    ("papers/subgen.md", "ClusterGen"): (range(1, 2), range(1, 4)),
+    ("papers/balancekv.md", ""): (range(1, 5), range(1, 3)),
+    ("papers/clusterkv.md", ""): (range(1, 14), range(1, 2)),
+    ("papers/chelsea.md", ""): (range(1, 9), range(1, 12)),
 }
-# No experiments: they train, compile for other machines, write text, or run the others.
-OTHER_COMMANDS = {"train", "train_lm", "ahead_of_time", "pod_plan", "all"}
+# No experiments: they compile for other machines, or run the others.
+OTHER_COMMANDS = {"ahead_of_time", "pod_plan", "all"}
 
 
-def test_every_table_and_figure_has_a_line():
-    for paper in PAPERS:
-        named = {"Figure": [], "Table": []}
-        for item in paper.items:
-            for kind, numbers in re.findall(r"(Figure|Table)s? ((?:\d+|I)(?:(?:, | and )\d+)*)", item.name):
-                named[kind] += [1 if number == "I" else int(number) for number in re.findall(r"\d+|I", numbers)]
-        figures, tables = PRINTED[paper.name]
-        assert (sorted(named["Figure"]), sorted(named["Table"])) == (list(figures), list(tables)), paper.name
+@pytest.mark.parametrize(("path", "paper"), PRINTED)
+def test_every_table_and_figure_has_a_section(path, paper):
+    [own] = [one for one in sections.pages() if one.path == path]
+    named = {"Figure": [], "Table": []}
+    for section in own.sections:
+        for name in section.name.split("; "):
+            for kind, numbers in re.findall(r"(Figure|Table)s? ((?:\d+|I)(?:(?:, | and )\d+)*)", name):
+                if name.startswith(paper):
+                    named[kind] += [1 if number == "I" else int(number) for number in re.findall(r"\d+|I", numbers)]
+    figures, tables = PRINTED[path, paper]
+    assert (sorted(named["Figure"]), sorted(named["Table"])) == (list(figures), list(tables))
 
 
-def test_the_page_is_what_its_rows_make():
-    assert page.PAGE.read_text(encoding="utf-8") == page.render(page.published())
+def test_the_pages_are_what_their_rows_make_and_short():
+    found = page.published()
+    for path, text in page.render(found).items():
+        assert (page.DOCS / path).read_text(encoding="utf-8") == text, "python -m experiments.pages"
+        assert len(text.encode()) <= page.MOST_BYTES, path
+        for picture in re.findall(r"!\[[^]]+\]\(([^)]+)\)", text):
+            drawn = (page.DOCS / path).parent / picture
+            assert drawn.stat().st_size < 100_000
+            assert PIL.Image.open(drawn).width > 600
+
+
+def test_what_has_not_run_is_off_the_pages_and_on_the_list():
+    found = page.published()
+    missing = [place for places in page.not_run(found).values() for place in places]
+    text = "\n".join(page.render(found).values())
+    for own, section, figure in sections.figures():
+        rows = [row for jobs in found.values() for job in figure.jobs if job in jobs for row in jobs[job].rows]
+        listed = any(place.startswith(f"{own.path}: {section.title}") for place in missing)
+        assert any(map(figure.takes, rows)) or listed
+        assert f"## {section.title}\n" in text or listed
+    assert "not run" not in text.lower() and page.not_run({})
 
 
 def test_every_experiment_is_run_and_every_figure_has_a_job():
     modules = {path.stem for path in (ROOT / "experiments").glob("*.py")} - {"__init__"}
     assert {job.experiment for job in JOBS.values()} == modules - OTHER_COMMANDS
-    assert {figures.job for paper in PAPERS for item in paper.items for figures in item.figures} <= set(JOBS)
+    assert {job for _, _, figure in sections.figures() for job in figure.jobs} <= set(JOBS)
 
 
-def test_every_ablation_is_run_and_has_a_line():
-    shown = {figures.where.get("ablation") for paper in PAPERS for item in paper.items for figures in item.figures}
+def test_every_ablation_is_run_and_has_a_section():
+    shown = {figure.where.get("ablation") for _, _, figure in sections.figures()}
     run = [name for job in JOBS.values() for name in job.what.get("ablation", ())]
     assert shown - {None} == set(ABLATIONS) and sorted(run) == sorted(ABLATIONS)
 
 
 def test_every_command_can_be_typed():
     commands = [command(job.experiment, job.arguments(profile)) for job in JOBS.values() for profile in PROFILES]
-    commands += re.findall(r"`(python -m experiments\.[^`]+)`", page.PAGE.read_text(encoding="utf-8"))
+    for text in page.render(page.published()).values():
+        commands += re.findall(r"^(python -m experiments\..+)$", text, flags=re.MULTILINE)
     names, chosen = set(), set()
     for one in dict.fromkeys(commands):
         _, _, module, *arguments = shlex.split(one)
@@ -72,59 +96,128 @@ def test_every_command_can_be_typed():
     assert len(names) > 10
 
 
+def test_the_guide_names_every_module():
+    guide = (ROOT / "experiments" / "README.md").read_text(encoding="utf-8")
+    assert len(guide.encode()) <= page.MOST_BYTES
+    modules = {path.stem for path in (ROOT / "experiments").glob("*.py")} - {"__init__"}
+    assert modules <= set(re.findall(r"^\| `(\w+)`", guide, flags=re.MULTILINE))
+
+
+def test_every_policy_has_a_colour_of_its_own():
+    assert set(plots.COLOURS) == set(POLICIES)
+    assert len(set(plots.COLOURS.values())) == len(POLICIES)
+    assert plots.colour("chelsea:slope=None @ 25%") == plots.COLOURS["chelsea"]
+    assert plots.colour("low_rank") is None
+
+
 def row(policy, value, low=None, high=None, **extra):
     return Row(
         "e", "m", policy, "accuracy", value, ci95_low=low, ci95_high=high, n=50, context_tokens=2048, extra=extra
     )
 
 
-RANKED = Figures("ablations_kept", "accuracy", groups=("budget",), order=("exact", "chelsea", "uniform"))
+RANKED = Figure(("ablations_kept",), "accuracy", groups=("budget",), order=("exact", "chelsea", "uniform"))
 
 
 @pytest.mark.parametrize(
     "chelsea, uniform, expected",
     [
-        ((0.6, 0.5, 0.7), (0.3, 0.2, 0.4), "**yes**: 2 of 2 comparisons as there"),
+        ((0.6, 0.5, 0.7), (0.3, 0.2, 0.4), "**yes**, 2 of 2 comparisons"),
         (
             (0.3, 0.2, 0.4),
             (0.6, 0.5, 0.7),
-            "**no**: 1 of 2 comparisons as there; the other way round: `uniform` before `chelsea` (1)",
+            "**no**, 1 of 2 comparisons; the other way round: `uniform` before `chelsea` (1)",
         ),
-        ((0.5, 0.4, 0.6), (0.4, 0.3, 0.5), "**in part**: 1 of 2 comparisons as there, 1 within their intervals"),
-        ((0.98, 0.9, 1), (0.97, 0.9, 1), "**not told apart**: 0 of 2 comparisons as there, 2 within their intervals"),
+        ((0.5, 0.4, 0.6), (0.4, 0.3, 0.5), "**in part**, 1 of 2 comparisons, 1 within their intervals"),
+        ((0.98, 0.9, 1), (0.97, 0.9, 1), "**not told apart**, 0 of 2 comparisons, 2 within their intervals"),
     ],
 )
 def test_an_order_holds_where_intervals_do_not_meet(chelsea, uniform, expected):
     rows = [row("exact", 1.0, 0.95, 1.0, budget=None), row("chelsea", *chelsea, budget="25%")]
     rows.append(row("uniform", *uniform, budget="25%"))
-    assert page.verdict(RANKED, rows) == expected
+    assert comparisons.verdict(RANKED, rows) == expected
 
 
 def test_lower_may_be_better_and_a_figure_without_interval_is_taken_as_it_is():
-    figures = Figures("latency", "accuracy", order=("uniform", "exact"), lower_is_better=True)
-    assert page.verdict(figures, [row("exact", 1.0), row("uniform", 0.5)]).startswith("**yes**")
-    assert page.verdict(figures, [row("exact", 0.4), row("uniform", 0.5)]).startswith("**no**")
-    assert page.verdict(figures, [row("exact", 0.4)]) == page.NOT_RUN
+    figure = Figure(("latency",), "accuracy", order=("uniform", "exact"), lower_is_better=True)
+    assert comparisons.verdict(figure, [row("exact", 1.0), row("uniform", 0.5)]).startswith("**yes**")
+    assert comparisons.verdict(figure, [row("exact", 0.4), row("uniform", 0.5)]).startswith("**no**")
+    assert comparisons.verdict(figure, [row("exact", 0.4)]) == ""
 
 
-def test_a_line_shows_rows_of_its_job_alone_and_says_what_has_not_run(monkeypatch):
-    item = Item("Table 9", "what", "the paper's", (RANKED,), why="Because.")
-    assert page.NOT_RUN in page.line(item, {}) and "Because." not in page.line(item, {})
+def test_exact_stands_at_every_budget_and_what_are_more_become_lines():
+    rows = [row("exact", 1.0, budget=None)]
+    rows += [row("chelsea", value, budget=f"{budget}%") for budget, value in ((5, 0.125), (25, 0.5), (50, 1234.5))]
+    assert comparisons.table({RANKED: rows}).splitlines() == [
+        "|  | `exact` | `chelsea` |",
+        "| --- | --: | --: |",
+        "| 5% | 1.00 | .12 |",
+        "| 25% | 1.00 | .50 |",
+        "| 50% | 1.00 | 1,234 |",
+    ]
+    assert comparisons.table({RANKED: rows[:2]}).splitlines() == [
+        "|  | 5% |",
+        "| --- | --: |",
+        "| `exact` | 1.00 |",
+        "| `chelsea` | .12 |",
+    ]
+
+
+def test_a_section_shows_rows_of_its_jobs_alone(monkeypatch):
+    section = Section("what", "Table 9", "setting", "found", why="Because.", figures=(RANKED,))
+    assert page.render_section(section, {}) == ""
     rows = [row("exact", 1.0, 0.9, 1.0, budget=None), row("chelsea", 0.25, 0.1, 0.4, budget="25%")]
     rows += [row("h2o", 0.77, budget="25%"), Row("e", "m", "chelsea", "perplexity", 9.0)]
-    monkeypatch.setattr(page, "PAPERS", (Paper("A", "", (item,)),))
+    monkeypatch.setattr(sections, "pages", lambda: (sections.Page("a.md", "A", "", (section,)),))
     found = page.collect({"ablations_kept": page.Done("the command", rows)}, "a machine")
     assert [one.policy for one in found["ablations_kept"].rows if one.extra["budget"]] == ["chelsea"]
-    shown = page.line(item, {"cpu": found})
-    assert "25%: `chelsea` 0.25 [0.10, 0.40]" in shown and "0.77" not in shown and page.NOT_RUN not in shown
-    assert "`the command`: m, 2,048 tokens, n = 50; a machine (`cpu`)" in shown
+    shown = page.render_section(section, {"cpu": found})
+    assert shown.startswith("## Table 9: what\n\n**The paper** (setting): found.\n\n")
+    assert "| `chelsea` | .25 [.10, .40] |" in shown and ".77" not in shown and "Because." in shown
+    assert "# m, 2,048 tokens, n = 50; a machine\nthe command\n" in shown
+    assert page.not_run({"cpu": found}) == {} and len(page.not_run({"cpu": {}})) == 1
+
+
+def test_the_largest_profile_that_ran_a_figure_is_shown():
+    section = Section("what", figures=(RANKED,))
+    found = {
+        profile: {"ablations_kept": page.Done("c", [row("chelsea", value, budget="25%")])}
+        for profile, value in (("quick", 0.1), ("cpu", 0.2))
+    }
+    assert ".20 |" in page.render_section(section, found | {"h200": {}})
+
+
+def test_a_picture_has_a_point_per_policy_and_group(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(comparisons.plots, "save", lambda figure, path, dpi: drawn.append(figure))
+    rows = [row(policy, value, 0.1, 0.9, budget=budget) for policy, budget, value in (
+        ("chelsea", "5%", 0.2), ("chelsea", "25%", 0.5), ("uniform", "5%", 0.1)
+    )]  # fmt: skip
+    comparisons.draw({RANKED: rows}, tmp_path / "a.png")
+    [axis] = drawn[0].axes
+    points = [container[0] for container in axis.containers]
+    assert sorted(float(point.get_xdata()[0]) for point in points) == [0.1, 0.2, 0.5]
+    assert [point.get_color() for point in points] == [
+        plots.COLOURS[name] for name in ("chelsea", "uniform", "chelsea")
+    ]
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["uniform", "chelsea"]
+
+
+def test_one_of_several_ablations_is_typed_alone():
+    figure = Figure(("ablations_kept",), "accuracy", {"ablation": "b"}, groups=("budget",))
+    done = page.Done(
+        "python -m e --ablation=a --ablation=b --ablation=b2", [row("h2o", 1.0, budget="5%", ablation="b")]
+    )
+    assert "\npython -m e --ablation=b\n" in page.render_section(
+        Section("w", figures=(figure,)), {"cpu": {"ablations_kept": done}}
+    )
 
 
 def test_a_method_alone_is_shown_and_not_ranked():
-    item = Item("Figure 12", "what", "the paper's", (dataclasses.replace(RANKED, order=("chelsea",)),), why="Because.")
+    section = Section("what", figures=(dataclasses.replace(RANKED, order=("chelsea",)),))
     done = page.Done("the command", [row("chelsea", 0.25, 0.1, 0.4, budget="25%")])
-    cells = page.line(item, {"cpu": {"ablations_kept": done}}).split(" | ")
-    assert cells[2:4] == ["25%: `chelsea` 0.25 [0.10, 0.40]", "-"]
+    shown = page.render_section(section, {"cpu": {"ablations_kept": done}})
+    assert "| `chelsea` | .25 [.10, .40] |" in shown and "order" not in shown
 
 
 def test_results_are_read_as_they_were_written(tmp_path):
@@ -137,20 +230,23 @@ def test_results_are_read_as_they_were_written(tmp_path):
 
 def test_what_is_published_takes_the_place_of_earlier_and_quick_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(page, "PAGE", tmp_path / "README.md")
+    monkeypatch.setattr(page, "DOCS", tmp_path / "docs")
 
     def done(value):
         rows = [row("exact", 1.0, budget=None, prefill="exact"), row("h2o", value, budget="25%", prefill="exact")]
         unseen = [dataclasses.replace(one, question_seen=False, budget_fraction=0.25) for one in rows]
         return page.Done("a command", unseen, "here")
 
+    def shown():
+        return (page.DOCS / "results" / "accuracy.md").read_text()
+
     page.publish({"ruler": done(0.1), "line_retrieval": done(0.5)}, "quick")
-    assert "](results/quick.png)" in page.PAGE.read_text() and (page.RESULTS / "quick.png").exists()
+    assert "| `h2o` | 25.0% | .50 | .10 |" in shown() and (page.DOCS / "images" / "kept.png").exists()
     page.publish({"line_retrieval": done(0.6)}, "cpu")
     page.publish({"ruler": done(0.7)}, "cpu")
     published = {
         profile: {job: one.rows[1].value for job, one in jobs.items()} for profile, jobs in page.published().items()
     }
     assert published == {"quick": {}, "cpu": {"line_retrieval": 0.6, "ruler": 0.7}}
-    assert (tmp_path / "README.md").read_text() == page.render(page.published())
-    assert "](results/cpu.png)" in page.PAGE.read_text() and "quick.png" not in page.PAGE.read_text()
+    assert shown() == page.render(page.published())["results/accuracy.md"]
+    assert "| `h2o` | 25.0% | .60 | .70 |" in shown()

@@ -1,5 +1,6 @@
 """What a trained language model can do under exact attention: perplexity of held-out text, and the tasks."""
 
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -39,22 +40,8 @@ def perplexities(model: llama.Llama, tokenizer: Tokenizer, tokens: int, windows:
     rows = []
     for low, high in itertools.pairwise(bounds):
         mean = results.mean_interval(np.stack(losses)[:, low:high].mean(axis=1)).exponential()
-        rows.append(
-            results.Row(
-                experiment="train_lm",
-                model=name,
-                policy="exact",
-                metric="perplexity",
-                value=mean.value,
-                task="held_out_packages",
-                context_tokens=tokens,
-                ci95_low=mean.low,
-                ci95_high=mean.high,
-                n=windows,
-                seed=_SEED,
-                extra={"positions": [low, high]},
-            )
-        )
+        made = _row(name, "perplexity", "held_out_packages", tokens, mean, windows)
+        rows.append(dataclasses.replace(made, extra={"positions": [low, high]}))
     return rows
 
 
@@ -72,21 +59,14 @@ def accuracy(model: llama.Llama, tokenizer: Tokenizer, task: str, tokens: int, p
         for _, written in generator.write(state, most_new):
             generate.collect(answers, written)
         scores.append(mixture.TASKS[task].score(tokenizer.decode(answers[0]), problem.answers))
-    low, high = results.score_interval(scores)
-    return results.Row(
-        experiment="train_lm",
-        model=name,
-        policy="exact",
-        metric="accuracy",
-        value=float(np.mean(scores)),
-        task=task,
-        context_tokens=tokens,
-        question_seen=True,
-        ci95_low=low,
-        ci95_high=high,
-        n=problems,
-        seed=_SEED,
-    )
+    mean = results.Estimate(float(np.mean(scores)), *results.score_interval(scores))
+    return dataclasses.replace(_row(name, "accuracy", task, tokens, mean, problems), question_seen=True)
+
+
+def _row(model: str, metric: str, task: str, tokens: int, mean: results.Estimate, count: int) -> results.Row:
+    bounds = {"ci95_low": mean.low, "ci95_high": mean.high}
+    sizes = {"context_tokens": tokens, "n": count, "seed": _SEED}
+    return results.Row("training", model, "exact", metric, mean.value, task, **bounds, **sizes)  # type: ignore[arg-type]
 
 
 COLUMNS = ("", "value", "95%", "n")
@@ -94,56 +74,10 @@ COLUMNS = ("", "value", "95%", "n")
 
 def table_line(row: results.Row) -> tuple[str, ...]:
     """The line of a table with `COLUMNS` that says what was measured."""
-    what = "perplexity at {} to {}".format(*row.extra["positions"]) if row.metric == "perplexity" else str(row.task)
+    what = f"{row.task}, {row.context_tokens:,} tokens"
+    if row.metric == "perplexity":
+        what = "perplexity at {} to {}".format(*row.extra["positions"])
     return what, f"{row.value:.3g}", f"{row.ci95_low:.3g} to {row.ci95_high:.3g}", str(row.n)
-
-
-CARD = """# {name}
-
-A small Llama that was trained to be worth compressing: it continues Python sources, and finds in a long text what it is
-asked for, in the published words of LongEval's line retrieval and RULER's needle tasks. It follows no other
-instructions.
-
-## What it can do
-
-Exact attention, greedy decoding, {tokens} tokens of prompt and answer (`accuracy.json`). Perplexity is per token of
-packages that it was not trained on ({held_out}), by how many tokens stand before; accuracies are of fresh problems as
-published. Of several values it writes each behind its key or its number (" key: value, ..."); scores ask what an answer
-contains.
-
-{table}
-
-![losses](training.png)
-
-## Model
-
-Llama: width {width}, MLP {mlp_width}, {layers} layers, {query_heads} query heads, {kv_heads} kv heads of {head_dim},
-{parameters:.1f} million parameters in {dtype}, RoPE's base {rope_theta:,.0f}, context {tokens} tokens. {vocabulary}
-tokens: byte pairs learnt from its own training texts, with digits in groups of three.
-
-## Training
-
-    python -m experiments.train_lm --preset={preset} --output_dir=build/train_lm/{preset}
-
-{steps} steps in {hours:.1f} hours on {device} (`train_log.jsonl`). AdamW, learning rate {learning_rate:.3g} with a
-warm-up and a cosine{restarted}, gradients clipped to norm 1; seed {seed}.
-
-- **Data**: windows of installed packages' sources ({packages}; `experiments/common/sources.py`) with loss on every
-  token, and texts of tasks with many questions each, with loss on the answers (`experiments/training/mixture.py`).
-- **Stages**: {stages}.
-- **Start**: near induction and lookup by name (`experiments/training/circuits.py`), not random.
-
-## Limits
-
-- Made for these tasks, prompts and names of an adjective and a noun; other questions it does not understand.
-- Trained on Python sources alone, and on up to {tokens} tokens.
-- One seed was trained.
-
-## Licence
-
-Apache-2.0, as the project. Prompts from LongEval (LongChat, lm-sys, Apache-2.0) and RULER (NVIDIA, Apache-2.0), words
-from `wonderwords` (MIT). The packages trained on are under permissive licences of their own.
-"""
 
 
 def markdown_table(rows: Sequence[results.Row]) -> str:
