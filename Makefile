@@ -12,7 +12,7 @@ OPS := $(patsubst pallas_kernels/%/benchmark.py,%,$(wildcard pallas_kernels/*/be
 .PHONY: demo test test-all lint types unit heavy docs aot aot-gpu measure parity constraints clean
 
 demo: $(VENV)/.installed
-	$(BIN)/python -m experiments.line_retrieval --demo --verbosity=-1 --output_dir build/demo
+	$(BIN)/python -m experiments.demo
 
 test: lint types unit
 
@@ -35,7 +35,7 @@ heavy: $(VENV)/.installed
 test-all:
 	$(MAKE) test heavy PYTHON=$(PYTHON)
 	$(MAKE) test heavy PYTHON=$(PYTHON_312)
-	$(MAKE) parity PYTHON=$(PYTHON)
+	$(MAKE) parity docs PYTHON=$(PYTHON)
 
 # Kernels and decoding compiled for TPUs that are not here.
 aot: $(VENV)/.installed $(VENV)/.installed-tpu-compiler
@@ -51,6 +51,10 @@ measure: $(VENV)/.installed
 	for op in $(OPS); do \
 		$(BIN)/python -m pallas_kernels.$$op.benchmark --output build/kernels/$$op.json || exit 1; \
 	done
+
+# The site, in build/docs.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --builder html docs build/docs
 
 parity: $(VENV)/.installed-parity
 	$(BIN)/python -m pytest tests/models/test_parity.py tests/models/test_generate_parity.py \

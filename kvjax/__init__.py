@@ -58,4 +58,4 @@ from kvjax.state import insert_rows as insert_rows
 from kvjax.state import repeat_rows as repeat_rows
 from kvjax.state import take_rows as take_rows
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

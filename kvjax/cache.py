@@ -15,7 +15,7 @@ counts it (`kvjax.check` raises with its meaning) and the row's attention is NaN
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Generic, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from kvjax.attention import Seen, attend_and_see
 from kvjax.collectives import PARTS, TENSOR, summed_over_heads, summed_over_parts
 from kvjax.partials import output
 from kvjax.policies.streaming_llm import StreamingLLM
-from kvjax.policy import Policy, Prompt, Repeated
+from kvjax.policy import Policy, Prompt, Repeated, S
 from kvjax.segment import Recalled, Segment, parts_of, segment_bytes
 from kvjax.sharding import DATA, HEADS, ROWS, shardings
 from kvjax.spec import CacheSpec, check_query, check_tokens, known
@@ -38,21 +38,21 @@ from pallas_kernels.weighted_decode import Partials
 
 
 @state
-class Cache:
+class Cache(Generic[S]):
     """One layer's cache of a batch of rows."""
 
-    state: Any  # the policy's
+    state: S  # the policy's
     staging: Staging
     past: Int[Array, "B"] = fault("tokens came past max_prompt + max_new; the cache may have lost some")
     reused: Int[Array, "B"] = fault("a prompt came to a cache that had tokens, or was longer than max_prompt")
     # Faults of the policy's state, as they stood after the last prefill or compaction.
     faulty: Int[Array, "B"]
-    policy: Policy = static()
+    policy: Policy[S] = static()
     spec: CacheSpec = static()  # of one row of any layer: equal layers share programs
     mesh: Mesh | None = static()  # whose devices share the cache
 
 
-def init(policy: Policy, spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Mesh | None = None) -> Cache:
+def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Mesh | None = None) -> Cache[S]:
     """An empty cache.
 
     Args:
@@ -83,7 +83,7 @@ def init(policy: Policy, spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Mesh 
     return cache if mesh is None else jax.lax.with_sharding_constraint(cache, shardings(cache, mesh))
 
 
-def layer_policy(policy: Policy, spec: CacheSpec) -> Policy:
+def layer_policy(policy: Policy[S], spec: CacheSpec) -> Policy[S]:
     """The policy that `init` gives to a layer."""
     params = type(policy).__dict__.get("__dataclass_params__")
     if not isinstance(policy, Policy) or params is None or not params.frozen:
@@ -94,11 +94,12 @@ def layer_policy(policy: Policy, spec: CacheSpec) -> Policy:
     chosen = policy.at(spec)
     if spec.window is None:
         return chosen
-    return StreamingLLM(spec.window, sinks=0, compact_every=min(spec.window, chosen.compact_every))
+    window: Policy[Any] = StreamingLLM(spec.window, sinks=0, compact_every=min(spec.window, chosen.compact_every))
+    return window
 
 
 def prefill(
-    cache: Cache,
+    cache: Cache[S],
     keys: Float[Array, "B T H_kv D"],
     values: Float[Array, "B T H_kv D_v"],
     lengths: Int[Array, "B"],
@@ -107,7 +108,7 @@ def prefill(
     *,
     sink_logits: Float[Array, "H_q"] | None = None,
     repeated: Repeated | None = None,
-) -> tuple[Cache, Any]:
+) -> tuple[Cache[S], Any]:
     """Takes a whole prompt into a fresh cache.
 
     Args:
@@ -170,11 +171,11 @@ def prefill(
 
 
 def append(
-    cache: Cache,
+    cache: Cache[S],
     keys: Float[Array, "B T H_kv D"],
     values: Float[Array, "B T H_kv D_v"],
     lengths: Int[Array, "B"] | None = None,
-) -> Cache:
+) -> Cache[S]:
     """Appends T tokens (the first `lengths[b]` of them in row b) without attending. It never compacts: call `compact`
     before the buffer of `cache.spec.staging` tokens is full."""
     _check(cache, keys, values, lengths)
@@ -202,7 +203,7 @@ def attend(
 
 
 def step(
-    cache: Cache,
+    cache: Cache[S],
     query: Float[Array, "B T H_q D"],
     keys: Float[Array, "B T H_kv D"],
     values: Float[Array, "B T H_kv D_v"],
@@ -210,7 +211,7 @@ def step(
     *,
     sink_logits: Float[Array, "H_q"] | None = None,
     compact_when_full: bool = True,
-) -> tuple[Float[Array, "B T H_q D_v"], Cache]:
+) -> tuple[Float[Array, "B T H_q D_v"], Cache[S]]:
     """Appends T tokens and gives their causal attention, float32: query t sees what had come by its own token.
 
     Args:
@@ -245,7 +246,7 @@ def step(
     return _out_of_order(attended, order), cache
 
 
-def compact(cache: Cache) -> Cache:
+def compact(cache: Cache[S]) -> Cache[S]:
     """Hands the staged tokens to the policy. Right at any time, also where none or few are staged."""
     return _on_mesh(cache, _compact, (), (), lambda cache: cache)
 
@@ -284,19 +285,19 @@ def read_bytes(cache: Cache) -> int:
 # --- on one device's part ---
 
 
-def _append(cache: Cache, keys: Array, values: Array, lengths: Array | None) -> Cache:
+def _append(cache: Cache[S], keys: Array, values: Array, lengths: Array | None) -> Cache[S]:
     return dataclasses.replace(cache, staging=stagings.append(cache.staging, keys, values, lengths))
 
 
-def _compact(cache: Cache) -> Cache:
+def _compact(cache: Cache[S]) -> Cache[S]:
     new, staging = stagings.take_out(cache.staging)
     cache = dataclasses.replace(cache, state=cache.policy.compact(cache.state, new), staging=staging)
     return _looked_over(_counted(cache))
 
 
 def _attend(
-    cache: Cache, query: Float[Array, "B T H_q D"], sink_logits: Array | None, causal: bool
-) -> tuple[Partials, Cache]:
+    cache: Cache[S], query: Float[Array, "B T H_q D"], sink_logits: Array | None, causal: bool
+) -> tuple[Partials, Cache[S]]:
     policy, staging, tokens = cache.policy, cache.staging, query.shape[1] if causal else 1
     reading = policy.read(cache.state, stagings.newer_tokens(staging, tokens))
     real = stagings.appended(staging, tokens) if causal else None
@@ -327,12 +328,12 @@ def _unsound(cache: Cache) -> Bool[Array, "B"]:
     return ((cache.staging.overflow | cache.reused | cache.faulty) != 0) | (tokens(cache) > cache.spec.capacity)
 
 
-def _counted(cache: Cache) -> Cache:
+def _counted(cache: Cache[S]) -> Cache[S]:
     """The cache with its tokens held against what it was made for."""
     return dataclasses.replace(cache, past=jnp.maximum(tokens(cache) - cache.spec.capacity, 0))
 
 
-def _looked_over(cache: Cache) -> Cache:
+def _looked_over(cache: Cache[S]) -> Cache[S]:
     """The cache with its policy's faults counted, of every row over all heads and parts."""
     faults = faults_of_rows(cache.state)
     if faults is None:

@@ -12,7 +12,7 @@ import abc
 import dataclasses
 import typing
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from jaxtyping import Array, Float, Int, Key
 
@@ -22,7 +22,7 @@ from kvjax.spec import CacheSpec
 from kvjax.staging import Tokens
 from kvjax.state import state, static
 
-State = Any
+S = TypeVar("S")  # a policy's state
 
 ALL_QUERIES = -1  # for `Policy.prompt_queries`: the queries of the whole prompt
 
@@ -84,7 +84,7 @@ class Prompt:
     logit_cap: float | None = static(default=None)
 
 
-class Policy(abc.ABC):
+class Policy(abc.ABC, Generic[S]):
     """A cache policy. Subclasses are frozen dataclasses: equal settings are equal policies, in one process and from one
     to the next, and compiled programs, saved states and tables of results go by that.
 
@@ -121,20 +121,20 @@ class Policy(abc.ABC):
         """Whether everything is kept and a part of it read: budgets are then of what is read."""
         return False
 
-    def at(self, spec: CacheSpec) -> "Policy":
+    def at(self, spec: CacheSpec) -> "Policy[S]":
         """The policy of one layer, for policies that differ from layer to layer. `kvjax.init` asks once."""
         return self
 
     @abc.abstractmethod
-    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> State:
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> S:
         """An empty cache: a `@state`. A typed key per row, so that a row's randomness is its own."""
 
     @abc.abstractmethod
-    def prefill(self, state: State, prompt: Prompt) -> State:
+    def prefill(self, state: S, prompt: Prompt) -> S:
         """Takes a whole prompt into a fresh state."""
 
     @abc.abstractmethod
-    def read(self, state: State, newer: Int[Array, "B #T"]) -> Reading:
+    def read(self, state: S, newer: Int[Array, "B #T"]) -> Reading:
         """What attention reads of the state: `Segment`s, `Recalled`s, and tuples of them. Staged tokens, which are in
         no state yet, are read besides.
 
@@ -142,21 +142,21 @@ class Policy(abc.ABC):
             newer: how many staged tokens each query sees, its own included: what a sliding window slides by.
         """
 
-    def observe(self, state: State, seen: Seen) -> State:
+    def observe(self, state: S, seen: Seen) -> S:
         """Learns from the attention that appended tokens paid. In `seen.parts` stands what was seen of each part of the
         reading. `attend` alone, without new tokens, teaches nothing."""
         return state
 
     @abc.abstractmethod
-    def compact(self, state: State, new: Tokens) -> State:
+    def compact(self, state: S, new: Tokens) -> S:
         """Takes the staged tokens in: up to `compact_every` per row, in rows that have ended none, which must then
         change nothing."""
 
-    def tell(self, state: State, prompt: Prompt) -> Any:
+    def tell(self, state: S, prompt: Prompt) -> Any:
         """What a layer's prefill tells the next layer's."""
         return prompt.told
 
-    def read_bytes(self, state: State) -> int:
+    def read_bytes(self, state: S) -> int:
         """Bytes that a step reads beside what `read` shows: sums of scores, say."""
         return 0
 

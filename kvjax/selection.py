@@ -29,7 +29,7 @@ class Ranked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Selection(Policy):
+class Selection(Policy[Ranked]):
     """Keeps the first tokens of a prompt, its last ones, and those of highest `score` between them, head by head; a
     later token takes the place of the one of lowest rank. When all that may go has gone, the oldest later one goes.
 
@@ -99,7 +99,7 @@ class Selection(Policy):
         """Slots per head."""
         return self.budget + (spec.max_new if self.beside else 0)
 
-    def init(self, spec, row_keys):
+    def init(self, spec, row_keys) -> Ranked:
         return init_ranked(spec, self.slots(spec))
 
     def prefill(self, state, prompt):

@@ -25,7 +25,7 @@ class Shared:
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaKV(Policy):
+class AdaKV(Policy[Shared]):
     """A selection whose heads get slots by need: of all tokens of all heads of a layer, those of highest score stay, in
     a buffer that is no larger than that of equal heads.
 

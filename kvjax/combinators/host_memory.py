@@ -26,7 +26,7 @@ class Hosted:
 
 
 @dataclasses.dataclass(frozen=True)
-class HostMemory(Policy):
+class HostMemory(Policy[Hosted]):
     """A policy that recalls, with the blocks that it recalls from in host memory. The device holds its index, its
     window, and the blocks that the last `steps` appended tokens recalled; only blocks that are not among these are
     moved. A layer or a head that recalls nothing stays on the device.

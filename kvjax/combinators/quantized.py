@@ -19,7 +19,7 @@ class InEightBits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantized(Policy):
+class Quantized(Policy[InEightBits]):
     """Any policy with keys and values in eight bits: symmetric, with a float32 scale for each key and each value, which
     attention folds into logits and weights. Staged tokens stay as they are.
 

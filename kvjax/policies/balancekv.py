@@ -28,7 +28,7 @@ class Halved:
 
 
 @dataclasses.dataclass(frozen=True)
-class BalanceKV(Policy):
+class BalanceKV(Policy[Halved]):
     """Keeps sinks, recent tokens and, of the others, a merge-and-reduce tree that is as full as its slots allow. The
     weights sum to the tokens they stand for. Heuristic: the paper's bound is that of `BalanceKVPaper`.
 

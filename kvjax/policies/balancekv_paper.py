@@ -30,7 +30,7 @@ class Trees:
 
 
 @dataclasses.dataclass(frozen=True)
-class BalanceKVPaper(Policy):
+class BalanceKVPaper(Policy[Trees]):
     """Keeps sinks, recent tokens and, of the others, a balanced choice for each of attention's two sums. The only form
     of BalanceKV with the paper's bound; at norms of real keys that is vacuous (`kvjax.theory.balancekv_settings`).
 

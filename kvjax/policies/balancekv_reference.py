@@ -34,7 +34,7 @@ class HalvedPrompt:
 
 
 @dataclasses.dataclass(frozen=True)
-class BalanceKVReference(Policy):
+class BalanceKVReference(Policy[HalvedPrompt]):
     """Keeps sinks, recent tokens, a prompt halved as often as the budget asks for by `spec.max_prompt`, and every later
     token in slots beside the budget.
 
@@ -85,7 +85,7 @@ class BalanceKVReference(Policy):
         slots = self.budget - self.sinks - self.recent
         return slots - ((self.needles or 0) if self.needles_inside else 0)
 
-    def init(self, spec, row_keys):
+    def init(self, spec, row_keys) -> HalvedPrompt:
         first = self.recent + self.sinks  # of the selected slots
         candidates = max(spec.max_prompt - first, 1)
         halvings = next(number for number in range(64) if candidates >> number <= self.most_halved)

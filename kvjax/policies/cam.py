@@ -22,7 +22,7 @@ class Merging:
 
 
 @dataclasses.dataclass(frozen=True)
-class CaM(Policy):
+class CaM(Policy[Merging]):
     """Keeps the first tokens and a window of recent ones; the value of a token that leaves the window is added, as a
     share 1 / merged, to the values of the next `merged` tokens, or to none of them.
 

@@ -48,7 +48,7 @@ class Merged:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chelsea(Policy):
+class Chelsea(Policy[Merged]):
     """Keeps sinks, recent tokens and centroids of the others, each weighing as many tokens as it was merged from.
 
     Whenever more tokens have left the window than there are slots, similar neighbours are merged, step by step, until

@@ -37,7 +37,7 @@ class Centered:
 
 
 @dataclasses.dataclass(frozen=True)
-class ClusterGen(Policy):
+class ClusterGen(Policy[Centered]):
     """Keeps recent tokens and centres of the others, chosen per kv head by farthest-first traversal of the keys.
 
     Variants:

@@ -37,7 +37,7 @@ class Clustered:
 
 
 @dataclasses.dataclass(frozen=True)
-class ClusterKV(Policy):
+class ClusterKV(Policy[Clustered]):
     """Keeps every key and value; a query reads sinks, recent tokens, tokens that wait to be clustered, and whole
     clusters in descending order of <query, mean key> until the budget is reached, the last one cut to its first tokens.
 

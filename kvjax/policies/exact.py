@@ -7,7 +7,7 @@ from kvjax.policy import Policy, check_least
 
 
 @dataclasses.dataclass(frozen=True)
-class Exact(Policy):
+class Exact(Policy[Growing]):
     """Keeps every key and value. Devices may share them.
 
     Attributes:

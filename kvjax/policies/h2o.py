@@ -25,7 +25,7 @@ class HeavyHitters:
 
 
 @dataclasses.dataclass(frozen=True)
-class H2O(Policy):
+class H2O(Policy[HeavyHitters]):
     """Keeps recent tokens and, of those before them, the ones whose attention probabilities, summed over all queries
     that saw them, are largest (heavy hitters).
 

@@ -39,7 +39,7 @@ class Speculative:
 
 
 @dataclasses.dataclass(frozen=True)
-class InfiniGen(Policy):
+class InfiniGen(Policy[Speculative]):
     """Keeps every key and value; a query reads the tokens whose speculated logits come within `alpha` of the largest.
 
     Speculated logits are products of queries and keys in a share `partial` of the dimensions, after both were turned by
@@ -80,7 +80,7 @@ class InfiniGen(Policy):
         if not 0 < self.partial <= 1:
             raise ValueError(f"partial={self.partial}; it must lie in (0, 1]")
 
-    def init(self, spec, row_keys):
+    def init(self, spec, row_keys) -> Speculative:
         shape = (spec.layers, spec.kv_heads, spec.head_dim, spec.head_dim)
         if self.skew is not None and self.skew.matrices().shape != shape:
             raise ValueError(

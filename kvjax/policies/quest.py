@@ -40,7 +40,7 @@ class Paged:
 
 
 @dataclasses.dataclass(frozen=True)
-class Quest(Policy):
+class Quest(Policy[Paged]):
     """Keeps every key and value; a query reads the max(3, budget // 16) pages of 16 tokens that promise most, by the
     upper bound sum_d max(q_d min_d, q_d max_d) on its logits, per query head.
 
@@ -61,7 +61,7 @@ class Quest(Policy):
     def __post_init__(self) -> None:
         check_settings(self.budget, compact_every=self.compact_every)
 
-    def init(self, spec, row_keys):
+    def init(self, spec, row_keys) -> Paged:
         count = spec.capacity // PAGE
         bound = lambda: jnp.zeros((count, spec.head_dim), spec.dtype)  # noqa: E731
         empty = lambda _: (init_store(spec, count, PAGE), Pages(bound(), bound(), jnp.zeros(count, jnp.int32)))  # noqa: E731

@@ -19,7 +19,7 @@ class SinksAndRecent:
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamingLLM(Policy):
+class StreamingLLM(Policy[SinksAndRecent]):
     """Keeps the first `sinks` tokens and, at every step, exactly the last `budget - sinks`, the newest included.
 
     Attributes:

@@ -36,7 +36,7 @@ class StreamClusters:
 
 
 @dataclasses.dataclass(frozen=True)
-class SubGen(Policy):
+class SubGen(Policy[StreamClusters]):
     """Keeps sinks and recent tokens; all others go, once they leave the window, through SubGen's structures.
 
     Variants, with s samples, m clusters and t samples per cluster:

@@ -28,7 +28,7 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True)
-class Uniform(Policy):
+class Uniform(Policy[Sample]):
     """Keeps sinks, recent tokens and, of the n tokens between them, a uniform sample of m, each with weight n / m.
 
     Attributes:
