@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 import kvjax
 from experiments.common import plots, results, settings
+from experiments.common.options import LANGUAGE_CHECKPOINT
 from experiments.common.tasks import ruler
 from experiments.common.tasks.problem import Problem
 
@@ -43,7 +44,7 @@ POLICIES = {
 class Demo:
     """One text, many questions: memory, speed and right answers of compressed caches beside exact attention."""
 
-    model: str = settings.LANGUAGE_CHECKPOINT  # A Hugging Face directory, or the name of a shipped checkpoint.
+    model: str = LANGUAGE_CHECKPOINT  # A Hugging Face directory, or the name of a shipped checkpoint.
     budget: str = "25%"  # What compressed caches may hold of exact's bytes.
     texts: int = 3  # Texts to read.
     facts: int = 16  # Facts in each, which are all asked for.
