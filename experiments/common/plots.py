@@ -126,9 +126,24 @@ def by_rows(
                 points.setdefault(label(row), []).append((place, row.estimate))
         with_intervals(axis, points)
         axis.set(**axes)
+        if axes.get("xscale") == "log":
+            _powers_of_two(axis)
         axis.set_title(title, fontsize=9)
         axis.grid(alpha=0.3)
     for axis in drawn[::across]:
         axis.set_ylabel(ylabel or "")
-    drawn[-1].legend(fontsize=6)
+    named = [axis.get_legend_handles_labels()[1] for axis in drawn]
+    for axis, labels in zip(drawn, named, strict=True):
+        if labels != named[0] or axis is drawn[0]:
+            axis.legend(fontsize=6)
     save(figure, path)
+
+
+def _powers_of_two(axis: plt.Axes) -> None:
+    """Writes places of a logarithmic axis as numbers; one of less than two octaves becomes linear."""
+    low, high = axis.get_xlim()
+    if high < 4 * low:
+        axis.set_xscale("linear")
+    else:
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
