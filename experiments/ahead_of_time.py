@@ -44,6 +44,7 @@ GPUS = {"h200": pathlib.Path(__file__).parent / "targets" / "h200.txtpb"}
 # Their benchmarks say at which shapes.
 OPS = ("weighted_decode", "cluster_recall", "k_means", "soft_match", "balanced_walk")
 DECODING_OPS = ("weighted_decode", "cluster_recall")
+COLUMNS = ("compile_seconds", "argument_bytes", "kernels")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,22 +73,10 @@ class Program(NamedTuple):
     cache: int | None  # bytes of the largest buffer that it may not copy; None: it may
 
 
-class Compiled(NamedTuple):
-    """What the compiler said."""
-
-    name: str
-    device: str
-    seconds: float
-    argument_bytes: int
-    temporary_bytes: int
-    kernels: int
-    problem: str | None
-
-
 def run(options: Options) -> list[Row]:
     """The rows of every program; a program with a problem is a row that says so."""
     prepare_compiler()
-    done: list[Compiled] = []
+    done: list[Row] = []
     for device in options.device:
         sharding = on_device(device)
         # Kernels for GPUs ask what they are lowered for.
@@ -96,9 +85,18 @@ def run(options: Options) -> list[Row]:
         ):
             programs = [*kernel_programs(options, sharding, device), *decoding_programs(options, sharding)]
             compiled = [compile_program(program, device) for program in tqdm(programs, desc=device, leave=False)]
-        show(compiled, device)
+        told = [
+            (
+                str(row.policy),
+                *(str(row.extra[name]) for name in COLUMNS),
+                f"{row.value:.0f}",
+                row.extra["problem"] or "ok",
+            )
+            for row in compiled
+        ]
+        results.print_table(f"Compiled ahead of time for {device}", ("program", *COLUMNS, "temporary_bytes", ""), told)
         done += compiled
-    return [make_row(one) for one in done]
+    return done
 
 
 def fail(_: pathlib.Path, rows: Sequence[Row]) -> None:
@@ -179,52 +177,42 @@ def placed(tree: Any, sharding: jax.sharding.Sharding) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
-def compile_program(program: Program, device: str) -> Compiled:
+def compile_program(program: Program, device: str) -> Row:
+    """What the compiler said."""
     begin = time.perf_counter()
+    problem, kernels, arguments, temporaries = None, 0, 0, 0
     try:
         compiled = program.lowered.compile()
     except Exception as error:  # whatever the compiler objects to is the finding
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        return Compiled(program.name, device, time.perf_counter() - begin, 0, 0, 0, reason)
-    memory = compiled.memory_analysis()
-    assert memory is not None
-    text = compiled.as_text() or ""
-    kernels = len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*)"', text))
-    problem = None
+        problem = next(iter(str(error).splitlines()), type(error).__name__)
+    else:
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+        text = compiled.as_text() or ""
+        kernels = len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*)"', text))
+        problem = fault(program, text, kernels, temporaries)
+    of: dict[str, Any] = {
+        "compile_seconds": round(time.perf_counter() - begin, 1),
+        "argument_bytes": arguments,
+        "kernels": kernels,
+    }
+    of |= {"device": device, "problem": problem}
+    return results.row(NAME, "random", "temporary_bytes", temporaries, policy=program.name, **of)
+
+
+def fault(program: Program, text: str, kernels: int, temporaries: int) -> str | None:
+    """What is wrong with a compiled program, None where nothing is."""
     if kernels < program.kernels:
-        problem = f"{kernels} kernels, at least {program.kernels} were expected"
-    elif program.cache is not None and (copies := large_outputs(text, program.cache // 2)):
+        return f"{kernels} kernels, at least {program.kernels} were expected"
+    if program.cache is None:
+        return None
+    if copies := large_outputs(text, program.cache // 2):
         named = ", ".join(f"{one.name} {list(one.shape)}" for one in copies[:3])
-        problem = f"{len(copies)} copies of a cache, such as {named}"
-    elif program.cache is not None and memory.temp_size_in_bytes >= program.cache * program.kernels:
-        problem = f"temporaries as large as the caches, each {results.readable_bytes(program.cache)}"
-    seconds = time.perf_counter() - begin
-    return Compiled(
-        program.name, device, seconds, memory.argument_size_in_bytes, memory.temp_size_in_bytes, kernels, problem
-    )
-
-
-def make_row(one: Compiled) -> Row:
-    of: dict[str, Any] = {"device": one.device, "compile_seconds": one.seconds, "argument_bytes": one.argument_bytes}
-    of |= {"kernels": one.kernels, "problem": one.problem}
-    return results.row(NAME, "random", "temporary_bytes", one.temporary_bytes, policy=one.name, **of)
-
-
-def show(compiled: Sequence[Compiled], device: str) -> None:
-    """A line per program."""
-    lines = [
-        (
-            one.name,
-            f"{one.seconds:.1f}",
-            results.readable_bytes(one.argument_bytes),
-            results.readable_bytes(one.temporary_bytes),
-            str(one.kernels),
-            one.problem or "ok",
-        )
-        for one in compiled
-    ]
-    columns = ("program", "s", "arguments", "temporaries", "kernels", "")
-    results.print_table(f"Compiled ahead of time for {device}", columns, lines)
+        return f"{len(copies)} copies of a cache, such as {named}"
+    if temporaries >= program.cache * program.kernels:
+        return f"temporaries as large as the caches, each {results.readable_bytes(program.cache)}"
+    return None
 
 
 EXPERIMENT = Experiment(NAME, Options, run, fail)

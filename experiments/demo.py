@@ -17,33 +17,22 @@ from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
-from absl import app
-from etils import eapp
 from kvjax_models import language_model
 from kvjax_models.generate import GenerationState, Generator, collect
 from tqdm import tqdm
 
 import kvjax
-from experiments.common import plots, results, settings
+from experiments.common import plots, results, settings, suites
+from experiments.common.options import LANGUAGE_CHECKPOINT, command
 from experiments.common.tasks import ruler
 from experiments.common.tasks.problem import Problem
-
-# Exact attention, the four systems, and ours; budgets are shares of exact's bytes, of what is read for clusterkv.
-POLICIES = {
-    "exact": "exact",
-    "SubGen": "subgen",
-    "BalanceKV": "balancekv",
-    "ClusterKV": "clusterkv",
-    "Chelsea": "chelsea",
-    "kvjax's choice": "leverage_scores:shares=(0.35,3.2,0.35,0.1)",
-}
 
 
 @dataclasses.dataclass(frozen=True)
 class Demo:
     """One text, many questions: memory, speed and right answers of compressed caches beside exact attention."""
 
-    model: str = settings.LANGUAGE_CHECKPOINT  # A Hugging Face directory, or the name of a shipped checkpoint.
+    model: str = LANGUAGE_CHECKPOINT  # A Hugging Face directory, or the name of a shipped checkpoint.
     budget: str = "25%"  # What compressed caches may hold of exact's bytes.
     texts: int = 3  # Texts to read.
     facts: int = 16  # Facts in each, which are all asked for.
@@ -119,7 +108,7 @@ def run(given: Demo, llm: language_model.LanguageModel, texts: list[Asked]) -> l
     longest = max(len(text.context) for text in texts)
     room = max(len(question) for text in texts for question in text.questions) + 2 * given.answer_tokens
     tried = []
-    for name, policy in POLICIES.items():
+    for name, policy in suites.NAMED.items():
         budget = None if policy == "exact" else given.budget
         alone = llm.generator(policy, budget, max_prompt=longest, max_new=room)
         together = Generator(llm.model, alone.policies, batch=given.facts, max_prompt=longest, max_new=room)
@@ -215,4 +204,4 @@ def draw(path: pathlib.Path, given: Demo, texts: list[Asked], tried: list[Tried]
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=eapp.make_flags_parser(Demo))
+    command(main, Demo)

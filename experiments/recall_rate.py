@@ -203,6 +203,7 @@ def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
         panel=lambda row: row.extra["panel"],
         x=lambda row: row.extra["recalled_tokens"],
         label=lambda row: str(row.variant),
+        across=len(PANELS),
         xscale="log",
         xlabel="B",
         ylabel="recall",

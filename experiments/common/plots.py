@@ -1,6 +1,7 @@
 """How experiments draw: without a display, into files, a policy in the same colour everywhere. Import matplotlib from
 here on, not before."""
 
+import collections
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,7 @@ COLOURS = {
     "lagkv": "#5d6d3a",
     "cur": "#cab2d6",
 }
+STYLES = ("-", "--", ":", "-.")
 
 
 def colour(label: str) -> str | None:
@@ -76,9 +78,12 @@ def line_with_interval(axis: plt.Axes, points: Sequence[tuple[float, Estimate]],
 
 
 def with_intervals(axis: plt.Axes, points: Mapping[str, Sequence[tuple[float, Estimate]]]) -> None:
-    """A line per label through its points."""
+    """A line per label through its points; those of one policy differ in style."""
+    drawn: collections.Counter[str | None] = collections.Counter()
     for label, found in points.items():
-        line_with_interval(axis, found, label=label, marker=".", linewidth=1)
+        style = STYLES[drawn[colour(label)] % len(STYLES)] if colour(label) else STYLES[0]
+        drawn[colour(label)] += 1
+        line_with_interval(axis, found, label=label, marker=".", linewidth=1, linestyle=style)
 
 
 def panels(count: int, across: int = 4, *, size: tuple[float, float] = (4.5, 3.5)) -> tuple[plt.Figure, list[plt.Axes]]:
@@ -121,9 +126,24 @@ def by_rows(
                 points.setdefault(label(row), []).append((place, row.estimate))
         with_intervals(axis, points)
         axis.set(**axes)
+        if axes.get("xscale") == "log":
+            _powers_of_two(axis)
         axis.set_title(title, fontsize=9)
         axis.grid(alpha=0.3)
     for axis in drawn[::across]:
         axis.set_ylabel(ylabel or "")
-    drawn[-1].legend(fontsize=6)
+    named = [axis.get_legend_handles_labels()[1] for axis in drawn]
+    for axis, labels in zip(drawn, named, strict=True):
+        if labels != named[0] or axis is drawn[0]:
+            axis.legend(fontsize=6)
     save(figure, path)
+
+
+def _powers_of_two(axis: plt.Axes) -> None:
+    """Writes places of a logarithmic axis as numbers; one of less than two octaves becomes linear."""
+    low, high = axis.get_xlim()
+    if high < 4 * low:
+        axis.set_xscale("linear")
+    else:
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")

@@ -87,6 +87,16 @@ SUITES = {
     "single layer": _suite(f"{' '.join(HALVINGS)} | uniform {STUDIED},block_size=256 balancekv_reference balancekv"),
 }
 
+# Exact attention, the four systems, and ours, as people call them: what `experiments.demo` shows.
+NAMED = {
+    "exact": "exact",
+    "SubGen": "subgen",
+    "BalanceKV": "balancekv",
+    "ClusterKV": "clusterkv",
+    "Chelsea": "chelsea",
+    "kvjax's choice": "leverage_scores:shares=(0.35,3.2,0.35,0.1)",
+}
+
 
 class Study(NamedTuple):
     """What `experiments.attention_error` measures where flags do not say otherwise."""

@@ -18,7 +18,7 @@ def test_line_retrieval_writes_rows_and_a_plot(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "chelsea @ 10 is left out: " in done.stdout + done.stderr
     rows = json.loads((tmp_path / "line_retrieval.json").read_text())
-    assert (tmp_path / "line_retrieval.png").stat().st_size > 10_000
+    assert (tmp_path / "line_retrieval.png").stat().st_size > 3_000
     accuracy = {(row["policy"], row["question_seen"]): row for row in rows if row["metric"] == "accuracy"}
     assert set(accuracy) == {(policy, seen) for policy in ("exact", "streaming_llm") for seen in (True, False)}
     assert all(row["n"] == 10 and row["ci95_low"] <= row["value"] <= row["ci95_high"] for row in accuracy.values())
@@ -42,7 +42,7 @@ def test_ruler_writes_rows_and_skips_what_is_done(tmp_path):
     policies = ("exact", "uniform:recent=16")
     given = {"context_tokens": (800,), "task": ("niah_single_1",), "policy": policies, "budget": ("50%",)}
     rows = run(ruler, tmp_path, **given)
-    assert (tmp_path / "ruler.png").stat().st_size > 10_000
+    assert (tmp_path / "ruler.png").stat().st_size > 3_000
     accuracy = {row["policy"]: row for row in rows if row["metric"] == "accuracy"}
     assert set(accuracy) == {"exact", "uniform"}
     assert all(row["n"] == 4 and 0 <= row["ci95_low"] <= row["ci95_high"] <= 1 for row in accuracy.values())

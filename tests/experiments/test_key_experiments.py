@@ -25,7 +25,7 @@ def test_mean_cosines_are_those_of_all_pairs():
 def test_keys_are_more_alike_when_near(tmp_path):
     rows = run(key_similarity, tmp_path)
     for part in ("maps", "distance"):
-        assert (tmp_path / f"key_similarity_{part}.png").stat().st_size > 10_000
+        assert (tmp_path / f"key_similarity_{part}.png").stat().st_size > 3_000
     for layer in (0, 1):
         for head in (0, 1):
             at = {row["distance"]: row["value"] for row in select(rows, metric="cosine", layer=layer, kv_head=head)}
@@ -40,7 +40,7 @@ def test_keys_are_more_alike_when_near(tmp_path):
 def test_clusterability(tmp_path):
     rows = run(clusterability, tmp_path)
     for part in ("maps", "radius"):
-        assert (tmp_path / f"clusterability_{part}.png").stat().st_size > 10_000
+        assert (tmp_path / f"clusterability_{part}.png").stat().st_size > 3_000
     radii = select(rows, metric="k_center_radius_share", part="keys", layer=0)
     assert [row["value"] for row in radii] == sorted((row["value"] for row in radii), reverse=True)
     assert radii[0]["value"] == 1

@@ -42,7 +42,7 @@ def test_ratios_are_to_exact_and_bytes_are_counted(shape, tmp_path, capsys):
         turns=6,
         answer_tokens=(10,),
     )
-    assert (tmp_path / "latency.png").stat().st_size > 10_000
+    assert (tmp_path / "latency.png").stat().st_size > 3_000
     assert "chelsea @ 10 is left out: " in "".join(capsys.readouterr())
     rows = {(row["metric"], row["policy"]): row for row in found}
     value = {place: row["value"] for place, row in rows.items()}

@@ -24,8 +24,8 @@ PRINTED = {
     ("papers/clusterkv.md", ""): (range(1, 14), range(1, 2)),
     ("papers/chelsea.md", ""): (range(1, 9), range(1, 12)),
 }
-# No experiments: they compile for other machines, or run the others.
-OTHER_COMMANDS = {"ahead_of_time", "pod_plan", "all"}
+# No experiments: they show, compile for other machines, or run the others.
+OTHER_COMMANDS = {"demo", "ahead_of_time", "pod_plan", "all"}
 
 
 @pytest.mark.parametrize(("path", "paper"), PRINTED)

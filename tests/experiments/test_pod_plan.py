@@ -51,7 +51,7 @@ def test_a_plan_says_what_fits_and_what_does_not(tmp_path):
     least = 16 * 2 * 2 * (4096 + 64) * 128 * 2
     assert least <= fits["device_bytes"] <= 1.1 * least
     assert fits["weight_bytes"] + fits["device_bytes"] <= fits["value"] < 16e9
-    assert (tmp_path / "pod_plan.png").stat().st_size > 10_000
+    assert (tmp_path / "pod_plan.png").stat().st_size > 3_000
     # What crosses between chips are activations of one token and logits.
     exchanged = [one["bytes"] for one in fits["collectives"]]
     assert exchanged and max(exchanged) <= 4 * 16 * CONFIG["vocab_size"]

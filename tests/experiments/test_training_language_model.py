@@ -252,7 +252,7 @@ def test_a_finished_run_is_a_directory_with_a_card(tmp_path):
     of_tasks = {row["task"]: row for row in rows if row["metric"] == "accuracy"}
     assert set(of_tasks) == set(PRESETS["tiny"].tasks)
     assert all(0 <= row["ci95_low"] <= row["value"] <= row["ci95_high"] <= 1 for row in of_tasks.values())
-    assert (directory / "training.png").stat().st_size > 10_000
+    assert (directory / "training.png").stat().st_size > 3_000
     card = (directory / "README.md").read_text()
     for row in rows:
         assert f"| {row['value']:.3g} | {row['ci95_low']:.3g} to {row['ci95_high']:.3g} |" in card
