@@ -26,8 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import topologies
-from kvjax_models import generate, lowering
-from kvjax_models.llama import Llama, LlamaConfig
 from tqdm import tqdm
 
 from experiments.common import results, settings, suites
@@ -35,6 +33,8 @@ from experiments.common.compiled import large_outputs
 from experiments.common.compilers import prepare_compiler
 from experiments.common.options import Experiment, Policies, each
 from experiments.common.results import Row
+from kvjax_models import generate, lowering
+from kvjax_models.llama import Llama, LlamaConfig
 
 NAME = "ahead_of_time"
 # The smallest topology of each kind.

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
-from kvjax_models.prefill import asked_queries
 from tqdm import tqdm
 
 import kvjax
@@ -32,6 +31,7 @@ from experiments.common.options import Experiment, Policies, each, one_of
 from experiments.common.results import Row
 from kvjax.policy import Policy
 from kvjax.registry import POLICIES, PolicyChoice
+from kvjax_models.prefill import asked_queries
 
 NAME = "attention_error"
 # The paper's study keeps the first and the newest 256 of about 16k tokens: as many tokens per kept one are kept here.

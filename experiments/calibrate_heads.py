@@ -22,8 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from kvjax_models.llama import Llama
-from kvjax_models.tokenizer import Tokenizer
 from scipy import stats
 from tqdm import tqdm
 
@@ -34,6 +32,8 @@ from experiments.common.options import Experiment, Run, each
 from experiments.common.results import Row
 from experiments.common.suites import RULES
 from kvjax.combinators.head_choice import HeadChoice
+from kvjax_models.llama import Llama
+from kvjax_models.tokenizer import Tokenizer
 from pallas_kernels.soft_match import soft_match
 
 NAME = "calibrate_heads"

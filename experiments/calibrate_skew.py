@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
-from kvjax_models.llama import Llama
-from kvjax_models.tokenizer import Tokenizer
 
 from experiments.common import results, settings, skewing, streams
 from experiments.common.options import Experiment, Run
 from experiments.common.results import Row
+from kvjax_models.llama import Llama
+from kvjax_models.tokenizer import Tokenizer
 
 NAME = "calibrate_skew"
 

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from kvjax_models.llama import rope_frequencies
 from sklearn.manifold import TSNE
 from tqdm import tqdm
 
@@ -26,6 +25,7 @@ from experiments.common import geometry, plots, results, settings, streams
 from experiments.common.options import Experiment, Run
 from experiments.common.results import Row
 from kvjax.structures.k_center import greedy_k_center
+from kvjax_models.llama import rope_frequencies
 
 NAME = "clusterability"
 CENTERS = 16  # drawn, as in the papers

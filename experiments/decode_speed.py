@@ -23,8 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from kvjax_models import checkpoint, generate, prefill
-from kvjax_models.llama import Llama
 from tqdm import tqdm
 
 import kvjax
@@ -32,6 +30,8 @@ from experiments.common import results, settings, speed, suites
 from experiments.common.options import Experiment, Policies, each
 from experiments.common.results import Row
 from kvjax.registry import PolicyChoice
+from kvjax_models import checkpoint, generate, prefill
+from kvjax_models.llama import Llama
 
 NAME = "decode_speed"
 # What `transformers_decode.py` exits with where torch or transformers is not installed.

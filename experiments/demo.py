@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
-from kvjax_models import language_model
-from kvjax_models.generate import GenerationState, Generator, collect
 from tqdm import tqdm
 
 import kvjax
@@ -26,6 +24,8 @@ from experiments.common import plots, results, settings, suites
 from experiments.common.options import LANGUAGE_CHECKPOINT, command
 from experiments.common.tasks import ruler
 from experiments.common.tasks.problem import Problem
+from kvjax_models import language_model
+from kvjax_models.generate import GenerationState, Generator, collect
 
 
 @dataclasses.dataclass(frozen=True)

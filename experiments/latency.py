@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Float
-from kvjax_models.llama import Llama
-from kvjax_models.lowering import lower_decode
 
 import kvjax
 from experiments.common import plots, results, settings, speed, suites
@@ -18,6 +16,8 @@ from experiments.common.options import Experiment, Policies, each, one_of
 from experiments.common.results import Row
 from experiments.common.timing import Writer, generators_of, hit_rate, prefill, selection_seconds
 from kvjax.registry import PolicyChoice
+from kvjax_models.llama import Llama
+from kvjax_models.lowering import lower_decode
 
 NAME = "latency"
 EXACT = "exact"

@@ -13,12 +13,11 @@ import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from kvjax_models.tokenizer import Tokenizer
-
 from experiments.common import evaluating, results, suites, sweeping, tables
 from experiments.common.options import LINES_CHECKPOINT, Experiment, each
 from experiments.common.results import Row
 from experiments.common.tasks import line_retrieval as task
+from kvjax_models.tokenizer import Tokenizer
 
 NAME = "line_retrieval"
 # Settings are chosen on seeds 0 to 9 and reported on later ones.

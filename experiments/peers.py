@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from kvjax_models import generate
 from tqdm import tqdm
 
 from experiments.common import (
@@ -46,6 +45,7 @@ from experiments.common.results import Row
 from experiments.common.tasks import long_texts, ruler
 from kvjax.budget import Budget
 from kvjax.registry import PolicyChoice
+from kvjax_models import generate
 
 NAME = "peers"
 PERPLEXITY = "perplexity"

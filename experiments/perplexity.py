@@ -21,15 +21,14 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from kvjax_models import generate
-from kvjax_models.llama import Llama
-from kvjax_models.tokenizer import Tokenizer
-
 from experiments.common import footprint, likelihood, plots, results, settings, sweeping
 from experiments.common.options import Experiment, each
 from experiments.common.results import Row
 from experiments.common.tasks import long_texts
 from kvjax.registry import PolicyChoice
+from kvjax_models import generate
+from kvjax_models.llama import Llama
+from kvjax_models.tokenizer import Tokenizer
 
 NAME = "perplexity"
 ACCUMULATING, PER_POSITION = FORMS = ("accumulating", "per_position")

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from kvjax_models.llama import LlamaConfig
 from tqdm import tqdm
 
 from experiments.common import planning, plots, results, settings, speed, suites
@@ -29,6 +28,7 @@ from experiments.common.planning import Plan, Program
 from experiments.common.results import Row
 from experiments.common.resuming import Finished
 from kvjax.registry import PolicyChoice
+from kvjax_models.llama import LlamaConfig
 
 NAME = "pod_plan"
 

@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 from flax import nnx
-from kvjax_models import generate, lowering
-from kvjax_models.llama import Llama
 from tqdm import tqdm
 
 from experiments.common import processes, results, settings, speed, suites
 from experiments.common.options import Experiment, Policies, each
 from experiments.common.results import Row
 from kvjax.registry import PolicyChoice
+from kvjax_models import generate, lowering
+from kvjax_models.llama import Llama
 
 NAME = "streaming_prefill"
 

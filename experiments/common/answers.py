@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from kvjax_models import generate
-from kvjax_models.llama import Llama
 
 from experiments.common import footprint
 from experiments.common.results import Estimate, Row, paired_difference, score_interval
 from experiments.common.results import row as make_row
 from kvjax.registry import PolicyChoice
+from kvjax_models import generate
+from kvjax_models.llama import Llama
 
 
 @dataclasses.dataclass

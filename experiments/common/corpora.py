@@ -5,9 +5,9 @@ import sysconfig
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from kvjax_models.tokenizer import Tokenizer
 
 from experiments.common.tasks import line_retrieval as task
+from kvjax_models.tokenizer import Tokenizer
 
 
 def prompts(name: str, tokenizer: Tokenizer, seeds: Sequence[int], tokens: int) -> list[list[int]]:

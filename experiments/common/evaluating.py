@@ -7,9 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
-from kvjax_models import generate
-from kvjax_models.llama import Llama
-from kvjax_models.tokenizer import Tokenizer
 from tqdm import tqdm
 
 from experiments.common import footprint
@@ -17,6 +14,9 @@ from experiments.common.answers import Result
 from experiments.common.settings import fitted, possible
 from experiments.common.together import prefill_together
 from kvjax.registry import PolicyChoice
+from kvjax_models import generate
+from kvjax_models.llama import Llama
+from kvjax_models.tokenizer import Tokenizer
 
 
 class Document(Protocol):

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from kvjax_models import generate
 
 import kvjax
+from kvjax_models import generate
 
 
 class CacheUse(NamedTuple):

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
-from kvjax_models.llama import Llama
-from kvjax_models.prefill import read_layers
 
 from kvjax.policies.kvzip import KVzip
 from kvjax.policy import Prompt
+from kvjax_models.llama import Llama
+from kvjax_models.prefill import read_layers
 
 CHUNK = 128  # tokens that are read at a time
 

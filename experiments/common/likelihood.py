@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
-from kvjax_models import generate
-from kvjax_models.llama import Llama
 from tqdm import tqdm
 
 from experiments.common import footprint
 from experiments.common.settings import possible
 from experiments.common.together import prefill_together
 from kvjax.registry import PolicyChoice
+from kvjax_models import generate
+from kvjax_models.llama import Llama
 
 OCTAVES = 3  # of positions, beside the first stretch, that a streamed text is cut into
 

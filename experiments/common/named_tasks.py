@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from kvjax_models.tokenizer import Tokenizer
-
 from experiments.common import evaluating
 from experiments.common.tasks import line_retrieval, ruler
 from experiments.common.tasks.problem import Problem, problems
+from kvjax_models.tokenizer import Tokenizer
 
 LINES = "line_retrieval"
 

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 import simple_parsing
 from absl import app, flags
 
-from experiments.common import multihost, results
+from experiments.common import results
 from experiments.common.results import Row
+from kvjax_models import devices
 
 # Of shipped checkpoints, the one that finds lines in longer texts, and the one that knows other tasks, too.
 LINES_CHECKPOINT, LANGUAGE_CHECKPOINT = "line-retrieval-2l-4k", "kvjax-lm-2k"
@@ -40,19 +41,13 @@ def _choices(choices: Iterable[Any] | None) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Run(devices.Devices):
     """Options of every experiment."""
 
     model: str = LINES_CHECKPOINT  # a Hugging Face directory, or the name of a shipped checkpoint
     output_dir: str = "build"  # where results go
     seed: int = 0  # decides documents, sampling and the policies' randomness
     quick: bool = False  # a small run, to see that everything works
-    mesh_data: int = 1  # groups of devices that share the rows of a batch
-    mesh_tensor: int = 1  # devices that share a layer
-    mesh_sequence: int | None = None  # those of them that share each head; by default as few as there are heads for
-    coordinator: str | None = None  # HOST:PORT of the first process, or auto; for runs in several processes
-    processes: int | None = None  # processes of the run
-    process: int | None = None  # number of this one
 
     # What a quick run has in place of defaults.
     QUICK: ClassVar[Mapping[str, Any]] = {}
@@ -118,7 +113,7 @@ class Experiment(NamedTuple):
         results.write_rows(options.file(f"{self.name}.json"), rows)
         if self.after is not None:
             self.after(options.file(f"{self.name}.png"), rows)
-        if multihost.is_first():
+        if devices.is_first():
             print(f"\nResults: {options.file(self.name)}*")
         return rows
 

@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental import topologies
-from kvjax_models import generate, lowering
-from kvjax_models.llama import Llama, LlamaConfig
-from kvjax_models.sharding import parameter_shardings
 
 import kvjax
 from experiments.common import settings
 from experiments.common.compiled import Collective, collectives
 from experiments.common.processes import ROOT
 from kvjax.registry import PolicyChoice
+from kvjax_models import generate, lowering
+from kvjax_models.llama import Llama, LlamaConfig
+from kvjax_models.sharding import parameter_shardings
 
 DECODING = "decoding"
 CHIPS = json.loads((ROOT / "experiments" / "targets" / "tpus.json").read_text())["chips"]

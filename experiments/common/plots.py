@@ -14,8 +14,8 @@ import PIL.Image
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from experiments.common import multihost
 from experiments.common.results import Estimate, Row
+from kvjax_models import devices
 
 # The papers' systems have a hue each, their variants its shades.
 COLOURS = {
@@ -61,7 +61,7 @@ def save(figure: plt.Figure, path: pathlib.Path, dpi: int = 120) -> None:
     """Writes a figure as PNG and frees it; the folder is made. One without a layout of its own is laid out tightly."""
     if figure.get_layout_engine() is None:
         figure.tight_layout()
-    if multihost.is_first():
+    if devices.is_first():
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=dpi)
         with PIL.Image.open(path) as drawn:  # in 128 colours, a third of the bytes

@@ -13,8 +13,8 @@ import rich.table
 from jaxtyping import Float
 from scipy import stats
 
-from experiments.common import multihost
 from kvjax.registry import PolicyChoice
+from kvjax_models import devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ def row(
 
 def write_rows(path: pathlib.Path, rows: Sequence[Row]) -> None:
     """Writes rows as a JSON list, in the first process of a run; the folder is made."""
-    if not multihost.is_first():
+    if not devices.is_first():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([row.flat() for row in rows], indent=1) + "\n")
@@ -241,7 +241,7 @@ def log_slope(sizes: Sequence[float], measured: Float[np.ndarray, "n S"]) -> Est
 
 def print_table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
     """A table on the terminal: the first column left-aligned, figures right-aligned, and none cut off."""
-    if not multihost.is_first():
+    if not devices.is_first():
         return
     table = rich.table.Table(title=title, title_justify="left")
     for number, column in enumerate(columns):

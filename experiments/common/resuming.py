@@ -5,8 +5,8 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from experiments.common import multihost
 from experiments.common.results import Row, from_flat
+from kvjax_models import devices
 
 K = TypeVar("K")
 
@@ -34,7 +34,7 @@ class Finished:
                 except (json.JSONDecodeError, KeyError):
                     continue  # the last line of a run that was stopped, or what another version wrote
         # Before the first of them writes on, all processes must have read: they run the same units.
-        multihost.agree(str(path), json.dumps(sorted(self._values)))
+        devices.agree(str(path), json.dumps(sorted(self._values)))
 
     def __contains__(self, unit: Mapping[str, Any]) -> bool:
         return _key(unit) in self._values
@@ -46,7 +46,7 @@ class Finished:
         """Adds a unit with its value, as JSON has it, to the file."""
         line = json.dumps({"unit": dict(unit), "value": value})
         self._values[_key(unit)] = json.loads(line)["value"]
-        if not multihost.is_first():
+        if not devices.is_first():
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         whole = not self.path.exists() or self.path.read_bytes()[-1:] in (b"", b"\n")

@@ -6,16 +6,15 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax_models import checkpoint, tokenizer
-from kvjax_models.llama import Llama
 from tqdm import tqdm
 
 import kvjax
-from experiments.common import multihost
 from experiments.common.options import Run
 from kvjax.budget import Budget, abstract_cache
 from kvjax.policy import Policy
 from kvjax.registry import PolicyChoice
+from kvjax_models import checkpoint, devices, tokenizer
+from kvjax_models.llama import Llama
 
 CHECKPOINTS = pathlib.Path(__file__).parents[2] / "models" / "checkpoints"
 
@@ -110,6 +109,6 @@ def model_directory(name: str) -> pathlib.Path:
 def load_model(options: Run) -> tuple[Llama, tokenizer.Tokenizer]:
     """Model and tokenizer of a directory or a shipped checkpoint; the model on the devices that options call for."""
     directory = model_directory(options.model)
-    multihost.join(options)
-    mesh = multihost.mesh(options, checkpoint.load_config(directory).kv_heads)
+    devices.join(options, vars(options) | {"process": None, "output_dir": None})
+    mesh = devices.mesh(options, checkpoint.load_config(directory).kv_heads)
     return checkpoint.load(directory, mesh=mesh), tokenizer.load(directory)

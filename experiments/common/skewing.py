@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from kvjax_models.llama import Llama
-from kvjax_models.tokenizer import Tokenizer
 from tqdm import tqdm
 
 from experiments.common import streams
 from kvjax.policies.infinigen import chosen_columns
+from kvjax_models.llama import Llama
+from kvjax_models.tokenizer import Tokenizer
 
 ASKED = 64  # queries per document that recall is measured for
 

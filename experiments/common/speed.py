@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
+
 from kvjax_models import checkpoint, generate
 from kvjax_models.llama import Llama, LlamaConfig, RopeScaling
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
+
+from experiments.common.tasks import line_retrieval as task
 from kvjax_models.llama import Llama
 from kvjax_models.prefill import read_layers
 from kvjax_models.tokenizer import Tokenizer
-
-from experiments.common.tasks import line_retrieval as task
 
 Tokens = tuple[Float[np.ndarray, "n D"], Float[np.ndarray, "n D"], Float[np.ndarray, "Q D"]]
 

@@ -8,9 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kvjax_models import generate
-from kvjax_models.llama import Llama
-from kvjax_models.prefill import ReadLayer, asked_queries, compress_layer, embed, read_layers, repeat_layer, repetitions
 from tqdm import tqdm
 
 import kvjax
@@ -19,6 +16,9 @@ from kvjax.combinators.host_memory import Hosted
 from kvjax.policy import Repeat, Repeated, repeat_of
 from kvjax.registry import PolicyChoice
 from kvjax.segment import Recalled, parts_of
+from kvjax_models import generate
+from kvjax_models.llama import Llama
+from kvjax_models.prefill import ReadLayer, asked_queries, compress_layer, embed, read_layers, repeat_layer, repetitions
 
 SELECTIONS = 64  # queries that select one after the other, so that starting a program weighs nothing
 

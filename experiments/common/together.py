@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from kvjax_models.generate import GenerationState, Generator, laid, with_prompt
-from kvjax_models.prefill import asked_queries, compress_layer, last_logits, read_layers
-from kvjax_models.sharding import everywhere
 
 import kvjax
 from kvjax.policy import repeat_of
+from kvjax_models.generate import GenerationState, Generator, laid, with_prompt
+from kvjax_models.prefill import asked_queries, compress_layer, last_logits, read_layers
+from kvjax_models.sharding import everywhere
 
 
 def prefill_together(

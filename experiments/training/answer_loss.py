@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
-from kvjax_models.llama import Llama
 
 from experiments.common.tasks import line_tokenizer
+from kvjax_models.llama import Llama
 
 # Queries of a block, at least. Longer blocks compute more of the triangle above the diagonal, shorter ones make the
 # products too small. Every block is a part of the program of its own, so there are so many at most.

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
-from kvjax_models import llama
 
 from experiments.training.induction import kernels, set_kernels
+from kvjax_models import llama
 
 EMBEDDING_SCALE = 0.2
 CONSTANT_FEATURE = 2.0  # of every token, against its other features; what layer 1 attends from

@@ -17,6 +17,7 @@ and answer both would stand equally far from their names, and nothing would tell
 
 import jax.numpy as jnp
 import numpy as np
+
 from kvjax_models import llama
 
 OFFSETS = (1, 2, 3, 4)

@@ -20,14 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from kvjax_models import llama
-from kvjax_models.tokenizer import Tokenizer
-from kvjax_models.tokenizer import load as load_tokenizer
 
 from experiments.common import results, sources
 from experiments.common.tasks import line_tokenizer
 from experiments.training import answer_loss, byte_pairs, circuits, measuring, mixture, running
 from experiments.training.language_presets import PRESETS, Preset
+from kvjax_models import llama
+from kvjax_models.tokenizer import Tokenizer
+from kvjax_models.tokenizer import load as load_tokenizer
 
 # First entries of the seeds of training data.
 TRAINING_STREAM, TOKENIZER_STREAM = 0, 1

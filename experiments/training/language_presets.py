@@ -4,10 +4,9 @@ import dataclasses
 import functools
 import itertools
 
-from kvjax_models import llama
-
 from experiments.common import sources
 from experiments.training import mixture
+from kvjax_models import llama
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,12 +17,12 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from kvjax_models import llama
-from kvjax_models import tokenizer as tokenizers
 
 from experiments.common import results
 from experiments.common.tasks import line_retrieval, line_tokenizer
 from experiments.training import answer_loss, induction, measuring, running
+from kvjax_models import llama
+from kvjax_models import tokenizer as tokenizers
 
 
 @dataclasses.dataclass(frozen=True)

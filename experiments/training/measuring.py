@@ -10,12 +10,12 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import tqdm
-from kvjax_models import generate, llama
-from kvjax_models.tokenizer import Tokenizer
 
 import kvjax
 from experiments.common import plots, results, sources
 from experiments.training import answer_loss, mixture
+from kvjax_models import generate, llama
+from kvjax_models.tokenizer import Tokenizer
 
 # Beyond the seeds that experiments with caches use, so that none of their problems decided what was shipped.
 _SEED = 3_000_000

@@ -10,11 +10,11 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from kvjax_models.tokenizer import Tokenizer
 
 from experiments.common.tasks import line_retrieval, ruler
 from experiments.common.tasks.line_tokenizer import Conversation
 from experiments.common.tasks.problem import Problem, longest_that_fits
+from kvjax_models.tokenizer import Tokenizer
 
 # Questions of a text, at most.
 MOST_TURNS = 32

@@ -16,10 +16,10 @@ import tqdm
 from absl import logging
 from flax import nnx
 from jax import tree
-from kvjax_models import checkpoint, llama
 
 from experiments.common import options
 from experiments.common.tasks import line_tokenizer
+from kvjax_models import checkpoint, llama
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,16 +46,8 @@ def join(devices: Devices, options: Mapping[str, object]) -> None:
         return
     address = None if devices.coordinator == AUTO else devices.coordinator
     jax.distributed.initialize(address, devices.processes, devices.process)
-    if differing := differing_texts({name: repr(value) for name, value in options.items()}):
+    if differing := _differing({name: repr(value) for name, value in options.items()}):
         raise ValueError(f"processes were started with different flags: {', '.join('--' + name for name in differing)}")
-
-
-def differing_texts(texts: Mapping[str, str]) -> list[str]:
-    """The names of texts that are not the same in all processes."""
-    names = sorted(texts)
-    sums = np.array([zlib.crc32(f"{name}={texts[name]}".encode()) for name in names], np.uint32)
-    everywhere = np.asarray(multihost_utils.process_allgather(sums)).reshape(-1, len(names))
-    return [name for name, differs in zip(names, (everywhere != sums).any(axis=0), strict=True) if differs]
 
 
 def mesh(devices: Devices, kv_heads: int) -> jax.sharding.Mesh | None:
@@ -69,3 +61,21 @@ def mesh(devices: Devices, kv_heads: int) -> jax.sharding.Mesh | None:
 def is_first() -> bool:
     """Whether this process writes and prints. It takes no device to say so."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+def agree(what: str, text: str) -> None:
+    """Waits for the other processes.
+
+    Raises:
+        ValueError: where they do not hold the same text, with what that is.
+    """
+    if jax.distributed.is_initialized() and _differing({what: text}):
+        raise ValueError(f"{what}: processes do not hold the same; do they share the directory?")
+
+
+def _differing(texts: Mapping[str, str]) -> list[str]:
+    """The names of texts that are not the same in all processes."""
+    names = sorted(texts)
+    sums = np.array([zlib.crc32(f"{name}={texts[name]}".encode()) for name in names], np.uint32)
+    everywhere = np.asarray(multihost_utils.process_allgather(sums)).reshape(-1, len(names))
+    return [name for name, differs in zip(names, (everywhere != sums).any(axis=0), strict=True) if differs]

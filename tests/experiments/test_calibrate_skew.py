@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from kvjax_models import generate
 
 import kvjax
 from experiments.common import settings, skewing, streams
 from experiments.common.options import Run
 from kvjax.structures.skew import Skew
+from kvjax_models import generate
 
 
 @pytest.fixture(scope="module")

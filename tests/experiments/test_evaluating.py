@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 from flax import nnx
-from kvjax_models.llama import Llama, LlamaConfig
 
 from experiments.common import answers, evaluating, footprint, settings
+from kvjax_models.llama import Llama, LlamaConfig
 
 CONFIG = LlamaConfig(
     vocab_size=64, width=32, mlp_width=64, layers=1, query_heads=2, kv_heads=1, head_dim=16, max_length=512

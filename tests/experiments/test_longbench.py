@@ -5,11 +5,11 @@ import json
 import pathlib
 
 import pytest
-from kvjax_models import checkpoint
-from kvjax_models.tokenizer import load as load_tokenizer
 
 from experiments.common import metrics
 from experiments.common.tasks import longbench
+from kvjax_models import checkpoint
+from kvjax_models.tokenizer import load as load_tokenizer
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "longbench_metrics.json").read_text("utf-8"))
 

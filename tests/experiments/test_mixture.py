@@ -5,11 +5,11 @@ import re
 
 import numpy as np
 import pytest
-from kvjax_models import tokenizer as tokenizers
 
 from experiments.common import sources
 from experiments.common.tasks import line_tokenizer, ruler
 from experiments.training import byte_pairs, mixture
+from kvjax_models import tokenizer as tokenizers
 
 TOKENS = 700
 

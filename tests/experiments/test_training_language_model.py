@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from kvjax_models import checkpoint, llama
-from kvjax_models import tokenizer as tokenizers
 
 from experiments.common import sources
 from experiments.common.tasks import line_tokenizer
 from experiments.training import answer_loss, circuits, language_model, measuring, running
 from experiments.training.language_presets import PRESETS, Stage
+from kvjax_models import checkpoint, llama
+from kvjax_models import tokenizer as tokenizers
 
 TOKENS = 384
 TINY = dataclasses.replace(PRESETS["tiny"], stages=(Stage(TOKENS, 1, 1, steps=5),))

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from kvjax_models import checkpoint, llama
 
 from experiments.common.settings import CHECKPOINTS
 from experiments.common.tasks import line_retrieval, line_tokenizer
 from experiments.training import answer_loss, induction, lines, running
+from kvjax_models import checkpoint, llama
 
 TINY = lines.PRESETS["tiny"]
 PLAN = lines.Curriculum(longest_lines=6, final_steps=10, most_steps=1000, warmup_steps=4)

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kvjax_models import checkpoint, generate, prefill
 
 import kvjax
 from kvjax.combinators.ada_kv import AdaKV
 from kvjax.policies.kvzip import KVzip
 from kvjax.policies.leverage_scores import LeverageScores
 from kvjax.policy import Policy
+from kvjax_models import checkpoint, generate, prefill
 from tests.models import families
 
 CHECKPOINT = pathlib.Path(__file__).parents[1] / "golden" / "transformers" / families.LLAMA31.name

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
+
 from kvjax_models import checkpoint
 from kvjax_models.llama import Llama, LlamaConfig, RopeScaling
 

@@ -4,11 +4,11 @@ import io
 import shutil
 
 import pytest
-from kvjax_models import command
 
 from experiments.common import settings
 from experiments.common.tasks import line_retrieval as task
 from kvjax.registry import POLICIES
+from kvjax_models import command
 
 MODEL = f"--model={settings.model_directory(settings.LINES_CHECKPOINT)}"
 

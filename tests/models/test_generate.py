@@ -6,16 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from kvjax_models import generate as generation
-from kvjax_models import lowering, prefill
-from kvjax_models.generate import NO_TOKEN, Generator, collect, generate
-from kvjax_models.llama import Llama, LlamaConfig
-from kvjax_models.sampling import Sampling
 
 import kvjax
 from experiments.common.compiled import large_outputs
 from experiments.common.together import prefill_together
 from kvjax.state import axes
+from kvjax_models import generate as generation
+from kvjax_models import lowering, prefill
+from kvjax_models.generate import NO_TOKEN, Generator, collect, generate
+from kvjax_models.llama import Llama, LlamaConfig
+from kvjax_models.sampling import Sampling
 
 VOCABULARY, PERIOD, CHUNK = 128, 16, 32
 EXACT = kvjax.Exact(compact_every=PERIOD)

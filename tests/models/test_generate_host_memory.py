@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax_models import generate
-from kvjax_models.generate import Generator, collect
 
 import kvjax
+from kvjax_models import generate
+from kvjax_models.generate import Generator, collect
 from tests.models.test_generate import CHUNK, PERIOD, PROMPTS, TURN, random_model
 
 SIZES = {"sinks": 2, "cluster_tokens": 8, "every": 16, "chunk_clusters": 2, "compact_every": PERIOD}

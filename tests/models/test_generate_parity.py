@@ -4,11 +4,11 @@ import pathlib
 
 import numpy as np
 import pytest
-from kvjax_models import checkpoint, generate
-from kvjax_models.tokenizer import load as load_tokenizer
 
 import kvjax
 from experiments.training import mixture
+from kvjax_models import checkpoint, generate
+from kvjax_models.tokenizer import load as load_tokenizer
 from tests.models import families
 from tests.models.test_parity import GOLDEN
 

@@ -18,13 +18,13 @@ import pytest
 from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
+
+import kvjax
+from kvjax.sharding import rename_axes
 from kvjax_models import checkpoint, generate, lowering
 from kvjax_models.llama import Llama, LlamaConfig
 from kvjax_models.saved_states import SavedStates
 from kvjax_models.sharding import mesh_of, parameter_shardings, place
-
-import kvjax
-from kvjax.sharding import rename_axes
 from tests.kvjax import support
 
 DEVICES = 8

@@ -6,13 +6,13 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import kvjax
+from experiments.common import settings
 from kvjax_models import checkpoint, language_model, load
 from kvjax_models.command.chat import Chat, Conversation
 from kvjax_models.generate import generate
 from kvjax_models.sampling import Sampling
-
-import kvjax
-from experiments.common import settings
 
 DIRECTORY = settings.model_directory(settings.LANGUAGE_CHECKPOINT)
 TEXT = "The quick brown fox jumps over the lazy dog. " * 12

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+
 from kvjax_models.llama import Llama, LlamaConfig, RopeScaling, rope_frequencies
 
 SMALL = LlamaConfig(

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from kvjax_models import checkpoint
 
+from kvjax_models import checkpoint
 from tests.models import families
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from kvjax_models.sampling import Sampling, finite, sample
 
 PROBABILITIES = np.array([0.05, 0.4, 0.25, 0.2, 0.1])

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+
+import kvjax
 from kvjax_models import generate, saved_states
 from kvjax_models.llama import Llama, LlamaConfig
 from kvjax_models.sampling import Sampling
 from kvjax_models.saved_states import SavedStates
-
-import kvjax
 
 CONFIG = LlamaConfig(
     vocab_size=32, width=16, mlp_width=16, layers=2, query_heads=2, kv_heads=1, head_dim=8, max_length=128

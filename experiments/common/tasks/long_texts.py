@@ -3,9 +3,9 @@
 import pathlib
 
 import numpy as np
-from kvjax_models.tokenizer import Tokenizer
 
 from experiments.common import sources
+from kvjax_models.tokenizer import Tokenizer
 
 HELD_OUT = "held-out sources"
 

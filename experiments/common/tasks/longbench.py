@@ -10,11 +10,10 @@ import json
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from kvjax_models.tokenizer import Tokenizer
-
 from experiments.common import metrics
 from experiments.common.evaluating import Prompt
 from experiments.common.tasks.problem import Problem
+from kvjax_models.tokenizer import Tokenizer
 
 DATA = pathlib.Path(__file__).parent / "data" / "longbench.json"
 SOURCE = "https://huggingface.co/datasets/THUDM/LongBench"
