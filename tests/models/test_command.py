@@ -6,11 +6,12 @@ import shutil
 import pytest
 
 from experiments.common import settings
+from experiments.common.options import LINES_CHECKPOINT, Run
 from experiments.common.tasks import line_retrieval as task
 from kvjax.registry import POLICIES
 from kvjax_models import command
 
-MODEL = f"--model={settings.model_directory(settings.LINES_CHECKPOINT)}"
+MODEL = f"--model={settings.model_directory(LINES_CHECKPOINT)}"
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def kvjax(capsys, monkeypatch):
 @pytest.fixture(scope="module")
 def asked():
     """A document of about 500 tokens and its right answer, as text."""
-    _, tokenizer = settings.load_model(settings.LINES_CHECKPOINT)
+    _, tokenizer = settings.load_model(Run())
     [document] = task.documents(
         7, 1, lambda rng: task.generate_for_tokens(rng, lambda text: len(tokenizer.encode(text)), 500)
     )

@@ -9,12 +9,13 @@ import pytest
 
 import kvjax
 from experiments.common import settings
+from experiments.common.options import LANGUAGE_CHECKPOINT
 from kvjax_models import checkpoint, language_model, load
 from kvjax_models.command.chat import Chat, Conversation
 from kvjax_models.generate import generate
 from kvjax_models.sampling import Sampling
 
-DIRECTORY = settings.model_directory(settings.LANGUAGE_CHECKPOINT)
+DIRECTORY = settings.model_directory(LANGUAGE_CHECKPOINT)
 TEXT = "The quick brown fox jumps over the lazy dog. " * 12
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
