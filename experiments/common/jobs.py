@@ -166,6 +166,13 @@ JOBS = {
         h200={"seed": 50, "documents": 50},
         needs="kvpress_python",
     ),
+    "peers_presses": Job(
+        peers.EXPERIMENT,
+        {"task": tuple(NEEDLE_TASKS), "seeds": 1, **_suite("peers, all presses")},
+        cpu={"seed": 50},
+        h200={"seed": 50, "documents": 100},
+        needs="kvpress_python",
+    ),
     # The papers' figures.
     "clusterability": Job(clusterability.EXPERIMENT),
     "line_retrieval_subgen": Job(

@@ -47,7 +47,7 @@ def collect(found: Results, machine: str) -> dict[str, Done]:
     """What the pages need of jobs that were run: of their rows those that they show."""
 
     def shown(job: str, row: Row) -> bool:
-        if job == "peers" or any(swept.job == job and swept.takes(row) for swept in task_tables.SWEPT):
+        if job in _BESIDE_KVPRESS or any(swept.job == job and swept.takes(row) for swept in task_tables.SWEPT):
             return True
         return any(job in figure.jobs and figure.takes(row) for _, _, figure in sections.figures())
 
@@ -215,8 +215,9 @@ def _tasks(found: Mapping[str, Results]) -> Iterator[str]:
 
 
 def _peers(found: Mapping[str, Results]) -> Iterator[str]:
-    if peers := next((jobs["peers"] for jobs in _largest_first(found) if "peers" in jobs), None):
-        yield from (_PEERS, ranking.section(peers.rows), _typed({"peers": peers}))
+    for job, about in _BESIDE_KVPRESS.items():
+        if peers := next((jobs[job] for jobs in _largest_first(found) if job in jobs), None):
+            yield from (about, ranking.section(peers.rows), _typed({job: peers}))
 
 
 GENERATED: dict[str, Callable[[Mapping[str, Results]], Iterable[str]]] = {"tasks": _tasks, "peers": _peers}
@@ -239,9 +240,8 @@ Written by `python -m experiments.pages` from the rows of `experiments/results`.
 order of methods is asked of every pair of neighbours in its ranking: the first must be better than the second by
 intervals that do not meet. What has not been run is left out; the same command names it."""
 
-_PEERS = """## Beside kvpress
-
-Policies and presses of kvpress 0.5.5 on the same documents, at equal bytes: of all that exact holds, question and
-answer included, or of the text's, with as much for later tokens on top, as kvpress counts. `held` is what is really
-held: presses that mask what they drop (KVzip, KVgrad, AdaKV) hold all of it, and are compared as if they had freed it.
-Differences are paired by document; the best press is the one of the highest mean."""
+# By job.
+_BESIDE_KVPRESS = {
+    "peers_presses": "## Every press\n\nPresses that are missing failed, or have not been run.",
+    "peers": "## More documents, fewer bytes",
+}

@@ -61,6 +61,9 @@ SUITES = {
         exact leverage_scores leverage_scores:shares=(0.35,3.2,0.35,0.1)
         leverage_scores:shares=(0.35,3.2,0.35,0.1),storage=int8 kvzip:head_floor=0.0,shares=(0.35,3.2,0.35,0.1)@25%
         clustergen@25% clustergen:storage=int8@25% subgen@25%"""),
+    "peers, all presses": _suite("""25% |
+        exact leverage_scores leverage_scores:shares=(0.35,3.2,0.35,0.1) subgen
+        leverage_scores:shares=(0.35,3.2,0.35,0.1),storage=int8 kvzip:head_floor=0.0,shares=(0.35,3.2,0.35,0.1)"""),
     "peers, quick": _suite("50% | exact streaming_llm kvzip:head_floor=0.0"),
     # Of speed.
     "latency": _suite("""20% |
@@ -89,13 +92,9 @@ SUITES = {
 
 # Exact attention, the four systems, and ours, as people call them: what `experiments.demo` shows.
 NAMED = {
-    "exact": "exact",
-    "SubGen": "subgen",
-    "BalanceKV": "balancekv",
-    "ClusterKV": "clusterkv",
-    "Chelsea": "chelsea",
+    "exact": "exact", "SubGen": "subgen", "BalanceKV": "balancekv", "ClusterKV": "clusterkv", "Chelsea": "chelsea",
     "kvjax's choice": "leverage_scores:shares=(0.35,3.2,0.35,0.1)",
-}
+}  # fmt: skip
 
 
 class Study(NamedTuple):
