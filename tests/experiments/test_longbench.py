@@ -86,7 +86,7 @@ def test_prompts_are_cut_in_the_middle():
 
 @pytest.fixture(scope="module")
 def plain():
-    return load_tokenizer(pathlib.Path(checkpoint.__file__).parent / "checkpoints" / "line-retrieval-2l-4k")
+    return load_tokenizer(pathlib.Path(checkpoint.__file__).parents[1] / "checkpoints" / "line-retrieval-2l-4k")
 
 
 @pytest.mark.parametrize("words, longest", [(3, 4096), (3000, 1024)], ids=["whole", "cut"])

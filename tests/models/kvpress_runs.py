@@ -245,7 +245,7 @@ def kept_by_kvjax(policy: Policy, directory: pathlib.Path, tokens: np.ndarray) -
 
 @functools.cache
 def _model(directory: pathlib.Path):
-    return checkpoint.load(directory)
+    return checkpoint.load(directory, jnp.float32)
 
 
 def _matches(kept: np.ndarray, full: np.ndarray) -> np.ndarray:

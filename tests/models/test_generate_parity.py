@@ -2,6 +2,7 @@
 
 import pathlib
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,12 +14,15 @@ from tests.models import families
 from tests.models.test_parity import GOLDEN
 
 NEW_TOKENS = 64
-SHIPPED = sorted((pathlib.Path(checkpoint.__file__).parent / "checkpoints").iterdir())
+SHIPPED = sorted((pathlib.Path(checkpoint.__file__).parents[1] / "checkpoints").iterdir())
 
 
 def continuation(directory, prompts: np.ndarray) -> np.ndarray:
     rows, _ = generate.generate(
-        checkpoint.load(directory), kvjax.Exact(compact_every=16), prompts.tolist(), max_new_tokens=NEW_TOKENS
+        checkpoint.load(directory, jnp.float32),
+        kvjax.Exact(compact_every=16),
+        prompts.tolist(),
+        max_new_tokens=NEW_TOKENS,
     )
     return np.array(rows)
 
@@ -53,7 +57,7 @@ def test_shipped_checkpoints_answer_alike_in_transformers(directory):
             asked = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
             expected = model.generate(torch.tensor([prompt]), **asked)[0, len(prompt) :].tolist()
         rows, _ = generate.generate(
-            checkpoint.load(directory), kvjax.Exact(), [prompt], max_new_tokens=8, eos=tokenizer.eos_ids
+            checkpoint.load(directory, jnp.float32), kvjax.Exact(), [prompt], max_new_tokens=8, eos=tokenizer.eos_ids
         )
         assert rows[0] == expected[: len(rows[0])]
         right += mixture.TASKS["line_retrieval"].score(tokenizer.decode(rows[0]), problem.answers)

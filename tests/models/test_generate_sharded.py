@@ -42,7 +42,7 @@ POLICIES = {
         (kvjax.Exact(compact_every=4),) * 2 + (kvjax.Uniform(10, sinks=2, recent=4, compact_every=4),) * 2
     ),
 }
-CHECKPOINT = pathlib.Path(checkpoint.__file__).parent / "checkpoints" / "line-retrieval-2l-4k"
+CHECKPOINT = pathlib.Path(checkpoint.__file__).parents[1] / "checkpoints" / "line-retrieval-2l-4k"
 
 
 @pytest.mark.skipif(jax.device_count() >= DEVICES, reason="the tests themselves run here")

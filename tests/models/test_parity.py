@@ -24,7 +24,9 @@ def golden(request):
 
 
 def logits(directory, tokens):
-    return np.asarray(nnx.jit(lambda model, tokens: model(tokens))(checkpoint.load(directory), jnp.asarray(tokens)))
+    return np.asarray(
+        nnx.jit(lambda model, tokens: model(tokens))(checkpoint.load(directory, jnp.float32), jnp.asarray(tokens))
+    )
 
 
 def test_golden_logits(golden):
