@@ -133,13 +133,11 @@ def column(row: Row) -> str:
 def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
     """A panel per ablation and measure, a line per policy (and layer) against the share of exact's bytes."""
     layer = lambda row: f", layer {row.extra['layer']:g}" if "layer" in row.extra else ""  # noqa: E731
-    plots.by_rows(
+    plots.against_bytes(
         path,
         [row for row in rows if row.metric in MEASURES.values()],
         panel=lambda row: f"{row.extra['ablation']}: {row.metric}",
-        x=lambda row: 100 * (row.budget_fraction or 0),
         label=lambda row: results.policy_label(row) + layer(row),
-        xlabel="cache bytes (read ones for policies that recall), % of exact's",
     )
 
 

@@ -33,6 +33,7 @@ from experiments.common.compiled import large_outputs
 from experiments.common.compilers import prepare_compiler
 from experiments.common.options import Experiment, Policies, each
 from experiments.common.results import Row
+from kvjax.budget import readable_bytes
 from kvjax_models import generate, lowering
 from kvjax_models.llama import Llama, LlamaConfig
 
@@ -211,7 +212,7 @@ def fault(program: Program, text: str, kernels: int, temporaries: int) -> str | 
         named = ", ".join(f"{one.name} {list(one.shape)}" for one in copies[:3])
         return f"{len(copies)} copies of a cache, such as {named}"
     if temporaries >= program.cache * program.kernels:
-        return f"temporaries as large as the caches, each {results.readable_bytes(program.cache)}"
+        return f"temporaries as large as the caches, each {readable_bytes(program.cache)}"
     return None
 
 

@@ -221,15 +221,12 @@ def case_of(row: Row) -> str:
 def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
     """Error against the share of exact's bytes, without exact, whose error is rounding alone: a panel per case."""
     errors = [row for row in rows if row.metric == "relative_error" and row.extra["budget"]]
-    plots.by_rows(
+    plots.against_bytes(
         path,
         errors,
         panel=case_of,
-        x=lambda row: 100 * (row.budget_fraction or 0),
-        label=results.policy_label,
         xscale="log",
         yscale="log",
-        xlabel="cache bytes, % of exact's",
         ylabel="relative error",
     )
 

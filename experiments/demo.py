@@ -24,6 +24,7 @@ from experiments.common import plots, results, settings, suites
 from experiments.common.options import LANGUAGE_CHECKPOINT, command
 from experiments.common.tasks import ruler
 from experiments.common.tasks.problem import Problem
+from kvjax.budget import readable_bytes
 from kvjax_models import language_model
 from kvjax_models.generate import GenerationState, Generator, collect
 
@@ -109,8 +110,7 @@ def run(given: Demo, llm: language_model.LanguageModel, texts: list[Asked]) -> l
     room = max(len(question) for text in texts for question in text.questions) + 2 * given.answer_tokens
     tried = []
     for name, policy in suites.NAMED.items():
-        budget = None if policy == "exact" else given.budget
-        alone = llm.generator(policy, budget, max_prompt=longest, max_new=room)
+        alone = llm.generator(policy, given.budget, max_prompt=longest, max_new=room)
         together = Generator(llm.model, alone.policies, batch=given.facts, max_prompt=longest, max_new=room)
         tried.append(Tried(name, alone, together))
     with tqdm(total=len(texts) * len(tried), desc="texts read and asked about", leave=False) as bar:
@@ -166,7 +166,7 @@ def show(given: Demo, texts: list[Asked], tried: list[Tried]) -> None:
     lines = [
         (
             one.name,
-            f"{results.readable_bytes(one.held)} ({one.held / exact.held:.0%})",
+            f"{readable_bytes(one.held)} ({one.held / exact.held:.0%})",
             f"{1000 * statistics.median(one.turns):.1f} ms",
             f"{statistics.median(theirs / own for theirs, own in zip(exact.turns, one.turns, strict=True)):.1f}",
             f"{statistics.median(one.read[1:]):.2f} s",

@@ -160,13 +160,10 @@ def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
         path, curves, panel=form_of, x=lambda row: row.context_tokens, label=results.setting_label, **logarithmic
     )
     if ratios:
-        plots.by_rows(
+        plots.against_bytes(
             path.with_name(f"{NAME}_ratio.png"),
             ratios,
             panel=form_of,
-            x=lambda row: 100 * (row.budget_fraction or 0),
-            label=results.policy_label,
-            xlabel="cache bytes (read ones for policies that recall), % of exact's",
             ylabel="perplexity, as a ratio to exact's",
         )
 

@@ -27,6 +27,7 @@ from experiments.common.options import Experiment, Policies, each, one_of
 from experiments.common.planning import Plan, Program
 from experiments.common.results import Row
 from experiments.common.resuming import Finished
+from kvjax.budget import readable_bytes
 from kvjax.registry import PolicyChoice
 from kvjax_models.llama import LlamaConfig
 
@@ -106,7 +107,7 @@ def exchanged(program: Program) -> str:
     counts = Counter(collective.kind for collective in program.collectives)
     total = sum(collective.bytes for collective in program.collectives)
     named = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    return f"{named}: {results.readable_bytes(total)}" if counts else "none"
+    return f"{named}: {readable_bytes(total)}" if counts else "none"
 
 
 def make_rows(options: Options, planned: Plan) -> list[Row]:
@@ -139,7 +140,7 @@ def show(options: Options, plans: Sequence[Plan]) -> None:
         (
             f"{planned.topology}, {settings.label(planned.setting)}",
             *map(
-                results.readable_bytes,
+                readable_bytes,
                 (
                     planned.weight_bytes,
                     planned.cache_bytes,

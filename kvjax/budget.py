@@ -130,3 +130,12 @@ def _try_layers(policy: Policy, spec: CacheSpec) -> None:
     specs = [dataclasses.replace(spec, layer=layer) for layer in range(spec.layers)]
     for of_layer in {layer_policy(policy, spec): spec for spec in specs}.values():
         abstract_cache(policy, of_layer)
+
+
+def readable_bytes(count: float) -> str:
+    """Bytes in binary units: 1536 is "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

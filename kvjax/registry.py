@@ -188,23 +188,23 @@ def sized(policy: AnyPolicy, budget: int | str | Budget | None, spec: CacheSpec,
     if isinstance(policy, str):
         policy = PolicyChoice.parse(policy)
     if isinstance(policy, PolicyChoice):
-        if budget is not None and policy.takes_budget:
-            if policy.budget is not None:
-                raise ValueError(f"policy {policy} has a budget; give budget={budget} or that one")
-            policy = dataclasses.replace(policy, budget=Budget.of(budget))
-        if policy.takes_budget and policy.budget is None:
-            raise ValueError(f'policy {policy} needs a budget: slots (1024), a share ("25%") or bytes ("64MiB")')
-        return policy.fit(spec, tokens)
-    if isinstance(policy, Policy):
+        if policy.budget is not None and budget is not None:
+            raise ValueError(f"policy {policy} has a budget; give budget={budget} or that one")
+        if policy.budget is not None or not policy.takes_budget:
+            return policy.fit(spec, tokens)
+        make: Callable[..., Policy] = policy.make
+        name = f"policy {policy}"
+    elif isinstance(policy, Policy):
         if budget is not None:
             raise ValueError(f"{policy} has its size; give budget={budget} to its class, or to its name")
         return policy
-    if policy is Exact:
+    elif policy is Exact:
         return Exact()
-    name = getattr(policy, "__name__", policy)
+    else:
+        make, name = policy, str(getattr(policy, "__name__", policy))
     if budget is None:
         raise ValueError(f'{name} needs a budget: slots (1024), a share ("25%") or bytes ("64MiB")')
-    return _fill(policy, Budget.of(budget), spec, tokens)
+    return _fill(make, Budget.of(budget), spec, tokens)
 
 
 def _fill(make: Callable[[int], Policy], budget: Budget, spec: CacheSpec, tokens: int) -> Policy:

@@ -6,9 +6,6 @@ import dataclasses
 import functools
 import inspect
 import re
-import types
-import typing
-from typing import Any, Literal
 
 import docstring_parser
 from docutils import nodes
@@ -21,7 +18,7 @@ from kvjax.combinators.by_head import ByHead
 from kvjax.combinators.by_layer import ByLayer, FirstLayers
 from kvjax.combinators.host_memory import HostMemory
 from kvjax.combinators.quantized import Quantized
-from kvjax.registry import POLICIES
+from kvjax.registry import POLICIES, settings_of
 from kvjax.selection import Selection
 
 COMBINATORS = {kind.__name__: kind for kind in (AdaKV, ByHead, ByLayer, FirstLayers, HostMemory, Quantized)}
@@ -60,32 +57,15 @@ def settings(kind: type) -> list[tuple[str, str]]:
     return told + [(name, "") for name in missing]
 
 
-def _default(field: dataclasses.Field) -> str:
-    return "" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
-
-
-def _kind(annotation: Any) -> str:
-    """A type as one reads it: `int`, `"a"` or `"b"`."""
-    if typing.get_origin(annotation) is Literal:
-        return " or ".join(f"`{choice!r}`" for choice in typing.get_args(annotation))
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return " or ".join(_kind(part) for part in typing.get_args(annotation))
-    if annotation is type(None):
-        return "`None`"
-    if typing.get_origin(annotation) is tuple:
-        inner = typing.get_args(annotation)
-        return "numbers" if inner[0] in (int, float) else "policies"
-    return f"`{getattr(annotation, '__name__', annotation)}`"
-
-
 def table(kind: type) -> list[str]:
     """The settings as lines of Markdown."""
-    hints, fields = typing.get_type_hints(kind), {field.name: field for field in dataclasses.fields(kind)}
+    told = {name: (may_be, default) for name, may_be, default in settings_of(kind)}
     lines = ["| setting | default | may be | what it is |", "|---|---|---|---|"]
     for name, meaning in settings(kind):
         # A table's row is one line, in which a bar would end a cell.
         meaning = meaning.replace("|", r"\|")
-        lines.append(f"| `{name}` | {_default(fields[name])} | {_kind(hints[name])} | {meaning} |")
+        may_be, default = told[name]
+        lines.append(f"| `{name}` | {f'`{default}`' if default is not None else ''} | {may_be} | {meaning} |")
     return lines
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import simple_parsing
-from absl import app, flags
+from absl import app
 
 from experiments.common import results
 from experiments.common.results import Row
-from kvjax_models import devices
+from kvjax_models import devices, parsing
 
 # Of shipped checkpoints, the one that finds lines in longer texts, and the one that knows other tasks, too.
 LINES_CHECKPOINT, LANGUAGE_CHECKPOINT = "line-retrieval-2l-4k", "kvjax-lm-2k"
@@ -136,10 +136,4 @@ def parse(options: type, arguments: Sequence[str]) -> Any:
     parser = simple_parsing.ArgumentParser(description=sys.modules["__main__"].__doc__, allow_abbrev=False)
     quick = issubclass(options, Run) and any(word in ("--quick", "--quick=true") for word in arguments)
     parser.add_arguments(options, dest="options", default=options.small() if quick else options())  # type: ignore[attr-defined]
-    try:
-        namespace, rest = parser.parse_known_args(list(arguments))
-    except ValueError as error:
-        parser.error(str(error))
-    if words := flags.FLAGS(["", *rest])[1:]:
-        parser.error(f"unknown arguments: {words}")
-    return namespace.options
+    return parsing.parse(parser, arguments).options

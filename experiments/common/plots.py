@@ -14,7 +14,7 @@ import PIL.Image
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from experiments.common.results import Estimate, Row
+from experiments.common.results import Estimate, Row, policy_label
 from kvjax_models import devices
 
 # The papers' systems have a hue each, their variants its shades.
@@ -137,6 +137,15 @@ def by_rows(
         if labels != named[0] or axis is drawn[0]:
             axis.legend(fontsize=6)
     save(figure, path)
+
+
+def against_bytes(path: pathlib.Path, rows: Sequence[Row], **given: Any) -> None:
+    """The same against the share of exact's bytes that a cache holds, or reads where everything is kept."""
+    how: dict[str, Any] = {
+        "label": policy_label,
+        "xlabel": "cache bytes (read ones for policies that recall), % of exact's",
+    }
+    by_rows(path, rows, x=lambda row: 100 * (row.budget_fraction or 0), **(how | given))
 
 
 def _powers_of_two(axis: plt.Axes) -> None:

@@ -262,12 +262,3 @@ def print_rows(
     columns = list(dict.fromkeys(name for found in cells.values() for name in found))
     lines = [(label, *(found.get(name, "-") for name in columns)) for label, found in cells.items()]
     print_table(title, ("", *columns), lines)
-
-
-def readable_bytes(count: float) -> str:
-    """Bytes in binary units: 1536 is "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"

@@ -9,6 +9,7 @@ import numpy as np
 
 from experiments.common import plots, results
 from experiments.common.results import Row
+from kvjax.budget import readable_bytes
 
 
 def show(title: str, rows: Sequence[Row], metric: str = "accuracy") -> None:
@@ -23,9 +24,9 @@ def show(title: str, rows: Sequence[Row], metric: str = "accuracy") -> None:
         shown += [row for row in of_setting if single and row.metric == "ms_per_token"]
 
     def line(row: Row) -> str:
-        host = f" + {results.readable_bytes(row.host_bytes)} in the host" if row.host_bytes else ""
+        host = f" + {readable_bytes(row.host_bytes)} in the host" if row.host_bytes else ""
         read = " read" if row.extra["recalls"] else ""
-        held = f"{results.readable_bytes(row.device_bytes or 0)}{host}, {row.budget_fraction:.1%}{read} of exact's"
+        held = f"{readable_bytes(row.device_bytes or 0)}{host}, {row.budget_fraction:.1%}{read} of exact's"
         return f"{results.setting_label(row)} ({held})" if single else results.setting_label(row)
 
     results.print_rows(title, shown, line)
@@ -52,13 +53,10 @@ def plot(path: pathlib.Path, rows: Sequence[Row], metric: str = "accuracy") -> N
         for title in dict.fromkeys(map(panel, scored))
         for of_setting in results.by_setting(row for row in scored if panel(row) == title).values()
     ]
-    plots.by_rows(
+    plots.against_bytes(
         path,
         means,
         panel=panel,
-        x=lambda row: 100 * (row.budget_fraction or 0),
-        label=results.policy_label,
-        xlabel="cache bytes (read ones for policies that recall), % of exact's",
         ylabel=metric.replace("_", " "),
         ylim=(-0.03, 1.03),
     )

@@ -30,15 +30,6 @@ def test_wilson_interval():
     assert results.share_interval(10, 10)[1] == 1
 
 
-def test_readable_bytes():
-    assert [results.readable_bytes(n) for n in (10, 1536, 3 * 2**20, 5 * 2**30)] == [
-        "10 B",
-        "1.5 KiB",
-        "3.0 MiB",
-        "5.00 GiB",
-    ]
-
-
 def test_intervals_of_scores_follow_their_kind():
     assert results.score_interval([1.0, 0.0, 1.0, 1.0]) == results.share_interval(3, 4)
     low, high = results.score_interval([0.5, 0.6, 0.4, 0.5])

@@ -127,6 +127,21 @@ def test_a_users_error_is_one_line(kvjax, words, message):
     assert message in str(ended.value) and "\n" not in str(ended.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("generate", MODEL, "--prompt=x", "stray"), "unknown arguments: ['stray']"),
+        (("generate", "--modle=x", "--prompt=x"), "Unknown command line flag 'modle'"),
+        (("generate", MODEL, "--top_k=two"), "invalid int value: 'two'"),
+        (("no_such",), "invalid choice: 'no_such'"),
+    ],
+)
+def test_words_that_are_no_options_are_refused(words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.parse(["kvjax", *words])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
 def test_help_shows_every_option_and_its_default(capsys):
     with pytest.raises(SystemExit):
         command.parse(["kvjax", "generate", "--help"])

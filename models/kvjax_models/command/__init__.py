@@ -8,8 +8,8 @@ import sys
 
 import simple_parsing
 from absl import app, logging
-from etils import eapp
 
+from kvjax_models import parsing
 from kvjax_models.command.bench import Bench
 from kvjax_models.command.chat import Chat
 from kvjax_models.command.generate import Generate
@@ -50,7 +50,11 @@ def main(given: Kvjax) -> None:
         sys.exit(130)
 
 
-parse = eapp.make_flags_parser(Kvjax, prog="kvjax", description=Kvjax.__doc__, formatter_class=_Help)
+def parse(argv: list[str]) -> Kvjax:
+    """The command that a user typed, the program's name first."""
+    parser = simple_parsing.ArgumentParser(prog="kvjax", description=Kvjax.__doc__, formatter_class=_Help)
+    parser.add_arguments(Kvjax, dest="given")
+    return parsing.parse(parser, argv[1:]).given
 
 
 def run() -> None:

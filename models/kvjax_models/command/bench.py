@@ -7,8 +7,9 @@ import time
 import numpy as np
 
 import kvjax
+from kvjax.budget import readable_bytes
 from kvjax.registry import PolicyChoice
-from kvjax_models.command.options import ModelOptions, chosen, read_text, readable_bytes, repeatable, say
+from kvjax_models.command.options import ModelOptions, chosen, read_text, repeatable, say
 from kvjax_models.generate import GenerationState, Generator
 from kvjax_models.language_model import LanguageModel
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import simple_parsing
 
 import kvjax
-from kvjax.budget import Budget
+from kvjax.budget import Budget, readable_bytes
 from kvjax.registry import PolicyChoice
 from kvjax_models import checkpoint, language_model
 from kvjax_models.devices import Devices, is_first, join
@@ -105,12 +105,3 @@ def held(generator: Generator, state: GenerationState) -> str:
         f"cache {readable_bytes(bytes_held.device)} on the device, {bytes_held.device / exact:.1%} of exact's, "
         f"{readable_bytes(bytes_held.host)} on the host; {readable_bytes(read)} read per token"
     )
-
-
-def readable_bytes(count: float) -> str:
-    """Bytes as people write them."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
