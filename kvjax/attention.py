@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import rope
+from kvjax import rope, storage
 from kvjax.collectives import largest_over_heads
 from kvjax.partials import by_token, finite, merge, merge_over_parts, rows_of_heads
 from kvjax.recall import attend_blocks
 from kvjax.recent import recall_recent
-from kvjax.segment import Choice, Reading, Recalled, Segment, Slope, Spread, map_parts, parts_of
+from kvjax.segment import Choice, Reading, Recalled, Segment, Slope, Spread, loaded, map_parts, parts_of
 from pallas_kernels.weighted_decode import Entries, Partials, weighted_decode
 
 FEW_QUERIES = 8  # that recall at the same time
@@ -90,7 +90,7 @@ def attend_and_see(
         kv_heads = next(part.keys.shape[1] for part in parts if isinstance(part, Segment))
     segments = [_capped(part, logit_cap) for part in parts if isinstance(part, Segment)]
     sums = [_sums(query, segment, kv_heads, logits=observes) for segment in segments]
-    width = next((part.values.shape[3] for part in segments if part.values is not None), query.shape[3])
+    width = next((part.value_dim for part in segments if part.value_dim is not None), query.shape[3])
     partials = merge(
         *(_partials(query, segment, sum_, kv_heads, width) for segment, sum_ in zip(segments, sums, strict=True)),
         *(() if sink_logits is None else (_sink_partials(query, sink_logits, width),)),
@@ -129,42 +129,39 @@ def _capped(segment: Segment, logit_cap: float | None) -> Segment:
     if logit_cap is None:
         return segment
     segment = dataclasses.replace(segment, logit_cap=logit_cap)
-    if segment.spread is None:
+    spread = segment.spread
+    if spread is None:
         return segment
-    scale = segment.spread.scale[..., None, None]
+    segment = loaded(segment)
+    scale = spread.scale[..., None, None]
 
-    def apart(x: Array, mean: Array, factor: Array | None) -> Array:
-        x = x.astype(jnp.float32) if factor is None else x.astype(jnp.float32) * factor[..., None]
-        return mean[:, :, None] + scale * (x - mean[:, :, None])
+    def apart(x: Array, mean: Array) -> Array:
+        return mean[:, :, None] + scale * (x.astype(jnp.float32) - mean[:, :, None])
 
-    return dataclasses.replace(
-        segment,
-        keys=apart(segment.keys, segment.spread.mean_key, segment.key_scale),
-        values=None
-        if segment.values is None
-        else apart(segment.values, segment.spread.mean_value, segment.value_scale),
-        key_scale=None,
-        value_scale=None,
-        spread=None,
-    )
+    values = None if segment.values is None else apart(segment.values, spread.mean_value)
+    keys = apart(segment.keys, spread.mean_key)
+    return dataclasses.replace(segment, keys=keys, values=values, spread=None)
 
 
 def _sums(query: Float[Array, "B T H_q D"], segment: Segment, kv_heads: int, *, logits: bool) -> Partials:
     """What the kernel makes of the segment's entries, by rows [B, H_kv, R, ...]."""
     query = query[:, :, _query_heads(query, segment.heads, kv_heads)]
-    batch, own_heads, _, head_dim = segment.keys.shape
+    batch, own_heads, _, head_dim = (*segment.keys.shape[:3], segment.key_dim)
     if query.shape[0] != batch or query.shape[3] != head_dim or query.shape[2] % own_heads:
         raise ValueError(
-            f"queries [B, T, H_q, D] = {query.shape} do not fit keys [B, H_kv, S, D] = {segment.keys.shape}: B and D "
-            "must be equal and H_q a multiple of H_kv"
+            f"queries [B, T, H_q, D] = {query.shape} do not fit keys [B, H_kv, S, D] = "
+            f"{(*segment.keys.shape[:3], head_dim)}: B and D must be equal and H_q a multiple of H_kv"
         )
     if segment.turn is not None:
         turn = jnp.broadcast_to(segment.turn, (*query.shape[:2], segment.turn.shape[2]))
         query = rope.rotate(query, jnp.cos(turn), jnp.sin(turn))
     if segment.spread is not None:
         query = query * _of_query_heads(segment.spread.scale, query)[:, None, :, None]
+    if segment.key_scale is not None:
+        query = storage.turned(query).astype(query.dtype)
     entries = Entries(**{field.name: getattr(segment, field.name) for field in dataclasses.fields(Entries)})
-    return weighted_decode(rows_of_heads(query, own_heads), entries, logits=logits)
+    sums = weighted_decode(rows_of_heads(query, own_heads), entries, logits=logits)
+    return sums if segment.value_scale is None else sums._replace(num=storage.turned_back(sums.num))
 
 
 def _partials(

@@ -274,7 +274,7 @@ def read_bytes(cache: Cache) -> int:
             query = jnp.zeros((batch, 1, kv_heads * spec.query_heads // spec.kv_heads, spec.head_dim))
             choice = part.choose(query, None)
             places, width = part.store.entries.shape[3:]
-            beside = 4 if part.store.scale is None else 12  # what masks a place, and its scales
+            beside = 4 if part.store.scale is None else 4 + 2 * part.store.scale.dtype.itemsize  # a mask, and scales
             block = places * (width * part.store.entries.dtype.itemsize + beside)
             sizes.append(choice.block.size * block + segment_bytes(part.index, choice.rest))
 

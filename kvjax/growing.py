@@ -10,15 +10,15 @@ from kvjax.collectives import own_slot, own_stop, own_tokens, slots_in_all
 from kvjax.segment import Segment
 from kvjax.spec import CacheSpec
 from kvjax.staging import Tokens
-from kvjax.state import fault, state
-from kvjax.storage import divided, eight_bit, is_eight_bit, scales_of
+from kvjax.state import fault, state, static
+from kvjax.storage import Storage
 from pallas_kernels.weighted_decode import SLOT_BLOCK
 
 
 @state
 class Growing:
-    """Tokens of each row in its first slots, without gaps. Devices may share the slots. In eight bits where it has
-    scales: a token is stored once and never touched again."""
+    """Tokens of each row in its first slots, without gaps. Devices may share the slots. A token is stored once, in the
+    form of the storage where there is one, and never touched again."""
 
     keys: Float[Array, "B H_kv N D"]
     values: Float[Array, "B H_kv N D_v"]
@@ -26,6 +26,7 @@ class Growing:
     value_scale: Float[Array, "B H_kv N"] | None
     count: Int[Array, "B"]  # int32
     overflow: Int[Array, "B"] = fault("tokens came to a full cache that must hold all of them")
+    storage: Storage | None = static(default=None)
 
 
 def init_growing(spec: CacheSpec, prompt: int) -> Growing:
@@ -34,11 +35,14 @@ def init_growing(spec: CacheSpec, prompt: int) -> Growing:
     block = SLOT_BLOCK * spec.parts
     slots = -(-(prompt + spec.max_new) // block) * block
     shape = (spec.batch, spec.kv_heads, slots)
-    number = eight_bit(spec.storage)
-    empty = lambda width: jnp.zeros((*shape, width), number.dtype if number else spec.dtype)  # noqa: E731
-    scale = lambda: jnp.zeros(shape) if number else None  # noqa: E731
     none = lambda: jnp.zeros(spec.batch, jnp.int32)  # noqa: E731
-    return Growing(empty(spec.head_dim), empty(spec.value_width), scale(), scale(), none(), none())
+    if spec.storage is None:
+        empty = lambda width: jnp.zeros((*shape, width), spec.dtype)  # noqa: E731
+        return Growing(empty(spec.head_dim), empty(spec.value_width), None, None, none(), none())
+    keys, values = spec.storage.empty(shape, spec.head_dim, spec.value_width)
+    return Growing(
+        keys.numbers, values.numbers, keys.scale[..., 0], values.scale[..., 0], none(), none(), storage=spec.storage
+    )
 
 
 def fill(
@@ -77,14 +81,20 @@ def stored(store: Growing) -> Segment:
     here = store.keys.shape[2]
     stop = own_stop(store.count, here)[:, None]
     return Segment(
-        store.keys, store.values, stop=stop, in_parts=True, key_scale=store.key_scale, value_scale=store.value_scale
+        store.keys,
+        store.values,
+        stop=stop,
+        in_parts=True,
+        key_scale=store.key_scale,
+        value_scale=store.value_scale,
+        key_bits=None if store.storage is None else store.storage.key_bits,
+        value_bits=None if store.storage is None else store.storage.value_bits,
     )
 
 
 def _as_stored(store: Growing, keys: Array, values: Array) -> dict[str, Array]:
-    if not is_eight_bit(store.keys.dtype):
+    if store.storage is None:
         return {"keys": keys, "values": values}
-    dtype = store.keys.dtype
-    key_scale, value_scale = scales_of(keys, 1, dtype), scales_of(values, 1, dtype)
-    numbers = {"keys": divided(keys, key_scale, dtype), "values": divided(values, value_scale, dtype)}
-    return numbers | {"key_scale": key_scale[..., 0], "value_scale": value_scale[..., 0]}
+    of_keys, of_values = store.storage.store(keys, values)
+    scales = {"key_scale": of_keys.scale[..., 0], "value_scale": of_values.scale[..., 0]}
+    return {"keys": of_keys.numbers, "values": of_values.numbers, **scales}

@@ -4,23 +4,25 @@ Selection looks at an index only, never at the stored entries, so that these may
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax import storage
 from kvjax.collectives import are_shared, own_slot, slots_in_all
 from kvjax.memory import on_host, where_it_lies
 from kvjax.partials import by_token, merge_over_parts, rows_of_heads
 from kvjax.spec import CacheSpec
 from kvjax.staging import Tokens
 from kvjax.state import state, static
-from kvjax.storage import divided, eight_bit, scales_of
+from kvjax.storage import Storage, Stored
 from kvjax.window import Window
-from pallas_kernels.cluster_recall import Blocks, cluster_recall, entry_width, read_places, split, taken
-from pallas_kernels.weighted_decode import Entries, Partials, weighted_decode
+from pallas_kernels import packing
+from pallas_kernels.cluster_recall import Blocks, as_entries, cluster_recall, entry_width, halves, taken
+from pallas_kernels.weighted_decode import Partials, weighted_decode
 
 T = TypeVar("T")
 
@@ -34,37 +36,75 @@ class BlockStore:
     its first place on; empty places hold finite numbers. Devices may share the blocks: their numbers, everywhere but in
     these arrays, are those among all of them.
 
-    What is written is stored in eight bits where the store has scales: old blocks are never touched again.
+    What is written is stored in the form of the storage, where there is one: old blocks are never touched again.
     """
 
     entries: Float[Array, "N P 2*W"]
-    scale: Float[Array, "N P 2"] | None  # float32 factors of an eight-bit key and value
+    scale: Float[Array, "N P 2"] | None  # of a stored key and value
     position: Int[Array, "N P"]  # int32, of the token in the text; -1 in empty places
     head_dim: int = static()
     value_dim: int = static()
+    storage: Storage | None = static(default=None)
 
     @property
     def keys(self) -> Float[Array, "*A N P D"]:
-        return self.entries[..., : self.head_dim]
+        """As they were written, but for what storing them changed."""
+        return self._half(slice(0, self.head_dim), 0)
 
     @property
     def values(self) -> Float[Array, "*A N P D_v"]:
-        half = self.entries.shape[-1] // 2
-        return self.entries[..., half : half + self.value_dim]
+        """Alike."""
+        return self._half(slice(self.entries.shape[-1] // 2, self.entries.shape[-1] // 2 + self.value_dim), 1)
+
+    def _half(self, columns: slice, half: int) -> Array:
+        if self.storage is None:
+            return self.entries[..., columns]
+        blocks = as_blocks(self)
+        numbers = self.entries[..., halves(blocks, self.head_dim)[half]]
+        assert self.scale is not None
+        return storage.load(numbers, self.scale[..., half : half + 1], (blocks.key_bits, blocks.value_bits)[half])
+
+
+def as_blocks(store: BlockStore, logit_cap: float | None = None) -> Blocks:
+    """A store as kernels take it."""
+    return Blocks(
+        store.entries,
+        store.scale,
+        value_dim=store.value_dim,
+        logit_cap=logit_cap,
+        key_bits=None if store.storage is None else store.storage.key_bits,
+        value_bits=None if store.storage is None else store.storage.value_bits,
+    )
 
 
 def init_store(spec: CacheSpec, blocks: int, places: int) -> BlockStore:
     """One head's empty store of so many blocks, as many for every device that shares it."""
     blocks = -(-blocks // spec.parts) * spec.parts
-    number = eight_bit(spec.storage)
     width = entry_width(max(spec.head_dim, spec.value_width))
-    return BlockStore(
-        entries=jnp.zeros((blocks, places, 2 * width), number.dtype if number else spec.dtype),
-        scale=jnp.zeros((blocks, places, 2)) if number else None,
+    none = jnp.zeros((blocks, places, 2 * width), spec.dtype)
+    store = BlockStore(
+        entries=none,
+        scale=None,
         position=jnp.full((blocks, places), -1, jnp.int32),
         head_dim=spec.head_dim,
         value_dim=spec.value_width,
     )
+    if spec.storage is None:
+        return store
+    empty = spec.storage.empty((blocks, places), spec.head_dim, spec.value_width)
+    return _side_by_side(store, empty, spec.storage)
+
+
+def _side_by_side(blocks: BlockStore, halves: Sequence[Stored], form: Storage) -> BlockStore:
+    """Blocks of W columns with stored keys and values for those that they have."""
+    width = blocks.entries.shape[-1] // 2
+    room = [packing.packed_width(width, bits) for bits in (form.key_bits, form.value_bits)]
+    numbers = [
+        jnp.pad(half.numbers, ((0, 0), (0, 0), (0, of_half - half.numbers.shape[-1])))
+        for half, of_half in zip(halves, room, strict=True)
+    ]
+    scale = jnp.concatenate([half.scale for half in halves], axis=-1)
+    return dataclasses.replace(blocks, entries=jnp.concatenate(numbers, axis=-1), scale=scale, storage=form)
 
 
 def stored_blocks(store: BlockStore) -> int:
@@ -91,10 +131,10 @@ def arrange(
 
 def put_blocks(store: BlockStore, place: Int[Array, "M"], blocks: BlockStore) -> BlockStore:
     """Writes M blocks of one head at these numbers; those past the end are dropped."""
-    if store.scale is not None:
-        scale = scales_of(blocks.entries, 2, store.entries.dtype)
-        numbers = divided(blocks.entries, scale, store.entries.dtype)
-        blocks = dataclasses.replace(blocks, entries=numbers, scale=scale)
+    if store.storage is not None:
+        keys, values = jnp.split(blocks.entries, 2, axis=-1)
+        stored = store.storage.store(keys[..., : store.head_dim], values[..., : store.value_dim])
+        blocks = _side_by_side(blocks, stored, store.storage)
     return put(store, own_slot(place, store.position.shape[0]), blocks)
 
 
@@ -121,19 +161,18 @@ def attend_blocks(
     if are_shared():
         here, last = own_slot(block, store.position.shape[2]), store.position.shape[2] - 1
         block, count = jnp.minimum(here, last), jnp.where(here <= last, count, 0)
+    if store.storage is not None:
+        query = storage.turned(query).astype(query.dtype)
     rows = rows_of_heads(query, heads)
+    blocks = as_blocks(store, logit_cap)
     if fetched is None and not on_host(store.entries):
-        blocks = Blocks(store.entries, store.scale, value_dim=store.value_dim, logit_cap=logit_cap)
         sums = cluster_recall(rows, blocks, block, count)
     else:
         fetched = where_it_lies(taken, store.entries, block) if fetched is None else fetched
-        keys, values = split(fetched, store.head_dim, store.value_dim)
-        weight = jnp.where(read_places(count, fetched.shape[3]), 0.0, -jnp.inf)
-        read = Entries(keys, values, log_num=weight, logit_cap=logit_cap)
-        if store.scale is not None:
-            key_scale, value_scale = split(taken(store.scale, block), 1)
-            read = dataclasses.replace(read, key_scale=key_scale[..., 0], value_scale=value_scale[..., 0])
-        sums = weighted_decode(rows, read)
+        scale = None if store.scale is None else taken(store.scale, block)
+        sums = weighted_decode(rows, as_entries(blocks, fetched, scale, count, rows.shape[3]))
+    if store.storage is not None:
+        sums = sums._replace(num=storage.turned_back(sums.num))
     return merge_over_parts(by_token(sums, tokens=1))
 
 

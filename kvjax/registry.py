@@ -43,6 +43,7 @@ from kvjax.policies.uniform import Uniform
 from kvjax.policy import Policy
 from kvjax.selection import Selection
 from kvjax.spec import CacheSpec
+from kvjax.storage import StorageName
 
 POLICIES: dict[str, type[Policy]] = {
     "exact": Exact,
@@ -77,7 +78,9 @@ POLICIES: dict[str, type[Policy]] = {
 
 # What text may say of any policy: how combinators are put around it.
 _AROUND: dict[str, Any] = {
-    "storage": Literal["int8", "fp8"],
+    "storage": StorageName,
+    "value_storage": StorageName,
+    "unbiased": bool,
     "host_steps": int,
     "full_layers": int,
     "head_floor": float,
@@ -90,9 +93,9 @@ _AMPLE_BUDGET = 2**20  # slots that leave room for every setting: with them only
 class PolicyChoice:
     """A policy by its registered name, the settings given with it, as text, and maybe its budget.
 
-    Beside its own settings every policy takes `storage=int8` or `fp8` (`Quantized`) and `full_layers=n` (`FirstLayers`,
-    in the same storage). Those that recall take `host_steps=R` (`HostMemory`), selections by scores `head_floor=0.2`
-    (`AdaKV`).
+    Beside its own settings every policy takes `storage=int8`, `fp8`, `int4`, `int3` or `int2`, with `value_storage` and
+    `unbiased` (`Quantized`), and `full_layers=n` (`FirstLayers`, in the same storage). Those that recall take
+    `host_steps=R` (`HostMemory`), selections by scores `head_floor=0.2` (`AdaKV`).
     """
 
     name: str
@@ -219,18 +222,22 @@ def _fill(make: Callable[[int], Policy], budget: Budget, spec: CacheSpec, tokens
 
 def put_around(
     policy: Policy,
-    storage: Literal["int8", "fp8"] | None = None,
+    storage: StorageName | None = None,
+    value_storage: StorageName | None = None,
+    unbiased: bool = False,
     host_steps: int | None = None,
     full_layers: int = 0,
     head_floor: float | None = None,
 ) -> Policy:
-    """The policy with one budget for all heads, in eight bits, in host memory, and behind so many exact layers in the
+    """The policy with one budget for all heads, in few bits, in host memory, and behind so many exact layers in the
     same storage."""
     full: Policy = Exact(policy.compact_every)
     if head_floor is not None:
         policy = AdaKV(cast(Selection, policy), head_floor)
     if storage is not None:
-        policy, full = Quantized(policy, storage), Quantized(full, storage)
+        policy, full = (Quantized(one, storage, value_storage, unbiased) for one in (policy, full))
+    elif value_storage is not None or unbiased:
+        raise ValueError("value_storage and unbiased need a storage")
     if host_steps is not None:
         policy = HostMemory(policy, host_steps)
     return FirstLayers(full_layers, policy, full) if full_layers else policy

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float, Int
 
+from kvjax import storage
 from kvjax.state import state
 from pallas_kernels.weighted_decode import Entries
 
@@ -35,6 +36,8 @@ class Slope:
 class Segment(Entries):
     """Entries s that add exp(q.k_s / sqrt(D) + log_num_s) v_s to the numerator of attention and
     exp(q.k_s / sqrt(D) + log_den_s) to its denominator: `Entries` [B, H_kv, S, ...], and how a cache shows them.
+
+    Keys with scales stand in the basis in which they are stored (`kvjax.storage`), and so do values with scales.
 
     Only keys and values must be given; everything else is neutral where it is None. A log-weight of -inf marks an empty
     slot. Slots outside [start, stop) are not read; they must hold finite numbers all the same, because backends may
@@ -129,6 +132,17 @@ def map_parts(function: Callable[..., Any], reading: Reading, *others: Any) -> A
 def parts_of(reading: Reading) -> list[Part]:
     """The parts of a reading, in order."""
     return [reading] if is_part(reading) else [part for inner in reading for part in parts_of(inner)]
+
+
+def loaded(segment: Segment) -> Segment:
+    """The segment with entries in the basis of the queries, where they are stored in another."""
+    if segment.key_scale is not None:
+        keys = storage.load(segment.keys, segment.key_scale[..., None], segment.key_bits)
+        segment = dataclasses.replace(segment, keys=keys, key_scale=None, key_bits=None)
+    if segment.value_scale is not None and segment.values is not None:
+        values = storage.load(segment.values, segment.value_scale[..., None], segment.value_bits)
+        segment = dataclasses.replace(segment, values=values, value_scale=None, value_bits=None)
+    return segment
 
 
 def segment_bytes(*read: Any) -> int:

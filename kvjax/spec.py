@@ -1,11 +1,13 @@
 """What a cache is made for, and the checks of what is given to it."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from kvjax.storage import Storage
 
 TILE = 16  # slots, see `whole_tiles`
 
@@ -48,7 +50,7 @@ class CacheSpec:
     layers: int = 1
     parts: int = 1
     staging: int = 1
-    storage: Literal["int8", "fp8"] | None = None
+    storage: Storage | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "query_heads", "kv_heads", "head_dim", "max_prompt", "max_new", "layers", "parts"):

@@ -1,44 +1,58 @@
-"""Eight-bit storage of any policy's keys and values."""
+"""Storage of any policy's keys and values in eight bits or fewer."""
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
-import jax.numpy as jnp
-
+from kvjax import storage
 from kvjax.policy import Policy, check_choices
 from kvjax.segment import Recalled, Segment, map_parts
-from kvjax.state import map_fields, state
-from kvjax.storage import EIGHT_BIT, divided, is_eight_bit, over_columns, scales_of
+from kvjax.state import ArrayField, map_fields, state
+from kvjax.storage import Storage, StorageName, Stored, is_stored
 
 
 @state
-class InEightBits:
-    numbers: Any  # the policy's state, with eight-bit numbers in its entries' place
-    scales: Any  # the same with nothing but float32 scales in the entries' place: [..., S, 1] for [..., S, D]
+class Narrow:
+    numbers: Any  # the policy's state, with stored numbers in its entries' place
+    scales: Any  # the same with nothing but scales in the entries' place: [..., S, 1] for [..., S, D]
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantized(Policy[InEightBits]):
-    """Any policy with keys and values in eight bits: symmetric, with a float32 scale for each key and each value, which
-    attention folds into logits and weights. Staged tokens stay as they are.
+class Quantized(Policy[Narrow]):
+    """Any policy with keys and values in few bits, packed, with a bfloat16 scale for each key and each value, which
+    attention folds into logits and weights. Both are turned by a fixed rotation before they are stored
+    (`kvjax.storage`). Staged tokens stay as they are.
 
     Stores that grow with the context quantise what is written to them, once. What a budget bounds is given to the
     policy in float32 at every compaction and stored again; entries that the policy leaves alone keep their bits.
 
-    Bytes are those at rest. XLA:CPU has no products of eight-bit numbers with float32: it converts the keys once per
-    compiled loop, to a float32 copy that lives as long as the loop, and the values at every step.
-
     Attributes:
         policy: any policy that is not quantised yet.
-        storage: "int8" for -127 ... 127 (GPU, TPU and CPU), "fp8" for float8_e4m3fn, with 3 bits of mantissa.
+        storage: "int8" for -127 ... 127; "fp8" for float8_e4m3fn, with 3 bits of mantissa; "int4", "int3" and "int2"
+            for uniform grids of 16, 8 and 4 numbers.
+        value_storage: the form of the values, where it is another. Both take few bits, or both eight.
+        unbiased: stretches keys of few bits so that logits are right on average over rotations, at a little more noise
+            (`kvjax.storage.store`).
     """
 
     policy: Policy
-    storage: Literal["int8", "fp8"] = "int8"
+    storage: StorageName = "int8"
+    value_storage: StorageName | None = None
+    unbiased: bool = False
 
     def __post_init__(self) -> None:
         check_choices(self)
+        few = [storage.FORMATS[name].bits is not None for name in (self.form.keys, self.form.values)]
+        if len(set(few)) > 1:
+            raise ValueError(
+                f"storage={self.storage!r} and value_storage={self.value_storage!r}: both take few bits, or both eight"
+            )
+
+    @property
+    def form(self) -> Storage:
+        """What keys and values are kept in."""
+        return Storage(self.storage, self.value_storage or self.storage, self.unbiased)
 
     compact_every = property(lambda self: self.policy.compact_every)
     prompt_queries = property(lambda self: self.policy.prompt_queries)
@@ -53,63 +67,81 @@ class Quantized(Policy[InEightBits]):
     def head_order(self, devices: int = 1) -> tuple[int, ...] | None:
         return self.policy.head_order(devices)
 
-    def init(self, spec, row_keys) -> InEightBits:
+    def init(self, spec, row_keys) -> Narrow:
         if spec.storage is not None:
-            raise ValueError(f"Quantized({self.policy}): what holds it is stored in {spec.storage} already")
-        inner = self.policy.init(dataclasses.replace(spec, storage=self.storage), row_keys)
-        # Of zeros, as empty stores are, without the arithmetic: compiled, it would be done on constants of their size.
-        dtype = EIGHT_BIT[self.storage].dtype
-        numbers = lambda field, x: jnp.zeros(x.shape, dtype) if field.entries else x  # noqa: E731
-        scales = lambda field, x: jnp.zeros((*x.shape[:-1], 1)) if field.entries else None  # noqa: E731
-        return InEightBits(map_fields(numbers, inner), map_fields(scales, inner))
+            raise ValueError(f"Quantized({self.policy}): what holds it is stored in {spec.storage.keys} already")
+        inner = self.policy.init(dataclasses.replace(spec, storage=self.form), row_keys)
+        return _narrowed(inner, lambda field, x: storage.empty(self._name(field), x.shape))
 
-    def prefill(self, state: InEightBits, prompt) -> InEightBits:
-        return self._store(self.policy.prefill(load(state), prompt))
+    def prefill(self, state: Narrow, prompt) -> Narrow:
+        return self._store(self.policy.prefill(self.load(state), prompt))
 
-    def read(self, state: InEightBits, newer):
+    def read(self, state: Narrow, newer):
         # What the policy reads of the numbers, with what it reads of the scales; where it computes with its entries
-        # before they are read, what it reads of the numbers times the scales.
+        # before they are read, what it reads of what they stand for.
         of_scales = map_fields(lambda field, x, scale: scale if field.entries else x, state.numbers, state.scales)
-        readings = (self.policy.read(inner, newer) for inner in (state.numbers, of_scales, load(state)))
+        readings = (self.policy.read(inner, newer) for inner in (state.numbers, of_scales, self.load(state)))
         columns: dict[int, Any] = {}  # several parts may show one buffer
-        return map_parts(functools.partial(_with_scales, columns), *readings)
+        return map_parts(functools.partial(_with_scales, self.form, columns), *readings)
 
-    def observe(self, state: InEightBits, seen) -> InEightBits:
+    def observe(self, state: Narrow, seen) -> Narrow:
         # Learning changes no entry.
         return dataclasses.replace(state, numbers=self.policy.observe(state.numbers, seen))
 
-    def compact(self, state: InEightBits, new) -> InEightBits:
-        return self._store(self.policy.compact(load(state), new))
+    def compact(self, state: Narrow, new) -> Narrow:
+        return self._store(self.policy.compact(self.load(state), new))
 
-    def tell(self, state: InEightBits, prompt) -> Any:
+    def tell(self, state: Narrow, prompt) -> Any:
         return self.policy.tell(state.numbers, prompt)
 
-    def read_bytes(self, state: InEightBits) -> int:
+    def read_bytes(self, state: Narrow) -> int:
         return self.policy.read_bytes(state.numbers)
 
-    def _store(self, inner: Any) -> InEightBits:
-        dtype = EIGHT_BIT[self.storage].dtype
-        scales = map_fields(lambda field, x: scales_of(x, 1, dtype) if field.entries else None, inner)
-        shrink = lambda field, x, scale: divided(x, scale, dtype) if field.entries else x  # noqa: E731
-        return InEightBits(map_fields(shrink, inner, scales), scales)
+    def load(self, state: Narrow) -> Any:
+        """The policy's state with its entries in float32."""
+
+        def grow(field: ArrayField, x: Any, scale: Any) -> Any:
+            return storage.load(x, scale, storage.FORMATS[self._name(field)].bits) if field.entries else x
+
+        return map_fields(grow, state.numbers, state.scales)
+
+    def _store(self, inner: Any) -> Narrow:
+        def stored(field: ArrayField, x: Any) -> Stored:
+            return storage.store(x, self._name(field), unbiased=self.unbiased and not _is_value(field))
+
+        return _narrowed(inner, stored)
+
+    def _name(self, field: ArrayField) -> str:
+        return self.form.values if _is_value(field) else self.form.keys
 
 
-def load(state: InEightBits) -> Any:
-    """The policy's state with its entries in float32."""
-    grow = lambda field, x, scale: x.astype(jnp.float32) * over_columns(scale, x) if field.entries else x  # noqa: E731
-    return map_fields(grow, state.numbers, state.scales)
+def _is_value(field: ArrayField) -> bool:
+    return field.axes[-1] == "D_v"
 
 
-def _with_scales(columns: dict[int, Any], numbers: Segment | Recalled, scales: Any, loaded: Any) -> Segment | Recalled:
+def _narrowed(inner: Any, stored: Callable[[ArrayField, Any], Stored]) -> Narrow:
+    """A policy's state with its entries stored."""
+    entries = map_fields(lambda field, x: stored(field, x) if field.entries else None, inner)
+    numbers = map_fields(lambda field, x, entry: entry.numbers if field.entries else x, inner, entries)
+    return Narrow(numbers, map_fields(lambda field, x, entry: entry.scale if field.entries else None, inner, entries))
+
+
+def _with_scales(
+    form: Storage,
+    columns: dict[int, Any],
+    numbers: Segment | Recalled,
+    scales: Any,
+    loaded: Any,
+) -> Segment | Recalled:
     if isinstance(numbers, Recalled):
         return numbers  # its store knows its own scales
     part = loaded
     column = lambda x: columns.setdefault(id(x), x[..., 0])  # noqa: E731
-    # A number that is still in eight bits lies as it was stored (or came with its scales from the store itself).
-    if is_eight_bit(numbers.keys.dtype):
+    # A number that is still in its stored form lies as it was stored (or came with its scales from the store itself).
+    if is_stored(numbers.keys.dtype):
         scale = column(scales.keys) if numbers.key_scale is None else numbers.key_scale
-        part = dataclasses.replace(part, keys=numbers.keys, key_scale=scale)
-    if numbers.values is not None and is_eight_bit(numbers.values.dtype):
+        part = dataclasses.replace(part, keys=numbers.keys, key_scale=scale, key_bits=form.key_bits)
+    if numbers.values is not None and is_stored(numbers.values.dtype):
         scale = column(scales.values) if numbers.value_scale is None else numbers.value_scale
-        part = dataclasses.replace(part, values=numbers.values, value_scale=scale)
+        part = dataclasses.replace(part, values=numbers.values, value_scale=scale, value_bits=form.value_bits)
     return part

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import hopper
 from pallas_kernels.cluster_recall.base import Blocks, refuse_unknown
 from pallas_kernels.cluster_recall.batching import fold_mapped_axes
-from pallas_kernels.cluster_recall.reference import split, taken
+from pallas_kernels.cluster_recall.reference import taken
 from pallas_kernels.weighted_decode import EMPTY, MANY_ROWS, Partials
 from pallas_kernels.weighted_decode.base import merge_splits
 
@@ -105,8 +105,8 @@ def _cluster_recall(rows, blocks: Blocks, number, count, *, config: GpuConfig, i
         "entries": blocks.entries,
     }
     if blocks.scale is not None:
-        found = split(taken(blocks.scale, number), 1)
-        arrays |= {name: scale[..., 0].astype(jnp.float32) for name, scale in zip(SCALES, found, strict=True)}
+        found = taken(blocks.scale, number).astype(jnp.float32).reshape(*number.shape[:2], -1, 2)
+        arrays |= {name: found[..., half] for half, name in enumerate(SCALES)}
 
     padded = arrays["rows"].shape[3]
     of_rows = jax.ShapeDtypeStruct((batch, heads, splits, hopper.ROWS), jnp.float32)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import packing
 from pallas_kernels.cluster_recall.base import Blocks
 from pallas_kernels.weighted_decode import EMPTY, Entries, Partials
 from pallas_kernels.weighted_decode import reference as weighted_decode
@@ -23,14 +24,46 @@ def cluster_recall(
         found = taken(blocks.entries, number, slice(first, first + width))
         return found.reshape(batch, heads, -1, width)
 
-    keys = gathered(0, head_dim)
-    values = gathered(blocks.entries.shape[4] // 2, blocks.value_dim or head_dim)
+    keys, values = (gathered(columns.start, columns.stop - columns.start) for columns in halves(blocks, head_dim))
+    scale = None if blocks.scale is None else taken(blocks.scale, number)
+    return weighted_decode.weighted_decode(rows, _entries(blocks, keys, values, scale, count))
+
+
+def as_entries(
+    blocks: Blocks,
+    found: Float[Array, "B H K P 2*W"],
+    scale: Float[Array, "B H K P 2"] | None,
+    count: Int[Array, "B H K"],
+    head_dim: int,
+) -> Entries:
+    """Blocks that were taken, of which the first `count` tokens are read, as `weighted_decode` takes them."""
+    batch, heads, _, _, width = found.shape
+    slots = found.reshape(batch, heads, -1, width)
+    keys, values = (slots[..., columns] for columns in halves(blocks, head_dim))
+    return _entries(blocks, keys, values, scale, count)
+
+
+def halves(blocks: Blocks, head_dim: int) -> tuple[slice, slice]:
+    """Where in a row the key lies, and where the value."""
+    first = blocks.value_column
+    value = packing.packed_width(blocks.value_dim or head_dim, blocks.value_bits)
+    return slice(0, packing.packed_width(head_dim, blocks.key_bits)), slice(first, first + value)
+
+
+def _entries(blocks: Blocks, keys: Array, values: Array, scale: Array | None, count: Array) -> Entries:
     read = jnp.where(read_places(count, blocks.entries.shape[3]), 0.0, EMPTY)
-    entries = Entries(keys, values, log_num=read, logit_cap=blocks.logit_cap)
-    if blocks.scale is not None:
-        key_scale, value_scale = split(taken(blocks.scale, number), 1)
-        entries = dataclasses.replace(entries, key_scale=key_scale[..., 0], value_scale=value_scale[..., 0])
-    return weighted_decode.weighted_decode(rows, entries)
+    entries = Entries(
+        keys,
+        values,
+        log_num=read,
+        logit_cap=blocks.logit_cap,
+        key_bits=blocks.key_bits,
+        value_bits=blocks.value_bits,
+    )
+    if scale is None:
+        return entries
+    key_scale, value_scale = (scale[..., half].reshape(read.shape) for half in (0, 1))
+    return dataclasses.replace(entries, key_scale=key_scale, value_scale=value_scale)
 
 
 def taken(
@@ -46,15 +79,6 @@ def taken(
     found = of_head(squeezed, number.reshape(batch, kv_heads, -1))
     found = found[:, :, :, None] if places == 1 else found
     return found.reshape(batch, heads, -1, *found.shape[3:])
-
-
-def split(
-    entries: Float[Array, "B H K P 2*W"], head_dim: int, value_dim: int | None = None
-) -> tuple[Float[Array, "B H K*P D"], Float[Array, "B H K*P D_v"]]:
-    """Keys and values of the blocks of a head, one block after the other."""
-    batch, heads, blocks, places, width = entries.shape
-    slots = entries.reshape(batch, heads, blocks * places, width)
-    return slots[..., :head_dim], slots[..., width // 2 : width // 2 + (value_dim or head_dim)]
 
 
 def read_places(count: Int[Array, "B H K"], places: int) -> Bool[Array, "B H K*P"]:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from jaxtyping import Array, Float
 
+from pallas_kernels import packing
 from pallas_kernels.dispatch import Kernel, dispatch
 from pallas_kernels.weighted_decode import mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.weighted_decode.base import Entries, Partials, bounds_of_rows
@@ -59,7 +60,7 @@ def check(rows: Float[Array, "B H R D"], entries: Entries) -> None:
     batch, heads, count, head_dim = rows.shape
     slots = entries.keys.shape[2]
     wanted: dict[str, tuple[tuple[int, ...], ...]] = {
-        "keys": ((batch, heads, slots, head_dim),),
+        "keys": ((batch, heads, slots, packing.packed_width(head_dim, entries.key_bits)),),
         **dict.fromkeys(("log_num", "log_den", "key_scale", "value_scale"), ((batch, heads, slots),)),
     }
     for name, shapes in wanted.items():

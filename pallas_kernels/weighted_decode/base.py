@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import packing
+
 # Stands for -inf inside products and sums, where -inf would make NaN of differences; far below any logit.
 EMPTY = -1e30
 
@@ -30,11 +32,12 @@ class Partials(NamedTuple):
 class Entries:
     """The entries that attention reads, S slots per kv head. Slots that no row reads must hold finite numbers."""
 
-    keys: Float[Array, "B H S D"]  # float32, bfloat16, float16, int8 or float8
+    # float32, bfloat16, float16, int8 or float8; or uint8, packed numbers (see `packing`), where there are bits.
+    keys: Float[Array, "B H S D"]
     values: Float[Array, "B H S D_v"] | None  # None where only the denominator is fed
     log_num: Float[Array, "B H S"] | None = None  # float32, added to the numerator's logits; None: zero
     log_den: Float[Array, "B H S"] | None = None  # float32, added to the denominator's; None: as log_num
-    key_scale: Float[Array, "B H S"] | None = None  # float32 factors of quantised keys; None: one
+    key_scale: Float[Array, "B H S"] | None = None  # factors of quantised keys, of any float type; None: one
     value_scale: Float[Array, "B H S"] | None = None
     # int32: the slots [start, stop) are read, by all rows [B] or [B, 1], or [B, T] by the rows of each of T queries (of
     # one query they are neighbours); None: all slots.
@@ -44,6 +47,19 @@ class Entries:
     feeds: Feeds = dataclasses.field(default="both", metadata={"static": True})
     # Logits l are capped softly, cap tanh(l / cap), before log-weights are added (Gemma 2); None: not at all.
     logit_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
+    # Of packed keys and values: 4, 3 or 2.
+    key_bits: int | None = dataclasses.field(default=None, metadata={"static": True})
+    value_bits: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def key_dim(self) -> int:
+        """D."""
+        return packing.unpacked_width(self.keys.shape[-1], self.key_bits)
+
+    @property
+    def value_dim(self) -> int | None:
+        """D_v; None without values."""
+        return None if self.values is None else packing.unpacked_width(self.values.shape[-1], self.value_bits)
 
 
 def bounds_of_rows(entries: Entries, rows: int) -> Entries:
@@ -61,6 +77,8 @@ def refuse_unknown(entries: Entries) -> None:
     """Raises a NotImplementedError for what no kernel does yet."""
     if entries.logit_cap is not None:
         raise NotImplementedError(f"logit_cap={entries.logit_cap}: XLA caps logits")
+    if (bits := entries.key_bits or entries.value_bits) is not None:
+        raise NotImplementedError(f"{bits} bits: XLA unpacks numbers")
     if entries.values is not None and entries.values.shape[3] != entries.keys.shape[3]:
         raise NotImplementedError(f"values of {entries.values.shape[3]} dimensions, keys of {entries.keys.shape[3]}")
 

@@ -1,20 +1,26 @@
 """The meaning of `weighted_decode`, in plain jax.numpy, fast on CPU; every other form is tested against it."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.weighted_decode.base import EMPTY, Entries, Partials, compute_type
+from pallas_kernels import packing
+from pallas_kernels.weighted_decode.base import EMPTY, Entries, Partials, compute_type, occupied
 
 # Slots per block of the sum over values. Stores that can choose have a multiple of it.
 SLOT_BLOCK = 64
 
 # From so many query rows per kv head on, products are compute-bound and slots are the faster last axis.
 MANY_ROWS = 64
+
+# Quantised keys that are widened at a time, in numbers of all rows and heads: few enough to stay in a core's cache.
+WIDENED = 2**18
 
 
 def weighted_decode(rows: Float[Array, "B H R D"], entries: Entries, *, logits: bool = False) -> Partials:
@@ -25,7 +31,62 @@ def weighted_decode(rows: Float[Array, "B H R D"], entries: Entries, *, logits: 
     Args:
         logits: give l + log_den, too.
     """
-    return (_by_slot if rows.shape[2] < MANY_ROWS else _by_row)(rows, entries, logits)
+    if rows.shape[2] >= MANY_ROWS:
+        return _by_row(rows, entries, logits)
+    narrow = entries.keys.dtype.itemsize == 1
+    return (_in_turns if narrow else _by_slot)(rows, entries, logits)
+
+
+def _in_turns(rows: Float[Array, "B H R D"], entries: Entries, logits: bool) -> Partials:
+    """For few rows and quantised entries, of which a block after the other is widened.
+
+    XLA:CPU has no products of eight-bit numbers. All at once it would widen what it reads into memory, at every step or
+    once before a loop over steps, for as long as that runs; blocks whose place depends on this loop it cannot.
+    """
+    batch, heads, count, head_dim = rows.shape
+    slots = entries.keys.shape[2]
+    block = max(WIDENED // (batch * heads * head_dim) // SLOT_BLOCK, 1) * SLOT_BLOCK
+    if slots <= block:
+        return _by_slot(rows, entries, logits)
+
+    def part(first: int | Int[Array, ""], size: int) -> Entries:
+        take = lambda x: None if x is None else jax.lax.dynamic_slice_in_dim(x, first, size, axis=2)  # noqa: E731
+        shift = lambda x: None if x is None else x - first  # noqa: E731
+        sliced: dict[str, Any] = {name: take(getattr(entries, name)) for name in _BY_SLOT}
+        return dataclasses.replace(entries, **sliced, start=shift(entries.start), stop=shift(entries.stop))
+
+    def add(number: Int[Array, ""], sums: Partials) -> Partials:
+        return _with_block(sums, number * block, _by_slot(rows, part(number * block, block), logits))
+
+    none = jnp.zeros((batch, heads, count))
+    sums = Partials(
+        none + EMPTY,
+        _no_numerator(rows, entries),
+        none,
+        jnp.full((*none.shape, slots), EMPTY) if logits else None,
+    )
+    whole = slots // block
+    _, _, lowest, highest = occupied(entries)
+    first, last = jnp.min(lowest) // block, -(-jnp.max(highest) // block)
+    sums = jax.lax.fori_loop(jnp.minimum(first, whole), jnp.minimum(last, whole), add, sums)
+    if slots % block:
+        sums = _with_block(sums, whole * block, _by_slot(rows, part(whole * block, slots % block), logits))
+    return sums
+
+
+# Arrays of `Entries` whose third axis is slots.
+_BY_SLOT = ("keys", "values", "log_num", "log_den", "key_scale", "value_scale")
+
+
+def _with_block(sums: Partials, first: int | Int[Array, ""], block: Partials) -> Partials:
+    """Sums over one more block of slots."""
+    peak = jnp.maximum(sums.max, block.max)
+    old, new = jnp.exp(sums.max - peak), jnp.exp(block.max - peak)
+    num = sums.num * old[..., None] + block.num * new[..., None]
+    logits = sums.logits
+    if logits is not None and block.logits is not None:
+        logits = jax.lax.dynamic_update_slice_in_dim(logits, block.logits, first, axis=3)
+    return Partials(peak, num, sums.den * old + block.den * new, logits)
 
 
 def _by_slot(rows: Float[Array, "B H R D"], entries: Entries, logits: bool) -> Partials:
@@ -35,34 +96,69 @@ def _by_slot(rows: Float[Array, "B H R D"], entries: Entries, logits: bool) -> P
     lead (any other order copies the keys), and from the logits on slots come in blocks, which lets both cores share
     the sum over values.
     """
-    scores = jnp.einsum("bhsd,bhrd->bhsr", entries.keys, rows.astype(jnp.float32), preferred_element_type=jnp.float32)
+    scores = _products(rows.astype(jnp.float32), entries)
     lay = lambda x: _in_blocks(x.swapaxes(2, 3))  # noqa: E731
-    weighed = _weigh(_in_blocks(scores), entries, lay, slot_axes=(2, 4))
+    weighed = _weigh(_in_blocks(scores / math.sqrt(rows.shape[3])), entries, lay, slot_axes=(2, 4))
     num = _no_numerator(rows, entries)
     if weighed.values is not None and entries.values is not None:
-        weights = weighed.values
-        values = entries.values.reshape(*weights.shape[:3], weights.shape[4], -1)
-        num = jnp.sum(jnp.einsum("bhnrt,bhntd->bhnrd", weights, values, preferred_element_type=jnp.float32), axis=2)
+        num = _gathered(weighed.values, entries.values, entries.value_bits)
     given = weighed.logits.swapaxes(2, 3).reshape(*rows.shape[:3], -1) if logits else None
     return Partials(weighed.peak, num, weighed.den, given)
+
+
+def _products(rows: Float[Array, "B H R D"], entries: Entries) -> Float[Array, "B H S R"]:
+    """Rows times keys. Packed ones are never brought into one array: a product with them is a sum of products."""
+
+    def with_rows(keys: Array, columns: slice) -> Array:
+        return jnp.einsum("bhsd,bhrd->bhsr", keys, rows[..., columns], preferred_element_type=jnp.float32)
+
+    if entries.key_bits is None:
+        return with_rows(entries.keys, slice(None))
+    parts = packing.parts(entries.keys, entries.key_bits)
+    with_codes = sum(with_rows(part.codes.astype(jnp.float32), part.columns) * part.factor for part in parts)
+    return 2 * with_codes - packing.largest(entries.key_bits) * jnp.sum(rows, axis=-1)[:, :, None]
+
+
+def _gathered(
+    weights: Float[Array, "B H n R t"], values: Float[Array, "B H S D_v"], bits: int | None
+) -> Float[Array, "B H R D_v"]:
+    """Values by their weights, alike."""
+
+    def weighted(values: Array) -> Array:
+        values = values.reshape(*weights.shape[:3], weights.shape[4], -1)
+        return jnp.sum(jnp.einsum("bhnrt,bhntd->bhnrd", weights, values, preferred_element_type=jnp.float32), axis=2)
+
+    if bits is None:
+        return weighted(values)
+    planes: dict[int, list[Array]] = {}
+    for part in packing.parts(values, bits):
+        planes.setdefault(part.factor, []).append(weighted(part.codes.astype(jnp.float32)))
+    codes = sum(jnp.concatenate(parts, axis=-1) * factor for factor, parts in planes.items())
+    return 2 * codes - packing.largest(bits) * jnp.sum(weights, axis=(2, 4))[..., None]
 
 
 def _by_row(rows: Float[Array, "B H R D"], entries: Entries, logits: bool) -> Partials:
     """For many rows, as in prefill. With slots last XLA:CPU runs it at two to five times the speed; products are taken
     in the type of rows and entries, which is what matrix units are made for."""
-    keys = entries.keys.astype(compute_type(rows.dtype, entries.keys.dtype))
+    keys = _widened(entries.keys, entries.key_bits).astype(compute_type(rows.dtype, entries.keys.dtype))
     scores = jnp.einsum("bhrd,bhsd->bhrs", rows.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
-    weighed = _weigh(scores, entries, lambda x: x, slot_axes=(3,))
+    weighed = _weigh(scores / math.sqrt(rows.shape[3]), entries, lambda x: x, slot_axes=(3,))
     num = _no_numerator(rows, entries)
     if weighed.values is not None and entries.values is not None:
-        values = entries.values.astype(compute_type(rows.dtype, entries.values.dtype))
+        values = _widened(entries.values, entries.value_bits)
+        values = values.astype(compute_type(rows.dtype, entries.values.dtype))
         weights = weighed.values.astype(values.dtype)
         num = jnp.einsum("bhrs,bhsd->bhrd", weights, values, preferred_element_type=jnp.float32)
     return Partials(weighed.peak, num, weighed.den, weighed.logits if logits else None)
 
 
+def _widened(stored: Array, bits: int | None) -> Array:
+    """Numbers apart from each other; packed ones are whole numbers below 16, which every type has."""
+    return stored if bits is None else 2 * packing.unpack(stored, bits).astype(jnp.int8) - packing.largest(bits)
+
+
 def _no_numerator(rows: Float[Array, "B H R D"], entries: Entries) -> Float[Array, "B H R D_v"]:
-    width = rows.shape[3] if entries.values is None else entries.values.shape[3]
+    width = rows.shape[3] if entries.value_dim is None else entries.value_dim
     return jnp.zeros((*rows.shape[:3], width), jnp.float32)
 
 
@@ -82,11 +178,10 @@ def _weigh(
     """From products of queries and keys to weights.
 
     Args:
-        logits: in any layout of rows and slots.
+        logits: products by 1 / sqrt(D), in any layout of rows and slots.
         lay: brings what is added to logits, or multiplies them, into that layout.
         slot_axes: which axes of the layout slots are on.
     """
-    logits = logits / math.sqrt(entries.keys.shape[-1])
     if entries.key_scale is not None:
         logits = logits * lay(entries.key_scale[:, :, None])
     if entries.logit_cap is not None:

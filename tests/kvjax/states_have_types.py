@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array
 
 import kvjax
-from kvjax.combinators.quantized import InEightBits
+from kvjax.combinators.quantized import Narrow
 from kvjax.policies.streaming_llm import SinksAndRecent
 from kvjax.policies.subgen import StreamClusters
 from kvjax.selection import Ranked
@@ -22,4 +22,4 @@ def states(spec: kvjax.CacheSpec, row_keys: Array, fresh: Array) -> None:
     typing.assert_type(kvjax.compact(cache).state, StreamClusters)
     typing.assert_type(kvjax.init(kvjax.KVzip(1024), spec, row_keys).state, Ranked)
     typing.assert_type(kvjax.init(kvjax.StreamingLLM(64), spec, row_keys).policy.init(spec, row_keys), SinksAndRecent)
-    typing.assert_type(kvjax.init(kvjax.Quantized(kvjax.Exact()), spec, row_keys).state, InEightBits)
+    typing.assert_type(kvjax.init(kvjax.Quantized(kvjax.Exact()), spec, row_keys).state, Narrow)

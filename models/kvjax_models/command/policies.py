@@ -29,7 +29,7 @@ def listed() -> str:
     """Every policy, and what it keeps."""
     width = max(map(len, POLICIES))
     lines = [f"{name:{width}}  {_summary(POLICIES[name])}" for name in POLICIES]
-    more = "kvjax policies NAME shows settings. Any policy takes storage=int8 or fp8, and full_layers=N."
+    more = "kvjax policies NAME shows settings. Any takes storage=int8, fp8, int4, int3 or int2, and full_layers=N."
     return "\n".join([*lines, "", more, ""])
 
 

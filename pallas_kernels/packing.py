@@ -1,0 +1,79 @@
+"""Numbers of fewer than eight bits in bytes, laid out so that shifts and masks alone bring them apart.
+
+A number of b bits is an odd integer between -(2^b - 1) and 2^b - 1, kept as a code c in [0, 2^b) that stands for
+2 c - (2^b - 1): a uniform grid without a zero, as many steps below it as above. Codes are cut into planes of bits (3
+are 2 and 1), and a byte of a plane holds the codes of columns that lie a whole run of bytes apart. A row of bytes is
+then read as a few rows of neighbouring columns, and a product with it is the sum of products with these.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, UInt8
+
+# The planes that numbers of so many bits are cut into, the lowest bits first.
+PLANES = {4: (4,), 3: (2, 1), 2: (2,)}
+COLUMNS = 8  # whose multiple the columns of packed rows must be
+
+
+class Part(NamedTuple):
+    """Neighbouring columns of one plane."""
+
+    columns: slice
+    factor: int  # what a one in this plane is worth
+    codes: UInt8[Array, "*A n"]
+
+
+def largest(bits: int) -> int:
+    """The largest number of so many bits; the smallest is its negative."""
+    return 2**bits - 1
+
+
+def packed_width(columns: int, bits: int | None) -> int:
+    """Bytes of a row of so many numbers; None: numbers that have a type of their own."""
+    return columns if bits is None else columns * bits // 8
+
+
+def unpacked_width(width: int, bits: int | None) -> int:
+    """Numbers in a row of so many bytes."""
+    return width if bits is None else width * 8 // bits
+
+
+def pack(codes: UInt8[Array, "*A D"], bits: int) -> UInt8[Array, "*A W"]:
+    """Bytes of codes of so many bits.
+
+    Raises:
+        ValueError: where the columns are no multiple of `COLUMNS`.
+    """
+    columns = codes.shape[-1]
+    if columns % COLUMNS:
+        raise ValueError(f"{columns} columns of {bits} bits; they must be a multiple of {COLUMNS}")
+    planes, shift = [], 0
+    for width in PLANES[bits]:
+        plane = (codes >> shift) & (2**width - 1)
+        runs = jnp.split(plane, 8 // width, axis=-1)
+        planes.append(sum(run << (place * width) for place, run in enumerate(runs)))
+        shift += width
+    return jnp.concatenate(planes, axis=-1).astype(jnp.uint8)
+
+
+def parts(packed: UInt8[Array, "*A W"], bits: int) -> Iterator[Part]:
+    """The columns of packed rows, a part for every place of a plane's bytes."""
+    columns = unpacked_width(packed.shape[-1], bits)
+    first = shift = 0
+    for width in PLANES[bits]:
+        run = columns * width // 8
+        plane = packed[..., first : first + run]
+        for place in range(8 // width):
+            codes = (plane >> (place * width)) & (2**width - 1)
+            yield Part(slice(place * run, (place + 1) * run), 2**shift, codes)
+        first, shift = first + run, shift + width
+
+
+def unpack(packed: UInt8[Array, "*A W"], bits: int) -> UInt8[Array, "*A D"]:
+    """The codes in their columns."""
+    planes: dict[int, list[Array]] = {}
+    for part in parts(packed, bits):
+        planes.setdefault(part.factor, []).append(part.codes)
+    return jnp.asarray(sum(jnp.concatenate(runs, axis=-1) * factor for factor, runs in planes.items()))
