@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import rope, storage
 from kvjax.collectives import largest_over_heads
-from kvjax.partials import by_token, finite, merge, merge_over_parts, rows_of_heads
+from kvjax.partials import around, by_token, finite, merge, merge_over_parts, rows_of_heads
 from kvjax.recall import attend_blocks
 from kvjax.recent import recall_recent
 from kvjax.segment import Choice, Reading, Recalled, Segment, Slope, Spread, loaded, map_parts, parts_of
@@ -124,15 +124,17 @@ def _query_heads(query: Array, heads: tuple[int, int] | None, kv_heads: int) -> 
 
 
 def _capped(segment: Segment, logit_cap: float | None) -> Segment:
-    """The segment under a cap of logits. A spread is then carried out: the logits of spread entries are no longer those
-    of the entries, scaled and shifted."""
+    """The segment under a cap of logits. A spread is then carried out, and a center added: the logits of such entries
+    are no longer those of the entries, scaled and shifted."""
     if logit_cap is None:
         return segment
     segment = dataclasses.replace(segment, logit_cap=logit_cap)
     spread = segment.spread
-    if spread is None:
+    if spread is None and segment.center is None:
         return segment
     segment = loaded(segment)
+    if spread is None:
+        return segment
     scale = spread.scale[..., None, None]
 
     def apart(x: Array, mean: Array) -> Array:
@@ -157,11 +159,13 @@ def _sums(query: Float[Array, "B T H_q D"], segment: Segment, kv_heads: int, *, 
         query = rope.rotate(query, jnp.cos(turn), jnp.sin(turn))
     if segment.spread is not None:
         query = query * _of_query_heads(segment.spread.scale, query)[:, None, :, None]
-    if segment.key_scale is not None:
-        query = storage.turned(query).astype(query.dtype)
+    rows = rows_of_heads(query, own_heads)
+    stored = rows if segment.key_scale is None else storage.turned(rows).astype(rows.dtype)
     entries = Entries(**{field.name: getattr(segment, field.name) for field in dataclasses.fields(Entries)})
-    sums = weighted_decode(rows_of_heads(query, own_heads), entries, logits=logits)
-    return sums if segment.value_scale is None else sums._replace(num=storage.turned_back(sums.num))
+    sums = weighted_decode(stored, entries, logits=logits)
+    if segment.value_scale is not None:
+        sums = sums._replace(num=storage.turned_back(sums.num))
+    return sums if segment.center is None else around(sums, rows, segment.center)
 
 
 def _partials(

@@ -276,7 +276,7 @@ def read_bytes(cache: Cache) -> int:
             places, width = part.store.entries.shape[3:]
             beside = 4 if part.store.scale is None else 4 + 2 * part.store.scale.dtype.itemsize  # a mask, and scales
             block = places * (width * part.store.entries.dtype.itemsize + beside)
-            sizes.append(choice.block.size * block + segment_bytes(part.index, choice.rest))
+            sizes.append(choice.block.size * block + segment_bytes(part.index, part.store.center, choice.rest))
 
     jax.eval_shape(count, cache)
     return sum(sizes)

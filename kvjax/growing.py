@@ -4,14 +4,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.collectives import own_slot, own_stop, own_tokens, slots_in_all
 from kvjax.segment import Segment
 from kvjax.spec import CacheSpec
 from kvjax.staging import Tokens
 from kvjax.state import fault, state, static
-from kvjax.storage import Storage
+from kvjax.storage import Storage, mean_of_first
 from pallas_kernels.weighted_decode import SLOT_BLOCK
 
 
@@ -24,6 +24,7 @@ class Growing:
     values: Float[Array, "B H_kv N D_v"]
     key_scale: Float[Array, "B H_kv N"] | None
     value_scale: Float[Array, "B H_kv N"] | None
+    center: Float[Array, "B H_kv D"] | None  # float32, what stored keys are without
     count: Int[Array, "B"]  # int32
     overflow: Int[Array, "B"] = fault("tokens came to a full cache that must hold all of them")
     storage: Storage | None = static(default=None)
@@ -38,10 +39,17 @@ def init_growing(spec: CacheSpec, prompt: int) -> Growing:
     none = lambda: jnp.zeros(spec.batch, jnp.int32)  # noqa: E731
     if spec.storage is None:
         empty = lambda width: jnp.zeros((*shape, width), spec.dtype)  # noqa: E731
-        return Growing(empty(spec.head_dim), empty(spec.value_width), None, None, none(), none())
+        return Growing(empty(spec.head_dim), empty(spec.value_width), None, None, None, none(), none())
     keys, values = spec.storage.empty(shape, spec.head_dim, spec.value_width)
     return Growing(
-        keys.numbers, values.numbers, keys.scale[..., 0], values.scale[..., 0], none(), none(), storage=spec.storage
+        keys.numbers,
+        values.numbers,
+        keys.scale[..., 0],
+        values.scale[..., 0],
+        jnp.zeros((*shape[:2], spec.head_dim)),
+        none(),
+        none(),
+        storage=spec.storage,
     )
 
 
@@ -55,7 +63,7 @@ def fill(
         here = own_tokens(fresh, slots)
         return buffer if buffer is None else buffer.at[:, :, : here.shape[2]].set(here.astype(buffer.dtype))
 
-    fresh = _as_stored(store, keys, values)
+    store, fresh = _as_stored(store, keys, values, jnp.arange(keys.shape[2]) < count[:, None])
     return dataclasses.replace(store, **{name: put(getattr(store, name), x) for name, x in fresh.items()}, count=count)
 
 
@@ -66,7 +74,7 @@ def add(store: Growing, new: Tokens) -> Growing:
     target = own_slot(store.count[:, None] + jnp.arange(new.keys.shape[2]), here)
     target = jnp.where(new.present, target, here)
     put = jax.vmap(lambda buffer, fresh, target: buffer.at[:, target].set(fresh.astype(buffer.dtype), mode="drop"))
-    fresh = _as_stored(store, new.keys, new.values)
+    store, fresh = _as_stored(store, new.keys, new.values, new.present)
     lost = jnp.maximum(store.count + new.count - jnp.maximum(store.count, slots), 0)
     return dataclasses.replace(
         store,
@@ -87,14 +95,20 @@ def stored(store: Growing) -> Segment:
         in_parts=True,
         key_scale=store.key_scale,
         value_scale=store.value_scale,
+        center=store.center,
         key_bits=None if store.storage is None else store.storage.key_bits,
         value_bits=None if store.storage is None else store.storage.value_bits,
     )
 
 
-def _as_stored(store: Growing, keys: Array, values: Array) -> dict[str, Array]:
-    if store.storage is None:
-        return {"keys": keys, "values": values}
-    of_keys, of_values = store.storage.store(keys, values)
+def _as_stored(
+    store: Growing, keys: Array, values: Array, there: Bool[Array, "B T"]
+) -> tuple[Growing, dict[str, Array]]:
+    """The store, which knows by now what its keys have in common, and tokens in its form."""
+    if store.storage is None or store.center is None:
+        return store, {"keys": keys, "values": values}
+    center = mean_of_first(store.center, keys, there[:, None])
+    of_keys, of_values = store.storage.store(keys - center[:, :, None], values)
     scales = {"key_scale": of_keys.scale[..., 0], "value_scale": of_values.scale[..., 0]}
-    return {"keys": of_keys.numbers, "values": of_values.numbers, **scales}
+    store = dataclasses.replace(store, center=center)
+    return store, {"keys": of_keys.numbers, "values": of_values.numbers, **scales}

@@ -5,6 +5,8 @@
 By token they are float32 max [B, T, H_q] (-inf where there was no entry), num [B, T, H_q, D_v] and den [B, T, H_q].
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -48,6 +50,14 @@ def rows_of_heads(query: Float[Array, "B T H_q D"], kv_heads: int) -> Float[Arra
     batch, tokens, query_heads, head_dim = query.shape
     grouped = query.reshape(batch, tokens, kv_heads, query_heads // kv_heads, head_dim)
     return grouped.swapaxes(1, 2).reshape(batch, kv_heads, -1, head_dim)
+
+
+def around(sums: Partials, rows: Float[Array, "B H R D"], center: Float[Array, "B H D"]) -> Partials:
+    """Of sums over keys without what all have in common, those over the keys."""
+    shift = jnp.einsum("bhrd,bhd->bhr", rows.astype(jnp.float32), center, precision=jax.lax.Precision.HIGHEST)
+    shift = shift / math.sqrt(rows.shape[-1])
+    logits = None if sums.logits is None else sums.logits + shift[..., None]
+    return sums._replace(max=sums.max + shift, logits=logits)
 
 
 def by_token(partials: Partials, tokens: int) -> Partials:

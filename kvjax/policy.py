@@ -121,6 +121,11 @@ class Policy(abc.ABC, Generic[S]):
         """Whether everything is kept and a part of it read: budgets are then of what is read."""
         return False
 
+    @property
+    def pools_heads(self) -> bool:
+        """Whether heads share buffers, so that a slot of one head's may hold another's token."""
+        return False
+
     def at(self, spec: CacheSpec) -> "Policy[S]":
         """The policy of one layer, for policies that differ from layer to layer. `kvjax.init` asks once."""
         return self

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from kvjax import storage
 from kvjax.collectives import are_shared, own_slot, slots_in_all
 from kvjax.memory import on_host, where_it_lies
-from kvjax.partials import by_token, merge_over_parts, rows_of_heads
+from kvjax.partials import around, by_token, merge_over_parts, rows_of_heads
 from kvjax.spec import CacheSpec
 from kvjax.staging import Tokens
 from kvjax.state import state, static
@@ -44,6 +44,7 @@ class BlockStore:
     position: Int[Array, "N P"]  # int32, of the token in the text; -1 in empty places
     head_dim: int = static()
     value_dim: int = static()
+    center: Float[Array, "D"] | None = None  # float32, what stored keys are without
     storage: Storage | None = static(default=None)
 
     @property
@@ -62,7 +63,8 @@ class BlockStore:
         blocks = as_blocks(self)
         numbers = self.entries[..., halves(blocks, self.head_dim)[half]]
         assert self.scale is not None
-        return storage.load(numbers, self.scale[..., half : half + 1], (blocks.key_bits, blocks.value_bits)[half])
+        found = storage.load(numbers, self.scale[..., half : half + 1], (blocks.key_bits, blocks.value_bits)[half])
+        return found if half or self.center is None else found + self.center[..., None, None, :]
 
 
 def as_blocks(store: BlockStore, logit_cap: float | None = None) -> Blocks:
@@ -92,7 +94,7 @@ def init_store(spec: CacheSpec, blocks: int, places: int) -> BlockStore:
     if spec.storage is None:
         return store
     empty = spec.storage.empty((blocks, places), spec.head_dim, spec.value_width)
-    return _side_by_side(store, empty, spec.storage)
+    return dataclasses.replace(_side_by_side(store, empty, spec.storage), center=jnp.zeros(spec.head_dim))
 
 
 def _side_by_side(blocks: BlockStore, halves: Sequence[Stored], form: Storage) -> BlockStore:
@@ -131,10 +133,14 @@ def arrange(
 
 def put_blocks(store: BlockStore, place: Int[Array, "M"], blocks: BlockStore) -> BlockStore:
     """Writes M blocks of one head at these numbers; those past the end are dropped."""
-    if store.storage is not None:
+    if store.storage is not None and store.center is not None:
         keys, values = jnp.split(blocks.entries, 2, axis=-1)
-        stored = store.storage.store(keys[..., : store.head_dim], values[..., : store.value_dim])
-        blocks = _side_by_side(blocks, stored, store.storage)
+        keys, there = keys[..., : store.head_dim], (blocks.position >= 0).reshape(-1)
+        center = storage.mean_of_first(store.center, keys.reshape(-1, store.head_dim), there)
+        stored = store.storage.store(keys - center, values[..., : store.value_dim])
+        blocks = dataclasses.replace(_side_by_side(blocks, stored, store.storage), center=None)
+        store = dataclasses.replace(store, center=None)
+        return dataclasses.replace(put(store, own_slot(place, store.position.shape[0]), blocks), center=center)
     return put(store, own_slot(place, store.position.shape[0]), blocks)
 
 
@@ -161,9 +167,9 @@ def attend_blocks(
     if are_shared():
         here, last = own_slot(block, store.position.shape[2]), store.position.shape[2] - 1
         block, count = jnp.minimum(here, last), jnp.where(here <= last, count, 0)
+    own = rows = rows_of_heads(query, heads)
     if store.storage is not None:
-        query = storage.turned(query).astype(query.dtype)
-    rows = rows_of_heads(query, heads)
+        rows = storage.turned(own).astype(own.dtype)
     blocks = as_blocks(store, logit_cap)
     if fetched is None and not on_host(store.entries):
         sums = cluster_recall(rows, blocks, block, count)
@@ -171,8 +177,9 @@ def attend_blocks(
         fetched = where_it_lies(taken, store.entries, block) if fetched is None else fetched
         scale = None if store.scale is None else taken(store.scale, block)
         sums = weighted_decode(rows, as_entries(blocks, fetched, scale, count, rows.shape[3]))
-    if store.storage is not None:
-        sums = sums._replace(num=storage.turned_back(sums.num))
+    if store.center is not None:
+        center = jnp.repeat(store.center, heads // store.center.shape[1], axis=1)
+        sums = around(sums._replace(num=storage.turned_back(sums.num)), own, center)
     return merge_over_parts(by_token(sums, tokens=1))
 
 

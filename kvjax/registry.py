@@ -80,7 +80,6 @@ POLICIES: dict[str, type[Policy]] = {
 _AROUND: dict[str, Any] = {
     "storage": StorageName,
     "value_storage": StorageName,
-    "unbiased": bool,
     "host_steps": int,
     "full_layers": int,
     "head_floor": float,
@@ -93,8 +92,8 @@ _AMPLE_BUDGET = 2**20  # slots that leave room for every setting: with them only
 class PolicyChoice:
     """A policy by its registered name, the settings given with it, as text, and maybe its budget.
 
-    Beside its own settings every policy takes `storage=int8`, `fp8`, `int4`, `int3` or `int2`, with `value_storage` and
-    `unbiased` (`Quantized`), and `full_layers=n` (`FirstLayers`, in the same storage). Those that recall take
+    Beside its own settings every policy takes `storage=int8`, `fp8`, `int4`, `int3` or `int2` (`Quantized`),
+    `value_storage` for values alone, and `full_layers=n` (`FirstLayers`, in the same storage). Those that recall take
     `host_steps=R` (`HostMemory`), selections by scores `head_floor=0.2` (`AdaKV`).
     """
 
@@ -224,7 +223,6 @@ def put_around(
     policy: Policy,
     storage: StorageName | None = None,
     value_storage: StorageName | None = None,
-    unbiased: bool = False,
     host_steps: int | None = None,
     full_layers: int = 0,
     head_floor: float | None = None,
@@ -235,9 +233,9 @@ def put_around(
     if head_floor is not None:
         policy = AdaKV(cast(Selection, policy), head_floor)
     if storage is not None:
-        policy, full = (Quantized(one, storage, value_storage, unbiased) for one in (policy, full))
-    elif value_storage is not None or unbiased:
-        raise ValueError("value_storage and unbiased need a storage")
+        policy, full = Quantized(policy, storage, value_storage), Quantized(full, storage, value_storage)
+    elif value_storage is not None:
+        raise ValueError(f"value_storage={value_storage} needs a storage")
     if host_steps is not None:
         policy = HostMemory(policy, host_steps)
     return FirstLayers(full_layers, policy, full) if full_layers else policy

@@ -37,7 +37,8 @@ class Segment(Entries):
     """Entries s that add exp(q.k_s / sqrt(D) + log_num_s) v_s to the numerator of attention and
     exp(q.k_s / sqrt(D) + log_den_s) to its denominator: `Entries` [B, H_kv, S, ...], and how a cache shows them.
 
-    Keys with scales stand in the basis in which they are stored (`kvjax.storage`), and so do values with scales.
+    Keys with scales stand in the basis in which they are stored (`kvjax.storage`), without the `center` that all of
+    them have in common; values with scales stand in that basis, too.
 
     Only keys and values must be given; everything else is neutral where it is None. A log-weight of -inf marks an empty
     slot. Slots outside [start, stop) are not read; they must hold finite numbers all the same, because backends may
@@ -50,6 +51,7 @@ class Segment(Entries):
     spread: Spread | None = None
     slope: Slope | None = None
     turn: Float[Array, "B #T half_D"] | None = None  # angles by which the queries are turned before they read
+    center: Float[Array, "B H_kv D"] | None = None  # float32
     # Whether devices share the slots: what they find of them is merged.
     in_parts: bool = dataclasses.field(default=False, metadata={"static": True})
     # Which kv heads [first, last) these are entries of; None: all.
@@ -138,7 +140,8 @@ def loaded(segment: Segment) -> Segment:
     """The segment with entries in the basis of the queries, where they are stored in another."""
     if segment.key_scale is not None:
         keys = storage.load(segment.keys, segment.key_scale[..., None], segment.key_bits)
-        segment = dataclasses.replace(segment, keys=keys, key_scale=None, key_bits=None)
+        keys = keys if segment.center is None else keys + segment.center[:, :, None]
+        segment = dataclasses.replace(segment, keys=keys, key_scale=None, key_bits=None, center=None)
     if segment.value_scale is not None and segment.values is not None:
         values = storage.load(segment.values, segment.value_scale[..., None], segment.value_bits)
         segment = dataclasses.replace(segment, values=values, value_scale=None, value_bits=None)

@@ -4,6 +4,9 @@ Vectors are turned by a fixed random rotation before they are stored, which chan
 makes a coordinate of any vector nearly Gaussian: no channel stands out, so that one scale serves all of them, without
 calibration. Attention turns the query with the keys, and turns what it gathered of the values back.
 
+Half of what keys are, and more, is what all keys of a head have in common. It is kept apart, in float32: their mean, of
+the tokens that came first. Attention adds the query's product with it to all logits alike.
+
 A grid is uniform. Its scale is the one that errs least among a few that clip the largest coordinates more or less;
 clipped or not, the largest number that is stored is the grid's own, by which storing again finds the same scale and the
 same numbers.
@@ -20,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import packing
 
@@ -65,7 +68,6 @@ class Storage:
 
     keys: StorageName
     values: StorageName
-    unbiased: bool = False  # keys, as `store` says
 
     @property
     def key_bits(self) -> int | None:
@@ -82,8 +84,8 @@ class Storage:
         return empty(self.keys, (*shape, key_dim)), empty(self.values, (*shape, value_dim))
 
     def store(self, keys: Float[Array, "*A D"], values: Float[Array, "*A D_v"]) -> tuple["Stored", "Stored"]:
-        """Both in their form."""
-        return store(keys, self.keys, unbiased=self.unbiased), store(values, self.values)
+        """Both in their form; keys for products with queries."""
+        return store(keys, self.keys, unbiased=True), store(values, self.values)
 
 
 class Stored(NamedTuple):
@@ -118,13 +120,23 @@ def empty(name: str, shape: tuple[int, ...]) -> Stored:
     )
 
 
+def mean_of_first(
+    center: Float[Array, "*A D"], vectors: Float[Array, "*A T D"], there: Bool[Array, "*#A T"]
+) -> Float[Array, "*A D"]:
+    """What vectors have in common: `center` where there is one, otherwise the mean of these, of those that are there;
+    zeros while there are none."""
+    weight = there[..., None].astype(jnp.float32)
+    mean = jnp.sum(vectors.astype(jnp.float32) * weight, axis=-2) / jnp.maximum(jnp.sum(weight, axis=-2), 1)
+    return jnp.where(jnp.any(center != 0, axis=-1, keepdims=True), center, mean)
+
+
 def store(x: Float[Array, "*A D"], name: str, *, unbiased: bool = False) -> Stored:
     """Vectors in this form.
 
     Args:
         unbiased: few bits err towards zero, 11% with two of them. This stretches a vector until its inner product with
             what it stands for is its own square: over rotations inner products with any other vector are then right on
-            average, each with a little more noise.
+            average, each with a little more noise. Perplexity is the better for it where keys are stored so.
     """
     form = FORMATS[name]
     x = turned(x)

@@ -44,6 +44,7 @@ class AdaKV(Policy[Shared]):
     floor: float = 0.2
 
     streams = False
+    pools_heads = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, Selection):

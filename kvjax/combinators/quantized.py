@@ -5,7 +5,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
 from kvjax import storage
+from kvjax.combinators.by_head import ByHead
+from kvjax.combinators.host_memory import HostMemory
 from kvjax.policy import Policy, check_choices
 from kvjax.segment import Recalled, Segment, map_parts
 from kvjax.state import ArrayField, map_fields, state
@@ -16,6 +21,7 @@ from kvjax.storage import Storage, StorageName, Stored, is_stored
 class Narrow:
     numbers: Any  # the policy's state, with stored numbers in its entries' place
     scales: Any  # the same with nothing but scales in the entries' place: [..., S, 1] for [..., S, D]
+    center: Float[Array, "B H_kv D"]  # float32, what stored keys are without
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +38,11 @@ class Quantized(Policy[Narrow]):
         storage: "int8" for -127 ... 127; "fp8" for float8_e4m3fn, with 3 bits of mantissa; "int4", "int3" and "int2"
             for uniform grids of 16, 8 and 4 numbers.
         value_storage: the form of the values, where it is another. Both take few bits, or both eight.
-        unbiased: stretches keys of few bits so that logits are right on average over rotations, at a little more noise
-            (`kvjax.storage.store`).
     """
 
     policy: Policy
     storage: StorageName = "int8"
     value_storage: StorageName | None = None
-    unbiased: bool = False
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -52,7 +55,7 @@ class Quantized(Policy[Narrow]):
     @property
     def form(self) -> Storage:
         """What keys and values are kept in."""
-        return Storage(self.storage, self.value_storage or self.storage, self.unbiased)
+        return Storage(self.storage, self.value_storage or self.storage)
 
     compact_every = property(lambda self: self.policy.compact_every)
     prompt_queries = property(lambda self: self.policy.prompt_queries)
@@ -61,8 +64,8 @@ class Quantized(Policy[Narrow]):
     streams = property(lambda self: self.policy.streams)
     recalls = property(lambda self: self.policy.recalls)
 
-    def at(self, spec) -> "Quantized":
-        return dataclasses.replace(self, policy=self.policy.at(spec))
+    def at(self, spec) -> Policy:
+        return _inside(self, self.policy.at(spec))
 
     def head_order(self, devices: int = 1) -> tuple[int, ...] | None:
         return self.policy.head_order(devices)
@@ -71,10 +74,12 @@ class Quantized(Policy[Narrow]):
         if spec.storage is not None:
             raise ValueError(f"Quantized({self.policy}): what holds it is stored in {spec.storage.keys} already")
         inner = self.policy.init(dataclasses.replace(spec, storage=self.form), row_keys)
-        return _narrowed(inner, lambda field, x: storage.empty(self._name(field), x.shape))
+        center = jnp.zeros((spec.batch, spec.kv_heads, spec.head_dim))
+        return _narrowed(inner, center, lambda field, x: storage.empty(self._name(field), x.shape))
 
     def prefill(self, state: Narrow, prompt) -> Narrow:
-        return self._store(self.policy.prefill(self.load(state), prompt))
+        there = jnp.arange(prompt.keys.shape[2]) < prompt.lengths[:, None]
+        return self._store(self.policy.prefill(self.load(state), prompt), self._center(state, prompt.keys, there))
 
     def read(self, state: Narrow, newer):
         # What the policy reads of the numbers, with what it reads of the scales; where it computes with its entries
@@ -82,14 +87,15 @@ class Quantized(Policy[Narrow]):
         of_scales = map_fields(lambda field, x, scale: scale if field.entries else x, state.numbers, state.scales)
         readings = (self.policy.read(inner, newer) for inner in (state.numbers, of_scales, self.load(state)))
         columns: dict[int, Any] = {}  # several parts may show one buffer
-        return map_parts(functools.partial(_with_scales, self.form, columns), *readings)
+        center = None if self.policy.pools_heads else state.center
+        return map_parts(functools.partial(_with_scales, self.form, center, columns), *readings)
 
     def observe(self, state: Narrow, seen) -> Narrow:
         # Learning changes no entry.
         return dataclasses.replace(state, numbers=self.policy.observe(state.numbers, seen))
 
     def compact(self, state: Narrow, new) -> Narrow:
-        return self._store(self.policy.compact(self.load(state), new))
+        return self._store(self.policy.compact(self.load(state), new), self._center(state, new.keys, new.present))
 
     def tell(self, state: Narrow, prompt) -> Any:
         return self.policy.tell(state.numbers, prompt)
@@ -101,15 +107,25 @@ class Quantized(Policy[Narrow]):
         """The policy's state with its entries in float32."""
 
         def grow(field: ArrayField, x: Any, scale: Any) -> Any:
-            return storage.load(x, scale, storage.FORMATS[self._name(field)].bits) if field.entries else x
+            if not field.entries:
+                return x
+            loaded = storage.load(x, scale, storage.FORMATS[self._name(field)].bits)
+            return loaded if _is_value(field) else loaded + _beside(state.center, loaded)
 
         return map_fields(grow, state.numbers, state.scales)
 
-    def _store(self, inner: Any) -> Narrow:
-        def stored(field: ArrayField, x: Any) -> Stored:
-            return storage.store(x, self._name(field), unbiased=self.unbiased and not _is_value(field))
+    def _center(self, state: Narrow, keys: Array, there: Bool[Array, "B T"]) -> Float[Array, "B H_kv D"]:
+        if self.policy.pools_heads:
+            return state.center  # a slot does not say whose it is
+        return storage.mean_of_first(state.center, keys, there[:, None])
 
-        return _narrowed(inner, stored)
+    def _store(self, inner: Any, center: Float[Array, "B H_kv D"]) -> Narrow:
+        def stored(field: ArrayField, x: Any) -> Stored:
+            if _is_value(field):
+                return storage.store(x, self.form.values)
+            return storage.store(x - _beside(center, x), self.form.keys, unbiased=True)
+
+        return _narrowed(inner, center, stored)
 
     def _name(self, field: ArrayField) -> str:
         return self.form.values if _is_value(field) else self.form.keys
@@ -119,15 +135,30 @@ def _is_value(field: ArrayField) -> bool:
     return field.axes[-1] == "D_v"
 
 
-def _narrowed(inner: Any, stored: Callable[[ArrayField, Any], Stored]) -> Narrow:
+def _beside(center: Float[Array, "B H_kv D"], x: Float[Array, "B H_kv *A D"]) -> Float[Array, "B H_kv *#A D"]:
+    return jnp.expand_dims(center, tuple(range(2, x.ndim - 1)))
+
+
+def _inside(quantized: Quantized, policy: Policy) -> Policy:
+    """Quantised where heads have buffers of their own, and below what says where these lie."""
+    if isinstance(policy, ByHead):
+        return ByHead(tuple(dataclasses.replace(quantized, policy=own) for own in policy.policies))
+    if isinstance(policy, HostMemory):
+        return dataclasses.replace(policy, policy=_inside(quantized, policy.policy))
+    return dataclasses.replace(quantized, policy=policy)
+
+
+def _narrowed(inner: Any, center: Float[Array, "B H_kv D"], stored: Callable[[ArrayField, Any], Stored]) -> Narrow:
     """A policy's state with its entries stored."""
     entries = map_fields(lambda field, x: stored(field, x) if field.entries else None, inner)
     numbers = map_fields(lambda field, x, entry: entry.numbers if field.entries else x, inner, entries)
-    return Narrow(numbers, map_fields(lambda field, x, entry: entry.scale if field.entries else None, inner, entries))
+    scales = map_fields(lambda field, x, entry: entry.scale if field.entries else None, inner, entries)
+    return Narrow(numbers, scales, center)
 
 
 def _with_scales(
     form: Storage,
+    center: Float[Array, "B H_kv D"] | None,
     columns: dict[int, Any],
     numbers: Segment | Recalled,
     scales: Any,
@@ -139,8 +170,9 @@ def _with_scales(
     column = lambda x: columns.setdefault(id(x), x[..., 0])  # noqa: E731
     # A number that is still in its stored form lies as it was stored (or came with its scales from the store itself).
     if is_stored(numbers.keys.dtype):
-        scale = column(scales.keys) if numbers.key_scale is None else numbers.key_scale
-        part = dataclasses.replace(part, keys=numbers.keys, key_scale=scale, key_bits=form.key_bits)
+        own = numbers.key_scale is not None
+        scale, center = (numbers.key_scale, numbers.center) if own else (column(scales.keys), center)
+        part = dataclasses.replace(part, keys=numbers.keys, key_scale=scale, key_bits=form.key_bits, center=center)
     if numbers.values is not None and is_stored(numbers.values.dtype):
         scale = column(scales.values) if numbers.value_scale is None else numbers.value_scale
         part = dataclasses.replace(part, values=numbers.values, value_scale=scale, value_bits=form.value_bits)

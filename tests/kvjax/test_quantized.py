@@ -104,11 +104,14 @@ def stands_for(numbers, scale, form):
 def loaded(cache):
     """The policy's own cache with the numbers that are stored, by the definition of the format."""
 
-    form = FORMATS[cache.policy.storage]
+    form, center = FORMATS[cache.policy.storage], np.asarray(cache.state.center)
 
     def multiply(field, x, scale):
         # One scale for every entry.
-        return stands_for(x, scale, form) if field.entries else x
+        if not field.entries:
+            return x
+        found = stands_for(x, scale, form)
+        return found if field.axes[-1] == "D_v" else found + np.expand_dims(center, tuple(range(2, found.ndim - 1)))
 
     def grown(store):
         if isinstance(store, Growing):
@@ -116,12 +119,14 @@ def loaded(cache):
                 stands_for(x, np.asarray(scale)[..., None], form)
                 for x, scale in ((store.keys, store.key_scale), (store.values, store.value_scale))
             )
-            return dataclasses.replace(store, keys=keys, values=values, key_scale=None, value_scale=None, storage=None)
+            keys = keys + np.asarray(store.center)[:, :, None]
+            return Growing(keys, values, None, None, None, store.count, store.overflow)
         if isinstance(store, BlockStore):
             halves = np.split(store.entries, 2, axis=-1)
             scales = np.split(np.asarray(store.scale), 2, axis=-1)
-            entries = [stands_for(half, scale, form) for half, scale in zip(halves, scales, strict=True)]
-            return dataclasses.replace(store, entries=np.concatenate(entries, axis=-1), scale=None, storage=None)
+            keys, values = [stands_for(half, scale, form) for half, scale in zip(halves, scales, strict=True)]
+            entries = np.concatenate([keys + np.asarray(store.center)[:, :, None, None], values], axis=-1)
+            return dataclasses.replace(store, entries=entries, scale=None, center=None, storage=None)
         return store
 
     state = map_fields(multiply, cache.state.numbers, cache.state.scales)
@@ -211,7 +216,8 @@ def test_the_stored_numbers_are_the_nearest(name, storage):
         tokens, numbers = WINDOW["recent"], cache.state.numbers.window.keys
         scales = cache.state.scales.window.keys[..., 0]
     assert numbers.dtype == form.dtype and cache.staging.keys.dtype == jnp.float32
-    keys = stream.keys[0, LENGTHS[0] - tokens : LENGTHS[0]].swapaxes(0, 1) @ rotation(HEAD_DIM)  # [H, T, D]
+    keys = stream.keys[0, : LENGTHS[0]]
+    keys = (keys - keys.mean(0))[LENGTHS[0] - tokens :].swapaxes(0, 1) @ rotation(HEAD_DIM)  # [H, T, D]
     scale = np.float32(scales)[0, :, :tokens, None]
     stored = stands_for(numbers[0, :, :tokens], scale, form) @ rotation(HEAD_DIM)
     peak = np.abs(keys).max(-1) / form.largest
@@ -221,7 +227,9 @@ def test_the_stored_numbers_are_the_nearest(name, storage):
     inside = np.abs(keys) <= scale * form.largest
     assert (np.abs(stored - keys) <= 0.5001 * width + 1e-6)[inside].all()
     # What is clipped is stored as the largest number.
-    np.testing.assert_allclose(np.abs(stored)[~inside], np.broadcast_to(scale * form.largest, keys.shape)[~inside])
+    np.testing.assert_allclose(
+        np.abs(stored)[~inside], np.broadcast_to(scale * form.largest, keys.shape)[~inside], rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("policy", [kvjax.Exact(), kvjax.StreamingLLM(16)], ids=["exact", "streaming_llm"])
@@ -251,7 +259,7 @@ def test_a_row_in_a_ragged_batch_equals_the_row_alone(row):
 def test_bytes_are_real(storage, bits):
     policy, spec = policy_of("chelsea", storage), make_spec(batch=1)
     entries = 2 * 2 * 20 * HEAD_DIM  # keys and values of 2 heads x 20 slots
-    saved = entries * 4 - entries * bits // 8 - 2 * 2 * 20 * 2
+    saved = entries * 4 - entries * bits // 8 - 2 * 2 * 20 * 2 - 2 * HEAD_DIM * 4  # scales and centres
     assert row_bytes(policy, spec) == row_bytes(POLICIES["chelsea"], spec) - saved
     cache, plain = (kvjax.init(of, spec, row_keys(1)) for of in (policy, POLICIES["chelsea"]))
     assert kvjax.cache_bytes(cache).device == row_bytes(policy, spec)
@@ -265,7 +273,8 @@ def test_what_is_read_beside_attention_is_counted():
     cache, plain = (kvjax.init(of, spec, row_keys(1)) for of in (policy_of("quest", "int8"), POLICIES["quest"]))
     quantised = 2 * HEAD_DIM * (pages * heads + window * 2)  # numbers that take a byte instead of four
     scales = 2 * 2 * (pages * heads + window * 2)
-    assert kvjax.read_bytes(cache) == kvjax.read_bytes(plain) - 3 * quantised + scales
+    centers = 2 * 2 * 4 * HEAD_DIM  # of the window and of the store
+    assert kvjax.read_bytes(cache) == kvjax.read_bytes(plain) - 3 * quantised + scales + centers
 
 
 @pytest.mark.heavy
