@@ -141,15 +141,18 @@ def store(x: Float[Array, "*A D"], name: str, *, unbiased: bool = False) -> Stor
     form = FORMATS[name]
     x = turned(x)
     peak = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    # In units of the peak squares neither overflow nor vanish.
+    unit = jnp.where(peak == 0, 1.0, peak)
+    x = x / unit
     tried = [_rounded(peak * (clip / form.largest)) for clip in form.clips]
     scale = tried[0]
     if len(tried) > 1:
-        errors = [jnp.sum((x - _nearest(x, one, form) * one) ** 2, axis=-1, keepdims=True) for one in tried]
-        least = jnp.argmin(jnp.concatenate(errors, axis=-1), axis=-1, keepdims=True)
+        errors = [jnp.sum((x - _nearest(x, one / unit, form) * (one / unit)) ** 2, axis=-1) for one in tried]
+        least = jnp.argmin(jnp.stack(errors, axis=-1), axis=-1, keepdims=True)
         scale = jnp.take_along_axis(jnp.concatenate(tried, axis=-1), least, axis=-1)
-    numbers = _nearest(x, scale, form)
+    numbers = _nearest(x, scale / unit, form)
     if unbiased:
-        own, with_stored = (jnp.sum(x * other, axis=-1, keepdims=True) for other in (x, numbers * scale))
+        own, with_stored = (jnp.sum(x * other, axis=-1, keepdims=True) for other in (x, numbers * (scale / unit)))
         scale = _rounded(scale * jnp.where(with_stored > 0, own / with_stored, 1.0))
     if form.bits is None:
         return Stored(numbers.astype(form.dtype), scale.astype(SCALE_DTYPE))

@@ -17,6 +17,7 @@ from kvjax.policy import Prompt
 from kvjax.prompt_attention import attention_received
 from kvjax.segment import Segment, Slope, Spread, parts_of, segment_bytes
 from kvjax.staging import staged
+from kvjax.storage import rotation
 from pallas_kernels.weighted_decode import MANY_ROWS, Partials
 from tests.kvjax.support import (
     CLUSTERS,
@@ -55,10 +56,13 @@ def sums(query, seg):
     slots, group = keys.shape[2], query_heads // keys.shape[1]
     wide = lambda x: np.repeat(np.asarray(x, np.float64), group, axis=1)[:, None]  # [B, 1, H_q, S, ...]  # noqa: E731
     weight = lambda x: 0.0 if x is None else wide(x)  # noqa: E731
-    logits = np.einsum("bthd,bthsd->bths", query, np.broadcast_to(wide(keys), (batch, tokens, *wide(keys).shape[2:])))
-    logits = logits / np.sqrt(head_dim)
+    turned = query if seg.key_scale is None else query @ np.float64(rotation(head_dim))
+    logits = np.einsum("bthd,bthsd->bths", turned, np.broadcast_to(wide(keys), (batch, tokens, *wide(keys).shape[2:])))
     if seg.key_scale is not None:
         logits = logits * wide(seg.key_scale)
+    if seg.center is not None:
+        logits = logits + np.einsum("bthd,bthd->bth", query, np.broadcast_to(wide(seg.center), query.shape))[..., None]
+    logits = logits / np.sqrt(head_dim)
     read = np.ones((batch, tokens, 1, slots), bool)
     for bound, inside in ((seg.start, np.greater_equal), (seg.stop, np.less)):
         if bound is not None:
@@ -74,7 +78,10 @@ def sums(query, seg):
         weights = weights * wide(seg.value_scale)
     values = np.zeros_like(keys) if seg.values is None else np.asarray(seg.values, np.float64)
     wide_values = np.broadcast_to(wide(values), (batch, tokens, *wide(values).shape[2:]))
-    return np.einsum("bths,bthsd->bthd", weights, wide_values), np.exp(log_den - scale[..., None]).sum(-1), scale
+    num = np.einsum("bths,bthsd->bthd", weights, wide_values)
+    if seg.value_scale is not None:
+        num = num @ np.float64(rotation(num.shape[-1])).T
+    return num, np.exp(log_den - scale[..., None]).sum(-1), scale
 
 
 def reference(query, *segments):
@@ -135,6 +142,7 @@ def test_every_field_of_a_segment_means_what_it_says(feeds, slots, many):
         log_den=log_den,
         key_scale=weights(),
         value_scale=weights(),
+        center=rng.normal(size=(2, KV_HEADS, 8)).astype(np.float32),
         start=np.array([[0], [4]]),
         stop=np.stack([5 + np.arange(tokens) % 7, 12 - np.arange(tokens) % 4]),
         feeds=feeds,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvjax import recall
 from kvjax.attention import attend_reading
 from kvjax.segment import Segment
-from pallas_kernels.cluster_recall import entry_width, read_places, split, taken
+from pallas_kernels.cluster_recall import as_entries, entry_width, taken
 from tests.kvjax.support import QUICKLY, make_spec
 
 PLACES = 4
@@ -109,8 +109,9 @@ def test_recall_reads_the_blocks_that_are_named(group, dim, value_dim):
     store, rng = stores(dim=dim, value_dim=value_dim), np.random.default_rng(1)
     block = rng.integers(0, 5, (2, 3 * group, 4))
     count = rng.integers(0, PLACES + 1, block.shape)
-    keys, values = split(taken(store.entries, jnp.asarray(block)), dim, value_dim)
-    there = np.asarray(read_places(jnp.asarray(count), PLACES))
+    found = taken(store.entries, jnp.asarray(block))
+    read = as_entries(recall.as_blocks(store), found, None, jnp.asarray(count), dim)
+    keys, values, there = read.keys, read.values, np.asarray(read.log_num) == 0
     for row, head in np.ndindex(2, 3 * group):
         own_keys = np.asarray(store.keys)[row, head // group, block[row, head]]
         own_values = np.asarray(store.values)[row, head // group, block[row, head]]
