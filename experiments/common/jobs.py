@@ -128,6 +128,19 @@ JOBS = {
         cpu={"documents": 20, **_LATER, "task": tuple(NEEDLE_TASKS), **_SWEPT},
         h200={"documents": 200, **_LATER, "context_tokens": (8192,), **_SWEPT},
     ),
+    # Widths of storage beside one another, at an eighth of a bfloat16 cache.
+    "few_bits": Job(
+        ruler.EXPERIMENT,
+        {"task": tuple(NEEDLE_TASKS), **_LATER, **_suite("few bits")},
+        cpu={"documents": 25, "seed": 50},
+        h200={"documents": 200, "seed": 50, "context_tokens": (8192,)},
+    ),
+    "few_bits_perplexity": Job(
+        perplexity.EXPERIMENT,
+        {"form": ("per_position",), **_suite("few bits")},
+        cpu={"position": (2015,), "documents": 100, "seed": 50},
+        h200={"documents": 100, "context_tokens": 8192, "seed": 50},
+    ),
     "needle_in_haystack": Job(
         needle_in_haystack.EXPERIMENT,
         _suite("needles"),

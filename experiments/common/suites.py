@@ -26,6 +26,8 @@ SWEPT = ("5%", "10%", "12.5%", "20%", "25%", "50%", "80%")
 HALVINGS = ("52.5%", "28%", "15.5%")
 # As it runs in the notebook of BalanceKV's single-layer study; its own default, of the other experiments, is 1.
 STUDIED = "balancekv_reference:temperature=0.1"
+# Layers' shares of the shipped language model.
+SHARED = "leverage_scores:shares=(0.35,3.2,0.35,0.1)"
 
 
 SUITES = {
@@ -57,13 +59,15 @@ SUITES = {
         exact streaming_llm snapkv pyramidkv cam uniform quest infinigen clustergen:variant=paper subgen
         balancekv_reference balancekv chelsea:slope=None chelsea clusterkv_paper clusterkv"""),
     # Shares of layers were chosen with seed 40.
-    "peers": _suite("""25% |
-        exact leverage_scores leverage_scores:shares=(0.35,3.2,0.35,0.1)
-        leverage_scores:shares=(0.35,3.2,0.35,0.1),storage=int8 kvzip:head_floor=0.0,shares=(0.35,3.2,0.35,0.1)@25%
+    "peers": _suite(f"""25% |
+        exact leverage_scores {SHARED} {SHARED},storage=int8 kvzip:head_floor=0.0,shares=(0.35,3.2,0.35,0.1)@25%
         clustergen@25% clustergen:storage=int8@25% subgen@25%"""),
-    "peers, all presses": _suite("""25% |
-        exact leverage_scores leverage_scores:shares=(0.35,3.2,0.35,0.1) subgen
-        leverage_scores:shares=(0.35,3.2,0.35,0.1),storage=int8 kvzip:head_floor=0.0,shares=(0.35,3.2,0.35,0.1)"""),
+    "peers, all presses": _suite(f"""25% |
+        exact leverage_scores {SHARED} subgen {SHARED},storage=int8
+        kvzip:head_floor=0.0,shares=(0.35,3.2,0.35,0.1)"""),
+    # Of a bfloat16 cache's bytes twice as much. Widths were chosen with seed 40, too.
+    "few bits": _suite(f"""6.25% | exact exact:storage=int8 exact:storage=int4 exact:storage=int3 exact:storage=int2
+        {SHARED} {SHARED},storage=int8 {SHARED},storage=int4 {SHARED},storage=int3 {SHARED},storage=int2"""),
     "peers, quick": _suite("50% | exact streaming_llm kvzip:head_floor=0.0"),
     # Of speed.
     "latency": _suite("""20% |
@@ -93,7 +97,7 @@ SUITES = {
 # Exact attention, the four systems, and ours, as people call them: what `experiments.demo` shows.
 NAMED = {
     "exact": "exact", "SubGen": "subgen", "BalanceKV": "balancekv", "ClusterKV": "clusterkv", "Chelsea": "chelsea",
-    "kvjax's choice": "leverage_scores:shares=(0.35,3.2,0.35,0.1)",
+    "kvjax's choice": SHARED,
 }  # fmt: skip
 
 

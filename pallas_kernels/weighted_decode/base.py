@@ -77,10 +77,8 @@ def refuse_unknown(entries: Entries) -> None:
     """Raises a NotImplementedError for what no kernel does yet."""
     if entries.logit_cap is not None:
         raise NotImplementedError(f"logit_cap={entries.logit_cap}: XLA caps logits")
-    if (bits := entries.key_bits or entries.value_bits) is not None:
-        raise NotImplementedError(f"{bits} bits: XLA unpacks numbers")
-    if entries.values is not None and entries.values.shape[3] != entries.keys.shape[3]:
-        raise NotImplementedError(f"values of {entries.values.shape[3]} dimensions, keys of {entries.keys.shape[3]}")
+    if entries.value_dim not in (None, entries.key_dim):
+        raise NotImplementedError(f"values of {entries.value_dim} dimensions, keys of {entries.key_dim}")
 
 
 def compute_type(rows: Any, stored: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import benchmarking
+from pallas_kernels import benchmarking, packing
 from pallas_kernels.weighted_decode.api import weighted_decode
 from pallas_kernels.weighted_decode.base import Entries, Partials
 
@@ -24,23 +24,28 @@ class Shape(NamedTuple):
     dtype: Any = jnp.bfloat16
     weighted: bool = False
     logits: bool = False
+    bits: int | None = None  # of packed numbers
 
     def __str__(self) -> str:
         extra = "".join((", log-weights" * self.weighted, ", logits" * self.logits))
         sizes = f"{self.batch} x {self.heads} heads x {self.rows} rows, {self.slots} x {self.head_dim}"
-        return f"{sizes} {jnp.dtype(self.dtype).name}{extra}"
+        kind = jnp.dtype(self.dtype).name if self.bits is None else f"{self.bits} bits"
+        return f"{sizes} {kind}{extra}"
 
     def arguments(self, array: Any) -> tuple[Any, Entries]:
         """Rows and entries, made by `array(shape, dtype)`."""
         per_slot = (self.batch, self.heads, self.slots)
-        narrow = jnp.dtype(self.dtype).itemsize == 1
-        weight = functools.partial(array, per_slot, jnp.float32)
+        narrow = self.bits is not None or jnp.dtype(self.dtype).itemsize == 1
+        stored = (*per_slot, packing.packed_width(self.head_dim, self.bits))
+        dtype = self.dtype if self.bits is None else jnp.uint8
         entries = Entries(
-            keys=array((*per_slot, self.head_dim), self.dtype),
-            values=array((*per_slot, self.head_dim), self.dtype),
-            log_num=weight() if self.weighted else None,
-            key_scale=weight() if narrow else None,
-            value_scale=weight() if narrow else None,
+            keys=array(stored, dtype),
+            values=array(stored, dtype),
+            log_num=array(per_slot, jnp.float32) if self.weighted else None,
+            key_scale=array(per_slot, jnp.bfloat16) if narrow else None,
+            value_scale=array(per_slot, jnp.bfloat16) if narrow else None,
+            key_bits=self.bits,
+            value_bits=self.bits,
         )
         rows = array((self.batch, self.heads, self.rows, self.head_dim), jnp.bfloat16 if narrow else self.dtype)
         return rows, entries
@@ -57,6 +62,7 @@ OTHERS = (
     Shape(1, 131072),
     *(Shape(8, 16384, head_dim=head_dim) for head_dim in (64, 80, 96, 256)),
     *(Shape(8, 16384, dtype=dtype) for dtype in (jnp.float32, jnp.float16, jnp.int8, jnp.float8_e4m3fn)),
+    *(Shape(8, 16384, bits=bits) for bits in packing.PLANES),
     Shape(8, 16384, weighted=True),
     Shape(8, 16384, logits=True),
     Shape(8, 16384, rows=1, heads=32),
@@ -71,6 +77,7 @@ PRODUCTION = (
         for head_dim in (64, 80, 96, 128, 256)
         for dtype in (jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn)
     ),
+    *(Shape(8, 8192, head_dim=head_dim, bits=bits) for head_dim in (64, 128) for bits in packing.PLANES),
     Shape(1, 131072),
     Shape(64, 4096, logits=True),
     Shape(8, 16384, rows=1, heads=32),
@@ -90,6 +97,8 @@ def forms(shape: Shape) -> Mapping[str, benchmarking.Form]:
     draws = iter(jax.random.split(jax.random.key(0), 8))
 
     def array(size: tuple[int, ...], dtype: Any) -> Any:
+        if dtype == jnp.uint8:
+            return jax.random.bits(next(draws), size, jnp.uint8)
         return (jax.random.normal(next(draws), size, jnp.bfloat16) / 2).astype(dtype)
 
     rows, entries = shape.arguments(array)

@@ -45,6 +45,8 @@ class GpuConfig:
 def check(rows: Float[Array, "B H R D"], entries: Entries, interpret: Any = False) -> None:
     """Raises a NotImplementedError for what the kernel cannot do, with the reason."""
     refuse_unknown(entries)
+    if (bits := entries.key_bits or entries.value_bits) is not None:
+        raise NotImplementedError(f"{bits} bits: on GPUs XLA unpacks numbers")
     if not interpret:
         hopper.check_device()
     if rows.shape[2] >= MANY_ROWS:

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, UInt8
 
+from pallas_kernels import packing
 from pallas_kernels.dispatch import tensor_cores
 from pallas_kernels.weighted_decode.base import (
     EMPTY,
@@ -22,6 +23,8 @@ from pallas_kernels.weighted_decode.base import (
     refuse_unknown,
 )
 from pallas_kernels.weighted_decode.reference import MANY_ROWS
+
+SUBLANES = 8  # rows of a register
 
 # Mosaic loads no float16, and handing it over as int16 makes XLA copy the store.
 TYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
@@ -53,9 +56,12 @@ def check(rows: Float[Array, "B H R D"], entries: Entries) -> None:
     refuse_unknown(entries)
     if rows.shape[2] >= MANY_ROWS:
         raise NotImplementedError(f"{rows.shape[2]} rows: from {MANY_ROWS} on products, not reading, take the time")
+    packed = {"keys": entries.key_bits, "values": entries.value_bits}
     for name, array in {"rows": rows, "keys": entries.keys, "values": entries.values}.items():
-        if array is not None and array.dtype.name not in TYPES:
+        if array is not None and array.dtype.name not in TYPES and packed.get(name) is None:
             raise NotImplementedError(f"{name} are {array.dtype.name}; a TPU kernel takes {', '.join(TYPES)}")
+    if any(bits is not None for bits in packed.values()) and rows.shape[3] % (8 * SUBLANES):
+        raise NotImplementedError(f"packed rows of {rows.shape[3]} dimensions; it must be a multiple of {8 * SUBLANES}")
 
 
 def weighted_decode(
@@ -69,8 +75,10 @@ def weighted_decode(
     """`reference.weighted_decode` in one pass over the occupied blocks of slots.
 
     Every kv head's rows share one read of its keys and values. Blocks outside the occupied range of a row of the batch
-    are neither fetched nor computed. Head dimensions that are no multiple of 128 are read with slots as the minor axis,
-    which is how XLA lays such arrays out, so that no copy is made.
+    are neither fetched nor computed. Head dimensions that are no multiple of 128, and packed numbers, are read with
+    slots as the minor axis, which is how XLA lays such arrays out, so that no copy is made. What is packed is brought
+    apart in registers; codes are multiplied as they are, and what they are short of the numbers is added to the
+    products.
     """
     config = config or Config()
     batch, heads, count, head_dim = rows.shape
@@ -80,7 +88,8 @@ def weighted_decode(
     cores = tensor_cores()
     splits = min(config.splits or (cores if batch * heads % cores else 1), blocks)
     per_split = pl.cdiv(blocks, splits)
-    slots_minor = head_dim % 128 != 0
+    bits = {"keys": entries.key_bits, "values": entries.value_bits}
+    minor = {name: head_dim % 128 != 0 or of_name is not None for name, of_name in bits.items()}
 
     start, stop, lowest, highest = occupied(entries)
     by_row = start.ndim == 2 or stop.ndim == 2
@@ -98,29 +107,33 @@ def weighted_decode(
         # Steps outside the range stay on its nearest block, which the pipeline then does not fetch again.
         return jnp.clip(s * per_split + j, first[b], last[b])
 
-    def of_slots(b, h, s, j, first, last, *_):
-        number = place(b, s, j, first, last)
-        return (b, h, 0, number) if slots_minor else (b, h, number, 0)
-
     def of_weights(b, h, s, j, first, last, *_):
         return b, h, 0, place(b, s, j, first, last)
 
-    store = pl.BlockSpec((1, 1, head_dim, block) if slots_minor else (1, 1, block, head_dim), of_slots)
+    def stored(name: str) -> tuple[Array, pl.BlockSpec]:
+        array = getattr(entries, name)
+        width, slots_minor = array.shape[3], minor[name]
+
+        def of_slots(b, h, s, j, first, last, *_):
+            number = place(b, s, j, first, last)
+            return (b, h, 0, number) if slots_minor else (b, h, number, 0)
+
+        shape = (1, 1, width, block) if slots_minor else (1, 1, block, width)
+        return array.swapaxes(2, 3) if slots_minor else array, pl.BlockSpec(shape, of_slots)
+
     weights = pl.BlockSpec((1, 1, 1, block), of_weights)
     fed_values = entries.feeds != "denominator"
-    lay = (lambda x: x.swapaxes(2, 3)) if slots_minor else (lambda x: x)
     arrays: dict[str, tuple[Array, pl.BlockSpec]] = {
         "rows": (rows, pl.BlockSpec((1, 1, count, head_dim), of_head)),
-        "keys": (lay(entries.keys), store),
+        "keys": stored("keys"),
     }
     if fed_values:
-        assert entries.values is not None
-        arrays["values"] = (lay(entries.values), store)
+        arrays["values"] = stored("values")
     for name in ("log_num", "log_den", "key_scale", "value_scale"):
         # A scale of values that are not read need not be read either; the same for the numerator's weights.
         used = name != "value_scale" or fed_values
         if used and (given := getattr(entries, name)) is not None:
-            arrays[name] = (given.astype(jnp.float32)[:, :, None], weights)
+            arrays[name] = (given[:, :, None], weights)
     if by_row:
         wide = lambda x: jnp.broadcast_to(x if x.ndim == 2 else x[:, None], (batch, count))  # noqa: E731
         bounds = jnp.stack([wide(start), wide(stop)], axis=-1)
@@ -144,7 +157,8 @@ def weighted_decode(
         slots=slots,
         block=block,
         per_split=per_split,
-        slots_minor=slots_minor,
+        minor=minor,
+        bits=bits,
     )
     sums = pl.pallas_call(
         kernel,
@@ -171,7 +185,7 @@ def weighted_decode(
     return merged._replace(logits=sums[3][..., :slots]) if logits else merged
 
 
-def _kernel(first, last, lowest, highest, *refs, names, feeds, slots, block, per_split, slots_minor):
+def _kernel(first, last, lowest, highest, *refs, names, feeds, slots, block, per_split, minor, bits):
     """One block of one head's slots against all of its rows. Running sums live in the output blocks, which stay on chip
     while the last axis of the grid runs."""
     given = dict(zip(names, refs, strict=True))
@@ -191,9 +205,10 @@ def _kernel(first, last, lowest, highest, *refs, names, feeds, slots, block, per
     @pl.when((number >= first[b]) & (number <= last[b]))
     def _():
         queries, keys = given["rows"][0, 0], given["keys"][0, 0]
-        logits = _product(queries, keys, contract_slots=False, slots_minor=slots_minor) * queries.shape[1] ** -0.5
+        logits = _product(queries, keys, contract_slots=False, slots_minor=minor["keys"], bits=bits["keys"])
+        logits = logits * queries.shape[1] ** -0.5
         if "key_scale" in given:
-            logits = logits * given["key_scale"][0, 0]
+            logits = logits * given["key_scale"][0, 0].astype(jnp.float32)
         slot = number * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
         inside = (slot >= lowest[b]) & (slot < highest[b])
         if "bounds" in given:
@@ -201,7 +216,7 @@ def _kernel(first, last, lowest, highest, *refs, names, feeds, slots, block, per
             inside = inside & (slot >= bounds[:, :1]) & (slot < bounds[:, 1:])
 
         def weighed(name):
-            shifted = logits + jnp.maximum(given[name][0, 0], EMPTY) if name in given else logits
+            shifted = logits + jnp.maximum(given[name][0, 0].astype(jnp.float32), EMPTY) if name in given else logits
             return jnp.where(inside, shifted, EMPTY)
 
         num_logits = weighed("log_num")
@@ -220,29 +235,55 @@ def _kernel(first, last, lowest, highest, *refs, names, feeds, slots, block, per
             weight = jnp.exp(num_logits - peak)
             # What lies behind the last slot is unspecified, and 0 * NaN is NaN.
             if "value_scale" in given:
-                weight = jnp.where(inside, weight * given["value_scale"][0, 0], 0.0)
+                weight = jnp.where(inside, weight * given["value_scale"][0, 0].astype(jnp.float32), 0.0)
             values = given["values"][0, 0]
-            if slots % block:
-                place = number * block + jax.lax.broadcasted_iota(jnp.int32, values.shape, 1 if slots_minor else 0)
+            if slots % block and bits["values"] is None:  # every byte is a number
+                place = number * block + jax.lax.broadcasted_iota(jnp.int32, values.shape, 1 if minor["values"] else 0)
                 values = jnp.where(place < slots, values, jnp.zeros_like(values))
             weight = weight.astype(compute_type(queries.dtype, values.dtype))
-            gathered = _product(weight, values, contract_slots=True, slots_minor=slots_minor)
+            gathered = _product(weight, values, contract_slots=True, slots_minor=minor["values"], bits=bits["values"])
             num_ref[0, 0, 0] = num_ref[0, 0, 0] * fade + gathered
 
 
 def _product(
-    left: Float[Array, "R K"], stored: Float[Array, "S D"], *, contract_slots: bool, slots_minor: bool
+    left: Float[Array, "R K"],
+    stored: Float[Array, "S D"],
+    *,
+    contract_slots: bool,
+    slots_minor: bool,
+    bits: int | None,
 ) -> Float[Array, "R N"]:
     """Rows against stored keys (over dimensions) or weights against stored values (over slots), in float32."""
     kind = compute_type(left.dtype, stored.dtype)
+    left = left.astype(kind)
+    if bits is not None:
+        stored = _codes(stored, bits)
     if jnp.issubdtype(stored.dtype, jnp.integer):
         stored = stored.astype(jnp.float32)  # from where every type can be reached
     axis = int(slots_minor) if contract_slots else 1 - int(slots_minor)
     precision = jax.lax.Precision.HIGHEST if kind == jnp.float32 else None
-    return jax.lax.dot_general(
-        left.astype(kind),
+    product = jax.lax.dot_general(
+        left,
         stored.astype(kind),
         (((1,), (axis,)), ((), ())),
         precision=precision,
         preferred_element_type=jnp.float32,
     )
+    if bits is None:
+        return product
+    total = jnp.sum(left.astype(jnp.float32), axis=1, keepdims=True)
+    return 2 * product - packing.largest(bits) * total
+
+
+def _codes(packed: UInt8[Array, "W S"], bits: int) -> Int[Array, "D S"]:
+    """The codes of packed numbers, dimension by dimension. Wide, rows are pieces of whole registers."""
+    wide = packed.astype(jnp.int32)
+    codes, first = jnp.int32(0), 0
+    shift = 0
+    for width in packing.PLANES[bits]:
+        run = packing.unpacked_width(packed.shape[0], bits) * width // 8
+        plane = wide[first : first + run]
+        pieces = [(plane >> (place * width)) & (2**width - 1) for place in range(8 // width)]
+        codes = codes + (jnp.concatenate(pieces, axis=0) << shift)
+        first, shift = first + run, shift + width
+    return codes
