@@ -85,7 +85,7 @@ class Storage:
 
     def store(self, keys: Float[Array, "*A D"], values: Float[Array, "*A D_v"]) -> tuple["Stored", "Stored"]:
         """Both in their form; keys for products with queries."""
-        return store(keys, self.keys, unbiased=True), store(values, self.values)
+        return store(keys, FORMATS[self.keys], unbiased=True), store(values, FORMATS[self.values])
 
 
 class Stored(NamedTuple):
@@ -130,7 +130,7 @@ def mean_of_first(
     return jnp.where(jnp.any(center != 0, axis=-1, keepdims=True), center, mean)
 
 
-def store(x: Float[Array, "*A D"], name: str, *, unbiased: bool = False) -> Stored:
+def store(x: Float[Array, "*A D"], form: Format, *, unbiased: bool = False) -> Stored:
     """Vectors in this form.
 
     Args:
@@ -138,7 +138,6 @@ def store(x: Float[Array, "*A D"], name: str, *, unbiased: bool = False) -> Stor
             what it stands for is its own square: over rotations inner products with any other vector are then right on
             average, each with a little more noise. Perplexity is the better for it where keys are stored so.
     """
-    form = FORMATS[name]
     x = turned(x)
     peak = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     # In units of the peak squares neither overflow nor vanish.

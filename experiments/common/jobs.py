@@ -24,12 +24,13 @@ from experiments import (
     perplexity,
     recall_rate,
     ruler,
+    storage_forms,
     stream_geometry,
     stream_structures,
     streaming_prefill,
     subgen_rates,
 )
-from experiments.common.options import Experiment, Run
+from experiments.common.options import LANGUAGE_CHECKPOINT, Experiment, Run
 from experiments.common.suites import ABLATIONS, SUITES, SWEPT
 from experiments.common.tasks.ruler import NEEDLE_TASKS
 
@@ -140,6 +141,13 @@ JOBS = {
         {"form": ("per_position",), **_suite("few bits")},
         cpu={"position": (2015,), "documents": 100, "seed": 50},
         h200={"documents": 100, "context_tokens": 8192, "seed": 50},
+    ),
+    "storage_forms": Job(storage_forms.EXPERIMENT),
+    "storage_forms_language": Job(
+        storage_forms.EXPERIMENT,
+        {"model": LANGUAGE_CHECKPOINT, "recorded_tokens": 1900},
+        cpu={},
+        loads_model=False,
     ),
     "needle_in_haystack": Job(
         needle_in_haystack.EXPERIMENT,

@@ -122,8 +122,8 @@ class Quantized(Policy[Narrow]):
     def _store(self, inner: Any, center: Float[Array, "B H_kv D"]) -> Narrow:
         def stored(field: ArrayField, x: Any) -> Stored:
             if _is_value(field):
-                return storage.store(x, self.form.values)
-            return storage.store(x - _beside(center, x), self.form.keys, unbiased=True)
+                return storage.store(x, storage.FORMATS[self.form.values])
+            return storage.store(x - _beside(center, x), storage.FORMATS[self.form.keys], unbiased=True)
 
         return _narrowed(inner, center, stored)
 

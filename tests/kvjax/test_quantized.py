@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.budget import row_bytes
+from kvjax.budget import abstract_cache, row_bytes
 from kvjax.growing import Growing
 from kvjax.policies.clusterkv_certified import ClusterKVCertified
 from kvjax.policies.clusterkv_reference import ClusterKVReference
@@ -318,3 +318,18 @@ def test_storages_that_there_are_not_are_refused_by_name():
     spec = kvjax.CacheSpec(1, query_heads=1, kv_heads=1, head_dim=12, max_prompt=4, max_new=4)
     with pytest.raises(ValueError, match="int4 takes vectors of a multiple of 8 coordinates, not 12"):
         kvjax.init(kvjax.Quantized(kvjax.Exact(), "int4"), spec, row_keys(1))
+
+
+@pytest.mark.parametrize("storage", ["int8", "int4"])
+def test_decoding_widens_a_block_at_a_time(storage):
+    """A compiled loop over steps never holds the store in float32, nor its keys alone."""
+    spec = make_spec(batch=1, prompt=32768, new=64)
+    cache = abstract_cache(policy_of("exact", storage), spec)
+
+    def decode(cache, query, key, value):
+        return jax.lax.fori_loop(0, 8, lambda _, cache: kvjax.step(cache, query, key, value)[1], cache)
+
+    shaped = lambda heads: jax.ShapeDtypeStruct((1, 1, heads, HEAD_DIM), jnp.float32)  # noqa: E731
+    compiled = jax.jit(decode, donate_argnums=0).lower(cache, shaped(4), shaped(2), shaped(2)).compile()
+    widened = 2 * 32768 * HEAD_DIM * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < widened / 2

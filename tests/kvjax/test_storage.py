@@ -23,7 +23,7 @@ EIGHT = {"int8": 6e-5, "fp8": 8e-4}
 @functools.partial(jax.jit, static_argnames=("name", "unbiased"))
 def kept(x, name, unbiased=False):
     """What vectors are once they have been stored."""
-    stored = storage.store(x, name, unbiased=unbiased)
+    stored = storage.store(x, FORMATS[name], unbiased=unbiased)
     return storage.load(stored.numbers, stored.scale, FORMATS[name].bits)
 
 
@@ -116,7 +116,7 @@ def test_inner_products_are_right_on_average_where_that_is_asked_for(name):
 def test_storing_again_changes_nothing(name, unbiased):
     once = kept(np.concatenate([gaussian(500, 64), np.zeros((1, 64)), np.eye(64)]).astype(np.float32), name, unbiased)
     np.testing.assert_allclose(kept(once, name, unbiased), once, rtol=1e-6, atol=1e-6)
-    first, second = (storage.store(x, name, unbiased=unbiased) for x in (once, kept(once, name, unbiased)))
+    first, second = (storage.store(x, FORMATS[name], unbiased=unbiased) for x in (once, kept(once, name, unbiased)))
     np.testing.assert_array_equal(first.scale, second.scale)
 
 
