@@ -7,7 +7,7 @@
         sinks: int = static()
 
 A state is a frozen dataclass of arrays. Its axes are the dimension names of its annotations, and everything that must
-treat all policies alike (taking, inserting and repeating rows of a batch, sharding, eight-bit storage, byte counts)
+treat all policies alike (taking, inserting and repeating rows of a batch, sharding, storage in few bits, byte counts)
 goes by those names: B rows, H_kv kv heads, H_q query heads, H heads that recall (of either kind), N what grows with
 the context, which devices may share. All other names are a shape and no more.
 """

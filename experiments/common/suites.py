@@ -66,7 +66,7 @@ SUITES = {
         exact leverage_scores {SHARED} subgen {SHARED},storage=int8
         kvzip:head_floor=0.0,shares=(0.35,3.2,0.35,0.1)"""),
     # Of a bfloat16 cache's bytes twice as much. Widths were chosen with seed 40, too.
-    "few bits": _suite(f"""6.25% | exact exact:storage=int8 exact:storage=int4 exact:storage=int3 exact:storage=int2
+    "few bits": _suite(f"""6.25% 3.125% | exact exact:storage=int8 exact:storage=int4 exact:storage=int3 exact:storage=int2
         {SHARED} {SHARED},storage=int8 {SHARED},storage=int4 {SHARED},storage=int3 {SHARED},storage=int2"""),
     "peers, quick": _suite("50% | exact streaming_llm kvzip:head_floor=0.0"),
     # Of speed.
