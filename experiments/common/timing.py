@@ -100,7 +100,16 @@ def prefill(
         seconds = []
         repeating = 0.0
         if repeat is not None:
-            more = (model.layers[number], model.config, None, again, read.keys, read.values, lengths, sizes)
+            more = (
+                model.layers[number],
+                model.config.rotary(number, prompt.shape[1]),
+                None,
+                again,
+                read.keys,
+                read.values,
+                lengths,
+                sizes,
+            )
             repeating, (again, queries, keys) = speed.timed(repeat_layer, *more)
             read = read._replace(repeated=Repeated(queries, keys, sizes))
         for place in range(len(generators)):

@@ -22,7 +22,7 @@ from kvjax.cache import layer_policy
 from kvjax.policy import Policy, repeat_of
 from kvjax.sharding import shardings
 from kvjax.state import fault, state
-from kvjax_models.llama import Llama, rope_frequencies
+from kvjax_models.llama import Llama
 from kvjax_models.prefill import asked_queries, compress_layer, last_logits, read_layers
 from kvjax_models.sampling import Sampling, finite, sample
 from kvjax_models.sharding import everywhere, mesh_of
@@ -133,9 +133,10 @@ class Generator:
             raise ValueError(f"a prompt of {longest} tokens exceeds max_prompt={self.max_prompt}")
         lengths, caches, told = everywhere(row_lengths, self.mesh), [], None
         asked = [asked_queries(policy, tokens.shape[1]) for policy in self.policies]
+        repeat, capacity = repeat_of(self.policies), self.specs[0].capacity
         for cache, layer in zip(
             state.layers,
-            read_layers(self.model, tokens, lengths, self.prefill_chunk, asked, repeat_of(self.policies)),
+            read_layers(self.model, tokens, lengths, self.prefill_chunk, asked, repeat, capacity),
             strict=True,
         ):
             cache, told = compress_layer(cache, layer, lengths, told)
@@ -291,7 +292,8 @@ def cache_specs(
             max_new=max_new,
             dtype=model.embedding.param_dtype,
             window=config.window(number),
-            rope_frequencies=tuple(np.asarray(rope_frequencies(config)).tolist()),
+            logit_cap=config.attention_cap,
+            rope_frequencies=config.rotary(number, max_prompt + max_new).frequencies,
             layer=number,
             layers=config.layers,
         )
@@ -433,12 +435,13 @@ def _through_caches(
 ) -> tuple[Float[Array, "B T W"], GenerationState]:
     """The residual stream behind tokens that every layer's cache takes in, and the state with these caches."""
     positions = state.positions[:, None] + jnp.arange(tokens.shape[1])
-    cos, sin = model.rotation(positions)
     x = model.embed(tokens)
     layers = []
-    for layer, cache in zip(model.layers, state.layers, strict=True):
-        query, keys, values = layer.project(x, cos, sin)
-        attended, cache = kvjax.step(cache, query, keys, values, lengths, compact_when_full=False)
+    for number, (layer, cache) in enumerate(zip(model.layers, state.layers, strict=True)):
+        query, keys, values = layer.project(x, *model.rotation(positions, number, cache.spec.capacity))
+        attended, cache = kvjax.step(
+            cache, query, keys, values, lengths, sink_logits=layer.sink_logits, compact_when_full=False
+        )
         layers.append(cache)
         x = layer.finish(x, attended)
     return x, dataclasses.replace(state, layers=tuple(layers))

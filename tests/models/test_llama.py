@@ -146,5 +146,5 @@ def test_refuses_shapes_that_do_not_fit(changes, message):
 
 
 def test_refuses_an_unknown_rope_scaling():
-    with pytest.raises(ValueError, match="kind='yarn'.*'linear', 'llama3'"):
-        rope_frequencies(dataclasses.replace(SMALL, rope_scaling=RopeScaling("yarn", 2.0)))
+    with pytest.raises(ValueError, match="kind='xpos'.*linear, llama3, yarn, longrope, dynamic"):
+        RopeScaling("xpos", 2.0)
