@@ -75,6 +75,11 @@ FAMILIES = {
         {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
         slides="all",
     ),
+    "ministral": Family(
+        "MinistralForCausalLM",
+        {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        slides="by type",
+    ),
     "qwen2": Family("Qwen2ForCausalLM", _QWEN_DEFAULTS, {"qkv_bias": True}, slides="later if asked"),
     "qwen3": Family(
         "Qwen3ForCausalLM",
@@ -235,10 +240,5 @@ FAMILIES = {
         },
         truths={"mlp_bias": "mlp_bias"},
         attention_bias="all",
-    ),
-    "ministral": Family(
-        "MinistralForCausalLM",
-        {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-        slides="by type",
     ),
 }
