@@ -30,7 +30,7 @@ from kvjax.partials import output
 from kvjax.policies.streaming_llm import StreamingLLM
 from kvjax.policy import Policy, Prompt, Repeated, S
 from kvjax.segment import Recalled, Segment, parts_of, segment_bytes
-from kvjax.sharding import DATA, HEADS, ROWS, shardings
+from kvjax.sharding import DATA, HEADS, ROWS, check_axes, shardings
 from kvjax.spec import CacheSpec, check_query, check_tokens, known
 from kvjax.staging import Staging, init_staging
 from kvjax.state import fault, faults_of_rows, state, static
@@ -66,6 +66,8 @@ def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Me
         TypeError: for a policy that is no frozen dataclass.
         ValueError: for settings, sizes and meshes that cannot be together.
     """
+    if mesh is not None:
+        check_axes(mesh)
     policy = layer_policy(policy, spec)
     parts = 1 if mesh is None else mesh.shape[PARTS]
     spec = dataclasses.replace(spec, staging=min(policy.compact_every, spec.max_new), parts=parts)

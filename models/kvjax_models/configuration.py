@@ -54,7 +54,7 @@ def parse(values: Values) -> LlamaConfig:
     """
     values = text_values(values)
     family = _family(values)
-    values = {**family.defaults, **values}
+    values = {**family.defaults, **{family.aliases.get(key, key): value for key, value in values.items()}}
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     if absent := [key for key in required if values.get(key) is None]:
         raise ValueError(f"missing keys: {', '.join(absent)}")

@@ -20,6 +20,7 @@ class Family:
             where `use_sliding_window` says so, all or those after the first `max_window_layers`.
         period: of `layer_types` that are not there, every so-manieth sees everything; None: none does.
         partial: whether the rotary embedding may turn a part of a head only.
+        aliases: keys against those that they stand for.
     """
 
     architecture: str
@@ -33,6 +34,7 @@ class Family:
     slides: Literal["never", "all", "all if asked", "later if asked", "by type"] = "never"
     period: int | None = None
     partial: bool = False
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 _GEMMA_FIELDS = {"norm_offset": 1.0, "embedding_scale": None}
@@ -107,6 +109,7 @@ FAMILIES = {
         truths={"norm_topk_prob": "normalised_experts"},
         attention_bias="all",
         slides="all if asked",
+        aliases={"num_local_experts": "num_experts"},  # since transformers 5
     ),
     "mixtral": Family(
         "MixtralForCausalLM",

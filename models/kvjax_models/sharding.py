@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from kvjax.collectives import PARTS, TENSOR
-from kvjax.sharding import DATA, HEADS
+from kvjax.sharding import DATA, HEADS, check_axes
 from kvjax_models.llama import Llama, LlamaConfig
 
 # Which axis of a parameter is cut, from its last one, by the names of its module and of itself: a kernel [in, out] (or
@@ -63,7 +63,8 @@ def attend_apart(attend: Callable[..., Array], mesh: Mesh, *given: PartitionSpec
 
 def parameter_shardings(parameters: Any, config: LlamaConfig, mesh: Mesh) -> Any:
     """Where every parameter lies, as a tree like theirs (arrays or abstract ones). What the devices do not divide lies
-    whole on those that it cannot be divided among."""
+    whole on those that it cannot be divided among. Raises a ValueError for a mesh whose axes are named otherwise."""
+    check_axes(mesh)
     # Heads stay whole.
     heads = {
         "query": config.query_heads,

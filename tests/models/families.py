@@ -105,7 +105,7 @@ OLMO3 = _family(
 )
 SMOLLM3 = _family("smollm3", "SmolLM3", no_rope_layers=[1, 0], rope_parameters=_YARN)
 GRANITE = _family(
-    "granite", "Granite", embedding_multiplier=2.0, residual_multiplier=0.5, logits_scaling=3.0,
+    "granite", "Granite", embedding_multiplier=2.0, residual_multiplier=0.5, logits_scaling=1.5,
     attention_multiplier=0.6, tie_word_embeddings=False,
 )  # fmt: skip
 MINISTRAL = _family(
