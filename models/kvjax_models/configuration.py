@@ -284,6 +284,7 @@ def _family_values(config: LlamaConfig, model_type: str) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_scaling": _rope_values(config.rope_scaling),
         "tie_word_embeddings": config.tied_embeddings,
+        "pad_token_id": None,  # what is not there transformers takes for its own, in any vocabulary
         **{key: getattr(config, field) for key, field in given.items() if key != "intermediate_size"},
     }
     if family.attention_bias != "none":
@@ -295,6 +296,8 @@ def _family_values(config: LlamaConfig, model_type: str) -> dict[str, Any]:
     if "query_pre_attn_scalar" in family.defaults:
         scale = config.attention_scale
         values["query_pre_attn_scalar"] = config.head_dim if scale is None else round(scale**-2, 6)
+    if "original_max_position_embeddings" in family.defaults and config.rope_scaling is not None:
+        values["original_max_position_embeddings"] = config.rope_scaling.original_length
     if model_type == "granite" and config.attention_scale is None:
         values["attention_multiplier"] = config.head_dim**-0.5
     if model_type == "qwen3_moe":

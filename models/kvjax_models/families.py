@@ -200,7 +200,7 @@ FAMILIES = {
     "glm4": Family("Glm4ForCausalLM", fields={"norms": "around"}, **_GLM),
     "phi3": Family(
         "Phi3ForCausalLM",
-        {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         slides="all",
         partial=True,
     ),
