@@ -157,20 +157,31 @@ class Generator:
         Raises:
             ValueError: as `read`; and for a fresh state of a generator that reads prompts exactly.
         """
+        state, scored, _ = self.score_and_compare(state, texts)
+        return state, scored
+
+    def score_and_compare(
+        self, state: GenerationState, texts: Sequence[Sequence[int]]
+    ) -> tuple[GenerationState, list[Float[np.ndarray, "T"]], list[Bool[np.ndarray, "T"]]]:
+        """As `score`, and whether each token was the most likely one."""
         positions = np.asarray(state.positions)
         if not self.streaming and not positions.any():
             raise ValueError("score reads through the cache: read a prompt first, or make the generator streaming")
         tokens, lengths = self.pad(texts, self.block)
         self._check_room(positions, lengths)
         state = _bound(state, self.mesh)
-        scored = []
+        scored, likeliest = [], []
         for block, count in self._blocks(tokens, lengths):
-            state, likelihood = score_block(self.model, self.mesh, state, block, count)
+            state, likelihood, best = score_block(self.model, self.mesh, state, block, count)
             scored.append(likelihood)
+            likeliest.append(best)
             state = compacted(state)
         check_finite(state)
-        rows = np.concatenate([np.asarray(block) for block in scored], axis=1)
-        return state, [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        found, compared = (
+            np.concatenate([np.asarray(block) for block in blocks], axis=1) for blocks in (scored, likeliest)
+        )
+        of_rows = lambda rows: [row[:length] for row, length in zip(rows, lengths, strict=True)]  # noqa: E731
+        return state, of_rows(found), of_rows(compared)
 
     def write(
         self, state: GenerationState, max_tokens: int, every: int | None = None
@@ -418,13 +429,15 @@ def score_block(
     state: GenerationState,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
-) -> tuple[GenerationState, Float[Array, "B T"]]:
-    """As `append_block`, and the log-probability of each token, the first one's from the state's logits."""
+) -> tuple[GenerationState, Float[Array, "B T"], Bool[Array, "B T"]]:
+    """As `append_block`, and the log-probability of each token, the first one's from the state's logits, and whether it
+    was the most likely."""
     before = state.logits[:, None]
     x, state = _through_caches(model, state, tokens, lengths)
     logits = jnp.concatenate([before, model.logits(x[:, :-1])], axis=1)
     likelihood = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=-1)[..., 0]
-    return _stays(_with_last_logits(model, state, x, lengths), mesh), _known(likelihood, mesh)
+    best = jnp.argmax(logits, axis=-1) == tokens
+    return _stays(_with_last_logits(model, state, x, lengths), mesh), _known(likelihood, mesh), _known(best, mesh)
 
 
 def _through_caches(
