@@ -108,7 +108,10 @@ class Experts(nnx.Module):
 
     def route(self, rows: Float[Array, "N W"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
         """Weights, float32, and numbers of the experts that every token takes."""
-        logits = self.router(rows).astype(jnp.float32)
+        # Summed and kept in float32: rounded logits of two experts may be equal, and then another one is taken.
+        logits = jnp.dot(rows, self.router.kernel[...], preferred_element_type=jnp.float32)
+        if self.router.bias is not None:
+            logits = logits + self.router.bias[...].astype(jnp.float32)
         best, chosen = jax.lax.top_k(logits, self.per_token)
         if self.normalised:  # a softmax among the chosen is the one among all, made to sum to 1
             return jax.nn.softmax(best, axis=-1), chosen

@@ -127,6 +127,46 @@ def test_a_gemma_3_that_also_sees_pictures_is_read_without_its_eyes(prefix, tmp_
         np.testing.assert_allclose(logits(tmp_path, arrays["tokens"]), arrays["logits"], atol=TOLERANCE, rtol=0)
 
 
+def errors(found, exact):
+    """The median over tokens of how far logits are, in root mean square: a token whose router took another expert is an
+    error of its own kind."""
+    return float(np.median(np.sqrt(np.mean((found - exact) ** 2, axis=-1))))
+
+
+@pytest.mark.parametrize("family", ["llama2", "gemma3", "gpt_oss"])
+def test_golden_logits_in_the_file_s_own_dtype(family):
+    """In bfloat16, as a checkpoint is loaded where nothing is said: a few hundredths off."""
+    with np.load(GOLDEN / family / "golden.npz") as arrays:
+        model = checkpoint.load(GOLDEN / family)
+        assert model.embedding.param_dtype == jnp.bfloat16
+        found = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(arrays["tokens"])))
+        assert 0 < errors(found, arrays["logits"]) < 0.03 * arrays["logits"].std()
+        assert (found.argmax(-1) == arrays["logits"].argmax(-1)).mean() > 0.93
+
+
+# torch cannot multiply bfloat16 experts of so few elements.
+IN_BFLOAT16 = [family for family in families.GOLDEN if family.name != "qwen3_moe"]
+
+
+@pytest.mark.parametrize("family", IN_BFLOAT16, ids=lambda family: family.name)
+def test_live_bfloat16_is_as_near_to_float32_as_transformers_is(family, tmp_path):
+    """Both round, at other places (we keep norms, rotations, attention and logits in float32), so they differ by about
+    both errors together: as errors that know nothing of each other do."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = families.write(family, tmp_path, bfloat16=True)
+    tokens = np.random.default_rng(1).integers(0, families.VOCAB, (4, families.SEQUENCE))
+    exact = families.hf_logits(model, tokens)
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    theirs = families.hf_logits(rounded.eval(), tokens)
+    forward = nnx.jit(lambda model, tokens: model(tokens))
+    ours = np.asarray(forward(checkpoint.load(tmp_path), jnp.asarray(tokens)))
+    own, other = errors(ours, exact), errors(theirs, exact)
+    assert 0 < own < 1.1 * other
+    assert errors(ours, theirs) < 1.15 * np.hypot(own, other)
+
+
 def test_live_logits(hf_checkpoint):
     directory, model = hf_checkpoint
     tokens = np.random.default_rng(1).integers(0, families.VOCAB, (2, families.SEQUENCE))
