@@ -287,6 +287,8 @@ def _family_values(config: LlamaConfig, model_type: str) -> dict[str, Any]:
         "pad_token_id": None,  # what is not there transformers takes for its own, in any vocabulary
         **{key: getattr(config, field) for key, field in given.items() if key != "intermediate_size"},
     }
+    if config.rope_scaling is None and "rope_parameters" in family.defaults:
+        values["rope_scaling"] = {"rope_type": "default"}
     if family.attention_bias != "none":
         values["attention_bias"] = config.qkv_bias
     if family.partial:
