@@ -33,6 +33,12 @@ class LanguageModel:
     model: Llama
     tokenizer: Tokenizer
 
+    def __post_init__(self) -> None:
+        size = self.model.config.vocab_size
+        for name, ids in (("end-of-text", self.tokenizer.eos_ids), ("first", self.tokenizer.prefix)):
+            if strange := [token for token in ids if token >= size]:
+                raise ValueError(f"the tokenizer's {name} token is {strange[0]}; the model's vocabulary has {size}")
+
     def generate(
         self,
         prompt: str | Sequence[str],
@@ -172,7 +178,11 @@ def load(name: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mes
         ValueError: what `checkpoint.load` and `tokenizer.load` refuse.
     """
     directory = find(name)
-    return LanguageModel(checkpoint.load(directory, dtype, mesh), tokenizer.load(directory))
+    model, tokens = checkpoint.load(directory, dtype, mesh), tokenizer.load(directory)
+    try:
+        return LanguageModel(model, tokens)
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from error
 
 
 def find(name: str | os.PathLike) -> pathlib.Path:
