@@ -182,12 +182,13 @@ def check(tree: Any) -> None:
 
 
 def faults_of_rows(tree: Any) -> Int[Array, "B"] | None:
-    """The fault counters of every row of a state, summed; None where it has none."""
+    """How many fault counters of every row of a state are not zero; None where it has none."""
     counts: list[Array] = []
 
     def look(field: ArrayField, leaf: Array) -> Array:
         if field.fault and (axis := _batch_axis(field)) is not None:
-            counts.append(jnp.sum(leaf, axis=[other for other in range(leaf.ndim) if other != axis], dtype=jnp.int32))
+            others = [other for other in range(leaf.ndim) if other != axis]
+            counts.append(jnp.sum(leaf != 0, axis=others, dtype=jnp.int32))
         return leaf
 
     map_fields(look, tree)

@@ -22,7 +22,8 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
         ValueError: where the template refuses them, is wrong, or takes more than `SECONDS` or `MEMORY_BYTES`.
     """
     try:
-        given = json.dumps({"template": template, "variables": variables})
+        limits = {"seconds": SECONDS, "memory_bytes": MEMORY_BYTES, "most_characters": MOST_CHARACTERS}
+        given = json.dumps({"template": template, "variables": variables, **limits})
     except (TypeError, ValueError) as error:
         raise ValueError(f"messages must be made of what JSON can hold: {error}") from error
     command = [sys.executable, "-P", __file__]
@@ -69,32 +70,32 @@ def _environment():
     return environment
 
 
-def _limit() -> None:
+def _limit(seconds: int, memory_bytes: int) -> None:
     """Measures out what this process may take; where the system cannot, its time alone is, by who waits for it."""
     try:
         import resource
     except ImportError:
         return
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
 
 
-def _answer(template: str, variables: Mapping[str, Any]) -> dict[str, str]:
+def _answer(template: str, variables: Mapping[str, Any], most_characters: int) -> dict[str, str]:
     import jinja2
 
     try:
         text = _environment().from_string(template).render(variables)
     except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
         return {"error": str(error) or type(error).__name__}
-    except (MemoryError, OverflowError):
-        return {"error": f"it takes more than {MEMORY_BYTES >> 20} MiB"}
-    if len(text) > MOST_CHARACTERS:
-        return {"error": f"it wrote {len(text)} characters; at most {MOST_CHARACTERS} are read"}
+    except MemoryError:
+        return {"error": "it takes more memory than it may"}
+    if len(text) > most_characters:
+        return {"error": f"it wrote {len(text)} characters; at most {most_characters} are read"}
     return {"text": text}
 
 
 if __name__ == "__main__":
     # Bytes: what a terminal's encoding is does not matter.
     request = json.loads(sys.stdin.buffer.read().decode("utf-8"))
-    _limit()
-    sys.stdout.write(json.dumps(_answer(request["template"], request["variables"])))
+    _limit(request["seconds"], request["memory_bytes"])
+    sys.stdout.write(json.dumps(_answer(request["template"], request["variables"], request["most_characters"])))

@@ -249,7 +249,7 @@ def _write_weights(
     """Writes safetensors files, and their index where there are several."""
     bytes_of = {name: leaf.size * jnp.dtype(dtype or leaf.dtype).itemsize for name, (_, leaf) in parameters.items()}
     shards = _shards(bytes_of, max_shard_bytes)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = _SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {name: _stored(name, *parameters[name], dtype) for name in names}

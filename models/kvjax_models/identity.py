@@ -71,7 +71,7 @@ def of_arrays(tree: Any) -> str:
     total = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         total.update(f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}\n".encode())
-        total.update(memoryview(np.ascontiguousarray(_whole(leaf)).reshape(-1).view(np.uint8)))
+        total.update(np.ascontiguousarray(_whole(leaf)).reshape(-1).view(np.uint8).data)
     return total.hexdigest()
 
 

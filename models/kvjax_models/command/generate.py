@@ -82,6 +82,7 @@ def _continue_text(given: Generate, llm: LanguageModel, text: str) -> None:
         max_new=given.max_new_tokens,
         sampling=given.sampling,
         streaming=given.streaming,
+        beyond_positions=given.beyond_positions,
     )
     run = {
         "prompt": hashlib.sha256(repr(prompt).encode()).hexdigest(),
@@ -129,10 +130,15 @@ def _continue_text(given: Generate, llm: LanguageModel, text: str) -> None:
 def _continue_prefix(given: Generate, llm: LanguageModel, saved: SavedStates, texts: list[str]) -> None:
     """Reads every text behind one saved prefix, all side by side, and writes on."""
     sizes = saved.sizes()
-    alone = llm.generator(given.choice, **sizes, sampling=given.sampling)
+    alone = llm.generator(given.choice, **sizes, sampling=given.sampling, beyond_positions=given.beyond_positions)
     _, prefix, notes = saved.restore(alone, _of_prefix(llm))
     many = Generator(
-        llm.model, alone.policies, **{**sizes, "batch": len(texts)}, sampling=alone.sampling, eos=alone.eos
+        llm.model,
+        alone.policies,
+        **{**sizes, "batch": len(texts)},
+        sampling=alone.sampling,
+        eos=alone.eos,
+        beyond_positions=given.beyond_positions,
     )
     forks = many.reseeded(kvjax.repeat_rows(prefix, len(texts)), given.seed)
     state = many.read(forks, [_encoded(given, llm, text, True) for text in texts])
