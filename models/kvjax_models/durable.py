@@ -2,6 +2,7 @@
 by one writer at a time."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -81,13 +82,13 @@ def write_text(path: pathlib.Path, text: str) -> None:
 def append_line(path: pathlib.Path, line: str) -> None:
     """Adds a line, which is on the disk when this returns; after one that was cut off, or that could not be written
     whole, it starts anew."""
-    with path.open("a+b") as file:
+    with path.open("a+b", buffering=0) as file:  # what does not fit must not be written later
         end = file.seek(0, os.SEEK_END)
         file.seek(max(end - 1, 0))
-        whole = file.read(1) in (b"", b"\n")
+        data = (b"" if file.read(1) in (b"", b"\n") else b"\n") + line.encode() + b"\n"
         try:
-            file.write(("" if whole else "\n").encode() + line.encode() + b"\n")
-            file.flush()
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             os.fsync(file.fileno())
         except OSError:
             os.truncate(path, end)

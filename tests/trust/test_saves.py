@@ -218,7 +218,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
 
 @pytest.mark.parametrize("where", range(1, 14))
 def test_a_checkpoint_is_saved_as_one_wherever_it_stops(where, tmp_path, monkeypatch):
-    """Stopped at any of its steps on the disk, the directory holds the old model or the new one, never parts of both."""
+    """Stopped at any of its steps on the disk, it leaves the old model or the new one, never parts of both."""
     other = LlamaConfig(**{**vars(CONFIG), "rope_theta": 500.0, "mlp_width": 24})
     checkpoint.save(tmp_path, model(0), max_shard_bytes=4000)
     calls = []
