@@ -235,10 +235,17 @@ def map_fields(function: Callable[..., Any], tree: Any, *others: Any, leading: t
 
 def _apart(keys: Key[Array, "R"], rows: Int[Array, "R"]) -> Key[Array, "R"]:
     """The keys of taken rows, of which each copy of a row but the first has its own."""
-    copy = jnp.sum(jnp.tril(rows[:, None] == rows[None, :], -1), axis=1)
-    # Keys folded by small numbers are those that splitting gives: folded once more, they are no key of the row's.
-    own = jax.vmap(lambda key, copy: jax.random.fold_in(jax.random.fold_in(key, _FORKS), copy))(keys, copy)
-    words = jnp.where((copy > 0)[:, None], jax.random.key_data(own), jax.random.key_data(keys))
+    is_copy = jnp.any(jnp.tril(rows[:, None] == rows[None, :], -1), axis=1)
+
+    def own(key: Key[Array, ""], place: Int[Array, ""]) -> Key[Array, ""]:
+        # Keys folded by small numbers are those that splitting gives: folded by another first, they are no key of the
+        # row's. By how many rows there are, so that forks of forks are not the first ones again.
+        for number in (_FORKS, rows.shape[0], place):
+            key = jax.random.fold_in(key, number)
+        return key
+
+    found = jax.random.key_data(jax.vmap(own)(keys, jnp.arange(rows.shape[0])))
+    words = jnp.where(is_copy[:, None], found, jax.random.key_data(keys))
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(keys))
 
 

@@ -85,6 +85,7 @@ def _answer(template: str, variables: Mapping[str, Any], most_characters: int) -
 
     try:
         text = _environment().from_string(template).render(variables)
+        text.encode("utf-8")  # halves of characters are no text
     except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
         return {"error": str(error) or type(error).__name__}
     except MemoryError:
