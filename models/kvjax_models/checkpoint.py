@@ -27,7 +27,6 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-_COMPLETE = ".complete"  # where a save lies from when it is whole until it is in its place
 _MOST_LAYERS_UNSEEN = 64  # so few are compared tensor by tensor, which says more
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Buffers that old versions of transformers saved and that follow from the configuration.
@@ -81,7 +80,7 @@ def load_config(directory: str | os.PathLike) -> LlamaConfig:
         ValueError: not JSON, another architecture, missing keys, or a feature that is not implemented; the message
             names the file and the key (see `configuration.parse`).
     """
-    directory = _whole(pathlib.Path(directory))
+    directory = files.whole(pathlib.Path(directory))
     values = files.read_object(directory, "config.json")
     try:
         return configuration.parse(values)
@@ -101,7 +100,7 @@ def load(directory: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None
         ValueError: see `load_config`; a file that is truncated or no safetensors file; missing, extra and misshapen
             tensors (one error lists them all); values that are not finite, in the file or once cast to `dtype`.
     """
-    directory = _whole(pathlib.Path(directory))
+    directory = files.whole(pathlib.Path(directory))
     config = load_config(directory)
     with contextlib.ExitStack() as stack:
         stored = _without_ignored(_open_tensors(_weight_files(directory), stack))
@@ -169,14 +168,14 @@ def save(
         "eos_token_id": list(eos_token_id) if isinstance(eos_token_id, Sequence) else eos_token_id,
     }
     lock = durable.claim(directory)
-    aside = directory / f"{_COMPLETE}.partial"
+    aside = directory / f"{files.COMPLETE}.partial"
     try:
         _put_in_place(directory)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
         _write_weights(aside, parameters, dtype, max_shard_bytes)
         durable.write_text(aside / "config.json", json.dumps(values, indent=2) + "\n")
-        aside.rename(directory / _COMPLETE)
+        aside.rename(directory / files.COMPLETE)
         durable.sync(directory)
         _put_in_place(directory)
     except OSError as error:
@@ -186,14 +185,9 @@ def save(
         lock.release()
 
 
-def _whole(directory: pathlib.Path) -> pathlib.Path:
-    """Where the configuration and weights of a directory are: aside, if a save was stopped before it was done."""
-    return directory / _COMPLETE if (directory / _COMPLETE).is_dir() else directory
-
-
 def _put_in_place(directory: pathlib.Path) -> None:
     """Puts what a save completed aside in the place of what was there; again from the start, where that was stopped."""
-    complete = directory / _COMPLETE
+    complete = directory / files.COMPLETE
     if not complete.is_dir():
         return
     names = {path.name for path in complete.iterdir()}
@@ -209,7 +203,7 @@ def _put_in_place(directory: pathlib.Path) -> None:
             stale.unlink(missing_ok=True)
     durable.sync(directory)
     # Its name goes first: what is half removed must not be read.
-    left = complete.rename(directory / f"{_COMPLETE}.partial")
+    left = complete.rename(directory / f"{files.COMPLETE}.partial")
     shutil.rmtree(left)
 
 

@@ -4,6 +4,7 @@ import json
 import pathlib
 from typing import Any
 
+COMPLETE = ".complete"  # in a directory: where a saved model lies from when it is whole until it is in its place
 MOST_TEXT_BYTES = 2**29  # of a JSON file or a template; the largest tokenizers have some 30 MB
 
 
@@ -31,6 +32,12 @@ def inside(directory: pathlib.Path, name: object) -> pathlib.Path:
     if not target.is_file():
         raise ValueError(f"{path} is no regular file")
     return path
+
+
+def whole(directory: pathlib.Path) -> pathlib.Path:
+    """Where the configuration and weights of a directory are: aside, if a save was stopped before it was done."""
+    complete = directory / COMPLETE
+    return complete if complete.is_dir() and not complete.is_symlink() else directory
 
 
 def there(directory: pathlib.Path, name: str) -> bool:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from kvjax_models import files
 from kvjax_models.durable import digest, file_digest
 from kvjax_models.llama import Llama
 from kvjax_models.tokenizer import Tokenizer
@@ -46,11 +47,11 @@ def of_model(model: Llama) -> str:
 
 def of_directory(directory: pathlib.Path) -> str:
     """SHA-256 of all files of a Hugging Face directory that a model and its tokenizer are loaded from."""
-    paths = sorted({path for pattern in _READ for path in directory.glob(pattern)})
     found = {}
-    for path in paths:
-        stat = path.stat()
-        found[path.name] = _of_file(path.resolve(), stat.st_mtime_ns, stat.st_size)
+    for home in (directory, files.whole(directory)):
+        for path in sorted({path for pattern in _READ for path in home.glob(pattern)}):
+            stat = path.stat()
+            found[path.name] = _of_file(path.resolve(), stat.st_mtime_ns, stat.st_size)
     return digest(as_json(found).encode())
 
 

@@ -222,8 +222,8 @@ def _prefix(backend: tokenizers.Tokenizer, add_bos_token: bool | None, bos_token
 
 def _eos_ids(directory: pathlib.Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
     """Where generation ends: generation_config.json's word first, as in transformers."""
-    for name in ("generation_config.json", "config.json"):
-        ids = _read_optional(directory, name).get("eos_token_id")
+    for home, name in ((directory, "generation_config.json"), (files.whole(directory), "config.json")):
+        ids = _read_optional(home, name).get("eos_token_id")
         if ids is None:
             continue
         listed = ids if isinstance(ids, list) else [ids]
