@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tqdm import tqdm
 
-from experiments.common import page, processes, results
+from experiments.common import page, processes, results, settings
 from experiments.common.jobs import JOBS, NEEDS, PROFILES, as_flags
 from experiments.common.options import Experiment, Run, command, each, one_of
 from experiments.common.results import Row
@@ -102,7 +102,10 @@ def run_jobs(
         options = job.options({**given, "output_dir": str((directory / name).resolve())})
         begin = time.perf_counter()
         try:
-            rows = finished.rows({"job": name, "command": typed}, functools.partial(run, job.of, options))
+            unit = {"job": name, "command": typed}
+            if job.loads_model:
+                unit["model"] = settings.model_identity(options.model)
+            rows = finished.rows(unit, functools.partial(run, job.of, options))
         except processes.ExperimentFailed as error:
             failed[name] = str(error)
             tqdm.write(f"{name} failed: {error}")

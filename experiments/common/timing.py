@@ -37,7 +37,9 @@ def generators_of(
     able = {}
     for setting in chosen:
         try:
-            generator = generate.Generator(model, settings.fitted(setting, spec, context), **sizes)
+            generator = generate.Generator(
+                model, settings.fitted(setting, spec, context), **sizes, beyond_positions=True
+            )
             for cache in {cache.policy: cache for cache in jax.eval_shape(generator.start).layers}.values():
                 asked, repeated = asked_queries(cache.policy, tokens), None
                 if cache.policy.repeat is not None:

