@@ -1,5 +1,6 @@
 """The harness's model: its own transformers model on the same checkpoint, tasks and prompts says the same."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -91,6 +92,22 @@ def test_compressed_caches_answer(tasks, more):
     given = {"path": str(DIRECTORY), "policy": "uniform:recent=16", "budget": "60%", "batch_size": 4}
     found, _ = evaluated(tasks, "kvjax", **given, **more)
     assert 0 <= found["local_choices"]["acc,none"] <= 1 and np.isfinite(found["local_text"]["word_perplexity,none"])
+
+
+def test_conversations_go_through_the_checkpoint_s_template():
+    from kvjax_models.lm_eval import KvjaxLM
+
+    lm = KvjaxLM(str(DIRECTORY))
+    template = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    bos = lm.tokenizer.backend.id_to_token(lm.prefix_token_id)
+    lm.tokenizer = dataclasses.replace(lm.tokenizer, chat_template=template, prefix=(lm.prefix_token_id,))
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ann."}]
+    assert lm.apply_chat_template(turns) == f"{bos}<user>Who?<assistant>Ann.<assistant>"
+    prefilled = lm.apply_chat_template(turns, add_generation_prompt=False)
+    assert prefilled == f"{bos}<user>Who?<assistant>Ann." and lm.chat_template(True) == template
+    # What the template puts first is not put there again.
+    assert lm.tok_encode(prefilled).count(lm.prefix_token_id) == 1 == lm.tok_encode("Who?").count(lm.prefix_token_id)
 
 
 def test_what_it_cannot_do_is_named():
