@@ -104,7 +104,7 @@ def run_jobs(
         try:
             unit = {"job": name, "command": typed}
             if job.loads_model:
-                unit["model"] = settings.model_identity(options.model)
+                unit["model"] = _identity(options.model)
             rows = finished.rows(unit, functools.partial(run, job.of, options))
         except processes.ExperimentFailed as error:
             failed[name] = str(error)
@@ -115,6 +115,14 @@ def run_jobs(
         lines.append((name, f"{len(rows)} rows", f"{(time.perf_counter() - begin) / 60:.1f}"))
     results.print_table(f"{NAME}, profile {profile}", ("job", "", "minutes"), lines)
     return found, failed
+
+
+def _identity(model: str) -> str:
+    """What a job's model is known by; its name where there is none, which the experiment is to say."""
+    try:
+        return settings.model_identity(model)
+    except ValueError:
+        return model
 
 
 if __name__ == "__main__":

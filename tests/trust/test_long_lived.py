@@ -79,6 +79,7 @@ def test_a_loop_without_jit_compiles_nothing_twice(make, compiled):
     assert len(set(after[9:])) == 1, after
 
 
+@pytest.mark.heavy
 def test_outside_jit_gives_what_jit_gives():
     rng = np.random.default_rng(1)
     spec = kvjax.CacheSpec(batch=2, query_heads=4, kv_heads=2, head_dim=16, max_prompt=32, max_new=96)
@@ -122,6 +123,7 @@ def test_equal_policies_and_near_lengths_compile_nothing_again(compiled):
     assert compiled() > before
 
 
+@pytest.mark.heavy
 def test_a_bucket_changes_no_text():
     prompt = [1 + i * i % 30 for i in range(70)]
     policy = kvjax.Exact(compact_every=8)

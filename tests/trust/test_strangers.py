@@ -185,7 +185,7 @@ def outcome(directory, did):
     return llm
 
 
-@pytest.mark.parametrize("cases", [60, pytest.param(1000, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("cases", [40, pytest.param(400, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("spoil", [spoil_file, spoil_json, spoil_weights])
 def test_a_directory_is_loaded_as_it_should_be_or_refused_by_name(spoil, cases, good, tmp_path):
     rng, refused = random.Random(cases), 0
