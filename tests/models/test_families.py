@@ -7,7 +7,7 @@ import pytest
 import kvjax
 from kvjax_models import checkpoint
 from kvjax_models.generate import Generator, collect
-from tests.kvjax.support import POLICIES
+from tests.kvjax.support import ON_A_MESH as POLICIES  # one of them with buckets for values of any norm
 from tests.models import families
 from tests.models.test_parity import GOLDEN
 
