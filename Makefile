@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 EXTRAS := experiments,test
 OPS := $(patsubst pallas_kernels/%/benchmark.py,%,$(wildcard pallas_kernels/*/benchmark.py))
 
-.PHONY: demo test test-all lint types unit heavy docs aot aot-gpu measure parity constraints clean
+.PHONY: demo test test-all lint types unit heavy docs aot aot-gpu measure parity harness adapters constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m experiments.demo --verbosity=-1
@@ -35,7 +35,7 @@ heavy: $(VENV)/.installed
 test-all:
 	$(MAKE) test heavy PYTHON=$(PYTHON)
 	$(MAKE) test heavy PYTHON=$(PYTHON_312)
-	$(MAKE) parity docs PYTHON=$(PYTHON)
+	$(MAKE) parity harness adapters docs PYTHON=$(PYTHON)
 
 # Kernels and decoding compiled for TPUs that are not here.
 aot: $(VENV)/.installed $(VENV)/.installed-tpu-compiler
@@ -60,6 +60,19 @@ parity: $(VENV)/.installed-parity
 	$(BIN)/python -m pytest tests/models/test_parity.py tests/models/test_generate_parity.py \
 		tests/models/test_kvpress_parity.py tests/experiments/test_peers.py
 
+# Beside lm-evaluation-harness's own model of transformers.
+harness: $(VENV)/.installed-harness
+	$(BIN)/python -m pytest tests/models/test_lm_eval.py
+
+# Under other libraries' models, in an environment of its own: they pin much.
+adapters: $(VENV)/adapters/.installed
+	$(VENV)/adapters/bin/python -m pytest tests/adapters
+
+$(VENV)/adapters/.installed: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)/adapters
+	$(VENV)/adapters/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test,adapters]'
+	touch $@
+
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
@@ -67,6 +80,10 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.installed-parity: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS),parity]'
+	touch $@
+
+$(VENV)/.installed-harness: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS),parity,harness]'
 	touch $@
 
 # Apart from the other packages: wherever JAX can import it, it looks for TPUs.

@@ -120,7 +120,9 @@ def kept(
     of = EXPERIMENTS[experiment]
     given = options.of(experiment) | own
     made = functools.partial(of.write, of.options(**given, output_dir=str(directory)))
-    rows = finished.rows({"experiment": experiment, "options": given, **unit}, made)
+    # The model counts by its content, wherever it lies.
+    of_model = {"options": given | {"model": settings.model_identity(given["model"])}}
+    rows = finished.rows({"experiment": experiment, **of_model, **unit}, made)
     sweeping.drop_programs()
     return rows
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tqdm import tqdm
 
-from experiments.common import page, processes, results
+from experiments.common import page, processes, results, settings
 from experiments.common.jobs import JOBS, NEEDS, PROFILES, as_flags
 from experiments.common.options import Experiment, Run, command, each, one_of
 from experiments.common.results import Row
@@ -102,7 +102,10 @@ def run_jobs(
         options = job.options({**given, "output_dir": str((directory / name).resolve())})
         begin = time.perf_counter()
         try:
-            rows = finished.rows({"job": name, "command": typed}, functools.partial(run, job.of, options))
+            unit = {"job": name, "command": typed}
+            if job.loads_model:
+                unit["model"] = _identity(options.model)
+            rows = finished.rows(unit, functools.partial(run, job.of, options))
         except processes.ExperimentFailed as error:
             failed[name] = str(error)
             tqdm.write(f"{name} failed: {error}")
@@ -112,6 +115,14 @@ def run_jobs(
         lines.append((name, f"{len(rows)} rows", f"{(time.perf_counter() - begin) / 60:.1f}"))
     results.print_table(f"{NAME}, profile {profile}", ("job", "", "minutes"), lines)
     return found, failed
+
+
+def _identity(model: str) -> str:
+    """What a job's model is known by; its name where there is none, which the experiment is to say."""
+    try:
+        return settings.model_identity(model)
+    except ValueError:
+        return model
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def policy_times(
     max_new = tokens * (repetitions + 1)
     spec = generate.cache_specs(model, batch=1, max_prompt=context, max_new=max_new)[0]
     policy = settings.fitted(setting, spec, context)
-    generator = generate.Generator(model, policy, batch=1, max_prompt=context, max_new=max_new)
+    generator = generate.Generator(model, policy, batch=1, max_prompt=context, max_new=max_new, beyond_positions=True)
     state = filled(generator, context)
     read = sum(map(kvjax.read_bytes, state.layers))
     device = kvjax.cache_bytes(state.layers).device

@@ -85,14 +85,7 @@ def rows_of(
 ) -> list[Row]:
     """The rows of one task: over all of its examples, and for LongBench-E by their length."""
     of_task = examples[0].task
-    prompts = [task.prompt_of(sweep.tokenizer, example, longest, chat=options.chat) for example in examples]
-    scores = {SCORE: lambda number, answer: examples[number].score(answer)}
-    made = {of_task.name: evaluating.Task(of_task.name, prompts, scores, of_task.answer_tokens)}
-    lengths = [len(prompt.context) + (len(prompt.question) if question == "seen" else 0) for prompt in prompts]
-    sizes = sorted(set(map(made_for, lengths)))
-    unit: dict[str, Any] = {"e": options.e, "max_prompt": longest, "chat": options.chat}
-    names = [of_task.name]
-    answered = sweep.evaluate(names, lambda: made, prefill, question, sizes=sizes, **unit)[of_task.name]
+    answered = answers_to(sweep, examples, longest, prefill, question, chat=options.chat, e=options.e)
     extra = {"scored_by": of_task.metric, "benchmark": "LongBench-E" if options.e else "LongBench"}
     rows = sweep.rows(answered, of_task.name, longest, **extra)
     for name in task.LENGTHS if options.e else ():
@@ -100,6 +93,31 @@ def rows_of(
         if own:
             rows += sweep.rows(answers.part(answered, own), of_task.name, longest, **extra, length_class=name)
     return rows
+
+
+def answers_to(
+    sweep: sweeping.Sweep,
+    examples: Sequence[task.Example],
+    longest: int,
+    prefill: str,
+    question: str,
+    *,
+    chat: bool,
+    **unit: Any,
+) -> list[answers.Result]:
+    """What every setting answers to the examples of one task, in caches made for each length.
+
+    Args:
+        unit: what else decides answers, by which a run that was stopped finds its own.
+    """
+    of_task = examples[0].task
+    prompts = [task.prompt_of(sweep.tokenizer, example, longest, chat=chat) for example in examples]
+    scores = {SCORE: lambda number, answer: examples[number].score(answer)}
+    made = {of_task.name: evaluating.Task(of_task.name, prompts, scores, of_task.answer_tokens)}
+    lengths = [len(prompt.context) + (len(prompt.question) if question == "seen" else 0) for prompt in prompts]
+    sizes = sorted(set(map(made_for, lengths)))
+    unit |= {"max_prompt": longest, "chat": chat}
+    return sweep.evaluate([of_task.name], lambda: made, prefill, question, sizes=sizes, **unit)[of_task.name]
 
 
 def made_for(tokens: int) -> int:

@@ -229,7 +229,7 @@ class Peers:
 
     def _ask(self, unit: dict[str, Any], ask: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         """A press's reply, now or before; None, which is said, where it failed."""
-        unit |= {"model": self.options.model}
+        unit |= {"model": settings.model_identity(self.options.model)}
         if unit not in self.finished:
             try:
                 self.finished.add(unit, ask())

@@ -68,7 +68,7 @@ def measure(setting: PolicyChoice, context: int, seed: int) -> tuple[int, int, f
     model = Llama(speed.CONFIG, rngs=nnx.Rngs(seed))
     sizes: dict[str, Any] = {"batch": 1, "max_prompt": context, "max_new": 64, "streaming": True}
     policy = settings.fitted(setting, generate.cache_specs(model, **sizes)[0], context)
-    generator = generate.Generator(model, policy, **sizes)
+    generator = generate.Generator(model, policy, **sizes, beyond_positions=True)
     prompt = np.random.default_rng(seed).integers(0, model.config.vocab_size, context).tolist()
     jax.block_until_ready(generator.read(generator.start(seed), [prompt[: 2 * generator.block]]))
     elapsed, _ = speed.timed(lambda: generator.read(generator.start(seed), [prompt]))

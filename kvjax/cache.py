@@ -14,6 +14,7 @@ counts it (`kvjax.check` raises with its meaning) and the row's attention is NaN
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Generic, cast
 
@@ -30,7 +31,7 @@ from kvjax.partials import output
 from kvjax.policies.streaming_llm import StreamingLLM
 from kvjax.policy import Policy, Prompt, Repeated, S
 from kvjax.segment import Recalled, Segment, parts_of, segment_bytes
-from kvjax.sharding import DATA, HEADS, ROWS, shardings
+from kvjax.sharding import DATA, HEADS, ROWS, check_axes, shardings
 from kvjax.spec import CacheSpec, check_query, check_tokens, known
 from kvjax.staging import Staging, init_staging
 from kvjax.state import fault, faults_of_rows, state, static
@@ -66,6 +67,8 @@ def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Me
         TypeError: for a policy that is no frozen dataclass.
         ValueError: for settings, sizes and meshes that cannot be together.
     """
+    if mesh is not None:
+        check_axes(mesh)
     policy = layer_policy(policy, spec)
     parts = 1 if mesh is None else mesh.shape[PARTS]
     spec = dataclasses.replace(spec, staging=min(policy.compact_every, spec.max_new), parts=parts)
@@ -138,26 +141,7 @@ def prefill(
                 "puts a token into its cache), or bring further tokens by step"
             )
 
-    def on_device(cache, keys, values, lengths, queries, told, sink_logits, repeated):
-        wrong = (lengths < 0) | (lengths > longest) | (tokens(cache) > 0)
-        prompt = Prompt(
-            keys=keys.swapaxes(1, 2),
-            values=values.swapaxes(1, 2),
-            lengths=jnp.clip(lengths, 0, longest).astype(jnp.int32),
-            queries=None if queries is None else _scaled(cache.spec, queries),
-            told=told,
-            sink_logits=sink_logits,
-            repeated=repeated,
-            frequencies=None if frequencies is None else jnp.asarray(frequencies, jnp.float32),
-            logit_cap=cache.spec.logit_cap,
-        )
-        told = cache.policy.tell(cache.state, prompt)
-        filled = cache.policy.prefill(cache.state, dataclasses.replace(prompt, told=told))
-        staging = dataclasses.replace(cache.staging, first=jnp.copy(prompt.lengths))  # fit to be donated
-        reused = cache.reused + wrong
-        return _looked_over(dataclasses.replace(cache, state=filled, staging=staging, reused=reused)), told
-
-    frequencies, order = cache.spec.rope_frequencies, _order(cache)
+    order = _order(cache)
     if repeated is not None:
         queries_again, keys_again = _scaled(cache.spec, repeated.queries), repeated.keys
         queries_again, keys_again = (cast(Array, _in_order(x, order)) for x in (queries_again, keys_again))
@@ -167,7 +151,7 @@ def prefill(
     again_lies = repeated and Repeated(cast(Any, HEADS), cast(Any, HEADS), cast(Any, ROWS))
     lies = (HEADS, HEADS, ROWS, HEADS, told_lies, PER_HEAD, again_lies)
     fresh = (*fresh, _sinks(sink_logits, order), repeated)
-    return _on_mesh(cache, on_device, fresh, lies, lambda cache: (cache, told_lies))
+    return _on_mesh(cache, _prefill, fresh, lies, lambda cache: (cache, told_lies))
 
 
 def append(
@@ -182,8 +166,7 @@ def append(
     _check_room(cache, keys, lengths, compacts=False)
     order = _order(cache)
     fresh = (_in_order(keys, order), _in_order(values, order), lengths)
-    on_device = lambda *arguments: _counted(_append(*arguments))  # noqa: E731
-    return _on_mesh(cache, on_device, fresh, (HEADS, HEADS, ROWS), lambda cache: cache)
+    return _on_mesh(cache, _append_counted, fresh, (HEADS, HEADS, ROWS), lambda cache: cache)
 
 
 def attend(
@@ -194,11 +177,8 @@ def attend(
     check_query(cache.spec, cache.staging.count.shape[0], query)
     order, lies = _order(cache), Partials(*[cast(Any, HEADS)] * 3)
 
-    def on_device(cache, query, sink_logits):
-        return _attend(cache, query, sink_logits, causal=False)[0]
-
     fresh = (_in_order(query, order), _sinks(sink_logits, order))
-    seen = _on_mesh(cache, on_device, fresh, (HEADS, PER_HEAD), lambda _: lies)
+    seen = _on_mesh(cache, _attend_any, fresh, (HEADS, PER_HEAD), lambda _: lies)
     return jax.tree.map(lambda x: _out_of_order(x, order), seen)
 
 
@@ -229,19 +209,10 @@ def step(
     check_query(cache.spec, cache.staging.count.shape[0], query, keys.shape[1])
     _check_room(cache, keys, lengths, compacts=compact_when_full)
 
-    def on_device(cache, query, keys, values, lengths, sink_logits):
-        if compact_when_full:
-            full = cache.staging.offset + keys.shape[1] > cache.spec.staging
-            cache = jax.lax.cond(full, _compact, lambda same: same, cache)
-        cache = _append(cache, keys, values, lengths)
-        if compact_when_full:
-            cache = _counted(cache)
-        partials, cache = _attend(cache, query, sink_logits, causal=True)
-        return output(partials), cache
-
     order = _order(cache)
     fresh = (*(_in_order(x, order) for x in (query, keys, values)), lengths, _sinks(sink_logits, order))
     lies = (HEADS, HEADS, HEADS, ROWS, PER_HEAD)
+    on_device = _step_compacting if compact_when_full else _step
     attended, cache = _on_mesh(cache, on_device, fresh, lies, lambda cache: (HEADS, cache))
     return _out_of_order(attended, order), cache
 
@@ -283,6 +254,79 @@ def read_bytes(cache: Cache) -> int:
 
 
 # --- on one device's part ---
+
+
+def _prefill(
+    cache: Cache[S],
+    keys: Array,
+    values: Array,
+    lengths: Array,
+    queries: Array | None,
+    told: Any,
+    sink_logits: Array | None,
+    repeated: Repeated | None,
+) -> tuple[Cache[S], Any]:
+    longest = min(keys.shape[1], cache.spec.max_prompt)
+    wrong = (lengths < 0) | (lengths > longest) | (tokens(cache) > 0)
+    real = jnp.clip(lengths, 0, longest).astype(jnp.int32)
+    # What lies past a row's length is noise to policies, but NaN times a weight of zero would not be.
+    keys, values = (_only(x, jnp.arange(x.shape[1]) < real[:, None]) for x in (keys, values))
+    if queries is not None:
+        queries = _only(queries, jnp.arange(queries.shape[1]) >= queries.shape[1] - real[:, None])
+    if repeated is not None:
+        repeated = _only_real(repeated)
+    frequencies = cache.spec.rope_frequencies
+    prompt = Prompt(
+        keys=keys.swapaxes(1, 2),
+        values=values.swapaxes(1, 2),
+        lengths=real,
+        queries=None if queries is None else _scaled(cache.spec, queries),
+        told=told,
+        sink_logits=sink_logits,
+        repeated=repeated,
+        frequencies=None if frequencies is None else jnp.asarray(frequencies, jnp.float32),
+        logit_cap=cache.spec.logit_cap,
+    )
+    told = cache.policy.tell(cache.state, prompt)
+    filled = cache.policy.prefill(cache.state, dataclasses.replace(prompt, told=told))
+    staging = dataclasses.replace(cache.staging, first=jnp.copy(prompt.lengths))  # fit to be donated
+    reused = cache.reused + wrong
+    return _looked_over(dataclasses.replace(cache, state=filled, staging=staging, reused=reused)), told
+
+
+def _only(x: Float[Array, "B T H D"], real: Bool[Array, "B T"]) -> Float[Array, "B T H D"]:
+    return jnp.where(real[:, :, None, None], x, 0)
+
+
+def _only_real(repeated: Repeated) -> Repeated:
+    """Repetitions with zeros past their lengths."""
+    width = repeated.keys.shape[1] // repeated.lengths.shape[1]
+    real = (jnp.arange(width) < repeated.lengths[..., None]).reshape(repeated.keys.shape[0], -1)
+    return dataclasses.replace(repeated, queries=_only(repeated.queries, real), keys=_only(repeated.keys, real))
+
+
+def _append_counted(cache: Cache[S], keys: Array, values: Array, lengths: Array | None) -> Cache[S]:
+    return _counted(_append(cache, keys, values, lengths))
+
+
+def _attend_any(cache: Cache, query: Array, sink_logits: Array | None) -> Partials:
+    return _attend(cache, query, sink_logits, causal=False)[0]
+
+
+def _step(
+    cache: Cache[S], query: Array, keys: Array, values: Array, lengths: Array | None, sink_logits: Array | None
+) -> tuple[Array, Cache[S]]:
+    partials, cache = _attend(_append(cache, keys, values, lengths), query, sink_logits, causal=True)
+    return output(partials), cache
+
+
+def _step_compacting(
+    cache: Cache[S], query: Array, keys: Array, values: Array, lengths: Array | None, sink_logits: Array | None
+) -> tuple[Array, Cache[S]]:
+    full = cache.staging.offset + keys.shape[1] > cache.spec.staging
+    cache = jax.lax.cond(full, _compact, lambda same: same, cache)
+    partials, cache = _attend(_append_counted(cache, keys, values, lengths), query, sink_logits, causal=True)
+    return output(partials), cache
 
 
 def _append(cache: Cache[S], keys: Array, values: Array, lengths: Array | None) -> Cache[S]:
@@ -349,10 +393,18 @@ PER_HEAD = PartitionSpec(TENSOR)  # arrays [H_q]
 def _on_mesh(cache: Cache, function: Callable[..., Any], fresh: tuple, lies: tuple, gives: Callable[[Any], Any]) -> Any:
     """`function(cache, *fresh)`, on a mesh of every device's part alone: no device asks another for keys or values."""
     if cache.mesh is None:
-        return function(cache, *fresh)
+        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((cache, fresh)))
+        return function(cache, *fresh) if traced else _compiled(function, cache, fresh)
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings(cache, cache.mesh))
     run = jax.shard_map(function, mesh=cache.mesh, in_specs=(specs, *lies), out_specs=gives(specs), check_vma=False)
     return run(cache, *fresh)
+
+
+@functools.partial(jax.jit, static_argnames="function")
+def _compiled(function: Callable[..., Any], cache: Cache, fresh: tuple) -> Any:
+    """`function(cache, *fresh)` outside jit: one program for all caches of equal policies and sizes, where operation by
+    operation would compile policies' loops at every call."""
+    return function(cache, *fresh)
 
 
 def _order(cache: Cache) -> tuple[int, ...] | None:

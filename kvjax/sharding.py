@@ -92,6 +92,15 @@ def rename_axes(mesh: Mesh, kv_heads: int, *, data: str | None = None, tensor: s
     return Mesh(mesh.devices.reshape(*shape, *(1 for _ in absent)), (*names, *absent))
 
 
+def check_axes(mesh: Mesh) -> None:
+    """Raises a ValueError for a mesh whose axes are none of ours."""
+    if absent := [axis for axis in (DATA, TENSOR, PARTS) if axis not in mesh.shape]:
+        raise ValueError(
+            f"the mesh has axes {', '.join(map(repr, mesh.shape))} and lacks {', '.join(map(repr, absent))}: say which "
+            "of them is which by kvjax.sharding.rename_axes(mesh, kv_heads, data=..., tensor=...)"
+        )
+
+
 def shardings(tree: T, mesh: Mesh) -> T:
     """Where the arrays of a state lie, by their dimensions' names; see `RULES`.
 

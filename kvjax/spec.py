@@ -5,11 +5,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.storage import Storage
 
 TILE = 16  # slots, see `whole_tiles`
+# Of a row, at most. Weights count tokens and rotary embedding turns by positions, both in float32, which holds whole
+# numbers up to here.
+MOST_TOKENS = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +58,16 @@ class CacheSpec:
 
     def __post_init__(self) -> None:
         for name in ("batch", "query_heads", "kv_heads", "head_dim", "max_prompt", "max_new", "layers", "parts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise ValueError(f"{name}={value!r}; it must be a whole number")
+            if value < 1:
+                raise ValueError(f"{name}={value}; it must be at least 1")
+        if self.capacity > MOST_TOKENS:
+            raise ValueError(
+                f"max_prompt + max_new = {self.max_prompt} + {self.max_new} tokens; at most {MOST_TOKENS} can be told "
+                "apart: weights and positions are float32"
+            )
         for name in ("value_dim", "scale", "logit_cap", "window"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ValueError(f"{name}={value}; it must be above 0, or None")

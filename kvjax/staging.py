@@ -14,6 +14,8 @@ from kvjax.segment import Segment
 from kvjax.spec import CacheSpec
 from kvjax.state import fault, state
 
+_MOST = 2**29  # where counters stay, far past what a cache can be made for
+
 
 @state
 class Tokens:
@@ -91,6 +93,7 @@ def append(
             "a larger compact_every"
         )
     lengths = jnp.full(batch, tokens, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
+    lengths = jnp.clip(lengths, -_MOST, _MOST)  # so that what is counted of them cannot run over
     possible = jnp.clip(lengths, 0, tokens)
     fits = staging.offset + tokens <= slots
     real = (jnp.arange(tokens) < possible[:, None]) & fits
@@ -100,8 +103,11 @@ def append(
         jax.lax.dynamic_slice_in_dim(buffer, at[2], tokens, axis=2)
         for buffer in (staging.keys, staging.values, staging.log_weight)
     )
-    new_keys = jnp.where(fits, keys.swapaxes(1, 2).astype(staging.keys.dtype), kept_keys)
-    new_values = jnp.where(fits, values.swapaxes(1, 2).astype(staging.values.dtype), kept_values)
+    # Zeros where a row has no token: of what is padding nothing must remain, and NaN times a weight of zero would.
+    new_keys, new_values = (
+        jnp.where(fits, jnp.where(real[:, None, :, None], new.swapaxes(1, 2).astype(kept.dtype), 0), kept)
+        for new, kept in ((keys, kept_keys), (values, kept_values))
+    )
     weights = jnp.broadcast_to(jnp.where(real, 0.0, -jnp.inf)[:, None, :], kept_weights.shape)
     return dataclasses.replace(
         staging,
@@ -110,7 +116,7 @@ def append(
         log_weight=jax.lax.dynamic_update_slice(staging.log_weight, jnp.where(fits, weights, kept_weights), at[:3]),
         offset=staging.offset + jnp.where(fits, tokens, 0),
         count=staging.count + jnp.where(fits, possible, 0),
-        overflow=staging.overflow + jnp.abs(lengths - jnp.where(fits, possible, 0)),
+        overflow=jnp.minimum(staging.overflow + jnp.abs(lengths - jnp.where(fits, possible, 0)), _MOST),
     )
 
 
@@ -160,6 +166,6 @@ def take_out(staging: Staging) -> tuple[Tokens, Staging]:
         log_weight=jnp.full_like(staging.log_weight, -jnp.inf),
         offset=jnp.zeros_like(staging.offset),
         count=jnp.zeros_like(staging.count),
-        first=staging.first + staging.count,
+        first=jnp.minimum(staging.first + staging.count, _MOST),
     )
     return tokens, emptied

@@ -21,13 +21,14 @@ from typing import Any, NamedTuple, TypeVar, dataclass_transform
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Key
 
 from kvjax.memory import on_host, where_it_lies
 
 T = TypeVar("T")
 
 BATCH = "B"
+_FORKS = 0x464F524B  # of a row's key, the one that keys of its copies are made of
 
 
 def entries() -> Any:
@@ -45,12 +46,18 @@ def stacked(*axes: str) -> Any:
     return dataclasses.field(metadata={"stacked": axes})
 
 
+def drawn() -> Any:
+    """Declares a key per row that draws what must not be the same in two rows: of a row that is taken more than once,
+    each copy but the first gets a key of its own."""
+    return dataclasses.field(metadata={"drawn": True})
+
+
 def static(default: Any = dataclasses.MISSING) -> Any:
     """Declares a field that is part of the program, not of the data: it must be hashable and is compiled in."""
     return dataclasses.field(default=default, metadata={"static": True})
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(entries, fault, stacked, static))
+@dataclass_transform(frozen_default=True, field_specifiers=(entries, fault, drawn, stacked, static))
 def state(cls: type[T]) -> type[T]:
     """Class decorator: a frozen dataclass, registered as a pytree, whose axes are those of its annotations."""
     for name, annotation in inspect.get_annotations(cls).items():
@@ -96,7 +103,8 @@ def axes(tree: Any) -> Any:
 
 
 def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
-    """The state of a batch that consists of the given rows, in that order; a row may be taken more than once.
+    """The state of a batch that consists of the given rows, in that order; a row may be taken more than once (see
+    `drawn`).
 
     Raises:
         ValueError: for a row that there is not (where the numbers are known, outside jit).
@@ -110,13 +118,16 @@ def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
             return jnp.copy(leaf)
         # On the host JAX cannot fill what is out of range; outside jit, rows have been checked.
         mode = "clip" if on_host(leaf) else "fill"
+        if field.drawn:
+            return _apart(jnp.take(leaf, rows, axis=axis, mode="clip"), rows)
         return where_it_lies(lambda leaf, rows: jnp.take(leaf, rows, axis=axis, mode=mode), leaf, rows, stays=True)
 
     return map_fields(take, tree)
 
 
 def repeat_rows(tree: T, repeats: int) -> T:
-    """Every row `repeats` times in place (forks of one prefix): row i becomes rows i * repeats ... ."""
+    """Every row `repeats` times in place (forks of one prefix): row i becomes rows i * repeats ... . Forks are
+    equal but for what they draw from now on (see `drawn`), and the first draws what the row would have."""
     batch = _batch_size(tree)
     return take_rows(tree, jnp.repeat(jnp.arange(batch), repeats))
 
@@ -159,7 +170,8 @@ def check(tree: Any) -> None:
         if field.fault:
             # Parts may lie on devices of other processes.
             here = getattr(leaf, "is_fully_addressable", True)
-            if count := int(np.sum(np.asarray(leaf)) if here else jnp.sum(leaf)):
+            # Sizes, so that a counter that ran over does not make up for others.
+            if count := int(np.sum(np.abs(np.asarray(leaf, np.int64))) if here else jnp.sum(jnp.abs(leaf))):
                 listed = f"={np.asarray(leaf).tolist()}" if here else ""
                 faults.append(f"{field.name}{listed}: {field.fault} ({count} in all)")
         return leaf
@@ -170,12 +182,13 @@ def check(tree: Any) -> None:
 
 
 def faults_of_rows(tree: Any) -> Int[Array, "B"] | None:
-    """The fault counters of every row of a state, summed; None where it has none."""
+    """How many fault counters of every row of a state are not zero; None where it has none."""
     counts: list[Array] = []
 
     def look(field: ArrayField, leaf: Array) -> Array:
         if field.fault and (axis := _batch_axis(field)) is not None:
-            counts.append(jnp.sum(leaf, axis=[other for other in range(leaf.ndim) if other != axis], dtype=jnp.int32))
+            others = [other for other in range(leaf.ndim) if other != axis]
+            counts.append(jnp.sum(leaf != 0, axis=others, dtype=jnp.int32))
         return leaf
 
     map_fields(look, tree)
@@ -189,6 +202,7 @@ class ArrayField(NamedTuple):
     axes: tuple[str, ...]
     fault: str | None = None
     entries: bool = False
+    drawn: bool = False
 
 
 def map_fields(function: Callable[..., Any], tree: Any, *others: Any, leading: tuple[str, ...] = ()) -> Any:
@@ -217,6 +231,22 @@ def map_fields(function: Callable[..., Any], tree: Any, *others: Any, leading: t
             inner = leading + field.metadata.get("stacked", ())
             changes[field.name] = map_fields(function, *leaves, leading=inner)
     return dataclasses.replace(tree, **changes)
+
+
+def _apart(keys: Key[Array, "R"], rows: Int[Array, "R"]) -> Key[Array, "R"]:
+    """The keys of taken rows, of which each copy of a row but the first has its own."""
+    is_copy = jnp.any(jnp.tril(rows[:, None] == rows[None, :], -1), axis=1)
+
+    def own(key: Key[Array, ""], place: Int[Array, ""]) -> Key[Array, ""]:
+        # Keys folded by small numbers are those that splitting gives: folded by another first, they are no key of the
+        # row's. By how many rows there are, so that forks of forks are not the first ones again.
+        for number in (_FORKS, rows.shape[0], place):
+            key = jax.random.fold_in(key, number)
+        return key
+
+    found = jax.random.key_data(jax.vmap(own)(keys, jnp.arange(rows.shape[0])))
+    words = jnp.where(is_copy[:, None], found, jax.random.key_data(keys))
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(keys))
 
 
 def _difference(tree: Any, other: Any) -> str | None:

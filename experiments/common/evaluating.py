@@ -213,7 +213,11 @@ class Evaluator:
         spec = generate.cache_specs(self.model, **made_for)[0]
         return [
             generate.Generator(
-                self.model, fitted(setting, spec, size + self.max_new), **made_for, eos=self.tokenizer.eos_ids
+                self.model,
+                fitted(setting, spec, size + self.max_new),
+                **made_for,
+                eos=self.tokenizer.eos_ids,
+                beyond_positions=True,
             )
             for setting in self.settings
         ]

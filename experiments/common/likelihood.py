@@ -65,7 +65,7 @@ def accumulating(
     policies, refused = possible(chosen, spec, tokens, streaming=True)
     readings = []
     for setting, policy in tqdm(policies.items(), desc="accumulating", unit="setting", leave=False):
-        generator = generate.Generator(model, policy, **made_for)
+        generator = generate.Generator(model, policy, **made_for, beyond_positions=True)
         losses = []
         for begin in range(0, len(texts), batch):
             state, scored = generator.score(generator.start(seed + begin), texts[begin : begin + batch])
@@ -97,7 +97,7 @@ def at_position(
     policies, refused = possible(chosen, spec, tokens)
     if not policies:
         return [], refused
-    generators = [generate.Generator(model, policy, **made_for) for policy in policies.values()]
+    generators = [generate.Generator(model, policy, **made_for, beyond_positions=True) for policy in policies.values()]
     losses: list[list[float]] = [[] for _ in policies]
     uses: list[footprint.CacheUse] = []
     for begin in tqdm(range(0, len(texts), batch), desc=f"at {position} tokens", unit="batch", leave=False):

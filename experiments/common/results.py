@@ -14,7 +14,7 @@ from jaxtyping import Float
 from scipy import stats
 
 from kvjax.registry import PolicyChoice
-from kvjax_models import devices
+from kvjax_models import devices, durable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def write_rows(path: pathlib.Path, rows: Sequence[Row]) -> None:
     if not devices.is_first():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([row.flat() for row in rows], indent=1) + "\n")
+    durable.write_text(path, json.dumps([row.flat() for row in rows], indent=1) + "\n")
 
 
 def share_interval(successes: int, trials: int) -> tuple[float, float]:

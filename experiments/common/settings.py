@@ -13,7 +13,7 @@ from experiments.common.options import Run
 from kvjax.budget import Budget, abstract_cache
 from kvjax.policy import Policy
 from kvjax.registry import PolicyChoice
-from kvjax_models import checkpoint, devices, tokenizer
+from kvjax_models import checkpoint, devices, identity, tokenizer
 from kvjax_models.llama import Llama
 
 CHECKPOINTS = pathlib.Path(__file__).parents[2] / "models" / "checkpoints"
@@ -104,6 +104,11 @@ def model_directory(name: str) -> pathlib.Path:
             return directory
     shipped = sorted(path.parent.name for path in CHECKPOINTS.glob("*/config.json"))
     raise ValueError(f"--model={name} is neither a directory with a config.json nor a shipped checkpoint: {shipped}")
+
+
+def model_identity(name: str) -> str:
+    """What units of a run know a model by: its content, wherever it lies."""
+    return f"sha256:{identity.of_directory(model_directory(name))}"
 
 
 def load_model(options: Run) -> tuple[Llama, tokenizer.Tokenizer]:

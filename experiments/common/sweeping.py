@@ -78,7 +78,7 @@ def every_setting(
     """
     return finished.of_each(
         chosen,
-        lambda setting: dict(unit) | {"model": options.model, **settings.description(setting)},
+        lambda setting: dict(unit) | {"model": settings.model_identity(options.model), **settings.description(setting)},
         functools.partial(_run_or_refuse, run),
         options.together,
     )

@@ -37,7 +37,9 @@ def generators_of(
     able = {}
     for setting in chosen:
         try:
-            generator = generate.Generator(model, settings.fitted(setting, spec, context), **sizes)
+            generator = generate.Generator(
+                model, settings.fitted(setting, spec, context), **sizes, beyond_positions=True
+            )
             for cache in {cache.policy: cache for cache in jax.eval_shape(generator.start).layers}.values():
                 asked, repeated = asked_queries(cache.policy, tokens), None
                 if cache.policy.repeat is not None:
@@ -100,7 +102,16 @@ def prefill(
         seconds = []
         repeating = 0.0
         if repeat is not None:
-            more = (model.layers[number], model.config, None, again, read.keys, read.values, lengths, sizes)
+            more = (
+                model.layers[number],
+                model.config.rotary(number, prompt.shape[1]),
+                None,
+                again,
+                read.keys,
+                read.values,
+                lengths,
+                sizes,
+            )
             repeating, (again, queries, keys) = speed.timed(repeat_layer, *more)
             read = read._replace(repeated=Repeated(queries, keys, sizes))
         for place in range(len(generators)):

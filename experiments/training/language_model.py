@@ -8,6 +8,7 @@ last checkpoint stands when it is started again with `--resume`, to the same par
 follow from the seed and the step alone, and the tokenizer and the tokens of natural text stay in the run's directory.
 """
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -25,7 +26,7 @@ from experiments.common import results, sources
 from experiments.common.tasks import line_tokenizer
 from experiments.training import answer_loss, byte_pairs, circuits, measuring, mixture, running
 from experiments.training.language_presets import PRESETS, Preset
-from kvjax_models import llama
+from kvjax_models import durable, identity, llama
 from kvjax_models.tokenizer import Tokenizer
 from kvjax_models.tokenizer import load as load_tokenizer
 
@@ -61,7 +62,8 @@ def load_data(preset: Preset, directory: pathlib.Path) -> Data:
         directory.mkdir(parents=True, exist_ok=True)
         line_tokenizer.save(learnt, directory, preset.model.max_length)
         encoded = learnt.encode_batch(texts, add_special_tokens=False)
-        np.save(natural_path, np.concatenate([np.array(encoding.ids, np.uint16) for encoding in encoded]))
+        with durable.replacing(natural_path) as partial, partial.open("wb") as file:
+            np.save(file, np.concatenate([np.array(encoding.ids, np.uint16) for encoding in encoded]))
     return Data(load_tokenizer(directory), np.load(natural_path, mmap_mode="r"))
 
 
@@ -173,6 +175,12 @@ def train(preset: Preset, settings: running.Settings) -> tuple[llama.Llama, Toke
         lambda progress: progress.step >= preset.steps,
         settings=settings,
         checkpoint_steps=preset.checkpoint_steps,
+        decided_by={
+            "preset": dataclasses.asdict(preset),
+            "seed": settings.seed,
+            "tokenizer": identity.of_tokenizer(data.tokenizer),
+            "natural": identity.of_arrays(data.natural),
+        },
         steps=preset.steps,
     )
     return nnx.merge(graph, cast(params, preset.dtype)), data.tokenizer

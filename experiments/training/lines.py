@@ -234,6 +234,7 @@ def train(preset: Preset, settings: running.Settings) -> llama.Llama:
         functools.partial(finished, preset.curriculum),
         settings=settings,
         checkpoint_steps=preset.checkpoint_steps,
+        decided_by={"preset": dataclasses.asdict(preset), "seed": settings.seed},
     )
     return nnx.merge(graph, params)
 

@@ -5,12 +5,11 @@ import json
 import pathlib
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import tokenizers
 import tqdm
 from absl import logging
@@ -19,7 +18,11 @@ from jax import tree
 
 from experiments.common import options
 from experiments.common.tasks import line_tokenizer
-from kvjax_models import checkpoint, llama
+from kvjax_models import checkpoint, durable, identity, llama
+from kvjax_models.numbered_saves import NumberedSaves
+from kvjax_models.saved_states import differing
+
+FORMAT = 1  # of checkpoints: raised with every change of what arrays or progress mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +66,7 @@ def run(
     *,
     settings: Settings,
     checkpoint_steps: int,
+    decided_by: Mapping[str, Any],
     steps: int | None = None,
 ) -> Arrays:
     """Steps until the run is finished, from its newest checkpoint on. Checkpoints, of which two are kept, and
@@ -70,36 +74,39 @@ def run(
 
     Args:
         advance: a step, which also gives what the log tells of it.
+        decided_by: all that parameters follow from but the code, in terms of JSON: what a run that goes on must share.
         steps: how many there will be, where that is known.
 
     Raises:
-        ValueError: there are checkpoints and `settings.resume` is not set.
+        ValueError: there are checkpoints and `settings.resume` is not set; or they are of another run, with what
+            differs.
+        OSError: where another process trains in the directory.
     """
     directory = settings.output_dir
     directory.mkdir(parents=True, exist_ok=True)
-    kept = ocp.CheckpointManagerOptions(max_to_keep=2)
-    with ocp.CheckpointManager((directory / "checkpoints").absolute(), options=kept) as manager:
-        if manager.latest_step() is not None:
-            if not settings.resume:
-                raise ValueError(f"output_dir={directory} holds checkpoints: give --resume or another directory")
-            arrays, restored = _restore(manager, arrays)
-            progress = dataclasses.replace(progress, **restored)
-        log_path = directory / "train_log.jsonl"
-        # Lines of steps that were lost with a kill go: the steps will be done again.
-        lines = log_path.read_text().splitlines(keepends=True) if log_path.exists() else []
-        log_path.write_text("".join(lines[: progress.step]))
-        started = time.perf_counter() - progress.seconds
-        with log_path.open("a", buffering=1) as log, tqdm.tqdm(initial=progress.step, total=steps, unit="step") as bar:
-            while not finished(progress):
-                arrays, after, told = advance(arrays, progress)
-                row = {"step": progress.step} | {name: _rounded(value) for name, value in told.items()}
-                progress = dataclasses.replace(after, step=progress.step + 1, seconds=time.perf_counter() - started)
-                log.write(json.dumps(row | {"seconds": round(progress.seconds, 1)}) + "\n")
-                bar.update()
-                bar.set_postfix({name: value for name, value in told.items() if isinstance(value, int | float)})
-                if progress.step % checkpoint_steps == 0 or finished(progress):
-                    items = {"arrays": ocp.args.StandardSave(_pure(arrays)), "progress": _as_json(progress)}
-                    manager.save(progress.step, args=ocp.args.Composite(**items))
+    saves = NumberedSaves(directory / "checkpoints")
+    saves.claim()
+    belongs = {"format": FORMAT, "run": json.loads(identity.as_json(dict(decided_by)))}
+    if saves.steps():
+        if not settings.resume:
+            raise ValueError(f"output_dir={directory} holds checkpoints: give --resume or another directory")
+        arrays, restored = _restore(saves, arrays, belongs)
+        progress = dataclasses.replace(progress, **restored)
+    log_path = directory / "train_log.jsonl"
+    # Lines of steps that were lost with a kill go: the steps will be done again.
+    lines = log_path.read_text().splitlines(keepends=True) if log_path.exists() else []
+    durable.write_text(log_path, "".join(lines[: progress.step]))
+    started = time.perf_counter() - progress.seconds
+    with log_path.open("a", buffering=1) as log, tqdm.tqdm(initial=progress.step, total=steps, unit="step") as bar:
+        while not finished(progress):
+            arrays, after, told = advance(arrays, progress)
+            row = {"step": progress.step} | {name: _rounded(value) for name, value in told.items()}
+            progress = dataclasses.replace(after, step=progress.step + 1, seconds=time.perf_counter() - started)
+            log.write(json.dumps(row | {"seconds": round(progress.seconds, 1)}) + "\n")
+            bar.update()
+            bar.set_postfix({name: value for name, value in told.items() if isinstance(value, int | float)})
+            if progress.step % checkpoint_steps == 0 or finished(progress):
+                saves.save(progress.step, _pure(arrays), belongs, dataclasses.asdict(progress))
     return arrays
 
 
@@ -107,23 +114,21 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def _as_json(progress: Progress) -> ocp.args.JsonSave:
-    return ocp.args.JsonSave(dataclasses.asdict(progress))
-
-
 def _pure(arrays: Arrays) -> dict[str, Any]:
     params, moments = arrays
     return {"params": nnx.to_pure_dict(params), "moments": tree.leaves(moments)}
 
 
-def _restore(manager: ocp.CheckpointManager, arrays: Arrays) -> tuple[Arrays, dict[str, Any]]:
+def _restore(saves: NumberedSaves, arrays: Arrays, belongs: Mapping[str, Any]) -> tuple[Arrays, dict[str, Any]]:
     """The newest checkpoint, in the structure of these arrays, and its progress."""
+    step = saves.newest()
+    if differences := differing(belongs, saves.belongs(step)):
+        raise ValueError(f"the checkpoint of step {step} in {saves.directory} is not of this run: {differences}")
     like = tree.map(np.asarray, _pure(arrays))  # on the host, from where the next step takes them as it took the first
-    items = {"arrays": ocp.args.StandardRestore(like), "progress": ocp.args.JsonRestore()}
-    restored = manager.restore(manager.latest_step(), args=ocp.args.Composite(**items))
+    restored = saves.arrays(step, like)
     params, moments = arrays
-    nnx.replace_by_pure_dict(params, restored.arrays["params"])
-    return (params, tree.unflatten(tree.structure(moments), restored.arrays["moments"])), restored.progress
+    nnx.replace_by_pure_dict(params, restored["params"])
+    return (params, tree.unflatten(tree.structure(moments), restored["moments"])), saves.notes(step)
 
 
 def write(model: llama.Llama, tokenizer: tokenizers.Tokenizer, directory: pathlib.Path, log: pathlib.Path) -> None:
@@ -132,5 +137,5 @@ def write(model: llama.Llama, tokenizer: tokenizers.Tokenizer, directory: pathli
     checkpoint.save(directory, model, bos_token_id=bos, eos_token_id=eos)
     line_tokenizer.save(tokenizer, directory, model.config.max_length)
     generation = {"bos_token_id": bos, "eos_token_id": eos, "do_sample": False}
-    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    durable.write_text(directory / "generation_config.json", json.dumps(generation, indent=2) + "\n")
     shutil.copy(log, directory / "train_log.jsonl")

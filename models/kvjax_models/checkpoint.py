@@ -3,9 +3,11 @@
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +19,7 @@ import safetensors.numpy
 from flax import nnx, traverse_util
 from jax.sharding import Mesh
 
-from kvjax_models import configuration
+from kvjax_models import configuration, durable, files, weights
 from kvjax_models.llama import Llama, LlamaConfig
 from kvjax_models.sharding import parameter_shardings, put
 
@@ -26,12 +28,10 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
+_MOST_LAYERS_UNSEEN = 64  # so few are compared tensor by tensor, which says more
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Buffers that old versions of transformers saved and that follow from the configuration.
 _IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq")
-_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-
-_Path = tuple[str | int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,23 +53,6 @@ class _StoredTensor:
         return self.file.get_tensor(self.name)
 
 
-# Hugging Face's name of every module against its path in `Llama`, inside a layer and outside.
-_LAYER_MODULES: dict[_Path, str] = {
-    ("attention_norm",): "input_layernorm",
-    ("attention", "query"): "self_attn.q_proj",
-    ("attention", "key"): "self_attn.k_proj",
-    ("attention", "value"): "self_attn.v_proj",
-    ("attention", "output"): "self_attn.o_proj",
-    ("attention", "query_norm"): "self_attn.q_norm",
-    ("attention", "key_norm"): "self_attn.k_norm",
-    ("mlp_norm",): "post_attention_layernorm",
-    ("mlp", "gate"): "mlp.gate_proj",
-    ("mlp", "up"): "mlp.up_proj",
-    ("mlp", "down"): "mlp.down_proj",
-}
-_MODULES: dict[_Path, str] = {("embedding",): "model.embed_tokens", ("norm",): "model.norm", ("head",): "lm_head"}
-
-
 def load_config(directory: str | os.PathLike) -> LlamaConfig:
     """Reads `config.json` of a Hugging Face directory.
 
@@ -78,12 +61,12 @@ def load_config(directory: str | os.PathLike) -> LlamaConfig:
         ValueError: not JSON, another architecture, missing keys, or a feature that is not implemented; the message
             names the file and the key (see `configuration.parse`).
     """
-    path = pathlib.Path(directory) / "config.json"
-    values = _read_json(path)
+    directory = files.whole(pathlib.Path(directory))
+    values = files.read_object(directory, "config.json")
     try:
         return configuration.parse(values)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{directory / 'config.json'}: {error}") from error
 
 
 def load(directory: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None) -> Llama:
@@ -98,25 +81,30 @@ def load(directory: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None
         ValueError: see `load_config`; a file that is truncated or no safetensors file; missing, extra and misshapen
             tensors (one error lists them all); values that are not finite, in the file or once cast to `dtype`.
     """
-    directory = pathlib.Path(directory)
+    directory = files.whole(pathlib.Path(directory))
     config = load_config(directory)
+    model_type = configuration.text_values(files.read_object(directory, "config.json"))["model_type"]
     with contextlib.ExitStack() as stack:
-        stored = _without_ignored(_open_tensors(_weight_files(directory), stack))
+        stored = weights.of_text(_without_ignored(_open_tensors(_weight_files(directory), stack)))
+        _check_layers(directory, config, stored)
         dtype = _own_dtype(stored) if dtype is None else jnp.dtype(dtype)
         # Shapes only: random weights that are overwritten at once would double the memory.
         graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0))))
-        wanted = {_tensor_name(path): (path, leaf.shape) for path, leaf in _flat(state).items()}
+        shapes = {path: leaf.shape for path, leaf in _flat(state).items()}
+        rules = weights.rules(model_type, config, shapes, stored)
         places = {} if mesh is None else _flat(parameter_shardings(state, config, mesh))
         if config.tied_embeddings:
             stored = _without_tied_head(directory, stored)
-        if problems := _misfits({name: _file_shape(*where) for name, where in wanted.items()}, stored):
+        if problems := _misfits(rules, stored):
             raise ValueError(f"{directory}: the tensors do not fit config.json:\n  " + "\n  ".join(problems))
-        parameters, not_finite = {}, []
-        for name, (path, _) in wanted.items():
-            tensor = _cast(_turned(path, stored[name].read()), dtype)
-            if not np.isfinite(tensor).all():
-                not_finite.append(name)
-            parameters[path] = jnp.asarray(tensor) if mesh is None else put(tensor, places[path])
+        parameters: dict[weights.Path, jax.Array] = {}
+        not_finite: list[str] = []
+        for rule in rules:
+            made = rule.read([stored[name].read() for name in rule.names])
+            for path, tensor in zip(rule.paths, (_cast(part, dtype) for part in made), strict=True):
+                if not np.isfinite(tensor).all():
+                    not_finite.extend(name for name in rule.names if name not in not_finite)
+                parameters[path] = jnp.asarray(tensor) if mesh is None else put(tensor, places[path])
     if not_finite:
         names = ", ".join(not_finite)
         raise ValueError(f"{directory}: values that are not finite as {dtype.name} in {names}")
@@ -141,9 +129,13 @@ def save(
 ) -> None:
     """Writes a model as a directory that `load` and transformers (4.43 and later) read.
 
+    Configuration and weights are written aside, and count as one from the moment when all of them are on the disk. A
+    save that is stopped before it leaves what was there; after it, `load` reads the new ones from where they are, and
+    the next save puts them in their place.
+
     Args:
-        directory: made if needed; weights already there are replaced once the new ones are complete.
-        model: any model whose configuration one of the four families can express.
+        directory: made if needed; a model already there is replaced.
+        model: any model whose configuration a family can express.
         dtype: of the stored tensors; None keeps each parameter's own.
         bos_token_id, eos_token_id: written to `config.json`, null where None: transformers reads an absent key as its
             own default, 2 for Llama's end of text.
@@ -151,39 +143,60 @@ def save(
 
     Raises:
         ValueError: no family has this combination of features, or values are not finite (once cast to `dtype`).
+        OSError: where it cannot be written, or another process writes there; what was there is as it was.
     """
     directory = pathlib.Path(directory)
-    parameters = {_tensor_name(path): (path, leaf) for path, leaf in _flat(nnx.state(model, nnx.Param)).items()}
-    values = configuration.spelled(model.config) | {
+    parameters = _flat(nnx.state(model, nnx.Param))
+    values = configuration.spelled(model.config)
+    rules = weights.rules(values["model_type"], model.config, {path: leaf.shape for path, leaf in parameters.items()})
+    values |= {
         "torch_dtype": jnp.dtype(dtype or model.embedding.embedding[...].dtype).name,
         "bos_token_id": bos_token_id,
         "eos_token_id": list(eos_token_id) if isinstance(eos_token_id, Sequence) else eos_token_id,
     }
-    directory.mkdir(parents=True, exist_ok=True)
-    _write_weights(directory, parameters, dtype, max_shard_bytes)
-    _write_json(directory / "config.json", values)
+    lock = durable.claim(directory)
+    aside = directory / f"{files.COMPLETE}.partial"
+    try:
+        _put_in_place(directory)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        _write_weights(aside, weights.written(rules, parameters), dtype, max_shard_bytes)
+        durable.write_text(aside / "config.json", json.dumps(values, indent=2) + "\n")
+        aside.rename(directory / files.COMPLETE)
+        durable.sync(directory)
+        _put_in_place(directory)
+    except OSError as error:
+        raise OSError(f"{directory}: the model could not be saved: {error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        lock.release()
 
 
-def _flat(state: nnx.State) -> dict[_Path, Any]:
+def _put_in_place(directory: pathlib.Path) -> None:
+    """Puts what a save completed aside in the place of what was there; again from the start, where that was stopped."""
+    complete = directory / files.COMPLETE
+    if not complete.is_dir():
+        return
+    names = {path.name for path in complete.iterdir()}
+    for name in sorted(names):
+        with durable.replacing(directory / name) as partial:
+            try:
+                os.link(complete / name, partial)
+            except OSError:  # a file system without links
+                shutil.copyfile(complete / name, partial)
+    # A single file left from an earlier save would hide new shards, and old shards would be orphans.
+    for stale in [directory / _SINGLE_FILE, directory / _INDEX_FILE, *directory.glob("model-*-of-*.safetensors")]:
+        if stale.name not in names:
+            stale.unlink(missing_ok=True)
+    durable.sync(directory)
+    # Its name goes first: what is half removed must not be read.
+    left = complete.rename(directory / f"{files.COMPLETE}.partial")
+    shutil.rmtree(left)
+
+
+def _flat(state: nnx.State) -> dict[weights.Path, Any]:
     """Arrays, or their shapes, by path in `Llama`."""
     return traverse_util.flatten_dict(nnx.to_pure_dict(state))
-
-
-def _tensor_name(path: _Path) -> str:
-    """Hugging Face's name of a parameter."""
-    leaf = "bias" if path[-1] == "bias" else "weight"
-    if path[0] == "layers":
-        return f"model.layers.{path[1]}.{_LAYER_MODULES[path[2:-1]]}.{leaf}"
-    return f"{_MODULES[path[:-1]]}.{leaf}"
-
-
-def _turned(path: _Path, tensor: np.ndarray) -> np.ndarray:
-    """Linear weights are [out, in] in files and [in, out] in `nnx.Linear`; the rest is stored as it is."""
-    return tensor.T if path[-1] == "kernel" else tensor
-
-
-def _file_shape(path: _Path, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return shape[::-1] if path[-1] == "kernel" else shape
 
 
 def _cast(tensor: np.ndarray, dtype: jax.typing.DTypeLike) -> np.ndarray:
@@ -193,38 +206,32 @@ def _cast(tensor: np.ndarray, dtype: jax.typing.DTypeLike) -> np.ndarray:
 
 def _write_weights(
     directory: pathlib.Path,
-    parameters: Mapping[str, tuple[_Path, jax.Array]],
+    tensors: Mapping[str, weights.Written],
     dtype: jax.typing.DTypeLike | None,
     max_shard_bytes: int,
 ) -> None:
-    """Writes safetensors files beside those that are there, and only then puts them in their place."""
-    bytes_of = {name: leaf.size * jnp.dtype(dtype or leaf.dtype).itemsize for name, (_, leaf) in parameters.items()}
+    """Writes safetensors files, and their index where there are several."""
+    bytes_of = {name: math.prod(x.shape) * jnp.dtype(dtype or x.dtype).itemsize for name, x in tensors.items()}
     shards = _shards(bytes_of, max_shard_bytes)
-    written: list[pathlib.Path] = []
-    try:
-        for number, names in enumerate(shards, start=1):
-            file = _SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            written.append(directory / file)
-            tensors = {name: _stored(name, *parameters[name], dtype) for name in names}
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = _SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        stored = {name: _stored(name, tensors[name], dtype) for name in names}
+        weight_map |= dict.fromkeys(names, file)
+        try:
             # transformers refuses files that do not say whose layout of linear weights ([out, in]) they have.
-            safetensors.numpy.save_file(tensors, _partial(written[-1]), metadata={"format": "pt"})
-        # A single file left from an earlier save would hide new shards, and old shards would be orphans.
-        for stale in [directory / _SINGLE_FILE, directory / _INDEX_FILE, *directory.glob("model-*-of-*.safetensors")]:
-            stale.unlink(missing_ok=True)
-        for path in written:
-            _partial(path).replace(path)
-    finally:
-        for path in written:
-            _partial(path).unlink(missing_ok=True)
+            safetensors.numpy.save_file(stored, directory / file, metadata={"format": "pt"})
+        except safetensors.SafetensorError as error:
+            raise OSError(f"{file}: {error}") from error
+        durable.sync(directory / file)
     if len(shards) > 1:
-        weight_map = {name: path.name for path, names in zip(written, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": sum(bytes_of.values())}, "weight_map": weight_map}
-        _write_json(directory / _INDEX_FILE, index)
+        durable.write_text(directory / _INDEX_FILE, json.dumps(index, indent=2) + "\n")
 
 
-def _stored(name: str, path: _Path, parameter: jax.Array, dtype: jax.typing.DTypeLike | None) -> np.ndarray:
-    """A parameter as it goes to the file: safetensors writes the buffer, so the turned copy must be contiguous."""
-    tensor = np.ascontiguousarray(_turned(path, _cast(np.asarray(parameter), dtype or parameter.dtype)))
+def _stored(name: str, written: weights.Written, dtype: jax.typing.DTypeLike | None) -> np.ndarray:
+    """A tensor as it goes to the file: safetensors writes the buffer, so a turned one must be made contiguous."""
+    tensor = np.ascontiguousarray(_cast(written.make(), dtype or written.dtype))
     if not np.isfinite(tensor).all():
         raise ValueError(f"{name} has values that are not finite as {tensor.dtype.name}; nothing was replaced")
     return tensor
@@ -232,20 +239,30 @@ def _stored(name: str, path: _Path, parameter: jax.Array, dtype: jax.typing.DTyp
 
 def _weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
     """The safetensors files of a directory, the single one first, as in transformers."""
-    if (directory / _SINGLE_FILE).exists():
-        return [directory / _SINGLE_FILE]
-    if not (directory / _INDEX_FILE).exists():
+    if files.there(directory, _SINGLE_FILE):
+        return [files.inside(directory, _SINGLE_FILE)]
+    if not files.there(directory, _INDEX_FILE):
         raise FileNotFoundError(
             f"{directory} holds neither {_SINGLE_FILE} nor {_INDEX_FILE}; other formats (.bin, .pth, .gguf) must be "
             "converted to safetensors first"
         )
-    weight_map = _read_json(directory / _INDEX_FILE).get("weight_map")
+    weight_map = files.read_object(directory, _INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, Mapping) or not weight_map:
         raise ValueError(f"{directory / _INDEX_FILE} has no weight_map")
-    files = sorted({directory / name for name in weight_map.values()})
-    if absent := [path.name for path in files if not path.exists()]:
+    if strange := [name for name in weight_map.values() if not isinstance(name, str)]:
+        raise ValueError(f"{directory / _INDEX_FILE}: {strange[0]!r} is no name of a file")
+    names = sorted(set(weight_map.values()))
+    if absent := [name for name in names if pathlib.PurePath(name).name == name and not files.there(directory, name)]:
         raise FileNotFoundError(f"{directory / _INDEX_FILE} names shards that are not there: {', '.join(absent)}")
-    return files
+    return [files.inside(directory, name) for name in names]
+
+
+def _check_layers(directory: pathlib.Path, config: LlamaConfig, stored: Mapping[str, _StoredTensor]) -> None:
+    """Raises a ValueError for layers that there cannot be, before their shapes are made: every one has tensors."""
+    if config.layers > max(len(stored), _MOST_LAYERS_UNSEEN):
+        raise ValueError(
+            f"{directory}: num_hidden_layers={config.layers}, but the files hold {len(stored)} tensors in all"
+        )
 
 
 def _open_tensors(files: Sequence[pathlib.Path], stack: contextlib.ExitStack) -> dict[str, _StoredTensor]:
@@ -263,17 +280,19 @@ def _open_tensors(files: Sequence[pathlib.Path], stack: contextlib.ExitStack) ->
     return stored
 
 
-def _misfits(shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, _StoredTensor]) -> list[str]:
-    """All that is wrong with the set of tensors, from the headers alone. `shapes` are as stored, [out, in]."""
-    problems = [f"missing: {name}" for name in shapes if name not in stored]
+def _misfits(rules: Sequence[weights.Rule], stored: Mapping[str, _StoredTensor]) -> list[str]:
+    """All that is wrong with the set of tensors, from the headers alone."""
+    wanted = {name: (shape, rule.dtypes) for rule in rules for name, shape in zip(rule.names, rule.shapes, strict=True)}
+    problems = [f"missing: {name}" for name in wanted if name not in stored]
     for name, tensor in stored.items():
-        if name not in shapes:
+        if name not in wanted:
             problems.append(f"not part of the model: {name}")
             continue
-        if tensor.shape != shapes[name]:
-            problems.append(f"{name} is {list(tensor.shape)}, the config means {list(shapes[name])}")
-        if tensor.dtype not in _FLOAT_DTYPES:
-            problems.append(f"{name} is {tensor.dtype}; known: {', '.join(_FLOAT_DTYPES)}")
+        shape, dtypes = wanted[name]
+        if tensor.shape != shape:
+            problems.append(f"{name} is {list(tensor.shape)}, the config means {list(shape)}")
+        if tensor.dtype not in dtypes:
+            problems.append(f"{name} is {tensor.dtype}; known: {', '.join(dtypes)}")
     return problems
 
 
@@ -310,21 +329,3 @@ def _shards(bytes_of: Mapping[str, int], limit: int) -> list[list[str]]:
         shards[-1].append(name)
         room -= size
     return shards
-
-
-def _partial(path: pathlib.Path) -> pathlib.Path:
-    return path.with_name(path.name + ".partial")
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(values).__name__}")
-    return values
-
-
-def _write_json(path: pathlib.Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -14,31 +14,35 @@ def chunk_attention(
     query: Float[Array, "B C H_q D"],
     keys: Float[Array, "B H_kv N D"],
     values: Float[Array, "B H_kv N D"],
-    chunk: Int[Array, ""],
+    chunk: Int[Array, ""] | int,
+    sink_logits: Float[Array, "H_q"] | None = None,
+    *,
     window: int | None,
+    logit_cap: float | None = None,
 ) -> Float[Array, "B C H_q D"]:
     """What chunk number `chunk` of a prompt, of C tokens, sees: itself causally and every chunk before it.
 
-    `window` limits how many tokens, itself included, a token sees. `jax.nn.dot_product_attention` with its residual
-    could take the place of `attend_reading`, at half the speed on a CPU: it normalises every block, which merging
-    undoes.
+    `window` limits how many tokens, itself included, a token sees; sinks are as for `kvjax.step`, the cap as for
+    `kvjax.CacheSpec`. `jax.nn.dot_product_attention` with its residual could take the place of `attend_reading`, at
+    half the speed on a CPU: it normalises every block, which merging undoes.
     """
     batch, tokens = query.shape[:2]
 
-    def against(other: Int[Array, ""]) -> Partials:
+    def against(other: Int[Array, ""] | int, sink_logits: Float[Array, "H_q"] | None = None) -> Partials:
         block_keys, block_values = (
             jax.lax.dynamic_slice_in_dim(x, other * tokens, tokens, axis=2) for x in (keys, values)
         )
         # Each query's first and last visible slot, relative to the block.
         place = jnp.broadcast_to((chunk - other) * tokens + jnp.arange(tokens), (batch, tokens))
         start = None if window is None else place + 1 - window
-        return attend_reading(query, Segment(block_keys, block_values, start=start, stop=place + 1))
+        block = Segment(block_keys, block_values, start=start, stop=place + 1)
+        return attend_reading(query, block, logit_cap=logit_cap, sink_logits=sink_logits)
 
     def past(other, partials):
         return merge(partials, against(other))
 
     first = 0 if window is None else jnp.maximum(chunk - (window + tokens - 2) // tokens, 0)
-    return output(jax.lax.fori_loop(first, chunk, past, against(chunk)), query.dtype)
+    return output(jax.lax.fori_loop(first, chunk, past, against(chunk, sink_logits)), query.dtype)
 
 
 def attend_behind(
@@ -49,9 +53,11 @@ def attend_behind(
     own_values: Float[Array, "B H_kv CR D"],
     lengths: Int[Array, "B"],
     block: Int[Array, ""],
+    sink_logits: Float[Array, "H_q"] | None = None,
     *,
     width: int,
     window: int | None,
+    logit_cap: float | None = None,
 ) -> Float[Array, "B T H_q D"]:
     """What block number `block`, of T tokens, of several texts of `width` sees, each of which stands alone behind a
     prompt of so many tokens: the prompt, and its own text causally."""
@@ -66,4 +72,5 @@ def attend_behind(
         start, own_start = lengths[:, None] + place + 1 - window, place + 1 - window
     prompt = Segment(keys, values, start=start, stop=lengths[:, None])
     own = Segment(own_keys, own_values, start=own_start, stop=place + 1)
-    return output(attend_reading(query, (prompt, own)), query.dtype)
+    partials = attend_reading(query, (prompt, own), logit_cap=logit_cap, sink_logits=sink_logits)
+    return output(partials, query.dtype)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -21,8 +22,9 @@ import kvjax
 from kvjax.cache import layer_policy
 from kvjax.policy import Policy, repeat_of
 from kvjax.sharding import shardings
-from kvjax.state import fault, state
-from kvjax_models.llama import Llama, rope_frequencies
+from kvjax.state import drawn, fault, faults_of_rows, state
+from kvjax_models import prefill, programs
+from kvjax_models.llama import Llama
 from kvjax_models.prefill import asked_queries, compress_layer, last_logits, read_layers
 from kvjax_models.sampling import Sampling, finite, sample
 from kvjax_models.sharding import everywhere, mesh_of
@@ -38,7 +40,7 @@ class GenerationState:
     logits: Float[Array, "B V"]  # float32, of the next token
     positions: Int[Array, "B"]  # int32, tokens read or written so far
     done: Bool[Array, "B"]  # whether the row has ended its turn
-    sampling_keys: Key[Array, "B"]
+    sampling_keys: Key[Array, "B"] = drawn()
     not_finite: Int[Array, "B"] = fault("steps had logits that are NaN or infinite")
 
 
@@ -59,6 +61,8 @@ class Generator:
         streaming: whether the first prompt, too, is read as later ones are: a block of tokens at a time, each
             attending to the compressed cache and causally to itself. Memory is then what the policy keeps, however
             long the prompt.
+        beyond_positions: whether texts may be longer than the model's `max_length`, past which it was never trained:
+            then a warning says so, else they are refused.
 
     Raises:
         ValueError: for a number of policies that is not the number of layers, a policy that cannot stream where that is
@@ -77,14 +81,16 @@ class Generator:
         eos: Sequence[int] = (),
         prefill_chunk: int = 256,
         streaming: bool = False,
+        beyond_positions: bool = False,
     ):
+        programs.keep_few(_PROGRAMS)
         config = model.config
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk={prefill_chunk}; it must be at least 1 token")
         self.model, self.config = model, config
         self.batch, self.max_prompt, self.max_new = batch, max_prompt, max_new
         self.sampling, self.eos, self.prefill_chunk = sampling or Sampling(), tuple(eos), prefill_chunk
-        self.streaming = streaming
+        self.streaming, self.beyond_positions = streaming, beyond_positions
         self.mesh = mesh_of(model)
         self.specs = cache_specs(model, batch=batch, max_prompt=max_prompt, max_new=max_new, streaming=streaming)
         policies = (policy,) * config.layers if isinstance(policy, Policy) else tuple(policy)
@@ -97,12 +103,23 @@ class Generator:
         self.block = min(self.specs[0].max_new, *(policy.compact_every for policy in self.policies))
 
     def start(self, seed: int = 0) -> GenerationState:
-        """An empty state. Every row has its own randomness, from the seed and its number."""
+        """An empty state. Every row has its own randomness, from the seed and its number.
+
+        Raises:
+            ValueError: for a seed that is no whole number of 32 bits: JAX would take it for another.
+        """
+        given = _seed(seed)
         fresh = functools.partial(_fresh, self.policies, self.specs, self.config.vocab_size, self.mesh)
         if self.mesh is None:
-            return fresh(seed)
+            return fresh(given)
         # What it makes may lie on devices of other processes.
-        return jax.jit(fresh, out_shardings=state_shardings(jax.eval_shape(fresh, 0), self.mesh))(seed)
+        return jax.jit(fresh, out_shardings=state_shardings(jax.eval_shape(fresh, given), self.mesh))(given)
+
+    def reseeded(self, state: GenerationState, seed: int) -> GenerationState:
+        """The state with the keys that sampling would draw from had it been started with this seed: for continuations
+        of a state whose own seed was another's. What its caches draw stays as it is."""
+        keys = everywhere(np.asarray(jax.random.key_data(_row_keys(self.batch, _seed(seed))[1])), self.mesh)
+        return dataclasses.replace(state, sampling_keys=jax.random.wrap_key_data(keys))
 
     def read(self, state: GenerationState, prompts: Sequence[Sequence[int]]) -> GenerationState:
         """Reads one prompt per row; the given state must not be used again (its buffers are donated).
@@ -113,7 +130,7 @@ class Generator:
 
         Raises:
             ValueError: for an empty prompt, a prompt longer than `max_prompt`, more tokens in all than the caches were
-                made for, or a token outside the vocabulary.
+                made for or the model has positions for, or what is no token of the vocabulary.
         """
         positions = np.asarray(state.positions)
         if not self.streaming and not positions.any():
@@ -124,6 +141,7 @@ class Generator:
         for block, count in self._blocks(tokens, lengths):
             state = compacted(append_block(self.model, self.mesh, state, block, count))
         check_finite(state)
+        check_sound(state, self.mesh)
         return state
 
     def _read_exactly(self, state: GenerationState, prompts: Sequence[Sequence[int]]) -> GenerationState:
@@ -131,11 +149,13 @@ class Generator:
         tokens, row_lengths = self.pad(prompts, self.prefill_chunk)
         if (longest := int(row_lengths.max())) > self.max_prompt:
             raise ValueError(f"a prompt of {longest} tokens exceeds max_prompt={self.max_prompt}")
+        self._check_positions(longest)
         lengths, caches, told = everywhere(row_lengths, self.mesh), [], None
         asked = [asked_queries(policy, tokens.shape[1]) for policy in self.policies]
+        repeat, capacity = repeat_of(self.policies), self.specs[0].capacity
         for cache, layer in zip(
             state.layers,
-            read_layers(self.model, tokens, lengths, self.prefill_chunk, asked, repeat_of(self.policies)),
+            read_layers(self.model, tokens, lengths, self.prefill_chunk, asked, repeat, capacity),
             strict=True,
         ):
             cache, told = compress_layer(cache, layer, lengths, told)
@@ -156,20 +176,32 @@ class Generator:
         Raises:
             ValueError: as `read`; and for a fresh state of a generator that reads prompts exactly.
         """
+        state, scored, _ = self.score_and_compare(state, texts)
+        return state, scored
+
+    def score_and_compare(
+        self, state: GenerationState, texts: Sequence[Sequence[int]]
+    ) -> tuple[GenerationState, list[Float[np.ndarray, "T"]], list[Bool[np.ndarray, "T"]]]:
+        """As `score`, and whether each token was the most likely one."""
         positions = np.asarray(state.positions)
         if not self.streaming and not positions.any():
             raise ValueError("score reads through the cache: read a prompt first, or make the generator streaming")
         tokens, lengths = self.pad(texts, self.block)
         self._check_room(positions, lengths)
         state = _bound(state, self.mesh)
-        scored = []
+        scored, likeliest = [], []
         for block, count in self._blocks(tokens, lengths):
-            state, likelihood = score_block(self.model, self.mesh, state, block, count)
+            state, likelihood, best = score_block(self.model, self.mesh, state, block, count)
             scored.append(likelihood)
+            likeliest.append(best)
             state = compacted(state)
         check_finite(state)
-        rows = np.concatenate([np.asarray(block) for block in scored], axis=1)
-        return state, [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        check_sound(state, self.mesh)
+        found, compared = (
+            np.concatenate([np.asarray(block) for block in blocks], axis=1) for blocks in (scored, likeliest)
+        )
+        of_rows = lambda rows: [row[:length] for row, length in zip(rows, lengths, strict=True)]  # noqa: E731
+        return state, of_rows(found), of_rows(compared)
 
     def write(
         self, state: GenerationState, max_tokens: int, every: int | None = None
@@ -186,7 +218,8 @@ class Generator:
             generation stops when all rows have written one.
 
         Raises:
-            ValueError: when the caches were not made for so many tokens, or logits turn NaN or infinite.
+            ValueError: when the caches were not made for so many tokens, or the model has no positions for them; where
+                logits turn NaN or infinite, or a cache is not sound.
         """
         self._check_room(np.asarray(state.positions), np.where(np.asarray(state.done), 0, max_tokens))
         state = _bound(state, self.mesh)
@@ -198,9 +231,10 @@ class Generator:
                 self.model, self.mesh, self.sampling, self.eos, self.block, state, number
             )
             written, in_block = written + steps, in_block + steps
+            check_finite(state)
             if in_block == self.block or written == max_tokens or np.asarray(state.done).all():
                 state, in_block = compacted(state), 0
-            check_finite(state)
+                check_sound(state, self.mesh)
             yield state, np.asarray(tokens)[:, : int(taken)]
 
     def _blocks(self, tokens: Int[np.ndarray, "B N"], lengths: Int[np.ndarray, "B"]) -> Iterator[tuple[Array, Array]]:
@@ -218,7 +252,10 @@ class Generator:
             raise ValueError(f"prompt {int(np.argmin(lengths))} is empty; a prompt needs at least one token")
         tokens = np.zeros((self.batch, -(-int(np.max(lengths)) // multiple) * multiple), np.int64)
         for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = prompt
+            given = np.asarray(prompt)
+            if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
+                raise ValueError(f"prompt {row} holds {given.dtype}{list(given.shape)}; it must be whole numbers [T]")
+            tokens[row, : len(prompt)] = given
         if np.min(tokens) < 0 or np.max(tokens) >= self.config.vocab_size:
             raise ValueError(
                 f"prompts hold token ids from {np.min(tokens)} to {np.max(tokens)}; the vocabulary has "
@@ -234,6 +271,19 @@ class Generator:
                 f"{needed} tokens in a row exceed max_prompt + max_new = {self.max_prompt} + {self.max_new} that the "
                 "caches were made for"
             )
+        self._check_positions(needed)
+
+    def _check_positions(self, needed: int) -> None:
+        """Text past what a model was trained for is garbage, and nothing else would say so."""
+        if needed <= self.config.max_length:
+            return
+        problem = f"{needed} tokens in a row are more than the {self.config.max_length} positions that the model knows"
+        if not self.beyond_positions:
+            raise ValueError(
+                f"{problem} (max_position_embeddings): shorten the prompt, write fewer tokens, or allow it with "
+                "beyond_positions"
+            )
+        logging.log_first_n(logging.WARNING, "%s: what it writes there may make no sense", 1, problem)
 
 
 def generate(
@@ -245,8 +295,11 @@ def generate(
     sampling: Sampling | None = None,
     eos: Sequence[int] = (),
     seed: int = 0,
+    beyond_positions: bool = False,
 ) -> tuple[list[list[int]], GenerationState]:
     """Continues each prompt by up to `max_new_tokens` tokens; `Generator` is the same in steps.
+
+    Caches are made for a length that prompts nearly as long share (`programs.bucket`), and with it their programs.
 
     Returns:
         Each row's new tokens, an end-of-sequence token included, and the state after them.
@@ -255,10 +308,11 @@ def generate(
         model,
         policy,
         batch=len(prompts),
-        max_prompt=max(1, *map(len, prompts)),  # an empty prompt is refused when it is read
+        max_prompt=programs.bucket(max(map(len, prompts), default=0))[-1],  # no prompt is refused when it is read
         max_new=max_new_tokens,
         sampling=sampling,
         eos=eos,
+        beyond_positions=beyond_positions,
     )
     state = generator.read(generator.start(seed), prompts)
     rows: list[list[int]] = [[] for _ in prompts]
@@ -291,7 +345,8 @@ def cache_specs(
             max_new=max_new,
             dtype=model.embedding.param_dtype,
             window=config.window(number),
-            rope_frequencies=tuple(np.asarray(rope_frequencies(config)).tolist()),
+            logit_cap=config.attention_cap,
+            rope_frequencies=config.rotary(number, max_prompt + max_new).frequencies,
             layer=number,
             layers=config.layers,
         )
@@ -346,6 +401,19 @@ def check_finite(state: GenerationState) -> None:
         kvjax.check(state)
 
 
+def check_sound(state: GenerationState, mesh: Mesh | None) -> None:
+    """Raises a ValueError where any counter of faults is not zero; asked where blocks end."""
+    if np.asarray(_faults(state, mesh)).any():
+        kvjax.check(state)
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",))
+def _faults(state: GenerationState, mesh: Mesh | None) -> Int[Array, "B"]:
+    faults = faults_of_rows(state)
+    assert faults is not None  # `not_finite` is one
+    return _known(faults, mesh)
+
+
 def _bound(state: GenerationState, mesh: Mesh | None) -> GenerationState:
     """The state bound to the device that it lies on. What lies in host memory always is, and binds all that a program
     makes together with it: if the rest came in unbound, the next call would compile the same program once more."""
@@ -374,11 +442,10 @@ def _fresh(
     specs: tuple[kvjax.CacheSpec, ...],
     vocabulary: int,
     mesh: Mesh | None,
-    seed: Int[Array, ""] | int,
+    seed: Int[Array, ""] | np.uint32,
 ) -> GenerationState:
-    batch, key = specs[0].batch, jax.random.key(seed)
-    rows = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(batch))
-    cache_keys, sampling_keys = jax.vmap(jax.random.split, out_axes=1)(rows)
+    batch = specs[0].batch
+    cache_keys, sampling_keys = _row_keys(batch, seed)
     layers = []
     for number, (policy, spec) in enumerate(zip(policies, specs, strict=True)):
         layer_keys = jax.vmap(lambda key, number=number: jax.random.fold_in(key, number))(cache_keys)
@@ -391,6 +458,19 @@ def _fresh(
         sampling_keys=sampling_keys,
         not_finite=jnp.zeros(batch, jnp.int32),
     )
+
+
+def _row_keys(batch: int, seed: Int[Array, ""] | np.uint32) -> Key[Array, "2 B"]:
+    """Every row's keys of its caches, and those that it samples with."""
+    rows = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(batch))
+    return jax.vmap(jax.random.split, out_axes=1)(rows)
+
+
+def _seed(seed: int) -> np.uint32:
+    """A seed, checked: JAX would take larger ones for smaller."""
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed!r}; it must be a whole number from 0 to 2^32 - 1")
+    return np.uint32(seed)
 
 
 compact_layer = jax.jit(kvjax.compact, donate_argnames=("cache",))
@@ -416,13 +496,15 @@ def score_block(
     state: GenerationState,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
-) -> tuple[GenerationState, Float[Array, "B T"]]:
-    """As `append_block`, and the log-probability of each token, the first one's from the state's logits."""
+) -> tuple[GenerationState, Float[Array, "B T"], Bool[Array, "B T"]]:
+    """As `append_block`, and the log-probability of each token, the first one's from the state's logits, and whether it
+    was the most likely."""
     before = state.logits[:, None]
     x, state = _through_caches(model, state, tokens, lengths)
     logits = jnp.concatenate([before, model.logits(x[:, :-1])], axis=1)
     likelihood = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=-1)[..., 0]
-    return _stays(_with_last_logits(model, state, x, lengths), mesh), _known(likelihood, mesh)
+    best = jnp.argmax(logits, axis=-1) == tokens
+    return _stays(_with_last_logits(model, state, x, lengths), mesh), _known(likelihood, mesh), _known(best, mesh)
 
 
 def _through_caches(
@@ -433,12 +515,13 @@ def _through_caches(
 ) -> tuple[Float[Array, "B T W"], GenerationState]:
     """The residual stream behind tokens that every layer's cache takes in, and the state with these caches."""
     positions = state.positions[:, None] + jnp.arange(tokens.shape[1])
-    cos, sin = model.rotation(positions)
     x = model.embed(tokens)
     layers = []
-    for layer, cache in zip(model.layers, state.layers, strict=True):
-        query, keys, values = layer.project(x, cos, sin)
-        attended, cache = kvjax.step(cache, query, keys, values, lengths, compact_when_full=False)
+    for number, (layer, cache) in enumerate(zip(model.layers, state.layers, strict=True)):
+        query, keys, values = layer.project(x, *model.rotation(positions, number, cache.spec.capacity))
+        attended, cache = kvjax.step(
+            cache, query, keys, values, lengths, sink_logits=layer.sink_logits, compact_when_full=False
+        )
         layers.append(cache)
         x = layer.finish(x, attended)
     return x, dataclasses.replace(state, layers=tuple(layers))
@@ -511,3 +594,20 @@ def decode_block(
     start = (jnp.zeros((), jnp.int32), state, jnp.full((state.done.shape[0], block), NO_TOKEN, jnp.int32))
     taken, state, tokens = jax.lax.while_loop(running, step, start)
     return _stays(state, mesh), _known(tokens, mesh), _known(taken, mesh)
+
+
+# All that sizes and policies compile.
+_PROGRAMS = (
+    _laid,
+    _fresh,
+    _faults,
+    compact_layer,
+    append_block,
+    score_block,
+    decode_block,
+    prefill.embed,
+    prefill.prefill_layer,
+    prefill.repeat_layer,
+    prefill.compress,
+    prefill.last_logits,
+)

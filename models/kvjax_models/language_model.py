@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 import kvjax
 from kvjax.budget import Budget
 from kvjax.registry import AnyPolicy, sized
-from kvjax_models import checkpoint, tokenizer
+from kvjax_models import checkpoint, programs, tokenizer
 from kvjax_models.generate import Generator, cache_specs, collect
 from kvjax_models.llama import Llama
 from kvjax_models.sampling import Sampling
@@ -33,6 +33,12 @@ class LanguageModel:
     model: Llama
     tokenizer: Tokenizer
 
+    def __post_init__(self) -> None:
+        size = self.model.config.vocab_size
+        for name, ids in (("end-of-text", self.tokenizer.eos_ids), ("first", self.tokenizer.prefix)):
+            if strange := [token for token in ids if token >= size]:
+                raise ValueError(f"the tokenizer's {name} token is {strange[0]}; the model's vocabulary has {size}")
+
     def generate(
         self,
         prompt: str | Sequence[str],
@@ -42,15 +48,18 @@ class LanguageModel:
         max_new_tokens: int = 256,
         sampling: Sampling | None = None,
         seed: int = 0,
+        beyond_positions: bool = False,
     ) -> str | list[str]:
         """Continues a text, or several side by side.
 
         Args:
             prompt: one text, or a list of them; for conversations see `stream`.
             policy, budget: how much the cache keeps, and of what: "subgen" and "25%", `kvjax.SubGen` and 1024, or a
-                policy; see `kvjax.registry.sized`.
+                policy; see `kvjax.registry.sized`. Prompts nearly as long as another share its programs
+                (`programs.bucket`): a share is one of what exact holds for the shortest of them, never more.
             max_new_tokens: most tokens to write; an end-of-text token ends a row before.
             sampling: greedy where None.
+            beyond_positions: see `Generator`.
 
         Returns:
             The new text, or one per prompt.
@@ -59,10 +68,7 @@ class LanguageModel:
             ValueError: for what is no policy, a budget that it cannot have, or an empty prompt.
         """
         prompts = [self.encode(text) for text in ([prompt] if isinstance(prompt, str) else prompt)]
-        longest = max(map(len, prompts), default=0)
-        generator = self.generator(
-            policy, budget, batch=len(prompts), max_prompt=longest, max_new=max_new_tokens, sampling=sampling
-        )
+        generator = self._shared_generator(policy, budget, prompts, max_new_tokens, sampling, beyond_positions)
         state = generator.read(generator.start(seed), prompts)
         rows: list[list[int]] = [[] for _ in prompts]
         for newest, tokens in generator.write(state, max_new_tokens):
@@ -82,6 +88,7 @@ class LanguageModel:
         sampling: Sampling | None = None,
         seed: int = 0,
         every: int = 1,
+        beyond_positions: bool = False,
     ) -> Iterator[str]:
         """The same for one text or conversation, in pieces as they come.
 
@@ -89,7 +96,7 @@ class LanguageModel:
             every: tokens between two looks; more of them are quicker.
         """
         tokens = self.encode(prompt)
-        generator = self.generator(policy, budget, max_prompt=len(tokens), max_new=max_new_tokens, sampling=sampling)
+        generator = self._shared_generator(policy, budget, [tokens], max_new_tokens, sampling, beyond_positions)
         state = generator.read(generator.start(seed), [tokens])
         streamer = Streamer(self.tokenizer, context=tokens)
         for newest, block in generator.write(state, max_new_tokens, every):
@@ -110,19 +117,44 @@ class LanguageModel:
         max_new: int,
         sampling: Sampling | None = None,
         streaming: bool = False,
+        beyond_positions: bool = False,
+        share_of: int | None = None,
     ) -> Generator:
         """The `Generator` behind `generate`, for who holds states: to fork, save and continue them.
 
         Args:
             max_prompt, max_new: tokens that its caches are made for; a budget that is a share is one of what exact
                 holds for both.
+            share_of: what it is a share of instead, in tokens.
         """
         sizes: dict[str, Any] = {"batch": batch, "max_prompt": max(max_prompt, 1), "max_new": max_new}
         # A window does not count: such a layer keeps exactly that.
         spec = cache_specs(self.model, **sizes, streaming=streaming)[0]
-        chosen = sized(policy, budget, dataclasses.replace(spec, window=None), max_prompt + max_new)
-        eos = self.tokenizer.eos_ids
-        return Generator(self.model, chosen, **sizes, sampling=sampling, eos=eos, streaming=streaming)
+        chosen = sized(policy, budget, dataclasses.replace(spec, window=None), share_of or max_prompt + max_new)
+        sizes |= {"streaming": streaming, "beyond_positions": beyond_positions}
+        return Generator(self.model, chosen, **sizes, sampling=sampling, eos=self.tokenizer.eos_ids)
+
+    def _shared_generator(
+        self,
+        policy: AnyPolicy,
+        budget: int | str | Budget | None,
+        prompts: Sequence[Sequence[int]],
+        max_new: int,
+        sampling: Sampling | None,
+        beyond_positions: bool,
+    ) -> Generator:
+        """A generator for these prompts, whose programs others of nearly their length share."""
+        lengths = programs.bucket(max(map(len, prompts), default=0))
+        return self.generator(
+            policy,
+            budget,
+            batch=len(prompts),
+            max_prompt=lengths[-1],
+            max_new=max_new,
+            sampling=sampling,
+            beyond_positions=beyond_positions,
+            share_of=lengths[0] + max_new,
+        )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The tokens of a text with what the model wants before it, or of a conversation through its chat template.
@@ -146,7 +178,11 @@ def load(name: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mes
         ValueError: what `checkpoint.load` and `tokenizer.load` refuse.
     """
     directory = find(name)
-    return LanguageModel(checkpoint.load(directory, dtype, mesh), tokenizer.load(directory))
+    model, tokens = checkpoint.load(directory, dtype, mesh), tokenizer.load(directory)
+    try:
+        return LanguageModel(model, tokens)
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from error
 
 
 def find(name: str | os.PathLike) -> pathlib.Path:

@@ -1,40 +1,56 @@
-"""One Flax NNX decoder for the Llama family: Llama 2 and 3.x, Mistral, Qwen2/2.5 and Qwen3.
+"""One Flax NNX decoder for the Llama family and its kin: Mistral, Qwen, Gemma, GLM, Phi, OLMo, mixtures of experts.
 
-The model is cut where a cache goes: a layer's `project` gives queries, keys and values, its `finish` takes what
-attention returned. Everything between the two (full attention here, a compressed cache in `generate`) is the
-caller's, so the model knows nothing of caches.
+What families differ in is configuration. The model is cut where a cache goes: a layer's `project` gives queries, keys
+and values, its `finish` takes what attention returned. Everything between the two (full attention here, a compressed
+cache in `generate`) is the caller's, so the model knows nothing of caches.
 """
 
 import dataclasses
-import math
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kvjax import rope
+from kvjax_models.exact_attention import chunk_attention
+from kvjax_models.experts import ACTIVATIONS, Experts, Mlp
+from kvjax_models.rotary import RopeScaling, Rotary, layer_rotary, turn
 
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched past the context a model was first trained on.
-
-    `kind` is "linear" (all frequencies divided by `factor`) or "llama3" (only those whose wavelength is long
-    against `original_length`, with a smooth passage between the two bounds; Llama 3.1's rule).
-    """
-
-    kind: str
-    factor: float
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    original_length: int = 8192
+NORMS = ("before", "after", "around")
 
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a decoder. Sizes in elements; `windows` gives a layer's sliding window in tokens or None."""
+    """The shape of a decoder, sizes in elements, and what families differ in.
+
+    Attributes:
+        rotary_dim: dimensions of a head that are turned by the position; None: all.
+        unrotated: layers that do not turn any.
+        tied_embeddings: whether the embedding is also the head.
+        query_key_norm: whether every query and key is normed before it is turned; `joint_query_key_norm`: all heads of
+            a token together.
+        windows: every layer's sliding window in tokens, None where it sees everything; () where none slides.
+        window_rope_theta: the base of layers with a window, which are then not scaled.
+        attention_scale: of logits of attention, where it is not 1 / sqrt(head_dim).
+        attention_cap, logit_cap: l becomes cap tanh(l / cap), of attention and of the next token.
+        sinks: whether every head has an entry without a value.
+        activation: one of `experts.ACTIVATIONS`.
+        norms: whether the norms of a block stand before it, after it (and before the residual), or around it.
+        norm_offset: what is added to the stored scale of every norm.
+        embedding_scale: of embeddings; None: sqrt(width), rounded to the model's dtype.
+        residual_scale: of what every block adds to the residual stream.
+        logit_divisor: of next-token logits.
+        experts: per layer; 0: one MLP of `mlp_width`. Every token takes `experts_per_token` of `expert_width`, whose
+            weights sum to 1 where `normalised_experts`.
+        dense_layers: layers that have an MLP all the same.
+        mlp_bias: also of routers and experts.
+
+    Raises:
+        ValueError: for what cannot be together; it names the field.
+    """
 
     vocab_size: int
     width: int
@@ -47,114 +63,157 @@ class LlamaConfig:
     norm_epsilon: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    rotary_dim: int | None = None
+    unrotated: tuple[int, ...] = ()
     tied_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     query_key_norm: bool = False
+    joint_query_key_norm: bool = False
     windows: tuple[int | None, ...] = ()
+    window_rope_theta: float | None = None
+    attention_scale: float | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    sinks: bool = False
+    activation: str = "silu"
+    norms: str = "before"
+    norm_offset: float = 0.0
+    embedding_scale: float | None = 1.0
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_width: int = 0
+    normalised_experts: bool = True
+    dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.query_heads % self.kv_heads:
             raise ValueError(f"query_heads={self.query_heads} must be a multiple of kv_heads={self.kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs of dimensions")
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim):
+            raise ValueError(f"rotary_dim={self.rotary_dim} must be even and lie in [2, head_dim={self.head_dim}]")
         if self.windows and len(self.windows) != self.layers:
             raise ValueError(f"windows names {len(self.windows)} layers, the model has {self.layers}")
+        for name, known in (("activation", ACTIVATIONS), ("norms", NORMS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}; known: {', '.join(known)}")
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise ValueError(f"experts_per_token={self.experts_per_token} must lie in [1, experts={self.experts}]")
+        if self.experts and self.expert_width < 1:
+            raise ValueError(f"expert_width={self.expert_width}; it must be at least 1")
+        if self.rope_scaling is not None and self.rope_scaling.kind == "longrope":
+            pairs = (self.rotary_dim or self.head_dim) // 2
+            for name in ("short_factors", "long_factors"):
+                if (given := len(getattr(self.rope_scaling, name))) != pairs:
+                    raise ValueError(f"rope_scaling.{name} has {given} numbers; {pairs} pairs of dimensions are turned")
 
     def window(self, layer: int) -> int | None:
         """The sliding window of one layer in tokens (the token itself included), None where it sees everything."""
         return self.windows[layer] if self.windows else None
 
-
-def rope_frequencies(config: LlamaConfig) -> Float[Array, "half_D"]:
-    """Angle per position of every pair of dimensions, float32, scaling included.
-
-    Computed on the host, the power in float64: XLA's float32 power differs between eager and compiled code, and
-    between platforms, by a few units in the last place, which at position 131,072 turn keys by 0.008 radians. Rounded
-    as here, the frequencies are those of transformers to the bit but for about one in a hundred.
-
-    Source: RoFormer (Su et al. 2021); Llama 3.1's scaling as in `_compute_llama3_parameters` of transformers.
-    """
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    frequencies = np.float32(1) / (config.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
-    return jnp.asarray(_scaled(frequencies, config.rope_scaling), jnp.float32)
+    def rotary(self, layer: int = 0, tokens: int | None = None) -> Rotary:
+        """The rotation of one layer in sequences that may grow to so many tokens, by default `max_length`."""
+        if layer in self.unrotated:
+            return Rotary((0.0,) * (self.head_dim // 2))
+        theta, scaling = self.rope_theta, self.rope_scaling
+        if self.window(layer) is not None and self.window_rope_theta is not None:
+            theta, scaling = self.window_rope_theta, None
+        tokens = self.max_length if tokens is None else tokens
+        return layer_rotary(self.head_dim, theta, scaling, rotary_dim=self.rotary_dim, tokens=tokens)
 
 
-def _scaled(frequencies: np.ndarray, scaling: RopeScaling | None) -> np.ndarray:
-    if scaling is None:
-        return frequencies
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    if scaling.kind != "llama3":
-        raise ValueError(f"rope_scaling.kind={scaling.kind!r} is not implemented; known: 'linear', 'llama3'")
-    turns = scaling.original_length / (2 * math.pi / frequencies)  # full turns within the original context
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return (1 - keep) * frequencies / scaling.factor + keep * frequencies
+def rope_frequencies(config: LlamaConfig, layer: int = 0, tokens: int | None = None) -> Float[Array, "half_D"]:
+    """Angle per position of every pair of a layer's dimensions, float32, scaling included; see `rotary`."""
+    return jnp.asarray(config.rotary(layer, tokens).frequencies, jnp.float32)
+
+
+class RMSNorm(nnx.Module):
+    """x over its root mean square, times a stored scale (and an offset of it); float32 inside, rounded once."""
+
+    def __init__(self, features: int, config: LlamaConfig, dtype: jax.typing.DTypeLike):
+        self.epsilon, self.offset = config.norm_epsilon, config.norm_offset
+        self.scale = nnx.Param(jnp.full(features, 1 - config.norm_offset, dtype))
+
+    def __call__(self, x: Float[Array, "... W"]) -> Float[Array, "... W"]:
+        wide = x.astype(jnp.float32)
+        factor = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
+        return (wide * (factor * (self.scale[...].astype(jnp.float32) + self.offset))).astype(x.dtype)
 
 
 class Attention(nnx.Module):
-    """The projections around attention, with Qwen's biases and Qwen3's norms of queries and keys."""
+    """The projections around attention, with biases, norms of queries and keys, and sinks where a family has them."""
 
     def __init__(self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
         def linear(inputs: int, outputs: int, bias: bool) -> nnx.Linear:
             return nnx.Linear(inputs, outputs, use_bias=bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
 
-        self.query_heads, self.kv_heads = config.query_heads, config.kv_heads
-        self.head_dim, self.query_key_norm = config.head_dim, config.query_key_norm
-        self.query = linear(config.width, config.query_heads * config.head_dim, config.qkv_bias)
-        self.key = linear(config.width, config.kv_heads * config.head_dim, config.qkv_bias)
-        self.value = linear(config.width, config.kv_heads * config.head_dim, config.qkv_bias)
-        self.output = linear(config.query_heads * config.head_dim, config.width, config.output_bias)
+        query_width, kv_width = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
+        self.query_heads, self.kv_heads, self.head_dim = config.query_heads, config.kv_heads, config.head_dim
+        self.query_key_norm, self.joint_norm = config.query_key_norm, config.joint_query_key_norm
+        # What makes q.k / sqrt(D) the model's logit.
+        scale = config.attention_scale
+        self.query_scale = 1.0 if scale is None else scale * config.head_dim**0.5
+        self.query = linear(config.width, query_width, config.qkv_bias)
+        self.key = linear(config.width, kv_width, config.qkv_bias)
+        self.value = linear(config.width, kv_width, config.qkv_bias)
+        self.output = linear(query_width, config.width, config.output_bias)
         if config.query_key_norm:
-            self.query_norm = _norm(config.head_dim, config, dtype, rngs)
-            self.key_norm = _norm(config.head_dim, config, dtype, rngs)
+            self.query_norm = RMSNorm(query_width if self.joint_norm else config.head_dim, config, dtype)
+            self.key_norm = RMSNorm(kv_width if self.joint_norm else config.head_dim, config, dtype)
+        self.sinks = nnx.Param(jnp.zeros(config.query_heads, dtype)) if config.sinks else None
 
     def project(self, x, cos, sin):
-        query = self.query(x).reshape(*x.shape[:-1], self.query_heads, self.head_dim)
-        key = self.key(x).reshape(*x.shape[:-1], self.kv_heads, self.head_dim)
-        value = self.value(x).reshape(*x.shape[:-1], self.kv_heads, self.head_dim)
-        if self.query_key_norm:
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        if self.query_key_norm and self.joint_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        return rope.rotate(query, cos, sin), rope.rotate(key, cos, sin), value
-
-
-class Mlp(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
-        def linear(inputs: int, outputs: int) -> nnx.Linear:
-            return nnx.Linear(inputs, outputs, use_bias=config.mlp_bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
-
-        self.gate = linear(config.width, config.mlp_width)
-        self.up = linear(config.width, config.mlp_width)
-        self.down = linear(config.mlp_width, config.width)
-
-    def __call__(self, x):
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        query = query.reshape(*x.shape[:-1], self.query_heads, self.head_dim)
+        key = key.reshape(*x.shape[:-1], self.kv_heads, self.head_dim)
+        value = value.reshape(*x.shape[:-1], self.kv_heads, self.head_dim)
+        if self.query_key_norm and not self.joint_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        # Scaled by way of the rotation: one rounding in place of two.
+        query = rope.rotate(query, cos * self.query_scale, sin * self.query_scale)
+        return query, rope.rotate(key, cos, sin), value
 
 
 class DecoderLayer(nnx.Module):
-    """One block: `project`, then attention by the caller, then `finish`."""
+    """One block: `project`, then attention by the caller, then `finish`. What attention must know of the layer besides:
+    `window`, `attention_cap` and `sink_logits`."""
 
-    def __init__(self, config: LlamaConfig, window: int | None, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
-        self.window = window
-        self.attention_norm = _norm(config.width, config, dtype, rngs)
+    def __init__(self, config: LlamaConfig, number: int, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
+        self.window, self.attention_cap = config.window(number), config.attention_cap
+        self.residual_scale = config.residual_scale
+        before, after = config.norms != "after", config.norms != "before"
+        self.attention_norm = RMSNorm(config.width, config, dtype) if before else None
         self.attention = Attention(config, dtype=dtype, rngs=rngs)
-        self.mlp_norm = _norm(config.width, config, dtype, rngs)
-        self.mlp = Mlp(config, dtype=dtype, rngs=rngs)
+        self.after_attention_norm = RMSNorm(config.width, config, dtype) if after else None
+        self.mlp_norm = RMSNorm(config.width, config, dtype) if before else None
+        self.mlp = _mlp(config, number, dtype, rngs)
+        self.after_mlp_norm = RMSNorm(config.width, config, dtype) if after else None
+
+    @property
+    def sink_logits(self) -> Float[Array, "H_q"] | None:
+        """Of every query head the logit of an entry without a value."""
+        return None if self.attention.sinks is None else self.attention.sinks[...]
 
     def project(
         self, x: Float[Array, "B T W"], cos: Float[Array, "B T half_D"], sin: Float[Array, "B T half_D"]
     ) -> tuple[Float[Array, "B T H_q D"], Float[Array, "B T H_kv D"], Float[Array, "B T H_kv D"]]:
         """Queries, keys (both rotated) and values of the tokens in x."""
-        return self.attention.project(self.attention_norm(x), cos, sin)
+        return self.attention.project(_normed(self.attention_norm, x), cos, sin)
 
     def finish(self, x: Float[Array, "B T W"], attended: Float[Array, "B T H_q D"]) -> Float[Array, "B T W"]:
         """Adds the attention output and the MLP to the residual stream."""
-        x = x + self.attention.output(attended.reshape(*x.shape[:-1], -1).astype(x.dtype))
-        return x + self.mlp(self.mlp_norm(x))
+        heads = attended.reshape(*x.shape[:-1], -1).astype(x.dtype)
+        x = self._added(x, _normed(self.after_attention_norm, self.attention.output(heads)))
+        return self._added(x, _normed(self.after_mlp_norm, self.mlp(_normed(self.mlp_norm, x))))
+
+    def _added(self, x: Array, made: Array) -> Array:
+        return x + (made if self.residual_scale == 1 else made * self.residual_scale)
 
 
 class Llama(nnx.Module):
@@ -170,10 +229,8 @@ class Llama(nnx.Module):
             rngs=rngs,
             embedding_init=nnx.initializers.normal(0.02),
         )
-        self.layers = nnx.List(
-            [DecoderLayer(config, config.window(i), dtype=dtype, rngs=rngs) for i in range(config.layers)]
-        )
-        self.norm = _norm(config.width, config, dtype, rngs)
+        self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.layers)])
+        self.norm = RMSNorm(config.width, config, dtype)
         if not config.tied_embeddings:
             self.head = nnx.Linear(
                 config.width, config.vocab_size, use_bias=False, dtype=dtype, param_dtype=dtype, rngs=rngs
@@ -181,22 +238,24 @@ class Llama(nnx.Module):
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
         """Token embeddings, the start of the residual stream."""
-        return self.embedding(tokens)
+        x, scale = self.embedding(tokens), self.config.embedding_scale
+        scale = self.config.width**0.5 if scale is None else scale
+        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
-    def rotation(self, positions: Int[Array, "B T"]) -> tuple[Float[Array, "B T half_D"], Float[Array, "B T half_D"]]:
-        """Cosine and sine for `DecoderLayer.project`, shared by all layers."""
-        return rope.rotation(positions, rope_frequencies(self.config))
+    def rotation(
+        self, positions: Int[Array, "B T"], layer: int = 0, tokens: int | None = None
+    ) -> tuple[Float[Array, "B T half_D"], Float[Array, "B T half_D"]]:
+        """Cosine and sine for a layer's `project`, in sequences that may grow to so many tokens (`max_length`); most
+        models' layers share them."""
+        return turn(self.config.rotary(layer, tokens), positions)
 
     def hidden(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
         """The residual stream after the last layer under full causal attention (training and reference runs)."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        cos, sin = self.rotation(positions)
         x = self.embed(tokens)
-        for layer in self.layers:
-            query, key, value = layer.project(x, cos, sin)
-            window = None if layer.window is None else (layer.window - 1, 0)
-            attended = jax.nn.dot_product_attention(query, key, value, is_causal=True, local_window_size=window)
-            x = layer.finish(x, attended)
+        for number, layer in enumerate(self.layers):
+            query, key, value = layer.project(x, *self.rotation(positions, number, tokens.shape[1]))
+            x = layer.finish(x, _attended(layer, query, key, value))
         return x
 
     def logits(self, x: Float[Array, "... W"]) -> Float[Array, "... V"]:
@@ -205,14 +264,43 @@ class Llama(nnx.Module):
         # Contracting against the embedding itself: a transposed copy would double a tied model's largest tensor.
         weights = self.embedding.embedding[...] if self.config.tied_embeddings else self.head.kernel[...]
         width_axis = 1 if self.config.tied_embeddings else 0
-        return jax.lax.dot_general(
+        logits = jax.lax.dot_general(
             x, weights, (((x.ndim - 1,), (width_axis,)), ((), ())), preferred_element_type=jnp.float32
         )
+        logits, cap = logits / self.config.logit_divisor, self.config.logit_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         """Logits of every position under full causal attention."""
         return self.logits(self.hidden(tokens))
 
 
-def _norm(features: int, config: LlamaConfig, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(features, epsilon=config.norm_epsilon, dtype=dtype, param_dtype=dtype, rngs=rngs)
+def _mlp(config: LlamaConfig, layer: int, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs) -> Mlp | Experts:
+    given: Mapping[str, Any] = {"dtype": dtype, "rngs": rngs}
+    if not config.experts or layer in config.dense_layers:
+        return Mlp(config.width, config.mlp_width, config.activation, config.mlp_bias, **given)
+    return Experts(
+        config.width,
+        config.expert_width,
+        config.activation,
+        config.mlp_bias,
+        experts=config.experts,
+        per_token=config.experts_per_token,
+        normalised=config.normalised_experts,
+        **given,
+    )
+
+
+def _normed(norm: RMSNorm | None, x: Array) -> Array:
+    return x if norm is None else norm(x)
+
+
+def _attended(layer: DecoderLayer, query: Array, key: Array, value: Array) -> Array:
+    """Full causal attention of a layer; the library's, where it knows all that the layer asks for."""
+    if layer.attention_cap is None and layer.sink_logits is None:
+        window = None if layer.window is None else (layer.window - 1, 0)
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True, local_window_size=window)
+    keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
+    return chunk_attention(
+        query, keys, values, 0, layer.sink_logits, window=layer.window, logit_cap=layer.attention_cap
+    )

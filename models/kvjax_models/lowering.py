@@ -28,15 +28,16 @@ def lower_prefill(generator: Generator, tokens: int) -> tuple[jax.stages.Lowered
     of them."""
     number, layer = generator.config.layers - 1, generator.model.layers[-1]
     asked, config, mesh = asked_queries(generator.policies[number], tokens), generator.config, generator.mesh
+    rotary = config.rotary(number, generator.specs[number].capacity)
     place = functools.partial(_abstract, mesh=mesh)
     dtype = generator.model.embedding.param_dtype
     lengths, x = place((generator.batch,), jnp.int32), place((generator.batch, tokens, config.width), dtype)
-    read = prefill_layer.lower(layer, config, mesh, generator.prefill_chunk, asked, x, lengths)
+    read = prefill_layer.lower(layer, rotary, mesh, generator.prefill_chunk, asked, x, lengths)
     heads = lambda count, heads: place((generator.batch, count, heads, config.head_dim), dtype, heads=True)  # noqa: E731
     stored = heads(tokens, config.kv_heads)
     queries = heads(asked, config.query_heads) if asked else None
     cache = placed(jax.eval_shape(generator.start), mesh).layers[number]
-    return read, compress.lower(cache, stored, stored, lengths, queries, None)
+    return read, compress.lower(cache, stored, stored, lengths, queries, None, sink_logits=layer.sink_logits)
 
 
 def lower_append(generator: Generator, state: GenerationState) -> list[jax.stages.Lowered]:

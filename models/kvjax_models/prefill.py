@@ -12,11 +12,12 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax import rope
+from kvjax.cache import PER_HEAD
 from kvjax.policy import ALL_QUERIES, Policy, Repeat, Repeated
 from kvjax.sharding import DATA
 from kvjax_models.exact_attention import attend_behind, chunk_attention
-from kvjax_models.llama import DecoderLayer, Llama, LlamaConfig, rope_frequencies
+from kvjax_models.llama import DecoderLayer, Llama
+from kvjax_models.rotary import Rotary, turn
 from kvjax_models.sharding import STORED, attend_apart, everywhere, mesh_of
 
 REPEAT_BLOCK = 128  # tokens of a repetition that attend at a time
@@ -30,6 +31,7 @@ class ReadLayer(NamedTuple):
     values: Float[Array, "B N H_kv D"]
     queries: Float[Array, "B w H_q D"] | None  # of the last tokens, right-aligned, as many as were asked for
     repeated: Repeated | None = None
+    sink_logits: Float[Array, "H_q"] | None = None  # the layer's own, for its cache
 
 
 def read_layers(
@@ -39,19 +41,23 @@ def read_layers(
     chunk: int,
     asked: Sequence[int],
     repeat: Repeat | None = None,
+    capacity: int | None = None,
 ) -> Iterator[ReadLayer]:
     """Reads prompts exactly, layer by layer: N must be a multiple of `chunk`, `asked[l]` says how many of the last
-    queries of layer l are wanted, and `repeat` whether every layer reads the prompts again."""
+    queries of layer l are wanted, `repeat` whether every layer reads the prompts again, and `capacity` how many tokens
+    the sequences may grow to (N by default), which some rotary embeddings ask."""
     mesh = mesh_of(model)
+    capacity = tokens.shape[1] if capacity is None else capacity
     x = embed(model, everywhere(tokens, mesh))
     if repeat is not None:
         again, sizes = (everywhere(part, mesh) for part in repetitions(repeat, tokens, np.asarray(lengths)))
         again = embed(model, again.reshape(len(tokens), -1))
-    for layer, count in zip(model.layers, asked, strict=True):
-        read = prefill_layer(layer, model.config, mesh, chunk, count, x, lengths)
-        x = read.x
+    for number, (layer, count) in enumerate(zip(model.layers, asked, strict=True)):
+        rotary = model.config.rotary(number, capacity)
+        read = prefill_layer(layer, rotary, mesh, chunk, count, x, lengths)
+        x, read = read.x, read._replace(sink_logits=layer.sink_logits)
         if repeat is not None:
-            again, query, key = repeat_layer(layer, model.config, mesh, again, read.keys, read.values, lengths, sizes)
+            again, query, key = repeat_layer(layer, rotary, mesh, again, read.keys, read.values, lengths, sizes)
             read = read._replace(repeated=Repeated(query, key, sizes))
         yield read
 
@@ -81,7 +87,8 @@ def compress_layer(
     count = asked_queries(cache.policy, read.keys.shape[1])
     queries = None if read.queries is None or not count else read.queries[:, read.queries.shape[1] - count :]
     repeated = None if cache.policy.repeat is None else read.repeated
-    return compress(cache, read.keys, read.values, lengths, queries, told, repeated=repeated)
+    more = {"repeated": repeated, "sink_logits": read.sink_logits}
+    return compress(cache, read.keys, read.values, lengths, queries, told, **more)
 
 
 def asked_queries(policy: Policy, tokens: int) -> int:
@@ -94,10 +101,10 @@ def embed(model: Llama, tokens: Int[Array, "B N"]) -> Float[Array, "B N W"]:
     return model.embed(tokens)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "mesh", "chunk", "asked"), donate_argnames=("x",))
+@functools.partial(jax.jit, static_argnames=("rotary", "mesh", "chunk", "asked"), donate_argnames=("x",))
 def prefill_layer(
     layer: DecoderLayer,
-    config: LlamaConfig,
+    rotary: Rotary,
     mesh: Mesh | None,
     chunk: int,
     asked: int,
@@ -108,7 +115,7 @@ def prefill_layer(
     batch, tokens, _ = x.shape
 
     def project(x, positions):
-        return layer.project(x, *rope.rotation(positions, rope_frequencies(config)))
+        return layer.project(x, *turn(rotary, positions))
 
     def chunk_of(x, number):
         return jax.lax.dynamic_slice_in_dim(x, number * chunk, chunk, axis=1)
@@ -128,24 +135,26 @@ def prefill_layer(
     keys, values = join(keys), join(values)
     # Stored once as products read them, [B, H_kv, N, D].
     head_keys, head_values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
-    attend: Callable[..., Array] = functools.partial(chunk_attention, window=layer.window)
+    attend: Callable[..., Array] = functools.partial(
+        chunk_attention, window=layer.window, logit_cap=layer.attention_cap
+    )
     if mesh is not None:
-        attend = attend_apart(attend, mesh, STORED, STORED, PartitionSpec())
+        attend = attend_apart(attend, mesh, STORED, STORED, PartitionSpec(), PER_HEAD)
 
     def step(x, number):
         rows = chunk_of(x, number)
         query, _, _ = project(rows, chunk_positions(number))
-        attended = attend(query, head_keys, head_values, number)
+        attended = attend(query, head_keys, head_values, number, layer.sink_logits)
         return jax.lax.dynamic_update_slice_in_dim(x, layer.finish(rows, attended), number * chunk, axis=1), None
 
     x, _ = jax.lax.scan(step, x, numbers)
     return ReadLayer(x, keys, values, queries)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("x",))
+@functools.partial(jax.jit, static_argnames=("rotary", "mesh"), donate_argnames=("x",))
 def repeat_layer(
     layer: DecoderLayer,
-    config: LlamaConfig,
+    rotary: Rotary,
     mesh: Mesh | None,
     x: Float[Array, "B CR W"],
     prompt_keys: Float[Array, "B N H_kv D"],
@@ -158,15 +167,17 @@ def repeat_layer(
     batch, total, _ = x.shape
     width = total // sizes.shape[1]
     place = jnp.arange(total) % width
-    query, key, value = layer.project(x, *rope.rotation(lengths[:, None] + place, rope_frequencies(config)))
+    query, key, value = layer.project(x, *turn(rotary, lengths[:, None] + place))
     stored = [heads_first.swapaxes(1, 2) for heads_first in (prompt_keys, prompt_values, key, value)]
-    attend: Callable[..., Array] = functools.partial(attend_behind, width=width, window=layer.window)
+    attend: Callable[..., Array] = functools.partial(
+        attend_behind, width=width, window=layer.window, logit_cap=layer.attention_cap
+    )
     if mesh is not None:
-        attend = attend_apart(attend, mesh, *[STORED] * 4, PartitionSpec(DATA), PartitionSpec())
+        attend = attend_apart(attend, mesh, *[STORED] * 4, PartitionSpec(DATA), PartitionSpec(), PER_HEAD)
 
     def of_block(number):
         queries = jax.lax.dynamic_slice_in_dim(query, number * REPEAT_BLOCK, REPEAT_BLOCK, axis=1)
-        return attend(queries, *stored, lengths, number)
+        return attend(queries, *stored, lengths, number, layer.sink_logits)
 
     attended = jax.lax.map(of_block, jnp.arange(total // REPEAT_BLOCK))
     attended = attended.swapaxes(0, 1).reshape(batch, total, *attended.shape[3:])

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+LEAST_TEMPERATURE = 1e-30  # far from the smallest numbers of float32, which devices take for zero
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -35,9 +37,13 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature} must be finite and at least 0 (0 is greedy)")
-        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+        if not (self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf):
+            raise ValueError(
+                f"temperature={self.temperature} must be finite, and 0 (greedy) or at least {LEAST_TEMPERATURE}"
+            )
+        if self.top_k is not None and (
+            isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 1
+        ):
             raise ValueError(f"top_k={self.top_k} must be a whole number of tokens, at least 1, or None for all")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be over 0 and at most 1, or None for all")
@@ -65,7 +71,9 @@ def sample(logits: Float[Array, "B V"], keys: Key[Array, "B"] | None, options: S
         given = None if keys is None else f"{keys.dtype}{list(keys.shape)}"
         raise ValueError(f"keys={given} must be {logits.shape[0]} typed keys, one per row: jax.random.split(key, B)")
 
-    scaled = logits.astype(jnp.float32) / options.temperature
+    scaled = logits.astype(jnp.float32)
+    # By distance to the best: at low temperatures the logits themselves would be infinite.
+    scaled = (scaled - jnp.max(scaled, axis=-1, keepdims=True)) / options.temperature
     top_p = 1.0 if options.top_p is None else options.top_p
     if options.top_k is None and top_p == 1:
         return _categorical(keys, scaled)

@@ -1,35 +1,33 @@
 """Generations on disk: a run that is killed goes on where its last save stands, and a compressed prefix is read once
 and continued many times.
 
-A directory holds one run: `states/STEP` for every save that is kept, and `parameters` of the model, written once. Orbax
-writes beside what is there and renames at the end: a save that is cut off leaves the one before it. What a state
-belongs to is saved with it, and a state of another format, model, policy, size or run is refused, with what differs.
+A directory holds one run: `states`, which are `numbered_saves`, and `parameters` of the model, written once. What a
+state belongs to is saved with it, and a state of another format, model, policy, size or run is refused, with what
+differs.
 """
 
 import dataclasses
-import functools
 import json
 import pathlib
-import weakref
+import shutil
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 import kvjax
 from kvjax.memory import on_host
+from kvjax_models import durable, identity
 from kvjax_models.generate import GenerationState, Generator
 from kvjax_models.llama import Llama
+from kvjax_models.numbered_saves import NumberedSaves, write_arrays
 
 # Of what is written: raised with every change of a state's fields or their meaning.
-FORMAT = 3
-# What parameters, which do not change, came to: they need not be read at every save.
-_CHECKSUMS: weakref.WeakKeyDictionary[Llama, int] = weakref.WeakKeyDictionary()
+FORMAT = 4
 
 
 class Saved(NamedTuple):
@@ -50,7 +48,12 @@ class SavedStates:
 
     def __init__(self, directory: str | pathlib.Path, keep: int = 2):
         self.directory = pathlib.Path(directory).absolute()
-        self.keep = keep
+        self._states = NumberedSaves(self.directory / "states", keep)
+        self._has_parameters = False  # whether those on disk are known to be the model's, and whole
+
+    def claim(self, *, fresh: bool = False) -> None:
+        """Takes the right to write: best before the work that is to be saved. See `NumberedSaves.claim`."""
+        self._states.claim(fresh=fresh)
 
     def save(
         self,
@@ -63,80 +66,108 @@ class SavedStates:
         """Writes a settled state (as `Generator` returns them), and the parameters if they are not there.
 
         Args:
-            step: orders the states of a run, such as the tokens written so far.
+            step: orders the states of a run, such as the tokens written so far; newer than those that are there.
             run: what else must be the same where the state is used again, in terms of JSON.
             notes: what goes with the state, in terms of JSON, such as the tokens written so far.
+
+        Raises:
+            ValueError: for a step that is not newer than what is there, or parameters of another model.
+            OSError: where it could not be written, or another process writes here; what was there is as it was.
         """
-        # All processes write their parts, or none: the first one says which.
-        if not multihost_utils.broadcast_one_to_all(np.asarray(self._parameters.exists())):
-            with ocp.StandardCheckpointer() as checkpointer:
-                checkpointer.save(self._parameters, _plain(generator.model))
-        items = {
-            "state": ocp.args.StandardSave(_plain(state)),
-            "belongs": ocp.args.JsonSave(_belonging(generator, run)),
-            "notes": ocp.args.JsonSave(dict(notes or {})),
-        }
-        self._states.save(step, args=ocp.args.Composite(**items))
+        self.claim()
+        if not self._has_parameters:
+            self._save_parameters(generator.model)
+            self._has_parameters = True
+        self._states.save(step, _plain(state), _belonging(generator, run), dict(notes or {}))
 
     def restore(self, generator: Generator, run: Mapping[str, Any] | None = None) -> Saved:
-        """The newest state, in the places where a fresh one of the generator would lie.
+        """The newest state that is whole, in the places where a fresh one of the generator would lie. Where newer ones
+        are damaged, it says so.
 
         Raises:
             FileNotFoundError: where nothing is saved.
-            ValueError: for a state of another format, model, policy, size or run, with what differs.
+            ValueError: where no state is whole; for a state of another format, model, policy, size or run, with what
+                differs.
         """
-        step = self._newest()
-        self._check(_belonging(generator, run), self._belongs(step), step)
+        step = self._states.newest()
+        self._check(_belonging(generator, run), self._states.belongs(step), step)
         fresh = generator.start()
-        items = {"state": ocp.args.StandardRestore(_abstract(fresh)), "notes": ocp.args.JsonRestore()}
-        restored = self._states.restore(step, args=ocp.args.Composite(**items))
-        return Saved(step, _like(fresh, restored.state), restored.notes)
+        return Saved(step, _like(fresh, self._states.arrays(step, _abstract(fresh))), self._states.notes(step))
 
     def sizes(self) -> dict[str, Any]:
         """Of the newest state: the arguments of `Generator` of these names.
 
         Raises:
             FileNotFoundError: where nothing is saved.
+            ValueError: where no state is whole.
         """
-        return self._belongs(self._newest())["sizes"]
+        return self._states.belongs(self._states.newest())["sizes"]
 
     def restore_parameters(self, model: Llama) -> Llama:
         """The model with the parameters of the run, where `model` has its own, which may be abstract.
 
         Raises:
             FileNotFoundError: where none are saved.
+            ValueError: where they are damaged.
         """
         if not self._parameters.exists():
             raise FileNotFoundError(f"{self.directory} holds no parameters")
+        durable.first_does(self._check_parameters)
         with ocp.StandardCheckpointer() as checkpointer:
-            return _like(model, checkpointer.restore(self._parameters, _abstract(model)))
-
-    @functools.cached_property
-    def _states(self) -> ocp.CheckpointManager:
-        # Decoding donates a state's buffers: they must be on disk before it goes on.
-        options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, enable_async_checkpointing=False)
-        return ocp.CheckpointManager(self.directory / "states", options=options)
+            return _like(model, checkpointer.restore(self._parameters / "arrays", _abstract(model)))
 
     @property
     def _parameters(self) -> pathlib.Path:
         return self.directory / "parameters"
 
-    def _newest(self) -> int:
-        step = self._states.latest_step() if self.directory.exists() else None
-        if step is None:
-            raise FileNotFoundError(f"{self.directory} holds no saved state")
-        return step
+    def _save_parameters(self, model: Llama) -> None:
+        """Writes the parameters, or holds those that are there against the model's."""
+        own, partial = identity.of_model(model), self._parameters.with_suffix(".partial")
+        # All processes write their parts, or none: the first one says which.
+        there = self._parameters.exists()
+        if jax.distributed.is_initialized():
+            there = bool(multihost_utils.broadcast_one_to_all(np.asarray(there)))
 
-    def _belongs(self, step: int) -> dict[str, Any]:
-        return self._states.restore(step, args=ocp.args.Composite(belongs=ocp.args.JsonRestore())).belongs
+        def begin() -> None:
+            if there:
+                self._check_parameters()
+                if (found := (self._parameters / "model").read_text(encoding="utf-8")) != own:
+                    raise ValueError(f"{self._parameters} is of model {found}, not {own}: give another directory")
+            else:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir()
+                durable.write_text(partial / "model", own)
+
+        def finish() -> None:
+            durable.seal(partial)
+            partial.rename(self._parameters)
+            durable.sync(self.directory)
+
+        durable.first_does(begin)
+        if not there:
+            try:
+                write_arrays(partial / "arrays", _plain(model))
+                durable.first_does(finish)
+            except OSError as error:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise OSError(f"the parameters could not be saved to {self.directory}: {error}") from error
+
+    def _check_parameters(self) -> None:
+        if (problem := durable.damage(self._parameters)) is not None:
+            raise ValueError(f"{self._parameters}: {problem}")
 
     def _check(self, expected: Mapping[str, Any], found: Mapping[str, Any], step: int) -> None:
-        expected = json.loads(json.dumps(expected))  # tuples are lists there
-        # Nothing else can be compared between formats.
-        names = ["format"] if expected["format"] != found.get("format") else list(expected)
-        if wrong := [name for name in names if expected[name] != found.get(name)]:
-            differences = "; ".join(f"{name} is {_differing(found.get(name), expected[name])}" for name in wrong)
+        if differences := differing(expected, found):
             raise ValueError(f"the state of step {step} in {self.directory} is not of this run: {differences}")
+
+
+def differing(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
+    """What is not as expected of what a save belongs to, with both values; None where nothing is."""
+    expected = json.loads(json.dumps(expected))  # tuples are lists there
+    # Nothing else can be compared between formats.
+    names = ["format"] if expected["format"] != found.get("format") else list(expected)
+    wrong = [name for name in names if expected[name] != found.get(name)]
+    return "; ".join(f"{name} is {_differing(found.get(name), expected[name])}" for name in wrong) or None
 
 
 def _belonging(generator: Generator, run: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -147,33 +178,12 @@ def _belonging(generator: Generator, run: Mapping[str, Any] | None) -> dict[str,
 def describe(generator: Generator) -> dict[str, Any]:
     """What a state of the generator belongs to, in terms of JSON."""
     state = jax.eval_shape(generator.start)
-    if generator.model not in _CHECKSUMS:
-        _CHECKSUMS[generator.model] = checksum(generator.model)
     return {
-        "model": {**dataclasses.asdict(generator.config), "parameters": _CHECKSUMS[generator.model]},
+        "model": {**dataclasses.asdict(generator.config), "sha256": identity.of_model(generator.model)},
         "policy": [kvjax.describe(policy) for policy in generator.policies],
         "sizes": {name: getattr(generator, name) for name in ("batch", "max_prompt", "max_new", "streaming")},
         "arrays": {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in _plain(state).items()},
     }
-
-
-def checksum(parameters: Any) -> int:
-    """A number that parameters of other values hardly share; the same however they are sharded."""
-    return int(_checksum(_plain(parameters)))
-
-
-@jax.jit
-def _checksum(arrays: dict[str, Array]) -> Int[Array, ""]:
-    # Whole numbers, of which a sum is the same in any order.
-    total = jnp.uint32(0)
-    for x in arrays.values():
-        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
-        place = sum(
-            jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(2654435761 + 2 * axis)
-            for axis in range(x.ndim)
-        )
-        total = total * jnp.uint32(31) + jnp.sum(bits * (place + 1), dtype=jnp.uint32)
-    return total
 
 
 def _plain(tree: Any) -> dict[str, Any]:

@@ -15,16 +15,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from kvjax.collectives import PARTS, TENSOR
-from kvjax.sharding import DATA, HEADS
+from kvjax.sharding import DATA, HEADS, check_axes
 from kvjax_models.llama import Llama, LlamaConfig
 
-# Which axis of a parameter is cut, by the names of its module and of itself: a kernel [in, out] along what it gives,
-# and behind that, along what it takes. All others lie whole on every device.
+# Which axis of a parameter is cut, from its last one, by the names of its module and of itself: a kernel [in, out] (or
+# one per expert) along what it gives, and behind that, along what it takes. All others lie whole on every device.
 _CUT = {
-    **{(module, "kernel"): 1 for module in ("query", "key", "value", "gate", "up", "head")},
-    **{(module, "bias"): 0 for module in ("query", "key", "value", "gate", "up")},
-    **{(module, "kernel"): 0 for module in ("output", "down")},
-    ("embedding", "embedding"): 0,
+    **{(module, "kernel"): -1 for module in ("query", "key", "value", "gate", "up", "head")},
+    **{(module, "bias"): -1 for module in ("query", "key", "value", "gate", "up")},
+    **{(module, "kernel"): -2 for module in ("output", "down")},
+    ("embedding", "embedding"): -2,
 }
 
 
@@ -63,7 +63,8 @@ def attend_apart(attend: Callable[..., Array], mesh: Mesh, *given: PartitionSpec
 
 def parameter_shardings(parameters: Any, config: LlamaConfig, mesh: Mesh) -> Any:
     """Where every parameter lies, as a tree like theirs (arrays or abstract ones). What the devices do not divide lies
-    whole on those that it cannot be divided among."""
+    whole on those that it cannot be divided among. Raises a ValueError for a mesh whose axes are named otherwise."""
+    check_axes(mesh)
     # Heads stay whole.
     heads = {
         "query": config.query_heads,
@@ -77,6 +78,7 @@ def parameter_shardings(parameters: Any, config: LlamaConfig, mesh: Mesh) -> Any
         axis = _CUT.get((module, name))
         if axis is None:
             return NamedSharding(mesh, PartitionSpec())
+        axis += leaf.ndim
         parts = heads.get(module, leaf.shape[axis])
         ways: tuple[tuple[str, ...], ...] = ((TENSOR, PARTS), (TENSOR,), ())
         along = next(names for names in ways if parts % math.prod(mesh.shape[one] for one in names) == 0)

@@ -1,15 +1,17 @@
 """Text to and from the tokens of a Hugging Face directory, with its chat template and text streamed token by token."""
 
 import dataclasses
-import datetime
 import itertools
-import json
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import tokenizers
+
+from kvjax_models import chat_template, files
+
+T = TypeVar("T")
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -45,12 +47,17 @@ class Tokenizer:
         """The tokens of a text; with `add_bos` after what the checkpoint puts first, which may be nothing (Qwen).
 
         Special tokens written out in the text become those tokens. No end-of-text token is ever added.
+
+        Raises:
+            ValueError: for a text that the tokenizer cannot encode.
         """
-        return [*(self.prefix if add_bos else ()), *self.backend.encode(text, add_special_tokens=False).ids]
+        encoded = _guarded("the tokenizer cannot encode this text", self.backend.encode, text, add_special_tokens=False)
+        return [*(self.prefix if add_bos else ()), *encoded.ids]
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of tokens, with no spaces tidied away; bytes that are no character give U+FFFD."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+        decode = self.backend.decode
+        return _guarded("the tokenizer cannot decode these tokens", decode, list(ids), skip_special_tokens=skip_special)
 
     def stream(self, ids: Iterable[int], context: Sequence[int] = (), skip_special: bool = True) -> Iterator[str]:
         """Pieces of text as tokens arrive, whole characters only; joined they are the text. See `Streamer`."""
@@ -67,21 +74,16 @@ class Tokenizer:
         The text has its own BOS token where the template writes one: `encode` it without another, or use `apply_chat`.
 
         Raises:
-            ValueError: the checkpoint has no chat template, or the template refuses these messages.
+            ValueError: the checkpoint has no chat template, or the template refuses these messages, or takes more time
+                or memory than any that is meant well (see `chat_template`).
         """
         if self.chat_template is None:
             raise ValueError(
                 "this checkpoint has no chat template (chat_template in tokenizer_config.json, or chat_template.jinja);"
                 " encode plain text, or use an instruction-tuned checkpoint"
             )
-        import jinja2  # only chats need it
-
-        try:
-            template = _template_environment().from_string(self.chat_template)
-            variables = {"messages": messages, "tools": None, "documents": None, **self.named}
-            return template.render(variables, add_generation_prompt=add_generation_prompt)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
+        variables = {"messages": messages, "tools": None, "documents": None, **self.named}
+        return chat_template.render(self.chat_template, variables | {"add_generation_prompt": add_generation_prompt})
 
     def apply_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """The tokens of `chat_text`."""
@@ -160,24 +162,40 @@ def load(directory: str | os.PathLike) -> Tokenizer:
     """
     directory = pathlib.Path(directory)
     path = directory / "tokenizer.json"
-    if not path.exists():
+    if not files.there(directory, path.name):
         raise FileNotFoundError(f"{path} is not there; a SentencePiece model alone (tokenizer.model) must be converted")
-    try:
-        backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"{path} is not a tokenizer: {error}") from error
+    text = files.read_text(directory, path.name)
+    backend = _guarded(f"{path} is not a tokenizer", tokenizers.Tokenizer.from_str, text)
     # A tokenizer.json keeps the settings of its last use in training, which would cut or pad our texts.
     backend.no_truncation()
     backend.no_padding()
-    settings = _read_json(directory / "tokenizer_config.json")
-    named = _named_tokens(_read_json(directory / "special_tokens_map.json") | settings)
+    settings = _read_optional(directory, "tokenizer_config.json")
+    named = _named_tokens(_read_optional(directory, "special_tokens_map.json") | settings)
+    add_bos = settings.get("add_bos_token")
+    if add_bos is not None and not isinstance(add_bos, bool):
+        raise ValueError(f"{directory / 'tokenizer_config.json'}: add_bos_token={add_bos!r}; it must be true or false")
     return Tokenizer(
         backend,
-        prefix=_prefix(backend, settings.get("add_bos_token"), named.get("bos_token")),
+        prefix=_prefix(backend, add_bos, named.get("bos_token")),
         eos_ids=_eos_ids(directory, backend, named.get("eos_token")),
         named=named,
         chat_template=_chat_template(directory, settings),
     )
+
+
+def _guarded(problem: str, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    """What a function of the tokenizers library gives. It raises plain Exceptions, and where its Rust code panics, in a
+    regular expression say, what is not even one.
+
+    Raises:
+        ValueError: whatever it raises, with the problem.
+    """
+    try:
+        return function(*arguments, **named)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{problem}: {error}") from error
 
 
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -204,10 +222,14 @@ def _prefix(backend: tokenizers.Tokenizer, add_bos_token: bool | None, bos_token
 
 def _eos_ids(directory: pathlib.Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
     """Where generation ends: generation_config.json's word first, as in transformers."""
-    for name in ("generation_config.json", "config.json"):
-        ids = _read_json(directory / name).get("eos_token_id")
-        if ids is not None:
-            return (ids,) if isinstance(ids, int) else tuple(ids)
+    for home, name in ((directory, "generation_config.json"), (files.whole(directory), "config.json")):
+        ids = _read_optional(home, name).get("eos_token_id")
+        if ids is None:
+            continue
+        listed = ids if isinstance(ids, list) else [ids]
+        if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in listed):
+            raise ValueError(f"{directory / name}: eos_token_id={ids!r}; give a token's number, or a list of them")
+        return tuple(listed)
     return () if eos_token is None else (_token_id(backend, eos_token, "eos_token"),)
 
 
@@ -220,50 +242,17 @@ def _token_id(backend: tokenizers.Tokenizer, token: str | None, what: str) -> in
 
 def _chat_template(directory: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
     """The template's own file first, as in transformers; of several named ones the one called "default"."""
-    file = directory / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
+    if files.there(directory, "chat_template.jinja"):
+        return files.read_text(directory, "chat_template.jinja")
     template = settings.get("chat_template")
     if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}.get("default")
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        template = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"{directory / 'tokenizer_config.json'}: chat_template is {type(template).__name__}, no text")
     return template
 
 
-def _template_environment():
-    """The Jinja environment that transformers gives chat templates: they are code from a file, hence the sandbox."""
-    import jinja2.ext
-    import jinja2.sandbox
-
-    class GenerationTag(jinja2.ext.Extension):
-        """{% generation %} marks what an assistant wrote, for training; here it is only its contents."""
-
-        tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
-
-        def parse(self, parser):
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str):
-        raise jinja2.TemplateError(message)
-
-    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        # Jinja's own filter escapes HTML.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
-    return environment
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
+def _read_optional(directory: pathlib.Path, name: str) -> dict[str, Any]:
     """An optional file's object, {} where there is none."""
-    if not path.exists():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    return files.read_object(directory, name) if files.there(directory, name) else {}

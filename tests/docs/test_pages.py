@@ -21,9 +21,12 @@ from kvjax_models.llama import Llama, LlamaConfig
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
-PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if path.parent.name != "papers")
+PAGES = sorted(
+    path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if path.parent.name not in ("papers", "adapters")
+)
 BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
-# The notebook is run by tests/kvjax/test_write_a_policy.py, and by every build.
+# The notebook is run by tests/kvjax/test_write_a_policy.py, and by every build; pages of adapters by tests/adapters,
+# beside the packages that they are for.
 WITH_PYTHON = [page for page in PAGES if BLOCK.search((DOCS / page).read_text())]
 
 

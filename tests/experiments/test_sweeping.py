@@ -36,7 +36,7 @@ def test_what_is_refused_is_left_out_with_its_reason(capsys):
 
 @pytest.mark.parametrize("together", [1, 2, 8])
 def test_a_setting_that_is_refused_while_it_runs_ends_no_sweep(tmp_path, capsys, together):
-    options = sweeping.Settings(together=together, model="none")
+    options = sweeping.Settings(together=together)
     # The second cannot even be made of its budget.
     chosen = settings.settings(["uniform", "chelsea@10", "subgen", "h2o"], ["5%"])
     ran = []

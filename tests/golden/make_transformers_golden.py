@@ -1,7 +1,8 @@
 """Writes tests/golden/transformers: a small checkpoint per family with what transformers computes from it.
 
-Needs torch and transformers: `python -m tests.golden.make_transformers_golden` from the repository root. Each family's
-directory is a Hugging Face checkpoint (bfloat16) and `golden.npz`:
+Needs torch and transformers: `python -m tests.golden.make_transformers_golden` from the repository root, for all
+families or those that are named behind it. Each family's directory is a Hugging Face checkpoint (bfloat16) and
+`golden.npz`:
 
     tokens    [2, 48] int64      random input
     logits    [2, 48, 64] float32
@@ -12,6 +13,7 @@ directory is a Hugging Face checkpoint (bfloat16) and `golden.npz`:
 """
 
 import pathlib
+import sys
 
 import numpy as np
 import torch
@@ -59,4 +61,5 @@ def write(family: families.Family) -> None:
 
 if __name__ == "__main__":
     for each in families.GOLDEN:
-        write(each)
+        if each.name in (sys.argv[1:] or [each.name]):
+            write(each)

@@ -26,6 +26,7 @@ _SIZES = {
     "max_position_embeddings": 128,
     "bos_token_id": None,
     "eos_token_id": None,
+    "pad_token_id": None,
 }
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -35,6 +36,7 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +64,76 @@ QWEN2 = _family(
 )
 QWEN3 = _family("qwen3", "Qwen3", head_dim=16, tie_word_embeddings=False)
 
-GOLDEN = (LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3)
+GEMMA = _family("gemma", "Gemma", head_dim=16)
+GEMMA2 = _family(
+    "gemma2", "Gemma2", head_dim=16, sliding_window=8, query_pre_attn_scalar=24, attn_logit_softcapping=6.0,
+    final_logit_softcapping=12.0,
+)  # fmt: skip
+GEMMA3 = _family(
+    "gemma3", "Gemma3", head_dim=16, sliding_window=8, query_pre_attn_scalar=24,
+    layer_types=["sliding_attention", "full_attention"],
+    rope_parameters={
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    },
+)  # fmt: skip
+GEMMA3 = dataclasses.replace(GEMMA3, config_class="Gemma3TextConfig")
+QWEN3_MOE = _family(
+    "qwen3_moe", "Qwen3Moe", head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=12,
+    norm_topk_prob=True, tie_word_embeddings=False,
+)  # fmt: skip
+MIXTRAL = _family(
+    "mixtral", "Mixtral", intermediate_size=16, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False
+)
+GPT_OSS = _family(
+    "gpt_oss", "GptOss", head_dim=16, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2,
+    sliding_window=8, rope_parameters=_YARN | {"truncate": False}, tie_word_embeddings=False,
+)  # fmt: skip
+GLM = _family("glm", "Glm", head_dim=16, tie_word_embeddings=False)
+GLM4 = _family("glm4", "Glm4", head_dim=16, tie_word_embeddings=False)
+# Past its original context from the first prompt on: transformers looks anew at each step where it is not.
+PHI3 = _family(
+    "phi3", "Phi3", partial_rotary_factor=0.75, original_max_position_embeddings=4, tie_word_embeddings=False,
+    sliding_window=24,
+    rope_parameters={
+        "rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0] * 3, "long_factor": [1.5, 2.0, 4.0],
+    },
+)  # fmt: skip
+OLMO2 = _family("olmo2", "Olmo2", tie_word_embeddings=False)
+OLMO3 = _family(
+    "olmo3", "Olmo3", sliding_window=8, layer_types=["sliding_attention", "full_attention"], tie_word_embeddings=False
+)
+SMOLLM3 = _family("smollm3", "SmolLM3", no_rope_layers=[1, 0], rope_parameters=_YARN)
+GRANITE = _family(
+    "granite", "Granite", embedding_multiplier=2.0, residual_multiplier=0.5, logits_scaling=1.5,
+    attention_multiplier=0.6, tie_word_embeddings=False,
+)  # fmt: skip
+MINISTRAL = _family(
+    "ministral", "Ministral", head_dim=16, sliding_window=8, layer_types=["sliding_attention", "full_attention"],
+    tie_word_embeddings=False,
+)  # fmt: skip
+
+GOLDEN = (
+    LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, QWEN3_MOE, MIXTRAL, GPT_OSS, GLM, GLM4, PHI3, OLMO2,
+    OLMO3, SMOLLM3, GRANITE, MINISTRAL,
+)  # fmt: skip
+# Both ways of tying, where the golden file has one.
+_TIED_OR_NOT = (LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3)
 LIVE = (
     *GOLDEN,
     *(f.but(f"{f.name}-{'untied' if f.values['tie_word_embeddings'] else 'tied'}",
-            tie_word_embeddings=not f.values["tie_word_embeddings"]) for f in GOLDEN),
+            tie_word_embeddings=not f.values["tie_word_embeddings"]) for f in _TIED_OR_NOT),
     LLAMA2.but("llama-linear", rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
+    LLAMA2.but("llama-yarn", rope_parameters=_YARN | {"mscale": 0.8, "mscale_all_dim": 0.5}),
+    LLAMA2.but("llama-dynamic", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}),
+    GEMMA2.but("gemma2-biases", attention_bias=True, sliding_window=3),
+    QWEN3_MOE.but("qwen3_moe-dense-layer", norm_topk_prob=False, mlp_only_layers=[0], attention_bias=True),
+    QWEN3_MOE.but("qwen3_moe-window", use_sliding_window=True, sliding_window=8, decoder_sparse_step=2),
+    MIXTRAL.but("mixtral-window", sliding_window=8),
+    GPT_OSS.but("gpt_oss-all-experts", num_experts_per_tok=4),
+    PHI3.but("phi3-short", original_max_position_embeddings=128, sliding_window=None),
+    OLMO2.but("olmo2-biases", attention_bias=True),
+    SMOLLM3.but("smollm3-window", use_sliding_window=True, sliding_window=8),
     LLAMA2.but("llama-biases", attention_bias=True, mlp_bias=True),
     MISTRAL.but("mistral-full", sliding_window=None),
     QWEN2.but("qwen2-full", use_sliding_window=False),
@@ -87,6 +153,8 @@ def write(family: Family, directory: pathlib.Path, seed: int = 0, bfloat16: bool
     import transformers
 
     config = getattr(transformers, family.config_class)(**family.values)
+    # The one implementation that caps logits and knows sinks; others leave them out in silence.
+    config._attn_implementation = "eager"
     model = getattr(transformers, family.model_class)(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

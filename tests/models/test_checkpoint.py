@@ -25,6 +25,32 @@ CONFIGS = {
     "qwen2": dataclasses.replace(SMALL, qkv_bias=True, norm_epsilon=1e-6),
     "qwen2-window": dataclasses.replace(SMALL, qkv_bias=True, windows=(None, 8), tied_embeddings=True),
     "qwen3": dataclasses.replace(SMALL, query_key_norm=True, head_dim=8),
+    "ministral": dataclasses.replace(SMALL, windows=(None, 8)),
+    "gemma": dataclasses.replace(SMALL, norm_offset=1.0, embedding_scale=None, activation="gelu_tanh",
+                                 tied_embeddings=True),
+    "gemma2": dataclasses.replace(SMALL, norm_offset=1.0, embedding_scale=None, activation="gelu_tanh", norms="around",
+                                  attention_cap=50.0, logit_cap=30.0, attention_scale=24**-0.5, windows=(8, None)),
+    "gemma3_text": dataclasses.replace(SMALL, norm_offset=1.0, embedding_scale=None, activation="gelu_tanh",
+                                       norms="around", query_key_norm=True, windows=(8, None), window_rope_theta=100.0,
+                                       rope_scaling=RopeScaling("linear", 8.0)),
+    "qwen3_moe": dataclasses.replace(SMALL, query_key_norm=True, experts=6, experts_per_token=2, expert_width=10,
+                                     normalised_experts=False, dense_layers=(1,)),
+    "mixtral": dataclasses.replace(SMALL, experts=6, experts_per_token=2, expert_width=20),
+    "gpt_oss": dataclasses.replace(SMALL, qkv_bias=True, output_bias=True, mlp_bias=True, sinks=True, experts=6,
+                                   experts_per_token=2, expert_width=20, activation="clipped_swiglu",
+                                   windows=(8, None), rope_scaling=RopeScaling("yarn", 4.0, original_length=16,
+                                                                               truncate=False, attention_factor=1.2)),
+    "glm": dataclasses.replace(SMALL, head_dim=8, rotary_dim=4, qkv_bias=True),
+    "glm4": dataclasses.replace(SMALL, head_dim=8, rotary_dim=4, norms="around"),
+    "phi3": dataclasses.replace(SMALL, head_dim=8, rotary_dim=6, windows=(8, 8), rope_scaling=RopeScaling(
+        "longrope", 2.0, original_length=32, attention_factor=1.1, short_factors=(1.0,) * 3, long_factors=(2.0,) * 3)),
+    "olmo2": dataclasses.replace(SMALL, norms="after", query_key_norm=True, joint_query_key_norm=True),
+    "olmo3": dataclasses.replace(SMALL, norms="after", query_key_norm=True, joint_query_key_norm=True,
+                                 windows=(8, None), rope_scaling=RopeScaling("yarn", 4.0, original_length=16),
+                                 window_rope_theta=10000.0),
+    "smollm3": dataclasses.replace(SMALL, unrotated=(1,), mlp_bias=True),
+    "granite": dataclasses.replace(SMALL, embedding_scale=12.0, residual_scale=0.22, logit_divisor=8.0,
+                                   attention_scale=0.0625),
     "qwen3-window": dataclasses.replace(SMALL, query_key_norm=True, qkv_bias=True, output_bias=True, windows=(8, None)),
 }  # fmt: skip
 LLAMA = {
@@ -89,7 +115,7 @@ def test_round_trip(name, tmp_path):
     loaded = checkpoint.load(tmp_path)
     assert loaded.config == original.config
     assert_same(loaded, original)
-    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == name.split("-")[0]
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == name.partition("-")[0]
 
 
 def test_linear_weights_are_turned_and_named_as_in_transformers(saved):
@@ -126,7 +152,7 @@ def test_shards_and_replaces_what_was_there(tmp_path):
     assert all(sum(tensor.nbytes for tensor in read_tensors(shard).values()) <= 4000 for shard in shards)
     assert_same(checkpoint.load(tmp_path), original)
     checkpoint.save(tmp_path, original)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["config.json", "model.safetensors"]
     assert_same(checkpoint.load(tmp_path), original)
 
 
@@ -142,7 +168,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(saved):
     for limit in (checkpoint.MAX_SHARD_BYTES, 4000):
         with pytest.raises(ValueError, match=r"model\.norm\.weight has values that are not finite as float32"):
             checkpoint.save(saved, broken, max_shard_bytes=limit)
-    assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in saved.glob("[!.]*")) == ["config.json", "model.safetensors"]
     assert_same(checkpoint.load(saved), model(SMALL))
 
 
@@ -159,7 +185,6 @@ def test_writes_where_generation_ends(tmp_path, eos):
     [
         {"query_key_norm": True, "mlp_bias": True},
         {"output_bias": True},
-        {"windows": (None, 8)},
         {"windows": (4, 8)},
         {"query_key_norm": True, "windows": (4, 8)},
     ],
@@ -219,25 +244,26 @@ def test_which_layers_slide(tmp_path, values, windows):
 @pytest.mark.parametrize(
     "values, message",
     [
-        (LLAMA | {"model_type": "gemma2"}, "model_type='gemma2' is not implemented; known: llama, mistral"),
+        (LLAMA | {"model_type": "mamba"}, "model_type='mamba' is not implemented; known: llama, mistral"),
+        (LLAMA | {"model_type": "deepseek_v3", "kv_lora_rank": 512}, "'deepseek_v3' keeps latents.*multi-head latent"),
         ({}, "model_type=None"),
         (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification.*for llama"),
         ({"model_type": "llama", "vocab_size": 8}, "missing keys: hidden_size, intermediate_size, num_hidden"),
-        (LLAMA | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type='yarn' is not implemented"),
-        (LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type='dynamic'"),
-        (LLAMA | {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type='longrope'"),
+        (LLAMA | {"rope_scaling": {"type": "xpos", "factor": 4.0}}, "rope_type='xpos' is not implemented"),
+        (LLAMA | {"rope_scaling": {"rope_type": "dynamic"}}, "rope_type='dynamic' lacks factor"),
+        (LLAMA | {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope' lacks short_factor"),
         (LLAMA | {"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear' lacks factor"),
         (LLAMA | {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
         (LLAMA | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        (LLAMA | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        (LLAMA | {"hidden_act": "relu"}, "hidden_act='relu'"),
         (LLAMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
         (LLAMA | {"final_logit_softcapping": 30.0, "num_local_experts": 8}, "final_logit_softcapping.*num_local_exp"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config"),
         (LLAMA | {"num_key_value_heads": 3}, "query_heads=4 must be a multiple of kv_heads=3"),
         (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*for mistral"),
         (QWEN2 | {"layer_types": ["chunked_attention"] * 3}, "layer_types=.*chunked_attention"),
-        (QWEN2 | {"layer_types": ["sliding_attention"] * 3}, "sliding_window=None must be"),
+        (QWEN2 | {"layer_types": ["sliding_attention"] * 3}, "sliding_window=None: it must be"),
         (QWEN2 | {"layer_types": ["sliding_attention"], "use_sliding_window": True}, "layer_types names 1 layers"),
     ],
 )

@@ -58,13 +58,15 @@ def test_generate_goes_on_where_its_newest_save_stands(kvjax, tmp_path):
         "--policy=exact:compact_every=4", f"--save_dir={tmp_path / 'run'}", "--save_every=4",
     )  # fmt: skip
     whole = kvjax(*words)
-    saves = sorted((tmp_path / "run" / "states").iterdir(), key=lambda path: int(path.name))
+    saves = sorted((tmp_path / "run" / "states").glob("[0-9]*"), key=lambda path: int(path.name))
     shutil.rmtree(saves[-1])  # as if it had been killed before its end
     resumed = kvjax(*words, "--resume")
     assert "tokens restored in" in resumed.err
     assert resumed.out == whole.out
     with pytest.raises(SystemExit, match="run is {'seed': 0}, not {'seed': 1}"):
         kvjax(*words, "--resume", "--seed=1")
+    with pytest.raises(SystemExit, match="holds saves already, of step .*: resume from them"):
+        kvjax(*words)
 
 
 def test_generate_continues_a_saved_prefix(kvjax, asked, tmp_path):
@@ -74,6 +76,8 @@ def test_generate_continues_a_saved_prefix(kvjax, asked, tmp_path):
         "generate", MODEL, f"--prompt_file={tmp_path / 'context.txt'}", "--max_new_tokens=64",
         f"--save_prefix={tmp_path / 'read'}",
     )  # fmt: skip
+    with pytest.raises(SystemExit, match="holds saves already, of step 0"):
+        kvjax("generate", MODEL, "--prompt=another text", f"--save_prefix={tmp_path / 'read'}")
     question = f"--prompt_file={tmp_path / 'question.txt'}"
     done = kvjax("generate", MODEL, f"--prefix={tmp_path / 'read'}", question, question, "--max_new_tokens=8")
     answers = done.out.split(f"== {tmp_path / 'question.txt'}\n")[1:]

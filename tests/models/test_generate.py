@@ -413,7 +413,7 @@ def test_prefill_memory_grows_with_the_prompt_not_its_square():
 
     def temporary(tokens):
         x, lengths = jax.ShapeDtypeStruct((1, tokens, 32), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32)
-        lowered = prefill.prefill_layer.lower(layer, model().config, None, 256, 0, x, lengths)
+        lowered = prefill.prefill_layer.lower(layer, model().config.rotary(), None, 256, 0, x, lengths)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(2048) <= 4.5 * temporary(512)

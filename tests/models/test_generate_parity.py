@@ -1,12 +1,14 @@
 """Greedy continuations under the exact policy against transformers' own generation."""
 
 import pathlib
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
+import kvjax_models
 from experiments.training import mixture
 from kvjax_models import checkpoint, generate
 from kvjax_models.tokenizer import load as load_tokenizer
@@ -27,12 +29,19 @@ def continuation(directory, prompts: np.ndarray) -> np.ndarray:
     return np.array(rows)
 
 
-@pytest.mark.parametrize("family", families.GOLDEN, ids=lambda family: family.name)
-def test_golden_greedy_tokens(family):
-    with np.load(GOLDEN / family.name / "golden.npz") as arrays:
+# The others' tokens follow from their logits, which test_parity compares, and from these.
+QUICK = ("llama2", "llama31", "mistral", "qwen2", "qwen3", "gemma3", "gpt_oss")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one.name, marks=[] if one.name in QUICK else pytest.mark.heavy) for one in families.GOLDEN],
+)
+def test_golden_greedy_tokens(name):
+    with np.load(GOLDEN / name / "golden.npz") as arrays:
         prompt, expected = arrays["prompt"], arrays["greedy"]
     assert expected.shape[1] == NEW_TOKENS
-    np.testing.assert_array_equal(continuation(GOLDEN / family.name, prompt), expected)
+    np.testing.assert_array_equal(continuation(GOLDEN / name, prompt), expected)
 
 
 def test_live_greedy_tokens(hf_checkpoint):
@@ -42,6 +51,25 @@ def test_live_greedy_tokens(hf_checkpoint):
     with torch.no_grad():
         expected = model.generate(torch.tensor(prompt), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
     np.testing.assert_array_equal(continuation(directory, prompt), expected[:, prompt.shape[1] :].numpy())
+
+
+@pytest.mark.parametrize("family", [families.GEMMA3, families.QWEN3_MOE], ids=lambda family: family.name)
+def test_text_from_a_directory_that_transformers_made(family, tmp_path):
+    """README's five lines, beside a tokenizer: under exact what transformers writes, and through a quarter of it."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    shipped = next(path for path in SHIPPED if path.name == "kvjax-lm-2k")
+    families.write(family.but(family.name, vocab_size=4096, max_position_embeddings=512, eos_token_id=4095), tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(shipped / name, tmp_path)
+    text = "".join(f"line {number}: the code is {7 * number}\n" for number in range(20))
+    llm = kvjax_models.load(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    prompt = llm.encode(text)
+    with torch.no_grad():
+        asked = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+        expected = model.generate(torch.tensor([prompt]), **asked)[0, len(prompt) :].tolist()
+    assert llm.generate(text, max_new_tokens=24) == llm.tokenizer.decode(expected) != ""
+    assert llm.generate(text, policy="subgen:recent=16,compact_every=8", budget="25%", max_new_tokens=24)
 
 
 @pytest.mark.parametrize("directory", SHIPPED, ids=lambda directory: directory.name)

@@ -280,6 +280,31 @@ def test_a_mesh_may_have_names_of_its_own():
 
 
 @on_devices
+def test_a_mesh_of_other_names_is_refused_with_what_to_do():
+    users = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tp"))
+    lacks = "axes 'fsdp', 'tp' and lacks 'data', 'tensor', 'sequence': say which of them is which by .*rename_axes"
+    with pytest.raises(ValueError, match=lacks):
+        place(model(), users)
+    with pytest.raises(ValueError, match=lacks):
+        checkpoint.load(CHECKPOINT, mesh=users)
+    spec = kvjax.CacheSpec(batch=4, query_heads=8, kv_heads=4, head_dim=8, max_prompt=12, max_new=24)
+    with pytest.raises(ValueError, match=lacks):
+        kvjax.init(POLICIES["exact"], spec, jax.random.split(jax.random.key(0), 4), users)
+
+
+@on_devices
+def test_experts_and_sinks_on_a_mesh():
+    """The golden gpt-oss checkpoint, read right onto the mesh: experts in parts, a sink beside each head."""
+    directory = pathlib.Path(__file__).parents[1] / "golden" / "transformers" / "gpt_oss"
+    alone = checkpoint.load(directory, jax.numpy.float32)
+    mesh = kvjax.make_mesh(alone.config.kv_heads, data=2, tensor=4)
+    apart = checkpoint.load(directory, jax.numpy.float32, mesh)
+    gate = apart.layers[0].mlp.gate.kernel[...]
+    assert gate.sharding.shard_shape(gate.shape) == (4, 32, 4)  # a quarter of every expert's width
+    assert run(apart, POLICIES["exact"], streaming=False)[0] == run(alone, POLICIES["exact"], streaming=False)[0]
+
+
+@on_devices
 def test_more_devices_than_heads_along_an_axis_share_each_head():
     users = Mesh(np.array(jax.devices()), ("tp",))
     assert dict(rename_axes(users, 4, tensor="tp").shape) == {"tensor": 4, "sequence": 2, "data": 1}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from kvjax_models.configuration import parse
 from kvjax_models.llama import Llama, LlamaConfig, RopeScaling, rope_frequencies
 
 SMALL = LlamaConfig(
@@ -132,9 +133,59 @@ def test_rope_angles_of_transformers_at_long_context(head_dim, theta, factor):
     assert np.abs(difference).max() * 131072 < 1e-3
 
 
+SCALINGS = {
+    "yarn": {"factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 30.0},
+    "yarn-whole": {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+    "yarn-attention": {"factor": 4.0, "original_max_position_embeddings": 32768, "mscale": 0.707,
+                       "mscale_all_dim": 1.0},
+    "linear": {"factor": 8.0},
+    "dynamic": {"factor": 4.0},
+    "longrope": {"original_max_position_embeddings": 4096, "short_factor": list(np.linspace(1, 1.4, 32)),
+                 "long_factor": list(np.linspace(1, 60, 32))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [1000, 131072])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_rope_angles_of_transformers_for_every_scaling(name, tokens):
+    """At a context of 131,072 tokens, in texts short and long; the factor of attention, too."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind, longest = name.partition("-")[0], 65536
+    rope = {"rope_type": kind, "rope_theta": 10000.0, **SCALINGS[name]}
+    sizes = {"vocab_size": 24, "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 1,
+             "num_attention_heads": 4, "max_position_embeddings": longest}  # fmt: skip
+    theirs = transformers.LlamaConfig(**sizes, rope_parameters=dict(rope))
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](theirs, "cpu", seq_len=tokens)
+    rotary = parse({"model_type": "llama", **sizes, "rope_scaling": rope}).rotary(0, tokens)
+    np.testing.assert_allclose(rotary.frequencies, frequencies.numpy(), rtol=2e-7)  # a unit in the last place
+    assert rotary.factor == pytest.approx(factor)
+
+
+def test_a_sequence_has_the_frequencies_of_the_length_that_it_may_grow_to():
+    scaling = RopeScaling("longrope", 4.0, original_length=16, short_factors=(1.0, 1.0), long_factors=(2.0, 8.0))
+    config = dataclasses.replace(SMALL, rope_scaling=scaling)
+    plain = np.asarray(SMALL.rotary().frequencies)
+    np.testing.assert_allclose(config.rotary(0, 16).frequencies, plain)
+    np.testing.assert_allclose(config.rotary(0, 17).frequencies, plain / [2, 8])
+    assert config.rotary() == config.rotary(0, SMALL.max_length)
+    dynamic = dataclasses.replace(SMALL, rope_scaling=RopeScaling("dynamic", 2.0, original_length=16))
+    np.testing.assert_allclose(dynamic.rotary(0, 3).frequencies, plain)
+    # Twice the length: the base is 3 times as large, to the power of 4 / (4 - 2).
+    np.testing.assert_allclose(dynamic.rotary(0, 32).frequencies, [1, (10000.0 * 9) ** -0.5], rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
+        ({"rotary_dim": 3}, "rotary_dim=3 must be even"),
+        ({"activation": "relu"}, "activation='relu'; known: silu, gelu"),
+        ({"norms": "none"}, "norms='none'; known: before, after, around"),
+        ({"experts": 2, "experts_per_token": 3}, r"experts_per_token=3 must lie in \[1, experts=2\]"),
+        ({"experts": 2, "experts_per_token": 1}, "expert_width=0; it must be at least 1"),
+        ({"rope_scaling": RopeScaling("longrope", 2.0, short_factors=(1.0,))}, "short_factors has 1 numbers; 2 pairs"),
         ({"query_heads": 3}, "query_heads=3 must be a multiple of kv_heads=2"),
         ({"head_dim": 5}, "head_dim=5 must be even"),
         ({"windows": (3,)}, "windows names 1 layers, the model has 2"),
@@ -146,5 +197,5 @@ def test_refuses_shapes_that_do_not_fit(changes, message):
 
 
 def test_refuses_an_unknown_rope_scaling():
-    with pytest.raises(ValueError, match="kind='yarn'.*'linear', 'llama3'"):
-        rope_frequencies(dataclasses.replace(SMALL, rope_scaling=RopeScaling("yarn", 2.0)))
+    with pytest.raises(ValueError, match="kind='xpos'.*linear, llama3, yarn, longrope, dynamic"):
+        RopeScaling("xpos", 2.0)

@@ -1,4 +1,5 @@
-"""RULER's tasks that need no downloaded data: needles, variables, common words and frequent words.
+"""RULER's tasks that need no downloaded data: needles, variables, common words and frequent words; `ruler_questions`
+has the other two.
 
 Templates, answer prefixes, answer lengths, task settings and scoring are RULER's (Hsieh et al. 2024, NVIDIA,
 https://github.com/NVIDIA/RULER, Apache-2.0); its word lists come from the `wonderwords` package, as there. Where RULER

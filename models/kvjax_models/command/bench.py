@@ -56,7 +56,9 @@ def measure(given: Bench, llm: LanguageModel, choices: list[PolicyChoice]) -> li
     room = (given.turns + 1) * given.tokens  # the first turn compiles
     found = []
     for choice in choices:
-        generator = llm.generator(choice, batch=given.batch, max_prompt=len(prompt), max_new=room)
+        generator = llm.generator(
+            choice, batch=given.batch, max_prompt=len(prompt), max_new=room, beyond_positions=True
+        )
         generator.eos = ()  # a row that ended would cost nothing
         _read(generator, prompt, given.seed)  # compiles
         begin = time.perf_counter()

@@ -72,6 +72,7 @@ class Conversation:
                 max_prompt=len(tokens),
                 max_new=self.given.context_tokens - len(tokens),
                 sampling=self.given.sampling,
+                beyond_positions=self.given.beyond_positions,
             )
             self.state = self.generator.start(self.given.seed)
         assert self.generator is not None

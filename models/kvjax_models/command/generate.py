@@ -18,6 +18,7 @@ import hashlib
 import time
 
 import kvjax
+from kvjax_models import identity
 from kvjax_models.command.options import WritingOptions, held, read_text, repeatable, say, tell
 from kvjax_models.generate import Generator, collect
 from kvjax_models.language_model import LanguageModel
@@ -58,6 +59,8 @@ def _check(given: Generate) -> None:
         raise ValueError("several texts go with --prefix only")
     if given.resume and given.save_dir is None:
         raise ValueError("--resume needs --save_dir")
+    if given.resume and given.save_prefix is not None:
+        raise ValueError("--resume goes with --save_dir alone")
     if given.prefix is not None and (given.save_dir is not None or given.save_prefix is not None):
         raise ValueError("--prefix goes with neither --save_dir nor --save_prefix")
     if given.max_new_tokens < 1 or given.save_every < 1:
@@ -67,6 +70,11 @@ def _check(given: Generate) -> None:
 
 def _continue_text(given: Generate, llm: LanguageModel, text: str) -> None:
     """Reads the text, and writes on; or reads and saves it."""
+    saved = None if given.save_dir is None else SavedStates(given.save_dir)
+    prefix = None if given.save_prefix is None else SavedStates(given.save_prefix)
+    for one in (saved, prefix):
+        if one is not None and not given.resume:
+            one.claim(fresh=True)
     prompt = _encoded(given, llm, text)
     writer = llm.generator(
         given.choice,
@@ -74,24 +82,26 @@ def _continue_text(given: Generate, llm: LanguageModel, text: str) -> None:
         max_new=given.max_new_tokens,
         sampling=given.sampling,
         streaming=given.streaming,
+        beyond_positions=given.beyond_positions,
     )
-    saved = None if given.save_dir is None else SavedStates(given.save_dir)
     run = {
         "prompt": hashlib.sha256(repr(prompt).encode()).hexdigest(),
         "sampling": dataclasses.asdict(writer.sampling),
         "seed": given.seed,
+        "tokenizer": identity.of_tokenizer(llm.tokenizer),
     }
     begin = time.perf_counter()
     written: list[int] = []
     if saved is not None and given.resume:
         _, state, notes = saved.restore(writer, run)
+        saved.claim()
         written = notes["tokens"]
     else:
         state = writer.read(writer.start(given.seed), [prompt])
     state.logits.block_until_ready()
     prefilled = time.perf_counter()
-    if given.save_prefix is not None:
-        SavedStates(given.save_prefix).save(0, writer, state, notes={"tokens": len(prompt)})
+    if prefix is not None:
+        prefix.save(0, writer, state, _of_prefix(llm), {"tokens": len(prompt)})
         tell(f"[{given.choice}: {len(prompt)} tokens read and saved; {held(writer, state)}]")
         return
     streamer = Streamer(llm.tokenizer, context=prompt)
@@ -120,12 +130,18 @@ def _continue_text(given: Generate, llm: LanguageModel, text: str) -> None:
 def _continue_prefix(given: Generate, llm: LanguageModel, saved: SavedStates, texts: list[str]) -> None:
     """Reads every text behind one saved prefix, all side by side, and writes on."""
     sizes = saved.sizes()
-    alone = llm.generator(given.choice, **sizes, sampling=given.sampling)
-    _, prefix, notes = saved.restore(alone)
+    alone = llm.generator(given.choice, **sizes, sampling=given.sampling, beyond_positions=given.beyond_positions)
+    _, prefix, notes = saved.restore(alone, _of_prefix(llm))
     many = Generator(
-        llm.model, alone.policies, **{**sizes, "batch": len(texts)}, sampling=alone.sampling, eos=alone.eos
+        llm.model,
+        alone.policies,
+        **{**sizes, "batch": len(texts)},
+        sampling=alone.sampling,
+        eos=alone.eos,
+        beyond_positions=given.beyond_positions,
     )
-    state = many.read(kvjax.repeat_rows(prefix, len(texts)), [_encoded(given, llm, text, True) for text in texts])
+    forks = many.reseeded(kvjax.repeat_rows(prefix, len(texts)), given.seed)
+    state = many.read(forks, [_encoded(given, llm, text, True) for text in texts])
     rows: list[list[int]] = [[] for _ in texts]
     for newest, tokens in many.write(state, given.max_new_tokens):
         state = newest
@@ -135,6 +151,11 @@ def _continue_prefix(given: Generate, llm: LanguageModel, saved: SavedStates, te
     for name, row in zip(names, rows, strict=True):
         say(f"== {name}\n{llm.tokenizer.decode(row)}\n")
     tell(f"[{given.choice}: {len(texts)} continuations of {notes['tokens']} tokens read before; {held(many, state)}]")
+
+
+def _of_prefix(llm: LanguageModel) -> dict[str, str]:
+    """What else than the model a prefix belongs to."""
+    return {"tokenizer": identity.of_tokenizer(llm.tokenizer)}
 
 
 def _encoded(given: Generate, llm: LanguageModel, text: str, follows: bool = False) -> list[int]:

@@ -49,6 +49,7 @@ class WritingOptions(ModelOptions):
     temperature: float = 0.0  # 0 takes the most likely token.
     top_k: int | None = None  # Sample among so many of the most likely tokens.
     top_p: float | None = None  # Sample among the most likely tokens that hold this probability.
+    beyond_positions: bool = False  # Only warn of texts longer than those that the model was trained on.
 
     @property
     def sampling(self) -> Sampling:

@@ -1,0 +1,180 @@
+"""RULER's question answering and LongBench v2, from small files of the published forms."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from experiments import longbench_v2 as longbench_v2_experiment
+from experiments import ruler as ruler_experiment
+from experiments.common import evaluating
+from experiments.common.tasks import longbench_v2, ruler_questions
+from tests.experiments.running import answering, run
+
+SQUAD = {
+    "data": [
+        {
+            "title": name,
+            "paragraphs": [
+                {
+                    "context": f"{name} {number} was built in {1900 + number}.",
+                    "qas": [
+                        {
+                            "question": f"When was {name} {number} built?",
+                            "is_impossible": False,
+                            "answers": [{"text": str(1900 + number)}, {"text": f"in {1900 + number}"}],
+                        },
+                        {"question": "Who built it?", "is_impossible": True, "answers": []},
+                    ],
+                }
+                for number in range(3)
+            ],
+        }
+        for name in ("Mill", "Bridge", "Tower", "Well")
+    ]
+}
+HOTPOTQA = [
+    {
+        "question": f"Who wrote book {number}?",
+        "answer": f"Author {number}",
+        "context": [
+            [f"Book {number}", [f"It is by Author {number}.", " It is long."]],
+            ["Other", [f"Nothing of {number}."]],
+        ],
+    }
+    for number in range(5)
+]
+ENTRY = {
+    "context": " A text about {x}. ", "question": "What is it about?", "choice_A": "a", "choice_B": "b ",
+    "choice_C": "c", "choice_D": "d", "answer": "B", "difficulty": "easy", "length": "short",
+}  # fmt: skip
+
+
+def token_length(text):
+    return len(re.findall(r"\w+|[^\w\s]|\n", text))
+
+
+@pytest.fixture
+def files(tmp_path):
+    found = {"qa_1": tmp_path / "squad.json", "qa_2": tmp_path / "hotpotqa.json"}
+    found["qa_1"].write_text(json.dumps(SQUAD))
+    found["qa_2"].write_text(json.dumps(HOTPOTQA))
+    return found
+
+
+def make(questions, seed=0, tokens=220):
+    return ruler_questions.generate(questions, np.random.default_rng(seed), token_length, tokens)
+
+
+def documents(problem):
+    numbered = re.findall(r"Document (\d+):\n(.+?)(?=\n\nDocument|$)", problem.context, flags=re.DOTALL)
+    assert [int(number) for number, _ in numbered] == list(range(1, len(numbered) + 1))
+    return [text for _, text in numbered]
+
+
+def test_squad_has_its_document_among_those_of_its_page_first(files):
+    questions = ruler_questions.read_squad(files["qa_1"])
+    assert len(questions.questions) == 12 and len(questions.documents) == 12  # those with an answer
+    problem = make(questions, tokens=120)
+    name, number = re.search(r"When was (\w+) (\d) built", problem.question).groups()
+    listed = documents(problem)
+    assert f"{name} {number} was built in {1900 + int(number)}." in listed
+    assert problem.answers == (str(1900 + int(number)), f"in {1900 + int(number)}")
+    assert len(listed) <= 3 and all(text.startswith(name) for text in listed)
+    more = documents(make(questions))
+    assert set(listed) < set(more) and len({text.split()[0] for text in more}) > 1
+
+
+def test_hotpotqa_has_all_of_its_own_documents(files):
+    questions = ruler_questions.read_hotpotqa(files["qa_2"])
+    problem = make(questions)
+    number = re.search(r"book (\d)", problem.question)[1]
+    listed = documents(problem)
+    assert (
+        f"Book {number}\nIt is by Author {number}. It is long." in listed and f"Other\nNothing of {number}." in listed
+    )
+
+
+@pytest.mark.parametrize("task", ruler_questions.READERS)
+@pytest.mark.parametrize("tokens", [150, 220, 900])
+def test_as_many_documents_as_fit_again_and_again_where_there_are_few(task, tokens, files):
+    problem = make(ruler_questions.read(task, files[task]), tokens=tokens)
+    taken = token_length(problem.prompt) + problem.answer_tokens
+    assert tokens - 30 <= taken <= tokens and problem.answer_tokens == 32
+    assert problem.prompt.startswith("Answer the question based on the given documents. Only give me the answer")
+    assert problem.prompt.endswith("? Answer:") and problem.question.startswith("\n\nAnswer the question")
+    assert problem == make(ruler_questions.read(task, files[task]), tokens=tokens)
+
+
+def test_any_answer_in_any_case_is_right():
+    assert ruler_questions.score("It was IN 1901.", ("in 1901", "1902")) == 1
+    assert ruler_questions.score("1903", ("1901", "1902")) == 0
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "is not there: it is to be a file of SQuAD 2.0"),
+        ("{", "is not JSON"),
+        ("[]", "is not SQuAD 2.0"),
+        (json.dumps({"data": [{"paragraphs": [{"context": "x"}]}]}), "is not SQuAD 2.0: KeyError"),
+        (json.dumps({"data": []}), "has no question that can be answered"),
+    ],
+)
+def test_files_that_are_not_the_data_set_are_refused(text, message, tmp_path):
+    path = tmp_path / "squad.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        ruler_questions.read_squad(path)
+
+
+def test_longbench_v2_asks_and_scores_as_published(tmp_path):
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([ENTRY]))
+    [example] = longbench_v2.read(path)
+    assert example.problem.prompt == (
+        "Please read the following text and answer the question below.\n\n<text>\nA text about {x}.\n</text>\n\nWhat "
+        "is the correct answer to this question: What is it about?\nChoices:\n(A) a\n(B) b\n(C) c\n(D) d\n\nFormat "
+        'your response as follows: "The correct answer is (insert answer here)".'
+    )
+    assert "{x}" in example.problem.context and "What is it about" in example.problem.question
+    for said, right in (
+        ("The correct answer is (B).", 1), ("**The correct answer is B**", 1), ("The correct answer is (A)", 0),
+        ("B", 0), ("", 0), ("The correct answer is (insert answer here)", 0),
+    ):  # fmt: skip
+        assert example.score(said) == right
+    for broken, message in (
+        ("{}", "must hold a list"),
+        ("[3]", "question 1 lacks all"),
+        (json.dumps([ENTRY | {"choice_C": None}]), "data.json, question 1 lacks choice_C"),
+        (json.dumps([ENTRY, ENTRY | {"answer": "E"}]), "question 2: answer='E'; known: A, B, C, D"),
+        (json.dumps([ENTRY | {"length": "huge"}]), "length='huge'; known: short, medium, long"),
+    ):
+        path.write_text(broken)
+        with pytest.raises(ValueError, match=message):
+            longbench_v2.read(path)
+    with pytest.raises(ValueError, match=r"is not there: it is data\.json of https"):
+        longbench_v2.read(tmp_path / "none.json")
+
+
+def test_both_experiments_give_rows(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluating.Evaluator, "evaluate", answering("The correct answer is (B) of Author 1900"))
+    given = {"policy": ("exact", "uniform:recent=16"), "budget": ("80%",)}
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([ENTRY, ENTRY | {"answer": "C", "difficulty": "hard"}]))
+    rows = run(longbench_v2_experiment, tmp_path, data=str(path), max_prompt=200, **given)
+    found = {
+        (row.get("difficulty_class"), row.get("length_class")): (row["value"], row["n"])
+        for row in rows
+        if row["policy"] == "uniform" and row["metric"] == "score"
+    }
+    assert found == {(None, None): (0.5, 2), ("easy", None): (1, 1), ("hard", None): (0, 1), (None, "short"): (0.5, 2)}
+    asked = {"task": ("qa_1", "qa_2"), "documents": 3, "context_tokens": (900,)}
+    rows = run(ruler_experiment, tmp_path, **asked, squad=str(files["qa_1"]), hotpotqa=str(files["qa_2"]), **given)
+    assert {row["task"] for row in rows} == {"qa_1", "qa_2"}
+    with pytest.raises(ValueError, match="task qa_1 asks the questions of a file: --squad=FILE is needed"):
+        run(ruler_experiment, tmp_path, **asked, **given)
+    with pytest.raises(ValueError, match="--data=FILE is needed"):
+        run(longbench_v2_experiment, tmp_path, **given)

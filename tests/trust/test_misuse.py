@@ -1,0 +1,268 @@
+"""What callers get wrong: refused with what it is, or of no consequence; outside jit and under it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvjax
+from kvjax.spec import MOST_TOKENS
+from kvjax_models.generate import Generator, collect, generate
+from kvjax_models.llama import Llama, LlamaConfig
+from kvjax_models.sampling import Sampling, sample
+from tests.kvjax.support import BATCH, HEAD_DIM, LENGTHS, POLICIES, each, make_spec
+
+CONFIG = LlamaConfig(
+    vocab_size=32, width=16, mlp_width=16, layers=1, query_heads=2, kv_heads=1, head_dim=8, max_length=64
+)
+WINDOW = {"sinks": 1, "recent": 2, "compact_every": 4}
+
+
+@functools.cache
+def model():
+    return Llama(CONFIG, rngs=nnx.Rngs(0))
+
+
+def generator(policy=None, **changes):
+    sizes = {"batch": 1, "max_prompt": 16, "max_new": 16, "prefill_chunk": 16} | changes
+    return Generator(model(), policy or kvjax.Exact(compact_every=4), **sizes)
+
+
+def written(made, state, tokens):
+    rows = [[] for _ in range(made.batch)]
+    for newest, new in made.write(state, tokens):
+        state = newest
+        collect(rows, new)
+    return state, rows
+
+
+# --- padding ---
+
+
+def inputs(seed=0, tokens=40):
+    """Queries, keys and values of prompts and of two blocks of new tokens."""
+    rng = np.random.default_rng(seed)
+    draw = lambda count, heads: rng.normal(size=(BATCH, count, heads, HEAD_DIM)).astype(np.float32)  # noqa: E731
+    return [(draw(count, 4), draw(count, 2), draw(count, 2)) for count in (tokens, 8, 8)]
+
+
+def padded(arrays, real, noise):
+    return [np.where(real[:, :, None, None], x, np.asarray(noise, np.float32)) for x in arrays]
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "spec"))
+def through(policy, spec, keys, queries, values, lengths, blocks, counts, asked_last):
+    """What attention gives of everything that a policy was shown."""
+    row_keys = jax.random.split(jax.random.key(1), spec.batch)
+    cache = kvjax.init(policy, spec, row_keys)
+    asked = queries.shape[1] if policy.prompt_queries < 0 else policy.prompt_queries
+    asked = queries[:, queries.shape[1] - asked :] if asked else None
+    cache, _ = kvjax.prefill(cache, keys, values, lengths, queries=asked)
+    seen = []
+    for (query, key, value), count in zip(blocks, counts, strict=True):
+        attended, cache = kvjax.step(cache, query, key, value, count)
+        seen.append(attended)
+        cache = kvjax.compact(cache)
+    return seen, kvjax.output(kvjax.attend(cache, asked_last)), cache
+
+
+@pytest.mark.parametrize("name", each(POLICIES, quick=["uniform", "snapkv"]))
+def test_padding_of_any_content_never_reaches_a_result(name):
+    """Noise past the lengths of rows, in prompts and in later blocks, gives to the bit what zeros there give."""
+    if POLICIES[name].repeat is not None:
+        pytest.skip("it reads the prompt again")
+    (queries, keys, values), *blocks = inputs()
+    lengths, counts = np.array(LENGTHS, np.int32), np.array([[8, 0, 3], [2, 8, 0]], np.int32)
+
+    def run(noise):
+        real = np.arange(keys.shape[1]) < lengths[:, None]
+        late = np.arange(keys.shape[1]) >= keys.shape[1] - lengths[:, None]
+        of_blocks = [
+            padded(block, np.arange(8) < count[:, None], noise) for block, count in zip(blocks, counts, strict=True)
+        ]
+        prompt = (*padded([keys], real, noise), *padded([queries], late, noise), *padded([values], real, noise))
+        return through(POLICIES[name], make_spec(), *prompt, lengths, of_blocks, list(counts), queries[:, :1])
+
+    clean, last, _ = run(0.0)
+    assert np.isfinite(last).all()
+    for noise in (np.nan, np.inf, 3e38):
+        noisy, last_noisy, cache = run(noise)
+        kvjax.check(cache)
+        for one, other, count in zip(clean, noisy, counts, strict=True):
+            real = np.arange(8) < count[:, None]
+            np.testing.assert_array_equal(np.asarray(one)[real], np.asarray(other)[real])
+        np.testing.assert_array_equal(last, last_noisy)
+
+
+# --- sizes and counters ---
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"max_prompt": MOST_TOKENS}, "at most 16777216 can be told apart"),
+        ({"max_prompt": 2**31, "max_new": 2**31}, "can be told apart"),
+        ({"max_prompt": 40.0}, "max_prompt=40.0; it must be a whole number"),
+        ({"batch": True}, "batch=True; it must be a whole number"),
+        ({"kv_heads": "2"}, "kv_heads='2'; it must be a whole number"),
+        ({"max_new": 0}, "max_new=0; it must be at least 1"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(changes, message):
+    sizes = {"batch": 1, "query_heads": 2, "kv_heads": 2, "head_dim": 8, "max_prompt": 8, "max_new": 8}
+    with pytest.raises(ValueError, match=message):
+        kvjax.CacheSpec(**sizes | changes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(-(2**31), 2**31 - 1), st.integers(0, 2**31 - 1))
+def test_counters_never_come_round_to_sound(length, overflow):
+    cache = kvjax.init(kvjax.Exact(compact_every=8), make_spec(batch=1), jax.random.split(jax.random.key(0), 1))
+    cache = dataclasses.replace(
+        cache, staging=dataclasses.replace(cache.staging, overflow=jnp.array([overflow], jnp.int32))
+    )
+    keys = jnp.zeros((1, 8, 2, HEAD_DIM))
+    for _ in range(2):
+        cache = appended(cache, keys, keys, jnp.array([length], jnp.int32))
+    sound = overflow == 0 and length == 0  # the second block finds no room
+    assert bool((np.asarray(cache.staging.overflow) == 0).all()) == sound
+    if not sound:
+        with pytest.raises(ValueError, match="overflow="):
+            kvjax.check(cache)
+
+
+appended = jax.jit(kvjax.append)
+
+
+def test_faults_of_two_rows_do_not_make_up_for_each_other():
+    cache = kvjax.init(kvjax.Exact(compact_every=8), make_spec(batch=2), jax.random.split(jax.random.key(0), 2))
+    with pytest.raises(ValueError, match="reused="):
+        kvjax.check(dataclasses.replace(cache, reused=jnp.array([1, -1])))
+
+
+# --- lengths, tokens, seeds ---
+
+
+@pytest.mark.parametrize("lengths", [np.array([1.0, 2.0, 1.0]), np.array([True, False, True]), np.array([1, 2])])
+def test_lengths_are_whole_numbers_of_every_row(lengths):
+    cache = kvjax.init(kvjax.Exact(compact_every=8), make_spec(), jax.random.split(jax.random.key(0), BATCH))
+    _, keys, values = inputs()[1]
+    for function in (kvjax.prefill, jax.jit(kvjax.prefill), kvjax.append, jax.jit(kvjax.append)):
+        with pytest.raises(ValueError, match="lengths"):
+            function(cache, keys, values, lengths)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 6, 8])
+def test_other_query_heads_than_the_specs_are_refused(heads):
+    cache = kvjax.init(kvjax.Exact(compact_every=8), make_spec(), jax.random.split(jax.random.key(0), BATCH))
+    for function in (kvjax.attend, jax.jit(kvjax.attend)):
+        with pytest.raises(ValueError, match="queries have shape"):
+            function(cache, jnp.zeros((BATCH, 1, heads, HEAD_DIM)))
+
+
+@pytest.mark.parametrize("prompt", [[1.0, 2.0], [1.7], [True, False], ["1"], [None], [[1], [2]], [32], [-1], [2**40]])
+def test_what_is_no_token_is_refused(prompt):
+    made = generator()
+    with pytest.raises(ValueError, match="prompt 0 holds|prompts hold token ids"):
+        made.read(made.start(), [prompt])
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**63, 1.0, True, "1", None])
+def test_seeds_that_would_repeat_are_refused(seed):
+    with pytest.raises(ValueError, match="seed=.* whole number from 0 to"):
+        generator().start(seed)
+
+
+def test_all_seeds_of_32_bits_are_taken():
+    made = generator()
+    keys = [np.asarray(jax.random.key_data(made.start(seed).sampling_keys)) for seed in (0, 1, 2**31, 2**32 - 1)]
+    assert len({key.tobytes() for key in keys}) == 4
+
+
+# --- sampling ---
+
+
+@pytest.mark.parametrize("temperature", [1e-31, 1e-38, 1e-45, -1.0, float("nan"), float("inf")])
+def test_temperatures_that_cannot_be_are_refused(temperature):
+    with pytest.raises(ValueError, match="temperature="):
+        Sampling(temperature=temperature)
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-20, 1e-3])
+@pytest.mark.parametrize("filtered", [{}, {"top_k": 3}, {"top_p": 0.9}])
+def test_low_temperatures_take_the_most_likely_token(temperature, filtered):
+    logits = 50 * jax.random.normal(jax.random.key(0), (64, 40))
+    keys = jax.random.split(jax.random.key(1), 64)
+    found = sample(logits, keys, Sampling(temperature=temperature, **filtered))
+    np.testing.assert_array_equal(found, jnp.argmax(logits, axis=-1))
+
+
+# --- forks ---
+
+
+def test_forks_sample_apart_and_the_first_goes_on_as_before():
+    hot = {"sampling": Sampling(temperature=1.0)}
+    alone, four = generator(**hot), generator(batch=4, **hot)
+    state = alone.read(alone.start(3), [[1, 2, 3]])
+    forks = kvjax.repeat_rows(state, 4)
+    keys = np.asarray(jax.random.key_data(kvjax.repeat_rows(kvjax.repeat_rows(forks, 2), 2).sampling_keys))
+    assert len(set(map(bytes, keys))) == 16
+    found = written(four, forks, 12)[1]
+    assert len(set(map(tuple, found))) == 4
+    assert written(alone, state, 12)[1] == found[:1]
+
+
+def test_forks_draw_none_of_the_keys_that_their_row_will():
+    made = generator()
+    key = made.start().sampling_keys
+    later = set()
+    for _ in range(64):
+        both = jax.random.split(key[0])
+        later |= {bytes(np.asarray(jax.random.key_data(one))) for one in both}
+        key = both[1][None]
+    forks = jax.random.key_data(kvjax.repeat_rows(made.start(), 8).sampling_keys)
+    assert not later & set(map(bytes, np.asarray(forks[1:])))
+
+
+def test_a_seed_reaches_the_forks_of_a_prefix():
+    hot = {"sampling": Sampling(temperature=1.0)}
+    alone, three = generator(**hot), generator(batch=3, **hot)
+    state = alone.read(alone.start(3), [[1, 2, 3]])
+    texts = []
+    for seed in (0, 1):
+        forks = three.reseeded(kvjax.repeat_rows(state, 3), seed)
+        fresh = three.start(seed).sampling_keys
+        np.testing.assert_array_equal(jax.random.key_data(forks.sampling_keys), jax.random.key_data(fresh))
+        texts += map(tuple, written(three, forks, 12)[1])
+    assert len(set(texts)) == 6
+
+
+# --- the model's positions ---
+
+
+def test_texts_past_the_models_positions_are_refused_or_warned_of(caplog):
+    policy = kvjax.Uniform(8, **WINDOW)
+    long, short = list(range(1, 31)) * 3, [1] * 60
+    with pytest.raises(ValueError, match="90 tokens in a row are more than the 64 positions that the model knows"):
+        generate(model(), policy, [long], max_new_tokens=4)
+    with pytest.raises(ValueError, match="68 tokens in a row are more than the 64 positions"):
+        generate(model(), policy, [short], max_new_tokens=8)
+    assert not caplog.text
+    rows, _ = generate(model(), policy, [short], max_new_tokens=8, beyond_positions=True)
+    assert len(rows[0]) == 8 and "what it writes there may make no sense" in caplog.text
+    assert len(generate(model(), policy, [short], max_new_tokens=4)[0][0]) == 4  # up to the last of them
+
+
+def test_a_cache_that_is_not_sound_ends_the_writing():
+    made = generator()
+    state = made.read(made.start(), [[1, 2, 3]])
+    cache = state.layers[0]
+    spilt = dataclasses.replace(cache, staging=dataclasses.replace(cache.staging, overflow=jnp.array([1], jnp.int32)))
+    with pytest.raises(ValueError, match="not sound|NaN or infinite"):
+        written(made, dataclasses.replace(state, layers=(spilt,)), 8)

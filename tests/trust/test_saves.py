@@ -1,0 +1,334 @@
+"""Saves that are damaged, cut off, written twice or by two, or that find no room."""
+
+import os
+import pathlib
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from experiments.training import running
+from kvjax_models import checkpoint, durable, generate, identity
+from kvjax_models.llama import Llama, LlamaConfig
+from kvjax_models.numbered_saves import NumberedSaves
+from kvjax_models.saved_states import SavedStates
+
+CONFIG = LlamaConfig(
+    vocab_size=32, width=16, mlp_width=16, layers=1, query_heads=2, kv_heads=1, head_dim=8, max_length=128
+)
+LIKE = {"a": jax.ShapeDtypeStruct((64,), jnp.float32), "b": jax.ShapeDtypeStruct((3,), jnp.int32)}
+
+
+def arrays(step):
+    return {"a": jnp.arange(64.0) * step, "b": jnp.array([step, 2, 3], jnp.int32)}
+
+
+def save(saves, *steps):
+    for step in steps:
+        saves.save(step, arrays(step), {"format": 1}, {"step": step})
+
+
+def check(saves, step):
+    """That a save is what was saved."""
+    assert saves.notes(step) == {"step": step}
+    jax.tree.map(np.testing.assert_array_equal, saves.arrays(step, LIKE), arrays(step))
+
+
+def files_of(directory):
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def spoil(path, rng):
+    """Damages a file in one of the ways that files are; what it did."""
+    data = bytearray(path.read_bytes())
+    how = rng.choice(["flip", "flip", "flip", "cut", "longer", "gone", "empty", "another"])
+    if how == "gone":
+        path.unlink()
+    elif how == "cut":
+        path.write_bytes(data[: rng.randrange(len(data))])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "longer":
+        path.write_bytes(data + bytes([rng.randrange(256)]))
+    elif how == "another":
+        path.write_bytes(rng.randbytes(len(data)))
+    else:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+    return f"{how} {path.name}"
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.heavy)])
+def test_of_damaged_saves_none_is_taken_in_silence(seed, tmp_path, caplog):
+    """Two hundred of them: the older save is taken, and the word names the damaged one."""
+    rng = random.Random(seed)
+    good = tmp_path / "good"
+    save(NumberedSaves(good), 1, 2)
+    for number in range(200):
+        shutil.copytree(good, tmp_path / "bad")
+        saves = NumberedSaves(tmp_path / "bad")
+        did = spoil(rng.choice(files_of(tmp_path / "bad" / "2")), rng)
+        caplog.clear()
+        assert saves.newest() == 1, (number, did)
+        assert str(tmp_path / "bad" / "2") in caplog.text and "the save of step 1 is used" in caplog.text, did
+        if number % 50 == 0:
+            check(saves, 1)
+        shutil.rmtree(tmp_path / "bad")
+
+
+def test_where_no_save_is_whole_each_is_named(tmp_path):
+    save(NumberedSaves(tmp_path), 1, 2)
+    for step in (1, 2):
+        (tmp_path / str(step) / "notes.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"no save is whole: .*2: notes.json is damaged.*1: notes.json is damaged"):
+        NumberedSaves(tmp_path).newest()
+
+
+def test_a_damaged_save_is_set_aside_by_the_one_that_takes_its_place(tmp_path):
+    save(NumberedSaves(tmp_path), 1, 2)
+    spoil(tmp_path / "2" / "notes.json", random.Random(0))
+    saves = NumberedSaves(tmp_path)
+    save(saves, 2)
+    check(saves, saves.newest())
+    assert (tmp_path / "2.damaged").is_dir() and saves.newest() == 2
+
+
+@pytest.mark.parametrize("step", [3, 2])
+def test_a_step_that_is_not_newer_is_refused(step, tmp_path):
+    saves = NumberedSaves(tmp_path)
+    save(saves, 3)
+    with pytest.raises(ValueError, match=f"holds a save of step 3, and step {step} is not newer"):
+        save(saves, step)
+    check(saves, 3)
+    with pytest.raises(ValueError, match="holds saves already, of step 3: resume from them"):
+        NumberedSaves(tmp_path).claim(fresh=True)
+
+
+def test_many_saves_keep_the_newest_alone(tmp_path):
+    saves = NumberedSaves(tmp_path, keep=3)
+    save(saves, *range(7))
+    assert saves.steps() == [4, 5, 6]
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["4", "5", "6"]
+
+
+def python(code, *arguments, **others):
+    """A process of its own, which prints a line when it is ready."""
+    root = pathlib.Path(__file__).parents[2]
+    paths = os.pathsep.join([str(root), str(root / "models"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"},
+        **others,
+    )
+
+
+WRITES_ON = """
+    import pathlib, sys
+    from kvjax_models.numbered_saves import NumberedSaves
+    from tests.trust import test_saves as own
+    saves = NumberedSaves(pathlib.Path(sys.argv[1]))
+    first = saves.newest() + 1 if saves.steps() else 1
+    for step in range(first, 10**6):
+        own.save(saves, step)
+        print(step, flush=True)
+"""
+
+
+def test_a_second_writer_is_refused_until_the_first_is_dead(tmp_path):
+    writer = python(WRITES_ON, tmp_path)
+    try:
+        assert writer.stdout.readline() == "1\n", writer.stderr.read()[-2000:]
+        with pytest.raises(OSError, match=r"another process is writing to .* \(it holds \.lock\): wait for it"):
+            save(NumberedSaves(tmp_path), 10**7)
+    finally:
+        writer.kill()
+        writer.communicate()
+    save(NumberedSaves(tmp_path), 10**7)  # a dead writer's lock is no one's
+    check(NumberedSaves(tmp_path), 10**7)
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(50, marks=pytest.mark.heavy)])
+def test_a_writer_that_is_killed_at_any_time_leaves_a_whole_save(kills, tmp_path):
+    rng, last = random.Random(kills), 0
+    for _ in range(kills):
+        writer = python(WRITES_ON, tmp_path)
+        assert int(writer.stdout.readline()) > last, writer.stderr.read()[-2000:]
+        time.sleep(rng.uniform(0.0, 0.4))
+        writer.send_signal(signal.SIGKILL)
+        told = writer.communicate()[0].split()
+        saves = NumberedSaves(tmp_path)
+        assert saves.newest() >= int(told[-1] if told else last)
+        last = saves.newest()
+        check(saves, last)
+
+
+def without_room(function):
+    """What a function does on a small disk; every other file of this process is left alone."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        return function()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_leaves_the_save_before(tmp_path):
+    saves = NumberedSaves(tmp_path)
+    save(saves, 1)
+    large = {"a": jax.random.normal(jax.random.key(0), (10_000,))}
+    with pytest.raises(OSError, match="step 2 could not be saved to .*") as error:
+        without_room(lambda: saves.save(2, large, {"format": 1}, {}))
+    assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.glob("[!.]*")] == ["1"]
+    check(NumberedSaves(tmp_path), 1)
+    save(saves, 2)
+
+
+def model(seed=0, config=CONFIG):
+    return Llama(config, rngs=nnx.Rngs(seed))
+
+
+def same(one, other):
+    return identity.of_model(one) == identity.of_model(other)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
+    checkpoint.save(tmp_path, model(0))
+    with pytest.raises(OSError, match="the model could not be saved"):
+        without_room(lambda: checkpoint.save(tmp_path, model(1)))
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["config.json", "model.safetensors"]
+    assert not (tmp_path / ".complete").exists() and same(checkpoint.load(tmp_path), model(0))
+
+
+@pytest.mark.parametrize("where", range(1, 14))
+def test_a_checkpoint_is_saved_as_one_wherever_it_stops(where, tmp_path, monkeypatch):
+    """Stopped at any of its steps on the disk, it leaves the old model or the new one, never parts of both."""
+    other = LlamaConfig(**{**vars(CONFIG), "rope_theta": 500.0, "mlp_width": 24})
+    checkpoint.save(tmp_path, model(0), max_shard_bytes=4000)
+    calls = []
+
+    def stopping(function):
+        def run(*arguments, **named):
+            calls.append(function)
+            if len(calls) == where:
+                raise KeyboardInterrupt
+            return function(*arguments, **named)
+
+        return run
+
+    for of, name in ((os, "link"), (pathlib.Path, "rename"), (pathlib.Path, "replace"), (pathlib.Path, "unlink")):
+        monkeypatch.setattr(of, name, stopping(getattr(of, name)))
+    stopped = False
+    try:
+        checkpoint.save(tmp_path, model(1, other))
+    except KeyboardInterrupt:
+        stopped = True
+    monkeypatch.undo()
+    assert stopped or where > 8  # there are that many
+    found = checkpoint.load(tmp_path)
+    assert same(found, model(0)) if found.config == CONFIG else same(found, model(1, other))
+    assert stopped or found.config == other
+    checkpoint.save(tmp_path, model(2))
+    assert same(checkpoint.load(tmp_path), model(2))
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("factor", [-1.0, 2.0])
+def test_a_model_of_negated_or_doubled_tensors_is_another(factor):
+    one, other = model(), model()
+    kernel = other.layers[0].mlp.gate.kernel
+    assert same(one, other)
+    kernel[...] = factor * kernel[...]
+    assert not same(one, other)  # though it was asked for before
+    kernel[...] = kernel[...] / factor
+    assert same(one, other)
+
+
+def test_a_model_is_known_by_its_configuration_and_type_too():
+    others = [model(config=LlamaConfig(**{**vars(CONFIG), "rope_theta": 5e5})), model(1)]
+    others.append(Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    assert len({identity.of_model(one) for one in (model(), *others)}) == 4
+
+
+WINDOW = {"sinks": 2, "recent": 4, "compact_every": 4}
+# Of each policy a setting that is not another's.
+CHANGED = {
+    "sinks and recent": (kvjax.Uniform(16, **WINDOW), kvjax.Uniform(16, sinks=4, recent=2, compact_every=4)),
+    "growth": (kvjax.SubGen(16, **WINDOW), kvjax.SubGen(16, **WINDOW, growth=1.5)),
+    "variant": (kvjax.SubGen(16, **WINDOW), kvjax.SubGen(16, **WINDOW, variant="paper")),
+    "joins": (kvjax.Chelsea(16, **WINDOW, chunk=8), kvjax.Chelsea(16, **WINDOW, chunk=8, joins="drop")),
+    "slope": (kvjax.Chelsea(16, **WINDOW, chunk=8), kvjax.Chelsea(16, **WINDOW, chunk=8, slope=None)),
+    "budget of recall": (kvjax.Quest(16, compact_every=4), kvjax.Quest(12, compact_every=4)),
+    "alpha": (kvjax.InfiniGen(8, alpha=2.0, compact_every=4), kvjax.InfiniGen(8, alpha=3.0, compact_every=4)),
+    "scores": (kvjax.KeyDiff(16, sinks=2, compact_every=4), kvjax.Knorm(16, sinks=2, compact_every=4)),
+    "lag": (
+        kvjax.LagKV(16, sinks=2, lag_size=6, compact_every=4),
+        kvjax.LagKV(16, sinks=2, lag_size=5, compact_every=4),
+    ),
+}
+
+
+@pytest.mark.parametrize("changed", CHANGED)
+def test_a_state_of_other_settings_is_refused(changed, tmp_path):
+    made = [
+        generate.Generator(model(), policy, batch=1, max_prompt=16, max_new=8, prefill_chunk=16)
+        for policy in CHANGED[changed]
+    ]
+    SavedStates(tmp_path).save(0, made[0], made[0].start())
+    with pytest.raises(ValueError, match="is not of this run: .*policy is .*, not "):
+        SavedStates(tmp_path).restore(made[1])
+
+
+def train(directory, decided_by, resume=True, steps=4):
+    """A run whose parameters count its steps."""
+    params = nnx.State({"w": nnx.Param(jnp.zeros(3))})
+
+    def advance(arrays, progress):
+        params, moments = arrays
+        return (jax.tree.map(lambda x: x + 1, params), moments), progress, {}
+
+    settings = running.Settings(output_dir=directory, resume=resume)
+    arrays, _ = running.run(
+        advance,
+        (params, ()),
+        running.Progress(),
+        lambda progress: progress.step >= steps,
+        settings=settings,
+        checkpoint_steps=2,
+        decided_by=decided_by,
+    )
+    return np.asarray(jax.tree.leaves(arrays)[0])
+
+
+def test_training_goes_on_from_the_newest_whole_checkpoint_of_its_own_run(tmp_path, caplog):
+    np.testing.assert_array_equal(train(tmp_path, {"seed": 1, "preset": {"steps": 8}}), 4)
+    with pytest.raises(ValueError, match=r"run is {'seed': 1}, not {'seed': 2}"):
+        train(tmp_path, {"seed": 2, "preset": {"steps": 8}}, steps=6)
+    spoil(files_of(tmp_path / "checkpoints" / "4" / "arrays")[-1], random.Random(0))
+    np.testing.assert_array_equal(train(tmp_path, {"seed": 1, "preset": {"steps": 8}}, steps=6), 6)
+    assert "the save of step 2 is used" in caplog.text
+    assert len((tmp_path / "train_log.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    durable.write_text(path, "before")
+    with pytest.raises(OSError):
+        without_room(lambda: durable.write_text(path, "x" * 5000))
+    assert path.read_text() == "before" and [one.name for one in tmp_path.iterdir()] == ["file"]
