@@ -62,7 +62,7 @@ def run(options: Options) -> list[Row]:
     for setting in tqdm(settings.settings(options.policy, options.budget), desc=NAME, leave=False):
         wide, narrow = (likelihoods(llm, setting, texts, options) for llm in llms)
         apart = np.abs(wide - narrow)
-        found = {
+        found: dict[str, float | results.Estimate] = {
             "mean_difference": results.mean_interval(apart.mean(axis=1)),
             "largest_difference": float(apart.max()),
             "float32": results.mean_interval(wide.mean(axis=1)),

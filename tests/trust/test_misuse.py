@@ -17,6 +17,7 @@ from kvjax_models.generate import Generator, collect, generate
 from kvjax_models.llama import Llama, LlamaConfig
 from kvjax_models.sampling import Sampling, sample
 from tests.kvjax.support import BATCH, HEAD_DIM, LENGTHS, POLICIES, each, make_spec
+from tests.kvjax.support import ON_A_MESH as ANY_VALUES
 
 CONFIG = LlamaConfig(
     vocab_size=32, width=16, mlp_width=16, layers=1, query_heads=2, kv_heads=1, head_dim=8, max_length=64
@@ -87,7 +88,9 @@ def test_padding_of_any_content_never_reaches_a_result(name):
             padded(block, np.arange(8) < count[:, None], noise) for block, count in zip(blocks, counts, strict=True)
         ]
         prompt = (*padded([keys], real, noise), *padded([queries], late, noise), *padded([values], real, noise))
-        return through(POLICIES[name], make_spec(), *prompt, lengths, of_blocks, list(counts), queries[:, :1])
+        return through(
+            ANY_VALUES.get(name, POLICIES[name]), make_spec(), *prompt, lengths, of_blocks, list(counts), queries[:, :1]
+        )
 
     clean, last, _ = run(0.0)
     assert np.isfinite(last).all()
