@@ -63,13 +63,12 @@ SUITES = {
         exact leverage_scores {SHARED} {SHARED},storage=int8 kvzip:head_floor=0.0,shares=(0.35,3.2,0.35,0.1)@25%
         clustergen@25% clustergen:storage=int8@25% subgen@25%"""),
     "peers, all presses": _suite(f"""25% |
-        exact leverage_scores {SHARED} subgen {SHARED},storage=int8
-        kvzip:head_floor=0.0,shares=(0.35,3.2,0.35,0.1)"""),
+        exact leverage_scores {SHARED} subgen {SHARED},storage=int8 kvzip:head_floor=0.0,shares=(0.35,3.2,0.35,0.1)"""),
     # Of a bfloat16 cache's bytes twice as much. Widths were chosen with seed 40, too.
-    "few bits": _suite(f"""6.25% 3.125% | exact exact:storage=int8 exact:storage=int4 exact:storage=int3 exact:storage=int2
+    "few bits": _suite(f"""6.25% 3.125% |
+        exact exact:storage=int8 exact:storage=int4 exact:storage=int3 exact:storage=int2
         {SHARED} {SHARED},storage=int8 {SHARED},storage=int4 {SHARED},storage=int3 {SHARED},storage=int2"""),
     "peers, quick": _suite("50% | exact streaming_llm kvzip:head_floor=0.0"),
-    # Of speed.
     "latency": _suite("""20% |
         exact streaming_llm uniform snapkv pyramidkv cam subgen balancekv balancekv_reference chelsea
         chelsea:slope=None clusterkv clusterkv:residual=False quest infinigen"""),
@@ -85,12 +84,10 @@ SUITES = {
     "streaming": _suite("""2048 |
         streaming_llm:compact_every=256 uniform:compact_every=256 subgen:compact_every=256
         balancekv:compact_every=256"""),
-    # Of compilers.
     "compiled": _suite("""4096 |
         exact streaming_llm uniform clustergen:variant=paper clustergen subgen balancekv chelsea clusterkv quest
         infinigen h2o cam snapkv pyramidkv uniform:storage=int8"""),
     "pods": _suite("4096 | exact subgen balancekv chelsea clusterkv"),
-    # Of a single layer.
     "single layer": _suite(f"{' '.join(HALVINGS)} | uniform {STUDIED},block_size=256 balancekv_reference balancekv"),
 }
 
