@@ -36,6 +36,7 @@ class Options:
     job: tuple[str, ...] = each(*JOBS, choices=JOBS)  # which; repeatable
     model: str | None = None  # a Hugging Face directory or a shipped checkpoint, where not the experiments' own
     longbench: str | None = None  # the directory of LongBench's files; without it what needs them is left out
+    longbench_v2: str | None = None  # its data.json; without it the same
     kvpress_python: str | None = None  # an interpreter that has kvpress; without it `peers` is left out
     output_dir: str = "build/all"  # where results go
     remark: str | None = None  # what the page says of the machine beside its devices: that it was busy, say

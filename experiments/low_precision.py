@@ -19,6 +19,7 @@ from tqdm import tqdm
 from experiments.common import results, settings
 from experiments.common.options import LANGUAGE_CHECKPOINT, Experiment, Policies, each
 from experiments.common.results import Row
+from experiments.common.suites import SUITES
 from experiments.common.tasks import long_texts
 from kvjax.registry import PolicyChoice
 from kvjax_models import generate, language_model
@@ -32,19 +33,8 @@ class Options(Policies):
     """Options of this experiment."""
 
     model: str = LANGUAGE_CHECKPOINT
-    policy: tuple[str, ...] = each(
-        "exact",
-        "exact:storage=int8",
-        "uniform",
-        "keydiff",
-        "quest",
-        "clusterkv",
-        "subgen",
-        "chelsea",
-        "clustergen",
-        "balancekv",
-    )
-    budget: tuple[str, ...] = each("384")
+    policy: tuple[str, ...] = each(*SUITES["low precision"].policies)
+    budget: tuple[str, ...] = each(*SUITES["low precision"].budgets)
     documents: int = 4  # texts, read side by side
     context_tokens: int = 1024  # of each, that are read exactly
     next_tokens: int = 512  # that are read through the cache

@@ -19,6 +19,8 @@ from experiments import (
     latency,
     line_retrieval,
     longbench,
+    longbench_v2,
+    low_precision,
     needle_in_haystack,
     peers,
     perplexity,
@@ -41,7 +43,11 @@ PROFILES = {
 }
 
 # Flags of `experiments.all`: which option of an experiment each is, and what stands for it where it is not known.
-NEEDS = {"longbench": ("data", "DIRECTORY"), "kvpress_python": ("kvpress_python", "PYTHON")}
+NEEDS = {
+    "longbench": ("data", "DIRECTORY"),
+    "longbench_v2": ("data", "FILE"),
+    "kvpress_python": ("kvpress_python", "PYTHON"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +148,7 @@ JOBS = {
         cpu={"position": (2015,), "documents": 100, "seed": 50},
         h200={"documents": 100, "context_tokens": 8192, "seed": 50},
     ),
+    "low_precision": Job(low_precision.EXPERIMENT),
     "storage_forms": Job(storage_forms.EXPERIMENT),
     "storage_forms_language": Job(
         storage_forms.EXPERIMENT,
@@ -173,6 +180,7 @@ JOBS = {
         h200={"documents": 100, "context_tokens": 8192, **_SWEPT},
     ),
     "longbench": Job(longbench.EXPERIMENT, _suite("longbench"), needs="longbench"),
+    "longbench_v2": Job(longbench_v2.EXPERIMENT, _suite("longbench"), needs="longbench_v2"),
     "longbench_e": Job(longbench.EXPERIMENT, {"e": True, **_suite("longbench")}, needs="longbench"),
     "peers": Job(
         peers.EXPERIMENT,

@@ -68,6 +68,8 @@ SUITES = {
     "few bits": _suite(f"""6.25% 3.125% |
         exact exact:storage=int8 exact:storage=int4 exact:storage=int3 exact:storage=int2
         {SHARED} {SHARED},storage=int8 {SHARED},storage=int4 {SHARED},storage=int3 {SHARED},storage=int2"""),
+    "low precision": _suite("""384 |
+        exact exact:storage=int8 uniform keydiff quest clusterkv subgen chelsea clustergen balancekv"""),
     "peers, quick": _suite("50% | exact streaming_llm kvzip:head_floor=0.0"),
     "latency": _suite("""20% |
         exact streaming_llm uniform snapkv pyramidkv cam subgen balancekv balancekv_reference chelsea
@@ -108,6 +110,7 @@ class Study(NamedTuple):
     baseline: str = "uniform"  # the policy that others are compared with
 
 
+_BALANCED = ("balancekv:walk=pairs,", "balancekv:walk=streaming,", "balancekv_reference:")
 STUDIES = {
     "policies": Study(
         _words("uniform subgen subgen:variant=self_normalised balancekv balancekv:walk=streaming balancekv_reference")
@@ -115,14 +118,7 @@ STUDIES = {
     # Both papers' Algorithm 1, which their theorems are about.
     "theory": Study(("uniform", "subgen:variant=paper", "balancekv_paper")),
     "block_size": Study(
-        (
-            "uniform",
-            *(
-                f"{policy}block_size={size}"
-                for policy in ("balancekv:walk=pairs,", "balancekv:walk=streaming,", "balancekv_reference:")
-                for size in (64, 128, 256)
-            ),
-        ),
+        ("uniform", *(f"{policy}block_size={size}" for policy in _BALANCED for size in (64, 128, 256))),
         ("50%", "25%", "12.5%"),
         (4.0,),
         "block_size",
