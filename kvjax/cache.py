@@ -271,7 +271,7 @@ def _prefill(
     real = jnp.clip(lengths, 0, longest).astype(jnp.int32)
     # What lies past a row's length is noise to policies, but NaN times a weight of zero would not be.
     keys, values = (_only(x, jnp.arange(x.shape[1]) < real[:, None]) for x in (keys, values))
-    if queries is not None:
+    if queries is not None and len(queries) == len(real):  # others the policy refuses, by its name
         queries = _only(queries, jnp.arange(queries.shape[1]) >= queries.shape[1] - real[:, None])
     if repeated is not None:
         repeated = _only_real(repeated)

@@ -17,6 +17,7 @@ from kvjax.per_head import draws_by_position
 from kvjax.policy import ALL_QUERIES, Prompt
 from kvjax.prompt_attention import attention_received
 from kvjax.segment import Segment
+from kvjax.storage import rotation
 from tests.kvjax.support import (
     LENGTHS,
     NEW,
@@ -117,7 +118,8 @@ def test_seen_attention_tells_the_probability_that_slots_draw():
         for grouped in range(2 * real[row, token]):  # queries that are of no appended token pay nothing
             asked = np.asarray(query[row, token, head * 2 + grouped], np.float64)
             dot = lambda segment: np.asarray(segment.keys[row, head]) @ asked / np.sqrt(8)  # noqa: B023, E731
-            first = dot(full) * np.asarray(full.key_scale[row, head]) + np.asarray(full.log_num[row, head])
+            first = np.asarray(full.keys[row, head]) @ (asked @ np.float64(rotation(8))) / np.sqrt(8)
+            first = first * np.asarray(full.key_scale[row, head]) + np.asarray(full.log_num[row, head])
             second = dot(split) + np.asarray(split.log_den[row, head])
             second[int(stop[row, 0]) :] = -np.inf
             expected += softmax(np.concatenate([first, second]))
