@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.common.compiled import Collective, collectives
+from experiments.common.resuming import Finished
 from tests.experiments.test_ahead_of_time import needs_compiler
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -58,9 +59,10 @@ def test_a_plan_says_what_fits_and_what_does_not(tmp_path):
     # It is not made again: what is kept is taken as it stands.
     kept = tmp_path / "pod_plan.jsonl"
     plans = [json.loads(line) for line in kept.read_text().splitlines()]
+    finished = Finished(kept, fresh=True)
     for one in plans:
-        one["value"]["flops"] += 1
-    kept.write_text("".join(json.dumps(one) + "\n" for one in plans))
+        finished.add(one["unit"], one["value"] | {"flops": one["value"]["flops"] + 1})
+    del finished  # whose file it is as long as it lives
     again = planned(tmp_path, *sizes, "--policy=exact", "--policy=uniform")
     assert again == {key: row | {"flops": row["flops"] + 1} for key, row in rows.items()}
 

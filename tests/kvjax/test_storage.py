@@ -98,6 +98,18 @@ def test_a_channel_that_stands_out_spoils_nothing(name, factor):
 
 
 @pytest.mark.parametrize("name", FEW)
+def test_numbers_are_the_nearest_at_their_scale_and_the_largest_beyond(name):
+    x, form = gaussian(500, 64), FORMATS[name]
+    stored = storage.store(x, form)
+    scale, turned = np.float32(stored.scale), np.asarray(storage.turned(x))
+    found = np.asarray(storage.turned(storage.load(stored.numbers, stored.scale, form.bits)))
+    inside = np.abs(turned) <= scale * form.largest
+    assert 0.6 < np.mean(inside) < 1 and (np.abs(found - turned) <= 1.0001 * scale + 1e-6)[inside].all()
+    largest = np.broadcast_to(scale * form.largest, x.shape)
+    np.testing.assert_allclose(np.abs(found)[~inside], largest[~inside], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", FEW)
 def test_inner_products_are_right_on_average_where_that_is_asked_for(name):
     """Over random directions, which is over rotations, the slope of what is found against what is true is one within
     four standard errors; the nearest numbers alone err towards zero."""

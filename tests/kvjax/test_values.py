@@ -95,7 +95,7 @@ def test_replaced_settings_are_checked_too(kind):
         wrong
         for wrong in (
             {"compact_every": 0},
-            {"storage": "int3"},
+            {"storage": "int5"},
             {"steps": -1},
             {"policies": ()},
             {"layers": -1},
@@ -127,6 +127,7 @@ def test_a_description_says_every_setting_also_of_what_is_inside():
             "class": "Quantized",
             "policy": {"class": "StreamingLLM", "budget": 16, "sinks": 4, "reindex": False, "compact_every": 64},
             "storage": "fp8",
+            "value_storage": None,
         },
         "first": {"class": "Exact", "compact_every": 64},
     }
@@ -297,7 +298,7 @@ def test_budgets_are_slots_shares_or_bytes():
         ("subgen:growth=fast@100", r"growth=fast: it must be float or None"),
         ("subgen:recent=-1@100", r"recent=-1; it must be at least 0"),
         ("balancekv_paper:value_exponents=(0)@100", r"value_exponents=\(0\): it must be"),
-        ("uniform:storage=int4@100", r"storage=int4: it must be 'int8' or 'fp8'"),
+        ("uniform:storage=int5@100", r"storage=int5: it must be 'int8' or 'fp8' or 'int4' or 'int3' or 'int2'"),
         ("uniform:host_steps=1@100", r"HostMemory: Uniform\(.* recalls nothing"),
         ("uniform:compact_every=0@100", r"compact_every=0; it must be at least 1"),
         ("uniform@half", r"budget 'half': give slots \(1024\), a share of exact's bytes \(25%\) or bytes \(64MiB\)"),
