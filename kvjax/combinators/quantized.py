@@ -37,7 +37,7 @@ class Quantized(Policy[Narrow]):
         policy: any policy that is not quantised yet.
         storage: "int8" for -127 ... 127; "fp8" for float8_e4m3fn, with 3 bits of mantissa; "int4", "int3" and "int2"
             for uniform grids of 16, 8 and 4 numbers.
-        value_storage: the form of the values, where it is another. Both take few bits, or both eight.
+        value_storage: the form of the values, where it is another; both are then of fewer than eight bits.
     """
 
     policy: Policy
@@ -46,11 +46,10 @@ class Quantized(Policy[Narrow]):
 
     def __post_init__(self) -> None:
         check_choices(self)
-        few = [storage.FORMATS[name].bits is not None for name in (self.form.keys, self.form.values)]
-        if len(set(few)) > 1:
-            raise ValueError(
-                f"storage={self.storage!r} and value_storage={self.value_storage!r}: both take few bits, or both eight"
-            )
+        form = self.form
+        if form.keys != form.values and None in (form.key_bits, form.value_bits):
+            forms = f"storage={self.storage!r} and value_storage={self.value_storage!r}"
+            raise ValueError(f"{forms}: where they differ both must be of fewer than eight bits")
 
     @property
     def form(self) -> Storage:

@@ -313,8 +313,9 @@ def test_rows_can_be_taken():
 def test_storages_that_there_are_not_are_refused_by_name():
     with pytest.raises(ValueError, match="storage='int5'; it must be one of 'int8', 'fp8', 'int4', 'int3', 'int2'"):
         kvjax.Quantized(POLICIES["exact"], "int5")
-    with pytest.raises(ValueError, match="storage='int8' and value_storage='int2': both take few bits, or both eight"):
-        kvjax.Quantized(POLICIES["exact"], "int8", "int2")
+    for values in ("int2", "fp8"):
+        with pytest.raises(ValueError, match=f"storage='int8' and value_storage='{values}': .* fewer than eight bits"):
+            kvjax.Quantized(POLICIES["exact"], "int8", values)
     spec = kvjax.CacheSpec(1, query_heads=1, kv_heads=1, head_dim=12, max_prompt=4, max_new=4)
     with pytest.raises(ValueError, match="int4 takes vectors of a multiple of 8 coordinates, not 12"):
         kvjax.init(kvjax.Quantized(kvjax.Exact(), "int4"), spec, row_keys(1))
@@ -333,3 +334,18 @@ def test_decoding_widens_a_block_at_a_time(storage):
     compiled = jax.jit(decode, donate_argnums=0).lower(cache, shaped(4), shaped(2), shaped(2)).compile()
     widened = 2 * 32768 * HEAD_DIM * 4
     assert compiled.memory_analysis().temp_size_in_bytes < widened / 2
+
+
+@pytest.mark.parametrize("name", ["uniform", "clusterkv", "exact"])
+def test_keys_and_values_have_widths_of_their_own(name):
+    """Narrow values leave the logits, and so who is attended to, as they are with wide ones."""
+    stream, kept, seen = make_stream(), [], []
+    for values in ("int4", "int2"):
+        policy = kvjax.Quantized(PLAIN[name], "int4", values)
+        cache = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+        kept.append(kvjax.cache_bytes(cache).device)
+        partials = attend(cache, jnp.asarray(stream.queries[:, 40:44]))
+        seen.append((partials.max, partials.den))
+    assert kept[1] < kept[0]
+    for first, second in zip(*seen, strict=True):
+        np.testing.assert_allclose(first, second, rtol=1e-5)
