@@ -100,8 +100,8 @@ def test_tables_have_every_setting_once_with_its_meaning(extensions):
         assert sorted(told) == sorted(field.name for field in dataclasses.fields(kind)), name
         assert all(meaning for _, meaning in policy_settings.settings(kind)), name
     rows = policy_settings.table(kvjax.SubGen)
-    assert "| `recent` | `64` | `int` | tokens always kept. |" in rows
-    assert any(row.startswith("| `budget` | `None` | `int` or `None` | slots per head") for row in rows)
+    assert "| `recent` | `64` | int | tokens always kept. |" in rows
+    assert any(row.startswith("| `budget` | `None` | int or None | slots per head") for row in rows)
 
 
 def test_docstrings_become_rest(extensions):

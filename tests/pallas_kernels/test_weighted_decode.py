@@ -1,5 +1,6 @@
 """Every form of the fused cluster-attention loop against plain float64 sums, and the kernel's traffic."""
 
+import dataclasses
 import functools
 import re
 import types
@@ -11,7 +12,17 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.weighted_decode import EMPTY, Config, Entries, GpuConfig, Partials, weighted_decode
+from pallas_kernels import packing
+from pallas_kernels.weighted_decode import (
+    EMPTY,
+    MANY_ROWS,
+    Config,
+    Entries,
+    GpuConfig,
+    Partials,
+    reference,
+    weighted_decode,
+)
 from tests.pallas_kernels import traffic
 
 SMALL = Config(block_slots=128)
@@ -135,6 +146,55 @@ def test_only_the_occupied_range_is_read(form, name):
         if form != "xla":
             again = run(rows, Entries(spoilt, entries.values, entries.log_num, start=start, stop=stop), form)
             compare(again, rows, entries, 2e-6)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "mosaic_tpu_checked"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("bits", packing.PLANES)
+def test_packed_numbers_are_read_as_what_they_stand_for(form, head_dim, bits):
+    rows, entries, plain = packed(bits, head_dim)
+    found, wide = run(rows, entries, form, logits=True), run(rows, plain, "xla", logits=True)
+    compare(found, rows, plain, 2e-6)
+    read = np.asarray(wide.logits) > EMPTY / 2
+    np.testing.assert_allclose(np.asarray(found.logits)[read], np.asarray(wide.logits)[read], rtol=1e-5, atol=1e-5)
+
+
+def test_packed_numbers_of_many_rows_are_read_too():
+    rows, entries, plain = packed(3, 64, rows=MANY_ROWS)
+    compare(run(rows, entries, "xla"), rows, plain, 2e-6)
+
+
+def test_blocks_that_are_widened_one_after_the_other_add_up(monkeypatch):
+    rows, entries, plain = packed(4, 64, slots=330)
+    monkeypatch.setattr(reference, "WIDENED", 128 * rows.shape[0] * rows.shape[1] * 64)
+    found = weighted_decode(rows, entries, logits=True, implementation="xla")
+    compare(found, rows, plain, 2e-6)
+    check_logits(found.logits, rows, plain)
+
+
+@pytest.mark.parametrize("bits", packing.PLANES)
+def test_packed_numbers_move_no_more_bytes_than_have_to(bits):
+    rows, entries, _ = packed(bits, 128, slots=1024)
+    entries = dataclasses.replace(entries, start=None, stop=None)
+    least = sum(x.nbytes for x in (rows, *jax.tree.leaves(entries))) + 4 * rows.shape[0] * 2 * 4 * (128 + 2)
+    call = functools.partial(weighted_decode, implementation="mosaic_tpu", config=SMALL)
+    assert traffic.moved(call, rows, entries, run=False).total <= 1.05 * least
+
+
+def packed(bits, head_dim, **sizes):
+    """Rows, entries of packed numbers, and the same entries with every number in float32."""
+    rows, entries = make(head_dim=head_dim, fields=("log_num", "key_scale", "value_scale"), **sizes)
+    rng = np.random.default_rng(bits)
+    codes = rng.integers(0, 2**bits, (2, *entries.keys.shape)).astype(np.uint8)
+    keys, values = (packing.pack(jnp.asarray(one), bits) for one in codes)
+    scales = {name: getattr(entries, name).astype(jnp.bfloat16) for name in ("key_scale", "value_scale")}
+    entries = dataclasses.replace(entries, **scales, stop=jnp.array([[entries.keys.shape[2]], [201]]))
+    wide = {
+        name: jnp.asarray(2.0 * one - (2**bits - 1), jnp.float32)
+        for name, one in zip(("keys", "values"), codes, strict=True)
+    }
+    plain = dataclasses.replace(entries, **wide, **{name: x.astype(jnp.float32) for name, x in scales.items()})
+    return rows, dataclasses.replace(entries, keys=keys, values=values, key_bits=bits, value_bits=bits), plain
 
 
 @quick_form
