@@ -13,7 +13,7 @@ import dataclasses
 import pathlib
 import statistics
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -110,8 +110,10 @@ def run(given: Demo, llm: language_model.LanguageModel, texts: list[Asked]) -> l
     room = max(len(question) for text in texts for question in text.questions) + 2 * given.answer_tokens
     tried = []
     for name, policy in suites.NAMED.items():
-        alone = llm.generator(policy, given.budget, max_prompt=longest, max_new=room)
-        together = Generator(llm.model, alone.policies, batch=given.facts, max_prompt=longest, max_new=room)
+        # A little past the positions that the model was trained on, where it still answers.
+        sizes: dict[str, Any] = {"max_prompt": longest, "max_new": room, "beyond_positions": True}
+        alone = llm.generator(policy, given.budget, **sizes)
+        together = Generator(llm.model, alone.policies, batch=given.facts, **sizes)
         tried.append(Tried(name, alone, together))
     with tqdm(total=len(texts) * len(tried), desc="texts read and asked about", leave=False) as bar:
         for number, text in enumerate(texts):
