@@ -133,15 +133,16 @@ def arrange(
 
 def put_blocks(store: BlockStore, place: Int[Array, "M"], blocks: BlockStore) -> BlockStore:
     """Writes M blocks of one head at these numbers; those past the end are dropped."""
-    if store.storage is not None and store.center is not None:
+    center = store.center
+    if store.storage is not None and center is not None:
         keys, values = jnp.split(blocks.entries, 2, axis=-1)
         keys, there = keys[..., : store.head_dim], (blocks.position >= 0).reshape(-1)
-        center = storage.mean_of_first(store.center, keys.reshape(-1, store.head_dim), there)
+        center = storage.mean_of_first(center, keys.reshape(-1, store.head_dim), there)
         stored = store.storage.store(keys - center, values[..., : store.value_dim])
-        blocks = dataclasses.replace(_side_by_side(blocks, stored, store.storage), center=None)
-        store = dataclasses.replace(store, center=None)
-        return dataclasses.replace(put(store, own_slot(place, store.position.shape[0]), blocks), center=center)
-    return put(store, own_slot(place, store.position.shape[0]), blocks)
+        blocks = _side_by_side(blocks, stored, store.storage)
+    # Blocks have no center of their own.
+    written = put(dataclasses.replace(store, center=None), own_slot(place, store.position.shape[0]), blocks)
+    return dataclasses.replace(written, center=center)
 
 
 def put(tree: T, place: Int[Array, "M"], new: T) -> T:

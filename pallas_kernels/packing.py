@@ -6,9 +6,10 @@ are 2 and 1), and a byte of a plane holds the codes of columns that lie a whole 
 then read as a few rows of neighbouring columns, and a product with it is the sum of products with these.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, UInt8
 
@@ -58,22 +59,27 @@ def pack(codes: UInt8[Array, "*A D"], bits: int) -> UInt8[Array, "*A W"]:
     return jnp.concatenate(planes, axis=-1).astype(jnp.uint8)
 
 
-def parts(packed: UInt8[Array, "*A W"], bits: int) -> Iterator[Part]:
-    """The columns of packed rows, a part for every place of a plane's bytes."""
-    columns = unpacked_width(packed.shape[-1], bits)
+def parts(packed: UInt8[Array, "*A W"], bits: int, axis: int = -1) -> Iterator[Part]:
+    """The columns of packed rows, a part for every place of a plane's bytes. Rows lie along the axis."""
+    columns = unpacked_width(packed.shape[axis], bits)
     first = shift = 0
     for width in PLANES[bits]:
         run = columns * width // 8
-        plane = packed[..., first : first + run]
+        plane = jax.lax.slice_in_dim(packed, first, first + run, axis=axis)
         for place in range(8 // width):
             codes = (plane >> (place * width)) & (2**width - 1)
             yield Part(slice(place * run, (place + 1) * run), 2**shift, codes)
         first, shift = first + run, shift + width
 
 
-def unpack(packed: UInt8[Array, "*A W"], bits: int) -> UInt8[Array, "*A D"]:
-    """The codes in their columns."""
+def joined(found: Iterable[tuple[int, Array]], axis: int = -1) -> Array:
+    """What was found of every part, with its factor, in the columns' order: planes summed by what they are worth."""
     planes: dict[int, list[Array]] = {}
-    for part in parts(packed, bits):
-        planes.setdefault(part.factor, []).append(part.codes)
-    return jnp.asarray(sum(jnp.concatenate(runs, axis=-1) * factor for factor, runs in planes.items()))
+    for factor, columns in found:
+        planes.setdefault(factor, []).append(columns)
+    return jnp.asarray(sum(jnp.concatenate(runs, axis=axis) * factor for factor, runs in planes.items()))
+
+
+def unpack(packed: UInt8[Array, "*A W"], bits: int, axis: int = -1) -> UInt8[Array, "*A D"]:
+    """The codes in their columns, of the dtype of the bytes."""
+    return joined(((part.factor, part.codes) for part in parts(packed, bits, axis)), axis)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float
 
 from pallas_kernels import packing
 from pallas_kernels.dispatch import tensor_cores
@@ -257,7 +257,7 @@ def _product(
     kind = compute_type(left.dtype, stored.dtype)
     left = left.astype(kind)
     if bits is not None:
-        stored = _codes(stored, bits)
+        stored = packing.unpack(stored.astype(jnp.int32), bits, axis=0)  # wide, so that pieces are whole registers
     if jnp.issubdtype(stored.dtype, jnp.integer):
         stored = stored.astype(jnp.float32)  # from where every type can be reached
     axis = int(slots_minor) if contract_slots else 1 - int(slots_minor)
@@ -273,17 +273,3 @@ def _product(
         return product
     total = jnp.sum(left.astype(jnp.float32), axis=1, keepdims=True)
     return 2 * product - packing.largest(bits) * total
-
-
-def _codes(packed: UInt8[Array, "W S"], bits: int) -> Int[Array, "D S"]:
-    """The codes of packed numbers, dimension by dimension. Wide, rows are pieces of whole registers."""
-    wide = packed.astype(jnp.int32)
-    codes, first = jnp.int32(0), 0
-    shift = 0
-    for width in packing.PLANES[bits]:
-        run = packing.unpacked_width(packed.shape[0], bits) * width // 8
-        plane = wide[first : first + run]
-        pieces = [(plane >> (place * width)) & (2**width - 1) for place in range(8 // width)]
-        codes = codes + (jnp.concatenate(pieces, axis=0) << shift)
-        first, shift = first + run, shift + width
-    return codes

@@ -130,10 +130,8 @@ def _gathered(
 
     if bits is None:
         return weighted(values)
-    planes: dict[int, list[Array]] = {}
-    for part in packing.parts(values, bits):
-        planes.setdefault(part.factor, []).append(weighted(part.codes.astype(jnp.float32)))
-    codes = sum(jnp.concatenate(parts, axis=-1) * factor for factor, parts in planes.items())
+    parts = packing.parts(values, bits)
+    codes = packing.joined((part.factor, weighted(part.codes.astype(jnp.float32))) for part in parts)
     return 2 * codes - packing.largest(bits) * jnp.sum(weights, axis=(2, 4))[..., None]
 
 
