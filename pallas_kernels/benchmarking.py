@@ -7,6 +7,7 @@ reduction over the bytes that must move, and of the op's products at the rate of
 
 import argparse
 import functools
+import itertools
 import json
 import pathlib
 import statistics
@@ -20,6 +21,20 @@ import jax.numpy as jnp
 # How long one measurement lasts at least, in seconds, and how many are made.
 LONG_ENOUGH, MEASUREMENTS = 0.1, 5
 PRODUCT_WIDTH = 4096
+
+
+class Draws:
+    """Random arrays, each drawn apart."""
+
+    def __init__(self, seed: int):
+        self._seeds = itertools.count(100 * seed)
+
+    def array(self, size: tuple[int, ...], dtype: Any) -> Any:
+        """Normal numbers of deviation 1/2; bytes of any content."""
+        key = jax.random.key(next(self._seeds))
+        if dtype == jnp.uint8:
+            return jax.random.bits(key, size, jnp.uint8)
+        return (jax.random.normal(key, size, jnp.bfloat16) / 2).astype(dtype)
 
 
 class Form(NamedTuple):

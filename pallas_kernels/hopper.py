@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import packing
 from pallas_kernels.weighted_decode.base import EMPTY, Feeds, compute_type
 
 ROWS = 64
@@ -83,11 +84,12 @@ class Running(NamedTuple):
         )
 
 
-def check_types(**arrays: Any) -> None:
-    """Raises a NotImplementedError, with the reason, for rows or entries that the matrix unit cannot be fed."""
+def check_types(*packed: str, **arrays: Any) -> None:
+    """Raises a NotImplementedError, with the reason, for rows or entries that the matrix unit cannot be fed. Packed
+    ones, by name, are bytes."""
     for name, array in arrays.items():
         types = ROW_TYPES if name == "rows" else STORED_TYPES
-        if array is not None and array.dtype.name not in types:
+        if array is not None and name not in packed and array.dtype.name not in types:
             raise NotImplementedError(f"{name} are {array.dtype.name}; a Hopper kernel takes {', '.join(types)}")
 
 
@@ -97,6 +99,18 @@ def check_head_dim(head_dim: int) -> None:
         raise NotImplementedError(
             f"head dimension {head_dim}; a Hopper kernel takes multiples of 16 up to 128 and of 64 up to 256"
         )
+
+
+def operand_columns(head_dim: int, *bits: int | None) -> int:
+    """In how many neighbouring columns operands come, where stored numbers of so many bits become such.
+
+    Raises:
+        NotImplementedError: where these are too few for the matrix unit.
+    """
+    columns = min([head_dim, *(packing.run_width(head_dim, one) for one in bits if one is not None)])
+    if columns < head_dim and not _tile(columns, jnp.bfloat16)[0]:
+        raise NotImplementedError(f"head dimension {head_dim} in {bits} bits: {columns} columns come apart at a time")
+    return columns
 
 
 def check_device() -> None:
@@ -175,21 +189,31 @@ def parts(x: Array, number: int, dtype: Any) -> Iterator[Array]:
     yield x.astype(dtype)
 
 
-def as_operands(block: Any, buffer: Any | None, operands: Operands) -> list[Any]:
-    """A stored block in shared memory as the matrix unit takes it. A conversion into the buffer waits for a
-    `plgpu.commit_smem`."""
+def as_operands(block: Any, buffer: Any | None, operands: Operands, bits: int | None = None) -> list[Any]:
+    """A stored block in shared memory, of packed numbers where there are bits, as the matrix unit takes it. A
+    conversion into the buffer waits for a `plgpu.commit_smem`."""
     if buffer is None:
         return [block]
-    head_dim = block.shape[1]
-    swizzle, tile = _tile(head_dim, block.dtype)
-    # A few columns at a time, to keep few registers.
-    width = max(tile if swizzle else 0, _tile(head_dim, operands.dtype)[1])
-    for first in range(0, head_dim, width):
-        columns = pl.ds(first, width)
-        stored = load(block.at[:, columns], LAYOUT, optimized=swizzle)
+    for columns, stored in _in_columns(block, operands, bits):
         for number, part in enumerate(parts(stored, operands.stored_parts, operands.dtype)):
             buffer[number, :, columns] = part
     return [buffer.at[number] for number in range(operands.stored_parts)]
+
+
+def _in_columns(block: Any, operands: Operands, bits: int | None) -> Iterator[tuple[Any, Array]]:
+    """The numbers of a stored block, a few columns at a time, to keep few registers."""
+    width = block.shape[1]
+    swizzle, tile = _tile(width, block.dtype)
+    read = lambda columns: load(block.at[:, columns], LAYOUT, optimized=swizzle)  # noqa: E731
+    if bits is None:
+        step = max(tile if swizzle else 0, _tile(width, operands.dtype)[1])
+        for first in range(0, width, step):
+            yield pl.ds(first, step), read(pl.ds(first, step))
+        return
+    of_bytes = lambda piece: read(pl.ds(piece.start, piece.stop - piece.start)).astype(jnp.int32)  # noqa: E731
+    for columns, codes in packing.runs(of_bytes, packing.unpacked_width(width, bits), bits):
+        numbers = (2 * codes - packing.largest(bits)).astype(jnp.float32)
+        yield pl.ds(columns.start, columns.stop - columns.start), numbers
 
 
 def product(left: Sequence[Any], right: Sequence[Any]) -> Float[Array, "64 N"]:

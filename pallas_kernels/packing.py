@@ -6,12 +6,12 @@ are 2 and 1), and a byte of a plane holds the codes of columns that lie a whole 
 then read as a few rows of neighbouring columns, and a product with it is the sum of products with these.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, UInt8
+from jaxtyping import Array, Integer, UInt8
 
 # The planes that numbers of so many bits are cut into, the lowest bits first.
 PLANES = {4: (4,), 3: (2, 1), 2: (2,)}
@@ -19,11 +19,17 @@ COLUMNS = 8  # whose multiple the columns of packed rows must be
 
 
 class Part(NamedTuple):
-    """Neighbouring columns of one plane."""
+    """Neighbouring columns of one plane, and where in a row they lie."""
 
     columns: slice
+    bytes: slice
+    shift: int  # how far up in a byte
+    width: int  # bits
     factor: int  # what a one in this plane is worth
-    codes: UInt8[Array, "*A n"]
+
+    def codes(self, stored: Integer[Array, "*A"]) -> Integer[Array, "*A"]:
+        """Of stored bytes, in any integer type."""
+        return (stored >> self.shift) & (2**self.width - 1)
 
 
 def largest(bits: int) -> int:
@@ -59,17 +65,38 @@ def pack(codes: UInt8[Array, "*A D"], bits: int) -> UInt8[Array, "*A W"]:
     return jnp.concatenate(planes, axis=-1).astype(jnp.uint8)
 
 
-def parts(packed: UInt8[Array, "*A W"], bits: int, axis: int = -1) -> Iterator[Part]:
-    """The columns of packed rows, a part for every place of a plane's bytes. Rows lie along the axis."""
-    columns = unpacked_width(packed.shape[axis], bits)
-    first = shift = 0
+def parts(columns: int, bits: int) -> Iterator[Part]:
+    """The parts of rows of so many numbers, one for every place of a plane's bytes."""
+    first, worth = 0, 1
     for width in PLANES[bits]:
         run = columns * width // 8
-        plane = jax.lax.slice_in_dim(packed, first, first + run, axis=axis)
         for place in range(8 // width):
-            codes = (plane >> (place * width)) & (2**width - 1)
-            yield Part(slice(place * run, (place + 1) * run), 2**shift, codes)
-        first, shift = first + run, shift + width
+            own, lie_in = slice(place * run, (place + 1) * run), slice(first, first + run)
+            yield Part(own, lie_in, place * width, width, worth)
+        first, worth = first + run, worth << width
+
+
+def run_width(columns: int, bits: int) -> int:
+    """How many neighbouring columns come apart together in every plane."""
+    return columns * min(PLANES[bits]) // 8
+
+
+def runs(read: Callable[[slice], Array], columns: int, bits: int) -> Iterator[tuple[slice, Array]]:
+    """The codes of packed rows, `run_width` columns at a time; `read` gives some of a row's bytes in any integer type,
+    and is asked for each once."""
+    width, narrowest = run_width(columns, bits), min(PLANES[bits])
+    planes, first = [], 0
+    for bits_of_plane in PLANES[bits]:
+        pieces = bits_of_plane // narrowest
+        planes.append([read(slice(first + width * piece, first + width * (piece + 1))) for piece in range(pieces)])
+        first += width * pieces
+    for number in range(8 // narrowest):
+        codes, shift = 0, 0
+        for bits_of_plane, plane in zip(PLANES[bits], planes, strict=True):
+            place, piece = divmod(number, len(plane))
+            codes += ((plane[piece] >> (place * bits_of_plane)) & (2**bits_of_plane - 1)) << shift
+            shift += bits_of_plane
+        yield slice(number * width, (number + 1) * width), jnp.asarray(codes)
 
 
 def joined(found: Iterable[tuple[int, Array]], axis: int = -1) -> Array:
@@ -81,5 +108,10 @@ def joined(found: Iterable[tuple[int, Array]], axis: int = -1) -> Array:
 
 
 def unpack(packed: UInt8[Array, "*A W"], bits: int, axis: int = -1) -> UInt8[Array, "*A D"]:
-    """The codes in their columns, of the dtype of the bytes."""
-    return joined(((part.factor, part.codes) for part in parts(packed, bits, axis)), axis)
+    """The codes in their columns, of the dtype of the bytes. Rows lie along the axis."""
+
+    def codes(part: Part) -> Array:
+        return part.codes(jax.lax.slice_in_dim(packed, part.bytes.start, part.bytes.stop, axis=axis))
+
+    of_row = parts(unpacked_width(packed.shape[axis], bits), bits)
+    return joined(((part.factor, codes(part)) for part in of_row), axis)

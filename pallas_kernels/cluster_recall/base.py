@@ -48,8 +48,6 @@ def entry_width(head_dim: int) -> int:
 
 def refuse_unknown(rows: Float[Array, "B H R D"], blocks: Blocks) -> None:
     """Raises a NotImplementedError for what no kernel does yet."""
-    if (bits := blocks.key_bits or blocks.value_bits) is not None:
-        raise NotImplementedError(f"{bits} bits: XLA unpacks numbers")
     if blocks.logit_cap is not None:
         raise NotImplementedError(f"logit_cap={blocks.logit_cap}: XLA caps logits")
     if blocks.value_dim not in (None, rows.shape[3]):

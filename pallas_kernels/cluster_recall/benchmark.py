@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import benchmarking
+from pallas_kernels import benchmarking, packing
 from pallas_kernels.cluster_recall.api import cluster_recall
 from pallas_kernels.cluster_recall.base import Blocks, entry_width
-from pallas_kernels.weighted_decode import Entries, Partials, weighted_decode
+from pallas_kernels.weighted_decode import Partials
+from pallas_kernels.weighted_decode import benchmark as read
 
 
 class Shape(NamedTuple):
@@ -29,23 +30,24 @@ class Shape(NamedTuple):
     places: int = 16
     head_dim: int = 128
     dtype: Any = jnp.bfloat16
+    bits: int | None = None  # of packed numbers
 
     def __str__(self) -> str:
         sizes = f"{self.batch} x {self.heads} heads x {self.rows} rows, {self.recalled} of {self.blocks} blocks"
-        return f"{sizes} of {self.places} x {self.head_dim} {jnp.dtype(self.dtype).name}"
-
-    @property
-    def row_type(self) -> Any:
-        return jnp.bfloat16 if jnp.dtype(self.dtype).itemsize == 1 else self.dtype
+        kind = jnp.dtype(self.dtype).name if self.bits is None else f"{self.bits} bits"
+        return f"{sizes} of {self.places} x {self.head_dim} {kind}"
 
     def arguments(self, array: Any) -> tuple[Any, Blocks, Any, Any]:
         """Rows, blocks, numbers and counts, made by `array(shape, dtype)`."""
-        rows = array((self.batch, self.heads, self.rows, self.head_dim), self.row_type)
         store = (self.batch, self.kv_heads, self.blocks, self.places)
-        narrow = jnp.dtype(self.dtype).itemsize == 1
-        entries = array((*store, 2 * entry_width(self.head_dim)), self.dtype)
+        dtype = self.dtype if self.bits is None else jnp.uint8
+        narrow = jnp.dtype(dtype).itemsize == 1
+        entries = array((*store, 2 * packing.packed_width(entry_width(self.head_dim), self.bits)), dtype)
+        scale = array((*store, 2), jnp.bfloat16) if narrow else None
+        blocks = Blocks(entries, scale, key_bits=self.bits, value_bits=self.bits)
+        rows = array((self.batch, self.heads, self.rows, self.head_dim), jnp.bfloat16 if narrow else dtype)
         plan = array((self.batch, self.heads, self.recalled), jnp.int32)
-        return rows, Blocks(entries, array((*store, 2), jnp.float32) if narrow else None), plan, plan
+        return rows, blocks, plan, plan
 
     def function(self, **options: Any) -> Callable[..., Partials]:
         """The op on such arguments."""
@@ -64,6 +66,7 @@ PRODUCTION = (
     *(Shape(batch, recalled) for batch in (8, 32) for recalled in (64, 256, 512)),
     *(Shape(8, 256, head_dim=head_dim) for head_dim in (64, 80, 96, 256)),
     *(Shape(8, 256, dtype=dtype) for dtype in (jnp.float32, jnp.int8, jnp.float8_e4m3fn)),
+    *(Shape(8, 256, bits=bits) for bits in packing.PLANES),
     Shape(8, 256, heads=32, rows=1),
     Shape(1, 512, blocks=8192),
 )
@@ -77,23 +80,16 @@ def cases(quick: bool) -> Iterator[benchmarking.Case]:
 
 def forms(shape: Shape) -> Mapping[str, benchmarking.Form]:
     """kvjax's form for the platform, XLA's, and a dense read of as many tokens."""
-    draws = iter(jax.random.split(jax.random.key(0), 16))
-
-    def array(size: tuple[int, ...], dtype: Any) -> Any:
-        return (jax.random.normal(next(draws), size, jnp.bfloat16) / 2).astype(dtype)
-
-    rows, blocks, _, _ = shape.arguments(array)
-    ranked = jax.random.uniform(next(draws), (shape.batch, shape.heads, shape.blocks))
+    rows, blocks, _, _ = shape.arguments(benchmarking.Draws(0).array)
+    ranked = jax.random.uniform(jax.random.key(1), (shape.batch, shape.heads, shape.blocks))
     number = jnp.argsort(ranked, axis=2)[:, :, : shape.recalled].astype(jnp.int32)
     arguments = (rows, blocks, number, jnp.full(number.shape, shape.places, jnp.int32))
-    slots = (shape.batch, shape.heads, shape.recalled * shape.places)
-    keys, values = (array((*slots, shape.head_dim), shape.dtype) for _ in range(2))
-    scales = {} if blocks.scale is None else {name: array(slots, jnp.float32) for name in ("key_scale", "value_scale")}
-    dense = Entries(keys, values, **scales)
+    slots = shape.recalled * shape.places
+    dense = read.Shape(shape.batch, slots, shape.heads, shape.rows, shape.head_dim, shape.dtype, bits=shape.bits)
     return {
         "kvjax": benchmarking.Form(shape.function(), arguments),
         "xla": benchmarking.Form(shape.function(implementation="xla"), arguments),
-        "dense weighted_decode": benchmarking.Form(weighted_decode, (rows, dense)),
+        "dense weighted_decode": benchmarking.Form(dense.function(), dense.arguments(benchmarking.Draws(2).array)),
     }
 
 

@@ -56,13 +56,16 @@ def check(
         hopper.check_device()
     if rows.shape[2] >= MANY_ROWS:
         raise NotImplementedError(f"{rows.shape[2]} rows: from {MANY_ROWS} on products, not reading, take the time")
-    places, width = blocks.entries.shape[3:]
+    places, width = blocks.entries.shape[3], 2 * blocks.width
     if places not in (8, 16, 32, 64) or width not in (128, 256, 384, 512):
         raise NotImplementedError(
             f"blocks are {places} x {width}; a Hopper kernel takes 8, 16, 32 or 64 places of 128, 256, 384 or 512"
         )
-    hopper.check_types(rows=rows, entries=blocks.entries)
-    hopper.roomiest(functools.partial(_scratch, width // 2, rows.dtype, blocks.entries.dtype, places, SCALES))
+    packed = blocks.key_bits is not None
+    if packed and rows.shape[3] != blocks.width:
+        raise NotImplementedError(f"packed keys of {rows.shape[3]} dimensions in {blocks.width} columns")
+    hopper.check_types(*["entries"] * packed, rows=rows, entries=blocks.entries)
+    hopper.roomiest(functools.partial(_scratch, rows, blocks))
 
 
 def cluster_recall(
@@ -85,10 +88,9 @@ def cluster_recall(
 def _cluster_recall(rows, blocks: Blocks, number, count, *, config: GpuConfig, interpret: Any) -> Partials:
     batch, heads, queries, head_dim = rows.shape
     kv_heads, _, places, both = blocks.entries.shape[1:]
-    width = both // 2
+    width = blocks.width
     operands = hopper.Operands.of(rows.dtype, blocks.entries.dtype)
-    scales = () if blocks.scale is None else SCALES
-    scratch_of = functools.partial(_scratch, width, rows.dtype, blocks.entries.dtype, places, scales)
+    scratch_of = functools.partial(_scratch, rows, blocks)
     stages, programs = hopper.roomiest(scratch_of, config.stages)
     per_step = hopper.SLOTS // places
     most_steps = pl.cdiv(number.shape[2], per_step)
@@ -105,7 +107,7 @@ def _cluster_recall(rows, blocks: Blocks, number, count, *, config: GpuConfig, i
         "entries": blocks.entries,
     }
     if blocks.scale is not None:
-        found = taken(blocks.scale, number).astype(jnp.float32).reshape(*number.shape[:2], -1, 2)
+        found = taken(blocks.scale, number).reshape(*number.shape[:2], -1, 2)
         arrays |= {name: found[..., half] for half, name in enumerate(SCALES)}
 
     padded = arrays["rows"].shape[3]
@@ -118,7 +120,9 @@ def _cluster_recall(rows, blocks: Blocks, number, count, *, config: GpuConfig, i
 
     def cluster_recall(*refs, **scratch):
         named = dict(zip((*arrays, *results), refs, strict=True))
-        _kernel(named, scratch, operands=operands, head_dim=head_dim, group=heads // kv_heads, splits=splits)
+        _kernel(
+            named, scratch, operands=operands, blocks=blocks, head_dim=head_dim, group=heads // kv_heads, splits=splits
+        )
 
     tokens = batch * heads * number.shape[2] * places
     peak, num, den = plgpu.kernel(
@@ -140,35 +144,45 @@ def _cluster_recall(rows, blocks: Blocks, number, count, *, config: GpuConfig, i
     return merge_splits(Partials(peak[..., :queries], num[..., :queries, :head_dim], den[..., :queries]))
 
 
-def _scratch(width: int, rows: Any, stored: Any, places: int, scales: tuple[str, ...], stages: int) -> dict[str, Any]:
+def _scratch(rows: Array, blocks: Blocks, stages: int) -> dict[str, Any]:
     """What a program keeps in shared memory, under the names of the arrays that it holds parts of."""
-    operands = hopper.Operands.of(rows, stored)
+    operands = hopper.Operands.of(rows.dtype, blocks.entries.dtype)
+    places, both = blocks.entries.shape[3:]
+    width = blocks.width
+    columns = hopper.operand_columns(width, blocks.key_bits, blocks.value_bits)
+    scales = {} if blocks.scale is None else dict.fromkeys(SCALES, blocks.scale.dtype)
     of_rows = plgpu.SMEM((hopper.ROWS,), jnp.float32)
     scratch: dict[str, Any] = {
-        "rows": hopper.blocked((operands.row_parts, hopper.ROWS, width), operands.dtype),
+        "rows": hopper.blocked((operands.row_parts, hopper.ROWS, width), operands.dtype, columns),
         # The sums leave through the memory of the entries, of which none is read any more then.
         "entries": plgpu.RefUnion(
-            hopper.blocked((stages, hopper.SLOTS, 2 * width), stored, swizzled_as=width),
+            # The key and the value, each on its own, in whole tiles.
+            hopper.blocked(
+                (stages, hopper.SLOTS, both),
+                blocks.entries.dtype,
+                swizzled_as=math.gcd(blocks.value_column, both - blocks.value_column),
+            ),
             hopper.blocked((hopper.ROWS, width), jnp.float32),
         ),
-        **{name: plgpu.SMEM((stages, hopper.SLOTS), jnp.float32) for name in scales},
-        "weights": hopper.blocked((operands.row_parts, hopper.ROWS, hopper.SLOTS), operands.dtype, swizzled_as=width),
+        **{name: plgpu.SMEM((stages, hopper.SLOTS), dtype) for name, dtype in scales.items()},
+        "weights": hopper.blocked((operands.row_parts, hopper.ROWS, hopper.SLOTS), operands.dtype, columns),
         "peak": of_rows,
         "den": of_rows,
         "rows_came": plgpu.Barrier(num_arrivals=operands.row_parts),
         "entries_came": plgpu.Barrier(num_arrivals=hopper.SLOTS // places + len(scales), num_barriers=stages),
     }
     if not operands.direct:
-        scratch["operands"] = hopper.blocked((operands.stored_parts, hopper.SLOTS, width), operands.dtype)
+        scratch["operands"] = hopper.blocked((operands.stored_parts, hopper.SLOTS, width), operands.dtype, columns)
     return scratch
 
 
-def _kernel(refs, scratch, *, operands, head_dim, group, splits):
+def _kernel(refs, scratch, *, operands, blocks, head_dim, group, splits):
     """One split of one head's blocks against all of its rows."""
     batch, head, split = (lax.axis_index(name) for name in ("batch", "heads", "splits"))
     ring, num_out = scratch["entries"]
     stages, _, both = ring.shape
-    width, places, padded = both // 2, refs["entries"].shape[3], refs["rows"].shape[3]
+    width, places, padded = blocks.width, refs["entries"].shape[3], refs["rows"].shape[3]
+    halves = {"key": pl.ds(0, blocks.value_column), "value": pl.ds(blocks.value_column, both - blocks.value_column)}
     per_step = hopper.SLOTS // places
     scales = [name for name in SCALES if name in refs]
     in_two = (hopper.ROWS, hopper.SLOTS)
@@ -224,11 +238,11 @@ def _kernel(refs, scratch, *, operands, head_dim, group, splits):
         counts = plan("count", number)
         numbers_ahead, counts_ahead = plan("number", number + stages), plan("count", number + stages)
         plgpu.barrier_wait(scratch["entries_came"].at[stage])
-        keys = hopper.as_operands(ring.at[stage, :, pl.ds(0, width)], scratch.get("operands"), operands)
+        keys = hopper.as_operands(ring.at[stage, :, halves["key"]], scratch.get("operands"), operands, blocks.key_bits)
         if not operands.direct:
             plgpu.commit_smem()
         scores = hopper.logits(scratch["rows"], keys, operands) * (head_dim**-0.5 * hopper.LOG2E)
-        factors = {name: hopper.load(scratch[name].at[stage], hopper.OF_SLOTS) for name in scales}
+        factors = {name: hopper.load(scratch[name].at[stage], hopper.OF_SLOTS).astype(jnp.float32) for name in scales}
         if "key_scale" in factors:
             scores = scores * hopper.of_slots(factors["key_scale"], in_two)
         slot = plgpu.broadcasted_iota(jnp.int32, (hopper.SLOTS,), 0, layout=hopper.OF_SLOTS)
@@ -242,7 +256,9 @@ def _kernel(refs, scratch, *, operands, head_dim, group, splits):
             weight = weight * hopper.of_slots(factors["value_scale"], in_two)
         for part, part_of_weight in enumerate(hopper.parts(weight, operands.row_parts, operands.dtype)):
             scratch["weights"][part] = part_of_weight
-        values = hopper.as_operands(ring.at[stage, :, pl.ds(width, width)], scratch.get("operands"), operands)
+        values = hopper.as_operands(
+            ring.at[stage, :, halves["value"]], scratch.get("operands"), operands, blocks.value_bits
+        )
         plgpu.commit_smem()
         num = hopper.add_values(before.num, fade, scratch["weights"], values, operands)
         fetch(number + stages, numbers_ahead, counts_ahead)

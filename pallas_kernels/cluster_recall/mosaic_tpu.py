@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import packing
 from pallas_kernels.cluster_recall.base import Blocks, refuse_unknown
 from pallas_kernels.cluster_recall.batching import fold_mapped_axes
 from pallas_kernels.weighted_decode import EMPTY, MANY_ROWS, Partials
@@ -48,10 +48,11 @@ def check(
     """Raises a NotImplementedError for what the kernel cannot do, with the reason."""
     refuse_unknown(rows, blocks)
     places, width = blocks.entries.shape[3:]
+    packed = blocks.key_bits is not None
     if rows.shape[2] >= MANY_ROWS:
         raise NotImplementedError(f"{rows.shape[2]} rows: from {MANY_ROWS} on products, not reading, take the time")
     for name, array in {"rows": rows, "entries": blocks.entries}.items():
-        if array.dtype.name not in TYPES:
+        if array.dtype.name not in TYPES and not (packed and name == "entries"):
             raise NotImplementedError(f"{name} are {array.dtype.name}; a TPU kernel takes {', '.join(TYPES)}")
     if width % REGISTER_LANES or places % 16:
         raise NotImplementedError(
@@ -75,6 +76,47 @@ def cluster_recall(
     return fold_mapped_axes(run)(rows, blocks, number, count)
 
 
+class _Piece(NamedTuple):
+    """Neighbouring columns of a key or value."""
+
+    columns: slice
+    lanes: slice  # where they lie among those of their half
+    part: packing.Part | None  # of packed bytes
+
+
+class _Half(NamedTuple):
+    """What of every fetched row is multiplied with queries, or with weights."""
+
+    lanes: slice
+    pieces: tuple[_Piece, ...]
+
+    @property
+    def width(self) -> int:
+        return self.lanes.stop - self.lanes.start
+
+
+def _halves(blocks: Blocks, head_dim: int) -> tuple[_Half, _Half]:
+    """Keys and values. They are read apart where that cuts no register, and otherwise as one, with zeros in the queries
+    and with sums that nothing is made of."""
+    both, first = blocks.entries.shape[4], blocks.value_column
+    apart = first % REGISTER_LANES == 0 and (both - first) % REGISTER_LANES == 0
+
+    def half(start: int, stop: int, bits: int | None) -> _Half:
+        lanes = slice(start, stop) if apart else slice(0, both)
+        whole = packing.Part(slice(0, head_dim), slice(0, head_dim), 0, 8, 1)
+        parts = (whole,) if bits is None else packing.parts(head_dim, bits)
+        shift = start - lanes.start
+        return _Half(
+            lanes,
+            tuple(
+                _Piece(part.columns, slice(part.bytes.start + shift, part.bytes.stop + shift), part if bits else None)
+                for part in parts
+            ),
+        )
+
+    return half(0, first, blocks.key_bits), half(first, both, blocks.value_bits)
+
+
 def recall_unmapped(
     rows: Float[Array, "B H R D"],
     blocks: Blocks,
@@ -91,22 +133,22 @@ def recall_unmapped(
     """
     batch, heads, queries, head_dim = rows.shape
     kv_heads, _, places, both = blocks.entries.shape[1:]
-    width = both // 2
     streams = batch * heads
     cores = config.cores if streams % config.cores == 0 else 1
     per_core = streams // cores
-    # Keys and values are read apart where that cuts no register, and as one with zeros in the queries otherwise.
-    apart = width % REGISTER_LANES == 0
-    read = width if apart else both
+    keys, values = halves = _halves(blocks, head_dim)
 
     step = min(config.step_blocks, -(-number.shape[2] // 8) * 8)
     steps = pl.cdiv(number.shape[2], step)
     count = jnp.clip(count.astype(jnp.int32), 0, places)
     padding = ((0, 0), (0, 0), (0, steps * step - number.shape[2]))
     number, count = (jnp.pad(x.astype(jnp.int32), padding) for x in (number, count))
+    is_read = (count > 0).reshape(streams, steps, step)
+    there = jnp.sum(is_read, axis=2, dtype=jnp.int32)
     # What lies behind the last step that reads anything is left out; every head has one step.
-    used = jnp.max(jnp.where(count > 0, jnp.arange(steps * step) // step, 0), axis=2).reshape(streams) + 1
-    plan = jnp.stack([number, count], axis=2).reshape(streams, 2, steps * step)
+    used = jnp.max(jnp.where(there > 0, jnp.arange(steps), 0), axis=1) + 1
+    # The numbers of blocks that are read, -1 for others, and behind them how many each step has of the former.
+    plan = jnp.concatenate([jnp.where(is_read, number.reshape(is_read.shape), -1).reshape(streams, -1), there], axis=1)
 
     def of_stream(core, place, *_):
         return core * per_core + place, 0, 0
@@ -114,14 +156,15 @@ def recall_unmapped(
     def of_next(core, place, *_):
         return core * per_core + jnp.minimum(place + 1, per_core - 1), 0, 0
 
-    scalars = functools.partial(pl.BlockSpec, (1, 2, steps * step), memory_space=pltpu.SMEM)
+    def by_piece(half: _Half) -> pl.BlockSpec:
+        shape = (1, len(half.pieces), queries, half.width)
+        return pl.BlockSpec(shape, lambda *at: (*of_stream(*at), 0))
+
+    scalars = functools.partial(pl.BlockSpec, (1, 1, plan.shape[1]), memory_space=pltpu.SMEM)
     arrays: dict[str, tuple[Array, pl.BlockSpec]] = {
-        "now": (plan, scalars(of_stream)),
-        "ahead": (plan, scalars(of_next)),
-        "rows": (
-            jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, read - head_dim))).reshape(streams, queries, read),
-            pl.BlockSpec((1, queries, read), of_stream),
-        ),
+        "now": (plan[:, None], scalars(of_stream)),
+        "ahead": (plan[:, None], scalars(of_next)),
+        "rows": (_by_piece(rows.reshape(streams, queries, -1), keys), by_piece(keys)),
         "count": (
             count.astype(jnp.float32).reshape(streams, steps, step),
             pl.BlockSpec((1, steps, step), of_stream),
@@ -134,23 +177,38 @@ def recall_unmapped(
             arrays[name] = (scale.reshape(shape), pl.BlockSpec((1, *shape[1:]), of_stream))
 
     tokens = streams * steps * step * places
-    sums = pl.pallas_call(
+    of_rows = pl.BlockSpec((1, queries, 1), of_stream)
+    peak, num, den = pl.pallas_call(
         functools.partial(
-            _kernel, names=tuple(arrays), head_dim=head_dim, heads=heads, group=heads // kv_heads, places=places
+            _kernel,
+            names=tuple(arrays),
+            halves=halves,
+            bits=(blocks.key_bits, blocks.value_bits),
+            head_dim=head_dim,
+            heads=heads,
+            group=heads // kv_heads,
+            places=places,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(cores, per_core),
             in_specs=[spec for _, spec in arrays.values()],
-            out_specs=[pl.BlockSpec((1, queries, size), of_stream) for size in (1, read, 1)],
+            out_specs=[of_rows, by_piece(values), of_rows],
             scratch_shapes=[
                 pltpu.VMEM((2, step * places, both), blocks.entries.dtype),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SMEM((1,), jnp.int32),
             ],
         ),
-        out_shape=[jax.ShapeDtypeStruct((streams, queries, size), jnp.float32) for size in (1, read, 1)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        out_shape=[
+            jax.ShapeDtypeStruct((streams, queries, 1), jnp.float32),
+            jax.ShapeDtypeStruct((streams, len(values.pieces), queries, values.width), jnp.float32),
+            jax.ShapeDtypeStruct((streams, queries, 1), jnp.float32),
+        ],
+        # Checks of every copy would take a third of the time to start it; interpreters, which tests run, make them.
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True, disable_semaphore_checks=True
+        ),
         cost_estimate=pl.CostEstimate(
             flops=4 * tokens * queries * head_dim,
             bytes_accessed=tokens * both * blocks.entries.dtype.itemsize
@@ -160,8 +218,17 @@ def recall_unmapped(
         interpret=interpret,
         name="cluster_recall",
     )(used, *(x for x, _ in arrays.values()))
-    peak, num, den = (x.reshape(batch, heads, queries, -1) for x in sums)
-    return Partials(peak[..., 0], num[..., read - width : read - width + head_dim], den[..., 0])
+    gathered = jnp.zeros((streams, queries, head_dim))
+    for at, piece in enumerate(values.pieces):
+        gathered = gathered.at[..., piece.columns].add(num[:, at, :, piece.lanes])
+    return Partials(*(x.reshape(batch, heads, queries, *x.shape[2:]) for x in (peak[..., 0], gathered, den[..., 0])))
+
+
+def _by_piece(rows: Float[Array, "BH R D"], keys: _Half) -> Float[Array, "BH n R W"]:
+    """The queries for every piece of the keys, zero where other things lie."""
+    nothing = jnp.zeros((*rows.shape[:2], keys.width), rows.dtype)
+    laid = [nothing.at[..., piece.lanes].set(rows[..., piece.columns]) for piece in keys.pieces]
+    return jnp.stack(laid, axis=1)
 
 
 def _scales(scale: Float[Array, "B H_kv N P 2"], number: Int[Array, "B H K"]) -> Float[Array, "2 B H_kv g*K P"]:
@@ -169,11 +236,12 @@ def _scales(scale: Float[Array, "B H_kv N P 2"], number: Int[Array, "B H K"]) ->
     number: XLA lays scales out with blocks as the last axis, and a gather from there would copy them all."""
     batch, kv_heads, count = scale.shape[:3]
     is_taken = number.reshape(batch, kv_heads, -1, 1) == jnp.arange(count)
-    precision = jax.lax.Precision.HIGHEST
-    return jnp.einsum("bhkn,bhnps->sbhkp", is_taken.astype(jnp.float32), scale, precision=precision)
+    # float32, of which the kernel can read any one row.
+    exact: dict[str, Any] = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+    return jnp.einsum("bhkn,bhnps->sbhkp", is_taken.astype(scale.dtype), scale, **exact)
 
 
-def _kernel(used, *refs, names, head_dim, heads, group, places):
+def _kernel(used, *refs, names, halves, bits, head_dim, heads, group, places):
     """All that one head reads. `buffer` holds the blocks of two steps: those computed with and those that come.
 
     Numbers are divided by `lax.div`: `//` would round negative ones down, and lowering that has to know the chip.
@@ -184,29 +252,33 @@ def _kernel(used, *refs, names, head_dim, heads, group, places):
     stream = core * (last + 1) + place
     step = buffer.shape[1] // places
     steps = used[stream]
+    first_count = given["count"].shape[1] * step  # in a plan
 
-    def each(plan, number: Int[Array, ""], act: Callable) -> None:
-        """`act` for every block that is read in a step: where it is in the plan's head, and in the step."""
+    def fetch(plan, stream, number, half):
+        """Starts the copies of the blocks of a step that are read."""
+        row, head = jax.lax.div(stream, heads), jax.lax.div(jax.lax.rem(stream, heads), group)
 
         def one(slot, carry):
-            at = number * step + slot
+            block = plan[0, 0, number * step + slot]
 
-            @pl.when(plan[0, 1, at] > 0)
+            @pl.when(block >= 0)
             def _():
-                act(plan[0, 0, at], slot)
+                target = buffer.at[half, pl.ds(pl.multiple_of(slot * places, places), places)]
+                pltpu.make_async_copy(given["entries"].at[row, head, block], target, arrived.at[half]).start()
 
             return carry
 
-        jax.lax.fori_loop(0, step, one, None)
+        jax.lax.fori_loop(0, step, one, None, unroll=8)
 
-    def copy(stream, block, slot, half):
-        head = jax.lax.rem(stream, heads)
-        source = given["entries"].at[jax.lax.div(stream, heads), jax.lax.div(head, group), block]
-        target = buffer.at[half, pl.ds(pl.multiple_of(slot * places, places), places)]
-        return pltpu.make_async_copy(source, target, arrived.at[half])
+    def wait(number, half):
+        """For all of them: a semaphore counts bytes, so that one wait stands for as many blocks as it has bytes."""
+        fetched = given["now"][0, 0, first_count + number]
+        for doubling in range(step.bit_length()):
 
-    def fetch(plan, stream, number, half):
-        each(plan, number, lambda block, slot: copy(stream, block, slot, half).start())
+            @pl.when(jax.lax.rem(jax.lax.shift_right_logical(fetched, doubling), 2) == 1)
+            def _(doubling=doubling):
+                as_many = buffer.at[half, pl.ds(0, places << doubling)]
+                pltpu.make_async_copy(as_many, as_many, arrived.at[half]).wait()
 
     @pl.when(place == 0)
     def _():
@@ -216,8 +288,9 @@ def _kernel(used, *refs, names, head_dim, heads, group, places):
         fetch(given["now"], stream, 0, 0)
 
     first = turn[0]
-    rows = given["rows"][0]
-    read = rows.shape[1]
+    rows = given["rows"]
+    kind = compute_type(rows.dtype, buffer.dtype)
+    keys, values = halves
     slots = jax.lax.broadcasted_iota(jnp.int32, (1, step * places), 1)
     # Row i is one over the places of block i: a product with it repeats a count for all places of its block.
     of_block = jax.lax.broadcasted_iota(jnp.int32, (step, step * places), 0)
@@ -234,13 +307,13 @@ def _kernel(used, *refs, names, head_dim, heads, group, places):
         def _():
             fetch(given["ahead"], stream + 1, 0, 1 - half)
 
-        each(given["now"], number, lambda block, slot: copy(stream, block, slot, half).wait())
+        wait(number, half)
         entries = buffer[half]
-        if jnp.issubdtype(entries.dtype, jnp.integer):
-            entries = entries.astype(jnp.float32)  # from where every type can be reached
-        entries = entries.astype(compute_type(rows.dtype, buffer.dtype))
         peak, num, den = sums
-        logits = _product(rows, entries[:, :read], axis=1) * head_dim**-0.5
+        logits = jnp.zeros((rows.shape[2], step * places))
+        for at, piece in enumerate(keys.pieces):
+            logits += _product(rows[0, at], _numbers(entries[:, keys.lanes], piece.part, bits[0], kind), axis=1)
+        logits = logits * head_dim**-0.5
         if "key_scale" in given:
             logits = logits * given["key_scale"][0, pl.ds(number, 1)]
         count = _product(given["count"][0, pl.ds(number, 1)], repeat, axis=0)
@@ -250,12 +323,29 @@ def _kernel(used, *refs, names, head_dim, heads, group, places):
         den = den * fade + jnp.sum(weight, axis=1, keepdims=True)
         if "value_scale" in given:
             weight = weight * given["value_scale"][0, pl.ds(number, 1)]
-        return higher, num * fade + _product(weight, entries[:, -read:], axis=0), den
+        added = [
+            _product(weight, _numbers(entries[:, values.lanes], piece.part, bits[1], kind), axis=0)
+            for piece in values.pieces
+        ]
+        return higher, tuple(old * fade + new for old, new in zip(num, added, strict=True)), den
 
-    queries = rows.shape[0]
-    nothing = (jnp.full((queries, 1), EMPTY), jnp.zeros((queries, read)), jnp.zeros((queries, 1)))
-    peak_ref[0], num_ref[0], den_ref[0] = jax.lax.fori_loop(0, steps, one_step, nothing)
+    queries = rows.shape[2]
+    none = jnp.zeros((queries, values.width))
+    nothing = (jnp.full((queries, 1), EMPTY), (none,) * len(values.pieces), jnp.zeros((queries, 1)))
+    peak_ref[0], num, den_ref[0] = jax.lax.fori_loop(0, steps, one_step, nothing)
+    for at, sums in enumerate(num):
+        num_ref[0, at] = sums
     turn[0] = jax.lax.rem(first + steps, 2)
+
+
+def _numbers(stored: Array, part: packing.Part | None, bits: int | None, kind: Any) -> Array:
+    """What is stored as it is multiplied; of packed bytes those numbers, or that share of them, that a part holds."""
+    if part is not None and bits is not None:
+        codes = 2 * part.factor * part.codes(stored.astype(jnp.int32))
+        stored = codes - packing.largest(bits) if part.factor == 1 else codes
+    if jnp.issubdtype(stored.dtype, jnp.integer):
+        stored = stored.astype(jnp.float32)  # from where every type can be reached
+    return stored.astype(kind)
 
 
 def _product(left: Float[Array, "R K"], right: Float[Array, "..."], *, axis: int) -> Float[Array, "R N"]:

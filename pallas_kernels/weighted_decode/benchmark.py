@@ -94,14 +94,7 @@ def cases(quick: bool) -> Iterator[benchmarking.Case]:
 
 def forms(shape: Shape) -> Mapping[str, benchmarking.Form]:
     """kvjax's form for the platform, XLA's, and what JAX ships for the same."""
-    draws = iter(jax.random.split(jax.random.key(0), 8))
-
-    def array(size: tuple[int, ...], dtype: Any) -> Any:
-        if dtype == jnp.uint8:
-            return jax.random.bits(next(draws), size, jnp.uint8)
-        return (jax.random.normal(next(draws), size, jnp.bfloat16) / 2).astype(dtype)
-
-    rows, entries = shape.arguments(array)
+    rows, entries = shape.arguments(benchmarking.Draws(0).array)
     found = {
         "kvjax": benchmarking.Form(shape.function(), (rows, entries)),
         "xla": benchmarking.Form(shape.function(implementation="xla"), (rows, entries)),

@@ -45,20 +45,20 @@ class GpuConfig:
 def check(rows: Float[Array, "B H R D"], entries: Entries, interpret: Any = False) -> None:
     """Raises a NotImplementedError for what the kernel cannot do, with the reason."""
     refuse_unknown(entries)
-    if (bits := entries.key_bits or entries.value_bits) is not None:
-        raise NotImplementedError(f"{bits} bits: on GPUs XLA unpacks numbers")
     if not interpret:
         hopper.check_device()
     if rows.shape[2] >= MANY_ROWS:
         raise NotImplementedError(f"{rows.shape[2]} rows: from {MANY_ROWS} on products, not reading, take the time")
-    hopper.check_types(rows=rows, keys=entries.keys, values=entries.values)
+    packed = [name for name, bits in _bits(entries).items() if bits is not None]
+    hopper.check_types(*packed, rows=rows, keys=entries.keys, values=entries.values)
     hopper.check_head_dim(rows.shape[3])
-    if entries.values is not None and entries.values.dtype != entries.keys.dtype:
-        raise NotImplementedError(f"keys are {entries.keys.dtype.name}, values {entries.values.dtype.name}")
+    keys, values = entries.keys.dtype, entries.keys.dtype if entries.values is None else entries.values.dtype
+    if keys != values and not keys.itemsize == values.itemsize == 1:
+        raise NotImplementedError(f"keys are {keys.name}, values {values.name}")
     if entries.keys.shape[2] % 8:
         raise NotImplementedError(f"{entries.keys.shape[2]} slots: the copy engine takes multiples of 8")
     names = _names(entries, with_logits=True)
-    hopper.roomiest(functools.partial(_scratch, names, rows.shape[3], rows.dtype, entries.keys.dtype, True))
+    hopper.roomiest(functools.partial(_scratch, names, rows, entries, True))
 
 
 def weighted_decode(
@@ -76,6 +76,10 @@ def weighted_decode(
     """
     run = functools.partial(_weighted_decode, config=config or GpuConfig(), interpret=interpret, with_logits=logits)
     return fold_mapped_axes(run)(rows, entries)
+
+
+def _bits(entries: Entries) -> dict[str, int | None]:
+    return {"keys": entries.key_bits, "values": entries.value_bits}
 
 
 def _names(entries: Entries, with_logits: bool) -> tuple[str, ...]:
@@ -96,18 +100,14 @@ def _weighted_decode(
     slots = entries.keys.shape[2]
     names = _names(entries, with_logits)
     operands = hopper.Operands.of(rows.dtype, entries.keys.dtype)
-    scratch_of = functools.partial(_scratch, names, head_dim, rows.dtype, entries.keys.dtype, with_logits)
+    scratch_of = functools.partial(_scratch, names, rows, entries, with_logits)
     stages, places = hopper.roomiest(scratch_of, config.stages)
     blocks = pl.cdiv(slots, hopper.SLOTS)
     splits = min(config.splits or hopper.even_splits(batch * heads, blocks, places), blocks)
 
     start, stop, lowest, highest = occupied(entries)
     arrays: dict[str, Any] = {"rows": hopper.row_parts(rows, operands), "lowest": lowest, "highest": highest}
-    for name in names:
-        arrays[name] = getattr(entries, name)
-        if name in WEIGHTS:
-            # The copy engine wants rows of a multiple of 16 bytes.
-            arrays[name] = jnp.pad(arrays[name].astype(jnp.float32), ((0, 0), (0, 0), (0, -slots % 4)))
+    arrays |= {name: getattr(entries, name) for name in names}
     if start.ndim == 2 or stop.ndim == 2:
         wide = lambda x: jnp.broadcast_to(x if x.ndim == 2 else x[:, None], (batch, count))  # noqa: E731
         bounds = jnp.stack([wide(start), wide(stop)], axis=1)
@@ -123,7 +123,7 @@ def _weighted_decode(
 
     def weighted_decode(*refs, **scratch):
         named = dict(zip((*arrays, *results), refs, strict=True))
-        _kernel(named, scratch, names=names, operands=operands, feeds=entries.feeds, splits=splits, stages=stages)
+        _kernel(named, scratch, names=names, operands=operands, entries=entries, splits=splits, stages=stages)
 
     found = plgpu.kernel(
         weighted_decode,
@@ -150,46 +150,52 @@ def _weighted_decode(
     return sums._replace(logits=jnp.where(inside[:, None, None], found["logits"][:, :, :count, :slots], EMPTY))
 
 
-def _scratch(
-    names: tuple[str, ...], head_dim: int, rows: Any, stored: Any, with_logits: bool, stages: int
-) -> dict[str, Any]:
+def _scratch(names: tuple[str, ...], rows: Array, entries: Entries, with_logits: bool, stages: int) -> dict[str, Any]:
     """What a program keeps in shared memory, under the names of the arrays that it holds parts of."""
-    operands = hopper.Operands.of(rows, stored)
-    ring = hopper.blocked((stages, hopper.SLOTS, head_dim), stored)
+    head_dim = rows.shape[3]
+    operands = hopper.Operands.of(rows.dtype, entries.keys.dtype)
+    columns = hopper.operand_columns(head_dim, *_bits(entries).values())
+
+    rings = {
+        name: hopper.blocked((stages, hopper.SLOTS, stored.shape[3]), stored.dtype)
+        for name, stored in (("keys", entries.keys), ("values", entries.values))
+        if stored is not None
+    }
     of_rows = plgpu.SMEM((hopper.ROWS,), jnp.float32)
     weights = [name for name in WEIGHTS if name in names]
     scratch: dict[str, Any] = {
-        "rows": hopper.blocked((operands.row_parts, hopper.ROWS, head_dim), operands.dtype),
-        "keys": ring,
+        "rows": hopper.blocked((operands.row_parts, hopper.ROWS, head_dim), operands.dtype, columns),
+        "keys": rings["keys"],
         "peak": of_rows,
         "den": of_rows,
         "rows_came": plgpu.Barrier(num_arrivals=operands.row_parts),
         "keys_came": plgpu.Barrier(num_arrivals=1 + len(weights), num_barriers=stages),
-        **{name: plgpu.SMEM((stages, hopper.SLOTS), jnp.float32) for name in weights},
+        **{name: plgpu.SMEM((stages, hopper.SLOTS), getattr(entries, name).dtype) for name in weights},
     }
     if not operands.direct:
-        scratch["operands"] = hopper.blocked((operands.stored_parts, hopper.SLOTS, head_dim), operands.dtype)
+        scratch["operands"] = hopper.blocked((operands.stored_parts, hopper.SLOTS, head_dim), operands.dtype, columns)
     if "values" in names:
         # The sums leave through the memory of the keys, of which none is read any more then.
-        scratch["keys"] = plgpu.RefUnion(ring, hopper.blocked((hopper.ROWS, head_dim), jnp.float32))
-        scratch["values"] = ring
+        scratch["keys"] = plgpu.RefUnion(rings["keys"], hopper.blocked((hopper.ROWS, head_dim), jnp.float32))
+        scratch["values"] = rings["values"]
         scratch["values_came"] = plgpu.Barrier(num_barriers=stages)
         scratch["weights"] = hopper.blocked(
-            (operands.row_parts, hopper.ROWS, hopper.SLOTS), operands.dtype, swizzled_as=head_dim
+            (operands.row_parts, hopper.ROWS, hopper.SLOTS), operands.dtype, swizzled_as=columns
         )
     if with_logits:
         scratch["logits"] = hopper.blocked((hopper.ROWS, hopper.SLOTS), jnp.float32)
     return scratch
 
 
-def _kernel(refs, scratch, *, names, operands, feeds, splits, stages):
+def _kernel(refs, scratch, *, names, operands, entries, splits, stages):
     """One split of one head's slots against all of its rows."""
     batch, head, split = (lax.axis_index(name) for name in ("batch", "heads", "splits"))
     lowest, highest = refs["lowest"][batch], refs["highest"][batch]
     rings = {name: scratch[name] for name in names}
     if "values" in names:
         rings["keys"], num_out = scratch["keys"]
-    head_dim, padded = refs["keys"].shape[3], refs["rows"].shape[3]
+    head_dim, padded = refs["rows"].shape[4], refs["rows"].shape[3]
+    bits = _bits(entries)
     weights = [name for name in WEIGHTS if name in names]
     in_two = (hopper.ROWS, hopper.SLOTS)
 
@@ -228,14 +234,14 @@ def _kernel(refs, scratch, *, names, operands, feeds, splits, stages):
     def step(number, before):
         stage = lax.rem(number, stages)
         plgpu.barrier_wait(scratch["keys_came"].at[stage])
-        keys = hopper.as_operands(rings["keys"].at[stage], scratch.get("operands"), operands)
+        keys = hopper.as_operands(rings["keys"].at[stage], scratch.get("operands"), operands, bits["keys"])
         if not operands.direct:
             plgpu.commit_smem()
         scores = hopper.logits(scratch["rows"], keys, operands) * (head_dim**-0.5 * hopper.LOG2E)
         if operands.direct:
             fetch(number + stages, "keys")
 
-        given = {name: hopper.load(rings[name].at[stage], hopper.OF_SLOTS) for name in weights}
+        given = {name: hopper.load(rings[name].at[stage], hopper.OF_SLOTS).astype(jnp.float32) for name in weights}
         if "key_scale" in given:
             scores = scores * hopper.of_slots(given["key_scale"], in_two)
         place = (begin + number) * hopper.SLOTS
@@ -253,7 +259,7 @@ def _kernel(refs, scratch, *, names, operands, feeds, splits, stages):
 
         num_scores = weighed("log_num")
         den_scores = weighed("log_den") if "log_den" in given else num_scores
-        peak, fade, den, weight = hopper.weigh(before, num_scores, den_scores, feeds)
+        peak, fade, den, weight = hopper.weigh(before, num_scores, den_scores, entries.feeds)
         if "logits" in refs:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             scratch["logits"][...] = den_scores * (1 / hopper.LOG2E)
@@ -263,7 +269,7 @@ def _kernel(refs, scratch, *, names, operands, feeds, splits, stages):
             for part, part_of_weight in enumerate(hopper.parts(weight, operands.row_parts, operands.dtype)):
                 scratch["weights"][part] = part_of_weight
             plgpu.barrier_wait(scratch["values_came"].at[stage])
-            values = hopper.as_operands(rings["values"].at[stage], scratch.get("operands"), operands)
+            values = hopper.as_operands(rings["values"].at[stage], scratch.get("operands"), operands, bits["values"])
         plgpu.commit_smem()
         fetch(number + stages, *late)
         if "logits" in refs:

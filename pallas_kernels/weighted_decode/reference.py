@@ -114,8 +114,9 @@ def _products(rows: Float[Array, "B H R D"], entries: Entries) -> Float[Array, "
 
     if entries.key_bits is None:
         return with_rows(entries.keys, slice(None))
-    parts = packing.parts(entries.keys, entries.key_bits)
-    with_codes = sum(with_rows(part.codes.astype(jnp.float32), part.columns) * part.factor for part in parts)
+    codes = lambda part: part.codes(entries.keys[..., part.bytes]).astype(jnp.float32)  # noqa: E731
+    parts = packing.parts(rows.shape[3], entries.key_bits)
+    with_codes = sum(with_rows(codes(part), part.columns) * part.factor for part in parts)
     return 2 * with_codes - packing.largest(entries.key_bits) * jnp.sum(rows, axis=-1)[:, :, None]
 
 
@@ -130,8 +131,9 @@ def _gathered(
 
     if bits is None:
         return weighted(values)
-    parts = packing.parts(values, bits)
-    codes = packing.joined((part.factor, weighted(part.codes.astype(jnp.float32))) for part in parts)
+    of_part = lambda part: weighted(part.codes(values[..., part.bytes]).astype(jnp.float32))  # noqa: E731
+    parts = packing.parts(packing.unpacked_width(values.shape[3], bits), bits)
+    codes = packing.joined((part.factor, of_part(part)) for part in parts)
     return 2 * codes - packing.largest(bits) * jnp.sum(weights, axis=(2, 4))[..., None]
 
 

@@ -51,8 +51,8 @@ def test_packing_loses_nothing_and_products_are_sums_over_parts(bits, columns, s
     packed = packing.pack(jnp.asarray(codes), bits)
     assert packed.shape == (3, packing.packed_width(columns, bits)) and packed.dtype == jnp.uint8
     np.testing.assert_array_equal(packing.unpack(packed, bits), codes)
-    row = rng.normal(size=columns)
-    product = sum(np.asarray(part.codes) @ row[part.columns] * part.factor for part in packing.parts(packed, bits))
+    row, parts = rng.normal(size=columns), packing.parts(columns, bits)
+    product = sum(np.asarray(part.codes(packed[..., part.bytes])) @ row[part.columns] * part.factor for part in parts)
     np.testing.assert_allclose(product, codes @ row)
 
 

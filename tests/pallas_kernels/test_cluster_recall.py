@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import benchmarking
+from pallas_kernels import benchmarking, packing
 from pallas_kernels.cluster_recall import Blocks, Config, GpuConfig, cluster_recall, entry_width, mosaic_tpu
 from pallas_kernels.weighted_decode import EMPTY, Partials
 from tests.pallas_kernels import traffic
@@ -77,6 +77,24 @@ def make(
     )
 
 
+def packed(key_bits, value_bits, head_dim, **sizes):
+    """Rows, blocks of packed numbers, numbers and counts; and the same blocks with every number in float32."""
+    rows, plain, number, count = make(head_dim=head_dim, scaled=True, **sizes)
+    rng = np.random.default_rng(key_bits)
+    stored, wide = [], []
+    for bits in (key_bits, value_bits):
+        codes = rng.integers(0, 2**bits, (*plain.entries.shape[:4], head_dim))
+        room = packing.packed_width(entry_width(head_dim), bits)
+        numbers = packing.pack(jnp.asarray(codes, jnp.uint8), bits)
+        fill = [(0, 0)] * 4 + [(0, room - numbers.shape[-1])]
+        stored.append(jnp.pad(numbers, fill, constant_values=173))
+        wide.append(np.pad(2 * codes - (2**bits - 1), [(0, 0)] * 4 + [(0, entry_width(head_dim) - head_dim)]))
+    scale = plain.scale.astype(jnp.bfloat16)
+    plain = Blocks(jnp.asarray(np.concatenate(wide, axis=-1), jnp.float32), scale.astype(jnp.float32))
+    blocks = Blocks(jnp.concatenate(stored, axis=-1), scale, key_bits=key_bits, value_bits=value_bits)
+    return (rows, blocks, number, count), plain
+
+
 def expected(rows, blocks, number, count):
     """max, num and den in float64, token by token; max -inf where nothing is read."""
     rows, entries = np.asarray(rows, np.float64), np.asarray(blocks.entries, np.float64)
@@ -119,6 +137,15 @@ def compare(found: Partials, *arguments, tolerance=2e-6):
 def test_shapes_and_types(form, head_dim, dtype):
     arguments = make(head_dim=head_dim, dtype=dtype, scaled=jnp.dtype(dtype).itemsize == 1)
     compare(run(*arguments, form), *arguments, tolerance=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    "form, key_bits, value_bits, head_dim",
+    [("xla", 3, 2, 64), ("mosaic_tpu_checked", 4, 4, 128), ("mosaic_tpu", 2, 2, 256), ("mosaic_tpu", 4, 4, 96)],
+)
+def test_packed_numbers_are_read_as_what_they_stand_for(form, key_bits, value_bits, head_dim):
+    (rows, blocks, number, count), plain = packed(key_bits, value_bits, head_dim, recalled=9)
+    compare(run(rows, blocks, number, count, form), rows, plain, number, count)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +246,7 @@ def test_unknown_forms_and_configs_are_refused():
 
 
 TRAFFIC = {
+    "four bits": {"head_dim": 128, "bits": 4, "kv_heads": 1, "heads": 1, "there": 256, "recalled": 200},
     "wide heads": {"head_dim": 128, "dtype": "bfloat16"},
     "query heads": {"heads": 4, "rows": 1},
     "eight bits": {"dtype": "int8", "scaled": True},
@@ -227,7 +255,9 @@ TRAFFIC = {
 
 @pytest.mark.parametrize("name", TRAFFIC)
 def test_blocks_that_are_read_are_moved_once_and_no_others(name):
-    rows, blocks, number, count = make(batch=1, there=64, recalled=24, **TRAFFIC[name])
+    given = {"batch": 1, "there": 64, "recalled": 24} | TRAFFIC[name]
+    bits = given.pop("bits", None)
+    rows, blocks, number, count = make(**given) if bits is None else packed(bits, bits, **given)[0]
     moved = traffic.moved(
         functools.partial(mosaic_tpu.recall_unmapped, config=SMALL, interpret=CHECKED), rows, blocks, number, count
     )
@@ -304,6 +334,15 @@ def test_the_kernel_for_gpus(case):
     dtype = given.get("dtype", "float32")
     tolerance = 2e-3 if "scale" in given else TOLERANCE.get(dtype, 2e-6)
     compare(found, rows, blocks, number, count, tolerance=tolerance)
+
+
+@needs_gpu_interpreter
+@pytest.mark.parametrize("key_bits, value_bits, head_dim", [(4, 4, 128), (3, 3, 128), (4, 2, 128), (2, 2, 64)])
+def test_the_kernel_for_gpus_brings_packed_numbers_apart(key_bits, value_bits, head_dim):
+    sizes = {"batch": 1, "kv_heads": 1, "heads": 1, "there": 10, "recalled": 9}
+    (rows, blocks, number, count), plain = packed(key_bits, value_bits, head_dim, **sizes)
+    found = jax.jit(run_for_gpu, compiler_options=QUICKLY)(rows, blocks, number, count)
+    compare(found, rows, plain, number, count)
 
 
 @needs_gpu_interpreter

@@ -181,20 +181,23 @@ def test_packed_numbers_move_no_more_bytes_than_have_to(bits):
     assert traffic.moved(call, rows, entries, run=False).total <= 1.05 * least
 
 
-def packed(bits, head_dim, **sizes):
-    """Rows, entries of packed numbers, and the same entries with every number in float32."""
+def packed(bits, head_dim, value_bits=0, **sizes):
+    """Rows, entries of packed numbers (values in eight bits where theirs are None), and the same entries with every
+    number in float32."""
     rows, entries = make(head_dim=head_dim, fields=("log_num", "key_scale", "value_scale"), **sizes)
     rng = np.random.default_rng(bits)
-    codes = rng.integers(0, 2**bits, (2, *entries.keys.shape)).astype(np.uint8)
-    keys, values = (packing.pack(jnp.asarray(one), bits) for one in codes)
+    widths = {"keys": bits, "values": bits if value_bits == 0 else value_bits}
+    stored, wide = {}, {}
+    for name, width in widths.items():
+        codes = rng.integers(0, 2 ** (width or 8), entries.keys.shape)
+        numbers = 2 * codes - (2**width - 1) if width else codes - 128
+        stored[name] = packing.pack(jnp.asarray(codes, jnp.uint8), width) if width else jnp.asarray(numbers, jnp.int8)
+        wide[name] = jnp.asarray(numbers, jnp.float32)
     scales = {name: getattr(entries, name).astype(jnp.bfloat16) for name in ("key_scale", "value_scale")}
-    entries = dataclasses.replace(entries, **scales, stop=jnp.array([[entries.keys.shape[2]], [201]]))
-    wide = {
-        name: jnp.asarray(2.0 * one - (2**bits - 1), jnp.float32)
-        for name, one in zip(("keys", "values"), codes, strict=True)
-    }
-    plain = dataclasses.replace(entries, **wide, **{name: x.astype(jnp.float32) for name, x in scales.items()})
-    return rows, dataclasses.replace(entries, keys=keys, values=values, key_bits=bits, value_bits=bits), plain
+    stop = jnp.array([[entries.keys.shape[2]], [201]])[: rows.shape[0]]
+    plain = dataclasses.replace(entries, **wide, **jax.tree.map(jnp.float32, scales), stop=stop)
+    bits_of = {"key_bits": widths["keys"], "value_bits": widths["values"]}
+    return rows, dataclasses.replace(plain, **stored, **scales, **bits_of), plain
 
 
 @quick_form
@@ -335,6 +338,14 @@ def test_the_kernel_for_gpus(case):
     compare(found, rows, entries, 2e-3 if "scale" in given else TOLERANCE[given.get("dtype", "float32")])
     if "logits" in settings:
         check_logits(found.logits, rows, entries)
+
+
+@needs_gpu_interpreter
+@pytest.mark.parametrize("key_bits, value_bits, head_dim", [(4, 4, 64), (3, 3, 128), (4, 2, 128), (2, None, 64)])
+def test_the_kernel_for_gpus_brings_packed_numbers_apart(key_bits, value_bits, head_dim):
+    rows, entries, plain = packed(key_bits, head_dim, value_bits=value_bits, batch=1, heads=1, slots=136)
+    found = jax.jit(run_for_gpu, compiler_options=QUICKLY)(rows, entries)
+    compare(found, rows, plain, 2e-6)
 
 
 @needs_gpu_interpreter
