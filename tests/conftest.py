@@ -1,7 +1,25 @@
-import pathlib
+"""What all tests have in common: programs compile quickly, are compiled once, and do not pile up."""
 
-import jax
-import pytest
+import atexit
+import os
+import pathlib
+import shutil
+import tempfile
+
+# Compiling takes most of the time of a run. Set before JAX is imported, and for every process that a test starts.
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+)
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    # All processes of a run share what they compiled; the next run begins anew.
+    compiled = tempfile.mkdtemp(prefix="kvjax-tests-")
+    atexit.register(shutil.rmtree, compiled, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 MOST_MAPS = 30_000
 
