@@ -3,6 +3,7 @@
     python -m experiments.ahead_of_time
     python -m experiments.ahead_of_time --device v5e --policy uniform --layers 2
     python -m experiments.ahead_of_time --device h200
+    python -m experiments.ahead_of_time --device v5e --op cluster_recall --schedule
 
 The compilers, libtpu and JAX's for CUDA, come from the package index and need no TPU or GPU (`make aot` and
 `make aot-gpu` install them). For every device it compiles the kernels at the shapes of production, and one block of
@@ -10,6 +11,8 @@ decoding steps of a Llama of a few layers with each policy, its state donated as
 how long that took, bytes of arguments and temporaries, and how many kernels the program holds. It fails where something
 does not compile, where a kernel that is meant to be used is not, and where decoding copies a cache: where it writes an
 array half as large as a layer's largest buffer, or needs as much memory for all layers beside its arguments.
+`--schedule` adds what the TPU's compiler says of every kernel: bundles, those of each loop, and the longest chain in a
+block.
 """
 
 import contextlib
@@ -17,6 +20,8 @@ import dataclasses
 import importlib.util
 import pathlib
 import re
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -28,7 +33,7 @@ from flax import nnx
 from jax.experimental import topologies
 from tqdm import tqdm
 
-from experiments.common import results, settings, suites
+from experiments.common import results, schedules, settings, suites
 from experiments.common.compiled import large_outputs
 from experiments.common.compilers import prepare_compiler
 from experiments.common.options import Experiment, Policies, each
@@ -61,6 +66,7 @@ class Options(Policies):
     head_dim: tuple[int, ...] = each(128, 64)  # head dimensions of the Llama; repeatable
     batch: int = 8  # sequences decoded together
     context_tokens: int = 16384  # longest prompt
+    schedule: bool = False  # tell bundles and critical paths of TPU kernels, too
 
     QUICK: ClassVar[dict[str, Any]] = {"device": tuple(TOPOLOGIES)[:1], "layers": 2}
 
@@ -76,7 +82,8 @@ class Program(NamedTuple):
 
 def run(options: Options) -> list[Row]:
     """The rows of every program; a program with a problem is a row that says so."""
-    prepare_compiler()
+    dump = pathlib.Path(tempfile.mkdtemp()) if options.schedule else None
+    prepare_compiler(dump)
     done: list[Row] = []
     for device in options.device:
         sharding = on_device(device)
@@ -85,7 +92,7 @@ def run(options: Options) -> list[Row]:
             jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh) if device in GPUS else contextlib.nullcontext()
         ):
             programs = [*kernel_programs(options, sharding, device), *decoding_programs(options, sharding)]
-            compiled = [compile_program(program, device) for program in tqdm(programs, desc=device, leave=False)]
+            compiled = [compile_program(program, device, dump) for program in tqdm(programs, desc=device, leave=False)]
         told = [
             (
                 str(row.policy),
@@ -96,7 +103,11 @@ def run(options: Options) -> list[Row]:
             for row in compiled
         ]
         results.print_table(f"Compiled ahead of time for {device}", ("program", *COLUMNS, "temporary_bytes", ""), told)
+        if kernels := [(str(row.policy), *one) for row in compiled for one in row.extra["schedules"]]:
+            results.print_table(f"Schedules for {device}", ("program", *schedules.Schedule._fields), kernels)
         done += compiled
+    if dump is not None:
+        shutil.rmtree(dump)
     return done
 
 
@@ -178,8 +189,8 @@ def placed(tree: Any, sharding: jax.sharding.Sharding) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
-def compile_program(program: Program, device: str) -> Row:
-    """What the compiler said."""
+def compile_program(program: Program, device: str, dump: pathlib.Path | None = None) -> Row:
+    """What the compiler said, and what it dumped."""
     begin = time.perf_counter()
     problem, kernels, arguments, temporaries = None, 0, 0, 0
     try:
@@ -198,7 +209,8 @@ def compile_program(program: Program, device: str) -> Row:
         "argument_bytes": arguments,
         "kernels": kernels,
     }
-    of |= {"device": device, "problem": problem}
+    found = [] if dump is None else schedules.taken(dump)
+    of |= {"device": device, "problem": problem, "schedules": [[str(x) for x in one] for one in found]}
     return results.row(NAME, "random", "temporary_bytes", temporaries, policy=program.name, **of)
 
 

@@ -143,12 +143,15 @@ def recall_unmapped(
     count = jnp.clip(count.astype(jnp.int32), 0, places)
     padding = ((0, 0), (0, 0), (0, steps * step - number.shape[2]))
     number, count = (jnp.pad(x.astype(jnp.int32), padding) for x in (number, count))
-    is_read = (count > 0).reshape(streams, steps, step)
-    there = jnp.sum(is_read, axis=2, dtype=jnp.int32)
+    is_read = (count > 0).reshape(streams, steps * step)
+    # How many blocks each step reads, by a product: XLA would lay them out anew to sum over so few.
+    of_step = jnp.arange(steps * step)[:, None] // step == jnp.arange(steps)
+    there = jnp.matmul(is_read.astype(jnp.bfloat16), of_step.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
     # What lies behind the last step that reads anything is left out; every head has one step.
     used = jnp.max(jnp.where(there > 0, jnp.arange(steps), 0), axis=1) + 1
     # The numbers of blocks that are read, -1 for others, and behind them how many each step has of the former.
-    plan = jnp.concatenate([jnp.where(is_read, number.reshape(is_read.shape), -1).reshape(streams, -1), there], axis=1)
+    numbers = jnp.where(is_read, number.reshape(is_read.shape), -1)
+    plan = jnp.concatenate([numbers, there.astype(jnp.int32)], axis=1)
 
     def of_stream(core, place, *_):
         return core * per_core + place, 0, 0

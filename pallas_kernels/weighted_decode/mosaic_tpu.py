@@ -25,6 +25,13 @@ from pallas_kernels.weighted_decode.base import (
 from pallas_kernels.weighted_decode.reference import MANY_ROWS
 
 SUBLANES = 8  # rows of a register
+# Of a step's keys, and of its values, at most. A step takes some hundred cycles in which its products wait for one
+# another, however many they are: with these, 1 MiB in bfloat16, a chip's memory is the slower. What is widened must fit
+# beside them.
+BLOCK_NUMBERS = 2**19
+# A range begins and ends inside blocks, which are read whole: a block is at most this share of the slots, but not less
+# than so many bytes.
+BLOCK_SHARE, LEAST_BYTES = 1 / 8, 2**18
 
 # Mosaic loads no float16, and handing it over as int16 makes XLA copy the store.
 TYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
@@ -35,20 +42,27 @@ class Config:
     """How the kernel cuts its work.
 
     Attributes:
-        block_slots: slots per step of the pipeline; a multiple of 128.
+        block_slots: slots per step of the pipeline; a multiple of 128. None: by their number and size.
         splits: parts that a head's slots are cut into, each with sums of its own, so that several cores share one
             sequence; merged outside. None: one for each core that shares a program, where rows and heads do not divide
             evenly among them.
     """
 
-    block_slots: int = 1024
+    block_slots: int | None = None
     splits: int | None = None
 
     def __post_init__(self) -> None:
-        if self.block_slots < 128 or self.block_slots % 128:
-            raise ValueError(f"block_slots={self.block_slots}; it must be a multiple of 128")
+        if self.block_slots is not None and (self.block_slots < 128 or self.block_slots % 128):
+            raise ValueError(f"block_slots={self.block_slots}; it must be None or a multiple of 128")
         if self.splits is not None and self.splits < 1:
             raise ValueError(f"splits={self.splits}; it must be None or at least 1")
+
+
+def block_slots(entries: Entries) -> int:
+    """How many slots a step reads, where nobody says so."""
+    slots, row_bytes = entries.keys.shape[2], entries.keys.shape[3] * entries.keys.dtype.itemsize
+    found = min(BLOCK_NUMBERS // entries.key_dim, max(LEAST_BYTES // row_bytes, int(slots * BLOCK_SHARE)))
+    return max(found // 128, 1) * 128
 
 
 def check(rows: Float[Array, "B H R D"], entries: Entries) -> None:
@@ -83,7 +97,7 @@ def weighted_decode(
     config = config or Config()
     batch, heads, count, head_dim = rows.shape
     slots = entries.keys.shape[2]
-    block = min(config.block_slots, slots)
+    block = min(config.block_slots or block_slots(entries), slots)
     blocks = pl.cdiv(slots, block)
     cores = tensor_cores()
     splits = min(config.splits or (cores if batch * heads % cores else 1), blocks)

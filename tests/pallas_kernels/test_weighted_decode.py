@@ -257,9 +257,10 @@ def test_extreme_logits_neither_overflow_nor_vanish(form):
 
 
 @pytest.mark.parametrize(
-    "slots, head_dim, dtype", [(32768, 128, "bfloat16"), (4096, 64, "float32"), (4096, 128, "int8")]
+    "slots, head_dim, dtype, block",
+    [(32768, 128, "bfloat16", 4096), (4096, 64, "float32", 1024), (4096, 128, "int8", 2048)],
 )
-def test_no_more_bytes_move_than_have_to(slots, head_dim, dtype):
+def test_no_more_bytes_move_than_have_to(slots, head_dim, dtype, block):
     batch, heads, rows = 2, 8, 4
     store = jnp.zeros((batch, heads, slots, head_dim), dtype)
     of_slots = jnp.zeros((batch, heads, slots))
@@ -278,7 +279,7 @@ def test_no_more_bytes_move_than_have_to(slots, head_dim, dtype):
     more = traffic.moved(
         lambda *given: weighted_decode(*given, implementation="mosaic_tpu", interpret=True), queries, entries, run=False
     )
-    assert more.total - found.total == heads * 1024 * per_slot
+    assert more.total - found.total == heads * block * per_slot
 
 
 def test_it_stays_one_kernel_under_vmap():
@@ -404,7 +405,7 @@ def test_unknown_forms_and_many_rows_are_refused():
     with pytest.raises(ValueError, match="implementation='cuda'"):
         weighted_decode(rows, entries, implementation="cuda")
     weighted_decode(rows, entries)  # falls through
-    with pytest.raises(ValueError, match="block_slots=100"):
+    with pytest.raises(ValueError, match="block_slots=100; it must be None or a multiple of 128"):
         Config(block_slots=100)
 
 
