@@ -315,7 +315,7 @@ def _kernel(used, *refs, names, halves, bits, head_dim, heads, group, places):
         peak, num, den = sums
         logits = jnp.zeros((rows.shape[2], step * places))
         for at, piece in enumerate(keys.pieces):
-            logits += _product(rows[0, at], _numbers(entries[:, keys.lanes], piece.part, bits[0], kind), axis=1)
+            logits += _with_piece(rows[0, at], entries[:, keys.lanes], piece.part, bits[0], axis=1)
         logits = logits * head_dim**-0.5
         if "key_scale" in given:
             logits = logits * given["key_scale"][0, pl.ds(number, 1)]
@@ -327,7 +327,7 @@ def _kernel(used, *refs, names, halves, bits, head_dim, heads, group, places):
         if "value_scale" in given:
             weight = weight * given["value_scale"][0, pl.ds(number, 1)]
         added = [
-            _product(weight, _numbers(entries[:, values.lanes], piece.part, bits[1], kind), axis=0)
+            _with_piece(weight.astype(kind), entries[:, values.lanes], piece.part, bits[1], axis=0)
             for piece in values.pieces
         ]
         return higher, tuple(old * fade + new for old, new in zip(num, added, strict=True)), den
@@ -341,14 +341,24 @@ def _kernel(used, *refs, names, halves, bits, head_dim, heads, group, places):
     turn[0] = jax.lax.rem(first + steps, 2)
 
 
-def _numbers(stored: Array, part: packing.Part | None, bits: int | None, kind: Any) -> Array:
-    """What is stored as it is multiplied; of packed bytes those numbers, or that share of them, that a part holds."""
-    if part is not None and bits is not None:
-        codes = 2 * part.factor * part.codes(stored.astype(jnp.int32))
-        stored = codes - packing.largest(bits) if part.factor == 1 else codes
+def _with_piece(
+    left: Float[Array, "R K"], stored: Float[Array, "S W"], part: packing.Part | None, bits: int | None, *, axis: int
+) -> Float[Array, "R N"]:
+    """A product over an axis of what is stored; of packed bytes, of that share of their numbers that a part holds.
+    Codes are multiplied as they are, and what they are short of the numbers is added."""
+    kind = compute_type(left.dtype, stored.dtype)
+    left = left.astype(kind)
+    if part is not None:
+        stored = part.codes(stored.astype(jnp.int32))
     if jnp.issubdtype(stored.dtype, jnp.integer):
         stored = stored.astype(jnp.float32)  # from where every type can be reached
-    return stored.astype(kind)
+    product = _product(left, stored.astype(kind), axis=axis)
+    if part is None or bits is None:
+        return product
+    product = 2 * part.factor * product
+    if part.factor > 1:
+        return product
+    return product - packing.largest(bits) * jnp.sum(left.astype(jnp.float32), axis=1, keepdims=True)
 
 
 def _product(left: Float[Array, "R K"], right: Float[Array, "..."], *, axis: int) -> Float[Array, "R N"]:
