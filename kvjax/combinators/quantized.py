@@ -5,12 +5,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax import storage
+from kvjax.attention import attend_reading
 from kvjax.combinators.by_head import ByHead
 from kvjax.combinators.host_memory import HostMemory
+from kvjax.partials import output
 from kvjax.policy import Policy, check_choices
 from kvjax.segment import Recalled, Segment, map_parts
 from kvjax.state import ArrayField, map_fields, state
@@ -22,6 +25,9 @@ class Narrow:
     numbers: Any  # the policy's state, with stored numbers in its entries' place
     scales: Any  # the same with nothing but scales in the entries' place: [..., S, 1] for [..., S, D]
     center: Float[Array, "B H_kv D"]  # float32, what stored keys are without
+    # Of means that go on taking tokens in, what storing left of them, stored too: numbers and scales.
+    rests: tuple[Any, Any]
+    value_center: Float[Array, "B H_kv D_v"] | None  # float32, what the stored values' weighted mean lacks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +37,9 @@ class Quantized(Policy[Narrow]):
     (`kvjax.storage`). Staged tokens stay as they are.
 
     Stores that grow with the context quantise what is written to them, once. What a budget bounds is given to the
-    policy in float32 at every compaction and stored again; entries that the policy leaves alone keep their bits.
+    policy in float32 at every compaction and stored again; entries that the policy leaves alone keep their bits. Means
+    that take tokens in would drift by that: what storing leaves of them is kept beside in eight bits, which only
+    compactions read, and of values the error of their weighted mean, which attention adds.
 
     Attributes:
         policy: any policy that is not quantised yet.
@@ -74,7 +82,11 @@ class Quantized(Policy[Narrow]):
             raise ValueError(f"Quantized({self.policy}): what holds it is stored in {spec.storage.keys} already")
         inner = self.policy.init(dataclasses.replace(spec, storage=self.form), row_keys)
         center = jnp.zeros((spec.batch, spec.kv_heads, spec.head_dim))
-        return _narrowed(inner, center, lambda field, x: storage.empty(self._name(field), x.shape))
+        rest = lambda field, x: storage.empty(_REST, x.shape) if field.means else _NOTHING  # noqa: E731
+        narrow = _narrowed(inner, center, lambda field, x: (storage.empty(self._name(field), x.shape), rest(field, x)))
+        merges = bool(jax.tree.leaves(narrow.rests))
+        shape = (spec.batch, spec.kv_heads, spec.value_width)
+        return dataclasses.replace(narrow, value_center=jnp.zeros(shape) if merges else None)
 
     def prefill(self, state: Narrow, prompt) -> Narrow:
         there = jnp.arange(prompt.keys.shape[2]) < prompt.lengths[:, None]
@@ -87,7 +99,8 @@ class Quantized(Policy[Narrow]):
         readings = (self.policy.read(inner, newer) for inner in (state.numbers, of_scales, self.load(state)))
         columns: dict[int, Any] = {}  # several parts may show one buffer
         center = None if self.policy.pools_heads else state.center
-        return map_parts(functools.partial(_with_scales, self.form, center, columns), *readings)
+        show = functools.partial(_with_scales, self.form, center, state.value_center, columns)
+        return map_parts(show, *readings)
 
     def observe(self, state: Narrow, seen) -> Narrow:
         # Learning changes no entry.
@@ -105,13 +118,14 @@ class Quantized(Policy[Narrow]):
     def load(self, state: Narrow) -> Any:
         """The policy's state with its entries in float32."""
 
-        def grow(field: ArrayField, x: Any, scale: Any) -> Any:
+        def grow(field: ArrayField, x: Any, scale: Any, rest: Any, rest_scale: Any) -> Any:
             if not field.entries:
                 return x
             loaded = storage.load(x, scale, storage.FORMATS[self._name(field)].bits)
+            loaded = loaded if rest is None else loaded + storage.load(rest, rest_scale, storage.FORMATS[_REST].bits)
             return loaded if _is_value(field) else loaded + _beside(state.center, loaded)
 
-        return map_fields(grow, state.numbers, state.scales)
+        return map_fields(grow, state.numbers, state.scales, *state.rests)
 
     def _center(self, state: Narrow, keys: Array, there: Bool[Array, "B T"]) -> Float[Array, "B H_kv D"]:
         if self.policy.pools_heads:
@@ -119,15 +133,32 @@ class Quantized(Policy[Narrow]):
         return storage.mean_of_first(state.center, keys, there[:, None])
 
     def _store(self, inner: Any, center: Float[Array, "B H_kv D"]) -> Narrow:
-        def stored(field: ArrayField, x: Any) -> Stored:
-            if _is_value(field):
-                return storage.store(x, storage.FORMATS[self.form.values])
-            return storage.store(x - _beside(center, x), storage.FORMATS[self.form.keys], unbiased=True)
+        def stored(field: ArrayField, x: Any) -> tuple[Stored, Any]:
+            form, is_value = storage.FORMATS[self._name(field)], _is_value(field)
+            x = x if is_value else x - _beside(center, x)
+            entry = storage.store(x, form, unbiased=not is_value)
+            if not field.means:
+                return entry, _NOTHING
+            return entry, storage.store(x - storage.load(*entry, form.bits), storage.FORMATS[_REST])
 
-        return _narrowed(inner, center, stored)
+        narrow = _narrowed(inner, center, stored)
+        if not jax.tree.leaves(narrow.rests):
+            return narrow
+        # A query of zeros reads the weighted mean.
+        batch, kv_heads, head_dim = center.shape
+        mean = lambda policy, state: output(  # noqa: E731
+            attend_reading(
+                jnp.zeros((batch, 1, kv_heads, head_dim)), policy.read(state, jnp.zeros((batch, 1), jnp.int32))
+            )
+        )[:, 0]
+        return dataclasses.replace(narrow, value_center=mean(self.policy, inner) - mean(self, narrow))
 
     def _name(self, field: ArrayField) -> str:
         return self.form.values if _is_value(field) else self.form.keys
+
+
+_REST = "int8"
+_NOTHING = (None, None)  # in a `Stored`'s place
 
 
 def _is_value(field: ArrayField) -> bool:
@@ -147,17 +178,21 @@ def _inside(quantized: Quantized, policy: Policy) -> Policy:
     return dataclasses.replace(quantized, policy=policy)
 
 
-def _narrowed(inner: Any, center: Float[Array, "B H_kv D"], stored: Callable[[ArrayField, Any], Stored]) -> Narrow:
-    """A policy's state with its entries stored."""
+def _narrowed(
+    inner: Any, center: Float[Array, "B H_kv D"], stored: Callable[[ArrayField, Any], tuple[Stored, Any]]
+) -> Narrow:
+    """A policy's state with its entries stored, and what is left of means."""
     entries = map_fields(lambda field, x: stored(field, x) if field.entries else None, inner)
-    numbers = map_fields(lambda field, x, entry: entry.numbers if field.entries else x, inner, entries)
-    scales = map_fields(lambda field, x, entry: entry.scale if field.entries else None, inner, entries)
-    return Narrow(numbers, scales, center)
+    part = lambda which, item, other: map_fields(  # noqa: E731
+        lambda field, x, entry: entry[which][item] if field.entries else (x if other else None), inner, entries
+    )
+    return Narrow(part(0, 0, True), part(0, 1, False), center, (part(1, 0, False), part(1, 1, False)), None)
 
 
 def _with_scales(
     form: Storage,
     center: Float[Array, "B H_kv D"] | None,
+    value_center: Float[Array, "B H_kv D_v"] | None,
     columns: dict[int, Any],
     numbers: Segment | Recalled,
     scales: Any,
@@ -175,4 +210,6 @@ def _with_scales(
     if numbers.values is not None and is_stored(numbers.values.dtype):
         scale = column(scales.values) if numbers.value_scale is None else numbers.value_scale
         part = dataclasses.replace(part, values=numbers.values, value_scale=scale, value_bits=form.value_bits)
+    if part.feeds == "both":
+        part = dataclasses.replace(part, value_center=value_center)
     return part

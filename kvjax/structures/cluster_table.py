@@ -37,13 +37,13 @@ class ClusterTable:
     centres take 4 M D. Nothing grows with the stream.
     """
 
-    centers: Float[Array, "M D"] = entries()  # float32 where they move, else the cache's dtype
+    centers: Float[Array, "M D"] = entries(means=True)  # float32 where they move, else the cache's dtype
     count: Int[Array, "M"]  # int32
     radius: Float[Array, "M"]  # float32; `extend` bounds it more tightly than `step`
     samples: Float[Array, "M t D"] | None = entries()  # keys
     sample_values: Float[Array, "M t D_v"] | None = entries()  # those keys' values
     mean_key: Float[Array, "M D"] | None  # float32
-    mean_value: Float[Array, "M D_v"] | None = entries()  # float32
+    mean_value: Float[Array, "M D_v"] | None = entries(means=True)  # float32
     size: Int[Array, ""]  # int32, occupied slots
     delta: Float[Array, ""]  # float32; a key farther than this from all centres opens a cluster
     doublings: Int[Array, ""]  # int32, how often delta grew
