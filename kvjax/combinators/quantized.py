@@ -25,8 +25,9 @@ class Narrow:
     numbers: Any  # the policy's state, with stored numbers in its entries' place
     scales: Any  # the same with nothing but scales in the entries' place: [..., S, 1] for [..., S, D]
     center: Float[Array, "B H_kv D"]  # float32, what stored keys are without
-    # Of means that go on taking tokens in, what storing left of them, stored too: numbers and scales.
-    rests: tuple[Any, Any]
+    # Of means that go on taking tokens in, what storing left of them, stored too.
+    rest_numbers: Any
+    rest_scales: Any
     value_center: Float[Array, "B H_kv D_v"] | None  # float32, what the stored values' weighted mean lacks
 
 
@@ -82,11 +83,14 @@ class Quantized(Policy[Narrow]):
             raise ValueError(f"Quantized({self.policy}): what holds it is stored in {spec.storage.keys} already")
         inner = self.policy.init(dataclasses.replace(spec, storage=self.form), row_keys)
         center = jnp.zeros((spec.batch, spec.kv_heads, spec.head_dim))
-        rest = lambda field, x: storage.empty(_REST, x.shape) if field.means else _NOTHING  # noqa: E731
-        narrow = _narrowed(inner, center, lambda field, x: (storage.empty(self._name(field), x.shape), rest(field, x)))
-        merges = bool(jax.tree.leaves(narrow.rests))
-        shape = (spec.batch, spec.kv_heads, spec.value_width)
-        return dataclasses.replace(narrow, value_center=jnp.zeros(shape) if merges else None)
+        narrow = _narrowed(
+            inner,
+            center,
+            lambda field, x: storage.empty(self._name(field), x.shape),
+            lambda field, x, _: storage.empty(_REST, x.shape),
+        )
+        value_center = jnp.zeros((spec.batch, spec.kv_heads, spec.value_width)) if _has_means(narrow) else None
+        return dataclasses.replace(narrow, value_center=value_center)
 
     def prefill(self, state: Narrow, prompt) -> Narrow:
         there = jnp.arange(prompt.keys.shape[2]) < prompt.lengths[:, None]
@@ -107,7 +111,17 @@ class Quantized(Policy[Narrow]):
         return dataclasses.replace(state, numbers=self.policy.observe(state.numbers, seen))
 
     def compact(self, state: Narrow, new) -> Narrow:
-        return self._store(self.policy.compact(self.load(state), new), self._center(state, new.keys, new.present))
+        stored = self._store(self.policy.compact(self.load(state), new), self._center(state, new.keys, new.present))
+        if not _has_means(stored):
+            return stored
+        # Means are not as they were, by a little, where they are stored again.
+        came = new.count > 0
+
+        def where_any_came(field: ArrayField, new: Array, old: Array) -> Array:
+            of_row = [came.shape[0] if name == "B" else 1 for name in field.axes]
+            return jnp.where(came.reshape(of_row), new, old) if "B" in field.axes else new
+
+        return map_fields(where_any_came, stored, state)
 
     def tell(self, state: Narrow, prompt) -> Any:
         return self.policy.tell(state.numbers, prompt)
@@ -125,7 +139,7 @@ class Quantized(Policy[Narrow]):
             loaded = loaded if rest is None else loaded + storage.load(rest, rest_scale, storage.FORMATS[_REST].bits)
             return loaded if _is_value(field) else loaded + _beside(state.center, loaded)
 
-        return map_fields(grow, state.numbers, state.scales, *state.rests)
+        return map_fields(grow, state.numbers, state.scales, state.rest_numbers, state.rest_scales)
 
     def _center(self, state: Narrow, keys: Array, there: Bool[Array, "B T"]) -> Float[Array, "B H_kv D"]:
         if self.policy.pools_heads:
@@ -133,32 +147,37 @@ class Quantized(Policy[Narrow]):
         return storage.mean_of_first(state.center, keys, there[:, None])
 
     def _store(self, inner: Any, center: Float[Array, "B H_kv D"]) -> Narrow:
-        def stored(field: ArrayField, x: Any) -> tuple[Stored, Any]:
-            form, is_value = storage.FORMATS[self._name(field)], _is_value(field)
-            x = x if is_value else x - _beside(center, x)
-            entry = storage.store(x, form, unbiased=not is_value)
-            if not field.means:
-                return entry, _NOTHING
-            return entry, storage.store(x - storage.load(*entry, form.bits), storage.FORMATS[_REST])
+        def own(field: ArrayField, x: Any) -> Any:
+            return x if _is_value(field) else x - _beside(center, x)
 
-        narrow = _narrowed(inner, center, stored)
-        if not jax.tree.leaves(narrow.rests):
+        def stored(field: ArrayField, x: Any) -> Stored:
+            return storage.store(own(field, x), storage.FORMATS[self._name(field)], unbiased=not _is_value(field))
+
+        def rest(field: ArrayField, x: Any, entry: Stored) -> Stored:
+            left = own(field, x) - storage.load(*entry, storage.FORMATS[self._name(field)].bits)
+            return storage.store(left, storage.FORMATS[_REST])
+
+        narrow = _narrowed(inner, center, stored, rest)
+        if not _has_means(narrow):
             return narrow
-        # A query of zeros reads the weighted mean.
-        batch, kv_heads, head_dim = center.shape
-        mean = lambda policy, state: output(  # noqa: E731
-            attend_reading(
-                jnp.zeros((batch, 1, kv_heads, head_dim)), policy.read(state, jnp.zeros((batch, 1), jnp.int32))
-            )
-        )[:, 0]
-        return dataclasses.replace(narrow, value_center=mean(self.policy, inner) - mean(self, narrow))
+        lacking = _mean_value(self.policy, inner, center) - _mean_value(self, narrow, center)
+        return dataclasses.replace(narrow, value_center=lacking)
 
     def _name(self, field: ArrayField) -> str:
         return self.form.values if _is_value(field) else self.form.keys
 
 
-_REST = "int8"
-_NOTHING = (None, None)  # in a `Stored`'s place
+_REST = "int8"  # the form of what storing leaves of means
+
+
+def _has_means(state: Narrow) -> bool:
+    return bool(jax.tree.leaves(state.rest_scales))
+
+
+def _mean_value(policy: Policy, state: Any, like: Float[Array, "B H_kv D"]) -> Float[Array, "B H_kv D_v"]:
+    """Of all that the state shows, by its weights: what a query of zeros reads."""
+    reading = policy.read(state, jnp.zeros((like.shape[0], 1), jnp.int32))
+    return output(attend_reading(jnp.zeros_like(like)[:, None], reading))[:, 0]
 
 
 def _is_value(field: ArrayField) -> bool:
@@ -179,14 +198,19 @@ def _inside(quantized: Quantized, policy: Policy) -> Policy:
 
 
 def _narrowed(
-    inner: Any, center: Float[Array, "B H_kv D"], stored: Callable[[ArrayField, Any], tuple[Stored, Any]]
+    inner: Any,
+    center: Float[Array, "B H_kv D"],
+    stored: Callable[[ArrayField, Any], Stored],
+    rest: Callable[[ArrayField, Any, Stored], Stored],
 ) -> Narrow:
     """A policy's state with its entries stored, and what is left of means."""
     entries = map_fields(lambda field, x: stored(field, x) if field.entries else None, inner)
-    part = lambda which, item, other: map_fields(  # noqa: E731
-        lambda field, x, entry: entry[which][item] if field.entries else (x if other else None), inner, entries
-    )
-    return Narrow(part(0, 0, True), part(0, 1, False), center, (part(1, 0, False), part(1, 1, False)), None)
+    rests = map_fields(lambda field, x, entry: rest(field, x, entry) if field.means else None, inner, entries)
+    numbers = map_fields(lambda field, x, entry: entry.numbers if field.entries else x, inner, entries)
+    scales = map_fields(lambda field, x, entry: entry.scale if field.entries else None, inner, entries)
+    rest_numbers = map_fields(lambda field, x, entry: entry.numbers if field.means else None, inner, rests)
+    rest_scales = map_fields(lambda field, x, entry: entry.scale if field.means else None, inner, rests)
+    return Narrow(numbers, scales, center, rest_numbers, rest_scales, None)
 
 
 def _with_scales(

@@ -20,22 +20,23 @@ def init_rest(spec: CacheSpec, shape: tuple[int, ...]) -> Int[Array, "*A"] | Non
 
 
 def whole(rounded: Float[Array, "*A"], rest: Int[Array, "*A"] | None) -> Float[Array, "*A"]:
-    """Means as they are, float32, but for 2^-16 of themselves (in bfloat16)."""
+    """Means as they are, float32, to eight bits more than their type has."""
     return rounded.astype(jnp.float32) + (0 if rest is None else rest * _unit(rounded))
 
 
 def rounded(
     mean: Float[Array, "*A"], dtype: jax.typing.DTypeLike, rest: bool
 ) -> tuple[Float[Array, "*A"], Int[Array, "*A"] | None]:
-    """Means in this type, and what that leaves of them, where it is asked for."""
+    """Means in this type, and what that leaves of them, where it is asked for. Those that are `whole` already come out
+    as they were, bit by bit."""
     new = mean.astype(dtype)
     if not rest:
         return new, None
-    unit = _unit(new)
-    left = (mean - new.astype(jnp.float32)) / jnp.where(unit > 0, unit, 1.0)
+    left = (mean - new.astype(jnp.float32)) / _unit(new)
     return new, jnp.clip(jnp.round(left), -127, 127).astype(jnp.int8)
 
 
 def _unit(rounded: Float[Array, "*A"]) -> Float[Array, "*A"]:
-    """Of which rounding leaves at most 127."""
-    return jnp.abs(rounded.astype(jnp.float32)) * (float(jnp.finfo(rounded.dtype).eps) / 254)
+    """A power of two, of which rounding leaves at most 128."""
+    _, exponent = jnp.frexp(rounded.astype(jnp.float32))
+    return jnp.ldexp(jnp.float32(jnp.finfo(rounded.dtype).eps / 512), exponent)
