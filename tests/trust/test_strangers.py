@@ -83,7 +83,7 @@ def at_most(seconds):
 # --- directories ---
 
 STRANGE = [None, -1, 0, 1e999, float("nan"), "8", "false", "", [], {}, [None], True, False, 10**12, 2**70, 1.5, "../x"]
-JSON_FILES = ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json"]
+JSON_FILES = ["config.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"]
 
 
 def spoil_file(directory, rng):
