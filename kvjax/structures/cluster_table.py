@@ -15,6 +15,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from kvjax.state import entries, fault, state, static
 from pallas_kernels.first_least import first_least
 
+MOST_CLUSTERS = 2**14  # whose distances to each other take a GiB
+
 
 @state
 class ClusterTable:
@@ -88,6 +90,11 @@ def init_cluster_table(
     """
     if clusters < 1:
         raise ValueError(f"clusters={clusters}; a table needs at least 1")
+    if clusters > MOST_CLUSTERS:
+        raise ValueError(
+            f"clusters={clusters}: a table that is full compares all of them with each other, which takes "
+            f"{clusters**2 * 4 / 2**30:.1f} GiB for every head; at most {MOST_CLUSTERS} are taken"
+        )
     if samples < 0:
         raise ValueError(f"samples={samples}; it must not be negative")
     if growth <= 1:

@@ -143,7 +143,9 @@ step = jax.jit(kvjax.step, compiler_options=QUICKLY)
 @pytest.mark.parametrize(("name", "storage"), MATRIX)
 def test_attention_reads_the_numbers_that_are_stored(name, storage):
     cache, stream = run(name, storage)[0], make_stream()
-    if cache.state.value_center is not None:  # what is added to them is not stored with them (tests/trust/test_means.py)
+    if (
+        cache.state.value_center is not None
+    ):  # what is added to them is not stored with them (tests/trust/test_means.py)
         uncentered = dataclasses.replace(cache.state, value_center=jnp.zeros_like(cache.state.value_center))
         cache = dataclasses.replace(cache, state=uncentered)
     own = loaded(cache)

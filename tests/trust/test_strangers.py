@@ -276,6 +276,20 @@ def test_a_tokenizer_that_panics_is_an_error(monkeypatch):
         tokenizer.decode([1])
 
 
+@pytest.mark.parametrize("expression", ["(a+)+b", "(a|aa)+$b"])
+def test_a_regular_expression_that_tries_for_ever_is_an_error(expression, good, tmp_path):
+    shutil.copytree(good, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer.json"
+    settings = json.loads(path.read_text())
+    settings["pre_tokenizer"] = {
+        "type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False,
+    }  # fmt: skip
+    path.write_text(json.dumps(settings))
+    tokenizer = tokenizer_lib.load(tmp_path / "model")
+    with at_most(MOST_SECONDS), pytest.raises(ValueError, match="cannot encode this text: .*retry-limit"):
+        tokenizer.encode("a" * 100 + "!")
+
+
 def test_a_tokenizer_of_another_model_is_refused(good):
     wide = LlamaConfig(**{**vars(CONFIG), "vocab_size": 200})
     with pytest.raises(ValueError, match="end-of-text token is 257; the model's vocabulary has 200"):
