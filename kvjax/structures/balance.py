@@ -274,14 +274,14 @@ def halve_exactly(
     return Halved(kept, factor * weights[kept], clipped)
 
 
+LARGEST = 1e12
+
+
 def in_range(x: Float[Array, "t F"]) -> Float[Array, "t F"]:
     """Vectors whose squares float32 holds: those that are larger come by a common factor. It is none of a kernel's to
     values, and to keys as large every other key is as far as can be, with it and without."""
     peak = jnp.max(jnp.abs(x))
     return jnp.where(peak > LARGEST, x * (LARGEST / peak), x)
-
-
-LARGEST = 1e12
 
 
 # --- halving by pairs ---
@@ -300,10 +300,11 @@ def pair_block(
     """
     present = (weights > 0).astype(jnp.float32)
     count = jnp.maximum(jnp.sum(present), 1.0)
-    keys = in_range(keys.astype(jnp.float32))
+    there = lambda x: in_range(jnp.where(present[:, None] > 0, x.astype(jnp.float32), 0.0))  # noqa: E731
+    keys = there(keys)
     mean = jnp.matmul(present, keys, precision=jax.lax.Precision.HIGHEST) / count
     centred = (keys - mean) * present[:, None]
-    values = None if values is None else in_range(values.astype(jnp.float32)) * present[:, None]
+    values = None if values is None else there(values)
     factor = jnp.float32(temperature / math.sqrt(keys.shape[1]))
     return Block(
         keys=centred,

@@ -37,6 +37,7 @@ def rounded(
 
 
 def _unit(rounded: Float[Array, "*A"]) -> Float[Array, "*A"]:
-    """A power of two, of which rounding leaves at most 128."""
+    """A power of two, of which rounding leaves at most 128; none that devices would take for zero."""
     _, exponent = jnp.frexp(rounded.astype(jnp.float32))
-    return jnp.ldexp(jnp.float32(jnp.finfo(rounded.dtype).eps / 512), exponent)
+    unit = jnp.ldexp(jnp.float32(jnp.finfo(rounded.dtype).eps / 512), exponent)
+    return jnp.maximum(unit, jnp.finfo(jnp.float32).tiny)
