@@ -149,11 +149,12 @@ WRITES_ON = """
     for state, new in generator.write(state, tokens_in_all - step):
         own.generate.collect(tokens, new)
         saved.save(len(tokens[0]), generator, state, notes={"tokens": tokens})
+        print(len(tokens[0]), flush=True)
 """
 
 
 def writing_on(directory, tokens, killed=False):
-    """That process, which prints where it begins."""
+    """That process, which prints where it begins, and every save."""
     how = "killed" if killed else "whole"
     command = [sys.executable, "-c", textwrap.dedent(WRITES_ON), str(directory), how, str(tokens)]
     root = pathlib.Path(__file__).parents[2]
@@ -183,20 +184,24 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_save_before(tmp_pa
 
 
 @pytest.mark.heavy
-def test_a_generation_that_is_killed_fifty_times_writes_what_an_uninterrupted_one_does(tmp_path):
-    """At random times of its steps, its saves and its start."""
-    random, tokens, begun = np.random.default_rng(0), 4000, []
-    for number in range(51):
+@pytest.mark.parametrize("kills", [5, 50])
+def test_a_generation_that_is_killed_many_times_writes_what_an_uninterrupted_one_does(kills, tmp_path):
+    """At random times of its steps and its saves."""
+    random, tokens, begun = np.random.default_rng(0), 100 * kills, []
+    for number in range(kills + 1):
         process = writing_on(tmp_path, tokens)
         begun.append(int(process.stdout.readline() or -1))
-        if number == 50:
-            assert process.wait() == 0, process.stderr.read()[-2000:]
+        if number == kills:
+            said = process.communicate()[1]
+            assert process.returncode == 0, said[-2000:]
             break
-        time.sleep(random.uniform(0, 0.8))
-        assert process.poll() is None, "it was done before it was killed fifty times"
+        for _ in range(random.integers(4)):
+            process.stdout.readline()
+        time.sleep(random.uniform(0, 0.1))
+        assert process.poll() is None, "it was done before its last kill"
         process.kill()
         process.communicate()
-    assert begun == sorted(begun) and len(set(begun)) > 10, begun
+    assert begun == sorted(begun) and len(set(begun)) > kills / 5, begun
     _, _, notes = SavedStates(tmp_path).restore(long_generator(tokens))
     assert notes["tokens"] == uninterrupted(tokens)
 
