@@ -103,11 +103,12 @@ $(VENV)/.installed-gpu-compiler: $(VENV)/.installed constraints/gpu-compiler.txt
 	touch $@
 
 # Writes the versions that the environment holds now, for after a change of dependencies in pyproject.toml. The older
-# line's pins must hold the extras parity and docs, too: install them (make parity docs) before.
+# line's pins must hold the other extras, too: install them (make parity harness adapters docs) before.
 constraints: $(VENV)/.installed $(VENV)/.installed-tpu-compiler
-	(for path in $$($(BIN)/python -c 'import site; print(*site.getsitepackages())') $(VENV)/tpu-compiler; do \
+	(for path in $$($(BIN)/python -c 'import site; print(*site.getsitepackages())') $(VENV)/tpu-compiler \
+		$(wildcard $(VENV)/adapters/lib/python*/site-packages); do \
 		$(BIN)/python -m pip freeze --path $$path --exclude-editable --exclude kvjax; \
-	done) | sed 's/+cpu//' | sort --ignore-case > $(CONSTRAINTS)
+	done) | sed 's/+cpu//' | sort --ignore-case --unique > $(CONSTRAINTS)
 
 clean:
 	rm -rf .venv .venv-* build

@@ -183,6 +183,9 @@ def _partials(
     partials = by_token(sums._replace(logits=None), tokens=query.shape[1])
     if segment.spread is not None:
         partials = _spread_out(own, partials, segment.spread)
+    if segment.value_center is not None:
+        center = _of_query_heads(segment.value_center, own)[:, None]
+        partials = partials._replace(num=partials.num + partials.den[..., None] * center)
     if segment.in_parts:
         partials = merge_over_parts(partials)
     if own.shape[2] == query.shape[2]:

@@ -16,7 +16,7 @@ counts it (`kvjax.check` raises with its meaning) and the row's attention is NaN
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, cast
+from typing import Any, Generic, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from kvjax.segment import Recalled, Segment, parts_of, segment_bytes
 from kvjax.sharding import DATA, HEADS, ROWS, check_axes, shardings
 from kvjax.spec import CacheSpec, check_query, check_tokens, known
 from kvjax.staging import Staging, init_staging
-from kvjax.state import fault, faults_of_rows, state, static
+from kvjax.state import BATCH, ArrayField, fault, faults_of_rows, map_fields, state, static
 from pallas_kernels.weighted_decode import Partials
 
 
@@ -51,6 +51,14 @@ class Cache(Generic[S]):
     policy: Policy[S] = static()
     spec: CacheSpec = static()  # of one row of any layer: equal layers share programs
     mesh: Mesh | None = static()  # whose devices share the cache
+    made_of: "MadeOf" = static()
+
+
+class MadeOf(NamedTuple):
+    """What a cache was made of, by which another policy's state in it is found."""
+
+    policy: Policy
+    form: Any  # its state's tree and sizes, but for the batch's
 
 
 def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Mesh | None = None) -> Cache[S]:
@@ -73,8 +81,9 @@ def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Me
     parts = 1 if mesh is None else mesh.shape[PARTS]
     spec = dataclasses.replace(spec, staging=min(policy.compact_every, spec.max_new), parts=parts)
     none = lambda: jnp.zeros(spec.batch, jnp.int32)  # noqa: E731
+    state = policy.init(spec, row_keys)
     cache = Cache(
-        state=policy.init(spec, row_keys),
+        state=state,
         staging=init_staging(spec),
         past=none(),
         reused=none(),
@@ -82,6 +91,7 @@ def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Me
         policy=policy,
         spec=dataclasses.replace(spec, batch=1, layer=0, layers=1),
         mesh=mesh,
+        made_of=MadeOf(policy, _form(state)),
     )
     return cache if mesh is None else jax.lax.with_sharding_constraint(cache, shardings(cache, mesh))
 
@@ -392,6 +402,7 @@ PER_HEAD = PartitionSpec(TENSOR)  # arrays [H_q]
 
 def _on_mesh(cache: Cache, function: Callable[..., Any], fresh: tuple, lies: tuple, gives: Callable[[Any], Any]) -> Any:
     """`function(cache, *fresh)`, on a mesh of every device's part alone: no device asks another for keys or values."""
+    _check_made_of(cache)
     if cache.mesh is None:
         traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((cache, fresh)))
         return function(cache, *fresh) if traced else _compiled(function, cache, fresh)
@@ -435,6 +446,28 @@ def _heads(heads: int, order: tuple[int, ...]) -> np.ndarray:
 
 def _check(cache: Cache, keys: Array, values: Array, lengths: Array | None) -> None:
     check_tokens(cache.spec, cache.staging.count.shape[0], keys, values, lengths)
+
+
+def _check_made_of(cache: Cache) -> None:
+    made, state = cache.made_of, cache.state
+    if made.policy != cache.policy:
+        raise ValueError(f"the cache was made for {made.policy}, not for {cache.policy}: make another with kvjax.init")
+    if made.form != _form(state):
+        raise ValueError(
+            f"the state in this cache ({type(state).__name__}) is of another policy or size, not of {made.policy}: a "
+            "state belongs to the cache that was made with it"
+        )
+
+
+def _form(state: Any) -> tuple[Any, tuple[tuple[int, ...], ...]]:
+    sizes = []
+
+    def look(field: ArrayField, leaf: Array) -> Array:
+        sizes.append(tuple(size for name, size in zip(field.axes, leaf.shape, strict=True) if name != BATCH))
+        return leaf
+
+    map_fields(look, state)
+    return jax.tree.structure(state), tuple(sizes)
 
 
 def _check_room(cache: Cache, keys: Array, lengths: Array | None, *, compacts: bool) -> None:

@@ -52,6 +52,7 @@ class Segment(Entries):
     slope: Slope | None = None
     turn: Float[Array, "B #T half_D"] | None = None  # angles by which the queries are turned before they read
     center: Float[Array, "B H_kv D"] | None = None  # float32
+    value_center: Float[Array, "B H_kv D_v"] | None = None  # float32, what is added to every value
     # Whether devices share the slots: what they find of them is merged.
     in_parts: bool = dataclasses.field(default=False, metadata={"static": True})
     # Which kv heads [first, last) these are entries of; None: all.
@@ -65,8 +66,8 @@ class Segment(Entries):
             raise ValueError(f"feeds={self.feeds!r}; it must be 'both', 'numerator' or 'denominator'")
         if self.values is None and self.feeds != "denominator":
             raise ValueError(f"a segment that feeds {self.feeds!r} needs values")
-        if self.feeds != "both" and (self.slope is not None or self.spread is not None):
-            raise ValueError("slope and spread need a segment that feeds both sums")
+        if self.feeds != "both" and any(x is not None for x in (self.slope, self.spread, self.value_center)):
+            raise ValueError("slope, spread and a center of values need a segment that feeds both sums")
         if self.values is not None and self.values.shape[:3] != shape[:3]:
             raise ValueError(
                 f"values have shape {self.values.shape}; [B, H_kv, S] must be that of the keys, {shape[:3]}"

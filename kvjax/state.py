@@ -31,9 +31,13 @@ BATCH = "B"
 _FORKS = 0x464F524B  # of a row's key, the one that keys of its copies are made of
 
 
-def entries() -> Any:
-    """Declares keys or values [..., S, D] that attention reads: combinators may keep them in another form."""
-    return dataclasses.field(metadata={"entries": True})
+def entries(*, means: bool = False) -> Any:
+    """Declares keys or values [..., S, D] that attention reads: combinators may keep them in another form.
+
+    Args:
+        means: of tokens, which go on taking tokens in: rounded anew each time, they would drift.
+    """
+    return dataclasses.field(metadata={"entries": True, "means": means})
 
 
 def fault(meaning: str) -> Any:
@@ -202,6 +206,7 @@ class ArrayField(NamedTuple):
     axes: tuple[str, ...]
     fault: str | None = None
     entries: bool = False
+    means: bool = False
     drawn: bool = False
 
 

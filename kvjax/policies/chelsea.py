@@ -17,6 +17,7 @@ from kvjax.policies.exact import Exact
 from kvjax.policy import Policy, check_choices, check_settings
 from kvjax.segment import Segment, Slope
 from kvjax.state import entries, stacked, state
+from kvjax.structures import means
 from kvjax.structures.soft_matching import (
     SCHEDULES,
     Centroids,
@@ -39,8 +40,10 @@ class Merged:
     """The centroids, in the slots [0, count), and what each stands for. Their number is the same in all heads."""
 
     window: Window
-    keys: Float[Array, "B H_kv S D"] = entries()
-    values: Float[Array, "B H_kv S D_v"] = entries()
+    keys: Float[Array, "B H_kv S D"] = entries(means=True)
+    values: Float[Array, "B H_kv S D_v"] = entries(means=True)
+    key_rest: Int[Array, "B H_kv S D"] | None  # int8, see `means`
+    value_rest: Int[Array, "B H_kv S D_v"] | None
     degree: Int[Array, "B H_kv S"]  # int32 tokens, 0 in empty slots
     count: Int[Array, "B"]  # int32 centroids
     log_weight: Float[Array, "B H_kv S"]  # float32, log of the degree
@@ -116,6 +119,8 @@ class Chelsea(Policy[Merged]):
             window=init_window(spec, self.sinks, self.recent),
             keys=jnp.zeros((*shape, slots, spec.head_dim), spec.dtype),
             values=jnp.zeros((*shape, slots, spec.value_width), spec.dtype),
+            key_rest=means.init_rest(spec, (*shape, slots, spec.head_dim)),
+            value_rest=means.init_rest(spec, (*shape, slots, spec.value_width)),
             degree=jnp.zeros((*shape, slots), jnp.int32),
             count=jnp.zeros(spec.batch, jnp.int32),
             log_weight=jnp.zeros((*shape, slots)),
@@ -145,8 +150,8 @@ class Chelsea(Policy[Merged]):
             return jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1))(old, new, state.count)
 
         both = Centroids(
-            keys=behind(state.keys, fresh.keys),
-            values=behind(state.values, fresh.values),
+            keys=behind(means.whole(state.keys, state.key_rest), fresh.keys),
+            values=behind(means.whole(state.values, state.value_rest), fresh.values),
             degree=behind(state.degree, fresh.degree),
             count=state.count[:, None] + fresh.count,
         )
@@ -164,15 +169,20 @@ class Chelsea(Policy[Merged]):
             of = lambda x: came.reshape(came.shape + (1,) * (x.ndim - 2))  # noqa: E731
             pooled = jax.tree.map(lambda new, old: jnp.where(of(new), new, old), updated, pooled)
 
-        def place(buffer, x):
+        def place(buffer, rest, x):
             x = jnp.where(left.degree[..., None] > 0, x, 0)
-            return buffer.at[:, :, : x.shape[2]].set(x.astype(buffer.dtype))
+            new = means.rounded(x, buffer.dtype, rest is not None)
+            return jax.tree.map(lambda old, new: old.at[:, :, : x.shape[2]].set(new), (buffer, rest), new)
 
+        keys, key_rest = place(state.keys, state.key_rest, left.keys)
+        values, value_rest = place(state.values, state.value_rest, left.values)
         degree = state.degree.at[:, :, : left.degree.shape[2]].set(left.degree)
         return dataclasses.replace(
             state,
-            keys=place(state.keys, left.keys),
-            values=place(state.values, left.values),
+            keys=keys,
+            values=values,
+            key_rest=key_rest,
+            value_rest=value_rest,
             degree=degree,
             count=jnp.min(left.count, axis=1),
             log_weight=jnp.log(jnp.maximum(degree, 1).astype(jnp.float32)),

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int
 from kvjax import window as windows
 from kvjax.per_head import per_head
 from kvjax.policy import Policy, check_choices, check_settings
-from kvjax.state import state
+from kvjax.state import entries, state
+from kvjax.structures import means
 from kvjax.structures.k_center import cluster_more, cluster_prompt
 from kvjax.window import Window, init_window
 
@@ -27,6 +28,14 @@ class Clusters:
     # float32 l2 distance at which the centre was chosen; -inf in empty slots. The smallest go first.
     separation: Float[Array, "B H_kv M"]
     log_weight: Float[Array, "B H_kv S"]  # float32, of the whole window
+    value_rest: Int[Array, "B H_kv M D_v"] | None  # int8, of the mean values (see `means`)
+
+
+@state
+class MeanWindow(Window):
+    """A window whose selected slots have mean values."""
+
+    values: Float[Array, "B H_kv S D_v"] = entries(means=True)
 
 
 @state
@@ -84,12 +93,14 @@ class ClusterGen(Policy[Centered]):
         window, shape = init_window(spec, self.sinks, self.newest, centers), (spec.batch, spec.kv_heads)
         if self.variant == "paper":
             return Centered(window, jnp.zeros(spec.batch, jnp.int32), None)
+        mean_window = MeanWindow(**vars(window))
         clusters = Clusters(
             count=jnp.zeros((*shape, centers), jnp.int32),
             separation=jnp.full((*shape, centers), -jnp.inf),
             log_weight=jnp.zeros((*shape, self.budget)),
+            value_rest=means.init_rest(spec, (*shape, centers, spec.value_width)),
         )
-        return Centered(window, None, clusters)
+        return Centered(mean_window, None, clusters)
 
     def prefill(self, state: Centered, prompt) -> Centered:
         window = windows.fill(state.window, prompt)
@@ -99,7 +110,7 @@ class ClusterGen(Policy[Centered]):
         if state.clusters is None:
             chosen = jnp.sum(separation[:, 0] > -jnp.inf, axis=-1, dtype=jnp.int32)
             return Centered(self._placed(window, keys, values), chosen, None)
-        return Centered(self._placed(window, keys, mean_value), None, self._weighed(state.clusters, count, separation))
+        return self._clustered(window, state.clusters, keys, count, separation, mean_value)
 
     def read(self, state: Centered, newer):
         if state.clusters is None:
@@ -117,12 +128,12 @@ class ClusterGen(Policy[Centered]):
             window.keys[:, :, self.fixed :],
             state.clusters.count,
             state.clusters.separation,
-            window.values[:, :, self.fixed :],
+            means.whole(window.values[:, :, self.fixed :], state.clusters.value_rest),
             left.keys,
             left.values,
             left.present,
         )
-        return Centered(self._placed(window, keys, mean_value), None, self._weighed(state.clusters, count, separation))
+        return self._clustered(window, state.clusters, keys, count, separation, mean_value)
 
     def _placed(self, window: Window, keys: Array, values: Array) -> Window:
         """The window with these in its selected slots."""
@@ -132,7 +143,12 @@ class ClusterGen(Policy[Centered]):
             values=window.values.at[:, :, self.fixed :].set(values.astype(window.values.dtype)),
         )
 
-    def _weighed(self, clusters: Clusters, count: Array, separation: Array) -> Clusters:
-        """A centre weighs as much as the tokens of its cluster."""
+    def _clustered(
+        self, window: Window, clusters: Clusters, keys: Array, count: Array, separation: Array, mean_value: Array
+    ) -> Centered:
+        """The state with these clusters. A centre weighs as much as the tokens of its cluster."""
+        values, rest = means.rounded(mean_value, window.values.dtype, clusters.value_rest is not None)
         weight = jnp.log(jnp.maximum(count, 1).astype(jnp.float32))
-        return Clusters(count, separation, clusters.log_weight.at[:, :, self.fixed :].set(weight))
+        log_weight = clusters.log_weight.at[:, :, self.fixed :].set(weight)
+        clusters = Clusters(count, separation, log_weight, rest)
+        return Centered(self._placed(window, keys, values), None, clusters)

@@ -257,7 +257,7 @@ def halve_exactly(
     present = weights > 0
     count = jnp.sum(present, dtype=jnp.int32)
     scale = weights / jnp.maximum(jnp.max(weights), 1e-30)
-    padded = lambda x: jnp.where(present[:, None], x.astype(jnp.float32), 0.0)  # noqa: E731
+    padded = lambda x: in_range(jnp.where(present[:, None], x.astype(jnp.float32), 0.0))  # noqa: E731
     uniforms = jax.random.uniform(rng, weights.shape)
     if features is None:
         block = reference_block(padded(keys), padded(values), temperature)
@@ -272,6 +272,16 @@ def halve_exactly(
         signs, clipped = feature_walk(phi, uniforms, gain)
     kept, factor = exact_halving(signs, count)
     return Halved(kept, factor * weights[kept], clipped)
+
+
+LARGEST = 1e12
+
+
+def in_range(x: Float[Array, "t F"]) -> Float[Array, "t F"]:
+    """Vectors whose squares float32 holds: those that are larger come by a common factor. It is none of a kernel's to
+    values, and to keys as large every other key is as far as can be, with it and without."""
+    peak = jnp.max(jnp.abs(x))
+    return jnp.where(peak > LARGEST, x * (LARGEST / peak), x)
 
 
 # --- halving by pairs ---
@@ -290,10 +300,11 @@ def pair_block(
     """
     present = (weights > 0).astype(jnp.float32)
     count = jnp.maximum(jnp.sum(present), 1.0)
-    keys = keys.astype(jnp.float32)
+    there = lambda x: in_range(jnp.where(present[:, None] > 0, x.astype(jnp.float32), 0.0))  # noqa: E731
+    keys = there(keys)
     mean = jnp.matmul(present, keys, precision=jax.lax.Precision.HIGHEST) / count
     centred = (keys - mean) * present[:, None]
-    values = None if values is None else values.astype(jnp.float32) * present[:, None]
+    values = None if values is None else there(values)
     factor = jnp.float32(temperature / math.sqrt(keys.shape[1]))
     return Block(
         keys=centred,

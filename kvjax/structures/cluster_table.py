@@ -15,6 +15,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from kvjax.state import entries, fault, state, static
 from pallas_kernels.first_least import first_least
 
+MOST_CLUSTERS = 2**14  # whose distances to each other take a GiB
+
 
 @state
 class ClusterTable:
@@ -37,13 +39,13 @@ class ClusterTable:
     centres take 4 M D. Nothing grows with the stream.
     """
 
-    centers: Float[Array, "M D"] = entries()  # float32 where they move, else the cache's dtype
+    centers: Float[Array, "M D"] = entries(means=True)  # float32 where they move, else the cache's dtype
     count: Int[Array, "M"]  # int32
     radius: Float[Array, "M"]  # float32; `extend` bounds it more tightly than `step`
     samples: Float[Array, "M t D"] | None = entries()  # keys
     sample_values: Float[Array, "M t D_v"] | None = entries()  # those keys' values
     mean_key: Float[Array, "M D"] | None  # float32
-    mean_value: Float[Array, "M D_v"] | None = entries()  # float32
+    mean_value: Float[Array, "M D_v"] | None = entries(means=True)  # float32
     size: Int[Array, ""]  # int32, occupied slots
     delta: Float[Array, ""]  # float32; a key farther than this from all centres opens a cluster
     doublings: Int[Array, ""]  # int32, how often delta grew
@@ -88,6 +90,11 @@ def init_cluster_table(
     """
     if clusters < 1:
         raise ValueError(f"clusters={clusters}; a table needs at least 1")
+    if clusters > MOST_CLUSTERS:
+        raise ValueError(
+            f"clusters={clusters}: a table that is full compares all of them with each other, which takes "
+            f"{clusters**2 * 4 / 2**30:.1f} GiB for every head; at most {MOST_CLUSTERS} are taken"
+        )
     if samples < 0:
         raise ValueError(f"samples={samples}; it must not be negative")
     if growth <= 1:

@@ -113,9 +113,9 @@ def _family(values: Values) -> Family:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"model_type={model_type!r} is not implemented; known: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
-    architectures = values.get("architectures") or [family.architecture]
-    if family.architecture not in architectures:
-        raise ValueError(f"architectures={architectures} is not implemented; for {model_type}: {family.architecture}")
+    architectures = values.get("architectures")
+    if architectures is not None and (not isinstance(architectures, list) or family.architecture not in architectures):
+        raise ValueError(f"architectures={architectures!r} is not implemented; for {model_type}: {family.architecture}")
     return family
 
 

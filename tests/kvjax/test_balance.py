@@ -330,3 +330,21 @@ def test_pairs_leave_every_expected_weight_as_it_was(gamma, weights):
     drawn = np.asarray(kept(jax.random.split(jax.random.key(1), draws)), np.float64)
     deviation = (drawn.mean(0) - weights) / (drawn.std(0) / np.sqrt(draws))
     assert np.max(np.abs(deviation)) < stats.norm.ppf(1 - 1e-3 / (2 * count))
+
+
+# --- the range of float32 ---
+
+
+@pytest.mark.parametrize("key_norm, value_norm", [(1.0, 3e38), (1e20, 1.0), (3e38, 3e38), (1e-30, 1e-30), (1.0, 0.0)])
+def test_halving_by_pairs_conserves_weight_at_any_size(key_norm, value_norm):
+    keys, values = tokens(count=32)
+    weights = jnp.asarray(np.random.default_rng(1).integers(1, 5, 32).astype(np.float32))
+    kept, weight, _ = by_pairs(jax.random.key(0), key_norm * keys, value_norm * values, weights)
+    assert len(set(np.asarray(kept)[np.asarray(weight) > 0].tolist())) == 16
+    np.testing.assert_allclose(jnp.sum(weight), jnp.sum(weights), rtol=1e-6)
+
+
+def test_a_common_factor_of_values_changes_no_choice():
+    keys, values = tokens(count=32)
+    near, far = (by_pairs(jax.random.key(0), keys, values * factor, jnp.ones(32)).kept for factor in (1.0, 2.0**120))
+    np.testing.assert_array_equal(near, far)

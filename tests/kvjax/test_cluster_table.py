@@ -388,3 +388,9 @@ def test_tokens_that_do_not_fit_are_refused_by_name(given, message):
 def _plain(table):
     """The state with its typed random key as numbers, for chex."""
     return dataclasses.replace(table, rng=jax.random.key_data(table.rng))
+
+
+def test_more_clusters_than_can_be_compared_are_refused():
+    spec = kvjax.CacheSpec(batch=1, query_heads=1, kv_heads=1, head_dim=64, max_prompt=200_000, max_new=64)
+    with pytest.raises(ValueError, match="clusters=99920: .* takes 37.2 GiB for every head; at most 16384"):
+        kvjax.init(kvjax.SubGen(100_000), spec, jax.random.split(jax.random.key(0), 1))

@@ -57,7 +57,12 @@ def test_every_array_names_its_axes(name):
     }
     wanted = {
         "uniform": {"priority": per_selected, "log_weight": per_slot, "row_keys": ("B",)},
-        "clustergen_mean_value": {"count": per_selected, "separation": per_selected, "log_weight": per_slot},
+        "clustergen_mean_value": {
+            "count": per_selected,
+            "separation": per_selected,
+            "log_weight": per_slot,
+            "value_rest": None,
+        },
         "clustergen_paper": {"chosen": ("B",), "clusters": None},
         "streaming_llm_reindexed": {"frequencies": ("half_D",)},
     }

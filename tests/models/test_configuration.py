@@ -1,5 +1,6 @@
 """What a config.json may say; what it means for a model is compared with transformers in test_parity."""
 
+import contextlib
 import json
 import math
 
@@ -7,6 +8,8 @@ import pytest
 
 from kvjax_models.configuration import parse
 from kvjax_models.rotary import RopeScaling
+from tests.models.test_parity import GOLDEN
+from tests.trust.test_strangers import STRANGE
 
 LLAMA = {
     "model_type": "llama",
@@ -156,3 +159,16 @@ def test_layers_that_do_not_turn():
     config = parse(LLAMA | {"model_type": "smollm3", "num_hidden_layers": 8})
     assert config.unrotated == (3, 7)
     assert set(config.rotary(3).frequencies) == {0.0} and 0.0 not in config.rotary(2).frequencies
+
+
+def test_values_of_any_kind_are_read_or_refused():
+    """Each key of every family's config.json, and each of its rotary embedding, with each strange value in its turn."""
+    for path in sorted(GOLDEN.glob("*/config.json")):
+        values = json.loads(path.read_text())
+        changed = [{**values, key: strange} for key in [*values, "architectures"] for strange in STRANGE]
+        for name in ("rope_parameters", "rope_scaling"):
+            rope = values.get(name) or {}
+            changed += [{**values, name: {**rope, key: strange}} for key in rope for strange in STRANGE]
+        for values in changed:
+            with contextlib.suppress(ValueError):
+                parse(values)

@@ -1,5 +1,6 @@
 """Generations that are saved, killed and taken up again, and prefixes that are read once."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import jax
 import numpy as np
@@ -119,9 +121,10 @@ def test_an_empty_directory_is_refused(tmp_path):
         SavedStates(tmp_path).restore_parameters(make_model())
 
 
-# A process that is killed while it saves for the third time, when arrays are on disk and digests are not.
-KILLED = """
-    import os, signal, sys
+# A process that saves every few tokens, and goes on from what it finds. Told to, it kills itself while it saves for the
+# third time, when arrays are on disk and digests are not.
+WRITES_ON = """
+    import os, pathlib, signal, sys
     from tests.models import test_saved_states as own
     from kvjax_models import durable
 
@@ -132,29 +135,75 @@ KILLED = """
             os.kill(os.getpid(), signal.SIGKILL)
         sealed.append(seal(directory))
 
-    durable.seal = killing
-    generator = own.make_generator()
-    saved = own.SavedStates(sys.argv[1])
-    state, tokens = generator.read(generator.start(7), own.PROMPTS), [[], []]
-    for state, new in generator.write(state, 24):
+    directory, killed, tokens_in_all = sys.argv[1], sys.argv[2] == "killed", int(sys.argv[3])
+    if killed:
+        durable.seal = killing
+    generator = own.long_generator(tokens_in_all)
+    saved = own.SavedStates(directory)
+    if list(pathlib.Path(directory).glob("states/[0-9]*")):
+        step, state, notes = saved.restore(generator)
+        tokens = notes["tokens"]
+    else:
+        step, state, tokens = 0, generator.read(generator.start(7), own.PROMPTS), [[], []]
+    print(step, flush=True)
+    for state, new in generator.write(state, tokens_in_all - step):
         own.generate.collect(tokens, new)
         saved.save(len(tokens[0]), generator, state, notes={"tokens": tokens})
+        print(len(tokens[0]), flush=True)
 """
 
 
+def writing_on(directory, tokens, killed=False):
+    """That process, which prints where it begins, and every save."""
+    how = "killed" if killed else "whole"
+    command = [sys.executable, "-c", textwrap.dedent(WRITES_ON), str(directory), how, str(tokens)]
+    root = pathlib.Path(__file__).parents[2]
+    paths = os.pathsep.join([str(root), str(root / "models"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def long_generator(tokens):
+    return make_generator(model=make_model(config=dataclasses.replace(CONFIG, max_length=8192)), max_new=tokens)
+
+
+def uninterrupted(tokens):
+    generator = long_generator(tokens)
+    return written(generator, generator.read(generator.start(7), PROMPTS), tokens)[1]
+
+
 def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_save_before(tmp_path):
-    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
-    paths = {"PYTHONPATH": str(pathlib.Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
-    paths["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
-    killed = subprocess.run(command, capture_output=True, text=True, env=os.environ | paths, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
-    generator = make_generator()
+    killed = writing_on(tmp_path, 24, killed=True)
+    said = killed.communicate()[1]
+    assert killed.returncode == -signal.SIGKILL, said[-2000:]
+    generator = long_generator(24)
     step, state, notes = SavedStates(tmp_path).restore(generator)
     assert step == 8
-    uninterrupted = make_generator()
-    whole = written(uninterrupted, uninterrupted.read(uninterrupted.start(7), PROMPTS), 24)[1]
     rest = written(generator, state, 16)[1]
-    assert [before + after for before, after in zip(notes["tokens"], rest, strict=True)] == whole
+    assert [before + after for before, after in zip(notes["tokens"], rest, strict=True)] == uninterrupted(24)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("kills", [5, 50])
+def test_a_generation_that_is_killed_many_times_writes_what_an_uninterrupted_one_does(kills, tmp_path):
+    """At random times of its steps and its saves."""
+    random, tokens, begun = np.random.default_rng(0), 100 * kills, []
+    for number in range(kills + 1):
+        process = writing_on(tmp_path, tokens)
+        begun.append(int(process.stdout.readline() or -1))
+        if number == kills:
+            said = process.communicate()[1]
+            assert process.returncode == 0, said[-2000:]
+            break
+        for _ in range(random.integers(4)):
+            process.stdout.readline()
+        time.sleep(random.uniform(0, 0.1))
+        assert process.poll() is None, "it was done before its last kill"
+        process.kill()
+        process.communicate()
+    assert begun == sorted(begun) and len(set(begun)) > kills / 5, begun
+    _, _, notes = SavedStates(tmp_path).restore(long_generator(tokens))
+    assert notes["tokens"] == uninterrupted(tokens)
 
 
 @pytest.mark.parametrize("policy", ["uniform", pytest.param("host_memory", marks=pytest.mark.heavy)])

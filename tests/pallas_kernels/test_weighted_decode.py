@@ -398,6 +398,24 @@ def test_what_does_not_fit_is_refused(change, error, message):
         weighted_decode(rows, Entries(**{**vars(entries), **change}), implementation="mosaic_tpu", interpret=True)
 
 
+@pytest.mark.parametrize("kernel", ["mosaic_tpu", "mosaic_gpu"])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"logit_cap": 30.0}, "logit_cap=30.0: XLA caps logits"),
+        ({"values": jnp.ones((2, 2, 304, 32))}, "values of 32 dimensions, keys of 64"),
+    ],
+)
+def test_caps_and_values_of_another_width_are_xlas(kernel, change, message):
+    """Asked for by name a kernel refuses them; left to choose, the operation computes them."""
+    rows, entries = make()
+    changed = dataclasses.replace(entries, **change)
+    with pytest.raises(NotImplementedError, match=message):
+        weighted_decode(rows, changed, implementation=kernel, interpret=True)
+    found = weighted_decode(rows, changed)
+    assert found.num.shape == (*rows.shape[:3], changed.values.shape[-1]) and np.isfinite(found.num).all()
+
+
 def test_unknown_forms_and_many_rows_are_refused():
     rows, entries = make(rows=64)
     with pytest.raises(NotImplementedError, match="64 rows"):

@@ -149,6 +149,35 @@ def test_faults_of_two_rows_do_not_make_up_for_each_other():
         kvjax.check(dataclasses.replace(cache, reused=jnp.array([1, -1])))
 
 
+# --- states ---
+
+
+def test_a_state_of_another_policy_is_refused():
+    """Every policy's state in every other's cache, and that of another size."""
+    keys = jax.random.split(jax.random.key(0), BATCH)
+    policies = POLICIES | {"larger": kvjax.Uniform(24, **WINDOW), "smaller": kvjax.Uniform(23, **WINDOW)}
+    caches = {
+        name: jax.eval_shape(functools.partial(kvjax.init, policy, make_spec()), keys)
+        for name, policy in policies.items()
+    }
+    taken = set()
+    for name, cache in caches.items():
+        for other, from_other in caches.items():
+            if cache.policy == from_other.policy:
+                continue
+            mixed = dataclasses.replace(cache, state=from_other.state)
+            renamed = dataclasses.replace(cache, policy=from_other.policy)
+            for wrong, message in ((mixed, "is of another policy or size"), (renamed, "the cache was made for")):
+                try:
+                    jax.eval_shape(kvjax.compact, wrong)
+                except ValueError as error:
+                    assert message in str(error) and str(cache.made_of.policy) in str(error)
+                else:
+                    taken.add((name, other))
+    # Whether tokens joined as means or were dropped, a state of Chelsea's does not tell.
+    assert taken == {("chelsea_drop", "chelsea_paper"), ("chelsea_paper", "chelsea_drop")}
+
+
 # --- lengths, tokens, seeds ---
 
 

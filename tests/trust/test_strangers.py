@@ -83,7 +83,7 @@ def at_most(seconds):
 # --- directories ---
 
 STRANGE = [None, -1, 0, 1e999, float("nan"), "8", "false", "", [], {}, [None], True, False, 10**12, 2**70, 1.5, "../x"]
-JSON_FILES = ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json"]
+JSON_FILES = ["config.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"]
 
 
 def spoil_file(directory, rng):
@@ -274,6 +274,20 @@ def test_a_tokenizer_that_panics_is_an_error(monkeypatch):
         tokenizer.encode("text")
     with pytest.raises(ValueError, match="the tokenizer cannot decode these tokens"):
         tokenizer.decode([1])
+
+
+@pytest.mark.parametrize("expression", ["(a+)+b", "(a|aa)+$b"])
+def test_a_regular_expression_that_tries_for_ever_is_an_error(expression, good, tmp_path):
+    shutil.copytree(good, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer.json"
+    settings = json.loads(path.read_text())
+    settings["pre_tokenizer"] = {
+        "type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False,
+    }  # fmt: skip
+    path.write_text(json.dumps(settings))
+    tokenizer = tokenizer_lib.load(tmp_path / "model")
+    with at_most(MOST_SECONDS), pytest.raises(ValueError, match="cannot encode this text: .*retry-limit"):
+        tokenizer.encode("a" * 100 + "!")
 
 
 def test_a_tokenizer_of_another_model_is_refused(good):
