@@ -13,7 +13,7 @@ from scipy import stats
 import kvjax
 from kvjax.state import CacheBytes
 from kvjax.structures.cluster_table import (
-    _greedy_cover,
+    greedy_cover,
     extend,
     init_cluster_table,
     log_counts,
@@ -206,7 +206,7 @@ def test_the_greedy_cover_is_that_of_the_order(seed, share, density):
     np.testing.assert_array_equal(np.flatnonzero(_cover(near, candidate)), taken)
 
 
-_cover = quick(_greedy_cover)
+_cover = quick(greedy_cover)
 
 
 # --- streams that are out of the ordinary ---
