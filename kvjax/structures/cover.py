@@ -24,10 +24,19 @@ def squared_distances(
 
 
 def nearest_center(
-    a: Float[Array, "N D"], b: Float[Array, "K D"], a_norms: Float[Array, "N"], b_norms: Float[Array, "K"]
+    a: Float[Array, "N D"],
+    b: Float[Array, "K D"],
+    a_norms: Float[Array, "N"],
+    b_norms: Float[Array, "K"],
+    before: Int[Array, "N"] | None = None,
 ) -> tuple[Float[Array, "N"], Int[Array, "N"]]:
-    """Squared distance of each a to the nearest b, and which that is; those of infinite norm are not there."""
-    least, nearest = first_least(b_norms[None, :] - 2 * _product(a, b))
+    """Squared distance of each a to the nearest b, and which that is; those of infinite norm are not there, nor, where
+    `before` is given, those from that number on."""
+    # With the bs along the leading axis: that is how the least is found at the speed of the product.
+    relative = b_norms[:, None] - 2 * _product(b, a)
+    if before is not None:
+        relative = jnp.where(jnp.arange(b.shape[0])[:, None] < before, relative, jnp.inf)
+    least, nearest = first_least(relative, axis=0)
     return _resolved(a_norms + least, a_norms + b_norms[nearest]), nearest
 
 
@@ -130,7 +139,8 @@ def widen_known(
         return squared_distances(centers[at], centers, norms[at], norms)
 
     def look(ahead: Ahead, rows: Int[Array, "R"]) -> Ahead:
-        return ahead.opened(rows, *first_least(jnp.where(number < rows[:, None], to_all(rows), jnp.inf)))
+        at = jnp.minimum(rows, capacity - 1)
+        return ahead.opened(rows, *nearest_center(centers[at], centers, norms[at], norms, before=at))
 
     ahead = _by_rows(look, ahead, ahead.stale)
     near = jnp.minimum(jnp.min(ahead.squared), waiting)
