@@ -22,7 +22,7 @@ from kvjax_models.llama import DecoderLayer
 # Queries, and keys, of a step of splash attention, whose own default of 128 is far too small; the fewest it takes.
 BLOCK, LANES = 1024, 128
 # Numbers of a table of steps, which lies in a TPU's memory for scalars.
-_MOST_STEPS = 2**17
+_MOST_STEPS = 2**18
 
 
 class Asked(NamedTuple):
@@ -98,7 +98,9 @@ def _splash(asked: Asked, query, keys, values, sink_logits, *, interpret: bool =
         ),
         None,
         None,
-        block_sizes=splash.BlockSizes(block_q=block, block_kv=block, block_kv_compute=math.gcd(block, 512)),
+        block_sizes=splash.BlockSizes(
+            block_q=block, block_kv=block, block_kv_compute=math.gcd(block, 512 if block <= BLOCK else 256)
+        ),
         is_mqa=False,
         save_residuals=False,
         mask_value=splash.DEFAULT_MASK_VALUE,
@@ -113,7 +115,8 @@ def _splash(asked: Asked, query, keys, values, sink_logits, *, interpret: bool =
 
 
 def _block(asked: Asked) -> int:
-    return min(BLOCK, -(-asked.tokens // LANES) * LANES)
+    wide = BLOCK if asked.tokens <= 512 * BLOCK else 2 * BLOCK
+    return min(wide, -(-asked.tokens // LANES) * LANES)
 
 
 @functools.lru_cache(maxsize=64)
@@ -131,7 +134,7 @@ def _steps(asked: Asked) -> tuple[np.ndarray, np.ndarray]:
     own = first + np.arange(np.max(query - first) + 1)
     seen, sees_all = own <= query, (own < query) & ((query + 1) * block - 1 - own * block < reach)
     following = np.append(first[1:], [[0]], axis=0)
-    return np.where(seen, own, following).astype(np.int32), seen.astype(np.int32) + (seen & sees_all)
+    return np.where(seen, own, following).astype(np.int16), seen.astype(np.int8) + (seen & sees_all)
 
 
 # --- GPU ---
@@ -144,6 +147,10 @@ def _why_not_cudnn(asked: Asked) -> str | None:
         return "attention has sinks, which cuDNN does not know"
     if asked.head_dim % 8 or asked.head_dim > 128:
         return f"a head dimension of {asked.head_dim}; cuDNN takes multiples of 8 up to 128 on every GPU"
+    return _why_not_device()
+
+
+def _why_not_device() -> str | None:
     if jax.default_backend() != "gpu":
         return "this process has no GPU to ask for its cuDNN"
     device = jax.local_devices()[0]
