@@ -7,7 +7,7 @@ Which of them a program takes, and why not, `why_not` says. Where neither is tak
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,17 +84,15 @@ def _splash(asked: Asked, query, keys, values, sink_logits, *, interpret: bool =
     wide = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, padded - tokens), (0, 0)))  # noqa: E731
     rows = wide((query.astype(jnp.float32) / math.sqrt(asked.head_dim)).astype(query.dtype).swapaxes(1, 2))
     of, kinds = _steps(asked)
-    if asked.window is None:
-        mask = masks.CausalMask((padded, padded))
-    else:
-        mask = masks.LocalMask((padded, padded), (asked.window - 1, 0), 0)
+    behind = None if asked.window is None else asked.window - 1
+    mask = masks.LocalMask((padded, padded), (behind, 0), 0)
     kernel = splash.SplashAttentionKernel(
         MaskInfo(
-            data_next=jnp.asarray(of[None]),
+            data_next=of[None],
             mask_next=None,
-            block_mask=jnp.asarray(kinds[None]),
+            block_mask=kinds[None],
             partial_mask_blocks=None,
-            q_sequence=jnp.arange(padded, dtype=jnp.int32),
+            q_sequence=np.arange(padded, dtype=np.int32),
         ),
         None,
         None,
@@ -110,7 +108,8 @@ def _splash(asked: Asked, query, keys, values, sink_logits, *, interpret: bool =
         interpret=interpret,
     )
     sinks = None if sink_logits is None else jnp.broadcast_to(sink_logits.astype(jnp.float32), (heads,))
-    attended = jax.vmap(lambda q, k, v: kernel(q, k, v, None, sinks))(rows, wide(keys), wide(values))
+    of_row: Callable[..., Any] = lambda *given: kernel(*given, None, sinks)  # noqa: E731
+    attended: Array = jax.vmap(of_row)(rows, wide(keys), wide(values))
     return attended[:, :, :tokens].swapaxes(1, 2).astype(query.dtype)
 
 
@@ -128,7 +127,7 @@ def _steps(asked: Asked) -> tuple[np.ndarray, np.ndarray]:
     """
     block = _block(asked)
     blocks = -(-asked.tokens // block)
-    query = np.arange(blocks)[:, None]
+    query = np.arange(blocks).reshape(-1, 1)
     reach = blocks * block if asked.window is None else asked.window
     first = np.maximum(query * block - reach + 1, 0) // block
     own = first + np.arange(np.max(query - first) + 1)

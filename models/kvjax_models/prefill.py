@@ -12,7 +12,6 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax.cache import PER_HEAD
 from kvjax.policy import ALL_QUERIES, Policy, Repeat, Repeated
 from kvjax.sharding import DATA
 from kvjax_models import flash_attention
@@ -136,11 +135,13 @@ def prefill_layer(
     keys, values = join(keys), join(values)
     # Stored once as products read them, [B, H_kv, N, D].
     head_keys, head_values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
-    spread = lambda attend, *at: attend if mesh is None else attend_apart(attend, mesh, STORED, STORED, *at)  # noqa: E731
+
+    def apart(attend: Callable[..., Array], *given: PartitionSpec) -> Callable[..., Array]:
+        return attend if mesh is None else attend_apart(attend, mesh, heads_of(layer), STORED, STORED, *given)
 
     def by_chunks(x, keys, values, sink_logits):
-        attend = functools.partial(chunk_attention, window=layer.window, logit_cap=layer.attention_cap)
-        attend = spread(attend, PartitionSpec(), PER_HEAD)
+        of_layer = functools.partial(chunk_attention, window=layer.window, logit_cap=layer.attention_cap)
+        attend = apart(of_layer, PartitionSpec())
 
         def step(x, number):
             rows = chunk_of(x, number)
@@ -152,7 +153,7 @@ def prefill_layer(
 
     def at_once(attend, x, keys, values, sink_logits):
         query = join(jax.lax.map(lambda n: project(chunk_of(x, n), chunk_positions(n))[0], numbers))
-        attended = spread(attend, PER_HEAD)(query, keys, values, sink_logits)
+        attended = apart(attend)(query, keys, values, sink_logits)
 
         def step(x, number):
             finished = layer.finish(chunk_of(x, number), chunk_of(attended, number))
@@ -191,7 +192,7 @@ def repeat_layer(
         attend_behind, width=width, window=layer.window, logit_cap=layer.attention_cap
     )
     if mesh is not None:
-        attend = attend_apart(attend, mesh, *[STORED] * 4, PartitionSpec(DATA), PartitionSpec(), PER_HEAD)
+        attend = attend_apart(attend, mesh, heads_of(layer), *[STORED] * 4, PartitionSpec(DATA), PartitionSpec())
 
     def of_block(number):
         queries = jax.lax.dynamic_slice_in_dim(query, number * REPEAT_BLOCK, REPEAT_BLOCK, axis=1)
@@ -200,6 +201,11 @@ def repeat_layer(
     attended = jax.lax.map(of_block, jnp.arange(total // REPEAT_BLOCK))
     attended = attended.swapaxes(0, 1).reshape(batch, total, *attended.shape[3:])
     return layer.finish(x, attended), query, key
+
+
+def heads_of(layer: DecoderLayer) -> tuple[int, int]:
+    """Of queries, and of keys."""
+    return layer.attention.query_heads, layer.attention.kv_heads
 
 
 compress = jax.jit(kvjax.prefill, donate_argnames=("cache",))
