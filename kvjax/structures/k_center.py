@@ -213,4 +213,4 @@ def cluster_more(
 def _pairwise(a: Float[Array, "N D"], b: Float[Array, "M D"]) -> Float[Array, "N M"]:
     """Squared distances, by a product. Good to 1e-6 of the keys' squared norms, which only orders near ties."""
     squared = jnp.sum(a * a, axis=1)[:, None] + jnp.sum(b * b, axis=1)[None, :]
-    return jnp.maximum(squared - 2 * a @ b.T, 0.0)
+    return jnp.maximum(squared - 2 * jnp.matmul(a, b.T, precision=jax.lax.Precision.HIGHEST), 0.0)
