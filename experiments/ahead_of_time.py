@@ -6,11 +6,12 @@
     python -m experiments.ahead_of_time --device v5e --op cluster_recall --schedule
 
 The compilers, libtpu and JAX's for CUDA, come from the package index and need no TPU or GPU (`make aot` and
-`make aot-gpu` install them). For every device it compiles the kernels at the shapes of production, and one block of
-decoding steps of a Llama of a few layers with each policy, its state donated as it is in use. A line per program says
-how long that took, bytes of arguments and temporaries, and how many kernels the program holds. It fails where something
-does not compile, where a kernel that is meant to be used is not, and where decoding copies a cache: where it writes an
-array half as large as a layer's largest buffer, or needs as much memory for all layers beside its arguments.
+`make aot-gpu` install them). For every device it compiles the kernels at the shapes of production, one layer of reading
+a prompt, and one block of decoding steps of a Llama of a few layers with each policy, its state donated as it is in
+use. A line per program says how long that took, bytes of arguments and temporaries, and how many kernels the program
+holds. It fails where something does not compile, where a kernel that is meant to be used is not, and where decoding
+copies a cache: where it writes an array half as large as a layer's largest buffer, or needs as much memory for all
+layers beside its arguments.
 `--schedule` adds what the TPU's compiler says of every kernel: bundles, those of each loop, and the longest chain in a
 block.
 """
@@ -39,7 +40,7 @@ from experiments.common.compilers import prepare_compiler
 from experiments.common.options import Experiment, Policies, each
 from experiments.common.results import Row
 from kvjax.budget import readable_bytes
-from kvjax_models import generate, lowering
+from kvjax_models import generate, lowering, prefill
 from kvjax_models.llama import Llama, LlamaConfig
 
 NAME = "ahead_of_time"
@@ -91,7 +92,11 @@ def run(options: Options) -> list[Row]:
         with (
             jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh) if device in GPUS else contextlib.nullcontext()
         ):
-            programs = [*kernel_programs(options, sharding, device), *decoding_programs(options, sharding)]
+            programs = [
+                *kernel_programs(options, sharding, device),
+                *prefill_programs(options, sharding, device),
+                *decoding_programs(options, sharding),
+            ]
             compiled = [compile_program(program, device, dump) for program in tqdm(programs, desc=device, leave=False)]
         told = [
             (
@@ -159,17 +164,7 @@ def kernel_programs(options: Options, sharding: jax.sharding.Sharding, device: s
 def decoding_programs(options: Options, sharding: jax.sharding.Sharding) -> Iterator[Program]:
     """A block of decoding steps with every policy, for every head dimension."""
     for head_dim in options.head_dim:
-        config = LlamaConfig(
-            vocab_size=2048,  # small: what is as large as a cache shall be one
-            width=1024,
-            mlp_width=2048,
-            layers=options.layers,
-            query_heads=32,
-            kv_heads=8,
-            head_dim=head_dim,
-            max_length=2 * options.context_tokens,
-        )
-        model = Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        model = small_model(options, head_dim)
         for setting in settings.settings(options.policy, options.budget):
             sizes: dict[str, Any] = {"batch": options.batch, "max_prompt": options.context_tokens, "max_new": 512}
             spec = generate.cache_specs(model, **sizes)[0]
@@ -182,6 +177,35 @@ def decoding_programs(options: Options, sharding: jax.sharding.Sharding) -> Iter
                 kernels=options.layers,
                 cache=largest,
             )
+
+
+def prefill_programs(options: Options, sharding: jax.sharding.Sharding, device: str) -> Iterator[Program]:
+    """One layer over a prompt, for every head dimension: on TPUs with a kernel in place of a loop of products. Whether
+    a GPU has cuDNN, only a process on one can say."""
+    for head_dim in options.head_dim:
+        model = small_model(options, head_dim)
+        tokens, dtype = options.context_tokens, model.embedding.param_dtype
+        given = jax.ShapeDtypeStruct((1, tokens, model.config.width), dtype), jax.ShapeDtypeStruct((1,), jnp.int32)
+        layer, given = placed((model.layers[0], given), sharding)
+        lowered = prefill.prefill_layer.lower(layer, model.config.rotary(0, tokens), None, 256, 0, *given)
+        yield Program(
+            f"prefill D={head_dim}, one of the layers", lowered, kernels=int(device in TOPOLOGIES), cache=None
+        )
+
+
+def small_model(options: Options, head_dim: int) -> Llama:
+    """A Llama with the heads of a large one."""
+    config = LlamaConfig(
+        vocab_size=2048,  # small: what is as large as a cache shall be one
+        width=1024,
+        mlp_width=2048,
+        layers=options.layers,
+        query_heads=32,
+        kv_heads=8,
+        head_dim=head_dim,
+        max_length=2 * options.context_tokens,
+    )
+    return Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
 
 
 def placed(tree: Any, sharding: jax.sharding.Sharding) -> Any:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.policy import ALL_QUERIES, Policy, Prompt
 
 QUERY_BLOCK = 64  # queries whose probabilities over a whole prompt exist at a time
+SHARES = 8  # parts of the queries that meet no more keys than the last of them sees
 
 _EMPTY = -1e30  # stands for -inf in logits; far below any
 
@@ -38,10 +39,19 @@ def asked_queries(policy: Policy, prompt: Prompt) -> Float[Array, "B w H_q D"]:
 def attention_received(policy: Policy, prompt: Prompt) -> Float[Array, "B H_kv T"]:
     """The probability of causal attention that each token of a prompt draws from its last w queries, summed over them
     and over the query heads of a kv head's group; float32. What comes before a row's first token is ignored."""
-    queries = asked_queries(policy, prompt)
-    first = prompt.lengths[:, None] - queries.shape[1]
-    sees = lambda number: jnp.arange(prompt.keys.shape[2]) <= (first + number)[..., None]  # noqa: E731
-    return attention_drawn(prompt, queries, prompt.keys, sees)
+    queries, tokens = asked_queries(policy, prompt), prompt.keys.shape[2]
+    count = queries.shape[1]
+    # Each part of the queries meets the keys up to those of its last one: what is left of the half that no query sees
+    # is 1 / SHARES of it.
+    part = -(-count // (SHARES * QUERY_BLOCK)) * QUERY_BLOCK
+    drawn = jnp.zeros(prompt.keys.shape[:3], jnp.float32)
+    for begin in range(0, count, part):
+        stop = tokens - count + min(begin + part, count)
+        first = prompt.lengths[:, None] - count + begin
+        sees = lambda number, first=first, stop=stop: jnp.arange(stop) <= (first + number)[..., None]  # noqa: E731
+        own = attention_drawn(prompt, queries[:, begin : begin + part], prompt.keys[:, :, :stop], sees)
+        drawn = drawn.at[:, :, :stop].add(own)
+    return drawn
 
 
 def attention_drawn(

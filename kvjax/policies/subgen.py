@@ -64,8 +64,7 @@ class SubGen(Policy[StreamClusters]):
         delta: the start of the clusters' radius (delta), in units of the keys; None takes it from the data.
         growth: the least factor by which delta grows when the clusters run out: 2 in "paper", as in the guarantees,
             1.02 in "mean_value". Nearer to 1 leaves fewer slots empty and makes the table grow so much more often: at
-            1.02 some 40 times in a prompt of 4,032 tokens where 1.1 makes it 10, and compressing takes two to four
-            times as long.
+            1.02 some 40 times in a prompt of 4,032 tokens where 1.1 makes it 10.
         spread: whether "mean_value" with t = 0 spreads its clusters: errors are a tenth where keys are of low rank and
             norms up to 4, and some per cent more at the norms of real keys.
         compact_every: tokens between compactions; until then new tokens are all read.

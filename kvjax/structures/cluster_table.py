@@ -13,6 +13,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.state import entries, fault, state, static
+from kvjax.structures.cover import (
+    Ahead,
+    greedy_cover,
+    nearest_center,
+    none_known,
+    squared_distances,
+    widen,
+    widen_known,
+)
 from pallas_kernels.first_least import first_least
 
 MOST_CLUSTERS = 2**14  # whose distances to each other take a GiB
@@ -155,6 +164,7 @@ def extend(
         size=table.size,
         delta=table.delta,
         doublings=table.doublings,
+        ahead=none_known(jnp.arange(capacity) < table.size),
     )
 
     def assign(frame, start):
@@ -189,7 +199,7 @@ def step(
     def nearest(now):
         norms = jnp.where(now.count > 0, jnp.sum(jnp.square(now.centers.astype(jnp.float32)), axis=1), jnp.inf)
         point, point_norm = token.centers.astype(jnp.float32), jnp.sum(jnp.square(token.centers), axis=1)
-        distance, slot = _nearest(point, now.centers.astype(jnp.float32), point_norm, norms)
+        distance, slot = nearest_center(point, now.centers.astype(jnp.float32), point_norm, norms)
         return distance[0], slot[0]
 
     def homeless(carry):
@@ -291,8 +301,8 @@ def _merge_near(table: ClusterTable, waiting: Float[Array, ""], coins: Key[Array
     capacity = table.centers.shape[0]
     centers = table.centers.astype(jnp.float32)
     norms = jnp.sum(jnp.square(centers), axis=1)
-    between = _squared_distances(centers, centers, norms, norms)
-    delta, stands, heir = _widen(between, waiting, table.delta, table.growth)
+    between = squared_distances(centers, centers, norms, norms)
+    delta, stands, heir = widen(between, waiting, table.delta, table.growth)
 
     def merge(now, slot):
         merged = _absorb(now, heir[slot], table, slot, jax.random.fold_in(coins, slot))
@@ -325,73 +335,7 @@ class _Frame(NamedTuple):
     size: Int[Array, ""]
     delta: Float[Array, ""]
     doublings: Int[Array, ""]
-
-
-def _squared_distances(
-    a: Float[Array, "N D"], b: Float[Array, "K D"], a_norms: Float[Array, "N"], b_norms: Float[Array, "K"]
-) -> Float[Array, "N K"]:
-    """|a|^2 + |b|^2 - 2 a.b, zero where float32 does not tell it from zero."""
-    norms = a_norms[:, None] + b_norms[None, :]
-    return _resolved(norms - 2 * _product(a, b), norms)
-
-
-def _nearest(
-    a: Float[Array, "N D"], b: Float[Array, "K D"], a_norms: Float[Array, "N"], b_norms: Float[Array, "K"]
-) -> tuple[Float[Array, "N"], Int[Array, "N"]]:
-    """Squared distance of each a to the nearest b, and which that is; those of infinite norm are not there."""
-    least, nearest = first_least(b_norms[None, :] - 2 * _product(a, b))
-    return _resolved(a_norms + least, a_norms + b_norms[nearest]), nearest
-
-
-def _product(a: Float[Array, "N D"], b: Float[Array, "K D"]) -> Float[Array, "N K"]:
-    # The highest precision: accelerators would round the factors of float32 products to fewer digits.
-    return jnp.matmul(a, b.T, precision=jax.lax.Precision.HIGHEST)
-
-
-def _resolved(squared: Float[Array, "..."], norms: Float[Array, "..."]) -> Float[Array, "..."]:
-    return jnp.where((squared <= 2.0**-20 * norms) & jnp.isfinite(norms), 0.0, squared)
-
-
-def _greedy_cover(near: Bool[Array, "N N"], candidate: Bool[Array, "N"]) -> Bool[Array, "N"]:
-    """Goes through the candidates in order and takes each that is not near one taken before.
-
-    Whoever has no undecided candidate near and before it is decided, all such at once; the rounds this takes are the
-    longest chain of decisions that hang on each other, mostly a few.
-    """
-    number = jnp.arange(near.shape[0])
-    before = near & (number[None, :] < number[:, None])
-
-    def decide(carry):
-        taken, undecided = carry
-        now = undecided & ~jnp.any(before & undecided[None, :], axis=1)
-        return taken | now, undecided & ~now & ~jnp.any(before & now[None, :], axis=1)
-
-    start = (jnp.zeros_like(candidate), candidate)
-    return jax.lax.while_loop(lambda carry: jnp.any(carry[1]), decide, start)[0]
-
-
-def _widen(
-    between: Float[Array, "M M"], waiting: Float[Array, ""], delta: Float[Array, ""], growth: float
-) -> tuple[Float[Array, ""], Bool[Array, "M"], Int[Array, "M"]]:
-    """Grows the delta of a full table so far that clusters merge, or that the waiting key finds a centre.
-
-    Args:
-        between: squared distances between centres.
-        waiting: squared distance of the key for which there is no room to its nearest centre.
-
-    Returns:
-        The new delta; the centres that stand: in order, each that is farther than delta from all that stand before it;
-        and of every centre the nearest that stands, itself for those (not transitively: no farther than delta).
-    """
-    capacity = between.shape[0]
-    number = jnp.arange(capacity, dtype=jnp.int32)
-    pairs = number[:, None] < number[None, :]
-    near = jnp.minimum(jnp.min(jnp.where(pairs, between, jnp.inf)), waiting)
-    # Rounded up, so that its square is no less than the distance's.
-    delta = jnp.maximum(growth * delta, jnp.sqrt(near) * (1 + 2.0**-22))
-    stands = _greedy_cover(between <= delta * delta, jnp.ones(capacity, bool))
-    _, heir = first_least(jnp.where(stands[None, :], between, jnp.inf))
-    return delta, stands, jnp.where(stands, number, heir)
+    ahead: Ahead
 
 
 def _assign_block(items, squared_norms, fresh, growth, block, frame, start):
@@ -403,28 +347,30 @@ def _assign_block(items, squared_norms, fresh, growth, block, frame, start):
     fresh = jax.lax.dynamic_slice_in_dim(fresh, start, block)
 
     def open_clusters(orphan, reach, free):
-        """Which orphans open a cluster, which one finds no room, and each token's distance to the opened clusters."""
-        among = jnp.where(number[:, None] == number[None, :], 0.0, _squared_distances(tokens, tokens, norms, norms))
-        opens = _greedy_cover(among <= reach, orphan)
+        """Which orphans open a cluster, which one finds no room, and each token's nearest cluster of those opened: no
+        later than it came, and before it came."""
+        among = jnp.where(number[:, None] == number[None, :], 0.0, squared_distances(tokens, tokens, norms, norms))
+        opens = greedy_cover(among <= reach, orphan)
         waits = opens & (jnp.cumsum(opens) > free)
         stop = jnp.where(jnp.any(waits), jnp.argmax(waits).astype(jnp.int32), block)
         opens &= number < stop
         # Causally: a token may join, or be, a cluster that was opened no later than it came.
-        to_opened = jnp.where(opens[None, :] & (number[None, :] <= number[:, None]), among, jnp.inf)
-        return opens, stop, *first_least(to_opened)
+        opened = lambda causal: first_least(jnp.where(opens[None, :] & causal, among, jnp.inf))  # noqa: E731
+        return opens, stop, opened(number[None, :] <= number[:, None]), opened(number[None, :] < number[:, None])
 
     def open_none(orphan, reach, free):
         del reach, free
-        return orphan, jnp.int32(block), jnp.full(block, jnp.inf), number
+        none = (jnp.full(block, jnp.inf), number)
+        return orphan, jnp.int32(block), none, none
 
     def assign(carry):
         frame, opener, done = carry
         center_norms = jnp.where(jnp.arange(capacity) < frame.size, squared_norms[frame.source], jnp.inf)
-        to_nearest, nearest = _nearest(tokens, items[frame.source], norms, center_norms)
+        to_nearest, nearest = nearest_center(tokens, items[frame.source], norms, center_norms)
         reach = frame.delta * frame.delta
         left = fresh & (number >= done)
         orphan = left & (to_nearest > reach)
-        opens, stop, to_new, new = jax.lax.cond(
+        opens, stop, (to_new, new), (to_before, before) = jax.lax.cond(
             jnp.any(orphan), open_clusters, open_none, orphan, reach, capacity - frame.size
         )
         joined = jnp.where(to_new < to_nearest, capacity + start + new, frame.source[nearest])
@@ -437,23 +383,29 @@ def _assign_block(items, squared_norms, fresh, growth, block, frame, start):
             source=frame.source.at[slot].set(at + number, mode="drop"),
             place=jax.lax.dynamic_update_slice_in_dim(frame.place, places, at, axis=0),
             size=frame.size + jnp.sum(opens, dtype=jnp.int32),
+            ahead=frame.ahead.opened(
+                slot, jnp.minimum(to_nearest, to_before), jnp.where(to_before < to_nearest, slot[before], nearest)
+            ),
         )
         waiting = jnp.minimum(to_nearest, to_new)[jnp.minimum(stop, block - 1)]
         # A loop of at most one turn: under vmap it costs nothing where no stream's table is full, as `cond` would.
-        frame, _ = jax.lax.while_loop(lambda c: c[1], lambda c: (widen(c[0], waiting), False), (frame, stop < block))
+        frame, _ = jax.lax.while_loop(
+            lambda c: c[1], lambda c: (make_room(c[0], waiting), False), (frame, stop < block)
+        )
         return frame, opener, stop
 
-    def widen(frame, waiting):
-        centers, center_norms = items[frame.source], squared_norms[frame.source]
-        between = _squared_distances(centers, centers, center_norms, center_norms)
-        delta, stands, heir = _widen(between, waiting, frame.delta, growth)
+    def make_room(frame, waiting):
+        centers, norms = items[frame.source], squared_norms[frame.source]
+        delta, stands, heir, ahead = widen_known(centers, norms, frame.ahead, waiting, frame.delta, growth)
         packed = jnp.cumsum(stands, dtype=jnp.int32) - 1
+        place = jnp.where(stands, packed, capacity)
         return _Frame(
-            source=jnp.zeros_like(frame.source).at[jnp.where(stands, packed, capacity)].set(frame.source, mode="drop"),
+            source=jnp.zeros_like(frame.source).at[place].set(frame.source, mode="drop"),
             place=packed[heir][frame.place],
             size=jnp.sum(stands, dtype=jnp.int32),
             delta=delta,
             doublings=frame.doublings + 1,
+            ahead=ahead.packed(stands, packed, place),
         )
 
     nothing = (frame, jnp.zeros(block, jnp.int32), jnp.where(jnp.any(fresh), 0, block))

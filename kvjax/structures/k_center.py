@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.state import state
+from pallas_kernels.first_least import first_least
 
 
 @state
@@ -18,38 +19,86 @@ class Centers:
     distance: Float[Array, "T"]  # l2 distance to it; -inf where the point is not valid
 
 
-def squared_distances(points: Float[Array, "D T"], center: Float[Array, "D"]) -> Float[Array, "T"]:
-    # Summing over the leading axis lets the compiler vectorise over points.
-    return jnp.sum(jnp.square(points - center[:, None]), axis=0)
+# Points among which a round chooses. More make fewer rounds and wider products, of which less is used.
+CANDIDATES = 64
+# Points that are compared with a round's centres at a time, so that a CPU's cache holds the distances.
+BLOCK = 512
 
 
 def greedy_k_center(keys: Float[Array, "T D"], valid: Bool[Array, "T"], k: int) -> Centers:
     """Chooses k centres: the first valid point, then again and again the point farthest from all centres.
 
-    Ties go to the earliest point. Distances are the direct sum of squares in float32 (the expanded form loses three
-    digits where points are near). With fewer than k valid points all of them become centres.
+    Ties go to the earliest point. With fewer than k valid points all of them become centres.
+
+    Centres are found in rounds, and every round compares all points with all its centres by one product. Distances
+    only fall, so that of the `CANDIDATES` farthest points the traversal may go on choosing for as long as the farthest
+    left is no nearer than any other point was when the round began: what it chooses is what one pass over all points
+    per centre would choose. Every distance is a direct sum of squares in float32; the product alone, which loses three
+    digits where points are near, tells which of a round's centres is nearest, to 1e-6 of the squared norms.
 
     Source: SubGen, section 3.2, and ClusterGen, experiments: greedy k-center on l2 distances of keys. The papers leave
     the start open.
     """
-    points = keys.astype(jnp.float32).T
-    never = jnp.full(valid.shape, -jnp.inf)
-    # A point that was chosen stands at distance 0, so duplicates of it come before invalid points, at -inf, do; a
-    # chosen point itself must not come again, hence the mask of those still free.
-    first = jnp.where(valid, jnp.inf, never)
+    tokens = valid.shape[0]
+    points = keys.astype(jnp.float32)
+    # Relative to one of them: what all keys have in common would cost the product digits.
+    points = jnp.where(valid[:, None], points - points[jnp.argmax(valid)], 0.0)
+    candidates = min(CANDIDATES, tokens)
 
-    def choose(carry, place):
-        distance, nearest, free = carry
-        index = jnp.argmax(jnp.where(free, distance, -jnp.inf))
-        separation = jnp.where(free[index], distance[index], -jnp.inf)
-        to_new = jnp.where(free[index], squared_distances(points, points[:, index]), jnp.inf)
-        closer = valid & (to_new < distance)
-        carry = (jnp.where(closer, to_new, distance), jnp.where(closer, place, nearest), free.at[index].set(False))
-        return carry, (index.astype(jnp.int32), separation)
+    def run_of_choices(carry):
+        found, free, done = carry
+        left = jnp.where(free, found.distance, -jnp.inf)
+        far, number = jax.lax.top_k(left, min(candidates + 1, tokens))
+        # The farthest of the others, of equally far ones the earliest.
+        bound, other = (far[-1], number[-1]) if tokens > candidates else (-jnp.inf, tokens)
+        number = jnp.sort(number[:candidates])
+        near = points[number]
+        among = jnp.sum(jnp.square(near[:, None] - near), axis=2)
+        picked, separation = _choose(found.distance[number], among, free[number], candidates)
+        index, turn = number[picked], jnp.arange(candidates, dtype=jnp.int32)
+        # The first always is the farthest of all (and so is a key that is not a number, once).
+        goes_on = (separation > bound) | ((separation == bound) & (index < other)) | (turn == 0)
+        chosen = goes_on & (separation != -jnp.inf) & (done + turn < k)
+        place = jnp.where(chosen, done + turn, k)
 
-    start = (first, jnp.zeros(valid.shape, jnp.int32), valid)
-    (distance, nearest, _), (index, separation) = jax.lax.scan(choose, start, jnp.arange(k, dtype=jnp.int32))
-    return Centers(index, _root(separation), nearest, _root(distance))
+        to_picked, of_picked = first_least(jnp.where(chosen, among[:, picked], jnp.inf))
+        distance, nearest = _to_nearest(points, points[index], chosen)
+        distance, nearest = distance.at[number].set(to_picked), nearest.at[number].set(of_picked)
+        closer = valid & (distance < found.distance)
+        found = Centers(
+            index=found.index.at[place].set(index, mode="drop"),
+            separation=found.separation.at[place].set(separation, mode="drop"),
+            nearest=jnp.where(closer, place[nearest], found.nearest),
+            distance=jnp.where(closer, distance, found.distance),
+        )
+        free = free.at[jnp.where(chosen, index, tokens)].set(False, mode="drop")
+        return found, free, done + jnp.sum(chosen, dtype=jnp.int32)
+
+    none = Centers(
+        index=jnp.zeros(k, jnp.int32),
+        separation=jnp.full(k, -jnp.inf),
+        nearest=jnp.zeros(tokens, jnp.int32),
+        distance=jnp.where(valid, jnp.inf, -jnp.inf),
+    )
+    more = lambda carry: (carry[2] < k) & jnp.any(carry[1])  # noqa: E731
+    found, _, _ = jax.lax.while_loop(more, run_of_choices, (none, valid, jnp.int32(0)))
+    return Centers(found.index, _root(found.separation), found.nearest, _root(found.distance))
+
+
+def _to_nearest(
+    points: Float[Array, "T D"], centers: Float[Array, "C D"], present: Bool[Array, "C"]
+) -> tuple[Float[Array, "T"], Int[Array, "T"]]:
+    """Squared distance of every point to the nearest of a round's centres, and which that is."""
+    block = min(BLOCK, points.shape[0])
+    padding = -points.shape[0] % block
+
+    def of_block(points):
+        _, nearest = first_least(jnp.where(present[:, None], _pairwise(centers, points), jnp.inf), axis=0)
+        return jnp.sum(jnp.square(points - centers[nearest]), axis=1), nearest
+
+    blocks = jnp.pad(points, ((0, padding), (0, 0))).reshape(-1, block, points.shape[1])
+    distance, nearest = jax.lax.map(of_block, blocks)
+    return distance.reshape(-1)[: points.shape[0]], nearest.reshape(-1)[: points.shape[0]]
 
 
 def extend_k_center(
@@ -66,6 +115,13 @@ def extend_k_center(
         The points chosen, in order, and their separations (l2; -inf where no point was left).
     """
 
+    index, separation = _choose(to_fixed, between, valid, k)
+    return index, _root(separation)
+
+
+def _choose(distance: Float[Array, "T"], between: Float[Array, "T T"], free: Bool[Array, "T"], k: int):
+    """As `extend_k_center`, separations squared."""
+
     def choose(carry, _):
         distance, free = carry
         index = jnp.argmax(jnp.where(free, distance, -jnp.inf))
@@ -73,8 +129,7 @@ def extend_k_center(
         distance = jnp.where(free[index], jnp.minimum(distance, between[index]), distance)
         return (distance, free.at[index].set(False)), (index.astype(jnp.int32), separation)
 
-    _, (index, separation) = jax.lax.scan(choose, (to_fixed, valid), None, length=k)
-    return index, _root(separation)
+    return jax.lax.scan(choose, (distance, free), None, length=k)[1]
 
 
 def _root(squared: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -158,4 +213,4 @@ def cluster_more(
 def _pairwise(a: Float[Array, "N D"], b: Float[Array, "M D"]) -> Float[Array, "N M"]:
     """Squared distances, by a product. Good to 1e-6 of the keys' squared norms, which only orders near ties."""
     squared = jnp.sum(a * a, axis=1)[:, None] + jnp.sum(b * b, axis=1)[None, :]
-    return jnp.maximum(squared - 2 * a @ b.T, 0.0)
+    return jnp.maximum(squared - 2 * jnp.matmul(a, b.T, precision=jax.lax.Precision.HIGHEST), 0.0)

@@ -12,9 +12,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax.cache import PER_HEAD
 from kvjax.policy import ALL_QUERIES, Policy, Repeat, Repeated
 from kvjax.sharding import DATA
+from kvjax_models import flash_attention
 from kvjax_models.exact_attention import attend_behind, chunk_attention
 from kvjax_models.llama import DecoderLayer, Llama
 from kvjax_models.rotary import Rotary, turn
@@ -135,19 +135,38 @@ def prefill_layer(
     keys, values = join(keys), join(values)
     # Stored once as products read them, [B, H_kv, N, D].
     head_keys, head_values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
-    attend: Callable[..., Array] = functools.partial(
-        chunk_attention, window=layer.window, logit_cap=layer.attention_cap
-    )
-    if mesh is not None:
-        attend = attend_apart(attend, mesh, STORED, STORED, PartitionSpec(), PER_HEAD)
 
-    def step(x, number):
-        rows = chunk_of(x, number)
-        query, _, _ = project(rows, chunk_positions(number))
-        attended = attend(query, head_keys, head_values, number, layer.sink_logits)
-        return jax.lax.dynamic_update_slice_in_dim(x, layer.finish(rows, attended), number * chunk, axis=1), None
+    def apart(attend: Callable[..., Array], *given: PartitionSpec) -> Callable[..., Array]:
+        return attend if mesh is None else attend_apart(attend, mesh, heads_of(layer), STORED, STORED, *given)
 
-    x, _ = jax.lax.scan(step, x, numbers)
+    def by_chunks(x, keys, values, sink_logits):
+        of_layer = functools.partial(chunk_attention, window=layer.window, logit_cap=layer.attention_cap)
+        attend = apart(of_layer, PartitionSpec())
+
+        def step(x, number):
+            rows = chunk_of(x, number)
+            query, _, _ = project(rows, chunk_positions(number))
+            attended = attend(query, keys, values, number, sink_logits)
+            return jax.lax.dynamic_update_slice_in_dim(x, layer.finish(rows, attended), number * chunk, axis=1), None
+
+        return jax.lax.scan(step, x, numbers)[0]
+
+    def at_once(attend, x, keys, values, sink_logits):
+        query = join(jax.lax.map(lambda n: project(chunk_of(x, n), chunk_positions(n))[0], numbers))
+        attended = apart(attend)(query, keys, values, sink_logits)
+
+        def step(x, number):
+            finished = layer.finish(chunk_of(x, number), chunk_of(attended, number))
+            return jax.lax.dynamic_update_slice_in_dim(x, finished, number * chunk, axis=1), None
+
+        return jax.lax.scan(step, x, numbers)[0]
+
+    asked_for = flash_attention.Asked.of(layer, x.dtype, tokens)
+    kernels = {
+        platform: functools.partial(at_once, attend) for platform, attend in flash_attention.kernels(asked_for).items()
+    }
+    given = (x, head_keys, head_values, layer.sink_logits)
+    x = jax.lax.platform_dependent(*given, default=by_chunks, **kernels) if kernels else by_chunks(*given)
     return ReadLayer(x, keys, values, queries)
 
 
@@ -173,7 +192,7 @@ def repeat_layer(
         attend_behind, width=width, window=layer.window, logit_cap=layer.attention_cap
     )
     if mesh is not None:
-        attend = attend_apart(attend, mesh, *[STORED] * 4, PartitionSpec(DATA), PartitionSpec(), PER_HEAD)
+        attend = attend_apart(attend, mesh, heads_of(layer), *[STORED] * 4, PartitionSpec(DATA), PartitionSpec())
 
     def of_block(number):
         queries = jax.lax.dynamic_slice_in_dim(query, number * REPEAT_BLOCK, REPEAT_BLOCK, axis=1)
@@ -182,6 +201,11 @@ def repeat_layer(
     attended = jax.lax.map(of_block, jnp.arange(total // REPEAT_BLOCK))
     attended = attended.swapaxes(0, 1).reshape(batch, total, *attended.shape[3:])
     return layer.finish(x, attended), query, key
+
+
+def heads_of(layer: DecoderLayer) -> tuple[int, int]:
+    """Of queries, and of keys."""
+    return layer.attention.query_heads, layer.attention.kv_heads
 
 
 compress = jax.jit(kvjax.prefill, donate_argnames=("cache",))

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from kvjax.collectives import PARTS, TENSOR
-from kvjax.sharding import DATA, HEADS, check_axes
+from kvjax.sharding import DATA, check_axes
 from kvjax_models.llama import Llama, LlamaConfig
 
 # Which axis of a parameter is cut, from its last one, by the names of its module and of itself: a kernel [in, out] (or
@@ -55,10 +55,22 @@ def mesh_of(model: Llama) -> Mesh | None:
 STORED = PartitionSpec(DATA, TENSOR)  # [B, H_kv, ...]
 
 
-def attend_apart(attend: Callable[..., Array], mesh: Mesh, *given: PartitionSpec) -> Callable[..., Array]:
-    """Attention of fresh queries [B, T, H_q, D] to what else is given, which lies so; every device for its own heads:
-    kernels cannot be cut by the compiler."""
-    return jax.shard_map(attend, mesh=mesh, in_specs=(HEADS, *given), out_specs=HEADS, check_vma=False)
+def attend_apart(
+    attend: Callable[..., Array], mesh: Mesh, heads: tuple[int, int], *given: PartitionSpec
+) -> Callable[..., Array]:
+    """Attention of fresh queries [B, T, H_q, D] to what is given, which lies so, and to sinks [H_q]; every device for
+    its own heads: kernels cannot be cut by the compiler.
+
+    Args:
+        heads: of queries, and of keys. Devices that share a kv head share its query heads, where these divide; where
+            they do not, each attends with all.
+    """
+    query_heads, kv_heads = heads
+    sharing = mesh.shape[TENSOR] == kv_heads and query_heads % (kv_heads * mesh.shape[PARTS]) == 0
+    axes = (TENSOR, PARTS) if sharing else TENSOR
+    own = PartitionSpec(DATA, None, axes)
+    specs = (own, *given, PartitionSpec(axes))
+    return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=own, check_vma=False)
 
 
 def parameter_shardings(parameters: Any, config: LlamaConfig, mesh: Mesh) -> Any:

@@ -12,14 +12,15 @@ from scipy import stats
 
 import kvjax
 from kvjax.state import CacheBytes
+from kvjax.structures import cover
 from kvjax.structures.cluster_table import (
-    _greedy_cover,
     extend,
     init_cluster_table,
     log_counts,
     log_sample_weights,
     scan_steps,
 )
+from kvjax.structures.cover import Ahead, greedy_cover, none_known, squared_distances, widen, widen_known
 from tests.kvjax.support import QUICKLY
 
 TOKENS, DIM, CAPACITY, SAMPLES = 24, 3, 5, 2
@@ -206,7 +207,53 @@ def test_the_greedy_cover_is_that_of_the_order(seed, share, density):
     np.testing.assert_array_equal(np.flatnonzero(_cover(near, candidate)), taken)
 
 
-_cover = quick(_greedy_cover)
+_cover = quick(greedy_cover)
+
+
+@settings(max_examples=30, deadline=None)
+@given(points=grids, waiting=st.integers(1, 9), delta=st.floats(0, 3), growth=st.sampled_from([1.02, 1.5, 2.0]))
+def test_widening_by_the_rows_in_question_is_widening_by_all_distances(points, waiting, delta, growth):
+    # Four rows at a time: whole tables, a part of one, and nothing go through them.
+    points = jnp.unique(points, axis=0, size=TOKENS, fill_value=99.0) + jnp.arange(TOKENS)[:, None] * 0.01
+    norms = jnp.sum(points * points, axis=1)
+    between, waits = squared_distances(points, points, norms, norms), jnp.float32(waiting)
+    expected = _widened(between, waits, jnp.float32(delta), growth)
+    *found, ahead = _widened_by_rows(
+        points, norms, none_known(jnp.ones(TOKENS, bool)), waits, jnp.float32(delta), growth
+    )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    lower = np.where(np.tri(TOKENS, k=-1, dtype=bool), between, np.inf)
+    np.testing.assert_allclose(ahead.squared, lower.min(axis=1), rtol=1e-4)
+    # Once more, from what is known of those that stand: as from nothing.
+    stands = np.asarray(found[1])
+    packed = jnp.asarray(np.cumsum(stands) - 1, jnp.int32)
+    place = jnp.where(stands, packed, TOKENS)
+    put = lambda rows: jnp.full_like(rows, 1e4).at[place].set(rows, mode="drop")  # noqa: E731
+    left, known = put(points), ahead.packed(jnp.asarray(stands), packed, place)
+    left += jnp.arange(TOKENS)[:, None] * (jnp.arange(TOKENS) >= stands.sum())[:, None]
+    again = jnp.sum(left * left, axis=1)
+    present = jnp.arange(TOKENS) < stands.sum()
+    ends = [
+        _widened_by_rows(left, again, Ahead(of.squared, of.slot, of.stale), waits, found[0], growth)
+        for of in (known, none_known(present))
+    ]
+    for one, other in zip(*(jax.tree.leaves(end[:3]) for end in ends), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+_widened = quick(widen, static_argnums=3)
+
+
+def _few_rows(*arguments, **options):
+    rows, cover.ROWS = cover.ROWS, 4
+    try:
+        return widen_known(*arguments, **options)
+    finally:
+        cover.ROWS = rows
+
+
+_widened_by_rows = quick(_few_rows, static_argnums=5)
 
 
 # --- streams that are out of the ordinary ---

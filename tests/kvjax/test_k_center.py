@@ -1,3 +1,4 @@
+import functools
 import itertools
 
 import jax
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvjax.structures import k_center
 from kvjax.structures.k_center import extend_k_center, greedy_k_center
 
 POINTS, DIM, SIZE = 14, 3, 5
@@ -59,6 +61,34 @@ def test_starts_at_the_first_valid_point_and_separations_never_rise(seed, valid)
     assert index[0] == np.flatnonzero(valid)[0] and np.isinf(separation[0])
     assert valid[index].all() and len(set(index.tolist())) == SIZE
     assert (np.diff(separation[1:]) <= 0).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(points=grids, valid=masks, candidates=st.sampled_from([1, 2, 4]), block=st.sampled_from([3, 14]))
+def test_rounds_of_few_candidates_choose_as_one_by_one(points, valid, candidates, block):
+    found = chosen_in_rounds(points, valid, candidates, block)
+    expected, separations = brute_force(points, valid, SIZE)
+    np.testing.assert_array_equal(found.index[: len(expected)], expected)
+    np.testing.assert_allclose(found.separation[: len(expected)], separations, rtol=1e-6)
+    assert np.isneginf(found.separation[len(expected) :]).all()
+    if expected:
+        distance = squared(points[valid], points[expected])
+        np.testing.assert_array_equal(np.asarray(found.nearest)[valid], distance.argmin(axis=1))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def chosen_in_rounds(points, valid, candidates, block):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(k_center, "CANDIDATES", candidates)
+        patch.setattr(k_center, "BLOCK", block)
+        return greedy_k_center(points, valid, SIZE)
+
+
+def test_keys_that_are_no_numbers_end():
+    points = np.full((POINTS, DIM), np.nan, np.float32)
+    points[3:] = np.arange(3 * (POINTS - 3)).reshape(-1, 3)
+    index = np.asarray(choose(points, np.ones(POINTS, bool), SIZE).index)
+    assert len(set(index.tolist())) == SIZE
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -1,6 +1,7 @@
 """Generation on eight devices, simulated, writes what it writes on one: the tests run in a process that has them."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -13,6 +14,7 @@ import tempfile
 import textwrap
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -21,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import kvjax
 from kvjax.sharding import rename_axes
-from kvjax_models import checkpoint, generate, lowering
+from kvjax_models import checkpoint, generate, lowering, prefill
 from kvjax_models.llama import Llama, LlamaConfig
 from kvjax_models.saved_states import SavedStates
 from kvjax_models.sharding import mesh_of, parameter_shardings, place
@@ -178,6 +180,25 @@ def test_tokens_and_logits_are_those_of_one_device(name, data, tensor):
         jax.tree.leaves(together), jax.tree.leaves(generate.state_shardings(together, mesh)), strict=True
     ):
         assert not leaf.size or leaf.sharding.is_equivalent_to(at, leaf.ndim)
+
+
+@on_devices
+@pytest.mark.parametrize(("tensor", "kv_heads", "query_heads", "each"), [(8, 4, 8, 1), (8, 4, 12, 3), (4, 4, 8, 2)])
+def test_devices_that_share_a_kv_head_share_its_query_heads(monkeypatch, tensor, kv_heads, query_heads, each):
+    seen = []
+
+    def attend(query, *given, **settings):
+        seen.append(query.shape[2])
+        return query
+
+    monkeypatch.setattr(prefill, "chunk_attention", attend)
+    config = dataclasses.replace(CONFIG, kv_heads=kv_heads, query_heads=query_heads)
+    mesh = kvjax.make_mesh(kv_heads, tensor=tensor, devices=jax.devices()[:tensor])
+    layer = place(Llama(config, rngs=nnx.Rngs(0)), mesh).layers[0]
+    rows, lengths = jax.ShapeDtypeStruct((1, 8, config.width), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    read = functools.partial(prefill.prefill_layer.__wrapped__, layer, config.rotary(), mesh, 8, 0)
+    jax.eval_shape(read, rows, lengths)
+    assert set(seen) == {each}
 
 
 # Of two processes, with every policy.

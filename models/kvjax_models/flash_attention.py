@@ -1,0 +1,179 @@
+"""Causal attention of whole prompts by kernels that come with JAX: splash attention on TPUs, cuDNN's on NVIDIA GPUs.
+
+Which of them a program takes, and why not, `why_not` says. Where neither is taken, prompts are read chunk by chunk
+(`exact_attention`).
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+from jaxtyping import Array, Float
+
+from kvjax_models.llama import DecoderLayer
+
+# Queries, and keys, of a step of splash attention, whose own default of 128 is far too small; the fewest it takes.
+BLOCK, LANES = 1024, 128
+# Numbers of a table of steps, which lies in a TPU's memory for scalars.
+_MOST_STEPS = 2**18
+
+
+class Asked(NamedTuple):
+    """What a layer asks of attention over its prompts."""
+
+    dtype: np.dtype
+    tokens: int  # prompts are padded to so many
+    head_dim: int
+    window: int | None  # tokens that a token sees, itself included
+    logit_cap: float | None
+    sinks: bool  # whether there are logits of sinks
+
+    @classmethod
+    def of(cls, layer: DecoderLayer, dtype: np.dtype, tokens: int) -> "Asked":
+        """What a layer asks whose numbers have that dtype."""
+        head_dim = layer.attention.head_dim
+        return cls(dtype, tokens, head_dim, layer.window, layer.attention_cap, layer.sink_logits is not None)
+
+
+Attend = Callable[
+    [Float[Array, "B N H_q D"], Float[Array, "B H_kv N D"], Float[Array, "B H_kv N D"], Float[Array, "H_q"] | None],
+    Float[Array, "B N H_q D"],
+]
+
+
+def why_not(platform: str, asked: Asked) -> str | None:
+    """Why programs for a platform ("tpu", "cuda", "cpu") read such prompts chunk by chunk, in XLA's products; None
+    where they take the platform's kernel."""
+    if platform not in _KERNELS:
+        return f"there is no kernel for {platform!r}"
+    if asked.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"{asked.dtype} numbers: the kernel would round them to 16 bits"
+    return _KERNELS[platform].why_not(asked)
+
+
+def kernels(asked: Asked) -> dict[str, Attend]:
+    """What attends to prompts as asked, for every platform whose kernel does."""
+    able = (platform for platform in _KERNELS if why_not(platform, asked) is None)
+    return {platform: functools.partial(_KERNELS[platform].attend, asked) for platform in able}
+
+
+# --- TPU ---
+
+
+def _why_not_splash(asked: Asked) -> str | None:
+    if asked.dtype != jnp.bfloat16:
+        return f"{asked.dtype} numbers: TPUs multiply bfloat16 ones"
+    if asked.head_dim % 64:
+        return f"a head dimension of {asked.head_dim}; splash attention takes multiples of 64"
+    if _steps(asked)[0].size > _MOST_STEPS:
+        return f"{asked.tokens} tokens have more blocks than a table for scalars has places"
+    return None
+
+
+def _splash(asked: Asked, query, keys, values, sink_logits, *, interpret: bool = False):
+    block, tokens, heads = _block(asked), asked.tokens, query.shape[2]
+    padded = -(-tokens // block) * block
+    # What is padded comes last, and no token sees it.
+    wide = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, padded - tokens), (0, 0)))  # noqa: E731
+    rows = wide((query.astype(jnp.float32) / math.sqrt(asked.head_dim)).astype(query.dtype).swapaxes(1, 2))
+    of, kinds = _steps(asked)
+    behind = None if asked.window is None else asked.window - 1
+    mask = masks.LocalMask((padded, padded), (behind, 0), 0)
+    kernel = splash.SplashAttentionKernel(
+        MaskInfo(
+            data_next=of[None],
+            mask_next=None,
+            block_mask=kinds[None],
+            partial_mask_blocks=None,
+            q_sequence=np.arange(padded, dtype=np.int32),
+        ),
+        None,
+        None,
+        block_sizes=splash.BlockSizes(
+            block_q=block, block_kv=block, block_kv_compute=math.gcd(block, 512 if block <= BLOCK else 256)
+        ),
+        is_mqa=False,
+        save_residuals=False,
+        mask_value=splash.DEFAULT_MASK_VALUE,
+        attn_logits_soft_cap=asked.logit_cap,
+        residual_checkpoint_name=None,
+        mask_function=mask.mask_function,
+        interpret=interpret,
+    )
+    sinks = None if sink_logits is None else jnp.broadcast_to(sink_logits.astype(jnp.float32), (heads,))
+    of_row: Callable[..., Any] = lambda *given: kernel(*given, None, sinks)  # noqa: E731
+    attended: Array = jax.vmap(of_row)(rows, wide(keys), wide(values))
+    return attended[:, :, :tokens].swapaxes(1, 2).astype(query.dtype)
+
+
+def _block(asked: Asked) -> int:
+    wide = BLOCK if asked.tokens <= 512 * BLOCK else 2 * BLOCK
+    return min(wide, -(-asked.tokens // LANES) * LANES)
+
+
+@functools.lru_cache(maxsize=64)
+def _steps(asked: Asked) -> tuple[np.ndarray, np.ndarray]:
+    """Which blocks of keys a block of queries reads, one behind the other, and what of each it sees: 0 nothing (the
+    block is there to be fetched ahead), 1 a part, 2 all.
+
+    JAX finds the same by evaluating the mask token by token, which takes a minute for 128k tokens.
+    """
+    block = _block(asked)
+    blocks = -(-asked.tokens // block)
+    query = np.arange(blocks).reshape(-1, 1)
+    reach = blocks * block if asked.window is None else asked.window
+    first = np.maximum(query * block - reach + 1, 0) // block
+    own = first + np.arange(np.max(query - first) + 1)
+    seen, sees_all = own <= query, (own < query) & ((query + 1) * block - 1 - own * block < reach)
+    following = np.append(first[1:], [[0]], axis=0)
+    return np.where(seen, own, following).astype(np.int16), seen.astype(np.int8) + (seen & sees_all)
+
+
+# --- GPU ---
+
+
+def _why_not_cudnn(asked: Asked) -> str | None:
+    if asked.logit_cap is not None:
+        return "logits have a cap, which cuDNN does not know"
+    if asked.sinks:
+        return "attention has sinks, which cuDNN does not know"
+    if asked.head_dim % 8 or asked.head_dim > 128:
+        return f"a head dimension of {asked.head_dim}; cuDNN takes multiples of 8 up to 128 on every GPU"
+    return _why_not_device()
+
+
+def _why_not_device() -> str | None:
+    if jax.default_backend() != "gpu":
+        return "this process has no GPU to ask for its cuDNN"
+    device = jax.local_devices()[0]
+    if not hasattr(device, "compute_capability") or float(device.compute_capability) < 8:
+        return f"cuDNN's attention needs an NVIDIA GPU of compute capability 8.0 or later; this is {device.device_kind}"
+    return None
+
+
+def _cudnn(asked: Asked, query, keys, values, sink_logits):
+    assert sink_logits is None
+    window = None if asked.window is None else (asked.window - 1, 0)
+    return jax.nn.dot_product_attention(
+        query,
+        keys.swapaxes(1, 2),
+        values.swapaxes(1, 2),
+        is_causal=True,
+        local_window_size=window,
+        implementation="cudnn",
+    )
+
+
+class _Kernel(NamedTuple):
+    why_not: Callable[[Asked], str | None]
+    attend: Callable[..., Array]
+
+
+_KERNELS = {"tpu": _Kernel(_why_not_splash, _splash), "cuda": _Kernel(_why_not_cudnn, _cudnn)}
