@@ -122,7 +122,6 @@ every_policy = pytest.mark.parametrize("name", each(POLICIES))
 few_policies = pytest.mark.parametrize("name", each(POLICIES, quick=("exact", "uniform", "subgen_mean_value")))
 
 # Compiling takes most of the tests' time; the programs are small enough to run unoptimised.
-QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 class Stream(NamedTuple):
@@ -168,7 +167,7 @@ def row_keys(batch=BATCH, seed=0):
     return jax.random.split(jax.random.key(seed), batch)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "spec"), compiler_options=QUICKLY)
+@functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def begin(policy, spec, keys_of_rows, keys, values, queries, lengths):
     """The cache after a prompt; of its queries the policy is shown the last ones that it asks for."""
     cache, lengths = kvjax.init(policy, spec, keys_of_rows), jnp.asarray(lengths, jnp.int32)
@@ -195,7 +194,7 @@ def go(cache, stream, block=1, compact_every=None):
     return cache, np.asarray(outputs), np.asarray(weights)
 
 
-@functools.partial(jax.jit, static_argnames=("block",), compiler_options=QUICKLY)
+@functools.partial(jax.jit, static_argnames=("block",))
 def _go(block, cache, stream, every):
     batch, tokens = stream.keys.shape[:2]
     split = lambda part: jnp.moveaxis(jnp.reshape(part, (batch, -1, block, *part.shape[2:])), 1, 0)  # noqa: E731

@@ -24,7 +24,6 @@ from tests.kvjax.support import (
     LENGTHS,
     NEW,
     POLICIES,
-    QUICKLY,
     ROOMY,
     WINDOW,
     after,
@@ -377,7 +376,7 @@ def plain_attention(query, keys, values, spec, sinks=None, log_num=0.0, log_den=
     return np.exp(logits + log_num) @ np.asarray(values, np.float64) / den
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "spec"), compiler_options=QUICKLY)
+@functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def prefilled(policy, spec, keys, values, queries, sinks=None):
     cache = kvjax.init(policy, spec, row_keys())
     lengths, prompt = jnp.array(FIRST), slice(0, spec.max_prompt)
@@ -385,8 +384,8 @@ def prefilled(policy, spec, keys, values, queries, sinks=None):
     return kvjax.prefill(cache, keys[:, prompt], values[:, prompt], lengths, shown, sink_logits=sinks)[0]
 
 
-_step = jax.jit(kvjax.step, compiler_options=QUICKLY)
-_attend = jax.jit(kvjax.attend, compiler_options=QUICKLY)
+_step = jax.jit(kvjax.step)
+_attend = jax.jit(kvjax.attend)
 
 
 def new_tokens(stream, first, count):

@@ -11,16 +11,14 @@ from scipy import stats
 
 from kvjax.structures import balance
 from pallas_kernels import balanced_walk
-from tests.kvjax.support import QUICKLY
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
-quickly = functools.partial(jax.jit, compiler_options=QUICKLY)
-signs_of = quickly(balance.softmax_signs, static_argnames="block")
-softmax_balance = quickly(balance.softmax_balance)
-by_pairs = quickly(balance.halve_by_pairs)
-exactly = quickly(balance.halve_exactly)
-exact_halving = quickly(balance.exact_halving)
+signs_of = jax.jit(balance.softmax_signs, static_argnames="block")
+softmax_balance = jax.jit(balance.softmax_balance)
+by_pairs = jax.jit(balance.halve_by_pairs)
+exactly = jax.jit(balance.halve_exactly)
+exact_halving = jax.jit(balance.exact_halving)
 
 
 def tokens(seed=0, count=32, key_norm=1.0, value_norm=1.0, head_dim=16, value_dim=8):
@@ -128,7 +126,7 @@ def test_a_sign_has_the_probability_that_algorithm_2_gives_it():
     def signs(uniforms):
         return balance.softmax_signs(uniforms, keys, None, jnp.ones(2), c=c, key_norm=1.0)[0]
 
-    drawn = np.asarray(quickly(jax.vmap(signs))(jax.random.uniform(jax.random.key(0), (draws, 2))))
+    drawn = np.asarray(jax.jit(jax.vmap(signs))(jax.random.uniform(jax.random.key(0), (draws, 2))))
     differ, plus = np.sum(drawn[:, 0] != drawn[:, 1]), np.sum(drawn[:, 0] > 0)
     assert stats.binomtest(int(differ), draws, 0.5 + 1 / (2 * c)).pvalue > 1e-3
     assert stats.binomtest(int(plus), draws, 0.5).pvalue > 1e-3
@@ -195,7 +193,7 @@ def test_the_released_code_s_runs_are_reproduced_exactly(name):
         return index, weight
 
     uniforms = tuple(golden[f"uniforms_{halving}"] for halving in range(halvings))
-    index, weight = quickly(jax.vmap(jax.vmap(compress)))(golden["keys"], golden["values"], uniforms)
+    index, weight = jax.jit(jax.vmap(jax.vmap(compress)))(golden["keys"], golden["values"], uniforms)
     np.testing.assert_array_equal(index, golden["indices"])
     np.testing.assert_array_equal(weight, golden["weights"])
 
@@ -229,7 +227,7 @@ def test_what_lies_past_the_count_changes_no_halving():
     keys, values = tokens(count=64)
     uniforms = jax.random.uniform(jax.random.key(0), (4, 16))
 
-    @quickly
+    @jax.jit
     def halve(keys, values):
         settings = {"gamma": 4.0, "temperature": 1.0}
         return balance.reference_halving(uniforms, keys, values, jnp.ones(64), jnp.int32(37), **settings)
@@ -321,7 +319,7 @@ def test_pairs_leave_every_expected_weight_as_it_was(gamma, weights):
     keys, values = tokens(2, count=count)
     weights = jnp.resize(jnp.array(weights), count)
 
-    @quickly
+    @jax.jit
     @jax.vmap
     def kept(rng):
         index, weight, _ = balance.halve_by_pairs(rng, jnp.array(keys), jnp.array(values), weights, gamma=gamma)

@@ -18,7 +18,6 @@ from tests.kvjax.support import (
     LENGTHS,
     POLICIES,
     PROMPT,
-    QUICKLY,
     after,
     begin,
     go,
@@ -30,7 +29,6 @@ from tests.kvjax.support import (
     softmax_attention,
 )
 
-quickly = functools.partial(jax.jit, compiler_options=QUICKLY)
 SMALL = {"sinks": 2, "recent": 8, "compact_every": 8}
 
 
@@ -154,7 +152,7 @@ def test_needle_marks_are_those_of_the_definition(count):
     keys = rng.normal(size=(300, 16)) + 1.5
     keys[rng.integers(0, 300, 2)] *= -1
     keys[150] = 0
-    marks = quickly(needle_marks, static_argnums=2)(jnp.array(keys, jnp.float32), jnp.arange(300) < count, 64)
+    marks = jax.jit(needle_marks, static_argnums=2)(jnp.array(keys, jnp.float32), jnp.arange(300) < count, 64)
     np.testing.assert_array_equal(marks[:count], plain_marks(keys[:count], 64, 25))
     assert not np.any(marks[count:])
 
@@ -169,7 +167,7 @@ def test_needles_are_kept_with_weight_one_on_layer_1_and_after(inside):
 
     def prefill(layer, told):
         cache = kvjax.init(policy, make_spec(layer=layer, layers=3), row_keys())
-        return quickly(kvjax.prefill)(cache, keys, values, lengths, None, told)
+        return jax.jit(kvjax.prefill)(cache, keys, values, lengths, None, told)
 
     cache, passed = prefill(2, jnp.array(marks))
     np.testing.assert_array_equal(passed, marks)
@@ -197,7 +195,7 @@ def bucket_tree(rng):
     )
 
 
-@functools.partial(quickly, static_argnames="negligible")
+@functools.partial(jax.jit, static_argnames="negligible")
 def insert(buckets, keys, values, valid, negligible=0.0):
     def halve(limit):
         return functools.partial(balance.softmax_balance, c=1.0, key_norm=3.0, value_norm=limit)

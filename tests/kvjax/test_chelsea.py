@@ -18,7 +18,6 @@ from tests.kvjax.support import (
     LENGTHS,
     NEW,
     POLICIES,
-    QUICKLY,
     after,
     begin,
     each,
@@ -137,7 +136,7 @@ def test_the_slope_lowers_the_error_where_values_follow_keys():
     spec = kvjax.CacheSpec(batch, 1, 1, dim, max_prompt=tokens, max_new=1)
 
     def error(policy):
-        @functools.partial(jax.jit, compiler_options=QUICKLY)
+        @jax.jit
         def run(keys, values, query):
             lengths = jnp.full(batch, tokens, jnp.int32)
             cache = kvjax.prefill(kvjax.init(policy, spec, row_keys(batch)), keys, values, lengths)[0]

@@ -21,16 +21,11 @@ from kvjax.structures.cluster_table import (
     scan_steps,
 )
 from kvjax.structures.cover import Ahead, greedy_cover, none_known, squared_distances, widen, widen_known
-from tests.kvjax.support import QUICKLY
 
 TOKENS, DIM, CAPACITY, SAMPLES = 24, 3, 5, 2
 
 
-def quick(function, **options):
-    return jax.jit(function, compiler_options=QUICKLY, **options)
-
-
-_extend, _steps = quick(extend, static_argnames="block"), quick(scan_steps)
+_extend, _steps = jax.jit(extend, static_argnames="block"), jax.jit(scan_steps)
 # Whole numbers: distances are exact, ties and duplicates common.
 grids = st.lists(st.tuples(*[st.integers(-3, 3)] * DIM), min_size=TOKENS, max_size=TOKENS).map(
     lambda rows: jnp.array(rows, jnp.float32)
@@ -123,7 +118,7 @@ def sampled(cut):
                 start += length
         return table.sample_values.argmax(axis=-1), table.doublings, table
 
-    drawn, doublings, tables = quick(jax.vmap(one))(jax.random.split(jax.random.key(2), 4000))
+    drawn, doublings, tables = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(2), 4000))
     assert (doublings >= 2).all()
     return np.asarray(drawn), members(jax.tree.map(lambda part: part[0], tables))
 
@@ -207,7 +202,7 @@ def test_the_greedy_cover_is_that_of_the_order(seed, share, density):
     np.testing.assert_array_equal(np.flatnonzero(_cover(near, candidate)), taken)
 
 
-_cover = quick(greedy_cover)
+_cover = jax.jit(greedy_cover)
 
 
 @settings(max_examples=30, deadline=None)
@@ -242,7 +237,7 @@ def test_widening_by_the_rows_in_question_is_widening_by_all_distances(points, w
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
-_widened = quick(widen, static_argnums=3)
+_widened = jax.jit(widen, static_argnums=3)
 
 
 def _few_rows(*arguments, **options):
@@ -253,7 +248,7 @@ def _few_rows(*arguments, **options):
         cover.ROWS = rows
 
 
-_widened_by_rows = quick(_few_rows, static_argnums=5)
+_widened_by_rows = jax.jit(_few_rows, static_argnums=5)
 
 
 # --- streams that are out of the ordinary ---
@@ -345,9 +340,9 @@ def test_many_streams_at_once_equal_each_alone_in_one_trace():
         each = jax.vmap(lambda table, keys, valid: extend(table, keys, valid=valid, block=8))
         return jax.lax.scan(lambda now, _: (each(now, keys, valid), None), tables, None, length=2)[0]
 
-    update = quick(chex.assert_max_traces(scanned, n=1))
+    update = jax.jit(chex.assert_max_traces(scanned, n=1))
     together = update(update(jax.vmap(start)(rngs), keys, valid), keys, valid)
-    alone = quick(lambda table, keys, valid: extend(table, keys, valid=valid, block=8))
+    alone = jax.jit(lambda table, keys, valid: extend(table, keys, valid=valid, block=8))
     for row in range(3):
         table = start(rngs[row])
         for _ in range(4):
@@ -389,7 +384,7 @@ def test_sums_over_the_samples_are_unbiased_and_their_error_falls_with_the_root_
             table = extend(extend(table, keys[:64]), keys[64:])
             return jnp.sum(jnp.exp(table.samples @ query + log_sample_weights(table)))
 
-        found = np.asarray(quick(jax.vmap(estimate))(jax.random.split(jax.random.key(samples), 400)))
+        found = np.asarray(jax.jit(jax.vmap(estimate))(jax.random.split(jax.random.key(samples), 400)))
         assert abs(found.mean() - exact) < 4 * found.std() / np.sqrt(len(found))
         squared.append((found - exact) ** 2)
     # One fit per fifth of the streams gives the slope's interval.

@@ -16,7 +16,7 @@ from kvjax.policies.clusterkv_certified import ClusterKVCertified
 from kvjax.policies.clusterkv_paper import ClusterKVPaper
 from kvjax.policies.clusterkv_reference import ClusterKVReference
 from kvjax.staging import Tokens, staged
-from tests.kvjax.support import QUICKLY, make_spec, row_keys
+from tests.kvjax.support import make_spec, row_keys
 
 ROWS, KV_HEADS, GROUP, DIM = 2, 2, 2, 8
 PROMPT, NEW = 150, 60
@@ -62,25 +62,25 @@ def every_policy(*policies):
     return pytest.mark.parametrize("policy", policies, ids=lambda policy: type(policy).__name__)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "spec"), compiler_options=QUICKLY)
+@functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def prefill(policy, spec, keys, values):
     cache, lengths = kvjax.init(policy, spec, row_keys(spec.batch)), jnp.array(LENGTHS[: spec.batch])
     return kvjax.prefill(cache, keys[:, :PROMPT], values[:, :PROMPT], lengths)[0]
 
 
-@functools.partial(jax.jit, compiler_options=QUICKLY)
+@jax.jit
 def append(cache, keys, values):
     """One token per row, then compaction where it is due."""
     cache = kvjax.append(cache, keys, values)
     return jax.lax.cond(cache.staging.offset == cache.spec.staging, kvjax.compact, lambda same: same, cache)
 
 
-@functools.partial(jax.jit, compiler_options=QUICKLY)
+@jax.jit
 def attended(cache, query):
     return kvjax.output(kvjax.attend(cache, query))
 
 
-step = jax.jit(kvjax.step, compiler_options=QUICKLY)
+step = jax.jit(kvjax.step)
 
 
 def next_tokens(number, *parts):
@@ -275,7 +275,7 @@ def true_share(cache, total, keys, query, row, *, budget, select):
     return np.array(missing)
 
 
-@functools.partial(jax.jit, compiler_options=QUICKLY)
+@jax.jit
 def bound(cache, query):
     """What every query's certificate says of the share that it misses [B, T, H_q]."""
     newer = cache.staging.count[:, None]
@@ -393,7 +393,7 @@ def test_more_tokens_than_there_is_room_for_are_counted(policy):
         kvjax.check(cache)
     assert np.isnan(attended(cache, np.ones((ROWS, 1, KV_HEADS * GROUP, DIM), np.float32))[0]).all()
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def compact(state, keys, values, first):
         count = jnp.full(ROWS, STAGED)
         slot = jnp.broadcast_to(jnp.arange(STAGED), (ROWS, STAGED))

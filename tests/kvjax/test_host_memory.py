@@ -1,7 +1,5 @@
 """What is recalled from host memory is what would have been recalled from the device."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 import kvjax
 from kvjax.policies.clusterkv_certified import ClusterKVCertified
 from kvjax.segment import Recalled, parts_of
-from tests.kvjax.support import LENGTHS, QUICKLY, after, begin, make_spec, make_stream, prompt_of, row_keys
+from tests.kvjax.support import LENGTHS, after, begin, make_spec, make_stream, prompt_of, row_keys
 
 STAGED, STEPS = 8, 20
 SIZES = {"sinks": 2, "recent": 4, "cluster_tokens": 4, "every": 8, "chunk_clusters": 2, "compact_every": STAGED}
@@ -31,10 +29,10 @@ RECENT_STEPS = [
 ]
 HOSTED = {(name, steps): kvjax.HostMemory(PLAIN[name], steps) for name, steps in RECENT_STEPS}
 
-step = jax.jit(kvjax.step, donate_argnums=0, compiler_options=QUICKLY)
+step = jax.jit(kvjax.step, donate_argnums=0)
 
 
-@functools.partial(jax.jit, compiler_options=QUICKLY)
+@jax.jit
 def asked(cache, query):
     """The blocks that one query of every row recalls first, and how many tokens of each."""
     (part,) = (

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from kvjax.structures.k_means import _draw_apart, _draw_uniformly, k_means
-from tests.kvjax.support import QUICKLY, each
+from tests.kvjax.support import each
 
 POINTS, DIM, CLUSTERS, ITERATIONS = 30, 5, 4, 12
 STARTS = ("random", "k-means++")
 
 
-@functools.partial(jax.jit, static_argnames=("start", "tolerance", "iterations"), compiler_options=QUICKLY)
+@functools.partial(jax.jit, static_argnames=("start", "tolerance", "iterations"))
 def cluster(rng, keys, valid, start="random", tolerance=0.0, iterations=ITERATIONS):
     return k_means(rng, keys, valid, CLUSTERS, iterations=iterations, tolerance=tolerance, start=start, block=8)
 
@@ -108,7 +108,7 @@ def test_keys_without_a_direction_and_noise_behind_the_stream_do_no_harm():
     assert np.isfinite(noisy.mean).all()
 
 
-@functools.partial(jax.jit, static_argnames=("options",), compiler_options=QUICKLY)
+@functools.partial(jax.jit, static_argnames=("options",))
 def cluster_with(rng, keys, valid, used, options):
     return k_means(rng, keys, valid, CLUSTERS, used=used, block=8, tolerance=0.0, **dict(options))
 

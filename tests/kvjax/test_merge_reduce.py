@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.state import CacheBytes
 from kvjax.structures import balance, merge_reduce
-from tests.kvjax.support import QUICKLY
 
 TOKENS, KEY_DIM, VALUE_DIM = 100, 8, 3
 BINS, BIN_SLOTS = 6, 4
 
-quickly = functools.partial(jax.jit, compiler_options=QUICKLY)
 algorithm_2 = functools.partial(balance.softmax_balance, c=1.0, key_norm=3.0)
 HALVES = {
     "pairs": balance.halve_by_pairs,
@@ -25,7 +23,7 @@ HALVES = {
     "softmax": functools.partial(algorithm_2, value_norm=2.0),
 }
 insert, scan_tokens, fill = (
-    quickly(function, static_argnames="halve")
+    jax.jit(function, static_argnames="halve")
     for function in (merge_reduce.insert, merge_reduce.scan_tokens, merge_reduce.fill)
 )
 
@@ -80,7 +78,7 @@ def test_every_bin_is_that_node_of_the_offline_recursion(name, eager):
     keys, values = stream()
     conserves_mass = name == "exactly"
     tree = insert(fresh(eager=eager, conserves_mass=conserves_mass), keys, values, halve=HALVES[name])
-    node = offline(keys, values, quickly(HALVES[name]), conserves_mass)
+    node = offline(keys, values, jax.jit(HALVES[name]), conserves_mass)
     covered = []
     for number, (level, index) in enumerate(zip(np.asarray(tree.level), np.asarray(tree.index), strict=True)):
         slots = slice(number * BIN_SLOTS, (number + 1) * BIN_SLOTS)
@@ -119,7 +117,7 @@ def test_filling_at_once_makes_nodes_of_the_offline_recursion_of_even_levels(nam
     inside = np.arange(TOKENS)[:, None] < count
     noisy = np.where(inside, keys, 50.0), np.where(inside, values, -50.0)
     tree = fill(fresh(), *noisy, jnp.int32(count), halve=HALVES[name])
-    node = offline(keys, values, quickly(HALVES[name]), conserves_mass=True)
+    node = offline(keys, values, jax.jit(HALVES[name]), conserves_mass=True)
     opened = -(-count // BIN_SLOTS)
     assert np.sum(tree.level >= 0) == min(opened, BINS) and tree.count == count and tree.lost == 0
     for number, (level, index) in enumerate(zip(np.asarray(tree.level), np.asarray(tree.index), strict=True)):
@@ -146,7 +144,7 @@ def test_filling_at_once_makes_nodes_of_the_offline_recursion_of_even_levels(nam
 @pytest.mark.parametrize("name", ["pairs", "exactly"])
 def test_filling_in_groups_depends_on_the_tokens_alone(name):
     keys, values = stream()
-    in_groups = quickly(merge_reduce.fill, static_argnames=("halve", "block", "together"))
+    in_groups = jax.jit(merge_reduce.fill, static_argnames=("halve", "block", "together"))
     trees = []
     for tokens, noise in [(61, 0.0), (100, 50.0)]:
         inside = np.arange(tokens)[:, None] < 61
@@ -214,7 +212,7 @@ def test_streams_of_a_batch_are_each_their_own():
     rngs = jax.random.split(jax.random.key(0), 2)
     counts = jnp.array([90, 37])
 
-    @quickly
+    @jax.jit
     @jax.vmap
     def run(rng, keys, values, count):
         tree = dataclasses.replace(fresh(), rng=rng)

@@ -25,7 +25,6 @@ from tests.kvjax.support import (
     HEAD_DIM,
     LENGTHS,
     POLICIES,
-    QUICKLY,
     WINDOW,
     after,
     begin,
@@ -136,8 +135,8 @@ def loaded(cache):
     return dataclasses.replace(cache, state=state, policy=cache.policy.policy, made_of=made_of)
 
 
-attend = jax.jit(kvjax.attend, compiler_options=QUICKLY)
-step = jax.jit(kvjax.step, compiler_options=QUICKLY)
+attend = jax.jit(kvjax.attend)
+step = jax.jit(kvjax.step)
 
 
 @pytest.mark.parametrize(("name", "storage"), MATRIX)
@@ -200,7 +199,7 @@ def test_outputs_are_near_those_of_the_policy_itself(name, storage):
     ],
 )
 def test_storing_again_changes_no_bit_of_what_stays(name, storage, dtype):
-    compact = jax.jit(kvjax.compact, compiler_options=QUICKLY)
+    compact = jax.jit(kvjax.compact)
     cache = compact(run(name, storage, dtype)[0])
     again = compact(cache)
     bits = lambda x: x.view(jnp.uint8) if x.dtype.itemsize == 1 else x  # noqa: E731

@@ -13,12 +13,12 @@ from kvjax import recall
 from kvjax.attention import attend_reading
 from kvjax.segment import Segment
 from pallas_kernels.cluster_recall import as_entries, entry_width, taken
-from tests.kvjax.support import QUICKLY, make_spec
+from tests.kvjax.support import make_spec
 
 PLACES = 4
 
 
-@functools.partial(jax.jit, static_argnames=("tokens", "blocks"), compiler_options=QUICKLY)
+@functools.partial(jax.jit, static_argnames=("tokens", "blocks"))
 def best(score, size, first, tokens, blocks):
     return recall.best_parts(score, size, first, tokens=tokens, blocks=blocks, places=PLACES)
 

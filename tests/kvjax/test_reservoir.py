@@ -12,14 +12,9 @@ from scipy import stats
 import kvjax
 from kvjax.state import CacheBytes
 from kvjax.structures.reservoir import _uniform, extend, init_reservoir, log_weights, scan_steps
-from tests.kvjax.support import QUICKLY
 
 SLOTS, DIM, VALUE_DIM, STREAMS = 3, 4, 2, 3000
 MASS = np.array([2.0, 0.0, 1.0, 4.0, 0.5, 0.0, 3.0, 1.5], np.float32)
-
-
-def quick(function):
-    return jax.jit(function, compiler_options=QUICKLY)
 
 
 def tokens(count, seed=0):
@@ -45,7 +40,7 @@ def fed(cuts, update, mass=MASS):
             reservoir = update(reservoir, keys[start:stop], values[start:stop], of[start:stop])
         return reservoir.keys[:, 0].astype(jnp.int32)
 
-    return np.asarray(quick(jax.vmap(one))(jax.random.split(jax.random.key(7), STREAMS)))
+    return np.asarray(jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(7), STREAMS)))
 
 
 @pytest.mark.parametrize("cuts, update", [((), extend), ((3, 6), extend), ((1, 2, 5), extend), ((4,), scan_steps)])
@@ -91,14 +86,14 @@ def test_what_is_kept_are_tokens_of_the_stream_with_their_masses(mass, seed):
     )
 
 
-_extend = quick(extend)
+_extend = jax.jit(extend)
 
 
 @pytest.mark.parametrize("update", [extend, scan_steps])
 def test_tokens_of_no_mass_change_nothing(update):
     keys, values = tokens(8)
     once = _extend(fresh(), keys, values, MASS)
-    again = quick(update)(once, keys, values, jnp.zeros(8))
+    again = jax.jit(update)(once, keys, values, jnp.zeros(8))
     chex.assert_trees_all_equal(_plain(once), _plain(again))
 
 
@@ -107,7 +102,7 @@ def test_the_total_counts_small_masses_behind_a_large_one():
     mass = np.full(1000, 1e-3, np.float32)
     keys, values = tokens(1000)
     reservoir = _extend(fresh(), keys[:1], values[:1], np.array([1e5], np.float32))
-    reservoir = quick(scan_steps)(reservoir, keys, values, mass)
+    reservoir = jax.jit(scan_steps)(reservoir, keys, values, mass)
     exact = 1e5 + mass.astype(np.float64).sum()
     assert abs(float(reservoir.total) - exact) > 0.1  # the plain sum is off
     assert abs(float(reservoir.total) + float(reservoir.remainder) - exact) < 1e-4
@@ -142,7 +137,7 @@ def test_many_streams_at_once_equal_each_alone_in_one_trace():
     start = lambda rng: init_reservoir(SLOTS, DIM, VALUE_DIM, jnp.bfloat16, rng)  # noqa: E731
     chex.clear_trace_counter()
     update_all = jax.vmap(extend, in_axes=(0, None, None, 0))
-    update = quick(chex.assert_max_traces(lambda *given: update_all(*given), n=1))
+    update = jax.jit(chex.assert_max_traces(lambda *given: update_all(*given), n=1))
     together = update(update(jax.vmap(start)(rngs), keys, values, masses), keys, values, masses)
     for row in range(3):
         alone = start(rngs[row])
@@ -166,7 +161,7 @@ def test_sums_over_the_samples_are_unbiased_and_their_error_falls_with_the_root_
             reservoir = extend(reservoir, keys, values, jnp.sum(values**2, axis=1))
             return jnp.exp(reservoir.keys @ query + log_weights(reservoir)) @ reservoir.values
 
-        found = np.asarray(quick(jax.vmap(estimate))(jax.random.split(jax.random.key(slots), 400)))
+        found = np.asarray(jax.jit(jax.vmap(estimate))(jax.random.split(jax.random.key(slots), 400)))
         spread = found.std(axis=0) / np.sqrt(len(found))
         assert (np.abs(found.mean(axis=0) - exact) < 4 * spread).all()
         squared.append(np.sum((found - exact) ** 2, axis=1))

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from kvjax.structures import soft_matching
 from kvjax.structures.soft_matching import Centroids, Schedule
-from tests.kvjax.support import QUICKLY
 
 LLAMA_2 = Schedule(0.45, 0.05, 3)
 LLAMA_3 = Schedule(0.35, 0.1, 2)
@@ -64,12 +63,12 @@ def by_lists(entries, edges, chunk):
     return merged
 
 
-@functools.partial(jax.jit, compiler_options=QUICKLY)
+@jax.jit
 def merge(entries, edges):
     return soft_matching.merge_most_similar(entries, edges, CHUNK, most=SLOTS)
 
 
-@functools.partial(jax.jit, static_argnames=("budget", "schedule"), compiler_options=QUICKLY)
+@functools.partial(jax.jit, static_argnames=("budget", "schedule"))
 def compress(entries, budget, schedule):
     return soft_matching.compress(entries, budget, CHUNK, schedule)
 

@@ -13,7 +13,7 @@ import kvjax
 from kvjax.budget import abstract_cache, row_bytes
 from kvjax.structures import streams as structures
 from kvjax.theory import SubGenSettings, subgen_settings
-from tests.kvjax.support import HEAD_DIM, LENGTHS, QUICKLY, make_spec, row_keys, whole_run
+from tests.kvjax.support import HEAD_DIM, LENGTHS, make_spec, row_keys, whole_run
 
 DIM, TOKENS = 32, 512
 
@@ -25,7 +25,7 @@ def attended(policy, keys, values, queries, batch=1, seed=0):
     return _attended(policy, spec, keys, values, queries, jax.random.split(jax.random.key(seed), batch))
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "spec"), compiler_options=QUICKLY)
+@functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def _attended(policy, spec, keys, values, queries, rngs):
     rows = lambda x: jnp.broadcast_to(x[:, None], (spec.batch, len(x), 1, spec.head_dim))  # noqa: E731
     lengths = jnp.full(spec.batch, spec.max_prompt, jnp.int32)

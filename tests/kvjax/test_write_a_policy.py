@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from tests.kvjax.support import QUICKLY
 
 ROOT = pathlib.Path(__file__).parents[2]
 BATCH, PROMPT, NEW, KV_HEADS, GROUP, HEAD_DIM, BUDGET = 2, 20, 12, 2, 2, 16, 9
@@ -47,7 +46,7 @@ def test_the_written_policy_is_tova_token_by_token():
     )
     policy = page().TOVA(BUDGET, compact_every=1)
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def run(prompt, last, fresh):
         cache = kvjax.init(policy, spec, jax.random.split(jax.random.key(0), BATCH))
         cache, _ = kvjax.prefill(cache, *prompt, jnp.asarray(lengths), last)

@@ -16,7 +16,6 @@ from kvjax_models import flash_attention, prefill
 from kvjax_models.exact_attention import chunk_attention
 from kvjax_models.flash_attention import Asked, why_not
 from kvjax_models.llama import Llama, LlamaConfig
-from tests.kvjax.support import QUICKLY
 
 BF16 = jnp.dtype(jnp.bfloat16)
 
@@ -65,7 +64,7 @@ def test_splash_attention_is_exact_attention(of):
     query = 3 * jax.random.normal(jax.random.key(0), (2, of.tokens, 4, of.head_dim), BF16)
     keys, values = jax.random.normal(jax.random.key(1), (2, 2, 2, of.tokens, of.head_dim), BF16)
     sinks = jnp.linspace(-1.0, 3.0, 4) if of.sinks else None
-    attend = jax.jit(functools.partial(flash_attention._splash, of, interpret=True), compiler_options=QUICKLY)
+    attend = jax.jit(functools.partial(flash_attention._splash, of, interpret=True))
     got = attend(query, keys, values, sinks)
     wide = (x.astype(jnp.float32) for x in (query, keys, values))
     expected = chunk_attention(*wide, 0, sinks, window=of.window, logit_cap=of.logit_cap)
@@ -108,7 +107,7 @@ def test_a_layer_reads_a_prompt_through_the_kernel_as_through_chunks(monkeypatch
         of_rows = lambda *given: prefill.prefill_layer.__wrapped__(  # noqa: E731
             layer, config.rotary(0, 512), None, 64, 32, *given
         )
-        return jax.jit(of_rows, compiler_options=QUICKLY)(rows, jnp.array([200], jnp.int32))
+        return jax.jit(of_rows)(rows, jnp.array([200], jnp.int32))
 
     expected = read()
     used = []

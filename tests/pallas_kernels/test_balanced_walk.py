@@ -30,17 +30,16 @@ if jax.default_backend() != "cpu":
 every_form = pytest.mark.parametrize("form", FORMS)
 quick_form = pytest.mark.parametrize("form", [form for form in FORMS if form != "mosaic_tpu_checked"])
 # Compiling takes most of the time.
-QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # How near to its probability a draw may lie, and how near to each other two distances, for rounding to decide.
 TOLERANCE = 1e-4
 
 
-@functools.partial(jax.jit, static_argnames="form", compiler_options=QUICKLY)
+@functools.partial(jax.jit, static_argnames="form")
 def run_signs(block, uniforms, gain, weight, form):
     return signs(block, uniforms, gain, weight, **FORMS[form])
 
 
-@functools.partial(jax.jit, static_argnames="form", compiler_options=QUICKLY)
+@functools.partial(jax.jit, static_argnames="form")
 def run_pairs(block, uniforms, weights, gamma, form):
     return pairs(block, uniforms, weights, gamma, **FORMS[form])
 
@@ -201,7 +200,7 @@ def test_blocks_are_walked_side_by_side_in_one_kernel(together):
     stack = make_many()
     options = {"implementation": "mosaic_tpu", "config": Config(together), "interpret": True}
     mapped = jax.vmap(jax.vmap(functools.partial(both, **options)))
-    traced = jax.jit(mapped, compiler_options=QUICKLY).trace(*stack)
+    traced = jax.jit(mapped).trace(*stack)
     names = [equation.primitive.name for equation in equations(traced.jaxpr.jaxpr)]
     assert names.count("pallas_call") == 2
     assert not {"while", "scan"} & set(names)
@@ -212,7 +211,7 @@ def test_blocks_are_walked_side_by_side_in_one_kernel(together):
 def test_the_kernel_for_gpus_has_a_program_for_every_block():
     stack = make_many()
     mapped = jax.vmap(jax.vmap(functools.partial(both, **FORMS["mosaic_gpu"])))
-    traced = jax.jit(mapped, compiler_options=QUICKLY).trace(*stack)
+    traced = jax.jit(mapped).trace(*stack)
     assert not {"while", "scan"} & {equation.primitive.name for equation in traced.jaxpr.jaxpr.eqns}
     assert (
         re.findall(r"Mesh\(grid=(\([\d, ]*\)), grid_names=\((.*?)\)", str(traced.jaxpr)) == [("(6,)", "'blocks',")] * 2
@@ -225,7 +224,7 @@ def test_forms_decide_alike_where_programs_use_them():
     made = [make(24, seed=seed) for seed in range(4)]
     stack = jax.tree.map(lambda *x: jnp.stack(x), *made)
 
-    @functools.partial(jax.jit, static_argnames="form", compiler_options=QUICKLY)
+    @functools.partial(jax.jit, static_argnames="form")
     def halve(stack, wanted, form):
         def one(item):
             block, _, uniforms, weights = item

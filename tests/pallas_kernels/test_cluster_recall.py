@@ -33,12 +33,11 @@ FORMS = {
 checked_form = pytest.mark.parametrize("form", ("xla", "mosaic_tpu_checked"))
 quick_form = pytest.mark.parametrize("form", ("xla", "mosaic_tpu"))
 # Compiling takes most of the time.
-QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # Relative to the largest sum: what rounding entries, rows and weights to the type costs.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "int8": 2e-6, "float8_e4m3fn": 2e-6}
 
 
-@functools.partial(jax.jit, static_argnames="form", compiler_options=QUICKLY)
+@functools.partial(jax.jit, static_argnames="form")
 def run(rows, blocks, number, count, form):
     return cluster_recall(rows, blocks, number, count, **FORMS[form])
 
@@ -330,7 +329,7 @@ def test_the_kernel_for_gpus(case):
     spoilt = blocks
     if jnp.issubdtype(blocks.entries.dtype, jnp.floating):
         spoilt = dataclasses.replace(blocks, entries=jnp.where(read[:, None, None], blocks.entries, jnp.nan))
-    found = jax.jit(functools.partial(run_for_gpu, **settings), compiler_options=QUICKLY)(rows, spoilt, number, count)
+    found = jax.jit(functools.partial(run_for_gpu, **settings))(rows, spoilt, number, count)
     dtype = given.get("dtype", "float32")
     tolerance = 2e-3 if "scale" in given else TOLERANCE.get(dtype, 2e-6)
     compare(found, rows, blocks, number, count, tolerance=tolerance)
@@ -341,7 +340,7 @@ def test_the_kernel_for_gpus(case):
 def test_the_kernel_for_gpus_brings_packed_numbers_apart(key_bits, value_bits, head_dim):
     sizes = {"batch": 1, "kv_heads": 1, "heads": 1, "there": 10, "recalled": 9}
     (rows, blocks, number, count), plain = packed(key_bits, value_bits, head_dim, **sizes)
-    found = jax.jit(run_for_gpu, compiler_options=QUICKLY)(rows, blocks, number, count)
+    found = jax.jit(run_for_gpu)(rows, blocks, number, count)
     compare(found, rows, plain, number, count)
 
 

@@ -29,11 +29,10 @@ if jax.default_backend() != "cpu":
 every_form = pytest.mark.parametrize("form", FORMS)
 quick_form = pytest.mark.parametrize("form", [form for form in FORMS if form != "mosaic_tpu_checked"])
 # Compiling takes most of the time.
-QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 TOLERANCE = 2e-6  # relative to norms
 
 
-@functools.partial(jax.jit, static_argnames="form", compiler_options=QUICKLY)
+@functools.partial(jax.jit, static_argnames="form")
 def run(points, directions, valid, used, summed, form):
     return k_means(points, directions, valid, used=used, summed=summed, **FORMS[form])
 
@@ -134,7 +133,7 @@ def test_it_stays_one_kernel_under_vmap():
         return k_means(points, directions, valid, used=used, **FORMS["mosaic_tpu"])
 
     mapped = jax.vmap(jax.vmap(one, (0, 0, 0, None)))
-    traced = jax.jit(mapped, compiler_options=QUICKLY).trace(points, directions, valid, used)
+    traced = jax.jit(mapped).trace(points, directions, valid, used)
     names = [equation.primitive.name for equation in equations(traced.jaxpr.jaxpr)]
     assert names.count("pallas_call") == 1
     assert not {"while", "scan"} & set(names)
@@ -178,14 +177,14 @@ def run_for_gpu(points, directions, valid, used=None, summed=None):
 def test_the_kernels_for_gpus(points, clusters, head_dim, used, other, scale):
     given = make(points, clusters, head_dim, scale=scale)
     summed = 7 * jnp.roll(given[0], 3, axis=0) if other else None
-    found = jax.jit(run_for_gpu, compiler_options=QUICKLY)(*given, used, summed)
+    found = jax.jit(run_for_gpu)(*given, used, summed)
     compare(found, *given, used=used, summed=summed)
 
 
 @needs_gpu_interpreter
 def test_the_kernels_for_gpus_stay_two_under_vmap():
     given = [jnp.stack(parts)[None] for parts in zip(make(20, 3), make(20, 3, seed=1), strict=True)]
-    traced = jax.jit(jax.vmap(jax.vmap(run_for_gpu)), compiler_options=QUICKLY).trace(*given)
+    traced = jax.jit(jax.vmap(jax.vmap(run_for_gpu))).trace(*given)
     assert not {"while", "scan"} & {equation.primitive.name for equation in traced.jaxpr.jaxpr.eqns}
     assert re.findall(r"Mesh\(grid=(\([\d, ]*\)), grid_names=\((.*?)\)", str(traced.jaxpr)) == [
         ("(1, 2)", "'tiles', 'batch'"),

@@ -29,11 +29,10 @@ if jax.default_backend() != "cpu":
 every_form = pytest.mark.parametrize("form", FORMS)
 quick_form = pytest.mark.parametrize("form", [form for form in FORMS if form != "mosaic_tpu_checked"])
 # Compiling takes most of the time.
-QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 TOLERANCE = 2e-6  # of cosines, in float32
 
 
-@functools.partial(jax.jit, static_argnames=("chunk", "form"), compiler_options=QUICKLY)
+@functools.partial(jax.jit, static_argnames=("chunk", "form"))
 def run(keys, count, chunk, form):
     return soft_match(keys, count, chunk, **FORMS[form])
 
@@ -115,7 +114,7 @@ def test_it_stays_one_kernel_under_vmap():
     keys = jnp.stack([make(100, seed=seed) for seed in range(6)]).reshape(2, 3, 100, 64)
     count = jnp.array([[100, 51, 0], [7, 100, 99]])
     search = jax.vmap(jax.vmap(lambda keys, count: soft_match(keys, count, 32, **FORMS["mosaic_tpu"])))
-    traced = jax.jit(search, compiler_options=QUICKLY).trace(keys, count)
+    traced = jax.jit(search).trace(keys, count)
     names = [equation.primitive.name for equation in equations(traced.jaxpr.jaxpr)]
     assert names.count("pallas_call") == 1
     assert not {"while", "scan"} & set(names)

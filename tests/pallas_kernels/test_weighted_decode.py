@@ -42,12 +42,11 @@ if jax.default_backend() != "cpu":
 every_form = pytest.mark.parametrize("form", FORMS)
 quick_form = pytest.mark.parametrize("form", [form for form in FORMS if form in ("xla", "mosaic_tpu", "device")])
 # Compiling takes most of the time.
-QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # Relative to the largest sum: what rounding entries, rows and weights to the type costs.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-6, "int8": 2e-6, "float8_e4m3fn": 2e-6}
 
 
-@functools.partial(jax.jit, static_argnames=("form", "logits"), compiler_options=QUICKLY)
+@functools.partial(jax.jit, static_argnames=("form", "logits"))
 def run(rows, entries, form, logits=False):
     return weighted_decode(rows, entries, logits=logits, **FORMS[form])
 
@@ -335,7 +334,7 @@ def test_the_kernel_for_gpus(case):
     for name in ("log_num", "log_den"):
         if name in given.get("fields", ()):
             entries = Entries(**{**vars(entries), name: getattr(entries, name).at[:, :, ::7].set(-jnp.inf)})
-    found = jax.jit(functools.partial(run_for_gpu, **settings), compiler_options=QUICKLY)(rows, entries)
+    found = jax.jit(functools.partial(run_for_gpu, **settings))(rows, entries)
     compare(found, rows, entries, 2e-3 if "scale" in given else TOLERANCE[given.get("dtype", "float32")])
     if "logits" in settings:
         check_logits(found.logits, rows, entries)
@@ -345,7 +344,7 @@ def test_the_kernel_for_gpus(case):
 @pytest.mark.parametrize("key_bits, value_bits, head_dim", [(4, 4, 64), (3, 3, 128), (4, 2, 128), (2, None, 64)])
 def test_the_kernel_for_gpus_brings_packed_numbers_apart(key_bits, value_bits, head_dim):
     rows, entries, plain = packed(key_bits, head_dim, value_bits=value_bits, batch=1, heads=1, slots=136)
-    found = jax.jit(run_for_gpu, compiler_options=QUICKLY)(rows, entries)
+    found = jax.jit(run_for_gpu)(rows, entries)
     compare(found, rows, plain, 2e-6)
 
 
