@@ -132,14 +132,7 @@ def _continue_prefix(given: Generate, llm: LanguageModel, saved: SavedStates, te
     sizes = saved.sizes()
     alone = llm.generator(given.choice, **sizes, sampling=given.sampling, beyond_positions=given.beyond_positions)
     _, prefix, notes = saved.restore(alone, _of_prefix(llm))
-    many = Generator(
-        llm.model,
-        alone.policies,
-        **{**sizes, "batch": len(texts)},
-        sampling=alone.sampling,
-        eos=alone.eos,
-        beyond_positions=given.beyond_positions,
-    )
+    many = alone.of_rows(len(texts))
     forks = many.reseeded(kvjax.repeat_rows(prefix, len(texts)), given.seed)
     state = many.read(forks, [_encoded(given, llm, text, True) for text in texts])
     rows: list[list[int]] = [[] for _ in texts]
