@@ -80,6 +80,7 @@ SUITES = {
     "latency, host memory": _suite("""20% |
         clusterkv:residual=False clusterkv:residual=False,host_steps=0 clusterkv:residual=False,host_steps=1
         clusterkv:residual=False,host_steps=2"""),
+    "throughput": _suite("25% | exact leverage_scores subgen balancekv chelsea:slope=None clusterkv:residual=False"),
     "decoding": _suite("""20% |
         exact streaming_llm uniform clustergen:variant=paper clustergen:variant=mean_value subgen balancekv chelsea
         clusterkv quest h2o snapkv"""),

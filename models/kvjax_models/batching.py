@@ -61,13 +61,11 @@ class Written(NamedTuple):
     finish_reason: FinishReason | None  # "stop": an end-of-text token, or what `stops` said; None: there is more
 
 
-@dataclasses.dataclass
-class _Running:
+class _Running(NamedTuple):
     """A request that has a row."""
 
     number: int
     end: int  # tokens of its row with which it ends at the latest
-    tokens: list[int] = dataclasses.field(default_factory=list)
 
 
 class _Read(NamedTuple):
@@ -91,7 +89,7 @@ def complete(
         pieces: most pieces of prompts (layers, or blocks of a streamed one) that are read between two blocks of
             decoding while rows run. None reads until every row has a prompt: the most requests per second, where nobody
             waits for single tokens.
-        stops: of a request's number and its tokens so far, whether they end it; asked after every block.
+        stops: of a request's number and the tokens that a block added to it, whether they end it.
 
     Yields:
         New tokens of a request after every block that it took part in; of several requests in the order of their rows.
@@ -145,10 +143,9 @@ def complete(
         stopped = np.zeros(generator.batch, bool)
         for row, one in sorted(running.items()):
             new = tokens[row][tokens[row] != NO_TOKEN].tolist()
-            one.tokens += new
-            stopped[row] = stops is not None and stops(one.number, one.tokens)
+            stopped[row] = stops is not None and stops(one.number, new)
             reason: FinishReason | None = None
-            if stopped[row] or (done[row] and one.tokens[-1] in generator.eos):
+            if stopped[row] or (done[row] and new[-1] in generator.eos):
                 reason = "stop"
             elif done[row]:
                 reason = "length"
@@ -160,19 +157,17 @@ def complete(
 
 
 def rows_within(generator: Generator, memory: int) -> int:
-    """How many rows' caches fit into so many bytes beside those of the row that is being read; weights and what
+    """How many rows' caches fit into so many bytes. Weights, the caches of the row that is being read, and what
     programs hold while they run come on top. The generator's own batch does not matter.
 
     Raises:
         ValueError: where not even one does.
     """
-    rows = memory // generator.row_bytes - 1
-    if rows < 1:
+    if memory < generator.row_bytes:
         raise ValueError(
-            f"{readable_bytes(memory)} hold no batch: the caches of a row take {readable_bytes(generator.row_bytes)}, "
-            "and those of the row that is being read as much again"
+            f"{readable_bytes(memory)} hold no row: the caches of one take {readable_bytes(generator.row_bytes)}"
         )
-    return rows
+    return memory // generator.row_bytes
 
 
 def rows_of(batch_size: int | str, generator: Generator) -> int:

@@ -25,7 +25,9 @@ from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
 import kvjax
-from kvjax_models.generate import GenerationState, Generator, collect
+from kvjax_models.batching import Request
+from kvjax_models.completions import completions
+from kvjax_models.generate import Generator
 from kvjax_models.language_model import load
 from kvjax_models.sampling import Sampling
 
@@ -42,8 +44,8 @@ class KvjaxLM(TemplateLM):
     Args:
         path: a Hugging Face directory, or a model's name on the hub.
         policy, budget: as for `kvjax_models.load(path).generate`; a share is one of what exact holds for the longest
-            prompt of a batch.
-        batch_size: rows that are read and written side by side.
+            prompt of those that share caches' sizes, at most a fifth longer.
+        batch_size: rows that are read and written side by side; answers are written by continuous batching.
         max_length: most tokens of a prompt and what follows it; the model's own by default. Longer prompts lose their
             first tokens, as they do in the harness's other models, and a warning says how many did.
         max_gen_toks: most tokens of an answer where a task does not say.
@@ -184,40 +186,25 @@ class KvjaxLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         found: list[Any] = [None] * len(requests)
-        kinds: dict[str, list[int]] = {}
+        # Those that are asked for alike, and go into caches of one size.
+        kinds: dict[tuple[str, int], list[tuple[int, list[int], list[int]]]] = {}
         for number, request in enumerate(requests):
-            kinds.setdefault(repr(sorted(request.args[1].items())), []).append(number)
-        for numbers in kinds.values():
-            given = requests[numbers[0]].args[1]
-            until, most, sampling = asked_for(given, self.max_gen_toks)
-            asked = [self._shortened(self.tok_encode(requests[number].args[0]), most) for number in numbers]
-            for places, batch in self._batches(asked, lambda one: sum(map(len, one))):
-                for place, text in zip(places, self._written(batch, most, until, sampling), strict=False):
-                    found[numbers[place]] = text
-                    self.cache_hook.add_partial("generate_until", requests[numbers[place]].args, text)
+            text, given = request.args
+            read, rest = self._shortened(self.tok_encode(text), asked_for(given, self.max_gen_toks)[1])
+            kind = repr(sorted(given.items())), rounded(len(read) + len(rest))
+            kinds.setdefault(kind, []).append((number, read, rest))
+        with tqdm(total=len(requests), desc="kvjax", disable=disable_tqdm) as bar:
+            for asked in kinds.values():
+                numbers, prompts, rests = zip(*asked, strict=True)
+                until, most, sampling = asked_for(requests[numbers[0]].args[1], self.max_gen_toks)
+                generator = self.generator(max(map(len, prompts)), max(map(len, rests)) + most, sampling)
+                asks = [Request(prompt, most, rest, self.seed) for prompt, rest in zip(prompts, rests, strict=True)]
+                for one in completions(self.tokenizer, generator, asks, stop=until):
+                    number = numbers[one.number]
+                    found[number] = one.text
+                    self.cache_hook.add_partial("generate_until", requests[number].args, one.text)
+                    bar.update()
         return found
-
-    def _written(
-        self, batch: Sequence[tuple[list[int], list[int]]], most: int, until: Sequence[str], sampling: Sampling
-    ) -> list[str]:
-        """What follows each prompt, up to what ends it."""
-        read, rest = ([row[part] for row in batch] for part in (0, 1))
-        generator = self.generator(max(map(len, read)), max(map(len, rest)) + most, sampling)
-        state: GenerationState = generator.read(generator.start(self.seed), read)
-        if any(rest):
-            if not all(rest):
-                raise ValueError(f"split_at={self.split_at!r} stands in some prompts only")
-            state = generator.read(state, rest)
-        rows: list[list[int]] = [[] for _ in batch]
-        texts = [""] * len(batch)
-        for newest, tokens in generator.write(state, most):
-            state = newest
-            collect(rows, tokens)
-            texts = [self.tokenizer.decode(row) for row in rows]
-            if all(any(end in text for end in until) for text in texts):
-                break
-        kvjax.check(state)
-        return [text[: min((place for end in until if (place := text.find(end)) >= 0), default=None)] for text in texts]
 
 
 def asked_for(given: dict[str, Any], max_gen_toks: int) -> tuple[list[str], int, Sampling]:
