@@ -75,6 +75,7 @@ SUITES = {
         exact streaming_llm uniform snapkv pyramidkv cam subgen balancekv balancekv_reference chelsea
         chelsea:slope=None clusterkv clusterkv:residual=False quest infinigen"""),
     "latency, long": _suite("20% | streaming_llm balancekv_reference chelsea:slope=None clusterkv:residual=False"),
+    "latency, best": _suite("20% | leverage_scores subgen balancekv chelsea:slope=None clusterkv:residual=False"),
     "latency, ungrouped": _suite("20% | cam chelsea:slope=None clusterkv:residual=False"),
     "latency, chunks": _suite("20% | chelsea:slope=None chelsea:slope=None,chunk=4096 chelsea:slope=None,chunk=16384"),
     "latency, host memory": _suite("""20% |
