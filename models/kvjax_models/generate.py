@@ -118,7 +118,7 @@ class Generator:
             beyond_positions=self.beyond_positions,
         )
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> int:
         """Bytes that the caches of one row hold on the device, over all layers."""
         return sum(row_bytes(policy, spec) for policy, spec in zip(self.policies, self.specs, strict=True))

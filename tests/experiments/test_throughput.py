@@ -18,7 +18,7 @@ def test_every_policy_has_the_rows_that_exact_s_memory_holds(tmp_path, capsys):
     found = run(
         throughput,
         tmp_path,
-        policy=("streaming_llm", "quest", "kvzip@2"),
+        policy=("streaming_llm", "quest@64", "kvzip@2"),
         context_tokens=(192,),
         answer_tokens=64,
         layers=1,

@@ -59,7 +59,7 @@ def test_many_prompts_come_in_order_with_the_text_of_each_alone(llm):
     assert alone == found[4].text == llm.tokenizer.decode(found[4].tokens)
     # One by one, as rows fall free, where it is said how long they may be; up to a string that ends them.
     end = found[0].text[3:6]
-    stopped = list(llm.generate_many(iter(prompts), seed=3, max_prompt=160, stop=[end], **given))
+    stopped = list(llm.generate_many(iter(prompts), seed=3, max_prompt=256, stop=[end], **given))
     assert [one.text for one in stopped] == [one.text.partition(end)[0] for one in found]
     assert stopped[0].finish_reason == "stop" and list(llm.generate_many([])) == []
 
