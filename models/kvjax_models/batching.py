@@ -45,18 +45,20 @@ class Request:
         max_new_tokens: most tokens to write.
         then: token ids that are read behind the prompt through the compressed cache: a question about it.
         seed: of sampling and of the policy's randomness, as `Generator.start` takes it.
+        number: what results and errors call it by; None for its place among the requests.
     """
 
     prompt: Sequence[int]
     max_new_tokens: int
     then: Sequence[int] = ()
     seed: int = 0
+    number: int | None = None
 
 
 class Written(NamedTuple):
     """What a block added to a request."""
 
-    number: int  # of the request, in the order in which they were given
+    number: int  # of the request
     tokens: list[int]
     finish_reason: FinishReason | None  # "stop": an end-of-text token, or what `stops` said; None: there is more
 
@@ -122,6 +124,7 @@ def complete(
                 row = next(row for row in range(generator.batch) if row not in running)
                 state = _with_row(state, read.state, everywhere(np.array([row], np.int32), mesh), mesh)
                 running[row] = read.request
+                del read
         if not running:
             return
         ends = np.zeros(generator.batch, np.int32)
@@ -183,7 +186,8 @@ def rows_of(batch_size: int | str, generator: Generator) -> int:
 
 def _read_each(reader: Generator, requests: Iterable[Request]) -> Iterator[_Read | None]:
     """Requests as they are read, one row each, and None after every piece before."""
-    for number, request in enumerate(requests):
+    for place, request in enumerate(requests):
+        number = place if request.number is None else request.number
         try:
             end = _checked_end(reader, request)
             state = reader.start(request.seed)
@@ -196,6 +200,7 @@ def _read_each(reader: Generator, requests: Iterable[Request]) -> Iterator[_Read
         except ValueError as error:
             raise ValueError(f"prompt {number}: {error}") from error
         yield _Read(_Running(number, end), state)
+        del state  # before the next one's is made
 
 
 def _checked_end(reader: Generator, request: Request) -> int:

@@ -187,22 +187,21 @@ class KvjaxLM(TemplateLM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         found: list[Any] = [None] * len(requests)
         # Those that are asked for alike, and go into caches of one size.
-        kinds: dict[tuple[str, int], list[tuple[int, list[int], list[int]]]] = {}
+        kinds: dict[tuple[str, int], tuple[dict[str, Any], list[Request]]] = {}
         for number, request in enumerate(requests):
             text, given = request.args
-            read, rest = self._shortened(self.tok_encode(text), asked_for(given, self.max_gen_toks)[1])
+            most = asked_for(given, self.max_gen_toks)[1]
+            read, rest = self._shortened(self.tok_encode(text), most)
             kind = repr(sorted(given.items())), rounded(len(read) + len(rest))
-            kinds.setdefault(kind, []).append((number, read, rest))
+            kinds.setdefault(kind, (given, []))[1].append(Request(read, most, rest, self.seed, number))
         with tqdm(total=len(requests), desc="kvjax", disable=disable_tqdm) as bar:
-            for asked in kinds.values():
-                numbers, prompts, rests = zip(*asked, strict=True)
-                until, most, sampling = asked_for(requests[numbers[0]].args[1], self.max_gen_toks)
-                generator = self.generator(max(map(len, prompts)), max(map(len, rests)) + most, sampling)
-                asks = [Request(prompt, most, rest, self.seed) for prompt, rest in zip(prompts, rests, strict=True)]
-                for one in completions(self.tokenizer, generator, asks, stop=until):
-                    number = numbers[one.number]
-                    found[number] = one.text
-                    self.cache_hook.add_partial("generate_until", requests[number].args, one.text)
+            for given, alike in kinds.values():
+                until, most, sampling = asked_for(given, self.max_gen_toks)
+                longest, following = (max(len(getattr(one, name)) for one in alike) for name in ("prompt", "then"))
+                generator = self.generator(longest, following + most, sampling)
+                for one in completions(self.tokenizer, generator, alike, stop=until):
+                    found[one.number] = one.text
+                    self.cache_hook.add_partial("generate_until", requests[one.number].args, one.text)
                     bar.update()
         return found
 

@@ -61,13 +61,13 @@ def write_file(
     )
     belongs = _belonging(llm, generator, asked, stop)
     written = Output(pathlib.Path(output), belongs, len(asked), resume=resume)
-    left = [number for number in range(len(asked)) if number not in written.rows]
+    left = [one.request for one in asked if one.request.number not in written.rows]
     with tqdm(total=len(asked), initial=len(written.rows), unit="prompt", disable=not devices.is_first()) as bar:
-        for found in completions(llm.tokenizer, generator, (asked[number].request for number in left), stop=stop):
-            number = left[found.number]
-            row = {"number": number} | ({} if asked[number].id is None else {"id": asked[number].id})
+        for found in completions(llm.tokenizer, generator, left, stop=stop):
+            one = asked[found.number]
+            row = {"number": found.number} | ({} if one.id is None else {"id": one.id})
             row |= {"text": found.text, "finish_reason": found.finish_reason}
-            row |= {"prompt_tokens": len(asked[number].request.prompt), "new_tokens": len(found.tokens)}
+            row |= {"prompt_tokens": len(one.request.prompt), "new_tokens": len(found.tokens)}
             written.add(row)
             bar.update()
     written.finish()
@@ -165,6 +165,7 @@ def _asked(given: WritingOptions, llm: LanguageModel, line: Any, number: int) ->
         llm.encode(prompt),
         values.get("max_new_tokens", given.max_new_tokens),
         seed=values.get("seed", given.seed + number),
+        number=number,
     )
     if not request.prompt or request.max_new_tokens < 1:
         raise ValueError(
