@@ -52,7 +52,7 @@ class Options(Policies):
     context_tokens: tuple[int, ...] = each(4096)  # tokens of every prompt; repeatable
     answer_tokens: int = 1024  # tokens written to every prompt
     exact_rows: tuple[int, ...] = each(1, 2, 4)  # rows of exact, which set the memory; repeatable
-    turns: int = 2  # of every policy; each of its rows takes a request at a turn
+    turns: int = 3  # of every policy; each of its rows takes a request at a turn
     prefill_chunk: int = 256  # tokens per chunk of exact prefill
 
     QUICK: ClassVar[dict[str, Any]] = {
@@ -60,6 +60,7 @@ class Options(Policies):
         "answer_tokens": 64,
         "exact_rows": (1,),
         "layers": 2,
+        "turns": 2,
         "policy": suites.SUITES[NAME].policies[:3],
     }
 
@@ -170,7 +171,9 @@ def served_rows(served: Sequence[Served], options: Options, model: Llama, contex
             "requests_per_second_over_exact": one.rates / exact.rates,
             "tokens_per_second": options.answer_tokens * one.rates,
         }
-        rows += [row(metric, results.mean_interval(of), n=len(of)) for metric, of in samples.items()]
+        # Of logarithms: rates are positive, and ratios of turns multiply.
+        for metric, of in samples.items():
+            rows.append(row(metric, results.mean_interval(np.log(of)).exponential(), n=len(of)))
         rows.append(row("rows", one.generator.batch))
         rows.append(row("memory_bytes", one.program_bytes))
         rows.append(row("memory_over_exact", one.program_bytes / exact.program_bytes))

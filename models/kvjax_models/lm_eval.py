@@ -50,7 +50,7 @@ class KvjaxLM(TemplateLM):
             first tokens, as they do in the harness's other models, and a warning says how many did.
         max_gen_toks: most tokens of an answer where a task does not say.
         dtype: of parameters and arithmetic ("float32"); the file's own by default.
-        seed: of sampling and of policies' randomness.
+        seed: of policies' randomness; the nth request to write samples with seed + n.
         split_at: what stands before every question, see above.
         add_bos_token: whether what the checkpoint puts before a text is put before prompts.
 
@@ -193,7 +193,9 @@ class KvjaxLM(TemplateLM):
             most = asked_for(given, self.max_gen_toks)[1]
             read, rest = self._shortened(self.tok_encode(text), most)
             kind = repr(sorted(given.items())), rounded(len(read) + len(rest))
-            kinds.setdefault(kind, (given, []))[1].append(Request(read, most, rest, self.seed, number))
+            kinds.setdefault(kind, (given, []))[1].append(
+                Request(read, most, rest, (self.seed + number) % 2**32, number)
+            )
         with tqdm(total=len(requests), desc="kvjax", disable=disable_tqdm) as bar:
             for given, alike in kinds.values():
                 until, most, sampling = asked_for(given, self.max_gen_toks)

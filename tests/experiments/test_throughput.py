@@ -34,6 +34,7 @@ def test_every_policy_has_the_rows_that_exact_s_memory_holds(tmp_path, capsys):
     ratio = rows["requests_per_second_over_exact", "streaming_llm"]
     per_second = [rows["requests_per_second", policy]["value"] for policy in ("streaming_llm", "exact")]
     assert ratio["n"] == 2 and 0.3 < ratio["value"] / (per_second[0] / per_second[1]) < 3
+    assert 0 < ratio["ci95_low"] < ratio["value"] < ratio["ci95_high"]
     assert rows["requests_per_second_over_exact", "exact"]["value"] == 1
     assert 0.5 < rows["memory_over_exact", "streaming_llm"]["value"] < 1.5
     assert (tmp_path / "throughput.png").stat().st_size > 3_000
