@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 EXTRAS := experiments,test
 OPS := $(patsubst pallas_kernels/%/benchmark.py,%,$(wildcard pallas_kernels/*/benchmark.py))
 
-.PHONY: demo test test-all lint types unit heavy docs aot aot-gpu measure parity harness adapters constraints clean
+.PHONY: demo test test-all lint types unit heavy docs aot aot-gpu measure device parity harness adapters constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m experiments.demo --verbosity=-1
@@ -51,6 +51,10 @@ measure: $(VENV)/.installed
 	for op in $(OPS); do \
 		$(BIN)/python -m pallas_kernels.$$op.benchmark --output build/kernels/$$op.json || exit 1; \
 	done
+
+# The same and what else half an hour on a device is for, in steps that go on where they were cut off.
+device: $(VENV)/.installed
+	$(BIN)/python -m experiments.device
 
 # The site, in build/docs.
 docs: $(VENV)/.installed-docs

@@ -31,6 +31,7 @@ from experiments import (
     stream_structures,
     streaming_prefill,
     subgen_rates,
+    throughput,
 )
 from experiments.common.options import LANGUAGE_CHECKPOINT, Experiment, Run
 from experiments.common.suites import ABLATIONS, SUITES, SWEPT
@@ -236,6 +237,29 @@ JOBS = {
         _policies("latency, long"),
         cpu={"context_tokens": (16384,)},
         h200={**_LLAMA, "context_tokens": (_LONGEST,)},
+        loads_model=False,
+    ),
+    # Of each system the best: what half an hour on a device has time for.
+    "latency_best": Job(
+        latency.EXPERIMENT,
+        _policies("latency, best"),
+        cpu={"context_tokens": (4096,)},
+        h200={**_LLAMA, "context_tokens": (32768,)},
+        loads_model=False,
+    ),
+    "latency_best_long": Job(
+        latency.EXPERIMENT,
+        _policies("latency, best"),
+        cpu={"context_tokens": (16384,)},
+        h200={**_LLAMA, "context_tokens": (_LONGEST,)},
+        loads_model=False,
+    ),
+    # On the CPU few layers, and as many heads stored as asked: what decoding reads is then mostly caches, as it is in
+    # large models on devices.
+    "throughput": Job(
+        throughput.EXPERIMENT,
+        cpu={"shape": "small-ungrouped", "layers": 2, "context_tokens": (2048,), "exact_rows": (4,)},
+        h200={**_LLAMA, "context_tokens": (32768,), "exact_rows": (2,)},
         loads_model=False,
     ),
     "latency_ungrouped": Job(

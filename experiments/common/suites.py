@@ -75,11 +75,13 @@ SUITES = {
         exact streaming_llm uniform snapkv pyramidkv cam subgen balancekv balancekv_reference chelsea
         chelsea:slope=None clusterkv clusterkv:residual=False quest infinigen"""),
     "latency, long": _suite("20% | streaming_llm balancekv_reference chelsea:slope=None clusterkv:residual=False"),
+    "latency, best": _suite("20% | leverage_scores subgen balancekv chelsea:slope=None clusterkv:residual=False"),
     "latency, ungrouped": _suite("20% | cam chelsea:slope=None clusterkv:residual=False"),
     "latency, chunks": _suite("20% | chelsea:slope=None chelsea:slope=None,chunk=4096 chelsea:slope=None,chunk=16384"),
     "latency, host memory": _suite("""20% |
         clusterkv:residual=False clusterkv:residual=False,host_steps=0 clusterkv:residual=False,host_steps=1
         clusterkv:residual=False,host_steps=2"""),
+    "throughput": _suite("25% | exact leverage_scores subgen balancekv chelsea:slope=None clusterkv:residual=False"),
     "decoding": _suite("""20% |
         exact streaming_llm uniform clustergen:variant=paper clustergen:variant=mean_value subgen balancekv chelsea
         clusterkv quest h2o snapkv"""),

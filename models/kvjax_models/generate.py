@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 import kvjax
+from kvjax.budget import row_bytes
 from kvjax.cache import layer_policy
 from kvjax.policy import Policy, repeat_of
 from kvjax.sharding import shardings
@@ -102,6 +103,26 @@ class Generator:
         # Tokens between two compactions of all layers.
         self.block = min(self.specs[0].max_new, *(policy.compact_every for policy in self.policies))
 
+    def of_rows(self, batch: int) -> "Generator":
+        """The same for another number of rows, whose states' rows can be put among this one's."""
+        return Generator(
+            self.model,
+            self.policies,
+            batch=batch,
+            max_prompt=self.max_prompt,
+            max_new=self.max_new,
+            sampling=self.sampling,
+            eos=self.eos,
+            prefill_chunk=self.prefill_chunk,
+            streaming=self.streaming,
+            beyond_positions=self.beyond_positions,
+        )
+
+    @functools.cached_property
+    def row_bytes(self) -> int:
+        """Bytes that the caches of one row hold on the device, over all layers."""
+        return sum(row_bytes(policy, spec) for policy, spec in zip(self.policies, self.specs, strict=True))
+
     def start(self, seed: int = 0) -> GenerationState:
         """An empty state. Every row has its own randomness, from the seed and its number.
 
@@ -132,24 +153,47 @@ class Generator:
             ValueError: for an empty prompt, a prompt longer than `max_prompt`, more tokens in all than the caches were
                 made for or the model has positions for, or what is no token of the vocabulary.
         """
+        *_, last = self.reading(state, prompts)
+        assert last is not None
+        return last
+
+    def reading(
+        self, state: GenerationState, prompts: Sequence[Sequence[int]], *, shared_lengths: bool = False
+    ) -> Iterator[GenerationState | None]:
+        """As `read`, a piece at a time, for who has other work between: a layer of exact reading, a block of what is
+        read through the caches.
+
+        Args:
+            shared_lengths: pad prompts that are read exactly to lengths that others share (`programs.bucket`), so that
+                prompts of all lengths need few programs.
+
+        Yields:
+            None after every piece; at last the state.
+        """
         positions = np.asarray(state.positions)
         if not self.streaming and not positions.any():
-            return self._read_exactly(state, prompts)
+            yield from self._read_exactly(state, prompts, shared_lengths)
+            return
         tokens, lengths = self.pad(prompts, self.block)
-        self._check_room(positions, lengths)
+        self.check_room(positions, lengths)
         state = _bound(state, self.mesh)
         for block, count in self._blocks(tokens, lengths):
             state = compacted(append_block(self.model, self.mesh, state, block, count))
+            yield None
         check_finite(state)
         check_sound(state, self.mesh)
-        return state
+        yield state
 
-    def _read_exactly(self, state: GenerationState, prompts: Sequence[Sequence[int]]) -> GenerationState:
+    def _read_exactly(
+        self, state: GenerationState, prompts: Sequence[Sequence[int]], shared_lengths: bool
+    ) -> Iterator[GenerationState | None]:
         """Reads the first prompts with exact attention, and compresses each layer when it is done."""
-        tokens, row_lengths = self.pad(prompts, self.prefill_chunk)
-        if (longest := int(row_lengths.max())) > self.max_prompt:
+        longest = max(map(len, prompts), default=0)
+        if longest > self.max_prompt:
             raise ValueError(f"a prompt of {longest} tokens exceeds max_prompt={self.max_prompt}")
         self._check_positions(longest)
+        shared = len(programs.bucket(longest)) if shared_lengths else 1
+        tokens, row_lengths = self.pad(prompts, -(-shared // self.prefill_chunk) * self.prefill_chunk)
         lengths, caches, told = everywhere(row_lengths, self.mesh), [], None
         asked = [asked_queries(policy, tokens.shape[1]) for policy in self.policies]
         repeat, capacity = repeat_of(self.policies), self.specs[0].capacity
@@ -160,8 +204,9 @@ class Generator:
         ):
             cache, told = compress_layer(cache, layer, lengths, told)
             caches.append(cache)
+            yield None
         state = with_prompt(state, caches, last_logits(self.model, layer.x, lengths), lengths)
-        return laid(state, self.mesh)
+        yield laid(state, self.mesh)
 
     def score(
         self, state: GenerationState, texts: Sequence[Sequence[int]]
@@ -187,7 +232,7 @@ class Generator:
         if not self.streaming and not positions.any():
             raise ValueError("score reads through the cache: read a prompt first, or make the generator streaming")
         tokens, lengths = self.pad(texts, self.block)
-        self._check_room(positions, lengths)
+        self.check_room(positions, lengths)
         state = _bound(state, self.mesh)
         scored, likeliest = [], []
         for block, count in self._blocks(tokens, lengths):
@@ -221,7 +266,7 @@ class Generator:
             ValueError: when the caches were not made for so many tokens, or the model has no positions for them; where
                 logits turn NaN or infinite, or a cache is not sound.
         """
-        self._check_room(np.asarray(state.positions), np.where(np.asarray(state.done), 0, max_tokens))
+        self.check_room(np.asarray(state.positions), np.where(np.asarray(state.done), 0, max_tokens))
         state = _bound(state, self.mesh)
         written = in_block = 0
         while written < max_tokens and not np.asarray(state.done).all():
@@ -263,7 +308,8 @@ class Generator:
             )
         return tokens.astype(np.int32), lengths
 
-    def _check_room(self, positions: np.ndarray, more: np.ndarray) -> None:
+    def check_room(self, positions: Int[np.ndarray, "B"], more: Int[np.ndarray, "B"]) -> None:
+        """Raises a ValueError where rows of so many tokens have no room for so many more."""
         capacity = self.max_prompt + self.max_new
         needed = int((positions + more).max())
         if needed > capacity:
@@ -420,14 +466,14 @@ def _bound(state: GenerationState, mesh: Mesh | None) -> GenerationState:
     return state if mesh is not None else jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
 
 
-def _stays(state: GenerationState, mesh: Mesh | None) -> GenerationState:
+def stays(state: GenerationState, mesh: Mesh | None) -> GenerationState:
     """The state where it lay: donated buffers are of use only there."""
     return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(state, mesh))
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
 def _laid(state: GenerationState, mesh: Mesh) -> GenerationState:
-    return _stays(state, mesh)
+    return stays(state, mesh)
 
 
 def _known(x: Array, mesh: Mesh | None) -> Array:
@@ -486,7 +532,7 @@ def append_block(
 ) -> GenerationState:
     """Reads a block of a later prompt: as decoding would token by token, but all of its tokens at once."""
     x, state = _through_caches(model, state, tokens, lengths)
-    return _stays(_with_last_logits(model, state, x, lengths), mesh)
+    return stays(_with_last_logits(model, state, x, lengths), mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
@@ -504,7 +550,7 @@ def score_block(
     logits = jnp.concatenate([before, model.logits(x[:, :-1])], axis=1)
     likelihood = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=-1)[..., 0]
     best = jnp.argmax(logits, axis=-1) == tokens
-    return _stays(_with_last_logits(model, state, x, lengths), mesh), _known(likelihood, mesh), _known(best, mesh)
+    return stays(_with_last_logits(model, state, x, lengths), mesh), _known(likelihood, mesh), _known(best, mesh)
 
 
 def _through_caches(
@@ -552,8 +598,12 @@ def decode_block(
     block: int,
     state: GenerationState,
     steps: Int[Array, ""],
+    ends: Int[Array, "B"] | None = None,
 ) -> tuple[GenerationState, Int[Array, "B block"], Int[Array, ""]]:
     """Up to `steps` decoding steps in one loop: sample from the logits, read the token, get the next logits.
+
+    Args:
+        ends: tokens of each row, read and written, with which its turn ends at the latest.
 
     Returns:
         The state, the tokens (`NO_TOKEN` where a row had ended) and how many steps were taken.
@@ -571,10 +621,13 @@ def decode_block(
         x, state = _through_caches(model, state, jnp.where(running, token, 0)[:, None], lengths)
         logits = model.logits(x[:, 0])
         ended = jnp.isin(token, jnp.asarray(eos, jnp.int32)) if eos else jnp.zeros_like(state.done)
+        positions = state.positions + lengths
+        if ends is not None:
+            ended |= positions >= ends
         state = dataclasses.replace(
             state,
             logits=jnp.where(running[:, None], logits, state.logits),
-            positions=state.positions + lengths,
+            positions=positions,
             done=state.done | ended,
             sampling_keys=jax.random.wrap_key_data(
                 jnp.where(
@@ -585,7 +638,7 @@ def decode_block(
             ),
             not_finite=state.not_finite + (running & ~finite(logits)),
         )
-        return number + 1, _stays(state, mesh), tokens
+        return number + 1, stays(state, mesh), tokens
 
     def running(carry):
         number, state, _ = carry
@@ -593,7 +646,7 @@ def decode_block(
 
     start = (jnp.zeros((), jnp.int32), state, jnp.full((state.done.shape[0], block), NO_TOKEN, jnp.int32))
     taken, state, tokens = jax.lax.while_loop(running, step, start)
-    return _stays(state, mesh), _known(tokens, mesh), _known(taken, mesh)
+    return stays(state, mesh), _known(tokens, mesh), _known(taken, mesh)
 
 
 # All that sizes and policies compile.

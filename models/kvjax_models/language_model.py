@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import huggingface_hub
@@ -15,6 +15,8 @@ import kvjax
 from kvjax.budget import Budget
 from kvjax.registry import AnyPolicy, sized
 from kvjax_models import checkpoint, programs, tokenizer
+from kvjax_models.batching import Request, rows_of
+from kvjax_models.completions import Completion, Watch, completions, in_order
 from kvjax_models.generate import Generator, cache_specs, collect
 from kvjax_models.llama import Llama
 from kvjax_models.sampling import Sampling
@@ -62,13 +64,16 @@ class LanguageModel:
             beyond_positions: see `Generator`.
 
         Returns:
-            The new text, or one per prompt.
+            The new text, or one per prompt. All stand side by side; `generate_many` takes a few at a time.
 
         Raises:
             ValueError: for what is no policy, a budget that it cannot have, or an empty prompt.
         """
         prompts = [self.encode(text) for text in ([prompt] if isinstance(prompt, str) else prompt)]
-        generator = self._shared_generator(policy, budget, prompts, max_new_tokens, sampling, beyond_positions)
+        longest = max(map(len, prompts), default=0)
+        generator = self._shared_generator(
+            policy, budget, len(prompts), longest, max_new_tokens, sampling, beyond_positions
+        )
         state = generator.read(generator.start(seed), prompts)
         rows: list[list[int]] = [[] for _ in prompts]
         for newest, tokens in generator.write(state, max_new_tokens):
@@ -96,7 +101,7 @@ class LanguageModel:
             every: tokens between two looks; more of them are quicker.
         """
         tokens = self.encode(prompt)
-        generator = self._shared_generator(policy, budget, [tokens], max_new_tokens, sampling, beyond_positions)
+        generator = self._shared_generator(policy, budget, 1, len(tokens), max_new_tokens, sampling, beyond_positions)
         state = generator.read(generator.start(seed), [tokens])
         streamer = Streamer(self.tokenizer, context=tokens)
         for newest, block in generator.write(state, max_new_tokens, every):
@@ -106,6 +111,65 @@ class LanguageModel:
         kvjax.check(state)
         if piece := streamer.flush():
             yield piece
+
+    def generate_many(
+        self,
+        prompts: Iterable[Prompt],
+        policy: AnyPolicy = "exact",
+        budget: int | str | Budget | None = None,
+        *,
+        batch_size: int | str = 8,
+        max_new_tokens: int = 256,
+        max_prompt: int | None = None,
+        sampling: Sampling | None = None,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        watch: Watch | None = None,
+        pieces: int | None = None,
+        beyond_positions: bool = False,
+    ) -> Iterator[Completion]:
+        """Continues any number of texts or conversations, a few at a time, by continuous batching (`batching`).
+
+        Args:
+            batch_size: rows, or bytes for their caches ("2GiB"): the less a policy keeps, the more rows.
+            max_prompt: most tokens of a prompt, for which caches are made. With it prompts are taken as rows fall free;
+                without it all are taken first, and it is the longest.
+            seed: of the first prompt; the next ones have those that follow, so that what is sampled does not depend on
+                the batch: it is what `generate` gives to the prompt alone with its seed, in caches of the same size.
+            stop: strings that end a text and are no part of it.
+            watch: called with a prompt's number and every new piece of its text.
+            pieces: see `batching.complete`: a small number has running texts wait less for new prompts.
+
+        Yields:
+            Completions in the order of the prompts.
+
+        Raises:
+            ValueError: as `generate`, with the number of the prompt.
+        """
+        encoded: Iterable[list[int]] = map(self.encode, prompts)
+        if max_prompt is None:
+            encoded = list(encoded)
+            max_prompt = max(map(len, encoded), default=0)
+        generator = self.many_generator(
+            policy, budget, batch_size, max_prompt, max_new_tokens, sampling, beyond_positions
+        )
+        requests = (Request(prompt, max_new_tokens, seed=seed + number) for number, prompt in enumerate(encoded))
+        found = completions(self.tokenizer, generator, requests, stop=stop, watch=watch, pieces=pieces)
+        return in_order(found)
+
+    def many_generator(
+        self,
+        policy: AnyPolicy,
+        budget: int | str | Budget | None,
+        batch_size: int | str,
+        longest: int,
+        max_new: int,
+        sampling: Sampling | None = None,
+        beyond_positions: bool = False,
+    ) -> Generator:
+        """A generator of so many rows, or bytes of them, for prompts of up to so many tokens."""
+        one = self._shared_generator(policy, budget, 1, longest, max_new, sampling, beyond_positions)
+        return one.of_rows(rows_of(batch_size, one))
 
     def generator(
         self,
@@ -138,17 +202,18 @@ class LanguageModel:
         self,
         policy: AnyPolicy,
         budget: int | str | Budget | None,
-        prompts: Sequence[Sequence[int]],
+        batch: int,
+        longest: int,
         max_new: int,
         sampling: Sampling | None,
         beyond_positions: bool,
     ) -> Generator:
-        """A generator for these prompts, whose programs others of nearly their length share."""
-        lengths = programs.bucket(max(map(len, prompts), default=0))
+        """A generator for prompts of up to so many tokens, whose programs others of nearly their length share."""
+        lengths = programs.bucket(longest)
         return self.generator(
             policy,
             budget,
-            batch=len(prompts),
+            batch=batch,
             max_prompt=lengths[-1],
             max_new=max_new,
             sampling=sampling,

@@ -25,7 +25,9 @@ from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
 import kvjax
-from kvjax_models.generate import GenerationState, Generator, collect
+from kvjax_models.batching import Request
+from kvjax_models.completions import completions
+from kvjax_models.generate import Generator
 from kvjax_models.language_model import load
 from kvjax_models.sampling import Sampling
 
@@ -42,13 +44,13 @@ class KvjaxLM(TemplateLM):
     Args:
         path: a Hugging Face directory, or a model's name on the hub.
         policy, budget: as for `kvjax_models.load(path).generate`; a share is one of what exact holds for the longest
-            prompt of a batch.
-        batch_size: rows that are read and written side by side.
+            prompt of those that share caches' sizes, at most a fifth longer.
+        batch_size: rows that are read and written side by side; answers are written by continuous batching.
         max_length: most tokens of a prompt and what follows it; the model's own by default. Longer prompts lose their
             first tokens, as they do in the harness's other models, and a warning says how many did.
         max_gen_toks: most tokens of an answer where a task does not say.
         dtype: of parameters and arithmetic ("float32"); the file's own by default.
-        seed: of sampling and of policies' randomness.
+        seed: of policies' randomness; the nth request to write samples with seed + n.
         split_at: what stands before every question, see above.
         add_bos_token: whether what the checkpoint puts before a text is put before prompts.
 
@@ -184,40 +186,26 @@ class KvjaxLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         found: list[Any] = [None] * len(requests)
-        kinds: dict[str, list[int]] = {}
+        # Those that are asked for alike, and go into caches of one size.
+        kinds: dict[tuple[str, int], tuple[dict[str, Any], list[Request]]] = {}
         for number, request in enumerate(requests):
-            kinds.setdefault(repr(sorted(request.args[1].items())), []).append(number)
-        for numbers in kinds.values():
-            given = requests[numbers[0]].args[1]
-            until, most, sampling = asked_for(given, self.max_gen_toks)
-            asked = [self._shortened(self.tok_encode(requests[number].args[0]), most) for number in numbers]
-            for places, batch in self._batches(asked, lambda one: sum(map(len, one))):
-                for place, text in zip(places, self._written(batch, most, until, sampling), strict=False):
-                    found[numbers[place]] = text
-                    self.cache_hook.add_partial("generate_until", requests[numbers[place]].args, text)
+            text, given = request.args
+            most = asked_for(given, self.max_gen_toks)[1]
+            read, rest = self._shortened(self.tok_encode(text), most)
+            kind = repr(sorted(given.items())), rounded(len(read) + len(rest))
+            kinds.setdefault(kind, (given, []))[1].append(
+                Request(read, most, rest, (self.seed + number) % 2**32, number)
+            )
+        with tqdm(total=len(requests), desc="kvjax", disable=disable_tqdm) as bar:
+            for given, alike in kinds.values():
+                until, most, sampling = asked_for(given, self.max_gen_toks)
+                longest, following = (max(len(getattr(one, name)) for one in alike) for name in ("prompt", "then"))
+                generator = self.generator(longest, following + most, sampling)
+                for one in completions(self.tokenizer, generator, alike, stop=until):
+                    found[one.number] = one.text
+                    self.cache_hook.add_partial("generate_until", requests[one.number].args, one.text)
+                    bar.update()
         return found
-
-    def _written(
-        self, batch: Sequence[tuple[list[int], list[int]]], most: int, until: Sequence[str], sampling: Sampling
-    ) -> list[str]:
-        """What follows each prompt, up to what ends it."""
-        read, rest = ([row[part] for row in batch] for part in (0, 1))
-        generator = self.generator(max(map(len, read)), max(map(len, rest)) + most, sampling)
-        state: GenerationState = generator.read(generator.start(self.seed), read)
-        if any(rest):
-            if not all(rest):
-                raise ValueError(f"split_at={self.split_at!r} stands in some prompts only")
-            state = generator.read(state, rest)
-        rows: list[list[int]] = [[] for _ in batch]
-        texts = [""] * len(batch)
-        for newest, tokens in generator.write(state, most):
-            state = newest
-            collect(rows, tokens)
-            texts = [self.tokenizer.decode(row) for row in rows]
-            if all(any(end in text for end in until) for text in texts):
-                break
-        kvjax.check(state)
-        return [text[: min((place for end in until if (place := text.find(end)) >= 0), default=None)] for text in texts]
 
 
 def asked_for(given: dict[str, Any], max_gen_toks: int) -> tuple[list[str], int, Sampling]:

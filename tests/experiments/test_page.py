@@ -25,7 +25,7 @@ PRINTED = {
     ("papers/chelsea.md", ""): (range(1, 9), range(1, 12)),
 }
 # No experiments: they show, compile for other machines, or run the others.
-OTHER_COMMANDS = {"demo", "ahead_of_time", "pod_plan", "all"}
+OTHER_COMMANDS = {"demo", "ahead_of_time", "pod_plan", "all", "device"}
 
 
 @pytest.mark.parametrize(("path", "paper"), PRINTED)

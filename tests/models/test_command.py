@@ -1,6 +1,7 @@
 """The console command, called in this process; `tests/models/test_wheel.py` calls the installed one."""
 
 import io
+import json
 import shutil
 
 import pytest
@@ -84,6 +85,49 @@ def test_generate_continues_a_saved_prefix(kvjax, asked, tmp_path):
     assert [task.parse_answer(answer) for answer in answers] == [asked.answer] * 2
 
 
+def test_generate_takes_a_file_of_prompts_and_goes_on_with_it(kvjax, asked, tmp_path):
+    question, output = asked.context + asked.question, tmp_path / "out" / "texts.jsonl"
+    lines = [question, {"id": "short", "prompt": "Read the record.", "max_new_tokens": 3}, {"prompt": question[:200]}]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    words = (
+        "generate", MODEL, f"--prompts_file={tmp_path / 'prompts.jsonl'}", f"--output={output}", "--batch_size=2",
+        "--max_new_tokens=8", "--policy=exact:compact_every=4",
+    )  # fmt: skip
+    assert "3 prompts through 2 rows, whose caches take" in kvjax(*words).err
+    whole = output.read_text()
+    rows = [json.loads(line) for line in whole.splitlines()]
+    assert [row["number"] for row in rows] == [0, 1, 2] and [row.get("id") for row in rows] == [None, "short", None]
+    assert task.parse_answer(rows[0]["text"]) == asked.answer
+    assert rows[1]["new_tokens"] == 3 and rows[1]["finish_reason"] == "length"
+    with pytest.raises(SystemExit, match="texts.jsonl is there already: go on with --resume"):
+        kvjax(*words)
+    # As a kill may leave it: rows as they ended, and one that was cut off.
+    first, _, last = whole.splitlines()
+    output.write_text(f"{last}\n{first[:30]}")
+    assert "2 prompts through 4 rows" in kvjax(*words, "--resume", "--batch_size=4").err
+    assert output.read_text() == whole
+    with pytest.raises(SystemExit, match=r"texts.jsonl is not of this run: sampling is {'temperature': 0.0}, not"):
+        kvjax(*words, "--resume", "--temperature=1")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 1: Expecting property name"),
+        ("3", "line 1: it must be a text, or an object with either prompt or messages"),
+        ('{"prompt": "x", "max_tokens": 3}', "line 1: max_tokens: not known; known are id, max_new_tokens, messages"),
+        ('{"prompt": "x", "seed": "1"}', "line 1: seed='1'; it must be a whole number"),
+        ('{"prompt": 1}', "line 1: prompt must be a text, messages a list of objects"),
+        ('{"prompt": "x", "max_new_tokens": 0}', "line 1: a prompt of .* tokens, 0 to write: at least 1 each"),
+        ("", "holds no prompt"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(kvjax, tmp_path, line, message):
+    (tmp_path / "prompts.jsonl").write_text(f"{line}\n")
+    with pytest.raises(SystemExit, match=message):
+        kvjax("generate", MODEL, f"--prompts_file={tmp_path / 'prompts.jsonl'}", f"--output={tmp_path / 'texts'}")
+
+
 def test_bench_stands_beside_exact(kvjax):
     done = kvjax(
         "bench", MODEL, "--context_tokens=300", "--tokens=4", "--turns=2", "--policy=uniform:recent=16",
@@ -120,6 +164,9 @@ def test_policies_are_listed_with_their_settings(kvjax):
         (("generate", MODEL, "--prompt=x", "--policy=uniform"), "kvjax: a budget of 25% of"),
         (("generate", MODEL, "--prompt=x", "--max_new_tokens=0"), "kvjax: --max_new_tokens and --save_every must be"),
         (("generate", MODEL, "--prompt=x", "--temperature=-1"), "kvjax: temperature=-1"),
+        (("generate", MODEL, "--prompt=x", "--stop=y"), "kvjax: --stop goes with --prompts_file only"),
+        (("generate", MODEL, "--prompts_file=x"), "kvjax: --prompts_file and --output go together"),
+        (("generate", MODEL, "--prompts_file=x", "--output=y", "--prompt=z"), "does not go with --prompt"),
         (("chat", MODEL), "kvjax: this checkpoint has no chat template"),
         (("policies", "no_such"), "kvjax: policy 'no_such' is not known"),
         (("bench", MODEL, "--turns=0"), "kvjax: --context_tokens, --batch, --tokens and --turns must be at least 1"),

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import kvjax
 from kvjax.sharding import rename_axes
-from kvjax_models import checkpoint, generate, lowering, prefill
+from kvjax_models import batching, checkpoint, generate, lowering, prefill
 from kvjax_models.llama import Llama, LlamaConfig
 from kvjax_models.saved_states import SavedStates
 from kvjax_models.sharding import mesh_of, parameter_shardings, place
@@ -376,3 +376,21 @@ def test_what_devices_do_not_divide_lies_whole():
     layer = placed["layers"][0]
     specs = [placed["embedding"]["embedding"], layer["mlp"]["up"]["kernel"], layer["attention"]["query"]["kernel"]]
     assert [one.spec for one in specs] == [jax.P(None), jax.P(None, ("tensor",)), jax.P(None, ("tensor",))]
+
+
+@on_devices
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", ["exact", "chelsea"])
+def test_rows_give_place_to_further_prompts_on_a_mesh(name):
+    def texts(mesh):
+        placed = model() if mesh is None else place(model(), mesh)
+        made = generate.Generator(placed, POLICIES[name], **{**SIZES, "batch": 2}, prefill_chunk=4)
+        rows = {}
+        for written in batching.complete(made, [batching.Request(prompt, 9) for prompt in PROMPTS]):
+            rows.setdefault(written.number, []).extend(written.tokens)
+        return rows
+
+    layers = kvjax.make_mesh(CONFIG.kv_heads, data=1, tensor=DEVICES)
+    assert texts(layers) == texts(None)
+    with pytest.raises(ValueError, match="cannot be divided among 2 groups of devices"):
+        texts(kvjax.make_mesh(CONFIG.kv_heads, data=2, tensor=DEVICES // 2))

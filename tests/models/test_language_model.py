@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from experiments.common import settings
 from experiments.common.options import LANGUAGE_CHECKPOINT
-from kvjax_models import checkpoint, language_model, load
+from kvjax_models import checkpoint, completions, language_model, load
 from kvjax_models.command.chat import Chat, Conversation
 from kvjax_models.generate import generate
 from kvjax_models.sampling import Sampling
@@ -45,6 +45,29 @@ def test_streams_the_same_text_whatever_the_pieces(llm):
     hot = {"sampling": Sampling(temperature=2.0), "max_new_tokens": 8}
     assert llm.generate(TEXT, seed=1, **hot) == "".join(llm.stream(TEXT, seed=1, **hot))
     assert llm.generate(TEXT, seed=1, **hot) != llm.generate(TEXT, seed=2, **hot)
+
+
+def test_many_prompts_come_in_order_with_the_text_of_each_alone(llm):
+    prompts = [TEXT[7 * start :] for start in range(5)]
+    pieces = {}
+    given = {"batch_size": 2, "max_new_tokens": 20, "sampling": Sampling(0.5)}
+    watch = lambda number, piece: pieces.setdefault(number, []).append(piece)  # noqa: E731
+    found = list(llm.generate_many(prompts, seed=3, watch=watch, **given))
+    assert [one.number for one in found] == list(range(5))
+    assert ["".join(pieces[number]) for number in range(5)] == [one.text for one in found]
+    alone = llm.generate(prompts[4], max_new_tokens=20, sampling=Sampling(0.5), seed=7)
+    assert alone == found[4].text == llm.tokenizer.decode(found[4].tokens)
+    # One by one, as rows fall free, where it is said how long they may be; up to a string that ends them.
+    end = found[0].text[3:6]
+    stopped = list(llm.generate_many(iter(prompts), seed=3, max_prompt=256, stop=[end], **given))
+    assert [one.text for one in stopped] == [one.text.partition(end)[0] for one in found]
+    assert stopped[0].finish_reason == "stop" and list(llm.generate_many([])) == []
+
+
+def test_what_may_begin_an_end_is_not_shown_before_it_is_known():
+    assert [completions._settled(text, ["\n\n", "END"]) for text in ("", "a", "a long\n", "text\ufffd")] == [0, 0, 5, 2]
+    assert completions._settled("text\ufffd", []) == 4
+    assert completions._ends("one\n\ntwo END", ["END", "\n\n"]) == 3
 
 
 @pytest.mark.parametrize("policy", ["streaming_llm", kvjax.StreamingLLM])

@@ -11,6 +11,10 @@ A long text can be read and compressed once, and asked about many times:
 
     kvjax generate --model DIR --prompt_file TEXT --save_prefix READ --max_new_tokens 512
     kvjax generate --model DIR --prefix READ --prompt_file QUESTION1 --prompt_file QUESTION2 --max_new_tokens 64
+
+Many prompts go through a few rows (`command.many`):
+
+    kvjax generate --model DIR --prompts_file IN.jsonl --output OUT.jsonl --batch_size 8
 """
 
 import dataclasses
@@ -19,8 +23,9 @@ import time
 
 import kvjax
 from kvjax_models import identity
+from kvjax_models.command import many
 from kvjax_models.command.options import WritingOptions, held, read_text, repeatable, say, tell
-from kvjax_models.generate import Generator, collect
+from kvjax_models.generate import collect
 from kvjax_models.language_model import LanguageModel
 from kvjax_models.saved_states import SavedStates
 from kvjax_models.tokenizer import Streamer
@@ -36,12 +41,21 @@ class Generate(WritingOptions):
     streaming: bool = False  # Read the text through the cache, in memory that does not grow.
     save_dir: str | None = None  # Where the run saves itself.
     save_every: int = 256  # Tokens between two saves, in whole blocks.
-    resume: bool = False  # Go on where the newest save in --save_dir stands.
+    resume: bool = False  # Go on where the newest save in --save_dir, or --output, stands.
     save_prefix: str | None = None  # Read the text, save the compressed cache here; --max_new_tokens is its room.
     prefix: str | None = None  # Continue what --save_prefix saved here.
+    prompts_file: str | None = None  # Many prompts instead, a JSON text or object per line; with --output.
+    output: str | None = None  # Where what was written to each of them goes, a JSON object per line.
+    batch_size: str = "8"  # Rows that they go through (8), or bytes for their caches (2GiB).
+    stop: list[str] = repeatable("TEXT")  # Ends what is written to one of them, and is no part of it; repeatable.
 
     def run(self) -> None:
         _check(self)
+        if self.prompts_file is not None:
+            assert self.output is not None
+            llm = self.load()
+            many.write_file(self, llm, self.prompts_file, self.output, self.batch_size, self.stop, self.resume)
+            return
         texts = [*([self.prompt] if self.prompt is not None else []), *map(read_text, self.prompt_file)]
         llm = self.load()
         if self.prefix is not None:
@@ -53,8 +67,13 @@ class Generate(WritingOptions):
 def _check(given: Generate) -> None:
     """Raises a ValueError for options that do not go together."""
     texts = (given.prompt is not None) + len(given.prompt_file)
+    if given.prompts_file is not None or given.output is not None:
+        _check_many(given, texts)
+        return
+    if given.stop:
+        raise ValueError("--stop goes with --prompts_file only")
     if texts == 0:
-        raise ValueError("give --prompt TEXT or --prompt_file FILE (- for standard input)")
+        raise ValueError("give --prompt TEXT or --prompt_file FILE (- for standard input), or --prompts_file FILE")
     if texts > 1 and given.prefix is None:
         raise ValueError("several texts go with --prefix only")
     if given.resume and given.save_dir is None:
@@ -65,6 +84,18 @@ def _check(given: Generate) -> None:
         raise ValueError("--prefix goes with neither --save_dir nor --save_prefix")
     if given.max_new_tokens < 1 or given.save_every < 1:
         raise ValueError("--max_new_tokens and --save_every must be at least 1")
+    given.choice, given.sampling  # noqa: B018  refused before a model is loaded
+
+
+def _check_many(given: Generate, texts: int) -> None:
+    if given.prompts_file is None or given.output is None:
+        raise ValueError("--prompts_file and --output go together")
+    others = ("save_dir", "save_prefix", "prefix", "streaming", "chat")
+    beside = [name for name in others if getattr(given, name)] + ["prompt"] * bool(texts)
+    if beside:
+        raise ValueError(f"--prompts_file does not go with --{beside[0]}")
+    if given.max_new_tokens < 1:
+        raise ValueError("--max_new_tokens must be at least 1")
     given.choice, given.sampling  # noqa: B018  refused before a model is loaded
 
 
@@ -132,14 +163,7 @@ def _continue_prefix(given: Generate, llm: LanguageModel, saved: SavedStates, te
     sizes = saved.sizes()
     alone = llm.generator(given.choice, **sizes, sampling=given.sampling, beyond_positions=given.beyond_positions)
     _, prefix, notes = saved.restore(alone, _of_prefix(llm))
-    many = Generator(
-        llm.model,
-        alone.policies,
-        **{**sizes, "batch": len(texts)},
-        sampling=alone.sampling,
-        eos=alone.eos,
-        beyond_positions=given.beyond_positions,
-    )
+    many = alone.of_rows(len(texts))
     forks = many.reseeded(kvjax.repeat_rows(prefix, len(texts)), given.seed)
     state = many.read(forks, [_encoded(given, llm, text, True) for text in texts])
     rows: list[list[int]] = [[] for _ in texts]
