@@ -149,13 +149,13 @@ JOBS = {
         cpu={"position": (2015,), "documents": 100, "seed": 50},
         h200={"documents": 100, "context_tokens": 8192, "seed": 50},
     ),
+    "few_bits_decoding": Job(
+        decode_speed.EXPERIMENT, _suite("few bits, decoding"), cpu={"context_tokens": (32768,)}, loads_model=False
+    ),
     "low_precision": Job(low_precision.EXPERIMENT),
     "storage_forms": Job(storage_forms.EXPERIMENT),
     "storage_forms_language": Job(
-        storage_forms.EXPERIMENT,
-        {"model": LANGUAGE_CHECKPOINT, "recorded_tokens": 1900},
-        cpu={},
-        loads_model=False,
+        storage_forms.EXPERIMENT, {"model": LANGUAGE_CHECKPOINT, "recorded_tokens": 1900}, cpu={}, loads_model=False
     ),
     "needle_in_haystack": Job(
         needle_in_haystack.EXPERIMENT,

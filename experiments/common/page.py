@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from experiments.common import comparisons, ranking, sections, task_tables
+from experiments.common import comparisons, ranking, sections, task_tables, width_tables
 from experiments.common.jobs import JOBS, PROFILES
 from experiments.common.processes import ROOT, command
 from experiments.common.results import Row, from_flat
@@ -48,6 +48,8 @@ def collect(found: Results, machine: str) -> dict[str, Done]:
 
     def shown(job: str, row: Row) -> bool:
         if job in _BESIDE_KVPRESS or any(swept.job == job and swept.takes(row) for swept in task_tables.SWEPT):
+            return True
+        if width_tables.takes(job, row):
             return True
         return any(job in figure.jobs and figure.takes(row) for _, _, figure in sections.figures())
 
@@ -98,6 +100,8 @@ def write(found: Mapping[str, Results], directory: pathlib.Path) -> list[pathlib
         written[-1].write_text(text, encoding="utf-8")
     if swept := _swept(found):
         written += task_tables.draw({job: done.rows for job, done in swept.items()}, directory / "images")
+    if widths := _of_widths(found):
+        written += width_tables.draw({job: done.rows for job, done in widths.items()}, directory / "images")
     for section in (section for own in sections.pages() for section in own.sections):
         _, taken = _taken(section, found)
         if section.picture and taken:
@@ -214,13 +218,31 @@ def _tasks(found: Mapping[str, Results]) -> Iterator[str]:
         yield _typed(swept)
 
 
+def _of_widths(found: Mapping[str, Results]) -> Results:
+    """The jobs on widths of the largest profile that ran any."""
+    of_profiles = (
+        {job: jobs[job] for job in width_tables.JOBS.values() if job in jobs} for jobs in _largest_first(found)
+    )
+    return next(filter(None, of_profiles), {})
+
+
+def _widths(found: Mapping[str, Results]) -> Iterator[str]:
+    if widths := _of_widths(found):
+        yield width_tables.section({job: done.rows for job, done in widths.items()})
+        yield _typed(widths)
+
+
 def _peers(found: Mapping[str, Results]) -> Iterator[str]:
     for job, about in _BESIDE_KVPRESS.items():
         if peers := next((jobs[job] for jobs in _largest_first(found) if job in jobs), None):
             yield from (about, ranking.section(peers.rows), _typed({job: peers}))
 
 
-GENERATED: dict[str, Callable[[Mapping[str, Results]], Iterable[str]]] = {"tasks": _tasks, "peers": _peers}
+GENERATED: dict[str, Callable[[Mapping[str, Results]], Iterable[str]]] = {
+    "tasks": _tasks,
+    "peers": _peers,
+    "widths": _widths,
+}
 
 
 def _typed(jobs: Results, at_papers_size: str = "") -> str:

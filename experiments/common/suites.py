@@ -68,6 +68,8 @@ SUITES = {
     "few bits": _suite(f"""6.25% 3.125% |
         exact exact:storage=int8 exact:storage=int4 exact:storage=int3 exact:storage=int2
         {SHARED} {SHARED},storage=int8 {SHARED},storage=int4 {SHARED},storage=int3 {SHARED},storage=int2"""),
+    "few bits, decoding": _suite("""20% |
+        exact exact:storage=int8 exact:storage=int4 exact:storage=int3 exact:storage=int2 exact:storage=fp8"""),
     "low precision": _suite("""384 |
         exact exact:storage=int8 uniform keydiff quest clusterkv subgen chelsea clustergen balancekv"""),
     "peers, quick": _suite("50% | exact streaming_llm kvzip:head_floor=0.0"),

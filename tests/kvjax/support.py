@@ -121,8 +121,6 @@ every_policy = pytest.mark.parametrize("name", each(POLICIES))
 # For what states of few kinds tell apart.
 few_policies = pytest.mark.parametrize("name", each(POLICIES, quick=("exact", "uniform", "subgen_mean_value")))
 
-# Compiling takes most of the tests' time; the programs are small enough to run unoptimised.
-
 
 class Stream(NamedTuple):
     keys: np.ndarray  # [B, N, H_kv, D]

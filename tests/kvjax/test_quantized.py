@@ -1,4 +1,4 @@
-"""Storage in eight bits: what attention reads, what storing again changes, and bytes."""
+"""Storage in eight bits and fewer: what attention reads, what storing again changes, and bytes."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from kvjax.recall import BlockStore
 from kvjax.registry import POLICIES as REGISTERED
 from kvjax.segment import map_parts
 from kvjax.state import map_fields
-from kvjax.storage import FORMATS, rotation
+from kvjax.storage import FORMATS, rotation, store
 from tests.kvjax.support import (
     CLUSTERS,
     HEAD_DIM,
@@ -206,6 +206,36 @@ def test_storing_again_changes_no_bit_of_what_stays(name, storage, dtype):
     for before, later in zip(*(jax.tree.leaves(of.state) for of in (cache, again)), strict=True):
         if not jax.dtypes.issubdtype(before.dtype, jax.dtypes.prng_key):
             np.testing.assert_array_equal(bits(before), bits(later))
+
+
+@pytest.mark.heavy
+@every
+def test_a_stream_of_131072_tokens_changes_no_bit_of_what_stays(storage):
+    spec = make_spec(max_new=2**17)
+    policy = kvjax.Quantized(kvjax.StreamingLLM(36, compact_every=32), storage)
+    cache = kvjax.init(policy, spec, row_keys())
+    shape = (spec.batch, 32, spec.kv_heads, HEAD_DIM)
+    draw = lambda number: jax.random.normal(jax.random.key(number), (2, *shape))  # noqa: E731
+
+    @jax.jit
+    def stream(cache, numbers):
+        def block(cache, number):
+            return kvjax.compact(kvjax.append(cache, *draw(number))), None
+
+        return jax.lax.scan(block, cache, numbers)[0]
+
+    early = stream(cache, jnp.arange(2))
+    late = stream(early, jnp.arange(2, 2**12))
+    assert (kvjax.tokens(late) == 2**17).all()
+    center = late.state.center
+    np.testing.assert_array_equal(center, early.state.center)
+    kept = [state.numbers.window.keys[:, :, 32:] for state in (early.state, late.state)]  # the sinks
+    np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in kept))
+    keys, values = (x.swapaxes(1, 2) for x in draw(2**12 - 1))  # the last block, stored once
+    expected = store(keys - center[:, :, None], FORMATS[storage], unbiased=True), store(values, FORMATS[storage])
+    for name, own in zip(("keys", "values"), expected, strict=True):
+        found = getattr(late.state.numbers.window, name)[:, :, :32]
+        assert np.mean(np.asarray(found).view(np.uint8) != np.asarray(own.numbers).view(np.uint8)) < 1e-3  # near ties
 
 
 @pytest.mark.parametrize("storage", ["int8", "fp8"])  # keys of fewer bits are stretched

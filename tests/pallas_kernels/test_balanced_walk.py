@@ -29,7 +29,6 @@ if jax.default_backend() != "cpu":
     FORMS["device"] = {}  # the kernel of this machine, as programs run it
 every_form = pytest.mark.parametrize("form", FORMS)
 quick_form = pytest.mark.parametrize("form", [form for form in FORMS if form != "mosaic_tpu_checked"])
-# Compiling takes most of the time.
 # How near to its probability a draw may lie, and how near to each other two distances, for rounding to decide.
 TOLERANCE = 1e-4
 

@@ -32,7 +32,6 @@ FORMS = {
 }
 checked_form = pytest.mark.parametrize("form", ("xla", "mosaic_tpu_checked"))
 quick_form = pytest.mark.parametrize("form", ("xla", "mosaic_tpu"))
-# Compiling takes most of the time.
 # Relative to the largest sum: what rounding entries, rows and weights to the type costs.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "int8": 2e-6, "float8_e4m3fn": 2e-6}
 

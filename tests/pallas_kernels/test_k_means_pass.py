@@ -28,7 +28,6 @@ if jax.default_backend() != "cpu":
     FORMS["device"] = {}  # the kernel of this machine, as programs run it
 every_form = pytest.mark.parametrize("form", FORMS)
 quick_form = pytest.mark.parametrize("form", [form for form in FORMS if form != "mosaic_tpu_checked"])
-# Compiling takes most of the time.
 TOLERANCE = 2e-6  # relative to norms
 
 

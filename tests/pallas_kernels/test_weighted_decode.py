@@ -41,7 +41,6 @@ if jax.default_backend() != "cpu":
     FORMS["device"] = {}  # the kernel of this machine, as programs run it
 every_form = pytest.mark.parametrize("form", FORMS)
 quick_form = pytest.mark.parametrize("form", [form for form in FORMS if form in ("xla", "mosaic_tpu", "device")])
-# Compiling takes most of the time.
 # Relative to the largest sum: what rounding entries, rows and weights to the type costs.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-6, "int8": 2e-6, "float8_e4m3fn": 2e-6}
 

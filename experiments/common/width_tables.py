@@ -1,0 +1,89 @@
+"""What numbers of fewer bits keep of exact's results, alone and behind a selection, by bytes: told and drawn."""
+
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+
+from experiments.common import comparisons, plots, results, task_tables
+from experiments.common.results import Estimate, Row
+from experiments.common.task_tables import Line
+
+# Under the names of the sweeps that they are parts of.
+JOBS = {"ruler": "few_bits", "perplexity": "few_bits_perplexity"}
+PICTURE = "few_bits.png"
+SCORES = {"ruler": "needle tasks, right answers", "perplexity": "perplexity, of exact's (less is better)"}
+MARKERS = {None: "o", "int8": "s", "int4": "D", "int3": "^", "int2": "v"}
+
+
+def found(jobs: Mapping[str, Sequence[Row]]) -> list[Line]:
+    """Every setting's scores, from rows by job."""
+    return task_tables.lines({sweep: jobs.get(job, ()) for sweep, job in JOBS.items()})
+
+
+def takes(job: str, row: Row) -> bool:
+    """Whether a row of a job is shown."""
+    return any(JOBS.get(swept.job) == job and swept.takes(row) for swept in task_tables.SWEPT)
+
+
+def section(jobs: Mapping[str, Sequence[Row]]) -> str:
+    """A line per setting in Markdown; empty where nothing was run."""
+    every = sorted(found(jobs), key=lambda line: (line.policy != "exact", -line.fraction))
+    if not every:
+        return ""
+    head = ["", "bytes, of float32's", "of bfloat16's", *SCORES.values()]
+    cells = (
+        [f"`{line.label}`", *(f"{times * line.fraction:.1%}" for times in (1, 2)), *map(_written, _scores(line))]
+        for line in every
+    )
+    picture = f"![results against bytes, by bits of a number](../images/{PICTURE})"
+    return "\n\n".join(["## By bytes", comparisons.markdown(head, cells), picture])
+
+
+def draw(jobs: Mapping[str, Sequence[Row]], directory: pathlib.Path) -> list[pathlib.Path]:
+    """A panel per score, against bytes: a marker per width, a colour per policy. Gives where it is."""
+    every = found(jobs)
+    drawn, axes = plots.plt.subplots(1, len(SCORES), figsize=(11, 4.4), layout="constrained")
+    for axis, (sweep, title) in zip(axes, SCORES.items(), strict=True):
+        for line in every:
+            if score := line.of_job(sweep):
+                _point(axis, line, score)
+        axis.set(title=title, xscale="log", xlabel="bytes, % of float32's")
+        ticks = [3, 6, 12, 25, 50, 100]
+        axis.set_xticks(ticks, list(map(str, ticks)))
+        axis.minorticks_off()
+        above = axis.secondary_xaxis("top", functions=(lambda x: 2 * x, lambda x: x / 2))
+        above.set_xticks([2 * tick for tick in ticks], [str(2 * tick) for tick in ticks])
+        above.minorticks_off()
+        above.set_xlabel("of bfloat16's")
+        axis.grid(alpha=0.3)
+    for policy in dict.fromkeys(line.policy for line in every):
+        axes[0].plot([], [], "o", color=plots.colour(policy), label=policy)
+    for width, marker in MARKERS.items():
+        axes[0].plot([], [], marker, color="grey", label=width or "as they are")
+    drawn.legend(loc="outside lower center", ncols=len(MARKERS) + 2)
+    plots.save(drawn, directory / PICTURE, dpi=100)
+    return [directory / PICTURE]
+
+
+def _scores(line: Line) -> list[Estimate | None]:
+    return [line.of_job(sweep) for sweep in SCORES]
+
+
+def _written(score: Estimate | None) -> str:
+    return (
+        "-" if score is None else comparisons.short(score.fixed() if score.low != score.high else f"{score.value:.3f}")
+    )
+
+
+def _point(axis: plots.plt.Axes, line: Line, score: results.Estimate) -> None:
+    stored = re.search(r"storage=(\w+)", line.label)
+    reach = [[max(score.value - score.low, 0)], [max(score.high - score.value, 0)]]
+    axis.errorbar(
+        100 * line.fraction,
+        score.value,
+        yerr=reach,
+        marker=MARKERS[stored and stored[1]],
+        color=plots.colour(line.label),
+        markersize=6,
+        elinewidth=0.8,
+    )
