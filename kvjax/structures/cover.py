@@ -149,7 +149,9 @@ def widen_known(
     asked = ahead.squared <= delta * delta
 
     def decide(stands: Bool[Array, "M"], rows: Int[Array, "R"]) -> Bool[Array, "M"]:
-        within = to_all(rows) <= delta * delta
+        # The nearest one is within delta, whatever rounding makes of their distance this time: who made delta merges.
+        known = number == ahead.slot[jnp.minimum(rows, capacity - 1)][:, None]
+        within = known | (to_all(rows) <= delta * delta)
         free = ~jnp.any(within & stands & (number < rows[:, None]), axis=1) & (rows < capacity)
         among = within[:, jnp.minimum(rows, capacity - 1)]
         return stands.at[rows].set(greedy_cover(among, free), mode="drop")

@@ -329,7 +329,9 @@ def test_slope_and_spread_need_both_sums(feeds):
     slope = Slope(jnp.zeros((2, KV_HEADS, 8, 8)), jnp.zeros((2, KV_HEADS)))
     spread = Spread(jnp.ones((2, KV_HEADS)), jnp.zeros((2, KV_HEADS, 8)), jnp.zeros((2, KV_HEADS, 8)))
     for others in ({"slope": slope}, {"spread": spread}):
-        with pytest.raises(ValueError, match="slope and spread need a segment that feeds both sums"):
+        with pytest.raises(
+            ValueError, match="slope, spread and a center of values need a segment that feeds both sums"
+        ):
             Segment(keys, values, feeds=feeds, **others)
 
 

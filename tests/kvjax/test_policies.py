@@ -220,16 +220,18 @@ def expected_bytes(name, spec, budget, compact_every, sinks, recent):
     # A window counts the tokens it took in; a growing store those it has and those it lost.
     common += 8 if name == "exact" else 4
     selected = budget - sinks - recent
+    # What rounding left of a vector of means, where they are rounded.
+    rest = heads * selected * spec.head_dim * (itemsize < 4)
     own = {
         "exact": 0,
         "streaming_llm": 0,
         "streaming_llm_reindexed": 4 * spec.head_dim // 2,  # a frequency per pair of dimensions
         "uniform": 4 * heads * (selected + budget) + 8,  # priorities, log-weights, the row's random key
         "clustergen_paper": 4,  # the number of centres
-        "clustergen_mean_value": 4 * heads * (2 * selected + budget),  # counts, separations, log-weights
+        "clustergen_mean_value": 4 * heads * (2 * selected + budget) + rest,  # counts, separations, log-weights
         # Degrees, log-weights, the number of centroids; a float32 covariance and a variance per head.
-        "chelsea": 4 * heads * (2 * selected + spec.head_dim**2 + 1) + 4,
-        "chelsea_paper": 4 * heads * 2 * selected + 4,
+        "chelsea": 4 * heads * (2 * selected + spec.head_dim**2 + 1) + 4 + 2 * rest,
+        "chelsea_paper": 4 * heads * 2 * selected + 4 + 2 * rest,
         "chelsea_drop": 4 * heads * 2 * selected + 4,
         "h2o": 4 * heads * (budget + staging),  # attention drawn by every slot
         "h2o_average": 4 * heads * (2 * budget + staging),  # and every selected token's position, of no recent ones
