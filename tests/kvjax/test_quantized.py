@@ -211,7 +211,7 @@ def test_storing_again_changes_no_bit_of_what_stays(name, storage, dtype):
 @pytest.mark.heavy
 @every
 def test_a_stream_of_131072_tokens_changes_no_bit_of_what_stays(storage):
-    spec = make_spec(max_new=2**17)
+    spec = make_spec(new=2**17)
     policy = kvjax.Quantized(kvjax.StreamingLLM(36, compact_every=32), storage)
     cache = kvjax.init(policy, spec, row_keys())
     shape = (spec.batch, 32, spec.kv_heads, HEAD_DIM)
