@@ -515,7 +515,7 @@ TIGHT = {
 }
 
 
-@pytest.mark.parametrize("kind", ["scale", "all"])
+@pytest.mark.parametrize("kind", [pytest.param("scale", marks=pytest.mark.heavy), "all"])
 @pytest.mark.parametrize("name", TIGHT)
 def test_entries_of_all_kinds_are_read_as_the_layer_says(name, kind):
     spec, sinks = layer_spec(kind), layer_sinks(kind)
