@@ -233,7 +233,7 @@ def compile_program(program: Program, device: str, dump: pathlib.Path | None = N
         "argument_bytes": arguments,
         "kernels": kernels,
     }
-    found = [] if dump is None else schedules.taken(dump)
+    found = [] if dump is None else schedules.taken(dump, OPS)
     of |= {"device": device, "problem": problem, "schedules": [[str(x) for x in one] for one in found]}
     return results.row(NAME, "random", "temporary_bytes", temporaries, policy=program.name, **of)
 

@@ -6,11 +6,11 @@ it has bundles.
 
 import pathlib
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 # What libtpu writes into a directory for every kernel that it compiles. It is read when libtpu is loaded.
 DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true"
-KERNELS = "weighted_decode|cluster_recall|k_means|soft_match|balanced_walk"
 _BUNDLE = re.compile(r" *(?:0x)?[0-9a-f]+ +(LB)?[A-Z]*: +(>*)")
 _LENGTH = re.compile(r"Length to end: (\d+)")
 
@@ -24,13 +24,14 @@ class Schedule(NamedTuple):
     critical_path: int  # cycles of the longest chain of operations in any one block
 
 
-def taken(directory: pathlib.Path) -> list[Schedule]:
-    """The schedules of this project's kernels that were compiled since the last call: their files are deleted."""
+def taken(directory: pathlib.Path, kernels: Sequence[str]) -> list[Schedule]:
+    """The schedules of these kernels, by how their names begin, that were compiled since the last call: all files are
+    deleted."""
     found = []
     for bundles in sorted(directory.glob("*-final_bundles.txt")):
         named = re.match(r"(\d+-(.+))-\d+-final_bundles", bundles.name)
         # What XLA fuses for itself has loops, too, but not one kernel for a program.
-        if named is None or not re.match(KERNELS, named[2]):
+        if named is None or not named[2].startswith(tuple(kernels)):
             continue
         chains = "".join(path.read_text() for path in directory.glob(f"{named[1]}-*-critical-path.txt"))
         longest = max((int(cycles) for cycles in _LENGTH.findall(chains)), default=0)

@@ -143,7 +143,7 @@ def section(found: Mapping[str, Sequence[Row]]) -> str:
         if len(of_job) > 1:
             names = [task.partition(": ")[2].removeprefix("niah_") for task in of_job]
             own = [line for line in at_budget if any(task in line.scores for task in of_job)]
-            cells = ([_named(line), *(_written(line.scores.get(task)) for task in of_job)] for line in own)
+            cells = ([_named(line), *(written(line.scores.get(task)) for task in of_job)] for line in own)
             told += [f"## {job.replace('_', ' ')} at {BUDGET}, task by task", comparisons.markdown(["", *names], cells)]
     told += ["## Kept at every budget", _by_budget(every, lambda line: line.average(shared))]
     alone = [line for line in every if all(len(other.scores) == 1 for other in every if other.label == line.label)]
@@ -157,7 +157,7 @@ def _named(line: Line) -> str:
     return f"`{line.label}`"
 
 
-def _written(score: Estimate | None) -> str:
+def written(score: Estimate | None) -> str:
     if score is None:
         return "-"
     return comparisons.short(f"{score.value:.2f}" if score.low == score.high else score.fixed())
@@ -171,7 +171,7 @@ def _cells(line: Line, jobs: Sequence[str], shared: Sequence[str]) -> list[str]:
     average = line.average(shared)
     fraction = f"{line.fraction:.1%}" + (" read" if line.recalls else "")
     least = "-" if average is None else comparisons.short(f"{_least(line):.2f}")
-    return [fraction, *(_written(line.of_job(job)) for job in jobs), _written(average), least]
+    return [fraction, *(written(line.of_job(job)) for job in jobs), written(average), least]
 
 
 def _by_budget(every: Sequence[Line], score: Callable[[Line], Estimate | None]) -> str:

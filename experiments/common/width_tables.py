@@ -4,7 +4,7 @@ import pathlib
 import re
 from collections.abc import Mapping, Sequence
 
-from experiments.common import comparisons, plots, results, task_tables
+from experiments.common import comparisons, plots, task_tables
 from experiments.common.results import Estimate, Row
 from experiments.common.task_tables import Line
 
@@ -32,7 +32,11 @@ def section(jobs: Mapping[str, Sequence[Row]]) -> str:
         return ""
     head = ["", "bytes, of float32's", "of bfloat16's", *SCORES.values()]
     cells = (
-        [f"`{line.label}`", *(f"{times * line.fraction:.1%}" for times in (1, 2)), *map(_written, _scores(line))]
+        [
+            f"`{line.label}`",
+            *(f"{times * line.fraction:.1%}" for times in (1, 2)),
+            *map(task_tables.written, _scores(line)),
+        ]
         for line in every
     )
     picture = f"![results against bytes, by bits of a number](../images/{PICTURE})"
@@ -46,7 +50,9 @@ def draw(jobs: Mapping[str, Sequence[Row]], directory: pathlib.Path) -> list[pat
     for axis, (sweep, title) in zip(axes, SCORES.items(), strict=True):
         for line in every:
             if score := line.of_job(sweep):
-                _point(axis, line, score)
+                stored = re.search(r"storage=(\w+)", line.label)
+                style = {"marker": MARKERS[stored and stored[1]], "markersize": 6}
+                plots.line_with_interval(axis, [(100 * line.fraction, score)], label=line.label, **style)
         axis.set(title=title, xscale="log", xlabel="bytes, % of float32's")
         ticks = [3, 6, 12, 25, 50, 100]
         axis.set_xticks(ticks, list(map(str, ticks)))
@@ -56,34 +62,13 @@ def draw(jobs: Mapping[str, Sequence[Row]], directory: pathlib.Path) -> list[pat
         above.minorticks_off()
         above.set_xlabel("of bfloat16's")
         axis.grid(alpha=0.3)
-    for policy in dict.fromkeys(line.policy for line in every):
-        axes[0].plot([], [], "o", color=plots.colour(policy), label=policy)
-    for width, marker in MARKERS.items():
-        axes[0].plot([], [], marker, color="grey", label=width or "as they are")
-    drawn.legend(loc="outside lower center", ncols=len(MARKERS) + 2)
+    looks = {policy: ("o", plots.colour(policy)) for policy in dict.fromkeys(line.policy for line in every)}
+    looks |= {width or "as they are": (marker, "grey") for width, marker in MARKERS.items()}
+    handles = [axes[0].plot([], [], marker, color=colour, label=name)[0] for name, (marker, colour) in looks.items()]
+    drawn.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     plots.save(drawn, directory / PICTURE, dpi=100)
     return [directory / PICTURE]
 
 
 def _scores(line: Line) -> list[Estimate | None]:
     return [line.of_job(sweep) for sweep in SCORES]
-
-
-def _written(score: Estimate | None) -> str:
-    return (
-        "-" if score is None else comparisons.short(score.fixed() if score.low != score.high else f"{score.value:.3f}")
-    )
-
-
-def _point(axis: plots.plt.Axes, line: Line, score: results.Estimate) -> None:
-    stored = re.search(r"storage=(\w+)", line.label)
-    reach = [[max(score.value - score.low, 0)], [max(score.high - score.value, 0)]]
-    axis.errorbar(
-        100 * line.fraction,
-        score.value,
-        yerr=reach,
-        marker=MARKERS[stored and stored[1]],
-        color=plots.colour(line.label),
-        markersize=6,
-        elinewidth=0.8,
-    )

@@ -16,7 +16,7 @@ from kvjax.combinators.host_memory import HostMemory
 from kvjax.partials import output
 from kvjax.policy import Policy, check_choices
 from kvjax.segment import Recalled, Segment, map_parts
-from kvjax.state import ArrayField, map_fields, state
+from kvjax.state import BATCH, ArrayField, map_fields, state
 from kvjax.storage import Storage, StorageName, Stored, is_stored
 
 
@@ -118,8 +118,8 @@ class Quantized(Policy[Narrow]):
         came = new.count > 0
 
         def where_any_came(field: ArrayField, new: Array, old: Array) -> Array:
-            of_row = [came.shape[0] if name == "B" else 1 for name in field.axes]
-            return jnp.where(came.reshape(of_row), new, old) if "B" in field.axes else new
+            of_row = [came.shape[0] if name == BATCH else 1 for name in field.axes]
+            return jnp.where(came.reshape(of_row), new, old) if BATCH in field.axes else new
 
         return map_fields(where_any_came, stored, state)
 

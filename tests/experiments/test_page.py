@@ -8,7 +8,7 @@ import shlex
 import PIL.Image
 import pytest
 
-from experiments.common import comparisons, options, page, plots, sections, settings
+from experiments.common import comparisons, options, page, plots, results, sections, settings, width_tables
 from experiments.common.jobs import JOBS, PROFILES
 from experiments.common.processes import ROOT, command
 from experiments.common.results import Row
@@ -250,3 +250,25 @@ def test_what_is_published_takes_the_place_of_earlier_and_quick_runs(tmp_path, m
     assert published == {"quick": {}, "cpu": {"line_retrieval": 0.6, "ruler": 0.7}}
     assert shown() == page.render(page.published())["results/accuracy.md"]
     assert "| `h2o` | 25.0% | .60 | .70 |" in shown()
+
+
+def test_widths_are_told_and_drawn_by_bytes(tmp_path):
+    def row(metric, value, width=None, **fields):
+        [setting] = settings.settings(("exact" if width is None else f"exact:storage={width}",), ("25%",))
+        return results.row("ruler", "m", metric, value, setting, **fields)
+
+    asked = {"question_seen": False, "prefill": "exact"}
+    jobs = {
+        "few_bits": [
+            row("accuracy", 0.9, task="niah_single_1", budget_fraction=1.0, **asked),
+            row("accuracy", 0.8, "int4", task="niah_single_1", budget_fraction=0.13, **asked),
+        ],
+        "few_bits_perplexity": [row("perplexity_ratio", 1.2, "int4", form="per_position", budget_fraction=0.13)],
+    }
+    assert all(width_tables.takes(job, one) for job, rows in jobs.items() for one in rows)
+    lines = width_tables.section(jobs).splitlines()
+    [line] = [one for one in lines if "int4" in one]
+    assert "13.0% | 26.0% | .80 | 1.20" in line
+    [path] = width_tables.draw(jobs, tmp_path)
+    with PIL.Image.open(path) as drawn:
+        assert len(drawn.convert("RGB").getcolors(2**16)) > 10
