@@ -7,6 +7,7 @@ Every part of a reading gives float32 partials (a maximum and both sums relative
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from kvjax.partials import around, by_token, finite, merge, merge_over_parts, ro
 from kvjax.recall import attend_blocks
 from kvjax.recent import recall_recent
 from kvjax.segment import Choice, Reading, Recalled, Segment, Slope, Spread, loaded, map_parts, parts_of
-from pallas_kernels.weighted_decode import Entries, Partials, weighted_decode
+from pallas_kernels.weighted_decode import Entries, Partials, weighted_decode_parts
 
 FEW_QUERIES = 8  # that recall at the same time
 
@@ -89,7 +90,7 @@ def attend_and_see(
     if kv_heads is None:
         kv_heads = next(part.keys.shape[1] for part in parts if isinstance(part, Segment))
     segments = [_capped(part, logit_cap) for part in parts if isinstance(part, Segment)]
-    sums = [_sums(query, segment, kv_heads, logits=observes) for segment in segments]
+    sums = _sums(query, segments, kv_heads, logits=observes)
     width = next((part.value_dim for part in segments if part.value_dim is not None), query.shape[3])
     partials = merge(
         *(_partials(query, segment, sum_, kv_heads, width) for segment, sum_ in zip(segments, sums, strict=True)),
@@ -145,8 +146,30 @@ def _capped(segment: Segment, logit_cap: float | None) -> Segment:
     return dataclasses.replace(segment, keys=keys, values=values, spread=None)
 
 
-def _sums(query: Float[Array, "B T H_q D"], segment: Segment, kv_heads: int, *, logits: bool) -> Partials:
-    """What the kernel makes of the segment's entries, by rows [B, H_kv, R, ...]."""
+def _sums(
+    query: Float[Array, "B T H_q D"], segments: Sequence[Segment], kv_heads: int, *, logits: bool
+) -> list[Partials]:
+    """What the kernel makes of the segments' entries, by rows [B, H_kv, R, ...]."""
+    rows = [_rows(query, segment, kv_heads) for segment in segments]
+    asked = [
+        (of_segment if segment.key_scale is None else storage.turned(of_segment).astype(of_segment.dtype), segment)
+        for of_segment, segment in zip(rows, segments, strict=True)
+    ]
+    names = [field.name for field in dataclasses.fields(Entries)]
+    bare = lambda segment: Entries(**{name: getattr(segment, name) for name in names})  # noqa: E731
+    found = weighted_decode_parts([(stored, bare(segment)) for stored, segment in asked], logits=logits)
+    return [_of_entries(*one) for one in zip(found, rows, segments, strict=True)]
+
+
+def _of_entries(sums: Partials, rows: Float[Array, "B H_kv R D"], segment: Segment) -> Partials:
+    """Sums over entries as they are stored, in the basis of the rows and around the center."""
+    if segment.value_scale is not None:
+        sums = sums._replace(num=storage.turned_back(sums.num))
+    return sums if segment.center is None else around(sums, rows, segment.center)
+
+
+def _rows(query: Float[Array, "B T H_q D"], segment: Segment, kv_heads: int) -> Float[Array, "B H_kv R D"]:
+    """The queries that read a segment, as it has them turned and scaled."""
     query = query[:, :, _query_heads(query, segment.heads, kv_heads)]
     batch, own_heads, _, head_dim = (*segment.keys.shape[:3], segment.key_dim)
     if query.shape[0] != batch or query.shape[3] != head_dim or query.shape[2] % own_heads:
@@ -159,13 +182,7 @@ def _sums(query: Float[Array, "B T H_q D"], segment: Segment, kv_heads: int, *, 
         query = rope.rotate(query, jnp.cos(turn), jnp.sin(turn))
     if segment.spread is not None:
         query = query * _of_query_heads(segment.spread.scale, query)[:, None, :, None]
-    rows = rows_of_heads(query, own_heads)
-    stored = rows if segment.key_scale is None else storage.turned(rows).astype(rows.dtype)
-    entries = Entries(**{field.name: getattr(segment, field.name) for field in dataclasses.fields(Entries)})
-    sums = weighted_decode(stored, entries, logits=logits)
-    if segment.value_scale is not None:
-        sums = sums._replace(num=storage.turned_back(sums.num))
-    return sums if segment.center is None else around(sums, rows, segment.center)
+    return rows_of_heads(query, own_heads)
 
 
 def _partials(

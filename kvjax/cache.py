@@ -237,6 +237,29 @@ def tokens(cache: Cache) -> Int[Array, "B"]:
     return cache.staging.first + cache.staging.count
 
 
+_COUNTERS = ("log_weight", "offset", "count", "first", "overflow")  # of staging
+
+
+def counts_like(cache: Cache, other: Cache) -> bool:
+    """Whether two caches that take in the same tokens, and compact together, hold the same counters."""
+    sizes = [(one.spec.capacity, one.staging.keys.shape[:3], one.mesh) for one in (cache, other)]
+    return sizes[0] == sizes[1]
+
+
+def without_counters(cache: Cache[S]) -> Cache[S]:
+    """The cache without what says how many tokens it holds, for loops in which another one counts for it."""
+    return _with(cache, dict.fromkeys(_COUNTERS), None)
+
+
+def with_counters_of(cache: Cache[S], other: Cache) -> Cache[S]:
+    """The cache with another's counters in the place of its own (see `counts_like`)."""
+    return _with(cache, {name: getattr(other.staging, name) for name in _COUNTERS}, other.past)
+
+
+def _with(cache: Cache[S], counters: Any, past: Any) -> Cache[S]:
+    return dataclasses.replace(cache, staging=dataclasses.replace(cache.staging, **counters), past=past)
+
+
 def read_bytes(cache: Cache) -> int:
     """Bytes of cache that one decoding step reads, from shapes and dtypes alone; the cache may be abstract."""
     sizes: list[int] = []

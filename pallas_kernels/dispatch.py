@@ -3,7 +3,9 @@
 A kernel says what it cannot do by a NotImplementedError; nothing else makes an op fall through to XLA.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -21,12 +23,17 @@ class Kernel(NamedTuple):
     check: Callable[..., None]  # of the same arguments; raises a NotImplementedError, with the reason, if it cannot run
 
 
+class Unsuited(NotImplementedError):
+    """A kernel could do it, and XLA does it as well or better: no reason to say so."""
+
+
 def dispatch(
-    implementation: str | None, reference: Callable[..., T], kernels: Mapping[str, Kernel], *arguments: Any
+    op: str, implementation: str | None, reference: Callable[..., T], kernels: Mapping[str, Kernel], *arguments: Any
 ) -> T:
     """Runs an op in the form that was asked for, or in the best one for the platform the program is compiled for.
 
     Args:
+        op: its name, for who is told that a kernel cannot do it.
         implementation: "xla", the name of a kernel, or None.
         kernels: by name, see `PLATFORMS`.
         arguments: pytrees of arrays.
@@ -35,28 +42,74 @@ def dispatch(
         ValueError: for an implementation that is not known.
         NotImplementedError: where the kernel that was asked for cannot do this, with the reason.
     """
+    each = lambda run: lambda *parts: [run(*part) for part in parts]  # noqa: E731
+    of_parts = {name: Kernel(each(kernel.run), kernel.check) for name, kernel in kernels.items()}
+    return dispatch_parts(op, implementation, each(reference), of_parts, arguments)[0]
+
+
+def dispatch_parts(
+    op: str,
+    implementation: str | None,
+    reference: Callable[..., list[T]],
+    kernels: Mapping[str, Kernel],
+    *parts: tuple[Any, ...],
+) -> list[T]:
+    """As `dispatch`, for several arguments at a time: forms give a list, checks take one. Where no implementation is
+    asked for, XLA does what a kernel cannot, and says so, once, where the kernel is for this process's own device."""
     if implementation == "xla":
-        return reference(*arguments)
+        return reference(*parts)
     if implementation is not None:
         if implementation not in kernels:
             known = ", ".join(map(repr, ("xla", *kernels)))
             raise ValueError(f"implementation={implementation!r}; it must be None or one of {known}")
-        kernels[implementation].check(*arguments)
-        return kernels[implementation].run(*arguments)
-    able = {platform: kernels[name].run for platform, name in PLATFORMS.items() if _can(kernels.get(name), arguments)}
+        for part in parts:
+            kernels[implementation].check(*part)
+        return kernels[implementation].run(*parts)
+    able = {}
+    for platform, name in PLATFORMS.items():
+        if name in kernels:
+            reasons = [_why_not(kernels[name], part) for part in parts]
+            if not all(reasons):
+                able[platform] = functools.partial(_share, kernels[name].run, reference, reasons)
+            if platform == _own_platform():
+                for reason in reasons:
+                    _say(op, name, reason)
     if not able:
-        return reference(*arguments)
-    return jax.lax.platform_dependent(*arguments, default=reference, **able)
+        return reference(*parts)
+    return jax.lax.platform_dependent(*parts, default=reference, **able)
 
 
-def _can(kernel: Kernel | None, arguments: tuple[Any, ...]) -> bool:
-    if kernel is None:
-        return False
+def _why_not(kernel: Kernel, part: tuple[Any, ...]) -> NotImplementedError | None:
     try:
-        kernel.check(*arguments)
-    except NotImplementedError:
-        return False
-    return True
+        kernel.check(*part)
+    except NotImplementedError as reason:
+        return reason
+    return None
+
+
+def _share(
+    run: Callable[..., list[T]],
+    reference: Callable[..., list[T]],
+    reasons: Sequence[NotImplementedError | None],
+    *parts: Any,
+) -> list[T]:
+    """The kernel runs the parts that it can, XLA the others."""
+    taken = [part for part, reason in zip(parts, reasons, strict=True) if reason is None]
+    left = [part for part, reason in zip(parts, reasons, strict=True) if reason is not None]
+    of_kernel, of_xla = iter(run(*taken)), iter(reference(*left))
+    return [next(of_kernel if reason is None else of_xla) for reason in reasons]
+
+
+def _own_platform() -> str:
+    return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+
+
+def _say(op: str, kernel: str, reason: NotImplementedError | None) -> None:
+    if reason is not None and not isinstance(reason, Unsuited):
+        _say_once(f"{op}: XLA in place of {kernel}: {reason}")
+
+
+_say_once = functools.cache(logging.getLogger(__name__).warning)
 
 
 def tensor_cores() -> int:

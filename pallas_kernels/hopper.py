@@ -315,8 +315,9 @@ def _multiprocessors() -> int:
     return getattr(device, "core_count", 132) if device.platform == "gpu" else 132
 
 
-def even_splits(heads: int, blocks: int, places: int) -> int:
-    """How many parts to cut the blocks of every head into, where so many parts run at a time: as many as end soonest.
-    Starting and ending a part takes about as long as two blocks."""
-    rounds = lambda splits: -(-heads * splits // places)  # noqa: E731
-    return min(range(1, max(blocks, 1) + 1), key=lambda splits: rounds(splits) * (-(-blocks // splits) + 2))
+def even_splits(heads: int, blocks: Sequence[int], places: int) -> list[int]:
+    """How many parts to cut the blocks of every head into, for several stores of blocks, where so many parts run at a
+    time: as many as end soonest. Starting and ending a part takes about as long as two blocks."""
+    cut = lambda most: [max(-(-number // most), 1) for number in blocks]  # noqa: E731
+    rounds = lambda most: -(-heads * sum(cut(most)) // places)  # noqa: E731
+    return cut(min(range(max(*blocks, 1), 0, -1), key=lambda most: rounds(most) * (most + 2)))

@@ -59,7 +59,7 @@ def _look_back(layer: llama.DecoderLayer, config: llama.LlamaConfig) -> None:
         query[0, head, pairs] = LOCAL_SCALE * np.cos(angles * offset)
         query[0, head, config.head_dim // 2 + pairs] = -LOCAL_SCALE * np.sin(angles * offset)
         output[head, :block, _block(head, config)] += FOUND_SCALE * np.eye(config.head_dim)[:block, :block]
-    set_kernels(layer.attention, query, key, np.array(layer.attention.value.kernel[...]), output)
+    set_kernels(layer.attention, query, key, np.array(layer.attention.qkv.kernel[:, :, -1]), output)
     layer.mlp.down.kernel[...] *= 0.3
 
 
@@ -93,8 +93,8 @@ def _block(head: int, config: llama.LlamaConfig) -> slice:
 def kernels(attention: llama.Attention, config: llama.LlamaConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Query [W, H_q, D], key [W, H_kv, D] and output [H_q, D, W] weights."""
     return (
-        np.array(attention.query.kernel[...]).reshape(config.width, config.query_heads, config.head_dim),
-        np.array(attention.key.kernel[...]).reshape(config.width, config.kv_heads, config.head_dim),
+        np.array(attention.qkv.kernel[:, :, :-2]).reshape(config.width, config.query_heads, config.head_dim),
+        np.array(attention.qkv.kernel[:, :, -2]),
         np.array(attention.output.kernel[...]).reshape(config.query_heads, config.head_dim, config.width),
     )
 
@@ -103,8 +103,7 @@ def set_kernels(
     attention: llama.Attention, query: np.ndarray, key: np.ndarray, value: np.ndarray, output: np.ndarray
 ) -> None:
     """Overwrites the weights that `kernels` gives, and the values' [W, H_kv D]."""
-    width = query.shape[0]
-    attention.query.kernel[...] = jnp.asarray(query.reshape(width, -1), jnp.float32)
-    attention.key.kernel[...] = jnp.asarray(key.reshape(width, -1), jnp.float32)
-    attention.value.kernel[...] = jnp.asarray(value, jnp.float32)
+    width, kv_heads, head_dim = key.shape
+    parts = (query.reshape(width, kv_heads, -1, head_dim), key[:, :, None], value.reshape(key.shape)[:, :, None])
+    attention.qkv.kernel[...] = jnp.asarray(np.concatenate(parts, axis=2), jnp.float32)
     attention.output.kernel[...] = jnp.asarray(output.reshape(-1, width), jnp.float32)

@@ -1,5 +1,8 @@
 """The layer between two attentions: one gated MLP, or many of them (experts), of which every token takes a few."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -24,21 +27,19 @@ ACTIVATIONS = {
 
 
 class Mlp(nnx.Module):
-    """down(activation(gate(x), up(x)))."""
+    """down(activation(gate, up)), of which one product of x makes both."""
 
     def __init__(
         self, width: int, inside: int, activation: str, bias: bool, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
     ):
-        def linear(inputs: int, outputs: int) -> nnx.Linear:
-            return nnx.Linear(inputs, outputs, use_bias=bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
-
+        given: Mapping[str, Any] = {"use_bias": bias, "dtype": dtype, "param_dtype": dtype, "rngs": rngs}
         self.activation = activation
-        self.gate = linear(width, inside)
-        self.up = linear(width, inside)
-        self.down = linear(inside, width)
+        self.gate_up = nnx.LinearGeneral(width, (2, inside), **given)
+        self.down = nnx.Linear(inside, width, **given)
 
     def __call__(self, x: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
-        return self.down(ACTIVATIONS[self.activation](self.gate(x), self.up(x)))
+        made = self.gate_up(x)
+        return self.down(ACTIVATIONS[self.activation](made[..., 0, :], made[..., 1, :]))
 
 
 class ExpertLinear(nnx.Module):

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 import kvjax
 from kvjax.budget import row_bytes
-from kvjax.cache import layer_policy
+from kvjax.cache import counts_like, layer_policy, with_counters_of, without_counters
 from kvjax.policy import Policy, repeat_of
 from kvjax.sharding import shardings
 from kvjax.state import drawn, fault, faults_of_rows, state
@@ -611,6 +611,7 @@ def decode_block(
 
     def step(carry):
         number, state, tokens = carry
+        state = dataclasses.replace(state, layers=_counted(state.layers))
         split = jax.vmap(jax.random.split)(state.sampling_keys)
         token = sample(state.logits, split[:, 0], sampling)
         tokens = jax.lax.dynamic_update_slice(
@@ -638,15 +639,34 @@ def decode_block(
             ),
             not_finite=state.not_finite + (running & ~finite(logits)),
         )
-        return number + 1, stays(state, mesh), tokens
+        return number + 1, _counted_once(stays(state, mesh)), tokens
 
     def running(carry):
         number, state, _ = carry
         return (number < steps) & ~jnp.all(state.done)
 
-    start = (jnp.zeros((), jnp.int32), state, jnp.full((state.done.shape[0], block), NO_TOKEN, jnp.int32))
+    tokens = jnp.full((state.done.shape[0], block), NO_TOKEN, jnp.int32)
+    start = (jnp.zeros((), jnp.int32), _counted_once(state), tokens)
     taken, state, tokens = jax.lax.while_loop(running, step, start)
+    state = dataclasses.replace(state, layers=_counted(state.layers))
     return stays(state, mesh), _known(tokens, mesh), _known(taken, mesh)
+
+
+def _counts_for(layers: tuple[Any, ...]) -> list[int]:
+    """Of every layer the first that holds the same counters, which all would update alike at every step."""
+    return [next(n for n, first in enumerate(layers) if counts_like(first, one)) for one in layers]
+
+
+def _counted_once(state: GenerationState) -> GenerationState:
+    """The state with the counters of layers that count alike in the first of them alone."""
+    layers = zip(state.layers, _counts_for(state.layers), strict=True)
+    kept = [one if number == first else without_counters(one) for number, (one, first) in enumerate(layers)]
+    return dataclasses.replace(state, layers=tuple(kept))
+
+
+def _counted(layers: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The layers, each with its counters again."""
+    return tuple(with_counters_of(one, layers[first]) for one, first in zip(layers, _counts_for(layers), strict=True))
 
 
 # All that sizes and policies compile.

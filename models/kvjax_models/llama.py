@@ -148,36 +148,54 @@ class Attention(nnx.Module):
     """The projections around attention, with biases, norms of queries and keys, and sinks where a family has them."""
 
     def __init__(self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
-        def linear(inputs: int, outputs: int, bias: bool) -> nnx.Linear:
-            return nnx.Linear(inputs, outputs, use_bias=bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
-
+        given: Mapping[str, Any] = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
         query_width, kv_width = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
         self.query_heads, self.kv_heads, self.head_dim = config.query_heads, config.kv_heads, config.head_dim
         self.query_key_norm, self.joint_norm = config.query_key_norm, config.joint_query_key_norm
         # What makes q.k / sqrt(D) the model's logit.
         scale = config.attention_scale
         self.query_scale = 1.0 if scale is None else scale * config.head_dim**0.5
-        self.query = linear(config.width, query_width, config.qkv_bias)
-        self.key = linear(config.width, kv_width, config.qkv_bias)
-        self.value = linear(config.width, kv_width, config.qkv_bias)
-        self.output = linear(query_width, config.width, config.output_bias)
+        # One product for all three: of every kv head the queries of its group, its key and its value, side by side, so
+        # that devices take whole heads.
+        self.group = config.query_heads // config.kv_heads
+        made = (config.kv_heads, self.group + 2, config.head_dim)
+        self.qkv = nnx.LinearGeneral(config.width, made, use_bias=config.qkv_bias, **given)
+        self.output = nnx.Linear(query_width, config.width, use_bias=config.output_bias, **given)
         if config.query_key_norm:
             self.query_norm = RMSNorm(query_width if self.joint_norm else config.head_dim, config, dtype)
             self.key_norm = RMSNorm(kv_width if self.joint_norm else config.head_dim, config, dtype)
         self.sinks = nnx.Param(jnp.zeros(config.query_heads, dtype)) if config.sinks else None
 
     def project(self, x, cos, sin):
-        query, key, value = self.query(x), self.key(x), self.value(x)
-        if self.query_key_norm and self.joint_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
-        query = query.reshape(*x.shape[:-1], self.query_heads, self.head_dim)
-        key = key.reshape(*x.shape[:-1], self.kv_heads, self.head_dim)
-        value = value.reshape(*x.shape[:-1], self.kv_heads, self.head_dim)
-        if self.query_key_norm and not self.joint_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
+        made = self.qkv(x)
+        return self._queries(made[..., : self.group, :], cos, sin), *self._stored(made[..., self.group :, :], cos, sin)
+
+    def queries(self, x, cos, sin):
+        return self._queries(self._made(x, slice(None, self.group)), cos, sin)
+
+    def stored(self, x, cos, sin):
+        return self._stored(self._made(x, slice(self.group, None)), cos, sin)
+
+    def _made(self, x, part):
+        """A part of what `qkv` makes of x."""
+        made = jnp.einsum("...w,whnd->...hnd", x, self.qkv.kernel[...][:, :, part])
+        return made if self.qkv.bias is None else made + self.qkv.bias[...][:, part]
+
+    def _queries(self, made, cos, sin):
+        query = made.reshape(*made.shape[:-3], self.query_heads, self.head_dim)
+        if self.query_key_norm:
+            query = self._normed(self.query_norm, query)
         # Scaled by way of the rotation: one rounding in place of two.
-        query = rope.rotate(query, cos * self.query_scale, sin * self.query_scale)
-        return query, rope.rotate(key, cos, sin), value
+        return rope.rotate(query, cos * self.query_scale, sin * self.query_scale)
+
+    def _stored(self, made, cos, sin):
+        key, value = made[..., 0, :], made[..., 1, :]
+        if self.query_key_norm:
+            key = self._normed(self.key_norm, key)
+        return rope.rotate(key, cos, sin), value
+
+    def _normed(self, norm, heads):
+        return norm(heads.reshape(*heads.shape[:-2], -1)).reshape(heads.shape) if self.joint_norm else norm(heads)
 
 
 class DecoderLayer(nnx.Module):
@@ -205,6 +223,18 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "B T H_q D"], Float[Array, "B T H_kv D"], Float[Array, "B T H_kv D"]]:
         """Queries, keys (both rotated) and values of the tokens in x."""
         return self.attention.project(_normed(self.attention_norm, x), cos, sin)
+
+    def queries(
+        self, x: Float[Array, "B T W"], cos: Float[Array, "B T half_D"], sin: Float[Array, "B T half_D"]
+    ) -> Float[Array, "B T H_q D"]:
+        """What `project` gives first, where the rest is not needed."""
+        return self.attention.queries(_normed(self.attention_norm, x), cos, sin)
+
+    def stored(
+        self, x: Float[Array, "B T W"], cos: Float[Array, "B T half_D"], sin: Float[Array, "B T half_D"]
+    ) -> tuple[Float[Array, "B T H_kv D"], Float[Array, "B T H_kv D"]]:
+        """What `project` gives behind that: keys and values."""
+        return self.attention.stored(_normed(self.attention_norm, x), cos, sin)
 
     def finish(self, x: Float[Array, "B T W"], attended: Float[Array, "B T H_q D"]) -> Float[Array, "B T W"]:
         """Adds the attention output and the MLP to the residual stream."""

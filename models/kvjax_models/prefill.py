@@ -114,8 +114,8 @@ def prefill_layer(
     """One layer over a whole prompt: the new residual stream, keys, values and the last `asked` queries of each row."""
     batch, tokens, _ = x.shape
 
-    def project(x, positions):
-        return layer.project(x, *turn(rotary, positions))
+    def queries_of(x, positions):
+        return layer.queries(x, *turn(rotary, positions))
 
     def chunk_of(x, number):
         return jax.lax.dynamic_slice_in_dim(x, number * chunk, chunk, axis=1)
@@ -127,10 +127,10 @@ def prefill_layer(
     if asked:
         positions = lengths[:, None] - asked + jnp.arange(asked)
         rows = jnp.take_along_axis(x, jnp.maximum(positions, 0)[..., None], axis=1)
-        queries, _, _ = project(rows, positions)
+        queries = queries_of(rows, positions)
 
     numbers = jnp.arange(tokens // chunk)
-    keys, values = jax.lax.map(lambda n: project(chunk_of(x, n), chunk_positions(n))[1:], numbers)
+    keys, values = jax.lax.map(lambda n: layer.stored(chunk_of(x, n), *turn(rotary, chunk_positions(n))), numbers)
     join = lambda blocks: blocks.swapaxes(0, 1).reshape(batch, tokens, *blocks.shape[3:])  # noqa: E731
     keys, values = join(keys), join(values)
     # Stored once as products read them, [B, H_kv, N, D].
@@ -145,14 +145,13 @@ def prefill_layer(
 
         def step(x, number):
             rows = chunk_of(x, number)
-            query, _, _ = project(rows, chunk_positions(number))
-            attended = attend(query, keys, values, number, sink_logits)
+            attended = attend(queries_of(rows, chunk_positions(number)), keys, values, number, sink_logits)
             return jax.lax.dynamic_update_slice_in_dim(x, layer.finish(rows, attended), number * chunk, axis=1), None
 
         return jax.lax.scan(step, x, numbers)[0]
 
     def at_once(attend, x, keys, values, sink_logits):
-        query = join(jax.lax.map(lambda n: project(chunk_of(x, n), chunk_positions(n))[0], numbers))
+        query = join(jax.lax.map(lambda n: queries_of(chunk_of(x, n), chunk_positions(n)), numbers))
         attended = apart(attend)(query, keys, values, sink_logits)
 
         def step(x, number):

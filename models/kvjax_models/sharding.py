@@ -19,10 +19,12 @@ from kvjax.sharding import DATA, check_axes
 from kvjax_models.llama import Llama, LlamaConfig
 
 # Which axis of a parameter is cut, from its last one, by the names of its module and of itself: a kernel [in, out] (or
-# one per expert) along what it gives, and behind that, along what it takes. All others lie whole on every device.
+# one per expert) along what it gives, that of attention [W, H_kv, G + 2, D] along kv heads, and behind that, along what
+# it takes. All others lie whole on every device.
 _CUT = {
-    **{(module, "kernel"): -1 for module in ("query", "key", "value", "gate", "up", "head")},
-    **{(module, "bias"): -1 for module in ("query", "key", "value", "gate", "up")},
+    **{("qkv", name): -3 for name in ("kernel", "bias")},
+    **{(module, name): -1 for module in ("gate_up", "gate", "up") for name in ("kernel", "bias")},
+    ("head", "kernel"): -1,
     **{(module, "kernel"): -2 for module in ("output", "down")},
     ("embedding", "embedding"): -2,
 }
@@ -77,13 +79,6 @@ def parameter_shardings(parameters: Any, config: LlamaConfig, mesh: Mesh) -> Any
     """Where every parameter lies, as a tree like theirs (arrays or abstract ones). What the devices do not divide lies
     whole on those that it cannot be divided among. Raises a ValueError for a mesh whose axes are named otherwise."""
     check_axes(mesh)
-    # Heads stay whole.
-    heads = {
-        "query": config.query_heads,
-        "output": config.query_heads,
-        "key": config.kv_heads,
-        "value": config.kv_heads,
-    }
 
     def lies(path: Any, leaf: Any) -> NamedSharding:
         *_, module, name, _ = (str(getattr(key, "key", getattr(key, "name", key))) for key in path)
@@ -91,7 +86,7 @@ def parameter_shardings(parameters: Any, config: LlamaConfig, mesh: Mesh) -> Any
         if axis is None:
             return NamedSharding(mesh, PartitionSpec())
         axis += leaf.ndim
-        parts = heads.get(module, leaf.shape[axis])
+        parts = config.query_heads if module == "output" else leaf.shape[axis]  # heads stay whole
         ways: tuple[tuple[str, ...], ...] = ((TENSOR, PARTS), (TENSOR,), ())
         along = next(names for names in ways if parts % math.prod(mesh.shape[one] for one in names) == 0)
         return NamedSharding(mesh, PartitionSpec(*[None] * axis, along or None))

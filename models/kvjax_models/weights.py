@@ -5,6 +5,7 @@ experts' weights in four bits (MXFP4, which are read and never written).
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
@@ -23,17 +24,12 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 # Hugging Face's name of every module against its path in a layer of `Llama`, and what families call otherwise.
 _LAYER_MODULES: dict[Path, str] = {
     ("attention_norm",): "input_layernorm",
-    ("attention", "query"): "self_attn.q_proj",
-    ("attention", "key"): "self_attn.k_proj",
-    ("attention", "value"): "self_attn.v_proj",
     ("attention", "output"): "self_attn.o_proj",
     ("attention", "query_norm"): "self_attn.q_norm",
     ("attention", "key_norm"): "self_attn.k_norm",
     ("attention",): "self_attn",  # its sinks
     ("mlp_norm",): "post_attention_layernorm",
     ("mlp", "router"): "mlp.gate",
-    ("mlp", "gate"): "mlp.gate_proj",
-    ("mlp", "up"): "mlp.up_proj",
     ("mlp", "down"): "mlp.down_proj",
 }
 _MODULES: dict[Path, str] = {("embedding",): "model.embed_tokens", ("norm",): "model.norm", ("head",): "lm_head"}
@@ -51,12 +47,16 @@ _OTHERWISE: dict[str, dict[Path, str]] = {
     "mixtral": {("mlp", "router"): "block_sparse_moe.gate"},
     "gpt_oss": {("mlp", "router"): "mlp.router"},
 }
-# Products that are one tensor, those of a layer that come behind each other in it.
-_GATE_UP: dict[str, tuple[Path, ...]] = {"mlp.gate_up_proj": (("mlp", "gate"), ("mlp", "up"))}
-_QKV: dict[str, tuple[Path, ...]] = {
-    "self_attn.qkv_proj": (("attention", "query"), ("attention", "key"), ("attention", "value"))
+# Of what is one product here, the products in a file, and what families call them that have one tensor of all.
+_PRODUCTS: dict[Path, tuple[str, ...]] = {
+    ("attention", "qkv"): ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("mlp", "gate_up"): ("mlp.gate_proj", "mlp.up_proj"),
 }
-_FUSED: dict[str, dict[str, tuple[Path, ...]]] = {"phi3": _QKV | _GATE_UP, "glm": _GATE_UP, "glm4": _GATE_UP}
+_FUSED: dict[str, dict[Path, str]] = {
+    "phi3": {("attention", "qkv"): "self_attn.qkv_proj", ("mlp", "gate_up"): "mlp.gate_up_proj"},
+    "glm": {("mlp", "gate_up"): "mlp.gate_up_proj"},
+    "glm4": {("mlp", "gate_up"): "mlp.gate_up_proj"},
+}
 # One tensor per expert.
 _EXPERT = {
     "mixtral": ("block_sparse_moe.experts", {"gate": "w1", "up": "w3", "down": "w2"}),
@@ -113,16 +113,15 @@ def _rule(
     model_type: str, config: LlamaConfig, path: Path, shapes: Mapping[Path, tuple[int, ...]], stored: Collection[str]
 ) -> Rule:
     shape, leaf = shapes[path], str(path[-1])
+    if path[0] == "layers" and path[2:-1] in _PRODUCTS:
+        return _product_rule(model_type, config, path, shape)
     of_expert = path[0] == "layers" and path[2] == "mlp" and len(shape) == (2 if leaf == "bias" else 3)
     if of_expert and model_type == "gpt_oss":
         return _gpt_oss_rule(path, shapes, stored)
     if of_expert:
         return _stacked_rule(model_type, path, shape)
-    if path[0] == "layers":
-        for name, modules in _FUSED.get(model_type, {}).items():
-            if path[2:-1] in modules and leaf == "kernel":
-                return _fused_rule(name, [(*path[:2], *module, leaf) for module in modules], config, shapes, model_type)
-    order = _order(model_type, config, path, shape)
+    normed = path[0] == "layers" and path[2:-1] in [("attention", "query_norm"), ("attention", "key_norm")]
+    order = _order(model_type, config, shape[-1]) if normed else None
     turned = leaf == "kernel"
     kept = np.argsort(order) if order is not None else None
 
@@ -175,44 +174,49 @@ def head_order(head_dim: int, rotary_dim: int | None, neighbours: bool) -> np.nd
     return np.concatenate([pairs, still]).T.reshape(-1)
 
 
-def _order(model_type: str, config: LlamaConfig, path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
-    """The order of the last axis of what makes queries and keys."""
-    if path[0] != "layers" or path[2:-1] not in [("attention", n) for n in ("query", "key", "query_norm", "key_norm")]:
-        return None
+def _order(model_type: str, config: LlamaConfig, width: int) -> np.ndarray | None:
+    """The order of the last axis of what makes queries and keys, of so many dimensions."""
     order = head_order(config.head_dim, config.rotary_dim, model_type in _NEIGHBOURS)
     if order is None:
         return None
-    first = np.arange(0, shape[-1], config.head_dim)  # of every head
+    first = np.arange(0, width, config.head_dim)  # of every head
     return (first[:, None] + order).reshape(-1)
 
 
 # --- several parameters in one tensor, several tensors in one parameter ---
 
 
-def _fused_rule(
-    name: str,
-    paths: Sequence[Path],
-    config: LlamaConfig,
-    shapes: Mapping[Path, tuple[int, ...]],
-    model_type: str,
-) -> Rule:
-    """Products that stand one below the other in one tensor [out, in]."""
-    widths = [shapes[path][1] for path in paths]
-    orders = [_order(model_type, config, path, shapes[path]) for path in paths]
+def _product_rule(model_type: str, config: LlamaConfig, path: Path, shape: tuple[int, ...]) -> Rule:
+    """Products [out, in] in tensors of their own, or one below the other in one, that are one product here: kernel
+    [in, H_kv, G + 2, D] or [in, 2, F], where they stand side by side on the last axis but one; biases without in."""
+    attention, leaf = path[2] == "attention", "bias" if path[-1] == "bias" else "weight"
+    fused = _FUSED.get(model_type, {}).get(path[2:-1])
+    names = tuple(f"model.layers.{path[1]}.{name}.{leaf}" for name in ((fused,) if fused else _PRODUCTS[path[2:-1]]))
+    inputs = shape[:1] if leaf == "weight" else ()
+    heads = (config.kv_heads,) if attention else ()
+    counts = (config.query_heads // config.kv_heads, 1, 1) if attention else (1, 1)
+    widths = [math.prod(heads) * count * shape[-1] for count in counts]
+    turns = (True, True, False) if attention else (False, False)
+    orders = [_order(model_type, config, width) if turn else None for width, turn in zip(widths, turns, strict=True)]
 
     def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
-        parts = np.split(tensors[0].T, np.cumsum(widths)[:-1], axis=1)
-        return [part if order is None else part[:, order] for part, order in zip(parts, orders, strict=True)]
+        parts = np.split(tensors[0], np.cumsum(widths)[:-1]) if fused else tensors
+        placed = [
+            (part.T if order is None else part.T[..., order]).reshape(*inputs, *heads, count, shape[-1])
+            for part, order, count in zip(parts, orders, counts, strict=True)
+        ]
+        return [np.concatenate(placed, axis=-2)]
 
     def write(parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
-        kept = [
-            part if order is None else part[:, np.argsort(order)]
-            for part, order in zip(parameters, orders, strict=True)
+        parts = [part.reshape(*inputs, -1) for part in np.split(parameters[0], np.cumsum(counts)[:-1], axis=-2)]
+        tensors = [
+            (part if order is None else part[..., np.argsort(order)]).T
+            for part, order in zip(parts, orders, strict=True)
         ]
-        return [np.concatenate(kept, axis=1).T]
+        return [np.concatenate(tensors)] if fused else tensors
 
-    shape = (sum(widths), shapes[paths[0]][0])
-    return Rule(tuple(paths), (f"model.layers.{paths[0][1]}.{name}.weight",), (shape,), read, write)
+    sizes = [(width, *inputs) for width in ([sum(widths)] if fused else widths)]
+    return Rule((path,), names, tuple(sizes), read, write)
 
 
 def _stacked_rule(model_type: str, path: Path, shape: tuple[int, ...]) -> Rule:

@@ -50,7 +50,8 @@ def signs(
             functools.partial(mosaic_gpu.check, interpret=interpret),
         ),
     }
-    return dispatch(implementation, reference.signs, kernels, block, uniforms, spread(gain), spread(weight))
+    given = (block, uniforms, spread(gain), spread(weight))
+    return dispatch("balanced_walk", implementation, reference.signs, kernels, *given)
 
 
 def pairs(
@@ -77,7 +78,8 @@ def pairs(
             functools.partial(mosaic_gpu.check, interpret=interpret),
         ),
     }
-    return dispatch(implementation, reference.pairs, kernels, block, uniforms, weights, jnp.asarray(gamma, jnp.float32))
+    given = (block, uniforms, weights, jnp.asarray(gamma, jnp.float32))
+    return dispatch("balanced_walk", implementation, reference.pairs, kernels, *given)
 
 
 def _check_shapes(block: Block, vectors: dict[str, tuple[Array, int]]) -> None:

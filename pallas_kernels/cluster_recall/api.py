@@ -51,4 +51,4 @@ def cluster_recall(
             functools.partial(mosaic_gpu.check, interpret=interpret),
         ),
     }
-    return dispatch(implementation, reference.cluster_recall, kernels, rows, blocks, number, count)
+    return dispatch("cluster_recall", implementation, reference.cluster_recall, kernels, rows, blocks, number, count)

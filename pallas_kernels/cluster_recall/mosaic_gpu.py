@@ -17,6 +17,7 @@ from pallas_kernels import hopper
 from pallas_kernels.cluster_recall.base import Blocks, refuse_unknown
 from pallas_kernels.cluster_recall.batching import fold_mapped_axes
 from pallas_kernels.cluster_recall.reference import taken
+from pallas_kernels.dispatch import Unsuited
 from pallas_kernels.weighted_decode import EMPTY, MANY_ROWS, Partials
 from pallas_kernels.weighted_decode.base import merge_splits
 
@@ -55,7 +56,7 @@ def check(
     if not interpret:
         hopper.check_device()
     if rows.shape[2] >= MANY_ROWS:
-        raise NotImplementedError(f"{rows.shape[2]} rows: from {MANY_ROWS} on products, not reading, take the time")
+        raise Unsuited(f"{rows.shape[2]} rows: from {MANY_ROWS} on products, not reading, take the time")
     places, width = blocks.entries.shape[3], 2 * blocks.width
     if places not in (8, 16, 32, 64) or width not in (128, 256, 384, 512):
         raise NotImplementedError(
@@ -94,7 +95,7 @@ def _cluster_recall(rows, blocks: Blocks, number, count, *, config: GpuConfig, i
     stages, programs = hopper.roomiest(scratch_of, config.stages)
     per_step = hopper.SLOTS // places
     most_steps = pl.cdiv(number.shape[2], per_step)
-    splits = min(config.splits or hopper.even_splits(batch * heads, most_steps, programs), most_steps)
+    splits = min(config.splits or hopper.even_splits(batch * heads, [most_steps], programs)[0], most_steps)
 
     padding = ((0, 0), (0, 0), (0, most_steps * per_step - number.shape[2]))
     number, count = (jnp.pad(x.astype(jnp.int32), padding) for x in (number, jnp.clip(count, 0, places)))

@@ -50,7 +50,7 @@ def check(
     places, width = blocks.entries.shape[3:]
     packed = blocks.key_bits is not None
     if rows.shape[2] >= MANY_ROWS:
-        raise NotImplementedError(f"{rows.shape[2]} rows: from {MANY_ROWS} on products, not reading, take the time")
+        raise Unsuited(f"{rows.shape[2]} rows: from {MANY_ROWS} on products, not reading, take the time")
     for name, array in {"rows": rows, "entries": blocks.entries}.items():
         if array.dtype.name not in TYPES and not (packed and name == "entries"):
             raise NotImplementedError(f"{name} are {array.dtype.name}; a TPU kernel takes {', '.join(TYPES)}")

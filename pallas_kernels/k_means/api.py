@@ -58,4 +58,4 @@ def k_means(
     }
     used = jnp.asarray(directions.shape[0] if used is None else used, jnp.int32)
     plain = functools.partial(reference.k_means, block=block)
-    return dispatch(implementation, plain, kernels, points, directions, valid, used, summed)
+    return dispatch("k_means", implementation, plain, kernels, points, directions, valid, used, summed)

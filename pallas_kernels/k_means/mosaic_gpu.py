@@ -196,7 +196,7 @@ def _sum(label: Int[Array, "B N"], x: Float[Array, "B N D"], clusters: int, inte
     tiles, blocks = pl.cdiv(clusters, TILE), pl.cdiv(tokens, TILE)
     scratch_of = functools.partial(_summing, head_dim)
     stages, places = hopper.roomiest(scratch_of)
-    splits = hopper.even_splits(batch * tiles, blocks, places)
+    splits = hopper.even_splits(batch * tiles, [blocks], places)[0]
     # Rows past the last are zeros, whatever their label.
     label = jnp.pad(label, ((0, 0), (0, blocks * TILE - label.shape[1])), constant_values=-1)
 

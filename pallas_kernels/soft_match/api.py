@@ -50,4 +50,4 @@ def soft_match(
         ),
     }
     plain = functools.partial(reference.soft_match, chunk=chunk)
-    return dispatch(implementation, plain, kernels, keys, jnp.asarray(count, jnp.int32))
+    return dispatch("soft_match", implementation, plain, kernels, keys, jnp.asarray(count, jnp.int32))

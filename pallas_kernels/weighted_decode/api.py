@@ -1,16 +1,18 @@
 """`weighted_decode` on whatever the program runs on."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from jaxtyping import Array, Float
 
 from pallas_kernels import packing
-from pallas_kernels.dispatch import Kernel, dispatch
+from pallas_kernels.dispatch import Kernel, dispatch_parts
 from pallas_kernels.weighted_decode import mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.weighted_decode.base import Entries, Partials, bounds_of_rows
 
 Implementation = Literal["xla", "mosaic_tpu", "mosaic_gpu"]
+Part = tuple[Float[Array, "B H R D"], Entries]
 
 
 def weighted_decode(
@@ -22,14 +24,29 @@ def weighted_decode(
     config: mosaic_tpu.Config | mosaic_gpu.GpuConfig | None = None,
     interpret: Any = False,
 ) -> Partials:
-    """Both sums of attention of the rows of every kv head over its entries, in float32; see `reference`.
+    """Both sums of attention of the rows of every kv head over its entries, in float32; see `weighted_decode_parts`."""
+    options: Any = {"logits": logits, "implementation": implementation, "config": config, "interpret": interpret}
+    return weighted_decode_parts([(rows, entries)], **options)[0]
+
+
+def weighted_decode_parts(
+    parts: Sequence[Part],
+    *,
+    logits: bool = False,
+    implementation: Implementation | None = None,
+    config: mosaic_tpu.Config | mosaic_gpu.GpuConfig | None = None,
+    interpret: Any = False,
+) -> list[Partials]:
+    """Both sums of attention of the rows of every kv head over its entries, in float32, of every part by itself; see
+    `reference`. On a GPU parts that are stored alike share a launch.
 
     Args:
-        rows: queries that share a kv head: R of tokens times grouped heads.
+        parts: rows, [B, H, R, D], and the entries that they read. Rows are the queries that share a kv head: R of
+            tokens times grouped heads.
         logits: give the denominator's logits, too: with the sums of all entries that a row attends to they tell how
             its attention falls on these, without a second reading of the keys.
-        implementation: None: the kernel of the platform that the program is compiled for, where there is one and it can
-            do this, XLA otherwise.
+        implementation: None: the kernel of the platform that the program is compiled for, for the parts that it can
+            do, XLA for the others.
         config: of the kernel that it is made for; None: the default.
         interpret: of the kernel, as `pallas_call` takes it, or `plgpu.InterpretGPUParams`.
 
@@ -37,22 +54,27 @@ def weighted_decode(
         ValueError: for shapes that do not fit, or an implementation that is not known.
         NotImplementedError: where the implementation that was asked for cannot do this, with the reason.
     """
-    check(rows, entries)
-    entries = bounds_of_rows(entries, rows.shape[2])
+    for part in parts:
+        check(*part)
+    parts = [(rows, bounds_of_rows(entries, rows.shape[2])) for rows, entries in parts]
     settings: dict[str, Any] = {"interpret": interpret, "logits": logits}
     for_tpu = config if isinstance(config, mosaic_tpu.Config) else None
     for_gpu = config if isinstance(config, mosaic_gpu.GpuConfig) else None
+
+    def on_tpu(*parts: Part) -> list[Partials]:
+        return [mosaic_tpu.weighted_decode(*part, config=for_tpu, **settings) for part in parts]
+
+    def on_gpu(*parts: Part) -> list[Partials]:
+        return mosaic_gpu.weighted_decode(parts, config=for_gpu, **settings)
+
+    def in_xla(*parts: Part) -> list[Partials]:
+        return [reference.weighted_decode(*part, logits=logits) for part in parts]
+
     kernels = {
-        "mosaic_tpu": Kernel(
-            functools.partial(mosaic_tpu.weighted_decode, config=for_tpu, **settings), mosaic_tpu.check
-        ),
-        "mosaic_gpu": Kernel(
-            functools.partial(mosaic_gpu.weighted_decode, config=for_gpu, **settings),
-            functools.partial(mosaic_gpu.check, interpret=interpret),
-        ),
+        "mosaic_tpu": Kernel(on_tpu, mosaic_tpu.check),
+        "mosaic_gpu": Kernel(on_gpu, functools.partial(mosaic_gpu.check, interpret=interpret)),
     }
-    in_xla = functools.partial(reference.weighted_decode, logits=logits)
-    return dispatch(implementation, in_xla, kernels, rows, entries)
+    return dispatch_parts("weighted_decode", implementation, in_xla, kernels, *parts)
 
 
 def check(rows: Float[Array, "B H R D"], entries: Entries) -> None:

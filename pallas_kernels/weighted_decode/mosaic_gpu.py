@@ -4,7 +4,8 @@
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,13 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import hopper
 from pallas_kernels.batching import fold_mapped_axes
+from pallas_kernels.dispatch import Unsuited
 from pallas_kernels.weighted_decode.base import EMPTY, Entries, Partials, merge_splits, occupied, refuse_unknown
 from pallas_kernels.weighted_decode.reference import MANY_ROWS
 
 # Weights of slots, each an array [B, H, S] that is read where it is given.
 WEIGHTS = ("log_num", "log_den", "key_scale", "value_scale")
+TILE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,34 +51,49 @@ def check(rows: Float[Array, "B H R D"], entries: Entries, interpret: Any = Fals
     if not interpret:
         hopper.check_device()
     if rows.shape[2] >= MANY_ROWS:
-        raise NotImplementedError(f"{rows.shape[2]} rows: from {MANY_ROWS} on products, not reading, take the time")
+        raise Unsuited(f"{rows.shape[2]} rows: from {MANY_ROWS} on products, not reading, take the time")
     packed = [name for name, bits in _bits(entries).items() if bits is not None]
     hopper.check_types(*packed, rows=rows, keys=entries.keys, values=entries.values)
     hopper.check_head_dim(rows.shape[3])
     keys, values = entries.keys.dtype, entries.keys.dtype if entries.values is None else entries.values.dtype
     if keys != values and not keys.itemsize == values.itemsize == 1:
         raise NotImplementedError(f"keys are {keys.name}, values {values.name}")
-    if entries.keys.shape[2] % 8:
-        raise NotImplementedError(f"{entries.keys.shape[2]} slots: the copy engine takes multiples of 8")
-    names = _names(entries, with_logits=True)
-    hopper.roomiest(functools.partial(_scratch, names, rows, entries, True))
+    heads, slots = entries.keys.shape[1:3]
+    if heads * slots % TILE:
+        raise NotImplementedError(f"{heads} heads of {slots} slots: the copy engine takes multiples of {TILE}")
+    hopper.roomiest(functools.partial(_scratch, [_Part.of(rows, entries, True)], True))
 
 
 def weighted_decode(
-    rows: Float[Array, "B H R D"],
-    entries: Entries,
+    parts: Sequence[tuple[Float[Array, "B H R D"], Entries]],
     config: GpuConfig | None = None,
     interpret: Any = False,
     *,
     logits: bool = False,
-) -> Partials:
-    """`reference.weighted_decode` in one pass over the occupied blocks of slots.
+) -> list[Partials]:
+    """`reference.weighted_decode` of every part, in one pass over its occupied blocks of slots; parts that are stored
+    alike share a launch.
 
     Every kv head's rows share one read of its keys and values. Blocks outside the occupied range of a row of the batch
     are not read, and the splits share those inside evenly.
     """
-    run = functools.partial(_weighted_decode, config=config or GpuConfig(), interpret=interpret, with_logits=logits)
-    return fold_mapped_axes(run)(rows, entries)
+    run = functools.partial(_launch, config=config or GpuConfig(), interpret=interpret, with_logits=logits)
+    launches: dict[Any, list[int]] = {}
+    for number, part in enumerate(parts):
+        launches.setdefault(_stored_as(*part), []).append(number)
+    found: dict[int, Partials] = {}
+    for numbers in launches.values():
+        found |= zip(numbers, fold_mapped_axes(run)(*(parts[number] for number in numbers)), strict=True)
+    return [found[number] for number in range(len(parts))]
+
+
+def _stored_as(rows: Float[Array, "B H R D"], entries: Entries) -> Any:
+    """What parts have in common that go through the same memory of a program."""
+    values = entries.keys if entries.values is None else entries.values
+    value_bits = entries.key_bits if entries.values is None else entries.value_bits
+    scales = {scale.dtype.name for scale in (entries.key_scale, entries.value_scale) if scale is not None}
+    types = (rows.dtype.name, entries.keys.dtype.name, values.dtype.name, *sorted(scales))
+    return rows.shape, types, entries.key_bits, value_bits
 
 
 def _bits(entries: Entries) -> dict[str, int | None]:
@@ -93,91 +111,151 @@ def _names(entries: Entries, with_logits: bool) -> tuple[str, ...]:
     return tuple(name for name in named if name not in unread and getattr(entries, name) is not None)
 
 
-def _weighted_decode(
-    rows: Float[Array, "B H R D"], entries: Entries, *, config: GpuConfig, interpret: Any, with_logits: bool
-) -> Partials:
-    batch, heads, count, head_dim = rows.shape
-    slots = entries.keys.shape[2]
-    names = _names(entries, with_logits)
-    operands = hopper.Operands.of(rows.dtype, entries.keys.dtype)
-    scratch_of = functools.partial(_scratch, names, rows, entries, with_logits)
+class _Part(NamedTuple):
+    """What some of a launch's programs read."""
+
+    rows: Float[Array, "B H R D"]
+    entries: Entries
+    names: tuple[str, ...]  # of the entries' arrays that are read slot by slot
+
+    @classmethod
+    def of(cls, rows: Float[Array, "B H R D"], entries: Entries, with_logits: bool) -> "_Part":
+        return cls(rows, entries, _names(entries, with_logits))
+
+    @property
+    def weights(self) -> list[str]:
+        return [name for name in WEIGHTS if name in self.names]
+
+    @property
+    def blocks(self) -> int:
+        return pl.cdiv(self.entries.keys.shape[2], hopper.SLOTS)
+
+
+def _launch(
+    *given: tuple[Float[Array, "B H R D"], Entries], config: GpuConfig, interpret: Any, with_logits: bool
+) -> list[Partials]:
+    """Programs for every split of every head of every part."""
+    parts = [_Part.of(rows, entries, with_logits) for rows, entries in given]
+    batch, heads, count, head_dim = parts[0].rows.shape
+    operands = hopper.Operands.of(parts[0].rows.dtype, parts[0].entries.keys.dtype)
+    scratch_of = functools.partial(_scratch, parts, with_logits)
     stages, places = hopper.roomiest(scratch_of, config.stages)
-    blocks = pl.cdiv(slots, hopper.SLOTS)
-    splits = min(config.splits or hopper.even_splits(batch * heads, blocks, places), blocks)
+    if config.splits is None:
+        splits = hopper.even_splits(batch * heads, [part.blocks for part in parts], places)
+    else:
+        splits = [min(config.splits, part.blocks) for part in parts]
+    ranges = [occupied(part.entries) for part in parts]
+    read = [_arrays(part, *of_part, operands) for part, of_part in zip(parts, ranges, strict=True)]
+    padded = read[0]["rows"].shape[3]
 
-    start, stop, lowest, highest = occupied(entries)
-    arrays: dict[str, Any] = {"rows": hopper.row_parts(rows, operands), "lowest": lowest, "highest": highest}
-    arrays |= {name: getattr(entries, name) for name in names}
-    if start.ndim == 2 or stop.ndim == 2:
-        wide = lambda x: jnp.broadcast_to(x if x.ndim == 2 else x[:, None], (batch, count))  # noqa: E731
-        bounds = jnp.stack([wide(start), wide(stop)], axis=1)
-        arrays["bounds"] = jnp.pad(bounds, ((0, 0), (0, 0), (0, hopper.ROWS - count)))
-
-    padded = arrays["rows"].shape[3]
-    of_rows = jax.ShapeDtypeStruct((batch, heads, splits, hopper.ROWS), jnp.float32)
+    of_rows = jax.ShapeDtypeStruct((batch, heads, sum(splits), hopper.ROWS), jnp.float32)
     results: dict[str, Any] = {"peak": of_rows, "den": of_rows}
-    if "values" in names:
-        results["num"] = jax.ShapeDtypeStruct((batch, heads, splits, padded, head_dim), jnp.float32)
-    if with_logits:
-        results["logits"] = jax.ShapeDtypeStruct((batch, heads, padded, blocks * hopper.SLOTS), jnp.float32)
+    if any("values" in part.names for part in parts):
+        results["num"] = jax.ShapeDtypeStruct((batch, heads, sum(splits), padded, head_dim), jnp.float32)
+    of_slots = [
+        jax.ShapeDtypeStruct((batch, heads, padded, part.blocks * hopper.SLOTS), jnp.float32)
+        for part in parts
+        if with_logits
+    ]
 
     def weighted_decode(*refs, **scratch):
-        named = dict(zip((*arrays, *results), refs, strict=True))
-        _kernel(named, scratch, names=names, operands=operands, entries=entries, splits=splits, stages=stages)
+        refs = iter(refs)
+        inputs = [{name: next(refs) for name in arrays} for arrays in read]
+        sums = {name: next(refs) for name in results}
+        place, first = lax.axis_index("splits"), 0
+        for part, named, of_part in zip(parts, inputs, splits, strict=True):
+            named |= sums | ({"logits": next(refs)} if with_logits else {})
+            program = functools.partial(
+                _program, part, named, scratch, place, place - first, of_part, operands=operands, stages=stages
+            )
+            if len(parts) == 1:
+                program()
+            else:
+                pl.when((place >= first) & (place < first + of_part))(program)
+            first += of_part
 
+    moved = [*(x for arrays in read for x in arrays.values()), *results.values(), *of_slots]
+    slots = sum(part.entries.keys.shape[2] for part in parts)
     found = plgpu.kernel(
         weighted_decode,
-        out_type=list(results.values()),
+        out_type=[*results.values(), *of_slots],
         scratch_types=scratch_of(stages),
-        grid=(splits, heads, batch),
+        grid=(sum(splits), heads, batch),
         grid_names=("splits", "heads", "batch"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         **hopper.cost(
-            flops=2 * batch * heads * count * slots * head_dim * (2 if "values" in names else 1),
-            bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in (*arrays.values(), *results.values())),
+            flops=2 * batch * heads * count * slots * head_dim * (2 if "num" in results else 1),
+            bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in moved),
             transcendentals=batch * heads * count * slots,
         ),
-    )(*arrays.values())
-    found = dict(zip(results, found, strict=True))
-    num = found["num"][..., :count, :] if "num" in found else jnp.zeros((batch, heads, splits, count, head_dim))
-    sums = merge_splits(Partials(found["peak"][..., :count], num, found["den"][..., :count]))
-    if not with_logits:
-        return sums
-    # Blocks that are not read are not written either.
-    slot = jnp.arange(slots, dtype=jnp.int32)
-    inside = (slot >= lowest[:, None]) & (slot < highest[:, None])
-    return sums._replace(logits=jnp.where(inside[:, None, None], found["logits"][:, :, :count, :slots], EMPTY))
+    )(*(x for arrays in read for x in arrays.values()))
+    peak, den, *rest = found
+    num = rest.pop(0)[..., :count, :] if "num" in results else jnp.zeros((*peak.shape[:3], count, head_dim))
+    all_sums = Partials(peak[..., :count], num, den[..., :count])
+    merged, first = [], 0
+    for part, of_part, (_, _, lowest, highest) in zip(parts, splits, ranges, strict=True):
+        own = jax.tree.map(lambda x, first=first, of_part=of_part: x[:, :, first : first + of_part], all_sums)
+        first += of_part
+        if "values" not in part.names:  # nobody wrote them
+            own = own._replace(num=jnp.zeros_like(own.num))
+        own = merge_splits(own)
+        if with_logits:
+            # Blocks that are not read are not written either.
+            slot = jnp.arange(part.entries.keys.shape[2], dtype=jnp.int32)
+            inside = ((slot >= lowest[:, None]) & (slot < highest[:, None]))[:, None, None]
+            own = own._replace(logits=jnp.where(inside, rest.pop(0)[:, :, :count, : len(slot)], EMPTY))
+        merged.append(own)
+    return merged
 
 
-def _scratch(names: tuple[str, ...], rows: Array, entries: Entries, with_logits: bool, stages: int) -> dict[str, Any]:
-    """What a program keeps in shared memory, under the names of the arrays that it holds parts of."""
+def _arrays(part: _Part, start: Array, stop: Array, lowest: Array, highest: Array, operands: Any) -> dict[str, Array]:
+    """What a part's programs read."""
+    batch, _, count, _ = part.rows.shape
+    arrays = {"rows": hopper.row_parts(part.rows, operands), "lowest": lowest, "highest": highest}
+    for name in part.names:
+        array = getattr(part.entries, name)
+        # The copy engine takes rows of whole 16 bytes, and blocks in tiles of `TILE` slots of all that a row has.
+        if name in WEIGHTS:
+            array = jnp.pad(array, ((0, 0), (0, 0), (0, -array.shape[2] % (16 // array.dtype.itemsize))))
+        else:
+            array = array.reshape(batch, -1, array.shape[3])
+        arrays[name] = array
+    if start.ndim == 2 or stop.ndim == 2:
+        wide = lambda x: jnp.broadcast_to(x if x.ndim == 2 else x[:, None], (batch, count))  # noqa: E731
+        bounds = jnp.stack([wide(start), wide(stop)], axis=1)
+        arrays["bounds"] = jnp.pad(bounds, ((0, 0), (0, 0), (0, hopper.ROWS - count)))
+    return arrays
+
+
+def _scratch(parts: Sequence[_Part], with_logits: bool, stages: int) -> dict[str, Any]:
+    """What a program of any of the parts keeps in shared memory, under the names of the arrays that it holds parts
+    of."""
+    rows, stored = parts[0].rows, parts[0].entries
     head_dim = rows.shape[3]
-    operands = hopper.Operands.of(rows.dtype, entries.keys.dtype)
-    columns = hopper.operand_columns(head_dim, *_bits(entries).values())
+    operands = hopper.Operands.of(rows.dtype, stored.keys.dtype)
+    columns = hopper.operand_columns(head_dim, *_bits(stored).values())
+    values = next((part.entries.values for part in parts if "values" in part.names), None)
 
-    rings = {
-        name: hopper.blocked((stages, hopper.SLOTS, stored.shape[3]), stored.dtype)
-        for name, stored in (("keys", entries.keys), ("values", entries.values))
-        if stored is not None
-    }
+    ring = lambda x: hopper.blocked((stages, hopper.SLOTS, x.shape[3]), x.dtype)  # noqa: E731
     of_rows = plgpu.SMEM((hopper.ROWS,), jnp.float32)
-    weights = [name for name in WEIGHTS if name in names]
+    weights = {name: getattr(part.entries, name).dtype for part in parts for name in part.weights}
     scratch: dict[str, Any] = {
         "rows": hopper.blocked((operands.row_parts, hopper.ROWS, head_dim), operands.dtype, columns),
-        "keys": rings["keys"],
+        "keys": ring(stored.keys),
         "peak": of_rows,
         "den": of_rows,
         "rows_came": plgpu.Barrier(num_arrivals=operands.row_parts),
-        "keys_came": plgpu.Barrier(num_arrivals=1 + len(weights), num_barriers=stages),
-        **{name: plgpu.SMEM((stages, hopper.SLOTS), getattr(entries, name).dtype) for name in weights},
+        **{name: plgpu.SMEM((stages, hopper.SLOTS), dtype) for name, dtype in weights.items()},
     }
+    for part in parts:
+        scratch[_keys_came(part)] = plgpu.Barrier(num_arrivals=1 + len(part.weights), num_barriers=stages)
     if not operands.direct:
         scratch["operands"] = hopper.blocked((operands.stored_parts, hopper.SLOTS, head_dim), operands.dtype, columns)
-    if "values" in names:
+    if values is not None:
         # The sums leave through the memory of the keys, of which none is read any more then.
-        scratch["keys"] = plgpu.RefUnion(rings["keys"], hopper.blocked((hopper.ROWS, head_dim), jnp.float32))
-        scratch["values"] = rings["values"]
+        scratch["keys"] = plgpu.RefUnion(ring(stored.keys), hopper.blocked((hopper.ROWS, head_dim), jnp.float32))
+        scratch["values"] = ring(values)
         scratch["values_came"] = plgpu.Barrier(num_barriers=stages)
         scratch["weights"] = hopper.blocked(
             (operands.row_parts, hopper.ROWS, hopper.SLOTS), operands.dtype, swizzled_as=columns
@@ -187,16 +265,26 @@ def _scratch(names: tuple[str, ...], rows: Array, entries: Entries, with_logits:
     return scratch
 
 
-def _kernel(refs, scratch, *, names, operands, entries, splits, stages):
-    """One split of one head's slots against all of its rows."""
-    batch, head, split = (lax.axis_index(name) for name in ("batch", "heads", "splits"))
+def _keys_came(part: _Part) -> str:
+    """The barrier that hears of a block's keys and weights."""
+    return f"keys_came_with_{len(part.weights)}"
+
+
+def _program(part: _Part, refs, scratch, place, split, splits, *, operands, stages):
+    """One split of one head's slots of a part against all of its rows.
+
+    Args:
+        place: of the split among those of all parts.
+    """
+    batch, head = (lax.axis_index(name) for name in ("batch", "heads"))
     lowest, highest = refs["lowest"][batch], refs["highest"][batch]
+    entries, names, weights = part.entries, part.names, part.weights
     rings = {name: scratch[name] for name in names}
-    if "values" in names:
+    keys_came = scratch[_keys_came(part)]
+    if "values" in scratch:
         rings["keys"], num_out = scratch["keys"]
     head_dim, padded = refs["rows"].shape[4], refs["rows"].shape[3]
     bits = _bits(entries)
-    weights = [name for name in WEIGHTS if name in names]
     in_two = (hopper.ROWS, hopper.SLOTS)
 
     # The splits share the blocks between the bounds evenly.
@@ -212,10 +300,14 @@ def _kernel(refs, scratch, *, names, operands, entries, splits, stages):
         @pl.when(step < steps)
         def _():
             stage = lax.rem(step, stages)
-            slots = pl.ds((begin + step) * hopper.SLOTS, hopper.SLOTS)
+            first_slot = (begin + step) * hopper.SLOTS
+            slots = pl.ds(first_slot, hopper.SLOTS)
+            # A block that ends behind a head's last slot holds the next one's first, which nobody adds to.
+            of_row = pl.ds(head * entries.keys.shape[2] + first_slot, hopper.SLOTS)
             for name in names:
-                came = scratch["values_came" if name == "values" else "keys_came"]
-                plgpu.copy_gmem_to_smem(refs[name].at[batch, head, slots], rings[name].at[stage], came.at[stage])
+                came = scratch["values_came"] if name == "values" else keys_came
+                source = refs[name].at[batch, head, slots] if name in WEIGHTS else refs[name].at[batch, of_row]
+                plgpu.copy_gmem_to_smem(source, rings[name].at[stage], came.at[stage])
 
     for part in range(operands.row_parts):
         plgpu.copy_gmem_to_smem(
@@ -233,7 +325,7 @@ def _kernel(refs, scratch, *, names, operands, entries, splits, stages):
 
     def step(number, before):
         stage = lax.rem(number, stages)
-        plgpu.barrier_wait(scratch["keys_came"].at[stage])
+        plgpu.barrier_wait(keys_came.at[stage])
         keys = hopper.as_operands(rings["keys"].at[stage], scratch.get("operands"), operands, bits["keys"])
         if not operands.direct:
             plgpu.commit_smem()
@@ -244,8 +336,8 @@ def _kernel(refs, scratch, *, names, operands, entries, splits, stages):
         given = {name: hopper.load(rings[name].at[stage], hopper.OF_SLOTS).astype(jnp.float32) for name in weights}
         if "key_scale" in given:
             scores = scores * hopper.of_slots(given["key_scale"], in_two)
-        place = (begin + number) * hopper.SLOTS
-        slot = place + plgpu.broadcasted_iota(jnp.int32, (hopper.SLOTS,), 0, layout=hopper.OF_SLOTS)
+        first_slot = (begin + number) * hopper.SLOTS
+        slot = first_slot + plgpu.broadcasted_iota(jnp.int32, (hopper.SLOTS,), 0, layout=hopper.OF_SLOTS)
         inside = (slot >= lowest) & (slot < highest)
 
         def weighed(name):
@@ -253,7 +345,7 @@ def _kernel(refs, scratch, *, names, operands, entries, splits, stages):
             biased = scores + hopper.of_slots(jnp.where(inside, bias, EMPTY * hopper.LOG2E), in_two)
             if "bounds" not in refs:
                 return biased
-            slots = place + plgpu.broadcasted_iota(jnp.int32, in_two, 1, layout=hopper.LAYOUT)
+            slots = first_slot + plgpu.broadcasted_iota(jnp.int32, in_two, 1, layout=hopper.LAYOUT)
             begins, ends = (hopper.of_rows(bound, in_two) for bound in bounds)
             return jnp.where((slots >= begins) & (slots < ends), biased, EMPTY * hopper.LOG2E)
 
@@ -274,7 +366,8 @@ def _kernel(refs, scratch, *, names, operands, entries, splits, stages):
         fetch(number + stages, *late)
         if "logits" in refs:
             plgpu.copy_smem_to_gmem(
-                scratch["logits"].at[pl.ds(0, padded)], refs["logits"].at[batch, head, :, pl.ds(place, hopper.SLOTS)]
+                scratch["logits"].at[pl.ds(0, padded)],
+                refs["logits"].at[batch, head, :, pl.ds(first_slot, hopper.SLOTS)],
             )
         num = before.num
         if "values" in names:
@@ -290,7 +383,7 @@ def _kernel(refs, scratch, *, names, operands, entries, splits, stages):
         hopper.store_columns(num_out, sums.num)
     plgpu.commit_smem()
     for name in ("peak", "den"):
-        plgpu.copy_smem_to_gmem(scratch[name], refs[name].at[batch, head, split])
+        plgpu.copy_smem_to_gmem(scratch[name], refs[name].at[batch, head, place])
     if "values" in names:
-        plgpu.copy_smem_to_gmem(num_out.at[pl.ds(0, padded)], refs["num"].at[batch, head, split])
+        plgpu.copy_smem_to_gmem(num_out.at[pl.ds(0, padded)], refs["num"].at[batch, head, place])
     plgpu.wait_smem_to_gmem(0)

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import packing
-from pallas_kernels.dispatch import tensor_cores
+from pallas_kernels.dispatch import Unsuited, tensor_cores
 from pallas_kernels.weighted_decode.base import (
     EMPTY,
     Entries,
@@ -69,7 +69,7 @@ def check(rows: Float[Array, "B H R D"], entries: Entries) -> None:
     """Raises a NotImplementedError for what the kernel cannot do, with the reason."""
     refuse_unknown(entries)
     if rows.shape[2] >= MANY_ROWS:
-        raise NotImplementedError(f"{rows.shape[2]} rows: from {MANY_ROWS} on products, not reading, take the time")
+        raise Unsuited(f"{rows.shape[2]} rows: from {MANY_ROWS} on products, not reading, take the time")
     packed = {"keys": entries.key_bits, "values": entries.value_bits}
     for name, array in {"rows": rows, "keys": entries.keys, "values": entries.values}.items():
         if array is not None and array.dtype.name not in TYPES and packed.get(name) is None:

@@ -122,7 +122,7 @@ def test_linear_weights_are_turned_and_named_as_in_transformers(saved):
     original, tensors = model(SMALL), read_tensors(saved / "model.safetensors")
     gate = tensors["model.layers.1.mlp.gate_proj.weight"]
     assert gate.shape == (SMALL.mlp_width, SMALL.width)
-    np.testing.assert_array_equal(gate.T, original.layers[1].mlp.gate.kernel[...])
+    np.testing.assert_array_equal(gate.T, original.layers[1].mlp.gate_up.kernel[:, 0])
     np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], original.embedding.embedding[...])
     assert len(tensors) == 3 + 2 * 9
 

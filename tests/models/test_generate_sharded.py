@@ -343,13 +343,14 @@ def test_devices_share_a_model_s_parameters():
     assert place(placed, mesh) is placed
     layer = placed.layers[0]
     parts = {
-        "query": layer.attention.query, "key": layer.attention.key, "output": layer.attention.output,
-        "up": layer.mlp.up, "down": layer.mlp.down, "head": placed.head,
+        "qkv": layer.attention.qkv, "output": layer.attention.output,
+        "gate_up": layer.mlp.gate_up, "down": layer.mlp.down, "head": placed.head,
     }  # fmt: skip
     held = {name: one.kernel[...].addressable_shards[0].data.shape for name, one in parts.items()}
-    # Four kv heads lie on two devices each.
+    # Four kv heads lie on two devices each, which make the queries of all its group: both need them.
+    group = CONFIG.query_heads // CONFIG.kv_heads
     assert held == {
-        "query": (32, 8), "key": (32, 8), "output": (8, 32), "up": (32, 6), "down": (6, 32), "head": (32, 5),
+        "qkv": (32, 1, group + 2, 8), "output": (8, 32), "gate_up": (32, 2, 6), "down": (6, 32), "head": (32, 5),
     }  # fmt: skip
     whole = placed.norm.scale[...]
     assert whole.addressable_shards[0].data.shape == whole.shape
@@ -374,8 +375,11 @@ def test_what_devices_do_not_divide_lies_whole():
     _, parameters = nnx.split(nnx.eval_shape(lambda: Llama(odd, rngs=nnx.Rngs(0))))
     placed = nnx.to_pure_dict(parameter_shardings(parameters, odd, mesh))
     layer = placed["layers"][0]
-    specs = [placed["embedding"]["embedding"], layer["mlp"]["up"]["kernel"], layer["attention"]["query"]["kernel"]]
-    assert [one.spec for one in specs] == [jax.P(None), jax.P(None, ("tensor",)), jax.P(None, ("tensor",))]
+    specs = [
+        placed["embedding"]["embedding"],
+        *(one["kernel"] for one in (layer["mlp"]["gate_up"], layer["attention"]["qkv"])),
+    ]
+    assert [one.spec for one in specs] == [jax.P(None), jax.P(None, None, ("tensor",)), jax.P(None, ("tensor",))]
 
 
 @on_devices

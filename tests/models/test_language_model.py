@@ -105,9 +105,9 @@ def test_files_keep_their_dtype(llm, tmp_path):
     own, wide = load(tmp_path), load(tmp_path, jnp.float32)
     assert own.model.embedding.embedding[...].dtype == jnp.bfloat16
     assert own.generator("exact", max_prompt=8, max_new=8).specs[0].dtype == jnp.bfloat16
-    kernel = wide.model.layers[0].mlp.gate.kernel[...]
+    kernel = wide.model.layers[0].mlp.gate_up.kernel[...]
     assert kernel.dtype == jnp.float32
-    np.testing.assert_array_equal(kernel, own.model.layers[0].mlp.gate.kernel[...].astype(jnp.float32))
+    np.testing.assert_array_equal(kernel, own.model.layers[0].mlp.gate_up.kernel[...].astype(jnp.float32))
 
 
 def test_what_is_no_model_says_what_to_give(monkeypatch):

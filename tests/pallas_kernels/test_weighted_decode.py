@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import packing
+from pallas_kernels import dispatch, packing
 from pallas_kernels.weighted_decode import (
     EMPTY,
     MANY_ROWS,
@@ -22,8 +22,10 @@ from pallas_kernels.weighted_decode import (
     Partials,
     reference,
     weighted_decode,
+    weighted_decode_parts,
 )
 from tests.pallas_kernels import traffic
+from tests.pallas_kernels.programs import equations
 
 SMALL = Config(block_slots=128)
 FORMS = {
@@ -310,6 +312,7 @@ GPU_CASES = {
     "of each row": {"start": [[0, 10, 250, 7]], "stop": [[304, 10, 260, 8]], "fields": ("log_num",), "splits": 2},
     "logits": {"fields": ("log_num", "log_den"), "stop": [200, 0], "batch": 2, "logits": True, "splits": 2},
     "logits of each row": {"stop": [[304, 1, 7, 129]], "logits": True},
+    "heads that end inside tiles": {"heads": 4, "slots": 70, "fields": ("log_num",), "logits": True},
 }
 needs_gpu_interpreter = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter for GPU kernels came with JAX 0.11"
@@ -337,6 +340,50 @@ def test_the_kernel_for_gpus(case):
     compare(found, rows, entries, 2e-3 if "scale" in given else TOLERANCE[given.get("dtype", "float32")])
     if "logits" in settings:
         check_logits(found.logits, rows, entries)
+
+
+# Segments of a cache: large and small, with and without weights, of rows of their own, one of another type.
+PARTS = (
+    {"slots": 264, "fields": ("log_num",), "stop": [200, 264]},
+    {"slots": 68, "start": [3, 0], "stop": [60, 0]},
+    {"slots": 64, "feeds": "denominator", "fields": ("log_num", "log_den"), "scale": 2.0},
+    {"slots": 72, "dtype": "int8", "fields": ("key_scale", "value_scale")},
+)
+
+
+@needs_gpu_interpreter
+@pytest.mark.parametrize("splits", [2, None])
+@pytest.mark.parametrize("logits", [False, True])
+def test_parts_that_are_stored_alike_share_a_launch(splits, logits):
+    parts = []
+    for seed, given in enumerate(PARTS):
+        bounds = {name: jnp.array(given[name], jnp.int32) for name in ("start", "stop") if name in given}
+        parts.append(make(seed, heads=2, **{**given, **bounds}))
+    options = {"implementation": "mosaic_gpu", "interpret": plgpu.InterpretGPUParams(detect_races=True)}
+    run_all = functools.partial(
+        weighted_decode_parts, logits=logits, config=GpuConfig(stages=2, splits=splits), **options
+    )
+    launches = [one for one in equations(jax.make_jaxpr(run_all)(parts).jaxpr) if one.primitive.name == "mpmd_map"]
+    assert len(launches) == 2
+    for found, (rows, entries) in zip(jax.jit(run_all)(parts), parts, strict=True):
+        compare(found, rows, entries, TOLERANCE[entries.keys.dtype.name])
+        if logits:
+            check_logits(found.logits, rows, entries)
+
+
+def test_parts_that_a_kernel_cannot_do_are_left_to_xla_and_that_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "_own_platform", lambda: "tpu")
+    able, capped = make(), make(logit_cap=20.0)
+    run_both = jax.jit(lambda *parts: weighted_decode_parts(parts))
+    for _ in range(2):
+        lowered = run_both.trace(able, capped, make(rows=64)).lower(lowering_platforms=("tpu",)).as_text()
+        run_both.clear_cache()
+    assert lowered.count("tpu_custom_call") == 1
+    assert [record.message for record in caplog.records] == [
+        "weighted_decode: XLA in place of mosaic_tpu: logit_cap=20.0: XLA caps logits"
+    ]
+    for found, alone in zip(run_both(able, capped, make(rows=64)), (able, capped, make(rows=64)), strict=True):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, run(*alone, "xla"))
 
 
 @needs_gpu_interpreter
@@ -428,7 +475,7 @@ def test_unknown_forms_and_many_rows_are_refused():
 @pytest.mark.parametrize(
     "given, changes, message",
     [
-        ({"slots": 300}, {}, "300 slots: the copy engine takes multiples of 8"),
+        ({"slots": 301}, {}, "2 heads of 301 slots: the copy engine takes multiples of 8"),
         ({"head_dim": 72}, {}, "head dimension 72"),
         ({"head_dim": 256}, {}, "bytes do not fit in shared memory"),
         ({"rows": 64}, {}, "64 rows"),

@@ -252,7 +252,7 @@ def test_a_checkpoint_is_saved_as_one_wherever_it_stops(where, tmp_path, monkeyp
 @pytest.mark.parametrize("factor", [-1.0, 2.0])
 def test_a_model_of_negated_or_doubled_tensors_is_another(factor):
     one, other = model(), model()
-    kernel = other.layers[0].mlp.gate.kernel
+    kernel = other.layers[0].mlp.gate_up.kernel
     assert same(one, other)
     kernel[...] = factor * kernel[...]
     assert not same(one, other)  # though it was asked for before
