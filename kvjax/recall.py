@@ -4,6 +4,7 @@ Selection looks at an index only, never at the stored entries, so that these may
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -184,6 +185,9 @@ def attend_blocks(
     return merge_over_parts(by_token(sums, tokens=1))
 
 
+COMPARED = 4096  # parts that a device compares, each with each, sooner than it sorts them
+
+
 class Ranked(NamedTuple):
     """Which blocks hold the best parts of a store up to a budget, and how much of every part they are."""
 
@@ -215,7 +219,27 @@ def best_parts(
             before the tokens of the budget.
         skip: leaves out so many first blocks, which were read before; `taken` counts their tokens, too.
     """
-    parts = min(score.shape[0], blocks) if skip is None else score.shape[0]
+    sizes = {"tokens": tokens, "blocks": blocks, "places": places, "skipping": skip is not None}
+    given = (score, size, first, 0 if skip is None else skip)
+    sort, compare = (functools.partial(form, **sizes) for form in (parts_by_sorting, parts_by_comparing))
+    if not 0 < score.shape[0] <= COMPARED:
+        return sort(*given)
+    return jax.lax.platform_dependent(*given, default=sort, tpu=compare, cuda=compare)
+
+
+def parts_by_sorting(
+    score: Float[Array, "C"],
+    size: Int[Array, "C"],
+    first: Int[Array, "C"],
+    skip: Int[Array, ""] | int,
+    *,
+    tokens: int,
+    blocks: int,
+    places: int,
+    skipping: bool,
+) -> Ranked:
+    """`best_parts` by the order of the scores: little work, and a dozen launches on a GPU."""
+    parts = score.shape[0] if skipping else min(score.shape[0], blocks)
     if not parts:
         return Ranked(jnp.zeros(blocks, jnp.int32), jnp.zeros(blocks, jnp.int32), jnp.zeros_like(size))
     # Each part that is taken takes at least one block, so no more than K parts matter.
@@ -223,7 +247,6 @@ def best_parts(
     sizes = size[order]
     taken = jnp.clip(tokens - (jnp.cumsum(sizes) - sizes), 0, sizes)
     needed = -(-taken // places)
-    skip = 0 if skip is None else skip
     needed = jnp.clip(skip + blocks - (jnp.cumsum(needed) - needed), 0, needed)
     taken = jnp.minimum(taken, needed * places)
     end = jnp.cumsum(needed)
@@ -236,6 +259,37 @@ def best_parts(
     count = jnp.where(used, jnp.clip(taken[part] - places * place, 0, places), 0)
     block = jnp.where(used, first[order][part] + place, 0)
     return Ranked(block, count, jnp.zeros_like(size).at[order].set(taken))
+
+
+def parts_by_comparing(
+    score: Float[Array, "C"],
+    size: Int[Array, "C"],
+    first: Int[Array, "C"],
+    skip: Int[Array, ""] | int,
+    *,
+    tokens: int,
+    blocks: int,
+    places: int,
+    skipping: bool,
+) -> Ranked:
+    """`best_parts` by comparing every part with every other: sums that a GPU or a TPU has in three passes, without a
+    sort, a scatter or a gather."""
+    del skipping
+    score = jnp.where((size > 0) & (score == score), score, -jnp.inf)
+    number = jnp.arange(score.shape[0], dtype=jnp.int32)
+    better = (score[None] > score[:, None]) | ((score[None] == score[:, None]) & (number[None] < number[:, None]))
+    of_better = lambda x: jnp.sum(jnp.where(better, x[None], 0), axis=1, dtype=jnp.int32)  # noqa: E731
+    taken = jnp.clip(tokens - of_better(size), 0, size)
+    needed = -(-taken // places)
+    begin = of_better(needed)
+    needed = jnp.clip(skip + blocks - begin, 0, needed)
+    taken = jnp.minimum(taken, needed * places)
+
+    slot = skip + jnp.arange(blocks, dtype=jnp.int32)
+    place = slot[:, None] - begin
+    fills = (place >= 0) & (place < needed)
+    of_part = lambda x: jnp.sum(jnp.where(fills, x, 0), axis=1, dtype=jnp.int32)  # noqa: E731
+    return Ranked(of_part(first + place), of_part(jnp.clip(taken - places * place, 0, places)), taken)
 
 
 def blocks_of(tokens: int, parts: int, places: int) -> int:

@@ -100,11 +100,13 @@ def load(directory: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None
         parameters: dict[weights.Path, jax.Array] = {}
         not_finite: list[str] = []
         for rule in rules:
-            made = rule.read([stored[name].read() for name in rule.names])
-            for path, tensor in zip(rule.paths, (_cast(part, dtype) for part in made), strict=True):
-                if not np.isfinite(tensor).all():
-                    not_finite.extend(name for name in rule.names if name not in not_finite)
-                parameters[path] = jnp.asarray(tensor) if mesh is None else put(tensor, places[path])
+            tensors = {name: stored[name].read() for name in rule.names}
+            made = [_cast(part, dtype) for part in rule.read(list(tensors.values()))]
+            if not all(np.isfinite(part).all() for part in made):
+                wrong = [name for name, x in tensors.items() if not np.isfinite(_cast(x, dtype)).all()]
+                not_finite.extend(wrong or tensors)  # in four bits none is wrong by itself
+            for path, part in zip(rule.paths, made, strict=True):
+                parameters[path] = jnp.asarray(part) if mesh is None else put(part, places[path])
     if not_finite:
         names = ", ".join(not_finite)
         raise ValueError(f"{directory}: values that are not finite as {dtype.name} in {names}")

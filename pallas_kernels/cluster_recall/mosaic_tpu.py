@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import packing
 from pallas_kernels.cluster_recall.base import Blocks, refuse_unknown
 from pallas_kernels.cluster_recall.batching import fold_mapped_axes
+from pallas_kernels.dispatch import Unsuited
 from pallas_kernels.weighted_decode import EMPTY, MANY_ROWS, Partials
 from pallas_kernels.weighted_decode.base import compute_type
 

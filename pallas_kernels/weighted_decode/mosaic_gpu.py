@@ -159,12 +159,12 @@ def _launch(
     ]
 
     def weighted_decode(*refs, **scratch):
-        refs = iter(refs)
-        inputs = [{name: next(refs) for name in arrays} for arrays in read]
-        sums = {name: next(refs) for name in results}
+        ahead = iter(refs)
+        inputs = [{name: next(ahead) for name in arrays} for arrays in read]
+        sums = {name: next(ahead) for name in results}
         place, first = lax.axis_index("splits"), 0
         for part, named, of_part in zip(parts, inputs, splits, strict=True):
-            named |= sums | ({"logits": next(refs)} if with_logits else {})
+            named |= sums | ({"logits": next(ahead)} if with_logits else {})
             program = functools.partial(
                 _program, part, named, scratch, place, place - first, of_part, operands=operands, stages=stages
             )
@@ -309,9 +309,9 @@ def _program(part: _Part, refs, scratch, place, split, splits, *, operands, stag
                 source = refs[name].at[batch, head, slots] if name in WEIGHTS else refs[name].at[batch, of_row]
                 plgpu.copy_gmem_to_smem(source, rings[name].at[stage], came.at[stage])
 
-    for part in range(operands.row_parts):
+    for number in range(operands.row_parts):
         plgpu.copy_gmem_to_smem(
-            refs["rows"].at[batch, head, part], scratch["rows"].at[part, pl.ds(0, padded)], scratch["rows_came"]
+            refs["rows"].at[batch, head, number], scratch["rows"].at[number, pl.ds(0, padded)], scratch["rows_came"]
         )
     for early in range(stages):
         fetch(jnp.int32(early), *names)
@@ -358,8 +358,8 @@ def _program(part: _Part, refs, scratch, place, split, splits, *, operands, stag
         if "values" in names:
             if "value_scale" in given:
                 weight = weight * hopper.of_slots(given["value_scale"], in_two)
-            for part, part_of_weight in enumerate(hopper.parts(weight, operands.row_parts, operands.dtype)):
-                scratch["weights"][part] = part_of_weight
+            for of_rows, part_of_weight in enumerate(hopper.parts(weight, operands.row_parts, operands.dtype)):
+                scratch["weights"][of_rows] = part_of_weight
             plgpu.barrier_wait(scratch["values_came"].at[stage])
             values = hopper.as_operands(rings["values"].at[stage], scratch.get("operands"), operands, bits["values"])
         plgpu.commit_smem()

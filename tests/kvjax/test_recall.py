@@ -18,9 +18,12 @@ from tests.kvjax.support import make_spec
 PLACES = 4
 
 
-@functools.partial(jax.jit, static_argnames=("tokens", "blocks"))
-def best(score, size, first, tokens, blocks):
-    return recall.best_parts(score, size, first, tokens=tokens, blocks=blocks, places=PLACES)
+FORMS = (recall.parts_by_sorting, recall.parts_by_comparing)
+
+
+@functools.partial(jax.jit, static_argnames=("form", "tokens", "blocks", "skipping"))
+def best(score, size, first, tokens, blocks, form=recall.parts_by_sorting, skip=0, skipping=False):
+    return form(score, size, first, skip, tokens=tokens, blocks=blocks, places=PLACES, skipping=skipping)
 
 
 def laid_out(size):
@@ -43,13 +46,14 @@ def by_loops(score, size, first, tokens, blocks):
 
 def compare(score, size, tokens, blocks):
     first = laid_out(size)
-    found = best(np.float32(score), np.int32(size), np.int32(first), tokens, blocks)
     read, taken = by_loops(np.float32(score), size, first, tokens, blocks)
-    used = np.asarray(found.tokens) > 0
-    assert list(zip(np.asarray(found.block)[used], np.asarray(found.tokens)[used], strict=True)) == read
-    np.testing.assert_array_equal(found.taken, taken)
-    # Unused slots come last and name some block that exists.
-    assert not used[len(read) :].any()
+    for form in FORMS:
+        found = best(np.float32(score), np.int32(size), np.int32(first), tokens, blocks, form)
+        used = np.asarray(found.tokens) > 0
+        assert list(zip(np.asarray(found.block)[used], np.asarray(found.tokens)[used], strict=True)) == read
+        np.testing.assert_array_equal(found.taken, taken)
+        # Unused slots come last and name some block that exists.
+        assert not used[len(read) :].any()
     return taken
 
 
@@ -81,6 +85,24 @@ def test_the_best_parts_are_those_of_brute_force(seed, tokens, blocks, largest, 
 )
 def test_adversarial_parts(score, size, tokens, expected):
     assert compare(score, size, tokens, blocks=40) == expected
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**16), tokens=st.sampled_from([4, 30, 200]), skip=st.integers(0, 20))
+def test_later_rounds_are_the_same_however_parts_are_ranked(seed, tokens, skip):
+    rng = np.random.default_rng(seed)
+    size = np.int32(rng.integers(0, 9, 12))
+    given = np.float32(rng.integers(0, 5, 12)), size, np.int32(laid_out(size))
+    one, other = (best(*given, tokens, 6, form, skip, True) for form in FORMS)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_devices_compare_parts_where_a_cpu_sorts_them():
+    given = jnp.zeros(8), jnp.ones(8, jnp.int32), jnp.arange(8)
+    of_budget = functools.partial(recall.best_parts, tokens=4, blocks=4, places=PLACES)
+    for platform, sorts in (("cpu", True), ("tpu", False), ("cuda", False)):
+        text = jax.jit(of_budget).trace(*given).lower(lowering_platforms=(platform,)).as_text()
+        assert ("top_k" in text) == sorts
 
 
 def test_blocks_may_run_out_before_tokens():
