@@ -2,16 +2,16 @@
 
     python -m experiments.ahead_of_time
     python -m experiments.ahead_of_time --device v5e --policy uniform --layers 2
-    python -m experiments.ahead_of_time --device h200
+    python -m experiments.ahead_of_time --device h200 --shape llama-3.1-8b --layers 4 --batch 1
     python -m experiments.ahead_of_time --device v5e --op cluster_recall --schedule
 
 The compilers, libtpu and JAX's for CUDA, come from the package index and need no TPU or GPU (`make aot` and
 `make aot-gpu` install them). For every device it compiles the kernels at the shapes of production, one layer of reading
 a prompt, and one block of decoding steps of a Llama of a few layers with each policy, its state donated as it is in
-use. A line per program says how long that took, bytes of arguments and temporaries, and how many kernels the program
-holds. It fails where something does not compile, where a kernel that is meant to be used is not, and where decoding
-copies a cache: where it writes an array half as large as a layer's largest buffer, or needs as much memory for all
-layers beside its arguments.
+use. A line per program says how long that took, bytes of arguments and temporaries, how many kernels the program holds,
+and how many operations a step starts for every layer (with those of no layer, shared among all). It fails where
+something does not compile, where a kernel that is meant to be used is not, and where decoding copies a cache: where it
+writes an array half as large as a layer's largest buffer, or needs as much memory for all layers beside its arguments.
 `--schedule` adds what the TPU's compiler says of every kernel: bundles, those of each loop, and the longest chain in a
 block.
 """
@@ -34,8 +34,8 @@ from flax import nnx
 from jax.experimental import topologies
 from tqdm import tqdm
 
-from experiments.common import results, schedules, settings, suites
-from experiments.common.compiled import large_outputs
+from experiments.common import results, schedules, settings, speed, suites
+from experiments.common.compiled import large_outputs, launches
 from experiments.common.compilers import prepare_compiler
 from experiments.common.options import Experiment, Policies, each
 from experiments.common.results import Row
@@ -51,7 +51,8 @@ GPUS = {"h200": pathlib.Path(__file__).parent / "targets" / "h200.txtpb"}
 # Their benchmarks say at which shapes.
 OPS = ("weighted_decode", "cluster_recall", "k_means", "soft_match", "balanced_walk")
 DECODING_OPS = ("weighted_decode", "cluster_recall")
-COLUMNS = ("compile_seconds", "argument_bytes", "kernels")
+VOCABULARY = 128  # small: what is as large as a cache shall be one
+COLUMNS = ("compile_seconds", "argument_bytes", "kernels", "launches_per_layer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +64,11 @@ class Options(Policies):
     device: tuple[str, ...] = each(*TOPOLOGIES, choices=(*TOPOLOGIES, *GPUS))
     """Devices to compile for, all TPUs by default; repeatable."""
     op: tuple[str, ...] = each(*OPS, choices=OPS)  # ops whose kernels are compiled by themselves; repeatable
+    shape: str | None = None
+    """Sizes of the Llama: those of a shape (llama-3.1-8b, ...), or of a directory with a config.json; a small one with
+    the heads of a large one by default."""
     layers: int = 8  # layers of the Llama
-    head_dim: tuple[int, ...] = each(128, 64)  # head dimensions of the Llama; repeatable
+    head_dim: tuple[int, ...] = each(128, 64)  # head dimensions of the Llama, if it has no shape; repeatable
     batch: int = 8  # sequences decoded together
     context_tokens: int = 16384  # longest prompt
     schedule: bool = False  # tell bundles and critical paths of TPU kernels, too
@@ -79,6 +83,7 @@ class Program(NamedTuple):
     lowered: jax.stages.Lowered
     kernels: int  # that it must hold, at least: one per layer or op
     cache: int | None  # bytes of the largest buffer that it may not copy; None: it may
+    layers: int | None = None  # that a step goes through
 
 
 def run(options: Options) -> list[Row]:
@@ -163,8 +168,8 @@ def kernel_programs(options: Options, sharding: jax.sharding.Sharding, device: s
 
 def decoding_programs(options: Options, sharding: jax.sharding.Sharding) -> Iterator[Program]:
     """A block of decoding steps with every policy, for every head dimension."""
-    for head_dim in options.head_dim:
-        model = small_model(options, head_dim)
+    for model in models(options):
+        head_dim = model.config.head_dim
         for setting in settings.settings(options.policy, options.budget):
             sizes: dict[str, Any] = {"batch": options.batch, "max_prompt": options.context_tokens, "max_new": 512}
             spec = generate.cache_specs(model, **sizes)[0]
@@ -176,14 +181,15 @@ def decoding_programs(options: Options, sharding: jax.sharding.Sharding) -> Iter
                 lowering.lower_decode(generator, placed(state, sharding), sharding),
                 kernels=options.layers,
                 cache=largest,
+                layers=options.layers,
             )
 
 
 def prefill_programs(options: Options, sharding: jax.sharding.Sharding, device: str) -> Iterator[Program]:
     """One layer over a prompt, for every head dimension: on TPUs with a kernel in place of a loop of products. Whether
     a GPU has cuDNN, only a process on one can say."""
-    for head_dim in options.head_dim:
-        model = small_model(options, head_dim)
+    for model in models(options):
+        head_dim = model.config.head_dim
         tokens, dtype = options.context_tokens, model.embedding.param_dtype
         given = jax.ShapeDtypeStruct((1, tokens, model.config.width), dtype), jax.ShapeDtypeStruct((1,), jnp.int32)
         layer, given = placed((model.layers[0], given), sharding)
@@ -193,19 +199,20 @@ def prefill_programs(options: Options, sharding: jax.sharding.Sharding, device: 
         )
 
 
-def small_model(options: Options, head_dim: int) -> Llama:
-    """A Llama with the heads of a large one."""
-    config = LlamaConfig(
-        vocab_size=2048,  # small: what is as large as a cache shall be one
-        width=1024,
-        mlp_width=2048,
-        layers=options.layers,
-        query_heads=32,
-        kv_heads=8,
-        head_dim=head_dim,
-        max_length=2 * options.context_tokens,
-    )
-    return Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+def models(options: Options) -> Iterator[Llama]:
+    """The Llamas without values: one of every head dimension, or one of a shape."""
+    if options.shape is None:
+        sizes = {"width": 1024, "mlp_width": 2048, "query_heads": 32, "kv_heads": 8}
+        configs = [
+            LlamaConfig(vocab_size=VOCABULARY, layers=options.layers, head_dim=head_dim, max_length=1, **sizes)
+            for head_dim in options.head_dim
+        ]
+    else:
+        given = speed.shape(options.shape)
+        configs = [dataclasses.replace(given, vocab_size=VOCABULARY, layers=options.layers, windows=())]
+    for config in configs:
+        config = dataclasses.replace(config, max_length=2 * options.context_tokens)
+        yield nnx.eval_shape(lambda config=config: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
 
 
 def placed(tree: Any, sharding: jax.sharding.Sharding) -> Any:
@@ -216,7 +223,7 @@ def placed(tree: Any, sharding: jax.sharding.Sharding) -> Any:
 def compile_program(program: Program, device: str, dump: pathlib.Path | None = None) -> Row:
     """What the compiler said, and what it dumped."""
     begin = time.perf_counter()
-    problem, kernels, arguments, temporaries = None, 0, 0, 0
+    problem, kernels, arguments, temporaries, per_layer = None, 0, 0, 0, None
     try:
         compiled = program.lowered.compile()
     except Exception as error:  # whatever the compiler objects to is the finding
@@ -227,11 +234,13 @@ def compile_program(program: Program, device: str, dump: pathlib.Path | None = N
         arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         text = compiled.as_text() or ""
         kernels = len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*)"', text))
+        per_layer = None if program.layers is None else round(launches(text) / program.layers, 1)
         problem = fault(program, text, kernels, temporaries)
     of: dict[str, Any] = {
         "compile_seconds": round(time.perf_counter() - begin, 1),
         "argument_bytes": arguments,
         "kernels": kernels,
+        "launches_per_layer": per_layer,
     }
     found = [] if dump is None else schedules.taken(dump, OPS)
     of |= {"device": device, "problem": problem, "schedules": [[str(x) for x in one] for one in found]}

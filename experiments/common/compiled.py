@@ -13,6 +13,8 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (?:\(.*?\)|(\w+)\[([\d,
 _ENTERED = re.compile(r"(?:body|condition|to_apply)=%?([\w.\-]+)")
 # These name what is there already.
 _NAMES = {"parameter", "get-tuple-element", "bitcast", "while", "conditional", "call", "optimization-barrier"}
+_BODY = re.compile(r"body=%?([\w.\-]+)")
+_NOTHING = {"tuple", "constant", "after-all", "partition-id"}
 # On TPUs memory space 1 is on chip, where the compiler puts what it reads ahead.
 _ON_CHIP = "S(1)"
 
@@ -66,6 +68,20 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
         elif name:
             bodies[name].append(line)
     return bodies, entry
+
+
+def launches(text: str) -> int:
+    """What one turn of a program's longest loop starts: fusions, copies, products and kernels, each a launch on a GPU.
+    What stands inside a fusion, a branch or an inner loop is not counted.
+
+    Args:
+        text: of a compiled program, as `jax.stages.Compiled.as_text` gives it.
+    """
+    bodies, _ = _computations(text)
+    turns = [bodies[name] for line in text.splitlines() if " while(" in line for name in _BODY.findall(line)]
+    longest: list[str] = max(turns, key=len, default=[])
+    opcodes = [match[5] for line in longest if (match := _INSTRUCTION.match(line))]
+    return sum(opcode not in _NAMES | _NOTHING for opcode in opcodes)
 
 
 class Collective(NamedTuple):
