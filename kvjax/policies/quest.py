@@ -3,6 +3,8 @@ its largest logits."""
 
 import dataclasses
 import functools
+import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,11 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import window as windows
 from kvjax.per_head import per_head
-from kvjax.policy import Policy, check_settings
+from kvjax.policy import Policy, check_choices, check_settings
 from kvjax.recall import NOWHERE, BlockStore, arrange, best_parts, init_store, put, put_blocks, wait_and_file
 from kvjax.segment import Choice, Recalled
 from kvjax.state import fault, stacked, state
+from kvjax.structures.clusters import group_score
 from kvjax.window import Window, init_window
 
 PAGE = 16  # tokens
@@ -42,10 +45,13 @@ class Paged:
 @dataclasses.dataclass(frozen=True)
 class Quest(Policy[Paged]):
     """Keeps every key and value; a query reads the max(3, budget // 16) pages of 16 tokens that promise most, by the
-    upper bound sum_d max(q_d min_d, q_d max_d) on its logits, per query head.
+    upper bound sum_d max(q_d min_d, q_d max_d) on its logits.
 
     Attributes:
         budget: tokens read per query head, in whole pages; the last page, until it is full, is read beside it.
+        select: "query_head", as published: every query head reads pages of its own. "group" (ours): all query heads of
+            a kv head read the same, those whose bounds, were they logits, would draw the most attention summed over the
+            heads; a group of four then reads a quarter of the bytes.
         compact_every: tokens between compactions.
 
     The paper keeps the first two layers whole: `FirstLayers(2, Quest(budget))`.
@@ -54,12 +60,14 @@ class Quest(Policy[Paged]):
     """
 
     budget: int
+    select: Literal["query_head", "group"] = "query_head"
     compact_every: int = 64
 
     recalls = True
 
     def __post_init__(self) -> None:
         check_settings(self.budget, compact_every=self.compact_every)
+        check_choices(self)
 
     def init(self, spec, row_keys) -> Paged:
         count = spec.capacity // PAGE
@@ -119,7 +127,10 @@ class Quest(Policy[Paged]):
             best = functools.partial(best_parts, tokens=PAGE * taken, blocks=taken, places=PAGE)
             return jax.vmap(lambda score: best(score, size, number))(score)
 
-        read = per_head(of_head)(page_scores(pages, query), pages.size)
+        score = page_scores(pages, query)
+        if self.select == "group":
+            score = group_score(score / math.sqrt(query.shape[3]), pages.size)[:, :, None]
+        read = per_head(of_head)(score, pages.size)
         join = lambda x: x.reshape(x.shape[0], -1, x.shape[-1])  # noqa: E731
         return Choice(join(read.block), join(read.tokens))
 

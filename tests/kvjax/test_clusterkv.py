@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 
 import kvjax
 from kvjax.attention import attend_and_see
@@ -40,8 +41,8 @@ def certified(budget=BUDGET, **options):
     return ClusterKVCertified(budget, **SIZES | options, compact_every=STAGED)
 
 
-def quest(budget=50):
-    return kvjax.Quest(budget, compact_every=STAGED)
+def quest(budget=50, **options):
+    return kvjax.Quest(budget, **options, compact_every=STAGED)
 
 
 def make_tokens(kind, seed=0):
@@ -465,11 +466,11 @@ def test_settings_that_cannot_be_are_refused(options, message):
 # --- quest ---
 
 
-@pytest.mark.parametrize("budget", [1, 50, 95])
-def test_quest_reads_the_pages_of_largest_bounds(budget):
+@pytest.mark.parametrize("budget, select", [(1, "query_head"), (50, "query_head"), (95, "query_head"), (50, "group")])
+def test_quest_reads_the_pages_of_largest_bounds(budget, select):
     (keys, values), rng = make_tokens("normal"), np.random.default_rng(5)
     query = 3 * rng.normal(size=(ROWS, NEW + 1, KV_HEADS * GROUP, DIM)).astype(np.float32)
-    for number, (cache, total) in enumerate(steps(quest(budget), keys, values)):
+    for number, (cache, total) in enumerate(steps(quest(budget, select=select), keys, values)):
         if number not in (0, 9, 33, NEW):
             continue
         kvjax.check(cache)
@@ -480,8 +481,20 @@ def test_quest_reads_the_pages_of_largest_bounds(budget):
             q = query[row, number, head].astype(np.float64)
             pages = compacted[row] // 16
             paged = k[: 16 * pages].reshape(pages, 16, DIM)
-            score = np.maximum(q * paged.min(axis=1), q * paged.max(axis=1)).sum(axis=1)
+            first = head // GROUP * GROUP
+            asking = query[row, number, first : first + GROUP] if select == "group" else q[None]
+            bound = np.maximum(asking[:, None] * paged.min(axis=1), asking[:, None] * paged.max(axis=1)).sum(axis=2)
+            score = scipy.special.softmax(bound / np.sqrt(DIM), axis=1).sum(axis=0)
             chosen = np.argsort(-score, kind="stable")[: max(3, budget // 16)]
             read = np.concatenate([*(16 * page + np.arange(16) for page in chosen), np.arange(16 * pages, total[row])])
             weight = np.exp(k[read] @ q / np.sqrt(DIM))
             np.testing.assert_allclose(out[row, 0, head], weight @ v[read] / weight.sum(), atol=2e-5)
+
+
+def test_pages_of_a_group_are_read_once():
+    keys, values = make_tokens("normal")
+    apart, shared = (
+        kvjax.read_bytes(prefill(quest(select=one), SPEC, keys, values)) for one in ("query_head", "group")
+    )
+    of_pages = 50 // 16 * 16 * 2 * DIM * 4
+    assert apart - shared >= ROWS * KV_HEADS * (GROUP - 1) * of_pages
