@@ -24,7 +24,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -202,7 +202,7 @@ def prefill_programs(options: Options, sharding: jax.sharding.Sharding, device: 
 def models(options: Options) -> Iterator[Llama]:
     """The Llamas without values: one of every head dimension, or one of a shape."""
     if options.shape is None:
-        sizes = {"width": 1024, "mlp_width": 2048, "query_heads": 32, "kv_heads": 8}
+        sizes: Mapping[str, Any] = {"width": 1024, "mlp_width": 2048, "query_heads": 32, "kv_heads": 8}
         configs = [
             LlamaConfig(vocab_size=VOCABULARY, layers=options.layers, head_dim=head_dim, max_length=1, **sizes)
             for head_dim in options.head_dim

@@ -5,7 +5,7 @@ Selection looks at an index only, never at the stored entries, so that these may
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -219,9 +219,10 @@ def best_parts(
             before the tokens of the budget.
         skip: leaves out so many first blocks, which were read before; `taken` counts their tokens, too.
     """
-    sizes = {"tokens": tokens, "blocks": blocks, "places": places, "skipping": skip is not None}
+    sizes: Mapping[str, Any] = {"tokens": tokens, "blocks": blocks, "places": places, "skipping": skip is not None}
     given = (score, size, first, 0 if skip is None else skip)
-    sort, compare = (functools.partial(form, **sizes) for form in (parts_by_sorting, parts_by_comparing))
+    sort: Callable[..., Ranked] = functools.partial(parts_by_sorting, **sizes)
+    compare: Callable[..., Ranked] = functools.partial(parts_by_comparing, **sizes)
     if not 0 < score.shape[0] <= COMPARED:
         return sort(*given)
     return jax.lax.platform_dependent(*given, default=sort, tpu=compare, cuda=compare)

@@ -3,16 +3,19 @@ keys, in sublinear memory at every step. What the papers' experiments run, k-cen
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
-from jaxtyping import Array, Key
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
 
 from kvjax import window as windows
 from kvjax.per_head import per_head, stream_keys
 from kvjax.policy import Policy, check_choices, check_settings
 from kvjax.spec import CacheSpec, whole_tiles
 from kvjax.state import stacked, state
+from kvjax.structures import means
 from kvjax.structures import streams as structures
 from kvjax.structures.cluster_table import init_cluster_table
 from kvjax.structures.reservoir import init_reservoir
@@ -33,6 +36,10 @@ class Sizes(NamedTuple):
 class StreamClusters:
     window: Window
     streams: Streams = stacked("B", "H_kv")
+    # Of what a narrow type leaves of the clusters' means, all of it, which compactions read, and float32 what their
+    # values lack in the mean, which attention adds.
+    rests: Streams | None = stacked("B", "H_kv")
+    value_center: Float[Array, "B H_kv D_v"] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,10 +138,14 @@ class SubGen(Policy[StreamClusters]):
 
     def init(self, spec, row_keys) -> StreamClusters:
         streams = per_head(functools.partial(self._init_streams, spec))(stream_keys(row_keys, spec.kv_heads))
-        return StreamClusters(init_window(spec, self.sinks, self.recent), streams)
+        window, rests, center = init_window(spec, self.sinks, self.recent), None, None
+        if self.variant == "mean_value" and means.keeps_rests(spec):
+            streams, rests = means.narrowed(streams, spec.dtype)
+            center = jnp.zeros((spec.batch, spec.kv_heads, spec.value_width))
+        return StreamClusters(window, streams, rests, center)
 
     def _init_streams(self, spec: CacheSpec, rng: Key[Array, ""]) -> Streams:
-        dims, sizes, means = (spec.head_dim, spec.value_width), self.sizes, self.variant == "mean_value"
+        dims, sizes, moving = (spec.head_dim, spec.value_width), self.sizes, self.variant == "mean_value"
         of_samples, of_clusters = jax.random.split(rng)
         samples = init_reservoir(sizes.samples, *dims, spec.dtype, of_samples) if sizes.samples else None
         if not sizes.clusters:
@@ -145,24 +156,42 @@ class SubGen(Policy[StreamClusters]):
             spec.dtype,
             of_clusters,
             samples=sizes.per_cluster,
-            value_dim=spec.value_width if means else None,
-            moving=means,
+            value_dim=spec.value_width if moving else None,
+            moving=moving,
             delta=self.delta,
-            growth=(1.02 if means else 2.0) if self.growth is None else self.growth,
+            growth=(1.02 if moving else 2.0) if self.growth is None else self.growth,
         )
-        moments = init_moments(*dims) if means and self.spread and not sizes.per_cluster else None
+        moments = init_moments(*dims) if moving and self.spread and not sizes.per_cluster else None
         return Streams(samples, table, moments)
 
     def prefill(self, state: StreamClusters, prompt) -> StreamClusters:
         window = windows.fill(state.window, prompt)
         middle = windows.middle_mask(window, prompt.keys.shape[2])
-        return StreamClusters(window, structures.fill(state.streams, prompt.keys, prompt.values, middle))
+        return _with(state, window, lambda streams: structures.fill(streams, prompt.keys, prompt.values, middle))
 
     def read(self, state: StreamClusters, newer):
         feeds: Literal["numerator", "both"] = "numerator" if self.variant == "paper" else "both"
-        return windows.shown(state.window), structures.shown(state.streams, feeds)
+        return windows.shown(state.window), structures.shown(state.streams, feeds, state.value_center)
 
     def compact(self, state: StreamClusters, new) -> StreamClusters:
         window, left = windows.slide(state.window, new)
         take = per_head(structures.take, 0, 0, 0, None)
-        return StreamClusters(window, take(state.streams, left.keys, left.values, left.present))
+        return _with(state, window, lambda streams: take(streams, left.keys, left.values, left.present))
+
+
+def _with(state: StreamClusters, window: Window, update: Callable[[Streams], Streams]) -> StreamClusters:
+    """The window, and the structures updated: their means are float32 meanwhile, whatever type they are kept in."""
+    if state.rests is None:
+        return StreamClusters(window, update(state.streams), None, None)
+    wide = update(means.widened(state.streams, state.rests))
+    narrow, rests = means.narrowed(wide, window.keys.dtype)
+    return StreamClusters(window, narrow, rests, _lacking(wide, narrow))
+
+
+def _lacking(wide: Streams, narrow: Streams) -> Float[Array, "B H_kv D_v"]:
+    """What the mean value of all tokens loses where clusters' are rounded."""
+    values = [None if streams.table is None else streams.table.mean_value for streams in (wide, narrow)]
+    assert wide.table is not None and values[0] is not None and values[1] is not None  # as means are kept
+    weight, left = wide.table.count.astype(jnp.float32), values[0] - values[1].astype(jnp.float32)
+    total = jnp.maximum(jnp.sum(weight, axis=2), 1)
+    return jnp.einsum("bhm,bhmd->bhd", weight, left, precision=jax.lax.Precision.HIGHEST) / total[..., None]

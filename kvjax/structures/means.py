@@ -5,18 +5,27 @@ heavy one does not move any more. Attention reads means as they are rounded, so 
 what rounding left of them lies beside in eight bits, and the next token is taken in by both together.
 """
 
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.spec import CacheSpec
+from kvjax.state import map_fields
+
+T = TypeVar("T")
 
 
 def init_rest(spec: CacheSpec, shape: tuple[int, ...]) -> Int[Array, "*A"] | None:
     """What is left of means that are zero; None where nothing ever is: in float32, and in stored forms, which keep
     rests of their own (`Quantized`)."""
-    exact = spec.storage is not None or jnp.finfo(spec.dtype).bits >= 32
-    return None if exact else jnp.zeros(shape, jnp.int8)
+    return jnp.zeros(shape, jnp.int8) if keeps_rests(spec) else None
+
+
+def keeps_rests(spec: CacheSpec) -> bool:
+    """Whether something is left of a cache's means."""
+    return spec.storage is None and jnp.finfo(spec.dtype).bits < 32
 
 
 def whole(rounded: Float[Array, "*A"], rest: Int[Array, "*A"] | None) -> Float[Array, "*A"]:
@@ -34,6 +43,19 @@ def rounded(
         return new, None
     left = (mean - new.astype(jnp.float32)) / _unit(new)
     return new, jnp.clip(jnp.round(left), -127, 127).astype(jnp.int8)
+
+
+def narrowed(state: T, dtype: jax.typing.DTypeLike) -> tuple[T, T]:
+    """A state whose means are float32 with them in this type, and a tree of what that leaves of them, and of nothing
+    else."""
+    both = lambda x: rounded(x, dtype, rest=True)  # noqa: E731
+    narrow = map_fields(lambda field, x: both(x)[0] if field.means else x, state)
+    return narrow, map_fields(lambda field, x: both(x)[1] if field.means else None, state)
+
+
+def widened(state: T, rests: T) -> T:
+    """The state that was `narrowed`, to eight bits more than its type has."""
+    return map_fields(lambda field, x, rest: whole(x, rest) if field.means else x, state, rests)
 
 
 def _unit(rounded: Float[Array, "*A"]) -> Float[Array, "*A"]:

@@ -65,11 +65,14 @@ def fill(
     return jax.lax.map(of_row, (streams, blocks(keys), blocks(values), valid))
 
 
-def shown(streams: Streams, feeds: Literal["both", "numerator"]) -> tuple[Segment, ...]:
+def shown(
+    streams: Streams, feeds: Literal["both", "numerator"], value_center: Float[Array, "B H D_v"] | None = None
+) -> tuple[Segment, ...]:
     """The structures of all rows and heads as attention reads them.
 
     Args:
         feeds: which sums sampled tokens add to. Clusters that know no values add to the denominator alone.
+        value_center: float32, what the clusters' mean values lack in the mean.
     """
     samples, table, moments = streams.reservoir, streams.table, streams.moments
     segments = []
@@ -81,11 +84,13 @@ def shown(streams: Streams, feeds: Literal["both", "numerator"]) -> tuple[Segmen
     if table.samples is None:
         spread = None if moments is None else Spread(moments.scale, moments.mean_key, moments.mean_value)
         weights = per_head(log_counts)(table)
-        return *segments, Segment(table.centers, table.mean_value, log_num=weights, spread=spread)
+        center = value_center if spread is None or value_center is None else spread.scale[..., None] * value_center
+        shows = Segment(table.centers, table.mean_value, log_num=weights, spread=spread, value_center=center)
+        return *segments, shows
     flat = lambda x: x.reshape(*x.shape[:2], -1, *x.shape[4:])  # noqa: E731
     keys, weights = flat(table.samples), flat(per_head(log_sample_weights)(table))
     if table.mean_value is None or table.sample_values is None:
         return *segments, Segment(keys, None, log_den=weights, feeds="denominator")
     drawn = table.sample_values.astype(jnp.float32)
     shift = table.mean_value - jnp.mean(drawn, axis=3)
-    return *segments, Segment(keys, flat(drawn + shift[:, :, :, None]), log_num=weights)
+    return *segments, Segment(keys, flat(drawn + shift[:, :, :, None]), log_num=weights, value_center=value_center)
