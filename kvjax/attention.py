@@ -89,7 +89,17 @@ def attend_and_see(
     parts = parts_of(reading)
     if kv_heads is None:
         kv_heads = next(part.keys.shape[1] for part in parts if isinstance(part, Segment))
-    segments = [_capped(part, logit_cap) for part in parts if isinstance(part, Segment)]
+    shown = [part for part in parts if isinstance(part, Segment)]
+    recalled = [part for part in parts if isinstance(part, Recalled)]
+    chosen = [_chosen_ahead(query, part, kv_heads) for part in recalled]
+    # What stands for the tokens that are not recalled is read with the segments.
+    rests = [
+        dataclasses.replace(rest, heads=part.heads)
+        for part, choice in zip(recalled, chosen, strict=True)
+        if choice is not None
+        for rest in choice.rest
+    ]
+    segments = [_capped(part, logit_cap) for part in (*shown, *rests)]
     sums = _sums(query, segments, kv_heads, logits=observes)
     width = next((part.value_dim for part in segments if part.value_dim is not None), query.shape[3])
     partials = merge(
@@ -97,17 +107,16 @@ def attend_and_see(
         *(() if sink_logits is None else (_sink_partials(query, sink_logits, width),)),
     )
     recalls = []
-    for part in parts:
-        if isinstance(part, Recalled):
-            heads = _query_heads(query, part.heads, kv_heads)
-            kept = jax.tree.map(lambda x, heads=heads: x[:, :, heads], partials)
-            kept, recall = _attend_recalled(query[:, :, heads], part, kept, real, logit_cap)
-            put = lambda x, new, heads=heads: new if part.heads is None else x.at[:, :, heads].set(new)  # noqa: B023, E731
-            partials = jax.tree.map(put, partials, kept)
-            recalls.append(recall)
+    for part, choice in zip(recalled, chosen, strict=True):
+        heads = _query_heads(query, part.heads, kv_heads)
+        kept = jax.tree.map(lambda x, heads=heads: x[:, :, heads], partials)
+        kept, recall = _attend_recalled(query[:, :, heads], part, kept, real, logit_cap, choice)
+        put = lambda x, new, heads=heads: new if part.heads is None else x.at[:, :, heads].set(new)  # noqa: B023, E731
+        partials = jax.tree.map(put, partials, kept)
+        recalls.append(recall)
     masses = [
         None if real is None or sum_.logits is None else _mass(query, segment, sum_.logits, partials, real, kv_heads)
-        for segment, sum_ in zip(segments, sums, strict=True)
+        for segment, sum_, _ in zip(segments, sums, shown, strict=False)
     ]
     of_segments, of_recalled = iter(masses), iter(recalls)
     return partials, map_parts(lambda part: next(of_segments if isinstance(part, Segment) else of_recalled), reading)
@@ -278,18 +287,28 @@ def _mass(
 # --- what is recalled ---
 
 
+def _chosen_ahead(query: Float[Array, "B T H_q D"], part: Recalled, kv_heads: int) -> Choice | None:
+    """What a single query recalls, where nothing about that depends on what it finds."""
+    if query.shape[1] != 1 or part.target is not None:
+        return None
+    choice = part.choose(query[:, :, _query_heads(query, part.heads, kv_heads)], None)
+    return choice if choice.unread is None else None
+
+
 def _attend_recalled(
     query: Float[Array, "B T H_q D"],
     part: Recalled,
     kept: Partials,
     real: Bool[Array, "B T"] | None,
     logit_cap: float | None,
+    chosen: Choice | None,
 ) -> tuple[Partials, Recall]:
-    """Adds to what was kept what each query recalls: a few queries at once, many one by one."""
+    """Adds to what was kept what each query recalls: a few queries at once, many one by one. What was chosen ahead has
+    had its rest read."""
     if real is None:
         real = jnp.zeros(query.shape[:2], bool)
     if query.shape[1] == 1:
-        return _recall_one(query, part, kept, real, part.recent, logit_cap)
+        return _recall_one(query, part, kept, real, part.recent, logit_cap, chosen)
 
     def step(recent: Any, item: tuple) -> tuple[Any, tuple[Partials, Recall]]:
         query, kept, real = jax.tree.map(lambda x: x[:, None], item)
@@ -312,14 +331,15 @@ def _recall_one(
     real: Bool[Array, "B 1"],
     recent: Any,
     logit_cap: float | None,
+    chosen: Choice | None = None,
 ) -> tuple[Partials, Recall]:
     batch = query.shape[0]
-    choice = part.choose(query, None if part.target is None else jnp.zeros(batch, jnp.int32))
+    choice = chosen or part.choose(query, None if part.target is None else jnp.zeros(batch, jnp.int32))
     fetched = None
     if recent is not None and choice.block.shape[2]:
         fetched, recent = recall_recent(part.store.entries, recent, choice.block, choice.tokens, real[:, 0])
     partials = _with_blocks(query, part, kept, choice, logit_cap, fetched)
-    missing, rounds, rest = None, jnp.ones(batch, jnp.int32), choice.rest
+    missing, rounds, rest = None, jnp.ones(batch, jnp.int32), choice.rest if chosen is None else ()
     if choice.unread is not None:
         missing = _missing_share(choice.unread, partials)
         if part.target is not None and part.rounds > 1:

@@ -114,7 +114,7 @@ class ClusterKV(Policy[Clustered]):
         count = prompt_clusters + chunks * self.chunk_clusters
         waiting = min(later, every - 1 + self.compact_every) if chunks else later
         value_dim = spec.value_width if self.residual else None
-        make = functools.partial(init_clusters, count, spec.head_dim, value_dim, reaching=self.reach > 0)
+        make = functools.partial(init_clusters, count, spec.head_dim, value_dim, spec.dtype, reaching=self.reach > 0)
         keys = stream_keys(row_keys, spec.kv_heads)
         store, clusters = per_head(lambda _: (init_store(spec, blocks, self.places), make()))(keys)
         none = lambda: jnp.zeros(spec.batch, jnp.int32)  # noqa: E731

@@ -21,20 +21,23 @@ class Clusters:
     """One head's clusters: first those of the prompt, then those of every chunk of later tokens. Empty ones have size
     0."""
 
-    mean_key: Float[Array, "C D"]  # float32, of the keys as they are stored
-    mean_value: Float[Array, "C D_v"] | None  # float32; None without residual clusters
+    # Of the cache's type, which they are rounded to once: what is said below of keys about them holds of these.
+    mean_key: Float[Array, "C D"]
+    mean_value: Float[Array, "C D_v"] | None  # None without residual clusters
     size: Int[Array, "C"]  # int32 tokens
     first: Int[Array, "C"]  # int32, the store's block where the cluster begins
     radius: Float[Array, "C"]  # float32, the largest distance of a stored key to the mean
     rms: Float[Array, "C"] | None  # float32, the root of the mean square of those distances, where clusters reach
 
 
-def init_clusters(count: int, head_dim: int, value_dim: int | None, *, reaching: bool = False) -> Clusters:
+def init_clusters(
+    count: int, head_dim: int, value_dim: int | None, dtype: jax.typing.DTypeLike, *, reaching: bool = False
+) -> Clusters:
     """So many empty clusters of one head; `value_dim` None for no mean values, `reaching` for root mean squares."""
     none = lambda: jnp.zeros(count, jnp.int32)  # noqa: E731
-    mean_value = None if value_dim is None else jnp.zeros((count, value_dim))
+    mean_value = None if value_dim is None else jnp.zeros((count, value_dim), dtype)
     rms = jnp.zeros(count) if reaching else None
-    return Clusters(jnp.zeros((count, head_dim)), mean_value, none(), none(), jnp.zeros(count), rms)
+    return Clusters(jnp.zeros((count, head_dim), dtype), mean_value, none(), none(), jnp.zeros(count), rms)
 
 
 def file_clusters(
@@ -64,8 +67,8 @@ def file_clusters(
     source = jnp.full(blocks * places, label.shape[0], jnp.int32).at[slot].set(order, mode="drop")
     arranged = arrange(source.reshape(blocks, places), keys, values, position)
     mean = lambda x: cluster_sums(label, x.astype(jnp.float32), count) / jnp.maximum(size, 1)[:, None]  # noqa: E731
-    mean_key = mean(keys)
-    away = keys.astype(jnp.float32) - mean_key[jnp.minimum(label, count - 1)]
+    mean_key = mean(keys).astype(clusters.mean_key.dtype)
+    away = keys.astype(jnp.float32) - mean_key.astype(jnp.float32)[jnp.minimum(label, count - 1)]
     square = jnp.sum(away * away, axis=1)
     radius = jnp.sqrt(jnp.zeros(count).at[label].max(square, mode="drop"))
     mean_value = None if clusters.mean_value is None else mean(values)
@@ -79,7 +82,8 @@ def cluster_logits(clusters: Clusters, query: Float[Array, "B 1 H_q D"]) -> Floa
     """<query, mean key> / sqrt(D) of every query head and cluster."""
     batch, kv_heads, _, head_dim = clusters.mean_key.shape
     grouped = query.reshape(batch, kv_heads, -1, head_dim).astype(jnp.float32)
-    product = jnp.einsum("bhgd,bhcd->bhgc", grouped, clusters.mean_key, precision=jax.lax.Precision.HIGHEST)
+    means = clusters.mean_key.astype(jnp.float32)
+    product = jnp.einsum("bhgd,bhcd->bhgc", grouped, means, precision=jax.lax.Precision.HIGHEST)
     return product / math.sqrt(head_dim)
 
 
@@ -153,7 +157,7 @@ def unread_mass(
     batch, kv_heads, count, head_dim = clusters.mean_key.shape
     length = lengths(query, kv_heads) / math.sqrt(head_dim)
     # What float32 may lose of a logit: a rounding per dimension of products no larger than those of the norms.
-    reach = clusters.radius + 1e-5 * (clusters.radius + jnp.linalg.norm(clusters.mean_key, axis=-1))
+    reach = clusters.radius + 1e-5 * (clusters.radius + jnp.linalg.norm(clusters.mean_key.astype(jnp.float32), axis=-1))
     left = clusters.size[:, :, None] - taken.reshape(batch, kv_heads, -1, count)
     most = cluster_logits(clusters, query) + length * reach[:, :, None]
     if logit_cap is not None:
