@@ -51,8 +51,8 @@ def update_table(state: cluster_table.ClusterTable, keys: Float[Array, "T D"], v
 
 def table_sums(state: cluster_table.ClusterTable, queries: Float[Array, "Q D"]) -> Sums:
     assert state.samples is not None
-    weights = cluster_table.log_sample_weights(state).reshape(-1)
-    return None, jnp.sum(streams.weighted_terms(queries, state.samples.reshape(-1, HEAD_DIM), weights), axis=1)
+    samples, weights = state.samples.reshape(-1, state.samples.shape[-1]), cluster_table.log_sample_weights(state)
+    return None, jnp.sum(streams.weighted_terms(queries, samples, weights.reshape(-1)), axis=1)
 
 
 def update_tree(state: merge_reduce.MergeReduceTree, keys: Float[Array, "T D"], values: Float[Array, "T D"]):

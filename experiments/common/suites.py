@@ -45,16 +45,16 @@ SUITES = {
         balancekv:walk=streaming chelsea:slope=None chelsea clusterkv_paper clusterkv clusterkv:residual=False
         clusterkv:cluster_tokens=16,residual=False quest infinigen h2o h2o:average=True cam snapkv pyramidkv"""),
     # The best variant of each system there, as runs with seeds 0 to 9 showed.
-    "demo": _suite(
+    "lines, best": _suite(
         "50% 25% | exact uniform streaming_llm clustergen:variant=paper,recent=64 subgen balancekv chelsea clusterkv"
     ),
-    "lines of SubGen's paper": _suite(
-        "65% 58% 50% | exact streaming_llm h2o clustergen:variant=paper,recent=64 clustergen:recent=64"
-    ),
+    "lines of SubGen's paper": _suite("""65% 58% 50% |
+        exact streaming_llm h2o clustergen:variant=paper,recent=64 clustergen:recent=64"""),
     "needles": _suite("""25% |
         exact balancekv_reference:needles=64 balancekv_reference uniform snapkv pyramidkv streaming_llm cam
         chelsea:slope=None chelsea clusterkv_paper clusterkv clusterkv:cluster_tokens=16,residual=False h2o
         h2o:average=True quest infinigen clustergen:variant=paper,recent=64 subgen balancekv"""),
+    "needle, map": _suite(f"25% | exact {SHARED} subgen balancekv chelsea clusterkv snapkv streaming_llm"),
     "longbench": _suite("""20% 25% |
         exact streaming_llm snapkv pyramidkv cam uniform quest infinigen clustergen:variant=paper subgen
         balancekv_reference balancekv chelsea:slope=None chelsea clusterkv_paper clusterkv"""),
