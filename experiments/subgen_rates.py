@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Key
 from tqdm import tqdm
 
 from experiments.common import cases, results, streams
-from experiments.common.driven import reservoir_sums, table_sums, update_reservoir
+from experiments.common.driven import reservoir_numerator, table_denominator, update_reservoir
 from experiments.common.options import Experiment, each
 from experiments.common.results import Row
 from kvjax.structures import cluster_table, reservoir
@@ -99,7 +99,7 @@ def reservoir_error(
     sampled = reservoir.init_reservoir(pairs, keys.shape[1], values.shape[1], keys.dtype, rng)
     sampled = update_reservoir(sampled, keys, values)
     exact = streams.weighted_terms(queries, keys) @ values
-    estimate, _ = reservoir_sums(sampled, queries)
+    estimate = reservoir_numerator(sampled, queries)
     return jnp.mean(jnp.linalg.norm(estimate - exact, axis=1) / jnp.linalg.norm(exact, axis=1))
 
 
@@ -115,7 +115,7 @@ def table_error(
     del values
     table = cluster_table.init_cluster_table(CLUSTERS, keys.shape[1], keys.dtype, rng, samples=samples)
     table = cluster_table.extend(table, keys)
-    _, estimate = table_sums(table, queries)
+    estimate = table_denominator(table, queries)
     return jnp.mean(jnp.abs(jnp.sum(streams.weighted_terms(queries, keys), axis=1) / estimate - 1))
 
 

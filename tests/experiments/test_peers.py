@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from experiments import peers
+from experiments import calibrate_layers, peers
 from experiments.common import answers, evaluating, presses, ranking, settings
 from experiments.common.named_tasks import make_task
 from experiments.common.options import LANGUAGE_CHECKPOINT, Run
