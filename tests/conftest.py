@@ -1,6 +1,7 @@
 """What all tests have in common: programs compile quickly, are compiled once, and do not pile up."""
 
 import atexit
+import gc
 import importlib.metadata
 import os
 import pathlib
@@ -31,6 +32,13 @@ import jax
 import pytest
 
 MOST_MAPS = 30_000
+# Tracing makes many objects and few cycles: looking for these took an eighth of a run.
+gc.set_threshold(200_000, 20, 100)
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
