@@ -46,7 +46,7 @@ def _drop_programs_of_a_file():
     """Every program that XLA:CPU compiled holds memory maps, and a process may have some 65,000 of them: a whole run
     would pass that, and end in a segmentation fault."""
     yield
-    jax.clear_caches()
+    _drop_programs()
 
 
 @pytest.fixture(autouse=True)
@@ -54,4 +54,9 @@ def _drop_programs_of_a_long_file():
     yield
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
-        jax.clear_caches()
+        _drop_programs()
+
+
+def _drop_programs():
+    jax.clear_caches()
+    gc.collect()  # some are held by cycles
