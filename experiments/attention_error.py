@@ -1,7 +1,7 @@
 """How far attention over each compressed cache is from exact attention, at equal bytes.
 
     python -m experiments.attention_error
-    python -m experiments.attention_error --study block_size
+    python -m experiments.attention_error --study theory
     python -m experiments.attention_error --policy uniform --policy subgen --stream tight --norm 4 --budget 12.5%
 
 Streams are those of `experiments.common.streams`: synthetic ones of known structure at several norms, and what every
@@ -100,8 +100,6 @@ def run(options: Options) -> list[Row]:
         build.cache_clear()
         programs.cache_clear()
         sweeping.drop_programs()
-    if study.option:
-        plot_option(options.file(f"{NAME}_{study.option}.png"), rows, study.option)
     return rows
 
 
@@ -228,29 +226,6 @@ def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
         xscale="log",
         yscale="log",
         ylabel="relative error",
-    )
-
-
-def plot_option(path: pathlib.Path, rows: Sequence[Row], option: str) -> None:
-    """Error and seconds against a setting of the policies (as in BalanceKV's Figure 3): a panel per case, a line per
-    policy without that setting, and budget."""
-
-    def given(row: Row) -> dict[str, str]:
-        return dict(pair.split("=") for pair in (row.variant or "").split(",") if pair)
-
-    def label(row: Row) -> str:
-        others = [f"{name}={value}" for name, value in given(row).items() if name != option]
-        return f"{':'.join(filter(None, (row.policy, ','.join(others))))} @ {row.extra['budget']}"
-
-    shown = [row for row in rows if row.metric in ("relative_error", "compress_seconds") and option in given(row)]
-    plots.by_rows(
-        path,
-        shown,
-        panel=lambda row: f"{case_of(row)}: {row.metric.replace('_', ' ')}",
-        x=lambda row: int(given(row)[option]),
-        label=label,
-        yscale="log",
-        xlabel=option,
     )
 
 

@@ -12,18 +12,24 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from experiments.common import results, settings
-from experiments.common.layer_shares import layer_scores, shares_of
 from experiments.common.named_tasks import LINES, make_task
 from experiments.common.options import LANGUAGE_CHECKPOINT, Experiment, Run, each
 from experiments.common.results import Row
 from experiments.common.tasks import long_texts, ruler
 from kvjax.budget import Budget
+from kvjax.policies.kvzip import KVzip
+from kvjax.policy import Prompt
+from kvjax_models.llama import Llama
+from kvjax_models.prefill import read_layers
 
 NAME = "calibrate_layers"
 TEXT = "text"
+CHUNK = 128  # tokens that are read at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +88,26 @@ def show(rows: Sequence[Row], budget: str) -> None:
     for row in rows:
         by_layer.setdefault(row.extra["layer"], []).append(row.value)
     print(f"shares=({','.join(f'{np.mean(shares):.2f}' for shares in by_layer.values())})")
+
+
+def layer_scores(model: Llama, text: Sequence[int]) -> Float[np.ndarray, "L H_kv T"]:
+    """KVzip's scores of a text's tokens in every layer."""
+    policy = KVzip(len(text) + 64)
+    padded = np.zeros((1, -(-len(text) // CHUNK) * CHUNK), np.int32)
+    padded[0, : len(text)] = text
+    lengths = jnp.array([len(text)], jnp.int32)
+    scores = []
+    for read in read_layers(model, padded, lengths, CHUNK, [0] * model.config.layers, policy.repeat):
+        keys, values = read.keys.swapaxes(1, 2), read.values.swapaxes(1, 2)
+        prompt = Prompt(keys, values, lengths, None, repeated=read.repeated)
+        scores.append(np.asarray(policy.score(prompt))[0, :, : len(text)])
+    return np.stack(scores)
+
+
+def shares_of(scores: Float[np.ndarray, "L H_kv T"], kept: float) -> Float[np.ndarray, "L"]:
+    """What each layer keeps where the largest scores of all stay, in multiples of the mean."""
+    least = np.quantile(scores, 1 - kept)
+    return np.mean(scores > least, axis=(1, 2)) / np.mean(scores > least)
 
 
 EXPERIMENT = Experiment(NAME, Options, run)

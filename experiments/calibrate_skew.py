@@ -16,17 +16,21 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
+from tqdm import tqdm
 
-from experiments.common import results, settings, skewing, streams
+from experiments.common import results, settings, streams
 from experiments.common.options import Experiment, Run
 from experiments.common.results import Row
+from kvjax.policies.infinigen import chosen_columns
 from kvjax_models.llama import Llama
 from kvjax_models.tokenizer import Tokenizer
 
 NAME = "calibrate_skew"
+ASKED = 64  # queries per document that recall is measured for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +49,7 @@ def run(options: Options) -> list[Row]:
     """The rows of every layer, with and without the skew, which is written."""
     model, tokenizer = settings.load_model(options)
     seeds = options.seeds_of(options.documents)
-    turns, values = skewing.calibrate(model, tokenizer, seeds, options.tokens)
+    turns, values = calibrate(model, tokenizer, seeds, options.tokens)
     pathlib.Path(options.output_dir).mkdir(parents=True, exist_ok=True)
     np.savez(options.file("skew.npz"), skew=turns, singular_values=values, model=options.model)
     later = range(seeds.stop, seeds.stop + options.documents)
@@ -67,7 +71,7 @@ def recall_rows(
     for layer, drawn in streams.prompt_streams(model, tokenizer, seeds, tokens, tokens):
         heads, head_dim = drawn.keys.shape[2:]
         turn = np.broadcast_to(np.eye(head_dim, dtype=np.float32), (heads, head_dim, head_dim))
-        found = skewing.speculated(
+        found = speculated(
             jnp.asarray(turn if skew is None else skew[layer]),
             jnp.asarray(drawn.keys.swapaxes(1, 2)),
             jnp.asarray(drawn.queries.reshape(*drawn.queries.shape[:2], heads, -1, head_dim).swapaxes(1, 2)),
@@ -82,6 +86,44 @@ def recall_rows(
         of |= {"n": len(seeds), "seed": seeds[0], "layer": layer, "partial": options.partial, "top": options.top}
         rows.append(results.row(NAME, options.model, "recall", results.mean_interval(np.asarray(found)), **of))
     return rows
+
+
+def calibrate(
+    model: Llama, tokenizer: Tokenizer, seeds: Sequence[int], tokens: int
+) -> tuple[Float[np.ndarray, "L H_kv D D"], Float[np.ndarray, "L H_kv D"]]:
+    """Right singular vectors, as columns, and singular values of every layer's and kv head's queries."""
+    turns, sizes = [], []
+    layers = streams.prompt_streams(model, tokenizer, seeds, tokens, tokens)
+    for _, drawn in tqdm(layers, total=model.config.layers, desc="queries", leave=False):
+        heads, head_dim = drawn.keys.shape[2:]
+        grouped = np.asarray(drawn.queries, np.float64).reshape(-1, heads, model.config.query_heads // heads, head_dim)
+        moments = np.einsum("nhgd,nhge->hde", grouped, grouped)
+        # Eigenvectors of the moments are the right singular vectors; eigenvalues come in rising order.
+        values, vectors = np.linalg.eigh(moments)
+        turns.append(vectors[..., ::-1])
+        sizes.append(np.sqrt(np.maximum(values[..., ::-1], 0)))
+    return np.stack(turns).astype(np.float32), np.stack(sizes).astype(np.float32)
+
+
+@jax.jit(static_argnums=(3, 4))
+def speculated(
+    turns: Float[Array, "H_kv D D"],
+    keys: Float[Array, "R H_kv n D"],
+    queries: Float[Array, "R H_kv n G D"],
+    columns: int,
+    top: int,
+) -> Float[Array, "R"]:
+    """The share of the `top` tokens with the largest logits that are among as many with the largest speculated ones:
+    the mean over heads and each document's last queries."""
+
+    def one(turn: Float[Array, "D D"], keys: Float[Array, "n D"], queries: Float[Array, "n G D"]) -> Float[Array, ""]:
+        partial = chosen_columns(turn, queries, jnp.ones(queries.shape[0], bool), columns)
+        asked = queries[-ASKED:].reshape(-1, queries.shape[-1])
+        best = jax.lax.top_k(asked @ keys.T, top)[1]
+        speculated = jax.lax.top_k((asked @ partial) @ (keys @ partial).T, top)[1]
+        return jnp.mean((best[:, :, None] == speculated[:, None]).any(axis=2))
+
+    return jnp.mean(jax.vmap(jax.vmap(one), in_axes=(None, 0, 0))(turns, keys, queries), axis=1)
 
 
 EXPERIMENT = Experiment(NAME, Options, run)

@@ -21,9 +21,10 @@ from jaxtyping import Array, Float
 from sklearn.manifold import TSNE
 from tqdm import tqdm
 
-from experiments.common import geometry, plots, results, settings, streams
+from experiments.common import plots, results, settings, streams
 from experiments.common.options import Experiment, Run
 from experiments.common.results import Row
+from kvjax import rope
 from kvjax.structures.k_center import greedy_k_center
 from kvjax_models.llama import rope_frequencies
 
@@ -61,7 +62,7 @@ def run(options: Options) -> list[Row]:
         for metric, of in {"query_norm": norms.mean(axis=(1, 2)), "largest_query_norm": norms.max(axis=(1, 2))}.items():
             rows.append(row(metric, results.mean_interval(of), layer=layer))
         if layer in drawn:
-            before = geometry.unrotated(found.keys, rope_frequencies(model.config))
+            before = np.asarray(rope.unrotate(jnp.asarray(found.keys), rope_frequencies(model.config)))
             for head in range(min(options.heads, found.keys.shape[2])):
                 of = (before, found.keys, found.values)
                 parts[layer, head] = {name: x[:, :, head] for name, x in zip(PARTS, of, strict=True)}

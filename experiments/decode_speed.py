@@ -29,6 +29,7 @@ import kvjax
 from experiments.common import results, settings, speed, suites
 from experiments.common.options import Experiment, Policies, each
 from experiments.common.results import Row
+from experiments.common.timing import Writer
 from kvjax.registry import PolicyChoice
 from kvjax_models import checkpoint, generate, prefill
 from kvjax_models.llama import Llama
@@ -92,7 +93,7 @@ def policy_times(
     state = filled(generator, context)
     read = sum(map(kvjax.read_bytes, state.layers))
     device = kvjax.cache_bytes(state.layers).device
-    return speed.decoding_seconds(generator, state, tokens, repetitions), read, device
+    return speed.seconds(Writer(generator, state, tokens), repetitions=repetitions) / tokens, read, device
 
 
 def filled(generator: generate.Generator, context: int) -> generate.GenerationState:

@@ -22,7 +22,8 @@ from jaxtyping import Array, Float
 from scipy import stats
 from tqdm import tqdm
 
-from experiments.common import geometry, plots, results, settings, speed, streams
+from experiments.calibrate_heads import CHUNK, without_edge
+from experiments.common import plots, results, settings, speed, streams
 from experiments.common.options import Experiment, Run, each
 from experiments.common.results import Row
 from kvjax.structures.k_means import k_means
@@ -30,7 +31,6 @@ from pallas_kernels.soft_match import soft_match
 
 NAME = "key_similarity"
 MAP_TOKENS = 256  # of the stretch whose cosines are drawn as a map
-CHUNK = 256
 CLUSTERS_PER_TOKEN = 1 / 80  # ClusterKV's default number of clusters
 ITERATIONS = 10  # of k-means
 COST_HEAD_DIM = 128
@@ -66,6 +66,18 @@ def run(options: Options) -> list[Row]:
     return by_distance(options, layers) + outliers(options, layers) + costs(options)
 
 
+def unit(keys: Float[np.ndarray, "... D"]) -> Float[np.ndarray, "... D"]:
+    return keys / np.maximum(np.linalg.norm(keys, axis=-1, keepdims=True), 1e-30)
+
+
+def mean_cosines(keys: Float[np.ndarray, "R n D"], farthest: int) -> Float[np.ndarray, "R farthest"]:
+    """The mean over all pairs at each distance 1, 2, ... of unit keys: an autocorrelation, by Fourier transform."""
+    tokens = keys.shape[1]
+    spectrum = np.fft.rfft(keys.astype(np.float64), n=2 * tokens, axis=1)
+    products = np.fft.irfft(np.sum(np.abs(spectrum) ** 2, axis=2), n=2 * tokens, axis=1)
+    return products[:, 1 : farthest + 1] / (tokens - np.arange(1, farthest + 1))
+
+
 def head_of(row: Row) -> str:
     return "layer {layer}, kv head {kv_head}".format(**row.extra)
 
@@ -77,7 +89,7 @@ def draw_maps(layers: Layers, path: pathlib.Path) -> None:
     shown = [(layer, head, keys[0, :, head]) for layer, keys in layers.items() for head in range(heads)]
     for (layer, head, keys), axis in zip(shown, axes, strict=True):
         middle = max((len(keys) - MAP_TOKENS) // 2, 0)
-        part = geometry.unit(keys[middle : middle + MAP_TOKENS])
+        part = unit(keys[middle : middle + MAP_TOKENS])
         image = axis.imshow(part @ part.T, vmin=-1, vmax=1, cmap="RdBu_r")
         axis.set_title(f"layer {layer}, kv head {head}", fontsize=9)
     figure.set_layout_engine("constrained")
@@ -94,7 +106,7 @@ def by_distance(options: Options, layers: Layers) -> list[Row]:
     figure, axes = plots.panels(len(layers), size=(5, 4))
     for (layer, keys), axis in zip(layers.items(), axes, strict=True):
         for head in range(keys.shape[2]):
-            cosine = geometry.mean_cosines(geometry.unit(keys[:, :, head]), farthest)
+            cosine = mean_cosines(unit(keys[:, :, head]), farthest)
             place: dict[str, Any] = {"layer": layer, "kv_head": head}
             estimates = [results.mean_interval(cosine[:, distance - 1]) for distance in told]
             rows += [options.row("cosine", of, distance=at, **place) for at, of in zip(told, estimates, strict=True)]
@@ -112,18 +124,10 @@ def by_distance(options: Options, layers: Layers) -> list[Row]:
 def outliers(options: Options, layers: Layers) -> list[Row]:
     """The share of A tokens without an edge of at least .8, by head."""
     rows: list[Row] = []
-
-    @jax.jit
-    @jax.vmap
-    def share(keys: Float[Array, "n D"]) -> Float[Array, ""]:
-        cosine, _ = soft_match(keys, jnp.int32(keys.shape[0]), CHUNK)
-        there = ~jnp.isneginf(cosine)
-        return jnp.sum(there & (cosine < 0.8)) / jnp.sum(there)
-
     for layer, keys in layers.items():
-        for head in range(keys.shape[2]):
-            estimate = results.mean_interval(np.asarray(share(jnp.asarray(keys[:, :, head])), np.float64))
-            rows.append(options.row("share_without_edge", estimate, layer=layer, kv_head=head))
+        shares = np.asarray(without_edge(jnp.asarray(keys.swapaxes(1, 2)), 0.8), np.float64)
+        for head, share in enumerate(shares.T):
+            rows.append(options.row("share_without_edge", results.mean_interval(share), layer=layer, kv_head=head))
     results.print_rows("A tokens without an edge of at least .8", rows, head_of)
     return rows
 

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
 import kvjax
-from experiments.common import plots, results, settings, speed, suites
-from experiments.common.options import Experiment, Policies, each, one_of
+from experiments.common import plots, results, speed, suites
+from experiments.common.options import Experiment, each
 from experiments.common.results import Row
 from experiments.common.timing import Writer, generators_of, hit_rate, prefill, selection_seconds
 from kvjax.registry import PolicyChoice
@@ -20,22 +19,16 @@ from kvjax_models.llama import Llama
 from kvjax_models.lowering import lower_decode
 
 NAME = "latency"
-EXACT = "exact"
 FEWEST = 6  # samples whose median has a 95% interval
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Policies):
+class Options(speed.OfShape):
     """Options of this experiment."""
 
     policy: tuple[str, ...] = each(*suites.SUITES["latency"].policies)
     budget: tuple[str, ...] = each(*suites.SUITES["latency"].budgets)
-    shape: str = "small"
-    """Sizes of the model: those of a shape (small, small-ungrouped, llama-3.1-8b, ...), or of a directory."""
-    dtype: str | None = one_of(None, ("float32", "bfloat16"))
-    """Of weights and caches; by default bfloat16 on accelerators."""
     context_tokens: tuple[int, ...] = each(4096, 16384, 32768)  # tokens of the prompt; repeatable
-    prefill_chunk: int = 256  # tokens per chunk of exact prefill
     tokens: int = 64  # tokens decoded per turn
     turns: int = 7  # turns of decoding, 6 at least
     answer_tokens: tuple[int, ...] = each(256, 1000)  # tokens of an end-to-end answer; repeatable
@@ -50,11 +43,6 @@ class Options(Policies):
         super().__post_init__()
         if self.turns < FEWEST:
             raise ValueError(f"--turns={self.turns}: fewer than {FEWEST} have no interval")
-
-    @property
-    def number(self) -> Any:
-        """Of weights and caches."""
-        return jnp.dtype(self.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
 
 
 @dataclasses.dataclass
@@ -100,23 +88,22 @@ class Limits(NamedTuple):
 def run(options: Options) -> list[Row]:
     """The rows of every context length and setting, exact among them."""
     model = Llama(speed.shape(options.shape), dtype=options.number, rngs=nnx.Rngs(options.seed))
-    chosen = settings.settings((EXACT, *(name for name in options.policy if name != EXACT)), options.budget)
     limits = Limits(speed.reading_rate(), speed.matmul_rate(options.number))
     rows: list[Row] = []
     for context in options.context_tokens:
-        found = timed_rows(measure(options, model, chosen, context), options, model, limits)
+        found = timed_rows(measure(options, model, context), options, model, limits)
         show(found)
         rows += found
         results.write_rows(options.file(f"{NAME}.json"), rows)
     return rows
 
 
-def measure(options: Options, model: Llama, chosen: Sequence[PolicyChoice], context: int) -> Timed:
-    """Everything at one context length; `chosen` begins with exact."""
+def measure(options: Options, model: Llama, context: int) -> Timed:
+    """Everything at one context length."""
     tokens = options.tokens
     # One turn warms up.
     sizes: dict[str, Any] = {"batch": 1, "max_prompt": context, "max_new": tokens * (options.turns + 1)}
-    able = generators_of(model, chosen, context, options.prefill_chunk, sizes)
+    able = generators_of(model, options.chosen, context, options.prefill_chunk, sizes)
     generators = list(able.values())
     prefills = -(-FEWEST // model.config.layers)
     reading, compress, states = [], [], []

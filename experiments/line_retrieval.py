@@ -9,19 +9,15 @@ the context is read exactly, compressed, and only then the question and the answ
 """
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from experiments.common import evaluating, results, suites, sweeping, tables
+from experiments.common import evaluating, suites, sweeping, tables
 from experiments.common.options import LINES_CHECKPOINT, Experiment, each
 from experiments.common.results import Row
 from experiments.common.tasks import line_retrieval as task
 from kvjax_models.tokenizer import Tokenizer
 
 NAME = "line_retrieval"
-# Settings are chosen on seeds 0 to 9 and reported on later ones.
-DEMO: dict[str, Any] = {"policy": suites.SUITES["demo"].policies, "documents": 50, "seed": 10, "fresh": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +27,6 @@ class Options(sweeping.AtLengths):
     model: str = LINES_CHECKPOINT
     documents: int = 100  # per length
     policy: tuple[str, ...] = each(*suites.SUITES["lines"].policies)
-    demo: bool = False  # the main job: the demo's policies, 50 documents, one answer in words
     answer_tokens: int = task.ANSWER_TOKENS  # most tokens of an answer
 
     QUICK: ClassVar[dict[str, Any]] = {**sweeping.QUICK, "documents": 10, "context_tokens": (512,)}
@@ -39,20 +34,14 @@ class Options(sweeping.AtLengths):
 
 def run(options: Options) -> list[Row]:
     """The rows of every length and setting."""
-    if options.demo:
-        options = dataclasses.replace(options, **DEMO)
     sweep = sweeping.Sweep(NAME, options)
-    made = functools.cache(lambda tokens: make_documents(sweep.tokenizer, tokens, options.documents, options.seed))
 
     def make(tokens: int) -> dict[str, evaluating.Task]:
-        return {NAME: evaluating.accuracy_task(NAME, sweep.tokenizer, made(tokens), is_right, options.answer_tokens)}
+        made = make_documents(sweep.tokenizer, tokens, options.documents, options.seed)
+        return {NAME: evaluating.accuracy_task(NAME, sweep.tokenizer, made, is_right, options.answer_tokens)}
 
     title = f"Line retrieval: {options.documents} documents"
-    rows = sweep.over_lengths(title, [NAME], make, answer_tokens=options.answer_tokens)
-    if options.demo:
-        last = options.context_tokens[-1]
-        show_answers(made(last)[0], [row for row in rows if row.context_tokens == last])
-    return rows
+    return sweep.over_lengths(title, [NAME], make, answer_tokens=options.answer_tokens)
 
 
 def make_documents(tokenizer: Tokenizer, context_tokens: int, count: int, seed: int) -> list[task.Document]:
@@ -64,20 +53,6 @@ def make_documents(tokenizer: Tokenizer, context_tokens: int, count: int, seed: 
 
 def is_right(document: task.Document, answer: str) -> bool:
     return task.parse_answer(answer) == document.answer
-
-
-def show_answers(document: task.Document, rows: Sequence[Row]) -> None:
-    """The first document's question and what each setting answered."""
-    first, last = document.context.splitlines()[2], document.context.splitlines()[-1]
-    print(f"\nOne document ({len(document.names)} lines):\n  {first}\n  ...\n  {last}")
-    print(f"Question: {document.question.strip()}\nRight answer: {document.answer}")
-    answers = {
-        setting: found[0].extra["first_answer"]
-        for setting, found in results.by_setting(row for row in rows if row.metric == "accuracy").items()
-    }
-    width = max(map(len, answers))
-    for setting, answer in answers.items():
-        print(f"  {setting:<{width}}  {answer.strip()!r}  {'right' if is_right(document, answer) else 'wrong'}")
 
 
 EXPERIMENT = Experiment(NAME, Options, run, tables.plot)

@@ -31,19 +31,29 @@ LEFT_FOR_ANSWERS = 500
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(sweeping.Questions):
-    """Options of this experiment."""
+class Benchmark(sweeping.Questions):
+    """Options of a benchmark that has its own files."""
 
     documents: int = 0  # per task; 0 for all
     batch: int = 1
     budget: tuple[str, ...] = each("20%")
-    data: str | None = None  # the directory of the benchmark's files
-    e: bool = False  # LongBench-E in place of LongBench
-    task: tuple[str, ...] = each(choices=task.tasks())  # tasks; repeatable; all by default
+    data: str | None = None  # the benchmark's files: a directory, or one file
     max_prompt: int | None = None  # tokens of a prompt before it is cut; by default 500 less than the model reads
     chat: bool = True  # use the model's chat template, if it has one, for the tasks that take one
 
     QUICK: ClassVar[dict[str, Any]] = {**sweeping.QUICK, "documents": 4}
+
+    def longest(self, sweep: sweeping.Sweep) -> int:
+        """Tokens of a prompt before it is cut."""
+        return self.max_prompt or sweep.model.config.max_length - LEFT_FOR_ANSWERS
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Benchmark):
+    """Options of this experiment."""
+
+    e: bool = False  # LongBench-E in place of LongBench
+    task: tuple[str, ...] = each(choices=task.tasks())  # tasks; repeatable; all by default
 
 
 def run(options: Options) -> list[Row]:
@@ -61,7 +71,7 @@ def run(options: Options) -> list[Row]:
     for name in names:  # before hours of work, all files
         read(name)
     sweep = sweeping.Sweep(NAME, options)
-    longest = options.max_prompt or sweep.model.config.max_length - LEFT_FOR_ANSWERS
+    longest = options.longest(sweep)
     rows: list[Row] = []
     for prefill, question in sweep.kinds():
         found = [row for name in names for row in rows_of(sweep, options, read(name), longest, prefill, question)]

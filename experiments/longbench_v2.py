@@ -7,32 +7,17 @@ length and scoring are published (see `tasks.longbench_v2`); accuracy is told fo
 the text's length. How texts are read and compressed, and how a run goes on, is as for `longbench`.
 """
 
-import dataclasses
 import pathlib
 from collections.abc import Sequence
-from typing import Any, ClassVar
 
 from experiments import longbench
 from experiments.common import answers, results, sweeping, tables
-from experiments.common.options import Experiment, each
+from experiments.common.options import Experiment
 from experiments.common.results import Row
 from experiments.common.tasks import longbench_v2 as task
 
 NAME = task.TASK.name
-
-
-@dataclasses.dataclass(frozen=True)
-class Options(sweeping.Questions):
-    """Options of this experiment."""
-
-    documents: int = 0  # 0 for all
-    batch: int = 1
-    budget: tuple[str, ...] = each("20%")
-    data: str | None = None  # the benchmark's file
-    max_prompt: int | None = None  # tokens of a prompt before it is cut; by default 500 less than the model reads
-    chat: bool = True  # use the model's chat template, if it has one
-
-    QUICK: ClassVar[dict[str, Any]] = {**sweeping.QUICK, "documents": 4}
+Options = longbench.Benchmark
 
 
 def run(options: Options) -> list[Row]:
@@ -45,7 +30,7 @@ def run(options: Options) -> list[Row]:
         raise ValueError("--data=FILE is needed: data.json of the benchmark")
     examples = task.read(pathlib.Path(options.data))[: options.documents or None]
     sweep = sweeping.Sweep(NAME, options)
-    longest = options.max_prompt or sweep.model.config.max_length - longbench.LEFT_FOR_ANSWERS
+    longest = options.longest(sweep)
     rows: list[Row] = []
     for prefill, question in sweep.kinds():
         answered = longbench.answers_to(sweep, examples, longest, prefill, question, chat=options.chat)

@@ -87,26 +87,30 @@ def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
     """A heatmap of depth by length for every setting, kind of needle, prefill and question."""
     cells = [row for row in rows if row.metric == "accuracy" and "depth" in row.extra]
     kind = lambda row: (row.task, row.extra["prefill"], "seen" if row.question_seen else "unseen")  # noqa: E731
+    kinds = list(dict.fromkeys(map(kind, cells)))
     maps = [
         (of_kind, setting, found)
-        for of_kind in dict.fromkeys(map(kind, cells))
+        for of_kind in kinds
         for setting, found in results.by_setting(row for row in cells if kind(row) == of_kind).items()
     ]
     lengths = sorted({row.context_tokens or 0 for row in cells})
     depths = sorted({row.extra["depth"] for row in cells})
-    figure, axes = plots.panels(len(maps), across=5, size=(3.2, 2.6))
-    for axis, ((name, prefill, question), setting, found) in zip(axes, maps, strict=True):
+    figure, axes = plots.panels(len(maps), size=(2.6, 2.7))
+    for axis, (of_kind, setting, found) in zip(axes, maps, strict=True):
         grid = np.full((len(depths), len(lengths)), np.nan)
         for row in found:
             grid[depths.index(row.extra["depth"]), lengths.index(row.context_tokens or 0)] = row.value
-        image = axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-        axis.set_title(f"{setting}\n{name}, {prefill} prefill, question {question}: {np.nanmean(grid):.2f}", fontsize=7)
-        axis.set_xticks(range(len(lengths)), [str(tokens) for tokens in lengths], fontsize=7)
+        image = axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        told = [f"{setting}: {np.nanmean(grid):.2f}".replace(":shares", "\n:shares")]
+        told += ["{}, {} prefill, question {}".format(*of_kind)] if len(kinds) > 1 else []
+        axis.set_title("\n".join(told), fontsize=8)
+        axis.set_xticks(range(len(lengths)), [f"{tokens:,}" for tokens in lengths], fontsize=7)
         axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=7)
-    figure.supxlabel("tokens")
-    figure.supylabel("depth")
+        axis.label_outer()
+    figure.supxlabel("tokens of the text", fontsize=9)
+    figure.supylabel("depth of the needle", fontsize=9)
     figure.set_layout_engine("constrained")
-    figure.colorbar(image, ax=axes, label="accuracy")
+    figure.colorbar(image, ax=axes, label="right answers")
     plots.save(figure, path)
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Key
 from tqdm import tqdm
 
 from experiments.common import cases, results, streams
+from experiments.common.driven import reservoir_numerator, table_denominator, update_reservoir
 from experiments.common.options import Experiment, each
 from experiments.common.results import Row
 from kvjax.structures import cluster_table, reservoir
@@ -96,9 +97,9 @@ def reservoir_error(
 ) -> Float[Array, ""]:
     """Mean |z - Attn| / |Attn| where the numerator comes from so many sampled pairs and the denominator is exact."""
     sampled = reservoir.init_reservoir(pairs, keys.shape[1], values.shape[1], keys.dtype, rng)
-    sampled = reservoir.extend(sampled, keys, values, jnp.sum(values**2, axis=1))
+    sampled = update_reservoir(sampled, keys, values)
     exact = streams.weighted_terms(queries, keys) @ values
-    estimate = streams.weighted_terms(queries, sampled.keys, reservoir.log_weights(sampled)) @ sampled.values
+    estimate = reservoir_numerator(sampled, queries)
     return jnp.mean(jnp.linalg.norm(estimate - exact, axis=1) / jnp.linalg.norm(exact, axis=1))
 
 
@@ -114,9 +115,7 @@ def table_error(
     del values
     table = cluster_table.init_cluster_table(CLUSTERS, keys.shape[1], keys.dtype, rng, samples=samples)
     table = cluster_table.extend(table, keys)
-    weights = cluster_table.log_sample_weights(table).reshape(-1)
-    assert table.samples is not None
-    estimate = jnp.sum(streams.weighted_terms(queries, table.samples.reshape(-1, keys.shape[1]), weights), axis=1)
+    estimate = table_denominator(table, queries)
     return jnp.mean(jnp.abs(jnp.sum(streams.weighted_terms(queries, keys), axis=1) / estimate - 1))
 
 

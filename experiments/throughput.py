@@ -20,14 +20,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Float
 from tqdm import tqdm
 
 from experiments.common import plots, results, settings, speed, suites
-from experiments.common.options import Experiment, Policies, each, one_of
+from experiments.common.options import Experiment, each
 from experiments.common.results import Row
 from kvjax.registry import PolicyChoice
 from kvjax_models import batching
@@ -36,25 +35,19 @@ from kvjax_models.llama import Llama
 from kvjax_models.lowering import lower_decode
 
 NAME = "throughput"
-EXACT = "exact"
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Policies):
+class Options(speed.OfShape):
     """Options of this experiment."""
 
     policy: tuple[str, ...] = each(*suites.SUITES[NAME].policies)
     budget: tuple[str, ...] = each(*suites.SUITES[NAME].budgets)
-    shape: str = "small"
-    """Sizes of the model: those of a shape (small, small-ungrouped, llama-3.1-8b, ...), or of a directory."""
     layers: int | None = None  # of the model, where not the shape's: fewer take less time
-    dtype: str | None = one_of(None, ("float32", "bfloat16"))
-    """Of weights and caches; by default bfloat16 on accelerators."""
     context_tokens: tuple[int, ...] = each(4096)  # tokens of every prompt; repeatable
     answer_tokens: int = 1024  # tokens written to every prompt
     exact_rows: tuple[int, ...] = each(1, 2, 4)  # rows of exact, which set the memory; repeatable
     turns: int = 3  # of every policy; each of its rows takes a request at a turn
-    prefill_chunk: int = 256  # tokens per chunk of exact prefill
 
     QUICK: ClassVar[dict[str, Any]] = {
         "context_tokens": (512,),
@@ -69,11 +62,6 @@ class Options(Policies):
         super().__post_init__()
         if self.turns < 2:
             raise ValueError(f"--turns={self.turns}: fewer than 2 have no interval")
-
-    @property
-    def number(self) -> Any:
-        """Of weights and caches."""
-        return jnp.dtype(self.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
 
 
 @dataclasses.dataclass
@@ -97,11 +85,10 @@ def run(options: Options) -> list[Row]:
     if options.layers is not None:
         config = dataclasses.replace(config, layers=options.layers)
     model = Llama(config, dtype=options.number, rngs=nnx.Rngs(options.seed))
-    chosen = settings.settings((EXACT, *(name for name in options.policy if name != EXACT)), options.budget)
     rows: list[Row] = []
     for context in options.context_tokens:
         for exact_rows in options.exact_rows:
-            served = list(generators(options, model, chosen, context, exact_rows))
+            served = list(generators(options, model, context, exact_rows))
             for _ in tqdm(range(options.turns), desc=f"{context} tokens, {exact_rows} rows of exact", leave=False):
                 for one in served:
                     one.seconds.append(serve(one.generator, options, context))
@@ -113,14 +100,12 @@ def run(options: Options) -> list[Row]:
     return rows
 
 
-def generators(
-    options: Options, model: Llama, chosen: Sequence[PolicyChoice], context: int, exact_rows: int
-) -> Iterator[Served]:
+def generators(options: Options, model: Llama, context: int, exact_rows: int) -> Iterator[Served]:
     """Every setting, exact first, with the rows that fit into exact's memory; compiled. Settings that cannot be are
     said with their reason."""
     sizes: dict[str, Any] = {"max_prompt": context, "max_new": options.answer_tokens}
     spec, memory = cache_specs(model, batch=1, **sizes)[0], 0
-    for setting in chosen:
+    for setting in options.chosen:
         try:
             policy = settings.fitted(setting, spec, context + options.answer_tokens)
             one = Generator(model, policy, batch=1, **sizes, prefill_chunk=options.prefill_chunk, beyond_positions=True)

@@ -40,8 +40,8 @@ def update_reservoir(state: reservoir.WeightedReservoir, keys: Float[Array, "T D
     return reservoir.extend(state, keys, values, jnp.sum(values**2, axis=1))
 
 
-def reservoir_sums(state: reservoir.WeightedReservoir, queries: Float[Array, "Q D"]) -> Sums:
-    return streams.weighted_terms(queries, state.keys, reservoir.log_weights(state)) @ state.values, None
+def reservoir_numerator(state: reservoir.WeightedReservoir, queries: Float[Array, "Q D"]) -> Float[Array, "Q D"]:
+    return streams.weighted_terms(queries, state.keys, reservoir.log_weights(state)) @ state.values
 
 
 def update_table(state: cluster_table.ClusterTable, keys: Float[Array, "T D"], values: Float[Array, "T D"]):
@@ -49,10 +49,10 @@ def update_table(state: cluster_table.ClusterTable, keys: Float[Array, "T D"], v
     return cluster_table.extend(state, keys, block=SUB_BLOCK)
 
 
-def table_sums(state: cluster_table.ClusterTable, queries: Float[Array, "Q D"]) -> Sums:
+def table_denominator(state: cluster_table.ClusterTable, queries: Float[Array, "Q D"]) -> Float[Array, "Q"]:
     assert state.samples is not None
-    weights = cluster_table.log_sample_weights(state).reshape(-1)
-    return None, jnp.sum(streams.weighted_terms(queries, state.samples.reshape(-1, HEAD_DIM), weights), axis=1)
+    samples, weights = state.samples.reshape(-1, state.samples.shape[-1]), cluster_table.log_sample_weights(state)
+    return jnp.sum(streams.weighted_terms(queries, samples, weights.reshape(-1)), axis=1)
 
 
 def update_tree(state: merge_reduce.MergeReduceTree, keys: Float[Array, "T D"], values: Float[Array, "T D"]):
@@ -70,14 +70,14 @@ STRUCTURES = {
         "subgen",
         lambda rng: reservoir.init_reservoir(PAIRS, HEAD_DIM, HEAD_DIM, jnp.float32, rng),
         update_reservoir,
-        reservoir_sums,
+        lambda state, queries: (reservoir_numerator(state, queries), None),
         PAIRS * 2 * HEAD_DIM * 4 + 4 * PAIRS + 12 + 8,
     ),
     "table": Structure(
         "subgen",
         lambda rng: cluster_table.init_cluster_table(CLUSTERS, HEAD_DIM, jnp.float32, rng, samples=SAMPLES),
         update_table,
-        table_sums,
+        lambda state, queries: (None, table_denominator(state, queries)),
         CLUSTERS * HEAD_DIM * 4 + CLUSTERS * SAMPLES * HEAD_DIM * 4 + 8 * CLUSTERS + 24,
     ),
     "tree": Structure(

@@ -123,6 +123,13 @@ _LLAMA = {"shape": "llama-3.1-8b"}
 _LONG, _LONGEST = (16384, 32768, 65536), 131072
 _SMALL = {"budget": ("12.5%",), "norm": (4,)}
 
+
+def _latency(what: Mapping[str, Any], cpu: int, h200: tuple[int, ...], **more: Any) -> Job:
+    """At so many tokens of the prompt on a CPU, and on a device, which may be asked for more, with a large model."""
+    on_device = {**more, **_LLAMA, "context_tokens": h200}
+    return Job(latency.EXPERIMENT, what, {"context_tokens": (cpu,)}, on_device, loads_model=False)
+
+
 JOBS = {
     # Every policy on every task.
     "line_retrieval": Job(
@@ -161,6 +168,13 @@ JOBS = {
         needle_in_haystack.EXPERIMENT,
         _suite("needles"),
         cpu={"documents": 3},
+        h200={"context_tokens": (1024, 2048, 4096, 8192), "documents": 10},
+    ),
+    # Few policies, with documents enough at every depth to draw.
+    "needle_map": Job(
+        needle_in_haystack.EXPERIMENT,
+        {**_suite("needle, map"), "seed": 50},
+        cpu={"documents": 10},
         h200={"context_tokens": (1024, 2048, 4096, 8192), "documents": 10},
     ),
     "code_completion": Job(
@@ -225,35 +239,12 @@ JOBS = {
     },
     "key_similarity": Job(key_similarity.EXPERIMENT),
     "recall_rate": Job(recall_rate.EXPERIMENT, {"stream": ("recorded",)}),
-    "latency": Job(
-        latency.EXPERIMENT,
-        cpu={"context_tokens": (4096,)},
-        h200={**_LLAMA, "context_tokens": _LONG},
-        loads_model=False,
-    ),
+    "latency": _latency({}, 4096, _LONG),
     # Caches of all policies do not fit side by side any more.
-    "latency_long": Job(
-        latency.EXPERIMENT,
-        _policies("latency, long"),
-        cpu={"context_tokens": (16384,)},
-        h200={**_LLAMA, "context_tokens": (_LONGEST,)},
-        loads_model=False,
-    ),
+    "latency_long": _latency(_policies("latency, long"), 16384, (_LONGEST,)),
     # Of each system the best: what half an hour on a device has time for.
-    "latency_best": Job(
-        latency.EXPERIMENT,
-        _policies("latency, best"),
-        cpu={"context_tokens": (4096,)},
-        h200={**_LLAMA, "context_tokens": (32768,)},
-        loads_model=False,
-    ),
-    "latency_best_long": Job(
-        latency.EXPERIMENT,
-        _policies("latency, best"),
-        cpu={"context_tokens": (16384,)},
-        h200={**_LLAMA, "context_tokens": (_LONGEST,)},
-        loads_model=False,
-    ),
+    "latency_best": _latency(_policies("latency, best"), 4096, (32768,)),
+    "latency_best_long": _latency(_policies("latency, best"), 16384, (_LONGEST,)),
     # On the CPU few layers, and as many heads stored as asked: what decoding reads is then mostly caches, as it is in
     # large models on devices.
     "throughput": Job(
@@ -269,20 +260,13 @@ JOBS = {
         h200={"shape": "llama-2-7b-32k", "context_tokens": _LONG},
         loads_model=False,
     ),
-    "latency_chunk": Job(
-        latency.EXPERIMENT,
+    "latency_chunk": _latency(
         {"policy": ("chelsea:slope=None", "chelsea:slope=None,chunk=4096")},
-        cpu={"context_tokens": (4096,)},
-        h200={**_policies("latency, chunks"), **_LLAMA, "context_tokens": (16384,)},
-        loads_model=False,
+        4096,
+        (16384,),
+        **_policies("latency, chunks"),
     ),
-    "latency_host_memory": Job(
-        latency.EXPERIMENT,
-        _policies("latency, host memory"),
-        cpu={"context_tokens": (4096,)},
-        h200={**_LLAMA, "context_tokens": (32768,), "budget": ("1024",)},
-        loads_model=False,
-    ),
+    "latency_host_memory": _latency(_policies("latency, host memory"), 4096, (32768,), budget=("1024",)),
     # What they do not measure.
     "attention_error": Job(attention_error.EXPERIMENT, cpu=_SMALL, loads_model=False),
     "attention_error_recall": Job(attention_error.EXPERIMENT, {"study": "recall"}, cpu=_SMALL),

@@ -51,6 +51,8 @@ def collect(found: Results, machine: str) -> dict[str, Done]:
             return True
         if width_tables.takes(job, row):
             return True
+        if any(section.draws(job, row) for page in sections.pages() for section in page.sections):
+            return True
         return any(job in figure.jobs and figure.takes(row) for _, _, figure in sections.figures())
 
     return {
@@ -103,10 +105,15 @@ def write(found: Mapping[str, Results], directory: pathlib.Path) -> list[pathlib
     if widths := _of_widths(found):
         written += width_tables.draw({job: done.rows for job, done in widths.items()}, directory / "images")
     for section in (section for own in sections.pages() for section in own.sections):
-        _, taken = _taken(section, found)
+        jobs, taken = _taken(section, found)
         if section.picture and taken:
             written.append(directory / "images" / section.picture[0])
-            comparisons.draw(taken, written[-1])
+            if section.drawn:
+                draw = JOBS[section.drawn].of.after
+                assert draw is not None
+                draw(written[-1], [row for row in jobs[section.drawn].rows if section.draws(section.drawn, row)])
+            else:
+                comparisons.draw(taken, written[-1])
     return written
 
 

@@ -221,11 +221,10 @@ def median_interval(samples: Float[np.ndarray, "n"]) -> Estimate:
     Raises:
         ValueError: for fewer than six samples, whose extremes hold it with less.
     """
-    below = int(stats.binom.ppf(0.025, len(samples), 0.5))
-    if not below:
+    low, high = stats.quantile_test(samples, p=0.5).confidence_interval()
+    if not math.isfinite(low):
         raise ValueError(f"{len(samples)} samples have no 95% interval of the median; measure at least 6")
-    ordered = np.sort(samples)
-    return Estimate(float(np.median(ordered)), float(ordered[below - 1]), float(ordered[-below]))
+    return Estimate(float(np.median(samples)), float(low), float(high))
 
 
 def log_slope(sizes: Sequence[float], measured: Float[np.ndarray, "n S"]) -> Estimate:
@@ -235,8 +234,7 @@ def log_slope(sizes: Sequence[float], measured: Float[np.ndarray, "n S"]) -> Est
     Raises:
         ValueError: for fewer than two series.
     """
-    centered = np.log(sizes) - np.mean(np.log(sizes))
-    return mean_interval(np.log(measured) @ centered / np.sum(centered**2))
+    return mean_interval(np.polyfit(np.log(sizes), np.log(measured).T, 1)[0])
 
 
 def print_table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:

@@ -80,6 +80,7 @@ class Section:
         why: why an order does not hold, as far as measured.
         joined: whether its figures are columns of one table.
         picture: of its figures side by side: its name among the images, and what it shows.
+        drawn: the job whose experiment draws that picture instead, from all its rows of these metrics.
     """
 
     what: str
@@ -90,11 +91,16 @@ class Section:
     why: str = ""
     joined: bool = False
     picture: tuple[str, str] | None = None
+    drawn: str = ""
     figures: tuple[Figure, ...] = ()
 
     @property
     def title(self) -> str:
         return f"{self.name}: {self.what}" if self.name else self.what
+
+    def draws(self, job: str, row: Row) -> bool:
+        """Whether a job's row is in the picture that the job draws."""
+        return job == self.drawn and any(row.metric == figure.metric for figure in self.figures)
 
 
 @dataclasses.dataclass(frozen=True)

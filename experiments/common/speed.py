@@ -11,6 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from experiments.common import settings
+from experiments.common.options import Policies, one_of
+from kvjax.registry import PolicyChoice
 from kvjax_models import checkpoint, generate
 from kvjax_models.llama import Llama, LlamaConfig, RopeScaling
 
@@ -80,6 +83,27 @@ def shape(name: str) -> LlamaConfig:
     return checkpoint.load_config(directory)
 
 
+@dataclasses.dataclass(frozen=True)
+class OfShape(Policies):
+    """Options of experiments that time policies beside exact attention, on random weights."""
+
+    shape: str = "small"
+    """Sizes of the model: those of a shape (small, small-ungrouped, llama-3.1-8b, ...), or of a directory."""
+    dtype: str | None = one_of(None, ("float32", "bfloat16"))
+    """Of weights and caches; by default bfloat16 on accelerators."""
+    prefill_chunk: int = 256  # tokens per chunk of exact prefill
+
+    @property
+    def number(self) -> Any:
+        """Of weights and caches."""
+        return jnp.dtype(self.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
+
+    @property
+    def chosen(self) -> list[PolicyChoice]:
+        """The settings, exact first."""
+        return settings.settings(("exact", *(name for name in self.policy if name != "exact")), self.budget)
+
+
 def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     """Seconds of one run, to the end of all device work, and its result."""
     begin = time.perf_counter()
@@ -98,24 +122,6 @@ def interleaved_seconds(runs: Sequence[Callable[[], Any]], repetitions: int) -> 
     the machine for a while slows all of them, and repetitions pair them; one round before compiles and warms up."""
     times = [[timed(run)[0] for run in runs] for _ in range(repetitions + 1)]
     return np.asarray(times[1:]).T
-
-
-def decoding_seconds(
-    generator: generate.Generator, state: generate.GenerationState, tokens: int, repetitions: int
-) -> np.ndarray:
-    """Seconds per token of every repetition of writing so many tokens, each going on from the last; one before them
-    compiles and warms up. The state is donated."""
-
-    def write(state: generate.GenerationState) -> generate.GenerationState:
-        for newest, _ in generator.write(state, tokens):
-            state = newest
-        return state
-
-    times = []
-    for _ in range(repetitions + 1):
-        elapsed, state = timed(write, state)
-        times.append(elapsed / tokens)
-    return np.asarray(times[1:])
 
 
 def held_bytes(compiled: jax.stages.Compiled) -> int:

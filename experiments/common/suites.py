@@ -45,16 +45,16 @@ SUITES = {
         balancekv:walk=streaming chelsea:slope=None chelsea clusterkv_paper clusterkv clusterkv:residual=False
         clusterkv:cluster_tokens=16,residual=False quest infinigen h2o h2o:average=True cam snapkv pyramidkv"""),
     # The best variant of each system there, as runs with seeds 0 to 9 showed.
-    "demo": _suite(
+    "lines, best": _suite(
         "50% 25% | exact uniform streaming_llm clustergen:variant=paper,recent=64 subgen balancekv chelsea clusterkv"
     ),
-    "lines of SubGen's paper": _suite(
-        "65% 58% 50% | exact streaming_llm h2o clustergen:variant=paper,recent=64 clustergen:recent=64"
-    ),
+    "lines of SubGen's paper": _suite("""65% 58% 50% |
+        exact streaming_llm h2o clustergen:variant=paper,recent=64 clustergen:recent=64"""),
     "needles": _suite("""25% |
         exact balancekv_reference:needles=64 balancekv_reference uniform snapkv pyramidkv streaming_llm cam
         chelsea:slope=None chelsea clusterkv_paper clusterkv clusterkv:cluster_tokens=16,residual=False h2o
         h2o:average=True quest infinigen clustergen:variant=paper,recent=64 subgen balancekv"""),
+    "needle, map": _suite(f"25% | exact {SHARED} subgen balancekv chelsea clusterkv snapkv streaming_llm"),
     "longbench": _suite("""20% 25% |
         exact streaming_llm snapkv pyramidkv cam uniform quest infinigen clustergen:variant=paper subgen
         balancekv_reference balancekv chelsea:slope=None chelsea clusterkv_paper clusterkv"""),
@@ -110,30 +110,15 @@ class Study(NamedTuple):
     policies: tuple[str, ...]
     budgets: tuple[str, ...] = ("50%", "25%", "12.5%", "6.25%", "5%")
     norms: tuple[float, ...] = (2.0, 4.0, 8.0, 15.0)
-    option: str | None = None  # the setting that is swept, for a figure of its own
     baseline: str = "uniform"  # the policy that others are compared with
 
 
-_BALANCED = ("balancekv:walk=pairs,", "balancekv:walk=streaming,", "balancekv_reference:")
 STUDIES = {
     "policies": Study(
         _words("uniform subgen subgen:variant=self_normalised balancekv balancekv:walk=streaming balancekv_reference")
     ),
     # Both papers' Algorithm 1, which their theorems are about.
     "theory": Study(("uniform", "subgen:variant=paper", "balancekv_paper")),
-    "block_size": Study(
-        ("uniform", *(f"{policy}block_size={size}" for policy in _BALANCED for size in (64, 128, 256))),
-        ("50%", "25%", "12.5%"),
-        (4.0,),
-        "block_size",
-    ),
-    # Pairs of the reservoir take what clusters leave: at 12.5% of 8,192 tokens there are about 1,020 slots.
-    "samples": Study(
-        ("uniform", *(f"subgen:variant=paper,samples={samples}" for samples in (64, 256, 512, 768, 896))),
-        ("12.5%",),
-        (4.0,),
-        "samples",
-    ),
     # As the paper has it, with the value slope, and dropping where the others take means.
     "chelsea": Study(("uniform", "chelsea:slope=None", "chelsea", "chelsea:joins=drop"), ("25%", "12.5%")),
     # Whether clusters that are not read stay present, at equal bytes read.
@@ -141,16 +126,6 @@ STUDIES = {
         ("clusterkv:residual=False", "clusterkv", "clusterkv:cluster_tokens=40", "quest", "uniform"),
         ("50%", "25%", "12.5%", "6.25%"),
         baseline="clusterkv:residual=False",
-    ),
-    "per_cluster": Study(
-        (
-            "uniform",
-            *(f"subgen:variant=paper,per_cluster={samples}" for samples in (1, 2, 4, 8)),
-            *(f"subgen:variant=mean_value,per_cluster={samples}" for samples in (0, 1, 2, 4, 8)),
-        ),
-        ("12.5%",),
-        (4.0,),
-        "per_cluster",
     ),
 }
 

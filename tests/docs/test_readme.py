@@ -23,7 +23,7 @@ def test_programs_run(number, monkeypatch, capsys):
     if "attended" in names:
         assert names["attended"].shape == (2, 1, 8, 64) and bool(jnp.isfinite(names["attended"]).all())
     else:
-        assert len(capsys.readouterr().out) > 60
+        assert capsys.readouterr().out.count(" 7302915") == 2  # generated, and streamed
 
 
 def test_links_lead_somewhere():

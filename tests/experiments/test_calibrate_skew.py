@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments.common import settings, skewing, streams
+from experiments import calibrate_skew
+from experiments.common import settings, streams
 from experiments.common.options import Run
 from kvjax.structures.skew import Skew
 from kvjax_models import generate
@@ -17,7 +18,7 @@ def shipped():
 
 @pytest.fixture(scope="module")
 def calibrated(shipped):
-    return skewing.calibrate(*shipped, range(2), 256)
+    return calibrate_skew.calibrate(*shipped, range(2), 256)
 
 
 def test_columns_are_the_singular_vectors_of_a_group_s_queries(shipped, calibrated):
@@ -37,7 +38,7 @@ def test_the_skew_helps_and_changes_no_product(shipped, calibrated):
     for layer, drawn in streams.prompt_streams(*shipped, range(2, 4), 256, 256):
         keys = drawn.keys.swapaxes(1, 2)
         queries = drawn.queries.reshape(2, -1, 2, 2, keys.shape[-1]).swapaxes(1, 2)
-        found = lambda turns, columns: np.asarray(skewing.speculated(turns[layer], keys, queries, columns, 13))  # noqa: B023, E731
+        found = lambda turns, columns: np.asarray(calibrate_skew.speculated(turns[layer], keys, queries, columns, 13))  # noqa: B023, E731
         assert found(skew, 64).min() > 0.999
         assert (found(skew, 12) > found(plain, 12) + 0.05).all()
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments import calibrate_heads, clusterability, key_similarity
-from experiments.common import corpora, geometry, settings
+from experiments.common import corpora, settings
 from experiments.common.options import Run
 from kvjax import rope
 from kvjax.combinators.head_choice import HeadChoice
@@ -15,8 +15,8 @@ from tests.experiments.running import run, select
 
 
 def test_mean_cosines_are_those_of_all_pairs():
-    keys = geometry.unit(np.random.default_rng(0).normal(size=(2, 30, 4)))
-    found = geometry.mean_cosines(keys, 10)
+    keys = key_similarity.unit(np.random.default_rng(0).normal(size=(2, 30, 4)))
+    found = key_similarity.mean_cosines(keys, 10)
     for distance in range(1, 11):
         pairs = [(keys[:, i] * keys[:, i + distance]).sum(-1) for i in range(30 - distance)]
         np.testing.assert_allclose(found[:, distance - 1], np.mean(pairs, axis=0), atol=1e-12)
@@ -54,7 +54,7 @@ def test_keys_are_turned_back_to_where_they_were():
     frequencies = jnp.array([1.0, 0.3, 0.1, 0.01])
     turned = rope.rotate(keys, *rope.rotation(jnp.broadcast_to(jnp.arange(50), (2, 50)), frequencies))
     assert np.abs(turned - keys).max() > 1
-    np.testing.assert_allclose(geometry.unrotated(np.asarray(turned), frequencies), keys, atol=1e-5)
+    np.testing.assert_allclose(rope.unrotate(turned, frequencies), keys, atol=1e-5)
 
 
 def test_corpora_are_decided_by_their_seeds():

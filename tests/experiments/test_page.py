@@ -203,6 +203,21 @@ def test_a_picture_has_a_point_per_policy_and_group(tmp_path, monkeypatch):
     assert [label.get_text() for label in axis.get_yticklabels()] == ["uniform", "chelsea"]
 
 
+def test_a_section_s_picture_may_be_drawn_by_its_job_from_rows_that_its_table_leaves_out(tmp_path):
+    told = {"budget": "25%", "prefill": "exact"}
+    rows = [dataclasses.replace(row("snapkv", 0.25, **told), task="ruler", question_seen=False)]
+    rows += [dataclasses.replace(rows[0], value=depth, extra={**told, "depth": depth}) for depth in (0.0, 0.5, 1.0)]
+    rows.append(dataclasses.replace(rows[0], metric="ms_per_token"))
+    found = page.collect({"needle_map": page.Done("the command", rows)}, "a machine")
+    assert found["needle_map"].rows == rows[:-1]
+    written = page.write({"cpu": found}, tmp_path)
+    with PIL.Image.open(tmp_path / "images" / "needle.png") as drawn:
+        assert len(drawn.convert("RGB").getcolors(2**16)) > 10
+    assert tmp_path / "images" / "needle.png" in written
+    text = (tmp_path / "results" / "accuracy.md").read_text()
+    assert "| `snapkv` | .25 |" in text and "images/needle.png" in text and ".50" not in text
+
+
 def test_one_of_several_ablations_is_typed_alone():
     figure = Figure(("ablations_kept",), "accuracy", {"ablation": "b"}, groups=("budget",))
     done = page.Done(

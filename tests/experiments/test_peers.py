@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from experiments import peers
-from experiments.common import answers, evaluating, layer_shares, presses, ranking, settings
+from experiments import calibrate_layers, peers
+from experiments.common import answers, evaluating, presses, ranking, settings
 from experiments.common.named_tasks import make_task
 from experiments.common.options import LANGUAGE_CHECKPOINT, Run
 from experiments.common.results import from_flat
@@ -100,8 +100,8 @@ def test_layers_share_what_the_largest_scores_of_all_leave_them():
     scores = np.zeros((3, 2, 50))
     scores[0, :, :40], scores[1, 0, :20] = 2.0, 1.0
     scores += np.random.default_rng(0).uniform(0, 1e-3, scores.shape)
-    np.testing.assert_allclose(layer_shares.shares_of(scores, 1 / 3), [2.4, 0.6, 0.0])
-    np.testing.assert_allclose(layer_shares.shares_of(scores, 0.1), [3.0, 0.0, 0.0])
+    np.testing.assert_allclose(calibrate_layers.shares_of(scores, 1 / 3), [2.4, 0.6, 0.0])
+    np.testing.assert_allclose(calibrate_layers.shares_of(scores, 0.1), [3.0, 0.0, 0.0])
 
 
 def test_every_press_is_compared_or_left_out_with_a_reason():

@@ -97,7 +97,7 @@ def run_two(script, *arguments, expected_code=0):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     flags = {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4",
         "JAX_PLATFORMS": "cpu",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
