@@ -63,7 +63,7 @@ class AdaKV(Policy[Shared]):
         slots = self.policy.slots(spec)
         none = jnp.zeros((spec.batch, spec.kv_heads), jnp.int32)
         start = none + slots * jnp.arange(spec.kv_heads, dtype=jnp.int32)
-        return Shared(init_ranked(spec, slots, type(self.policy).__name__), start, none, none + slots)
+        return Shared(init_ranked(spec, slots), start, none, none + slots)
 
     def prefill(self, state: Shared, prompt) -> Shared:
         rank = self.policy.rank(prompt)
