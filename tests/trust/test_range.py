@@ -4,9 +4,21 @@ import numpy as np
 import pytest
 
 import kvjax
-from tests.kvjax.support import LENGTHS, NEW, POLICIES, Stream, after, begin, each, go, make_spec, make_stream
+from tests.kvjax.support import (
+    LENGTHS,
+    NEW,
+    POLICIES,
+    Stream,
+    after,
+    begin,
+    each,
+    go,
+    make_spec,
+    make_stream,
+    prompt_of,
+    row_keys,
+)
 from tests.kvjax.support import ON_A_MESH as ANY_VALUES
-from tests.kvjax.support import prompt_of, row_keys
 
 # Of keys and values; make_stream's have norms of 8 and 1.
 EDGES = [(1e-16, 1.0), (1e14, 1.0), (1.0, 1e-15), (1.0, 1e15), (1e14, 1e15), (1e-16, 1e-15)]
