@@ -58,6 +58,7 @@ class Selection(Policy[Ranked]):
     streams = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_settings(self.budget, self.sinks, self.recent, self.compact_every)
         if self.shares is not None and not (self.shares and min(self.shares) >= 0 < max(self.shares)):
             raise ValueError(f"shares={self.shares}; none may be below 0, nor all 0")

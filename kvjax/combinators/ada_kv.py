@@ -47,8 +47,7 @@ class AdaKV(Policy[Shared]):
     pools_heads = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.policy, Selection):
-            raise ValueError(f"AdaKV: {self.policy} is no selection by scores (kvjax.selection.Selection)")
+        super().__post_init__()
         if not 0 <= self.floor <= 1:
             raise ValueError(f"floor={self.floor}; it must lie in [0, 1]")
 

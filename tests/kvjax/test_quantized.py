@@ -346,7 +346,7 @@ def test_rows_can_be_taken():
 
 
 def test_storages_that_there_are_not_are_refused_by_name():
-    with pytest.raises(ValueError, match="storage='int5'; it must be one of 'int8', 'fp8', 'int4', 'int3', 'int2'"):
+    with pytest.raises(ValueError, match="storage='int5'; it must be 'int8' or 'fp8' or 'int4' or 'int3' or 'int2'"):
         kvjax.Quantized(POLICIES["exact"], "int5")
     for values in ("int2", "fp8"):
         with pytest.raises(ValueError, match=f"storage='int8' and value_storage='{values}': .* fewer than eight bits"):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -148,6 +149,38 @@ def test_faults_of_two_rows_do_not_make_up_for_each_other():
     cache = kvjax.init(kvjax.Exact(compact_every=8), make_spec(batch=2), jax.random.split(jax.random.key(0), 2))
     with pytest.raises(ValueError, match="reused="):
         kvjax.check(dataclasses.replace(cache, reused=jnp.array([1, -1])))
+
+
+# --- settings ---
+
+STRANGE = [
+    None, -1, -0.5, 0, 1.5, True, "8", "x", b"", [], {}, (), (None,), (1.5,), 2**40, np.nan, np.inf, -np.inf, object,
+]  # fmt: skip
+COMBINED = {
+    "by_head": kvjax.ByHead((kvjax.Exact(),) * 2),
+    "first_layers": kvjax.FirstLayers(1, kvjax.Exact(), kvjax.Exact()),
+    "host_memory": kvjax.HostMemory(kvjax.Quest(20, compact_every=8), 2),
+    "quantized": kvjax.Quantized(kvjax.Exact()),
+}
+CLASSES = {type(policy): policy for policy in (POLICIES | COMBINED).values()}
+
+
+@pytest.mark.parametrize("policy", CLASSES.values(), ids=lambda policy: type(policy).__name__)
+def test_a_setting_is_what_it_may_be_or_refused_by_name(policy):
+    """Some four thousand values in the place of settings: whatever is taken is of the setting's type, and equal to the
+    policy that its text gives."""
+    refused = 0
+    for field, value in itertools.product(dataclasses.fields(policy), STRANGE):
+        try:
+            made = dataclasses.replace(policy, **{field.name: value})
+        except ValueError as error:
+            assert re.search(rf"\b{field.name}\b|[a-z_]+=", str(error)), (field.name, value, str(error))
+            refused += 1
+        else:
+            assert not isinstance(value, str | bytes | list | dict | type), (field.name, value)
+            assert made == made and hash(made) == hash(made), (field.name, value)  # which NaN is not
+            assert (type(value) is bool) == (field.type in (bool, "bool")), (field.name, value)
+    assert refused > 0.7 * len(STRANGE) * len(dataclasses.fields(policy))
 
 
 # --- states ---
