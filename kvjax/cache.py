@@ -34,15 +34,30 @@ from kvjax.segment import Recalled, Segment, parts_of, segment_bytes
 from kvjax.sharding import DATA, HEADS, ROWS, check_axes, shardings
 from kvjax.spec import CacheSpec, check_query, check_tokens, known
 from kvjax.staging import Staging, init_staging
-from kvjax.state import BATCH, ArrayField, fault, faults_of_rows, map_fields, state, static
+from kvjax.state import fault, faults_of_rows, state, static
 from pallas_kernels.weighted_decode import Partials
+
+
+class Owner(NamedTuple):
+    """Whose state it is."""
+
+    policy: Policy
+    spec: CacheSpec
+
+
+@state
+class Owned(Generic[S]):
+    """A policy's state with its owner, which many states do not tell: those of selections by different scores, say."""
+
+    state: S
+    owner: Owner = static()
 
 
 @state
 class Cache(Generic[S]):
     """One layer's cache of a batch of rows."""
 
-    state: S  # the policy's
+    owned: Owned[S]
     staging: Staging
     past: Int[Array, "B"] = fault("tokens came past max_prompt + max_new; the cache may have lost some")
     reused: Int[Array, "B"] = fault("a prompt came to a cache that had tokens, or was longer than max_prompt")
@@ -51,14 +66,15 @@ class Cache(Generic[S]):
     policy: Policy[S] = static()
     spec: CacheSpec = static()  # of one row of any layer: equal layers share programs
     mesh: Mesh | None = static()  # whose devices share the cache
-    made_of: "MadeOf" = static()
 
+    @property
+    def state(self) -> S:
+        """The policy's."""
+        return self.owned.state
 
-class MadeOf(NamedTuple):
-    """What a cache was made of, by which another policy's state in it is found."""
-
-    policy: Policy
-    form: Any  # its state's tree and sizes, but for the batch's
+    def with_state(self, state: S) -> "Cache[S]":
+        """The cache with what its policy made of its state."""
+        return dataclasses.replace(self, owned=dataclasses.replace(self.owned, state=state))
 
 
 def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Mesh | None = None) -> Cache[S]:
@@ -81,17 +97,16 @@ def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Me
     parts = 1 if mesh is None else mesh.shape[PARTS]
     spec = dataclasses.replace(spec, staging=min(policy.compact_every, spec.max_new), parts=parts)
     none = lambda: jnp.zeros(spec.batch, jnp.int32)  # noqa: E731
-    state = policy.init(spec, row_keys)
+    of_any = dataclasses.replace(spec, batch=1, layer=0, layers=1)
     cache = Cache(
-        state=state,
+        owned=Owned(policy.init(spec, row_keys), Owner(policy, of_any)),
         staging=init_staging(spec),
         past=none(),
         reused=none(),
         faulty=none(),
         policy=policy,
-        spec=dataclasses.replace(spec, batch=1, layer=0, layers=1),
+        spec=of_any,
         mesh=mesh,
-        made_of=MadeOf(policy, _form(state)),
     )
     return cache if mesh is None else jax.lax.with_sharding_constraint(cache, shardings(cache, mesh))
 
@@ -323,8 +338,8 @@ def _prefill(
     told = cache.policy.tell(cache.state, prompt)
     filled = cache.policy.prefill(cache.state, dataclasses.replace(prompt, told=told))
     staging = dataclasses.replace(cache.staging, first=jnp.copy(prompt.lengths))  # fit to be donated
-    reused = cache.reused + wrong
-    return _looked_over(dataclasses.replace(cache, state=filled, staging=staging, reused=reused)), told
+    cache = dataclasses.replace(cache, staging=staging, reused=cache.reused + wrong)
+    return _looked_over(cache.with_state(filled)), told
 
 
 def _only(x: Float[Array, "B T H D"], real: Bool[Array, "B T"]) -> Float[Array, "B T H D"]:
@@ -368,8 +383,8 @@ def _append(cache: Cache[S], keys: Array, values: Array, lengths: Array | None) 
 
 def _compact(cache: Cache[S]) -> Cache[S]:
     new, staging = stagings.take_out(cache.staging)
-    cache = dataclasses.replace(cache, state=cache.policy.compact(cache.state, new), staging=staging)
-    return _looked_over(_counted(cache))
+    compacted = cache.with_state(cache.policy.compact(cache.state, new))
+    return _looked_over(_counted(dataclasses.replace(compacted, staging=staging)))
 
 
 def _attend(
@@ -388,8 +403,7 @@ def _attend(
         sink_logits=sink_logits,
     )
     if real is not None:
-        learnt = policy.observe(cache.state, Seen(parts, of_staged, real))
-        cache = dataclasses.replace(cache, state=learnt)
+        cache = cache.with_state(policy.observe(cache.state, Seen(parts, of_staged, real)))
     return partials._replace(den=jnp.where(_unsound(cache)[:, None, None], jnp.nan, partials.den)), cache
 
 
@@ -425,7 +439,7 @@ PER_HEAD = PartitionSpec(TENSOR)  # arrays [H_q]
 
 def _on_mesh(cache: Cache, function: Callable[..., Any], fresh: tuple, lies: tuple, gives: Callable[[Any], Any]) -> Any:
     """`function(cache, *fresh)`, on a mesh of every device's part alone: no device asks another for keys or values."""
-    _check_made_of(cache)
+    _check_owner(cache)
     if cache.mesh is None:
         traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((cache, fresh)))
         return function(cache, *fresh) if traced else _compiled(function, cache, fresh)
@@ -471,26 +485,13 @@ def _check(cache: Cache, keys: Array, values: Array, lengths: Array | None) -> N
     check_tokens(cache.spec, cache.staging.count.shape[0], keys, values, lengths)
 
 
-def _check_made_of(cache: Cache) -> None:
-    made, state = cache.made_of, cache.state
-    if made.policy != cache.policy:
-        raise ValueError(f"the cache was made for {made.policy}, not for {cache.policy}: make another with kvjax.init")
-    if made.form != _form(state):
-        raise ValueError(
-            f"the state in this cache ({type(state).__name__}) is of another policy or size, not of {made.policy}: a "
-            "state belongs to the cache that was made with it"
-        )
-
-
-def _form(state: Any) -> tuple[Any, tuple[tuple[int, ...], ...]]:
-    sizes = []
-
-    def look(field: ArrayField, leaf: Array) -> Array:
-        sizes.append(tuple(size for name, size in zip(field.axes, leaf.shape, strict=True) if name != BATCH))
-        return leaf
-
-    map_fields(look, state)
-    return jax.tree.structure(state), tuple(sizes)
+def _check_owner(cache: Cache) -> None:
+    for what, owners, cached in zip(Owner._fields, cache.owned.owner, (cache.policy, cache.spec), strict=True):
+        if owners != cached:
+            raise ValueError(
+                f"the state in this cache is of another {what}, {owners}, not of {cached}: a state belongs to the "
+                "cache that kvjax.init made it with"
+            )
 
 
 def _check_room(cache: Cache, keys: Array, lengths: Array | None, *, compacts: bool) -> None:

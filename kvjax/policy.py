@@ -10,15 +10,18 @@ A policy never attends, appends or counts steps: `kvjax.cache` does that, alike 
 
 import abc
 import dataclasses
+import functools
+import types
 import typing
 from collections.abc import Iterable
 from typing import Any, Generic, Literal, TypeVar
 
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from kvjax.attention import Seen
 from kvjax.segment import Reading
-from kvjax.spec import CacheSpec
+from kvjax.spec import MOST_TOKENS, CacheSpec
 from kvjax.staging import Tokens
 from kvjax.state import state, static
 
@@ -90,6 +93,10 @@ class Policy(abc.ABC, Generic[S]):
 
     What is said here by properties, a policy says by a field, by a class attribute or by a property of its own.
     """
+
+    def __post_init__(self) -> None:
+        """Checks the settings. A policy's own checks come after `super().__post_init__()`."""
+        check_kinds(self)
 
     @property
     @abc.abstractmethod
@@ -189,8 +196,10 @@ def check_settings(budget: int, sinks: int = 0, recent: int = 0, compact_every: 
         selects: what the slots beside sinks and recent tokens are for; at least one must be left for it.
     """
     check_least(0, sinks=sinks, recent=recent)
-    if budget < 1:
-        raise ValueError(f"budget={budget}; it must be at least 1 slot")
+    if not 1 <= budget <= MOST_TOKENS:
+        raise ValueError(
+            f"budget={budget}; it must be at least 1 slot, and no more than {MOST_TOKENS} tokens can be kept"
+        )
     if budget < sinks + recent:
         raise ValueError(
             f"budget={budget} slots cannot hold sinks={sinks} and recent={recent}; it must be at least "
@@ -208,14 +217,54 @@ def check_least(least: int, **settings: float | None) -> None:
             raise ValueError(f"{name}={value}; it must be at least {least}")
 
 
-def check_choices(policy: Policy) -> None:
-    """Raises a ValueError for a setting that is none of those that its annotation, a Literal, lists, naming it."""
-    for name, annotation in typing.get_type_hints(type(policy)).items():
-        parts = (annotation, *typing.get_args(annotation))  # a Literal, or a union of one with None
-        choices = [choice for part in parts if typing.get_origin(part) is Literal for choice in typing.get_args(part)]
-        value = getattr(policy, name)
-        if choices and value not in choices and (value is not None or type(None) not in parts):
-            raise ValueError(f"{name}={value!r}; it must be one of {', '.join(map(repr, choices))}")
+def check_above(least: float, **settings: float | None) -> None:
+    """Raises a ValueError for a setting that is not above this, naming it. None passes."""
+    for name, value in settings.items():
+        if value is not None and not value > least:
+            raise ValueError(f"{name}={value}; it must be above {least}")
+
+
+def check_kinds(policy: Policy) -> None:
+    """Raises a ValueError for a setting that is not of the type of its annotation, naming it. Numbers are finite; types
+    that say no more than `Any` are passed."""
+    for field in dataclasses.fields(policy):  # type: ignore[arg-type]
+        value, kind = getattr(policy, field.name), _hints(type(policy))[field.name]
+        if not any(_is(value, option) for option in _options(kind)):
+            raise ValueError(f"{field.name}={value!r}; it must be {spelled(kind)}")
+
+
+def spelled(kind: Any) -> str:
+    """What a value of this type may be, in words."""
+    if len(_options(kind)) > 1:
+        return " or ".join(map(spelled, _options(kind)))
+    if typing.get_origin(kind) is Literal:
+        return " or ".join(map(repr, typing.get_args(kind)))
+    if typing.get_origin(kind) is tuple:
+        return f"({', '.join(spelled(inner) if inner is not ... else '...' for inner in typing.get_args(kind))})"
+    return "None" if kind is type(None) else str(getattr(kind, "__name__", kind))
+
+
+_hints = functools.cache(typing.get_type_hints)
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type that is no union."""
+    if typing.get_origin(kind) is Literal:
+        return isinstance(value, str) and value in typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        inner = typing.get_args(kind)
+        if not isinstance(value, tuple) or (inner[1:] != (Ellipsis,) and len(value) != len(inner)):
+            return False
+        inner = inner[:1] * len(value) if inner[1:] == (Ellipsis,) else inner
+        return all(any(_is(own, option) for option in _options(each)) for own, each in zip(value, inner, strict=True))
+    if kind in (int, float):
+        number = isinstance(value, int | np.integer if kind is int else int | float | np.integer | np.floating)
+        return number and not isinstance(value, bool) and bool(np.isfinite(value))
+    return not isinstance(kind, type) or isinstance(value, kind)
 
 
 def describe(policy: Policy) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from kvjax.policies.streaming_llm import StreamingLLM
 from kvjax.policies.subgen import SubGen
 from kvjax.policies.tova import TOVA
 from kvjax.policies.uniform import Uniform
-from kvjax.policy import Policy
+from kvjax.policy import Policy, spelled
 from kvjax.selection import Selection
 from kvjax.spec import CacheSpec
 from kvjax.storage import StorageName
@@ -254,7 +254,7 @@ def parse_value(kind: Any, text: str) -> Any:
         except (ValueError, KeyError):
             if hasattr(option, "load"):
                 raise
-    raise ValueError(f"it must be {_spelled(kind)}")
+    raise ValueError(f"it must be {spelled(kind)}")
 
 
 def settings_of(policy_class: type[Policy]) -> list[tuple[str, str, str | None]]:
@@ -262,20 +262,9 @@ def settings_of(policy_class: type[Policy]) -> list[tuple[str, str, str | None]]
     fields = dataclasses.fields(policy_class)  # type: ignore[arg-type]
     kinds = _kinds(policy_class)
     return [
-        (field.name, _spelled(kinds[field.name]), None if field.default is dataclasses.MISSING else str(field.default))
+        (field.name, spelled(kinds[field.name]), None if field.default is dataclasses.MISSING else str(field.default))
         for field in fields
     ]
-
-
-def _spelled(kind: Any) -> str:
-    """What a value of this type may be, in words."""
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return " or ".join(map(_spelled, typing.get_args(kind)))
-    if typing.get_origin(kind) is Literal:
-        return " or ".join(map(repr, typing.get_args(kind)))
-    if typing.get_origin(kind) is tuple:
-        return f"({', '.join(_spelled(inner) if inner is not ... else '...' for inner in typing.get_args(kind))})"
-    return "None" if kind is type(None) else str(getattr(kind, "__name__", kind))
 
 
 def _value(kind: Any, text: str) -> Any:

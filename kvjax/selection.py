@@ -15,7 +15,7 @@ from kvjax.per_head import per_head
 from kvjax.policy import Policy, Prompt, check_settings
 from kvjax.segment import Segment
 from kvjax.spec import CacheSpec
-from kvjax.state import entries, state, static
+from kvjax.state import entries, state
 
 
 @state
@@ -26,7 +26,6 @@ class Ranked:
     values: Float[Array, "B H_kv S D_v"] = entries()
     ranked: Int[Array, "B"]  # int32
     later: Int[Array, "B"]  # int32, tokens taken in after the prompt
-    by: str = static()  # the policy whose ranks they are, which nothing else of a state tells
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +58,7 @@ class Selection(Policy[Ranked]):
     streams = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_settings(self.budget, self.sinks, self.recent, self.compact_every)
         if self.shares is not None and not (self.shares and min(self.shares) >= 0 < max(self.shares)):
             raise ValueError(f"shares={self.shares}; none may be below 0, nor all 0")
@@ -101,7 +101,7 @@ class Selection(Policy[Ranked]):
         return self.budget + (spec.max_new if self.beside else 0)
 
     def init(self, spec, row_keys) -> Ranked:
-        return init_ranked(spec, self.slots(spec), type(self).__name__)
+        return init_ranked(spec, self.slots(spec))
 
     def prefill(self, state, prompt):
         room = min(self.budget, prompt.keys.shape[2])
@@ -132,11 +132,11 @@ class Selection(Policy[Ranked]):
 _ABOVE = 1e30  # any score that a policy gives
 
 
-def init_ranked(spec: CacheSpec, slots: int, by: str) -> Ranked:
-    """An empty store of the policy of this name."""
+def init_ranked(spec: CacheSpec, slots: int) -> Ranked:
+    """An empty store."""
     shape, none = (spec.batch, spec.kv_heads, slots), lambda: jnp.zeros(spec.batch, jnp.int32)
     keys, values = jnp.zeros((*shape, spec.head_dim), spec.dtype), jnp.zeros((*shape, spec.value_width), spec.dtype)
-    return Ranked(keys, values, none(), none(), by)
+    return Ranked(keys, values, none(), none())
 
 
 def places(

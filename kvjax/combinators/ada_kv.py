@@ -47,8 +47,7 @@ class AdaKV(Policy[Shared]):
     pools_heads = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.policy, Selection):
-            raise ValueError(f"AdaKV: {self.policy} is no selection by scores (kvjax.selection.Selection)")
+        super().__post_init__()
         if not 0 <= self.floor <= 1:
             raise ValueError(f"floor={self.floor}; it must lie in [0, 1]")
 
@@ -63,7 +62,7 @@ class AdaKV(Policy[Shared]):
         slots = self.policy.slots(spec)
         none = jnp.zeros((spec.batch, spec.kv_heads), jnp.int32)
         start = none + slots * jnp.arange(spec.kv_heads, dtype=jnp.int32)
-        return Shared(init_ranked(spec, slots, type(self.policy).__name__), start, none, none + slots)
+        return Shared(init_ranked(spec, slots), start, none, none + slots)
 
     def prefill(self, state: Shared, prompt) -> Shared:
         rank = self.policy.rank(prompt)

@@ -28,6 +28,7 @@ class ByHead(Several):
     policies: tuple[Policy, ...]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_policies(self.policies)
 
     @property

@@ -32,6 +32,7 @@ class ByLayer(_ForLayers):
     policies: tuple[Policy, ...]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_policies(self.policies)
 
     def at(self, spec) -> Policy:
@@ -56,6 +57,7 @@ class FirstLayers(_ForLayers):
     first: Policy = EVERYTHING
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_least(0, layers=self.layers)
         check_policies(self.policies)
 

@@ -56,6 +56,7 @@ class HostMemory(Policy[Hosted]):
     streams = property(lambda self: self.policy.streams)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_least(0, steps=self.steps)
         if isinstance(self.policy, HostMemory):
             raise ValueError(f"HostMemory: what {self.policy} recalls from lies in host memory already")

@@ -14,7 +14,7 @@ from kvjax.attention import attend_reading
 from kvjax.combinators.by_head import ByHead
 from kvjax.combinators.host_memory import HostMemory
 from kvjax.partials import output
-from kvjax.policy import Policy, check_choices
+from kvjax.policy import Policy
 from kvjax.segment import Recalled, Segment, map_parts
 from kvjax.state import BATCH, ArrayField, map_fields, state
 from kvjax.storage import Storage, StorageName, Stored, is_stored
@@ -54,7 +54,7 @@ class Quantized(Policy[Narrow]):
     value_storage: StorageName | None = None
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        super().__post_init__()
         form = self.form
         if form.keys != form.values and None in (form.key_bits, form.value_bits):
             forms = f"storage={self.storage!r} and value_storage={self.value_storage!r}"

@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvjax import window as windows
 from kvjax.per_head import per_head, stream_keys
-from kvjax.policy import Policy, check_choices, check_settings
+from kvjax.policy import Policy, check_above, check_settings
 from kvjax.segment import Segment
 from kvjax.state import stacked, state, static
 from kvjax.structures import merge_reduce
@@ -64,8 +64,9 @@ class BalanceKV(Policy[Halved]):
     compact_every: int = 64
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_settings(self.budget, self.sinks, self.recent, self.compact_every, selects="a choice of tokens")
-        check_choices(self)
+        check_above(0, gamma=self.gamma, temperature=self.temperature)
         if self.block_size is not None and self.block_size < 2:
             raise ValueError(f"block_size={self.block_size}; it must be at least 2 tokens")
         if self.features is not None and self.walk != "streaming":

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from kvjax import window as windows
 from kvjax.per_head import per_head, stream_keys
-from kvjax.policy import Policy, check_settings
+from kvjax.policy import Policy, check_above, check_settings
 from kvjax.segment import Segment
 from kvjax.state import stacked, state, static
 from kvjax.structures import merge_reduce, value_buckets
@@ -61,7 +61,9 @@ class BalanceKVPaper(Policy[Trees]):
     compact_every: int = 64
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_settings(self.budget, self.sinks, self.recent, self.compact_every, selects="a choice of tokens")
+        check_above(0, epsilon=self.epsilon, delta=self.delta, c=self.c, key_norm=self.key_norm)
         if self.epsilon is not None and self.key_norm is None:
             raise ValueError(f"epsilon={self.epsilon} needs key_norm, the bound on the keys' norms")
         if self.value_exponents[1] < self.value_exponents[0]:

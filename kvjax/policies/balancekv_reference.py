@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from kvjax import window as windows
 from kvjax.per_head import per_head, stream_keys
-from kvjax.policy import Policy, check_choices, check_settings
+from kvjax.policy import Policy, check_above, check_settings
 from kvjax.state import state, static
 from kvjax.structures.balance import reference_halving
 from kvjax.structures.needles import needle_marks
@@ -72,8 +72,9 @@ class BalanceKVReference(Policy[HalvedPrompt]):
     streams = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_settings(self.budget, self.sinks, self.recent, self.compact_every, selects="halved tokens")
-        check_choices(self)
+        check_above(0, gamma=self.gamma, temperature=self.temperature)
         if self.block_size < 2:
             raise ValueError(f"block_size={self.block_size}; it must be at least 2 tokens")
         if (self.needles or 0) < 0 or self.most_halved < 1:

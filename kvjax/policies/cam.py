@@ -54,6 +54,7 @@ class CaM(Policy[Merging]):
     observes = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_settings(self.budget, self.sinks, 1, self.compact_every)
         check_least(1, merged=self.merged)
 

@@ -14,7 +14,7 @@ from kvjax.combinators.head_choice import HeadChoice
 from kvjax.growing import init_growing
 from kvjax.per_head import per_head
 from kvjax.policies.exact import Exact
-from kvjax.policy import Policy, check_choices, check_settings
+from kvjax.policy import Policy, check_settings
 from kvjax.segment import Segment, Slope
 from kvjax.state import entries, stacked, state
 from kvjax.structures import means
@@ -90,8 +90,8 @@ class Chelsea(Policy[Merged]):
     compact_every: int = 128
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_settings(self.budget, self.sinks, self.recent, self.compact_every, selects="centroids")
-        check_choices(self)
         if self.chunk < 2 or self.chunk % 2:
             raise ValueError(f"chunk={self.chunk}; it must be even and at least 2")
         _ = self.plan

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import window as windows
 from kvjax.per_head import per_head
-from kvjax.policy import Policy, check_choices, check_settings
+from kvjax.policy import Policy, check_settings
 from kvjax.state import entries, state
 from kvjax.structures import means
 from kvjax.structures.k_center import cluster_more, cluster_prompt
@@ -75,8 +75,8 @@ class ClusterGen(Policy[Centered]):
     compact_every: int = 64
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_settings(self.budget, self.sinks, self.newest, self.compact_every, selects="centres")
-        check_choices(self)
 
     @property
     def newest(self) -> int:

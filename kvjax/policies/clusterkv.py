@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from kvjax import window as windows
 from kvjax.per_head import per_head, stream_keys
-from kvjax.policy import Policy, check_choices, check_least, check_settings
+from kvjax.policy import Policy, check_least, check_settings
 from kvjax.recall import NOWHERE, BlockStore, block_slots, blocks_of, init_store, stored_blocks, wait_and_file
 from kvjax.segment import Choice, Recalled
 from kvjax.state import fault, stacked, state, static
@@ -90,11 +90,11 @@ class ClusterKV(Policy[Clustered]):
     recalls = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_settings(self.budget, self.sinks, self.recent, self.compact_every)
         check_least(1, cluster_tokens=self.cluster_tokens, clusters=self.clusters, every=self.every, places=self.places)
         check_least(1, chunk_clusters=self.chunk_clusters, iterations=self.iterations, sample=self.sample)
         check_least(0, reach=self.reach)
-        check_choices(self)
         if self.every is not None and self.compact_every > self.every:
             raise ValueError(f"compact_every={self.compact_every} must not exceed every={self.every}: one chunk a time")
 

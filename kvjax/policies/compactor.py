@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.collectives import heads_in_all, summed_over_heads
 from kvjax.policies.leverage_scores import leverage_scores
-from kvjax.policy import ALL_QUERIES, Prompt, check_least
+from kvjax.policy import ALL_QUERIES, Prompt, check_above, check_least
 from kvjax.prompt_attention import asked_queries, attention_drawn
 from kvjax.selection import Selection
 
@@ -43,8 +43,8 @@ class Compactor(Selection):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least(1, chunk=self.chunk, sketch=self.sketch)
-        if self.scale is not None and self.scale <= 0:
-            raise ValueError(f"scale={self.scale}; it must be above 0")
+        check_above(0, scale=self.scale)
+        check_least(0, blending=self.blending)
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
         position, lengths = jnp.arange(prompt.keys.shape[2]), prompt.lengths[:, None, None]

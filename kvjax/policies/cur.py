@@ -6,7 +6,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.policy import Prompt, check_choices, check_least
+from kvjax.policy import Prompt, check_least
 from kvjax.selection import Selection, prompt_mask
 
 Leverage = Literal["key", "value", "kv_avg", "kv_product"]
@@ -33,7 +33,6 @@ class CUR(Selection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choices(self)
         check_least(1, local_window_size=self.local_window_size)
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:

@@ -17,6 +17,7 @@ class Exact(Policy[Growing]):
     compact_every: int = 64
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_least(1, compact_every=self.compact_every)
 
     def init(self, spec, row_keys) -> Growing:

@@ -52,6 +52,7 @@ class H2O(Policy[HeavyHitters]):
     observes = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_settings(self.budget, 0, self.newest, self.compact_every, selects="heavy hitters")
 
     @property

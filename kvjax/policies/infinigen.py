@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.collectives import heads_in_all, own_heads, summed_over_heads
 from kvjax.per_head import per_head
-from kvjax.policy import ALL_QUERIES, Policy, check_settings
+from kvjax.policy import ALL_QUERIES, Policy, check_above, check_settings
 from kvjax.prompt_attention import asked_queries
 from kvjax.recall import NOWHERE, BlockStore, arrange, init_store, put, put_blocks
 from kvjax.segment import Choice, Recalled
@@ -74,9 +74,9 @@ class InfiniGen(Policy[Speculative]):
     recalls = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_settings(self.budget, compact_every=self.compact_every)
-        if not self.alpha > 0:
-            raise ValueError(f"alpha={self.alpha}; it must be above 0")
+        check_above(0, alpha=self.alpha)
         if not 0 < self.partial <= 1:
             raise ValueError(f"partial={self.partial}; it must lie in (0, 1]")
 

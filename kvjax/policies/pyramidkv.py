@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from kvjax.policies.snapkv import SnapKV
-from kvjax.policy import check_choices, check_least
+from kvjax.policy import check_least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,6 @@ class PyramidKV(SnapKV):
         if self.shares is not None:
             raise ValueError(f"shares={self.shares}; a pyramid's layers have shares of its own")
         check_least(1, beta=self.beta)
-        check_choices(self)
 
     def at(self, spec) -> SnapKV:
         slots = self.layer_slots(spec.max_prompt, spec.layer, spec.layers)

@@ -66,6 +66,7 @@ class Quest(Policy[Paged]):
     recalls = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_settings(self.budget, compact_every=self.compact_every)
         check_choices(self)
 

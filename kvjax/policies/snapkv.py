@@ -38,6 +38,7 @@ class SnapKV(Selection):
     kernel: int = 5
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_least(1, recent=self.recent)
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise ValueError(f"kernel={self.kernel}; it must be odd and at least 1")

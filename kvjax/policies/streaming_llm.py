@@ -40,6 +40,7 @@ class StreamingLLM(Policy[SinksAndRecent]):
     compact_every: int = 64
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_settings(self.budget, self.sinks, recent=1, compact_every=self.compact_every)
 
     def at(self, spec):

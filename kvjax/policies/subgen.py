@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Key
 
 from kvjax import window as windows
 from kvjax.per_head import per_head, stream_keys
-from kvjax.policy import Policy, check_choices, check_settings
+from kvjax.policy import Policy, check_above, check_least, check_settings
 from kvjax.spec import CacheSpec, whole_tiles
 from kvjax.state import stacked, state
 from kvjax.structures import means
@@ -92,9 +92,12 @@ class SubGen(Policy[StreamClusters]):
     compact_every: int = 64
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        super().__post_init__()
         fixed = self.sinks + self.recent
         check_settings(fixed + 1 if self.budget is None else self.budget, self.sinks, self.recent, self.compact_every)
+        check_least(0, samples=self.samples, clusters=self.clusters, per_cluster=self.per_cluster)
+        check_above(0, delta=self.delta)
+        check_above(1, growth=self.growth)
         _ = self.sizes
 
     @functools.cached_property

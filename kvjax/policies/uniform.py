@@ -45,6 +45,7 @@ class Uniform(Policy[Sample]):
     compact_every: int = 64
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_settings(self.budget, self.sinks, self.recent, self.compact_every, selects="the sample")
 
     def init(self, spec, row_keys) -> Sample:

@@ -66,6 +66,9 @@ def update_moments(
     weighted = project(table.mean_value, of_values, share) * share[:, None]
     among = dot(weighted.T, project(table.centers, of_keys, share))
     between, within = among - means, moment - among
+    # What follows is the same for both times any number, and its fourth powers would pass float32.
+    largest = jnp.maximum(jnp.maximum(jnp.max(jnp.abs(between)), jnp.max(jnp.abs(within))), _TINY)
+    between, within = between / largest, within / largest
     # lambda is the regression of what varies inside the clusters on what varies between them, taken as seriously as
     # they agree (by the square of their cosine): without a common law it is noise.
     along, squared = jnp.sum(within * between), jnp.sum(between * between)

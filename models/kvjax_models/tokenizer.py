@@ -96,6 +96,10 @@ class Streamer:
     A window of tokens is decoded at each step: those that wait to complete a character, after a stretch already given
     out whose text only fixes what decoders do at a boundary (SentencePiece drops the space before the first word).
 
+    The library's own `DecodeStream` (0.22) does not do: a byte out of place behind a character, which a model may
+    write, is an exception to it, after broken bytes it gives out nothing more, and where a context ends inside a
+    character it gives out the whole context again.
+
     Args:
         tokenizer: whose `decode` to follow.
         context: tokens before the first one pushed, such as the prompt's last; their text is not given out.

@@ -412,7 +412,7 @@ def test_tova_s_heads_keep_the_same_and_the_last_token():
 def test_what_cannot_be_is_said():
     with pytest.raises(ValueError, match="budget=19 slots cannot hold sinks=4 and the compact_every=16"):
         KVzip(19)
-    with pytest.raises(ValueError, match="no selection by scores"):
+    with pytest.raises(ValueError, match="it must be Selection"):
         AdaKV(kvjax.Uniform(100))
     with pytest.raises(ValueError, match="floor=1.5"):
         AdaKV(KVzip(64), 1.5)

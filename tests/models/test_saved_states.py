@@ -187,7 +187,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_save_before(tmp_pa
 @pytest.mark.parametrize("kills", [5, 50])
 def test_a_generation_that_is_killed_many_times_writes_what_an_uninterrupted_one_does(kills, tmp_path):
     """At random times of its steps and its saves."""
-    random, tokens, begun = np.random.default_rng(0), 100 * kills, []
+    random, tokens, begun = np.random.default_rng(0), 40 * kills, []
     for number in range(kills + 1):
         process = writing_on(tmp_path, tokens)
         begun.append(int(process.stdout.readline() or -1))

@@ -140,6 +140,16 @@ def test_streaming_goes_on_from_a_context(kind, text, times, cut):
     assert before + "".join(tokenizer.stream(ids[cut:], context=ids[:cut])) == whole
 
 
+@settings(max_examples=100, deadline=None)
+@given(kind=st.sampled_from(list(KINDS)), data=st.data())
+def test_whatever_tokens_a_model_writes_are_streamed(kind, data):
+    """Bytes that are no character among them: no error, and no whole word behind them is lost."""
+    tokenizer = bare(KINDS[kind])
+    token = st.integers(0, tokenizer.vocab_size - 1).filter(lambda token: token not in tokenizer.special_ids)
+    ids = [*data.draw(st.lists(token, max_size=60)), *tokenizer.encode("the cat " * 20)]
+    assert "".join(tokenizer.stream(ids)).endswith("the cat the cat ")
+
+
 def test_no_piece_ends_inside_a_character(backend):
     tokenizer = bare(backend)
     text = "日本 😀é the 👩‍👩‍👧 cat"

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -149,33 +151,64 @@ def test_faults_of_two_rows_do_not_make_up_for_each_other():
         kvjax.check(dataclasses.replace(cache, reused=jnp.array([1, -1])))
 
 
+# --- settings ---
+
+STRANGE = [
+    None, -1, -0.5, 0, 1.5, True, "8", "x", b"", [], {}, (), (None,), (1.5,), 2**40, np.nan, np.inf, -np.inf, object,
+]  # fmt: skip
+COMBINED = {
+    "by_head": kvjax.ByHead((kvjax.Exact(),) * 2),
+    "first_layers": kvjax.FirstLayers(1, kvjax.Exact(), kvjax.Exact()),
+    "host_memory": kvjax.HostMemory(kvjax.Quest(20, compact_every=8), 2),
+    "quantized": kvjax.Quantized(kvjax.Exact()),
+}
+CLASSES = {type(policy): policy for policy in (POLICIES | COMBINED).values()}
+
+
+@pytest.mark.parametrize("policy", CLASSES.values(), ids=lambda policy: type(policy).__name__)
+def test_a_setting_is_what_it_may_be_or_refused_by_name(policy):
+    """Some four thousand values in the place of settings: whatever is taken is of the setting's type, and equal to the
+    policy that its text gives."""
+    refused = 0
+    for field, value in itertools.product(dataclasses.fields(policy), STRANGE):
+        try:
+            made = dataclasses.replace(policy, **{field.name: value})
+        except ValueError as error:
+            assert re.search(rf"\b{field.name}\b|[a-z_]+=", str(error)), (field.name, value, str(error))
+            refused += 1
+        else:
+            assert not isinstance(value, str | bytes | list | dict | type), (field.name, value)
+            assert made == made and hash(made) == hash(made), (field.name, value)  # which NaN is not
+            assert (type(value) is bool) == (field.type in (bool, "bool")), (field.name, value)
+    assert refused > 0.7 * len(STRANGE) * len(dataclasses.fields(policy))
+
+
 # --- states ---
 
 
 def test_a_state_of_another_policy_is_refused():
-    """Every policy's state in every other's cache, and that of another size."""
+    """Every policy's state in every other's cache, that of other settings, and that of another size."""
     keys = jax.random.split(jax.random.key(0), BATCH)
-    policies = POLICIES | {"larger": kvjax.Uniform(24, **WINDOW), "smaller": kvjax.Uniform(23, **WINDOW)}
-    caches = {
-        name: jax.eval_shape(functools.partial(kvjax.init, policy, make_spec()), keys)
-        for name, policy in policies.items()
+    others = {
+        "larger": kvjax.Uniform(24, **WINDOW),
+        "chunk": kvjax.Chelsea(20, **WINDOW, chunk=4),
+        "lag": kvjax.LagKV(20, sinks=2, lag_size=5, compact_every=8),
+        "knorm_int8": kvjax.Quantized(kvjax.Knorm(20, sinks=2, compact_every=8)),
+        "keydiff_int8": kvjax.Quantized(kvjax.KeyDiff(20, sinks=2, compact_every=8)),
     }
-    taken = set()
-    for name, cache in caches.items():
-        for other, from_other in caches.items():
-            if cache.policy == from_other.policy:
-                continue
-            mixed = dataclasses.replace(cache, state=from_other.state)
-            renamed = dataclasses.replace(cache, policy=from_other.policy)
-            for wrong, message in ((mixed, "is of another policy or size"), (renamed, "the cache was made for")):
-                try:
-                    jax.eval_shape(kvjax.compact, wrong)
-                except ValueError as error:
-                    assert message in str(error) and str(cache.made_of.policy) in str(error)
-                else:
-                    taken.add((name, other))
-    # Whether tokens joined as means or were dropped, a state of Chelsea's does not tell.
-    assert taken == {("chelsea_drop", "chelsea_paper"), ("chelsea_paper", "chelsea_drop")}
+    made = lambda policy, spec: jax.eval_shape(functools.partial(kvjax.init, policy, spec), keys)  # noqa: E731
+    caches = [made(policy, make_spec()) for policy in (POLICIES | others).values()]
+    caches += [made(POLICIES["uniform"], make_spec(**sizes)) for sizes in ({"new": 23}, {"scale": 1.0})]
+    for cache, other in itertools.permutations(caches, 2):
+        if cache.owned.owner == other.owned.owner:
+            continue  # one policy by two names
+        mixed = dataclasses.replace(cache, owned=other.owned)
+        renamed = dataclasses.replace(cache, policy=other.policy, spec=other.spec)
+        what = "policy" if cache.policy != other.policy else "spec"
+        for wrong in (mixed, renamed):
+            with pytest.raises(ValueError, match=f"the state in this cache is of another {what}") as error:
+                jax.eval_shape(kvjax.compact, wrong)
+            assert all(str(getattr(one, what)) in str(error.value) for one in (cache, other))
 
 
 # --- lengths, tokens, seeds ---

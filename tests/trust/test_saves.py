@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 
@@ -198,6 +199,48 @@ def test_a_full_disk_leaves_the_save_before(tmp_path):
     assert [path.name for path in tmp_path.glob("[!.]*")] == ["1"]
     check(NumberedSaves(tmp_path), 1)
     save(saves, 2)
+
+
+# A process that may read everything and write nothing, whoever runs the tests.
+MAY_NOT_WRITE = """
+    import os, pathlib, sys
+    from kvjax_models import checkpoint
+    from kvjax_models.numbered_saves import NumberedSaves
+    from experiments.common.resuming import Finished
+    from tests.trust import test_saves as own
+    directory = pathlib.Path(sys.argv[1])
+    if os.geteuid() == 0:
+        os.setuid(65534)
+    for write in (
+        lambda: own.save(NumberedSaves(directory / "saves"), 2),
+        lambda: own.save(NumberedSaves(directory / "new"), 1),
+        lambda: own.save(NumberedSaves(directory / "saves" / "1" / "digests.json"), 1),
+        lambda: checkpoint.save(directory / "model", own.model(1)),
+        lambda: Finished(directory / "done.jsonl").add({}, 1),
+    ):
+        try:
+            write()
+        except OSError as error:
+            print(error)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="other rights")
+def test_what_may_not_be_written_to_is_named_in_one_line_and_stays():
+    with tempfile.TemporaryDirectory() as made:  # which others may read, as pytest's own may not be
+        directory = pathlib.Path(made)
+        save(NumberedSaves(directory / "saves"), 1)
+        checkpoint.save(directory / "model", model(0))
+        paths = [directory, *directory.rglob("*")]
+        for path in paths:
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        said, problem = python(MAY_NOT_WRITE, directory).communicate()
+        for path in paths:
+            path.chmod(0o755)
+        lines = said.splitlines()
+        assert len(lines) == 5 and all(str(directory) in line for line in lines), (said, problem[-2000:])
+        check(NumberedSaves(directory / "saves"), 1)
+        assert same(checkpoint.load(directory / "model"), model(0))
 
 
 def model(seed=0, config=CONFIG):
