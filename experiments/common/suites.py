@@ -68,6 +68,10 @@ SUITES = {
     "few bits": _suite(f"""6.25% 3.125% |
         exact exact:storage=int8 exact:storage=int4 exact:storage=int3 exact:storage=int2
         {SHARED} {SHARED},storage=int8 {SHARED},storage=int4 {SHARED},storage=int3 {SHARED},storage=int2"""),
+    # The model of lines has two layers, and no shares of them were chosen.
+    "few bits, lines": _suite("""6.25% |
+        exact exact:storage=int8 exact:storage=int4 exact:storage=int3 exact:storage=int2
+        leverage_scores:storage=int4 leverage_scores:storage=int3 leverage_scores:storage=int2"""),
     "few bits, decoding": _suite("""20% |
         exact exact:storage=int8 exact:storage=int4 exact:storage=int3 exact:storage=int2 exact:storage=fp8"""),
     "low precision": _suite("""384 |

@@ -27,7 +27,7 @@ from kvjax_models.llama import Llama
 from kvjax_models.numbered_saves import NumberedSaves, write_arrays
 
 # Of what is written: raised with every change of a state's fields or their meaning.
-FORMAT = 5
+FORMAT = 6
 
 
 class Saved(NamedTuple):
