@@ -94,7 +94,7 @@ class PolicyChoice:
     """A policy by its registered name, the settings given with it, as text, and maybe its budget.
 
     Beside its own settings every policy takes `storage=int8`, `fp8`, `int4`, `int3` or `int2` (`Quantized`),
-    `value_storage` for values alone, `whole_window=True` for all but sinks and recent tokens, and `full_layers=n`
+    `value_storage` for values alone, `whole_window=True` to spare sinks and recent tokens, and `full_layers=n`
     (`FirstLayers`, in the same storage). Those that recall take `host_steps=R` (`HostMemory`), selections by scores
     `head_floor=0.2` (`AdaKV`).
     """

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from experiments.common import comparisons, plots, results, task_tables
-from experiments.common.results import Estimate, Row
+from experiments.common.results import Row
 from experiments.common.task_tables import Line
 
 # Under the names of the sweeps that they are parts of.
@@ -34,12 +34,13 @@ def section(jobs: Mapping[str, Sequence[Row]]) -> str:
     every = sorted(found(jobs), key=lambda line: (line.policy != "exact", -line.fraction))
     if not every:
         return ""
-    head = ["", "bytes, of float32's", "of bfloat16's", *SCORES.values()]
+    shown = _shown(every)
+    head = ["", "bytes, of float32's", "of bfloat16's", *shown.values()]
     cells = (
         [
             f"`{line.label}`",
             *(f"{times * line.fraction:.1%}" for times in (1, 2)),
-            *map(task_tables.written, _scores(line)),
+            *(task_tables.written(line.of_job(sweep)) for sweep in shown),
         ]
         for line in every
     )
@@ -71,8 +72,10 @@ def _best(every: Sequence[Line]) -> Iterator[str]:
 def draw(jobs: Mapping[str, Sequence[Row]], directory: pathlib.Path) -> list[pathlib.Path]:
     """A panel per score, against bytes: a marker per width, a colour per policy. Gives where it is."""
     every = found(jobs)
-    drawn, axes = plots.plt.subplots(1, len(SCORES), figsize=(15, 4.4), layout="constrained")
-    for axis, (sweep, title) in zip(axes, SCORES.items(), strict=True):
+    shown = _shown(every)
+    size = (5 * len(shown), 4.4)
+    drawn, axes = plots.plt.subplots(1, len(shown), figsize=size, layout="constrained", squeeze=False)
+    for axis, (sweep, title) in zip(axes[0], shown.items(), strict=True):
         for line in every:
             if score := line.of_job(sweep):
                 style = {"marker": MARKERS[_width(line)], "markersize": 6}
@@ -88,7 +91,7 @@ def draw(jobs: Mapping[str, Sequence[Row]], directory: pathlib.Path) -> list[pat
         axis.grid(alpha=0.3)
     looks = {policy: ("o", plots.colour(policy)) for policy in dict.fromkeys(line.policy for line in every)}
     looks |= {width or "as they are": (marker, "grey") for width, marker in MARKERS.items()}
-    handles = [axes[0].plot([], [], marker, color=colour, label=name)[0] for name, (marker, colour) in looks.items()]
+    handles = [axes[0][0].plot([], [], marker, color=colour, label=name)[0] for name, (marker, colour) in looks.items()]
     drawn.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     plots.save(drawn, directory / PICTURE, dpi=100)
     return [directory / PICTURE]
@@ -99,5 +102,6 @@ def _width(line: Line) -> str | None:
     return None if stored is None else stored[1]
 
 
-def _scores(line: Line) -> list[Estimate | None]:
-    return [line.of_job(sweep) for sweep in SCORES]
+def _shown(every: Sequence[Line]) -> dict[str, str]:
+    """The scores that any setting has."""
+    return {sweep: title for sweep, title in SCORES.items() if any(line.of_job(sweep) for line in every)}
