@@ -9,6 +9,8 @@ bit less and the residual's random signs (TurboQuant's for inner products, which
 KIVI's groups (arXiv 2402.02750): keys by channel over 32 tokens, values by token over 32 channels, each group with a
 scale and a zero of 16 bits.
 
+A form leaves the first tokens and the last ones as they are, in 16 bits (`Quantized(whole_window=True)`).
+
 Bits are all that is stored, scales included, per number. Errors are of attention's output, as a share of its size.
 """
 
@@ -31,6 +33,7 @@ from kvjax import storage
 NAME = "storage_forms"
 GROUP = 32  # KIVI's
 SCALE_BITS = 16
+WHOLE, WHOLE_BITS = (4, 64), 16  # first and last tokens that one form leaves as they are, and their bits
 
 Kept = Callable[[Float[Array, "R n H D"]], Float[Array, "R n H D"]]
 
@@ -64,7 +67,7 @@ def run(options: Options) -> list[Row]:
         exact = streams.exact_attention(drawn)
         size = np.linalg.norm(exact, axis=-1)
         for bits in options.bits:
-            for name, form in forms(bits, dim).items():
+            for name, form in forms(bits, dim, drawn.keys.shape[1]).items():
                 keys, values = (
                     np.asarray(kept(jnp.asarray(x)))
                     for kept, x in ((form.keys, drawn.keys), (form.values, drawn.values))
@@ -98,15 +101,18 @@ def run(options: Options) -> list[Row]:
     return rows
 
 
-def forms(bits: int, dim: int) -> dict[str, Form]:
-    """Every form of so many bits."""
+def forms(bits: int, dim: int, tokens: int) -> dict[str, Form]:
+    """Every form of so many bits, for vectors of so many dimensions and tokens."""
     scale = SCALE_BITS / dim
     own = functools.partial(ours, bits)
     plain = Form(own(centred=True, unbiased=True), own(), scale, scale)
     lloyd = functools.partial(gaussian_grid, levels=lloyd_max(bits))
     with_signs = functools.partial(with_residual_signs, levels=lloyd_max(bits - 1)) if bits > 1 else lloyd
+    window = lambda kept: functools.partial(_but_for_window, kept)  # noqa: E731
+    more = sum(WHOLE) / tokens * (WHOLE_BITS - bits - scale) + scale
     return {
         "kvjax": plain,
+        "sinks and recent tokens whole": Form(window(plain.keys), window(plain.values), more, more),
         "keys as they are, not stretched": plain._replace(keys=own(centred=True)),
         "keys' mean not apart": plain._replace(keys=own(unbiased=True)),
         "not rotated": plain._replace(keys=own(centred=True, unbiased=True, rotated=False), values=own(rotated=False)),
@@ -145,6 +151,11 @@ def ours(
 def _about_mean(kept: Kept, x: Float[Array, "R n H D"]) -> Float[Array, "R n H D"]:
     mean = jnp.mean(x, axis=1, keepdims=True)
     return mean + kept(x - mean)
+
+
+def _but_for_window(kept: Kept, x: Float[Array, "R n H D"]) -> Float[Array, "R n H D"]:
+    first, last = WHOLE
+    return jnp.concatenate([x[:, :first], kept(x)[:, first:-last], x[:, -last:]], axis=1)
 
 
 def gaussian_grid(x: Float[Array, "R n H D"], levels: Float[np.ndarray, "L"]) -> Float[Array, "R n H D"]:

@@ -1,17 +1,20 @@
 """Stores that keep every token added to them, with room for all that will ever come."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax import window as windows
 from kvjax.collectives import own_slot, own_stop, own_tokens, slots_in_all
 from kvjax.segment import Segment
 from kvjax.spec import CacheSpec
 from kvjax.staging import Tokens
 from kvjax.state import fault, state, static
 from kvjax.storage import Storage, mean_of_first
+from kvjax.window import Window, init_window
 from pallas_kernels.weighted_decode import SLOT_BLOCK
 
 
@@ -27,12 +30,13 @@ class Growing:
     center: Float[Array, "B H_kv D"] | None  # float32, what stored keys are without
     count: Int[Array, "B"]  # int32
     overflow: Int[Array, "B"] = fault("tokens came to a full cache that must hold all of them")
+    sinks: Window | None = None  # the first tokens, where storage leaves them as they are: these are not in the store
     storage: Storage | None = static(default=None)
 
 
-def init_growing(spec: CacheSpec, prompt: int) -> Growing:
+def init_growing(spec: CacheSpec, prompt: int, sinks: int = 0) -> Growing:
     """An empty store for `prompt` tokens of a prompt and all new ones, rounded up to blocks of attention, for every
-    device that shares it."""
+    device that shares it, and with so many sinks, where storage leaves them as they are."""
     block = SLOT_BLOCK * spec.parts
     slots = -(-(prompt + spec.max_new) // block) * block
     shape = (spec.batch, spec.kv_heads, slots)
@@ -49,15 +53,19 @@ def init_growing(spec: CacheSpec, prompt: int) -> Growing:
         jnp.zeros((*shape[:2], spec.head_dim)),
         none(),
         none(),
+        sinks=init_window(spec, sinks, 0) if spec.storage.whole_window else None,
         storage=spec.storage,
     )
 
 
-def fill(
-    store: Growing, keys: Float[Array, "B H_kv T D"], values: Float[Array, "B H_kv T D_v"], count: Int[Array, "B"]
-) -> Growing:
-    """Puts tokens into the first slots of an empty store; a prompt may be padded past the last one."""
-    slots = store.keys.shape[2]
+def fill(store: Growing, prompt: Any) -> Growing:
+    """Puts a prompt into the first slots of an empty store; it may be padded past the last one."""
+    slots, keys, values, count = store.keys.shape[2], prompt.keys, prompt.values, prompt.lengths
+    if store.sinks is not None:
+        sinks = windows.fill(store.sinks, prompt)
+        _, _, count = windows.occupancy(sinks)
+        keys, values = (windows.after_sinks(x, sinks.sinks) for x in (keys, values))
+        store = dataclasses.replace(store, sinks=sinks)
 
     def put(buffer, fresh):
         here = own_tokens(fresh, slots)
@@ -69,6 +77,9 @@ def fill(
 
 def add(store: Growing, new: Tokens) -> Growing:
     """Puts tokens behind those that the rows have."""
+    if store.sinks is not None:
+        sinks, new = windows.slide(store.sinks, new)
+        store = dataclasses.replace(store, sinks=sinks)
     here = store.keys.shape[2]
     slots = slots_in_all(here)
     target = own_slot(store.count[:, None] + jnp.arange(new.keys.shape[2]), here)
@@ -84,11 +95,11 @@ def add(store: Growing, new: Tokens) -> Growing:
     )
 
 
-def stored(store: Growing) -> Segment:
+def shown(store: Growing) -> tuple[Segment, ...]:
     """The store as attention reads it."""
     here = store.keys.shape[2]
     stop = own_stop(store.count, here)[:, None]
-    return Segment(
+    tokens = Segment(
         store.keys,
         store.values,
         stop=stop,
@@ -99,6 +110,7 @@ def stored(store: Growing) -> Segment:
         key_bits=None if store.storage is None else store.storage.key_bits,
         value_bits=None if store.storage is None else store.storage.value_bits,
     )
+    return (tokens,) if store.sinks is None else (*windows.shown(store.sinks), tokens)
 
 
 def _as_stored(

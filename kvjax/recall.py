@@ -321,7 +321,7 @@ def wait_and_file(
     Returns:
         The window, tokens that wait, chunks filed, what `file` gave (None where no chunk can be full), tokens lost.
     """
-    fixed = window.recent + window.sinks
+    fixed = window.fixed
     slots = window.keys.shape[2] - fixed
     arriving = left.keys.shape[2]
     fits = jnp.minimum(left.count, slots - pending)

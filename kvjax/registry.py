@@ -80,6 +80,7 @@ POLICIES: dict[str, type[Policy]] = {
 _AROUND: dict[str, Any] = {
     "storage": StorageName,
     "value_storage": StorageName,
+    "whole_window": bool,
     "host_steps": int,
     "full_layers": int,
     "head_floor": float,
@@ -93,8 +94,9 @@ class PolicyChoice:
     """A policy by its registered name, the settings given with it, as text, and maybe its budget.
 
     Beside its own settings every policy takes `storage=int8`, `fp8`, `int4`, `int3` or `int2` (`Quantized`),
-    `value_storage` for values alone, and `full_layers=n` (`FirstLayers`, in the same storage). Those that recall take
-    `host_steps=R` (`HostMemory`), selections by scores `head_floor=0.2` (`AdaKV`).
+    `value_storage` for values alone, `whole_window=True` to spare sinks and recent tokens, and `full_layers=n`
+    (`FirstLayers`, in the same storage). Those that recall take `host_steps=R` (`HostMemory`), selections by scores
+    `head_floor=0.2` (`AdaKV`).
     """
 
     name: str
@@ -223,6 +225,7 @@ def put_around(
     policy: Policy,
     storage: StorageName | None = None,
     value_storage: StorageName | None = None,
+    whole_window: bool = False,
     host_steps: int | None = None,
     full_layers: int = 0,
     head_floor: float | None = None,
@@ -233,9 +236,10 @@ def put_around(
     if head_floor is not None:
         policy = AdaKV(cast(Selection, policy), head_floor)
     if storage is not None:
-        policy, full = Quantized(policy, storage, value_storage), Quantized(full, storage, value_storage)
-    elif value_storage is not None:
-        raise ValueError(f"value_storage={value_storage} needs a storage")
+        policy, full = (Quantized(one, storage, value_storage, whole_window) for one in (policy, full))
+    elif value_storage is not None or whole_window:
+        given = "whole_window" if value_storage is None else f"value_storage={value_storage}"
+        raise ValueError(f"{given} needs a storage")
     if host_steps is not None:
         policy = HostMemory(policy, host_steps)
     return FirstLayers(full_layers, policy, full) if full_layers else policy

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import storage
@@ -135,6 +136,25 @@ def map_parts(function: Callable[..., Any], reading: Reading, *others: Any) -> A
 def parts_of(reading: Reading) -> list[Part]:
     """The parts of a reading, in order."""
     return [reading] if is_part(reading) else [part for inner in reading for part in parts_of(inner)]
+
+
+def cut(segment: Segment, slot: int) -> tuple[Segment, Segment]:
+    """The segment's entries before a slot, and those from it on."""
+    slots = segment.keys.shape[2]
+
+    def part(begin: int, end: int) -> Segment:
+        of_slots = {name: getattr(segment, name) for name in _OF_SLOTS}
+        own: dict[str, Any] = {name: None if x is None else x[:, :, begin:end] for name, x in of_slots.items()}
+        shifted: dict[str, Any] = {
+            name: None if bound is None else jnp.clip(bound - begin, 0, end - begin)
+            for name, bound in (("start", segment.start), ("stop", segment.stop))
+        }
+        return dataclasses.replace(segment, **own, **shifted)
+
+    return part(0, slot), part(slot, slots)
+
+
+_OF_SLOTS = ("keys", "values", "log_num", "log_den", "key_scale", "value_scale")
 
 
 def loaded(segment: Segment) -> Segment:

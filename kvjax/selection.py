@@ -15,17 +15,18 @@ from kvjax.per_head import per_head
 from kvjax.policy import Policy, Prompt, check_settings
 from kvjax.segment import Segment
 from kvjax.spec import CacheSpec
-from kvjax.state import entries, state
+from kvjax.state import entries, state, static
 
 
 @state
 class Ranked:
     """The kept tokens of every head: a prompt's by rank, in slots [0, ranked), and later ones as `places` says."""
 
-    keys: Float[Array, "B H_kv S D"] = entries()
-    values: Float[Array, "B H_kv S D_v"] = entries()
+    keys: Float[Array, "B H_kv S D"] = entries(first="first")
+    values: Float[Array, "B H_kv S D_v"] = entries(first="first")
     ranked: Int[Array, "B"]  # int32
     later: Int[Array, "B"]  # int32, tokens taken in after the prompt
+    first: int = static(default=0)  # slots that are always kept, of sinks and recent tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,8 @@ class Selection(Policy[Ranked]):
         return self.budget + (spec.max_new if self.beside else 0)
 
     def init(self, spec, row_keys) -> Ranked:
-        return init_ranked(spec, self.slots(spec))
+        first = min(self.sinks + self.recent, self.slots(spec))
+        return dataclasses.replace(init_ranked(spec, self.slots(spec)), first=first)
 
     def prefill(self, state, prompt):
         room = min(self.budget, prompt.keys.shape[2])

@@ -31,13 +31,19 @@ BATCH = "B"
 _FORKS = 0x464F524B  # of a row's key, the one that keys of its copies are made of
 
 
-def entries(*, means: bool = False) -> Any:
+def entries(*, means: bool = False, first: str | None = None) -> Any:
     """Declares keys or values [..., S, D] that attention reads: combinators may keep them in another form.
 
     Args:
         means: of tokens, which go on taking tokens in: rounded anew each time, they would drift.
+        first: the state's attribute that says how many of the first slots are sinks' and recent tokens'.
     """
-    return dataclasses.field(metadata={"entries": True, "means": means})
+    return dataclasses.field(metadata={"entries": True, "means": means, "first": first})
+
+
+def index() -> Any:
+    """Declares numbers [..., M, D] by which a policy chooses what it recalls: combinators may keep narrow copies."""
+    return dataclasses.field(metadata={"chosen_by": True})
 
 
 def fault(meaning: str) -> Any:
@@ -61,7 +67,7 @@ def static(default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={"static": True})
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(entries, fault, drawn, stacked, static))
+@dataclass_transform(frozen_default=True, field_specifiers=(entries, fault, drawn, index, stacked, static))
 def state(cls: type[T]) -> type[T]:
     """Class decorator: a frozen dataclass, registered as a pytree, whose axes are those of its annotations."""
     for name, annotation in inspect.get_annotations(cls).items():
@@ -207,6 +213,8 @@ class ArrayField(NamedTuple):
     fault: str | None = None
     entries: bool = False
     means: bool = False
+    chosen_by: bool = False
+    first: int = 0  # of its slots, how many are sinks' and recent tokens'
     drawn: bool = False
 
 
@@ -230,7 +238,8 @@ def map_fields(function: Callable[..., Any], tree: Any, *others: Any, leading: t
             continue
         if "axes" in field.metadata:
             metadata = dict(field.metadata)
-            described = ArrayField(field.name, leading + metadata.pop("axes"), **metadata)
+            first = getattr(tree, name) if (name := metadata.pop("first", None)) else 0
+            described = ArrayField(field.name, leading + metadata.pop("axes"), first=first, **metadata)
             changes[field.name] = function(described, *leaves)
         else:
             inner = leading + field.metadata.get("stacked", ())

@@ -64,10 +64,11 @@ SCALE_DTYPE = jnp.bfloat16
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """In what form keys and values are kept."""
+    """In what form keys and values are kept, and whether those of sinks and recent tokens stay as they are."""
 
     keys: StorageName
     values: StorageName
+    whole_window: bool = False
 
     @property
     def key_bits(self) -> int | None:

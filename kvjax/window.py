@@ -21,22 +21,34 @@ class Window:
     is one range of slots; the oldest recent tokens leave by moving the range's start.
     """
 
-    keys: Float[Array, "B H_kv S D"] = entries()
-    values: Float[Array, "B H_kv S D_v"] = entries()
+    keys: Float[Array, "B H_kv S D"] = entries(first="unselected")
+    values: Float[Array, "B H_kv S D_v"] = entries(first="unselected")
     total: Int[Array, "B"]  # int32, tokens taken in so far
     recent: int = static()  # slots
     sinks: int = static()  # slots
+    waiting: int = static(default=0)  # of the selected slots, which then hold recent tokens that wait to go elsewhere
+
+    @property
+    def fixed(self) -> int:
+        """Slots before the selected ones."""
+        return self.recent + self.sinks
+
+    @property
+    def unselected(self) -> int:
+        """The first slots, of sinks and recent tokens; those that wait are recent, too."""
+        return self.fixed + self.waiting
 
 
-def init_window(spec: CacheSpec, sinks: int, recent: int, selected: int = 0) -> Window:
-    """An empty window of so many slots of each kind."""
-    shape = (spec.batch, spec.kv_heads, sinks + recent + selected)
+def init_window(spec: CacheSpec, sinks: int, recent: int, selected: int = 0, *, waiting: int = 0) -> Window:
+    """An empty window of so many slots of each kind; those of waiting tokens stand where selected ones do."""
+    shape = (spec.batch, spec.kv_heads, sinks + recent + selected + waiting)
     return Window(
         keys=jnp.zeros((*shape, spec.head_dim), spec.dtype),
         values=jnp.zeros((*shape, spec.value_width), spec.dtype),
         total=jnp.zeros(spec.batch, jnp.int32),
         recent=recent,
         sinks=sinks,
+        waiting=waiting,
     )
 
 
@@ -160,9 +172,8 @@ def put_beside(
     window: Window, slot, buffer: Shaped[Array, "B H_kv S *N"], tokens: Shaped[Array, "B H_kv T *N"], source
 ):
     """The same for anything that lies beside the window's slots and the tokens."""
-    fixed = window.recent + window.sinks
 
     def one(buffer, tokens, slot, source):
-        return buffer.at[fixed + slot].set(tokens[source].astype(buffer.dtype), mode="drop")
+        return buffer.at[window.fixed + slot].set(tokens[source].astype(buffer.dtype), mode="drop")
 
     return jax.vmap(jax.vmap(one))(buffer, tokens, slot, source)

@@ -150,6 +150,12 @@ JOBS = {
         cpu={"documents": 25, "seed": 50},
         h200={"documents": 200, "seed": 50, "context_tokens": (8192,)},
     ),
+    "few_bits_lines": Job(
+        line_retrieval.EXPERIMENT,
+        _suite("few bits, lines"),
+        cpu={"documents": 100, "seed": 50},
+        h200={**_MANY, "seed": 50},
+    ),
     "few_bits_perplexity": Job(
         perplexity.EXPERIMENT,
         {"form": ("per_position",), **_suite("few bits")},

@@ -64,10 +64,16 @@ SUITES = {
         clustergen@25% clustergen:storage=int8@25% subgen@25%"""),
     "peers, all presses": _suite(f"""25% |
         exact leverage_scores {SHARED} subgen {SHARED},storage=int8 kvzip:head_floor=0.0,shares=(0.35,3.2,0.35,0.1)"""),
-    # Of a bfloat16 cache's bytes twice as much. Widths were chosen with seed 40, too.
+    # Of a bfloat16 cache's bytes twice as much. Widths were chosen with seed 40, too. Staged tokens, as many as
+    # compact_every says, are float32.
     "few bits": _suite(f"""6.25% 3.125% |
         exact exact:storage=int8 exact:storage=int4 exact:storage=int3 exact:storage=int2
-        {SHARED} {SHARED},storage=int8 {SHARED},storage=int4 {SHARED},storage=int3 {SHARED},storage=int2"""),
+        {SHARED} {SHARED},storage=int8 {SHARED},storage=int4 {SHARED},storage=int3 {SHARED},storage=int2
+        exact:storage=int4,compact_every=16 exact:storage=int3,compact_every=16"""),
+    # The model of lines has two layers, and no shares of them were chosen.
+    "few bits, lines": _suite("""6.25% |
+        exact exact:storage=int8 exact:storage=int4 exact:storage=int3 exact:storage=int2
+        leverage_scores:storage=int4 leverage_scores:storage=int3 leverage_scores:storage=int2"""),
     "few bits, decoding": _suite("""20% |
         exact exact:storage=int8 exact:storage=int4 exact:storage=int3 exact:storage=int2 exact:storage=fp8"""),
     "low precision": _suite("""384 |

@@ -35,7 +35,7 @@ class Clusters:
 class MeanWindow(Window):
     """A window whose selected slots have mean values."""
 
-    values: Float[Array, "B H_kv S D_v"] = entries(means=True)
+    values: Float[Array, "B H_kv S D_v"] = entries(means=True, first="unselected")
 
 
 @state

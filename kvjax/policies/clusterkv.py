@@ -119,7 +119,7 @@ class ClusterKV(Policy[Clustered]):
         store, clusters = per_head(lambda _: (init_store(spec, blocks, self.places), make()))(keys)
         none = lambda: jnp.zeros(spec.batch, jnp.int32)  # noqa: E731
         return Clustered(
-            window=init_window(spec, self.sinks, self.recent, waiting),
+            window=init_window(spec, self.sinks, self.recent, waiting=waiting),
             pending=none(),
             chunks=none(),
             stream_keys=keys,

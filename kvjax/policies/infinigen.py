@@ -15,7 +15,7 @@ from kvjax.policy import ALL_QUERIES, Policy, check_above, check_settings
 from kvjax.prompt_attention import asked_queries
 from kvjax.recall import NOWHERE, BlockStore, arrange, init_store, put, put_blocks
 from kvjax.segment import Choice, Recalled
-from kvjax.state import fault, stacked, state, static
+from kvjax.state import fault, index, stacked, state, static
 from kvjax.structures.skew import Skew
 
 
@@ -23,7 +23,7 @@ from kvjax.structures.skew import Skew
 class Partial:
     """One head's keys in a few dimensions."""
 
-    keys: Float[Array, "M C"]  # of the cache's dtype
+    keys: Float[Array, "M C"] = index()  # of the cache's dtype
     columns: Float[Array, "D C"]  # float32, from a key to those dimensions: the columns of the skew that were chosen
 
 

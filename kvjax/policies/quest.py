@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import window as windows
 from kvjax.per_head import per_head
-from kvjax.policy import Policy, check_choices, check_settings
+from kvjax.policy import Policy, check_settings
 from kvjax.recall import NOWHERE, BlockStore, arrange, best_parts, init_store, put, put_blocks, wait_and_file
 from kvjax.segment import Choice, Recalled
-from kvjax.state import fault, stacked, state
+from kvjax.state import fault, index, stacked, state
 from kvjax.structures.clusters import group_score
 from kvjax.window import Window, init_window
 
@@ -27,8 +27,8 @@ LEAST_PAGES = 3  # that a query reads
 class Pages:
     """Bounds of the keys of one head's pages, coordinate by coordinate. Page p holds tokens [16 p, 16 p + 16)."""
 
-    low: Float[Array, "M D"]  # of the cache's dtype
-    high: Float[Array, "M D"]  # of the cache's dtype
+    low: Float[Array, "M D"] = index()  # of the cache's dtype
+    high: Float[Array, "M D"] = index()  # of the cache's dtype
     size: Int[Array, "M"]  # int32 tokens: 16, or 0 where no page was filed yet
 
 
@@ -68,7 +68,6 @@ class Quest(Policy[Paged]):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_settings(self.budget, compact_every=self.compact_every)
-        check_choices(self)
 
     def init(self, spec, row_keys) -> Paged:
         count = spec.capacity // PAGE
@@ -76,7 +75,7 @@ class Quest(Policy[Paged]):
         empty = lambda _: (init_store(spec, count, PAGE), Pages(bound(), bound(), jnp.zeros(count, jnp.int32)))  # noqa: E731
         store, pages = per_head(empty)(jnp.zeros((spec.batch, spec.kv_heads)))
         none = lambda: jnp.zeros(spec.batch, jnp.int32)  # noqa: E731
-        window = init_window(spec, 0, 0, PAGE - 1 + min(self.compact_every, spec.max_new))
+        window = init_window(spec, 0, 0, waiting=PAGE - 1 + min(self.compact_every, spec.max_new))
         return Paged(window, none(), none(), none(), store, pages)
 
     def prefill(self, state, prompt):

@@ -268,22 +268,35 @@ def test_what_is_published_takes_the_place_of_earlier_and_quick_runs(tmp_path, m
 
 
 def test_widths_are_told_and_drawn_by_bytes(tmp_path):
-    def row(metric, value, width=None, **fields):
-        [setting] = settings.settings(("exact" if width is None else f"exact:storage={width}",), ("25%",))
+    def row(metric, value, policy="exact", **fields):
+        [setting] = settings.settings((policy,), ("25%",))
         return results.row("ruler", "m", metric, value, setting, **fields)
 
-    asked = {"question_seen": False, "prefill": "exact"}
+    def right(value, policy, fraction):
+        found = results.Estimate(value, value - 0.03, value + 0.04)
+        asked = {"question_seen": False, "prefill": "exact", "task": "niah_single_1"}
+        return row("accuracy", found, policy, budget_fraction=fraction, **asked)
+
     jobs = {
         "few_bits": [
-            row("accuracy", 0.9, task="niah_single_1", budget_fraction=1.0, **asked),
-            row("accuracy", 0.8, "int4", task="niah_single_1", budget_fraction=0.13, **asked),
+            right(0.9, "exact", 1.0),
+            right(0.8, "exact:storage=int4", 0.13),
+            right(0.86, "uniform:storage=int4", 0.06),
+            right(0.4, "uniform", 0.06),
         ],
-        "few_bits_perplexity": [row("perplexity_ratio", 1.2, "int4", form="per_position", budget_fraction=0.13)],
+        "few_bits_perplexity": [
+            row("perplexity_ratio", 1.2, "exact:storage=int4", form="per_position", budget_fraction=0.13)
+        ],
     }
     assert all(width_tables.takes(job, one) for job, rows in jobs.items() for one in rows)
     lines = width_tables.section(jobs).splitlines()
-    [line] = [one for one in lines if "int4" in one]
-    assert "13.0% | 26.0% | .80 | 1.20" in line
+    [line] = [one for one in lines if one.startswith("| `exact:storage=int4")]
+    assert "13.0% | 26.0% | .80 [.77, .84] | 1.20" in line
+    [best] = [one for one in lines if one.startswith("Best")]
+    # Of independent shares' differences Newcombe's interval: sqrt(.03^2 + .04^2) on either side.
+    assert "at 12.0% of bfloat16's bytes: `uniform:storage=int4`, -.04 [-.09, +.01] to exact" in best
+    assert "+.46 [+.41, +.51] to the selection alone (`uniform`, 12.0%)" in best
+    assert "+.06 [+.01, +.11] to the fewest bits alone (`exact:storage=int4`, 26.0%)" in best
     [path] = width_tables.draw(jobs, tmp_path)
     with PIL.Image.open(path) as drawn:
         assert len(drawn.convert("RGB").getcolors(2**16)) > 10

@@ -17,7 +17,7 @@ from kvjax.policies.kvzip import KVzip
 from kvjax.policy import Repeated
 from kvjax.recall import BlockStore
 from kvjax.registry import POLICIES as REGISTERED
-from kvjax.segment import map_parts
+from kvjax.segment import map_parts, parts_of, segment_bytes
 from kvjax.state import map_fields
 from kvjax.storage import FORMATS, rotation, store
 from tests.kvjax.support import (
@@ -51,23 +51,27 @@ PLAIN = POLICIES | {
     "clusterkv_reference": ClusterKVReference(20, **WINDOW, clusters=8),
     "doubling": Doubling(20, **WINDOW),
 }
+# Three bits, but for sinks and recent tokens.
+WHOLE = "int3, whole window"
 # One of every kind of store: a growing one, a window alone with a turned query, a selection, spread clusters beside it.
 QUICK = ("exact", "streaming_llm_reindexed", "uniform", "subgen_mean_value")
 # Every policy in every storage; the quick ones see every kind of store, and every storage.
 SAMPLED = {*((name, "int4") for name in QUICK), ("clusterkv", "int3"), ("exact", "int8")}
-SAMPLED |= {("uniform", "fp8"), ("uniform", "int2")}
+SAMPLED |= {("uniform", "fp8"), ("uniform", "int2"), *((name, WHOLE) for name in (*QUICK, "h2o", "clusterkv"))}
 MATRIX = [
     pytest.param(name, storage, marks=() if (name, storage) in SAMPLED else pytest.mark.heavy)
     for name in PLAIN
-    for storage in FORMATS
+    for storage in (*FORMATS, WHOLE)
 ]
 every = pytest.mark.parametrize("storage", FORMATS)
+every_and_whole = pytest.mark.parametrize("storage", (*FORMATS, WHOLE))
 # How far outputs of unit values may be from the policy's own.
 ALLOWED = {"int8": 0.02, "fp8": 0.15, "int4": 0.35, "int3": 0.7, "int2": 1.4}
 
 
 def policy_of(name, storage):
-    return kvjax.Quantized(PLAIN[name], storage)
+    form, _, whole = storage.partition(", ")
+    return kvjax.Quantized(PLAIN[name], form, whole_window=bool(whole))
 
 
 @functools.cache
@@ -105,12 +109,16 @@ def loaded(cache):
 
     form, center = FORMATS[cache.policy.storage], np.asarray(cache.state.center)
 
-    def multiply(field, x, scale):
+    def multiply(field, x, scale, whole):
         # One scale for every entry.
+        if field.chosen_by:
+            return stands_for(x, scale, FORMATS["int8"])
         if not field.entries:
             return x
         found = stands_for(x, scale, form)
-        return found if field.axes[-1] == "D_v" else found + np.expand_dims(center, tuple(range(2, found.ndim - 1)))
+        if field.axes[-1] == "D":
+            found = found + np.expand_dims(center, tuple(range(2, found.ndim - 1)))
+        return found if whole is None else np.concatenate([whole, found], axis=-2)
 
     def grown(store):
         if isinstance(store, Growing):
@@ -119,7 +127,7 @@ def loaded(cache):
                 for x, scale in ((store.keys, store.key_scale), (store.values, store.value_scale))
             )
             keys = keys + np.asarray(store.center)[:, :, None]
-            return Growing(keys, values, None, None, None, store.count, store.overflow)
+            return Growing(keys, values, None, None, None, store.count, store.overflow, store.sinks)
         if isinstance(store, BlockStore):
             halves = np.split(store.entries, 2, axis=-1)
             scales = np.split(np.asarray(store.scale), 2, axis=-1)
@@ -128,7 +136,7 @@ def loaded(cache):
             return dataclasses.replace(store, entries=entries, scale=None, center=None, storage=None)
         return store
 
-    state = map_fields(multiply, cache.state.numbers, cache.state.scales)
+    state = map_fields(multiply, cache.state.numbers, cache.state.scales, cache.state.whole)
     state = jax.tree.map(grown, state, is_leaf=lambda x: isinstance(x, Growing | BlockStore))
     plain = kvjax.init(cache.policy.policy, make_spec(), row_keys()).with_state(jax.tree.map(jnp.asarray, state))
     return dataclasses.replace(plain, staging=cache.staging)
@@ -145,14 +153,20 @@ def test_attention_reads_the_numbers_that_are_stored(name, storage):
         none = jnp.zeros_like(cache.state.value_center)
         cache = cache.with_state(dataclasses.replace(cache.state, value_center=none))
     own = loaded(cache)
-    assert jax.tree.structure(own.state) == jax.tree.structure(kvjax.init(PLAIN[name], make_spec(), row_keys()).state)
+    if storage != WHOLE:  # exact has sinks then
+        plain = kvjax.init(PLAIN[name], make_spec(), row_keys())
+        assert jax.tree.structure(own.state) == jax.tree.structure(plain.state)
     query = jnp.asarray(stream.queries[:, 40:44])
     np.testing.assert_allclose(kvjax.output(attend(cache, query)), kvjax.output(attend(own, query)), atol=2e-5)
     newest = after(stream, LENGTHS, 1, 20)
-    output, expected = (
-        step(of, newest.queries, newest.keys, newest.values, jnp.array([1, 1, 0]))[0] for of in (cache, own)
+    (output, cache), (expected, own) = (
+        step(of, newest.queries, newest.keys, newest.values, jnp.array([1, 1, 0])) for of in (cache, own)
     )
     np.testing.assert_allclose(output[:2], expected[:2], rtol=5e-6, atol=2e-5)
+    if PLAIN[name].observes:
+        learnt, as_own = (jax.tree.leaves(getattr(of, "scores", ())) for of in (cache.state.numbers, own.state))
+        for found, wanted in zip(learnt, as_own, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_every_registered_policy_is_tried():
@@ -186,7 +200,7 @@ def test_outputs_are_near_those_of_the_policy_itself(name, storage):
     assert np.mean(apart) < allowed if name == "chelsea" else np.max(apart) < 2 * allowed
 
 
-@every
+@every_and_whole
 @pytest.mark.parametrize(
     "name, dtype",
     [
@@ -306,8 +320,9 @@ def test_what_is_read_beside_attention_is_counted():
     pages, window, heads = 3 * 16, 15 + 8, 4
     spec = make_spec(batch=1)
     cache, plain = (kvjax.init(of, spec, row_keys(1)) for of in (policy_of("quest", "int8"), POLICIES["quest"]))
-    quantised = 2 * HEAD_DIM * (pages * heads + window * 2)  # numbers that take a byte instead of four
-    scales = 2 * 2 * (pages * heads + window * 2)
+    bounds = 4 * 2  # of two heads
+    quantised = 2 * HEAD_DIM * (pages * heads + window * 2 + bounds)  # numbers that take a byte instead of four
+    scales = 2 * 2 * (pages * heads + window * 2 + bounds)
     centers = 2 * 2 * 4 * HEAD_DIM  # of the window and of the store
     assert kvjax.read_bytes(cache) == kvjax.read_bytes(plain) - 3 * quantised + scales + centers
 
@@ -384,3 +399,53 @@ def test_keys_and_values_have_widths_of_their_own(name):
     assert kept[1] < kept[0]
     for first, second in zip(*seen, strict=True):
         np.testing.assert_allclose(first, second, rtol=1e-5)
+
+
+# The slots of sinks and recent tokens of policies of one window, and the text's tokens that lie there after 57.
+FIXED = {
+    "exact": [0, 1, 2, 3],
+    "streaming_llm": [*range(43, 57), 0, 1],
+    "uniform": [*range(49, 57), 0, 1],
+    "clustergen_mean_value": [*range(49, 57), 0, 1],
+    "leverage_scores": [0, 1],
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_sinks_and_recent_tokens_stay_as_they_came_where_that_is_asked_for(name, dtype):
+    stream = make_stream()
+    cache = kvjax.compact(run(name, WHOLE, dtype)[0])
+    first, *others = parts_of(cache.policy.read(cache.state, cache.staging.count[:, None]))
+    assert kvjax.tokens(cache)[0] == 57 and first.keys.dtype == dtype and first.keys.shape[2] == len(FIXED[name])
+    assert all(part.keys.dtype == jnp.uint8 for part in others) and bool(others) == (name != "streaming_llm")
+    for found, came in ((first.keys, stream.keys), (first.values, stream.values)):
+        np.testing.assert_array_equal(found[0], jnp.asarray(came[0, FIXED[name]], dtype).swapaxes(0, 1))
+    narrow, spec = policy_of(name, "int3"), make_spec(batch=1, dtype=dtype)
+    more = 2 * HEAD_DIM * dtype.dtype.itemsize - (0 if name == "exact" else 2 * (HEAD_DIM * 3 // 8 + 2))
+    # Of sinks and recent tokens beside mean values storing leaves nothing then.
+    rests = 2 * len(FIXED[name]) * (HEAD_DIM + 2) if name == "clustergen_mean_value" else 0
+    total = 4 if name == "exact" else 0  # how many sinks there are
+    grown = row_bytes(cache.policy, spec) - row_bytes(narrow, spec)
+    assert grown == 2 * len(FIXED[name]) * more - rests + total
+
+
+def test_a_window_alone_loses_nothing_where_it_stays_whole():
+    np.testing.assert_array_equal(run("streaming_llm", WHOLE)[1], whole_run("streaming_llm")[1][:, :20])
+
+
+@pytest.mark.parametrize(("name", "share"), [("quest", 0.3), ("infinigen", 0.7)])
+def test_recall_chooses_from_narrow_copies(name, share):
+    """What is chosen by numbers of eight bits is what would be chosen by float32."""
+    stream, chosen, sizes = make_stream(), [], []
+    for policy in (PLAIN[name], policy_of(name, "int4")):
+        cache = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+        *_, part = parts_of(cache.policy.read(cache.state, cache.staging.count[:, None]))
+        sizes.append(segment_bytes(part.index))
+        for position in range(40, 48):
+            choice = part.choose(jnp.asarray(stream.queries[:, position : position + 1]), None)
+            blocks, tokens = (x.reshape(-1, x.shape[2]) for x in choice[:2])
+            chosen.append([{*np.asarray(own[read > 0])} for own, read in zip(blocks, tokens, strict=True)])
+    pairs = [pair for of_two in zip(chosen[:8], chosen[8:], strict=True) for pair in zip(*of_two, strict=True)]
+    assert sum(len(a & b) for a, b in pairs) > 0.95 * sum(len(a | b) for a, b in pairs)
+    assert sizes[1] < share * sizes[0]

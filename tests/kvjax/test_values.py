@@ -128,8 +128,9 @@ def test_a_description_says_every_setting_also_of_what_is_inside():
             "policy": {"class": "StreamingLLM", "budget": 16, "sinks": 4, "reindex": False, "compact_every": 64},
             "storage": "fp8",
             "value_storage": None,
+            "whole_window": False,
         },
-        "first": {"class": "Exact", "compact_every": 64},
+        "first": {"class": "Exact", "compact_every": 64, "sinks": 4},
     }
 
 
