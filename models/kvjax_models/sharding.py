@@ -80,15 +80,21 @@ def parameter_shardings(parameters: Any, config: LlamaConfig, mesh: Mesh) -> Any
     whole on those that it cannot be divided among. Raises a ValueError for a mesh whose axes are named otherwise."""
     check_axes(mesh)
 
+    def fitting(size: int, *ways: tuple[str, ...]) -> tuple[str, ...] | None:
+        """The first way of dividing so much that leaves nothing over."""
+        return next((names for names in ways if size % math.prod(mesh.shape[one] for one in names) == 0), None)
+
     def lies(path: Any, leaf: Any) -> NamedSharding:
         *_, module, name, _ = (str(getattr(key, "key", getattr(key, "name", key))) for key in path)
         axis = _CUT.get((module, name))
         if axis is None:
             return NamedSharding(mesh, PartitionSpec())
         axis += leaf.ndim
+        if module == "qkv":
+            # Devices that share a kv head need all that is made of it: each takes a part of what goes in.
+            inputs = (fitting(leaf.shape[0], (PARTS,)),) if name == "kernel" else ()
+            return NamedSharding(mesh, PartitionSpec(*inputs, fitting(leaf.shape[axis], (TENSOR,))))
         parts = config.query_heads if module == "output" else leaf.shape[axis]  # heads stay whole
-        ways: tuple[tuple[str, ...], ...] = ((TENSOR, PARTS), (TENSOR,), ())
-        along = next(names for names in ways if parts % math.prod(mesh.shape[one] for one in names) == 0)
-        return NamedSharding(mesh, PartitionSpec(*[None] * axis, along or None))
+        return NamedSharding(mesh, PartitionSpec(*[None] * axis, fitting(parts, (TENSOR, PARTS), (TENSOR,))))
 
     return jax.tree_util.tree_map_with_path(lies, parameters)

@@ -347,10 +347,10 @@ def test_devices_share_a_model_s_parameters():
         "gate_up": layer.mlp.gate_up, "down": layer.mlp.down, "head": placed.head,
     }  # fmt: skip
     held = {name: one.kernel[...].addressable_shards[0].data.shape for name, one in parts.items()}
-    # Four kv heads lie on two devices each, which make the queries of all its group: both need them.
+    # Four kv heads lie on two devices each, which both need the queries of its group: they share what goes in.
     group = CONFIG.query_heads // CONFIG.kv_heads
     assert held == {
-        "qkv": (32, 1, group + 2, 8), "output": (8, 32), "gate_up": (32, 2, 6), "down": (6, 32), "head": (32, 5),
+        "qkv": (16, 1, group + 2, 8), "output": (8, 32), "gate_up": (32, 2, 6), "down": (6, 32), "head": (32, 5),
     }  # fmt: skip
     whole = placed.norm.scale[...]
     assert whole.addressable_shards[0].data.shape == whole.shape
@@ -379,7 +379,11 @@ def test_what_devices_do_not_divide_lies_whole():
         placed["embedding"]["embedding"],
         *(one["kernel"] for one in (layer["mlp"]["gate_up"], layer["attention"]["qkv"])),
     ]
-    assert [one.spec for one in specs] == [jax.P(None), jax.P(None, None, ("tensor",)), jax.P(None, ("tensor",))]
+    assert [one.spec for one in specs] == [
+        jax.P(None),
+        jax.P(None, None, ("tensor",)),
+        jax.P(("sequence",), ("tensor",)),
+    ]
 
 
 @on_devices
