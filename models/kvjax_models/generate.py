@@ -28,7 +28,7 @@ from kvjax_models import prefill, programs
 from kvjax_models.llama import Llama
 from kvjax_models.prefill import asked_queries, compress_layer, last_logits, read_layers
 from kvjax_models.sampling import Sampling, finite, sample
-from kvjax_models.sharding import everywhere, mesh_of
+from kvjax_models.sharding import by_row, everywhere, mesh_of
 
 NO_TOKEN = -1  # in returned token blocks, where a row had already ended
 
@@ -561,7 +561,8 @@ def _through_caches(
 ) -> tuple[Float[Array, "B T W"], GenerationState]:
     """The residual stream behind tokens that every layer's cache takes in, and the state with these caches."""
     positions = state.positions[:, None] + jnp.arange(tokens.shape[1])
-    x = model.embed(tokens)
+    mesh = state.layers[0].mesh
+    x = by_row(model.embed(tokens), mesh)
     layers = []
     for number, (layer, cache) in enumerate(zip(model.layers, state.layers, strict=True)):
         query, keys, values = layer.project(x, *model.rotation(positions, number, cache.spec.capacity))
@@ -569,7 +570,7 @@ def _through_caches(
             cache, query, keys, values, lengths, sink_logits=layer.sink_logits, compact_when_full=False
         )
         layers.append(cache)
-        x = layer.finish(x, attended)
+        x = by_row(layer.finish(x, attended), mesh)
     return x, dataclasses.replace(state, layers=tuple(layers))
 
 

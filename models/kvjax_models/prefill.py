@@ -18,7 +18,7 @@ from kvjax_models import flash_attention
 from kvjax_models.exact_attention import attend_behind, chunk_attention
 from kvjax_models.llama import DecoderLayer, Llama
 from kvjax_models.rotary import Rotary, turn
-from kvjax_models.sharding import STORED, attend_apart, everywhere, mesh_of
+from kvjax_models.sharding import STORED, attend_apart, by_row, everywhere, mesh_of
 
 REPEAT_BLOCK = 128  # tokens of a repetition that attend at a time
 
@@ -113,6 +113,7 @@ def prefill_layer(
 ) -> ReadLayer:
     """One layer over a whole prompt: the new residual stream, keys, values and the last `asked` queries of each row."""
     batch, tokens, _ = x.shape
+    x = by_row(x, mesh)
 
     def queries_of(x, positions):
         return layer.queries(x, *turn(rotary, positions))
@@ -146,7 +147,8 @@ def prefill_layer(
         def step(x, number):
             rows = chunk_of(x, number)
             attended = attend(queries_of(rows, chunk_positions(number)), keys, values, number, sink_logits)
-            return jax.lax.dynamic_update_slice_in_dim(x, layer.finish(rows, attended), number * chunk, axis=1), None
+            finished = by_row(layer.finish(rows, attended), mesh)
+            return jax.lax.dynamic_update_slice_in_dim(x, finished, number * chunk, axis=1), None
 
         return jax.lax.scan(step, x, numbers)[0]
 
@@ -155,7 +157,7 @@ def prefill_layer(
         attended = apart(attend)(query, keys, values, sink_logits)
 
         def step(x, number):
-            finished = layer.finish(chunk_of(x, number), chunk_of(attended, number))
+            finished = by_row(layer.finish(chunk_of(x, number), chunk_of(attended, number)), mesh)
             return jax.lax.dynamic_update_slice_in_dim(x, finished, number * chunk, axis=1), None
 
         return jax.lax.scan(step, x, numbers)[0]

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from kvjax.collectives import PARTS, TENSOR
-from kvjax.sharding import DATA, check_axes
+from kvjax.sharding import DATA, ROWS, check_axes
 from kvjax_models.llama import Llama, LlamaConfig
 
 # Which axis of a parameter is cut, from its last one, by the names of its module and of itself: a kernel [in, out] (or
@@ -52,6 +52,12 @@ def mesh_of(model: Llama) -> Mesh | None:
     """The mesh that a model's parameters lie on; None for one device."""
     sharding = getattr(jax.tree.leaves(model)[0], "sharding", None)
     return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
+
+
+def by_row(x: Array, mesh: Mesh | None) -> Array:
+    """What lies along its rows alone, such as the residual stream, which compilers would otherwise cut as the next
+    product's weights are, and gather again."""
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, ROWS))
 
 
 STORED = PartitionSpec(DATA, TENSOR)  # [B, H_kv, ...]
