@@ -6,9 +6,12 @@ import json
 import pathlib
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from experiments.common import schedules
+from experiments.common.compiled import launches
 from experiments.common.compilers import COMPILER
 from tests.experiments.running import command as run
 
@@ -66,11 +69,14 @@ def test_a_copied_cache_is_found(tmp_path):
     assert "copies of a cache" in done.stdout + done.stderr
 
 
-@pytest.mark.heavy
-@pytest.mark.skipif(
+needs_gpu_compiler = pytest.mark.skipif(
     not GPU_COMPILER.exists() and importlib.util.find_spec("jax_cuda13_plugin") is None,
     reason="JAX's compiler for CUDA is not installed (make aot-gpu)",
 )
+
+
+@pytest.mark.heavy
+@needs_gpu_compiler
 def test_kernels_and_decoding_with_every_policy_compile_for_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(GPU_COMPILER))
     rows = compile_all(tmp_path, "--device=h200", "--head_dim=128")
@@ -81,6 +87,31 @@ def test_kernels_and_decoding_with_every_policy_compile_for_a_gpu(tmp_path, monk
     del decoding["prefill"]  # only a process with a GPU knows its cuDNN
     assert set(decoding) >= SYSTEMS
     assert all(row["kernels"] >= 2 for row in decoding.values())
+
+
+@pytest.mark.heavy
+@needs_gpu_compiler
+def test_the_segments_of_a_layer_share_a_launch(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(GPU_COMPILER))
+    policies = [f"--policy={name}" for name in ("exact", "uniform", "balancekv", "chelsea")]
+    rows = compile_all(tmp_path, "--device=h200", "--shape=llama-3.1-8b", "--op=soft_match", "--batch=1", *policies)
+    decoding = {name.split()[0]: row for name, row in rows.items() if "layers" in name and "prefill" not in name}
+    assert len(decoding) == len(policies)
+    assert all(row["kernels"] == 2 for row in decoding.values())  # of two layers
+    assert all(row["launches_per_layer"] < 35 for row in decoding.values())
+
+
+def test_what_a_turn_of_the_longest_loop_starts_is_counted():
+    @jax.jit
+    def twice(x):
+        step = lambda _, x: jnp.sin(x @ x)  # noqa: E731
+        return jax.lax.fori_loop(0, 3, step, x), jax.lax.fori_loop(0, 3, lambda n, x: step(n, step(n, x)) + x[::-1], x)
+
+    one = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: jnp.sin(x @ x), x))
+    given = jnp.ones((64, 64))
+    fewer, more = (launches(f.lower(given).compile().as_text()) for f in (one, twice))
+    assert 2 <= fewer < more
+    assert launches(jax.jit(jnp.sin).lower(given).compile().as_text()) == 0
 
 
 def test_the_loops_of_a_schedule_are_told_by_depth():

@@ -238,8 +238,11 @@ def expected_bytes(name, spec, budget, compact_every, sinks, recent):
         "cam": 4 * heads * (budget + staging) + 8,  # attention of the newest query, the row's random key
         # Keys, values and position of every token, its key in 12 dimensions, which those are; tokens lost.
         "infinigen": heads * (64 * (2 * spec.head_dim * itemsize + 4 + 12 * itemsize) + 4 * 12 * spec.head_dim) + 4,
-        # A table of float32 means, counts and radii; 16 x 16 moments, two means and a scale.
-        "subgen_mean_value": heads * (selected * (8 * spec.head_dim + 8) + 24 + 4 * (16**2 + 2 * spec.head_dim + 1)),
+        # A table of means, counts and radii, 16 x 16 moments, two means and a scale; what rounded values lack.
+        "subgen_mean_value": heads
+        * (selected * (2 * spec.head_dim * itemsize + 8) + 24 + 4 * (16**2 + 2 * spec.head_dim + 1))
+        + 2 * rest
+        + 4 * heads * spec.head_dim * (itemsize < 4),
         # Seven samples with their masses; three clusters with a key each, counts and radii.
         "subgen_paper": heads * (20 * spec.head_dim * itemsize + 7 * 4 + 3 * 8 + 12 + 8 + 24),
         # Trees: log-weights, level and index of every bin, three counters, a random key.
@@ -249,8 +252,11 @@ def expected_bytes(name, spec, budget, compact_every, sinks, recent):
         # Keys, values and positions of 17 blocks (9 for 30 tokens in 8 clusters, 2 for each of 4 chunks) or 62 tokens,
         # 16 clusters' means, sizes, first blocks and radii (ours: two), a random key; tokens that wait, chunks, tokens
         # lost.
-        "clusterkv": heads * (17 * 16 * (2 * spec.head_dim * itemsize + 4) + 16 * (8 * spec.head_dim + 16) + 8) + 12,
-        "clusterkv_paper": heads * (62 * (2 * spec.head_dim * itemsize + 4) + 16 * (4 * spec.head_dim + 12) + 8) + 12,
+        "clusterkv": heads
+        * (17 * 16 * (2 * spec.head_dim * itemsize + 4) + 16 * (2 * spec.head_dim * itemsize + 16) + 8)
+        + 12,
+        "clusterkv_paper": heads * (62 * (2 * spec.head_dim * itemsize + 4) + 16 * (spec.head_dim * itemsize + 12) + 8)
+        + 12,
         **dict.fromkeys(("leverage_scores", *SCORED, *BESIDE), 4),  # tokens of the prompt that stay, and later ones
         "ada_kv": 4 + 12 * heads,  # of every head where its slots begin, ranked and empty ones
         # Four pages and their bounds; tokens that wait, pages, tokens lost.
@@ -279,15 +285,15 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
     beside = 0
     if name.startswith("subgen"):  # the window holds sinks and recent tokens only
         slots, weighted = 10, 0
-        # Ten float32 means and the spread; seven samples and the sampled keys of three clusters.
-        sized = {"subgen_mean_value": 10 * (2 * HEAD_DIM * 4 + 4) + 4 * (2 * HEAD_DIM + 1)}
+        # Ten means, the spread and what values lack; seven samples and the sampled keys of three clusters.
+        sized = {"subgen_mean_value": 10 * (2 * HEAD_DIM * 2 + 4) + 4 * (3 * HEAD_DIM + 1)}
         beside = KV_HEADS * sized.get(name, 7 * (2 * HEAD_DIM * 2 + 4) + 3 * (HEAD_DIM * 2 + 4))
     if name.startswith("chelsea"):  # half the slots are centroids with log-weights, and end at a bound of their own
         weighted, beside = 10, 4 + (KV_HEADS * 4 * (HEAD_DIM**2 + 1) if name == "chelsea" else 0)
     if name.startswith("clusterkv"):  # 4 blocks or ten tokens; of all 16 clusters means, sizes and first blocks
         slots, weighted = 25, 0
         reads = KV_HEADS * 4 * 16 if name == "clusterkv" else QUERY_HEADS * 10
-        means = 2 * HEAD_DIM * 4 + 4 + 4 if name == "clusterkv" else HEAD_DIM * 4  # and a weight and a radius
+        means = 2 * HEAD_DIM * 2 + 4 + 4 if name == "clusterkv" else HEAD_DIM * 2  # and a weight and a radius
         beside = reads * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 16 * (means + 8)
     if name == "quest":  # per query head 3 pages of 4, and the bounds of all
         slots, beside = 23, QUERY_HEADS * 3 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 4 * (2 * HEAD_DIM * 2 + 4)
