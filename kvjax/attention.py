@@ -114,7 +114,7 @@ def attend_and_see(
         put = lambda x, new, heads=heads: new if part.heads is None else x.at[:, :, heads].set(new)  # noqa: B023, E731
         partials = jax.tree.map(put, partials, kept)
         recalls.append(recall)
-    masses = [
+    masses = [  # of the segments that the policy shows, which come first
         None if real is None or sum_.logits is None else _mass(query, segment, sum_.logits, partials, real, kv_heads)
         for segment, sum_, _ in zip(segments, sums, shown, strict=False)
     ]

@@ -185,7 +185,7 @@ def attend_blocks(
     return merge_over_parts(by_token(sums, tokens=1))
 
 
-COMPARED = 4096  # parts that a device compares, each with each, sooner than it sorts them
+COMPARED = 2048  # parts that a device compares, each with each, sooner than it sorts them
 
 
 class Ranked(NamedTuple):
@@ -278,8 +278,14 @@ def parts_by_comparing(
     del skipping
     score = jnp.where((size > 0) & (score == score), score, -jnp.inf)
     number = jnp.arange(score.shape[0], dtype=jnp.int32)
-    better = (score[None] > score[:, None]) | ((score[None] == score[:, None]) & (number[None] < number[:, None]))
-    of_better = lambda x: jnp.sum(jnp.where(better, x[None], 0), axis=1, dtype=jnp.int32)  # noqa: E731
+
+    def of_better(x: Int[Array, "C"]) -> Int[Array, "C"]:
+        """The sum over all that come before each part."""
+        # Compared anew for each sum: comparisons that are kept for both would fill memory.
+        own, x = jax.lax.optimization_barrier((score, x))
+        before = (own[None] > own[:, None]) | ((own[None] == own[:, None]) & (number[None] < number[:, None]))
+        return jnp.sum(jnp.where(before, x[None], 0), axis=1, dtype=jnp.int32)
+
     taken = jnp.clip(tokens - of_better(size), 0, size)
     needed = -(-taken // places)
     begin = of_better(needed)
