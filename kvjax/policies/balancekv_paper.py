@@ -44,6 +44,7 @@ class BalanceKVPaper(Policy[Trees]):
         delta, c: chance of failure, and the walk's constant 30 log(n / delta) where c is None.
         key_norm: the bound r on the keys' norms; by default the largest of each block.
         value_exponents: first and last i of the buckets 2^(i - 1) <= |v| <= 2^i. A value of another norm is a fault.
+            Values that are stored in few bits change their norms: leave a bucket on either side then.
         compact_every: tokens between compactions; until then new tokens are all read.
 
     Source: BalanceKV, Algorithms 1, 2 and 4, Theorems 3.2 and 3.3.

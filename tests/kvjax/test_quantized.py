@@ -11,6 +11,7 @@ import pytest
 import kvjax
 from kvjax.budget import abstract_cache, row_bytes
 from kvjax.growing import Growing
+from kvjax.policies.balancekv_paper import BalanceKVPaper
 from kvjax.policies.clusterkv_certified import ClusterKVCertified
 from kvjax.policies.clusterkv_reference import ClusterKVReference
 from kvjax.policies.kvzip import KVzip
@@ -47,6 +48,8 @@ class Doubling(kvjax.Uniform):
 
 
 PLAIN = POLICIES | {
+    # A value's norm is another once it is stored: buckets for that, too.
+    "balancekv_paper": BalanceKVPaper(60, **WINDOW, value_exponents=(-1, 1)),
     "clusterkv_certified": ClusterKVCertified(20, **CLUSTERS, target=0.05),
     "clusterkv_reference": ClusterKVReference(20, **WINDOW, clusters=8),
     "doubling": Doubling(20, **WINDOW),
