@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import rope, storage
-from kvjax.collectives import largest_over_heads
+from kvjax.collectives import are_shared, largest_over_heads
 from kvjax.partials import around, by_token, finite, merge, merge_over_parts, rows_of_heads
 from kvjax.recall import attend_blocks
 from kvjax.recent import recall_recent
@@ -100,10 +100,11 @@ def attend_and_see(
         for rest in choice.rest
     ]
     segments = [_capped(part, logit_cap) for part in (*shown, *rests)]
-    sums = _sums(query, segments, kv_heads, logits=observes)
+    groups = [(part,) for part in segments] if observes else _read_as_one(segments, kv_heads)
+    sums = _sums(query, groups, kv_heads, logits=observes)
     width = next((part.value_dim for part in segments if part.value_dim is not None), query.shape[3])
     partials = merge(
-        *(_partials(query, segment, sum_, kv_heads, width) for segment, sum_ in zip(segments, sums, strict=True)),
+        *(_partials(query, segment, sum_, kv_heads, width) for (segment, *_), sum_ in zip(groups, sums, strict=True)),
         *(() if sink_logits is None else (_sink_partials(query, sink_logits, width),)),
     )
     recalls = []
@@ -114,10 +115,12 @@ def attend_and_see(
         put = lambda x, new, heads=heads: new if part.heads is None else x.at[:, :, heads].set(new)  # noqa: B023, E731
         partials = jax.tree.map(put, partials, kept)
         recalls.append(recall)
-    masses = [  # of the segments that the policy shows, which come first
-        None if real is None or sum_.logits is None else _mass(query, segment, sum_.logits, partials, real, kv_heads)
-        for segment, sum_, _ in zip(segments, sums, shown, strict=False)
-    ]
+    masses: list[Any] = [None] * len(shown)
+    if real is not None and observes:  # of the segments that the policy shows, which come first
+        masses = [
+            _mass(query, segment, sum_.logits, partials, real, kv_heads)
+            for segment, sum_, _ in zip(segments, sums, shown, strict=False)
+        ]
     of_segments, of_recalled = iter(masses), iter(recalls)
     return partials, map_parts(lambda part: next(of_segments if isinstance(part, Segment) else of_recalled), reading)
 
@@ -155,19 +158,36 @@ def _capped(segment: Segment, logit_cap: float | None) -> Segment:
     return dataclasses.replace(segment, keys=keys, values=values, spread=None)
 
 
+def _read_as_one(segments: Sequence[Segment], kv_heads: int) -> list[tuple[Segment, ...]]:
+    """Segments in groups. Those of all kv heads that are entries and nothing besides are one: whatever reads them sums
+    over all, and nothing is left to merge."""
+
+    def is_plain(segment: Segment) -> bool:
+        bare = all(getattr(segment, name) is None for name in _BESIDES) and segment.values is not None
+        return bare and segment.keys.shape[1] == kv_heads and not (segment.in_parts and are_shared())
+
+    together = tuple(segment for segment in segments if is_plain(segment))
+    apart = [(segment,) for segment in segments if not is_plain(segment)]
+    return [together, *apart] if together else apart
+
+
+# What is done to the queries of a segment, or to its sums.
+_BESIDES = ("heads", "turn", "spread", "slope", "center", "value_center", "key_scale", "value_scale")
+
+
 def _sums(
-    query: Float[Array, "B T H_q D"], segments: Sequence[Segment], kv_heads: int, *, logits: bool
+    query: Float[Array, "B T H_q D"], groups: Sequence[tuple[Segment, ...]], kv_heads: int, *, logits: bool
 ) -> list[Partials]:
-    """What the kernel makes of the segments' entries, by rows [B, H_kv, R, ...]."""
-    rows = [_rows(query, segment, kv_heads) for segment in segments]
-    asked = [
-        (of_segment if segment.key_scale is None else storage.turned(of_segment).astype(of_segment.dtype), segment)
-        for of_segment, segment in zip(rows, segments, strict=True)
-    ]
+    """What the kernel makes of the entries of groups of segments, by rows [B, H_kv, R, ...]."""
+    rows = [_rows(query, group[0], kv_heads) for group in groups]
     names = [field.name for field in dataclasses.fields(Entries)]
     bare = lambda segment: Entries(**{name: getattr(segment, name) for name in names})  # noqa: E731
-    found = weighted_decode_parts([(stored, bare(segment)) for stored, segment in asked], logits=logits)
-    return [_of_entries(*one) for one in zip(found, rows, segments, strict=True)]
+    asked = [
+        (own if group[0].key_scale is None else storage.turned(own).astype(own.dtype), *map(bare, group))
+        for own, group in zip(rows, groups, strict=True)
+    ]
+    found = weighted_decode_parts(asked, logits=logits)
+    return [_of_entries(sums, own, group[0]) for sums, own, group in zip(found, rows, groups, strict=True)]
 
 
 def _of_entries(sums: Partials, rows: Float[Array, "B H_kv R D"], segment: Segment) -> Partials:

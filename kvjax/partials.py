@@ -19,6 +19,8 @@ def merge(*partials: Partials) -> Partials:
     """Partials of the union of the entries; exact, associative and commutative up to rounding."""
     if not partials:
         raise ValueError("merge needs at least one Partials")
+    if len(partials) == 1:
+        return partials[0]
     peak = partials[0].max
     for other in partials[1:]:
         peak = jnp.maximum(peak, other.max)

@@ -6,9 +6,10 @@ multiprocessor hide each other's waiting. The matrix unit multiplies 64 rows at 
 a few: reading, not multiplying, takes the time. Rows that are not filled hold whatever shared memory holds; no row
 sees another.
 
-The matrix unit takes operands of 16 bits. Narrower entries become such, exactly. A float32 number becomes a sum of
-three bfloat16 numbers, products of which it takes exactly and sums in float32; what products of the smallest leave out
-is below float32's own rounding.
+The matrix unit takes operands of 16 bits. Narrower entries become such, exactly: those of eight-bit floats float16, to
+which the hardware converts them in one step. What multiplies these, of a wider range, is brought to at most two by
+powers of two, a row at a time. A float32 number becomes a sum of three bfloat16 numbers, products of which it takes
+exactly and sums in float32; what products of the smallest leave out is below float32's own rounding.
 """
 
 import importlib.util
@@ -55,10 +56,13 @@ class Operands(NamedTuple):
     row_parts: int
     stored_parts: int
     direct: bool  # what is stored can be multiplied as it lies
+    scaled: bool = False  # rows and weights have a range that their operands do not, and are scaled
 
     @classmethod
     def of(cls, rows: Any, stored: Any) -> "Operands":
         wide = compute_type(rows, stored)
+        if wide == jnp.bfloat16 and jnp.dtype(stored).name.startswith("float8"):
+            return cls(jnp.dtype(jnp.float16), 1, 1, direct=False, scaled=True)
         if wide != jnp.float32:
             return cls(wide, 1, 1, direct=jnp.dtype(stored) == wide)
         name = jnp.dtype(stored).name
@@ -171,8 +175,11 @@ def _bytes(scratch: Mapping[str, Any]) -> int:
 
 
 def row_parts(rows: Float[Array, "B H R D"], operands: Operands) -> Float[Array, "B H parts R D"]:
-    """Rows as the matrix unit takes them, padded to a multiple of eight."""
+    """Rows as the matrix unit takes them, or as they are where they are yet to be scaled; padded to a multiple of
+    eight."""
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % 8), (0, 0)))
+    if operands.scaled:
+        return rows[:, :, None]
     return jnp.stack(list(parts(rows.astype(jnp.float32), operands.row_parts, operands.dtype)), axis=2)
 
 
@@ -187,6 +194,52 @@ def parts(x: Array, number: int, dtype: Any) -> Iterator[Array]:
         yield part
         x = x - part.astype(jnp.float32)
     yield x.astype(dtype)
+
+
+def rows_scratch(dtype: Any, operands: Operands, width: int, columns: int | None) -> dict[str, Any]:
+    """Shared memory for rows, and for what they come as where that is not what is multiplied."""
+    scratch = {"rows": blocked((operands.row_parts, ROWS, width), operands.dtype, columns)}
+    if operands.scaled:
+        scratch["rows_given"] = blocked((1, ROWS, width), dtype, columns)
+    return scratch
+
+
+def fetch_rows(parts: Any, scratch: Mapping[str, Any]) -> None:
+    """Starts the copies of a head's rows [parts, R, D], which say on the barrier when they have come."""
+    for part in range(parts.shape[0]):
+        target = scratch.get("rows_given", scratch["rows"]).at[part, pl.ds(0, parts.shape[1])]
+        plgpu.copy_gmem_to_smem(parts.at[part], target, scratch["rows_came"])
+
+
+def await_rows(scratch: Mapping[str, Any]) -> Float[Array, "64"] | None:
+    """Waits for the rows; where they had to be scaled, by which powers of two."""
+    plgpu.barrier_wait(scratch["rows_came"])
+    if "rows_given" not in scratch:
+        return None
+    powers, rows = scaled(load(scratch["rows_given"].at[0], LAYOUT).astype(jnp.float32))
+    scratch["rows"][0] = rows.astype(scratch["rows"].dtype)
+    plgpu.commit_smem()
+    return powers
+
+
+def put_weights(ref: Any, weights: Float[Array, "64 S"], operands: Operands) -> Float[Array, "64"] | None:
+    """Weights into shared memory, as the matrix unit takes them; where they had to be scaled, by which powers of
+    two."""
+    powers = None
+    if operands.scaled:
+        powers, weights = scaled(weights)
+    for number, part in enumerate(parts(weights, operands.row_parts, operands.dtype)):
+        ref[number] = part
+    return powers
+
+
+def scaled(x: Float[Array, "64 N"]) -> tuple[Float[Array, "64"], Float[Array, "64 N"]]:
+    """Of every row a power of two, and the row by that, whose numbers are then at most two. Exact, but for what is less
+    than 2 ** -126."""
+    exponent = lax.bitcast_convert_type(jnp.abs(x).max(axis=1), jnp.int32) & 0x7F800000
+    exponent = jnp.minimum(exponent, 0x7E800000)
+    power, inverse = (lax.bitcast_convert_type(bits, jnp.float32) for bits in (exponent, 0x7F000000 - exponent))
+    return power, x * of_rows(inverse, x.shape)
 
 
 def as_operands(block: Any, buffer: Any | None, operands: Operands, bits: int | None = None) -> list[Any]:
@@ -254,13 +307,21 @@ def weigh(
 
 
 def add_values(
-    before: tuple[Array, ...], fade: Float[Array, "64"], weights: Any, values: Sequence[Any], operands: Operands
+    before: tuple[Array, ...],
+    fade: Float[Array, "64"],
+    weights: Any,
+    values: Sequence[Any],
+    operands: Operands,
+    powers: Float[Array, "64"] | None = None,
 ) -> tuple[Array, ...]:
-    """The numerator's sums with a block: weights, by parts in shared memory, times values."""
+    """The numerator's sums with a block: weights, by parts in shared memory, times values, by the powers of two of each
+    row."""
     left = [weights.at[part] for part in range(operands.row_parts)]
     sums = []
     for columns, num in zip(_columns(values[0].shape[1])[1], before, strict=True):
         added = product(left, [part.at[:, columns] for part in values])
+        if powers is not None:
+            added = added * of_rows(powers, added.shape)
         # One after the other: all products at once would not fit in registers.
         sums.append(lax.optimization_barrier(num * of_rows(fade, num.shape) + added))
     return tuple(sums)

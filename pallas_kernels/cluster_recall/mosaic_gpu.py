@@ -154,7 +154,7 @@ def _scratch(rows: Array, blocks: Blocks, stages: int) -> dict[str, Any]:
     scales = {} if blocks.scale is None else dict.fromkeys(SCALES, blocks.scale.dtype)
     of_rows = plgpu.SMEM((hopper.ROWS,), jnp.float32)
     scratch: dict[str, Any] = {
-        "rows": hopper.blocked((operands.row_parts, hopper.ROWS, width), operands.dtype, columns),
+        **hopper.rows_scratch(rows.dtype, operands, width, columns),
         # The sums leave through the memory of the entries, of which none is read any more then.
         "entries": plgpu.RefUnion(
             # The key and the value, each on its own, in whole tiles.
@@ -221,17 +221,14 @@ def _kernel(refs, scratch, *, operands, blocks, head_dim, group, splits):
             for name in scales:
                 plgpu.copy_gmem_to_smem(refs[name].at[batch, head, slots], scratch[name].at[stage], came)
 
-    for part in range(operands.row_parts):
-        plgpu.copy_gmem_to_smem(
-            refs["rows"].at[batch, head, part], scratch["rows"].at[part, pl.ds(0, padded)], scratch["rows_came"]
-        )
+    hopper.fetch_rows(refs["rows"].at[batch, head], scratch)
     # Places that no block was copied to are multiplied by weights of zero: what they hold must be finite.
     for stage in range(stages):
         ring[stage] = plgpu.layout_cast(jnp.zeros(ring.shape[1:], ring.dtype), hopper.LAYOUT)
     plgpu.commit_smem()
     for early in range(stages):
         fetch(jnp.int32(early), plan("number", jnp.int32(early)), plan("count", jnp.int32(early)))
-    plgpu.barrier_wait(scratch["rows_came"])
+    row_powers = hopper.await_rows(scratch)
 
     def step(number, before):
         stage = lax.rem(number, stages)
@@ -243,6 +240,8 @@ def _kernel(refs, scratch, *, operands, blocks, head_dim, group, splits):
         if not operands.direct:
             plgpu.commit_smem()
         scores = hopper.logits(scratch["rows"], keys, operands) * (head_dim**-0.5 * hopper.LOG2E)
+        if row_powers is not None:
+            scores = scores * hopper.of_rows(row_powers, in_two)
         factors = {name: hopper.load(scratch[name].at[stage], hopper.OF_SLOTS).astype(jnp.float32) for name in scales}
         if "key_scale" in factors:
             scores = scores * hopper.of_slots(factors["key_scale"], in_two)
@@ -255,13 +254,12 @@ def _kernel(refs, scratch, *, operands, blocks, head_dim, group, splits):
         peak, fade, den, weight = hopper.weigh(before, scores, scores, "both")
         if "value_scale" in factors:
             weight = weight * hopper.of_slots(factors["value_scale"], in_two)
-        for part, part_of_weight in enumerate(hopper.parts(weight, operands.row_parts, operands.dtype)):
-            scratch["weights"][part] = part_of_weight
+        powers = hopper.put_weights(scratch["weights"], weight, operands)
         values = hopper.as_operands(
             ring.at[stage, :, halves["value"]], scratch.get("operands"), operands, blocks.value_bits
         )
         plgpu.commit_smem()
-        num = hopper.add_values(before.num, fade, scratch["weights"], values, operands)
+        num = hopper.add_values(before.num, fade, scratch["weights"], values, operands, powers)
         fetch(number + stages, numbers_ahead, counts_ahead)
         return hopper.Running(peak, den, num)
 

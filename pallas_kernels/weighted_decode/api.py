@@ -12,21 +12,22 @@ from pallas_kernels.weighted_decode import mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.weighted_decode.base import Entries, Partials, bounds_of_rows
 
 Implementation = Literal["xla", "mosaic_tpu", "mosaic_gpu"]
-Part = tuple[Float[Array, "B H R D"], Entries]
+# Rows, and the stores whose entries they read, one at least.
+Part = tuple[Any, ...]
 
 
 def weighted_decode(
     rows: Float[Array, "B H R D"],
-    entries: Entries,
-    *,
+    *stores: Entries,
     logits: bool = False,
     implementation: Implementation | None = None,
     config: mosaic_tpu.Config | mosaic_gpu.GpuConfig | None = None,
     interpret: Any = False,
 ) -> Partials:
-    """Both sums of attention of the rows of every kv head over its entries, in float32; see `weighted_decode_parts`."""
+    """Both sums of attention of the rows of every kv head over its entries in all stores, in float32; see
+    `weighted_decode_parts`."""
     options: Any = {"logits": logits, "implementation": implementation, "config": config, "interpret": interpret}
-    return weighted_decode_parts([(rows, entries)], **options)[0]
+    return weighted_decode_parts([(rows, *stores)], **options)[0]
 
 
 def weighted_decode_parts(
@@ -38,13 +39,13 @@ def weighted_decode_parts(
     interpret: Any = False,
 ) -> list[Partials]:
     """Both sums of attention of the rows of every kv head over its entries, in float32, of every part by itself; see
-    `reference`. On a GPU parts that are stored alike share a launch.
+    `reference`. On a TPU a part is one launch, on a GPU all that is stored alike shares one.
 
     Args:
-        parts: rows, [B, H, R, D], and the entries that they read. Rows are the queries that share a kv head: R of
-            tokens times grouped heads.
-        logits: give the denominator's logits, too: with the sums of all entries that a row attends to they tell how
-            its attention falls on these, without a second reading of the keys.
+        parts: rows, [B, H, R, D], and the entries that they read, of one store or of several, which count as one. Rows
+            are the queries that share a kv head: R of tokens times grouped heads.
+        logits: where every part has one store, give the denominator's logits, too: with the sums of all entries that a
+            row attends to they tell how its attention falls on these, without a second reading of the keys.
         implementation: None: the kernel of the platform that the program is compiled for, for the parts that it can
             do, XLA for the others.
         config: of the kernel that it is made for; None: the default.
@@ -56,7 +57,9 @@ def weighted_decode_parts(
     """
     for part in parts:
         check(*part)
-    parts = [(rows, bounds_of_rows(entries, rows.shape[2])) for rows, entries in parts]
+        if logits and len(part) > 2:
+            raise ValueError(f"logits of {len(part) - 1} stores together; give each a part of its own")
+    parts = [(rows, *(bounds_of_rows(entries, rows.shape[2]) for entries in stores)) for rows, *stores in parts]
     settings: dict[str, Any] = {"interpret": interpret, "logits": logits}
     for_tpu = config if isinstance(config, mosaic_tpu.Config) else None
     for_gpu = config if isinstance(config, mosaic_gpu.GpuConfig) else None
@@ -77,8 +80,17 @@ def weighted_decode_parts(
     return dispatch_parts("weighted_decode", implementation, in_xla, kernels, *parts)
 
 
-def check(rows: Float[Array, "B H R D"], entries: Entries) -> None:
+def check(rows: Float[Array, "B H R D"], *stores: Entries) -> None:
     """Raises a ValueError where shapes do not fit."""
+    if not stores:
+        raise ValueError("there are rows and no entries; give one store at least")
+    for entries in stores:
+        _check_store(rows, entries)
+    if len({entries.key_dim if entries.value_dim is None else entries.value_dim for entries in stores}) > 1:
+        raise ValueError("values of stores that count as one differ in their dimensions")
+
+
+def _check_store(rows: Float[Array, "B H R D"], entries: Entries) -> None:
     batch, heads, count, head_dim = rows.shape
     slots = entries.keys.shape[2]
     wanted: dict[str, tuple[tuple[int, ...], ...]] = {

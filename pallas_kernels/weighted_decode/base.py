@@ -1,6 +1,7 @@
 """What all forms of the fused cluster-attention loop take and give."""
 
 import dataclasses
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -107,8 +108,21 @@ def occupied(entries: Entries) -> Occupied:
     return Occupied(start, stop, lowest, stop if stop.ndim == 1 else jnp.max(stop, axis=1))
 
 
+def merge_sums(*sums: Partials) -> Partials:
+    """From sums over the entries of several stores to those over all of them, without logits."""
+    if len(sums) == 1:
+        return sums[0]
+    peak = functools.reduce(jnp.maximum, (one.max for one in sums))
+    factors = [jnp.exp(one.max - peak) for one in sums]
+    num = sum(one.num * factor[..., None] for one, factor in zip(sums, factors, strict=True))
+    den = sum(one.den * factor for one, factor in zip(sums, factors, strict=True))
+    return Partials(peak, jnp.asarray(num), jnp.asarray(den))
+
+
 def merge_splits(sums: Partials) -> Partials:
     """From sums of every part of a head's slots [B, H, splits, ...] to one."""
+    if sums.max.shape[2] == 1:
+        return Partials(sums.max[:, :, 0], sums.num[:, :, 0], sums.den[:, :, 0])
     peak = jnp.max(sums.max, axis=2)
     factor = jnp.exp(sums.max - peak[:, :, None])
     return Partials(peak, jnp.sum(sums.num * factor[..., None], axis=2), jnp.sum(sums.den * factor, axis=2))

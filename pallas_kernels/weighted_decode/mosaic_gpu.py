@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -17,7 +18,15 @@ from jaxtyping import Array, Float
 from pallas_kernels import hopper
 from pallas_kernels.batching import fold_mapped_axes
 from pallas_kernels.dispatch import Unsuited
-from pallas_kernels.weighted_decode.base import EMPTY, Entries, Partials, merge_splits, occupied, refuse_unknown
+from pallas_kernels.weighted_decode.base import (
+    EMPTY,
+    Entries,
+    Partials,
+    merge_splits,
+    merge_sums,
+    occupied,
+    refuse_unknown,
+)
 from pallas_kernels.weighted_decode.reference import MANY_ROWS
 
 # Weights of slots, each an array [B, H, S] that is read where it is given.
@@ -45,8 +54,13 @@ class GpuConfig:
                 raise ValueError(f"{name}={value}; it must be None or at least 1")
 
 
-def check(rows: Float[Array, "B H R D"], entries: Entries, interpret: Any = False) -> None:
+def check(rows: Float[Array, "B H R D"], *stores: Entries, interpret: Any = False) -> None:
     """Raises a NotImplementedError for what the kernel cannot do, with the reason."""
+    for entries in stores:
+        _check_store(rows, entries, interpret)
+
+
+def _check_store(rows: Float[Array, "B H R D"], entries: Entries, interpret: Any) -> None:
     refuse_unknown(entries)
     if not interpret:
         hopper.check_device()
@@ -65,26 +79,29 @@ def check(rows: Float[Array, "B H R D"], entries: Entries, interpret: Any = Fals
 
 
 def weighted_decode(
-    parts: Sequence[tuple[Float[Array, "B H R D"], Entries]],
+    parts: Sequence[tuple[Any, ...]],
     config: GpuConfig | None = None,
     interpret: Any = False,
     *,
     logits: bool = False,
 ) -> list[Partials]:
-    """`reference.weighted_decode` of every part, in one pass over its occupied blocks of slots; parts that are stored
-    alike share a launch.
+    """`reference.weighted_decode` of every part (rows, *stores), in one pass over the occupied blocks of slots; stores
+    that are alike share a launch.
 
     Every kv head's rows share one read of its keys and values. Blocks outside the occupied range of a row of the batch
     are not read, and the splits share those inside evenly.
     """
     run = functools.partial(_launch, config=config or GpuConfig(), interpret=interpret, with_logits=logits)
-    launches: dict[Any, list[int]] = {}
-    for number, part in enumerate(parts):
-        launches.setdefault(_stored_as(*part), []).append(number)
-    found: dict[int, Partials] = {}
-    for numbers in launches.values():
-        found |= zip(numbers, fold_mapped_axes(run)(*(parts[number] for number in numbers)), strict=True)
-    return [found[number] for number in range(len(parts))]
+    launches: dict[Any, dict[int, list[Entries]]] = {}
+    for number, (rows, *stores) in enumerate(parts):
+        for entries in stores:
+            launches.setdefault(_stored_as(rows, entries), {}).setdefault(number, []).append(entries)
+    found: list[list[Partials]] = [[] for _ in parts]
+    for launch in launches.values():
+        given = [(parts[number][0], *stores) for number, stores in launch.items()]
+        for number, sums in zip(launch, fold_mapped_axes(run)(*given), strict=True):
+            found[number].append(sums)
+    return [merge_sums(*sums) for sums in found]
 
 
 def _stored_as(rows: Float[Array, "B H R D"], entries: Entries) -> Any:
@@ -131,11 +148,9 @@ class _Part(NamedTuple):
         return pl.cdiv(self.entries.keys.shape[2], hopper.SLOTS)
 
 
-def _launch(
-    *given: tuple[Float[Array, "B H R D"], Entries], config: GpuConfig, interpret: Any, with_logits: bool
-) -> list[Partials]:
-    """Programs for every split of every head of every part."""
-    parts = [_Part.of(rows, entries, with_logits) for rows, entries in given]
+def _launch(*given: tuple[Any, ...], config: GpuConfig, interpret: Any, with_logits: bool) -> list[Partials]:
+    """Programs for every split of every head of every store of every part."""
+    parts = [_Part.of(rows, entries, with_logits) for rows, *stores in given for entries in stores]
     batch, heads, count, head_dim = parts[0].rows.shape
     operands = hopper.Operands.of(parts[0].rows.dtype, parts[0].entries.keys.dtype)
     scratch_of = functools.partial(_scratch, parts, with_logits)
@@ -193,20 +208,28 @@ def _launch(
     peak, den, *rest = found
     num = rest.pop(0)[..., :count, :] if "num" in results else jnp.zeros((*peak.shape[:3], count, head_dim))
     all_sums = Partials(peak[..., :count], num, den[..., :count])
-    merged, first = [], 0
-    for part, of_part, (_, _, lowest, highest) in zip(parts, splits, ranges, strict=True):
-        own = jax.tree.map(lambda x, first=first, of_part=of_part: x[:, :, first : first + of_part], all_sums)
-        first += of_part
-        if "values" not in part.names:  # nobody wrote them
-            own = own._replace(num=jnp.zeros_like(own.num))
-        own = merge_splits(own)
-        if with_logits:
-            # Blocks that are not read are not written either.
-            slot = jnp.arange(part.entries.keys.shape[2], dtype=jnp.int32)
-            inside = ((slot >= lowest[:, None]) & (slot < highest[:, None]))[:, None, None]
-            own = own._replace(logits=jnp.where(inside, rest.pop(0)[:, :, :count, : len(slot)], EMPTY))
-        merged.append(own)
-    return merged
+    written = np.repeat(["values" in part.names for part in parts], splits)
+    if not written.all():
+        all_sums = all_sums._replace(num=jnp.where(written[:, None, None], all_sums.num, 0.0))
+    of_stores, first = [], 0
+    for of_part in splits:
+        own = slice(first, first := first + of_part)
+        of_stores.append(merge_splits(jax.tree.map(lambda x, own=own: x[:, :, own], all_sums)))
+    ahead = iter(of_stores)
+    merged = [merge_sums(*(next(ahead) for _ in stores)) for _, *stores in given]
+    if not with_logits:
+        return merged
+
+    def logits_of(part: _Part, lowest: Array, highest: Array, found: Array) -> Array:
+        # Blocks that are not read are not written either.
+        slot = jnp.arange(part.entries.keys.shape[2], dtype=jnp.int32)
+        inside = ((slot >= lowest[:, None]) & (slot < highest[:, None]))[:, None, None]
+        return jnp.where(inside, found[:, :, :count, : len(slot)], EMPTY)
+
+    return [
+        sums._replace(logits=logits_of(part, *of_part[2:], one))
+        for sums, part, of_part, one in zip(merged, parts, ranges, rest, strict=True)
+    ]
 
 
 def _arrays(part: _Part, start: Array, stop: Array, lowest: Array, highest: Array, operands: Any) -> dict[str, Array]:
@@ -241,7 +264,7 @@ def _scratch(parts: Sequence[_Part], with_logits: bool, stages: int) -> dict[str
     of_rows = plgpu.SMEM((hopper.ROWS,), jnp.float32)
     weights = {name: getattr(part.entries, name).dtype for part in parts for name in part.weights}
     scratch: dict[str, Any] = {
-        "rows": hopper.blocked((operands.row_parts, hopper.ROWS, head_dim), operands.dtype, columns),
+        **hopper.rows_scratch(rows.dtype, operands, head_dim, columns),
         "keys": ring(stored.keys),
         "peak": of_rows,
         "den": of_rows,
@@ -309,15 +332,12 @@ def _program(part: _Part, refs, scratch, place, split, splits, *, operands, stag
                 source = refs[name].at[batch, head, slots] if name in WEIGHTS else refs[name].at[batch, of_row]
                 plgpu.copy_gmem_to_smem(source, rings[name].at[stage], came.at[stage])
 
-    for number in range(operands.row_parts):
-        plgpu.copy_gmem_to_smem(
-            refs["rows"].at[batch, head, number], scratch["rows"].at[number, pl.ds(0, padded)], scratch["rows_came"]
-        )
+    hopper.fetch_rows(refs["rows"].at[batch, head], scratch)
     for early in range(stages):
         fetch(jnp.int32(early), *names)
     if "bounds" in refs:
         bounds = [hopper.load(refs["bounds"].at[batch, side], hopper.OF_ROWS, optimized=False) for side in (0, 1)]
-    plgpu.barrier_wait(scratch["rows_came"])
+    row_powers = hopper.await_rows(scratch)
 
     # A block that the matrix unit reads where it came to makes room for the next once it has been multiplied; what is
     # read in another way does so when that reading has been committed.
@@ -332,6 +352,8 @@ def _program(part: _Part, refs, scratch, place, split, splits, *, operands, stag
         scores = hopper.logits(scratch["rows"], keys, operands) * (head_dim**-0.5 * hopper.LOG2E)
         if operands.direct:
             fetch(number + stages, "keys")
+        if row_powers is not None:
+            scores = scores * hopper.of_rows(row_powers, in_two)
 
         given = {name: hopper.load(rings[name].at[stage], hopper.OF_SLOTS).astype(jnp.float32) for name in weights}
         if "key_scale" in given:
@@ -358,8 +380,7 @@ def _program(part: _Part, refs, scratch, place, split, splits, *, operands, stag
         if "values" in names:
             if "value_scale" in given:
                 weight = weight * hopper.of_slots(given["value_scale"], in_two)
-            for of_rows, part_of_weight in enumerate(hopper.parts(weight, operands.row_parts, operands.dtype)):
-                scratch["weights"][of_rows] = part_of_weight
+            powers = hopper.put_weights(scratch["weights"], weight, operands)
             plgpu.barrier_wait(scratch["values_came"].at[stage])
             values = hopper.as_operands(rings["values"].at[stage], scratch.get("operands"), operands, bits["values"])
         plgpu.commit_smem()
@@ -371,7 +392,7 @@ def _program(part: _Part, refs, scratch, place, split, splits, *, operands, stag
             )
         num = before.num
         if "values" in names:
-            num = hopper.add_values(num, fade, scratch["weights"], values, operands)
+            num = hopper.add_values(num, fade, scratch["weights"], values, operands, powers)
             if operands.direct:
                 fetch(number + stages, "values")
         return hopper.Running(peak, den, num)

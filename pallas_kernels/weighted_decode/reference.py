@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import packing
-from pallas_kernels.weighted_decode.base import EMPTY, Entries, Partials, compute_type, occupied
+from pallas_kernels.weighted_decode.base import EMPTY, Entries, Partials, compute_type, merge_sums, occupied
 
 # Slots per block of the sum over values. Stores that can choose have a multiple of it.
 SLOT_BLOCK = 64
@@ -23,14 +23,17 @@ MANY_ROWS = 64
 WIDENED = 2**18
 
 
-def weighted_decode(rows: Float[Array, "B H R D"], entries: Entries, *, logits: bool = False) -> Partials:
-    """Both sums of attention over the entries, accumulated in float32: with l = rows . keys / sqrt(D),
+def weighted_decode(rows: Float[Array, "B H R D"], *stores: Entries, logits: bool = False) -> Partials:
+    """Both sums of attention over the entries of all stores, accumulated in float32: with l = rows . keys / sqrt(D),
     num = sum_s exp(l_s + log_num_s - max) value_s and den = sum_s exp(l_s + log_den_s - max); where there is a
     `logit_cap`, l is capped first.
 
     Args:
-        logits: give l + log_den, too.
+        logits: give l + log_den, too, of one store.
     """
+    if len(stores) > 1:
+        return merge_sums(*(weighted_decode(rows, entries) for entries in stores))
+    (entries,) = stores
     if rows.shape[2] >= MANY_ROWS:
         return _by_row(rows, entries, logits)
     narrow = entries.keys.dtype.itemsize == 1

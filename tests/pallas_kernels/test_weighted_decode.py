@@ -247,6 +247,69 @@ def check_logits(logits, rows, entries):
         assert (np.asarray(logits)[outside] <= EMPTY / 2).all()
 
 
+# What one query reads: large and small, with and without weights, of several types, feeding both sums or one.
+STORES = (
+    {"slots": 304, "fields": ("log_num",), "stop": [0, 264]},
+    {"slots": 68, "start": [3, 0], "stop": [[60], [0]]},
+    {"slots": 64, "feeds": "denominator", "fields": ("log_num", "log_den"), "scale": 2.0},
+    {"slots": 136, "dtype": "int8", "fields": ("key_scale", "value_scale"), "start": [[0, 130, 9, 7], [5, 5, 5, 5]]},
+    {"slots": 8, "feeds": "numerator"},
+)
+
+
+def make_stores(of=STORES, **sizes):
+    """Rows, and entries of several stores."""
+    parts = []
+    for seed, given in enumerate(of):
+        bounds = {name: jnp.array(given[name], jnp.int32) for name in ("start", "stop") if name in given}
+        parts.append(make(seed, **{**given, **bounds, **sizes}))
+    return parts[0][0], [entries for _, entries in parts]
+
+
+def compare_together(found, rows, stores, tolerance):
+    """Against sums over all stores' entries, relative to one maximum."""
+    peaks, nums, dens = zip(*(expected(rows, entries) for entries in stores), strict=True)
+    peak = np.max(peaks, axis=0)
+    factors = [np.exp(np.where(np.isfinite(one), one - peak, -np.inf)) for one in peaks]
+    num = sum(num * factor[..., None] for num, factor in zip(nums, factors, strict=True))
+    den = sum(den * factor for den, factor in zip(dens, factors, strict=True))
+    shift = np.exp(np.asarray(found.max, np.float64) - peak)
+    for mine, true in ((np.asarray(found.num) * shift[..., None], num), (np.asarray(found.den) * shift, den)):
+        assert np.abs(mine - true).max() <= tolerance * np.abs(num).max()
+
+
+@every_form
+@pytest.mark.parametrize("of", [STORES, STORES[::-1], STORES[1:2]], ids=["in order", "backwards", "one"])
+def test_entries_of_several_stores_count_as_one(form, of):
+    rows, stores = make_stores(of)
+    if len(of) == 1:
+        compare(run(rows, stores[0], form), rows, stores[0], 2e-6)
+        return
+    together = jax.jit(lambda rows, *stores: weighted_decode(rows, *stores, **FORMS[form]))
+    compare_together(together(rows, *stores), rows, stores, 2e-6)
+    text = str(together.trace(rows, *stores).jaxpr)
+    assert text.count("pallas_call[") == (0 if form in ("xla", "device") else 1)
+
+
+def test_several_stores_have_no_logits_together_and_values_of_one_size():
+    rows, stores = make_stores(STORES[:2])
+    with pytest.raises(ValueError, match="logits of 2 stores together"):
+        weighted_decode(rows, *stores, logits=True)
+    with pytest.raises(ValueError, match="one store at least"):
+        weighted_decode(rows)
+    wider = dataclasses.replace(stores[1], values=jnp.tile(stores[1].values, 2))
+    with pytest.raises(ValueError, match="differ in their dimensions"):
+        weighted_decode(rows, stores[0], wider)
+
+
+def test_each_store_s_occupied_blocks_are_fetched_once():
+    rows, stores = make_stores(({"slots": 1024, "stop": [600, 1024]}, {"slots": 64}), head_dim=128)
+    call = functools.partial(weighted_decode, implementation="mosaic_tpu", config=SMALL, interpret=True)
+    found = traffic.moved(call, rows, *stores, run=False)
+    least = 2 * (640 + 1024 + 2 * 64) * 2 * 128 * 4 + rows.nbytes + 4 * 2 * 2 * 4 * (128 + 2)
+    assert least <= found.total <= 1.05 * least
+
+
 @quick_form
 def test_extreme_logits_neither_overflow_nor_vanish(form):
     # Norms near 200: logits of some thousands either way.
@@ -340,6 +403,35 @@ def test_the_kernel_for_gpus(case):
     compare(found, rows, entries, 2e-3 if "scale" in given else TOLERANCE[given.get("dtype", "float32")])
     if "logits" in settings:
         check_logits(found.logits, rows, entries)
+
+
+@needs_gpu_interpreter
+@pytest.mark.parametrize("splits", [2, None])
+def test_the_kernel_for_gpus_reads_several_stores_in_a_launch_for_each_kind(splits):
+    rows, stores = make_stores(STORES[:4], heads=2)
+    stores[0] = dataclasses.replace(stores[0], stop=jnp.array([1, 264]))
+    interpreter = plgpu.InterpretGPUParams(detect_races=True)
+    options = {"implementation": "mosaic_gpu", "config": GpuConfig(stages=2, splits=splits), "interpret": interpreter}
+    together = jax.jit(lambda rows, *stores: weighted_decode(rows, *stores, **options))
+    traced = together.trace(rows, *stores).jaxpr
+    assert sum(one.primitive.name == "mpmd_map" for one in equations(traced.jaxpr)) == 2
+    compare_together(together(rows, *stores), rows, stores, 2e-6)
+
+
+@needs_gpu_interpreter
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
+def test_the_kernel_for_gpus_multiplies_narrow_floats_in_float16_whatever_their_scales(dtype, size):
+    rows, entries = make(batch=1, heads=1, slots=136, dtype=dtype, fields=("log_num", "key_scale", "value_scale"))
+    # Queries and scales are far out of float16's range, logits and the sums' proportions are not.
+    spread = jnp.asarray(10.0 ** np.random.default_rng(1).uniform(-3, 3, entries.value_scale.shape), jnp.float32)
+    rows = (rows * size).astype(jnp.bfloat16)
+    entries = dataclasses.replace(entries, key_scale=entries.key_scale / size, value_scale=spread * size)
+    found = jax.jit(run_for_gpu)(rows, entries)
+    peak, num, den = expected(rows, entries)
+    shift = np.exp(np.asarray(found.max, np.float64) - peak)
+    np.testing.assert_allclose(np.asarray(found.den) * shift, den, rtol=2e-6)
+    assert np.abs(np.asarray(found.num) * shift[..., None] - num).max() <= 5e-4 * np.abs(num).max()
 
 
 # Segments of a cache: large and small, with and without weights, of rows of their own, one of another type.
