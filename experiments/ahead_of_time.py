@@ -16,7 +16,6 @@ writes an array half as large as a layer's largest buffer, or needs as much memo
 block.
 """
 
-import contextlib
 import dataclasses
 import importlib.util
 import pathlib
@@ -49,7 +48,7 @@ TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 # What XLA needs to know of a GPU that is not here.
 GPUS = {"h200": pathlib.Path(__file__).parent / "targets" / "h200.txtpb"}
 # Their benchmarks say at which shapes.
-OPS = ("weighted_decode", "cluster_recall", "k_means", "soft_match", "balanced_walk")
+OPS = ("weighted_decode", "cluster_recall", "best_parts", "k_means", "soft_match", "balanced_walk")
 DECODING_OPS = ("weighted_decode", "cluster_recall")
 VOCABULARY = 128  # small: what is as large as a cache shall be one
 COLUMNS = ("compile_seconds", "argument_bytes", "kernels", "launches_per_layer")
@@ -93,10 +92,8 @@ def run(options: Options) -> list[Row]:
     done: list[Row] = []
     for device in options.device:
         sharding = on_device(device)
-        # Kernels for GPUs ask what they are lowered for.
-        with (
-            jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh) if device in GPUS else contextlib.nullcontext()
-        ):
+        # Kernels ask what they are lowered for.
+        with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
             programs = [
                 *kernel_programs(options, sharding, device),
                 *prefill_programs(options, sharding, device),

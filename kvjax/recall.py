@@ -4,9 +4,8 @@ Selection looks at an index only, never at the stored entries, so that these may
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -183,120 +182,6 @@ def attend_blocks(
         center = jnp.repeat(store.center, heads // store.center.shape[1], axis=1)
         sums = around(sums._replace(num=storage.turned_back(sums.num)), own, center)
     return merge_over_parts(by_token(sums, tokens=1))
-
-
-COMPARED = 2048  # parts that a device compares, each with each, sooner than it sorts them
-
-
-class Ranked(NamedTuple):
-    """Which blocks hold the best parts of a store up to a budget, and how much of every part they are."""
-
-    block: Int[Array, "K"]  # int32
-    tokens: Int[Array, "K"]  # int32, how many are read of each; 0 where none
-    taken: Int[Array, "C"]  # int32 tokens that are read of each part
-
-
-def best_parts(
-    score: Float[Array, "C"],
-    size: Int[Array, "C"],
-    first: Int[Array, "C"],
-    *,
-    tokens: int,
-    blocks: int,
-    places: int,
-    skip: Int[Array, ""] | int | None = None,
-) -> Ranked:
-    """Whole parts (clusters, pages) in descending order of score, the last one cut so as to end exactly at the budget.
-
-    Of equal scores the part with the lower number comes first; a part that is cut keeps its first tokens. Parts of size
-    0 are passed over.
-
-    Args:
-        size: tokens of each part.
-        first: block where it begins; its tokens fill that one and the following ones without gaps.
-        tokens: the budget.
-        blocks: K, as many blocks as are read at most: parts that leave much of their blocks empty may use them up
-            before the tokens of the budget.
-        skip: leaves out so many first blocks, which were read before; `taken` counts their tokens, too.
-    """
-    sizes: Mapping[str, Any] = {"tokens": tokens, "blocks": blocks, "places": places, "skipping": skip is not None}
-    given = (score, size, first, 0 if skip is None else skip)
-    sort: Callable[..., Ranked] = functools.partial(parts_by_sorting, **sizes)
-    compare: Callable[..., Ranked] = functools.partial(parts_by_comparing, **sizes)
-    if not 0 < score.shape[0] <= COMPARED:
-        return sort(*given)
-    return jax.lax.platform_dependent(*given, default=sort, tpu=compare, cuda=compare)
-
-
-def parts_by_sorting(
-    score: Float[Array, "C"],
-    size: Int[Array, "C"],
-    first: Int[Array, "C"],
-    skip: Int[Array, ""] | int,
-    *,
-    tokens: int,
-    blocks: int,
-    places: int,
-    skipping: bool,
-) -> Ranked:
-    """`best_parts` by the order of the scores: little work, and a dozen launches on a GPU."""
-    parts = score.shape[0] if skipping else min(score.shape[0], blocks)
-    if not parts:
-        return Ranked(jnp.zeros(blocks, jnp.int32), jnp.zeros(blocks, jnp.int32), jnp.zeros_like(size))
-    # Each part that is taken takes at least one block, so no more than K parts matter.
-    _, order = jax.lax.top_k(jnp.where(size > 0, score, -jnp.inf), parts)
-    sizes = size[order]
-    taken = jnp.clip(tokens - (jnp.cumsum(sizes) - sizes), 0, sizes)
-    needed = -(-taken // places)
-    needed = jnp.clip(skip + blocks - (jnp.cumsum(needed) - needed), 0, needed)
-    taken = jnp.minimum(taken, needed * places)
-    end = jnp.cumsum(needed)
-
-    slot = skip + jnp.arange(blocks, dtype=jnp.int32)
-    part = jnp.sum(end <= slot[:, None], axis=1)
-    used = part < parts
-    part = jnp.minimum(part, parts - 1)
-    place = slot - (end - needed)[part]
-    count = jnp.where(used, jnp.clip(taken[part] - places * place, 0, places), 0)
-    block = jnp.where(used, first[order][part] + place, 0)
-    return Ranked(block, count, jnp.zeros_like(size).at[order].set(taken))
-
-
-def parts_by_comparing(
-    score: Float[Array, "C"],
-    size: Int[Array, "C"],
-    first: Int[Array, "C"],
-    skip: Int[Array, ""] | int,
-    *,
-    tokens: int,
-    blocks: int,
-    places: int,
-    skipping: bool,
-) -> Ranked:
-    """`best_parts` by comparing every part with every other: sums that a GPU or a TPU has in three passes, without a
-    sort, a scatter or a gather."""
-    del skipping
-    score = jnp.where((size > 0) & (score == score), score, -jnp.inf)
-    number = jnp.arange(score.shape[0], dtype=jnp.int32)
-
-    def of_better(x: Int[Array, "C"]) -> Int[Array, "C"]:
-        """The sum over all that come before each part."""
-        # Compared anew for each sum: comparisons that are kept for both would fill memory.
-        own, x = jax.lax.optimization_barrier((score, x))
-        before = (own[None] > own[:, None]) | ((own[None] == own[:, None]) & (number[None] < number[:, None]))
-        return jnp.sum(jnp.where(before, x[None], 0), axis=1, dtype=jnp.int32)
-
-    taken = jnp.clip(tokens - of_better(size), 0, size)
-    needed = -(-taken // places)
-    begin = of_better(needed)
-    needed = jnp.clip(skip + blocks - begin, 0, needed)
-    taken = jnp.minimum(taken, needed * places)
-
-    slot = skip + jnp.arange(blocks, dtype=jnp.int32)
-    place = slot[:, None] - begin
-    fills = (place >= 0) & (place < needed)
-    of_part = lambda x: jnp.sum(jnp.where(fills, x, 0), axis=1, dtype=jnp.int32)  # noqa: E731
-    return Ranked(of_part(first + place), of_part(jnp.clip(taken - places * place, 0, places)), taken)
 
 
 def blocks_of(tokens: int, parts: int, places: int) -> int:

@@ -112,7 +112,12 @@ def _say(op: str, kernel: str, reason: NotImplementedError | None) -> None:
 _say_once = functools.cache(logging.getLogger(__name__).warning)
 
 
+def target() -> Any:
+    """The device that programs are compiled for: that of the mesh in use (`jax.sharding.use_abstract_mesh`), where it
+    names one, and otherwise this process's own. Of either, `platform` and `device_kind`."""
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.local_devices()[0]
+
+
 def tensor_cores() -> int:
-    """How many cores share a program on this process's TPUs: two on v4 and v5p, one on others. Programs that are
-    compiled ahead of time, where there is no TPU, are cut for one."""
-    return 2 if jax.devices()[0].device_kind in ("TPU v4", "TPU v5", "TPU v5p") else 1
+    """How many cores share a program on the target: two on TPUs v4 and v5p, one on others."""
+    return 2 if target().device_kind in ("TPU v4", "TPU v5", "TPU v5p") else 1

@@ -15,6 +15,7 @@ exactly and sums in float32; what products of the smallest leave out is below fl
 import importlib.util
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,8 +27,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import packing
+from pallas_kernels.dispatch import target
 from pallas_kernels.weighted_decode.base import EMPTY, Feeds, compute_type
 
+# Kinds of device: a device that is not here tells no more of itself than its kind.
+HOPPER = re.compile(r"\bG?H(100|200|800|20)\b")
 ROWS = 64
 # Slots of a step: registers hold a block, to be converted, by 64 rows.
 SLOTS = 64
@@ -118,14 +122,13 @@ def operand_columns(head_dim: int, *bits: int | None) -> int:
 
 
 def check_device() -> None:
-    """Raises a NotImplementedError, with the reason, where no program of this process is compiled for a Hopper GPU.
-    With JAX's CUDA compiler but no GPU, it is compiled ahead of time, for a GPU that can be told only then."""
+    """Raises a NotImplementedError, with the reason, where programs are not compiled for a Hopper GPU. With JAX's CUDA
+    compiler but no GPU, nor a mesh of one, they are compiled ahead of time, for a GPU that can be told only then."""
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         raise NotImplementedError("JAX's CUDA compiler (jax_cuda13_plugin) is not installed")
-    for device in jax.local_devices() if jax.default_backend() == "gpu" else ():
-        capability = getattr(device, "compute_capability", None)
-        if capability is None or not 9 <= float(capability) < 10:
-            raise NotImplementedError(f"{device.device_kind}: only Hopper (9.0) has the matrix unit of these kernels")
+    device = target()
+    if device.platform == "gpu" and not HOPPER.search(device.device_kind):
+        raise NotImplementedError(f"{device.device_kind}: only Hopper (9.0) has the matrix unit of these kernels")
 
 
 def blocked(shape: Sequence[int], dtype: Any, swizzled_as: int | None = None) -> Any:
@@ -371,9 +374,10 @@ def cost(**estimate: int) -> dict[str, Any]:
 
 
 def _multiprocessors() -> int:
-    """Of this process's GPU; of an H200 where it has none."""
-    device = jax.local_devices()[0]
-    return getattr(device, "core_count", 132) if device.platform == "gpu" else 132
+    """Of the target, or of an H200 where it does not tell."""
+    device = target()
+    told = [getattr(device, name, None) for name in ("core_count", "num_cores")] if device.platform == "gpu" else []
+    return next((number for number in told if number), 132)
 
 
 def even_splits(heads: int, blocks: Sequence[int], places: int) -> list[int]:

@@ -13,11 +13,12 @@ from jaxtyping import Array, Float, Int
 from kvjax import window as windows
 from kvjax.per_head import per_head
 from kvjax.policy import Policy, check_settings
-from kvjax.recall import NOWHERE, BlockStore, arrange, best_parts, init_store, put, put_blocks, wait_and_file
+from kvjax.recall import NOWHERE, BlockStore, arrange, init_store, put, put_blocks, wait_and_file
 from kvjax.segment import Choice, Recalled
 from kvjax.state import fault, index, stacked, state
 from kvjax.structures.clusters import group_score
 from kvjax.window import Window, init_window
+from pallas_kernels.best_parts import best_parts
 
 PAGE = 16  # tokens
 LEAST_PAGES = 3  # that a query reads

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.per_head import per_head
-from kvjax.recall import BlockStore, arrange, best_parts, put, put_blocks
+from kvjax.recall import BlockStore, arrange, put, put_blocks
 from kvjax.segment import Choice, Segment
 from kvjax.state import state
+from pallas_kernels.best_parts import best_parts
 from pallas_kernels.k_means import cluster_sums
 
 

@@ -1,0 +1,63 @@
+"""`best_parts` on whatever the program runs on."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.best_parts import mosaic_tpu, reference
+from pallas_kernels.best_parts.base import Ranked
+
+Implementation = Literal["sorting", "comparing", "mosaic_tpu"]
+COMPARED = 2048  # parts that a device compares, each with each, sooner than it sorts them
+
+
+def best_parts(
+    score: Float[Array, "C"],
+    size: Int[Array, "C"],
+    first: Int[Array, "C"],
+    *,
+    tokens: int,
+    blocks: int,
+    places: int,
+    skip: Int[Array, ""] | int | None = None,
+    implementation: Implementation | None = None,
+    interpret: Any = False,
+) -> Ranked:
+    """Whole parts (clusters, pages) in descending order of score, the last one cut so as to end exactly at the budget.
+
+    Of equal scores the part with the lower number comes first; a part that is cut keeps its first tokens. Parts of size
+    0 are passed over.
+
+    Args:
+        size: tokens of each part.
+        first: block where it begins; its tokens fill that one and the following ones without gaps.
+        tokens: the budget.
+        blocks: K, as many blocks as are read at most: parts that leave much of their blocks empty may use them up
+            before the tokens of the budget.
+        places: tokens of a block.
+        skip: leaves out so many first blocks, which were read before; `taken` counts their tokens, too.
+        implementation: None: the kernel on a TPU, where it can do this; elsewhere on devices up to `COMPARED` parts by
+            comparing them, on a CPU by sorting.
+        interpret: of the kernel, as `pallas_call` takes it.
+
+    Raises:
+        NotImplementedError: where the implementation that was asked for cannot do this, with the reason.
+    """
+    sizes: dict[str, Any] = {"tokens": tokens, "blocks": blocks, "places": places}
+    given = (score, size, first) if skip is None else (score, size, first, skip)
+    forms: dict[str, Callable[..., Ranked]] = {
+        "sorting": functools.partial(reference.by_sorting, **sizes),
+        "comparing": functools.partial(reference.by_comparing, **sizes),
+        "mosaic_tpu": functools.partial(mosaic_tpu.best_parts, **sizes, interpret=interpret),
+    }
+    if implementation == "mosaic_tpu":
+        mosaic_tpu.check(*given, **sizes)
+    if implementation is not None:
+        return forms[implementation](*given)
+    on_gpu = on_tpu = forms["comparing" if 0 < score.shape[0] <= COMPARED else "sorting"]
+    if mosaic_tpu.can(*given, **sizes):
+        on_tpu = forms["mosaic_tpu"]
+    return jax.lax.platform_dependent(*given, default=forms["sorting"], tpu=on_tpu, cuda=on_gpu)
