@@ -17,6 +17,9 @@ from kvjax.segment import Segment
 from kvjax.spec import CacheSpec
 from kvjax.state import entries, state, static
 
+# TPUs lay out stores of another number of slots as no kernel reads them, and copy them at every step.
+TILE = 8
+
 
 @state
 class Ranked:
@@ -40,11 +43,11 @@ class Selection(Policy[Ranked]):
         budget: slots per head, of the prompt and of what comes later.
         sinks: first tokens, which are never dropped.
         recent: last tokens of the prompt, which rank right behind the sinks.
-        beside: (what published selections count) later tokens stand beside the budget, in `spec.max_new` more slots,
-            all counted as bytes.
-        shares: of every layer, how many times the budget it has, but no less than `least_budget`: as many slots in all
-            where their mean is 1. None: all have the same. What layers need differs far more than what texts of one
-            kind do (`experiments.calibrate_layers` shows it).
+        beside: (what published selections count) later tokens stand beside the budget, in `spec.max_new` more slots
+            (up to seven more than that, see `TILE`), all counted as bytes.
+        shares: of every layer, how many times the budget it has, in whole tiles, but no less than `least_budget`: as
+            many slots in all where their mean is 1, but for that. None: all have the same. What layers need differs far
+            more than what texts of one kind do (`experiments.calibrate_layers` shows it).
         compact_every: tokens between compactions. It changes no result but that until then new tokens are read beside
             all kept ones.
     """
@@ -79,7 +82,7 @@ class Selection(Policy[Ranked]):
             return self
         if len(self.shares) != spec.layers:
             raise ValueError(f"shares={self.shares} are {len(self.shares)}; the model has {spec.layers} layers")
-        budget = max(round(self.budget * self.shares[spec.layer]), self.least_budget)
+        budget = max(TILE * round(self.budget * self.shares[spec.layer] / TILE), self.least_budget)
         # No layer has more slots than tokens can come: what is left to it is the other layers', when bytes are fitted.
         budget = min(budget, spec.capacity)
         return dataclasses.replace(self, budget=budget, shares=None)
@@ -98,8 +101,8 @@ class Selection(Policy[Ranked]):
         return jnp.where(position < length, score, -jnp.inf)
 
     def slots(self, spec: CacheSpec) -> int:
-        """Slots per head."""
-        return self.budget + (spec.max_new if self.beside else 0)
+        """Slots per head; whole tiles, where it is later tokens that have them."""
+        return -(-(self.budget + spec.max_new) // TILE) * TILE if self.beside else self.budget
 
     def init(self, spec, row_keys) -> Ranked:
         first = min(self.sinks + self.recent, self.slots(spec))

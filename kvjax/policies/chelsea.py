@@ -115,12 +115,14 @@ class Chelsea(Policy[Merged]):
         slots = self.budget - self.sinks - self.recent
         shape, dims = (spec.batch, spec.kv_heads), (spec.value_width, spec.head_dim)
         sloped = self.slope == "pooled" and self.joins == "mean"
+        # Tokens that are dropped leave no mean to be rounded.
+        rest = (lambda shape: None) if self.joins == "drop" else functools.partial(means.init_rest, spec)
         return Merged(
             window=init_window(spec, self.sinks, self.recent),
             keys=jnp.zeros((*shape, slots, spec.head_dim), spec.dtype),
             values=jnp.zeros((*shape, slots, spec.value_width), spec.dtype),
-            key_rest=means.init_rest(spec, (*shape, slots, spec.head_dim)),
-            value_rest=means.init_rest(spec, (*shape, slots, spec.value_width)),
+            key_rest=rest((*shape, slots, spec.head_dim)),
+            value_rest=rest((*shape, slots, spec.value_width)),
             degree=jnp.zeros((*shape, slots), jnp.int32),
             count=jnp.zeros(spec.batch, jnp.int32),
             log_weight=jnp.zeros((*shape, slots)),

@@ -66,8 +66,11 @@ def _forms(shape: Shape) -> Mapping[str, benchmarking.Form]:
     score, size, _ = shape.arguments(array)
     needed = -(-size // shape.places)
     arguments = score, size, jnp.cumsum(needed, axis=-1) - needed
-    of_xla = {name: shape.function(implementation=name) for name in ("sorting", "comparing")}
-    named = {"kvjax": shape.function(), **{f"xla, {name}": form for name, form in of_xla.items()}}
+    named = {
+        "kvjax": shape.function(),
+        "xla": shape.function(implementation="sorting"),
+        "xla, comparing": shape.function(implementation="comparing"),
+    }
     return {name: benchmarking.Form(form, arguments) for name, form in named.items()}
 
 

@@ -207,7 +207,7 @@ def expected_bytes(name, spec, budget, compact_every, sinks, recent):
     int32 (offset, count, first, overflow, past, reused, faulty), and what the policy keeps beside keys and values."""
     itemsize, heads = jnp.dtype(spec.dtype).itemsize, spec.kv_heads
     slots = EXACT_SLOTS if name == "exact" else sinks + recent if name.startswith("subgen") else budget
-    slots += spec.max_new if name in BESIDE else 0
+    slots = -(-(slots + spec.max_new) // 8) * 8 if name in BESIDE else slots
     # Halved once to 7 of 30, and all that may come; trees of 3 bins of 11 slots.
     slots = {"balancekv_reference": sinks + recent + 7 + spec.max_new, "balancekv_paper": sinks + recent}.get(
         name, slots
@@ -306,7 +306,7 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
     if name.startswith("h2o"):  # sums of every slot
         beside = KV_HEADS * 4 * (20 + 8)
     if name in ("leverage_scores", *SCORED, *BESIDE):
-        slots, beside = slots + (NEW if name in BESIDE else 0), -4
+        slots, beside = -(-(slots + NEW) // 8) * 8 if name in BESIDE else slots, -4
     if name == "ada_kv":  # a head's slots begin and end where they do
         beside = 8 * KV_HEADS - 8
     if name == "balancekv_pairs":  # half the slots are a tree's, with log-weights

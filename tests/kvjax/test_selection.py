@@ -452,7 +452,7 @@ def test_layers_have_their_shares_of_the_budget():
     # Fitted to bytes, on the average of all layers.
     shared = kvjax.fit_bytes(lambda budget: LeverageScores(budget, shares=(0.5, 1.5)), make_spec(layers=2), 60_000)
     alike = kvjax.fit_bytes(LeverageScores, make_spec(layers=2), 60_000)
-    assert abs(shared.budget - alike.budget) <= 1
+    assert abs(shared.budget - alike.budget) <= 8  # whole tiles of slots
     # The smallest layer must have room, too.
     assert kvjax.fit_bytes(lambda budget: LeverageScores(budget, shares=(1.8, 0.2)), make_spec(layers=2), 64_000)
     with pytest.raises(ValueError, match="are 3; the model has 2 layers"):
