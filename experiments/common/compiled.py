@@ -15,8 +15,10 @@ _ENTERED = re.compile(r"(?:body|condition|to_apply)=%?([\w.\-]+)")
 _NAMES = {"parameter", "get-tuple-element", "bitcast", "while", "conditional", "call", "optimization-barrier"}
 _BODY = re.compile(r"body=%?([\w.\-]+)")
 _NOTHING = {"tuple", "constant", "after-all", "partition-id"}
-# On TPUs memory space 1 is on chip, where the compiler puts what it reads ahead.
-_ON_CHIP = "S(1)"
+# On TPUs memory space 1 is on chip, where the compiler puts what it reads ahead, and 6 the scalar core's.
+_ON_CHIP, _SCALARS = "S(1)", "S(6)"
+# Copies that run beside everything else.
+_AHEAD = {"copy-start", "slice-start", "copy-done", "slice-done"}
 
 
 class Written(NamedTuple):
@@ -72,7 +74,8 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 def launches(text: str) -> int:
     """What one turn of a program's longest loop starts: fusions, copies, products and kernels, each a launch on a GPU.
-    What stands inside a fusion, a branch or an inner loop is not counted.
+    What stands inside a fusion, a branch or an inner loop is not counted; nor is, on a TPU, what its scalar core does
+    and what is copied on chip ahead.
 
     Args:
         text: of a compiled program, as `jax.stages.Compiled.as_text` gives it.
@@ -80,8 +83,8 @@ def launches(text: str) -> int:
     bodies, _ = _computations(text)
     turns = [bodies[name] for line in text.splitlines() if " while(" in line for name in _BODY.findall(line)]
     longest: list[str] = max(turns, key=len, default=[])
-    opcodes = [match[5] for line in longest if (match := _INSTRUCTION.match(line))]
-    return sum(opcode not in _NAMES | _NOTHING for opcode in opcodes)
+    started = [match for line in longest if (match := _INSTRUCTION.match(line))]
+    return sum(one[5] not in _NAMES | _NOTHING | _AHEAD and _SCALARS not in (one[4] or "") for one in started)
 
 
 class Collective(NamedTuple):
