@@ -116,10 +116,10 @@ def attend_and_see(
         partials = jax.tree.map(put, partials, kept)
         recalls.append(recall)
     masses: list[Any] = [None] * len(shown)
-    if real is not None and observes:  # of the segments that the policy shows, which come first
+    if observes:  # of the segments that the policy shows, which come first
         masses = [
-            _mass(query, segment, sum_.logits, partials, real, kv_heads)
-            for segment, sum_, _ in zip(segments, sums, shown, strict=False)
+            None if real is None or sum_.logits is None else _mass(query, part, sum_.logits, partials, real, kv_heads)
+            for part, sum_, _ in zip(segments, sums, shown, strict=False)
         ]
     of_segments, of_recalled = iter(masses), iter(recalls)
     return partials, map_parts(lambda part: next(of_segments if isinstance(part, Segment) else of_recalled), reading)
@@ -167,8 +167,8 @@ def _read_as_one(segments: Sequence[Segment], kv_heads: int) -> list[tuple[Segme
         return bare and segment.keys.shape[1] == kv_heads and not (segment.in_parts and are_shared())
 
     together = tuple(segment for segment in segments if is_plain(segment))
-    apart = [(segment,) for segment in segments if not is_plain(segment)]
-    return [together, *apart] if together else apart
+    groups = [together] if together else []
+    return [*groups, *((segment,) for segment in segments if not is_plain(segment))]
 
 
 # What is done to the queries of a segment, or to its sums.

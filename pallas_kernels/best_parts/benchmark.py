@@ -36,7 +36,7 @@ class Shape(NamedTuple):
 
     def function(self, **options: Any) -> Callable[..., Any]:
         """The op on all heads."""
-        sizes = {"tokens": self.tokens, "blocks": self.blocks, "places": self.places}
+        sizes: dict[str, Any] = {"tokens": self.tokens, "blocks": self.blocks, "places": self.places}
         return jax.vmap(jax.vmap(functools.partial(best_parts, **sizes, **options)))
 
 

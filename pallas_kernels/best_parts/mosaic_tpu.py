@@ -142,12 +142,14 @@ def _kernel(
         """Adds what so many parts have in each slot, of which one fills it."""
         lanes = pl.ds(pl.multiple_of(number * LANES, LANES), LANES)
         begin, end, base, left = (ref[:, lanes].T for ref in of_parts)
-        found = []
+        bases: list[Array] = []
+        lefts: list[Array] = []
         for head in range(HEADS):
             own = slice(head, head + 1)
             fills = (slot >= begin[:, own]) & (slot < end[:, own])
-            found.append([jnp.sum(jnp.where(fills, x[:, own], 0.0), axis=0, keepdims=True) for x in (base, left)])
-        return tuple(x + jnp.concatenate(more, axis=0) for x, more in zip(sums, zip(*found, strict=True), strict=True))
+            for found, x in ((bases, base), (lefts, left)):
+                found.append(jnp.sum(jnp.where(fills, x[:, own], 0.0), axis=0, keepdims=True))
+        return sums[0] + jnp.concatenate(bases, axis=0), sums[1] + jnp.concatenate(lefts, axis=0)
 
     none = jnp.zeros((HEADS, slot.shape[1]), jnp.float32)
     base, left = jax.lax.fori_loop(0, key.shape[1] // LANES, with_parts, (none, none))
