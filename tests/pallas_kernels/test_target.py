@@ -1,0 +1,53 @@
+"""Kernels go by the device that a program is compiled for."""
+
+import importlib.util
+
+import jax
+import pytest
+
+from pallas_kernels import dispatch, hopper
+
+
+def mesh_of(kind, cores, platform):
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform=platform)
+    return jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+
+
+@pytest.mark.parametrize("kind, cores", [("TPU v5 lite", 1), ("TPU v5", 2), ("TPU v6 lite", 1), ("TPU v4", 2)])
+def test_a_program_is_cut_for_the_cores_of_its_target(kind, cores):
+    with jax.sharding.use_abstract_mesh(mesh_of(kind, cores, "tpu")):
+        assert dispatch.tensor_cores() == cores
+    assert dispatch.target() == jax.local_devices()[0]
+
+
+@pytest.mark.parametrize(
+    "kind, able",
+    [
+        ("NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA H200 141GB HBM3e", True),
+        ("NVIDIA GH200 480GB", True),
+        ("NVIDIA H20", True),
+        ("NVIDIA B200", False),
+        ("NVIDIA A100-SXM4-80GB", False),
+        ("NVIDIA L4", False),
+    ],
+)
+def test_only_programs_for_hopper_take_its_kernels(kind, able, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # as where the compiler is installed
+    with jax.sharding.use_abstract_mesh(mesh_of(kind, 148, "gpu")):
+        assert hopper._multiprocessors() == 148
+        if able:
+            hopper.check_device()
+        else:
+            with pytest.raises(NotImplementedError, match=kind):
+                hopper.check_device()
+
+
+def test_without_a_target_the_compiler_decides(monkeypatch):
+    with pytest.raises(NotImplementedError, match="not installed"):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        hopper.check_device()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    if jax.default_backend() == "cpu":
+        hopper.check_device()
+        assert hopper._multiprocessors() == 132
