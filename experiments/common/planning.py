@@ -143,8 +143,7 @@ def plan(config: LlamaConfig, topology: str, setting: PolicyChoice, sizes: Sizes
         fewer, steps = through(count // 2), (config.layers - count) / (count - count // 2)
         programs = {name: on_a_line(fewer[name], programs[name], steps) for name in programs}
     if not generator.streaming:
-        prompt = -(-sizes.context_tokens // sizes.prefill_chunk) * sizes.prefill_chunk
-        reading, compression = lowering.lower_prefill(generator, prompt)
+        reading, compression = lowering.lower_prefill(generator, sizes.context_tokens)
         programs |= {"reading": compiled(reading), "compression": compiled(compression)}
     return Plan(
         topology,

@@ -191,12 +191,12 @@ def test_devices_that_share_a_kv_head_share_its_query_heads(monkeypatch, tensor,
         seen.append(query.shape[2])
         return query
 
-    monkeypatch.setattr(prefill, "chunk_attention", attend)
+    monkeypatch.setattr(prefill, "attend_in_chunks", attend)
     config = dataclasses.replace(CONFIG, kv_heads=kv_heads, query_heads=query_heads)
     mesh = kvjax.make_mesh(kv_heads, tensor=tensor, devices=jax.devices()[:tensor])
     layer = place(Llama(config, rngs=nnx.Rngs(0)), mesh).layers[0]
-    rows, lengths = jax.ShapeDtypeStruct((1, 8, config.width), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32)
-    read = functools.partial(prefill.prefill_layer.__wrapped__, layer, config.rotary(), mesh, 8, 0)
+    rows, lengths = jax.ShapeDtypeStruct((1, 1, 8, config.width), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    read = functools.partial(prefill.prefill_layer.__wrapped__, layer, config.rotary(), mesh, False, 0)
     jax.eval_shape(read, rows, lengths)
     assert set(seen) == {each}
 
