@@ -2,6 +2,7 @@
 done, so that beyond what the policies keep the keys and values of one layer exist at a time."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -52,31 +53,36 @@ def read_layers(
     capacity = count if capacity is None else capacity
     size = piece(model, mesh, batch, count, chunk)
     cut = size > chunk and count % size == 0
-    if cut and mesh is not None:
-        at = NamedSharding(mesh, PIECES)
-        x = embed(model, put(tokens.reshape(batch, -1, size), at), mesh)
-    else:
-        x = embed(model, everywhere(tokens.reshape(batch, -1, chunk), mesh))
+
+    def embedded(pieces):
+        if not cut or mesh is None:
+            return embed(model, everywhere(pieces, mesh))
+        return embed(model, put(pieces, NamedSharding(mesh, PIECES)), mesh)
+
+    x = embedded(tokens.reshape(batch, -1, size if cut else chunk))
     if repeat is not None:
-        again, sizes = (everywhere(part, mesh) for part in repetitions(repeat, tokens, np.asarray(lengths)))
-        again = embed(model, again.reshape(len(tokens), -1))
+        together = REPEAT_BLOCK * (size // chunk if cut else 1)
+        texts, sizes = repetitions(repeat, tokens, np.asarray(lengths), together)
+        again, sizes = embedded(texts.reshape(batch, -1, together)), everywhere(sizes, mesh)
     for number, (layer, wanted) in enumerate(zip(model.layers, asked, strict=True)):
         rotary = model.config.rotary(number, capacity)
         read = prefill_layer(layer, rotary, mesh, cut, wanted, x, lengths)
         x, read = read.x, read._replace(sink_logits=layer.sink_logits)
         if repeat is not None:
-            again, query, key = repeat_layer(layer, rotary, mesh, again, read.keys, read.values, lengths, sizes)
+            again, query, key = repeat_layer(layer, rotary, mesh, cut, again, read.keys, read.values, lengths, sizes)
             read = read._replace(repeated=Repeated(query, key, sizes))
         yield read
 
 
 def repetitions(
-    repeat: Repeat, tokens: Int[np.ndarray, "B N"], lengths: Int[np.ndarray, "B"]
-) -> tuple[Int[np.ndarray, "B C R"], Int[np.ndarray, "B C"]]:
-    """The texts that repeat prompts, as many chunks for each row as the longest has and padded, and their lengths."""
+    repeat: Repeat, tokens: Int[np.ndarray, "B N"], lengths: Int[np.ndarray, "B"], multiple: int = REPEAT_BLOCK
+) -> tuple[Int[np.ndarray, "B texts R"], Int[np.ndarray, "B texts"]]:
+    """The texts that repeat prompts, as many chunks for each row as the longest has, padded, and their lengths; all
+    texts of a row together have a multiple of so many tokens."""
     longest = int(lengths.max())
     width = -(-repeat.width(longest) // REPEAT_BLOCK) * REPEAT_BLOCK
-    texts = np.zeros((len(tokens), repeat.chunks(longest), width), np.int32)
+    together = multiple // math.gcd(multiple, width)
+    texts = np.zeros((len(tokens), -(-repeat.chunks(longest) // together) * together, width), np.int32)
     sizes = np.zeros(texts.shape[:2], np.int32)
     for row, length in enumerate(lengths):
         for number, first in enumerate(range(0, int(length), repeat.chunk)):
@@ -130,7 +136,8 @@ def prefill_layer(
     """One layer over a whole prompt in pieces, which are cut among the devices that share a layer, or not: the new
     residual stream, keys, values and the last `asked` queries of each row."""
     if mesh is None or not cut:
-        return ReadLayer(*_read_pieces(layer, rotary, mesh, Group(), asked, by_row(x, mesh), lengths))
+        x, *read = _read_pieces(layer, rotary, mesh, Group(), asked, by_row(x, mesh), lengths)
+        return ReadLayer(by_row(x, mesh), *read)
     group = Group.of(mesh, heads_of(layer))
     specs = parameter_specs(layer, layer.attention.query_heads, mesh)
 
@@ -234,37 +241,74 @@ def joined(pieces: Shaped[Array, "M B C *D"]) -> Shaped[Array, "B N *D"]:
     return pieces.swapaxes(0, 1).reshape(pieces.shape[1], -1, *pieces.shape[3:])
 
 
-@functools.partial(jax.jit, static_argnames=("rotary", "mesh"), donate_argnames=("x",))
+@functools.partial(jax.jit, static_argnames=("rotary", "mesh", "cut"), donate_argnames=("x",))
 def repeat_layer(
     layer: DecoderLayer,
     rotary: Rotary,
     mesh: Mesh | None,
-    x: Float[Array, "B CR W"],
+    cut: bool,
+    x: Float[Array, "B M C W"],
     prompt_keys: Float[Array, "B N H_kv D"],
     prompt_values: Float[Array, "B N H_kv D"],
     lengths: Int[Array, "B"],
-    sizes: Int[Array, "B C"],
-) -> tuple[Float[Array, "B CR W"], Float[Array, "B CR H_q D"], Float[Array, "B CR H_kv D"]]:
+    sizes: Int[Array, "B texts"],
+) -> tuple[Float[Array, "B M C W"], Float[Array, "B MC H_q D"], Float[Array, "B MC H_kv D"]]:
     """One layer over all repetitions of prompts, each as if it came right behind the prompt and alone: the new residual
-    stream, queries and keys."""
-    batch, total, _ = x.shape
-    width = total // sizes.shape[1]
-    place = jnp.arange(total) % width
-    query, key, value = layer.project(x, *turn(rotary, lengths[:, None] + place))
+    stream, in pieces that are cut where the prompts' are, queries and keys."""
+    given = (prompt_keys, prompt_values, lengths, sizes)
+    if mesh is None or not cut:
+        x, *made = _repeat_pieces(layer, rotary, mesh, Group(), by_row(x, mesh), *given)
+        return by_row(x, mesh), *made
+    group, specs = Group.of(mesh, heads_of(layer)), parameter_specs(layer, layer.attention.query_heads, mesh)
+
+    def repeat(layer, *given):
+        return _repeat_pieces(whole(layer, specs), rotary, None, group, *given)
+
+    of_devices = {
+        "mesh": mesh,
+        "in_specs": (specs, PIECES, HEADS, HEADS, ROWS, ROWS),
+        "out_specs": (PIECES, HEADS, HEADS),
+    }
+    return jax.shard_map(repeat, **of_devices, check_vma=False)(layer, x, *given)
+
+
+def _repeat_pieces(
+    layer: DecoderLayer,
+    rotary: Rotary,
+    mesh: Mesh | None,
+    group: Group,
+    x: Float[Array, "B M c W"],
+    prompt_keys: Float[Array, "B N h D"],
+    prompt_values: Float[Array, "B N h D"],
+    lengths: Int[Array, "B"],
+    sizes: Int[Array, "B texts"],
+) -> tuple[Float[Array, "B M c W"], Float[Array, "B MC h D"], Float[Array, "B MC h D"]]:
+    """What `repeat_layer` gives, of those tokens that this device of a group has; as `_read_pieces`."""
+    batch, pieces, own, _ = x.shape
+    width = pieces * own * group.devices // sizes.shape[1]
+    firsts = (np.arange(pieces)[:, None] * group.devices + group.place()) * own
+    place = (firsts + np.arange(own)).reshape(-1) % width
+    rows = x.reshape(batch, pieces * own, -1)
+
+    def apart_in_pieces(x):
+        return x.reshape(batch, pieces, -1, *x.shape[2:]).swapaxes(0, 1)
+
+    query, key, value = map(apart_in_pieces, layer.project(rows, *turn(rotary, lengths[:, None] + place)))
+    all_queries, key, value = (joined(group.gathered(one)) for one in (query, key, value))
     stored = [heads_first.swapaxes(1, 2) for heads_first in (prompt_keys, prompt_values, key, value)]
     attend: Callable[..., Array] = functools.partial(
         attend_behind, width=width, window=layer.window, logit_cap=layer.attention_cap
     )
     if mesh is not None:
         attend = attend_apart(attend, mesh, heads_of(layer), *[STORED] * 4, PartitionSpec(DATA), PartitionSpec())
-
-    def of_block(number):
-        queries = jax.lax.dynamic_slice_in_dim(query, number * REPEAT_BLOCK, REPEAT_BLOCK, axis=1)
-        return attend(queries, *stored, lengths, number, layer.sink_logits)
-
-    attended = jax.lax.map(of_block, jnp.arange(total // REPEAT_BLOCK))
-    attended = attended.swapaxes(0, 1).reshape(batch, total, *attended.shape[3:])
-    return layer.finish(x, attended), query, key
+    sinks = None if layer.sink_logits is None else group.own_heads(layer.sink_logits)
+    query = group.to_heads(query)
+    runs = query.shape[2] // REPEAT_BLOCK
+    blocks = ((np.arange(pieces)[:, None] * group.runs + group.run()) * runs + np.arange(runs)).reshape(-1)
+    queries = joined(query).reshape(batch, len(blocks), REPEAT_BLOCK, *query.shape[3:]).swapaxes(0, 1)
+    attended = jax.lax.map(lambda of: attend(of[0], *stored, lengths, of[1], sinks), (queries, jnp.asarray(blocks)))
+    attended = joined(group.to_tokens(apart_in_pieces(joined(attended))))
+    return layer.finish(rows, attended).reshape(x.shape), all_queries, key
 
 
 def heads_of(layer: DecoderLayer) -> tuple[int, int]:

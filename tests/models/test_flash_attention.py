@@ -28,8 +28,8 @@ def small_blocks(monkeypatch):
     flash_attention._width.cache_clear()
 
 
-def asked(tokens=300, *, dtype=BF16, head_dim=64, window=None, logit_cap=None, sinks=False):
-    return Asked(dtype, tokens, head_dim, window, logit_cap, sinks)
+def asked(tokens=300, *, dtype=BF16, head_dim=64, window=None, logit_cap=None, sinks=False, pieces=1, runs=1):
+    return Asked(dtype, tokens, head_dim, window, logit_cap, sinks, pieces, runs)
 
 
 @pytest.mark.parametrize("tokens", [128, 640])
@@ -74,6 +74,28 @@ def test_splash_attention_is_exact_attention(of):
 
 
 @pytest.mark.parametrize(
+    "of",
+    [
+        asked(1024, window=300, pieces=2, runs=4),
+        pytest.param(asked(768, logit_cap=20.0, sinks=True, pieces=4, runs=3), marks=pytest.mark.heavy),
+    ],
+    ids=str,
+)
+def test_splash_attention_of_a_device_s_queries_is_exact_attention(of):
+    query = 3 * jax.random.normal(jax.random.key(0), (1, of.tokens, 2, of.head_dim), BF16)
+    keys, values = jax.random.normal(jax.random.key(1), (2, 1, 1, of.tokens, of.head_dim), BF16)
+    sinks = jnp.linspace(-1.0, 3.0, 2) if of.sinks else None
+    attend = jax.jit(functools.partial(flash_attention._splash, of, interpret=True))
+    wide = (x.astype(jnp.float32) for x in (query, keys, values))
+    expected = chunk_attention(*wide, 0, sinks, window=of.window, logit_cap=of.logit_cap)
+    taken = [of.positions(run) for run in range(of.runs)]
+    np.testing.assert_array_equal(np.sort(np.concatenate(taken)), np.arange(of.tokens))
+    for run, positions in enumerate(taken):
+        got = attend(query[:, positions], keys, values, sinks, jnp.int32(run))
+        np.testing.assert_allclose(np.asarray(got, np.float32), expected[:, positions], atol=0.03)
+
+
+@pytest.mark.parametrize(
     ("platform", "of", "reason"),
     [
         ("tpu", asked(), None),
@@ -84,6 +106,8 @@ def test_splash_attention_is_exact_attention(of):
         ("tpu", asked(10**6), "blocks"),
         ("cuda", asked(logit_cap=30.0), "cap"),
         ("cuda", asked(sinks=True), "sinks"),
+        ("tpu", asked(1024, pieces=2, runs=4), None),
+        ("cuda", asked(1024, pieces=2, runs=4), "offsets"),
         ("cuda", asked(head_dim=256), "256"),
         ("cuda", asked(), "no GPU"),
         ("cpu", asked(), "no kernel"),
