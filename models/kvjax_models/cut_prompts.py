@@ -12,8 +12,10 @@ has early and late ones, and where it attends with its own tokens (`Group`), abo
 1 / M more than their mean.
 """
 
+import functools
 import math
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +25,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from kvjax.collectives import PARTS, TENSOR
 from kvjax.sharding import DATA
 from kvjax_models.llama import Llama
-from kvjax_models.sharding import share_heads
-
-T = TypeVar("T")
+from kvjax_models.sharding import parameter_specs, share_heads
 
 # Neighbours along TENSOR have neighbouring tokens: together, those of a run that a device along PARTS attends with.
 TOKENS = (PARTS, TENSOR)
@@ -42,8 +42,17 @@ def piece(model: Llama, mesh: Mesh | None, batch: int, tokens: int, chunk: int) 
     return chunk * math.prod(mesh.shape[axis] for axis in TOKENS) if received > weights else chunk
 
 
-def whole(parameters: T, specs: T) -> T:
-    """Parameters of which each device has its part, as `kvjax_models.sharding.parameter_specs` says."""
+def on_own_tokens(
+    function: Callable[..., Any],
+    mesh: Mesh,
+    parameters: Any,
+    query_heads: int,
+    given: tuple[PartitionSpec, ...],
+    result: PartitionSpec | tuple[PartitionSpec, ...],
+) -> Callable[..., Any]:
+    """What a function does on every device with parameters, a model's or a layer's of so many query heads, which are
+    whole there, and with what lies so (`given`); its results lie so, too."""
+    specs = parameter_specs(parameters, query_heads, mesh)
 
     def gathered(x: Array, spec: PartitionSpec) -> Array:
         for axis, names in enumerate(spec):
@@ -52,7 +61,11 @@ def whole(parameters: T, specs: T) -> T:
                 x = jax.lax.all_gather(x, name, axis=axis, tiled=True)
         return x
 
-    return jax.tree.map(gathered, parameters, specs)
+    def of_device(parameters: Any, *given: Any) -> Any:
+        return function(jax.tree.map(gathered, parameters, specs), *given)
+
+    apart = jax.shard_map(of_device, mesh=mesh, in_specs=(specs, *given), out_specs=result, check_vma=False)
+    return functools.partial(apart, parameters)
 
 
 class Group(NamedTuple):

@@ -97,7 +97,7 @@ def _splash(asked: Asked, query, keys, values, sink_logits, run=0, *, interpret:
     # What is padded comes last, and no token sees it.
     wide = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % block), (0, 0)))  # noqa: E731
     rows = wide((query.astype(jnp.float32) / math.sqrt(head_dim)).astype(query.dtype).swapaxes(1, 2))
-    positions = jnp.pad(asked.positions(run), (0, rows.shape[2] - queries), mode="edge").astype(jnp.int32)
+    positions: Any = jnp.pad(asked.positions(run), (0, rows.shape[2] - queries), mode="edge").astype(jnp.int32)
     of, kinds = _steps(asked, positions)
     behind = None if asked.window is None else asked.window - 1
     mask = masks.LocalMask((rows.shape[2], rows.shape[2]), (behind, 0), 0)

@@ -16,11 +16,11 @@ import kvjax
 from kvjax.policy import ALL_QUERIES, Policy, Repeat, Repeated
 from kvjax.sharding import DATA, HEADS, ROWS
 from kvjax_models import flash_attention
-from kvjax_models.cut_prompts import PIECES, Group, piece, whole
+from kvjax_models.cut_prompts import PIECES, Group, on_own_tokens, piece
 from kvjax_models.exact_attention import attend_behind, attend_in_chunks
 from kvjax_models.llama import DecoderLayer, Llama
 from kvjax_models.rotary import Rotary, turn
-from kvjax_models.sharding import STORED, attend_apart, by_row, everywhere, mesh_of, parameter_specs, put
+from kvjax_models.sharding import STORED, attend_apart, by_row, everywhere, mesh_of, put
 
 REPEAT_BLOCK = 128  # tokens of a repetition that attend at a time
 
@@ -62,8 +62,8 @@ def read_layers(
     x = embedded(tokens.reshape(batch, -1, size if cut else chunk))
     if repeat is not None:
         together = REPEAT_BLOCK * (size // chunk if cut else 1)
-        texts, sizes = repetitions(repeat, tokens, np.asarray(lengths), together)
-        again, sizes = embedded(texts.reshape(batch, -1, together)), everywhere(sizes, mesh)
+        texts, text_lengths = repetitions(repeat, tokens, np.asarray(lengths), together)
+        again, sizes = embedded(texts.reshape(batch, -1, together)), everywhere(text_lengths, mesh)
     for number, (layer, wanted) in enumerate(zip(model.layers, asked, strict=True)):
         rotary = model.config.rotary(number, capacity)
         read = prefill_layer(layer, rotary, mesh, cut, wanted, x, lengths)
@@ -116,11 +116,7 @@ def embed(model: Llama, tokens: Int[Array, "*N"], mesh: Mesh | None = None) -> F
     and no sum."""
     if mesh is None:
         return model.embed(tokens)
-    specs = parameter_specs(model, model.config.query_heads, mesh)
-    of_devices = {"mesh": mesh, "in_specs": (specs, PIECES), "out_specs": PIECES}
-    return jax.shard_map(lambda model, tokens: whole(model, specs).embed(tokens), **of_devices, check_vma=False)(
-        model, tokens
-    )
+    return on_own_tokens(Llama.embed, mesh, model, model.config.query_heads, (PIECES,), PIECES)(tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("rotary", "mesh", "cut", "asked"), donate_argnames=("x",))
@@ -136,24 +132,19 @@ def prefill_layer(
     """One layer over a whole prompt in pieces, which are cut among the devices that share a layer, or not: the new
     residual stream, keys, values and the last `asked` queries of each row."""
     if mesh is None or not cut:
-        x, *read = _read_pieces(layer, rotary, mesh, Group(), asked, by_row(x, mesh), lengths)
-        return ReadLayer(by_row(x, mesh), *read)
-    group = Group.of(mesh, heads_of(layer))
-    specs = parameter_specs(layer, layer.attention.query_heads, mesh)
-
-    def read(layer, x, lengths):
-        return _read_pieces(whole(layer, specs), rotary, None, group, asked, x, lengths)
-
-    of_devices = {"mesh": mesh, "in_specs": (specs, PIECES, ROWS), "out_specs": (PIECES, HEADS, HEADS, HEADS)}
-    return ReadLayer(*jax.shard_map(read, **of_devices, check_vma=False)(layer, x, lengths))
+        x, keys, values, queries = _read_pieces(rotary, mesh, Group(), asked, layer, by_row(x, mesh), lengths)
+        return ReadLayer(by_row(x, mesh), keys, values, queries)
+    read = functools.partial(_read_pieces, rotary, None, Group.of(mesh, heads_of(layer)), asked)
+    lies = (PIECES, ROWS), (PIECES, HEADS, HEADS, HEADS)
+    return ReadLayer(*on_own_tokens(read, mesh, layer, layer.attention.query_heads, *lies)(x, lengths))
 
 
 def _read_pieces(
-    layer: DecoderLayer,
     rotary: Rotary,
     mesh: Mesh | None,
     group: Group,
     asked: int,
+    layer: DecoderLayer,
     x: Float[Array, "B M c W"],
     lengths: Int[Array, "B"],
 ) -> tuple[Float[Array, "B M c W"], Float[Array, "B N h D"], Float[Array, "B N h D"], Float[Array, "B w h D"] | None]:
@@ -257,26 +248,18 @@ def repeat_layer(
     stream, in pieces that are cut where the prompts' are, queries and keys."""
     given = (prompt_keys, prompt_values, lengths, sizes)
     if mesh is None or not cut:
-        x, *made = _repeat_pieces(layer, rotary, mesh, Group(), by_row(x, mesh), *given)
-        return by_row(x, mesh), *made
-    group, specs = Group.of(mesh, heads_of(layer)), parameter_specs(layer, layer.attention.query_heads, mesh)
-
-    def repeat(layer, *given):
-        return _repeat_pieces(whole(layer, specs), rotary, None, group, *given)
-
-    of_devices = {
-        "mesh": mesh,
-        "in_specs": (specs, PIECES, HEADS, HEADS, ROWS, ROWS),
-        "out_specs": (PIECES, HEADS, HEADS),
-    }
-    return jax.shard_map(repeat, **of_devices, check_vma=False)(layer, x, *given)
+        x, queries, keys = _repeat_pieces(rotary, mesh, Group(), layer, by_row(x, mesh), *given)
+        return by_row(x, mesh), queries, keys
+    repeat = functools.partial(_repeat_pieces, rotary, None, Group.of(mesh, heads_of(layer)))
+    lies = (PIECES, HEADS, HEADS, ROWS, ROWS), (PIECES, HEADS, HEADS)
+    return on_own_tokens(repeat, mesh, layer, layer.attention.query_heads, *lies)(x, *given)
 
 
 def _repeat_pieces(
-    layer: DecoderLayer,
     rotary: Rotary,
     mesh: Mesh | None,
     group: Group,
+    layer: DecoderLayer,
     x: Float[Array, "B M c W"],
     prompt_keys: Float[Array, "B N h D"],
     prompt_values: Float[Array, "B N h D"],
