@@ -163,11 +163,8 @@ def _width(asked: Asked) -> int:
     block, width = _block(asked), 0
     for run in range(asked.runs):
         positions = np.asarray(asked.positions(run))
-        first, last = _seen(
-            asked,
-            positions[::block],
-            np.append(positions[block - 1 :: block], positions[-1:])[: -(-len(positions) // block)],
-        )
+        positions = np.pad(positions, (0, -len(positions) % block), mode="edge")
+        first, last = _seen(asked, positions[::block], positions[block - 1 :: block])
         width = max(width, int(np.max(last - first)) + 1)
     return width
 
