@@ -73,12 +73,20 @@ class Group(NamedTuple):
 
     tensor: int = 1  # devices along TENSOR
     parts: int = 1  # devices along PARTS
+    heads: int = 1  # of queries, of a device along TENSOR
     shares_heads: bool = True  # whether those along PARTS share the query heads of a kv head; else they share tokens
 
     @classmethod
-    def of(cls, mesh: Mesh, heads: tuple[int, int]) -> "Group":
-        """The group of a mesh, for a layer with so many heads of queries, and of keys."""
-        return cls(mesh.shape[TENSOR], mesh.shape[PARTS], share_heads(mesh, heads))
+    def of(cls, mesh: Mesh, heads: tuple[int, int], always_heads: bool = False) -> "Group":
+        """The group of a mesh, for a layer with so many heads of queries, and of keys.
+
+        Args:
+            always_heads: share heads where some devices get fewer, too, for kernels that cannot do with a part of the
+                tokens.
+        """
+        (query_heads, kv_heads), tensor = heads, mesh.shape[TENSOR]
+        shares = share_heads(mesh, heads) or (always_heads and tensor == kv_heads)
+        return cls(tensor, mesh.shape[PARTS], query_heads // tensor, shares)
 
     @property
     def devices(self) -> int:
@@ -105,20 +113,23 @@ class Group(NamedTuple):
     def to_heads(self, x: Shaped[Array, "M B c H D"]) -> Shaped[Array, "M B q h D"]:
         """Of queries of this device's tokens, those that it attends with: its heads of all tokens, or of its run."""
         x = self._exchanged(x, TENSOR, split=3, joined=2)
-        return self._exchanged(x, PARTS, split=3, joined=2) if self.shares_heads else x
+        return self._exchanged(self._padded(x, 3), PARTS, split=3, joined=2) if self.shares_heads else x
 
     def to_tokens(self, x: Shaped[Array, "M B q h D"]) -> Shaped[Array, "M B c H D"]:
         """The way back."""
-        x = self._exchanged(x, PARTS, split=2, joined=3) if self.shares_heads else x
+        if self.parts > 1 and self.shares_heads:
+            x = self._exchanged(x, PARTS, split=2, joined=3)[:, :, :, : self.heads]
         return self._exchanged(x, TENSOR, split=2, joined=3)
 
     def own_heads(self, x: Shaped[Array, "H"]) -> Shaped[Array, "h"]:
         """Of what all query heads have, that of those which this device attends with."""
         if self.devices == 1:
             return x
-        axes = (TENSOR, PARTS) if self.shares_heads else (TENSOR,)
-        own = x.shape[0] // jax.lax.axis_size(axes)
-        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * own, own)
+        x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(TENSOR) * self.heads, self.heads)
+        if not self.shares_heads:
+            return x
+        x = self._padded(x, 0).reshape(self.parts, -1)
+        return jax.lax.dynamic_index_in_dim(x, jax.lax.axis_index(PARTS), keepdims=False)
 
     def rows_at(self, x: Float[Array, "B M c W"], positions: Int[Array, "B w"]) -> Float[Array, "B v W"]:
         """The rows of tokens at these positions, cut among the devices as they come; those of no token are any."""
@@ -132,6 +143,11 @@ class Group(NamedTuple):
             return rows
         here = (offset >= 0) & (offset < own)
         return jax.lax.psum_scatter(jnp.where(here[..., None], rows, 0), TOKENS, scatter_dimension=1, tiled=True)
+
+    def _padded(self, x: Array, axis: int) -> Array:
+        """Heads, and such of nobody for devices along PARTS to divide them."""
+        more = -x.shape[axis] % self.parts
+        return x if not more else jnp.pad(x, [(0, more if one == axis else 0) for one in range(x.ndim)])
 
     def _exchanged(self, x: Array, axis: str, *, split: int, joined: int) -> Array:
         if self.devices == 1 or jax.lax.axis_size(axis) == 1:

@@ -132,9 +132,10 @@ def prefill_layer(
     """One layer over a whole prompt in pieces, which are cut among the devices that share a layer, or not: the new
     residual stream, keys, values and the last `asked` queries of each row."""
     if mesh is None or not cut:
-        x, keys, values, queries = _read_pieces(rotary, mesh, Group(), asked, layer, by_row(x, mesh), lengths)
+        x, keys, values, queries = _read_pieces(rotary, mesh, [Group()], asked, layer, by_row(x, mesh), lengths)
         return ReadLayer(by_row(x, mesh), keys, values, queries)
-    read = functools.partial(_read_pieces, rotary, None, Group.of(mesh, heads_of(layer)), asked)
+    groups = [Group.of(mesh, heads_of(layer), always_heads) for always_heads in (False, True)]
+    read = functools.partial(_read_pieces, rotary, None, groups, asked)
     lies = (PIECES, ROWS), (PIECES, HEADS, HEADS, HEADS)
     return ReadLayer(*on_own_tokens(read, mesh, layer, layer.attention.query_heads, *lies)(x, lengths))
 
@@ -142,15 +143,16 @@ def prefill_layer(
 def _read_pieces(
     rotary: Rotary,
     mesh: Mesh | None,
-    group: Group,
+    groups: Sequence[Group],
     asked: int,
     layer: DecoderLayer,
     x: Float[Array, "B M c W"],
     lengths: Int[Array, "B"],
 ) -> tuple[Float[Array, "B M c W"], Float[Array, "B N h D"], Float[Array, "B N h D"], Float[Array, "B w h D"] | None]:
-    """What `prefill_layer` gives, of those tokens that this device of a group has. Where there is a mesh, the compiler
-    cuts products among its devices."""
-    batch, pieces, own, _ = x.shape
+    """What `prefill_layer` gives, of those tokens that this device of a group has; its attention is shared as the first
+    of the groups says that the kernel can do with. Where there is a mesh, the compiler cuts products among its devices.
+    """
+    (batch, pieces, own, _), group = x.shape, groups[0]
     tokens, numbers = pieces * own * group.devices, jnp.arange(pieces)
 
     def rows_of(x, number):
@@ -180,27 +182,31 @@ def _read_pieces(
     def by_chunks(x, keys, values, sink_logits):
         of_layer = functools.partial(attend_in_chunks, chunk=own, window=layer.window, logit_cap=layer.attention_cap)
         attend = apart(of_layer, PartitionSpec())
+        sinks = None if sink_logits is None else group.own_heads(sink_logits)
 
         def step(x, number):
             query = group.to_heads(queries_of(x, number)[None])[0]
             first = number * group.devices + group.run() * group.tensor
-            attended = attend(query, keys, values, first, sink_logits)
+            attended = attend(query, keys, values, first, sinks)
             return finished(x, group.to_tokens(attended[None])[0], number), None
 
         return jax.lax.scan(step, x, numbers)[0]
 
-    def at_once(attend, x, keys, values, sink_logits):
+    def at_once(group, attend, x, keys, values, sink_logits):
+        sinks = None if sink_logits is None else group.own_heads(sink_logits)
         query = joined(group.to_heads(jax.lax.map(lambda n: queries_of(x, n), numbers)))
-        attended = apart(functools.partial(attend, run=group.run()))(query, keys, values, sink_logits)
+        attended = apart(functools.partial(attend, run=group.run()))(query, keys, values, sinks)
         attended = group.to_tokens(attended.reshape(batch, pieces, -1, *attended.shape[2:]).swapaxes(0, 1))
         return jax.lax.scan(lambda x, of: (finished(x, *of), None), x, (attended, numbers))[0]
 
-    asked_for = flash_attention.Asked.of(layer, x.dtype, tokens, pieces, group.runs)
     kernels = {
-        platform: functools.partial(at_once, attend) for platform, attend in flash_attention.kernels(asked_for).items()
+        platform: functools.partial(at_once, own_group, attend)
+        for own_group in groups[::-1]
+        for platform, attend in flash_attention.kernels(
+            flash_attention.Asked.of(layer, x.dtype, tokens, pieces, own_group.runs)
+        ).items()
     }
-    sinks = None if layer.sink_logits is None else group.own_heads(layer.sink_logits)
-    given = (x, head_keys, head_values, sinks)
+    given = (x, head_keys, head_values, layer.sink_logits)
     x = jax.lax.platform_dependent(*given, default=by_chunks, **kernels) if kernels else by_chunks(*given)
     return x, keys, values, queries
 

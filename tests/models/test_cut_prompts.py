@@ -116,8 +116,15 @@ def test_repetitions_are_read_as_on_one_device(name):
 
 
 @on_devices
-@pytest.mark.parametrize("name", ["heads", pytest.param("tokens", marks=pytest.mark.heavy)])
-def test_the_kernel_attends_as_chunks_do(monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "takes_runs", "attends"),
+    [
+        ("heads", True, (1, (2, 512, 1, 64))),
+        ("tokens", True, (4, (2, 128, 3, 64))),
+        pytest.param("tokens", False, (1, (2, 512, 1, 64)), marks=pytest.mark.heavy),  # four devices for three heads
+    ],
+)
+def test_the_kernel_attends_as_chunks_do(monkeypatch, name, takes_runs, attends):
     monkeypatch.setattr(flash_attention, "BLOCK", 128)
     query_heads, kv_heads, shape, more = MODELS[name]
     model = random_model(query_heads, kv_heads, {**more, "head_dim": 64, "experts": 0}, jnp.bfloat16)
@@ -130,12 +137,12 @@ def test_the_kernel_attends_as_chunks_do(monkeypatch, name):
         used.append((asked.runs, given[0].shape))
         return flash_attention._splash(asked, *given, run, interpret=True)
 
-    monkeypatch.setattr(flash_attention, "_KERNELS", {"cpu": flash_attention._Kernel(lambda asked: None, attend)})
+    why_not = lambda asked: None if takes_runs or asked.runs == 1 else "runs"  # noqa: E731
+    monkeypatch.setattr(flash_attention, "_KERNELS", {"cpu": flash_attention._Kernel(why_not, attend)})
     prefill.prefill_layer.clear_cache()
     got = streams()
     prefill.prefill_layer.clear_cache()
-    runs, own = (1, (2, 512, 1, 64)) if name == "heads" else (4, (2, 128, 3, 64))
-    assert set(used) == {(runs, own)}
+    assert set(used) == {attends}
     for one, other in zip(got, wanted, strict=True):
         equal(one, other, atol=0.1)
 
