@@ -128,6 +128,7 @@ def make_rows(options: Options, planned: Plan) -> list[Row]:
         "flops": planned.flops,
         "largest_batch": planned.largest,
         "collectives": [one._asdict() for one in planned.decode.collectives],
+        "reading_collectives": [one._asdict() for one in planned.programs["reading"].collectives],
         "prefill": options.prefill,
         "temporaries": {name: program.temporaries for name, program in planned.programs.items()},
         "compiled_layers": planned.compiled_layers,
