@@ -76,11 +76,12 @@ def _whole(way: str, model: Llama, mesh: Mesh, rows: int, tokens: int, sharing: 
 def _cut(way: str, model: Llama, group: Group, rows: int, pieces: int, size: int) -> Cost:
     """Every device of a group has tokens of its own."""
     config, own = model.config, rows * pieces * size // group.devices
-    # Queries go to their heads and come back; keys and values come from all other devices.
-    queries = 2 * own * config.query_heads // group.devices * (group.devices - 1)
+    # Queries go to their heads and come back, all of them once more where runs turn; keys and values come from all
+    # other devices.
+    sharing = group.devices if group.shares_heads else group.tensor
+    queries = 2 * own * config.query_heads // sharing * (sharing - 1) + (group.runs > 1) * 2 * own * config.query_heads
     stored = 2 * own * config.kv_heads // group.tensor * (group.devices - 1)
     weights = sum(leaf.size - _part(leaf) for leaf in jax.tree.leaves(model.layers))
-    sharing = group.devices if group.shares_heads else group.tensor
     latest = _asked(model, pieces * size, pieces, group.runs).positions(group.runs - 1)
     return Cost(
         way,

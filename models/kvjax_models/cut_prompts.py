@@ -7,9 +7,9 @@ weights instead, whatever the prompt: 1.7 GB for Llama-3.1-70B, whose stream of 
 are cut where that is less (`piece`), and the stream never lies whole anywhere. Around attention queries go from the
 device of their token to that of their head and back; keys and values of a layer are gathered once.
 
-Tokens lie [B, M, C, ...], in M pieces of C tokens, and each piece is cut among the devices (`PIECES`): so every device
-has early and late ones, and where it attends with its own tokens (`Group`), about as much work as any other, at most
-1 / M more than their mean.
+Tokens lie [B, M, C, ...], in M pieces of C tokens, and each piece is cut among the devices (`PIECES`), so that every
+device has early and late ones. Where query heads cannot be shared, those along PARTS attend with the queries of a run
+of each piece, in an order that turns from piece to piece: all have the same work, but for an odd piece.
 """
 
 import functools
@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.collectives import PARTS, TENSOR
 from kvjax.sharding import DATA
+from kvjax_models.flash_attention import run_of
 from kvjax_models.llama import Llama
 from kvjax_models.sharding import parameter_specs, share_heads
 
@@ -84,9 +85,9 @@ class Group(NamedTuple):
             always_heads: share heads where some devices get fewer, too, for kernels that cannot do with a part of the
                 tokens.
         """
-        (query_heads, kv_heads), tensor = heads, mesh.shape[TENSOR]
-        shares = share_heads(mesh, heads) or (always_heads and tensor == kv_heads)
-        return cls(tensor, mesh.shape[PARTS], query_heads // tensor, shares)
+        (query_heads, kv_heads), tensor, parts = heads, mesh.shape[TENSOR], mesh.shape[PARTS]
+        shares = parts == 1 or share_heads(mesh, heads) or (always_heads and tensor == kv_heads)
+        return cls(tensor, parts, query_heads // tensor, shares)
 
     @property
     def devices(self) -> int:
@@ -102,22 +103,31 @@ class Group(NamedTuple):
         return 0 if self.devices == 1 else jax.lax.axis_index(TOKENS)
 
     def run(self) -> Int[Array, ""] | int:
-        """The number of this device's run."""
+        """The number of this device's run in the first piece, and every other; see `run_of`."""
         return 0 if self.runs == 1 else jax.lax.axis_index(PARTS)
+
+    def first(self, piece: Int[Array, ""]) -> Int[Array, ""]:
+        """The share of a device, of all pieces', with which this device's run of a piece begins."""
+        return piece * self.devices + run_of(piece, self.runs, self.run()) * self.tensor
 
     def gathered(self, x: Shaped[Array, "M B c H D"]) -> Shaped[Array, "M B C h D"]:
         """Of all tokens, this device's heads along TENSOR."""
         x = self._exchanged(x, TENSOR, split=3, joined=2)
         return x if self.parts == 1 else jax.lax.all_gather(x, PARTS, axis=2, tiled=True)
 
-    def to_heads(self, x: Shaped[Array, "M B c H D"]) -> Shaped[Array, "M B q h D"]:
-        """Of queries of this device's tokens, those that it attends with: its heads of all tokens, or of its run."""
+    def to_heads(self, x: Shaped[Array, "M B c H D"], piece: Int[Array, ""] | int = 0) -> Shaped[Array, "M B q h D"]:
+        """Of queries of this device's tokens, those that it attends with: its heads of all tokens, or of its run of
+        pieces from that one on."""
         x = self._exchanged(x, TENSOR, split=3, joined=2)
-        return self._exchanged(self._padded(x, 3), PARTS, split=3, joined=2) if self.shares_heads else x
+        if not self.shares_heads:
+            return self._turned(x, piece)
+        return self._exchanged(self._padded(x, 3), PARTS, split=3, joined=2)
 
-    def to_tokens(self, x: Shaped[Array, "M B q h D"]) -> Shaped[Array, "M B c H D"]:
+    def to_tokens(self, x: Shaped[Array, "M B q h D"], piece: Int[Array, ""] | int = 0) -> Shaped[Array, "M B c H D"]:
         """The way back."""
-        if self.parts > 1 and self.shares_heads:
+        if not self.shares_heads:
+            x = self._turned(x, piece)
+        elif self.parts > 1:
             x = self._exchanged(x, PARTS, split=2, joined=3)[:, :, :, : self.heads]
         return self._exchanged(x, TENSOR, split=2, joined=3)
 
@@ -143,6 +153,12 @@ class Group(NamedTuple):
             return rows
         here = (offset >= 0) & (offset < own)
         return jax.lax.psum_scatter(jnp.where(here[..., None], rows, 0), TOKENS, scatter_dimension=1, tiled=True)
+
+    def _turned(self, x: Array, piece: Int[Array, ""] | int) -> Array:
+        """Runs of every other piece in reverse order, or back from it."""
+        turned = jax.lax.ppermute(x, PARTS, [(one, self.parts - 1 - one) for one in range(self.parts)])
+        odd = (piece + jnp.arange(len(x))) % 2 == 1
+        return jnp.where(odd.reshape(-1, *(1,) * (x.ndim - 1)), turned, x)
 
     def _padded(self, x: Array, axis: int) -> Array:
         """Heads, and such of nobody for devices along PARTS to divide them."""

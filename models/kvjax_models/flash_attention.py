@@ -35,7 +35,7 @@ class Asked(NamedTuple):
     logit_cap: float | None
     sinks: bool  # whether there are logits of sinks
     pieces: int = 1  # equal ones, which the prompt consists of
-    runs: int = 1  # equal ones, which each piece consists of: the queries are those of one run of every piece
+    runs: int = 1  # equal ones, which each piece consists of: the queries are those of one run of each (`run_of`)
 
     @classmethod
     def of(cls, layer: DecoderLayer, dtype: np.dtype, tokens: int, pieces: int = 1, runs: int = 1) -> "Asked":
@@ -44,10 +44,17 @@ class Asked(NamedTuple):
         return cls(dtype, tokens, layer.attention.head_dim, layer.window, layer.attention_cap, sinks, pieces, runs)
 
     def positions(self, run: Int[Array, ""] | int = 0) -> Int[Array, "n"] | Int[np.ndarray, "n"]:
-        """The tokens whose queries those of a run are."""
+        """The tokens whose queries are asked: those of that run of the first piece."""
         length = self.tokens // (self.pieces * self.runs)
         number = np.arange(self.pieces * length)
-        return (number // length * self.runs + run) * length + number % length
+        piece = number // length
+        return (piece * self.runs + run_of(piece, self.runs, run)) * length + number % length
+
+
+def run_of(piece: Any, runs: int, run: Any) -> Any:
+    """Which run of a piece is that of number `run` in the first: the order turns from piece to piece, so that who has
+    an early run of one has a late run of the next."""
+    return run + piece % 2 * (runs - 1 - 2 * run)
 
 
 # Queries, keys, values, sinks, and the number of the run that the queries are of.

@@ -185,10 +185,9 @@ def _read_pieces(
         sinks = None if sink_logits is None else group.own_heads(sink_logits)
 
         def step(x, number):
-            query = group.to_heads(queries_of(x, number)[None])[0]
-            first = number * group.devices + group.run() * group.tensor
-            attended = attend(query, keys, values, first, sinks)
-            return finished(x, group.to_tokens(attended[None])[0], number), None
+            query = group.to_heads(queries_of(x, number)[None], number)[0]
+            attended = attend(query, keys, values, group.first(number), sinks)
+            return finished(x, group.to_tokens(attended[None], number)[0], number), None
 
         return jax.lax.scan(step, x, numbers)[0]
 
@@ -293,9 +292,9 @@ def _repeat_pieces(
     sinks = None if layer.sink_logits is None else group.own_heads(layer.sink_logits)
     query = group.to_heads(query)
     runs = query.shape[2] // REPEAT_BLOCK
-    blocks = ((np.arange(pieces)[:, None] * group.runs + group.run()) * runs + np.arange(runs)).reshape(-1)
+    blocks = (group.first(jnp.arange(pieces))[:, None] * (own // REPEAT_BLOCK) + jnp.arange(runs)).reshape(-1)
     queries = joined(query).reshape(batch, len(blocks), REPEAT_BLOCK, *query.shape[3:]).swapaxes(0, 1)
-    attended = jax.lax.map(lambda of: attend(of[0], *stored, lengths, of[1], sinks), (queries, jnp.asarray(blocks)))
+    attended = jax.lax.map(lambda of: attend(of[0], *stored, lengths, of[1], sinks), (queries, blocks))
     attended = joined(group.to_tokens(apart_in_pieces(joined(attended))))
     return layer.finish(rows, attended).reshape(x.shape), all_queries, key
 

@@ -90,6 +90,7 @@ def test_splash_attention_of_a_device_s_queries_is_exact_attention(of):
     expected = chunk_attention(*wide, 0, sinks, window=of.window, logit_cap=of.logit_cap)
     taken = [of.positions(run) for run in range(of.runs)]
     np.testing.assert_array_equal(np.sort(np.concatenate(taken)), np.arange(of.tokens))
+    assert len({int(positions.sum()) for positions in taken}) == 1  # equal work
     for run, positions in enumerate(taken):
         got = attend(query[:, positions], keys, values, sinks, jnp.int32(run))
         np.testing.assert_allclose(np.asarray(got, np.float32), expected[:, positions], atol=0.03)
