@@ -3,11 +3,11 @@ these tests in a process that has the devices."""
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 import kvjax
@@ -17,9 +17,8 @@ from kvjax_models.cut_prompts import PIECES, piece
 from kvjax_models.llama import Llama, LlamaConfig
 from kvjax_models.sharding import place
 from tests.kvjax import support
+from tests.models.test_generate_sharded import on_devices, run_two, two_processes
 
-DEVICES = 8
-on_devices = pytest.mark.skipif(jax.device_count() < DEVICES, reason="runs in a process with eight devices")
 CONFIG = LlamaConfig(
     vocab_size=40, width=32, mlp_width=16, layers=2, query_heads=8, kv_heads=4, head_dim=8, max_length=4096
 )
@@ -150,22 +149,41 @@ def test_the_kernel_attends_as_chunks_do(monkeypatch, name, takes_runs, attends)
 @on_devices
 @pytest.mark.parametrize("name", ["exact", "snapkv", pytest.param("kvzip", marks=pytest.mark.heavy)])
 def test_tokens_and_logits_are_those_of_one_device(name):
-    policy = (support.ON_A_MESH | {"kvzip": KVZIP})[name]
-    prompts = [np.random.default_rng(row).integers(0, 40, length).tolist() for row, length in enumerate((400, 130))]
-    model = random_model(6, 2, {})
-
-    def written(model):
-        made = generate.Generator(model, policy, batch=2, max_prompt=512, max_new=16, prefill_chunk=CHUNK)
-        state, rows = made.read(made.start(3), prompts), [[], []]
-        for newest, tokens in made.write(state, 8):
-            state = newest
-            generate.collect(rows, tokens)
-        return made.prompt_piece(400), rows, np.asarray(state.logits)
-
-    size, rows, logits = written(model)
-    cut, found, together = written(place(model, kvjax.make_mesh(2, tensor=8)))
+    size, rows, logits = written(random_model(6, 2, {}), name)
+    cut, found, together = written(place(random_model(6, 2, {}), kvjax.make_mesh(2, tensor=8)), name)
     assert (size, cut) == (CHUNK, 8 * CHUNK) and found == rows
     np.testing.assert_allclose(together, logits, atol=1e-4)
+
+
+def written(model, name):
+    """The piece that prompts are padded to, what a policy's generator writes in answer to two, and its last logits."""
+    policy = (support.ON_A_MESH | {"kvzip": KVZIP})[name]
+    prompts = [np.random.default_rng(row).integers(0, 40, length).tolist() for row, length in enumerate((400, 130))]
+    made = generate.Generator(model, policy, batch=2, max_prompt=512, max_new=16, prefill_chunk=CHUNK)
+    state, rows = made.read(made.start(3), prompts), [[], []]
+    for newest, tokens in made.write(state, 8):
+        state = newest
+        generate.collect(rows, tokens)
+    return made.prompt_piece(400), rows, np.asarray(multihost_utils.process_allgather(state.logits, tiled=True))
+
+
+# One of two processes, with four of the devices each.
+PROCESS = """
+    import json, sys
+    import jax
+
+    jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
+    from tests.models import test_cut_prompts as own
+
+    size, rows, _ = own.written(own.place(own.random_model(6, 2, {}), own.kvjax.make_mesh(2, tensor=8)), "snapkv")
+    print(json.dumps([size, rows]))
+"""
+
+
+@two_processes
+@pytest.mark.heavy
+def test_two_processes_write_what_one_does():
+    assert run_two(PROCESS) == [[8 * CHUNK, written(random_model(6, 2, {}), "snapkv")[1]]] * 2
 
 
 @on_devices

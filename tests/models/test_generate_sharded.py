@@ -102,7 +102,7 @@ def run_two(script, *arguments, expected_code=0):
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4",
         "JAX_PLATFORMS": "cpu",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
+        "PYTHONPATH": os.pathsep.join(str(pathlib.Path(__file__).parents[2] / part) for part in ("", "models")),
     }
     command = [sys.executable, "-c", textwrap.dedent(script), str(port)]
     with contextlib.ExitStack() as files:
