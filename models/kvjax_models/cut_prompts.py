@@ -35,12 +35,15 @@ PIECES = PartitionSpec(DATA, None, TOKENS)  # [B, M, C, ...]
 
 def piece(model: Llama, mesh: Mesh | None, batch: int, tokens: int, chunk: int) -> int:
     """Tokens that all devices read at a time of prompts of so many: `chunk` where the prompts lie whole on each of the
-    devices that share a layer; `chunk` for every device where they are cut among these."""
+    devices that share a layer; `chunk` for every device where they are cut among these, which no more than a quarter of
+    padding is worth."""
     if mesh is None or batch % mesh.shape[DATA]:
         return chunk
+    size = chunk * math.prod(mesh.shape[axis] for axis in TOKENS)
+    padded = -(-tokens // size) * size
     weights = sum(leaf.size for leaf in jax.tree.leaves(model.layers)) / len(model.layers)
-    received = 4 * batch // mesh.shape[DATA] * tokens * model.config.width
-    return chunk * math.prod(mesh.shape[axis] for axis in TOKENS) if received > weights else chunk
+    received = 4 * batch // mesh.shape[DATA] * padded * model.config.width
+    return size if received > weights and padded <= 1.25 * tokens else chunk
 
 
 def on_own_tokens(

@@ -158,13 +158,13 @@ def test_tokens_and_logits_are_those_of_one_device(name):
 def written(model, name):
     """The piece that prompts are padded to, what a policy's generator writes in answer to two, and its last logits."""
     policy = (support.ON_A_MESH | {"kvzip": KVZIP})[name]
-    prompts = [np.random.default_rng(row).integers(0, 40, length).tolist() for row, length in enumerate((400, 130))]
+    prompts = [np.random.default_rng(row).integers(0, 40, length).tolist() for row, length in enumerate((420, 130))]
     made = generate.Generator(model, policy, batch=2, max_prompt=512, max_new=16, prefill_chunk=CHUNK)
     state, rows = made.read(made.start(3), prompts), [[], []]
     for newest, tokens in made.write(state, 8):
         state = newest
         generate.collect(rows, tokens)
-    return made.prompt_piece(400), rows, np.asarray(multihost_utils.process_allgather(state.logits, tiled=True))
+    return made.prompt_piece(420), rows, np.asarray(multihost_utils.process_allgather(state.logits, tiled=True))
 
 
 # One of two processes, with four of the devices each.
@@ -191,7 +191,8 @@ def test_what_does_not_divide_lies_whole():
     mesh = kvjax.make_mesh(4, tensor=8)
     model = random_model(8, 4, {})
     assert piece(model, None, 2, 512, CHUNK) == CHUNK
-    assert piece(model, mesh, 1, 16, CHUNK) == CHUNK  # shorter than what weights would cost
+    assert piece(model, mesh, 1, 512, 1) == 8 and piece(model, mesh, 1, 8, 1) == 1  # weights would cost more
+    assert piece(model, mesh, 1, 410, CHUNK) == 8 * CHUNK and piece(model, mesh, 1, 400, CHUNK) == CHUNK  # padding
     assert piece(model, kvjax.make_mesh(4, data=2, tensor=4), 1, 512, CHUNK) == CHUNK
     tokens, lengths = np.ones((1, 9 * 8 * 4), np.int32), jnp.array([200])
     layer = next(prefill.read_layers(place(model, mesh), tokens, lengths, 9, [0, 0]))
