@@ -51,6 +51,7 @@ GPUS = {"h200": pathlib.Path(__file__).parent / "targets" / "h200.txtpb"}
 OPS = ("weighted_decode", "cluster_recall", "best_parts", "k_means", "soft_match", "balanced_walk")
 DECODING_OPS = ("weighted_decode", "cluster_recall")
 VOCABULARY = 128  # small: what is as large as a cache shall be one
+CHUNK = 256  # tokens of a prompt that are read at a time
 COLUMNS = ("compile_seconds", "argument_bytes", "kernels", "launches_per_layer")
 
 
@@ -188,9 +189,10 @@ def prefill_programs(options: Options, sharding: jax.sharding.Sharding, device: 
     for model in models(options):
         head_dim = model.config.head_dim
         tokens, dtype = options.context_tokens, model.embedding.param_dtype
-        given = jax.ShapeDtypeStruct((1, tokens, model.config.width), dtype), jax.ShapeDtypeStruct((1,), jnp.int32)
+        x = jax.ShapeDtypeStruct((1, tokens // CHUNK, CHUNK, model.config.width), dtype)
+        given = x, jax.ShapeDtypeStruct((1,), jnp.int32)
         layer, given = placed((model.layers[0], given), sharding)
-        lowered = prefill.prefill_layer.lower(layer, model.config.rotary(0, tokens), None, 256, 0, *given)
+        lowered = prefill.prefill_layer.lower(layer, model.config.rotary(0, tokens), None, False, 0, *given)
         yield Program(
             f"prefill D={head_dim}, one of the layers", lowered, kernels=int(device in TOPOLOGIES), cache=None
         )

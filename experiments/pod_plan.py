@@ -7,6 +7,8 @@ and reports what the compiler says of every device: bytes of weights, caches and
 and the exchanges between chips. A program that does not fit is a row that says so. With two batch sizes it tells the
 largest that would fit, and compiles that too (`--largest`). Flops and bytes of a token are counted from shapes; the
 time that the chip's bandwidth allows, from what it must read: its part of the weights and of what the caches read.
+What exact prefill multiplies and receives is counted from shapes, too, as chips share it and in ways that share less;
+the least seconds follow from the chip's published rates.
 
 A program of eighty layers takes the compiler minutes. With `--compiled_layers 4` it is asked about four layers and
 about two, and the rest follows on a line, which is exact where layers are alike; weights and caches are of all layers.
@@ -15,7 +17,7 @@ A plan that was made is not made again (`--fresh` does).
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from tqdm import tqdm
@@ -25,6 +27,7 @@ from experiments.common.compiled import Collective
 from experiments.common.compilers import prepare_compiler
 from experiments.common.options import Experiment, Policies, each, one_of
 from experiments.common.planning import Plan, Program
+from experiments.common.prefill_costs import Cost
 from experiments.common.results import Row
 from experiments.common.resuming import Finished
 from kvjax.budget import readable_bytes
@@ -81,9 +84,11 @@ def run(options: Options) -> list[Row]:
         kept(options, finished, config, topology, setting)
         for topology, setting in tqdm([(one, setting) for one in options.topology for setting in chosen], leave=False)
     ]
+    costs = {one: planning.reading_costs(config, one, options.sizes()) for one in options.topology}
     show(options, plans)
+    show_reading(options, costs)
     plot(options, plans)
-    return [row for planned in plans for row in make_rows(options, planned)]
+    return [*(row for planned in plans for row in make_rows(options, planned)), *reading_rows(options, costs)]
 
 
 def kept(options: Options, finished: Finished, config: LlamaConfig, topology: str, setting: PolicyChoice) -> Plan:
@@ -123,6 +128,7 @@ def make_rows(options: Options, planned: Plan) -> list[Row]:
         "flops": planned.flops,
         "largest_batch": planned.largest,
         "collectives": [one._asdict() for one in planned.decode.collectives],
+        "reading_collectives": [one._asdict() for one in planned.programs["reading"].collectives],
         "prefill": options.prefill,
         "temporaries": {name: program.temporaries for name, program in planned.programs.items()},
         "compiled_layers": planned.compiled_layers,
@@ -160,6 +166,42 @@ def show(options: Options, plans: Sequence[Plan]) -> None:
         f"{options.shape}, {options.batch} sequences of {options.context_tokens} tokens: bytes per chip of weights, "
         "caches and temporaries of decoding and prefill; least ms per step; most rows that fit"
     )
+    results.print_table(title, columns, lines)
+
+
+def reading_rows(options: Options, costs: Mapping[str, Sequence[Cost]]) -> list[Row]:
+    """A row for each way to read the prompts exactly."""
+    of: dict[str, Any] = {"context_tokens": options.context_tokens, "batch": options.batch, "policy": "any"}
+    return [
+        results.row(
+            NAME,
+            options.shape,
+            "prefill_seconds_bound",
+            sum(cost.seconds(planning.chip(topology))),
+            **of,
+            topology=topology,
+            **dataclasses.asdict(cost),
+        )
+        for topology, ways in costs.items()
+        for cost in ways
+    ]
+
+
+def show_reading(options: Options, costs: Mapping[str, Sequence[Cost]]) -> None:
+    """A line per way to read the prompts exactly."""
+    lines = [
+        (
+            f"{topology}, {cost.way}",
+            readable_bytes(cost.stream_bytes),
+            readable_bytes(cost.received_bytes),
+            *(f"{seconds:.2f}" for seconds in cost.seconds(planning.chip(topology))),
+            f"{sum(cost.seconds(planning.chip(topology))):.2f}",
+        )
+        for topology, ways in costs.items()
+        for cost in ways
+    ]
+    columns = ("", "residual stream", "received", "attention s", "products s", "receiving s", "together")
+    title = "Exact prefill, the last way of each is taken: bytes per chip, and seconds at published rates"
     results.print_table(title, columns, lines)
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.experimental import topologies
 
 import kvjax
-from experiments.common import settings
+from experiments.common import prefill_costs, settings
 from experiments.common.compiled import Collective, collectives
 from experiments.common.processes import ROOT
 from kvjax.registry import PolicyChoice
@@ -47,6 +47,7 @@ class Program:
     collectives: tuple[Collective, ...] = ()
     seconds: float = 0.0  # to compile
     problem: str | None = None  # the compiler's words, where it refuses
+    results: int = 0  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +64,11 @@ class Plan:
     flops: int  # per device and decoding step
     compiled_layers: int  # of the decoding program; what it says of all layers follows from it
     largest: int | None = None  # batch that fits, and was compiled; None where that was not asked
+    held_bytes: int = 0  # per device, between the programs of exact prefill: the residual stream, keys and values
 
     @property
     def chip(self) -> dict[str, float]:
-        return CHIPS[self.topology.partition(":")[0]]
+        return chip(self.topology)
 
     @property
     def decode(self) -> Program:
@@ -74,8 +76,8 @@ class Plan:
 
     @property
     def prefill_temporaries(self) -> int:
-        """Bytes of the fullest program that reads prompts."""
-        return max(program.temporaries for name, program in self.programs.items() if name != DECODING)
+        """Bytes of the fullest program that reads prompts, with what is held between them."""
+        return self.held_bytes + max(one.temporaries for name, one in self.programs.items() if name != DECODING)
 
     @property
     def used(self) -> int:
@@ -99,23 +101,18 @@ class Plan:
         return 1e3 * max(reading, self.flops / (1e12 * self.chip["bfloat16_tflops"]))
 
 
+def chip(topology: str) -> dict[str, float]:
+    """What is published of a topology's chips."""
+    return CHIPS[topology.partition(":")[0]]
+
+
 def plan(config: LlamaConfig, topology: str, setting: PolicyChoice, sizes: Sizes) -> Plan:
     """Compiles a setting's programs for a topology.
 
     Raises:
-        ValueError: for a chip that is not known, or a model that the topology's chips do not divide.
+        ValueError: as `mesh_on`.
     """
-    kind = topology.partition(":")[0]
-    if kind not in CHIPS:
-        raise ValueError(f"--topology={topology}: known chips are {', '.join(CHIPS)}")
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    mesh = kvjax.make_mesh(
-        config.kv_heads,
-        data=sizes.mesh_data,
-        tensor=len(devices) // sizes.mesh_data,
-        sequence=sizes.mesh_sequence,
-        devices=devices,
-    )
+    mesh = mesh_on(config, topology, sizes)
     model = abstract_model(config, mesh)
     made_for: dict[str, Any] = {"batch": sizes.batch, "max_prompt": sizes.context_tokens}
     made_for |= {"max_new": sizes.max_new_tokens, "streaming": sizes.streaming}
@@ -143,8 +140,7 @@ def plan(config: LlamaConfig, topology: str, setting: PolicyChoice, sizes: Sizes
         fewer, steps = through(count // 2), (config.layers - count) / (count - count // 2)
         programs = {name: on_a_line(fewer[name], programs[name], steps) for name in programs}
     if not generator.streaming:
-        prompt = -(-sizes.context_tokens // sizes.prefill_chunk) * sizes.prefill_chunk
-        reading, compression = lowering.lower_prefill(generator, prompt)
+        reading, compression = lowering.lower_prefill(generator, sizes.context_tokens)
         programs |= {"reading": compiled(reading), "compression": compiled(compression)}
     return Plan(
         topology,
@@ -155,8 +151,36 @@ def plan(config: LlamaConfig, topology: str, setting: PolicyChoice, sizes: Sizes
         cache_bytes=part_bytes(state.layers),
         # Blocks that a query recalls may all lie on one device.
         read_bytes=sum(map(kvjax.read_bytes, part(state.layers))),
-        flops=2 * sizes.batch * sum(leaf.size for leaf in jax.tree.leaves(model)) // len(devices),
+        flops=2 * sizes.batch * sum(leaf.size for leaf in jax.tree.leaves(model)) // mesh.size,
         compiled_layers=count,
+        held_bytes=0 if generator.streaming else programs["reading"].results,
+    )
+
+
+def mesh_on(config: LlamaConfig, topology: str, sizes: Sizes) -> jax.sharding.Mesh:
+    """The mesh of a topology's chips.
+
+    Raises:
+        ValueError: for a chip that is not known, or a model that the topology's chips do not divide.
+    """
+    kind = topology.partition(":")[0]
+    if kind not in CHIPS:
+        raise ValueError(f"--topology={topology}: known chips are {', '.join(CHIPS)}")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    return kvjax.make_mesh(
+        config.kv_heads,
+        data=sizes.mesh_data,
+        tensor=len(devices) // sizes.mesh_data,
+        sequence=sizes.mesh_sequence,
+        devices=devices,
+    )
+
+
+def reading_costs(config: LlamaConfig, topology: str, sizes: Sizes) -> list[prefill_costs.Cost]:
+    """What reading prompts exactly costs a chip at least, in ways of which the last is taken."""
+    mesh = mesh_on(config, topology, sizes)
+    return prefill_costs.ways(
+        abstract_model(config, mesh), mesh, sizes.batch, sizes.context_tokens, sizes.prefill_chunk
     )
 
 
@@ -216,6 +240,7 @@ def compiled(lowered: jax.stages.Lowered) -> Program:
         memory.temp_size_in_bytes,
         tuple(collectives(program.as_text() or "")),
         time.perf_counter() - begin,
+        results=memory.output_size_in_bytes,
     )
 
 

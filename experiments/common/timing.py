@@ -95,7 +95,7 @@ def prefill(
     repeat = repeat_of([policy for generator in generators for policy in generator.policies])
     if repeat is not None:
         texts, sizes = (jnp.asarray(x) for x in repeated_prompt(repeat, prompt, context))
-        again = embed(model, texts)
+        again = embed(model, texts[:, None])
         jax.block_until_ready(next(read_layers(model, prompt, lengths, chunk, asked, repeat)))  # compiles
     for number in tqdm(range(model.config.layers), desc=f"prefill, {context} tokens", leave=False):
         reading, read = speed.timed(next, layers)
@@ -106,6 +106,7 @@ def prefill(
                 model.layers[number],
                 model.config.rotary(number, prompt.shape[1]),
                 None,
+                False,
                 again,
                 read.keys,
                 read.values,

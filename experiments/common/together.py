@@ -34,7 +34,7 @@ def prefill_together(
     for generator in generators:
         if longest > generator.max_prompt:
             raise ValueError(f"a prompt of {longest} tokens exceeds max_prompt={generator.max_prompt}")
-    tokens, row_lengths = first.pad(prompts, first.prefill_chunk)
+    tokens, row_lengths = first.pad(prompts, first.prompt_piece(longest))
     lengths = everywhere(row_lengths, first.mesh)
     caches: list[list[kvjax.Cache]] = [[] for _ in generators]
     told: list[Any] = [None for _ in generators]

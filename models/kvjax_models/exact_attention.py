@@ -1,5 +1,8 @@
 """Exact causal attention over a whole prompt, block by block, so that memory does not grow with the prompt's scores."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -43,6 +46,29 @@ def chunk_attention(
 
     first = 0 if window is None else jnp.maximum(chunk - (window + tokens - 2) // tokens, 0)
     return output(jax.lax.fori_loop(first, chunk, past, against(chunk, sink_logits)), query.dtype)
+
+
+def attend_in_chunks(
+    query: Float[Array, "B T H_q D"],
+    keys: Float[Array, "B H_kv N D"],
+    values: Float[Array, "B H_kv N D"],
+    first: Int[Array, ""] | int,
+    sink_logits: Float[Array, "H_q"] | None = None,
+    *,
+    chunk: int,
+    window: int | None,
+    logit_cap: float | None = None,
+) -> Float[Array, "B T H_q D"]:
+    """`chunk_attention` of consecutive chunks of so many tokens, one by one, the first of which has that number."""
+    settings: Mapping[str, Any] = {"window": window, "logit_cap": logit_cap}
+    if query.shape[1] == chunk:
+        return chunk_attention(query, keys, values, first, sink_logits, **settings)
+    chunks = query.reshape(query.shape[0], -1, chunk, *query.shape[2:]).swapaxes(0, 1)
+    attended = jax.lax.map(
+        lambda given: chunk_attention(given[0], keys, values, first + given[1], sink_logits, **settings),
+        (chunks, jnp.arange(len(chunks))),
+    )
+    return attended.swapaxes(0, 1).reshape(query.shape)
 
 
 def attend_behind(

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax_models.llama import DecoderLayer
 
@@ -34,17 +34,39 @@ class Asked(NamedTuple):
     window: int | None  # tokens that a token sees, itself included
     logit_cap: float | None
     sinks: bool  # whether there are logits of sinks
+    pieces: int = 1  # equal ones, which the prompt consists of
+    runs: int = 1  # equal ones, which each piece consists of: the queries are those of one run of each (`run_of`)
 
     @classmethod
-    def of(cls, layer: DecoderLayer, dtype: np.dtype, tokens: int) -> "Asked":
+    def of(cls, layer: DecoderLayer, dtype: np.dtype, tokens: int, pieces: int = 1, runs: int = 1) -> "Asked":
         """What a layer asks whose numbers have that dtype."""
-        head_dim = layer.attention.head_dim
-        return cls(dtype, tokens, head_dim, layer.window, layer.attention_cap, layer.sink_logits is not None)
+        sinks = layer.sink_logits is not None
+        return cls(dtype, tokens, layer.attention.head_dim, layer.window, layer.attention_cap, sinks, pieces, runs)
+
+    def positions(self, run: Int[Array, ""] | int = 0) -> Int[Array, "n"] | Int[np.ndarray, "n"]:
+        """The tokens whose queries are asked: those of that run of the first piece."""
+        length = self.tokens // (self.pieces * self.runs)
+        number = np.arange(self.pieces * length)
+        piece = number // length
+        return (piece * self.runs + run_of(piece, self.runs, run)) * length + number % length
 
 
+def run_of(piece: Any, runs: int, run: Any) -> Any:
+    """Which run of a piece is that of number `run` in the first: the order turns from piece to piece, so that who has
+    an early run of one has a late run of the next."""
+    return run + piece % 2 * (runs - 1 - 2 * run)
+
+
+# Queries, keys, values, sinks, and the number of the run that the queries are of.
 Attend = Callable[
-    [Float[Array, "B N H_q D"], Float[Array, "B H_kv N D"], Float[Array, "B H_kv N D"], Float[Array, "H_q"] | None],
-    Float[Array, "B N H_q D"],
+    [
+        Float[Array, "B n H_q D"],
+        Float[Array, "B H_kv N D"],
+        Float[Array, "B H_kv N D"],
+        Float[Array, "H_q"] | None,
+        Int[Array, ""] | int,
+    ],
+    Float[Array, "B n H_q D"],
 ]
 
 
@@ -72,27 +94,27 @@ def _why_not_splash(asked: Asked) -> str | None:
         return f"{asked.dtype} numbers: TPUs multiply bfloat16 ones"
     if asked.head_dim % 64:
         return f"a head dimension of {asked.head_dim}; splash attention takes multiples of 64"
-    if _steps(asked)[0].size > _MOST_STEPS:
+    if -(-asked.tokens // (asked.runs * _block(asked))) * _width(asked) > _MOST_STEPS:
         return f"{asked.tokens} tokens have more blocks than a table for scalars has places"
     return None
 
 
-def _splash(asked: Asked, query, keys, values, sink_logits, *, interpret: bool = False):
-    block, tokens, heads = _block(asked), asked.tokens, query.shape[2]
-    padded = -(-tokens // block) * block
+def _splash(asked: Asked, query, keys, values, sink_logits, run=0, *, interpret: bool = False):
+    block, (_, queries, heads, head_dim) = _block(asked), query.shape
     # What is padded comes last, and no token sees it.
-    wide = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, padded - tokens), (0, 0)))  # noqa: E731
-    rows = wide((query.astype(jnp.float32) / math.sqrt(asked.head_dim)).astype(query.dtype).swapaxes(1, 2))
-    of, kinds = _steps(asked)
+    wide = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % block), (0, 0)))  # noqa: E731
+    rows = wide((query.astype(jnp.float32) / math.sqrt(head_dim)).astype(query.dtype).swapaxes(1, 2))
+    positions: Any = jnp.pad(asked.positions(run), (0, rows.shape[2] - queries), mode="edge").astype(jnp.int32)
+    of, kinds = _steps(asked, positions)
     behind = None if asked.window is None else asked.window - 1
-    mask = masks.LocalMask((padded, padded), (behind, 0), 0)
+    mask = masks.LocalMask((rows.shape[2], rows.shape[2]), (behind, 0), 0)
     kernel = splash.SplashAttentionKernel(
         MaskInfo(
             data_next=of[None],
             mask_next=None,
             block_mask=kinds[None],
             partial_mask_blocks=None,
-            q_sequence=np.arange(padded, dtype=np.int32),
+            q_sequence=positions,
         ),
         None,
         None,
@@ -110,7 +132,7 @@ def _splash(asked: Asked, query, keys, values, sink_logits, *, interpret: bool =
     sinks = None if sink_logits is None else jnp.broadcast_to(sink_logits.astype(jnp.float32), (heads,))
     of_row: Callable[..., Any] = lambda *given: kernel(*given, None, sinks)  # noqa: E731
     attended: Array = jax.vmap(of_row)(rows, wide(keys), wide(values))
-    return attended[:, :, :tokens].swapaxes(1, 2).astype(query.dtype)
+    return attended[:, :, :queries].swapaxes(1, 2).astype(query.dtype)
 
 
 def _block(asked: Asked) -> int:
@@ -118,22 +140,40 @@ def _block(asked: Asked) -> int:
     return min(wide, -(-asked.tokens // LANES) * LANES)
 
 
-@functools.lru_cache(maxsize=64)
-def _steps(asked: Asked) -> tuple[np.ndarray, np.ndarray]:
-    """Which blocks of keys a block of queries reads, one behind the other, and what of each it sees: 0 nothing (the
-    block is there to be fetched ahead), 1 a part, 2 all.
+def _steps(
+    asked: Asked, positions: Int[Array, "n"]
+) -> tuple[Int[Array, "n_blocks steps"], Int[Array, "n_blocks steps"]]:
+    """Which blocks of keys a block of queries at these rising positions reads, one behind the other, and what of each
+    it sees: 0 nothing (the block is there to be fetched ahead), 1 a part, 2 all.
 
     JAX finds the same by evaluating the mask token by token, which takes a minute for 128k tokens.
     """
     block = _block(asked)
-    blocks = -(-asked.tokens // block)
-    query = np.arange(blocks).reshape(-1, 1)
-    reach = blocks * block if asked.window is None else asked.window
-    first = np.maximum(query * block - reach + 1, 0) // block
-    own = first + np.arange(np.max(query - first) + 1)
-    seen, sees_all = own <= query, (own < query) & ((query + 1) * block - 1 - own * block < reach)
-    following = np.append(first[1:], [[0]], axis=0)
-    return np.where(seen, own, following).astype(np.int16), seen.astype(np.int8) + (seen & sees_all)
+    earliest, latest = positions[::block, None], positions[block - 1 :: block, None]
+    first, last = _seen(asked, earliest, latest)
+    own = first + np.arange(_width(asked))
+    seen = own <= last
+    sees_all = ((own + 1) * block <= earliest) & (latest - own * block < (asked.window or asked.tokens))
+    following = jnp.append(first[1:], jnp.zeros((1, 1), first.dtype), axis=0)
+    return jnp.where(seen, own, following).astype(np.int16), seen.astype(np.int8) + (seen & sees_all)
+
+
+def _seen(asked: Asked, earliest: Any, latest: Any) -> tuple[Any, Any]:
+    """The first and the last block of keys that queries see between two positions."""
+    block = _block(asked)
+    return (earliest - (asked.window or asked.tokens) + 1).clip(0) // block, latest // block
+
+
+@functools.lru_cache(maxsize=64)
+def _width(asked: Asked) -> int:
+    """The most blocks of keys that a block of queries sees."""
+    block, width = _block(asked), 0
+    for run in range(asked.runs):
+        positions = np.asarray(asked.positions(run))
+        positions = np.pad(positions, (0, -len(positions) % block), mode="edge")
+        first, last = _seen(asked, positions[::block], positions[block - 1 :: block])
+        width = max(width, int(np.max(last - first)) + 1)
+    return width
 
 
 # --- GPU ---
@@ -144,6 +184,8 @@ def _why_not_cudnn(asked: Asked) -> str | None:
         return "logits have a cap, which cuDNN does not know"
     if asked.sinks:
         return "attention has sinks, which cuDNN does not know"
+    if asked.runs > 1:
+        return "devices share a prompt's queries, whose offsets cuDNN does not know"
     if asked.head_dim % 8 or asked.head_dim > 128:
         return f"a head dimension of {asked.head_dim}; cuDNN takes multiples of 8 up to 128 on every GPU"
     return _why_not_device()
@@ -158,8 +200,8 @@ def _why_not_device() -> str | None:
     return None
 
 
-def _cudnn(asked: Asked, query, keys, values, sink_logits):
-    assert sink_logits is None
+def _cudnn(asked: Asked, query, keys, values, sink_logits, run=0):
+    assert sink_logits is None and run == 0
     window = None if asked.window is None else (asked.window - 1, 0)
     return jax.nn.dot_product_attention(
         query,

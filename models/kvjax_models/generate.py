@@ -25,6 +25,7 @@ from kvjax.policy import Policy, repeat_of
 from kvjax.sharding import shardings
 from kvjax.state import drawn, fault, faults_of_rows, state
 from kvjax_models import prefill, programs
+from kvjax_models.cut_prompts import piece
 from kvjax_models.llama import Llama
 from kvjax_models.prefill import asked_queries, compress_layer, last_logits, read_layers
 from kvjax_models.sampling import Sampling, finite, sample
@@ -193,7 +194,8 @@ class Generator:
             raise ValueError(f"a prompt of {longest} tokens exceeds max_prompt={self.max_prompt}")
         self._check_positions(longest)
         shared = len(programs.bucket(longest)) if shared_lengths else 1
-        tokens, row_lengths = self.pad(prompts, -(-shared // self.prefill_chunk) * self.prefill_chunk)
+        multiple = self.prompt_piece(longest)
+        tokens, row_lengths = self.pad(prompts, -(-shared // multiple) * multiple)
         lengths, caches, told = everywhere(row_lengths, self.mesh), [], None
         asked = [asked_queries(policy, tokens.shape[1]) for policy in self.policies]
         repeat, capacity = repeat_of(self.policies), self.specs[0].capacity
@@ -287,6 +289,10 @@ class Generator:
         for begin in range(0, tokens.shape[1], self.block):
             count = np.clip(lengths - begin, 0, self.block)
             yield everywhere(tokens[:, begin : begin + self.block], self.mesh), everywhere(count, self.mesh)
+
+    def prompt_piece(self, longest: int) -> int:
+        """What prompts that are read exactly, the longest of so many tokens, are padded to a multiple of."""
+        return piece(self.model, self.mesh, self.batch, longest, self.prefill_chunk)
 
     def pad(self, prompts: Sequence[Sequence[int]], multiple: int) -> tuple[np.ndarray, np.ndarray]:
         """Prompts as one left-aligned array, padded to a multiple, and their lengths."""

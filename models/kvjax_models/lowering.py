@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax.sharding import HEADS, ROWS
+from kvjax_models.cut_prompts import PIECES
 from kvjax_models.generate import GenerationState, Generator, append_block, compact_layer, decode_block, state_shardings
 from kvjax_models.prefill import asked_queries, compress, prefill_layer
 
@@ -25,15 +26,17 @@ def lower_decode(
 
 def lower_prefill(generator: Generator, tokens: int) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
     """The programs that read prompts of so many tokens exactly, through one layer (the last), and compress what it kept
-    of them."""
+    of them; the tokens are rounded up as the generator would."""
+    size = generator.prompt_piece(tokens)
+    tokens, cut = -(-tokens // size) * size, size > generator.prefill_chunk
     number, layer = generator.config.layers - 1, generator.model.layers[-1]
     asked, config, mesh = asked_queries(generator.policies[number], tokens), generator.config, generator.mesh
     rotary = config.rotary(number, generator.specs[number].capacity)
     place = functools.partial(_abstract, mesh=mesh)
     dtype = generator.model.embedding.param_dtype
-    lengths, x = place((generator.batch,), jnp.int32), place((generator.batch, tokens, config.width), dtype)
-    read = prefill_layer.lower(layer, rotary, mesh, generator.prefill_chunk, asked, x, lengths)
-    heads = lambda count, heads: place((generator.batch, count, heads, config.head_dim), dtype, heads=True)  # noqa: E731
+    lengths, rows = place((generator.batch,), jnp.int32, ROWS), (generator.batch, tokens // size, size, config.width)
+    read = prefill_layer.lower(layer, rotary, mesh, cut, asked, place(rows, dtype, PIECES if cut else ROWS), lengths)
+    heads = lambda count, heads: place((generator.batch, count, heads, config.head_dim), dtype, HEADS)  # noqa: E731
     stored = heads(tokens, config.kv_heads)
     queries = heads(asked, config.query_heads) if asked else None
     cache = placed(jax.eval_shape(generator.start), mesh).layers[number]
@@ -56,7 +59,6 @@ def placed(state: Any, mesh: Mesh | None) -> Any:
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, lies)
 
 
-def _abstract(shape: tuple[int, ...], dtype: Any, mesh: Mesh | None, heads: bool = False) -> jax.ShapeDtypeStruct:
-    """An array of rows, and maybe of heads [B, T, H, D]."""
-    sharding = None if mesh is None else NamedSharding(mesh, HEADS if heads else ROWS)
+def _abstract(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
+    sharding = None if mesh is None else NamedSharding(mesh, spec)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

@@ -73,34 +73,44 @@ def attend_apart(
         heads: of queries, and of keys. Devices that share a kv head share its query heads, where these divide; where
             they do not, each attends with all.
     """
-    query_heads, kv_heads = heads
-    sharing = mesh.shape[TENSOR] == kv_heads and query_heads % (kv_heads * mesh.shape[PARTS]) == 0
-    axes = (TENSOR, PARTS) if sharing else TENSOR
+    axes = (TENSOR, PARTS) if share_heads(mesh, heads) else TENSOR
     own = PartitionSpec(DATA, None, axes)
     specs = (own, *given, PartitionSpec(axes))
     return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=own, check_vma=False)
+
+
+def share_heads(mesh: Mesh, heads: tuple[int, int]) -> bool:
+    """Whether devices that share a kv head can share its query heads: of queries there are so many, and of keys."""
+    query_heads, kv_heads = heads
+    return mesh.shape[TENSOR] == kv_heads and query_heads % (kv_heads * mesh.shape[PARTS]) == 0
 
 
 def parameter_shardings(parameters: Any, config: LlamaConfig, mesh: Mesh) -> Any:
     """Where every parameter lies, as a tree like theirs (arrays or abstract ones). What the devices do not divide lies
     whole on those that it cannot be divided among. Raises a ValueError for a mesh whose axes are named otherwise."""
     check_axes(mesh)
+    place = lambda spec: NamedSharding(mesh, spec)  # noqa: E731
+    return jax.tree.map(place, parameter_specs(parameters, config.query_heads, mesh))
+
+
+def parameter_specs(parameters: Any, query_heads: int, mesh: Mesh) -> Any:
+    """As `parameter_shardings`, how every parameter is cut, of a part of a model, too."""
 
     def fitting(size: int, *ways: tuple[str, ...]) -> tuple[str, ...] | None:
         """The first way of dividing so much that leaves nothing over."""
         return next((names for names in ways if size % math.prod(mesh.shape[one] for one in names) == 0), None)
 
-    def lies(path: Any, leaf: Any) -> NamedSharding:
+    def cut(path: Any, leaf: Any) -> PartitionSpec:
         *_, module, name, _ = (str(getattr(key, "key", getattr(key, "name", key))) for key in path)
         axis = _CUT.get((module, name))
         if axis is None:
-            return NamedSharding(mesh, PartitionSpec())
+            return PartitionSpec()
         axis += leaf.ndim
         if module == "qkv":
             # Devices that share a kv head need all that is made of it: each takes a part of what goes in.
             inputs = (fitting(leaf.shape[0], (PARTS,)),) if name == "kernel" else ()
-            return NamedSharding(mesh, PartitionSpec(*inputs, fitting(leaf.shape[axis], (TENSOR,))))
-        parts = config.query_heads if module == "output" else leaf.shape[axis]  # heads stay whole
-        return NamedSharding(mesh, PartitionSpec(*[None] * axis, fitting(parts, (TENSOR, PARTS), (TENSOR,))))
+            return PartitionSpec(*inputs, fitting(leaf.shape[axis], (TENSOR,)))
+        parts = query_heads if module == "output" else leaf.shape[axis]  # heads stay whole
+        return PartitionSpec(*[None] * axis, fitting(parts, (TENSOR, PARTS), (TENSOR,)))
 
-    return jax.tree_util.tree_map_with_path(lies, parameters)
+    return jax.tree_util.tree_map_with_path(cut, parameters)

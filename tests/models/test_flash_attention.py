@@ -23,13 +23,13 @@ BF16 = jnp.dtype(jnp.bfloat16)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr(flash_attention, "BLOCK", 128)
-    flash_attention._steps.cache_clear()
+    flash_attention._width.cache_clear()
     yield
-    flash_attention._steps.cache_clear()
+    flash_attention._width.cache_clear()
 
 
-def asked(tokens=300, *, dtype=BF16, head_dim=64, window=None, logit_cap=None, sinks=False):
-    return Asked(dtype, tokens, head_dim, window, logit_cap, sinks)
+def asked(tokens=300, *, dtype=BF16, head_dim=64, window=None, logit_cap=None, sinks=False, pieces=1, runs=1):
+    return Asked(dtype, tokens, head_dim, window, logit_cap, sinks, pieces, runs)
 
 
 @pytest.mark.parametrize("tokens", [128, 640])
@@ -38,7 +38,7 @@ def test_the_blocks_that_are_read_are_those_that_jax_finds(tokens, window):
     shape = (tokens, tokens)
     mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
     info, _ = process_mask(masks.MultiHeadMask([mask]), (128, 128), head_shards=1, q_seq_shards=1)
-    of, kinds = flash_attention._steps(asked(tokens, window=window))
+    of, kinds = flash_attention._steps(asked(tokens, window=window), jnp.arange(tokens))
     np.testing.assert_array_equal(kinds, info.block_mask[0])
     np.testing.assert_array_equal(of[kinds > 0], info.data_next[0][kinds > 0])
     # What is fetched ahead is what is read next, in the order of the grid.
@@ -74,6 +74,29 @@ def test_splash_attention_is_exact_attention(of):
 
 
 @pytest.mark.parametrize(
+    "of",
+    [
+        asked(1024, window=300, pieces=2, runs=4),
+        pytest.param(asked(768, logit_cap=20.0, sinks=True, pieces=4, runs=3), marks=pytest.mark.heavy),
+    ],
+    ids=str,
+)
+def test_splash_attention_of_a_device_s_queries_is_exact_attention(of):
+    query = 3 * jax.random.normal(jax.random.key(0), (1, of.tokens, 2, of.head_dim), BF16)
+    keys, values = jax.random.normal(jax.random.key(1), (2, 1, 1, of.tokens, of.head_dim), BF16)
+    sinks = jnp.linspace(-1.0, 3.0, 2) if of.sinks else None
+    attend = jax.jit(functools.partial(flash_attention._splash, of, interpret=True))
+    wide = (x.astype(jnp.float32) for x in (query, keys, values))
+    expected = chunk_attention(*wide, 0, sinks, window=of.window, logit_cap=of.logit_cap)
+    taken = [of.positions(run) for run in range(of.runs)]
+    np.testing.assert_array_equal(np.sort(np.concatenate(taken)), np.arange(of.tokens))
+    assert len({int(positions.sum()) for positions in taken}) == 1  # equal work
+    for run, positions in enumerate(taken):
+        got = attend(query[:, positions], keys, values, sinks, jnp.int32(run))
+        np.testing.assert_allclose(np.asarray(got, np.float32), expected[:, positions], atol=0.03)
+
+
+@pytest.mark.parametrize(
     ("platform", "of", "reason"),
     [
         ("tpu", asked(), None),
@@ -84,6 +107,8 @@ def test_splash_attention_is_exact_attention(of):
         ("tpu", asked(10**6), "blocks"),
         ("cuda", asked(logit_cap=30.0), "cap"),
         ("cuda", asked(sinks=True), "sinks"),
+        ("tpu", asked(1024, pieces=2, runs=4), None),
+        ("cuda", asked(1024, pieces=2, runs=4), "offsets"),
         ("cuda", asked(head_dim=256), "256"),
         ("cuda", asked(), "no GPU"),
         ("cpu", asked(), "no kernel"),
@@ -105,21 +130,21 @@ def test_a_layer_reads_a_prompt_through_the_kernel_as_through_chunks(monkeypatch
     def read():
         # A function of its own: which path is taken is found out while tracing.
         of_rows = lambda *given: prefill.prefill_layer.__wrapped__(  # noqa: E731
-            layer, config.rotary(0, 512), None, 64, 32, *given
+            layer, config.rotary(0, 512), None, False, 32, *given
         )
-        return jax.jit(of_rows)(rows, jnp.array([200], jnp.int32))
+        return jax.jit(of_rows)(rows.reshape(1, 4, 64, 64), jnp.array([200], jnp.int32))
 
     expected = read()
     used = []
 
-    def attend(of, *given):
+    def attend(of, *given, run):
         used.append(of)
-        return flash_attention._splash(of, *given, interpret=True)
+        return flash_attention._splash(of, *given, run, interpret=True)
 
     kernel = flash_attention._Kernel(lambda of: None, attend)
     monkeypatch.setattr(flash_attention, "_KERNELS", {"cpu": kernel})
     got = read()
-    assert used == [Asked(BF16, 256, 64, 40, None, False)]
+    assert used == [Asked(BF16, 256, 64, 40, None, False, pieces=4)]
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), atol=0.05)
 
@@ -133,8 +158,8 @@ def test_programs_for_an_nvidia_gpu_hold_cudnns_attention(monkeypatch, window):
     sizes = {"vocab_size": 16, "width": 64, "mlp_width": 64, "layers": 1, "query_heads": 4, "kv_heads": 2}
     config = LlamaConfig(**sizes, head_dim=64, max_length=512, windows=(window,))
     layer = Llama(config, dtype=BF16, rngs=nnx.Rngs(0)).layers[0]
-    read = lambda *given: prefill.prefill_layer.__wrapped__(layer, config.rotary(0, 512), None, 64, 0, *given)  # noqa: E731
-    given = jax.ShapeDtypeStruct((2, 256, 64), BF16), jax.ShapeDtypeStruct((2,), jnp.int32)
+    read = lambda *given: prefill.prefill_layer.__wrapped__(layer, config.rotary(0, 512), None, False, 0, *given)  # noqa: E731
+    given = jax.ShapeDtypeStruct((2, 4, 64, 64), BF16), jax.ShapeDtypeStruct((2,), jnp.int32)
     rows_of_a_chunk = "2x2x128x64"  # [2, 2, 64 x 2, 64]
 
     def lowered():

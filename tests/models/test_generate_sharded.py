@@ -51,7 +51,9 @@ CHECKPOINT = pathlib.Path(checkpoint.__file__).parents[1] / "checkpoints" / "lin
 @pytest.mark.parametrize("marked", ["not heavy", pytest.param("heavy", marks=pytest.mark.heavy)])
 def test_in_a_process_with_eight_devices(marked):
     flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-m", marked, str(pathlib.Path(__file__))]
+    own = pathlib.Path(__file__)
+    files = [str(own), str(own.with_name("test_cut_prompts.py"))]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-m", marked, *files]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | flags, check=False)
     assert done.returncode == 0, done.stdout[-5000:]
 
@@ -100,7 +102,7 @@ def run_two(script, *arguments, expected_code=0):
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4",
         "JAX_PLATFORMS": "cpu",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
+        "PYTHONPATH": os.pathsep.join(str(pathlib.Path(__file__).parents[2] / part) for part in ("", "models")),
     }
     command = [sys.executable, "-c", textwrap.dedent(script), str(port)]
     with contextlib.ExitStack() as files:
@@ -191,12 +193,12 @@ def test_devices_that_share_a_kv_head_share_its_query_heads(monkeypatch, tensor,
         seen.append(query.shape[2])
         return query
 
-    monkeypatch.setattr(prefill, "chunk_attention", attend)
+    monkeypatch.setattr(prefill, "attend_in_chunks", attend)
     config = dataclasses.replace(CONFIG, kv_heads=kv_heads, query_heads=query_heads)
     mesh = kvjax.make_mesh(kv_heads, tensor=tensor, devices=jax.devices()[:tensor])
     layer = place(Llama(config, rngs=nnx.Rngs(0)), mesh).layers[0]
-    rows, lengths = jax.ShapeDtypeStruct((1, 8, config.width), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32)
-    read = functools.partial(prefill.prefill_layer.__wrapped__, layer, config.rotary(), mesh, 8, 0)
+    rows, lengths = jax.ShapeDtypeStruct((1, 1, 8, config.width), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    read = functools.partial(prefill.prefill_layer.__wrapped__, layer, config.rotary(), mesh, False, 0)
     jax.eval_shape(read, rows, lengths)
     assert set(seen) == {each}
 
