@@ -58,7 +58,7 @@ def test_decoding_with_narrow_heads_compiles_without_a_copy(tmp_path):
     rows = compile_all(
         tmp_path, "--head_dim=64", "--policy=exact", "--policy=chelsea", "--policy=clusterkv", "--op=weighted_decode"
     )
-    assert sum("D=64" in name for name in rows) == 3
+    assert sum("D=64" in name for name in rows) == 4  # with prefill
 
 
 @pytest.mark.heavy
@@ -86,7 +86,7 @@ def test_kernels_and_decoding_with_every_policy_compile_for_a_gpu(tmp_path, monk
     rows = compile_all(tmp_path, "--device=h200", "--head_dim=128")
     ops = collections.Counter(name.split()[0] for name in rows if "layers" not in name)
     # Without float32 of 256 columns, whose parts do not fit in shared memory, and three bits of 64.
-    assert ops["weighted_decode"] == 27 and ops["cluster_recall"] == 15
+    assert ops["weighted_decode"] == 27 and ops["cluster_recall"] == 18
     decoding = {name.split()[0]: row for name, row in rows.items() if "layers" in name}
     del decoding["prefill"]  # only a process with a GPU knows its cuDNN
     assert set(decoding) >= set(SYSTEMS)

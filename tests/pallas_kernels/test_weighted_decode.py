@@ -590,7 +590,7 @@ def test_settings_of_the_kernel_for_gpus_are_checked(settings):
 @pytest.mark.parametrize("kind, heads, splits", [("TPU v5 lite", 1, 1), ("TPU v5p", 1, 2), ("TPU v5p", 2, 1)])
 def test_cores_that_share_a_program_share_one_head(monkeypatch, kind, heads, splits):
     device = types.SimpleNamespace(device_kind=kind)
-    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(dispatch, "target", lambda: device)
     rows, entries = make(batch=1, heads=heads, slots=1100)
     run_it = functools.partial(weighted_decode, implementation="mosaic_tpu", interpret=True)
     grids = re.findall(r"grid=\((.*?)\)", str(jax.make_jaxpr(run_it)(rows, entries)))
