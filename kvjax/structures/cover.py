@@ -135,9 +135,8 @@ def widen_known(
     capacity = norms.shape[0]
     number = jnp.arange(capacity, dtype=jnp.int32)
 
-    def to_all(rows: Int[Array, "R"]) -> Float[Array, "M R"]:
-        at = jnp.minimum(rows, capacity - 1)
-        return squared_distances(centers, centers[at], norms, norms[at])
+    def nearest_of(rows: Int[Array, "R"], stands: Bool[Array, "M"], before: Int[Array, "R"] | None = None):
+        return nearest_center(centers[rows], centers, norms[rows], jnp.where(stands, norms, jnp.inf), before=before)
 
     def settle(carry: tuple) -> tuple:
         delta, _, ahead, _ = carry
@@ -146,15 +145,18 @@ def widen_known(
 
         def decide(carry: tuple[Bool[Array, "M"], Ahead], rows: Int[Array, "R"]) -> tuple[Bool[Array, "M"], Ahead]:
             stands, ahead = carry
-            at, distance = jnp.minimum(rows, capacity - 1), to_all(rows)
+            at = jnp.minimum(rows, capacity - 1)
+            squared, nearest = nearest_of(at, stands, before=at)
+            among = squared_distances(centers[at], centers[at], norms[at], norms[at])
             # A nearest one that is known is within delta, whatever rounding makes of their distance this time: who made
             # delta merges.
-            known = (number[:, None] == ahead.slot[at]) & ~ahead.stale[at]
-            within, lower = known | (distance <= reach), number[:, None] < rows
-            free = ~jnp.any(within & lower & stands[:, None], axis=0) & (rows < capacity)
-            stands = stands.at[rows].set(greedy_cover(within[at].T, free), mode="drop")
-            nearest = first_least(jnp.where(lower & stands[:, None], distance, jnp.inf), axis=0)
-            return stands, ahead.opened(rows, *nearest)
+            known, slot = ~ahead.stale[at], ahead.slot[at]
+            near = (among <= reach) | (known[:, None] & (slot[:, None] == at))
+            free = (rows < capacity) & (squared > reach) & ~(known & stands[slot])
+            stand = greedy_cover(near, free)
+            to_new, new = first_least(jnp.where(stand & (at < at[:, None]), among, jnp.inf))
+            ahead = ahead.opened(rows, jnp.minimum(squared, to_new), jnp.where(to_new < squared, at[new], nearest))
+            return stands.at[rows].set(stand, mode="drop"), ahead
 
         # Whose nearest is not asked, and so stands, goes without being compared.
         sure = ~ahead.stale & ~asked[ahead.slot]
@@ -168,8 +170,7 @@ def widen_known(
     delta, stands, ahead, _ = jax.lax.while_loop(lambda carry: ~carry[3], settle, start)
 
     def inherit(heir: Int[Array, "M"], rows: Int[Array, "R"]) -> Int[Array, "M"]:
-        _, nearest = first_least(jnp.where(stands[:, None], to_all(rows), jnp.inf), axis=0)
-        return heir.at[rows].set(nearest, mode="drop")
+        return heir.at[rows].set(nearest_of(jnp.minimum(rows, capacity - 1), stands)[1], mode="drop")
 
     return delta, stands, _by_rows(inherit, number, ~stands), ahead
 
