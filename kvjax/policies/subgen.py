@@ -178,8 +178,7 @@ class SubGen(Policy[StreamClusters]):
 
     def compact(self, state: StreamClusters, new) -> StreamClusters:
         window, left = windows.slide(state.window, new)
-        take = per_head(structures.take, 0, 0, 0, None)
-        return _with(state, window, lambda streams: take(streams, left.keys, left.values, left.present))
+        return _with(state, window, lambda of: structures.take_all(of, left.keys, left.values, left.present))
 
 
 def _with(state: StreamClusters, window: Window, update: Callable[[Streams], Streams]) -> StreamClusters:

@@ -138,7 +138,7 @@ def extend(
     values: Float[Array, "T D_v"] | None = None,
     valid: Bool[Array, "T"] | None = None,
     *,
-    block: int = 256,
+    block: int = 128,
 ) -> ClusterTable:
     """Takes in T tokens at once: the clusters are those that T calls of `step` make (where nothing is tied within
     float32's resolution, and centres do not move), the samples have their law.

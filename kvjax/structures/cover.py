@@ -125,41 +125,52 @@ def widen_known(
     delta: Float[Array, ""],
     growth: float,
 ) -> tuple[Float[Array, ""], Bool[Array, "M"], Int[Array, "M"], Ahead]:
-    """As `widen`, from the centres and their squared norms: most stand, having none within delta before them, and only
-    the others are compared with all. No M x M distances are held, and where `ahead` is known few are computed.
+    """As `widen`, from the centres and their squared norms. Only those of which nothing is known, or which have one
+    within delta before them, are compared with all, in the order of their slots: whoever stands then knows its nearest
+    before it among those that stand. No M x M distances are held, and where `ahead` is known few are computed.
 
     Returns:
-        As `widen`, and `ahead` with nothing stale.
+        As `widen`, and `ahead` of those that stand, where nothing is stale but what lost its nearest.
     """
     capacity = norms.shape[0]
     number = jnp.arange(capacity, dtype=jnp.int32)
 
-    def to_all(rows: Int[Array, "R"]) -> Float[Array, "R M"]:
-        at = jnp.minimum(rows, capacity - 1)
-        return squared_distances(centers[at], centers, norms[at], norms)
+    def nearest_of(rows: Int[Array, "R"], stands: Bool[Array, "M"], before: Int[Array, "R"] | None = None):
+        return nearest_center(centers[rows], centers, norms[rows], jnp.where(stands, norms, jnp.inf), before=before)
 
-    def look(ahead: Ahead, rows: Int[Array, "R"]) -> Ahead:
-        at = jnp.minimum(rows, capacity - 1)
-        return ahead.opened(rows, *nearest_center(centers[at], centers, norms[at], norms, before=at))
+    def settle(carry: tuple) -> tuple:
+        delta, _, ahead, _ = carry
+        reach = delta * delta
+        asked = ahead.stale | (ahead.squared <= reach)
 
-    ahead = _by_rows(look, ahead, ahead.stale)
-    near = jnp.minimum(jnp.min(ahead.squared), waiting)
-    # Rounded up, so that its square is no less than the distance's.
-    delta = jnp.maximum(growth * delta, jnp.sqrt(near) * (1 + 2.0**-22))
-    asked = ahead.squared <= delta * delta
+        def decide(carry: tuple[Bool[Array, "M"], Ahead], rows: Int[Array, "R"]) -> tuple[Bool[Array, "M"], Ahead]:
+            stands, ahead = carry
+            at = jnp.minimum(rows, capacity - 1)
+            squared, nearest = nearest_of(at, stands, before=at)
+            among = squared_distances(centers[at], centers[at], norms[at], norms[at])
+            # A nearest one that is known is within delta, whatever rounding makes of their distance this time: who made
+            # delta merges.
+            known, slot = ~ahead.stale[at], ahead.slot[at]
+            near = (among <= reach) | (known[:, None] & (slot[:, None] == at))
+            free = (rows < capacity) & (squared > reach) & ~(known & stands[slot])
+            stand = greedy_cover(near, free)
+            to_new, new = first_least(jnp.where(stand & (at < at[:, None]), among, jnp.inf))
+            ahead = ahead.opened(rows, jnp.minimum(squared, to_new), jnp.where(to_new < squared, at[new], nearest))
+            return stands.at[rows].set(stand, mode="drop"), ahead
 
-    def decide(stands: Bool[Array, "M"], rows: Int[Array, "R"]) -> Bool[Array, "M"]:
-        # The nearest one is within delta, whatever rounding makes of their distance this time: who made delta merges.
-        known = number == ahead.slot[jnp.minimum(rows, capacity - 1)][:, None]
-        within = known | (to_all(rows) <= delta * delta)
-        free = ~jnp.any(within & stands & (number < rows[:, None]), axis=1) & (rows < capacity)
-        among = within[:, jnp.minimum(rows, capacity - 1)]
-        return stands.at[rows].set(greedy_cover(among, free), mode="drop")
+        # Whose nearest is not asked, and so stands, goes without being compared.
+        sure = ~ahead.stale & ~asked[ahead.slot]
+        stands, ahead = _by_rows(decide, (~asked, ahead), asked & ~sure)
+        settled = ~jnp.all(stands) | (waiting <= reach)
+        # Nobody went: delta grows to the least distance, rounded up, so that its square is no less.
+        grown = jnp.sqrt(jnp.minimum(jnp.min(ahead.squared), waiting)) * (1 + 2.0**-22)
+        return jnp.where(settled, delta, jnp.maximum(delta, grown)), stands, ahead, settled
 
-    stands = _by_rows(decide, ~asked, asked)
+    start = (growth * delta, jnp.ones(capacity, bool), ahead, jnp.zeros((), bool))
+    delta, stands, ahead, _ = jax.lax.while_loop(lambda carry: ~carry[3], settle, start)
 
     def inherit(heir: Int[Array, "M"], rows: Int[Array, "R"]) -> Int[Array, "M"]:
-        return heir.at[rows].set(first_least(jnp.where(stands, to_all(rows), jnp.inf))[1], mode="drop")
+        return heir.at[rows].set(nearest_of(jnp.minimum(rows, capacity - 1), stands)[1], mode="drop")
 
     return delta, stands, _by_rows(inherit, number, ~stands), ahead
 

@@ -30,22 +30,28 @@ def chunk_attention(
     half the speed on a CPU: it normalises every block, which merging undoes.
     """
     batch, tokens = query.shape[:2]
+    # Each query's place in its chunk, and the first slot that it sees, relative to the chunk.
+    place = jnp.broadcast_to(jnp.arange(tokens), (batch, tokens))
+    start = None if window is None else place + 1 - window
 
-    def against(other: Int[Array, ""] | int, sink_logits: Float[Array, "H_q"] | None = None) -> Partials:
+    def against(
+        other: Int[Array, ""] | int,
+        stop: Int[Array, "B C"] | None = None,  # a chunk before is seen to its end, unmasked where there is no window
+        sink_logits: Float[Array, "H_q"] | None = None,
+    ) -> Partials:
         block_keys, block_values = (
             jax.lax.dynamic_slice_in_dim(x, other * tokens, tokens, axis=2) for x in (keys, values)
         )
-        # Each query's first and last visible slot, relative to the block.
-        place = jnp.broadcast_to((chunk - other) * tokens + jnp.arange(tokens), (batch, tokens))
-        start = None if window is None else place + 1 - window
-        block = Segment(block_keys, block_values, start=start, stop=place + 1)
+        first = None if start is None else start + (chunk - other) * tokens
+        block = Segment(block_keys, block_values, start=first, stop=stop)
         return attend_reading(query, block, logit_cap=logit_cap, sink_logits=sink_logits)
 
     def past(other, partials):
         return merge(partials, against(other))
 
+    own = against(chunk, place + 1, sink_logits)
     first = 0 if window is None else jnp.maximum(chunk - (window + tokens - 2) // tokens, 0)
-    return output(jax.lax.fori_loop(first, chunk, past, against(chunk, sink_logits)), query.dtype)
+    return output(jax.lax.fori_loop(first, chunk, past, own), query.dtype)
 
 
 def attend_in_chunks(

@@ -1,6 +1,7 @@
 """The meaning of `cluster_recall`, in plain jax.numpy; every other form is tested against it."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,16 @@ def cluster_recall(
 ) -> Partials:
     """Both sums of attention of the rows of every head over the first `count` tokens of each of its K blocks,
     accumulated in float32: keys and values are gathered, then attended to."""
+    if blocks.entries.dtype != jnp.float32 or blocks.scale is not None:
+        return halves_apart(rows, blocks, number, count)
+    # What is as wide as the arithmetic costs a CPU its reading and nothing else.
+    return jax.lax.platform_dependent(rows, blocks, number, count, cpu=halves_together, default=halves_apart)
+
+
+def halves_apart(
+    rows: Float[Array, "B H R D"], blocks: Blocks, number: Int[Array, "B H K"], count: Int[Array, "B H K"]
+) -> Partials:
+    """From keys and values gathered each for itself."""
     batch, heads, _, head_dim = rows.shape
 
     def gathered(first: int, width: int) -> Float[Array, "B H K*P w"]:
@@ -27,6 +38,21 @@ def cluster_recall(
     keys, values = (gathered(columns.start, columns.stop - columns.start) for columns in halves(blocks, head_dim))
     scale = None if blocks.scale is None else taken(blocks.scale, number)
     return weighted_decode.weighted_decode(rows, _entries(blocks, keys, values, scale, count))
+
+
+def halves_together(
+    rows: Float[Array, "B H R D"], blocks: Blocks, number: Int[Array, "B H K"], count: Int[Array, "B H K"]
+) -> Partials:
+    """From whole blocks, gathered in one piece each: rows that are zero where the values lie read keys of twice the
+    width, and of the sums over them the values' columns count."""
+    batch, heads, _, head_dim = rows.shape
+    found = taken(blocks.entries, number).reshape(batch, heads, -1, blocks.entries.shape[4])
+    width = found.shape[3]
+    # Logits are divided by the root of the width.
+    scaled = rows.astype(jnp.float32) * math.sqrt(width / head_dim)
+    padded = jnp.pad(scaled, ((0, 0), (0, 0), (0, 0), (0, width - head_dim)))
+    sums = weighted_decode.weighted_decode(padded, _entries(blocks, found, found, None, count))
+    return sums._replace(num=sums.num[..., halves(blocks, head_dim)[1]])
 
 
 def as_entries(

@@ -221,10 +221,12 @@ def test_widening_by_the_rows_in_question_is_widening_by_all_distances(points, w
     )
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
-    lower = np.where(np.tri(TOKENS, k=-1, dtype=bool), between, np.inf)
-    np.testing.assert_allclose(ahead.squared, lower.min(axis=1), atol=1e-6 * float(norms.max()))
-    # Once more, from what is known of those that stand: as from nothing.
     stands = np.asarray(found[1])
+    lower = np.where(np.tri(TOKENS, k=-1, dtype=bool) & stands, between, np.inf)
+    # Whose nearest went has to look again.
+    known = stands & stands[ahead.slot]
+    np.testing.assert_allclose(ahead.squared[known], lower.min(axis=1)[known], atol=1e-6 * float(norms.max()))
+    # Once more, from what is known of those that stand: as from nothing.
     packed = jnp.asarray(np.cumsum(stands) - 1, jnp.int32)
     place = jnp.where(stands, packed, TOKENS)
     put = lambda rows: jnp.full_like(rows, 1e4).at[place].set(rows, mode="drop")  # noqa: E731

@@ -11,6 +11,7 @@ from scipy import stats
 
 import kvjax
 from kvjax.budget import abstract_cache, row_bytes
+from kvjax.per_head import per_head
 from kvjax.structures import streams as structures
 from kvjax.theory import SubGenSettings, subgen_settings
 from tests.kvjax.support import HEAD_DIM, LENGTHS, make_spec, row_keys, whole_run
@@ -197,6 +198,24 @@ def test_rows_and_heads_draw_for_themselves():
     _, _, state = attended(SELF_NORMALISED, keys, values, queries, batch=3)
     drawn = np.asarray(state.streams.reservoir.keys).reshape(3, -1)
     assert len(np.unique(drawn, axis=0)) == 3
+
+
+def test_streams_one_after_the_other_are_streams_side_by_side():
+    # Tables that are full, and widened by some of the streams.
+    policy = kvjax.SubGen(24, sinks=0, recent=0)
+    spec = kvjax.CacheSpec(batch=2, query_heads=2, kv_heads=2, head_dim=DIM, max_prompt=64, max_new=64)
+    streams = policy.init(spec, row_keys(2)).streams
+    keys, values = jax.random.normal(jax.random.key(0), (2, 2, 2, 64, DIM))
+    valid = jnp.arange(64) < jnp.array([[64], [40]])
+    side_by_side = jax.jit(per_head(structures.take, 0, 0, 0, None))
+    one, other = streams, streams
+    for _ in range(2):
+        one = jax.jit(structures.fill)(one, keys, values, valid)
+        other = side_by_side(other, keys, values, valid)
+        for of_one, of_other in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            if not jnp.issubdtype(of_one.dtype, jax.dtypes.prng_key):
+                np.testing.assert_allclose(of_one, of_other, rtol=1e-4, atol=1e-4)
+        keys, values = keys[:, :, ::-1] + 1, values[:, :, ::-1] - 1
 
 
 def test_prompts_of_several_blocks_are_taken_whole(monkeypatch):

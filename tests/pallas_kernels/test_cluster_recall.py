@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import benchmarking, packing
-from pallas_kernels.cluster_recall import Blocks, Config, GpuConfig, cluster_recall, entry_width, mosaic_tpu
+from pallas_kernels.cluster_recall import Blocks, Config, GpuConfig, cluster_recall, entry_width, mosaic_tpu, reference
 from pallas_kernels.weighted_decode import EMPTY, Partials
 from tests.pallas_kernels import traffic
 
@@ -91,6 +91,14 @@ def packed(key_bits, value_bits, head_dim, **sizes):
     plain = Blocks(jnp.asarray(np.concatenate(wide, axis=-1), jnp.float32), scale.astype(jnp.float32))
     blocks = Blocks(jnp.concatenate(stored, axis=-1), scale, key_bits=key_bits, value_bits=value_bits)
     return (rows, blocks, number, count), plain
+
+
+@pytest.mark.parametrize("head_dim", [64, 48])
+def test_keys_and_values_gathered_together_are_those_gathered_apart(head_dim):
+    arguments = make(head_dim=head_dim)
+    together, apart = (jax.jit(form)(*arguments) for form in (reference.halves_together, reference.halves_apart))
+    for one, other in zip(jax.tree.leaves(together), jax.tree.leaves(apart), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def expected(rows, blocks, number, count):
