@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.kvjax import support
+
 ROOT = pathlib.Path(__file__).parents[2]
 RUN = (
     "experiments.line_retrieval", "--quick", "--context_tokens=256", "--policy=exact", "--policy=uniform:recent=16",
@@ -21,6 +23,7 @@ def start(devices, *arguments):
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        **support.THREADS,
     }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-m", *arguments], cwd=ROOT, env=os.environ | flags, **pipes)

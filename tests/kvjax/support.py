@@ -117,6 +117,10 @@ def each(names, quick=None):
     return [name if name in quick else pytest.param(name, marks=pytest.mark.heavy) for name in names]
 
 
+# For a process with devices that are simulated: XLA:CPU's threads must be more than they, or those that wait for parts
+# of a product or of a triangular system hold all that these need.
+THREADS = {"NPROC": "32"}
+
 every_policy = pytest.mark.parametrize("name", each(POLICIES))
 # For what states of few kinds tell apart.
 few_policies = pytest.mark.parametrize("name", each(POLICIES, quick=("exact", "uniform", "subgen_mean_value")))

@@ -20,6 +20,7 @@ import kvjax
 from experiments.common.compiled import collectives
 from kvjax.sharding import RULES, rename_axes, shardings
 from kvjax.state import faults_of_rows, map_fields
+from tests.kvjax import support
 from tests.kvjax.support import ON_A_MESH as POLICIES
 from tests.kvjax.support import each, last_queries, make_spec, row_keys
 
@@ -32,7 +33,7 @@ LENGTHS, NEW = jnp.array([37, 12, 1, 25]), jnp.array([8, 8, 5, 8])
 
 
 def run_here(*arguments):
-    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}", "JAX_PLATFORMS": "cpu"}
+    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}", "JAX_PLATFORMS": "cpu"} | support.THREADS
     command = [sys.executable, "-m", "pytest", "-n", "0", *arguments, str(pathlib.Path(__file__))]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | flags, check=False)
     assert done.returncode == 0, done.stdout[-5000:]

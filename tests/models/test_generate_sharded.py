@@ -50,7 +50,7 @@ CHECKPOINT = pathlib.Path(checkpoint.__file__).parents[1] / "checkpoints" / "lin
 @pytest.mark.skipif(jax.device_count() >= DEVICES, reason="the tests themselves run here")
 @pytest.mark.parametrize("marked", ["not heavy", pytest.param("heavy", marks=pytest.mark.heavy)])
 def test_in_a_process_with_eight_devices(marked):
-    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}", "JAX_PLATFORMS": "cpu"}
+    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}", "JAX_PLATFORMS": "cpu"} | support.THREADS
     own = pathlib.Path(__file__)
     files = [str(own), str(own.with_name("test_cut_prompts.py"))]
     command = [sys.executable, "-m", "pytest", "-n", "0", "-m", marked, *files]
@@ -102,6 +102,7 @@ def run_two(script, *arguments, expected_code=0):
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4",
         "JAX_PLATFORMS": "cpu",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        **support.THREADS,
         "PYTHONPATH": os.pathsep.join(str(pathlib.Path(__file__).parents[2] / part) for part in ("", "models")),
     }
     command = [sys.executable, "-c", textwrap.dedent(script), str(port)]
