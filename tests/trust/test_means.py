@@ -76,7 +76,8 @@ NARROW = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 @pytest.mark.parametrize("name", NARROW)
 @settings(deadline=None, max_examples=50)
-@given(mean=hnp.arrays(np.float32, (8,), elements=st.floats(-1000, 1000, width=32)))
+# Not what is less than the least normal number, which processors take for zero.
+@given(mean=hnp.arrays(np.float32, (8,), elements=st.floats(-1000, 1000, width=32, allow_subnormal=False)))
 def test_a_rest_is_eight_bits_more_and_finds_itself_again(name, mean):
     dtype = NARROW[name]
     rounded, rest = means.rounded(jnp.asarray(mean), dtype, True)
