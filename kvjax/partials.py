@@ -13,22 +13,15 @@ from jaxtyping import Array, Float
 
 from kvjax.collectives import are_shared, largest_over_parts, summed_over_parts
 from pallas_kernels.weighted_decode import EMPTY, Partials
+from pallas_kernels.weighted_decode.base import finite as finite
+from pallas_kernels.weighted_decode.base import merge_sums
 
 
 def merge(*partials: Partials) -> Partials:
     """Partials of the union of the entries; exact, associative and commutative up to rounding."""
     if not partials:
         raise ValueError("merge needs at least one Partials")
-    if len(partials) == 1:
-        return partials[0]
-    peak = partials[0].max
-    for other in partials[1:]:
-        peak = jnp.maximum(peak, other.max)
-    base = finite(peak)
-    factors = [jnp.exp(part.max - base) for part in partials]
-    num = sum(part.num * factor[..., None] for part, factor in zip(partials, factors, strict=True))
-    den = sum(part.den * factor for part, factor in zip(partials, factors, strict=True))
-    return Partials(peak, jnp.asarray(num), jnp.asarray(den))
+    return merge_sums(*partials)
 
 
 def output(partials: Partials, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "B T H_q D_v"]:
@@ -78,9 +71,3 @@ def by_token(partials: Partials, tokens: int) -> Partials:
         num=lay(jnp.where(empty[..., None], 0.0, partials.num)),
         den=lay(jnp.where(empty, 0.0, partials.den)),
     )
-
-
-def finite(peak: Float[Array, "..."]) -> Float[Array, "..."]:
-    """A base that sums may stand relative to: exp(-inf - -inf) is NaN; where there is no entry any finite base gives
-    the right sums, which are zero."""
-    return jnp.where(jnp.isneginf(peak), 0.0, peak)

@@ -1,17 +1,15 @@
 """`best_parts` on whatever the program runs on."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, Literal
 
-import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.best_parts import mosaic_tpu, reference
 from pallas_kernels.best_parts.base import Ranked
+from pallas_kernels.dispatch import Kernel, dispatch
 
-Implementation = Literal["sorting", "comparing", "mosaic_tpu"]
-COMPARED = 2048  # parts that a device compares, each with each, sooner than it sorts them
+Implementation = Literal["xla", "mosaic_tpu"]
 
 
 def best_parts(
@@ -39,25 +37,18 @@ def best_parts(
             before the tokens of the budget.
         places: tokens of a block.
         skip: leaves out so many first blocks, which were read before; `taken` counts their tokens, too.
-        implementation: None: the kernel on a TPU, where it can do this; elsewhere on devices up to `COMPARED` parts by
-            comparing them, on a CPU by sorting.
+        implementation: None: the kernel on a TPU, where it can do this, XLA otherwise.
         interpret: of the kernel, as `pallas_call` takes it.
 
     Raises:
+        ValueError: for an implementation that is not known.
         NotImplementedError: where the implementation that was asked for cannot do this, with the reason.
     """
     sizes: dict[str, Any] = {"tokens": tokens, "blocks": blocks, "places": places}
     given = (score, size, first) if skip is None else (score, size, first, skip)
-    forms: dict[str, Callable[..., Ranked]] = {
-        "sorting": functools.partial(reference.by_sorting, **sizes),
-        "comparing": functools.partial(reference.by_comparing, **sizes),
-        "mosaic_tpu": functools.partial(mosaic_tpu.best_parts, **sizes, interpret=interpret),
-    }
-    if implementation == "mosaic_tpu":
-        mosaic_tpu.check(*given, **sizes)
-    if implementation is not None:
-        return forms[implementation](*given)
-    on_gpu = on_tpu = forms["comparing" if 0 < score.shape[0] <= COMPARED else "sorting"]
-    if mosaic_tpu.can(*given, **sizes):
-        on_tpu = forms["mosaic_tpu"]
-    return jax.lax.platform_dependent(*given, default=forms["sorting"], tpu=on_tpu, cuda=on_gpu)
+    kernel = Kernel(
+        functools.partial(mosaic_tpu.best_parts, **sizes, interpret=interpret),
+        functools.partial(mosaic_tpu.check, **sizes),
+    )
+    plain = functools.partial(reference.best_parts, **sizes)
+    return dispatch("best_parts", implementation, plain, {"mosaic_tpu": kernel}, *given)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import benchmarking
+from pallas_kernels.best_parts import reference
 from pallas_kernels.best_parts.api import best_parts
 
 
@@ -34,10 +35,10 @@ class Shape(NamedTuple):
         heads = (self.batch, self.heads, self.parts)
         return array(heads, jnp.float32), array(heads, jnp.int32), array(heads, jnp.int32)
 
-    def function(self, **options: Any) -> Callable[..., Any]:
-        """The op on all heads."""
-        sizes: dict[str, Any] = {"tokens": self.tokens, "blocks": self.blocks, "places": self.places}
-        return jax.vmap(jax.vmap(functools.partial(best_parts, **sizes, **options)))
+    def function(self, form: Callable[..., Any] = best_parts, **options: Any) -> Callable[..., Any]:
+        """The op, or a form of it, on all heads."""
+        sizes = {"tokens": self.tokens, "blocks": self.blocks, "places": self.places}
+        return jax.vmap(jax.vmap(functools.partial(form, **sizes, **options)))
 
 
 # Clusters of ClusterKV and pages of Quest.
@@ -68,8 +69,8 @@ def _forms(shape: Shape) -> Mapping[str, benchmarking.Form]:
     arguments = score, size, jnp.cumsum(needed, axis=-1) - needed
     named = {
         "kvjax": shape.function(),
-        "xla": shape.function(implementation="sorting"),
-        "xla, comparing": shape.function(implementation="comparing"),
+        "xla": shape.function(reference.by_sorting),
+        "xla, comparing": shape.function(reference.by_comparing),
     }
     return {name: benchmarking.Form(form, arguments) for name, form in named.items()}
 

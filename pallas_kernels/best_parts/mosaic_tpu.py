@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.batching import fold_mapped_axes
 from pallas_kernels.best_parts.base import Ranked
+from pallas_kernels.dispatch import Unsuited
 
 HEADS, LANES = 8, 128  # heads of a step, one in each sublane of a register
 LOWEST = -(2**31)  # the key of a part without tokens
@@ -20,23 +21,16 @@ MOST_TOKENS = 2**21
 MOST_PARTS = MOST_BLOCKS = 2**14
 
 
-def can(score: Float[Array, "C"], *given: Any, **sizes: int) -> bool:
-    """Whether the kernel does this; see `check`."""
-    try:
-        check(score, *given, **sizes)
-    except NotImplementedError:
-        return False
-    return True
-
-
 def check(
     score: Float[Array, "C"], size: Any, first: Any, skip: Any = None, *, tokens: int, blocks: int, places: int
 ) -> None:
     """Raises a NotImplementedError for what the kernel cannot do, with the reason."""
     if skip is not None:
-        raise NotImplementedError("later rounds, which leave out blocks in the order of the scores")
+        raise Unsuited("later rounds, which leave out blocks in the order of the scores")
     for name, value, most in (("parts", score.shape[0], MOST_PARTS), ("blocks", blocks, MOST_BLOCKS)):
-        if not 0 < value <= most:
+        if not value:
+            raise Unsuited(f"0 {name}: there is nothing to choose")
+        if value > most:
             raise NotImplementedError(f"{value} {name}; a TPU kernel takes 1 to {most}")
     if tokens > MOST_TOKENS or blocks * places > MOST_TOKENS:
         raise NotImplementedError(f"{max(tokens, blocks * places)} tokens; a TPU kernel counts to {MOST_TOKENS}")

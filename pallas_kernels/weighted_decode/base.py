@@ -109,14 +109,22 @@ def occupied(entries: Entries) -> Occupied:
 
 
 def merge_sums(*sums: Partials) -> Partials:
-    """From sums over the entries of several stores to those over all of them, without logits."""
+    """From sums over the entries of several stores, one at least, to those over all of them, without logits; exact,
+    associative and commutative up to rounding."""
     if len(sums) == 1:
         return sums[0]
     peak = functools.reduce(jnp.maximum, (one.max for one in sums))
-    factors = [jnp.exp(one.max - peak) for one in sums]
+    base = finite(peak)
+    factors = [jnp.exp(one.max - base) for one in sums]
     num = sum(one.num * factor[..., None] for one, factor in zip(sums, factors, strict=True))
     den = sum(one.den * factor for one, factor in zip(sums, factors, strict=True))
     return Partials(peak, jnp.asarray(num), jnp.asarray(den))
+
+
+def finite(peak: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A base that sums may stand relative to: exp(-inf - -inf) is NaN; where there is no entry any finite base gives
+    the right sums, which are zero."""
+    return jnp.where(jnp.isneginf(peak), 0.0, peak)
 
 
 def merge_splits(sums: Partials) -> Partials:

@@ -83,13 +83,10 @@ _BY_SLOT = ("keys", "values", "log_num", "log_den", "key_scale", "value_scale")
 
 def _with_block(sums: Partials, first: int | Int[Array, ""], block: Partials) -> Partials:
     """Sums over one more block of slots."""
-    peak = jnp.maximum(sums.max, block.max)
-    old, new = jnp.exp(sums.max - peak), jnp.exp(block.max - peak)
-    num = sums.num * old[..., None] + block.num * new[..., None]
     logits = sums.logits
     if logits is not None and block.logits is not None:
         logits = jax.lax.dynamic_update_slice_in_dim(logits, block.logits, first, axis=3)
-    return Partials(peak, num, sums.den * old + block.den * new, logits)
+    return merge_sums(sums, block)._replace(logits=logits)
 
 
 def _by_slot(rows: Float[Array, "B H R D"], entries: Entries, logits: bool) -> Partials:

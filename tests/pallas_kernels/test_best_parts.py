@@ -10,18 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.best_parts import best_parts
+from pallas_kernels.best_parts import best_parts, reference
 
 PLACES = 4
-FORMS = ("sorting", "comparing", "mosaic_tpu")
+FORMS = {
+    "sorting": reference.by_sorting,
+    "comparing": reference.by_comparing,
+    "mosaic_tpu": functools.partial(best_parts, implementation="mosaic_tpu", interpret=True),
+}
 every_form = pytest.mark.parametrize("form", FORMS)
 
 
 @functools.partial(jax.jit, static_argnames=("form", "tokens", "blocks", "places"))
 def best(score, size, first, tokens, blocks, form="sorting", skip=None, places=PLACES):
-    interpret = form == "mosaic_tpu"
-    sizes = {"tokens": tokens, "blocks": blocks, "places": places}
-    return best_parts(score, size, first, **sizes, skip=skip, implementation=form, interpret=interpret)
+    return FORMS[form](score, size, first, skip=skip, tokens=tokens, blocks=blocks, places=places)
 
 
 def laid_out(size, places=PLACES):
