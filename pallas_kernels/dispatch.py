@@ -1,123 +1,143 @@
-"""Which form of an op a program runs: the kernel of the platform it is compiled for where there is one, XLA otherwise.
+"""Chooses the implementation of an op: a Pallas kernel of the platform that a program is compiled for, or XLA.
 
-A kernel says what it cannot do by a NotImplementedError; nothing else makes an op fall through to XLA.
+A kernel refuses arguments that it does not support by raising NotImplementedError from its `check`. XLA runs instead.
 """
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 
 T = TypeVar("T")
 
-# Which kernels programs for a platform may run.
+Implementation = Literal["xla", "mosaic_tpu", "mosaic_gpu"]
+
+# The kernel that programs for a platform may run.
 PLATFORMS = {"tpu": "mosaic_tpu", "cuda": "mosaic_gpu"}
 
 
 class Kernel(NamedTuple):
-    """A faster way to say what an op's reference says."""
+    """A Pallas kernel of an op.
 
-    run: Callable[..., Any]
-    check: Callable[..., None]  # of the same arguments; raises a NotImplementedError, with the reason, if it cannot run
+    Attributes:
+        compute: Computes the op from its arguments and the options.
+        check: Takes the same arguments and options; raises NotImplementedError if the kernel does not support them.
+        options: Static keyword arguments, such as `interpret` and `config`.
+    """
+
+    compute: Callable[..., Any]
+    check: Callable[..., None]
+    options: Mapping[str, Any] = {}
 
 
-class Unsuited(NotImplementedError):
-    """A kernel could do it, and XLA does it as well or better: no reason to say so."""
+class PreferXla(NotImplementedError):
+    """Raised by a kernel where XLA is at least as fast; it is not logged."""
 
 
 def dispatch(
     op: str, implementation: str | None, reference: Callable[..., T], kernels: Mapping[str, Kernel], *arguments: Any
 ) -> T:
-    """Runs an op in the form that was asked for, or in the best one for the platform the program is compiled for.
+    """Runs an op by the requested implementation, or by the best one for the platform.
 
     Args:
-        op: its name, for who is told that a kernel cannot do it.
-        implementation: "xla", the name of a kernel, or None.
-        kernels: by name, see `PLATFORMS`.
-        arguments: pytrees of arrays.
+        op: The name of the op, for the log.
+        implementation: "xla", the name of a kernel, or None to choose by the platform that the program is compiled for.
+        reference: Computes the op in XLA.
+        kernels: The op's kernels by name, see `PLATFORMS`.
+        *arguments: The op's arguments, pytrees of arrays.
+
+    Returns:
+        The result of the op.
 
     Raises:
-        ValueError: for an implementation that is not known.
-        NotImplementedError: where the kernel that was asked for cannot do this, with the reason.
+        ValueError: If the implementation is unknown.
+        NotImplementedError: If the requested kernel does not support the arguments.
     """
-    each = lambda run: lambda *parts: [run(*part) for part in parts]  # noqa: E731
-    of_parts = {name: Kernel(each(kernel.run), kernel.check) for name, kernel in kernels.items()}
-    return dispatch_parts(op, implementation, each(reference), of_parts, arguments)[0]
+    supported = supported_kernels(op, implementation, kernels, *arguments)
+    return run(implementation, reference, {name: kernels[name] for name in supported}, *arguments)
 
 
-def dispatch_parts(
-    op: str,
-    implementation: str | None,
-    reference: Callable[..., list[T]],
-    kernels: Mapping[str, Kernel],
-    *parts: tuple[Any, ...],
-) -> list[T]:
-    """As `dispatch`, for several arguments at a time: forms give a list, checks take one. Where no implementation is
-    asked for, XLA does what a kernel cannot, and says so, once, where the kernel is for this process's own device."""
+def supported_kernels(
+    op: str, implementation: str | None, kernels: Mapping[str, Kernel], *arguments: Any
+) -> tuple[str, ...]:
+    """Returns the names of the kernels that may run an op.
+
+    If no implementation is requested, logs once why the kernel for this process's own platform is not among them.
+
+    Args:
+        op: The name of the op, for the log.
+        implementation: "xla", the name of a kernel, or None.
+        kernels: The op's kernels by name.
+        *arguments: The op's arguments.
+
+    Returns:
+        The names of the kernels that support the arguments; of the requested one alone where there is a request.
+
+    Raises:
+        ValueError: If the implementation is unknown.
+        NotImplementedError: If the requested kernel does not support the arguments.
+    """
+    if implementation is None:
+        return tuple(name for name, kernel in kernels.items() if _supports(op, name, kernel, *arguments))
     if implementation == "xla":
-        return reference(*parts)
+        return ()
+    if implementation not in kernels:
+        known = ", ".join(map(repr, ("xla", *kernels)))
+        raise ValueError(f"implementation={implementation!r}; it must be None or one of {known}")
+    kernels[implementation].check(*arguments, **kernels[implementation].options)
+    return (implementation,)
+
+
+def run(implementation: str | None, reference: Callable[..., T], kernels: Mapping[str, Kernel], *arguments: Any) -> T:
+    """Runs the requested implementation, or the one for the platform that the program is compiled for.
+
+    Args:
+        implementation: "xla", the name of a kernel, or None.
+        reference: Computes the op in XLA.
+        kernels: The kernels that support the arguments, by name.
+        *arguments: The op's arguments, pytrees of arrays.
+
+    Returns:
+        The result of the op.
+    """
+    bound = {name: functools.partial(kernel.compute, **kernel.options) for name, kernel in kernels.items()}
     if implementation is not None:
-        if implementation not in kernels:
-            known = ", ".join(map(repr, ("xla", *kernels)))
-            raise ValueError(f"implementation={implementation!r}; it must be None or one of {known}")
-        for part in parts:
-            kernels[implementation].check(*part)
-        return kernels[implementation].run(*parts)
-    able = {}
-    for platform, name in PLATFORMS.items():
-        if name in kernels:
-            reasons = [_why_not(kernels[name], part) for part in parts]
-            if not all(reasons):
-                able[platform] = functools.partial(_share, kernels[name].run, reference, reasons)
-            if platform == _own_platform():
-                for reason in reasons:
-                    _say(op, name, reason)
-    if not able:
-        return reference(*parts)
-    return jax.lax.platform_dependent(*parts, default=reference, **able)
+        return bound.get(implementation, reference)(*arguments)
+    by_platform = {platform: bound[name] for platform, name in PLATFORMS.items() if name in bound}
+    if not by_platform:
+        return reference(*arguments)
+    return jax.lax.platform_dependent(*arguments, default=reference, **by_platform)
 
 
-def _why_not(kernel: Kernel, part: tuple[Any, ...]) -> NotImplementedError | None:
+def _supports(op: str, name: str, kernel: Kernel, *arguments: Any) -> bool:
     try:
-        kernel.check(*part)
+        kernel.check(*arguments, **kernel.options)
     except NotImplementedError as reason:
-        return reason
-    return None
+        if PLATFORMS.get(_default_platform()) == name and not isinstance(reason, PreferXla):
+            _log_once(f"{op}: XLA instead of {name}: {reason}")
+        return False
+    return True
 
 
-def _share(
-    run: Callable[..., list[T]],
-    reference: Callable[..., list[T]],
-    reasons: Sequence[NotImplementedError | None],
-    *parts: Any,
-) -> list[T]:
-    """The kernel runs the parts that it can, XLA the others."""
-    taken = [part for part, reason in zip(parts, reasons, strict=True) if reason is None]
-    left = [part for part, reason in zip(parts, reasons, strict=True) if reason is not None]
-    of_kernel, of_xla = iter(run(*taken)), iter(reference(*left))
-    return [next(of_kernel if reason is None else of_xla) for reason in reasons]
-
-
-def _own_platform() -> str:
+def _default_platform() -> str:
     return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
 
 
-def _say(op: str, kernel: str, reason: NotImplementedError | None) -> None:
-    if reason is not None and not isinstance(reason, Unsuited):
-        _say_once(f"{op}: XLA in place of {kernel}: {reason}")
-
-
-_say_once = functools.cache(logging.getLogger(__name__).warning)
+_log_once = functools.cache(logging.getLogger(__name__).warning)
 
 
 def target() -> Any:
-    """The device that programs are compiled for: that of the mesh in use (`jax.sharding.use_abstract_mesh`), where it
-    names one, and otherwise this process's own. Of either, `platform` and `device_kind`."""
+    """Returns the device that programs are compiled for.
+
+    Returns:
+        The abstract device of the mesh in use (`jax.sharding.use_abstract_mesh`) if it has one, otherwise the first
+        local device. Both have `platform` and `device_kind`.
+    """
     return jax.sharding.get_abstract_mesh().abstract_device or jax.local_devices()[0]
 
 
 def tensor_cores() -> int:
-    """How many cores share a program on the target: two on TPUs v4 and v5p, one on others."""
+    """Returns how many cores share a program on the target: two on TPU v4 and v5p, one otherwise."""
     return 2 if target().device_kind in ("TPU v4", "TPU v5", "TPU v5p") else 1

@@ -12,6 +12,7 @@ powers of two, a row at a time. A float32 number becomes a sum of three bfloat16
 exactly and sums in float32; what products of the smallest leave out is below float32's own rounding.
 """
 
+import dataclasses
 import importlib.util
 import inspect
 import math
@@ -28,7 +29,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import packing
 from pallas_kernels.dispatch import target
-from pallas_kernels.weighted_decode.base import EMPTY, Feeds, compute_type
+from pallas_kernels.partials import MASK_VALUE
+from pallas_kernels.quantized_array import product_dtype
 
 # Kinds of device: a device that is not here tells no more of itself than its kind.
 HOPPER = re.compile(r"\bG?H(100|200|800|20)\b")
@@ -53,6 +55,25 @@ _MOST_COLUMNS = 128
 _FEW_COLUMNS = 64
 
 
+@dataclasses.dataclass(frozen=True)
+class GpuConfig:
+    """How a kernel that streams entries divides its work.
+
+    Attributes:
+        stages: Blocks of 64 slots that are in flight or in use at a time. None: as many as fit if two programs share a
+            multiprocessor.
+        splits: Parts of a head's slots with partials of their own, merged outside. None: as many as fill the GPU.
+    """
+
+    stages: int | None = None
+    splits: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}; it must be None or at least 1")
+
+
 class Operands(NamedTuple):
     """How rows (or weights) and what is stored go into the matrix unit."""
 
@@ -64,7 +85,7 @@ class Operands(NamedTuple):
 
     @classmethod
     def of(cls, rows: Any, stored: Any) -> "Operands":
-        wide = compute_type(rows, stored)
+        wide = product_dtype(rows, stored)
         if wide == jnp.bfloat16 and jnp.dtype(stored).name.startswith("float8"):
             return cls(jnp.dtype(jnp.float16), 1, 1, direct=False, scaled=True)
         if wide != jnp.float32:
@@ -73,22 +94,22 @@ class Operands(NamedTuple):
         return cls(jnp.dtype(jnp.bfloat16), 3, _PARTS.get(name, 1), direct=name == "bfloat16")
 
 
-class Running(NamedTuple):
-    """Partials over the blocks so far, relative to 2 ** peak; columns of num lie in several arrays."""
+class RunningPartials(NamedTuple):
+    """Partials over the blocks so far, relative to 2 ** max; the numerator's columns are in several arrays."""
 
-    peak: Float[Array, "64"]
-    den: Float[Array, "64"]
-    num: tuple[Float[Array, "64 N"], ...]
+    max: Float[Array, "64"]
+    denominator: Float[Array, "64"]
+    numerator: tuple[Float[Array, "64 N"], ...]
 
     @classmethod
-    def empty(cls, head_dim: int | None) -> "Running":
-        """Before the first block; without a numerator where there is no head dimension."""
+    def create(cls, head_dim: int | None) -> "RunningPartials":
+        """Returns partials of no entries, without a numerator if `head_dim` is None."""
+
         width, columns = (0, []) if head_dim is None else _columns(head_dim)
-        constant = lambda x, *shape: jnp.full(shape, x, jnp.float32)  # noqa: E731
         return cls(
-            plgpu.layout_cast(constant(EMPTY * LOG2E, ROWS), OF_ROWS),
-            plgpu.layout_cast(constant(0, ROWS), OF_ROWS),
-            tuple(plgpu.layout_cast(constant(0, ROWS, width), LAYOUT) for _ in columns),
+            full_rows(MASK_VALUE * LOG2E),
+            full_rows(0.0),
+            tuple(plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), LAYOUT) for _ in columns),
         )
 
 
@@ -96,7 +117,7 @@ def check_types(*packed: str, **arrays: Any) -> None:
     """Raises a NotImplementedError, with the reason, for rows or entries that the matrix unit cannot be fed. Packed
     ones, by name, are bytes."""
     for name, array in arrays.items():
-        types = ROW_TYPES if name == "rows" else STORED_TYPES
+        types = ROW_TYPES if name == "queries" else STORED_TYPES
         if array is not None and name not in packed and array.dtype.name not in types:
             raise NotImplementedError(f"{name} are {array.dtype.name}; a Hopper kernel takes {', '.join(types)}")
 
@@ -291,22 +312,28 @@ def logits(rows: Any, keys: Sequence[Any], operands: Operands) -> Float[Array, "
 
 
 def weigh(
-    before: Running, num_scores: Float[Array, "64 S"], den_scores: Float[Array, "64 S"], feeds: Feeds
+    before: RunningPartials, num_scores: Float[Array, "64 S"] | None, den_scores: Float[Array, "64 S"]
 ) -> tuple[Float[Array, "64"], Float[Array, "64"], Float[Array, "64"], Float[Array, "64 S"]]:
-    """The peak with a block of slots, the factor of what was summed before it, the denominator, and the weights of the
-    values, from scores in units of log2(e)."""
-    fed = {"both": (num_scores, den_scores), "numerator": (num_scores,), "denominator": (den_scores,)}[feeds]
-    peak = before.peak
-    for scores in fed if num_scores is not den_scores else fed[:1]:
-        peak = jnp.maximum(peak, scores.max(axis=1))
-    fade = jnp.exp2(before.peak - peak)
-    base = of_rows(peak, num_scores.shape)
+    """Adds a block of slots to the maximum and the denominator.
+
+    Args:
+        before: The partials of the blocks so far.
+        num_scores: The numerator's logits in units of log2(e); None without values.
+        den_scores: The denominator's logits in units of log2(e), which may be the same array.
+
+    Returns:
+        The new maximum, the factor by which to rescale earlier sums, the new denominator, and the weights of values.
+    """
+    if num_scores is None:
+        num_scores = den_scores
+    maximum = jnp.maximum(before.max, num_scores.max(axis=1))
+    if num_scores is not den_scores:
+        maximum = jnp.maximum(maximum, den_scores.max(axis=1))
+    rescale = jnp.exp2(before.max - maximum)
+    base = of_rows(maximum, num_scores.shape)
     weights = jnp.exp2(num_scores - base)
-    den = before.den
-    if feeds != "numerator":
-        added = weights if num_scores is den_scores else jnp.exp2(den_scores - base)
-        den = den * fade + added.sum(axis=1)
-    return peak, fade, den, weights
+    added = weights if num_scores is den_scores else jnp.exp2(den_scores - base)
+    return maximum, rescale, before.denominator * rescale + added.sum(axis=1), weights
 
 
 def add_values(
@@ -351,6 +378,11 @@ def first_highest(
     # Negative, so that the largest is the first.
     there = jnp.where(scores >= of_rows(highest, scores.shape), -number.astype(jnp.float32), -jnp.inf)
     return highest, -there.max(axis=1)
+
+
+def full_rows(value: float) -> Float[Array, "64"]:
+    """Returns a constant for every row."""
+    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), OF_ROWS)
 
 
 def of_rows(x: Float[Array, "64"], shape: tuple[int, ...]) -> Float[Array, "64 N"]:

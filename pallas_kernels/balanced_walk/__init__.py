@@ -1,11 +1,121 @@
-"""Halving a block of entries by the self-balancing walk: the kernel matrix and the loop of decisions on chip."""
+"""The self-balancing walk: signs that balance a kernel matrix, and halving a block of entries by pairs."""
 
-from pallas_kernels.balanced_walk.api import pairs as pairs
-from pallas_kernels.balanced_walk.api import signs as signs
-from pallas_kernels.balanced_walk.base import Block as Block
-from pallas_kernels.balanced_walk.base import Pairs as Pairs
-from pallas_kernels.balanced_walk.base import Signs as Signs
-from pallas_kernels.balanced_walk.mosaic_tpu import Config as Config
-from pallas_kernels.balanced_walk.reference import diagonal as diagonal
-from pallas_kernels.balanced_walk.reference import matrix as matrix
-from pallas_kernels.balanced_walk.reference import signs_by_matrix as signs_by_matrix
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.balanced_walk import mosaic_gpu, mosaic_tpu, reference
+from pallas_kernels.balanced_walk.mosaic_tpu import TpuConfig as TpuConfig
+from pallas_kernels.balanced_walk.reference import Block as Block
+from pallas_kernels.balanced_walk.reference import Signs as Signs
+from pallas_kernels.balanced_walk.reference import ThinnedPairs as ThinnedPairs
+from pallas_kernels.balanced_walk.reference import assign_signs_from_matrix as assign_signs_from_matrix
+from pallas_kernels.balanced_walk.reference import kernel_diagonal as kernel_diagonal
+from pallas_kernels.balanced_walk.reference import kernel_matrix as kernel_matrix
+from pallas_kernels.dispatch import Implementation, Kernel, dispatch
+
+
+def assign_signs(
+    block: Block,
+    uniforms: Float[Array, "t"],
+    gain: Float[Array, "t"] | Float[Array, ""] | float,
+    weight: Float[Array, "t"] | Float[Array, ""] | float = 1.0,
+    *,
+    implementation: Implementation | None = None,
+    config: TpuConfig | None = None,
+    interpret: Any = False,
+) -> Signs:
+    """Assigns a sign to every entry by the self-balancing walk.
+
+    Sign s_i is +1 if u_i < 1/2 - gain_i y_i and -1 otherwise, with y_i = sum over j < i of K_ij weight_j s_j. Use
+    `jax.vmap` for several blocks, which a kernel processes together.
+
+    Args:
+        block: The entries, in the order of the walk.
+        uniforms: u, one draw from [0, 1) per entry. A draw of 0 makes the first sign +1.
+        gain: How strongly a sign counters the sum of the earlier ones; per entry or for all.
+        weight: The weight of each entry, or of all.
+        implementation: "xla", "mosaic_tpu", "mosaic_gpu", or None for the kernel of the platform that the program is
+            compiled for if it supports the arguments, XLA otherwise.
+        config: The configuration of the TPU kernel; None for the defaults.
+        interpret: Passed to `pallas_call` or `plgpu.kernel`.
+
+    Returns:
+        The signs, and how often |gain_i y_i| exceeded 1/2, where the probability is clipped.
+
+    Raises:
+        ValueError: If shapes do not match or the implementation is unknown.
+        NotImplementedError: If the requested kernel does not support the arguments.
+
+    Reference:
+        Alweiss, Liu and Sawhney 2021, "Discrepancy minimization via a self-balancing walk".
+    """
+    entries = block.keys.shape[0]
+    _check_shapes(block, {"uniforms": (uniforms, entries)})
+    gains, weights = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), (entries,)) for x in (gain, weight))
+    kernels = {
+        "mosaic_tpu": Kernel(mosaic_tpu.assign_signs, mosaic_tpu.check, _tpu_options(config, interpret)),
+        "mosaic_gpu": Kernel(mosaic_gpu.assign_signs, mosaic_gpu.check, {"interpret": interpret}),
+    }
+    arguments = block, uniforms, gains, weights
+    return dispatch("balanced_walk", implementation, reference.assign_signs, kernels, *arguments)
+
+
+def thin_pairs(
+    block: Block,
+    uniforms: Float[Array, "h"],
+    weights: Float[Array, "t"],
+    gamma: Float[Array, ""] | float,
+    *,
+    implementation: Implementation | None = None,
+    config: TpuConfig | None = None,
+    interpret: Any = False,
+) -> ThinnedPairs:
+    """Pairs every entry with its nearest unpaired neighbor and keeps one of the two, with the weight of both.
+
+    Entries are paired in their order, by |k_i - k_j|^2 = K_ii + K_jj - 2 K_ij. The first of a pair is kept with
+    probability w_1 / (w_1 + w_2) - tilt; the tilt counters the changes by earlier pairs in the direction of this one,
+    as the self-balancing walk does. Entries of weight 0 are empty: they are paired last, and their partner is kept. Use
+    `jax.vmap` for several blocks, which a kernel processes together.
+
+    Args:
+        block: The entries.
+        uniforms: One draw from [0, 1) per pair, t // 2 in total.
+        weights: The weights of the entries, float32.
+        gamma: The strength of the tilt, relative to the squared distance of the pair.
+        implementation: See `assign_signs`.
+        config: See `assign_signs`.
+        interpret: See `assign_signs`.
+
+    Returns:
+        The kept entries.
+
+    Raises:
+        ValueError: If shapes do not match or the implementation is unknown.
+        NotImplementedError: If the requested kernel does not support the arguments.
+    """
+    entries = block.keys.shape[0]
+    _check_shapes(block, {"uniforms": (uniforms, entries // 2), "weights": (weights, entries)})
+    kernels = {
+        "mosaic_tpu": Kernel(mosaic_tpu.thin_pairs, mosaic_tpu.check, _tpu_options(config, interpret)),
+        "mosaic_gpu": Kernel(mosaic_gpu.thin_pairs, mosaic_gpu.check, {"interpret": interpret}),
+    }
+    arguments = block, uniforms, weights, jnp.asarray(gamma, jnp.float32)
+    return dispatch("balanced_walk", implementation, reference.thin_pairs, kernels, *arguments)
+
+
+def _tpu_options(config: TpuConfig | None, interpret: Any) -> dict[str, Any]:
+    return {"config": config or TpuConfig(), "interpret": interpret}
+
+
+def _check_shapes(block: Block, vectors: dict[str, tuple[Array, int]]) -> None:
+    for name, (array, size) in vectors.items():
+        if array.shape != (size,):
+            raise ValueError(
+                f"{name} has shape {array.shape}; for keys of shape {block.keys.shape} it must be {(size,)}"
+            )
+    if block.values is not None and block.values.shape[0] != block.keys.shape[0]:
+        raise ValueError(
+            f"values have shape {block.values.shape} and keys {block.keys.shape}; their first axes must be equal"
+        )

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import benchmarking
-from pallas_kernels.balanced_walk.api import pairs, signs
-from pallas_kernels.balanced_walk.base import Block
+from pallas_kernels.balanced_walk import Block, assign_signs, thin_pairs
 
 
 class Shape(NamedTuple):
@@ -38,9 +37,9 @@ class Shape(NamedTuple):
 
     def function(self, **options: Any) -> Callable[..., Any]:
         """The op on all heads."""
-        one: Any = functools.partial(signs, **options)
+        one: Any = functools.partial(assign_signs, **options)
         if self.op == "pairs":
-            one = functools.partial(pairs, gamma=4.0, **options)
+            one = functools.partial(thin_pairs, gamma=4.0, **options)
         return jax.vmap(jax.vmap(one))
 
 

@@ -18,63 +18,63 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.balanced_walk import reference
-from pallas_kernels.balanced_walk.base import Block, Pairs, Signs
+from pallas_kernels.balanced_walk.reference import Block, Signs, ThinnedPairs
 from pallas_kernels.batching import fold_mapped_axes
 
 THREADS = 128  # of a warpgroup
-MOST_ENTRIES = 2048  # more do not fit in registers
+MAX_ENTRIES = 2048  # more do not fit in registers
 
 
-def check(block: Block, *vectors: Array, interpret: Any = False) -> None:
+def check(block: Block, *vectors: Array, interpret: Any) -> None:
     """Raises a NotImplementedError for what the kernels cannot do, with the reason."""
     if not interpret:
         hopper.check_device()
-    if block.keys.shape[-2] > MOST_ENTRIES:
-        raise NotImplementedError(f"{block.keys.shape[-2]} entries; the Hopper kernel takes {MOST_ENTRIES} at most")
+    if block.keys.shape[-2] > MAX_ENTRIES:
+        raise NotImplementedError(f"{block.keys.shape[-2]} entries; the Hopper kernel takes {MAX_ENTRIES} at most")
 
 
-def signs(
+def assign_signs(
     block: Block,
     uniforms: Float[Array, "t"],
     gain: Float[Array, "t"],
     weight: Float[Array, "t"],
     *,
-    interpret: Any = False,
+    interpret: Any,
 ) -> Signs:
     """`reference.signs` with all decisions in one kernel."""
 
     def of_blocks(*given: Any) -> Signs:
         block, *vectors = given
-        kernel = _whole(jax.vmap(reference.matrix)(block), axes=2)
+        kernel = _whole(jax.vmap(reference.kernel_matrix)(block), axes=2)
         sign, clipped = _walk(_signs_kernel, ("sign", "clipped"), vectors[0].shape[1], interpret, kernel, *vectors)
         return Signs(sign, _count(clipped))
 
     return _alone(of_blocks, block, uniforms, gain, weight)
 
 
-def pairs(
+def thin_pairs(
     block: Block,
     uniforms: Float[Array, "h"],
     weights: Float[Array, "t"],
     gamma: Float[Array, ""],
     *,
-    interpret: Any = False,
-) -> Pairs:
+    interpret: Any,
+) -> ThinnedPairs:
     """`reference.pairs` with all decisions in one kernel."""
 
-    def of_blocks(*given: Any) -> Pairs:
+    def of_blocks(*given: Any) -> ThinnedPairs:
         block, uniforms, weights, gamma = given
-        kernel = jax.vmap(reference.matrix)(block)
+        kernel = jax.vmap(reference.kernel_matrix)(block)
         own = jnp.diagonal(kernel, axis1=1, axis2=2)
         padded = _whole(kernel, axes=2)
         places = jnp.arange(own.shape[1], dtype=jnp.float32)
         turn = _whole(jnp.where(weights > 0, places, places + padded.shape[1]), fill=2 * padded.shape[1])
-        numbers = jnp.stack([gamma, reference.least_distance(own)], axis=1)
+        numbers = jnp.stack([gamma, reference.min_squared_distance(own)], axis=1)
         kept, weight, clipped = _walk(
             _pairs_kernel, ("kept", "weight", "clipped"), uniforms.shape[1], interpret,
-            padded, _whole(own), turn, weights, reference.relative(weights), uniforms, numbers,
+            padded, _whole(own), turn, weights, reference.relative_weights(weights), uniforms, numbers,
         )  # fmt: skip
-        return Pairs(kept.astype(jnp.int32), weight, _count(clipped))
+        return ThinnedPairs(kept.astype(jnp.int32), weight, _count(clipped))
 
     return _alone(of_blocks, block, uniforms, weights, gamma)
 
@@ -158,7 +158,7 @@ def _pairs_kernel(
         turn = jnp.where(at_first, taken, turn)
         i = first.astype(jnp.int32)
         row = _row(matrix_ref, block, i)
-        away = jnp.where(turn < padded, own - 2 * row, jnp.where(turn < taken, reference.FAR, jnp.inf))
+        away = jnp.where(turn < padded, own - 2 * row, jnp.where(turn < taken, reference.EMPTY_DISTANCE, jnp.inf))
         second = jnp.min(jnp.where(away == jnp.min(away), entries, padded - 1.0))
         at_second = entries == second
         j = second.astype(jnp.int32)

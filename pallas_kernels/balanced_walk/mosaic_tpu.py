@@ -11,89 +11,86 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.balanced_walk.base import Block, Pairs, Signs
-from pallas_kernels.balanced_walk.reference import FAR
+from pallas_kernels.balanced_walk.reference import EMPTY_DISTANCE, Block, Signs, ThinnedPairs
 from pallas_kernels.batching import fold_mapped_axes
 
 ROWS = 128  # of a matrix that are made at a time
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class TpuConfig:
     """How the kernels cut their work.
 
     Attributes:
-        together: blocks that are walked side by side, fewer where their matrices would not fit. A step of one walk
-            waits for the step before; walks side by side fill the time.
-        vmem_bytes: on-chip memory that a kernel may take.
+        blocks_per_step: Blocks that are processed together, fewer if their matrices do not fit on chip. The decisions
+            of one walk depend on each other; several walks hide the latency.
+        vmem_bytes: On-chip memory that a kernel may use.
     """
 
-    together: int = 16
+    blocks_per_step: int = 16
     vmem_bytes: int = 48 * 2**20
 
     def __post_init__(self) -> None:
-        if self.together < 1:
-            raise ValueError(f"together={self.together}; it must be at least 1")
+        if self.blocks_per_step < 1:
+            raise ValueError(f"blocks_per_step={self.blocks_per_step}; it must be at least 1")
 
 
-def check(block: Block, *vectors: Array, config: Config | None = None) -> None:
+def check(block: Block, *_vectors: Array, config: TpuConfig, **_options: Any) -> None:
     """Raises a NotImplementedError for what the kernels cannot do, with the reason."""
     for name, array in {"keys": block.keys, "values": block.values}.items():
         if array is not None and array.dtype != jnp.float32:
             raise NotImplementedError(f"{name} are {array.dtype.name}; the TPU kernel takes float32")
-    if not _fitting(block, config or Config()):
+    if not _fitting(block, config):
         raise NotImplementedError(f"the matrix of {block.keys.shape[-2]} entries does not fit on chip")
 
 
-def signs(
+def assign_signs(
     block: Block,
     uniforms: Float[Array, "t"],
     gain: Float[Array, "t"],
     weight: Float[Array, "t"],
     *,
-    config: Config | None = None,
-    interpret: Any = False,
+    config: TpuConfig,
+    interpret: Any,
 ) -> Signs:
     """`reference.signs` with the matrix on chip."""
     entries = uniforms.shape[0]
     found = {"sign": (entries, jnp.float32), "clipped": (1, jnp.int32)}
-    sign, clipped = _run(_signs_kernel, found, config or Config(), interpret, block, uniforms, gain, weight)
+    sign, clipped = _run(_signs_kernel, found, config, interpret, block, uniforms, gain, weight)
     return Signs(sign, clipped[0])
 
 
-def pairs(
+def thin_pairs(
     block: Block,
     uniforms: Float[Array, "h"],
     weights: Float[Array, "t"],
     gamma: Float[Array, ""],
     *,
-    config: Config | None = None,
-    interpret: Any = False,
-) -> Pairs:
+    config: TpuConfig,
+    interpret: Any,
+) -> ThinnedPairs:
     """`reference.pairs` with the matrix on chip."""
     made = uniforms.shape[0]
     found = {"kept": (made, jnp.int32), "weight": (made, jnp.float32), "clipped": (1, jnp.int32)}
-    kept, weight, clipped = _run(
-        _pairs_kernel, found, config or Config(), interpret, block, uniforms, weights, gamma[None]
-    )
-    return Pairs(kept, weight, clipped[0])
+    kept, weight, clipped = _run(_pairs_kernel, found, config, interpret, block, uniforms, weights, gamma[None])
+    return ThinnedPairs(kept, weight, clipped[0])
 
 
-def _fitting(block: Block, config: Config) -> int:
+def _fitting(block: Block, config: TpuConfig) -> int:
     """How many blocks fit side by side; a power of two, as tiles of few sublanes are."""
     entries = block.keys.shape[-2]
     whole = lambda size: -(-size // 128) * 128  # noqa: E731
     dims = sum(whole(x.shape[-1]) for x in (block.keys, block.values) if x is not None)
     # A matrix, its entries in two buffers, and the rows that are being made.
     room = config.vmem_bytes - 12 * ROWS * whole(entries)
-    fitting = min(config.together, room // (4 * entries * (whole(entries) + 2 * dims)))
+    fitting = min(config.blocks_per_step, room // (4 * entries * (whole(entries) + 2 * dims)))
     return 1 << fitting.bit_length() - 1 if fitting > 0 else 0
 
 
 def _run(
     kernel: Callable[..., None],
     found: dict[str, tuple[int, Any]],
-    config: Config,
+    config: TpuConfig,
     interpret: Any,
     block: Block,
     *vectors: Float[Array, "n"],
@@ -219,7 +216,7 @@ def _pairs_kernel(constants_ref, uniforms_ref, weights_ref, gamma_ref, *refs, st
         at_first = places == first
         free = jnp.where(at_first, 0, free)
         row = rows(first)
-        away = jnp.where(free != 0, jnp.where(present, own - 2 * row, FAR), jnp.inf)
+        away = jnp.where(free != 0, jnp.where(present, own - 2 * row, EMPTY_DISTANCE), jnp.inf)
         nearest = away == jnp.min(away, axis=1, keepdims=True)
         second = jnp.min(jnp.where(nearest, places, entries - 1), axis=1, keepdims=True)
         at_second = places == second

@@ -1,117 +1,186 @@
-"""The walk in XLA: its meaning, on every platform."""
+"""The self-balancing walk in jax.numpy: the definition that the kernels are tested against."""
+
+import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.balanced_walk.base import Block, Pairs, Signs
-
-# Farther than any entry, nearer than one already taken.
-FAR = 3e38
+# A distance larger than that of any two entries, and less than the infinity of entries that are already paired.
+EMPTY_DISTANCE = 3e38
 
 
-def matrix(block: Block) -> Float[Array, "t t"]:
-    """K of `Block`."""
-    product = lambda x: jnp.matmul(x, x.T, precision=jax.lax.Precision.HIGHEST)  # noqa: E731
-    kernel = jnp.exp(block.factor * product(block.keys) - block.shift)
-    return kernel if block.values is None else kernel * (product(block.values) + block.offset)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """t entries of one head with the kernel K_ij = exp(factor <k_i, k_j> - shift) (<v_i, v_j> + offset).
+
+    Attributes:
+        keys: k, float32.
+        values: v, float32. None replaces the second factor by 1.
+        factor: The scale of the inner products of keys, float32.
+        shift: Subtracted in the exponent, float32.
+        offset: Added to the inner products of values, float32.
+    """
+
+    keys: Float[Array, "t D"]
+    values: Float[Array, "t D_v"] | None
+    factor: Float[Array, ""]
+    shift: Float[Array, ""]
+    offset: Float[Array, ""]
 
 
-def diagonal(block: Block) -> Float[Array, "t"]:
-    """Of `matrix`, without making it."""
-    square = lambda x: jnp.sum(x * x, axis=1)  # noqa: E731
-    own = jnp.exp(block.factor * square(block.keys) - block.shift)
-    return own if block.values is None else own * (square(block.values) + block.offset)
+class Signs(NamedTuple):
+    """The result of `assign_signs`.
+
+    Attributes:
+        signs: +1 or -1, float32.
+        num_clipped: The decisions whose probability was clipped to [0, 1], int32.
+    """
+
+    signs: Float[Array, "t"]
+    num_clipped: Int[Array, ""]
 
 
-def signs(block: Block, uniforms: Float[Array, "t"], gain: Float[Array, "t"], weight: Float[Array, "t"]) -> Signs:
-    """Signs s_i = +1 where u_i < 1/2 - gain_i y_i, else -1, with y_i = sum over j < i of K_ij weight_j s_j.
+class ThinnedPairs(NamedTuple):
+    """The result of `thin_pairs`: one entry of every pair, in the order of the pairs.
 
-    The self-balancing walk of Alweiss, Liu and Sawhney (2021) on vectors that are known by their inner products.
+    Attributes:
+        indices: The indices of the kept entries, int32; t // 2 of them.
+        weights: The sum of the weights of each pair, float32.
+        num_clipped: The decisions whose probability was clipped to [0, 1], int32.
+    """
+
+    indices: Int[Array, "h"]
+    weights: Float[Array, "h"]
+    num_clipped: Int[Array, ""]
+
+
+def kernel_matrix(block: Block) -> Float[Array, "t t"]:
+    """Computes K of a block."""
+
+    def gram(x: Float[Array, "t D"]) -> Float[Array, "t t"]:
+        return jnp.matmul(x, x.T, precision=jax.lax.Precision.HIGHEST)
+
+    kernel = jnp.exp(block.factor * gram(block.keys) - block.shift)
+    return kernel if block.values is None else kernel * (gram(block.values) + block.offset)
+
+
+def kernel_diagonal(block: Block) -> Float[Array, "t"]:
+    """Computes the diagonal of K without the matrix."""
+
+    def squared_norm(x: Float[Array, "t D"]) -> Float[Array, "t"]:
+        return jnp.sum(x * x, axis=1)
+
+    diagonal = jnp.exp(block.factor * squared_norm(block.keys) - block.shift)
+    return diagonal if block.values is None else diagonal * (squared_norm(block.values) + block.offset)
+
+
+def assign_signs(
+    block: Block, uniforms: Float[Array, "t"], gain: Float[Array, "t"], weight: Float[Array, "t"]
+) -> Signs:
+    """Assigns signs by the self-balancing walk, see `pallas_kernels.balanced_walk.assign_signs`.
 
     Args:
-        uniforms: one draw in [0, 1) a sign. A draw of 0 makes the first sign +1.
-        gain: how strongly a sign counters what has piled up.
+        block: The entries.
+        uniforms: One draw from [0, 1) per entry.
+        gain: The gain of each entry.
+        weight: The weight of each entry.
 
     Returns:
-        The signs, and how often |gain_i y_i| was above 1/2, where the probability is clipped.
+        The signs and the number of clipped decisions.
     """
-    return signs_by_matrix(matrix(block), uniforms, gain, weight)
+    return assign_signs_from_matrix(kernel_matrix(block), uniforms, gain, weight)
 
 
-def signs_by_matrix(
+def assign_signs_from_matrix(
     kernel: Float[Array, "t t"],
     uniforms: Float[Array, "t"],
     gain: Float[Array, "t"] | float,
     weight: Float[Array, "t"] | float = 1.0,
     start: Float[Array, "t"] | float = 0.0,
 ) -> Signs:
-    """`signs` where the matrix is at hand.
+    """Assigns signs by the self-balancing walk on a given kernel matrix.
 
     Args:
-        start: what signs decided before bring to each sum.
+        kernel: K.
+        uniforms: One draw from [0, 1) per entry.
+        gain: The gain of each entry, or of all.
+        weight: The weight of each entry, or of all.
+        start: The contribution of earlier signs to each sum y_i.
+
+    Returns:
+        The signs and the number of clipped decisions.
     """
     gain, weight, sums = (jnp.broadcast_to(x, uniforms.shape).astype(jnp.float32) for x in (gain, weight, start))
 
-    def decide(carry, place):
-        sums, clipped = carry
-        tilt = gain[place] * sums[place]
-        sign = jnp.where(uniforms[place] < 0.5 - tilt, 1.0, -1.0)
-        return (sums + sign * weight[place] * kernel[place], clipped + (jnp.abs(tilt) > 0.5)), sign
+    def decide(carry, i):
+        sums, num_clipped = carry
+        tilt = gain[i] * sums[i]
+        sign = jnp.where(uniforms[i] < 0.5 - tilt, 1.0, -1.0)
+        return (sums + sign * weight[i] * kernel[i], num_clipped + (jnp.abs(tilt) > 0.5)), sign
 
-    (_, clipped), sign = jax.lax.scan(decide, (sums, jnp.int32(0)), jnp.arange(uniforms.shape[0]))
-    return Signs(sign, clipped)
+    (_, num_clipped), signs = jax.lax.scan(decide, (sums, jnp.int32(0)), jnp.arange(uniforms.shape[0]))
+    return Signs(signs, num_clipped)
 
 
-def relative(weights: Float[Array, "*b t"]) -> Float[Array, "*b t"]:
-    """To the largest of a block."""
+def relative_weights(weights: Float[Array, "*b t"]) -> Float[Array, "*b t"]:
+    """Divides weights by the largest weight of their block."""
     return weights / jnp.maximum(jnp.max(weights, axis=-1, keepdims=True), 1e-30)
 
 
-def least_distance(own: Float[Array, "*b t"]) -> Float[Array, "*b"]:
-    """What counts as the squared distance of two entries at least, by the diagonal of their matrix: distances within
-    rounding of zero would make any quotient of them, and such a pair's choice does not matter."""
-    return 1e-6 * jnp.max(own, axis=-1) + 1e-30
+def min_squared_distance(diagonal: Float[Array, "*b t"]) -> Float[Array, "*b"]:
+    """Returns a lower bound for squared distances in divisions, from the diagonal of the kernel matrix.
+
+    Distances within rounding of zero would make quotients arbitrary; which entry of such a pair is kept is irrelevant.
+    """
+    return 1e-6 * jnp.max(diagonal, axis=-1) + 1e-30
 
 
-def pairs(block: Block, uniforms: Float[Array, "h"], weights: Float[Array, "t"], gamma: Float[Array, ""]) -> Pairs:
-    """Pairs each entry in order with the nearest one that is left, |k_i - k_j|^2 = K_ii + K_jj - 2 K_ij, and keeps one
-    of the two with the weight of both: the first with probability w_1 / (w_1 + w_2) - tilt.
-
-    The tilt counters what earlier pairs changed in the direction of this one, as the self-balancing walk does. Entries
-    of weight zero are empty places: they come last, and a partner of one of them stays.
+def thin_pairs(
+    block: Block, uniforms: Float[Array, "h"], weights: Float[Array, "t"], gamma: Float[Array, ""]
+) -> ThinnedPairs:
+    """Keeps one entry of every pair, see `pallas_kernels.balanced_walk.thin_pairs`.
 
     Args:
-        uniforms: one draw in [0, 1) a pair, t // 2 of them.
-        gamma: strength of the tilt, relative to the pair's squared distance.
+        block: The entries.
+        uniforms: One draw from [0, 1) per pair.
+        weights: The weights of the entries.
+        gamma: The strength of the tilt.
+
+    Returns:
+        The kept entries.
     """
-    kernel = matrix(block)
-    own = jnp.diagonal(kernel)
-    present = weights > 0
-    scale, least = relative(weights), least_distance(own)
-    tokens = weights.shape[0]
-    places = jnp.arange(tokens, dtype=jnp.int32)
-    turn = jnp.where(present, places, places + tokens)  # empty places come last
+    kernel = kernel_matrix(block)
+    diagonal = jnp.diagonal(kernel)
+    is_present = weights > 0
+    scale, min_distance = relative_weights(weights), min_squared_distance(diagonal)
+    entries = weights.shape[0]
+    index = jnp.arange(entries, dtype=jnp.int32)
+    order = jnp.where(is_present, index, index + entries)  # empty entries come last
 
     def decide(carry, uniform):
-        free, sums, clipped = carry
-        first = jnp.min(jnp.where(free, turn, 2 * tokens)) % tokens
-        free &= places != first
-        away = jnp.where(present, own - 2 * kernel[first], FAR)
-        away = jnp.where(free, away, jnp.inf)
-        # Two plain minima, where XLA:CPU takes ten times as long for one argmin.
-        second = jnp.min(jnp.where(away == jnp.min(away), places, tokens))
+        is_free, sums, num_clipped = carry
+        first = jnp.min(jnp.where(is_free, order, 2 * entries)) % entries
+        is_free &= index != first
+        distance = jnp.where(is_present, diagonal - 2 * kernel[first], EMPTY_DISTANCE)
+        distance = jnp.where(is_free, distance, jnp.inf)
+        # On XLA:CPU, an argmin takes ten times as long as two minima.
+        second = jnp.min(jnp.where(distance == jnp.min(distance), index, entries))
         total = weights[first] + weights[second]
         share = jnp.where(total > 0, weights[first] / jnp.maximum(total, 1e-30), 0.5)
-        apart = own[first] + own[second] - 2 * kernel[first, second]
-        # No tilt where one of the two must stay.
-        tilt = 4 * share * (1 - share) * gamma * (sums[first] - sums[second]) / jnp.maximum(apart, least)
-        stays_first = uniform < share - tilt
-        change = jnp.where(stays_first, scale[second], -scale[first])
+        squared_distance = diagonal[first] + diagonal[second] - 2 * kernel[first, second]
+        # The tilt is 0 if the weight of one entry is 0.
+        strength = 4 * share * (1 - share) * gamma
+        tilt = strength * (sums[first] - sums[second]) / jnp.maximum(squared_distance, min_distance)
+        keeps_first = uniform < share - tilt
+        change = jnp.where(keeps_first, scale[second], -scale[first])
         sums = sums + change * (kernel[first] - kernel[second])
-        clipped += jnp.abs(share - tilt - 0.5) > 0.5
-        return (free & (places != second), sums, clipped), (jnp.where(stays_first, first, second), total)
+        num_clipped += jnp.abs(share - tilt - 0.5) > 0.5
+        kept = jnp.where(keeps_first, first, second)
+        return (is_free & (index != second), sums, num_clipped), (kept, total)
 
-    start = (jnp.ones(tokens, bool), jnp.zeros(tokens), jnp.int32(0))
-    (_, _, clipped), (kept, weight) = jax.lax.scan(decide, start, uniforms)
-    return Pairs(kept, weight, clipped)
+    start = (jnp.ones(entries, bool), jnp.zeros(entries), jnp.int32(0))
+    (_, _, num_clipped), (indices, pair_weights) = jax.lax.scan(decide, start, uniforms)
+    return ThinnedPairs(indices, pair_weights, num_clipped)

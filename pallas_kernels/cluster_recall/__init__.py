@@ -1,10 +1,86 @@
-"""Attention to recalled blocks: the first tokens of blocks that are named, of a store that stays where it is."""
+"""Attention to selected blocks of a store, which are read in place."""
 
-from pallas_kernels.cluster_recall.api import cluster_recall as cluster_recall
-from pallas_kernels.cluster_recall.base import Blocks as Blocks
-from pallas_kernels.cluster_recall.base import entry_width as entry_width
-from pallas_kernels.cluster_recall.mosaic_gpu import GpuConfig as GpuConfig
-from pallas_kernels.cluster_recall.mosaic_tpu import Config as Config
-from pallas_kernels.cluster_recall.reference import as_entries as as_entries
-from pallas_kernels.cluster_recall.reference import halves as halves
-from pallas_kernels.cluster_recall.reference import taken as taken
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.cluster_recall import mosaic_gpu, mosaic_tpu, reference
+from pallas_kernels.cluster_recall.blocks import Blocks as Blocks
+from pallas_kernels.cluster_recall.blocks import padded_width as padded_width
+from pallas_kernels.cluster_recall.mosaic_tpu import TpuConfig as TpuConfig
+from pallas_kernels.cluster_recall.reference import blocks_as_entries as blocks_as_entries
+from pallas_kernels.cluster_recall.reference import gather_blocks as gather_blocks
+from pallas_kernels.cluster_recall.reference import key_value_columns as key_value_columns
+from pallas_kernels.dispatch import Implementation, Kernel, dispatch
+from pallas_kernels.hopper import GpuConfig as GpuConfig
+from pallas_kernels.partials import Partials
+
+
+def cluster_recall(
+    queries: Float[Array, "B H R D"],
+    blocks: Blocks,
+    block_indices: Int[Array, "B H K"],
+    block_lengths: Int[Array, "B H K"],
+    *,
+    implementation: Implementation | None = None,
+    config: TpuConfig | GpuConfig | None = None,
+    interpret: Any = False,
+) -> Partials:
+    """Computes partials of attention to the first tokens of selected blocks.
+
+    Args:
+        queries: Queries that share a selection: the R queries of each KV head (H = H_kv), or R queries of each query
+            head (H is a multiple of H_kv, and head h reads KV head h // (H / H_kv)).
+        blocks: The store.
+        block_indices: The selected blocks, int32 in [0, N).
+        block_lengths: The number of tokens of each selected block that are attended to, its first ones, int32. Blocks
+            of length 0 are not read.
+        implementation: "xla", "mosaic_tpu", "mosaic_gpu", or None for the kernel of the platform that the program is
+            compiled for if it supports the arguments, XLA otherwise.
+        config: The configuration of the kernel that it belongs to; None for the defaults.
+        interpret: Passed to `pallas_call` or `plgpu.kernel`.
+
+    Returns:
+        Partials over the selected tokens, float32.
+
+    Raises:
+        ValueError: If shapes do not match or the implementation is unknown.
+        NotImplementedError: If the requested kernel does not support the arguments.
+    """
+    _check_shapes(queries, blocks, block_indices, block_lengths)
+    tpu_config = config if isinstance(config, TpuConfig) else TpuConfig()
+    gpu_config = config if isinstance(config, GpuConfig) else GpuConfig()
+    kernels = {
+        "mosaic_tpu": Kernel(
+            mosaic_tpu.cluster_recall, mosaic_tpu.check, {"config": tpu_config, "interpret": interpret}
+        ),
+        "mosaic_gpu": Kernel(
+            mosaic_gpu.cluster_recall, mosaic_gpu.check, {"config": gpu_config, "interpret": interpret}
+        ),
+    }
+    arguments = queries, blocks, block_indices, block_lengths
+    return dispatch("cluster_recall", implementation, reference.cluster_recall, kernels, *arguments)
+
+
+def _check_shapes(
+    queries: Float[Array, "B H R D"],
+    blocks: Blocks,
+    block_indices: Int[Array, "B H K"],
+    block_lengths: Int[Array, "B H K"],
+) -> None:
+    batch, heads, _, head_dim = queries.shape
+    shape, min_width = blocks.entries.shape, max(head_dim, blocks.value_dim or 0)
+    if len(shape) != 5 or shape[0] != batch or heads % shape[1] or shape[4] % 2 or blocks.width < min_width:
+        raise ValueError(
+            f"entries have shape {shape}; for queries [B, H, R, D] of shape {queries.shape} it must be "
+            "[B, H_kv, N, P, 2*W], where H is a multiple of H_kv and W is at least D and D_v"
+        )
+    if blocks.scale is not None and blocks.scale.shape != (*shape[:4], 2):
+        raise ValueError(f"scale has shape {blocks.scale.shape}; it must be [B, H_kv, N, P, 2] = {(*shape[:4], 2)}")
+    if blocks.scale is None and blocks.key_bits is not None:
+        raise ValueError(f"scale is None; packed blocks with key_bits={blocks.key_bits} need a scale")
+    for name, array in {"block_indices": block_indices, "block_lengths": block_lengths}.items():
+        if array.shape != block_indices.shape or array.shape[:2] != (batch, heads) or not array.shape[2:] > (0,):
+            raise ValueError(
+                f"{name} has shape {array.shape}; it must be [B, H, K] = [{batch}, {heads}, K] with K of at least 1"
+            )

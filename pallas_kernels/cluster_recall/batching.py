@@ -1,4 +1,4 @@
-"""What `vmap` does to kernels that recall."""
+"""How `vmap` maps the kernels of `cluster_recall`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,22 +8,30 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels import batching
-from pallas_kernels.weighted_decode import Partials
+from pallas_kernels.partials import Partials
 
 
 def fold_mapped_axes(recall: Callable[..., Partials]) -> Callable[..., Partials]:
-    """A form of `cluster_recall`, which under `vmap` is called once. A mapped axis becomes part of the batch; where all
-    share one store, such as several queries of a row, it becomes part of the heads instead, and the store is not
-    repeated."""
+    """Makes `vmap` of a kernel one call of the kernel.
+
+    A mapped axis becomes part of the batch. If the store is not mapped, as for several queries of a sequence, the axis
+    becomes part of the heads instead, so that the store is not repeated.
+
+    Args:
+        recall: Takes the arguments of `cluster_recall`.
+
+    Returns:
+        The same function with this rule for `vmap`.
+    """
     folded = jax.custom_batching.custom_vmap(recall)
 
     @folded.def_vmap
-    def rule(axis_size: int, mapped: Any, rows, blocks, number, count) -> tuple[Partials, Any]:
-        of_rows, of_blocks, of_number, of_count = mapped
-        if any(jax.tree.leaves(of_blocks)):
+    def rule(axis_size: int, mapped: Any, queries, blocks, indices, lengths) -> tuple[Partials, Any]:
+        queries_mapped, blocks_mapped, indices_mapped, lengths_mapped = mapped
+        if any(jax.tree.leaves(blocks_mapped)):
             axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, tuple(mapped))
-            sums = jax.vmap(batching.fold_mapped_axes(folded), axes)(rows, blocks, number, count)
-            return sums, jax.tree.map(lambda _: True, sums)
+            partials = jax.vmap(batching.fold_mapped_axes(folded), axes)(queries, blocks, indices, lengths)
+            return partials, jax.tree.map(lambda _: True, partials)
         kv_heads = blocks.entries.shape[1]
 
         def into_heads(x: Array, is_mapped: bool) -> Array:
@@ -37,7 +45,12 @@ def fold_mapped_axes(recall: Callable[..., Partials]) -> Callable[..., Partials]
             grouped = x.reshape(batch, kv_heads, axis_size, heads // kv_heads // axis_size, *rest)
             return jnp.moveaxis(grouped, 2, 0).reshape(axis_size, batch, heads // axis_size, *rest)
 
-        sums = folded(into_heads(rows, of_rows), blocks, into_heads(number, of_number), into_heads(count, of_count))
-        return jax.tree.map(out_of_heads, sums), jax.tree.map(lambda _: True, sums)
+        partials = folded(
+            into_heads(queries, queries_mapped),
+            blocks,
+            into_heads(indices, indices_mapped),
+            into_heads(lengths, lengths_mapped),
+        )
+        return jax.tree.map(out_of_heads, partials), jax.tree.map(lambda _: True, partials)
 
     return folded

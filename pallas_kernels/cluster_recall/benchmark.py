@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import benchmarking, packing
-from pallas_kernels.cluster_recall.api import cluster_recall
-from pallas_kernels.cluster_recall.base import Blocks, entry_width
-from pallas_kernels.weighted_decode import Partials
+from pallas_kernels.cluster_recall import Blocks, cluster_recall, padded_width
+from pallas_kernels.partials import Partials
 from pallas_kernels.weighted_decode import benchmark as read
 
 
@@ -24,7 +23,7 @@ class Shape(NamedTuple):
     batch: int
     recalled: int
     heads: int = 8  # that recall, kv heads or query heads
-    rows: int = 4
+    queries: int = 4
     kv_heads: int = 8
     blocks: int = 2048
     places: int = 16
@@ -33,7 +32,7 @@ class Shape(NamedTuple):
     bits: int | None = None  # of packed numbers
 
     def __str__(self) -> str:
-        sizes = f"{self.batch} x {self.heads} heads x {self.rows} rows, {self.recalled} of {self.blocks} blocks"
+        sizes = f"{self.batch} x {self.heads} heads x {self.queries} queries, {self.recalled} of {self.blocks} blocks"
         kind = jnp.dtype(self.dtype).name if self.bits is None else f"{self.bits} bits"
         return f"{sizes} of {self.places} x {self.head_dim} {kind}"
 
@@ -42,10 +41,10 @@ class Shape(NamedTuple):
         store = (self.batch, self.kv_heads, self.blocks, self.places)
         dtype = self.dtype if self.bits is None else jnp.uint8
         narrow = jnp.dtype(dtype).itemsize == 1
-        entries = array((*store, 2 * packing.packed_width(entry_width(self.head_dim), self.bits)), dtype)
+        entries = array((*store, 2 * packing.packed_width(padded_width(self.head_dim), self.bits)), dtype)
         scale = array((*store, 2), jnp.bfloat16) if narrow else None
         blocks = Blocks(entries, scale, key_bits=self.bits, value_bits=self.bits)
-        rows = array((self.batch, self.heads, self.rows, self.head_dim), jnp.bfloat16 if narrow else dtype)
+        rows = array((self.batch, self.heads, self.queries, self.head_dim), jnp.bfloat16 if narrow else dtype)
         plan = array((self.batch, self.heads, self.recalled), jnp.int32)
         return rows, blocks, plan, plan
 
@@ -67,13 +66,13 @@ PRODUCTION = (
     *(Shape(8, 256, head_dim=head_dim) for head_dim in (64, 80, 96, 256)),
     *(Shape(8, 256, dtype=dtype) for dtype in (jnp.float32, jnp.int8, jnp.float8_e4m3fn)),
     *(Shape(8, 256, bits=bits) for bits in packing.PLANES),
-    Shape(8, 256, heads=32, rows=1),
+    Shape(8, 256, heads=32, queries=1),
     Shape(1, 512, blocks=8192),
 )
 
 
 def cases(quick: bool) -> Iterator[benchmarking.Case]:
-    shapes = (Shape(2, 16, heads=2, kv_heads=2, blocks=64), Shape(2, 16, kv_heads=2, blocks=64, rows=1))
+    shapes = (Shape(2, 16, heads=2, kv_heads=2, blocks=64), Shape(2, 16, kv_heads=2, blocks=64, queries=1))
     for shape in shapes if quick else PRODUCTION:
         yield benchmarking.Case(str(shape), functools.partial(forms, shape), shape.bytes)
 
@@ -85,7 +84,7 @@ def forms(shape: Shape) -> Mapping[str, benchmarking.Form]:
     number = jnp.argsort(ranked, axis=2)[:, :, : shape.recalled].astype(jnp.int32)
     arguments = (rows, blocks, number, jnp.full(number.shape, shape.places, jnp.int32))
     slots = shape.recalled * shape.places
-    dense = read.Shape(shape.batch, slots, shape.heads, shape.rows, shape.head_dim, shape.dtype, bits=shape.bits)
+    dense = read.Shape(shape.batch, slots, shape.heads, shape.queries, shape.head_dim, shape.dtype, bits=shape.bits)
     return {
         "kvjax": benchmarking.Form(shape.function(), arguments),
         "xla": benchmarking.Form(shape.function(implementation="xla"), arguments),

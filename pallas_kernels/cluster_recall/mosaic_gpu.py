@@ -1,7 +1,6 @@
 """Attention to recalled blocks as a Pallas kernel for Hopper GPUs (Mosaic GPU), in the way of
 `pallas_kernels.hopper`."""
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -14,76 +13,81 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
-from pallas_kernels.cluster_recall.base import Blocks, refuse_unknown
 from pallas_kernels.cluster_recall.batching import fold_mapped_axes
-from pallas_kernels.cluster_recall.reference import taken
-from pallas_kernels.dispatch import Unsuited
-from pallas_kernels.weighted_decode import EMPTY, MANY_ROWS, Partials
-from pallas_kernels.weighted_decode.base import merge_splits
+from pallas_kernels.cluster_recall.blocks import Blocks, check_kernel_support
+from pallas_kernels.cluster_recall.reference import gather_blocks
+from pallas_kernels.dispatch import PreferXla
+from pallas_kernels.hopper import GpuConfig
+from pallas_kernels.partials import MASK_VALUE, Partials, merge_splits
+from pallas_kernels.weighted_decode.reference import COMPUTE_BOUND_QUERIES
 
 SCALES = ("key_scale", "value_scale")
 
 
-@dataclasses.dataclass(frozen=True)
-class GpuConfig:
-    """How the kernel cuts its work.
-
-    Attributes:
-        stages: steps of 64 tokens whose blocks are on their way or in use at a time; None: as many as fit beside a
-            second program on a multiprocessor.
-        splits: parts that the blocks of a head are cut into, each with sums of its own, merged outside; None: as many
-            as fill the GPU.
-    """
-
-    stages: int | None = None
-    splits: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}; it must be None or at least 1")
-
-
 def check(
-    rows: Float[Array, "B H R D"],
+    queries: Float[Array, "B H R D"],
     blocks: Blocks,
-    number: Int[Array, "B H K"],
-    count: Int[Array, "B H K"],
-    interpret: Any = False,
+    _block_indices: Int[Array, "B H K"],
+    _block_lengths: Int[Array, "B H K"],
+    *,
+    interpret: Any,
+    **_options: Any,
 ) -> None:
-    """Raises a NotImplementedError for what the kernel cannot do, with the reason."""
-    refuse_unknown(rows, blocks)
+    """Checks that the kernel supports the arguments of `cluster_recall`.
+
+    Args:
+        queries: Queries that share a selection.
+        blocks: The store.
+        interpret: Whether the kernel is interpreted, on any device.
+
+    Raises:
+        NotImplementedError: If the kernel does not support them.
+    """
+    check_kernel_support(queries, blocks)
     if not interpret:
         hopper.check_device()
-    if rows.shape[2] >= MANY_ROWS:
-        raise Unsuited(f"{rows.shape[2]} rows: from {MANY_ROWS} on products, not reading, take the time")
-    places, width = blocks.entries.shape[3], 2 * blocks.width
-    if places not in (8, 16, 32, 64) or width not in (128, 256, 384, 512):
+    if queries.shape[2] >= COMPUTE_BOUND_QUERIES:
+        raise PreferXla(f"{queries.shape[2]} queries; XLA is as fast from {COMPUTE_BOUND_QUERIES} queries on")
+    block_size, width = blocks.entries.shape[3], 2 * blocks.width
+    if block_size not in (8, 16, 32, 64) or width not in (128, 256, 384, 512):
         raise NotImplementedError(
-            f"blocks are {places} x {width}; a Hopper kernel takes 8, 16, 32 or 64 places of 128, 256, 384 or 512"
+            f"blocks are {block_size} x {width}; the Hopper kernel supports 8, 16, 32 or 64 rows of 128, 256, 384 or "
+            "512 columns"
         )
-    packed = blocks.key_bits is not None
-    if packed and rows.shape[3] != blocks.width:
-        raise NotImplementedError(f"packed keys of {rows.shape[3]} dimensions in {blocks.width} columns")
-    hopper.check_types(*["entries"] * packed, rows=rows, entries=blocks.entries)
-    hopper.roomiest(functools.partial(_scratch, rows, blocks))
+    is_packed = blocks.key_bits is not None
+    if is_packed and queries.shape[3] != blocks.width:
+        raise NotImplementedError(f"packed keys have {queries.shape[3]} dimensions in {blocks.width} columns")
+    hopper.check_types(*["entries"] * is_packed, queries=queries, entries=blocks.entries)
+    hopper.roomiest(functools.partial(_scratch, queries, blocks))
 
 
 def cluster_recall(
-    rows: Float[Array, "B H R D"],
+    queries: Float[Array, "B H R D"],
     blocks: Blocks,
-    number: Int[Array, "B H K"],
-    count: Int[Array, "B H K"],
-    config: GpuConfig | None = None,
-    interpret: Any = False,
+    block_indices: Int[Array, "B H K"],
+    block_lengths: Int[Array, "B H K"],
+    *,
+    config: GpuConfig,
+    interpret: Any,
 ) -> Partials:
-    """`reference.cluster_recall` with every block that is read copied on chip once, and no other.
+    """`reference.cluster_recall` that copies every block that is read on chip once, and no other.
 
-    Each block comes by a copy of its own, those of 64 tokens together, while the ones before are computed with. The
-    splits of a head share its blocks up to the last that is read evenly.
+    Every block is copied on its own. The blocks of 64 tokens arrive together, while earlier ones are processed. The
+    splits of a head share its blocks, up to the last one that is read, evenly.
+
+    Args:
+        queries: Queries that share a selection.
+        blocks: The store.
+        block_indices: The selected blocks.
+        block_lengths: The tokens of each selected block that are attended to.
+        config: How to divide the work.
+        interpret: Passed to `plgpu.kernel`.
+
+    Returns:
+        Partials over the selected tokens.
     """
-    run = functools.partial(_cluster_recall, config=config or GpuConfig(), interpret=interpret)
-    return fold_mapped_axes(run)(rows, blocks, number, count)
+    run = functools.partial(_cluster_recall, config=config, interpret=interpret)
+    return fold_mapped_axes(run)(queries, blocks, block_indices, block_lengths)
 
 
 def _cluster_recall(rows, blocks: Blocks, number, count, *, config: GpuConfig, interpret: Any) -> Partials:
@@ -108,7 +112,7 @@ def _cluster_recall(rows, blocks: Blocks, number, count, *, config: GpuConfig, i
         "entries": blocks.entries,
     }
     if blocks.scale is not None:
-        found = taken(blocks.scale, number).reshape(*number.shape[:2], -1, 2)
+        found = gather_blocks(blocks.scale, number).reshape(*number.shape[:2], -1, 2)
         arrays |= {name: found[..., half] for half, name in enumerate(SCALES)}
 
     padded = arrays["rows"].shape[3]
@@ -250,8 +254,10 @@ def _kernel(refs, scratch, *, operands, blocks, head_dim, group, splits):
         for block, count in enumerate(counts):
             end = jnp.where(slot >= block * places, block * places + count, end)
         # What no block was copied to may be anything: it is not added to.
-        scores = jnp.where(hopper.of_slots(slot, in_two) < hopper.of_slots(end, in_two), scores, EMPTY * hopper.LOG2E)
-        peak, fade, den, weight = hopper.weigh(before, scores, scores, "both")
+        scores = jnp.where(
+            hopper.of_slots(slot, in_two) < hopper.of_slots(end, in_two), scores, MASK_VALUE * hopper.LOG2E
+        )
+        peak, fade, den, weight = hopper.weigh(before, scores, scores)
         if "value_scale" in factors:
             weight = weight * hopper.of_slots(factors["value_scale"], in_two)
         powers = hopper.put_weights(scratch["weights"], weight, operands)
@@ -259,14 +265,14 @@ def _kernel(refs, scratch, *, operands, blocks, head_dim, group, splits):
             ring.at[stage, :, halves["value"]], scratch.get("operands"), operands, blocks.value_bits
         )
         plgpu.commit_smem()
-        num = hopper.add_values(before.num, fade, scratch["weights"], values, operands, powers)
+        num = hopper.add_values(before.numerator, fade, scratch["weights"], values, operands, powers)
         fetch(number + stages, numbers_ahead, counts_ahead)
-        return hopper.Running(peak, den, num)
+        return hopper.RunningPartials(peak, den, num)
 
-    sums = lax.fori_loop(0, steps, step, hopper.Running.empty(width))
-    scratch["peak"][...] = sums.peak * (1 / hopper.LOG2E)
-    scratch["den"][...] = sums.den
-    hopper.store_columns(num_out, sums.num)
+    sums = lax.fori_loop(0, steps, step, hopper.RunningPartials.create(width))
+    scratch["peak"][...] = sums.max * (1 / hopper.LOG2E)
+    scratch["den"][...] = sums.denominator
+    hopper.store_columns(num_out, sums.numerator)
     plgpu.commit_smem()
     for name in ("peak", "den"):
         plgpu.copy_smem_to_gmem(scratch[name], refs[name].at[batch, head, split])

@@ -11,20 +11,21 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import packing
-from pallas_kernels.cluster_recall.base import Blocks, refuse_unknown
 from pallas_kernels.cluster_recall.batching import fold_mapped_axes
-from pallas_kernels.dispatch import Unsuited
-from pallas_kernels.weighted_decode import EMPTY, MANY_ROWS, Partials
-from pallas_kernels.weighted_decode.base import compute_type
+from pallas_kernels.cluster_recall.blocks import Blocks, check_kernel_support
+from pallas_kernels.dispatch import PreferXla
+from pallas_kernels.partials import MASK_VALUE, Partials
+from pallas_kernels.quantized_array import product_dtype
+from pallas_kernels.weighted_decode.reference import COMPUTE_BOUND_QUERIES
 
-TYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
-REGISTER_LANES = 128
+DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
+LANES = 128
 # Numbers and counts of two heads, each twice, stand in scalar memory.
-MOST_BLOCKS = 16384
+MAX_BLOCKS = 16384
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class TpuConfig:
     """How the kernel cuts its work.
 
     Attributes:
@@ -44,37 +45,63 @@ class Config:
 
 
 def check(
-    rows: Float[Array, "B H R D"], blocks: Blocks, number: Int[Array, "B H K"], count: Int[Array, "B H K"]
+    queries: Float[Array, "B H R D"],
+    blocks: Blocks,
+    block_indices: Int[Array, "B H K"],
+    _block_lengths: Int[Array, "B H K"],
+    **_options: Any,
 ) -> None:
-    """Raises a NotImplementedError for what the kernel cannot do, with the reason."""
-    refuse_unknown(rows, blocks)
-    places, width = blocks.entries.shape[3:]
-    packed = blocks.key_bits is not None
-    if rows.shape[2] >= MANY_ROWS:
-        raise Unsuited(f"{rows.shape[2]} rows: from {MANY_ROWS} on products, not reading, take the time")
-    for name, array in {"rows": rows, "entries": blocks.entries}.items():
-        if array.dtype.name not in TYPES and not (packed and name == "entries"):
-            raise NotImplementedError(f"{name} are {array.dtype.name}; a TPU kernel takes {', '.join(TYPES)}")
-    if width % REGISTER_LANES or places % 16:
+    """Checks that the kernel supports the arguments of `cluster_recall`.
+
+    Args:
+        queries: Queries that share a selection.
+        blocks: The store.
+        block_indices: The selected blocks.
+
+    Raises:
+        NotImplementedError: If the kernel does not support them.
+    """
+    check_kernel_support(queries, blocks)
+    block_size, width = blocks.entries.shape[3:]
+    is_packed = blocks.key_bits is not None
+    if queries.shape[2] >= COMPUTE_BOUND_QUERIES:
+        raise PreferXla(f"{queries.shape[2]} queries; XLA is as fast from {COMPUTE_BOUND_QUERIES} queries on")
+    for name, array in {"queries": queries, "entries": blocks.entries}.items():
+        if array.dtype.name not in DTYPES and not (is_packed and name == "entries"):
+            raise NotImplementedError(f"{name} are {array.dtype.name}; the TPU kernel supports {', '.join(DTYPES)}")
+    if width % LANES or block_size % 16:
         raise NotImplementedError(
-            f"blocks are {places} x {width}; a TPU fetches them where they lie if those are multiples of 16 and "
-            f"{REGISTER_LANES}"
+            f"blocks are {block_size} x {width}; the TPU kernel supports multiples of 16 x {LANES}, which it fetches "
+            "in place"
         )
-    if number.shape[2] > MOST_BLOCKS:
-        raise NotImplementedError(f"{number.shape[2]} blocks per head; scalar memory holds {MOST_BLOCKS} of them")
+    if block_indices.shape[2] > MAX_BLOCKS:
+        raise NotImplementedError(f"{block_indices.shape[2]} blocks per head; scalar memory has space for {MAX_BLOCKS}")
 
 
 def cluster_recall(
-    rows: Float[Array, "B H R D"],
+    queries: Float[Array, "B H R D"],
     blocks: Blocks,
-    number: Int[Array, "B H K"],
-    count: Int[Array, "B H K"],
-    config: Config | None = None,
-    interpret: Any = False,
+    block_indices: Int[Array, "B H K"],
+    block_lengths: Int[Array, "B H K"],
+    *,
+    config: TpuConfig,
+    interpret: Any,
 ) -> Partials:
-    """`reference.cluster_recall` in one kernel, under `vmap`, too."""
-    run = functools.partial(recall_unmapped, config=config or Config(), interpret=interpret)
-    return fold_mapped_axes(run)(rows, blocks, number, count)
+    """`reference.cluster_recall` in one kernel, also under `vmap`.
+
+    Args:
+        queries: Queries that share a selection.
+        blocks: The store.
+        block_indices: The selected blocks.
+        block_lengths: The tokens of each selected block that are attended to.
+        config: How to divide the work.
+        interpret: Passed to `pallas_call`.
+
+    Returns:
+        Partials over the selected tokens.
+    """
+    run = functools.partial(recall_unmapped, config=config, interpret=interpret)
+    return fold_mapped_axes(run)(queries, blocks, block_indices, block_lengths)
 
 
 class _Piece(NamedTuple):
@@ -100,7 +127,7 @@ def _halves(blocks: Blocks, head_dim: int) -> tuple[_Half, _Half]:
     """Keys and values. They are read apart where that cuts no register, and otherwise as one, with zeros in the queries
     and with sums that nothing is made of."""
     both, first = blocks.entries.shape[4], blocks.value_column
-    apart = first % REGISTER_LANES == 0 and (both - first) % REGISTER_LANES == 0
+    apart = first % LANES == 0 and (both - first) % LANES == 0
 
     def half(start: int, stop: int, bits: int | None) -> _Half:
         lanes = slice(start, stop) if apart else slice(0, both)
@@ -124,7 +151,7 @@ def recall_unmapped(
     number: Int[Array, "B H K"],
     count: Int[Array, "B H K"],
     *,
-    config: Config,
+    config: TpuConfig,
     interpret: Any,
 ) -> Partials:
     """The kernel, which knows nothing of `vmap`. Every block that is read is copied on chip once, and no other.
@@ -293,7 +320,7 @@ def _kernel(used, *refs, names, halves, bits, head_dim, heads, group, places):
 
     first = turn[0]
     rows = given["rows"]
-    kind = compute_type(rows.dtype, buffer.dtype)
+    kind = product_dtype(rows.dtype, buffer.dtype)
     keys, values = halves
     slots = jax.lax.broadcasted_iota(jnp.int32, (1, step * places), 1)
     # Row i is one over the places of block i: a product with it repeats a count for all places of its block.
@@ -321,7 +348,7 @@ def _kernel(used, *refs, names, halves, bits, head_dim, heads, group, places):
         if "key_scale" in given:
             logits = logits * given["key_scale"][0, pl.ds(number, 1)]
         count = _product(given["count"][0, pl.ds(number, 1)], repeat, axis=0)
-        logits = jnp.where(jax.lax.rem(slots, places) < count.astype(jnp.int32), logits, EMPTY)
+        logits = jnp.where(jax.lax.rem(slots, places) < count.astype(jnp.int32), logits, MASK_VALUE)
         higher = jnp.maximum(peak, jnp.max(logits, axis=1, keepdims=True))
         fade, weight = jnp.exp(peak - higher), jnp.exp(logits - higher)
         den = den * fade + jnp.sum(weight, axis=1, keepdims=True)
@@ -335,7 +362,7 @@ def _kernel(used, *refs, names, halves, bits, head_dim, heads, group, places):
 
     queries = rows.shape[2]
     none = jnp.zeros((queries, values.width))
-    nothing = (jnp.full((queries, 1), EMPTY), (none,) * len(values.pieces), jnp.zeros((queries, 1)))
+    nothing = (jnp.full((queries, 1), MASK_VALUE), (none,) * len(values.pieces), jnp.zeros((queries, 1)))
     peak_ref[0], num, den_ref[0] = jax.lax.fori_loop(0, steps, one_step, nothing)
     for at, sums in enumerate(num):
         num_ref[0, at] = sums
@@ -347,7 +374,7 @@ def _with_piece(
 ) -> Float[Array, "R N"]:
     """A product over an axis of what is stored; of packed bytes, of that share of their numbers that a part holds.
     Codes are multiplied as they are, and what they are short of the numbers is added."""
-    kind = compute_type(left.dtype, stored.dtype)
+    kind = product_dtype(left.dtype, stored.dtype)
     left = left.astype(kind)
     if part is not None:
         stored = part.codes(stored.astype(jnp.int32))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import benchmarking
-from pallas_kernels.k_means.api import k_means
+from pallas_kernels.k_means import k_means
 
 
 class Shape(NamedTuple):
@@ -35,10 +35,11 @@ class Shape(NamedTuple):
 
     def function(self, **options: Any) -> Callable[..., Any]:
         """The op on all heads."""
-        one = lambda points, directions, valid, summed: k_means(  # noqa: E731
-            points, directions, valid, summed=summed, **options
-        )
-        return jax.vmap(jax.vmap(one))
+
+        def one_head(points: Any, centroids: Any, is_valid: Any, summands: Any) -> Any:
+            return k_means(points, centroids, is_valid, summands=summands, **options)
+
+        return jax.vmap(jax.vmap(one_head))
 
 
 # A cluster for 80 tokens of a prompt, all of them or every fourth; 400 for any prompt; chunks of later tokens; and what

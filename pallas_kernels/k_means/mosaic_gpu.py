@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.batching import fold_mapped_axes
-from pallas_kernels.k_means.base import Pass
+from pallas_kernels.k_means.reference import LloydStep
 
 TILE = hopper.ROWS  # points, and clusters, that are multiplied at a time
 # Points and directions are sums of three bfloat16 numbers; membership is a bfloat16 number, exactly.
@@ -26,52 +26,74 @@ SUMS = PRODUCTS._replace(row_parts=1)
 
 def check(
     points: Float[Array, "N D"],
-    directions: Float[Array, "C D"],
-    valid: Bool[Array, "N"],
-    used: Int[Array, ""],
-    summed: Float[Array, "N D"] | None = None,
+    centroids: Float[Array, "C D"],
+    _is_valid: Bool[Array, "N"],
+    _num_centroids: Int[Array, ""],
+    summands: Float[Array, "N D"] | None = None,
     *,
-    interpret: Any = False,
+    interpret: Any,
 ) -> None:
-    """Raises a NotImplementedError for what the kernels cannot do, with the reason."""
+    """Checks that the kernels support the arguments of `k_means`.
+
+    Args:
+        points: The points of one head.
+        centroids: The centroids.
+        summands: The vectors that are summed per cluster.
+        interpret: Whether the kernels are interpreted, on any device.
+
+    Raises:
+        NotImplementedError: If the kernels do not support them.
+    """
     if not interpret:
         hopper.check_device()
-    for name, array in {"points": points, "directions": directions, "summed": summed}.items():
+    for name, array in {"points": points, "centroids": centroids, "summands": summands}.items():
         if array is not None and array.dtype != jnp.float32:
-            raise NotImplementedError(f"{name} are {array.dtype.name}; the Hopper kernels take float32")
+            raise NotImplementedError(f"{name} are {array.dtype.name}; the Hopper kernels support float32")
     head_dim = points.shape[1]
     hopper.check_head_dim(head_dim)
-    hopper.roomiest(functools.partial(_assigning, head_dim), 1)
+    hopper.roomiest(functools.partial(_assign_scratch, head_dim), 1)
 
 
 def k_means(
     points: Float[Array, "N D"],
-    directions: Float[Array, "C D"],
-    valid: Bool[Array, "N"],
-    used: Int[Array, ""],
-    summed: Float[Array, "N D"] | None = None,
+    centroids: Float[Array, "C D"],
+    is_valid: Bool[Array, "N"],
+    num_centroids: Int[Array, ""],
+    summands: Float[Array, "N D"] | None = None,
     *,
-    interpret: Any = False,
-) -> Pass:
-    """`reference.k_means`; products, of which none is written to memory, and sums as exact as float32's."""
+    interpret: Any,
+) -> LloydStep:
+    """`reference.k_means` with float32 precision; inner products are never written to global memory.
+
+    Args:
+        points: The points of one head, float32.
+        centroids: float32.
+        is_valid: Which points are assigned.
+        num_centroids: The number of centroids that points are assigned to, int32.
+        summands: The vectors that are summed per cluster; None means the points.
+        interpret: Passed to `plgpu.kernel`.
+
+    Returns:
+        Labels, sums per cluster, and the total inner product.
+    """
     run = fold_mapped_axes(functools.partial(_k_means, interpret=interpret))
-    found = run(*jax.tree.map(lambda x: x[None], (points, directions, valid, used, summed)))
-    return jax.tree.map(lambda x: x[0], found)
+    results = run(*jax.tree.map(lambda x: x[None], (points, centroids, is_valid, num_centroids, summands)))
+    return jax.tree.map(lambda x: x[0], results)
 
 
-def _k_means(points, directions, valid, used, summed, *, interpret: Any) -> Pass:
-    clusters, tokens = directions.shape[1], points.shape[1]
-    # The copy engine takes multiples of eight rows.
-    whole = lambda x: jnp.pad(x, ((0, 0), (0, -tokens % 8), (0, 0)))  # noqa: E731
-    points = whole(points)
-    nearest, product = _assign(points, directions, used.astype(jnp.int32), interpret)
-    label = jnp.where(valid, nearest[:, :tokens], clusters)
-    gained = jnp.sum(jnp.where(valid, product[:, :tokens], 0.0), axis=1)
-    sums = _sum(label, points if summed is None else whole(summed), clusters, interpret)
-    return Pass(label, sums, gained)
+def _k_means(points, centroids, is_valid, num_centroids, summands, *, interpret: Any) -> LloydStep:
+    clusters, tokens = centroids.shape[1], points.shape[1]
+    # The copy engine needs multiples of eight rows.
+    padding = ((0, 0), (0, -tokens % 8), (0, 0))
+    points = jnp.pad(points, padding)
+    nearest, product = _assign(points, centroids, num_centroids.astype(jnp.int32), interpret)
+    labels = jnp.where(is_valid, nearest[:, :tokens], clusters)
+    total_product = jnp.sum(jnp.where(is_valid, product[:, :tokens], 0.0), axis=1)
+    sums = _sum(labels, points if summands is None else jnp.pad(summands, padding), clusters, interpret)
+    return LloydStep(labels, sums, total_product)
 
 
-def _assigning(head_dim: int, stages: int) -> dict[str, Any]:
+def _assign_scratch(head_dim: int, stages: int) -> dict[str, Any]:
     """What a program that assigns keeps in shared memory."""
     operand = functools.partial(hopper.blocked, dtype=PRODUCTS.dtype)
     return {
@@ -93,7 +115,7 @@ def _assign(
     tiles = pl.cdiv(tokens, TILE)
     directions = jnp.pad(directions, ((0, 0), (0, -directions.shape[1] % TILE), (0, 0)))
     parts = jnp.stack(list(hopper.parts(directions, PRODUCTS.stored_parts, PRODUCTS.dtype)), axis=1)
-    scratch_of = functools.partial(_assigning, head_dim)
+    scratch_of = functools.partial(_assign_scratch, head_dim)
     stages, _ = hopper.roomiest(scratch_of)
     found = jax.ShapeDtypeStruct((batch, tiles * TILE), jnp.float32)
 
@@ -166,8 +188,8 @@ def _assign_kernel(
         highest, first = hopper.first_highest(products, number)
         return jnp.maximum(best, highest), jnp.where(highest > best, first, nearest)
 
-    constant = lambda x: plgpu.layout_cast(jnp.full((TILE,), x, jnp.float32), hopper.OF_ROWS)  # noqa: E731
-    best, nearest = lax.fori_loop(0, steps, step, (constant(-jnp.inf), constant(0.0)))
+    start = hopper.full_rows(-jnp.inf), hopper.full_rows(0.0)
+    best, nearest = lax.fori_loop(0, steps, step, start)
     label[...] = nearest.astype(jnp.int32)
     product[...] = best
     plgpu.commit_smem()
@@ -177,7 +199,7 @@ def _assign_kernel(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _summing(head_dim: int, stages: int) -> dict[str, Any]:
+def _sum_scratch(head_dim: int, stages: int) -> dict[str, Any]:
     """What a program that sums keeps in shared memory."""
     wide = hopper.blocked((stages, TILE, head_dim), jnp.float32)
     return {
@@ -194,7 +216,7 @@ def _sum(label: Int[Array, "B N"], x: Float[Array, "B N D"], clusters: int, inte
     """The sum of every cluster's rows: membership, ones and zeros, times rows."""
     batch, tokens, head_dim = x.shape
     tiles, blocks = pl.cdiv(clusters, TILE), pl.cdiv(tokens, TILE)
-    scratch_of = functools.partial(_summing, head_dim)
+    scratch_of = functools.partial(_sum_scratch, head_dim)
     stages, places = hopper.roomiest(scratch_of)
     splits = hopper.even_splits(batch * tiles, [blocks], places)[0]
     # Rows past the last are zeros, whatever their label.
@@ -230,7 +252,7 @@ def _sum_kernel(label_ref, x_ref, sums_ref, *, stored, rows, members, labels, ca
     steps = jnp.clip(blocks - begin, 0, per_split)
     in_two = (TILE, TILE)
     cluster = tile * TILE + plgpu.broadcasted_iota(jnp.int32, in_two, 0, layout=hopper.LAYOUT)
-    ones = plgpu.layout_cast(jnp.full((TILE,), 1.0, jnp.float32), hopper.OF_ROWS)
+    ones = hopper.full_rows(1.0)
 
     def fetch(step):
         @pl.when(step < steps)
@@ -252,7 +274,7 @@ def _sum_kernel(label_ref, x_ref, sums_ref, *, stored, rows, members, labels, ca
         fetch(step + stages)
         return hopper.add_values(sums, ones, members, values, SUMS)
 
-    sums = lax.fori_loop(0, steps, step, hopper.Running.empty(head_dim).num)
+    sums = lax.fori_loop(0, steps, step, hopper.RunningPartials.create(head_dim).numerator)
     hopper.store_columns(sums_out, sums)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(sums_out, sums_ref.at[batch, split, pl.ds(tile * TILE, TILE)])

@@ -1,4 +1,4 @@
-"""A pass of Lloyd's algorithm as a Pallas kernel for TPU (Mosaic)."""
+"""`k_means` as a Pallas kernel for TPU (Mosaic)."""
 
 import dataclasses
 import functools
@@ -10,16 +10,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.k_means.base import Pass
+from pallas_kernels.k_means.reference import LloydStep
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """How the kernel cuts its work.
+class TpuConfig:
+    """How the kernel divides its work.
 
     Attributes:
-        block_points: points per step of the pipeline; a multiple of 128.
-        vmem_bytes: on-chip memory that the kernel may take.
+        block_points: Points per step of the pipeline, a multiple of 128.
+        vmem_bytes: On-chip memory that the kernel may use.
     """
 
     block_points: int = 1024
@@ -32,20 +32,30 @@ class Config:
 
 def check(
     points: Float[Array, "N D"],
-    directions: Float[Array, "C D"],
-    valid: Bool[Array, "N"],
-    used: Int[Array, ""],
-    summed: Float[Array, "N D"] | None = None,
+    centroids: Float[Array, "C D"],
+    _is_valid: Bool[Array, "N"],
+    _num_centroids: Int[Array, ""],
+    summands: Float[Array, "N D"] | None = None,
     *,
-    config: Config | None = None,
+    config: TpuConfig,
+    **_options: Any,
 ) -> None:
-    """Raises a NotImplementedError for what the kernel cannot do, with the reason."""
-    for name, array in {"points": points, "directions": directions, "summed": summed}.items():
+    """Checks that the kernel supports the arguments of `k_means`.
+
+    Args:
+        points: The points of one head.
+        centroids: The centroids.
+        summands: The vectors that are summed per cluster.
+        config: How to divide the work.
+
+    Raises:
+        NotImplementedError: If the kernel does not support them.
+    """
+    for name, array in {"points": points, "centroids": centroids, "summands": summands}.items():
         if array is not None and array.dtype != jnp.float32:
-            raise NotImplementedError(f"{name} are {array.dtype.name}; the TPU kernel takes float32")
-    config = config or Config()
-    clusters, head_dim = directions.shape
-    # Products, places and membership of a block's points; directions and sums, which stay; points in two buffers.
+            raise NotImplementedError(f"{name} are {array.dtype.name}; the TPU kernel supports float32")
+    clusters, head_dim = centroids.shape
+    # Products, row indices and membership of a block; centroids and sums, which stay on chip; points in two buffers.
     block = min(config.block_points, points.shape[0])
     needed = 4 * (4 * clusters * block + 4 * clusters * head_dim + 4 * head_dim * block)
     if needed > config.vmem_bytes:
@@ -54,42 +64,52 @@ def check(
 
 def k_means(
     points: Float[Array, "N D"],
-    directions: Float[Array, "C D"],
-    valid: Bool[Array, "N"],
-    used: Int[Array, ""],
-    summed: Float[Array, "N D"] | None = None,
+    centroids: Float[Array, "C D"],
+    is_valid: Bool[Array, "N"],
+    num_centroids: Int[Array, ""],
+    summands: Float[Array, "N D"] | None = None,
     *,
-    config: Config | None = None,
-    interpret: Any = False,
-) -> Pass:
-    """`reference.k_means` in one pass over blocks of points; sums stay on chip until the last.
+    config: TpuConfig,
+    interpret: Any,
+) -> LloydStep:
+    """`reference.k_means` in one pass over blocks of points. The sums stay on chip.
 
-    Head dimensions that are no multiple of 128 are read with points as the minor axis, so that all tiles are full.
-    Products with directions are taken in float32 (`Precision.HIGHEST`); sums are exact up to float32's additions.
+    Points whose dimension is not a multiple of 128 are read with points as the minor axis, so that all tiles are full.
+    Inner products are computed in float32 (`Precision.HIGHEST`); sums are exact up to float32 additions.
+
+    Args:
+        points: The points of one head, float32.
+        centroids: float32.
+        is_valid: Which points are assigned.
+        num_centroids: The number of centroids that points are assigned to, int32.
+        summands: The vectors that are summed per cluster; None means the points.
+        config: How to divide the work.
+        interpret: Passed to `pallas_call`.
+
+    Returns:
+        Labels, sums per cluster, and the total inner product.
     """
-    config = config or Config()
     tokens, head_dim = points.shape
-    clusters = directions.shape[0]
+    clusters = centroids.shape[0]
     block = min(config.block_points, tokens)
     points_minor = head_dim % 128 != 0
-    lay = (lambda x: x.T) if points_minor else (lambda x: x)
     if points_minor:
-        of_points = pl.BlockSpec((head_dim, block), lambda i: (0, i))
+        point_spec = pl.BlockSpec((head_dim, block), lambda i: (0, i))
     else:
-        of_points = pl.BlockSpec((block, head_dim), lambda i: (i, 0))
-    of_row = pl.BlockSpec((1, block), lambda i: (0, i))
-    stays = pl.BlockSpec((clusters, head_dim), lambda i: (0, 0))
-    arrays = [lay(x) for x in (points, summed) if x is not None]
-    label, sums, gained = pl.pallas_call(
+        point_spec = pl.BlockSpec((block, head_dim), lambda i: (i, 0))
+    row_spec = pl.BlockSpec((1, block), lambda i: (0, i))
+    cluster_spec = pl.BlockSpec((clusters, head_dim), lambda i: (0, 0))
+    arrays = [x.T if points_minor else x for x in (points, summands) if x is not None]
+    labels, sums, total_product = pl.pallas_call(
         functools.partial(_kernel, tokens=tokens, block=block, axis=int(points_minor)),
         grid=(pl.cdiv(tokens, block),),
         in_specs=[
             pl.BlockSpec((1, 1), lambda i: (0, 0), memory_space=pltpu.SMEM),
-            stays,
-            of_row,
-            *(of_points for _ in arrays),
+            cluster_spec,
+            row_spec,
+            *(point_spec for _ in arrays),
         ],
-        out_specs=[of_row, stays, pl.BlockSpec((1, 1), lambda i: (0, 0))],
+        out_specs=[row_spec, cluster_spec, pl.BlockSpec((1, 1), lambda i: (0, 0))],
         out_shape=[
             jax.ShapeDtypeStruct((1, tokens), jnp.int32),
             jax.ShapeDtypeStruct((clusters, head_dim), jnp.float32),
@@ -105,51 +125,56 @@ def k_means(
         ),
         interpret=interpret,
         name="k_means",
-    )(used.astype(jnp.int32).reshape(1, 1), directions, valid.astype(jnp.int32)[None], *arrays)
-    return Pass(label[0], sums, gained[0, 0])
+    )(num_centroids.astype(jnp.int32).reshape(1, 1), centroids, is_valid.astype(jnp.int32)[None], *arrays)
+    return LloydStep(labels[0], sums, total_product[0, 0])
 
 
-def _kernel(used_ref, directions_ref, valid_ref, points_ref, *refs, tokens, block, axis):
-    """One block of points, which are on the given axis. Clusters are rows of the products and points columns, so that
-    the best is sought along sublanes and labels come out as a row."""
-    summed_ref, (label_ref, sums_ref, gained_ref) = refs[0] if len(refs) == 4 else points_ref, refs[-3:]
-    number = pl.program_id(0)
+def _kernel(num_centroids_ref, centroids_ref, is_valid_ref, points_ref, *refs, tokens, block, axis):
+    """Assigns one block of points and adds them to the sums.
 
-    @pl.when(number == 0)
+    Clusters are the rows of the inner products and points the columns, so that the maximum is taken along sublanes and
+    labels are a row. `axis` is the axis of the points in their block.
+    """
+    summands_ref, (labels_ref, sums_ref, total_ref) = refs[0] if len(refs) == 4 else points_ref, refs[-3:]
+    step = pl.program_id(0)
+
+    @pl.when(step == 0)
     def _():
         sums_ref[...] = jnp.zeros_like(sums_ref)
-        gained_ref[...] = jnp.zeros_like(gained_ref)
+        total_ref[...] = jnp.zeros_like(total_ref)
 
-    clusters = directions_ref.shape[0]
+    clusters = centroids_ref.shape[0]
     product = jax.lax.dot_general(
-        directions_ref[...],
+        centroids_ref[...],
         points_ref[...],
         (((1,), (1 - axis,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
     row = jax.lax.broadcasted_iota(jnp.int32, product.shape, 0)
-    product = jnp.where(row < used_ref[0, 0], product, -jnp.inf)
+    product = jnp.where(row < num_centroids_ref[0, 0], product, -jnp.inf)
     best = jnp.max(product, axis=0, keepdims=True)
     nearest = jnp.min(jnp.where(product >= best, row, clusters - 1), axis=0, keepdims=True)
-    column = number * block + jax.lax.broadcasted_iota(jnp.int32, best.shape, 1)
-    there = (column < tokens) & (valid_ref[...] != 0)
-    label = jnp.where(there, nearest, clusters)
-    label_ref[...] = label
-    gained_ref[...] += jnp.sum(jnp.where(there, best, 0.0), axis=1, keepdims=True)
-    member = (row == label).astype(jnp.bfloat16)
-    # What lies behind the last point is unspecified and may be NaN.
-    summed = summed_ref[...]
-    place = number * block + jax.lax.broadcasted_iota(jnp.int32, summed.shape, axis)
-    for part in _parts(jnp.where(place < tokens, summed, 0.0)):
+    column = step * block + jax.lax.broadcasted_iota(jnp.int32, best.shape, 1)
+    is_valid = (column < tokens) & (is_valid_ref[...] != 0)
+    labels = jnp.where(is_valid, nearest, clusters)
+    labels_ref[...] = labels
+    total_ref[...] += jnp.sum(jnp.where(is_valid, best, 0.0), axis=1, keepdims=True)
+    is_member = (row == labels).astype(jnp.bfloat16)
+    # Points beyond the last one are undefined and may be NaN.
+    summands = summands_ref[...]
+    point = step * block + jax.lax.broadcasted_iota(jnp.int32, summands.shape, axis)
+    for part in _bfloat16_parts(jnp.where(point < tokens, summands, 0.0)):
         sums_ref[...] += jax.lax.dot_general(
-            member, part, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32
+            is_member, part, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32
         )
 
 
-def _parts(x: Float[Array, "..."]) -> list[Float[Array, "..."]]:
-    """Three bfloat16 numbers whose sum is x: a product with zeros and ones then takes three passes of the matrix unit
-    instead of the six of two float32 numbers."""
+def _bfloat16_parts(x: Float[Array, "..."]) -> list[Float[Array, "..."]]:
+    """Splits x into three bfloat16 arrays whose sum is x.
+
+    A product with zeros and ones then takes three passes of the matrix unit instead of six for float32 operands.
+    """
     parts = []
     for _ in range(3):
         part = x.astype(jnp.bfloat16)

@@ -1,63 +1,94 @@
-"""A pass of Lloyd's algorithm in XLA: its meaning, on every platform."""
+"""`k_means` in jax.numpy: the definition that the kernels are tested against."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.first_least import first_least
-from pallas_kernels.k_means.base import Pass
+from pallas_kernels.argmin import min_and_argmin
+
+
+class LloydStep(NamedTuple):
+    """The result of one iteration.
+
+    Attributes:
+        labels: The cluster of each point, int32; C for invalid points.
+        sums: The sum of each cluster's points or summands, float32.
+        total_product: The sum over valid points of the inner product with their centroid, float32.
+    """
+
+    labels: Int[Array, "N"]
+    sums: Float[Array, "C D"]
+    total_product: Float[Array, ""]
 
 
 def k_means(
     points: Float[Array, "N D"],
-    directions: Float[Array, "C D"],
-    valid: Bool[Array, "N"],
-    used: Int[Array, ""],
-    summed: Float[Array, "N D"] | None = None,
+    centroids: Float[Array, "C D"],
+    is_valid: Bool[Array, "N"],
+    num_centroids: Int[Array, ""],
+    summands: Float[Array, "N D"] | None = None,
     *,
-    block: int = 2048,
-) -> Pass:
-    """Assigns every valid point to the direction with which its product is largest, the first of equal ones.
+    block_size: int = 2048,
+) -> LloydStep:
+    """Runs one iteration of Lloyd's algorithm, see `pallas_kernels.k_means.k_means`.
 
     Args:
-        points, directions: float32; unit vectors, where the product is to be a cosine.
-        used: only the first so many directions are open.
-        summed: what is summed over every cluster's points; None: the points.
-        block: points whose products are held at a time.
+        points: The points of one head, float32.
+        centroids: float32.
+        is_valid: Which points are assigned.
+        num_centroids: The number of centroids that points are assigned to, int32.
+        summands: The vectors that are summed per cluster; None means the points.
+        block_size: Points whose inner products are in memory at a time.
 
-    Source: Lloyd 1982; ClusterKV, section 3.2.
+    Returns:
+        Labels, sums per cluster, and the total inner product.
     """
-    clusters, head_dim = directions.shape
+    clusters, head_dim = centroids.shape
     tokens = points.shape[0]
-    block = min(block, tokens)
-    padding = -tokens % block
-    split = lambda x: jnp.pad(x, ((0, padding), (0, 0))).reshape(-1, block, head_dim)  # noqa: E731
-    blocked = split(points)
-    blocks = blocked, blocked if summed is None else split(summed), jnp.pad(valid, (0, padding)).reshape(-1, block)
-    closed = jnp.where(jnp.arange(clusters) < used, 0.0, jnp.inf)
+    block_size = min(block_size, tokens)
+    padding = -tokens % block_size
 
-    def one(sums, item):
-        points, summed, there = item
-        # Clusters lead, so that what runs over them is vectorised along the points.
-        product = jnp.matmul(directions, points.T, precision=jax.lax.Precision.HIGHEST)
-        least, nearest = first_least(closed[:, None] - product, axis=0)
-        label = jnp.where(there, nearest, clusters)
-        sums = sums + cluster_sums(label, summed, clusters)
-        return sums, (label, jnp.sum(jnp.where(there, -least, 0.0)))
+    def split(x: Float[Array, "N D"]) -> Float[Array, "n b D"]:
+        return jnp.pad(x, ((0, padding), (0, 0))).reshape(-1, block_size, head_dim)
 
-    sums, (label, gained) = jax.lax.scan(one, jnp.zeros((clusters, head_dim)), blocks)
-    return Pass(label.reshape(-1)[:tokens], sums, jnp.sum(gained))
+    point_blocks = split(points)
+    summand_blocks = point_blocks if summands is None else split(summands)
+    blocks = point_blocks, summand_blocks, jnp.pad(is_valid, (0, padding)).reshape(-1, block_size)
+    penalty = jnp.where(jnp.arange(clusters) < num_centroids, 0.0, jnp.inf)
+
+    def assign(sums, block):
+        points, summands, is_valid = block
+        # With clusters first, XLA:CPU vectorizes the reduction over clusters along the points.
+        product = jnp.matmul(centroids, points.T, precision=jax.lax.Precision.HIGHEST)
+        minimum, nearest = min_and_argmin(penalty[:, None] - product, axis=0)
+        labels = jnp.where(is_valid, nearest, clusters)
+        sums = sums + cluster_sums(labels, summands, clusters)
+        return sums, (labels, jnp.sum(jnp.where(is_valid, -minimum, 0.0)))
+
+    sums, (labels, products) = jax.lax.scan(assign, jnp.zeros((clusters, head_dim)), blocks)
+    return LloydStep(labels.reshape(-1)[:tokens], sums, jnp.sum(products))
 
 
-def cluster_sums(label: Int[Array, "N"], x: Float[Array, "N D"], clusters: int) -> Float[Array, "C D"]:
-    """The sum of every cluster's rows; rows of no cluster have a label past the last."""
+def cluster_sums(labels: Int[Array, "N"], x: Float[Array, "N D"], num_clusters: int) -> Float[Array, "C D"]:
+    """Sums the rows of each cluster.
 
-    def scattered(label, x):
-        return jnp.zeros((clusters, x.shape[1])).at[label].add(x, mode="drop")
+    Args:
+        labels: The cluster of each row; `num_clusters` for rows that belong to none.
+        x: float32.
+        num_clusters: C.
 
-    def multiplied(label, x):
-        member = (label == jnp.arange(clusters)[:, None]).astype(jnp.float32)
-        return jnp.matmul(member, x, precision=jax.lax.Precision.HIGHEST)
+    Returns:
+        The sums.
+    """
 
-    # Adding row by row is what a CPU is good at, and accelerators are not.
-    return jax.lax.platform_dependent(label, x, cpu=scattered, default=multiplied)
+    def scatter(labels, x):
+        return jnp.zeros((num_clusters, x.shape[1])).at[labels].add(x, mode="drop")
+
+    def multiply(labels, x):
+        is_member = (labels == jnp.arange(num_clusters)[:, None]).astype(jnp.float32)
+        return jnp.matmul(is_member, x, precision=jax.lax.Precision.HIGHEST)
+
+    # Scatter-add is fast on CPU and slow on accelerators.
+    return jax.lax.platform_dependent(labels, x, cpu=scatter, default=multiply)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import benchmarking
-from pallas_kernels.soft_match.api import soft_match
+from pallas_kernels.soft_match import soft_match
 
 
 class Shape(NamedTuple):
@@ -18,12 +18,12 @@ class Shape(NamedTuple):
     keys: int
     heads: int = 8
     head_dim: int = 128
-    chunk: int = 256
+    chunk_size: int = 256
     dtype: Any = jnp.float32
 
     def __str__(self) -> str:
         sizes = f"{self.batch} x {self.heads} heads, {self.keys} x {self.head_dim}"
-        return f"{sizes} {jnp.dtype(self.dtype).name}, chunks of {self.chunk}"
+        return f"{sizes} {jnp.dtype(self.dtype).name}, chunks of {self.chunk_size}"
 
     def arguments(self, array: Any) -> tuple[Any, Any]:
         """Keys and how many there are, made by `array(shape, dtype)`."""
@@ -32,7 +32,7 @@ class Shape(NamedTuple):
 
     def function(self, **options: Any) -> Callable[..., Any]:
         """The op on all heads."""
-        return jax.vmap(jax.vmap(functools.partial(soft_match, chunk=self.chunk, **options)))
+        return jax.vmap(jax.vmap(functools.partial(soft_match, chunk_size=self.chunk_size, **options)))
 
 
 # A prompt's first merging, a later one's, and what models of other kinds bring.
@@ -43,7 +43,7 @@ PRODUCTION = (
     Shape(8, 16384, head_dim=64),
     Shape(8, 16384, head_dim=256),
     Shape(8, 16384, dtype=jnp.bfloat16),
-    Shape(8, 16384, chunk=1024),
+    Shape(8, 16384, chunk_size=1024),
 )
 
 
@@ -51,7 +51,7 @@ def cases(quick: bool) -> Iterator[benchmarking.Case]:
     for shape in (Shape(1, 512, heads=2, head_dim=64),) if quick else PRODUCTION:
         abstract = shape.arguments(jax.ShapeDtypeStruct)
         moved = benchmarking.array_bytes(abstract, jax.eval_shape(shape.function(), *abstract))
-        flops = shape.batch * shape.heads * shape.keys * shape.chunk // 2 * shape.head_dim
+        flops = shape.batch * shape.heads * shape.keys * shape.chunk_size // 2 * shape.head_dim
         forms = functools.partial(_forms, shape)
         yield benchmarking.Case(str(shape), forms, moved, flops, product_type=jnp.float32)
 

@@ -1,4 +1,4 @@
-"""The search for partners as a Pallas kernel for Hopper GPUs (Mosaic GPU), in the way of `pallas_kernels.hopper`."""
+"""`soft_match` as a Pallas kernel for Hopper GPUs (Mosaic GPU); see `pallas_kernels.hopper`."""
 
 import functools
 from typing import Any
@@ -12,48 +12,67 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.batching import fold_mapped_axes
-from pallas_kernels.soft_match.base import Partners
-from pallas_kernels.soft_match.reference import LEAST_SQUARE
+from pallas_kernels.soft_match.reference import MIN_SQUARED_NORM, Partners
 
-TYPES = ("float32", "bfloat16")
-TILE = hopper.ROWS  # entries of either kind that are multiplied at a time
+DTYPES = ("float32", "bfloat16")
+TILE = hopper.ROWS  # A keys, and B keys, that are multiplied at a time
 
 
-def check(keys: Float[Array, "S D"], count: Int[Array, ""], *, chunk: int, interpret: Any = False) -> None:
-    """Raises a NotImplementedError for what the kernel cannot do, with the reason."""
+def check(keys: Float[Array, "S D"], _num_keys: Int[Array, ""], *, chunk_size: int, interpret: Any) -> None:
+    """Checks that the kernel supports the arguments of `soft_match`.
+
+    Args:
+        keys: The keys of one head.
+        chunk_size: Keys per chunk.
+        interpret: Whether the kernel is interpreted, on any device.
+
+    Raises:
+        NotImplementedError: If the kernel does not support them.
+    """
     if not interpret:
         hopper.check_device()
-    if keys.dtype.name not in TYPES:
-        raise NotImplementedError(f"keys are {keys.dtype.name}; the Hopper kernel takes {', '.join(TYPES)}")
-    if chunk % 16 or chunk < 2 * TILE:
-        raise NotImplementedError(f"chunk={chunk}: the Hopper kernel takes multiples of 16 from {2 * TILE} on")
+    if keys.dtype.name not in DTYPES:
+        raise NotImplementedError(f"keys are {keys.dtype.name}; the Hopper kernel supports {', '.join(DTYPES)}")
+    if chunk_size % 16 or chunk_size < 2 * TILE:
+        raise NotImplementedError(
+            f"chunk_size={chunk_size}; the Hopper kernel supports multiples of 16 of at least {2 * TILE}"
+        )
     hopper.check_head_dim(keys.shape[1])
     hopper.roomiest(lambda _: _scratch(keys.shape[1], keys.dtype), 1)
 
 
-def soft_match(keys: Float[Array, "S D"], count: Int[Array, ""], *, chunk: int, interpret: Any = False) -> Partners:
-    """`reference.soft_match` by tiles of 64 A entries, each against the B entries of its chunk, 64 at a time.
+def soft_match(keys: Float[Array, "S D"], num_keys: Int[Array, ""], *, chunk_size: int, interpret: Any) -> Partners:
+    """`reference.soft_match` by tiles of 64 A keys, each against the B keys of its chunk, 64 at a time.
 
-    A tile's partners are sought by one warpgroup; those of one chunk share what they read through the second cache.
+    One warpgroup matches a tile. The tiles of a chunk share the chunk's B keys through the L2 cache.
+
+    Args:
+        keys: The keys of one head; those from `num_keys` on may be NaN.
+        num_keys: The number of valid keys, int32.
+        chunk_size: Keys per chunk.
+        interpret: Passed to `plgpu.kernel`.
+
+    Returns:
+        The partners of the A keys.
     """
-    run = fold_mapped_axes(functools.partial(_soft_match, chunk=chunk, interpret=interpret))
-    return jax.tree.map(lambda x: x[0], run(keys[None], count[None]))
+    run = fold_mapped_axes(functools.partial(_soft_match, chunk_size=chunk_size, interpret=interpret))
+    return jax.tree.map(lambda x: x[0], run(keys[None], num_keys[None]))
 
 
-def _soft_match(keys: Float[Array, "B S D"], count: Int[Array, "B"], *, chunk: int, interpret: Any) -> Partners:
+def _soft_match(keys: Float[Array, "B S D"], num_keys: Int[Array, "B"], *, chunk_size: int, interpret: Any) -> Partners:
     batch, slots, head_dim = keys.shape
-    chunks, pairs = pl.cdiv(slots, chunk), chunk // 2
+    chunks, pairs = pl.cdiv(slots, chunk_size), chunk_size // 2
     tiles = pl.cdiv(pairs, TILE)
-    # The copy engine takes multiples of eight pairs.
+    # The copy engine needs multiples of eight pairs.
     pairwise = jnp.pad(keys, ((0, 0), (0, -slots % 16), (0, 0))).reshape(batch, -1, 2, head_dim)
-    found = jax.ShapeDtypeStruct((batch, chunks, tiles * TILE), jnp.float32)
+    per_pair = jax.ShapeDtypeStruct((batch, chunks, tiles * TILE), jnp.float32)
 
     def soft_match(*refs, **scratch):
-        _kernel(*refs, **scratch, chunk=chunk)
+        _kernel(*refs, **scratch, chunk_size=chunk_size)
 
-    cosine, place = plgpu.kernel(
+    results = plgpu.kernel(
         soft_match,
-        out_type=[found, jax.ShapeDtypeStruct(found.shape, jnp.int32)],
+        out_type=[per_pair, jax.ShapeDtypeStruct(per_pair.shape, jnp.int32)],
         scratch_types=_scratch(head_dim, keys.dtype),
         grid=(tiles, chunks, batch),
         grid_names=("tiles", "chunks", "batch"),
@@ -64,81 +83,83 @@ def _soft_match(keys: Float[Array, "B S D"], count: Int[Array, "B"], *, chunk: i
             bytes_accessed=keys.size * keys.dtype.itemsize + 2 * batch * chunks * pairs * 4,
             transcendentals=batch * slots,
         ),
-    )(count.astype(jnp.int32), pairwise)
-    return Partners(*(x[:, :, :pairs].reshape(batch, -1) for x in (cosine, place)))
+    )(num_keys.astype(jnp.int32), pairwise)
+    return Partners(*(x[:, :, :pairs].reshape(batch, -1) for x in results))
 
 
 def _scratch(head_dim: int, dtype: Any) -> dict[str, Any]:
+    """Returns a program's shared memory."""
     operands = hopper.Operands.of(dtype, dtype)
-    of_tile = functools.partial(plgpu.SMEM, (TILE,))
+    per_key = functools.partial(plgpu.SMEM, (TILE,))
     tile = functools.partial(hopper.blocked, dtype=operands.dtype)
     scratch = {
         "stored": hopper.blocked((TILE, head_dim), dtype),
-        "sought": tile((operands.row_parts, TILE, head_dim)),
-        "came": plgpu.Barrier(),
-        "scale": of_tile(jnp.float32),
-        "cosine": of_tile(jnp.float32),
-        "place": of_tile(jnp.int32),
+        "a_keys": tile((operands.row_parts, TILE, head_dim)),
+        "barrier": plgpu.Barrier(),
+        "scale": per_key(jnp.float32),
+        "cosine": per_key(jnp.float32),
+        "partner": per_key(jnp.int32),
     }
     if not operands.direct:
-        scratch["offered"] = tile((operands.stored_parts, TILE, head_dim))
+        scratch["b_keys"] = tile((operands.stored_parts, TILE, head_dim))
     return scratch
 
 
 def _kernel(
-    count_ref, keys_ref, cosine_ref, place_ref, *, stored, sought, came, scale, cosine, place, chunk, offered=None
-):
-    """A tile of A entries against their chunk's B entries."""
-    batch, number, tile = (lax.axis_index(name) for name in ("batch", "chunks", "tiles"))
-    pairs = chunk // 2
-    begin = number * pairs
-    left = jnp.minimum(count_ref[batch] - number * chunk, chunk)  # keys of the chunk that are there
+    num_keys_ref, keys_ref, cosine_ref, partner_ref,
+    *, stored, a_keys, barrier, scale, cosine, partner, chunk_size, b_keys=None,
+):  # fmt: skip
+    """Matches a tile of A keys with the B keys of their chunk."""
+    batch, chunk, tile = (lax.axis_index(name) for name in ("batch", "chunks", "tiles"))
+    pairs = chunk_size // 2
+    begin = chunk * pairs
+    valid = jnp.minimum(num_keys_ref[batch] - chunk * chunk_size, chunk_size)
     operands = hopper.Operands.of(keys_ref.dtype, keys_ref.dtype)
-    in_two = (TILE, TILE)
+    block_shape = (TILE, TILE)
 
     def fetch(step, odd):
-        entries = keys_ref.at[batch, pl.ds(begin + step * TILE, TILE), odd]
-        plgpu.copy_gmem_to_smem(entries, stored, came)
+        source = keys_ref.at[batch, pl.ds(begin + step * TILE, TILE), odd]
+        plgpu.copy_gmem_to_smem(source, stored, barrier)
 
     fetch(tile, 0)
-    plgpu.barrier_wait(came)
-    of_sought = _one_over_norm(stored)
-    hopper.as_operands(stored, sought, operands)
+    plgpu.barrier_wait(barrier)
+    a_scale = _inverse_norm(stored)
+    hopper.as_operands(stored, a_keys, operands)
     plgpu.commit_smem()
     fetch(0, 1)
 
     def step(step, carry):
-        best, nearest = carry
-        plgpu.barrier_wait(came)
-        scale[...] = _one_over_norm(stored)
-        right = hopper.as_operands(stored, offered, operands)
+        best, best_index = carry
+        plgpu.barrier_wait(barrier)
+        scale[...] = _inverse_norm(stored)
+        right = hopper.as_operands(stored, b_keys, operands)
         plgpu.commit_smem()
         if not operands.direct:
             pl.when(step + 1 < steps)(lambda: fetch(step + 1, 1))
-        similarity = hopper.logits(sought, right, operands)
+        similarity = hopper.logits(a_keys, right, operands)
         if operands.direct:
             pl.when(step + 1 < steps)(lambda: fetch(step + 1, 1))
-        similarity = similarity * hopper.of_slots(hopper.load(scale, hopper.OF_SLOTS), in_two)
-        entry = step * TILE + plgpu.broadcasted_iota(jnp.int32, in_two, 1, layout=hopper.LAYOUT)
-        # What is not there may be NaN: it stays in rows and columns of its own.
-        similarity = jnp.where(2 * entry + 1 < left, similarity, -jnp.inf)
-        highest, first = hopper.first_highest(similarity, entry)
-        return jnp.maximum(best, highest), jnp.where(highest > best, first, nearest)
+        similarity = similarity * hopper.of_slots(hopper.load(scale, hopper.OF_SLOTS), block_shape)
+        index = step * TILE + plgpu.broadcasted_iota(jnp.int32, block_shape, 1, layout=hopper.LAYOUT)
+        # Rows and columns of missing keys may be NaN; they affect no others.
+        similarity = jnp.where(2 * index + 1 < valid, similarity, -jnp.inf)
+        highest, first = hopper.first_highest(similarity, index)
+        return jnp.maximum(best, highest), jnp.where(highest > best, first, best_index)
 
     steps = pl.cdiv(pairs, TILE)
-    constant = lambda x: plgpu.layout_cast(jnp.full((TILE,), x, jnp.float32), hopper.OF_ROWS)  # noqa: E731
-    best, nearest = lax.fori_loop(0, steps, step, (constant(-jnp.inf), constant(0.0)))
-    entry = tile * TILE + plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=hopper.OF_ROWS)
-    cosine[...] = jnp.where(2 * entry < left, best * of_sought, -jnp.inf)
-    place[...] = nearest.astype(jnp.int32)
+    start = hopper.full_rows(-jnp.inf), hopper.full_rows(0.0)
+    best, best_index = lax.fori_loop(0, steps, step, start)
+    index = tile * TILE + plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=hopper.OF_ROWS)
+    cosine[...] = jnp.where(2 * index < valid, best * a_scale, -jnp.inf)
+    partner[...] = best_index.astype(jnp.int32)
     plgpu.commit_smem()
-    here = pl.ds(tile * TILE, TILE)
-    plgpu.copy_smem_to_gmem(cosine, cosine_ref.at[batch, number, here])
-    plgpu.copy_smem_to_gmem(place, place_ref.at[batch, number, here])
+    tile_slice = pl.ds(tile * TILE, TILE)
+    plgpu.copy_smem_to_gmem(cosine, cosine_ref.at[batch, chunk, tile_slice])
+    plgpu.copy_smem_to_gmem(partner, partner_ref.at[batch, chunk, tile_slice])
     plgpu.wait_smem_to_gmem(0)
 
 
-def _one_over_norm(stored: Any) -> Float[Array, "64"]:
-    """Of every row in shared memory."""
+def _inverse_norm(stored: Any) -> Float[Array, "64"]:
+    """Computes 1 / norm of every row in shared memory."""
     x = hopper.load(stored, hopper.LAYOUT).astype(jnp.float32)
-    return lax.rsqrt(jnp.maximum((x * x).sum(axis=1), LEAST_SQUARE))
+    return lax.rsqrt(jnp.maximum((x * x).sum(axis=1), MIN_SQUARED_NORM))

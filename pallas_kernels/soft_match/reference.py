@@ -1,32 +1,49 @@
-"""The search for partners in XLA: its meaning, on every platform."""
+"""`soft_match` in jax.numpy: the definition that the kernels are tested against."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.first_least import first_least
-from pallas_kernels.soft_match.base import Partners
+from pallas_kernels.argmin import min_and_argmin
 
-# A key of norm zero is like no other: its cosine is taken as zero.
-LEAST_SQUARE = 1e-30
+# Keys of norm zero have cosine zero with every key.
+MIN_SQUARED_NORM = 1e-30
 
 
-def soft_match(keys: Float[Array, "S D"], count: Int[Array, ""], chunk: int) -> Partners:
-    """For every A entry the most similar B entry (odd places) of its chunk by cosine, the first of equal ones.
+class Partners(NamedTuple):
+    """The most similar B key of every A key; A = ceil(S / chunk_size) * chunk_size / 2.
 
-    Only the first `count` keys are there; what follows them does not matter, be it NaN.
-
-    Source: Chelsea, section 5.2 (chunked soft matching).
+    Attributes:
+        cosine: The cosine of the pair, float32; -inf if the A key or all B keys of the chunk are missing.
+        partner: The partner's index among the chunk's B keys, int32; arbitrary if `cosine` is -inf.
     """
-    slots, pairs = keys.shape[0], chunk // 2
-    padding = -slots % chunk
+
+    cosine: Float[Array, "A"]
+    partner: Int[Array, "A"]
+
+
+def soft_match(keys: Float[Array, "S D"], num_keys: Int[Array, ""], *, chunk_size: int) -> Partners:
+    """Finds the most similar B key of every A key, see `pallas_kernels.soft_match.soft_match`.
+
+    Args:
+        keys: The keys of one head; those from `num_keys` on may be NaN.
+        num_keys: The number of valid keys, int32.
+        chunk_size: Keys per chunk.
+
+    Returns:
+        The partners of the A keys.
+    """
+    slots, pairs = keys.shape[0], chunk_size // 2
+    padding = -slots % chunk_size
     keys = jnp.pad(keys.astype(jnp.float32), ((0, padding), (0, 0)))
-    one_over_norm = jax.lax.rsqrt(jnp.maximum(jnp.sum(keys * keys, axis=1), LEAST_SQUARE)).reshape(-1, pairs, 2)
+    inverse_norm = jax.lax.rsqrt(jnp.maximum(jnp.sum(keys * keys, axis=1), MIN_SQUARED_NORM)).reshape(-1, pairs, 2)
     pairwise = keys.reshape(-1, pairs, 2, keys.shape[1])
-    there = (jnp.arange(slots + padding) < count).reshape(-1, pairs, 2)
-    # An A entry's norm changes nothing about which B entry is best, so only the best is divided by it.
-    sought, offered = pairwise[:, :, 0], pairwise[:, :, 1] * -one_over_norm[:, :, 1, None]
-    distance = jnp.einsum("nbd,nad->nba", offered, sought, precision=jax.lax.Precision.HIGHEST)
-    least, place = first_least(jnp.where(there[:, :, None, 1], distance, jnp.inf), axis=-2)
-    cosine = jnp.where(there[:, :, 0], -least * one_over_norm[:, :, 0], -jnp.inf)
-    return Partners(cosine.reshape(-1), place.reshape(-1))
+    is_valid = (jnp.arange(slots + padding) < num_keys).reshape(-1, pairs, 2)
+    # The norm of an A key does not affect which B key is best, so only the best cosine is divided by it.
+    a_keys, b_keys = pairwise[:, :, 0], pairwise[:, :, 1] * -inverse_norm[:, :, 1, None]
+    distance = jnp.einsum("nbd,nad->nba", b_keys, a_keys, precision=jax.lax.Precision.HIGHEST)
+    minimum, partner = min_and_argmin(jnp.where(is_valid[:, :, None, 1], distance, jnp.inf), axis=-2)
+    cosine = jnp.where(is_valid[:, :, 0], -minimum * inverse_norm[:, :, 0], -jnp.inf)
+    return Partners(cosine.reshape(-1), partner.reshape(-1))

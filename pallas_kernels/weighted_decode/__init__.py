@@ -1,11 +1,149 @@
-"""The fused cluster-attention hot loop: query scores, log-weights and both sums in one pass over weighted entries."""
+"""Attention of a few queries to weighted entries: logits, weights and both sums in one pass over keys and values."""
 
-from pallas_kernels.weighted_decode.api import weighted_decode as weighted_decode
-from pallas_kernels.weighted_decode.api import weighted_decode_parts as weighted_decode_parts
-from pallas_kernels.weighted_decode.base import EMPTY as EMPTY
-from pallas_kernels.weighted_decode.base import Entries as Entries
-from pallas_kernels.weighted_decode.base import Partials as Partials
-from pallas_kernels.weighted_decode.mosaic_gpu import GpuConfig as GpuConfig
-from pallas_kernels.weighted_decode.mosaic_tpu import Config as Config
-from pallas_kernels.weighted_decode.reference import MANY_ROWS as MANY_ROWS
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from pallas_kernels.dispatch import Implementation, Kernel, run, supported_kernels
+from pallas_kernels.hopper import GpuConfig as GpuConfig
+from pallas_kernels.partials import MASK_VALUE as MASK_VALUE
+from pallas_kernels.partials import Partials as Partials
+from pallas_kernels.partials import finite_max as finite_max
+from pallas_kernels.partials import merge_partials as merge_partials
+from pallas_kernels.quantized_array import QuantizedArray
+from pallas_kernels.weighted_decode import mosaic_gpu, mosaic_tpu, reference
+from pallas_kernels.weighted_decode.entries import PER_SLOT, prepare
+from pallas_kernels.weighted_decode.entries import Entries as Entries
+from pallas_kernels.weighted_decode.mosaic_tpu import TpuConfig as TpuConfig
+from pallas_kernels.weighted_decode.reference import COMPUTE_BOUND_QUERIES as COMPUTE_BOUND_QUERIES
 from pallas_kernels.weighted_decode.reference import SLOT_BLOCK as SLOT_BLOCK
+
+
+def weighted_decode(
+    queries: Float[Array, "B H R D"],
+    *stores: Entries,
+    logits: bool = False,
+    implementation: Implementation | None = None,
+    config: TpuConfig | GpuConfig | None = None,
+    interpret: Any = False,
+) -> Partials:
+    """Computes partials of attention of queries to the entries of all stores.
+
+    Args:
+        queries: The R queries of each KV head: tokens times grouped query heads.
+        *stores: One or more sets of entries, whose union is attended to.
+        logits: Whether to return logits; for one store only.
+        implementation: See `weighted_decode_many`.
+        config: See `weighted_decode_many`.
+        interpret: See `weighted_decode_many`.
+
+    Returns:
+        Partials over the union of the entries, float32.
+
+    Raises:
+        ValueError: If shapes do not match or the implementation is unknown.
+        NotImplementedError: If the requested kernel does not support the arguments.
+    """
+    part = (queries, *stores)
+    return weighted_decode_many(
+        [part], logits=logits, implementation=implementation, config=config, interpret=interpret
+    )[0]
+
+
+def weighted_decode_many(
+    parts: Sequence[tuple[Any, ...]],
+    *,
+    logits: bool = False,
+    implementation: Implementation | None = None,
+    config: TpuConfig | GpuConfig | None = None,
+    interpret: Any = False,
+) -> list[Partials]:
+    """Computes `weighted_decode` of several sets of queries, each with stores of its own.
+
+    On a TPU every part is one kernel launch. On a GPU, parts with the same shapes and dtypes of queries and the same
+    storage format share a launch.
+
+    Args:
+        parts: Tuples (queries, *stores), with the arguments of `weighted_decode`.
+        logits: Whether to return logits; every part must then have one store.
+        implementation: "xla", "mosaic_tpu", "mosaic_gpu", or None for the kernel of the platform that the program is
+            compiled for, with XLA for the parts that the kernel does not support.
+        config: The configuration of the kernel that it belongs to; None for the defaults.
+        interpret: Passed to `pallas_call` or `plgpu.kernel`.
+
+    Returns:
+        The partials of every part, float32.
+
+    Raises:
+        ValueError: If shapes do not match or the implementation is unknown.
+        NotImplementedError: If the requested kernel does not support the arguments.
+    """
+    for queries, *stores in parts:
+        _check_shapes(queries, *stores)
+        if logits and len(stores) > 1:
+            raise ValueError(f"logits=True with {len(stores)} stores; pass each store as a part")
+    parts = [(queries, *(prepare(entries, queries.shape[2]) for entries in stores)) for queries, *stores in parts]
+
+    tpu_config = config if isinstance(config, TpuConfig) else TpuConfig()
+    gpu_config = config if isinstance(config, GpuConfig) else GpuConfig()
+
+    def compute_xla(parts: Sequence[tuple[Any, ...]]) -> list[Partials]:
+        return [reference.weighted_decode(*part, logits=logits) for part in parts]
+
+    def compute_tpu(parts: Sequence[tuple[Any, ...]], **options: Any) -> list[Partials]:
+        return [mosaic_tpu.weighted_decode(*part, logits=logits, config=tpu_config, **options) for part in parts]
+
+    def compute_gpu(parts: Sequence[tuple[Any, ...]], **options: Any) -> list[Partials]:
+        return mosaic_gpu.weighted_decode(parts, logits=logits, config=gpu_config, **options)
+
+    options = {"interpret": interpret}
+    kernels = {
+        "mosaic_tpu": Kernel(compute_tpu, mosaic_tpu.check, options),
+        "mosaic_gpu": Kernel(compute_gpu, mosaic_gpu.check, options),
+    }
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for index, part in enumerate(parts):
+        groups.setdefault(supported_kernels("weighted_decode", implementation, kernels, *part), []).append(index)
+    results: dict[int, Partials] = {}
+    for names, indices in groups.items():
+        supported = {name: kernels[name] for name in names}
+        partials = run(implementation, compute_xla, supported, [parts[i] for i in indices])
+        results |= zip(indices, partials, strict=True)
+    return [results[i] for i in range(len(parts))]
+
+
+def _check_shapes(queries: Float[Array, "B H R D"], *stores: Entries) -> None:
+    if not stores:
+        raise ValueError("weighted_decode got queries without entries; pass at least one store")
+    for entries in stores:
+        _check_store(queries, entries)
+    if len({entries.key_dim if entries.value_dim is None else entries.value_dim for entries in stores}) > 1:
+        raise ValueError("the values of all stores must have the same dimension")
+
+
+def _check_store(queries: Float[Array, "B H R D"], entries: Entries) -> None:
+    batch, heads, count, head_dim = queries.shape
+    per_head = (batch, heads, entries.slots)
+    expected = {"keys": (*per_head, head_dim), **dict.fromkeys(PER_SLOT, per_head)}
+    if entries.values is not None:
+        expected["values"] = (*per_head, entries.values.shape[-1])
+    shapes = {name: x.shape for name, x in entries.slot_arrays.items()}
+    for name in ("keys", "values"):
+        stored = getattr(entries, name)
+        if isinstance(stored, QuantizedArray):
+            shapes[name] = stored.shape
+    for name, shape in shapes.items():
+        if shape != expected[name]:
+            raise ValueError(
+                f"{name} has shape {shape}; for queries of shape {queries.shape} it must be {expected[name]}"
+            )
+    for name in ("start", "stop"):
+        bound = getattr(entries, name)
+        if bound is None:
+            continue
+        if bound.shape[:1] != (batch,) or bound.ndim > 2 or (bound.ndim == 2 and count % bound.shape[1]):
+            raise ValueError(
+                f"{name} has shape {bound.shape}; for queries of shape {queries.shape} it must be [B] or [B, T], where "
+                "T divides R"
+            )

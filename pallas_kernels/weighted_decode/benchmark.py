@@ -9,49 +9,61 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import benchmarking, packing
-from pallas_kernels.weighted_decode.api import weighted_decode
-from pallas_kernels.weighted_decode.base import Entries, Partials
+from pallas_kernels.quantized_array import QuantizedArray
+from pallas_kernels.weighted_decode import Entries, Partials, weighted_decode
 
 
 class Shape(NamedTuple):
-    """A segment and the rows that read it."""
+    """The shapes of a segment and its queries.
+
+    Attributes:
+        batch: Sequences.
+        slots: Entries per KV head.
+        heads: KV heads.
+        queries: Queries per KV head.
+        head_dim: Dimensions of keys and values.
+        dtype: Dtype of keys and values if they are not packed.
+        weighted: Whether entries have log-weights.
+        logits: Whether logits are returned.
+        bits: Bit width of packed keys and values.
+    """
 
     batch: int
     slots: int
     heads: int = 8
-    rows: int = 4
+    queries: int = 4
     head_dim: int = 128
     dtype: Any = jnp.bfloat16
     weighted: bool = False
     logits: bool = False
-    bits: int | None = None  # of packed numbers
+    bits: int | None = None
 
     def __str__(self) -> str:
         extra = "".join((", log-weights" * self.weighted, ", logits" * self.logits))
-        sizes = f"{self.batch} x {self.heads} heads x {self.rows} rows, {self.slots} x {self.head_dim}"
+        sizes = f"{self.batch} x {self.heads} heads x {self.queries} queries, {self.slots} x {self.head_dim}"
         kind = jnp.dtype(self.dtype).name if self.bits is None else f"{self.bits} bits"
         return f"{sizes} {kind}{extra}"
 
+    @property
+    def quantized(self) -> bool:
+        """Whether keys and values are quantized."""
+        return self.bits is not None or jnp.dtype(self.dtype).itemsize == 1
+
     def arguments(self, array: Any) -> tuple[Any, Entries]:
-        """Rows and entries, made by `array(shape, dtype)`."""
+        """Returns queries and entries, created by `array(shape, dtype)`."""
         per_slot = (self.batch, self.heads, self.slots)
-        narrow = self.bits is not None or jnp.dtype(self.dtype).itemsize == 1
-        stored = (*per_slot, packing.packed_width(self.head_dim, self.bits))
-        dtype = self.dtype if self.bits is None else jnp.uint8
-        entries = Entries(
-            keys=array(stored, dtype),
-            values=array(stored, dtype),
-            log_num=array(per_slot, jnp.float32) if self.weighted else None,
-            key_scale=array(per_slot, jnp.bfloat16) if narrow else None,
-            value_scale=array(per_slot, jnp.bfloat16) if narrow else None,
-            key_bits=self.bits,
-            value_bits=self.bits,
-        )
-        rows = array((self.batch, self.heads, self.rows, self.head_dim), jnp.bfloat16 if narrow else self.dtype)
-        return rows, entries
+
+        def stored() -> Any:
+            dtype = self.dtype if self.bits is None else jnp.uint8
+            values = array((*per_slot, packing.packed_width(self.head_dim, self.bits)), dtype)
+            return QuantizedArray(values, array(per_slot, jnp.bfloat16), bits=self.bits) if self.quantized else values
+
+        entries = Entries(stored(), stored(), log_num=array(per_slot, jnp.float32) if self.weighted else None)
+        dtype = jnp.bfloat16 if self.quantized else self.dtype
+        return array((self.batch, self.heads, self.queries, self.head_dim), dtype), entries
 
     def function(self, **options: Any) -> Callable[..., Partials]:
-        """The op on such arguments."""
+        """Returns the op for such arguments."""
         return functools.partial(weighted_decode, logits=self.logits, **options)
 
 
@@ -65,8 +77,8 @@ OTHERS = (
     *(Shape(8, 16384, bits=bits) for bits in packing.PLANES),
     Shape(8, 16384, weighted=True),
     Shape(8, 16384, logits=True),
-    Shape(8, 16384, rows=1, heads=32),
-    Shape(8, 16384, rows=16),
+    Shape(8, 16384, queries=1, heads=32),
+    Shape(8, 16384, queries=16),
 )
 
 
@@ -80,7 +92,7 @@ PRODUCTION = (
     *(Shape(8, 8192, head_dim=head_dim, bits=bits) for head_dim in (64, 128) for bits in packing.PLANES),
     Shape(1, 131072),
     Shape(64, 4096, logits=True),
-    Shape(8, 16384, rows=1, heads=32),
+    Shape(8, 16384, queries=1, heads=32),
 )
 
 
@@ -94,26 +106,26 @@ def cases(quick: bool) -> Iterator[benchmarking.Case]:
 
 def forms(shape: Shape) -> Mapping[str, benchmarking.Form]:
     """kvjax's form for the platform, XLA's, and what JAX ships for the same."""
-    rows, entries = shape.arguments(benchmarking.Draws(0).array)
+    queries, entries = shape.arguments(benchmarking.Draws(0).array)
     found = {
-        "kvjax": benchmarking.Form(shape.function(), (rows, entries)),
-        "xla": benchmarking.Form(shape.function(implementation="xla"), (rows, entries)),
+        "kvjax": benchmarking.Form(shape.function(), (queries, entries)),
+        "xla": benchmarking.Form(shape.function(implementation="xla"), (queries, entries)),
     }
-    if not shape.logits and entries.key_scale is None:
-        found.update(jax_attention(shape, rows, entries))
+    if not shape.logits and not shape.quantized:
+        found.update(jax_attention(shape, queries, entries))
     if shape in (*CACHES, QUICK[0]):
-        found.update(jax_kernels(shape, rows, entries))
+        found.update(jax_kernels(shape, queries, entries))
     return found
 
 
-def jax_attention(shape: Shape, rows: Any, entries: Entries) -> Mapping[str, benchmarking.Form]:
+def jax_attention(shape: Shape, queries: Any, entries: Entries) -> Mapping[str, benchmarking.Form]:
     """`jax.nn.dot_product_attention`, which takes tokens before heads, and a bias per query head."""
-    query = rows.reshape(shape.batch, 1, -1, shape.head_dim)
+    query = queries.reshape(shape.batch, 1, -1, shape.head_dim)
     assert entries.values is not None
     keys, values = (x.swapaxes(1, 2) for x in (entries.keys, entries.values))
     bias = None
     if entries.log_num is not None:
-        bias = jnp.repeat(entries.log_num[:, :, None], shape.rows, axis=1).astype(rows.dtype)
+        bias = jnp.repeat(entries.log_num[:, :, None], shape.queries, axis=1).astype(queries.dtype)
     scale = 1 / math.sqrt(shape.head_dim)
     return {
         f"jax.nn, {name}": benchmarking.Form(
@@ -124,12 +136,12 @@ def jax_attention(shape: Shape, rows: Any, entries: Entries) -> Mapping[str, ben
     }
 
 
-def jax_kernels(shape: Shape, rows: Any, entries: Entries) -> Mapping[str, benchmarking.Form]:
+def jax_kernels(shape: Shape, queries: Any, entries: Entries) -> Mapping[str, benchmarking.Form]:
     """The decoding kernels that come with JAX: a Triton kernel for GPUs, and one for TPUs that reads pages. They take
     queries that are scaled already, or scale them by themselves; their time is the same."""
     assert entries.values is not None
     stores = entries.keys, entries.values
-    query = rows.reshape(shape.batch, -1, shape.head_dim)
+    query = queries.reshape(shape.batch, -1, shape.head_dim)
     page = 128
 
     def triton(query, keys, values):

@@ -1,7 +1,6 @@
 """The fused cluster-attention loop as a Pallas kernel for Hopper GPUs (Mosaic GPU), in the way of
 `pallas_kernels.hopper`."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -17,269 +16,249 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import hopper
 from pallas_kernels.batching import fold_mapped_axes
-from pallas_kernels.dispatch import Unsuited
-from pallas_kernels.weighted_decode.base import (
-    EMPTY,
-    Entries,
-    Partials,
-    merge_splits,
-    merge_sums,
-    occupied,
-    refuse_unknown,
-)
-from pallas_kernels.weighted_decode.reference import MANY_ROWS
+from pallas_kernels.dispatch import PreferXla
+from pallas_kernels.hopper import GpuConfig
+from pallas_kernels.partials import MASK_VALUE, Partials, merge_partials, merge_splits
+from pallas_kernels.weighted_decode.entries import PER_SLOT, Entries, Ranges, check_kernel_support, read_ranges
+from pallas_kernels.weighted_decode.reference import COMPUTE_BOUND_QUERIES
 
-# Weights of slots, each an array [B, H, S] that is read where it is given.
-WEIGHTS = ("log_num", "log_den", "key_scale", "value_scale")
 TILE = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class GpuConfig:
-    """How the kernel cuts its work.
+def check(queries: Float[Array, "B H R D"], *stores: Entries, interpret: Any = False) -> None:
+    """Checks that the kernel supports the arguments of `weighted_decode`.
 
-    Attributes:
-        stages: blocks of 64 slots on their way or in use at a time; None: as many as fit beside a second program on a
-            multiprocessor.
-        splits: parts that a head's slots are cut into, each with sums of its own, merged outside; None: as many as fill
-            the GPU.
+    Args:
+        queries: The R queries of each KV head.
+        *stores: One or more sets of entries.
+        interpret: Whether the kernel is interpreted, on any device.
+
+    Raises:
+        NotImplementedError: If the kernel does not support them.
     """
-
-    stages: int | None = None
-    splits: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}; it must be None or at least 1")
-
-
-def check(rows: Float[Array, "B H R D"], *stores: Entries, interpret: Any = False) -> None:
-    """Raises a NotImplementedError for what the kernel cannot do, with the reason."""
     for entries in stores:
-        _check_store(rows, entries, interpret)
+        _check_store(queries, entries, interpret)
 
 
-def _check_store(rows: Float[Array, "B H R D"], entries: Entries, interpret: Any) -> None:
-    refuse_unknown(entries)
+def _check_store(queries: Float[Array, "B H R D"], entries: Entries, interpret: Any) -> None:
+    check_kernel_support(entries)
     if not interpret:
         hopper.check_device()
-    if rows.shape[2] >= MANY_ROWS:
-        raise Unsuited(f"{rows.shape[2]} rows: from {MANY_ROWS} on products, not reading, take the time")
-    packed = [name for name, bits in _bits(entries).items() if bits is not None]
-    hopper.check_types(*packed, rows=rows, keys=entries.keys, values=entries.values)
-    hopper.check_head_dim(rows.shape[3])
-    keys, values = entries.keys.dtype, entries.keys.dtype if entries.values is None else entries.values.dtype
-    if keys != values and not keys.itemsize == values.itemsize == 1:
-        raise NotImplementedError(f"keys are {keys.name}, values {values.name}")
-    heads, slots = entries.keys.shape[1:3]
+    if queries.shape[2] >= COMPUTE_BOUND_QUERIES:
+        raise PreferXla(f"{queries.shape[2]} queries; XLA is as fast from {COMPUTE_BOUND_QUERIES} queries on")
+    packed = [name for name, bits in entries.bits.items() if bits is not None]
+    arrays = entries.slot_arrays
+    keys, values = arrays["keys"], arrays.get("values", arrays["keys"])
+    hopper.check_types(*packed, queries=queries, keys=keys, values=values)
+    hopper.check_head_dim(queries.shape[3])
+    if keys.dtype != values.dtype and not keys.dtype.itemsize == values.dtype.itemsize == 1:
+        raise NotImplementedError(f"keys are {keys.dtype.name} and values {values.dtype.name}")
+    heads, slots = keys.shape[1:3]
     if heads * slots % TILE:
-        raise NotImplementedError(f"{heads} heads of {slots} slots: the copy engine takes multiples of {TILE}")
-    hopper.roomiest(functools.partial(_scratch, [_Part.of(rows, entries, True)], True))
+        raise NotImplementedError(f"{heads} heads of {slots} slots; the copy engine needs a multiple of {TILE} slots")
+    hopper.roomiest(functools.partial(_scratch, [_Store(queries, entries)], True))
 
 
 def weighted_decode(
-    parts: Sequence[tuple[Any, ...]],
-    config: GpuConfig | None = None,
-    interpret: Any = False,
-    *,
-    logits: bool = False,
+    parts: Sequence[tuple[Any, ...]], *, logits: bool, config: GpuConfig, interpret: Any
 ) -> list[Partials]:
-    """`reference.weighted_decode` of every part (rows, *stores), in one pass over the occupied blocks of slots; stores
-    that are alike share a launch.
+    """`reference.weighted_decode` of several parts, in one pass over the blocks of slots that are read.
 
-    Every kv head's rows share one read of its keys and values. Blocks outside the occupied range of a row of the batch
-    are not read, and the splits share those inside evenly.
+    Stores with the same storage format share a launch. The queries of a KV head share one read of its keys and values.
+    Blocks outside the range of a sequence are not read; the splits of a head share the others evenly.
+
+    Args:
+        parts: Tuples (queries, *stores) with entries from `entries.prepare`.
+        logits: Whether to return logits; every part then has one store.
+        config: How to divide the work.
+        interpret: Passed to `plgpu.kernel`.
+
+    Returns:
+        The partials of every part.
     """
-    run = functools.partial(_launch, config=config or GpuConfig(), interpret=interpret, with_logits=logits)
+    run = functools.partial(_launch, config=config, interpret=interpret, with_logits=logits)
     launches: dict[Any, dict[int, list[Entries]]] = {}
-    for number, (rows, *stores) in enumerate(parts):
+    for index, (queries, *stores) in enumerate(parts):
         for entries in stores:
-            launches.setdefault(_stored_as(rows, entries), {}).setdefault(number, []).append(entries)
-    found: list[list[Partials]] = [[] for _ in parts]
+            launches.setdefault(_storage_format(queries, entries), {}).setdefault(index, []).append(entries)
+    results: list[list[Partials]] = [[] for _ in parts]
     for launch in launches.values():
-        given = [(parts[number][0], *stores) for number, stores in launch.items()]
-        for number, sums in zip(launch, fold_mapped_axes(run)(*given), strict=True):
-            found[number].append(sums)
-    return [merge_sums(*sums) for sums in found]
+        launch_parts = [(parts[index][0], *stores) for index, stores in launch.items()]
+        for index, partials in zip(launch, fold_mapped_axes(run)(*launch_parts), strict=True):
+            results[index].append(partials)
+    return [merge_partials(*partials) for partials in results]
 
 
-def _stored_as(rows: Float[Array, "B H R D"], entries: Entries) -> Any:
-    """What parts have in common that go through the same memory of a program."""
-    values = entries.keys if entries.values is None else entries.values
-    value_bits = entries.key_bits if entries.values is None else entries.value_bits
-    scales = {scale.dtype.name for scale in (entries.key_scale, entries.value_scale) if scale is not None}
-    types = (rows.dtype.name, entries.keys.dtype.name, values.dtype.name, *sorted(scales))
-    return rows.shape, types, entries.key_bits, value_bits
+def _storage_format(queries: Float[Array, "B H R D"], entries: Entries) -> Any:
+    """Returns the properties that stores have in common if they share the scratch memory of a program."""
+    arrays, bits = entries.slot_arrays, entries.bits
+    values, value_bits = ("keys", bits["keys"]) if entries.values is None else ("values", bits["values"])
+    scales = {arrays[name].dtype.name for name in ("key_scale", "value_scale") if name in arrays}
+    dtypes = (queries.dtype.name, arrays["keys"].dtype.name, arrays[values].dtype.name, *sorted(scales))
+    return queries.shape, dtypes, bits["keys"], value_bits
 
 
-def _bits(entries: Entries) -> dict[str, int | None]:
-    return {"keys": entries.key_bits, "values": entries.value_bits}
-
-
-def _names(entries: Entries, with_logits: bool) -> tuple[str, ...]:
-    """Which of the entries' arrays are read slot by slot."""
-    unread: set[str] = set()
-    if entries.feeds == "denominator":
-        unread = {"values", "value_scale"} | ({"log_num"} if entries.log_den is not None else set())
-    elif entries.feeds == "numerator" and not with_logits:
-        unread = {"log_den"}
-    named = ("keys", "values", *WEIGHTS)
-    return tuple(name for name in named if name not in unread and getattr(entries, name) is not None)
-
-
-class _Part(NamedTuple):
+class _Store(NamedTuple):
     """What some of a launch's programs read."""
 
-    rows: Float[Array, "B H R D"]
+    queries: Float[Array, "B H R D"]
     entries: Entries
-    names: tuple[str, ...]  # of the entries' arrays that are read slot by slot
-
-    @classmethod
-    def of(cls, rows: Float[Array, "B H R D"], entries: Entries, with_logits: bool) -> "_Part":
-        return cls(rows, entries, _names(entries, with_logits))
 
     @property
     def weights(self) -> list[str]:
-        return [name for name in WEIGHTS if name in self.names]
+        """The names of the arrays [B, H, S] that are read."""
+        return [name for name in PER_SLOT if name in self.entries.slot_arrays]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the arrays that are read slot by slot."""
+        return ["keys", *(() if self.entries.values is None else ("values",)), *self.weights]
 
     @property
     def blocks(self) -> int:
-        return pl.cdiv(self.entries.keys.shape[2], hopper.SLOTS)
+        return pl.cdiv(self.entries.slots, hopper.SLOTS)
 
 
-def _launch(*given: tuple[Any, ...], config: GpuConfig, interpret: Any, with_logits: bool) -> list[Partials]:
-    """Programs for every split of every head of every store of every part."""
-    parts = [_Part.of(rows, entries, with_logits) for rows, *stores in given for entries in stores]
-    batch, heads, count, head_dim = parts[0].rows.shape
-    operands = hopper.Operands.of(parts[0].rows.dtype, parts[0].entries.keys.dtype)
-    scratch_of = functools.partial(_scratch, parts, with_logits)
-    stages, places = hopper.roomiest(scratch_of, config.stages)
+def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_logits: bool) -> list[Partials]:
+    """Runs one launch, with programs for every split of every head of every store of every part."""
+    stores = [_Store(queries, entries) for queries, *own_stores in parts for entries in own_stores]
+    batch, heads, count, head_dim = stores[0].queries.shape
+    operands = hopper.Operands.of(stores[0].queries.dtype, stores[0].entries.slot_arrays["keys"].dtype)
+    scratch_of = functools.partial(_scratch, stores, with_logits)
+    stages, programs = hopper.roomiest(scratch_of, config.stages)
     if config.splits is None:
-        splits = hopper.even_splits(batch * heads, [part.blocks for part in parts], places)
+        splits = hopper.even_splits(batch * heads, [store.blocks for store in stores], programs)
     else:
-        splits = [min(config.splits, part.blocks) for part in parts]
-    ranges = [occupied(part.entries) for part in parts]
-    read = [_arrays(part, *of_part, operands) for part, of_part in zip(parts, ranges, strict=True)]
-    padded = read[0]["rows"].shape[3]
+        splits = [min(config.splits, store.blocks) for store in stores]
+    ranges = [read_ranges(store.entries) for store in stores]
+    inputs = [_inputs(store, store_ranges, operands) for store, store_ranges in zip(stores, ranges, strict=True)]
+    padded = inputs[0]["queries"].shape[3]
 
-    of_rows = jax.ShapeDtypeStruct((batch, heads, sum(splits), hopper.ROWS), jnp.float32)
-    results: dict[str, Any] = {"peak": of_rows, "den": of_rows}
-    if any("values" in part.names for part in parts):
-        results["num"] = jax.ShapeDtypeStruct((batch, heads, sum(splits), padded, head_dim), jnp.float32)
-    of_slots = [
-        jax.ShapeDtypeStruct((batch, heads, padded, part.blocks * hopper.SLOTS), jnp.float32)
-        for part in parts
+    per_query = jax.ShapeDtypeStruct((batch, heads, sum(splits), hopper.ROWS), jnp.float32)
+    outputs: dict[str, Any] = {"max": per_query, "denominator": per_query}
+    if any(store.entries.values is not None for store in stores):
+        outputs["numerator"] = jax.ShapeDtypeStruct((batch, heads, sum(splits), padded, head_dim), jnp.float32)
+    logits_out = [
+        jax.ShapeDtypeStruct((batch, heads, padded, store.blocks * hopper.SLOTS), jnp.float32)
+        for store in stores
         if with_logits
     ]
 
     def weighted_decode(*refs, **scratch):
-        ahead = iter(refs)
-        inputs = [{name: next(ahead) for name in arrays} for arrays in read]
-        sums = {name: next(ahead) for name in results}
-        place, first = lax.axis_index("splits"), 0
-        for part, named, of_part in zip(parts, inputs, splits, strict=True):
-            named |= sums | ({"logits": next(ahead)} if with_logits else {})
+        next_ref = iter(refs)
+        input_refs = [{name: next(next_ref) for name in arrays} for arrays in inputs]
+        output_refs = {name: next(next_ref) for name in outputs}
+        launch_split, first = lax.axis_index("splits"), 0
+        for store, store_refs, store_splits in zip(stores, input_refs, splits, strict=True):
+            store_refs |= output_refs | ({"logits": next(next_ref)} if with_logits else {})
             program = functools.partial(
-                _program, part, named, scratch, place, place - first, of_part, operands=operands, stages=stages
-            )
-            if len(parts) == 1:
+                _program, store, store_refs, scratch, launch_split, launch_split - first, store_splits,
+                operands=operands, stages=stages,
+            )  # fmt: skip
+            if len(stores) == 1:
                 program()
             else:
-                pl.when((place >= first) & (place < first + of_part))(program)
-            first += of_part
+                pl.when((launch_split >= first) & (launch_split < first + store_splits))(program)
+            first += store_splits
 
-    moved = [*(x for arrays in read for x in arrays.values()), *results.values(), *of_slots]
-    slots = sum(part.entries.keys.shape[2] for part in parts)
-    found = plgpu.kernel(
+    moved = [*(x for arrays in inputs for x in arrays.values()), *outputs.values(), *logits_out]
+    slots = sum(store.entries.slots for store in stores)
+    results = plgpu.kernel(
         weighted_decode,
-        out_type=[*results.values(), *of_slots],
+        out_type=[*outputs.values(), *logits_out],
         scratch_types=scratch_of(stages),
         grid=(sum(splits), heads, batch),
         grid_names=("splits", "heads", "batch"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         **hopper.cost(
-            flops=2 * batch * heads * count * slots * head_dim * (2 if "num" in results else 1),
+            flops=2 * batch * heads * count * slots * head_dim * (2 if "numerator" in outputs else 1),
             bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in moved),
             transcendentals=batch * heads * count * slots,
         ),
-    )(*(x for arrays in read for x in arrays.values()))
-    peak, den, *rest = found
-    num = rest.pop(0)[..., :count, :] if "num" in results else jnp.zeros((*peak.shape[:3], count, head_dim))
-    all_sums = Partials(peak[..., :count], num, den[..., :count])
-    written = np.repeat(["values" in part.names for part in parts], splits)
-    if not written.all():
-        all_sums = all_sums._replace(num=jnp.where(written[:, None, None], all_sums.num, 0.0))
-    of_stores, first = [], 0
-    for of_part in splits:
-        own = slice(first, first := first + of_part)
-        of_stores.append(merge_splits(jax.tree.map(lambda x, own=own: x[:, :, own], all_sums)))
-    ahead = iter(of_stores)
-    merged = [merge_sums(*(next(ahead) for _ in stores)) for _, *stores in given]
+    )(*(x for arrays in inputs for x in arrays.values()))
+    maximum, denominator, *results = results
+    if "numerator" in outputs:
+        numerator = results.pop(0)[..., :count, :]
+    else:
+        numerator = jnp.zeros((*maximum.shape[:3], count, head_dim))
+    has_values = np.repeat([store.entries.values is not None for store in stores], splits)
+    if "numerator" in outputs and not has_values.all():
+        numerator = jnp.where(has_values[:, None, None], numerator, 0.0)
+    launch_partials = Partials(maximum[..., :count], numerator, denominator[..., :count])
+    store_partials, first = [], 0
+    for store_splits in splits:
+        split_range = slice(first, first := first + store_splits)
+        store_partials.append(merge_splits(jax.tree.map(lambda x, at=split_range: x[:, :, at], launch_partials)))
+    next_partials = iter(store_partials)
+    merged = [merge_partials(*(next(next_partials) for _ in own_stores)) for _, *own_stores in parts]
     if not with_logits:
         return merged
 
-    def logits_of(part: _Part, lowest: Array, highest: Array, found: Array) -> Array:
+    def mask_logits(store: _Store, store_ranges: Ranges, logits: Array) -> Array:
         # Blocks that are not read are not written either.
-        slot = jnp.arange(part.entries.keys.shape[2], dtype=jnp.int32)
-        inside = ((slot >= lowest[:, None]) & (slot < highest[:, None]))[:, None, None]
-        return jnp.where(inside, found[:, :, :count, : len(slot)], EMPTY)
+        slot = jnp.arange(store.entries.slots, dtype=jnp.int32)
+        is_read = (slot >= store_ranges.lowest[:, None]) & (slot < store_ranges.highest[:, None])
+        return jnp.where(is_read[:, None, None], logits[:, :, :count, : len(slot)], MASK_VALUE)
 
     return [
-        sums._replace(logits=logits_of(part, *of_part[2:], one))
-        for sums, part, of_part, one in zip(merged, parts, ranges, rest, strict=True)
+        partials._replace(logits=mask_logits(store, store_ranges, logits))
+        for partials, store, store_ranges, logits in zip(merged, stores, ranges, results, strict=True)
     ]
 
 
-def _arrays(part: _Part, start: Array, stop: Array, lowest: Array, highest: Array, operands: Any) -> dict[str, Array]:
-    """What a part's programs read."""
-    batch, _, count, _ = part.rows.shape
-    arrays = {"rows": hopper.row_parts(part.rows, operands), "lowest": lowest, "highest": highest}
-    for name in part.names:
-        array = getattr(part.entries, name)
-        # The copy engine takes rows of whole 16 bytes, and blocks in tiles of `TILE` slots of all that a row has.
-        if name in WEIGHTS:
+def _inputs(store: _Store, ranges: Ranges, operands: Any) -> dict[str, Array]:
+    """Returns the arrays that a store's programs read."""
+    batch, _, count, _ = store.queries.shape
+    arrays = {
+        "queries": hopper.row_parts(store.queries, operands),
+        "lowest": ranges.lowest,
+        "highest": ranges.highest,
+    }
+    for name in store.names:
+        array = store.entries.slot_arrays[name]
+        # The copy engine needs rows of a multiple of 16 bytes, and blocks in tiles of `TILE` slots of all heads.
+        if name in PER_SLOT:
             array = jnp.pad(array, ((0, 0), (0, 0), (0, -array.shape[2] % (16 // array.dtype.itemsize))))
         else:
             array = array.reshape(batch, -1, array.shape[3])
         arrays[name] = array
-    if start.ndim == 2 or stop.ndim == 2:
-        wide = lambda x: jnp.broadcast_to(x if x.ndim == 2 else x[:, None], (batch, count))  # noqa: E731
-        bounds = jnp.stack([wide(start), wide(stop)], axis=1)
-        arrays["bounds"] = jnp.pad(bounds, ((0, 0), (0, 0), (0, hopper.ROWS - count)))
+    if ranges.start.ndim == 2 or ranges.stop.ndim == 2:
+        wide = [jnp.broadcast_to(x if x.ndim == 2 else x[:, None], (batch, count)) for x in ranges[:2]]
+        arrays["bounds"] = jnp.pad(jnp.stack(wide, axis=1), ((0, 0), (0, 0), (0, hopper.ROWS - count)))
     return arrays
 
 
-def _scratch(parts: Sequence[_Part], with_logits: bool, stages: int) -> dict[str, Any]:
-    """What a program of any of the parts keeps in shared memory, under the names of the arrays that it holds parts
-    of."""
-    rows, stored = parts[0].rows, parts[0].entries
-    head_dim = rows.shape[3]
-    operands = hopper.Operands.of(rows.dtype, stored.keys.dtype)
-    columns = hopper.operand_columns(head_dim, *_bits(stored).values())
-    values = next((part.entries.values for part in parts if "values" in part.names), None)
+def _scratch(stores: Sequence[_Store], with_logits: bool, stages: int) -> dict[str, Any]:
+    """Returns the shared memory of a program of any of the stores, named after the arrays whose blocks it holds."""
+    queries, entries = stores[0].queries, stores[0].entries
+    head_dim, keys = queries.shape[3], entries.slot_arrays["keys"]
+    operands = hopper.Operands.of(queries.dtype, keys.dtype)
+    columns = hopper.operand_columns(head_dim, *entries.bits.values())
+    values = next((store.entries.slot_arrays["values"] for store in stores if store.entries.values is not None), None)
 
-    ring = lambda x: hopper.blocked((stages, hopper.SLOTS, x.shape[3]), x.dtype)  # noqa: E731
-    of_rows = plgpu.SMEM((hopper.ROWS,), jnp.float32)
-    weights = {name: getattr(part.entries, name).dtype for part in parts for name in part.weights}
+    def ring(x: Array) -> Any:
+        return hopper.blocked((stages, hopper.SLOTS, x.shape[3]), x.dtype)
+
+    per_query = plgpu.SMEM((hopper.ROWS,), jnp.float32)
+    weights = {name: store.entries.slot_arrays[name].dtype for store in stores for name in store.weights}
     scratch: dict[str, Any] = {
-        **hopper.rows_scratch(rows.dtype, operands, head_dim, columns),
-        "keys": ring(stored.keys),
-        "peak": of_rows,
-        "den": of_rows,
+        **hopper.rows_scratch(queries.dtype, operands, head_dim, columns),
+        "keys": ring(keys),
+        "max": per_query,
+        "denominator": per_query,
         "rows_came": plgpu.Barrier(num_arrivals=operands.row_parts),
         **{name: plgpu.SMEM((stages, hopper.SLOTS), dtype) for name, dtype in weights.items()},
     }
-    for part in parts:
-        scratch[_keys_came(part)] = plgpu.Barrier(num_arrivals=1 + len(part.weights), num_barriers=stages)
+    for store in stores:
+        scratch[_key_barrier(store)] = plgpu.Barrier(num_arrivals=1 + len(store.weights), num_barriers=stages)
     if not operands.direct:
         scratch["operands"] = hopper.blocked((operands.stored_parts, hopper.SLOTS, head_dim), operands.dtype, columns)
     if values is not None:
-        # The sums leave through the memory of the keys, of which none is read any more then.
-        scratch["keys"] = plgpu.RefUnion(ring(stored.keys), hopper.blocked((hopper.ROWS, head_dim), jnp.float32))
+        # The numerator is written through the memory of the keys, which are no longer read by then.
+        scratch["keys"] = plgpu.RefUnion(ring(keys), hopper.blocked((hopper.ROWS, head_dim), jnp.float32))
         scratch["values"] = ring(values)
-        scratch["values_came"] = plgpu.Barrier(num_barriers=stages)
+        scratch["value_barrier"] = plgpu.Barrier(num_barriers=stages)
         scratch["weights"] = hopper.blocked(
             (operands.row_parts, hopper.ROWS, hopper.SLOTS), operands.dtype, swizzled_as=columns
         )
@@ -288,123 +267,133 @@ def _scratch(parts: Sequence[_Part], with_logits: bool, stages: int) -> dict[str
     return scratch
 
 
-def _keys_came(part: _Part) -> str:
-    """The barrier that hears of a block's keys and weights."""
-    return f"keys_came_with_{len(part.weights)}"
+def _key_barrier(store: _Store) -> str:
+    """Returns the name of the barrier at which a block's keys and weights arrive."""
+    return f"key_barrier_{len(store.weights)}"
 
 
-def _program(part: _Part, refs, scratch, place, split, splits, *, operands, stages):
-    """One split of one head's slots of a part against all of its rows.
+def _program(store: _Store, refs, scratch, launch_split, split, splits, *, operands, stages):
+    """Attends with all queries of a head to one split of its slots.
 
     Args:
-        place: of the split among those of all parts.
+        store: What the program reads.
+        refs: Arrays in global memory, by name.
+        scratch: Arrays in shared memory, by name.
+        launch_split: The index of the split among those of all stores.
+        split: The index of the split among those of this store.
+        splits: The number of splits of this store.
+        operands: How queries and entries become operands of the matrix unit.
+        stages: Blocks that are in flight or in use at a time.
     """
     batch, head = (lax.axis_index(name) for name in ("batch", "heads"))
     lowest, highest = refs["lowest"][batch], refs["highest"][batch]
-    entries, names, weights = part.entries, part.names, part.weights
+    entries, names, weights, bits = store.entries, store.names, store.weights, store.entries.bits
     rings = {name: scratch[name] for name in names}
-    keys_came = scratch[_keys_came(part)]
+    key_barrier = scratch[_key_barrier(store)]
     if "values" in scratch:
-        rings["keys"], num_out = scratch["keys"]
-    head_dim, padded = refs["rows"].shape[4], refs["rows"].shape[3]
-    bits = _bits(entries)
-    in_two = (hopper.ROWS, hopper.SLOTS)
+        rings["keys"], numerator_out = scratch["keys"]
+    head_dim, padded = refs["queries"].shape[4], refs["queries"].shape[3]
+    block_shape = (hopper.ROWS, hopper.SLOTS)
 
-    # The splits share the blocks between the bounds evenly.
+    # The splits share the blocks of the range evenly.
     first = lax.div(lowest, hopper.SLOTS)
-    there = jnp.where(highest > lowest, lax.div(highest + (hopper.SLOTS - 1), hopper.SLOTS) - first, 0)
-    per_split = lax.div(there + (splits - 1), splits)
+    blocks = jnp.where(highest > lowest, lax.div(highest + (hopper.SLOTS - 1), hopper.SLOTS) - first, 0)
+    per_split = lax.div(blocks + (splits - 1), splits)
     begin = first + split * per_split
-    steps = jnp.clip(there - split * per_split, 0, per_split)
+    steps = jnp.clip(blocks - split * per_split, 0, per_split)
 
     def fetch(step, *names):
-        """Starts the copies of a step's blocks, which say on a barrier when they have come."""
+        """Starts the copies of a step's blocks."""
 
         @pl.when(step < steps)
         def _():
             stage = lax.rem(step, stages)
             first_slot = (begin + step) * hopper.SLOTS
             slots = pl.ds(first_slot, hopper.SLOTS)
-            # A block that ends behind a head's last slot holds the next one's first, which nobody adds to.
-            of_row = pl.ds(head * entries.keys.shape[2] + first_slot, hopper.SLOTS)
+            # A block that exceeds a head's last slot contains the next head's first slots, which are masked.
+            rows = pl.ds(head * entries.slots + first_slot, hopper.SLOTS)
             for name in names:
-                came = scratch["values_came"] if name == "values" else keys_came
-                source = refs[name].at[batch, head, slots] if name in WEIGHTS else refs[name].at[batch, of_row]
-                plgpu.copy_gmem_to_smem(source, rings[name].at[stage], came.at[stage])
+                barrier = scratch["value_barrier"] if name == "values" else key_barrier
+                source = refs[name].at[batch, head, slots] if name in PER_SLOT else refs[name].at[batch, rows]
+                plgpu.copy_gmem_to_smem(source, rings[name].at[stage], barrier.at[stage])
 
-    hopper.fetch_rows(refs["rows"].at[batch, head], scratch)
+    hopper.fetch_rows(refs["queries"].at[batch, head], scratch)
     for early in range(stages):
         fetch(jnp.int32(early), *names)
     if "bounds" in refs:
         bounds = [hopper.load(refs["bounds"].at[batch, side], hopper.OF_ROWS, optimized=False) for side in (0, 1)]
     row_powers = hopper.await_rows(scratch)
 
-    # A block that the matrix unit reads where it came to makes room for the next once it has been multiplied; what is
-    # read in another way does so when that reading has been committed.
-    late = weights if operands.direct else names
+    # Blocks that the matrix unit reads directly are free for the next fetch after their product; blocks that are
+    # converted or loaded are free once those reads are committed.
+    fetched_late = weights if operands.direct else names
 
-    def step(number, before):
-        stage = lax.rem(number, stages)
-        plgpu.barrier_wait(keys_came.at[stage])
+    def step(index, before):
+        stage = lax.rem(index, stages)
+        plgpu.barrier_wait(key_barrier.at[stage])
         keys = hopper.as_operands(rings["keys"].at[stage], scratch.get("operands"), operands, bits["keys"])
         if not operands.direct:
             plgpu.commit_smem()
         scores = hopper.logits(scratch["rows"], keys, operands) * (head_dim**-0.5 * hopper.LOG2E)
         if operands.direct:
-            fetch(number + stages, "keys")
+            fetch(index + stages, "keys")
         if row_powers is not None:
-            scores = scores * hopper.of_rows(row_powers, in_two)
+            scores = scores * hopper.of_rows(row_powers, block_shape)
 
-        given = {name: hopper.load(rings[name].at[stage], hopper.OF_SLOTS).astype(jnp.float32) for name in weights}
-        if "key_scale" in given:
-            scores = scores * hopper.of_slots(given["key_scale"], in_two)
-        first_slot = (begin + number) * hopper.SLOTS
+        loaded = {name: hopper.load(rings[name].at[stage], hopper.OF_SLOTS).astype(jnp.float32) for name in weights}
+        if "key_scale" in loaded:
+            scores = scores * hopper.of_slots(loaded["key_scale"], block_shape)
+        first_slot = (begin + index) * hopper.SLOTS
         slot = first_slot + plgpu.broadcasted_iota(jnp.int32, (hopper.SLOTS,), 0, layout=hopper.OF_SLOTS)
-        inside = (slot >= lowest) & (slot < highest)
+        is_read = (slot >= lowest) & (slot < highest)
 
-        def weighed(name):
-            bias = jnp.maximum(given[name], EMPTY) * hopper.LOG2E if name in given else 0.0
-            biased = scores + hopper.of_slots(jnp.where(inside, bias, EMPTY * hopper.LOG2E), in_two)
+        def add_log_weights(name):
+            bias = jnp.maximum(loaded[name], MASK_VALUE) * hopper.LOG2E if name in loaded else 0.0
+            biased = scores + hopper.of_slots(jnp.where(is_read, bias, MASK_VALUE * hopper.LOG2E), block_shape)
             if "bounds" not in refs:
                 return biased
-            slots = first_slot + plgpu.broadcasted_iota(jnp.int32, in_two, 1, layout=hopper.LAYOUT)
-            begins, ends = (hopper.of_rows(bound, in_two) for bound in bounds)
-            return jnp.where((slots >= begins) & (slots < ends), biased, EMPTY * hopper.LOG2E)
+            slots = first_slot + plgpu.broadcasted_iota(jnp.int32, block_shape, 1, layout=hopper.LAYOUT)
+            starts, stops = (hopper.of_rows(bound, block_shape) for bound in bounds)
+            return jnp.where((slots >= starts) & (slots < stops), biased, MASK_VALUE * hopper.LOG2E)
 
-        num_scores = weighed("log_num")
-        den_scores = weighed("log_den") if "log_den" in given else num_scores
-        peak, fade, den, weight = hopper.weigh(before, num_scores, den_scores, entries.feeds)
+        den_scores = num_scores = add_log_weights("log_num")
+        if "log_den" in loaded:
+            den_scores = add_log_weights("log_den")
+        if "values" not in names:
+            num_scores = None
+        maximum, rescale, denominator, weight = hopper.weigh(before, num_scores, den_scores)
         if "logits" in refs:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             scratch["logits"][...] = den_scores * (1 / hopper.LOG2E)
         if "values" in names:
-            if "value_scale" in given:
-                weight = weight * hopper.of_slots(given["value_scale"], in_two)
+            if "value_scale" in loaded:
+                weight = weight * hopper.of_slots(loaded["value_scale"], block_shape)
             powers = hopper.put_weights(scratch["weights"], weight, operands)
-            plgpu.barrier_wait(scratch["values_came"].at[stage])
+            plgpu.barrier_wait(scratch["value_barrier"].at[stage])
             values = hopper.as_operands(rings["values"].at[stage], scratch.get("operands"), operands, bits["values"])
         plgpu.commit_smem()
-        fetch(number + stages, *late)
+        fetch(index + stages, *fetched_late)
         if "logits" in refs:
             plgpu.copy_smem_to_gmem(
                 scratch["logits"].at[pl.ds(0, padded)],
                 refs["logits"].at[batch, head, :, pl.ds(first_slot, hopper.SLOTS)],
             )
-        num = before.num
+        numerator = before.numerator
         if "values" in names:
-            num = hopper.add_values(num, fade, scratch["weights"], values, operands, powers)
+            numerator = hopper.add_values(numerator, rescale, scratch["weights"], values, operands, powers)
             if operands.direct:
-                fetch(number + stages, "values")
-        return hopper.Running(peak, den, num)
+                fetch(index + stages, "values")
+        return hopper.RunningPartials(maximum, denominator, numerator)
 
-    sums = lax.fori_loop(0, steps, step, hopper.Running.empty(head_dim if "values" in names else None))
-    scratch["peak"][...] = sums.peak * (1 / hopper.LOG2E)
-    scratch["den"][...] = sums.den
+    empty = hopper.RunningPartials.create(head_dim if "values" in names else None)
+    partials = lax.fori_loop(0, steps, step, empty)
+    scratch["max"][...] = partials.max * (1 / hopper.LOG2E)
+    scratch["denominator"][...] = partials.denominator
     if "values" in names:
-        hopper.store_columns(num_out, sums.num)
+        hopper.store_columns(numerator_out, partials.numerator)
     plgpu.commit_smem()
-    for name in ("peak", "den"):
-        plgpu.copy_smem_to_gmem(scratch[name], refs[name].at[batch, head, place])
+    for name in ("max", "denominator"):
+        plgpu.copy_smem_to_gmem(scratch[name], refs[name].at[batch, head, launch_split])
     if "values" in names:
-        plgpu.copy_smem_to_gmem(num_out.at[pl.ds(0, padded)], refs["num"].at[batch, head, place])
+        plgpu.copy_smem_to_gmem(numerator_out.at[pl.ds(0, padded)], refs["numerator"].at[batch, head, launch_split])
     plgpu.wait_smem_to_gmem(0)

@@ -1,4 +1,4 @@
-"""The fused cluster-attention loop as a Pallas kernel for TPU (Mosaic)."""
+"""`weighted_decode` as a Pallas kernel for TPU (Mosaic)."""
 
 import dataclasses
 import functools
@@ -13,40 +13,33 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import packing
-from pallas_kernels.dispatch import Unsuited, tensor_cores
-from pallas_kernels.weighted_decode.base import (
-    EMPTY,
-    Entries,
-    Partials,
-    compute_type,
-    merge_splits,
-    occupied,
-    refuse_unknown,
-)
-from pallas_kernels.weighted_decode.reference import MANY_ROWS
+from pallas_kernels.dispatch import PreferXla, tensor_cores
+from pallas_kernels.partials import MASK_VALUE, Partials, merge_splits
+from pallas_kernels.quantized_array import product_dtype
+from pallas_kernels.weighted_decode.entries import PER_SLOT, Entries, Ranges, check_kernel_support, read_ranges
+from pallas_kernels.weighted_decode.reference import COMPUTE_BOUND_QUERIES
 
-SUBLANES = 8  # rows of a register
-# Of a step's keys, and of its values, at most. A step takes some hundred cycles in which its products wait for one
-# another, however many they are: with these, 1 MiB in bfloat16, a chip's memory is the slower. What is widened must fit
-# beside them.
-BLOCK_NUMBERS = 2**19
-# A range begins and ends inside blocks, which are read whole: a block is at most this share of the slots, but not less
-# than so many bytes.
-BLOCK_SHARE, LEAST_BYTES = 1 / 8, 2**18
+SUBLANES = 8  # of a register
+# Elements of a step's keys, and of its values. The products of a step depend on each other and take some hundred
+# cycles; blocks of 1 MiB in bfloat16 take longer to fetch. Converted values must fit on chip, too.
+MAX_BLOCK_ELEMENTS = 2**19
+# Blocks in which a range begins or ends are fetched entirely, so a block holds at most this share of the slots, but at
+# least this many bytes.
+MAX_BLOCK_SHARE, MIN_BLOCK_BYTES = 1 / 8, 2**18
 
-# Mosaic loads no float16, and handing it over as int16 makes XLA copy the store.
-TYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
+# Mosaic does not load float16, and XLA copies a store that is passed as int16.
+DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """How the kernel cuts its work.
+class TpuConfig:
+    """How the kernel divides its work.
 
     Attributes:
-        block_slots: slots per step of the pipeline; a multiple of 128. None: by their number and size.
-        splits: parts that a head's slots are cut into, each with sums of its own, so that several cores share one
-            sequence; merged outside. None: one for each core that shares a program, where rows and heads do not divide
-            evenly among them.
+        block_slots: Slots per step of the pipeline, a multiple of 128. None: chosen by `default_block_slots`.
+        splits: Parts of a head's slots with partials of their own, merged outside, so that several cores share one
+            sequence. None: the number of cores that share a program if sequences times heads do not divide by it,
+            otherwise 1.
     """
 
     block_slots: int | None = None
@@ -59,86 +52,107 @@ class Config:
             raise ValueError(f"splits={self.splits}; it must be None or at least 1")
 
 
-def block_slots(*stores: Entries) -> list[int]:
-    """How many slots of each store a step reads, where nobody says so."""
-    row_bytes = [entries.keys.shape[3] * entries.keys.dtype.itemsize for entries in stores]
-    slots = [entries.keys.shape[2] for entries in stores]
-    # All stores have blocks on chip at a time; those that are small anyway take no room of the others.
-    large = sum(number * size > LEAST_BYTES for number, size in zip(slots, row_bytes, strict=True))
-    most = BLOCK_NUMBERS // max(large, 1)
-    found = [
-        min(most // entries.key_dim, max(LEAST_BYTES // size, int(number * BLOCK_SHARE)))
-        for entries, number, size in zip(stores, slots, row_bytes, strict=True)
+def default_block_slots(*stores: Entries) -> list[int]:
+    """Returns the slots per pipeline step of each store."""
+    keys = [entries.slot_arrays["keys"] for entries in stores]
+    row_bytes = [x.shape[3] * x.dtype.itemsize for x in keys]
+    slots = [entries.slots for entries in stores]
+    # All stores have blocks on chip at a time. Small ones need not be counted.
+    large = sum(count * size > MIN_BLOCK_BYTES for count, size in zip(slots, row_bytes, strict=True))
+    max_elements = MAX_BLOCK_ELEMENTS // max(large, 1)
+    blocks = [
+        min(max_elements // entries.key_dim, max(MIN_BLOCK_BYTES // size, int(count * MAX_BLOCK_SHARE)))
+        for entries, count, size in zip(stores, slots, row_bytes, strict=True)
     ]
-    return [max(one // 128, 1) * 128 for one in found]
+    return [max(block // 128, 1) * 128 for block in blocks]
 
 
-def check(rows: Float[Array, "B H R D"], *stores: Entries) -> None:
-    """Raises a NotImplementedError for what the kernel cannot do, with the reason."""
+def check(queries: Float[Array, "B H R D"], *stores: Entries, interpret: Any = False) -> None:
+    """Checks that the kernel supports the arguments of `weighted_decode`.
+
+    Args:
+        queries: The R queries of each KV head.
+        *stores: One or more sets of entries.
+        interpret: Ignored.
+
+    Raises:
+        NotImplementedError: If the kernel does not support them.
+    """
     for entries in stores:
-        _check_store(rows, entries)
+        _check_store(queries, entries)
 
 
-def _check_store(rows: Float[Array, "B H R D"], entries: Entries) -> None:
-    refuse_unknown(entries)
-    if rows.shape[2] >= MANY_ROWS:
-        raise Unsuited(f"{rows.shape[2]} rows: from {MANY_ROWS} on products, not reading, take the time")
-    packed = {"keys": entries.key_bits, "values": entries.value_bits}
-    for name, array in {"rows": rows, "keys": entries.keys, "values": entries.values}.items():
-        if array is not None and array.dtype.name not in TYPES and packed.get(name) is None:
-            raise NotImplementedError(f"{name} are {array.dtype.name}; a TPU kernel takes {', '.join(TYPES)}")
-    if any(bits is not None for bits in packed.values()) and rows.shape[3] % (8 * SUBLANES):
-        raise NotImplementedError(f"packed rows of {rows.shape[3]} dimensions; it must be a multiple of {8 * SUBLANES}")
+def _check_store(queries: Float[Array, "B H R D"], entries: Entries) -> None:
+    check_kernel_support(entries)
+    if queries.shape[2] >= COMPUTE_BOUND_QUERIES:
+        raise PreferXla(f"{queries.shape[2]} queries; XLA is as fast from {COMPUTE_BOUND_QUERIES} queries on")
+    arrays = {"queries": queries, **entries.slot_arrays}
+    for name in ("queries", "keys", "values"):
+        dtype = arrays[name].dtype.name if name in arrays else None
+        if dtype is not None and dtype not in DTYPES and entries.bits.get(name) is None:
+            raise NotImplementedError(f"{name} are {dtype}; the TPU kernel supports {', '.join(DTYPES)}")
+    if any(bits is not None for bits in entries.bits.values()) and queries.shape[3] % (8 * SUBLANES):
+        raise NotImplementedError(
+            f"packed vectors have {queries.shape[3]} dimensions; the TPU kernel supports multiples of {8 * SUBLANES}"
+        )
 
 
 def weighted_decode(
-    rows: Float[Array, "B H R D"],
+    queries: Float[Array, "B H R D"],
     *stores: Entries,
-    config: Config | None = None,
-    interpret: Any = False,
-    logits: bool = False,
+    logits: bool,
+    config: TpuConfig,
+    interpret: Any,
 ) -> Partials:
-    """`reference.weighted_decode` in one pass over the occupied blocks of slots, one store after the other.
+    """`reference.weighted_decode` in one pass over the blocks of slots that are read, one store after the other.
 
-    Every kv head's rows share one read of its keys and values. Blocks outside the occupied range of a row of the batch
-    are neither fetched nor computed. Head dimensions that are no multiple of 128, and packed numbers, are read with
-    slots as the minor axis, which is how XLA lays such arrays out, so that no copy is made. What is packed is brought
-    apart in registers; codes are multiplied as they are, and what they are short of the numbers is added to the
-    products.
+    The queries of a KV head share one read of its keys and values. Blocks outside the range of a sequence are neither
+    fetched nor computed. Vectors whose dimension is not a multiple of 128, and packed vectors, are read with slots as
+    the minor axis, as XLA lays out such arrays, so that nothing is copied. Packed codes are unpacked in registers and
+    multiplied as they are; the difference to the numbers that they stand for is added to the products.
+
+    Args:
+        queries: The R queries of each KV head.
+        *stores: One or more sets of entries, from `entries.prepare`.
+        logits: Whether to return logits; for one store only.
+        config: How to divide the work.
+        interpret: Passed to `pallas_call`.
+
+    Returns:
+        Partials over the union of the entries.
     """
-    config = config or Config()
-    batch, heads, count, head_dim = rows.shape
-    wanted = block_slots(*stores) if config.block_slots is None else [config.block_slots] * len(stores)
-    blocks = [min(block, entries.keys.shape[2]) for block, entries in zip(wanted, stores, strict=True)]
-    most = max(pl.cdiv(entries.keys.shape[2], block) for entries, block in zip(stores, blocks, strict=True))
+    batch, heads, count, head_dim = queries.shape
+    wanted = default_block_slots(*stores) if config.block_slots is None else [config.block_slots] * len(stores)
+    blocks = [min(block, entries.slots) for block, entries in zip(wanted, stores, strict=True)]
+    max_blocks = max(pl.cdiv(entries.slots, block) for entries, block in zip(stores, blocks, strict=True))
     cores = tensor_cores()
-    splits = min(config.splits or (cores if batch * heads % cores else 1), most)
-    cut, steps = [], 0
-    for number, (entries, block) in enumerate(zip(stores, blocks, strict=True)):
-        cut.append(_Store.of(entries, number, block, splits, steps))
-        steps += cut[-1].per_split
+    splits = min(config.splits or (cores if batch * heads % cores else 1), max_blocks)
+    blocked, steps = [], 0
+    for index, (entries, block) in enumerate(zip(stores, blocks, strict=True)):
+        blocked.append(_BlockedStore.create(entries, index, block, splits, steps))
+        steps += blocked[-1].per_split
 
-    def of_split(b, h, s, j, *_):
+    def split_index(b, h, s, j, *_):
         return b, h, s, 0, 0
 
     arrays: dict[tuple[int | None, str], tuple[Array, pl.BlockSpec]] = {
-        (None, "rows"): (rows, pl.BlockSpec((1, 1, count, head_dim), lambda b, h, s, j, *_: (b, h, 0, 0)))
+        (None, "queries"): (queries, pl.BlockSpec((1, 1, count, head_dim), lambda b, h, s, j, *_: (b, h, 0, 0)))
     }
-    for store in cut:
-        arrays |= {(store.number, name): given for name, given in store.arrays(count).items()}
-    out_specs = [pl.BlockSpec((1, 1, 1, count, width), of_split) for width in (1, head_dim, 1)]
+    for store in blocked:
+        arrays |= {(store.index, name): array for name, array in store.arrays(count).items()}
+    out_specs = [pl.BlockSpec((1, 1, 1, count, width), split_index) for width in (1, head_dim, 1)]
     out_shape = [jax.ShapeDtypeStruct((batch, heads, splits, count, width), jnp.float32) for width in (1, head_dim, 1)]
     if logits:
-        # Every step has a block of its own, so that what is not read can be told.
-        (store,) = cut
+        # Every step writes its own block, so that slots of skipped blocks are masked.
+        (store,) = blocked
         out_specs.append(pl.BlockSpec((1, 1, count, store.block), lambda b, h, s, j, *_: (b, h, 0, s * steps + j)))
         out_shape.append(jax.ShapeDtypeStruct((batch, heads, count, splits * steps * store.block), jnp.float32))
-    ranges = [bound for store in cut for bound in store.ranges]
-    pairs = sum(store.slots * (2 if store.entries.feeds != "denominator" else 1) for store in cut)
-    sums = pl.pallas_call(
-        functools.partial(_kernel, stores=cut, names=tuple(arrays), with_logits=logits),
+    block_ranges = [bound for store in blocked for bound in store.block_ranges]
+    products = sum(store.entries.slots * (1 if store.entries.values is None else 2) for store in blocked)
+    results = pl.pallas_call(
+        functools.partial(_kernel, stores=blocked, names=tuple(arrays), with_logits=logits),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(ranges),
+            num_scalar_prefetch=len(block_ranges),
             grid=(batch, heads, splits, steps),
             in_specs=[spec for _, spec in arrays.values()],
             out_specs=out_specs,
@@ -148,161 +162,153 @@ def weighted_decode(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * batch * heads * count * head_dim * pairs,
+            flops=2 * batch * heads * count * head_dim * products,
             bytes_accessed=sum(x.nbytes for x, _ in arrays.values())
             + sum(math.prod(x.shape) * x.dtype.itemsize for x in out_shape),
-            transcendentals=batch * heads * count * sum(store.slots for store in cut),
+            transcendentals=batch * heads * count * sum(store.entries.slots for store in blocked),
         ),
         interpret=interpret,
         name="weighted_decode",
-    )(*ranges, *(x for x, _ in arrays.values()))
-    merged = merge_splits(Partials(sums[0][..., 0], sums[1], sums[2][..., 0]))
-    return merged._replace(logits=sums[3][..., : cut[0].slots]) if logits else merged
+    )(*block_ranges, *(x for x, _ in arrays.values()))
+    merged = merge_splits(Partials(results[0][..., 0], results[1], results[2][..., 0]))
+    return merged._replace(logits=results[3][..., : blocked[0].entries.slots]) if logits else merged
 
 
-class _Store(NamedTuple):
-    """How one of a kernel's stores is read: its blocks in the steps [first_step, first_step + per_split) of a head."""
+class _BlockedStore(NamedTuple):
+    """A store whose blocks are read in the steps [first_step, first_step + per_split) of a head."""
 
     entries: Entries
-    number: int
-    block: int
-    per_split: int
+    index: int  # among the stores
+    block: int  # slots
+    per_split: int  # blocks
     first_step: int
-    bounds: tuple[Array, Array]  # of what rows read
-    ranges: tuple[Array, Array, Array, Array]  # first and last block, lowest and highest slot, of each row of the batch
+    ranges: Ranges
+    block_ranges: tuple[Array, Array, Array, Array]  # first and last block, lowest and highest slot, per sequence
 
     @classmethod
-    def of(cls, entries: Entries, number: int, block: int, splits: int, first_step: int) -> "_Store":
-        blocks = pl.cdiv(entries.keys.shape[2], block)
-        start, stop, lowest, highest = occupied(entries)
-        # One block is always fetched: an empty range points at one that exists.
-        first = jnp.clip(lowest // block, 0, blocks - 1)
-        last = jnp.clip((highest - 1) // block, first, blocks - 1)
-        ranges = first, last, lowest, highest
-        return cls(entries, number, block, pl.cdiv(blocks, splits), first_step, (start, stop), ranges)
+    def create(cls, entries: Entries, index: int, block: int, splits: int, first_step: int) -> "_BlockedStore":
+        blocks = pl.cdiv(entries.slots, block)
+        ranges = read_ranges(entries)
+        # One block is always fetched: an empty range refers to an existing block.
+        first = jnp.clip(ranges.lowest // block, 0, blocks - 1)
+        last = jnp.clip((ranges.highest - 1) // block, first, blocks - 1)
+        block_ranges = first, last, ranges.lowest, ranges.highest
+        return cls(entries, index, block, pl.cdiv(blocks, splits), first_step, ranges, block_ranges)
 
-    @property
-    def slots(self) -> int:
-        return self.entries.keys.shape[2]
+    def is_slots_minor(self, name: str) -> bool:
+        return self.entries.key_dim % 128 != 0 or self.entries.bits[name] is not None
 
-    @property
-    def bits(self) -> dict[str, int | None]:
-        return {"keys": self.entries.key_bits, "values": self.entries.value_bits}
+    def prefetched(self, block_ranges: Sequence[Any]) -> Sequence[Any]:
+        """Selects this store's ranges from the prefetched ranges of all stores."""
+        return block_ranges[4 * self.index : 4 * self.index + 4]
 
-    def slots_minor(self, name: str) -> bool:
-        return self.entries.key_dim % 128 != 0 or self.bits[name] is not None
+    def arrays(self, queries: int) -> dict[str, tuple[Array, pl.BlockSpec]]:
+        """Returns the arrays that the kernel reads, and their blocks."""
+        block = self.block
 
-    def own_ranges(self, ranges: Sequence[Any]) -> Sequence[Any]:
-        """Of the prefetched ranges of all stores."""
-        return ranges[4 * self.number : 4 * self.number + 4]
-
-    def arrays(self, rows: int) -> dict[str, tuple[Array, pl.BlockSpec]]:
-        """What is read, and which blocks of it."""
-        entries, block = self.entries, self.block
-
-        def place(b, s, j, *ranges):
-            # Steps outside the range stay on its nearest block, which the pipeline then does not fetch again.
-            first, last, *_ = self.own_ranges(ranges)
-            step = jnp.clip(j - self.first_step, 0, self.per_split - 1) if len(ranges) > 4 else j
+        def block_index(b, s, j, *block_ranges):
+            # Steps outside the range refer to its nearest block, which the pipeline then does not fetch again.
+            first, last, *_ = self.prefetched(block_ranges)
+            step = jnp.clip(j - self.first_step, 0, self.per_split - 1) if len(block_ranges) > 4 else j
             return jnp.clip(s * self.per_split + step, first[b], last[b])
 
-        def stored(name: str) -> tuple[Array, pl.BlockSpec]:
-            array, minor = getattr(entries, name), self.slots_minor(name)
+        def stored(name: str, array: Array) -> tuple[Array, pl.BlockSpec]:
+            slots_minor = self.is_slots_minor(name)
 
-            def of_slots(b, h, s, j, *ranges):
-                number = place(b, s, j, *ranges)
-                return (b, h, 0, number) if minor else (b, h, number, 0)
+            def slot_index(b, h, s, j, *block_ranges):
+                index = block_index(b, s, j, *block_ranges)
+                return (b, h, 0, index) if slots_minor else (b, h, index, 0)
 
-            shape = (1, 1, array.shape[3], block) if minor else (1, 1, block, array.shape[3])
-            return array.swapaxes(2, 3) if minor else array, pl.BlockSpec(shape, of_slots)
+            shape = (1, 1, array.shape[3], block) if slots_minor else (1, 1, block, array.shape[3])
+            return array.swapaxes(2, 3) if slots_minor else array, pl.BlockSpec(shape, slot_index)
 
-        fed_values = entries.feeds != "denominator"
-        arrays = {name: stored(name) for name in ("keys", "values") if name == "keys" or fed_values}
-        weights = pl.BlockSpec((1, 1, 1, block), lambda b, h, s, j, *ranges: (b, h, 0, place(b, s, j, *ranges)))
-        for name in ("log_num", "log_den", "key_scale", "value_scale"):
-            # A scale of values that are not read need not be read either; the same for the numerator's weights.
-            used = name != "value_scale" or fed_values
-            if used and (given := getattr(entries, name)) is not None:
-                arrays[name] = (given[:, :, None], weights)
-        if any(bound.ndim == 2 for bound in self.bounds):
-            wide = lambda x: jnp.broadcast_to(x if x.ndim == 2 else x[:, None], (len(x), rows))  # noqa: E731
-            bounds = jnp.stack([wide(bound) for bound in self.bounds], axis=-1)
-            arrays["bounds"] = (bounds, pl.BlockSpec((1, rows, 2), lambda b, h, s, j, *_: (b, 0, 0)))
+        slot_arrays = self.entries.slot_arrays
+        arrays = {name: stored(name, slot_arrays[name]) for name in ("keys", "values") if name in slot_arrays}
+        per_slot = pl.BlockSpec((1, 1, 1, block), lambda b, h, s, j, *ranges: (b, h, 0, block_index(b, s, j, *ranges)))
+        arrays |= {name: (slot_arrays[name][:, :, None], per_slot) for name in PER_SLOT if name in slot_arrays}
+        start, stop = self.ranges.start, self.ranges.stop
+        if start.ndim == 2 or stop.ndim == 2:
+            shape = (len(start), queries)
+            bounds = [jnp.broadcast_to(x if x.ndim == 2 else x[:, None], shape) for x in (start, stop)]
+            spec = pl.BlockSpec((1, queries, 2), lambda b, h, s, j, *_: (b, 0, 0))
+            arrays["bounds"] = (jnp.stack(bounds, axis=-1), spec)
         return arrays
 
 
 def _kernel(*refs, stores, names, with_logits):
-    """One block of one head's slots of a store against all of its rows. Running sums live in the output blocks, which
-    stay on chip while the last axis of the grid runs."""
-    ranges, rest = refs[: 4 * len(stores)], refs[4 * len(stores) :]
-    given = dict(zip(names, rest, strict=False))
-    peak_ref, num_ref, den_ref, *of_logits = rest[len(names) :]
+    """Adds one block of a head's slots to the partials of the head's queries.
+
+    The partials are output blocks, which stay on chip while the last axis of the grid runs.
+    """
+    block_ranges, array_refs = refs[: 4 * len(stores)], refs[4 * len(stores) :]
+    inputs = dict(zip(names, array_refs, strict=False))
+    outputs = dict(zip(("max", "numerator", "denominator", "logits"), array_refs[len(names) :], strict=False))
     b, s, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
 
     @pl.when(j == 0)
     def _():
-        peak_ref[...] = jnp.full_like(peak_ref, EMPTY)
-        num_ref[...] = jnp.zeros_like(num_ref)
-        den_ref[...] = jnp.zeros_like(den_ref)
+        outputs["max"][...] = jnp.full_like(outputs["max"], MASK_VALUE)
+        outputs["numerator"][...] = jnp.zeros_like(outputs["numerator"])
+        outputs["denominator"][...] = jnp.zeros_like(outputs["denominator"])
 
     if with_logits:
-        of_logits[0][...] = jnp.full_like(of_logits[0], EMPTY)
+        outputs["logits"][...] = jnp.full_like(outputs["logits"], MASK_VALUE)
     for store in stores:
-        first, last, lowest, highest = (bound[b] for bound in store.own_ranges(ranges))
-        number = s * store.per_split + j - store.first_step
-        here = (number >= first) & (number <= last)
+        first, last, lowest, highest = (bound[b] for bound in store.prefetched(block_ranges))
+        block = s * store.per_split + j - store.first_step
+        is_read = (block >= first) & (block <= last)
         if len(stores) > 1:
-            here &= (j >= store.first_step) & (j < store.first_step + store.per_split)
-        own = {name: ref for (of, name), ref in given.items() if of in (None, store.number)}
-        own |= {"peak": peak_ref, "num": num_ref, "den": den_ref, **({"logits": of_logits[0]} if with_logits else {})}
-        pl.when(here)(functools.partial(_block, store, own, number, lowest, highest))
+            is_read &= (j >= store.first_step) & (j < store.first_step + store.per_split)
+        store_refs = {name: ref for (index, name), ref in inputs.items() if index in (None, store.index)}
+        pl.when(is_read)(functools.partial(_add_block, store, store_refs | outputs, block, lowest, highest))
 
 
-def _block(store: _Store, given, number, lowest, highest):
-    """Adds a store's block to the sums."""
-    peak_ref, num_ref, den_ref = given["peak"], given["num"], given["den"]
-    slots, block, bits, feeds = store.slots, store.block, store.bits, store.entries.feeds
-    minor = {name: store.slots_minor(name) for name in bits}
-    queries, keys = given["rows"][0, 0], given["keys"][0, 0]
-    logits = _product(queries, keys, contract_slots=False, slots_minor=minor["keys"], bits=bits["keys"])
+def _add_block(store: _BlockedStore, refs, index, lowest, highest):
+    """Adds a store's block to the partials."""
+    max_ref, num_ref, den_ref = refs["max"], refs["numerator"], refs["denominator"]
+    slots, block, bits = store.entries.slots, store.block, store.entries.bits
+    slots_minor = {name: store.is_slots_minor(name) for name in bits}
+    queries, keys = refs["queries"][0, 0], refs["keys"][0, 0]
+    logits = _product(queries, keys, contract_slots=False, slots_minor=slots_minor["keys"], bits=bits["keys"])
     logits = logits * queries.shape[1] ** -0.5
-    if "key_scale" in given:
-        logits = logits * given["key_scale"][0, 0].astype(jnp.float32)
-    slot = number * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
-    inside = (slot >= lowest) & (slot < highest)
-    if "bounds" in given:
-        bounds = given["bounds"][0]
-        inside = inside & (slot >= bounds[:, :1]) & (slot < bounds[:, 1:])
+    if "key_scale" in refs:
+        logits = logits * refs["key_scale"][0, 0].astype(jnp.float32)
+    slot = index * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
+    is_read = (slot >= lowest) & (slot < highest)
+    if "bounds" in refs:
+        bounds = refs["bounds"][0]
+        is_read = is_read & (slot >= bounds[:, :1]) & (slot < bounds[:, 1:])
 
-    def weighed(name):
-        shifted = logits + jnp.maximum(given[name][0, 0].astype(jnp.float32), EMPTY) if name in given else logits
-        return jnp.where(inside, shifted, EMPTY)
+    def add_log_weights(name):
+        shifted = logits + jnp.maximum(refs[name][0, 0].astype(jnp.float32), MASK_VALUE) if name in refs else logits
+        return jnp.where(is_read, shifted, MASK_VALUE)
 
-    num_logits = weighed("log_num")
-    den_logits = weighed("log_den") if "log_den" in given else num_logits
-    if "logits" in given:
-        given["logits"][0, 0] = den_logits
-    fed = {"both": (num_logits, den_logits), "numerator": (num_logits,), "denominator": (den_logits,)}[feeds]
-    before = peak_ref[0, 0, 0]
-    peak = functools.reduce(jnp.maximum, (jnp.max(one, axis=1, keepdims=True) for one in fed), before)
-    fade = jnp.exp(before - peak)
-    peak_ref[0, 0, 0] = peak
-    den, num = den_ref[0, 0, 0] * fade, num_ref[0, 0, 0] * fade
-    if feeds != "numerator":
-        den += jnp.sum(jnp.exp(den_logits - peak), axis=1, keepdims=True)
-    den_ref[0, 0, 0] = den
-    if feeds != "denominator":
-        weight = jnp.exp(num_logits - peak)
-        # What lies behind the last slot is unspecified, and 0 * NaN is NaN.
-        if "value_scale" in given:
-            weight = jnp.where(inside, weight * given["value_scale"][0, 0].astype(jnp.float32), 0.0)
-        values = given["values"][0, 0]
-        if slots % block and bits["values"] is None:  # every byte is a number
-            place = number * block + jax.lax.broadcasted_iota(jnp.int32, values.shape, 1 if minor["values"] else 0)
-            values = jnp.where(place < slots, values, jnp.zeros_like(values))
-        weight = weight.astype(compute_type(queries.dtype, values.dtype))
-        num += _product(weight, values, contract_slots=True, slots_minor=minor["values"], bits=bits["values"])
-    num_ref[0, 0, 0] = num
+    num_logits = add_log_weights("log_num")
+    den_logits = add_log_weights("log_den") if "log_den" in refs else num_logits
+    if "logits" in refs:
+        refs["logits"][0, 0] = den_logits
+    contributions = (num_logits, den_logits) if "values" in refs else (den_logits,)
+    old_max = max_ref[0, 0, 0]
+    new_max = functools.reduce(jnp.maximum, (jnp.max(x, axis=1, keepdims=True) for x in contributions), old_max)
+    rescale = jnp.exp(old_max - new_max)
+    max_ref[0, 0, 0] = new_max
+    denominator, numerator = den_ref[0, 0, 0] * rescale, num_ref[0, 0, 0] * rescale
+    den_ref[0, 0, 0] = denominator + jnp.sum(jnp.exp(den_logits - new_max), axis=1, keepdims=True)
+    if "values" in refs:
+        weight = jnp.exp(num_logits - new_max)
+        # Scales and values beyond the last slot are undefined, and 0 * NaN is NaN.
+        if "value_scale" in refs:
+            weight = jnp.where(is_read, weight * refs["value_scale"][0, 0].astype(jnp.float32), 0.0)
+        values = refs["values"][0, 0]
+        if slots % block and bits["values"] is None:  # every packed byte is finite
+            axis = 1 if slots_minor["values"] else 0
+            value_slot = index * block + jax.lax.broadcasted_iota(jnp.int32, values.shape, axis)
+            values = jnp.where(value_slot < slots, values, jnp.zeros_like(values))
+        weight = weight.astype(product_dtype(queries.dtype, values.dtype))
+        numerator += _product(
+            weight, values, contract_slots=True, slots_minor=slots_minor["values"], bits=bits["values"]
+        )
+    num_ref[0, 0, 0] = numerator
 
 
 def _product(
@@ -313,18 +319,18 @@ def _product(
     slots_minor: bool,
     bits: int | None,
 ) -> Float[Array, "R N"]:
-    """Rows against stored keys (over dimensions) or weights against stored values (over slots), in float32."""
-    kind = compute_type(left.dtype, stored.dtype)
-    left = left.astype(kind)
+    """Multiplies queries and keys (over dimensions) or weights and values (over slots), in float32."""
+    dtype = product_dtype(left.dtype, stored.dtype)
+    left = left.astype(dtype)
     if bits is not None:
-        stored = packing.unpack(stored.astype(jnp.int32), bits, axis=0)  # wide, so that pieces are whole registers
+        stored = packing.unpack(stored.astype(jnp.int32), bits, axis=0)  # in int32, runs fill entire registers
     if jnp.issubdtype(stored.dtype, jnp.integer):
-        stored = stored.astype(jnp.float32)  # from where every type can be reached
+        stored = stored.astype(jnp.float32)  # Mosaic converts float32 to every dtype
     axis = int(slots_minor) if contract_slots else 1 - int(slots_minor)
-    precision = jax.lax.Precision.HIGHEST if kind == jnp.float32 else None
+    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
     product = jax.lax.dot_general(
         left,
-        stored.astype(kind),
+        stored.astype(dtype),
         (((1,), (axis,)), ((), ())),
         precision=precision,
         preferred_element_type=jnp.float32,

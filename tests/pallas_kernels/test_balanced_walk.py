@@ -11,7 +11,15 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.balanced_walk import Block, Config, diagonal, matrix, mosaic_tpu, pairs, signs
+from pallas_kernels.balanced_walk import (
+    Block,
+    TpuConfig,
+    assign_signs,
+    kernel_diagonal,
+    kernel_matrix,
+    mosaic_tpu,
+    thin_pairs,
+)
 from tests.pallas_kernels import traffic
 from tests.pallas_kernels.programs import equations
 
@@ -35,12 +43,12 @@ TOLERANCE = 1e-4
 
 @functools.partial(jax.jit, static_argnames="form")
 def run_signs(block, uniforms, gain, weight, form):
-    return signs(block, uniforms, gain, weight, **FORMS[form])
+    return assign_signs(block, uniforms, gain, weight, **FORMS[form])
 
 
 @functools.partial(jax.jit, static_argnames="form")
 def run_pairs(block, uniforms, weights, gamma, form):
-    return pairs(block, uniforms, weights, gamma, **FORMS[form])
+    return thin_pairs(block, uniforms, weights, gamma, **FORMS[form])
 
 
 def make(entries=40, head_dim=64, values=True, norm=2.0, empty=(), seed=0):
@@ -80,7 +88,7 @@ def compare_signs(found, block, uniforms, gain, weight):
     kernel, entries = plain_matrix(block), len(uniforms)
     gain, weight = (np.broadcast_to(np.asarray(x, np.float64), entries) for x in (gain, weight))
     sums, clipped, within = np.zeros(entries), 0, 0
-    for place, sign in enumerate(np.asarray(found.sign)):
+    for place, sign in enumerate(np.asarray(found.signs)):
         tilt = gain[place] * sums[place]
         clipped += abs(tilt) > 0.5
         margin = 0.5 - tilt - float(uniforms[place])
@@ -88,7 +96,7 @@ def compare_signs(found, block, uniforms, gain, weight):
         assert sign in (-1.0, 1.0)
         assert sign == (1.0 if margin > 0 else -1.0) or abs(margin) <= TOLERANCE
         sums += sign * weight[place] * kernel[place]
-    assert abs(int(found.clipped) - clipped) <= within
+    assert abs(int(found.num_clipped) - clipped) <= within
     assert within <= 1 + entries / 20
     return clipped
 
@@ -109,14 +117,14 @@ def compare_pairs(found, block, uniforms, weights, gamma):
         apart = max(own[first] + own[second] - 2 * kernel[first, second], 1e-6 * own.max() + 1e-30)
         tilt = 4 * share * (1 - share) * gamma * (sums[first] - sums[second]) / apart
         clipped += abs(share - tilt - 0.5) > 0.5
-        kept = int(found.kept[number])
+        kept = int(found.indices[number])
         assert kept in (first, second)
         margin = share - tilt - uniform
         within += abs(margin) <= TOLERANCE
         assert kept == (first if margin > 0 else second) or abs(margin) <= TOLERANCE
-        assert found.weight[number] == pytest.approx(total)
+        assert found.weights[number] == pytest.approx(total)
         sums += (weights[second] if kept == first else -weights[first]) / largest * (kernel[first] - kernel[second])
-    assert abs(int(found.clipped) - clipped) <= within
+    assert abs(int(found.num_clipped) - clipped) <= within
     return clipped
 
 
@@ -144,8 +152,8 @@ def test_empty_places_come_last_and_what_meets_them_stays(form, empty):
     block, _, of_pairs, weights = make(empty=empty)
     found = run_pairs(block, of_pairs, weights, 4.0, form)
     compare_pairs(found, block, of_pairs, weights, 4.0)
-    assert np.count_nonzero(found.weight) == -(-np.count_nonzero(weights) // 2)
-    assert float(found.weight.sum()) == pytest.approx(float(weights.sum()))
+    assert np.count_nonzero(found.weights) == -(-np.count_nonzero(weights) // 2)
+    assert float(found.weights.sum()) == pytest.approx(float(weights.sum()))
 
 
 @quick_form
@@ -159,18 +167,18 @@ def test_strong_walks_are_clipped(form):
 def test_keys_of_large_norm_neither_overflow_nor_spoil_choices(form):
     block, of_signs, of_pairs, weights = make(norm=200.0)
     found = run_pairs(block, of_pairs, weights, 4.0, form)
-    assert len(set(np.asarray(found.kept).tolist())) == 20
-    assert float(found.weight.sum()) == pytest.approx(float(weights.sum()))
+    assert len(set(np.asarray(found.indices).tolist())) == 20
+    assert float(found.weights.sum()) == pytest.approx(float(weights.sum()))
     # Every entry is orthogonal to every other: no sum ever turns a sign.
-    sign = run_signs(block, of_signs, 0.3, 1.0, form).sign
+    sign = run_signs(block, of_signs, 0.3, 1.0, form).signs
     np.testing.assert_array_equal(sign, np.where(np.asarray(of_signs) < 0.5, 1.0, -1.0))
 
 
 def test_the_matrix_and_its_diagonal_are_those_of_the_definition():
     for values in (True, False):
         block = make(values=values)[0]
-        np.testing.assert_allclose(matrix(block), plain_matrix(block), rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(diagonal(block), np.diagonal(plain_matrix(block)), rtol=1e-5)
+        np.testing.assert_allclose(kernel_matrix(block), plain_matrix(block), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(kernel_diagonal(block), np.diagonal(plain_matrix(block)), rtol=1e-5)
 
 
 def compare_all(one, stack):
@@ -191,13 +199,13 @@ def make_many():
 
 def both(block, of_signs, of_pairs, weights, **options):
     # Some arguments are the same for all blocks.
-    return signs(block, of_signs, 0.3, **options), pairs(block, of_pairs, weights, 4.0, **options)
+    return assign_signs(block, of_signs, 0.3, **options), thin_pairs(block, of_pairs, weights, 4.0, **options)
 
 
 @pytest.mark.parametrize("together", [1, 4])
 def test_blocks_are_walked_side_by_side_in_one_kernel(together):
     stack = make_many()
-    options = {"implementation": "mosaic_tpu", "config": Config(together), "interpret": True}
+    options = {"implementation": "mosaic_tpu", "config": TpuConfig(together), "interpret": True}
     mapped = jax.vmap(jax.vmap(functools.partial(both, **options)))
     traced = jax.jit(mapped).trace(*stack)
     names = [equation.primitive.name for equation in equations(traced.jaxpr.jaxpr)]
@@ -227,7 +235,7 @@ def test_forms_decide_alike_where_programs_use_them():
     def halve(stack, wanted, form):
         def one(item):
             block, _, uniforms, weights = item
-            return pairs(block, uniforms, weights, 4.0, **FORMS[form])
+            return thin_pairs(block, uniforms, weights, 4.0, **FORMS[form])
 
         def step(carry, _):
             grouped = jax.lax.map(one, stack, batch_size=3)
@@ -236,9 +244,9 @@ def test_forms_decide_alike_where_programs_use_them():
         return jax.lax.scan(step, jax.tree.map(jnp.zeros_like, jax.lax.map(one, stack)), None, length=2)[0]
 
     ours, xla = halve(stack, True, "mosaic_tpu"), halve(stack, True, "xla")
-    np.testing.assert_array_equal(ours.kept, xla.kept)
-    np.testing.assert_array_equal(ours.weight, xla.weight)
-    assert not np.asarray(halve(stack, False, "mosaic_tpu").weight).any()
+    np.testing.assert_array_equal(ours.indices, xla.indices)
+    np.testing.assert_array_equal(ours.weights, xla.weights)
+    assert not np.asarray(halve(stack, False, "mosaic_tpu").weights).any()
 
 
 @pytest.mark.parametrize("entries, head_dim", [(512, 128), (256, 64)])
@@ -247,7 +255,7 @@ def test_no_more_bytes_move_than_have_to(entries, head_dim):
     # Tracing for `vmap` would hide the arrays from the count.
     with mock.patch.object(mosaic_tpu, "fold_mapped_axes", lambda run: run):
         found = traffic.moved(
-            lambda *given: pairs(*given, implementation="mosaic_tpu", interpret=True),
+            lambda *given: thin_pairs(*given, implementation="mosaic_tpu", interpret=True),
             block, uniforms, weights, 4.0, run=False,
         )  # fmt: skip
     least = sum(x.nbytes for x in jax.tree.leaves((block, uniforms, weights))) + 2 * 4 * (entries // 2)
@@ -257,19 +265,19 @@ def test_no_more_bytes_move_than_have_to(entries, head_dim):
 def test_what_does_not_fit_is_refused():
     block, of_signs, of_pairs, weights = make()
     with pytest.raises(ValueError, match=r"uniforms has shape \(20,\)"):
-        signs(block, of_pairs, 1.0)
+        assign_signs(block, of_pairs, 1.0)
     with pytest.raises(ValueError, match=r"weights has shape \(40, 1\)"):
-        pairs(block, of_pairs, weights[:, None], 1.0)
-    with pytest.raises(ValueError, match=r"values \(20, 64\)"):
-        signs(Block(**{**vars(block), "values": block.values[:20]}), of_signs, 1.0)
+        thin_pairs(block, of_pairs, weights[:, None], 1.0)
+    with pytest.raises(ValueError, match=r"values have shape \(20, 64\)"):
+        assign_signs(Block(**{**vars(block), "values": block.values[:20]}), of_signs, 1.0)
     with pytest.raises(ValueError, match="implementation='cuda'"):
-        signs(block, of_signs, 1.0, implementation="cuda")
-    with pytest.raises(ValueError, match="together=0"):
-        Config(together=0)
+        assign_signs(block, of_signs, 1.0, implementation="cuda")
+    with pytest.raises(ValueError, match="blocks_per_step=0"):
+        TpuConfig(blocks_per_step=0)
     half = Block(**{**vars(block), "keys": block.keys.astype(jnp.bfloat16)})
     with pytest.raises(NotImplementedError, match="keys are bfloat16"):
-        signs(half, of_signs, 1.0, implementation="mosaic_tpu")
+        assign_signs(half, of_signs, 1.0, implementation="mosaic_tpu")
     large = Block(**{**vars(block), "keys": jnp.zeros((8192, 64)), "values": None})
     for implementation in ("mosaic_tpu", "mosaic_gpu"):
         with pytest.raises(NotImplementedError, match="8192 entries"):
-            signs(large, jnp.zeros(8192), 1.0, implementation=implementation, interpret=True)
+            assign_signs(large, jnp.zeros(8192), 1.0, implementation=implementation, interpret=True)

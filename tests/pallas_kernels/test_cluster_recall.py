@@ -12,11 +12,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import benchmarking, packing
-from pallas_kernels.cluster_recall import Blocks, Config, GpuConfig, cluster_recall, entry_width, mosaic_tpu, reference
-from pallas_kernels.weighted_decode import EMPTY, Partials
+from pallas_kernels.cluster_recall import (
+    Blocks,
+    GpuConfig,
+    TpuConfig,
+    cluster_recall,
+    mosaic_tpu,
+    padded_width,
+    reference,
+)
+from pallas_kernels.partials import MASK_VALUE, Partials
 from tests.pallas_kernels import traffic
 
-SMALL = Config(step_blocks=8, cores=1)
+SMALL = TpuConfig(step_blocks=8, cores=1)
 # The slow interpreter knows memory spaces: it raises on reads out of bounds and on races, and memory that nothing was
 # written to holds NaN.
 CHECKED = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise")
@@ -26,7 +34,7 @@ FORMS = {
     "mosaic_tpu_checked": {"implementation": "mosaic_tpu", "config": SMALL, "interpret": CHECKED},
     "mosaic_tpu_cores": {
         "implementation": "mosaic_tpu",
-        "config": Config(step_blocks=8, cores=2),
+        "config": TpuConfig(step_blocks=8, cores=2),
         "interpret": dataclasses.replace(CHECKED, num_cores_or_threads=2),
     },
 }
@@ -58,7 +66,7 @@ def make(
     """Rows, blocks, numbers and counts, of all kinds of counts. Columns that hold neither key nor value hold noise, and
     so do places behind the count."""
     rng = np.random.default_rng(seed)
-    stored = scale * rng.normal(size=(batch, kv_heads, there, places, 2 * entry_width(head_dim)))
+    stored = scale * rng.normal(size=(batch, kv_heads, there, places, 2 * padded_width(head_dim)))
     if dtype == "int8":
         stored = np.clip(np.round(40 * stored), -127, 127)
     factors = 0.02 * rng.normal(size=(batch, kv_heads, there, places, 2)) if scaled else None
@@ -82,11 +90,11 @@ def packed(key_bits, value_bits, head_dim, **sizes):
     stored, wide = [], []
     for bits in (key_bits, value_bits):
         codes = rng.integers(0, 2**bits, (*plain.entries.shape[:4], head_dim))
-        room = packing.packed_width(entry_width(head_dim), bits)
+        room = packing.packed_width(padded_width(head_dim), bits)
         numbers = packing.pack(jnp.asarray(codes, jnp.uint8), bits)
         fill = [(0, 0)] * 4 + [(0, room - numbers.shape[-1])]
         stored.append(jnp.pad(numbers, fill, constant_values=173))
-        wide.append(np.pad(2 * codes - (2**bits - 1), [(0, 0)] * 4 + [(0, entry_width(head_dim) - head_dim)]))
+        wide.append(np.pad(2 * codes - (2**bits - 1), [(0, 0)] * 4 + [(0, padded_width(head_dim) - head_dim)]))
     scale = plain.scale.astype(jnp.bfloat16)
     plain = Blocks(jnp.asarray(np.concatenate(wide, axis=-1), jnp.float32), scale.astype(jnp.float32))
     blocks = Blocks(jnp.concatenate(stored, axis=-1), scale, key_bits=key_bits, value_bits=value_bits)
@@ -96,7 +104,7 @@ def packed(key_bits, value_bits, head_dim, **sizes):
 @pytest.mark.parametrize("head_dim", [64, 48])
 def test_keys_and_values_gathered_together_are_those_gathered_apart(head_dim):
     arguments = make(head_dim=head_dim)
-    together, apart = (jax.jit(form)(*arguments) for form in (reference.halves_together, reference.halves_apart))
+    together, apart = (jax.jit(form)(*arguments) for form in (reference.attend_to_rows, reference.attend_to_columns))
     for one, other in zip(jax.tree.leaves(together), jax.tree.leaves(apart), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
@@ -125,13 +133,16 @@ def expected(rows, blocks, number, count):
 
 def compare(found: Partials, *arguments, tolerance=2e-6):
     peak, num, den = expected(*arguments)
-    assert (found.max.shape, found.num.shape, found.den.shape) == (peak.shape, num.shape, den.shape)
+    assert (found.max.shape, found.numerator.shape, found.denominator.shape) == (peak.shape, num.shape, den.shape)
     some = np.isfinite(peak)
-    np.testing.assert_array_equal(np.asarray(found.max) > EMPTY / 2, some)
+    np.testing.assert_array_equal(np.asarray(found.max) > MASK_VALUE / 2, some)
     # Both are relative to a maximum of their own.
     shift = np.exp(np.where(some, np.asarray(found.max, np.float64) - np.where(some, peak, 0), 0))
     largest = max(np.abs(num).max(), np.abs(den).max(), 1e-30)
-    for mine, true in ((np.asarray(found.num) * shift[..., None], num), (np.asarray(found.den) * shift, den)):
+    for mine, true in (
+        (np.asarray(found.numerator) * shift[..., None], num),
+        (np.asarray(found.denominator) * shift, den),
+    ):
         assert np.abs(mine - true)[some].max(initial=0) <= tolerance * largest
 
 
@@ -212,10 +223,10 @@ def test_extreme_logits_neither_overflow_nor_vanish(form):
     "change, message",
     [
         ({"entries": jnp.zeros((2, 2, 9, 16, 126))}, r"entries have shape \(2, 2, 9, 16, 126\)"),
-        ({"entries": jnp.zeros((2, 3, 9, 16, 128))}, "H a multiple of H_kv"),
+        ({"entries": jnp.zeros((2, 3, 9, 16, 128))}, "H is a multiple of H_kv"),
         ({"scale": jnp.zeros((2, 2, 9, 16))}, r"scale has shape \(2, 2, 9, 16\)"),
-        ({"number": jnp.zeros((2, 2, 0), jnp.int32)}, "number has shape"),
-        ({"count": jnp.zeros((2, 2, 4), jnp.int32)}, "count has shape"),
+        ({"number": jnp.zeros((2, 2, 0), jnp.int32)}, "block_indices has shape"),
+        ({"count": jnp.zeros((2, 2, 4), jnp.int32)}, "block_lengths has shape"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
@@ -229,7 +240,7 @@ def test_what_does_not_fit_is_refused(change, message):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"rows": 64}, "64 rows"),
+        ({"rows": 64}, "64 queries"),
         ({"dtype": "float16"}, "entries are float16"),
         ({"head_dim": 32}, "blocks are 16 x 64"),
         ({"places": 8}, "blocks are 8 x 128"),
@@ -248,7 +259,7 @@ def test_unknown_forms_and_configs_are_refused():
         cluster_recall(*make(), implementation="cuda")
     for wrong in ({"step_blocks": 12}, {"step_blocks": 0}, {"cores": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            Config(**wrong)
+            TpuConfig(**wrong)
 
 
 TRAFFIC = {
@@ -384,7 +395,7 @@ def test_the_kernel_for_gpus_stays_one_under_vmap(own_stores):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"rows": 64}, "64 rows"),
+        ({"rows": 64}, "64 queries"),
         ({"head_dim": 32}, "blocks are 16 x 64"),
         ({"places": 24}, "blocks are 24 x 128"),
         ({"head_dim": 256}, "bytes do not fit in shared memory"),

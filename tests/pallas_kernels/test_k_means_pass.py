@@ -10,13 +10,13 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.k_means import Config, k_means
+from pallas_kernels.k_means import TpuConfig, k_means
 from tests.pallas_kernels import traffic
 from tests.pallas_kernels.programs import equations
 
-SMALL = Config(block_points=128)
+SMALL = TpuConfig(block_points=128)
 FORMS = {
-    "xla": {"implementation": "xla", "block": 128},
+    "xla": {"implementation": "xla", "block_size": 128},
     "mosaic_tpu": {"implementation": "mosaic_tpu", "config": SMALL, "interpret": True},
     "mosaic_tpu_checked": {
         "implementation": "mosaic_tpu",
@@ -33,7 +33,7 @@ TOLERANCE = 2e-6  # relative to norms
 
 @functools.partial(jax.jit, static_argnames="form")
 def run(points, directions, valid, used, summed, form):
-    return k_means(points, directions, valid, used=used, summed=summed, **FORMS[form])
+    return k_means(points, directions, valid, num_centroids=used, summands=summed, **FORMS[form])
 
 
 def make(points=300, clusters=11, head_dim=64, seed=0, scale=1.0):
@@ -50,8 +50,8 @@ def compare(found, points, directions, valid, used=None, summed=None):
     product = np.where(valid[:, None], np.nan_to_num(wide(points)), 0) @ wide(directions).T
     product[:, clusters if used is None else used :] = -np.inf
     best = product.max(axis=1)
-    label = np.asarray(found.label)
-    assert found.label.shape == valid.shape and found.sums.shape == directions.shape
+    label = np.asarray(found.labels)
+    assert found.labels.shape == valid.shape and found.sums.shape == directions.shape
     np.testing.assert_array_equal(label[~valid], clusters)
     assert ((label >= 0) & (label < (clusters if used is None else used)))[valid].all()
     # The label is that of the best but for ties within rounding.
@@ -60,7 +60,7 @@ def compare(found, points, directions, valid, used=None, summed=None):
     assert near[np.arange(len(label)), np.minimum(label, clusters - 1)][valid].all()
     clear = valid & (near.sum(axis=1) == 1)
     np.testing.assert_array_equal(label[clear], product.argmax(axis=1)[clear])
-    np.testing.assert_allclose(found.gained, best[valid].sum(), rtol=1e-5, atol=slack)
+    np.testing.assert_allclose(found.total_product, best[valid].sum(), rtol=1e-5, atol=slack)
     # Sums are those of the clusters that were found.
     added = np.where(valid[:, None], np.nan_to_num(wide(points if summed is None else summed)), 0)
     member = label[None] == np.arange(clusters)[:, None]
@@ -104,9 +104,9 @@ def test_other_numbers_than_points_may_be_summed(form):
 def test_no_valid_point(form):
     points, directions, _ = make()
     found = run(points, directions, jnp.zeros(300, bool), None, None, form)
-    np.testing.assert_array_equal(found.label, 11)
+    np.testing.assert_array_equal(found.labels, 11)
     np.testing.assert_array_equal(found.sums, 0.0)
-    assert found.gained == 0
+    assert found.total_product == 0
 
 
 @quick_form
@@ -114,7 +114,7 @@ def test_of_equal_directions_the_first_is_taken(form):
     points, directions, valid = make()
     twice = jnp.concatenate([directions, directions])
     found = run(points, twice, valid, None, None, form)
-    assert (np.asarray(found.label)[np.asarray(valid)] < len(directions)).all()
+    assert (np.asarray(found.labels)[np.asarray(valid)] < len(directions)).all()
 
 
 @quick_form
@@ -129,7 +129,7 @@ def test_it_stays_one_kernel_under_vmap():
     used = jnp.array([5, 2])
 
     def one(points, directions, valid, used):
-        return k_means(points, directions, valid, used=used, **FORMS["mosaic_tpu"])
+        return k_means(points, directions, valid, num_centroids=used, **FORMS["mosaic_tpu"])
 
     mapped = jax.vmap(jax.vmap(one, (0, 0, 0, None)))
     traced = jax.jit(mapped).trace(points, directions, valid, used)
@@ -149,7 +149,7 @@ def test_no_more_bytes_move_than_have_to(points, clusters, head_dim, other):
     given = array, jnp.zeros((clusters, head_dim)), jnp.ones(points, bool)
     summed = array + 1 if other else None
     found = traffic.moved(
-        lambda *given: k_means(*given, summed=summed, implementation="mosaic_tpu", interpret=True), *given, run=False
+        lambda *given: k_means(*given, summands=summed, implementation="mosaic_tpu", interpret=True), *given, run=False
     )
     least = array.nbytes * (1 + other) + 2 * given[1].nbytes + points * (1 + 4)
     assert least <= found.total <= 1.05 * least
@@ -163,7 +163,13 @@ needs_gpu_interpreter = pytest.mark.skipif(
 def run_for_gpu(points, directions, valid, used=None, summed=None):
     interpreter = plgpu.InterpretGPUParams(detect_races=True)
     return k_means(
-        points, directions, valid, used=used, summed=summed, implementation="mosaic_gpu", interpret=interpreter
+        points,
+        directions,
+        valid,
+        num_centroids=used,
+        summands=summed,
+        implementation="mosaic_gpu",
+        interpret=interpreter,
     )
 
 
@@ -211,21 +217,21 @@ def test_what_the_kernels_for_gpus_cannot_do_is_refused(head_dim, dtype, message
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        ({"directions": jnp.zeros((4, 32))}, ValueError, r"directions has shape \(4, 32\)"),
-        ({"valid": jnp.zeros(299, bool)}, ValueError, r"valid has shape \(299,\)"),
-        ({"summed": jnp.zeros((300, 32))}, ValueError, r"summed has shape \(300, 32\)"),
+        ({"centroids": jnp.zeros((4, 32))}, ValueError, r"centroids has shape \(4, 32\)"),
+        ({"is_valid": jnp.zeros(299, bool)}, ValueError, r"is_valid has shape \(299,\)"),
+        ({"summands": jnp.zeros((300, 32))}, ValueError, r"summands has shape \(300, 32\)"),
         ({"implementation": "cuda"}, ValueError, "implementation='cuda'"),
         ({"points": jnp.zeros((300, 64), jnp.bfloat16)}, NotImplementedError, "points are bfloat16"),
-        ({"directions": jnp.zeros((60000, 64))}, NotImplementedError, "60000 clusters"),
+        ({"centroids": jnp.zeros((60000, 64))}, NotImplementedError, "60000 clusters"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, error, message):
     points, directions, valid = make()
-    given = {"points": points, "directions": directions, "valid": valid, "implementation": "mosaic_tpu"}
+    given = {"points": points, "centroids": directions, "is_valid": valid, "implementation": "mosaic_tpu"}
     with pytest.raises(error, match=message):
         k_means(**{**given, **change})
 
 
 def test_blocks_are_of_whole_lanes():
     with pytest.raises(ValueError, match="block_points=100"):
-        Config(block_points=100)
+        TpuConfig(block_points=100)

@@ -10,11 +10,11 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.soft_match import Config, soft_match
+from pallas_kernels.soft_match import TpuConfig, soft_match
 from tests.pallas_kernels import traffic
 from tests.pallas_kernels.programs import equations
 
-SMALL = Config(block_keys=64)
+SMALL = TpuConfig(block_keys=64)
 FORMS = {
     "xla": {"implementation": "xla"},
     "mosaic_tpu": {"implementation": "mosaic_tpu", "config": SMALL, "interpret": True},
@@ -57,11 +57,11 @@ def compare(found, keys, count, chunk):
     cosine = expected(keys, count, chunk).reshape(-1, chunk // 2)
     best = cosine.max(axis=1)
     some = np.isfinite(best)
-    assert found.cosine.shape == found.place.shape == best.shape
+    assert found.cosine.shape == found.partner.shape == best.shape
     np.testing.assert_array_equal(np.asarray(found.cosine)[~some], -np.inf)
     np.testing.assert_allclose(np.asarray(found.cosine)[some], best[some], atol=TOLERANCE)
     # The place is that of the best but for ties within rounding.
-    place = np.asarray(found.place)
+    place = np.asarray(found.partner)
     assert ((place >= 0) & (place < chunk // 2))[some].all()
     assert (cosine[np.arange(len(place)), np.clip(place, 0, chunk // 2 - 1)] >= best - TOLERANCE)[some].all()
     clear = some & ((cosine >= best[:, None] - TOLERANCE).sum(axis=1) == 1)
@@ -97,7 +97,7 @@ def test_only_so_many_keys_are_there(form, count):
 def test_of_equal_cosines_the_first_is_taken(form):
     keys = jnp.asarray(np.eye(4)[np.random.default_rng(0).integers(0, 3, 64)], jnp.float32)
     found = run(keys, 64, 32, form)
-    np.testing.assert_array_equal(found.place, expected(keys, 64, 32).argmax(axis=2).reshape(-1))
+    np.testing.assert_array_equal(found.partner, expected(keys, 64, 32).argmax(axis=2).reshape(-1))
 
 
 @quick_form
@@ -106,7 +106,7 @@ def test_keys_without_a_direction_and_large_norms(form):
     compare(run(keys, 64, 16, form), keys, 64, 16)
     nothing = run(jnp.zeros((64, 16)), 64, 16, form)
     np.testing.assert_array_equal(nothing.cosine, 0.0)
-    np.testing.assert_array_equal(nothing.place, 0)
+    np.testing.assert_array_equal(nothing.partner, 0)
 
 
 def test_it_stays_one_kernel_under_vmap():
@@ -164,7 +164,7 @@ def test_the_kernel_for_gpus(slots, head_dim, dtype, chunk, count):
 def test_the_kernel_for_gpus_takes_the_first_of_equal_cosines():
     keys = jnp.asarray(np.eye(64)[np.random.default_rng(0).integers(0, 3, 256)], jnp.float32)
     found = run_for_gpu(keys.at[5].set(0.0), 256, 256)
-    np.testing.assert_array_equal(found.place, expected(keys.at[5].set(0.0), 256, 256).argmax(axis=2).reshape(-1))
+    np.testing.assert_array_equal(found.partner, expected(keys.at[5].set(0.0), 256, 256).argmax(axis=2).reshape(-1))
 
 
 @needs_gpu_interpreter
@@ -186,8 +186,8 @@ def test_the_kernel_for_gpus_stays_one_under_vmap():
 @pytest.mark.parametrize(
     "keys, chunk, message",
     [
-        (jnp.zeros((64, 64)), 64, "chunk=64"),
-        (jnp.zeros((64, 64)), 136, "chunk=136"),
+        (jnp.zeros((64, 64)), 64, "chunk_size=64"),
+        (jnp.zeros((64, 64)), 136, "chunk_size=136"),
         (jnp.zeros((64, 64), jnp.float16), 128, "keys are float16"),
         (jnp.zeros((64, 72)), 128, "head dimension 72"),
         (jnp.zeros((64, 256)), 128, "do not fit in shared memory"),
@@ -201,16 +201,16 @@ def test_what_the_kernel_for_gpus_cannot_do_is_refused(keys, chunk, message):
 def test_what_cannot_be_is_refused():
     keys = make(64)
     for chunk in (0, 7):
-        with pytest.raises(ValueError, match=f"chunk={chunk}"):
+        with pytest.raises(ValueError, match=f"chunk_size={chunk}"):
             soft_match(keys, 64, chunk)
     with pytest.raises(ValueError, match="implementation='cuda'"):
         soft_match(keys, 64, 16, implementation="cuda")
     with pytest.raises(NotImplementedError, match="keys are float16"):
         soft_match(keys.astype(jnp.float16), 64, 16, implementation="mosaic_tpu")
-    with pytest.raises(NotImplementedError, match="chunk=4096"):
+    with pytest.raises(NotImplementedError, match="chunk_size=4096"):
         soft_match(keys, 64, 4096, implementation="mosaic_tpu")
-    with pytest.raises(NotImplementedError, match="keys of 160 dimensions"):
+    with pytest.raises(NotImplementedError, match="keys have 160 dimensions"):
         soft_match(jnp.zeros((64, 160)), 64, 16, implementation="mosaic_tpu")
     with pytest.raises(ValueError, match="block_keys=0"):
-        Config(block_keys=0)
+        TpuConfig(block_keys=0)
     soft_match(keys.astype(jnp.float16), 64, 16)  # falls through

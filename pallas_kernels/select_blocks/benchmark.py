@@ -1,4 +1,4 @@
-"""How fast `best_parts` chooses: python -m pallas_kernels.best_parts.benchmark [--quick] [--output FILE]."""
+"""How fast `select_blocks` chooses: python -m pallas_kernels.select_blocks.benchmark [--quick] [--output FILE]."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import benchmarking
-from pallas_kernels.best_parts import reference
-from pallas_kernels.best_parts.api import best_parts
+from pallas_kernels.select_blocks import reference, select_blocks
 
 
 class Shape(NamedTuple):
@@ -35,9 +34,9 @@ class Shape(NamedTuple):
         heads = (self.batch, self.heads, self.parts)
         return array(heads, jnp.float32), array(heads, jnp.int32), array(heads, jnp.int32)
 
-    def function(self, form: Callable[..., Any] = best_parts, **options: Any) -> Callable[..., Any]:
+    def function(self, form: Callable[..., Any] = select_blocks, **options: Any) -> Callable[..., Any]:
         """The op, or a form of it, on all heads."""
-        sizes = {"tokens": self.tokens, "blocks": self.blocks, "places": self.places}
+        sizes = {"max_tokens": self.tokens, "max_blocks": self.blocks, "block_size": self.places}
         return jax.vmap(jax.vmap(functools.partial(form, **sizes, **options)))
 
 
@@ -69,11 +68,11 @@ def _forms(shape: Shape) -> Mapping[str, benchmarking.Form]:
     arguments = score, size, jnp.cumsum(needed, axis=-1) - needed
     named = {
         "kvjax": shape.function(),
-        "xla": shape.function(reference.by_sorting),
-        "xla, comparing": shape.function(reference.by_comparing),
+        "xla": shape.function(reference.select_by_sorting),
+        "xla, comparing": shape.function(reference.select_by_comparing),
     }
     return {name: benchmarking.Form(form, arguments) for name, form in named.items()}
 
 
 if __name__ == "__main__":
-    benchmarking.main("best_parts", cases)
+    benchmarking.main("select_blocks", cases)

@@ -10,53 +10,82 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.batching import fold_mapped_axes
-from pallas_kernels.best_parts.base import Ranked
-from pallas_kernels.dispatch import Unsuited
+from pallas_kernels.dispatch import PreferXla
+from pallas_kernels.select_blocks.reference import SelectedBlocks
 
 HEADS, LANES = 8, 128  # heads of a step, one in each sublane of a register
 LOWEST = -(2**31)  # the key of a part without tokens
 # Counts are float32 numbers, which must stay exact, and be divided exactly.
-MOST_TOKENS = 2**21
+MAX_TOKENS = 2**21
 # Arrays of so many numbers for each of a step's heads are on chip together, some twenty of them.
-MOST_PARTS = MOST_BLOCKS = 2**14
+MAX_CLUSTERS = MAX_BLOCKS = 2**14
 
 
 def check(
-    score: Float[Array, "C"], size: Any, first: Any, skip: Any = None, *, tokens: int, blocks: int, places: int
-) -> None:
-    """Raises a NotImplementedError for what the kernel cannot do, with the reason."""
-    if skip is not None:
-        raise Unsuited("later rounds, which leave out blocks in the order of the scores")
-    for name, value, most in (("parts", score.shape[0], MOST_PARTS), ("blocks", blocks, MOST_BLOCKS)):
-        if not value:
-            raise Unsuited(f"0 {name}: there is nothing to choose")
-        if value > most:
-            raise NotImplementedError(f"{value} {name}; a TPU kernel takes 1 to {most}")
-    if tokens > MOST_TOKENS or blocks * places > MOST_TOKENS:
-        raise NotImplementedError(f"{max(tokens, blocks * places)} tokens; a TPU kernel counts to {MOST_TOKENS}")
-
-
-def best_parts(
-    score: Float[Array, "C"],
-    size: Int[Array, "C"],
-    first: Int[Array, "C"],
+    scores: Float[Array, "C"],
+    _sizes: Int[Array, "C"],
+    _first_blocks: Int[Array, "C"],
     *,
-    tokens: int,
-    blocks: int,
-    places: int,
-    interpret: Any = False,
-) -> Ranked:
-    """`reference.by_sorting` without a sort, in one kernel for all heads, under `vmap`, too. Blocks come in the order
-    of the parts' numbers.
+    max_tokens: int,
+    max_blocks: int,
+    block_size: int,
+    **_options: Any,
+) -> None:
+    """Checks that the kernel supports the arguments of `select_blocks`.
 
-    The score of the part that no longer fits whole is sought bit by bit: the sizes of all that are better are summed 32
-    times. Only parts with that very score are taken in their order.
+    Args:
+        scores: One score per cluster.
+        max_tokens: The budget.
+        max_blocks: K.
+        block_size: Tokens per block.
+
+    Raises:
+        NotImplementedError: If the kernel does not support them.
     """
-    of_heads = functools.partial(_of_heads, tokens=tokens, blocks=blocks, places=places, interpret=interpret)
-    return jax.tree.map(lambda x: x[0], fold_mapped_axes(of_heads)(score[None], size[None], first[None]))
+    for name, value, limit in (("clusters", scores.shape[0], MAX_CLUSTERS), ("blocks", max_blocks, MAX_BLOCKS)):
+        if not value:
+            raise PreferXla(f"0 {name}; nothing is selected")
+        if value > limit:
+            raise NotImplementedError(f"{value} {name}; the TPU kernel supports 1 to {limit}")
+    tokens = max(max_tokens, max_blocks * block_size)
+    if tokens > MAX_TOKENS:
+        raise NotImplementedError(f"{tokens} tokens; the TPU kernel supports at most {MAX_TOKENS}")
 
 
-def _of_heads(
+def select_blocks(
+    scores: Float[Array, "C"],
+    sizes: Int[Array, "C"],
+    first_blocks: Int[Array, "C"],
+    *,
+    max_tokens: int,
+    max_blocks: int,
+    block_size: int,
+    interpret: Any,
+) -> SelectedBlocks:
+    """`reference.select_by_sorting` without a sort, in one kernel for all heads, also under `vmap`.
+
+    A bitwise search over 32 steps finds the score of the first cluster that does not fit: each step sums the sizes of
+    all clusters with higher scores. Only clusters of exactly this score are selected in the order of their indices.
+
+    Args:
+        scores: One score per cluster.
+        sizes: The tokens of each cluster.
+        first_blocks: The index of each cluster's first block.
+        max_tokens: The budget.
+        max_blocks: K.
+        block_size: Tokens per block.
+        interpret: Passed to `pallas_call`.
+
+    Returns:
+        The selected blocks, in the order of their clusters' indices.
+    """
+    run = functools.partial(
+        _select_for_heads, tokens=max_tokens, blocks=max_blocks, places=block_size, interpret=interpret
+    )
+    return jax.tree.map(lambda x: x[0], fold_mapped_axes(run)(scores[None], sizes[None], first_blocks[None]))
+
+
+def _select_for_heads(
     score: Float[Array, "N C"],
     size: Int[Array, "N C"],
     first: Int[Array, "N C"],
@@ -65,7 +94,7 @@ def _of_heads(
     blocks: int,
     places: int,
     interpret: Any,
-) -> Ranked:
+) -> SelectedBlocks:
     heads, parts = score.shape
     to_whole = ((0, -heads % HEADS), (0, -parts % LANES))
     arrays = [
@@ -89,9 +118,9 @@ def _of_heads(
             transcendentals=0,
         ),
         interpret=interpret,
-        name="best_parts",
+        name="select_blocks",
     )(*arrays)
-    return Ranked(block[:heads, :blocks], count[:heads, :blocks], taken[:heads, :parts])
+    return SelectedBlocks(block[:heads, :blocks], count[:heads, :blocks], taken[:heads, :parts])
 
 
 def _kernel(

@@ -1,0 +1,70 @@
+"""A store of blocks of tokens, as all implementations of `cluster_recall` take it."""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels import packing
+
+# A TPU fetches a block in place only if its rows fill registers of 128 lanes: a key and its value together do, if each
+# has a multiple of 64 columns. Smaller head dimensions (of toy models) are not padded.
+COLUMN_MULTIPLE = 64
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """N blocks per KV head, of P tokens each, with key and value of a token in one row.
+
+    Attributes:
+        entries: A row has the key in the first D columns and the value in the first D_v columns of its second half. All
+            other columns, and rows without a token, must be finite. float32, bfloat16, float16, int8 or float8; uint8
+            for packed codes (see `pallas_kernels.packing`), whose bytes take the place of the columns. W is at least D
+            and D_v.
+        scale: Finite factors of quantized keys and values. None means 1.
+        value_dim: D_v. None means D.
+        logit_cap: See `weighted_decode.Entries`.
+        key_bits: The bit width of packed keys; None for one element per number. Keys and values are packed both or
+            not at all.
+        value_bits: The bit width of packed values.
+    """
+
+    entries: Float[Array, "B H_kv N P 2*W"]
+    scale: Float[Array, "B H_kv N P 2"] | None = None
+    value_dim: int | None = dataclasses.field(default=None, metadata={"static": True})
+    logit_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
+    key_bits: int | None = dataclasses.field(default=None, metadata={"static": True})
+    value_bits: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def width(self) -> int:
+        """W."""
+        bits = (self.key_bits or 8) + (self.value_bits or 8)
+        return self.entries.shape[-1] * 8 // bits
+
+    @property
+    def value_column(self) -> int:
+        """The first column of the value in a row."""
+        return packing.packed_width(self.width, self.key_bits)
+
+
+def padded_width(head_dim: int) -> int:
+    """Returns W, the columns that a store allocates for a key and for a value."""
+    return head_dim if head_dim < COLUMN_MULTIPLE else -(-head_dim // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+
+
+def check_kernel_support(queries: Float[Array, "B H R D"], blocks: Blocks) -> None:
+    """Checks for options that no kernel supports.
+
+    Args:
+        queries: The queries.
+        blocks: The store.
+
+    Raises:
+        NotImplementedError: If logits are capped, or keys and values differ in their dimensions.
+    """
+    if blocks.logit_cap is not None:
+        raise NotImplementedError(f"logit_cap={blocks.logit_cap}; only XLA caps logits")
+    if blocks.value_dim not in (None, queries.shape[3]):
+        raise NotImplementedError(f"values have {blocks.value_dim} dimensions and keys {queries.shape[3]}")
