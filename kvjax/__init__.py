@@ -1,11 +1,12 @@
-"""kvjax: compressed key/value caches for language models, as pure functions over state pytrees.
+"""kvjax: compressed KV caches for language models, as pure functions over state pytrees.
 
     cache = kvjax.init(kvjax.SubGen(budget=1024), spec, row_keys)
     cache, _ = kvjax.prefill(cache, keys, values, lengths)
-    attended, cache = kvjax.step(cache, query, key, value)
+    output, cache = kvjax.step(cache, query, key, value)
 
-What is not here is in modules: `kvjax.policy` and `kvjax.segment` for writing a policy, `kvjax.structures` for the
-stream structures alone, `kvjax.theory` for settings from theorems, `kvjax.sharding`, `kvjax.registry`, `kvjax.budget`.
+Modules hold what is not exported here: `kvjax.policy` and `kvjax.segment` for writing a policy, `kvjax.structures` for
+the data structures, `kvjax.stores` for the stores, `kvjax.theory` for settings from theorems, `kvjax.registry` and
+`kvjax.budget` for policies from text, `kvjax.distributed` for meshes.
 """
 
 from kvjax.budget import fit_bytes as fit_bytes
@@ -14,17 +15,18 @@ from kvjax.cache import append as append
 from kvjax.cache import attend as attend
 from kvjax.cache import compact as compact
 from kvjax.cache import init as init
+from kvjax.cache import num_tokens as num_tokens
 from kvjax.cache import prefill as prefill
 from kvjax.cache import read_bytes as read_bytes
 from kvjax.cache import step as step
-from kvjax.cache import tokens as tokens
 from kvjax.combinators.ada_kv import AdaKV as AdaKV
 from kvjax.combinators.by_head import ByHead as ByHead
 from kvjax.combinators.by_layer import ByLayer as ByLayer
 from kvjax.combinators.by_layer import FirstLayers as FirstLayers
 from kvjax.combinators.host_memory import HostMemory as HostMemory
-from kvjax.combinators.quantized import Quantized as Quantized
-from kvjax.partials import output as output
+from kvjax.combinators.outlier_heads import OutlierHeads as OutlierHeads
+from kvjax.distributed.sharding import make_mesh as make_mesh
+from kvjax.partials import normalize as normalize
 from kvjax.policies.balancekv import BalanceKV as BalanceKV
 from kvjax.policies.cam import CaM as CaM
 from kvjax.policies.chelsea import Chelsea as Chelsea
@@ -48,14 +50,19 @@ from kvjax.policies.streaming_llm import StreamingLLM as StreamingLLM
 from kvjax.policies.subgen import SubGen as SubGen
 from kvjax.policies.tova import TOVA as TOVA
 from kvjax.policies.uniform import Uniform as Uniform
+from kvjax.policy import Requirements as Requirements
 from kvjax.policy import describe as describe
+from kvjax.policy import prompt_queries as prompt_queries
+from kvjax.quantization import QuantizedArray as QuantizedArray
 from kvjax.registry import PolicyChoice as PolicyChoice
-from kvjax.sharding import make_mesh as make_mesh
+from kvjax.registry import register as register
+from kvjax.sliding_window import SlidingWindow as SlidingWindow
 from kvjax.spec import CacheSpec as CacheSpec
 from kvjax.state import cache_bytes as cache_bytes
-from kvjax.state import check as check
 from kvjax.state import insert_rows as insert_rows
+from kvjax.state import raise_faults as raise_faults
 from kvjax.state import repeat_rows as repeat_rows
 from kvjax.state import take_rows as take_rows
+from kvjax.top_k_policy import TopKPolicy as TopKPolicy
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -1,4 +1,4 @@
-"""How large a cache may be, and the policy that fills so much."""
+"""Budgets, and the policy that fills one."""
 
 import dataclasses
 import re
@@ -8,7 +8,7 @@ import jax
 
 from kvjax.cache import Cache, init, layer_policy, read_bytes
 from kvjax.policy import Policy
-from kvjax.spec import CacheSpec, whole_tiles
+from kvjax.spec import CacheSpec, round_to_tiles
 from kvjax.state import cache_bytes
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -16,7 +16,14 @@ _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """How large a cache may be: slots per head, a fraction of exact's bytes, or bytes of a sequence over all layers."""
+    """The size of a cache.
+
+    Attributes:
+        text: the budget as written.
+        slots: slots per KV head.
+        fraction: fraction of the bytes of a full cache.
+        bytes: bytes of a sequence over all layers.
+    """
 
     text: str
     slots: int | None = None
@@ -25,86 +32,118 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> "Budget":
-        """Raises a ValueError for what is no budget."""
+        """Parses "1024" (slots), "25%" (of the bytes of a full cache) or "64MiB" (bytes).
+
+        Args:
+            text: the text.
+
+        Returns:
+            The budget.
+
+        Raises:
+            ValueError: if the text is not a budget.
+        """
         if match := re.fullmatch(r"(\d+)", text):
             return cls(text, slots=int(match[1]))
         if match := re.fullmatch(r"(\d+(?:\.\d+)?)%", text):
             return cls(text, fraction=float(match[1]) / 100)
         if match := re.fullmatch(r"(\d+(?:\.\d+)?)(B|KiB|MiB|GiB)", text):
             return cls(text, bytes=int(float(match[1]) * _UNITS[match[2]]))
-        raise ValueError(f"budget {text!r}: give slots (1024), a share of exact's bytes (25%) or bytes (64MiB)")
+        raise ValueError(f"budget={text!r} is not a budget; pass slots (1024), a fraction (25%) or bytes (64MiB)")
 
     @classmethod
-    def of(cls, given: "int | str | Budget") -> "Budget":
-        """A budget as people write it: slots, "25%", "64MiB" or one that is a budget already."""
-        return given if isinstance(given, Budget) else cls.parse(str(given))
+    def of(cls, budget: "int | str | Budget") -> "Budget":
+        """Returns a budget from slots, text or a budget."""
+        return budget if isinstance(budget, Budget) else cls.parse(str(budget))
 
     def limit(self, spec: CacheSpec, tokens: int) -> int:
-        """Bytes per row and layer, where exact holds so many tokens."""
+        """Returns the budget in bytes per row and layer.
+
+        Args:
+            spec: the cache's spec.
+            tokens: tokens of the full cache that a fraction refers to.
+
+        Returns:
+            Bytes.
+
+        Raises:
+            ValueError: for a budget in slots.
+        """
         if self.fraction is not None:
-            return int(self.fraction * spec.exact_bytes(tokens))
+            return int(self.fraction * spec.full_cache_bytes(tokens))
         if self.bytes is not None:
             return self.bytes // spec.layers
-        raise ValueError(f"budget {self.text!r} gives slots, not bytes")
+        raise ValueError(f"budget={self.text!r} is in slots, not in bytes")
 
     def __str__(self) -> str:
         return self.text
 
 
 def abstract_cache(policy: Policy, spec: CacheSpec) -> Cache:
-    """The cache that `kvjax.init` would make, as shapes and dtypes only."""
+    """Returns the cache that `kvjax.init` would make, as shapes and dtypes."""
     return jax.eval_shape(lambda: init(policy, spec, jax.random.split(jax.random.key(0), spec.batch)))
 
 
 def row_bytes(policy: Policy, spec: CacheSpec) -> int:
-    """Device bytes that the policy keeps for one row of one layer, all buffers counted."""
+    """Returns the device bytes that one row of one layer's cache holds, all buffers included."""
     return cache_bytes(abstract_cache(policy, dataclasses.replace(spec, batch=1))).device
 
 
 def row_read_bytes(policy: Policy, spec: CacheSpec) -> int:
-    """Bytes of cache that decoding a token of one row reads in one layer."""
+    """Returns the bytes of one layer's cache that decoding a token of one row reads."""
     return read_bytes(abstract_cache(policy, dataclasses.replace(spec, batch=1)))
 
 
 def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Policy:
-    """The policy with the largest budget in whole tiles (see `whole_tiles`) that stays within `limit` bytes per row and
-    layer: bytes held, or bytes read per token for a policy that recalls, on the average of all layers.
+    """Returns the policy with the largest budget that stays within `limit` bytes per row and layer.
+
+    Bytes are those held, or those read per token for a retrieval policy, on average over the layers. They include the
+    staging buffer, counters and PRNG keys. Budgets are rounded to tiles (`round_to_tiles`).
 
     Args:
-        make: makes a policy of a budget in slots, e.g. `lambda budget: kvjax.Uniform(budget, sinks=16)`.
-        spec: what the cache is made for; neither batch nor layer matter.
-        limit: bytes per row and layer, all buffers (staging, counters, keys of randomness) included.
+        make: makes a policy from a number of slots, such as `lambda budget: kvjax.Uniform(budget, sinks=16)`.
+        spec: spec of the caches; batch and layer do not matter.
+        limit: bytes per row and layer.
+
+    Returns:
+        The policy.
 
     Raises:
-        ValueError: when no budget fits, with the reason of the smallest one tried.
+        ValueError: if no budget fits, with the reason for the smallest one tried.
     """
 
     def size(budget: int) -> float:
         policy = make(budget)
-        measure = row_read_bytes if policy.recalls else row_bytes
-        sizes = [measure(policy, dataclasses.replace(spec, layer=layer)) for layer in range(spec.layers)]
-        return sum(sizes) / spec.layers
+        measure = row_read_bytes if policy.is_retrieval else row_bytes
+        sizes = {layer_policy(policy, one): one for one in _layer_specs(spec)}
+        layers = [layer_policy(policy, one) for one in _layer_specs(spec)]
+        measured = {layer: measure(policy, one) for layer, one in sizes.items()}
+        return sum(measured[layer] for layer in layers) / spec.layers
 
     low = smallest = _smallest_budget(make, spec, limit)
     if size(low) > limit:
         raise ValueError(
-            f"limit={limit} bytes per row and layer is too small: budget={low} already takes {size(low):g}"
+            f"limit={limit} bytes per row and layer is too small: budget={low} already takes {size(low):g} bytes"
         )
     high = low
     while size(high := high * 2) <= limit:
-        if make(high).recalls and high >= spec.max_prompt + spec.max_new:
-            return make(high)  # all there is may be read
+        if make(high).is_retrieval and high >= spec.capacity:
+            return make(high)  # everything may be read
         if high > limit:
-            raise ValueError(f"{make(low)} does not grow with its budget: give it slots, not bytes")
+            raise ValueError(f"{make(low)} does not grow with its budget; pass a budget in slots")
         low = high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if size(middle) <= limit else (low, middle)
-    return make(max(whole_tiles(low), smallest))
+    return make(max(round_to_tiles(low), smallest))
+
+
+def _layer_specs(spec: CacheSpec) -> list[CacheSpec]:
+    return [dataclasses.replace(spec, layer=layer) for layer in range(spec.layers)]
 
 
 def _smallest_budget(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> int:
-    """The smallest budget (to a factor of two, then exactly) that `make` accepts."""
+    """Returns the smallest budget that `make` accepts."""
     accepted, refused, reason = 1, 0, ""
     while True:
         try:
@@ -126,14 +165,13 @@ def _smallest_budget(make: Callable[[int], Policy], spec: CacheSpec, limit: int)
 
 
 def _try_layers(policy: Policy, spec: CacheSpec) -> None:
-    """Raises a ValueError where a layer cannot have a cache of this policy; equal layers are tried once."""
-    specs = [dataclasses.replace(spec, layer=layer) for layer in range(spec.layers)]
-    for of_layer in {layer_policy(policy, spec): spec for spec in specs}.values():
-        abstract_cache(policy, of_layer)
+    """Raises a ValueError if a layer cannot have a cache of this policy; equal layers are tried once."""
+    for one in {layer_policy(policy, one): one for one in _layer_specs(spec)}.values():
+        abstract_cache(policy, one)
 
 
-def readable_bytes(count: float) -> str:
-    """Bytes in binary units: 1536 is "1.5 KiB"."""
+def format_bytes(count: float) -> str:
+    """Returns bytes in binary units: 1536 is "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

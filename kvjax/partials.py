@@ -1,8 +1,7 @@
-"""Partials: both sums of attention over some entries, relative to their maximum; those of several merge by rescaling.
+"""Partial softmaxes: the sums of attention over some entries, relative to their maximum logit.
 
-    out(q) = num / den
-
-By token they are float32 max [B, T, H_q] (-inf where there was no entry), num [B, T, H_q, D_v] and den [B, T, H_q].
+By token they are float32 max [B, T, H_q] (-inf without entries), numerator [B, T, H_q, D_v] and denominator
+[B, T, H_q]; attention is numerator / denominator. Partial softmaxes of disjoint entries merge by rescaling.
 """
 
 import math
@@ -11,63 +10,98 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.collectives import are_shared, largest_over_parts, summed_over_parts
-from pallas_kernels.weighted_decode import EMPTY, Partials
-from pallas_kernels.weighted_decode.base import finite as finite
-from pallas_kernels.weighted_decode.base import merge_sums
+from kvjax.distributed.collectives import is_sequence_sharded, max_over_sequence, sum_over_sequence
+from pallas_kernels.weighted_decode import MASK_VALUE, merge_partials
+from pallas_kernels.weighted_decode import Partials as Partials
+from pallas_kernels.weighted_decode import finite_max as finite_max
 
 
 def merge(*partials: Partials) -> Partials:
-    """Partials of the union of the entries; exact, associative and commutative up to rounding."""
+    """Merges partial softmaxes; exact, associative and commutative up to rounding.
+
+    Args:
+        *partials: partial softmaxes of disjoint entries.
+
+    Returns:
+        The partial softmax of all entries.
+
+    Raises:
+        ValueError: if there are none.
+    """
     if not partials:
-        raise ValueError("merge needs at least one Partials")
-    return merge_sums(*partials)
+        raise ValueError("merge needs at least one partial softmax, got none")
+    return merge_partials(*partials)
 
 
-def output(partials: Partials, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "B T H_q D_v"]:
-    """num / den; zero where nothing was attended to."""
-    empty = partials.den == 0
-    return jnp.where(empty[..., None], 0.0, partials.num / jnp.where(empty, 1.0, partials.den)[..., None]).astype(dtype)
+def normalize(partials: Partials, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "B T H_q D_v"]:
+    """Divides the numerator by the denominator.
+
+    Args:
+        partials: a partial softmax, by token.
+        dtype: dtype of the result.
+
+    Returns:
+        The attention output; zero where there were no entries.
+    """
+    empty = partials.denominator == 0
+    output = partials.numerator / jnp.where(empty, 1.0, partials.denominator)[..., None]
+    return jnp.where(empty[..., None], 0.0, output).astype(dtype)
 
 
-def merge_over_parts(partials: Partials) -> Partials:
-    """Partials of the entries of all devices that share a store: as `merge`, across devices."""
-    if not are_shared():
+def merge_over_sequence(partials: Partials) -> Partials:
+    """Merges the partial softmaxes of all devices that share a store."""
+    if not is_sequence_sharded():
         return partials
-    peak = largest_over_parts(partials.max)
-    factor = jnp.exp(partials.max - finite(peak))
-    num, den = summed_over_parts(partials.num * factor[..., None]), summed_over_parts(partials.den * factor)
-    return Partials(peak, num, den)
+    peak = max_over_sequence(partials.max)
+    factor = jnp.exp(partials.max - finite_max(peak))
+    numerator = sum_over_sequence(partials.numerator * factor[..., None])
+    return Partials(peak, numerator, sum_over_sequence(partials.denominator * factor))
 
 
-def rows_of_heads(query: Float[Array, "B T H_q D"], kv_heads: int) -> Float[Array, "B H_kv R D"]:
-    """The queries of each kv head as R = T * G rows, those of one token side by side."""
-    batch, tokens, query_heads, head_dim = query.shape
-    grouped = query.reshape(batch, tokens, kv_heads, query_heads // kv_heads, head_dim)
+def group_queries(queries: Float[Array, "B T H_q D"], kv_heads: int) -> Float[Array, "B H_kv R D"]:
+    """Returns the queries of each KV head as R = T * G rows, those of one token next to each other."""
+    batch, tokens, query_heads, head_dim = queries.shape
+    grouped = queries.reshape(batch, tokens, kv_heads, query_heads // kv_heads, head_dim)
     return grouped.swapaxes(1, 2).reshape(batch, kv_heads, -1, head_dim)
 
 
-def around(sums: Partials, rows: Float[Array, "B H R D"], center: Float[Array, "B H D"]) -> Partials:
-    """Of sums over keys without what all have in common, those over the keys."""
-    shift = jnp.einsum("bhrd,bhd->bhr", rows.astype(jnp.float32), center, precision=jax.lax.Precision.HIGHEST)
+def shift_logits(partials: Partials, rows: Float[Array, "B H R D"], offset: Float[Array, "B H D"]) -> Partials:
+    """Adds the product of each query with a vector to all its logits.
+
+    Args:
+        partials: a partial softmax by KV head, [B, H, R, ...].
+        rows: the queries.
+        offset: one vector per KV head, such as the mean key.
+
+    Returns:
+        The partial softmax of keys plus the offset.
+    """
+    shift = jnp.einsum("bhrd,bhd->bhr", rows.astype(jnp.float32), offset, precision=jax.lax.Precision.HIGHEST)
     shift = shift / math.sqrt(rows.shape[-1])
-    logits = None if sums.logits is None else sums.logits + shift[..., None]
-    return sums._replace(max=sums.max + shift, logits=logits)
+    logits = None if partials.logits is None else partials.logits + shift[..., None]
+    return partials._replace(max=partials.max + shift, logits=logits)
 
 
 def by_token(partials: Partials, tokens: int) -> Partials:
-    """Partials as kernels give them, [B, H_kv, R = T * G, ...], as [B, T, H_q, ...], with nothing summed where there
-    was
-    no entry: there every masked one stood at the peak with weight one."""
+    """Rearranges the kernels' [B, H_kv, R = T * G, ...] to [B, T, H_q, ...].
 
-    def lay(x):
+    Args:
+        partials: a partial softmax as kernels return it.
+        tokens: T.
+
+    Returns:
+        The partial softmax by token, with empty sums for rows that read no entry.
+    """
+
+    def rearrange(x: Array) -> Array:
         batch, kv_heads, rows, *rest = x.shape
         grouped = x.reshape(batch, kv_heads, tokens, rows // tokens, *rest).swapaxes(1, 2)
         return grouped.reshape(batch, tokens, kv_heads * (rows // tokens), *rest)
 
-    empty = partials.max <= EMPTY / 2
+    # A kernel gives a row without entries the mask value as maximum, and sums of masked entries.
+    empty = partials.max <= MASK_VALUE / 2
     return Partials(
-        max=lay(jnp.where(empty, -jnp.inf, partials.max)),
-        num=lay(jnp.where(empty[..., None], 0.0, partials.num)),
-        den=lay(jnp.where(empty, 0.0, partials.den)),
+        max=rearrange(jnp.where(empty, -jnp.inf, partials.max)),
+        numerator=rearrange(jnp.where(empty[..., None], 0.0, partials.numerator)),
+        denominator=rearrange(jnp.where(empty, 0.0, partials.denominator)),
     )

@@ -1,11 +1,14 @@
-"""What a cache policy is: a frozen dataclass of settings that says what is kept and what is read.
+"""The interface of cache policies.
 
-A policy never attends, appends or counts steps: `kvjax.cache` does that, alike for all of them.
+A policy is a frozen dataclass of settings. It decides which keys and values a cache keeps and what attention reads:
 
     init(spec, row_keys) -> state
     prefill(state, prompt) -> state
-    every step:                     read(state, newer) -> what attention reads;  observe(state, seen) -> state
-    every `compact_every` tokens:   compact(state, new) -> state
+    segments(state, num_visible_staged) -> what attention reads    every decode step
+    observe(state, stats) -> state                                 every decode step
+    compact(state, new) -> state                                   every `compact_every` tokens
+
+Appending, attending, quantizing and sharding are the same for all policies; `kvjax.cache` does them.
 """
 
 import abc
@@ -14,267 +17,369 @@ import functools
 import types
 import typing
 from collections.abc import Iterable
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, Shaped
 
-from kvjax.attention import Seen
-from kvjax.segment import Reading
-from kvjax.spec import MOST_TOKENS, CacheSpec
-from kvjax.staging import Tokens
+from kvjax.attention import AttentionStats
+from kvjax.segment import SegmentLike
+from kvjax.spec import MAX_TOKENS, CacheSpec
 from kvjax.state import state, static
+from kvjax.stores.staging import Tokens
 
 S = TypeVar("S")  # a policy's state
 
-ALL_QUERIES = -1  # for `Policy.prompt_queries`: the queries of the whole prompt
-
 
 @dataclasses.dataclass(frozen=True)
-class Repeat:
-    """How a prompt is read once more, as a text that repeats it in chunks, each behind the whole prompt: what a policy
-    asks for whose scores are by what repeating attends to.
+class Repetition:
+    """A second pass over the prompt: the model reads the prompt again in chunks, each after the entire prompt.
+
+    Policies that score tokens by the attention of the repetition's queries (KVzip) ask for it.
 
     Attributes:
-        chunk: tokens of the prompt that are repeated at a time.
-        ask: token ids before the first chunk ("repeat the previous context").
-        ask_part: those before a further one, followed by the last `overlap` tokens of the chunk before.
-        suffix: those between either and the chunk.
-        overlap: see `ask_part`.
+        chunk_tokens: tokens of the prompt that are repeated at a time.
+        instruction: token ids before the first chunk ("repeat the previous context").
+        continuation: token ids before a further chunk; the last `overlap` tokens of the chunk before it follow.
+        suffix: token ids between either and the chunk.
+        overlap: tokens of the previous chunk after `continuation`.
     """
 
-    chunk: int = 2048
-    ask: tuple[int, ...] = ()
-    ask_part: tuple[int, ...] = ()
+    chunk_tokens: int = 2048
+    instruction: tuple[int, ...] = ()
+    continuation: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     overlap: int = 8
 
     def __post_init__(self) -> None:
-        check_least(1, chunk=self.chunk)
-        check_least(0, overlap=self.overlap)
+        check_min(1, chunk_tokens=self.chunk_tokens)
+        check_min(0, overlap=self.overlap)
 
-    def chunks(self, tokens: int) -> int:
-        """How many chunks so many tokens are."""
-        return -(-tokens // self.chunk)
+    def num_chunks(self, tokens: int) -> int:
+        """Number of chunks of a prompt of this length."""
+        return -(-tokens // self.chunk_tokens)
 
-    def width(self, tokens: int) -> int:
-        """The most tokens of one repetition of a prompt of so many."""
-        first, further = len(self.ask), len(self.ask_part) + self.overlap
-        return max(first, further if self.chunks(tokens) > 1 else 0) + len(self.suffix) + min(self.chunk, tokens)
+    def max_width(self, tokens: int) -> int:
+        """Most tokens of one chunk's repetition, for a prompt of this length."""
+        first, further = len(self.instruction), len(self.continuation) + self.overlap
+        prefix = max(first, further if self.num_chunks(tokens) > 1 else 0)
+        return prefix + len(self.suffix) + min(self.chunk_tokens, tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Requirements:
+    """What a policy needs from the model and the decode loop.
+
+    Attributes:
+        prompt_queries: how many of the prompt's last queries `prefill` needs, or "all".
+        repetition: how the model repeats the prompt for `prefill`, if it does.
+        attention_stats: whether `observe` needs the attention probabilities of every step.
+        entire_prompt: whether the policy compresses in `prefill` only, so that prompts cannot be streamed through
+            `compact`.
+    """
+
+    prompt_queries: int | Literal["all"] = 0
+    repetition: Repetition | None = None
+    attention_stats: bool = False
+    entire_prompt: bool = False
+
+    def num_prompt_queries(self, tokens: int) -> int:
+        """Number of queries that `prefill` needs for a prompt padded to this length."""
+        return tokens if self.prompt_queries == "all" else min(self.prompt_queries, tokens)
+
+
+def merge_requirements(policies: Iterable["Policy"]) -> Requirements:
+    """Returns what several policies need together.
+
+    Args:
+        policies: policies that read the same prompt.
+
+    Returns:
+        The combined requirements.
+
+    Raises:
+        ValueError: if they ask for different repetitions of the prompt.
+    """
+    requirements = [policy.requires for policy in policies]
+    counts = [one.prompt_queries for one in requirements]
+    repetitions = list(dict.fromkeys(one.repetition for one in requirements if one.repetition is not None))
+    if len(repetitions) > 1:
+        raise ValueError(f"policies that read one prompt need different repetitions of it: {repetitions}")
+    return Requirements(
+        prompt_queries="all" if "all" in counts else max((n for n in counts if n != "all"), default=0),
+        repetition=repetitions[0] if repetitions else None,
+        attention_stats=any(one.attention_stats for one in requirements),
+        entire_prompt=any(one.entire_prompt for one in requirements),
+    )
+
+
+def prompt_queries(policy: "Policy", queries: Float[Array, "B T H_q D"]) -> Float[Array, "B w H_q D"] | None:
+    """Selects the queries that `kvjax.prefill` needs for a policy.
+
+    Args:
+        policy: the cache's policy (`cache.policy`).
+        queries: all queries of the prompt, right-aligned: the last one is that of each row's last token.
+
+    Returns:
+        The last queries that the policy asks for; None if it needs none.
+    """
+    count = policy.requires.num_prompt_queries(queries.shape[1])
+    return queries[:, queries.shape[1] - count :] if count else None
 
 
 @state
-class Repeated:
-    """A layer's projections of the repetitions of a prompt, C of R tokens each, one behind the other."""
+class RepeatedPrompt:
+    """One layer's projections of the repetitions of a prompt: C repetitions of R tokens, one after the other."""
 
     queries: Float[Array, "B CR H_q D"]
     keys: Float[Array, "B CR H_kv D"]
-    lengths: Int[Array, "B C"]  # int32, tokens of each; 0 where a row has no such chunk
+    lengths: Int[Array, "B C"]  # int32 tokens of each repetition; 0 where a row has no such chunk
 
 
 @state
 class Prompt:
-    """A prompt as policies see it: left-aligned rows, heads first. What lies past a row's length is noise."""
+    """A prompt as policies receive it: left-aligned rows, zeros past each row's length."""
 
     keys: Float[Array, "B H_kv T D"]
     values: Float[Array, "B H_kv T D_v"]
     lengths: Int[Array, "B"]  # int32
-    queries: Float[Array, "B w H_q D"] | None  # the last ones, right-aligned, as many as `prompt_queries` asks for
-    told: Any = None  # what the layer before told (`Policy.tell`)
+    queries: Float[Array, "B w H_q D"] | None = None  # the last ones, right-aligned (`Requirements.prompt_queries`)
+    layer_carry: Shaped[Array, "B H_kv *N"] | None = None  # from the previous layer (`Policy.layer_carry`)
     sink_logits: Float[Array, "H_q"] | None = None
-    repeated: Repeated | None = None  # where the policy asks for it (`Policy.repeat`)
-    frequencies: Float[Array, "half_D"] | None = None  # angle per position of each pair of dimensions, where known
+    repeated: RepeatedPrompt | None = None
+    rope_frequencies: Float[Array, "half_D"] | None = None
     logit_cap: float | None = static(default=None)
 
 
 class Policy(abc.ABC, Generic[S]):
-    """A cache policy. Subclasses are frozen dataclasses: equal settings are equal policies, in one process and from one
-    to the next, and compiled programs, saved states and tables of results go by that.
+    """A cache policy. Subclasses are frozen dataclasses.
 
-    What is said here by properties, a policy says by a field, by a class attribute or by a property of its own.
+    Policies with equal settings are equal. Compiled programs, saved states and rows of results are identified by a
+    policy's value.
+
+    Attributes:
+        compact_every: tokens between compactions; a field of every policy.
+        requires: what the policy needs from the model and the decode loop; a class attribute or a property.
+        is_retrieval: whether the policy keeps every token and reads a part of them per step. Budgets of such policies
+            count the bytes read, budgets of other policies the bytes held.
     """
 
+    is_retrieval: bool = False
+
     def __post_init__(self) -> None:
-        """Checks the settings. A policy's own checks come after `super().__post_init__()`."""
-        check_kinds(self)
+        """Checks the types of the settings. Subclasses call `super().__post_init__()` before their own checks."""
+        check_setting_types(self)
 
     @property
     @abc.abstractmethod
     def compact_every(self) -> int:
-        """Tokens between two compactions, and slots of the staging buffer; a field of every policy."""
+        """Tokens between compactions."""
 
     @property
-    def prompt_queries(self) -> int:
-        """Of a prompt's last queries, how many `prefill` needs (or ALL_QUERIES)."""
-        return 0
+    def requires(self) -> Requirements:
+        """What the policy needs from the model and the decode loop."""
+        return Requirements()
 
-    @property
-    def repeat(self) -> Repeat | None:
-        """How the prompt is to be read once more for `prefill`, if it is."""
-        return None
+    def for_layer(self, spec: CacheSpec) -> "Policy[S]":
+        """Returns the policy of the layer that `spec.layer` names; `kvjax.init` calls it once.
 
-    @property
-    def observes(self) -> bool:
-        """Whether `observe` is told which attention slots drew."""
-        return False
+        Args:
+            spec: the layer's spec.
 
-    @property
-    def streams(self) -> bool:
-        """Whether a prompt may come through `compact` alone; False for policies that compress in `prefill` only."""
-        return True
-
-    @property
-    def recalls(self) -> bool:
-        """Whether everything is kept and a part of it read: budgets are then of what is read."""
-        return False
-
-    @property
-    def pools_heads(self) -> bool:
-        """Whether heads share buffers, so that a slot of one head's may hold another's token."""
-        return False
-
-    def at(self, spec: CacheSpec) -> "Policy[S]":
-        """The policy of one layer, for policies that differ from layer to layer. `kvjax.init` asks once."""
+        Returns:
+            A policy for this layer.
+        """
         return self
 
     @abc.abstractmethod
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> S:
-        """An empty cache: a `@state`. A typed key per row, so that a row's randomness is its own."""
+        """Returns an empty state.
+
+        Args:
+            spec: the layer's spec.
+            row_keys: one PRNG key per batch row.
+
+        Returns:
+            A `@kvjax.state.state` whose arrays are zeros where they are declared with `kv_entries`.
+        """
 
     @abc.abstractmethod
     def prefill(self, state: S, prompt: Prompt) -> S:
-        """Takes a whole prompt into a fresh state."""
-
-    @abc.abstractmethod
-    def read(self, state: S, newer: Int[Array, "B #T"]) -> Reading:
-        """What attention reads of the state: `Segment`s, `Recalled`s, and tuples of them. Staged tokens, which are in
-        no state yet, are read besides.
+        """Takes an entire prompt into an empty state.
 
         Args:
-            newer: how many staged tokens each query sees, its own included: what a sliding window slides by.
+            state: an empty state.
+            prompt: the prompt.
+
+        Returns:
+            The new state.
         """
 
-    def observe(self, state: S, seen: Seen) -> S:
-        """Learns from the attention that appended tokens paid. In `seen.parts` stands what was seen of each part of the
-        reading. `attend` alone, without new tokens, teaches nothing."""
+    @abc.abstractmethod
+    def segments(self, state: S, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
+        """Returns what attention reads of the state. Staged tokens are read in addition.
+
+        Args:
+            state: the state; entries of a quantized cache are `QuantizedArray`s.
+            num_visible_staged: staged tokens that each query sees, its own token included; a sliding window slides
+                by this number.
+
+        Returns:
+            Segments, and block stores to retrieve from.
+        """
+
+    def observe(self, state: S, stats: AttentionStats) -> S:
+        """Updates the state from the attention of newly appended tokens.
+
+        Args:
+            state: the state.
+            stats: attention statistics of the step, in the order of `segments`.
+
+        Returns:
+            The new state.
+        """
         return state
 
     @abc.abstractmethod
     def compact(self, state: S, new: Tokens) -> S:
-        """Takes the staged tokens in: up to `compact_every` per row, in rows that have ended none, which must then
-        change nothing."""
+        """Takes the staged tokens into the state.
 
-    def tell(self, state: S, prompt: Prompt) -> Any:
-        """What a layer's prefill tells the next layer's."""
-        return prompt.told
+        Args:
+            state: the state.
+            new: up to `compact_every` tokens per row. A row without new tokens must not change.
 
-    def read_bytes(self, state: S) -> int:
-        """Bytes that a step reads beside what `read` shows: sums of scores, say."""
-        return 0
+        Returns:
+            The new state.
+        """
 
-    def head_order(self, devices: int = 1) -> tuple[int, ...] | None:
-        """The order in which the cache keeps kv heads, among so many devices; None: their own."""
-        return None
+    def layer_carry(self, state: S, prompt: Prompt) -> Shaped[Array, "B H_kv *N"] | None:
+        """Returns what this layer's prefill passes to the next layer's, as `prompt.layer_carry`.
 
+        Args:
+            state: the empty state.
+            prompt: the prompt, with the previous layer's carry.
 
-def repeat_of(policies: Iterable[Policy]) -> Repeat | None:
-    """How a prompt is to be read again for policies that read it together.
-
-    Raises:
-        ValueError: where they ask for several ways.
-    """
-    asked = list(dict.fromkeys(policy.repeat for policy in policies if policy.repeat is not None))
-    if len(asked) > 1:
-        raise ValueError(f"policies that read together ask for different repetitions of the prompt: {asked}")
-    return asked[0] if asked else None
+        Returns:
+            An array with leading axes [B, H_kv], or None.
+        """
+        return prompt.layer_carry
 
 
-def check_settings(budget: int, sinks: int = 0, recent: int = 0, compact_every: int = 64, *, selects: str = "") -> None:
-    """Raises a ValueError for sizes that cannot be, naming the setting.
+def check_budget(
+    budget: int, sinks: int = 0, recent: int = 0, compact_every: int = 64, *, remainder_for: str = ""
+) -> None:
+    """Checks the sizes of a policy.
 
     Args:
-        selects: what the slots beside sinks and recent tokens are for; at least one must be left for it.
+        budget: slots per KV head.
+        sinks: first tokens that are always kept.
+        recent: newest tokens that are always kept.
+        compact_every: tokens between compactions.
+        remainder_for: what the other slots are for; at least one must be left for it.
+
+    Raises:
+        ValueError: if a size is out of range; names the setting.
     """
-    check_least(0, sinks=sinks, recent=recent)
-    if not 1 <= budget <= MOST_TOKENS:
-        raise ValueError(
-            f"budget={budget}; it must be at least 1 slot, and no more than {MOST_TOKENS} tokens can be kept"
-        )
+    check_min(0, sinks=sinks, recent=recent)
+    if not 1 <= budget <= MAX_TOKENS:
+        raise ValueError(f"budget={budget} must be between 1 and {MAX_TOKENS} slots")
     if budget < sinks + recent:
         raise ValueError(
-            f"budget={budget} slots cannot hold sinks={sinks} and recent={recent}; it must be at least "
-            f"{sinks + recent}, or those smaller"
+            f"budget={budget} slots cannot hold sinks={sinks} and recent={recent}; pass at least {sinks + recent}"
         )
-    if selects and budget == sinks + recent:
-        raise ValueError(f"budget={budget} leaves no slot for {selects}; sinks + recent already take {budget}")
-    check_least(1, compact_every=compact_every)
+    if remainder_for and budget == sinks + recent:
+        raise ValueError(f"budget={budget} leaves no slot for {remainder_for}: sinks and recent take {budget}")
+    check_min(1, compact_every=compact_every)
 
 
-def check_least(least: int, **settings: float | None) -> None:
-    """Raises a ValueError for a setting that is less, naming it. None passes."""
+def check_min(minimum: int, **settings: float | None) -> None:
+    """Raises a ValueError that names a setting below `minimum`; None passes."""
     for name, value in settings.items():
-        if value is not None and value < least:
-            raise ValueError(f"{name}={value}; it must be at least {least}")
+        if value is not None and value < minimum:
+            raise ValueError(f"{name}={value} must be at least {minimum}")
 
 
-def check_above(least: float, **settings: float | None) -> None:
-    """Raises a ValueError for a setting that is not above this, naming it. None passes."""
+def check_above(bound: float, **settings: float | None) -> None:
+    """Raises a ValueError that names a setting not above `bound`; None passes."""
     for name, value in settings.items():
-        if value is not None and not value > least:
-            raise ValueError(f"{name}={value}; it must be above {least}")
+        if value is not None and not value > bound:
+            raise ValueError(f"{name}={value} must be above {bound}")
 
 
-def check_kinds(policy: Policy) -> None:
-    """Raises a ValueError for a setting that is not of the type of its annotation, naming it. Numbers are finite; types
-    that say no more than `Any` are passed."""
-    for field in dataclasses.fields(policy):  # type: ignore[arg-type]
-        value, kind = getattr(policy, field.name), _hints(type(policy))[field.name]
-        if not any(_is(value, option) for option in _options(kind)):
-            raise ValueError(f"{field.name}={value!r}; it must be {spelled(kind)}")
+def check_setting_types(policy: Policy) -> None:
+    """Checks every setting of a policy against its annotation. Numbers must be finite.
+
+    Args:
+        policy: a dataclass.
+
+    Raises:
+        ValueError: if a setting has another type; names the setting.
+    """
+    for field in dataclasses.fields(typing.cast(_Dataclass, policy)):
+        value, hint = getattr(policy, field.name), setting_types(type(policy))[field.name]
+        if not any(_is_instance(value, option) for option in _options(hint)):
+            raise ValueError(f"{field.name}={value!r} must be {type_name(hint)}")
 
 
-def spelled(kind: Any) -> str:
-    """What a value of this type may be, in words."""
-    if len(_options(kind)) > 1:
-        return " or ".join(map(spelled, _options(kind)))
-    if typing.get_origin(kind) is Literal:
-        return " or ".join(map(repr, typing.get_args(kind)))
-    if typing.get_origin(kind) is tuple:
-        return f"({', '.join(spelled(inner) if inner is not ... else '...' for inner in typing.get_args(kind))})"
-    return "None" if kind is type(None) else str(getattr(kind, "__name__", kind))
+class _Dataclass(Protocol):
+    __dataclass_fields__: dict[str, Any]
 
 
-_hints = functools.cache(typing.get_type_hints)
+@functools.cache
+def setting_types(policy_class: type) -> dict[str, Any]:
+    """Returns the annotated type of every setting of a policy class."""
+    hints = typing.get_type_hints(policy_class)
+    return {field.name: hints[field.name] for field in dataclasses.fields(policy_class)}
 
 
-def _options(kind: Any) -> tuple[Any, ...]:
-    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+def type_name(hint: Any) -> str:
+    """Describes the values of a type: "int or None", "'mean' or 'drop'"."""
+    if len(_options(hint)) > 1:
+        return " or ".join(map(type_name, _options(hint)))
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(map(repr, typing.get_args(hint)))
+    if typing.get_origin(hint) is tuple:
+        return f"({', '.join('...' if inner is ... else type_name(inner) for inner in typing.get_args(hint))})"
+    return "None" if hint is type(None) else str(getattr(hint, "__name__", hint))
 
 
-def _is(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type that is no union."""
-    if typing.get_origin(kind) is Literal:
-        return isinstance(value, str) and value in typing.get_args(kind)
-    if typing.get_origin(kind) is tuple:
-        inner = typing.get_args(kind)
-        if not isinstance(value, tuple) or (inner[1:] != (Ellipsis,) and len(value) != len(inner)):
+def _options(hint: Any) -> tuple[Any, ...]:
+    """Returns the members of a union, or the type itself."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _is_instance(value: Any, hint: Any) -> bool:
+    """Whether a value has a type that is not a union. Bools are no numbers, NumPy's numbers are."""
+    if typing.get_origin(hint) is Literal:
+        return isinstance(value, str) and value in typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        items = typing.get_args(hint)
+        if not isinstance(value, tuple) or (items[1:] != (Ellipsis,) and len(value) != len(items)):
             return False
-        inner = inner[:1] * len(value) if inner[1:] == (Ellipsis,) else inner
-        return all(any(_is(own, option) for option in _options(each)) for own, each in zip(value, inner, strict=True))
-    if kind in (int, float):
-        number = isinstance(value, int | np.integer if kind is int else int | float | np.integer | np.floating)
-        return number and not isinstance(value, bool) and bool(np.isfinite(value))
-    return not isinstance(kind, type) or isinstance(value, kind)
+        items = items[:1] * len(value) if items[1:] == (Ellipsis,) else items
+        return all(
+            any(_is_instance(x, option) for option in _options(item)) for x, item in zip(value, items, strict=False)
+        )
+    if hint in (int, float):
+        numbers = (int, np.integer) if hint is int else (int, float, np.integer, np.floating)
+        return isinstance(value, numbers) and not isinstance(value, bool) and bool(np.isfinite(value))
+    return not isinstance(hint, type) or isinstance(value, hint)
 
 
 def describe(policy: Policy) -> dict[str, Any]:
-    """The policy in terms of JSON: its class's name and every setting that its value depends on. Equal descriptions are
-    equal policies."""
+    """Describes a policy as JSON: its class name and every setting that its value depends on.
+
+    Args:
+        policy: any policy.
+
+    Returns:
+        A dictionary; equal dictionaries mean equal policies.
+    """
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = [field.name for field in dataclasses.fields(value) if field.compare]
-            return {"class": type(value).__name__} | {name: plain(getattr(value, name)) for name in fields}
+            names = [field.name for field in dataclasses.fields(value) if field.compare]
+            return {"class": type(value).__name__} | {name: plain(getattr(value, name)) for name in names}
         return [plain(item) for item in value] if isinstance(value, tuple | list) else value
 
     return plain(policy)

@@ -1,4 +1,4 @@
-"""Attention that a prompt's tokens draw from queries: what prompts are scored by."""
+"""Attention that a prompt's tokens receive from queries, by which policies score them."""
 
 import math
 from collections.abc import Callable
@@ -7,31 +7,41 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.policy import ALL_QUERIES, Policy, Prompt
+from kvjax.policy import Policy, Prompt
 
-QUERY_BLOCK = 64  # queries whose probabilities over a whole prompt exist at a time
-SHARES = 8  # parts of the queries that meet no more keys than the last of them sees
+QUERY_BLOCK = 64  # queries whose probabilities over the entire prompt exist at a time
+QUERY_PARTS = 8  # parts of the queries; each part reads the keys that its last query sees
 
-_EMPTY = -1e30  # stands for -inf in logits; far below any
+_MASKED_LOGIT = -1e30
 
 
-def asked_queries(policy: Policy, prompt: Prompt) -> Float[Array, "B w H_q D"]:
-    """The prompt's queries that the policy's prefill was given, checked.
+def check_prompt_queries(policy: Policy, prompt: Prompt) -> Float[Array, "B w H_q D"]:
+    """Returns the prompt's queries after checking that they are those that the policy needs.
+
+    Args:
+        policy: the policy.
+        prompt: the prompt.
+
+    Returns:
+        The queries.
 
     Raises:
-        ValueError: where there are none, or not as many as `prompt_queries` asks for, or their shape does not fit the
-            keys.
+        ValueError: if there are none, or their shape does not fit the policy or the keys.
     """
-    name, queries, wanted = type(policy).__name__, prompt.queries, policy.prompt_queries
+    name, queries = type(policy).__name__, prompt.queries
     batch, kv_heads, tokens, head_dim = prompt.keys.shape
-    count = tokens if wanted == ALL_QUERIES else min(wanted, tokens)
+    count = policy.requires.num_prompt_queries(tokens)
     if queries is None:
-        raise ValueError(f"queries=None; {name} needs the queries of the prompt's last {count} tokens")
+        raise ValueError(
+            f"queries=None, but {name} needs the queries of the prompt's last {count} tokens; pass "
+            "kvjax.prompt_queries(cache.policy, queries)"
+        )
     fits = queries.ndim == 4 and queries.shape[2] % kv_heads == 0
     if not fits or (queries.shape[0], queries.shape[1], queries.shape[3]) != (batch, count, head_dim):
         raise ValueError(
-            f"queries have shape {queries.shape}; {name} needs [B, w, H_q, D] with B, w, D = "
-            f"{(batch, count, head_dim)} and H_q a multiple of {kv_heads}"
+            f"queries have shape {queries.shape}, but {name} needs [B, w, H_q, D] with B, w, D = "
+            f"{(batch, count, head_dim)} and H_q a multiple of {kv_heads}; pass kvjax.prompt_queries(cache.policy, "
+            "queries)"
         )
     return queries
 
@@ -39,11 +49,11 @@ def asked_queries(policy: Policy, prompt: Prompt) -> Float[Array, "B w H_q D"]:
 def attention_received(policy: Policy, prompt: Prompt) -> Float[Array, "B H_kv T"]:
     """The probability of causal attention that each token of a prompt draws from its last w queries, summed over them
     and over the query heads of a kv head's group; float32. What comes before a row's first token is ignored."""
-    queries, tokens = asked_queries(policy, prompt), prompt.keys.shape[2]
+    queries, tokens = check_prompt_queries(policy, prompt), prompt.keys.shape[2]
     count = queries.shape[1]
     # Each part of the queries meets the keys up to those of its last one: what is left of the half that no query sees
-    # is 1 / SHARES of it.
-    part = -(-count // (SHARES * QUERY_BLOCK)) * QUERY_BLOCK
+    # is 1 / QUERY_PARTS of it.
+    part = -(-count // (QUERY_PARTS * QUERY_BLOCK)) * QUERY_BLOCK
     drawn = jnp.zeros(prompt.keys.shape[:3], jnp.float32)
     for begin in range(0, count, part):
         stop = tokens - count + min(begin + part, count)
@@ -100,7 +110,7 @@ def probabilities(
     tokens = logits.shape[4]
     if prompt.logit_cap is not None:
         logits = prompt.logit_cap * jnp.tanh(logits / prompt.logit_cap)
-    logits = jnp.where(visible, logits, _EMPTY)
+    logits = jnp.where(visible, logits, _MASKED_LOGIT)
     if prompt.sink_logits is not None:
         sinks = prompt.sink_logits.astype(logits.dtype).reshape(logits.shape[1], 1, logits.shape[3], 1)
         logits = jnp.concatenate([logits, jnp.broadcast_to(sinks, (*logits.shape[:4], 1))], axis=4)

@@ -1,17 +1,16 @@
 """Policies by name, and from text such as `subgen:variant=paper,recent=32@25%`."""
 
+import ast
 import dataclasses
 import re
-import types
-import typing
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, TypeVar, cast
 
 from kvjax.budget import Budget, fit_bytes
 from kvjax.combinators.ada_kv import AdaKV
 from kvjax.combinators.by_layer import FirstLayers
 from kvjax.combinators.host_memory import HostMemory
-from kvjax.combinators.quantized import Quantized
+from kvjax.combinators.outlier_heads import HeadChoice, OutlierHeads
 from kvjax.policies.balancekv import BalanceKV
 from kvjax.policies.balancekv_paper import BalanceKVPaper
 from kvjax.policies.balancekv_reference import BalanceKVReference
@@ -19,7 +18,6 @@ from kvjax.policies.cam import CaM
 from kvjax.policies.chelsea import Chelsea
 from kvjax.policies.clustergen import ClusterGen
 from kvjax.policies.clusterkv import ClusterKV
-from kvjax.policies.clusterkv_certified import ClusterKVCertified
 from kvjax.policies.clusterkv_paper import ClusterKVPaper
 from kvjax.policies.clusterkv_reference import ClusterKVReference
 from kvjax.policies.compactor import Compactor
@@ -40,10 +38,11 @@ from kvjax.policies.streaming_llm import StreamingLLM
 from kvjax.policies.subgen import SubGen
 from kvjax.policies.tova import TOVA
 from kvjax.policies.uniform import Uniform
-from kvjax.policy import Policy, spelled
-from kvjax.selection import Selection
+from kvjax.policy import Policy, setting_types, type_name
 from kvjax.spec import CacheSpec
-from kvjax.storage import StorageName
+from kvjax.top_k_policy import TopKPolicy
+
+PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
 
 POLICIES: dict[str, type[Policy]] = {
     "exact": Exact,
@@ -56,7 +55,6 @@ POLICIES: dict[str, type[Policy]] = {
     "chelsea": Chelsea,
     "clustergen": ClusterGen,
     "clusterkv": ClusterKV,
-    "clusterkv_certified": ClusterKVCertified,
     "clusterkv_paper": ClusterKVPaper,
     "clusterkv_reference": ClusterKVReference,
     "compactor": Compactor,
@@ -76,27 +74,50 @@ POLICIES: dict[str, type[Policy]] = {
     "tova": TOVA,
 }
 
-# What text may say of any policy: how combinators are put around it.
-_AROUND: dict[str, Any] = {
-    "storage": StorageName,
-    "value_storage": StorageName,
-    "whole_window": bool,
-    "host_steps": int,
-    "full_layers": int,
-    "head_floor": float,
-}
+# Settings of any policy in text, which put a combinator around it.
+_COMBINATOR_SETTINGS = ("full_layers", "host_steps", "alpha_safeguard", "outlier_heads")
 
-_AMPLE_BUDGET = 2**20  # slots that leave room for every setting: with them only the settings can be wrong
+_LARGE_BUDGET = 2**20  # slots with which a policy can only be refused for its other settings
+
+
+def register(name: str, policy_class: PolicyClass) -> PolicyClass:
+    """Adds a policy under a name, for policy strings and the command line.
+
+    Args:
+        name: lower-case letters, digits and underscores.
+        policy_class: a frozen dataclass that derives from `kvjax.policy.Policy`.
+
+    Returns:
+        The class.
+
+    Raises:
+        ValueError: if the name is malformed or taken by another class.
+        TypeError: if the class is not a frozen dataclass that derives from `Policy`.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise ValueError(f"name={name!r} must consist of lower-case letters, digits and underscores")
+    parameters = getattr(policy_class, "__dataclass_params__", None)
+    if not (isinstance(policy_class, type) and issubclass(policy_class, Policy) and parameters and parameters.frozen):
+        raise TypeError(
+            f"policy_class={policy_class!r} must be a frozen dataclass that derives from kvjax.policy.Policy"
+        )
+    if POLICIES.setdefault(name, policy_class) is not policy_class:
+        raise ValueError(f"name={name!r} is already registered for {POLICIES[name].__name__}; choose another name")
+    return policy_class
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyChoice:
-    """A policy by its registered name, the settings given with it, as text, and maybe its budget.
+    """A registered policy by name, with settings as text and possibly a budget.
 
-    Beside its own settings every policy takes `storage=int8`, `fp8`, `int4`, `int3` or `int2` (`Quantized`),
-    `value_storage` for values alone, `whole_window=True` to spare sinks and recent tokens, and `full_layers=n`
-    (`FirstLayers`, in the same storage). Those that recall take `host_steps=R` (`HostMemory`), selections by scores
-    `head_floor=0.2` (`AdaKV`).
+    Every policy takes its own settings and `full_layers=n` (`FirstLayers` with a full cache). Retrieval policies take
+    `host_steps=R` (`HostMemory`), top-k policies `alpha_safeguard=x` (`AdaKV`), policies with a budget
+    `outlier_heads=FILE` (`OutlierHeads`).
+
+    Attributes:
+        name: the registered name.
+        settings: pairs of a setting and its value as text.
+        budget: the budget, if it is part of the text.
     """
 
     name: str
@@ -105,35 +126,41 @@ class PolicyChoice:
 
     @classmethod
     def parse(cls, text: str) -> "PolicyChoice":
-        """Reads `NAME`, `NAME:setting=value,...` and either with `@BUDGET`.
+        """Parses `NAME`, `NAME:setting=value,...` and either with `@BUDGET`.
+
+        Args:
+            text: the text.
+
+        Returns:
+            The choice.
 
         Raises:
-            ValueError: for an unknown policy or setting, a value that it cannot have, or what is no budget.
+            ValueError: if the policy, a setting, a value or the budget is invalid.
         """
-        whole, _, budget = text.partition("@")
-        name, _, rest = whole.partition(":")
+        description, _, budget = text.partition("@")
+        name, _, settings_text = description.partition(":")
         if name not in POLICIES:
-            raise ValueError(f"policy {name!r} is not known; known: {', '.join(sorted(POLICIES))}")
+            raise ValueError(f"policy {name!r} is unknown; choose one of {', '.join(sorted(POLICIES))}")
         settings = []
-        for part in filter(None, re.split(r",(?![^(]*\))", rest)):
+        for part in filter(None, re.split(r",(?![^(]*\))", settings_text)):
             key, equals, value = part.partition("=")
             if not equals:
-                raise ValueError(f"policy {text!r}: {part!r} must read setting=value")
+                raise ValueError(f"policy {text!r}: {part!r} must have the form setting=value")
             settings.append((key, value))
         choice = cls(name, tuple(settings), Budget.parse(budget) if budget else None)
         if budget and not choice.takes_budget:
             raise ValueError(f"policy {text!r}: {name} keeps everything and takes no budget")
-        choice.make(_AMPLE_BUDGET)
+        choice.make(_LARGE_BUDGET)
         return choice
 
     @property
     def takes_budget(self) -> bool:
-        """Whether the policy is sized by a budget (all but exact are)."""
-        return "budget" in _kinds(POLICIES[self.name])
+        """Whether the policy has a budget (all but exact have one)."""
+        return "budget" in setting_types(POLICIES[self.name])
 
     @property
     def variant(self) -> str | None:
-        """The settings as given, None without any; with the name they identify a row of results."""
+        """The settings as text, None for defaults; with the name they identify a row of results."""
         return ",".join(f"{key}={value}" for key, value in self.settings) or None
 
     def __str__(self) -> str:
@@ -141,156 +168,135 @@ class PolicyChoice:
         return f"{self.name}{variant}" + (f"@{self.budget}" if self.budget else "")
 
     def make(self, budget: int | None = None) -> Policy:
-        """The policy of so many slots (of its own budget in slots, where none is given).
+        """Returns the policy.
+
+        Args:
+            budget: slots; None for the choice's own budget in slots.
+
+        Returns:
+            The policy.
 
         Raises:
-            ValueError: for a setting that cannot be, with its name.
+            ValueError: if a setting is invalid; names it.
         """
         policy_class = POLICIES[self.name]
-        kinds, around, own = _kinds(policy_class), {}, {}
+        types, own, combinators = setting_types(policy_class), {}, {}
         for key, text in self.settings:
-            if (key not in kinds and key not in _AROUND) or key == "budget":
-                known = ", ".join(sorted({*kinds, *_AROUND} - {"budget"}))
-                raise ValueError(f"policy {self}: there is no setting {key!r}; {self.name} has {known}")
-            try:
-                if key in kinds:
-                    own[key] = parse_value(kinds[key], text)
-                else:
-                    around[key] = parse_value(_AROUND[key], text)
-            except ValueError as error:
-                raise ValueError(f"policy {self}: {key}={text}: {error}") from error
+            if key == "budget" or (key not in types and key not in _COMBINATOR_SETTINGS):
+                known = ", ".join(sorted({*types, *_COMBINATOR_SETTINGS} - {"budget"}))
+                raise ValueError(f"policy {self}: unknown setting {key!r}; {self.name} has {known}")
+            (own if key in types else combinators)[key] = parse_value(text)
         if self.takes_budget:
-            budget = self.budget.slots if budget is None and self.budget is not None else budget
-            own["budget"] = budget
+            own["budget"] = self.budget.slots if budget is None and self.budget is not None else budget
         try:
-            return put_around(policy_class(**own), **around)
-        except (TypeError, ValueError) as error:
+            return _combine(policy_class(**own), **combinators)
+        except (TypeError, ValueError, OSError) as error:
             raise ValueError(f"policy {self}: {error}") from error
 
     def fit(self, spec: CacheSpec, tokens: int) -> Policy:
-        """The policy for a cache of this spec; a budget that is a share is one of what exact holds for so many
-        tokens."""
-        return self.make() if self.budget is None else _fill(self.make, self.budget, spec, tokens)
+        """Returns the policy for a cache.
+
+        Args:
+            spec: the cache's spec.
+            tokens: tokens of the full cache that a fractional budget refers to.
+
+        Returns:
+            The policy.
+        """
+        return self.make() if self.budget is None else _fit(self.make, self.budget, spec, tokens)
+
+
+def parse_value(text: str) -> Any:
+    """Returns the value of a setting: a Python literal (`8`, `0.5`, `None`, `(1,2)`), or the text itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return {"true": True, "false": False, "none": None}.get(text, text)
 
 
 AnyPolicy = str | PolicyChoice | Policy | Callable[..., Policy]
 
 
-def sized(policy: AnyPolicy, budget: int | str | Budget | None, spec: CacheSpec, tokens: int) -> Policy:
-    """The policy that fills a budget.
+def resolve_policy(policy: AnyPolicy, budget: int | str | Budget | None, spec: CacheSpec, tokens: int) -> Policy:
+    """Returns the policy that fills a budget.
 
     Args:
-        policy: text as `PolicyChoice.parse` reads it ("subgen:recent=32"), a class such as `kvjax.SubGen`, whatever
-            else makes a policy of slots, or a policy, which has its size.
-        budget: slots per head (1024), a share of what exact holds for so many tokens ("25%") or bytes of a sequence
-            over all layers ("64MiB"); None where the policy has its own.
-        spec: what the cache is made for.
+        policy: text (`PolicyChoice.parse`), a class such as `kvjax.SubGen`, a function that makes a policy from a
+            number of slots, or a policy.
+        budget: slots per KV head (1024), a fraction of the bytes of a full cache ("25%") or bytes of a sequence over
+            all layers ("64MiB"); None if the policy has one.
+        spec: spec of the caches.
+        tokens: tokens of the full cache that a fraction refers to.
+
+    Returns:
+        The policy.
 
     Raises:
-        ValueError: for what is no policy or no budget, a budget where there is one, and none where there is none.
+        ValueError: if `policy` or `budget` is invalid, missing, or given twice.
     """
     if isinstance(policy, str):
         policy = PolicyChoice.parse(policy)
     if isinstance(policy, PolicyChoice):
         if policy.budget is not None and budget is not None:
-            raise ValueError(f"policy {policy} has a budget; give budget={budget} or that one")
+            raise ValueError(f"policy {policy} has a budget; remove it or budget={budget}")
         if policy.budget is not None or not policy.takes_budget:
             return policy.fit(spec, tokens)
         make: Callable[..., Policy] = policy.make
         name = f"policy {policy}"
     elif isinstance(policy, Policy):
         if budget is not None:
-            raise ValueError(f"{policy} has its size; give budget={budget} to its class, or to its name")
+            raise ValueError(f"{policy} has a budget; pass budget={budget} with its class or its name instead")
         return policy
     elif policy is Exact:
         return Exact()
     else:
         make, name = policy, str(getattr(policy, "__name__", policy))
     if budget is None:
-        raise ValueError(f'{name} needs a budget: slots (1024), a share ("25%") or bytes ("64MiB")')
-    return _fill(make, Budget.of(budget), spec, tokens)
+        raise ValueError(f'{name} needs a budget: slots (1024), a fraction ("25%") or bytes ("64MiB")')
+    return _fit(make, Budget.of(budget), spec, tokens)
 
 
-def _fill(make: Callable[[int], Policy], budget: Budget, spec: CacheSpec, tokens: int) -> Policy:
-    """The policy of a budget, which a share needs so many tokens for."""
+def _fit(make: Callable[[int], Policy], budget: Budget, spec: CacheSpec, tokens: int) -> Policy:
+    """Returns the policy of a budget in slots, a fraction or bytes."""
     if budget.slots is not None:
         return make(budget.slots)
     try:
         return fit_bytes(make, spec, budget.limit(spec, tokens))
     except ValueError as error:
-        raise ValueError(f"a budget of {budget} of {tokens} tokens: {error}") from error
+        raise ValueError(f"budget={budget} of {tokens} tokens: {error}") from error
 
 
-def put_around(
+def _combine(
     policy: Policy,
-    storage: StorageName | None = None,
-    value_storage: StorageName | None = None,
-    whole_window: bool = False,
-    host_steps: int | None = None,
     full_layers: int = 0,
-    head_floor: float | None = None,
+    host_steps: int | None = None,
+    alpha_safeguard: float | None = None,
+    outlier_heads: str | None = None,
 ) -> Policy:
-    """The policy with one budget for all heads, in few bits, in host memory, and behind so many exact layers in the
-    same storage."""
-    full: Policy = Exact(policy.compact_every)
-    if head_floor is not None:
-        policy = AdaKV(cast(Selection, policy), head_floor)
-    if storage is not None:
-        policy, full = (Quantized(one, storage, value_storage, whole_window) for one in (policy, full))
-    elif value_storage is not None or whole_window:
-        given = "whole_window" if value_storage is None else f"value_storage={value_storage}"
-        raise ValueError(f"{given} needs a storage")
+    """Puts combinators around a policy."""
+    full = Exact(policy.compact_every)
+    if alpha_safeguard is not None:
+        policy = AdaKV(cast(TopKPolicy, policy), alpha_safeguard)
+    if outlier_heads is not None:
+        drop = dataclasses.replace(policy, joins="drop") if isinstance(policy, Chelsea) else None
+        policy = OutlierHeads(policy, HeadChoice.load(outlier_heads), full, drop)
     if host_steps is not None:
         policy = HostMemory(policy, host_steps)
     return FirstLayers(full_layers, policy, full) if full_layers else policy
 
 
-def parse_value(kind: Any, text: str) -> Any:
-    """The value of a setting of this type.
-
-    Raises:
-        ValueError: for what it cannot be.
-    """
-    kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-    for option in kinds:
-        try:
-            return _value(option, text)
-        except (ValueError, KeyError):
-            if hasattr(option, "load"):
-                raise
-    raise ValueError(f"it must be {spelled(kind)}")
-
-
 def settings_of(policy_class: type[Policy]) -> list[tuple[str, str, str | None]]:
-    """Every setting of a policy: its name, what it may be, and its default as text, None without one."""
+    """Lists the settings of a policy class.
+
+    Args:
+        policy_class: the class.
+
+    Returns:
+        Name, allowed values and default (None without one) of every setting, as text.
+    """
+    types = setting_types(policy_class)
     fields = dataclasses.fields(policy_class)  # type: ignore[arg-type]
-    kinds = _kinds(policy_class)
     return [
-        (field.name, spelled(kinds[field.name]), None if field.default is dataclasses.MISSING else str(field.default))
+        (field.name, type_name(types[field.name]), None if field.default is dataclasses.MISSING else str(field.default))
         for field in fields
     ]
-
-
-def _value(kind: Any, text: str) -> Any:
-    """Raises a ValueError or KeyError where text says no value of this one type."""
-    if kind is type(None):
-        return {"None": None, "none": None}[text]
-    if typing.get_origin(kind) is Literal:
-        return {str(choice): choice for choice in typing.get_args(kind)}[text]
-    if typing.get_origin(kind) is tuple:
-        inner = typing.get_args(kind)
-        parts = text.strip("()").split(",")
-        if inner[1:] == (Ellipsis,):
-            inner = inner[:1] * len(parts)
-        return tuple(_value(own, part.strip()) for own, part in zip(inner, parts, strict=True))
-    if kind is bool:
-        return {"True": True, "true": True, "False": False, "false": False}[text]
-    if hasattr(kind, "load"):
-        return None if text == "None" else kind.load(text)
-    return kind(text)
-
-
-def _kinds(policy_class: type[Policy]) -> dict[str, Any]:
-    """The type of every setting."""
-    hints = typing.get_type_hints(policy_class)
-    return {field.name: hints[field.name] for field in dataclasses.fields(policy_class)}  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a cache is made for, and the checks of what is given to it."""
+"""What a cache is made for, and shape checks of its inputs."""
 
 import dataclasses
 from typing import Any
@@ -8,43 +8,50 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.storage import Storage
+from kvjax.quantization import KVDtype, KVFormats, check_width, parse_kv_dtype
 
-TILE = 16  # slots, see `whole_tiles`
-# Of a row, at most. Weights count tokens and rotary embedding turns by positions, both in float32, which holds whole
-# numbers up to here.
-MOST_TOKENS = 2**24
+TILE = 16  # slots, see `round_to_tiles`
+# Weights count tokens and RoPE multiplies positions in float32, which holds every integer up to this one.
+MAX_TOKENS = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
-    """What a cache is made for. Everything here is static: capacities follow from it and from a policy's settings.
+    """Sizes and dtypes of one layer's cache. Everything here is static.
 
     Attributes:
-        batch: rows.
-        query_heads, kv_heads, head_dim: of one layer.
-        max_prompt: longest prompt in tokens that `prefill` will see.
-        max_new: most tokens that will ever be appended after it, over all turns.
-        dtype: of stored keys and values.
-        value_dim: dimensions of a value, where they are not `head_dim`.
-        scale: of logits, where it is not 1 / sqrt(head_dim).
-        logit_cap: logits l become cap tanh(l / cap) (Gemma 2's soft cap).
-        window: tokens that a query sees at most, its own included: such a layer keeps exactly these, whatever the
-            policy.
-        rope_frequencies: angle per position of each pair of dimensions; needed by policies that re-index positions.
-        layer, layers: which layer of how many, for policies whose layers differ.
-        parts: devices that share what grows with the context; `kvjax.init` sets it by the mesh.
-        staging: slots of the staging buffer; `kvjax.init` sets it by the policy.
-        storage: what stores that grow with the context keep their entries in; `Quantized` sets it.
+        batch: batch rows.
+        query_heads: query heads of the layer.
+        kv_heads: KV heads of the layer.
+        head_dim: dimensions of a query and a key.
+        max_prompt_tokens: longest prompt that `prefill` will see.
+        max_new_tokens: most tokens that will be appended after it, over all turns.
+        dtype: dtype of stored keys and values that are not quantized.
+        kv_dtype: quantization format of stored keys and values ("int8", "fp8", "int4", "int3", "int2"), a pair of
+            formats (keys, values), or None. Staged tokens are never quantized.
+        value_dim: dimensions of a value; None for `head_dim`.
+        scale: factor of the logits; None for 1 / sqrt(head_dim).
+        logit_cap: logits l become cap * tanh(l / cap) (Gemma 2).
+        window: sliding window of the layer in tokens, the query's own token included. Such a layer keeps exactly its
+            window, whatever the policy.
+        rope_frequencies: angle per position of each pair of dimensions; for policies that undo or change RoPE.
+        layer: index of the layer.
+        layers: number of layers of the model.
+        staging_slots: slots of the staging buffer; None for the policy's `compact_every`.
+        sequence_shards: devices that share the stores that grow with the context. `kvjax.init` takes it from the mesh.
+
+    Raises:
+        ValueError: for a value that is out of range, or sizes that do not fit together.
     """
 
     batch: int
     query_heads: int
     kv_heads: int
     head_dim: int
-    max_prompt: int
-    max_new: int
+    max_prompt_tokens: int
+    max_new_tokens: int
     dtype: Any = jnp.float32
+    kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None
     value_dim: int | None = None
     scale: float | None = None
     logit_cap: float | None = None
@@ -52,29 +59,37 @@ class CacheSpec:
     rope_frequencies: tuple[float, ...] | None = None
     layer: int = 0
     layers: int = 1
-    parts: int = 1
-    staging: int = 1
-    storage: Storage | None = None
+    staging_slots: int | None = None
+    sequence_shards: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("batch", "query_heads", "kv_heads", "head_dim", "max_prompt", "max_new", "layers", "parts"):
+        counts = ["batch", "query_heads", "kv_heads", "head_dim", "max_prompt_tokens", "max_new_tokens", "layers"]
+        for name in (*counts, "sequence_shards", *(() if self.staging_slots is None else ("staging_slots",))):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise ValueError(f"{name}={value!r}; it must be a whole number")
+                raise ValueError(f"{name}={value!r} must be an integer")
             if value < 1:
-                raise ValueError(f"{name}={value}; it must be at least 1")
-        if self.capacity > MOST_TOKENS:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if self.capacity > MAX_TOKENS:
             raise ValueError(
-                f"max_prompt + max_new = {self.max_prompt} + {self.max_new} tokens; at most {MOST_TOKENS} can be told "
-                "apart: weights and positions are float32"
+                f"max_prompt_tokens + max_new_tokens = {self.max_prompt_tokens} + {self.max_new_tokens} must be at "
+                f"most {MAX_TOKENS} (2**24), the largest position that float32 represents exactly"
             )
         for name in ("value_dim", "scale", "logit_cap", "window"):
             if (value := getattr(self, name)) is not None and not value > 0:
-                raise ValueError(f"{name}={value}; it must be above 0, or None")
+                raise ValueError(f"{name}={value} must be above 0, or None")
         if self.query_heads % self.kv_heads:
             raise ValueError(f"query_heads={self.query_heads} must be a multiple of kv_heads={self.kv_heads}")
         if not 0 <= self.layer < self.layers:
-            raise ValueError(f"layer={self.layer} must lie in [0, layers={self.layers})")
+            raise ValueError(f"layer={self.layer} must be in [0, layers={self.layers})")
+        if self.kv_formats is not None:
+            check_width(self.kv_formats.keys, self.head_dim)
+            check_width(self.kv_formats.values, self.value_width)
+
+    @property
+    def kv_formats(self) -> KVFormats | None:
+        """Quantization formats of keys and values, if any."""
+        return parse_kv_dtype(self.kv_dtype)
 
     @property
     def value_width(self) -> int:
@@ -83,12 +98,11 @@ class CacheSpec:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a row may ever hold."""
-        return self.max_prompt + self.max_new
+        """Most tokens that a row may take in."""
+        return self.max_prompt_tokens + self.max_new_tokens
 
-    def exact_bytes(self, tokens: int) -> int:
-        """Bytes that an unpadded exact cache of one row and layer holds for so many tokens: the yardstick of
-        every budget."""
+    def full_cache_bytes(self, tokens: int) -> int:
+        """Bytes of an unpadded full cache of one row and layer with this many tokens; budgets are relative to it."""
         return self.kv_heads * (self.head_dim + self.value_width) * jnp.dtype(self.dtype).itemsize * tokens
 
 
@@ -99,41 +113,62 @@ def check_tokens(
     values: Float[Array, "B T H_kv D_v"],
     lengths: Int[Array, "B"] | None,
 ) -> None:
-    """Raises a ValueError where fresh tokens do not fit the cache (which broadcasting would hide)."""
+    """Checks the shapes and dtypes of new tokens, which broadcasting would hide.
+
+    Args:
+        spec: the cache's spec.
+        batch: batch rows of the cache.
+        keys: new keys.
+        values: new values.
+        lengths: tokens per row.
+
+    Raises:
+        ValueError: if a shape or dtype does not fit.
+    """
     tokens = keys.shape[1] if keys.ndim > 1 else 0
-    for name, fresh, width in (("keys", keys, spec.head_dim), ("values", values, spec.value_width)):
-        wanted = (batch, tokens, spec.kv_heads, width)
-        if fresh.shape != wanted:
-            raise ValueError(f"{name} have shape {fresh.shape}; it must be [B, T, H_kv, D] = {wanted}")
-        if not jnp.issubdtype(fresh.dtype, jnp.floating):
-            raise ValueError(f"{name} are {fresh.dtype}; they must be floating-point numbers")
+    for name, array, width in (("keys", keys, spec.head_dim), ("values", values, spec.value_width)):
+        shape = (batch, tokens, spec.kv_heads, width)
+        if array.shape != shape:
+            raise ValueError(f"{name} have shape {array.shape}, expected [B, T, H_kv, D] = {shape}")
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} have dtype {array.dtype}, expected a floating-point dtype")
     if lengths is None:
         return
     if lengths.shape != (batch,):
-        raise ValueError(f"lengths has shape {lengths.shape}; it must be [B] = {(batch,)}")
+        raise ValueError(f"lengths has shape {lengths.shape}, expected [B] = {(batch,)}")
     if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"lengths are {lengths.dtype}; they must be whole numbers")
+        raise ValueError(f"lengths has dtype {lengths.dtype}, expected an integer dtype")
 
 
-def check_query(spec: CacheSpec, batch: int, query: Float[Array, "B T H_q D"], tokens: int | None = None) -> None:
-    """Raises a ValueError where queries do not fit the cache; `tokens` is how many there must be."""
-    wanted = (batch, query.shape[1] if tokens is None and query.ndim > 1 else tokens, spec.query_heads, spec.head_dim)
-    if query.shape != wanted:
-        raise ValueError(f"queries have shape {query.shape}; it must be [B, T, H_q, D] = {wanted}")
+def check_queries(spec: CacheSpec, batch: int, queries: Float[Array, "B T H_q D"], tokens: int | None = None) -> None:
+    """Checks the shape of queries.
+
+    Args:
+        spec: the cache's spec.
+        batch: batch rows of the cache.
+        queries: the queries.
+        tokens: how many there must be; None for any number.
+
+    Raises:
+        ValueError: if the shape does not fit.
+    """
+    count = queries.shape[1] if tokens is None and queries.ndim > 1 else tokens
+    shape = (batch, count, spec.query_heads, spec.head_dim)
+    if queries.shape != shape:
+        raise ValueError(f"queries have shape {queries.shape}, expected [B, T, H_q, D] = {shape}")
 
 
-def known(*arrays: Array) -> bool:
-    """Whether the values of these arrays can be looked at: outside jit, on devices of this process."""
+def is_concrete(*arrays: Array) -> bool:
+    """Whether the values of these arrays can be read: outside jit, on devices of this process."""
     return not any(
         isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(arrays)
     )
 
 
-def whole_tiles(slots: int) -> int:
-    """The next smaller multiple of `TILE`, where that takes away no more than a fiftieth of so many slots.
+def round_to_tiles(slots: int) -> int:
+    """Rounds down to a multiple of `TILE` if that removes at most 2% of the slots.
 
-    Of other numbers XLA makes stores in a layout that kernels for TPUs do not read, and copies them once per block of
-    decoding steps.
+    XLA lays out stores of other sizes in a way that TPU kernels cannot read, and copies them once per decode block.
     """
-    more = slots % TILE
-    return slots - more if 50 * more <= slots else slots
+    excess = slots % TILE
+    return slots - excess if 50 * excess <= slots else slots

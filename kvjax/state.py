@@ -1,15 +1,15 @@
-"""State pytrees: how their fields are declared, and what can be done to any of them.
+"""State pytrees: how their fields are declared, and the functions that work on any of them.
 
     @state
     class Window:
-        keys: Float[Array, "B H_kv S D"] = entries()
+        keys: Float[Array, "B H_kv S D"] = kv_entries()
         total: Int[Array, "B"]
         sinks: int = static()
 
-A state is a frozen dataclass of arrays. Its axes are the dimension names of its annotations, and everything that must
-treat all policies alike (taking, inserting and repeating rows of a batch, sharding, storage in few bits, byte counts)
-goes by those names: B rows, H_kv kv heads, H_q query heads, H heads that recall (of either kind), N what grows with
-the context, which devices may share. All other names are a shape and no more.
+A state is a frozen dataclass of arrays, registered as a pytree. The dimension names of its annotations are its axes.
+Everything that treats all policies the same (taking, inserting and repeating batch rows, sharding, quantization, byte
+counts) reads those names: B batch rows, H_kv KV heads, H_q query heads, H heads that retrieve blocks (KV or query
+heads), N an axis that grows with the context and that devices may share. Other names carry no meaning.
 """
 
 import dataclasses
@@ -23,55 +23,61 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
-from kvjax.memory import on_host, where_it_lies
+from kvjax.distributed.memory import compute_where_stored, is_on_host
+from pallas_kernels.quantized_array import QuantizedArray
 
 T = TypeVar("T")
 
 BATCH = "B"
-_FORKS = 0x464F524B  # of a row's key, the one that keys of its copies are made of
+_COPY_SALT = 0x464F524B  # folded into the keys of copied rows
 
 
-def entries(*, means: bool = False, first: str | None = None) -> Any:
-    """Declares keys or values [..., S, D] that attention reads: combinators may keep them in another form.
+def kv_entries(*, running_mean: bool = False, centered: bool = True) -> Any:
+    """Declares keys [..., S, D] or values [..., S, D_v] that attention reads and that the cache may store quantized.
 
     Args:
-        means: of tokens, which go on taking tokens in: rounded anew each time, they would drift.
-        first: the state's attribute that says how many of the first slots are sinks' and recent tokens'.
+        running_mean: whether the entries are means that later tokens join. They are stored with a residual, because
+            a mean that is rounded at every update drifts.
+        centered: whether keys may be stored without their head's mean; False where heads share slots.
+
+    Returns:
+        A dataclass field.
     """
-    return dataclasses.field(metadata={"entries": True, "means": means, "first": first})
+    return dataclasses.field(metadata={"kv_entries": True, "running_mean": running_mean, "centered": centered})
 
 
-def index() -> Any:
-    """Declares numbers [..., M, D] by which a policy chooses what it recalls: combinators may keep narrow copies."""
-    return dataclasses.field(metadata={"chosen_by": True})
+def retrieval_index() -> Any:
+    """Declares vectors [..., M, D] by which a retrieval policy chooses blocks; stored in int8 in a quantized cache."""
+    return dataclasses.field(metadata={"retrieval_index": True})
 
 
 def fault(meaning: str) -> Any:
-    """Declares a counter that must stay zero; `check` raises with this text where it does not."""
+    """Declares a counter that must stay zero; `raise_faults` raises an error with `meaning` otherwise."""
     return dataclasses.field(metadata={"fault": meaning})
 
 
 def stacked(*axes: str) -> Any:
-    """Declares a field that holds a state written for one stream, mapped over these leading axes (outermost first)."""
+    """Declares a field that holds a state of one stream, batched over these leading axes (outermost first)."""
     return dataclasses.field(metadata={"stacked": axes})
 
 
-def drawn() -> Any:
-    """Declares a key per row that draws what must not be the same in two rows: of a row that is taken more than once,
-    each copy but the first gets a key of its own."""
-    return dataclasses.field(metadata={"drawn": True})
+def row_randomness() -> Any:
+    """Declares one PRNG key per batch row; copies of a row, except the first, get keys of their own."""
+    return dataclasses.field(metadata={"row_randomness": True})
 
 
 def static(default: Any = dataclasses.MISSING) -> Any:
-    """Declares a field that is part of the program, not of the data: it must be hashable and is compiled in."""
+    """Declares a hashable field that is part of the compiled program, not of the data."""
     return dataclasses.field(default=default, metadata={"static": True})
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(entries, fault, drawn, index, stacked, static))
+@dataclass_transform(
+    frozen_default=True, field_specifiers=(kv_entries, fault, row_randomness, retrieval_index, stacked, static)
+)
 def state(cls: type[T]) -> type[T]:
-    """Class decorator: a frozen dataclass, registered as a pytree, whose axes are those of its annotations."""
+    """Makes a class a frozen dataclass and a pytree whose axes are the dimension names of its annotations."""
     for name, annotation in inspect.get_annotations(cls).items():
-        if (axes := _axes_of(annotation)) is not None:
+        if (axes := _annotated_axes(annotation)) is not None:
             declared = cls.__dict__.get(name, dataclasses.MISSING)
             if isinstance(declared, dataclasses.Field):
                 field = dataclasses.field(metadata={"axes": axes, **declared.metadata})
@@ -81,22 +87,130 @@ def state(cls: type[T]) -> type[T]:
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 
-def _axes_of(annotation: Any) -> tuple[str, ...] | None:
-    """The dimension names of `Float[Array, "B S D"]`, maybe `| None`; None for what is no array."""
-    kinds = [kind for kind in typing.get_args(annotation) or (annotation,) if kind is not type(None)]
-    names = {tuple(kind.dim_str.split()) for kind in kinds if hasattr(kind, "dim_str")}
+def _annotated_axes(annotation: Any) -> tuple[str, ...] | None:
+    """Returns the dimension names of `Float[Array, "B S D"]` or of a union with it; None without an array type."""
+    options = [option for option in typing.get_args(annotation) or (annotation,) if option is not type(None)]
+    names = {tuple(option.dim_str.split()) for option in options if hasattr(option, "dim_str")}
     return names.pop() if len(names) == 1 else None
 
 
+class ArrayField(NamedTuple):
+    """The declaration of one array: its field name, all its axes, and the metadata of its field specifier."""
+
+    name: str
+    axes: tuple[str, ...]
+    fault: str | None = None
+    kv_entries: bool = False
+    running_mean: bool = False
+    centered: bool = True
+    retrieval_index: bool = False
+    row_randomness: bool = False
+
+    @property
+    def batch_axis(self) -> int | None:
+        """Position of the batch axis; None for an array that all rows share."""
+        return self.axes.index(BATCH) if BATCH in self.axes else None
+
+
+@state
+class RunningMean:
+    """Means in a narrow type, with the rounding residual in int8.
+
+    Attention reads `stored`. Compaction adds the residual, so that a mean of many tokens still moves when one more
+    token joins it.
+    """
+
+    stored: Any  # an array or a QuantizedArray
+    residual: QuantizedArray
+
+
+def map_fields(function: Callable[..., Any], tree: Any, *others: Any, leading: tuple[str, ...] = ()) -> Any:
+    """Maps `function(field, array, *other_arrays)` over all arrays of a state.
+
+    The arrays inside a `QuantizedArray` or a `RunningMean` are mapped one by one, with the axes that each has.
+
+    Args:
+        function: receives the `ArrayField` and one array of every tree.
+        tree: a state, or tuples, lists and dicts of states.
+        others: trees of the same structure.
+        leading: axes in front of those of the annotations.
+
+    Returns:
+        A tree of the same structure with the function's results.
+
+    Raises:
+        TypeError: for an object that is not a state, so that its axes are unknown.
+    """
+
+    def map_array(field: ArrayField, leaf: Any, *other: Any) -> Any:
+        if isinstance(leaf, RunningMean):
+            stored = map_array(field, leaf.stored, *(one.stored for one in other))
+            return RunningMean(stored, map_array(field, leaf.residual, *(one.residual for one in other)))
+        if not isinstance(leaf, QuantizedArray):
+            return function(field, leaf, *other)
+        offset_axes = (*field.axes[:-2], field.axes[-1])
+        return dataclasses.replace(
+            leaf,
+            values=function(field, leaf.values, *(one.values for one in other)),
+            scale=function(field._replace(axes=field.axes[:-1]), leaf.scale, *(one.scale for one in other)),
+            offset=None
+            if leaf.offset is None
+            else function(field._replace(axes=offset_axes), leaf.offset, *(one.offset for one in other)),
+        )
+
+    return map_stored(map_array, tree, *others, leading=leading)
+
+
+def map_stored(function: Callable[..., Any], tree: Any, *others: Any, leading: tuple[str, ...] = ()) -> Any:
+    """As `map_fields`, but gives the function a `QuantizedArray` or `RunningMean` as one object.
+
+    Args:
+        function: receives the `ArrayField` and one array-like of every tree.
+        tree: a state, or tuples, lists and dicts of states.
+        others: trees of the same structure.
+        leading: axes in front of those of the annotations.
+
+    Returns:
+        A tree of the same structure with the function's results.
+
+    Raises:
+        TypeError: for an object that is not a state.
+    """
+    if tree is None:
+        return None
+    if isinstance(tree, dict):
+        return {
+            key: map_stored(function, tree[key], *(other[key] for other in others), leading=leading) for key in tree
+        }
+    if isinstance(tree, tuple | list):
+        mapped = [map_stored(function, *items, leading=leading) for items in zip(tree, *others, strict=True)]
+        return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
+    if not dataclasses.is_dataclass(tree) or isinstance(tree, type):
+        raise TypeError(f"{type(tree).__name__} is not a kvjax state, so its axes are unknown")
+    changes = {}
+    for field in dataclasses.fields(tree):
+        leaves = [getattr(one, field.name) for one in (tree, *others)]
+        if field.metadata.get("static") or leaves[0] is None:
+            continue
+        if "axes" in field.metadata:
+            metadata = dict(field.metadata)
+            described = ArrayField(field.name, leading + metadata.pop("axes"), **metadata)
+            changes[field.name] = function(described, *leaves)
+        else:
+            inner = leading + field.metadata.get("stacked", ())
+            changes[field.name] = map_stored(function, *leaves, leading=inner)
+    return dataclasses.replace(tree, **changes)
+
+
 class CacheBytes(NamedTuple):
-    """Bytes of a state's buffers by where they reside."""
+    """Bytes of a state's buffers by the memory they are in."""
 
     device: int
     host: int
 
 
 def cache_bytes(tree: Any) -> CacheBytes:
-    """Bytes of every buffer in a state, from shapes and dtypes alone; works on arrays and on their abstract values."""
+    """Returns the bytes of all buffers of a state, from shapes and dtypes; the state may be abstract."""
     device = host = 0
     for leaf in jax.tree.leaves(tree):
         size = leaf.size * _itemsize(leaf.dtype)
@@ -107,61 +221,92 @@ def cache_bytes(tree: Any) -> CacheBytes:
     return CacheBytes(device, host)
 
 
-def axes(tree: Any) -> Any:
-    """The same tree with every array replaced by the tuple of its axis names."""
-    return map_fields(lambda field, _: field.axes, tree)
+def _itemsize(dtype: Any) -> int:
+    """Returns the bytes of one element, also of a typed PRNG key."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        return data.size * data.dtype.itemsize
+    return dtype.itemsize
 
 
 def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
-    """The state of a batch that consists of the given rows, in that order; a row may be taken more than once (see
-    `drawn`).
+    """Returns the state of a batch made of the given rows, in that order.
+
+    Args:
+        tree: a state.
+        rows: row indices; a row may appear several times. Each copy after the first draws its own random numbers.
+
+    Returns:
+        A state with R batch rows and buffers of its own.
 
     Raises:
-        ValueError: for a row that there is not (where the numbers are known, outside jit).
+        ValueError: if a row index is out of range (outside jit).
     """
     _check_rows(tree, rows)
 
     def take(field: ArrayField, leaf: Array) -> Array:
-        axis = _batch_axis(field)
-        # A copy, so that either state may be donated and the other used on.
-        if axis is None:
+        # A copy, so that either state may be donated while the other stays in use.
+        if field.batch_axis is None:
             return jnp.copy(leaf)
-        # On the host JAX cannot fill what is out of range; outside jit, rows have been checked.
-        mode = "clip" if on_host(leaf) else "fill"
-        if field.drawn:
-            return _apart(jnp.take(leaf, rows, axis=axis, mode="clip"), rows)
-        return where_it_lies(lambda leaf, rows: jnp.take(leaf, rows, axis=axis, mode=mode), leaf, rows, stays=True)
+        if field.row_randomness:
+            return _independent_copies(jnp.take(leaf, rows, axis=field.batch_axis, mode="clip"), rows)
+        # In host memory JAX cannot fill out-of-range rows; outside jit they have been checked.
+        mode = "clip" if is_on_host(leaf) else "fill"
+
+        def take_from(leaf: Array, rows: Array) -> Array:
+            return jnp.take(leaf, rows, axis=field.batch_axis, mode=mode)
+
+        return compute_where_stored(take_from, leaf, rows, stays=True)
 
     return map_fields(take, tree)
 
 
 def repeat_rows(tree: T, repeats: int) -> T:
-    """Every row `repeats` times in place (forks of one prefix): row i becomes rows i * repeats ... . Forks are
-    equal but for what they draw from now on (see `drawn`), and the first draws what the row would have."""
-    batch = _batch_size(tree)
-    return take_rows(tree, jnp.repeat(jnp.arange(batch), repeats))
+    """Repeats every row in place, as forks of one prefix: row i becomes rows i * repeats to (i + 1) * repeats - 1.
+
+    Args:
+        tree: a state.
+        repeats: copies of every row.
+
+    Returns:
+        A state with `repeats` times as many rows. Forks differ only in the random numbers that they will draw; the
+        first fork draws what the original row would have drawn.
+    """
+    return take_rows(tree, jnp.repeat(jnp.arange(_batch_size(tree)), repeats))
 
 
 def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
-    """Overwrites the given rows with the rows of another state of the same policy and spec (but for the batch).
+    """Overwrites the given rows with the rows of another state of the same policy and spec.
 
-    Both must stand at the same point of their staging, which they do after `compact`.
+    Both states must have the same staging offset; `compact` brings both to 0.
+
+    Args:
+        tree: the state to write to.
+        rows_tree: a state with R rows.
+        rows: where its rows go.
+
+    Returns:
+        The updated state.
 
     Raises:
-        ValueError: for states of two policies or specs, naming both; for a row that there is not, or states that stand
-            at different points, with the field that differs (where values are known, outside jit).
+        ValueError: if the states differ in policy or spec, a row is out of range, or a batch-wide field differs (the
+            latter two outside jit).
     """
     if (difference := _difference(tree, rows_tree)) is not None:
-        raise ValueError(f"insert_rows: the states are not of one policy and spec: {difference}")
+        raise ValueError(f"insert_rows: the states belong to different policies or specs: {difference}")
     _check_rows(tree, rows)
 
     def insert(field: ArrayField, leaf: Array, new: Array) -> Array:
-        axis = _batch_axis(field)
+        axis = field.batch_axis
         if not leaf.size:
-            return jnp.copy(leaf)  # setting rows of an empty array gives that array itself
+            return jnp.copy(leaf)  # an update of an empty array would return the array itself
         if axis is not None:
-            place = (slice(None),) * axis
-            return where_it_lies(lambda leaf, rows, new: leaf.at[(*place, rows)].set(new), leaf, rows, new, stays=True)
+            index = (slice(None),) * axis
+
+            def write(leaf: Array, rows: Array, new: Array) -> Array:
+                return leaf.at[(*index, rows)].set(new)
+
+            return compute_where_stored(write, leaf, rows, new, stays=True)
         if not isinstance(leaf, jax.core.Tracer) and not np.array_equal(leaf, new):
             raise ValueError(
                 f"insert_rows: the batch-wide field {field.name!r} is {leaf} in one state and {new} in the other; "
@@ -172,100 +317,62 @@ def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
     return map_fields(insert, tree, rows_tree)
 
 
-def check(tree: Any) -> None:
-    """Raises a ValueError that lists every fault counter of a state that is not zero. Call it outside jit."""
+def raise_faults(tree: Any) -> None:
+    """Raises an error that lists every fault counter of a state that is not zero. Call it outside jit.
+
+    Args:
+        tree: a state.
+
+    Raises:
+        ValueError: if a fault counter is not zero.
+    """
     faults: list[str] = []
 
-    def look(field: ArrayField, leaf: Array) -> Array:
+    def check(field: ArrayField, leaf: Array) -> Array:
         if field.fault:
-            # Parts may lie on devices of other processes.
-            here = getattr(leaf, "is_fully_addressable", True)
-            # Sizes, so that a counter that ran over does not make up for others.
-            if count := int(np.sum(np.abs(np.asarray(leaf, np.int64))) if here else jnp.sum(jnp.abs(leaf))):
-                listed = f"={np.asarray(leaf).tolist()}" if here else ""
-                faults.append(f"{field.name}{listed}: {field.fault} ({count} in all)")
+            # On several processes a shard may be out of reach; absolute values, so that counts cannot cancel.
+            local = getattr(leaf, "is_fully_addressable", True)
+            if count := int(np.sum(np.abs(np.asarray(leaf, np.int64))) if local else jnp.sum(jnp.abs(leaf))):
+                listed = f"={np.asarray(leaf).tolist()}" if local else ""
+                faults.append(f"{field.name}{listed}: {field.fault} ({count} in total)")
         return leaf
 
-    map_fields(look, tree)
+    map_fields(check, tree)
     if faults:
-        raise ValueError("the cache state is not sound: " + "; ".join(faults))
+        raise ValueError("the cache state is invalid: " + "; ".join(faults))
 
 
-def faults_of_rows(tree: Any) -> Int[Array, "B"] | None:
-    """How many fault counters of every row of a state are not zero; None where it has none."""
+def count_row_faults(tree: Any) -> Int[Array, "B"] | None:
+    """Counts the nonzero fault counters of every row; None for a state without fault counters."""
     counts: list[Array] = []
 
-    def look(field: ArrayField, leaf: Array) -> Array:
-        if field.fault and (axis := _batch_axis(field)) is not None:
-            others = [other for other in range(leaf.ndim) if other != axis]
+    def count(field: ArrayField, leaf: Array) -> Array:
+        if field.fault and field.batch_axis is not None:
+            others = [axis for axis in range(leaf.ndim) if axis != field.batch_axis]
             counts.append(jnp.sum(leaf != 0, axis=others, dtype=jnp.int32))
         return leaf
 
-    map_fields(look, tree)
+    map_fields(count, tree)
     return sum(counts[1:], start=counts[0]) if counts else None
 
 
-class ArrayField(NamedTuple):
-    """What is declared of an array: its name in its state, all its axes, and the rest as `entries` and `fault` say."""
-
-    name: str
-    axes: tuple[str, ...]
-    fault: str | None = None
-    entries: bool = False
-    means: bool = False
-    chosen_by: bool = False
-    first: int = 0  # of its slots, how many are sinks' and recent tokens'
-    drawn: bool = False
-
-
-def map_fields(function: Callable[..., Any], tree: Any, *others: Any, leading: tuple[str, ...] = ()) -> Any:
-    """Maps (field, leaf, ...) over the array fields of nested states, tuples, lists and dicts."""
-    if tree is None:
-        return None
-    if isinstance(tree, dict):
-        return {
-            key: map_fields(function, tree[key], *(other[key] for other in others), leading=leading) for key in tree
-        }
-    if isinstance(tree, tuple | list):
-        mapped = [map_fields(function, *items, leading=leading) for items in zip(tree, *others, strict=True)]
-        return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
-    if not dataclasses.is_dataclass(tree) or isinstance(tree, type):
-        raise TypeError(f"{type(tree).__name__} is not a state: its axes are not known")
-    changes = {}
-    for field in dataclasses.fields(tree):
-        leaves = [getattr(one, field.name) for one in (tree, *others)]
-        if field.metadata.get("static") or leaves[0] is None:
-            continue
-        if "axes" in field.metadata:
-            metadata = dict(field.metadata)
-            first = getattr(tree, name) if (name := metadata.pop("first", None)) else 0
-            described = ArrayField(field.name, leading + metadata.pop("axes"), first=first, **metadata)
-            changes[field.name] = function(described, *leaves)
-        else:
-            inner = leading + field.metadata.get("stacked", ())
-            changes[field.name] = map_fields(function, *leaves, leading=inner)
-    return dataclasses.replace(tree, **changes)
-
-
-def _apart(keys: Key[Array, "R"], rows: Int[Array, "R"]) -> Key[Array, "R"]:
-    """The keys of taken rows, of which each copy of a row but the first has its own."""
+def _independent_copies(keys: Key[Array, "R"], rows: Int[Array, "R"]) -> Key[Array, "R"]:
+    """Gives every copy of a row, except the first, a PRNG key of its own."""
     is_copy = jnp.any(jnp.tril(rows[:, None] == rows[None, :], -1), axis=1)
 
-    def own(key: Key[Array, ""], place: Int[Array, ""]) -> Key[Array, ""]:
-        # Keys folded by small numbers are those that splitting gives: folded by another first, they are no key of the
-        # row's. By how many rows there are, so that forks of forks are not the first ones again.
-        for number in (_FORKS, rows.shape[0], place):
+    def fold(key: Key[Array, ""], index: Int[Array, ""]) -> Key[Array, ""]:
+        # Splitting folds small numbers in, so a salt comes first; the number of rows separates forks of forks.
+        for number in (_COPY_SALT, rows.shape[0], index):
             key = jax.random.fold_in(key, number)
         return key
 
-    found = jax.random.key_data(jax.vmap(own)(keys, jnp.arange(rows.shape[0])))
-    words = jnp.where(is_copy[:, None], found, jax.random.key_data(keys))
+    folded = jax.random.key_data(jax.vmap(fold)(keys, jnp.arange(rows.shape[0])))
+    words = jnp.where(is_copy[:, None], folded, jax.random.key_data(keys))
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(keys))
 
 
 def _difference(tree: Any, other: Any) -> str | None:
-    """In what settings two states differ, the outermost first; None where one program serves both. Where a state lies
-    is no setting of it."""
+    """Describes the outermost static setting in which two states differ; None if one program serves both."""
     kinds = [type(node).__name__ + (f" of {len(node)}" if hasattr(node, "__len__") else "") for node in (tree, other)]
     if kinds[0] != kinds[1]:
         return f"one is {kinds[0]}, the other {kinds[1]}"
@@ -276,44 +383,33 @@ def _difference(tree: Any, other: Any) -> str | None:
     else:
         pairs, fields = [], dataclasses.fields(tree) if tree is not None else ()
         for field in fields:
-            mine, its = getattr(tree, field.name), getattr(other, field.name)
+            first, second = getattr(tree, field.name), getattr(other, field.name)
             if not field.metadata.get("static"):
-                pairs += [] if "axes" in field.metadata else [(mine, its)]
-            elif mine != its and not isinstance(mine or its, jax.sharding.Mesh):
-                return f"{field.name} is {mine} in one and {its} in the other"
+                pairs += [] if "axes" in field.metadata else [(first, second)]
+            elif first != second and not isinstance(first or second, jax.sharding.Mesh):
+                return f"{field.name} is {first} in one and {second} in the other"
     return next((difference for pair in pairs if (difference := _difference(*pair)) is not None), None)
 
 
-def _batch_axis(field: ArrayField) -> int | None:
-    return field.axes.index(BATCH) if BATCH in field.axes else None
-
-
 def _check_rows(tree: Any, rows: Int[Array, "R"]) -> None:
-    # JAX would fill what is taken out of range and drop what is set there.
+    """Raises a ValueError for rows out of range, which JAX would fill or drop."""
     if isinstance(rows, jax.core.Tracer):
         return
     batch = _batch_size(tree)
     if bool(jnp.any((rows < 0) | (rows >= batch))):
-        raise ValueError(f"rows={np.asarray(rows).tolist()} must lie in [0, {batch})")
+        raise ValueError(f"rows={np.asarray(rows).tolist()} must be in [0, {batch})")
 
 
 def _batch_size(tree: Any) -> int:
+    """Returns the number of batch rows of a state."""
     sizes: set[int] = set()
 
-    def look(field: ArrayField, leaf: Array) -> Array:
-        if (axis := _batch_axis(field)) is not None:
-            sizes.add(leaf.shape[axis])
+    def collect(field: ArrayField, leaf: Array) -> Array:
+        if field.batch_axis is not None:
+            sizes.add(leaf.shape[field.batch_axis])
         return leaf
 
-    map_fields(look, tree)
+    map_fields(collect, tree)
     if len(sizes) != 1:
-        raise ValueError(f"the state has no one batch size: {sorted(sizes)}")
+        raise ValueError(f"the state has no single batch size: {sorted(sizes)}")
     return sizes.pop()
-
-
-def _itemsize(dtype: Any) -> int:
-    # A typed PRNG key hides its words: ask for those of one key.
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-        return data.size * data.dtype.itemsize
-    return dtype.itemsize

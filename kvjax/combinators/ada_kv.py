@@ -1,137 +1,169 @@
-"""AdaKV (Feng et al. 2024): one budget for all heads of a layer, given to the tokens of highest score of any head."""
+"""Ada-KV (Feng et al. 2024): one budget for all KV heads of a layer."""
 
 import dataclasses
-from typing import Any, cast
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
-from kvjax.per_head import per_head
-from kvjax.policy import Policy
+from kvjax.policy import Policy, Prompt, Requirements
 from kvjax.segment import Segment
-from kvjax.selection import Ranked, Selection, init_ranked, places
-from kvjax.state import state
+from kvjax.spec import CacheSpec
+from kvjax.state import kv_entries, state
+from kvjax.stores.staging import Tokens
+from kvjax.stores.top_k_store import later_token_slots
+from kvjax.structures.per_head import per_head
+from kvjax.top_k_policy import TopKPolicy
+
+T = TypeVar("T")
 
 
 @state
-class Shared:
-    """The slots of all heads as one row of slots, head behind head: a head's are [start, start + ranked + empty)."""
+class AdaKVState:
+    """The slots of all heads as one pool; those of head h are [start, start + ranked + empty)."""
 
-    pool: Ranked
+    # Slots are not centered: a slot of one head's row may hold another head's token.
+    keys: Float[Array, "B H_kv S D"] = kv_entries(centered=False)
+    values: Float[Array, "B H_kv S D_v"] = kv_entries()
     start: Int[Array, "B H_kv"]  # int32
     ranked: Int[Array, "B H_kv"]  # int32, tokens of the prompt that the head kept
-    empty: Int[Array, "B H_kv"]  # int32, slots that it had left for later ones
+    empty: Int[Array, "B H_kv"]  # int32, slots left for later tokens
+    later: Int[Array, "B"]  # int32, tokens taken in after the prompt
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaKV(Policy[Shared]):
-    """A selection whose heads get slots by need: of all tokens of all heads of a layer, those of highest score stay, in
-    a buffer that is no larger than that of equal heads.
+class AdaKV(Policy[AdaKVState]):
+    """Keeps the tokens with the highest scores of all heads of a layer, so that heads get slots by need.
 
-    Where devices share the heads of a layer, the heads of a device share what is theirs. Attention reads each head's
-    own slots; XLA multiplies those of the other heads too, and drops them.
+    The buffer is as large as that of equal heads. If devices shard the heads, the heads of one device share its slots.
+    XLA multiplies the slots of all heads with every head's queries and discards those of other heads.
 
     Attributes:
-        policy: the selection.
-        floor: share of its budget that every head keeps of its own best tokens (the paper's safeguard alpha), and in
-            any case the sinks and a compaction's tokens.
+        policy: the policy that scores tokens.
+        alpha_safeguard: fraction of its budget that every head keeps of its own best tokens, at least the sinks and
+            the tokens of one compaction.
 
-    Source: Ada-KV, section 3.3 (https://arxiv.org/abs/2407.11550); kvpress's AdaKVPress.
+    Reference:
+        Ada-KV, section 3.3 (https://arxiv.org/abs/2407.11550); kvpress's AdaKVPress.
     """
 
-    policy: Selection
-    floor: float = 0.2
-
-    streams = False
-    pools_heads = True
+    policy: TopKPolicy
+    alpha_safeguard: float = 0.2
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.floor <= 1:
-            raise ValueError(f"floor={self.floor}; it must lie in [0, 1]")
+        if not 0 <= self.alpha_safeguard <= 1:
+            raise ValueError(f"alpha_safeguard={self.alpha_safeguard} must be in [0, 1]")
 
-    compact_every = property(lambda self: self.policy.compact_every)
-    prompt_queries = property(lambda self: self.policy.prompt_queries)
-    repeat = property(lambda self: self.policy.repeat)
+    @property
+    def compact_every(self) -> int:
+        """Tokens between compactions of the policy."""
+        return self.policy.compact_every
 
-    def at(self, spec) -> "AdaKV":
-        return dataclasses.replace(self, policy=cast(Selection, self.policy.at(spec)))
+    @property
+    def requires(self) -> Requirements:
+        """What the policy needs."""
+        return self.policy.requires
 
-    def init(self, spec, row_keys) -> Shared:
-        slots = self.policy.slots(spec)
-        none = jnp.zeros((spec.batch, spec.kv_heads), jnp.int32)
-        start = none + slots * jnp.arange(spec.kv_heads, dtype=jnp.int32)
-        return Shared(init_ranked(spec, slots), start, none, none + slots)
+    def for_layer(self, spec: CacheSpec) -> "AdaKV":
+        """Returns the policy with the budget of this layer."""
+        return dataclasses.replace(self, policy=cast(TopKPolicy, self.policy.for_layer(spec)))
 
-    def prefill(self, state: Shared, prompt) -> Shared:
-        rank = self.policy.rank(prompt)
-        heads, tokens = rank.shape[1:]
-        best = min(int(self.floor * self.policy.budget), tokens)
-        if not self.policy.beside:
-            best = min(max(best, self.policy.sinks + self.policy.compact_every), tokens)
-        if best:
-            top, index = jax.lax.top_k(rank, best)
-            above = _SAFE * (2 - jnp.arange(best) / best)  # in the same order
-            safe = jnp.where(jnp.isneginf(top), top, jnp.maximum(top, above))
-            rank = per_head(lambda rank, index, safe: rank.at[index].set(safe))(rank, index, safe)
-        keep = heads * min(self.policy.budget, tokens)
-        of_row = lambda pool, rank, *fresh: _share(pool, rank, keep, *fresh)  # noqa: E731
-        buffers = (state.pool.keys, state.pool.values)
-        buffers, start, ranked, empty = jax.vmap(of_row)(buffers, rank, prompt.keys, prompt.values)
-        pool = dataclasses.replace(state.pool, keys=buffers[0], values=buffers[1], ranked=prompt.lengths)
-        return Shared(pool, start, ranked, empty)
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> AdaKVState:
+        """Returns an empty pool."""
+        slots, shape = self.policy.num_slots(spec), (spec.batch, spec.kv_heads)
+        zeros = jnp.zeros(shape, jnp.int32)
+        return AdaKVState(
+            keys=jnp.zeros((*shape, slots, spec.head_dim), spec.dtype),
+            values=jnp.zeros((*shape, slots, spec.value_width), spec.dtype),
+            start=zeros + slots * jnp.arange(spec.kv_heads, dtype=jnp.int32),
+            ranked=zeros,
+            empty=zeros + slots,
+            later=jnp.zeros(spec.batch, jnp.int32),
+        )
 
-    def read(self, state: Shared, newer):
-        flat = lambda x: x.reshape(x.shape[0], 1, -1, x.shape[3])  # noqa: E731
-        keys, values = flat(state.pool.keys), flat(state.pool.values)
-        occupied = state.ranked + jnp.minimum(state.pool.later[:, None], state.empty)
-        stop = state.start + occupied
-        one = lambda bound, head: bound[:, head : head + 1]  # noqa: E731
+    def prefill(self, state: AdaKVState, prompt: Prompt) -> AdaKVState:
+        """Keeps the best tokens of every head, then the best of all heads."""
+        rank = self._safeguarded(self.policy.rank(prompt))
+        keep = rank.shape[1] * min(self.policy.budget, rank.shape[2])
+
+        def fill_row(keys: Array, values: Array, rank: Array, new_keys: Array, new_values: Array):
+            token, target, start, ranked, empty = _allocate(rank, keep, keys.shape[0] * keys.shape[1])
+            head, index = token
+            keys, values = _put(keys, target, new_keys[head, index]), _put(values, target, new_values[head, index])
+            return keys, values, start, ranked, empty
+
+        keys, values, start, ranked, empty = jax.vmap(fill_row)(
+            state.keys, state.values, rank, prompt.keys, prompt.values
+        )
+        return AdaKVState(keys, values, start, ranked, empty, state.later)
+
+    def _safeguarded(self, rank: Float[Array, "B H T"]) -> Float[Array, "B H T"]:
+        """Raises the rank of every head's best tokens above all other tokens, in the same order."""
+        policy, tokens = self.policy, rank.shape[2]
+        count = int(self.alpha_safeguard * policy.budget)
+        if not policy.reserve_decode_slots:
+            count = max(count, policy.sinks + policy.compact_every)
+        count = min(count, tokens)
+        if not count:
+            return rank
+        top, index = jax.lax.top_k(rank, count)
+        safe = jnp.where(jnp.isneginf(top), top, jnp.maximum(top, _SAFE_RANK * (2 - jnp.arange(count) / count)))
+        return per_head(lambda rank, index, safe: rank.at[index].set(safe))(rank, index, safe)
+
+    def segments(self, state: AdaKVState, num_visible_staged: Int[Array, "B #T"]) -> tuple[Segment, ...]:
+        """Returns the slots of every head, as one segment per head over the same pool."""
+        keys, values = _single_head(state.keys), _single_head(state.values)
+        stop = state.start + state.ranked + jnp.minimum(state.later[:, None], state.empty)
         return tuple(
-            Segment(keys, values, start=one(state.start, head), stop=one(stop, head), heads=(head, head + 1))
+            Segment(keys, values, start=state.start[:, head, None], stop=stop[:, head, None], kv_heads=(head,))
             for head in range(state.start.shape[1])
         )
 
-    def compact(self, state: Shared, new) -> Shared:
-        number = state.pool.later[:, None] + jnp.arange(new.keys.shape[2])
-        place = places(number[:, None], state.ranked, state.empty, self.policy.sinks)
-        total = state.pool.keys.shape[1] * state.pool.keys.shape[2]
-        place = jnp.where(new.present[:, None], state.start[..., None] + place, total)
-        put = lambda pool, new: jax.vmap(_put)(pool, place, new)  # noqa: E731
-        pool = dataclasses.replace(
-            state.pool,
-            keys=put(state.pool.keys, new.keys),
-            values=put(state.pool.values, new.values),
-            later=state.pool.later + new.count,
-        )
-        return dataclasses.replace(state, pool=pool)
+    def compact(self, state: AdaKVState, new: Tokens) -> AdaKVState:
+        """Writes later tokens into each head's free slots, then over its tokens of lowest rank."""
+        number = state.later[:, None] + jnp.arange(new.keys.shape[2])
+        target = later_token_slots(number[:, None], state.ranked, state.empty, self.policy.sinks)
+        slots = state.keys.shape[1] * state.keys.shape[2]
+        target = jnp.where(new.present[:, None], state.start[..., None] + target, slots)
+
+        def put(pool: Float[Array, "B H S D"], new: Float[Array, "B H P D"]) -> Float[Array, "B H S D"]:
+            return jax.vmap(_put)(pool, target, new)
+
+        keys, values = put(state.keys, new.keys), put(state.values, new.values)
+        return dataclasses.replace(state, keys=keys, values=values, later=state.later + new.count)
 
 
-_SAFE = 1e25  # above any score, below what is kept for its place
+_SAFE_RANK = 1e25  # above any score, below the rank of sinks and recent tokens
 
 
-def _put(pool: Float[Array, "H S D"], place: Int[Array, "H P"], new: Float[Array, "H P D"]) -> Float[Array, "H S D"]:
-    """Writes tokens into the slots of all heads by their number."""
-    flat, new = pool.reshape(-1, pool.shape[2]), new.reshape(-1, new.shape[-1])
-    return flat.at[place.reshape(-1)].set(new.astype(pool.dtype), mode="drop").reshape(pool.shape)
+def _put(pool: Float[Array, "H S D"], target: Int[Array, "*n"], new: Float[Array, "*n D"]) -> Float[Array, "H S D"]:
+    """Writes tokens into the slots of all heads, numbered head after head."""
+    flat = pool.reshape(-1, pool.shape[2])
+    new = new.reshape(-1, new.shape[-1]).astype(pool.dtype)
+    return flat.at[target.reshape(-1)].set(new, mode="drop").reshape(pool.shape)
 
 
-def _share(
-    pools: Any, rank: Float[Array, "H T"], keep: int, keys: Float[Array, "H T D"], values: Float[Array, "H T D_v"]
-) -> tuple[Any, Int[Array, "H"], Int[Array, "H"], Int[Array, "H"]]:
-    """One row's pools with its `keep` best tokens, and of every head the first slot, ranked and empty slots."""
+def _allocate(rank: Float[Array, "H T"], keep: int, slots: int):
+    """Chooses one row's best tokens and their slots.
+
+    Returns:
+        The chosen tokens (head, index), their slots, and per head the first slot, the ranked and the empty slots.
+    """
     heads, tokens = rank.shape
-    slots = heads * pools[0].shape[1]
     top, index = jax.lax.top_k(rank.reshape(-1), keep)
     head, token, valid = index // tokens, index % tokens, ~jnp.isneginf(top)
     chosen = (head[:, None] == jnp.arange(heads)) & valid[:, None]
     ranked = jnp.sum(chosen, axis=0, dtype=jnp.int32)
-    # Equal shares of what is left, the first heads one more.
-    left = slots - jnp.sum(ranked)
-    empty = left // heads + (jnp.arange(heads) < left % heads)
+    # The remaining slots are divided evenly; the first heads get one more.
+    remaining = slots - jnp.sum(ranked)
+    empty = remaining // heads + (jnp.arange(heads) < remaining % heads)
     start = jnp.cumsum(ranked + empty) - ranked - empty
-    place = start[head] + jnp.cumsum(chosen, axis=0)[jnp.arange(keep), head] - 1
-    place = jnp.where(valid, place, slots)
-    put = lambda pool, x: _put(pool, place, x[head, token])  # noqa: E731
-    return (put(pools[0], keys), put(pools[1], values)), start, ranked, empty
+    target = start[head] + jnp.cumsum(chosen, axis=0)[jnp.arange(keep), head] - 1
+    return (head, token), jnp.where(valid, target, slots), start, ranked, empty
+
+
+def _single_head(x: T) -> T:
+    """Returns the slots of all heads as those of one head."""
+    return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[0], 1, -1, *leaf.shape[3:]), x)

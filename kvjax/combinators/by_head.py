@@ -1,125 +1,160 @@
-"""Kv heads with policies of their own, each with buffers of its own size."""
+"""Policies that differ from KV head to KV head, each with buffers of its own size."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int, Key
 
-from kvjax.attention import Seen
-from kvjax.collectives import heads_here
-from kvjax.combinators.several import Several, check_policies
-from kvjax.policy import ALL_QUERIES, Policy
-from kvjax.segment import Part, map_parts
+from kvjax.attention import AttentionStats
+from kvjax.distributed.collectives import global_heads
+from kvjax.policy import Policy, Prompt, RepeatedPrompt, Requirements, merge_requirements
+from kvjax.segment import SegmentLike
+from kvjax.spec import CacheSpec
+from kvjax.stores.staging import Tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class ByHead(Several):
-    """Kv head h keeps its cache as `policies[h]` does; heads of equal policies share buffers, so a smaller budget is a
-    smaller buffer. Layers that differ are put together by `ByLayer`.
+class ByHead(Policy[tuple[Any, ...]]):
+    """Uses `policies[h]` for KV head h. Heads with equal policies share one state.
 
-    A policy that tells the next layer something (needles) is refused: groups of heads differ from layer to layer.
+    If devices shard the heads, every device must have the same policies in the same order, because all devices run one
+    program.
 
     Attributes:
-        policies: one for every kv head.
+        policies: one policy per KV head.
     """
 
     policies: tuple[Policy, ...]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_policies(self.policies)
+        if not self.policies:
+            raise ValueError("policies=() must hold at least one policy")
 
     @property
-    def groups(self) -> dict[Policy, tuple[int, ...]]:
-        """Every policy's kv heads."""
-        return {policy: tuple(h for h, own in enumerate(self.policies) if own == policy) for policy in self.policies}
+    def compact_every(self) -> int:
+        """The smallest of the policies'."""
+        return min(policy.compact_every for policy in self.policies)
 
-    def head_order(self, devices: int = 1) -> tuple[int, ...]:
-        """Group by group; among devices each has its share of every group.
+    @property
+    def requires(self) -> Requirements:
+        """What the policies need together."""
+        return merge_requirements(self.policies)
+
+    @property
+    def is_retrieval(self) -> bool:  # type: ignore[override]
+        """Whether any of the policies retrieves blocks."""
+        return any(policy.is_retrieval for policy in self.policies)
+
+    def groups(self, heads: int | None = None) -> dict[Policy, tuple[int, ...]]:
+        """Returns the KV heads of every distinct policy.
+
+        Args:
+            heads: heads on this device; None for all.
+
+        Returns:
+            The heads of each policy.
 
         Raises:
-            ValueError: where a group cannot be shared.
+            ValueError: if devices that shard the heads would have different policies.
         """
-        groups = list(self.groups.values())
-        for policy, heads in self.groups.items():
-            if len(heads) % devices:
-                raise ValueError(f"ByHead: {len(heads)} kv heads of {policy} cannot be divided among {devices} devices")
-        share = lambda heads, part: heads[part * len(heads) // devices : (part + 1) * len(heads) // devices]  # noqa: E731
-        return tuple(head for part in range(devices) for heads in groups for head in share(heads, part))
+        count = len(self.policies) if heads is None else heads
+        local = self.policies[:count]
+        if local * (len(self.policies) // count) != self.policies:
+            raise ValueError(f"ByHead: devices with {count} KV heads each need the same policies in the same order")
+        return {policy: tuple(h for h, other in enumerate(local) if other == policy) for policy in dict.fromkeys(local)}
 
-    def at(self, spec) -> "ByHead":
+    def for_layer(self, spec: CacheSpec) -> "ByHead":
+        """Returns the policies of the layer."""
         if len(self.policies) != spec.kv_heads:
-            raise ValueError(f"ByHead: {len(self.policies)} policies were given for kv_heads={spec.kv_heads}")
-        return ByHead(tuple(policy.at(spec) for policy in self.policies))
+            raise ValueError(f"ByHead has {len(self.policies)} policies for kv_heads={spec.kv_heads}")
+        return ByHead(tuple(policy.for_layer(spec) for policy in self.policies))
 
-    def init(self, spec, row_keys) -> tuple:
-        group, states = spec.query_heads // spec.kv_heads, []
-        for policy, heads in self.groups.items():
-            own = dataclasses.replace(spec, kv_heads=len(heads), query_heads=len(heads) * group)
-            # Heads of two groups must not draw alike.
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> tuple[Any, ...]:
+        """Returns one state per distinct policy."""
+        group_size, states = spec.query_heads // spec.kv_heads, []
+        for policy, heads in self.groups().items():
+            group_spec = dataclasses.replace(spec, kv_heads=len(heads), query_heads=len(heads) * group_size)
+            # Two groups must not draw the same random numbers.
             keys = jax.vmap(lambda key, first=heads[0]: jax.random.fold_in(key, first))(row_keys)
-            states.append(policy.init(own, keys))
+            states.append(policy.init(group_spec, keys))
         return tuple(states)
 
-    def prefill(self, state: tuple, prompt) -> tuple:
+    def prefill(self, state: tuple[Any, ...], prompt: Prompt) -> tuple[Any, ...]:
+        """Gives every policy its heads of the prompt."""
         states = []
-        for policy, own, (first, last) in self._each(state):
-            queries, tokens = prompt.queries, prompt.keys.shape[2]
-            if queries is not None:
-                group = queries.shape[2] // prompt.keys.shape[1]
-                asked = tokens if policy.prompt_queries == ALL_QUERIES else min(policy.prompt_queries, tokens)
-                queries = queries[:, queries.shape[1] - asked :, first * group : last * group] if asked else None
-            sinks = prompt.sink_logits
-            if sinks is not None:
-                group = sinks.shape[0] // prompt.keys.shape[1]
-                sinks = sinks[first * group : last * group]
-            keys, values = prompt.keys[:, first:last], prompt.values[:, first:last]
-            again = prompt.repeated
-            if again is not None:
-                group = again.queries.shape[2] // prompt.keys.shape[1]
-                again = dataclasses.replace(
-                    again, queries=again.queries[:, :, first * group : last * group], keys=again.keys[:, :, first:last]
-                )
-            mine = dataclasses.replace(
-                prompt, keys=keys, values=values, queries=queries, sink_logits=sinks, repeated=again
+        for policy, group_state, heads in self._each(state, prompt.keys.shape[1]):
+            group_prompt = _select_heads(prompt, heads, policy.requires)
+            if policy.layer_carry(group_state, group_prompt) is not prompt.layer_carry:
+                raise ValueError(f"ByHead: {policy} passes state to the next layer, use ByLayer instead")
+            states.append(policy.prefill(group_state, group_prompt))
+        return tuple(states)
+
+    def segments(self, state: tuple[Any, ...], num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
+        """Returns the segments of all policies, each with its KV heads."""
+        return tuple(
+            dataclasses.replace(
+                one, kv_heads=heads if one.kv_heads is None else tuple(heads[head] for head in one.kv_heads)
             )
-            if policy.tell(own, mine) is not prompt.told:
-                raise ValueError(f"ByHead: {policy} tells the next layer something; use ByLayer")
-            states.append(policy.prefill(own, mine))
-        return tuple(states)
-
-    def read(self, state: tuple, newer):
-        return tuple(
-            map_parts(functools.partial(_among_all, heads), policy.read(own, newer))
-            for policy, own, heads in self._each(state)
+            for policy, group_state, heads in self._each(state, None)
+            for one in policy.segments(group_state, num_visible_staged)
         )
 
-    def observe(self, state: tuple, seen) -> tuple:
-        states = []
-        for (policy, own, (first, last)), parts in zip(self._each(state), seen.parts, strict=True):
-            staged = None if seen.staged is None else seen.staged[:, first:last]
-            states.append(policy.observe(own, Seen(parts, staged, seen.real)))
+    def observe(self, state: tuple[Any, ...], stats: AttentionStats) -> tuple[Any, ...]:
+        """Gives every policy the statistics of its own segments."""
+        states, remaining = [], list(stats.segments)
+        visible = jnp.zeros_like(stats.appended[:, :1], jnp.int32)
+        for policy, group_state, heads in self._each(state, None):
+            count = len(policy.segments(group_state, visible))
+            staged = None if stats.staged is None else stats.staged[:, np.array(heads)]
+            group_stats = AttentionStats(tuple(remaining[:count]), staged, stats.appended)
+            states.append(policy.observe(group_state, group_stats))
+            remaining = remaining[count:]
         return tuple(states)
 
-    def compact(self, state: tuple, new) -> tuple:
+    def compact(self, state: tuple[Any, ...], new: Tokens) -> tuple[Any, ...]:
+        """Gives every policy its heads of the staged tokens."""
         return tuple(
-            policy.compact(own, dataclasses.replace(new, keys=new.keys[:, a:b], values=new.values[:, a:b]))
-            for policy, own, (a, b) in self._each(state)
+            policy.compact(
+                group_state,
+                dataclasses.replace(new, keys=new.keys[:, np.array(heads)], values=new.values[:, np.array(heads)]),
+            )
+            for policy, group_state, heads in self._each(state, new.keys.shape[1])
         )
 
-    def read_bytes(self, state: tuple) -> int:
-        return sum(policy.read_bytes(own) for policy, own in zip(self.groups, state, strict=True))
-
-    def _each(self, state: tuple) -> list[tuple[Policy, Any, tuple[int, int]]]:
-        """Every group's policy, state and range of heads, in the cache's order, among those that are here."""
-        sizes = np.cumsum([0, *(heads_here(len(heads)) for heads in self.groups.values())])
-        ranges = zip(sizes[:-1].tolist(), sizes[1:].tolist(), strict=True)
-        return list(zip(self.groups, state, ranges, strict=True))
+    def _each(self, state: tuple[Any, ...], heads: int | None) -> list[tuple[Policy, Any, tuple[int, ...]]]:
+        """Returns every distinct policy with its state and its heads on this device."""
+        if heads is None:
+            heads = len(self.policies) // global_heads(1)
+        return [(policy, one, own) for (policy, own), one in zip(self.groups(heads).items(), state, strict=True)]
 
 
-def _among_all(heads: tuple[int, int], part: Part) -> Part:
-    """A part of a group's reading as one of all heads', of which the group's are `heads`."""
-    first, last = part.heads or (0, heads[1] - heads[0])
-    return dataclasses.replace(part, heads=(heads[0] + first, heads[0] + last))
+def _select_heads(prompt: Prompt, heads: tuple[int, ...], requires: Requirements) -> Prompt:
+    """Returns a prompt with some of its KV heads and the queries that a policy needs."""
+    kv_heads, index = prompt.keys.shape[1], np.array(heads)
+
+    def query_heads(count: int) -> np.ndarray:
+        group = count // kv_heads
+        return (index[:, None] * group + np.arange(group)).reshape(-1)
+
+    queries, count = prompt.queries, requires.num_prompt_queries(prompt.keys.shape[2])
+    if queries is not None:
+        queries = queries[:, queries.shape[1] - count :, query_heads(queries.shape[2])] if count else None
+    sinks, repeated = prompt.sink_logits, prompt.repeated
+    if repeated is not None:
+        repeated = RepeatedPrompt(
+            repeated.queries[:, :, query_heads(repeated.queries.shape[2])],
+            repeated.keys[:, :, index],
+            repeated.lengths,
+        )
+    return dataclasses.replace(
+        prompt,
+        keys=prompt.keys[:, index],
+        values=prompt.values[:, index],
+        queries=queries,
+        sink_logits=None if sinks is None else sinks[query_heads(sinks.shape[0])],
+        repeated=repeated,
+    )

@@ -1,69 +1,96 @@
-"""Layers with policies of their own, each with buffers of its own size."""
+"""Policies that differ from layer to layer, each with buffers of its own size."""
 
 import dataclasses
+from typing import Any, NoReturn
 
-from kvjax.combinators.several import Several, check_policies
-from kvjax.policies.exact import Exact
-from kvjax.policy import Policy, check_least
-
-EVERYTHING = Exact()
+from kvjax.policy import Policy, Requirements, check_min, merge_requirements
+from kvjax.spec import CacheSpec
 
 
-class _ForLayers(Several):
-    """Policies of which `at` takes one: there is no cache of several layers."""
+class _LayerPolicies(Policy[Any]):
+    """Policies of which `for_layer` selects one; a cache of several layers does not exist."""
 
-    def init(self, spec, row_keys):
-        raise TypeError(f"{type(self).__name__} is of many layers; kvjax.init takes the one that the spec names")
+    policies: tuple[Policy, ...]
 
-    def prefill(self, state, prompt):
-        raise TypeError(f"{type(self).__name__} is of many layers")
+    @property
+    def compact_every(self) -> int:
+        """The smallest of the policies'."""
+        return min(policy.compact_every for policy in self.policies)
 
-    read = compact = prefill
+    @property
+    def requires(self) -> Requirements:
+        """What the policies need together."""
+        return merge_requirements(self.policies)
+
+    @property
+    def is_retrieval(self) -> bool:  # type: ignore[override]
+        """Whether any of the policies retrieves blocks."""
+        return any(policy.is_retrieval for policy in self.policies)
+
+    def init(self, spec: CacheSpec, row_keys: Any) -> NoReturn:
+        """Raises a TypeError: only the policies of single layers have a state."""
+        raise TypeError(f"{type(self).__name__} has no state of its own; call for_layer(spec) first")
+
+    def prefill(self, state: Any, prompt: Any) -> NoReturn:
+        """Raises a TypeError."""
+        raise TypeError(f"{type(self).__name__} has no state of its own; call for_layer(spec) first")
+
+    def segments(self, state: Any, num_visible_staged: Any) -> NoReturn:
+        """Raises a TypeError."""
+        raise TypeError(f"{type(self).__name__} has no state of its own; call for_layer(spec) first")
+
+    def compact(self, state: Any, new: Any) -> NoReturn:
+        """Raises a TypeError."""
+        raise TypeError(f"{type(self).__name__} has no state of its own; call for_layer(spec) first")
 
 
 @dataclasses.dataclass(frozen=True)
-class ByLayer(_ForLayers):
-    """Layer l keeps its cache as `policies[l]` does. Staging is each layer's own.
+class ByLayer(_LayerPolicies):
+    """Uses `policies[l]` in layer l.
 
     Attributes:
-        policies: one for every layer.
+        policies: one policy per layer.
     """
 
     policies: tuple[Policy, ...]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_policies(self.policies)
+        if not self.policies:
+            raise ValueError("policies=() must hold at least one policy")
 
-    def at(self, spec) -> Policy:
+    def for_layer(self, spec: CacheSpec) -> Policy:
+        """Returns the policy of the layer."""
         if len(self.policies) != spec.layers:
-            raise ValueError(f"ByLayer: {len(self.policies)} policies were given for layers={spec.layers}")
-        return self.policies[spec.layer].at(spec)
+            raise ValueError(f"ByLayer has {len(self.policies)} policies for a model of {spec.layers} layers")
+        return self.policies[spec.layer].for_layer(spec)
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstLayers(_ForLayers):
-    """The first `layers` layers keep their caches as `first` does (everything, by default), the rest as `policy`; for
-    any number of layers. ClusterKV and Quest are published with two full layers, which is for deep models.
+class FirstLayers(_LayerPolicies):
+    """Uses `first` in the first `layers` layers and `policy` in the others.
+
+    ClusterKV and Quest are published with two full layers: `FirstLayers(2, Quest(budget), Exact())`.
 
     Attributes:
-        layers: how many.
-        policy: of the other layers.
-        first: of these.
+        layers: number of first layers.
+        policy: policy of the other layers.
+        first: policy of the first layers.
     """
 
     layers: int
     policy: Policy
-    first: Policy = EVERYTHING
+    first: Policy
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(0, layers=self.layers)
-        check_policies(self.policies)
+        check_min(0, layers=self.layers)
 
     @property
     def policies(self) -> tuple[Policy, ...]:  # type: ignore[override]
+        """The policies in use."""
         return (self.first, self.policy) if self.layers else (self.policy,)
 
-    def at(self, spec) -> Policy:
-        return (self.first if spec.layer < self.layers else self.policy).at(spec)
+    def for_layer(self, spec: CacheSpec) -> Policy:
+        """Returns the policy of the layer."""
+        return (self.first if spec.layer < self.layers else self.policy).for_layer(spec)

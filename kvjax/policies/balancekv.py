@@ -5,15 +5,19 @@ import dataclasses
 import functools
 from typing import Literal
 
-from kvjax import window as windows
-from kvjax.per_head import per_head, stream_keys
-from kvjax.policy import Policy, check_above, check_settings
-from kvjax.segment import Segment
+from jaxtyping import Array, Int, Key
+
+from kvjax.policy import Policy, Prompt, check_above, check_budget
+from kvjax.segment import Segment, SegmentLike
+from kvjax.spec import CacheSpec
 from kvjax.state import stacked, state, static
+from kvjax.stores import window as windows
+from kvjax.stores.staging import Tokens
+from kvjax.stores.window import Window, init_window
 from kvjax.structures import merge_reduce
 from kvjax.structures.balance import Halve, halve_by_pairs, halve_exactly
 from kvjax.structures.merge_reduce import MergeReduceTree, bin_sizes, init_merge_reduce
-from kvjax.window import Window, init_window
+from kvjax.structures.per_head import per_head, stream_keys
 
 # Tokens up to which prompts are halved in smaller groups, since exact prefill of them takes so little itself: 512 would
 # take more than a tenth of its time.
@@ -21,14 +25,14 @@ SHORT_PROMPT = 4096
 
 
 @state
-class Halved:
+class BalanceKVState:
     window: Window
     tree: MergeReduceTree = stacked("B", "H_kv")
     block: int = static()  # tokens of a prompt halved together
 
 
 @dataclasses.dataclass(frozen=True)
-class BalanceKV(Policy[Halved]):
+class BalanceKV(Policy[BalanceKVState]):
     """Keeps sinks, recent tokens and, of the others, a merge-and-reduce tree that is as full as its slots allow. The
     weights sum to the tokens they stand for. Heuristic: the paper's bound is that of `BalanceKVPaper`.
 
@@ -45,11 +49,10 @@ class BalanceKV(Policy[Halved]):
         bins: into how many bins the slots are divided, two of which are halved together as tokens come (each is half of
             the paper's batch t); by default `FEWEST_BINS` or a few more.
         gamma, temperature: of the walk (the released code's gamma and temp); see `halve_by_pairs` and `halve_exactly`.
-        features: "streaming" only; the walk goes on so many random features of the kernel, at a cost that grows with
-            the block and not with its square.
         compact_every: tokens between compactions; until then new tokens are all read.
 
-    Source: BalanceKV, Algorithm 4 (MergeAndReduce), and the released code.
+    Reference:
+        BalanceKV, Algorithm 4 (MergeAndReduce), and the released code.
     """
 
     budget: int
@@ -60,19 +63,16 @@ class BalanceKV(Policy[Halved]):
     bins: int | None = None
     gamma: float = 4.0
     temperature: float = 0.1
-    features: int | None = None
     compact_every: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_settings(self.budget, self.sinks, self.recent, self.compact_every, selects="a choice of tokens")
+        check_budget(self.budget, self.sinks, self.recent, self.compact_every, remainder_for="a choice of tokens")
         check_above(0, gamma=self.gamma, temperature=self.temperature)
         if self.block_size is not None and self.block_size < 2:
             raise ValueError(f"block_size={self.block_size}; it must be at least 2 tokens")
-        if self.features is not None and self.walk != "streaming":
-            raise ValueError(f"features={self.features} means nothing to walk={self.walk!r}; it is for 'streaming'")
 
-    def init(self, spec, row_keys) -> Halved:
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> BalanceKVState:
         fixed = self.sinks + self.recent
         tokens = max(spec.capacity - fixed, 1)
         bins, size = bin_sizes(self.budget - fixed, tokens, self.bins)
@@ -86,10 +86,10 @@ class BalanceKV(Policy[Halved]):
             dtype=spec.dtype,
         )
         tree = per_head(make, 0)(stream_keys(row_keys, spec.kv_heads))
-        block = self.block_size or (256 if spec.max_prompt <= SHORT_PROMPT else 512)
-        return Halved(init_window(spec, self.sinks, self.recent), tree, block)
+        block = self.block_size or (256 if spec.max_prompt_tokens <= SHORT_PROMPT else 512)
+        return BalanceKVState(init_window(spec, self.sinks, self.recent), tree, block)
 
-    def prefill(self, state: Halved, prompt) -> Halved:
+    def prefill(self, state: BalanceKVState, prompt: Prompt) -> BalanceKVState:
         window = windows.fill(state.window, prompt)
         _, _, middle = windows.occupancy(window)
         together = max(1, 8 // (prompt.keys.shape[0] * prompt.keys.shape[1]))
@@ -98,11 +98,12 @@ class BalanceKV(Policy[Halved]):
         tree = per_head(fill, 0, 0, 0, None)(state.tree, keys, values, middle)
         return dataclasses.replace(state, window=window, tree=tree)
 
-    def read(self, state: Halved, newer):
+    def segments(self, state: BalanceKVState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
         tree = state.tree
-        return windows.shown(state.window), Segment(tree.keys, tree.values, log_num=tree.log_weight)
+        segment = Segment(tree.keys, tree.values, log_num=tree.log_weight)
+        return (*windows.window_segments(state.window), segment)
 
-    def compact(self, state: Halved, new) -> Halved:
+    def compact(self, state: BalanceKVState, new: Tokens) -> BalanceKVState:
         window, left = windows.slide(state.window, new)
         insert = per_head(functools.partial(merge_reduce.insert, halve=self._halve), 0, 0, 0, None)
         tree = insert(state.tree, left.keys, left.values, left.present)
@@ -110,5 +111,5 @@ class BalanceKV(Policy[Halved]):
 
     @property
     def _halve(self) -> Halve:
-        function = halve_by_pairs if self.walk == "pairs" else functools.partial(halve_exactly, features=self.features)
+        function = halve_by_pairs if self.walk == "pairs" else halve_exactly
         return functools.partial(function, gamma=self.gamma, temperature=self.temperature)

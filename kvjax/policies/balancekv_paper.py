@@ -7,22 +7,24 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, Key
 
-from kvjax import window as windows
-from kvjax.per_head import per_head, stream_keys
-from kvjax.policy import Policy, check_above, check_settings
-from kvjax.segment import Segment
+from kvjax.policy import Policy, Prompt, check_above, check_budget
+from kvjax.segment import Segment, SegmentLike, flatten_slots
+from kvjax.spec import CacheSpec
 from kvjax.state import stacked, state, static
+from kvjax.stores import window as windows
+from kvjax.stores.staging import Tokens
+from kvjax.stores.window import Window, init_window
 from kvjax.structures import merge_reduce, value_buckets
 from kvjax.structures.balance import Halve, softmax_balance, walk_constant
 from kvjax.structures.merge_reduce import MergeReduceTree, bin_sizes, init_merge_reduce
+from kvjax.structures.per_head import per_head, stream_keys
 from kvjax.structures.value_buckets import ValueBuckets, init_value_buckets
-from kvjax.window import Window, init_window
 
 
 @state
-class Trees:
+class BalanceKVPaperState:
     window: Window
     numerator: ValueBuckets = stacked("B", "H_kv")
     denominator: MergeReduceTree = stacked("B", "H_kv")
@@ -30,7 +32,7 @@ class Trees:
 
 
 @dataclasses.dataclass(frozen=True)
-class BalanceKVPaper(Policy[Trees]):
+class BalanceKVPaper(Policy[BalanceKVPaperState]):
     """Keeps sinks, recent tokens and, of the others, a balanced choice for each of attention's two sums. The only form
     of BalanceKV with the paper's bound; at norms of real keys that is vacuous (`kvjax.theory.balancekv_settings`).
 
@@ -47,7 +49,8 @@ class BalanceKVPaper(Policy[Trees]):
             Values that are stored in few bits change their norms: leave a bucket on either side then.
         compact_every: tokens between compactions; until then new tokens are all read.
 
-    Source: BalanceKV, Algorithms 1, 2 and 4, Theorems 3.2 and 3.3.
+    Reference:
+        BalanceKV, Algorithms 1, 2 and 4, Theorems 3.2 and 3.3.
     """
 
     budget: int
@@ -63,14 +66,14 @@ class BalanceKVPaper(Policy[Trees]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_settings(self.budget, self.sinks, self.recent, self.compact_every, selects="a choice of tokens")
+        check_budget(self.budget, self.sinks, self.recent, self.compact_every, remainder_for="a choice of tokens")
         check_above(0, epsilon=self.epsilon, delta=self.delta, c=self.c, key_norm=self.key_norm)
         if self.epsilon is not None and self.key_norm is None:
             raise ValueError(f"epsilon={self.epsilon} needs key_norm, the bound on the keys' norms")
         if self.value_exponents[1] < self.value_exponents[0]:
             raise ValueError(f"value_exponents={self.value_exponents}; the last must not lie below the first")
 
-    def init(self, spec, row_keys) -> Trees:
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> BalanceKVPaperState:
         tokens = max(spec.capacity - self.sinks - self.recent, 1)
         lowest, buckets = self.value_exponents[0], self.value_exponents[1] - self.value_exponents[0] + 1
         slots = self.budget - self.sinks - self.recent
@@ -94,29 +97,30 @@ class BalanceKVPaper(Policy[Trees]):
             return numerator, make(of_denominator, value_dim=None)
 
         numerator, denominator = per_head(of_head)(keys)
-        return Trees(init_window(spec, self.sinks, self.recent), numerator, denominator, tokens)
+        return BalanceKVPaperState(init_window(spec, self.sinks, self.recent), numerator, denominator, tokens)
 
-    def prefill(self, state: Trees, prompt) -> Trees:
+    def prefill(self, state: BalanceKVPaperState, prompt: Prompt) -> BalanceKVPaperState:
         window = windows.fill(state.window, prompt)
         _, _, middle = windows.occupancy(window)
         keys, values = (windows.after_sinks(x, self.sinks) for x in (prompt.keys, prompt.values))
         there = jnp.arange(keys.shape[2]) < middle[:, None]
         return self._take(dataclasses.replace(state, window=window), keys, values, there)
 
-    def read(self, state: Trees, newer):
+    def segments(self, state: BalanceKVPaperState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
         trees, denominator = state.numerator.trees, state.denominator
-        join = lambda x: x.reshape(*x.shape[:2], -1, *x.shape[4:])  # noqa: E731
+        weights = trees.log_weight.reshape(*trees.log_weight.shape[:2], -1)
+        numerator_only = jnp.full_like(weights, -jnp.inf)
         return (
-            windows.shown(state.window),
-            Segment(join(trees.keys), join(trees.values), log_num=join(trees.log_weight), feeds="numerator"),
-            Segment(denominator.keys, None, log_den=denominator.log_weight, feeds="denominator"),
+            *windows.window_segments(state.window),
+            Segment(flatten_slots(trees.keys), flatten_slots(trees.values), log_num=weights, log_den=numerator_only),
+            Segment(denominator.keys, None, log_den=denominator.log_weight),
         )
 
-    def compact(self, state: Trees, new) -> Trees:
+    def compact(self, state: BalanceKVPaperState, new: Tokens) -> BalanceKVPaperState:
         window, left = windows.slide(state.window, new)
         return self._take(dataclasses.replace(state, window=window), left.keys, left.values, left.present)
 
-    def _take(self, state: Trees, keys, values, present) -> Trees:
+    def _take(self, state: BalanceKVPaperState, keys, values, present) -> BalanceKVPaperState:
         """Streams [B, H_kv, T, D] through the trees; `present` [B, T]."""
         halve = functools.partial(self._halve, state.tokens)
         negligible = self._negligible(state.tokens, keys.shape[-1])

@@ -9,17 +9,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from kvjax import window as windows
-from kvjax.per_head import per_head, stream_keys
-from kvjax.policy import Policy, check_above, check_settings
+from kvjax.policy import Policy, Prompt, Requirements, check_above, check_budget
+from kvjax.segment import SegmentLike
+from kvjax.spec import CacheSpec
 from kvjax.state import state, static
+from kvjax.stores import window as windows
+from kvjax.stores.block_store import write_index
+from kvjax.stores.staging import Tokens
+from kvjax.stores.window import Window, init_window
 from kvjax.structures.balance import reference_halving
 from kvjax.structures.needles import needle_marks
-from kvjax.window import Window, init_window
+from kvjax.structures.per_head import per_head, stream_keys
 
 
 @state
-class HalvedPrompt:
+class BalanceKVReferenceState:
     """In the window's selected slots stand needles, halved tokens, later ones."""
 
     window: Window
@@ -34,8 +38,8 @@ class HalvedPrompt:
 
 
 @dataclasses.dataclass(frozen=True)
-class BalanceKVReference(Policy[HalvedPrompt]):
-    """Keeps sinks, recent tokens, a prompt halved as often as the budget asks for by `spec.max_prompt`, and every later
+class BalanceKVReference(Policy[BalanceKVReferenceState]):
+    """Keeps sinks, recent tokens, a prompt halved as often as the budget asks for by `spec.max_prompt_tokens`, and every later
     token in slots beside the budget.
 
     Needles differ from the released code's on purpose: there marked tokens take slots of the budget, so that not all of
@@ -55,7 +59,8 @@ class BalanceKVReference(Policy[HalvedPrompt]):
         needles_inside: needle slots are taken out of the budget; otherwise they come beside it.
         compact_every: tokens between compactions. It changes no result.
 
-    Source: BalanceKV, section 4, and the code released with it.
+    Reference:
+        BalanceKV, section 4, and the code released with it.
     """
 
     budget: int
@@ -69,11 +74,11 @@ class BalanceKVReference(Policy[HalvedPrompt]):
     needles_inside: bool = False
     compact_every: int = 64
 
-    streams = False
+    requires = Requirements(entire_prompt=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_settings(self.budget, self.sinks, self.recent, self.compact_every, selects="halved tokens")
+        check_budget(self.budget, self.sinks, self.recent, self.compact_every, remainder_for="halved tokens")
         check_above(0, gamma=self.gamma, temperature=self.temperature)
         if self.block_size < 2:
             raise ValueError(f"block_size={self.block_size}; it must be at least 2 tokens")
@@ -86,14 +91,14 @@ class BalanceKVReference(Policy[HalvedPrompt]):
         slots = self.budget - self.sinks - self.recent
         return slots - ((self.needles or 0) if self.needles_inside else 0)
 
-    def init(self, spec, row_keys) -> HalvedPrompt:
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> BalanceKVReferenceState:
         first = self.recent + self.sinks  # of the selected slots
-        candidates = max(spec.max_prompt - first, 1)
+        candidates = max(spec.max_prompt_tokens - first, 1)
         halvings = next(number for number in range(64) if candidates >> number <= self.most_halved)
-        selected = (self.needles or 0) + (candidates >> halvings) + spec.max_new
+        selected = (self.needles or 0) + (candidates >> halvings) + spec.max_new_tokens
         window = init_window(spec, self.sinks, self.recent, selected)
         weights = jnp.full(window.keys.shape[:3], -jnp.inf).at[:, :, :first].set(0.0)
-        return HalvedPrompt(
+        return BalanceKVReferenceState(
             window=window,
             log_num=weights,
             log_den=weights + 0 if self.decode == "scaled" else None,
@@ -105,62 +110,66 @@ class BalanceKVReference(Policy[HalvedPrompt]):
             finds_needles=self.needles is not None and spec.layer == 1,
         )
 
-    def tell(self, state, prompt):
+    def layer_carry(self, state: BalanceKVReferenceState, prompt: Prompt):
         """Which tokens are needles [B, H_kv, M], from layer 1 to those after it."""
         if not state.finds_needles:
-            return prompt.told
+            return prompt.layer_carry
         keys = windows.after_sinks(prompt.keys, self.sinks)
         tokens = prompt.keys.shape[2]
         inside = windows.middle_mask(dataclasses.replace(state.window, total=prompt.lengths), tokens)
         marks = functools.partial(needle_marks, block_size=self.block_size)
         return per_head(marks, 0, None)(keys, inside[:, tokens - keys.shape[2] :])
 
-    def prefill(self, state, prompt):
+    def prefill(self, state: BalanceKVReferenceState, prompt: Prompt) -> BalanceKVReferenceState:
         window = windows.fill(state.window, prompt)
         _, _, middle = windows.occupancy(window)
         keys, values = windows.after_sinks(prompt.keys, self.sinks), windows.after_sinks(prompt.values, self.sinks)
-        told = prompt.told if self.needles is not None else None
-        marks = jnp.zeros(keys.shape[:3], bool) if told is None else told
+        layer_carry = prompt.layer_carry if self.needles is not None else None
+        marks = jnp.zeros(keys.shape[:3], bool) if layer_carry is None else layer_carry
         rngs = stream_keys(state.row_keys, keys.shape[1])
         choose = functools.partial(self._choose, state)
         kept, log_needle, log_halved, unkept = per_head(choose, 0, 0, 0, 0, None)(rngs, keys, values, marks, middle)
         slot = jnp.broadcast_to(jnp.arange(kept.shape[2]), kept.shape)
         log_num = jnp.concatenate([log_needle, log_halved], axis=2)
-        put = lambda buffer, x: windows.put_beside(window, slot, buffer, x, slot)  # noqa: E731
+        def put(buffer: Array, x: Array) -> Array:
+            return windows.put_aligned(window, slot, buffer, x, slot)
+
         log_den = state.log_den
         if log_den is not None:
             same = jnp.where(jnp.isneginf(log_halved), -jnp.inf, state.halvings * math.log(2))
             log_den = put(log_den, jnp.concatenate([log_needle, same], axis=2))
         return dataclasses.replace(
             state,
-            window=windows.put_selected(window, slot, keys, values, kept),
+            window=windows.write_selected(window, slot, keys, values, kept),
             log_num=put(state.log_num, log_num),
             log_den=log_den,
             unkept=unkept,
         )
 
-    def read(self, state, newer):
+    def segments(
+        self, state: BalanceKVReferenceState, num_visible_staged: Int[Array, "B #T"]
+    ) -> tuple[SegmentLike, ...]:
         _, _, middle = windows.occupancy(state.window)
         selected = jnp.where(middle > 0, (self.needles or 0) + state.halved_slots + state.later, 0)
-        (shown,) = windows.shown(state.window, selected, state.log_num)
-        return dataclasses.replace(shown, log_den=state.log_den)
+        (segment,) = windows.window_segments(state.window, selected, state.log_num)
+        return (dataclasses.replace(segment, log_den=state.log_den),)
 
-    def compact(self, state, new):
+    def compact(self, state: BalanceKVReferenceState, new: Tokens) -> BalanceKVReferenceState:
         window, left = windows.slide(state.window, new)
         place = jnp.arange(left.keys.shape[2])
         slot = (self.needles or 0) + state.halved_slots + state.later[:, None] + place
         slot = jnp.where(left.present, slot, window.keys.shape[2])
         slot, source = (jnp.broadcast_to(x[:, None] if x.ndim == 2 else x, left.keys.shape[:3]) for x in (slot, place))
-        weigh = lambda buffer: windows.put_beside(window, slot, buffer, jnp.zeros(left.keys.shape[:3]), source)  # noqa: E731
+        weigh = lambda buffer: windows.put_aligned(window, slot, buffer, jnp.zeros(left.keys.shape[:3]), source)  # noqa: E731
         return dataclasses.replace(
             state,
-            window=windows.put_selected(window, slot, left.keys, left.values, source),
+            window=windows.write_selected(window, slot, left.keys, left.values, source),
             log_num=weigh(state.log_num),
             log_den=None if state.log_den is None else weigh(state.log_den),
             later=state.later + left.count,
         )
 
-    def _choose(self, state: HalvedPrompt, rng: Key[Array, ""], keys, values, marked, middle):
+    def _choose(self, state: BalanceKVReferenceState, rng: Key[Array, ""], keys, values, marked, middle):
         """One head's needles and halved tokens: their numbers, log-weights, and marks without a slot."""
         needles = self.needles or 0
         inside = jnp.arange(keys.shape[0]) < middle

@@ -2,61 +2,41 @@
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
-from kvjax import window as windows
-from kvjax.combinators.by_head import ByHead
-from kvjax.combinators.head_choice import HeadChoice
-from kvjax.growing import init_growing
-from kvjax.per_head import per_head
-from kvjax.policies.exact import Exact
-from kvjax.policy import Policy, check_settings
-from kvjax.segment import Segment, Slope
-from kvjax.state import entries, stacked, state
-from kvjax.structures import means
-from kvjax.structures.soft_matching import (
-    SCHEDULES,
-    Centroids,
-    PooledSlope,
-    Schedule,
-    compress,
-    fresh_entries,
-    pooled_slope,
-)
-from kvjax.window import Window, init_window
-
-# Of the values' deviation inside centroids, the most that a query may move a centroid's value along the slope. Linear
-# growth is right for small logits only. Of .25, .5, 1, 2 and no bound, on synthetic streams at norms of 2 to 15, this
-# was best on low-rank ones and no different on the others.
-SLOPE_LIMIT = 0.25
+from kvjax.policy import Policy, Prompt, check_budget
+from kvjax.segment import Segment, SegmentLike
+from kvjax.spec import CacheSpec
+from kvjax.state import kv_entries, state
+from kvjax.stores import window as windows
+from kvjax.stores.staging import Tokens
+from kvjax.stores.window import Window, init_window
+from kvjax.structures.per_head import per_head
+from kvjax.structures.soft_matching import SCHEDULES, Centroids, Schedule, compress, fresh_entries
 
 
 @state
-class Merged:
-    """The centroids, in the slots [0, count), and what each stands for. Their number is the same in all heads."""
+class ChelseaState:
+    """Centroids in slots [0, count), the same number in all heads."""
 
     window: Window
-    keys: Float[Array, "B H_kv S D"] = entries(means=True)
-    values: Float[Array, "B H_kv S D_v"] = entries(means=True)
-    key_rest: Int[Array, "B H_kv S D"] | None  # int8, see `means`
-    value_rest: Int[Array, "B H_kv S D_v"] | None
-    degree: Int[Array, "B H_kv S"]  # int32 tokens, 0 in empty slots
+    keys: Float[Array, "B H_kv S D"] = kv_entries(running_mean=True)
+    values: Float[Array, "B H_kv S D_v"] = kv_entries(running_mean=True)
+    degree: Int[Array, "B H_kv S"]  # int32 tokens of each centroid, 0 in empty slots
     count: Int[Array, "B"]  # int32 centroids
     log_weight: Float[Array, "B H_kv S"]  # float32, log of the degree
-    pooled: PooledSlope | None = stacked("B", "H_kv")
 
 
 @dataclasses.dataclass(frozen=True)
-class Chelsea(Policy[Merged]):
+class Chelsea(Policy[ChelseaState]):
     """Keeps sinks, recent tokens and centroids of the others, each weighing as many tokens as it was merged from.
 
     Whenever more tokens have left the window than there are slots, similar neighbours are merged, step by step, until
-    exactly the budget is filled. The slope goes beyond the paper: see `PooledSlope`; what it adds to values is softly
-    bounded (`SLOPE_LIMIT`). The paper keeps the mean value.
+    exactly the budget is filled.
 
     Attributes:
         budget: slots per head, sinks and recent tokens included; the rest are centroids (the paper's B).
@@ -64,15 +44,13 @@ class Chelsea(Policy[Merged]):
         chunk: entries among which an entry looks for a partner (c); even.
         schedule: the share of entries merged per step (r_i) as the paper has it for "llama-2", "llama-3" or "qwen".
         first, decay, steps, floor: replace parts of it (r_init, alpha, m; the floor is ours), see `Schedule`.
-        slope: "pooled" (ours) or None, as the paper has it.
         joins: "mean" for means weighted by degree, as the paper has it; "drop" keeps one of the two tokens that join,
-            weighing both. Without a mean there is no slope.
-        heads: heads that keep everything (outlier heads) or drop. The others get smaller budgets, all the same, so
-            that slots over all layers and heads are as many as without.
+            weighing both.
         compact_every: tokens between compactions (the paper compacts whenever the cache is g tokens over its budget:
             here g is this).
 
-    Source: Chelsea, Algorithm 1, section 5.2 and appendix C.
+    Reference:
+        Chelsea, Algorithm 1, section 5.2 and appendix C.
     """
 
     budget: int
@@ -84,14 +62,12 @@ class Chelsea(Policy[Merged]):
     decay: float | None = None
     steps: int | None = None
     floor: float | None = None
-    slope: Literal["pooled"] | None = "pooled"
     joins: Literal["mean", "drop"] = "mean"
-    heads: HeadChoice | None = None
     compact_every: int = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_settings(self.budget, self.sinks, self.recent, self.compact_every, selects="centroids")
+        check_budget(self.budget, self.sinks, self.recent, self.compact_every, remainder_for="centroids")
         if self.chunk < 2 or self.chunk % 2:
             raise ValueError(f"chunk={self.chunk}; it must be even and at least 2")
         _ = self.plan
@@ -102,91 +78,65 @@ class Chelsea(Policy[Merged]):
         parts = {name: getattr(self, name) for name in ("first", "decay", "steps", "floor")}
         return dataclasses.replace(SCHEDULES[self.schedule], **{k: v for k, v in parts.items() if v is not None})
 
-    def at(self, spec) -> Policy:
-        if self.heads is None:
-            return self
-        full_slots = jax.eval_shape(lambda: init_growing(spec, spec.max_prompt)).keys.shape[2]
-        budget = self.heads.budget_of_others(spec, self.budget, full_slots, least=self.sinks + self.recent + 1)
-        merging = dataclasses.replace(self, budget=budget, heads=None)
-        dropping = dataclasses.replace(merging, joins="drop")
-        return ByHead(self.heads.policies(spec, Exact(self.compact_every), dropping, merging)).at(spec)
-
-    def init(self, spec, row_keys) -> Merged:
-        slots = self.budget - self.sinks - self.recent
-        shape, dims = (spec.batch, spec.kv_heads), (spec.value_width, spec.head_dim)
-        sloped = self.slope == "pooled" and self.joins == "mean"
-        # Tokens that are dropped leave no mean to be rounded.
-        rest = (lambda shape: None) if self.joins == "drop" else functools.partial(means.init_rest, spec)
-        return Merged(
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> ChelseaState:
+        """Returns an empty window without centroids."""
+        slots, shape = self.budget - self.sinks - self.recent, (spec.batch, spec.kv_heads)
+        # Means are computed in float32; tokens that are dropped leave no mean to round.
+        dtype = spec.dtype if self.joins == "drop" else jnp.float32
+        return ChelseaState(
             window=init_window(spec, self.sinks, self.recent),
-            keys=jnp.zeros((*shape, slots, spec.head_dim), spec.dtype),
-            values=jnp.zeros((*shape, slots, spec.value_width), spec.dtype),
-            key_rest=rest((*shape, slots, spec.head_dim)),
-            value_rest=rest((*shape, slots, spec.value_width)),
+            keys=jnp.zeros((*shape, slots, spec.head_dim), dtype),
+            values=jnp.zeros((*shape, slots, spec.value_width), dtype),
             degree=jnp.zeros((*shape, slots), jnp.int32),
             count=jnp.zeros(spec.batch, jnp.int32),
             log_weight=jnp.zeros((*shape, slots)),
-            pooled=PooledSlope(jnp.zeros((*shape, *dims)), jnp.zeros(shape)) if sloped else None,
         )
 
-    def prefill(self, state: Merged, prompt) -> Merged:
+    def prefill(self, state: ChelseaState, prompt: Prompt) -> ChelseaState:
+        """Fills the window and merges the tokens between sinks and recent ones."""
         window = windows.fill(state.window, prompt)
-        _, _, middle = windows.occupancy(window)  # tokens, from the end of the sinks on
-        keys, values = (x[:, :, self.sinks :] for x in (prompt.keys, prompt.values))
+        _, _, middle = windows.occupancy(window)  # tokens from the end of the sinks on
+        keys, values = prompt.keys[:, :, self.sinks :], prompt.values[:, :, self.sinks :]
         return self._merge(dataclasses.replace(state, window=window), fresh_entries(keys, values, middle))
 
-    def read(self, state: Merged, newer):
-        slope = None
-        if state.pooled is not None:
-            slope = Slope(state.pooled.covariance, SLOPE_LIMIT * jnp.sqrt(state.pooled.variance))
-        stop = state.count[:, None]
-        centroids = Segment(state.keys, state.values, log_num=state.log_weight, stop=stop, slope=slope)
-        return windows.shown(state.window), centroids
+    def segments(self, state: ChelseaState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
+        """Returns the window and the centroids."""
+        centroids = Segment(state.keys, state.values, log_num=state.log_weight, stop=state.count[:, None])
+        return (*windows.window_segments(state.window), centroids)
 
-    def compact(self, state: Merged, new) -> Merged:
+    def compact(self, state: ChelseaState, new: Tokens) -> ChelseaState:
+        """Slides the window and merges the tokens that leave it with the centroids."""
         window, left = windows.slide(state.window, new)
-        fresh = fresh_entries(left.keys, left.values, left.count)
+        entries = fresh_entries(left.keys, left.values, left.count)
 
-        def behind(old, new):
-            old = jnp.pad(old, ((0, 0), (0, 0), (0, new.shape[2]), *((0, 0),) * (old.ndim - 3))).astype(new.dtype)
+        def append(old: Any, new: Any) -> Any:
+            padding = ((0, 0), (0, 0), (0, new.shape[2]), *((0, 0),) * (old.ndim - 3))
+            old = jnp.pad(old, padding).astype(new.dtype)
             return jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1))(old, new, state.count)
 
-        both = Centroids(
-            keys=behind(means.whole(state.keys, state.key_rest), fresh.keys),
-            values=behind(means.whole(state.values, state.value_rest), fresh.values),
-            degree=behind(state.degree, fresh.degree),
-            count=state.count[:, None] + fresh.count,
+        joined = Centroids(
+            keys=append(state.keys, entries.keys),
+            values=append(state.values, entries.values),
+            degree=append(state.degree, entries.degree),
+            count=state.count[:, None] + entries.count,
         )
-        return self._merge(dataclasses.replace(state, window=window), both)
+        return self._merge(dataclasses.replace(state, window=window), joined)
 
-    def _merge(self, state: Merged, centroids: Centroids) -> Merged:
+    def _merge(self, state: ChelseaState, entries: Centroids) -> ChelseaState:
         """Compresses every head's entries into the centroids' slots."""
         slots, drop = state.keys.shape[2], self.joins == "drop"
-        left = per_head(lambda own: compress(own, slots, self.chunk, self.plan, drop=drop))(centroids)
-        pooled = state.pooled
-        if pooled is not None:
-            updated = per_head(pooled_slope)(pooled, state.degree, centroids, left)
-            # Where no token came, nothing may change, not even by rounding.
-            came = jnp.sum(centroids.degree, axis=2) > jnp.sum(state.degree, axis=2)
-            of = lambda x: came.reshape(came.shape + (1,) * (x.ndim - 2))  # noqa: E731
-            pooled = jax.tree.map(lambda new, old: jnp.where(of(new), new, old), updated, pooled)
+        merged = per_head(lambda one: compress(one, slots, self.chunk, self.plan, drop=drop))(entries)
 
-        def place(buffer, rest, x):
-            x = jnp.where(left.degree[..., None] > 0, x, 0)
-            new = means.rounded(x, buffer.dtype, rest is not None)
-            return jax.tree.map(lambda old, new: old.at[:, :, : x.shape[2]].set(new), (buffer, rest), new)
+        def write(buffer: Float[Array, "B H S D"], x: Float[Array, "B H M D"]) -> Float[Array, "B H S D"]:
+            x = jnp.where(merged.degree[..., None] > 0, x, 0)
+            return buffer.at[:, :, : x.shape[2]].set(x.astype(buffer.dtype))
 
-        keys, key_rest = place(state.keys, state.key_rest, left.keys)
-        values, value_rest = place(state.values, state.value_rest, left.values)
-        degree = state.degree.at[:, :, : left.degree.shape[2]].set(left.degree)
+        degree = state.degree.at[:, :, : merged.degree.shape[2]].set(merged.degree)
         return dataclasses.replace(
             state,
-            keys=keys,
-            values=values,
-            key_rest=key_rest,
-            value_rest=value_rest,
+            keys=write(state.keys, merged.keys),
+            values=write(state.values, merged.values),
             degree=degree,
-            count=jnp.min(left.count, axis=1),
+            count=jnp.min(merged.count, axis=1),
             log_weight=jnp.log(jnp.maximum(degree, 1).astype(jnp.float32)),
-            pooled=pooled,
         )

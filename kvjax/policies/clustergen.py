@@ -9,15 +9,17 @@ import functools
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
-from kvjax import window as windows
-from kvjax.per_head import per_head
-from kvjax.policy import Policy, check_settings
-from kvjax.state import entries, state
-from kvjax.structures import means
+from kvjax.policy import Policy, Prompt, check_budget
+from kvjax.segment import SegmentLike
+from kvjax.spec import CacheSpec
+from kvjax.state import kv_entries, state
+from kvjax.stores import window as windows
+from kvjax.stores.staging import Tokens
+from kvjax.stores.window import Window, init_window
 from kvjax.structures.k_center import cluster_more, cluster_prompt
-from kvjax.window import Window, init_window
+from kvjax.structures.per_head import per_head
 
 
 @state
@@ -28,25 +30,24 @@ class Clusters:
     # float32 l2 distance at which the centre was chosen; -inf in empty slots. The smallest go first.
     separation: Float[Array, "B H_kv M"]
     log_weight: Float[Array, "B H_kv S"]  # float32, of the whole window
-    value_rest: Int[Array, "B H_kv M D_v"] | None  # int8, of the mean values (see `means`)
 
 
 @state
 class MeanWindow(Window):
     """A window whose selected slots have mean values."""
 
-    values: Float[Array, "B H_kv S D_v"] = entries(means=True, first="unselected")
+    values: Float[Array, "B H_kv S D_v"] = kv_entries(running_mean=True)
 
 
 @state
-class Centered:
+class ClusterGenState:
     window: Window  # centres are in its selected slots
     chosen: Int[Array, "B"] | None  # int32 centres of the row, for "paper"
     clusters: Clusters | None  # for "mean_value"
 
 
 @dataclasses.dataclass(frozen=True)
-class ClusterGen(Policy[Centered]):
+class ClusterGen(Policy[ClusterGenState]):
     """Keeps recent tokens and centres of the others, chosen per kv head by farthest-first traversal of the keys.
 
     Variants:
@@ -65,7 +66,8 @@ class ClusterGen(Policy[Centered]):
         variant: see above.
         compact_every: tokens between compactions.
 
-    Source: ClusterGen, section 4; SubGen, section 3.2.
+    Reference:
+        ClusterGen, section 4; SubGen, section 3.2.
     """
 
     budget: int
@@ -76,7 +78,7 @@ class ClusterGen(Policy[Centered]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_settings(self.budget, self.sinks, self.newest, self.compact_every, selects="centres")
+        check_budget(self.budget, self.sinks, self.newest, self.compact_every, remainder_for="centres")
 
     @property
     def newest(self) -> int:
@@ -88,39 +90,38 @@ class ClusterGen(Policy[Centered]):
         """Slots before the centres'."""
         return self.sinks + self.newest
 
-    def init(self, spec, row_keys) -> Centered:
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> ClusterGenState:
         centers = self.budget - self.fixed
         window, shape = init_window(spec, self.sinks, self.newest, centers), (spec.batch, spec.kv_heads)
         if self.variant == "paper":
-            return Centered(window, jnp.zeros(spec.batch, jnp.int32), None)
-        mean_window = MeanWindow(**vars(window))
+            return ClusterGenState(window, jnp.zeros(spec.batch, jnp.int32), None)
+        mean_window = MeanWindow(**(vars(window) | {"values": window.values.astype(jnp.float32)}))
         clusters = Clusters(
             count=jnp.zeros((*shape, centers), jnp.int32),
             separation=jnp.full((*shape, centers), -jnp.inf),
             log_weight=jnp.zeros((*shape, self.budget)),
-            value_rest=means.init_rest(spec, (*shape, centers, spec.value_width)),
         )
-        return Centered(mean_window, None, clusters)
+        return ClusterGenState(mean_window, None, clusters)
 
-    def prefill(self, state: Centered, prompt) -> Centered:
+    def prefill(self, state: ClusterGenState, prompt: Prompt) -> ClusterGenState:
         window = windows.fill(state.window, prompt)
         middle = windows.middle_mask(window, prompt.keys.shape[2])
         cluster = functools.partial(cluster_prompt, size=self.budget - self.fixed)
         keys, values, count, separation, mean_value = per_head(cluster, 0, 0, None)(prompt.keys, prompt.values, middle)
         if state.clusters is None:
             chosen = jnp.sum(separation[:, 0] > -jnp.inf, axis=-1, dtype=jnp.int32)
-            return Centered(self._placed(window, keys, values), chosen, None)
+            return ClusterGenState(self._placed(window, keys, values), chosen, None)
         return self._clustered(window, state.clusters, keys, count, separation, mean_value)
 
-    def read(self, state: Centered, newer):
+    def segments(self, state: ClusterGenState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
         if state.clusters is None:
             assert state.chosen is not None
-            return windows.shown(state.window, selected=state.chosen, newer=newer)
+            return windows.window_segments(state.window, selected=state.chosen, num_visible_staged=num_visible_staged)
         _, _, middle = windows.occupancy(state.window)
         selected = jnp.minimum(middle, self.budget - self.fixed)
-        return windows.shown(state.window, selected=selected, log_weight=state.clusters.log_weight)
+        return windows.window_segments(state.window, selected=selected, log_weight=state.clusters.log_weight)
 
-    def compact(self, state: Centered, new) -> Centered:
+    def compact(self, state: ClusterGenState, new: Tokens) -> ClusterGenState:
         window, left = windows.slide(state.window, new)
         if state.clusters is None:
             return dataclasses.replace(state, window=window)
@@ -128,7 +129,7 @@ class ClusterGen(Policy[Centered]):
             window.keys[:, :, self.fixed :],
             state.clusters.count,
             state.clusters.separation,
-            means.whole(window.values[:, :, self.fixed :], state.clusters.value_rest),
+            window.values[:, :, self.fixed :],
             left.keys,
             left.values,
             left.present,
@@ -145,10 +146,9 @@ class ClusterGen(Policy[Centered]):
 
     def _clustered(
         self, window: Window, clusters: Clusters, keys: Array, count: Array, separation: Array, mean_value: Array
-    ) -> Centered:
+    ) -> ClusterGenState:
         """The state with these clusters. A centre weighs as much as the tokens of its cluster."""
-        values, rest = means.rounded(mean_value, window.values.dtype, clusters.value_rest is not None)
         weight = jnp.log(jnp.maximum(count, 1).astype(jnp.float32))
         log_weight = clusters.log_weight.at[:, :, self.fixed :].set(weight)
-        clusters = Clusters(count, separation, log_weight, rest)
-        return Centered(self._placed(window, keys, values), None, clusters)
+        clusters = Clusters(count, separation, log_weight)
+        return ClusterGenState(self._placed(window, keys, mean_value), None, clusters)

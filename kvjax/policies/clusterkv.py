@@ -10,19 +10,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from kvjax import window as windows
-from kvjax.per_head import per_head, stream_keys
-from kvjax.policy import Policy, check_least, check_settings
-from kvjax.recall import NOWHERE, BlockStore, block_slots, blocks_of, init_store, stored_blocks, wait_and_file
-from kvjax.segment import Choice, Recalled
+from kvjax.policy import Policy, Prompt, check_budget, check_min
+from kvjax.segment import BlockSelection, BlockStoreRead, SegmentLike
+from kvjax.spec import CacheSpec
 from kvjax.state import fault, stacked, state, static
-from kvjax.structures.clusters import Clusters, file_clusters, init_clusters, nearest_clusters
+from kvjax.stores import window as windows
+from kvjax.stores.block_store import (
+    OUT_OF_RANGE,
+    BlockStore,
+    init_block_store,
+    max_blocks,
+    max_selected_blocks,
+    num_blocks,
+)
+from kvjax.stores.staging import Tokens
+from kvjax.stores.window import Window, init_window
+from kvjax.structures.clusters import Clusters, init_clusters, select_clusters, store_clusters
 from kvjax.structures.k_means import KMeans, k_means
-from kvjax.window import Window, init_window
+from kvjax.structures.per_head import per_head, stream_keys
 
 
 @state
-class Clustered:
+class ClusterKVState:
     window: Window  # tokens that wait to be clustered are in its selected slots
     pending: Int[Array, "B"]  # int32, how many wait
     chunks: Int[Array, "B"]  # int32 chunks that were clustered
@@ -37,11 +46,11 @@ class Clustered:
 
 
 @dataclasses.dataclass(frozen=True)
-class ClusterKV(Policy[Clustered]):
+class ClusterKV(Policy[ClusterKVState]):
     """Keeps every key and value; a query reads sinks, recent tokens, tokens that wait to be clustered, and whole
     clusters in descending order of <query, mean key> until the budget is reached, the last one cut to its first tokens.
 
-    A prompt is clustered by cosine k-means when it has been read, later tokens `every` at a time, those alone; until
+    A prompt is clustered by cosine k-means when it has been read, later tokens `chunk_tokens` at a time, those alone; until
     then they are attended to, beside the budget. `ClusterKVCertified` bounds what is missed; `ClusterKVPaper` is the
     paper's system, `ClusterKVReference` the released code of its study of accuracy.
 
@@ -65,9 +74,10 @@ class ClusterKV(Policy[Clustered]):
         iterations, sample: of k-means; for a prompt all iterations but the last two look at every `sample`-th key. The
             paper runs all on all.
         start, turn_to: of k-means, see there.
-        compact_every: tokens between compactions; no more than `every`.
+        compact_every: tokens between compactions; no more than `chunk_tokens`.
 
-    Source: ClusterKV, sections 3 and 4; https://github.com/sjtu-zhao-lab/ClusterKV.
+    Reference:
+        ClusterKV, sections 3 and 4; https://github.com/sjtu-zhao-lab/ClusterKV.
     """
 
     budget: int
@@ -75,51 +85,61 @@ class ClusterKV(Policy[Clustered]):
     recent: int = 0
     cluster_tokens: int = 80
     clusters: int | None = None
-    every: int | None = 320
+    chunk_tokens: int | None = 320
     chunk_clusters: int = 4
     select: Literal["group", "query_head"] = "group"
     residual: bool = True
     iterations: int = 10
     sample: int = 4
-    start: Literal["random", "k-means++"] = "random"
-    turn_to: Literal["directions", "keys"] = "directions"
-    reach: float = 2.0
-    places: int = 16
+    kmeans_init: Literal["random", "k-means++"] = "random"
+    centroid_update: Literal["directions", "keys"] = "directions"
+    score_stddevs: float = 2.0
+    block_size: int = 16
     compact_every: int = 64
 
-    recalls = True
+    is_retrieval = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_settings(self.budget, self.sinks, self.recent, self.compact_every)
-        check_least(1, cluster_tokens=self.cluster_tokens, clusters=self.clusters, every=self.every, places=self.places)
-        check_least(1, chunk_clusters=self.chunk_clusters, iterations=self.iterations, sample=self.sample)
-        check_least(0, reach=self.reach)
-        if self.every is not None and self.compact_every > self.every:
-            raise ValueError(f"compact_every={self.compact_every} must not exceed every={self.every}: one chunk a time")
+        check_budget(self.budget, self.sinks, self.recent, self.compact_every)
+        check_min(
+            1,
+            cluster_tokens=self.cluster_tokens,
+            clusters=self.clusters,
+            chunk_tokens=self.chunk_tokens,
+            block_size=self.block_size,
+        )
+        check_min(1, chunk_clusters=self.chunk_clusters, iterations=self.iterations, sample=self.sample)
+        check_min(0, score_stddevs=self.score_stddevs)
+        if self.chunk_tokens is not None and self.compact_every > self.chunk_tokens:
+            raise ValueError(
+                f"compact_every={self.compact_every} must not exceed every={self.chunk_tokens}: one chunk a time"
+            )
 
     @property
     def tokens(self) -> int:
         """Tokens of clusters that a query reads."""
         return self.budget - self.sinks - self.recent
 
-    def init(self, spec, row_keys) -> Clustered:
-        tokens, later = max(spec.max_prompt - self.sinks - self.recent, 0), spec.max_new + self.recent
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> ClusterKVState:
+        tokens, later = max(spec.max_prompt_tokens - self.sinks - self.recent, 0), spec.max_new_tokens + self.recent
         prompt_clusters = -(-tokens // self.cluster_tokens) if self.clusters is None else min(tokens, self.clusters)
-        prompt_blocks = blocks_of(tokens, prompt_clusters, self.places)
+        prompt_blocks = max_blocks(tokens, prompt_clusters, self.block_size)
         of_prompt = self.cluster_tokens if self.clusters is None else max(tokens // self.clusters, 1)
-        of_chunk = of_prompt if self.every is None else max(self.every // self.chunk_clusters, 1)
-        chunks, every = (0, 0) if self.every is None else (later // self.every, self.every)
-        blocks = prompt_blocks + chunks * blocks_of(every, self.chunk_clusters, self.places)
+        of_chunk = of_prompt if self.chunk_tokens is None else max(self.chunk_tokens // self.chunk_clusters, 1)
+        chunks, chunk_tokens = (0, 0) if self.chunk_tokens is None else (later // self.chunk_tokens, self.chunk_tokens)
+        blocks = prompt_blocks + chunks * max_blocks(chunk_tokens, self.chunk_clusters, self.block_size)
         count = prompt_clusters + chunks * self.chunk_clusters
-        waiting = min(later, every - 1 + self.compact_every) if chunks else later
+        waiting = min(later, chunk_tokens - 1 + self.compact_every) if chunks else later
         value_dim = spec.value_width if self.residual else None
-        make = functools.partial(init_clusters, count, spec.head_dim, value_dim, spec.dtype, reaching=self.reach > 0)
+        make = functools.partial(
+            init_clusters, count, spec.head_dim, value_dim, spec.dtype, with_rms=self.score_stddevs > 0
+        )
         keys = stream_keys(row_keys, spec.kv_heads)
-        store, clusters = per_head(lambda _: (init_store(spec, blocks, self.places), make()))(keys)
+        store, clusters = per_head(lambda _: (init_block_store(spec, blocks, self.block_size), make()))(keys)
         none = lambda: jnp.zeros(spec.batch, jnp.int32)  # noqa: E731
-        return Clustered(
-            window=init_window(spec, self.sinks, self.recent, waiting=waiting),
+        return ClusterKVState(
+            window=init_window(spec, self.sinks, self.recent, waiting),
             pending=none(),
             chunks=none(),
             stream_keys=keys,
@@ -128,11 +148,11 @@ class ClusterKV(Policy[Clustered]):
             clusters=clusters,
             prompt_clusters=prompt_clusters,
             prompt_blocks=prompt_blocks,
-            capacity=tokens + chunks * every,
+            capacity=tokens + chunks * chunk_tokens,
             part_tokens=min(of_prompt, of_chunk),
         )
 
-    def prefill(self, state: Clustered, prompt) -> Clustered:
+    def prefill(self, state: ClusterKVState, prompt: Prompt) -> ClusterKVState:
         state = dataclasses.replace(state, window=windows.fill(state.window, prompt))
         if not state.prompt_clusters or prompt.keys.shape[2] <= self.sinks:
             return state
@@ -144,7 +164,7 @@ class ClusterKV(Policy[Clustered]):
             used = -(-count // self.cluster_tokens) if self.clusters is None else state.prompt_clusters
             label = self._k_means(rng, keys, valid, state.prompt_clusters, used=used, sample=self.sample).label
             made = (state.prompt_clusters, state.prompt_blocks)
-            return file_clusters(store, clusters, label, (keys, values, position), made, (0, 0))
+            return store_clusters(store, clusters, label, (keys, values, position), made, (0, 0))
 
         later = lambda x: x[:, :, self.sinks :].astype(state.window.keys.dtype)  # noqa: E731
         store, clusters = per_head(of_head, 0, 0, 0, 0, 0, None)(
@@ -152,20 +172,27 @@ class ClusterKV(Policy[Clustered]):
         )
         return dataclasses.replace(state, store=store, clusters=clusters)
 
-    def read(self, state: Clustered, newer):
+    def segments(self, state: ClusterKVState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
         # Where mean keys are shown, attention reads them again.
         clusters = state.clusters
         means = () if self.residual else (clusters.mean_key,)
         index = (clusters.size, clusters.first, *means, *(() if clusters.rms is None else (clusters.rms,)))
-        choose = functools.partial(self._choose, state)
-        return windows.shown(state.window, selected=state.pending), Recalled(state.store, choose, index)
+        select = functools.partial(self._select, state)
+        return (
+            *windows.window_segments(state.window, selected=state.pending),
+            BlockStoreRead(state.store, select, index),
+        )
 
-    def compact(self, state: Clustered, new) -> Clustered:
+    def compact(self, state: ClusterKVState, new: Tokens) -> ClusterKVState:
         window, left = windows.slide(state.window, new)
-        every = window.keys.shape[2] + 1 if self.every is None else self.every  # a chunk that is never full
-        file = functools.partial(self._file_chunks, state, every)
-        window, pending, full, filed, lost = wait_and_file(window, state.pending, left, every, file)
-        store, clusters = (state.store, state.clusters) if filed is None else filed
+        chunk_tokens = (
+            window.keys.shape[2] + 1 if self.chunk_tokens is None else self.chunk_tokens
+        )  # a chunk that is never full
+        insert_chunk = functools.partial(self._file_chunks, state, chunk_tokens)
+        window, pending, full, inserted, lost = windows.insert_full_chunks(
+            window, state.pending, left, chunk_tokens, insert_chunk
+        )
+        store, clusters = (state.store, state.clusters) if inserted is None else inserted
         room = (clusters.size.shape[2] - state.prompt_clusters) // self.chunk_clusters
         too_many = jnp.maximum(state.chunks + full - jnp.maximum(state.chunks, room), 0)
         return dataclasses.replace(
@@ -175,36 +202,41 @@ class ClusterKV(Policy[Clustered]):
             chunks=state.chunks + full,
             store=store,
             clusters=clusters,
-            overflow=state.overflow + lost + every * too_many,
+            overflow=state.overflow + lost + chunk_tokens * too_many,
         )
 
-    def _file_chunks(self, state: Clustered, every: int, keys, values, position, full):
+    def _file_chunks(self, state: ClusterKVState, chunk_tokens: int, keys, values, position, full):
         """Clusters the first chunk of every row where it is full (compactions come at least once per chunk)."""
-        count, blocks = self.chunk_clusters, blocks_of(every, self.chunk_clusters, self.places)
+        count, blocks = self.chunk_clusters, max_blocks(chunk_tokens, self.chunk_clusters, self.block_size)
         some = jnp.any(full[:, 0])
 
         def of_head(store, clusters, stream_key, keys, values, position, full, chunk):
-            rng, valid = jax.random.fold_in(stream_key, 1 + chunk), jnp.broadcast_to(full[0], (every,))
+            rng, valid = jax.random.fold_in(stream_key, 1 + chunk), jnp.broadcast_to(full[0], (chunk_tokens,))
             cluster = lambda: self._k_means(rng, keys[0], valid, count).label  # noqa: E731
             label = jax.lax.cond(some, cluster, lambda: jnp.full(valid.shape, count, jnp.int32))
-            behind = lambda first: jnp.where(full[0], first, NOWHERE)  # noqa: E731
+            behind = lambda first: jnp.where(full[0], first, OUT_OF_RANGE)  # noqa: E731
             first = (behind(state.prompt_clusters + chunk * count), behind(state.prompt_blocks + chunk * blocks))
-            return file_clusters(store, clusters, label, (keys[0], values[0], position[0]), (count, blocks), first)
+            return store_clusters(store, clusters, label, (keys[0], values[0], position[0]), (count, blocks), first)
 
         of_heads = per_head(of_head, 0, 0, 0, 0, 0, None, None, None)
         return of_heads(state.store, state.clusters, state.stream_keys, keys, values, position, full, state.chunks)
 
     @property
     def _k_means(self) -> Callable[..., KMeans]:
-        of_settings = functools.partial(k_means, iterations=self.iterations, start=self.start, turn_to=self.turn_to)
+        of_settings = functools.partial(
+            k_means, iterations=self.iterations, kmeans_init=self.kmeans_init, centroid_update=self.centroid_update
+        )
         return functools.partial(of_settings, polish=min(2, self.iterations))
 
-    def _choose(self, state: Clustered, query: Float[Array, "B 1 H_q D"], round: Int[Array, "B"] | None) -> Choice:
-        """What one query of every row reads: the budget's tokens (everything, where it is as large as the store)."""
-        stored, usual = stored_blocks(state.store), block_slots(self.tokens, state.part_tokens, self.places)
-        blocks = stored if self.tokens >= state.capacity else min(stored, usual)
-        return self._nearest(state.clusters, query, tokens=self.tokens, blocks=blocks)
-
-    @property
-    def _nearest(self) -> Callable[..., Choice]:
-        return functools.partial(nearest_clusters, select=self.select, places=self.places, reach=self.reach)
+    def _select(self, state: ClusterKVState, query: Float[Array, "B 1 H_q D"]) -> BlockSelection:
+        """Selects clusters for one query of every row; all blocks if the budget is as large as the store."""
+        stored, usual = num_blocks(state.store), max_selected_blocks(self.tokens, state.part_tokens, self.block_size)
+        return select_clusters(
+            state.clusters,
+            query,
+            self.select,
+            max_tokens=self.tokens,
+            max_blocks=stored if self.tokens >= state.capacity else min(stored, usual),
+            block_size=self.block_size,
+            score_stddevs=self.score_stddevs,
+        )

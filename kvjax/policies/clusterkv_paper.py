@@ -13,13 +13,14 @@ class ClusterKVPaper(ClusterKV):
     as they are (at most 20 times, as in the released code; the paper goes on until nothing changes). The paper keeps
     the first two layers whole: `FirstLayers(2, ...)`, `full_layers=2` in text.
 
-    Source: ClusterKV, sections 3 and 4.
+    Reference:
+        ClusterKV, sections 3 and 4.
     """
 
     select: Literal["group", "query_head"] = "query_head"
     residual: bool = False
     iterations: int = 20
     sample: int = 1
-    turn_to: Literal["directions", "keys"] = "keys"
-    reach: float = 0.0
-    places: int = 1
+    centroid_update: Literal["directions", "keys"] = "keys"
+    score_stddevs: float = 0.0
+    block_size: int = 1

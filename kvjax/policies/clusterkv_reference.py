@@ -11,9 +11,10 @@ class ClusterKVReference(ClusterKVPaper):
     """`ClusterKVPaper` with the settings of the released code: 400 clusters for any prompt, k-means++, and later tokens
     are never clustered.
 
-    Source: https://github.com/sjtu-zhao-lab/ClusterKV.
+    Reference:
+        https://github.com/sjtu-zhao-lab/ClusterKV.
     """
 
     clusters: int | None = 400
-    every: int | None = None
-    start: Literal["random", "k-means++"] = "k-means++"
+    chunk_tokens: int | None = None
+    kmeans_init: Literal["random", "k-means++"] = "k-means++"

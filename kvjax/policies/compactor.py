@@ -6,28 +6,29 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.collectives import heads_in_all, summed_over_heads
+from kvjax.distributed.collectives import global_heads, sum_over_heads
 from kvjax.policies.leverage_scores import leverage_scores
-from kvjax.policy import ALL_QUERIES, Prompt, check_above, check_least
-from kvjax.prompt_attention import asked_queries, attention_drawn
-from kvjax.selection import Selection
+from kvjax.policy import Prompt, Requirements, check_above, check_min
+from kvjax.prompt_attention import attention_drawn, check_prompt_queries
+from kvjax.top_k_policy import TopKPolicy
 
 
 @dataclasses.dataclass(frozen=True)
-class Compactor(Selection):
+class Compactor(TopKPolicy):
     """Keeps the tokens of largest sum of two scores, each with mean 0 and variance 1 over a layer: the leverage of
     their keys, and the attention that they draw when all queries of a chunk attend to all its keys, later ones too.
     It needs `spec.rope_frequencies`.
 
     Attributes:
-        budget, sinks, recent, beside, shares, compact_every: as in `Selection`; sinks=8, recent=4 and beside=True are
+        budget, sinks, recent, beside, shares, compact_every: as in `TopKPolicy`; sinks=8, recent=4 and beside=True are
             those of kvpress. Scores are among the tokens between.
         chunk: tokens that attend to one another, from the sinks on.
         blending: weight of the leverage; None: the share of the prompt that goes.
         scale: of the logits of that attention; 1 as released, None: 1 / sqrt(head_dim), as the model's.
         sketch: as in `LeverageScores`; 48 as published.
 
-    Source: Compactor, section 3 (https://arxiv.org/abs/2507.08143); kvpress's CompactorPress, which also lets the
+    Reference:
+        Compactor, section 3 (https://arxiv.org/abs/2507.08143); kvpress's CompactorPress, which also lets the
     padding of a last chunk that is not full attend.
     """
 
@@ -38,19 +39,21 @@ class Compactor(Selection):
     scale: float | None = 1.0
     sketch: int | None = None
 
-    prompt_queries = ALL_QUERIES
+    requires = Requirements(prompt_queries="all", entire_prompt=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(1, chunk=self.chunk, sketch=self.sketch)
+        check_min(1, chunk=self.chunk, sketch=self.sketch)
         check_above(0, scale=self.scale)
-        check_least(0, blending=self.blending)
+        check_min(0, blending=self.blending)
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
         position, lengths = jnp.arange(prompt.keys.shape[2]), prompt.lengths[:, None, None]
         among = (position >= self.sinks) & (position < lengths - self.recent)
         leverage = leverage_scores(prompt, among, sketch=self.sketch)
-        attention = non_causal_attention(prompt, asked_queries(self, prompt), among, self.sinks, self.chunk, self.scale)
+        attention = non_causal_attention(
+            prompt, check_prompt_queries(self, prompt), among, self.sinks, self.chunk, self.scale
+        )
         attention = neighbours_mean(attention * jnp.linalg.norm(prompt.values.astype(jnp.float32), axis=-1), among)
         goes = jnp.maximum(1 - self.budget / jnp.maximum(lengths, 1), 0)
         weight = goes if self.blending is None else self.blending
@@ -99,8 +102,8 @@ def neighbours_mean(score: Float[Array, "B H T"], among: Bool[Array, "B 1 T"]) -
 
 def standardised(score: Float[Array, "B H T"], among: Bool[Array, "B 1 T"]) -> Float[Array, "B H T"]:
     """Scores less their mean, over their standard deviation, both of all heads of a row."""
-    over_all = lambda x: summed_over_heads(jnp.sum(jnp.where(among, x, 0.0), axis=(1, 2), keepdims=True))  # noqa: E731
-    count = heads_in_all(score.shape[1]) * jnp.sum(among, axis=2, keepdims=True)
+    over_all = lambda x: sum_over_heads(jnp.sum(jnp.where(among, x, 0.0), axis=(1, 2), keepdims=True))  # noqa: E731
+    count = global_heads(score.shape[1]) * jnp.sum(among, axis=2, keepdims=True)
     centred = score - over_all(score) / jnp.maximum(count, 1)
     deviation = jnp.sqrt(over_all(jnp.square(centred)) / jnp.maximum(count - 1, 1))
     return centred / jnp.maximum(deviation, 1e-6)

@@ -6,8 +6,8 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.policy import Prompt, check_least
-from kvjax.selection import Selection, prompt_mask
+from kvjax.policy import Prompt, check_min
+from kvjax.top_k_policy import TopKPolicy, prompt_mask
 
 Leverage = Literal["key", "value", "kv_avg", "kv_product"]
 
@@ -15,16 +15,17 @@ TINY = 1e-30  # least sum that is divided by
 
 
 @dataclasses.dataclass(frozen=True)
-class CUR(Selection):
+class CUR(TopKPolicy):
     """Keeps the tokens whose keys and values have the largest share of the squares of a window's: an estimate of the
     leverage by which a CUR decomposition picks rows. No query is needed.
 
     Attributes:
-        budget, sinks, recent, beside, shares, compact_every: as in `Selection`; kvpress has sinks=4 and beside=True.
+        budget, sinks, recent, beside, shares, compact_every: as in `TopKPolicy`; kvpress has sinks=4 and beside=True.
         leverage_type: whose squares: the keys', the values', the mean of both shares or their product.
         local_window_size: tokens among which shares are taken, window by window; None: squares stand as they are.
 
-    Source: CurDKV (https://arxiv.org/abs/2509.15038); kvpress's CURPress, which also offers a random projection
+    Reference:
+        CurDKV (https://arxiv.org/abs/2509.15038); kvpress's CURPress, which also offers a random projection
     before.
     """
 
@@ -33,7 +34,7 @@ class CUR(Selection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(1, local_window_size=self.local_window_size)
+        check_min(1, local_window_size=self.local_window_size)
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
         return share_of_squares(prompt, self.leverage_type, self.local_window_size)

@@ -1,36 +1,43 @@
-"""Exact attention: every token is kept. The reference that all other policies are measured against."""
+"""The full cache, which all other policies are compared with."""
 
 import dataclasses
 
-from kvjax.growing import Growing, add, fill, init_growing, shown
-from kvjax.policy import Policy, check_least
+from jaxtyping import Array, Int, Key
+
+from kvjax.policy import Policy, Prompt, check_min
+from kvjax.segment import SegmentLike
+from kvjax.spec import CacheSpec
+from kvjax.stores import append_only_store
+from kvjax.stores.append_only_store import AppendOnlyStore, init_append_only_store
+from kvjax.stores.staging import Tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class Exact(Policy[Growing]):
-    """Keeps every key and value. Devices may share them.
+class Exact(Policy[AppendOnlyStore]):
+    """Keeps every key and value. Devices may share the slots of a head.
 
     Attributes:
         compact_every: tokens between compactions, which move staged tokens into the store. It changes no result.
-        sinks: first tokens, which means something to `Quantized(whole_window=True)` alone: it leaves them as they are.
     """
 
     compact_every: int = 64
-    sinks: int = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(1, compact_every=self.compact_every)
-        check_least(0, sinks=self.sinks)
+        check_min(1, compact_every=self.compact_every)
 
-    def init(self, spec, row_keys) -> Growing:
-        return init_growing(spec, spec.max_prompt, self.sinks)
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> AppendOnlyStore:
+        """Returns an empty store."""
+        return init_append_only_store(spec, spec.max_prompt_tokens)
 
-    def prefill(self, state: Growing, prompt) -> Growing:
-        return fill(state, prompt)
+    def prefill(self, state: AppendOnlyStore, prompt: Prompt) -> AppendOnlyStore:
+        """Writes the prompt into the store."""
+        return append_only_store.fill(state, prompt)
 
-    def read(self, state: Growing, newer):
-        return shown(state)
+    def segments(self, state: AppendOnlyStore, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
+        """Returns the store."""
+        return (append_only_store.store_segment(state),)
 
-    def compact(self, state: Growing, new) -> Growing:
-        return add(state, new)
+    def compact(self, state: AppendOnlyStore, new: Tokens) -> AppendOnlyStore:
+        """Appends the staged tokens."""
+        return append_only_store.append(state, new)

@@ -1,46 +1,49 @@
-"""H2O (Zhang et al. 2023): recent tokens, and of those before them the ones that drew most attention."""
+"""H2O (Zhang et al. 2023): recent tokens, and earlier tokens with the highest accumulated attention."""
 
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int, Key
 
-from kvjax import scored
-from kvjax import window as windows
-from kvjax.per_head import largest, per_head, replace_lowest
-from kvjax.policy import ALL_QUERIES, Policy, check_settings
+from kvjax.attention import AttentionStats
+from kvjax.policy import Policy, Prompt, Requirements, check_budget
 from kvjax.prompt_attention import attention_received
-from kvjax.scored import AttentionScores, init_scores
+from kvjax.segment import SegmentLike
+from kvjax.spec import CacheSpec
 from kvjax.state import state
-from kvjax.window import Window, init_window
+from kvjax.stores import window as windows
+from kvjax.stores.attention_scores import AttentionScores, accumulate_scores, after_compaction, init_attention_scores
+from kvjax.stores.staging import Tokens
+from kvjax.stores.window import Window, init_window
+from kvjax.structures.per_head import per_head, replace_lowest, top_indices
 
 
 @state
-class HeavyHitters:
-    """Heavy hitters in the window's selected slots, and the attention that every slot's token has drawn."""
+class H2OState:
+    """Heavy hitters in the window's selected slots, and the accumulated attention of every slot."""
 
     window: Window
     scores: AttentionScores
-    position: Int[Array, "B H_kv M"] | None  # int32, of selected tokens; None where attention is not averaged
+    position: Int[Array, "B H_kv M"] | None  # int32, of selected tokens; None if attention is not averaged
 
 
 @dataclasses.dataclass(frozen=True)
-class H2O(Policy[HeavyHitters]):
-    """Keeps recent tokens and, of those before them, the ones whose attention probabilities, summed over all queries
-    that saw them, are largest (heavy hitters).
+class H2O(Policy[H2OState]):
+    """Keeps recent tokens and, of earlier ones, those with the highest attention summed over all queries so far.
 
-    Sums start with every query of the prompt and go on while decoding: each token that leaves the recent ones competes
-    with the heavy hitters, and the least goes for good. A kv head's sums run over the query heads of its group. With
-    `compact_every=1` this is the released code's behaviour token by token.
+    Sums start with every query of the prompt and continue while decoding. A token that leaves the recent window competes
+    with the heavy hitters; the one with the lowest sum is evicted. Sums run over the query heads of a group. With
+    `compact_every=1` this is the released code, token by token.
 
     Attributes:
-        budget: slots per head, recent tokens included; the rest are heavy hitters (the paper's cache size k).
-        recent: newest tokens, always kept; half the budget by default, as in the paper.
-        average: whether sums are divided by the number of tokens since, the token's own included; with `recent=0` this
-            is kvpress's ObservedAttentionPress.
-        compact_every: tokens between compactions; until then new tokens are all read.
+        budget: slots per KV head, recent tokens included; the other slots hold heavy hitters (the paper's k).
+        recent: newest tokens that are always kept; None for half the budget, as in the paper.
+        average: whether sums are divided by the number of queries that could see the token. With `recent=0` this is
+            kvpress's ObservedAttentionPress.
+        compact_every: tokens between compactions; until then all new tokens are read.
 
-    Source: H2O, Algorithm 1.
+    Reference:
+        H2O, Algorithm 1 (https://arxiv.org/abs/2306.14048).
     """
 
     budget: int
@@ -48,81 +51,88 @@ class H2O(Policy[HeavyHitters]):
     average: bool = False
     compact_every: int = 64
 
-    prompt_queries = ALL_QUERIES
-    observes = True
+    requires = Requirements(prompt_queries="all", attention_stats=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_settings(self.budget, 0, self.newest, self.compact_every, selects="heavy hitters")
+        check_budget(self.budget, 0, self.num_recent, self.compact_every, remainder_for="heavy hitters")
 
     @property
-    def newest(self) -> int:
+    def num_recent(self) -> int:
         """Slots of recent tokens."""
         return self.budget // 2 if self.recent is None else self.recent
 
     @property
-    def heavy(self) -> int:
+    def num_heavy(self) -> int:
         """Slots of heavy hitters."""
-        return self.budget - self.newest
+        return self.budget - self.num_recent
 
-    def init(self, spec, row_keys) -> HeavyHitters:
-        window = init_window(spec, 0, self.newest, self.heavy)
-        position = jnp.zeros((spec.batch, spec.kv_heads, self.heavy), jnp.int32) if self.average else None
-        return HeavyHitters(window, init_scores(spec, window), position)
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> H2OState:
+        """Returns an empty window."""
+        window = init_window(spec, 0, self.num_recent, self.num_heavy)
+        position = jnp.zeros((spec.batch, spec.kv_heads, self.num_heavy), jnp.int32) if self.average else None
+        return H2OState(window, init_attention_scores(spec, window), position)
 
-    def prefill(self, state: HeavyHitters, prompt) -> HeavyHitters:
+    def prefill(self, state: H2OState, prompt: Prompt) -> H2OState:
+        """Keeps the last tokens and the heavy hitters of the prompt's own attention."""
         window, tokens = windows.fill(state.window, prompt), prompt.keys.shape[2]
         received = attention_received(self, prompt)
         score = received
         if self.average:
             age = prompt.lengths[:, None] - jnp.arange(tokens)
             score = received / jnp.maximum(age, 1)[:, None]
-        room = min(self.heavy, tokens)
-        choose = per_head(lambda score, middle: largest(score, middle, room), 0, None)
-        chosen = choose(score, windows.middle_mask(window, tokens))
-        slot = jnp.broadcast_to(jnp.arange(room), chosen.shape)
-        held = slot < self._held(window)[:, None, None]
-        place = prompt.lengths[:, None] - self.newest + jnp.arange(self.newest)
-        recent = jnp.take_along_axis(received, jnp.maximum(place, 0)[:, None], axis=2)
-        drawn = state.scores.window.at[:, :, : self.newest].set(jnp.where(place[:, None] >= 0, recent, 0.0))
-        heavy = jnp.where(held, jnp.take_along_axis(received, chosen, axis=2), 0.0)
-        drawn = drawn.at[:, :, self.newest : self.newest + room].set(heavy)
-        position = state.position
-        if position is not None:
-            position = position.at[:, :, :room].set(jnp.where(held, chosen, 0))
-        window = windows.put_selected(window, slot, prompt.keys, prompt.values, chosen)
-        return HeavyHitters(window, dataclasses.replace(state.scores, window=drawn), position)
+        count, recent = min(self.num_heavy, tokens), self.num_recent
 
-    def read(self, state: HeavyHitters, newer):
-        return windows.shown(state.window, selected=self._held(state.window))
+        def choose(score: Float[Array, "T"], middle: Array) -> Int[Array, "n"]:
+            return top_indices(score, middle, count)
 
-    def observe(self, state: HeavyHitters, seen) -> HeavyHitters:
-        return dataclasses.replace(state, scores=scored.summed(state.scores, seen))
+        chosen = per_head(choose, 0, None)(score, windows.middle_mask(window, tokens))
+        slot = jnp.broadcast_to(jnp.arange(count), chosen.shape)
+        occupied = slot < self._num_selected(window)[:, None, None]
+        position = prompt.lengths[:, None] - recent + jnp.arange(recent)
+        recent_scores = jnp.take_along_axis(received, jnp.maximum(position, 0)[:, None], axis=2)
+        scores = state.scores.window.at[:, :, :recent].set(jnp.where(position[:, None] >= 0, recent_scores, 0.0))
+        heavy_scores = jnp.where(occupied, jnp.take_along_axis(received, chosen, axis=2), 0.0)
+        scores = scores.at[:, :, recent : recent + count].set(heavy_scores)
+        positions = state.position
+        if positions is not None:
+            positions = positions.at[:, :, :count].set(jnp.where(occupied, chosen, 0))
+        window = windows.write_selected(window, slot, prompt.keys, prompt.values, chosen)
+        return H2OState(window, dataclasses.replace(state.scores, window=scores), positions)
 
-    def compact(self, state: HeavyHitters, new) -> HeavyHitters:
-        drawn, left_drawn = windows.slide_beside(
-            state.window, new, state.scores.window, new.beside(state.scores.staged)
-        )
+    def segments(self, state: H2OState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
+        """Returns the window."""
+        return windows.window_segments(state.window, selected=self._num_selected(state.window))
+
+    def observe(self, state: H2OState, stats: AttentionStats) -> H2OState:
+        """Accumulates attention."""
+        return dataclasses.replace(state, scores=accumulate_scores(state.scores, stats))
+
+    def compact(self, state: H2OState, new: Tokens) -> H2OState:
+        """Slides the window; tokens that leave compete with the heavy hitters."""
+        staged_scores = new.gather_staged(state.scores.staged)
+        scores, left_scores = windows.slide_aligned(state.window, new, state.scores.window, staged_scores)
         window, left = windows.slide(state.window, new)
-        stored, fresh, position = drawn[:, :, self.newest :], left_drawn, state.position
+        stored, arriving, position = scores[:, :, self.num_recent :], left_scores, state.position
         if position is not None:
             now = window.total[:, None]
             stored = stored / jnp.maximum(now[..., None] - position, 1)
-            fresh = fresh / jnp.maximum(now - left.position, 1)[:, None]
-        held = jnp.minimum(left.first, self.heavy)[:, None, None]  # before these tokens came
-        stored = jnp.where(jnp.arange(self.heavy) < held, stored, -jnp.inf)
-        fresh = jnp.where(left.present[:, None], fresh, -jnp.inf)
-        slot, source, _ = per_head(replace_lowest)(stored, fresh)
+            arriving = arriving / jnp.maximum(now - left.position, 1)[:, None]
+        occupied = jnp.minimum(left.first, self.num_heavy)[:, None, None]  # before these tokens
+        stored = jnp.where(jnp.arange(self.num_heavy) < occupied, stored, -jnp.inf)
+        arriving = jnp.where(left.present[:, None], arriving, -jnp.inf)
+        slot, source, _ = per_head(replace_lowest)(stored, arriving)
         if position is not None:
-            place = lambda old, slot, source, new: old.at[slot].set(new[source], mode="drop")  # noqa: E731
-            position = per_head(place, 0, 0, 0, None)(position, slot, source, left.position)
-        drawn = windows.put_beside(window, slot, drawn, left_drawn, source)
-        window = windows.put_selected(window, slot, left.keys, left.values, source)
-        return HeavyHitters(window, scored.moved_in(state.scores, drawn), position)
 
-    def read_bytes(self, state: HeavyHitters) -> int:
-        return 4 * (state.scores.window.size + state.scores.staged.size)
+            def put(old: Array, slot: Array, source: Array, new: Array) -> Array:
+                return old.at[slot].set(new[source], mode="drop")
 
-    def _held(self, window: Window) -> Int[Array, "B"]:
+            position = per_head(put, 0, 0, 0, None)(position, slot, source, left.position)
+        scores = windows.put_aligned(window, slot, scores, left_scores, source)
+        window = windows.write_selected(window, slot, left.keys, left.values, source)
+        return H2OState(window, after_compaction(state.scores, scores), position)
+
+    def _num_selected(self, window: Window) -> Int[Array, "B"]:
+        """Returns the occupied slots of heavy hitters."""
         _, _, middle = windows.occupancy(window)
-        return jnp.minimum(middle, self.heavy)
+        return jnp.minimum(middle, self.num_heavy)

@@ -7,15 +7,25 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.collectives import heads_in_all, own_heads, summed_over_heads
-from kvjax.per_head import per_head
-from kvjax.policy import ALL_QUERIES, Policy, check_above, check_settings
-from kvjax.prompt_attention import asked_queries
-from kvjax.recall import NOWHERE, BlockStore, arrange, init_store, put, put_blocks
-from kvjax.segment import Choice, Recalled
-from kvjax.state import fault, index, stacked, state, static
+from kvjax.distributed.collectives import global_heads, local_heads, sum_over_heads
+from kvjax.policy import Policy, Prompt, Requirements, check_above, check_budget
+from kvjax.prompt_attention import check_prompt_queries
+from kvjax.quantization import dequantize
+from kvjax.segment import BlockSelection, BlockStoreRead, SegmentLike
+from kvjax.spec import CacheSpec
+from kvjax.state import fault, retrieval_index, stacked, state, static
+from kvjax.stores.block_store import (
+    OUT_OF_RANGE,
+    BlockStore,
+    arrange_blocks,
+    init_block_store,
+    write_blocks,
+    write_index,
+)
+from kvjax.stores.staging import Tokens
+from kvjax.structures.per_head import per_head
 from kvjax.structures.skew import Skew
 
 
@@ -23,12 +33,12 @@ from kvjax.structures.skew import Skew
 class Partial:
     """One head's keys in a few dimensions."""
 
-    keys: Float[Array, "M C"] = index()  # of the cache's dtype
+    keys: Float[Array, "M C"] = retrieval_index()  # of the cache's dtype
     columns: Float[Array, "D C"]  # float32, from a key to those dimensions: the columns of the skew that were chosen
 
 
 @state
-class Speculative:
+class InfiniGenState:
     """Every token, a block of its own at the number of its position."""
 
     total: Int[Array, "B"]  # int32
@@ -39,7 +49,7 @@ class Speculative:
 
 
 @dataclasses.dataclass(frozen=True)
-class InfiniGen(Policy[Speculative]):
+class InfiniGen(Policy[InfiniGenState]):
     """Keeps every key and value; a query reads the tokens whose speculated logits come within `alpha` of the largest.
 
     Speculated logits are products of queries and keys in a share `partial` of the dimensions, after both were turned by
@@ -60,47 +70,49 @@ class InfiniGen(Policy[Speculative]):
         skew: None to leave keys as they are.
         compact_every: tokens between compactions, which move staged tokens into the store.
 
-    Source: InfiniGen, section 4; `speculate_attention` and `partial_weight_index_generation` of the released code.
+    Reference:
+        InfiniGen, section 4; `speculate_attention` and `partial_weight_index_generation` of the released code.
     """
 
     budget: int
     alpha: float = 5.0
     partial: float = 0.2
-    skew: Skew | None = None
+    skew: Skew | str | None = None
     compact_every: int = 64
 
-    prompt_queries = ALL_QUERIES
-    streams = False
-    recalls = True
+    requires = Requirements(prompt_queries="all", entire_prompt=True)
+    is_retrieval = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_settings(self.budget, compact_every=self.compact_every)
+        if isinstance(self.skew, str):
+            object.__setattr__(self, "skew", Skew.load(self.skew))
+        check_budget(self.budget, compact_every=self.compact_every)
         check_above(0, alpha=self.alpha)
         if not 0 < self.partial <= 1:
             raise ValueError(f"partial={self.partial}; it must lie in (0, 1]")
 
-    def init(self, spec, row_keys) -> Speculative:
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> InfiniGenState:
         shape = (spec.layers, spec.kv_heads, spec.head_dim, spec.head_dim)
         if self.skew is not None and self.skew.matrices().shape != shape:
             raise ValueError(
                 f"skew={self.skew.path} has shape {self.skew.matrices().shape}; it must be [layers, H_kv, D, D] = "
                 f"{shape}"
             )
-        slots, columns = spec.max_prompt + spec.max_new, max(1, int(self.partial * spec.head_dim))
+        slots, columns = spec.max_prompt_tokens + spec.max_new_tokens, max(1, int(self.partial * spec.head_dim))
         empty = lambda _: (  # noqa: E731
-            init_store(spec, slots, 1),
+            init_block_store(spec, slots, 1),
             Partial(jnp.zeros((slots, columns), spec.dtype), jnp.zeros((spec.head_dim, columns))),
         )
         store, partial = per_head(empty)(jnp.zeros((spec.batch, spec.kv_heads)))
         zero = lambda: jnp.zeros(spec.batch, jnp.int32)  # noqa: E731
-        return Speculative(zero(), zero(), store, partial, None if self.skew is None else spec.layer)
+        return InfiniGenState(zero(), zero(), store, partial, None if self.skew is None else spec.layer)
 
-    def prefill(self, state, prompt):
-        queries = asked_queries(self, prompt)
+    def prefill(self, state: InfiniGenState, prompt: Prompt) -> InfiniGenState:
+        queries = check_prompt_queries(self, prompt)
         batch, heads, tokens, dim = prompt.keys.shape
         grouped = queries.reshape(batch, tokens, heads, -1, dim).transpose(0, 2, 1, 3, 4)
-        turn = jnp.eye(dim) if self.skew is None else own_heads(jnp.asarray(self.skew.matrices()[state.layer]), heads)
+        turn = jnp.eye(dim) if self.skew is None else local_heads(jnp.asarray(self.skew.matrices()[state.layer]), heads)
         real = jnp.arange(tokens) >= tokens - prompt.lengths[:, None]
         pick = functools.partial(chosen_columns, count=state.partial.columns.shape[-1])
         columns = per_head(pick, 0, 0, None)(jnp.broadcast_to(turn, (batch, heads, dim, dim)), grouped, real)
@@ -108,14 +120,14 @@ class InfiniGen(Policy[Speculative]):
         most = min(tokens, state.partial.keys.shape[2])  # a prompt may be padded past the longest one
         return file_tokens(state, prompt.keys[:, :, :most], prompt.values[:, :, :most], prompt.lengths)
 
-    def read(self, state, newer):
+    def segments(self, state: InfiniGenState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
         index = (state.partial.keys, state.partial.columns)
-        return Recalled(state.store, functools.partial(self._choose, state), index)
+        return (BlockStoreRead(state.store, functools.partial(self._select, state), index),)
 
-    def compact(self, state, new):
+    def compact(self, state: InfiniGenState, new: Tokens) -> InfiniGenState:
         return file_tokens(state, new.keys, new.values, new.count)
 
-    def _choose(self, state: Speculative, query: Float[Array, "B 1 H_q D"], round) -> Choice:
+    def _select(self, state: InfiniGenState, query: Float[Array, "B 1 H_q D"]) -> BlockSelection:
         logits = speculated(state.partial, query)
         slots = logits.shape[-1]
         there = jnp.arange(slots) < state.total[:, None]
@@ -125,22 +137,24 @@ class InfiniGen(Policy[Speculative]):
         below = jnp.max(below - jnp.where(jnp.isneginf(largest), 0.0, largest), axis=2)
         passing = jnp.sum(below > -self.alpha, axis=-1)
         best, token = jax.lax.top_k(below, min(self.budget, slots))
-        wanted = summed_over_heads(jnp.sum(passing, axis=1)) // heads_in_all(passing.shape[1])
+        wanted = sum_over_heads(jnp.sum(passing, axis=1)) // global_heads(passing.shape[1])
         read = (jnp.arange(token.shape[2]) < wanted[:, None, None]) & ~jnp.isneginf(best)
-        return Choice(token, read.astype(jnp.int32))
+        return BlockSelection(token, read.astype(jnp.int32))
 
 
 def file_tokens(
-    state: Speculative, keys: Float[Array, "B H T D"], values: Float[Array, "B H T D_v"], count: Int[Array, "B"]
-) -> Speculative:
+    state: InfiniGenState, keys: Float[Array, "B H T D"], values: Float[Array, "B H T D_v"], count: Int[Array, "B"]
+) -> InfiniGenState:
     """Puts the first `count[b]` of T tokens of every row into store and index, behind those that are there."""
 
     def one(store: BlockStore, partial: Partial, keys, values, first, count):
         number = jnp.arange(keys.shape[0])
-        place = jnp.where(number < count, first + number, NOWHERE)
+        place = jnp.where(number < count, first + number, OUT_OF_RANGE)
         few = (keys.astype(jnp.float32) @ partial.columns).astype(partial.keys.dtype)
-        blocks = arrange(number[:, None], keys, values, first + number)
-        return put_blocks(store, place, blocks), dataclasses.replace(partial, keys=put(partial.keys, place, few))
+        blocks = arrange_blocks(number[:, None], keys, values, first + number)
+        return write_blocks(store, place, blocks), dataclasses.replace(
+            partial, keys=write_index(partial.keys, place, few)
+        )
 
     of_heads = per_head(one, 0, 0, 0, 0, None, None)
     store, partial = of_heads(state.store, state.partial, keys, values, state.total, count)
@@ -156,7 +170,7 @@ def speculated(partial: Partial, query: Float[Array, "B 1 H_q D"]) -> Float[Arra
     batch, kv_heads, head_dim, _ = partial.columns.shape
     grouped = query.reshape(batch, kv_heads, -1, head_dim).astype(jnp.float32)
     turned = jnp.einsum("bhgd,bhdc->bhgc", grouped, partial.columns)
-    return jnp.einsum("bhgc,bhnc->bhgn", turned, partial.keys.astype(jnp.float32)) / math.sqrt(head_dim)
+    return jnp.einsum("bhgc,bhnc->bhgn", turned, dequantize(partial.keys).astype(jnp.float32)) / math.sqrt(head_dim)
 
 
 def chosen_columns(

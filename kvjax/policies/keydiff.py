@@ -6,21 +6,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.policy import Prompt
-from kvjax.selection import Selection, prompt_mask
+from kvjax.top_k_policy import TopKPolicy, prompt_mask
 
 TINY = 1e-12  # least norm that is divided by, as in kvpress
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyDiff(Selection):
+class KeyDiff(TopKPolicy):
     """Keeps the tokens whose keys have the least cosine similarity to the mean direction of the prompt's keys. No query
     is needed.
 
     Attributes:
-        budget, sinks, recent, beside, shares, compact_every: as in `Selection`. kvpress has sinks=0. The paper evicts
+        budget, sinks, recent, beside, shares, compact_every: as in `TopKPolicy`. kvpress has sinks=0. The paper evicts
             block by block while it reads a prompt; here, and in kvpress, all keys are compared at once.
 
-    Source: KeyDiff (https://arxiv.org/abs/2504.15364); kvpress's KeyDiffPress.
+    Reference:
+        KeyDiff (https://arxiv.org/abs/2504.15364); kvpress's KeyDiffPress.
     """
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:

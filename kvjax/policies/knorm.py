@@ -6,18 +6,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.policy import Prompt
-from kvjax.selection import Selection
+from kvjax.top_k_policy import TopKPolicy
 
 
 @dataclasses.dataclass(frozen=True)
-class Knorm(Selection):
+class Knorm(TopKPolicy):
     """Keeps the tokens with the smallest keys: in many models what is attended to much has a short key. No query is
     needed.
 
     Attributes:
-        budget, sinks, recent, beside, shares, compact_every: as in `Selection`; kvpress has sinks=0 and beside=True.
+        budget, sinks, recent, beside, shares, compact_every: as in `TopKPolicy`; kvpress has sinks=0 and beside=True.
 
-    Source: A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression
+    Reference:
+        A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression
     (https://arxiv.org/abs/2406.11430); kvpress's KnormPress.
     """
 

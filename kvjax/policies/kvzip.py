@@ -5,49 +5,52 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.policy import Prompt, Repeat
+from kvjax.policy import Prompt, Repetition, Requirements
 from kvjax.prompt_attention import attention_drawn
-from kvjax.selection import Selection
+from kvjax.top_k_policy import TopKPolicy
 
 
 @dataclasses.dataclass(frozen=True)
-class KVzip(Selection):
+class KVzip(TopKPolicy):
     """Keeps the tokens that any query of a repetition of the prompt gives the most attention: what is needed to say the
     text again is what any question about it may need.
 
     The model reads the prompt twice: then in chunks, each behind the whole prompt, which takes two to three times as
     long and does not happen again when the prefix is continued. Only one layer's keys and values exist at a time.
-    Published with `AdaKV(KVzip(budget, beside=True), floor=0)` in every layer, or with a budget for all layers, which
+    Published with `AdaKV(KVzip(budget, reserve_decode_slots=True), floor=0)` in every layer, or with a budget for all layers, which
     this has not. An answer depends on the repetition's words hardly: by default there are none.
 
     Attributes:
-        budget, sinks, recent, beside, shares, compact_every: as in `Selection`; sinks=4 and recent=0 are
+        budget, sinks, recent, beside, shares, compact_every: as in `TopKPolicy`; sinks=4 and recent=0 are
             those published.
         chunk: tokens that are repeated at a time.
-        ask, ask_part, suffix: token ids around the first chunk and around further ones (`kvjax.policy.Repeat`); kvpress
+        ask, ask_part, suffix: token ids around the first chunk and around further ones (`kvjax.policy.Repetition`); kvpress
             says "\\n\\nRepeat the previous context exactly." and "\\n\\nRepeat the part of the previous context
             exactly, starting with".
 
-    Source: KVzip, section 3 (https://arxiv.org/abs/2505.23416); kvpress's KVzipPress.
+    Reference:
+        KVzip, section 3 (https://arxiv.org/abs/2505.23416); kvpress's KVzipPress.
     """
 
-    chunk: int = 2048
-    ask: tuple[int, ...] = ()
-    ask_part: tuple[int, ...] = ()
+    chunk_tokens: int = 2048
+    instruction: tuple[int, ...] = ()
+    continuation: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.repeat
+        _ = self.requires
 
     @property
-    def repeat(self) -> Repeat:
-        return Repeat(self.chunk, self.ask, self.ask_part, self.suffix)
+    def requires(self) -> Requirements:  # type: ignore[override]
+        """A repetition of the prompt."""
+        repetition = Repetition(self.chunk_tokens, self.instruction, self.continuation, self.suffix)
+        return Requirements(repetition=repetition, entire_prompt=True)
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
         if prompt.repeated is None:
             raise ValueError("KVzip needs the prompt read again (`repeated`), as kvjax_models.generate.Generator does")
-        chunk, tokens = self.chunk, prompt.keys.shape[2]
+        chunk, tokens = self.chunk_tokens, prompt.keys.shape[2]
         chunks = prompt.repeated.lengths.shape[1]
         size = prompt.repeated.keys.shape[1] // chunks
         received = []

@@ -6,24 +6,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.policy import Prompt, check_least
-from kvjax.selection import Selection
+from kvjax.policy import Prompt, check_min
+from kvjax.top_k_policy import TopKPolicy
 
 
 @dataclasses.dataclass(frozen=True)
-class LagKV(Selection):
+class LagKV(TopKPolicy):
     """Cuts what follows the sinks into partitions, and keeps of each the tokens whose keys and values vary most over
     their dimensions, once each dimension is scaled to the range that it has in the next partition. The last whole
     partition, which has no next one, and what follows it come first, the last token first. No query is needed.
 
     Attributes:
-        budget, sinks, recent, beside, shares, compact_every: as in `Selection`.
+        budget, sinks, recent, beside, shares, compact_every: as in `TopKPolicy`.
         lag_size: tokens of a partition.
         cross_scoring: partitions compete by their tokens' scores. Otherwise a token's score is its rank in its own,
             so that each partition keeps as many; of equal ranks the earlier token goes first, which under `AdaKV`
             prefers the first heads.
 
-    Source: LagKV (https://arxiv.org/abs/2504.04704); kvpress's LagKVPress.
+    Reference:
+        LagKV (https://arxiv.org/abs/2504.04704); kvpress's LagKVPress.
     """
 
     lag_size: int = 128
@@ -31,7 +32,7 @@ class LagKV(Selection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(1, lag_size=self.lag_size)
+        check_min(1, lag_size=self.lag_size)
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
         return lag_relative(prompt, self.sinks, self.lag_size, self.cross_scoring)

@@ -7,26 +7,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax import rope
-from kvjax.per_head import per_head
-from kvjax.policy import Prompt, check_least
-from kvjax.selection import Selection, prompt_mask
+from kvjax.policy import Prompt, check_min
+from kvjax.structures.per_head import per_head
+from kvjax.top_k_policy import TopKPolicy, prompt_mask
 
 RIDGE = 1e-2  # added to the Gram matrix, as kvpress does
 
 
 @dataclasses.dataclass(frozen=True)
-class LeverageScores(Selection):
+class LeverageScores(TopKPolicy):
     """Keeps the tokens whose keys have the largest statistical leverage k' (K' K)^-1 k among the prompt's, centred:
     outliers, without which a direction of the keys would be lost. No query is needed.
 
     Attributes:
-        budget, sinks, recent, beside, shares, compact_every: as in `Selection`. Published with sinks=0 and beside=True.
+        budget, sinks, recent, beside, shares, compact_every: as in `TopKPolicy`. Published with sinks=0 and beside=True.
         rotated: keys as they are stored, rather than as they were before their position turned them (which needs
             `spec.rope_frequencies`).
         sketch: dimensions of a Gaussian sketch of the keys, as published (48); None: the keys themselves, whose Gram
             matrix is small enough.
 
-    Source: Compactor, section 3.1 (https://arxiv.org/abs/2507.08143); kvpress's LeverageScorePress.
+    Reference:
+        Compactor, section 3.1 (https://arxiv.org/abs/2507.08143); kvpress's LeverageScorePress.
     """
 
     rotated: bool = False
@@ -34,7 +35,7 @@ class LeverageScores(Selection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(1, sketch=self.sketch)
+        check_min(1, sketch=self.sketch)
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
         return leverage_scores(prompt, prompt_mask(prompt), self.rotated, self.sketch)
@@ -78,8 +79,8 @@ def unrotated(prompt: Prompt, x: Float[Array, "B H T D"]) -> Float[Array, "B H T
     Raises:
         ValueError: for a cache that was not told the frequencies.
     """
-    if prompt.frequencies is None:
+    if prompt.rope_frequencies is None:
         raise ValueError(
             "keys before their position turned them need spec.rope_frequencies; give these, or rotated=True"
         )
-    return rope.unrotate(x.astype(jnp.float32).swapaxes(1, 2), prompt.frequencies).swapaxes(1, 2)
+    return rope.unrotate(x.astype(jnp.float32).swapaxes(1, 2), prompt.rope_frequencies).swapaxes(1, 2)

@@ -8,43 +8,53 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
-from kvjax import window as windows
-from kvjax.per_head import per_head
-from kvjax.policy import Policy, check_settings
-from kvjax.recall import NOWHERE, BlockStore, arrange, init_store, put, put_blocks, wait_and_file
-from kvjax.segment import Choice, Recalled
-from kvjax.state import fault, index, stacked, state
+from kvjax.policy import Policy, Prompt, check_budget
+from kvjax.quantization import dequantize
+from kvjax.segment import BlockSelection, BlockStoreRead, SegmentLike
+from kvjax.spec import CacheSpec
+from kvjax.state import fault, retrieval_index, stacked, state
+from kvjax.stores import window as windows
+from kvjax.stores.block_store import (
+    OUT_OF_RANGE,
+    BlockStore,
+    arrange_blocks,
+    init_block_store,
+    write_blocks,
+    write_index,
+)
+from kvjax.stores.staging import Tokens
+from kvjax.stores.window import Window, init_window
 from kvjax.structures.clusters import group_score
-from kvjax.window import Window, init_window
-from pallas_kernels.best_parts import best_parts
+from kvjax.structures.per_head import per_head
+from pallas_kernels.select_blocks import SelectedBlocks, select_blocks
 
 PAGE = 16  # tokens
-LEAST_PAGES = 3  # that a query reads
+MIN_PAGES = 3  # that a query reads
 
 
 @state
 class Pages:
     """Bounds of the keys of one head's pages, coordinate by coordinate. Page p holds tokens [16 p, 16 p + 16)."""
 
-    low: Float[Array, "M D"] = index()  # of the cache's dtype
-    high: Float[Array, "M D"] = index()  # of the cache's dtype
+    low: Float[Array, "M D"] = retrieval_index()  # of the cache's dtype
+    high: Float[Array, "M D"] = retrieval_index()  # of the cache's dtype
     size: Int[Array, "M"]  # int32 tokens: 16, or 0 where no page was filed yet
 
 
 @state
-class Paged:
+class QuestState:
     window: Window  # the tokens of the page that is not full are in its selected slots
     pending: Int[Array, "B"]  # int32, how many those are
-    filed: Int[Array, "B"]  # int32 pages
+    inserted: Int[Array, "B"]  # int32 pages
     overflow: Int[Array, "B"] = fault("tokens came to a full cache that must hold all of them")
     store: BlockStore = stacked("B", "H_kv")
     pages: Pages = stacked("B", "H_kv")
 
 
 @dataclasses.dataclass(frozen=True)
-class Quest(Policy[Paged]):
+class Quest(Policy[QuestState]):
     """Keeps every key and value; a query reads the max(3, budget // 16) pages of 16 tokens that promise most, by the
     upper bound sum_d max(q_d min_d, q_d max_d) on its logits.
 
@@ -57,29 +67,30 @@ class Quest(Policy[Paged]):
 
     The paper keeps the first two layers whole: `FirstLayers(2, Quest(budget))`.
 
-    Source: Quest, section 3.
+    Reference:
+        Quest, section 3.
     """
 
     budget: int
     select: Literal["query_head", "group"] = "query_head"
     compact_every: int = 64
 
-    recalls = True
+    is_retrieval = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_settings(self.budget, compact_every=self.compact_every)
+        check_budget(self.budget, compact_every=self.compact_every)
 
-    def init(self, spec, row_keys) -> Paged:
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> QuestState:
         count = spec.capacity // PAGE
         bound = lambda: jnp.zeros((count, spec.head_dim), spec.dtype)  # noqa: E731
-        empty = lambda _: (init_store(spec, count, PAGE), Pages(bound(), bound(), jnp.zeros(count, jnp.int32)))  # noqa: E731
+        empty = lambda _: (init_block_store(spec, count, PAGE), Pages(bound(), bound(), jnp.zeros(count, jnp.int32)))  # noqa: E731
         store, pages = per_head(empty)(jnp.zeros((spec.batch, spec.kv_heads)))
         none = lambda: jnp.zeros(spec.batch, jnp.int32)  # noqa: E731
-        window = init_window(spec, 0, 0, waiting=PAGE - 1 + min(self.compact_every, spec.max_new))
-        return Paged(window, none(), none(), none(), store, pages)
+        window = init_window(spec, 0, 0, PAGE - 1 + min(self.compact_every, spec.max_new_tokens))
+        return QuestState(window, none(), none(), none(), store, pages)
 
-    def prefill(self, state, prompt):
+    def prefill(self, state: QuestState, prompt: Prompt) -> QuestState:
         window, tokens = windows.fill(state.window, prompt), prompt.keys.shape[2]
         full = prompt.lengths // PAGE
         keys, values = (x.astype(window.keys.dtype) for x in (prompt.keys, prompt.values))
@@ -87,64 +98,75 @@ class Quest(Policy[Paged]):
         def of_head(store, pages, keys, values, full):
             page = jnp.arange(-(-tokens // PAGE))
             source = jnp.where(page[:, None] < full, PAGE * page[:, None] + jnp.arange(PAGE), tokens)
-            return file_pages(store, pages, 0, arrange(source, keys, values, jnp.arange(tokens)))
+            return write_pages(store, pages, 0, arrange_blocks(source, keys, values, jnp.arange(tokens)))
 
         store, pages = per_head(of_head, 0, 0, 0, 0, None)(state.store, state.pages, keys, values, full)
         left = jnp.minimum(PAGE * full[:, None] + jnp.arange(PAGE - 1), tokens - 1)
         source = jnp.broadcast_to(left[:, None], (*keys.shape[:2], PAGE - 1))
         slot = jnp.broadcast_to(jnp.arange(PAGE - 1), source.shape)
-        window = windows.put_selected(window, slot, keys, values, source)
-        return Paged(window, prompt.lengths - PAGE * full, full, state.overflow, store, pages)
+        window = windows.write_selected(window, slot, keys, values, source)
+        return QuestState(window, prompt.lengths - PAGE * full, full, state.overflow, store, pages)
 
-    def read(self, state, newer):
-        choose = functools.partial(self._choose, state.pages)
-        recalled = Recalled(state.store, choose, (state.pages.low, state.pages.high, state.pages.size))
-        return windows.shown(state.window, selected=state.pending), recalled
+    def segments(self, state: QuestState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
+        select = functools.partial(self._select, state.pages)
+        read = BlockStoreRead(state.store, select, (state.pages.low, state.pages.high, state.pages.size))
+        return (*windows.window_segments(state.window, selected=state.pending), read)
 
-    def compact(self, state, new):
+    def compact(self, state: QuestState, new: Tokens) -> QuestState:
         window, left = windows.slide(state.window, new)
 
-        def file(keys, values, position, full):
-            def of_head(store, pages, keys, values, position, full, filed):
+        def insert_chunk(keys, values, position, full):
+            def of_head(store, pages, keys, values, position, full, inserted):
                 number = jnp.arange(position.size).reshape(position.shape)
                 join = lambda x: x.reshape(-1, x.shape[-1])  # noqa: E731
                 source = jnp.where(full[:, None], number, position.size)
-                return file_pages(store, pages, filed, arrange(source, join(keys), join(values), position.reshape(-1)))
+                return write_pages(
+                    store, pages, inserted, arrange_blocks(source, join(keys), join(values), position.reshape(-1))
+                )
 
             of_heads = per_head(of_head, 0, 0, 0, 0, None, None, None)
-            return of_heads(state.store, state.pages, keys, values, position, full, state.filed)
+            return of_heads(state.store, state.pages, keys, values, position, full, state.inserted)
 
-        window, pending, full, filed, lost = wait_and_file(window, state.pending, left, PAGE, file)
-        store, pages = (state.store, state.pages) if filed is None else filed
+        window, pending, full, inserted, lost = windows.insert_full_chunks(
+            window, state.pending, left, PAGE, insert_chunk
+        )
+        store, pages = (state.store, state.pages) if inserted is None else inserted
         room = pages.size.shape[2]
-        too_many = jnp.maximum(state.filed + full - jnp.maximum(state.filed, room), 0)
-        return Paged(window, pending, state.filed + full, state.overflow + lost + PAGE * too_many, store, pages)
+        too_many = jnp.maximum(state.inserted + full - jnp.maximum(state.inserted, room), 0)
+        return QuestState(window, pending, state.inserted + full, state.overflow + lost + PAGE * too_many, store, pages)
 
-    def _choose(self, pages: Pages, query: Float[Array, "B 1 H_q D"], round) -> Choice:
+    def _select(self, pages: Pages, query: Float[Array, "B 1 H_q D"]) -> BlockSelection:
+        """Selects the pages with the highest bounds for one query of every row."""
         count = pages.size.shape[2]
-        number, taken = jnp.arange(count, dtype=jnp.int32), min(max(LEAST_PAGES, self.budget // PAGE), count)
+        first, max_pages = jnp.arange(count, dtype=jnp.int32), min(max(MIN_PAGES, self.budget // PAGE), count)
 
-        def of_head(score: Float[Array, "G M"], size):
-            best = functools.partial(best_parts, tokens=PAGE * taken, blocks=taken, places=PAGE)
-            return jax.vmap(lambda score: best(score, size, number))(score)
+        def select_head(scores: Float[Array, "G M"], sizes: Int[Array, "M"]) -> SelectedBlocks:
+            def select(scores: Float[Array, "M"]) -> SelectedBlocks:
+                return select_blocks(
+                    scores, sizes, first, max_tokens=PAGE * max_pages, max_blocks=max_pages, block_size=PAGE
+                )
 
-        score = page_scores(pages, query)
+            return jax.vmap(select)(scores)
+
+        scores = page_scores(pages, query)
         if self.select == "group":
-            score = group_score(score / math.sqrt(query.shape[3]), pages.size)[:, :, None]
-        read = per_head(of_head)(score, pages.size)
-        join = lambda x: x.reshape(x.shape[0], -1, x.shape[-1])  # noqa: E731
-        return Choice(join(read.block), join(read.tokens))
+            scores = group_score(scores / math.sqrt(query.shape[3]), pages.size)[:, :, None]
+        selected = per_head(select_head)(scores, pages.size)
+        indices, lengths = (
+            x.reshape(x.shape[0], -1, x.shape[-1]) for x in (selected.block_indices, selected.block_lengths)
+        )
+        return BlockSelection(indices, lengths)
 
 
-def file_pages(
+def write_pages(
     store: BlockStore, pages: Pages, first: Int[Array, ""] | int, blocks: BlockStore
 ) -> tuple[BlockStore, Pages]:
     """Writes the blocks that hold tokens (full ones, which come first) as pages from number `first` on."""
     full = blocks.position[:, 0] >= 0
-    place = jnp.where(full, first + jnp.arange(full.shape[0]), NOWHERE)
+    place = jnp.where(full, first + jnp.arange(full.shape[0]), OUT_OF_RANGE)
     keys = blocks.entries[..., : blocks.head_dim]
     bounds = Pages(jnp.min(keys, axis=1), jnp.max(keys, axis=1), jnp.full(full.shape, PAGE, jnp.int32))
-    return put_blocks(store, place, blocks), put(pages, place, bounds)
+    return write_blocks(store, place, blocks), write_index(pages, place, bounds)
 
 
 def page_scores(pages: Pages, query: Float[Array, "B 1 H_q D"]) -> Float[Array, "B H_kv G M"]:
@@ -153,6 +175,8 @@ def page_scores(pages: Pages, query: Float[Array, "B 1 H_q D"]) -> Float[Array, 
     grouped = query.reshape(batch, kv_heads, -1, head_dim).astype(jnp.float32)
 
     def product(query, bound):
-        return jnp.einsum("bhgd,bhnd->bhgn", query, bound.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+        return jnp.einsum(
+            "bhgd,bhnd->bhgn", query, dequantize(bound).astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+        )
 
     return product(jnp.maximum(grouped, 0), pages.high) + product(jnp.minimum(grouped, 0), pages.low)

@@ -1,37 +1,41 @@
-"""StreamingLLM (Xiao et al. 2023): the first tokens, which soak up attention, and a sliding window of recent ones."""
+"""StreamingLLM (Xiao et al. 2023): sink tokens and a sliding window of recent tokens."""
 
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, Key
 
-from kvjax import window as windows
-from kvjax.policy import Policy, check_settings
-from kvjax.segment import Segment
+from kvjax.policy import Policy, Prompt, check_budget
+from kvjax.segment import Segment, SegmentLike
+from kvjax.spec import CacheSpec
 from kvjax.state import state
-from kvjax.window import Window, init_window
+from kvjax.stores import window as windows
+from kvjax.stores.staging import Tokens
+from kvjax.stores.window import Window, init_window
 
 
 @state
-class SinksAndRecent:
+class StreamingLLMState:
+    """The window, and RoPE frequencies if positions are re-indexed."""
+
     window: Window
-    frequencies: Float[Array, "half_D"] | None  # angle per position of each pair of dimensions, for re-indexing
+    frequencies: Float[Array, "half_D"] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamingLLM(Policy[SinksAndRecent]):
-    """Keeps the first `sinks` tokens and, at every step, exactly the last `budget - sinks`, the newest included.
+class StreamingLLM(Policy[StreamingLLMState]):
+    """Keeps the first `sinks` tokens and, at every step, exactly the last `budget - sinks`, the newest one included.
 
     Attributes:
-        budget: slots per head, sinks included.
-        sinks: first tokens that are never dropped (the paper's attention sinks, 4); 0 gives plain sliding-window
-            attention.
-        reindex: positions count inside the cache, as in the paper, instead of in the text, as in most ports: sinks
-            stand right before the oldest recent token, for which the query that reads them is turned (needs
-            `spec.rope_frequencies`).
+        budget: slots per KV head, sinks included.
+        sinks: first tokens that are never dropped (4 in the paper); 0 gives plain sliding-window attention.
+        reindex: whether positions count inside the cache, as in the paper, instead of in the sequence, as in most
+            ports. The sinks are then right before the oldest recent token: queries that read them are rotated. Needs
+            `CacheSpec.rope_frequencies`.
         compact_every: tokens between compactions. It changes no result: the window slides at every step.
 
-    Source: Efficient Streaming Language Models with Attention Sinks, section 3.2.
+    Reference:
+        Efficient Streaming Language Models with Attention Sinks, section 3.2 (https://arxiv.org/abs/2309.17453).
     """
 
     budget: int
@@ -41,40 +45,44 @@ class StreamingLLM(Policy[SinksAndRecent]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_settings(self.budget, self.sinks, recent=1, compact_every=self.compact_every)
+        check_budget(self.budget, self.sinks, recent=1, compact_every=self.compact_every)
 
-    def at(self, spec):
-        # Staged tokens are all shown, so there may be no more of them than recent ones.
+    def for_layer(self, spec: CacheSpec) -> Policy:
+        """Limits staging to the window, because all staged tokens are visible."""
         return dataclasses.replace(self, compact_every=min(self.compact_every, self.budget - self.sinks))
 
-    def init(self, spec, row_keys) -> SinksAndRecent:
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> StreamingLLMState:
+        """Returns an empty window."""
         window = init_window(spec, self.sinks, self.budget - self.sinks)
         if not self.reindex:
-            return SinksAndRecent(window, None)
+            return StreamingLLMState(window, None)
         if spec.rope_frequencies is None:
-            raise ValueError("reindex=True needs spec.rope_frequencies: without them positions cannot be changed")
-        return SinksAndRecent(window, jnp.asarray(spec.rope_frequencies, jnp.float32))
+            raise ValueError("reindex=True needs CacheSpec.rope_frequencies to change positions")
+        return StreamingLLMState(window, jnp.asarray(spec.rope_frequencies, jnp.float32))
 
-    def prefill(self, state: SinksAndRecent, prompt) -> SinksAndRecent:
+    def prefill(self, state: StreamingLLMState, prompt: Prompt) -> StreamingLLMState:
+        """Keeps the first and the last tokens."""
         return dataclasses.replace(state, window=windows.fill(state.window, prompt))
 
-    def read(self, state: SinksAndRecent, newer):
+    def segments(self, state: StreamingLLMState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
+        """Returns the window; re-indexed sinks are a segment of their own."""
         window = state.window
-        (kept,) = windows.shown(window, newer=newer)
+        segments = windows.window_segments(window, num_visible_staged=num_visible_staged)
         if state.frequencies is None:
-            return kept
-        # Positions inside the cache are those in the text less the dropped tokens, for recent tokens and queries alike.
-        dropped = jnp.maximum(window.total[:, None] + newer - window.sinks - window.recent, 0)
-        recent = dataclasses.replace(kept, stop=jnp.full_like(dropped[:, :1], window.recent))
-        sinks, _, _ = windows.occupancy(window)
-        first = Segment(
+            return segments
+        # Positions in the cache are those in the sequence minus the dropped tokens, for recent tokens and queries.
+        dropped = jnp.maximum(window.total[:, None] + num_visible_staged - window.sinks - window.recent, 0)
+        recent = dataclasses.replace(segments[0], stop=jnp.full_like(dropped[:, :1], window.recent))
+        sink_count, _, _ = windows.occupancy(window)
+        sinks = Segment(
             window.keys[:, :, window.recent :],
             window.values[:, :, window.recent :],
-            stop=sinks[:, None],
-            turn=-dropped[..., None] * state.frequencies,
+            stop=sink_count[:, None],
+            query_rope_angles=-dropped[..., None] * state.frequencies,
         )
-        return recent, first
+        return recent, sinks
 
-    def compact(self, state: SinksAndRecent, new) -> SinksAndRecent:
+    def compact(self, state: StreamingLLMState, new: Tokens) -> StreamingLLMState:
+        """Slides the window."""
         window, _ = windows.slide(state.window, new)
         return dataclasses.replace(state, window=window)

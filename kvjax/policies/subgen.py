@@ -3,25 +3,23 @@ keys, in sublinear memory at every step. What the papers' experiments run, k-cen
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Int, Key
 
-from kvjax import window as windows
-from kvjax.per_head import per_head, stream_keys
-from kvjax.policy import Policy, check_above, check_least, check_settings
-from kvjax.spec import CacheSpec, whole_tiles
+from kvjax.policy import Policy, Prompt, check_above, check_budget, check_min
+from kvjax.segment import SegmentLike
+from kvjax.spec import CacheSpec, round_to_tiles
 from kvjax.state import stacked, state
-from kvjax.structures import means
+from kvjax.stores import window as windows
+from kvjax.stores.staging import Tokens
+from kvjax.stores.window import Window, init_window
 from kvjax.structures import streams as structures
 from kvjax.structures.cluster_table import init_cluster_table
+from kvjax.structures.per_head import per_head, stream_keys
 from kvjax.structures.reservoir import init_reservoir
-from kvjax.structures.spread import init_moments
 from kvjax.structures.streams import Streams
-from kvjax.window import Window, init_window
 
 
 class Sizes(NamedTuple):
@@ -33,17 +31,15 @@ class Sizes(NamedTuple):
 
 
 @state
-class StreamClusters:
+class SubGenState:
+    """The window, and one head's structures per row and KV head."""
+
     window: Window
     streams: Streams = stacked("B", "H_kv")
-    # Of what a narrow type leaves of the clusters' means, all of it, which compactions read, and float32 what their
-    # values lack in the mean, which attention adds.
-    rests: Streams | None = stacked("B", "H_kv")
-    value_center: Float[Array, "B H_kv D_v"] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class SubGen(Policy[StreamClusters]):
+class SubGen(Policy[SubGenState]):
     """Keeps sinks and recent tokens; all others go, once they leave the window, through SubGen's structures.
 
     Variants, with s samples, m clusters and t samples per cluster:
@@ -54,8 +50,7 @@ class SubGen(Policy[StreamClusters]):
       4, where the numerator is the noisier sum, and the rest hold clusters with t = 1.
     - "self_normalised": the sampled tokens feed both sums, and there are no clusters.
     - "mean_value" (ours, the default): a cluster is its mean key, its mean value and the number of its tokens. Tokens
-      join the nearest mean within delta. With t = 0 the means are spread about their overall mean
-      (`structures.spread`). With t > 0 a cluster shows t sampled tokens instead, whose values are shifted so that their
+      join the nearest mean within delta. With t > 0 a cluster shows t sampled tokens instead, whose values are shifted so that their
       mean is the cluster's: the sampled values are a control variate.
 
     The error of "mean_value" has no bound that is proved. Like `ClusterGen` it blurs one token's own value where tokens
@@ -72,11 +67,10 @@ class SubGen(Policy[StreamClusters]):
         growth: the least factor by which delta grows when the clusters run out: 2 in "paper", as in the guarantees,
             1.02 in "mean_value". Nearer to 1 leaves fewer slots empty and makes the table grow so much more often: at
             1.02 some 40 times in a prompt of 4,032 tokens where 1.1 makes it 10.
-        spread: whether "mean_value" with t = 0 spreads its clusters: errors are a tenth where keys are of low rank and
-            norms up to 4, and some per cent more at the norms of real keys.
         compact_every: tokens between compactions; until then new tokens are all read.
 
-    Source: SubGen, Algorithm 1, Lemmas 1 and 2, Theorem 1.
+    Reference:
+        SubGen, Algorithm 1, Lemmas 1 and 2, Theorem 1.
     """
 
     budget: int | None = None
@@ -88,14 +82,13 @@ class SubGen(Policy[StreamClusters]):
     per_cluster: int | None = None
     delta: float | None = None
     growth: float | None = None
-    spread: bool = True
     compact_every: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
         fixed = self.sinks + self.recent
-        check_settings(fixed + 1 if self.budget is None else self.budget, self.sinks, self.recent, self.compact_every)
-        check_least(0, samples=self.samples, clusters=self.clusters, per_cluster=self.per_cluster)
+        check_budget(fixed + 1 if self.budget is None else self.budget, self.sinks, self.recent, self.compact_every)
+        check_min(0, samples=self.samples, clusters=self.clusters, per_cluster=self.per_cluster)
         check_above(0, delta=self.delta)
         check_above(1, growth=self.growth)
         _ = self.sizes
@@ -126,10 +119,10 @@ class SubGen(Policy[StreamClusters]):
         free = budget - self.sinks - self.recent
         if samples is None and wants_samples:
             share = 3 * free // 4 if wants_clusters else free
-            samples = whole_tiles(share if clusters is None else (2 * free - clusters * halves) // 2)
+            samples = round_to_tiles(share if clusters is None else (2 * free - clusters * halves) // 2)
         samples = samples or 0
         if clusters is None and wants_clusters:
-            clusters = whole_tiles(2 * (free - samples) // halves)
+            clusters = round_to_tiles(2 * (free - samples) // halves)
         clusters = clusters or 0
         empty = (wants_samples and samples < 1) or (wants_clusters and clusters < 1)
         if empty or 2 * samples + clusters * halves > 2 * free:
@@ -139,61 +132,43 @@ class SubGen(Policy[StreamClusters]):
             )
         return Sizes(samples, clusters, per_cluster)
 
-    def init(self, spec, row_keys) -> StreamClusters:
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> SubGenState:
+        """Returns an empty window and empty structures."""
         streams = per_head(functools.partial(self._init_streams, spec))(stream_keys(row_keys, spec.kv_heads))
-        window, rests, center = init_window(spec, self.sinks, self.recent), None, None
-        if self.variant == "mean_value" and means.keeps_rests(spec):
-            streams, rests = means.narrowed(streams, spec.dtype)
-            center = jnp.zeros((spec.batch, spec.kv_heads, spec.value_width))
-        return StreamClusters(window, streams, rests, center)
+        return SubGenState(init_window(spec, self.sinks, self.recent), streams)
 
     def _init_streams(self, spec: CacheSpec, rng: Key[Array, ""]) -> Streams:
+        """Returns one head's empty structures."""
         dims, sizes, moving = (spec.head_dim, spec.value_width), self.sizes, self.variant == "mean_value"
-        of_samples, of_clusters = jax.random.split(rng)
-        samples = init_reservoir(sizes.samples, *dims, spec.dtype, of_samples) if sizes.samples else None
+        reservoir_key, table_key = jax.random.split(rng)
+        samples = init_reservoir(sizes.samples, *dims, spec.dtype, reservoir_key) if sizes.samples else None
         if not sizes.clusters:
-            return Streams(samples, None, None)
+            return Streams(samples, None)
         table = init_cluster_table(
             sizes.clusters,
             spec.head_dim,
             spec.dtype,
-            of_clusters,
+            table_key,
             samples=sizes.per_cluster,
             value_dim=spec.value_width if moving else None,
             moving=moving,
             delta=self.delta,
             growth=(1.02 if moving else 2.0) if self.growth is None else self.growth,
         )
-        moments = init_moments(*dims) if moving and self.spread and not sizes.per_cluster else None
-        return Streams(samples, table, moments)
+        return Streams(samples, table)
 
-    def prefill(self, state: StreamClusters, prompt) -> StreamClusters:
+    def prefill(self, state: SubGenState, prompt: Prompt) -> SubGenState:
+        """Fills the window and streams the tokens between sinks and recent ones through the structures."""
         window = windows.fill(state.window, prompt)
         middle = windows.middle_mask(window, prompt.keys.shape[2])
-        return _with(state, window, lambda streams: structures.fill(streams, prompt.keys, prompt.values, middle))
+        return SubGenState(window, structures.fill(state.streams, prompt.keys, prompt.values, middle))
 
-    def read(self, state: StreamClusters, newer):
-        feeds: Literal["numerator", "both"] = "numerator" if self.variant == "paper" else "both"
-        return windows.shown(state.window), structures.shown(state.streams, feeds, state.value_center)
+    def segments(self, state: SubGenState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
+        """Returns the window and the structures."""
+        streams = structures.stream_segments(state.streams, numerator_only=self.variant == "paper")
+        return (*windows.window_segments(state.window), *streams)
 
-    def compact(self, state: StreamClusters, new) -> StreamClusters:
+    def compact(self, state: SubGenState, new: Tokens) -> SubGenState:
+        """Slides the window; tokens that leave it stream through the structures."""
         window, left = windows.slide(state.window, new)
-        return _with(state, window, lambda of: structures.take_all(of, left.keys, left.values, left.present))
-
-
-def _with(state: StreamClusters, window: Window, update: Callable[[Streams], Streams]) -> StreamClusters:
-    """The window, and the structures updated: their means are float32 meanwhile, whatever type they are kept in."""
-    if state.rests is None:
-        return StreamClusters(window, update(state.streams), None, None)
-    wide = update(means.widened(state.streams, state.rests))
-    narrow, rests = means.narrowed(wide, window.keys.dtype)
-    return StreamClusters(window, narrow, rests, _lacking(wide, narrow))
-
-
-def _lacking(wide: Streams, narrow: Streams) -> Float[Array, "B H_kv D_v"]:
-    """What the mean value of all tokens loses where clusters' are rounded."""
-    values = [None if streams.table is None else streams.table.mean_value for streams in (wide, narrow)]
-    assert wide.table is not None and values[0] is not None and values[1] is not None  # as means are kept
-    weight, left = wide.table.count.astype(jnp.float32), values[0] - values[1].astype(jnp.float32)
-    total = jnp.maximum(jnp.sum(weight, axis=2), 1)
-    return jnp.einsum("bhm,bhmd->bhd", weight, left, precision=jax.lax.Precision.HIGHEST) / total[..., None]
+        return SubGenState(window, structures.extend_all(state.streams, left.keys, left.values, left.present))

@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from kvjax import window as windows
-from kvjax.per_head import draws_by_position, per_head, replace_lowest
-from kvjax.policy import Policy, check_settings
+from kvjax.policy import Policy, Prompt, check_budget
+from kvjax.segment import SegmentLike
+from kvjax.spec import CacheSpec
 from kvjax.state import state
-from kvjax.window import Window, init_window
+from kvjax.stores import window as windows
+from kvjax.stores.staging import Tokens
+from kvjax.stores.window import Window, init_window
+from kvjax.structures.per_head import draws_by_position, per_head, replace_lowest
 
 
 @state
@@ -36,7 +39,8 @@ class Uniform(Policy[Sample]):
         sinks, recent: tokens always kept.
         compact_every: tokens between compactions; until then new tokens are all read.
 
-    Source: the weighted baseline of BalanceKV's released code.
+    Reference:
+        the weighted baseline of BalanceKV's released code.
     """
 
     budget: int
@@ -46,14 +50,14 @@ class Uniform(Policy[Sample]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_settings(self.budget, self.sinks, self.recent, self.compact_every, selects="the sample")
+        check_budget(self.budget, self.sinks, self.recent, self.compact_every, remainder_for="the sample")
 
-    def init(self, spec, row_keys) -> Sample:
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> Sample:
         size, shape = self.budget - self.sinks - self.recent, (spec.batch, spec.kv_heads)
         window = init_window(spec, self.sinks, self.recent, size)
         return Sample(window, jnp.full((*shape, size), jnp.inf), jnp.zeros((*shape, self.budget)), row_keys)
 
-    def prefill(self, state: Sample, prompt) -> Sample:
+    def prefill(self, state: Sample, prompt: Prompt) -> Sample:
         window = windows.fill(state.window, prompt)
         batch, heads, tokens = prompt.keys.shape[:3]
         size = min(state.priority.shape[2], tokens)
@@ -65,18 +69,19 @@ class Uniform(Policy[Sample]):
         source = jnp.minimum(index, tokens - 1)
         priority = jnp.where(index < tokens, jnp.take_along_axis(draws, source, axis=-1), jnp.inf)
         slot = jnp.broadcast_to(jnp.arange(size), source.shape)
-        window = windows.put_selected(window, slot, prompt.keys, prompt.values, source)
+        window = windows.write_selected(window, slot, prompt.keys, prompt.values, source)
         return self._weighed(state, window, state.priority.at[:, :, :size].set(priority))
 
-    def read(self, state: Sample, newer):
-        return windows.shown(state.window, selected=self._sampled(state.window)[1], log_weight=state.log_weight)
+    def segments(self, state: Sample, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
+        sampled = self._sampled(state.window)[1]
+        return windows.window_segments(state.window, selected=sampled, log_weight=state.log_weight)
 
-    def compact(self, state: Sample, new) -> Sample:
+    def compact(self, state: Sample, new: Tokens) -> Sample:
         window, left = windows.slide(state.window, new)
         draws = draws_by_position(state.row_keys, left.position, left.keys.shape[1])
         draws = jnp.where(left.present[:, None], draws, jnp.inf)
         slot, source, score = per_head(replace_lowest)(-state.priority, -draws)
-        window = windows.put_selected(window, slot, left.keys, left.values, source)
+        window = windows.write_selected(window, slot, left.keys, left.values, source)
         return self._weighed(state, window, -score)
 
     def _sampled(self, window: Window) -> tuple[Int[Array, "B"], Int[Array, "B"]]:

@@ -36,25 +36,6 @@ class Halve(Protocol):
     ) -> Halved: ...
 
 
-def feature_walk(
-    features: Float[Array, "n f"], uniforms: Float[Array, "n"], gain: Float[Array, "n"] | float
-) -> tuple[Float[Array, "n"], Int[Array, ""]]:
-    """The self-balancing walk (see `balanced_walk.signs`) with the kernel of inner products of features: what has piled
-    up is one vector, and n signs take O(n f) instead of O(n^2)."""
-
-    def decide(carry, item):
-        piled_up, clipped = carry
-        feature, uniform, gain = item
-        tilt = gain * (feature @ piled_up)
-        sign = jnp.where(uniform < 0.5 - tilt, 1.0, -1.0)
-        return (piled_up + sign * feature, clipped + (jnp.abs(tilt) > 0.5)), sign
-
-    start = (jnp.zeros(features.shape[1]), jnp.int32(0))
-    gain = jnp.broadcast_to(gain, uniforms.shape)
-    (_, clipped), signs = jax.lax.scan(decide, start, (features, uniforms, gain))
-    return signs, clipped
-
-
 # --- Algorithm 2 ---
 
 
@@ -103,7 +84,7 @@ def softmax_signs(
         if values is not None:
             kernel = kernel * (cut(values) @ values.T) / value_norm**2
         own = jax.lax.dynamic_slice_in_dim(kernel, first, block, axis=1)
-        fresh, clipped = balanced_walk.signs_by_matrix(own, cut(uniforms), gain, start=kernel @ signs)
+        fresh, clipped = balanced_walk.assign_signs_from_matrix(own, cut(uniforms), gain, start=kernel @ signs)
         return jax.lax.dynamic_update_slice_in_dim(signs, fresh, first, axis=0), clipped
 
     signs, clipped = jax.lax.scan(decide, jnp.zeros(blocks * block), block * jnp.arange(blocks))
@@ -154,25 +135,6 @@ def reference_block(
         factor=jnp.float32(temperature / math.sqrt(keys.shape[1])),
         shift=jnp.float32(shift),
         offset=jnp.float32(1e-8 + 0.025),
-    )
-
-
-def reference_features(
-    rng: Key[Array, ""], keys: Float[Array, "n D"], values: Float[Array, "n D_v"], temperature: float, width: int
-) -> Float[Array, "n f"]:
-    """Random features whose inner products are those of `reference_block` in expectation, in O(n f (D + D_v)).
-
-    Positive features of the exponential of the centred keys (Choromanski et al. 2021, FAVOR+) times a random sign
-    projection of (value, sqrt(0.025)): the product of two unbiased estimates that are independent is unbiased.
-    """
-    keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
-    of_keys, of_values = jax.random.split(rng)
-    centred = (keys - jnp.mean(keys, axis=0)) * (temperature / math.sqrt(keys.shape[1])) ** 0.5
-    directions = jax.random.normal(of_keys, (keys.shape[1], width))
-    positive = jnp.exp(centred @ directions - 0.5 * jnp.sum(centred * centred, axis=1, keepdims=True))
-    extended = jnp.pad(values, ((0, 0), (0, 1)), constant_values=(1e-8 + 0.025) ** 0.5)
-    return (
-        positive * (extended @ jax.random.rademacher(of_values, (extended.shape[1], width), jnp.float32)) * width**-0.5
     )
 
 
@@ -229,7 +191,7 @@ def reference_halving(
         return jnp.pad(x, ((0, blocks * block - tokens), (0, 0))).reshape(blocks, block, -1)
 
     def walk(uniforms, keys, values):
-        return balanced_walk.signs(reference_block(keys, values, temperature, shift), uniforms, gamma).sign
+        return balanced_walk.assign_signs(reference_block(keys, values, temperature, shift), uniforms, gamma).signs
 
     signs = jax.vmap(walk)(uniforms.at[:, 0].set(0.0), split(keys), split(values * weights[:, None]))
     index, factor = exact_halving(signs.reshape(-1)[:tokens], count)
@@ -244,32 +206,22 @@ def halve_exactly(
     *,
     gamma: float,
     temperature: float,
-    features: int | None = None,
 ) -> Halved:
     """The released code's walk and exact halving on one block, with a random first sign.
 
     Entries of different weights walk as multiples of the largest; empty places must come last, and are padding. The
     kernel is divided by its mean diagonal, so that gamma means the same at all norms.
 
-    Args:
-        features: walk on so many random features of the kernel instead of on the kernel.
     """
     present = weights > 0
     count = jnp.sum(present, dtype=jnp.int32)
     scale = weights / jnp.maximum(jnp.max(weights), 1e-30)
     padded = lambda x: in_range(jnp.where(present[:, None], x.astype(jnp.float32), 0.0))  # noqa: E731
     uniforms = jax.random.uniform(rng, weights.shape)
-    if features is None:
-        block = reference_block(padded(keys), padded(values), temperature)
-        gain = gamma * count / jnp.maximum(jnp.sum(balanced_walk.diagonal(block) * scale * scale), 1e-30)
-        # An entry's share of the largest weight enters where it adds to sums and where sums turn its own sign.
-        signs, clipped = balanced_walk.signs(block, uniforms, gain * scale, scale)
-    else:
-        # Draws of their own: the signs' may not hang on what they are to balance.
-        of_features = jax.random.fold_in(rng, 1)
-        phi = reference_features(of_features, padded(keys), padded(values), temperature, features) * scale[:, None]
-        gain = gamma * count / jnp.maximum(jnp.sum(phi * phi), 1e-30)
-        signs, clipped = feature_walk(phi, uniforms, gain)
+    block = reference_block(padded(keys), padded(values), temperature)
+    gain = gamma * count / jnp.maximum(jnp.sum(balanced_walk.kernel_diagonal(block) * scale * scale), 1e-30)
+    # An entry's fraction of the largest weight enters where it adds to sums and where sums change its own sign.
+    signs, clipped = balanced_walk.assign_signs(block, uniforms, gain * scale, scale)
     kept, factor = exact_halving(signs, count)
     return Halved(kept, factor * weights[kept], clipped)
 
@@ -342,6 +294,6 @@ def halve_by_pairs(
     """
     uniforms = jax.random.uniform(rng, (weights.shape[0] // 2,))
     block = pair_block(keys, values, weights, temperature, floor)
-    kept, weight, clipped = balanced_walk.pairs(block, uniforms, weights, gamma)
+    kept, weight, clipped = balanced_walk.thin_pairs(block, uniforms, weights, gamma)
     order = jnp.argsort(kept)
     return Halved(kept[order], weight[order], clipped)

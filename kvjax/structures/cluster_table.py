@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.state import entries, fault, state, static
+from kvjax.state import fault, kv_entries, state, static
 from kvjax.structures.cover import (
     Ahead,
     greedy_cover,
@@ -22,7 +22,7 @@ from kvjax.structures.cover import (
     widen,
     widen_known,
 )
-from pallas_kernels.first_least import first_least
+from pallas_kernels.argmin import min_and_argmin
 
 MOST_CLUSTERS = 2**14  # whose distances to each other take a GiB
 
@@ -48,13 +48,13 @@ class ClusterTable:
     centres take 4 M D. Nothing grows with the stream.
     """
 
-    centers: Float[Array, "M D"] = entries(means=True)  # float32 where they move, else the cache's dtype
+    centers: Float[Array, "M D"] = kv_entries(running_mean=True)  # float32 where they move, else the cache's dtype
     count: Int[Array, "M"]  # int32
     radius: Float[Array, "M"]  # float32; `extend` bounds it more tightly than `step`
-    samples: Float[Array, "M t D"] | None = entries()  # keys
-    sample_values: Float[Array, "M t D_v"] | None = entries()  # those keys' values
+    samples: Float[Array, "M t D"] | None = kv_entries()  # keys
+    sample_values: Float[Array, "M t D_v"] | None = kv_entries()  # those keys' values
     mean_key: Float[Array, "M D"] | None  # float32
-    mean_value: Float[Array, "M D_v"] | None = entries(means=True)  # float32
+    mean_value: Float[Array, "M D_v"] | None = kv_entries(running_mean=True)  # float32
     size: Int[Array, ""]  # int32, occupied slots
     delta: Float[Array, ""]  # float32; a key farther than this from all centres opens a cluster
     doublings: Int[Array, ""]  # int32, how often delta grew
@@ -355,7 +355,7 @@ def _assign_block(items, squared_norms, fresh, growth, block, frame, start):
         stop = jnp.where(jnp.any(waits), jnp.argmax(waits).astype(jnp.int32), block)
         opens &= number < stop
         # Causally: a token may join, or be, a cluster that was opened no later than it came.
-        opened = lambda causal: first_least(jnp.where(opens[None, :] & causal, among, jnp.inf))  # noqa: E731
+        opened = lambda causal: min_and_argmin(jnp.where(opens[None, :] & causal, among, jnp.inf))  # noqa: E731
         return opens, stop, opened(number[None, :] <= number[:, None]), opened(number[None, :] < number[:, None])
 
     def open_none(orphan, reach, free):

@@ -1,7 +1,6 @@
 """Clusters of one head's tokens, sorted in a block store, and what their means tell of attention to them
 (ClusterKV)."""
 
-import functools
 import math
 from typing import Literal
 
@@ -9,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.per_head import per_head
-from kvjax.recall import BlockStore, arrange, put, put_blocks
-from kvjax.segment import Choice, Segment
+from kvjax.segment import BlockSelection, Segment
 from kvjax.state import state
-from pallas_kernels.best_parts import best_parts
+from kvjax.stores.block_store import BlockStore, arrange_blocks, write_blocks, write_index
+from kvjax.structures.per_head import per_head
 from pallas_kernels.k_means import cluster_sums
+from pallas_kernels.select_blocks import SelectedBlocks, select_blocks
 
 
 @state
@@ -27,21 +26,20 @@ class Clusters:
     mean_value: Float[Array, "C D_v"] | None  # None without residual clusters
     size: Int[Array, "C"]  # int32 tokens
     first: Int[Array, "C"]  # int32, the store's block where the cluster begins
-    radius: Float[Array, "C"]  # float32, the largest distance of a stored key to the mean
     rms: Float[Array, "C"] | None  # float32, the root of the mean square of those distances, where clusters reach
 
 
 def init_clusters(
-    count: int, head_dim: int, value_dim: int | None, dtype: jax.typing.DTypeLike, *, reaching: bool = False
+    count: int, head_dim: int, value_dim: int | None, dtype: jax.typing.DTypeLike, *, with_rms: bool = False
 ) -> Clusters:
-    """So many empty clusters of one head; `value_dim` None for no mean values, `reaching` for root mean squares."""
+    """So many empty clusters of one head; `value_dim` None for no mean values, `with_rms` for root mean squares."""
     none = lambda: jnp.zeros(count, jnp.int32)  # noqa: E731
     mean_value = None if value_dim is None else jnp.zeros((count, value_dim), dtype)
-    rms = jnp.zeros(count) if reaching else None
-    return Clusters(jnp.zeros((count, head_dim), dtype), mean_value, none(), none(), jnp.zeros(count), rms)
+    rms = jnp.zeros(count) if with_rms else None
+    return Clusters(jnp.zeros((count, head_dim), dtype), mean_value, none(), none(), rms)
 
 
-def file_clusters(
+def store_clusters(
     store: BlockStore,
     clusters: Clusters,
     label: Int[Array, "T"],
@@ -57,26 +55,25 @@ def file_clusters(
         made: so many clusters, in so many blocks.
         first: where clusters and blocks go; what lies past the end is dropped.
     """
-    (keys, values, position), (count, blocks), places = tokens, made, store.position.shape[1]
+    (keys, values, position), (count, blocks), block_size = tokens, made, store.position.shape[1]
     size = jnp.zeros(count, jnp.int32).at[label].add(1, mode="drop")
-    needed = -(-size // places)
+    needed = -(-size // block_size)
     begin = jnp.cumsum(needed) - needed
     order = jnp.argsort(label, stable=True)
     home = jnp.minimum(label[order], count - 1)
     rank = jnp.arange(label.shape[0]) - (jnp.cumsum(size) - size)[home]
-    slot = jnp.where(label[order] < count, begin[home] * places + rank, blocks * places)
-    source = jnp.full(blocks * places, label.shape[0], jnp.int32).at[slot].set(order, mode="drop")
-    arranged = arrange(source.reshape(blocks, places), keys, values, position)
+    slot = jnp.where(label[order] < count, begin[home] * block_size + rank, blocks * block_size)
+    source = jnp.full(blocks * block_size, label.shape[0], jnp.int32).at[slot].set(order, mode="drop")
+    arranged = arrange_blocks(source.reshape(blocks, block_size), keys, values, position)
     mean = lambda x: cluster_sums(label, x.astype(jnp.float32), count) / jnp.maximum(size, 1)[:, None]  # noqa: E731
     mean_key = mean(keys).astype(clusters.mean_key.dtype)
     away = keys.astype(jnp.float32) - mean_key.astype(jnp.float32)[jnp.minimum(label, count - 1)]
     square = jnp.sum(away * away, axis=1)
-    radius = jnp.sqrt(jnp.zeros(count).at[label].max(square, mode="drop"))
     mean_value = None if clusters.mean_value is None else mean(values)
     rms = None if clusters.rms is None else jnp.sqrt(mean(square[:, None])[:, 0])
-    filed = Clusters(mean_key, mean_value, size, first[1] + begin, radius, rms)
-    written = put(clusters, first[0] + jnp.arange(count), filed)
-    return put_blocks(store, first[1] + jnp.arange(blocks), arranged), written
+    inserted = Clusters(mean_key, mean_value, size, first[1] + begin, rms)
+    written = write_index(clusters, first[0] + jnp.arange(count), inserted)
+    return write_blocks(store, first[1] + jnp.arange(blocks), arranged), written
 
 
 def cluster_logits(clusters: Clusters, query: Float[Array, "B 1 H_q D"]) -> Float[Array, "B H_kv G C"]:
@@ -88,43 +85,52 @@ def cluster_logits(clusters: Clusters, query: Float[Array, "B 1 H_q D"]) -> Floa
     return product / math.sqrt(head_dim)
 
 
-def nearest_clusters(
+def select_clusters(
     clusters: Clusters,
     query: Float[Array, "B 1 H_q D"],
     select: Literal["group", "query_head"],
     *,
-    tokens: int,
-    blocks: int,
-    places: int,
-    reach: float = 0.0,
-    skip: Int[Array, "B"] | None = None,
-) -> Choice:
-    """The blocks (of `places` tokens) of the clusters that are nearest to one query of every row, up to so many tokens
-    and blocks, without the first `skip` blocks; the rest of the clusters as residual ones.
+    max_tokens: int,
+    max_blocks: int,
+    block_size: int,
+    score_stddevs: float = 0.0,
+) -> BlockSelection:
+    """Selects the blocks of the clusters nearest to one query of every row, and residual entries of the others.
 
     Args:
-        select: "query_head": every query head has clusters of its own, in descending order of <query, mean key>.
-            "group": all heads of a group have the same, in descending order of `group_score`.
-        reach: so many standard deviations of its keys along the query, were these the same in every direction, a
-            cluster is ranked beyond its mean key: |q| rms / sqrt(D) each.
+        clusters: clusters of all rows and heads.
+        query: one query per row.
+        select: "query_head": every query head selects clusters by descending <query, mean key>. "group": the query
+            heads of a group select the same clusters, by descending `group_score`.
+        max_tokens: tokens to read.
+        max_blocks: blocks to read.
+        block_size: tokens of a block.
+        score_stddevs: standard deviations of a cluster's keys along the query, assumed isotropic
+            (|q| rms / sqrt(D)), added to the product with its mean key.
+
+    Returns:
+        The selection.
     """
     batch, kv_heads = clusters.size.shape[:2]
     logits = cluster_logits(clusters, query)
-    if reach:
-        assert clusters.rms is not None
-        logits += reach / query.shape[3] * lengths(query, kv_heads) * clusters.rms[:, :, None]
-    score = logits if select == "query_head" else group_score(logits, clusters.size)[:, :, None]
+    if score_stddevs:
+        logits += score_stddevs / query.shape[3] * query_norms(query, kv_heads) * clusters.rms[:, :, None]
+    scores = logits if select == "query_head" else group_score(logits, clusters.size)[:, :, None]
 
-    def of_head(score: Float[Array, "G C"], size, first, skip):
-        rank = functools.partial(best_parts, tokens=tokens, blocks=blocks, places=places, skip=skip)
-        return jax.vmap(lambda score: rank(score, size, first))(score)
+    def select_head(scores: Float[Array, "G C"], sizes: Int[Array, "C"], first: Int[Array, "C"]) -> SelectedBlocks:
+        def select(scores: Float[Array, "C"]) -> SelectedBlocks:
+            return select_blocks(
+                scores, sizes, first, max_tokens=max_tokens, max_blocks=max_blocks, block_size=block_size
+            )
 
-    ranked = per_head(of_head, 0, 0, 0, None)(score, clusters.size, clusters.first, skip)
-    block, read, taken = (x.reshape(batch, kv_heads * x.shape[2], x.shape[3]) for x in ranked)
-    return Choice(block, read, residual_clusters(clusters, taken), taken=taken)
+        return jax.vmap(select)(scores)
+
+    selected = per_head(select_head)(scores, clusters.size, clusters.first)
+    indices, lengths, read = (x.reshape(batch, kv_heads * x.shape[2], x.shape[3]) for x in selected)
+    return BlockSelection(indices, lengths, residual_clusters(clusters, read))
 
 
-def lengths(query: Float[Array, "B 1 H_q D"], kv_heads: int) -> Float[Array, "B H_kv G 1"]:
+def query_norms(query: Float[Array, "B 1 H_q D"], kv_heads: int) -> Float[Array, "B H_kv G 1"]:
     """Every query head's norm."""
     return jnp.linalg.norm(query.astype(jnp.float32), axis=-1).reshape(query.shape[0], kv_heads, -1, 1)
 
@@ -145,25 +151,6 @@ def residual_clusters(clusters: Clusters, taken: Int[Array, "B H C"]) -> tuple[S
         x if each == 1 else jnp.repeat(x, each, axis=1) for x in (clusters.size, clusters.mean_key, clusters.mean_value)
     )
     return (Segment(key, value, log_num=_log_count(size - taken)),)
-
-
-def unread_mass(
-    clusters: Clusters,
-    query: Float[Array, "B 1 H_q D"],
-    taken: Int[Array, "B H C"],
-    logit_cap: float | None = None,
-) -> Float[Array, "B H_q"]:
-    """The logarithm of a bound on the attention mass of all that is not read: the keys of cluster c lie within its
-    radius r_c of its mean key m_c, so n unread ones hold no more than n exp((<q, m_c> + |q| r_c) / sqrt(D))."""
-    batch, kv_heads, count, head_dim = clusters.mean_key.shape
-    length = lengths(query, kv_heads) / math.sqrt(head_dim)
-    # What float32 may lose of a logit: a rounding per dimension of products no larger than those of the norms.
-    reach = clusters.radius + 1e-5 * (clusters.radius + jnp.linalg.norm(clusters.mean_key.astype(jnp.float32), axis=-1))
-    left = clusters.size[:, :, None] - taken.reshape(batch, kv_heads, -1, count)
-    most = cluster_logits(clusters, query) + length * reach[:, :, None]
-    if logit_cap is not None:
-        most = logit_cap * jnp.tanh(most / logit_cap)  # which keeps the order
-    return jax.nn.logsumexp(most + _log_count(left), axis=-1).reshape(batch, -1)
 
 
 def _log_count(count: Int[Array, "..."]) -> Float[Array, "..."]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.first_least import first_least
+from pallas_kernels.argmin import min_and_argmin
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def nearest_center(
     relative = b_norms[:, None] - 2 * _product(b, a)
     if before is not None:
         relative = jnp.where(jnp.arange(b.shape[0])[:, None] < before, relative, jnp.inf)
-    least, nearest = first_least(relative, axis=0)
+    least, nearest = min_and_argmin(relative, axis=0)
     return _resolved(a_norms + least, a_norms + b_norms[nearest]), nearest
 
 
@@ -87,7 +87,7 @@ def widen(
     # Rounded up, so that its square is no less than the distance's.
     delta = jnp.maximum(growth * delta, jnp.sqrt(near) * (1 + 2.0**-22))
     stands = greedy_cover(between <= delta * delta, jnp.ones(capacity, bool))
-    _, heir = first_least(jnp.where(stands[None, :], between, jnp.inf))
+    _, heir = min_and_argmin(jnp.where(stands[None, :], between, jnp.inf))
     return delta, stands, jnp.where(stands, number, heir)
 
 
@@ -154,7 +154,7 @@ def widen_known(
             near = (among <= reach) | (known[:, None] & (slot[:, None] == at))
             free = (rows < capacity) & (squared > reach) & ~(known & stands[slot])
             stand = greedy_cover(near, free)
-            to_new, new = first_least(jnp.where(stand & (at < at[:, None]), among, jnp.inf))
+            to_new, new = min_and_argmin(jnp.where(stand & (at < at[:, None]), among, jnp.inf))
             ahead = ahead.opened(rows, jnp.minimum(squared, to_new), jnp.where(to_new < squared, at[new], nearest))
             return stands.at[rows].set(stand, mode="drop"), ahead
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.state import state
-from pallas_kernels.first_least import first_least
+from pallas_kernels.argmin import min_and_argmin
 
 
 @state
@@ -61,7 +61,7 @@ def greedy_k_center(keys: Float[Array, "T D"], valid: Bool[Array, "T"], k: int) 
         chosen = goes_on & (separation != -jnp.inf) & (done + turn < k)
         place = jnp.where(chosen, done + turn, k)
 
-        to_picked, of_picked = first_least(jnp.where(chosen, among[:, picked], jnp.inf))
+        to_picked, of_picked = min_and_argmin(jnp.where(chosen, among[:, picked], jnp.inf))
         distance, nearest = _to_nearest(points, points[index], chosen)
         distance, nearest = distance.at[number].set(to_picked), nearest.at[number].set(of_picked)
         closer = valid & (distance < found.distance)
@@ -93,7 +93,7 @@ def _to_nearest(
     padding = -points.shape[0] % block
 
     def of_block(points):
-        _, nearest = first_least(jnp.where(present[:, None], _pairwise(centers, points), jnp.inf), axis=0)
+        _, nearest = min_and_argmin(jnp.where(present[:, None], _pairwise(centers, points), jnp.inf), axis=0)
         return jnp.sum(jnp.square(points - centers[nearest]), axis=1), nearest
 
     blocks = jnp.pad(points, ((0, padding), (0, 0))).reshape(-1, block, points.shape[1])

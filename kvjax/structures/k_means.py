@@ -34,10 +34,10 @@ def k_means(
     used: Int[Array, ""] | int | None = None,
     iterations: int = 20,
     tolerance: float = 1e-4,
-    start: Literal["random", "k-means++"] = "random",
+    kmeans_init: Literal["random", "k-means++"] = "random",
     sample: int = 1,
     polish: int = 1,
-    turn_to: Literal["directions", "keys"] = "directions",
+    centroid_update: Literal["directions", "keys"] = "directions",
     block: int = 2048,
 ) -> KMeans:
     """Lloyd's algorithm on the keys' directions: assign each to the most similar direction, then turn every direction
@@ -67,31 +67,33 @@ def k_means(
     """
     if clusters < 1 or iterations < 1:
         raise ValueError(f"clusters={clusters}, iterations={iterations}; both must be at least 1")
-    if start not in ("random", "k-means++"):
-        raise ValueError(f"start={start!r}; it must be 'random' or 'k-means++'")
-    if turn_to not in ("directions", "keys"):
-        raise ValueError(f"turn_to={turn_to!r}; it must be 'directions' or 'keys'")
+    if kmeans_init not in ("random", "k-means++"):
+        raise ValueError(f"start={kmeans_init!r}; it must be 'random' or 'k-means++'")
+    if centroid_update not in ("directions", "keys"):
+        raise ValueError(f"turn_to={centroid_update!r}; it must be 'directions' or 'keys'")
     if sample < 1 or not 1 <= polish <= iterations:
         raise ValueError(f"sample={sample}, polish={polish}; they must be at least 1, polish at most iterations")
     keys = jnp.where(valid[:, None], keys.astype(jnp.float32), 0.0)
     points = _directions(keys)
-    draw = _draw_uniformly if start == "random" else _draw_apart
+    draw = _draw_uniformly if kmeans_init == "random" else _draw_apart
     directions = points[draw(rng, points, valid, clusters)]
     used = jnp.full((), clusters) if used is None else used
     refine = functools.partial(
-        _lloyd, used=used, tolerance=tolerance if turn_to == "directions" else -jnp.inf, block=block
+        _lloyd, used=used, tolerance=tolerance if centroid_update == "directions" else -jnp.inf, block=block
     )
     if sample > 1 and iterations > polish:
         part = points[::sample], keys[::sample], valid[::sample]
-        directions = refine(directions, *part, iterations=iterations - polish, turn_to=turn_to)[0]
+        directions = refine(directions, *part, iterations=iterations - polish, centroid_update=centroid_update)[0]
         iterations = polish
-    _, label, objective, made = refine(directions, points, keys, valid, iterations=iterations, turn_to=turn_to)
+    _, label, objective, made = refine(
+        directions, points, keys, valid, iterations=iterations, centroid_update=centroid_update
+    )
     size = jnp.zeros(clusters, jnp.int32).at[label].add(1, mode="drop")
     mean = cluster_sums(label, keys, clusters) / jnp.maximum(size, 1)[:, None]
     return KMeans(mean, size, label, objective, made)
 
 
-def _lloyd(directions, points, keys, valid, *, used, iterations, tolerance, turn_to, block):
+def _lloyd(directions, points, keys, valid, *, used, iterations, tolerance, centroid_update, block):
     """Lloyd's iterations from given directions: the next directions, labels [N], the objective after each iteration
     and how many were made."""
     tokens = points.shape[0]
@@ -100,7 +102,12 @@ def _lloyd(directions, points, keys, valid, *, used, iterations, tolerance, turn
     points, keys = (jnp.pad(x, ((0, padding), (0, 0))) for x in (points, keys))
     valid = jnp.pad(valid, (0, padding))
     assign = functools.partial(
-        op.k_means, points, valid=valid, used=used, summed=None if turn_to == "directions" else keys, block=block
+        op.k_means,
+        points,
+        is_valid=valid,
+        num_centroids=used,
+        summands=None if centroid_update == "directions" else keys,
+        block_size=block,
     )
     total = jnp.sum(valid.astype(jnp.float32))
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.spec import whole_tiles
-from kvjax.state import entries, fault, state, static
+from kvjax.spec import round_to_tiles
+from kvjax.state import fault, kv_entries, state, static
 from kvjax.structures.balance import Halve, Halved
 
 # Of a tree that is kept full. A stream that comes bit by bit halves two bins at a time: the fewer they are, the more
@@ -30,8 +30,8 @@ class MergeReduceTree:
     Bin b holds slots [b u, (b + 1) u) and stands for tokens [index 2^level u, (index + 1) 2^level u) of the stream.
     """
 
-    keys: Float[Array, "S D"] = entries()
-    values: Float[Array, "S D_v"] | None = entries()  # None: a tree for denominators
+    keys: Float[Array, "S D"] = kv_entries()
+    values: Float[Array, "S D_v"] | None = kv_entries()  # None: a tree for denominators
     log_weight: Float[Array, "S"]  # float32, -inf in empty slots
     level: Int[Array, "bins"]  # int32 halvings that the bin's entries went through, -1 in free bins
     index: Int[Array, "bins"]  # int32
@@ -68,7 +68,7 @@ def bin_sizes(slots: float, tokens: int, bins: int | None, fewest: int = FEWEST_
             f"of {tokens} tokens: log2(tokens / bin slots) bins are needed; give a larger budget"
         )
     few = fit[: max(1, fewest // 2)]
-    whole = [sizes for sizes in few if whole_tiles(math.prod(sizes)) == math.prod(sizes)]
+    whole = [sizes for sizes in few if round_to_tiles(math.prod(sizes)) == math.prod(sizes)]
     return max(whole or few, key=lambda sizes: math.prod(sizes))
 
 

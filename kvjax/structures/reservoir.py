@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from kvjax.state import entries, fault, state
+from kvjax.state import fault, kv_entries, state
 
 
 @state
@@ -20,8 +20,8 @@ class WeightedReservoir:
     (8). Nothing grows with the stream.
     """
 
-    keys: Float[Array, "s D"] = entries()
-    values: Float[Array, "s D_v"] = entries()
+    keys: Float[Array, "s D"] = kv_entries()
+    values: Float[Array, "s D_v"] = kv_entries()
     mass: Float[Array, "s"]  # float32, of the token in the slot; 0 in empty slots
     total: Float[Array, ""]  # float32, of all tokens so far (mu in SubGen)
     # float32: total + remainder is the sum to twice float32's precision: millions of small masses still count.

@@ -7,19 +7,19 @@ from jaxtyping import Array
 
 import kvjax
 from kvjax.combinators.quantized import Narrow
-from kvjax.policies.streaming_llm import SinksAndRecent
-from kvjax.policies.subgen import StreamClusters
-from kvjax.selection import Ranked
+from kvjax.policies.streaming_llm import StreamingLLMState
+from kvjax.policies.subgen import SubGenState
+from kvjax.top_k_policy import TopKStore
 
 
 def states(spec: kvjax.CacheSpec, row_keys: Array, fresh: Array) -> None:
     cache = kvjax.init(kvjax.SubGen(1024), spec, row_keys)
-    typing.assert_type(cache.state, StreamClusters)
+    typing.assert_type(cache.state, SubGenState)
     attended, cache = kvjax.step(cache, fresh, fresh, fresh)
     typing.assert_type(attended, jax.Array)
-    typing.assert_type(cache.state, StreamClusters)
+    typing.assert_type(cache.state, SubGenState)
     cache, _ = kvjax.prefill(cache, fresh, fresh, fresh)
-    typing.assert_type(kvjax.compact(cache).state, StreamClusters)
-    typing.assert_type(kvjax.init(kvjax.KVzip(1024), spec, row_keys).state, Ranked)
-    typing.assert_type(kvjax.init(kvjax.StreamingLLM(64), spec, row_keys).policy.init(spec, row_keys), SinksAndRecent)
+    typing.assert_type(kvjax.compact(cache).state, SubGenState)
+    typing.assert_type(kvjax.init(kvjax.KVzip(1024), spec, row_keys).state, TopKStore)
+    typing.assert_type(kvjax.init(kvjax.StreamingLLM(64), spec, row_keys).policy.init(spec, row_keys), StreamingLLMState)
     typing.assert_type(kvjax.init(kvjax.Quantized(kvjax.Exact()), spec, row_keys).state, Narrow)

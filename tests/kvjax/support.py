@@ -26,7 +26,7 @@ BATCH = len(LENGTHS)
 
 def make_spec(batch=BATCH, prompt=PROMPT, new=NEW, **others):
     sizes = {"query_heads": 4, "kv_heads": 2, "head_dim": HEAD_DIM, "rope_frequencies": FREQUENCIES} | others
-    return kvjax.CacheSpec(batch=batch, max_prompt=prompt, max_new=new, **sizes)
+    return kvjax.CacheSpec(batch=batch, max_prompt_tokens=prompt, max_new_tokens=new, **sizes)
 
 
 WINDOW = {"sinks": 2, "recent": 8, "compact_every": 8}
@@ -210,7 +210,7 @@ def _go(block, cache, stream, every):
         partials = jax.tree.map(lambda x: _out_of_order(x, _order(cache)), partials)
         weights = (partials.num * jnp.exp(partials.max)[..., None])[:, :, 1::2]
         cache = jax.lax.cond((number + 1) * block % every == 0, kvjax.compact, lambda same: same, cache)
-        return cache, (kvjax.output(partials), weights)
+        return cache, (kvjax.normalize(partials), weights)
 
     cache, (outputs, weights) = jax.lax.scan(step, cache, (jnp.arange(tokens // block), blocks))
     join = lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, tokens, *x.shape[3:])  # noqa: E731

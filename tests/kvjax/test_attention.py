@@ -16,8 +16,8 @@ from kvjax.partials import merge, output
 from kvjax.policy import Prompt
 from kvjax.prompt_attention import attention_received
 from kvjax.segment import Segment, Slope, Spread, parts_of, segment_bytes
-from kvjax.staging import staged
-from kvjax.storage import rotation
+from kvjax.stores.staging import staged
+from kvjax.quantization import rotation
 from pallas_kernels.weighted_decode import MANY_ROWS, Partials
 from tests.kvjax.support import (
     CLUSTERS,
@@ -381,7 +381,7 @@ def plain_attention(query, keys, values, spec, sinks=None, log_num=0.0, log_den=
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def prefilled(policy, spec, keys, values, queries, sinks=None):
     cache = kvjax.init(policy, spec, row_keys())
-    lengths, prompt = jnp.array(FIRST), slice(0, spec.max_prompt)
+    lengths, prompt = jnp.array(FIRST), slice(0, spec.max_prompt_tokens)
     shown = last_queries(cache.policy, queries[:, prompt], lengths)
     return kvjax.prefill(cache, keys[:, prompt], values[:, prompt], lengths, shown, sink_logits=sinks)[0]
 
@@ -405,7 +405,7 @@ def check_exact(policy, kind, blocks=((0, 1), (1, 5), (6, 6))):
     for first, count in blocks:
         new = new_tokens(stream, first, count)
         attended, cache = _step(cache, *new, sink_logits=sinks)
-        seen = kvjax.output(_attend(cache, new[0], sink_logits=sinks))
+        seen = kvjax.normalize(_attend(cache, new[0], sink_logits=sinks))
         assert attended.shape == seen.shape == (3, count, QUERY_HEADS, spec.value_width)
         for row, token, head in np.ndindex(3, count, QUERY_HEADS):
             end, kv, sink = FIRST[row] + first + token + 1, head // GROUP, None if sinks is None else SINKS[head]
@@ -415,7 +415,7 @@ def check_exact(policy, kind, blocks=((0, 1), (1, 5), (6, 6))):
             np.testing.assert_allclose(attended[row, token, head], wanted, rtol=2e-5, atol=2e-5)
             wanted = plain_attention(query, *of(FIRST[row] + first + count), spec, sink)
             np.testing.assert_allclose(seen[row, token, head], wanted, rtol=2e-5, atol=2e-5)
-    kvjax.check(cache)
+    kvjax.raise_faults(cache)
 
 
 @pytest.mark.parametrize("kind", SPECS)
@@ -447,7 +447,7 @@ def test_heads_of_several_groups_have_their_own_sinks():
 def materialised(cache, query, row, head, sinks=None):
     """float64 attention of one query to all the entries that the cache says attention reads, written out: spread
     entries where they are spread to, sloped values where the query moves them, recalled tokens one by one."""
-    spec, parts = cache.spec, cache.policy.read(cache.state, cache.staging.count[:, None])
+    spec, parts = cache.spec, cache.policy.segments(cache.state, cache.staging.count[:, None])
     scale = 1.0 if spec.scale is None else spec.scale * np.sqrt(KEY_DIM)
     entries = []  # keys, values, log_num, log_den
 
@@ -524,14 +524,14 @@ def test_entries_of_all_kinds_are_read_as_the_layer_says(name, kind):
     for first in range(0, LATER, 2):
         queries, keys, values = new_tokens(stream, first, 2)
         _, cache = _step(cache, queries, keys, values, sink_logits=sinks)
-    kvjax.check(cache)
-    parts = parts_of(cache.policy.read(cache.state, cache.staging.count[:, None]))
+    kvjax.raise_faults(cache)
+    parts = parts_of(cache.policy.segments(cache.state, cache.staging.count[:, None]))
     if name == "subgen":
         assert any(part.spread is not None and np.max(part.spread.scale) > 1.05 for part in parts)
     if name == "chelsea":
         assert any(part.slope is not None and np.max(np.abs(part.slope.covariance)) > 0.01 for part in parts)
     queries = cache_queries(cache)
-    seen = kvjax.output(_attend(cache, queries[:, None], sink_logits=sinks))[:, 0]
+    seen = kvjax.normalize(_attend(cache, queries[:, None], sink_logits=sinks))[:, 0]
     for row, head in np.ndindex(3, QUERY_HEADS):
         wanted = materialised(cache, queries[row, head], row, head, None if sinks is None else SINKS[head])
         np.testing.assert_allclose(seen[row, head], wanted, rtol=1e-4, atol=3e-5)
@@ -611,7 +611,7 @@ def test_a_sliding_window_shows_exactly_its_tokens_at_every_step(name, window, b
             tokens, query = position[shown], stream.queries[row, end - 1, 2 * head]
             wanted = plain_attention(query, stream.keys[row, tokens, head], stream.values[row, tokens, head], spec)
             np.testing.assert_allclose(outputs[row, step, 2 * head], wanted, atol=1e-5)
-    kvjax.check(cache)
+    kvjax.raise_faults(cache)
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ def test_pairs_are_those_of_the_definition(gamma):
     keys, values = tokens(3, count=48, key_norm=3.0, value_norm=0.7)
     weights = np.random.default_rng(0).choice([1.0, 2.0, 3.5], 48).astype(np.float32)
     rng = jax.random.key(5)
-    index, weight, clipped = by_pairs(rng, keys, values, weights, gamma=gamma, temperature=0.7, floor=0.2)
+    index, weight, clipped = by_pairs(rng, keys, values, weights, gamma=gamma, temperature=0.7, alpha_safeguard=0.2)
     uniforms = np.asarray(jax.random.uniform(rng, (24,)))
     expected, expected_weight, expected_clipped = plain_pairs(uniforms, keys, values, weights, gamma, 0.7, 0.2)
     np.testing.assert_array_equal(index, expected)

@@ -49,7 +49,7 @@ def tight(seed, tokens, head_dim, norm):
 @pytest.mark.parametrize("walk, least_gain", [("pairs", 0.5), pytest.param("streaming", 0.3, marks=pytest.mark.heavy)])
 def test_the_error_is_below_that_of_uniform_sampling_at_equal_bytes(walk, least_gain):
     seeds, tokens, head_dim = 6, 1024, 32
-    spec = kvjax.CacheSpec(seeds, query_heads=1, kv_heads=1, head_dim=head_dim, max_prompt=tokens, max_new=1)
+    spec = kvjax.CacheSpec(seeds, query_heads=1, kv_heads=1, head_dim=head_dim, max_prompt_tokens=tokens, max_new_tokens=1)
     data = [tight(seed, tokens + 32, head_dim, 2.0) for seed in range(seeds)]
     keys, values = (np.stack(part)[:, :, None] for part in zip(*data, strict=True))
     limit = spec.exact_bytes(tokens) // 4
@@ -63,13 +63,13 @@ def test_the_error_is_below_that_of_uniform_sampling_at_equal_bytes(walk, least_
     def outputs(policy, keys, values, queries):
         lengths = jnp.full(seeds, tokens, jnp.int32)
         cache, _ = kvjax.prefill(kvjax.init(policy, spec, row_keys(seeds)), keys, values, lengths)
-        return kvjax.output(kvjax.attend(cache, queries)), cache
+        return kvjax.normalize(kvjax.attend(cache, queries)), cache
 
     errors = {}
     for name, factory in factories.items():
         policy = kvjax.fit_bytes(factory, spec, limit)
         found, cache = outputs(policy, keys[:, :tokens], values[:, :tokens], keys[:, tokens:])
-        kvjax.check(cache)
+        kvjax.raise_faults(cache)
         assert kvjax.cache_bytes(cache).device <= seeds * limit
         errors[name] = np.zeros(seeds)
         for seed in range(seeds):
@@ -165,9 +165,9 @@ def test_needles_are_kept_with_weight_one_on_layer_1_and_after(inside):
     marks = np.zeros((3, 2, PROMPT - 2), bool)
     marks[0, 0, [3, 9, 20]] = marks[0, 1, :12] = True
 
-    def prefill(layer, told):
+    def prefill(layer, layer_carry):
         cache = kvjax.init(policy, make_spec(layer=layer, layers=3), row_keys())
-        return jax.jit(kvjax.prefill)(cache, keys, values, lengths, None, told)
+        return jax.jit(kvjax.prefill)(cache, keys, values, lengths, None, layer_carry)
 
     cache, passed = prefill(2, jnp.array(marks))
     np.testing.assert_array_equal(passed, marks)
@@ -180,10 +180,10 @@ def test_needles_are_kept_with_weight_one_on_layer_1_and_after(inside):
     assert cache.state.window.keys.shape[2] == 10 + most + 24
     first, none = prefill(0, None)
     assert none is None and np.all(first.state.unkept == 0)
-    _, told = prefill(1, None)
+    _, layer_carry = prefill(1, None)
     middle = jnp.arange(PROMPT - 2) < jnp.maximum(lengths - 10, 0)[:, None]
     expected = needle_marks(jnp.array(keys[0, 2:, 1]), middle[0], 8)
-    np.testing.assert_array_equal(told[0, 1], expected)
+    np.testing.assert_array_equal(layer_carry[0, 1], expected)
 
 
 # --- Algorithm 1 ---
@@ -217,7 +217,7 @@ def test_values_go_to_the_bucket_of_their_norm():
         np.testing.assert_array_equal(filled.trees.keys[bucket][there], keys[members])
     assert filled.outside == 3 and filled.largest == pytest.approx(5.0)
     with pytest.raises(ValueError, match="outside the buckets"):
-        kvjax.check(filled)
+        kvjax.raise_faults(filled)
     # At 5 a bucket up to .5 is a tenth: erased for good, and smaller norms are no loss.
     erased = insert(made, keys, values, valid, negligible=0.1)
     assert np.all(np.isneginf(erased.trees.log_weight[0])) and erased.trees.count.tolist() == [0, 2, 1]
@@ -279,7 +279,7 @@ def test_rows_and_heads_choose_for_themselves():
 
 def test_one_trace_compacts_a_long_stream():
     policy = kvjax.BalanceKV(96, sinks=0, recent=0, compact_every=16)
-    spec = kvjax.CacheSpec(1, query_heads=1, kv_heads=1, head_dim=8, max_prompt=1, max_new=400)
+    spec = kvjax.CacheSpec(1, query_heads=1, kv_heads=1, head_dim=8, max_prompt_tokens=1, max_new_tokens=400)
     chex.clear_trace_counter()
 
     @jax.jit
@@ -291,7 +291,7 @@ def test_one_trace_compacts_a_long_stream():
     for number in range(25):
         keys, values = jax.random.normal(jax.random.key(number), (2, 1, 16, 1, 8))
         cache = step(cache, keys, values)
-    kvjax.check(cache)
+    kvjax.raise_faults(cache)
     log_weight = np.asarray(cache.state.tree.log_weight)
     np.testing.assert_allclose(np.exp(log_weight).sum(), 400, rtol=1e-5)
     assert np.isfinite(log_weight).mean() > 0.9

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.attention import attend_and_see, attend_reading
 from kvjax.budget import row_bytes
-from kvjax.per_head import draws_by_position
+from kvjax.structures.per_head import draws_by_position
 from kvjax.policy import ALL_QUERIES, Prompt
 from kvjax.prompt_attention import attention_received
 from kvjax.segment import Segment
-from kvjax.storage import rotation
+from kvjax.quantization import rotation
 from tests.kvjax.support import (
     LENGTHS,
     NEW,
@@ -110,7 +110,7 @@ def test_seen_attention_tells_the_probability_that_slots_draw():
     stop = jnp.array([[6], [2]])
     split = Segment(part(2, 2, 6, 8), part(2, 2, 6, 8), log_num=part(2, 2, 6), log_den=part(2, 2, 6), stop=stop)
     real = np.array([[True, False, True], [True, True, False]])
-    partials, masses = attend_and_see(query, (full, split), jnp.asarray(real), observes=True)
+    partials, masses = attend_and_see(query, (full, split), jnp.asarray(real), observes_attention=True)
     chex.assert_trees_all_close(partials, attend_reading(query, (full, split)), rtol=1e-6)
     found = np.concatenate([np.asarray(mass) for mass in masses], axis=3)
     for row, head, token in itertools.product(range(2), range(2), range(3)):
@@ -126,7 +126,7 @@ def test_seen_attention_tells_the_probability_that_slots_draw():
         np.testing.assert_allclose(found[row, head, token], expected, atol=1e-5)
     # Nothing is seen where nobody asks, or where no token came.
     assert attend_and_see(query, (full, split), jnp.asarray(real))[1] == (None, None)
-    assert attend_and_see(query, (full, split), None, observes=True)[1] == (None, None)
+    assert attend_and_see(query, (full, split), None, observes_attention=True)[1] == (None, None)
 
 
 # --- h2o ---
@@ -254,12 +254,12 @@ def kvpress_pyramid(tokens, layer, layers, budget, window, beta):
     tokens=st.integers(1, 400),
     layers=st.integers(2, 8),
     window=st.integers(1, 30),
-    beside=st.integers(1, 80),
+    reserve_decode_slots=st.integers(1, 80),
     beta=st.integers(1, 20),
     variant=st.sampled_from(["paper", "kvpress"]),
 )
-def test_pyramidkv_gives_every_layer_its_published_number(tokens, layers, window, beside, beta, variant):
-    sizes = {"budget": window + beside, "beta": beta}
+def test_pyramidkv_gives_every_layer_its_published_number(tokens, layers, window, reserve_decode_slots, beta, variant):
+    sizes = {"budget": window + reserve_decode_slots, "beta": beta}
     published = {"paper": published_pyramid, "kvpress": kvpress_pyramid}[variant]
     numbers = [published(tokens, layer, layers, window=window, **sizes) for layer in range(layers)]
     policy = kvjax.PyramidKV(**sizes, recent=window, variant=variant)
@@ -272,7 +272,7 @@ def test_pyramidkv_gives_every_layer_its_published_number(tokens, layers, window
 @pytest.mark.parametrize("variant", ["paper", "kvpress"])
 def test_pyramidkv_keeps_its_layers_numbers(variant):
     stream, lengths, layers = make_stream(4), (40, 21, 9), 3
-    policy = kvjax.PyramidKV(13, recent=5, kernel=3, beta=2, variant=variant, compact_every=8)
+    policy = kvjax.PyramidKV(13, recent=5, kernel_size=3, beta=2, variant=variant, compact_every=8)
     numbers = [policy.layer_slots(40, layer, layers) for layer in range(layers)]
     assert numbers == {"paper": [17, 13, 9], "kvpress": [20, 13, 6]}[variant]
     for layer, number in enumerate(numbers):
@@ -379,7 +379,7 @@ def test_tokens_that_leave_together_are_merged_into_those_that_stay():
         (lambda: kvjax.CaM(8, compact_every=0), "compact_every=0"),
         (lambda: kvjax.SnapKV(31), "budget=31 .*recent=32"),
         (lambda: kvjax.SnapKV(64, recent=0), "recent=0"),
-        (lambda: kvjax.SnapKV(64, kernel=4), "kernel=4; it must be odd"),
+        (lambda: kvjax.SnapKV(64, kernel_size=4), "kernel_size=4; it must be odd"),
         (lambda: kvjax.SnapKV(64, compact_every=0), "compact_every=0"),
         (lambda: kvjax.PyramidKV(64, beta=0), "beta=0"),
         (lambda: kvjax.PyramidKV(64, variant="cap"), "variant='cap'; it must be 'paper' or 'kvpress'"),

@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.combinators.head_choice import HeadChoice
-from kvjax.policies.chelsea import SLOPE_LIMIT, Merged
+from kvjax.policies.chelsea import SLOPE_LIMIT, ChelseaState
 from kvjax.structures.soft_matching import SCHEDULES
 from tests.kvjax.support import (
     HEAD_DIM,
@@ -111,7 +111,7 @@ def test_a_slope_moves_values_as_its_formula_says():
     stream = make_stream(3)
     cache = begun(POLICIES["chelsea"], stream)
     query = stream.queries[:, 40:42]
-    attended = kvjax.output(kvjax.attend(cache, jnp.asarray(query)))
+    attended = kvjax.normalize(kvjax.attend(cache, jnp.asarray(query)))
     merged = cache.state
     row, head, token, of = 0, 1, 1, 2  # query head 2 reads kv head 1
     q = query[row, token, of].astype(np.float64)
@@ -133,14 +133,14 @@ def test_the_slope_lowers_the_error_where_values_follow_keys():
     unit = lambda x, length: (length * x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(np.float32)  # noqa: E731
     keys, values = unit(latent @ to_key, norm), unit(latent @ to_value, 1)
     query = unit(rng.normal(size=(batch, 16, 1, 4)) @ to_key, norm)
-    spec = kvjax.CacheSpec(batch, 1, 1, dim, max_prompt=tokens, max_new=1)
+    spec = kvjax.CacheSpec(batch, 1, 1, dim, max_prompt_tokens=tokens, max_new_tokens=1)
 
     def error(policy):
         @jax.jit
         def run(keys, values, query):
             lengths = jnp.full(batch, tokens, jnp.int32)
             cache = kvjax.prefill(kvjax.init(policy, spec, row_keys(batch)), keys, values, lengths)[0]
-            return kvjax.output(kvjax.attend(cache, query))
+            return kvjax.normalize(kvjax.attend(cache, query))
 
         found = np.asarray(run(keys, values, query), np.float64)
         exact = np.asarray(
@@ -168,10 +168,10 @@ def test_heads_that_keep_all_take_their_slots_from_the_others(tmp_path):
     for layer in range(2):
         cache = begun(policy, stream, dataclasses.replace(spec, layer=layer))
         for group in cache.state:
-            of_window = group.window.keys.shape[2] if isinstance(group, Merged) else 0
+            of_window = group.window.keys.shape[2] if isinstance(group, ChelseaState) else 0
             slots += group.keys.shape[1] * (of_window + group.keys.shape[2])
         cache, outputs[layer], _ = go(cache, after(stream, LENGTHS))
-        kvjax.check(cache)
+        kvjax.raise_faults(cache)
     assert slots == full + 3 * left
     assert 4 * budget - 3 < slots <= 4 * budget
     # Each head does what its policy does: head 1 of layer 0 is exact, the others as `Chelsea` of the smaller budget.
@@ -201,11 +201,11 @@ def test_equal_settings_are_compiled_once():
         (lambda: kvjax.Chelsea(20, slope="rank-1", **OPTIONS), "slope='rank-1'"),
         (lambda: kvjax.Chelsea(20, joins="max", **OPTIONS), "joins='max'"),
         (
-            lambda: kvjax.Chelsea(20, heads=HeadChoice(1, 3), **OPTIONS).at(make_spec()),
+            lambda: kvjax.Chelsea(20, heads=HeadChoice(1, 3), **OPTIONS).for_layer(make_spec()),
             "heads are those of 1 layers x 3 kv heads; the cache has 1 x 2",
         ),
         (
-            lambda: kvjax.Chelsea(30, heads=HeadChoice(1, 2, full=((0, 0),)), **OPTIONS).at(make_spec()),
+            lambda: kvjax.Chelsea(30, heads=HeadChoice(1, 2, full=((0, 0),)), **OPTIONS).for_layer(make_spec()),
             "budget=30 is 60 slots over all heads; 1 heads that keep all take 64 each and leave -4",
         ),
     ],

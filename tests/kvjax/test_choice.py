@@ -55,8 +55,8 @@ def test_the_first_layers_do_what_theirs_does_and_the_others_what_theirs_does():
     assert kvjax.init(kvjax.FirstLayers(3, SLIDING, EXACT), make_spec(layer=1, layers=2), row_keys()).policy == EXACT
     # What must be known of all layers together.
     both = kvjax.FirstLayers(1, POLICIES["quest"], POLICIES["snapkv"])
-    assert both.recalls and both.prompt_queries == 6 and not both.observes and not both.streams
-    assert not kvjax.FirstLayers(0, SLIDING, POLICIES["quest"]).recalls
+    assert both.is_retrieval and both.prompt_queries == 6 and not both.observes_attention and not both.streams
+    assert not kvjax.FirstLayers(0, SLIDING, POLICIES["quest"]).is_retrieval
 
 
 def test_by_head_does_in_each_head_what_its_policy_does():
@@ -105,7 +105,7 @@ def test_rows_can_be_taken_and_inserted():
     back = kvjax.take_rows(taken, jax.numpy.array([1, 2, 0]))
     for one, other in zip(jax.tree.leaves(cache), jax.tree.leaves(back), strict=True):
         np.testing.assert_array_equal(one, other)
-    kvjax.check(cache)
+    kvjax.raise_faults(cache)
 
 
 def test_fit_bytes_goes_by_the_average_over_layers():

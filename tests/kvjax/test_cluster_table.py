@@ -282,7 +282,7 @@ def test_tokens_that_are_masked_or_not_finite_change_nothing(update):
     broken = update(table, keys.at[:, 1].set(jnp.nan), NAMES)
     chex.assert_trees_all_equal(_plain(dataclasses.replace(broken, unsound=table.unsound)), _plain(table))
     with pytest.raises(ValueError, match=f"unsound={TOKENS}: keys that are not finite were left out"):
-        kvjax.check(broken)
+        kvjax.raise_faults(broken)
 
 
 @pytest.mark.parametrize("update", [_extend, _steps])
@@ -438,6 +438,6 @@ def _plain(table):
 
 
 def test_more_clusters_than_can_be_compared_are_refused():
-    spec = kvjax.CacheSpec(batch=1, query_heads=1, kv_heads=1, head_dim=64, max_prompt=200_000, max_new=64)
+    spec = kvjax.CacheSpec(batch=1, query_heads=1, kv_heads=1, head_dim=64, max_prompt_tokens=200_000, max_new_tokens=64)
     with pytest.raises(ValueError, match="clusters=99920: .* takes 37.2 GiB for every head; at most 16384"):
         kvjax.init(kvjax.SubGen(100_000), spec, jax.random.split(jax.random.key(0), 1))

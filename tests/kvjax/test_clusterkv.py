@@ -16,7 +16,7 @@ from kvjax.budget import row_bytes
 from kvjax.policies.clusterkv_certified import ClusterKVCertified
 from kvjax.policies.clusterkv_paper import ClusterKVPaper
 from kvjax.policies.clusterkv_reference import ClusterKVReference
-from kvjax.staging import Tokens, staged
+from kvjax.stores.staging import Tokens, staged
 from tests.kvjax.support import make_spec, row_keys
 
 ROWS, KV_HEADS, GROUP, DIM = 2, 2, 2, 8
@@ -78,7 +78,7 @@ def append(cache, keys, values):
 
 @jax.jit
 def attended(cache, query):
-    return kvjax.output(kvjax.attend(cache, query))
+    return kvjax.normalize(kvjax.attend(cache, query))
 
 
 step = jax.jit(kvjax.step)
@@ -125,7 +125,7 @@ def test_clusters_are_a_partition_at_every_step(kind):
     for number, (cache, total) in enumerate(steps(clusterkv(), keys, values)):
         if number % 7 and number < NEW - 2:
             continue
-        kvjax.check(cache)
+        kvjax.raise_faults(cache)
         for row, head in itertools.product(range(ROWS), range(KV_HEADS)):
             clusters = clusters_of(cache, row, head)
             stored = np.asarray(cache.state.store.position)[row, head]
@@ -171,7 +171,7 @@ def test_prompts_are_clustered_alike_however_they_are_padded(padded):
     np.testing.assert_array_equal(stored, KV_HEADS * np.maximum(np.asarray(lengths) - SINKS - RECENT, 0))
 
 
-def read_in_order(clusters, order, budget, places=16):
+def read_in_order(clusters, order, budget, block_size=16):
     """The tokens that are read of each cluster, in that order: up to the budget, in no more blocks than it takes in
     clusters of average size (9 tokens of a prompt, 8 of a chunk)."""
     tokens = budget - SINKS - RECENT
@@ -279,8 +279,8 @@ def true_share(cache, total, keys, query, row, *, budget, select):
 @jax.jit
 def bound(cache, query):
     """What every query's certificate says of the share that it misses [B, T, H_q]."""
-    newer = cache.staging.count[:, None]
-    reading = (cache.policy.read(cache.state, newer), staged(cache.staging, 1))
+    num_visible_staged = cache.staging.count[:, None]
+    reading = (cache.policy.segments(cache.state, num_visible_staged), staged(cache.staging, 1))
     _, ((_, recall), _) = attend_and_see(query, reading, None, kv_heads=KV_HEADS)
     return recall.missing
 
@@ -390,8 +390,8 @@ def test_more_tokens_than_there_is_room_for_are_counted(policy):
     full = cache = prefill(policy, SPEC, keys, values)
     for number in range(NEW + 50):
         cache = append(cache, keys[:, number : number + 1], values[:, number : number + 1])
-    with pytest.raises(ValueError, match=r"past max_prompt \+ max_new.* \(50 in all\)"):
-        kvjax.check(cache)
+    with pytest.raises(ValueError, match=r"past max_prompt_tokens \+ max_new_tokens.* \(50 in all\)"):
+        kvjax.raise_faults(cache)
     assert np.isnan(attended(cache, np.ones((ROWS, 1, KV_HEADS * GROUP, DIM), np.float32))[0]).all()
 
     @jax.jit
@@ -405,7 +405,7 @@ def test_more_tokens_than_there_is_room_for_are_counted(policy):
         part = slice(number, number + STAGED)
         state = compact(state, keys[:, part], values[:, part], np.array(LENGTHS, np.int32) + number)
     with pytest.raises(ValueError, match="full cache"):
-        kvjax.check(state)
+        kvjax.raise_faults(state)
 
 
 def test_first_layers_may_keep_all():
@@ -413,7 +413,7 @@ def test_first_layers_may_keep_all():
     spec = dataclasses.replace(SPEC, layers=2)
     assert row_bytes(policy, spec) == row_bytes(kvjax.Exact(), spec)
     assert row_bytes(policy, dataclasses.replace(spec, layer=1)) == row_bytes(kvjax.ClusterKV(40), spec)
-    assert policy.recalls
+    assert policy.is_retrieval
 
 
 @pytest.mark.parametrize(
@@ -429,7 +429,7 @@ def test_small_clusters_are_read_up_to_the_budget(policy, least):
     keys, values = make_tokens("normal")
     cache = prefill(policy, SPEC, keys, values)
     query = np.random.default_rng(3).normal(size=(ROWS, 1, KV_HEADS * GROUP, DIM)).astype(np.float32)
-    _, recalled = policy.read(cache.state, None)
+    _, recalled = policy.segments(cache.state, None)
     read = np.asarray(recalled.choose(jnp.asarray(query), None).tokens.sum(axis=-1))
     # Of a shorter prompt as many clusters are smaller still; token by token that is no matter.
     own = read if policy.places == 1 else read[:1]
@@ -454,8 +454,8 @@ def test_the_released_code_clusters_no_later_tokens():
         ({"turn_to": "means"}, "turn_to='means'"),
         ({"target": 1.0}, "target=1.0"),
         ({"chunk_clusters": 0}, "chunk_clusters=0"),
-        ({"places": 0}, "places=0"),
-        ({"reach": -1.0}, "reach=-1.0"),
+        ({"places": 0}, "block_size=0"),
+        ({"reach": -1.0}, "score_stddevs=-1.0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(options, message):
@@ -473,7 +473,7 @@ def test_quest_reads_the_pages_of_largest_bounds(budget, select):
     for number, (cache, total) in enumerate(steps(quest(budget, select=select), keys, values)):
         if number not in (0, 9, 33, NEW):
             continue
-        kvjax.check(cache)
+        kvjax.raise_faults(cache)
         out = attended(cache, query[:, number : number + 1])
         compacted = total - np.asarray(cache.staging.count)
         for row, head in np.ndindex(ROWS, KV_HEADS * GROUP):

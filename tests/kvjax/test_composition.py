@@ -30,7 +30,7 @@ from tests.kvjax.support import (
 from tests.kvjax.support import POLICIES as STANDARD
 
 POLICIES = STANDARD | {"clusterkv_certified": ClusterKVCertified(20, **CLUSTERS, target=0.05)}
-RECALLING = [name for name, policy in POLICIES.items() if policy.recalls]
+RECALLING = [name for name, policy in POLICIES.items() if policy.is_retrieval]
 EXACT = POLICIES["exact"]
 HEAD = 1  # where `ByHead` has the policy: head 0 keeps everything
 
@@ -61,9 +61,9 @@ def run_of_head(policy, head=HEAD):
 
 
 def sound(cache, outputs):
-    kvjax.check(cache)
+    kvjax.raise_faults(cache)
     assert np.isfinite(outputs).all()
-    assert kvjax.tokens(cache).tolist() == [length + NEW for length in LENGTHS]
+    assert kvjax.num_tokens(cache).tolist() == [length + NEW for length in LENGTHS]
     return cache, outputs
 
 
@@ -183,8 +183,8 @@ def test_heads_lie_in_host_memory_whatever_is_outside(name):
 
 @pytest.mark.heavy
 def test_all_of_them_at_once():
-    recalls = kvjax.ByHead((POLICIES["quest"], POLICIES["clusterkv_certified"]))
-    policy = kvjax.FirstLayers(1, kvjax.HostMemory(kvjax.Quantized(recalls, "fp8")))
+    is_retrieval = kvjax.ByHead((POLICIES["quest"], POLICIES["clusterkv_certified"]))
+    policy = kvjax.FirstLayers(1, kvjax.HostMemory(kvjax.Quantized(is_retrieval, "fp8")))
     cache, outputs = run(policy, 1, 2)
     for head, name in enumerate(("quest", "clusterkv_certified")):
         same(of_head(outputs, head), run_of_head(kvjax.Quantized(POLICIES[name], "fp8"), head)[1])

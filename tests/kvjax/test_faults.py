@@ -45,17 +45,17 @@ def check_rows(cache, unsound, message=None):
     queries, keys, values = new_tokens(1, skip=8)
     none = jnp.zeros(3, jnp.int32)
     for sound in (cache, compact(cache)):
-        seen = kvjax.output(attend(sound, queries))
+        seen = kvjax.normalize(attend(sound, queries))
         stepped, after_step = step(sound, queries, keys, values, none)
         again, _ = step(after_step, queries, keys, values, none)
         for attended in (seen, stepped, again):
             np.testing.assert_array_equal(np.isnan(attended).all((1, 2, 3)), unsound)
             np.testing.assert_array_equal(np.isnan(attended).any((1, 2, 3)), unsound)
         if message is None:
-            kvjax.check(sound)
+            kvjax.raise_faults(sound)
         else:
             with pytest.raises(ValueError, match=message):
-                kvjax.check(sound)
+                kvjax.raise_faults(sound)
 
 
 # --- a full staging buffer ---
@@ -75,8 +75,8 @@ def test_a_full_staging_buffer_is_an_error(already, count):
         kvjax.append(cache, keys, values, jnp.array([0, 0, 1]))
     # Compacting makes room, by hand or by itself.
     expected = LENGTHS + already + count
-    np.testing.assert_array_equal(kvjax.tokens(kvjax.append(kvjax.compact(cache), keys, values)), expected)
-    np.testing.assert_array_equal(kvjax.tokens(kvjax.step(cache, queries, keys, values)[1]), expected)
+    np.testing.assert_array_equal(kvjax.num_tokens(kvjax.append(kvjax.compact(cache), keys, values)), expected)
+    np.testing.assert_array_equal(kvjax.num_tokens(kvjax.step(cache, queries, keys, values)[1]), expected)
 
 
 @pytest.mark.parametrize("put", ["append", "step"])
@@ -92,7 +92,7 @@ def test_a_full_staging_buffer_is_counted_under_jit(put):
     np.testing.assert_array_equal(spilt.staging.overflow, [2, 0, 1])
     # What was there is as it was.
     np.testing.assert_array_equal(spilt.staging.keys, cache.staging.keys)
-    np.testing.assert_array_equal(kvjax.tokens(spilt), LENGTHS + 7)
+    np.testing.assert_array_equal(kvjax.num_tokens(spilt), LENGTHS + 7)
     check_rows(spilt, [True, False, True], rf"overflow=\[2, 0, 1\]: tokens came to a {FULL}.* \(3 in all\)")
 
 
@@ -116,14 +116,14 @@ def test_tokens_past_what_the_cache_was_made_for_are_an_error():
     queries, keys, values = new_tokens(5, lengths=lengths)
     _, cache = kvjax.step(cache, queries, keys, values)
     queries, keys, values = new_tokens(1, skip=5, lengths=lengths)
-    message = r"a row would hold 46 tokens; .* max_prompt \+ max_new = 40 \+ 5: make it with a larger max_new"
+    message = r"a row would hold 46 tokens; .* max_prompt_tokens \+ max_new_tokens = 40 \+ 5: make it with a larger max_new_tokens"
     with pytest.raises(ValueError, match=message):
         kvjax.step(cache, queries, keys, values)
     with pytest.raises(ValueError, match=message):
         kvjax.append(kvjax.compact(cache), keys, values)
     # A row that has ended may stand at the end for ever.
     _, cache = kvjax.step(cache, queries, keys, values, jnp.array([0, 1, 1]))
-    np.testing.assert_array_equal(kvjax.tokens(cache), lengths + np.array([5, 6, 6]))
+    np.testing.assert_array_equal(kvjax.num_tokens(cache), lengths + np.array([5, 6, 6]))
 
 
 @pytest.mark.parametrize("name", ["uniform", "exact", "quest"])
@@ -132,8 +132,8 @@ def test_tokens_past_what_the_cache_was_made_for_are_counted_under_jit(name):
     cache = append(prompted(name, lengths, new=5), *new_tokens(4, lengths=lengths)[1:])
     _, keys, values = new_tokens(3, skip=4, lengths=lengths)
     cache = append(compact(cache), keys, values)
-    np.testing.assert_array_equal(kvjax.tokens(cache), [47, 19, 46])
-    check_rows(cache, [True, False, True], r"past=\[2, 0, 1\]: tokens came past max_prompt.* \(3 in all\)")
+    np.testing.assert_array_equal(kvjax.num_tokens(cache), [47, 19, 46])
+    check_rows(cache, [True, False, True], r"past=\[2, 0, 1\]: tokens came past max_prompt_tokens.* \(3 in all\)")
 
 
 def test_tokens_past_what_the_cache_was_made_for_are_seen_by_every_way_in():
@@ -146,9 +146,9 @@ def test_tokens_past_what_the_cache_was_made_for_are_seen_by_every_way_in():
         np.testing.assert_array_equal(np.isnan(attended).all((1, 2, 3)), [True, False, True])
         # A loop of steps that leaves compaction to others is counted by that.
         with pytest.raises(ValueError, match=r"past=\[2, 0, 1\]"):
-            kvjax.check(compact(after_step))
+            kvjax.raise_faults(compact(after_step))
     with pytest.raises(ValueError, match=r"past=\[2, 0, 1\]"):
-        kvjax.check(step(cache, *new)[1])
+        kvjax.raise_faults(step(cache, *new)[1])
 
 
 # --- lengths that cannot be ---
@@ -178,7 +178,7 @@ def test_lengths_beyond_the_tokens_are_counted_under_jit():
     cache = prompted()
     _, keys, values = new_tokens(2)
     cache = append(cache, keys, values, jnp.array([5, 2, -1]))
-    assert int(kvjax.tokens(cache)[1]) == LENGTHS[1] + 2
+    assert int(kvjax.num_tokens(cache)[1]) == LENGTHS[1] + 2
     np.testing.assert_array_equal(cache.staging.overflow, [3, 0, 1])
     check_rows(cache, [True, False, True], r"overflow=\[3, 0, 1\]: .*lengths that cannot be.* \(4 in all\)")
 
@@ -187,8 +187,8 @@ def test_lengths_beyond_the_tokens_are_counted_under_jit():
 def test_prompts_longer_than_what_there_is_or_the_cache_was_made_for_are_counted_under_jit(padded, lengths):
     keys, values, _ = prompt_of(stream(), (40, 12, 1), padded)
     cache = prefill(fresh(), keys, values, jnp.array(lengths))
-    np.testing.assert_array_equal(kvjax.tokens(cache), [min(padded, 40), 12, 0])
-    check_rows(cache, [True, False, True], r"reused=\[1, 0, 1\]: a prompt .* was longer than max_prompt")
+    np.testing.assert_array_equal(kvjax.num_tokens(cache), [min(padded, 40), 12, 0])
+    check_rows(cache, [True, False, True], r"reused=\[1, 0, 1\]: a prompt .* was longer than max_prompt_tokens")
 
 
 @pytest.mark.parametrize("lengths", [(41, 12, 1), (40, 12, -1)])
@@ -233,7 +233,7 @@ def test_a_row_without_a_prompt_may_be_given_one_later():
     keys, values, _ = prompt_of(stream(), LENGTHS)
     cache = kvjax.prefill(fresh(), keys, values, jnp.zeros(3, jnp.int32))[0]
     again = kvjax.prefill(cache, keys, values, jnp.array(LENGTHS))[0]
-    np.testing.assert_array_equal(kvjax.tokens(again), LENGTHS)
+    np.testing.assert_array_equal(kvjax.num_tokens(again), LENGTHS)
     check_rows(again, [False] * 3)
 
 
@@ -250,7 +250,7 @@ def test_a_fault_of_the_policy_makes_its_rows_nan_too():
         _, keys, values = new_tokens(8, skip=first)
         cache = append(cache, keys, values * jnp.array([1.0, 3.0, 1.0])[:, None, None, None])
         if first == 0:
-            assert not np.isnan(kvjax.output(attend(cache, new_tokens(1)[0]))).any()
+            assert not np.isnan(kvjax.normalize(attend(cache, new_tokens(1)[0]))).any()
         cache = compact(cache)
     np.testing.assert_array_equal(cache.faulty > 0, [False, True, False])
     check_rows(cache, [False, True, False], "not sound")
@@ -269,8 +269,8 @@ def test_keys_that_are_not_finite_are_a_fault_of_their_row_alone(by_prefill):
         cache = compact(append(cache, *new_tokens(8, skip=8)[1:]))
     np.testing.assert_array_equal(cache.faulty > 0, [False, True, False])
     with pytest.raises(ValueError, match="keys that are not finite were left out"):
-        kvjax.check(cache)
-    seen = kvjax.output(attend(cache, new_tokens(1)[0]))
+        kvjax.raise_faults(cache)
+    seen = kvjax.normalize(attend(cache, new_tokens(1)[0]))
     np.testing.assert_array_equal(np.isnan(seen).all((1, 2, 3)), [False, True, False])
 
 
@@ -283,8 +283,8 @@ def test_a_fault_goes_where_its_row_goes():
     other = compact(append(prompted(), *new_tokens(2)[1:]))
     queries = new_tokens(1)[0]
     taken = kvjax.take_rows(cache, jnp.array([1, 0, 0]))
-    np.testing.assert_array_equal(np.isnan(kvjax.output(attend(taken, queries))).all((1, 2, 3)), [False, True, True])
+    np.testing.assert_array_equal(np.isnan(kvjax.normalize(attend(taken, queries))).all((1, 2, 3)), [False, True, True])
     # A row that is overwritten is sound again.
     mended = kvjax.insert_rows(cache, kvjax.take_rows(other, jnp.array([0])), jnp.array([0]))
-    kvjax.check(mended)
-    np.testing.assert_array_equal(kvjax.output(attend(mended, queries)), kvjax.output(attend(other, queries)))
+    kvjax.raise_faults(mended)
+    np.testing.assert_array_equal(kvjax.normalize(attend(mended, queries)), kvjax.normalize(attend(other, queries)))

@@ -7,7 +7,7 @@ import pytest
 
 import kvjax
 from kvjax.policies.clusterkv_certified import ClusterKVCertified
-from kvjax.segment import Recalled, parts_of
+from kvjax.segment import BlockStoreRead, parts_of
 from tests.kvjax.support import LENGTHS, after, begin, make_spec, make_stream, prompt_of, row_keys
 
 STAGED, STEPS = 8, 20
@@ -37,8 +37,8 @@ def asked(cache, query):
     """The blocks that one query of every row recalls first, and how many tokens of each."""
     (part,) = (
         part
-        for part in parts_of(cache.policy.read(cache.state, cache.staging.count[:, None]))
-        if isinstance(part, Recalled)
+        for part in parts_of(cache.policy.segments(cache.state, cache.staging.count[:, None]))
+        if isinstance(part, BlockStoreRead)
     )
     choice = part.choose(query, None if part.target is None else jnp.zeros(query.shape[0], jnp.int32))
     return choice.block, choice.tokens
@@ -74,7 +74,7 @@ def test_results_are_the_policy_s_own_and_hits_are_counted(name, steps):
             requested[row] += len(wanted)
             hits[row] += len(wanted & set().union(*past[row][max(len(past[row]) - steps, 0) :]))
             past[row].append(wanted)
-    kvjax.check(cache)
+    kvjax.raise_faults(cache)
     (recent,) = cache.state.recent
     np.testing.assert_array_equal(recent.requested, requested)
     np.testing.assert_array_equal(recent.hits, hits)
@@ -89,8 +89,8 @@ def test_results_are_the_policy_s_own_and_hits_are_counted(name, steps):
     assert own.store.entries.sharding.memory_kind == "pinned_host"
     bytes_held = kvjax.cache_bytes(cache)
     assert bytes_held.host == own.store.entries.nbytes
-    beside = recent.entries.nbytes + recent.block.nbytes + 3 * 4 * len(LENGTHS)
-    assert bytes_held.device == sum(kvjax.cache_bytes(plain)) - bytes_held.host + beside
+    reserve_decode_slots = recent.entries.nbytes + recent.block.nbytes + 3 * 4 * len(LENGTHS)
+    assert bytes_held.device == sum(kvjax.cache_bytes(plain)) - bytes_held.host + reserve_decode_slots
     assert kvjax.read_bytes(cache) == kvjax.read_bytes(plain)
 
 
@@ -108,8 +108,8 @@ def test_queries_at_once_learn_as_one_by_one():
 def test_nothing_is_learnt_without_an_appended_token():
     cache = start(HOSTED["quest", 1])
     query = make_stream().queries[:, :1]
-    plain = kvjax.output(kvjax.attend(start(PLAIN["quest"]), query))
-    np.testing.assert_allclose(kvjax.output(kvjax.attend(cache, query)), plain, atol=1e-6)
+    plain = kvjax.normalize(kvjax.attend(start(PLAIN["quest"]), query))
+    np.testing.assert_allclose(kvjax.normalize(kvjax.attend(cache, query)), plain, atol=1e-6)
     nothing = (query, *(jnp.zeros((len(LENGTHS), 1, 2, query.shape[3])),) * 2, jnp.zeros(len(LENGTHS), jnp.int32))
     _, cache = step(cache, *nothing)
     (recent,) = cache.state.recent

@@ -16,7 +16,7 @@ STARTS = ("random", "k-means++")
 
 
 @functools.partial(jax.jit, static_argnames=("start", "tolerance", "iterations"))
-def cluster(rng, keys, valid, start="random", tolerance=0.0, iterations=ITERATIONS):
+def cluster(rng, keys, valid, kmeans_init="random", tolerance=0.0, iterations=ITERATIONS):
     return k_means(rng, keys, valid, CLUSTERS, iterations=iterations, tolerance=tolerance, start=start, block=8)
 
 

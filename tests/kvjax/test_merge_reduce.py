@@ -260,7 +260,7 @@ def test_the_least_bins_are_enough_and_one_less_is_not(eager):
     short = insert(fresh(bins=needed - 1, tokens=1, eager=eager), keys, values, halve=balance.halve_by_pairs)
     assert short.lost > 0 and short.count + short.lost == TOKENS
     with pytest.raises(ValueError, match="without a free bin"):
-        kvjax.check(short)
+        kvjax.raise_faults(short)
 
 
 @pytest.mark.parametrize("sizes", [{"bins": 0}, {"bin_slots": 0}])

@@ -118,8 +118,8 @@ def test_one_trace_serves_all_steps_and_any_cache_may_be_donated(name):
         partials = attend(cache, tokens.queries[:, now])
         if (number + 1) % cache.policy.compact_every == 0:
             cache = compact(cache)
-    chex.assert_tree_all_finite(kvjax.output(partials))
-    np.testing.assert_array_equal(kvjax.tokens(cache), [steps] * BATCH)
+    chex.assert_tree_all_finite(kvjax.normalize(partials))
+    np.testing.assert_array_equal(kvjax.num_tokens(cache), [steps] * BATCH)
 
 
 @pytest.mark.parametrize("name", each(POLICIES, quick=("uniform",)))
@@ -135,16 +135,16 @@ def test_a_step_is_append_and_attend_and_compacts_where_tokens_would_find_no_roo
         attended, cache = step(cache, new.queries, new.keys, new.values)
         if number in (2, 4):
             by_hand = kvjax.compact(by_hand)
-        if by_hand.policy.observes:  # attending alone teaches nothing
+        if by_hand.policy.observes_attention:  # attending alone teaches nothing
             last, by_hand = full_or_not(by_hand, new.queries, new.keys, new.values)
         else:
             by_hand = append(by_hand, new.keys, new.values)
             # The last token's query sees all there is.
-            last = kvjax.output(attend(by_hand, new.queries[:, -1:]))
+            last = kvjax.normalize(attend(by_hand, new.queries[:, -1:]))
         assert int(cache.staging.offset) == int(by_hand.staging.offset) == 3 * (number % 2 + 1)
         np.testing.assert_allclose(attended[:, -last.shape[1] :], last, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(kvjax.tokens(cache), np.array(LENGTHS) + 18)
-    kvjax.check(cache)
+    np.testing.assert_array_equal(kvjax.num_tokens(cache), np.array(LENGTHS) + 18)
+    kvjax.raise_faults(cache)
 
 
 @every_policy
@@ -162,7 +162,7 @@ def test_compaction_may_come_early(name):
     stream = make_stream()
     cache = begin(POLICIES[name], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
     cache, outputs, weights = go(cache, after(stream, LENGTHS), 1, 3)
-    kvjax.check(cache)
+    kvjax.raise_faults(cache)
     if name.startswith(("exact", "streaming_llm")):
         np.testing.assert_allclose(outputs, whole_run(name)[1], rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(weights, whole_run(name)[2], atol=1e-5)
@@ -207,15 +207,15 @@ def expected_bytes(name, spec, budget, compact_every, sinks, recent):
     int32 (offset, count, first, overflow, past, reused, faulty), and what the policy keeps beside keys and values."""
     itemsize, heads = jnp.dtype(spec.dtype).itemsize, spec.kv_heads
     slots = EXACT_SLOTS if name == "exact" else sinks + recent if name.startswith("subgen") else budget
-    slots = -(-(slots + spec.max_new) // 8) * 8 if name in BESIDE else slots
+    slots = -(-(slots + spec.max_new_tokens) // 8) * 8 if name in BESIDE else slots
     # Halved once to 7 of 30, and all that may come; trees of 3 bins of 11 slots.
-    slots = {"balancekv_reference": sinks + recent + 7 + spec.max_new, "balancekv_paper": sinks + recent}.get(
+    slots = {"balancekv_reference": sinks + recent + 7 + spec.max_new_tokens, "balancekv_paper": sinks + recent}.get(
         name, slots
     )
     # What waits to be clustered: up to a chunk of 8 and a block of 8; to be a page: of 16 and 8.
     slots = 0 if name == "infinigen" else slots
     slots = sinks + recent + 15 if name.startswith("clusterkv") else 23 if name == "quest" else slots
-    staging = min(compact_every, spec.max_new)
+    staging = min(compact_every, spec.max_new_tokens)
     common = 2 * heads * (slots + staging) * spec.head_dim * itemsize + 4 * heads * staging + 7 * 4
     # A window counts the tokens it took in; a growing store those it has and those it lost.
     common += 8 if name == "exact" else 4
@@ -282,40 +282,40 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
     spec = make_spec(dtype=jnp.bfloat16)
     slots = {"exact": EXACT_SLOTS}.get(name, 16 if name.startswith("streaming") else 20)
     weighted = slots if name in WEIGHING else 0
-    beside = 0
+    reserve_decode_slots = 0
     if name.startswith("subgen"):  # the window holds sinks and recent tokens only
         slots, weighted = 10, 0
         # Ten means, the spread and what values lack; seven samples and the sampled keys of three clusters.
         sized = {"subgen_mean_value": 10 * (2 * HEAD_DIM * 2 + 4) + 4 * (3 * HEAD_DIM + 1)}
-        beside = KV_HEADS * sized.get(name, 7 * (2 * HEAD_DIM * 2 + 4) + 3 * (HEAD_DIM * 2 + 4))
+        reserve_decode_slots = KV_HEADS * sized.get(name, 7 * (2 * HEAD_DIM * 2 + 4) + 3 * (HEAD_DIM * 2 + 4))
     if name.startswith("chelsea"):  # half the slots are centroids with log-weights, and end at a bound of their own
-        weighted, beside = 10, 4 + (KV_HEADS * 4 * (HEAD_DIM**2 + 1) if name == "chelsea" else 0)
+        weighted, reserve_decode_slots = 10, 4 + (KV_HEADS * 4 * (HEAD_DIM**2 + 1) if name == "chelsea" else 0)
     if name.startswith("clusterkv"):  # 4 blocks or ten tokens; of all 16 clusters means, sizes and first blocks
         slots, weighted = 25, 0
         reads = KV_HEADS * 4 * 16 if name == "clusterkv" else QUERY_HEADS * 10
         means = 2 * HEAD_DIM * 2 + 4 + 4 if name == "clusterkv" else HEAD_DIM * 2  # and a weight and a radius
-        beside = reads * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 16 * (means + 8)
+        reserve_decode_slots = reads * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 16 * (means + 8)
     if name == "quest":  # per query head 3 pages of 4, and the bounds of all
-        slots, beside = 23, QUERY_HEADS * 3 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 4 * (2 * HEAD_DIM * 2 + 4)
+        slots, reserve_decode_slots = 23, QUERY_HEADS * 3 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 4 * (2 * HEAD_DIM * 2 + 4)
     if name == "infinigen":  # ten tokens with a weight, and all in 12 dimensions; nothing but staging in the window
-        slots, beside = 0, KV_HEADS * (10 * (2 * HEAD_DIM * 2 + 4) + 64 * 12 * 2 + 4 * 12 * HEAD_DIM) - 2 * 4
+        slots, reserve_decode_slots = 0, KV_HEADS * (10 * (2 * HEAD_DIM * 2 + 4) + 64 * 12 * 2 + 4 * 12 * HEAD_DIM) - 2 * 4
     if name == "streaming_llm_reindexed":  # sinks are read again, by a query of its own: a bound and 32 angles
-        slots, beside = 18, 4 + 4 * HEAD_DIM // 2
+        slots, reserve_decode_slots = 18, 4 + 4 * HEAD_DIM // 2
     if name == "exact":  # the store begins at its first slot, without a bound
-        beside = -4
+        reserve_decode_slots = -4
     if name.startswith("h2o"):  # sums of every slot
-        beside = KV_HEADS * 4 * (20 + 8)
+        reserve_decode_slots = KV_HEADS * 4 * (20 + 8)
     if name in ("leverage_scores", *SCORED, *BESIDE):
-        slots, beside = -(-(slots + NEW) // 8) * 8 if name in BESIDE else slots, -4
+        slots, reserve_decode_slots = -(-(slots + NEW) // 8) * 8 if name in BESIDE else slots, -4
     if name == "ada_kv":  # a head's slots begin and end where they do
-        beside = 8 * KV_HEADS - 8
+        reserve_decode_slots = 8 * KV_HEADS - 8
     if name == "balancekv_pairs":  # half the slots are a tree's, with log-weights
         weighted = 10
     if name == "balancekv_reference":
         slots = weighted = 41
     if name == "balancekv_paper":  # 33 slots of the numerator's tree, 33 keys of the denominator's
-        slots, weighted, beside = 10, 66, KV_HEADS * 33 * 3 * HEAD_DIM * 2
-    per_row = 2 * KV_HEADS * (slots + 8) * HEAD_DIM * 2 + 4 * KV_HEADS * (8 + weighted) + 3 * 4 + beside
+        slots, weighted, reserve_decode_slots = 10, 66, KV_HEADS * 33 * 3 * HEAD_DIM * 2
+    per_row = 2 * KV_HEADS * (slots + 8) * HEAD_DIM * 2 + 4 * KV_HEADS * (8 + weighted) + 3 * 4 + reserve_decode_slots
     assert kvjax.read_bytes(kvjax.init(POLICIES[name], spec, row_keys())) == BATCH * per_row
 
 

@@ -10,17 +10,17 @@ import pytest
 
 import kvjax
 from kvjax.budget import abstract_cache, row_bytes
-from kvjax.growing import Growing
+from kvjax.stores.append_only_store import AppendOnlyStore
 from kvjax.policies.balancekv_paper import BalanceKVPaper
 from kvjax.policies.clusterkv_certified import ClusterKVCertified
 from kvjax.policies.clusterkv_reference import ClusterKVReference
 from kvjax.policies.kvzip import KVzip
-from kvjax.policy import Repeated
-from kvjax.recall import BlockStore
+from kvjax.policy import RepeatedPrompt
+from kvjax.stores.block_store import BlockStore
 from kvjax.registry import POLICIES as REGISTERED
 from kvjax.segment import map_parts, parts_of, segment_bytes
 from kvjax.state import map_fields
-from kvjax.storage import FORMATS, rotation, store
+from kvjax.quantization import FORMATS, rotation, store
 from tests.kvjax.support import (
     CLUSTERS,
     HEAD_DIM,
@@ -42,9 +42,9 @@ from tests.kvjax.support import (
 class Doubling(kvjax.Uniform):
     """Reads its keys at twice their length: it computes with its entries before they are read."""
 
-    def read(self, state, newer):
+    def segments(self, state, num_visible_staged):
         double = lambda part: dataclasses.replace(part, keys=part.keys * 2.0)  # noqa: E731
-        return map_parts(double, super().read(state, newer))
+        return map_parts(double, super().segments(state, num_visible_staged))
 
 
 PLAIN = POLICIES | {
@@ -124,13 +124,13 @@ def loaded(cache):
         return found if whole is None else np.concatenate([whole, found], axis=-2)
 
     def grown(store):
-        if isinstance(store, Growing):
+        if isinstance(store, AppendOnlyStore):
             keys, values = (
                 stands_for(x, np.asarray(scale)[..., None], form)
                 for x, scale in ((store.keys, store.key_scale), (store.values, store.value_scale))
             )
             keys = keys + np.asarray(store.center)[:, :, None]
-            return Growing(keys, values, None, None, None, store.count, store.overflow, store.sinks)
+            return AppendOnlyStore(keys, values, None, None, None, store.count, store.overflow, store.sinks)
         if isinstance(store, BlockStore):
             halves = np.split(store.entries, 2, axis=-1)
             scales = np.split(np.asarray(store.scale), 2, axis=-1)
@@ -140,7 +140,7 @@ def loaded(cache):
         return store
 
     state = map_fields(multiply, cache.state.numbers, cache.state.scales, cache.state.whole)
-    state = jax.tree.map(grown, state, is_leaf=lambda x: isinstance(x, Growing | BlockStore))
+    state = jax.tree.map(grown, state, is_leaf=lambda x: isinstance(x, AppendOnlyStore | BlockStore))
     plain = kvjax.init(cache.policy.policy, make_spec(), row_keys()).with_state(jax.tree.map(jnp.asarray, state))
     return dataclasses.replace(plain, staging=cache.staging)
 
@@ -160,13 +160,13 @@ def test_attention_reads_the_numbers_that_are_stored(name, storage):
         plain = kvjax.init(PLAIN[name], make_spec(), row_keys())
         assert jax.tree.structure(own.state) == jax.tree.structure(plain.state)
     query = jnp.asarray(stream.queries[:, 40:44])
-    np.testing.assert_allclose(kvjax.output(attend(cache, query)), kvjax.output(attend(own, query)), atol=2e-5)
+    np.testing.assert_allclose(kvjax.normalize(attend(cache, query)), kvjax.normalize(attend(own, query)), atol=2e-5)
     newest = after(stream, LENGTHS, 1, 20)
     (output, cache), (expected, own) = (
         step(of, newest.queries, newest.keys, newest.values, jnp.array([1, 1, 0])) for of in (cache, own)
     )
     np.testing.assert_allclose(output[:2], expected[:2], rtol=5e-6, atol=2e-5)
-    if PLAIN[name].observes:
+    if PLAIN[name].observes_attention:
         learnt, as_own = (jax.tree.leaves(getattr(of, "scores", ())) for of in (cache.state.numbers, own.state))
         for found, wanted in zip(learnt, as_own, strict=True):
             np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
@@ -181,13 +181,13 @@ def test_prompts_that_are_repeated_are_stored_too():
     stream, tokens = make_stream(), 16
     again = make_stream(seed=1)
     lengths = jnp.full(len(LENGTHS), tokens)
-    repeated = Repeated(again.queries[:, :tokens], again.keys[:, :tokens], lengths[:, None])
+    repeated = RepeatedPrompt(again.queries[:, :tokens], again.keys[:, :tokens], lengths[:, None])
     outputs, kept = [], []
     for policy in (KVzip(12, compact_every=4), kvjax.Quantized(KVzip(12, compact_every=4))):
         cache = kvjax.init(policy, make_spec(), row_keys())
         cache, _ = kvjax.prefill(cache, stream.keys[:, :tokens], stream.values[:, :tokens], lengths, repeated=repeated)
         cache, output, _ = go(cache, after(stream, LENGTHS, 8))
-        kvjax.check(cache)
+        kvjax.raise_faults(cache)
         outputs.append(output)
         kept.append(kvjax.cache_bytes(cache).device)
     np.testing.assert_allclose(*outputs, atol=0.04)
@@ -240,7 +240,7 @@ def test_a_stream_of_131072_tokens_changes_no_bit_of_what_stays(storage):
 
     early = stream(cache, jnp.arange(2))
     late = stream(early, jnp.arange(2, 2**12))
-    assert (kvjax.tokens(late) == 2**17).all()
+    assert (kvjax.num_tokens(late) == 2**17).all()
     center = late.state.center
     np.testing.assert_array_equal(center, early.state.center)
     kept = [state.numbers.window.keys[:, :, 32:] for state in (early.state, late.state)]  # the sinks
@@ -285,12 +285,12 @@ def test_the_stored_numbers_are_the_nearest(name, storage):
 @pytest.mark.parametrize("policy", [kvjax.Exact(), kvjax.StreamingLLM(16)], ids=["exact", "streaming_llm"])
 def test_entries_of_one_dimension_keep_their_scales(policy):
     # There a buffer of numbers has the shape of one of scales.
-    spec = kvjax.CacheSpec(1, query_heads=1, kv_heads=1, head_dim=1, max_prompt=4, max_new=4)
+    spec = kvjax.CacheSpec(1, query_heads=1, kv_heads=1, head_dim=1, max_prompt_tokens=4, max_new_tokens=4)
     keys, values, query = np.random.default_rng(0).normal(size=(3, 1, 4, 1, 1)).astype(np.float32)
     outputs = []
     for of in (policy, kvjax.Quantized(policy)):
         cache, _ = kvjax.prefill(kvjax.init(of, spec, row_keys(1)), keys, values, jnp.array([4]))
-        outputs.append(kvjax.output(kvjax.attend(cache, query)))
+        outputs.append(kvjax.normalize(kvjax.attend(cache, query)))
     np.testing.assert_allclose(*outputs, rtol=1e-2)
 
 
@@ -369,7 +369,7 @@ def test_storages_that_there_are_not_are_refused_by_name():
     for values in ("int2", "fp8"):
         with pytest.raises(ValueError, match=f"storage='int8' and value_storage='{values}': .* fewer than eight bits"):
             kvjax.Quantized(POLICIES["exact"], "int8", values)
-    spec = kvjax.CacheSpec(1, query_heads=1, kv_heads=1, head_dim=12, max_prompt=4, max_new=4)
+    spec = kvjax.CacheSpec(1, query_heads=1, kv_heads=1, head_dim=12, max_prompt_tokens=4, max_new_tokens=4)
     with pytest.raises(ValueError, match="int4 takes vectors of a multiple of 8 coordinates, not 12"):
         kvjax.init(kvjax.Quantized(kvjax.Exact(), "int4"), spec, row_keys(1))
 
@@ -419,8 +419,8 @@ FIXED = {
 def test_sinks_and_recent_tokens_stay_as_they_came_where_that_is_asked_for(name, dtype):
     stream = make_stream()
     cache = kvjax.compact(run(name, WHOLE, dtype)[0])
-    first, *others = parts_of(cache.policy.read(cache.state, cache.staging.count[:, None]))
-    assert kvjax.tokens(cache)[0] == 57 and first.keys.dtype == dtype and first.keys.shape[2] == len(FIXED[name])
+    first, *others = parts_of(cache.policy.segments(cache.state, cache.staging.count[:, None]))
+    assert kvjax.num_tokens(cache)[0] == 57 and first.keys.dtype == dtype and first.keys.shape[2] == len(FIXED[name])
     assert all(part.keys.dtype == jnp.uint8 for part in others) and bool(others) == (name != "streaming_llm")
     for found, came in ((first.keys, stream.keys), (first.values, stream.values)):
         np.testing.assert_array_equal(found[0], jnp.asarray(came[0, FIXED[name]], dtype).swapaxes(0, 1))
@@ -443,7 +443,7 @@ def test_recall_chooses_from_narrow_copies(name, share):
     stream, chosen, sizes = make_stream(), [], []
     for policy in (PLAIN[name], policy_of(name, "int4")):
         cache = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-        *_, part = parts_of(cache.policy.read(cache.state, cache.staging.count[:, None]))
+        *_, part = parts_of(cache.policy.segments(cache.state, cache.staging.count[:, None]))
         sizes.append(segment_bytes(part.index))
         for position in range(40, 48):
             choice = part.choose(jnp.asarray(stream.queries[:, position : position + 1]), None)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax import recall
+from kvjax.stores import block_store as recall
 from kvjax.attention import attend_reading
 from kvjax.segment import Segment
 from pallas_kernels.cluster_recall import as_entries, entry_width, taken

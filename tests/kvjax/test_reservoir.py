@@ -121,7 +121,7 @@ def test_impossible_masses_are_counted_and_never_sampled():
     reservoir = _extend(fresh(), keys, values, np.array([np.nan, -1.0, np.inf, 2.0], np.float32))
     np.testing.assert_array_equal(reservoir.keys, np.repeat(keys[3:], SLOTS, axis=0))
     with pytest.raises(ValueError, match="unsound=3: masses that are negative or not finite"):
-        kvjax.check(reservoir)
+        kvjax.raise_faults(reservoir)
 
 
 def test_bytes_are_those_of_the_formula():

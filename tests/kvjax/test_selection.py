@@ -15,8 +15,8 @@ import kvjax
 from kvjax.combinators.ada_kv import AdaKV
 from kvjax.policies.kvzip import KVzip
 from kvjax.policies.leverage_scores import LeverageScores, leverage
-from kvjax.policy import Prompt, Repeated
-from kvjax.selection import Selection, places
+from kvjax.policy import Prompt, RepeatedPrompt
+from kvjax.top_k_policy import TopKPolicy, places
 from tests.kvjax.support import (
     BATCH,
     HEAD_DIM,
@@ -34,7 +34,7 @@ from tests.kvjax.support import (
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstKey(Selection):
+class FirstKey(TopKPolicy):
     """Scores that a test can read off: the first dimension of the key."""
 
     def score(self, prompt):
@@ -43,12 +43,12 @@ class FirstKey(Selection):
 
 def reference(policy, scores, later):
     """Which tokens a head shows after a prompt of these scores and after each of `later` more, slot by slot in plain
-    Python: the ranked prompt, then later tokens where `Selection` says."""
+    Python: the ranked prompt, then later tokens where `TopKPolicy` says."""
     length = len(scores)
     recent = lambda t: t >= length - policy.recent  # noqa: E731
     order = sorted(range(length), key=lambda t: (t >= policy.sinks, not recent(t), -t if recent(t) else -scores[t]))
     kept = order[: policy.budget]
-    capacity = policy.budget + (NEW if policy.beside else 0)
+    capacity = policy.budget + (NEW if policy.reserve_decode_slots else 0)
     shown = [set(kept)]
     fresh = []
     for token in range(length, length + later):
@@ -71,7 +71,7 @@ def reference(policy, scores, later):
         FirstKey(14, sinks=2, compact_every=4),
         FirstKey(14, sinks=2, recent=3, compact_every=1),
         FirstKey(8, sinks=0, compact_every=8),
-        FirstKey(14, sinks=2, beside=True, compact_every=4),
+        FirstKey(14, sinks=2, reserve_decode_slots=True, compact_every=4),
     ],
 )
 def test_the_best_stay_and_later_tokens_take_the_least_ones_places(policy):
@@ -108,11 +108,11 @@ def test_places_go_round_all_slots_but_the_sinks(ranked, empty, sinks):
     assert all(slot >= ranked for slot in first[: empty - missing])
 
 
-@pytest.mark.parametrize("floor", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("alpha_safeguard", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("beside", [False, True])
-def test_heads_share_one_budget(floor, beside):
+def test_heads_share_one_budget(floor, reserve_decode_slots):
     # The second head's keys score higher: with no floor it takes what the first head's sinks and floor leave.
-    policy = AdaKV(FirstKey(10, sinks=2, compact_every=4, beside=beside), floor)
+    policy = AdaKV(FirstKey(10, sinks=2, compact_every=4, reserve_decode_slots=reserve_decode_slots), floor)
     stream = make_stream()
     stream.keys[:, :, 1, 0] += 3
     cache = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
@@ -122,7 +122,7 @@ def test_heads_share_one_budget(floor, beside):
     for row, length in enumerate(LENGTHS):
         scores = stream.keys[row, :length, :, 0].T.copy()
         scores[:, :2] = np.inf
-        safe = int(floor * 10) if beside else max(int(floor * 10), 6)
+        safe = int(floor * 10) if reserve_decode_slots else max(int(floor * 10), 6)
         for head in range(2):
             best = np.argsort(-scores[head], kind="stable")[:safe]
             scores[head, best] = np.maximum(scores[head, best], 1e9)
@@ -137,8 +137,8 @@ def test_heads_share_one_budget(floor, beside):
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_equal_heads_are_a_floor_of_one(beside):
-    plain = FirstKey(12, sinks=2, compact_every=4, beside=beside)
+def test_equal_heads_are_a_floor_of_one(reserve_decode_slots):
+    plain = FirstKey(12, sinks=2, compact_every=4, reserve_decode_slots=reserve_decode_slots)
     stream = make_stream()
     runs = []
     for policy in (plain, AdaKV(plain, 1.0)):
@@ -189,7 +189,7 @@ def test_kvzip_scores_by_what_repeating_attends_to():
     again = rng.normal(size=(BATCH, chunks * width, 2, HEAD_DIM)).astype(np.float32)
     cache = kvjax.init(policy, spec, row_keys())
     keys, values = stream.keys[:, :tokens], stream.values[:, :tokens]
-    repeated = Repeated(jnp.asarray(queries), jnp.asarray(again), jnp.asarray(sizes))
+    repeated = RepeatedPrompt(jnp.asarray(queries), jnp.asarray(again), jnp.asarray(sizes))
     cache, _ = kvjax.prefill(cache, keys, values, jnp.asarray(lengths), repeated=repeated)
     kept = np.asarray(cache.state.values).argmax(-1)
     for row, length in enumerate(lengths):
@@ -293,14 +293,14 @@ def plain_expected_attention(row, policy):
 
 
 def plain_cur(row, policy):
-    def shares(x):
+    def layer_budget_scale(x):
         squares, size = (x**2).sum(-1), policy.local_window_size
         if size is None:
             return squares
         window = np.arange(x.shape[1]) // size
         return squares / np.array([[of_head[window == own].sum() for own in window] for of_head in squares])
 
-    keys, values = shares(row.keys), shares(row.values)
+    keys, values = layer_budget_scale(row.keys), layer_budget_scale(row.values)
     both = {"key": keys, "value": values, "kv_avg": (keys + values) / 2, "kv_product": keys * values}
     score = both[policy.leverage_type]
     return score / score.sum(-1, keepdims=True)
@@ -393,8 +393,8 @@ def test_compactor_s_parts_are_scores_of_their_own():
     frequencies = jnp.asarray(make_spec().rope_frequencies)
     prompt = Prompt(keys[..., :8], values, jnp.array([37, 30, 21]), queries.swapaxes(1, 2)[..., :8])
     prompt = dataclasses.replace(prompt, frequencies=frequencies[:4])
-    policy = kvjax.Compactor(10, sinks=0, recent=0, blending=1e6, beside=True)
-    alone = LeverageScores(10, sinks=0, beside=True).rank(prompt)
+    policy = kvjax.Compactor(10, sinks=0, recent=0, blending=1e6, reserve_decode_slots=True)
+    alone = LeverageScores(10, sinks=0, reserve_decode_slots=True).rank(prompt)
     best = lambda rank: np.sort(np.argsort(-np.asarray(rank), axis=-1)[..., :10])  # noqa: E731
     np.testing.assert_array_equal(best(policy.rank(prompt)), best(alone))
 
@@ -414,7 +414,7 @@ def test_what_cannot_be_is_said():
         KVzip(19)
     with pytest.raises(ValueError, match="it must be Selection"):
         AdaKV(kvjax.Uniform(100))
-    with pytest.raises(ValueError, match="floor=1.5"):
+    with pytest.raises(ValueError, match="alpha_safeguard=1.5"):
         AdaKV(KVzip(64), 1.5)
     stream = make_stream()
     prompt = prompt_of(stream, LENGTHS)
@@ -450,15 +450,15 @@ def test_layers_have_their_shares_of_the_budget():
     # No more than tokens may come.
     assert [cache.state.numbers.keys.shape[2] for cache in caches] == [24, PROMPT + NEW]
     # Fitted to bytes, on the average of all layers.
-    shared = kvjax.fit_bytes(lambda budget: LeverageScores(budget, shares=(0.5, 1.5)), make_spec(layers=2), 60_000)
+    shared = kvjax.fit_bytes(lambda budget: LeverageScores(budget, layer_budget_scale=(0.5, 1.5)), make_spec(layers=2), 60_000)
     alike = kvjax.fit_bytes(LeverageScores, make_spec(layers=2), 60_000)
     assert abs(shared.budget - alike.budget) <= 8  # whole tiles of slots
     # The smallest layer must have room, too.
-    assert kvjax.fit_bytes(lambda budget: LeverageScores(budget, shares=(1.8, 0.2)), make_spec(layers=2), 64_000)
+    assert kvjax.fit_bytes(lambda budget: LeverageScores(budget, layer_budget_scale=(1.8, 0.2)), make_spec(layers=2), 64_000)
     with pytest.raises(ValueError, match="are 3; the model has 2 layers"):
-        kvjax.init(LeverageScores(64, shares=(1.0, 1.0, 1.0)), make_spec(layers=2), row_keys())
+        kvjax.init(LeverageScores(64, layer_budget_scale=(1.0, 1.0, 1.0)), make_spec(layers=2), row_keys())
     # None has less than what is never dropped and a compaction.
-    least = kvjax.init(LeverageScores(64, shares=(2.0, 0.0)), make_spec(layer=1, layers=2), row_keys())
+    least = kvjax.init(LeverageScores(64, layer_budget_scale=(2.0, 0.0)), make_spec(layer=1, layers=2), row_keys())
     assert least.state.keys.shape[2] == 4 + 16
     with pytest.raises(ValueError, match="none may be below 0, nor all 0"):
-        LeverageScores(64, shares=(1.0, -0.1))
+        LeverageScores(64, layer_budget_scale=(1.0, -0.1))

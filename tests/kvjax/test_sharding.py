@@ -18,7 +18,7 @@ import pytest
 
 import kvjax
 from experiments.common.compiled import collectives
-from kvjax.sharding import RULES, rename_axes, shardings
+from kvjax.distributed.sharding import RULES, rename_axes, shardings
 from kvjax.state import faults_of_rows, map_fields
 from tests.kvjax import support
 from tests.kvjax.support import ON_A_MESH as POLICIES
@@ -69,7 +69,7 @@ def run(policy, mesh, lengths, new, prompt_keys, prompt_values, prompt_queries, 
         here = slice(begin, begin + 8)
         attended, cache = kvjax.step(cache, queries[:, here], keys[:, here], values[:, here], new)
         cache = kvjax.compact(cache)
-        outputs += [attended, kvjax.output(kvjax.attend(cache, queries[:, begin : begin + 1]))]
+        outputs += [attended, kvjax.normalize(kvjax.attend(cache, queries[:, begin : begin + 1]))]
     return cache, outputs
 
 
@@ -78,7 +78,7 @@ def compare(policy, mesh):
     together = run(policy, mesh, LENGTHS, NEW, *streams())
     for one, other in zip(alone[1], together[1], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
-    np.testing.assert_array_equal(kvjax.tokens(alone[0]), kvjax.tokens(together[0]))
+    np.testing.assert_array_equal(kvjax.num_tokens(alone[0]), kvjax.num_tokens(together[0]))
     return alone[0], together[0]
 
 
@@ -135,11 +135,11 @@ def test_faults_are_those_of_a_row_wherever_its_heads_lie():
         cache = kvjax.init(POLICIES["subgen_mean_value"], SPEC, row_keys(SPEC.batch), placed)
         cache = jax.jit(lambda cache: kvjax.prefill(cache, broken, prompt_values, LENGTHS)[0])(cache)
         cache = jax.jit(kvjax.append)(cache, keys[:, :2], values[:, :2], jnp.array([2, 2, 2, 3]))
-        seen = kvjax.output(jax.jit(kvjax.attend)(cache, queries[:, :1]))
+        seen = kvjax.normalize(jax.jit(kvjax.attend)(cache, queries[:, :1]))
         np.testing.assert_array_equal(np.isnan(seen).any((1, 2, 3)), [False, True, False, True])
         np.testing.assert_array_equal(np.isnan(seen).all((1, 2, 3)), [False, True, False, True])
         with pytest.raises(ValueError, match=r"keys that are not finite.*overflow=\[0, 0, 0, 1\]"):
-            kvjax.check(cache)
+            kvjax.raise_faults(cache)
         results.append((cache.faulty, cache.staging.overflow))
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -157,7 +157,7 @@ def test_every_policy_gives_what_it_gives_on_one_device(name, sequence):
 
 def exchanged(name, mesh, longest, function):
     """What crosses between devices in one call of a function of caches for prompts of so many tokens."""
-    spec = dataclasses.replace(SPEC, max_prompt=longest)
+    spec = dataclasses.replace(SPEC, max_prompt_tokens=longest)
     cache = jax.eval_shape(lambda keys: kvjax.init(POLICIES[name], spec, keys, mesh), row_keys(SPEC.batch))
     cache = jax.tree.map(
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), cache, shardings(cache, mesh)
@@ -191,7 +191,7 @@ def test_a_decode_step_asks_no_other_device_for_keys_or_values(name):
     found = exchanged(name, shared, 160, one_step)
     assert {kind for kind, _ in found} <= {"all-reduce"}
     assert found == exchanged(name, shared, 640, one_step)
-    grows = name == "exact" or POLICIES[name].recalls
+    grows = name == "exact" or POLICIES[name].is_retrieval
     # Of 8 query heads: the largest logit, 64 sums and one.
     assert sum(size for _, size in found) == grows * 4 * 8 * (1 + SPEC.head_dim + 1) * 4
     assert exchanged(name, shared, 160, one_compaction) == [("all-reduce", SPEC.batch * 4)] * counted

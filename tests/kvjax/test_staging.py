@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax import window as windows
-from kvjax.staging import Staging, append, init_staging, take_out
+from kvjax.stores import window as windows
+from kvjax.stores.staging import Staging, append, init_staging, take_out
 from kvjax.state import state
-from kvjax.window import Window, init_window
+from kvjax.stores.window import Window, init_window
 from tests.kvjax.support import make_spec, row_keys
 
 BATCH, SLOTS, WIDEST = 3, 6, 3
@@ -118,7 +118,7 @@ def test_staging_and_settling_do_what_lists_do(sinks, recent, history):
                 expected = np.broadcast_to(np.array(staged, np.float32)[:, None] + 1, (2, len(staged), 2))
                 np.testing.assert_array_equal(new.keys[number, :, : len(staged)], expected)
                 np.testing.assert_array_equal(new.values[number, :, : len(staged)], -expected)
-                np.testing.assert_array_equal(new.beside(buffer)[number, :, : len(staged)], expected)
+                np.testing.assert_array_equal(new.gather_staged(buffer)[number, :, : len(staged)], expected)
                 np.testing.assert_array_equal(new.position[number, : len(staged)], staged)
                 np.testing.assert_array_equal(new.present[number], np.arange(SLOTS) < len(staged))
                 # What leaves the window for it.
@@ -151,11 +151,11 @@ def test_staging_and_settling_do_what_lists_do(sinks, recent, history):
 def test_overflow_is_reported_by_check():
     store = fresh(2, 4)
     for _ in range(2):
-        kvjax.check(store)
+        kvjax.raise_faults(store)
         store = stage(store, *tokens((0, 0, 0), 3), np.array([3, 1, 0], np.int32))
     store = stage(store, *tokens((6, 2, 0), 1), np.array([1, 0, 1], np.int32))
     with pytest.raises(ValueError, match=r"overflow=\[1, 0, 1\]: tokens came to a full staging buffer"):
-        kvjax.check(store)
+        kvjax.raise_faults(store)
 
 
 @pytest.mark.parametrize("new, compact_every, slots", [(5, 64, 5), (64, 5, 5), (64, 64, 64)])
@@ -177,4 +177,4 @@ def test_prompts_shorter_than_sinks_or_window_fill_what_they_can(length):
         row.settle()
     check_window(cache.state.window, rows)
     np.testing.assert_array_equal(cache.state.window.total, [length] * BATCH)
-    np.testing.assert_array_equal(kvjax.tokens(cache), [length] * BATCH)
+    np.testing.assert_array_equal(kvjax.num_tokens(cache), [length] * BATCH)

@@ -8,8 +8,8 @@ import pytest
 from jaxtyping import Array, Int
 
 import kvjax
-from kvjax import growing
-from kvjax.staging import Tokens
+from kvjax.stores import append_only_store as growing
+from kvjax.stores.staging import Tokens
 from kvjax.state import axes, fault, stacked, state
 from tests.kvjax.support import (
     LENGTHS,
@@ -49,7 +49,7 @@ def test_every_array_names_its_axes(name):
     assert names.staging.keys == ("B", "H_kv", "P", "D") and names.staging.values == ("B", "H_kv", "P", "D_v")
     assert names.staging.offset == () and names.staging.count == names.past == names.reused == names.faulty == ("B",)
     per_slot, per_selected = ("B", "H_kv", "S"), ("B", "H_kv", "M")
-    beside = {
+    reserve_decode_slots = {
         "uniform": lambda own: own,
         "clustergen_mean_value": lambda own: own.clusters,
         "clustergen_paper": lambda own: own,
@@ -67,7 +67,7 @@ def test_every_array_names_its_axes(name):
         "streaming_llm_reindexed": {"frequencies": ("half_D",)},
     }
     if name in wanted:
-        own = names_of_fields(beside[name](names.state))
+        own = names_of_fields(reserve_decode_slots[name](names.state))
         window = own.pop("window", names.state.window)
         assert own == wanted[name]
         assert window.keys == (*per_slot, "D") and window.values == (*per_slot, "D_v") and window.total == ("B",)
@@ -110,7 +110,7 @@ def test_inserted_rows_go_on_as_in_the_cache_they_came_from(name):
 
 def test_repeating_keeps_forks_of_a_row_together():
     cache, _ = prefilled("exact")
-    np.testing.assert_array_equal(kvjax.tokens(kvjax.repeat_rows(cache, 2)), np.repeat(LENGTHS, 2))
+    np.testing.assert_array_equal(kvjax.num_tokens(kvjax.repeat_rows(cache, 2)), np.repeat(LENGTHS, 2))
 
 
 @every_policy
@@ -130,7 +130,7 @@ def test_rows_at_another_point_of_staging_are_not_inserted():
     with pytest.raises(ValueError, match=r"'offset' is 0 in one state and 3 in the other; compact both"):
         kvjax.insert_rows(cache, further, jnp.arange(3))
     inserted = kvjax.insert_rows(cache, kvjax.compact(further), jnp.arange(3))
-    chex.assert_trees_all_equal(kvjax.tokens(inserted), jnp.array(LENGTHS) + 3)
+    chex.assert_trees_all_equal(kvjax.num_tokens(inserted), jnp.array(LENGTHS) + 3)
 
 
 def test_check_names_an_exact_cache_that_was_overfilled():
@@ -141,10 +141,10 @@ def test_check_names_an_exact_cache_that_was_overfilled():
     append = jax.jit(lambda cache: kvjax.compact(kvjax.append(cache, stream.keys[:, 4:8], stream.values[:, 4:8])))
     for _ in range(15):
         cache = append(cache)
-    kvjax.check(cache)
+    kvjax.raise_faults(cache)
     cache = append(append(cache))
     with pytest.raises(ValueError, match=r"overflow=\[8, 7, 4\]: .* full cache .*past=\[8, 7, 4\]: .* \(19 in all\)"):
-        kvjax.check(cache)
+        kvjax.raise_faults(cache)
     stored = np.asarray(cache.state.keys)[0].swapaxes(0, 1)
     np.testing.assert_array_equal(stored[:4], stream.keys[0, :4])  # what was there is as it was
     np.testing.assert_array_equal(stored[4:], np.tile(stream.keys[0, 4:8], (15, 1, 1)))
@@ -152,18 +152,18 @@ def test_check_names_an_exact_cache_that_was_overfilled():
 
 def test_a_growing_store_counts_what_finds_no_room():
     # A cache takes no more tokens than the store was made for; the store itself refuses them too.
-    store = growing.init_growing(make_spec(prompt=4, new=60), prompt=4)
+    store = growing.init_append_only_store(make_spec(prompt=4, new=60), prompt=4)
     rng, count = np.random.default_rng(0), jnp.array([64, 10, 0])
     make = lambda: jnp.asarray(rng.normal(size=(3, 2, 64, 64)), jnp.float32)  # noqa: E731
     store = growing.add(store, Tokens(make(), make(), count, jnp.zeros(3, jnp.int32), jnp.zeros((3, 64), jnp.int32)))
-    kvjax.check(store)
+    kvjax.raise_faults(store)
     more = Tokens(make(), make(), jnp.array([5, 64, 64]), count, jnp.zeros((3, 64), jnp.int32))
     fuller = growing.add(store, more)
     np.testing.assert_array_equal(fuller.count, [64, 64, 64])
     np.testing.assert_array_equal(fuller.keys[0], store.keys[0])
     np.testing.assert_array_equal(fuller.keys[1, :, 10:], more.keys[1, :, :54])
     with pytest.raises(ValueError, match=r"overflow=\[5, 10, 0\]: tokens came to a full cache .* \(15 in all\)"):
-        kvjax.check(fuller)
+        kvjax.raise_faults(fuller)
 
 
 def test_what_is_no_state_is_refused():
@@ -174,7 +174,7 @@ def test_what_is_no_state_is_refused():
 def test_states_may_lie_in_lists_and_dicts():
     cache, _ = prefilled("exact")
     taken = kvjax.take_rows({"layers": [cache, cache]}, jnp.array([1]))
-    np.testing.assert_array_equal(kvjax.tokens(taken["layers"][1]), [LENGTHS[1]])
+    np.testing.assert_array_equal(kvjax.num_tokens(taken["layers"][1]), [LENGTHS[1]])
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_states_may_lie_in_lists_and_dicts():
         ({"batch": 0}, "batch=0"),
         ({"kv_heads": 3}, "query_heads=4 must be a multiple of kv_heads=3"),
         ({"head_dim": -1}, "head_dim=-1"),
-        ({"prompt": 0}, "max_prompt=0"),
-        ({"new": 0}, "max_new=0"),
+        ({"prompt": 0}, "max_prompt_tokens=0"),
+        ({"new": 0}, "max_new_tokens=0"),
         ({"layer": 2, "layers": 2}, r"layer=2 must lie in \[0, layers=2\)"),
         ({"layer": -1}, "layer=-1"),
         ({"parts": 0}, "parts=0"),
@@ -206,7 +206,7 @@ def test_exact_bytes_are_keys_and_values_of_the_tokens():
 
 
 def test_rows_out_of_range_are_refused():
-    spec = kvjax.CacheSpec(batch=2, query_heads=2, kv_heads=1, head_dim=4, max_prompt=4, max_new=4)
+    spec = kvjax.CacheSpec(batch=2, query_heads=2, kv_heads=1, head_dim=4, max_prompt_tokens=4, max_new_tokens=4)
     cache = kvjax.init(kvjax.Exact(compact_every=4), spec, row_keys(2))
     for rows in ([2], [-1, 0]):
         with pytest.raises(ValueError, match=r"must lie in \[0, 2\)"):
@@ -234,4 +234,4 @@ def test_states_of_one_stream_are_handled_under_their_leading_axes():
     taken = kvjax.take_rows(many, jnp.array([2, 0]))
     np.testing.assert_array_equal(taken.stream.items, many.stream.items[jnp.array([2, 0])])
     with pytest.raises(ValueError, match=r"lost=\[\[0, 0\], \[0, 3\], \[0, 0\]\]: items were lost \(3 in all\)"):
-        kvjax.check(ManyStreams(OneStream(many.stream.items, many.stream.lost.at[1, 1].set(3))))
+        kvjax.raise_faults(ManyStreams(OneStream(many.stream.items, many.stream.lost.at[1, 1].set(3))))

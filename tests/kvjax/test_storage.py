@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax import storage
-from kvjax.storage import FORMATS
+from kvjax import quantization as storage
+from kvjax.quantization import FORMATS
 from pallas_kernels import packing
 from tests.kvjax.support import make_spec, make_stream, row_keys
 
@@ -152,7 +152,7 @@ def test_what_keys_have_in_common_costs_no_bits():
             cache, _ = kvjax.prefill(
                 kvjax.init(policy, spec, row_keys(1)), keys, stream.values[:1, :40], jnp.array([40])
             )
-            outputs[shift, policy] = kvjax.output(kvjax.attend(cache, 0.3 * stream.queries[:1, 40:44]))
+            outputs[shift, policy] = kvjax.normalize(kvjax.attend(cache, 0.3 * stream.queries[:1, 40:44]))
     apart = [
         np.mean(np.abs(outputs[shift, kvjax.Quantized(kvjax.Exact(), "int3")] - outputs[shift, kvjax.Exact()]))
         for shift in (0.0, 1.0)
@@ -173,7 +173,7 @@ def test_the_error_of_attention_follows_the_width(name):
     outputs = []
     for policy in (kvjax.Exact(), kvjax.Quantized(kvjax.Exact(), name)):
         cache, _ = kvjax.prefill(kvjax.init(policy, spec, row_keys(1)), keys, values, jnp.array([64]))
-        outputs.append(np.asarray(kvjax.output(kvjax.attend(cache, stream.queries[:1, :4]))))
+        outputs.append(np.asarray(kvjax.normalize(kvjax.attend(cache, stream.queries[:1, :4]))))
     error = np.linalg.norm(outputs[1] - outputs[0]) / np.linalg.norm(outputs[0])
     low, high = {"int8": (0.001, 0.02), "int4": (0.03, 0.25), "int3": (0.08, 0.45), "int2": (0.15, 0.8)}[name]
     assert low < error < high

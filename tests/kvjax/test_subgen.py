@@ -11,7 +11,7 @@ from scipy import stats
 
 import kvjax
 from kvjax.budget import abstract_cache, row_bytes
-from kvjax.per_head import per_head
+from kvjax.structures.per_head import per_head
 from kvjax.structures import streams as structures
 from kvjax.theory import SubGenSettings, subgen_settings
 from tests.kvjax.support import HEAD_DIM, LENGTHS, make_spec, row_keys, whole_run
@@ -22,17 +22,17 @@ DIM, TOKENS = 32, 512
 def attended(policy, keys, values, queries, batch=1, seed=0):
     """Attention output [B, Q, D] of queries [Q, D] after a prompt [T, D] in every row, each row with its randomness."""
     tokens, dim = keys.shape
-    spec = kvjax.CacheSpec(batch=batch, query_heads=1, kv_heads=1, head_dim=dim, max_prompt=tokens, max_new=8)
+    spec = kvjax.CacheSpec(batch=batch, query_heads=1, kv_heads=1, head_dim=dim, max_prompt_tokens=tokens, max_new_tokens=8)
     return _attended(policy, spec, keys, values, queries, jax.random.split(jax.random.key(seed), batch))
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def _attended(policy, spec, keys, values, queries, rngs):
     rows = lambda x: jnp.broadcast_to(x[:, None], (spec.batch, len(x), 1, spec.head_dim))  # noqa: E731
-    lengths = jnp.full(spec.batch, spec.max_prompt, jnp.int32)
+    lengths = jnp.full(spec.batch, spec.max_prompt_tokens, jnp.int32)
     cache, _ = kvjax.prefill(kvjax.init(policy, spec, rngs), rows(keys), rows(values), lengths)
     partials = kvjax.attend(cache, rows(queries))
-    return kvjax.output(partials)[:, :, 0], partials, cache.state
+    return kvjax.normalize(partials)[:, :, 0], partials, cache.state
 
 
 # Compiled once each.
@@ -173,7 +173,7 @@ def test_clusters_without_a_common_law_are_not_spread():
 def test_mean_value_is_nearer_to_exact_attention_than_uniform_at_equal_bytes():
     # Paired over rows; sinks and recent tokens would be the same in both.
     keys, values, queries = low_rank(8)
-    spec = kvjax.CacheSpec(batch=1, query_heads=1, kv_heads=1, head_dim=DIM, max_prompt=TOKENS, max_new=8)
+    spec = kvjax.CacheSpec(batch=1, query_heads=1, kv_heads=1, head_dim=DIM, max_prompt_tokens=TOKENS, max_new_tokens=8)
     limit = row_bytes(SPREAD, spec)
     rival = kvjax.fit_bytes(lambda budget: kvjax.Uniform(budget, sinks=0, recent=0), spec, limit)
     ours, theirs = (
@@ -203,7 +203,7 @@ def test_rows_and_heads_draw_for_themselves():
 def test_streams_one_after_the_other_are_streams_side_by_side():
     # Tables that are full, and widened by some of the streams.
     policy = kvjax.SubGen(24, sinks=0, recent=0)
-    spec = kvjax.CacheSpec(batch=2, query_heads=2, kv_heads=2, head_dim=DIM, max_prompt=64, max_new=64)
+    spec = kvjax.CacheSpec(batch=2, query_heads=2, kv_heads=2, head_dim=DIM, max_prompt_tokens=64, max_new_tokens=64)
     streams = policy.init(spec, row_keys(2)).streams
     keys, values = jax.random.normal(jax.random.key(0), (2, 2, 2, 64, DIM))
     valid = jnp.arange(64) < jnp.array([[64], [40]])

@@ -53,7 +53,7 @@ MAKE = {
     "knorm": (lambda: kvjax.Knorm(20), {"sinks": 0}),
     "lagkv": (lambda: kvjax.LagKV(20), {"cross_scoring": True}),
     "tova": (lambda: kvjax.TOVA(20), {"recent": 0}),
-    "ada_kv": (lambda: kvjax.AdaKV(kvjax.LeverageScores(20)), {"floor": 0.0}),
+    "ada_kv": (lambda: kvjax.AdaKV(kvjax.LeverageScores(20)), {"alpha_safeguard": 0.0}),
     "quantized": (lambda: kvjax.Quantized(kvjax.Uniform(20, **WINDOW)), {"storage": "fp8"}),
     "host_memory": (lambda: kvjax.HostMemory(kvjax.Quest(20)), {"steps": 2}),
     "by_layer": (lambda: kvjax.ByLayer((kvjax.Exact(), kvjax.Quest(20))), {"policies": (kvjax.Exact(),)}),
@@ -99,7 +99,7 @@ def test_replaced_settings_are_checked_too(kind):
             {"steps": -1},
             {"policies": ()},
             {"layers": -1},
-            {"floor": 2},
+            {"alpha_safeguard": 2},
         )
         if set(wrong) <= names
     )
@@ -213,7 +213,7 @@ def test_caches_of_different_settings_have_different_structures_though_their_arr
 
 
 @pytest.mark.parametrize(
-    "change", [{"scale": 0.5}, {"logit_cap": 30.0}, {"max_prompt": 39}], ids=["scale", "logit_cap", "max_prompt"]
+    "change", [{"scale": 0.5}, {"logit_cap": 30.0}, {"max_prompt_tokens": 39}], ids=["scale", "logit_cap", "max_prompt_tokens"]
 )
 def test_what_a_cache_was_made_for_is_part_of_its_structure(change):
     policy, spec = POLICIES["uniform"], make_spec()
@@ -252,7 +252,7 @@ def test_rows_of_another_policy_s_cache_are_not_inserted(other, under_jit):
         ("subgen:variant=paper,recent=32@200", kvjax.SubGen(200, recent=32, variant="paper")),
         ("subgen:variant=paper,delta=None@200", kvjax.SubGen(200, variant="paper")),
         ("h2o:recent=4,average=true@12", kvjax.H2O(12, recent=4, average=True)),
-        ("clusterkv:every=None,start=k-means++@64", kvjax.ClusterKV(64, every=None, start="k-means++")),
+        ("clusterkv:every=None,start=k-means++@64", kvjax.ClusterKV(64, every=None, kmeans_init="k-means++")),
         ("balancekv_paper:value_exponents=(0,3),bins=4@400", BalanceKVPaper(400, value_exponents=(0, 3), bins=4)),
         ("uniform:storage=fp8@512", kvjax.Quantized(kvjax.Uniform(512), "fp8")),
         ("quest:host_steps=2,storage=int8@64", kvjax.HostMemory(kvjax.Quantized(kvjax.Quest(64)), 2)),
@@ -325,4 +325,4 @@ def _is_module(x):
 def test_values_are_seen_in_reprs_of_caches():
     cache = kvjax.init(POLICIES["uniform"], make_spec(), row_keys())
     assert repr(POLICIES["uniform"]) in repr(cache)
-    np.testing.assert_array_equal(kvjax.tokens(cache), [0, 0, 0])
+    np.testing.assert_array_equal(kvjax.num_tokens(cache), [0, 0, 0])

@@ -1,0 +1,131 @@
+"""Outlier heads: a few KV heads of a model that keep every token, at an equal total budget (Chelsea, section 5.3)."""
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+from kvjax.combinators.by_head import ByHead
+from kvjax.policy import Policy, Requirements
+from kvjax.spec import CacheSpec
+from pallas_kernels.weighted_decode import SLOT_BLOCK
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadChoice:
+    """The outlier heads of a model, as pairs (layer, KV head); `experiments.calibrate_heads` writes them.
+
+    Attributes:
+        layers: layers of the model.
+        kv_heads: KV heads of a layer.
+        full: heads that keep every token.
+        drop: heads that drop tokens where other heads merge them.
+    """
+
+    layers: int
+    kv_heads: int
+    full: tuple[tuple[int, int], ...] = ()
+    drop: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        chosen = [*self.full, *self.drop]
+        for layer, head in chosen:
+            if not (0 <= layer < self.layers and 0 <= head < self.kv_heads):
+                raise ValueError(f"head {(layer, head)} does not exist in {self.layers} layers x {self.kv_heads} heads")
+        if len(set(chosen)) != len(chosen):
+            raise ValueError(f"full={self.full} and drop={self.drop} must name each head once")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "HeadChoice":
+        """Reads a file that `save` wrote."""
+        content = json.loads(pathlib.Path(path).read_text())
+        heads = {name: tuple((layer, head) for layer, head in content[name]) for name in ("full", "drop")}
+        return cls(content["layers"], content["kv_heads"], **heads)
+
+    def save(self, path: str | os.PathLike[str], provenance: dict[str, Any]) -> None:
+        """Writes a JSON file.
+
+        Args:
+            path: the file.
+            provenance: how the heads were chosen; `load` ignores it.
+        """
+        content = dataclasses.asdict(self) | {"provenance": provenance}
+        pathlib.Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class OutlierHeads(Policy[Any]):
+    """Gives outlier heads a full cache and the other heads a smaller budget, so that the slots of all heads add up to
+    the policy's budget in every head.
+
+    Attributes:
+        policy: a policy with a `budget` field, such as Chelsea.
+        choice: the outlier heads.
+        full: policy of the heads in `choice.full`, such as Exact.
+        drop: policy of the heads in `choice.drop`; needed if there are any.
+    """
+
+    policy: Policy
+    choice: HeadChoice
+    full: Policy
+    drop: Policy | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not hasattr(self.policy, "budget"):
+            raise ValueError(f"policy={self.policy} must have a budget")
+        if self.choice.drop and self.drop is None:
+            raise ValueError(f"choice.drop={self.choice.drop} needs a policy drop=")
+
+    @property
+    def compact_every(self) -> int:
+        """The smaller of both policies'."""
+        return min(self.policy.compact_every, self.full.compact_every)
+
+    @property
+    def requires(self) -> Requirements:
+        """What the policy needs."""
+        return self.policy.requires
+
+    def for_layer(self, spec: CacheSpec) -> Policy[Any]:
+        """Returns a `ByHead` of the layer."""
+        choice = self.choice
+        if (spec.layers, spec.kv_heads) != (choice.layers, choice.kv_heads):
+            raise ValueError(
+                f"the outlier heads are of a model with {choice.layers} layers x {choice.kv_heads} heads, the cache has "
+                f"{spec.layers} x {spec.kv_heads}"
+            )
+        budget = self._remaining_budget(spec)
+        layer_heads = [(spec.layer, head) for head in range(spec.kv_heads)]
+        others, drop = (
+            policy if policy is None else dataclasses.replace(policy, budget=budget)  # type: ignore[call-arg]
+            for policy in (self.policy, self.drop)
+        )
+        policies = [
+            self.full if head in choice.full else drop if head in choice.drop else others for head in layer_heads
+        ]
+        unique = set(policies)
+        policy = ByHead(tuple(policies)) if len(unique) > 1 else policies[0]  # type: ignore[arg-type]
+        return policy.for_layer(spec)
+
+    def _remaining_budget(self, spec: CacheSpec) -> int:
+        """Returns the budget of a head that does not keep everything."""
+        count, full = self.choice.layers * self.choice.kv_heads, len(self.choice.full)
+        budget: int = self.policy.budget  # type: ignore[attr-defined]
+        if count == full:
+            return budget
+        full_slots = -(-spec.capacity // SLOT_BLOCK) * SLOT_BLOCK  # as an append-only store rounds them
+        remaining = (count * budget - full * full_slots) // (count - full)
+        if remaining < 1:
+            raise ValueError(
+                f"budget={budget} is too small: {full} of {count} heads keep {full_slots} slots each; pass a larger "
+                "budget or fewer outlier heads"
+            )
+        return remaining
+
+    def init(self, spec: CacheSpec, row_keys: Any) -> Any:
+        """Returns the state of the layer's `ByHead`."""
+        raise TypeError("OutlierHeads has no state of its own; call for_layer(spec) first")
+
+    prefill = segments = compact = init  # type: ignore[assignment]

@@ -1,0 +1,78 @@
+"""Collectives over the devices that share a layer.
+
+Without a mesh, and outside `shard_map`, these functions return their argument.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Num, Shaped
+
+# Mesh axes of KV heads and of the stores that grow with the context; see `kvjax.distributed.sharding`.
+TENSOR, SEQUENCE = "tensor", "sequence"
+
+
+def global_heads(local: int) -> int:
+    """Returns the number of heads of a layer, from the number on this device."""
+    return local * _num_devices(TENSOR)
+
+
+def local_heads(x: Shaped[Array, "H_all *N"], count: int) -> Shaped[Array, "H *N"]:
+    """Returns this device's `count` heads of an array over all heads of a layer."""
+    if _num_devices(TENSOR) == 1:
+        return x
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(TENSOR) * count, count)
+
+
+def sum_over_heads(x: Num[Array, "*N"]) -> Num[Array, "*N"]:
+    """Sums over the devices that hold different heads."""
+    return x if _num_devices(TENSOR) == 1 else jax.lax.psum(x, TENSOR)
+
+
+def is_sequence_sharded() -> bool:
+    """Whether devices share the stores that grow with the context."""
+    return _num_devices(SEQUENCE) > 1
+
+
+def global_slots(local: int) -> int:
+    """Returns the number of slots of a shared store, from the number on this device."""
+    return local * _num_devices(SEQUENCE)
+
+
+def local_slot(slot: Int[Array, "*N"], count: int) -> Int[Array, "*N"]:
+    """Maps slots of a shared store to this device's `count` slots; slots of other devices become `count`."""
+    if not is_sequence_sharded():
+        return slot
+    local = slot - jax.lax.axis_index(SEQUENCE) * count
+    return jnp.where((local >= 0) & (local < count), local, count)
+
+
+def local_stop(stop: Int[Array, "*N"], count: int) -> Int[Array, "*N"]:
+    """Maps the end of the occupied slots of a shared store to this device's `count` slots."""
+    return jnp.clip(stop - jax.lax.axis_index(SEQUENCE) * count, 0, count) if is_sequence_sharded() else stop
+
+
+def local_tokens(x: Shaped[Array, "B H T *N"], count: int) -> Shaped[Array, "B H S *N"]:
+    """Returns the tokens for this device's `count` slots, of tokens that fill a shared store from its first slot."""
+    if not is_sequence_sharded():
+        return x[:, :, :count]
+    missing = max(global_slots(count) - x.shape[2], 0)
+    x = jnp.pad(x, [(0, 0), (0, 0), (0, missing), *[(0, 0)] * (x.ndim - 3)])
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(SEQUENCE) * count, count, axis=2)
+
+
+def sum_over_sequence(x: Num[Array, "*N"]) -> Num[Array, "*N"]:
+    """Sums over the devices that share a store."""
+    return jax.lax.psum(x, SEQUENCE) if is_sequence_sharded() else x
+
+
+def max_over_sequence(x: Num[Array, "*N"]) -> Num[Array, "*N"]:
+    """Takes the maximum over the devices that share a store."""
+    return jax.lax.pmax(x, SEQUENCE) if is_sequence_sharded() else x
+
+
+def _num_devices(axis: str) -> int:
+    """Returns the devices along a mesh axis inside `shard_map`, otherwise 1."""
+    try:
+        return jax.lax.axis_size(axis)
+    except NameError:
+        return 1

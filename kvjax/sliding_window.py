@@ -1,0 +1,52 @@
+"""The cache of layers with sliding-window attention."""
+
+import dataclasses
+
+from jaxtyping import Array, Int, Key
+
+from kvjax.policy import Policy, Prompt, check_budget
+from kvjax.segment import Segment
+from kvjax.spec import CacheSpec
+from kvjax.stores import window as windows
+from kvjax.stores.staging import Tokens
+from kvjax.stores.window import Window, init_window
+
+
+@dataclasses.dataclass(frozen=True)
+class SlidingWindow(Policy[Window]):
+    """Keeps exactly the last `budget` tokens at every step, the newest one included.
+
+    `kvjax.init` gives this policy to layers whose model has a sliding window (`CacheSpec.window`).
+
+    Attributes:
+        budget: tokens of the window.
+        compact_every: tokens between compactions. It changes no result: the window slides at every step.
+    """
+
+    budget: int
+    compact_every: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_budget(self.budget, compact_every=self.compact_every)
+
+    def for_layer(self, spec: CacheSpec) -> Policy[Window]:
+        """Limits staging to the window, because all staged tokens are visible."""
+        return dataclasses.replace(self, compact_every=min(self.compact_every, self.budget))
+
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> Window:
+        """Returns an empty window."""
+        return init_window(spec, 0, self.budget)
+
+    def prefill(self, state: Window, prompt: Prompt) -> Window:
+        """Keeps the last tokens of the prompt."""
+        return windows.fill(state, prompt)
+
+    def segments(self, state: Window, num_visible_staged: Int[Array, "B #T"]) -> tuple[Segment, ...]:
+        """Returns the tokens of the window, without those that staged tokens have pushed out."""
+        return windows.window_segments(state, num_visible_staged=num_visible_staged)
+
+    def compact(self, state: Window, new: Tokens) -> Window:
+        """Slides the window."""
+        window, _ = windows.slide(state, new)
+        return window

@@ -1,0 +1,109 @@
+"""A store that keeps every token, with capacity for all tokens that will come."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.distributed.collectives import global_slots, local_slot, local_stop, local_tokens
+from kvjax.quantization import QuantizedArray, empty_quantized, first_mean, quantize
+from kvjax.segment import Segment
+from kvjax.spec import CacheSpec
+from kvjax.state import fault, state, static
+from kvjax.stores.staging import Tokens
+from pallas_kernels.weighted_decode import SLOT_BLOCK
+
+
+@state
+class AppendOnlyStore:
+    """The tokens of each row in its first slots, without gaps. Devices may share the slots.
+
+    A token is quantized once, when it is written, and never touched again.
+    """
+
+    keys: Float[Array, "B H_kv N D"] | QuantizedArray
+    values: Float[Array, "B H_kv N D_v"] | QuantizedArray
+    count: Int[Array, "B"]  # int32
+    overflow: Int[Array, "B"] = fault("tokens were appended to a full store that must keep all of them")
+    formats: tuple[str, str] | None = static(default=None)  # quantization formats of keys and values
+
+
+def init_append_only_store(spec: CacheSpec, max_prompt_tokens: int) -> AppendOnlyStore:
+    """Returns an empty store.
+
+    Args:
+        spec: the cache's spec.
+        max_prompt_tokens: tokens of the longest prompt.
+
+    Returns:
+        A store for such a prompt and `spec.max_new_tokens`, rounded up to blocks of attention on every device.
+    """
+    block = SLOT_BLOCK * spec.sequence_shards
+    slots = -(-(max_prompt_tokens + spec.max_new_tokens) // block) * block
+    shape, formats = (spec.batch, spec.kv_heads, slots), spec.kv_formats
+    count, overflow = jnp.zeros(spec.batch, jnp.int32), jnp.zeros(spec.batch, jnp.int32)
+    if formats is None:
+        keys, values = jnp.zeros((*shape, spec.head_dim), spec.dtype), jnp.zeros((*shape, spec.value_width), spec.dtype)
+        return AppendOnlyStore(keys, values, count, overflow)
+    keys = empty_quantized(formats.keys, (*shape, spec.head_dim), offset_shape=(*shape[:2], spec.head_dim))
+    values = empty_quantized(formats.values, (*shape, spec.value_width))
+    return AppendOnlyStore(keys, values, count, overflow, tuple(formats))
+
+
+def fill(store: AppendOnlyStore, prompt: Any) -> AppendOnlyStore:
+    """Writes a prompt into an empty store.
+
+    Args:
+        store: an empty store.
+        prompt: a `kvjax.policy.Prompt`; it may be padded past the last slot.
+
+    Returns:
+        The store.
+    """
+    slots, valid = store.keys.shape[2], jnp.arange(prompt.keys.shape[2]) < prompt.lengths[:, None]
+
+    def write(buffer: Array, new: Array) -> Array:
+        local = local_tokens(new, slots)
+        return buffer.at[:, :, : local.shape[2]].set(local.astype(buffer.dtype))
+
+    return _write(store, prompt.keys, prompt.values, valid, write, prompt.lengths)
+
+
+def append(store: AppendOnlyStore, new: Tokens) -> AppendOnlyStore:
+    """Appends tokens; those without a slot are counted in `overflow`."""
+    slots = store.keys.shape[2]
+    target = local_slot(store.count[:, None] + jnp.arange(new.keys.shape[2]), slots)
+    target = jnp.where(new.present, target, slots)
+
+    def write(buffer: Array, new: Array) -> Array:
+        put = jax.vmap(lambda buffer, new, target: buffer.at[:, target].set(new.astype(buffer.dtype), mode="drop"))
+        return put(buffer, new, target)
+
+    lost = jnp.maximum(store.count + new.count - jnp.maximum(store.count, global_slots(slots)), 0)
+    written = _write(store, new.keys, new.values, new.present, write, store.count + new.count - lost)
+    return dataclasses.replace(written, overflow=store.overflow + lost)
+
+
+def store_segment(store: AppendOnlyStore) -> Segment:
+    """Returns the store as attention reads it."""
+    stop = local_stop(store.count, store.keys.shape[2])[:, None]
+    return Segment(store.keys, store.values, stop=stop, sequence_sharded=True)
+
+
+def _write(
+    store: AppendOnlyStore, keys: Array, values: Array, valid: Bool[Array, "B T"], write: Any, count: Int[Array, "B"]
+) -> AppendOnlyStore:
+    """Writes tokens with `write(buffer, new)`, quantized where the store is."""
+    if store.formats is None:
+        return dataclasses.replace(store, keys=write(store.keys, keys), values=write(store.values, values), count=count)
+    offset = first_mean(store.keys.offset, keys, valid[:, None])
+    new = quantize(keys, store.formats[0], offset, unbiased=True), quantize(values, store.formats[1])
+    keys, values = (
+        dataclasses.replace(
+            old, values=write(old.values, one.values), scale=write(old.scale, one.scale), offset=one.offset
+        )
+        for old, one in zip((store.keys, store.values), new, strict=True)
+    )
+    return dataclasses.replace(store, keys=keys, values=values, count=count)

@@ -1,0 +1,51 @@
+"""Attention scores of cached tokens, for policies that learn from the attention of decode steps."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.attention import AttentionStats
+from kvjax.spec import CacheSpec
+from kvjax.state import state
+from kvjax.stores.window import Window
+
+
+@state
+class AttentionScores:
+    """Attention probability of every slot of a window and of the staging buffer, summed over a group's query heads."""
+
+    window: Float[Array, "B H_kv S"]  # float32, 0 in empty slots
+    staged: Float[Array, "B H_kv P"]  # float32
+
+
+def init_attention_scores(spec: CacheSpec, window: Window) -> AttentionScores:
+    """Returns zero scores for the slots of a window and of the staging buffer."""
+    shape = (spec.batch, spec.kv_heads)
+    return AttentionScores(jnp.zeros((*shape, window.keys.shape[2])), jnp.zeros((*shape, spec.staging_slots)))
+
+
+def accumulate_scores(scores: AttentionScores, stats: AttentionStats) -> AttentionScores:
+    """Adds the attention of a step's queries."""
+    (window,), staged = stats.segments, stats.staged
+    return AttentionScores(scores.window + jnp.sum(window, axis=2), scores.staged + jnp.sum(staged, axis=2))
+
+
+def newest_scores(scores: AttentionScores, stats: AttentionStats) -> AttentionScores:
+    """Returns the attention of the newest query; rows that appended no token keep their scores."""
+    (window,) = stats.segments
+    last = stats.appended.shape[1] - 1 - jnp.argmax(stats.appended[:, ::-1], axis=1)
+    any_appended = jnp.any(stats.appended, axis=1)[:, None, None]
+
+    def of_last(x: Float[Array, "B H T S"]) -> Float[Array, "B H S"]:
+        if x.shape[2] > 1:
+            x = jnp.take_along_axis(x, last[:, None, None, None], axis=2)
+        return x[:, :, 0]
+
+    return AttentionScores(
+        jnp.where(any_appended, of_last(window), scores.window),
+        jnp.where(any_appended, of_last(stats.staged), scores.staged),
+    )
+
+
+def after_compaction(scores: AttentionScores, window: Float[Array, "B H_kv S"]) -> AttentionScores:
+    """Returns scores with new window scores and an empty staging buffer."""
+    return AttentionScores(window, jnp.zeros_like(scores.staged))

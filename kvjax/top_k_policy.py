@@ -1,0 +1,121 @@
+"""The base class of policies that keep the highest-scoring tokens of a prompt."""
+
+import abc
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from kvjax.policy import Policy, Prompt, Requirements, check_budget
+from kvjax.segment import Segment
+from kvjax.spec import CacheSpec
+from kvjax.stores import top_k_store
+from kvjax.stores.staging import Tokens
+from kvjax.stores.top_k_store import TopKStore, init_top_k_store
+
+SLOT_TILE = 8  # a TPU copies stores of other sizes at every step
+_ABOVE_SCORES = 1e30  # above any score that a policy gives
+
+
+@dataclasses.dataclass(frozen=True)
+class TopKPolicy(Policy[TopKStore]):
+    """Keeps the tokens of a prompt with the highest scores, per KV head.
+
+    A subclass is a frozen dataclass with one method, `score`. The first tokens (sinks) and the last ones (recent) are
+    always kept. Slots are in the order of rank, so that a later token needs no score: it takes a free slot, or the slot
+    of the token with the lowest rank. `AdaKV` shares the budget among the heads of a layer.
+
+    Attributes:
+        budget: slots per KV head, for the prompt and later tokens.
+        sinks: first tokens, which are never dropped.
+        recent: last tokens of the prompt, ranked right after the sinks.
+        reserve_decode_slots: whether later tokens get `spec.max_new_tokens` slots beyond the budget, as in published
+            selections. These slots count as bytes.
+        layer_budget_scale: factor of the budget of every layer; None for 1. A layer's budget is a multiple of
+            `SLOT_TILE` and at least `min_budget`.
+        compact_every: tokens between compactions. Until then all new tokens are read in addition to the kept ones.
+    """
+
+    budget: int
+    sinks: int = 4
+    recent: int = 0
+    reserve_decode_slots: bool = False
+    layer_budget_scale: tuple[float, ...] | None = None
+    compact_every: int = 16
+
+    requires = Requirements(entire_prompt=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_budget(self.budget, self.sinks, self.num_recent, self.compact_every)
+        scale = self.layer_budget_scale
+        if scale is not None and not (scale and min(scale) >= 0 < max(scale)):
+            raise ValueError(f"layer_budget_scale={scale} must have no negative and at least one positive number")
+        if self.budget < self.min_budget:
+            raise ValueError(
+                f"budget={self.budget} slots cannot hold sinks={self.sinks} and the compact_every={self.compact_every} "
+                f"tokens of a compaction; pass at least {self.min_budget}"
+            )
+
+    @abc.abstractmethod
+    def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
+        """Returns the score of every token for every KV head, float32; scores past a row's length are ignored."""
+
+    @property
+    def num_recent(self) -> int:
+        """Last tokens of the prompt that are always kept."""
+        return self.recent
+
+    @property
+    def min_budget(self) -> int:
+        """Slots for the tokens that are always kept and for those of one compaction."""
+        return max(self.sinks + max(self.num_recent, 0 if self.reserve_decode_slots else self.compact_every), 1)
+
+    def for_layer(self, spec: CacheSpec) -> Policy[TopKStore]:
+        """Returns the policy with the budget of this layer."""
+        scale = self.layer_budget_scale
+        if scale is None:
+            return self
+        if len(scale) != spec.layers:
+            raise ValueError(f"layer_budget_scale={scale} has {len(scale)} numbers for a model of {spec.layers} layers")
+        budget = max(SLOT_TILE * round(self.budget * scale[spec.layer] / SLOT_TILE), self.min_budget)
+        # More slots than tokens would be wasted; fitting a budget of bytes gives them to the other layers.
+        budget = min(budget, spec.capacity)
+        return dataclasses.replace(self, budget=budget, layer_budget_scale=None)
+
+    def num_slots(self, spec: CacheSpec) -> int:
+        """Returns the slots per KV head, reserved ones included."""
+        if not self.reserve_decode_slots:
+            return self.budget
+        return -(-(self.budget + spec.max_new_tokens) // SLOT_TILE) * SLOT_TILE
+
+    def rank(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
+        """Returns the scores, with sinks and recent tokens above all of them and -inf past a row's length."""
+        tokens = prompt.keys.shape[2]
+        position, length = jnp.arange(tokens), prompt.lengths[:, None, None]
+        recent = position >= length - self.num_recent
+        rank = jnp.where(recent, _ABOVE_SCORES * (1 + position / tokens), self.score(prompt))
+        rank = jnp.where(position < self.sinks, jnp.inf, rank)
+        return jnp.where(position < length, rank, -jnp.inf)
+
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> TopKStore:
+        """Returns an empty store."""
+        return init_top_k_store(spec, self.num_slots(spec))
+
+    def prefill(self, state: TopKStore, prompt: Prompt) -> TopKStore:
+        """Keeps the tokens of highest rank."""
+        rank = self.rank(prompt)
+        return top_k_store.fill(state, rank, prompt.keys, prompt.values, prompt.lengths, self.budget)
+
+    def segments(self, state: TopKStore, num_visible_staged: Int[Array, "B #T"]) -> tuple[Segment, ...]:
+        """Returns the kept tokens."""
+        return (top_k_store.store_segment(state),)
+
+    def compact(self, state: TopKStore, new: Tokens) -> TopKStore:
+        """Writes later tokens over the tokens of lowest rank."""
+        return top_k_store.append(state, new, self.sinks)
+
+
+def prompt_mask(prompt: Prompt) -> Bool[Array, "B 1 T"]:
+    """Returns which positions of a prompt hold a token, with an axis for heads."""
+    return (jnp.arange(prompt.keys.shape[2]) < prompt.lengths[:, None])[:, None]
