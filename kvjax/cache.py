@@ -336,7 +336,7 @@ def _prefill(
     filled = cache.policy.prefill(empty, dataclasses.replace(prompt, layer_carry=layer_carry))
     cache = dataclasses.replace(
         cache,
-        state=quantization.store(filled, cache.state, prompt.keys, valid),
+        state=quantization.store(filled, cache.state),
         # A copy, because the counters and the prompt's lengths may both be donated.
         counters=dataclasses.replace(cache.counters, first=jnp.copy(lengths)),
         reused=cache.reused + invalid,
@@ -389,7 +389,7 @@ def _compact_shard(cache: Cache[S]) -> Cache[S]:
     """Passes one device's staged tokens to the policy."""
     new, counters = stagings.take_staged(cache.staging, cache.counters)
     compacted = cache.policy.compact(quantization.load_stored(cache.state), new)
-    stored = quantization.store(compacted, cache.state, new.keys, new.present, new_rows=new.count > 0)
+    stored = quantization.store(compacted, cache.state, new_rows=new.count > 0)
     return _count_policy_faults(dataclasses.replace(cache, state=stored, counters=counters))
 
 

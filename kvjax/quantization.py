@@ -296,22 +296,15 @@ def readable(tree: T) -> T:
     return map_stored(read, tree)
 
 
-def store(
-    tree: T,
-    old: T,
-    keys: Float[Array, "B H_kv T D"],
-    valid: Bool[Array, "B T"],
-    *,
-    new_rows: Bool[Array, "B"] | None = None,
-) -> T:
+def store(tree: T, old: T, new_rows: Bool[Array, "B"] | None = None) -> T:
     """Stores a policy's state in the form of an earlier one.
+
+    The first nonzero keys of a head give its offset, which then stays.
 
     Args:
         tree: the state with plain arrays.
         old: the stored state before.
-        keys: keys that came; the first ones give the mean key of every head.
-        valid: which of them are real.
-        new_rows: rows that got tokens. Running means of the other rows keep their bits.
+        new_rows: rows that got tokens; None for all. Running means of the other rows keep their bits.
 
     Returns:
         The stored state.
@@ -328,9 +321,9 @@ def store(
             return x.astype(old.dtype)
         offset = old.offset
         if offset is not None:
-            head_mean = offset.reshape(*offset.shape[:2], offset.shape[-1])
-            offset = first_mean(head_mean, keys, valid[:, None]).reshape(offset.shape)
-            offset = jnp.broadcast_to(offset, old.offset.shape)
+            vectors = x.reshape(*x.shape[:2], -1, x.shape[-1])
+            mean = first_mean(offset.reshape(*x.shape[:2], -1), vectors, jnp.any(vectors != 0, axis=-1))
+            offset = mean.reshape(offset.shape)
         return _quantize_like(field, x, old, offset)
 
     return map_stored(write, tree, old)
