@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import _append, _attend, _in_order, _order, _out_of_order
+from kvjax.cache import _attend, _stage
 from kvjax.combinators.ada_kv import AdaKV
 from kvjax.policies.balancekv_paper import BalanceKVPaper
 from kvjax.policies.balancekv_reference import BalanceKVReference
 from kvjax.policies.clusterkv_paper import ClusterKVPaper
 from kvjax.policies.leverage_scores import LeverageScores
-from kvjax.policy import ALL_QUERIES
 
 HEAD_DIM = 64
 FREQUENCIES = tuple((10000.0 ** -(np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))).tolist())
@@ -30,7 +29,7 @@ def make_spec(batch=BATCH, prompt=PROMPT, new=NEW, **others):
 
 
 WINDOW = {"sinks": 2, "recent": 8, "compact_every": 8}
-CLUSTERS = {**WINDOW, "cluster_tokens": 4, "every": 8, "chunk_clusters": 2}
+CLUSTERS = {**WINDOW, "cluster_tokens": 4, "chunk_tokens": 8, "chunk_clusters": 2}
 # Scores in the one store of selections.
 SCORED = {
     "compactor": kvjax.Compactor(20, sinks=2, recent=3, chunk=8, compact_every=8),
@@ -57,10 +56,9 @@ POLICIES = {
     "h2o_average": kvjax.H2O(20, recent=0, average=True, compact_every=8),
     "cam": kvjax.CaM(20, sinks=2, merged=6, compact_every=8),
     "infinigen": kvjax.InfiniGen(10, alpha=2.0, compact_every=8),
-    "snapkv": kvjax.SnapKV(20, recent=6, compact_every=8),
-    "pyramidkv": kvjax.PyramidKV(20, recent=6, compact_every=8),
+    "snapkv": kvjax.SnapKV(20, window_size=6, compact_every=8),
+    "pyramidkv": kvjax.PyramidKV(20, window_size=6, compact_every=8),
     "chelsea": kvjax.Chelsea(20, **WINDOW, chunk=8),
-    "chelsea_paper": kvjax.Chelsea(20, **WINDOW, chunk=8, slope=None),
     "chelsea_drop": kvjax.Chelsea(20, **WINDOW, chunk=8, joins="drop"),
     "clusterkv": kvjax.ClusterKV(20, **CLUSTERS),
     "clusterkv_paper": ClusterKVPaper(20, **CLUSTERS),
@@ -74,8 +72,8 @@ ROOMY = {
     "infinigen": kvjax.InfiniGen(BIG, alpha=1e6, compact_every=8),
     "cam": kvjax.CaM(BIG + 8, sinks=2, compact_every=8),
     "h2o": kvjax.H2O(BIG + 8, recent=8, compact_every=8),
-    "snapkv": kvjax.SnapKV(BIG + 8, recent=6, compact_every=8),
-    "pyramidkv": kvjax.PyramidKV(BIG + 8, recent=6, compact_every=8),
+    "snapkv": kvjax.SnapKV(BIG + 8, window_size=6, compact_every=8),
+    "pyramidkv": kvjax.PyramidKV(BIG + 8, window_size=6, compact_every=8),
     "streaming_llm": kvjax.StreamingLLM(BIG, sinks=2, compact_every=8),
     "streaming_llm_reindexed": kvjax.StreamingLLM(BIG, sinks=2, compact_every=8, reindex=True),
     "uniform": kvjax.Uniform(BIG + 8, **WINDOW),
@@ -103,7 +101,6 @@ VARIANTS = (
     "balancekv_reference",
     "balancekv_paper",
     "h2o_average",
-    "chelsea_paper",
     "chelsea_drop",
     "clusterkv_paper",
     "ada_kv",
@@ -179,8 +176,7 @@ def begin(policy, spec, keys_of_rows, keys, values, queries, lengths):
 
 def last_queries(policy, queries, lengths):
     """As many of every row's last queries as the policy asks for."""
-    asked, tokens = policy.prompt_queries, queries.shape[1]
-    count = tokens if asked == ALL_QUERIES else min(asked, tokens)
+    count = policy.requires.num_prompt_queries(queries.shape[1])
     place = jnp.maximum(jnp.asarray(lengths)[:, None] - count + jnp.arange(count), 0)
     return jnp.take_along_axis(jnp.asarray(queries), place[..., None, None], axis=1) if count else None
 
@@ -205,10 +201,8 @@ def _go(block, cache, stream, every):
     def step(cache, item):
         number, (keys, values, queries) = item
         # `kvjax.step` in its two parts, for the partials between them.
-        keys, values, queries = (_in_order(x, _order(cache)) for x in (keys, values, queries))
-        partials, cache = _attend(_append(cache, keys, values, None), queries, None, causal=True)
-        partials = jax.tree.map(lambda x: _out_of_order(x, _order(cache)), partials)
-        weights = (partials.num * jnp.exp(partials.max)[..., None])[:, :, 1::2]
+        partials, cache = _attend(_stage(cache, keys, values, None), queries, None, causal=True)
+        weights = (partials.numerator * jnp.exp(partials.max)[..., None])[:, :, 1::2]
         cache = jax.lax.cond((number + 1) * block % every == 0, kvjax.compact, lambda same: same, cache)
         return cache, (kvjax.normalize(partials), weights)
 
@@ -231,7 +225,7 @@ def read_weights(cache):
     batch, kv_heads, _, head_dim = cache.staging.keys.shape
     group = cache.spec.query_heads // cache.spec.kv_heads
     read = kvjax.attend(cache, jnp.zeros((batch, 1, kv_heads * group, head_dim)))
-    return (read.num * jnp.exp(read.max)[..., None])[:, 0, ::group]
+    return (read.numerator * jnp.exp(read.max)[..., None])[:, 0, ::group]
 
 
 def softmax_attention(query, keys, values, log_weight=0.0):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.attention import attend_reading
+from kvjax.attention import attend_segments
 from kvjax.cache import layer_policy
 from kvjax.partials import merge, output
 from kvjax.policy import Prompt
@@ -93,7 +93,7 @@ def reference(query, *segments):
 
 @jax.jit
 def _attended(query, segments):
-    return output(attend_reading(query, segments))
+    return output(attend_segments(query, segments))
 
 
 def attended(query, *segments):
@@ -172,10 +172,10 @@ def test_a_row_without_entries_gives_zero_and_merges_away(how):
         empty = Segment(
             keys, values, log_num=np.where(np.arange(2)[:, None, None] == 0, -np.inf, np.zeros(keys.shape[:3]))
         )
-    partials = attend_reading(jnp.asarray(query), empty)
-    assert np.isneginf(partials.max[0]).all() and not np.any(partials.num[0]) and not np.any(partials.den[0])
+    partials = attend_segments(jnp.asarray(query), empty)
+    assert np.isneginf(partials.max[0]).all() and not np.any(partials.numerator[0]) and not np.any(partials.denominator[0])
     assert not np.any(output(partials)[0]) and np.any(output(partials)[1])
-    other = attend_reading(jnp.asarray(query), Segment(keys, values))
+    other = attend_segments(jnp.asarray(query), Segment(keys, values))
     chex.assert_trees_all_equal(
         jax.tree.map(lambda x: x[0], merge(partials, other)), jax.tree.map(lambda x: x[0], other)
     )
@@ -205,7 +205,7 @@ def test_bfloat16_storage_gives_float32_partials_of_what_is_stored():
     query, keys, values = random_arrays(7, group=2)
     stored = Segment(jnp.asarray(keys, jnp.bfloat16), jnp.asarray(values, jnp.bfloat16))
     for q in (jnp.asarray(query), jnp.asarray(query, jnp.bfloat16)):
-        partials = attend_reading(q, (stored,))
+        partials = attend_segments(q, (stored,))
         assert {leaf.dtype for leaf in jax.tree.leaves(partials)} == {jnp.dtype("float32")}
         read_back = Segment(np.asarray(stored.keys, np.float32), np.asarray(stored.values, np.float32))
         np.testing.assert_allclose(output(partials), reference(np.asarray(q, np.float32), read_back), atol=1e-5)
@@ -215,7 +215,7 @@ def test_bfloat16_storage_gives_float32_partials_of_what_is_stored():
 def test_many_bfloat16_queries_are_multiplied_as_they_are():
     query, keys, values = random_arrays(7, tokens=MANY_ROWS, group=2)
     low = lambda x: jnp.asarray(x, jnp.bfloat16)  # noqa: E731
-    partials = attend_reading(low(query), (Segment(low(keys), low(values)),))
+    partials = attend_segments(low(query), (Segment(low(keys), low(values)),))
     assert {leaf.dtype for leaf in jax.tree.leaves(partials)} == {jnp.dtype("float32")}
     read_back = Segment(np.asarray(low(keys), np.float32), np.asarray(low(values), np.float32))
     # Products of bfloat16 are exact in float32; only the weights are rounded, to 8 bits, before they meet the values.
@@ -255,7 +255,7 @@ def test_merging_is_associative_and_commutative(seed, order, empty):
     parts = [part() for _ in range(4)]
     if empty < 4:
         parts[empty] = jax.tree.map(jnp.zeros_like, parts[empty])
-        parts[empty] = Partials(jnp.full((1, 2, 3), -jnp.inf), parts[empty].num, parts[empty].den)
+        parts[empty] = Partials(jnp.full((1, 2, 3), -jnp.inf), parts[empty].numerator, parts[empty].denominator)
     at_once = output(merge(*parts))
     a, b, c, d = (parts[i] for i in order)
     np.testing.assert_allclose(output(merge(merge(a, b), merge(c, d))), at_once, rtol=1e-4, atol=1e-6)
@@ -271,7 +271,7 @@ def test_merging_nothing_is_an_error():
 def test_queries_that_do_not_fit_are_refused(query_shape):
     _, keys, values = random_arrays(0)
     with pytest.raises(ValueError, match="queries"):
-        attend_reading(jnp.zeros(query_shape), (Segment(keys, values),))
+        attend_segments(jnp.zeros(query_shape), (Segment(keys, values),))
 
 
 @pytest.mark.parametrize(
@@ -447,7 +447,7 @@ def test_heads_of_several_groups_have_their_own_sinks():
 def materialised(cache, query, row, head, sinks=None):
     """float64 attention of one query to all the entries that the cache says attention reads, written out: spread
     entries where they are spread to, sloped values where the query moves them, recalled tokens one by one."""
-    spec, parts = cache.spec, cache.policy.segments(cache.state, cache.staging.count[:, None])
+    spec, parts = cache.spec, cache.policy.segments(cache.state, cache.counters.count[:, None])
     scale = 1.0 if spec.scale is None else spec.scale * np.sqrt(KEY_DIM)
     entries = []  # keys, values, log_num, log_den
 
@@ -525,7 +525,7 @@ def test_entries_of_all_kinds_are_read_as_the_layer_says(name, kind):
         queries, keys, values = new_tokens(stream, first, 2)
         _, cache = _step(cache, queries, keys, values, sink_logits=sinks)
     kvjax.raise_faults(cache)
-    parts = parts_of(cache.policy.segments(cache.state, cache.staging.count[:, None]))
+    parts = parts_of(cache.policy.segments(cache.state, cache.counters.count[:, None]))
     if name == "subgen":
         assert any(part.spread is not None and np.max(part.spread.scale) > 1.05 for part in parts)
     if name == "chelsea":
@@ -574,7 +574,7 @@ def test_what_tokens_draw_is_counted_as_the_layer_says(kind):
 
 @pytest.mark.parametrize("kind", ["sinks", "all"])
 def test_prompts_are_scored_as_the_layer_says(kind):
-    spec, policy = layer_spec(kind), kvjax.SnapKV(20, recent=6)
+    spec, policy = layer_spec(kind), kvjax.SnapKV(20, window_size=6)
     stream, sinks = layer_stream(spec.value_width), layer_sinks(kind)
     keys, values, queries = (jnp.asarray(part[:, :20]) for part in stream)
     shown = last_queries(policy, queries, jnp.array(FIRST)) * (1.0 if spec.scale is None else spec.scale * 4.0)

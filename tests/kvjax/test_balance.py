@@ -252,10 +252,10 @@ def test_halving_exactly_keeps_half_of_a_block():
 # --- pairs ---
 
 
-def plain_pairs(uniforms, keys, values, weights, gamma, temperature, floor):
+def plain_pairs(uniforms, keys, values, weights, gamma, temperature, alpha_safeguard):
     keys, values = keys.astype(np.float64), values.astype(np.float64)
     centred = keys - keys.mean(0)
-    gram = values @ values.T + floor * np.mean(np.sum(values**2, axis=1))
+    gram = values @ values.T + alpha_safeguard * np.mean(np.sum(values**2, axis=1))
     kernel = np.exp(temperature / np.sqrt(keys.shape[1]) * centred @ centred.T) * gram
     free, sums, kept, clipped = list(range(len(keys))), np.zeros(len(keys)), {}, 0
     for uniform in uniforms:

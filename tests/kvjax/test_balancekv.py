@@ -52,7 +52,7 @@ def test_the_error_is_below_that_of_uniform_sampling_at_equal_bytes(walk, least_
     spec = kvjax.CacheSpec(seeds, query_heads=1, kv_heads=1, head_dim=head_dim, max_prompt_tokens=tokens, max_new_tokens=1)
     data = [tight(seed, tokens + 32, head_dim, 2.0) for seed in range(seeds)]
     keys, values = (np.stack(part)[:, :, None] for part in zip(*data, strict=True))
-    limit = spec.exact_bytes(tokens) // 4
+    limit = spec.full_cache_bytes(tokens) // 4
     every = {"sinks": 0, "recent": 0, "compact_every": 1}
     factories = {
         "uniform": functools.partial(kvjax.Uniform, **every),
@@ -133,16 +133,16 @@ def test_scaled_decoding_weighs_the_denominator_evenly():
     read = kvjax.attend(cache, jnp.zeros((3, 1, 4, HEAD_DIM)))
     kept = np.isfinite(plain.state.log_num[:, :, 10:]).sum(-1)
     window = np.minimum(LENGTHS, 10)[:, None]
-    np.testing.assert_allclose((read.den * jnp.exp(read.max))[:, 0, ::2], window + 4 * kept, rtol=1e-5)
+    np.testing.assert_allclose((read.denominator * jnp.exp(read.max))[:, 0, ::2], window + 4 * kept, rtol=1e-5)
     np.testing.assert_allclose(read_weights(cache), read_weights(plain), rtol=1e-5)
 
 
-def plain_marks(keys, block, reach):
+def plain_marks(keys, block, score_stddevs):
     marked = np.zeros(len(keys), bool)
     for begin_at in range(0, len(keys), block):
         part = keys[begin_at : begin_at + block].astype(np.float64)
         marked[begin_at : begin_at + block] = part @ part.sum(0) / len(part) + 1e-8 <= 0
-    near = np.abs(np.arange(len(keys))[:, None] - np.flatnonzero(marked)) <= reach
+    near = np.abs(np.arange(len(keys))[:, None] - np.flatnonzero(marked)) <= score_stddevs
     return near.any(1)
 
 
@@ -235,7 +235,7 @@ def test_paper_reads_numerator_and_denominator_from_trees_of_their_own():
     keys, padded, _ = prompt_of(stream._replace(values=values), LENGTHS)
     cache = begin(policy, make_spec(), row_keys(), keys, padded, stream.queries, LENGTHS)
     read = kvjax.attend(cache, jnp.zeros((3, 1, 4, HEAD_DIM)))
-    np.testing.assert_allclose((read.den * jnp.exp(read.max))[:, 0, 0], LENGTHS, rtol=1e-5)
+    np.testing.assert_allclose((read.denominator * jnp.exp(read.max))[:, 0, 0], LENGTHS, rtol=1e-5)
     expected = (np.arange(HEAD_DIM) < np.array(LENGTHS)[:, None]) & ~np.isin(np.arange(HEAD_DIM), range(5, 9))
     np.testing.assert_allclose(read_weights(cache)[:, 1], expected, atol=1e-6)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.attention import attend_and_see, attend_reading
+from kvjax.attention import attend_with_stats, attend_segments
 from kvjax.budget import row_bytes
 from kvjax.structures.per_head import draws_by_position
 from kvjax.policy import ALL_QUERIES, Prompt
@@ -68,7 +68,7 @@ def decoded(policy, lengths=LENGTHS, stream=None, spec=None):
 
 def received(count, keys, queries, lengths):
     """What prompts [B, T, H, D] tell a policy that asks for so many of their last queries."""
-    policy = kvjax.SnapKV(64, recent=count) if count != ALL_QUERIES else kvjax.H2O(64)
+    policy = kvjax.SnapKV(64, window_size=count) if count != ALL_QUERIES else kvjax.H2O(64)
     first = jnp.asarray(keys).swapaxes(1, 2)
     return np.asarray(attention_received(policy, Prompt(first, first, jnp.array(lengths), jnp.asarray(queries))))
 
@@ -110,8 +110,8 @@ def test_seen_attention_tells_the_probability_that_slots_draw():
     stop = jnp.array([[6], [2]])
     split = Segment(part(2, 2, 6, 8), part(2, 2, 6, 8), log_num=part(2, 2, 6), log_den=part(2, 2, 6), stop=stop)
     real = np.array([[True, False, True], [True, True, False]])
-    partials, masses = attend_and_see(query, (full, split), jnp.asarray(real), observes_attention=True)
-    chex.assert_trees_all_close(partials, attend_reading(query, (full, split)), rtol=1e-6)
+    partials, masses = attend_with_stats(query, (full, split), jnp.asarray(real), observes_attention=True)
+    chex.assert_trees_all_close(partials, attend_segments(query, (full, split)), rtol=1e-6)
     found = np.concatenate([np.asarray(mass) for mass in masses], axis=3)
     for row, head, token in itertools.product(range(2), range(2), range(3)):
         expected = np.zeros(11)
@@ -125,8 +125,8 @@ def test_seen_attention_tells_the_probability_that_slots_draw():
             expected += softmax(np.concatenate([first, second]))
         np.testing.assert_allclose(found[row, head, token], expected, atol=1e-5)
     # Nothing is seen where nobody asks, or where no token came.
-    assert attend_and_see(query, (full, split), jnp.asarray(real))[1] == (None, None)
-    assert attend_and_see(query, (full, split), None, observes_attention=True)[1] == (None, None)
+    assert attend_with_stats(query, (full, split), jnp.asarray(real))[1] == (None, None)
+    assert attend_with_stats(query, (full, split), None, observes_attention=True)[1] == (None, None)
 
 
 # --- h2o ---
@@ -204,7 +204,7 @@ def simulate_snapkv(stream, row, head, length, kept, window, kernel):
 @pytest.mark.parametrize("budget, window, kernel", [(20, 6, 5), (12, 1, 1), (15, 14, 3), (6, 6, 5)])
 def test_snapkv_keeps_what_its_window_attended_to_and_all_that_comes(budget, window, kernel):
     stream, lengths = make_stream(4), (40, 21, 9)
-    read = decoded(kvjax.SnapKV(budget, recent=window, kernel=kernel, compact_every=8), lengths, stream)
+    read = decoded(kvjax.SnapKV(budget, window_size=window, kernel=kernel, compact_every=8), lengths, stream)
     for row, head in itertools.product(range(3), range(KV_HEADS)):
         expected = simulate_snapkv(stream, row, head, lengths[row], budget, window, kernel)
         for step in range(NEW):
@@ -213,7 +213,7 @@ def test_snapkv_keeps_what_its_window_attended_to_and_all_that_comes(budget, win
 
 
 def test_a_prompt_under_the_window_is_kept_whole():
-    read = decoded(kvjax.SnapKV(39, recent=38, compact_every=8), (40, 5, 1))
+    read = decoded(kvjax.SnapKV(39, window_size=38, compact_every=8), (40, 5, 1))
     assert [np.flatnonzero(read[row, 0, 0]).tolist() for row in (1, 2)] == [list(range(6)), list(range(2))]
 
 
@@ -262,7 +262,7 @@ def test_pyramidkv_gives_every_layer_its_published_number(tokens, layers, window
     sizes = {"budget": window + reserve_decode_slots, "beta": beta}
     published = {"paper": published_pyramid, "kvpress": kvpress_pyramid}[variant]
     numbers = [published(tokens, layer, layers, window=window, **sizes) for layer in range(layers)]
-    policy = kvjax.PyramidKV(**sizes, recent=window, variant=variant)
+    policy = kvjax.PyramidKV(**sizes, window_size=window, variant=variant)
     assert [policy.layer_slots(tokens, layer, layers) for layer in range(layers)] == numbers
     assert all(min(tokens, window) <= number <= tokens for number in numbers)
     if tokens > sizes["budget"]:
@@ -272,7 +272,7 @@ def test_pyramidkv_gives_every_layer_its_published_number(tokens, layers, window
 @pytest.mark.parametrize("variant", ["paper", "kvpress"])
 def test_pyramidkv_keeps_its_layers_numbers(variant):
     stream, lengths, layers = make_stream(4), (40, 21, 9), 3
-    policy = kvjax.PyramidKV(13, recent=5, kernel_size=3, beta=2, variant=variant, compact_every=8)
+    policy = kvjax.PyramidKV(13, window_size=5, kernel_size=3, beta=2, variant=variant, compact_every=8)
     numbers = [policy.layer_slots(40, layer, layers) for layer in range(layers)]
     assert numbers == {"paper": [17, 13, 9], "kvpress": [20, 13, 6]}[variant]
     for layer, number in enumerate(numbers):
@@ -284,8 +284,8 @@ def test_pyramidkv_keeps_its_layers_numbers(variant):
 
 def test_a_pyramid_is_fitted_by_the_average_of_its_layers():
     spec = make_spec(prompt=400, layers=3)
-    limit = spec.exact_bytes(200)
-    policy = kvjax.fit_bytes(lambda budget: kvjax.PyramidKV(budget, recent=5, compact_every=8), spec, limit)
+    limit = spec.full_cache_bytes(200)
+    policy = kvjax.fit_bytes(lambda budget: kvjax.PyramidKV(budget, window_size=5, compact_every=8), spec, limit)
     sizes = [row_bytes(policy, dataclasses.replace(spec, layer=layer)) for layer in range(3)]
     assert sizes[0] > sizes[1] > sizes[2]
     assert 0.9 * limit < np.mean(sizes) <= limit
@@ -377,8 +377,8 @@ def test_tokens_that_leave_together_are_merged_into_those_that_stay():
         (lambda: kvjax.CaM(4), "budget=4 .*sinks=4 and recent=1"),
         (lambda: kvjax.CaM(8, merged=0), "merged=0"),
         (lambda: kvjax.CaM(8, compact_every=0), "compact_every=0"),
-        (lambda: kvjax.SnapKV(31), "budget=31 .*recent=32"),
-        (lambda: kvjax.SnapKV(64, recent=0), "recent=0"),
+        (lambda: kvjax.SnapKV(31), "budget=31 .*window_size=32"),
+        (lambda: kvjax.SnapKV(64, recent=0), "window_size=0"),
         (lambda: kvjax.SnapKV(64, kernel_size=4), "kernel_size=4; it must be odd"),
         (lambda: kvjax.SnapKV(64, compact_every=0), "compact_every=0"),
         (lambda: kvjax.PyramidKV(64, beta=0), "beta=0"),

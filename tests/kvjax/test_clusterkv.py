@@ -11,7 +11,7 @@ import pytest
 import scipy.special
 
 import kvjax
-from kvjax.attention import attend_and_see
+from kvjax.attention import attend_with_stats
 from kvjax.budget import row_bytes
 from kvjax.policies.clusterkv_certified import ClusterKVCertified
 from kvjax.policies.clusterkv_paper import ClusterKVPaper
@@ -29,7 +29,7 @@ SPEC = make_spec(
 )
 
 
-SIZES = {"sinks": SINKS, "recent": RECENT, "cluster_tokens": 9, "every": EVERY, "chunk_clusters": CHUNK_CLUSTERS}
+SIZES = {"sinks": SINKS, "recent": RECENT, "cluster_tokens": 9, "chunk_tokens": EVERY, "chunk_clusters": CHUNK_CLUSTERS}
 SIZES |= {"reach": 0.0}
 
 
@@ -73,7 +73,7 @@ def prefill(policy, spec, keys, values):
 def append(cache, keys, values):
     """One token per row, then compaction where it is due."""
     cache = kvjax.append(cache, keys, values)
-    return jax.lax.cond(cache.staging.offset == cache.spec.staging, kvjax.compact, lambda same: same, cache)
+    return jax.lax.cond(cache.counters.offset == cache.spec.staging, kvjax.compact, lambda same: same, cache)
 
 
 @jax.jit
@@ -101,7 +101,7 @@ def steps(policy, keys, values, spec=SPEC, new=NEW):
 def held(cache, total):
     """Positions of the tokens that the window shows of each row: sinks, recent, waiting and staged ones."""
     state, shown = cache.state, []
-    staged_tokens, pending = np.asarray(cache.staging.count), np.asarray(state.pending)
+    staged_tokens, pending = np.asarray(cache.counters.count), np.asarray(state.pending)
     for row in range(ROWS):
         sinks = min(state.window.sinks, total[row] - staged_tokens[row])
         recent = min(state.window.recent, total[row] - staged_tokens[row] - sinks)
@@ -175,16 +175,16 @@ def read_in_order(clusters, order, budget, block_size=16):
     """The tokens that are read of each cluster, in that order: up to the budget, in no more blocks than it takes in
     clusters of average size (9 tokens of a prompt, 8 of a chunk)."""
     tokens = budget - SINKS - RECENT
-    blocks = -(-tokens // places) - (-tokens // 8) if budget < 400 else 10**6
+    blocks = -(-tokens // block_size) - (-tokens // 8) if budget < 400 else 10**6
     taken = []
     for cluster in order:
-        taken.append(clusters[cluster][: min(tokens, places * blocks)])
+        taken.append(clusters[cluster][: min(tokens, block_size * blocks)])
         tokens -= len(taken[-1])
-        blocks -= -(-len(taken[-1]) // places)
+        blocks -= -(-len(taken[-1]) // block_size)
     return taken
 
 
-def by_numpy(cache, total, keys, values, query, row, *, budget, select, residual, reach, places):
+def by_numpy(cache, total, keys, values, query, row, *, budget, select, residual, score_stddevs, block_size):
     """Attention of one token's queries [H_q, D] in float64, from the clusters of the cache."""
     out = []
     for head in range(KV_HEADS):
@@ -200,14 +200,14 @@ def by_numpy(cache, total, keys, values, query, row, *, budget, select, residual
             np.mean(np.sum((k[t] - mean) ** 2, axis=1)) if len(t) else 0
             for t, mean in zip(clusters, mean_key, strict=True)
         ]
-        logits += reach * np.linalg.norm(asked, axis=1, keepdims=True) * np.sqrt(away) / DIM
+        logits += score_stddevs * np.linalg.norm(asked, axis=1, keepdims=True) * np.sqrt(away) / DIM
         if select == "group":
             mass = np.exp(logits) / (np.exp(logits) * sizes).sum(axis=1, keepdims=True)
             logits = np.repeat(mass.sum(axis=0)[None], GROUP, axis=0)
         for one, score in zip(asked, logits, strict=True):
             order = np.argsort(-score, kind="stable")
             entries = [(k[t], v[t], 1.0) for t in held(cache, total)[row]]
-            for cluster, taken in zip(order, read_in_order(clusters, order, budget, places), strict=True):
+            for cluster, taken in zip(order, read_in_order(clusters, order, budget, block_size), strict=True):
                 entries += [(k[t], v[t], 1.0) for t in taken]
                 if residual and sizes[cluster] > len(taken):
                     entries.append((mean_key[cluster], mean_value[cluster], sizes[cluster] - len(taken)))
@@ -279,9 +279,9 @@ def true_share(cache, total, keys, query, row, *, budget, select):
 @jax.jit
 def bound(cache, query):
     """What every query's certificate says of the share that it misses [B, T, H_q]."""
-    num_visible_staged = cache.staging.count[:, None]
+    num_visible_staged = cache.counters.count[:, None]
     reading = (cache.policy.segments(cache.state, num_visible_staged), staged(cache.staging, 1))
-    _, ((_, recall), _) = attend_and_see(query, reading, None, kv_heads=KV_HEADS)
+    _, ((_, recall), _) = attend_with_stats(query, reading, None, kv_heads=KV_HEADS)
     return recall.missing
 
 
@@ -432,7 +432,7 @@ def test_small_clusters_are_read_up_to_the_budget(policy, least):
     _, recalled = policy.segments(cache.state, None)
     read = np.asarray(recalled.choose(jnp.asarray(query), None).tokens.sum(axis=-1))
     # Of a shorter prompt as many clusters are smaller still; token by token that is no matter.
-    own = read if policy.places == 1 else read[:1]
+    own = read if policy.block_size == 1 else read[:1]
     assert own.max() <= 44 and own.mean() >= least * 44
 
 
@@ -449,7 +449,7 @@ def test_the_released_code_clusters_no_later_tokens():
     [
         ({"budget": 10}, "budget=10 slots cannot hold sinks=16"),
         ({"cluster_tokens": 0}, "cluster_tokens=0"),
-        ({"every": 40}, "compact_every=64 must not exceed every=40"),
+        ({"chunk_tokens": 40}, "compact_every=64 must not exceed every=40"),
         ({"select": "heads"}, "select='heads'"),
         ({"turn_to": "means"}, "turn_to='means'"),
         ({"target": 1.0}, "target=1.0"),
@@ -475,7 +475,7 @@ def test_quest_reads_the_pages_of_largest_bounds(budget, select):
             continue
         kvjax.raise_faults(cache)
         out = attended(cache, query[:, number : number + 1])
-        compacted = total - np.asarray(cache.staging.count)
+        compacted = total - np.asarray(cache.counters.count)
         for row, head in np.ndindex(ROWS, KV_HEADS * GROUP):
             k, v = (x[row, : total[row], head // GROUP].astype(np.float64) for x in (keys, values))
             q = query[row, number, head].astype(np.float64)

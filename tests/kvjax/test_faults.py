@@ -179,7 +179,7 @@ def test_lengths_beyond_the_tokens_are_counted_under_jit():
     _, keys, values = new_tokens(2)
     cache = append(cache, keys, values, jnp.array([5, 2, -1]))
     assert int(kvjax.num_tokens(cache)[1]) == LENGTHS[1] + 2
-    np.testing.assert_array_equal(cache.staging.overflow, [3, 0, 1])
+    np.testing.assert_array_equal(cache.counters.overflow, [3, 0, 1])
     check_rows(cache, [True, False, True], r"overflow=\[3, 0, 1\]: .*lengths that cannot be.* \(4 in all\)")
 
 

@@ -11,7 +11,7 @@ from kvjax.segment import BlockStoreRead, parts_of
 from tests.kvjax.support import LENGTHS, after, begin, make_spec, make_stream, prompt_of, row_keys
 
 STAGED, STEPS = 8, 20
-SIZES = {"sinks": 2, "recent": 4, "cluster_tokens": 4, "every": 8, "chunk_clusters": 2, "compact_every": STAGED}
+SIZES = {"sinks": 2, "recent": 4, "cluster_tokens": 4, "chunk_tokens": 8, "chunk_clusters": 2, "compact_every": STAGED}
 PLAIN = {
     "clusterkv": kvjax.ClusterKV(20, **SIZES),
     "clusterkv_per_head": kvjax.ClusterKV(20, **SIZES, select="query_head", residual=False),
@@ -37,7 +37,7 @@ def asked(cache, query):
     """The blocks that one query of every row recalls first, and how many tokens of each."""
     (part,) = (
         part
-        for part in parts_of(cache.policy.segments(cache.state, cache.staging.count[:, None]))
+        for part in parts_of(cache.policy.segments(cache.state, cache.counters.count[:, None]))
         if isinstance(part, BlockStoreRead)
     )
     choice = part.choose(query, None if part.target is None else jnp.zeros(query.shape[0], jnp.int32))

@@ -12,7 +12,7 @@ from scipy import stats
 import kvjax
 from kvjax.budget import abstract_cache, row_bytes, row_read_bytes
 from kvjax.registry import POLICIES as REGISTERED
-from kvjax.spec import whole_tiles
+from kvjax.spec import round_to_tiles
 from kvjax.state import CacheBytes
 from tests.kvjax.support import (
     BATCH,
@@ -141,7 +141,7 @@ def test_a_step_is_append_and_attend_and_compacts_where_tokens_would_find_no_roo
             by_hand = append(by_hand, new.keys, new.values)
             # The last token's query sees all there is.
             last = kvjax.normalize(attend(by_hand, new.queries[:, -1:]))
-        assert int(cache.staging.offset) == int(by_hand.staging.offset) == 3 * (number % 2 + 1)
+        assert int(cache.counters.offset) == int(by_hand.staging.offset) == 3 * (number % 2 + 1)
         np.testing.assert_allclose(attended[:, -last.shape[1] :], last, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(kvjax.num_tokens(cache), np.array(LENGTHS) + 18)
     kvjax.raise_faults(cache)
@@ -286,8 +286,8 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
     if name.startswith("subgen"):  # the window holds sinks and recent tokens only
         slots, weighted = 10, 0
         # Ten means, the spread and what values lack; seven samples and the sampled keys of three clusters.
-        sized = {"subgen_mean_value": 10 * (2 * HEAD_DIM * 2 + 4) + 4 * (3 * HEAD_DIM + 1)}
-        reserve_decode_slots = KV_HEADS * sized.get(name, 7 * (2 * HEAD_DIM * 2 + 4) + 3 * (HEAD_DIM * 2 + 4))
+        resolve_policy = {"subgen_mean_value": 10 * (2 * HEAD_DIM * 2 + 4) + 4 * (3 * HEAD_DIM + 1)}
+        reserve_decode_slots = KV_HEADS * resolve_policy.get(name, 7 * (2 * HEAD_DIM * 2 + 4) + 3 * (HEAD_DIM * 2 + 4))
     if name.startswith("chelsea"):  # half the slots are centroids with log-weights, and end at a bound of their own
         weighted, reserve_decode_slots = 10, 4 + (KV_HEADS * 4 * (HEAD_DIM**2 + 1) if name == "chelsea" else 0)
     if name.startswith("clusterkv"):  # 4 blocks or ten tokens; of all 16 clusters means, sizes and first blocks
@@ -339,12 +339,12 @@ def test_fit_bytes_takes_the_largest_budget_that_fits(name, limit):
     last, next_one = _around(FITS[name], spec, limit)
     size = lambda budget: row_bytes(FITS[name](budget), spec)  # noqa: E731
     assert size(last) <= limit < size(next_one)
-    assert fitted == size(whole_tiles(last))
+    assert fitted == size(round_to_tiles(last))
 
 
 def test_whole_tiles_take_away_a_fiftieth_at_most():
     slots = np.arange(1, 3000)
-    whole = np.array([whole_tiles(int(one)) for one in slots])
+    whole = np.array([round_to_tiles(int(one)) for one in slots])
     assert ((whole == slots) | (whole % 16 == 0)).all()
     assert (whole <= slots).all() and (whole >= 0.98 * slots).all() and (slots - whole < 16).all()
     assert (whole[slots >= 750] % 16 == 0).all()

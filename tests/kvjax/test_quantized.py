@@ -398,7 +398,7 @@ def test_keys_and_values_have_widths_of_their_own(name):
         cache = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
         kept.append(kvjax.cache_bytes(cache).device)
         partials = attend(cache, jnp.asarray(stream.queries[:, 40:44]))
-        seen.append((partials.max, partials.den))
+        seen.append((partials.max, partials.denominator))
     assert kept[1] < kept[0]
     for first, second in zip(*seen, strict=True):
         np.testing.assert_allclose(first, second, rtol=1e-5)
@@ -419,7 +419,7 @@ FIXED = {
 def test_sinks_and_recent_tokens_stay_as_they_came_where_that_is_asked_for(name, dtype):
     stream = make_stream()
     cache = kvjax.compact(run(name, WHOLE, dtype)[0])
-    first, *others = parts_of(cache.policy.segments(cache.state, cache.staging.count[:, None]))
+    first, *others = parts_of(cache.policy.segments(cache.state, cache.counters.count[:, None]))
     assert kvjax.num_tokens(cache)[0] == 57 and first.keys.dtype == dtype and first.keys.shape[2] == len(FIXED[name])
     assert all(part.keys.dtype == jnp.uint8 for part in others) and bool(others) == (name != "streaming_llm")
     for found, came in ((first.keys, stream.keys), (first.values, stream.values)):
@@ -443,7 +443,7 @@ def test_recall_chooses_from_narrow_copies(name, share):
     stream, chosen, sizes = make_stream(), [], []
     for policy in (PLAIN[name], policy_of(name, "int4")):
         cache = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-        *_, part = parts_of(cache.policy.segments(cache.state, cache.staging.count[:, None]))
+        *_, part = parts_of(cache.policy.segments(cache.state, cache.counters.count[:, None]))
         sizes.append(segment_bytes(part.index))
         for position in range(40, 48):
             choice = part.choose(jnp.asarray(stream.queries[:, position : position + 1]), None)

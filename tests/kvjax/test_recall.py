@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.stores import block_store as recall
-from kvjax.attention import attend_reading
+from kvjax.attention import attend_segments
 from kvjax.segment import Segment
 from pallas_kernels.cluster_recall import as_entries, entry_width, taken
 from tests.kvjax.support import make_spec
@@ -52,7 +52,7 @@ def test_recall_reads_the_blocks_that_are_named(group, dim, value_dim):
     block, count = jnp.asarray(block), jnp.asarray(count)
     gathered = Segment(keys, values, log_num=jnp.where(there, 0.0, -jnp.inf))
     for logit_cap in (None, 0.5):
-        expected = jax.tree.leaves(attend_reading(query, gathered, logit_cap=logit_cap))
+        expected = jax.tree.leaves(attend_segments(query, gathered, logit_cap=logit_cap))
         for fetched in (None, taken(store.entries, block)):
             mine = jax.tree.leaves(recall.attend_blocks(query, store, block, count, logit_cap, fetched))
             for one, other in zip(mine, expected, strict=True):

@@ -16,7 +16,7 @@ from kvjax.combinators.ada_kv import AdaKV
 from kvjax.policies.kvzip import KVzip
 from kvjax.policies.leverage_scores import LeverageScores, leverage
 from kvjax.policy import Prompt, RepeatedPrompt
-from kvjax.top_k_policy import TopKPolicy, places
+from kvjax.top_k_policy import TopKPolicy, block_size
 from tests.kvjax.support import (
     BATCH,
     HEAD_DIM,
@@ -94,7 +94,7 @@ def test_places_go_round_all_slots_but_the_sinks(ranked, empty, sinks):
     size = ranked + empty
     if size <= sinks:
         return
-    slots = np.asarray(places(jnp.arange(3 * size), jnp.array(ranked), jnp.array(empty), sinks))
+    slots = np.asarray(block_size(jnp.arange(3 * size), jnp.array(ranked), jnp.array(empty), sinks))
     missing = max(sinks - ranked, 0)
     # Sinks that a short prompt left come first, once.
     np.testing.assert_array_equal(slots[:missing], ranked + np.arange(missing))
@@ -110,19 +110,19 @@ def test_places_go_round_all_slots_but_the_sinks(ranked, empty, sinks):
 
 @pytest.mark.parametrize("alpha_safeguard", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("beside", [False, True])
-def test_heads_share_one_budget(floor, reserve_decode_slots):
+def test_heads_share_one_budget(alpha_safeguard, reserve_decode_slots):
     # The second head's keys score higher: with no floor it takes what the first head's sinks and floor leave.
-    policy = AdaKV(FirstKey(10, sinks=2, compact_every=4, reserve_decode_slots=reserve_decode_slots), floor)
+    policy = AdaKV(FirstKey(10, sinks=2, compact_every=4, reserve_decode_slots=reserve_decode_slots), alpha_safeguard)
     stream = make_stream()
     stream.keys[:, :, 1, 0] += 3
     cache = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
     none = np.zeros((BATCH, 1, 4, HEAD_DIM), np.float32)
     partials = kvjax.attend(cache, none)
-    seen = np.asarray(partials.num * jnp.exp(partials.max)[..., None])[:, 0, ::2]
+    seen = np.asarray(partials.numerator * jnp.exp(partials.max)[..., None])[:, 0, ::2]
     for row, length in enumerate(LENGTHS):
         scores = stream.keys[row, :length, :, 0].T.copy()
         scores[:, :2] = np.inf
-        safe = int(floor * 10) if reserve_decode_slots else max(int(floor * 10), 6)
+        safe = int(alpha_safeguard * 10) if reserve_decode_slots else max(int(alpha_safeguard * 10), 6)
         for head in range(2):
             best = np.argsort(-scores[head], kind="stable")[:safe]
             scores[head, best] = np.maximum(scores[head, best], 1e9)

@@ -140,7 +140,7 @@ def test_faults_are_those_of_a_row_wherever_its_heads_lie():
         np.testing.assert_array_equal(np.isnan(seen).all((1, 2, 3)), [False, True, False, True])
         with pytest.raises(ValueError, match=r"keys that are not finite.*overflow=\[0, 0, 0, 1\]"):
             kvjax.raise_faults(cache)
-        results.append((cache.faulty, cache.staging.overflow))
+        results.append((cache.faulty, cache.counters.overflow))
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one, other)
 

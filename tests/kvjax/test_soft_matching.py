@@ -46,9 +46,9 @@ def by_lists(entries, edges, chunk):
     degree = np.asarray(entries.degree)[:count]
     found = []
     for start in range(0, count, chunk):
-        places = range(start, min(start + chunk, count))
-        for a in places[::2]:
-            cosines = [(keys[a] @ keys[b] / np.linalg.norm(keys[a]) / np.linalg.norm(keys[b]), b) for b in places[1::2]]
+        block_size = range(start, min(start + chunk, count))
+        for a in block_size[::2]:
+            cosines = [(keys[a] @ keys[b] / np.linalg.norm(keys[a]) / np.linalg.norm(keys[b]), b) for b in block_size[1::2]]
             if cosines:
                 best = max(cosine for cosine, _ in cosines)
                 found.append((best, a, next(b for cosine, b in cosines if cosine > best - 1e-6)))
@@ -114,8 +114,8 @@ def test_no_step_merges_more_than_its_schedule_allows(schedule):
     entries = random_entries(0, SLOTS)
     length, lengths = SLOTS, [SLOTS]
     for step in range(6):
-        share = max(schedule.floor, schedule.first - schedule.decay * min(step, schedule.steps))
-        length -= max(int(np.floor(share * length + 1e-9)), 1)
+        share = max(schedule.alpha_safeguard, schedule.first - schedule.decay * min(step, schedule.steps))
+        length -= max(int(np.alpha_safeguard(share * length + 1e-9)), 1)
         if length < 2:
             break
         lengths.append(length)

@@ -201,8 +201,8 @@ def test_specs_that_cannot_be_are_refused(change, message):
 
 
 def test_exact_bytes_are_keys_and_values_of_the_tokens():
-    assert make_spec(dtype=jnp.bfloat16).exact_bytes(10) == 2 * 2 * 64 * 2 * 10
-    assert make_spec(dtype=jnp.bfloat16, value_dim=32).exact_bytes(10) == 2 * (64 + 32) * 2 * 10
+    assert make_spec(dtype=jnp.bfloat16).full_cache_bytes(10) == 2 * 2 * 64 * 2 * 10
+    assert make_spec(dtype=jnp.bfloat16, value_dim=32).full_cache_bytes(10) == 2 * (64 + 32) * 2 * 10
 
 
 def test_rows_out_of_range_are_refused():

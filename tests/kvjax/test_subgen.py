@@ -142,7 +142,7 @@ def test_spreading_reads_clusters_scaled_about_their_mean():
     np.testing.assert_allclose(
         found[0], weights @ spread_values / weights.sum(axis=1, keepdims=True), rtol=1e-4, atol=1e-5
     )
-    den = np.asarray(partials.den * jnp.exp(partials.max))[0, :, 0]
+    den = np.asarray(partials.denominator * jnp.exp(partials.max))[0, :, 0]
     np.testing.assert_allclose(den, weights.sum(axis=1), rtol=1e-4)
 
 

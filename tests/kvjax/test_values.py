@@ -36,10 +36,10 @@ MAKE = {
     "h2o": (lambda: kvjax.H2O(20, recent=8), {"average": True}),
     "cam": (lambda: kvjax.CaM(20), {"merged": 6}),
     "infinigen": (lambda: kvjax.InfiniGen(10), {"alpha": 4.0}),
-    "snapkv": (lambda: kvjax.SnapKV(20, recent=6), {"kernel": 3}),
-    "pyramidkv": (lambda: kvjax.PyramidKV(20, recent=6), {"beta": 3}),
+    "snapkv": (lambda: kvjax.SnapKV(20, window_size=6), {"kernel": 3}),
+    "pyramidkv": (lambda: kvjax.PyramidKV(20, window_size=6), {"beta": 3}),
     "chelsea": (lambda: kvjax.Chelsea(20, **WINDOW), {"joins": "drop"}),
-    "clusterkv": (lambda: kvjax.ClusterKV(20, sinks=2), {"every": None}),
+    "clusterkv": (lambda: kvjax.ClusterKV(20, sinks=2), {"chunk_tokens": None}),
     "clusterkv_certified": (lambda: ClusterKVCertified(20, sinks=2), {"sinks": 3}),
     "clusterkv_paper": (lambda: ClusterKVPaper(20, sinks=2), {"places": 16}),
     "clusterkv_reference": (lambda: ClusterKVReference(20, sinks=2), {"sinks": 3}),
@@ -84,7 +84,7 @@ def test_policies_are_equal_by_their_settings(kind):
 def test_policies_of_two_kinds_are_never_equal():
     # Nor are they where one inherits from the other and all settings agree.
     assert len({make() for make, _ in MAKE.values()}) == len(MAKE)
-    assert kvjax.SnapKV(20, recent=6) != kvjax.PyramidKV(20, recent=6)
+    assert kvjax.SnapKV(20, recent=6) != kvjax.PyramidKV(20, window_size=6)
 
 
 @every_kind
@@ -252,7 +252,7 @@ def test_rows_of_another_policy_s_cache_are_not_inserted(other, under_jit):
         ("subgen:variant=paper,recent=32@200", kvjax.SubGen(200, recent=32, variant="paper")),
         ("subgen:variant=paper,delta=None@200", kvjax.SubGen(200, variant="paper")),
         ("h2o:recent=4,average=true@12", kvjax.H2O(12, recent=4, average=True)),
-        ("clusterkv:every=None,start=k-means++@64", kvjax.ClusterKV(64, every=None, kmeans_init="k-means++")),
+        ("clusterkv:every=None,start=k-means++@64", kvjax.ClusterKV(64, chunk_tokens=None, kmeans_init="k-means++")),
         ("balancekv_paper:value_exponents=(0,3),bins=4@400", BalanceKVPaper(400, value_exponents=(0, 3), bins=4)),
         ("uniform:storage=fp8@512", kvjax.Quantized(kvjax.Uniform(512), "fp8")),
         ("quest:host_steps=2,storage=int8@64", kvjax.HostMemory(kvjax.Quantized(kvjax.Quest(64)), 2)),
@@ -278,7 +278,7 @@ def test_budgets_are_slots_shares_or_bytes():
     assert choice.variant == "variant=paper,recent=32" and choice.budget.fraction == 0.25
     policy = choice.fit(spec, tokens=400)
     assert isinstance(policy, kvjax.SubGen) and (policy.variant, policy.recent) == ("paper", 32)
-    assert policy == kvjax.fit_bytes(choice.make, spec, spec.exact_bytes(400) // 4)
+    assert policy == kvjax.fit_bytes(choice.make, spec, spec.full_cache_bytes(400) // 4)
     assert kvjax.PolicyChoice.parse("uniform@100").fit(spec, tokens=400) == kvjax.Uniform(100)
     held = kvjax.PolicyChoice.parse("uniform@400KiB").fit(spec, tokens=400)
     assert held == kvjax.fit_bytes(kvjax.Uniform, spec, 200 * 1024)  # of a sequence over all layers
