@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvjax.stores import block_store as recall
 from kvjax.attention import attend_segments
 from kvjax.segment import Segment
-from pallas_kernels.cluster_recall import as_entries, entry_width, taken
+from pallas_kernels.cluster_recall import blocks_as_entries, gather_blocks, padded_width
 from tests.kvjax.support import make_spec
 
 PLACES = 4
@@ -20,13 +20,13 @@ PLACES = 4
 @given(seed=st.integers(0, 2**16), parts=st.integers(1, 9), tokens=st.integers(0, 90))
 def test_any_tokens_fit_the_blocks_that_are_made_for_them(seed, parts, tokens):
     size = np.random.default_rng(seed).multinomial(tokens, np.ones(parts) / parts)
-    assert (-(-size // PLACES)).sum() <= recall.blocks_of(tokens, parts, PLACES)
+    assert (-(-size // PLACES)).sum() <= recall.max_blocks(tokens, parts, PLACES)
 
 
 def stores(seed=0, rows=2, kv_heads=3, blocks=5, dim=2, value_dim=None):
     rng = np.random.default_rng(seed)
     entries = jnp.asarray(
-        rng.normal(size=(rows, kv_heads, blocks, PLACES, 2 * entry_width(max(dim, value_dim or dim)))), jnp.float32
+        rng.normal(size=(rows, kv_heads, blocks, PLACES, 2 * padded_width(max(dim, value_dim or dim)))), jnp.float32
     )
     position = jnp.zeros((rows, kv_heads, blocks, PLACES), jnp.int32)
     return recall.BlockStore(entries, None, position, head_dim=dim, value_dim=value_dim or dim)
@@ -38,8 +38,8 @@ def test_recall_reads_the_blocks_that_are_named(group, dim, value_dim):
     store, rng = stores(dim=dim, value_dim=value_dim), np.random.default_rng(1)
     block = rng.integers(0, 5, (2, 3 * group, 4))
     count = rng.integers(0, PLACES + 1, block.shape)
-    found = taken(store.entries, jnp.asarray(block))
-    read = as_entries(recall.as_blocks(store), found, None, jnp.asarray(count), dim)
+    found = gather_blocks(store.entries, jnp.asarray(block))
+    read = blocks_as_entries(recall.as_blocks(store), found, None, jnp.asarray(count), dim)
     keys, values, there = read.keys, read.values, np.asarray(read.log_num) == 0
     for row, head in np.ndindex(2, 3 * group):
         own_keys = np.asarray(store.keys)[row, head // group, block[row, head]]
@@ -52,8 +52,8 @@ def test_recall_reads_the_blocks_that_are_named(group, dim, value_dim):
     block, count = jnp.asarray(block), jnp.asarray(count)
     gathered = Segment(keys, values, log_num=jnp.where(there, 0.0, -jnp.inf))
     for logit_cap in (None, 0.5):
-        expected = jax.tree.leaves(attend_segments(query, gathered, logit_cap=logit_cap))
-        for fetched in (None, taken(store.entries, block)):
+        expected = jax.tree.leaves(attend_segments(query, (gathered,), logit_cap=logit_cap))
+        for fetched in (None, gather_blocks(store.entries, block)):
             mine = jax.tree.leaves(recall.attend_blocks(query, store, block, count, logit_cap, fetched))
             for one, other in zip(mine, expected, strict=True):
                 np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
@@ -64,12 +64,12 @@ def test_arranging_and_putting(value_dim):
     rng = np.random.default_rng(0)
     keys, values = (rng.normal(size=(6, dim)).astype(np.float32) for dim in (3, value_dim))
     source = np.array([[5, 0, 6, 6], [3, 6, 6, -1]])
-    made = recall.arrange(source, keys, values, 10 + np.arange(6))
+    made = recall.arrange_blocks(source, keys, values, 10 + np.arange(6))
     np.testing.assert_array_equal(made.position, [[15, 10, -1, -1], [13, -1, -1, -1]])
     np.testing.assert_array_equal(made.keys[0, :2], keys[[5, 0]])
     np.testing.assert_array_equal(made.values[1, 0], values[3])
     assert not np.asarray(made.keys)[np.asarray(made.position) < 0].any()
-    empty = recall.init_store(make_spec(head_dim=3, value_dim=value_dim, dtype=jnp.bfloat16), 3, 4)
-    store = recall.put_blocks(empty, np.array([2, 3]), made)
+    empty = recall.init_block_store(make_spec(head_dim=3, value_dim=value_dim, dtype=jnp.bfloat16), 3, 4)
+    store = recall.write_blocks(empty, np.array([2, 3]), made)
     assert store.keys.dtype == jnp.bfloat16
     np.testing.assert_array_equal(store.position, [[-1] * 4, [-1] * 4, [15, 10, -1, -1]])

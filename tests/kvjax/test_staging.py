@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.stores import window as windows
-from kvjax.stores.staging import Staging, append, init_staging, take_out
+from kvjax.stores.staging import Counters, Staging, append, init_staging, take_staged
 from kvjax.state import state
 from kvjax.stores.window import Window, init_window
 from tests.kvjax.support import make_spec, row_keys
 
 BATCH, SLOTS, WIDEST = 3, 6, 3
-SPEC = make_spec(head_dim=2, rope_frequencies=None, staging=SLOTS)
+SPEC = make_spec(head_dim=2, rope_frequencies=None)
 
 
 @state
@@ -24,23 +24,25 @@ class Store:
 
     window: Window
     staging: Staging
+    counters: Counters
 
 
 @jax.jit
 def stage(store, keys, values, lengths):
-    return dataclasses.replace(store, staging=append(store.staging, keys, values, lengths))
+    staging, counters = append(store.staging, store.counters, keys, values, lengths)
+    return dataclasses.replace(store, staging=staging, counters=counters)
 
 
 @jax.jit
 def settle(store):
-    new, staging = take_out(store.staging)
+    new, counters = take_staged(store.staging, store.counters)
     window, left = windows.slide(store.window, new)
-    return Store(window, staging), new, left
+    return Store(window, store.staging, counters), new, left
 
 
 @functools.cache
 def fresh(sinks, recent):
-    return Store(init_window(SPEC, sinks, recent), init_staging(SPEC))
+    return Store(init_window(SPEC, sinks, recent), *init_staging(SPEC, SLOTS))
 
 
 def tokens(firsts, count):
@@ -82,12 +84,12 @@ def check_window(window, rows):
             np.testing.assert_array_equal(values[number, :, slots], -expected, err_msg=part)
 
 
-def check_staging(staging, rows):
-    real = np.asarray(staging.log_weight) == 0
+def check_staging(staging, counters, rows):
+    real = np.asarray(counters.present)
     for number, row in enumerate(rows):
-        assert int(staging.first[number]) == row.total - len(row.staged)
+        assert int(counters.first[number]) == row.total - len(row.staged)
         for head in range(2):
-            staged = np.asarray(staging.keys)[number, head][real[number, head], 0] - 1
+            staged = np.asarray(staging.keys)[number, head][real[number], 0] - 1
             np.testing.assert_array_equal(staged, row.staged)
 
 
@@ -141,11 +143,11 @@ def test_staging_and_settling_do_what_lists_do(sinks, recent, history):
                 for row, length in zip(rows, lengths, strict=True):
                     row.staged += range(row.total, row.total + length)
                     row.total += int(length)
-        assert int(store.staging.offset) == offset
-        np.testing.assert_array_equal(store.staging.count, [len(row.staged) for row in rows])
-        np.testing.assert_array_equal(store.staging.overflow, lost)
+        assert int(store.counters.offset) == offset
+        np.testing.assert_array_equal(store.counters.count, [len(row.staged) for row in rows])
+        np.testing.assert_array_equal(store.counters.overflow, lost)
         check_window(store.window, rows)
-        check_staging(store.staging, rows)
+        check_staging(store.staging, store.counters, rows)
 
 
 def test_overflow_is_reported_by_check():
@@ -154,14 +156,14 @@ def test_overflow_is_reported_by_check():
         kvjax.raise_faults(store)
         store = stage(store, *tokens((0, 0, 0), 3), np.array([3, 1, 0], np.int32))
     store = stage(store, *tokens((6, 2, 0), 1), np.array([1, 0, 1], np.int32))
-    with pytest.raises(ValueError, match=r"overflow=\[1, 0, 1\]: tokens came to a full staging buffer"):
+    with pytest.raises(ValueError, match=r"overflow=\[1, 0, 1\]: tokens were appended to a full staging buffer"):
         kvjax.raise_faults(store)
 
 
 @pytest.mark.parametrize("new, compact_every, slots", [(5, 64, 5), (64, 5, 5), (64, 64, 64)])
 def test_a_staging_buffer_is_never_longer_than_all_that_comes(new, compact_every, slots):
     cache = kvjax.init(kvjax.Uniform(20, 2, 6, compact_every), make_spec(new=new), row_keys())
-    assert cache.staging.keys.shape[2] == cache.spec.staging == slots
+    assert cache.staging.keys.shape[2] == cache.spec.staging_slots == slots
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 5, 9, 10])

