@@ -135,7 +135,7 @@ def test_a_step_is_append_and_attend_and_compacts_where_tokens_would_find_no_roo
         attended, cache = step(cache, new.queries, new.keys, new.values)
         if number in (2, 4):
             by_hand = kvjax.compact(by_hand)
-        if by_hand.policy.observes_attention:  # attending alone teaches nothing
+        if by_hand.policy.requires.attention_stats:  # attending alone teaches nothing
             last, by_hand = full_or_not(by_hand, new.queries, new.keys, new.values)
         else:
             by_hand = append(by_hand, new.keys, new.values)

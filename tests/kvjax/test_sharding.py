@@ -19,7 +19,7 @@ import pytest
 import kvjax
 from experiments.common.compiled import collectives
 from kvjax.distributed.sharding import RULES, rename_axes, shardings
-from kvjax.state import faults_of_rows, map_fields
+from kvjax.state import count_row_faults, map_fields
 from tests.kvjax import support
 from tests.kvjax.support import ON_A_MESH as POLICIES
 from tests.kvjax.support import each, last_queries, make_spec, row_keys
@@ -140,7 +140,7 @@ def test_faults_are_those_of_a_row_wherever_its_heads_lie():
         np.testing.assert_array_equal(np.isnan(seen).all((1, 2, 3)), [False, True, False, True])
         with pytest.raises(ValueError, match=r"keys that are not finite.*overflow=\[0, 0, 0, 1\]"):
             kvjax.raise_faults(cache)
-        results.append((cache.faulty, cache.counters.overflow))
+        results.append((cache.policy_faults, cache.counters.overflow))
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -184,7 +184,7 @@ def test_a_decode_step_asks_no_other_device_for_keys_or_values(name):
     apart = kvjax.make_mesh(SPEC.kv_heads, data=2, tensor=4)
     assert [kind for kind, _ in exchanged(name, apart, 160, one_step)] == ["all-reduce"] * (name == "infinigen")
     cache = kvjax.init(POLICIES[name], SPEC, row_keys(SPEC.batch))
-    counted = faults_of_rows(cache.state) is not None
+    counted = count_row_faults(cache.state) is not None
     a_number_per_row = [("all-reduce", SPEC.batch // 2 * 4)] * counted
     assert exchanged(name, apart, 160, one_compaction) == a_number_per_row
     shared = kvjax.make_mesh(SPEC.kv_heads, tensor=8, sequence=8)
@@ -211,19 +211,19 @@ def test_groups_of_heads_are_each_divided_by_themselves():
 
 @on_devices
 def test_a_mesh_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="data=2 x tensor=2 devices are called for; there are 8"):
+    with pytest.raises(ValueError, match="data=2 x tensor=2 needs 4 devices, got 8"):
         kvjax.make_mesh(4, data=2, tensor=2)
-    with pytest.raises(ValueError, match="tensor=8: it must divide kv_heads=6"):
+    with pytest.raises(ValueError, match="tensor=8 must divide kv_heads=6"):
         kvjax.make_mesh(6, tensor=8)
     mesh, exact = kvjax.make_mesh(4, data=2, tensor=4), POLICIES["exact"]
     with pytest.raises(ValueError, match="3 along 'B' cannot be divided among 2 devices along 'data'"):
         kvjax.init(exact, make_spec(batch=3, query_heads=8, kv_heads=4), row_keys(3), mesh)
     with pytest.raises(ValueError, match="2 along 'H_kv' cannot be divided among 4 devices along 'tensor'"):
         kvjax.init(exact, make_spec(batch=4), row_keys(4), mesh)
-    with pytest.raises(ValueError, match="sequence=4: it must divide tensor=8 into a divisor of kv_heads=3"):
+    with pytest.raises(ValueError, match="sequence=4 must divide tensor=8, and tensor / sequence must divide kv_heads=3"):
         kvjax.make_mesh(3, tensor=8, sequence=4)
     shared = kvjax.make_mesh(4, data=2, tensor=4, sequence=2)
-    with pytest.raises(ValueError, match="HostMemory: 2 devices share each kv head"):
+    with pytest.raises(ValueError, match="HostMemory: 2 devices share a KV head"):
         kvjax.init(kvjax.HostMemory(POLICIES["quest"]), SPEC, row_keys(4), shared)
 
 
@@ -244,7 +244,7 @@ def test_caches_lie_on_a_mesh_of_one_s_own():
     compare(POLICIES["exact"], repeated)
     with pytest.raises(ValueError, match="the mesh has no axis 'model'; it has 'fsdp', 'tp'"):
         rename_axes(theirs, 4, tensor="model")
-    with pytest.raises(ValueError, match="8 devices along 'tp': they must divide kv_heads=6, or be a multiple of it"):
+    with pytest.raises(ValueError, match="8 devices along 'tp' must divide kv_heads=6 or be a multiple of it"):
         rename_axes(flat, 6, tensor="tp")
 
 
