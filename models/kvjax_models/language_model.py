@@ -14,13 +14,14 @@ from jax.sharding import Mesh
 import kvjax
 from kvjax.budget import Budget
 from kvjax.registry import AnyPolicy, sized
-from kvjax_models import checkpoint, programs, tokenizer
-from kvjax_models.batching import Request, rows_of
-from kvjax_models.completions import Completion, Watch, completions, in_order
-from kvjax_models.generate import Generator, cache_specs, collect
-from kvjax_models.llama import Llama
-from kvjax_models.sampling import Sampling
-from kvjax_models.tokenizer import Streamer, Tokenizer
+from kvjax_models import compile_cache
+from kvjax_models.formats import huggingface, tokenizer
+from kvjax_models.formats.tokenizer import Streamer, Tokenizer
+from kvjax_models.generation.batching import Request, rows_of
+from kvjax_models.generation.completions import Completion, Watch, completions, in_order
+from kvjax_models.generation.generator import Generator, cache_specs, collect
+from kvjax_models.generation.sampling import Sampling
+from kvjax_models.model.llama import Llama
 
 Message = Mapping[str, str]  # {"role": "user", "content": "..."}
 Prompt = str | Sequence[Message]  # a text to continue, or a conversation to answer
@@ -58,7 +59,7 @@ class LanguageModel:
             prompt: one text, or a list of them; for conversations see `stream`.
             policy, budget: how much the cache keeps, and of what: "subgen" and "25%", `kvjax.SubGen` and 1024, or a
                 policy; see `kvjax.registry.sized`. Prompts nearly as long as another share its programs
-                (`programs.bucket`): a share is one of what exact holds for the shortest of them, never more.
+                (`compile_cache.bucket`): a share is one of what exact holds for the shortest of them, never more.
             max_new_tokens: most tokens to write; an end-of-text token ends a row before.
             sampling: greedy where None.
             beyond_positions: see `Generator`.
@@ -209,7 +210,7 @@ class LanguageModel:
         beyond_positions: bool,
     ) -> Generator:
         """A generator for prompts of up to so many tokens, whose programs others of nearly their length share."""
-        lengths = programs.bucket(longest)
+        lengths = compile_cache.bucket(longest)
         return self.generator(
             policy,
             budget,
@@ -240,10 +241,10 @@ def load(name: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mes
 
     Raises:
         FileNotFoundError: where there is no such directory, nor such a model on the hub, or no way to it.
-        ValueError: what `checkpoint.load` and `tokenizer.load` refuse.
+        ValueError: what `huggingface.load` and `tokenizer.load` refuse.
     """
     directory = find(name)
-    model, tokens = checkpoint.load(directory, dtype, mesh), tokenizer.load(directory)
+    model, tokens = huggingface.load(directory, dtype, mesh), tokenizer.load(directory)
     try:
         return LanguageModel(model, tokens)
     except ValueError as error:

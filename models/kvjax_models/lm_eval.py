@@ -25,11 +25,11 @@ from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
 import kvjax
-from kvjax_models.batching import Request
-from kvjax_models.completions import completions
-from kvjax_models.generate import Generator
+from kvjax_models.generation.batching import Request
+from kvjax_models.generation.completions import completions
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.sampling import Sampling
 from kvjax_models.language_model import load
-from kvjax_models.sampling import Sampling
 
 _LOG = logging.getLogger(__name__)
 # Caches are made for a few lengths, four to an octave from here on, so that few programs are compiled.

@@ -1,7 +1,7 @@
 """A model's parameters on a mesh (`kvjax.make_mesh`), in the manner of Megatron: every layer's products are cut along
 heads and along the MLP's width, so that one sum over devices follows attention and one the MLP.
 
-A model whose parameters lie on a mesh generates there: `kvjax_models.generate.Generator` asks them.
+A model whose parameters lie on a mesh generates there: `kvjax_models.generation.generator.Generator` asks them.
 """
 
 import math
@@ -16,7 +16,8 @@ from jaxtyping import Array
 
 from kvjax.collectives import PARTS, TENSOR
 from kvjax.sharding import DATA, ROWS, check_axes
-from kvjax_models.llama import Llama, LlamaConfig
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
 
 # Which axis of a parameter is cut, from its last one, by the names of its module and of itself: a kernel [in, out] (or
 # one per expert) along what it gives, that of attention [W, H_kv, G + 2, D] along kv heads, and behind that, along what
@@ -114,3 +115,8 @@ def parameter_specs(parameters: Any, query_heads: int, mesh: Mesh) -> Any:
         return PartitionSpec(*[None] * axis, fitting(parts, (TENSOR, PARTS), (TENSOR,)))
 
     return jax.tree_util.tree_map_with_path(cut, parameters)
+
+
+def _known(x: Array, mesh: Mesh | None) -> Array:
+    """What every process must know."""
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))

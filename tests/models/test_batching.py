@@ -8,10 +8,11 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax_models import batching, generate, prefill
-from kvjax_models.batching import Request, complete
-from kvjax_models.generate import Generator, collect
-from kvjax_models.sampling import Sampling
+from kvjax_models.generation import batching, prefill
+from kvjax_models.generation.batching import Request, complete
+from kvjax_models.generation.decode import decode_block
+from kvjax_models.generation.generator import Generator, collect
+from kvjax_models.generation.sampling import Sampling
 from tests.models.test_generate import CHUNK, PERIOD, random_model, tokens_of
 
 # More than rows, of lengths that need one to three chunks, and ending at all places of a block.
@@ -134,7 +135,7 @@ def test_an_end_of_text_token_and_what_the_caller_says_end_a_row():
 
 def test_prompts_of_all_lengths_share_few_programs():
     made = Generator(model(), QUICK["exact"], batch=2, max_prompt=80, max_new=16, prefill_chunk=8)
-    functions = [generate.decode_block, prefill.prefill_layer, prefill.compress, batching._with_row]
+    functions = [decode_block, prefill.prefill_layer, prefill.compress, batching._with_row]
     before = [function._cache_size() for function in functions]
     completed(made, [Request([1] * length, 2) for length in range(1, 81, 5)])
     # Both layers share theirs. Lengths of 16 to 80 are read, though chunks of 8 would do for some.

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax_models import checkpoint
-from kvjax_models.generate import Generator, collect
+from kvjax_models.formats import huggingface
+from kvjax_models.generation.generator import Generator, collect
 from tests.kvjax.support import ON_A_MESH as POLICIES  # one of them with buckets for values of any norm
 from tests.models import families
 from tests.models.test_parity import GOLDEN
@@ -16,7 +16,7 @@ LENGTHS, NEW = (40, 25), 12
 
 def generated(family, policy):
     """The model, new tokens, and the state behind them."""
-    model = checkpoint.load(GOLDEN / family, jnp.float32)
+    model = huggingface.load(GOLDEN / family, jnp.float32)
     with np.load(GOLDEN / family / "golden.npz") as arrays:
         prompts = [row[:length].tolist() for row, length in zip(arrays["tokens"], LENGTHS, strict=True)]
     generator = Generator(model, policy, batch=2, max_prompt=max(LENGTHS), max_new=NEW, prefill_chunk=16)

@@ -12,10 +12,12 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import process_mask
 
-from kvjax_models import flash_attention, prefill
-from kvjax_models.exact_attention import chunk_attention
-from kvjax_models.flash_attention import Asked, why_not
-from kvjax_models.llama import Llama, LlamaConfig
+from kvjax_models.generation import prefill
+from kvjax_models.model import flash_attention
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.exact_attention import chunk_attention
+from kvjax_models.model.flash_attention import Asked, why_not
+from kvjax_models.model.llama import Llama
 
 BF16 = jnp.dtype(jnp.bfloat16)
 

@@ -11,11 +11,13 @@ import kvjax
 from experiments.common.compiled import large_outputs
 from experiments.common.together import prefill_together
 from kvjax.state import axes
-from kvjax_models import generate as generation
-from kvjax_models import lowering, prefill
-from kvjax_models.generate import NO_TOKEN, Generator, collect, generate
-from kvjax_models.llama import Llama, LlamaConfig
-from kvjax_models.sampling import Sampling
+from kvjax_models.generation import lowering, prefill
+from kvjax_models.generation.decode import NO_TOKEN, decode_block
+from kvjax_models.generation.generator import Generator, collect, generate
+from kvjax_models.generation.sampling import Sampling
+from kvjax_models.generation.state import compact_layer
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
 
 VOCABULARY, PERIOD, CHUNK = 128, 16, 32
 EXACT = kvjax.Exact(compact_every=PERIOD)
@@ -271,7 +273,7 @@ def test_generators_of_one_model_share_compiled_functions():
     sizes = []
     for one in made:
         written(one, one.read(one.start(), PROMPTS), 3)
-        sizes.append(generation.decode_block._cache_size())
+        sizes.append(decode_block._cache_size())
     assert sizes[0] == sizes[1]
 
 
@@ -360,7 +362,7 @@ def test_256_tokens_take_one_trace_and_no_more_memory():
     # Two layers of one shape, so each function is compiled once whatever the number of layers.
     plain = random_model(windows=(None, None))
     policy = kvjax.Uniform(40, sinks=2, recent=16, compact_every=PERIOD)
-    functions = [generation.decode_block, generation.compact_layer, prefill.compress, prefill.prefill_layer]
+    functions = [decode_block, compact_layer, prefill.compress, prefill.prefill_layer]
     before = [function._cache_size() for function in functions]
     made = Generator(plain, policy, batch=2, max_prompt=40, max_new=256, prefill_chunk=CHUNK)
     state, buffers, blocks = made.read(made.start(), tokens_of(3, 40, 9)), [], 0

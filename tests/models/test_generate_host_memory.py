@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax_models import generate
-from kvjax_models.generate import Generator, collect
+from kvjax_models.generation.decode import append_block, decode_block
+from kvjax_models.generation.generator import Generator, collect
+from kvjax_models.generation.state import compact_layer
 from tests.models.test_generate import CHUNK, PERIOD, PROMPTS, TURN, random_model
 
 SIZES = {"sinks": 2, "cluster_tokens": 8, "every": 16, "chunk_clusters": 2, "compact_every": PERIOD}
@@ -33,7 +34,7 @@ def turns(policy, streaming=False):
 
 @contextlib.contextmanager
 def every_program_is_compiled_once():
-    functions = [generate.append_block, generate.decode_block, generate.compact_layer]
+    functions = [append_block, decode_block, compact_layer]
     before = [function._cache_size() for function in functions]
     yield
     assert [function._cache_size() - size for function, size in zip(functions, before, strict=True)] == [1] * 3

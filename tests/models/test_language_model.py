@@ -10,10 +10,12 @@ import pytest
 import kvjax
 from experiments.common import settings
 from experiments.common.options import LANGUAGE_CHECKPOINT
-from kvjax_models import checkpoint, completions, language_model, load
-from kvjax_models.command.chat import Chat, Conversation
-from kvjax_models.generate import generate
-from kvjax_models.sampling import Sampling
+from kvjax_models import language_model, load
+from kvjax_models.cli.chat import Chat, Conversation
+from kvjax_models.formats import huggingface
+from kvjax_models.generation import completions
+from kvjax_models.generation.generator import generate
+from kvjax_models.generation.sampling import Sampling
 
 DIRECTORY = settings.model_directory(LANGUAGE_CHECKPOINT)
 TEXT = "The quick brown fox jumps over the lazy dog. " * 12
@@ -98,7 +100,7 @@ def test_what_is_no_policy_or_budget_is_refused(llm, policy, budget, message):
 
 
 def test_files_keep_their_dtype(llm, tmp_path):
-    checkpoint.save(tmp_path, llm.model, jnp.bfloat16)
+    huggingface.save(tmp_path, llm.model, jnp.bfloat16)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (DIRECTORY / name).exists():
             shutil.copy(DIRECTORY / name, tmp_path)
@@ -130,7 +132,7 @@ def test_the_hub_is_asked_for_what_is_read_alone(monkeypatch):
         return str(DIRECTORY)
 
     monkeypatch.setattr(language_model.huggingface_hub, "snapshot_download", download)
-    assert load("org/model").model.config == checkpoint.load_config(DIRECTORY)
+    assert load("org/model").model.config == huggingface.load_config(DIRECTORY)
     assert asked == [("org/model", ["*.json", "*.safetensors", "*.jinja"])]
 
 

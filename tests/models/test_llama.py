@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax_models.configuration import parse
-from kvjax_models.llama import Llama, LlamaConfig, RopeScaling, rope_frequencies
+from kvjax_models.formats.config_json import parse
+from kvjax_models.model.config import LlamaConfig, rope_frequencies
+from kvjax_models.model.llama import Llama
+from kvjax_models.model.rotary import RopeScaling
 
 SMALL = LlamaConfig(
     vocab_size=24, width=16, mlp_width=20, layers=2, query_heads=4, kv_heads=2, head_dim=4, max_length=64

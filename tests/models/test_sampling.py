@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax_models.sampling import Sampling, finite, sample
+from kvjax_models.generation.sampling import Sampling, finite, sample
 
 PROBABILITIES = np.array([0.05, 0.4, 0.25, 0.2, 0.1])
 LOGITS = jnp.log(jnp.asarray(PROBABILITIES, jnp.float32))

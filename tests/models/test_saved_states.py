@@ -17,10 +17,12 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax_models import generate, saved_states
-from kvjax_models.llama import Llama, LlamaConfig
-from kvjax_models.sampling import Sampling
-from kvjax_models.saved_states import SavedStates
+from kvjax_models.generation import saved_states
+from kvjax_models.generation.generator import Generator, collect
+from kvjax_models.generation.sampling import Sampling
+from kvjax_models.generation.saved_states import SavedStates
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
 
 CONFIG = LlamaConfig(
     vocab_size=32, width=16, mlp_width=16, layers=2, query_heads=2, kv_heads=1, head_dim=8, max_length=128
@@ -42,7 +44,7 @@ def make_model(seed=0, config=CONFIG):
 def make_generator(policy="uniform", model=None, **changes):
     sizes = {"batch": 2, "max_prompt": 12, "max_new": 24, **changes}
     sampling = Sampling(temperature=1.0)
-    return generate.Generator(model or make_model(), POLICIES[policy](), **sizes, sampling=sampling)
+    return Generator(model or make_model(), POLICIES[policy](), **sizes, sampling=sampling)
 
 
 def written(generator, state, tokens):
@@ -50,7 +52,7 @@ def written(generator, state, tokens):
     rows = [[] for _ in range(generator.batch)]
     for newest, new in generator.write(state, tokens):
         state = newest
-        generate.collect(rows, new)
+        collect(rows, new)
     return state, rows
 
 
@@ -211,11 +213,11 @@ def test_sixteen_continuations_of_a_saved_prefix_are_those_of_runs_from_scratch(
     model, prefix = make_model(), PROMPTS[0]
     questions = [[1 + row % 5, 2 + row, 3][: 1 + row % 3] for row in range(16)]
     sizes = {"batch": 1, "max_prompt": 12, "max_new": 16}
-    alone = generate.Generator(model, POLICIES[policy](), **sizes)
+    alone = Generator(model, POLICIES[policy](), **sizes)
     SavedStates(tmp_path).save(0, alone, alone.read(alone.start(), [prefix]))
 
     state = SavedStates(tmp_path).restore(alone).state
-    many = generate.Generator(model, alone.policies, **{**sizes, "batch": 16})
+    many = Generator(model, alone.policies, **{**sizes, "batch": 16})
     found = written(many, many.read(kvjax.repeat_rows(state, 16), questions), 9)[1]
     for question, tokens in zip(questions, found, strict=True):
         scratch = alone.read(alone.read(alone.start(), [prefix]), [question])

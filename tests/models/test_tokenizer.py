@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from kvjax_models import tokenizer as tokenizer_lib
+from kvjax_models.formats import tokenizer as tokenizer_lib
 
 BOS, EOS = "<s>", "</s>"
 TEXTS = ["the cat sat on the mat", "a café, naïve; 日本語 😀 and más", "def f(x):\n    return x"] * 3

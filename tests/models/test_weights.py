@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import rope
-from kvjax_models import checkpoint
-from kvjax_models.llama import LlamaConfig
-from kvjax_models.rotary import layer_rotary, turn
-from kvjax_models.weights import from_mxfp4, head_order
-from tests.models.test_checkpoint import assert_same, model
+from kvjax_models.formats import huggingface
+from kvjax_models.formats.weights import from_mxfp4, head_order
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.rotary import layer_rotary, turn
+from tests.models.test_huggingface import assert_same, model
 
 GPT_OSS = LlamaConfig(
     vocab_size=24, width=32, mlp_width=32, layers=2, query_heads=4, kv_heads=2, head_dim=8, max_length=64,
@@ -41,7 +41,7 @@ def packed(random, experts, outputs, inputs):
 
 def test_a_checkpoint_in_four_bits_is_the_one_of_its_numbers(tmp_path):
     whole, four = tmp_path / "whole", tmp_path / "four"
-    checkpoint.save(whole, model(GPT_OSS, jnp.bfloat16))
+    huggingface.save(whole, model(GPT_OSS, jnp.bfloat16))
     tensors = dict(safetensors.numpy.load_file(whole / "model.safetensors"))
     in_four_bits, random = dict(tensors), np.random.default_rng(0)
     for layer in range(GPT_OSS.layers):
@@ -57,13 +57,13 @@ def test_a_checkpoint_in_four_bits_is_the_one_of_its_numbers(tmp_path):
     values["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (four / "config.json").write_text(json.dumps(values))
     safetensors.numpy.save_file(in_four_bits, four / "model.safetensors", metadata={"format": "pt"})
-    assert_same(checkpoint.load(four), checkpoint.load(whole))
+    assert_same(huggingface.load(four), huggingface.load(whole))
 
     in_four_bits["model.layers.0.mlp.experts.down_proj_scales"] = np.ones((3, 32, 1), np.float32)
     del in_four_bits["model.layers.1.mlp.experts.gate_up_proj_scales"]
     safetensors.numpy.save_file(in_four_bits, four / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="missing: model.layers.1.mlp.experts.gate_up_proj_scales") as error:
-        checkpoint.load(four)
+        huggingface.load(four)
     assert "down_proj_scales is F32; known: U8" in str(error.value)
 
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.spec import MOST_TOKENS
-from kvjax_models.generate import Generator, collect, generate
-from kvjax_models.llama import Llama, LlamaConfig
-from kvjax_models.sampling import Sampling, sample
+from kvjax_models.generation.generator import Generator, collect, generate
+from kvjax_models.generation.sampling import Sampling, sample
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
 from tests.kvjax.support import BATCH, HEAD_DIM, LENGTHS, POLICIES, each, make_spec
 from tests.kvjax.support import ON_A_MESH as ANY_VALUES
 

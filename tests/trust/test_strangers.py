@@ -18,10 +18,12 @@ import tokenizers
 from flax import nnx
 from tokenizers import decoders, models, pre_tokenizers
 
-from kvjax_models import chat_template, checkpoint, files, language_model
-from kvjax_models import tokenizer as tokenizer_lib
+from kvjax_models import language_model
+from kvjax_models.formats import chat_template, huggingface, untrusted_files
+from kvjax_models.formats import tokenizer as tokenizer_lib
 from kvjax_models.language_model import LanguageModel
-from kvjax_models.llama import Llama, LlamaConfig
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
 
 CONFIG = LlamaConfig(
     vocab_size=264, width=8, mlp_width=8, layers=1, query_heads=2, kv_heads=1, head_dim=4, max_length=64
@@ -34,7 +36,7 @@ MOST_SECONDS = 20
 
 def make(directory, shards=False):
     """A small model with all files that are read."""
-    checkpoint.save(
+    huggingface.save(
         directory,
         Llama(CONFIG, rngs=nnx.Rngs(0)),
         bos_token_id=256,
@@ -209,7 +211,7 @@ def test_an_index_names_files_of_its_directory_alone(name, sharded, tmp_path):
     index["weight_map"][next(iter(index["weight_map"]))] = name
     path.write_text(json.dumps(index))
     with pytest.raises((ValueError, FileNotFoundError), match="no name of a file|names shards that are not there"):
-        checkpoint.load(directory)
+        huggingface.load(directory)
 
 
 def test_files_of_the_hubs_cache_are_links_to_its_blobs(good, tmp_path):
@@ -227,7 +229,7 @@ def test_more_layers_than_there_are_tensors_are_refused_at_once(good, tmp_path):
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 10**5}))
     with at_most(5), pytest.raises(ValueError, match="num_hidden_layers=100000"):
-        checkpoint.load(tmp_path / "model")
+        huggingface.load(tmp_path / "model")
 
 
 def test_json_of_any_depth_is_an_error(good, tmp_path):
@@ -342,11 +344,11 @@ def test_a_file_that_is_too_long_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MOST_TEXT_BYTES", 10)
     (tmp_path / "config.json").write_text("{}" + " " * 9)
     with pytest.raises(ValueError, match="has 11 bytes; more than 10 are not read"):
-        files.read_object(tmp_path, "config.json")
+        untrusted_files.read_object(tmp_path, "config.json")
 
 
 def test_weights_of_another_type_are_those_that_were_saved(tmp_path):
     made = Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    checkpoint.save(tmp_path, made)
+    huggingface.save(tmp_path, made)
     with safetensors.safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
         np.testing.assert_array_equal(file.get_tensor("model.norm.weight"), made.norm.scale[...])
