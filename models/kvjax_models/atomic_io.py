@@ -14,20 +14,20 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from kvjax_models.devices import is_first
+from kvjax_models.devices import is_first_process
 
 DIGESTS = "digests.json"
 LOCK = ".lock"
 
 
-def first_does(action: Callable[[], None]) -> None:
+def run_on_first_process(action: Callable[[], None]) -> None:
     """Runs an action in the first process of a run, while the others wait: where it fails, all of them do.
 
     Raises:
         OSError: in the other processes. In the first one, what the action raised.
     """
     error: Exception | None = None
-    if is_first():
+    if is_first_process():
         try:
             action()
         except Exception as raised:
@@ -40,7 +40,7 @@ def first_does(action: Callable[[], None]) -> None:
         raise error
 
 
-def claim(directory: pathlib.Path, name: str = LOCK) -> filelock.BaseFileLock:
+def lock_directory(directory: pathlib.Path, name: str = LOCK) -> filelock.BaseFileLock:
     """The right to write to a directory (which is made), until it is released or the process ends, however it does.
     One process may claim it many times.
 
@@ -60,22 +60,22 @@ def claim(directory: pathlib.Path, name: str = LOCK) -> filelock.BaseFileLock:
 
 
 @contextlib.contextmanager
-def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+def atomic_replace(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """A path to write a file to, which takes the place of `path` when it is whole and on the disk. Where writing fails,
     what was there stays."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial
-        sync(partial)
+        fsync(partial)
         partial.replace(path)
-        sync(path.parent)
+        fsync(path.parent)
     finally:
         partial.unlink(missing_ok=True)
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
     """Writes a text in UTF-8 in the place of what was there."""
-    with replacing(path) as partial:
+    with atomic_replace(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
@@ -95,7 +95,7 @@ def append_line(path: pathlib.Path, line: str) -> None:
             raise
 
 
-def sync(path: pathlib.Path) -> None:
+def fsync(path: pathlib.Path) -> None:
     """Waits until a file, or a directory's list of names, is on the disk."""
     if path.is_dir() and os.name == "nt":  # where directories cannot be opened
         return
@@ -106,33 +106,33 @@ def sync(path: pathlib.Path) -> None:
         os.close(handle)
 
 
-def digest(data: bytes) -> str:
+def sha256_of_bytes(data: bytes) -> str:
     """SHA-256, in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 
-def file_digest(path: pathlib.Path) -> str:
+def sha256_of_file(path: pathlib.Path) -> str:
     """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def seal(directory: pathlib.Path) -> None:
+def write_digests(directory: pathlib.Path) -> None:
     """Writes the digests of all files of a directory into it, with everything on the disk when this returns."""
-    found = {name: file_digest(path) for name, path in _files(directory).items()}
+    found = {name: sha256_of_file(path) for name, path in _files(directory).items()}
     for path in directory.rglob("*"):
-        sync(path)
+        fsync(path)
     # The digests have one, too: a flip there would blame a file that is whole.
     text = json.dumps(found, indent=1, sort_keys=True)
-    write_text(directory / DIGESTS, json.dumps({"sha256": digest(text.encode()), "files": text}) + "\n")
+    write_text(directory / DIGESTS, json.dumps({"sha256": sha256_of_bytes(text.encode()), "files": text}) + "\n")
 
 
-def damage(directory: pathlib.Path) -> str | None:
+def find_damage(directory: pathlib.Path) -> str | None:
     """What is wrong with a sealed directory; None where every file is there as it was sealed, and no other."""
     try:
         held = json.loads((directory / DIGESTS).read_text(encoding="utf-8"))
         text = held["files"]
-        if digest(text.encode()) != held["sha256"]:
+        if sha256_of_bytes(text.encode()) != held["sha256"]:
             return f"{DIGESTS} is damaged"
         expected = json.loads(text)
     except FileNotFoundError:
@@ -148,7 +148,7 @@ def damage(directory: pathlib.Path) -> str | None:
         if strange := sorted(files.keys() - expected.keys()):
             return f"{strange[0]} was not there when it was saved"
         for name, path in files.items():
-            if file_digest(path) != expected[name]:
+            if sha256_of_file(path) != expected[name]:
                 return f"{name} is damaged: its SHA-256 is not the one that it was saved with"
     except OSError as error:
         return f"a file cannot be read: {error}"

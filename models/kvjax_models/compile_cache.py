@@ -13,7 +13,7 @@ _SHARE = 0.6
 _MAPS, _MOST = pathlib.Path("/proc/self/maps"), pathlib.Path("/proc/sys/vm/max_map_count")
 
 
-def bucket(tokens: int) -> range:
+def length_bucket(tokens: int) -> range:
     """The prompt lengths that share the programs of a prompt of so many tokens: sixteen of them, or a quarter of an
     octave. Caches are made for the last."""
     step = max(16, 1 << max((tokens - 1).bit_length() - 3, 0))
@@ -21,20 +21,20 @@ def bucket(tokens: int) -> range:
     return range(last - step + 1, last + 1)
 
 
-def keep_few(functions: Iterable[Any]) -> None:
+def free_compiled_programs(functions: Iterable[Any]) -> None:
     """Drops what these functions have compiled where the process nears the memory maps that it may have: what is needed
     again is compiled again."""
-    most = most_maps()
-    if most is None or memory_maps() < _SHARE * most:
+    most = max_memory_maps()
+    if most is None or num_memory_maps() < _SHARE * most:
         return
-    logging.info("compiled programs are dropped: the process holds %d memory maps of %d", memory_maps(), most)
+    logging.info("compiled programs are dropped: the process holds %d memory maps of %d", num_memory_maps(), most)
     for function in functions:
         function.clear_cache()
-    if memory_maps() >= _SHARE * most:  # others' programs, too
+    if num_memory_maps() >= _SHARE * most:  # others' programs, too
         jax.clear_caches()
 
 
-def memory_maps() -> int:
+def num_memory_maps() -> int:
     """Memory maps that the process holds; 0 where nothing says so."""
     try:
         return _MAPS.read_bytes().count(b"\n")
@@ -42,7 +42,7 @@ def memory_maps() -> int:
         return 0
 
 
-def most_maps() -> int | None:
+def max_memory_maps() -> int | None:
     """Memory maps that a process may hold; None where there is no such limit."""
     try:
         return int(_MOST.read_text())

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from kvjax_models.atomic_io import digest, file_digest
+from kvjax_models.atomic_io import sha256_of_bytes, sha256_of_file
 from kvjax_models.formats import untrusted_files
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.model.llama import Llama
@@ -33,41 +33,41 @@ _READ = (
 _KNOWN: weakref.WeakKeyDictionary[Llama, tuple[list[weakref.ref], str]] = weakref.WeakKeyDictionary()
 
 
-def of_model(model: Llama) -> str:
+def model_fingerprint(model: Llama) -> str:
     """SHA-256 of the configuration and of all tensors, as they are in memory: another dtype is another model. The same
     however they are sharded; where they lie on several processes, all of them must ask."""
     leaves = jax.tree.leaves(model)
     arrays, known = _KNOWN.get(model, ([], ""))
     if len(arrays) == len(leaves) and all(array() is leaf for array, leaf in zip(arrays, leaves, strict=True)):
         return known
-    found = digest(f"{as_json(dataclasses.asdict(model.config))} {of_arrays(model)}".encode())
+    found = sha256_of_bytes(f"{canonical_json(dataclasses.asdict(model.config))} {array_fingerprint(model)}".encode())
     _KNOWN[model] = [weakref.ref(leaf) for leaf in leaves], found
     return found
 
 
-def of_directory(directory: pathlib.Path) -> str:
+def directory_fingerprint(directory: pathlib.Path) -> str:
     """SHA-256 of all files of a Hugging Face directory that a model and its tokenizer are loaded from."""
     found = {}
-    for home in (directory, untrusted_files.whole(directory)):
+    for home in (directory, untrusted_files.weights_directory(directory)):
         for path in sorted({path for pattern in _READ for path in home.glob(pattern)}):
             stat = path.stat()
             found[path.name] = _of_file(path.resolve(), stat.st_mtime_ns, stat.st_size)
-    return digest(as_json(found).encode())
+    return sha256_of_bytes(canonical_json(found).encode())
 
 
 @functools.cache
 def _of_file(path: pathlib.Path, modified: int, size: int) -> str:
     """SHA-256 of a file as it is now: sweeps ask for the same many times."""
-    return file_digest(path)
+    return sha256_of_file(path)
 
 
-def of_tokenizer(tokenizer: Tokenizer) -> str:
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
     """SHA-256 of all that a tokenizer does with texts and conversations."""
     others = {field.name: getattr(tokenizer, field.name) for field in dataclasses.fields(tokenizer)}
-    return digest(as_json(others | {"backend": tokenizer.backend.to_str()}).encode())
+    return sha256_of_bytes(canonical_json(others | {"backend": tokenizer.backend.to_str()}).encode())
 
 
-def of_arrays(tree: Any) -> str:
+def array_fingerprint(tree: Any) -> str:
     """SHA-256 of the arrays of a pytree: of their places in it, types, shapes and values."""
     total = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -76,7 +76,7 @@ def of_arrays(tree: Any) -> str:
     return total.hexdigest()
 
 
-def as_json(values: Any) -> str:
+def canonical_json(values: Any) -> str:
     """Values in terms of JSON, as one text for equal ones."""
     return json.dumps(values, sort_keys=True, default=dict)
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kvjax_models.formats.config_json import parse
+from kvjax_models.formats.config_json import parse_config
 from kvjax_models.model.rotary import RopeScaling
 from tests.models.test_parity import GOLDEN
 from tests.trust.test_strangers import STRANGE
@@ -47,13 +47,13 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 @pytest.mark.parametrize("value", [0, -1, -16, "16", 16.0, True, [16], {}, 10**12])
 def test_sizes_are_whole_numbers_above_0(key, value):
     with pytest.raises(ValueError, match=f"^{key}="):
-        parse(LLAMA | {key: value})
+        parse_config(LLAMA | {key: value})
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "max_position_embeddings"])
 def test_a_size_is_not_null(key):
     with pytest.raises(ValueError, match=key):
-        parse(LLAMA | {key: None})
+        parse_config(LLAMA | {key: None})
 
 
 @pytest.mark.parametrize(
@@ -122,17 +122,17 @@ def test_a_size_is_not_null(key):
 )  # fmt: skip
 def test_what_cannot_be_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
-        parse(LLAMA | changes)
+        parse_config(LLAMA | changes)
 
 
 @pytest.mark.parametrize("name", ["NaN", "Infinity"])
 def test_numbers_that_only_python_reads_as_json(name):
     with pytest.raises(ValueError, match="rms_norm_eps"):
-        parse(json.loads(json.dumps(LLAMA)[:-1] + f', "rms_norm_eps": {name}}}'))
+        parse_config(json.loads(json.dumps(LLAMA)[:-1] + f', "rms_norm_eps": {name}}}'))
 
 
 def test_gemma_3_beside_its_eyes():
-    config = parse(GEMMA3_HUB)
+    config = parse_config(GEMMA3_HUB)
     assert (config.query_heads, config.kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
     assert config.windows == (1024,) * 5 + (None, 1024)
     assert config.rope_scaling == RopeScaling("linear", 8.0) and config.window_rope_theta == 1e4
@@ -141,23 +141,25 @@ def test_gemma_3_beside_its_eyes():
 
 
 def test_yarn_without_a_word_about_attention():
-    scaling = parse(LLAMA | {"rope_scaling": YARN}).rope_scaling
+    scaling = parse_config(LLAMA | {"rope_scaling": YARN}).rope_scaling
     assert scaling.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
     # What it was stretched by follows from both lengths where no factor is given.
     without = {key: value for key, value in YARN.items() if key != "factor"}
-    assert parse(LLAMA | {"rope_scaling": without}).rope_scaling.factor == 2.0
+    assert parse_config(LLAMA | {"rope_scaling": without}).rope_scaling.factor == 2.0
 
 
 def test_only_layers_that_see_everything_of_an_olmo_3_are_scaled():
-    config = parse(LLAMA | {"model_type": "olmo3", "num_hidden_layers": 4, "rope_scaling": YARN, "sliding_window": 8})
+    config = parse_config(
+        LLAMA | {"model_type": "olmo3", "num_hidden_layers": 4, "rope_scaling": YARN, "sliding_window": 8}
+    )
     assert config.windows == (8, 8, 8, None)
     assert config.rotary(0).factor == 1 and config.rotary(3).factor > 1
     assert config.rotary(0).frequencies != config.rotary(3).frequencies
 
 
 def test_layers_that_do_not_turn():
-    config = parse(LLAMA | {"model_type": "smollm3", "num_hidden_layers": 8})
-    assert config.unrotated == (3, 7)
+    config = parse_config(LLAMA | {"model_type": "smollm3", "num_hidden_layers": 8})
+    assert config.nope_layers == (3, 7)
     assert set(config.rotary(3).frequencies) == {0.0} and 0.0 not in config.rotary(2).frequencies
 
 
@@ -171,4 +173,4 @@ def test_values_of_any_kind_are_read_or_refused():
             changed += [{**values, name: {**rope, key: strange}} for key in rope for strange in STRANGE]
         for values in changed:
             with contextlib.suppress(ValueError):
-                parse(values)
+                parse_config(values)

@@ -30,27 +30,27 @@ CONFIGS = {
     "ministral": dataclasses.replace(SMALL, windows=(None, 8)),
     "gemma": dataclasses.replace(SMALL, norm_offset=1.0, embedding_scale=None, activation="gelu_tanh",
                                  tied_embeddings=True),
-    "gemma2": dataclasses.replace(SMALL, norm_offset=1.0, embedding_scale=None, activation="gelu_tanh", norms="around",
-                                  attention_cap=50.0, logit_cap=30.0, attention_scale=24**-0.5, windows=(8, None)),
+    "gemma2": dataclasses.replace(SMALL, norm_offset=1.0, embedding_scale=None, activation="gelu_tanh", norms="sandwich",
+                                  attention_logit_cap=50.0, logit_cap=30.0, attention_scale=24**-0.5, windows=(8, None)),
     "gemma3_text": dataclasses.replace(SMALL, norm_offset=1.0, embedding_scale=None, activation="gelu_tanh",
-                                       norms="around", query_key_norm=True, windows=(8, None), window_rope_theta=100.0,
+                                       norms="sandwich", query_key_norm=True, windows=(8, None), window_rope_theta=100.0,
                                        rope_scaling=RopeScaling("linear", 8.0)),
     "qwen3_moe": dataclasses.replace(SMALL, query_key_norm=True, experts=6, experts_per_token=2, expert_width=10,
-                                     normalised_experts=False, dense_layers=(1,)),
+                                     normalize_expert_weights=False, dense_layers=(1,)),
     "mixtral": dataclasses.replace(SMALL, experts=6, experts_per_token=2, expert_width=20),
-    "gpt_oss": dataclasses.replace(SMALL, qkv_bias=True, output_bias=True, mlp_bias=True, sinks=True, experts=6,
+    "gpt_oss": dataclasses.replace(SMALL, qkv_bias=True, output_bias=True, mlp_bias=True, attention_sinks=True, experts=6,
                                    experts_per_token=2, expert_width=20, activation="clipped_swiglu",
                                    windows=(8, None), rope_scaling=RopeScaling("yarn", 4.0, original_length=16,
                                                                                truncate=False, attention_factor=1.2)),
     "glm": dataclasses.replace(SMALL, head_dim=8, rotary_dim=4, qkv_bias=True),
-    "glm4": dataclasses.replace(SMALL, head_dim=8, rotary_dim=4, norms="around"),
+    "glm4": dataclasses.replace(SMALL, head_dim=8, rotary_dim=4, norms="sandwich"),
     "phi3": dataclasses.replace(SMALL, head_dim=8, rotary_dim=6, windows=(8, 8), rope_scaling=RopeScaling(
         "longrope", 2.0, original_length=32, attention_factor=1.1, short_factors=(1.0,) * 3, long_factors=(2.0,) * 3)),
-    "olmo2": dataclasses.replace(SMALL, norms="after", query_key_norm=True, joint_query_key_norm=True),
-    "olmo3": dataclasses.replace(SMALL, norms="after", query_key_norm=True, joint_query_key_norm=True,
+    "olmo2": dataclasses.replace(SMALL, norms="post", query_key_norm=True, joint_query_key_norm=True),
+    "olmo3": dataclasses.replace(SMALL, norms="post", query_key_norm=True, joint_query_key_norm=True,
                                  windows=(8, None), rope_scaling=RopeScaling("yarn", 4.0, original_length=16),
                                  window_rope_theta=10000.0),
-    "smollm3": dataclasses.replace(SMALL, unrotated=(1,), mlp_bias=True),
+    "smollm3": dataclasses.replace(SMALL, nope_layers=(1,), mlp_bias=True),
     "granite": dataclasses.replace(SMALL, embedding_scale=12.0, residual_scale=0.22, logit_divisor=8.0,
                                    attention_scale=0.0625),
     "qwen3-window": dataclasses.replace(SMALL, query_key_norm=True, qkv_bias=True, output_bias=True, windows=(8, None)),
@@ -106,15 +106,15 @@ def rewrite(directory, change):
 
 @pytest.fixture
 def saved(tmp_path):
-    huggingface.save(tmp_path, model(SMALL))
+    huggingface.save_model(tmp_path, model(SMALL))
     return tmp_path
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_round_trip(name, tmp_path):
     original = model(CONFIGS[name])
-    huggingface.save(tmp_path, original)
-    loaded = huggingface.load(tmp_path)
+    huggingface.save_model(tmp_path, original)
+    loaded = huggingface.load_model(tmp_path)
     assert loaded.config == original.config
     assert_same(loaded, original)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == name.partition("-")[0]
@@ -131,37 +131,37 @@ def test_linear_weights_are_turned_and_named_as_in_transformers(saved):
 
 def test_saves_and_loads_bfloat16(tmp_path):
     original = model(SMALL, jnp.bfloat16)
-    huggingface.save(tmp_path, original)
+    huggingface.save_model(tmp_path, original)
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    assert_same(huggingface.load(tmp_path), original)
-    wide = huggingface.load(tmp_path, jnp.float32)
+    assert_same(huggingface.load_model(tmp_path), original)
+    wide = huggingface.load_model(tmp_path, jnp.float32)
     assert wide.norm.scale[...].dtype == jnp.float32
     np.testing.assert_array_equal(wide.norm.scale[...], original.norm.scale[...].astype(jnp.float32))
 
 
 def test_saves_in_another_dtype(tmp_path):
-    huggingface.save(tmp_path, model(SMALL), jnp.float16)
+    huggingface.save_model(tmp_path, model(SMALL), jnp.float16)
     assert {tensor.dtype for tensor in read_tensors(tmp_path / "model.safetensors").values()} == {np.dtype("float16")}
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "float16"
 
 
 def test_shards_and_replaces_what_was_there(tmp_path):
     original = model(SMALL)
-    huggingface.save(tmp_path, model(dataclasses.replace(SMALL, layers=1)))
-    huggingface.save(tmp_path, original, max_shard_bytes=4000)
+    huggingface.save_model(tmp_path, model(dataclasses.replace(SMALL, layers=1)))
+    huggingface.save_model(tmp_path, original, max_shard_bytes=4000)
     shards = sorted(tmp_path.glob("*.safetensors"))
     assert len(shards) > 2 and not (tmp_path / "model.safetensors").exists()
     assert all(sum(tensor.nbytes for tensor in read_tensors(shard).values()) <= 4000 for shard in shards)
-    assert_same(huggingface.load(tmp_path), original)
-    huggingface.save(tmp_path, original)
+    assert_same(huggingface.load_model(tmp_path), original)
+    huggingface.save_model(tmp_path, original)
     assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["config.json", "model.safetensors"]
-    assert_same(huggingface.load(tmp_path), original)
+    assert_same(huggingface.load_model(tmp_path), original)
 
 
 def test_a_tensor_above_the_shard_size_gets_a_file_of_its_own(tmp_path):
-    huggingface.save(tmp_path, model(SMALL), max_shard_bytes=1)
+    huggingface.save_model(tmp_path, model(SMALL), max_shard_bytes=1)
     assert len(list(tmp_path.glob("*.safetensors"))) == 3 + 2 * 9
-    assert_same(huggingface.load(tmp_path), model(SMALL))
+    assert_same(huggingface.load_model(tmp_path), model(SMALL))
 
 
 def test_a_failed_save_leaves_the_old_checkpoint(saved):
@@ -169,14 +169,14 @@ def test_a_failed_save_leaves_the_old_checkpoint(saved):
     broken.norm.scale[...] = broken.norm.scale[...].at[0].set(jnp.nan)
     for limit in (huggingface.MAX_SHARD_BYTES, 4000):
         with pytest.raises(ValueError, match=r"model\.norm\.weight has values that are not finite as float32"):
-            huggingface.save(saved, broken, max_shard_bytes=limit)
+            huggingface.save_model(saved, broken, max_shard_bytes=limit)
     assert sorted(path.name for path in saved.glob("[!.]*")) == ["config.json", "model.safetensors"]
-    assert_same(huggingface.load(saved), model(SMALL))
+    assert_same(huggingface.load_model(saved), model(SMALL))
 
 
 @pytest.mark.parametrize("eos", [None, 3, (3, 4)])
 def test_writes_where_generation_ends(tmp_path, eos):
-    huggingface.save(tmp_path, model(SMALL), bos_token_id=1, eos_token_id=eos)
+    huggingface.save_model(tmp_path, model(SMALL), bos_token_id=1, eos_token_id=eos)
     values = json.loads((tmp_path / "config.json").read_text())
     assert values["bos_token_id"] == 1
     assert values["eos_token_id"] == (list(eos) if isinstance(eos, tuple) else eos)
@@ -193,7 +193,7 @@ def test_writes_where_generation_ends(tmp_path, eos):
 )
 def test_refuses_to_save_what_no_family_has(tmp_path, changes):
     with pytest.raises(ValueError, match="no Hugging Face family"):
-        huggingface.save(tmp_path / "new", model(dataclasses.replace(SMALL, **changes)))
+        huggingface.save_model(tmp_path / "new", model(dataclasses.replace(SMALL, **changes)))
     assert not (tmp_path / "new").exists()
 
 
@@ -277,16 +277,16 @@ def test_refuses_by_name_what_it_cannot_compute(tmp_path, values, message):
 
 def test_directories_that_are_no_checkpoint(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        huggingface.load(tmp_path)
+        huggingface.load_model(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not JSON"):
-        huggingface.load(tmp_path)
+        huggingface.load_model(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="must hold a JSON object, not list"):
-        huggingface.load(tmp_path)
+        huggingface.load_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
-        huggingface.load(tmp_path)
+        huggingface.load_model(tmp_path)
 
 
 def test_one_error_lists_every_tensor_that_does_not_fit(saved):
@@ -299,7 +299,7 @@ def test_one_error_lists_every_tensor_that_does_not_fit(saved):
 
     rewrite(saved, spoil)
     with pytest.raises(ValueError) as error:
-        huggingface.load(saved)
+        huggingface.load_model(saved)
     assert sorted(str(error.value).split("\n  ")[1:]) == [
         "lm_head.weight is I8; known: F64, F32, F16, BF16",
         "missing: model.layers.0.mlp.up_proj.weight",
@@ -317,17 +317,17 @@ def test_names_every_tensor_that_is_not_finite(saved):
 
     rewrite(saved, spoil)
     with pytest.raises(ValueError, match=r"not finite as float32 in model\.layers\.0\.mlp\.up_proj.*model\.norm"):
-        huggingface.load(saved)
+        huggingface.load_model(saved)
 
 
 @pytest.mark.filterwarnings("error")
 def test_names_tensors_that_the_wanted_dtype_cannot_hold(saved):
     rewrite(saved, lambda tensors: tensors["model.norm.weight"].fill(1e6))
-    huggingface.load(saved)
+    huggingface.load_model(saved)
     with pytest.raises(ValueError, match=r"not finite as float16 in model\.norm\.weight"):
-        huggingface.load(saved, jnp.float16)
+        huggingface.load_model(saved, jnp.float16)
     with pytest.raises(ValueError, match=r"model\.norm\.weight has values that are not finite as float16"):
-        huggingface.save(saved / "half", huggingface.load(saved), jnp.float16)
+        huggingface.save_model(saved / "half", huggingface.load_model(saved), jnp.float16)
 
 
 @pytest.mark.parametrize("kept", [0, 5, 100, -1])
@@ -335,38 +335,38 @@ def test_truncated_file(saved, kept):
     path = saved / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(ValueError, match=r"model\.safetensors is truncated or not a safetensors file"):
-        huggingface.load(saved)
+        huggingface.load_model(saved)
 
 
 def test_broken_shards(tmp_path):
-    huggingface.save(tmp_path, model(SMALL), max_shard_bytes=4000)
+    huggingface.save_model(tmp_path, model(SMALL), max_shard_bytes=4000)
     shards = sorted(tmp_path.glob("*.safetensors"))
     second = shards[1].read_bytes()
     shards[1].write_bytes(second[:-1])
     with pytest.raises(ValueError, match=f"{shards[1].name} is truncated"):
-        huggingface.load(tmp_path)
+        huggingface.load_model(tmp_path)
     shards[1].write_bytes(shards[0].read_bytes())
     with pytest.raises(ValueError, match=f"{shards[1].name} repeats tensors of another shard"):
-        huggingface.load(tmp_path)
+        huggingface.load_model(tmp_path)
     shards[1].unlink()
     shards[2].unlink()
     with pytest.raises(FileNotFoundError, match=f"not there: {shards[1].name}, {shards[2].name}"):
-        huggingface.load(tmp_path)
+        huggingface.load_model(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match="has no weight_map"):
-        huggingface.load(tmp_path)
+        huggingface.load_model(tmp_path)
 
 
 def test_ignores_rotary_buffers_of_old_versions(saved):
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
     rewrite(saved, lambda tensors: tensors.update(buffer))
-    assert_same(huggingface.load(saved), model(SMALL))
+    assert_same(huggingface.load_model(saved), model(SMALL))
 
 
 @pytest.mark.parametrize("held", ["embedding", "both", "head"])
 def test_tied_embeddings_under_either_name(tmp_path, held):
     original = model(dataclasses.replace(SMALL, tied_embeddings=True))
-    huggingface.save(tmp_path, original)
+    huggingface.save_model(tmp_path, original)
 
     def hold(tensors):
         assert "lm_head.weight" not in tensors
@@ -376,14 +376,14 @@ def test_tied_embeddings_under_either_name(tmp_path, held):
             del tensors["model.embed_tokens.weight"]
 
     rewrite(tmp_path, hold)
-    assert_same(huggingface.load(tmp_path), original)
+    assert_same(huggingface.load_model(tmp_path), original)
 
 
 def test_refuses_tied_embeddings_that_differ(tmp_path):
-    huggingface.save(tmp_path, model(dataclasses.replace(SMALL, tied_embeddings=True)))
+    huggingface.save_model(tmp_path, model(dataclasses.replace(SMALL, tied_embeddings=True)))
     rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": np.ones((24, 16), np.float32)}))
     with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
-        huggingface.load(tmp_path)
+        huggingface.load_model(tmp_path)
 
 
 def test_sizes_are_checked_before_anything_is_allocated(saved):
@@ -391,4 +391,4 @@ def test_sizes_are_checked_before_anything_is_allocated(saved):
     values = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps(values | {"hidden_size": 2**20, "intermediate_size": 2**24}))
     with pytest.raises(ValueError, match=r"model\.norm\.weight is \[16\], the config means \[1048576\]"):
-        huggingface.load(saved)
+        huggingface.load_model(saved)

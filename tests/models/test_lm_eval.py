@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.training import mixture
-from kvjax_models.formats.tokenizer import load as load_tokenizer
+from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
 
 lm_eval = pytest.importorskip("lm_eval")
 pytest.importorskip("torch")

@@ -29,7 +29,9 @@ def golden(request):
 
 def logits(directory, tokens):
     return np.asarray(
-        nnx.jit(lambda model, tokens: model(tokens))(huggingface.load(directory, jnp.float32), jnp.asarray(tokens))
+        nnx.jit(lambda model, tokens: model(tokens))(
+            huggingface.load_model(directory, jnp.float32), jnp.asarray(tokens)
+        )
     )
 
 
@@ -137,7 +139,7 @@ def errors(found, exact):
 def test_golden_logits_in_the_file_s_own_dtype(family):
     """In bfloat16, as a checkpoint is loaded where nothing is said: a few hundredths off."""
     with np.load(GOLDEN / family / "golden.npz") as arrays:
-        model = huggingface.load(GOLDEN / family)
+        model = huggingface.load_model(GOLDEN / family)
         assert model.embedding.param_dtype == jnp.bfloat16
         found = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(arrays["tokens"])))
         assert 0 < errors(found, arrays["logits"]) < 0.03 * arrays["logits"].std()
@@ -161,7 +163,7 @@ def test_live_bfloat16_is_as_near_to_float32_as_transformers_is(family, tmp_path
     )
     theirs = families.hf_logits(rounded.eval(), tokens)
     forward = nnx.jit(lambda model, tokens: model(tokens))
-    ours = np.asarray(forward(huggingface.load(tmp_path), jnp.asarray(tokens)))
+    ours = np.asarray(forward(huggingface.load_model(tmp_path), jnp.asarray(tokens)))
     own, other = errors(ours, exact), errors(theirs, exact)
     assert 0 < own < 1.1 * other
     assert errors(ours, theirs) < 1.15 * np.hypot(own, other)
@@ -182,7 +184,7 @@ def test_live_round_trip(hf_checkpoint, tmp_path, max_shard_bytes):
 
     directory, model = hf_checkpoint
     ours = tmp_path / "saved"
-    huggingface.save(ours, huggingface.load(directory), max_shard_bytes=max_shard_bytes)
+    huggingface.save_model(ours, huggingface.load_model(directory), max_shard_bytes=max_shard_bytes)
     again, report = transformers.AutoModelForCausalLM.from_pretrained(
         ours, output_loading_info=True, attn_implementation="eager"
     )

@@ -152,12 +152,12 @@ def test_units_of_other_weights_under_the_same_name_run_again(tmp_path):
 def test_a_directory_is_known_by_what_a_model_is_loaded_from(tmp_path):
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         (tmp_path / name).write_text(name)
-    found = {fingerprint.of_directory(tmp_path)}
+    found = {fingerprint.directory_fingerprint(tmp_path)}
     (tmp_path / "README.md").write_text("of no matter")
     (tmp_path / "accuracy.json").write_text(json.dumps([]))
-    found.add(fingerprint.of_directory(tmp_path))
+    found.add(fingerprint.directory_fingerprint(tmp_path))
     assert len(found) == 1
     for name in ("chat_template.jinja", "generation_config.json", "model-00001-of-00002.safetensors"):
         (tmp_path / name).write_text("more")
-        found.add(fingerprint.of_directory(tmp_path))
+        found.add(fingerprint.directory_fingerprint(tmp_path))
     assert len(found) == 4

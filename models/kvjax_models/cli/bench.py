@@ -9,7 +9,7 @@ import numpy as np
 import kvjax
 from kvjax.budget import readable_bytes
 from kvjax.registry import PolicyChoice
-from kvjax_models.cli.options import ModelOptions, chosen, read_text, repeatable, say
+from kvjax_models.cli.options import ModelOptions, parse_policy, read_text, repeatable, write_output
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import GenerationState
 from kvjax_models.language_model import LanguageModel
@@ -31,8 +31,8 @@ class Bench(ModelOptions):
         if min(self.context_tokens, self.batch, self.tokens, self.turns) < 1:
             raise ValueError("--context_tokens, --batch, --tokens and --turns must be at least 1")
         choices = [PolicyChoice.parse("exact")]
-        choices += [chosen(text, self.budget) for text in self.policy or ("streaming_llm", "subgen")]
-        say(_table(self, measure(self, self.load(), list(dict.fromkeys(choices)))))
+        choices += [parse_policy(text, self.budget) for text in self.policy or ("streaming_llm", "subgen")]
+        write_output(_table(self, measure(self, self.load(), list(dict.fromkeys(choices)))))
 
 
 @dataclasses.dataclass
@@ -58,7 +58,7 @@ def measure(given: Bench, llm: LanguageModel, choices: list[PolicyChoice]) -> li
     found = []
     for choice in choices:
         generator = llm.generator(
-            choice, batch=given.batch, max_prompt=len(prompt), max_new=room, beyond_positions=True
+            choice, batch=given.batch, max_prompt_tokens=len(prompt), max_new_tokens=room, allow_beyond_context=True
         )
         generator.eos = ()  # a row that ended would cost nothing
         _read(generator, prompt, given.seed)  # compiles
@@ -68,7 +68,7 @@ def measure(given: Bench, llm: LanguageModel, choices: list[PolicyChoice]) -> li
     for turn in range(given.turns + 1):
         for one in found:
             begin = time.perf_counter()
-            for newest, _ in one.generator.write(one.state, given.tokens):
+            for newest, _ in one.generator.decode(one.state, given.tokens):
                 one.state = newest
             one.state.logits.block_until_ready()
             if turn:
@@ -79,7 +79,7 @@ def measure(given: Bench, llm: LanguageModel, choices: list[PolicyChoice]) -> li
 
 
 def _read(generator: Generator, prompt: list[int], seed: int) -> GenerationState:
-    state = generator.read(generator.start(seed), [prompt] * generator.batch)
+    state = generator.prefill(generator.init_state(seed), [prompt] * generator.batch)
     state.logits.block_until_ready()
     return state
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 
 import kvjax
-from kvjax_models.cli.options import WritingOptions, held, read_text, say, tell
+from kvjax_models.cli.options import GenerationOptions, describe_cache, read_text, write_output, write_status
 from kvjax_models.formats.tokenizer import Streamer
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import GenerationState
@@ -13,7 +13,7 @@ from kvjax_models.language_model import LanguageModel
 
 
 @dataclasses.dataclass(frozen=True)
-class Chat(WritingOptions):
+class Chat(GenerationOptions):
     """A conversation: lines of standard input are the user's turns; an empty one, or the end, ends it."""
 
     context_tokens: int = 4096  # Most tokens of the whole conversation, for which a budget's share counts.
@@ -25,11 +25,11 @@ class Chat(WritingOptions):
         conversation = Conversation(self.load(), self, self.system)
         for number, turn in enumerate(_turns()):
             for piece in conversation.answer(turn if number else about + turn):
-                say(piece)
-            say("\n")
+                write_output(piece)
+            write_output("\n")
         if conversation.state is not None:
             assert conversation.generator is not None
-            tell(f"[{self.choice}: {held(conversation.generator, conversation.state)}]")
+            write_status(f"[{self.choice}: {describe_cache(conversation.generator, conversation.state)}]")
 
 
 class Conversation:
@@ -55,7 +55,7 @@ class Conversation:
             ValueError: where there is no chat template, or no room for the turn and an answer.
         """
         self.messages.append({"role": "user", "content": turn})
-        text = self.llm.tokenizer.chat_text(self.messages)
+        text = self.llm.tokenizer.render_chat(self.messages)
         if self.state is not None and text.startswith(self._text):
             tokens = self.llm.tokenizer.encode(text[len(self._text) :], add_bos=False)
         else:  # the first turn, or a template that writes earlier ones anew
@@ -70,20 +70,20 @@ class Conversation:
         if self.state is None:
             self.generator = self.llm.generator(
                 self.given.choice,
-                max_prompt=len(tokens),
-                max_new=self.given.context_tokens - len(tokens),
+                max_prompt_tokens=len(tokens),
+                max_new_tokens=self.given.context_tokens - len(tokens),
                 sampling=self.given.sampling,
-                beyond_positions=self.given.beyond_positions,
+                allow_beyond_context=self.given.allow_beyond_context,
             )
-            self.state = self.generator.start(self.given.seed)
+            self.state = self.generator.init_state(self.given.seed)
         assert self.generator is not None
-        self.state = self.generator.read(self.state, [tokens])
+        self.state = self.generator.prefill(self.state, [tokens])
         yield from self._write(text, tokens, room)
 
     def _write(self, text: str, tokens: list[int], room: int) -> Iterator[str]:
         assert self.generator is not None and self.state is not None
         streamer, pieces, written = Streamer(self.llm.tokenizer, context=tokens), [], []
-        for newest, block in self.generator.write(self.state, room, 1):
+        for newest, block in self.generator.decode(self.state, room, 1):
             self.state = newest
             written += block[0].tolist()
             pieces.append("".join(map(streamer.push, block[0].tolist())))
@@ -93,7 +93,7 @@ class Conversation:
         kvjax.check(self.state)
         self.messages.append({"role": "assistant", "content": "".join(pieces)})
         # With the token that ended the turn, which the template writes, too, and the cache has read.
-        self._text = text + self.llm.tokenizer.decode(written, skip_special=False)
+        self._text = text + self.llm.tokenizer.decode(written, skip_special_tokens=False)
 
 
 def _turns() -> Iterator[str]:

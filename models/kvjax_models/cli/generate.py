@@ -24,15 +24,22 @@ import time
 import kvjax
 from kvjax_models import fingerprint
 from kvjax_models.cli import many
-from kvjax_models.cli.options import WritingOptions, held, read_text, repeatable, say, tell
+from kvjax_models.cli.options import (
+    GenerationOptions,
+    describe_cache,
+    read_text,
+    repeatable,
+    write_output,
+    write_status,
+)
 from kvjax_models.formats.tokenizer import Streamer
-from kvjax_models.generation.generator import collect
+from kvjax_models.generation.generator import extend_rows
 from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.language_model import LanguageModel
 
 
 @dataclasses.dataclass(frozen=True)
-class Generate(WritingOptions):
+class Generate(GenerationOptions):
     """Continues a text through a compressed cache, as it is written."""
 
     prompt: str | None = None  # Text to continue.
@@ -105,81 +112,85 @@ def _continue_text(given: Generate, llm: LanguageModel, text: str) -> None:
     prefix = None if given.save_prefix is None else SavedStates(given.save_prefix)
     for one in (saved, prefix):
         if one is not None and not given.resume:
-            one.claim(fresh=True)
+            one.lock(require_empty=True)
     prompt = _encoded(given, llm, text)
     writer = llm.generator(
         given.choice,
-        max_prompt=len(prompt),
-        max_new=given.max_new_tokens,
+        max_prompt_tokens=len(prompt),
+        max_new_tokens=given.max_new_tokens,
         sampling=given.sampling,
         streaming=given.streaming,
-        beyond_positions=given.beyond_positions,
+        allow_beyond_context=given.allow_beyond_context,
     )
     run = {
         "prompt": hashlib.sha256(repr(prompt).encode()).hexdigest(),
         "sampling": dataclasses.asdict(writer.sampling),
         "seed": given.seed,
-        "tokenizer": fingerprint.of_tokenizer(llm.tokenizer),
+        "tokenizer": fingerprint.tokenizer_fingerprint(llm.tokenizer),
     }
     begin = time.perf_counter()
     written: list[int] = []
     if saved is not None and given.resume:
         _, state, notes = saved.restore(writer, run)
-        saved.claim()
+        saved.lock()
         written = notes["tokens"]
     else:
-        state = writer.read(writer.start(given.seed), [prompt])
+        state = writer.prefill(writer.init_state(given.seed), [prompt])
     state.logits.block_until_ready()
     prefilled = time.perf_counter()
     if prefix is not None:
         prefix.save(0, writer, state, _of_prefix(llm), {"tokens": len(prompt)})
-        tell(f"[{given.choice}: {len(prompt)} tokens read and saved; {held(writer, state)}]")
+        write_status(f"[{given.choice}: {len(prompt)} tokens read and saved; {describe_cache(writer, state)}]")
         return
     streamer = Streamer(llm.tokenizer, context=prompt)
-    say("".join(map(streamer.push, written)))
+    write_output("".join(map(streamer.push, written)))
     begun = safe = len(written)
     # A state that is saved must be settled: then whole blocks come.
-    for newest, tokens in writer.write(state, given.max_new_tokens - begun, None if saved else 1):
+    for newest, tokens in writer.decode(state, given.max_new_tokens - begun, None if saved else 1):
         state = newest
         for token in tokens[0].tolist():
             written.append(token)
-            say(streamer.push(token))
+            write_output(streamer.push(token))
         ends = len(written) == given.max_new_tokens or bool(state.done.all())
         if saved is not None and (ends or len(written) - safe >= given.save_every):
             saved.save(len(written), writer, state, run, {"tokens": written})
             safe = len(written)
-    say(streamer.flush() + "\n")
+    write_output(streamer.flush() + "\n")
     seconds = time.perf_counter() - prefilled
     kvjax.check(state)
-    tell(
+    write_status(
         f"[{given.choice}: {len(prompt)} tokens {'restored' if begun else 'read'} in {prefilled - begin:.2f} s, "
         f"{len(written) - begun} written at {(len(written) - begun) / seconds:.1f} tokens/s (compilation included); "
-        f"{held(writer, state)}]"
+        f"{describe_cache(writer, state)}]"
     )
 
 
 def _continue_prefix(given: Generate, llm: LanguageModel, saved: SavedStates, texts: list[str]) -> None:
     """Reads every text behind one saved prefix, all side by side, and writes on."""
-    sizes = saved.sizes()
-    alone = llm.generator(given.choice, **sizes, sampling=given.sampling, beyond_positions=given.beyond_positions)
+    sizes = saved.generator_sizes()
+    alone = llm.generator(
+        given.choice, **sizes, sampling=given.sampling, allow_beyond_context=given.allow_beyond_context
+    )
     _, prefix, notes = saved.restore(alone, _of_prefix(llm))
-    many = alone.of_rows(len(texts))
-    forks = many.reseeded(kvjax.repeat_rows(prefix, len(texts)), given.seed)
-    state = many.read(forks, [_encoded(given, llm, text, True) for text in texts])
+    many = alone.with_batch(len(texts))
+    forks = many.reseed(kvjax.repeat_rows(prefix, len(texts)), given.seed)
+    state = many.prefill(forks, [_encoded(given, llm, text, True) for text in texts])
     rows: list[list[int]] = [[] for _ in texts]
-    for newest, tokens in many.write(state, given.max_new_tokens):
+    for newest, tokens in many.decode(state, given.max_new_tokens):
         state = newest
-        collect(rows, tokens)
+        extend_rows(rows, tokens)
     kvjax.check(state)
     names = [*(["--prompt"] if given.prompt is not None else []), *given.prompt_file]
     for name, row in zip(names, rows, strict=True):
-        say(f"== {name}\n{llm.tokenizer.decode(row)}\n")
-    tell(f"[{given.choice}: {len(texts)} continuations of {notes['tokens']} tokens read before; {held(many, state)}]")
+        write_output(f"== {name}\n{llm.tokenizer.decode(row)}\n")
+    write_status(
+        f"[{given.choice}: {len(texts)} continuations of {notes['tokens']} tokens read before; {describe_cache(many, state)}]"
+    )
 
 
 def _of_prefix(llm: LanguageModel) -> dict[str, str]:
     """What else than the model a prefix belongs to."""
-    return {"tokenizer": fingerprint.of_tokenizer(llm.tokenizer)}
+    return {"tokenizer": fingerprint.tokenizer_fingerprint(llm.tokenizer)}
 
 
 def _encoded(given: Generate, llm: LanguageModel, text: str, follows: bool = False) -> list[int]:

@@ -19,14 +19,14 @@ from tqdm import tqdm
 
 from kvjax.budget import readable_bytes
 from kvjax_models import atomic_io, devices, fingerprint
-from kvjax_models.cli.options import WritingOptions, read_text, tell
+from kvjax_models.cli.options import GenerationOptions, read_text, write_status
 from kvjax_models.generation.batching import Request
-from kvjax_models.generation.completions import completions
+from kvjax_models.generation.completions import generate_completions
 from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.saved_states import describe, differing
+from kvjax_models.generation.saved_states import describe_differences, describe_generator
 from kvjax_models.language_model import LanguageModel
 
-FORMAT = 1  # of what stands beside the output
+FORMAT = 2  # of what stands beside the output
 _KNOWN = {"prompt", "messages", "max_new_tokens", "seed", "id"}
 
 
@@ -38,7 +38,7 @@ class Asked(NamedTuple):
 
 
 def write_file(
-    given: WritingOptions,
+    given: GenerationOptions,
     llm: LanguageModel,
     source: str,
     output: str,
@@ -56,14 +56,16 @@ def write_file(
     asked = _read(given, llm, source)
     longest = max(len(one.request.prompt) for one in asked)
     room = max(one.request.max_new_tokens for one in asked)
-    generator = llm.many_generator(
-        given.choice, None, batch_size, longest, room, given.sampling, given.beyond_positions
+    generator = llm.batch_generator(
+        given.choice, None, batch_size, longest, room, given.sampling, given.allow_beyond_context
     )
     belongs = _belonging(llm, generator, asked, stop)
     written = Output(pathlib.Path(output), belongs, len(asked), resume=resume)
     left = [one.request for one in asked if one.request.number not in written.rows]
-    with tqdm(total=len(asked), initial=len(written.rows), unit="prompt", disable=not devices.is_first()) as bar:
-        for found in completions(llm.tokenizer, generator, left, stop=stop):
+    with tqdm(
+        total=len(asked), initial=len(written.rows), unit="prompt", disable=not devices.is_first_process()
+    ) as bar:
+        for found in generate_completions(llm.tokenizer, generator, left, stop=stop):
             one = asked[found.number]
             row = {"number": found.number} | ({} if one.id is None else {"id": one.id})
             row |= {"text": found.text, "finish_reason": found.finish_reason}
@@ -72,7 +74,7 @@ def write_file(
             bar.update()
     written.finish()
     held = readable_bytes(generator.batch * generator.row_bytes)
-    tell(f"[{given.choice}: {len(left)} prompts through {generator.batch} rows, whose caches take {held}]")
+    write_status(f"[{given.choice}: {len(left)} prompts through {generator.batch} rows, whose caches take {held}]")
 
 
 class Output:
@@ -93,22 +95,22 @@ class Output:
         beside = path.with_name(f"{path.name}.run.json")
 
         def begin() -> None:
-            self._lock = atomic_io.claim(path.parent, f".{path.name}.lock")  # held as long as this is
+            self._lock = atomic_io.lock_directory(path.parent, f".{path.name}.lock")  # held as long as this is
             if path.exists() and not resume:
                 raise ValueError(f"{path} is there already: go on with --resume, or give another --output")
             if not path.exists():
                 atomic_io.write_text(beside, json.dumps(belongs, indent=1) + "\n")
 
-        atomic_io.first_does(begin)
+        atomic_io.run_on_first_process(begin)
         try:
             found = json.loads(beside.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(f"{beside}, which says what {path} belongs to, cannot be read: {error}") from error
-        if differences := differing(belongs, found):
+        if differences := describe_differences(belongs, found):
             raise ValueError(f"{path} is not of this run: {differences}")
         if path.exists():
             self._read()
-        devices.agree(str(path), json.dumps(sorted(self.rows)))
+        devices.check_agreement(str(path), json.dumps(sorted(self.rows)))
 
     def _read(self) -> None:
         lines = self.path.read_bytes().split(b"\n")
@@ -119,7 +121,7 @@ class Output:
                     raise ValueError(f"there is no prompt {row['number']}")
             except (ValueError, TypeError, KeyError) as error:
                 # What follows the last line's end is what a stop cut off.
-                if line and number < len(lines) and devices.is_first():
+                if line and number < len(lines) and devices.is_first_process():
                     logging.warning("%s, line %d is left out, and its prompt runs again: %s", self.path, number, error)
             else:
                 self.rows[row["number"]] = row
@@ -127,15 +129,15 @@ class Output:
     def add(self, row: dict[str, Any]) -> None:
         """Adds a text, which is on the disk when this returns."""
         self.rows[row["number"]] = row
-        atomic_io.first_does(lambda: atomic_io.append_line(self.path, json.dumps(row, ensure_ascii=False)))
+        atomic_io.run_on_first_process(lambda: atomic_io.append_line(self.path, json.dumps(row, ensure_ascii=False)))
 
     def finish(self) -> None:
         """Puts all texts in the order of their prompts."""
         lines = [json.dumps(self.rows[number], ensure_ascii=False) + "\n" for number in range(self.count)]
-        atomic_io.first_does(lambda: atomic_io.write_text(self.path, "".join(lines)))
+        atomic_io.run_on_first_process(lambda: atomic_io.write_text(self.path, "".join(lines)))
 
 
-def _read(given: WritingOptions, llm: LanguageModel, source: str) -> list[Asked]:
+def _read(given: GenerationOptions, llm: LanguageModel, source: str) -> list[Asked]:
     """The prompts of a file; empty lines are none."""
     found: list[Asked] = []
     for number, line in enumerate(read_text(source).split("\n"), start=1):
@@ -149,7 +151,7 @@ def _read(given: WritingOptions, llm: LanguageModel, source: str) -> list[Asked]
     return found
 
 
-def _asked(given: WritingOptions, llm: LanguageModel, line: Any, number: int) -> Asked:
+def _asked(given: GenerationOptions, llm: LanguageModel, line: Any, number: int) -> Asked:
     values = {"prompt": line} if isinstance(line, str) else line
     if not isinstance(values, dict) or ("prompt" in values) == ("messages" in values):
         raise ValueError("it must be a text, or an object with either prompt or messages")
@@ -179,8 +181,8 @@ def _belonging(llm: LanguageModel, generator: Generator, asked: Sequence[Asked],
     prompts = [(list(one.request.prompt), one.request.max_new_tokens, one.request.seed, one.id) for one in asked]
     return {
         "format": FORMAT,
-        **describe(generator.of_rows(1)),
-        "tokenizer": fingerprint.of_tokenizer(llm.tokenizer),
+        **describe_generator(generator.with_batch(1)),
+        "tokenizer": fingerprint.tokenizer_fingerprint(llm.tokenizer),
         "sampling": dataclasses.asdict(generator.sampling),
         "stop": list(stop),
         "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),

@@ -12,8 +12,7 @@ import kvjax
 from kvjax.budget import Budget, readable_bytes
 from kvjax.registry import PolicyChoice
 from kvjax_models import language_model
-from kvjax_models.devices import Devices, is_first, join
-from kvjax_models.devices import mesh as make_mesh
+from kvjax_models.devices import Devices, initialize_processes, is_first_process, make_mesh
 from kvjax_models.formats import huggingface
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import Sampling
@@ -34,15 +33,15 @@ class ModelOptions:
         if not self.model:
             raise ValueError("give --model: a Hugging Face directory, or the name of a model on the hub")
         own = dataclasses.asdict(self)
-        join(self.devices, own | own.pop("devices") | {"process": None})
-        directory = language_model.find(self.model)
+        initialize_processes(self.devices, own | own.pop("devices") | {"process": None})
+        directory = language_model.resolve_directory(self.model)
         mesh = make_mesh(self.devices, huggingface.load_config(directory).kv_heads)
         dtype = None if self.dtype is None else jnp.dtype(self.dtype)
         return language_model.load(directory, dtype, mesh)
 
 
 @dataclasses.dataclass(frozen=True)
-class WritingOptions(ModelOptions):
+class GenerationOptions(ModelOptions):
     """How text is written."""
 
     policy: str = "exact"  # NAME or NAME:setting=value,...; `kvjax policies` lists them.
@@ -51,7 +50,7 @@ class WritingOptions(ModelOptions):
     temperature: float = 0.0  # 0 takes the most likely token.
     top_k: int | None = None  # Sample among so many of the most likely tokens.
     top_p: float | None = None  # Sample among the most likely tokens that hold this probability.
-    beyond_positions: bool = False  # Only warn of texts longer than those that the model was trained on.
+    allow_beyond_context: bool = False  # Only warn of texts longer than those that the model was trained on.
 
     @property
     def sampling(self) -> Sampling:
@@ -59,10 +58,10 @@ class WritingOptions(ModelOptions):
 
     @property
     def choice(self) -> PolicyChoice:
-        return chosen(self.policy, self.budget)
+        return parse_policy(self.policy, self.budget)
 
 
-def chosen(policy: str, budget: str) -> PolicyChoice:
+def parse_policy(policy: str, budget: str) -> PolicyChoice:
     """A policy with this budget, unless it has one of its own or takes none."""
     choice = PolicyChoice.parse(policy)
     wanted = Budget.parse(budget)
@@ -86,20 +85,20 @@ def read_text(path: str) -> str:
         raise ValueError(f"{path} is no text in UTF-8: {error}") from error
 
 
-def say(text: str) -> None:
+def write_output(text: str) -> None:
     """Writes a part of the text as soon as it is there, in the first process of a run."""
-    if is_first():
+    if is_first_process():
         sys.stdout.write(text)
         sys.stdout.flush()
 
 
-def tell(text: str) -> None:
+def write_status(text: str) -> None:
     """Says beside the text what was done."""
-    if is_first():
+    if is_first_process():
         print(text, file=sys.stderr, flush=True)
 
 
-def held(generator: Generator, state: GenerationState) -> str:
+def describe_cache(generator: Generator, state: GenerationState) -> str:
     """What the caches of a generation hold and read, in words."""
     bytes_held = kvjax.cache_bytes(state.layers)
     read = sum(map(kvjax.read_bytes, state.layers))

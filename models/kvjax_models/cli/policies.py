@@ -7,7 +7,7 @@ import re
 import simple_parsing
 
 from kvjax.registry import POLICIES, settings_of
-from kvjax_models.cli.options import say
+from kvjax_models.cli.options import write_output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Policies:
 
     def run(self) -> None:
         if self.name is None:
-            say(listed())
+            write_output(listed())
         elif self.name in POLICIES:
-            say(detailed(self.name))
+            write_output(detailed(self.name))
         else:
             raise ValueError(f"policy {self.name!r} is not known; known: {', '.join(sorted(POLICIES))}")
 

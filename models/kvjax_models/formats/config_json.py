@@ -31,7 +31,7 @@ _MOST_LAYERS = 10_000
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def text_values(values: Values) -> dict[str, Any]:
+def text_config(values: Values) -> dict[str, Any]:
     """The values of the model of text: of a Gemma 3 that also sees pictures, those of its `text_config`."""
     if values.get("model_type") != "gemma3":
         return dict(values)
@@ -42,7 +42,7 @@ def text_values(values: Values) -> dict[str, Any]:
     return {**inner, **tokens, "model_type": "gemma3_text", "architectures": None}
 
 
-def parse(values: Values) -> LlamaConfig:
+def parse_config(values: Values) -> LlamaConfig:
     """The configuration that a config.json means.
 
     Raises:
@@ -52,7 +52,7 @@ def parse(values: Values) -> LlamaConfig:
     Source: the configuration classes of transformers 5.2. Qwen's `max_window_layers` counts the first layers, which see
     everything; the rest slide (early transformers 4 with flash attention had it the other way round).
     """
-    values = text_values(values)
+    values = text_config(values)
     family = _family(values)
     values = {**family.defaults, **{family.aliases.get(key, key): value for key, value in values.items()}}
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -86,7 +86,7 @@ def parse(values: Values) -> LlamaConfig:
     if fields.get("experts"):
         fields["dense_layers"] = _dense_layers(values, layers)
     if values["model_type"] == "smollm3":
-        fields["unrotated"] = tuple(i for i, turns in enumerate(_turning(values, layers)) if not turns)
+        fields["nope_layers"] = tuple(i for i, turns in enumerate(_turning(values, layers)) if not turns)
     return LlamaConfig(
         vocab_size=vocabulary,
         width=width,
@@ -246,7 +246,7 @@ def _dense_layers(values: Values, layers: int) -> tuple[int, ...]:
 # --- and back ---
 
 
-def spelled(config: LlamaConfig) -> dict[str, Any]:
+def to_config_json(config: LlamaConfig) -> dict[str, Any]:
     """A config.json in the spelling of transformers 4, which 5 reads too: of the first family that means `config`.
 
     Raises:
@@ -256,7 +256,7 @@ def spelled(config: LlamaConfig) -> dict[str, Any]:
     for model_type in FAMILIES:
         values = _family_values(config, model_type)
         try:
-            if parse(values) == config:
+            if parse_config(values) == config:
                 return values
         except ValueError:  # values that the family cannot have
             continue
@@ -305,7 +305,7 @@ def _family_values(config: LlamaConfig, model_type: str) -> dict[str, Any]:
     if model_type == "qwen3_moe":
         values["mlp_only_layers"] = list(config.dense_layers)
     if model_type == "smollm3":
-        values["no_rope_layers"] = [int(i not in config.unrotated) for i in range(config.layers)]
+        values["no_rope_layers"] = [int(i not in config.nope_layers) for i in range(config.layers)]
     return values | _window_values(config, family, window)
 
 
@@ -330,7 +330,7 @@ def _rope_values(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling.kind == "llama3":
         values |= {"low_freq_factor": scaling.low_frequency_factor, "high_freq_factor": scaling.high_frequency_factor}
     if scaling.kind == "yarn":
-        values |= {"beta_fast": scaling.fast_turns, "beta_slow": scaling.slow_turns, "truncate": scaling.truncate}
+        values |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
     if scaling.kind == "longrope":
         values |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
     if scaling.kind in ("yarn", "longrope"):

@@ -132,8 +132,8 @@ def _yarn(rope: Values, values: Values, turned: int) -> RopeScaling:
         "yarn",
         factor,
         original_length=original,
-        fast_turns=fast,
-        slow_turns=slow,
+        beta_fast=fast,
+        beta_slow=slow,
         truncate=rope.get("truncate") is None or truth(rope, "truncate"),
         attention_factor=attention,
     )

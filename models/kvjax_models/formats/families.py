@@ -63,7 +63,7 @@ _GLM: Mapping[str, Any] = {
     "partial": True,
 }
 _OLMO_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
-_OLMO_FIELDS = {"norms": "after", "query_key_norm": True, "joint_query_key_norm": True}
+_OLMO_FIELDS = {"norms": "post", "query_key_norm": True, "joint_query_key_norm": True}
 
 FAMILIES = {
     "llama": Family(
@@ -106,7 +106,7 @@ FAMILIES = {
             "num_experts_per_tok": "experts_per_token",
             "moe_intermediate_size": "expert_width",
         },
-        truths={"norm_topk_prob": "normalised_experts"},
+        truths={"norm_topk_prob": "normalize_expert_weights"},
         attention_bias="all",
         slides="all if asked",
         aliases={"num_local_experts": "num_experts"},  # since transformers 5
@@ -146,7 +146,13 @@ FAMILIES = {
             "num_local_experts": 128,
             "num_experts_per_tok": 4,
         },
-        {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "sinks": True, "activation": "clipped_swiglu"},
+        {
+            "qkv_bias": True,
+            "output_bias": True,
+            "mlp_bias": True,
+            "attention_sinks": True,
+            "activation": "clipped_swiglu",
+        },
         counts={
             "num_local_experts": "experts",
             "num_experts_per_tok": "experts_per_token",
@@ -168,8 +174,8 @@ FAMILIES = {
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
-        _GEMMA_FIELDS | {"norms": "around"},
-        caps={"attn_logit_softcapping": "attention_cap", "final_logit_softcapping": "logit_cap"},
+        _GEMMA_FIELDS | {"norms": "sandwich"},
+        caps={"attn_logit_softcapping": "attention_logit_cap", "final_logit_softcapping": "logit_cap"},
         attention_bias="all",
         slides="by type",
         period=2,
@@ -190,14 +196,14 @@ FAMILIES = {
             "rope_theta": 1e6,
             "rope_local_base_freq": 1e4,
         },
-        _GEMMA_FIELDS | {"norms": "around", "query_key_norm": True},
+        _GEMMA_FIELDS | {"norms": "sandwich", "query_key_norm": True},
         caps={"final_logit_softcapping": "logit_cap"},
         attention_bias="all",
         slides="by type",
         period=6,
     ),
     "glm": Family("GlmForCausalLM", **_GLM),
-    "glm4": Family("Glm4ForCausalLM", fields={"norms": "around"}, **_GLM),
+    "glm4": Family("Glm4ForCausalLM", fields={"norms": "sandwich"}, **_GLM),
     "phi3": Family(
         "Phi3ForCausalLM",
         {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},

@@ -23,7 +23,7 @@ from kvjax_models import atomic_io
 from kvjax_models.formats import config_json, untrusted_files, weights
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
-from kvjax_models.sharding import parameter_shardings, put
+from kvjax_models.sharding import parameter_shardings, shard_array
 
 # What transformers writes per file when nothing is said.
 MAX_SHARD_BYTES = 5_000_000_000
@@ -61,17 +61,19 @@ def load_config(directory: str | os.PathLike) -> LlamaConfig:
     Raises:
         FileNotFoundError: no `config.json` there.
         ValueError: not JSON, another architecture, missing keys, or a feature that is not implemented; the message
-            names the file and the key (see `config_json.parse`).
+            names the file and the key (see `config_json.parse_config`).
     """
-    directory = untrusted_files.whole(pathlib.Path(directory))
-    values = untrusted_files.read_object(directory, "config.json")
+    directory = untrusted_files.weights_directory(pathlib.Path(directory))
+    values = untrusted_files.read_json_object(directory, "config.json")
     try:
-        return config_json.parse(values)
+        return config_json.parse_config(values)
     except ValueError as error:
         raise ValueError(f"{directory / 'config.json'}: {error}") from error
 
 
-def load(directory: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None) -> Llama:
+def load_model(
+    directory: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None
+) -> Llama:
     """Reads a model, tensor by tensor, from a Hugging Face directory.
 
     Args:
@@ -83,17 +85,17 @@ def load(directory: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None
         ValueError: see `load_config`; a file that is truncated or no safetensors file; missing, extra and misshapen
             tensors (one error lists them all); values that are not finite, in the file or once cast to `dtype`.
     """
-    directory = untrusted_files.whole(pathlib.Path(directory))
+    directory = untrusted_files.weights_directory(pathlib.Path(directory))
     config = load_config(directory)
-    model_type = config_json.text_values(untrusted_files.read_object(directory, "config.json"))["model_type"]
+    model_type = config_json.text_config(untrusted_files.read_json_object(directory, "config.json"))["model_type"]
     with contextlib.ExitStack() as stack:
-        stored = weights.of_text(_without_ignored(_open_tensors(_weight_files(directory), stack)))
+        stored = weights.select_text_tensors(_without_ignored(_open_tensors(_weight_files(directory), stack)))
         _check_layers(directory, config, stored)
         dtype = _own_dtype(stored) if dtype is None else jnp.dtype(dtype)
         # Shapes only: random weights that are overwritten at once would double the memory.
         graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0))))
         shapes = {path: leaf.shape for path, leaf in _flat(state).items()}
-        rules = weights.rules(model_type, config, shapes, stored)
+        rules = weights.parameter_rules(model_type, config, shapes, stored)
         places = {} if mesh is None else _flat(parameter_shardings(state, config, mesh))
         if config.tied_embeddings:
             stored = _without_tied_head(directory, stored)
@@ -108,7 +110,7 @@ def load(directory: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None
                 wrong = [name for name, x in tensors.items() if not np.isfinite(_cast(x, dtype)).all()]
                 not_finite.extend(wrong or tensors)  # in four bits none is wrong by itself
             for path, part in zip(rule.paths, made, strict=True):
-                parameters[path] = jnp.asarray(part) if mesh is None else put(part, places[path])
+                parameters[path] = jnp.asarray(part) if mesh is None else shard_array(part, places[path])
     if not_finite:
         names = ", ".join(not_finite)
         raise ValueError(f"{directory}: values that are not finite as {dtype.name} in {names}")
@@ -122,7 +124,7 @@ def _own_dtype(stored: Mapping[str, _StoredTensor]) -> np.dtype:
     return jnp.dtype({"F16": jnp.float16, "BF16": jnp.bfloat16}.get(kept, jnp.float32))
 
 
-def save(
+def save_model(
     directory: str | os.PathLike,
     model: Llama,
     dtype: jax.typing.DTypeLike | None = None,
@@ -151,23 +153,25 @@ def save(
     """
     directory = pathlib.Path(directory)
     parameters = _flat(nnx.state(model, nnx.Param))
-    values = config_json.spelled(model.config)
-    rules = weights.rules(values["model_type"], model.config, {path: leaf.shape for path, leaf in parameters.items()})
+    values = config_json.to_config_json(model.config)
+    rules = weights.parameter_rules(
+        values["model_type"], model.config, {path: leaf.shape for path, leaf in parameters.items()}
+    )
     values |= {
         "torch_dtype": jnp.dtype(dtype or model.embedding.embedding[...].dtype).name,
         "bos_token_id": bos_token_id,
         "eos_token_id": list(eos_token_id) if isinstance(eos_token_id, Sequence) else eos_token_id,
     }
-    lock = atomic_io.claim(directory)
+    lock = atomic_io.lock_directory(directory)
     aside = directory / f"{untrusted_files.COMPLETE}.partial"
     try:
         _put_in_place(directory)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
-        _write_weights(aside, weights.written(rules, parameters), dtype, max_shard_bytes)
+        _write_weights(aside, weights.output_tensors(rules, parameters), dtype, max_shard_bytes)
         atomic_io.write_text(aside / "config.json", json.dumps(values, indent=2) + "\n")
         aside.rename(directory / untrusted_files.COMPLETE)
-        atomic_io.sync(directory)
+        atomic_io.fsync(directory)
         _put_in_place(directory)
     except OSError as error:
         raise OSError(f"{directory}: the model could not be saved: {error}") from error
@@ -183,7 +187,7 @@ def _put_in_place(directory: pathlib.Path) -> None:
         return
     names = {path.name for path in complete.iterdir()}
     for name in sorted(names):
-        with atomic_io.replacing(directory / name) as partial:
+        with atomic_io.atomic_replace(directory / name) as partial:
             try:
                 os.link(complete / name, partial)
             except OSError:  # a file system without links
@@ -192,7 +196,7 @@ def _put_in_place(directory: pathlib.Path) -> None:
     for stale in [directory / _SINGLE_FILE, directory / _INDEX_FILE, *directory.glob("model-*-of-*.safetensors")]:
         if stale.name not in names:
             stale.unlink(missing_ok=True)
-    atomic_io.sync(directory)
+    atomic_io.fsync(directory)
     # Its name goes first: what is half removed must not be read.
     left = complete.rename(directory / f"{untrusted_files.COMPLETE}.partial")
     shutil.rmtree(left)
@@ -210,7 +214,7 @@ def _cast(tensor: np.ndarray, dtype: jax.typing.DTypeLike) -> np.ndarray:
 
 def _write_weights(
     directory: pathlib.Path,
-    tensors: Mapping[str, weights.Written],
+    tensors: Mapping[str, weights.OutputTensor],
     dtype: jax.typing.DTypeLike | None,
     max_shard_bytes: int,
 ) -> None:
@@ -227,13 +231,13 @@ def _write_weights(
             safetensors.numpy.save_file(stored, directory / file, metadata={"format": "pt"})
         except safetensors.SafetensorError as error:
             raise OSError(f"{file}: {error}") from error
-        atomic_io.sync(directory / file)
+        atomic_io.fsync(directory / file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(bytes_of.values())}, "weight_map": weight_map}
         atomic_io.write_text(directory / _INDEX_FILE, json.dumps(index, indent=2) + "\n")
 
 
-def _stored(name: str, written: weights.Written, dtype: jax.typing.DTypeLike | None) -> np.ndarray:
+def _stored(name: str, written: weights.OutputTensor, dtype: jax.typing.DTypeLike | None) -> np.ndarray:
     """A tensor as it goes to the file: safetensors writes the buffer, so a turned one must be made contiguous."""
     tensor = np.ascontiguousarray(_cast(written.make(), dtype or written.dtype))
     if not np.isfinite(tensor).all():
@@ -243,24 +247,24 @@ def _stored(name: str, written: weights.Written, dtype: jax.typing.DTypeLike | N
 
 def _weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
     """The safetensors files of a directory, the single one first, as in transformers."""
-    if untrusted_files.there(directory, _SINGLE_FILE):
-        return [untrusted_files.inside(directory, _SINGLE_FILE)]
-    if not untrusted_files.there(directory, _INDEX_FILE):
+    if untrusted_files.has_entry(directory, _SINGLE_FILE):
+        return [untrusted_files.resolve_file(directory, _SINGLE_FILE)]
+    if not untrusted_files.has_entry(directory, _INDEX_FILE):
         raise FileNotFoundError(
             f"{directory} holds neither {_SINGLE_FILE} nor {_INDEX_FILE}; other formats (.bin, .pth, .gguf) must be "
             "converted to safetensors first"
         )
-    weight_map = untrusted_files.read_object(directory, _INDEX_FILE).get("weight_map")
+    weight_map = untrusted_files.read_json_object(directory, _INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, Mapping) or not weight_map:
         raise ValueError(f"{directory / _INDEX_FILE} has no weight_map")
     if strange := [name for name in weight_map.values() if not isinstance(name, str)]:
         raise ValueError(f"{directory / _INDEX_FILE}: {strange[0]!r} is no name of a file")
     names = sorted(set(weight_map.values()))
     if absent := [
-        name for name in names if pathlib.PurePath(name).name == name and not untrusted_files.there(directory, name)
+        name for name in names if pathlib.PurePath(name).name == name and not untrusted_files.has_entry(directory, name)
     ]:
         raise FileNotFoundError(f"{directory / _INDEX_FILE} names shards that are not there: {', '.join(absent)}")
-    return [untrusted_files.inside(directory, name) for name in names]
+    return [untrusted_files.resolve_file(directory, name) for name in names]
 
 
 def _check_layers(directory: pathlib.Path, config: LlamaConfig, stored: Mapping[str, _StoredTensor]) -> None:
@@ -286,7 +290,7 @@ def _open_tensors(files: Sequence[pathlib.Path], stack: contextlib.ExitStack) ->
     return stored
 
 
-def _misfits(rules: Sequence[weights.Rule], stored: Mapping[str, _StoredTensor]) -> list[str]:
+def _misfits(rules: Sequence[weights.TensorRule], stored: Mapping[str, _StoredTensor]) -> list[str]:
     """All that is wrong with the set of tensors, from the headers alone."""
     wanted = {name: (shape, rule.dtypes) for rule in rules for name, shape in zip(rule.names, rule.shapes, strict=True)}
     problems = [f"missing: {name}" for name in wanted if name not in stored]

@@ -5,10 +5,10 @@ import pathlib
 from typing import Any
 
 COMPLETE = ".complete"  # in a directory: where a saved model lies from when it is whole until it is in its place
-MOST_TEXT_BYTES = 2**29  # of a JSON file or a template; the largest tokenizers have some 30 MB
+MAX_TEXT_BYTES = 2**29  # of a JSON file or a template; the largest tokenizers have some 30 MB
 
 
-def inside(directory: pathlib.Path, name: object) -> pathlib.Path:
+def resolve_file(directory: pathlib.Path, name: object) -> pathlib.Path:
     """The path of a directory's file by its name.
 
     Raises:
@@ -34,13 +34,13 @@ def inside(directory: pathlib.Path, name: object) -> pathlib.Path:
     return path
 
 
-def whole(directory: pathlib.Path) -> pathlib.Path:
+def weights_directory(directory: pathlib.Path) -> pathlib.Path:
     """Where the configuration and weights of a directory are: aside, if a save was stopped before it was done."""
     complete = directory / COMPLETE
     return complete if complete.is_dir() and not complete.is_symlink() else directory
 
 
-def there(directory: pathlib.Path, name: str) -> bool:
+def has_entry(directory: pathlib.Path, name: str) -> bool:
     """Whether a directory has something of this name, be it as it should or not."""
     path = directory / name
     return path.is_symlink() or path.exists()
@@ -48,16 +48,16 @@ def there(directory: pathlib.Path, name: str) -> bool:
 
 def read_text(directory: pathlib.Path, name: str) -> str:
     """A file's text; raises as `inside`, and a ValueError for what is no UTF-8, or too long to be one."""
-    path = inside(directory, name)
-    if (size := path.stat().st_size) > MOST_TEXT_BYTES:
-        raise ValueError(f"{path} has {size} bytes; more than {MOST_TEXT_BYTES} are not read")
+    path = resolve_file(directory, name)
+    if (size := path.stat().st_size) > MAX_TEXT_BYTES:
+        raise ValueError(f"{path} has {size} bytes; more than {MAX_TEXT_BYTES} are not read")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8: {error}") from error
 
 
-def read_object(directory: pathlib.Path, name: str) -> dict[str, Any]:
+def read_json_object(directory: pathlib.Path, name: str) -> dict[str, Any]:
     """A JSON file's object; raises as `read_text`, and a ValueError for what is no object."""
     path, text = directory / name, read_text(directory, name)
     try:

@@ -70,7 +70,7 @@ FOUR_BIT_VALUES = np.concatenate([_FOUR_BITS, -_FOUR_BITS])
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class TensorRule:
     """What some parameters are made of, and what is made of them.
 
     Attributes:
@@ -90,16 +90,16 @@ class Rule:
     dtypes: tuple[str, ...] = FLOAT_DTYPES
 
 
-def rules(
+def parameter_rules(
     model_type: str, config: LlamaConfig, shapes: Mapping[Path, tuple[int, ...]], stored: Collection[str] = ()
-) -> list[Rule]:
+) -> list[TensorRule]:
     """The rules of all parameters of a model, in their order.
 
     Args:
         shapes: of every parameter.
         stored: the names in the file to read; those of weights in four bits tell that they are such.
     """
-    made: list[Rule] = []
+    made: list[TensorRule] = []
     done: set[Path] = set()
     for path in shapes:
         if path in done:
@@ -111,7 +111,7 @@ def rules(
 
 def _rule(
     model_type: str, config: LlamaConfig, path: Path, shapes: Mapping[Path, tuple[int, ...]], stored: Collection[str]
-) -> Rule:
+) -> TensorRule:
     shape, leaf = shapes[path], str(path[-1])
     if path[0] == "layers" and path[2:-1] in _PRODUCTS:
         return _product_rule(model_type, config, path, shape)
@@ -133,7 +133,7 @@ def _rule(
         tensor = parameters[0] if kept is None else parameters[0][..., kept]
         return [tensor.T if turned else tensor]
 
-    return Rule((path,), (_name(model_type, path),), (shape[::-1] if turned else shape,), read, write)
+    return TensorRule((path,), (_name(model_type, path),), (shape[::-1] if turned else shape,), read, write)
 
 
 def _name(model_type: str, path: Path) -> str:
@@ -145,7 +145,7 @@ def _name(model_type: str, path: Path) -> str:
     return f"model.layers.{path[1]}.{modules[path[2:-1]]}.{leaf}"
 
 
-def of_text(stored: Mapping[str, T]) -> dict[str, T]:
+def select_text_tensors(stored: Mapping[str, T]) -> dict[str, T]:
     """The tensors of a model that also sees pictures (Gemma 3), as a model of text has them: under its names, and no
     others."""
     if not any(_BESIDE_TEXT.match(name) for name in stored):
@@ -158,7 +158,7 @@ def of_text(stored: Mapping[str, T]) -> dict[str, T]:
 # --- rotary embedding ---
 
 
-def head_order(head_dim: int, rotary_dim: int | None, neighbours: bool) -> np.ndarray | None:
+def head_dim_order(head_dim: int, rotary_dim: int | None, neighbours: bool) -> np.ndarray | None:
     """Which dimension of a head in the file every dimension of ours is, so that pairs are (i, i + D/2); None where they
     are so already.
 
@@ -176,7 +176,7 @@ def head_order(head_dim: int, rotary_dim: int | None, neighbours: bool) -> np.nd
 
 def _order(model_type: str, config: LlamaConfig, width: int) -> np.ndarray | None:
     """The order of the last axis of what makes queries and keys, of so many dimensions."""
-    order = head_order(config.head_dim, config.rotary_dim, model_type in _NEIGHBOURS)
+    order = head_dim_order(config.head_dim, config.rotary_dim, model_type in _NEIGHBOURS)
     if order is None:
         return None
     first = np.arange(0, width, config.head_dim)  # of every head
@@ -186,7 +186,7 @@ def _order(model_type: str, config: LlamaConfig, width: int) -> np.ndarray | Non
 # --- several parameters in one tensor, several tensors in one parameter ---
 
 
-def _product_rule(model_type: str, config: LlamaConfig, path: Path, shape: tuple[int, ...]) -> Rule:
+def _product_rule(model_type: str, config: LlamaConfig, path: Path, shape: tuple[int, ...]) -> TensorRule:
     """Products [out, in] in tensors of their own, or one below the other in one, that are one product here: kernel
     [in, H_kv, G + 2, D] or [in, 2, F], where they stand side by side on the last axis but one; biases without in."""
     attention, leaf = path[2] == "attention", "bias" if path[-1] == "bias" else "weight"
@@ -216,15 +216,15 @@ def _product_rule(model_type: str, config: LlamaConfig, path: Path, shape: tuple
         return [np.concatenate(tensors)] if fused else tensors
 
     sizes = [(width, *inputs) for width in ([sum(widths)] if fused else widths)]
-    return Rule((path,), names, tuple(sizes), read, write)
+    return TensorRule((path,), names, tuple(sizes), read, write)
 
 
-def _stacked_rule(model_type: str, path: Path, shape: tuple[int, ...]) -> Rule:
+def _stacked_rule(model_type: str, path: Path, shape: tuple[int, ...]) -> TensorRule:
     """One tensor [out, in] per expert."""
     prefix, modules = _EXPERT[model_type]
     module = modules[str(path[3])]
     names = tuple(f"model.layers.{path[1]}.{prefix}.{expert}.{module}.weight" for expert in range(shape[0]))
-    return Rule(
+    return TensorRule(
         (path,),
         names,
         (shape[:0:-1],) * shape[0],
@@ -233,7 +233,7 @@ def _stacked_rule(model_type: str, path: Path, shape: tuple[int, ...]) -> Rule:
     )
 
 
-def _gpt_oss_rule(path: Path, shapes: Mapping[Path, tuple[int, ...]], stored: Collection[str]) -> Rule:
+def _gpt_oss_rule(path: Path, shapes: Mapping[Path, tuple[int, ...]], stored: Collection[str]) -> TensorRule:
     """All experts in one tensor [E, in, out], those of gate and up alternating, and maybe in four bits."""
     module, leaf = str(path[3]), str(path[-1])
     modules = ("down",) if module == "down" else ("gate", "up")
@@ -249,16 +249,16 @@ def _gpt_oss_rule(path: Path, shapes: Mapping[Path, tuple[int, ...]], stored: Co
         return [np.stack(parameters, axis=-1).reshape(shape)]
 
     if leaf == "bias" or f"{name}_blocks" not in stored:
-        return Rule(paths, (name,), (shape,), lambda tensors: apart(tensors[0]), together)
+        return TensorRule(paths, (name,), (shape,), lambda tensors: apart(tensors[0]), together)
     experts, inputs, outputs = shape
     blocks, scales = (experts, outputs, inputs // 32, 16), (experts, outputs, inputs // 32)
     names = (f"{name}_blocks", f"{name}_scales")
-    return Rule(
-        paths, names, (blocks, scales), lambda tensors: apart(from_mxfp4(*tensors).swapaxes(1, 2)), None, ("U8",)
+    return TensorRule(
+        paths, names, (blocks, scales), lambda tensors: apart(dequantize_mxfp4(*tensors).swapaxes(1, 2)), None, ("U8",)
     )
 
 
-def from_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Weights in four bits as bfloat16, which holds all that they can be.
 
     Args:
@@ -281,10 +281,10 @@ def from_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class OutputTensor:
     """A tensor of a file to be, made when it is asked for."""
 
-    rule: Rule
+    rule: TensorRule
     number: int  # among those of its rule
     parameters: Mapping[Path, Any]
 
@@ -301,6 +301,6 @@ class Written:
         return self.rule.write([np.asarray(self.parameters[path]) for path in self.rule.paths])[self.number]
 
 
-def written(made: Sequence[Rule], parameters: Mapping[Path, Any]) -> dict[str, Written]:
+def output_tensors(made: Sequence[TensorRule], parameters: Mapping[Path, Any]) -> dict[str, OutputTensor]:
     """Every tensor of a file, by name."""
-    return {name: Written(rule, number, parameters) for rule in made for number, name in enumerate(rule.names)}
+    return {name: OutputTensor(rule, number, parameters) for rule in made for number, name in enumerate(rule.names)}

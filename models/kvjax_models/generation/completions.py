@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvjax_models.formats.tokenizer import Tokenizer
-from kvjax_models.generation.batching import FinishReason, Request, complete
+from kvjax_models.generation.batching import FinishReason, Request, run_requests
 from kvjax_models.generation.generator import Generator
 
-Watch = Callable[[int, str], None]  # of a prompt's number and a new piece of its text
+TextCallback = Callable[[int, str], None]  # of a prompt's number and a new piece of its text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,20 +27,20 @@ class Completion:
     finish_reason: FinishReason
 
 
-def completions(
+def generate_completions(
     tokenizer: Tokenizer,
     generator: Generator,
     requests: Iterable[Request],
     *,
     stop: Sequence[str] = (),
-    watch: Watch | None = None,
-    pieces: int | None = None,
+    on_text: TextCallback | None = None,
+    max_prefill_steps: int | None = None,
 ) -> Iterator[Completion]:
     """What follows each of many prompts, as they end; see `batching.complete`.
 
     Args:
         stop: strings that end a text and are no part of it; looked for where blocks end.
-        watch: called with pieces of texts, a block's at a time; what may be the start of a string in `stop` waits.
+        on_text: called with pieces of texts, a block's at a time; what may be the start of a string in `stop` waits.
 
     Raises:
         ValueError: as `batching.complete`; for an empty string in `stop`, which would end everything.
@@ -48,28 +48,28 @@ def completions(
     if not all(stop):
         raise ValueError("stop holds an empty string")
     rows: dict[int, list[int]] = {}
-    shown: dict[int, int] = {}  # letters of a text that `watch` has been given
+    shown: dict[int, int] = {}  # letters of a text that `on_text` has been given
 
     def stops(number: int, tokens: list[int]) -> bool:
         rows.setdefault(number, []).extend(tokens)
         return bool(stop) and _ends(tokenizer.decode(rows[number]), stop) is not None
 
-    for written in complete(generator, requests, pieces=pieces, stops=stops):
+    for written in run_requests(generator, requests, max_prefill_steps=max_prefill_steps, should_stop=stops):
         number, ended = written.number, written.finish_reason is not None
-        if not ended and watch is None:
+        if not ended and on_text is None:
             continue
         text = tokenizer.decode(rows[number])
         text = text[: _ends(text, stop)]
-        if watch is not None:
+        if on_text is not None:
             safe = len(text) if ended else _settled(text, stop)
             if safe > (begin := shown.get(number, 0)):
-                watch(number, text[begin:safe])
+                on_text(number, text[begin:safe])
                 shown[number] = safe
         if written.finish_reason is not None:
             yield Completion(number, text, tuple(rows.pop(number)), written.finish_reason)
 
 
-def in_order(found: Iterable[Completion]) -> Iterator[Completion]:
+def in_prompt_order(found: Iterable[Completion]) -> Iterator[Completion]:
     """The same in the order of their prompts; what ends before an earlier one waits."""
     waiting: dict[int, Completion] = {}
     following = 0

@@ -11,10 +11,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
 from kvjax.cache import counts_like, with_counters_of, without_counters
-from kvjax_models.generation.sampling import Sampling, finite, sample
-from kvjax_models.generation.state import GenerationState, stays
+from kvjax_models.generation.sampling import Sampling, is_finite, sample
+from kvjax_models.generation.state import GenerationState, constrain_state
 from kvjax_models.model.llama import Llama
-from kvjax_models.sharding import _known, by_row
+from kvjax_models.sharding import constrain_replicated, constrain_to_batch
 
 NO_TOKEN = -1  # in returned token blocks, where a row had already ended
 
@@ -29,7 +29,7 @@ def append_block(
 ) -> GenerationState:
     """Reads a block of a later prompt: as decoding would token by token, but all of its tokens at once."""
     x, state = _through_caches(model, state, tokens, lengths)
-    return stays(_with_last_logits(model, state, x, lengths), mesh)
+    return constrain_state(_with_last_logits(model, state, x, lengths), mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
@@ -47,7 +47,11 @@ def score_block(
     logits = jnp.concatenate([before, model.logits(x[:, :-1])], axis=1)
     likelihood = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=-1)[..., 0]
     best = jnp.argmax(logits, axis=-1) == tokens
-    return stays(_with_last_logits(model, state, x, lengths), mesh), _known(likelihood, mesh), _known(best, mesh)
+    return (
+        constrain_state(_with_last_logits(model, state, x, lengths), mesh),
+        constrain_replicated(likelihood, mesh),
+        constrain_replicated(best, mesh),
+    )
 
 
 def _through_caches(
@@ -59,7 +63,7 @@ def _through_caches(
     """The residual stream behind tokens that every layer's cache takes in, and the state with these caches."""
     positions = state.positions[:, None] + jnp.arange(tokens.shape[1])
     mesh = state.layers[0].mesh
-    x = by_row(model.embed(tokens), mesh)
+    x = constrain_to_batch(model.embed(tokens), mesh)
     layers = []
     for number, (layer, cache) in enumerate(zip(model.layers, state.layers, strict=True)):
         query, keys, values = layer.project(x, *model.rotation(positions, number, cache.spec.capacity))
@@ -67,7 +71,7 @@ def _through_caches(
             cache, query, keys, values, lengths, sink_logits=layer.sink_logits, compact_when_full=False
         )
         layers.append(cache)
-        x = by_row(layer.finish(x, attended), mesh)
+        x = constrain_to_batch(layer.finish(x, attended), mesh)
     return x, dataclasses.replace(state, layers=tuple(layers))
 
 
@@ -81,7 +85,7 @@ def _with_last_logits(
     return dataclasses.replace(
         state,
         logits=jnp.where(reads[:, None], logits, state.logits),
-        not_finite=state.not_finite + (reads & ~finite(logits)),
+        not_finite=state.not_finite + (reads & ~is_finite(logits)),
         positions=state.positions + lengths,
         done=state.done & ~reads,
     )
@@ -135,9 +139,9 @@ def decode_block(
                     jax.random.key_data(state.sampling_keys),
                 )
             ),
-            not_finite=state.not_finite + (running & ~finite(logits)),
+            not_finite=state.not_finite + (running & ~is_finite(logits)),
         )
-        return number + 1, _counted_once(stays(state, mesh)), tokens
+        return number + 1, _counted_once(constrain_state(state, mesh)), tokens
 
     def running(carry):
         number, state, _ = carry
@@ -147,7 +151,7 @@ def decode_block(
     start = (jnp.zeros((), jnp.int32), _counted_once(state), tokens)
     taken, state, tokens = jax.lax.while_loop(running, step, start)
     state = dataclasses.replace(state, layers=_counted(state.layers))
-    return stays(state, mesh), _known(tokens, mesh), _known(taken, mesh)
+    return constrain_state(state, mesh), constrain_replicated(tokens, mesh), constrain_replicated(taken, mesh)
 
 
 def _counts_for(layers: tuple[Any, ...]) -> list[int]:

@@ -40,7 +40,7 @@ class NumberedSaves:
         self._lock: filelock.BaseFileLock | None = None
         self._whole: set[int] = set()  # steps whose files were held against their digests, or written here
 
-    def claim(self, *, fresh: bool = False) -> None:
+    def lock(self, *, require_empty: bool = False) -> None:
         """Takes the right to write, as long as this is there and the process runs.
 
         Args:
@@ -52,14 +52,14 @@ class NumberedSaves:
         """
 
         def check() -> None:
-            self._lock = self._lock or atomic_io.claim(self.directory)
-            if fresh and (steps := self.steps()):
+            self._lock = self._lock or atomic_io.lock_directory(self.directory)
+            if require_empty and (steps := self.steps()):
                 raise ValueError(
                     f"{self.directory} holds saves already, of step {', '.join(map(str, steps))}: resume from them, or "
                     "give another directory"
                 )
 
-        atomic_io.first_does(check)
+        atomic_io.run_on_first_process(check)
 
     def save(self, step: int, arrays: Mapping[str, Any], belongs: Any, notes: Any) -> None:
         """Writes a save. It must be newer than all that are whole; damaged ones that are not older are set aside.
@@ -84,18 +84,18 @@ class NumberedSaves:
                 atomic_io.write_text(partial / f"{name}.json", json.dumps(values) + "\n")
 
         def finish() -> None:
-            atomic_io.seal(partial)
+            atomic_io.write_digests(partial)
             partial.rename(self.directory / str(step))
-            atomic_io.sync(self.directory)
+            atomic_io.fsync(self.directory)
             self._whole.add(step)
             for old in self.steps()[: -self.keep]:
                 shutil.rmtree(self.directory / str(old))
 
-        self.claim()
+        self.lock()
         try:
-            atomic_io.first_does(begin)
+            atomic_io.run_on_first_process(begin)
             write_arrays(partial / "arrays", arrays)
-            atomic_io.first_does(finish)
+            atomic_io.run_on_first_process(finish)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise OSError(f"step {step} could not be saved to {self.directory}: {error}") from error
@@ -129,7 +129,7 @@ class NumberedSaves:
                 raise ValueError(f"no save is whole: {'; '.join(problems)}")
             raise FileNotFoundError(f"{self.directory} holds no saved state")
 
-        atomic_io.first_does(look)
+        atomic_io.run_on_first_process(look)
         return int(multihost_utils.broadcast_one_to_all(found)) if jax.distributed.is_initialized() else int(found)
 
     def belongs(self, step: int) -> Any:
@@ -152,7 +152,7 @@ class NumberedSaves:
         """What is wrong with a save."""
         if step in self._whole:
             return None
-        if (problem := atomic_io.damage(self.directory / str(step))) is None:
+        if (problem := atomic_io.find_damage(self.directory / str(step))) is None:
             self._whole.add(step)
         return problem
 

@@ -15,17 +15,17 @@ from jaxtyping import Array, Float, Int, Shaped
 import kvjax
 from kvjax.policy import ALL_QUERIES, Policy, Repeat, Repeated
 from kvjax.sharding import DATA, HEADS, ROWS
-from kvjax_models.generation.sequence_parallel import PIECES, Group, on_own_tokens, piece
+from kvjax_models.generation.sequence_parallel import CHUNKS, DeviceGroup, chunk_size, with_gathered_parameters
 from kvjax_models.model import flash_attention
-from kvjax_models.model.exact_attention import attend_behind, attend_in_chunks
+from kvjax_models.model.exact_attention import attend_in_chunks, attend_repetitions
 from kvjax_models.model.llama import DecoderLayer, Llama
-from kvjax_models.model.rotary import Rotary, turn
-from kvjax_models.sharding import STORED, attend_apart, by_row, everywhere, mesh_of, put
+from kvjax_models.model.rotary import Rotary, rotation
+from kvjax_models.sharding import KV_SPEC, constrain_to_batch, mesh_of, replicate, shard_array, shard_attention
 
 REPEAT_BLOCK = 128  # tokens of a repetition that attend at a time
 
 
-class ReadLayer(NamedTuple):
+class PrefilledLayer(NamedTuple):
     """What one layer computed of whole prompts, padded to N tokens."""
 
     x: Float[Array, "B M C W"]  # the residual stream behind it, in pieces; the next layer's reading donates it
@@ -36,7 +36,7 @@ class ReadLayer(NamedTuple):
     sink_logits: Float[Array, "H_q"] | None = None  # the layer's own, for its cache
 
 
-def read_layers(
+def prefill_layers(
     model: Llama,
     tokens: Int[np.ndarray, "B N"],
     lengths: Int[Array, "B"],
@@ -44,26 +44,26 @@ def read_layers(
     asked: Sequence[int],
     repeat: Repeat | None = None,
     capacity: int | None = None,
-) -> Iterator[ReadLayer]:
-    """Reads prompts exactly, layer by layer: N must be a multiple of `chunk`, and of `piece` where devices shall share
+) -> Iterator[PrefilledLayer]:
+    """Reads prompts exactly, layer by layer: N must be a multiple of `chunk`, and of `chunk_size` where devices shall share
     the tokens of long prompts. `asked[l]` says how many of the last queries of layer l are wanted, `repeat` whether
     every layer reads the prompts again, and `capacity` how many tokens the sequences may grow to (N by default), which
     some rotary embeddings ask."""
     mesh, (batch, count) = mesh_of(model), tokens.shape
     capacity = count if capacity is None else capacity
-    size = piece(model, mesh, batch, count, chunk)
+    size = chunk_size(model, mesh, batch, count, chunk)
     cut = size > chunk and count % size == 0
 
     def embedded(pieces):
         if not cut or mesh is None:
-            return embed(model, everywhere(pieces, mesh))
-        return embed(model, put(pieces, NamedSharding(mesh, PIECES)), mesh)
+            return embed(model, replicate(pieces, mesh))
+        return embed(model, shard_array(pieces, NamedSharding(mesh, CHUNKS)), mesh)
 
     x = embedded(tokens.reshape(batch, -1, size if cut else chunk))
     if repeat is not None:
         together = REPEAT_BLOCK * (size // chunk if cut else 1)
-        texts, text_lengths = repetitions(repeat, tokens, np.asarray(lengths), together)
-        again, sizes = embedded(texts.reshape(batch, -1, together)), everywhere(text_lengths, mesh)
+        texts, text_lengths = make_repetitions(repeat, tokens, np.asarray(lengths), together)
+        again, sizes = embedded(texts.reshape(batch, -1, together)), replicate(text_lengths, mesh)
     for number, (layer, wanted) in enumerate(zip(model.layers, asked, strict=True)):
         rotary = model.config.rotary(number, capacity)
         read = prefill_layer(layer, rotary, mesh, cut, wanted, x, lengths)
@@ -74,7 +74,7 @@ def read_layers(
         yield read
 
 
-def repetitions(
+def make_repetitions(
     repeat: Repeat, tokens: Int[np.ndarray, "B N"], lengths: Int[np.ndarray, "B"], multiple: int = REPEAT_BLOCK
 ) -> tuple[Int[np.ndarray, "B texts R"], Int[np.ndarray, "B texts"]]:
     """The texts that repeat prompts, as many chunks for each row as the longest has, padded, and their lengths; all
@@ -94,29 +94,29 @@ def repetitions(
 
 
 def compress_layer(
-    cache: kvjax.Cache, read: ReadLayer, lengths: Int[Array, "B"], told: Any = None
+    cache: kvjax.Cache, read: PrefilledLayer, lengths: Int[Array, "B"], told: Any = None
 ) -> tuple[kvjax.Cache, Any]:
     """Takes a layer's prompts into a fresh cache (which is donated), with as many of the last queries as its policy
     asks for, and what the layer before told. Returns what this layer tells, too."""
-    count = asked_queries(cache.policy, read.keys.shape[1])
+    count = num_prompt_queries(cache.policy, read.keys.shape[1])
     queries = None if read.queries is None or not count else read.queries[:, read.queries.shape[1] - count :]
     repeated = None if cache.policy.repeat is None else read.repeated
     more = {"repeated": repeated, "sink_logits": read.sink_logits}
-    return compress(cache, read.keys, read.values, lengths, queries, told, **more)
+    return prefill_cache(cache, read.keys, read.values, lengths, queries, told, **more)
 
 
-def asked_queries(policy: Policy, tokens: int) -> int:
+def num_prompt_queries(policy: Policy, tokens: int) -> int:
     """How many of the last queries of a prompt padded to so many tokens the policy asks for."""
     return tokens if policy.prompt_queries == ALL_QUERIES else min(policy.prompt_queries, tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
 def embed(model: Llama, tokens: Int[Array, "*N"], mesh: Mesh | None = None) -> Float[Array, "*N W"]:
-    """Embeddings of tokens, which are cut into `PIECES` where there is a mesh: every device then needs the whole table,
+    """Embeddings of tokens, which are cut into `CHUNKS` where there is a mesh: every device then needs the whole table,
     and no sum."""
     if mesh is None:
         return model.embed(tokens)
-    return on_own_tokens(Llama.embed, mesh, model, model.config.query_heads, (PIECES,), PIECES)(tokens)
+    return with_gathered_parameters(Llama.embed, mesh, model, model.config.query_heads, (CHUNKS,), CHUNKS)(tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("rotary", "mesh", "cut", "asked"), donate_argnames=("x",))
@@ -128,22 +128,24 @@ def prefill_layer(
     asked: int,
     x: Float[Array, "B M C W"],
     lengths: Int[Array, "B"],
-) -> ReadLayer:
+) -> PrefilledLayer:
     """One layer over a whole prompt in pieces, which are cut among the devices that share a layer, or not: the new
     residual stream, keys, values and the last `asked` queries of each row."""
     if mesh is None or not cut:
-        x, keys, values, queries = _read_pieces(rotary, mesh, [Group()], asked, layer, by_row(x, mesh), lengths)
-        return ReadLayer(by_row(x, mesh), keys, values, queries)
-    groups = [Group.of(mesh, heads_of(layer), always_heads) for always_heads in (False, True)]
+        x, keys, values, queries = _read_pieces(
+            rotary, mesh, [DeviceGroup()], asked, layer, constrain_to_batch(x, mesh), lengths
+        )
+        return PrefilledLayer(constrain_to_batch(x, mesh), keys, values, queries)
+    groups = [DeviceGroup.of(mesh, heads_of(layer), always_heads) for always_heads in (False, True)]
     read = functools.partial(_read_pieces, rotary, None, groups, asked)
-    lies = (PIECES, ROWS), (PIECES, HEADS, HEADS, HEADS)
-    return ReadLayer(*on_own_tokens(read, mesh, layer, layer.attention.query_heads, *lies)(x, lengths))
+    lies = (CHUNKS, ROWS), (CHUNKS, HEADS, HEADS, HEADS)
+    return PrefilledLayer(*with_gathered_parameters(read, mesh, layer, layer.attention.query_heads, *lies)(x, lengths))
 
 
 def _read_pieces(
     rotary: Rotary,
     mesh: Mesh | None,
-    groups: Sequence[Group],
+    groups: Sequence[DeviceGroup],
     asked: int,
     layer: DecoderLayer,
     x: Float[Array, "B M c W"],
@@ -160,27 +162,30 @@ def _read_pieces(
 
     def turned(number):
         first = (number * group.devices + group.place()) * own
-        return turn(rotary, jnp.broadcast_to(first + jnp.arange(own), (batch, own)))
+        return rotation(rotary, jnp.broadcast_to(first + jnp.arange(own), (batch, own)))
 
     def queries_of(x, number):
-        return layer.queries(rows_of(x, number), *turned(number))
+        return layer.project_queries(rows_of(x, number), *turned(number))
 
     def finished(x, attended, number):
-        rows = by_row(layer.finish(rows_of(x, number), attended), mesh)
+        rows = constrain_to_batch(layer.finish(rows_of(x, number), attended), mesh)
         return jax.lax.dynamic_update_index_in_dim(x, rows, number, axis=1)
 
     queries = _asked_queries(layer, rotary, group, asked, x, lengths) if asked else None
     keys, values = (
-        joined(group.gathered(one)) for one in jax.lax.map(lambda n: layer.stored(rows_of(x, n), *turned(n)), numbers)
+        joined(group.gathered(one))
+        for one in jax.lax.map(lambda n: layer.project_kv(rows_of(x, n), *turned(n)), numbers)
     )
     # Stored once as products read them, [B, H_kv, N, D].
     head_keys, head_values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
 
     def apart(attend: Callable[..., Array], *given: PartitionSpec) -> Callable[..., Array]:
-        return attend if mesh is None else attend_apart(attend, mesh, heads_of(layer), STORED, STORED, *given)
+        return attend if mesh is None else shard_attention(attend, mesh, heads_of(layer), KV_SPEC, KV_SPEC, *given)
 
     def by_chunks(x, keys, values, sink_logits):
-        of_layer = functools.partial(attend_in_chunks, chunk=own, window=layer.window, logit_cap=layer.attention_cap)
+        of_layer = functools.partial(
+            attend_in_chunks, chunk=own, window=layer.window, logit_cap=layer.attention_logit_cap
+        )
         attend = apart(of_layer, PartitionSpec())
         sinks = None if sink_logits is None else group.own_heads(sink_logits)
 
@@ -201,8 +206,8 @@ def _read_pieces(
     kernels = {
         platform: functools.partial(at_once, own_group, attend)
         for own_group in groups[::-1]
-        for platform, attend in flash_attention.kernels(
-            flash_attention.Asked.of(layer, x.dtype, tokens, pieces, own_group.runs)
+        for platform, attend in flash_attention.available_kernels(
+            flash_attention.AttentionSpec.of(layer, x.dtype, tokens, pieces, own_group.runs)
         ).items()
     }
     given = (x, head_keys, head_values, layer.sink_logits)
@@ -213,27 +218,27 @@ def _read_pieces(
 def _asked_queries(
     layer: DecoderLayer,
     rotary: Rotary,
-    group: Group,
+    group: DeviceGroup,
     asked: int,
     x: Float[Array, "B M c W"],
     lengths: Int[Array, "B"],
 ) -> Float[Array, "B w h D"]:
     """The last queries of each row, of a device's kv heads, whose rows the devices of a group take a part of each; a
-    piece at a time."""
+    chunk_size at a time."""
     share = min(-(-asked // group.devices), x.shape[2])
     block = share * group.devices
     positions = lengths[:, None] - asked + jnp.arange(-(-asked // block) * block)
 
     def of_block(positions):
         own = jax.lax.dynamic_slice_in_dim(positions, group.place() * share, share, axis=1)
-        return layer.queries(group.rows_at(x, positions), *turn(rotary, own))
+        return layer.project_queries(group.rows_at(x, positions), *rotation(rotary, own))
 
     blocks = positions.reshape(len(lengths), -1, block).swapaxes(0, 1)
     return joined(group.gathered(jax.lax.map(of_block, blocks)))[:, :asked]
 
 
 def joined(pieces: Shaped[Array, "M B C *D"]) -> Shaped[Array, "B N *D"]:
-    """The tokens of pieces, one piece behind the other."""
+    """The tokens of pieces, one chunk_size behind the other."""
     return pieces.swapaxes(0, 1).reshape(pieces.shape[1], -1, *pieces.shape[3:])
 
 
@@ -253,17 +258,17 @@ def repeat_layer(
     stream, in pieces that are cut where the prompts' are, queries and keys."""
     given = (prompt_keys, prompt_values, lengths, sizes)
     if mesh is None or not cut:
-        x, queries, keys = _repeat_pieces(rotary, mesh, Group(), layer, by_row(x, mesh), *given)
-        return by_row(x, mesh), queries, keys
-    repeat = functools.partial(_repeat_pieces, rotary, None, Group.of(mesh, heads_of(layer)))
-    lies = (PIECES, HEADS, HEADS, ROWS, ROWS), (PIECES, HEADS, HEADS)
-    return on_own_tokens(repeat, mesh, layer, layer.attention.query_heads, *lies)(x, *given)
+        x, queries, keys = _repeat_pieces(rotary, mesh, DeviceGroup(), layer, constrain_to_batch(x, mesh), *given)
+        return constrain_to_batch(x, mesh), queries, keys
+    repeat = functools.partial(_repeat_pieces, rotary, None, DeviceGroup.of(mesh, heads_of(layer)))
+    lies = (CHUNKS, HEADS, HEADS, ROWS, ROWS), (CHUNKS, HEADS, HEADS)
+    return with_gathered_parameters(repeat, mesh, layer, layer.attention.query_heads, *lies)(x, *given)
 
 
 def _repeat_pieces(
     rotary: Rotary,
     mesh: Mesh | None,
-    group: Group,
+    group: DeviceGroup,
     layer: DecoderLayer,
     x: Float[Array, "B M c W"],
     prompt_keys: Float[Array, "B N h D"],
@@ -281,14 +286,14 @@ def _repeat_pieces(
     def apart_in_pieces(x):
         return x.reshape(batch, pieces, -1, *x.shape[2:]).swapaxes(0, 1)
 
-    query, key, value = map(apart_in_pieces, layer.project(rows, *turn(rotary, lengths[:, None] + place)))
+    query, key, value = map(apart_in_pieces, layer.project(rows, *rotation(rotary, lengths[:, None] + place)))
     all_queries, key, value = (joined(group.gathered(one)) for one in (query, key, value))
     stored = [heads_first.swapaxes(1, 2) for heads_first in (prompt_keys, prompt_values, key, value)]
     attend: Callable[..., Array] = functools.partial(
-        attend_behind, width=width, window=layer.window, logit_cap=layer.attention_cap
+        attend_repetitions, width=width, window=layer.window, logit_cap=layer.attention_logit_cap
     )
     if mesh is not None:
-        attend = attend_apart(attend, mesh, heads_of(layer), *[STORED] * 4, PartitionSpec(DATA), PartitionSpec())
+        attend = shard_attention(attend, mesh, heads_of(layer), *[KV_SPEC] * 4, PartitionSpec(DATA), PartitionSpec())
     sinks = None if layer.sink_logits is None else group.own_heads(layer.sink_logits)
     query = group.to_heads(query)
     runs = query.shape[2] // REPEAT_BLOCK
@@ -304,7 +309,7 @@ def heads_of(layer: DecoderLayer) -> tuple[int, int]:
     return layer.attention.query_heads, layer.attention.kv_heads
 
 
-compress = jax.jit(kvjax.prefill, donate_argnames=("cache",))
+prefill_cache = jax.jit(kvjax.prefill, donate_argnames=("cache",))
 
 
 @jax.jit

@@ -4,7 +4,7 @@ Logits that are not finite have no right token, and no value of a token could sa
 row of NaN is an ordinary one. A generation loop therefore asks `finite` at every step, carries the answer (a counter
 or a flag per row, beside the tokens), and raises when it next looks at it on the host:
 
-    failed = failed | ~finite(logits)
+    failed = failed | ~is_finite(logits)
     tokens = sample(logits, keys, options)
 """
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-LEAST_TEMPERATURE = 1e-30  # far from the smallest numbers of float32, which devices take for zero
+MIN_TEMPERATURE = 1e-30  # far from the smallest numbers of float32, which devices take for zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not (self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf):
+        if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf):
             raise ValueError(
-                f"temperature={self.temperature} must be finite, and 0 (greedy) or at least {LEAST_TEMPERATURE}"
+                f"temperature={self.temperature} must be finite, and 0 (greedy) or at least {MIN_TEMPERATURE}"
             )
         if self.top_k is not None and (
             isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 1
@@ -84,7 +84,7 @@ def sample(logits: Float[Array, "B V"], keys: Key[Array, "B"] | None, options: S
     return jnp.take_along_axis(tokens, _categorical(keys, candidates)[:, None], axis=1)[:, 0]
 
 
-def finite(logits: Float[Array, "B V"]) -> Bool[Array, "B"]:
+def is_finite(logits: Float[Array, "B V"]) -> Bool[Array, "B"]:
     """Which rows' logits are all finite: the others have no token to choose. An -inf that bans a token counts as not
     finite, so ask before banning."""
     return jnp.isfinite(logits).all(axis=-1)

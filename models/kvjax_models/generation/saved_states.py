@@ -28,10 +28,10 @@ from kvjax_models.generation.state import GenerationState
 from kvjax_models.model.llama import Llama
 
 # Of what is written: raised with every change of a state's fields or their meaning.
-FORMAT = 6
+FORMAT = 7
 
 
-class Saved(NamedTuple):
+class RestoredState(NamedTuple):
     """What stood on disk."""
 
     step: int
@@ -52,9 +52,9 @@ class SavedStates:
         self._states = NumberedSaves(self.directory / "states", keep)
         self._has_parameters = False  # whether those on disk are known to be the model's, and whole
 
-    def claim(self, *, fresh: bool = False) -> None:
+    def lock(self, *, require_empty: bool = False) -> None:
         """Takes the right to write: best before the work that is to be saved. See `NumberedSaves.claim`."""
-        self._states.claim(fresh=fresh)
+        self._states.lock(require_empty=require_empty)
 
     def save(
         self,
@@ -75,13 +75,13 @@ class SavedStates:
             ValueError: for a step that is not newer than what is there, or parameters of another model.
             OSError: where it could not be written, or another process writes here; what was there is as it was.
         """
-        self.claim()
+        self.lock()
         if not self._has_parameters:
             self._save_parameters(generator.model)
             self._has_parameters = True
         self._states.save(step, _plain(state), _belonging(generator, run), dict(notes or {}))
 
-    def restore(self, generator: Generator, run: Mapping[str, Any] | None = None) -> Saved:
+    def restore(self, generator: Generator, run: Mapping[str, Any] | None = None) -> RestoredState:
         """The newest state that is whole, in the places where a fresh one of the generator would lie. Where newer ones
         are damaged, it says so.
 
@@ -92,10 +92,10 @@ class SavedStates:
         """
         step = self._states.newest()
         self._check(_belonging(generator, run), self._states.belongs(step), step)
-        fresh = generator.start()
-        return Saved(step, _like(fresh, self._states.arrays(step, _abstract(fresh))), self._states.notes(step))
+        fresh = generator.init_state()
+        return RestoredState(step, _like(fresh, self._states.arrays(step, _abstract(fresh))), self._states.notes(step))
 
-    def sizes(self) -> dict[str, Any]:
+    def generator_sizes(self) -> dict[str, Any]:
         """Of the newest state: the arguments of `Generator` of these names.
 
         Raises:
@@ -113,7 +113,7 @@ class SavedStates:
         """
         if not self._parameters.exists():
             raise FileNotFoundError(f"{self.directory} holds no parameters")
-        atomic_io.first_does(self._check_parameters)
+        atomic_io.run_on_first_process(self._check_parameters)
         with ocp.StandardCheckpointer() as checkpointer:
             return _like(model, checkpointer.restore(self._parameters / "arrays", _abstract(model)))
 
@@ -123,7 +123,7 @@ class SavedStates:
 
     def _save_parameters(self, model: Llama) -> None:
         """Writes the parameters, or holds those that are there against the model's."""
-        own, partial = fingerprint.of_model(model), self._parameters.with_suffix(".partial")
+        own, partial = fingerprint.model_fingerprint(model), self._parameters.with_suffix(".partial")
         # All processes write their parts, or none: the first one says which.
         there = self._parameters.exists()
         if jax.distributed.is_initialized():
@@ -140,29 +140,29 @@ class SavedStates:
                 atomic_io.write_text(partial / "model", own)
 
         def finish() -> None:
-            atomic_io.seal(partial)
+            atomic_io.write_digests(partial)
             partial.rename(self._parameters)
-            atomic_io.sync(self.directory)
+            atomic_io.fsync(self.directory)
 
-        atomic_io.first_does(begin)
+        atomic_io.run_on_first_process(begin)
         if not there:
             try:
                 write_arrays(partial / "arrays", _plain(model))
-                atomic_io.first_does(finish)
+                atomic_io.run_on_first_process(finish)
             except OSError as error:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise OSError(f"the parameters could not be saved to {self.directory}: {error}") from error
 
     def _check_parameters(self) -> None:
-        if (problem := atomic_io.damage(self._parameters)) is not None:
+        if (problem := atomic_io.find_damage(self._parameters)) is not None:
             raise ValueError(f"{self._parameters}: {problem}")
 
     def _check(self, expected: Mapping[str, Any], found: Mapping[str, Any], step: int) -> None:
-        if differences := differing(expected, found):
+        if differences := describe_differences(expected, found):
             raise ValueError(f"the state of step {step} in {self.directory} is not of this run: {differences}")
 
 
-def differing(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
+def describe_differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
     """What is not as expected of what a save belongs to, with both values; None where nothing is."""
     expected = json.loads(json.dumps(expected))  # tuples are lists there
     # Nothing else can be compared between formats.
@@ -173,16 +173,18 @@ def differing(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str | No
 
 def _belonging(generator: Generator, run: Mapping[str, Any] | None) -> dict[str, Any]:
     """What is saved beside a state, and must be the same where it is used again."""
-    return {"format": FORMAT, **describe(generator), "run": dict(run or {})}
+    return {"format": FORMAT, **describe_generator(generator), "run": dict(run or {})}
 
 
-def describe(generator: Generator) -> dict[str, Any]:
+def describe_generator(generator: Generator) -> dict[str, Any]:
     """What a state of the generator belongs to, in terms of JSON."""
-    state = jax.eval_shape(generator.start)
+    state = jax.eval_shape(generator.init_state)
     return {
-        "model": {**dataclasses.asdict(generator.config), "sha256": fingerprint.of_model(generator.model)},
+        "model": {**dataclasses.asdict(generator.config), "sha256": fingerprint.model_fingerprint(generator.model)},
         "policy": [kvjax.describe(policy) for policy in generator.policies],
-        "sizes": {name: getattr(generator, name) for name in ("batch", "max_prompt", "max_new", "streaming")},
+        "sizes": {
+            name: getattr(generator, name) for name in ("batch", "max_prompt_tokens", "max_new_tokens", "streaming")
+        },
         "arrays": {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in _plain(state).items()},
     }
 

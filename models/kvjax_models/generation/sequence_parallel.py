@@ -7,7 +7,7 @@ weights instead, whatever the prompt: 1.7 GB for Llama-3.1-70B, whose stream of 
 are cut where that is less (`piece`), and the stream never lies whole anywhere. Around attention queries go from the
 device of their token to that of their head and back; keys and values of a layer are gathered once.
 
-Tokens lie [B, M, C, ...], in M pieces of C tokens, and each piece is cut among the devices (`PIECES`), so that every
+Tokens lie [B, M, C, ...], in M pieces of C tokens, and each piece is cut among the devices (`CHUNKS`), so that every
 device has early and late ones. Where query heads cannot be shared, those along PARTS attend with the queries of a run
 of each piece, in an order that turns from piece to piece: all have the same work, but for an odd piece.
 """
@@ -24,16 +24,16 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.collectives import PARTS, TENSOR
 from kvjax.sharding import DATA
-from kvjax_models.model.flash_attention import run_of
+from kvjax_models.model.flash_attention import run_index
 from kvjax_models.model.llama import Llama
 from kvjax_models.sharding import parameter_specs, share_heads
 
 # Neighbours along TENSOR have neighbouring tokens: together, those of a run that a device along PARTS attends with.
 TOKENS = (PARTS, TENSOR)
-PIECES = PartitionSpec(DATA, None, TOKENS)  # [B, M, C, ...]
+CHUNKS = PartitionSpec(DATA, None, TOKENS)  # [B, M, C, ...]
 
 
-def piece(model: Llama, mesh: Mesh | None, batch: int, tokens: int, chunk: int) -> int:
+def chunk_size(model: Llama, mesh: Mesh | None, batch: int, tokens: int, chunk: int) -> int:
     """Tokens that all devices read at a time of prompts of so many: `chunk` where the prompts lie whole on each of the
     devices that share a layer; `chunk` for every device where they are cut among these, which no more than a quarter of
     padding is worth."""
@@ -46,7 +46,7 @@ def piece(model: Llama, mesh: Mesh | None, batch: int, tokens: int, chunk: int) 
     return size if received > weights and padded <= 1.25 * tokens else chunk
 
 
-def on_own_tokens(
+def with_gathered_parameters(
     function: Callable[..., Any],
     mesh: Mesh,
     parameters: Any,
@@ -72,7 +72,7 @@ def on_own_tokens(
     return functools.partial(apart, parameters)
 
 
-class Group(NamedTuple):
+class DeviceGroup(NamedTuple):
     """The devices that share a layer, as each of them sees them inside `jax.shard_map`; by default it is alone."""
 
     tensor: int = 1  # devices along TENSOR
@@ -81,7 +81,7 @@ class Group(NamedTuple):
     shares_heads: bool = True  # whether those along PARTS share the query heads of a kv head; else they share tokens
 
     @classmethod
-    def of(cls, mesh: Mesh, heads: tuple[int, int], always_heads: bool = False) -> "Group":
+    def of(cls, mesh: Mesh, heads: tuple[int, int], always_heads: bool = False) -> "DeviceGroup":
         """The group of a mesh, for a layer with so many heads of queries, and of keys.
 
         Args:
@@ -106,12 +106,12 @@ class Group(NamedTuple):
         return 0 if self.devices == 1 else jax.lax.axis_index(TOKENS)
 
     def run(self) -> Int[Array, ""] | int:
-        """The number of this device's run in the first piece, and every other; see `run_of`."""
+        """The number of this device's run in the first piece, and every other; see `run_index`."""
         return 0 if self.runs == 1 else jax.lax.axis_index(PARTS)
 
     def first(self, piece: Int[Array, ""]) -> Int[Array, ""]:
         """The share of a device, of all pieces', with which this device's run of a piece begins."""
-        return piece * self.devices + run_of(piece, self.runs, self.run()) * self.tensor
+        return piece * self.devices + run_index(piece, self.runs, self.run()) * self.tensor
 
     def gathered(self, x: Shaped[Array, "M B c H D"]) -> Shaped[Array, "M B C h D"]:
         """Of all tokens, this device's heads along TENSOR."""

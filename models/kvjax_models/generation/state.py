@@ -15,8 +15,8 @@ import kvjax
 from kvjax.policy import Policy
 from kvjax.sharding import shardings
 from kvjax.state import drawn, fault, faults_of_rows, state
-from kvjax_models.generation.sampling import finite
-from kvjax_models.sharding import _known
+from kvjax_models.generation.sampling import is_finite
+from kvjax_models.sharding import constrain_replicated
 
 
 @state
@@ -31,7 +31,7 @@ class GenerationState:
     not_finite: Int[Array, "B"] = fault("steps had logits that are NaN or infinite")
 
 
-def with_prompt(
+def finish_prefill(
     state: GenerationState, caches: Sequence[kvjax.Cache], logits: Float[Array, "B V"], lengths: Int[Array, "B"]
 ) -> GenerationState:
     """A fresh state behind prompts that its caches have taken in, with buffers of its own: decoding donates them."""
@@ -40,11 +40,11 @@ def with_prompt(
         layers=tuple(caches),
         logits=jnp.copy(logits),
         positions=jnp.copy(lengths),
-        not_finite=state.not_finite + ~finite(logits),
+        not_finite=state.not_finite + ~is_finite(logits),
     )
 
 
-def laid(state: GenerationState, mesh: Mesh | None) -> GenerationState:
+def shard_state(state: GenerationState, mesh: Mesh | None) -> GenerationState:
     """The state where it is to lie on a mesh, looked over."""
     state = state if mesh is None else _laid(state, mesh)
     check_finite(state)
@@ -61,8 +61,8 @@ def state_shardings(state: GenerationState, mesh: Mesh | None) -> GenerationStat
     return dataclasses.replace(shardings(state, mesh), **dict.fromkeys(names, known))
 
 
-def compacted(state: GenerationState) -> GenerationState:
-    """The state with its layers' staged tokens compacted."""
+def compact_layers(state: GenerationState) -> GenerationState:
+    """The state with its layers' staged tokens compact_layers."""
     return dataclasses.replace(state, layers=tuple(compact_layer(cache) for cache in state.layers))
 
 
@@ -73,7 +73,7 @@ def check_finite(state: GenerationState) -> None:
         kvjax.check(state)
 
 
-def check_sound(state: GenerationState, mesh: Mesh | None) -> None:
+def check_faults(state: GenerationState, mesh: Mesh | None) -> None:
     """Raises a ValueError where any counter of faults is not zero; asked where blocks end."""
     if np.asarray(_faults(state, mesh)).any():
         kvjax.check(state)
@@ -83,23 +83,23 @@ def check_sound(state: GenerationState, mesh: Mesh | None) -> None:
 def _faults(state: GenerationState, mesh: Mesh | None) -> Int[Array, "B"]:
     faults = faults_of_rows(state)
     assert faults is not None  # `not_finite` is one
-    return _known(faults, mesh)
+    return constrain_replicated(faults, mesh)
 
 
-def _bound(state: GenerationState, mesh: Mesh | None) -> GenerationState:
+def _commit_to_device(state: GenerationState, mesh: Mesh | None) -> GenerationState:
     """The state bound to the device that it lies on. What lies in host memory always is, and binds all that a program
     makes together with it: if the rest came in unbound, the next call would compile the same program once more."""
     return state if mesh is not None else jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
 
 
-def stays(state: GenerationState, mesh: Mesh | None) -> GenerationState:
+def constrain_state(state: GenerationState, mesh: Mesh | None) -> GenerationState:
     """The state where it lay: donated buffers are of use only there."""
     return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(state, mesh))
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
 def _laid(state: GenerationState, mesh: Mesh) -> GenerationState:
-    return stays(state, mesh)
+    return constrain_state(state, mesh)
 
 
 # Compiled so that every field gets a buffer of its own; donation needs that.

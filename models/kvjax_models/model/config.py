@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax_models.model.experts import ACTIVATIONS
-from kvjax_models.model.rotary import RopeScaling, Rotary, layer_rotary
+from kvjax_models.model.rotary import RopeScaling, Rotary, make_rotary
 
-NORMS = ("before", "after", "around")
+NORMS = ("pre", "post", "sandwich")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,15 +17,15 @@ class LlamaConfig:
 
     Attributes:
         rotary_dim: dimensions of a head that are turned by the position; None: all.
-        unrotated: layers that do not turn any.
+        nope_layers: layers that do not turn any.
         tied_embeddings: whether the embedding is also the head.
         query_key_norm: whether every query and key is normed before it is turned; `joint_query_key_norm`: all heads of
             a token together.
         windows: every layer's sliding window in tokens, None where it sees everything; () where none slides.
         window_rope_theta: the base of layers with a window, which are then not scaled.
         attention_scale: of logits of attention, where it is not 1 / sqrt(head_dim).
-        attention_cap, logit_cap: l becomes cap tanh(l / cap), of attention and of the next token.
-        sinks: whether every head has an entry without a value.
+        attention_logit_cap, logit_cap: l becomes cap tanh(l / cap), of attention and of the next token.
+        attention_sinks: whether every head has an entry without a value.
         activation: one of `experts.ACTIVATIONS`.
         norms: whether the norms of a block stand before it, after it (and before the residual), or around it.
         norm_offset: what is added to the stored scale of every norm.
@@ -33,7 +33,7 @@ class LlamaConfig:
         residual_scale: of what every block adds to the residual stream.
         logit_divisor: of next-token logits.
         experts: per layer; 0: one MLP of `mlp_width`. Every token takes `experts_per_token` of `expert_width`, whose
-            weights sum to 1 where `normalised_experts`.
+            weights sum to 1 where `normalize_expert_weights`.
         dense_layers: layers that have an MLP all the same.
         mlp_bias: also of routers and experts.
 
@@ -53,7 +53,7 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     rotary_dim: int | None = None
-    unrotated: tuple[int, ...] = ()
+    nope_layers: tuple[int, ...] = ()
     tied_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
@@ -63,11 +63,11 @@ class LlamaConfig:
     windows: tuple[int | None, ...] = ()
     window_rope_theta: float | None = None
     attention_scale: float | None = None
-    attention_cap: float | None = None
+    attention_logit_cap: float | None = None
     logit_cap: float | None = None
-    sinks: bool = False
+    attention_sinks: bool = False
     activation: str = "silu"
-    norms: str = "before"
+    norms: str = "pre"
     norm_offset: float = 0.0
     embedding_scale: float | None = 1.0
     residual_scale: float = 1.0
@@ -75,7 +75,7 @@ class LlamaConfig:
     experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
-    normalised_experts: bool = True
+    normalize_expert_weights: bool = True
     dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -106,13 +106,13 @@ class LlamaConfig:
 
     def rotary(self, layer: int = 0, tokens: int | None = None) -> Rotary:
         """The rotation of one layer in sequences that may grow to so many tokens, by default `max_length`."""
-        if layer in self.unrotated:
+        if layer in self.nope_layers:
             return Rotary((0.0,) * (self.head_dim // 2))
         theta, scaling = self.rope_theta, self.rope_scaling
         if self.window(layer) is not None and self.window_rope_theta is not None:
             theta, scaling = self.window_rope_theta, None
         tokens = self.max_length if tokens is None else tokens
-        return layer_rotary(self.head_dim, theta, scaling, rotary_dim=self.rotary_dim, tokens=tokens)
+        return make_rotary(self.head_dim, theta, scaling, rotary_dim=self.rotary_dim, tokens=tokens)
 
 
 def rope_frequencies(config: LlamaConfig, layer: int = 0, tokens: int | None = None) -> Float[Array, "half_D"]:

@@ -77,7 +77,7 @@ def attend_in_chunks(
     return attended.swapaxes(0, 1).reshape(query.shape)
 
 
-def attend_behind(
+def attend_repetitions(
     query: Float[Array, "B T H_q D"],
     keys: Float[Array, "B H_kv N D"],
     values: Float[Array, "B H_kv N D"],

@@ -1,6 +1,6 @@
 """Causal attention of whole prompts by kernels that come with JAX: splash attention on TPUs, cuDNN's on NVIDIA GPUs.
 
-Which of them a program takes, and why not, `why_not` says. Where neither is taken, prompts are read chunk by chunk
+Which of them a program takes, and why not, `unsupported_reason` says. Where neither is taken, prompts are read chunk by chunk
 (`exact_attention`).
 """
 
@@ -25,7 +25,7 @@ BLOCK, LANES = 1024, 128
 _MOST_STEPS = 2**18
 
 
-class Asked(NamedTuple):
+class AttentionSpec(NamedTuple):
     """What a layer asks of attention over its prompts."""
 
     dtype: np.dtype
@@ -38,20 +38,22 @@ class Asked(NamedTuple):
     runs: int = 1  # equal ones, which each piece consists of: the queries are those of one run of each (`run_of`)
 
     @classmethod
-    def of(cls, layer: DecoderLayer, dtype: np.dtype, tokens: int, pieces: int = 1, runs: int = 1) -> "Asked":
+    def of(cls, layer: DecoderLayer, dtype: np.dtype, tokens: int, pieces: int = 1, runs: int = 1) -> "AttentionSpec":
         """What a layer asks whose numbers have that dtype."""
         sinks = layer.sink_logits is not None
-        return cls(dtype, tokens, layer.attention.head_dim, layer.window, layer.attention_cap, sinks, pieces, runs)
+        return cls(
+            dtype, tokens, layer.attention.head_dim, layer.window, layer.attention_logit_cap, sinks, pieces, runs
+        )
 
     def positions(self, run: Int[Array, ""] | int = 0) -> Int[Array, "n"] | Int[np.ndarray, "n"]:
         """The tokens whose queries are asked: those of that run of the first piece."""
         length = self.tokens // (self.pieces * self.runs)
         number = np.arange(self.pieces * length)
         piece = number // length
-        return (piece * self.runs + run_of(piece, self.runs, run)) * length + number % length
+        return (piece * self.runs + run_index(piece, self.runs, run)) * length + number % length
 
 
-def run_of(piece: Any, runs: int, run: Any) -> Any:
+def run_index(piece: Any, runs: int, run: Any) -> Any:
     """Which run of a piece is that of number `run` in the first: the order turns from piece to piece, so that who has
     an early run of one has a late run of the next."""
     return run + piece % 2 * (runs - 1 - 2 * run)
@@ -70,26 +72,26 @@ Attend = Callable[
 ]
 
 
-def why_not(platform: str, asked: Asked) -> str | None:
+def unsupported_reason(platform: str, asked: AttentionSpec) -> str | None:
     """Why programs for a platform ("tpu", "cuda", "cpu") read such prompts chunk by chunk, in XLA's products; None
     where they take the platform's kernel."""
     if platform not in _KERNELS:
         return f"there is no kernel for {platform!r}"
     if asked.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{asked.dtype} numbers: the kernel would round them to 16 bits"
-    return _KERNELS[platform].why_not(asked)
+    return _KERNELS[platform].unsupported_reason(asked)
 
 
-def kernels(asked: Asked) -> dict[str, Attend]:
+def available_kernels(asked: AttentionSpec) -> dict[str, Attend]:
     """What attends to prompts as asked, for every platform whose kernel does."""
-    able = (platform for platform in _KERNELS if why_not(platform, asked) is None)
+    able = (platform for platform in _KERNELS if unsupported_reason(platform, asked) is None)
     return {platform: functools.partial(_KERNELS[platform].attend, asked) for platform in able}
 
 
 # --- TPU ---
 
 
-def _why_not_splash(asked: Asked) -> str | None:
+def _why_not_splash(asked: AttentionSpec) -> str | None:
     if asked.dtype != jnp.bfloat16:
         return f"{asked.dtype} numbers: TPUs multiply bfloat16 ones"
     if asked.head_dim % 64:
@@ -99,7 +101,7 @@ def _why_not_splash(asked: Asked) -> str | None:
     return None
 
 
-def _splash(asked: Asked, query, keys, values, sink_logits, run=0, *, interpret: bool = False):
+def _splash(asked: AttentionSpec, query, keys, values, sink_logits, run=0, *, interpret: bool = False):
     block, (_, queries, heads, head_dim) = _block(asked), query.shape
     # What is padded comes last, and no token sees it.
     wide = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % block), (0, 0)))  # noqa: E731
@@ -135,13 +137,13 @@ def _splash(asked: Asked, query, keys, values, sink_logits, run=0, *, interpret:
     return attended[:, :, :queries].swapaxes(1, 2).astype(query.dtype)
 
 
-def _block(asked: Asked) -> int:
+def _block(asked: AttentionSpec) -> int:
     wide = BLOCK if asked.tokens <= 512 * BLOCK else 2 * BLOCK
     return min(wide, -(-asked.tokens // LANES) * LANES)
 
 
 def _steps(
-    asked: Asked, positions: Int[Array, "n"]
+    asked: AttentionSpec, positions: Int[Array, "n"]
 ) -> tuple[Int[Array, "n_blocks steps"], Int[Array, "n_blocks steps"]]:
     """Which blocks of keys a block of queries at these rising positions reads, one behind the other, and what of each
     it sees: 0 nothing (the block is there to be fetched ahead), 1 a part, 2 all.
@@ -158,14 +160,14 @@ def _steps(
     return jnp.where(seen, own, following).astype(np.int16), seen.astype(np.int8) + (seen & sees_all)
 
 
-def _seen(asked: Asked, earliest: Any, latest: Any) -> tuple[Any, Any]:
+def _seen(asked: AttentionSpec, earliest: Any, latest: Any) -> tuple[Any, Any]:
     """The first and the last block of keys that queries see between two positions."""
     block = _block(asked)
     return (earliest - (asked.window or asked.tokens) + 1).clip(0) // block, latest // block
 
 
 @functools.lru_cache(maxsize=64)
-def _width(asked: Asked) -> int:
+def _width(asked: AttentionSpec) -> int:
     """The most blocks of keys that a block of queries sees."""
     block, width = _block(asked), 0
     for run in range(asked.runs):
@@ -179,7 +181,7 @@ def _width(asked: Asked) -> int:
 # --- GPU ---
 
 
-def _why_not_cudnn(asked: Asked) -> str | None:
+def _why_not_cudnn(asked: AttentionSpec) -> str | None:
     if asked.logit_cap is not None:
         return "logits have a cap, which cuDNN does not know"
     if asked.sinks:
@@ -200,7 +202,7 @@ def _why_not_device() -> str | None:
     return None
 
 
-def _cudnn(asked: Asked, query, keys, values, sink_logits, run=0):
+def _cudnn(asked: AttentionSpec, query, keys, values, sink_logits, run=0):
     assert sink_logits is None and run == 0
     window = None if asked.window is None else (asked.window - 1, 0)
     return jax.nn.dot_product_attention(
@@ -214,7 +216,7 @@ def _cudnn(asked: Asked, query, keys, values, sink_logits, run=0):
 
 
 class _Kernel(NamedTuple):
-    why_not: Callable[[Asked], str | None]
+    unsupported_reason: Callable[[AttentionSpec], str | None]
     attend: Callable[..., Array]
 
 

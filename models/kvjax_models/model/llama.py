@@ -17,7 +17,7 @@ from kvjax import rope
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.exact_attention import chunk_attention
 from kvjax_models.model.experts import Experts, Mlp
-from kvjax_models.model.rotary import turn
+from kvjax_models.model.rotary import rotation
 
 
 class RMSNorm(nnx.Module):
@@ -53,16 +53,16 @@ class Attention(nnx.Module):
         if config.query_key_norm:
             self.query_norm = RMSNorm(query_width if self.joint_norm else config.head_dim, config, dtype)
             self.key_norm = RMSNorm(kv_width if self.joint_norm else config.head_dim, config, dtype)
-        self.sinks = nnx.Param(jnp.zeros(config.query_heads, dtype)) if config.sinks else None
+        self.sinks = nnx.Param(jnp.zeros(config.query_heads, dtype)) if config.attention_sinks else None
 
     def project(self, x, cos, sin):
         made = self.qkv(x)
         return self._queries(made[..., : self.group, :], cos, sin), *self._stored(made[..., self.group :, :], cos, sin)
 
-    def queries(self, x, cos, sin):
+    def project_queries(self, x, cos, sin):
         return self._queries(self._made(x, slice(None, self.group)), cos, sin)
 
-    def stored(self, x, cos, sin):
+    def project_kv(self, x, cos, sin):
         return self._stored(self._made(x, slice(self.group, None)), cos, sin)
 
     def _made(self, x, part):
@@ -89,12 +89,12 @@ class Attention(nnx.Module):
 
 class DecoderLayer(nnx.Module):
     """One block: `project`, then attention by the caller, then `finish`. What attention must know of the layer besides:
-    `window`, `attention_cap` and `sink_logits`."""
+    `window`, `attention_logit_cap` and `sink_logits`."""
 
     def __init__(self, config: LlamaConfig, number: int, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
-        self.window, self.attention_cap = config.window(number), config.attention_cap
+        self.window, self.attention_logit_cap = config.window(number), config.attention_logit_cap
         self.residual_scale = config.residual_scale
-        before, after = config.norms != "after", config.norms != "before"
+        before, after = config.norms != "post", config.norms != "pre"
         self.attention_norm = RMSNorm(config.width, config, dtype) if before else None
         self.attention = Attention(config, dtype=dtype, rngs=rngs)
         self.after_attention_norm = RMSNorm(config.width, config, dtype) if after else None
@@ -113,17 +113,17 @@ class DecoderLayer(nnx.Module):
         """Queries, keys (both rotated) and values of the tokens in x."""
         return self.attention.project(_normed(self.attention_norm, x), cos, sin)
 
-    def queries(
+    def project_queries(
         self, x: Float[Array, "B T W"], cos: Float[Array, "B T half_D"], sin: Float[Array, "B T half_D"]
     ) -> Float[Array, "B T H_q D"]:
         """What `project` gives first, where the rest is not needed."""
-        return self.attention.queries(_normed(self.attention_norm, x), cos, sin)
+        return self.attention.project_queries(_normed(self.attention_norm, x), cos, sin)
 
-    def stored(
+    def project_kv(
         self, x: Float[Array, "B T W"], cos: Float[Array, "B T half_D"], sin: Float[Array, "B T half_D"]
     ) -> tuple[Float[Array, "B T H_kv D"], Float[Array, "B T H_kv D"]]:
         """What `project` gives behind that: keys and values."""
-        return self.attention.stored(_normed(self.attention_norm, x), cos, sin)
+        return self.attention.project_kv(_normed(self.attention_norm, x), cos, sin)
 
     def finish(self, x: Float[Array, "B T W"], attended: Float[Array, "B T H_q D"]) -> Float[Array, "B T W"]:
         """Adds the attention output and the MLP to the residual stream."""
@@ -166,9 +166,9 @@ class Llama(nnx.Module):
     ) -> tuple[Float[Array, "B T half_D"], Float[Array, "B T half_D"]]:
         """Cosine and sine for a layer's `project`, in sequences that may grow to so many tokens (`max_length`); most
         models' layers share them."""
-        return turn(self.config.rotary(layer, tokens), positions)
+        return rotation(self.config.rotary(layer, tokens), positions)
 
-    def hidden(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
+    def hidden_states(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
         """The residual stream after the last layer under full causal attention (training and reference runs)."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x = self.embed(tokens)
@@ -191,7 +191,7 @@ class Llama(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         """Logits of every position under full causal attention."""
-        return self.logits(self.hidden(tokens))
+        return self.logits(self.hidden_states(tokens))
 
 
 def _mlp(config: LlamaConfig, layer: int, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs) -> Mlp | Experts:
@@ -205,7 +205,7 @@ def _mlp(config: LlamaConfig, layer: int, dtype: jax.typing.DTypeLike, rngs: nnx
         config.mlp_bias,
         experts=config.experts,
         per_token=config.experts_per_token,
-        normalised=config.normalised_experts,
+        normalised=config.normalize_expert_weights,
         **given,
     )
 
@@ -216,10 +216,10 @@ def _normed(norm: RMSNorm | None, x: Array) -> Array:
 
 def _attended(layer: DecoderLayer, query: Array, key: Array, value: Array) -> Array:
     """Full causal attention of a layer; the library's, where it knows all that the layer asks for."""
-    if layer.attention_cap is None and layer.sink_logits is None:
+    if layer.attention_logit_cap is None and layer.sink_logits is None:
         window = None if layer.window is None else (layer.window - 1, 0)
         return jax.nn.dot_product_attention(query, key, value, is_causal=True, local_window_size=window)
     keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
     return chunk_attention(
-        query, keys, values, 0, layer.sink_logits, window=layer.window, logit_cap=layer.attention_cap
+        query, keys, values, 0, layer.sink_logits, window=layer.window, logit_cap=layer.attention_logit_cap
     )

@@ -2,7 +2,7 @@
 
 A head's dimensions are stored so that pair i is (i, i + D/2) and all pairs stand in one row, whatever a family does:
 pairs that a model leaves alone have frequency 0, and checkpoints of models with another order of pairs are put into
-this one when they are read (`weights.head_order`). Products of queries and keys are the same, and everything that turns
+this one when they are read (`weights.head_dim_order`). Products of queries and keys are the same, and everything that turns
 keys back needs no more than the frequencies.
 """
 
@@ -26,10 +26,10 @@ class RopeScaling:
         kind: "linear" divides all frequencies by `factor`. "llama3" divides those whose wavelength is long against
             `original_length`, with a smooth passage between its two bounds. "yarn" does so with a passage that is
             linear in the pair's number. "longrope" divides each by a factor of its own. "dynamic" raises the base.
-            What "longrope" and "dynamic" do follows from the tokens that a sequence may grow to, see `layer_rotary`.
+            What "longrope" and "dynamic" do follows from the tokens that a sequence may grow to, see `make_rotary`.
         low_frequency_factor, high_frequency_factor: of "llama3", in turns within the original context.
         original_length: tokens of the context that the model was first trained on.
-        fast_turns, slow_turns: of "yarn": pairs with more turns than these within the original context are kept, with
+        beta_fast, beta_slow: of "yarn": pairs with more turns than these within the original context are kept, with
             fewer divided.
         truncate: of "yarn": whether the passage begins and ends at whole pairs.
         attention_factor: of "yarn" and "longrope": what rotated queries and keys are multiplied by.
@@ -47,8 +47,8 @@ class RopeScaling:
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_length: int = 8192
-    fast_turns: float = 32.0
-    slow_turns: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
     short_factors: tuple[float, ...] = ()
@@ -67,7 +67,9 @@ class Rotary:
     factor: float = 1.0  # what the turned pairs are multiplied by
 
 
-def turn(rotary: Rotary, positions: Int[Array, "B T"]) -> tuple[Float[Array, "B T half_D"], Float[Array, "B T half_D"]]:
+def rotation(
+    rotary: Rotary, positions: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T half_D"], Float[Array, "B T half_D"]]:
     """Cosine and sine for `kvjax.rope.rotate`, float32, the layer's factor included."""
     frequencies = np.asarray(rotary.frequencies, np.float32)
     cos, sin = rope.rotation(positions, jnp.asarray(frequencies))
@@ -77,7 +79,7 @@ def turn(rotary: Rotary, positions: Int[Array, "B T"]) -> tuple[Float[Array, "B 
     return cos * factor, sin * factor
 
 
-def layer_rotary(
+def make_rotary(
     head_dim: int, theta: float, scaling: RopeScaling | None = None, *, rotary_dim: int | None = None, tokens: int
 ) -> Rotary:
     """The rotation of a layer in sequences that may grow to so many tokens.
@@ -131,7 +133,7 @@ def _passage(dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
     def pair_of(turns: float) -> float:
         return dim * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    first, last = pair_of(scaling.fast_turns), pair_of(scaling.slow_turns)
+    first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
