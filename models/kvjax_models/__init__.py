@@ -7,6 +7,6 @@ Modules: `language_model` (text to text), `generate` (states of a generation), `
 `tokenizer`, `sampling`, `llama`, `sharding`, `command` (the console command). Knows caches only by their interface.
 """
 
+from kvjax_models.generation.sampling import Sampling as Sampling
 from kvjax_models.language_model import LanguageModel as LanguageModel
 from kvjax_models.language_model import load as load
-from kvjax_models.sampling import Sampling as Sampling

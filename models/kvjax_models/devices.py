@@ -33,7 +33,7 @@ class Devices:
     process: int | None = None  # Number of this one.
 
 
-def join(devices: Devices, options: Mapping[str, object]) -> None:
+def initialize_processes(devices: Devices, options: Mapping[str, object]) -> None:
     """Joins the other processes, where there are some. Before anything else is asked of JAX.
 
     Args:
@@ -50,7 +50,7 @@ def join(devices: Devices, options: Mapping[str, object]) -> None:
         raise ValueError(f"processes were started with different flags: {', '.join('--' + name for name in differing)}")
 
 
-def mesh(devices: Devices, kv_heads: int) -> jax.sharding.Mesh | None:
+def make_mesh(devices: Devices, kv_heads: int) -> jax.sharding.Mesh | None:
     """The mesh that the options call for; None for one device."""
     data, tensor = devices.mesh_data, devices.mesh_tensor
     if data * tensor == 1:
@@ -58,12 +58,12 @@ def mesh(devices: Devices, kv_heads: int) -> jax.sharding.Mesh | None:
     return kvjax.make_mesh(kv_heads, data=data, tensor=tensor, sequence=devices.mesh_sequence)
 
 
-def is_first() -> bool:
+def is_first_process() -> bool:
     """Whether this process writes and prints. It takes no device to say so."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
-def agree(what: str, text: str) -> None:
+def check_agreement(what: str, text: str) -> None:
     """Waits for the other processes.
 
     Raises:

@@ -14,13 +14,15 @@ from jax.sharding import Mesh
 import kvjax
 from kvjax.budget import Budget
 from kvjax.registry import AnyPolicy, sized
-from kvjax_models import checkpoint, programs, tokenizer
-from kvjax_models.batching import Request, rows_of
-from kvjax_models.completions import Completion, Watch, completions, in_order
-from kvjax_models.generate import Generator, cache_specs, collect
-from kvjax_models.llama import Llama
-from kvjax_models.sampling import Sampling
-from kvjax_models.tokenizer import Streamer, Tokenizer
+from kvjax_models import compile_cache
+from kvjax_models.formats import huggingface
+from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
+from kvjax_models.formats.tokenizer import Streamer, Tokenizer
+from kvjax_models.generation.batching import Request, parse_batch_size
+from kvjax_models.generation.completions import Completion, TextCallback, generate_completions, in_prompt_order
+from kvjax_models.generation.generator import Generator, cache_specs, extend_rows
+from kvjax_models.generation.sampling import Sampling
+from kvjax_models.model.llama import Llama
 
 Message = Mapping[str, str]  # {"role": "user", "content": "..."}
 Prompt = str | Sequence[Message]  # a text to continue, or a conversation to answer
@@ -37,7 +39,7 @@ class LanguageModel:
 
     def __post_init__(self) -> None:
         size = self.model.config.vocab_size
-        for name, ids in (("end-of-text", self.tokenizer.eos_ids), ("first", self.tokenizer.prefix)):
+        for name, ids in (("end-of-text", self.tokenizer.eos_ids), ("first", self.tokenizer.prefix_ids)):
             if strange := [token for token in ids if token >= size]:
                 raise ValueError(f"the tokenizer's {name} token is {strange[0]}; the model's vocabulary has {size}")
 
@@ -50,7 +52,7 @@ class LanguageModel:
         max_new_tokens: int = 256,
         sampling: Sampling | None = None,
         seed: int = 0,
-        beyond_positions: bool = False,
+        allow_beyond_context: bool = False,
     ) -> str | list[str]:
         """Continues a text, or several side by side.
 
@@ -58,10 +60,10 @@ class LanguageModel:
             prompt: one text, or a list of them; for conversations see `stream`.
             policy, budget: how much the cache keeps, and of what: "subgen" and "25%", `kvjax.SubGen` and 1024, or a
                 policy; see `kvjax.registry.sized`. Prompts nearly as long as another share its programs
-                (`programs.bucket`): a share is one of what exact holds for the shortest of them, never more.
+                (`compile_cache.length_bucket`): a share is one of what exact holds for the shortest of them, never more.
             max_new_tokens: most tokens to write; an end-of-text token ends a row before.
             sampling: greedy where None.
-            beyond_positions: see `Generator`.
+            allow_beyond_context: see `Generator`.
 
         Returns:
             The new text, or one per prompt. All stand side by side; `generate_many` takes a few at a time.
@@ -72,13 +74,13 @@ class LanguageModel:
         prompts = [self.encode(text) for text in ([prompt] if isinstance(prompt, str) else prompt)]
         longest = max(map(len, prompts), default=0)
         generator = self._shared_generator(
-            policy, budget, len(prompts), longest, max_new_tokens, sampling, beyond_positions
+            policy, budget, len(prompts), longest, max_new_tokens, sampling, allow_beyond_context
         )
-        state = generator.read(generator.start(seed), prompts)
+        state = generator.prefill(generator.init_state(seed), prompts)
         rows: list[list[int]] = [[] for _ in prompts]
-        for newest, tokens in generator.write(state, max_new_tokens):
+        for newest, tokens in generator.decode(state, max_new_tokens):
             state = newest
-            collect(rows, tokens)
+            extend_rows(rows, tokens)
         kvjax.check(state)
         texts = [self.tokenizer.decode(row) for row in rows]
         return texts[0] if isinstance(prompt, str) else texts
@@ -92,8 +94,8 @@ class LanguageModel:
         max_new_tokens: int = 256,
         sampling: Sampling | None = None,
         seed: int = 0,
-        every: int = 1,
-        beyond_positions: bool = False,
+        stream_interval: int = 1,
+        allow_beyond_context: bool = False,
     ) -> Iterator[str]:
         """The same for one text or conversation, in pieces as they come.
 
@@ -101,10 +103,12 @@ class LanguageModel:
             every: tokens between two looks; more of them are quicker.
         """
         tokens = self.encode(prompt)
-        generator = self._shared_generator(policy, budget, 1, len(tokens), max_new_tokens, sampling, beyond_positions)
-        state = generator.read(generator.start(seed), [tokens])
+        generator = self._shared_generator(
+            policy, budget, 1, len(tokens), max_new_tokens, sampling, allow_beyond_context
+        )
+        state = generator.prefill(generator.init_state(seed), [tokens])
         streamer = Streamer(self.tokenizer, context=tokens)
-        for newest, block in generator.write(state, max_new_tokens, every):
+        for newest, block in generator.decode(state, max_new_tokens, stream_interval):
             state = newest
             if piece := "".join(map(streamer.push, block[0].tolist())):
                 yield piece
@@ -120,19 +124,19 @@ class LanguageModel:
         *,
         batch_size: int | str = 8,
         max_new_tokens: int = 256,
-        max_prompt: int | None = None,
+        max_prompt_tokens: int | None = None,
         sampling: Sampling | None = None,
         seed: int = 0,
         stop: Sequence[str] = (),
-        watch: Watch | None = None,
-        pieces: int | None = None,
-        beyond_positions: bool = False,
+        on_text: TextCallback | None = None,
+        max_prefill_steps: int | None = None,
+        allow_beyond_context: bool = False,
     ) -> Iterator[Completion]:
         """Continues any number of texts or conversations, a few at a time, by continuous batching (`batching`).
 
         Args:
             batch_size: rows, or bytes for their caches ("2GiB"): the less a policy keeps, the more rows.
-            max_prompt: most tokens of a prompt, for which caches are made. With it prompts are taken as rows fall free;
+            max_prompt_tokens: most tokens of a prompt, for which caches are made. With it prompts are taken as rows fall free;
                 without it all are taken first, and it is the longest.
             seed: of the first prompt; the next ones have those that follow, so that what is sampled does not depend on
                 the batch: it is what `generate` gives to the prompt alone with its seed, in caches of the same size.
@@ -147,29 +151,31 @@ class LanguageModel:
             ValueError: as `generate`, with the number of the prompt.
         """
         encoded: Iterable[list[int]] = map(self.encode, prompts)
-        if max_prompt is None:
+        if max_prompt_tokens is None:
             encoded = list(encoded)
-            max_prompt = max(map(len, encoded), default=0)
-        generator = self.many_generator(
-            policy, budget, batch_size, max_prompt, max_new_tokens, sampling, beyond_positions
+            max_prompt_tokens = max(map(len, encoded), default=0)
+        generator = self.batch_generator(
+            policy, budget, batch_size, max_prompt_tokens, max_new_tokens, sampling, allow_beyond_context
         )
         requests = (Request(prompt, max_new_tokens, seed=seed + number) for number, prompt in enumerate(encoded))
-        found = completions(self.tokenizer, generator, requests, stop=stop, watch=watch, pieces=pieces)
-        return in_order(found)
+        found = generate_completions(
+            self.tokenizer, generator, requests, stop=stop, on_text=on_text, max_prefill_steps=max_prefill_steps
+        )
+        return in_prompt_order(found)
 
-    def many_generator(
+    def batch_generator(
         self,
         policy: AnyPolicy,
         budget: int | str | Budget | None,
         batch_size: int | str,
         longest: int,
-        max_new: int,
+        max_new_tokens: int,
         sampling: Sampling | None = None,
-        beyond_positions: bool = False,
+        allow_beyond_context: bool = False,
     ) -> Generator:
         """A generator of so many rows, or bytes of them, for prompts of up to so many tokens."""
-        one = self._shared_generator(policy, budget, 1, longest, max_new, sampling, beyond_positions)
-        return one.of_rows(rows_of(batch_size, one))
+        one = self._shared_generator(policy, budget, 1, longest, max_new_tokens, sampling, allow_beyond_context)
+        return one.with_batch(parse_batch_size(batch_size, one))
 
     def generator(
         self,
@@ -177,25 +183,31 @@ class LanguageModel:
         budget: int | str | Budget | None = None,
         *,
         batch: int = 1,
-        max_prompt: int,
-        max_new: int,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
         sampling: Sampling | None = None,
         streaming: bool = False,
-        beyond_positions: bool = False,
-        share_of: int | None = None,
+        allow_beyond_context: bool = False,
+        budget_tokens: int | None = None,
     ) -> Generator:
         """The `Generator` behind `generate`, for who holds states: to fork, save and continue them.
 
         Args:
-            max_prompt, max_new: tokens that its caches are made for; a budget that is a share is one of what exact
+            max_prompt_tokens, max_new_tokens: tokens that its caches are made for; a budget that is a share is one of what exact
                 holds for both.
-            share_of: what it is a share of instead, in tokens.
+            budget_tokens: what it is a share of instead, in tokens.
         """
-        sizes: dict[str, Any] = {"batch": batch, "max_prompt": max(max_prompt, 1), "max_new": max_new}
+        sizes: dict[str, Any] = {
+            "batch": batch,
+            "max_prompt_tokens": max(max_prompt_tokens, 1),
+            "max_new_tokens": max_new_tokens,
+        }
         # A window does not count: such a layer keeps exactly that.
         spec = cache_specs(self.model, **sizes, streaming=streaming)[0]
-        chosen = sized(policy, budget, dataclasses.replace(spec, window=None), share_of or max_prompt + max_new)
-        sizes |= {"streaming": streaming, "beyond_positions": beyond_positions}
+        chosen = sized(
+            policy, budget, dataclasses.replace(spec, window=None), budget_tokens or max_prompt_tokens + max_new_tokens
+        )
+        sizes |= {"streaming": streaming, "allow_beyond_context": allow_beyond_context}
         return Generator(self.model, chosen, **sizes, sampling=sampling, eos=self.tokenizer.eos_ids)
 
     def _shared_generator(
@@ -204,21 +216,21 @@ class LanguageModel:
         budget: int | str | Budget | None,
         batch: int,
         longest: int,
-        max_new: int,
+        max_new_tokens: int,
         sampling: Sampling | None,
-        beyond_positions: bool,
+        allow_beyond_context: bool,
     ) -> Generator:
         """A generator for prompts of up to so many tokens, whose programs others of nearly their length share."""
-        lengths = programs.bucket(longest)
+        lengths = compile_cache.length_bucket(longest)
         return self.generator(
             policy,
             budget,
             batch=batch,
-            max_prompt=lengths[-1],
-            max_new=max_new,
+            max_prompt_tokens=lengths[-1],
+            max_new_tokens=max_new_tokens,
             sampling=sampling,
-            beyond_positions=beyond_positions,
-            share_of=lengths[0] + max_new,
+            allow_beyond_context=allow_beyond_context,
+            budget_tokens=lengths[0] + max_new_tokens,
         )
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -227,7 +239,7 @@ class LanguageModel:
         Raises:
             ValueError: for a conversation where the model has no chat template.
         """
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self.tokenizer.apply_chat(prompt)
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self.tokenizer.encode_chat(prompt)
 
 
 def load(name: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None) -> LanguageModel:
@@ -240,17 +252,17 @@ def load(name: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mes
 
     Raises:
         FileNotFoundError: where there is no such directory, nor such a model on the hub, or no way to it.
-        ValueError: what `checkpoint.load` and `tokenizer.load` refuse.
+        ValueError: what `huggingface.load_model` and `load_tokenizer` refuse.
     """
-    directory = find(name)
-    model, tokens = checkpoint.load(directory, dtype, mesh), tokenizer.load(directory)
+    directory = resolve_directory(name)
+    model, tokens = huggingface.load_model(directory, dtype, mesh), load_tokenizer(directory)
     try:
         return LanguageModel(model, tokens)
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from error
 
 
-def find(name: str | os.PathLike) -> pathlib.Path:
+def resolve_directory(name: str | os.PathLike) -> pathlib.Path:
     """The directory of a model, downloaded from the hub where it is none yet; raises as `load`."""
     directory = pathlib.Path(name)
     if directory.is_dir():

@@ -25,11 +25,11 @@ from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
 import kvjax
-from kvjax_models.batching import Request
-from kvjax_models.completions import completions
-from kvjax_models.generate import Generator
+from kvjax_models.generation.batching import Request
+from kvjax_models.generation.completions import generate_completions
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.sampling import Sampling
 from kvjax_models.language_model import load
-from kvjax_models.sampling import Sampling
 
 _LOG = logging.getLogger(__name__)
 # Caches are made for a few lengths, four to an octave from here on, so that few programs are compiled.
@@ -102,26 +102,31 @@ class KvjaxLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         # As the harness has it: also of a tokenizer that puts nothing before texts itself.
-        named = self.tokenizer.named.get("bos_token")
+        named = self.tokenizer.special_tokens.get("bos_token")
         token = None if named is None else self.tokenizer.backend.token_to_id(named)
         return self.eot_token_id if token is None else token
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         add = self.add_bos_token if add_special_tokens is None else add_special_tokens
         plain = self.tokenizer.encode(string, add_bos=False)
-        prefix = list(self.tokenizer.prefix) if add else []
+        prefix = list(self.tokenizer.prefix_ids) if add else []
         return plain if plain[: len(prefix)] == prefix else prefix + plain  # chat templates write it themselves
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self.tokenizer.chat_text(chat_history, add_generation_prompt)
+        return self.tokenizer.render_chat(chat_history, add_generation_prompt)
 
-    def generator(self, max_prompt: int, max_new: int, sampling: Sampling | None = None) -> Generator:
+    def generator(self, max_prompt_tokens: int, max_new_tokens: int, sampling: Sampling | None = None) -> Generator:
         """Caches for prompts of so many tokens, and as many after them, or a little more of both."""
-        prompt, new = rounded(max_prompt), rounded(max_new)
+        prompt, new = round_up_length(max_prompt_tokens), round_up_length(max_new_tokens)
         if prompt + new > self.max_length:
-            prompt, new = max_prompt, max_new
+            prompt, new = max_prompt_tokens, max_new_tokens
         return self.llm.generator(
-            self.policy, self.budget, batch=self.batch_size, max_prompt=prompt, max_new=new, sampling=sampling
+            self.policy,
+            self.budget,
+            batch=self.batch_size,
+            max_prompt_tokens=prompt,
+            max_new_tokens=new,
+            sampling=sampling,
         )
 
     def _batches(self, requests: Sequence[Any], length: Any) -> Iterator[tuple[list[int], list[Any]]]:
@@ -140,8 +145,8 @@ class KvjaxLM(TemplateLM):
         for numbers, batch in self._batches(asked, lambda one: sum(map(len, one))):
             read, wanted = [part for part, _, _ in batch], [rest + wanted for _, rest, wanted in batch]
             generator = self.generator(max(map(len, read)), max(map(len, wanted)))
-            state = generator.read(generator.start(self.seed), read)
-            state, scored, likeliest = generator.score_and_compare(state, wanted)
+            state = generator.prefill(generator.init_state(self.seed), read)
+            state, scored, likeliest = generator.score_greedy(state, wanted)
             kvjax.check(state)
             for number, (_, rest, _), row, best in zip(numbers, batch, scored, likeliest, strict=False):
                 found[number] = (float(np.sum(row[len(rest) :], dtype=np.float64)), bool(best[len(rest) :].all()))
@@ -160,7 +165,7 @@ class KvjaxLM(TemplateLM):
             context = context[-room:]
         if self.split_at is None:
             return context, []
-        text = self.tokenizer.decode(context, skip_special=False)
+        text = self.tokenizer.decode(context, skip_special_tokens=False)
         place = text.rfind(self.split_at)
         if place < 1:
             return context, []
@@ -190,25 +195,25 @@ class KvjaxLM(TemplateLM):
         kinds: dict[tuple[str, int], tuple[dict[str, Any], list[Request]]] = {}
         for number, request in enumerate(requests):
             text, given = request.args
-            most = asked_for(given, self.max_gen_toks)[1]
+            most = parse_generation_kwargs(given, self.max_gen_toks)[1]
             read, rest = self._shortened(self.tok_encode(text), most)
-            kind = repr(sorted(given.items())), rounded(len(read) + len(rest))
+            kind = repr(sorted(given.items())), round_up_length(len(read) + len(rest))
             kinds.setdefault(kind, (given, []))[1].append(
                 Request(read, most, rest, (self.seed + number) % 2**32, number)
             )
         with tqdm(total=len(requests), desc="kvjax", disable=disable_tqdm) as bar:
             for given, alike in kinds.values():
-                until, most, sampling = asked_for(given, self.max_gen_toks)
-                longest, following = (max(len(getattr(one, name)) for one in alike) for name in ("prompt", "then"))
+                until, most, sampling = parse_generation_kwargs(given, self.max_gen_toks)
+                longest, following = (max(len(getattr(one, name)) for one in alike) for name in ("prompt", "question"))
                 generator = self.generator(longest, following + most, sampling)
-                for one in completions(self.tokenizer, generator, alike, stop=until):
+                for one in generate_completions(self.tokenizer, generator, alike, stop=until):
                     found[one.number] = one.text
                     self.cache_hook.add_partial("generate_until", requests[one.number].args, one.text)
                     bar.update()
         return found
 
 
-def asked_for(given: dict[str, Any], max_gen_toks: int) -> tuple[list[str], int, Sampling]:
+def parse_generation_kwargs(given: dict[str, Any], max_gen_toks: int) -> tuple[list[str], int, Sampling]:
     """What ends an answer, its most tokens, and how tokens are chosen.
 
     Raises:
@@ -226,7 +231,7 @@ def asked_for(given: dict[str, Any], max_gen_toks: int) -> tuple[list[str], int,
     return until, int(given.get("max_gen_toks", max_gen_toks)), sampling
 
 
-def rounded(tokens: int) -> int:
+def round_up_length(tokens: int) -> int:
     """The next length that caches are made for."""
     return math.ceil(2 ** (math.ceil(4 * math.log2(max(tokens, _SHORTEST))) / 4))
 

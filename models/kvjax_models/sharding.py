@@ -1,7 +1,7 @@
 """A model's parameters on a mesh (`kvjax.make_mesh`), in the manner of Megatron: every layer's products are cut along
 heads and along the MLP's width, so that one sum over devices follows attention and one the MLP.
 
-A model whose parameters lie on a mesh generates there: `kvjax_models.generate.Generator` asks them.
+A model whose parameters lie on a mesh generates there: `kvjax_models.generation.generator.Generator` asks them.
 """
 
 import math
@@ -16,7 +16,8 @@ from jaxtyping import Array
 
 from kvjax.collectives import PARTS, TENSOR
 from kvjax.sharding import DATA, ROWS, check_axes
-from kvjax_models.llama import Llama, LlamaConfig
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
 
 # Which axis of a parameter is cut, from its last one, by the names of its module and of itself: a kernel [in, out] (or
 # one per expert) along what it gives, that of attention [W, H_kv, G + 2, D] along kv heads, and behind that, along what
@@ -30,22 +31,22 @@ _CUT = {
 }
 
 
-def place(model: Llama, mesh: Mesh) -> Llama:
+def shard_model(model: Llama, mesh: Mesh) -> Llama:
     """The model with its parameters on the mesh; the same object where they lie there already."""
     wanted = parameter_shardings(model, model.config, mesh)
     if [x.sharding for x in jax.tree.leaves(model)] == jax.tree.leaves(wanted):
         return model
-    return jax.tree.map(put, model, wanted)
+    return jax.tree.map(shard_array, model, wanted)
 
 
-def put(x: Any, sharding: jax.sharding.Sharding) -> Array:
+def shard_array(x: Any, sharding: jax.sharding.Sharding) -> Array:
     """An array that every process holds alike, in its parts; no process sends any."""
     return jax.make_array_from_callback(np.shape(x), sharding, lambda part: np.asarray(x)[part])
 
 
-def everywhere(x: np.ndarray | np.generic, mesh: Mesh | None) -> Array:
+def replicate(x: np.ndarray | np.generic, mesh: Mesh | None) -> Array:
     """What every process holds alike, whole on every device."""
-    return jnp.asarray(x) if mesh is None else put(x, NamedSharding(mesh, PartitionSpec()))
+    return jnp.asarray(x) if mesh is None else shard_array(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def mesh_of(model: Llama) -> Mesh | None:
@@ -54,16 +55,16 @@ def mesh_of(model: Llama) -> Mesh | None:
     return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
 
 
-def by_row(x: Array, mesh: Mesh | None) -> Array:
+def constrain_to_batch(x: Array, mesh: Mesh | None) -> Array:
     """What lies along its rows alone, such as the residual stream, which compilers would otherwise cut as the next
     product's weights are, and gather again."""
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, ROWS))
 
 
-STORED = PartitionSpec(DATA, TENSOR)  # [B, H_kv, ...]
+KV_SPEC = PartitionSpec(DATA, TENSOR)  # [B, H_kv, ...]
 
 
-def attend_apart(
+def shard_attention(
     attend: Callable[..., Array], mesh: Mesh, heads: tuple[int, int], *given: PartitionSpec
 ) -> Callable[..., Array]:
     """Attention of fresh queries [B, T, H_q, D] to what is given, which lies so, and to sinks [H_q]; every device for
@@ -114,3 +115,8 @@ def parameter_specs(parameters: Any, query_heads: int, mesh: Mesh) -> Any:
         return PartitionSpec(*[None] * axis, fitting(parts, (TENSOR, PARTS), (TENSOR,)))
 
     return jax.tree_util.tree_map_with_path(cut, parameters)
+
+
+def constrain_replicated(x: Array, mesh: Mesh | None) -> Array:
+    """What every process must know."""
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))

@@ -18,7 +18,9 @@ from kvjax.combinators.ada_kv import AdaKV
 from kvjax.policies.kvzip import KVzip
 from kvjax.policies.leverage_scores import LeverageScores
 from kvjax.policy import Policy
-from kvjax_models import checkpoint, generate, prefill
+from kvjax_models.formats import huggingface
+from kvjax_models.generation import prefill
+from kvjax_models.generation.generator import cache_specs
 from tests.models import families
 
 CHECKPOINT = pathlib.Path(__file__).parents[1] / "golden" / "transformers" / families.LLAMA31.name
@@ -127,7 +129,7 @@ def _leverage(kvpress: Any) -> Any:
 
 
 def _head_dim() -> int:
-    return checkpoint.load(CHECKPOINT).config.head_dim
+    return huggingface.load_model(CHECKPOINT).config.head_dim
 
 
 def kept_by_scored_press(run: Scored, directory: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
@@ -226,10 +228,10 @@ def _cache(model, tokens: np.ndarray, press) -> list[np.ndarray]:
 def kept_by_kvjax(policy: Policy, directory: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
     """Which tokens [layers, B, H_kv, T] a policy keeps of prompts."""
     model, batch = _model(directory), len(tokens)
-    specs = generate.cache_specs(model, batch=batch, max_prompt=TOKENS, max_new=8)
+    specs = cache_specs(model, batch=batch, max_prompt_tokens=TOKENS, max_new_tokens=8)
     lengths = jnp.full(batch, TOKENS, jnp.int32)
-    asked = [prefill.asked_queries(policy, TOKENS)] * len(specs)
-    layers = prefill.read_layers(model, tokens.astype(np.int32), lengths, TOKENS, asked, policy.repeat)
+    asked = [prefill.num_prompt_queries(policy, TOKENS)] * len(specs)
+    layers = prefill.prefill_layers(model, tokens.astype(np.int32), lengths, TOKENS, asked, policy.repeat)
     kept_tokens = []
     for spec, read in zip(specs, layers, strict=True):
         cache = kvjax.init(policy, spec, jax.random.split(jax.random.key(0), batch))
@@ -245,7 +247,7 @@ def kept_by_kvjax(policy: Policy, directory: pathlib.Path, tokens: np.ndarray) -
 
 @functools.cache
 def _model(directory: pathlib.Path):
-    return checkpoint.load(directory, jnp.float32)
+    return huggingface.load_model(directory, jnp.float32)
 
 
 def _matches(kept: np.ndarray, full: np.ndarray) -> np.ndarray:

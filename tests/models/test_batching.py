@@ -8,10 +8,11 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax_models import batching, generate, prefill
-from kvjax_models.batching import Request, complete
-from kvjax_models.generate import Generator, collect
-from kvjax_models.sampling import Sampling
+from kvjax_models.generation import batching, prefill
+from kvjax_models.generation.batching import Request, run_requests
+from kvjax_models.generation.decode import decode_block
+from kvjax_models.generation.generator import Generator, extend_rows
+from kvjax_models.generation.sampling import Sampling
 from tests.models.test_generate import CHUNK, PERIOD, random_model, tokens_of
 
 # More than rows, of lengths that need one to three chunks, and ending at all places of a block.
@@ -41,18 +42,20 @@ def model():
 
 
 def generator(policy, batch=3, **given):
-    return Generator(model(), policy, batch=batch, max_prompt=70, max_new=64, prefill_chunk=CHUNK, **given)
+    return Generator(
+        model(), policy, batch=batch, max_prompt_tokens=70, max_new_tokens=64, prefill_chunk=CHUNK, **given
+    )
 
 
-def requests(*, then=()):
+def requests(*, question=()):
     prompts = tokens_of(3, *LENGTHS)
-    return [Request(text, new, then, seed) for seed, (text, new) in enumerate(zip(prompts, NEW, strict=True))]
+    return [Request(text, new, question, seed) for seed, (text, new) in enumerate(zip(prompts, NEW, strict=True))]
 
 
 def completed(made, asked, **given):
     """Tokens and reasons by number."""
     rows, reasons = {}, {}
-    for number, tokens, reason in complete(made, asked, **given):
+    for number, tokens, reason in run_requests(made, asked, **given):
         assert number not in reasons
         rows.setdefault(number, []).extend(tokens)
         if reason is not None:
@@ -61,22 +64,22 @@ def completed(made, asked, **given):
 
 
 def alone(made, asked):
-    one = made.of_rows(1)
+    one = made.with_batch(1)
     found = []
     for request in asked:
-        state, rows = one.read(one.start(request.seed), [request.prompt]), [[]]
-        if request.then:
-            state = one.read(state, [request.then])
-        for _, tokens in one.write(state, request.max_new_tokens):
-            collect(rows, tokens)
+        state, rows = one.prefill(one.init_state(request.seed), [request.prompt]), [[]]
+        if request.question:
+            state = one.prefill(state, [request.question])
+        for _, tokens in one.decode(state, request.max_new_tokens):
+            extend_rows(rows, tokens)
         found += rows
     return found
 
 
 def check_policy(policy):
     # A second turn and sampling, too, follow from the request alone.
-    made, asked = generator(policy, sampling=Sampling(temperature=1.0)), requests(then=(7, 8, 9))
-    rows, reasons = completed(made, asked, pieces=2)
+    made, asked = generator(policy, sampling=Sampling(temperature=1.0)), requests(question=(7, 8, 9))
+    rows, reasons = completed(made, asked, max_prefill_steps=2)
     assert rows == alone(made, asked) and reasons == ["length"] * len(asked)
     assert [len(row) for row in rows] == list(NEW)
 
@@ -95,16 +98,16 @@ def test_tokens_are_those_of_each_prompt_alone_under_any_policy(name):
 def test_greedy_tokens_do_not_depend_on_rows_or_pieces():
     asked = requests()
     expected = alone(generator(QUICK["exact"]), asked)
-    for batch, pieces in ((3, None), (8, 1)):
-        assert completed(generator(QUICK["exact"], batch), asked, pieces=pieces)[0] == expected
+    for batch, max_prefill_steps in ((3, None), (8, 1)):
+        assert completed(generator(QUICK["exact"], batch), asked, max_prefill_steps=max_prefill_steps)[0] == expected
 
 
 def test_a_prompt_is_read_in_pieces_between_blocks():
     # Two layers, and what puts the row in: three blocks of the first row come before the second prompt's first.
     asked = [Request([1] * 40, 64), Request([2] * 40, 64)]
-    order = [written.number for written in complete(generator(QUICK["exact"], 2), asked, pieces=1)]
+    order = [written.number for written in run_requests(generator(QUICK["exact"], 2), asked, max_prefill_steps=1)]
     assert order == [0] * 3 + [0, 1] + [1] * 3
-    order = [written.number for written in complete(generator(QUICK["exact"], 2), asked)]
+    order = [written.number for written in run_requests(generator(QUICK["exact"], 2), asked)]
     assert order == [0, 1] * 4
 
 
@@ -116,7 +119,7 @@ def test_requests_are_taken_as_rows_fall_free():
             taken.append(number)
             yield Request([number + 1] * 9, 8)
 
-    seen = [(written.number, len(taken)) for written in complete(generator(QUICK["exact"], 2), each())]
+    seen = [(written.number, len(taken)) for written in run_requests(generator(QUICK["exact"], 2), each())]
     assert seen == [(0, 2), (1, 2), (2, 4), (3, 4), (4, 5)]
 
 
@@ -128,13 +131,13 @@ def test_an_end_of_text_token_and_what_the_caller_says_end_a_row():
     cut = [row[: row.index(end) + 1] if end in row else row for row in free]
     assert rows == cut and reasons == ["stop" if end in row else "length" for row in free]
     assert "stop" in reasons
-    stopped, reasons = completed(generator(QUICK["exact"]), asked, stops=lambda number, tokens: number == 1)
+    stopped, reasons = completed(generator(QUICK["exact"]), asked, should_stop=lambda number, tokens: number == 1)
     assert stopped == [free[0], free[1][:PERIOD], *free[2:]] and reasons.count("stop") == 1
 
 
 def test_prompts_of_all_lengths_share_few_programs():
-    made = Generator(model(), QUICK["exact"], batch=2, max_prompt=80, max_new=16, prefill_chunk=8)
-    functions = [generate.decode_block, prefill.prefill_layer, prefill.compress, batching._with_row]
+    made = Generator(model(), QUICK["exact"], batch=2, max_prompt_tokens=80, max_new_tokens=16, prefill_chunk=8)
+    functions = [decode_block, prefill.prefill_layer, prefill.prefill_cache, batching._with_row]
     before = [function._cache_size() for function in functions]
     completed(made, [Request([1] * length, 2) for length in range(1, 81, 5)])
     # Both layers share theirs. Lengths of 16 to 80 are read, though chunks of 8 would do for some.
@@ -143,24 +146,31 @@ def test_prompts_of_all_lengths_share_few_programs():
 
 def test_rows_within_memory():
     made = generator(kvjax.StreamingLLM(40, compact_every=PERIOD))
-    held = kvjax.cache_bytes(made.of_rows(4).start().layers).device
+    held = kvjax.cache_bytes(made.with_batch(4).init_state().layers).device
     assert held <= 4 * made.row_bytes < 1.01 * held  # rows share a counter
-    assert batching.rows_of(f"{4 * made.row_bytes}B", made) == 4 == batching.rows_of(f"{5 * made.row_bytes - 1}B", made)
-    assert batching.rows_of(5, made) == batching.rows_of("5", made) == 5
+    assert (
+        batching.parse_batch_size(f"{4 * made.row_bytes}B", made)
+        == 4
+        == batching.parse_batch_size(f"{5 * made.row_bytes - 1}B", made)
+    )
+    assert batching.parse_batch_size(5, made) == batching.parse_batch_size("5", made) == 5
     for size, message in (
         (f"{made.row_bytes - 1}B", "hold no row: the caches of one take"),
         ("10%", "batch_size='10%'"),
     ):
         with pytest.raises(ValueError, match=message):
-            batching.rows_of(size, made)
+            batching.parse_batch_size(size, made)
 
 
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
         (Request([], 4), "prompt 1: it is empty"),
-        (Request([1] * 71, 4), "prompt 1: a prompt of 71 tokens exceeds max_prompt=70"),
-        (Request([1] * 60, 4, [1] * 71), r"prompt 1: 135 tokens in a row exceed max_prompt \+ max_new = 70 \+ 64"),
+        (Request([1] * 71, 4), "prompt 1: a prompt of 71 tokens exceeds max_prompt_tokens=70"),
+        (
+            Request([1] * 60, 4, [1] * 71),
+            r"prompt 1: 135 tokens in a row exceed max_prompt_tokens \+ max_new_tokens = 70 \+ 64",
+        ),
         (Request([1], 0), "prompt 1: max_new_tokens=0; it must be at least 1"),
         (Request([128], 1), "prompt 1: prompts hold token ids from 0 to 128; the vocabulary has 128"),
         (Request([1], 1, seed=-1), "prompt 1: seed=-1"),
@@ -168,14 +178,14 @@ def test_rows_within_memory():
 )
 def test_a_request_that_cannot_be_is_named(request_, message):
     with pytest.raises(ValueError, match=message):
-        list(complete(generator(QUICK["exact"]), [Request([1], 1), request_]))
-    with pytest.raises(ValueError, match="pieces=0; it must be at least 1"):
-        next(complete(generator(QUICK["exact"]), [], pieces=0))
+        list(run_requests(generator(QUICK["exact"]), [Request([1], 1), request_]))
+    with pytest.raises(ValueError, match="max_prefill_steps=0; it must be at least 1"):
+        next(run_requests(generator(QUICK["exact"]), [], max_prefill_steps=0))
 
 
 def test_a_cache_that_is_not_sound_names_the_prompts():
     graph, parameters = nnx.split(model())
     spoilt = nnx.merge(graph, jax.tree.map(lambda x: jnp.nan * x, parameters))
-    made = Generator(spoilt, QUICK["exact"], batch=2, max_prompt=70, max_new=64, prefill_chunk=CHUNK)
+    made = Generator(spoilt, QUICK["exact"], batch=2, max_prompt_tokens=70, max_new_tokens=64, prefill_chunk=CHUNK)
     with pytest.raises(ValueError, match="prompt 0: .*steps had logits that are NaN or infinite"):
-        list(complete(made, [Request([1, 2], 4)]))
+        list(run_requests(made, [Request([1, 2], 4)]))

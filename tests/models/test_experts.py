@@ -8,7 +8,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax_models.experts import ACTIVATIONS, Experts, blocks_by_expert
+from kvjax_models.model.experts import ACTIVATIONS, Experts, blocks_by_expert
 
 
 def layer(experts, per_token, *, normalised=True, bias=False, activation="silu"):

@@ -12,10 +12,12 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import process_mask
 
-from kvjax_models import flash_attention, prefill
-from kvjax_models.exact_attention import chunk_attention
-from kvjax_models.flash_attention import Asked, why_not
-from kvjax_models.llama import Llama, LlamaConfig
+from kvjax_models.generation import prefill
+from kvjax_models.model import flash_attention
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.exact_attention import chunk_attention
+from kvjax_models.model.flash_attention import AttentionSpec, unsupported_reason
+from kvjax_models.model.llama import Llama
 
 BF16 = jnp.dtype(jnp.bfloat16)
 
@@ -28,8 +30,10 @@ def small_blocks(monkeypatch):
     flash_attention._width.cache_clear()
 
 
-def asked(tokens=300, *, dtype=BF16, head_dim=64, window=None, logit_cap=None, sinks=False, pieces=1, runs=1):
-    return Asked(dtype, tokens, head_dim, window, logit_cap, sinks, pieces, runs)
+def asked(
+    tokens=300, *, dtype=BF16, head_dim=64, window=None, logit_cap=None, sinks=False, pieces=1, runs=1
+):
+    return AttentionSpec(dtype, tokens, head_dim, window, logit_cap, sinks, pieces, runs)
 
 
 @pytest.mark.parametrize("tokens", [128, 640])
@@ -115,9 +119,9 @@ def test_splash_attention_of_a_device_s_queries_is_exact_attention(of):
     ],
 )
 def test_it_says_why_a_kernel_is_not_taken(platform, of, reason):
-    told = why_not(platform, of)
+    told = unsupported_reason(platform, of)
     assert told is None if reason is None else reason in told
-    assert (platform in flash_attention.kernels(of)) == (reason is None)
+    assert (platform in flash_attention.available_kernels(of)) == (reason is None)
 
 
 @pytest.mark.heavy
@@ -144,7 +148,7 @@ def test_a_layer_reads_a_prompt_through_the_kernel_as_through_chunks(monkeypatch
     kernel = flash_attention._Kernel(lambda of: None, attend)
     monkeypatch.setattr(flash_attention, "_KERNELS", {"cpu": kernel})
     got = read()
-    assert used == [Asked(BF16, 256, 64, 40, None, False, pieces=4)]
+    assert used == [AttentionSpec(BF16, 256, 64, 40, None, False, pieces=4)]
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), atol=0.05)
 

@@ -11,11 +11,13 @@ import kvjax
 from experiments.common.compiled import large_outputs
 from experiments.common.together import prefill_together
 from kvjax.state import axes
-from kvjax_models import generate as generation
-from kvjax_models import lowering, prefill
-from kvjax_models.generate import NO_TOKEN, Generator, collect, generate
-from kvjax_models.llama import Llama, LlamaConfig
-from kvjax_models.sampling import Sampling
+from kvjax_models.generation import lowering, prefill
+from kvjax_models.generation.decode import NO_TOKEN, decode_block
+from kvjax_models.generation.generator import Generator, extend_rows, generate
+from kvjax_models.generation.sampling import Sampling
+from kvjax_models.generation.state import compact_layer
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
 
 VOCABULARY, PERIOD, CHUNK = 128, 16, 32
 EXACT = kvjax.Exact(compact_every=PERIOD)
@@ -78,14 +80,14 @@ def _forward():
 
 @functools.cache
 def generator(name, batch=3):
-    return Generator(model(), POLICIES[name], batch=batch, max_prompt=70, max_new=90, prefill_chunk=CHUNK)
+    return Generator(model(), POLICIES[name], batch=batch, max_prompt_tokens=70, max_new_tokens=90, prefill_chunk=CHUNK)
 
 
 def written(made, state, count):
     rows = [[] for _ in range(made.batch)]
-    for newest, tokens in made.write(state, count):
+    for newest, tokens in made.decode(state, count):
         state = newest
-        collect(rows, tokens)
+        extend_rows(rows, tokens)
     return rows, state
 
 
@@ -96,7 +98,7 @@ def leaves(state):
 
 def test_greedy_tokens_under_exact_are_those_of_full_attention():
     made = generator("exact")
-    rows, state = written(made, made.read(made.start(), PROMPTS), 40)
+    rows, state = written(made, made.prefill(made.init_state(), PROMPTS), 40)
     assert rows == [greedy_reference(number, 40) for number in range(3)]
     assert len(set(rows[0])) > 5  # a text, not one token over and over
     np.testing.assert_array_equal(state.positions, [110, 73, 41])
@@ -104,10 +106,10 @@ def test_greedy_tokens_under_exact_are_those_of_full_attention():
 
 def test_a_second_turn_under_exact_equals_one_long_prompt():
     made = generator("exact")
-    state = made.read(made.start(), [prompt[: len(prompt) // 2 + 1] for prompt in PROMPTS])
+    state = made.prefill(made.init_state(), [prompt[: len(prompt) // 2 + 1] for prompt in PROMPTS])
     # Rows of 34, 16 and 9 more tokens, in blocks of 16: some rows end blocks before others.
     rest = [prompt[len(prompt) // 2 + 1 :] or greedy_reference(2, 9) for prompt in PROMPTS]
-    rows, _ = written(made, made.read(state, rest), 30)
+    rows, _ = written(made, made.prefill(state, rest), 30)
     assert rows == [greedy_reference(0, 30), greedy_reference(1, 30), greedy_reference(2, 39)[9:]]
 
 
@@ -121,14 +123,14 @@ def likelihoods(text):
 def test_scores_under_exact_are_log_probabilities_of_full_attention():
     whole = [prompt + turn for prompt, turn in zip(PROMPTS, TURN, strict=True)]
     made = generator("exact")
-    state, scored = made.score(made.read(made.start(), PROMPTS), TURN)
+    state, scored = made.score(made.prefill(made.init_state(), PROMPTS), TURN)
     for text, turn, found in zip(whole, TURN, scored, strict=True):
         np.testing.assert_allclose(found, likelihoods(text)[-len(turn) :], atol=1e-4)
     # The state behind is that of reading: the same tokens come next.
     rows, _ = written(made, state, 5)
-    assert rows == written(made, made.read(made.read(made.start(), PROMPTS), TURN), 5)[0]
+    assert rows == written(made, made.prefill(made.prefill(made.init_state(), PROMPTS), TURN), 5)[0]
     made = streaming("exact")
-    _, scored = made.score(made.start(), PROMPTS)
+    _, scored = made.score(made.init_state(), PROMPTS)
     for prompt, found in zip(PROMPTS, scored, strict=True):
         np.testing.assert_allclose(found[0], -np.log(VOCABULARY), atol=1e-6)
         np.testing.assert_allclose(found[1:], likelihoods(prompt), atol=1e-4)
@@ -137,17 +139,19 @@ def test_scores_under_exact_are_log_probabilities_of_full_attention():
 def test_a_fresh_generator_that_reads_exactly_does_not_score():
     made = generator("exact")
     with pytest.raises(ValueError, match="read a prompt first"):
-        made.score(made.start(), PROMPTS)
+        made.score(made.init_state(), PROMPTS)
 
 
 @functools.cache
-def streaming(name, max_prompt=70):
-    return Generator(model(), POLICIES[name], batch=3, max_prompt=max_prompt, max_new=90, streaming=True)
+def streaming(name, max_prompt_tokens=70):
+    return Generator(
+        model(), POLICIES[name], batch=3, max_prompt_tokens=max_prompt_tokens, max_new_tokens=90, streaming=True
+    )
 
 
 def test_a_streamed_prompt_under_exact_is_read_exactly():
     made = streaming("exact")
-    rows, state = written(made, made.read(made.start(), PROMPTS), 30)
+    rows, state = written(made, made.prefill(made.init_state(), PROMPTS), 30)
     assert rows == [greedy_reference(number, 30) for number in range(3)]
     kvjax.check(state)
 
@@ -156,20 +160,21 @@ def test_a_streamed_prompt_under_exact_is_read_exactly():
 def test_a_streamed_prompt_may_come_in_parts(name):
     made = streaming(name)
     whole = [(PROMPTS[0] + prompt)[:64] for prompt in PROMPTS]
-    at_once = made.read(made.start(3), whole)
-    state = made.start(3)
+    at_once = made.prefill(made.init_state(3), whole)
+    state = made.init_state(3)
     for begin in (0, 2 * PERIOD):  # at the borders of blocks
-        state = made.read(state, [prompt[begin : begin + 2 * PERIOD] for prompt in whole])
+        state = made.prefill(state, [prompt[begin : begin + 2 * PERIOD] for prompt in whole])
     for a, b in zip(leaves(state), leaves(at_once), strict=True):
         np.testing.assert_array_equal(a, b)
     kvjax.check(state)
 
 
 def test_a_streamed_prompt_takes_no_more_memory_the_longer_it_is():
-    def bytes_of(max_prompt):
-        made = streaming("uniform", max_prompt)
+    def bytes_of(max_prompt_tokens):
+        made = streaming("uniform", max_prompt_tokens)
         memories = [
-            lowered.compile().memory_analysis() for lowered in lowering.lower_append(made, jax.eval_shape(made.start))
+            lowered.compile().memory_analysis()
+            for lowered in lowering.lower_append(made, jax.eval_shape(made.init_state))
         ]
         return [memory.argument_size_in_bytes + memory.temp_size_in_bytes for memory in memories]
 
@@ -179,29 +184,29 @@ def test_a_streamed_prompt_takes_no_more_memory_the_longer_it_is():
 def test_streaming_is_refused_where_it_cannot_be():
     whole_prompts_only = kvjax.SnapKV(40)
     with pytest.raises(ValueError, match=r"streaming: SnapKV\(.* compresses whole prompts only"):
-        Generator(model(), whole_prompts_only, batch=3, max_prompt=70, max_new=90, streaming=True)
+        Generator(model(), whole_prompts_only, batch=3, max_prompt_tokens=70, max_new_tokens=90, streaming=True)
     made = [streaming("exact"), generator("exact")]
     with pytest.raises(ValueError, match="prefill_together reads exactly"):
-        prefill_together(made, [one.start() for one in made], PROMPTS)
+        prefill_together(made, [one.init_state() for one in made], PROMPTS)
 
 
 @every_policy
 def test_two_turns_survive_forking_taking_and_inserting_rows(name):
     made = generator(name)
-    first, state = written(made, made.read(made.start(), PROMPTS), 20)
+    first, state = written(made, made.prefill(made.init_state(), PROMPTS), 20)
     assert [len(row) for row in first] == [20] * 3
     order = jnp.array([2, 0, 1])
     taken = kvjax.take_rows(state, order)
     # Row 1 goes into another state, made of other rows; row 0 is left out.
     inserted = kvjax.insert_rows(kvjax.take_rows(state, jnp.array([2, 2, 2])), _row(state, 1), jnp.array([0]))
     repeated = kvjax.repeat_rows(_row(state, 0), 3)
-    second, _ = written(made, made.read(state, TURN), 20)  # this donates `state`; the forks must stand alone
+    second, _ = written(made, made.prefill(state, TURN), 20)  # this donates `state`; the forks must stand alone
     assert len({tuple(row) for row in second}) == 3
-    rows, _ = written(made, made.read(taken, [TURN[row] for row in order]), 20)
+    rows, _ = written(made, made.prefill(taken, [TURN[row] for row in order]), 20)
     assert rows == [second[row] for row in order]
-    rows, _ = written(made, made.read(inserted, [TURN[1], TURN[2], TURN[2]]), 20)
+    rows, _ = written(made, made.prefill(inserted, [TURN[1], TURN[2], TURN[2]]), 20)
     assert rows == [second[1], second[2], second[2]]
-    rows, _ = written(made, made.read(repeated, [TURN[0]] * 3), 20)
+    rows, _ = written(made, made.prefill(repeated, [TURN[0]] * 3), 20)
     assert rows == [second[0]] * 3
 
 
@@ -215,46 +220,60 @@ def test_a_row_ends_alone_at_its_end_of_sequence_token():
     eos = free[1][10]  # row 1 ends by its 11th token
     ends = [row.index(eos) + 1 if eos in row else len(row) for row in free]
     assert ends[1] <= 11 and max(ends) > 20
-    stopping = Generator(model(), EXACT, batch=3, max_prompt=70, max_new=90, prefill_chunk=CHUNK, eos=(eos,))
-    rows, state = [[] for _ in PROMPTS], stopping.read(stopping.start(), PROMPTS)
-    for newest, tokens in stopping.write(state, 40):
+    stopping = Generator(
+        model(), EXACT, batch=3, max_prompt_tokens=70, max_new_tokens=90, prefill_chunk=CHUNK, eos=(eos,)
+    )
+    rows, state = [[] for _ in PROMPTS], stopping.prefill(stopping.init_state(), PROMPTS)
+    for newest, tokens in stopping.decode(state, 40):
         state = newest
         assert tokens.dtype == np.int32 and (tokens[1, ends[1] :] == NO_TOKEN).all()
-        collect(rows, tokens)
+        extend_rows(rows, tokens)
     assert rows == [row[:end] for row, end in zip(free, ends, strict=True)]
     expected = [len(prompt) + end for prompt, end in zip(PROMPTS, ends, strict=True)]
     np.testing.assert_array_equal(state.positions, expected)
     np.testing.assert_array_equal(kvjax.tokens(state.layers[0]), expected)
     np.testing.assert_array_equal(state.done, np.array(ends) < 40)
-    assert made.block == stopping.block == PERIOD
+    assert made.block_size == stopping.block_size == PERIOD
 
 
 @every_policy
 def test_a_sampled_row_is_the_same_alone_and_by_itself_repeatable(name):
     sampling = Sampling(temperature=0.9, top_k=20)
     made = Generator(
-        model(), POLICIES[name], batch=3, max_prompt=70, max_new=90, sampling=sampling, prefill_chunk=CHUNK
+        model(),
+        POLICIES[name],
+        batch=3,
+        max_prompt_tokens=70,
+        max_new_tokens=90,
+        sampling=sampling,
+        prefill_chunk=CHUNK,
     )
-    rows, _ = written(made, made.read(made.start(seed=4), PROMPTS), 34)
+    rows, _ = written(made, made.prefill(made.init_state(seed=4), PROMPTS), 34)
     alone = Generator(
-        model(), POLICIES[name], batch=1, max_prompt=70, max_new=90, sampling=sampling, prefill_chunk=CHUNK
+        model(),
+        POLICIES[name],
+        batch=1,
+        max_prompt_tokens=70,
+        max_new_tokens=90,
+        sampling=sampling,
+        prefill_chunk=CHUNK,
     )
-    row, _ = written(alone, alone.read(_row(made.start(seed=4), 1), PROMPTS[1:2]), 34)
+    row, _ = written(alone, alone.prefill(_row(made.init_state(seed=4), 1), PROMPTS[1:2]), 34)
     assert row[0] == rows[1]
     if name == "exact":
-        again, _ = written(made, made.read(made.start(seed=4), PROMPTS), 34)
-        other, _ = written(made, made.read(made.start(seed=5), PROMPTS), 34)
+        again, _ = written(made, made.prefill(made.init_state(seed=4), PROMPTS), 34)
+        other, _ = written(made, made.prefill(made.init_state(seed=5), PROMPTS), 34)
         assert again == rows and all(a != b for a, b in zip(rows, other, strict=True))
-        first, _ = written(alone, alone.read(alone.start(seed=4), PROMPTS[:1]), 34)
+        first, _ = written(alone, alone.prefill(alone.init_state(seed=4), PROMPTS[:1]), 34)
         assert first[0] == rows[0]  # a row's randomness depends on the seed and its number alone
 
 
 def test_layers_may_have_policies_of_their_own():
     given = [EXACT, POLICIES["uniform"], POLICIES["clustergen_mean_value"]]
-    made = Generator(model(), given, batch=3, max_prompt=70, max_new=90, prefill_chunk=CHUNK)
+    made = Generator(model(), given, batch=3, max_prompt_tokens=70, max_new_tokens=90, prefill_chunk=CHUNK)
     # A sliding layer keeps just its window.
     assert made.policies == (EXACT, kvjax.StreamingLLM(20, sinks=0, compact_every=PERIOD), given[2])
-    state = made.read(made.start(), PROMPTS)
+    state = made.prefill(made.init_state(), PROMPTS)
     assert state.layers[0].state.keys.shape[2] == 192  # in whole blocks
     assert [layer.state.window.keys.shape[2] for layer in state.layers[1:]] == [20, 40]
     rows, _ = written(made, state, 20)
@@ -264,23 +283,30 @@ def test_layers_may_have_policies_of_their_own():
 def test_generators_of_one_model_share_compiled_functions():
     # Policies are values: a generator with equal ones, and equal sizes, compiles nothing.
     made = [
-        Generator(model(), kvjax.Exact(compact_every=PERIOD), batch=3, max_prompt=70, max_new=90, prefill_chunk=CHUNK)
+        Generator(
+            model(),
+            kvjax.Exact(compact_every=PERIOD),
+            batch=3,
+            max_prompt_tokens=70,
+            max_new_tokens=90,
+            prefill_chunk=CHUNK,
+        )
         for _ in range(2)
     ]
     assert made[0].policies == made[1].policies
     sizes = []
     for one in made:
-        written(one, one.read(one.start(), PROMPTS), 3)
-        sizes.append(generation.decode_block._cache_size())
+        written(one, one.prefill(one.init_state(), PROMPTS), 3)
+        sizes.append(decode_block._cache_size())
     assert sizes[0] == sizes[1]
 
 
 def test_one_prefill_feeds_several_policies():
     names = ["exact", "uniform"]
     made = [generator(name) for name in names]
-    together = prefill_together(made, [one.start() for one in made], PROMPTS)
+    together = prefill_together(made, [one.init_state() for one in made], PROMPTS)
     for one, state in zip(made, together, strict=True):
-        apart = one.read(one.start(), PROMPTS)
+        apart = one.prefill(one.init_state(), PROMPTS)
         for a, b in zip(leaves(state), leaves(apart), strict=True):
             np.testing.assert_array_equal(a, b)
     rows = [written(one, state, 18)[0] for one, state in zip(made, together, strict=True)]
@@ -296,7 +322,7 @@ def test_generate_is_the_generator_in_one_call():
 @pytest.mark.parametrize(
     "prompts, message",
     [
-        ([[1] * 71, [1], [1]], "71 tokens exceeds max_prompt=70"),
+        ([[1] * 71, [1], [1]], "71 tokens exceeds max_prompt_tokens=70"),
         ([[1], [], [1]], "prompt 1 is empty"),
         ([[1], [1]], "2 prompts were given for batch=3"),
         ([[1], [VOCABULARY], [1]], "from 0 to 128"),
@@ -307,16 +333,16 @@ def test_generate_is_the_generator_in_one_call():
 def test_prompts_that_cannot_be_read_are_refused(prompts, message):
     made = generator("exact")
     with pytest.raises(ValueError, match=message):
-        made.read(made.start(), prompts)
+        made.prefill(made.init_state(), prompts)
 
 
 def test_more_tokens_than_the_caches_hold_are_refused():
     made = generator("exact")
-    state = made.read(made.start(), PROMPTS)
+    state = made.prefill(made.init_state(), PROMPTS)
     with pytest.raises(ValueError, match=r"161 tokens .* = 70 \+ 90"):
-        next(made.write(state, 91))
+        next(made.decode(state, 91))
     with pytest.raises(ValueError, match="170 tokens"):
-        made.read(state, [[1] * 100, [1], [1]])
+        made.prefill(state, [[1] * 100, [1], [1]])
 
 
 @pytest.mark.parametrize(
@@ -325,27 +351,32 @@ def test_more_tokens_than_the_caches_hold_are_refused():
         ({"policy": [EXACT] * 2}, "2 policies were given for 3 layers"),
         ({"prefill_chunk": 0}, "prefill_chunk=0"),
         ({"batch": 0}, "batch=0"),
-        ({"max_new": 0}, "max_new=0"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
     ],
 )
 def test_generators_that_cannot_be_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        Generator(**({"model": model(), "policy": EXACT, "batch": 3, "max_prompt": 70, "max_new": 90} | arguments))
+        Generator(
+            **(
+                {"model": model(), "policy": EXACT, "batch": 3, "max_prompt_tokens": 70, "max_new_tokens": 90}
+                | arguments
+            )
+        )
 
 
 def test_prefill_together_needs_one_model():
     made = generator("exact")
-    other = Generator(random_model(), EXACT, batch=3, max_prompt=70, max_new=90, prefill_chunk=CHUNK)
+    other = Generator(random_model(), EXACT, batch=3, max_prompt_tokens=70, max_new_tokens=90, prefill_chunk=CHUNK)
     with pytest.raises(ValueError, match="one and the same model"):
-        prefill_together([made, other], [made.start(), other.start()], PROMPTS)
+        prefill_together([made, other], [made.init_state(), other.init_state()], PROMPTS)
 
 
 def test_weights_that_are_not_finite_raise_instead_of_giving_tokens():
     broken = random_model()
     broken.layers[2].mlp.down.kernel[...] = broken.layers[2].mlp.down.kernel[...].at[0, 0].set(jnp.nan)
-    made = Generator(broken, EXACT, batch=3, max_prompt=70, max_new=90, prefill_chunk=CHUNK)
+    made = Generator(broken, EXACT, batch=3, max_prompt_tokens=70, max_new_tokens=90, prefill_chunk=CHUNK)
     with pytest.raises(ValueError, match="logits that are NaN or infinite"):
-        list(made.write(made.read(made.start(), PROMPTS), 20))
+        list(made.decode(made.prefill(made.init_state(), PROMPTS), 20))
 
 
 # --- what it costs ---
@@ -360,11 +391,11 @@ def test_256_tokens_take_one_trace_and_no_more_memory():
     # Two layers of one shape, so each function is compiled once whatever the number of layers.
     plain = random_model(windows=(None, None))
     policy = kvjax.Uniform(40, sinks=2, recent=16, compact_every=PERIOD)
-    functions = [generation.decode_block, generation.compact_layer, prefill.compress, prefill.prefill_layer]
+    functions = [decode_block, compact_layer, prefill.prefill_cache, prefill.prefill_layer]
     before = [function._cache_size() for function in functions]
-    made = Generator(plain, policy, batch=2, max_prompt=40, max_new=256, prefill_chunk=CHUNK)
-    state, buffers, blocks = made.read(made.start(), tokens_of(3, 40, 9)), [], 0
-    for _ in made.write(state, 256):
+    made = Generator(plain, policy, batch=2, max_prompt_tokens=40, max_new_tokens=256, prefill_chunk=CHUNK)
+    state, buffers, blocks = made.prefill(made.init_state(), tokens_of(3, 40, 9)), [], 0
+    for _ in made.decode(state, 256):
         blocks += 1
         buffers.append(live())
     assert blocks == 256 // PERIOD
@@ -377,8 +408,8 @@ LONG = 8192  # slots: 8192 * 2 * 16 elements per cache, far more than anything e
 
 @functools.cache
 def compiled_decoding():
-    made = Generator(model(), EXACT, batch=1, max_prompt=LONG, max_new=64, prefill_chunk=CHUNK)
-    return lowering.lower_decode(made, jax.eval_shape(made.start)).compile()
+    made = Generator(model(), EXACT, batch=1, max_prompt_tokens=LONG, max_new_tokens=64, prefill_chunk=CHUNK)
+    return lowering.lower_decode(made, jax.eval_shape(made.init_state)).compile()
 
 
 CACHE_BYTES = 4 * 2 * (LONG + 64) * 16
@@ -421,7 +452,7 @@ def test_prefill_memory_grows_with_the_prompt_not_its_square():
 
 
 def test_a_state_names_the_axes_of_all_it_holds():
-    state = generator("uniform").start()
+    state = generator("uniform").init_state()
     names = axes(state)
     assert names.logits == ("B", "V") and names.layers[0].state.window.keys[0] == "B"
     for leaf, dimensions in zip(jax.tree.leaves(state), jax.tree.leaves(names, is_leaf=_names), strict=True):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax_models import generate
-from kvjax_models.generate import Generator, collect
+from kvjax_models.generation.decode import append_block, decode_block
+from kvjax_models.generation.generator import Generator, extend_rows
+from kvjax_models.generation.state import compact_layer
 from tests.models.test_generate import CHUNK, PERIOD, PROMPTS, TURN, random_model
 
 SIZES = {"sinks": 2, "cluster_tokens": 8, "every": 16, "chunk_clusters": 2, "compact_every": PERIOD}
@@ -20,20 +21,26 @@ PLAIN = kvjax.ClusterKV(24, **SIZES)
 def turns(policy, streaming=False):
     """Tokens and state after a prompt, 20 tokens, a second turn and 20 more."""
     made = Generator(
-        random_model((None,)), policy, batch=3, max_prompt=70, max_new=90, prefill_chunk=CHUNK, streaming=streaming
+        random_model((None,)),
+        policy,
+        batch=3,
+        max_prompt_tokens=70,
+        max_new_tokens=90,
+        prefill_chunk=CHUNK,
+        streaming=streaming,
     )
-    state, rows = made.start(), [[], [], []]
+    state, rows = made.init_state(), [[], [], []]
     for prompts in (PROMPTS, TURN):
-        state = dataclasses.replace(made.read(state, prompts), done=jnp.zeros(3, bool))
-        for newest, tokens in made.write(state, 20):
+        state = dataclasses.replace(made.prefill(state, prompts), done=jnp.zeros(3, bool))
+        for newest, tokens in made.decode(state, 20):
             state = newest
-            collect(rows, tokens)
+            extend_rows(rows, tokens)
     return rows, state
 
 
 @contextlib.contextmanager
 def every_program_is_compiled_once():
-    functions = [generate.append_block, generate.decode_block, generate.compact_layer]
+    functions = [append_block, decode_block, compact_layer]
     before = [function._cache_size() for function in functions]
     yield
     assert [function._cache_size() - size for function, size in zip(functions, before, strict=True)] == [1] * 3

@@ -10,18 +10,19 @@ import pytest
 import kvjax
 import kvjax_models
 from experiments.training import mixture
-from kvjax_models import checkpoint, generate
-from kvjax_models.tokenizer import load as load_tokenizer
+from kvjax_models.formats import huggingface
+from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
+from kvjax_models.generation.generator import generate
 from tests.models import families
 from tests.models.test_parity import GOLDEN
 
 NEW_TOKENS = 64
-SHIPPED = sorted((pathlib.Path(checkpoint.__file__).parents[1] / "checkpoints").iterdir())
+SHIPPED = sorted((pathlib.Path(__file__).parents[2] / "models" / "checkpoints").iterdir())
 
 
 def continuation(directory, prompts: np.ndarray) -> np.ndarray:
-    rows, _ = generate.generate(
-        checkpoint.load(directory, jnp.float32),
+    rows, _ = generate(
+        huggingface.load_model(directory, jnp.float32),
         kvjax.Exact(compact_every=16),
         prompts.tolist(),
         max_new_tokens=NEW_TOKENS,
@@ -84,8 +85,12 @@ def test_shipped_checkpoints_answer_alike_in_transformers(directory):
         with torch.no_grad():
             asked = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
             expected = model.generate(torch.tensor([prompt]), **asked)[0, len(prompt) :].tolist()
-        rows, _ = generate.generate(
-            checkpoint.load(directory, jnp.float32), kvjax.Exact(), [prompt], max_new_tokens=8, eos=tokenizer.eos_ids
+        rows, _ = generate(
+            huggingface.load_model(directory, jnp.float32),
+            kvjax.Exact(),
+            [prompt],
+            max_new_tokens=8,
+            eos=tokenizer.eos_ids,
         )
         assert rows[0] == expected[: len(rows[0])]
         right += mixture.TASKS["line_retrieval"].score(tokenizer.decode(rows[0]), problem.answers)

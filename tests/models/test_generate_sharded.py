@@ -23,10 +23,14 @@ from jax.sharding import Mesh, NamedSharding
 
 import kvjax
 from kvjax.sharding import rename_axes
-from kvjax_models import batching, checkpoint, generate, lowering, prefill
-from kvjax_models.llama import Llama, LlamaConfig
-from kvjax_models.saved_states import SavedStates
-from kvjax_models.sharding import mesh_of, parameter_shardings, place
+from kvjax_models.formats import huggingface
+from kvjax_models.generation import batching, lowering, prefill
+from kvjax_models.generation.generator import Generator, extend_rows
+from kvjax_models.generation.saved_states import SavedStates
+from kvjax_models.generation.state import state_shardings
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
+from kvjax_models.sharding import mesh_of, parameter_shardings, shard_model
 from tests.kvjax import support
 
 DEVICES = 8
@@ -35,7 +39,7 @@ CONFIG = LlamaConfig(
     vocab_size=40, width=32, mlp_width=48, layers=2, query_heads=8, kv_heads=4, head_dim=8, max_length=128
 )
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]]
-SIZES = {"batch": 4, "max_prompt": 12, "max_new": 24}
+SIZES = {"batch": 4, "max_prompt_tokens": 12, "max_new_tokens": 24}
 POLICIES = {
     "exact": kvjax.Exact(compact_every=4),
     "chelsea": kvjax.Chelsea(10, sinks=2, recent=4, chunk=4, compact_every=4),
@@ -44,7 +48,7 @@ POLICIES = {
         (kvjax.Exact(compact_every=4),) * 2 + (kvjax.Uniform(10, sinks=2, recent=4, compact_every=4),) * 2
     ),
 }
-CHECKPOINT = pathlib.Path(checkpoint.__file__).parents[1] / "checkpoints" / "line-retrieval-2l-4k"
+CHECKPOINT = pathlib.Path(__file__).parents[2] / "models" / "checkpoints" / "line-retrieval-2l-4k"
 
 
 @pytest.mark.skipif(jax.device_count() >= DEVICES, reason="the tests themselves run here")
@@ -52,7 +56,7 @@ CHECKPOINT = pathlib.Path(checkpoint.__file__).parents[1] / "checkpoints" / "lin
 def test_in_a_process_with_eight_devices(marked):
     flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}", "JAX_PLATFORMS": "cpu"} | support.THREADS
     own = pathlib.Path(__file__)
-    files = [str(own), str(own.with_name("test_cut_prompts.py"))]
+    files = [str(own), str(own.with_name("test_sequence_parallel.py"))]
     command = [sys.executable, "-m", "pytest", "-n", "0", "-m", marked, *files]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | flags, check=False)
     assert done.returncode == 0, done.stdout[-5000:]
@@ -82,14 +86,14 @@ RESUMED = """
     from tests.models import test_generate_sharded as own
 
     mesh = own.kvjax.make_mesh(own.CONFIG.kv_heads, data=2, tensor=4)
-    made = own.generate.Generator(own.place(own.model(), mesh), own.POLICIES["exact"], **own.SIZES)
+    made = own.Generator(own.place(own.model(), mesh), own.POLICIES["exact"], **own.SIZES)
     saved = own.SavedStates(sys.argv[3])
     if sys.argv[4] == "killed":
-        for state, _ in made.write(made.read(made.start(3), own.PROMPTS), 12):
+        for state, _ in made.decode(made.prefill(made.init_state(3), own.PROMPTS), 12):
             saved.save(4, made, state)
             os.kill(os.getpid(), signal.SIGKILL)
     step, state, _ = saved.restore(made)
-    print(json.dumps([tokens.tolist() for _, tokens in made.write(state, 12 - step)]))
+    print(json.dumps([tokens.tolist() for _, tokens in made.decode(state, 12 - step)]))
 """
 
 
@@ -137,8 +141,10 @@ def test_two_processes_write_what_one_does(name):
 @pytest.mark.heavy
 def test_two_processes_that_are_killed_go_on_where_they_saved(tmp_path):
     run_two(RESUMED, str(tmp_path), "killed", expected_code=-signal.SIGKILL)
-    generator = generate.Generator(model(), POLICIES["exact"], **SIZES)
-    blocks = [tokens.tolist() for _, tokens in generator.write(generator.read(generator.start(3), PROMPTS), 12)]
+    generator = Generator(model(), POLICIES["exact"], **SIZES)
+    blocks = [
+        tokens.tolist() for _, tokens in generator.decode(generator.prefill(generator.init_state(3), PROMPTS), 12)
+    ]
     assert run_two(RESUMED, str(tmp_path), "resumed") == [blocks[1:]] * 2
 
 
@@ -150,15 +156,15 @@ def model():
 
 def run(model, policy, streaming):
     """Tokens of two turns, and the last state."""
-    generator = generate.Generator(model, policy, **SIZES, streaming=streaming)
-    state = generator.read(generator.start(3), PROMPTS)
+    generator = Generator(model, policy, **SIZES, streaming=streaming)
+    state = generator.prefill(generator.init_state(3), PROMPTS)
     rows = [[] for _ in PROMPTS]
     for turn in range(2):
         if turn:
-            state = generator.read(state, [[2, 4], [8], [1, 1, 1], [7]])
-        for newest, tokens in generator.write(state, 6):
+            state = generator.prefill(state, [[2, 4], [8], [1, 1, 1], [7]])
+        for newest, tokens in generator.decode(state, 6):
             state = newest
-            generate.collect(rows, tokens)
+            extend_rows(rows, tokens)
     return rows, state
 
 
@@ -176,12 +182,10 @@ def test_tokens_and_logits_are_those_of_one_device(name, data, tensor):
     mesh = kvjax.make_mesh(CONFIG.kv_heads, data=data, tensor=tensor)
     streaming = name == "chelsea"
     rows, state = run(model(), POLICIES[name], streaming)
-    found, together = run(place(model(), mesh), POLICIES[name], streaming)
+    found, together = run(shard_model(model(), mesh), POLICIES[name], streaming)
     assert found == rows
     np.testing.assert_allclose(together.logits, state.logits, atol=1e-4)
-    for leaf, at in zip(
-        jax.tree.leaves(together), jax.tree.leaves(generate.state_shardings(together, mesh)), strict=True
-    ):
+    for leaf, at in zip(jax.tree.leaves(together), jax.tree.leaves(state_shardings(together, mesh)), strict=True):
         assert not leaf.size or leaf.sharding.is_equivalent_to(at, leaf.ndim)
 
 
@@ -197,7 +201,7 @@ def test_devices_that_share_a_kv_head_share_its_query_heads(monkeypatch, tensor,
     monkeypatch.setattr(prefill, "attend_in_chunks", attend)
     config = dataclasses.replace(CONFIG, kv_heads=kv_heads, query_heads=query_heads)
     mesh = kvjax.make_mesh(kv_heads, tensor=tensor, devices=jax.devices()[:tensor])
-    layer = place(Llama(config, rngs=nnx.Rngs(0)), mesh).layers[0]
+    layer = shard_model(Llama(config, rngs=nnx.Rngs(0)), mesh).layers[0]
     rows, lengths = jax.ShapeDtypeStruct((1, 1, 8, config.width), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32)
     read = functools.partial(prefill.prefill_layer.__wrapped__, layer, config.rotary(), mesh, False, 0)
     jax.eval_shape(read, rows, lengths)
@@ -231,18 +235,18 @@ def test_two_processes_write_what_one_does_with_every_policy():
 
 @functools.cache
 def shipped():
-    return checkpoint.load(CHECKPOINT)
+    return huggingface.load_model(CHECKPOINT)
 
 
 def written(model, policy):
     """What the shipped model writes in answer to prompts of several lengths, and its last logits."""
     prompts = [list(range(5, 5 + length)) for length in (60, 17, 41, 33)]
-    generator = generate.Generator(model, policy, batch=4, max_prompt=60, max_new=24)
-    state = generator.read(generator.start(3), prompts)
+    generator = Generator(model, policy, batch=4, max_prompt_tokens=60, max_new_tokens=24)
+    state = generator.prefill(generator.init_state(3), prompts)
     rows = [[] for _ in prompts]
-    for newest, tokens in generator.write(state, 12):
+    for newest, tokens in generator.decode(state, 12):
         state = newest
-        generate.collect(rows, tokens)
+        extend_rows(rows, tokens)
     return rows, np.asarray(multihost_utils.process_allgather(state.logits, tiled=True))
 
 
@@ -253,7 +257,7 @@ def test_the_shipped_model_writes_what_it_writes_on_one_device(name):
     policy = support.ON_A_MESH[name]
     rows, logits = written(shipped(), policy)
     # Two heads, each on two devices.
-    found, together = written(place(shipped(), kvjax.make_mesh(2, data=2, tensor=4)), policy)
+    found, together = written(shard_model(shipped(), kvjax.make_mesh(2, data=2, tensor=4)), policy)
     assert found == rows
     np.testing.assert_allclose(together, logits, atol=1e-4)
 
@@ -261,9 +265,9 @@ def test_the_shipped_model_writes_what_it_writes_on_one_device(name):
 @on_devices
 def test_devices_hold_and_need_their_part_of_the_memory():
     def peak(mesh):
-        own = model() if mesh is None else place(model(), mesh)
-        generator = generate.Generator(own, POLICIES["exact"], batch=4, max_prompt=2048, max_new=64)
-        state = lowering.placed(jax.eval_shape(generator.start), mesh)
+        own = model() if mesh is None else shard_model(model(), mesh)
+        generator = Generator(own, POLICIES["exact"], batch=4, max_prompt_tokens=2048, max_new_tokens=64)
+        state = lowering.placed(jax.eval_shape(generator.init_state), mesh)
         lies = None if mesh else jax.sharding.SingleDeviceSharding(jax.devices()[0])
         memory = lowering.lower_decode(generator, state, lies).compile().memory_analysis()
         return memory.argument_size_in_bytes + memory.temp_size_in_bytes
@@ -277,18 +281,16 @@ def test_devices_hold_and_need_their_part_of_the_memory():
 @on_devices
 def test_a_generation_saved_on_one_mesh_goes_on_on_another(tmp_path):
     meshes = [kvjax.make_mesh(CONFIG.kv_heads, data=data, tensor=8 // data) for data in (2, 4)]
-    first, second = (generate.Generator(place(model(), mesh), POLICIES["exact"], **SIZES) for mesh in meshes)
-    state, rows = first.read(first.start(3), PROMPTS), []
-    for newest, tokens in first.write(state, 12):
+    first, second = (Generator(shard_model(model(), mesh), POLICIES["exact"], **SIZES) for mesh in meshes)
+    state, rows = first.prefill(first.init_state(3), PROMPTS), []
+    for newest, tokens in first.decode(state, 12):
         if not rows:
             SavedStates(tmp_path).save(4, first, newest)
         rows.append(tokens)
     state = SavedStates(tmp_path).restore(second).state
-    for leaf, at in zip(
-        jax.tree.leaves(state), jax.tree.leaves(generate.state_shardings(state, meshes[1])), strict=True
-    ):
+    for leaf, at in zip(jax.tree.leaves(state), jax.tree.leaves(state_shardings(state, meshes[1])), strict=True):
         assert not leaf.size or leaf.sharding.is_equivalent_to(at, leaf.ndim)
-    rest = [tokens for _, tokens in second.write(state, 8)]
+    rest = [tokens for _, tokens in second.decode(state, 8)]
     np.testing.assert_array_equal(np.concatenate(rest, axis=1), np.concatenate(rows[1:], axis=1))
 
 
@@ -297,7 +299,7 @@ def test_a_mesh_may_have_names_of_its_own():
     users = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("fsdp", "data", "tp"))
     mesh = rename_axes(users, CONFIG.kv_heads, data="fsdp", tensor="tp")
     assert dict(mesh.shape) == {"data": 2, "other_data": 2, "tensor": 2, "sequence": 1}
-    rows, state = run(place(model(), mesh), POLICIES["exact"], streaming=False)
+    rows, state = run(shard_model(model(), mesh), POLICIES["exact"], streaming=False)
     assert rows == run(model(), POLICIES["exact"], streaming=False)[0]
     keys = state.layers[0].state.keys
     assert keys.sharding.is_equivalent_to(NamedSharding(users, jax.P("fsdp", "tp")), keys.ndim)
@@ -308,9 +310,9 @@ def test_a_mesh_of_other_names_is_refused_with_what_to_do():
     users = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tp"))
     lacks = "axes 'fsdp', 'tp' and lacks 'data', 'tensor', 'sequence': say which of them is which by .*rename_axes"
     with pytest.raises(ValueError, match=lacks):
-        place(model(), users)
+        shard_model(model(), users)
     with pytest.raises(ValueError, match=lacks):
-        checkpoint.load(CHECKPOINT, mesh=users)
+        huggingface.load_model(CHECKPOINT, mesh=users)
     spec = kvjax.CacheSpec(batch=4, query_heads=8, kv_heads=4, head_dim=8, max_prompt=12, max_new=24)
     with pytest.raises(ValueError, match=lacks):
         kvjax.init(POLICIES["exact"], spec, jax.random.split(jax.random.key(0), 4), users)
@@ -320,9 +322,9 @@ def test_a_mesh_of_other_names_is_refused_with_what_to_do():
 def test_experts_and_sinks_on_a_mesh():
     """The golden gpt-oss checkpoint, read right onto the mesh: experts in parts, a sink beside each head."""
     directory = pathlib.Path(__file__).parents[1] / "golden" / "transformers" / "gpt_oss"
-    alone = checkpoint.load(directory, jax.numpy.float32)
+    alone = huggingface.load_model(directory, jax.numpy.float32)
     mesh = kvjax.make_mesh(alone.config.kv_heads, data=2, tensor=4)
-    apart = checkpoint.load(directory, jax.numpy.float32, mesh)
+    apart = huggingface.load_model(directory, jax.numpy.float32, mesh)
     gate = apart.layers[0].mlp.gate.kernel[...]
     assert gate.sharding.shard_shape(gate.shape) == (4, 32, 4)  # a quarter of every expert's width
     assert run(apart, POLICIES["exact"], streaming=False)[0] == run(alone, POLICIES["exact"], streaming=False)[0]
@@ -341,9 +343,9 @@ def test_more_devices_than_heads_along_an_axis_share_each_head():
 @on_devices
 def test_devices_share_a_model_s_parameters():
     mesh = kvjax.make_mesh(CONFIG.kv_heads, tensor=8)
-    placed = place(model(), mesh)
+    placed = shard_model(model(), mesh)
     assert mesh_of(placed) == mesh and mesh_of(model()) is None
-    assert place(placed, mesh) is placed
+    assert shard_model(placed, mesh) is placed
     layer = placed.layers[0]
     parts = {
         "qkv": layer.attention.qkv, "output": layer.attention.output,
@@ -362,8 +364,8 @@ def test_devices_share_a_model_s_parameters():
 @on_devices
 def test_a_checkpoint_is_read_into_its_parts(tmp_path):
     mesh = kvjax.make_mesh(CONFIG.kv_heads, data=2, tensor=4)
-    checkpoint.save(tmp_path, model())
-    wanted, found = (place(model(), mesh), checkpoint.load(tmp_path, mesh=mesh))
+    huggingface.save_model(tmp_path, model())
+    wanted, found = (shard_model(model(), mesh), huggingface.load_model(tmp_path, mesh=mesh))
     for one, other in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         assert one.sharding == other.sharding
         np.testing.assert_array_equal(one, other)
@@ -394,10 +396,10 @@ def test_what_devices_do_not_divide_lies_whole():
 @pytest.mark.parametrize("name", ["exact", "chelsea"])
 def test_rows_give_place_to_further_prompts_on_a_mesh(name):
     def texts(mesh):
-        placed = model() if mesh is None else place(model(), mesh)
-        made = generate.Generator(placed, POLICIES[name], **{**SIZES, "batch": 2}, prefill_chunk=4)
+        placed = model() if mesh is None else shard_model(model(), mesh)
+        made = Generator(placed, POLICIES[name], **{**SIZES, "batch": 2}, prefill_chunk=4)
         rows = {}
-        for written in batching.complete(made, [batching.Request(prompt, 9) for prompt in PROMPTS]):
+        for written in batching.run_requests(made, [batching.Request(prompt, 9) for prompt in PROMPTS]):
             rows.setdefault(written.number, []).extend(written.tokens)
         return rows
 

@@ -10,10 +10,12 @@ import pytest
 import kvjax
 from experiments.common import settings
 from experiments.common.options import LANGUAGE_CHECKPOINT
-from kvjax_models import checkpoint, completions, language_model, load
-from kvjax_models.command.chat import Chat, Conversation
-from kvjax_models.generate import generate
-from kvjax_models.sampling import Sampling
+from kvjax_models import language_model, load
+from kvjax_models.cli.chat import Chat, Conversation
+from kvjax_models.formats import huggingface
+from kvjax_models.generation import completions
+from kvjax_models.generation.generator import generate
+from kvjax_models.generation.sampling import Sampling
 
 DIRECTORY = settings.model_directory(LANGUAGE_CHECKPOINT)
 TEXT = "The quick brown fox jumps over the lazy dog. " * 12
@@ -41,7 +43,7 @@ def test_generates_what_the_generator_does(llm):
 def test_streams_the_same_text_whatever_the_pieces(llm):
     whole = llm.generate(TEXT, kvjax.SubGen, 128, max_new_tokens=70)  # over more than one block
     for every in (1, 23, 64):
-        assert "".join(llm.stream(TEXT, kvjax.SubGen, 128, max_new_tokens=70, every=every)) == whole
+        assert "".join(llm.stream(TEXT, kvjax.SubGen, 128, max_new_tokens=70, stream_interval=every)) == whole
     hot = {"sampling": Sampling(temperature=2.0), "max_new_tokens": 8}
     assert llm.generate(TEXT, seed=1, **hot) == "".join(llm.stream(TEXT, seed=1, **hot))
     assert llm.generate(TEXT, seed=1, **hot) != llm.generate(TEXT, seed=2, **hot)
@@ -52,14 +54,14 @@ def test_many_prompts_come_in_order_with_the_text_of_each_alone(llm):
     pieces = {}
     given = {"batch_size": 2, "max_new_tokens": 20, "sampling": Sampling(0.5)}
     watch = lambda number, piece: pieces.setdefault(number, []).append(piece)  # noqa: E731
-    found = list(llm.generate_many(prompts, seed=3, watch=watch, **given))
+    found = list(llm.generate_many(prompts, seed=3, on_text=watch, **given))
     assert [one.number for one in found] == list(range(5))
     assert ["".join(pieces[number]) for number in range(5)] == [one.text for one in found]
     alone = llm.generate(prompts[4], max_new_tokens=20, sampling=Sampling(0.5), seed=7)
     assert alone == found[4].text == llm.tokenizer.decode(found[4].tokens)
     # One by one, as rows fall free, where it is said how long they may be; up to a string that ends them.
     end = found[0].text[3:6]
-    stopped = list(llm.generate_many(iter(prompts), seed=3, max_prompt=256, stop=[end], **given))
+    stopped = list(llm.generate_many(iter(prompts), seed=3, max_prompt_tokens=256, stop=[end], **given))
     assert [one.text for one in stopped] == [one.text.partition(end)[0] for one in found]
     assert stopped[0].finish_reason == "stop" and list(llm.generate_many([])) == []
 
@@ -72,11 +74,11 @@ def test_what_may_begin_an_end_is_not_shown_before_it_is_known():
 
 @pytest.mark.parametrize("policy", ["streaming_llm", kvjax.StreamingLLM])
 def test_a_budget_that_is_a_share_is_kept(llm, policy):
-    generator = llm.generator(policy, "50%", max_prompt=600, max_new=40)
-    state = generator.start()
+    generator = llm.generator(policy, "50%", max_prompt_tokens=600, max_new_tokens=40)
+    state = generator.init_state()
     exact = generator.specs[0].exact_bytes(640) * len(generator.specs)
     assert 0.4 * exact < kvjax.cache_bytes(state.layers).device <= 0.5 * exact
-    in_bytes = llm.generator(policy, f"{exact // 2}B", max_prompt=600, max_new=40)
+    in_bytes = llm.generator(policy, f"{exact // 2}B", max_prompt_tokens=600, max_new_tokens=40)
     assert in_bytes.policies == generator.policies
 
 
@@ -98,13 +100,13 @@ def test_what_is_no_policy_or_budget_is_refused(llm, policy, budget, message):
 
 
 def test_files_keep_their_dtype(llm, tmp_path):
-    checkpoint.save(tmp_path, llm.model, jnp.bfloat16)
+    huggingface.save_model(tmp_path, llm.model, jnp.bfloat16)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (DIRECTORY / name).exists():
             shutil.copy(DIRECTORY / name, tmp_path)
     own, wide = load(tmp_path), load(tmp_path, jnp.float32)
     assert own.model.embedding.embedding[...].dtype == jnp.bfloat16
-    assert own.generator("exact", max_prompt=8, max_new=8).specs[0].dtype == jnp.bfloat16
+    assert own.generator("exact", max_prompt_tokens=8, max_new_tokens=8).specs[0].dtype == jnp.bfloat16
     kernel = wide.model.layers[0].mlp.gate_up.kernel[...]
     assert kernel.dtype == jnp.float32
     np.testing.assert_array_equal(kernel, own.model.layers[0].mlp.gate_up.kernel[...].astype(jnp.float32))
@@ -130,7 +132,7 @@ def test_the_hub_is_asked_for_what_is_read_alone(monkeypatch):
         return str(DIRECTORY)
 
     monkeypatch.setattr(language_model.huggingface_hub, "snapshot_download", download)
-    assert load("org/model").model.config == checkpoint.load_config(DIRECTORY)
+    assert load("org/model").model.config == huggingface.load_config(DIRECTORY)
     assert asked == [("org/model", ["*.json", "*.safetensors", "*.jinja"])]
 
 

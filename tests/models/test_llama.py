@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax_models.configuration import parse
-from kvjax_models.llama import Llama, LlamaConfig, RopeScaling, rope_frequencies
+from kvjax_models.formats.config_json import parse_config
+from kvjax_models.model.config import LlamaConfig, rope_frequencies
+from kvjax_models.model.llama import Llama
+from kvjax_models.model.rotary import RopeScaling
 
 SMALL = LlamaConfig(
     vocab_size=24, width=16, mlp_width=20, layers=2, query_heads=4, kv_heads=2, head_dim=4, max_length=64
@@ -22,7 +24,7 @@ def build(**changes):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_shapes_and_dtypes(dtype):
     model = Llama(SMALL, dtype=dtype, rngs=nnx.Rngs(0))
-    hidden, logits = model.hidden(TOKENS), model(TOKENS)
+    hidden, logits = model.hidden_states(TOKENS), model(TOKENS)
     assert (hidden.shape, hidden.dtype) == ((2, 12, 16), dtype)
     assert (logits.shape, logits.dtype) == ((2, 12, 24), jnp.float32)
     query, key, value = model.layers[0].project(hidden, *model.rotation(jnp.zeros((2, 12), jnp.int32)))
@@ -32,7 +34,7 @@ def test_shapes_and_dtypes(dtype):
 
 def test_logits_of_some_positions_are_those_of_all():
     model = build()
-    np.testing.assert_allclose(model.logits(model.hidden(TOKENS)[:, -1]), model(TOKENS)[:, -1], atol=1e-6)
+    np.testing.assert_allclose(model.logits(model.hidden_states(TOKENS)[:, -1]), model(TOKENS)[:, -1], atol=1e-6)
 
 
 def test_a_token_sees_only_what_is_before_it():
@@ -63,7 +65,7 @@ def test_project_and_finish_around_any_attention():
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / 2.0
         weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((12, 12), bool)), scores, -jnp.inf))
         x = layer.finish(x, jnp.einsum("bhqk,bkhd->bqhd", weights, value))
-    np.testing.assert_allclose(x, model.hidden(TOKENS), atol=1e-5)
+    np.testing.assert_allclose(x, model.hidden_states(TOKENS), atol=1e-5)
 
 
 def test_only_distances_between_positions_matter():
@@ -159,7 +161,7 @@ def test_rope_angles_of_transformers_for_every_scaling(name, tokens):
              "num_attention_heads": 4, "max_position_embeddings": longest}  # fmt: skip
     theirs = transformers.LlamaConfig(**sizes, rope_parameters=dict(rope))
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](theirs, "cpu", seq_len=tokens)
-    rotary = parse({"model_type": "llama", **sizes, "rope_scaling": rope}).rotary(0, tokens)
+    rotary = parse_config({"model_type": "llama", **sizes, "rope_scaling": rope}).rotary(0, tokens)
     np.testing.assert_allclose(rotary.frequencies, frequencies.numpy(), rtol=2e-7)  # a unit in the last place
     assert rotary.factor == pytest.approx(factor)
 

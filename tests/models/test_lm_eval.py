@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from experiments.training import mixture
-from kvjax_models import checkpoint
-from kvjax_models.tokenizer import load as load_tokenizer
+from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
 
 lm_eval = pytest.importorskip("lm_eval")
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-DIRECTORY = pathlib.Path(checkpoint.__file__).parents[1] / "checkpoints" / "kvjax-lm-2k"
+DIRECTORY = pathlib.Path(__file__).parents[2] / "models" / "checkpoints" / "kvjax-lm-2k"
 COUNT = 6
 TASKS = {
     "local_answers": {

@@ -9,7 +9,7 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from kvjax_models import checkpoint
+from kvjax_models.formats import huggingface
 from tests.models import families
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
@@ -29,7 +29,9 @@ def golden(request):
 
 def logits(directory, tokens):
     return np.asarray(
-        nnx.jit(lambda model, tokens: model(tokens))(checkpoint.load(directory, jnp.float32), jnp.asarray(tokens))
+        nnx.jit(lambda model, tokens: model(tokens))(
+            huggingface.load_model(directory, jnp.float32), jnp.asarray(tokens)
+        )
     )
 
 
@@ -66,7 +68,7 @@ def test_golden_in_the_spelling_of_transformers_4(golden, tmp_path):
     if values["model_type"] in ("mistral", "qwen2", "qwen3"):
         values.pop("layer_types", None)
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assert checkpoint.load_config(tmp_path) == checkpoint.load_config(directory)
+    assert huggingface.load_config(tmp_path) == huggingface.load_config(directory)
 
 
 def edited(directory, tmp_path, **changes):
@@ -122,7 +124,7 @@ def test_a_gemma_3_that_also_sees_pictures_is_read_without_its_eyes(prefix, tmp_
     renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
     renamed["vision_tower.vision_model.embeddings.patch_embedding.bias"] = np.ones(4, np.float32)
     safetensors.numpy.save_file(renamed, tmp_path / "model.safetensors")
-    assert checkpoint.load_config(tmp_path) == checkpoint.load_config(directory)
+    assert huggingface.load_config(tmp_path) == huggingface.load_config(directory)
     with np.load(directory / "golden.npz") as arrays:
         np.testing.assert_allclose(logits(tmp_path, arrays["tokens"]), arrays["logits"], atol=TOLERANCE, rtol=0)
 
@@ -137,7 +139,7 @@ def errors(found, exact):
 def test_golden_logits_in_the_file_s_own_dtype(family):
     """In bfloat16, as a checkpoint is loaded where nothing is said: a few hundredths off."""
     with np.load(GOLDEN / family / "golden.npz") as arrays:
-        model = checkpoint.load(GOLDEN / family)
+        model = huggingface.load_model(GOLDEN / family)
         assert model.embedding.param_dtype == jnp.bfloat16
         found = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(arrays["tokens"])))
         assert 0 < errors(found, arrays["logits"]) < 0.03 * arrays["logits"].std()
@@ -161,7 +163,7 @@ def test_live_bfloat16_is_as_near_to_float32_as_transformers_is(family, tmp_path
     )
     theirs = families.hf_logits(rounded.eval(), tokens)
     forward = nnx.jit(lambda model, tokens: model(tokens))
-    ours = np.asarray(forward(checkpoint.load(tmp_path), jnp.asarray(tokens)))
+    ours = np.asarray(forward(huggingface.load_model(tmp_path), jnp.asarray(tokens)))
     own, other = errors(ours, exact), errors(theirs, exact)
     assert 0 < own < 1.1 * other
     assert errors(ours, theirs) < 1.15 * np.hypot(own, other)
@@ -175,14 +177,14 @@ def test_live_logits(hf_checkpoint):
     np.testing.assert_allclose(logits(directory, tokens), expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("max_shard_bytes", [checkpoint.MAX_SHARD_BYTES, 20_000], ids=["single", "sharded"])
+@pytest.mark.parametrize("max_shard_bytes", [huggingface.MAX_SHARD_BYTES, 20_000], ids=["single", "sharded"])
 def test_live_round_trip(hf_checkpoint, tmp_path, max_shard_bytes):
     """transformers reads what `save` writes."""
     import transformers
 
     directory, model = hf_checkpoint
     ours = tmp_path / "saved"
-    checkpoint.save(ours, checkpoint.load(directory), max_shard_bytes=max_shard_bytes)
+    huggingface.save_model(ours, huggingface.load_model(directory), max_shard_bytes=max_shard_bytes)
     again, report = transformers.AutoModelForCausalLM.from_pretrained(
         ours, output_loading_info=True, attn_implementation="eager"
     )

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax_models.sampling import Sampling, finite, sample
+from kvjax_models.generation.sampling import Sampling, is_finite, sample
 
 PROBABILITIES = np.array([0.05, 0.4, 0.25, 0.2, 0.1])
 LOGITS = jnp.log(jnp.asarray(PROBABILITIES, jnp.float32))
@@ -75,7 +75,7 @@ def test_bfloat16_logits_are_sampled_in_float32():
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
 def test_finite_names_rows_without_a_token(bad):
     logits = jnp.zeros((3, 4)).at[1, 2].set(bad)
-    np.testing.assert_array_equal(finite(logits), [True, False, True])
+    np.testing.assert_array_equal(is_finite(logits), [True, False, True])
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,12 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax_models import generate, saved_states
-from kvjax_models.llama import Llama, LlamaConfig
-from kvjax_models.sampling import Sampling
-from kvjax_models.saved_states import SavedStates
+from kvjax_models.generation import saved_states
+from kvjax_models.generation.generator import Generator, extend_rows
+from kvjax_models.generation.sampling import Sampling
+from kvjax_models.generation.saved_states import SavedStates
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
 
 CONFIG = LlamaConfig(
     vocab_size=32, width=16, mlp_width=16, layers=2, query_heads=2, kv_heads=1, head_dim=8, max_length=128
@@ -40,17 +42,17 @@ def make_model(seed=0, config=CONFIG):
 
 
 def make_generator(policy="uniform", model=None, **changes):
-    sizes = {"batch": 2, "max_prompt": 12, "max_new": 24, **changes}
+    sizes = {"batch": 2, "max_prompt_tokens": 12, "max_new_tokens": 24, **changes}
     sampling = Sampling(temperature=1.0)
-    return generate.Generator(model or make_model(), POLICIES[policy](), **sizes, sampling=sampling)
+    return Generator(model or make_model(), POLICIES[policy](), **sizes, sampling=sampling)
 
 
 def written(generator, state, tokens):
     """The state after so many tokens, and the tokens."""
     rows = [[] for _ in range(generator.batch)]
-    for newest, new in generator.write(state, tokens):
+    for newest, new in generator.decode(state, tokens):
         state = newest
-        generate.collect(rows, new)
+        extend_rows(rows, new)
     return state, rows
 
 
@@ -63,7 +65,7 @@ def written(generator, state, tokens):
 )
 def test_a_restored_generation_writes_what_an_uninterrupted_one_does(policy, tmp_path):
     generator = make_generator(policy)
-    state = generator.read(generator.start(7), PROMPTS)
+    state = generator.prefill(generator.init_state(7), PROMPTS)
     state, first = written(generator, state, 8)
     SavedStates(tmp_path).save(8, generator, state, {"seed": 7}, {"tokens": first})
     _, rest = written(generator, state, 12)
@@ -71,7 +73,7 @@ def test_a_restored_generation_writes_what_an_uninterrupted_one_does(policy, tmp
     again = make_generator(policy)
     step, restored, notes = SavedStates(tmp_path).restore(again, {"seed": 7})
     assert (step, notes) == (8, {"tokens": first})
-    fresh = jax.tree.leaves(again.start())
+    fresh = jax.tree.leaves(again.init_state())
     assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in fresh]
     assert written(again, restored, 12)[1] == rest
 
@@ -80,7 +82,7 @@ def test_parameters_are_saved_once_and_restored_where_the_model_has_its_own(tmp_
     generator = make_generator(model=make_model(3))
     saved = SavedStates(tmp_path)
     for step in range(4):
-        saved.save(step, generator, generator.start())
+        saved.save(step, generator, generator.init_state())
     restored = saved.restore_parameters(nnx.eval_shape(lambda: make_model()))
     jax.tree.map(np.testing.assert_array_equal, restored, generator.model)
     assert sorted(path.name for path in (tmp_path / "states").glob("[!.]*")) == ["2", "3"]
@@ -93,19 +95,19 @@ def test_parameters_are_saved_once_and_restored_where_the_model_has_its_own(tmp_
         # Of equal shapes: only the description tells.
         (lambda: make_generator("more_sinks"), r"policy is {'sinks': 1, 'recent': 1}, not {'sinks': 2, 'recent': 0}"),
         (lambda: make_generator(model=make_model(1)), r"model is {'sha256': '\w+'}, not {'sha256': '\w+'}"),
-        (lambda: make_generator(max_new=25), r"sizes is {'max_new': 24}, not {'max_new': 25}"),
+        (lambda: make_generator(max_new_tokens=25), r"sizes is {'max_new_tokens': 24}, not {'max_new_tokens': 25}"),
     ],
 )
 def test_what_belongs_to_something_else_is_refused_by_name(change, message, tmp_path):
     generator = make_generator()
-    SavedStates(tmp_path).save(0, generator, generator.start())
+    SavedStates(tmp_path).save(0, generator, generator.init_state())
     with pytest.raises(ValueError, match=message):
         SavedStates(tmp_path).restore(change())
 
 
 def test_another_run_and_another_format_are_refused(tmp_path, monkeypatch):
     generator = make_generator()
-    SavedStates(tmp_path).save(0, generator, generator.start(), {"seed": 1, "prompt": "a"})
+    SavedStates(tmp_path).save(0, generator, generator.init_state(), {"seed": 1, "prompt": "a"})
     with pytest.raises(ValueError, match=re.escape("run is {'seed': 1}, not {'seed': 2}")):
         SavedStates(tmp_path).restore(generator, {"seed": 2, "prompt": "a"})
     written = saved_states.FORMAT
@@ -126,9 +128,9 @@ def test_an_empty_directory_is_refused(tmp_path):
 WRITES_ON = """
     import os, pathlib, signal, sys
     from tests.models import test_saved_states as own
-    from kvjax_models import durable
+    from kvjax_models import atomic_io
 
-    sealed, seal = [], durable.seal
+    sealed, seal = [], atomic_io.write_digests
 
     def killing(directory):
         if len(sealed) == 3:  # the parameters and two states
@@ -137,17 +139,17 @@ WRITES_ON = """
 
     directory, killed, tokens_in_all = sys.argv[1], sys.argv[2] == "killed", int(sys.argv[3])
     if killed:
-        durable.seal = killing
+        atomic_io.write_digests = killing
     generator = own.long_generator(tokens_in_all)
     saved = own.SavedStates(directory)
     if list(pathlib.Path(directory).glob("states/[0-9]*")):
         step, state, notes = saved.restore(generator)
         tokens = notes["tokens"]
     else:
-        step, state, tokens = 0, generator.read(generator.start(7), own.PROMPTS), [[], []]
+        step, state, tokens = 0, generator.prefill(generator.init_state(7), own.PROMPTS), [[], []]
     print(step, flush=True)
-    for state, new in generator.write(state, tokens_in_all - step):
-        own.generate.collect(tokens, new)
+    for state, new in generator.decode(state, tokens_in_all - step):
+        own.extend_rows(tokens, new)
         saved.save(len(tokens[0]), generator, state, notes={"tokens": tokens})
         print(len(tokens[0]), flush=True)
 """
@@ -164,12 +166,12 @@ def writing_on(directory, tokens, killed=False):
 
 
 def long_generator(tokens):
-    return make_generator(model=make_model(config=dataclasses.replace(CONFIG, max_length=8192)), max_new=tokens)
+    return make_generator(model=make_model(config=dataclasses.replace(CONFIG, max_length=8192)), max_new_tokens=tokens)
 
 
 def uninterrupted(tokens):
     generator = long_generator(tokens)
-    return written(generator, generator.read(generator.start(7), PROMPTS), tokens)[1]
+    return written(generator, generator.prefill(generator.init_state(7), PROMPTS), tokens)[1]
 
 
 def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_save_before(tmp_path):
@@ -210,19 +212,19 @@ def test_a_generation_that_is_killed_many_times_writes_what_an_uninterrupted_one
 def test_sixteen_continuations_of_a_saved_prefix_are_those_of_runs_from_scratch(policy, tmp_path):
     model, prefix = make_model(), PROMPTS[0]
     questions = [[1 + row % 5, 2 + row, 3][: 1 + row % 3] for row in range(16)]
-    sizes = {"batch": 1, "max_prompt": 12, "max_new": 16}
-    alone = generate.Generator(model, POLICIES[policy](), **sizes)
-    SavedStates(tmp_path).save(0, alone, alone.read(alone.start(), [prefix]))
+    sizes = {"batch": 1, "max_prompt_tokens": 12, "max_new_tokens": 16}
+    alone = Generator(model, POLICIES[policy](), **sizes)
+    SavedStates(tmp_path).save(0, alone, alone.prefill(alone.init_state(), [prefix]))
 
     state = SavedStates(tmp_path).restore(alone).state
-    many = generate.Generator(model, alone.policies, **{**sizes, "batch": 16})
-    found = written(many, many.read(kvjax.repeat_rows(state, 16), questions), 9)[1]
+    many = Generator(model, alone.policies, **{**sizes, "batch": 16})
+    found = written(many, many.prefill(kvjax.repeat_rows(state, 16), questions), 9)[1]
     for question, tokens in zip(questions, found, strict=True):
-        scratch = alone.read(alone.read(alone.start(), [prefix]), [question])
+        scratch = alone.prefill(alone.prefill(alone.init_state(), [prefix]), [question])
         assert written(alone, scratch, 9)[1] == [tokens]
 
 
 def test_what_a_state_belongs_to_can_be_written_as_json():
-    described = saved_states.describe(make_generator())
+    described = saved_states.describe_generator(make_generator())
     assert set(described) == {"model", "policy", "sizes", "arrays"}
-    assert json.loads(json.dumps(described))["sizes"]["max_new"] == 24
+    assert json.loads(json.dumps(described))["sizes"]["max_new_tokens"] == 24

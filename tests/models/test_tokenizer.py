@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from kvjax_models import tokenizer as tokenizer_lib
+from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
+from kvjax_models.formats.tokenizer import Tokenizer
 
 BOS, EOS = "<s>", "</s>"
 TEXTS = ["the cat sat on the mat", "a café, naïve; 日本語 😀 and más", "def f(x):\n    return x"] * 3
@@ -58,7 +59,7 @@ def write(directory, backend, **files):
 
 
 def bare(backend):
-    return tokenizer_lib.Tokenizer(backend, prefix=(), eos_ids=(), named={})
+    return Tokenizer(backend, prefix_ids=(), eos_ids=(), special_tokens={})
 
 
 @pytest.fixture(params=KINDS)
@@ -74,19 +75,19 @@ def test_bos_as_the_checkpoint_says(backend, tmp_path, add_bos_token, template, 
     config = {"bos_token": {"content": BOS}, "eos_token": EOS}
     config |= {} if add_bos_token is None else {"add_bos_token": add_bos_token}
     write(tmp_path, with_bos(backend) if template else backend, tokenizer_config=config)
-    tokenizer = tokenizer_lib.load(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     plain = backend.encode("the cat", add_special_tokens=False).ids
     assert tokenizer.encode("the cat") == [backend.token_to_id(BOS)] * expected + plain
     assert tokenizer.encode("the cat", add_bos=False) == plain
     assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
-    assert tokenizer.decode(tokenizer.encode("the cat"), skip_special=False).startswith(BOS) == expected
+    assert tokenizer.decode(tokenizer.encode("the cat"), skip_special_tokens=False).startswith(BOS) == expected
 
 
 def test_settings_of_training_neither_cut_nor_pad(backend, tmp_path):
     limited = tokenizers.Tokenizer.from_str(backend.to_str())
     limited.enable_truncation(2)
     limited.enable_padding(length=50)
-    tokenizer = tokenizer_lib.load(write(tmp_path, limited))
+    tokenizer = load_tokenizer(write(tmp_path, limited))
     assert tokenizer.decode(tokenizer.encode("the cat sat")) == "the cat sat"
 
 
@@ -103,7 +104,7 @@ def test_settings_of_training_neither_cut_nor_pad(backend, tmp_path):
 )
 def test_where_generation_ends(backend, tmp_path, files, expected):
     expected = (backend.token_to_id(BOS),) if expected == "bos" else expected
-    assert tokenizer_lib.load(write(tmp_path, backend, **files)).eos_ids == expected
+    assert load_tokenizer(write(tmp_path, backend, **files)).eos_ids == expected
 
 
 def test_vocab_size_and_special_ids(backend):
@@ -168,15 +169,15 @@ def test_special_tokens_leave_no_trace_in_a_stream(backend):
     ids = tokenizer.encode("the cat")
     ids[1:1] = [backend.token_to_id(EOS)]
     assert "".join(tokenizer.stream(ids)) == tokenizer.decode(ids)
-    assert "".join(tokenizer.stream(ids, skip_special=False)) == tokenizer.decode(ids, skip_special=False)
+    assert "".join(tokenizer.stream(ids, skip_special_tokens=False)) == tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def test_streaming_decodes_a_bounded_window(backend, monkeypatch):
     tokenizer, decoded = bare(backend), []
     monkeypatch.setattr(
-        tokenizer_lib.Tokenizer,
+        Tokenizer,
         "decode",
-        lambda self, ids, skip_special=True: decoded.append(len(ids)) or self.backend.decode(list(ids)),
+        lambda self, ids, skip_special_tokens=True: decoded.append(len(ids)) or self.backend.decode(list(ids)),
     )
     broken = tokenizer.encode("😀")[-2] if backend is KINDS["byte-fallback"] else tokenizer.encode("😀")[-1]
     for ids in (tokenizer.encode("the cat 日本 " * 100), tokenizer.encode("日" * 600), [broken] * 500):
@@ -210,42 +211,42 @@ def test_chat(backend, tmp_path, place):
     else:
         config["chat_template"] = "the file wins"
         (tmp_path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    tokenizer = tokenizer_lib.load(write(tmp_path, with_bos(backend), tokenizer_config=config))
-    assert tokenizer.chat_text(MESSAGES) == RENDERED
-    assert tokenizer.chat_text(MESSAGES, add_generation_prompt=False) == RENDERED[: RENDERED.rindex("[")]
-    ids = tokenizer.apply_chat(MESSAGES)
+    tokenizer = load_tokenizer(write(tmp_path, with_bos(backend), tokenizer_config=config))
+    assert tokenizer.render_chat(MESSAGES) == RENDERED
+    assert tokenizer.render_chat(MESSAGES, add_generation_prompt=False) == RENDERED[: RENDERED.rindex("[")]
+    ids = tokenizer.encode_chat(MESSAGES)
     assert ids == tokenizer.encode(RENDERED, add_bos=False)
     assert ids.count(backend.token_to_id(BOS)) == 1
 
 
 def test_chat_template_in_a_sandbox(backend):
     pytest.importorskip("jinja2")
-    tokenizer = tokenizer_lib.Tokenizer(backend, (), (), {}, "{{ messages.append(1) }}{{ ''.__class__.__mro__ }}")
+    tokenizer = Tokenizer(backend, (), (), {}, "{{ messages.append(1) }}{{ ''.__class__.__mro__ }}")
     with pytest.raises(ValueError, match="refuses these messages"):
-        tokenizer.chat_text([])
+        tokenizer.render_chat([])
 
 
 def test_chat_errors(backend):
     pytest.importorskip("jinja2")
     with pytest.raises(ValueError, match="no chat template"):
-        bare(backend).chat_text(MESSAGES)
-    tokenizer = tokenizer_lib.Tokenizer(backend, (), (), NAMES, TEMPLATE)
+        bare(backend).render_chat(MESSAGES)
+    tokenizer = Tokenizer(backend, (), (), NAMES, TEMPLATE)
     with pytest.raises(ValueError, match="Unknown role tool"):
-        tokenizer.chat_text([{"role": "tool", "content": ""}])
+        tokenizer.render_chat([{"role": "tool", "content": ""}])
 
 
 def test_broken_directories(backend, tmp_path):
     with pytest.raises(FileNotFoundError, match="tokenizer.json"):
-        tokenizer_lib.load(tmp_path)
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="is not a tokenizer"):
-        tokenizer_lib.load(tmp_path)
+        load_tokenizer(tmp_path)
     write(tmp_path, backend, tokenizer_config={"add_bos_token": True, "bos_token": "<none>"})
     with pytest.raises(ValueError, match="bos_token='<none>' is not in tokenizer.json"):
-        tokenizer_lib.load(tmp_path)
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match="tokenizer_config.json is not JSON"):
-        tokenizer_lib.load(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("add_bos_token", [None, True])
@@ -258,9 +259,9 @@ def test_transformers_gives_the_same_tokens_and_chat(backend, tmp_path, add_bos_
     config = NAMES | {"chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
     config |= {} if add_bos_token is None else {"add_bos_token": add_bos_token}
     write(tmp_path, bos_only, tokenizer_config=config)
-    ours, theirs = tokenizer_lib.load(tmp_path), transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ours, theirs = load_tokenizer(tmp_path), transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     for text in ("the cat", "", f"a {EOS} b", "日本 😀"):
         assert ours.encode(text) == theirs(text)["input_ids"]
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True)
     rendered = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
-    assert ours.chat_text(MESSAGES) == rendered
+    assert ours.render_chat(MESSAGES) == rendered

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import rope
-from kvjax_models import checkpoint
-from kvjax_models.llama import LlamaConfig
-from kvjax_models.rotary import layer_rotary, turn
-from kvjax_models.weights import from_mxfp4, head_order
-from tests.models.test_checkpoint import assert_same, model
+from kvjax_models.formats import huggingface
+from kvjax_models.formats.weights import dequantize_mxfp4, head_dim_order
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.rotary import make_rotary, rotation
+from tests.models.test_huggingface import assert_same, model
 
 GPT_OSS = LlamaConfig(
     vocab_size=24, width=32, mlp_width=32, layers=2, query_heads=4, kv_heads=2, head_dim=8, max_length=64,
-    qkv_bias=True, output_bias=True, mlp_bias=True, sinks=True, experts=3, experts_per_token=2, expert_width=32,
+    qkv_bias=True, output_bias=True, mlp_bias=True, attention_sinks=True, experts=3, experts_per_token=2, expert_width=32,
     activation="clipped_swiglu",
 )  # fmt: skip
 
@@ -28,7 +28,7 @@ def test_four_bits_by_hand():
     """Every number there is, in both halves of a byte, under scales of a half, one and four."""
     numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
     blocks = np.array([number | (15 - number) << 4 for number in range(16)], np.uint8)
-    found = from_mxfp4(np.tile(blocks, (1, 1, 3, 1)), np.array([[[126, 127, 129]]], np.uint8))
+    found = dequantize_mxfp4(np.tile(blocks, (1, 1, 3, 1)), np.array([[[126, 127, 129]]], np.uint8))
     assert found.shape == (1, 1, 96) and found.dtype == ml_dtypes.bfloat16
     expected = np.stack([numbers, numbers[::-1]], axis=1).reshape(-1)
     np.testing.assert_array_equal(found.astype(np.float32).reshape(3, 32), np.outer([0.5, 1, 4], expected))
@@ -41,14 +41,14 @@ def packed(random, experts, outputs, inputs):
 
 def test_a_checkpoint_in_four_bits_is_the_one_of_its_numbers(tmp_path):
     whole, four = tmp_path / "whole", tmp_path / "four"
-    checkpoint.save(whole, model(GPT_OSS, jnp.bfloat16))
+    huggingface.save_model(whole, model(GPT_OSS, jnp.bfloat16))
     tensors = dict(safetensors.numpy.load_file(whole / "model.safetensors"))
     in_four_bits, random = dict(tensors), np.random.default_rng(0)
     for layer in range(GPT_OSS.layers):
         for name, outputs in (("gate_up_proj", 64), ("down_proj", 32)):
             full = f"model.layers.{layer}.mlp.experts.{name}"
             blocks, scales = packed(random, 3, outputs, 32)
-            tensors[full] = np.ascontiguousarray(from_mxfp4(blocks, scales).swapaxes(1, 2))
+            tensors[full] = np.ascontiguousarray(dequantize_mxfp4(blocks, scales).swapaxes(1, 2))
             del in_four_bits[full]
             in_four_bits |= {f"{full}_blocks": blocks, f"{full}_scales": scales}
     safetensors.numpy.save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
@@ -57,13 +57,13 @@ def test_a_checkpoint_in_four_bits_is_the_one_of_its_numbers(tmp_path):
     values["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (four / "config.json").write_text(json.dumps(values))
     safetensors.numpy.save_file(in_four_bits, four / "model.safetensors", metadata={"format": "pt"})
-    assert_same(checkpoint.load(four), checkpoint.load(whole))
+    assert_same(huggingface.load_model(four), huggingface.load_model(whole))
 
     in_four_bits["model.layers.0.mlp.experts.down_proj_scales"] = np.ones((3, 32, 1), np.float32)
     del in_four_bits["model.layers.1.mlp.experts.gate_up_proj_scales"]
     safetensors.numpy.save_file(in_four_bits, four / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="missing: model.layers.1.mlp.experts.gate_up_proj_scales") as error:
-        checkpoint.load(four)
+        huggingface.load_model(four)
     assert "down_proj_scales is F32; known: U8" in str(error.value)
 
 
@@ -72,7 +72,7 @@ def test_live_four_bits_are_those_of_transformers():
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     blocks, scales = packed(np.random.default_rng(0), 2, 6, 64)
     theirs = mxfp4.convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
-    ours = from_mxfp4(blocks, scales).swapaxes(1, 2).astype(np.float32)
+    ours = dequantize_mxfp4(blocks, scales).swapaxes(1, 2).astype(np.float32)
     np.testing.assert_array_equal(ours, theirs.float().numpy())
 
 
@@ -84,10 +84,10 @@ def test_pairs_of_any_order_give_the_products_of_any_order(sizes, neighbours, se
     random = np.random.default_rng(seed)
     query, key = random.normal(size=(2, 1, 3, 1, head_dim)).astype(np.float32)
     positions = np.array([[0, 5, 40]])
-    order = head_order(head_dim, turned, neighbours)
+    order = head_dim_order(head_dim, turned, neighbours)
     order = np.arange(head_dim) if order is None else order
     assert sorted(order) == list(range(head_dim))
-    cos, sin = turn(layer_rotary(head_dim, 100.0, rotary_dim=turned, tokens=64), jnp.asarray(positions))
+    cos, sin = rotation(make_rotary(head_dim, 100.0, rotary_dim=turned, tokens=64), jnp.asarray(positions))
     ours = [np.asarray(rope.rotate(jnp.asarray(x[..., order]), cos, sin)) for x in (query, key)]
     angles = positions[0][:, None] * 100.0 ** (-np.arange(0, turned, 2) / turned)
 

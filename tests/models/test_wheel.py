@@ -45,7 +45,7 @@ def test_packages_have_names_of_their_own(wheel):
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {
         "kvjax", "kvjax_models", "pallas_kernels",
     }  # fmt: skip
-    assert {"kvjax/py.typed", "kvjax_models/py.typed", "kvjax_models/command/__init__.py"} <= set(names)
+    assert {"kvjax/py.typed", "kvjax_models/py.typed", "kvjax_models/cli/__init__.py"} <= set(names)
 
 
 def test_the_wheel_generates(wheel, tmp_path):

@@ -13,10 +13,11 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax_models import generate as generating
-from kvjax_models import programs
-from kvjax_models.generate import generate
-from kvjax_models.llama import Llama, LlamaConfig
+from kvjax_models import compile_cache
+from kvjax_models.generation.decode import decode_block
+from kvjax_models.generation.generator import Generator, extend_rows, generate
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
 
 CONFIG = LlamaConfig(
     vocab_size=32, width=16, mlp_width=16, layers=1, query_heads=2, kv_heads=1, head_dim=8, max_length=512
@@ -100,13 +101,13 @@ def test_outside_jit_gives_what_jit_gives():
 def test_lengths_share_buckets():
     previous = range(0, 1)
     for tokens in range(1, 5000):
-        bucket = programs.bucket(tokens)
+        bucket = compile_cache.length_bucket(tokens)
         assert tokens in bucket
         assert bucket == previous or bucket[0] == previous[-1] + 1  # one behind the other
         assert len(bucket) <= max(16, tokens / 4)
         previous = bucket
-    assert len({programs.bucket(tokens) for tokens in range(1, 2049)}) == 24
-    assert programs.bucket(0) == programs.bucket(1)
+    assert len({compile_cache.length_bucket(tokens) for tokens in range(1, 2049)}) == 24
+    assert compile_cache.length_bucket(0) == compile_cache.length_bucket(1)
 
 
 def test_equal_policies_and_near_lengths_compile_nothing_again(compiled):
@@ -128,23 +129,23 @@ def test_a_bucket_changes_no_text():
     prompt = [1 + i * i % 30 for i in range(70)]
     policy = kvjax.Exact(compact_every=8)
     rows, _ = generate(model(), policy, [prompt], max_new_tokens=10)
-    made = generating.Generator(model(), policy, batch=1, max_prompt=70, max_new=10)
-    state, found = made.read(made.start(), [prompt]), [[]]
-    for _, tokens in made.write(state, 10):
-        generating.collect(found, tokens)
+    made = Generator(model(), policy, batch=1, max_prompt_tokens=70, max_new_tokens=10)
+    state, found = made.prefill(made.init_state(), [prompt]), [[]]
+    for _, tokens in made.decode(state, 10):
+        extend_rows(found, tokens)
     assert rows == found
 
 
 def test_programs_are_dropped_where_the_process_nears_its_maps(monkeypatch):
-    if programs.most_maps() is None:
+    if compile_cache.max_memory_maps() is None:
         pytest.skip("this system has no such limit")
     generate(model(), kvjax.Exact(compact_every=8), [[1, 2, 3]], max_new_tokens=2)
-    assert generating.decode_block._cache_size() > 0
-    held = programs.memory_maps()
-    monkeypatch.setattr(programs, "most_maps", lambda: held)  # as near as can be
-    generating.Generator(model(), kvjax.Exact(compact_every=8), batch=1, max_prompt=8, max_new=8)
+    assert decode_block._cache_size() > 0
+    held = compile_cache.num_memory_maps()
+    monkeypatch.setattr(programs, "max_memory_maps", lambda: held)  # as near as can be
+    Generator(model(), kvjax.Exact(compact_every=8), batch=1, max_prompt_tokens=8, max_new_tokens=8)
     gc.collect()
-    assert generating.decode_block._cache_size() == 0 and programs.memory_maps() < held
+    assert decode_block._cache_size() == 0 and compile_cache.num_memory_maps() < held
     rows, _ = generate(model(), kvjax.Exact(compact_every=8), [[1, 2, 3]], max_new_tokens=2)
     assert len(rows[0]) == 2
 
@@ -166,10 +167,10 @@ def test_two_thousand_generations_over_two_hundred_lengths_level_off(compiled):
         length = int(lengths[number // 4 % 200])
         rows, _ = generate(soaked, policies[number % 4](), [rng.integers(0, 32, length).tolist()], max_new_tokens=4)
         assert len(rows[0]) == 4
-        held.append(programs.memory_maps())
+        held.append(compile_cache.num_memory_maps())
         counted.append(compiled())
     print(f"maps: {max(held[:1000])}, {max(held[1000:])}; programs: {counted[999]}, {counted[-1] - counted[999]} more")
-    assert max(held) < 0.75 * (programs.most_maps() or np.inf)
+    assert max(held) < 0.75 * (compile_cache.max_memory_maps() or np.inf)
     assert max(held[1000:]) <= 1.05 * max(held[:1000])
     # A size of each policy at most once, and what is dropped for room once more.
     assert counted[-1] - counted[999] <= counted[999]

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.spec import MOST_TOKENS
-from kvjax_models.generate import Generator, collect, generate
-from kvjax_models.llama import Llama, LlamaConfig
-from kvjax_models.sampling import Sampling, sample
+from kvjax_models.generation.generator import Generator, extend_rows, generate
+from kvjax_models.generation.sampling import Sampling, sample
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
 from tests.kvjax.support import BATCH, HEAD_DIM, LENGTHS, POLICIES, each, make_spec
 from tests.kvjax.support import ON_A_MESH as ANY_VALUES
 
@@ -33,15 +34,15 @@ def model():
 
 
 def generator(policy=None, **changes):
-    sizes = {"batch": 1, "max_prompt": 16, "max_new": 16, "prefill_chunk": 16} | changes
+    sizes = {"batch": 1, "max_prompt_tokens": 16, "max_new_tokens": 16, "prefill_chunk": 16} | changes
     return Generator(model(), policy or kvjax.Exact(compact_every=4), **sizes)
 
 
 def written(made, state, tokens):
     rows = [[] for _ in range(made.batch)]
-    for newest, new in made.write(state, tokens):
+    for newest, new in made.decode(state, tokens):
         state = newest
-        collect(rows, new)
+        extend_rows(rows, new)
     return state, rows
 
 
@@ -111,16 +112,16 @@ def test_padding_of_any_content_never_reaches_a_result(name):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"max_prompt": MOST_TOKENS}, "at most 16777216 can be told apart"),
-        ({"max_prompt": 2**31, "max_new": 2**31}, "can be told apart"),
-        ({"max_prompt": 40.0}, "max_prompt=40.0; it must be a whole number"),
+        ({"max_prompt_tokens": MOST_TOKENS}, "at most 16777216 can be told apart"),
+        ({"max_prompt_tokens": 2**31, "max_new_tokens": 2**31}, "can be told apart"),
+        ({"max_prompt_tokens": 40.0}, "max_prompt_tokens=40.0; it must be a whole number"),
         ({"batch": True}, "batch=True; it must be a whole number"),
         ({"kv_heads": "2"}, "kv_heads='2'; it must be a whole number"),
-        ({"max_new": 0}, "max_new=0; it must be at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0; it must be at least 1"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(changes, message):
-    sizes = {"batch": 1, "query_heads": 2, "kv_heads": 2, "head_dim": 8, "max_prompt": 8, "max_new": 8}
+    sizes = {"batch": 1, "query_heads": 2, "kv_heads": 2, "head_dim": 8, "max_prompt_tokens": 8, "max_new_tokens": 8}
     with pytest.raises(ValueError, match=message):
         kvjax.CacheSpec(**sizes | changes)
 
@@ -235,18 +236,18 @@ def test_other_query_heads_than_the_specs_are_refused(heads):
 def test_what_is_no_token_is_refused(prompt):
     made = generator()
     with pytest.raises(ValueError, match="prompt 0 holds|prompts hold token ids"):
-        made.read(made.start(), [prompt])
+        made.prefill(made.init_state(), [prompt])
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 2**63, 1.0, True, "1", None])
 def test_seeds_that_would_repeat_are_refused(seed):
     with pytest.raises(ValueError, match="seed=.* whole number from 0 to"):
-        generator().start(seed)
+        generator().init_state(seed)
 
 
 def test_all_seeds_of_32_bits_are_taken():
     made = generator()
-    keys = [np.asarray(jax.random.key_data(made.start(seed).sampling_keys)) for seed in (0, 1, 2**31, 2**32 - 1)]
+    keys = [np.asarray(jax.random.key_data(made.init_state(seed).sampling_keys)) for seed in (0, 1, 2**31, 2**32 - 1)]
     assert len({key.tobytes() for key in keys}) == 4
 
 
@@ -274,7 +275,7 @@ def test_low_temperatures_take_the_most_likely_token(temperature, filtered):
 def test_forks_sample_apart_and_the_first_goes_on_as_before():
     hot = {"sampling": Sampling(temperature=1.0)}
     alone, four = generator(**hot), generator(batch=4, **hot)
-    state = alone.read(alone.start(3), [[1, 2, 3]])
+    state = alone.prefill(alone.init_state(3), [[1, 2, 3]])
     forks = kvjax.repeat_rows(state, 4)
     keys = np.asarray(jax.random.key_data(kvjax.repeat_rows(kvjax.repeat_rows(forks, 2), 2).sampling_keys))
     assert len(set(map(bytes, keys))) == 16
@@ -285,24 +286,24 @@ def test_forks_sample_apart_and_the_first_goes_on_as_before():
 
 def test_forks_draw_none_of_the_keys_that_their_row_will():
     made = generator()
-    key = made.start().sampling_keys
+    key = made.init_state().sampling_keys
     later = set()
     for _ in range(64):
         both = jax.random.split(key[0])
         later |= {bytes(np.asarray(jax.random.key_data(one))) for one in both}
         key = both[1][None]
-    forks = jax.random.key_data(kvjax.repeat_rows(made.start(), 8).sampling_keys)
+    forks = jax.random.key_data(kvjax.repeat_rows(made.init_state(), 8).sampling_keys)
     assert not later & set(map(bytes, np.asarray(forks[1:])))
 
 
 def test_a_seed_reaches_the_forks_of_a_prefix():
     hot = {"sampling": Sampling(temperature=1.0)}
     alone, three = generator(**hot), generator(batch=3, **hot)
-    state = alone.read(alone.start(3), [[1, 2, 3]])
+    state = alone.prefill(alone.init_state(3), [[1, 2, 3]])
     texts = []
     for seed in (0, 1):
-        forks = three.reseeded(kvjax.repeat_rows(state, 3), seed)
-        fresh = three.start(seed).sampling_keys
+        forks = three.reseed(kvjax.repeat_rows(state, 3), seed)
+        fresh = three.init_state(seed).sampling_keys
         np.testing.assert_array_equal(jax.random.key_data(forks.sampling_keys), jax.random.key_data(fresh))
         texts += map(tuple, written(three, forks, 12)[1])
     assert len(set(texts)) == 6
@@ -319,14 +320,14 @@ def test_texts_past_the_models_positions_are_refused_or_warned_of(caplog):
     with pytest.raises(ValueError, match="68 tokens in a row are more than the 64 positions"):
         generate(model(), policy, [short], max_new_tokens=8)
     assert not caplog.text
-    rows, _ = generate(model(), policy, [short], max_new_tokens=8, beyond_positions=True)
+    rows, _ = generate(model(), policy, [short], max_new_tokens=8, allow_beyond_context=True)
     assert len(rows[0]) == 8 and "what it writes there may make no sense" in caplog.text
     assert len(generate(model(), policy, [short], max_new_tokens=4)[0][0]) == 4  # up to the last of them
 
 
 def test_a_cache_that_is_not_sound_ends_the_writing():
     made = generator()
-    state = made.read(made.start(), [[1, 2, 3]])
+    state = made.prefill(made.init_state(), [[1, 2, 3]])
     cache = state.layers[0]
     spilt = dataclasses.replace(cache, staging=dataclasses.replace(cache.staging, overflow=jnp.array([1], jnp.int32)))
     with pytest.raises(ValueError, match="not sound|NaN or infinite"):

@@ -17,7 +17,7 @@ from experiments.common import results, settings, sweeping
 from experiments.common.results import Row
 from experiments.common.resuming import Finished
 from kvjax.registry import PolicyChoice
-from kvjax_models import identity
+from kvjax_models import fingerprint
 
 UNITS = [{"task": name, "seed": seed} for name in "abc" for seed in (0, 1)]
 VALUES = {(unit["task"], unit["seed"]): {"scores": [0.25, unit["seed"]], "note": "é\n"} for unit in UNITS}
@@ -152,12 +152,12 @@ def test_units_of_other_weights_under_the_same_name_run_again(tmp_path):
 def test_a_directory_is_known_by_what_a_model_is_loaded_from(tmp_path):
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         (tmp_path / name).write_text(name)
-    found = {identity.of_directory(tmp_path)}
+    found = {fingerprint.directory_fingerprint(tmp_path)}
     (tmp_path / "README.md").write_text("of no matter")
     (tmp_path / "accuracy.json").write_text(json.dumps([]))
-    found.add(identity.of_directory(tmp_path))
+    found.add(fingerprint.directory_fingerprint(tmp_path))
     assert len(found) == 1
     for name in ("chat_template.jinja", "generation_config.json", "model-00001-of-00002.safetensors"):
         (tmp_path / name).write_text("more")
-        found.add(identity.of_directory(tmp_path))
+        found.add(fingerprint.directory_fingerprint(tmp_path))
     assert len(found) == 4

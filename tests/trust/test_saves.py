@@ -20,10 +20,13 @@ from flax import nnx
 
 import kvjax
 from experiments.training import running
-from kvjax_models import checkpoint, durable, generate, identity
-from kvjax_models.llama import Llama, LlamaConfig
-from kvjax_models.numbered_saves import NumberedSaves
-from kvjax_models.saved_states import SavedStates
+from kvjax_models import atomic_io, fingerprint
+from kvjax_models.formats import huggingface
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.numbered_saves import NumberedSaves
+from kvjax_models.generation.saved_states import SavedStates
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
 
 CONFIG = LlamaConfig(
     vocab_size=32, width=16, mlp_width=16, layers=1, query_heads=2, kv_heads=1, head_dim=8, max_length=128
@@ -113,7 +116,7 @@ def test_a_step_that_is_not_newer_is_refused(step, tmp_path):
         save(saves, step)
     check(saves, 3)
     with pytest.raises(ValueError, match="holds saves already, of step 3: resume from them"):
-        NumberedSaves(tmp_path).claim(fresh=True)
+        NumberedSaves(tmp_path).lock(require_empty=True)
 
 
 def test_many_saves_keep_the_newest_alone(tmp_path):
@@ -139,7 +142,7 @@ def python(code, *arguments, **others):
 
 WRITES_ON = """
     import pathlib, sys
-    from kvjax_models.numbered_saves import NumberedSaves
+    from kvjax_models.generation.numbered_saves import NumberedSaves
     from tests.trust import test_saves as own
     saves = NumberedSaves(pathlib.Path(sys.argv[1]))
     first = saves.newest() + 1 if saves.steps() else 1
@@ -204,8 +207,8 @@ def test_a_full_disk_leaves_the_save_before(tmp_path):
 # A process that may read everything and write nothing, whoever runs the tests.
 MAY_NOT_WRITE = """
     import os, pathlib, sys
-    from kvjax_models import checkpoint
-    from kvjax_models.numbered_saves import NumberedSaves
+    from kvjax_models.formats import huggingface
+    from kvjax_models.generation.numbered_saves import NumberedSaves
     from experiments.common.resuming import Finished
     from tests.trust import test_saves as own
     directory = pathlib.Path(sys.argv[1])
@@ -215,7 +218,7 @@ MAY_NOT_WRITE = """
         lambda: own.save(NumberedSaves(directory / "saves"), 2),
         lambda: own.save(NumberedSaves(directory / "new"), 1),
         lambda: own.save(NumberedSaves(directory / "saves" / "1" / "digests.json"), 1),
-        lambda: checkpoint.save(directory / "model", own.model(1)),
+        lambda: huggingface.save_model(directory / "model", own.model(1)),
         lambda: Finished(directory / "done.jsonl").add({}, 1),
     ):
         try:
@@ -230,7 +233,7 @@ def test_what_may_not_be_written_to_is_named_in_one_line_and_stays():
     with tempfile.TemporaryDirectory() as made:  # which others may read, as pytest's own may not be
         directory = pathlib.Path(made)
         save(NumberedSaves(directory / "saves"), 1)
-        checkpoint.save(directory / "model", model(0))
+        huggingface.save_model(directory / "model", model(0))
         paths = [directory, *directory.rglob("*")]
         for path in paths:
             path.chmod(0o555 if path.is_dir() else 0o444)
@@ -240,7 +243,7 @@ def test_what_may_not_be_written_to_is_named_in_one_line_and_stays():
         lines = said.splitlines()
         assert len(lines) == 5 and all(str(directory) in line for line in lines), (said, problem[-2000:])
         check(NumberedSaves(directory / "saves"), 1)
-        assert same(checkpoint.load(directory / "model"), model(0))
+        assert same(huggingface.load_model(directory / "model"), model(0))
 
 
 def model(seed=0, config=CONFIG):
@@ -248,22 +251,22 @@ def model(seed=0, config=CONFIG):
 
 
 def same(one, other):
-    return identity.of_model(one) == identity.of_model(other)
+    return fingerprint.model_fingerprint(one) == fingerprint.model_fingerprint(other)
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
-    checkpoint.save(tmp_path, model(0))
+    huggingface.save_model(tmp_path, model(0))
     with pytest.raises(OSError, match="the model could not be saved"):
-        without_room(lambda: checkpoint.save(tmp_path, model(1)))
+        without_room(lambda: huggingface.save_model(tmp_path, model(1)))
     assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["config.json", "model.safetensors"]
-    assert not (tmp_path / ".complete").exists() and same(checkpoint.load(tmp_path), model(0))
+    assert not (tmp_path / ".complete").exists() and same(huggingface.load_model(tmp_path), model(0))
 
 
 @pytest.mark.parametrize("where", range(1, 14))
 def test_a_checkpoint_is_saved_as_one_wherever_it_stops(where, tmp_path, monkeypatch):
     """Stopped at any of its steps on the disk, it leaves the old model or the new one, never parts of both."""
     other = LlamaConfig(**{**vars(CONFIG), "rope_theta": 500.0, "mlp_width": 24})
-    checkpoint.save(tmp_path, model(0), max_shard_bytes=4000)
+    huggingface.save_model(tmp_path, model(0), max_shard_bytes=4000)
     calls = []
 
     def stopping(function):
@@ -279,16 +282,16 @@ def test_a_checkpoint_is_saved_as_one_wherever_it_stops(where, tmp_path, monkeyp
         monkeypatch.setattr(of, name, stopping(getattr(of, name)))
     stopped = False
     try:
-        checkpoint.save(tmp_path, model(1, other))
+        huggingface.save_model(tmp_path, model(1, other))
     except KeyboardInterrupt:
         stopped = True
     monkeypatch.undo()
     assert stopped or where > 8  # there are that many
-    found = checkpoint.load(tmp_path)
+    found = huggingface.load_model(tmp_path)
     assert same(found, model(0)) if found.config == CONFIG else same(found, model(1, other))
     assert stopped or found.config == other
-    checkpoint.save(tmp_path, model(2))
-    assert same(checkpoint.load(tmp_path), model(2))
+    huggingface.save_model(tmp_path, model(2))
+    assert same(huggingface.load_model(tmp_path), model(2))
     assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["config.json", "model.safetensors"]
 
 
@@ -306,7 +309,7 @@ def test_a_model_of_negated_or_doubled_tensors_is_another(factor):
 def test_a_model_is_known_by_its_configuration_and_type_too():
     others = [model(config=LlamaConfig(**{**vars(CONFIG), "rope_theta": 5e5})), model(1)]
     others.append(Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-    assert len({identity.of_model(one) for one in (model(), *others)}) == 4
+    assert len({fingerprint.model_fingerprint(one) for one in (model(), *others)}) == 4
 
 
 WINDOW = {"sinks": 2, "recent": 4, "compact_every": 4}
@@ -330,10 +333,10 @@ CHANGED = {
 @pytest.mark.parametrize("changed", CHANGED)
 def test_a_state_of_other_settings_is_refused(changed, tmp_path):
     made = [
-        generate.Generator(model(), policy, batch=1, max_prompt=16, max_new=8, prefill_chunk=16)
+        Generator(model(), policy, batch=1, max_prompt_tokens=16, max_new_tokens=8, prefill_chunk=16)
         for policy in CHANGED[changed]
     ]
-    SavedStates(tmp_path).save(0, made[0], made[0].start())
+    SavedStates(tmp_path).save(0, made[0], made[0].init_state())
     with pytest.raises(ValueError, match="is not of this run: .*policy is .*, not "):
         SavedStates(tmp_path).restore(made[1])
 
@@ -371,7 +374,7 @@ def test_training_goes_on_from_the_newest_whole_checkpoint_of_its_own_run(tmp_pa
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
-    durable.write_text(path, "before")
+    atomic_io.write_text(path, "before")
     with pytest.raises(OSError):
-        without_room(lambda: durable.write_text(path, "x" * 5000))
+        without_room(lambda: atomic_io.write_text(path, "x" * 5000))
     assert path.read_text() == "before" and [one.name for one in tmp_path.iterdir()] == ["file"]

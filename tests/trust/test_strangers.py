@@ -18,10 +18,13 @@ import tokenizers
 from flax import nnx
 from tokenizers import decoders, models, pre_tokenizers
 
-from kvjax_models import chat_template, checkpoint, files, language_model
-from kvjax_models import tokenizer as tokenizer_lib
+from kvjax_models import language_model
+from kvjax_models.formats import chat_template, huggingface, untrusted_files
+from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
+from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.language_model import LanguageModel
-from kvjax_models.llama import Llama, LlamaConfig
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
 
 CONFIG = LlamaConfig(
     vocab_size=264, width=8, mlp_width=8, layers=1, query_heads=2, kv_heads=1, head_dim=4, max_length=64
@@ -34,7 +37,7 @@ MOST_SECONDS = 20
 
 def make(directory, shards=False):
     """A small model with all files that are read."""
-    checkpoint.save(
+    huggingface.save_model(
         directory,
         Llama(CONFIG, rngs=nnx.Rngs(0)),
         bos_token_id=256,
@@ -170,7 +173,7 @@ def outcome(directory, did):
         with at_most(MOST_SECONDS):
             llm = language_model.load(directory)
             ids = llm.encode(TEXT)
-            chat = llm.tokenizer.chat_text(MESSAGES) if llm.tokenizer.chat_template else None
+            chat = llm.tokenizer.render_chat(MESSAGES) if llm.tokenizer.chat_template else None
     except (ValueError, OSError) as error:
         said = str(error)
         files_of = [*(path.name for path in directory.iterdir()), directory.name, "chat template", "tokenizer"]
@@ -209,7 +212,7 @@ def test_an_index_names_files_of_its_directory_alone(name, sharded, tmp_path):
     index["weight_map"][next(iter(index["weight_map"]))] = name
     path.write_text(json.dumps(index))
     with pytest.raises((ValueError, FileNotFoundError), match="no name of a file|names shards that are not there"):
-        checkpoint.load(directory)
+        huggingface.load_model(directory)
 
 
 def test_files_of_the_hubs_cache_are_links_to_its_blobs(good, tmp_path):
@@ -227,7 +230,7 @@ def test_more_layers_than_there_are_tensors_are_refused_at_once(good, tmp_path):
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 10**5}))
     with at_most(5), pytest.raises(ValueError, match="num_hidden_layers=100000"):
-        checkpoint.load(tmp_path / "model")
+        huggingface.load_model(tmp_path / "model")
 
 
 def test_json_of_any_depth_is_an_error(good, tmp_path):
@@ -269,7 +272,7 @@ def test_a_tokenizer_that_panics_is_an_error(monkeypatch):
 
         decode = encode
 
-    tokenizer = tokenizer_lib.Tokenizer(Backend(), (), (), {})
+    tokenizer = Tokenizer(Backend(), (), (), {})
     with pytest.raises(ValueError, match="the tokenizer cannot encode this text: called"):
         tokenizer.encode("text")
     with pytest.raises(ValueError, match="the tokenizer cannot decode these tokens"):
@@ -285,7 +288,7 @@ def test_a_regular_expression_that_tries_for_ever_is_an_error(expression, good, 
         "type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False,
     }  # fmt: skip
     path.write_text(json.dumps(settings))
-    tokenizer = tokenizer_lib.load(tmp_path / "model")
+    tokenizer = load_tokenizer(tmp_path / "model")
     with at_most(MOST_SECONDS), pytest.raises(ValueError, match="cannot encode this text: .*retry-limit"):
         tokenizer.encode("a" * 100 + "!")
 
@@ -293,7 +296,7 @@ def test_a_regular_expression_that_tries_for_ever_is_an_error(expression, good, 
 def test_a_tokenizer_of_another_model_is_refused(good):
     wide = LlamaConfig(**{**vars(CONFIG), "vocab_size": 200})
     with pytest.raises(ValueError, match="end-of-text token is 257; the model's vocabulary has 200"):
-        LanguageModel(Llama(wide, rngs=nnx.Rngs(0)), tokenizer_lib.load(good))
+        LanguageModel(Llama(wide, rngs=nnx.Rngs(0)), load_tokenizer(good))
 
 
 # --- templates ---
@@ -339,14 +342,14 @@ def test_what_messages_may_hold():
 
 
 def test_a_file_that_is_too_long_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MOST_TEXT_BYTES", 10)
+    monkeypatch.setattr(files, "MAX_TEXT_BYTES", 10)
     (tmp_path / "config.json").write_text("{}" + " " * 9)
     with pytest.raises(ValueError, match="has 11 bytes; more than 10 are not read"):
-        files.read_object(tmp_path, "config.json")
+        untrusted_files.read_json_object(tmp_path, "config.json")
 
 
 def test_weights_of_another_type_are_those_that_were_saved(tmp_path):
     made = Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    checkpoint.save(tmp_path, made)
+    huggingface.save_model(tmp_path, made)
     with safetensors.safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
         np.testing.assert_array_equal(file.get_tensor("model.norm.weight"), made.norm.scale[...])

@@ -1,0 +1,1 @@
+"""Text generation through compressed KV caches: prefill, decoding, batching and saved states."""

@@ -1,0 +1,1 @@
+"""The decoder: configuration, layers, rotary embedding, experts and exact attention."""

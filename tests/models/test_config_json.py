@@ -1,0 +1,176 @@
+"""What a config.json may say; what it means for a model is compared with transformers in test_parity."""
+
+import contextlib
+import json
+import math
+
+import pytest
+
+from kvjax_models.formats.config_json import parse_config
+from kvjax_models.model.rotary import RopeScaling
+from tests.models.test_parity import GOLDEN
+from tests.trust.test_strangers import STRANGE
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+GEMMA3_HUB = {  # as a published one is: most of it is left to defaults
+    "model_type": "gemma3",
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "vision_config": {"hidden_size": 1152},
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 7,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}
+
+
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "max_position_embeddings", "head_dim")  # fmt: skip
+
+
+@pytest.mark.parametrize("key", SIZES)
+@pytest.mark.parametrize("value", [0, -1, -16, "16", 16.0, True, [16], {}, 10**12])
+def test_sizes_are_whole_numbers_above_0(key, value):
+    with pytest.raises(ValueError, match=f"^{key}="):
+        parse_config(LLAMA | {key: value})
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "max_position_embeddings"])
+def test_a_size_is_not_null(key):
+    with pytest.raises(ValueError, match=key):
+        parse_config(LLAMA | {key: None})
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: it must be a whole number from 1 to 10000"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps=inf: it must be a finite number above 0"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5'"),
+        ({"rms_norm_eps": None}, "rms_norm_eps=None"),
+        ({"rope_theta": 0}, "rope_theta=0: it must be a finite number above 0"),
+        ({"rope_theta": math.nan}, "rope_theta=nan"),
+        ({"rope_theta": "10000"}, "rope_theta='10000'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta=-1.0"),
+        ({"rope_parameters": "default"}, "rope_parameters='default': it must be an object"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -2.0}}, "factor=-2.0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": True}}, "factor=True"),
+        ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, "rope_type="),
+        ({"rope_scaling": YARN | {"factor": 0}}, "factor=0"),
+        ({"rope_scaling": YARN | {"beta_fast": 1.0, "beta_slow": 2.0}}, "beta_slow=2.0 must be below beta_fast=1.0"),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": -8}}, "original_max_position_embeddings=-8"),
+        ({"rope_scaling": YARN | {"attention_factor": 0.0}}, "attention_factor=0.0"),
+        ({"rope_scaling": YARN | {"truncate": "no"}}, "truncate='no': it must be true or false"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0, 2.0]}},
+         "short_factor is a list of 1: it must be a list of 2 numbers"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 0], "long_factor": [1.0, 2.0]}},
+         "short_factor=0"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 1}},
+         "low_freq_factor=4.0 must be below high_freq_factor=1.0"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false': it must be true or false"),
+        ({"attention_bias": 1}, "attention_bias=1: it must be true or false"),
+        ({"mlp_bias": []}, r"mlp_bias=\[\]"),
+        ({"eos_token_id": 24}, "eos_token_id=24: tokens are whole numbers below vocab_size=24"),
+        ({"eos_token_id": [3, -1]}, "eos_token_id="),
+        ({"bos_token_id": "1"}, "bos_token_id='1'"),
+        ({"hidden_size": 18}, "hidden_size=18 is no multiple of num_attention_heads=4, and head_dim is not given"),
+        ({"num_attention_heads": 16}, "head_dim=1 must be even"),
+        ({"model_type": ["llama"]}, "model_type="),
+        ({"model_type": "mistral", "sliding_window": True}, "sliding_window=True: it must be a whole number"),
+        ({"model_type": "mistral", "sliding_window": -4}, "sliding_window=-4"),
+        ({"model_type": "mistral", "sliding_window": "8"}, "sliding_window='8'"),
+        ({"model_type": "qwen2", "use_sliding_window": "yes"}, "use_sliding_window='yes'"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": -1}, "max_window_layers=-1"),
+        ({"model_type": "qwen2", "layer_types": "full_attention"}, "layer_types='full_attention': it must be a list"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": -1.0}, "attn_logit_softcapping=-1.0"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "not implemented: attn_logit_softcapping"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"model_type": "gemma3_text",
+          "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+         "not implemented for layers that slide"),
+        ({"model_type": "glm", "partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5"),
+        ({"model_type": "glm", "head_dim": 6, "partial_rotary_factor": 0.5}, "rotary_dim=3 must be even"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers names 1 layers, num_hidden_layers=2"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 2]}, "no_rope_layers holds 2: it must hold ones and zeros"),
+        ({"model_type": "granite", "embedding_multiplier": None}, "embedding_multiplier=None"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5}, "experts_per_token=5 must lie"),
+        ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts=0"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [2]}, r"mlp_only_layers=\[2\]: it must be a list of layers"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+        ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, "swiglu_limit=5.0"),
+        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"model_type": "gemma3"}, "text_config=None: it must hold the values of the model of text"),
+        ({"model_type": "deepseek_v2", "kv_lora_rank": 512}, "'deepseek_v2' keeps latents in place of keys and values"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse_config(LLAMA | changes)
+
+
+@pytest.mark.parametrize("name", ["NaN", "Infinity"])
+def test_numbers_that_only_python_reads_as_json(name):
+    with pytest.raises(ValueError, match="rms_norm_eps"):
+        parse_config(json.loads(json.dumps(LLAMA)[:-1] + f', "rms_norm_eps": {name}}}'))
+
+
+def test_gemma_3_beside_its_eyes():
+    config = parse_config(GEMMA3_HUB)
+    assert (config.query_heads, config.kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
+    assert config.windows == (1024,) * 5 + (None, 1024)
+    assert config.rope_scaling == RopeScaling("linear", 8.0) and config.window_rope_theta == 1e4
+    assert config.rotary(5).frequencies[0] == 1 / 8 and config.rotary(0).frequencies[0] == 1
+    assert config.tied_embeddings and config.attention_scale is None  # 256 ** -0.5, as of its heads
+
+
+def test_yarn_without_a_word_about_attention():
+    scaling = parse_config(LLAMA | {"rope_scaling": YARN}).rope_scaling
+    assert scaling.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    # What it was stretched by follows from both lengths where no factor is given.
+    without = {key: value for key, value in YARN.items() if key != "factor"}
+    assert parse_config(LLAMA | {"rope_scaling": without}).rope_scaling.factor == 2.0
+
+
+def test_only_layers_that_see_everything_of_an_olmo_3_are_scaled():
+    config = parse_config(
+        LLAMA | {"model_type": "olmo3", "num_hidden_layers": 4, "rope_scaling": YARN, "sliding_window": 8}
+    )
+    assert config.windows == (8, 8, 8, None)
+    assert config.rotary(0).factor == 1 and config.rotary(3).factor > 1
+    assert config.rotary(0).frequencies != config.rotary(3).frequencies
+
+
+def test_layers_that_do_not_turn():
+    config = parse_config(LLAMA | {"model_type": "smollm3", "num_hidden_layers": 8})
+    assert config.nope_layers == (3, 7)
+    assert set(config.rotary(3).frequencies) == {0.0} and 0.0 not in config.rotary(2).frequencies
+
+
+def test_values_of_any_kind_are_read_or_refused():
+    """Each key of every family's config.json, and each of its rotary embedding, with each strange value in its turn."""
+    for path in sorted(GOLDEN.glob("*/config.json")):
+        values = json.loads(path.read_text())
+        changed = [{**values, key: strange} for key in [*values, "architectures"] for strange in STRANGE]
+        for name in ("rope_parameters", "rope_scaling"):
+            rope = values.get(name) or {}
+            changed += [{**values, name: {**rope, key: strange}} for key in rope for strange in STRANGE]
+        for values in changed:
+            with contextlib.suppress(ValueError):
+                parse_config(values)
