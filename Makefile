@@ -52,7 +52,7 @@ measure: $(VENV)/.installed
 		$(BIN)/python -m pallas_kernels.$$op.benchmark --output build/kernels/$$op.json || exit 1; \
 	done
 
-# The same and what else half an hour on a device is for, in steps that go on where they were cut off.
+# Kernels, latency and throughput on this machine's device, in half an hour; a second start runs the remaining steps.
 device: $(VENV)/.installed
 	$(BIN)/python -m experiments.device
 

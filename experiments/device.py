@@ -1,15 +1,12 @@
-"""What is to be measured where there is a GPU or TPU for half an hour, in order of worth.
+"""Runs the measurements for half an hour on a GPU or TPU, the most important ones first.
 
     make device EXTRAS=experiments,test,cuda
     python -m experiments.device --minutes 30 --output_dir build/device
 
-Kernels, right and then fast; a model of 8 billion parameters, exact and each system, at 32k and 128k; requests per
-second at equal memory; and in what time is left, training of the larger language model. Every step is a process of its
-own with a limit of its own, its log in OUTPUT_DIR/NAME.log, and rows as they come. A step that fails or is cut off
-stops no other. `steps.jsonl` says which are done: started again, the command goes on with the others, and training
-where its last checkpoint stands. What was measured goes to the pages with the device's name:
-
-    python -m experiments.pages --take build/device/latency_best/h200/results.json --profile h200
+The steps are: tests and benchmarks of the kernels; latency of a model of 8 billion parameters with the full cache and
+each system, at 32k and 128k tokens; and requests per second at equal memory. Each step runs in a separate process with
+a time limit. It writes its output to OUTPUT_DIR/NAME.log and its rows to OUTPUT_DIR/NAME/. A step that fails or exceeds
+its limit does not stop the others. `steps.jsonl` lists the finished steps; a second start runs only the others.
 """
 
 import contextlib
@@ -24,12 +21,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import pallas_kernels
-from experiments.common import results
+from experiments.common import ROOT, results, suites
 from experiments.common.options import command
-from experiments.common.processes import ROOT
 from experiments.common.resuming import Finished
 
-JOBS = ("latency_best", "latency_best_long", "throughput")  # of `experiments.all`
 LEAST = 20.0  # seconds, in which no step would get anywhere
 GRACE = 10.0  # seconds to end in, when asked to
 
@@ -63,13 +58,14 @@ def steps(directory: pathlib.Path, quick: bool) -> Iterator[Step]:
             ("-m", f"pallas_kernels.{name}.benchmark", f"--output={directory / 'kernels' / name}.json", *small),
             3.0,
         )
-    profile = "quick" if quick else "h200"
-    for job in JOBS:
-        more = (f"--profile={profile}", f"--job={job}", f"--output_dir={directory / job}")
-        yield Step(job, ("-m", "experiments.all", *more))
-    preset = "tiny" if quick else "h200"
-    more = (f"--preset={preset}", f"--output_dir={directory / 'training'}", "--resume")
-    yield Step("training", ("-m", "experiments.training.language_model", *more), float("inf"))
+    best = tuple(f"--policy={policy}" for policy in suites.SUITES["latency, best"].policies)
+    for name, module, more in (
+        ("latency_best", "latency", (*best, "--context_tokens=32768")),
+        ("latency_best_long", "latency", (*best, "--context_tokens=131072")),
+        ("throughput", "throughput", ("--context_tokens=32768", "--exact_rows=2")),
+    ):
+        flags = ("--quick", *(best if module == "latency" else ())) if quick else ("--shape=llama-3.1-8b", *more)
+        yield Step(name, ("-m", f"experiments.{module}", *flags, f"--output_dir={directory / name}"))
 
 
 def run_steps(asked: Sequence[Step], directory: pathlib.Path, minutes: float) -> dict[str, str]:

@@ -1,1 +1,5 @@
-"""What experiments share: flags and what they name, rows of results, tasks."""
+"""Code that several experiments use."""
+
+import pathlib
+
+ROOT = pathlib.Path(__file__).parents[2]  # the root of the checkout

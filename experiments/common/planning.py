@@ -12,9 +12,8 @@ from flax import nnx
 from jax.experimental import topologies
 
 import kvjax
-from experiments.common import prefill_costs, settings
+from experiments.common import ROOT, prefill_costs, settings
 from experiments.common.compiled import Collective, collectives
-from experiments.common.processes import ROOT
 from kvjax.registry import PolicyChoice
 from kvjax_models import generate, lowering
 from kvjax_models.llama import Llama, LlamaConfig

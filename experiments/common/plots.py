@@ -28,7 +28,6 @@ COLOURS = {
     "clusterkv": "#1f5fbf",
     "clusterkv_paper": "#6b9be8",
     "clusterkv_reference": "#a8c6f0",
-    "clusterkv_certified": "#0b2f66",
     "chelsea": "#d62728",
     "quest": "#12a5b8",
     "infinigen": "#0a6670",
@@ -52,7 +51,7 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def colour(label: str) -> str | None:
-    """The colour of a policy, whatever its settings ("chelsea:slope=None @ 25%"); None for what is no policy, which
+    """The colour of a policy, whatever its settings ("chelsea:joins=drop @ 25%"); None for what is no policy, which
     takes matplotlib's next one."""
     return COLOURS.get(re.split("[:@ ]", label, maxsplit=1)[0])
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from experiments.common.processes import ROOT
+from experiments.common import ROOT
 
 
 class Press(NamedTuple):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.common import answers, comparisons, results
+from experiments.common import answers, results
 from experiments.common.results import Estimate, Row
 from kvjax.budget import Budget
 from kvjax.registry import PolicyChoice
@@ -124,18 +124,3 @@ def show(rows: Sequence[Row]) -> None:
     """The tables on the terminal."""
     for table in tables(rows):
         results.print_table(table.title, table.columns, [line.cells() for line in table.lines])
-
-
-def section(rows: Sequence[Row]) -> str:
-    """The tables in Markdown."""
-    parts = []
-    for table in tables(rows):
-        lines = []
-        for line in table.lines:
-            name, *cells = line.cells()
-            name = f"*{name}*" if name.startswith("kvpress") else f"`{name}`"
-            lines.append([name, *map(comparisons.short, cells)])
-        kept = [place for place, _ in enumerate(table.columns) if any(line[place] != "-" for line in lines)]
-        columns, *lines = ([line[place] for place in kept] for line in [table.columns, *lines])
-        parts.append(f"*{table.title}*\n\n{comparisons.markdown(columns, lines)}")
-    return "\n\n".join(parts)

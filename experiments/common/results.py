@@ -196,15 +196,6 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
     return Estimate(mean, mean - below, mean + above)
 
 
-def difference_of(first: Estimate, second: Estimate) -> Estimate:
-    """Of two independent estimates, or of paired ones that do not agree by less than chance: their distances to their
-    bounds add as in `mean_of` (of shares Newcombe's method 10, 1998)."""
-    below = math.hypot(first.value - first.low, second.high - second.value)
-    above = math.hypot(first.high - first.value, second.value - second.low)
-    value = first.value - second.value
-    return Estimate(value, value - below, value + above)
-
-
 def by_setting(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Rows by policy, its settings and its budget, as `settings.label` writes them."""
     found: dict[str, list[Row]] = {}

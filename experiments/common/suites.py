@@ -33,74 +33,35 @@ SHARED = "leverage_scores:shares=(0.35,3.2,0.35,0.1)"
 SUITES = {
     # Every system as published and as this project proposes it, and every baseline.
     "all": _suite("""50% 25% |
-        exact uniform streaming_llm clustergen:variant=paper,recent=64 subgen balancekv_reference balancekv
-        chelsea:slope=None chelsea clusterkv_paper clusterkv clusterkv:cluster_tokens=16,residual=False quest infinigen
-        h2o h2o:average=True cam snapkv pyramidkv compactor expected_attention keydiff kvzip:head_floor=0.0 lagkv
-        leverage_scores leverage_scores:storage=int8 tova"""),
+        exact uniform streaming_llm clustergen:variant=paper,recent=64 subgen balancekv_reference balancekv chelsea
+        clusterkv_paper clusterkv clusterkv:cluster_tokens=16,residual=False quest infinigen h2o h2o:average=True cam
+        snapkv pyramidkv compactor expected_attention keydiff kvzip:head_floor=0.0 lagkv leverage_scores
+        leverage_scores:storage=int8 tova"""),
     "quick": _suite("50% | exact uniform streaming_llm"),
     # Variants of each system on line retrieval.
     "lines": _suite("""50% 25% |
         exact uniform streaming_llm streaming_llm:reindex=True clustergen:variant=paper,recent=64
         clustergen:variant=mean_value,recent=64 subgen subgen:variant=self_normalised balancekv_reference balancekv
-        balancekv:walk=streaming chelsea:slope=None chelsea clusterkv_paper clusterkv clusterkv:residual=False
+        balancekv:walk=streaming chelsea clusterkv_paper clusterkv clusterkv:residual=False
         clusterkv:cluster_tokens=16,residual=False quest infinigen h2o h2o:average=True cam snapkv pyramidkv"""),
     # The best variant of each system there, as runs with seeds 0 to 9 showed.
     "lines, best": _suite(
         "50% 25% | exact uniform streaming_llm clustergen:variant=paper,recent=64 subgen balancekv chelsea clusterkv"
     ),
-    "lines of SubGen's paper": _suite("""65% 58% 50% |
-        exact streaming_llm h2o clustergen:variant=paper,recent=64 clustergen:recent=64"""),
-    "needles": _suite("""25% |
-        exact balancekv_reference:needles=64 balancekv_reference uniform snapkv pyramidkv streaming_llm cam
-        chelsea:slope=None chelsea clusterkv_paper clusterkv clusterkv:cluster_tokens=16,residual=False h2o
-        h2o:average=True quest infinigen clustergen:variant=paper,recent=64 subgen balancekv"""),
-    "needle, map": _suite(f"25% | exact {SHARED} subgen balancekv chelsea clusterkv snapkv streaming_llm"),
-    "longbench": _suite("""20% 25% |
-        exact streaming_llm snapkv pyramidkv cam uniform quest infinigen clustergen:variant=paper subgen
-        balancekv_reference balancekv chelsea:slope=None chelsea clusterkv_paper clusterkv"""),
-    # Shares of layers were chosen with seed 40.
-    "peers": _suite(f"""25% |
-        exact leverage_scores {SHARED} {SHARED},storage=int8 kvzip:head_floor=0.0,shares=(0.35,3.2,0.35,0.1)@25%
-        clustergen@25% clustergen:storage=int8@25% subgen@25%"""),
-    "peers, all presses": _suite(f"""25% |
-        exact leverage_scores {SHARED} subgen {SHARED},storage=int8 kvzip:head_floor=0.0,shares=(0.35,3.2,0.35,0.1)"""),
-    # Of a bfloat16 cache's bytes twice as much. Widths were chosen with seed 40, too. Staged tokens, as many as
-    # compact_every says, are float32.
-    "few bits": _suite(f"""6.25% 3.125% |
-        exact exact:storage=int8 exact:storage=int4 exact:storage=int3 exact:storage=int2
-        {SHARED} {SHARED},storage=int8 {SHARED},storage=int4 {SHARED},storage=int3 {SHARED},storage=int2
-        exact:storage=int4,compact_every=16 exact:storage=int3,compact_every=16"""),
-    # The model of lines has two layers, and no shares of them were chosen.
-    "few bits, lines": _suite("""6.25% |
-        exact exact:storage=int8 exact:storage=int4 exact:storage=int3 exact:storage=int2
-        leverage_scores:storage=int4 leverage_scores:storage=int3 leverage_scores:storage=int2"""),
-    "few bits, decoding": _suite("""20% |
-        exact exact:storage=int8 exact:storage=int4 exact:storage=int3 exact:storage=int2 exact:storage=fp8"""),
-    "low precision": _suite("""384 |
-        exact exact:storage=int8 uniform keydiff quest clusterkv subgen chelsea clustergen balancekv"""),
     "peers, quick": _suite("50% | exact streaming_llm kvzip:head_floor=0.0"),
     "latency": _suite("""20% |
-        exact streaming_llm uniform snapkv pyramidkv cam subgen balancekv balancekv_reference chelsea
-        chelsea:slope=None clusterkv clusterkv:residual=False quest infinigen"""),
-    "latency, long": _suite("20% | streaming_llm balancekv_reference chelsea:slope=None clusterkv:residual=False"),
-    "latency, best": _suite("20% | leverage_scores subgen balancekv chelsea:slope=None clusterkv:residual=False"),
-    "latency, ungrouped": _suite("20% | cam chelsea:slope=None clusterkv:residual=False"),
-    "latency, chunks": _suite("20% | chelsea:slope=None chelsea:slope=None,chunk=4096 chelsea:slope=None,chunk=16384"),
-    "latency, host memory": _suite("""20% |
-        clusterkv:residual=False clusterkv:residual=False,host_steps=0 clusterkv:residual=False,host_steps=1
-        clusterkv:residual=False,host_steps=2"""),
-    "throughput": _suite("25% | exact leverage_scores subgen balancekv chelsea:slope=None clusterkv:residual=False"),
+        exact streaming_llm uniform snapkv pyramidkv cam subgen balancekv balancekv_reference chelsea clusterkv
+        clusterkv:residual=False quest infinigen"""),
+    # The best variant of each system, which `experiments.device` measures.
+    "latency, best": _suite("20% | leverage_scores subgen balancekv chelsea clusterkv:residual=False"),
+    "throughput": _suite("25% | exact leverage_scores subgen balancekv chelsea clusterkv:residual=False"),
     "decoding": _suite("""20% |
         exact streaming_llm uniform clustergen:variant=paper clustergen:variant=mean_value subgen balancekv chelsea
         clusterkv quest h2o snapkv"""),
-    "streaming": _suite("""2048 |
-        streaming_llm:compact_every=256 uniform:compact_every=256 subgen:compact_every=256
-        balancekv:compact_every=256"""),
     "compiled": _suite("""4096 |
         exact streaming_llm uniform clustergen:variant=paper clustergen subgen balancekv chelsea clusterkv quest
         infinigen h2o cam snapkv pyramidkv uniform:storage=int8"""),
     "pods": _suite("4096 | exact subgen balancekv chelsea clusterkv"),
-    "single layer": _suite(f"{' '.join(HALVINGS)} | uniform {STUDIED},block_size=256 balancekv_reference balancekv"),
 }
 
 # Exact attention, the four systems, and ours, as people call them: what `experiments.demo` shows.
@@ -125,8 +86,8 @@ STUDIES = {
     ),
     # Both papers' Algorithm 1, which their theorems are about.
     "theory": Study(("uniform", "subgen:variant=paper", "balancekv_paper")),
-    # As the paper has it, with the value slope, and dropping where the others take means.
-    "chelsea": Study(("uniform", "chelsea:slope=None", "chelsea", "chelsea:joins=drop"), ("25%", "12.5%")),
+    # As the paper has it, and dropping merged tokens instead of taking their means.
+    "chelsea": Study(("uniform", "chelsea", "chelsea:joins=drop"), ("25%", "12.5%")),
     # Whether clusters that are not read stay present, at equal bytes read.
     "recall": Study(
         ("clusterkv:residual=False", "clusterkv", "clusterkv:cluster_tokens=40", "quest", "uniform"),
@@ -145,7 +106,6 @@ RULES = ("share", "error")  # by which it finds heads
 class Ablation(NamedTuple):
     """Settings that differ in one choice of a system."""
 
-    system: str
     choice: str
     source: str  # where the papers vary it
     policies: tuple[str, ...]
@@ -154,58 +114,49 @@ class Ablation(NamedTuple):
 
 ABLATIONS = {
     "kept": Ablation(
-        "kept",
         "how much is kept, of every system",
         "Chelsea, Figure 4 (12.5 to 80%); BalanceKV, section 4.1 and Figure 1",
         _words(
             """exact uniform streaming_llm h2o h2o:average=True snapkv pyramidkv cam clustergen:variant=paper subgen
-            balancekv_reference balancekv chelsea:slope=None chelsea quest infinigen clusterkv_paper
-            clusterkv:residual=False clusterkv"""
+            balancekv_reference balancekv chelsea quest infinigen clusterkv_paper clusterkv:residual=False clusterkv"""
         ),
         SWEPT,
     ),
     "chelsea_chunk": Ablation(
-        "chelsea",
         "entries among which a partner is looked for; 4,096: all",
         "Chelsea, Table 4",
-        tuple(f"chelsea:slope=None,chunk={chunk}" for chunk in (16, 64, 256, 4096)),
+        tuple(f"chelsea:chunk={chunk}" for chunk in (16, 64, 256, 4096)),
     ),
     "chelsea_outlier_heads": Ablation(
-        "chelsea",
         "heads that keep everything, at equal slots: none, by the paper's rule, by the error of attention",
         "Chelsea, Tables 5 and 11",
-        ("chelsea:slope=None", *(f"chelsea:slope=None,heads={CALIBRATED}/heads_{rule}.json" for rule in RULES)),
+        ("chelsea", *(f"chelsea:heads={CALIBRATED}/heads_{rule}.json" for rule in RULES)),
         ("20%", "50%"),
     ),
     "chelsea_schedule": Ablation(
-        "chelsea",
         "the share of entries merged per step: the paper's three, constant, as many as can be",
         "Chelsea, appendix C.2",
         (
-            *(f"chelsea:slope=None,schedule={name}" for name in ("llama-2", "llama-3", "qwen")),
-            *(f"chelsea:slope=None,first={first},decay=0" for first in (0.25, 0.5)),
+            *(f"chelsea:schedule={name}" for name in ("llama-2", "llama-3", "qwen")),
+            *(f"chelsea:first={first},decay=0" for first in (0.25, 0.5)),
         ),
     ),
     "chelsea_sinks": Ablation(
-        "chelsea",
         "tokens kept from the prompt's start",
         "Chelsea, section 7.1 (16)",
-        tuple(f"chelsea:slope=None,sinks={sinks}" for sinks in (0, 4, 16, 64)),
+        tuple(f"chelsea:sinks={sinks}" for sinks in (0, 4, 16, 64)),
     ),
     "chelsea_recent": Ablation(
-        "chelsea",
         "tokens kept from the prompt's end",
         "Chelsea, section 7.1 (64)",
-        tuple(f"chelsea:slope=None,recent={recent}" for recent in (0, 16, 64, 256)),
+        tuple(f"chelsea:recent={recent}" for recent in (0, 16, 64, 256)),
     ),
     "chelsea_values": Ablation(
-        "chelsea",
-        "what stands for tokens that are merged: their means, means with a slope, one of them",
+        "merged tokens: their means, or one of them",
         "ours",
-        ("chelsea:slope=None", "chelsea", "chelsea:joins=drop"),
+        ("chelsea", "chelsea:joins=drop"),
     ),
     "balancekv_batch": Ablation(
-        "balancekv",
         "tokens that are balanced against one another, and the share of them that is kept",
         "BalanceKV, Figure 3 and appendix B.1",
         (
@@ -219,7 +170,6 @@ ABLATIONS = {
         HALVINGS,
     ),
     "balancekv_needles": Ablation(
-        "balancekv",
         "tokens unlike the others, kept whatever the walk says",
         "BalanceKV, section 4.3",
         _words("balancekv_reference balancekv_reference:needles=64 balancekv_reference:needles=64,needles_inside=True"),
@@ -227,14 +177,12 @@ ABLATIONS = {
         ("60%", "35%"),
     ),
     "clusterkv_clusters": Ablation(
-        "clusterkv",
         "tokens per cluster, against pages of 16",
         "ClusterKV, Figure 11b",
         (*(f"clusterkv:residual=False,cluster_tokens={tokens}" for tokens in (320, 160, 80, 40, 20)), "quest"),
         ("25%", "12.5%"),
     ),
     "clusterkv_selection": Ablation(
-        "clusterkv",
         "the paper's system; clusters per query head or per group of heads, those that are not read left out or means",
         "ours",
         (
@@ -248,14 +196,12 @@ ABLATIONS = {
         ("25%", "12.5%"),
     ),
     "clustergen_recent": Ablation(
-        "subgen",
         "how much of the budget is the newest tokens",
         "SubGen, section 3.2; ClusterGen, section 4.1 (the better of 2,048 and 3,072 of 5,000 to 9,000)",
         tuple(f"clustergen:variant=paper,recent={recent}" for recent in (16, 64, 256)),
         ("50%", "25%"),
     ),
     "subgen_parameters": Ablation(
-        "subgen",
         "samples per cluster, and pairs sampled by value norm",
         "SubGen, Theorem 1 (t and s)",
         (
@@ -266,14 +212,12 @@ ABLATIONS = {
         ("25%",),
     ),
     "subgen_growth": Ablation(
-        "subgen",
-        "how fast the clusters' radius grows, and whether they are spread",
+        "how fast the clusters' radius grows",
         "ours",
-        tuple(f"subgen:growth={growth},spread={spread}" for growth in (1.1, 1.02, 1.005) for spread in (True, False)),
+        tuple(f"subgen:growth={growth}" for growth in (1.1, 1.02, 1.005)),
         ("50%", "25%"),
     ),
     "streaming_llm_sinks": Ablation(
-        "subgen",
         "tokens kept from the prompt's start",
         "Chelsea, appendix C.1 (4)",
         tuple(f"streaming_llm:sinks={sinks}" for sinks in (0, 4, 16, 64)),

@@ -154,7 +154,6 @@ class Sweep:
         title: str,
         names: Sequence[str],
         make: Callable[[int], Mapping[str, evaluating.Task]],
-        metrics: Sequence[str] = ("accuracy",),
         more: Callable[[Mapping[str, Sequence[Result]], int], list[Row]] | None = None,
         **unit: Any,
     ) -> list[Row]:
@@ -172,8 +171,7 @@ class Sweep:
             for prefill, question in self.kinds():
                 answered = self.evaluate(names, made, prefill, question, context_tokens=tokens, **unit)
                 found = [row for name in names for row in self.rows(answered[name], name, tokens)]
-                for metric in metrics:
-                    tables.show(f"{title}, {tokens} tokens, prefill {prefill}, question {question}", found, metric)
+                tables.show(f"{title}, {tokens} tokens, prefill {prefill}, question {question}", found)
                 rows += found + (more(answered, tokens) if more else [])
         return rows
 

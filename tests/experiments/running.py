@@ -3,13 +3,13 @@
 import subprocess
 import sys
 
-from experiments.common import answers, footprint, processes
+from experiments.common import ROOT, answers, footprint
 
 
 def command(*arguments):
     """A command as a user types it, in a process of its own."""
     words = [sys.executable, "-m", *map(str, arguments)]
-    return subprocess.run(words, cwd=processes.ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def run(module, directory, *, quick=True, **given):

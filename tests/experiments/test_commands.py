@@ -1,11 +1,11 @@
 """Experiments that ask questions, on the shipped checkpoints and in small; one of them as a command."""
 
 import json
-import re
 
 import pytest
 
-from experiments import code_completion, decode_speed, low_precision, needle_in_haystack, perplexity, ruler
+from experiments import decode_speed, needle_in_haystack, perplexity, ruler
+from experiments.common.resuming import Finished
 from tests.experiments.running import command, run
 
 
@@ -54,13 +54,16 @@ def test_ruler_writes_rows_and_skips_what_is_done(tmp_path):
     assert uniform["policy"].items() >= {"class": "Uniform", "recent": 16, "sinks": 4}.items()
     assert uniform["budget"] == "50%"
     # What is done is taken as it stands.
-    (tmp_path / "ruler.jsonl").write_text(re.sub(r'"accuracy": \[[^]]*\]', '"accuracy": [0.5, 0.0, 0.0, 0.0]', units))
+    finished = Finished(tmp_path / "ruler.jsonl")
+    for unit in (exact, uniform):
+        finished.add(unit, finished[unit] | {"scores": {"accuracy": [0.5, 0.0, 0.0, 0.0]}})
+    del finished  # releases the file's lock
     again = run(ruler, tmp_path, **given)
     assert {row["value"] for row in again if row["metric"] == "accuracy"} == {0.125}
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("module", [needle_in_haystack, code_completion, perplexity])
+@pytest.mark.parametrize("module", [needle_in_haystack, perplexity])
 def test_experiments_run_on_the_shipped_checkpoint(module, tmp_path):
     rows = run(module, tmp_path)
     assert {row["policy"] for row in rows} == {"exact", "uniform", "streaming_llm"}
@@ -69,13 +72,3 @@ def test_experiments_run_on_the_shipped_checkpoint(module, tmp_path):
         ratios = [row for row in rows if row["metric"] == "perplexity_ratio" and row["first_token"] == 1]
         # Nothing is left out of an accumulating text's first tokens.
         assert ratios and all(row["value"] == pytest.approx(1, abs=1e-3) for row in ratios if row["end_token"] == 64)
-
-
-@pytest.mark.heavy
-def test_low_precision_sets_bfloat16_beside_float32(tmp_path):
-    rows = run(low_precision, tmp_path)
-    found = {(row["policy"], row["metric"]): row["value"] for row in rows}
-    assert {policy for policy, _ in found} == {"exact", "uniform"}
-    for policy in ("exact", "uniform"):
-        assert 0 < found[policy, "mean_difference"] < 0.1 < 10 * found[policy, "largest_difference"]
-        assert abs(found[policy, "float32"] - found[policy, "bfloat16"]) <= found[policy, "mean_difference"]

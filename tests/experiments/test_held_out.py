@@ -1,67 +1,9 @@
-"""What is asked of held-out packages: next lines of code, and long texts."""
+"""Long texts: stretches of held-out packages, and books."""
 
-import re
-
-import numpy as np
 import pytest
 
 from experiments.common import sources
-from experiments.common.tasks import code_completion, long_texts
-
-
-def token_length(text):
-    return len(re.findall(r"\w+|[^\w\s]|\n", text))
-
-
-def make(task, template="plain", seed=0, tokens=1200):
-    return code_completion.generate(task, template, np.random.default_rng(seed), token_length, tokens)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_line_of_a_file_follows_its_prompt(seed):
-    problem = make("file", seed=seed)
-    header, text = problem.prompt.split("\n", 1)
-    file = next(file for file in sources.documents(held_out=True) if header == f"# Path: {file.path}")
-    assert text + problem.answers[0] + "\n" in file.text
-    assert problem.question.count("\n") == 1
-    assert 1000 < token_length(problem.prompt) + problem.answer_tokens <= 1200
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_line_in_a_repository_uses_a_definition_that_is_shown(seed):
-    problem = make("repository", seed=seed)
-    path = problem.question.split("\n")[0].removeprefix("# Path: ")
-    file = next(file for file in sources.documents(held_out=True) if file.path == path)
-    assert "\n".join(problem.question.split("\n")[-4:]) + problem.answers[0] in file.text
-    defined = set(re.findall(r"^(?:async def|def|class) (\w+)", problem.context, re.MULTILINE))
-    assert defined & set(re.findall(r"\w+", problem.answers[0]))
-    # It stands in another file of the same package.
-    shown = set(re.findall(r"^# Path: (.+)$", problem.context, re.MULTILINE))
-    assert path not in shown and {name.split("/")[0] for name in shown} == {path.split("/")[0]}
-    assert token_length(problem.prompt) + problem.answer_tokens <= 1200
-
-
-@pytest.mark.parametrize("targets", [code_completion.repository_targets, lambda: code_completion.file_targets(5000)])
-def test_longbench_puts_its_words_around_the_same_code(targets):
-    target = targets()[7]
-    plain, framed = (code_completion.problem(target, template, 0, 5) for template in code_completion.TEMPLATES)
-    assert framed.prompt == f"Please complete the code given below. \n{plain.prompt}Next line of code:\n"
-    assert framed.answers == plain.answers
-
-
-def test_an_exact_match_is_of_the_first_line_of_code():
-    assert code_completion.exact_match("\n# so\n  return x\nmore", "return x") == 1
-    assert code_completion.exact_match("return y", "return x") == 0
-    assert code_completion.exact_match("", "return x") == 0
-
-
-def test_what_cannot_be_made_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match="class, plain: tasks are file, repository, templates plain, longbench"):
-        make("class")
-    few = code_completion.repository_targets()[:5]
-    monkeypatch.setattr(code_completion, "repository_targets", lambda: few)
-    with pytest.raises(ValueError, match="tokens=70: none of 5 lines"):
-        make("repository", tokens=70)
+from experiments.common.tasks import long_texts
 
 
 class Words:
@@ -74,7 +16,7 @@ class Words:
 
 
 def test_long_texts_do_not_overlap_and_follow_the_seed():
-    whole = [token for name in sources.HELD_OUT for token in Words().encode(sources.repository(name), add_bos=False)]
+    whole = [token for name in sources.PACKAGES for token in Words().encode(sources.repository(name), add_bos=False)]
     texts = long_texts.held_out(Words(), 1001, 20, seed=0)
     begins = []
     for text in texts:

@@ -1,25 +1,14 @@
-import itertools
+"""Documents of line retrieval, and how answers are read."""
 
 import numpy as np
 import pytest
-import tokenizers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from experiments.common.tasks import line_retrieval, line_tokenizer
+from experiments.common import settings
+from experiments.common.options import LINES_CHECKPOINT
+from experiments.common.tasks import line_retrieval
+from kvjax_models import tokenizer
 
-# Hypothesis and fixtures do not mix well: the tokenizer is built once for both.
-_TOKENIZER = line_tokenizer.build()
-
-
-@pytest.fixture
-def tokenizer() -> tokenizers.Tokenizer:
-    return _TOKENIZER
-
-
-@pytest.fixture
-def encoder(tokenizer) -> line_tokenizer.LineEncoder:
-    return line_tokenizer.LineEncoder(tokenizer)
+TOKENS_PER_LINE = 7  # of the checkpoint's tokenizer, at most
 
 
 def test_document_reads_as_published():
@@ -55,13 +44,15 @@ def test_seeds_give_different_documents_and_the_same_ones_again():
 
 
 @pytest.mark.parametrize("tokens", [40, 512, 2048])
-def test_generated_length_is_reached_by_the_last_line(tokenizer, tokens):
+def test_generated_length_is_reached_by_the_last_line(tokens):
+    loaded = tokenizer.load(settings.model_directory(LINES_CHECKPOINT))
+
     def length(text: str) -> int:
-        return len(tokenizer.encode(text).ids)
+        return len(loaded.encode(text))
 
     for seed in range(5):
         document = line_retrieval.generate_for_tokens(np.random.default_rng(seed), length, tokens)
-        assert tokens <= length(document.context + document.question) <= tokens + line_tokenizer.TOKENS_PER_LINE
+        assert tokens <= length(document.context + document.question) <= tokens + TOKENS_PER_LINE
 
 
 @pytest.mark.parametrize(
@@ -70,51 +61,3 @@ def test_generated_length_is_reached_by_the_last_line(tokenizer, tokens):
 )
 def test_parse_answer_takes_the_first_run_of_digits(text, answer):
     assert line_retrieval.parse_answer(text) == answer
-
-
-@settings(deadline=None)
-@given(st.text())
-def test_tokenizer_round_trips_any_text(text):
-    tokenizer = _TOKENIZER
-    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
-
-
-@pytest.mark.parametrize(
-    ("number", "groups"),
-    [
-        ("7", ["7"]),
-        ("042", ["042"]),
-        ("12345", ["12", "345"]),
-        ("1000", ["1", "000"]),
-        ("1234567", ["1", "234", "567"]),
-    ],
-)
-def test_numbers_split_into_groups_of_three_from_the_right(tokenizer, number, groups):
-    assert tokenizer.encode(f"<{number}>\n", add_special_tokens=False).tokens[1:-1] == groups
-
-
-def test_a_word_of_the_task_is_one_token(tokenizer):
-    encoding = tokenizer.encode("line torpid-kid: REGISTER_CONTENT is <24169>\n", add_special_tokens=False)
-    assert len(encoding.ids) == line_tokenizer.TOKENS_PER_LINE
-
-
-@pytest.mark.parametrize("numbers", [(1, 999, 1000, 50_000), (10_000, 12, 1001, 7007)])
-def test_arrays_equal_the_encoded_text(tokenizer, encoder, numbers):
-    drawn = line_retrieval.draw_lines(np.random.default_rng(3), 4)
-    lines = line_retrieval.Lines(drawn.adjectives, drawn.nouns, np.array(numbers))
-    asked = np.array([2, 0, 3, 1, 2])
-    document = line_retrieval.document(lines, asked=0)
-    turns = (document.ask(int(line)) for line in asked)
-    text = document.context + "".join(f"{turn.question}{turn.answer}{line_tokenizer.EOS}" for turn in turns)
-    conversation = encoder.conversation(lines, asked)
-    np.testing.assert_array_equal(conversation.tokens, tokenizer.encode(text).ids)
-    answers = itertools.chain.from_iterable(
-        tokenizer.encode(f"{numbers[line]}{line_tokenizer.EOS}", add_special_tokens=False).ids for line in asked
-    )
-    assert conversation.tokens[conversation.is_answer].tolist() == list(answers)
-
-
-def test_encoder_refuses_another_tokenizer():
-    other = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
-    with pytest.raises(ValueError, match="splits a word of the task"):
-        line_tokenizer.LineEncoder(other)

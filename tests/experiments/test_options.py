@@ -8,13 +8,13 @@ import re
 import pytest
 
 from experiments import line_retrieval, ruler
-from experiments.common import jobs, options, suites
-from experiments.common.processes import ROOT
+from experiments.common import ROOT, options, suites
 from kvjax.registry import POLICIES
 
-EXPERIMENTS = {job.experiment: job.of for job in jobs.JOBS.values()}
-# The list of what is run, and what the page shows of it: the papers' orders, columns of a table.
-DATA = {"suites.py", "papers.py", "task_tables.py"}
+# These have no `EXPERIMENT`: they show results, or run other commands.
+OTHERS = {"__init__", "demo", "device"}
+MODULES = sorted({path.stem for path in (ROOT / "experiments").glob("*.py")} - OTHERS)
+EXPERIMENTS = {name: importlib.import_module(f"experiments.{name}").EXPERIMENT for name in MODULES}
 
 
 def test_flags_repeat_and_take_the_default_s_place():
@@ -51,8 +51,12 @@ def test_every_option_says_what_it_is(name, capsys):
 
 
 def test_experiments_have_the_names_of_their_modules():
-    for name, experiment in EXPERIMENTS.items():
-        assert importlib.import_module(f"experiments.{name}").EXPERIMENT is experiment
+    assert {name: experiment.name for name, experiment in EXPERIMENTS.items()} == {name: name for name in MODULES}
+
+
+def test_the_guide_names_every_module():
+    guide = (ROOT / "experiments" / "README.md").read_text(encoding="utf-8")
+    assert {*MODULES, *OTHERS} - {"__init__"} == set(re.findall(r"^\| `(\w+)`", guide, flags=re.MULTILINE))
 
 
 def policies_in(node):
@@ -70,5 +74,4 @@ def test_lists_of_policies_stand_in_one_place():
     for path in sorted((ROOT / "experiments").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         found += [f"{path.name}:{node.lineno}" for node in ast.walk(tree) if policies_in(node) >= 3]
-    assert {place.partition(":")[0] for place in found} <= DATA
-    assert any(place.startswith("suites.py") for place in found)
+    assert {place.partition(":")[0] for place in found} == {"suites.py"}

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from experiments import calibrate_layers, peers
+from experiments import peers
 from experiments.common import answers, evaluating, presses, ranking, settings
 from experiments.common.named_tasks import make_task
 from experiments.common.options import LANGUAGE_CHECKPOINT, Run
@@ -65,7 +65,6 @@ def test_presses_and_policies_stand_in_one_table(stub, tmp_path, monkeypatch, ca
     assert [line.name for line in own.lines] == ["exact", "uniform", "h2o", "kvpress KVzip", "kvpress SnapKV"]
     assert with_best.title == "25% of all, question unseen, 4 documents per task"
     assert with_best.best == "kvpress SnapKV" and with_best.lines[-1].to_best is None
-    assert "*kvpress KVzip*" in ranking.section([from_flat(row) for row in rows])
     # A second run asks nobody.
     stub.write_text("#!/bin/false\n")
     assert run(peers, tmp_path, quick=False, **given) == rows
@@ -94,14 +93,6 @@ def test_budgets_that_are_no_share_are_refused(stub, tmp_path):
 def test_a_process_that_ends_is_said(tmp_path):
     with pytest.raises(RuntimeError, match="/bin/false .* ended; it must be able to import kvpress"):
         presses.Presses("/bin/false", tmp_path).answer("KVzip", 10, [([1, 2], [3])], 4)
-
-
-def test_layers_share_what_the_largest_scores_of_all_leave_them():
-    scores = np.zeros((3, 2, 50))
-    scores[0, :, :40], scores[1, 0, :20] = 2.0, 1.0
-    scores += np.random.default_rng(0).uniform(0, 1e-3, scores.shape)
-    np.testing.assert_allclose(calibrate_layers.shares_of(scores, 1 / 3), [2.4, 0.6, 0.0])
-    np.testing.assert_allclose(calibrate_layers.shares_of(scores, 0.1), [3.0, 0.0, 0.0])
 
 
 def test_every_press_is_compared_or_left_out_with_a_reason():

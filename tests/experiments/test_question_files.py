@@ -1,4 +1,4 @@
-"""RULER's question answering and LongBench v2, from small files of the published forms."""
+"""RULER's question answering, from small files of the published forms."""
 
 import json
 import re
@@ -6,10 +6,9 @@ import re
 import numpy as np
 import pytest
 
-from experiments import longbench_v2 as longbench_v2_experiment
-from experiments import ruler as ruler_experiment
+from experiments import ruler
 from experiments.common import evaluating
-from experiments.common.tasks import longbench_v2, ruler_questions
+from experiments.common.tasks import ruler_questions
 from tests.experiments.running import answering, run
 
 SQUAD = {
@@ -45,10 +44,6 @@ HOTPOTQA = [
     }
     for number in range(5)
 ]
-ENTRY = {
-    "context": " A text about {x}. ", "question": "What is it about?", "choice_A": "a", "choice_B": "b ",
-    "choice_C": "c", "choice_D": "d", "answer": "B", "difficulty": "easy", "length": "short",
-}  # fmt: skip
 
 
 def token_length(text):
@@ -130,51 +125,11 @@ def test_files_that_are_not_the_data_set_are_refused(text, message, tmp_path):
         ruler_questions.read_squad(path)
 
 
-def test_longbench_v2_asks_and_scores_as_published(tmp_path):
-    path = tmp_path / "data.json"
-    path.write_text(json.dumps([ENTRY]))
-    [example] = longbench_v2.read(path)
-    assert example.problem.prompt == (
-        "Please read the following text and answer the question below.\n\n<text>\nA text about {x}.\n</text>\n\nWhat "
-        "is the correct answer to this question: What is it about?\nChoices:\n(A) a\n(B) b\n(C) c\n(D) d\n\nFormat "
-        'your response as follows: "The correct answer is (insert answer here)".'
-    )
-    assert "{x}" in example.problem.context and "What is it about" in example.problem.question
-    for said, right in (
-        ("The correct answer is (B).", 1), ("**The correct answer is B**", 1), ("The correct answer is (A)", 0),
-        ("B", 0), ("", 0), ("The correct answer is (insert answer here)", 0),
-    ):  # fmt: skip
-        assert example.score(said) == right
-    for broken, message in (
-        ("{}", "must hold a list"),
-        ("[3]", "question 1 lacks all"),
-        (json.dumps([ENTRY | {"choice_C": None}]), "data.json, question 1 lacks choice_C"),
-        (json.dumps([ENTRY, ENTRY | {"answer": "E"}]), "question 2: answer='E'; known: A, B, C, D"),
-        (json.dumps([ENTRY | {"length": "huge"}]), "length='huge'; known: short, medium, long"),
-    ):
-        path.write_text(broken)
-        with pytest.raises(ValueError, match=message):
-            longbench_v2.read(path)
-    with pytest.raises(ValueError, match=r"is not there: it is data\.json of https"):
-        longbench_v2.read(tmp_path / "none.json")
-
-
-def test_both_experiments_give_rows(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluating.Evaluator, "evaluate", answering("The correct answer is (B) of Author 1900"))
+def test_questions_of_files_give_rows(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluating.Evaluator, "evaluate", answering("Author 1900"))
     given = {"policy": ("exact", "uniform:recent=16"), "budget": ("80%",)}
-    path = tmp_path / "data.json"
-    path.write_text(json.dumps([ENTRY, ENTRY | {"answer": "C", "difficulty": "hard"}]))
-    rows = run(longbench_v2_experiment, tmp_path, data=str(path), max_prompt=200, **given)
-    found = {
-        (row.get("difficulty_class"), row.get("length_class")): (row["value"], row["n"])
-        for row in rows
-        if row["policy"] == "uniform" and row["metric"] == "score"
-    }
-    assert found == {(None, None): (0.5, 2), ("easy", None): (1, 1), ("hard", None): (0, 1), (None, "short"): (0.5, 2)}
     asked = {"task": ("qa_1", "qa_2"), "documents": 3, "context_tokens": (900,)}
-    rows = run(ruler_experiment, tmp_path, **asked, squad=str(files["qa_1"]), hotpotqa=str(files["qa_2"]), **given)
+    rows = run(ruler, tmp_path, **asked, squad=str(files["qa_1"]), hotpotqa=str(files["qa_2"]), **given)
     assert {row["task"] for row in rows} == {"qa_1", "qa_2"}
     with pytest.raises(ValueError, match="task qa_1 asks the questions of a file: --squad=FILE is needed"):
-        run(ruler_experiment, tmp_path, **asked, **given)
-    with pytest.raises(ValueError, match="--data=FILE is needed"):
-        run(longbench_v2_experiment, tmp_path, **given)
+        run(ruler, tmp_path, **asked, **given)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments import discrepancy, stream_geometry, stream_structures, subgen_rates
+from experiments import discrepancy, stream_structures, subgen_rates
 from tests.experiments.running import run, select
 
 
@@ -35,23 +35,6 @@ def test_subgens_errors_fall_with_the_root_of_their_samples(tmp_path):
     for row in slopes:
         assert row["value"] == pytest.approx(-0.5, abs=0.05), row
         assert row["ci95_high"] - row["ci95_low"] < 0.2, row
-
-
-@pytest.mark.heavy
-def test_geometry_of_streams(tmp_path):
-    rows = run(stream_geometry, tmp_path)
-    for part in ("growth", "norms"):
-        assert (tmp_path / f"stream_geometry_{part}.png").stat().st_size > 3_000
-    slopes = {(row["stream"], row["delta_share"]): row["value"] for row in select(rows, metric="clusters_slope")}
-    assert slopes["iid", 0.5] == pytest.approx(1)
-    assert slopes["tight", 0.5] == pytest.approx(0, abs=0.05)
-    [tight] = select(rows, metric="clusters", stream="tight", delta_share=0.5, context_tokens=1024)
-    assert tight["value"] == 64
-    ranks = {row["stream"]: row["value"] for row in select(rows, metric="effective_rank", norm=4.0)}
-    assert ranks["index"] < ranks["drift"] < ranks["iid"]
-    norms = select(rows, metric="key_norm", layer=1, kv_head=1)
-    assert len(norms) == 16
-    assert all(5 < row["value"] < 50 for row in norms)
 
 
 @pytest.mark.heavy

@@ -1,10 +1,10 @@
-"""Needles, code completion and LongBench: what they write, in small."""
+"""Needles and LongBench: what they write, in small."""
 
 import json
 
 import pytest
 
-from experiments import code_completion, longbench, needle_in_haystack
+from experiments import longbench, needle_in_haystack
 from experiments.common import evaluating
 from tests.experiments.running import answering, run
 
@@ -35,18 +35,6 @@ def test_a_needle_has_rows_by_depth(unanswered):
     }
     assert all(row["n"] == (2 if "depth" in row else 6) for row in cells)
     assert all(row["value"] == (0.25 if row["task"] == "kamradt" else 0) for row in cells)
-
-
-def test_code_is_completed_in_both_roles(unanswered):
-    rows = unanswered(code_completion, "return x", documents=2, task=("file", "repository"), context_tokens=(4000,))
-    metrics = {"edit_similarity", "exact_match"}
-    assert {(row["task"], row["policy"], row["metric"]) for row in rows} == {
-        (task, policy, f"{metric}{kind}")
-        for task in ("file", "repository")
-        for metric in metrics
-        for policy, kind in (("exact", ""), ("uniform", ""), ("uniform", "_difference"))
-    }
-    assert all(row["n"] == 2 and -1 <= row["value"] <= 1 for row in rows)
 
 
 def test_longbench_reads_files_of_the_published_form(unanswered, tmp_path):

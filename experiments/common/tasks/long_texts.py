@@ -18,9 +18,7 @@ def held_out(tokenizer: Tokenizer, tokens: int, count: int, seed: int) -> list[l
         ValueError: where there are not so many.
     """
     whole = [
-        token
-        for package in sources.packages(held_out=True)
-        for token in tokenizer.encode(sources.repository(package), add_bos=False)
+        token for package in sources.PACKAGES for token in tokenizer.encode(sources.repository(package), add_bos=False)
     ]
     fresh = tokens - len(tokenizer.prefix)
     stretches = len(whole) // fresh

@@ -1,4 +1,4 @@
-"""Experiments on keys and heads, as commands in small, and what they must show."""
+"""The calibration of heads, and the texts that it reads."""
 
 import json
 
@@ -6,47 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import calibrate_heads, clusterability, key_similarity
+from experiments import calibrate_heads
 from experiments.common import corpora, settings
 from experiments.common.options import Run
 from kvjax import rope
 from kvjax.combinators.head_choice import HeadChoice
 from tests.experiments.running import run, select
-
-
-def test_mean_cosines_are_those_of_all_pairs():
-    keys = key_similarity.unit(np.random.default_rng(0).normal(size=(2, 30, 4)))
-    found = key_similarity.mean_cosines(keys, 10)
-    for distance in range(1, 11):
-        pairs = [(keys[:, i] * keys[:, i + distance]).sum(-1) for i in range(30 - distance)]
-        np.testing.assert_allclose(found[:, distance - 1], np.mean(pairs, axis=0), atol=1e-12)
-
-
-def test_keys_are_more_alike_when_near(tmp_path):
-    rows = run(key_similarity, tmp_path)
-    for part in ("maps", "distance"):
-        assert (tmp_path / f"key_similarity_{part}.png").stat().st_size > 3_000
-    for layer in (0, 1):
-        for head in (0, 1):
-            at = {row["distance"]: row["value"] for row in select(rows, metric="cosine", layer=layer, kv_head=head)}
-            assert at[1] > at[2] > at[64]
-    costs = {row["variant"]: row["value"] for row in select(rows, metric="matching_operations")}
-    assert costs["all pairs"] == 4 * costs["bipartite"] == 16 * costs["chunked"]  # 1,024 tokens in chunks of 256
-    assert all(row["value"] > 0 for row in select(rows, metric="matching_seconds"))
-    assert all(0 <= row["value"] <= 1 for row in select(rows, metric="share_without_edge"))
-
-
-@pytest.mark.heavy
-def test_clusterability(tmp_path):
-    rows = run(clusterability, tmp_path)
-    for part in ("maps", "radius"):
-        assert (tmp_path / f"clusterability_{part}.png").stat().st_size > 3_000
-    radii = select(rows, metric="k_center_radius_share", part="keys", layer=0)
-    assert [row["value"] for row in radii] == sorted((row["value"] for row in radii), reverse=True)
-    assert radii[0]["value"] == 1
-    for row in select(rows, metric="query_norm"):
-        [largest] = select(rows, metric="largest_query_norm", layer=row["layer"])
-        assert 0 < row["value"] < largest["value"]
 
 
 def test_keys_are_turned_back_to_where_they_were():

@@ -1,1 +1,0 @@
-"""Training of the shipped checkpoints: `python -m experiments.training.lines` and `.language_model`."""
