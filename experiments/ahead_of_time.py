@@ -38,9 +38,11 @@ from experiments.common.compiled import large_outputs, launches
 from experiments.common.compilers import prepare_compiler
 from experiments.common.options import Experiment, Policies, each
 from experiments.common.results import Row
-from kvjax.budget import readable_bytes
-from kvjax_models import generate, lowering, prefill
-from kvjax_models.llama import Llama, LlamaConfig
+from kvjax.budget import format_bytes
+from kvjax_models.generation import lowering, prefill
+from kvjax_models.generation.generator import Generator, cache_specs
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
 
 NAME = "ahead_of_time"
 # The smallest topology of each kind.
@@ -169,10 +171,10 @@ def decoding_programs(options: Options, sharding: jax.sharding.Sharding) -> Iter
     for model in models(options):
         head_dim = model.config.head_dim
         for setting in settings.settings(options.policy, options.budget):
-            sizes: dict[str, Any] = {"batch": options.batch, "max_prompt": options.context_tokens, "max_new": 512}
-            spec = generate.cache_specs(model, **sizes)[0]
-            generator = generate.Generator(model, settings.fitted(setting, spec, options.context_tokens), **sizes)
-            state = jax.eval_shape(generator.start)
+            sizes: dict[str, Any] = {"batch": options.batch, "max_prompt_tokens": options.context_tokens, "max_new_tokens": 512}
+            spec = cache_specs(model, **sizes)[0]
+            generator = Generator(model, settings.fitted(setting, spec, options.context_tokens), **sizes)
+            state = jax.eval_shape(generator.init_state)
             largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.layers[0]))
             yield Program(
                 f"{settings.label(setting)} D={head_dim}, {options.layers} layers",
@@ -256,7 +258,7 @@ def fault(program: Program, text: str, kernels: int, temporaries: int) -> str | 
         named = ", ".join(f"{one.name} {list(one.shape)}" for one in copies[:3])
         return f"{len(copies)} copies of a cache, such as {named}"
     if temporaries >= program.cache * program.kernels:
-        return f"temporaries as large as the caches, each {readable_bytes(program.cache)}"
+        return f"temporaries as large as the caches, each {format_bytes(program.cache)}"
     return None
 
 

@@ -31,7 +31,7 @@ from experiments.common.options import Experiment, Policies, each, one_of
 from experiments.common.results import Row
 from kvjax.policy import Policy
 from kvjax.registry import POLICIES, PolicyChoice
-from kvjax_models.prefill import asked_queries
+from kvjax_models.generation.prefill import num_prompt_queries
 
 NAME = "attention_error"
 # The paper's study keeps the first and the newest 256 of about 16k tokens: as many tokens per kept one are kept here.
@@ -75,13 +75,13 @@ def run(options: Options) -> list[Row]:
     """The rows of every case and setting."""
     study = suites.STUDIES[options.study]
     rows: list[Row] = []
-    drawn = cases.cases(options, options.norm or study.norms, prompt_queries=True)
-    spec = lambda case: cases.spec_of(case.drawn, case.layer or 0, case.layers)  # noqa: E731
-    for of_spec, alike in itertools.groupby(drawn, spec):
+    row_randomness = cases.cases(options, options.norm or study.norms, prompt_queries=True)
+    spec = lambda case: cases.spec_of(case.row_randomness, case.layer or 0, case.layers)  # noqa: E731
+    for of_spec, alike in itertools.groupby(row_randomness, spec):
         for case in alike:
             fixed = 0 if case.layer is None else options.recorded_tokens // RECORDED_TOKENS_PER_FIXED
             measured = measure(case, of_spec, options.chosen(), fixed, options.seed)
-            rank = float(np.mean([streams.effective_rank(keys) for keys in case.drawn.keys[0].swapaxes(0, 1)]))
+            rank = float(np.mean([streams.effective_rank(keys) for keys in case.row_randomness.keys[0].swapaxes(0, 1)]))
             of_case = {
                 case.where: case.number,
                 "sinks_and_recent": fixed,
@@ -111,9 +111,9 @@ def measure(
     Args:
         fixed: sinks, and as many recent tokens, that every policy keeps which can.
     """
-    drawn = case.drawn
-    exact = streams.exact_attention(drawn)
-    keys, values, queries = (jnp.asarray(part) for part in (drawn.keys, drawn.values, drawn.queries))
+    row_randomness = case.row_randomness
+    exact = streams.exact_attention(row_randomness)
+    keys, values, queries = (jnp.asarray(part) for part in (row_randomness.keys, row_randomness.values, row_randomness.queries))
     row_keys = jax.vmap(jax.random.key)(seed + jnp.arange(spec.batch))
     of_case = []
     for setting in tqdm(chosen, desc=str(case), leave=False):
@@ -121,11 +121,11 @@ def measure(
             policy = build(setting, spec, fixed)
             compress, attend = programs(policy, spec, queries.shape[1])
             asked = None
-            if count := asked_queries(policy, spec.max_prompt):
-                assert drawn.prompt_queries is not None
-                asked = jnp.asarray(drawn.prompt_queries[:, -count:])
+            if count := num_prompt_queries(policy, spec.max_prompt_tokens):
+                assert row_randomness.prompt_queries is not None
+                asked = jnp.asarray(row_randomness.prompt_queries[:, -count:])
             seconds, cache = speed.timed(compress, row_keys, keys, values, asked)
-            kvjax.check(cache)
+            kvjax.raise_faults(cache)
         except ValueError as error:
             settings.tell_left_out(setting, error)
             continue
@@ -141,7 +141,7 @@ def measure(
                 device_bytes=device // spec.batch,
                 read_bytes=read // spec.batch,
                 counted_bytes=counted // spec.batch,
-                fraction=counted / (spec.batch * spec.exact_bytes(spec.max_prompt)),
+                fraction=counted / (spec.batch * spec.full_cache_bytes(spec.max_prompt_tokens)),
             )
         )
     return of_case
@@ -153,7 +153,7 @@ def build(setting: PolicyChoice, spec: kvjax.CacheSpec, fixed: int) -> Policy:
     Remembered for the norms of a stream, which share a spec: finding it takes up to seconds."""
     accepted = POLICIES[setting.name].__dataclass_fields__  # type: ignore[attr-defined]
     given = {name: str(fixed) for name in ("sinks", "recent") if name in accepted} | dict(setting.settings)
-    return dataclasses.replace(setting, settings=tuple(given.items())).fit(spec, spec.max_prompt)
+    return dataclasses.replace(setting, settings=tuple(given.items())).fit(spec, spec.max_prompt_tokens)
 
 
 @functools.cache
@@ -161,20 +161,20 @@ def programs(policy: Policy, spec: kvjax.CacheSpec, queries: int) -> tuple[Any, 
     """Compiled: (row keys, keys, values, the prompt's last queries or None) to the compressed cache, and (cache,
     queries) to what they attend to."""
     row_keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), spec.batch))
-    shown = asked_queries(policy, spec.max_prompt)
+    shown = num_prompt_queries(policy, spec.max_prompt_tokens)
     tokens, asked, last = (
         jax.ShapeDtypeStruct((spec.batch, count, heads, spec.head_dim), spec.dtype)
-        for count, heads in ((spec.max_prompt, spec.kv_heads), (queries, spec.query_heads), (shown, spec.query_heads))
+        for count, heads in ((spec.max_prompt_tokens, spec.kv_heads), (queries, spec.query_heads), (shown, spec.query_heads))
     )
 
     @jax.jit
     def compress(row_keys, keys, values, queries):
-        lengths = jnp.full(spec.batch, spec.max_prompt, jnp.int32)
+        lengths = jnp.full(spec.batch, spec.max_prompt_tokens, jnp.int32)
         return kvjax.prefill(kvjax.init(policy, spec, row_keys), keys, values, lengths, queries)[0]
 
     @jax.jit
     def attend(cache, query):
-        return kvjax.output(kvjax.attend(cache, query))
+        return kvjax.normalize(kvjax.attend(cache, query))
 
     given = (row_keys, tokens, tokens, last if shown else None)
     cache = jax.eval_shape(compress, *given)

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+from kvjax.combinators.head_choice import HeadChoice
 from scipy import stats
 from tqdm import tqdm
 
@@ -31,9 +32,8 @@ from experiments.common.cases import spec_of
 from experiments.common.options import Experiment, Run, each
 from experiments.common.results import Row
 from experiments.common.suites import RULES
-from kvjax.combinators.head_choice import HeadChoice
-from kvjax_models.llama import Llama
-from kvjax_models.tokenizer import Tokenizer
+from kvjax_models.formats.tokenizer import Tokenizer
+from kvjax_models.model.llama import Llama
 from pallas_kernels.soft_match import soft_match
 
 NAME = "calibrate_heads"
@@ -108,11 +108,11 @@ def measure(options: Options, model: Llama, tokenizer: Tokenizer, corpus: str, s
     shares: list[np.ndarray] = []
     errors: dict[Literal["mean", "drop"], list[np.ndarray]] = {"mean": [], "drop": []}
     layers = read(options, model, tokenizer, corpus, seeds)
-    for _, drawn in tqdm(layers, total=model.config.layers, desc=corpus, leave=False):
-        middle = jnp.asarray(drawn.keys[:, SINKS : options.tokens - RECENT].swapaxes(1, 2))
+    for _, row_randomness in tqdm(layers, total=model.config.layers, desc=corpus, leave=False):
+        middle = jnp.asarray(row_randomness.keys[:, SINKS : options.tokens - RECENT].swapaxes(1, 2))
         shares.append(np.asarray(without_edge(middle, options.threshold)))
         for joins, of in errors.items():
-            of.append(head_errors(options.policy(joins), spec_of(drawn), drawn))
+            of.append(head_errors(options.policy(joins), spec_of(row_randomness), row_randomness))
     stack = lambda layers: np.stack(layers, axis=1)  # noqa: E731
     return Measured(stack(shares), {joins: stack(of) for joins, of in errors.items()})
 
@@ -129,11 +129,11 @@ def without_edge(keys: Float[Array, "R H_kv n D"], threshold: float) -> Float[Ar
     return jax.vmap(jax.vmap(share))(keys)
 
 
-def head_errors(policy: kvjax.Chelsea, spec: kvjax.CacheSpec, drawn: streams.Streams) -> Float[np.ndarray, "R H_kv"]:
+def head_errors(policy: kvjax.Chelsea, spec: kvjax.CacheSpec, row_randomness: streams.Streams) -> Float[np.ndarray, "R H_kv"]:
     """|z - Attn| / |Attn| of every kv head, its mean over queries and over the query heads that read it."""
-    given = (jnp.asarray(x) for x in (drawn.keys, drawn.values, drawn.queries))
+    given = (jnp.asarray(x) for x in (row_randomness.keys, row_randomness.values, row_randomness.queries))
     attended = np.asarray(compressed(policy, spec, *given), np.float64)
-    exact = streams.exact_attention(drawn)
+    exact = streams.exact_attention(row_randomness)
     error = np.linalg.norm(attended - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
     return error.reshape(*error.shape[:2], spec.kv_heads, -1).mean(axis=(1, 3))
 
@@ -142,9 +142,9 @@ def head_errors(policy: kvjax.Chelsea, spec: kvjax.CacheSpec, drawn: streams.Str
 def compressed(policy, spec, keys, values, queries):
     """What attention to the queries gives once keys and values are compressed."""
     row_keys = jax.random.split(jax.random.key(0), spec.batch)
-    lengths = jnp.full(spec.batch, spec.max_prompt, jnp.int32)
+    lengths = jnp.full(spec.batch, spec.max_prompt_tokens, jnp.int32)
     cache, _ = kvjax.prefill(kvjax.init(policy, spec, row_keys), keys, values, lengths)
-    return kvjax.output(kvjax.attend(cache, queries))
+    return kvjax.normalize(kvjax.attend(cache, queries))
 
 
 def choose(options: Options, found: Sequence[Measured], rule: str) -> HeadChoice:
@@ -215,11 +215,11 @@ def effect(
     choices: dict[str, HeadChoice | None] = {"none": None, **chosen}
     choices["dropping alone"] = dataclasses.replace(chosen["error"], full=())
     errors: dict[str, list[np.ndarray]] = {name: [] for name in choices}
-    for layer, drawn in read(options, model, tokenizer, corpus, seeds):
+    for layer, row_randomness in read(options, model, tokenizer, corpus, seeds):
         for name, choice in choices.items():
             try:
-                spec = spec_of(drawn, layer, model.config.layers)
-                errors[name].append(head_errors(options.policy("mean", choice), spec, drawn).mean(axis=1))
+                spec = spec_of(row_randomness, layer, model.config.layers)
+                errors[name].append(head_errors(options.policy("mean", choice), spec, row_randomness).mean(axis=1))
             except ValueError as reason:
                 if layer == 0:
                     print(f"{name} is left out: {reason}")

@@ -31,8 +31,11 @@ from experiments.common.options import Experiment, Policies, each
 from experiments.common.results import Row
 from experiments.common.timing import Writer
 from kvjax.registry import PolicyChoice
-from kvjax_models import checkpoint, generate, prefill
-from kvjax_models.llama import Llama
+from kvjax_models.formats import huggingface
+from kvjax_models.generation import prefill
+from kvjax_models.generation.generator import Generator, cache_specs
+from kvjax_models.generation.state import GenerationState
+from kvjax_models.model.llama import Llama
 
 NAME = "decode_speed"
 # What `transformers_decode.py` exits with where torch or transformers is not installed.
@@ -66,8 +69,8 @@ def run(options: Options) -> list[Row]:
         make = functools.partial(make_row, context=context, weights=weights)
         found: list[Row] = []
         if options.transformers:
-            spec = generate.cache_specs(model, batch=1, max_prompt=context, max_new=1)[0]
-            unpadded = spec.exact_bytes(context) * spec.layers
+            spec = cache_specs(model, batch=1, max_prompt_tokens=context, max_new_tokens=1)[0]
+            unpadded = spec.full_cache_bytes(context) * spec.layers
             # StaticCache takes 0.4 s per token at 32k: fewer tokens tell as much.
             peers = transformers_times(options.transformers_python, model, context, min(tokens, 24), repetitions)
             found += [make(times, unpadded, None, policy=name, budget=None) for name, times in peers.items()]
@@ -86,26 +89,26 @@ def policy_times(
 ) -> tuple[np.ndarray, int, int]:
     """Seconds per token of every repetition, and the bytes of cache read per token and held."""
     # One block of tokens warms up.
-    max_new = tokens * (repetitions + 1)
-    spec = generate.cache_specs(model, batch=1, max_prompt=context, max_new=max_new)[0]
+    max_new_tokens = tokens * (repetitions + 1)
+    spec = cache_specs(model, batch=1, max_prompt_tokens=context, max_new_tokens=max_new_tokens)[0]
     policy = settings.fitted(setting, spec, context)
-    generator = generate.Generator(model, policy, batch=1, max_prompt=context, max_new=max_new, beyond_positions=True)
+    generator = Generator(model, policy, batch=1, max_prompt_tokens=context, max_new_tokens=max_new_tokens, allow_beyond_context=True)
     state = filled(generator, context)
     read = sum(map(kvjax.read_bytes, state.layers))
     device = kvjax.cache_bytes(state.layers).device
     return speed.seconds(Writer(generator, state, tokens), repetitions=repetitions) / tokens, read, device
 
 
-def filled(generator: generate.Generator, context: int) -> generate.GenerationState:
+def filled(generator: Generator, context: int) -> GenerationState:
     """A state as after a prompt of so many tokens, with random keys, values and queries, the same in every layer,
     compressed by the policies themselves."""
     config = generator.config
     keys, values = jax.random.normal(jax.random.key(1), (2, 1, context, config.kv_heads, config.head_dim))
-    asked = max(prefill.asked_queries(policy, context) for policy in generator.policies)
+    asked = max(prefill.num_prompt_queries(policy, context) for policy in generator.policies)
     queries = jax.random.normal(jax.random.key(2), (1, asked, config.query_heads, config.head_dim))
-    read = prefill.ReadLayer(keys, keys, values, queries if asked else None)
+    read = prefill.PrefilledLayer(keys, keys, values, queries if asked else None)
     lengths = jnp.full(1, context, jnp.int32)
-    state = generator.start()
+    state = generator.init_state()
     layers = tuple(prefill.compress_layer(cache, read, lengths)[0] for cache in state.layers)
     return dataclasses.replace(state, layers=layers, positions=lengths)
 
@@ -116,7 +119,7 @@ def transformers_times(
     """Seconds per token of every repetition for each of transformers' caches; empty where it is not installed."""
     script = pathlib.Path(__file__).parent / "common" / "transformers_decode.py"
     with tempfile.TemporaryDirectory() as directory:
-        checkpoint.save(directory, model)
+        huggingface.save_model(directory, model)
         arguments = [directory, str(context), str(tokens), str(repetitions), str(os.cpu_count())]
         done = subprocess.run([python, str(script), *arguments], capture_output=True, text=True, check=False)
     if done.returncode == MISSING:
@@ -132,7 +135,7 @@ def make_row(
 ) -> Row:
     """The row of seconds per token; `others` name what took them."""
     milliseconds = 1e3 * np.asarray(times)
-    sizes: dict[str, Any] = {"device_bytes": device, "read_bytes_per_token": read, "weight_bytes": weights}
+    sizes: dict[str, Any] = {"device_bytes": device, "read_bytes_per_token": read, "parameter_bytes": weights}
     extremes = {"fastest": float(np.min(milliseconds)), "slowest": float(np.max(milliseconds))}
     shared: dict[str, Any] = {"context_tokens": context, "batch": 1, "n": len(times), **sizes, **extremes}
     return results.row(NAME, speed.MODEL_NAME, "ms_per_token", float(np.median(milliseconds)), **shared, **others)
@@ -150,7 +153,7 @@ def show(found: Sequence[Row], context: int, rate: float) -> None:
     peer = min(peers, key=lambda one: one.value) if peers else None
 
     def moved(one: Row) -> int:
-        return (one.read_bytes_per_token or 0) + (one.weight_bytes or 0)
+        return (one.read_bytes_per_token or 0) + (one.parameter_bytes or 0)
 
     lines = []
     for one in found:
@@ -162,7 +165,7 @@ def show(found: Sequence[Row], context: int, rate: float) -> None:
                 str(one.extra["budget"] or "-"),
                 f"{one.value:.1f} [{one.extra['fastest']:.1f}, {one.extra['slowest']:.1f}]",
                 f"{1e3 / one.value:.1f}",
-                f"{(moved(one) - (one.weight_bytes or 0)) / 1e6:.0f}",
+                f"{(moved(one) - (one.parameter_bytes or 0)) / 1e6:.0f}",
                 f"{moved(one) / one.value * 1e3 / rate:.0%}",
                 f"{gained:.2f}",
                 f"{gained / promised:.0%}",

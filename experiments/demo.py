@@ -24,9 +24,10 @@ from experiments.common import plots, results, settings, suites
 from experiments.common.options import LANGUAGE_CHECKPOINT, command
 from experiments.common.tasks import ruler
 from experiments.common.tasks.problem import Problem
-from kvjax.budget import readable_bytes
+from kvjax.budget import format_bytes
 from kvjax_models import language_model
-from kvjax_models.generate import GenerationState, Generator, collect
+from kvjax_models.generation.generator import Generator, extend_rows
+from kvjax_models.generation.state import GenerationState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +112,7 @@ def run(given: Demo, llm: language_model.LanguageModel, texts: list[Asked]) -> l
     tried = []
     for name, policy in suites.NAMED.items():
         # A little past the positions that the model was trained on, where it still answers.
-        sizes: dict[str, Any] = {"max_prompt": longest, "max_new": room, "beyond_positions": True}
+        sizes: dict[str, Any] = {"max_prompt_tokens": longest, "max_new_tokens": room, "allow_beyond_context": True}
         alone = llm.generator(policy, given.budget, **sizes)
         together = Generator(llm.model, alone.policies, batch=given.facts, **sizes)
         tried.append(Tried(name, alone, together))
@@ -130,10 +131,10 @@ def run(given: Demo, llm: language_model.LanguageModel, texts: list[Asked]) -> l
 def ask(one: Tried, text: Asked) -> GenerationState:
     """Reads a text, compresses it, and reads all questions behind it."""
     begin = time.perf_counter()
-    state = one.alone.read(one.alone.start(), [text.context])
+    state = one.alone.prefill(one.alone.init_state(), [text.context])
     state.logits.block_until_ready()
     one.read.append(time.perf_counter() - begin)
-    return one.together.read(kvjax.repeat_rows(state, len(text.questions)), text.questions)
+    return one.together.prefill(kvjax.repeat_rows(state, len(text.questions)), text.questions)
 
 
 def answer(
@@ -144,14 +145,14 @@ def answer(
     for turn in range(2):
         for number, one in enumerate(tried):
             begin = time.perf_counter()
-            for newest, tokens in one.together.write(states[number], given.answer_tokens):
+            for newest, tokens in one.together.decode(states[number], given.answer_tokens):
                 states[number] = newest
-                collect(rows[number], tokens)
+                extend_rows(rows[number], tokens)
             states[number].logits.block_until_ready()
             if turn or not compiles:
                 one.turns.append((time.perf_counter() - begin) / given.answer_tokens)
     for one, state, of_policy in zip(tried, states, rows, strict=True):
-        kvjax.check(state)
+        kvjax.raise_faults(state)
         one.held = kvjax.cache_bytes(state.layers).device
         one.answers += map(llm.tokenizer.decode, of_policy)
 
@@ -168,7 +169,7 @@ def show(given: Demo, texts: list[Asked], tried: list[Tried]) -> None:
     lines = [
         (
             one.name,
-            f"{readable_bytes(one.held)} ({one.held / exact.held:.0%})",
+            f"{format_bytes(one.held)} ({one.held / exact.held:.0%})",
             f"{1000 * statistics.median(one.turns):.1f} ms",
             f"{statistics.median(theirs / own for theirs, own in zip(exact.turns, one.turns, strict=True)):.1f}",
             f"{statistics.median(one.read[1:]):.2f} s",

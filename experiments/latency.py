@@ -15,8 +15,8 @@ from experiments.common.options import Experiment, each
 from experiments.common.results import Row
 from experiments.common.timing import Writer, generators_of, hit_rate, prefill, selection_seconds
 from kvjax.registry import PolicyChoice
-from kvjax_models.llama import Llama
-from kvjax_models.lowering import lower_decode
+from kvjax_models.generation.lowering import lower_decode
+from kvjax_models.model.llama import Llama
 
 NAME = "latency"
 FEWEST = 6  # samples whose median has a 95% interval
@@ -102,13 +102,13 @@ def measure(options: Options, model: Llama, context: int) -> Timed:
     """Everything at one context length."""
     tokens = options.tokens
     # One turn warms up.
-    sizes: dict[str, Any] = {"batch": 1, "max_prompt": context, "max_new": tokens * (options.turns + 1)}
+    sizes: dict[str, Any] = {"batch": 1, "max_prompt_tokens": context, "max_new_tokens": tokens * (options.turns + 1)}
     able = generators_of(model, options.chosen, context, options.prefill_chunk, sizes)
     generators = list(able.values())
     prefills = -(-FEWEST // model.config.layers)
     reading, compress, states = [], [], []
     for _ in range(prefills):
-        states = [generator.start(options.seed) for generator in generators]
+        states = [generator.init_state(options.seed) for generator in generators]
         for read_seconds, compress_seconds in prefill(
             model, generators, states, context, options.prefill_chunk, options.seed
         ):
@@ -160,7 +160,7 @@ def timed_rows(timed: Timed, options: Options, model: Llama, limits: Limits) -> 
             device_bytes=measurement.device_bytes,
             host_bytes=measurement.host_bytes,
             read_bytes_per_token=measurement.read_bytes,
-            weight_bytes=weights,
+            parameter_bytes=weights,
             dtype=str(options.number),
             device=jax.devices()[0].device_kind,
         )

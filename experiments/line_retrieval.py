@@ -15,7 +15,7 @@ from experiments.common import evaluating, suites, sweeping, tables
 from experiments.common.options import LINES_CHECKPOINT, Experiment, each
 from experiments.common.results import Row
 from experiments.common.tasks import line_retrieval as task
-from kvjax_models.tokenizer import Tokenizer
+from kvjax_models.formats.tokenizer import Tokenizer
 
 NAME = "line_retrieval"
 

@@ -38,14 +38,14 @@ class Benchmark(sweeping.Questions):
     batch: int = 1
     budget: tuple[str, ...] = each("20%")
     data: str | None = None  # the benchmark's files: a directory, or one file
-    max_prompt: int | None = None  # tokens of a prompt before it is cut; by default 500 less than the model reads
+    max_prompt_tokens: int | None = None  # tokens of a prompt before it is cut; by default 500 less than the model reads
     chat: bool = True  # use the model's chat template, if it has one, for the tasks that take one
 
     QUICK: ClassVar[dict[str, Any]] = {**sweeping.QUICK, "documents": 4}
 
     def longest(self, sweep: sweeping.Sweep) -> int:
         """Tokens of a prompt before it is cut."""
-        return self.max_prompt or sweep.model.config.max_length - LEFT_FOR_ANSWERS
+        return self.max_prompt_tokens or sweep.model.config.max_length - LEFT_FOR_ANSWERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ def run(options: Options) -> list[Row]:
     longest = options.longest(sweep)
     rows: list[Row] = []
     for prefill, question in sweep.kinds():
-        found = [row for name in names for row in rows_of(sweep, options, read(name), longest, prefill, question)]
+        found = [row for name in names for row in parse_batch_size(sweep, options, read(name), longest, prefill, question)]
         found += means(found)
         title = f"LongBench{'-E' if options.e else ''}: prompts of up to {longest} tokens"
         shown = [row for row in found if row.metric == MEAN or (row.metric, row.task) == (f"{MEAN}_difference", "all")]
@@ -85,7 +85,7 @@ def run(options: Options) -> list[Row]:
     return rows
 
 
-def rows_of(
+def parse_batch_size(
     sweep: sweeping.Sweep,
     options: Options,
     examples: Sequence[task.Example],
@@ -126,7 +126,7 @@ def answers_to(
     made = {of_task.name: evaluating.Task(of_task.name, prompts, scores, of_task.answer_tokens)}
     lengths = [len(prompt.context) + (len(prompt.question) if question == "seen" else 0) for prompt in prompts]
     sizes = sorted(set(map(made_for, lengths)))
-    unit |= {"max_prompt": longest, "chat": chat}
+    unit |= {"max_prompt_tokens": longest, "chat": chat}
     return sweep.evaluate([of_task.name], lambda: made, prefill, question, sizes=sizes, **unit)[of_task.name]
 
 

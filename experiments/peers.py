@@ -45,7 +45,7 @@ from experiments.common.results import Row
 from experiments.common.tasks import long_texts, ruler
 from kvjax.budget import Budget
 from kvjax.registry import PolicyChoice
-from kvjax_models import generate
+from kvjax_models.generation.generator import cache_specs
 
 NAME = "peers"
 PERPLEXITY = "perplexity"
@@ -179,7 +179,7 @@ class Peers:
 
     def _budgets(self, longest: int, most: int) -> dict[Budget, int]:
         """Budgets, and the slots per head, of texts and later tokens, that they come to."""
-        spec = generate.cache_specs(self.sweep.model, batch=1, max_prompt=longest, max_new=most)[0]
+        spec = cache_specs(self.sweep.model, batch=1, max_prompt_tokens=longest, max_new_tokens=most)[0]
         found = {}
         for text in self.options.budget:
             number, _, counted = text.partition(" of ")
@@ -190,7 +190,7 @@ class Peers:
             if slots <= most:
                 tqdm.write(f"left out: --budget={text}: of {slots} slots questions and answers take {most}")
                 continue
-            found[Budget(f"{number} of {counted or ALL}", bytes=spec.exact_bytes(slots) * spec.layers)] = slots
+            found[Budget(f"{number} of {counted or ALL}", bytes=spec.full_cache_bytes(slots) * spec.layers)] = slots
         return found
 
     def _tasks(self, names: Sequence[str]) -> dict[str, evaluating.Task]:
@@ -243,8 +243,8 @@ class Peers:
 
     def _use(self, held: float, later: int, whole: int) -> footprint.CacheUse:
         """What a press holds of a text, and later tokens beside it, where exact holds `whole` tokens."""
-        spec = generate.cache_specs(self.sweep.model, batch=1, max_prompt=whole - 1, max_new=1)[0]
-        token = spec.exact_bytes(1) * spec.layers
+        spec = cache_specs(self.sweep.model, batch=1, max_prompt_tokens=whole - 1, max_new_tokens=1)[0]
+        token = spec.full_cache_bytes(1) * spec.layers
         taken = round((held + later) * token)
         return footprint.CacheUse(taken, 0, taken, False, taken / (token * whole))
 

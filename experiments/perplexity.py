@@ -26,9 +26,9 @@ from experiments.common.options import Experiment, each
 from experiments.common.results import Row
 from experiments.common.tasks import long_texts
 from kvjax.registry import PolicyChoice
-from kvjax_models import generate
-from kvjax_models.llama import Llama
-from kvjax_models.tokenizer import Tokenizer
+from kvjax_models.formats.tokenizer import Tokenizer
+from kvjax_models.generation.generator import parameter_bytes
+from kvjax_models.model.llama import Llama
 
 NAME = "perplexity"
 ACCUMULATING, PER_POSITION = FORMS = ("accumulating", "per_position")
@@ -79,7 +79,7 @@ def run(options: Options) -> list[Row]:
             readings = [
                 likelihood.Reading.from_json(value, setting) for setting, value in sweeping.not_refused(values).items()
             ]
-            found += make_rows(readings, options.model, generate.weight_bytes(model), unit)
+            found += make_rows(readings, options.model, parameter_bytes(model), unit)
         title = f"Perplexity of {count} texts, {form.replace('_', ' ')}; ratios are to exact's"
         of = lambda row: f"{results.setting_label(row)} ({row.budget_fraction:.1%})"  # noqa: E731
         results.print_rows(title, found, of, lambda row: "{}, {} to {}".format(row.metric, *stretch_of(row)))
@@ -127,7 +127,7 @@ def make_rows(readings: Sequence[likelihood.Reading], model: str, weights: int, 
                     "batch": unit["batch"],
                     "n": len(logarithms),
                     "seed": unit["seed"],
-                    "weight_bytes": weights,
+                    "parameter_bytes": weights,
                     "form": unit["form"],
                     "first_token": stretch.first,
                     "end_token": stretch.end,

@@ -30,9 +30,9 @@ from experiments.common.planning import Plan, Program
 from experiments.common.prefill_costs import Cost
 from experiments.common.results import Row
 from experiments.common.resuming import Finished
-from kvjax.budget import readable_bytes
+from kvjax.budget import format_bytes
 from kvjax.registry import PolicyChoice
-from kvjax_models.llama import LlamaConfig
+from kvjax_models.model.config import LlamaConfig
 
 NAME = "pod_plan"
 
@@ -112,7 +112,7 @@ def exchanged(program: Program) -> str:
     counts = Counter(collective.kind for collective in program.collectives)
     total = sum(collective.bytes for collective in program.collectives)
     named = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    return f"{named}: {readable_bytes(total)}" if counts else "none"
+    return f"{named}: {format_bytes(total)}" if counts else "none"
 
 
 def make_rows(options: Options, planned: Plan) -> list[Row]:
@@ -122,7 +122,7 @@ def make_rows(options: Options, planned: Plan) -> list[Row]:
         "batch": planned.batch,
         "device_bytes": planned.cache_bytes,
         "read_bytes_per_token": planned.read_bytes,
-        "weight_bytes": planned.weight_bytes,
+        "parameter_bytes": planned.parameter_bytes,
         "topology": planned.topology,
         "problem": planned.problem,
         "flops": planned.flops,
@@ -146,9 +146,9 @@ def show(options: Options, plans: Sequence[Plan]) -> None:
         (
             f"{planned.topology}, {settings.label(planned.setting)}",
             *map(
-                readable_bytes,
+                format_bytes,
                 (
-                    planned.weight_bytes,
+                    planned.parameter_bytes,
                     planned.cache_bytes,
                     planned.decode.temporaries,
                     planned.prefill_temporaries,
@@ -192,8 +192,8 @@ def show_reading(options: Options, costs: Mapping[str, Sequence[Cost]]) -> None:
     lines = [
         (
             f"{topology}, {cost.way}",
-            readable_bytes(cost.stream_bytes),
-            readable_bytes(cost.received_bytes),
+            format_bytes(cost.stream_bytes),
+            format_bytes(cost.received_bytes),
             *(f"{seconds:.2f}" for seconds in cost.seconds(planning.chip(topology))),
             f"{sum(cost.seconds(planning.chip(topology))):.2f}",
         )
@@ -212,9 +212,9 @@ def plot(options: Options, plans: Sequence[Plan]) -> None:
         own = [planned for planned in plans if planned.topology == name]
         labels, base = [settings.label(planned.setting) for planned in own], [0.0] * len(own)
         for part, values in {
-            "weights": [planned.weight_bytes for planned in own],
+            "weights": [planned.parameter_bytes for planned in own],
             "caches": [planned.cache_bytes for planned in own],
-            "temporaries": [max(one.used - one.weight_bytes - one.cache_bytes, 0) for one in own],
+            "temporaries": [max(one.used - one.parameter_bytes - one.cache_bytes, 0) for one in own],
         }.items():
             axis.bar(labels, [value / 1e9 for value in values], bottom=base, label=part)
             base = [low + value / 1e9 for low, value in zip(base, values, strict=True)]

@@ -29,10 +29,10 @@ from experiments.common import plots, results, settings, speed, suites
 from experiments.common.options import Experiment, each
 from experiments.common.results import Row
 from kvjax.registry import PolicyChoice
-from kvjax_models import batching
-from kvjax_models.generate import Generator, cache_specs
-from kvjax_models.llama import Llama
-from kvjax_models.lowering import lower_decode
+from kvjax_models.generation import batching
+from kvjax_models.generation.generator import Generator, cache_specs
+from kvjax_models.generation.lowering import lower_decode
+from kvjax_models.model.llama import Llama
 
 NAME = "throughput"
 
@@ -103,19 +103,19 @@ def run(options: Options) -> list[Row]:
 def generators(options: Options, model: Llama, context: int, exact_rows: int) -> Iterator[Served]:
     """Every setting, exact first, with the rows that fit into exact's memory; compiled. Settings that cannot be are
     said with their reason."""
-    sizes: dict[str, Any] = {"max_prompt": context, "max_new": options.answer_tokens}
+    sizes: dict[str, Any] = {"max_prompt_tokens": context, "max_new_tokens": options.answer_tokens}
     spec, memory = cache_specs(model, batch=1, **sizes)[0], 0
     for setting in options.chosen:
         try:
             policy = settings.fitted(setting, spec, context + options.answer_tokens)
-            one = Generator(model, policy, batch=1, **sizes, prefill_chunk=options.prefill_chunk, beyond_positions=True)
+            one = Generator(model, policy, batch=1, **sizes, prefill_chunk=options.prefill_chunk, allow_beyond_context=True)
             memory = memory or exact_rows * one.row_bytes
-            generator = one.of_rows(batching.rows_within(one, memory))
+            generator = one.with_batch(batching.max_batch_size(one, memory))
             serve(generator, options, context, requests=1, tokens=1)
         except ValueError as error:
             settings.tell_left_out(setting, error)
             continue
-        program = lower_decode(generator, jax.eval_shape(generator.start)).compile()
+        program = lower_decode(generator, jax.eval_shape(generator.init_state)).compile()
         yield Served(setting, generator, speed.held_bytes(program))
 
 
@@ -128,7 +128,7 @@ def serve(
     new = tokens or options.answer_tokens
     asked = [batching.Request(prompt, new, seed=number) for number, prompt in enumerate(prompts)]
     begin, worked = time.perf_counter(), time.process_time()
-    ended = sum(written.finish_reason is not None for written in batching.complete(generator, asked))
+    ended = sum(written.finish_reason is not None for written in batching.run_requests(generator, asked))
     assert ended == count
     return time.perf_counter() - begin, time.process_time() - worked
 

@@ -181,7 +181,7 @@ def _group_plain(segments: Sequence[Segment], kv_heads: int) -> list[tuple[Segme
         )
 
     plain = tuple(segment for segment in segments if is_plain(segment))
-    others = [(segment,) for segment in segments if not is_plain(segment)]
+    others: list[tuple[Segment, ...]] = [(segment,) for segment in segments if not is_plain(segment)]
     return [plain, *others] if plain else others
 
 

@@ -12,7 +12,7 @@ attention is NaN from then on; `kvjax.raise_faults` names the fault.
 """
 
 import dataclasses
-from typing import Any, Generic
+from typing import Any, Generic, cast
 
 import jax
 import jax.numpy as jnp
@@ -255,6 +255,22 @@ def num_tokens(cache: Cache) -> Int[Array, "B"]:
     return cache.counters.total
 
 
+def with_counters(cache: Cache[S], counters: Counters | None) -> Cache[S]:
+    """Returns the cache with other counters.
+
+    Layers that take in the same tokens and compact together can share one set of counters: a loop over decode steps
+    then updates it once per step.
+
+    Args:
+        cache: the cache.
+        counters: the counters; None removes them, and every other function needs them back.
+
+    Returns:
+        The cache.
+    """
+    return dataclasses.replace(cache, counters=cast(Counters, counters))
+
+
 def read_bytes(cache: Cache) -> int:
     """Returns the bytes of cache that one decode step reads, from shapes and dtypes; the cache may be abstract."""
     return _read_bytes(cache, cache.staging.keys.shape[1])
@@ -265,7 +281,10 @@ def _read_bytes(cache: Cache, kv_heads: int) -> int:
     sizes: list[int] = []
 
     def count(cache: Cache) -> None:
-        spec = cache.spec
+        spec, shape = cache.spec, cache.staging.keys.shape
+        if cache.counters is None:
+            _, counters = init_staging(dataclasses.replace(spec, batch=shape[0]), shape[2])
+            cache = dataclasses.replace(cache, counters=counters)
         if cache.policy.requires.attention_stats:
             sizes.append(_score_bytes(cache.state))
         segments = _segments(cache, 1)

@@ -17,7 +17,7 @@ import functools
 import types
 import typing
 from collections.abc import Iterable
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 from jaxtyping import Array, Float, Int, Key, Shaped
@@ -315,14 +315,10 @@ def check_setting_types(policy: Policy) -> None:
     Raises:
         ValueError: if a setting has another type; names the setting.
     """
-    for field in dataclasses.fields(typing.cast(_Dataclass, policy)):
+    for field in dataclasses.fields(typing.cast(Any, policy)):
         value, hint = getattr(policy, field.name), setting_types(type(policy))[field.name]
         if not any(_is_instance(value, option) for option in _options(hint)):
             raise ValueError(f"{field.name}={value!r} must be {type_name(hint)}")
-
-
-class _Dataclass(Protocol):
-    __dataclass_fields__: dict[str, Any]
 
 
 @functools.cache

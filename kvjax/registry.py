@@ -180,7 +180,9 @@ class PolicyChoice:
             ValueError: if a setting is invalid; names it.
         """
         policy_class = POLICIES[self.name]
-        types, own, combinators = setting_types(policy_class), {}, {}
+        types = setting_types(policy_class)
+        own: dict[str, Any] = {}
+        combinators: dict[str, Any] = {}
         for key, text in self.settings:
             if key == "budget" or (key not in types and key not in _COMBINATOR_SETTINGS):
                 known = ", ".join(sorted({*types, *_COMBINATOR_SETTINGS} - {"budget"}))

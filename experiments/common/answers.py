@@ -11,8 +11,8 @@ from experiments.common import footprint
 from experiments.common.results import Estimate, Row, paired_difference, score_interval
 from experiments.common.results import row as make_row
 from kvjax.registry import PolicyChoice
-from kvjax_models import generate
-from kvjax_models.llama import Llama
+from kvjax_models.generation.generator import parameter_bytes
+from kvjax_models.model.llama import Llama
 
 
 @dataclasses.dataclass
@@ -91,7 +91,7 @@ def rows(
             "question_seen": result.question_seen,
             "n": len(result.answers),
             "seed": seed,
-            "weight_bytes": generate.weight_bytes(model),
+            "parameter_bytes": parameter_bytes(model),
             "prefill": "streaming" if result.streaming else "exact",
             "recalls": result.uses[0].recalls,
             **footprint.row_fields(list(result.uses.values())),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from experiments.common.tasks import line_retrieval as task
-from kvjax_models.tokenizer import Tokenizer
+from kvjax_models.formats.tokenizer import Tokenizer
 
 
 def prompts(name: str, tokenizer: Tokenizer, seeds: Sequence[int], tokens: int) -> list[list[int]]:

@@ -14,9 +14,10 @@ from experiments.common.answers import Result
 from experiments.common.settings import fitted, possible
 from experiments.common.together import prefill_together
 from kvjax.registry import PolicyChoice
-from kvjax_models import generate
-from kvjax_models.llama import Llama
-from kvjax_models.tokenizer import Tokenizer
+from kvjax_models.formats.tokenizer import Tokenizer
+from kvjax_models.generation.generator import Generator, cache_specs, extend_rows
+from kvjax_models.generation.state import GenerationState
+from kvjax_models.model.llama import Llama
 
 
 class Document(Protocol):
@@ -84,8 +85,8 @@ class Evaluator:
 
     Args:
         sizes: ascending lengths in tokens; a text is read into caches made for the first that holds it. Budgets that
-            are shares are of what exact holds for that many tokens and `max_new`.
-        max_new: most tokens after the text: the question's, where it is unseen, and the answer's.
+            are shares are of what exact holds for that many tokens and `max_new_tokens`.
+        max_new_tokens: most tokens after the text: the question's, where it is unseen, and the answer's.
         streaming: read prompts through the cache.
         question_seen: read the question as part of what is compressed.
         batch: prompts decoded together.
@@ -102,20 +103,20 @@ class Evaluator:
         chosen: Sequence[PolicyChoice],
         *,
         sizes: Sequence[int],
-        max_new: int,
+        max_new_tokens: int,
         streaming: bool,
         question_seen: bool,
         batch: int,
         seed: int,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.sizes, self.max_new = tuple(sizes), max_new
+        self.sizes, self.max_new_tokens = tuple(sizes), max_new_tokens
         self.streaming, self.question_seen, self.batch, self.seed = streaming, question_seen, batch, seed
         self.settings = list(chosen)
         self.refused: dict[PolicyChoice, str] = {}
         for size in sizes:
-            spec = generate.cache_specs(model, **self._made_for(size))[0]
-            policies, refused = possible(self.settings, spec, size + max_new, streaming=streaming)
+            spec = cache_specs(model, **self._made_for(size))[0]
+            policies, refused = possible(self.settings, spec, size + max_new_tokens, streaming=streaming)
             self.settings = list(policies)
             self.refused |= refused
 
@@ -124,15 +125,15 @@ class Evaluator:
         streamed through each setting's cache.
 
         Raises:
-            ValueError: for a text that is longer than the largest size, or more tokens behind it than `max_new`.
+            ValueError: for a text that is longer than the largest size, or more tokens behind it than `max_new_tokens`.
         """
         if not self.settings:
             return []
         longest, most = room([task], self.question_seen)
-        if longest > self.sizes[-1] or most > self.max_new:
+        if longest > self.sizes[-1] or most > self.max_new_tokens:
             raise ValueError(
                 f"{task.name}: texts of up to {longest} tokens and {most} behind them do not fit in {self.sizes[-1]} "
-                f"and {self.max_new}"
+                f"and {self.max_new_tokens}"
             )
         prompts = [
             Prompt(prompt.context + prompt.question, []) if self.question_seen else prompt for prompt in task.prompts
@@ -167,13 +168,13 @@ class Evaluator:
         return [prompts[numbers[min(row, len(numbers) - 1)]] for row in range(self.batch)]
 
     def _read(
-        self, generators: Sequence[generate.Generator], prompts: Sequence[Prompt], numbers: Sequence[int]
-    ) -> list[generate.GenerationState]:
+        self, generators: Sequence[Generator], prompts: Sequence[Prompt], numbers: Sequence[int]
+    ) -> list[GenerationState]:
         """The states of all settings behind the texts."""
-        states = [generator.start(self.seed + numbers[0]) for generator in generators]
+        states = [generator.init_state(self.seed + numbers[0]) for generator in generators]
         contexts = [prompt.context for prompt in self._rows(prompts, numbers)]
         if self.streaming:
-            return [generator.read(state, contexts) for generator, state in zip(generators, states, strict=True)]
+            return [generator.prefill(state, contexts) for generator, state in zip(generators, states, strict=True)]
         return prefill_together(generators, states, contexts)
 
     def _answer(
@@ -182,8 +183,8 @@ class Evaluator:
         prompts: Sequence[Prompt],
         numbers: Sequence[int],
         size: int,
-        generators: Sequence[generate.Generator],
-        states: list[generate.GenerationState],
+        generators: Sequence[Generator],
+        states: list[GenerationState],
         results: Sequence[Result],
         *,
         timed: bool,
@@ -192,15 +193,15 @@ class Evaluator:
         questions = [prompt.question for prompt in self._rows(prompts, numbers)]
         for generator, result in zip(generators, results, strict=True):
             state = states.pop(0)
-            result.uses |= dict.fromkeys(numbers, footprint.cache_use(generator, state, size + self.max_new))
+            result.uses |= dict.fromkeys(numbers, footprint.cache_use(generator, state, size + self.max_new_tokens))
             if not self.question_seen:
-                state = generator.read(state, questions)
+                state = generator.prefill(state, questions)
             answers: list[list[int]] = [[] for _ in questions]
             jax.block_until_ready(state.logits)
             clock = time.perf_counter()
             steps = 0
-            for _, tokens in generator.write(state, task.answer_tokens):
-                generate.collect(answers, tokens)
+            for _, tokens in generator.decode(state, task.answer_tokens):
+                extend_rows(answers, tokens)
                 steps += tokens.shape[1]
             if timed:
                 result.decode_seconds += time.perf_counter() - clock
@@ -208,19 +209,19 @@ class Evaluator:
             for number, answer in zip(numbers, answers, strict=False):
                 result.answers[number] = self.tokenizer.decode(answer)
 
-    def _generators(self, size: int) -> list[generate.Generator]:
+    def _generators(self, size: int) -> list[Generator]:
         made_for = self._made_for(size)
-        spec = generate.cache_specs(self.model, **made_for)[0]
+        spec = cache_specs(self.model, **made_for)[0]
         return [
-            generate.Generator(
+            Generator(
                 self.model,
-                fitted(setting, spec, size + self.max_new),
+                fitted(setting, spec, size + self.max_new_tokens),
                 **made_for,
                 eos=self.tokenizer.eos_ids,
-                beyond_positions=True,
+                allow_beyond_context=True,
             )
             for setting in self.settings
         ]
 
     def _made_for(self, size: int) -> dict[str, Any]:
-        return {"batch": self.batch, "max_prompt": size, "max_new": self.max_new, "streaming": self.streaming}
+        return {"batch": self.batch, "max_prompt_tokens": size, "max_new_tokens": self.max_new_tokens, "streaming": self.streaming}

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import kvjax
-from kvjax_models import generate
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.state import GenerationState
 
 
 class CacheUse(NamedTuple):
@@ -19,13 +20,13 @@ class CacheUse(NamedTuple):
     fraction: float  # of exact's bytes: of those held, or of those read where it recalls
 
 
-def cache_use(generator: generate.Generator, state: generate.GenerationState, tokens: int) -> CacheUse:
+def cache_use(generator: Generator, state: GenerationState, tokens: int) -> CacheUse:
     """What the caches of a state take, where exact holds so many tokens."""
     held = kvjax.cache_bytes(state.layers)
     device, host = held.device // generator.batch, held.host // generator.batch
     read = sum(map(kvjax.read_bytes, state.layers)) // generator.batch
     recalls = any(policy.recalls for policy in generator.policies)
-    exact = generator.specs[0].exact_bytes(tokens) * len(generator.policies)
+    exact = generator.specs[0].full_cache_bytes(tokens) * len(generator.policies)
     return CacheUse(device, host, read, recalls, (read if recalls else device) / exact)
 
 

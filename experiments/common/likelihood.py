@@ -11,8 +11,8 @@ from experiments.common import footprint
 from experiments.common.settings import possible
 from experiments.common.together import prefill_together
 from kvjax.registry import PolicyChoice
-from kvjax_models import generate
-from kvjax_models.llama import Llama
+from kvjax_models.generation.generator import Generator, cache_specs
+from kvjax_models.model.llama import Llama
 
 OCTAVES = 3  # of positions, beside the first stretch, that a streamed text is cut into
 
@@ -60,15 +60,15 @@ def accumulating(
     ends = [tokens >> octave for octave in range(OCTAVES, -1, -1)]
     # The first token has nothing before it.
     stretches = [*zip([1, *ends], ends, strict=False), (1, tokens)]
-    made_for: dict[str, Any] = {"batch": batch, "max_prompt": tokens, "max_new": 1, "streaming": True}
-    spec = generate.cache_specs(model, **made_for)[0]
+    made_for: dict[str, Any] = {"batch": batch, "max_prompt_tokens": tokens, "max_new_tokens": 1, "streaming": True}
+    spec = cache_specs(model, **made_for)[0]
     policies, refused = possible(chosen, spec, tokens, streaming=True)
     readings = []
     for setting, policy in tqdm(policies.items(), desc="accumulating", unit="setting", leave=False):
-        generator = generate.Generator(model, policy, **made_for, beyond_positions=True)
+        generator = Generator(model, policy, **made_for, allow_beyond_context=True)
         losses = []
         for begin in range(0, len(texts), batch):
-            state, scored = generator.score(generator.start(seed + begin), texts[begin : begin + batch])
+            state, scored = generator.score(generator.init_state(seed + begin), texts[begin : begin + batch])
             losses += [-row for row in scored]
         means = [Stretch(first, end, np.mean([row[first:end] for row in losses], axis=1)) for first, end in stretches]
         readings.append(Reading(setting, footprint.cache_use(generator, state, tokens), means))
@@ -92,17 +92,17 @@ def at_position(
         reading predicts. And why the others cannot be.
     """
     tokens = len(texts[0])
-    made_for: dict[str, Any] = {"batch": batch, "max_prompt": position, "max_new": tokens - position}
-    spec = generate.cache_specs(model, **made_for)[0]
+    made_for: dict[str, Any] = {"batch": batch, "max_prompt_tokens": position, "max_new_tokens": tokens - position}
+    spec = cache_specs(model, **made_for)[0]
     policies, refused = possible(chosen, spec, tokens)
     if not policies:
         return [], refused
-    generators = [generate.Generator(model, policy, **made_for, beyond_positions=True) for policy in policies.values()]
+    generators = [Generator(model, policy, **made_for, allow_beyond_context=True) for policy in policies.values()]
     losses: list[list[float]] = [[] for _ in policies]
     uses: list[footprint.CacheUse] = []
     for begin in tqdm(range(0, len(texts), batch), desc=f"at {position} tokens", unit="batch", leave=False):
         rows = texts[begin : begin + batch]
-        starts = [generator.start(seed + begin) for generator in generators]
+        starts = [generator.init_state(seed + begin) for generator in generators]
         states = prefill_together(generators, starts, [text[:position] for text in rows])
         uses = []
         for generator, of_setting in zip(generators, losses, strict=True):

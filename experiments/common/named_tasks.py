@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from experiments.common import evaluating
 from experiments.common.tasks import line_retrieval, ruler, ruler_questions
 from experiments.common.tasks.problem import Problem, problems
-from kvjax_models.tokenizer import Tokenizer
+from kvjax_models.formats.tokenizer import Tokenizer
 
 LINES = "line_retrieval"
 

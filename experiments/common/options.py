@@ -12,7 +12,8 @@ from absl import app
 
 from experiments.common import results
 from experiments.common.results import Row
-from kvjax_models import devices, parsing
+from kvjax_models import devices
+from kvjax_models.cli import parsing
 
 # Of shipped checkpoints, the one that finds lines in longer texts, and the one that knows other tasks, too.
 LINES_CHECKPOINT, LANGUAGE_CHECKPOINT = "line-retrieval-2l-4k", "kvjax-lm-2k"
@@ -113,7 +114,7 @@ class Experiment(NamedTuple):
         results.write_rows(options.file(f"{self.name}.json"), rows)
         if self.after is not None:
             self.after(options.file(f"{self.name}.png"), rows)
-        if devices.is_first():
+        if devices.is_first_process():
             print(f"\nResults: {options.file(self.name)}*")
         return rows
 

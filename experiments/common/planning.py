@@ -15,8 +15,10 @@ import kvjax
 from experiments.common import ROOT, prefill_costs, settings
 from experiments.common.compiled import Collective, collectives
 from kvjax.registry import PolicyChoice
-from kvjax_models import generate, lowering
-from kvjax_models.llama import Llama, LlamaConfig
+from kvjax_models.generation import lowering
+from kvjax_models.generation.generator import Generator, cache_specs
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
 from kvjax_models.sharding import parameter_shardings
 
 DECODING = "decoding"
@@ -57,7 +59,7 @@ class Plan:
     setting: PolicyChoice
     batch: int
     programs: dict[str, Program]
-    weight_bytes: int  # per device
+    parameter_bytes: int  # per device
     cache_bytes: int  # per device
     read_bytes: int  # per device and decoding step, of the caches
     flops: int  # per device and decoding step
@@ -81,7 +83,7 @@ class Plan:
     @property
     def used(self) -> int:
         """Bytes of the fullest program on every device: decoding, or prefill beside the caches and weights."""
-        prefill = self.weight_bytes + self.cache_bytes + self.prefill_temporaries
+        prefill = self.parameter_bytes + self.cache_bytes + self.prefill_temporaries
         return max(self.decode.arguments + self.decode.temporaries, prefill)
 
     @property
@@ -96,7 +98,7 @@ class Plan:
     @property
     def ms_per_token(self) -> float:
         """What the memory's bandwidth and the matrix units allow at best."""
-        reading = (self.weight_bytes + self.read_bytes) / (1e9 * self.chip["bandwidth_gb_s"])
+        reading = (self.parameter_bytes + self.read_bytes) / (1e9 * self.chip["bandwidth_gb_s"])
         return 1e3 * max(reading, self.flops / (1e12 * self.chip["bfloat16_tflops"]))
 
 
@@ -113,21 +115,21 @@ def plan(config: LlamaConfig, topology: str, setting: PolicyChoice, sizes: Sizes
     """
     mesh = mesh_on(config, topology, sizes)
     model = abstract_model(config, mesh)
-    made_for: dict[str, Any] = {"batch": sizes.batch, "max_prompt": sizes.context_tokens}
-    made_for |= {"max_new": sizes.max_new_tokens, "streaming": sizes.streaming}
-    spec = generate.cache_specs(model, **made_for)[0]
+    made_for: dict[str, Any] = {"batch": sizes.batch, "max_prompt_tokens": sizes.context_tokens}
+    made_for |= {"max_new_tokens": sizes.max_new_tokens, "streaming": sizes.streaming}
+    spec = cache_specs(model, **made_for)[0]
     policy = settings.fitted(setting, spec, sizes.context_tokens + sizes.max_new_tokens)
 
-    def generator_of(model: Llama) -> generate.Generator:
-        return generate.Generator(model, policy, **made_for, prefill_chunk=sizes.prefill_chunk)
+    def generator_of(model: Llama) -> Generator:
+        return Generator(model, policy, **made_for, prefill_chunk=sizes.prefill_chunk)
 
     generator = generator_of(model)
-    state = lowering.placed(jax.eval_shape(generator.start), mesh)
+    state = lowering.placed(jax.eval_shape(generator.init_state), mesh)
 
     def through(layers: int) -> dict[str, Program]:
         """The programs that go through so many layers."""
         few = generator_of(abstract_model(of_layers(config, layers), mesh))
-        begun = lowering.placed(jax.eval_shape(few.start), mesh)
+        begun = lowering.placed(jax.eval_shape(few.init_state), mesh)
         lowered = {DECODING: lowering.lower_decode(few, begun)}
         if few.streaming:
             lowered["reading"], *_, lowered["compaction"] = lowering.lower_append(few, begun)
@@ -146,7 +148,7 @@ def plan(config: LlamaConfig, topology: str, setting: PolicyChoice, sizes: Sizes
         setting,
         sizes.batch,
         programs,
-        weight_bytes=part_bytes(model),
+        parameter_bytes=part_bytes(model),
         cache_bytes=part_bytes(state.layers),
         # Blocks that a query recalls may all lie on one device.
         read_bytes=sum(map(kvjax.read_bytes, part(state.layers))),

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.collectives import PARTS, TENSOR
-from kvjax.sharding import DATA
-from kvjax_models.cut_prompts import Group, piece
-from kvjax_models.flash_attention import Asked
-from kvjax_models.llama import Llama
+from kvjax.distributed.collectives import PARTS, TENSOR
+from kvjax.distributed.sharding import DATA
+from kvjax_models.generation.sequence_parallel import DeviceGroup, chunk_size
+from kvjax_models.model.flash_attention import AttentionSpec
+from kvjax_models.model.llama import Llama
 from kvjax_models.sharding import share_heads
 
 BYTES = 2  # of a number
@@ -47,12 +47,12 @@ def ways(model: Llama, mesh: Mesh, batch: int, tokens: int, chunk: int) -> list[
         model: abstract, its parameters on the mesh.
     """
     config, rows = model.config, batch // mesh.shape[DATA]
-    heads, size = (config.query_heads, config.kv_heads), piece(model, mesh, batch, tokens, chunk)
+    heads, size = (config.query_heads, config.kv_heads), chunk_size(model, mesh, batch, tokens, chunk)
     found = [_whole("all query heads of a kv head", model, mesh, rows, tokens, mesh.shape[TENSOR])]
     if share_heads(mesh, heads) and mesh.shape[PARTS] > 1:
         found.append(_whole("query heads shared", model, mesh, rows, tokens, mesh.shape[TENSOR] * mesh.shape[PARTS]))
     if size > chunk:
-        found.append(_cut("tokens shared", model, Group.of(mesh, heads), rows, -(-tokens // size), size))
+        found.append(_cut("tokens shared", model, DeviceGroup.of(mesh, heads), rows, -(-tokens // size), size))
     return found
 
 
@@ -73,7 +73,7 @@ def _whole(way: str, model: Llama, mesh: Mesh, rows: int, tokens: int, sharing: 
     )
 
 
-def _cut(way: str, model: Llama, group: Group, rows: int, pieces: int, size: int) -> Cost:
+def _cut(way: str, model: Llama, group: DeviceGroup, rows: int, pieces: int, size: int) -> Cost:
     """Every device of a group has tokens of its own."""
     config, own = model.config, rows * pieces * size // group.devices
     # Queries go to their heads and come back, all of them once more where runs turn; keys and values come from all
@@ -92,9 +92,9 @@ def _cut(way: str, model: Llama, group: Group, rows: int, pieces: int, size: int
     )
 
 
-def _asked(model: Llama, tokens: int, pieces: int = 1, runs: int = 1) -> Asked:
+def _asked(model: Llama, tokens: int, pieces: int = 1, runs: int = 1) -> AttentionSpec:
     dtype: Any = np.float16
-    return Asked(dtype, tokens, model.config.head_dim, None, None, False, pieces, runs)
+    return AttentionSpec(dtype, tokens, model.config.head_dim, None, None, False, pieces, runs)
 
 
 def _attention_flops(model: Llama, rows: int, heads: int, positions: Any) -> int:

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from scipy import stats
 
 from kvjax.registry import PolicyChoice
-from kvjax_models import devices, durable
+from kvjax_models import atomic_io, devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Row:
     device_bytes: int | None = None
     host_bytes: int | None = None
     read_bytes_per_token: int | None = None
-    weight_bytes: int | None = None
+    parameter_bytes: int | None = None
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def flat(self) -> dict[str, Any]:
@@ -93,10 +93,10 @@ def row(
 
 def write_rows(path: pathlib.Path, rows: Sequence[Row]) -> None:
     """Writes rows as a JSON list, in the first process of a run; the folder is made."""
-    if not devices.is_first():
+    if not devices.is_first_process():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    durable.write_text(path, json.dumps([row.flat() for row in rows], indent=1) + "\n")
+    atomic_io.write_text(path, json.dumps([row.flat() for row in rows], indent=1) + "\n")
 
 
 def share_interval(successes: int, trials: int) -> tuple[float, float]:
@@ -239,7 +239,7 @@ def log_slope(sizes: Sequence[float], measured: Float[np.ndarray, "n S"]) -> Est
 
 def print_table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
     """A table on the terminal: the first column left-aligned, figures right-aligned, and none cut off."""
-    if not devices.is_first():
+    if not devices.is_first_process():
         return
     table = rich.table.Table(title=title, title_justify="left")
     for number, column in enumerate(columns):

@@ -10,7 +10,7 @@ import filelock
 from absl import logging
 
 from experiments.common.results import Row, from_flat
-from kvjax_models import devices, durable
+from kvjax_models import atomic_io, devices
 
 K = TypeVar("K")
 _DIGEST = ', "sha256": "'  # what stands in a line between its content and the digest of that
@@ -35,14 +35,14 @@ class Finished:
         self.path = path
         self._values: dict[str, Any] = {}
         self._lock: filelock.BaseFileLock | None = None  # held as long as this is
-        durable.first_does(functools.partial(self._begin, fresh))
+        atomic_io.run_on_first_process(functools.partial(self._begin, fresh))
         if path.exists():
             self._read()
         # Before the first of them writes on, all processes must have read: they run the same units.
-        devices.agree(str(path), json.dumps(sorted(self._values)))
+        devices.check_agreement(str(path), json.dumps(sorted(self._values)))
 
     def _begin(self, fresh: bool) -> None:
-        self._lock = durable.claim(self.path.parent, f".{self.path.name}.lock")
+        self._lock = atomic_io.lock_directory(self.path.parent, f".{self.path.name}.lock")
         if fresh:
             self.path.unlink(missing_ok=True)
 
@@ -54,7 +54,7 @@ class Finished:
                 self._values[_key(unit)] = value
             except ValueError as error:
                 # What follows the last line's end is what a stop cut off.
-                if line and number < len(lines) and devices.is_first():
+                if line and number < len(lines) and devices.is_first_process():
                     logging.warning("%s, line %d is left out, and its unit runs again: %s", self.path, number, error)
 
     def __contains__(self, unit: Mapping[str, Any]) -> bool:
@@ -67,8 +67,8 @@ class Finished:
         """Adds a unit with its value, as JSON has it, to the file."""
         line = json.dumps({"unit": dict(unit), "value": value})
         self._values[_key(unit)] = json.loads(line)["value"]
-        if devices.is_first():
-            durable.append_line(self.path, f'{line[:-1]}{_DIGEST}{durable.digest(line.encode())}"}}')
+        if devices.is_first_process():
+            atomic_io.append_line(self.path, f'{line[:-1]}{_DIGEST}{atomic_io.sha256_of_bytes(line.encode())}"}}')
 
     def rows(self, unit: Mapping[str, Any], run: Callable[[], Sequence[Row]]) -> list[Row]:
         """The rows of a unit: from the file, or run now and added to it."""
@@ -101,7 +101,7 @@ def _checked(line: bytes) -> tuple[Any, Any]:
     if not marker:
         raise ValueError("it has no SHA-256")
     content += b"}"
-    if digest != f'{durable.digest(content)}"}}'.encode():
+    if digest != f'{atomic_io.sha256_of_bytes(content)}"}}'.encode():
         raise ValueError("its SHA-256 is not the one that it was written with")
     done = json.loads(content)
     return done["unit"], done["value"]

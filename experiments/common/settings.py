@@ -13,8 +13,10 @@ from experiments.common.options import Run
 from kvjax.budget import Budget, abstract_cache
 from kvjax.policy import Policy
 from kvjax.registry import PolicyChoice
-from kvjax_models import checkpoint, devices, identity, tokenizer
-from kvjax_models.llama import Llama
+from kvjax_models import devices, fingerprint
+from kvjax_models.formats import huggingface, tokenizer
+from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
+from kvjax_models.model.llama import Llama
 
 CHECKPOINTS = pathlib.Path(__file__).parents[2] / "models" / "checkpoints"
 
@@ -30,8 +32,8 @@ def settings(policies: Sequence[str], budgets: Sequence[str]) -> list[PolicyChoi
     """
     chosen = []
     for choice in map(PolicyChoice.parse, policies):
-        sized = choice.takes_budget and choice.budget is None
-        sizes = [Budget.parse(text) for text in budgets] if sized else [choice.budget]
+        resolve_policy = choice.takes_budget and choice.budget is None
+        sizes = [Budget.parse(text) for text in budgets] if resolve_policy else [choice.budget]
         chosen += [dataclasses.replace(choice, budget=budget) for budget in sizes]
     return chosen
 
@@ -108,12 +110,12 @@ def model_directory(name: str) -> pathlib.Path:
 
 def model_identity(name: str) -> str:
     """What units of a run know a model by: its content, wherever it lies."""
-    return f"sha256:{identity.of_directory(model_directory(name))}"
+    return f"sha256:{fingerprint.directory_fingerprint(model_directory(name))}"
 
 
 def load_model(options: Run) -> tuple[Llama, tokenizer.Tokenizer]:
     """Model and tokenizer of a directory or a shipped checkpoint; the model on the devices that options call for."""
     directory = model_directory(options.model)
-    devices.join(options, vars(options) | {"process": None, "output_dir": None})
-    mesh = devices.mesh(options, checkpoint.load_config(directory).kv_heads)
-    return checkpoint.load(directory, mesh=mesh), tokenizer.load(directory)
+    devices.initialize_processes(options, vars(options) | {"process": None, "output_dir": None})
+    mesh = devices.make_mesh(options, huggingface.load_config(directory).kv_heads)
+    return huggingface.load_model(directory, mesh=mesh), load_tokenizer(directory)

@@ -14,8 +14,11 @@ from jaxtyping import Float
 from experiments.common import settings
 from experiments.common.options import Policies, one_of
 from kvjax.registry import PolicyChoice
-from kvjax_models import checkpoint, generate
-from kvjax_models.llama import Llama, LlamaConfig, RopeScaling
+from kvjax_models.formats import huggingface
+from kvjax_models.generation.generator import parameter_bytes
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
+from kvjax_models.model.rotary import RopeScaling
 
 MODEL_NAME = "random 8 x 512"
 CONFIG = LlamaConfig(
@@ -72,7 +75,7 @@ def shape(name: str) -> LlamaConfig:
     """The sizes of a model: of a named shape, or those that a directory's `config.json` gives.
 
     Raises:
-        ValueError: for a name that is neither, with those that are known; as `checkpoint.load_config`.
+        ValueError: for a name that is neither, with those that are known; as `huggingface.load_config`.
     """
     if name in SHAPES:
         return SHAPES[name]
@@ -80,7 +83,7 @@ def shape(name: str) -> LlamaConfig:
     directory = directory.parent if directory.name == "config.json" else directory
     if not (directory / "config.json").is_file():
         raise ValueError(f"--shape={name} is neither a directory with a config.json nor one of {', '.join(SHAPES)}")
-    return checkpoint.load_config(directory)
+    return huggingface.load_config(directory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,4 +160,4 @@ def prefill_operations(config: LlamaConfig, tokens: int) -> float:
 
 def weight_read_bytes(model: Llama) -> int:
     """Bytes of weights that one token reads: all of them, but of the embedding only a row where it is not tied."""
-    return generate.weight_bytes(model) - (0 if model.config.tied_embeddings else model.embedding.embedding[...].nbytes)
+    return parameter_bytes(model) - (0 if model.config.tied_embeddings else model.embedding.embedding[...].nbytes)

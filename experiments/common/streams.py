@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from experiments.common.tasks import line_retrieval as task
-from kvjax_models.llama import Llama
-from kvjax_models.prefill import read_layers
-from kvjax_models.tokenizer import Tokenizer
+from kvjax_models.formats.tokenizer import Tokenizer
+from kvjax_models.generation.prefill import prefill_layers
+from kvjax_models.model.llama import Llama
 
 Tokens = tuple[Float[np.ndarray, "n D"], Float[np.ndarray, "n D"], Float[np.ndarray, "Q D"]]
 
@@ -51,12 +51,12 @@ def synthetic(
         raise ValueError(f"stream {name!r} is not known; known: {', '.join(SYNTHETIC)}")
     rows = [SYNTHETIC[name](np.random.default_rng(seed), tokens, queries, head_dim) for seed in seeds]
     keys, values, asked = (np.stack([row[part] for row in rows])[:, :, None] for part in range(3))
-    drawn = Streams(keys, values, asked).scaled(1.0, 1.0)
+    row_randomness = Streams(keys, values, asked).scaled(1.0, 1.0)
     if not prompt_queries:
-        return drawn
+        return row_randomness
     # The same seed gives the same law (centres, subspaces); what comes behind the first queries was not asked.
     more = [SYNTHETIC[name](np.random.default_rng(seed), tokens, queries + tokens, head_dim)[2] for seed in seeds]
-    return dataclasses.replace(drawn, prompt_queries=_at(1.0, np.stack(more)[:, queries:, None]))
+    return dataclasses.replace(row_randomness, prompt_queries=_at(1.0, np.stack(more)[:, queries:, None]))
 
 
 def recorded(
@@ -119,7 +119,7 @@ def read_streams(
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
     asked = (max(lengths) if prompt_queries else queries,) * model.config.layers
-    for number, read in enumerate(read_layers(model, padded, jnp.asarray(lengths), _CHUNK, asked)):
+    for number, read in enumerate(prefill_layers(model, padded, jnp.asarray(lengths), _CHUNK, asked)):
         keys, values, last = (np.asarray(x) for x in (read.keys[:, :tokens], read.values[:, :tokens], read.queries))
         of_prompt = None
         if prompt_queries:  # right-aligned: a row's first query stands behind those that its longer neighbours have

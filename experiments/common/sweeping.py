@@ -203,7 +203,7 @@ class Sweep:
                 self.tokenizer,
                 group,
                 sizes=sizes or [longest],
-                max_new=most,
+                max_new_tokens=most,
                 streaming=streaming,
                 question_seen=seen,
                 batch=self.batch,

@@ -9,7 +9,7 @@ import numpy as np
 
 from experiments.common import plots, results
 from experiments.common.results import Row
-from kvjax.budget import readable_bytes
+from kvjax.budget import format_bytes
 
 
 def show(title: str, rows: Sequence[Row], metric: str = "accuracy") -> None:
@@ -24,9 +24,9 @@ def show(title: str, rows: Sequence[Row], metric: str = "accuracy") -> None:
         shown += [row for row in of_setting if single and row.metric == "ms_per_token"]
 
     def line(row: Row) -> str:
-        host = f" + {readable_bytes(row.host_bytes)} in the host" if row.host_bytes else ""
+        host = f" + {format_bytes(row.host_bytes)} in the host" if row.host_bytes else ""
         read = " read" if row.extra["recalls"] else ""
-        held = f"{readable_bytes(row.device_bytes or 0)}{host}, {row.budget_fraction:.1%}{read} of exact's"
+        held = f"{format_bytes(row.device_bytes or 0)}{host}, {row.budget_fraction:.1%}{read} of exact's"
         return f"{results.setting_label(row)} ({held})" if single else results.setting_label(row)
 
     results.print_rows(title, shown, line)

@@ -13,22 +13,31 @@ from tqdm import tqdm
 import kvjax
 from experiments.common import settings, speed
 from kvjax.combinators.host_memory import Hosted
-from kvjax.policy import Repeat, Repeated, repeat_of
+from kvjax.policy import Repeat, Repeated, merge_requirements
 from kvjax.registry import PolicyChoice
 from kvjax.segment import Recalled, parts_of
-from kvjax_models import generate
-from kvjax_models.llama import Llama
-from kvjax_models.prefill import ReadLayer, asked_queries, compress_layer, embed, read_layers, repeat_layer, repetitions
+from kvjax_models.generation.generator import Generator, cache_specs
+from kvjax_models.generation.prefill import (
+    PrefilledLayer,
+    compress_layer,
+    embed,
+    make_repetitions,
+    num_prompt_queries,
+    prefill_layers,
+    repeat_layer,
+)
+from kvjax_models.generation.state import GenerationState
+from kvjax_models.model.llama import Llama
 
 SELECTIONS = 64  # queries that select one after the other, so that starting a program weighs nothing
 
 
 def generators_of(
     model: Llama, chosen: Sequence[PolicyChoice], context: int, chunk: int, sizes: dict[str, Any]
-) -> dict[PolicyChoice, generate.Generator]:
+) -> dict[PolicyChoice, Generator]:
     """A generator of every setting that can be made for such a prompt, and compress what is read of it; the others are
     said with their reason."""
-    spec, tokens = generate.cache_specs(model, **sizes)[0], padded(context, chunk)
+    spec, tokens = cache_specs(model, **sizes)[0], padded(context, chunk)
 
     def of_heads(tokens: int, heads: int) -> Any:
         return jax.ShapeDtypeStruct((1, tokens, heads, spec.head_dim), spec.dtype)
@@ -37,18 +46,18 @@ def generators_of(
     able = {}
     for setting in chosen:
         try:
-            generator = generate.Generator(
-                model, settings.fitted(setting, spec, context), **sizes, beyond_positions=True
+            generator = Generator(
+                model, settings.fitted(setting, spec, context), **sizes, allow_beyond_context=True
             )
-            for cache in {cache.policy: cache for cache in jax.eval_shape(generator.start).layers}.values():
-                asked, repeated = asked_queries(cache.policy, tokens), None
+            for cache in {cache.policy: cache for cache in jax.eval_shape(generator.init_state).layers}.values():
+                asked, repeated = num_prompt_queries(cache.policy, tokens), None
                 if cache.policy.repeat is not None:
                     texts, sizes_of_texts = repeated_prompt(
                         cache.policy.repeat, np.zeros((1, tokens), np.int32), context
                     )
                     queries, again = of_heads(texts.size, spec.query_heads), of_heads(texts.size, spec.kv_heads)
                     repeated = Repeated(queries, again, jnp.asarray(sizes_of_texts))
-                read = ReadLayer(keys, keys, keys, of_heads(asked, spec.query_heads) if asked else None, repeated)
+                read = PrefilledLayer(keys, keys, keys, of_heads(asked, spec.query_heads) if asked else None, repeated)
                 jax.eval_shape(compress_layer, cache, read, lengths)
         except ValueError as error:
             settings.tell_left_out(setting, error)
@@ -64,14 +73,14 @@ def padded(context: int, chunk: int) -> int:
 
 def repeated_prompt(repeat: Repeat, prompt: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
     """The texts that repeat a padded prompt, one behind the other, and their lengths."""
-    texts, sizes = repetitions(repeat, prompt, np.array([context], np.int32))
+    texts, sizes = make_repetitions(repeat, prompt, np.array([context], np.int32))
     return texts.reshape(1, -1), sizes
 
 
 def prefill(
     model: Llama,
-    generators: Sequence[generate.Generator],
-    states: list[generate.GenerationState],
+    generators: Sequence[Generator],
+    states: list[GenerationState],
     context: int,
     chunk: int,
     seed: int,
@@ -86,17 +95,17 @@ def prefill(
     prompt[0, :context] = np.random.default_rng(seed).integers(0, model.config.vocab_size, context)
     lengths = jnp.full(1, context, jnp.int32)
     asked = [
-        max(asked_queries(generator.policies[layer], prompt.shape[1]) for generator in generators)
+        max(num_prompt_queries(generator.policies[layer], prompt.shape[1]) for generator in generators)
         for layer in range(model.config.layers)
     ]
-    reading_of = functools.partial(read_layers, model, prompt, lengths, chunk, asked)
+    reading_of = functools.partial(prefill_layers, model, prompt, lengths, chunk, asked)
     jax.block_until_ready(next(reading_of()))  # compiles
     layers = reading_of()
-    repeat = repeat_of([policy for generator in generators for policy in generator.policies])
+    repeat = merge_requirements([policy for generator in generators for policy in generator.policies])
     if repeat is not None:
         texts, sizes = (jnp.asarray(x) for x in repeated_prompt(repeat, prompt, context))
         again = embed(model, texts[:, None])
-        jax.block_until_ready(next(read_layers(model, prompt, lengths, chunk, asked, repeat)))  # compiles
+        jax.block_until_ready(next(prefill_layers(model, prompt, lengths, chunk, asked, repeat)))  # compiles
     for number in tqdm(range(model.config.layers), desc=f"prefill, {context} tokens", leave=False):
         reading, read = speed.timed(next, layers)
         seconds = []
@@ -139,17 +148,17 @@ def _abstract(cache: Any) -> Any:
 class Writer:
     """Writes tokens, a turn at a call, each going on from the last."""
 
-    generator: generate.Generator
-    state: generate.GenerationState
+    generator: Generator
+    state: GenerationState
     tokens: int
 
-    def __call__(self) -> generate.GenerationState:
-        for newest, _ in self.generator.write(self.state, self.tokens):
+    def __call__(self) -> GenerationState:
+        for newest, _ in self.generator.decode(self.state, self.tokens):
             self.state = newest
         return self.state
 
 
-def hit_rate(state: generate.GenerationState) -> float | None:
+def hit_rate(state: GenerationState) -> float | None:
     """The share of the blocks asked for by all steps so far that the device still held; None without host memory."""
     hosted = [cache.state for cache in state.layers if isinstance(cache.state, Hosted)]
     recent = [of_part for layer in hosted for of_part in layer.recent]
@@ -157,7 +166,7 @@ def hit_rate(state: generate.GenerationState) -> float | None:
     return sum(int(jnp.sum(of_part.hits)) for of_part in recent) / requested if requested else None
 
 
-def selection_seconds(layers: Sequence[kvjax.Cache], repetitions: int) -> float | None:
+def selection_seconds(layers: Sequence[kvjax.Cache], make_repetitions: int) -> float | None:
     """Seconds per token that finding what a query reads takes over all layers, apart from reading it, by the last of
     them; None for policies that do not recall."""
     spec = layers[-1].spec
@@ -186,5 +195,5 @@ def selection_seconds(layers: Sequence[kvjax.Cache], repetitions: int) -> float 
         return jax.lax.map(select_for, queries)
 
     queries = jax.random.normal(jax.random.key(0), (SELECTIONS, 1, 1, spec.query_heads, spec.head_dim), spec.dtype)
-    seconds = speed.seconds(select, layers[-1], queries, repetitions=repetitions)
+    seconds = speed.seconds(select, layers[-1], queries, repetitions=make_repetitions)
     return float(np.median(seconds)) / SELECTIONS * len(layers)

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from kvjax.policy import repeat_of
-from kvjax_models.generate import GenerationState, Generator, laid, with_prompt
-from kvjax_models.prefill import asked_queries, compress_layer, last_logits, read_layers
-from kvjax_models.sharding import everywhere
+from kvjax.policy import merge_requirements
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.prefill import compress_layer, last_logits, num_prompt_queries, prefill_layers
+from kvjax_models.generation.state import GenerationState, finish_prefill, shard_state
+from kvjax_models.sharding import replicate
 
 
 def prefill_together(
@@ -32,23 +33,23 @@ def prefill_together(
         raise ValueError("prefill_together needs fresh states; one of these has already read a prompt")
     longest = max(map(len, prompts), default=0)
     for generator in generators:
-        if longest > generator.max_prompt:
-            raise ValueError(f"a prompt of {longest} tokens exceeds max_prompt={generator.max_prompt}")
-    tokens, row_lengths = first.pad(prompts, first.prompt_piece(longest))
-    lengths = everywhere(row_lengths, first.mesh)
+        if longest > generator.max_prompt_tokens:
+            raise ValueError(f"a prompt of {longest} tokens exceeds max_prompt_tokens={generator.max_prompt_tokens}")
+    tokens, row_lengths = first.pad(prompts, first.padding_multiple(longest))
+    lengths = replicate(row_lengths, first.mesh)
     caches: list[list[kvjax.Cache]] = [[] for _ in generators]
     told: list[Any] = [None for _ in generators]
     asked = [
-        max(asked_queries(generator.policies[number], tokens.shape[1]) for generator in generators)
+        max(num_prompt_queries(generator.policies[number], tokens.shape[1]) for generator in generators)
         for number in range(first.config.layers)
     ]
-    repeat = repeat_of([policy for generator in generators for policy in generator.policies])
-    for number, read in enumerate(read_layers(first.model, tokens, lengths, first.prefill_chunk, asked, repeat)):
+    repeat = merge_requirements([policy for generator in generators for policy in generator.policies])
+    for number, read in enumerate(prefill_layers(first.model, tokens, lengths, first.prefill_chunk, asked, repeat)):
         for place, state in enumerate(states):
             cache, told[place] = compress_layer(state.layers[number], read, lengths, told[place])
             caches[place].append(cache)
     logits = last_logits(first.model, read.x, lengths)
     return [
-        laid(with_prompt(state, layers, logits, lengths), first.mesh)
+        shard_state(finish_prefill(state, layers, logits, lengths), first.mesh)
         for state, layers in zip(states, caches, strict=True)
     ]

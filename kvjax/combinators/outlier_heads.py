@@ -97,17 +97,17 @@ class OutlierHeads(Policy[Any]):
                 f"{spec.layers} x {spec.kv_heads}"
             )
         budget = self._remaining_budget(spec)
-        layer_heads = [(spec.layer, head) for head in range(spec.kv_heads)]
-        others, drop = (
-            policy if policy is None else dataclasses.replace(policy, budget=budget)  # type: ignore[call-arg]
-            for policy in (self.policy, self.drop)
-        )
-        policies = [
-            self.full if head in choice.full else drop if head in choice.drop else others for head in layer_heads
-        ]
-        unique = set(policies)
-        policy = ByHead(tuple(policies)) if len(unique) > 1 else policies[0]  # type: ignore[arg-type]
-        return policy.for_layer(spec)
+
+        def with_budget(policy: Any) -> Policy[Any]:
+            return dataclasses.replace(policy, budget=budget)
+
+        def head_policy(head: tuple[int, int]) -> Policy[Any]:
+            if head in choice.full:
+                return self.full
+            return with_budget(self.drop if head in choice.drop else self.policy)
+
+        policies = tuple(head_policy((spec.layer, head)) for head in range(spec.kv_heads))
+        return (ByHead(policies) if len(set(policies)) > 1 else policies[0]).for_layer(spec)
 
     def _remaining_budget(self, spec: CacheSpec) -> int:
         """Returns the budget of a head that does not keep everything."""

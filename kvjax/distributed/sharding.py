@@ -29,6 +29,8 @@ P = ParamSpec("P")
 DATA = "data"
 # Mesh axis of each array axis, by its dimension name. Axes with other names are replicated.
 RULES = {"B": DATA, "H_kv": TENSOR, "H_q": TENSOR, "H": TENSOR, "N": SEQUENCE}
+# Of arrays that are not part of a state: [B, ...] by row; queries, keys and values [B, T, H, D] by row and head.
+ROWS, HEADS = PartitionSpec(DATA), PartitionSpec(DATA, None, TENSOR)
 
 
 def make_mesh(
@@ -165,7 +167,7 @@ def per_device(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def sharded(*arguments: P.args, **options: P.kwargs) -> T:
-        cache = arguments[0]
+        cache: Any = arguments[0]
         if cache.mesh is None:
             return function(*arguments, **options)
         hints = typing.get_type_hints(function)

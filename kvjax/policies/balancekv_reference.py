@@ -14,7 +14,6 @@ from kvjax.segment import SegmentLike
 from kvjax.spec import CacheSpec
 from kvjax.state import state, static
 from kvjax.stores import window as windows
-from kvjax.stores.block_store import write_index
 from kvjax.stores.staging import Tokens
 from kvjax.stores.window import Window, init_window
 from kvjax.structures.balance import reference_halving

@@ -1,7 +1,7 @@
 """A store that keeps every token, with capacity for all tokens that will come."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +47,13 @@ def init_append_only_store(spec: CacheSpec, max_prompt_tokens: int) -> AppendOnl
     if formats is None:
         keys, values = jnp.zeros((*shape, spec.head_dim), spec.dtype), jnp.zeros((*shape, spec.value_width), spec.dtype)
         return AppendOnlyStore(keys, values, count, overflow)
-    keys = empty_quantized(formats.keys, (*shape, spec.head_dim), offset_shape=(*shape[:2], spec.head_dim))
-    values = empty_quantized(formats.values, (*shape, spec.value_width))
-    return AppendOnlyStore(keys, values, count, overflow, tuple(formats))
+    return AppendOnlyStore(
+        empty_quantized(formats.keys, (*shape, spec.head_dim), offset_shape=(*shape[:2], spec.head_dim)),
+        empty_quantized(formats.values, (*shape, spec.value_width)),
+        count,
+        overflow,
+        formats,
+    )
 
 
 def fill(store: AppendOnlyStore, prompt: Any) -> AppendOnlyStore:
@@ -98,12 +102,17 @@ def _write(
     """Writes tokens with `write(buffer, new)`, quantized where the store is."""
     if store.formats is None:
         return dataclasses.replace(store, keys=write(store.keys, keys), values=write(store.values, values), count=count)
-    offset = first_mean(store.keys.offset, keys, valid[:, None])
-    new = quantize(keys, store.formats[0], offset, unbiased=True), quantize(values, store.formats[1])
-    keys, values = (
-        dataclasses.replace(
-            old, values=write(old.values, one.values), scale=write(old.scale, one.scale), offset=one.offset
+    old_keys, old_values = cast(QuantizedArray, store.keys), cast(QuantizedArray, store.values)
+    offset = first_mean(cast(Array, old_keys.offset), keys, valid[:, None])
+
+    def write_quantized(old: QuantizedArray, new: QuantizedArray) -> QuantizedArray:
+        return dataclasses.replace(
+            old, values=write(old.values, new.values), scale=write(old.scale, new.scale), offset=new.offset
         )
-        for old, one in zip((store.keys, store.values), new, strict=True)
+
+    return dataclasses.replace(
+        store,
+        keys=write_quantized(old_keys, quantize(keys, store.formats[0], offset, unbiased=True)),
+        values=write_quantized(old_values, quantize(values, store.formats[1])),
+        count=count,
     )
-    return dataclasses.replace(store, keys=keys, values=values, count=count)

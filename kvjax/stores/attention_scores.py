@@ -1,5 +1,7 @@
 """Attention scores of cached tokens, for policies that learn from the attention of decode steps."""
 
+from typing import cast
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -26,7 +28,7 @@ def init_attention_scores(spec: CacheSpec, window: Window) -> AttentionScores:
 def accumulate_scores(scores: AttentionScores, stats: AttentionStats) -> AttentionScores:
     """Adds the attention of a step's queries."""
     (window,), staged = stats.segments, stats.staged
-    return AttentionScores(scores.window + jnp.sum(window, axis=2), scores.staged + jnp.sum(staged, axis=2))
+    return AttentionScores(scores.window + jnp.sum(window, axis=2), scores.staged + jnp.sum(cast(Array, staged), axis=2))
 
 
 def newest_scores(scores: AttentionScores, stats: AttentionStats) -> AttentionScores:
@@ -42,7 +44,7 @@ def newest_scores(scores: AttentionScores, stats: AttentionStats) -> AttentionSc
 
     return AttentionScores(
         jnp.where(any_appended, of_last(window), scores.window),
-        jnp.where(any_appended, of_last(stats.staged), scores.staged),
+        jnp.where(any_appended, of_last(cast(Array, stats.staged)), scores.staged),
     )
 
 

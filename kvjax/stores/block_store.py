@@ -4,7 +4,7 @@ Selection looks at an index only, never at the stored entries, so that these may
 """
 
 import dataclasses
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ class BlockStore:
             return self.entries[..., begin : begin + dim]
         columns = key_value_columns(as_blocks(self), self.head_dim)[half]
         quantized = QuantizedArray(
-            self.entries[..., columns], self.scale[..., half], None, FORMATS[self.formats[half]].bits
+            self.entries[..., columns], cast(Array, self.scale)[..., half], None, FORMATS[self.formats[half]].bits
         )
         vectors = dequantize(quantized)
         return vectors if half or self.offset is None else vectors + self.offset[..., None, None, :]
@@ -119,7 +119,7 @@ def init_block_store(spec: CacheSpec, blocks: int, block_size: int) -> BlockStor
         return store
     dims = (spec.head_dim, spec.value_width)
     empty = [empty_quantized(name, (blocks, block_size, dim)) for name, dim in zip(formats, dims, strict=True)]
-    return dataclasses.replace(_join_halves(store, *empty, tuple(formats)), offset=jnp.zeros(spec.head_dim))
+    return dataclasses.replace(_join_halves(store, empty[0], empty[1], formats), offset=jnp.zeros(spec.head_dim))
 
 
 def _join_halves(
@@ -183,7 +183,7 @@ def write_blocks(store: BlockStore, index: Int[Array, "M"], blocks: BlockStore) 
         keys, values = jnp.split(blocks.entries, 2, axis=-1)
         keys, values = keys[..., : store.head_dim], values[..., : store.value_dim]
         occupied = (blocks.position >= 0).reshape(-1)
-        offset = first_mean(offset, keys.reshape(-1, store.head_dim), occupied)
+        offset = first_mean(cast(Array, offset), keys.reshape(-1, store.head_dim), occupied)
         quantized = quantize(keys - offset, store.formats[0], unbiased=True), quantize(values, store.formats[1])
         blocks = _join_halves(blocks, *quantized, store.formats)
     # Blocks have no offset of their own.

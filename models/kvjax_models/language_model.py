@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import kvjax
 from kvjax.budget import Budget
-from kvjax.registry import AnyPolicy, sized
+from kvjax.registry import AnyPolicy, resolve_policy
 from kvjax_models import compile_cache
 from kvjax_models.formats import huggingface
 from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
@@ -59,7 +59,7 @@ class LanguageModel:
         Args:
             prompt: one text, or a list of them; for conversations see `stream`.
             policy, budget: how much the cache keeps, and of what: "subgen" and "25%", `kvjax.SubGen` and 1024, or a
-                policy; see `kvjax.registry.sized`. Prompts nearly as long as another share its programs
+                policy; see `kvjax.registry.resolve_policy`. Prompts nearly as long as another share its programs
                 (`compile_cache.length_bucket`): a share is one of what exact holds for the shortest of them, never more.
             max_new_tokens: most tokens to write; an end-of-text token ends a row before.
             sampling: greedy where None.
@@ -81,7 +81,7 @@ class LanguageModel:
         for newest, tokens in generator.decode(state, max_new_tokens):
             state = newest
             extend_rows(rows, tokens)
-        kvjax.check(state)
+        kvjax.raise_faults(state)
         texts = [self.tokenizer.decode(row) for row in rows]
         return texts[0] if isinstance(prompt, str) else texts
 
@@ -112,7 +112,7 @@ class LanguageModel:
             state = newest
             if piece := "".join(map(streamer.push, block[0].tolist())):
                 yield piece
-        kvjax.check(state)
+        kvjax.raise_faults(state)
         if piece := streamer.flush():
             yield piece
 
@@ -204,7 +204,7 @@ class LanguageModel:
         }
         # A window does not count: such a layer keeps exactly that.
         spec = cache_specs(self.model, **sizes, streaming=streaming)[0]
-        chosen = sized(
+        chosen = resolve_policy(
             policy, budget, dataclasses.replace(spec, window=None), budget_tokens or max_prompt_tokens + max_new_tokens
         )
         sizes |= {"streaming": streaming, "allow_beyond_context": allow_beyond_context}

@@ -147,7 +147,7 @@ class KvjaxLM(TemplateLM):
             generator = self.generator(max(map(len, read)), max(map(len, wanted)))
             state = generator.prefill(generator.init_state(self.seed), read)
             state, scored, likeliest = generator.score_greedy(state, wanted)
-            kvjax.check(state)
+            kvjax.raise_faults(state)
             for number, (_, rest, _), row, best in zip(numbers, batch, scored, likeliest, strict=False):
                 found[number] = (float(np.sum(row[len(rest) :], dtype=np.float64)), bool(best[len(rest) :].all()))
                 pair = requests[number][0]

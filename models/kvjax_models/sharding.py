@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from kvjax.collectives import PARTS, TENSOR
-from kvjax.sharding import DATA, ROWS, check_axes
+from kvjax.distributed.collectives import SEQUENCE, TENSOR
+from kvjax.distributed.sharding import DATA, ROWS, check_axes
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
 
@@ -74,7 +74,7 @@ def shard_attention(
         heads: of queries, and of keys. Devices that share a kv head share its query heads, where these divide; where
             they do not, each attends with all.
     """
-    axes = (TENSOR, PARTS) if share_heads(mesh, heads) else TENSOR
+    axes = (TENSOR, SEQUENCE) if share_heads(mesh, heads) else TENSOR
     own = PartitionSpec(DATA, None, axes)
     specs = (own, *given, PartitionSpec(axes))
     return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=own, check_vma=False)
@@ -83,7 +83,7 @@ def shard_attention(
 def share_heads(mesh: Mesh, heads: tuple[int, int]) -> bool:
     """Whether devices that share a kv head can share its query heads: of queries there are so many, and of keys."""
     query_heads, kv_heads = heads
-    return mesh.shape[TENSOR] == kv_heads and query_heads % (kv_heads * mesh.shape[PARTS]) == 0
+    return mesh.shape[TENSOR] == kv_heads and query_heads % (kv_heads * mesh.shape[SEQUENCE]) == 0
 
 
 def parameter_shardings(parameters: Any, config: LlamaConfig, mesh: Mesh) -> Any:
@@ -109,10 +109,10 @@ def parameter_specs(parameters: Any, query_heads: int, mesh: Mesh) -> Any:
         axis += leaf.ndim
         if module == "qkv":
             # Devices that share a kv head need all that is made of it: each takes a part of what goes in.
-            inputs = (fitting(leaf.shape[0], (PARTS,)),) if name == "kernel" else ()
+            inputs = (fitting(leaf.shape[0], (SEQUENCE,)),) if name == "kernel" else ()
             return PartitionSpec(*inputs, fitting(leaf.shape[axis], (TENSOR,)))
         parts = query_heads if module == "output" else leaf.shape[axis]  # heads stay whole
-        return PartitionSpec(*[None] * axis, fitting(parts, (TENSOR, PARTS), (TENSOR,)))
+        return PartitionSpec(*[None] * axis, fitting(parts, (TENSOR, SEQUENCE), (TENSOR,)))
 
     return jax.tree_util.tree_map_with_path(cut, parameters)
 

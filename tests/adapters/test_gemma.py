@@ -94,7 +94,7 @@ def test_exact_gives_the_tokens_of_gemma_s_own_cache(name, request):
         np.testing.assert_allclose(row, expected, atol=2e-4)
         np.testing.assert_array_equal(row.argmax(-1), expected.argmax(-1))
     assert caches[0].policy.budget == WINDOW and np.std(own[0]) > 0.5
-    assert kvjax.tokens(caches[1]).tolist() == [len(prompt) + NEW - 1 for prompt in PROMPTS]
+    assert kvjax.num_tokens(caches[1]).tolist() == [len(prompt) + NEW - 1 for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("policy", ["subgen_mean_value", "clusterkv", "snapkv"])
@@ -103,5 +103,5 @@ def test_compressed_caches_write(policy, page):
     found, caches = by_the_page(page, model, variables, POLICIES[policy])
     assert np.isfinite(found).all()
     for cache in caches:
-        kvjax.check(cache)
+        kvjax.raise_faults(cache)
     assert type(caches[0].policy) is kvjax.StreamingLLM and caches[1].policy == POLICIES[policy]

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from kvjax_models.generate import Generator
+from kvjax_models.llama import Llama, LlamaConfig
 
 import kvjax
 from kvjax.registry import POLICIES
-from kvjax_models.generate import Generator
-from kvjax_models.llama import Llama, LlamaConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"

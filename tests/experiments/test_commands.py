@@ -34,7 +34,7 @@ def test_decode_speed_runs_without_its_peer(tmp_path, capsys):
     rows = run(decode_speed, tmp_path, **given)
     assert "kvzip @ 50% is left out: KVzip needs the prompt read again" in "".join(capsys.readouterr())
     assert {row["policy"] for row in rows} == {"exact", "uniform"}
-    assert all(row["value"] > 0 and row["weight_bytes"] > 10**8 for row in rows)
+    assert all(row["value"] > 0 and row["parameter_bytes"] > 10**8 for row in rows)
 
 
 @pytest.mark.heavy

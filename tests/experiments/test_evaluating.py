@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 
 from experiments.common import answers, evaluating, footprint, settings
-from kvjax_models.llama import Llama, LlamaConfig
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
 
 CONFIG = LlamaConfig(
     vocab_size=64, width=32, mlp_width=64, layers=1, query_heads=2, kv_heads=1, head_dim=16, max_length=512
@@ -36,7 +37,7 @@ def task(*lengths):
 
 
 def evaluator(model, names, sizes, **others):
-    made = {"max_new": 8, "streaming": False, "question_seen": False, "batch": 2, "seed": 0} | others
+    made = {"max_new_tokens": 8, "streaming": False, "question_seen": False, "batch": 2, "seed": 0} | others
     return evaluating.Evaluator(model, Numbers(), settings.settings(names, ["60%"]), sizes=sizes, **made)
 
 

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from experiments.common import likelihood, settings
-from kvjax_models.llama import Llama
+from kvjax_models.model.llama import Llama
 from tests.experiments.test_evaluating import CONFIG
 
 TEXTS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (4, 160)).tolist()

@@ -6,7 +6,7 @@ import pytest
 from experiments.common import settings
 from experiments.common.options import LINES_CHECKPOINT
 from experiments.common.tasks import line_retrieval
-from kvjax_models import tokenizer
+from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
 
 TOKENS_PER_LINE = 7  # of the checkpoint's tokenizer, at most
 
@@ -45,7 +45,7 @@ def test_seeds_give_different_documents_and_the_same_ones_again():
 
 @pytest.mark.parametrize("tokens", [40, 512, 2048])
 def test_generated_length_is_reached_by_the_last_line(tokens):
-    loaded = tokenizer.load(settings.model_directory(LINES_CHECKPOINT))
+    loaded = load_tokenizer(settings.model_directory(LINES_CHECKPOINT))
 
     def length(text: str) -> int:
         return len(loaded.encode(text))

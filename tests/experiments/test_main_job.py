@@ -38,7 +38,7 @@ def test_the_shipped_checkpoint_finds_lines_at_its_longest_context():
         tokenizer,
         settings.settings(["exact"], []),
         sizes=[longest],
-        max_new=most,
+        max_new_tokens=most,
         streaming=False,
         question_seen=False,
         batch=10,

@@ -75,7 +75,7 @@ def test_processes_with_other_flags_are_refused(tmp_path):
 def test_generation_on_a_mesh_writes_what_one_device_does(tmp_path):
     (tmp_path / "prompt.txt").write_text("line careless-cat: REGISTER_CONTENT is <12345>\n" * 8)
     run = (
-        "kvjax_models.command",
+        "kvjax_models.cli",
         "generate",
         "--model=models/checkpoints/line-retrieval-2l-4k",
         f"--prompt_file={tmp_path / 'prompt.txt'}",

@@ -109,7 +109,7 @@ def test_answers_are_those_of_kvpress_own_pipeline():
     directory = settings.model_directory(LANGUAGE_CHECKPOINT)
     _, tokenizer = settings.load_model(Run(model=LANGUAGE_CHECKPOINT))
     task = make_task("niah_multikey_1", tokenizer, 600, [40], 3)
-    texts = [tokenizer.decode(prompt.context[len(tokenizer.prefix) :]) for prompt in task.prompts]
+    texts = [tokenizer.decode(prompt.context[len(tokenizer.prefix_ids) :]) for prompt in task.prompts]
     questions = [tokenizer.decode(prompt.question) for prompt in task.prompts]
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     pipeline = transformers.pipeline(

@@ -52,7 +52,7 @@ def test_a_plan_says_what_fits_and_what_does_not(tmp_path):
     # Two layers of one kv head each per chip: 4096 slots and 64 staged, keys and values of 128 columns.
     least = 16 * 2 * 2 * (4096 + 64) * 128 * 2
     assert least <= fits["device_bytes"] <= 1.1 * least
-    assert fits["weight_bytes"] + fits["device_bytes"] <= fits["value"] < 16e9
+    assert fits["parameter_bytes"] + fits["device_bytes"] <= fits["value"] < 16e9
     assert (tmp_path / "pod_plan.png").stat().st_size > 3_000
     # What crosses between chips are activations of one token and logits.
     exchanged = [one["bytes"] for one in fits["collectives"]]
@@ -109,7 +109,7 @@ def test_many_layers_follow_from_few(tmp_path):
     )
     for key, row in whole.items():
         assert row["value"] == pytest.approx(line[key]["value"], rel=0.02)
-        for name in ("device_bytes", "weight_bytes", "read_bytes_per_token"):
+        for name in ("device_bytes", "parameter_bytes", "read_bytes_per_token"):
             assert row[name] == line[key][name]
         exchanged = [sorted((one["kind"], one["bytes"]) for one in of[key]["collectives"]) for of in (whole, line)]
         assert exchanged[0] == exchanged[1]

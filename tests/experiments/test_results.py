@@ -16,7 +16,7 @@ def test_rows_are_flat_and_complete(tmp_path):
     assert "extra" not in read
     promised = (
         "experiment model task stream policy variant budget_fraction context_tokens batch question_seen metric value "
-        "ci95_low ci95_high n seed device_bytes host_bytes read_bytes_per_token weight_bytes"
+        "ci95_low ci95_high n seed device_bytes host_bytes read_bytes_per_token parameter_bytes"
     )
     assert set(promised.split()) <= set(read)
     assert read["stream"] is None

@@ -9,7 +9,7 @@ import kvjax
 from experiments.common import settings
 from kvjax.budget import row_bytes
 
-SPEC = kvjax.CacheSpec(batch=1, query_heads=4, kv_heads=2, head_dim=16, max_prompt=2000, max_new=48, layers=4)
+SPEC = kvjax.CacheSpec(batch=1, query_heads=4, kv_heads=2, head_dim=16, max_prompt_tokens=2000, max_new_tokens=48, layers=4)
 
 
 def test_what_is_typed_becomes_a_policy():
@@ -36,20 +36,20 @@ def test_what_cannot_be_is_refused_with_its_name(text, message):
 
 
 def test_budgets():
-    sized = lambda text: settings.settings(["uniform"], [text])[0].budget  # noqa: E731
-    assert sized("1024").slots == 1024
-    assert sized("12.5%").fraction == 0.125
-    assert sized("1.5MiB").bytes == 3 * 2**19
+    resolve_policy = lambda text: settings.settings(["uniform"], [text])[0].budget  # noqa: E731
+    assert resolve_policy("1024").slots == 1024
+    assert resolve_policy("12.5%").fraction == 0.125
+    assert resolve_policy("1.5MiB").bytes == 3 * 2**19
     for text in ("", "-3", "25 %", "64MB", "half"):
         with pytest.raises(ValueError, match="give slots"):
-            sized(text)
+            resolve_policy(text)
 
 
 def test_share_of_exact_is_met_from_below():
     [setting] = settings.settings(["streaming_llm"], ["25%"])
-    limit = SPEC.exact_bytes(2048) // 4
+    limit = SPEC.full_cache_bytes(2048) // 4
     held = row_bytes(setting.fit(SPEC, 2048), SPEC)
-    per_slot = SPEC.exact_bytes(1)
+    per_slot = SPEC.full_cache_bytes(1)
     assert limit - per_slot < held <= limit
 
 
@@ -101,9 +101,9 @@ def test_unknown_model_lists_the_shipped_ones():
 def test_every_policy_may_be_stored_in_eight_bits_with_full_layers():
     [setting] = settings.settings(["uniform:storage=int8,full_layers=1"], ["50%"])
     policy = setting.fit(SPEC, 2048)
-    limit = SPEC.exact_bytes(2048) // 2
+    limit = SPEC.full_cache_bytes(2048) // 2
     sizes = [row_bytes(policy, dataclasses.replace(SPEC, layer=layer)) for layer in range(4)]
-    assert limit - SPEC.exact_bytes(8) < sum(sizes) / 4 <= limit
+    assert limit - SPEC.full_cache_bytes(8) < sum(sizes) / 4 <= limit
     plain = row_bytes(kvjax.Exact(), SPEC)
     assert sizes[0] < plain / 3  # the full layer is stored in eight bits, too
     assert sizes[1] == sizes[2] == sizes[3]
@@ -112,8 +112,8 @@ def test_every_policy_may_be_stored_in_eight_bits_with_full_layers():
 def test_policies_that_recall_may_do_so_from_host_memory():
     [setting] = settings.settings(["quest:host_steps=2,full_layers=1"], ["64"])
     policy = setting.fit(SPEC, 2048)
-    small = dataclasses.replace(SPEC, batch=1, max_prompt=256, max_new=16)
+    small = dataclasses.replace(SPEC, batch=1, max_prompt_tokens=256, max_new_tokens=16)
     rows = jax.random.split(jax.random.key(0), 1)
     first, later = (kvjax.cache_bytes(kvjax.init(policy, dataclasses.replace(small, layer=n), rows)) for n in range(2))
     assert first.host == 0
-    assert later.host > small.exact_bytes(256)
+    assert later.host > small.full_cache_bytes(256)

@@ -15,13 +15,13 @@ POLICIES = {"policy": ("exact", "uniform:recent=16"), "budget": ("80%",)}
 def unanswered(tmp_path, monkeypatch):
     """The rows of an experiment whose model gives one answer to everything."""
 
-    def rows_of(module, answer, **given):
+    def parse_batch_size(module, answer, **given):
         monkeypatch.setattr(evaluating.Evaluator, "evaluate", answering(answer))
         rows = run(module, tmp_path, **POLICIES, **given)
         assert (tmp_path / f"{module.NAME}.png").stat().st_size > 3_000
         return rows
 
-    return rows_of
+    return parse_batch_size
 
 
 def test_a_needle_has_rows_by_depth(unanswered):
@@ -42,7 +42,7 @@ def test_longbench_reads_files_of_the_published_form(unanswered, tmp_path):
     lines = [example | {"context": "x = 1\n" * n, "length": length} for n, length in ((20, 300), (40, 3999), (9, 5000))]
     for name in ("lcc_e", "repobench-p_e"):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    given = {"data": str(tmp_path), "e": True, "max_prompt": 200}
+    given = {"data": str(tmp_path), "e": True, "max_prompt_tokens": 200}
     rows = unanswered(longbench, "return 1", **given, task=("lcc", "repobench-p"))
     found = {(row["task"], row["metric"], row.get("length_class")): row for row in rows if row["policy"] == "uniform"}
     assert found["lcc", "score", None]["n"] == 3 and found["lcc", "score", "0-4k"]["n"] == 2

@@ -4,9 +4,9 @@ import typing
 
 import jax
 from jaxtyping import Array
+from kvjax.combinators.quantized import Narrow
 
 import kvjax
-from kvjax.combinators.quantized import Narrow
 from kvjax.policies.streaming_llm import StreamingLLMState
 from kvjax.policies.subgen import SubGenState
 from kvjax.top_k_policy import TopKStore

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.attention import attend_with_stats, attend_segments
+from kvjax.attention import attend_segments, attend_with_stats
 from kvjax.budget import row_bytes
-from kvjax.structures.per_head import draws_by_position
 from kvjax.policy import ALL_QUERIES, Prompt
 from kvjax.prompt_attention import attention_received
-from kvjax.segment import Segment
 from kvjax.quantization import rotation
+from kvjax.segment import Segment
+from kvjax.structures.per_head import draws_by_position
 from tests.kvjax.support import (
     LENGTHS,
     NEW,

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kvjax.combinators.head_choice import HeadChoice
 
 import kvjax
-from kvjax.combinators.head_choice import HeadChoice
 from kvjax.policies.chelsea import SLOPE_LIMIT, ChelseaState
 from kvjax.structures.soft_matching import SCHEDULES
 from tests.kvjax.support import (

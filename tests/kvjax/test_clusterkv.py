@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
+from kvjax.policies.clusterkv_certified import ClusterKVCertified
 
 import kvjax
 from kvjax.attention import attend_with_stats
 from kvjax.budget import row_bytes
-from kvjax.policies.clusterkv_certified import ClusterKVCertified
 from kvjax.policies.clusterkv_paper import ClusterKVPaper
 from kvjax.policies.clusterkv_reference import ClusterKVReference
 from kvjax.stores.staging import Tokens, staged

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kvjax.policies.clusterkv_certified import ClusterKVCertified
 
 import kvjax
 from kvjax.budget import abstract_cache
 from kvjax.policies.balancekv_reference import BalanceKVReference
-from kvjax.policies.clusterkv_certified import ClusterKVCertified
 from tests.kvjax.support import (
     BATCH,
     CLUSTERS,

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kvjax.policies.clusterkv_certified import ClusterKVCertified
 
 import kvjax
-from kvjax.policies.clusterkv_certified import ClusterKVCertified
 from kvjax.segment import BlockStoreRead, parts_of
 from tests.kvjax.support import LENGTHS, after, begin, make_spec, make_stream, prompt_of, row_keys
 

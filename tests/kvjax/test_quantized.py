@@ -7,20 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kvjax.policies.clusterkv_certified import ClusterKVCertified
 
 import kvjax
 from kvjax.budget import abstract_cache, row_bytes
-from kvjax.stores.append_only_store import AppendOnlyStore
 from kvjax.policies.balancekv_paper import BalanceKVPaper
-from kvjax.policies.clusterkv_certified import ClusterKVCertified
 from kvjax.policies.clusterkv_reference import ClusterKVReference
 from kvjax.policies.kvzip import KVzip
 from kvjax.policy import RepeatedPrompt
-from kvjax.stores.block_store import BlockStore
+from kvjax.quantization import FORMATS, rotation, store
 from kvjax.registry import POLICIES as REGISTERED
 from kvjax.segment import map_parts, parts_of, segment_bytes
 from kvjax.state import map_fields
-from kvjax.quantization import FORMATS, rotation, store
+from kvjax.stores.append_only_store import AppendOnlyStore
+from kvjax.stores.block_store import BlockStore
 from tests.kvjax.support import (
     CLUSTERS,
     HEAD_DIM,

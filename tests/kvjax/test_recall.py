@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.stores import block_store as recall
 from kvjax.attention import attend_segments
 from kvjax.segment import Segment
+from kvjax.stores import block_store as recall
 from pallas_kernels.cluster_recall import blocks_as_entries, gather_blocks, padded_width
 from tests.kvjax.support import make_spec
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
+from kvjax.state import state
 from kvjax.stores import window as windows
 from kvjax.stores.staging import Counters, Staging, append, init_staging, take_staged
-from kvjax.state import state
 from kvjax.stores.window import Window, init_window
 from tests.kvjax.support import make_spec, row_keys
 

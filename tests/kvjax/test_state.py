@@ -8,9 +8,9 @@ import pytest
 from jaxtyping import Array, Int
 
 import kvjax
+from kvjax.state import fault, map_fields, stacked, state
 from kvjax.stores import append_only_store
 from kvjax.stores.staging import Tokens
-from kvjax.state import fault, map_fields, stacked, state
 from tests.kvjax.support import (
     LENGTHS,
     POLICIES,

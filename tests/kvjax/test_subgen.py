@@ -11,8 +11,8 @@ from scipy import stats
 
 import kvjax
 from kvjax.budget import abstract_cache, row_bytes
-from kvjax.structures.per_head import per_head
 from kvjax.structures import streams as structures
+from kvjax.structures.per_head import per_head
 from kvjax.theory import SubGenSettings, subgen_settings
 from tests.kvjax.support import HEAD_DIM, LENGTHS, make_spec, row_keys, whole_run
 

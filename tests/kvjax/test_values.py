@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kvjax.policies.clusterkv_certified import ClusterKVCertified
 
 import kvjax
 from kvjax.policies.balancekv_paper import BalanceKVPaper
 from kvjax.policies.balancekv_reference import BalanceKVReference
-from kvjax.policies.clusterkv_certified import ClusterKVCertified
 from kvjax.policies.clusterkv_paper import ClusterKVPaper
 from kvjax.policies.clusterkv_reference import ClusterKVReference
 from kvjax.policy import Policy

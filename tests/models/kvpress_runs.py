@@ -48,20 +48,20 @@ RUNS = {
     "snapkv": Run(
         "SnapKVPress",
         {"compression_ratio": 0.75, "window_size": 8, "kernel_size": 5},
-        kvjax.SnapKV(budget(0.75), recent=8, kernel=5),
+        kvjax.SnapKV(budget(0.75), window_size=8, kernel_size=5),
     ),
     # kvpress's own window.
-    "snapkv_defaults": Run("SnapKVPress", {"compression_ratio": 0.25}, kvjax.SnapKV(budget(0.25), recent=64, kernel=5)),
+    "snapkv_defaults": Run("SnapKVPress", {"compression_ratio": 0.25}, kvjax.SnapKV(budget(0.25), window_size=64, kernel_size=5)),
     "pyramidkv": Run(
         "PyramidKVPress",
         {"compression_ratio": 0.75, "window_size": 8, "beta": 2},
-        kvjax.PyramidKV(budget(0.75), recent=8, beta=2, variant="kvpress"),
+        kvjax.PyramidKV(budget(0.75), window_size=8, beta=2, variant="kvpress"),
     ),
     # Falls back to SnapKV's number in every layer.
     "pyramidkv_flat": Run(
         "PyramidKVPress",
         {"compression_ratio": 0.75, "window_size": 8},
-        kvjax.PyramidKV(budget(0.75), recent=8, variant="kvpress"),
+        kvjax.PyramidKV(budget(0.75), window_size=8, variant="kvpress"),
     ),
     "h2o": Run("ObservedAttentionPress", {"compression_ratio": 0.5}, kvjax.H2O(budget(0.5), recent=0, average=True)),
 }
@@ -82,7 +82,7 @@ PHRASES = {
     "": (),
 }
 _AGAIN = dict(zip(("ask", "ask_part", "suffix"), PHRASES.values(), strict=False)) | {"beside": True}
-_LEVERAGE = LeverageScores(budget(0.5), sinks=0, beside=True)
+_LEVERAGE = LeverageScores(budget(0.5), sinks=0, reserve_decode_slots=True)
 SCORED_RUNS = {
     "leverage_scores": Scored(lambda kvpress: _leverage(kvpress), _LEVERAGE),
     "ada_kv": Scored(lambda kvpress: kvpress.AdaKVPress(_leverage(kvpress), 0.4), AdaKV(_LEVERAGE, 0.4)),
@@ -91,35 +91,35 @@ SCORED_RUNS = {
         lambda kvpress: kvpress.KVzipPress(0.75, layerwise=True, chunk_size=40),
         AdaKV(KVzip(budget(0.75), chunk=40, **_AGAIN), 0.0),
     ),
-    "knorm": Scored(lambda kvpress: kvpress.KnormPress(0.5), kvjax.Knorm(budget(0.5), sinks=0, beside=True)),
-    "keydiff": Scored(lambda kvpress: kvpress.KeyDiffPress(0.5), kvjax.KeyDiff(budget(0.5), sinks=0, beside=True)),
+    "knorm": Scored(lambda kvpress: kvpress.KnormPress(0.5), kvjax.Knorm(budget(0.5), sinks=0, reserve_decode_slots=True)),
+    "keydiff": Scored(lambda kvpress: kvpress.KeyDiffPress(0.5), kvjax.KeyDiff(budget(0.5), sinks=0, reserve_decode_slots=True)),
     # 32 tokens of sinks and end, and 4 of each of 4 partitions: between partitions there is no tie to break.
     "lagkv": Scored(
-        lambda kvpress: kvpress.LagKVPress(0.5, lag_size=16), kvjax.LagKV(budget(0.5), lag_size=16, beside=True)
+        lambda kvpress: kvpress.LagKVPress(0.5, lag_size=16), kvjax.LagKV(budget(0.5), lag_size=16, reserve_decode_slots=True)
     ),
     "lagkv_across_partitions": Scored(
         lambda kvpress: kvpress.LagKVPress(0.5, lag_size=16, cross_scoring=True),
-        kvjax.LagKV(budget(0.5), lag_size=16, cross_scoring=True, beside=True),
+        kvjax.LagKV(budget(0.5), lag_size=16, cross_scoring=True, reserve_decode_slots=True),
     ),
     # Too short for two partitions: the last tokens stay.
-    "lagkv_of_a_short_prompt": Scored(lambda kvpress: kvpress.LagKVPress(0.5), kvjax.LagKV(budget(0.5), beside=True)),
-    "tova": Scored(lambda kvpress: kvpress.TOVAPress(0.75), kvjax.TOVA(budget(0.75), sinks=0, beside=True)),
+    "lagkv_of_a_short_prompt": Scored(lambda kvpress: kvpress.LagKVPress(0.5), kvjax.LagKV(budget(0.5), reserve_decode_slots=True)),
+    "tova": Scored(lambda kvpress: kvpress.TOVAPress(0.75), kvjax.TOVA(budget(0.75), sinks=0, reserve_decode_slots=True)),
     "expected_attention": Scored(
-        lambda kvpress: kvpress.ExpectedAttentionPress(0.5), kvjax.ExpectedAttention(budget(0.5), beside=True)
+        lambda kvpress: kvpress.ExpectedAttentionPress(0.5), kvjax.ExpectedAttention(budget(0.5), reserve_decode_slots=True)
     ),
     "expected_attention_of_means": Scored(
         lambda kvpress: kvpress.ExpectedAttentionPress(0.75, n_future_positions=8, use_covariance=False, epsilon=0.01),
-        kvjax.ExpectedAttention(budget(0.75), n_future_positions=8, use_covariance=False, epsilon=0.01, beside=True),
+        kvjax.ExpectedAttention(budget(0.75), n_future_positions=8, use_covariance=False, epsilon=0.01, reserve_decode_slots=True),
     ),
-    "cur": Scored(lambda kvpress: kvpress.CURPress(0.5), kvjax.CUR(budget(0.5), beside=True)),
+    "cur": Scored(lambda kvpress: kvpress.CURPress(0.5), kvjax.CUR(budget(0.5), reserve_decode_slots=True)),
     "cur_of_sums": Scored(
         lambda kvpress: kvpress.CURPress(0.5, leverage_type="kv_avg", use_local_approximation=False),
-        kvjax.CUR(budget(0.5), leverage_type="kv_avg", local_window_size=None, beside=True),
+        kvjax.CUR(budget(0.5), leverage_type="kv_avg", local_window_size=None, reserve_decode_slots=True),
     ),
     # Whole chunks: the padding of another would attend in kvpress.
     "compactor": Scored(
         lambda kvpress: kvpress.CompactorPress(0.5, chunk_size=42, sketch_dimension=_head_dim()),
-        kvjax.Compactor(budget(0.5), chunk=42, beside=True),
+        kvjax.Compactor(budget(0.5), chunk=42, reserve_decode_slots=True),
     ),
 }
 

@@ -18,7 +18,7 @@ from tests.models.test_generate import CHUNK, PERIOD, random_model, tokens_of
 # More than rows, of lengths that need one to three chunks, and ending at all places of a block.
 LENGTHS = (70, 33, 1, 20, 5)
 NEW = (5, 40, 16, 1, 23)
-CLUSTERKV = kvjax.ClusterKV(24, sinks=2, cluster_tokens=8, every=16, chunk_clusters=2, compact_every=PERIOD)
+CLUSTERKV = kvjax.ClusterKV(24, sinks=2, cluster_tokens=8, chunk_tokens=16, chunk_clusters=2, compact_every=PERIOD)
 QUICK = {
     "exact": kvjax.Exact(compact_every=PERIOD),
     "clustergen": kvjax.ClusterGen(40, compact_every=PERIOD),

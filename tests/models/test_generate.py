@@ -153,7 +153,7 @@ def test_a_streamed_prompt_under_exact_is_read_exactly():
     made = streaming("exact")
     rows, state = written(made, made.prefill(made.init_state(), PROMPTS), 30)
     assert rows == [greedy_reference(number, 30) for number in range(3)]
-    kvjax.check(state)
+    kvjax.raise_faults(state)
 
 
 @every_policy
@@ -166,7 +166,7 @@ def test_a_streamed_prompt_may_come_in_parts(name):
         state = made.prefill(state, [prompt[begin : begin + 2 * PERIOD] for prompt in whole])
     for a, b in zip(leaves(state), leaves(at_once), strict=True):
         np.testing.assert_array_equal(a, b)
-    kvjax.check(state)
+    kvjax.raise_faults(state)
 
 
 def test_a_streamed_prompt_takes_no_more_memory_the_longer_it_is():
@@ -231,7 +231,7 @@ def test_a_row_ends_alone_at_its_end_of_sequence_token():
     assert rows == [row[:end] for row, end in zip(free, ends, strict=True)]
     expected = [len(prompt) + end for prompt, end in zip(PROMPTS, ends, strict=True)]
     np.testing.assert_array_equal(state.positions, expected)
-    np.testing.assert_array_equal(kvjax.tokens(state.layers[0]), expected)
+    np.testing.assert_array_equal(kvjax.num_tokens(state.layers[0]), expected)
     np.testing.assert_array_equal(state.done, np.array(ends) < 40)
     assert made.block_size == stopping.block_size == PERIOD
 
@@ -316,7 +316,7 @@ def test_one_prefill_feeds_several_policies():
 def test_generate_is_the_generator_in_one_call():
     rows, state = generate(model(), EXACT, PROMPTS, max_new_tokens=18)
     assert rows == [greedy_reference(number, 18) for number in range(3)]
-    kvjax.check(state)
+    kvjax.raise_faults(state)
 
 
 @pytest.mark.parametrize(

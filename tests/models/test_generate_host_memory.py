@@ -51,7 +51,7 @@ def test_tokens_are_those_of_the_cache_on_the_device_and_the_store_stays_on_the_
     with every_program_is_compiled_once():
         rows, state = turns(kvjax.HostMemory(PLAIN))
     assert rows == expected
-    kvjax.check(state)
+    kvjax.raise_faults(state)
     stores = [layer.state.cache.store for layer in state.layers]
     assert all(store.entries.sharding.memory_kind == "pinned_host" for store in stores)
     assert kvjax.cache_bytes(state).host == sum(store.entries.nbytes for store in stores)

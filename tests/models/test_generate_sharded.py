@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 import kvjax
-from kvjax.sharding import rename_axes
+from kvjax.distributed.sharding import rename_axes
 from kvjax_models.formats import huggingface
 from kvjax_models.generation import batching, lowering, prefill
 from kvjax_models.generation.generator import Generator, extend_rows
@@ -43,7 +43,7 @@ SIZES = {"batch": 4, "max_prompt_tokens": 12, "max_new_tokens": 24}
 POLICIES = {
     "exact": kvjax.Exact(compact_every=4),
     "chelsea": kvjax.Chelsea(10, sinks=2, recent=4, chunk=4, compact_every=4),
-    "snapkv": kvjax.SnapKV(10, recent=4, compact_every=4),
+    "snapkv": kvjax.SnapKV(10, window_size=4, compact_every=4),
     "by_head": kvjax.ByHead(
         (kvjax.Exact(compact_every=4),) * 2 + (kvjax.Uniform(10, sinks=2, recent=4, compact_every=4),) * 2
     ),
@@ -72,7 +72,7 @@ PROCESS = """
 
     mesh = own.kvjax.make_mesh(own.CONFIG.kv_heads, data=2, tensor=4)
     rows, state = own.run(own.place(own.model(), mesh), own.POLICIES[sys.argv[3]], streaming=False)
-    own.kvjax.check(state)
+    own.kvjax.raise_faults(state)
     print(json.dumps([jax.device_count(), jax.local_device_count(), rows]))
 """
 
@@ -313,7 +313,7 @@ def test_a_mesh_of_other_names_is_refused_with_what_to_do():
         shard_model(model(), users)
     with pytest.raises(ValueError, match=lacks):
         huggingface.load_model(CHECKPOINT, mesh=users)
-    spec = kvjax.CacheSpec(batch=4, query_heads=8, kv_heads=4, head_dim=8, max_prompt=12, max_new=24)
+    spec = kvjax.CacheSpec(batch=4, query_heads=8, kv_heads=4, head_dim=8, max_prompt_tokens=12, max_new_tokens=24)
     with pytest.raises(ValueError, match=lacks):
         kvjax.init(POLICIES["exact"], spec, jax.random.split(jax.random.key(0), 4), users)
 

@@ -42,8 +42,8 @@ def test_the_golden_choices_tell_presses_layers_and_heads_apart():
         ("h2o", kvjax.H2O(kvpress_runs.budget(0.5), recent=0)),
         ("h2o", kvjax.H2O(kvpress_runs.budget(0.5), average=True)),
         # The released code's layers have their window beside the number that kvpress takes it from.
-        ("pyramidkv", kvjax.PyramidKV(kvpress_runs.budget(0.75), recent=8, beta=2)),
-        ("snapkv_defaults", kvjax.SnapKV(kvpress_runs.budget(0.25), recent=32)),
+        ("pyramidkv", kvjax.PyramidKV(kvpress_runs.budget(0.75), window_size=8, beta=2)),
+        ("snapkv_defaults", kvjax.SnapKV(kvpress_runs.budget(0.25), window_size=32)),
     ],
 )
 def test_other_definitions_keep_other_tokens(name, policy):

@@ -76,7 +76,7 @@ def test_what_may_begin_an_end_is_not_shown_before_it_is_known():
 def test_a_budget_that_is_a_share_is_kept(llm, policy):
     generator = llm.generator(policy, "50%", max_prompt_tokens=600, max_new_tokens=40)
     state = generator.init_state()
-    exact = generator.specs[0].exact_bytes(640) * len(generator.specs)
+    exact = generator.specs[0].full_cache_bytes(640) * len(generator.specs)
     assert 0.4 * exact < kvjax.cache_bytes(state.layers).device <= 0.5 * exact
     in_bytes = llm.generator(policy, f"{exact // 2}B", max_prompt_tokens=600, max_new_tokens=40)
     assert in_bytes.policies == generator.policies

@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from experiments.training import mixture
+from experiments.common.tasks import line_retrieval
 from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -45,12 +45,16 @@ def tasks(tmp_path_factory):
     """A manager of three tasks about registers, in a folder of their own."""
     folder = tmp_path_factory.mktemp("tasks")
     tokenizer = load_tokenizer(DIRECTORY)
+
+    def length(text):
+        return len(tokenizer.encode(text))
+
     lines = []
     for number in range(COUNT):
-        problem = mixture.problem("line_retrieval", tokenizer, np.random.default_rng(number), 400)
-        answer = problem.answers[0]
-        choices = [f" {answer}", f" {int(answer) + 1}", " nothing"]
-        lines.append({"prompt": problem.prompt, "answer": answer, "choices": choices})
+        document = line_retrieval.generate_for_tokens(np.random.default_rng(number), length, 380)
+        choices = [f" {document.answer}", f" {document.answer + 1}", " nothing"]
+        prompt = document.context + document.question
+        lines.append({"prompt": prompt, "answer": str(document.answer), "choices": choices})
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "data.jsonl")}}}
     for name, task in TASKS.items():  # JSON is YAML

@@ -67,7 +67,7 @@ def inputs(rng, tokens):
 def test_a_loop_without_jit_compiles_nothing_twice(make, compiled):
     """README's loop as it is first typed: compactions come and go, and so do equal policies."""
     rng = np.random.default_rng(0)
-    spec = kvjax.CacheSpec(batch=2, query_heads=4, kv_heads=2, head_dim=16, max_prompt=32, max_new=96)
+    spec = kvjax.CacheSpec(batch=2, query_heads=4, kv_heads=2, head_dim=16, max_prompt_tokens=32, max_new_tokens=96)
     after = []
     for _ in range(2):
         prompt = inputs(rng, 32)
@@ -76,14 +76,14 @@ def test_a_loop_without_jit_compiles_nothing_twice(make, compiled):
         for _ in range(40):
             _, cache = kvjax.step(cache, **inputs(rng, 1))
             after.append(compiled())
-        kvjax.check(cache)
+        kvjax.raise_faults(cache)
     assert len(set(after[9:])) == 1, after
 
 
 @pytest.mark.heavy
 def test_outside_jit_gives_what_jit_gives():
     rng = np.random.default_rng(1)
-    spec = kvjax.CacheSpec(batch=2, query_heads=4, kv_heads=2, head_dim=16, max_prompt=32, max_new=96)
+    spec = kvjax.CacheSpec(batch=2, query_heads=4, kv_heads=2, head_dim=16, max_prompt_tokens=32, max_new_tokens=96)
     prompt, blocks = inputs(rng, 32), [inputs(rng, 3) for _ in range(6)]
     found = []
     for prefill, step in ((kvjax.prefill, kvjax.step), (jax.jit(kvjax.prefill), jax.jit(kvjax.step))):

@@ -73,7 +73,7 @@ def through(policy, spec, keys, queries, values, lengths, blocks, counts, asked_
         attended, cache = kvjax.step(cache, query, key, value, count)
         seen.append(attended)
         cache = kvjax.compact(cache)
-    return seen, kvjax.output(kvjax.attend(cache, asked_last)), cache
+    return seen, kvjax.normalize(kvjax.attend(cache, asked_last)), cache
 
 
 @pytest.mark.parametrize("name", each(POLICIES, quick=["uniform", "snapkv"]))
@@ -99,7 +99,7 @@ def test_padding_of_any_content_never_reaches_a_result(name):
     assert np.isfinite(last).all()
     for noise in (np.nan, np.inf, 3e38):
         noisy, last_noisy, cache = run(noise)
-        kvjax.check(cache)
+        kvjax.raise_faults(cache)
         for one, other, count in zip(clean, noisy, counts, strict=True):
             real = np.arange(8) < count[:, None]
             np.testing.assert_array_equal(np.asarray(one)[real], np.asarray(other)[real])
@@ -140,7 +140,7 @@ def test_counters_never_come_round_to_sound(length, overflow):
     assert bool((np.asarray(cache.staging.overflow) == 0).all()) == sound
     if not sound:
         with pytest.raises(ValueError, match="overflow="):
-            kvjax.check(cache)
+            kvjax.raise_faults(cache)
 
 
 appended = jax.jit(kvjax.append)
@@ -149,7 +149,7 @@ appended = jax.jit(kvjax.append)
 def test_faults_of_two_rows_do_not_make_up_for_each_other():
     cache = kvjax.init(kvjax.Exact(compact_every=8), make_spec(batch=2), jax.random.split(jax.random.key(0), 2))
     with pytest.raises(ValueError, match="reused="):
-        kvjax.check(dataclasses.replace(cache, reused=jnp.array([1, -1])))
+        kvjax.raise_faults(dataclasses.replace(cache, reused=jnp.array([1, -1])))
 
 
 # --- settings ---

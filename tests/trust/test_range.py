@@ -33,7 +33,7 @@ def through(name, key_size, value_size):
     prompt = prompt_of(stream, LENGTHS)
     cache = begin(ANY_VALUES.get(name, POLICIES[name]), make_spec(), row_keys(), *prompt, LENGTHS)
     cache, outputs, weights = go(cache, after(stream, LENGTHS))
-    kvjax.check(cache)
+    kvjax.raise_faults(cache)
     return outputs / value_size, weights / value_size
 
 

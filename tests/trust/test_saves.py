@@ -19,7 +19,6 @@ import pytest
 from flax import nnx
 
 import kvjax
-from experiments.training import running
 from kvjax_models import atomic_io, fingerprint
 from kvjax_models.formats import huggingface
 from kvjax_models.generation.generator import Generator
@@ -339,37 +338,6 @@ def test_a_state_of_other_settings_is_refused(changed, tmp_path):
     SavedStates(tmp_path).save(0, made[0], made[0].init_state())
     with pytest.raises(ValueError, match="is not of this run: .*policy is .*, not "):
         SavedStates(tmp_path).restore(made[1])
-
-
-def train(directory, decided_by, resume=True, steps=4):
-    """A run whose parameters count its steps."""
-    params = nnx.State({"w": nnx.Param(jnp.zeros(3))})
-
-    def advance(arrays, progress):
-        params, moments = arrays
-        return (jax.tree.map(lambda x: x + 1, params), moments), progress, {}
-
-    settings = running.Settings(output_dir=directory, resume=resume)
-    arrays, _ = running.run(
-        advance,
-        (params, ()),
-        running.Progress(),
-        lambda progress: progress.step >= steps,
-        settings=settings,
-        checkpoint_steps=2,
-        decided_by=decided_by,
-    )
-    return np.asarray(jax.tree.leaves(arrays)[0])
-
-
-def test_training_goes_on_from_the_newest_whole_checkpoint_of_its_own_run(tmp_path, caplog):
-    np.testing.assert_array_equal(train(tmp_path, {"seed": 1, "preset": {"steps": 8}}), 4)
-    with pytest.raises(ValueError, match=r"run is {'seed': 1}, not {'seed': 2}"):
-        train(tmp_path, {"seed": 2, "preset": {"steps": 8}}, steps=6)
-    spoil(files_of(tmp_path / "checkpoints" / "4" / "arrays")[-1], random.Random(0))
-    np.testing.assert_array_equal(train(tmp_path, {"seed": 1, "preset": {"steps": 8}}, steps=6), 6)
-    assert "the save of step 2 is used" in caplog.text
-    assert len((tmp_path / "train_log.jsonl").read_text().splitlines()) == 6
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):

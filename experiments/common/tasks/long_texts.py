@@ -5,7 +5,7 @@ import pathlib
 import numpy as np
 
 from experiments.common import sources
-from kvjax_models.tokenizer import Tokenizer
+from kvjax_models.formats.tokenizer import Tokenizer
 
 HELD_OUT = "held-out sources"
 
@@ -20,12 +20,12 @@ def held_out(tokenizer: Tokenizer, tokens: int, count: int, seed: int) -> list[l
     whole = [
         token for package in sources.PACKAGES for token in tokenizer.encode(sources.repository(package), add_bos=False)
     ]
-    fresh = tokens - len(tokenizer.prefix)
+    fresh = tokens - len(tokenizer.prefix_ids)
     stretches = len(whole) // fresh
     if count > stretches:
         raise ValueError(f"held-out packages have {stretches} stretches of {tokens} tokens, not {count}")
     chosen = np.random.default_rng(seed).permutation(stretches)[:count]
-    return [[*tokenizer.prefix, *whole[number * fresh : (number + 1) * fresh]] for number in chosen]
+    return [[*tokenizer.prefix_ids, *whole[number * fresh : (number + 1) * fresh]] for number in chosen]
 
 
 def books(directory: pathlib.Path, tokenizer: Tokenizer, tokens: int, count: int) -> list[list[int]]:

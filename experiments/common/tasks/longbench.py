@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from experiments.common import metrics
 from experiments.common.evaluating import Prompt
 from experiments.common.tasks.problem import Problem
-from kvjax_models.tokenizer import Tokenizer
+from kvjax_models.formats.tokenizer import Tokenizer
 
 DATA = pathlib.Path(__file__).parent / "data" / "longbench.json"
 SOURCE = "https://huggingface.co/datasets/THUDM/LongBench"
@@ -145,6 +145,6 @@ def prompt_of(tokenizer: Tokenizer, example: Example, longest: int, *, chat: boo
         return Prompt(context, whole.question)
     question = example.problem.question
     text = example.problem.context if context == whole.context else tokenizer.decode(context)
-    turn = tokenizer.chat_text([{"role": "user", "content": text + question}])
+    turn = tokenizer.render_chat([{"role": "user", "content": text + question}])
     place = turn.rindex(question.strip())  # templates strip what they are given
     return Prompt(tokenizer.encode(turn[:place], add_bos=False), tokenizer.encode(turn[place:], add_bos=False))

@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 import kvjax
-from kvjax.budget import readable_bytes
+from kvjax.budget import format_bytes
 from kvjax.registry import PolicyChoice
 from kvjax_models.cli.options import ModelOptions, parse_policy, read_text, repeatable, write_output
 from kvjax_models.generation.generator import Generator
@@ -74,7 +74,7 @@ def measure(given: Bench, llm: LanguageModel, choices: list[PolicyChoice]) -> li
             if turn:
                 one.turns.append((time.perf_counter() - begin) / given.tokens)
     for one in found:
-        kvjax.check(one.state)
+        kvjax.raise_faults(one.state)
     return found
 
 
@@ -104,7 +104,7 @@ def _table(given: Bench, found: list[Measured]) -> str:
         lines.append(
             (
                 str(one.choice),
-                readable_bytes(held),
+                format_bytes(held),
                 f"{held / whole:.0%}",
                 f"{one.prefill:.2f} s",
                 f"{1000 * one.per_token:.2f} ms",

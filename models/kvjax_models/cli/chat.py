@@ -90,7 +90,7 @@ class Conversation:
             yield pieces[-1]
         pieces.append(streamer.flush())
         yield pieces[-1]
-        kvjax.check(self.state)
+        kvjax.raise_faults(self.state)
         self.messages.append({"role": "assistant", "content": "".join(pieces)})
         # With the token that ended the turn, which the template writes, too, and the cache has read.
         self._text = text + self.llm.tokenizer.decode(written, skip_special_tokens=False)

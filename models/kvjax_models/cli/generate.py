@@ -157,7 +157,7 @@ def _continue_text(given: Generate, llm: LanguageModel, text: str) -> None:
             safe = len(written)
     write_output(streamer.flush() + "\n")
     seconds = time.perf_counter() - prefilled
-    kvjax.check(state)
+    kvjax.raise_faults(state)
     write_status(
         f"[{given.choice}: {len(prompt)} tokens {'restored' if begun else 'read'} in {prefilled - begin:.2f} s, "
         f"{len(written) - begun} written at {(len(written) - begun) / seconds:.1f} tokens/s (compilation included); "
@@ -179,7 +179,7 @@ def _continue_prefix(given: Generate, llm: LanguageModel, saved: SavedStates, te
     for newest, tokens in many.decode(state, given.max_new_tokens):
         state = newest
         extend_rows(rows, tokens)
-    kvjax.check(state)
+    kvjax.raise_faults(state)
     names = [*(["--prompt"] if given.prompt is not None else []), *given.prompt_file]
     for name, row in zip(names, rows, strict=True):
         write_output(f"== {name}\n{llm.tokenizer.decode(row)}\n")

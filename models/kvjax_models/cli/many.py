@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from absl import logging
 from tqdm import tqdm
 
-from kvjax.budget import readable_bytes
+from kvjax.budget import format_bytes
 from kvjax_models import atomic_io, devices, fingerprint
 from kvjax_models.cli.options import GenerationOptions, read_text, write_status
 from kvjax_models.generation.batching import Request
@@ -73,7 +73,7 @@ def write_file(
             written.add(row)
             bar.update()
     written.finish()
-    held = readable_bytes(generator.batch * generator.row_bytes)
+    held = format_bytes(generator.batch * generator.row_bytes)
     write_status(f"[{given.choice}: {len(left)} prompts through {generator.batch} rows, whose caches take {held}]")
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import simple_parsing
 
 import kvjax
-from kvjax.budget import Budget, readable_bytes
+from kvjax.budget import Budget, format_bytes
 from kvjax.registry import PolicyChoice
 from kvjax_models import language_model
 from kvjax_models.devices import Devices, initialize_processes, is_first_process, make_mesh
@@ -102,8 +102,8 @@ def describe_cache(generator: Generator, state: GenerationState) -> str:
     """What the caches of a generation hold and read, in words."""
     bytes_held = kvjax.cache_bytes(state.layers)
     read = sum(map(kvjax.read_bytes, state.layers))
-    exact = generator.specs[0].exact_bytes(int(state.positions.sum())) * len(generator.specs)
+    exact = generator.specs[0].full_cache_bytes(int(state.positions.sum())) * len(generator.specs)
     return (
-        f"cache {readable_bytes(bytes_held.device)} on the device, {bytes_held.device / exact:.1%} of exact's, "
-        f"{readable_bytes(bytes_held.host)} on the host; {readable_bytes(read)} read per token"
+        f"cache {format_bytes(bytes_held.device)} on the device, {bytes_held.device / exact:.1%} of exact's, "
+        f"{format_bytes(bytes_held.host)} on the host; {format_bytes(read)} read per token"
     )

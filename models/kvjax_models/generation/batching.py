@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 import kvjax
-from kvjax.budget import Budget, readable_bytes
-from kvjax.sharding import DATA
+from kvjax.budget import Budget, format_bytes
+from kvjax.distributed.sharding import DATA
 from kvjax_models import compile_cache
 from kvjax_models.generation.decode import NO_TOKEN, decode_block
 from kvjax_models.generation.generator import Generator
@@ -165,7 +165,7 @@ def max_batch_size(generator: Generator, memory: int) -> int:
     """
     if memory < generator.row_bytes:
         raise ValueError(
-            f"{readable_bytes(memory)} hold no row: the caches of one take {readable_bytes(generator.row_bytes)}"
+            f"{format_bytes(memory)} hold no row: the caches of one take {format_bytes(generator.row_bytes)}"
         )
     return memory // generator.row_bytes
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
-from kvjax.cache import counts_like, with_counters_of, without_counters
+from kvjax.cache import with_counters
 from kvjax_models.generation.sampling import Sampling, is_finite, sample
 from kvjax_models.generation.state import GenerationState, constrain_state
 from kvjax_models.model.llama import Llama
@@ -65,14 +64,16 @@ def _through_caches(
     mesh = state.layers[0].mesh
     x = constrain_to_batch(model.embed(tokens), mesh)
     layers = []
-    for number, (layer, cache) in enumerate(zip(model.layers, state.layers, strict=True)):
+    for number, (layer, layer_cache) in enumerate(zip(model.layers, state.layers, strict=True)):
+        cache = with_counters(layer_cache, state.counters)
         query, keys, values = layer.project(x, *model.rotation(positions, number, cache.spec.capacity))
         attended, cache = kvjax.step(
             cache, query, keys, values, lengths, sink_logits=layer.sink_logits, compact_when_full=False
         )
-        layers.append(cache)
+        layers.append(with_counters(cache, None))
         x = constrain_to_batch(layer.finish(x, attended), mesh)
-    return x, dataclasses.replace(state, layers=tuple(layers))
+    # Every layer has counted the same tokens; XLA computes the counters once.
+    return x, dataclasses.replace(state, layers=tuple(layers), counters=cache.counters)
 
 
 def _with_last_logits(
@@ -113,7 +114,6 @@ def decode_block(
 
     def step(carry):
         number, state, tokens = carry
-        state = dataclasses.replace(state, layers=_counted(state.layers))
         split = jax.vmap(jax.random.split)(state.sampling_keys)
         token = sample(state.logits, split[:, 0], sampling)
         tokens = jax.lax.dynamic_update_slice(
@@ -141,31 +141,14 @@ def decode_block(
             ),
             not_finite=state.not_finite + (running & ~is_finite(logits)),
         )
-        return number + 1, _counted_once(constrain_state(state, mesh)), tokens
+        return number + 1, constrain_state(state, mesh), tokens
 
     def running(carry):
         number, state, _ = carry
         return (number < steps) & ~jnp.all(state.done)
 
     tokens = jnp.full((state.done.shape[0], block), NO_TOKEN, jnp.int32)
-    start = (jnp.zeros((), jnp.int32), _counted_once(state), tokens)
+    start = (jnp.zeros((), jnp.int32), state, tokens)
     taken, state, tokens = jax.lax.while_loop(running, step, start)
-    state = dataclasses.replace(state, layers=_counted(state.layers))
     return constrain_state(state, mesh), constrain_replicated(tokens, mesh), constrain_replicated(taken, mesh)
 
-
-def _counts_for(layers: tuple[Any, ...]) -> list[int]:
-    """Of every layer the first that holds the same counters, which all would update alike at every step."""
-    return [next(n for n, first in enumerate(layers) if counts_like(first, one)) for one in layers]
-
-
-def _counted_once(state: GenerationState) -> GenerationState:
-    """The state with the counters of layers that count alike in the first of them alone."""
-    layers = zip(state.layers, _counts_for(state.layers), strict=True)
-    kept = [one if number == first else without_counters(one) for number, (one, first) in enumerate(layers)]
-    return dataclasses.replace(state, layers=tuple(kept))
-
-
-def _counted(layers: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The layers, each with its counters again."""
-    return tuple(with_counters_of(one, layers[first]) for one, first in zip(layers, _counts_for(layers), strict=True))

@@ -18,11 +18,11 @@ from jaxtyping import Array, Bool, Float, Int
 import kvjax
 from kvjax.budget import row_bytes
 from kvjax.cache import layer_policy
-from kvjax.policy import Policy, repeat_of
+from kvjax.policy import Policy, merge_requirements
 from kvjax_models import compile_cache
 from kvjax_models.generation import prefill
 from kvjax_models.generation.decode import NO_TOKEN, append_block, decode_block, score_block
-from kvjax_models.generation.prefill import compress_layer, last_logits, num_prompt_queries, prefill_layers
+from kvjax_models.generation.prefill import compress_layer, last_logits, prefill_layers
 from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.sequence_parallel import chunk_size
 from kvjax_models.generation.state import (
@@ -100,10 +100,11 @@ class Generator:
         if len(policies) != config.layers:
             raise ValueError(f"{len(policies)} policies were given for {config.layers} layers")
         self.policies = tuple(layer_policy(*layer) for layer in zip(policies, self.specs, strict=True))
-        if streaming and (refusing := [policy for policy in self.policies if not policy.streams]):
+        if streaming and (refusing := [policy for policy in self.policies if policy.requires.entire_prompt]):
             raise ValueError(f"streaming: {refusing[0]} compresses whole prompts only; read them exactly")
         # Tokens between two compactions of all layers.
-        self.block_size = min(self.specs[0].max_new, *(policy.compact_every for policy in self.policies))
+        self.block_size = min(self.specs[0].max_new_tokens, *(policy.compact_every for policy in self.policies))
+        self.specs = tuple(dataclasses.replace(spec, staging_slots=self.block_size) for spec in self.specs)
 
     def with_batch(self, batch: int) -> "Generator":
         """The same for another number of rows, whose states' rows can be put among this one's."""
@@ -198,17 +199,17 @@ class Generator:
         multiple = self.padding_multiple(longest)
         tokens, row_lengths = self.pad(prompts, -(-shared // multiple) * multiple)
         lengths, caches, told = replicate(row_lengths, self.mesh), [], None
-        asked = [num_prompt_queries(policy, tokens.shape[1]) for policy in self.policies]
-        repeat, capacity = repeat_of(self.policies), self.specs[0].capacity
+        asked = [policy.requires.num_prompt_queries(tokens.shape[1]) for policy in self.policies]
+        repeat, capacity = merge_requirements(self.policies).repetition, self.specs[0].capacity
         for cache, layer in zip(
             state.layers,
             prefill_layers(self.model, tokens, lengths, self.prefill_chunk, asked, repeat, capacity),
             strict=True,
         ):
-            cache, told = compress_layer(cache, layer, lengths, told)
+            cache, counters, told = compress_layer(cache, state.counters, layer, lengths, told)
             caches.append(cache)
             yield None
-        state = finish_prefill(state, caches, last_logits(self.model, layer.x, lengths), lengths)
+        state = finish_prefill(state, caches, counters, last_logits(self.model, layer.x, lengths), lengths)
         yield shard_state(state, self.mesh)
 
     def score(
@@ -396,8 +397,8 @@ def cache_specs(
             query_heads=config.query_heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
-            max_prompt=max_prompt_tokens,
-            max_new=max_new_tokens,
+            max_prompt_tokens=max_prompt_tokens,
+            max_new_tokens=max_new_tokens,
             dtype=model.embedding.param_dtype,
             window=config.window(number),
             logit_cap=config.attention_logit_cap,

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kvjax.sharding import HEADS, ROWS
+from kvjax.distributed.sharding import HEADS, ROWS
 from kvjax_models.generation.decode import append_block, decode_block
 from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.prefill import num_prompt_queries, prefill_cache, prefill_layer
+from kvjax_models.generation.prefill import prefill_cache, prefill_layer
 from kvjax_models.generation.sequence_parallel import CHUNKS
 from kvjax_models.generation.state import GenerationState, compact_layer, state_shardings
 
@@ -34,7 +34,7 @@ def lower_prefill(generator: Generator, tokens: int) -> tuple[jax.stages.Lowered
     size = generator.padding_multiple(tokens)
     tokens, cut = -(-tokens // size) * size, size > generator.prefill_chunk
     number, layer = generator.config.layers - 1, generator.model.layers[-1]
-    asked, config, mesh = num_prompt_queries(generator.policies[number], tokens), generator.config, generator.mesh
+    asked, config, mesh = generator.policies[number].requires.num_prompt_queries(tokens), generator.config, generator.mesh
     rotary = config.rotary(number, generator.specs[number].capacity)
     place = functools.partial(_abstract, mesh=mesh)
     dtype = generator.model.embedding.param_dtype
@@ -43,8 +43,9 @@ def lower_prefill(generator: Generator, tokens: int) -> tuple[jax.stages.Lowered
     heads = lambda count, heads: place((generator.batch, count, heads, config.head_dim), dtype, HEADS)  # noqa: E731
     stored = heads(tokens, config.kv_heads)
     queries = heads(asked, config.query_heads) if asked else None
-    cache = placed(jax.eval_shape(generator.init_state), mesh).layers[number]
-    return read, prefill_cache.lower(cache, stored, stored, lengths, queries, None, sink_logits=layer.sink_logits)
+    state = placed(jax.eval_shape(generator.init_state), mesh)
+    cache, counters = state.layers[number], state.counters
+    return read, prefill_cache.lower(cache, counters, stored, stored, lengths, queries, None, sink_logits=layer.sink_logits)
 
 
 def lower_append(generator: Generator, state: GenerationState) -> list[jax.stages.Lowered]:
@@ -52,7 +53,7 @@ def lower_append(generator: Generator, state: GenerationState) -> list[jax.stage
     block = jnp.zeros((generator.batch, generator.block_size), jnp.int32), jnp.zeros(generator.batch, jnp.int32)
     kinds = dict(zip(generator.policies, state.layers, strict=True))
     append = append_block.lower(generator.model, generator.mesh, state, *block)
-    return [append, *(compact_layer.lower(cache) for cache in kinds.values())]
+    return [append, *(compact_layer.lower(cache, state.counters) for cache in kinds.values())]
 
 
 def placed(state: Any, mesh: Mesh | None) -> Any:

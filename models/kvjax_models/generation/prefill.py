@@ -13,8 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 import kvjax
-from kvjax.policy import ALL_QUERIES, Policy, Repeat, Repeated
-from kvjax.sharding import DATA, HEADS, ROWS
+from kvjax.cache import with_counters
+from kvjax.distributed.sharding import DATA, HEADS, ROWS
+from kvjax.policy import RepeatedPrompt, Repetition
+from kvjax.stores.staging import Counters
 from kvjax_models.generation.sequence_parallel import CHUNKS, DeviceGroup, chunk_size, with_gathered_parameters
 from kvjax_models.model import flash_attention
 from kvjax_models.model.exact_attention import attend_in_chunks, attend_repetitions
@@ -32,7 +34,7 @@ class PrefilledLayer(NamedTuple):
     keys: Float[Array, "B N H_kv D"]
     values: Float[Array, "B N H_kv D"]
     queries: Float[Array, "B w H_q D"] | None  # of the last tokens, right-aligned, as many as were asked for
-    repeated: Repeated | None = None
+    repeated: RepeatedPrompt | None = None
     sink_logits: Float[Array, "H_q"] | None = None  # the layer's own, for its cache
 
 
@@ -42,7 +44,7 @@ def prefill_layers(
     lengths: Int[Array, "B"],
     chunk: int,
     asked: Sequence[int],
-    repeat: Repeat | None = None,
+    repeat: Repetition | None = None,
     capacity: int | None = None,
 ) -> Iterator[PrefilledLayer]:
     """Reads prompts exactly, layer by layer: N must be a multiple of `chunk`, and of `chunk_size` where devices shall share
@@ -70,44 +72,53 @@ def prefill_layers(
         x, read = read.x, read._replace(sink_logits=layer.sink_logits)
         if repeat is not None:
             again, query, key = repeat_layer(layer, rotary, mesh, cut, again, read.keys, read.values, lengths, sizes)
-            read = read._replace(repeated=Repeated(query, key, sizes))
+            read = read._replace(repeated=RepeatedPrompt(query, key, sizes))
         yield read
 
 
 def make_repetitions(
-    repeat: Repeat, tokens: Int[np.ndarray, "B N"], lengths: Int[np.ndarray, "B"], multiple: int = REPEAT_BLOCK
+    repeat: Repetition, tokens: Int[np.ndarray, "B N"], lengths: Int[np.ndarray, "B"], multiple: int = REPEAT_BLOCK
 ) -> tuple[Int[np.ndarray, "B texts R"], Int[np.ndarray, "B texts"]]:
     """The texts that repeat prompts, as many chunks for each row as the longest has, padded, and their lengths; all
     texts of a row together have a multiple of so many tokens."""
     longest = int(lengths.max())
-    width = -(-repeat.width(longest) // REPEAT_BLOCK) * REPEAT_BLOCK
+    width = -(-repeat.max_width(longest) // REPEAT_BLOCK) * REPEAT_BLOCK
     together = multiple // math.gcd(multiple, width)
-    texts = np.zeros((len(tokens), -(-repeat.chunks(longest) // together) * together, width), np.int32)
+    texts = np.zeros((len(tokens), -(-repeat.num_chunks(longest) // together) * together, width), np.int32)
     sizes = np.zeros(texts.shape[:2], np.int32)
     for row, length in enumerate(lengths):
-        for number, first in enumerate(range(0, int(length), repeat.chunk)):
-            before = repeat.ask_part + tuple(tokens[row, max(first - repeat.overlap, 0) : first])
-            chunk = tokens[row, first : min(first + repeat.chunk, length)]
-            text = (*(before if number else repeat.ask), *repeat.suffix, *chunk)
+        for number, first in enumerate(range(0, int(length), repeat.chunk_tokens)):
+            before = repeat.continuation + tuple(tokens[row, max(first - repeat.overlap, 0) : first])
+            chunk = tokens[row, first : min(first + repeat.chunk_tokens, length)]
+            text = (*(before if number else repeat.instruction), *repeat.suffix, *chunk)
             texts[row, number, : len(text)], sizes[row, number] = text, len(text)
     return texts, sizes
 
 
 def compress_layer(
-    cache: kvjax.Cache, read: PrefilledLayer, lengths: Int[Array, "B"], told: Any = None
-) -> tuple[kvjax.Cache, Any]:
-    """Takes a layer's prompts into a fresh cache (which is donated), with as many of the last queries as its policy
-    asks for, and what the layer before told. Returns what this layer tells, too."""
-    count = num_prompt_queries(cache.policy, read.keys.shape[1])
+    cache: kvjax.Cache,
+    counters: Counters,
+    read: PrefilledLayer,
+    lengths: Int[Array, "B"],
+    layer_carry: Shaped[Array, "B H_kv *N"] | None = None,
+) -> tuple[kvjax.Cache, Counters, Shaped[Array, "B H_kv *N"] | None]:
+    """Takes one layer's prompts into an empty cache, which is donated.
+
+    Args:
+        cache: the layer's cache, without counters.
+        counters: counters of all layers, before the prompt.
+        read: the layer's keys, values and queries of the prompts.
+        lengths: tokens per row.
+        layer_carry: the third result for the previous layer.
+
+    Returns:
+        The cache, the counters after the prompt, and what the policy passes to the next layer.
+    """
+    count = cache.policy.requires.num_prompt_queries(read.keys.shape[1])
     queries = None if read.queries is None or not count else read.queries[:, read.queries.shape[1] - count :]
-    repeated = None if cache.policy.repeat is None else read.repeated
+    repeated = None if cache.policy.requires.repetition is None else read.repeated
     more = {"repeated": repeated, "sink_logits": read.sink_logits}
-    return prefill_cache(cache, read.keys, read.values, lengths, queries, told, **more)
-
-
-def num_prompt_queries(policy: Policy, tokens: int) -> int:
-    """How many of the last queries of a prompt padded to so many tokens the policy asks for."""
-    return tokens if policy.prompt_queries == ALL_QUERIES else min(policy.prompt_queries, tokens)
+    return prefill_cache(cache, counters, read.keys, read.values, lengths, queries, layer_carry, **more)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
@@ -309,7 +320,13 @@ def heads_of(layer: DecoderLayer) -> tuple[int, int]:
     return layer.attention.query_heads, layer.attention.kv_heads
 
 
-prefill_cache = jax.jit(kvjax.prefill, donate_argnames=("cache",))
+@functools.partial(jax.jit, donate_argnames=("cache",))
+def prefill_cache(
+    cache: kvjax.Cache, counters: Counters, *prompt: Any, **options: Any
+) -> tuple[kvjax.Cache, Counters, Shaped[Array, "B H_kv *N"] | None]:
+    """Calls `kvjax.prefill` with counters that all layers share."""
+    cache, layer_carry = kvjax.prefill(with_counters(cache, counters), *prompt, **options)
+    return with_counters(cache, None), cache.counters, layer_carry
 
 
 @jax.jit

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array
 
 import kvjax
-from kvjax.memory import on_host
+from kvjax.distributed.memory import is_on_host
 from kvjax_models import atomic_io, fingerprint
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.numbered_saves import NumberedSaves, write_arrays
@@ -216,7 +216,7 @@ def _like(tree: Any, plain: Mapping[str, Array]) -> Any:
         if not leaf.size:
             return leaf
         found = plain[jax.tree_util.keystr(path, simple=True, separator=".")]
-        if isinstance(leaf, jax.Array) and on_host(leaf):
+        if isinstance(leaf, jax.Array) and is_on_host(leaf):
             # It lies there, but what orbax makes does not say so in its type, by which programs go.
             found = jax.device_put(found, jax.memory.Space.Host)
         is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

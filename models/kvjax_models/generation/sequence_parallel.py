@@ -8,7 +8,7 @@ are cut where that is less (`piece`), and the stream never lies whole anywhere. 
 device of their token to that of their head and back; keys and values of a layer are gathered once.
 
 Tokens lie [B, M, C, ...], in M pieces of C tokens, and each piece is cut among the devices (`CHUNKS`), so that every
-device has early and late ones. Where query heads cannot be shared, those along PARTS attend with the queries of a run
+device has early and late ones. Where query heads cannot be shared, those along SEQUENCE attend with the queries of a run
 of each piece, in an order that turns from piece to piece: all have the same work, but for an odd piece.
 """
 
@@ -22,14 +22,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvjax.collectives import PARTS, TENSOR
-from kvjax.sharding import DATA
+from kvjax.distributed.collectives import SEQUENCE, TENSOR
+from kvjax.distributed.sharding import DATA
 from kvjax_models.model.flash_attention import run_index
 from kvjax_models.model.llama import Llama
 from kvjax_models.sharding import parameter_specs, share_heads
 
-# Neighbours along TENSOR have neighbouring tokens: together, those of a run that a device along PARTS attends with.
-TOKENS = (PARTS, TENSOR)
+# Neighbours along TENSOR have neighbouring tokens: together, those of a run that a device along SEQUENCE attends with.
+TOKENS = (SEQUENCE, TENSOR)
 CHUNKS = PartitionSpec(DATA, None, TOKENS)  # [B, M, C, ...]
 
 
@@ -76,9 +76,9 @@ class DeviceGroup(NamedTuple):
     """The devices that share a layer, as each of them sees them inside `jax.shard_map`; by default it is alone."""
 
     tensor: int = 1  # devices along TENSOR
-    parts: int = 1  # devices along PARTS
+    parts: int = 1  # devices along SEQUENCE
     heads: int = 1  # of queries, of a device along TENSOR
-    shares_heads: bool = True  # whether those along PARTS share the query heads of a kv head; else they share tokens
+    shares_heads: bool = True  # whether those along SEQUENCE share the query heads of a kv head; else they share tokens
 
     @classmethod
     def of(cls, mesh: Mesh, heads: tuple[int, int], always_heads: bool = False) -> "DeviceGroup":
@@ -88,7 +88,7 @@ class DeviceGroup(NamedTuple):
             always_heads: share heads where some devices get fewer, too, for kernels that cannot do with a part of the
                 tokens.
         """
-        (query_heads, kv_heads), tensor, parts = heads, mesh.shape[TENSOR], mesh.shape[PARTS]
+        (query_heads, kv_heads), tensor, parts = heads, mesh.shape[TENSOR], mesh.shape[SEQUENCE]
         shares = parts == 1 or share_heads(mesh, heads) or (always_heads and tensor == kv_heads)
         return cls(tensor, parts, query_heads // tensor, shares)
 
@@ -107,7 +107,7 @@ class DeviceGroup(NamedTuple):
 
     def run(self) -> Int[Array, ""] | int:
         """The number of this device's run in the first piece, and every other; see `run_index`."""
-        return 0 if self.runs == 1 else jax.lax.axis_index(PARTS)
+        return 0 if self.runs == 1 else jax.lax.axis_index(SEQUENCE)
 
     def first(self, piece: Int[Array, ""]) -> Int[Array, ""]:
         """The share of a device, of all pieces', with which this device's run of a piece begins."""
@@ -116,7 +116,7 @@ class DeviceGroup(NamedTuple):
     def gathered(self, x: Shaped[Array, "M B c H D"]) -> Shaped[Array, "M B C h D"]:
         """Of all tokens, this device's heads along TENSOR."""
         x = self._exchanged(x, TENSOR, split=3, joined=2)
-        return x if self.parts == 1 else jax.lax.all_gather(x, PARTS, axis=2, tiled=True)
+        return x if self.parts == 1 else jax.lax.all_gather(x, SEQUENCE, axis=2, tiled=True)
 
     def to_heads(self, x: Shaped[Array, "M B c H D"], piece: Int[Array, ""] | int = 0) -> Shaped[Array, "M B q h D"]:
         """Of queries of this device's tokens, those that it attends with: its heads of all tokens, or of its run of
@@ -124,14 +124,14 @@ class DeviceGroup(NamedTuple):
         x = self._exchanged(x, TENSOR, split=3, joined=2)
         if not self.shares_heads:
             return self._turned(x, piece)
-        return self._exchanged(self._padded(x, 3), PARTS, split=3, joined=2)
+        return self._exchanged(self._padded(x, 3), SEQUENCE, split=3, joined=2)
 
     def to_tokens(self, x: Shaped[Array, "M B q h D"], piece: Int[Array, ""] | int = 0) -> Shaped[Array, "M B c H D"]:
         """The way back."""
         if not self.shares_heads:
             x = self._turned(x, piece)
         elif self.parts > 1:
-            x = self._exchanged(x, PARTS, split=2, joined=3)[:, :, :, : self.heads]
+            x = self._exchanged(x, SEQUENCE, split=2, joined=3)[:, :, :, : self.heads]
         return self._exchanged(x, TENSOR, split=2, joined=3)
 
     def own_heads(self, x: Shaped[Array, "H"]) -> Shaped[Array, "h"]:
@@ -142,7 +142,7 @@ class DeviceGroup(NamedTuple):
         if not self.shares_heads:
             return x
         x = self._padded(x, 0).reshape(self.parts, -1)
-        return jax.lax.dynamic_index_in_dim(x, jax.lax.axis_index(PARTS), keepdims=False)
+        return jax.lax.dynamic_index_in_dim(x, jax.lax.axis_index(SEQUENCE), keepdims=False)
 
     def rows_at(self, x: Float[Array, "B M c W"], positions: Int[Array, "B w"]) -> Float[Array, "B v W"]:
         """The rows of tokens at these positions, cut among the devices as they come; those of no token are any."""
@@ -159,12 +159,12 @@ class DeviceGroup(NamedTuple):
 
     def _turned(self, x: Array, piece: Int[Array, ""] | int) -> Array:
         """Runs of every other piece in reverse order, or back from it."""
-        turned = jax.lax.ppermute(x, PARTS, [(one, self.parts - 1 - one) for one in range(self.parts)])
+        turned = jax.lax.ppermute(x, SEQUENCE, [(one, self.parts - 1 - one) for one in range(self.parts)])
         odd = (piece + jnp.arange(len(x))) % 2 == 1
         return jnp.where(odd.reshape(-1, *(1,) * (x.ndim - 1)), turned, x)
 
     def _padded(self, x: Array, axis: int) -> Array:
-        """Heads, and such of nobody for devices along PARTS to divide them."""
+        """Heads, and such of nobody for devices along SEQUENCE to divide them."""
         more = -x.shape[axis] % self.parts
         return x if not more else jnp.pad(x, [(0, more if one == axis else 0) for one in range(x.ndim)])
 

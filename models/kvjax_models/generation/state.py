@@ -12,9 +12,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 import kvjax
+from kvjax.cache import with_counters
+from kvjax.distributed.sharding import shardings
 from kvjax.policy import Policy
-from kvjax.sharding import shardings
-from kvjax.state import drawn, fault, faults_of_rows, state
+from kvjax.state import count_row_faults, fault, row_randomness, state
+from kvjax.stores.staging import Counters
 from kvjax_models.generation.sampling import is_finite
 from kvjax_models.sharding import constrain_replicated
 
@@ -23,21 +25,27 @@ from kvjax_models.sharding import constrain_replicated
 class GenerationState:
     """A generation between two blocks. Rows are independent: `kvjax.take_rows` and its kin apply."""
 
-    layers: tuple[Any, ...]  # one `kvjax.Cache` per layer
+    layers: tuple[Any, ...]  # one `kvjax.Cache` per layer, without counters
+    counters: Counters  # of all layers: they take in the same tokens and compact together
     logits: Float[Array, "B V"]  # float32, of the next token
     positions: Int[Array, "B"]  # int32, tokens read or written so far
     done: Bool[Array, "B"]  # whether the row has ended its turn
-    sampling_keys: Key[Array, "B"] = drawn()
+    sampling_keys: Key[Array, "B"] = row_randomness()
     not_finite: Int[Array, "B"] = fault("steps had logits that are NaN or infinite")
 
 
 def finish_prefill(
-    state: GenerationState, caches: Sequence[kvjax.Cache], logits: Float[Array, "B V"], lengths: Int[Array, "B"]
+    state: GenerationState,
+    caches: Sequence[kvjax.Cache],
+    counters: Counters,
+    logits: Float[Array, "B V"],
+    lengths: Int[Array, "B"],
 ) -> GenerationState:
     """A fresh state behind prompts that its caches have taken in, with buffers of its own: decoding donates them."""
     return dataclasses.replace(
         state,
         layers=tuple(caches),
+        counters=counters,
         logits=jnp.copy(logits),
         positions=jnp.copy(lengths),
         not_finite=state.not_finite + ~is_finite(logits),
@@ -63,25 +71,27 @@ def state_shardings(state: GenerationState, mesh: Mesh | None) -> GenerationStat
 
 def compact_layers(state: GenerationState) -> GenerationState:
     """The state with its layers' staged tokens compact_layers."""
-    return dataclasses.replace(state, layers=tuple(compact_layer(cache) for cache in state.layers))
+    compacted = [compact_layer(cache, state.counters) for cache in state.layers]
+    counters = compacted[-1][1]
+    return dataclasses.replace(state, layers=tuple(cache for cache, _ in compacted), counters=counters)
 
 
 def check_finite(state: GenerationState) -> None:
     """Raises a ValueError where logits were NaN or infinite. Asked after every block, so without a walk over all
     counters."""
     if np.asarray(state.not_finite).any():
-        kvjax.check(state)
+        kvjax.raise_faults(state)
 
 
 def check_faults(state: GenerationState, mesh: Mesh | None) -> None:
     """Raises a ValueError where any counter of faults is not zero; asked where blocks end."""
     if np.asarray(_faults(state, mesh)).any():
-        kvjax.check(state)
+        kvjax.raise_faults(state)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
 def _faults(state: GenerationState, mesh: Mesh | None) -> Int[Array, "B"]:
-    faults = faults_of_rows(state)
+    faults = count_row_faults(state)
     assert faults is not None  # `not_finite` is one
     return constrain_replicated(faults, mesh)
 
@@ -116,9 +126,11 @@ def _fresh(
     layers = []
     for number, (policy, spec) in enumerate(zip(policies, specs, strict=True)):
         layer_keys = jax.vmap(lambda key, number=number: jax.random.fold_in(key, number))(cache_keys)
-        layers.append(kvjax.init(policy, spec, layer_keys, mesh))
+        cache = kvjax.init(policy, spec, layer_keys, mesh)
+        layers.append(with_counters(cache, None))
     return GenerationState(
         layers=tuple(layers),
+        counters=cache.counters,
         logits=jnp.zeros((batch, vocabulary), jnp.float32),
         positions=jnp.zeros(batch, jnp.int32),
         done=jnp.zeros(batch, bool),
@@ -140,4 +152,8 @@ def _seed(seed: int) -> np.uint32:
     return np.uint32(seed)
 
 
-compact_layer = jax.jit(kvjax.compact, donate_argnames=("cache",))
+@functools.partial(jax.jit, donate_argnames=("cache",))
+def compact_layer(cache: kvjax.Cache, counters: Counters) -> tuple[kvjax.Cache, Counters]:
+    """Compacts one layer's staged tokens. Returns the layer's cache and the counters of all layers afterwards."""
+    cache = kvjax.compact(with_counters(cache, counters))
+    return with_counters(cache, None), cache.counters

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention import attend_reading
-from kvjax.partials import merge, output
+from kvjax.attention import attend_segments
+from kvjax.partials import merge, normalize
 from kvjax.segment import Segment
 from pallas_kernels.weighted_decode import Partials
 
@@ -26,7 +26,7 @@ def chunk_attention(
     """What chunk number `chunk` of a prompt, of C tokens, sees: itself causally and every chunk before it.
 
     `window` limits how many tokens, itself included, a token sees; sinks are as for `kvjax.step`, the cap as for
-    `kvjax.CacheSpec`. `jax.nn.dot_product_attention` with its residual could take the place of `attend_reading`, at
+    `kvjax.CacheSpec`. `jax.nn.dot_product_attention` with its residual could take the place of `attend_segments`, at
     half the speed on a CPU: it normalises every block, which merging undoes.
     """
     batch, tokens = query.shape[:2]
@@ -44,14 +44,14 @@ def chunk_attention(
         )
         first = None if start is None else start + (chunk - other) * tokens
         block = Segment(block_keys, block_values, start=first, stop=stop)
-        return attend_reading(query, block, logit_cap=logit_cap, sink_logits=sink_logits)
+        return attend_segments(query, (block,), logit_cap=logit_cap, sink_logits=sink_logits)
 
     def past(other, partials):
         return merge(partials, against(other))
 
     own = against(chunk, place + 1, sink_logits)
     first = 0 if window is None else jnp.maximum(chunk - (window + tokens - 2) // tokens, 0)
-    return output(jax.lax.fori_loop(first, chunk, past, own), query.dtype)
+    return normalize(jax.lax.fori_loop(first, chunk, past, own), query.dtype)
 
 
 def attend_in_chunks(
@@ -104,5 +104,5 @@ def attend_repetitions(
         start, own_start = lengths[:, None] + place + 1 - window, place + 1 - window
     prompt = Segment(keys, values, start=start, stop=lengths[:, None])
     own = Segment(own_keys, own_values, start=own_start, stop=place + 1)
-    partials = attend_reading(query, (prompt, own), logit_cap=logit_cap, sink_logits=sink_logits)
-    return output(partials, query.dtype)
+    partials = attend_segments(query, (prompt, own), logit_cap=logit_cap, sink_logits=sink_logits)
+    return normalize(partials, query.dtype)
