@@ -171,7 +171,11 @@ def decoding_programs(options: Options, sharding: jax.sharding.Sharding) -> Iter
     for model in models(options):
         head_dim = model.config.head_dim
         for setting in settings.settings(options.policy, options.budget):
-            sizes: dict[str, Any] = {"batch": options.batch, "max_prompt_tokens": options.context_tokens, "max_new_tokens": 512}
+            sizes: dict[str, Any] = {
+                "batch": options.batch,
+                "max_prompt_tokens": options.context_tokens,
+                "max_new_tokens": 512,
+            }
             spec = cache_specs(model, **sizes)[0]
             generator = Generator(model, settings.fitted(setting, spec, options.context_tokens), **sizes)
             state = jax.eval_shape(generator.init_state)

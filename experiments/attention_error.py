@@ -31,7 +31,6 @@ from experiments.common.options import Experiment, Policies, each, one_of
 from experiments.common.results import Row
 from kvjax.policy import Policy
 from kvjax.registry import POLICIES, PolicyChoice
-from kvjax_models.generation.prefill import num_prompt_queries
 
 NAME = "attention_error"
 # The paper's study keeps the first and the newest 256 of about 16k tokens: as many tokens per kept one are kept here.
@@ -75,24 +74,28 @@ def run(options: Options) -> list[Row]:
     """The rows of every case and setting."""
     study = suites.STUDIES[options.study]
     rows: list[Row] = []
-    row_randomness = cases.cases(options, options.norm or study.norms, prompt_queries=True)
-    spec = lambda case: cases.spec_of(case.row_randomness, case.layer or 0, case.layers)  # noqa: E731
-    for of_spec, alike in itertools.groupby(row_randomness, spec):
+    drawn = cases.cases(options, options.norm or study.norms, prompt_queries=True)
+    spec = lambda case: cases.spec_of(case.drawn, case.layer or 0, case.layers)  # noqa: E731
+    for of_spec, alike in itertools.groupby(drawn, spec):
         for case in alike:
             fixed = 0 if case.layer is None else options.recorded_tokens // RECORDED_TOKENS_PER_FIXED
             measured = measure(case, of_spec, options.chosen(), fixed, options.seed)
-            rank = float(np.mean([streams.effective_rank(keys) for keys in case.row_randomness.keys[0].swapaxes(0, 1)]))
+            rank = float(np.mean([streams.effective_rank(keys) for keys in case.drawn.keys[0].swapaxes(0, 1)]))
             of_case = {
                 case.where: case.number,
                 "sinks_and_recent": fixed,
                 "effective_rank": rank,
                 "stream": case.stream,
             }
-            sizes: dict[str, Any] = {"context_tokens": of_spec.max_prompt, "batch": of_spec.batch, "n": of_spec.batch}
+            sizes: dict[str, Any] = {
+                "context_tokens": of_spec.max_prompt_tokens,
+                "batch": of_spec.batch,
+                "n": of_spec.batch,
+            }
             shared = {**of_case, **sizes, "seed": options.seed}
             model = options.model_of(case.stream)
             found = [row for result in measured for row in result_rows(model, result, measured, study.baseline, shared)]
-            title = f"{case}: {of_spec.max_prompt} tokens, {of_spec.batch} seeds, effective rank {rank:.1f}"
+            title = f"{case}: {of_spec.max_prompt_tokens} tokens, {of_spec.batch} seeds, effective rank {rank:.1f}"
             results.print_rows(title, found, lambda row: f"{results.setting_label(row)} ({row.budget_fraction:.1%})")
             rows += found
             results.write_rows(options.file(f"{NAME}.json"), rows)
@@ -111,9 +114,9 @@ def measure(
     Args:
         fixed: sinks, and as many recent tokens, that every policy keeps which can.
     """
-    row_randomness = case.row_randomness
-    exact = streams.exact_attention(row_randomness)
-    keys, values, queries = (jnp.asarray(part) for part in (row_randomness.keys, row_randomness.values, row_randomness.queries))
+    drawn = case.drawn
+    exact = streams.exact_attention(drawn)
+    keys, values, queries = (jnp.asarray(part) for part in (drawn.keys, drawn.values, drawn.queries))
     row_keys = jax.vmap(jax.random.key)(seed + jnp.arange(spec.batch))
     of_case = []
     for setting in tqdm(chosen, desc=str(case), leave=False):
@@ -121,9 +124,9 @@ def measure(
             policy = build(setting, spec, fixed)
             compress, attend = programs(policy, spec, queries.shape[1])
             asked = None
-            if count := num_prompt_queries(policy, spec.max_prompt_tokens):
-                assert row_randomness.prompt_queries is not None
-                asked = jnp.asarray(row_randomness.prompt_queries[:, -count:])
+            if count := policy.requires.num_prompt_queries(spec.max_prompt_tokens):
+                assert drawn.prompt_queries is not None
+                asked = jnp.asarray(drawn.prompt_queries[:, -count:])
             seconds, cache = speed.timed(compress, row_keys, keys, values, asked)
             kvjax.raise_faults(cache)
         except ValueError as error:
@@ -161,10 +164,14 @@ def programs(policy: Policy, spec: kvjax.CacheSpec, queries: int) -> tuple[Any, 
     """Compiled: (row keys, keys, values, the prompt's last queries or None) to the compressed cache, and (cache,
     queries) to what they attend to."""
     row_keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), spec.batch))
-    shown = num_prompt_queries(policy, spec.max_prompt_tokens)
+    shown = policy.requires.num_prompt_queries(spec.max_prompt_tokens)
     tokens, asked, last = (
         jax.ShapeDtypeStruct((spec.batch, count, heads, spec.head_dim), spec.dtype)
-        for count, heads in ((spec.max_prompt_tokens, spec.kv_heads), (queries, spec.query_heads), (shown, spec.query_heads))
+        for count, heads in (
+            (spec.max_prompt_tokens, spec.kv_heads),
+            (queries, spec.query_heads),
+            (shown, spec.query_heads),
+        )
     )
 
     @jax.jit

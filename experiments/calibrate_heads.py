@@ -1,7 +1,7 @@
 """Which heads of a model Chelsea should not merge: outlier heads that keep everything, and heads that drop.
 
     python -m experiments.calibrate_heads
-    python -m experiments.line_retrieval --policy chelsea:heads=build/heads_error.json --budget 50%
+    python -m experiments.line_retrieval --policy chelsea:outlier_heads=build/heads_error.json --budget 50%
 
 Two rules rank the heads. "share" is the paper's (its appendix B): the share of A tokens whose most similar B token in
 the chunk has a cosine under .8. "error" is the error of attention to held-out queries, which come after the tokens that
@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from kvjax.combinators.head_choice import HeadChoice
 from scipy import stats
 from tqdm import tqdm
 
@@ -32,6 +31,8 @@ from experiments.common.cases import spec_of
 from experiments.common.options import Experiment, Run, each
 from experiments.common.results import Row
 from experiments.common.suites import RULES
+from kvjax.combinators.outlier_heads import HeadChoice, OutlierHeads
+from kvjax.policy import Policy
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.model.llama import Llama
 from pallas_kernels.soft_match import soft_match
@@ -54,10 +55,14 @@ class Options(Run):
 
     QUICK: ClassVar[dict[str, Any]] = {"seeds": 2, "tokens": 512}
 
-    def policy(self, joins: Literal["mean", "drop"], heads: HeadChoice | None = None) -> kvjax.Chelsea:
+    def policy(self, joins: Literal["mean", "drop"], heads: HeadChoice | None = None) -> Policy:
         """Chelsea at this budget."""
         slots = int(self.kept * self.tokens)
-        return kvjax.Chelsea(slots, sinks=SINKS, recent=RECENT, chunk=CHUNK, joins=joins, heads=heads)
+        chelsea = kvjax.Chelsea(slots, sinks=SINKS, recent=RECENT, chunk=CHUNK, joins=joins)
+        if heads is None:
+            return chelsea
+        drop = dataclasses.replace(chelsea, joins="drop")
+        return OutlierHeads(chelsea, heads, kvjax.Exact(chelsea.compact_every), drop)
 
     def row(self, metric: str, found: float | results.Estimate, **others: Any) -> Row:
         """A row of this run."""
@@ -108,11 +113,11 @@ def measure(options: Options, model: Llama, tokenizer: Tokenizer, corpus: str, s
     shares: list[np.ndarray] = []
     errors: dict[Literal["mean", "drop"], list[np.ndarray]] = {"mean": [], "drop": []}
     layers = read(options, model, tokenizer, corpus, seeds)
-    for _, row_randomness in tqdm(layers, total=model.config.layers, desc=corpus, leave=False):
-        middle = jnp.asarray(row_randomness.keys[:, SINKS : options.tokens - RECENT].swapaxes(1, 2))
+    for _, drawn in tqdm(layers, total=model.config.layers, desc=corpus, leave=False):
+        middle = jnp.asarray(drawn.keys[:, SINKS : options.tokens - RECENT].swapaxes(1, 2))
         shares.append(np.asarray(without_edge(middle, options.threshold)))
         for joins, of in errors.items():
-            of.append(head_errors(options.policy(joins), spec_of(row_randomness), row_randomness))
+            of.append(head_errors(options.policy(joins), spec_of(drawn), drawn))
     stack = lambda layers: np.stack(layers, axis=1)  # noqa: E731
     return Measured(stack(shares), {joins: stack(of) for joins, of in errors.items()})
 
@@ -129,11 +134,11 @@ def without_edge(keys: Float[Array, "R H_kv n D"], threshold: float) -> Float[Ar
     return jax.vmap(jax.vmap(share))(keys)
 
 
-def head_errors(policy: kvjax.Chelsea, spec: kvjax.CacheSpec, row_randomness: streams.Streams) -> Float[np.ndarray, "R H_kv"]:
+def head_errors(policy: Policy, spec: kvjax.CacheSpec, drawn: streams.Streams) -> Float[np.ndarray, "R H_kv"]:
     """|z - Attn| / |Attn| of every kv head, its mean over queries and over the query heads that read it."""
-    given = (jnp.asarray(x) for x in (row_randomness.keys, row_randomness.values, row_randomness.queries))
+    given = (jnp.asarray(x) for x in (drawn.keys, drawn.values, drawn.queries))
     attended = np.asarray(compressed(policy, spec, *given), np.float64)
-    exact = streams.exact_attention(row_randomness)
+    exact = streams.exact_attention(drawn)
     error = np.linalg.norm(attended - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
     return error.reshape(*error.shape[:2], spec.kv_heads, -1).mean(axis=(1, 3))
 
@@ -215,11 +220,11 @@ def effect(
     choices: dict[str, HeadChoice | None] = {"none": None, **chosen}
     choices["dropping alone"] = dataclasses.replace(chosen["error"], full=())
     errors: dict[str, list[np.ndarray]] = {name: [] for name in choices}
-    for layer, row_randomness in read(options, model, tokenizer, corpus, seeds):
+    for layer, drawn in read(options, model, tokenizer, corpus, seeds):
         for name, choice in choices.items():
             try:
-                spec = spec_of(row_randomness, layer, model.config.layers)
-                errors[name].append(head_errors(options.policy("mean", choice), spec, row_randomness).mean(axis=1))
+                spec = spec_of(drawn, layer, model.config.layers)
+                errors[name].append(head_errors(options.policy("mean", choice), spec, drawn).mean(axis=1))
             except ValueError as reason:
                 if layer == 0:
                     print(f"{name} is left out: {reason}")

@@ -68,13 +68,13 @@ def recall_rows(
 ) -> list[Row]:
     """Of every layer, the share of the tokens with the largest logits that speculation finds among as many."""
     rows, tokens = [], options.tokens
-    for layer, row_randomness in streams.prompt_streams(model, tokenizer, seeds, tokens, tokens):
-        heads, head_dim = row_randomness.keys.shape[2:]
+    for layer, drawn in streams.prompt_streams(model, tokenizer, seeds, tokens, tokens):
+        heads, head_dim = drawn.keys.shape[2:]
         turn = np.broadcast_to(np.eye(head_dim, dtype=np.float32), (heads, head_dim, head_dim))
         found = speculated(
             jnp.asarray(turn if skew is None else skew[layer]),
-            jnp.asarray(row_randomness.keys.swapaxes(1, 2)),
-            jnp.asarray(row_randomness.queries.reshape(*row_randomness.queries.shape[:2], heads, -1, head_dim).swapaxes(1, 2)),
+            jnp.asarray(drawn.keys.swapaxes(1, 2)),
+            jnp.asarray(drawn.queries.reshape(*drawn.queries.shape[:2], heads, -1, head_dim).swapaxes(1, 2)),
             max(1, int(options.partial * head_dim)),
             max(1, math.ceil(options.top * tokens)),
         )
@@ -94,9 +94,9 @@ def calibrate(
     """Right singular vectors, as columns, and singular values of every layer's and kv head's queries."""
     turns, sizes = [], []
     layers = streams.prompt_streams(model, tokenizer, seeds, tokens, tokens)
-    for _, row_randomness in tqdm(layers, total=model.config.layers, desc="queries", leave=False):
-        heads, head_dim = row_randomness.keys.shape[2:]
-        grouped = np.asarray(row_randomness.queries, np.float64).reshape(-1, heads, model.config.query_heads // heads, head_dim)
+    for _, drawn in tqdm(layers, total=model.config.layers, desc="queries", leave=False):
+        heads, head_dim = drawn.keys.shape[2:]
+        grouped = np.asarray(drawn.queries, np.float64).reshape(-1, heads, model.config.query_heads // heads, head_dim)
         moments = np.einsum("nhgd,nhge->hde", grouped, grouped)
         # Eigenvectors of the moments are the right singular vectors; eigenvalues come in rising order.
         values, vectors = np.linalg.eigh(moments)

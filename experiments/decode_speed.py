@@ -92,7 +92,9 @@ def policy_times(
     max_new_tokens = tokens * (repetitions + 1)
     spec = cache_specs(model, batch=1, max_prompt_tokens=context, max_new_tokens=max_new_tokens)[0]
     policy = settings.fitted(setting, spec, context)
-    generator = Generator(model, policy, batch=1, max_prompt_tokens=context, max_new_tokens=max_new_tokens, allow_beyond_context=True)
+    generator = Generator(
+        model, policy, batch=1, max_prompt_tokens=context, max_new_tokens=max_new_tokens, allow_beyond_context=True
+    )
     state = filled(generator, context)
     read = sum(map(kvjax.read_bytes, state.layers))
     device = kvjax.cache_bytes(state.layers).device
@@ -104,13 +106,14 @@ def filled(generator: Generator, context: int) -> GenerationState:
     compressed by the policies themselves."""
     config = generator.config
     keys, values = jax.random.normal(jax.random.key(1), (2, 1, context, config.kv_heads, config.head_dim))
-    asked = max(prefill.num_prompt_queries(policy, context) for policy in generator.policies)
+    asked = max(policy.requires.num_prompt_queries(context) for policy in generator.policies)
     queries = jax.random.normal(jax.random.key(2), (1, asked, config.query_heads, config.head_dim))
     read = prefill.PrefilledLayer(keys, keys, values, queries if asked else None)
     lengths = jnp.full(1, context, jnp.int32)
     state = generator.init_state()
-    layers = tuple(prefill.compress_layer(cache, read, lengths)[0] for cache in state.layers)
-    return dataclasses.replace(state, layers=layers, positions=lengths)
+    compressed = [prefill.compress_layer(cache, state.counters, read, lengths) for cache in state.layers]
+    layers, counters = tuple(cache for cache, _, _ in compressed), compressed[-1][1]
+    return dataclasses.replace(state, layers=layers, counters=counters, positions=lengths)
 
 
 def transformers_times(

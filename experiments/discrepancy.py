@@ -106,9 +106,9 @@ def measure(
     setting: Setting, seeds: Sequence[int], sizes: tuple[int, ...], queries: int
 ) -> dict[str, Float[np.ndarray, "R S"]]:
     """The discrepancy of the walk and of coins after so many keys, for every seed."""
-    row_randomness = streams.synthetic("iid", seeds, sizes[-1], queries, setting.head_dim).scaled(setting.norm)
+    drawn = streams.synthetic("iid", seeds, sizes[-1], queries, setting.head_dim).scaled(setting.norm)
     found: dict[str, list[np.ndarray]] = {WALK: [], COINS: []}
-    for seed, keys, asked in zip(seeds, row_randomness.keys[:, :, 0], row_randomness.queries[:, :, 0], strict=True):
+    for seed, keys, asked in zip(seeds, drawn.keys[:, :, 0], drawn.queries[:, :, 0], strict=True):
         uniforms = jax.random.uniform(jax.random.key(seed), keys.shape[:1])
         signs = {WALK: walk_signs(uniforms, keys, setting), COINS: jnp.where(uniforms < 0.5, 1.0, -1.0)}
         for name, own in signs.items():

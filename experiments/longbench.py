@@ -38,7 +38,9 @@ class Benchmark(sweeping.Questions):
     batch: int = 1
     budget: tuple[str, ...] = each("20%")
     data: str | None = None  # the benchmark's files: a directory, or one file
-    max_prompt_tokens: int | None = None  # tokens of a prompt before it is cut; by default 500 less than the model reads
+    max_prompt_tokens: int | None = (
+        None  # tokens of a prompt before it is cut; by default 500 less than the model reads
+    )
     chat: bool = True  # use the model's chat template, if it has one, for the tasks that take one
 
     QUICK: ClassVar[dict[str, Any]] = {**sweeping.QUICK, "documents": 4}
@@ -74,7 +76,9 @@ def run(options: Options) -> list[Row]:
     longest = options.longest(sweep)
     rows: list[Row] = []
     for prefill, question in sweep.kinds():
-        found = [row for name in names for row in parse_batch_size(sweep, options, read(name), longest, prefill, question)]
+        found = [
+            row for name in names for row in parse_batch_size(sweep, options, read(name), longest, prefill, question)
+        ]
         found += means(found)
         title = f"LongBench{'-E' if options.e else ''}: prompts of up to {longest} tokens"
         shown = [row for row in found if row.metric == MEAN or (row.metric, row.task) == (f"{MEAN}_difference", "all")]

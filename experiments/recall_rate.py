@@ -71,11 +71,11 @@ class Source(NamedTuple):
 
     @property
     def keys(self) -> Float[np.ndarray, "R n H_kv D"]:
-        return self.case.row_randomness.keys[:, SINKS:]
+        return self.case.drawn.keys[:, SINKS:]
 
     @property
     def queries(self) -> Float[np.ndarray, "R Q H_q D"]:
-        return self.case.row_randomness.queries
+        return self.case.drawn.queries
 
     def row(self, way: Way | None, metric: str, samples: Float[np.ndarray, "R"], **extra: Any) -> Row:
         pages = way is not None and way.distance is None

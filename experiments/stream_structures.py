@@ -127,8 +127,8 @@ def halving_products(halvings: int, keys: Float[Array, "T D"], values: Float[Arr
 def speeds(options: Options) -> list[Row]:
     """Seconds of every update and of what it is held against, alternating; as rows and as a table."""
     count = (options.repetitions + 1) * BLOCK_TOKENS
-    row_randomness = streams.synthetic(options.stream, [options.seed], count, 1, HEAD_DIM).scaled(options.norm)
-    blocks = [jnp.asarray(part[0].reshape(-1, BLOCK_TOKENS, HEAD_DIM)) for part in (row_randomness.keys, row_randomness.values)]
+    drawn = streams.synthetic(options.stream, [options.seed], count, 1, HEAD_DIM).scaled(options.norm)
+    blocks = [jnp.asarray(part[0].reshape(-1, BLOCK_TOKENS, HEAD_DIM)) for part in (drawn.keys, drawn.values)]
     rows, lines = [], []
     for one in tqdm(comparisons(jax.random.key(options.seed)), desc="speed", leave=False):
         times = np.array(
@@ -200,9 +200,9 @@ def _any_nan(state: Any) -> Array:
 
 def long_streams(options: Options, tokens: int) -> list[Row]:
     """Error, bytes and soundness of every structure at 2^12, 2^16 and 2^20 tokens; as rows and as a table."""
-    row_randomness = streams.synthetic(options.stream, [options.seed], tokens, options.queries, HEAD_DIM).scaled(options.norm)
-    keys, values = (jnp.asarray(part[0].reshape(-1, SCAN_TOKENS, HEAD_DIM)) for part in (row_randomness.keys, row_randomness.values))
-    queries = jnp.asarray(row_randomness.queries[0, :, 0])
+    drawn = streams.synthetic(options.stream, [options.seed], tokens, options.queries, HEAD_DIM).scaled(options.norm)
+    keys, values = (jnp.asarray(part[0].reshape(-1, SCAN_TOKENS, HEAD_DIM)) for part in (drawn.keys, drawn.values))
+    queries = jnp.asarray(drawn.queries[0, :, 0])
     checkpoints = [size for size in (2**12, 2**16, 2**20) if size <= tokens]
     rows, lines = [], []
     for name, structure in tqdm(STRUCTURES.items(), desc="long streams", leave=False):

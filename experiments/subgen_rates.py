@@ -51,8 +51,8 @@ def run(options: Options) -> list[Row]:
     rows: list[Row] = []
     rng = jax.vmap(jax.random.key)(jnp.asarray(options.seeds_of(options.seeds)))
     for case in tqdm(cases.cases(options), desc="streams", leave=False):
-        row_randomness = case.row_randomness
-        inputs = (rng, *(jnp.asarray(part[:, :, 0]) for part in (row_randomness.keys, row_randomness.values, row_randomness.queries)))
+        drawn = case.drawn
+        inputs = (rng, *(jnp.asarray(part[:, :, 0]) for part in (drawn.keys, drawn.values, drawn.queries)))
         for knob, (error, sizes) in swept.items():
             measured = np.stack([np.asarray(mean_errors(error, size, *inputs)) for size in sizes], axis=1)
             slope = results.log_slope(sizes, measured)

@@ -108,7 +108,9 @@ def generators(options: Options, model: Llama, context: int, exact_rows: int) ->
     for setting in options.chosen:
         try:
             policy = settings.fitted(setting, spec, context + options.answer_tokens)
-            one = Generator(model, policy, batch=1, **sizes, prefill_chunk=options.prefill_chunk, allow_beyond_context=True)
+            one = Generator(
+                model, policy, batch=1, **sizes, prefill_chunk=options.prefill_chunk, allow_beyond_context=True
+            )
             memory = memory or exact_rows * one.row_bytes
             generator = one.with_batch(batching.max_batch_size(one, memory))
             serve(generator, options, context, requests=1, tokens=1)

@@ -38,7 +38,7 @@ class Case(NamedTuple):
     where: str  # "norm" or "layer"
     number: float
     layers: int
-    row_randomness: streams.Streams
+    drawn: streams.Streams
 
     def __str__(self) -> str:
         return f"{self.stream}, {self.where} {self.number:g}"
@@ -61,17 +61,17 @@ def cases(options: Streams, norms: Sequence[float] = (), *, prompt_queries: bool
         if name == RECORDED:
             model, tokenizer = settings.load_model(options)
             sizes = (options.recorded_tokens, options.queries)
-            for layer, row_randomness in streams.recorded(model, tokenizer, seeds, *sizes, prompt_queries=prompt_queries):
-                yield Case(name, "layer", layer, model.config.layers, row_randomness)
+            for layer, drawn in streams.recorded(model, tokenizer, seeds, *sizes, prompt_queries=prompt_queries):
+                yield Case(name, "layer", layer, model.config.layers, drawn)
         else:
             sizes = (options.tokens, options.queries)
-            row_randomness = streams.synthetic(name, seeds, *sizes, options.head_dim, prompt_queries=prompt_queries)
+            drawn = streams.synthetic(name, seeds, *sizes, options.head_dim, prompt_queries=prompt_queries)
             for norm in norms or options.norm:
-                yield Case(name, "norm", norm, 1, row_randomness.scaled(norm))
+                yield Case(name, "norm", norm, 1, drawn.scaled(norm))
 
 
-def spec_of(row_randomness: streams.Streams, layer: int = 0, layers: int = 1) -> kvjax.CacheSpec:
+def spec_of(drawn: streams.Streams, layer: int = 0, layers: int = 1) -> kvjax.CacheSpec:
     """The spec of a cache that takes a stream."""
-    batch, tokens, kv_heads, head_dim = row_randomness.keys.shape
-    sizes = {"batch": batch, "query_heads": row_randomness.queries.shape[2], "kv_heads": kv_heads, "head_dim": head_dim}
+    batch, tokens, kv_heads, head_dim = drawn.keys.shape
+    sizes = {"batch": batch, "query_heads": drawn.queries.shape[2], "kv_heads": kv_heads, "head_dim": head_dim}
     return kvjax.CacheSpec(**sizes, max_prompt_tokens=tokens, max_new_tokens=1, layer=layer, layers=layers)

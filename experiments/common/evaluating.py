@@ -224,4 +224,9 @@ class Evaluator:
         ]
 
     def _made_for(self, size: int) -> dict[str, Any]:
-        return {"batch": self.batch, "max_prompt_tokens": size, "max_new_tokens": self.max_new_tokens, "streaming": self.streaming}
+        return {
+            "batch": self.batch,
+            "max_prompt_tokens": size,
+            "max_new_tokens": self.max_new_tokens,
+            "streaming": self.streaming,
+        }

@@ -25,7 +25,7 @@ def cache_use(generator: Generator, state: GenerationState, tokens: int) -> Cach
     held = kvjax.cache_bytes(state.layers)
     device, host = held.device // generator.batch, held.host // generator.batch
     read = sum(map(kvjax.read_bytes, state.layers)) // generator.batch
-    recalls = any(policy.recalls for policy in generator.policies)
+    recalls = any(policy.is_retrieval for policy in generator.policies)
     exact = generator.specs[0].full_cache_bytes(tokens) * len(generator.policies)
     return CacheUse(device, host, read, recalls, (read if recalls else device) / exact)
 

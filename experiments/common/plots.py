@@ -63,8 +63,8 @@ def save(figure: plt.Figure, path: pathlib.Path, dpi: int = 120) -> None:
     if devices.is_first_process():
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=dpi)
-        with PIL.Image.open(path) as row_randomness:  # in 128 colours, a third of the bytes
-            row_randomness.convert("RGB").quantize(128).save(path, optimize=True)
+        with PIL.Image.open(path) as drawn:  # in 128 colours, a third of the bytes
+            drawn.convert("RGB").quantize(128).save(path, optimize=True)
     plt.close(figure)
 
 
@@ -78,10 +78,10 @@ def line_with_interval(axis: plt.Axes, points: Sequence[tuple[float, Estimate]],
 
 def with_intervals(axis: plt.Axes, points: Mapping[str, Sequence[tuple[float, Estimate]]]) -> None:
     """A line per label through its points; those of one policy differ in style."""
-    row_randomness: collections.Counter[str | None] = collections.Counter()
+    drawn: collections.Counter[str | None] = collections.Counter()
     for label, found in points.items():
-        style = STYLES[row_randomness[colour(label)] % len(STYLES)] if colour(label) else STYLES[0]
-        row_randomness[colour(label)] += 1
+        style = STYLES[drawn[colour(label)] % len(STYLES)] if colour(label) else STYLES[0]
+        drawn[colour(label)] += 1
         line_with_interval(axis, found, label=label, marker=".", linewidth=1, linestyle=style)
 
 
@@ -116,8 +116,8 @@ def by_rows(
         axes: what `matplotlib.axes.Axes.set` takes, for every panel.
     """
     titles = list(dict.fromkeys(map(panel, rows)))
-    figure, row_randomness = panels(len(titles), across)
-    for title, axis in zip(titles, row_randomness, strict=True):
+    figure, drawn = panels(len(titles), across)
+    for title, axis in zip(titles, drawn, strict=True):
         points: dict[str, list[tuple[float, Estimate]]] = {}
         for row in rows:
             place = x(row)
@@ -129,11 +129,11 @@ def by_rows(
             _powers_of_two(axis)
         axis.set_title(title, fontsize=9)
         axis.grid(alpha=0.3)
-    for axis in row_randomness[::across]:
+    for axis in drawn[::across]:
         axis.set_ylabel(ylabel or "")
-    named = [axis.get_legend_handles_labels()[1] for axis in row_randomness]
-    for axis, labels in zip(row_randomness, named, strict=True):
-        if labels != named[0] or axis is row_randomness[0]:
+    named = [axis.get_legend_handles_labels()[1] for axis in drawn]
+    for axis, labels in zip(drawn, named, strict=True):
+        if labels != named[0] or axis is drawn[0]:
             axis.legend(fontsize=6)
     save(figure, path)
 

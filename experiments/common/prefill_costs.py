@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.distributed.collectives import PARTS, TENSOR
+from kvjax.distributed.collectives import SEQUENCE, TENSOR
 from kvjax.distributed.sharding import DATA
 from kvjax_models.generation.sequence_parallel import DeviceGroup, chunk_size
 from kvjax_models.model.flash_attention import AttentionSpec
@@ -49,8 +49,8 @@ def ways(model: Llama, mesh: Mesh, batch: int, tokens: int, chunk: int) -> list[
     config, rows = model.config, batch // mesh.shape[DATA]
     heads, size = (config.query_heads, config.kv_heads), chunk_size(model, mesh, batch, tokens, chunk)
     found = [_whole("all query heads of a kv head", model, mesh, rows, tokens, mesh.shape[TENSOR])]
-    if share_heads(mesh, heads) and mesh.shape[PARTS] > 1:
-        found.append(_whole("query heads shared", model, mesh, rows, tokens, mesh.shape[TENSOR] * mesh.shape[PARTS]))
+    if share_heads(mesh, heads) and mesh.shape[SEQUENCE] > 1:
+        found.append(_whole("query heads shared", model, mesh, rows, tokens, mesh.shape[TENSOR] * mesh.shape[SEQUENCE]))
     if size > chunk:
         found.append(_cut("tokens shared", model, DeviceGroup.of(mesh, heads), rows, -(-tokens // size), size))
     return found
@@ -58,7 +58,7 @@ def ways(model: Llama, mesh: Mesh, batch: int, tokens: int, chunk: int) -> list[
 
 def _whole(way: str, model: Llama, mesh: Mesh, rows: int, tokens: int, sharing: int) -> Cost:
     """Prompts lie whole on every device of a group; products are cut along heads and the MLP's width."""
-    config, tensor, parts = model.config, mesh.shape[TENSOR], mesh.shape[PARTS]
+    config, tensor, parts = model.config, mesh.shape[TENSOR], mesh.shape[SEQUENCE]
     stream = rows * tokens * config.width
     # A sum over so many devices brings each of them twice what it gives. Of the stream there are two per layer; where
     # devices share a kv head, each takes a part of what goes into its queries, keys and values.

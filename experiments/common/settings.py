@@ -86,7 +86,7 @@ def possible(
             policy = fitted(setting, spec, tokens)
             for layer in range(spec.layers):
                 abstract_cache(policy, dataclasses.replace(spec, layer=layer, window=None))
-            if streaming and not policy.streams:
+            if streaming and policy.requires.entire_prompt:
                 raise ValueError("compresses whole prompts only")
         except ValueError as error:
             refused[setting] = str(error)

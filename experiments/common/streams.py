@@ -51,12 +51,12 @@ def synthetic(
         raise ValueError(f"stream {name!r} is not known; known: {', '.join(SYNTHETIC)}")
     rows = [SYNTHETIC[name](np.random.default_rng(seed), tokens, queries, head_dim) for seed in seeds]
     keys, values, asked = (np.stack([row[part] for row in rows])[:, :, None] for part in range(3))
-    row_randomness = Streams(keys, values, asked).scaled(1.0, 1.0)
+    drawn = Streams(keys, values, asked).scaled(1.0, 1.0)
     if not prompt_queries:
-        return row_randomness
+        return drawn
     # The same seed gives the same law (centres, subspaces); what comes behind the first queries was not asked.
     more = [SYNTHETIC[name](np.random.default_rng(seed), tokens, queries + tokens, head_dim)[2] for seed in seeds]
-    return dataclasses.replace(row_randomness, prompt_queries=_at(1.0, np.stack(more)[:, queries:, None]))
+    return dataclasses.replace(drawn, prompt_queries=_at(1.0, np.stack(more)[:, queries:, None]))
 
 
 def recorded(

@@ -12,17 +12,17 @@ from tqdm import tqdm
 
 import kvjax
 from experiments.common import settings, speed
-from kvjax.combinators.host_memory import Hosted
-from kvjax.policy import Repeat, Repeated, merge_requirements
+from kvjax.combinators.host_memory import HostMemoryState
+from kvjax.policy import RepeatedPrompt, Repetition, merge_requirements
+from kvjax.quantization import readable
 from kvjax.registry import PolicyChoice
-from kvjax.segment import Recalled, parts_of
+from kvjax.segment import BlockStoreRead
 from kvjax_models.generation.generator import Generator, cache_specs
 from kvjax_models.generation.prefill import (
     PrefilledLayer,
     compress_layer,
     embed,
     make_repetitions,
-    num_prompt_queries,
     prefill_layers,
     repeat_layer,
 )
@@ -46,19 +46,18 @@ def generators_of(
     able = {}
     for setting in chosen:
         try:
-            generator = Generator(
-                model, settings.fitted(setting, spec, context), **sizes, allow_beyond_context=True
-            )
-            for cache in {cache.policy: cache for cache in jax.eval_shape(generator.init_state).layers}.values():
-                asked, repeated = num_prompt_queries(cache.policy, tokens), None
-                if cache.policy.repeat is not None:
+            generator = Generator(model, settings.fitted(setting, spec, context), **sizes, allow_beyond_context=True)
+            state = jax.eval_shape(generator.init_state)
+            for cache in {cache.policy: cache for cache in state.layers}.values():
+                asked, repeated = cache.policy.requires.num_prompt_queries(tokens), None
+                if cache.policy.requires.repetition is not None:
                     texts, sizes_of_texts = repeated_prompt(
-                        cache.policy.repeat, np.zeros((1, tokens), np.int32), context
+                        cache.policy.requires.repetition, np.zeros((1, tokens), np.int32), context
                     )
                     queries, again = of_heads(texts.size, spec.query_heads), of_heads(texts.size, spec.kv_heads)
-                    repeated = Repeated(queries, again, jnp.asarray(sizes_of_texts))
+                    repeated = RepeatedPrompt(queries, again, jnp.asarray(sizes_of_texts))
                 read = PrefilledLayer(keys, keys, keys, of_heads(asked, spec.query_heads) if asked else None, repeated)
-                jax.eval_shape(compress_layer, cache, read, lengths)
+                jax.eval_shape(compress_layer, cache, state.counters, read, lengths)
         except ValueError as error:
             settings.tell_left_out(setting, error)
         else:
@@ -71,7 +70,7 @@ def padded(context: int, chunk: int) -> int:
     return -(-context // chunk) * chunk
 
 
-def repeated_prompt(repeat: Repeat, prompt: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
+def repeated_prompt(repeat: Repetition, prompt: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
     """The texts that repeat a padded prompt, one behind the other, and their lengths."""
     texts, sizes = make_repetitions(repeat, prompt, np.array([context], np.int32))
     return texts.reshape(1, -1), sizes
@@ -93,15 +92,15 @@ def prefill(
     """
     prompt = np.zeros((1, padded(context, chunk)), np.int32)
     prompt[0, :context] = np.random.default_rng(seed).integers(0, model.config.vocab_size, context)
-    lengths = jnp.full(1, context, jnp.int32)
+    lengths, empty = jnp.full(1, context, jnp.int32), [state.counters for state in states]
     asked = [
-        max(num_prompt_queries(generator.policies[layer], prompt.shape[1]) for generator in generators)
+        max(generator.policies[layer].requires.num_prompt_queries(prompt.shape[1]) for generator in generators)
         for layer in range(model.config.layers)
     ]
     reading_of = functools.partial(prefill_layers, model, prompt, lengths, chunk, asked)
     jax.block_until_ready(next(reading_of()))  # compiles
     layers = reading_of()
-    repeat = merge_requirements([policy for generator in generators for policy in generator.policies])
+    repeat = merge_requirements([policy for generator in generators for policy in generator.policies]).repetition
     if repeat is not None:
         texts, sizes = (jnp.asarray(x) for x in repeated_prompt(repeat, prompt, context))
         again = embed(model, texts[:, None])
@@ -123,16 +122,18 @@ def prefill(
                 sizes,
             )
             repeating, (again, queries, keys) = speed.timed(repeat_layer, *more)
-            read = read._replace(repeated=Repeated(queries, keys, sizes))
+            read = read._replace(repeated=RepeatedPrompt(queries, keys, sizes))
         for place in range(len(generators)):
             cache = states[place].layers[number]
             if _abstract(cache) not in _COMPILED:
-                compress_layer(jax.tree.map(jnp.copy, cache), read, lengths)
+                compress_layer(jax.tree.map(jnp.copy, cache), empty[place], read, lengths)
                 _COMPILED.add(_abstract(cache))
-            elapsed, (compressed, _) = speed.timed(compress_layer, cache, read, lengths)
-            seconds.append(elapsed + (0.0 if cache.policy.repeat is None else repeating))
+            elapsed, (compressed, counters, _) = speed.timed(compress_layer, cache, empty[place], read, lengths)
+            seconds.append(elapsed + (0.0 if cache.policy.requires.repetition is None else repeating))
             layers_now = (*states[place].layers[:number], compressed, *states[place].layers[number + 1 :])
-            states[place] = dataclasses.replace(states[place], layers=layers_now, positions=jnp.copy(lengths))
+            states[place] = dataclasses.replace(
+                states[place], layers=layers_now, counters=counters, positions=jnp.copy(lengths)
+            )
         yield reading, seconds
 
 
@@ -160,40 +161,46 @@ class Writer:
 
 def hit_rate(state: GenerationState) -> float | None:
     """The share of the blocks asked for by all steps so far that the device still held; None without host memory."""
-    hosted = [cache.state for cache in state.layers if isinstance(cache.state, Hosted)]
-    recent = [of_part for layer in hosted for of_part in layer.recent]
+    hosted = [cache.state for cache in state.layers if isinstance(cache.state, HostMemoryState)]
+    recent = [of_part for layer in hosted for of_part in layer.block_caches]
     requested = sum(int(jnp.sum(of_part.requested)) for of_part in recent)
     return sum(int(jnp.sum(of_part.hits)) for of_part in recent) / requested if requested else None
 
 
-def selection_seconds(layers: Sequence[kvjax.Cache], make_repetitions: int) -> float | None:
-    """Seconds per token that finding what a query reads takes over all layers, apart from reading it, by the last of
-    them; None for policies that do not recall."""
+def selection_seconds(layers: Sequence[kvjax.Cache], repetitions: int) -> float | None:
+    """Measures the selection of blocks, without reading them.
+
+    Args:
+        layers: the layers' caches; the last one is measured and stands for all.
+        repetitions: timed runs.
+
+    Returns:
+        Seconds per token over all layers; None for policies that are not retrieval policies.
+    """
     spec = layers[-1].spec
 
-    def recalled(cache: kvjax.Cache) -> list[Recalled]:
-        parts = parts_of(cache.policy.read(cache.state, cache.staging.count[:, None]))
-        return [part for part in parts if isinstance(part, Recalled)]
+    def reads_of(cache: kvjax.Cache) -> list[BlockStoreRead]:
+        visible = jnp.zeros((cache.staging.keys.shape[0], 1), jnp.int32)
+        segments = cache.policy.segments(readable(cache.state), visible)
+        return [one for one in segments if isinstance(one, BlockStoreRead)]
 
-    if not recalled(layers[-1]):
+    if not reads_of(layers[-1]):
         return None
 
     @jax.jit
     def select(cache, queries):
         def select_for(query):
-            # Otherwise what does not depend on the query would be computed once for all.
-            barred, query = jax.lax.optimization_barrier((cache, query))
-            total = jnp.int32(0)
-            for part in recalled(barred):
-                group = spec.query_heads // spec.kv_heads
-                first, last = part.heads or (0, spec.kv_heads)
-                first_round = None if part.target is None else jnp.zeros(query.shape[0], jnp.int32)
-                choice = part.choose(query[:, :, first * group : last * group], first_round)
-                total += jnp.sum(choice.block) + jnp.sum(choice.tokens)
+            # The barrier keeps work that does not depend on the query inside the loop.
+            cache_now, query = jax.lax.optimization_barrier((cache, query))
+            total, group = jnp.int32(0), spec.query_heads // spec.kv_heads
+            for read in reads_of(cache_now):
+                heads = read.kv_heads or tuple(range(spec.kv_heads))
+                selection = read.select(query[:, :, heads[0] * group : (heads[-1] + 1) * group])
+                total += jnp.sum(selection.block_indices) + jnp.sum(selection.block_lengths)
             return total
 
         return jax.lax.map(select_for, queries)
 
     queries = jax.random.normal(jax.random.key(0), (SELECTIONS, 1, 1, spec.query_heads, spec.head_dim), spec.dtype)
-    seconds = speed.seconds(select, layers[-1], queries, repetitions=make_repetitions)
+    seconds = speed.seconds(select, layers[-1], queries, repetitions=repetitions)
     return float(np.median(seconds)) / SELECTIONS * len(layers)

@@ -8,7 +8,7 @@ import numpy as np
 import kvjax
 from kvjax.policy import merge_requirements
 from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.prefill import compress_layer, last_logits, num_prompt_queries, prefill_layers
+from kvjax_models.generation.prefill import compress_layer, last_logits, prefill_layers
 from kvjax_models.generation.state import GenerationState, finish_prefill, shard_state
 from kvjax_models.sharding import replicate
 
@@ -40,16 +40,19 @@ def prefill_together(
     caches: list[list[kvjax.Cache]] = [[] for _ in generators]
     told: list[Any] = [None for _ in generators]
     asked = [
-        max(num_prompt_queries(generator.policies[number], tokens.shape[1]) for generator in generators)
+        max(generator.policies[number].requires.num_prompt_queries(tokens.shape[1]) for generator in generators)
         for number in range(first.config.layers)
     ]
-    repeat = merge_requirements([policy for generator in generators for policy in generator.policies])
+    repeat = merge_requirements([policy for generator in generators for policy in generator.policies]).repetition
+    counters = [state.counters for state in states]
     for number, read in enumerate(prefill_layers(first.model, tokens, lengths, first.prefill_chunk, asked, repeat)):
         for place, state in enumerate(states):
-            cache, told[place] = compress_layer(state.layers[number], read, lengths, told[place])
+            cache, counters[place], told[place] = compress_layer(
+                state.layers[number], state.counters, read, lengths, told[place]
+            )
             caches[place].append(cache)
     logits = last_logits(first.model, read.x, lengths)
     return [
-        shard_state(finish_prefill(state, layers, logits, lengths), first.mesh)
-        for state, layers in zip(states, caches, strict=True)
+        shard_state(finish_prefill(state, layers, counted, logits, lengths), first.mesh)
+        for state, layers, counted in zip(states, caches, counters, strict=True)
     ]

@@ -130,6 +130,7 @@ class BalanceKVReference(Policy[BalanceKVReferenceState]):
         kept, log_needle, log_halved, unkept = per_head(choose, 0, 0, 0, 0, None)(rngs, keys, values, marks, middle)
         slot = jnp.broadcast_to(jnp.arange(kept.shape[2]), kept.shape)
         log_num = jnp.concatenate([log_needle, log_halved], axis=2)
+
         def put(buffer: Array, x: Array) -> Array:
             return windows.put_aligned(window, slot, buffer, x, slot)
 

@@ -28,7 +28,9 @@ def init_attention_scores(spec: CacheSpec, window: Window) -> AttentionScores:
 def accumulate_scores(scores: AttentionScores, stats: AttentionStats) -> AttentionScores:
     """Adds the attention of a step's queries."""
     (window,), staged = stats.segments, stats.staged
-    return AttentionScores(scores.window + jnp.sum(window, axis=2), scores.staged + jnp.sum(cast(Array, staged), axis=2))
+    return AttentionScores(
+        scores.window + jnp.sum(window, axis=2), scores.staged + jnp.sum(cast(Array, staged), axis=2)
+    )
 
 
 def newest_scores(scores: AttentionScores, stats: AttentionStats) -> AttentionScores:

@@ -90,14 +90,14 @@ def test_differences_are_paired_with_uniform_at_the_same_budget(rows):
 
 def test_measured_error_is_that_of_the_policy(rows):
     # Uniform sampling by hand: the same bytes, fresh randomness, so the same error up to chance.
-    row_randomness = streams.synthetic("tight", range(40), 512, 8, 16).scaled(4.0)
+    drawn = streams.synthetic("tight", range(40), 512, 8, 16).scaled(4.0)
     kept = 256 - 64 // 32
     rng = np.random.default_rng(0)
     picks = np.stack([rng.permutation(512)[:kept] for _ in range(40)])[..., None, None]
     sampled = streams.Streams(
-        np.take_along_axis(row_randomness.keys, picks, 1), np.take_along_axis(row_randomness.values, picks, 1), row_randomness.queries
+        np.take_along_axis(drawn.keys, picks, 1), np.take_along_axis(drawn.values, picks, 1), drawn.queries
     )
-    expected = streams.relative_errors(streams.exact_attention(sampled), streams.exact_attention(row_randomness))
+    expected = streams.relative_errors(streams.exact_attention(sampled), streams.exact_attention(drawn))
     [row] = select(rows, metric="relative_error", policy="uniform", stream="tight", norm=4.0, budget="50%")
     assert row["value"] == pytest.approx(expected.mean(), rel=0.3)
 

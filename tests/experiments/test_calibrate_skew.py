@@ -23,9 +23,9 @@ def calibrated(shipped):
 
 def test_columns_are_the_singular_vectors_of_a_group_s_queries(shipped, calibrated):
     skew, values = calibrated
-    for layer, row_randomness in streams.prompt_streams(*shipped, range(2), 256, 256):
+    for layer, drawn in streams.prompt_streams(*shipped, range(2), 256, 256):
         for head in range(2):
-            queries = row_randomness.queries[:, :, 2 * head : 2 * head + 2].reshape(-1, skew.shape[-1])
+            queries = drawn.queries[:, :, 2 * head : 2 * head + 2].reshape(-1, skew.shape[-1])
             np.testing.assert_allclose(
                 np.linalg.norm(queries @ skew[layer, head], axis=0), values[layer, head], rtol=0.01
             )
@@ -35,9 +35,9 @@ def test_columns_are_the_singular_vectors_of_a_group_s_queries(shipped, calibrat
 def test_the_skew_helps_and_changes_no_product(shipped, calibrated):
     skew, _ = calibrated
     plain = np.broadcast_to(np.eye(skew.shape[-1], dtype=np.float32), skew.shape)
-    for layer, row_randomness in streams.prompt_streams(*shipped, range(2, 4), 256, 256):
-        keys = row_randomness.keys.swapaxes(1, 2)
-        queries = row_randomness.queries.reshape(2, -1, 2, 2, keys.shape[-1]).swapaxes(1, 2)
+    for layer, drawn in streams.prompt_streams(*shipped, range(2, 4), 256, 256):
+        keys = drawn.keys.swapaxes(1, 2)
+        queries = drawn.queries.reshape(2, -1, 2, 2, keys.shape[-1]).swapaxes(1, 2)
         found = lambda turns, columns: np.asarray(calibrate_skew.speculated(turns[layer], keys, queries, columns, 13))  # noqa: B023, E731
         assert found(skew, 64).min() > 0.999
         assert (found(skew, 12) > found(plain, 12) + 0.05).all()

@@ -19,10 +19,10 @@ def rows(tmp_path_factory):
 
 
 def test_pages_find_what_a_loop_finds(rows):
-    row_randomness = streams.synthetic("tight", range(2), 1024, 12).scaled(8.0)
+    drawn = streams.synthetic("tight", range(2), 1024, 12).scaled(8.0)
     for row in select(rows, stream="tight", policy="quest", metric="recall"):
         found, size = [], row["recalled_tokens"]
-        for keys, queries in zip(row_randomness.keys[:, 16:, 0], row_randomness.queries[:, :, 0], strict=True):
+        for keys, queries in zip(drawn.keys[:, 16:, 0], drawn.queries[:, :, 0], strict=True):
             paged = keys.reshape(-1, 16, keys.shape[1])
             for query in queries:
                 bound = np.maximum(query * paged.min(axis=1), query * paged.max(axis=1)).sum(axis=1)
@@ -51,10 +51,10 @@ def test_consecutive_steps_of_a_recorded_stream(rows):
         [held] = select(rows, metric="important_per_page", layer=layer)
         assert 1 <= held["value"] < 16
     model, tokenizer = settings.load_model(Run())
-    _, row_randomness = next(iter(streams.recorded(model, tokenizer, range(2), 1024, 12)))
+    _, drawn = next(iter(streams.recorded(model, tokenizer, range(2), 1024, 12)))
     [row] = select(rows, metric="top_kept", layer=0, steps=4)
-    kept, group = [], row_randomness.queries.shape[2] // row_randomness.keys.shape[2]
-    for keys, queries in zip(row_randomness.keys[:, 16:], row_randomness.queries, strict=True):
+    kept, group = [], drawn.queries.shape[2] // drawn.keys.shape[2]
+    for keys, queries in zip(drawn.keys[:, 16:], drawn.queries, strict=True):
         for head in range(queries.shape[1]):
             top = np.argsort(-(queries[:, head] @ keys[:, head // group].T), axis=1)[:, : row["recalled_tokens"]]
             kept += [np.isin(one, other).mean() for one, other in zip(top[4:], top[:-4], strict=True)]

@@ -13,25 +13,25 @@ TOKENS, QUERIES, DIM = 2048, 40, 128
 
 
 @pytest.fixture(scope="module")
-def row_randomness():
+def drawn():
     return {name: streams.synthetic(name, [3], TOKENS, QUERIES, DIM) for name in streams.SYNTHETIC}
 
 
 @pytest.mark.parametrize("name", streams.SYNTHETIC)
-def test_shapes_and_norms(row_randomness, name):
-    scaled = row_randomness[name].scaled(4.0)
+def test_shapes_and_norms(drawn, name):
+    scaled = drawn[name].scaled(4.0)
     assert scaled.keys.shape == scaled.values.shape == (1, TOKENS, 1, DIM)
     assert scaled.queries.shape == (1, QUERIES, 1, DIM)
     for part, norm in ((scaled.keys, 4), (scaled.values, 0.8), (scaled.queries, 4)):
         assert part.dtype == np.float32
         np.testing.assert_allclose(np.linalg.norm(part, axis=-1), norm, rtol=1e-5)
-    np.testing.assert_allclose(np.linalg.norm(row_randomness[name].scaled(4.0, 3.0).values, axis=-1), 3, rtol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(drawn[name].scaled(4.0, 3.0).values, axis=-1), 3, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", streams.SYNTHETIC)
-def test_a_row_is_its_seeds_alone(row_randomness, name):
+def test_a_row_is_its_seeds_alone(drawn, name):
     many = streams.synthetic(name, [1, 3], TOKENS, QUERIES, DIM)
-    for own, among in zip(_parts(row_randomness[name]), _parts(many), strict=True):
+    for own, among in zip(_parts(drawn[name]), _parts(many), strict=True):
         np.testing.assert_array_equal(own[0], among[1])
         assert not np.array_equal(among[0], among[1])
 
@@ -41,8 +41,8 @@ def test_unknown_streams_are_refused():
         streams.synthetic("loose", [0], 8, 1)
 
 
-def test_iid_keys_are_spread_evenly(row_randomness):
-    keys = _keys(row_randomness["iid"])
+def test_iid_keys_are_spread_evenly(drawn):
+    keys = _keys(drawn["iid"])
     # The mean of n independent unit vectors has squared norm 1/n; the spectrum is that of Marchenko and Pastur.
     assert TOKENS * np.sum(keys.mean(0) ** 2) == pytest.approx(1, abs=0.5)
     spectrum = np.linalg.eigvalsh(keys.T @ keys) * DIM / TOKENS
@@ -50,8 +50,8 @@ def test_iid_keys_are_spread_evenly(row_randomness):
     assert edges == pytest.approx((spectrum[0], spectrum[-1]), rel=0.05)
 
 
-def test_tight_has_64_clusters_of_small_spread(row_randomness):
-    keys = _keys(row_randomness["tight"])
+def test_tight_has_64_clusters_of_small_spread(drawn):
+    keys = _keys(drawn["tight"])
     cosine = keys @ keys.T
     # Of keys (c + .1 g) / |c + .1 g| one expects 1 / 1.01 within a cluster, and 0 +- 1/sqrt(D) between clusters.
     within = cosine > 0.6
@@ -61,10 +61,10 @@ def test_tight_has_64_clusters_of_small_spread(row_randomness):
     assert np.all(clusters.sum(0) == 1)
     assert np.mean(cosine[within & ~np.eye(TOKENS, dtype=bool)]) == pytest.approx(1 / 1.01, abs=2e-3)
     # Values of one cluster: (w + .3 g) / norm, so cosine 1 / 1.09.
-    values = row_randomness["tight"].values[0, :, 0]
+    values = drawn["tight"].values[0, :, 0]
     assert np.mean((values @ values.T)[within & ~np.eye(TOKENS, dtype=bool)]) == pytest.approx(1 / 1.09, abs=5e-3)
     # Every query belongs to one of the clusters.
-    assert np.all((row_randomness["tight"].queries[0, :, 0] @ keys.T > 0.9).any(1))
+    assert np.all((drawn["tight"].queries[0, :, 0] @ keys.T > 0.9).any(1))
 
 
 def test_drift_runs_have_mean_length_16():
@@ -81,27 +81,27 @@ def test_drift_walk_has_the_law_of_its_steps():
     assert np.mean((seen[1] - seen[0]) ** 2) == pytest.approx(3e-6, rel=0.05)
 
 
-def test_drift_repeats_within_runs(row_randomness):
-    keys = _keys(row_randomness["drift"])
+def test_drift_repeats_within_runs(drawn):
+    keys = _keys(drawn["drift"])
     neighbours = np.sum(keys[1:] * keys[:-1], axis=1)
     # 15/16 of neighbours share a run, another 1/32 of 1/16 a centre: cosine 1 / 1.09.
     assert np.mean(neighbours > 0.5) == pytest.approx(15 / 16 + 1 / 512, abs=0.02)
     assert np.mean(neighbours[neighbours > 0.5]) == pytest.approx(1 / 1.09, abs=5e-3)
 
 
-def test_low_rank_has_eight_directions(row_randomness):
-    spectrum = np.linalg.eigvalsh(np.cov(_keys(row_randomness["low_rank"]), rowvar=False))[::-1]
+def test_low_rank_has_eight_directions(drawn):
+    spectrum = np.linalg.eigvalsh(np.cov(_keys(drawn["low_rank"]), rowvar=False))[::-1]
     # Eight dimensions of variance 1 + .0025 against 120 of .0025 before norms are set.
     assert spectrum[:8].sum() / spectrum.sum() == pytest.approx(8.02 / 8.32, abs=0.02)
     assert spectrum[7] > 20 * spectrum[8]
     # Values follow from keys linearly, up to their noise.
-    keys, values = _keys(row_randomness["low_rank"]), row_randomness["low_rank"].values[0, :, 0]
+    keys, values = _keys(drawn["low_rank"]), drawn["low_rank"].values[0, :, 0]
     left = values - keys @ np.linalg.lstsq(keys, values, rcond=None)[0]
     assert np.sum(left**2) / np.sum(values**2) < 0.3
 
 
-def test_index_holds_half_of_the_pairs_of_its_groups(row_randomness):
-    keys, values = _keys(row_randomness["index"]), row_randomness["index"].values[0, :, 0]
+def test_index_holds_half_of_the_pairs_of_its_groups(drawn):
+    keys, values = _keys(drawn["index"]), drawn["index"].values[0, :, 0]
     signs, group = np.unique(np.sign(keys), axis=0, return_inverse=True)
     assert len(signs) == 2 * TOKENS // DIM
     np.testing.assert_allclose(np.abs(keys), 1 / np.sqrt(DIM), rtol=1e-5)
@@ -111,8 +111,8 @@ def test_index_holds_half_of_the_pairs_of_its_groups(row_randomness):
     # The sizes of groups are hypergeometric: mean D/2, variance about D/4.
     assert np.abs(np.bincount(group) - DIM / 2).max() < 5 * np.sqrt(DIM / 4)
     # At norm 15 a query's output tells which pairs of its group were kept.
-    attended = streams.exact_attention(row_randomness["index"].scaled(15.0, 1.0))[0, :, 0]
-    asked = np.argmax(row_randomness["index"].queries[0, :, 0] @ signs.T, axis=1)
+    attended = streams.exact_attention(drawn["index"].scaled(15.0, 1.0))[0, :, 0]
+    asked = np.argmax(drawn["index"].queries[0, :, 0] @ signs.T, axis=1)
     for output, number in zip(attended, asked, strict=True):
         kept = np.isin(np.arange(DIM), coordinate[group == number])
         assert output[kept].min() > 2 * output[~kept].max()

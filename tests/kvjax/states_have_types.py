@@ -21,5 +21,7 @@ def states(spec: kvjax.CacheSpec, row_keys: Array, fresh: Array) -> None:
     cache, _ = kvjax.prefill(cache, fresh, fresh, fresh)
     typing.assert_type(kvjax.compact(cache).state, SubGenState)
     typing.assert_type(kvjax.init(kvjax.KVzip(1024), spec, row_keys).state, TopKStore)
-    typing.assert_type(kvjax.init(kvjax.StreamingLLM(64), spec, row_keys).policy.init(spec, row_keys), StreamingLLMState)
+    typing.assert_type(
+        kvjax.init(kvjax.StreamingLLM(64), spec, row_keys).policy.init(spec, row_keys), StreamingLLMState
+    )
     typing.assert_type(kvjax.init(kvjax.Quantized(kvjax.Exact()), spec, row_keys).state, Narrow)

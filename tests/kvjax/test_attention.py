@@ -170,7 +170,9 @@ def test_a_row_without_entries_gives_zero_and_merges_away(how):
             keys, values, log_num=np.where(np.arange(2)[:, None, None] == 0, -np.inf, np.zeros(keys.shape[:3]))
         )
     partials = attend_segments(jnp.asarray(query), (empty,))
-    assert np.isneginf(partials.max[0]).all() and not np.any(partials.numerator[0]) and not np.any(partials.denominator[0])
+    assert (
+        np.isneginf(partials.max[0]).all() and not np.any(partials.numerator[0]) and not np.any(partials.denominator[0])
+    )
     assert not np.any(normalize(partials)[0]) and np.any(normalize(partials)[1])
     other = attend_segments(jnp.asarray(query), (Segment(keys, values),))
     chex.assert_trees_all_equal(

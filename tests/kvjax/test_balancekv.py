@@ -49,7 +49,9 @@ def tight(seed, tokens, head_dim, norm):
 @pytest.mark.parametrize("walk, least_gain", [("pairs", 0.5), pytest.param("streaming", 0.3, marks=pytest.mark.heavy)])
 def test_the_error_is_below_that_of_uniform_sampling_at_equal_bytes(walk, least_gain):
     seeds, tokens, head_dim = 6, 1024, 32
-    spec = kvjax.CacheSpec(seeds, query_heads=1, kv_heads=1, head_dim=head_dim, max_prompt_tokens=tokens, max_new_tokens=1)
+    spec = kvjax.CacheSpec(
+        seeds, query_heads=1, kv_heads=1, head_dim=head_dim, max_prompt_tokens=tokens, max_new_tokens=1
+    )
     data = [tight(seed, tokens + 32, head_dim, 2.0) for seed in range(seeds)]
     keys, values = (np.stack(part)[:, :, None] for part in zip(*data, strict=True))
     limit = spec.full_cache_bytes(tokens) // 4

@@ -438,6 +438,8 @@ def _plain(table):
 
 
 def test_more_clusters_than_can_be_compared_are_refused():
-    spec = kvjax.CacheSpec(batch=1, query_heads=1, kv_heads=1, head_dim=64, max_prompt_tokens=200_000, max_new_tokens=64)
+    spec = kvjax.CacheSpec(
+        batch=1, query_heads=1, kv_heads=1, head_dim=64, max_prompt_tokens=200_000, max_new_tokens=64
+    )
     with pytest.raises(ValueError, match="clusters=99920: .* takes 37.2 GiB for every head; at most 16384"):
         kvjax.init(kvjax.SubGen(100_000), spec, jax.random.split(jax.random.key(0), 1))

@@ -296,9 +296,15 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
         means = 2 * HEAD_DIM * 2 + 4 + 4 if name == "clusterkv" else HEAD_DIM * 2  # and a weight and a radius
         reserve_decode_slots = reads * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 16 * (means + 8)
     if name == "quest":  # per query head 3 pages of 4, and the bounds of all
-        slots, reserve_decode_slots = 23, QUERY_HEADS * 3 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 4 * (2 * HEAD_DIM * 2 + 4)
+        slots, reserve_decode_slots = (
+            23,
+            QUERY_HEADS * 3 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 4 * (2 * HEAD_DIM * 2 + 4),
+        )
     if name == "infinigen":  # ten tokens with a weight, and all in 12 dimensions; nothing but staging in the window
-        slots, reserve_decode_slots = 0, KV_HEADS * (10 * (2 * HEAD_DIM * 2 + 4) + 64 * 12 * 2 + 4 * 12 * HEAD_DIM) - 2 * 4
+        slots, reserve_decode_slots = (
+            0,
+            KV_HEADS * (10 * (2 * HEAD_DIM * 2 + 4) + 64 * 12 * 2 + 4 * 12 * HEAD_DIM) - 2 * 4,
+        )
     if name == "streaming_llm_reindexed":  # sinks are read again, by a query of its own: a bound and 32 angles
         slots, reserve_decode_slots = 18, 4 + 4 * HEAD_DIM // 2
     if name == "exact":  # the store begins at its first slot, without a bound

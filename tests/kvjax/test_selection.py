@@ -450,11 +450,15 @@ def test_layers_have_their_shares_of_the_budget():
     # No more than tokens may come.
     assert [cache.state.numbers.keys.shape[2] for cache in caches] == [24, PROMPT + NEW]
     # Fitted to bytes, on the average of all layers.
-    shared = kvjax.fit_bytes(lambda budget: LeverageScores(budget, layer_budget_scale=(0.5, 1.5)), make_spec(layers=2), 60_000)
+    shared = kvjax.fit_bytes(
+        lambda budget: LeverageScores(budget, layer_budget_scale=(0.5, 1.5)), make_spec(layers=2), 60_000
+    )
     alike = kvjax.fit_bytes(LeverageScores, make_spec(layers=2), 60_000)
     assert abs(shared.budget - alike.budget) <= 8  # whole tiles of slots
     # The smallest layer must have room, too.
-    assert kvjax.fit_bytes(lambda budget: LeverageScores(budget, layer_budget_scale=(1.8, 0.2)), make_spec(layers=2), 64_000)
+    assert kvjax.fit_bytes(
+        lambda budget: LeverageScores(budget, layer_budget_scale=(1.8, 0.2)), make_spec(layers=2), 64_000
+    )
     with pytest.raises(ValueError, match="are 3; the model has 2 layers"):
         kvjax.init(LeverageScores(64, layer_budget_scale=(1.0, 1.0, 1.0)), make_spec(layers=2), row_keys())
     # None has less than what is never dropped and a compaction.

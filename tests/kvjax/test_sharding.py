@@ -220,7 +220,9 @@ def test_a_mesh_that_does_not_fit_is_refused():
         kvjax.init(exact, make_spec(batch=3, query_heads=8, kv_heads=4), row_keys(3), mesh)
     with pytest.raises(ValueError, match="2 along 'H_kv' cannot be divided among 4 devices along 'tensor'"):
         kvjax.init(exact, make_spec(batch=4), row_keys(4), mesh)
-    with pytest.raises(ValueError, match="sequence=4 must divide tensor=8, and tensor / sequence must divide kv_heads=3"):
+    with pytest.raises(
+        ValueError, match="sequence=4 must divide tensor=8, and tensor / sequence must divide kv_heads=3"
+    ):
         kvjax.make_mesh(3, tensor=8, sequence=4)
     shared = kvjax.make_mesh(4, data=2, tensor=4, sequence=2)
     with pytest.raises(ValueError, match="HostMemory: 2 devices share a KV head"):

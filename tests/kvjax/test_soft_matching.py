@@ -48,7 +48,9 @@ def by_lists(entries, edges, chunk):
     for start in range(0, count, chunk):
         block_size = range(start, min(start + chunk, count))
         for a in block_size[::2]:
-            cosines = [(keys[a] @ keys[b] / np.linalg.norm(keys[a]) / np.linalg.norm(keys[b]), b) for b in block_size[1::2]]
+            cosines = [
+                (keys[a] @ keys[b] / np.linalg.norm(keys[a]) / np.linalg.norm(keys[b]), b) for b in block_size[1::2]
+            ]
             if cosines:
                 best = max(cosine for cosine, _ in cosines)
                 found.append((best, a, next(b for cosine, b in cosines if cosine > best - 1e-6)))

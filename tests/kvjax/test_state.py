@@ -147,7 +147,10 @@ def test_check_names_an_exact_cache_that_was_overfilled():
         cache = append(cache)
     kvjax.raise_faults(cache)
     cache = append(append(cache))
-    with pytest.raises(ValueError, match=r"overflow=\[8, 7, 4\]: .* past=\[8, 7, 4\]: .* \(19 in total\)|past=\[8, 7, 4\]: .*overflow=\[8, 7, 4\]: .*"):
+    with pytest.raises(
+        ValueError,
+        match=r"overflow=\[8, 7, 4\]: .* past=\[8, 7, 4\]: .* \(19 in total\)|past=\[8, 7, 4\]: .*overflow=\[8, 7, 4\]: .*",
+    ):
         kvjax.raise_faults(cache)
     stored = np.asarray(cache.state.keys)[0].swapaxes(0, 1)
     np.testing.assert_array_equal(stored[:4], stream.keys[0, :4])  # what was there is as it was
@@ -159,14 +162,18 @@ def test_a_growing_store_counts_what_finds_no_room():
     store = append_only_store.init_append_only_store(make_spec(prompt=4, new=60), 4)
     rng, count = np.random.default_rng(0), jnp.array([64, 10, 0])
     make = lambda: jnp.asarray(rng.normal(size=(3, 2, 64, 64)), jnp.float32)  # noqa: E731
-    store = append_only_store.append(store, Tokens(make(), make(), count, jnp.zeros(3, jnp.int32), jnp.zeros((3, 64), jnp.int32)))
+    store = append_only_store.append(
+        store, Tokens(make(), make(), count, jnp.zeros(3, jnp.int32), jnp.zeros((3, 64), jnp.int32))
+    )
     kvjax.raise_faults(store)
     more = Tokens(make(), make(), jnp.array([5, 64, 64]), count, jnp.zeros((3, 64), jnp.int32))
     fuller = append_only_store.append(store, more)
     np.testing.assert_array_equal(fuller.count, [64, 64, 64])
     np.testing.assert_array_equal(fuller.keys[0], store.keys[0])
     np.testing.assert_array_equal(fuller.keys[1, :, 10:], more.keys[1, :, :54])
-    with pytest.raises(ValueError, match=r"overflow=\[5, 10, 0\]: tokens were appended to a full store .* \(15 in total\)"):
+    with pytest.raises(
+        ValueError, match=r"overflow=\[5, 10, 0\]: tokens were appended to a full store .* \(15 in total\)"
+    ):
         kvjax.raise_faults(fuller)
 
 

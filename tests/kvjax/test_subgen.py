@@ -22,7 +22,9 @@ DIM, TOKENS = 32, 512
 def attended(policy, keys, values, queries, batch=1, seed=0):
     """Attention output [B, Q, D] of queries [Q, D] after a prompt [T, D] in every row, each row with its randomness."""
     tokens, dim = keys.shape
-    spec = kvjax.CacheSpec(batch=batch, query_heads=1, kv_heads=1, head_dim=dim, max_prompt_tokens=tokens, max_new_tokens=8)
+    spec = kvjax.CacheSpec(
+        batch=batch, query_heads=1, kv_heads=1, head_dim=dim, max_prompt_tokens=tokens, max_new_tokens=8
+    )
     return _attended(policy, spec, keys, values, queries, jax.random.split(jax.random.key(seed), batch))
 
 

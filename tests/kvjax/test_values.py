@@ -213,7 +213,9 @@ def test_caches_of_different_settings_have_different_structures_though_their_arr
 
 
 @pytest.mark.parametrize(
-    "change", [{"scale": 0.5}, {"logit_cap": 30.0}, {"max_prompt_tokens": 39}], ids=["scale", "logit_cap", "max_prompt_tokens"]
+    "change",
+    [{"scale": 0.5}, {"logit_cap": 30.0}, {"max_prompt_tokens": 39}],
+    ids=["scale", "logit_cap", "max_prompt_tokens"],
 )
 def test_what_a_cache_was_made_for_is_part_of_its_structure(change):
     policy, spec = POLICIES["uniform"], make_spec()

@@ -42,7 +42,12 @@ def test_the_written_policy_is_tova_token_by_token():
     queries = 2 * rng.normal(size=(BATCH, tokens, KV_HEADS * GROUP, HEAD_DIM)).astype(np.float32)
     lengths = np.array([PROMPT, 7])
     spec = kvjax.CacheSpec(
-        batch=BATCH, query_heads=KV_HEADS * GROUP, kv_heads=KV_HEADS, head_dim=HEAD_DIM, max_prompt_tokens=PROMPT, max_new_tokens=NEW
+        batch=BATCH,
+        query_heads=KV_HEADS * GROUP,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_prompt_tokens=PROMPT,
+        max_new_tokens=NEW,
     )
     policy = page().TOVA(BUDGET, compact_every=1)
 

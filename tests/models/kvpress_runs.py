@@ -51,7 +51,9 @@ RUNS = {
         kvjax.SnapKV(budget(0.75), window_size=8, kernel_size=5),
     ),
     # kvpress's own window.
-    "snapkv_defaults": Run("SnapKVPress", {"compression_ratio": 0.25}, kvjax.SnapKV(budget(0.25), window_size=64, kernel_size=5)),
+    "snapkv_defaults": Run(
+        "SnapKVPress", {"compression_ratio": 0.25}, kvjax.SnapKV(budget(0.25), window_size=64, kernel_size=5)
+    ),
     "pyramidkv": Run(
         "PyramidKVPress",
         {"compression_ratio": 0.75, "window_size": 8, "beta": 2},
@@ -91,25 +93,37 @@ SCORED_RUNS = {
         lambda kvpress: kvpress.KVzipPress(0.75, layerwise=True, chunk_size=40),
         AdaKV(KVzip(budget(0.75), chunk=40, **_AGAIN), 0.0),
     ),
-    "knorm": Scored(lambda kvpress: kvpress.KnormPress(0.5), kvjax.Knorm(budget(0.5), sinks=0, reserve_decode_slots=True)),
-    "keydiff": Scored(lambda kvpress: kvpress.KeyDiffPress(0.5), kvjax.KeyDiff(budget(0.5), sinks=0, reserve_decode_slots=True)),
+    "knorm": Scored(
+        lambda kvpress: kvpress.KnormPress(0.5), kvjax.Knorm(budget(0.5), sinks=0, reserve_decode_slots=True)
+    ),
+    "keydiff": Scored(
+        lambda kvpress: kvpress.KeyDiffPress(0.5), kvjax.KeyDiff(budget(0.5), sinks=0, reserve_decode_slots=True)
+    ),
     # 32 tokens of sinks and end, and 4 of each of 4 partitions: between partitions there is no tie to break.
     "lagkv": Scored(
-        lambda kvpress: kvpress.LagKVPress(0.5, lag_size=16), kvjax.LagKV(budget(0.5), lag_size=16, reserve_decode_slots=True)
+        lambda kvpress: kvpress.LagKVPress(0.5, lag_size=16),
+        kvjax.LagKV(budget(0.5), lag_size=16, reserve_decode_slots=True),
     ),
     "lagkv_across_partitions": Scored(
         lambda kvpress: kvpress.LagKVPress(0.5, lag_size=16, cross_scoring=True),
         kvjax.LagKV(budget(0.5), lag_size=16, cross_scoring=True, reserve_decode_slots=True),
     ),
     # Too short for two partitions: the last tokens stay.
-    "lagkv_of_a_short_prompt": Scored(lambda kvpress: kvpress.LagKVPress(0.5), kvjax.LagKV(budget(0.5), reserve_decode_slots=True)),
-    "tova": Scored(lambda kvpress: kvpress.TOVAPress(0.75), kvjax.TOVA(budget(0.75), sinks=0, reserve_decode_slots=True)),
+    "lagkv_of_a_short_prompt": Scored(
+        lambda kvpress: kvpress.LagKVPress(0.5), kvjax.LagKV(budget(0.5), reserve_decode_slots=True)
+    ),
+    "tova": Scored(
+        lambda kvpress: kvpress.TOVAPress(0.75), kvjax.TOVA(budget(0.75), sinks=0, reserve_decode_slots=True)
+    ),
     "expected_attention": Scored(
-        lambda kvpress: kvpress.ExpectedAttentionPress(0.5), kvjax.ExpectedAttention(budget(0.5), reserve_decode_slots=True)
+        lambda kvpress: kvpress.ExpectedAttentionPress(0.5),
+        kvjax.ExpectedAttention(budget(0.5), reserve_decode_slots=True),
     ),
     "expected_attention_of_means": Scored(
         lambda kvpress: kvpress.ExpectedAttentionPress(0.75, n_future_positions=8, use_covariance=False, epsilon=0.01),
-        kvjax.ExpectedAttention(budget(0.75), n_future_positions=8, use_covariance=False, epsilon=0.01, reserve_decode_slots=True),
+        kvjax.ExpectedAttention(
+            budget(0.75), n_future_positions=8, use_covariance=False, epsilon=0.01, reserve_decode_slots=True
+        ),
     ),
     "cur": Scored(lambda kvpress: kvpress.CURPress(0.5), kvjax.CUR(budget(0.5), reserve_decode_slots=True)),
     "cur_of_sums": Scored(

@@ -30,9 +30,7 @@ def small_blocks(monkeypatch):
     flash_attention._width.cache_clear()
 
 
-def asked(
-    tokens=300, *, dtype=BF16, head_dim=64, window=None, logit_cap=None, sinks=False, pieces=1, runs=1
-):
+def asked(tokens=300, *, dtype=BF16, head_dim=64, window=None, logit_cap=None, sinks=False, pieces=1, runs=1):
     return AttentionSpec(dtype, tokens, head_dim, window, logit_cap, sinks, pieces, runs)
 
 

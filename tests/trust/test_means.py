@@ -35,7 +35,13 @@ def mean_value(policy, dtype, tokens):
     """What a query of zeros reads behind a stream, and what it should read."""
     keys, values = (jnp.asarray(x, dtype) for x in stream(tokens))
     spec = kvjax.CacheSpec(
-        batch=1, query_heads=HEADS, kv_heads=HEADS, head_dim=DIM, max_prompt_tokens=1, max_new_tokens=tokens, dtype=dtype
+        batch=1,
+        query_heads=HEADS,
+        kv_heads=HEADS,
+        head_dim=DIM,
+        max_prompt_tokens=1,
+        max_new_tokens=tokens,
+        dtype=dtype,
     )
     cache = kvjax.init(policy, spec, jax.random.split(jax.random.key(0), 1))
 
@@ -96,7 +102,13 @@ def test_a_row_without_new_tokens_stays_as_it_is(name):
     """In eight bits, where means are stored again at every compaction."""
     rng = np.random.default_rng(1)
     spec = kvjax.CacheSpec(
-        batch=2, query_heads=HEADS, kv_heads=HEADS, head_dim=DIM, max_prompt_tokens=512, max_new_tokens=EVERY, dtype=jnp.float32
+        batch=2,
+        query_heads=HEADS,
+        kv_heads=HEADS,
+        head_dim=DIM,
+        max_prompt_tokens=512,
+        max_new_tokens=EVERY,
+        dtype=jnp.float32,
     )
     cache = kvjax.init(kvjax.Quantized(POLICIES[name]), spec, jax.random.split(jax.random.key(0), 2))
     keys, values = (jnp.asarray(rng.normal(size=(2, 512, HEADS, DIM)), jnp.float32) for _ in range(2))

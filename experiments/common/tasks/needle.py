@@ -57,15 +57,15 @@ def generate(
         return ruler.generate("niah_single_2", rng, token_length, tokens, depth=depth)
     given = published()[kind]
     words = prose.words(rng)
-    row_randomness = {"number": rng.integers(10**6, 10**7)} | ({"city": rng.choice(given["cities"])} if given["cities"] else {})
+    drawn = {"number": rng.integers(10**6, 10**7)} | ({"city": rng.choice(given["cities"])} if given["cities"] else {})
     before, behind = given["prompt"].format(context="{context}", question=given["question"]).split("{context}")
 
     def make(size: int) -> Problem:
         repeated = -(-size // len(words)) * words
         return Problem(
-            context=before + inserted(" ".join(repeated[:size]), given["needle"].format(**row_randomness), depth),
-            question=behind.format(**row_randomness),
-            answers=(given["answer"].format(**row_randomness),),
+            context=before + inserted(" ".join(repeated[:size]), given["needle"].format(**drawn), depth),
+            question=behind.format(**drawn),
+            answers=(given["answer"].format(**drawn),),
             answer_tokens=given["answer_tokens"],
             depth=depth,
         )

@@ -151,4 +151,3 @@ def decode_block(
     start = (jnp.zeros((), jnp.int32), state, tokens)
     taken, state, tokens = jax.lax.while_loop(running, step, start)
     return constrain_state(state, mesh), constrain_replicated(tokens, mesh), constrain_replicated(taken, mesh)
-

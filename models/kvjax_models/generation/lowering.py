@@ -34,7 +34,11 @@ def lower_prefill(generator: Generator, tokens: int) -> tuple[jax.stages.Lowered
     size = generator.padding_multiple(tokens)
     tokens, cut = -(-tokens // size) * size, size > generator.prefill_chunk
     number, layer = generator.config.layers - 1, generator.model.layers[-1]
-    asked, config, mesh = generator.policies[number].requires.num_prompt_queries(tokens), generator.config, generator.mesh
+    asked, config, mesh = (
+        generator.policies[number].requires.num_prompt_queries(tokens),
+        generator.config,
+        generator.mesh,
+    )
     rotary = config.rotary(number, generator.specs[number].capacity)
     place = functools.partial(_abstract, mesh=mesh)
     dtype = generator.model.embedding.param_dtype
@@ -45,7 +49,9 @@ def lower_prefill(generator: Generator, tokens: int) -> tuple[jax.stages.Lowered
     queries = heads(asked, config.query_heads) if asked else None
     state = placed(jax.eval_shape(generator.init_state), mesh)
     cache, counters = state.layers[number], state.counters
-    return read, prefill_cache.lower(cache, counters, stored, stored, lengths, queries, None, sink_logits=layer.sink_logits)
+    return read, prefill_cache.lower(
+        cache, counters, stored, stored, lengths, queries, None, sink_logits=layer.sink_logits
+    )
 
 
 def lower_append(generator: Generator, state: GenerationState) -> list[jax.stages.Lowered]:
