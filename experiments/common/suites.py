@@ -35,8 +35,8 @@ SUITES = {
     "all": _suite("""50% 25% |
         exact uniform streaming_llm clustergen:variant=paper,recent=64 subgen balancekv_reference balancekv chelsea
         clusterkv_paper clusterkv clusterkv:cluster_tokens=16,residual=False quest infinigen h2o h2o:average=True cam
-        snapkv pyramidkv compactor expected_attention keydiff kvzip:head_floor=0.0 lagkv leverage_scores
-        leverage_scores:storage=int8 tova"""),
+        snapkv pyramidkv compactor expected_attention keydiff kvzip:alpha_safeguard=0.0 lagkv leverage_scores
+        tova"""),
     "quick": _suite("50% | exact uniform streaming_llm"),
     # Variants of each system on line retrieval.
     "lines": _suite("""50% 25% |
@@ -48,7 +48,7 @@ SUITES = {
     "lines, best": _suite(
         "50% 25% | exact uniform streaming_llm clustergen:variant=paper,recent=64 subgen balancekv chelsea clusterkv"
     ),
-    "peers, quick": _suite("50% | exact streaming_llm kvzip:head_floor=0.0"),
+    "peers, quick": _suite("50% | exact streaming_llm kvzip:alpha_safeguard=0.0"),
     "latency": _suite("""20% |
         exact streaming_llm uniform snapkv pyramidkv cam subgen balancekv balancekv_reference chelsea clusterkv
         clusterkv:residual=False quest infinigen"""),
@@ -60,7 +60,7 @@ SUITES = {
         clusterkv quest h2o snapkv"""),
     "compiled": _suite("""4096 |
         exact streaming_llm uniform clustergen:variant=paper clustergen subgen balancekv chelsea clusterkv quest
-        infinigen h2o cam snapkv pyramidkv uniform:storage=int8"""),
+        infinigen h2o cam snapkv pyramidkv"""),
     "pods": _suite("4096 | exact subgen balancekv chelsea clusterkv"),
 }
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 import kvjax
 from kvjax.budget import Budget
+from kvjax.quantization import KVDtype
 from kvjax.registry import AnyPolicy, resolve_policy
 from kvjax_models import compile_cache
 from kvjax_models.formats import huggingface
@@ -53,6 +54,7 @@ class LanguageModel:
         sampling: Sampling | None = None,
         seed: int = 0,
         allow_beyond_context: bool = False,
+        kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
     ) -> str | list[str]:
         """Continues a text, or several side by side.
 
@@ -64,6 +66,7 @@ class LanguageModel:
             max_new_tokens: most tokens to write; an end-of-text token ends a row before.
             sampling: greedy where None.
             allow_beyond_context: see `Generator`.
+            kv_dtype: quantization format of the cache: "int8", "fp8", "int4", "int3", "int2", or a pair (keys, values).
 
         Returns:
             The new text, or one per prompt. All stand side by side; `generate_many` takes a few at a time.
@@ -74,7 +77,7 @@ class LanguageModel:
         prompts = [self.encode(text) for text in ([prompt] if isinstance(prompt, str) else prompt)]
         longest = max(map(len, prompts), default=0)
         generator = self._shared_generator(
-            policy, budget, len(prompts), longest, max_new_tokens, sampling, allow_beyond_context
+            policy, budget, len(prompts), longest, max_new_tokens, sampling, allow_beyond_context, kv_dtype
         )
         state = generator.prefill(generator.init_state(seed), prompts)
         rows: list[list[int]] = [[] for _ in prompts]
@@ -96,6 +99,7 @@ class LanguageModel:
         seed: int = 0,
         stream_interval: int = 1,
         allow_beyond_context: bool = False,
+        kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
     ) -> Iterator[str]:
         """The same for one text or conversation, in pieces as they come.
 
@@ -104,7 +108,7 @@ class LanguageModel:
         """
         tokens = self.encode(prompt)
         generator = self._shared_generator(
-            policy, budget, 1, len(tokens), max_new_tokens, sampling, allow_beyond_context
+            policy, budget, 1, len(tokens), max_new_tokens, sampling, allow_beyond_context, kv_dtype
         )
         state = generator.prefill(generator.init_state(seed), [tokens])
         streamer = Streamer(self.tokenizer, context=tokens)
@@ -131,6 +135,7 @@ class LanguageModel:
         on_text: TextCallback | None = None,
         max_prefill_steps: int | None = None,
         allow_beyond_context: bool = False,
+        kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
     ) -> Iterator[Completion]:
         """Continues any number of texts or conversations, a few at a time, by continuous batching (`batching`).
 
@@ -155,7 +160,7 @@ class LanguageModel:
             encoded = list(encoded)
             max_prompt_tokens = max(map(len, encoded), default=0)
         generator = self.batch_generator(
-            policy, budget, batch_size, max_prompt_tokens, max_new_tokens, sampling, allow_beyond_context
+            policy, budget, batch_size, max_prompt_tokens, max_new_tokens, sampling, allow_beyond_context, kv_dtype
         )
         requests = (Request(prompt, max_new_tokens, seed=seed + number) for number, prompt in enumerate(encoded))
         found = generate_completions(
@@ -172,9 +177,12 @@ class LanguageModel:
         max_new_tokens: int,
         sampling: Sampling | None = None,
         allow_beyond_context: bool = False,
+        kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
     ) -> Generator:
         """A generator of so many rows, or bytes of them, for prompts of up to so many tokens."""
-        one = self._shared_generator(policy, budget, 1, longest, max_new_tokens, sampling, allow_beyond_context)
+        one = self._shared_generator(
+            policy, budget, 1, longest, max_new_tokens, sampling, allow_beyond_context, kv_dtype
+        )
         return one.with_batch(parse_batch_size(batch_size, one))
 
     def generator(
@@ -188,6 +196,7 @@ class LanguageModel:
         sampling: Sampling | None = None,
         streaming: bool = False,
         allow_beyond_context: bool = False,
+        kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
         budget_tokens: int | None = None,
     ) -> Generator:
         """The `Generator` behind `generate`, for who holds states: to fork, save and continue them.
@@ -198,6 +207,7 @@ class LanguageModel:
             budget_tokens: what it is a share of instead, in tokens.
         """
         sizes: dict[str, Any] = {
+            "kv_dtype": kv_dtype,
             "batch": batch,
             "max_prompt_tokens": max(max_prompt_tokens, 1),
             "max_new_tokens": max_new_tokens,
@@ -219,6 +229,7 @@ class LanguageModel:
         max_new_tokens: int,
         sampling: Sampling | None,
         allow_beyond_context: bool,
+        kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None,
     ) -> Generator:
         """A generator for prompts of up to so many tokens, whose programs others of nearly their length share."""
         lengths = compile_cache.length_bucket(longest)
@@ -230,6 +241,7 @@ class LanguageModel:
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             allow_beyond_context=allow_beyond_context,
+            kv_dtype=kv_dtype,
             budget_tokens=lengths[0] + max_new_tokens,
         )
 

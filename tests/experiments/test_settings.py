@@ -27,7 +27,7 @@ def test_what_is_typed_becomes_a_policy():
     [
         ("nothing", "nothing.*known: .*clustergen"),
         ("uniform:sinkz=4", "uniform:sinkz=4.*sinkz"),
-        ("uniform:storage=int5", "storage=int5"),
+        ("uniform:recent=many", "recent="),
         ("uniform:host_steps=1", "HostMemory: Uniform.*recalls nothing"),
         ("uniform:sinks", "'sinks' must read setting=value"),
     ],
@@ -101,7 +101,7 @@ def test_unknown_model_lists_the_shipped_ones():
 
 
 def test_every_policy_may_be_stored_in_eight_bits_with_full_layers():
-    [setting] = settings.settings(["uniform:storage=int8,full_layers=1"], ["50%"])
+    [setting] = settings.settings(["uniform:recent=8,full_layers=1"], ["50%"])
     policy = setting.fit(SPEC, 2048)
     limit = SPEC.full_cache_bytes(2048) // 2
     sizes = [row_bytes(policy, dataclasses.replace(SPEC, layer=layer)) for layer in range(4)]

@@ -29,7 +29,6 @@ HEAVY = {
     "balancekv": kvjax.BalanceKV(60, recent=16, compact_every=PERIOD),
     "clusterkv": CLUSTERKV,
     "host_memory": kvjax.HostMemory(CLUSTERKV),
-    "quantized": kvjax.Quantized(kvjax.Uniform(40, recent=16, compact_every=PERIOD), "int8"),
     "leverage_scores": kvjax.LeverageScores(40, recent=8, compact_every=PERIOD),
     "kvzip": kvjax.KVzip(40, recent=8, compact_every=PERIOD),
     "first_layers": kvjax.FirstLayers(1, kvjax.Uniform(40, recent=16, compact_every=PERIOD), kvjax.Exact(PERIOD)),

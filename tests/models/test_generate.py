@@ -10,7 +10,7 @@ from flax import nnx
 import kvjax
 from experiments.common.compiled import large_outputs
 from experiments.common.together import prefill_together
-from kvjax.state import axes
+from kvjax.state import map_fields
 from kvjax_models.generation import lowering, prefill
 from kvjax_models.generation.decode import NO_TOKEN, decode_block
 from kvjax_models.generation.generator import Generator, extend_rows, generate
@@ -453,7 +453,7 @@ def test_prefill_memory_grows_with_the_prompt_not_its_square():
 
 def test_a_state_names_the_axes_of_all_it_holds():
     state = generator("uniform").init_state()
-    names = axes(state)
+    names = map_fields(lambda field, _: field.axes, state)
     assert names.logits == ("B", "V") and names.layers[0].state.window.keys[0] == "B"
     for leaf, dimensions in zip(jax.tree.leaves(state), jax.tree.leaves(names, is_leaf=_names), strict=True):
         assert leaf.ndim == len(dimensions)

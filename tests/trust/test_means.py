@@ -4,12 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 import kvjax
-from kvjax.structures import means
 
 HEADS, DIM, EVERY = 2, 16, 128
 WINDOW = {"sinks": 4, "recent": 32, "compact_every": EVERY}
@@ -19,7 +15,7 @@ POLICIES = {
     "subgen": kvjax.SubGen(128, **WINDOW),
 }
 # bfloat16 shows means as they are rounded, and their errors do not all come to naught.
-FORMS = {"bfloat16": (lambda policy: policy, jnp.bfloat16), "int8": (kvjax.Quantized, jnp.float32)}
+FORMS = {"bfloat16": (None, jnp.bfloat16), "int8": ("int8", jnp.float32)}
 
 
 def stream(tokens):
@@ -31,7 +27,7 @@ def stream(tokens):
     return [(x[head, label] + 0.7 * rng.normal(size=(tokens, 1, HEADS, DIM))).astype(np.float32) for x in about]
 
 
-def mean_value(policy, dtype, tokens):
+def mean_value(policy, kv_dtype, dtype, tokens):
     """What a query of zeros reads behind a stream, and what it should read."""
     keys, values = (jnp.asarray(x, dtype) for x in stream(tokens))
     spec = kvjax.CacheSpec(
@@ -42,6 +38,7 @@ def mean_value(policy, dtype, tokens):
         max_prompt_tokens=1,
         max_new_tokens=tokens,
         dtype=dtype,
+        kv_dtype=kv_dtype,
     )
     cache = kvjax.init(policy, spec, jax.random.split(jax.random.key(0), 1))
 
@@ -71,28 +68,12 @@ def drifts(tokens, quick):
     [*drifts(4096, quick=[("chelsea", "int8"), ("clustergen", "bfloat16")]), *drifts(131_072, quick=[])],
 )
 def test_the_mean_value_does_not_drift(name, form, tokens):
-    wrap, dtype = FORMS[form]
-    found, true = mean_value(wrap(POLICIES[name]), dtype, tokens)
-    assert np.sqrt(np.mean((found - true) ** 2)) < 5e-4
-    assert np.max(np.abs(found - true)) < 1e-3
-
-
-NARROW = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
-
-
-@pytest.mark.parametrize("name", NARROW)
-@settings(deadline=None, max_examples=50)
-# Not what is less than the least normal number, which processors take for zero.
-@given(mean=hnp.arrays(np.float32, (8,), elements=st.floats(-1000, 1000, width=32, allow_subnormal=False)))
-def test_a_rest_is_eight_bits_more_and_finds_itself_again(name, mean):
-    dtype = NARROW[name]
-    rounded, rest = means.rounded(jnp.asarray(mean), dtype, True)
-    np.testing.assert_array_equal(rounded, jnp.asarray(mean).astype(dtype))
-    whole = means.whole(rounded, rest)
-    normal = np.abs(mean) > 1e-3  # below, float16 has fewer bits
-    np.testing.assert_allclose(whole[normal], mean[normal], rtol=float(jnp.finfo(dtype).eps) / 256)
-    for one, other in zip(means.rounded(whole, dtype, True), (rounded, rest), strict=True):
-        np.testing.assert_array_equal(one, other)
+    kv_dtype, dtype = FORMS[form]
+    found, true = mean_value(POLICIES[name], kv_dtype, dtype, tokens)
+    # Values are about 1. What is left is the rounding of the stored means, whatever the length of the stream.
+    limit = {"bfloat16": 5e-4, "int8": 1.5e-3}[form]
+    assert np.sqrt(np.mean((found - true) ** 2)) < limit
+    assert np.max(np.abs(found - true)) < 3 * limit
 
 
 @pytest.mark.parametrize(
@@ -108,9 +89,9 @@ def test_a_row_without_new_tokens_stays_as_it_is(name):
         head_dim=DIM,
         max_prompt_tokens=512,
         max_new_tokens=EVERY,
-        dtype=jnp.float32,
+        kv_dtype="int8",
     )
-    cache = kvjax.init(kvjax.Quantized(POLICIES[name]), spec, jax.random.split(jax.random.key(0), 2))
+    cache = kvjax.init(POLICIES[name], spec, jax.random.split(jax.random.key(0), 2))
     keys, values = (jnp.asarray(rng.normal(size=(2, 512, HEADS, DIM)), jnp.float32) for _ in range(2))
     cache, _ = kvjax.prefill(cache, keys, values, jnp.array([512, 400]))
     new = kvjax.compact(kvjax.append(cache, keys[:, :40], values[:, :40], jnp.array([0, 40])))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.spec import MOST_TOKENS
+from kvjax.spec import MAX_TOKENS
 from kvjax_models.generation.generator import Generator, extend_rows, generate
 from kvjax_models.generation.sampling import Sampling, sample
 from kvjax_models.model.config import LlamaConfig
@@ -65,9 +65,8 @@ def through(policy, spec, keys, queries, values, lengths, blocks, counts, asked_
     """What attention gives of everything that a policy was shown."""
     row_keys = jax.random.split(jax.random.key(1), spec.batch)
     cache = kvjax.init(policy, spec, row_keys)
-    asked = queries.shape[1] if policy.prompt_queries < 0 else policy.prompt_queries
-    asked = queries[:, queries.shape[1] - asked :] if asked else None
-    cache, _ = kvjax.prefill(cache, keys, values, lengths, queries=asked)
+    needed = kvjax.prompt_queries(cache.policy, queries)
+    cache, _ = kvjax.prefill(cache, keys, values, lengths, queries=needed)
     seen = []
     for (query, key, value), count in zip(blocks, counts, strict=True):
         attended, cache = kvjax.step(cache, query, key, value, count)
@@ -112,7 +111,7 @@ def test_padding_of_any_content_never_reaches_a_result(name):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"max_prompt_tokens": MOST_TOKENS}, "at most 16777216 can be told apart"),
+        ({"max_prompt_tokens": MAX_TOKENS}, "at most 16777216 can be told apart"),
         ({"max_prompt_tokens": 2**31, "max_new_tokens": 2**31}, "can be told apart"),
         ({"max_prompt_tokens": 40.0}, "max_prompt_tokens=40.0; it must be a whole number"),
         ({"batch": True}, "batch=True; it must be a whole number"),
@@ -131,13 +130,13 @@ def test_sizes_that_cannot_be_are_refused(changes, message):
 def test_counters_never_come_round_to_sound(length, overflow):
     cache = kvjax.init(kvjax.Exact(compact_every=8), make_spec(batch=1), jax.random.split(jax.random.key(0), 1))
     cache = dataclasses.replace(
-        cache, staging=dataclasses.replace(cache.staging, overflow=jnp.array([overflow], jnp.int32))
+        cache, counters=dataclasses.replace(cache.counters, overflow=jnp.array([overflow], jnp.int32))
     )
     keys = jnp.zeros((1, 8, 2, HEAD_DIM))
     for _ in range(2):
         cache = appended(cache, keys, keys, jnp.array([length], jnp.int32))
     sound = overflow == 0 and length == 0  # the second block finds no room
-    assert bool((np.asarray(cache.staging.overflow) == 0).all()) == sound
+    assert bool((np.asarray(cache.counters.overflow) == 0).all()) == sound
     if not sound:
         with pytest.raises(ValueError, match="overflow="):
             kvjax.raise_faults(cache)
@@ -161,7 +160,6 @@ COMBINED = {
     "by_head": kvjax.ByHead((kvjax.Exact(),) * 2),
     "first_layers": kvjax.FirstLayers(1, kvjax.Exact(), kvjax.Exact()),
     "host_memory": kvjax.HostMemory(kvjax.Quest(20, compact_every=8), 2),
-    "quantized": kvjax.Quantized(kvjax.Exact()),
 }
 CLASSES = {type(policy): policy for policy in (POLICIES | COMBINED).values()}
 
@@ -187,29 +185,27 @@ def test_a_setting_is_what_it_may_be_or_refused_by_name(policy):
 # --- states ---
 
 
-def test_a_state_of_another_policy_is_refused():
-    """Every policy's state in every other's cache, that of other settings, and that of another size."""
+def test_rows_of_another_policy_or_spec_are_refused():
+    """Inserts the state of every policy into that of every other, of other settings and of another size."""
     keys = jax.random.split(jax.random.key(0), BATCH)
     others = {
         "larger": kvjax.Uniform(24, **WINDOW),
         "chunk": kvjax.Chelsea(20, **WINDOW, chunk=4),
         "lag": kvjax.LagKV(20, sinks=2, lag_size=5, compact_every=8),
-        "knorm_int8": kvjax.Quantized(kvjax.Knorm(20, sinks=2, compact_every=8)),
-        "keydiff_int8": kvjax.Quantized(kvjax.KeyDiff(20, sinks=2, compact_every=8)),
     }
-    made = lambda policy, spec: jax.eval_shape(functools.partial(kvjax.init, policy, spec), keys)  # noqa: E731
-    caches = [made(policy, make_spec()) for policy in (POLICIES | others).values()]
-    caches += [made(POLICIES["uniform"], make_spec(**sizes)) for sizes in ({"new": 23}, {"scale": 1.0})]
+
+    def abstract(policy, spec):
+        return jax.eval_shape(functools.partial(kvjax.init, policy, spec), keys)
+
+    caches = [abstract(policy, make_spec()) for policy in (POLICIES | others).values()]
+    caches += [abstract(POLICIES["knorm"], make_spec(kv_dtype=kv_dtype)) for kv_dtype in ("int8", "int4")]
+    caches += [abstract(POLICIES["uniform"], make_spec(**sizes)) for sizes in ({"new": 23}, {"scale": 1.0})]
     for cache, other in itertools.permutations(caches, 2):
-        if cache.owned.owner == other.owned.owner:
-            continue  # one policy by two names
-        mixed = dataclasses.replace(cache, owned=other.owned)
-        renamed = dataclasses.replace(cache, policy=other.policy, spec=other.spec)
-        what = "policy" if cache.policy != other.policy else "spec"
-        for wrong in (mixed, renamed):
-            with pytest.raises(ValueError, match=f"the state in this cache is of another {what}") as error:
-                jax.eval_shape(kvjax.compact, wrong)
-            assert all(str(getattr(one, what)) in str(error.value) for one in (cache, other))
+        if (cache.policy, cache.spec) == (other.policy, other.spec):
+            continue  # one policy under two names
+        with pytest.raises(ValueError, match="insert_rows: the states belong to different policies or specs") as error:
+            kvjax.insert_rows(cache, other, jnp.arange(BATCH))
+        assert not str(error.value).endswith(": ")
 
 
 # --- lengths, tokens, seeds ---

@@ -318,7 +318,6 @@ CHANGED = {
     "growth": (kvjax.SubGen(16, **WINDOW), kvjax.SubGen(16, **WINDOW, growth=1.5)),
     "variant": (kvjax.SubGen(16, **WINDOW), kvjax.SubGen(16, **WINDOW, variant="paper")),
     "joins": (kvjax.Chelsea(16, **WINDOW, chunk=8), kvjax.Chelsea(16, **WINDOW, chunk=8, joins="drop")),
-    "slope": (kvjax.Chelsea(16, **WINDOW, chunk=8), kvjax.Chelsea(16, **WINDOW, chunk=8, slope=None)),
     "budget of recall": (kvjax.Quest(16, compact_every=4), kvjax.Quest(12, compact_every=4)),
     "alpha": (kvjax.InfiniGen(8, alpha=2.0, compact_every=4), kvjax.InfiniGen(8, alpha=3.0, compact_every=4)),
     "scores": (kvjax.KeyDiff(16, sinks=2, compact_every=4), kvjax.Knorm(16, sinks=2, compact_every=4)),

@@ -9,7 +9,7 @@ import numpy as np
 import kvjax
 from kvjax.budget import format_bytes
 from kvjax.registry import PolicyChoice
-from kvjax_models.cli.options import ModelOptions, parse_policy, read_text, repeatable, write_output
+from kvjax_models.cli.options import ModelOptions, read_text, repeatable, write_output
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import GenerationState
 from kvjax_models.language_model import LanguageModel
@@ -31,7 +31,7 @@ class Bench(ModelOptions):
         if min(self.context_tokens, self.batch, self.tokens, self.turns) < 1:
             raise ValueError("--context_tokens, --batch, --tokens and --turns must be at least 1")
         choices = [PolicyChoice.parse("exact")]
-        choices += [parse_policy(text, self.budget) for text in self.policy or ("streaming_llm", "subgen")]
+        choices += [self.parse_policy(text, self.budget) for text in self.policy or ("streaming_llm", "subgen")]
         write_output(_table(self, measure(self, self.load(), list(dict.fromkeys(choices)))))
 
 
@@ -58,7 +58,12 @@ def measure(given: Bench, llm: LanguageModel, choices: list[PolicyChoice]) -> li
     found = []
     for choice in choices:
         generator = llm.generator(
-            choice, batch=given.batch, max_prompt_tokens=len(prompt), max_new_tokens=room, allow_beyond_context=True
+            choice,
+            batch=given.batch,
+            max_prompt_tokens=len(prompt),
+            max_new_tokens=room,
+            allow_beyond_context=True,
+            kv_dtype=given.kv_formats,
         )
         generator.eos = ()  # a row that ended would cost nothing
         _read(generator, prompt, given.seed)  # compiles

@@ -74,6 +74,7 @@ class Conversation:
                 max_new_tokens=self.given.context_tokens - len(tokens),
                 sampling=self.given.sampling,
                 allow_beyond_context=self.given.allow_beyond_context,
+                kv_dtype=self.given.kv_formats,
             )
             self.state = self.generator.init_state(self.given.seed)
         assert self.generator is not None

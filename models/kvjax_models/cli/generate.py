@@ -91,7 +91,7 @@ def _check(given: Generate) -> None:
         raise ValueError("--prefix goes with neither --save_dir nor --save_prefix")
     if given.max_new_tokens < 1 or given.save_every < 1:
         raise ValueError("--max_new_tokens and --save_every must be at least 1")
-    given.choice, given.sampling  # noqa: B018  refused before a model is loaded
+    given.choice, given.kv_formats, given.sampling  # noqa: B018  refused before a model is loaded
 
 
 def _check_many(given: Generate, texts: int) -> None:
@@ -103,7 +103,7 @@ def _check_many(given: Generate, texts: int) -> None:
         raise ValueError(f"--prompts_file does not go with --{beside[0]}")
     if given.max_new_tokens < 1:
         raise ValueError("--max_new_tokens must be at least 1")
-    given.choice, given.sampling  # noqa: B018  refused before a model is loaded
+    given.choice, given.kv_formats, given.sampling  # noqa: B018  refused before a model is loaded
 
 
 def _continue_text(given: Generate, llm: LanguageModel, text: str) -> None:
@@ -121,6 +121,7 @@ def _continue_text(given: Generate, llm: LanguageModel, text: str) -> None:
         sampling=given.sampling,
         streaming=given.streaming,
         allow_beyond_context=given.allow_beyond_context,
+        kv_dtype=given.kv_formats,
     )
     run = {
         "prompt": hashlib.sha256(repr(prompt).encode()).hexdigest(),
@@ -169,7 +170,11 @@ def _continue_prefix(given: Generate, llm: LanguageModel, saved: SavedStates, te
     """Reads every text behind one saved prefix, all side by side, and writes on."""
     sizes = saved.generator_sizes()
     alone = llm.generator(
-        given.choice, **sizes, sampling=given.sampling, allow_beyond_context=given.allow_beyond_context
+        given.choice,
+        **sizes,
+        sampling=given.sampling,
+        allow_beyond_context=given.allow_beyond_context,
+        kv_dtype=given.kv_formats,
     )
     _, prefix, notes = saved.restore(alone, _of_prefix(llm))
     many = alone.with_batch(len(texts))

@@ -57,7 +57,7 @@ def write_file(
     longest = max(len(one.request.prompt) for one in asked)
     room = max(one.request.max_new_tokens for one in asked)
     generator = llm.batch_generator(
-        given.choice, None, batch_size, longest, room, given.sampling, given.allow_beyond_context
+        given.choice, None, batch_size, longest, room, given.sampling, given.allow_beyond_context, given.kv_formats
     )
     belongs = _belonging(llm, generator, asked, stop)
     written = Output(pathlib.Path(output), belongs, len(asked), resume=resume)

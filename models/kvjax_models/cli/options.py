@@ -1,6 +1,8 @@
 """Options that commands share."""
 
 import dataclasses
+import functools
+import importlib.util
 import pathlib
 import sys
 from typing import Literal
@@ -10,6 +12,7 @@ import simple_parsing
 
 import kvjax
 from kvjax.budget import Budget, format_bytes
+from kvjax.quantization import KVFormats, parse_kv_dtype
 from kvjax.registry import PolicyChoice
 from kvjax_models import language_model
 from kvjax_models.devices import Devices, initialize_processes, is_first_process, make_mesh
@@ -27,6 +30,27 @@ class ModelOptions:
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # Of parameters and arithmetic; the file's own.
     seed: int = 0  # Decides sampling, and the policies' randomness.
     devices: Devices = dataclasses.field(default_factory=Devices)
+    kv_dtype: str | None = None  # Quantization of the cache: int8, fp8, int4, int3, int2, or KEYS,VALUES.
+    policy_module: str | None = None  # A Python file to run first; its policies are added with kvjax.register.
+
+    @property
+    def kv_formats(self) -> KVFormats | None:
+        """Formats of keys and values."""
+        return parse_kv_formats(self.kv_dtype)
+
+    def parse_policy(self, policy: str, budget: str) -> PolicyChoice:
+        """Parses a policy with a budget, after running the policy module.
+
+        Args:
+            policy: the policy.
+            budget: the budget if the policy's text has none.
+
+        Returns:
+            The choice.
+        """
+        if self.policy_module is not None:
+            run_policy_module(self.policy_module)
+        return parse_policy(policy, budget)
 
     def load(self) -> language_model.LanguageModel:
         """The model on the devices that the options call for."""
@@ -58,7 +82,35 @@ class GenerationOptions(ModelOptions):
 
     @property
     def choice(self) -> PolicyChoice:
-        return parse_policy(self.policy, self.budget)
+        """The policy with its budget."""
+        return self.parse_policy(self.policy, self.budget)
+
+
+def parse_kv_formats(text: str | None) -> KVFormats | None:
+    """Parses `--kv_dtype`: one format for keys and values, or two separated by a comma."""
+    if text is None:
+        return None
+    formats = tuple(text.split(","))
+    return parse_kv_dtype(formats[0] if len(formats) == 1 else formats)  # type: ignore[arg-type]
+
+
+@functools.cache
+def run_policy_module(path: str) -> None:
+    """Runs a Python file that registers policies, once per process.
+
+    Args:
+        path: the file.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+    """
+    if not pathlib.Path(path).is_file():
+        raise FileNotFoundError(f"policy_module={path!r} is not a file; pass a Python file that calls kvjax.register")
+    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
+    assert spec is not None and spec.loader is not None  # of an existing file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
 
 
 def parse_policy(policy: str, budget: str) -> PolicyChoice:

@@ -29,7 +29,7 @@ def listed() -> str:
     """Every policy, and what it keeps."""
     width = max(map(len, POLICIES))
     lines = [f"{name:{width}}  {_summary(POLICIES[name])}" for name in POLICIES]
-    more = "kvjax policies NAME shows settings. Any takes storage=int8, fp8, int4, int3 or int2, and full_layers=N."
+    more = "kvjax policies NAME shows settings. Every policy takes full_layers=N, and --kv_dtype."
     return "\n".join([*lines, "", more, ""])
 
 

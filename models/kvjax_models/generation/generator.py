@@ -19,6 +19,7 @@ import kvjax
 from kvjax.budget import row_bytes
 from kvjax.cache import layer_policy
 from kvjax.policy import Policy, merge_requirements
+from kvjax.quantization import KVDtype
 from kvjax_models import compile_cache
 from kvjax_models.generation import prefill
 from kvjax_models.generation.decode import NO_TOKEN, append_block, decode_block, score_block
@@ -64,6 +65,7 @@ class Generator:
             long the prompt.
         allow_beyond_context: whether texts may be longer than the model's `max_length`, past which it was never trained:
             then a warning says so, else they are refused.
+        kv_dtype: quantization format of the caches (`kvjax.CacheSpec.kv_dtype`).
 
     Raises:
         ValueError: for a number of policies that is not the number of layers, a policy that cannot stream where that is
@@ -83,6 +85,7 @@ class Generator:
         prefill_chunk: int = 256,
         streaming: bool = False,
         allow_beyond_context: bool = False,
+        kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
     ):
         compile_cache.free_compiled_programs(_PROGRAMS)
         config = model.config
@@ -92,9 +95,15 @@ class Generator:
         self.batch, self.max_prompt_tokens, self.max_new_tokens = batch, max_prompt_tokens, max_new_tokens
         self.sampling, self.eos, self.prefill_chunk = sampling or Sampling(), tuple(eos), prefill_chunk
         self.streaming, self.allow_beyond_context = streaming, allow_beyond_context
+        self.kv_dtype = kv_dtype
         self.mesh = mesh_of(model)
         self.specs = cache_specs(
-            model, batch=batch, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, streaming=streaming
+            model,
+            batch=batch,
+            max_prompt_tokens=max_prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            streaming=streaming,
+            kv_dtype=kv_dtype,
         )
         policies = (policy,) * config.layers if isinstance(policy, Policy) else tuple(policy)
         if len(policies) != config.layers:
@@ -119,6 +128,7 @@ class Generator:
             prefill_chunk=self.prefill_chunk,
             streaming=self.streaming,
             allow_beyond_context=self.allow_beyond_context,
+            kv_dtype=self.kv_dtype,
         )
 
     @functools.cached_property
@@ -350,6 +360,7 @@ def generate(
     eos: Sequence[int] = (),
     seed: int = 0,
     allow_beyond_context: bool = False,
+    kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
 ) -> tuple[list[list[int]], GenerationState]:
     """Continues each prompt by up to `max_new_tokens` tokens; `Generator` is the same in steps.
 
@@ -369,6 +380,7 @@ def generate(
         sampling=sampling,
         eos=eos,
         allow_beyond_context=allow_beyond_context,
+        kv_dtype=kv_dtype,
     )
     state = generator.prefill(generator.init_state(seed), prompts)
     rows: list[list[int]] = [[] for _ in prompts]
@@ -385,7 +397,13 @@ def extend_rows(rows: list[list[int]], tokens: np.ndarray) -> None:
 
 
 def cache_specs(
-    model: Llama, *, batch: int, max_prompt_tokens: int, max_new_tokens: int, streaming: bool = False
+    model: Llama,
+    *,
+    batch: int,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    streaming: bool = False,
+    kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
 ) -> tuple[kvjax.CacheSpec, ...]:
     """What each layer's cache is made for. To a cache, a streamed prompt is so many more appended tokens."""
     config = model.config
@@ -400,6 +418,7 @@ def cache_specs(
             max_prompt_tokens=max_prompt_tokens,
             max_new_tokens=max_new_tokens,
             dtype=model.embedding.param_dtype,
+            kv_dtype=kv_dtype,
             window=config.window(number),
             logit_cap=config.attention_logit_cap,
             rope_frequencies=config.rotary(number, max_prompt_tokens + max_new_tokens).frequencies,
