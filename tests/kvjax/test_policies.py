@@ -45,7 +45,6 @@ WEIGHING = (
     "uniform",
     "clustergen_mean_value",
     "chelsea",
-    "chelsea_paper",
     "chelsea_drop",
     "subgen_mean_value",
     "balancekv_pairs",
@@ -141,7 +140,7 @@ def test_a_step_is_append_and_attend_and_compacts_where_tokens_would_find_no_roo
             by_hand = append(by_hand, new.keys, new.values)
             # The last token's query sees all there is.
             last = kvjax.normalize(attend(by_hand, new.queries[:, -1:]))
-        assert int(cache.counters.offset) == int(by_hand.staging.offset) == 3 * (number % 2 + 1)
+        assert int(cache.counters.offset) == int(by_hand.counters.offset) == 3 * (number % 2 + 1)
         np.testing.assert_allclose(attended[:, -last.shape[1] :], last, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(kvjax.num_tokens(cache), np.array(LENGTHS) + 18)
     kvjax.raise_faults(cache)
@@ -203,8 +202,8 @@ BESIDE = ("snapkv", "pyramidkv")
 
 
 def expected_bytes(name, spec, budget, compact_every, sinks, recent):
-    """One row's bytes: keys and values of the store and of staging, staging's float32 weights, of every cache seven
-    int32 (offset, count, first, overflow, past, reused, faulty), and what the policy keeps beside keys and values."""
+    """One row's bytes: keys and values of the store and of staging, a byte per staging slot, seven int32 of every cache
+    (offset, count, first, overflow, past, reused, policy_faults), and the policy's other arrays."""
     itemsize, heads = jnp.dtype(spec.dtype).itemsize, spec.kv_heads
     slots = EXACT_SLOTS if name == "exact" else sinks + recent if name.startswith("subgen") else budget
     slots = -(-(slots + spec.max_new_tokens) // 8) * 8 if name in BESIDE else slots
@@ -216,33 +215,30 @@ def expected_bytes(name, spec, budget, compact_every, sinks, recent):
     slots = 0 if name == "infinigen" else slots
     slots = sinks + recent + 15 if name.startswith("clusterkv") else 23 if name == "quest" else slots
     staging = min(compact_every, spec.max_new_tokens)
-    common = 2 * heads * (slots + staging) * spec.head_dim * itemsize + 4 * heads * staging + 7 * 4
+    common = 2 * heads * (slots + staging) * spec.head_dim * itemsize + staging + 7 * 4
     # A window counts the tokens it took in; a growing store those it has and those it lost.
     common += 8 if name == "exact" else 4
     selected = budget - sinks - recent
-    # What rounding left of a vector of means, where they are rounded.
-    rest = heads * selected * spec.head_dim * (itemsize < 4)
+    # Residuals of rounded means: int8 values and a bfloat16 scale per vector.
+    residual = heads * (spec.head_dim + 2) * (itemsize < 4)
     own = {
         "exact": 0,
         "streaming_llm": 0,
         "streaming_llm_reindexed": 4 * spec.head_dim // 2,  # a frequency per pair of dimensions
         "uniform": 4 * heads * (selected + budget) + 8,  # priorities, log-weights, the row's random key
         "clustergen_paper": 4,  # the number of centres
-        "clustergen_mean_value": 4 * heads * (2 * selected + budget) + rest,  # counts, separations, log-weights
-        # Degrees, log-weights, the number of centroids; a float32 covariance and a variance per head.
-        "chelsea": 4 * heads * (2 * selected + spec.head_dim**2 + 1) + 4 + 2 * rest,
-        "chelsea_paper": 4 * heads * 2 * selected + 4 + 2 * rest,
+        "clustergen_mean_value": 4 * heads * (2 * selected + budget)
+        + budget * residual,  # counts, separations, log-weights
+        # Degrees, log-weights, the number of centroids.
+        "chelsea": 4 * heads * 2 * selected + 4 + 2 * selected * residual,
         "chelsea_drop": 4 * heads * 2 * selected + 4,
         "h2o": 4 * heads * (budget + staging),  # attention drawn by every slot
         "h2o_average": 4 * heads * (2 * budget + staging),  # and every selected token's position, of no recent ones
         "cam": 4 * heads * (budget + staging) + 8,  # attention of the newest query, the row's random key
         # Keys, values and position of every token, its key in 12 dimensions, which those are; tokens lost.
         "infinigen": heads * (64 * (2 * spec.head_dim * itemsize + 4 + 12 * itemsize) + 4 * 12 * spec.head_dim) + 4,
-        # A table of means, counts and radii, 16 x 16 moments, two means and a scale; what rounded values lack.
-        "subgen_mean_value": heads
-        * (selected * (2 * spec.head_dim * itemsize + 8) + 24 + 4 * (16**2 + 2 * spec.head_dim + 1))
-        + 2 * rest
-        + 4 * heads * spec.head_dim * (itemsize < 4),
+        # A table of means, counts and radii.
+        "subgen_mean_value": heads * (selected * (2 * spec.head_dim * itemsize + 8) + 24) + 2 * selected * residual,
         # Seven samples with their masses; three clusters with a key each, counts and radii.
         "subgen_paper": heads * (20 * spec.head_dim * itemsize + 7 * 4 + 3 * 8 + 12 + 8 + 24),
         # Trees: log-weights, level and index of every bin, three counters, a random key.
@@ -250,12 +246,12 @@ def expected_bytes(name, spec, budget, compact_every, sinks, recent):
         "balancekv_paper": heads * (33 * 3 * spec.head_dim * itemsize + 2 * (4 * 33 + 8 * 3 + 12 + 8) + 8),
         "balancekv_reference": heads * (4 * slots + 4) + 4 + 8,  # log-weights, marks without a slot, later tokens
         # Keys, values and positions of 17 blocks (9 for 30 tokens in 8 clusters, 2 for each of 4 chunks) or 62 tokens,
-        # 16 clusters' means, sizes, first blocks and radii (ours: two), a random key; tokens that wait, chunks, tokens
+        # 16 clusters' means, sizes, first blocks (ours: and root mean squares), a random key; tokens that wait, chunks, tokens
         # lost.
         "clusterkv": heads
-        * (17 * 16 * (2 * spec.head_dim * itemsize + 4) + 16 * (2 * spec.head_dim * itemsize + 16) + 8)
+        * (17 * 16 * (2 * spec.head_dim * itemsize + 4) + 16 * (2 * spec.head_dim * itemsize + 12) + 8)
         + 12,
-        "clusterkv_paper": heads * (62 * (2 * spec.head_dim * itemsize + 4) + 16 * (spec.head_dim * itemsize + 12) + 8)
+        "clusterkv_paper": heads * (62 * (2 * spec.head_dim * itemsize + 4) + 16 * (spec.head_dim * itemsize + 8) + 8)
         + 12,
         **dict.fromkeys(("leverage_scores", *SCORED, *BESIDE), 4),  # tokens of the prompt that stay, and later ones
         "ada_kv": 4 + 12 * heads,  # of every head where its slots begin, ranked and empty ones
@@ -282,46 +278,46 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
     spec = make_spec(dtype=jnp.bfloat16)
     slots = {"exact": EXACT_SLOTS}.get(name, 16 if name.startswith("streaming") else 20)
     weighted = slots if name in WEIGHING else 0
-    reserve_decode_slots = 0
+    extra = 0
     if name.startswith("subgen"):  # the window holds sinks and recent tokens only
         slots, weighted = 10, 0
-        # Ten means, the spread and what values lack; seven samples and the sampled keys of three clusters.
-        resolve_policy = {"subgen_mean_value": 10 * (2 * HEAD_DIM * 2 + 4) + 4 * (3 * HEAD_DIM + 1)}
-        reserve_decode_slots = KV_HEADS * resolve_policy.get(name, 7 * (2 * HEAD_DIM * 2 + 4) + 3 * (HEAD_DIM * 2 + 4))
+        # Ten means; seven samples with two log-weights and the sampled keys of three clusters.
+        sizes = {"subgen_mean_value": 10 * (2 * HEAD_DIM * 2 + 4)}
+        extra = KV_HEADS * sizes.get(name, 7 * (2 * HEAD_DIM * 2 + 8) + 3 * (HEAD_DIM * 2 + 4))
     if name.startswith("chelsea"):  # half the slots are centroids with log-weights, and end at a bound of their own
-        weighted, reserve_decode_slots = 10, 4 + (KV_HEADS * 4 * (HEAD_DIM**2 + 1) if name == "chelsea" else 0)
+        weighted, extra = 10, 4
     if name.startswith("clusterkv"):  # 4 blocks or ten tokens; of all 16 clusters means, sizes and first blocks
         slots, weighted = 25, 0
         reads = KV_HEADS * 4 * 16 if name == "clusterkv" else QUERY_HEADS * 10
-        means = 2 * HEAD_DIM * 2 + 4 + 4 if name == "clusterkv" else HEAD_DIM * 2  # and a weight and a radius
-        reserve_decode_slots = reads * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 16 * (means + 8)
+        means = 2 * HEAD_DIM * 2 + 4 + 4 if name == "clusterkv" else HEAD_DIM * 2  # and a weight and a deviation
+        extra = reads * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 16 * (means + 8)
     if name == "quest":  # per query head 3 pages of 4, and the bounds of all
-        slots, reserve_decode_slots = (
+        slots, extra = (
             23,
             QUERY_HEADS * 3 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 4 * (2 * HEAD_DIM * 2 + 4),
         )
     if name == "infinigen":  # ten tokens with a weight, and all in 12 dimensions; nothing but staging in the window
-        slots, reserve_decode_slots = (
+        slots, extra = (
             0,
             KV_HEADS * (10 * (2 * HEAD_DIM * 2 + 4) + 64 * 12 * 2 + 4 * 12 * HEAD_DIM) - 2 * 4,
         )
     if name == "streaming_llm_reindexed":  # sinks are read again, by a query of its own: a bound and 32 angles
-        slots, reserve_decode_slots = 18, 4 + 4 * HEAD_DIM // 2
+        slots, extra = 18, 4 + 4 * HEAD_DIM // 2
     if name == "exact":  # the store begins at its first slot, without a bound
-        reserve_decode_slots = -4
-    if name.startswith("h2o"):  # sums of every slot
-        reserve_decode_slots = KV_HEADS * 4 * (20 + 8)
+        extra = -4
+    if name.startswith(("h2o", "cam")):  # attention scores of every slot
+        extra = KV_HEADS * 4 * (20 + 8)
     if name in ("leverage_scores", *SCORED, *BESIDE):
-        slots, reserve_decode_slots = -(-(slots + NEW) // 8) * 8 if name in BESIDE else slots, -4
+        slots, extra = -(-(slots + NEW) // 8) * 8 if name in BESIDE else slots, -4
     if name == "ada_kv":  # a head's slots begin and end where they do
-        reserve_decode_slots = 8 * KV_HEADS - 8
+        extra = 8 * KV_HEADS - 8
     if name == "balancekv_pairs":  # half the slots are a tree's, with log-weights
         weighted = 10
     if name == "balancekv_reference":
         slots = weighted = 41
     if name == "balancekv_paper":  # 33 slots of the numerator's tree, 33 keys of the denominator's
-        slots, weighted, reserve_decode_slots = 10, 66, KV_HEADS * 33 * 3 * HEAD_DIM * 2
-    per_row = 2 * KV_HEADS * (slots + 8) * HEAD_DIM * 2 + 4 * KV_HEADS * (8 + weighted) + 3 * 4 + reserve_decode_slots
+        slots, weighted, extra = 10, 99, KV_HEADS * 33 * 3 * HEAD_DIM * 2
+    per_row = 2 * KV_HEADS * (slots + 8) * HEAD_DIM * 2 + 4 * KV_HEADS * (8 + weighted) + 3 * 4 + extra
     assert kvjax.read_bytes(kvjax.init(POLICIES[name], spec, row_keys())) == BATCH * per_row
 
 
@@ -332,7 +328,7 @@ FITS = {
     "uniform": lambda budget: kvjax.Uniform(budget, sinks=3, recent=9),
     "clustergen_paper": lambda budget: kvjax.ClusterGen(budget, variant="paper"),
     "clustergen_mean_value": lambda budget: kvjax.ClusterGen(budget, sinks=1),
-    "chelsea_paper": lambda budget: kvjax.Chelsea(budget, sinks=3, recent=9, slope=None),
+    "chelsea": lambda budget: kvjax.Chelsea(budget, sinks=3, recent=9),
     "subgen_mean_value": lambda budget: kvjax.SubGen(budget, sinks=3, recent=9),
 }
 
@@ -620,7 +616,10 @@ def test_mean_value_is_exact_when_the_keys_of_a_cluster_are_equal():
         (lambda: kvjax.Chelsea(80), "budget=80 leaves no slot"),
         (lambda: kvjax.Chelsea(100, chunk=15), "chunk=15"),
         (lambda: kvjax.Chelsea(100, first=0.7), "first=0.7"),
-        (lambda: kvjax.PolicyChoice.parse("lru"), r"policy 'lru' is not known; known: .*chelsea, .*exact, .*uniform"),
+        (
+            lambda: kvjax.PolicyChoice.parse("lru"),
+            r"policy 'lru' is unknown; choose one of .*chelsea, .*exact, .*uniform",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(make, message):
@@ -661,7 +660,7 @@ def test_prompts_that_do_not_fit_are_refused_by_name(name, keys, values, lengths
 @pytest.mark.parametrize(
     "keys, values, lengths, message",
     [
-        ((3, 9, 2, 64), (3, 9, 2, 64), None, "9 tokens cannot be staged in 8 slots"),
+        ((3, 9, 2, 64), (3, 9, 2, 64), None, "cannot append 9 tokens to 8 staging slots"),
         ((3, 1, 1, 64), (3, 1, 1, 64), None, "keys"),
         ((3, 1, 2, 64), (3, 1, 1, 64), None, "values"),
         ((3, 2, 2, 64), (3, 2, 2, 64), (3, 1, 1), "lengths"),

@@ -231,7 +231,7 @@ def test_a_row_ends_alone_at_its_end_of_sequence_token():
     assert rows == [row[:end] for row, end in zip(free, ends, strict=True)]
     expected = [len(prompt) + end for prompt, end in zip(PROMPTS, ends, strict=True)]
     np.testing.assert_array_equal(state.positions, expected)
-    np.testing.assert_array_equal(kvjax.num_tokens(state.layers[0]), expected)
+    np.testing.assert_array_equal(state.counters.total, expected)
     np.testing.assert_array_equal(state.done, np.array(ends) < 40)
     assert made.block_size == stopping.block_size == PERIOD
 
@@ -272,7 +272,7 @@ def test_layers_may_have_policies_of_their_own():
     given = [EXACT, POLICIES["uniform"], POLICIES["clustergen_mean_value"]]
     made = Generator(model(), given, batch=3, max_prompt_tokens=70, max_new_tokens=90, prefill_chunk=CHUNK)
     # A sliding layer keeps just its window.
-    assert made.policies == (EXACT, kvjax.StreamingLLM(20, sinks=0, compact_every=PERIOD), given[2])
+    assert made.policies == (EXACT, kvjax.SlidingWindow(20, compact_every=PERIOD), given[2])
     state = made.prefill(made.init_state(), PROMPTS)
     assert state.layers[0].state.keys.shape[2] == 192  # in whole blocks
     assert [layer.state.window.keys.shape[2] for layer in state.layers[1:]] == [20, 40]
