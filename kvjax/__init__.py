@@ -4,7 +4,7 @@
     cache, _ = kvjax.prefill(cache, keys, values, lengths)
     output, cache = kvjax.step(cache, query, key, value)
 
-Modules hold what is not exported here: `kvjax.policy` and `kvjax.segment` for writing a policy, `kvjax.structures` for
+Other names are in modules: `kvjax.policy` and `kvjax.segment` for writing a policy, `kvjax.structures` for
 the data structures, `kvjax.stores` for the stores, `kvjax.theory` for settings from theorems, `kvjax.registry` and
 `kvjax.budget` for policies from text, `kvjax.distributed` for meshes.
 """

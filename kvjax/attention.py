@@ -56,7 +56,7 @@ def attend_segments(
 
     Args:
         queries: the queries.
-        segments: what they read.
+        segments: segments and block stores.
         kv_heads: KV heads of the layer, if segments hold a subset of them.
         logit_cap: logits l become cap * tanh(l / cap) before log-weights are added.
         sink_logits: per query head the logit of an entry without a value, in the denominator alone (gpt-oss).
@@ -86,7 +86,7 @@ def attend_with_stats(
 
     Args:
         queries: the queries.
-        segments: what they read.
+        segments: segments and block stores.
         appended: queries of appended tokens; None for none.
         probabilities: whether to return the attention probabilities of segments.
         kv_heads: KV heads of the layer.
@@ -301,7 +301,7 @@ def _attend_retrieved(
     Args:
         queries: of the heads that read the store.
         read: the store.
-        selection: that of a single query, whose residual segments have been read; None for several queries.
+        selection: selection of a single query, with residual segments already read; None for several queries.
         before: the partial softmax of everything else.
         appended: queries of appended tokens; the block cache follows these alone.
         logit_cap: soft cap of the logits.

@@ -1,4 +1,4 @@
-"""A cache and its functions, the same for every policy.
+"""The cache and its functions, which all policies share.
 
     cache = init(policy, spec, jax.random.split(key, spec.batch))
     cache, _ = prefill(cache, keys, values, lengths)
@@ -146,7 +146,7 @@ def prefill(
         repeated: the layer's projections of a repetition of the prompt, if the policy needs one.
 
     Returns:
-        The cache, and what the policy passes to the next layer (None for most policies).
+        The cache, and the carry for the next layer (None for most policies).
 
     Raises:
         ValueError: if shapes or dtypes do not fit; outside jit also for a cache with tokens, or lengths out of range.
@@ -158,8 +158,8 @@ def prefill(
             raise ValueError(f"lengths={np.asarray(lengths).tolist()} must be in [0, {longest}]")
         if bool(jnp.any(num_tokens(cache) > 0)):
             raise ValueError(
-                f"prefill needs an empty cache, but its rows hold {np.asarray(num_tokens(cache)).tolist()} tokens; make "
-                "a new cache with kvjax.init (Flax Linen's init runs a layer once, which appends a token), or append "
+                f"prefill needs an empty cache, but its rows hold {np.asarray(num_tokens(cache)).tolist()} tokens; "
+                "make a new cache with kvjax.init (Flax Linen's init runs a layer once, which appends a token), or append "
                 "with kvjax.step"
             )
     return _prefill(cache, keys, values, lengths, queries, layer_carry, sink_logits, repeated)
@@ -251,14 +251,14 @@ def compact(cache: Cache[S]) -> Cache[S]:
 
 
 def num_tokens(cache: Cache) -> Int[Array, "B"]:
-    """Returns the number of tokens that every row has taken in."""
+    """Returns the number of tokens that every row has received."""
     return cache.counters.total
 
 
 def with_counters(cache: Cache[S], counters: Counters | None) -> Cache[S]:
     """Returns the cache with other counters.
 
-    Layers that take in the same tokens and compact together can share one set of counters: a loop over decode steps
+    Layers that receive the same tokens and compact together can share one set of counters: a loop over decode steps
     then updates it once per step.
 
     Args:
@@ -434,7 +434,7 @@ def _segments(cache: Cache, tokens: int) -> tuple[Segment | BlockStoreRead, ...]
 def _attend(
     cache: Cache[S], query: Float[Array, "B T H_q D"], sink_logits: Float[Array, "H_q"] | None, *, causal: bool
 ) -> tuple[Partials, Cache[S]]:
-    """Attends to the cache; if causal, the queries are those of the newest tokens and the policy observes them."""
+    """Attends to the cache; if causal, the queries belong to the newest tokens and the policy observes them."""
     policy, tokens = cache.policy, query.shape[1] if causal else 1
     appended = stagings.appended_mask(cache.counters, tokens) if causal else None
     partials, stats = attend_with_stats(

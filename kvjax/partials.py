@@ -26,7 +26,7 @@ def merge(*partials: Partials) -> Partials:
         The partial softmax of all entries.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: if no partial softmax is given.
     """
     if not partials:
         raise ValueError("merge needs at least one partial softmax, got none")
@@ -41,7 +41,7 @@ def normalize(partials: Partials, dtype: jax.typing.DTypeLike = jnp.float32) -> 
         dtype: dtype of the result.
 
     Returns:
-        The attention output; zero where there were no entries.
+        The attention output; zero for rows without entries.
     """
     empty = partials.denominator == 0
     output = partials.numerator / jnp.where(empty, 1.0, partials.denominator)[..., None]
@@ -59,7 +59,7 @@ def merge_over_sequence(partials: Partials) -> Partials:
 
 
 def group_queries(queries: Float[Array, "B T H_q D"], kv_heads: int) -> Float[Array, "B H_kv R D"]:
-    """Returns the queries of each KV head as R = T * G rows, those of one token next to each other."""
+    """Returns the queries of each KV head as R = T * G rows; the rows of one token are adjacent."""
     batch, tokens, query_heads, head_dim = queries.shape
     grouped = queries.reshape(batch, tokens, kv_heads, query_heads // kv_heads, head_dim)
     return grouped.swapaxes(1, 2).reshape(batch, kv_heads, -1, head_dim)

@@ -8,7 +8,7 @@ A policy is a frozen dataclass of settings. It decides which keys and values a c
     observe(state, stats) -> state                                 every decode step
     compact(state, new) -> state                                   every `compact_every` tokens
 
-Appending, attending, quantizing and sharding are the same for all policies; `kvjax.cache` does them.
+Appending, attending, quantizing and sharding are shared by all policies and done by `kvjax.cache`.
 """
 
 import abc
@@ -68,7 +68,7 @@ class Repetition:
 
 @dataclasses.dataclass(frozen=True)
 class Requirements:
-    """What a policy needs from the model and the decode loop.
+    """Inputs that a policy needs from the model and the decode loop.
 
     Attributes:
         prompt_queries: how many of the prompt's last queries `prefill` needs, or "all".
@@ -118,7 +118,7 @@ def prompt_queries(policy: "Policy", queries: Float[Array, "B T H_q D"]) -> Floa
 
     Args:
         policy: the cache's policy (`cache.policy`).
-        queries: all queries of the prompt, right-aligned: the last one is that of each row's last token.
+        queries: all queries of the prompt, right-aligned: the last query belongs to each row's last token.
 
     Returns:
         The last queries that the policy asks for; None if it needs none.
@@ -159,7 +159,7 @@ class Policy(abc.ABC, Generic[S]):
 
     Attributes:
         compact_every: tokens between compactions; a field of every policy.
-        requires: what the policy needs from the model and the decode loop; a class attribute or a property.
+        requires: inputs that the policy needs from the model and the decode loop; a class attribute or a property.
         is_retrieval: whether the policy keeps every token and reads a part of them per step. Budgets of such policies
             count the bytes read, budgets of other policies the bytes held.
     """
@@ -177,7 +177,7 @@ class Policy(abc.ABC, Generic[S]):
 
     @property
     def requires(self) -> Requirements:
-        """What the policy needs from the model and the decode loop."""
+        """Inputs that the policy needs from the model and the decode loop."""
         return Requirements()
 
     def for_layer(self, spec: CacheSpec) -> "Policy[S]":
@@ -200,7 +200,7 @@ class Policy(abc.ABC, Generic[S]):
             row_keys: one PRNG key per batch row.
 
         Returns:
-            A `@kvjax.state.state` whose arrays are zeros where they are declared with `kv_entries`.
+            A `@kvjax.state.state` whose `kv_entries` arrays are zeros.
         """
 
     @abc.abstractmethod
@@ -275,7 +275,7 @@ def check_budget(
         sinks: first tokens that are always kept.
         recent: newest tokens that are always kept.
         compact_every: tokens between compactions.
-        remainder_for: what the other slots are for; at least one must be left for it.
+        remainder_for: purpose of the remaining slots; at least one must remain.
 
     Raises:
         ValueError: if a size is out of range; names the setting.
@@ -345,7 +345,7 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 
 def _is_instance(value: Any, hint: Any) -> bool:
-    """Whether a value has a type that is not a union. Bools are no numbers, NumPy's numbers are."""
+    """Whether a value has a type that is not a union. Bools do not count as numbers, NumPy scalars do."""
     if typing.get_origin(hint) is Literal:
         return isinstance(value, str) and value in typing.get_args(hint)
     if typing.get_origin(hint) is tuple:

@@ -44,7 +44,7 @@ class Format:
     Attributes:
         dtype: dtype of the stored values.
         max_value: largest number of the grid.
-        bits: bit width of packed values; None if every number has an element of its own.
+        bits: bit width of packed values; None if every number has a separate element.
         clips: fractions of a vector's largest coordinate that are tried as the end of the grid.
     """
 
@@ -101,7 +101,7 @@ def parse_kv_dtype(kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None) -> KVForm
 
 
 def check_width(name: str, dim: int) -> None:
-    """Raises a ValueError if vectors of `dim` coordinates do not fill whole bytes in this format."""
+    """Raises a ValueError if vectors of `dim` coordinates do not fill an integer number of bytes in this format."""
     if FORMATS[name].bits is not None and dim % packing.COLUMNS:
         raise ValueError(f"kv_dtype={name!r} needs a multiple of {packing.COLUMNS} dimensions, got {dim}")
 
@@ -120,7 +120,7 @@ def empty_quantized(
         The array.
 
     Raises:
-        ValueError: if D does not fill whole bytes.
+        ValueError: if D does not fill an integer number of bytes.
     """
     check_width(name, shape[-1])
     form = FORMATS[name]
@@ -170,7 +170,7 @@ def quantize(
 
 
 def dequantize(x: Array | QuantizedArray) -> Float[Array, "*A S D"]:
-    """Returns the vectors that a quantized array stands for, float32; other arrays as they are."""
+    """Returns the vectors that a quantized array stands for, float32; other arrays are returned unchanged."""
     if not isinstance(x, QuantizedArray):
         return x
     numbers = x.values
@@ -229,7 +229,7 @@ def _nearest(x: Float[Array, "*A D"], scale: Float[Array, "*A 1"], form: Format)
 def first_mean(
     mean: Float[Array, "*A D"], vectors: Float[Array, "*A T D"], valid: Bool[Array, "*#A T"]
 ) -> Float[Array, "*A D"]:
-    """Returns `mean` where it is already set (nonzero), otherwise the mean of the valid vectors.
+    """Returns the mean if it is already set (nonzero), otherwise the mean of the valid vectors.
 
     Args:
         mean: float32; zeros mean "not set".
@@ -237,7 +237,7 @@ def first_mean(
         valid: which vectors count.
 
     Returns:
-        The mean, float32; zeros while there is no valid vector.
+        The mean, float32; zeros without any valid vector.
     """
     weight = valid[..., None].astype(jnp.float32)
     new = jnp.sum(vectors.astype(jnp.float32) * weight, axis=-2) / jnp.maximum(jnp.sum(weight, axis=-2), 1)
@@ -316,7 +316,7 @@ def store(tree: T, old: T, new_rows: Bool[Array, "B"] | None = None) -> T:
             residual = quantize(x.astype(jnp.float32) - dequantize(stored).astype(jnp.float32), _INT8)
             return _where_rows(new_rows, field, RunningMean(stored, residual), old)
         if not (field.kv_entries or field.retrieval_index):
-            return x  # stores that grow quantize what they write
+            return x  # stores that grow quantize new entries themselves
         if not isinstance(old, QuantizedArray):
             return x.astype(old.dtype)
         offset = old.offset

@@ -25,7 +25,7 @@ class Segment:
 
     Attributes:
         keys: [B, H_kv, S, D], an array or a `QuantizedArray`.
-        values: [B, H_kv, S, D_v], alike; None for entries of the denominator alone.
+        values: [B, H_kv, S, D_v], an array or a `QuantizedArray`; None for entries of the denominator alone.
         log_num: float32 log-weights of the numerator; None for 0. -inf marks an empty slot.
         log_den: float32 log-weights of the denominator; None for the same as `log_num`. -inf marks an entry of the
             numerator alone.

@@ -43,7 +43,7 @@ class SlidingWindow(Policy[Window]):
         return windows.fill(state, prompt)
 
     def segments(self, state: Window, num_visible_staged: Int[Array, "B #T"]) -> tuple[Segment, ...]:
-        """Returns the tokens of the window, without those that staged tokens have pushed out."""
+        """Returns the tokens of the window, without tokens that staged tokens have pushed out."""
         return windows.window_segments(state, num_visible_staged=num_visible_staged)
 
     def compact(self, state: Window, new: Tokens) -> Window:

@@ -1,4 +1,4 @@
-"""What a cache is made for, and shape checks of its inputs."""
+"""The static specification of a cache, and shape checks of its inputs."""
 
 import dataclasses
 from typing import Any
@@ -98,7 +98,7 @@ class CacheSpec:
 
     @property
     def capacity(self) -> int:
-        """Most tokens that a row may take in."""
+        """Most tokens that a row may hold."""
         return self.max_prompt_tokens + self.max_new_tokens
 
     def full_cache_bytes(self, tokens: int) -> int:

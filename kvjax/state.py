@@ -62,7 +62,7 @@ def stacked(*axes: str) -> Any:
 
 
 def row_randomness() -> Any:
-    """Declares one PRNG key per batch row; copies of a row, except the first, get keys of their own."""
+    """Declares one PRNG key per batch row; copies of a row, except the first, get new keys."""
     return dataclasses.field(metadata={"row_randomness": True})
 
 
@@ -133,7 +133,7 @@ def map_fields(function: Callable[..., Any], tree: Any, *others: Any, leading: t
         function: receives the `ArrayField` and one array of every tree.
         tree: a state, or tuples, lists and dicts of states.
         others: trees of the same structure.
-        leading: axes in front of those of the annotations.
+        leading: axes in front of the annotated ones.
 
     Returns:
         A tree of the same structure with the function's results.
@@ -168,7 +168,7 @@ def map_stored(function: Callable[..., Any], tree: Any, *others: Any, leading: t
         function: receives the `ArrayField` and one array-like of every tree.
         tree: a state, or tuples, lists and dicts of states.
         others: trees of the same structure.
-        leading: axes in front of those of the annotations.
+        leading: axes in front of the annotated ones.
 
     Returns:
         A tree of the same structure with the function's results.
@@ -237,7 +237,7 @@ def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
         rows: row indices; a row may appear several times. Each copy after the first draws its own random numbers.
 
     Returns:
-        A state with R batch rows and buffers of its own.
+        A state with R batch rows that shares no buffer with the original.
 
     Raises:
         ValueError: if a row index is out of range (outside jit).
@@ -357,7 +357,7 @@ def count_row_faults(tree: Any) -> Int[Array, "B"] | None:
 
 
 def _independent_copies(keys: Key[Array, "R"], rows: Int[Array, "R"]) -> Key[Array, "R"]:
-    """Gives every copy of a row, except the first, a PRNG key of its own."""
+    """Gives every copy of a row, except the first, a new PRNG key."""
     is_copy = jnp.any(jnp.tril(rows[:, None] == rows[None, :], -1), axis=1)
 
     def fold(key: Key[Array, ""], index: Int[Array, ""]) -> Key[Array, ""]:

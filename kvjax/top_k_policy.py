@@ -68,7 +68,7 @@ class TopKPolicy(Policy[TopKStore]):
 
     @property
     def min_budget(self) -> int:
-        """Slots for the tokens that are always kept and for those of one compaction."""
+        """Slots for the tokens that are always kept and for one compaction."""
         return max(self.sinks + max(self.num_recent, 0 if self.reserve_decode_slots else self.compact_every), 1)
 
     def for_layer(self, spec: CacheSpec) -> Policy[TopKStore]:

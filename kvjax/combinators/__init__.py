@@ -1,1 +1,1 @@
-"""Policies made of policies."""
+"""Combinators: policies made of policies."""

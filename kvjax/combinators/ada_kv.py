@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @state
 class AdaKVState:
-    """The slots of all heads as one pool; those of head h are [start, start + ranked + empty)."""
+    """The slots of all heads as one pool; head h has slots [start, start + ranked + empty)."""
 
     # Slots are not centered: a slot of one head's row may hold another head's token.
     keys: Float[Array, "B H_kv S D"] = kv_entries(centered=False)
@@ -29,19 +29,19 @@ class AdaKVState:
     start: Int[Array, "B H_kv"]  # int32
     ranked: Int[Array, "B H_kv"]  # int32, tokens of the prompt that the head kept
     empty: Int[Array, "B H_kv"]  # int32, slots left for later tokens
-    later: Int[Array, "B"]  # int32, tokens taken in after the prompt
+    later: Int[Array, "B"]  # int32, tokens received after the prompt
 
 
 @dataclasses.dataclass(frozen=True)
 class AdaKV(Policy[AdaKVState]):
     """Keeps the tokens with the highest scores of all heads of a layer, so that heads get slots by need.
 
-    The buffer is as large as that of equal heads. If devices shard the heads, the heads of one device share its slots.
-    XLA multiplies the slots of all heads with every head's queries and discards those of other heads.
+    The buffer has the size of one with equal heads. If devices shard the heads, the heads of one device share its slots.
+    XLA multiplies the slots of all heads with every head's queries and masks those that belong to other heads.
 
     Attributes:
         policy: the policy that scores tokens.
-        alpha_safeguard: fraction of its budget that every head keeps of its own best tokens, at least the sinks and
+        alpha_safeguard: fraction of its budget that every head reserves for its best tokens, at least the sinks and
             the tokens of one compaction.
 
     Reference:
@@ -63,7 +63,7 @@ class AdaKV(Policy[AdaKVState]):
 
     @property
     def requires(self) -> Requirements:
-        """What the policy needs."""
+        """Requirements of the policy."""
         return self.policy.requires
 
     def for_layer(self, spec: CacheSpec) -> "AdaKV":
@@ -165,5 +165,5 @@ def _allocate(rank: Float[Array, "H T"], keep: int, slots: int):
 
 
 def _single_head(x: T) -> T:
-    """Returns the slots of all heads as those of one head."""
+    """Merges the slots of all heads into one head."""
     return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[0], 1, -1, *leaf.shape[3:]), x)

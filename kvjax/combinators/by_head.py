@@ -1,4 +1,4 @@
-"""Policies that differ from KV head to KV head, each with buffers of its own size."""
+"""Policies that differ from KV head to KV head, each with separate buffers."""
 
 import dataclasses
 from typing import Any
@@ -41,7 +41,7 @@ class ByHead(Policy[tuple[Any, ...]]):
 
     @property
     def requires(self) -> Requirements:
-        """What the policies need together."""
+        """Combined requirements of the policies."""
         return merge_requirements(self.policies)
 
     @property
@@ -104,7 +104,7 @@ class ByHead(Policy[tuple[Any, ...]]):
         )
 
     def observe(self, state: tuple[Any, ...], stats: AttentionStats) -> tuple[Any, ...]:
-        """Gives every policy the statistics of its own segments."""
+        """Gives every policy the statistics of its segments."""
         states, remaining = [], list(stats.segments)
         visible = jnp.zeros_like(stats.appended[:, :1], jnp.int32)
         for policy, group_state, heads in self._each(state, None):

@@ -1,4 +1,4 @@
-"""Policies that differ from layer to layer, each with buffers of its own size."""
+"""Policies that differ from layer to layer, each with separate buffers."""
 
 import dataclasses
 from typing import Any, NoReturn
@@ -19,7 +19,7 @@ class _LayerPolicies(Policy[Any]):
 
     @property
     def requires(self) -> Requirements:
-        """What the policies need together."""
+        """Combined requirements of the policies."""
         return merge_requirements(self.policies)
 
     @property
@@ -29,19 +29,19 @@ class _LayerPolicies(Policy[Any]):
 
     def init(self, spec: CacheSpec, row_keys: Any) -> NoReturn:
         """Raises a TypeError: only the policies of single layers have a state."""
-        raise TypeError(f"{type(self).__name__} has no state of its own; call for_layer(spec) first")
+        raise TypeError(f"{type(self).__name__} has no state; call for_layer(spec) first")
 
     def prefill(self, state: Any, prompt: Any) -> NoReturn:
         """Raises a TypeError."""
-        raise TypeError(f"{type(self).__name__} has no state of its own; call for_layer(spec) first")
+        raise TypeError(f"{type(self).__name__} has no state; call for_layer(spec) first")
 
     def segments(self, state: Any, num_visible_staged: Any) -> NoReturn:
         """Raises a TypeError."""
-        raise TypeError(f"{type(self).__name__} has no state of its own; call for_layer(spec) first")
+        raise TypeError(f"{type(self).__name__} has no state; call for_layer(spec) first")
 
     def compact(self, state: Any, new: Any) -> NoReturn:
         """Raises a TypeError."""
-        raise TypeError(f"{type(self).__name__} has no state of its own; call for_layer(spec) first")
+        raise TypeError(f"{type(self).__name__} has no state; call for_layer(spec) first")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ class HostMemory(Policy[HostMemoryState]):
     """Keeps the block stores of a retrieval policy in host memory.
 
     The device holds the index, the window and the blocks that the last `steps` appended tokens selected. Only missing
-    blocks move. Results are those of the policy itself. `BlockCache.requested` and `BlockCache.hits` count blocks.
+    blocks move. Results do not change. `BlockCache.requested` and `BlockCache.hits` count blocks.
 
     On a backend without host memory a warning is given and everything stays on the device. Devices cannot share the
     blocks of one KV head in host memory.
@@ -63,7 +63,7 @@ class HostMemory(Policy[HostMemoryState]):
 
     @property
     def requires(self) -> Requirements:
-        """What the policy needs."""
+        """Requirements of the policy."""
         return self.policy.requires
 
     def for_layer(self, spec: CacheSpec) -> Policy:

@@ -56,8 +56,9 @@ class HeadChoice:
 
 @dataclasses.dataclass(frozen=True)
 class OutlierHeads(Policy[Any]):
-    """Gives outlier heads a full cache and the other heads a smaller budget, so that the slots of all heads add up to
-    the policy's budget in every head.
+    """Gives outlier heads a full cache and the other heads a smaller budget.
+
+    All heads together have as many slots as with the policy's budget in every head.
 
     Attributes:
         policy: a policy with a `budget` field, such as Chelsea.
@@ -85,7 +86,7 @@ class OutlierHeads(Policy[Any]):
 
     @property
     def requires(self) -> Requirements:
-        """What the policy needs."""
+        """Requirements of the policy."""
         return self.policy.requires
 
     def for_layer(self, spec: CacheSpec) -> Policy[Any]:
@@ -93,7 +94,7 @@ class OutlierHeads(Policy[Any]):
         choice = self.choice
         if (spec.layers, spec.kv_heads) != (choice.layers, choice.kv_heads):
             raise ValueError(
-                f"the outlier heads are of a model with {choice.layers} layers x {choice.kv_heads} heads, the cache has "
+                f"the outlier heads are of {choice.layers} layers x {choice.kv_heads} heads, the cache has "
                 f"{spec.layers} x {spec.kv_heads}"
             )
         budget = self._remaining_budget(spec)
@@ -126,6 +127,6 @@ class OutlierHeads(Policy[Any]):
 
     def init(self, spec: CacheSpec, row_keys: Any) -> Any:
         """Returns the state of the layer's `ByHead`."""
-        raise TypeError("OutlierHeads has no state of its own; call for_layer(spec) first")
+        raise TypeError("OutlierHeads has no state; call for_layer(spec) first")
 
     prefill = segments = compact = init  # type: ignore[assignment]

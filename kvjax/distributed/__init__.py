@@ -1,0 +1,1 @@
+"""Sharding over a mesh, collectives and host memory."""

@@ -1,4 +1,4 @@
-"""Arrays in host memory: large arrays are processed where they are, and only small ones move."""
+"""Arrays in host memory: large arrays are processed in place, and only small ones move."""
 
 from collections.abc import Callable
 from typing import Any

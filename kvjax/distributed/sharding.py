@@ -47,7 +47,7 @@ def make_mesh(
         kv_heads: KV heads of a layer.
         data: groups of devices that share the rows of a batch.
         tensor: devices that share a layer.
-        sequence: devices among those that share a KV head; by default as few as possible.
+        sequence: devices that share a KV head; by default as few as possible.
         devices: data * tensor devices, the `tensor` ones next to each other; by default all.
 
     Returns:

@@ -1,0 +1,1 @@
+"""Stores of keys and values that policies are built from."""

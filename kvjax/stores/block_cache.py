@@ -12,11 +12,11 @@ from pallas_kernels.cluster_recall import gather_blocks
 
 @state
 class BlockCache:
-    """Blocks that the last R steps selected. H are KV heads, or query heads if each selects blocks of its own."""
+    """Blocks that the last R steps selected. H are KV heads, or query heads if each query head selects blocks separately."""
 
     entries: Float[Array, "B H R K P 2*W"]
     block: Int[Array, "B H R K"]  # int32 block indices; -1 for none
-    step: Int[Array, "B"]  # int32 appended tokens so far; the next one's blocks go to step mod R
+    step: Int[Array, "B"]  # int32 appended tokens so far; the blocks of the next token go to step mod R
     requested: Int[Array, "B"]  # int32 blocks requested so far, over all heads
     hits: Int[Array, "B"]  # int32 blocks among these that were cached
 

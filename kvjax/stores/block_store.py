@@ -45,7 +45,7 @@ OUT_OF_RANGE = 2**30  # an index past every end, whose writes are dropped
 class BlockStore:
     """One head's tokens in N blocks of P tokens, key and value next to each other, as a TPU fetches a block.
 
-    The key is in the first columns of the first half of an entry, the value in those of the second half. A block is
+    The key is in the first columns of the first half of an entry, the value in the first columns of the second half. A block is
     filled from its first slot on; empty slots hold finite numbers. Devices may share the blocks: block indices are
     global everywhere but in these arrays. An entry is quantized once, when it is written.
     """
@@ -186,7 +186,7 @@ def write_blocks(store: BlockStore, index: Int[Array, "M"], blocks: BlockStore) 
         offset = first_mean(cast(Array, offset), keys.reshape(-1, store.head_dim), occupied)
         quantized = quantize(keys - offset, store.formats[0], unbiased=True), quantize(values, store.formats[1])
         blocks = _join_halves(blocks, *quantized, store.formats)
-    # Blocks have no offset of their own.
+    # The offset belongs to the store, not to blocks.
     written = write_index(dataclasses.replace(store, offset=None), local_slot(index, store.position.shape[0]), blocks)
     return dataclasses.replace(written, offset=offset)
 

@@ -52,7 +52,7 @@ class Staging:
 
 @state
 class Counters:
-    """How many tokens the rows of a batch have taken in. Layers that take in the same tokens share one."""
+    """The number of tokens that the rows of a batch have received. Layers that receive the same tokens share one."""
 
     present: Bool[Array, "B P"]  # staging slots that hold a token of the row; finished sequences append none
     offset: Int[Array, ""]  # int32, staging slots in use
@@ -63,7 +63,7 @@ class Counters:
 
     @property
     def total(self) -> Int[Array, "B"]:
-        """Tokens that every row has taken in."""
+        """Tokens that every row has received."""
         return self.first + self.count
 
 
@@ -191,7 +191,7 @@ def _causal_ends(counters: Counters, tokens: int) -> Int[Array, "T"]:
 
 
 def take_staged(staging: Staging, counters: Counters) -> tuple[Tokens, Counters]:
-    """Returns the staged tokens, those of every row from slot 0 on, and the counters of an empty buffer."""
+    """Returns the staged tokens, moved to the first slots of every row, and the counters of an empty buffer."""
 
     def order(present: Bool[Array, "P"]) -> Int[Array, "P"]:
         slots = present.shape[0]

@@ -20,7 +20,7 @@ class TopKStore:
     keys: Float[Array, "B H_kv S D"] = kv_entries()
     values: Float[Array, "B H_kv S D_v"] = kv_entries()
     ranked: Int[Array, "B"]  # int32, tokens of the prompt
-    later: Int[Array, "B"]  # int32, tokens taken in after the prompt
+    later: Int[Array, "B"]  # int32, tokens received after the prompt
 
 
 def init_top_k_store(spec: CacheSpec, slots: int) -> TopKStore:

@@ -24,7 +24,7 @@ class Window:
 
     keys: Float[Array, "B H_kv S D"] = kv_entries()
     values: Float[Array, "B H_kv S D_v"] = kv_entries()
-    total: Int[Array, "B"]  # int32, tokens taken in so far
+    total: Int[Array, "B"]  # int32, tokens received so far
     recent: int = static()  # slots of recent tokens
     sinks: int = static()  # slots of sink tokens
 
@@ -105,7 +105,7 @@ def slide(window: Window, new: Tokens) -> tuple[Window, Tokens]:
 
     Args:
         window: the window.
-        new: tokens that follow those of the window.
+        new: the tokens that follow the window.
 
     Returns:
         The window, and the tokens that leave it, oldest first.
@@ -249,7 +249,7 @@ def insert_full_chunks(
 
     Returns:
         The window, the collected tokens, the chunks inserted, the result of `insert_chunk` (None if no chunk can be
-        full), and the tokens for which there was no slot.
+        full), and the tokens that found no free slot.
     """
     fixed = window.fixed
     slots, arriving = window.keys.shape[2] - fixed, left.keys.shape[2]
