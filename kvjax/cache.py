@@ -159,8 +159,8 @@ def prefill(
         if bool(jnp.any(num_tokens(cache) > 0)):
             raise ValueError(
                 f"prefill needs an empty cache, but its rows hold {np.asarray(num_tokens(cache)).tolist()} tokens; "
-                "make a new cache with kvjax.init (Flax Linen's init runs a layer once, which appends a token), or append "
-                "with kvjax.step"
+                "make a new cache with kvjax.init (Flax Linen's init runs a layer once, which appends a token), or "
+                "append with kvjax.step"
             )
     return _prefill(cache, keys, values, lengths, queries, layer_carry, sink_logits, repeated)
 

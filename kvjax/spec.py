@@ -169,6 +169,12 @@ def round_to_tiles(slots: int) -> int:
     """Rounds down to a multiple of `TILE` if that removes at most 2% of the slots.
 
     XLA lays out stores of other sizes in a way that TPU kernels cannot read, and copies them once per decode block.
+
+    Args:
+        slots: a number of slots.
+
+    Returns:
+        The rounded number.
     """
     excess = slots % TILE
     return slots - excess if 50 * excess <= slots else slots

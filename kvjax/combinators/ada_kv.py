@@ -36,8 +36,8 @@ class AdaKVState:
 class AdaKV(Policy[AdaKVState]):
     """Keeps the tokens with the highest scores of all heads of a layer, so that heads get slots by need.
 
-    The buffer has the size of one with equal heads. If devices shard the heads, the heads of one device share its slots.
-    XLA multiplies the slots of all heads with every head's queries and masks those that belong to other heads.
+    The buffer has the size of one with equal heads. If devices shard the heads, the heads of one device share its
+    slots. XLA multiplies the slots of all heads with every head's queries and masks the slots of other heads.
 
     Attributes:
         policy: the policy that scores tokens.

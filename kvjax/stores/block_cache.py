@@ -12,7 +12,10 @@ from pallas_kernels.cluster_recall import gather_blocks
 
 @state
 class BlockCache:
-    """Blocks that the last R steps selected. H are KV heads, or query heads if each query head selects blocks separately."""
+    """Blocks that the last R steps selected.
+
+    H are KV heads, or query heads if each query head selects blocks separately.
+    """
 
     entries: Float[Array, "B H R K P 2*W"]
     block: Int[Array, "B H R K"]  # int32 block indices; -1 for none

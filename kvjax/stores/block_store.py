@@ -45,9 +45,9 @@ OUT_OF_RANGE = 2**30  # an index past every end, whose writes are dropped
 class BlockStore:
     """One head's tokens in N blocks of P tokens, key and value next to each other, as a TPU fetches a block.
 
-    The key is in the first columns of the first half of an entry, the value in the first columns of the second half. A block is
-    filled from its first slot on; empty slots hold finite numbers. Devices may share the blocks: block indices are
-    global everywhere but in these arrays. An entry is quantized once, when it is written.
+    The key is in the first columns of the first half of an entry, the value in the first columns of the second half.
+    A block is filled from its first slot on; empty slots hold finite numbers. Devices may share the blocks: block
+    indices are global everywhere but in these arrays. An entry is quantized once, when it is written.
     """
 
     entries: Float[Array, "N P 2*W"]

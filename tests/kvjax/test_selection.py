@@ -180,7 +180,7 @@ def test_leverage_before_rope_does_not_see_positions():
 def test_kvzip_scores_by_what_repeating_attends_to():
     rng = np.random.default_rng(2)
     stream = make_stream()
-    spec, policy = make_spec(), KVzip(9, sinks=2, compact_every=4, chunk=8)
+    spec, policy = make_spec(), KVzip(9, sinks=2, compact_every=4, chunk_tokens=8)
     tokens, chunks, width = 20, 3, 16
     lengths = np.array([20, 13, 9])[:BATCH]
     sizes = np.array([[8 + 3 * (c > 0) if n > 8 * c else 0 for c in range(chunks)] for n in lengths], np.int32)
@@ -441,7 +441,7 @@ def test_what_cannot_be_is_said():
         with pytest.raises(ValueError, match=f"{name}={value!r}"):
             policy(64, **setting)
     with pytest.raises(ValueError, match="different repetitions"):
-        _ = kvjax.ByHead((KVzip(64), KVzip(64, chunk=5))).repeat
+        _ = kvjax.ByHead((KVzip(64), KVzip(64, chunk_tokens=5))).repeat
 
 
 def test_layers_have_their_shares_of_the_budget():

@@ -148,7 +148,7 @@ def test_policies_are_listed_with_their_settings(kvjax):
     assert (
         "recent: int = 64" in detail and "variant: 'mean_value' or 'self_normalised' or 'paper' = mean_value" in detail
     )
-    assert "Source: SubGen, Algorithm 1" in detail
+    assert "SubGen, Algorithm 1" in detail
 
 
 @pytest.mark.parametrize(
@@ -159,16 +159,16 @@ def test_policies_are_listed_with_their_settings(kvjax):
         (("generate", MODEL, "--prompt_file=no_such_file"), "No such file"),
         (("generate", MODEL, "--prompt=x", "--prompt_file=-"), "kvjax: several texts go with --prefix only"),
         (("generate", MODEL, "--prompt=x", "--resume"), "kvjax: --resume needs --save_dir"),
-        (("generate", MODEL, "--prompt=x", "--policy=no_such"), "kvjax: policy 'no_such' is not known"),
-        (("generate", MODEL, "--prompt=x", "--policy=uniform", "--budget=7q"), "kvjax: budget '7q': give slots"),
-        (("generate", MODEL, "--prompt=x", "--policy=uniform"), "kvjax: a budget of 25% of"),
+        (("generate", MODEL, "--prompt=x", "--policy=no_such"), "kvjax: policy 'no_such' is unknown"),
+        (("generate", MODEL, "--prompt=x", "--policy=uniform", "--budget=7q"), "kvjax: budget='7q' is not a budget"),
+        (("generate", MODEL, "--prompt=x", "--policy=uniform"), "kvjax: budget=25% of"),
         (("generate", MODEL, "--prompt=x", "--max_new_tokens=0"), "kvjax: --max_new_tokens and --save_every must be"),
         (("generate", MODEL, "--prompt=x", "--temperature=-1"), "kvjax: temperature=-1"),
         (("generate", MODEL, "--prompt=x", "--stop=y"), "kvjax: --stop goes with --prompts_file only"),
         (("generate", MODEL, "--prompts_file=x"), "kvjax: --prompts_file and --output go together"),
         (("generate", MODEL, "--prompts_file=x", "--output=y", "--prompt=z"), "does not go with --prompt"),
         (("chat", MODEL), "kvjax: this checkpoint has no chat template"),
-        (("policies", "no_such"), "kvjax: policy 'no_such' is not known"),
+        (("policies", "no_such"), "kvjax: policy 'no_such' is unknown"),
         (("bench", MODEL, "--turns=0"), "kvjax: --context_tokens, --batch, --tokens and --turns must be at least 1"),
     ],
 )

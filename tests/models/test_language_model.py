@@ -88,10 +88,10 @@ def test_a_budget_that_is_a_share_is_kept(llm, policy):
         ("subgen", None, "subgen needs a budget"),
         (kvjax.SubGen, None, "SubGen needs a budget"),
         ("subgen@128", 256, "has a budget"),
-        (kvjax.SubGen(128), 256, "has its size"),
-        ("subgen", "a lot", "budget 'a lot': give slots"),
-        ("no_such", 128, "policy 'no_such' is not known"),
-        ("subgen", "1%", "a budget of 1% of 7 tokens: "),
+        (kvjax.SubGen(128), 256, "has a budget"),
+        ("subgen", "a lot", "budget='a lot' is not a budget"),
+        ("no_such", 128, "policy 'no_such' is unknown"),
+        ("subgen", "1%", "budget=1% of 7 tokens: "),
     ],
 )
 def test_what_is_no_policy_or_budget_is_refused(llm, policy, budget, message):

@@ -184,7 +184,7 @@ def test_a_sequence_has_the_frequencies_of_the_length_that_it_may_grow_to():
     [
         ({"rotary_dim": 3}, "rotary_dim=3 must be even"),
         ({"activation": "relu"}, "activation='relu'; known: silu, gelu"),
-        ({"norms": "none"}, "norms='none'; known: before, after, around"),
+        ({"norms": "none"}, "norms='none'; known: pre, post, sandwich"),
         ({"experts": 2, "experts_per_token": 3}, r"experts_per_token=3 must lie in \[1, experts=2\]"),
         ({"experts": 2, "experts_per_token": 1}, "expert_width=0; it must be at least 1"),
         ({"rope_scaling": RopeScaling("longrope", 2.0, short_factors=(1.0,))}, "short_factors has 1 numbers; 2 pairs"),
