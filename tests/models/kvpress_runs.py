@@ -83,7 +83,7 @@ PHRASES = {
     "\n": (2,),
     "": (),
 }
-_AGAIN = dict(zip(("ask", "ask_part", "suffix"), PHRASES.values(), strict=False)) | {"beside": True}
+_AGAIN = dict(zip(("instruction", "continuation", "suffix"), PHRASES.values(), strict=False)) | {"reserve_decode_slots": True}
 _LEVERAGE = LeverageScores(budget(0.5), sinks=0, reserve_decode_slots=True)
 SCORED_RUNS = {
     "leverage_scores": Scored(lambda kvpress: _leverage(kvpress), _LEVERAGE),
@@ -91,7 +91,7 @@ SCORED_RUNS = {
     "kvzip": Scored(lambda kvpress: kvpress.KVzipPress(0.5, layerwise=True), AdaKV(KVzip(budget(0.5), **_AGAIN), 0.0)),
     "kvzip_in_chunks": Scored(
         lambda kvpress: kvpress.KVzipPress(0.75, layerwise=True, chunk_size=40),
-        AdaKV(KVzip(budget(0.75), chunk=40, **_AGAIN), 0.0),
+        AdaKV(KVzip(budget(0.75), chunk_tokens=40, **_AGAIN), 0.0),
     ),
     "knorm": Scored(
         lambda kvpress: kvpress.KnormPress(0.5), kvjax.Knorm(budget(0.5), sinks=0, reserve_decode_slots=True)

@@ -36,7 +36,7 @@ MODELS = {
     "tokens of all heads": (4, 2, {"tensor": 8, "sequence": 8}, NORMS),
     "tokens of two groups": (2, 2, {"tensor": 4, "data": 2}, {}),
 }
-KVZIP = kvjax.KVzip(40, recent=8, compact_every=8, chunk_tokens=100, instruction=(1, 2), ask_part=(3,), suffix=(4,))
+KVZIP = kvjax.KVzip(40, recent=8, compact_every=8, chunk_tokens=100, instruction=(1, 2), continuation=(3,), suffix=(4,))
 CHUNK, LENGTHS = 16, [300, 512]
 
 
