@@ -5,7 +5,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.combinators.head_choice import HeadChoice
+from kvjax.combinators.outlier_heads import HeadChoice
 
 from experiments import calibrate_heads
 from experiments.common import corpora, settings

@@ -83,7 +83,9 @@ def compare(policy, mesh):
 
 
 def compare_caches(alone, together):
-    numbers = lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.number) else jax.random.key_data(leaf)  # noqa: E731
+    def numbers(leaf):
+        return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
     for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(together), strict=True):
         one, other = numbers(one), numbers(other)
         # Where devices share slots, there are as many for each, and the last ones may stay empty.

@@ -14,7 +14,7 @@ from kvjax_models.generation.generator import Generator, extend_rows
 from kvjax_models.generation.state import compact_layer
 from tests.models.test_generate import CHUNK, PERIOD, PROMPTS, TURN, random_model
 
-SIZES = {"sinks": 2, "cluster_tokens": 8, "every": 16, "chunk_clusters": 2, "compact_every": PERIOD}
+SIZES = {"sinks": 2, "cluster_tokens": 8, "chunk_tokens": 16, "chunk_clusters": 2, "compact_every": PERIOD}
 PLAIN = kvjax.ClusterKV(24, **SIZES)
 
 

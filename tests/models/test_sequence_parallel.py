@@ -43,7 +43,7 @@ CHUNK, LENGTHS = 16, [300, 512]
 def random_model(query_heads, kv_heads, more, dtype=jnp.float32):
     config = dataclasses.replace(CONFIG, query_heads=query_heads, kv_heads=kv_heads, **more)
     model = Llama(config, dtype=dtype, rngs=nnx.Rngs(0))
-    if config.sinks:
+    if config.attention_sinks:
         for layer in model.layers:
             layer.attention.sinks[...] = jnp.linspace(-2.0, 2.0, query_heads, dtype=dtype)
     return model
