@@ -78,7 +78,7 @@ def through(policy, spec, keys, queries, values, lengths, blocks, counts, asked_
 @pytest.mark.parametrize("name", each(POLICIES, quick=["uniform", "snapkv"]))
 def test_padding_of_any_content_never_reaches_a_result(name):
     """Noise past the lengths of rows, in prompts and in later blocks, gives to the bit what zeros there give."""
-    if POLICIES[name].repeat is not None:
+    if POLICIES[name].requires.repetition is not None:
         pytest.skip("it reads the prompt again")
     (queries, keys, values), *blocks = inputs()
     lengths, counts = np.array(LENGTHS, np.int32), np.array([[8, 0, 3], [2, 8, 0]], np.int32)
