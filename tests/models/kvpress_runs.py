@@ -20,7 +20,7 @@ from kvjax.policies.leverage_scores import LeverageScores
 from kvjax.policy import Policy
 from kvjax_models.formats import huggingface
 from kvjax_models.generation import prefill
-from kvjax_models.generation.generator import cache_specs
+from kvjax_models.generation.state import cache_specs
 from tests.models import families
 
 CHECKPOINT = pathlib.Path(__file__).parents[1] / "golden" / "transformers" / families.LLAMA31.name

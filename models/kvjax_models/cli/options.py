@@ -1,4 +1,4 @@
-"""Options that commands share."""
+"""Options and output that commands share."""
 
 import dataclasses
 import pathlib
@@ -21,19 +21,26 @@ from kvjax_models.generation.state import GenerationState
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
-    """Which model, and where it lies."""
+    """The model and the devices it runs on."""
 
     model: str = ""  # A Hugging Face directory, or the name of a model on the hub, such as Qwen/Qwen3-0.6B.
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # Of parameters and arithmetic; the file's own.
-    seed: int = 0  # Decides sampling, and the policies' randomness.
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # Of parameters and activations; the checkpoint's.
+    seed: int = 0  # Seed of sampling and of the policies' randomness.
     devices: Devices = dataclasses.field(default_factory=Devices)
 
     def load(self) -> language_model.LanguageModel:
-        """The model on the devices that the options call for."""
+        """Loads the model onto the requested devices.
+
+        Returns:
+            The model and its tokenizer.
+
+        Raises:
+            ValueError: if no model is given.
+        """
         if not self.model:
-            raise ValueError("give --model: a Hugging Face directory, or the name of a model on the hub")
-        own = dataclasses.asdict(self)
-        initialize_processes(self.devices, own | own.pop("devices") | {"process": None})
+            raise ValueError("--model is required: a Hugging Face directory, or the name of a model on the hub")
+        options = dataclasses.asdict(self)
+        initialize_processes(self.devices, options | options.pop("devices") | {"process": None})
         directory = language_model.resolve_directory(self.model)
         mesh = make_mesh(self.devices, huggingface.load_config(directory).kv_heads)
         dtype = None if self.dtype is None else jnp.dtype(self.dtype)
@@ -42,68 +49,93 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationOptions(ModelOptions):
-    """How text is written."""
+    """How text is generated."""
 
     policy: str = "exact"  # NAME or NAME:setting=value,...; `kvjax policies` lists them.
-    budget: str = "25%"  # Slots per head (1024), a share of exact's bytes (25%) or bytes (64MiB).
-    max_new_tokens: int = 256  # Most tokens to write.
-    temperature: float = 0.0  # 0 takes the most likely token.
-    top_k: int | None = None  # Sample among so many of the most likely tokens.
-    top_p: float | None = None  # Sample among the most likely tokens that hold this probability.
-    allow_beyond_context: bool = False  # Only warn of texts longer than those that the model was trained on.
+    budget: str = "25%"  # Slots per KV head (1024), a share of the full cache (25%) or bytes (64MiB).
+    max_new_tokens: int = 256  # Maximum number of new tokens.
+    temperature: float = 0.0  # 0 selects the most likely token.
+    top_k: int | None = None  # Sample among the k most likely tokens.
+    top_p: float | None = None  # Sample among the most likely tokens whose probability reaches p.
+    allow_beyond_context: bool = False  # Only warn if a sequence exceeds the model's context length.
 
     @property
     def sampling(self) -> Sampling:
+        """The sampling parameters."""
         return Sampling(self.temperature, self.top_k, self.top_p)
 
     @property
     def choice(self) -> PolicyChoice:
+        """The policy with its budget."""
         return parse_policy(self.policy, self.budget)
+
+    def check(self) -> None:
+        """Checks the options before a model is loaded; invalid policies and sampling raise a ValueError, too.
+
+        Raises:
+            ValueError: if the number of new tokens is invalid.
+        """
+        if self.max_new_tokens < 1:
+            raise ValueError(f"--max_new_tokens={self.max_new_tokens} must be at least 1")
+        _ = self.choice, self.sampling
 
 
 def parse_policy(policy: str, budget: str) -> PolicyChoice:
-    """A policy with this budget, unless it has one of its own or takes none."""
+    """Returns a policy with a budget, unless it has its own budget or takes none.
+
+    Args:
+        policy: policy as a user writes it.
+        budget: budget as a user writes it.
+    """
     choice = PolicyChoice.parse(policy)
-    wanted = Budget.parse(budget)
-    return dataclasses.replace(choice, budget=wanted) if choice.takes_budget and choice.budget is None else choice
+    default = Budget.parse(budget)
+    return dataclasses.replace(choice, budget=default) if choice.takes_budget and choice.budget is None else choice
 
 
 def repeatable(metavar: str) -> list[str]:
-    """A field that may be given many times."""
+    """Returns a field of an option that can be repeated."""
     return simple_parsing.field(default_factory=list, action="append", nargs=None, metavar=metavar)
 
 
 def read_text(path: str) -> str:
-    """A file's text; - for standard input.
+    """Returns the content of a UTF-8 file; "-" is standard input.
 
     Raises:
-        ValueError: for a file that is not UTF-8, with its name.
+        ValueError: if it is not UTF-8.
     """
     try:
         return sys.stdin.read() if path == "-" else pathlib.Path(path).read_text("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def write_output(text: str) -> None:
-    """Writes a part of the text as soon as it is there, in the first process of a run."""
+    """Writes generated text to standard output immediately, in the first process of a run."""
     if is_first_process():
         sys.stdout.write(text)
         sys.stdout.flush()
 
 
 def write_status(text: str) -> None:
-    """Says beside the text what was done."""
+    """Writes a status message to standard error, in the first process of a run."""
     if is_first_process():
         print(text, file=sys.stderr, flush=True)
 
 
 def describe_cache(generator: Generator, state: GenerationState) -> str:
-    """What the caches of a generation hold and read, in words."""
-    bytes_held = kvjax.cache_bytes(state.layers)
-    read = sum(map(kvjax.read_bytes, state.layers))
-    exact = generator.specs[0].exact_bytes(int(state.positions.sum())) * len(generator.specs)
+    """Describes the bytes of a generation's caches.
+
+    Args:
+        generator: the generator.
+        state: its state.
+
+    Returns:
+        The description.
+    """
+    cache_bytes = kvjax.cache_bytes(state.layers)
+    read_bytes = sum(map(kvjax.read_bytes, state.layers))
+    full_bytes = generator.specs[0].exact_bytes(int(state.positions.sum())) * len(generator.specs)
     return (
-        f"cache {readable_bytes(bytes_held.device)} on the device, {bytes_held.device / exact:.1%} of exact's, "
-        f"{readable_bytes(bytes_held.host)} on the host; {readable_bytes(read)} read per token"
+        f"cache {readable_bytes(cache_bytes.device)} on the device, {cache_bytes.device / full_bytes:.1%} of the full "
+        f"cache, {readable_bytes(cache_bytes.host)} on the host; {readable_bytes(read_bytes)} read per token"
     )
