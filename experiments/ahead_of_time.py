@@ -40,7 +40,8 @@ from experiments.common.options import Experiment, Policies, each
 from experiments.common.results import Row
 from kvjax.budget import format_bytes
 from kvjax_models.generation import lowering, prefill
-from kvjax_models.generation.generator import Generator, cache_specs
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.state import cache_specs
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
 

@@ -33,8 +33,8 @@ from experiments.common.timing import Writer
 from kvjax.registry import PolicyChoice
 from kvjax_models.formats import huggingface
 from kvjax_models.generation import prefill
-from kvjax_models.generation.generator import Generator, cache_specs
-from kvjax_models.generation.state import GenerationState
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.state import GenerationState, cache_specs
 from kvjax_models.model.llama import Llama
 
 NAME = "decode_speed"

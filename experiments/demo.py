@@ -26,7 +26,8 @@ from experiments.common.tasks import ruler
 from experiments.common.tasks.problem import Problem
 from kvjax.budget import format_bytes
 from kvjax_models import language_model
-from kvjax_models.generation.generator import Generator, extend_rows
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.rows import extend_rows
 from kvjax_models.generation.state import GenerationState
 
 

@@ -45,7 +45,7 @@ from experiments.common.results import Row
 from experiments.common.tasks import long_texts, ruler
 from kvjax.budget import Budget
 from kvjax.registry import PolicyChoice
-from kvjax_models.generation.generator import cache_specs
+from kvjax_models.generation.state import cache_specs
 
 NAME = "peers"
 PERPLEXITY = "perplexity"

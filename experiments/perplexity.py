@@ -27,8 +27,7 @@ from experiments.common.results import Row
 from experiments.common.tasks import long_texts
 from kvjax.registry import PolicyChoice
 from kvjax_models.formats.tokenizer import Tokenizer
-from kvjax_models.generation.generator import parameter_bytes
-from kvjax_models.model.llama import Llama
+from kvjax_models.model.llama import Llama, parameter_bytes
 
 NAME = "perplexity"
 ACCUMULATING, PER_POSITION = FORMS = ("accumulating", "per_position")

@@ -30,8 +30,9 @@ from experiments.common.options import Experiment, each
 from experiments.common.results import Row
 from kvjax.registry import PolicyChoice
 from kvjax_models.generation import batching
-from kvjax_models.generation.generator import Generator, cache_specs
+from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.lowering import lower_decode
+from kvjax_models.generation.state import cache_specs
 from kvjax_models.model.llama import Llama
 
 NAME = "throughput"

@@ -11,8 +11,7 @@ from experiments.common import footprint
 from experiments.common.results import Estimate, Row, paired_difference, score_interval
 from experiments.common.results import row as make_row
 from kvjax.registry import PolicyChoice
-from kvjax_models.generation.generator import parameter_bytes
-from kvjax_models.model.llama import Llama
+from kvjax_models.model.llama import Llama, parameter_bytes
 
 
 @dataclasses.dataclass

@@ -15,8 +15,9 @@ from experiments.common.settings import fitted, possible
 from experiments.common.together import prefill_together
 from kvjax.registry import PolicyChoice
 from kvjax_models.formats.tokenizer import Tokenizer
-from kvjax_models.generation.generator import Generator, cache_specs, extend_rows
-from kvjax_models.generation.state import GenerationState
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.rows import extend_rows
+from kvjax_models.generation.state import GenerationState, cache_specs
 from kvjax_models.model.llama import Llama
 
 

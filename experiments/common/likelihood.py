@@ -11,7 +11,8 @@ from experiments.common import footprint
 from experiments.common.settings import possible
 from experiments.common.together import prefill_together
 from kvjax.registry import PolicyChoice
-from kvjax_models.generation.generator import Generator, cache_specs
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.state import cache_specs
 from kvjax_models.model.llama import Llama
 
 OCTAVES = 3  # of positions, beside the first stretch, that a streamed text is cut into

@@ -16,7 +16,8 @@ from experiments.common import ROOT, prefill_costs, settings
 from experiments.common.compiled import Collective, collectives
 from kvjax.registry import PolicyChoice
 from kvjax_models.generation import lowering
-from kvjax_models.generation.generator import Generator, cache_specs
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.state import cache_specs
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
 from kvjax_models.sharding import parameter_shardings
@@ -124,12 +125,12 @@ def plan(config: LlamaConfig, topology: str, setting: PolicyChoice, sizes: Sizes
         return Generator(model, policy, **made_for, prefill_chunk=sizes.prefill_chunk)
 
     generator = generator_of(model)
-    state = lowering.placed(jax.eval_shape(generator.init_state), mesh)
+    state = lowering.abstract_state(jax.eval_shape(generator.init_state), mesh)
 
     def through(layers: int) -> dict[str, Program]:
         """The programs that go through so many layers."""
         few = generator_of(abstract_model(of_layers(config, layers), mesh))
-        begun = lowering.placed(jax.eval_shape(few.init_state), mesh)
+        begun = lowering.abstract_state(jax.eval_shape(few.init_state), mesh)
         lowered = {DECODING: lowering.lower_decode(few, begun)}
         if few.streaming:
             lowered["reading"], *_, lowered["compaction"] = lowering.lower_append(few, begun)

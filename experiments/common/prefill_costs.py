@@ -52,7 +52,7 @@ def ways(model: Llama, mesh: Mesh, batch: int, tokens: int, chunk: int) -> list[
     if share_heads(mesh, heads) and mesh.shape[SEQUENCE] > 1:
         found.append(_whole("query heads shared", model, mesh, rows, tokens, mesh.shape[TENSOR] * mesh.shape[SEQUENCE]))
     if size > chunk:
-        found.append(_cut("tokens shared", model, DeviceGroup.of(mesh, heads), rows, -(-tokens // size), size))
+        found.append(_cut("tokens shared", model, DeviceGroup.from_mesh(mesh, heads), rows, -(-tokens // size), size))
     return found
 
 

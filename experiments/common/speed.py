@@ -15,9 +15,8 @@ from experiments.common import settings
 from experiments.common.options import Policies, one_of
 from kvjax.registry import PolicyChoice
 from kvjax_models.formats import huggingface
-from kvjax_models.generation.generator import parameter_bytes
 from kvjax_models.model.config import LlamaConfig
-from kvjax_models.model.llama import Llama
+from kvjax_models.model.llama import Llama, parameter_bytes
 from kvjax_models.model.rotary import RopeScaling
 
 MODEL_NAME = "random 8 x 512"

@@ -17,16 +17,10 @@ from kvjax.policy import RepeatedPrompt, Repetition, merge_requirements
 from kvjax.quantization import readable
 from kvjax.registry import PolicyChoice
 from kvjax.segment import BlockStoreRead
-from kvjax_models.generation.generator import Generator, cache_specs
-from kvjax_models.generation.prefill import (
-    PrefilledLayer,
-    compress_layer,
-    embed,
-    make_repetitions,
-    prefill_layers,
-    repeat_layer,
-)
-from kvjax_models.generation.state import GenerationState
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.prefill import PrefilledLayer, compress_layer, embed, prefill_layers
+from kvjax_models.generation.repetition import make_repetitions, repeat_layer
+from kvjax_models.generation.state import GenerationState, cache_specs
 from kvjax_models.model.llama import Llama
 
 SELECTIONS = 64  # queries that select one after the other, so that starting a program weighs nothing

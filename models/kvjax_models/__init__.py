@@ -1,10 +1,10 @@
-"""Language models whose caches kvjax compresses: the Flax NNX Llama family, Hugging Face directories, generation.
+"""Language models with compressed KV caches: a Flax NNX decoder family, checkpoints and text generation.
 
     llm = kvjax_models.load("DIRECTORY")
     print(llm.generate("Once upon a time", policy="subgen", budget="25%"))
 
-Modules: `language_model` (text to text), `generate` (states of a generation), `saved_states`, `checkpoint`,
-`tokenizer`, `sampling`, `llama`, `sharding`, `command` (the console command). Knows caches only by their interface.
+Subpackages: `formats` reads and writes checkpoints and tokenizers, `model` is the decoder, `generation` runs it through
+KV caches, `cli` is the console command `kvjax`. Caches are used through the interface of `kvjax` only.
 """
 
 from kvjax_models.generation.sampling import Sampling as Sampling

@@ -1,5 +1,4 @@
-"""Writes that prove themselves: whole or not at all, on the disk before they count, with digests to hold them against,
-by one writer at a time."""
+"""Atomic file writes with digests and locks: a file is either complete and on disk, or unchanged."""
 
 import contextlib
 import errno
@@ -21,10 +20,10 @@ LOCK = ".lock"
 
 
 def run_on_first_process(action: Callable[[], None]) -> None:
-    """Runs an action in the first process of a run, while the others wait: where it fails, all of them do.
+    """Runs an action on the first process of a run while the other processes wait.
 
     Raises:
-        OSError: in the other processes. In the first one, what the action raised.
+        OSError: on the other processes, if the action failed on the first one, which raises the original error.
     """
     error: Exception | None = None
     if is_first_process():
@@ -35,17 +34,25 @@ def run_on_first_process(action: Callable[[], None]) -> None:
     if jax.distributed.is_initialized():
         failed = bool(multihost_utils.broadcast_one_to_all(np.asarray(error is not None)))
         if failed and error is None:
-            raise OSError("the first process of the run could not do its part: see its error")
+            raise OSError("an operation failed on the first process of the run; see that process's error")
     if error is not None:
         raise error
 
 
 def lock_directory(directory: pathlib.Path, name: str = LOCK) -> filelock.BaseFileLock:
-    """The right to write to a directory (which is made), until it is released or the process ends, however it does.
-    One process may claim it many times.
+    """Acquires the right to write to a directory, until it is released or the process ends.
+
+    The directory is created if it does not exist. A process may acquire the same lock several times.
+
+    Args:
+        directory: directory to write to.
+        name: name of the lock file in it.
+
+    Returns:
+        The acquired lock.
 
     Raises:
-        OSError: where another process has it, or the directory cannot be written to.
+        OSError: if another process holds the lock or the directory is not writable.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory.resolve() / name
@@ -54,15 +61,17 @@ def lock_directory(directory: pathlib.Path, name: str = LOCK) -> filelock.BaseFi
         lock.acquire(blocking=False)
     except filelock.Timeout:
         raise OSError(
-            f"another process is writing to {directory} (it holds {path.name}): wait for it, or give another directory"
+            f"another process is writing to {directory} (it holds {path.name}); wait for it or use another directory"
         ) from None
     return lock
 
 
 @contextlib.contextmanager
 def atomic_replace(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A path to write a file to, which takes the place of `path` when it is whole and on the disk. Where writing fails,
-    what was there stays."""
+    """Yields a temporary path whose file replaces `path` once it is complete and on disk.
+
+    If the body raises, `path` keeps its content.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial
@@ -74,15 +83,20 @@ def atomic_replace(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a text in UTF-8 in the place of what was there."""
+    """Writes a UTF-8 text file atomically."""
     with atomic_replace(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def append_line(path: pathlib.Path, line: str) -> None:
-    """Adds a line, which is on the disk when this returns; after one that was cut off, or that could not be written
-    whole, it starts anew."""
-    with path.open("a+b", buffering=0) as file:  # what does not fit must not be written later
+    """Appends a line that is on disk when this returns.
+
+    A truncated last line is terminated first. If the line cannot be written completely, the file is restored.
+
+    Raises:
+        OSError: if the line cannot be written.
+    """
+    with path.open("a+b", buffering=0) as file:  # a buffer could write the remaining bytes after an error
         end = file.seek(0, os.SEEK_END)
         file.seek(max(end - 1, 0))
         data = (b"" if file.read(1) in (b"", b"\n") else b"\n") + line.encode() + b"\n"
@@ -96,8 +110,8 @@ def append_line(path: pathlib.Path, line: str) -> None:
 
 
 def fsync(path: pathlib.Path) -> None:
-    """Waits until a file, or a directory's list of names, is on the disk."""
-    if path.is_dir() and os.name == "nt":  # where directories cannot be opened
+    """Waits until a file, or the list of names of a directory, is on disk."""
+    if path.is_dir() and os.name == "nt":  # Windows cannot open directories
         return
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -107,57 +121,61 @@ def fsync(path: pathlib.Path) -> None:
 
 
 def sha256_of_bytes(data: bytes) -> str:
-    """SHA-256, in hexadecimal digits."""
+    """Returns the SHA-256 digest of bytes in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 def sha256_of_file(path: pathlib.Path) -> str:
-    """SHA-256 of a file."""
+    """Returns the SHA-256 digest of a file in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_digests(directory: pathlib.Path) -> None:
-    """Writes the digests of all files of a directory into it, with everything on the disk when this returns."""
-    found = {name: sha256_of_file(path) for name, path in _files(directory).items()}
+    """Writes the digests of all files of a directory into it; all of them are on disk when this returns."""
+    digests = {name: sha256_of_file(path) for name, path in _files(directory).items()}
     for path in directory.rglob("*"):
         fsync(path)
-    # The digests have one, too: a flip there would blame a file that is whole.
-    text = json.dumps(found, indent=1, sort_keys=True)
+    # The digests are protected by a digest, too: damage in them must not blame an intact file.
+    text = json.dumps(digests, indent=1, sort_keys=True)
     write_text(directory / DIGESTS, json.dumps({"sha256": sha256_of_bytes(text.encode()), "files": text}) + "\n")
 
 
 def find_damage(directory: pathlib.Path) -> str | None:
-    """What is wrong with a sealed directory; None where every file is there as it was sealed, and no other."""
+    """Compares a directory with the digests that `write_digests` wrote.
+
+    Returns:
+        A description of the first difference; None if all files are unchanged and no file was added.
+    """
     try:
-        held = json.loads((directory / DIGESTS).read_text(encoding="utf-8"))
-        text = held["files"]
-        if sha256_of_bytes(text.encode()) != held["sha256"]:
+        stored = json.loads((directory / DIGESTS).read_text(encoding="utf-8"))
+        text = stored["files"]
+        if sha256_of_bytes(text.encode()) != stored["sha256"]:
             return f"{DIGESTS} is damaged"
         expected = json.loads(text)
     except FileNotFoundError:
-        return f"{DIGESTS} is not there"
+        return f"{DIGESTS} is missing"
     except (ValueError, TypeError, KeyError, AttributeError):
         return f"{DIGESTS} is damaged"
     except OSError as error:
         return f"{DIGESTS} cannot be read: {error}"
     try:
         files = _files(directory)
-        if absent := sorted(expected.keys() - files.keys()):
-            return f"{absent[0]} is not there"
-        if strange := sorted(files.keys() - expected.keys()):
-            return f"{strange[0]} was not there when it was saved"
+        if missing := sorted(expected.keys() - files.keys()):
+            return f"{missing[0]} is missing"
+        if unexpected := sorted(files.keys() - expected.keys()):
+            return f"{unexpected[0]} was added after saving"
         for name, path in files.items():
             if sha256_of_file(path) != expected[name]:
-                return f"{name} is damaged: its SHA-256 is not the one that it was saved with"
+                return f"{name} is damaged: its SHA-256 differs from the saved one"
     except OSError as error:
         return f"a file cannot be read: {error}"
     return None
 
 
 def _files(directory: pathlib.Path) -> dict[str, pathlib.Path]:
-    """All files below a directory by their path there, but for their digests."""
+    """Returns all files below a directory except the digests, by relative path."""
     paths = [path for path in sorted(directory.rglob("*")) if path.is_symlink() or not path.is_dir()]
-    found = {path.relative_to(directory).as_posix(): path for path in paths}
-    found.pop(DIGESTS, None)
-    return found
+    files = {path.relative_to(directory).as_posix(): path for path in paths}
+    files.pop(DIGESTS, None)
+    return files

@@ -1,4 +1,4 @@
-"""Compiled programs of a process that lives long: sizes that share them, and an end to how many are kept."""
+"""Limits how many compiled programs a long-lived process creates and holds."""
 
 import pathlib
 from collections.abc import Iterable
@@ -7,35 +7,38 @@ from typing import Any
 import jax
 from absl import logging
 
-# Of the memory maps that Linux lets a process have: XLA:CPU takes hundreds per program, and dies where there are no
-# more.
-_SHARE = 0.6
-_MAPS, _MOST = pathlib.Path("/proc/self/maps"), pathlib.Path("/proc/sys/vm/max_map_count")
+# XLA:CPU takes hundreds of memory maps per program and aborts the process at Linux's limit.
+_MAX_SHARE_OF_LIMIT = 0.6
+_MAPS, _LIMIT = pathlib.Path("/proc/self/maps"), pathlib.Path("/proc/sys/vm/max_map_count")
 
 
 def length_bucket(tokens: int) -> range:
-    """The prompt lengths that share the programs of a prompt of so many tokens: sixteen of them, or a quarter of an
-    octave. Caches are made for the last."""
+    """Returns the prompt lengths that share compiled programs with a prompt of `tokens` tokens.
+
+    A bucket spans 16 lengths or a quarter of an octave, whichever is larger. Caches are created for the last one.
+    """
     step = max(16, 1 << max((tokens - 1).bit_length() - 3, 0))
     last = max(-(-tokens // step), 1) * step
     return range(last - step + 1, last + 1)
 
 
 def free_compiled_programs(functions: Iterable[Any]) -> None:
-    """Drops what these functions have compiled where the process nears the memory maps that it may have: what is needed
-    again is compiled again."""
-    most = max_memory_maps()
-    if most is None or num_memory_maps() < _SHARE * most:
+    """Clears the caches of jitted functions if the process approaches its limit of memory maps.
+
+    Programs that are needed again are compiled again.
+    """
+    limit = max_memory_maps()
+    if limit is None or num_memory_maps() < _MAX_SHARE_OF_LIMIT * limit:
         return
-    logging.info("compiled programs are dropped: the process holds %d memory maps of %d", num_memory_maps(), most)
+    logging.info("clearing compiled programs: the process holds %d of %d memory maps", num_memory_maps(), limit)
     for function in functions:
         function.clear_cache()
-    if num_memory_maps() >= _SHARE * most:  # others' programs, too
+    if num_memory_maps() >= _MAX_SHARE_OF_LIMIT * limit:  # other functions hold programs, too
         jax.clear_caches()
 
 
 def num_memory_maps() -> int:
-    """Memory maps that the process holds; 0 where nothing says so."""
+    """Returns the number of memory maps that this process holds; 0 if the system does not report it."""
     try:
         return _MAPS.read_bytes().count(b"\n")
     except OSError:
@@ -43,8 +46,8 @@ def num_memory_maps() -> int:
 
 
 def max_memory_maps() -> int | None:
-    """Memory maps that a process may hold; None where there is no such limit."""
+    """Returns the system's limit of memory maps per process; None if the system has no limit."""
     try:
-        return int(_MOST.read_text())
+        return int(_LIMIT.read_text())
     except (OSError, ValueError):
         return None

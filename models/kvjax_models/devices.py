@@ -1,11 +1,11 @@
-"""A run on several devices, in one process or in several: the options of commands, and what comes of them.
+"""Options for runs on several devices and in several processes.
 
     kvjax generate ... --mesh_data 2 --mesh_tensor 4
     kvjax generate ... --mesh_data 2 --mesh_tensor 4 --coordinator HOST:PORT --processes 2 --process 0
     kvjax generate ... --mesh_data 2 --mesh_tensor 4 --coordinator HOST:PORT --processes 2 --process 1
 
-Every process runs the same command; the first alone writes and prints. On TPU slices `--coordinator auto` is enough:
-JAX finds the others by itself.
+Every process runs the same command; only the first one writes files and prints. On TPU slices, `--coordinator auto`
+is enough: JAX finds the other processes.
 """
 
 import dataclasses
@@ -23,35 +23,47 @@ AUTO = "auto"
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """Where a command runs."""
+    """The devices and processes that a command runs on."""
 
-    mesh_data: int = 1  # Groups of devices that share the rows of a batch.
-    mesh_tensor: int = 1  # Devices that share a layer.
-    mesh_sequence: int | None = None  # Those of them that share each head; by default as few as there are heads for.
+    mesh_data: int = 1  # Groups of devices; each group processes some of the batch rows.
+    mesh_tensor: int = 1  # Devices per group; they share the work of every layer.
+    mesh_sequence: int | None = None  # Of these, the devices that share one KV head; by default as few as possible.
     coordinator: str | None = None  # HOST:PORT of the first process, or auto; for runs in several processes.
-    processes: int | None = None  # Processes of the run.
-    process: int | None = None  # Number of this one.
+    processes: int | None = None  # Number of processes of the run.
+    process: int | None = None  # Index of this process.
 
 
 def initialize_processes(devices: Devices, options: Mapping[str, object]) -> None:
-    """Joins the other processes, where there are some. Before anything else is asked of JAX.
+    """Connects the processes of a run; call this before any other use of JAX.
 
     Args:
-        options: all that the command was given and that must be the same in all processes.
+        devices: the coordinator and the processes; does nothing without a coordinator.
+        options: all options of the command that must be equal in all processes.
 
     Raises:
-        ValueError: for processes that were started with other options, with their names.
+        ValueError: if another process was started with different options.
     """
     if devices.coordinator is None or jax.distributed.is_initialized():
         return
     address = None if devices.coordinator == AUTO else devices.coordinator
     jax.distributed.initialize(address, devices.processes, devices.process)
-    if differing := _differing({name: repr(value) for name, value in options.items()}):
-        raise ValueError(f"processes were started with different flags: {', '.join('--' + name for name in differing)}")
+    if names := _differing_names({name: repr(value) for name, value in options.items()}):
+        raise ValueError(
+            f"processes were started with different values of {', '.join('--' + name for name in names)}; start all of "
+            "them with the same flags"
+        )
 
 
 def make_mesh(devices: Devices, kv_heads: int) -> jax.sharding.Mesh | None:
-    """The mesh that the options call for; None for one device."""
+    """Creates the mesh that the options request.
+
+    Args:
+        devices: sizes of the mesh axes.
+        kv_heads: KV heads of the model, which determine how the devices of a layer share heads.
+
+    Returns:
+        The mesh; None for a single device.
+    """
     data, tensor = devices.mesh_data, devices.mesh_tensor
     if data * tensor == 1:
         return None
@@ -59,23 +71,27 @@ def make_mesh(devices: Devices, kv_heads: int) -> jax.sharding.Mesh | None:
 
 
 def is_first_process() -> bool:
-    """Whether this process writes and prints. It takes no device to say so."""
+    """Returns whether this process writes files and prints; does not initialize a device."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
-def check_agreement(what: str, text: str) -> None:
-    """Waits for the other processes.
+def check_agreement(name: str, text: str) -> None:
+    """Waits for the other processes and compares a text with theirs.
+
+    Args:
+        name: name of the text in the error message.
+        text: the text of this process.
 
     Raises:
-        ValueError: where they do not hold the same text, with what that is.
+        ValueError: if the texts differ.
     """
-    if jax.distributed.is_initialized() and _differing({what: text}):
-        raise ValueError(f"{what}: processes do not hold the same; do they share the directory?")
+    if jax.distributed.is_initialized() and _differing_names({name: text}):
+        raise ValueError(f"{name} differs between processes; all processes must use the same directory")
 
 
-def _differing(texts: Mapping[str, str]) -> list[str]:
-    """The names of texts that are not the same in all processes."""
+def _differing_names(texts: Mapping[str, str]) -> list[str]:
+    """Returns the names of texts that are not equal in all processes."""
     names = sorted(texts)
     sums = np.array([zlib.crc32(f"{name}={texts[name]}".encode()) for name in names], np.uint32)
-    everywhere = np.asarray(multihost_utils.process_allgather(sums)).reshape(-1, len(names))
-    return [name for name, differs in zip(names, (everywhere != sums).any(axis=0), strict=True) if differs]
+    gathered = np.asarray(multihost_utils.process_allgather(sums)).reshape(-1, len(names))
+    return [name for name, differs in zip(names, (gathered != sums).any(axis=0), strict=True) if differs]

@@ -1,4 +1,4 @@
-"""A model with its tokenizer: text in, text out, through any cache policy."""
+"""A model with its tokenizer: generates text through any cache policy."""
 
 import dataclasses
 import os
@@ -21,28 +21,41 @@ from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
 from kvjax_models.formats.tokenizer import Streamer, Tokenizer
 from kvjax_models.generation.batching import Request, parse_batch_size
 from kvjax_models.generation.completions import Completion, TextCallback, generate_completions, in_prompt_order
-from kvjax_models.generation.generator import Generator, cache_specs, extend_rows
+from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import Sampling
+from kvjax_models.generation.state import cache_specs
 from kvjax_models.model.llama import Llama
 
 Message = Mapping[str, str]  # {"role": "user", "content": "..."}
 Prompt = str | Sequence[Message]  # a text to continue, or a conversation to answer
 
-_FILES = ["*.json", "*.safetensors", "*.jinja"]  # what is read of a model on the hub
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # downloaded from the hub
 
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
-    """A decoder and its tokenizer."""
+    """A decoder and its tokenizer.
+
+    Attributes:
+        model: the decoder.
+        tokenizer: its tokenizer; all special tokens must be in the model's vocabulary.
+    """
 
     model: Llama
     tokenizer: Tokenizer
 
     def __post_init__(self) -> None:
+        """Checks that the special tokens are in the vocabulary.
+
+        Raises:
+            ValueError: if one is not.
+        """
         size = self.model.config.vocab_size
-        for name, ids in (("end-of-text", self.tokenizer.eos_ids), ("first", self.tokenizer.prefix_ids)):
-            if strange := [token for token in ids if token >= size]:
-                raise ValueError(f"the tokenizer's {name} token is {strange[0]}; the model's vocabulary has {size}")
+        for name, ids in (("end-of-text", self.tokenizer.eos_ids), ("BOS", self.tokenizer.prefix_ids)):
+            if outside := [token for token in ids if token >= size]:
+                raise ValueError(
+                    f"the tokenizer's {name} token {outside[0]} exceeds the model's vocabulary of {size} tokens"
+                )
 
     def generate(
         self,
@@ -56,35 +69,39 @@ class LanguageModel:
         allow_beyond_context: bool = False,
         kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
     ) -> str | list[str]:
-        """Continues a text, or several side by side.
+        """Continues one text or a batch of texts.
+
+        Invalid policies, budgets and empty prompts raise a ValueError.
 
         Args:
-            prompt: one text, or a list of them; for conversations see `stream`.
-            policy, budget: how much the cache keeps, and of what: "subgen" and "25%", `kvjax.SubGen` and 1024, or a
-                policy; see `kvjax.registry.resolve_policy`. Prompts nearly as long as another share its programs
-                (`compile_cache.length_bucket`): a share is one of what exact holds for the shortest of them, never more.
-            max_new_tokens: most tokens to write; an end-of-text token ends a row before.
-            sampling: greedy where None.
-            allow_beyond_context: see `Generator`.
-            kv_dtype: quantization format of the cache: "int8", "fp8", "int4", "int3", "int2", or a pair (keys, values).
+            prompt: one text, or a list of texts that are processed as one batch (`generate_many` limits the batch
+                size). See `stream` for conversations.
+            policy: cache policy: a name ("subgen"), a class (`kvjax.SubGen`) or a policy.
+            budget: size of the cache: a share of the full cache ("25%"), bytes ("64MiB") or slots per KV head (1024);
+                None if the policy has a size. A share refers to the shortest prompt length whose programs are shared
+                (`compile_cache.length_bucket`).
+            max_new_tokens: maximum number of new tokens; an end-of-text token finishes a sequence earlier.
+            sampling: sampling parameters; greedy by default.
+            seed: seed of sampling and of the policy's randomness.
+            allow_beyond_context: whether sequences may exceed the model's context length; see `Generator`.
+            kv_dtype: quantization format of the cache: "int8", "fp8", "int4", "int3", "int2", or a pair for keys and
+                values; not quantized by default.
 
         Returns:
-            The new text, or one per prompt. All stand side by side; `generate_many` takes a few at a time.
-
-        Raises:
-            ValueError: for what is no policy, a budget that it cannot have, or an empty prompt.
+            The new text, or a list with one text per prompt.
         """
         prompts = [self.encode(text) for text in ([prompt] if isinstance(prompt, str) else prompt)]
-        longest = max(map(len, prompts), default=0)
-        generator = self._shared_generator(
-            policy, budget, len(prompts), longest, max_new_tokens, sampling, allow_beyond_context, kv_dtype
+        generator = self._bucketed_generator(
+            policy,
+            budget,
+            max(map(len, prompts), default=0),
+            max_new_tokens,
+            batch=len(prompts),
+            sampling=sampling,
+            allow_beyond_context=allow_beyond_context,
+            kv_dtype=kv_dtype,
         )
-        state = generator.prefill(generator.init_state(seed), prompts)
-        rows: list[list[int]] = [[] for _ in prompts]
-        for newest, tokens in generator.decode(state, max_new_tokens):
-            state = newest
-            extend_rows(rows, tokens)
-        kvjax.raise_faults(state)
+        rows, _ = generator.decode_all(generator.prefill(generator.init_state(seed), prompts), max_new_tokens)
         texts = [self.tokenizer.decode(row) for row in rows]
         return texts[0] if isinstance(prompt, str) else texts
 
@@ -101,24 +118,41 @@ class LanguageModel:
         allow_beyond_context: bool = False,
         kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
     ) -> Iterator[str]:
-        """The same for one text or conversation, in pieces as they come.
+        """Continues a text or answers a conversation, and yields the new text during generation.
 
         Args:
-            every: tokens between two looks; more of them are quicker.
+            prompt: a text, or a list of messages.
+            policy: as for `generate`.
+            budget: as for `generate`.
+            max_new_tokens: as for `generate`.
+            sampling: as for `generate`.
+            seed: as for `generate`.
+            stream_interval: tokens per yield; larger intervals are faster.
+            allow_beyond_context: as for `generate`.
+            kv_dtype: as for `generate`.
+
+        Yields:
+            Parts of the new text.
         """
         tokens = self.encode(prompt)
-        generator = self._shared_generator(
-            policy, budget, 1, len(tokens), max_new_tokens, sampling, allow_beyond_context, kv_dtype
+        generator = self._bucketed_generator(
+            policy,
+            budget,
+            len(tokens),
+            max_new_tokens,
+            sampling=sampling,
+            allow_beyond_context=allow_beyond_context,
+            kv_dtype=kv_dtype,
         )
         state = generator.prefill(generator.init_state(seed), [tokens])
         streamer = Streamer(self.tokenizer, context=tokens)
-        for newest, block in generator.decode(state, max_new_tokens, stream_interval):
-            state = newest
-            if piece := "".join(map(streamer.push, block[0].tolist())):
-                yield piece
+        for new_state, block in generator.decode(state, max_new_tokens, stream_interval):
+            state = new_state
+            if text := "".join(map(streamer.push, block[0].tolist())):
+                yield text
         kvjax.raise_faults(state)
-        if piece := streamer.flush():
-            yield piece
+        if text := streamer.flush():
+            yield text
 
     def generate_many(
         self,
@@ -137,53 +171,84 @@ class LanguageModel:
         allow_beyond_context: bool = False,
         kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
     ) -> Iterator[Completion]:
-        """Continues any number of texts or conversations, a few at a time, by continuous batching (`batching`).
+        """Continues any number of texts or conversations by continuous batching (see `batching`).
+
+        Errors are those of `generate`, with the number of the prompt.
 
         Args:
-            batch_size: rows, or bytes for their caches ("2GiB"): the less a policy keeps, the more rows.
-            max_prompt_tokens: most tokens of a prompt, for which caches are made. With it prompts are taken as rows fall free;
-                without it all are taken first, and it is the longest.
-            seed: of the first prompt; the next ones have those that follow, so that what is sampled does not depend on
-                the batch: it is what `generate` gives to the prompt alone with its seed, in caches of the same size.
-            stop: strings that end a text and are no part of it.
-            watch: called with a prompt's number and every new piece of its text.
-            pieces: see `batching.complete`: a small number has running texts wait less for new prompts.
+            prompts: texts, or lists of messages.
+            policy: as for `generate`.
+            budget: as for `generate`.
+            batch_size: number of batch rows, or bytes for their caches ("2GiB"); smaller caches allow more rows.
+            max_new_tokens: as for `generate`.
+            max_prompt_tokens: maximum length of a prompt. With it, prompts are read from the iterable when a row is
+                free; by default all are read first and their maximum length is used.
+            sampling: as for `generate`.
+            seed: seed of the first prompt; prompt n has seed + n. A completion does not depend on the batch: it equals
+                that of `generate` for the prompt and its seed with caches of the same size.
+            stop: strings that finish a sequence and are excluded from its text.
+            on_text: called with the number of a prompt and each new part of its text.
+            max_prefill_steps: see `batching.run_requests`; a small number reduces the latency of running sequences.
+            allow_beyond_context: as for `generate`.
+            kv_dtype: as for `generate`.
 
-        Yields:
-            Completions in the order of the prompts.
-
-        Raises:
-            ValueError: as `generate`, with the number of the prompt.
+        Returns:
+            An iterator over completions in the order of the prompts.
         """
-        encoded: Iterable[list[int]] = map(self.encode, prompts)
+        token_lists: Iterable[list[int]] = map(self.encode, prompts)
         if max_prompt_tokens is None:
-            encoded = list(encoded)
-            max_prompt_tokens = max(map(len, encoded), default=0)
+            token_lists = list(token_lists)
+            max_prompt_tokens = max(map(len, token_lists), default=0)
         generator = self.batch_generator(
-            policy, budget, batch_size, max_prompt_tokens, max_new_tokens, sampling, allow_beyond_context, kv_dtype
+            policy,
+            budget,
+            batch_size,
+            max_prompt_tokens,
+            max_new_tokens,
+            sampling=sampling,
+            allow_beyond_context=allow_beyond_context,
+            kv_dtype=kv_dtype,
         )
-        requests = (Request(prompt, max_new_tokens, seed=seed + number) for number, prompt in enumerate(encoded))
-        found = generate_completions(
+        requests = (Request(tokens, max_new_tokens, seed=seed + number) for number, tokens in enumerate(token_lists))
+        completions = generate_completions(
             self.tokenizer, generator, requests, stop=stop, on_text=on_text, max_prefill_steps=max_prefill_steps
         )
-        return in_prompt_order(found)
+        return in_prompt_order(completions)
 
     def batch_generator(
         self,
         policy: AnyPolicy,
         budget: int | str | Budget | None,
         batch_size: int | str,
-        longest: int,
+        max_prompt_tokens: int,
         max_new_tokens: int,
+        *,
         sampling: Sampling | None = None,
         allow_beyond_context: bool = False,
         kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
     ) -> Generator:
-        """A generator of so many rows, or bytes of them, for prompts of up to so many tokens."""
-        one = self._shared_generator(
-            policy, budget, 1, longest, max_new_tokens, sampling, allow_beyond_context, kv_dtype
+        """Returns the generator that `generate_many` uses.
+
+        Args:
+            policy: as for `generate`.
+            budget: as for `generate`.
+            batch_size: number of batch rows, or bytes for their caches ("2GiB").
+            max_prompt_tokens: maximum length of a prompt.
+            max_new_tokens: maximum number of tokens after the prompt.
+            sampling: as for `generate`.
+            allow_beyond_context: as for `generate`.
+            kv_dtype: as for `generate`.
+        """
+        single_row = self._bucketed_generator(
+            policy,
+            budget,
+            max_prompt_tokens,
+            max_new_tokens,
+            sampling=sampling,
+            allow_beyond_context=allow_beyond_context,
+            kv_dtype=kv_dtype,
         )
-        return one.with_batch(parse_batch_size(batch_size, one))
+        return single_row.with_batch(parse_batch_size(batch_size, single_row))
 
     def generator(
         self,
@@ -199,58 +264,60 @@ class LanguageModel:
         kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
         budget_tokens: int | None = None,
     ) -> Generator:
-        """The `Generator` behind `generate`, for who holds states: to fork, save and continue them.
+        """Returns a `Generator` for callers that manage generation states: to fork, save and continue them.
 
         Args:
-            max_prompt_tokens, max_new_tokens: tokens that its caches are made for; a budget that is a share is one of what exact
-                holds for both.
-            budget_tokens: what it is a share of instead, in tokens.
+            policy: as for `generate`.
+            budget: as for `generate`.
+            batch: number of batch rows.
+            max_prompt_tokens: maximum length of the first prompt.
+            max_new_tokens: maximum number of tokens after it.
+            sampling: as for `generate`.
+            streaming: see `Generator`.
+            allow_beyond_context: as for `generate`.
+            kv_dtype: as for `generate`.
+            budget_tokens: sequence length whose full cache a budget's share refers to; by default the sum of
+                `max_prompt_tokens` and `max_new_tokens`.
         """
         sizes: dict[str, Any] = {
-            "kv_dtype": kv_dtype,
             "batch": batch,
             "max_prompt_tokens": max(max_prompt_tokens, 1),
             "max_new_tokens": max_new_tokens,
+            "streaming": streaming,
+            "kv_dtype": kv_dtype,
         }
-        # A window does not count: such a layer keeps exactly that.
-        spec = cache_specs(self.model, **sizes, streaming=streaming)[0]
-        chosen = resolve_policy(
-            policy, budget, dataclasses.replace(spec, window=None), budget_tokens or max_prompt_tokens + max_new_tokens
+        # The budget applies to layers without a sliding window; the others cache exactly their window.
+        spec = dataclasses.replace(cache_specs(self.model, **sizes)[0], window=None)
+        return Generator(
+            self.model,
+            resolve_policy(policy, budget, spec, budget_tokens or max_prompt_tokens + max_new_tokens),
+            **sizes,
+            sampling=sampling,
+            eos=self.tokenizer.eos_ids,
+            allow_beyond_context=allow_beyond_context,
         )
-        sizes |= {"streaming": streaming, "allow_beyond_context": allow_beyond_context}
-        return Generator(self.model, chosen, **sizes, sampling=sampling, eos=self.tokenizer.eos_ids)
 
-    def _shared_generator(
+    def _bucketed_generator(
         self,
         policy: AnyPolicy,
         budget: int | str | Budget | None,
-        batch: int,
-        longest: int,
+        prompt_tokens: int,
         max_new_tokens: int,
-        sampling: Sampling | None,
-        allow_beyond_context: bool,
-        kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None,
+        **options: Any,
     ) -> Generator:
-        """A generator for prompts of up to so many tokens, whose programs others of nearly their length share."""
-        lengths = compile_cache.length_bucket(longest)
+        """Returns a generator whose programs are shared by prompts of similar length."""
+        lengths = compile_cache.length_bucket(prompt_tokens)
         return self.generator(
             policy,
             budget,
-            batch=batch,
             max_prompt_tokens=lengths[-1],
             max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            allow_beyond_context=allow_beyond_context,
-            kv_dtype=kv_dtype,
             budget_tokens=lengths[0] + max_new_tokens,
+            **options,
         )
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The tokens of a text with what the model wants before it, or of a conversation through its chat template.
-
-        Raises:
-            ValueError: for a conversation where the model has no chat template.
-        """
+        """Returns the tokens of a text with its BOS token, or of a conversation in the model's chat template."""
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self.tokenizer.encode_chat(prompt)
 
 
@@ -259,33 +326,39 @@ def load(name: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mes
 
     Args:
         name: a Hugging Face directory, or the name of a model on the hub ("Qwen/Qwen3-0.6B"), which is downloaded once.
-        dtype: of parameters and arithmetic; None for the file's own.
-        mesh: devices to lie on, see `kvjax.make_mesh`; None for one.
+        dtype: dtype of parameters and activations; that of the checkpoint by default.
+        mesh: mesh to shard the model on (see `kvjax.make_mesh`); a single device by default.
+
+    Returns:
+        The model and its tokenizer.
 
     Raises:
-        FileNotFoundError: where there is no such directory, nor such a model on the hub, or no way to it.
-        ValueError: what `huggingface.load_model` and `load_tokenizer` refuse.
+        ValueError: if the checkpoint is invalid or not supported; see `formats.huggingface.load_model`.
     """
     directory = resolve_directory(name)
-    model, tokens = huggingface.load_model(directory, dtype, mesh), load_tokenizer(directory)
+    model, tokenizer = huggingface.load_model(directory, dtype, mesh), load_tokenizer(directory)
     try:
-        return LanguageModel(model, tokens)
+        return LanguageModel(model, tokenizer)
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from error
 
 
 def resolve_directory(name: str | os.PathLike) -> pathlib.Path:
-    """The directory of a model, downloaded from the hub where it is none yet; raises as `load`."""
+    """Returns the directory of a model; downloads it from the hub if `name` is not a local directory.
+
+    Raises:
+        FileNotFoundError: if there is neither a directory nor an accessible model on the hub of this name.
+    """
     directory = pathlib.Path(name)
     if directory.is_dir():
         return directory
     try:
-        return pathlib.Path(huggingface_hub.snapshot_download(str(name), allow_patterns=_FILES))
+        return pathlib.Path(huggingface_hub.snapshot_download(str(name), allow_patterns=_HUB_FILES))
     except HFValidationError:
-        raise FileNotFoundError(f"{name} is no directory, and no name that a model on the hub can have") from None
+        raise FileNotFoundError(f"{name} is neither a directory nor a valid name of a model on the hub") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise FileNotFoundError(
-            f"{name} is no directory, and the hub did not give it ({reason}); where there is no net, give a directory "
-            "with config.json, tokenizer.json and safetensors files"
+            f"{name} is not a directory and could not be downloaded from the hub ({reason}); without a network, pass a "
+            "directory with config.json, tokenizer.json and safetensors files"
         ) from error

@@ -1,7 +1,7 @@
-"""A model's parameters on a mesh (`kvjax.make_mesh`), in the manner of Megatron: every layer's products are cut along
-heads and along the MLP's width, so that one sum over devices follows attention and one the MLP.
+"""Tensor parallelism of a model's parameters on a mesh (`kvjax.make_mesh`), as in Megatron-LM.
 
-A model whose parameters lie on a mesh generates there: `kvjax_models.generation.generator.Generator` asks them.
+Every layer's projections are sharded along heads and along the MLP's width, so that attention and the MLP are each
+followed by one all-reduce. `kvjax_models.generation.generator.Generator` generates on the mesh of its model.
 """
 
 import math
@@ -17,12 +17,14 @@ from jaxtyping import Array
 from kvjax.distributed.collectives import SEQUENCE, TENSOR
 from kvjax.distributed.sharding import DATA, ROWS, check_axes
 from kvjax_models.model.config import LlamaConfig
-from kvjax_models.model.llama import Llama
+from kvjax_models.model.llama import DecoderLayer, Llama
 
-# Which axis of a parameter is cut, from its last one, by the names of its module and of itself: a kernel [in, out] (or
-# one per expert) along what it gives, that of attention [W, H_kv, G + 2, D] along kv heads, and behind that, along what
-# it takes. All others lie whole on every device.
-_CUT = {
+KV_SPEC = PartitionSpec(DATA, TENSOR)  # [B, H_kv, ...]
+
+# The sharded axis of each parameter, counted from the last axis, by the names of its module and of itself. Kernels
+# [in, out] are sharded along `out` before attention or the activation and along `in` after it; qkv kernels
+# [W, H_kv, G + 2, D] along KV heads. All other parameters are replicated.
+_SHARDED_AXIS = {
     **{("qkv", name): -3 for name in ("kernel", "bias")},
     **{(module, name): -1 for module in ("gate_up", "gate", "up") for name in ("kernel", "bias")},
     ("head", "kernel"): -1,
@@ -32,91 +34,130 @@ _CUT = {
 
 
 def shard_model(model: Llama, mesh: Mesh) -> Llama:
-    """The model with its parameters on the mesh; the same object where they lie there already."""
-    wanted = parameter_shardings(model, model.config, mesh)
-    if [x.sharding for x in jax.tree.leaves(model)] == jax.tree.leaves(wanted):
+    """Moves a model's parameters to a mesh.
+
+    Args:
+        model: model to shard.
+        mesh: mesh from `kvjax.make_mesh`.
+
+    Returns:
+        The sharded model; the same object if it has this sharding already.
+    """
+    shardings = parameter_shardings(model, model.config, mesh)
+    if [x.sharding for x in jax.tree.leaves(model)] == jax.tree.leaves(shardings):
         return model
-    return jax.tree.map(shard_array, model, wanted)
+    return jax.tree.map(shard_array, model, shardings)
 
 
 def shard_array(x: Any, sharding: jax.sharding.Sharding) -> Array:
-    """An array that every process holds alike, in its parts; no process sends any."""
-    return jax.make_array_from_callback(np.shape(x), sharding, lambda part: np.asarray(x)[part])
+    """Returns a sharded copy of an array that every process holds completely; processes send nothing."""
+    return jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index])
 
 
 def replicate(x: np.ndarray | np.generic, mesh: Mesh | None) -> Array:
-    """What every process holds alike, whole on every device."""
+    """Returns a replicated copy of an array that every process holds completely."""
     return jnp.asarray(x) if mesh is None else shard_array(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def mesh_of(model: Llama) -> Mesh | None:
-    """The mesh that a model's parameters lie on; None for one device."""
+    """Returns the mesh of a model's parameters; None for a single device."""
     sharding = getattr(jax.tree.leaves(model)[0], "sharding", None)
     return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
 
 
 def constrain_to_batch(x: Array, mesh: Mesh | None) -> Array:
-    """What lies along its rows alone, such as the residual stream, which compilers would otherwise cut as the next
-    product's weights are, and gather again."""
+    """Returns the array constrained to be sharded along batch rows only.
+
+    Without the constraint, compilers shard the residual stream like the next projection's weights and gather it again.
+    """
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, ROWS))
 
 
-KV_SPEC = PartitionSpec(DATA, TENSOR)  # [B, H_kv, ...]
+def constrain_replicated(x: Array, mesh: Mesh | None) -> Array:
+    """Returns the array constrained to be replicated, so that every process can read it."""
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def shard_attention(
-    attend: Callable[..., Array], mesh: Mesh, heads: tuple[int, int], *given: PartitionSpec
+    attend: Callable[..., Array], mesh: Mesh, heads: tuple[int, int], *specs: PartitionSpec
 ) -> Callable[..., Array]:
-    """Attention of fresh queries [B, T, H_q, D] to what is given, which lies so, and to sinks [H_q]; every device for
-    its own heads: kernels cannot be cut by the compiler.
+    """Wraps an attention function in `shard_map`, because the compiler cannot partition kernels.
 
     Args:
-        heads: of queries, and of keys. Devices that share a kv head share its query heads, where these divide; where
-            they do not, each attends with all.
+        attend: takes queries [B, T, H_q, D], further arguments, and attention sink logits [H_q].
+        mesh: mesh of the arguments.
+        heads: numbers of query heads and of KV heads. Devices that share a KV head share its query heads if they
+            divide evenly; otherwise each attends with all of them.
+        *specs: partition specs of the arguments between queries and sinks.
+
+    Returns:
+        A function of the same arguments; every device computes its own heads.
     """
     axes = (TENSOR, SEQUENCE) if share_heads(mesh, heads) else TENSOR
-    own = PartitionSpec(DATA, None, axes)
-    specs = (own, *given, PartitionSpec(axes))
-    return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=own, check_vma=False)
+    query_spec = PartitionSpec(DATA, None, axes)
+    in_specs = (query_spec, *specs, PartitionSpec(axes))
+    return jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=query_spec, check_vma=False)
 
 
 def share_heads(mesh: Mesh, heads: tuple[int, int]) -> bool:
-    """Whether devices that share a kv head can share its query heads: of queries there are so many, and of keys."""
+    """Returns whether the devices that share a KV head can divide its query heads evenly.
+
+    Args:
+        mesh: mesh of the model.
+        heads: numbers of query heads and of KV heads.
+    """
     query_heads, kv_heads = heads
     return mesh.shape[TENSOR] == kv_heads and query_heads % (kv_heads * mesh.shape[SEQUENCE]) == 0
 
 
+def head_counts(layer: DecoderLayer) -> tuple[int, int]:
+    """Returns the numbers of query heads and of KV heads of a layer."""
+    return layer.attention.query_heads, layer.attention.kv_heads
+
+
 def parameter_shardings(parameters: Any, config: LlamaConfig, mesh: Mesh) -> Any:
-    """Where every parameter lies, as a tree like theirs (arrays or abstract ones). What the devices do not divide lies
-    whole on those that it cannot be divided among. Raises a ValueError for a mesh whose axes are named otherwise."""
+    """Computes the sharding of every parameter; axes that the devices do not divide evenly are replicated.
+
+    Args:
+        parameters: pytree of a model's parameters or of their shapes.
+        config: the model's configuration.
+        mesh: mesh with the axis names of `kvjax.make_mesh`; other names raise a ValueError.
+
+    Returns:
+        A pytree of shardings with the structure of `parameters`.
+    """
     check_axes(mesh)
-    place = lambda spec: NamedSharding(mesh, spec)  # noqa: E731
-    return jax.tree.map(place, parameter_specs(parameters, config.query_heads, mesh))
+    specs = parameter_specs(parameters, config.query_heads, mesh)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def parameter_specs(parameters: Any, query_heads: int, mesh: Mesh) -> Any:
-    """As `parameter_shardings`, how every parameter is cut, of a part of a model, too."""
+    """Computes partition specs like `parameter_shardings`, also for a part of a model such as one layer.
 
-    def fitting(size: int, *ways: tuple[str, ...]) -> tuple[str, ...] | None:
-        """The first way of dividing so much that leaves nothing over."""
-        return next((names for names in ways if size % math.prod(mesh.shape[one] for one in names) == 0), None)
+    Args:
+        parameters: pytree of parameters or of their shapes.
+        query_heads: query heads of the model; they are never split.
+        mesh: mesh from `kvjax.make_mesh`.
 
-    def cut(path: Any, leaf: Any) -> PartitionSpec:
+    Returns:
+        A pytree of partition specs with the structure of `parameters`.
+    """
+
+    def dividing_axes(size: int, *candidates: tuple[str, ...]) -> tuple[str, ...] | None:
+        """Returns the first candidate whose number of devices divides `size`."""
+        return next((axes for axes in candidates if size % math.prod(mesh.shape[axis] for axis in axes) == 0), None)
+
+    def parameter_spec(path: Any, leaf: Any) -> PartitionSpec:
         *_, module, name, _ = (str(getattr(key, "key", getattr(key, "name", key))) for key in path)
-        axis = _CUT.get((module, name))
+        axis = _SHARDED_AXIS.get((module, name))
         if axis is None:
             return PartitionSpec()
         axis += leaf.ndim
         if module == "qkv":
-            # Devices that share a kv head need all that is made of it: each takes a part of what goes in.
-            inputs = (fitting(leaf.shape[0], (SEQUENCE,)),) if name == "kernel" else ()
-            return PartitionSpec(*inputs, fitting(leaf.shape[axis], (TENSOR,)))
-        parts = query_heads if module == "output" else leaf.shape[axis]  # heads stay whole
-        return PartitionSpec(*[None] * axis, fitting(parts, (TENSOR, SEQUENCE), (TENSOR,)))
+            # Devices that share a KV head need all of its projection: each takes a part of the input axis.
+            inputs = (dividing_axes(leaf.shape[0], (SEQUENCE,)),) if name == "kernel" else ()
+            return PartitionSpec(*inputs, dividing_axes(leaf.shape[axis], (TENSOR,)))
+        size = query_heads if module == "output" else leaf.shape[axis]
+        return PartitionSpec(*[None] * axis, dividing_axes(size, (TENSOR, SEQUENCE), (TENSOR,)))
 
-    return jax.tree_util.tree_map_with_path(cut, parameters)
-
-
-def constrain_replicated(x: Array, mesh: Mesh | None) -> Array:
-    """What every process must know."""
-    return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
+    return jax.tree_util.tree_map_with_path(parameter_spec, parameters)

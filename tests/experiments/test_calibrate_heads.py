@@ -5,12 +5,12 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.combinators.outlier_heads import HeadChoice
 
 from experiments import calibrate_heads
 from experiments.common import corpora, settings
 from experiments.common.options import Run
 from kvjax import rope
+from kvjax.combinators.outlier_heads import HeadChoice
 from tests.experiments.running import run, select
 
 

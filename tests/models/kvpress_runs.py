@@ -20,7 +20,7 @@ from kvjax.policies.leverage_scores import LeverageScores
 from kvjax.policy import Policy
 from kvjax_models.formats import huggingface
 from kvjax_models.generation import prefill
-from kvjax_models.generation.generator import cache_specs
+from kvjax_models.generation.state import cache_specs
 from tests.models import families
 
 CHECKPOINT = pathlib.Path(__file__).parents[1] / "golden" / "transformers" / families.LLAMA31.name
@@ -83,7 +83,9 @@ PHRASES = {
     "\n": (2,),
     "": (),
 }
-_AGAIN = dict(zip(("instruction", "continuation", "suffix"), PHRASES.values(), strict=False)) | {"reserve_decode_slots": True}
+_AGAIN = dict(zip(("instruction", "continuation", "suffix"), PHRASES.values(), strict=False)) | {
+    "reserve_decode_slots": True
+}
 _LEVERAGE = LeverageScores(budget(0.5), sinks=0, reserve_decode_slots=True)
 SCORED_RUNS = {
     "leverage_scores": Scored(lambda kvpress: _leverage(kvpress), _LEVERAGE),

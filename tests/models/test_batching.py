@@ -11,7 +11,8 @@ import kvjax
 from kvjax_models.generation import batching, prefill
 from kvjax_models.generation.batching import Request, run_requests
 from kvjax_models.generation.decode import decode_block
-from kvjax_models.generation.generator import Generator, extend_rows
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.rows import extend_rows
 from kvjax_models.generation.sampling import Sampling
 from tests.models.test_generate import CHUNK, PERIOD, random_model, tokens_of
 

@@ -162,7 +162,7 @@ def test_policies_are_listed_with_their_settings(kvjax):
         (("generate", MODEL, "--prompt=x", "--policy=no_such"), "kvjax: policy 'no_such' is unknown"),
         (("generate", MODEL, "--prompt=x", "--policy=uniform", "--budget=7q"), "kvjax: budget='7q' is not a budget"),
         (("generate", MODEL, "--prompt=x", "--policy=uniform"), "kvjax: budget=25% of"),
-        (("generate", MODEL, "--prompt=x", "--max_new_tokens=0"), "kvjax: --max_new_tokens and --save_every must be"),
+        (("generate", MODEL, "--prompt=x", "--max_new\w*=0"), "kvjax: --max_new_tokens and --save_every must be"),
         (("generate", MODEL, "--prompt=x", "--temperature=-1"), "kvjax: temperature=-1"),
         (("generate", MODEL, "--prompt=x", "--stop=y"), "kvjax: --stop goes with --prompts_file only"),
         (("generate", MODEL, "--prompts_file=x"), "kvjax: --prompts_file and --output go together"),

@@ -12,7 +12,7 @@ from kvjax_models.model.experts import ACTIVATIONS, Experts, blocks_by_expert
 
 
 def layer(experts, per_token, *, normalised=True, bias=False, activation="silu"):
-    made = Experts(8, 6, activation, bias, experts=experts, per_token=per_token, normalised=normalised,
+    made = Experts(8, 6, activation, bias, experts=experts, per_token=per_token, normalize_weights=normalised,
                    dtype=jnp.float32, rngs=nnx.Rngs(0))  # fmt: skip
     random = np.random.default_rng(0)
     state = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype), nnx.state(made))
@@ -26,7 +26,7 @@ def applied_one_by_one(layer, x):
     order = np.argsort(-np.asarray(logits), axis=-1)[..., : layer.per_token]
     weight = np.zeros(logits.shape, np.float32)
     np.put_along_axis(weight, order, np.take_along_axis(np.asarray(jax.nn.softmax(logits)), order, -1), -1)
-    if layer.normalised:
+    if layer.normalize_weights:
         weight /= weight.sum(-1, keepdims=True)
     total = 0
     for expert in range(layer.experts):

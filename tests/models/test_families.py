@@ -6,7 +6,8 @@ import pytest
 
 import kvjax
 from kvjax_models.formats import huggingface
-from kvjax_models.generation.generator import Generator, extend_rows
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.rows import extend_rows
 from tests.kvjax.support import ON_A_MESH as POLICIES  # one of them with buckets for values of any norm
 from tests.models import families
 from tests.models.test_parity import GOLDEN

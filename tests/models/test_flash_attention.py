@@ -25,9 +25,9 @@ BF16 = jnp.dtype(jnp.bfloat16)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr(flash_attention, "BLOCK", 128)
-    flash_attention._width.cache_clear()
+    flash_attention._max_kv_blocks.cache_clear()
     yield
-    flash_attention._width.cache_clear()
+    flash_attention._max_kv_blocks.cache_clear()
 
 
 def asked(tokens=300, *, dtype=BF16, head_dim=64, window=None, logit_cap=None, sinks=False, pieces=1, runs=1):
@@ -40,7 +40,7 @@ def test_the_blocks_that_are_read_are_those_that_jax_finds(tokens, window):
     shape = (tokens, tokens)
     mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
     info, _ = process_mask(masks.MultiHeadMask([mask]), (128, 128), head_shards=1, q_seq_shards=1)
-    of, kinds = flash_attention._steps(asked(tokens, window=window), jnp.arange(tokens))
+    of, kinds = flash_attention._kv_blocks(asked(tokens, window=window), jnp.arange(tokens))
     np.testing.assert_array_equal(kinds, info.block_mask[0])
     np.testing.assert_array_equal(of[kinds > 0], info.data_next[0][kinds > 0])
     # What is fetched ahead is what is read next, in the order of the grid.
@@ -66,7 +66,7 @@ def test_splash_attention_is_exact_attention(of):
     query = 3 * jax.random.normal(jax.random.key(0), (2, of.tokens, 4, of.head_dim), BF16)
     keys, values = jax.random.normal(jax.random.key(1), (2, 2, 2, of.tokens, of.head_dim), BF16)
     sinks = jnp.linspace(-1.0, 3.0, 4) if of.sinks else None
-    attend = jax.jit(functools.partial(flash_attention._splash, of, interpret=True))
+    attend = jax.jit(functools.partial(flash_attention._splash_attention, of, interpret=True))
     got = attend(query, keys, values, sinks)
     wide = (x.astype(jnp.float32) for x in (query, keys, values))
     expected = chunk_attention(*wide, 0, sinks, window=of.window, logit_cap=of.logit_cap)
@@ -87,7 +87,7 @@ def test_splash_attention_of_a_device_s_queries_is_exact_attention(of):
     query = 3 * jax.random.normal(jax.random.key(0), (1, of.tokens, 2, of.head_dim), BF16)
     keys, values = jax.random.normal(jax.random.key(1), (2, 1, 1, of.tokens, of.head_dim), BF16)
     sinks = jnp.linspace(-1.0, 3.0, 2) if of.sinks else None
-    attend = jax.jit(functools.partial(flash_attention._splash, of, interpret=True))
+    attend = jax.jit(functools.partial(flash_attention._splash_attention, of, interpret=True))
     wide = (x.astype(jnp.float32) for x in (query, keys, values))
     expected = chunk_attention(*wide, 0, sinks, window=of.window, logit_cap=of.logit_cap)
     taken = [of.positions(run) for run in range(of.runs)]
@@ -113,7 +113,7 @@ def test_splash_attention_of_a_device_s_queries_is_exact_attention(of):
         ("cuda", asked(1024, pieces=2, runs=4), "offsets"),
         ("cuda", asked(head_dim=256), "256"),
         ("cuda", asked(), "no GPU"),
-        ("cpu", asked(), "no kernel"),
+        ("cpu", asked(), "no attention kernel"),
     ],
 )
 def test_it_says_why_a_kernel_is_not_taken(platform, of, reason):
@@ -141,12 +141,12 @@ def test_a_layer_reads_a_prompt_through_the_kernel_as_through_chunks(monkeypatch
 
     def attend(of, *given, run):
         used.append(of)
-        return flash_attention._splash(of, *given, run, interpret=True)
+        return flash_attention._splash_attention(of, *given, run, interpret=True)
 
     kernel = flash_attention._Kernel(lambda of: None, attend)
     monkeypatch.setattr(flash_attention, "_KERNELS", {"cpu": kernel})
     got = read()
-    assert used == [AttentionSpec(BF16, 256, 64, 40, None, False, pieces=4)]
+    assert used == [AttentionSpec(BF16, 256, 64, 40, None, False, chunks=4)]
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), atol=0.05)
 
@@ -156,7 +156,7 @@ def test_programs_for_an_nvidia_gpu_hold_cudnns_attention(monkeypatch, window):
     # What asks the GPU of this process is set aside; nothing runs.
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
-    monkeypatch.setattr(flash_attention, "_why_not_device", lambda: None)
+    monkeypatch.setattr(flash_attention, "_gpu_unsupported", lambda: None)
     sizes = {"vocab_size": 16, "width": 64, "mlp_width": 64, "layers": 1, "query_heads": 4, "kv_heads": 2}
     config = LlamaConfig(**sizes, head_dim=64, max_length=512, windows=(window,))
     layer = Llama(config, dtype=BF16, rngs=nnx.Rngs(0)).layers[0]
@@ -169,5 +169,5 @@ def test_programs_for_an_nvidia_gpu_hold_cudnns_attention(monkeypatch, window):
 
     text = lowered()
     assert text.count("__cudnn$fmhaSoftmax") == 1 and rows_of_a_chunk not in text
-    monkeypatch.setattr(flash_attention, "_why_not_device", lambda: "none")
+    monkeypatch.setattr(flash_attention, "_gpu_unsupported", lambda: "none")
     assert rows_of_a_chunk in lowered()

@@ -13,7 +13,8 @@ from experiments.common.together import prefill_together
 from kvjax.state import map_fields
 from kvjax_models.generation import lowering, prefill
 from kvjax_models.generation.decode import NO_TOKEN, decode_block
-from kvjax_models.generation.generator import Generator, extend_rows, generate
+from kvjax_models.generation.generator import Generator, generate
+from kvjax_models.generation.rows import extend_rows
 from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.state import compact_layer
 from kvjax_models.model.config import LlamaConfig
@@ -138,7 +139,7 @@ def test_scores_under_exact_are_log_probabilities_of_full_attention():
 
 def test_a_fresh_generator_that_reads_exactly_does_not_score():
     made = generator("exact")
-    with pytest.raises(ValueError, match="read a prompt first"):
+    with pytest.raises(ValueError, match="prefill a prompt first"):
         made.score(made.init_state(), PROMPTS)
 
 
@@ -183,7 +184,7 @@ def test_a_streamed_prompt_takes_no_more_memory_the_longer_it_is():
 
 def test_streaming_is_refused_where_it_cannot_be():
     whole_prompts_only = kvjax.SnapKV(40)
-    with pytest.raises(ValueError, match=r"streaming: SnapKV\(.* compresses whole prompts only"):
+    with pytest.raises(ValueError, match=r"SnapKV\(.* compresses entire prompts"):
         Generator(model(), whole_prompts_only, batch=3, max_prompt_tokens=70, max_new_tokens=90, streaming=True)
     made = [streaming("exact"), generator("exact")]
     with pytest.raises(ValueError, match="prefill_together reads exactly"):
@@ -324,10 +325,10 @@ def test_generate_is_the_generator_in_one_call():
     [
         ([[1] * 71, [1], [1]], "71 tokens exceeds max_prompt_tokens=70"),
         ([[1], [], [1]], "prompt 1 is empty"),
-        ([[1], [1]], "2 prompts were given for batch=3"),
-        ([[1], [VOCABULARY], [1]], "from 0 to 128"),
-        ([[1], [-1], [1]], "from -1 to 1"),
-        ([[1], [2**32 + 1], [1]], "from 0 to 4294967297"),
+        ([[1], [1]], "expected 3 prompts, one per batch row, got 2"),
+        ([[1], [VOCABULARY], [1]], "got 0 to 128"),
+        ([[1], [-1], [1]], "got -1 to 1"),
+        ([[1], [2**32 + 1], [1]], "got 0 to 4294967297"),
     ],
 )
 def test_prompts_that_cannot_be_read_are_refused(prompts, message):
@@ -348,10 +349,10 @@ def test_more_tokens_than_the_caches_hold_are_refused():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"policy": [EXACT] * 2}, "2 policies were given for 3 layers"),
+        ({"policy": [EXACT] * 2}, "one for each of 3 layers, got 2"),
         ({"prefill_chunk": 0}, "prefill_chunk=0"),
         ({"batch": 0}, "batch=0"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": 0}, r"max_new\w*=0"),
     ],
 )
 def test_generators_that_cannot_be_are_refused(arguments, message):

@@ -10,7 +10,8 @@ import pytest
 
 import kvjax
 from kvjax_models.generation.decode import append_block, decode_block
-from kvjax_models.generation.generator import Generator, extend_rows
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.rows import extend_rows
 from kvjax_models.generation.state import compact_layer
 from tests.models.test_generate import CHUNK, PERIOD, PROMPTS, TURN, random_model
 

@@ -25,7 +25,8 @@ import kvjax
 from kvjax.distributed.sharding import rename_axes
 from kvjax_models.formats import huggingface
 from kvjax_models.generation import batching, lowering, prefill
-from kvjax_models.generation.generator import Generator, extend_rows
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.rows import extend_rows
 from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.generation.state import state_shardings
 from kvjax_models.model.config import LlamaConfig
@@ -267,7 +268,7 @@ def test_devices_hold_and_need_their_part_of_the_memory():
     def peak(mesh):
         own = model() if mesh is None else shard_model(model(), mesh)
         generator = Generator(own, POLICIES["exact"], batch=4, max_prompt_tokens=2048, max_new_tokens=64)
-        state = lowering.placed(jax.eval_shape(generator.init_state), mesh)
+        state = lowering.abstract_state(jax.eval_shape(generator.init_state), mesh)
         lies = None if mesh else jax.sharding.SingleDeviceSharding(jax.devices()[0])
         memory = lowering.lower_decode(generator, state, lies).compile().memory_analysis()
         return memory.argument_size_in_bytes + memory.temp_size_in_bytes

@@ -183,14 +183,17 @@ def test_a_sequence_has_the_frequencies_of_the_length_that_it_may_grow_to():
     "changes, message",
     [
         ({"rotary_dim": 3}, "rotary_dim=3 must be even"),
-        ({"activation": "relu"}, "activation='relu'; known: silu, gelu"),
-        ({"norms": "none"}, "norms='none'; known: pre, post, sandwich"),
-        ({"experts": 2, "experts_per_token": 3}, r"experts_per_token=3 must lie in \[1, experts=2\]"),
-        ({"experts": 2, "experts_per_token": 1}, "expert_width=0; it must be at least 1"),
-        ({"rope_scaling": RopeScaling("longrope", 2.0, short_factors=(1.0,))}, "short_factors has 1 numbers; 2 pairs"),
+        ({"activation": "relu"}, "activation='relu' must be one of silu, gelu"),
+        ({"norms": "none"}, "norms='none' must be one of pre, post, sandwich"),
+        ({"experts": 2, "experts_per_token": 3}, r"experts_per_token=3 must be between 1 and experts=2"),
+        ({"experts": 2, "experts_per_token": 1}, "expert_width=0 must be at least 1"),
+        (
+            {"rope_scaling": RopeScaling("longrope", 2.0, short_factors=(1.0,))},
+            r"short_factors must have one entry per rotated pair \(2\), got 1",
+        ),
         ({"query_heads": 3}, "query_heads=3 must be a multiple of kv_heads=2"),
         ({"head_dim": 5}, "head_dim=5 must be even"),
-        ({"windows": (3,)}, "windows names 1 layers, the model has 2"),
+        ({"windows": (3,)}, r"windows must have one entry per layer \(2\), got 1"),
     ],
 )
 def test_refuses_shapes_that_do_not_fit(changes, message):

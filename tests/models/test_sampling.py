@@ -97,7 +97,7 @@ def test_refuses_meaningless_options(arguments, message):
 
 @pytest.mark.parametrize("keys", [None, jnp.zeros((2, 2), jnp.uint32), jax.random.split(jax.random.key(0), 3)])
 def test_refuses_keys_that_do_not_fit(keys):
-    with pytest.raises(ValueError, match="keys="):
+    with pytest.raises(ValueError, match="keys must be 2 typed keys"):
         sample(jnp.zeros((2, 5)), keys, Sampling(1.0))
 
 

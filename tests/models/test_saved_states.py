@@ -18,7 +18,8 @@ from flax import nnx
 
 import kvjax
 from kvjax_models.generation import saved_states
-from kvjax_models.generation.generator import Generator, extend_rows
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.rows import extend_rows
 from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.model.config import LlamaConfig

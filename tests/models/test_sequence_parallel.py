@@ -13,8 +13,9 @@ from jax.sharding import NamedSharding
 import kvjax
 from experiments.common.compiled import collectives, large_outputs
 from kvjax_models.generation import lowering, prefill
-from kvjax_models.generation.generator import Generator, extend_rows
-from kvjax_models.generation.sequence_parallel import CHUNKS, chunk_size
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.rows import extend_rows
+from kvjax_models.generation.sequence_parallel import CHUNK_SPEC, chunk_size
 from kvjax_models.model import flash_attention
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
@@ -85,7 +86,7 @@ def test_layers_compute_what_they_compute_on_one_device(name, asked):
     assert chunk_size(model, mesh, 2, 512, CHUNK) == group * CHUNK
     for alone, apart in zip(read(model, asked), read(shard_model(model, mesh), asked), strict=True):
         assert apart.x.shape == (2, 512 // (group * CHUNK), group * CHUNK, CONFIG.width)
-        assert apart.x.sharding.is_equivalent_to(NamedSharding(mesh, CHUNKS), 4)
+        assert apart.x.sharding.is_equivalent_to(NamedSharding(mesh, CHUNK_SPEC), 4)
         for got, wanted in zip(
             (apart.x.reshape(2, 512, -1), apart.keys, apart.values),
             (alone.x.reshape(2, 512, -1), alone.keys, alone.values),
@@ -139,7 +140,7 @@ def test_the_kernel_attends_as_chunks_do(monkeypatch, name, takes_runs, attends)
 
     def attend(asked, *given, run):
         used.append((asked.runs, given[0].shape))
-        return flash_attention._splash(asked, *given, run, interpret=True)
+        return flash_attention._splash_attention(asked, *given, run, interpret=True)
 
     unsupported_reason = lambda asked: None if takes_runs or asked.runs == 1 else "runs"  # noqa: E731
     monkeypatch.setattr(flash_attention, "_KERNELS", {"cpu": flash_attention._Kernel(unsupported_reason, attend)})

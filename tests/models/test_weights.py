@@ -64,7 +64,7 @@ def test_a_checkpoint_in_four_bits_is_the_one_of_its_numbers(tmp_path):
     safetensors.numpy.save_file(in_four_bits, four / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="missing: model.layers.1.mlp.experts.gate_up_proj_scales") as error:
         huggingface.load_model(four)
-    assert "down_proj_scales is F32; known: U8" in str(error.value)
+    assert "down_proj_scales has dtype F32; supported: U8" in str(error.value)
 
 
 def test_live_four_bits_are_those_of_transformers():

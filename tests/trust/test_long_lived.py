@@ -15,7 +15,8 @@ from flax import nnx
 import kvjax
 from kvjax_models import compile_cache
 from kvjax_models.generation.decode import decode_block
-from kvjax_models.generation.generator import Generator, extend_rows, generate
+from kvjax_models.generation.generator import Generator, generate
+from kvjax_models.generation.rows import extend_rows
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
 

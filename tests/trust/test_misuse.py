@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.spec import MAX_TOKENS
-from kvjax_models.generation.generator import Generator, extend_rows, generate
+from kvjax_models.generation.generator import Generator, generate
+from kvjax_models.generation.rows import extend_rows
 from kvjax_models.generation.sampling import Sampling, sample
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors
-import safetensors.numpy
 import tokenizers
 from flax import nnx
 from tokenizers import decoders, models, pre_tokenizers

@@ -1,4 +1,4 @@
-"""The console command: `kvjax generate`, `chat`, `bench`, `policies`; each has its `--help`."""
+"""The console command `kvjax` with its subcommands `generate`, `chat`, `bench` and `policies`."""
 
 import argparse
 import dataclasses
@@ -16,11 +16,11 @@ from kvjax_models.cli.generate import Generate
 from kvjax_models.cli.policies import Policies
 
 _COMMANDS = {"generate": Generate, "chat": Chat, "bench": Bench, "policies": Policies}
-_TRACEBACK = "KVJAX_TRACEBACK"  # set, an error shows where it came from
+_TRACEBACK = "KVJAX_TRACEBACK"  # environment variable that makes errors show their traceback
 
 
-class _Help(simple_parsing.help_formatter.SimpleHelpFormatter):
-    """Without the places that a parser keeps its values in, and with shares in per cent as they are written."""
+class _HelpFormatter(simple_parsing.help_formatter.SimpleHelpFormatter):
+    """Omits internal names of argument groups, and escapes percent signs."""
 
     def start_section(self, heading: str | None) -> None:
         super().start_section(heading and heading.partition(" ['")[0])
@@ -32,16 +32,16 @@ class _Help(simple_parsing.help_formatter.SimpleHelpFormatter):
 
 @dataclasses.dataclass(frozen=True)
 class Kvjax:
-    """Language models through compressed key/value caches."""
+    """Language models with compressed key/value caches."""
 
     command: Generate | Chat | Bench | Policies = simple_parsing.subparsers(_COMMANDS)
 
 
-def main(given: Kvjax) -> None:
-    """Runs a command; what a user gave wrongly is said in one line."""
-    logging.set_verbosity(logging.WARNING)  # orbax reports every step of every save
+def main(options: Kvjax) -> None:
+    """Runs a command; errors of the user are printed as one line."""
+    logging.set_verbosity(logging.WARNING)  # orbax logs every step of every save
     try:
-        given.command.run()
+        options.command.run()
     except (ValueError, OSError) as error:
         if os.environ.get(_TRACEBACK):
             raise
@@ -51,12 +51,12 @@ def main(given: Kvjax) -> None:
 
 
 def parse(argv: list[str]) -> Kvjax:
-    """The command that a user typed, the program's name first."""
-    parser = simple_parsing.ArgumentParser(prog="kvjax", description=Kvjax.__doc__, formatter_class=_Help)
-    parser.add_arguments(Kvjax, dest="given")
-    return parsing.parse(parser, argv[1:]).given
+    """Parses a command line, starting with the program's name."""
+    parser = simple_parsing.ArgumentParser(prog="kvjax", description=Kvjax.__doc__, formatter_class=_HelpFormatter)
+    parser.add_arguments(Kvjax, dest="options")
+    return parsing.parse(parser, argv[1:]).options
 
 
 def run() -> None:
-    """The entry of the console script."""
+    """Runs the console script."""
     app.run(main, flags_parser=parse)

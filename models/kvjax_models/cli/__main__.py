@@ -1,4 +1,4 @@
-"""`python -m kvjax_models.cli` is `kvjax`."""
+"""Makes `python -m kvjax_models.cli` equivalent to `kvjax`."""
 
 from kvjax_models.cli import run
 

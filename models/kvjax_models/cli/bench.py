@@ -1,4 +1,4 @@
-"""`kvjax bench`: memory and speed of policies beside exact attention, on this machine, in one run."""
+"""`kvjax bench`: compares memory and speed of policies with the full cache on this machine."""
 
 import dataclasses
 import statistics
@@ -17,17 +17,22 @@ from kvjax_models.language_model import LanguageModel
 
 @dataclasses.dataclass(frozen=True)
 class Bench(ModelOptions):
-    """Memory and speed of policies beside exact attention, taken in turns in one run."""
+    """Compares memory and speed of policies with the full cache, interleaved in one run."""
 
-    policy: list[str] = repeatable("POLICY")  # As `generate` takes it; repeatable. By default streaming_llm and subgen.
-    budget: str = "25%"  # Slots per head (1024), a share of exact's bytes (25%) or bytes (64MiB).
+    policy: list[str] = repeatable("POLICY")  # As for `generate`; repeatable. By default streaming_llm and subgen.
+    budget: str = "25%"  # Slots per KV head (1024), a share of the full cache (25%) or bytes (64MiB).
     context_tokens: int = 4096  # Tokens of the prompt.
-    prompt_file: str | None = None  # A text to fill it with, over and over; random tokens without.
-    batch: int = 1  # Rows.
-    tokens: int = 16  # Tokens that a policy writes at its turn.
-    turns: int = 7  # Of each policy; times are their medians.
+    prompt_file: str | None = None  # A text for the prompt, repeated as needed; random tokens by default.
+    batch: int = 1  # Batch rows.
+    tokens: int = 16  # Tokens per turn.
+    turns: int = 7  # Turns per policy; times are medians.
 
     def run(self) -> None:
+        """Runs the command.
+
+        Raises:
+            ValueError: if a number is invalid.
+        """
         if min(self.context_tokens, self.batch, self.tokens, self.turns) < 1:
             raise ValueError("--context_tokens, --batch, --tokens and --turns must be at least 1")
         choices = [PolicyChoice.parse("exact")]
@@ -36,8 +41,16 @@ class Bench(ModelOptions):
 
 
 @dataclasses.dataclass
-class Measured:
-    """One policy's state, and its times in seconds."""
+class Measurement:
+    """The state of one policy and its times.
+
+    Attributes:
+        choice: the policy.
+        generator: its generator.
+        state: its newest state.
+        prefill: seconds of prefill.
+        turns: seconds per decode step in every turn.
+    """
 
     choice: PolicyChoice
     generator: Generator
@@ -47,76 +60,86 @@ class Measured:
 
     @property
     def per_token(self) -> float:
-        """Seconds per step of decoding, all rows."""
+        """Median seconds per decode step of all rows."""
         return statistics.median(self.turns)
 
 
-def measure(given: Bench, llm: LanguageModel, choices: list[PolicyChoice]) -> list[Measured]:
-    """Reads one prompt through every policy, and lets them write in turns."""
-    prompt = _prompt(given, llm)
-    room = (given.turns + 1) * given.tokens  # the first turn compiles
-    found = []
+def measure(options: Bench, llm: LanguageModel, choices: list[PolicyChoice]) -> list[Measurement]:
+    """Prefills one prompt with every policy, then decodes with the policies in turns.
+
+    Args:
+        options: sizes of the benchmark.
+        llm: the model.
+        choices: the policies.
+
+    Returns:
+        One measurement per policy.
+    """
+    prompt = _prompt(options, llm)
+    max_new_tokens = (options.turns + 1) * options.tokens  # the first turn compiles
+    measurements = []
     for choice in choices:
         generator = llm.generator(
             choice,
-            batch=given.batch,
+            batch=options.batch,
             max_prompt_tokens=len(prompt),
-            max_new_tokens=room,
+            max_new_tokens=max_new_tokens,
             allow_beyond_context=True,
-            kv_dtype=given.kv_formats,
+            kv_dtype=options.kv_formats,
         )
-        generator.eos = ()  # a row that ended would cost nothing
-        _read(generator, prompt, given.seed)  # compiles
+        generator.eos = ()  # finished sequences would take no time
+        _prefill(generator, prompt, options.seed)  # compiles
         begin = time.perf_counter()
-        state = _read(generator, prompt, given.seed)
-        found.append(Measured(choice, generator, state, time.perf_counter() - begin, []))
-    for turn in range(given.turns + 1):
-        for one in found:
+        state = _prefill(generator, prompt, options.seed)
+        measurements.append(Measurement(choice, generator, state, time.perf_counter() - begin, []))
+    for turn in range(options.turns + 1):
+        for one in measurements:
             begin = time.perf_counter()
-            for newest, _ in one.generator.decode(one.state, given.tokens):
-                one.state = newest
+            for new_state, _ in one.generator.decode(one.state, options.tokens):
+                one.state = new_state
             one.state.logits.block_until_ready()
             if turn:
-                one.turns.append((time.perf_counter() - begin) / given.tokens)
-    for one in found:
+                one.turns.append((time.perf_counter() - begin) / options.tokens)
+    for one in measurements:
         kvjax.raise_faults(one.state)
-    return found
+    return measurements
 
 
-def _read(generator: Generator, prompt: list[int], seed: int) -> GenerationState:
+def _prefill(generator: Generator, prompt: list[int], seed: int) -> GenerationState:
     state = generator.prefill(generator.init_state(seed), [prompt] * generator.batch)
     state.logits.block_until_ready()
     return state
 
 
-def _prompt(given: Bench, llm: LanguageModel) -> list[int]:
-    """So many tokens."""
-    if given.prompt_file is None:
-        random = np.random.default_rng(given.seed)
-        return random.integers(0, llm.tokenizer.vocab_size, given.context_tokens).tolist()
-    tokens = llm.encode(read_text(given.prompt_file))
-    return (tokens * -(-given.context_tokens // len(tokens)))[: given.context_tokens]
+def _prompt(options: Bench, llm: LanguageModel) -> list[int]:
+    """Returns the tokens of the prompt."""
+    if options.prompt_file is None:
+        random = np.random.default_rng(options.seed)
+        return random.integers(0, llm.tokenizer.vocab_size, options.context_tokens).tolist()
+    tokens = llm.encode(read_text(options.prompt_file))
+    return (tokens * -(-options.context_tokens // len(tokens)))[: options.context_tokens]
 
 
-def _table(given: Bench, found: list[Measured]) -> str:
-    """A line per policy, beside exact, which is the first."""
-    exact = found[0]
-    lines = [("policy", "cache", "of exact's", "first token", "per token", "times as fast", "tokens/s")]
-    for one in found:
-        held, whole = (kvjax.cache_bytes(each.state.layers).device for each in (one, exact))
-        # Ratios of turns that stood next to each other: what else the machine does is in both.
-        faster = statistics.median(theirs / own for theirs, own in zip(exact.turns, one.turns, strict=True))
+def _table(options: Bench, measurements: list[Measurement]) -> str:
+    """Returns a table with one line per policy; the first one is the full cache."""
+    full = measurements[0]
+    full_bytes = kvjax.cache_bytes(full.state.layers).device
+    lines = [("policy", "cache", "of full cache", "first token", "per token", "speedup", "tokens/s")]
+    for one in measurements:
+        cache_bytes = kvjax.cache_bytes(one.state.layers).device
+        # The median of ratios of simultaneous turns is insensitive to other load on the machine.
+        speedup = statistics.median(theirs / ours for theirs, ours in zip(full.turns, one.turns, strict=True))
         lines.append(
             (
                 str(one.choice),
-                format_bytes(held),
-                f"{held / whole:.0%}",
+                format_bytes(cache_bytes),
+                f"{cache_bytes / full_bytes:.0%}",
                 f"{one.prefill:.2f} s",
                 f"{1000 * one.per_token:.2f} ms",
-                f"{faster:.2f}",
-                f"{given.batch / one.per_token:.1f}",
+                f"{speedup:.2f}",
+                f"{options.batch / one.per_token:.1f}",
             )
         )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return f"{given.context_tokens} tokens, batch {given.batch}\n" + "\n".join(rows) + "\n"
+    return f"{options.context_tokens} tokens, batch {options.batch}\n" + "\n".join(rows) + "\n"

@@ -1,4 +1,4 @@
-"""`kvjax chat`: a conversation whose earlier turns stand in a compressed cache."""
+"""`kvjax chat`: a conversation whose earlier turns are in a compressed cache."""
 
 import dataclasses
 import sys
@@ -14,18 +14,19 @@ from kvjax_models.language_model import LanguageModel
 
 @dataclasses.dataclass(frozen=True)
 class Chat(GenerationOptions):
-    """A conversation: lines of standard input are the user's turns; an empty one, or the end, ends it."""
+    """Holds a conversation: each line of standard input is a turn of the user; an empty line or its end exits."""
 
-    context_tokens: int = 4096  # Most tokens of the whole conversation, for which a budget's share counts.
-    prompt_file: str | None = None  # A text that the first turn is about, read exactly and then compressed.
-    system: str | None = None  # What the model is told before.
+    context_tokens: int = 4096  # Maximum number of tokens of the conversation, which a budget's share refers to.
+    prompt_file: str | None = None  # A text to prepend to the first turn.
+    system: str | None = None  # System message.
 
     def run(self) -> None:
-        about = "" if self.prompt_file is None else read_text(self.prompt_file) + "\n\n"
+        """Runs the command."""
+        document = "" if self.prompt_file is None else read_text(self.prompt_file) + "\n\n"
         conversation = Conversation(self.load(), self, self.system)
-        for number, turn in enumerate(_turns()):
-            for piece in conversation.answer(turn if number else about + turn):
-                write_output(piece)
+        for number, turn in enumerate(_read_turns()):
+            for text in conversation.answer(turn if number else document + turn):
+                write_output(text)
             write_output("\n")
         if conversation.state is not None:
             assert conversation.generator is not None
@@ -33,71 +34,88 @@ class Chat(GenerationOptions):
 
 
 class Conversation:
-    """Turns behind one another in one cache: each is read once.
+    """A conversation in one cache; each turn is processed once."""
 
-    Args:
-        llm: whose chat template writes the turns.
-        given: how answers are written, and the room.
-        system: what stands before the first turn.
-    """
+    def __init__(self, llm: LanguageModel, options: Chat, system: str | None = None) -> None:
+        """Starts a conversation.
 
-    def __init__(self, llm: LanguageModel, given: Chat, system: str | None = None) -> None:
-        self.llm, self.given = llm, given
+        Args:
+            llm: the model, with a chat template.
+            options: how answers are generated, and the maximum length.
+            system: system message.
+        """
+        self.llm, self.options = llm, options
         self.messages = [] if system is None else [{"role": "system", "content": system}]
         self.generator: Generator | None = None
         self.state: GenerationState | None = None
-        self._text = ""  # of all that the cache has read, as the template writes it
+        self._cached_text = ""  # the rendered conversation in the cache
 
     def answer(self, turn: str) -> Iterator[str]:
-        """The answer to a user's turn, in pieces as they come.
+        """Answers a turn of the user; raises a ValueError if the model has no chat template.
+
+        Args:
+            turn: text of the user.
+
+        Yields:
+            Parts of the answer.
 
         Raises:
-            ValueError: where there is no chat template, or no room for the turn and an answer.
+            ValueError: if the turn and an answer exceed the maximum length.
         """
         self.messages.append({"role": "user", "content": turn})
         text = self.llm.tokenizer.render_chat(self.messages)
-        if self.state is not None and text.startswith(self._text):
-            tokens = self.llm.tokenizer.encode(text[len(self._text) :], add_bos=False)
-        else:  # the first turn, or a template that writes earlier ones anew
+        if self.state is not None and text.startswith(self._cached_text):
+            tokens = self.llm.tokenizer.encode(text[len(self._cached_text) :], add_bos=False)
+        else:  # the first turn, or a template that changes earlier turns
             self.state, tokens = None, self.llm.tokenizer.encode(text, add_bos=False)
-        read = 0 if self.state is None else int(self.state.positions[0])
-        room = min(self.given.max_new_tokens, self.given.context_tokens - read - len(tokens))
-        if room < 1:
+        position = 0 if self.state is None else int(self.state.positions[0])
+        max_new_tokens = min(self.options.max_new_tokens, self.options.context_tokens - position - len(tokens))
+        if max_new_tokens < 1:
             raise ValueError(
-                f"the conversation has {read} tokens and this turn {len(tokens)}: no room for an answer in "
-                f"--context_tokens={self.given.context_tokens}"
+                f"a conversation of {position} tokens and a turn of {len(tokens)} leave no tokens for an answer within "
+                f"--context_tokens={self.options.context_tokens}"
             )
         if self.state is None:
             self.generator = self.llm.generator(
-                self.given.choice,
+                self.options.choice,
                 max_prompt_tokens=len(tokens),
-                max_new_tokens=self.given.context_tokens - len(tokens),
-                sampling=self.given.sampling,
-                allow_beyond_context=self.given.allow_beyond_context,
-                kv_dtype=self.given.kv_formats,
+                max_new_tokens=self.options.context_tokens - len(tokens),
+                sampling=self.options.sampling,
+                allow_beyond_context=self.options.allow_beyond_context,
+                kv_dtype=self.options.kv_formats,
             )
-            self.state = self.generator.init_state(self.given.seed)
+            self.state = self.generator.init_state(self.options.seed)
         assert self.generator is not None
         self.state = self.generator.prefill(self.state, [tokens])
-        yield from self._write(text, tokens, room)
+        yield from self._generate(text, tokens, max_new_tokens)
 
-    def _write(self, text: str, tokens: list[int], room: int) -> Iterator[str]:
+    def _generate(self, text: str, tokens: list[int], max_new_tokens: int) -> Iterator[str]:
+        """Generates an answer.
+
+        Yields:
+            Parts of the answer.
+        """
         assert self.generator is not None and self.state is not None
-        streamer, pieces, written = Streamer(self.llm.tokenizer, context=tokens), [], []
-        for newest, block in self.generator.decode(self.state, room, 1):
-            self.state = newest
-            written += block[0].tolist()
-            pieces.append("".join(map(streamer.push, block[0].tolist())))
-            yield pieces[-1]
-        pieces.append(streamer.flush())
-        yield pieces[-1]
+        streamer, parts, new_tokens = Streamer(self.llm.tokenizer, context=tokens), [], []
+        for new_state, block in self.generator.decode(self.state, max_new_tokens, 1):
+            self.state = new_state
+            new_tokens += block[0].tolist()
+            parts.append("".join(map(streamer.push, block[0].tolist())))
+            yield parts[-1]
+        parts.append(streamer.flush())
+        yield parts[-1]
         kvjax.raise_faults(self.state)
-        self.messages.append({"role": "assistant", "content": "".join(pieces)})
-        # With the token that ended the turn, which the template writes, too, and the cache has read.
-        self._text = text + self.llm.tokenizer.decode(written, skip_special_tokens=False)
+        self.messages.append({"role": "assistant", "content": "".join(parts)})
+        # With the end-of-text token, which the template renders and the cache contains, too.
+        self._cached_text = text + self.llm.tokenizer.decode(new_tokens, skip_special_tokens=False)
 
 
-def _turns() -> Iterator[str]:
+def _read_turns() -> Iterator[str]:
+    """Reads the user's turns.
+
+    Yields:
+        Lines of standard input.
+    """
     while True:
         if sys.stdin.isatty():
             sys.stderr.write("> ")

@@ -1,10 +1,10 @@
-"""`kvjax generate --prompts_file`: a file of prompts through a fixed number of rows, into a file of texts.
+"""`kvjax generate --prompts_file`: completes a file of prompts by continuous batching.
 
     kvjax generate --model DIR --prompts_file IN.jsonl --output OUT.jsonl --batch_size 8 --policy subgen --budget 25%
 
-A line of the file is a text, or an object with `prompt` or `messages`, and maybe `max_new_tokens`, `seed` and an `id`.
-Texts are written as they end, a line each, and put in the file's order when all are there; a run that was stopped goes
-on with --resume. Beside the output stands what it belongs to (`OUT.jsonl.run.json`).
+Each line of the file is a text, or an object with `prompt` or `messages` and optionally `max_new_tokens`, `seed` and
+`id`. Completions are appended to the output as they finish and sorted when all of them are complete. An interrupted run
+can be resumed with --resume; `OUT.jsonl.run.json` contains what the completions depend on.
 """
 
 import dataclasses
@@ -18,171 +18,206 @@ from absl import logging
 from tqdm import tqdm
 
 from kvjax.budget import format_bytes
-from kvjax_models import atomic_io, devices, fingerprint
+from kvjax_models import atomic_io, devices
 from kvjax_models.cli.options import GenerationOptions, read_text, write_status
+from kvjax_models.fingerprint import tokenizer_fingerprint
 from kvjax_models.generation.batching import Request
 from kvjax_models.generation.completions import generate_completions
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.saved_states import describe_differences, describe_generator
 from kvjax_models.language_model import LanguageModel
 
-FORMAT = 2  # of what stands beside the output
-_KNOWN = {"prompt", "messages", "max_new_tokens", "seed", "id"}
+FORMAT = 2  # of OUT.jsonl.run.json
+_KEYS = {"prompt", "messages", "max_new_tokens", "seed", "id"}
 
 
-class Asked(NamedTuple):
+class PromptLine(NamedTuple):
     """A line of a file of prompts."""
 
     request: Request
-    id: Any  # None where the line has none
+    id: Any  # None if the line has none
 
 
-def write_file(
-    given: GenerationOptions,
+def complete_file(
+    options: GenerationOptions,
     llm: LanguageModel,
-    source: str,
-    output: str,
+    prompts_file: str,
+    output_file: str,
     batch_size: str,
     stop: Sequence[str],
     resume: bool,
 ) -> None:
-    """Writes what follows every prompt of a file.
+    """Completes every prompt of a file.
 
-    Raises:
-        ValueError: for a line that is no prompt, with its number; output that is there and is not to be gone on with,
-            or that is of another run, with what differs.
-        OSError: where another process writes it.
+    Invalid lines raise a ValueError with their number. So does output that exists without `resume` or belongs to
+    another run. If another process writes the output, an OSError is raised.
+
+    Args:
+        options: how completions are generated.
+        llm: the model.
+        prompts_file: file with one prompt per line.
+        output_file: file to write.
+        batch_size: number of batch rows, or bytes for their caches.
+        stop: strings that finish a completion.
+        resume: whether to continue an interrupted run.
     """
-    asked = _read(given, llm, source)
-    longest = max(len(one.request.prompt) for one in asked)
-    room = max(one.request.max_new_tokens for one in asked)
+    lines = _read_lines(options, llm, prompts_file)
     generator = llm.batch_generator(
-        given.choice, None, batch_size, longest, room, given.sampling, given.allow_beyond_context, given.kv_formats
+        options.choice,
+        None,
+        batch_size,
+        max(len(line.request.prompt) for line in lines),
+        max(line.request.max_new_tokens for line in lines),
+        sampling=options.sampling,
+        allow_beyond_context=options.allow_beyond_context,
+        kv_dtype=options.kv_formats,
     )
-    belongs = _belonging(llm, generator, asked, stop)
-    written = Output(pathlib.Path(output), belongs, len(asked), resume=resume)
-    left = [one.request for one in asked if one.request.number not in written.rows]
-    with tqdm(
-        total=len(asked), initial=len(written.rows), unit="prompt", disable=not devices.is_first_process()
-    ) as bar:
-        for found in generate_completions(llm.tokenizer, generator, left, stop=stop):
-            one = asked[found.number]
-            row = {"number": found.number} | ({} if one.id is None else {"id": one.id})
-            row |= {"text": found.text, "finish_reason": found.finish_reason}
-            row |= {"prompt_tokens": len(one.request.prompt), "new_tokens": len(found.tokens)}
-            written.add(row)
-            bar.update()
-    written.finish()
-    held = format_bytes(generator.batch * generator.row_bytes)
-    write_status(f"[{given.choice}: {len(left)} prompts through {generator.batch} rows, whose caches take {held}]")
+    output = Output(pathlib.Path(output_file), _manifest(llm, generator, lines, stop), len(lines), resume=resume)
+    requests = [line.request for line in lines if line.request.number not in output.rows]
+    is_quiet = not devices.is_first_process()
+    with tqdm(total=len(lines), initial=len(output.rows), unit="prompt", disable=is_quiet) as progress:
+        for completion in generate_completions(llm.tokenizer, generator, requests, stop=stop):
+            line = lines[completion.number]
+            row = {"number": completion.number} | ({} if line.id is None else {"id": line.id})
+            row |= {"text": completion.text, "finish_reason": completion.finish_reason}
+            row |= {"prompt_tokens": len(line.request.prompt), "new_tokens": len(completion.tokens)}
+            output.add(row)
+            progress.update()
+    output.finish()
+    cache_bytes = format_bytes(generator.batch * generator.row_bytes)
+    write_status(
+        f"[{options.choice}: {len(requests)} prompts in {generator.batch} batch rows, whose caches take {cache_bytes}]"
+    )
 
 
 class Output:
-    """A file of texts that is being written, one JSON object per line, and what it belongs to in a file beside it.
+    """A file of completions, one JSON object per line, with a manifest in a second file."""
 
-    Args:
-        belongs: what decides the texts.
-        count: how many there will be.
-        resume: go on with what is there.
+    def __init__(self, path: pathlib.Path, manifest: dict[str, Any], count: int, *, resume: bool):
+        """Creates or resumes a file.
 
-    Raises:
-        ValueError, OSError: as `write_file`.
-    """
+        If another process writes the file, an OSError is raised.
 
-    def __init__(self, path: pathlib.Path, belongs: dict[str, Any], count: int, *, resume: bool):
+        Args:
+            path: the file.
+            manifest: what the completions depend on.
+            count: number of completions.
+            resume: whether to continue an existing file.
+
+        Raises:
+            ValueError: if the file exists without `resume`, or belongs to another run.
+        """
         self.path, self.count = path, count
         self.rows: dict[int, dict[str, Any]] = {}
-        beside = path.with_name(f"{path.name}.run.json")
+        manifest_path = path.with_name(f"{path.name}.run.json")
 
         def begin() -> None:
-            self._lock = atomic_io.lock_directory(path.parent, f".{path.name}.lock")  # held as long as this is
+            self._lock = atomic_io.lock_directory(path.parent, f".{path.name}.lock")  # held as long as this object
             if path.exists() and not resume:
-                raise ValueError(f"{path} is there already: go on with --resume, or give another --output")
+                raise ValueError(f"{path} exists; continue it with --resume or use another --output")
             if not path.exists():
-                atomic_io.write_text(beside, json.dumps(belongs, indent=1) + "\n")
+                atomic_io.write_text(manifest_path, json.dumps(manifest, indent=1) + "\n")
 
         atomic_io.run_on_first_process(begin)
         try:
-            found = json.loads(beside.read_text(encoding="utf-8"))
+            saved_manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(f"{beside}, which says what {path} belongs to, cannot be read: {error}") from error
-        if differences := describe_differences(belongs, found):
-            raise ValueError(f"{path} is not of this run: {differences}")
+            raise ValueError(f"{manifest_path}, the manifest of {path}, cannot be read: {error}") from error
+        if differences := describe_differences(manifest, saved_manifest):
+            raise ValueError(f"{path} belongs to another run: {differences}")
         if path.exists():
             self._read()
         devices.check_agreement(str(path), json.dumps(sorted(self.rows)))
 
     def _read(self) -> None:
+        """Reads the completions of an interrupted run."""
         lines = self.path.read_bytes().split(b"\n")
         for number, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line)
                 if not 0 <= row["number"] < self.count:
-                    raise ValueError(f"there is no prompt {row['number']}")
+                    raise ValueError(f"prompt {row['number']} does not exist")
             except (ValueError, TypeError, KeyError) as error:
-                # What follows the last line's end is what a stop cut off.
+                # A truncated last line is expected after an interruption.
                 if line and number < len(lines) and devices.is_first_process():
-                    logging.warning("%s, line %d is left out, and its prompt runs again: %s", self.path, number, error)
+                    logging.warning("%s, line %d is ignored and its prompt runs again: %s", self.path, number, error)
             else:
                 self.rows[row["number"]] = row
 
     def add(self, row: dict[str, Any]) -> None:
-        """Adds a text, which is on the disk when this returns."""
+        """Appends a completion, which is on disk when this returns."""
         self.rows[row["number"]] = row
-        atomic_io.run_on_first_process(lambda: atomic_io.append_line(self.path, json.dumps(row, ensure_ascii=False)))
+        line = json.dumps(row, ensure_ascii=False)
+        atomic_io.run_on_first_process(lambda: atomic_io.append_line(self.path, line))
 
     def finish(self) -> None:
-        """Puts all texts in the order of their prompts."""
+        """Sorts all completions in the order of their prompts."""
         lines = [json.dumps(self.rows[number], ensure_ascii=False) + "\n" for number in range(self.count)]
         atomic_io.run_on_first_process(lambda: atomic_io.write_text(self.path, "".join(lines)))
 
 
-def _read(given: GenerationOptions, llm: LanguageModel, source: str) -> list[Asked]:
-    """The prompts of a file; empty lines are none."""
-    found: list[Asked] = []
-    for number, line in enumerate(read_text(source).split("\n"), start=1):
+def _read_lines(options: GenerationOptions, llm: LanguageModel, path: str) -> list[PromptLine]:
+    """Reads the prompts of a file; empty lines are skipped.
+
+    Returns:
+        The prompts.
+
+    Raises:
+        ValueError: if a line is invalid or there is no prompt.
+    """
+    lines: list[PromptLine] = []
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             try:
-                found.append(_asked(given, llm, json.loads(line), len(found)))
+                lines.append(_parse_line(options, llm, json.loads(line), len(lines)))
             except (ValueError, TypeError) as error:
-                raise ValueError(f"{source}, line {number}: {error}") from error
-    if not found:
-        raise ValueError(f"{source} holds no prompt")
-    return found
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    if not lines:
+        raise ValueError(f"{path} contains no prompts")
+    return lines
 
 
-def _asked(given: GenerationOptions, llm: LanguageModel, line: Any, number: int) -> Asked:
+def _parse_line(options: GenerationOptions, llm: LanguageModel, line: Any, number: int) -> PromptLine:
+    """Returns a prompt from its JSON value.
+
+    Raises:
+        ValueError: if the value is invalid.
+    """
     values = {"prompt": line} if isinstance(line, str) else line
     if not isinstance(values, dict) or ("prompt" in values) == ("messages" in values):
-        raise ValueError("it must be a text, or an object with either prompt or messages")
-    if unknown := values.keys() - _KNOWN:
-        raise ValueError(f"{', '.join(sorted(unknown))}: not known; known are {', '.join(sorted(_KNOWN))}")
+        raise ValueError("a line must be a text, or an object with either prompt or messages")
+    if unknown := values.keys() - _KEYS:
+        raise ValueError(f"unknown keys {', '.join(sorted(unknown))}; allowed: {', '.join(sorted(_KEYS))}")
     for name in ("max_new_tokens", "seed"):
         if type(values.get(name, 1)) is not int:
-            raise ValueError(f"{name}={values[name]!r}; it must be a whole number")
+            raise ValueError(f"{name}={values[name]!r} must be an integer")
     prompt = values["prompt"] if "prompt" in values else values["messages"]
     if not isinstance(prompt, str if "prompt" in values else list):
-        raise ValueError("prompt must be a text, messages a list of objects with role and content")
+        raise ValueError("prompt must be a text, and messages a list of objects with role and content")
     request = Request(
         llm.encode(prompt),
-        values.get("max_new_tokens", given.max_new_tokens),
-        seed=values.get("seed", given.seed + number),
+        values.get("max_new_tokens", options.max_new_tokens),
+        seed=values.get("seed", options.seed + number),
         number=number,
     )
     if not request.prompt or request.max_new_tokens < 1:
         raise ValueError(
-            f"a prompt of {len(request.prompt)} tokens, {request.max_new_tokens} to write: at least 1 each"
+            f"the prompt has {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens}; both must be at "
+            "least 1"
         )
-    return Asked(request, values.get("id"))
+    return PromptLine(request, values.get("id"))
 
 
-def _belonging(llm: LanguageModel, generator: Generator, asked: Sequence[Asked], stop: Sequence[str]) -> dict[str, Any]:
-    """What texts follow from; the number of rows is not among it."""
-    prompts = [(list(one.request.prompt), one.request.max_new_tokens, one.request.seed, one.id) for one in asked]
+def _manifest(
+    llm: LanguageModel, generator: Generator, lines: Sequence[PromptLine], stop: Sequence[str]
+) -> dict[str, Any]:
+    """Returns what the completions depend on; the number of batch rows is not part of it."""
+    requests = [(line.request, line.id) for line in lines]
+    prompts = [(list(one.prompt), one.max_new_tokens, one.seed, line_id) for one, line_id in requests]
     return {
         "format": FORMAT,
         **describe_generator(generator.with_batch(1)),
-        "tokenizer": fingerprint.tokenizer_fingerprint(llm.tokenizer),
+        "tokenizer": tokenizer_fingerprint(llm.tokenizer),
         "sampling": dataclasses.asdict(generator.sampling),
         "stop": list(stop),
         "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),

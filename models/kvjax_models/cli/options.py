@@ -1,4 +1,4 @@
-"""Options that commands share."""
+"""Options and output that commands share."""
 
 import dataclasses
 import functools
@@ -24,26 +24,26 @@ from kvjax_models.generation.state import GenerationState
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
-    """Which model, and where it lies."""
+    """The model and the devices it runs on."""
 
     model: str = ""  # A Hugging Face directory, or the name of a model on the hub, such as Qwen/Qwen3-0.6B.
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # Of parameters and arithmetic; the file's own.
-    seed: int = 0  # Decides sampling, and the policies' randomness.
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # Of parameters and activations; the checkpoint's.
+    seed: int = 0  # Seed of sampling and of the policies' randomness.
     devices: Devices = dataclasses.field(default_factory=Devices)
     kv_dtype: str | None = None  # Quantization of the cache: int8, fp8, int4, int3, int2, or KEYS,VALUES.
     policy_module: str | None = None  # A Python file to run first; its policies are added with kvjax.register.
 
     @property
     def kv_formats(self) -> KVFormats | None:
-        """Formats of keys and values."""
+        """The formats of keys and values."""
         return parse_kv_formats(self.kv_dtype)
 
     def parse_policy(self, policy: str, budget: str) -> PolicyChoice:
         """Parses a policy with a budget, after running the policy module.
 
         Args:
-            policy: the policy.
-            budget: the budget if the policy's text has none.
+            policy: policy as a user writes it.
+            budget: budget if the policy has none.
 
         Returns:
             The choice.
@@ -53,11 +53,18 @@ class ModelOptions:
         return parse_policy(policy, budget)
 
     def load(self) -> language_model.LanguageModel:
-        """The model on the devices that the options call for."""
+        """Loads the model onto the requested devices.
+
+        Returns:
+            The model and its tokenizer.
+
+        Raises:
+            ValueError: if no model is given.
+        """
         if not self.model:
-            raise ValueError("give --model: a Hugging Face directory, or the name of a model on the hub")
-        own = dataclasses.asdict(self)
-        initialize_processes(self.devices, own | own.pop("devices") | {"process": None})
+            raise ValueError("--model is required: a Hugging Face directory, or the name of a model on the hub")
+        options = dataclasses.asdict(self)
+        initialize_processes(self.devices, options | options.pop("devices") | {"process": None})
         directory = language_model.resolve_directory(self.model)
         mesh = make_mesh(self.devices, huggingface.load_config(directory).kv_heads)
         dtype = None if self.dtype is None else jnp.dtype(self.dtype)
@@ -66,24 +73,35 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationOptions(ModelOptions):
-    """How text is written."""
+    """How text is generated."""
 
     policy: str = "exact"  # NAME or NAME:setting=value,...; `kvjax policies` lists them.
-    budget: str = "25%"  # Slots per head (1024), a share of exact's bytes (25%) or bytes (64MiB).
-    max_new_tokens: int = 256  # Most tokens to write.
-    temperature: float = 0.0  # 0 takes the most likely token.
-    top_k: int | None = None  # Sample among so many of the most likely tokens.
-    top_p: float | None = None  # Sample among the most likely tokens that hold this probability.
-    allow_beyond_context: bool = False  # Only warn of texts longer than those that the model was trained on.
+    budget: str = "25%"  # Slots per KV head (1024), a share of the full cache (25%) or bytes (64MiB).
+    max_new_tokens: int = 256  # Maximum number of new tokens.
+    temperature: float = 0.0  # 0 selects the most likely token.
+    top_k: int | None = None  # Sample among the k most likely tokens.
+    top_p: float | None = None  # Sample among the most likely tokens whose probability reaches p.
+    allow_beyond_context: bool = False  # Only warn if a sequence exceeds the model's context length.
 
     @property
     def sampling(self) -> Sampling:
+        """The sampling parameters."""
         return Sampling(self.temperature, self.top_k, self.top_p)
 
     @property
     def choice(self) -> PolicyChoice:
         """The policy with its budget."""
         return self.parse_policy(self.policy, self.budget)
+
+    def check(self) -> None:
+        """Checks the options before a model is loaded; invalid policies and sampling raise a ValueError, too.
+
+        Raises:
+            ValueError: if the number of new tokens is invalid.
+        """
+        if self.max_new_tokens < 1:
+            raise ValueError(f"--max_new_tokens={self.max_new_tokens} must be at least 1")
+        _ = self.choice, self.kv_formats, self.sampling
 
 
 def parse_kv_formats(text: str | None) -> KVFormats | None:
@@ -105,57 +123,70 @@ def run_policy_module(path: str) -> None:
         FileNotFoundError: if there is no such file.
     """
     if not pathlib.Path(path).is_file():
-        raise FileNotFoundError(f"policy_module={path!r} is not a file; pass a Python file that calls kvjax.register")
+        raise FileNotFoundError(f"--policy_module={path!r} is not a file; pass a Python file that calls kvjax.register")
     spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
     assert spec is not None and spec.loader is not None  # of an existing file
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
 
 
 def parse_policy(policy: str, budget: str) -> PolicyChoice:
-    """A policy with this budget, unless it has one of its own or takes none."""
+    """Returns a policy with a budget, unless it has its own budget or takes none.
+
+    Args:
+        policy: policy as a user writes it.
+        budget: budget as a user writes it.
+    """
     choice = PolicyChoice.parse(policy)
-    wanted = Budget.parse(budget)
-    return dataclasses.replace(choice, budget=wanted) if choice.takes_budget and choice.budget is None else choice
+    default = Budget.parse(budget)
+    return dataclasses.replace(choice, budget=default) if choice.takes_budget and choice.budget is None else choice
 
 
 def repeatable(metavar: str) -> list[str]:
-    """A field that may be given many times."""
+    """Returns a field of an option that can be repeated."""
     return simple_parsing.field(default_factory=list, action="append", nargs=None, metavar=metavar)
 
 
 def read_text(path: str) -> str:
-    """A file's text; - for standard input.
+    """Returns the content of a UTF-8 file; "-" is standard input.
 
     Raises:
-        ValueError: for a file that is not UTF-8, with its name.
+        ValueError: if it is not UTF-8.
     """
     try:
         return sys.stdin.read() if path == "-" else pathlib.Path(path).read_text("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def write_output(text: str) -> None:
-    """Writes a part of the text as soon as it is there, in the first process of a run."""
+    """Writes generated text to standard output immediately, in the first process of a run."""
     if is_first_process():
         sys.stdout.write(text)
         sys.stdout.flush()
 
 
 def write_status(text: str) -> None:
-    """Says beside the text what was done."""
+    """Writes a status message to standard error, in the first process of a run."""
     if is_first_process():
         print(text, file=sys.stderr, flush=True)
 
 
 def describe_cache(generator: Generator, state: GenerationState) -> str:
-    """What the caches of a generation hold and read, in words."""
-    bytes_held = kvjax.cache_bytes(state.layers)
-    read = sum(map(kvjax.read_bytes, state.layers))
-    exact = generator.specs[0].full_cache_bytes(int(state.positions.sum())) * len(generator.specs)
+    """Describes the bytes of a generation's caches.
+
+    Args:
+        generator: the generator.
+        state: its state.
+
+    Returns:
+        The description.
+    """
+    cache_bytes = kvjax.cache_bytes(state.layers)
+    read_bytes = sum(map(kvjax.read_bytes, state.layers))
+    full_bytes = generator.specs[0].full_cache_bytes(int(state.positions.sum())) * len(generator.specs)
     return (
-        f"cache {format_bytes(bytes_held.device)} on the device, {bytes_held.device / exact:.1%} of exact's, "
-        f"{format_bytes(bytes_held.host)} on the host; {format_bytes(read)} read per token"
+        f"cache {format_bytes(cache_bytes.device)} on the device, {cache_bytes.device / full_bytes:.1%} of the full "
+        f"cache, {format_bytes(cache_bytes.host)} on the host; {format_bytes(read_bytes)} read per token"
     )

@@ -1,4 +1,4 @@
-"""What commands are given, from the words that a user typed."""
+"""Parses command lines with simple_parsing, and flags of other libraries with absl."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,17 +7,21 @@ import simple_parsing
 from absl import flags
 
 
-def parse(parser: simple_parsing.ArgumentParser, words: Sequence[str]) -> Any:
-    """The parser's namespace; flags that it does not know go to absl.
+def parse(parser: simple_parsing.ArgumentParser, args: Sequence[str]) -> Any:
+    """Parses the arguments of a command; exits with a message if they are invalid.
 
-    Raises:
-        SystemExit: for what is no flag, or has a wrong value, with the reason.
+    Args:
+        parser: parser of the command.
+        args: arguments without the program's name; flags that the parser does not know are parsed by absl.
+
+    Returns:
+        The parser's namespace.
     """
     try:
-        namespace, rest = parser.parse_known_args(list(words))
-        stray = flags.FLAGS(["", *rest])[1:]
+        namespace, other_flags = parser.parse_known_args(list(args))
+        unknown = flags.FLAGS(["", *other_flags])[1:]
     except (ValueError, flags.Error) as error:
         parser.error(str(error))
-    if stray:
-        parser.error(f"unknown arguments: {stray}")
+    if unknown:
+        parser.error(f"unknown arguments: {unknown}")
     return namespace

@@ -1,4 +1,4 @@
-"""`kvjax policies`: what there is, and what can be set."""
+"""`kvjax policies`: lists the policies and their settings."""
 
 import dataclasses
 import inspect
@@ -12,29 +12,34 @@ from kvjax_models.cli.options import write_output
 
 @dataclasses.dataclass(frozen=True)
 class Policies:
-    """Lists the policies, or what can be set of one."""
+    """Lists all policies, or the settings of one."""
 
-    name: str | None = simple_parsing.field(default=None, positional=True)  # A policy, for its settings.
+    name: str | None = simple_parsing.field(default=None, positional=True)  # A policy, to show its settings.
 
     def run(self) -> None:
+        """Runs the command.
+
+        Raises:
+            ValueError: if the policy is unknown.
+        """
         if self.name is None:
-            write_output(listed())
+            write_output(list_policies())
         elif self.name in POLICIES:
-            write_output(detailed(self.name))
+            write_output(describe_policy(self.name))
         else:
-            raise ValueError(f"policy {self.name!r} is not known; known: {', '.join(sorted(POLICIES))}")
+            raise ValueError(f"policy {self.name!r} must be one of {', '.join(sorted(POLICIES))}")
 
 
-def listed() -> str:
-    """Every policy, and what it keeps."""
+def list_policies() -> str:
+    """Returns every policy with its summary."""
     width = max(map(len, POLICIES))
     lines = [f"{name:{width}}  {_summary(POLICIES[name])}" for name in POLICIES]
-    more = "kvjax policies NAME shows settings. Every policy takes full_layers=N, and --kv_dtype."
+    more = "kvjax policies NAME shows settings. All policies take full_layers=N, and --kv_dtype."
     return "\n".join([*lines, "", more, ""])
 
 
-def detailed(name: str) -> str:
-    """A policy's documentation with its settings, their types and defaults."""
+def describe_policy(name: str) -> str:
+    """Returns a policy's documentation and its settings with types and defaults."""
     policy = POLICIES[name]
     settings = [
         f"  {key}: {kind}" + ("" if default is None else f" = {default}") for key, kind, default in settings_of(policy)
@@ -43,7 +48,7 @@ def detailed(name: str) -> str:
 
 
 def _summary(policy: type) -> str:
-    """The first sentence of what it says of itself, and the next where that is short."""
+    """Returns the first sentence of a policy's documentation, and the second one if the first is short."""
     text = " ".join(inspect.cleandoc(policy.__doc__ or "").split("\n\n")[0].split())
     first, *more = re.split(r"(?<=[.;:])\s", text)
     return f"{first} {more[0]}".rstrip(";:") if len(first) < 45 and more else first.rstrip(";:")

@@ -1,6 +1,6 @@
-"""Chat templates: code from a file, run in a sandbox, in a process of its own that time and memory are measured out to.
+"""Renders chat templates, which are untrusted code, in a sandboxed subprocess with limited time and memory.
 
-Run as a program, this file is that process; it imports nothing of the package, so that it starts quickly.
+Run as a program, this file is that subprocess. It imports nothing of the package so that it starts quickly.
 """
 
 import datetime
@@ -12,41 +12,50 @@ from typing import Any
 
 SECONDS = 10
 MEMORY_BYTES = 2**29
-MOST_CHARACTERS = 2**24
+MAX_CHARACTERS = 2**24
 
 
 def render(template: str, variables: Mapping[str, Any]) -> str:
-    """What a template makes of its variables, which JSON must be able to hold.
+    """Renders a template.
+
+    Args:
+        template: Jinja template.
+        variables: its variables; they must be serializable as JSON.
+
+    Returns:
+        The text.
 
     Raises:
-        ValueError: where the template refuses them, is wrong, or takes more than `SECONDS` or `MEMORY_BYTES`.
+        ValueError: if the template is invalid, refuses the variables, or exceeds `SECONDS` or `MEMORY_BYTES`.
     """
     try:
-        limits = {"seconds": SECONDS, "memory_bytes": MEMORY_BYTES, "most_characters": MOST_CHARACTERS}
-        given = json.dumps({"template": template, "variables": variables, **limits})
+        limits = {"seconds": SECONDS, "memory_bytes": MEMORY_BYTES, "max_characters": MAX_CHARACTERS}
+        request = json.dumps({"template": template, "variables": variables, **limits})
     except (TypeError, ValueError) as error:
-        raise ValueError(f"messages must be made of what JSON can hold: {error}") from error
+        raise ValueError(f"messages must be serializable as JSON: {error}") from error
     command = [sys.executable, "-P", __file__]
     try:
-        done = subprocess.run(command, input=given, capture_output=True, encoding="utf-8", timeout=SECONDS, check=False)
+        process = subprocess.run(
+            command, input=request, capture_output=True, encoding="utf-8", timeout=SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         raise ValueError(f"the chat template took more than {SECONDS} seconds") from None
-    if done.returncode:
-        reason = done.stderr.strip().rpartition("\n")[2] or f"it was ended by signal {-done.returncode}"
-        raise ValueError(f"the chat template failed, or took more than {MEMORY_BYTES >> 20} MiB: {reason}")
-    answer = json.loads(done.stdout)
+    if process.returncode:
+        reason = process.stderr.strip().rpartition("\n")[2] or f"terminated by signal {-process.returncode}"
+        raise ValueError(f"the chat template failed or took more than {MEMORY_BYTES >> 20} MiB: {reason}")
+    answer = json.loads(process.stdout)
     if "error" in answer:
         raise ValueError(f"the chat template refuses these messages: {answer['error']}")
     return answer["text"]
 
 
 def _environment():
-    """The Jinja environment that transformers gives chat templates."""
+    """Returns a Jinja environment with the extensions that transformers gives to chat templates."""
     import jinja2.ext
     import jinja2.sandbox
 
     class GenerationTag(jinja2.ext.Extension):
-        """{% generation %} marks what an assistant wrote, for training; here it is only its contents."""
+        """Replaces {% generation %}, which marks the assistant's text for training, by its content."""
 
         tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
@@ -61,17 +70,19 @@ def _environment():
         # Jinja's own filter escapes HTML.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
+    def strftime_now(pattern: str):
+        return datetime.datetime.now().strftime(pattern)
+
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     return environment
 
 
-def _limit(seconds: int, memory_bytes: int) -> None:
-    """Measures out what this process may take; where the system cannot, its time alone is, by who waits for it."""
+def _set_limits(seconds: int, memory_bytes: int) -> None:
+    """Limits time and memory of this process; on systems without `resource` only the parent's timeout applies."""
     try:
         import resource
     except ImportError:
@@ -80,23 +91,24 @@ def _limit(seconds: int, memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
 
 
-def _answer(template: str, variables: Mapping[str, Any], most_characters: int) -> dict[str, str]:
+def _answer(template: str, variables: Mapping[str, Any], max_characters: int) -> dict[str, str]:
+    """Returns the rendered text, or the error."""
     import jinja2
 
     try:
         text = _environment().from_string(template).render(variables)
-        text.encode("utf-8")  # halves of characters are no text
+        text.encode("utf-8")  # refuses lone surrogates
     except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
         return {"error": str(error) or type(error).__name__}
     except MemoryError:
-        return {"error": "it takes more memory than it may"}
-    if len(text) > most_characters:
-        return {"error": f"it wrote {len(text)} characters; at most {most_characters} are read"}
+        return {"error": "it exceeds its memory limit"}
+    if len(text) > max_characters:
+        return {"error": f"it wrote {len(text)} characters; the maximum is {max_characters}"}
     return {"text": text}
 
 
 if __name__ == "__main__":
-    # Bytes: what a terminal's encoding is does not matter.
+    # Bytes, because the encoding of standard streams depends on the terminal.
     request = json.loads(sys.stdin.buffer.read().decode("utf-8"))
-    _limit(request["seconds"], request["memory_bytes"])
-    sys.stdout.write(json.dumps(_answer(request["template"], request["variables"], request["most_characters"])))
+    _set_limits(request["seconds"], request["memory_bytes"])
+    sys.stdout.write(json.dumps(_answer(request["template"], request["variables"], request["max_characters"])))

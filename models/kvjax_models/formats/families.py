@@ -1,8 +1,10 @@
-"""What every family of Hugging Face models is, against `LlamaConfig`: a table, read by `configuration`."""
+"""The supported Hugging Face model families and how their config.json maps to `LlamaConfig`."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
+
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # entries of `layer_types`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -10,30 +12,32 @@ class Family:
     """One `model_type`.
 
     Attributes:
-        architecture: the only one supported.
-        defaults: what transformers assumes for keys that a config leaves out.
-        fields: of `LlamaConfig`, as all models of the family have them.
-        counts, numbers, caps, truths: keys of whole numbers, of numbers, of numbers that may be null, and of yes and
-            no, against the fields that they give.
-        attention_bias: which projections the key of that name gives a bias.
-        slides: which layers have a window: none, all where `sliding_window` is a number, those of `layer_types`, or,
-            where `use_sliding_window` says so, all or those after the first `max_window_layers`.
-        period: of `layer_types` that are not there, every so-manieth sees everything; None: none does.
-        partial: whether the rotary embedding may turn a part of a head only.
-        aliases: keys against those that they stand for.
+        architecture: the supported class in `architectures`.
+        defaults: values that transformers assumes for missing keys.
+        fields: fields of `LlamaConfig` that all models of the family share.
+        integers: keys of integers and the fields they set.
+        numbers: keys of numbers and the fields they set.
+        optional_numbers: keys of numbers that may be null and the fields they set.
+        booleans: keys of booleans and the fields they set.
+        attention_bias: the projections that get a bias if the key `attention_bias` is true.
+        sliding: the layers with a sliding window: none; all if `sliding_window` is a number; those in `layer_types`;
+            or, if `use_sliding_window` is true, all or the layers from number `max_window_layers` on.
+        full_attention_period: if `layer_types` is missing, every n-th layer has full attention; None: no layer.
+        partial_rotary: whether only a part of each head may be rotated.
+        aliases: alternative keys and the keys they replace.
     """
 
     architecture: str
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    counts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    integers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     numbers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    caps: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    truths: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    optional_numbers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    booleans: Mapping[str, str] = dataclasses.field(default_factory=dict)
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    slides: Literal["never", "all", "all if asked", "later if asked", "by type"] = "never"
-    period: int | None = None
-    partial: bool = False
+    sliding: Literal["never", "all", "all_if_enabled", "later_layers_if_enabled", "by_layer_type"] = "never"
+    full_attention_period: int | None = None
+    partial_rotary: bool = False
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -60,35 +64,32 @@ _GLM: Mapping[str, Any] = {
         "partial_rotary_factor": 0.5,
     },
     "attention_bias": "qkv",
-    "partial": True,
+    "partial_rotary": True,
 }
 _OLMO_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 _OLMO_FIELDS = {"norms": "post", "query_key_norm": True, "joint_query_key_norm": True}
 
 FAMILIES = {
     "llama": Family(
-        "LlamaForCausalLM",
-        {"max_position_embeddings": 2048},
-        truths={"mlp_bias": "mlp_bias"},
-        attention_bias="all",
+        "LlamaForCausalLM", {"max_position_embeddings": 2048}, booleans={"mlp_bias": "mlp_bias"}, attention_bias="all"
     ),
     "mistral": Family(
         "MistralForCausalLM",
         {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-        slides="all",
+        sliding="all",
     ),
     "ministral": Family(
         "MinistralForCausalLM",
         {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-        slides="by type",
+        sliding="by_layer_type",
     ),
-    "qwen2": Family("Qwen2ForCausalLM", _QWEN_DEFAULTS, {"qkv_bias": True}, slides="later if asked"),
+    "qwen2": Family("Qwen2ForCausalLM", _QWEN_DEFAULTS, {"qkv_bias": True}, sliding="later_layers_if_enabled"),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         _QWEN_DEFAULTS | {"head_dim": 128},
         {"query_key_norm": True},
         attention_bias="all",
-        slides="later if asked",
+        sliding="later_layers_if_enabled",
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -101,14 +102,14 @@ FAMILIES = {
             "num_experts": 128,
         },
         {"query_key_norm": True},
-        counts={
+        integers={
             "num_experts": "experts",
             "num_experts_per_tok": "experts_per_token",
             "moe_intermediate_size": "expert_width",
         },
-        truths={"norm_topk_prob": "normalize_expert_weights"},
+        booleans={"norm_topk_prob": "normalize_expert_weights"},
         attention_bias="all",
-        slides="all if asked",
+        sliding="all_if_enabled",
         aliases={"num_local_experts": "num_experts"},  # since transformers 5
     ),
     "mixtral": Family(
@@ -121,12 +122,12 @@ FAMILIES = {
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
         },
-        counts={
+        integers={
             "num_local_experts": "experts",
             "num_experts_per_tok": "experts_per_token",
             "intermediate_size": "expert_width",
         },
-        slides="all",
+        sliding="all",
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -153,13 +154,13 @@ FAMILIES = {
             "attention_sinks": True,
             "activation": "clipped_swiglu",
         },
-        counts={
+        integers={
             "num_local_experts": "experts",
             "num_experts_per_tok": "experts_per_token",
             "intermediate_size": "expert_width",
         },
-        slides="by type",
-        period=2,
+        sliding="by_layer_type",
+        full_attention_period=2,
     ),
     "gemma": Family(
         "GemmaForCausalLM", _GEMMA_DEFAULTS | {"num_key_value_heads": 16}, _GEMMA_FIELDS, attention_bias="all"
@@ -175,10 +176,10 @@ FAMILIES = {
             "final_logit_softcapping": 30.0,
         },
         _GEMMA_FIELDS | {"norms": "sandwich"},
-        caps={"attn_logit_softcapping": "attention_logit_cap", "final_logit_softcapping": "logit_cap"},
+        optional_numbers={"attn_logit_softcapping": "attention_logit_cap", "final_logit_softcapping": "logit_cap"},
         attention_bias="all",
-        slides="by type",
-        period=2,
+        sliding="by_layer_type",
+        full_attention_period=2,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -197,18 +198,18 @@ FAMILIES = {
             "rope_local_base_freq": 1e4,
         },
         _GEMMA_FIELDS | {"norms": "sandwich", "query_key_norm": True},
-        caps={"final_logit_softcapping": "logit_cap"},
+        optional_numbers={"final_logit_softcapping": "logit_cap"},
         attention_bias="all",
-        slides="by type",
-        period=6,
+        sliding="by_layer_type",
+        full_attention_period=6,
     ),
     "glm": Family("GlmForCausalLM", **_GLM),
     "glm4": Family("Glm4ForCausalLM", fields={"norms": "sandwich"}, **_GLM),
     "phi3": Family(
         "Phi3ForCausalLM",
         {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-        slides="all",
-        partial=True,
+        sliding="all",
+        partial_rotary=True,
     ),
     "olmo2": Family("Olmo2ForCausalLM", _OLMO_DEFAULTS, _OLMO_FIELDS, attention_bias="all"),
     "olmo3": Family(
@@ -216,8 +217,8 @@ FAMILIES = {
         _OLMO_DEFAULTS | {"sliding_window": 4096},
         _OLMO_FIELDS,
         attention_bias="all",
-        slides="by type",
-        period=4,
+        sliding="by_layer_type",
+        full_attention_period=4,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -228,9 +229,9 @@ FAMILIES = {
             "tie_word_embeddings": True,
             "no_rope_layer_interval": 4,
         },
-        truths={"mlp_bias": "mlp_bias"},
+        booleans={"mlp_bias": "mlp_bias"},
         attention_bias="all",
-        slides="by type",
+        sliding="by_layer_type",
     ),
     "granite": Family(
         "GraniteForCausalLM",
@@ -247,7 +248,7 @@ FAMILIES = {
             "logits_scaling": "logit_divisor",
             "attention_multiplier": "attention_scale",
         },
-        truths={"mlp_bias": "mlp_bias"},
+        booleans={"mlp_bias": "mlp_bias"},
         attention_bias="all",
     ),
 }

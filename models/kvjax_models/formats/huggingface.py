@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint directories to and from `Llama`: `config.json` and safetensors files, whole or sharded."""
+"""Loads and saves Hugging Face directories: `config.json` and one or several safetensors files."""
 
 import contextlib
 import dataclasses
@@ -16,29 +16,26 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
-from flax import nnx, traverse_util
+from flax import nnx
 from jax.sharding import Mesh
 
 from kvjax_models import atomic_io
 from kvjax_models.formats import config_json, untrusted_files, weights
+from kvjax_models.formats.checkpoint import Checkpoint, StoredTensor, build_model, cast, flatten_parameters
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
-from kvjax_models.sharding import parameter_shardings, shard_array
 
-# What transformers writes per file when nothing is said.
-MAX_SHARD_BYTES = 5_000_000_000
+MAX_SHARD_BYTES = 5_000_000_000  # transformers' default
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-_MOST_LAYERS_UNSEEN = 64  # so few are compared tensor by tensor, which says more
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Buffers that old versions of transformers saved and that follow from the configuration.
+# Buffers that old versions of transformers saved; they follow from the configuration.
 _IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq")
 
 
 @dataclasses.dataclass(frozen=True)
-class _StoredTensor:
-    """A tensor of an open safetensors file, unread."""
+class _SafetensorsTensor:
+    """A tensor of an open safetensors file; see `checkpoint.StoredTensor`."""
 
     file: Any
     name: str
@@ -56,72 +53,41 @@ class _StoredTensor:
 
 
 def load_config(directory: str | os.PathLike) -> LlamaConfig:
-    """Reads `config.json` of a Hugging Face directory.
+    """Returns the configuration in the `config.json` of a Hugging Face directory.
 
     Raises:
-        FileNotFoundError: no `config.json` there.
-        ValueError: not JSON, another architecture, missing keys, or a feature that is not implemented; the message
-            names the file and the key (see `config_json.parse_config`).
+        ValueError: if the file is invalid, or the model has an unsupported architecture or feature; the message names
+            the file and the key.
     """
-    directory = untrusted_files.weights_directory(pathlib.Path(directory))
-    values = untrusted_files.read_json_object(directory, "config.json")
-    try:
-        return config_json.parse_config(values)
-    except ValueError as error:
-        raise ValueError(f"{directory / 'config.json'}: {error}") from error
+    return _read_config(untrusted_files.weights_directory(pathlib.Path(directory)))[1]
 
 
 def load_model(
     directory: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None
 ) -> Llama:
-    """Reads a model, tensor by tensor, from a Hugging Face directory.
+    """Loads a model from a Hugging Face directory.
+
+    Missing files raise a FileNotFoundError; invalid files and unsupported models raise a ValueError, which lists all
+    missing, superfluous and misshapen tensors.
 
     Args:
-        dtype: of parameters and arithmetic; None for the one that the file's embedding has.
-        mesh: where each tensor goes to, in parts, as soon as it is read (see `sharding`); None for one device.
+        directory: directory with `config.json` and safetensors files.
+        dtype: dtype of parameters and activations; that of the stored embedding by default.
+        mesh: mesh to shard each tensor on as soon as it is read; a single device by default.
 
-    Raises:
-        FileNotFoundError: `config.json`, the weights or a shard that the index names is not there.
-        ValueError: see `load_config`; a file that is truncated or no safetensors file; missing, extra and misshapen
-            tensors (one error lists them all); values that are not finite, in the file or once cast to `dtype`.
+    Returns:
+        The model.
     """
     directory = untrusted_files.weights_directory(pathlib.Path(directory))
-    config = load_config(directory)
-    model_type = config_json.text_config(untrusted_files.read_json_object(directory, "config.json"))["model_type"]
+    model_type, config = _read_config(directory)
     with contextlib.ExitStack() as stack:
-        stored = weights.select_text_tensors(_without_ignored(_open_tensors(_weight_files(directory), stack)))
-        _check_layers(directory, config, stored)
-        dtype = _own_dtype(stored) if dtype is None else jnp.dtype(dtype)
-        # Shapes only: random weights that are overwritten at once would double the memory.
-        graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0))))
-        shapes = {path: leaf.shape for path, leaf in _flat(state).items()}
-        rules = weights.parameter_rules(model_type, config, shapes, stored)
-        places = {} if mesh is None else _flat(parameter_shardings(state, config, mesh))
-        if config.tied_embeddings:
-            stored = _without_tied_head(directory, stored)
-        if problems := _misfits(rules, stored):
-            raise ValueError(f"{directory}: the tensors do not fit config.json:\n  " + "\n  ".join(problems))
-        parameters: dict[weights.Path, jax.Array] = {}
-        not_finite: list[str] = []
-        for rule in rules:
-            tensors = {name: stored[name].read() for name in rule.names}
-            made = [_cast(part, dtype) for part in rule.read(list(tensors.values()))]
-            if not all(np.isfinite(part).all() for part in made):
-                wrong = [name for name, x in tensors.items() if not np.isfinite(_cast(x, dtype)).all()]
-                not_finite.extend(wrong or tensors)  # in four bits none is wrong by itself
-            for path, part in zip(rule.paths, made, strict=True):
-                parameters[path] = jnp.asarray(part) if mesh is None else shard_array(part, places[path])
-    if not_finite:
-        names = ", ".join(not_finite)
-        raise ValueError(f"{directory}: values that are not finite as {dtype.name} in {names}")
-    nnx.replace_by_pure_dict(state, traverse_util.unflatten_dict(parameters))
-    return nnx.merge(graph, state)
-
-
-def _own_dtype(stored: Mapping[str, _StoredTensor]) -> np.dtype:
-    """What a file keeps its embedding in; float32 where JAX has nothing like it, and where it is absent."""
-    kept = stored[_EMBEDDING].dtype if _EMBEDDING in stored else "F32"
-    return jnp.dtype({"F16": jnp.float16, "BF16": jnp.bfloat16}.get(kept, jnp.float32))
+        tensors: dict[str, StoredTensor] = {
+            name: tensor
+            for name, tensor in _open_tensors(_weight_files(directory), stack).items()
+            if not _IGNORED.fullmatch(name)
+        }
+        checkpoint = Checkpoint(directory, model_type, config, weights.select_text_tensors(tensors))
+        return build_model(checkpoint, dtype, mesh)
 
 
 def save_model(
@@ -133,55 +99,55 @@ def save_model(
     eos_token_id: int | Sequence[int] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes a model as a directory that `load` and transformers (4.43 and later) read.
+    """Saves a model as a directory that `load_model` and transformers (4.43 and later) read.
 
-    Configuration and weights are written aside, and count as one from the moment when all of them are on the disk. A
-    save that is stopped before it leaves what was there; after it, `load` reads the new ones from where they are, and
-    the next save puts them in their place.
+    Saving is atomic. All files are written to a subdirectory first and become valid together. A save that is
+    interrupted before leaves the previous model unchanged; after it, `load_model` reads the new files from the
+    subdirectory, and the next save moves them to their place. A configuration that no family can express and values
+    that are not finite raise a ValueError.
 
     Args:
-        directory: made if needed; a model already there is replaced.
-        model: any model whose configuration a family can express.
-        dtype: of the stored tensors; None keeps each parameter's own.
-        bos_token_id, eos_token_id: written to `config.json`, null where None: transformers reads an absent key as its
-            own default, 2 for Llama's end of text.
-        max_shard_bytes: above this the weights go to several files with an index. One tensor is never cut.
+        directory: created if it does not exist; a model in it is replaced.
+        model: model to save.
+        dtype: dtype of the stored tensors; by default that of each parameter.
+        bos_token_id: written to `config.json`; None writes null, because transformers reads a missing key as its own
+            default.
+        eos_token_id: written to `config.json` likewise.
+        max_shard_bytes: weights of more bytes are split into several files with an index; a tensor is never split.
 
     Raises:
-        ValueError: no family has this combination of features, or values are not finite (once cast to `dtype`).
-        OSError: where it cannot be written, or another process writes there; what was there is as it was.
+        OSError: if the directory is not writable or another process writes to it; the previous model is unchanged.
     """
     directory = pathlib.Path(directory)
-    parameters = _flat(nnx.state(model, nnx.Param))
-    values = config_json.to_config_json(model.config)
-    rules = weights.parameter_rules(
-        values["model_type"], model.config, {path: leaf.shape for path, leaf in parameters.items()}
-    )
-    values |= {
+    parameters = flatten_parameters(nnx.state(model, nnx.Param))
+    config = config_json.to_config_json(model.config)
+    shapes = {path: leaf.shape for path, leaf in parameters.items()}
+    rules = weights.parameter_rules(config["model_type"], model.config, shapes)
+    config |= {
         "torch_dtype": jnp.dtype(dtype or model.embedding.embedding[...].dtype).name,
         "bos_token_id": bos_token_id,
         "eos_token_id": list(eos_token_id) if isinstance(eos_token_id, Sequence) else eos_token_id,
     }
     lock = atomic_io.lock_directory(directory)
-    aside = directory / f"{untrusted_files.COMPLETE}.partial"
+    partial = directory / f"{untrusted_files.COMPLETE}.partial"
     try:
-        _put_in_place(directory)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        _write_weights(aside, weights.output_tensors(rules, parameters), dtype, max_shard_bytes)
-        atomic_io.write_text(aside / "config.json", json.dumps(values, indent=2) + "\n")
-        aside.rename(directory / untrusted_files.COMPLETE)
+        _publish_complete_save(directory)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        _write_weights(partial, weights.output_tensors(rules, parameters), dtype, max_shard_bytes)
+        atomic_io.write_text(partial / "config.json", json.dumps(config, indent=2) + "\n")
+        partial.rename(directory / untrusted_files.COMPLETE)
         atomic_io.fsync(directory)
-        _put_in_place(directory)
+        _publish_complete_save(directory)
     except OSError as error:
         raise OSError(f"{directory}: the model could not be saved: {error}") from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         lock.release()
 
 
-def _put_in_place(directory: pathlib.Path) -> None:
-    """Puts what a save completed aside in the place of what was there; again from the start, where that was stopped."""
+def _publish_complete_save(directory: pathlib.Path) -> None:
+    """Replaces the files of a directory by those of a complete save in its subdirectory; restartable at any point."""
     complete = directory / untrusted_files.COMPLETE
     if not complete.is_dir():
         return
@@ -190,26 +156,15 @@ def _put_in_place(directory: pathlib.Path) -> None:
         with atomic_io.atomic_replace(directory / name) as partial:
             try:
                 os.link(complete / name, partial)
-            except OSError:  # a file system without links
+            except OSError:  # the file system has no hard links
                 shutil.copyfile(complete / name, partial)
-    # A single file left from an earlier save would hide new shards, and old shards would be orphans.
+    # The single file of an earlier save would hide new shards; old shards would be orphans.
     for stale in [directory / _SINGLE_FILE, directory / _INDEX_FILE, *directory.glob("model-*-of-*.safetensors")]:
         if stale.name not in names:
             stale.unlink(missing_ok=True)
     atomic_io.fsync(directory)
-    # Its name goes first: what is half removed must not be read.
-    left = complete.rename(directory / f"{untrusted_files.COMPLETE}.partial")
-    shutil.rmtree(left)
-
-
-def _flat(state: nnx.State) -> dict[weights.Path, Any]:
-    """Arrays, or their shapes, by path in `Llama`."""
-    return traverse_util.flatten_dict(nnx.to_pure_dict(state))
-
-
-def _cast(tensor: np.ndarray, dtype: jax.typing.DTypeLike) -> np.ndarray:
-    with np.errstate(over="ignore"):  # what becomes infinite is an error, and the caller's to name
-        return tensor.astype(dtype, copy=False)
+    # Renamed before it is removed: a partly removed subdirectory must not be read.
+    shutil.rmtree(complete.rename(directory / f"{untrusted_files.COMPLETE}.partial"))
 
 
 def _write_weights(
@@ -218,124 +173,109 @@ def _write_weights(
     dtype: jax.typing.DTypeLike | None,
     max_shard_bytes: int,
 ) -> None:
-    """Writes safetensors files, and their index where there are several."""
-    bytes_of = {name: math.prod(x.shape) * jnp.dtype(dtype or x.dtype).itemsize for name, x in tensors.items()}
-    shards = _shards(bytes_of, max_shard_bytes)
+    """Writes safetensors files, and an index if there are several.
+
+    Raises:
+        OSError: if a file cannot be written.
+    """
+    sizes = {name: math.prod(x.shape) * jnp.dtype(dtype or x.dtype).itemsize for name, x in tensors.items()}
+    shards = _split_into_shards(sizes, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = _SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        stored = {name: _stored(name, tensors[name], dtype) for name in names}
+        arrays = {name: _output_array(name, tensors[name], dtype) for name in names}
         weight_map |= dict.fromkeys(names, file)
         try:
-            # transformers refuses files that do not say whose layout of linear weights ([out, in]) they have.
-            safetensors.numpy.save_file(stored, directory / file, metadata={"format": "pt"})
+            # transformers refuses files without the framework whose linear layout ([out, in]) they use.
+            safetensors.numpy.save_file(arrays, directory / file, metadata={"format": "pt"})
         except safetensors.SafetensorError as error:
             raise OSError(f"{file}: {error}") from error
         atomic_io.fsync(directory / file)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(bytes_of.values())}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         atomic_io.write_text(directory / _INDEX_FILE, json.dumps(index, indent=2) + "\n")
 
 
-def _stored(name: str, written: weights.OutputTensor, dtype: jax.typing.DTypeLike | None) -> np.ndarray:
-    """A tensor as it goes to the file: safetensors writes the buffer, so a turned one must be made contiguous."""
-    tensor = np.ascontiguousarray(_cast(written.make(), dtype or written.dtype))
-    if not np.isfinite(tensor).all():
-        raise ValueError(f"{name} has values that are not finite as {tensor.dtype.name}; nothing was replaced")
-    return tensor
+def _output_array(name: str, tensor: weights.OutputTensor, dtype: jax.typing.DTypeLike | None) -> np.ndarray:
+    """Returns a tensor to store, contiguous because safetensors writes its buffer.
+
+    Raises:
+        ValueError: if values are not finite.
+    """
+    array = np.ascontiguousarray(cast(tensor.compute(), dtype or tensor.dtype))
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name} has values that are not finite as {array.dtype.name}; no file was changed")
+    return array
+
+
+def _read_config(directory: pathlib.Path) -> tuple[str, LlamaConfig]:
+    """Returns the model type and the configuration of a directory.
+
+    Raises:
+        ValueError: if `config.json` is invalid or not supported.
+    """
+    values = untrusted_files.read_json_object(directory, "config.json")
+    try:
+        return config_json.text_config(values).get("model_type", ""), config_json.parse_config(values)
+    except ValueError as error:
+        raise ValueError(f"{directory / 'config.json'}: {error}") from error
 
 
 def _weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
-    """The safetensors files of a directory, the single one first, as in transformers."""
+    """Returns the safetensors files of a directory; a single file has precedence over shards, as in transformers.
+
+    Raises:
+        FileNotFoundError: if there are no weights, or a shard of the index is missing.
+        ValueError: if the index is invalid.
+    """
     if untrusted_files.has_entry(directory, _SINGLE_FILE):
         return [untrusted_files.resolve_file(directory, _SINGLE_FILE)]
     if not untrusted_files.has_entry(directory, _INDEX_FILE):
         raise FileNotFoundError(
-            f"{directory} holds neither {_SINGLE_FILE} nor {_INDEX_FILE}; other formats (.bin, .pth, .gguf) must be "
-            "converted to safetensors first"
+            f"{directory} contains neither {_SINGLE_FILE} nor {_INDEX_FILE}; convert other formats (.bin, .pth, .gguf) "
+            "to safetensors first"
         )
     weight_map = untrusted_files.read_json_object(directory, _INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, Mapping) or not weight_map:
         raise ValueError(f"{directory / _INDEX_FILE} has no weight_map")
-    if strange := [name for name in weight_map.values() if not isinstance(name, str)]:
-        raise ValueError(f"{directory / _INDEX_FILE}: {strange[0]!r} is no name of a file")
+    if invalid := [name for name in weight_map.values() if not isinstance(name, str)]:
+        raise ValueError(f"{directory / _INDEX_FILE}: {invalid[0]!r} is not a file name")
     names = sorted(set(weight_map.values()))
-    if absent := [
-        name for name in names if pathlib.PurePath(name).name == name and not untrusted_files.has_entry(directory, name)
-    ]:
-        raise FileNotFoundError(f"{directory / _INDEX_FILE} names shards that are not there: {', '.join(absent)}")
+    is_missing = [
+        pathlib.PurePath(name).name == name and not untrusted_files.has_entry(directory, name) for name in names
+    ]
+    if missing := [name for name, absent in zip(names, is_missing, strict=True) if absent]:
+        raise FileNotFoundError(f"shards in {directory / _INDEX_FILE} are missing: {', '.join(missing)}")
     return [untrusted_files.resolve_file(directory, name) for name in names]
 
 
-def _check_layers(directory: pathlib.Path, config: LlamaConfig, stored: Mapping[str, _StoredTensor]) -> None:
-    """Raises a ValueError for layers that there cannot be, before their shapes are made: every one has tensors."""
-    if config.layers > max(len(stored), _MOST_LAYERS_UNSEEN):
-        raise ValueError(
-            f"{directory}: num_hidden_layers={config.layers}, but the files hold {len(stored)} tensors in all"
-        )
+def _open_tensors(files: Sequence[pathlib.Path], stack: contextlib.ExitStack) -> dict[str, _SafetensorsTensor]:
+    """Returns the tensors of all files by name; opening a file reads its header and checks its length.
 
-
-def _open_tensors(files: Sequence[pathlib.Path], stack: contextlib.ExitStack) -> dict[str, _StoredTensor]:
-    """All tensors by name; opening a file reads its header and checks that the file is as long as that says."""
-    stored: dict[str, _StoredTensor] = {}
+    Raises:
+        ValueError: if a file is truncated or repeats tensors of another one.
+    """
+    tensors: dict[str, _SafetensorsTensor] = {}
     for path in files:
         try:
             file = stack.enter_context(safetensors.safe_open(path, framework="numpy"))
         except safetensors.SafetensorError as error:
             raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from error
-        tensors = {name: _StoredTensor(file, name) for name in file.keys()}  # noqa: SIM118 (a file is no dict)
-        if twice := sorted(stored.keys() & tensors.keys()):
-            raise ValueError(f"{path} repeats tensors of another shard: {', '.join(twice)}")
-        stored |= tensors
-    return stored
+        names = list(file.keys())
+        if repeated := sorted(tensors.keys() & set(names)):
+            raise ValueError(f"{path} repeats tensors of another shard: {', '.join(repeated)}")
+        tensors |= {name: _SafetensorsTensor(file, name) for name in names}
+    return tensors
 
 
-def _misfits(rules: Sequence[weights.TensorRule], stored: Mapping[str, _StoredTensor]) -> list[str]:
-    """All that is wrong with the set of tensors, from the headers alone."""
-    wanted = {name: (shape, rule.dtypes) for rule in rules for name, shape in zip(rule.names, rule.shapes, strict=True)}
-    problems = [f"missing: {name}" for name in wanted if name not in stored]
-    for name, tensor in stored.items():
-        if name not in wanted:
-            problems.append(f"not part of the model: {name}")
-            continue
-        shape, dtypes = wanted[name]
-        if tensor.shape != shape:
-            problems.append(f"{name} is {list(tensor.shape)}, the config means {list(shape)}")
-        if tensor.dtype not in dtypes:
-            problems.append(f"{name} is {tensor.dtype}; known: {', '.join(dtypes)}")
-    return problems
-
-
-def _without_ignored(stored: Mapping[str, _StoredTensor]) -> dict[str, _StoredTensor]:
-    return {name: tensor for name, tensor in stored.items() if not _IGNORED.fullmatch(name)}
-
-
-def _without_tied_head(directory: pathlib.Path, stored: Mapping[str, _StoredTensor]) -> dict[str, _StoredTensor]:
-    """Tied embeddings under the embedding's name alone, whichever of the two names the writer kept.
-
-    Where both are there, transformers 4 drops the head and transformers 5 unties: so they must agree.
-    """
-    stored = dict(stored)
-    head = stored.pop(_HEAD, None)
-    if head is None:
-        return stored
-    embedding = stored.setdefault(_EMBEDDING, head)
-    if embedding is not head and not np.array_equal(embedding.read(), head.read()):
-        raise ValueError(
-            f"{directory}: the config ties the embeddings (tie_word_embeddings), but {_HEAD} differs from "
-            f"{_EMBEDDING}; set tie_word_embeddings to false to use both, or remove {_HEAD}"
-        )
-    return stored
-
-
-def _shards(bytes_of: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names in order, a new shard whenever the next tensor would pass the limit."""
+def _split_into_shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """Returns names in order, with a new shard whenever the next tensor would exceed the limit."""
     shards: list[list[str]] = [[]]
-    room = limit
-    for name, size in bytes_of.items():
-        if shards[-1] and size > room:
+    free = max_bytes
+    for name, size in sizes.items():
+        if shards[-1] and size > free:
             shards.append([])
-            room = limit
+            free = max_bytes
         shards[-1].append(name)
-        room -= size
+        free -= size
     return shards

@@ -1,4 +1,4 @@
-"""Text to and from the tokens of a Hugging Face directory, with its chat template and text streamed token by token."""
+"""Encodes text to tokens and decodes tokens to text, also token by token; renders chat templates."""
 
 import dataclasses
 import itertools
@@ -12,17 +12,19 @@ from kvjax_models.formats import chat_template
 T = TypeVar("T")
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-# Tokens after which `Streamer` gives up waiting for a whole character; no encoding splits one over so many.
-_LONGEST_WAIT = 32
+_MAX_PENDING_TOKENS = 32  # after which `Streamer` emits an incomplete character; no encoding needs so many tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """What a checkpoint says of its tokens.
+    """The tokenizer of a checkpoint.
 
-    `prefix` is what it wants before a text (the BOS token, or nothing). `eos_ids` end a generation. `named` are its
-    special tokens by role ("bos_token"...), as chat templates use them.
+    Attributes:
+        backend: the tokenizer of the `tokenizers` library.
+        prefix_ids: tokens that the model expects before a text: the BOS token or none.
+        eos_ids: tokens that finish a sequence.
+        special_tokens: special tokens by role ("bos_token", ...), for chat templates.
+        chat_template: Jinja template of conversations; None if the checkpoint has none.
     """
 
     backend: tokenizers.Tokenizer
@@ -33,140 +35,195 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest token; a model's logits may be padded beyond it."""
+        """One more than the largest token id; a model's logits may be padded beyond it."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """The tokens that `decode` leaves out."""
+        """The tokens that `decode` skips."""
         return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """The tokens of a text; with `add_bos` after what the checkpoint puts first, which may be nothing (Qwen).
+        """Encodes a text; raises a ValueError if the tokenizer cannot encode it.
 
-        Special tokens written out in the text become those tokens. No end-of-text token is ever added.
+        Special tokens that are spelled out in the text become these tokens. An end-of-text token is never added.
 
-        Raises:
-            ValueError: for a text that the tokenizer cannot encode.
+        Args:
+            text: the text.
+            add_bos: whether to prepend `prefix_ids`.
+
+        Returns:
+            The token ids.
         """
-        encoded = _guarded("the tokenizer cannot encode this text", self.backend.encode, text, add_special_tokens=False)
-        return [*(self.prefix_ids if add_bos else ()), *encoded.ids]
+        encoding = call_backend(
+            "the tokenizer cannot encode this text", self.backend.encode, text, add_special_tokens=False
+        )
+        return [*(self.prefix_ids if add_bos else ()), *encoding.ids]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of tokens, with no spaces tidied away; bytes that are no character give U+FFFD."""
-        decode = self.backend.decode
-        return _guarded(
-            "the tokenizer cannot decode these tokens", decode, list(ids), skip_special_tokens=skip_special_tokens
+        """Decodes tokens without removing spaces; invalid UTF-8 bytes become U+FFFD.
+
+        Args:
+            ids: token ids.
+            skip_special_tokens: whether to omit special tokens.
+
+        Returns:
+            The text.
+        """
+        return call_backend(
+            "the tokenizer cannot decode these tokens",
+            self.backend.decode,
+            list(ids),
+            skip_special_tokens=skip_special_tokens,
         )
 
     def stream(
         self, ids: Iterable[int], context: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> Iterator[str]:
-        """Pieces of text as tokens arrive, whole characters only; joined they are the text. See `Streamer`."""
+        """Decodes tokens one by one; see `Streamer`.
+
+        Args:
+            ids: token ids.
+            context: tokens before them.
+            skip_special_tokens: whether to omit special tokens.
+
+        Yields:
+            Parts of the text that consist of complete characters.
+        """
         streamer = Streamer(self, context, skip_special_tokens)
         for token in ids:
-            if piece := streamer.push(token):
-                yield piece
-        if piece := streamer.flush():
-            yield piece
+            if text := streamer.push(token):
+                yield text
+        if text := streamer.flush():
+            yield text
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Messages ({"role": ..., "content": ...}) as the checkpoint's chat template writes them.
+        """Renders a conversation with the checkpoint's chat template.
 
-        The text has its own BOS token where the template writes one: `encode` it without another, or use `encode_chat`.
+        The text contains its own BOS token if the template writes one: encode it with `add_bos=False` or use
+        `encode_chat`.
+
+        Args:
+            messages: messages {"role": ..., "content": ...}.
+            add_generation_prompt: whether to append the start of the assistant's answer.
+
+        Returns:
+            The text.
 
         Raises:
-            ValueError: the checkpoint has no chat template, or the template refuses these messages, or takes more time
-                or memory than any that is meant well (see `chat_template`).
+            ValueError: if the checkpoint has no chat template, or the template refuses the messages or exceeds its
+                limits of time or memory (see `chat_template`).
         """
         if self.chat_template is None:
             raise ValueError(
-                "this checkpoint has no chat template (chat_template in tokenizer_config.json, or chat_template.jinja);"
-                " encode plain text, or use an instruction-tuned checkpoint"
+                "this checkpoint has no chat template (chat_template in tokenizer_config.json, or "
+                "chat_template.jinja); pass plain text, or use an instruction-tuned checkpoint"
             )
         variables = {"messages": messages, "tools": None, "documents": None, **self.special_tokens}
         return chat_template.render(self.chat_template, variables | {"add_generation_prompt": add_generation_prompt})
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
-        """The tokens of `render_chat`."""
+        """Encodes a conversation with the checkpoint's chat template.
+
+        Args:
+            messages: as for `render_chat`.
+            add_generation_prompt: as for `render_chat`.
+
+        Returns:
+            The token ids.
+        """
         return self.encode(self.render_chat(messages, add_generation_prompt), add_bos=False)
 
 
 class Streamer:
-    """Text of a growing list of tokens, at constant cost per token.
+    """Decodes a growing list of tokens at constant cost per token.
 
-    A window of tokens is decoded at each step: those that wait to complete a character, after a stretch already given
-    out whose text only fixes what decoders do at a boundary (SentencePiece drops the space before the first word).
+    Each step decodes a window of tokens: the pending ones, whose last character is incomplete, after some whose text
+    was emitted before. The latter are needed because decoders treat boundaries specially; SentencePiece removes the
+    space before the first word.
 
-    The library's own `DecodeStream` (0.22) does not do: a byte out of place behind a character, which a model may
-    write, is an exception to it, after broken bytes it gives out nothing more, and where a context ends inside a
-    character it gives out the whole context again.
-
-    Args:
-        tokenizer: whose `decode` to follow.
-        context: tokens before the first one pushed, such as the prompt's last; their text is not given out.
-        skip_special_tokens: leaves special tokens out, as in `Tokenizer.decode`.
+    The library's `DecodeStream` (0.22) is not sufficient: it raises an error for an invalid byte after a character,
+    emits nothing after invalid bytes, and emits the context again if that ends inside a character.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), skip_special_tokens: bool = True):
+        """Creates a streamer.
+
+        Args:
+            tokenizer: tokenizer whose `decode` is followed.
+            context: tokens before the first one, such as the prompt's; their text is not emitted.
+            skip_special_tokens: whether to omit special tokens.
+        """
         self._tokenizer, self._skip_special = tokenizer, skip_special_tokens
         self._special = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._window = [token for token in context if token not in self._special][-_LONGEST_WAIT:]
-        self._settled, self._waiting = 0, 0
-        # Either end of the window may lie inside a character, of up to four tokens, and byte-fallback decoders then
-        # give no character of the whole run: the first whole stretch is the one to go by.
+        self._window = [token for token in context if token not in self._special][-_MAX_PENDING_TOKENS:]
+        self._num_settled, self._num_pending = 0, 0
+        # Both ends of the window may be inside a character of up to four tokens, and byte-fallback decoders then
+        # decode nothing of the run: take the longest part that decodes completely.
         for unfinished, cut in itertools.product(range(4), range(4)):
-            whole = self._tokenizer.decode(self._window[cut : len(self._window) - unfinished], skip_special_tokens)
-            if whole and not (whole.startswith(_REPLACEMENT) or whole.endswith(_REPLACEMENT)):
+            text = self._tokenizer.decode(self._window[cut : len(self._window) - unfinished], skip_special_tokens)
+            if text and not (text.startswith(_REPLACEMENT) or text.endswith(_REPLACEMENT)):
                 del self._window[:cut]
-                self._settled = len(self._window) - unfinished
+                self._num_settled = len(self._window) - unfinished
                 break
-        self._given = max(len(self._text(self._settled)), len(self._text().rstrip(_REPLACEMENT)))
+        self._num_emitted = max(len(self._text(self._num_settled)), len(self._text().rstrip(_REPLACEMENT)))
 
     def push(self, token: int) -> str:
-        """The text that this token completes, "" while a character is incomplete."""
+        """Returns the text that a token completes; "" if the last character is incomplete."""
         if token in self._special:
             return ""
         self._window.append(token)
         text = self._text()
-        gives_up = self._waiting >= _LONGEST_WAIT  # bytes that are no character at all
-        complete = text if gives_up else text.rstrip(_REPLACEMENT)
-        piece = complete[self._given :]
-        self._given = max(self._given, len(complete))
-        self._waiting = 0 if piece or gives_up else self._waiting + 1
-        if complete == text and self._waiting == 0:
-            self._drop(self._settled, len(text))
-            self._settled = len(self._window)
-        elif len(self._window) > 2 * _LONGEST_WAIT:  # each token ends inside a character, as when a model repeats one
-            self._drop(1, len(text))
-            self._settled = max(self._settled - 1, 0)
-        return piece
-
-    def _drop(self, tokens: int, text_length: int) -> None:
-        """Shortens the window at its start; what its text still owes is at the end, and stays."""
-        owed = text_length - self._given
-        del self._window[:tokens]
-        self._given = max(len(self._text()) - owed, 0)
+        is_invalid = self._num_pending >= _MAX_PENDING_TOKENS  # the bytes will never become a character
+        complete = text if is_invalid else text.rstrip(_REPLACEMENT)
+        new_text = complete[self._num_emitted :]
+        self._num_emitted = max(self._num_emitted, len(complete))
+        self._num_pending = 0 if new_text or is_invalid else self._num_pending + 1
+        if complete == text and self._num_pending == 0:
+            self._shorten(self._num_settled, len(text))
+            self._num_settled = len(self._window)
+        elif len(self._window) > 2 * _MAX_PENDING_TOKENS:  # every token ends inside a character
+            self._shorten(1, len(text))
+            self._num_settled = max(self._num_settled - 1, 0)
+        return new_text
 
     def flush(self) -> str:
-        """What is left at the end: the bytes of a character that never became whole, as U+FFFD."""
-        piece = self._text()[self._given :]
-        self._given += len(piece)
-        return piece
+        """Returns the remaining text: the bytes of an incomplete last character as U+FFFD."""
+        text = self._text()[self._num_emitted :]
+        self._num_emitted += len(text)
+        return text
+
+    def _shorten(self, tokens: int, text_length: int) -> None:
+        """Removes tokens at the start of the window; its end, which was not emitted yet, stays."""
+        num_pending_characters = text_length - self._num_emitted
+        del self._window[:tokens]
+        self._num_emitted = max(len(self._text()) - num_pending_characters, 0)
 
     def _text(self, tokens: int | None = None) -> str:
         return self._tokenizer.decode(self._window[:tokens], self._skip_special)
 
 
-def _guarded(problem: str, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """What a function of the tokenizers library gives. It raises plain Exceptions, and where its Rust code panics, in a
-    regular expression say, what is not even one.
+def call_backend(problem: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Calls a function of the tokenizers library, whose Rust code raises plain Exceptions and BaseExceptions (panics).
+
+    Args:
+        problem: start of the error message.
+        function: the function.
+        *args: its arguments.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        The function's result.
 
     Raises:
-        ValueError: whatever it raises, with the problem.
+        ValueError: if the function raises.
+        KeyboardInterrupt: as the function raises it, like SystemExit, GeneratorExit and MemoryError.
+        SystemExit: as above.
+        GeneratorExit: as above.
+        MemoryError: as above.
     """
     try:
-        return function(*arguments, **named)
+        return function(*args, **kwargs)
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
     except BaseException as error:

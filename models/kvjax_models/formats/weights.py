@@ -1,7 +1,7 @@
-"""Which tensors of a Hugging Face file which parameters of `Llama` are made of, family by family, and back.
+"""Maps the tensors of Hugging Face files to the parameters of `Llama`, family by family, and back.
 
-Most parameters are one tensor, turned. Some families keep several in one (fused projections), one per expert, or
-experts' weights in four bits (MXFP4, which are read and never written).
+Most parameters are one transposed tensor. Some families fuse several projections into one tensor, store one tensor per
+expert, or store experts as MXFP4, which is read but never written.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ import numpy as np
 from kvjax_models.model.config import LlamaConfig
 
 Path = tuple[str | int, ...]
-
+Shape = tuple[int, ...]
 T = TypeVar("T")
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
-# Hugging Face's name of every module against its path in a layer of `Llama`, and what families call otherwise.
+# Hugging Face's names of modules by their path in a layer of `Llama`, and the names that differ in some families.
 _LAYER_MODULES: dict[Path, str] = {
     ("attention_norm",): "input_layernorm",
     ("attention", "output"): "self_attn.o_proj",
@@ -33,22 +33,22 @@ _LAYER_MODULES: dict[Path, str] = {
     ("mlp", "down"): "mlp.down_proj",
 }
 _MODULES: dict[Path, str] = {("embedding",): "model.embed_tokens", ("norm",): "model.norm", ("head",): "lm_head"}
-_NORMS_AROUND: dict[Path, str] = {
+_SANDWICH_NORMS: dict[Path, str] = {
     ("after_attention_norm",): "post_attention_layernorm",
     ("mlp_norm",): "pre_feedforward_layernorm",
     ("after_mlp_norm",): "post_feedforward_layernorm",
 }
-_OTHERWISE: dict[str, dict[Path, str]] = {
-    "gemma2": _NORMS_AROUND,
-    "gemma3_text": _NORMS_AROUND,
-    "olmo2": _NORMS_AROUND,
-    "olmo3": _NORMS_AROUND,
+_FAMILY_MODULES: dict[str, dict[Path, str]] = {
+    "gemma2": _SANDWICH_NORMS,
+    "gemma3_text": _SANDWICH_NORMS,
+    "olmo2": _SANDWICH_NORMS,
+    "olmo3": _SANDWICH_NORMS,
     "glm4": {("after_attention_norm",): "post_self_attn_layernorm", ("after_mlp_norm",): "post_mlp_layernorm"},
     "mixtral": {("mlp", "router"): "block_sparse_moe.gate"},
     "gpt_oss": {("mlp", "router"): "mlp.router"},
 }
-# Of what is one product here, the products in a file, and what families call them that have one tensor of all.
-_PRODUCTS: dict[Path, tuple[str, ...]] = {
+# Projections that `Llama` fuses: their names, and the single name in families that store them fused, too.
+_PROJECTIONS: dict[Path, tuple[str, ...]] = {
     ("attention", "qkv"): ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("mlp", "gate_up"): ("mlp.gate_proj", "mlp.up_proj"),
 }
@@ -57,250 +57,272 @@ _FUSED: dict[str, dict[Path, str]] = {
     "glm": {("mlp", "gate_up"): "mlp.gate_up_proj"},
     "glm4": {("mlp", "gate_up"): "mlp.gate_up_proj"},
 }
-# One tensor per expert.
-_EXPERT = {
+# Families with one tensor per expert.
+_EXPERTS = {
     "mixtral": ("block_sparse_moe.experts", {"gate": "w1", "up": "w3", "down": "w2"}),
     "qwen3_moe": ("mlp.experts", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
 }
-# Families whose rotary embedding turns neighbours (2i, 2i + 1).
-_NEIGHBOURS = ("glm", "glm4")
-_BESIDE_TEXT = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
-_FOUR_BITS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-FOUR_BIT_VALUES = np.concatenate([_FOUR_BITS, -_FOUR_BITS])
+_INTERLEAVED_ROPE = ("glm", "glm4")  # families that rotate pairs (2i, 2i + 1)
+_VISION_TENSOR = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_FP4_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+FP4_VALUES = np.concatenate([_FP4_MAGNITUDES, -_FP4_MAGNITUDES])
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorRule:
-    """What some parameters are made of, and what is made of them.
+    """The conversion between some tensors of a file and some parameters of `Llama`.
 
     Attributes:
-        paths: of the parameters, in `Llama`.
-        names: of the tensors of the file.
-        shapes: of these.
-        read: gives the parameters of the tensors.
-        write: gives the tensors of the parameters; None for what is only read.
-        dtypes: that the tensors may have.
+        paths: paths of the parameters in `Llama`.
+        names: names of the tensors.
+        shapes: shapes of the tensors.
+        read: computes the parameters from the tensors.
+        write: computes the tensors from the parameters; None for formats that are only read.
+        dtypes: allowed dtypes of the tensors.
     """
 
     paths: tuple[Path, ...]
     names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[Shape, ...]
     read: Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
     write: Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]] | None
     dtypes: tuple[str, ...] = FLOAT_DTYPES
 
 
+@dataclasses.dataclass(frozen=True)
+class OutputTensor:
+    """A tensor to write, which is computed on demand.
+
+    Attributes:
+        rule: rule that computes it.
+        index: its index among the tensors of the rule.
+        parameters: parameters by path.
+    """
+
+    rule: TensorRule
+    index: int
+    parameters: Mapping[Path, Any]
+
+    @property
+    def shape(self) -> Shape:
+        """The shape."""
+        return self.rule.shapes[self.index]
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the parameters."""
+        return self.parameters[self.rule.paths[0]].dtype
+
+    def compute(self) -> np.ndarray:
+        """Returns the values."""
+        assert self.rule.write is not None, "MXFP4 weights are never written"
+        return self.rule.write([np.asarray(self.parameters[path]) for path in self.rule.paths])[self.index]
+
+
 def parameter_rules(
-    model_type: str, config: LlamaConfig, shapes: Mapping[Path, tuple[int, ...]], stored: Collection[str] = ()
+    model_type: str, config: LlamaConfig, shapes: Mapping[Path, Shape], stored: Collection[str] = ()
 ) -> list[TensorRule]:
-    """The rules of all parameters of a model, in their order.
+    """Returns the rules of all parameters of a model.
 
     Args:
-        shapes: of every parameter.
-        stored: the names in the file to read; those of weights in four bits tell that they are such.
+        model_type: key of `families.FAMILIES`.
+        config: configuration of the model.
+        shapes: shape of every parameter.
+        stored: names of the tensors to read, which show whether experts are stored as MXFP4.
     """
-    made: list[TensorRule] = []
-    done: set[Path] = set()
+    rules: list[TensorRule] = []
+    covered: set[Path] = set()
     for path in shapes:
-        if path in done:
-            continue
-        made.append(_rule(model_type, config, path, shapes, stored))
-        done.update(made[-1].paths)
-    return made
+        if path not in covered:
+            rules.append(_rule(model_type, config, path, shapes, stored))
+            covered.update(rules[-1].paths)
+    return rules
+
+
+def output_tensors(rules: Sequence[TensorRule], parameters: Mapping[Path, Any]) -> dict[str, OutputTensor]:
+    """Returns the tensors to write, by name.
+
+    Args:
+        rules: rules of all parameters.
+        parameters: parameters by path.
+    """
+    return {name: OutputTensor(rule, index, parameters) for rule in rules for index, name in enumerate(rule.names)}
+
+
+def select_text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Returns the tensors of a multimodal model's text decoder (Gemma 3), renamed to those of a text-only model."""
+    if not any(_VISION_TENSOR.match(name) for name in tensors):
+        return dict(tensors)
+    return {_text_name(name): tensor for name, tensor in tensors.items() if not _VISION_TENSOR.match(name)}
+
+
+def head_dim_order(head_dim: int, rotary_dim: int | None, interleaved: bool) -> np.ndarray | None:
+    """Returns the permutation of a head's dimensions that makes rotated pairs (i, i + D/2).
+
+    Args:
+        head_dim: dimension of a head.
+        rotary_dim: number of rotated dimensions, which are the first ones in the file; None: all.
+        interleaved: whether pairs in the file are (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
+
+    Returns:
+        For every dimension of ours, the one in the file; None if the order is the same.
+    """
+    rotated = rotary_dim or head_dim
+    if rotated == head_dim and not interleaved:
+        return None
+    pairs = np.arange(rotated).reshape(-1, 2) if interleaved else np.arange(rotated).reshape(2, -1).T
+    unrotated = np.arange(rotated, head_dim).reshape(2, -1).T
+    return np.concatenate([pairs, unrotated]).T.reshape(-1)
+
+
+def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Dequantizes MXFP4 weights to bfloat16, which represents them exactly.
+
+    Args:
+        blocks: uint8 [E, out, in / 32, 16]; each byte holds two E2M1 numbers, the first in its lower half.
+        scales: uint8 [E, out, in / 32]; E8M0 exponents with a bias of 127.
+
+    Returns:
+        bfloat16 [E, out, in].
+
+    Reference:
+        OCP Microscaling Formats (MX) Specification 1.0.
+    """
+    experts, outputs, groups, _ = blocks.shape
+    weights = np.empty((experts, outputs, groups * 32), ml_dtypes.bfloat16)
+    for expert in range(experts):  # float32 values of all experts would need twice the memory of the result
+        nibbles = np.stack([blocks[expert] & 15, blocks[expert] >> 4], axis=-1)
+        values = FP4_VALUES[nibbles].reshape(outputs, groups, 32)
+        with np.errstate(over="ignore"):  # the loader reports infinite values
+            weights[expert] = np.ldexp(values, scales[expert][..., None].astype(np.int32) - 127).reshape(outputs, -1)
+    return weights
 
 
 def _rule(
-    model_type: str, config: LlamaConfig, path: Path, shapes: Mapping[Path, tuple[int, ...]], stored: Collection[str]
+    model_type: str, config: LlamaConfig, path: Path, shapes: Mapping[Path, Shape], stored: Collection[str]
 ) -> TensorRule:
-    shape, leaf = shapes[path], str(path[-1])
-    if path[0] == "layers" and path[2:-1] in _PRODUCTS:
-        return _product_rule(model_type, config, path, shape)
-    of_expert = path[0] == "layers" and path[2] == "mlp" and len(shape) == (2 if leaf == "bias" else 3)
-    if of_expert and model_type == "gpt_oss":
+    """Returns the rule of one parameter."""
+    shape, leaf, in_layer = shapes[path], str(path[-1]), path[0] == "layers"
+    if in_layer and path[2:-1] in _PROJECTIONS:
+        return _projection_rule(model_type, config, path, shape)
+    is_expert = in_layer and path[2] == "mlp" and len(shape) == (2 if leaf == "bias" else 3)
+    if is_expert and model_type == "gpt_oss":
         return _gpt_oss_rule(path, shapes, stored)
-    if of_expert:
-        return _stacked_rule(model_type, path, shape)
-    normed = path[0] == "layers" and path[2:-1] in [("attention", "query_norm"), ("attention", "key_norm")]
-    order = _order(model_type, config, shape[-1]) if normed else None
-    turned = leaf == "kernel"
-    kept = np.argsort(order) if order is not None else None
+    if is_expert:
+        return _expert_rule(model_type, path, shape)
+    is_head_norm = in_layer and path[2:-1] in [("attention", "query_norm"), ("attention", "key_norm")]
+    order = _heads_order(model_type, config, shape[-1]) if is_head_norm else None
+    is_kernel = leaf == "kernel"
 
     def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
-        tensor = tensors[0].T if turned else tensors[0]
-        return [tensor if order is None else tensor[..., order]]
+        return [_permute(tensors[0].T if is_kernel else tensors[0], order)]
 
     def write(parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
-        tensor = parameters[0] if kept is None else parameters[0][..., kept]
-        return [tensor.T if turned else tensor]
+        tensor = _unpermute(parameters[0], order)
+        return [tensor.T if is_kernel else tensor]
 
-    return TensorRule((path,), (_name(model_type, path),), (shape[::-1] if turned else shape,), read, write)
+    name = _tensor_name(model_type, path)
+    return TensorRule((path,), (name,), (shape[::-1] if is_kernel else shape,), read, write)
 
 
-def _name(model_type: str, path: Path) -> str:
-    """Hugging Face's name of a parameter that is one tensor."""
+def _tensor_name(model_type: str, path: Path) -> str:
+    """Returns Hugging Face's name of a parameter that is a single tensor."""
     leaf = {"sinks": "sinks", "bias": "bias"}.get(str(path[-1]), "weight")
     if path[0] != "layers":
         return f"{_MODULES[path[:-1]]}.{leaf}"
-    modules = _LAYER_MODULES | _OTHERWISE.get(model_type, {})
+    modules = _LAYER_MODULES | _FAMILY_MODULES.get(model_type, {})
     return f"model.layers.{path[1]}.{modules[path[2:-1]]}.{leaf}"
 
 
-def select_text_tensors(stored: Mapping[str, T]) -> dict[str, T]:
-    """The tensors of a model that also sees pictures (Gemma 3), as a model of text has them: under its names, and no
-    others."""
-    if not any(_BESIDE_TEXT.match(name) for name in stored):
-        return dict(stored)
-    # Before transformers 5, and since.
-    ours = lambda name: name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)  # noqa: E731
-    return {ours(name): tensor for name, tensor in stored.items() if not _BESIDE_TEXT.match(name)}
+def _text_name(name: str) -> str:
+    """Returns a text-only model's name of a tensor, from the names before and since transformers 5."""
+    return name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
 
 
-# --- rotary embedding ---
-
-
-def head_dim_order(head_dim: int, rotary_dim: int | None, neighbours: bool) -> np.ndarray | None:
-    """Which dimension of a head in the file every dimension of ours is, so that pairs are (i, i + D/2); None where they
-    are so already.
-
-    Args:
-        rotary_dim: the first dimensions, which are turned; None: all.
-        neighbours: whether pairs in the file are (2i, 2i + 1); else they are (i, i + rotary_dim / 2).
-    """
-    turned = rotary_dim or head_dim
-    if turned == head_dim and not neighbours:
-        return None
-    pairs = np.arange(turned).reshape(-1, 2) if neighbours else np.arange(turned).reshape(2, -1).T
-    still = np.arange(turned, head_dim).reshape(2, -1).T
-    return np.concatenate([pairs, still]).T.reshape(-1)
-
-
-def _order(model_type: str, config: LlamaConfig, width: int) -> np.ndarray | None:
-    """The order of the last axis of what makes queries and keys, of so many dimensions."""
-    order = head_dim_order(config.head_dim, config.rotary_dim, model_type in _NEIGHBOURS)
+def _heads_order(model_type: str, config: LlamaConfig, width: int) -> np.ndarray | None:
+    """Returns the permutation of the last axis of a query or key projection of this width."""
+    order = head_dim_order(config.head_dim, config.rotary_dim, model_type in _INTERLEAVED_ROPE)
     if order is None:
         return None
-    first = np.arange(0, width, config.head_dim)  # of every head
-    return (first[:, None] + order).reshape(-1)
+    return (np.arange(0, width, config.head_dim)[:, None] + order).reshape(-1)
 
 
-# --- several parameters in one tensor, several tensors in one parameter ---
+def _permute(tensor: np.ndarray, order: np.ndarray | None) -> np.ndarray:
+    return tensor if order is None else tensor[..., order]
 
 
-def _product_rule(model_type: str, config: LlamaConfig, path: Path, shape: tuple[int, ...]) -> TensorRule:
-    """Products [out, in] in tensors of their own, or one below the other in one, that are one product here: kernel
-    [in, H_kv, G + 2, D] or [in, 2, F], where they stand side by side on the last axis but one; biases without in."""
-    attention, leaf = path[2] == "attention", "bias" if path[-1] == "bias" else "weight"
+def _unpermute(tensor: np.ndarray, order: np.ndarray | None) -> np.ndarray:
+    return tensor if order is None else tensor[..., np.argsort(order)]
+
+
+def _projection_rule(model_type: str, config: LlamaConfig, path: Path, shape: Shape) -> TensorRule:
+    """Returns the rule of fused projections.
+
+    The file has one tensor [out, in] per projection, or one that concatenates them along `out`. The parameter is
+    [in, H_kv, G + 2, D] or [in, 2, F], with the projections along its last axis but one; biases have no `in`.
+    """
+    is_attention, leaf = path[2] == "attention", "bias" if path[-1] == "bias" else "weight"
     fused = _FUSED.get(model_type, {}).get(path[2:-1])
-    names = tuple(f"model.layers.{path[1]}.{name}.{leaf}" for name in ((fused,) if fused else _PRODUCTS[path[2:-1]]))
+    names = tuple(f"model.layers.{path[1]}.{name}.{leaf}" for name in ((fused,) if fused else _PROJECTIONS[path[2:-1]]))
     inputs = shape[:1] if leaf == "weight" else ()
-    heads = (config.kv_heads,) if attention else ()
-    counts = (config.query_heads // config.kv_heads, 1, 1) if attention else (1, 1)
+    heads = (config.kv_heads,) if is_attention else ()
+    counts = (config.query_heads // config.kv_heads, 1, 1) if is_attention else (1, 1)
     widths = [math.prod(heads) * count * shape[-1] for count in counts]
-    turns = (True, True, False) if attention else (False, False)
-    orders = [_order(model_type, config, width) if turn else None for width, turn in zip(widths, turns, strict=True)]
+    rotated = (True, True, False) if is_attention else (False, False)
+    orders = [_heads_order(model_type, config, width) if r else None for width, r in zip(widths, rotated, strict=True)]
 
     def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
         parts = np.split(tensors[0], np.cumsum(widths)[:-1]) if fused else tensors
-        placed = [
-            (part.T if order is None else part.T[..., order]).reshape(*inputs, *heads, count, shape[-1])
+        arrays = [
+            _permute(part.T, order).reshape(*inputs, *heads, count, shape[-1])
             for part, order, count in zip(parts, orders, counts, strict=True)
         ]
-        return [np.concatenate(placed, axis=-2)]
+        return [np.concatenate(arrays, axis=-2)]
 
     def write(parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
         parts = [part.reshape(*inputs, -1) for part in np.split(parameters[0], np.cumsum(counts)[:-1], axis=-2)]
-        tensors = [
-            (part if order is None else part[..., np.argsort(order)]).T
-            for part, order in zip(parts, orders, strict=True)
-        ]
+        tensors = [_unpermute(part, order).T for part, order in zip(parts, orders, strict=True)]
         return [np.concatenate(tensors)] if fused else tensors
 
     sizes = [(width, *inputs) for width in ([sum(widths)] if fused else widths)]
     return TensorRule((path,), names, tuple(sizes), read, write)
 
 
-def _stacked_rule(model_type: str, path: Path, shape: tuple[int, ...]) -> TensorRule:
-    """One tensor [out, in] per expert."""
-    prefix, modules = _EXPERT[model_type]
+def _expert_rule(model_type: str, path: Path, shape: Shape) -> TensorRule:
+    """Returns the rule of experts with one tensor [out, in] per expert."""
+    prefix, modules = _EXPERTS[model_type]
     module = modules[str(path[3])]
     names = tuple(f"model.layers.{path[1]}.{prefix}.{expert}.{module}.weight" for expert in range(shape[0]))
-    return TensorRule(
-        (path,),
-        names,
-        (shape[:0:-1],) * shape[0],
-        lambda tensors: [np.stack([tensor.T for tensor in tensors])],
-        lambda parameters: [expert.T for expert in parameters[0]],
-    )
+
+    def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [np.stack([tensor.T for tensor in tensors])]
+
+    def write(parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [expert.T for expert in parameters[0]]
+
+    return TensorRule((path,), names, (shape[:0:-1],) * shape[0], read, write)
 
 
-def _gpt_oss_rule(path: Path, shapes: Mapping[Path, tuple[int, ...]], stored: Collection[str]) -> TensorRule:
-    """All experts in one tensor [E, in, out], those of gate and up alternating, and maybe in four bits."""
+def _gpt_oss_rule(path: Path, shapes: Mapping[Path, Shape], stored: Collection[str]) -> TensorRule:
+    """Returns the rule of gpt-oss experts: one tensor [E, in, out], with gate and up interleaved, maybe as MXFP4."""
     module, leaf = str(path[3]), str(path[-1])
     modules = ("down",) if module == "down" else ("gate", "up")
-    paths = tuple((*path[:3], one, leaf) for one in modules)
+    paths = tuple((*path[:3], name, leaf) for name in modules)
     name = f"model.layers.{path[1]}.mlp.experts.{'down_proj' if module == 'down' else 'gate_up_proj'}"
     name += "_bias" if leaf == "bias" else ""
     shape = (*shapes[path][:-1], len(modules) * shapes[path][-1])
 
-    def apart(tensor: np.ndarray) -> list[np.ndarray]:
-        return [tensor[..., number :: len(modules)] for number in range(len(modules))]
+    def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [tensors[0][..., index :: len(modules)] for index in range(len(modules))]
 
-    def together(parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def read_mxfp4(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return read([dequantize_mxfp4(*tensors).swapaxes(1, 2)])
+
+    def write(parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [np.stack(parameters, axis=-1).reshape(shape)]
 
     if leaf == "bias" or f"{name}_blocks" not in stored:
-        return TensorRule(paths, (name,), (shape,), lambda tensors: apart(tensors[0]), together)
+        return TensorRule(paths, (name,), (shape,), read, write)
     experts, inputs, outputs = shape
-    blocks, scales = (experts, outputs, inputs // 32, 16), (experts, outputs, inputs // 32)
-    names = (f"{name}_blocks", f"{name}_scales")
-    return TensorRule(
-        paths, names, (blocks, scales), lambda tensors: apart(dequantize_mxfp4(*tensors).swapaxes(1, 2)), None, ("U8",)
-    )
-
-
-def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Weights in four bits as bfloat16, which holds all that they can be.
-
-    Args:
-        blocks: uint8 [E, out, in / 32, 16], two numbers in a byte, the first in its lower half.
-        scales: uint8 [E, out, in / 32], powers of two, 127 for 1.
-
-    Returns:
-        bfloat16 [E, out, in].
-
-    Source: OCP Microscaling Formats 1.0, E2M1 elements under an E8M0 scale.
-    """
-    experts, outputs, groups, _ = blocks.shape
-    made = np.empty((experts, outputs, groups * 32), ml_dtypes.bfloat16)
-    for expert in range(experts):  # one at a time: float32 of all would be twice what is kept
-        halves = np.stack([blocks[expert] & 15, blocks[expert] >> 4], axis=-1)
-        values = FOUR_BIT_VALUES[halves].reshape(outputs, groups, 32)
-        with np.errstate(over="ignore"):  # what becomes infinite is named where it is loaded
-            made[expert] = np.ldexp(values, scales[expert][..., None].astype(np.int32) - 127).reshape(outputs, -1)
-    return made
-
-
-@dataclasses.dataclass(frozen=True)
-class OutputTensor:
-    """A tensor of a file to be, made when it is asked for."""
-
-    rule: TensorRule
-    number: int  # among those of its rule
-    parameters: Mapping[Path, Any]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.rule.shapes[self.number]
-
-    @property
-    def dtype(self) -> Any:
-        return self.parameters[self.rule.paths[0]].dtype
-
-    def make(self) -> np.ndarray:
-        assert self.rule.write is not None, "weights in four bits are not written"
-        return self.rule.write([np.asarray(self.parameters[path]) for path in self.rule.paths])[self.number]
-
-
-def output_tensors(made: Sequence[TensorRule], parameters: Mapping[Path, Any]) -> dict[str, OutputTensor]:
-    """Every tensor of a file, by name."""
-    return {name: OutputTensor(rule, number, parameters) for rule in made for number, name in enumerate(rule.names)}
+    block_shapes = (experts, outputs, inputs // 32, 16), (experts, outputs, inputs // 32)
+    return TensorRule(paths, (f"{name}_blocks", f"{name}_scales"), block_shapes, read_mxfp4, None, ("U8",))

@@ -1,1 +1,1 @@
-"""Text generation through compressed KV caches: prefill, decoding, batching and saved states."""
+"""Text generation through KV caches: prefill, decoding, sampling, continuous batching and saved states."""

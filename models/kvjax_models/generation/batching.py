@@ -1,10 +1,10 @@
-"""Continuous batching: any number of prompts through a fixed number of rows.
+"""Continuous batching: processes any number of prompts with a fixed number of batch rows.
 
-A row that has ended gives its place to the next prompt. That prompt is read by itself, in max_prefill_steps between blocks of
-decoding (a layer at a time, where it is read exactly), and put in where a block ends. So every row stands in its blocks
-as it would alone: its tokens are those of its prompt alone in a cache of the same size, whatever the policy, and
-what it samples follows from its own seed. A row that ends within a block waits for the block's end: policies with a
-smaller `compact_every` have shorter blocks.
+Finished sequences free their row for the next request. A new prompt is prefilled separately, in steps between blocks of
+decoding, and inserted between two blocks. Every sequence therefore sees the same blocks as it would alone: its tokens
+equal those of a single-row generator with caches of the same size, for every policy, and its samples depend only on its
+seed. A sequence that is finished within a block keeps its row until the end of the block; policies with a smaller
+`compact_every` have shorter blocks.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 import kvjax
 from kvjax.budget import Budget, format_bytes
@@ -31,14 +31,14 @@ FinishReason = Literal["stop", "length"]
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt, and what is asked for.
+    """A prompt to continue.
 
     Attributes:
         prompt: token ids.
-        max_new_tokens: most tokens to write.
-        question: token ids that are read behind the prompt through the compressed cache: a question about it.
-        seed: of sampling and of the policy's randomness, as `Generator.start` takes it.
-        number: what results and errors call it by; None for its place among the requests.
+        max_new_tokens: maximum number of new tokens.
+        question: token ids that are appended to the compressed cache after the prompt.
+        seed: seed of sampling and of the policy's randomness, as for `Generator.init_state`.
+        number: number of the request in results and errors; by default its index.
     """
 
     prompt: Sequence[int]
@@ -49,25 +49,18 @@ class Request:
 
 
 class RequestOutput(NamedTuple):
-    """What a block added to a request."""
+    """The tokens that a block added to a request."""
 
     number: int  # of the request
     tokens: list[int]
-    finish_reason: FinishReason | None  # "stop": an end-of-text token, or what `should_stop` said; None: there is more
+    finish_reason: FinishReason | None  # "stop": an end-of-text token or `should_stop`; None: not finished
 
 
-class _Running(NamedTuple):
-    """A request that has a row."""
+class _RunningRequest(NamedTuple):
+    """A request that occupies a row."""
 
     number: int
-    end: int  # tokens of its row with which it ends at the latest
-
-
-class _Read(NamedTuple):
-    """A request that has been read, and its row's state."""
-
-    request: _Running
-    state: GenerationState
+    max_position: int  # number of tokens, including the prompt, with which it is finished
 
 
 def run_requests(
@@ -77,166 +70,213 @@ def run_requests(
     max_prefill_steps: int | None = None,
     should_stop: Callable[[int, list[int]], bool] | None = None,
 ) -> Iterator[RequestOutput]:
-    """Writes what follows each of many prompts, through as many rows as the generator has.
+    """Generates continuations of many prompts.
+
+    Invalid requests raise a ValueError with their number.
 
     Args:
-        requests: taken one by one, as rows fall free.
-        max_prefill_steps: most max_prefill_steps of prompts (layers, or blocks of a streamed one) that are read between two blocks of
-            decoding while rows run. None reads until every row has a prompt: the most requests per second, where nobody
-            waits for single tokens.
-        should_stop: of a request's number and the tokens that a block added to it, whether they end it.
+        generator: its batch size is the number of rows.
+        requests: read one by one when a row is free.
+        max_prefill_steps: maximum number of prefill steps (layers, or blocks of a streaming prefill) between two blocks
+            of decoding. By default all free rows are filled first, which maximizes throughput.
+        should_stop: called with the number of a request and its new tokens; returns whether it is finished.
 
     Yields:
-        New tokens of a request after every block that it took part in; of several requests in the order of their rows.
+        The new tokens of every running request after each block, in the order of rows.
 
     Raises:
-        ValueError: for rows that lie on several devices' parts of a batch, and for a request that cannot be, with its
-            number.
+        ValueError: if batch rows are sharded or `max_prefill_steps` is invalid.
     """
     compile_cache.free_compiled_programs(_PROGRAMS)
     if generator.mesh is not None and generator.mesh.shape[DATA] > 1:
         raise ValueError(
-            f"rows are read one at a time and cannot be divided among {generator.mesh.shape[DATA]} groups of devices: "
-            f"make a mesh with data=1 (--mesh_data), whose devices share layers (--mesh_tensor)"
+            f"batch rows are sharded over {generator.mesh.shape[DATA]} groups of devices, but continuous batching "
+            "prefills single rows; use a mesh with data=1 (--mesh_data 1) and more devices per layer (--mesh_tensor)"
         )
     if max_prefill_steps is not None and max_prefill_steps < 1:
-        raise ValueError(
-            f"max_prefill_steps={max_prefill_steps}; it must be at least 1, or None for all that rows are free for"
-        )
-    mesh, steps = generator.mesh, replicate(np.int32(generator.block_size), generator.mesh)
-    state = _all_done(generator.init_state(), mesh)
-    reading = _read_each(generator.with_batch(1), requests)
-    running: dict[int, _Running] = {}  # by row
+        raise ValueError(f"max_prefill_steps={max_prefill_steps} must be at least 1, or None for no limit")
+    rows = _Rows(generator)
+    prefills = _prefill_requests(generator.with_batch(1), requests)
     while True:
-        taken = 0
-        while len(running) < generator.batch and (
-            max_prefill_steps is None or not running or taken < max_prefill_steps
-        ):
+        steps = 0
+        while rows.has_free() and (max_prefill_steps is None or not rows.running or steps < max_prefill_steps):
             try:
-                read = next(reading)
+                prefilled = next(prefills)
             except StopIteration:
                 break
-            taken += 1
-            if read is not None:
-                row = next(row for row in range(generator.batch) if row not in running)
-                state = _with_row(state, read.state, replicate(np.array([row], np.int32), mesh), mesh)
-                running[row] = read.request
-                del read
-        if not running:
+            steps += 1
+            if prefilled is not None:
+                rows.insert(*prefilled)
+                del prefilled
+        if not rows.running:
             return
-        ends = np.zeros(generator.batch, np.int32)
-        for row, one in running.items():
-            ends[row] = one.end
-        state, blocks, count = decode_block(
+        yield from rows.decode_block(should_stop)
+
+
+def max_batch_size(generator: Generator, memory_bytes: int) -> int:
+    """Returns how many rows' caches fit into an amount of memory.
+
+    Weights, the caches of the prompt that is being prefilled, and temporaries need additional memory.
+
+    Args:
+        generator: determines the caches; its own batch size is ignored.
+        memory_bytes: bytes for the caches.
+
+    Raises:
+        ValueError: if the caches of a single row do not fit.
+    """
+    if memory_bytes < generator.row_bytes:
+        raise ValueError(
+            f"{format_bytes(memory_bytes)} are less than the {format_bytes(generator.row_bytes)} of one row's caches; "
+            "allow more memory or use a smaller budget"
+        )
+    return memory_bytes // generator.row_bytes
+
+
+def parse_batch_size(batch_size: int | str, generator: Generator) -> int:
+    """Returns a number of rows.
+
+    Args:
+        batch_size: number of rows (8), or bytes for their caches ("2GiB").
+        generator: determines the caches.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    size = Budget.of(batch_size)
+    if size.fraction is not None:
+        raise ValueError(f"batch_size={batch_size!r} must be a number of rows (8) or bytes for their caches (2GiB)")
+    if size.bytes is not None:
+        return max_batch_size(generator, size.bytes)
+    assert size.slots is not None
+    return size.slots
+
+
+class _Rows:
+    """The batch rows and the requests that occupy them."""
+
+    def __init__(self, generator: Generator):
+        self.generator, self.mesh = generator, generator.mesh
+        self.running: dict[int, _RunningRequest] = {}  # by row
+        self.steps = replicate(np.int32(generator.block_size), self.mesh)
+        self.state = self._finish(generator.init_state(), np.ones(generator.batch, bool))
+
+    def has_free(self) -> bool:
+        return len(self.running) < self.generator.batch
+
+    def insert(self, request: _RunningRequest, state: GenerationState) -> None:
+        row = next(row for row in range(self.generator.batch) if row not in self.running)
+        self.state = _insert_row(self.state, state, replicate(np.array([row], np.int32), self.mesh), self.mesh)
+        self.running[row] = request
+
+    def decode_block(self, should_stop: Callable[[int, list[int]], bool] | None) -> Iterator[RequestOutput]:
+        """Decodes one block.
+
+        Yields:
+            The new tokens of every running request.
+        """
+        generator = self.generator
+        max_positions = np.zeros(generator.batch, np.int32)
+        for row, request in self.running.items():
+            max_positions[row] = request.max_position
+        state, blocks, num_steps = decode_block(
             generator.model,
-            mesh,
+            self.mesh,
             generator.sampling,
             generator.eos,
             generator.block_size,
-            state,
-            steps,
-            replicate(ends, mesh),
+            self.state,
+            self.steps,
+            replicate(max_positions, self.mesh),
         )
-        state = compact_layers(state)
-        _check(state, mesh, running)
-        tokens, done = np.asarray(blocks)[:, : int(count)], np.asarray(state.done)
+        self.state = compact_layers(state)
+        self._check()
+        tokens, done = np.asarray(blocks)[:, : int(num_steps)], np.asarray(self.state.done)
         stopped = np.zeros(generator.batch, bool)
-        for row, one in sorted(running.items()):
-            new = tokens[row][tokens[row] != NO_TOKEN].tolist()
-            stopped[row] = should_stop is not None and should_stop(one.number, new)
+        for row, request in sorted(self.running.items()):
+            new_tokens = tokens[row][tokens[row] != NO_TOKEN].tolist()
+            stopped[row] = should_stop is not None and should_stop(request.number, new_tokens)
             reason: FinishReason | None = None
-            if stopped[row] or (done[row] and new[-1] in generator.eos):
+            if stopped[row] or (done[row] and new_tokens[-1] in generator.eos):
                 reason = "stop"
             elif done[row]:
                 reason = "length"
             if reason is not None:
-                del running[row]
-            yield RequestOutput(one.number, new, reason)
+                del self.running[row]
+            yield RequestOutput(request.number, new_tokens, reason)
         if stopped.any():
-            state = _ended(state, replicate(stopped, mesh), mesh)
+            self.state = self._finish(self.state, stopped)
+
+    def _finish(self, state: GenerationState, rows: Bool[np.ndarray, "B"]) -> GenerationState:
+        return _finish_rows(state, replicate(rows, self.mesh), self.mesh)
+
+    def _check(self) -> None:
+        """Checks the state.
+
+        Raises:
+            ValueError: if logits or caches have faults, with the numbers of the prompts in the rows.
+        """
+        try:
+            check_finite(self.state)
+            check_faults(self.state, self.mesh)
+        except ValueError as error:
+            rows = ", ".join(f"{row}: prompt {request.number}" for row, request in sorted(self.running.items()))
+            raise ValueError(f"{error}; the rows contain {rows}") from error
 
 
-def max_batch_size(generator: Generator, memory: int) -> int:
-    """How many rows' caches fit into so many bytes. Weights, the caches of the row that is being read, and what
-    programs hold while they run come on top. The generator's own batch does not matter.
+def _prefill_requests(
+    generator: Generator, requests: Iterable[Request]
+) -> Iterator[tuple[_RunningRequest, GenerationState] | None]:
+    """Prefills requests one by one.
+
+    Yields:
+        None after every step, and each request with its state at its end.
 
     Raises:
-        ValueError: where not even one does.
+        ValueError: if a request is invalid, with its number.
     """
-    if memory < generator.row_bytes:
-        raise ValueError(
-            f"{format_bytes(memory)} hold no row: the caches of one take {format_bytes(generator.row_bytes)}"
-        )
-    return memory // generator.row_bytes
-
-
-def parse_batch_size(batch_size: int | str, generator: Generator) -> int:
-    """A number of rows as people write it: 8, or bytes for all caches ("2GiB")."""
-    given = Budget.of(batch_size)
-    if given.fraction is not None:
-        raise ValueError(f"batch_size={batch_size!r}: give a number of rows (8) or bytes for all caches (2GiB)")
-    if given.bytes is not None:
-        return max_batch_size(generator, given.bytes)
-    assert given.slots is not None
-    return given.slots
-
-
-def _read_each(reader: Generator, requests: Iterable[Request]) -> Iterator[_Read | None]:
-    """Requests as they are read, one row each, and None after every piece before."""
-    for place, request in enumerate(requests):
-        number = place if request.number is None else request.number
+    for index, request in enumerate(requests):
+        number = index if request.number is None else request.number
         try:
-            end = _checked_end(reader, request)
-            state = reader.init_state(request.seed)
+            max_position = _max_position(generator, request)
+            state = generator.init_state(request.seed)
             for text in (request.prompt, request.question):
-                for piece in reader.prefill_steps(state, [text], shared_lengths=True) if len(text) else ():
-                    if piece is None:
+                for new_state in generator.prefill_steps(state, [text], shared_lengths=True) if len(text) else ():
+                    if new_state is None:
                         yield None
                     else:
-                        state = piece
+                        state = new_state
         except ValueError as error:
             raise ValueError(f"prompt {number}: {error}") from error
-        yield _Read(_Running(number, end), state)
-        del state  # before the next one's is made
+        yield _RunningRequest(number, max_position), state
+        del state  # its memory is free before the next one is created
 
 
-def _checked_end(reader: Generator, request: Request) -> int:
-    """Tokens of a row with which a request ends at the latest."""
+def _max_position(generator: Generator, request: Request) -> int:
+    """Returns the maximum number of tokens of a request, including the prompt.
+
+    Raises:
+        ValueError: if the request is invalid.
+    """
     if request.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={request.max_new_tokens}; it must be at least 1")
+        raise ValueError(f"max_new_tokens={request.max_new_tokens} must be at least 1")
     if not len(request.prompt):
-        raise ValueError("it is empty; a prompt needs at least one token")
-    read = len(request.prompt) + len(request.question)
-    reader.check_capacity(np.array([read]), np.array([request.max_new_tokens]))
-    return read + request.max_new_tokens
-
-
-def _check(state: GenerationState, mesh: Mesh | None, running: dict[int, _Running]) -> None:
-    """Raises a ValueError where logits or caches are not sound, with the numbers of the prompts in their rows."""
-    try:
-        check_finite(state)
-        check_faults(state, mesh)
-    except ValueError as error:
-        rows = ", ".join(f"{row}: prompt {one.number}" for row, one in sorted(running.items()))
-        raise ValueError(f"{error}; rows are {rows}") from error
+        raise ValueError("the prompt is empty; it must have at least one token")
+    prompt_tokens = len(request.prompt) + len(request.question)
+    generator.check_capacity(np.array([prompt_tokens]), np.array([request.max_new_tokens]))
+    return prompt_tokens + request.max_new_tokens
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
-def _with_row(
-    state: GenerationState, other: GenerationState, row: Int[Array, "1"], mesh: Mesh | None
+def _insert_row(
+    state: GenerationState, row_state: GenerationState, row: Int[Array, "1"], mesh: Mesh | None
 ) -> GenerationState:
-    """The state with a row of another; both stand where a block ends."""
-    return constrain_state(kvjax.insert_rows(state, other, row), mesh)
+    return constrain_state(kvjax.insert_rows(state, row_state, row), mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
-def _ended(state: GenerationState, rows: Array, mesh: Mesh | None) -> GenerationState:
-    """The state with these rows' turns ended."""
+def _finish_rows(state: GenerationState, rows: Array, mesh: Mesh | None) -> GenerationState:
     return constrain_state(dataclasses.replace(state, done=state.done | rows), mesh)
 
 
-def _all_done(state: GenerationState, mesh: Mesh | None) -> GenerationState:
-    return _ended(state, replicate(np.ones(state.done.shape, bool), mesh), mesh)
-
-
-_PROGRAMS = (_with_row, _ended)
+_PROGRAMS = (_insert_row, _finish_rows)

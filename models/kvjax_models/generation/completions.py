@@ -1,4 +1,4 @@
-"""Texts of many prompts, from continuous batching: strings that end them, pieces as they come, and their order."""
+"""Text completions of many prompts: stop strings, streamed text and the order of results."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -7,18 +7,18 @@ from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.generation.batching import FinishReason, Request, run_requests
 from kvjax_models.generation.generator import Generator
 
-TextCallback = Callable[[int, str], None]  # of a prompt's number and a new piece of its text
+TextCallback = Callable[[int, str], None]  # takes the number of a prompt and a new part of its text
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What was written to a prompt.
+    """The continuation of a prompt.
 
     Attributes:
-        number: of the prompt, in the order in which they were given.
-        text: without the string that ended it.
-        tokens: all that were written, an end-of-text token included.
-        finish_reason: "stop" for an end-of-text token or string, "length" for as many tokens as were asked for.
+        number: index of the prompt.
+        text: new text without the stop string.
+        tokens: all new tokens, including an end-of-text token.
+        finish_reason: "stop" for an end-of-text token or a stop string, "length" for the maximum number of tokens.
     """
 
     number: int
@@ -36,57 +36,63 @@ def generate_completions(
     on_text: TextCallback | None = None,
     max_prefill_steps: int | None = None,
 ) -> Iterator[Completion]:
-    """What follows each of many prompts, as they end; see `batching.complete`.
+    """Generates completions of many prompts; see `batching.run_requests`.
 
     Args:
-        stop: strings that end a text and are no part of it; looked for where blocks end.
-        on_text: called with pieces of texts, a block's at a time; what may be the start of a string in `stop` waits.
+        tokenizer: tokenizer of the model.
+        generator: its batch size is the number of rows.
+        requests: prompts to continue.
+        stop: strings that finish a sequence and are excluded from its text; checked after every block.
+        on_text: called with new parts of texts after every block, except what may become a stop string.
+        max_prefill_steps: as for `run_requests`.
+
+    Yields:
+        Completions as they finish.
 
     Raises:
-        ValueError: as `batching.complete`; for an empty string in `stop`, which would end everything.
+        ValueError: if a stop string is empty.
     """
     if not all(stop):
-        raise ValueError("stop holds an empty string")
+        raise ValueError("stop must not contain an empty string")
     rows: dict[int, list[int]] = {}
-    shown: dict[int, int] = {}  # letters of a text that `on_text` has been given
+    emitted: dict[int, int] = {}  # number of characters passed to `on_text`
 
-    def stops(number: int, tokens: list[int]) -> bool:
+    def should_stop(number: int, tokens: list[int]) -> bool:
         rows.setdefault(number, []).extend(tokens)
-        return bool(stop) and _ends(tokenizer.decode(rows[number]), stop) is not None
+        return bool(stop) and _find_stop(tokenizer.decode(rows[number]), stop) is not None
 
-    for written in run_requests(generator, requests, max_prefill_steps=max_prefill_steps, should_stop=stops):
-        number, ended = written.number, written.finish_reason is not None
-        if not ended and on_text is None:
+    outputs = run_requests(generator, requests, max_prefill_steps=max_prefill_steps, should_stop=should_stop)
+    for number, _, finish_reason in outputs:
+        if finish_reason is None and on_text is None:
             continue
         text = tokenizer.decode(rows[number])
-        text = text[: _ends(text, stop)]
+        text = text[: _find_stop(text, stop)]
         if on_text is not None:
-            safe = len(text) if ended else _settled(text, stop)
-            if safe > (begin := shown.get(number, 0)):
-                on_text(number, text[begin:safe])
-                shown[number] = safe
-        if written.finish_reason is not None:
-            yield Completion(number, text, tuple(rows.pop(number)), written.finish_reason)
+            end = len(text) if finish_reason is not None else _settled_length(text, stop)
+            if end > (begin := emitted.get(number, 0)):
+                on_text(number, text[begin:end])
+                emitted[number] = end
+        if finish_reason is not None:
+            yield Completion(number, text, tuple(rows.pop(number)), finish_reason)
 
 
-def in_prompt_order(found: Iterable[Completion]) -> Iterator[Completion]:
-    """The same in the order of their prompts; what ends before an earlier one waits."""
-    waiting: dict[int, Completion] = {}
-    following = 0
-    for one in found:
-        waiting[one.number] = one
-        while following in waiting:
-            yield waiting.pop(following)
-            following += 1
+def in_prompt_order(completions: Iterable[Completion]) -> Iterator[Completion]:
+    """Yields completions in the order of their prompts; earlier ones are awaited."""
+    pending: dict[int, Completion] = {}
+    next_number = 0
+    for completion in completions:
+        pending[completion.number] = completion
+        while next_number in pending:
+            yield pending.pop(next_number)
+            next_number += 1
 
 
-def _ends(text: str, stop: Sequence[str]) -> int | None:
-    """Where the first of these strings stands in a text; None where none does."""
-    return min((place for end in stop if (place := text.find(end)) >= 0), default=None)
+def _find_stop(text: str, stop: Sequence[str]) -> int | None:
+    """Returns the first position of a stop string; None if there is none."""
+    return min((position for string in stop if (position := text.find(string)) >= 0), default=None)
 
 
-def _settled(text: str, stop: Sequence[str]) -> int:
-    """How many letters of an unfinished text stay what they are: behind them a character may be incomplete, or one of
-    these strings begin."""
-    whole = len(text.rstrip("\ufffd"))
-    return max(whole - max((len(end) - 1 for end in stop), default=0), 0)
+def _settled_length(text: str, stop: Sequence[str]) -> int:
+    """Returns how many characters of an unfinished text cannot change or become part of a stop string."""
+    complete = len(text.rstrip("\ufffd"))
+    return max(complete - max((len(string) - 1 for string in stop), default=0), 0)

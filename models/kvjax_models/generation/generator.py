@@ -1,10 +1,4 @@
-"""Generation through compressed caches: a prompt is read exactly, layer by layer, or streamed through the caches block
-by block; then come compiled blocks of decoding steps.
-
-A `Generator` binds a model to a cache policy and to sizes; a `GenerationState` is everything that a generation is at a
-moment, as a pytree: it can be forked, saved, and continued with another turn. Between blocks every layer's staged
-tokens are compact_layers, so a returned state is always settled.
-"""
+"""Generation through KV caches: exact or streaming prefill, then compiled blocks of decode steps."""
 
 import dataclasses
 import functools
@@ -21,55 +15,24 @@ from kvjax.cache import layer_policy
 from kvjax.policy import Policy, merge_requirements
 from kvjax.quantization import KVDtype
 from kvjax_models import compile_cache
-from kvjax_models.generation import prefill
-from kvjax_models.generation.decode import NO_TOKEN, append_block, decode_block, score_block
+from kvjax_models.generation import decode as decode_lib
+from kvjax_models.generation import prefill as prefill_lib
+from kvjax_models.generation import state as state_lib
+from kvjax_models.generation.decode import append_block, decode_block, score_block
 from kvjax_models.generation.prefill import compress_layer, last_logits, prefill_layers
+from kvjax_models.generation.rows import extend_rows, pad_prompts, trim_rows
 from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.sequence_parallel import chunk_size
-from kvjax_models.generation.state import (
-    GenerationState,
-    _commit_to_device,
-    _faults,
-    _fresh,
-    _laid,
-    _row_keys,
-    _seed,
-    check_faults,
-    check_finite,
-    compact_layer,
-    compact_layers,
-    finish_prefill,
-    shard_state,
-    state_shardings,
-)
+from kvjax_models.generation.state import GenerationState, check_faults, check_finite, commit_to_device, compact_layers
 from kvjax_models.model.llama import Llama
 from kvjax_models.sharding import mesh_of, replicate
 
 
 class Generator:
-    """A model, a cache policy and sizes, ready to read prompts and to write.
+    """A model with a cache policy and fixed sizes, which creates and continues generation states.
 
-    Args:
-        model: the decoder; its parameters are used as they are. Where they lie on a mesh (`sharding.place`),
-            caches lie there too, and every device generates its part.
-        policy: one policy for all layers, or one per layer. Layers with a sliding window keep exactly that window
-            instead, whatever the policy.
-        batch: rows.
-        max_prompt_tokens: most tokens of a first prompt.
-        max_new_tokens: most tokens after it: generated ones and later turns' together.
-        sampling: greedy by default.
-        eos: token ids that end a row's turn.
-        prefill_chunk: tokens per chunk of exact prefill; prompts are padded to a multiple of it.
-        streaming: whether the first prompt, too, is read as later ones are: a block of tokens at a time, each
-            attending to the compressed cache and causally to itself. Memory is then what the policy keeps, however
-            long the prompt.
-        allow_beyond_context: whether texts may be longer than the model's `max_length`, past which it was never trained:
-            then a warning says so, else they are refused.
-        kv_dtype: quantization format of the caches (`kvjax.CacheSpec.kv_dtype`).
-
-    Raises:
-        ValueError: for a number of policies that is not the number of layers, a policy that cannot stream where that is
-            asked for, or what the policies themselves refuse.
+    A `GenerationState` is a pytree that can be forked, saved and continued with further prompts. States that a
+    generator returns are settled: no tokens are staged between blocks.
     """
 
     def __init__(
@@ -87,17 +50,38 @@ class Generator:
         allow_beyond_context: bool = False,
         kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
     ):
+        """Creates a generator.
+
+        Args:
+            model: the decoder. If its parameters are sharded on a mesh (`sharding.shard_model`), so are the caches.
+            policy: cache policy of all layers, or one per layer. Layers with a sliding window cache exactly their
+                window instead.
+            batch: number of batch rows.
+            max_prompt_tokens: maximum length of the first prompt.
+            max_new_tokens: maximum number of tokens after it: generated ones and those of later prompts.
+            sampling: sampling parameters; greedy by default.
+            eos: tokens that finish a sequence.
+            prefill_chunk: tokens per chunk of exact prefill; prompts are padded to a multiple of it.
+            streaming: whether the first prompt is appended in blocks like later ones, each attending to the compressed
+                cache. Memory is then independent of the prompt's length.
+            allow_beyond_context: whether sequences may exceed the model's context length, with a warning; otherwise
+                they are refused.
+            kv_dtype: quantization format of the caches (`kvjax.CacheSpec.kv_dtype`).
+
+        Raises:
+            ValueError: if an argument is invalid or a policy does not support streaming.
+        """
         compile_cache.free_compiled_programs(_PROGRAMS)
         config = model.config
         if prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk={prefill_chunk}; it must be at least 1 token")
+            raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1 token")
         self.model, self.config = model, config
         self.batch, self.max_prompt_tokens, self.max_new_tokens = batch, max_prompt_tokens, max_new_tokens
         self.sampling, self.eos, self.prefill_chunk = sampling or Sampling(), tuple(eos), prefill_chunk
         self.streaming, self.allow_beyond_context = streaming, allow_beyond_context
         self.kv_dtype = kv_dtype
         self.mesh = mesh_of(model)
-        self.specs = cache_specs(
+        self.specs = state_lib.cache_specs(
             model,
             batch=batch,
             max_prompt_tokens=max_prompt_tokens,
@@ -107,16 +91,18 @@ class Generator:
         )
         policies = (policy,) * config.layers if isinstance(policy, Policy) else tuple(policy)
         if len(policies) != config.layers:
-            raise ValueError(f"{len(policies)} policies were given for {config.layers} layers")
+            raise ValueError(
+                f"policy must be one policy, or one for each of {config.layers} layers, got {len(policies)}"
+            )
         self.policies = tuple(layer_policy(*layer) for layer in zip(policies, self.specs, strict=True))
-        if streaming and (refusing := [policy for policy in self.policies if policy.requires.entire_prompt]):
-            raise ValueError(f"streaming: {refusing[0]} compresses whole prompts only; read them exactly")
+        if streaming and (unsupported := [policy for policy in self.policies if policy.requires.entire_prompt]):
+            raise ValueError(f"{unsupported[0]} compresses entire prompts; set streaming=False")
         # Tokens between two compactions of all layers.
         self.block_size = min(self.specs[0].max_new_tokens, *(policy.compact_every for policy in self.policies))
         self.specs = tuple(dataclasses.replace(spec, staging_slots=self.block_size) for spec in self.specs)
 
     def with_batch(self, batch: int) -> "Generator":
-        """The same for another number of rows, whose states' rows can be put among this one's."""
+        """Returns a copy with another batch size; its state rows can be inserted into this one's states."""
         return Generator(
             self.model,
             self.policies,
@@ -133,221 +119,271 @@ class Generator:
 
     @functools.cached_property
     def row_bytes(self) -> int:
-        """Bytes that the caches of one row hold on the device, over all layers."""
+        """Device bytes of the caches of one batch row, over all layers."""
         return sum(row_bytes(policy, spec) for policy, spec in zip(self.policies, self.specs, strict=True))
 
     def init_state(self, seed: int = 0) -> GenerationState:
-        """An empty state. Every row has its own randomness, from the seed and its number.
-
-        Raises:
-            ValueError: for a seed that is no whole number of 32 bits: JAX would take it for another.
-        """
-        given = _seed(seed)
-        fresh = functools.partial(_fresh, self.policies, self.specs, self.config.vocab_size, self.mesh)
+        """Returns a state with empty caches; the randomness of a row depends on the seed and its index."""
+        seed_array = state_lib.check_seed(seed)
+        init = functools.partial(state_lib.init_state, self.policies, self.specs, self.config.vocab_size, self.mesh)
         if self.mesh is None:
-            return fresh(given)
-        # What it makes may lie on devices of other processes.
-        return jax.jit(fresh, out_shardings=state_shardings(jax.eval_shape(fresh, given), self.mesh))(given)
+            return init(seed_array)
+        # Some of the arrays may be on devices of other processes.
+        out_shardings = state_lib.state_shardings(jax.eval_shape(init, seed_array), self.mesh)
+        return jax.jit(init, out_shardings=out_shardings)(seed_array)
 
     def reseed(self, state: GenerationState, seed: int) -> GenerationState:
-        """The state with the keys that sampling would draw from had it been started with this seed: for continuations
-        of a state whose own seed was another's. What its caches draw stays as it is."""
-        keys = replicate(np.asarray(jax.random.key_data(_row_keys(self.batch, _seed(seed))[1])), self.mesh)
-        return dataclasses.replace(state, sampling_keys=jax.random.wrap_key_data(keys))
+        """Returns a state whose sampling continues as if it had been created with another seed.
+
+        Args:
+            state: a state, which may come from a generator with another batch size.
+            seed: the seed. The randomness of the caches does not change.
+        """
+        keys = state_lib.row_keys(self.batch, state_lib.check_seed(seed))[1]
+        key_data = replicate(np.asarray(jax.random.key_data(keys)), self.mesh)
+        return dataclasses.replace(state, sampling_keys=jax.random.wrap_key_data(key_data))
 
     def prefill(self, state: GenerationState, prompts: Sequence[Sequence[int]]) -> GenerationState:
-        """Reads one prompt per row; the given state must not be used again (its buffers are donated).
+        """Processes one prompt per row.
 
-        Unless they are streamed, the first prompts are attended to exactly, and each layer is compressed as soon as it
-        is done. Later ones (a further turn) are appended and attend to the compressed cache, a block at a time, just as
-        generated tokens do.
+        First prompts are processed with exact attention, and each layer is compressed as soon as it is computed, unless
+        the generator is streaming. Later prompts are appended in blocks, which attend to the compressed cache.
+        Prompts that are empty, too long or contain unknown tokens raise a ValueError.
 
-        Raises:
-            ValueError: for an empty prompt, a prompt longer than `max_prompt_tokens`, more tokens in all than the caches were
-                made for or the model has positions for, or what is no token of the vocabulary.
+        Args:
+            state: state before the prompts; its buffers are donated.
+            prompts: token ids of each row.
+
+        Returns:
+            The state after the prompts.
         """
-        *_, last = self.prefill_steps(state, prompts)
-        assert last is not None
-        return last
+        *_, new_state = self.prefill_steps(state, prompts)
+        assert new_state is not None
+        return new_state
 
     def prefill_steps(
         self, state: GenerationState, prompts: Sequence[Sequence[int]], *, shared_lengths: bool = False
     ) -> Iterator[GenerationState | None]:
-        """As `read`, a chunk_size at a time, for who has other work between: a layer of exact reading, a block of what is
-        read through the caches.
+        """Processes prompts like `prefill` in steps, between which the caller can do other work.
 
         Args:
-            shared_lengths: pad prompts to lengths that others share (`compile_cache.length_bucket`), so that
-                prompts of all lengths need few programs.
+            state: state before the prompts; its buffers are donated.
+            prompts: token ids of each row.
+            shared_lengths: whether exact prefill pads prompts to lengths of `compile_cache.length_bucket`, so that all
+                lengths need few compiled programs.
 
         Yields:
-            None after every chunk_size; at last the state.
+            None after every step, which is a layer of exact prefill or an appended block; finally the state.
         """
-        positions = np.asarray(state.positions)
-        if not self.streaming and not positions.any():
-            yield from self._read_exactly(state, prompts, shared_lengths)
+        if not self.streaming and not np.asarray(state.positions).any():
+            yield from self._prefill_exactly(state, prompts, shared_lengths)
             return
-        tokens, lengths = self.pad(prompts, self.block_size)
-        self.check_capacity(positions, lengths)
-        state = _commit_to_device(state, self.mesh)
+        tokens, lengths = self._pad_to_blocks(state, prompts)
+        state = commit_to_device(state, self.mesh)
         for block, count in self._blocks(tokens, lengths):
             state = compact_layers(append_block(self.model, self.mesh, state, block, count))
             yield None
-        check_finite(state)
         check_faults(state, self.mesh)
         yield state
 
-    def _read_exactly(
+    def _prefill_exactly(
         self, state: GenerationState, prompts: Sequence[Sequence[int]], shared_lengths: bool
     ) -> Iterator[GenerationState | None]:
-        """Reads the first prompts with exact attention, and compresses each layer when it is done."""
+        """Processes first prompts with exact attention and compresses each layer.
+
+        Yields:
+            None after every layer; finally the state.
+
+        Raises:
+            ValueError: if a prompt is too long.
+        """
         longest = max(map(len, prompts), default=0)
         if longest > self.max_prompt_tokens:
             raise ValueError(f"a prompt of {longest} tokens exceeds max_prompt_tokens={self.max_prompt_tokens}")
-        self._check_positions(longest)
-        shared = len(compile_cache.length_bucket(longest)) if shared_lengths else 1
+        self._check_context(longest)
+        bucket_size = len(compile_cache.length_bucket(longest)) if shared_lengths else 1
         multiple = self.padding_multiple(longest)
-        tokens, row_lengths = self.pad(prompts, -(-shared // multiple) * multiple)
-        lengths, caches, told = replicate(row_lengths, self.mesh), [], None
-        asked = [policy.requires.num_prompt_queries(tokens.shape[1]) for policy in self.policies]
+        tokens, row_lengths = self.pad(prompts, -(-bucket_size // multiple) * multiple)
+        lengths, caches, layer_carry = replicate(row_lengths, self.mesh), [], None
+        num_queries = [policy.requires.num_prompt_queries(tokens.shape[1]) for policy in self.policies]
         repeat, capacity = merge_requirements(self.policies).repetition, self.specs[0].capacity
-        for cache, layer in zip(
-            state.layers,
-            prefill_layers(self.model, tokens, lengths, self.prefill_chunk, asked, repeat, capacity),
-            strict=True,
-        ):
-            cache, counters, told = compress_layer(cache, state.counters, layer, lengths, told)
+        layers = prefill_layers(self.model, tokens, lengths, self.prefill_chunk, num_queries, repeat, capacity)
+        for cache, layer in zip(state.layers, layers, strict=True):
+            cache, counters, layer_carry = compress_layer(cache, state.counters, layer, lengths, layer_carry)
             caches.append(cache)
             yield None
-        state = finish_prefill(state, caches, counters, last_logits(self.model, layer.x, lengths), lengths)
-        yield shard_state(state, self.mesh)
+        logits = last_logits(self.model, layer.x, lengths)
+        yield state_lib.shard_state(state_lib.finish_prefill(state, caches, counters, logits, lengths), self.mesh)
 
     def score(
         self, state: GenerationState, texts: Sequence[Sequence[int]]
     ) -> tuple[GenerationState, list[Float[np.ndarray, "T"]]]:
-        """Reads one text per row through the cache, as `read` reads later prompts, and tells how likely each token was.
+        """Appends one text per row like a later prompt and scores its tokens; see `score_greedy`.
 
-        The first tokens of a fresh state are scored under uniform logits, having nothing before them: leave them out.
+        Args:
+            state: state before the texts; its buffers are donated.
+            texts: token ids of each row.
 
         Returns:
-            The state after the texts, and each row's natural log-probabilities of its tokens, float32.
-
-        Raises:
-            ValueError: as `read`; and for a fresh state of a generator that reads prompts exactly.
+            The state after the texts, and the natural log-probability of each token, float32.
         """
-        state, scored, _ = self.score_greedy(state, texts)
-        return state, scored
+        state, log_probs, _ = self.score_greedy(state, texts)
+        return state, log_probs
 
     def score_greedy(
         self, state: GenerationState, texts: Sequence[Sequence[int]]
     ) -> tuple[GenerationState, list[Float[np.ndarray, "T"]], list[Bool[np.ndarray, "T"]]]:
-        """As `score`, and whether each token was the most likely one."""
-        positions = np.asarray(state.positions)
-        if not self.streaming and not positions.any():
-            raise ValueError("score reads through the cache: read a prompt first, or make the generator streaming")
-        tokens, lengths = self.pad(texts, self.block_size)
-        self.check_capacity(positions, lengths)
-        state = _commit_to_device(state, self.mesh)
-        scored, likeliest = [], []
+        """Scores texts like `score`, and compares them with greedy decoding.
+
+        Args:
+            state: state before the texts; its buffers are donated. If it is empty, the first token has no context and
+                is scored under uniform logits.
+            texts: token ids of each row.
+
+        Returns:
+            The state after the texts, the log-probability of each token, and whether it was the most likely one.
+
+        Raises:
+            ValueError: if the state is empty and the generator is not streaming.
+        """
+        if not self.streaming and not np.asarray(state.positions).any():
+            raise ValueError(
+                "scoring appends to a cache; prefill a prompt first, or create the generator with streaming"
+            )
+        tokens, lengths = self._pad_to_blocks(state, texts)
+        state = commit_to_device(state, self.mesh)
+        blocks = []
         for block, count in self._blocks(tokens, lengths):
-            state, likelihood, best = score_block(self.model, self.mesh, state, block, count)
-            scored.append(likelihood)
-            likeliest.append(best)
+            state, *scores = score_block(self.model, self.mesh, state, block, count)
+            blocks.append(scores)
             state = compact_layers(state)
-        check_finite(state)
         check_faults(state, self.mesh)
-        found, compared = (
-            np.concatenate([np.asarray(block) for block in blocks], axis=1) for blocks in (scored, likeliest)
+        log_probs, is_greedy = (
+            np.concatenate([np.asarray(block) for block in parts], axis=1) for parts in zip(*blocks, strict=True)
         )
-        of_rows = lambda rows: [row[:length] for row, length in zip(rows, lengths, strict=True)]  # noqa: E731
-        return state, of_rows(found), of_rows(compared)
+        return state, trim_rows(log_probs, lengths), trim_rows(is_greedy, lengths)
 
     def decode(
         self, state: GenerationState, max_tokens: int, stream_interval: int | None = None
     ) -> Iterator[tuple[GenerationState, np.ndarray]]:
-        """Writes up to `max_tokens` tokens per row, block by block.
+        """Generates up to `max_tokens` tokens per row, block by block.
+
+        End-of-text tokens are yielded and appended to the cache like all others. Generation ends early when all
+        sequences are finished.
 
         Args:
-            stream_interval: tokens after which those of an unfinished block are yielded, for who watches: the same tokens, but
-                their states are settled only where a block ends.
+            state: state after a prompt; its buffers are donated.
+            max_tokens: maximum number of new tokens per row.
+            stream_interval: number of tokens after which an unfinished block is yielded, too. The tokens are the same,
+                but states are settled only at the end of a block.
 
         Yields:
-            The state after each block and the block's tokens, int32 [B, n], `NO_TOKEN` where a row had ended. Only the
-            newest state may be used further. An end-of-sequence token is yielded and read like any other, and the
-            generation stops when all rows have written one.
-
-        Raises:
-            ValueError: when the caches were not made for so many tokens, or the model has no positions for them; where
-                logits turn NaN or infinite, or a cache is not sound.
+            The state and the new tokens, int32 [B, n], with `NO_TOKEN` after the end of a sequence. Only the newest
+            state may be used.
         """
         self.check_capacity(np.asarray(state.positions), np.where(np.asarray(state.done), 0, max_tokens))
-        state = _commit_to_device(state, self.mesh)
-        written = in_block = 0
-        while written < max_tokens and not np.asarray(state.done).all():
-            steps = min(stream_interval or self.block_size, self.block_size - in_block, max_tokens - written)
-            number = replicate(np.int32(steps), self.mesh)
-            state, tokens, taken = decode_block(
-                self.model, self.mesh, self.sampling, self.eos, self.block_size, state, number
+        state = commit_to_device(state, self.mesh)
+        total = in_block = 0
+        while total < max_tokens and not np.asarray(state.done).all():
+            steps = min(stream_interval or self.block_size, self.block_size - in_block, max_tokens - total)
+            state, tokens, num_steps = decode_block(
+                self.model,
+                self.mesh,
+                self.sampling,
+                self.eos,
+                self.block_size,
+                state,
+                replicate(np.int32(steps), self.mesh),
             )
-            written, in_block = written + steps, in_block + steps
+            total, in_block = total + steps, in_block + steps
             check_finite(state)
-            if in_block == self.block_size or written == max_tokens or np.asarray(state.done).all():
+            if in_block == self.block_size or total == max_tokens or np.asarray(state.done).all():
                 state, in_block = compact_layers(state), 0
                 check_faults(state, self.mesh)
-            yield state, np.asarray(tokens)[:, : int(taken)]
+            yield state, np.asarray(tokens)[:, : int(num_steps)]
 
-    def _blocks(self, tokens: Int[np.ndarray, "B N"], lengths: Int[np.ndarray, "B"]) -> Iterator[tuple[Array, Array]]:
-        """Blocks of tokens, and how many of each row's are real."""
-        for begin in range(0, tokens.shape[1], self.block_size):
-            count = np.clip(lengths - begin, 0, self.block_size)
-            yield replicate(tokens[:, begin : begin + self.block_size], self.mesh), replicate(count, self.mesh)
+    def decode_all(self, state: GenerationState, max_tokens: int) -> tuple[list[list[int]], GenerationState]:
+        """Generates like `decode` to the end.
+
+        Args:
+            state: state after a prompt; its buffers are donated.
+            max_tokens: maximum number of new tokens per row.
+
+        Returns:
+            The new tokens of each row, including an end-of-text token, and the state after them.
+        """
+        rows: list[list[int]] = [[] for _ in range(self.batch)]
+        for new_state, tokens in self.decode(state, max_tokens):
+            state = new_state
+            extend_rows(rows, tokens)
+        kvjax.raise_faults(state)
+        return rows, state
 
     def padding_multiple(self, longest: int) -> int:
-        """What prompts that are read exactly, the longest of so many tokens, are padded to a multiple of."""
+        """Returns what exact prefill pads prompts to a multiple of, given the length of the longest one."""
         return chunk_size(self.model, self.mesh, self.batch, longest, self.prefill_chunk)
 
-    def pad(self, prompts: Sequence[Sequence[int]], multiple: int) -> tuple[np.ndarray, np.ndarray]:
-        """Prompts as one left-aligned array, padded to a multiple, and their lengths."""
-        if len(prompts) != self.batch:
-            raise ValueError(f"{len(prompts)} prompts were given for batch={self.batch}")
-        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        if not lengths.all():
-            raise ValueError(f"prompt {int(np.argmin(lengths))} is empty; a prompt needs at least one token")
-        tokens = np.zeros((self.batch, -(-int(np.max(lengths)) // multiple) * multiple), np.int64)
-        for row, prompt in enumerate(prompts):
-            given = np.asarray(prompt)
-            if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
-                raise ValueError(f"prompt {row} holds {given.dtype}{list(given.shape)}; it must be whole numbers [T]")
-            tokens[row, : len(prompt)] = given
-        if np.min(tokens) < 0 or np.max(tokens) >= self.config.vocab_size:
-            raise ValueError(
-                f"prompts hold token ids from {np.min(tokens)} to {np.max(tokens)}; the vocabulary has "
-                f"{self.config.vocab_size}"
-            )
-        return tokens.astype(np.int32), lengths
+    def check_capacity(self, positions: Int[np.ndarray, "B"], new_tokens: Int[np.ndarray, "B"]) -> None:
+        """Checks that the caches have capacity for more tokens.
 
-    def check_capacity(self, positions: Int[np.ndarray, "B"], more: Int[np.ndarray, "B"]) -> None:
-        """Raises a ValueError where rows of so many tokens have no room for so many more."""
-        capacity = self.max_prompt_tokens + self.max_new_tokens
-        needed = int((positions + more).max())
-        if needed > capacity:
-            raise ValueError(
-                f"{needed} tokens in a row exceed max_prompt_tokens + max_new_tokens = {self.max_prompt_tokens} + {self.max_new_tokens} that the "
-                "caches were made for"
-            )
-        self._check_positions(needed)
+        Args:
+            positions: number of tokens of each row.
+            new_tokens: number of tokens to append to each row.
 
-    def _check_positions(self, needed: int) -> None:
-        """Text past what a model was trained for is garbage, and nothing else would say so."""
-        if needed <= self.config.max_length:
+        Raises:
+            ValueError: if they have not.
+        """
+        needed = int((positions + new_tokens).max())
+        if needed > self.max_prompt_tokens + self.max_new_tokens:
+            raise ValueError(
+                f"a sequence of {needed} tokens exceeds max_prompt_tokens + max_new_tokens = "
+                f"{self.max_prompt_tokens} + {self.max_new_tokens}"
+            )
+        self._check_context(needed)
+
+    def _check_context(self, tokens: int) -> None:
+        """Checks a sequence against the model's context length, beyond which its output is meaningless.
+
+        Raises:
+            ValueError: if the sequence is longer and that is not allowed.
+        """
+        if tokens <= self.config.max_length:
             return
-        problem = f"{needed} tokens in a row are more than the {self.config.max_length} positions that the model knows"
+        problem = f"a sequence of {tokens} tokens exceeds the model's context length of {self.config.max_length}"
         if not self.allow_beyond_context:
             raise ValueError(
-                f"{problem} (max_position_embeddings): shorten the prompt, write fewer tokens, or allow it with "
+                f"{problem} (max_position_embeddings); shorten the prompt, generate fewer tokens, or set "
                 "allow_beyond_context"
             )
-        logging.log_first_n(logging.WARNING, "%s: what it writes there may make no sense", 1, problem)
+        logging.log_first_n(logging.WARNING, "%s: the output may be meaningless", 1, problem)
+
+    def pad(self, prompts: Sequence[Sequence[int]], multiple: int) -> tuple[np.ndarray, np.ndarray]:
+        """Pads prompts on the right to one array; see `pad_prompts`.
+
+        Args:
+            prompts: token ids of each row.
+            multiple: the padded length is a multiple of it.
+
+        Returns:
+            The padded tokens and the lengths of the prompts, int32.
+        """
+        return pad_prompts(prompts, self.batch, multiple, self.config.vocab_size)
+
+    def _pad_to_blocks(self, state: GenerationState, texts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns padded texts and their lengths, checked against the capacity of the caches."""
+        tokens, lengths = self.pad(texts, self.block_size)
+        self.check_capacity(np.asarray(state.positions), lengths)
+        return tokens, lengths
+
+    def _blocks(self, tokens: Int[np.ndarray, "B N"], lengths: Int[np.ndarray, "B"]) -> Iterator[tuple[Array, Array]]:
+        """Splits padded texts into blocks.
+
+        Yields:
+            Each block and the number of its tokens per row.
+        """
+        for start in range(0, tokens.shape[1], self.block_size):
+            count = np.clip(lengths - start, 0, self.block_size)
+            yield replicate(tokens[:, start : start + self.block_size], self.mesh), replicate(count, self.mesh)
 
 
 def generate(
@@ -362,90 +398,34 @@ def generate(
     allow_beyond_context: bool = False,
     kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
 ) -> tuple[list[list[int]], GenerationState]:
-    """Continues each prompt by up to `max_new_tokens` tokens; `Generator` is the same in steps.
+    """Continues prompts with a new `Generator`, whose compiled programs prompts of similar length share.
 
-    Caches are made for a length that prompts nearly as long share (`compile_cache.length_bucket`), and with it their programs.
+    Args:
+        model: the decoder.
+        policy: cache policy of all layers, or one per layer.
+        prompts: token ids of each row.
+        max_new_tokens: maximum number of new tokens per row.
+        sampling: sampling parameters; greedy by default.
+        eos: tokens that finish a sequence.
+        seed: seed of sampling and of the policy's randomness.
+        allow_beyond_context: see `Generator`.
+        kv_dtype: see `Generator`.
 
     Returns:
-        Each row's new tokens, an end-of-sequence token included, and the state after them.
+        The new tokens of each row, including an end-of-text token, and the state after them.
     """
     generator = Generator(
         model,
         policy,
         batch=len(prompts),
-        max_prompt_tokens=compile_cache.length_bucket(max(map(len, prompts), default=0))[
-            -1
-        ],  # no prompt is refused when it is read
+        max_prompt_tokens=compile_cache.length_bucket(max(map(len, prompts), default=0))[-1],
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         eos=eos,
         allow_beyond_context=allow_beyond_context,
         kv_dtype=kv_dtype,
     )
-    state = generator.prefill(generator.init_state(seed), prompts)
-    rows: list[list[int]] = [[] for _ in prompts]
-    for newest, tokens in generator.decode(state, max_new_tokens):
-        state = newest
-        extend_rows(rows, tokens)
-    return rows, state
+    return generator.decode_all(generator.prefill(generator.init_state(seed), prompts), max_new_tokens)
 
 
-def extend_rows(rows: list[list[int]], tokens: np.ndarray) -> None:
-    """Appends a block of `Generator.write` to each row's tokens."""
-    for row, new in zip(rows, tokens, strict=True):
-        row.extend(int(token) for token in new if token != NO_TOKEN)
-
-
-def cache_specs(
-    model: Llama,
-    *,
-    batch: int,
-    max_prompt_tokens: int,
-    max_new_tokens: int,
-    streaming: bool = False,
-    kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
-) -> tuple[kvjax.CacheSpec, ...]:
-    """What each layer's cache is made for. To a cache, a streamed prompt is so many more appended tokens."""
-    config = model.config
-    if streaming:
-        max_prompt_tokens, max_new_tokens = 1, max_prompt_tokens + max_new_tokens
-    return tuple(
-        kvjax.CacheSpec(
-            batch=batch,
-            query_heads=config.query_heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            max_prompt_tokens=max_prompt_tokens,
-            max_new_tokens=max_new_tokens,
-            dtype=model.embedding.param_dtype,
-            kv_dtype=kv_dtype,
-            window=config.window(number),
-            logit_cap=config.attention_logit_cap,
-            rope_frequencies=config.rotary(number, max_prompt_tokens + max_new_tokens).frequencies,
-            layer=number,
-            layers=config.layers,
-        )
-        for number in range(config.layers)
-    )
-
-
-def parameter_bytes(model: Llama) -> int:
-    """Bytes of all parameters."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(model))
-
-
-# All that sizes and policies compile.
-_PROGRAMS = (
-    _laid,
-    _fresh,
-    _faults,
-    compact_layer,
-    append_block,
-    score_block,
-    decode_block,
-    prefill.embed,
-    prefill.prefill_layer,
-    prefill.repeat_layer,
-    prefill.prefill_cache,
-    prefill.last_logits,
-)
+_PROGRAMS = (*state_lib.PROGRAMS, *decode_lib.PROGRAMS, *prefill_lib.PROGRAMS)

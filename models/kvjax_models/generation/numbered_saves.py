@@ -1,13 +1,13 @@
-"""Arrays on disk in numbered saves, of which the newest are kept.
+"""Numbered saves of arrays in a directory, of which the newest ones are kept.
 
-    DIRECTORY/STEP/arrays          what orbax writes; all processes of a run, each its part
-                  /belongs.json    what must be the same where the arrays are used again
-                  /notes.json      what goes with them
+    DIRECTORY/STEP/arrays          arrays as orbax writes them; all processes of a run, each its shards
+                  /manifest.json   values that must be equal when the arrays are used again
+                  /notes.json      further values
                   /digests.json    SHA-256 of every file
 
-A save is written beside the others and renamed when it is whole, so that one that is cut off leaves those before it.
-Reading holds every file against its digest and falls back on the newest save that is whole. One process (or run of
-several) at a time may write.
+A save is written to a temporary directory and renamed when it is complete, so an interrupted save does not affect the
+previous ones. Reading compares every file with its digest and falls back to the newest intact save. Only one process,
+or one run of several processes, may write at a time.
 """
 
 import json
@@ -29,65 +29,72 @@ _PARTIAL, _DAMAGED = ".partial", ".damaged"
 
 
 class NumberedSaves:
-    """The saves of a directory.
-
-    Args:
-        keep: so many of the newest stay.
-    """
+    """The saves in a directory."""
 
     def __init__(self, directory: pathlib.Path, keep: int = 2) -> None:
-        self.directory, self.keep = directory.absolute(), keep
-        self._lock: filelock.BaseFileLock | None = None
-        self._whole: set[int] = set()  # steps whose files were held against their digests, or written here
-
-    def lock(self, *, require_empty: bool = False) -> None:
-        """Takes the right to write, as long as this is there and the process runs.
+        """Opens a directory.
 
         Args:
-            fresh: there must be no save yet.
+            directory: created when something is saved.
+            keep: number of saves to keep.
+        """
+        self.directory, self.keep = directory.absolute(), keep
+        self._lock: filelock.BaseFileLock | None = None
+        self._intact: set[int] = set()  # steps that were written or verified by this object
 
-        Raises:
-            OSError: where another process has it, or the directory cannot be written to.
-            ValueError: for `fresh`, where there are saves.
+    def lock(self, *, require_empty: bool = False) -> None:
+        """Acquires the right to write, until this object is deleted or the process ends.
+
+        If another process has the lock, or the directory is not writable, an OSError is raised.
+
+        Args:
+            require_empty: whether to refuse a directory with saves by a ValueError.
         """
 
-        def check() -> None:
+        def lock_and_check() -> None:
             self._lock = self._lock or atomic_io.lock_directory(self.directory)
             if require_empty and (steps := self.steps()):
                 raise ValueError(
-                    f"{self.directory} holds saves already, of step {', '.join(map(str, steps))}: resume from them, or "
-                    "give another directory"
+                    f"{self.directory} already has saves of step {', '.join(map(str, steps))}; resume from them or use "
+                    "another directory"
                 )
 
-        atomic_io.run_on_first_process(check)
+        atomic_io.run_on_first_process(lock_and_check)
 
-    def save(self, step: int, arrays: Mapping[str, Any], belongs: Any, notes: Any) -> None:
-        """Writes a save. It must be newer than all that are whole; damaged ones that are not older are set aside.
+    def save(self, step: int, arrays: Mapping[str, Any], manifest: Any, notes: Any) -> None:
+        """Writes a save. Damaged saves that are not older are renamed first.
+
+        A step that is not newer than all intact saves raises a ValueError.
+
+        Args:
+            step: number of the save.
+            arrays: arrays by name.
+            manifest: values that must be equal when the arrays are used again, as JSON.
+            notes: further values, as JSON.
 
         Raises:
-            ValueError: for a step that is not newer.
-            OSError: where it could not be written; what was there is as it was.
+            OSError: if the save cannot be written; the previous saves are unchanged.
         """
         partial = self.directory / f"{step}{_PARTIAL}"
 
         def begin() -> None:
-            self._set_aside(step)
+            self._rename_damaged(step)
             if (steps := self.steps()) and steps[-1] >= step:
                 raise ValueError(
-                    f"{self.directory} holds a save of step {steps[-1]}, and step {step} is not newer: give another "
-                    "directory, or go on from that save"
+                    f"step {step} is not newer than the save of step {steps[-1]} in {self.directory}; resume from that "
+                    "save or use another directory"
                 )
-            for left in self.directory.glob(f"*{_PARTIAL}*"):
-                shutil.rmtree(left)
+            for interrupted in self.directory.glob(f"*{_PARTIAL}*"):
+                shutil.rmtree(interrupted)
             partial.mkdir()
-            for name, values in (("belongs", belongs), ("notes", notes)):
+            for name, values in (("manifest", manifest), ("notes", notes)):
                 atomic_io.write_text(partial / f"{name}.json", json.dumps(values) + "\n")
 
         def finish() -> None:
             atomic_io.write_digests(partial)
             partial.rename(self.directory / str(step))
             atomic_io.fsync(self.directory)
-            self._whole.add(step)
+            self._intact.add(step)
             for old in self.steps()[: -self.keep]:
                 shutil.rmtree(self.directory / str(old))
 
@@ -101,80 +108,100 @@ class NumberedSaves:
             raise OSError(f"step {step} could not be saved to {self.directory}: {error}") from error
 
     def steps(self) -> list[int]:
-        """The numbers of all saves, the newest last, whole or not."""
+        """Returns the numbers of all saves in ascending order, intact or not."""
         if not self.directory.is_dir():
             return []
         return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal())
 
     def newest(self) -> int:
-        """The newest save that is whole. Where newer ones are not, it says so.
+        """Returns the newest intact save; logs a warning if newer ones are damaged.
 
         Raises:
-            FileNotFoundError: where nothing is saved.
-            ValueError: where no save is whole, with what is wrong with each.
+            FileNotFoundError: if there are no saves.
+            ValueError: if all saves are damaged, with the damage of each.
         """
-        found = np.asarray(-1)
+        newest = np.asarray(-1)
 
-        def look() -> None:
-            nonlocal found
+        def find() -> None:
+            nonlocal newest
             problems: list[str] = []
             for step in reversed(self.steps()):
-                if (problem := self._problem(step)) is None:
-                    for each in problems:
-                        logging.warning("%s; the save of step %d is used", each, step)
-                    found = np.asarray(step)
+                if (problem := self._find_damage(step)) is None:
+                    for damage in problems:
+                        logging.warning("%s; falling back to the save of step %d", damage, step)
+                    newest = np.asarray(step)
                     return
                 problems.append(f"{self.directory / str(step)}: {problem}")
             if problems:
-                raise ValueError(f"no save is whole: {'; '.join(problems)}")
-            raise FileNotFoundError(f"{self.directory} holds no saved state")
+                raise ValueError(f"all saves are damaged: {'; '.join(problems)}")
+            raise FileNotFoundError(f"{self.directory} has no saves")
 
-        atomic_io.run_on_first_process(look)
-        return int(multihost_utils.broadcast_one_to_all(found)) if jax.distributed.is_initialized() else int(found)
+        atomic_io.run_on_first_process(find)
+        return int(multihost_utils.broadcast_one_to_all(newest)) if jax.distributed.is_initialized() else int(newest)
 
-    def belongs(self, step: int) -> Any:
-        """What the save belongs to."""
-        return self._json(step, "belongs")
+    def manifest(self, step: int) -> Any:
+        """Returns the manifest of a save.
+
+        Raises:
+            ValueError: if the save was written by an older version, which had no such file.
+        """
+        try:
+            return self._read_json(step, "manifest")
+        except FileNotFoundError:
+            raise ValueError(
+                f"{self.directory / str(step)} was saved by an older version and cannot be restored; start a new run"
+            ) from None
 
     def notes(self, step: int) -> Any:
-        """What goes with the save."""
-        return self._json(step, "notes")
+        """Returns the notes of a save."""
+        return self._read_json(step, "notes")
 
     def arrays(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
-        """The arrays of a save, in these shapes, types and places."""
+        """Reads the arrays of a save.
+
+        Args:
+            step: number of the save.
+            like: shapes, dtypes and shardings of the arrays.
+
+        Returns:
+            Arrays by name.
+        """
         with ocp.StandardCheckpointer() as checkpointer:
             return checkpointer.restore(self.directory / str(step) / "arrays", dict(like))
 
-    def _json(self, step: int, name: str) -> Any:
+    def _read_json(self, step: int, name: str) -> Any:
         return json.loads((self.directory / str(step) / f"{name}.json").read_text(encoding="utf-8"))
 
-    def _problem(self, step: int) -> str | None:
-        """What is wrong with a save."""
-        if step in self._whole:
+    def _find_damage(self, step: int) -> str | None:
+        """Returns a description of a save's damage; None if it is intact."""
+        if step in self._intact:
             return None
         if (problem := atomic_io.find_damage(self.directory / str(step))) is None:
-            self._whole.add(step)
+            self._intact.add(step)
         return problem
 
-    def _set_aside(self, step: int) -> None:
-        """Renames damaged saves that stand in the way of a step: a run that fell back on an older one goes past them
-        again."""
+    def _rename_damaged(self, step: int) -> None:
+        """Renames damaged saves from a step on, which a run that fell back to an older save reaches again."""
         for old in self.steps():
-            if old >= step and (problem := self._problem(old)) is not None:
-                logging.warning("%s is set aside: %s", self.directory / str(old), problem)
-                aside = self.directory / f"{old}{_DAMAGED}"
-                shutil.rmtree(aside, ignore_errors=True)
-                (self.directory / str(old)).rename(aside)
+            if old >= step and (problem := self._find_damage(old)) is not None:
+                logging.warning("renaming damaged save %s: %s", self.directory / str(old), problem)
+                damaged = self.directory / f"{old}{_DAMAGED}"
+                shutil.rmtree(damaged, ignore_errors=True)
+                (self.directory / str(old)).rename(damaged)
 
 
 def write_arrays(directory: pathlib.Path, arrays: Mapping[str, Any]) -> None:
-    """Writes arrays, all processes of a run together.
+    """Writes arrays; all processes of a run must call this.
+
+    Args:
+        directory: directory to create.
+        arrays: arrays by name.
 
     Raises:
-        OSError: where that fails, however the library says so.
+        OSError: if writing fails.
     """
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(directory, dict(arrays))
-    except Exception as error:  # tensorstore's are ValueErrors, RuntimeErrors and its own
+    except Exception as error:  # tensorstore raises ValueError, RuntimeError and its own errors
         raise OSError(str(error).strip().partition("\n")[0]) from error

@@ -1,8 +1,9 @@
-"""Exact prefill: prompts are read layer by layer over all chunks, and each layer's cache is filled as soon as it is
-done, so that beyond what the policies keep the keys and values of one layer exist at a time."""
+"""Exact prefill: computes a prompt layer by layer and compresses each layer at once.
+
+Beyond the caches, the keys and values of a single layer exist at a time.
+"""
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,28 +15,42 @@ from jaxtyping import Array, Float, Int, Shaped
 
 import kvjax
 from kvjax.cache import with_counters
-from kvjax.distributed.sharding import DATA, HEADS, ROWS
+from kvjax.distributed.sharding import HEADS, ROWS
 from kvjax.policy import RepeatedPrompt, Repetition
 from kvjax.stores.staging import Counters
-from kvjax_models.generation.sequence_parallel import CHUNKS, DeviceGroup, chunk_size, with_gathered_parameters
+from kvjax_models.generation import repetition
+from kvjax_models.generation.sequence_parallel import (
+    CHUNK_SPEC,
+    DeviceGroup,
+    chunk_size,
+    join_chunks,
+    split_into_chunks,
+    with_gathered_parameters,
+)
 from kvjax_models.model import flash_attention
-from kvjax_models.model.exact_attention import attend_in_chunks, attend_repetitions
+from kvjax_models.model.exact_attention import attend_in_chunks
 from kvjax_models.model.llama import DecoderLayer, Llama
 from kvjax_models.model.rotary import Rotary, rotation
-from kvjax_models.sharding import KV_SPEC, constrain_to_batch, mesh_of, replicate, shard_array, shard_attention
-
-REPEAT_BLOCK = 128  # tokens of a repetition that attend at a time
+from kvjax_models.sharding import (
+    KV_SPEC,
+    constrain_to_batch,
+    head_counts,
+    mesh_of,
+    replicate,
+    shard_array,
+    shard_attention,
+)
 
 
 class PrefilledLayer(NamedTuple):
-    """What one layer computed of whole prompts, padded to N tokens."""
+    """The results of one layer for prompts that are padded to N tokens."""
 
-    x: Float[Array, "B M C W"]  # the residual stream behind it, in pieces; the next layer's reading donates it
+    x: Float[Array, "B M C W"]  # the residual stream in chunks; donated to the next layer
     keys: Float[Array, "B N H_kv D"]
     values: Float[Array, "B N H_kv D"]
-    queries: Float[Array, "B w H_q D"] | None  # of the last tokens, right-aligned, as many as were asked for
-    repeated: RepeatedPrompt | None = None
-    sink_logits: Float[Array, "H_q"] | None = None  # the layer's own, for its cache
+    queries: Float[Array, "B w H_q D"] | None  # of the last tokens, right-aligned, as many as were requested
+    repeated: RepeatedPrompt | None = None  # queries and keys of repetitions of the prompt
+    sink_logits: Float[Array, "H_q"] | None = None
 
 
 def prefill_layers(
@@ -43,295 +58,292 @@ def prefill_layers(
     tokens: Int[np.ndarray, "B N"],
     lengths: Int[Array, "B"],
     chunk: int,
-    asked: Sequence[int],
+    num_queries: Sequence[int],
     repeat: Repetition | None = None,
     capacity: int | None = None,
 ) -> Iterator[PrefilledLayer]:
-    """Reads prompts exactly, layer by layer: N must be a multiple of `chunk`, and of `chunk_size` where devices shall share
-    the tokens of long prompts. `asked[l]` says how many of the last queries of layer l are wanted, `repeat` whether
-    every layer reads the prompts again, and `capacity` how many tokens the sequences may grow to (N by default), which
-    some rotary embeddings ask."""
+    """Computes prompts layer by layer with exact attention.
+
+    Args:
+        model: the decoder.
+        tokens: padded prompts; N must be a multiple of `chunk`. Sequence parallelism is used only if N is also a
+            multiple of `sequence_parallel.chunk_size`.
+        lengths: lengths of the prompts.
+        chunk: tokens per chunk on one device.
+        num_queries: for each layer, the number of the prompt's last queries to return.
+        repeat: whether each layer also processes repetitions of the prompts, for policies that score with them.
+        capacity: maximum length of the sequences, on which some rotary embeddings depend; N by default.
+
+    Yields:
+        The results of each layer.
+    """
     mesh, (batch, count) = mesh_of(model), tokens.shape
     capacity = count if capacity is None else capacity
     size = chunk_size(model, mesh, batch, count, chunk)
-    cut = size > chunk and count % size == 0
+    sequence_parallel = size > chunk and count % size == 0
 
-    def embedded(pieces):
-        if not cut or mesh is None:
-            return embed(model, replicate(pieces, mesh))
-        return embed(model, shard_array(pieces, NamedSharding(mesh, CHUNKS)), mesh)
+    def embed_chunks(chunks: np.ndarray) -> Array:
+        if not sequence_parallel or mesh is None:
+            return embed(model, replicate(chunks, mesh))
+        return embed(model, shard_array(chunks, NamedSharding(mesh, CHUNK_SPEC)), mesh)
 
-    x = embedded(tokens.reshape(batch, -1, size if cut else chunk))
+    x = embed_chunks(tokens.reshape(batch, -1, size if sequence_parallel else chunk))
     if repeat is not None:
-        together = REPEAT_BLOCK * (size // chunk if cut else 1)
-        texts, text_lengths = make_repetitions(repeat, tokens, np.asarray(lengths), together)
-        again, sizes = embedded(texts.reshape(batch, -1, together)), replicate(text_lengths, mesh)
-    for number, (layer, wanted) in enumerate(zip(model.layers, asked, strict=True)):
+        block = repetition.BLOCK * (size // chunk if sequence_parallel else 1)
+        texts, text_lengths = repetition.make_repetitions(repeat, tokens, np.asarray(lengths), block)
+        text_x, sizes = embed_chunks(texts.reshape(batch, -1, block)), replicate(text_lengths, mesh)
+    for number, (layer, layer_queries) in enumerate(zip(model.layers, num_queries, strict=True)):
         rotary = model.config.rotary(number, capacity)
-        read = prefill_layer(layer, rotary, mesh, cut, wanted, x, lengths)
-        x, read = read.x, read._replace(sink_logits=layer.sink_logits)
+        result = prefill_layer(layer, rotary, mesh, sequence_parallel, layer_queries, x, lengths)
+        x, result = result.x, result._replace(sink_logits=layer.sink_logits)
         if repeat is not None:
-            again, query, key = repeat_layer(layer, rotary, mesh, cut, again, read.keys, read.values, lengths, sizes)
-            read = read._replace(repeated=RepeatedPrompt(query, key, sizes))
-        yield read
-
-
-def make_repetitions(
-    repeat: Repetition, tokens: Int[np.ndarray, "B N"], lengths: Int[np.ndarray, "B"], multiple: int = REPEAT_BLOCK
-) -> tuple[Int[np.ndarray, "B texts R"], Int[np.ndarray, "B texts"]]:
-    """The texts that repeat prompts, as many chunks for each row as the longest has, padded, and their lengths; all
-    texts of a row together have a multiple of so many tokens."""
-    longest = int(lengths.max())
-    width = -(-repeat.max_width(longest) // REPEAT_BLOCK) * REPEAT_BLOCK
-    together = multiple // math.gcd(multiple, width)
-    texts = np.zeros((len(tokens), -(-repeat.num_chunks(longest) // together) * together, width), np.int32)
-    sizes = np.zeros(texts.shape[:2], np.int32)
-    for row, length in enumerate(lengths):
-        for number, first in enumerate(range(0, int(length), repeat.chunk_tokens)):
-            before = repeat.continuation + tuple(tokens[row, max(first - repeat.overlap, 0) : first])
-            chunk = tokens[row, first : min(first + repeat.chunk_tokens, length)]
-            text = (*(before if number else repeat.instruction), *repeat.suffix, *chunk)
-            texts[row, number, : len(text)], sizes[row, number] = text, len(text)
-    return texts, sizes
+            text_x, query, key = repetition.repeat_layer(
+                layer, rotary, mesh, sequence_parallel, text_x, result.keys, result.values, lengths, sizes
+            )
+            result = result._replace(repeated=RepeatedPrompt(query, key, sizes))
+        yield result
 
 
 def compress_layer(
     cache: kvjax.Cache,
     counters: Counters,
-    read: PrefilledLayer,
+    layer: PrefilledLayer,
     lengths: Int[Array, "B"],
     layer_carry: Shaped[Array, "B H_kv *N"] | None = None,
 ) -> tuple[kvjax.Cache, Counters, Shaped[Array, "B H_kv *N"] | None]:
-    """Takes one layer's prompts into an empty cache, which is donated.
+    """Stores a layer's prompts in its empty cache.
 
     Args:
-        cache: the layer's cache, without counters.
+        cache: empty cache, without counters; donated.
         counters: counters of all layers, before the prompt.
-        read: the layer's keys, values and queries of the prompts.
-        lengths: tokens per row.
+        layer: results of the layer.
+        lengths: lengths of the prompts.
         layer_carry: the third result for the previous layer.
 
     Returns:
-        The cache, the counters after the prompt, and what the policy passes to the next layer.
+        The cache, the counters after the prompt, and the carry for the next layer.
     """
-    count = cache.policy.requires.num_prompt_queries(read.keys.shape[1])
-    queries = None if read.queries is None or not count else read.queries[:, read.queries.shape[1] - count :]
-    repeated = None if cache.policy.requires.repetition is None else read.repeated
-    more = {"repeated": repeated, "sink_logits": read.sink_logits}
-    return prefill_cache(cache, counters, read.keys, read.values, lengths, queries, layer_carry, **more)
-
-
-@functools.partial(jax.jit, static_argnames=("mesh",))
-def embed(model: Llama, tokens: Int[Array, "*N"], mesh: Mesh | None = None) -> Float[Array, "*N W"]:
-    """Embeddings of tokens, which are cut into `CHUNKS` where there is a mesh: every device then needs the whole table,
-    and no sum."""
-    if mesh is None:
-        return model.embed(tokens)
-    return with_gathered_parameters(Llama.embed, mesh, model, model.config.query_heads, (CHUNKS,), CHUNKS)(tokens)
-
-
-@functools.partial(jax.jit, static_argnames=("rotary", "mesh", "cut", "asked"), donate_argnames=("x",))
-def prefill_layer(
-    layer: DecoderLayer,
-    rotary: Rotary,
-    mesh: Mesh | None,
-    cut: bool,
-    asked: int,
-    x: Float[Array, "B M C W"],
-    lengths: Int[Array, "B"],
-) -> PrefilledLayer:
-    """One layer over a whole prompt in pieces, which are cut among the devices that share a layer, or not: the new
-    residual stream, keys, values and the last `asked` queries of each row."""
-    if mesh is None or not cut:
-        x, keys, values, queries = _read_pieces(
-            rotary, mesh, [DeviceGroup()], asked, layer, constrain_to_batch(x, mesh), lengths
-        )
-        return PrefilledLayer(constrain_to_batch(x, mesh), keys, values, queries)
-    groups = [DeviceGroup.of(mesh, heads_of(layer), always_heads) for always_heads in (False, True)]
-    read = functools.partial(_read_pieces, rotary, None, groups, asked)
-    lies = (CHUNKS, ROWS), (CHUNKS, HEADS, HEADS, HEADS)
-    return PrefilledLayer(*with_gathered_parameters(read, mesh, layer, layer.attention.query_heads, *lies)(x, lengths))
-
-
-def _read_pieces(
-    rotary: Rotary,
-    mesh: Mesh | None,
-    groups: Sequence[DeviceGroup],
-    asked: int,
-    layer: DecoderLayer,
-    x: Float[Array, "B M c W"],
-    lengths: Int[Array, "B"],
-) -> tuple[Float[Array, "B M c W"], Float[Array, "B N h D"], Float[Array, "B N h D"], Float[Array, "B w h D"] | None]:
-    """What `prefill_layer` gives, of those tokens that this device of a group has; its attention is shared as the first
-    of the groups says that the kernel can do with. Where there is a mesh, the compiler cuts products among its devices.
-    """
-    (batch, pieces, own, _), group = x.shape, groups[0]
-    tokens, numbers = pieces * own * group.devices, jnp.arange(pieces)
-
-    def rows_of(x, number):
-        return jax.lax.dynamic_index_in_dim(x, number, axis=1, keepdims=False)
-
-    def turned(number):
-        first = (number * group.devices + group.place()) * own
-        return rotation(rotary, jnp.broadcast_to(first + jnp.arange(own), (batch, own)))
-
-    def queries_of(x, number):
-        return layer.project_queries(rows_of(x, number), *turned(number))
-
-    def finished(x, attended, number):
-        rows = constrain_to_batch(layer.finish(rows_of(x, number), attended), mesh)
-        return jax.lax.dynamic_update_index_in_dim(x, rows, number, axis=1)
-
-    queries = _asked_queries(layer, rotary, group, asked, x, lengths) if asked else None
-    keys, values = (
-        joined(group.gathered(one))
-        for one in jax.lax.map(lambda n: layer.project_kv(rows_of(x, n), *turned(n)), numbers)
-    )
-    # Stored once as products read them, [B, H_kv, N, D].
-    head_keys, head_values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
-
-    def apart(attend: Callable[..., Array], *given: PartitionSpec) -> Callable[..., Array]:
-        return attend if mesh is None else shard_attention(attend, mesh, heads_of(layer), KV_SPEC, KV_SPEC, *given)
-
-    def by_chunks(x, keys, values, sink_logits):
-        of_layer = functools.partial(
-            attend_in_chunks, chunk=own, window=layer.window, logit_cap=layer.attention_logit_cap
-        )
-        attend = apart(of_layer, PartitionSpec())
-        sinks = None if sink_logits is None else group.own_heads(sink_logits)
-
-        def step(x, number):
-            query = group.to_heads(queries_of(x, number)[None], number)[0]
-            attended = attend(query, keys, values, group.first(number), sinks)
-            return finished(x, group.to_tokens(attended[None], number)[0], number), None
-
-        return jax.lax.scan(step, x, numbers)[0]
-
-    def at_once(group, attend, x, keys, values, sink_logits):
-        sinks = None if sink_logits is None else group.own_heads(sink_logits)
-        query = joined(group.to_heads(jax.lax.map(lambda n: queries_of(x, n), numbers)))
-        attended = apart(functools.partial(attend, run=group.run()))(query, keys, values, sinks)
-        attended = group.to_tokens(attended.reshape(batch, pieces, -1, *attended.shape[2:]).swapaxes(0, 1))
-        return jax.lax.scan(lambda x, of: (finished(x, *of), None), x, (attended, numbers))[0]
-
-    kernels = {
-        platform: functools.partial(at_once, own_group, attend)
-        for own_group in groups[::-1]
-        for platform, attend in flash_attention.available_kernels(
-            flash_attention.AttentionSpec.of(layer, x.dtype, tokens, pieces, own_group.runs)
-        ).items()
-    }
-    given = (x, head_keys, head_values, layer.sink_logits)
-    x = jax.lax.platform_dependent(*given, default=by_chunks, **kernels) if kernels else by_chunks(*given)
-    return x, keys, values, queries
-
-
-def _asked_queries(
-    layer: DecoderLayer,
-    rotary: Rotary,
-    group: DeviceGroup,
-    asked: int,
-    x: Float[Array, "B M c W"],
-    lengths: Int[Array, "B"],
-) -> Float[Array, "B w h D"]:
-    """The last queries of each row, of a device's kv heads, whose rows the devices of a group take a part of each; a
-    chunk_size at a time."""
-    share = min(-(-asked // group.devices), x.shape[2])
-    block = share * group.devices
-    positions = lengths[:, None] - asked + jnp.arange(-(-asked // block) * block)
-
-    def of_block(positions):
-        own = jax.lax.dynamic_slice_in_dim(positions, group.place() * share, share, axis=1)
-        return layer.project_queries(group.rows_at(x, positions), *rotation(rotary, own))
-
-    blocks = positions.reshape(len(lengths), -1, block).swapaxes(0, 1)
-    return joined(group.gathered(jax.lax.map(of_block, blocks)))[:, :asked]
-
-
-def joined(pieces: Shaped[Array, "M B C *D"]) -> Shaped[Array, "B N *D"]:
-    """The tokens of pieces, one chunk_size behind the other."""
-    return pieces.swapaxes(0, 1).reshape(pieces.shape[1], -1, *pieces.shape[3:])
-
-
-@functools.partial(jax.jit, static_argnames=("rotary", "mesh", "cut"), donate_argnames=("x",))
-def repeat_layer(
-    layer: DecoderLayer,
-    rotary: Rotary,
-    mesh: Mesh | None,
-    cut: bool,
-    x: Float[Array, "B M C W"],
-    prompt_keys: Float[Array, "B N H_kv D"],
-    prompt_values: Float[Array, "B N H_kv D"],
-    lengths: Int[Array, "B"],
-    sizes: Int[Array, "B texts"],
-) -> tuple[Float[Array, "B M C W"], Float[Array, "B MC H_q D"], Float[Array, "B MC H_kv D"]]:
-    """One layer over all repetitions of prompts, each as if it came right behind the prompt and alone: the new residual
-    stream, in pieces that are cut where the prompts' are, queries and keys."""
-    given = (prompt_keys, prompt_values, lengths, sizes)
-    if mesh is None or not cut:
-        x, queries, keys = _repeat_pieces(rotary, mesh, DeviceGroup(), layer, constrain_to_batch(x, mesh), *given)
-        return constrain_to_batch(x, mesh), queries, keys
-    repeat = functools.partial(_repeat_pieces, rotary, None, DeviceGroup.of(mesh, heads_of(layer)))
-    lies = (CHUNKS, HEADS, HEADS, ROWS, ROWS), (CHUNKS, HEADS, HEADS)
-    return with_gathered_parameters(repeat, mesh, layer, layer.attention.query_heads, *lies)(x, *given)
-
-
-def _repeat_pieces(
-    rotary: Rotary,
-    mesh: Mesh | None,
-    group: DeviceGroup,
-    layer: DecoderLayer,
-    x: Float[Array, "B M c W"],
-    prompt_keys: Float[Array, "B N h D"],
-    prompt_values: Float[Array, "B N h D"],
-    lengths: Int[Array, "B"],
-    sizes: Int[Array, "B texts"],
-) -> tuple[Float[Array, "B M c W"], Float[Array, "B MC h D"], Float[Array, "B MC h D"]]:
-    """What `repeat_layer` gives, of those tokens that this device of a group has; as `_read_pieces`."""
-    batch, pieces, own, _ = x.shape
-    width = pieces * own * group.devices // sizes.shape[1]
-    firsts = (np.arange(pieces)[:, None] * group.devices + group.place()) * own
-    place = (firsts + np.arange(own)).reshape(-1) % width
-    rows = x.reshape(batch, pieces * own, -1)
-
-    def apart_in_pieces(x):
-        return x.reshape(batch, pieces, -1, *x.shape[2:]).swapaxes(0, 1)
-
-    query, key, value = map(apart_in_pieces, layer.project(rows, *rotation(rotary, lengths[:, None] + place)))
-    all_queries, key, value = (joined(group.gathered(one)) for one in (query, key, value))
-    stored = [heads_first.swapaxes(1, 2) for heads_first in (prompt_keys, prompt_values, key, value)]
-    attend: Callable[..., Array] = functools.partial(
-        attend_repetitions, width=width, window=layer.window, logit_cap=layer.attention_logit_cap
-    )
-    if mesh is not None:
-        attend = shard_attention(attend, mesh, heads_of(layer), *[KV_SPEC] * 4, PartitionSpec(DATA), PartitionSpec())
-    sinks = None if layer.sink_logits is None else group.own_heads(layer.sink_logits)
-    query = group.to_heads(query)
-    runs = query.shape[2] // REPEAT_BLOCK
-    blocks = (group.first(jnp.arange(pieces))[:, None] * (own // REPEAT_BLOCK) + jnp.arange(runs)).reshape(-1)
-    queries = joined(query).reshape(batch, len(blocks), REPEAT_BLOCK, *query.shape[3:]).swapaxes(0, 1)
-    attended = jax.lax.map(lambda of: attend(of[0], *stored, lengths, of[1], sinks), (queries, blocks))
-    attended = joined(group.to_tokens(apart_in_pieces(joined(attended))))
-    return layer.finish(rows, attended).reshape(x.shape), all_queries, key
-
-
-def heads_of(layer: DecoderLayer) -> tuple[int, int]:
-    """Of queries, and of keys."""
-    return layer.attention.query_heads, layer.attention.kv_heads
+    count = cache.policy.requires.num_prompt_queries(layer.keys.shape[1])
+    queries = None if layer.queries is None or not count else layer.queries[:, layer.queries.shape[1] - count :]
+    repeated = None if cache.policy.requires.repetition is None else layer.repeated
+    options = {"repeated": repeated, "sink_logits": layer.sink_logits}
+    return prefill_cache(cache, counters, layer.keys, layer.values, lengths, queries, layer_carry, **options)
 
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
 def prefill_cache(
     cache: kvjax.Cache, counters: Counters, *prompt: Any, **options: Any
 ) -> tuple[kvjax.Cache, Counters, Shaped[Array, "B H_kv *N"] | None]:
-    """Calls `kvjax.prefill` with counters that all layers share."""
+    """Calls `kvjax.prefill` with counters that all layers share.
+
+    Args:
+        cache: empty cache, without counters; donated.
+        counters: counters of all layers, before the prompt.
+        *prompt: arguments of `kvjax.prefill` after the cache.
+        **options: options of `kvjax.prefill`.
+
+    Returns:
+        As `compress_layer`.
+    """
     cache, layer_carry = kvjax.prefill(with_counters(cache, counters), *prompt, **options)
     return with_counters(cache, None), cache.counters, layer_carry
 
 
+@functools.partial(jax.jit, static_argnames=("mesh",))
+def embed(model: Llama, tokens: Int[Array, "*N"], mesh: Mesh | None = None) -> Float[Array, "*N W"]:
+    """Computes embeddings.
+
+    Args:
+        model: the decoder.
+        tokens: token ids.
+        mesh: for sequence parallelism: every device gathers the table and looks up its own tokens.
+
+    Returns:
+        The embeddings.
+    """
+    if mesh is None:
+        return model.embed(tokens)
+    embed_local = with_gathered_parameters(
+        Llama.embed, mesh, model, model.config.query_heads, (CHUNK_SPEC,), CHUNK_SPEC
+    )
+    return embed_local(tokens)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("rotary", "mesh", "sequence_parallel", "num_queries"), donate_argnames=("x",)
+)
+def prefill_layer(
+    layer: DecoderLayer,
+    rotary: Rotary,
+    mesh: Mesh | None,
+    sequence_parallel: bool,
+    num_queries: int,
+    x: Float[Array, "B M C W"],
+    lengths: Int[Array, "B"],
+) -> PrefilledLayer:
+    """Computes one layer of entire prompts.
+
+    Args:
+        layer: the layer.
+        rotary: its rotary embedding.
+        mesh: mesh of the model.
+        sequence_parallel: whether the devices of a layer share the tokens.
+        num_queries: number of the prompt's last queries to return.
+        x: residual stream in chunks; donated.
+        lengths: lengths of the prompts.
+
+    Returns:
+        The results of the layer.
+    """
+    if mesh is None or not sequence_parallel:
+        x = constrain_to_batch(x, mesh)
+        x, keys, values, queries = _prefill_chunks(rotary, mesh, [DeviceGroup()], num_queries, layer, x, lengths)
+        return PrefilledLayer(constrain_to_batch(x, mesh), keys, values, queries)
+    groups = [DeviceGroup.from_mesh(mesh, head_counts(layer), always) for always in (False, True)]
+    prefill = functools.partial(_prefill_chunks, rotary, None, groups, num_queries)
+    specs = (CHUNK_SPEC, ROWS), (CHUNK_SPEC, HEADS, HEADS, HEADS)
+    return PrefilledLayer(
+        *with_gathered_parameters(prefill, mesh, layer, layer.attention.query_heads, *specs)(x, lengths)
+    )
+
+
 @jax.jit
 def last_logits(model: Llama, x: Float[Array, "B M C W"], lengths: Int[Array, "B"]) -> Float[Array, "B V"]:
-    """Logits behind the last token of every row."""
-    number, place = (index[:, None, None] for index in jnp.divmod(lengths - 1, x.shape[2]))
-    last = jnp.take_along_axis(jnp.take_along_axis(x, number[..., None], axis=1)[:, 0], place, axis=1)[:, 0]
+    """Returns the logits after each prompt's last token.
+
+    Args:
+        model: the decoder.
+        x: residual stream after the last layer, in chunks.
+        lengths: lengths of the prompts.
+    """
+    chunk, offset = (index[:, None, None] for index in jnp.divmod(lengths - 1, x.shape[2]))
+    last = jnp.take_along_axis(jnp.take_along_axis(x, chunk[..., None], axis=1)[:, 0], offset, axis=1)[:, 0]
     return model.logits(last)
+
+
+class _ChunkedLayer(NamedTuple):
+    """A layer's computations on single chunks of this device's tokens."""
+
+    layer: DecoderLayer
+    rotary: Rotary
+    group: DeviceGroup
+    mesh: Mesh | None
+
+    def rotation(self, x: Float[Array, "B M c W"], chunk: Int[Array, ""]) -> tuple[Array, Array]:
+        batch, _, size, _ = x.shape
+        first = (chunk * self.group.devices + self.group.device_index()) * size
+        return rotation(self.rotary, jnp.broadcast_to(first + jnp.arange(size), (batch, size)))
+
+    def queries(self, x: Float[Array, "B M c W"], chunk: Int[Array, ""]) -> Float[Array, "B c H D"]:
+        return self.layer.project_queries(_take_chunk(x, chunk), *self.rotation(x, chunk))
+
+    def all_queries(self, x: Float[Array, "B M c W"]) -> Float[Array, "M B c H D"]:
+        return jax.lax.map(functools.partial(self.queries, x), jnp.arange(x.shape[1]))
+
+    def all_keys_and_values(self, x: Float[Array, "B M c W"]) -> tuple[Array, Array]:
+        def project(chunk):
+            return self.layer.project_kv(_take_chunk(x, chunk), *self.rotation(x, chunk))
+
+        keys, values = jax.lax.map(project, jnp.arange(x.shape[1]))
+        return join_chunks(self.group.gather_tokens(keys)), join_chunks(self.group.gather_tokens(values))
+
+    def finish(self, x: Float[Array, "B M c W"], attended: Array, chunk: Int[Array, ""]) -> Float[Array, "B M c W"]:
+        new_chunk = constrain_to_batch(self.layer.finish(_take_chunk(x, chunk), attended), self.mesh)
+        return jax.lax.dynamic_update_index_in_dim(x, new_chunk, chunk, axis=1)
+
+    def shard_attention(self, attend: Callable[..., Array], *specs: PartitionSpec) -> Callable[..., Array]:
+        if self.mesh is None:
+            return attend
+        return shard_attention(attend, self.mesh, head_counts(self.layer), KV_SPEC, KV_SPEC, *specs)
+
+    def attend_by_chunks(self, x: Array, keys: Array, values: Array, sink_logits: Array | None) -> Array:
+        """Returns the residual stream after the layer, with attention in XLA chunk by chunk."""
+        attend_chunks = functools.partial(
+            attend_in_chunks, chunk=x.shape[2], window=self.layer.window, logit_cap=self.layer.attention_logit_cap
+        )
+        attend = self.shard_attention(attend_chunks, PartitionSpec())
+        sinks = None if sink_logits is None else self.group.local_heads(sink_logits)
+
+        def step(x, chunk):
+            query = self.group.tokens_to_heads(self.queries(x, chunk)[None], chunk)[0]
+            attended = attend(query, keys, values, self.group.first_shard(chunk), sinks)
+            return self.finish(x, self.group.heads_to_tokens(attended[None], chunk)[0], chunk), None
+
+        return jax.lax.scan(step, x, jnp.arange(x.shape[1]))[0]
+
+    def attend_by_kernel(
+        self, attend: flash_attention.Attend, x: Array, keys: Array, values: Array, sink_logits: Array | None
+    ) -> Array:
+        """Returns the residual stream after the layer, with attention of all chunks in one kernel."""
+        chunks = x.shape[1]
+        sinks = None if sink_logits is None else self.group.local_heads(sink_logits)
+        query = join_chunks(self.group.tokens_to_heads(self.all_queries(x)))
+        attend_run = functools.partial(attend, run=self.group.run())  # type: ignore[call-arg]
+        attended = self.shard_attention(attend_run)(query, keys, values, sinks)
+        attended = self.group.heads_to_tokens(split_into_chunks(attended, chunks))
+
+        def step(x, chunk_output):
+            return self.finish(x, *chunk_output), None
+
+        return jax.lax.scan(step, x, (attended, jnp.arange(chunks)))[0]
+
+
+def _prefill_chunks(
+    rotary: Rotary,
+    mesh: Mesh | None,
+    groups: Sequence[DeviceGroup],
+    num_queries: int,
+    layer: DecoderLayer,
+    x: Float[Array, "B M c W"],
+    lengths: Int[Array, "B"],
+) -> tuple[Float[Array, "B M c W"], Float[Array, "B N h D"], Float[Array, "B N h D"], Float[Array, "B w h D"] | None]:
+    """Returns the results of `prefill_layer` for this device's tokens.
+
+    Attention is shared as in the first group that a kernel supports. With a mesh, the compiler partitions projections.
+    """
+    tokens = x.shape[1] * x.shape[2] * groups[0].devices
+    chunked = _ChunkedLayer(layer, rotary, groups[0], mesh)
+    queries = _last_queries(layer, rotary, groups[0], num_queries, x, lengths) if num_queries else None
+    keys, values = chunked.all_keys_and_values(x)
+    kernels = {
+        platform: functools.partial(chunked._replace(group=group).attend_by_kernel, attend)
+        for group in groups[::-1]
+        for platform, attend in flash_attention.available_kernels(
+            flash_attention.AttentionSpec.for_layer(layer, x.dtype, tokens, x.shape[1], group.runs)
+        ).items()
+    }
+    # Transposed once, [B, H_kv, N, D], for all matrix products.
+    args = (x, keys.swapaxes(1, 2), values.swapaxes(1, 2), layer.sink_logits)
+    if kernels:
+        x = jax.lax.platform_dependent(*args, default=chunked.attend_by_chunks, **kernels)
+    else:
+        x = chunked.attend_by_chunks(*args)
+    return x, keys, values, queries
+
+
+def _last_queries(
+    layer: DecoderLayer,
+    rotary: Rotary,
+    group: DeviceGroup,
+    num_queries: int,
+    x: Float[Array, "B M c W"],
+    lengths: Int[Array, "B"],
+) -> Float[Array, "B w h D"]:
+    """Returns the last queries of each row for this device's heads; the devices of a group share the projections."""
+    share = min(-(-num_queries // group.devices), x.shape[2])
+    block = share * group.devices
+    positions = lengths[:, None] - num_queries + jnp.arange(-(-num_queries // block) * block)
+
+    def project_block(positions):
+        local = jax.lax.dynamic_slice_in_dim(positions, group.device_index() * share, share, axis=1)
+        return layer.project_queries(group.take_tokens(x, positions), *rotation(rotary, local))
+
+    blocks = positions.reshape(len(lengths), -1, block).swapaxes(0, 1)
+    return join_chunks(group.gather_tokens(jax.lax.map(project_block, blocks)))[:, :num_queries]
+
+
+def _take_chunk(x: Shaped[Array, "B M *D"], chunk: Int[Array, ""]) -> Shaped[Array, "B *D"]:
+    return jax.lax.dynamic_index_in_dim(x, chunk, axis=1, keepdims=False)
+
+
+PROGRAMS = (embed, prefill_layer, repetition.repeat_layer, prefill_cache, last_logits)

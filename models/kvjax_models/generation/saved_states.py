@@ -1,9 +1,8 @@
-"""Generations on disk: a run that is killed goes on where its last save stands, and a compressed prefix is read once
-and continued many times.
+"""Generation states on disk, to resume interrupted runs and to reuse compressed prompts.
 
-A directory holds one run: `states`, which are `numbered_saves`, and `parameters` of the model, written once. What a
-state belongs to is saved with it, and a state of another format, model, policy, size or run is refused, with what
-differs.
+A directory contains one run: `states`, which are `NumberedSaves`, and the model's `parameters`, written once.
+Each state is saved with a manifest of its format, model, policies, sizes and run. A state with another manifest is
+refused, and the error lists the differences.
 """
 
 import dataclasses
@@ -21,39 +20,45 @@ from jaxtyping import Array
 
 import kvjax
 from kvjax.distributed.memory import is_on_host
-from kvjax_models import atomic_io, fingerprint
+from kvjax_models import atomic_io
+from kvjax_models.fingerprint import model_fingerprint
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.numbered_saves import NumberedSaves, write_arrays
 from kvjax_models.generation.state import GenerationState
 from kvjax_models.model.llama import Llama
 
-# Of what is written: raised with every change of a state's fields or their meaning.
-FORMAT = 7
+FORMAT = 7  # increased with every change of a state's fields or their meaning
+_SIZES = ("batch", "max_prompt_tokens", "max_new_tokens", "streaming")
 
 
 class RestoredState(NamedTuple):
-    """What stood on disk."""
+    """A state from disk."""
 
     step: int
     state: GenerationState
-    notes: dict[str, Any]  # as given to `save`
+    notes: dict[str, Any]  # as passed to `save`
 
 
 class SavedStates:
-    """The saved states of one run.
-
-    Args:
-        directory: of the run; made when something is saved.
-        keep: so many of the newest states stay.
-    """
+    """The saved states of one run."""
 
     def __init__(self, directory: str | pathlib.Path, keep: int = 2):
+        """Opens a directory.
+
+        Args:
+            directory: directory of the run, created when something is saved.
+            keep: number of states to keep.
+        """
         self.directory = pathlib.Path(directory).absolute()
         self._states = NumberedSaves(self.directory / "states", keep)
-        self._has_parameters = False  # whether those on disk are known to be the model's, and whole
+        self._has_parameters = False  # whether the parameters on disk are known to be intact and the model's
 
     def lock(self, *, require_empty: bool = False) -> None:
-        """Takes the right to write: best before the work that is to be saved. See `NumberedSaves.claim`."""
+        """Acquires the right to write; call it before the work that will be saved. See `NumberedSaves.lock`.
+
+        Args:
+            require_empty: whether to refuse a directory with saves.
+        """
         self._states.lock(require_empty=require_empty)
 
     def save(
@@ -64,80 +69,97 @@ class SavedStates:
         run: Mapping[str, Any] | None = None,
         notes: Mapping[str, Any] | None = None,
     ) -> None:
-        """Writes a settled state (as `Generator` returns them), and the parameters if they are not there.
+        """Writes a settled state, and the model's parameters if they are not on disk.
+
+        Saving is atomic: if it fails with an OSError, previous states are unchanged. A step that is not newer than all
+        saved ones, and parameters of another model, raise a ValueError.
 
         Args:
-            step: orders the states of a run, such as the tokens written so far; newer than those that are there.
-            run: what else must be the same where the state is used again, in terms of JSON.
-            notes: what goes with the state, in terms of JSON, such as the tokens written so far.
-
-        Raises:
-            ValueError: for a step that is not newer than what is there, or parameters of another model.
-            OSError: where it could not be written, or another process writes here; what was there is as it was.
+            step: number of the state within the run, such as the number of tokens so far.
+            generator: the generator of the state.
+            state: the state as `Generator` returns it.
+            run: further values that must be equal when the state is used again, as JSON.
+            notes: values to return with the state, as JSON, such as the tokens so far.
         """
         self.lock()
         if not self._has_parameters:
             self._save_parameters(generator.model)
             self._has_parameters = True
-        self._states.save(step, _plain(state), _belonging(generator, run), dict(notes or {}))
+        self._states.save(step, _named_arrays(state), _manifest(generator, run), dict(notes or {}))
 
     def restore(self, generator: Generator, run: Mapping[str, Any] | None = None) -> RestoredState:
-        """The newest state that is whole, in the places where a fresh one of the generator would lie. Where newer ones
-        are damaged, it says so.
+        """Reads the newest intact state onto the generator's devices; logs a warning if newer ones are damaged.
+
+        A directory without states raises a FileNotFoundError.
+
+        Args:
+            generator: the generator that will continue the state.
+            run: the values that were saved with the state.
+
+        Returns:
+            The state.
 
         Raises:
-            FileNotFoundError: where nothing is saved.
-            ValueError: where no state is whole; for a state of another format, model, policy, size or run, with what
-                differs.
+            ValueError: if the state has another format, model, policy, size or run, with the differences.
         """
         step = self._states.newest()
-        self._check(_belonging(generator, run), self._states.belongs(step), step)
-        fresh = generator.init_state()
-        return RestoredState(step, _like(fresh, self._states.arrays(step, _abstract(fresh))), self._states.notes(step))
+        if differences := describe_differences(_manifest(generator, run), self._states.manifest(step)):
+            raise ValueError(f"the state of step {step} in {self.directory} belongs to another run: {differences}")
+        template = generator.init_state()
+        arrays = self._states.arrays(step, _abstract_arrays(template))
+        return RestoredState(step, _with_arrays(template, arrays), self._states.notes(step))
 
     def generator_sizes(self) -> dict[str, Any]:
-        """Of the newest state: the arguments of `Generator` of these names.
-
-        Raises:
-            FileNotFoundError: where nothing is saved.
-            ValueError: where no state is whole.
-        """
-        return self._states.belongs(self._states.newest())["sizes"]
+        """Returns the sizes of the newest state's generator, as keyword arguments of `Generator`."""
+        return self._states.manifest(self._states.newest())["sizes"]
 
     def restore_parameters(self, model: Llama) -> Llama:
-        """The model with the parameters of the run, where `model` has its own, which may be abstract.
+        """Reads the run's parameters.
+
+        Damaged parameters raise a ValueError.
+
+        Args:
+            model: a model with shapes and shardings of the parameters; it may be abstract.
+
+        Returns:
+            The model with the parameters.
 
         Raises:
-            FileNotFoundError: where none are saved.
-            ValueError: where they are damaged.
+            FileNotFoundError: if no parameters are saved.
         """
         if not self._parameters.exists():
-            raise FileNotFoundError(f"{self.directory} holds no parameters")
+            raise FileNotFoundError(f"{self.directory} has no parameters")
         atomic_io.run_on_first_process(self._check_parameters)
         with ocp.StandardCheckpointer() as checkpointer:
-            return _like(model, checkpointer.restore(self._parameters / "arrays", _abstract(model)))
+            return _with_arrays(model, checkpointer.restore(self._parameters / "arrays", _abstract_arrays(model)))
 
     @property
     def _parameters(self) -> pathlib.Path:
         return self.directory / "parameters"
 
     def _save_parameters(self, model: Llama) -> None:
-        """Writes the parameters, or holds those that are there against the model's."""
-        own, partial = fingerprint.model_fingerprint(model), self._parameters.with_suffix(".partial")
-        # All processes write their parts, or none: the first one says which.
-        there = self._parameters.exists()
+        """Writes the parameters, or compares those on disk with the model's.
+
+        Raises:
+            OSError: if they cannot be written.
+        """
+        fingerprint, partial = model_fingerprint(model), self._parameters.with_suffix(".partial")
+        # All processes write their shards or none does; the first process decides.
+        exist = self._parameters.exists()
         if jax.distributed.is_initialized():
-            there = bool(multihost_utils.broadcast_one_to_all(np.asarray(there)))
+            exist = bool(multihost_utils.broadcast_one_to_all(np.asarray(exist)))
 
         def begin() -> None:
-            if there:
+            if exist:
                 self._check_parameters()
-                if (found := (self._parameters / "model").read_text(encoding="utf-8")) != own:
-                    raise ValueError(f"{self._parameters} is of model {found}, not {own}: give another directory")
+                if (saved := (self._parameters / "model").read_text(encoding="utf-8")) != fingerprint:
+                    raise ValueError(
+                        f"{self._parameters} belong to model {saved}, not {fingerprint}; use another directory"
+                    )
             else:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir()
-                atomic_io.write_text(partial / "model", own)
+                atomic_io.write_text(partial / "model", fingerprint)
 
         def finish() -> None:
             atomic_io.write_digests(partial)
@@ -145,92 +167,103 @@ class SavedStates:
             atomic_io.fsync(self.directory)
 
         atomic_io.run_on_first_process(begin)
-        if not there:
+        if not exist:
             try:
-                write_arrays(partial / "arrays", _plain(model))
+                write_arrays(partial / "arrays", _named_arrays(model))
                 atomic_io.run_on_first_process(finish)
             except OSError as error:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise OSError(f"the parameters could not be saved to {self.directory}: {error}") from error
 
     def _check_parameters(self) -> None:
+        """Compares the parameters with their digests.
+
+        Raises:
+            ValueError: if they are damaged.
+        """
         if (problem := atomic_io.find_damage(self._parameters)) is not None:
             raise ValueError(f"{self._parameters}: {problem}")
 
-    def _check(self, expected: Mapping[str, Any], found: Mapping[str, Any], step: int) -> None:
-        if differences := describe_differences(expected, found):
-            raise ValueError(f"the state of step {step} in {self.directory} is not of this run: {differences}")
-
-
-def describe_differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
-    """What is not as expected of what a save belongs to, with both values; None where nothing is."""
-    expected = json.loads(json.dumps(expected))  # tuples are lists there
-    # Nothing else can be compared between formats.
-    names = ["format"] if expected["format"] != found.get("format") else list(expected)
-    wrong = [name for name in names if expected[name] != found.get(name)]
-    return "; ".join(f"{name} is {_differing(found.get(name), expected[name])}" for name in wrong) or None
-
-
-def _belonging(generator: Generator, run: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What is saved beside a state, and must be the same where it is used again."""
-    return {"format": FORMAT, **describe_generator(generator), "run": dict(run or {})}
-
 
 def describe_generator(generator: Generator) -> dict[str, Any]:
-    """What a state of the generator belongs to, in terms of JSON."""
+    """Returns everything about a generator that its states depend on, as JSON."""
     state = jax.eval_shape(generator.init_state)
     return {
-        "model": {**dataclasses.asdict(generator.config), "sha256": fingerprint.model_fingerprint(generator.model)},
+        "model": {**dataclasses.asdict(generator.config), "sha256": model_fingerprint(generator.model)},
         "policy": [kvjax.describe(policy) for policy in generator.policies],
-        "sizes": {
-            name: getattr(generator, name) for name in ("batch", "max_prompt_tokens", "max_new_tokens", "streaming")
-        },
-        "arrays": {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in _plain(state).items()},
+        "sizes": {name: getattr(generator, name) for name in _SIZES},
+        "arrays": {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in _named_arrays(state).items()},
     }
 
 
-def _plain(tree: Any) -> dict[str, Any]:
-    """Arrays by their path, random keys as their words. Orbax refuses empty ones, which say nothing."""
+def describe_differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> str | None:
+    """Compares the manifests of two saves.
+
+    Args:
+        expected: manifest of this run.
+        actual: manifest of the save.
+
+    Returns:
+        The differing values; None if there are none. Manifests of other formats differ in the format only.
+    """
+    expected = json.loads(json.dumps(expected))  # tuples become lists
+    names = ["format"] if expected["format"] != actual.get("format") else list(expected)
+    differing = [name for name in names if expected[name] != actual.get(name)]
+    return (
+        "; ".join(f"{name} is {_describe_difference(expected[name], actual.get(name))}" for name in differing) or None
+    )
+
+
+def _describe_difference(expected: Any, actual: Any) -> str:
+    """Returns both values without equal entries of mappings; of lists, the first difference."""
+    if isinstance(actual, list) and isinstance(expected, list) and len(actual) == len(expected):
+        actual, expected = next(pair for pair in zip(actual, expected, strict=True) if pair[0] != pair[1])
+    if isinstance(actual, Mapping) and isinstance(expected, Mapping):
+        names = [name for name in {**actual, **expected} if actual.get(name) != expected.get(name)]
+        actual, expected = ({name: values.get(name) for name in names} for values in (actual, expected))
+    return f"{actual}, not {expected}"
+
+
+def _manifest(generator: Generator, run: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {"format": FORMAT, **describe_generator(generator), "run": dict(run or {})}
+
+
+def _named_arrays(tree: Any) -> dict[str, Any]:
+    """Returns arrays by path, random keys as integers; orbax refuses empty arrays, which are omitted."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): _words(leaf) for path, leaf in leaves if leaf.size}
+    return {_path_name(path): _key_data(leaf) for path, leaf in leaves if leaf.size}
 
 
-def _words(leaf: Any) -> Any:
+def _path_name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _key_data(leaf: Any) -> Any:
+    """Returns the integers of random keys, and other arrays unchanged."""
     if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return leaf
     return jax.random.key_data(leaf) if isinstance(leaf, jax.Array) else jax.eval_shape(jax.random.key_data, leaf)
 
 
-def _abstract(tree: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, types and places of `_plain`."""
+def _abstract_arrays(tree: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes, dtypes and shardings of `_named_arrays`."""
     return {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
-        for name, leaf in _plain(tree).items()
+        for name, leaf in _named_arrays(tree).items()
     }
 
 
-def _like(tree: Any, plain: Mapping[str, Array]) -> Any:
-    """The tree with the arrays of `_plain`."""
+def _with_arrays(tree: Any, arrays: Mapping[str, Array]) -> Any:
+    """Returns the tree with the arrays of `_named_arrays`."""
 
-    def typed(path: Any, leaf: Any) -> Array:
+    def replace(path: Any, leaf: Any) -> Array:
         if not leaf.size:
             return leaf
-        found = plain[jax.tree_util.keystr(path, simple=True, separator=".")]
+        array = arrays[_path_name(path)]
         if isinstance(leaf, jax.Array) and is_on_host(leaf):
-            # It lies there, but what orbax makes does not say so in its type, by which programs go.
-            found = jax.device_put(found, jax.memory.Space.Host)
+            # orbax restores to host memory, but without the memory space in the type that programs depend on.
+            array = jax.device_put(array, jax.memory.Space.Host)
         is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        return jax.random.wrap_key_data(found, impl=jax.random.key_impl(leaf)) if is_key else found
+        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key else array
 
-    return jax.tree_util.tree_map_with_path(typed, tree)
-
-
-def _differing(found: Any, expected: Any) -> str:
-    """Both, without the parts of mappings in which they agree."""
-    if isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
-        # Of layers: the first that differs.
-        found, expected = next(pair for pair in zip(found, expected, strict=True) if pair[0] != pair[1])
-    if isinstance(found, Mapping) and isinstance(expected, Mapping):
-        names = [name for name in {**found, **expected} if found.get(name) != expected.get(name)]
-        found, expected = ({name: one.get(name) for name in names} for one in (found, expected))
-    return f"{found}, not {expected}"
+    return jax.tree_util.tree_map_with_path(replace, tree)

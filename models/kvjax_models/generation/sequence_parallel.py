@@ -1,15 +1,14 @@
-"""Long prompts on many devices: each of those that share a layer reads tokens of its own with all of the layer's
-weights, and attends with heads of its own.
+"""Sequence parallelism for long prompts: the devices of a layer share the tokens, and in attention the heads.
 
-A product that is cut along heads or along the MLP's width, as decoding's are, needs the tokens of all devices, and its
-sums go to all: per layer a device receives four times the residual stream. Cut along tokens, it receives the layer's
-weights instead, whatever the prompt: 1.7 GB for Llama-3.1-70B, whose stream of a million tokens is 17 GB. So prompts
-are cut where that is less (`piece`), and the stream never lies whole anywhere. Around attention queries go from the
-device of their token to that of their head and back; keys and values of a layer are gathered once.
+Tensor parallelism, as in decoding, shards projections along heads and the MLP's width. It needs all tokens on every
+device, and per layer each device receives four times the residual stream. With sequence parallelism it receives the
+layer's weights instead, independent of the prompt's length: 1.7 GB for Llama-3.1-70B, whose residual stream of a
+million tokens has 17 GB. `chunk_size` selects what transfers less. Around attention, queries move from the device of
+their token to that of their head and back; keys and values of a layer are gathered once.
 
-Tokens lie [B, M, C, ...], in M pieces of C tokens, and each piece is cut among the devices (`CHUNKS`), so that every
-device has early and late ones. Where query heads cannot be shared, those along SEQUENCE attend with the queries of a run
-of each piece, in an order that turns from piece to piece: all have the same work, but for an odd piece.
+Tokens are arranged as M chunks of C tokens, [B, M, C, ...], and each chunk is sharded (`CHUNK_SPEC`), so that every
+device has early and late tokens. If query heads cannot be shared, the devices along SEQUENCE share the queries of each
+chunk in zigzag order, which balances the work of causal attention.
 """
 
 import functools
@@ -28,15 +27,25 @@ from kvjax_models.model.flash_attention import run_index
 from kvjax_models.model.llama import Llama
 from kvjax_models.sharding import parameter_specs, share_heads
 
-# Neighbours along TENSOR have neighbouring tokens: together, those of a run that a device along SEQUENCE attends with.
+# Neighbors along TENSOR have neighboring tokens, which form a run of one device along SEQUENCE.
 TOKENS = (SEQUENCE, TENSOR)
-CHUNKS = PartitionSpec(DATA, None, TOKENS)  # [B, M, C, ...]
+CHUNK_SPEC = PartitionSpec(DATA, None, TOKENS)  # [B, M, C, ...]
 
 
 def chunk_size(model: Llama, mesh: Mesh | None, batch: int, tokens: int, chunk: int) -> int:
-    """Tokens that all devices read at a time of prompts of so many: `chunk` where the prompts lie whole on each of the
-    devices that share a layer; `chunk` for every device where they are cut among these, which no more than a quarter of
-    padding is worth."""
+    """Chooses between tensor and sequence parallelism.
+
+    Args:
+        model: the decoder.
+        mesh: mesh of the model.
+        batch: number of batch rows.
+        tokens: length of the longest prompt.
+        chunk: tokens per chunk on one device.
+
+    Returns:
+        The number of tokens that all devices of a layer process at a time: `chunk` with tensor parallelism. With
+        sequence parallelism `chunk` per device, if that transfers less and adds at most a quarter of padding.
+    """
     if mesh is None or batch % mesh.shape[DATA]:
         return chunk
     size = chunk * math.prod(mesh.shape[axis] for axis in TOKENS)
@@ -51,124 +60,176 @@ def with_gathered_parameters(
     mesh: Mesh,
     parameters: Any,
     query_heads: int,
-    given: tuple[PartitionSpec, ...],
-    result: PartitionSpec | tuple[PartitionSpec, ...],
+    in_specs: tuple[PartitionSpec, ...],
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...],
 ) -> Callable[..., Any]:
-    """What a function does on every device with parameters, a model's or a layer's of so many query heads, which are
-    whole there, and with what lies so (`given`); its results lie so, too."""
+    """Wraps a function in `shard_map` so that every device gathers the parameters and calls it with its own tokens.
+
+    Args:
+        function: takes the parameters and further arguments.
+        mesh: mesh of the arguments.
+        parameters: sharded parameters of a model or of a layer.
+        query_heads: query heads of the model.
+        in_specs: partition specs of the further arguments.
+        out_specs: partition specs of the results.
+
+    Returns:
+        A function of the further arguments.
+    """
     specs = parameter_specs(parameters, query_heads, mesh)
 
-    def gathered(x: Array, spec: PartitionSpec) -> Array:
+    def gather(x: Array, spec: PartitionSpec) -> Array:
         for axis, names in enumerate(spec):
-            # One mesh axis behind the other: TPUs' compiler makes a sum, twice the bytes, of a gather along two.
+            # One mesh axis at a time: XLA:TPU lowers a gather along two axes to an all-reduce of twice the bytes.
             for name in reversed((names,) if isinstance(names, str) else names or ()):
                 x = jax.lax.all_gather(x, name, axis=axis, tiled=True)
         return x
 
-    def of_device(parameters: Any, *given: Any) -> Any:
-        return function(jax.tree.map(gathered, parameters, specs), *given)
+    def call(parameters: Any, *args: Any) -> Any:
+        return function(jax.tree.map(gather, parameters, specs), *args)
 
-    apart = jax.shard_map(of_device, mesh=mesh, in_specs=(specs, *given), out_specs=result, check_vma=False)
-    return functools.partial(apart, parameters)
+    sharded = jax.shard_map(call, mesh=mesh, in_specs=(specs, *in_specs), out_specs=out_specs, check_vma=False)
+    return functools.partial(sharded, parameters)
 
 
 class DeviceGroup(NamedTuple):
-    """The devices that share a layer, as each of them sees them inside `jax.shard_map`; by default it is alone."""
+    """The devices that share a layer, as seen by one of them inside `shard_map`; by default a single device."""
 
     tensor: int = 1  # devices along TENSOR
     parts: int = 1  # devices along SEQUENCE
-    heads: int = 1  # of queries, of a device along TENSOR
-    shares_heads: bool = True  # whether those along SEQUENCE share the query heads of a kv head; else they share tokens
+    heads: int = 1  # query heads per device along TENSOR
+    shares_heads: bool = True  # devices along SEQUENCE share the query heads of a KV head; otherwise they share tokens
 
     @classmethod
-    def of(cls, mesh: Mesh, heads: tuple[int, int], always_heads: bool = False) -> "DeviceGroup":
-        """The group of a mesh, for a layer with so many heads of queries, and of keys.
+    def from_mesh(cls, mesh: Mesh, heads: tuple[int, int], always_share_heads: bool = False) -> "DeviceGroup":
+        """Returns the group of a mesh.
 
         Args:
-            always_heads: share heads where some devices get fewer, too, for kernels that cannot do with a part of the
-                tokens.
+            mesh: mesh of the model.
+            heads: numbers of query heads and of KV heads.
+            always_share_heads: share heads even if some devices get fewer, for kernels that need all tokens.
         """
         (query_heads, kv_heads), tensor, parts = heads, mesh.shape[TENSOR], mesh.shape[SEQUENCE]
-        shares = parts == 1 or share_heads(mesh, heads) or (always_heads and tensor == kv_heads)
-        return cls(tensor, parts, query_heads // tensor, shares)
+        shares_heads = parts == 1 or share_heads(mesh, heads) or (always_share_heads and tensor == kv_heads)
+        return cls(tensor, parts, query_heads // tensor, shares_heads)
 
     @property
     def devices(self) -> int:
+        """The number of devices."""
         return self.tensor * self.parts
 
     @property
     def runs(self) -> int:
-        """Runs of consecutive queries that a piece is cut into for attention."""
+        """The number of runs of consecutive queries that a chunk is divided into for attention."""
         return 1 if self.shares_heads else self.parts
 
-    def place(self) -> Int[Array, ""] | int:
-        """The number of this device, in the order in which tokens of a piece lie along them."""
+    def device_index(self) -> Int[Array, ""] | int:
+        """Returns the index of this device in the order of a chunk's tokens."""
         return 0 if self.devices == 1 else jax.lax.axis_index(TOKENS)
 
     def run(self) -> Int[Array, ""] | int:
-        """The number of this device's run in the first piece, and every other; see `run_index`."""
+        """Returns this device's run of the first chunk; see `run_index`."""
         return 0 if self.runs == 1 else jax.lax.axis_index(SEQUENCE)
 
-    def first(self, piece: Int[Array, ""]) -> Int[Array, ""]:
-        """The share of a device, of all pieces', with which this device's run of a piece begins."""
-        return piece * self.devices + run_index(piece, self.runs, self.run()) * self.tensor
+    def first_shard(self, chunk: Int[Array, ""]) -> Int[Array, ""]:
+        """Returns the index of the first shard, among those of all chunks, in this device's run of a chunk."""
+        return chunk * self.devices + run_index(chunk, self.runs, self.run()) * self.tensor
 
-    def gathered(self, x: Shaped[Array, "M B c H D"]) -> Shaped[Array, "M B C h D"]:
-        """Of all tokens, this device's heads along TENSOR."""
-        x = self._exchanged(x, TENSOR, split=3, joined=2)
+    def gather_tokens(self, x: Shaped[Array, "M B c H D"]) -> Shaped[Array, "M B C h D"]:
+        """Returns all tokens of this device's heads along TENSOR, from its own tokens of all heads."""
+        x = self._all_to_all(x, TENSOR, split=3, concat=2)
         return x if self.parts == 1 else jax.lax.all_gather(x, SEQUENCE, axis=2, tiled=True)
 
-    def to_heads(self, x: Shaped[Array, "M B c H D"], piece: Int[Array, ""] | int = 0) -> Shaped[Array, "M B q h D"]:
-        """Of queries of this device's tokens, those that it attends with: its heads of all tokens, or of its run of
-        pieces from that one on."""
-        x = self._exchanged(x, TENSOR, split=3, joined=2)
-        if not self.shares_heads:
-            return self._turned(x, piece)
-        return self._exchanged(self._padded(x, 3), SEQUENCE, split=3, joined=2)
+    def tokens_to_heads(
+        self, x: Shaped[Array, "M B c H D"], chunk: Int[Array, ""] | int = 0
+    ) -> Shaped[Array, "M B q h D"]:
+        """Moves queries from the devices of their tokens to those that attend with them.
 
-    def to_tokens(self, x: Shaped[Array, "M B q h D"], piece: Int[Array, ""] | int = 0) -> Shaped[Array, "M B c H D"]:
-        """The way back."""
+        Args:
+            x: queries of this device's tokens.
+            chunk: index of the first chunk.
+
+        Returns:
+            Queries of this device's heads and all tokens, or its run of each chunk.
+        """
+        x = self._all_to_all(x, TENSOR, split=3, concat=2)
         if not self.shares_heads:
-            x = self._turned(x, piece)
+            return self._reverse_odd_chunks(x, chunk)
+        return self._all_to_all(self._pad_heads(x, 3), SEQUENCE, split=3, concat=2)
+
+    def heads_to_tokens(
+        self, x: Shaped[Array, "M B q h D"], chunk: Int[Array, ""] | int = 0
+    ) -> Shaped[Array, "M B c H D"]:
+        """Moves attention output back to the devices of its tokens; the inverse of `tokens_to_heads`.
+
+        Args:
+            x: attention output of this device's queries.
+            chunk: index of the first chunk.
+
+        Returns:
+            Attention output of this device's tokens.
+        """
+        if not self.shares_heads:
+            x = self._reverse_odd_chunks(x, chunk)
         elif self.parts > 1:
-            x = self._exchanged(x, SEQUENCE, split=2, joined=3)[:, :, :, : self.heads]
-        return self._exchanged(x, TENSOR, split=2, joined=3)
+            x = self._all_to_all(x, SEQUENCE, split=2, concat=3)[:, :, :, : self.heads]
+        return self._all_to_all(x, TENSOR, split=2, concat=3)
 
-    def own_heads(self, x: Shaped[Array, "H"]) -> Shaped[Array, "h"]:
-        """Of what all query heads have, that of those which this device attends with."""
+    def local_heads(self, x: Shaped[Array, "H"]) -> Shaped[Array, "h"]:
+        """Returns the values of the query heads that this device attends with."""
         if self.devices == 1:
             return x
         x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(TENSOR) * self.heads, self.heads)
         if not self.shares_heads:
             return x
-        x = self._padded(x, 0).reshape(self.parts, -1)
+        x = self._pad_heads(x, 0).reshape(self.parts, -1)
         return jax.lax.dynamic_index_in_dim(x, jax.lax.axis_index(SEQUENCE), keepdims=False)
 
-    def rows_at(self, x: Float[Array, "B M c W"], positions: Int[Array, "B w"]) -> Float[Array, "B v W"]:
-        """The rows of tokens at these positions, cut among the devices as they come; those of no token are any."""
-        batch, pieces, own, width = x.shape
-        offset = positions % (own * self.devices) - self.place() * own
-        place = positions // (own * self.devices) * own + offset
-        rows = jnp.take_along_axis(
-            x.reshape(batch, pieces * own, width), jnp.clip(place, 0, pieces * own - 1)[..., None], axis=1
+    def take_tokens(self, x: Float[Array, "B M c W"], positions: Int[Array, "B w"]) -> Float[Array, "B v W"]:
+        """Returns the values of tokens, sharded among the devices in the order of `positions`.
+
+        Args:
+            x: values of this device's tokens.
+            positions: positions of the tokens; the values of positions out of range are arbitrary.
+        """
+        batch, chunks, size, width = x.shape
+        offset = positions % (size * self.devices) - self.device_index() * size
+        index = positions // (size * self.devices) * size + offset
+        values = jnp.take_along_axis(
+            x.reshape(batch, chunks * size, width), jnp.clip(index, 0, chunks * size - 1)[..., None], axis=1
         )
         if self.devices == 1:
-            return rows
-        here = (offset >= 0) & (offset < own)
-        return jax.lax.psum_scatter(jnp.where(here[..., None], rows, 0), TOKENS, scatter_dimension=1, tiled=True)
+            return values
+        is_local = (offset >= 0) & (offset < size)
+        return jax.lax.psum_scatter(jnp.where(is_local[..., None], values, 0), TOKENS, scatter_dimension=1, tiled=True)
 
-    def _turned(self, x: Array, piece: Int[Array, ""] | int) -> Array:
-        """Runs of every other piece in reverse order, or back from it."""
-        turned = jax.lax.ppermute(x, SEQUENCE, [(one, self.parts - 1 - one) for one in range(self.parts)])
-        odd = (piece + jnp.arange(len(x))) % 2 == 1
-        return jnp.where(odd.reshape(-1, *(1,) * (x.ndim - 1)), turned, x)
+    def _reverse_odd_chunks(self, x: Array, chunk: Int[Array, ""] | int) -> Array:
+        """Reverses the order of devices along SEQUENCE in odd chunks; its own inverse."""
+        reverse = jax.lax.ppermute(x, SEQUENCE, [(index, self.parts - 1 - index) for index in range(self.parts)])
+        is_odd = (chunk + jnp.arange(len(x))) % 2 == 1
+        return jnp.where(is_odd.reshape(-1, *(1,) * (x.ndim - 1)), reverse, x)
 
-    def _padded(self, x: Array, axis: int) -> Array:
-        """Heads, and such of nobody for devices along SEQUENCE to divide them."""
-        more = -x.shape[axis] % self.parts
-        return x if not more else jnp.pad(x, [(0, more if one == axis else 0) for one in range(x.ndim)])
+    def _pad_heads(self, x: Array, axis: int) -> Array:
+        """Pads heads so that the devices along SEQUENCE divide them."""
+        padding = -x.shape[axis] % self.parts
+        return x if not padding else jnp.pad(x, [(0, padding if i == axis else 0) for i in range(x.ndim)])
 
-    def _exchanged(self, x: Array, axis: str, *, split: int, joined: int) -> Array:
+    def _all_to_all(self, x: Array, axis: str, *, split: int, concat: int) -> Array:
         if self.devices == 1 or jax.lax.axis_size(axis) == 1:
             return x
-        return jax.lax.all_to_all(x, axis, split_axis=split, concat_axis=joined, tiled=True)
+        return jax.lax.all_to_all(x, axis, split_axis=split, concat_axis=concat, tiled=True)
+
+
+def join_chunks(chunks: Shaped[Array, "M B C *D"]) -> Shaped[Array, "B N *D"]:
+    """Returns the tokens of consecutive chunks as one axis."""
+    return chunks.swapaxes(0, 1).reshape(chunks.shape[1], -1, *chunks.shape[3:])
+
+
+def split_into_chunks(x: Shaped[Array, "B N *D"], chunks: int) -> Shaped[Array, "M B C *D"]:
+    """Returns tokens as chunks; the inverse of `join_chunks`.
+
+    Args:
+        x: tokens.
+        chunks: number of chunks.
+    """
+    return x.reshape(x.shape[0], chunks, -1, *x.shape[2:]).swapaxes(0, 1)

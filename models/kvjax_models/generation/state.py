@@ -1,4 +1,4 @@
-"""The state of a generation."""
+"""The state of a generation: a pytree with the caches of all layers, and functions that create, check and shard it."""
 
 import dataclasses
 import functools
@@ -15,23 +15,140 @@ import kvjax
 from kvjax.cache import with_counters
 from kvjax.distributed.sharding import shardings
 from kvjax.policy import Policy
+from kvjax.quantization import KVDtype
 from kvjax.state import count_row_faults, fault, row_randomness, state
 from kvjax.stores.staging import Counters
 from kvjax_models.generation.sampling import is_finite
+from kvjax_models.model.llama import Llama
 from kvjax_models.sharding import constrain_replicated
 
 
 @state
 class GenerationState:
-    """A generation between two blocks. Rows are independent: `kvjax.take_rows` and its kin apply."""
+    """The state of a generation between two blocks.
 
-    layers: tuple[Any, ...]  # one `kvjax.Cache` per layer, without counters
-    counters: Counters  # of all layers: they take in the same tokens and compact together
-    logits: Float[Array, "B V"]  # float32, of the next token
-    positions: Int[Array, "B"]  # int32, tokens read or written so far
-    done: Bool[Array, "B"]  # whether the row has ended its turn
+    Rows are independent, so `kvjax.take_rows`, `kvjax.insert_rows` and `kvjax.repeat_rows` apply.
+
+    Attributes:
+        layers: one `kvjax.Cache` per layer, without counters.
+        counters: counters of all layers, which receive the same tokens and compact together.
+        logits: logits of the next token, float32.
+        positions: number of tokens of each sequence so far, int32.
+        done: whether the sequence is finished.
+        sampling_keys: random keys of the next sample.
+        not_finite: fault counter of steps whose logits were not finite.
+    """
+
+    layers: tuple[Any, ...]
+    counters: Counters
+    logits: Float[Array, "B V"]
+    positions: Int[Array, "B"]
+    done: Bool[Array, "B"]
     sampling_keys: Key[Array, "B"] = row_randomness()
     not_finite: Int[Array, "B"] = fault("steps had logits that are NaN or infinite")
+
+
+def cache_specs(
+    model: Llama,
+    *,
+    batch: int,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    streaming: bool = False,
+    kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
+) -> tuple[kvjax.CacheSpec, ...]:
+    """Returns the cache spec of every layer.
+
+    Args:
+        model: the decoder.
+        batch: number of batch rows.
+        max_prompt_tokens: maximum length of the first prompt.
+        max_new_tokens: maximum number of tokens after it.
+        streaming: whether the prompt is appended in blocks; its tokens then count as new ones.
+        kv_dtype: quantization format of the caches (`kvjax.CacheSpec.kv_dtype`).
+    """
+    config = model.config
+    if streaming:
+        max_prompt_tokens, max_new_tokens = 1, max_prompt_tokens + max_new_tokens
+    return tuple(
+        kvjax.CacheSpec(
+            batch=batch,
+            query_heads=config.query_heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            max_prompt_tokens=max_prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            dtype=model.embedding.param_dtype,
+            kv_dtype=kv_dtype,
+            window=config.window(number),
+            logit_cap=config.attention_logit_cap,
+            rope_frequencies=config.rotary(number, max_prompt_tokens + max_new_tokens).frequencies,
+            layer=number,
+            layers=config.layers,
+        )
+        for number in range(config.layers)
+    )
+
+
+# Compiled so that every field gets its own buffer, which donation requires.
+@functools.partial(jax.jit, static_argnames=("policies", "specs", "vocab_size", "mesh"))
+def init_state(
+    policies: tuple[Policy, ...],
+    specs: tuple[kvjax.CacheSpec, ...],
+    vocab_size: int,
+    mesh: Mesh | None,
+    seed: Int[Array, ""] | np.uint32,
+) -> GenerationState:
+    """Creates a state with empty caches.
+
+    Args:
+        policies: cache policy of every layer.
+        specs: cache spec of every layer.
+        vocab_size: size of the vocabulary.
+        mesh: mesh of the caches.
+        seed: seed of the random keys.
+
+    Returns:
+        The state.
+    """
+    batch = specs[0].batch
+    cache_keys, sampling_keys = row_keys(batch, seed)
+    layers = []
+    for number, (policy, spec) in enumerate(zip(policies, specs, strict=True)):
+        layer_keys = jax.vmap(lambda key, number=number: jax.random.fold_in(key, number))(cache_keys)
+        cache = kvjax.init(policy, spec, layer_keys, mesh)
+        layers.append(with_counters(cache, None))
+    return GenerationState(
+        layers=tuple(layers),
+        counters=cache.counters,
+        logits=jnp.zeros((batch, vocab_size), jnp.float32),
+        positions=jnp.zeros(batch, jnp.int32),
+        done=jnp.zeros(batch, bool),
+        sampling_keys=sampling_keys,
+        not_finite=jnp.zeros(batch, jnp.int32),
+    )
+
+
+def row_keys(batch: int, seed: Int[Array, ""] | np.uint32) -> Key[Array, "2 B"]:
+    """Returns the keys of every row's caches and of its sampling.
+
+    Args:
+        batch: number of rows.
+        seed: seed of the keys.
+    """
+    rows = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(batch))
+    return jax.vmap(jax.random.split, out_axes=1)(rows)
+
+
+def check_seed(seed: int) -> np.uint32:
+    """Returns a seed as uint32; JAX would truncate larger integers silently.
+
+    Raises:
+        ValueError: if the seed is not an integer of 32 bits.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed!r} must be an integer from 0 to 2**32 - 1")
+    return np.uint32(seed)
 
 
 def finish_prefill(
@@ -41,7 +158,15 @@ def finish_prefill(
     logits: Float[Array, "B V"],
     lengths: Int[Array, "B"],
 ) -> GenerationState:
-    """A fresh state behind prompts that its caches have taken in, with buffers of its own: decoding donates them."""
+    """Returns the state after prefill, with its own buffers because decoding donates them.
+
+    Args:
+        state: state with empty caches.
+        caches: caches with the prompts.
+        counters: their counters.
+        logits: logits after each prompt's last token.
+        lengths: lengths of the prompts.
+    """
     return dataclasses.replace(
         state,
         layers=tuple(caches),
@@ -52,108 +177,105 @@ def finish_prefill(
     )
 
 
-def shard_state(state: GenerationState, mesh: Mesh | None) -> GenerationState:
-    """The state where it is to lie on a mesh, looked over."""
-    state = state if mesh is None else _laid(state, mesh)
-    check_finite(state)
-    return state
-
-
-def state_shardings(state: GenerationState, mesh: Mesh | None) -> GenerationState | None:
-    """Where a state lies on a mesh: caches and logits in parts, what every process must know of a row everywhere. None
-    without a mesh."""
-    if mesh is None:
-        return None
-    known: Any = NamedSharding(mesh, PartitionSpec())
-    names = ("positions", "done", "sampling_keys", "not_finite")
-    return dataclasses.replace(shardings(state, mesh), **dict.fromkeys(names, known))
-
-
 def compact_layers(state: GenerationState) -> GenerationState:
-    """The state with its layers' staged tokens compact_layers."""
+    """Returns the state with the staged tokens of all layers compacted."""
     compacted = [compact_layer(cache, state.counters) for cache in state.layers]
     counters = compacted[-1][1]
     return dataclasses.replace(state, layers=tuple(cache for cache, _ in compacted), counters=counters)
 
 
+@functools.partial(jax.jit, donate_argnames=("cache",))
+def compact_layer(cache: kvjax.Cache, counters: Counters) -> tuple[kvjax.Cache, Counters]:
+    """Compacts one layer's staged tokens.
+
+    Args:
+        cache: the layer's cache, without counters; donated.
+        counters: counters of all layers.
+
+    Returns:
+        The cache, and the counters of all layers afterwards.
+    """
+    cache = kvjax.compact(with_counters(cache, counters))
+    return with_counters(cache, None), cache.counters
+
+
 def check_finite(state: GenerationState) -> None:
-    """Raises a ValueError where logits were NaN or infinite. Asked after every block, so without a walk over all
-    counters."""
+    """Raises a ValueError if logits were NaN or infinite; reads a single counter, so it is cheap after every block."""
     if np.asarray(state.not_finite).any():
         kvjax.raise_faults(state)
 
 
 def check_faults(state: GenerationState, mesh: Mesh | None) -> None:
-    """Raises a ValueError where any counter of faults is not zero; asked where blocks end."""
-    if np.asarray(_faults(state, mesh)).any():
+    """Raises a ValueError if any fault counter is not zero.
+
+    Args:
+        state: state to check.
+        mesh: mesh of the state.
+    """
+    if np.asarray(_count_faults(state, mesh)).any():
         kvjax.raise_faults(state)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
-def _faults(state: GenerationState, mesh: Mesh | None) -> Int[Array, "B"]:
+def _count_faults(state: GenerationState, mesh: Mesh | None) -> Int[Array, "B"]:
+    """Returns the sum of all fault counters per row."""
     faults = count_row_faults(state)
-    assert faults is not None  # `not_finite` is one
+    assert faults is not None  # `not_finite` is a fault counter
     return constrain_replicated(faults, mesh)
 
 
-def _commit_to_device(state: GenerationState, mesh: Mesh | None) -> GenerationState:
-    """The state bound to the device that it lies on. What lies in host memory always is, and binds all that a program
-    makes together with it: if the rest came in unbound, the next call would compile the same program once more."""
-    return state if mesh is not None else jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
+def state_shardings(state: GenerationState, mesh: Mesh | None) -> GenerationState | None:
+    """Returns the shardings of a state's arrays: caches and logits are sharded, other row values replicated.
+
+    Args:
+        state: a state, or its shapes.
+        mesh: mesh of the state; None gives None.
+    """
+    if mesh is None:
+        return None
+    replicated: Any = NamedSharding(mesh, PartitionSpec())
+    names = ("positions", "done", "sampling_keys", "not_finite")
+    return dataclasses.replace(shardings(state, mesh), **dict.fromkeys(names, replicated))
 
 
 def constrain_state(state: GenerationState, mesh: Mesh | None) -> GenerationState:
-    """The state where it lay: donated buffers are of use only there."""
+    """Returns the state constrained to its sharding, without which donated buffers could not be reused.
+
+    Args:
+        state: a state.
+        mesh: mesh of the state.
+    """
     return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(state, mesh))
 
 
+def shard_state(state: GenerationState, mesh: Mesh | None) -> GenerationState:
+    """Returns the state in its sharding, checked for finite logits.
+
+    Args:
+        state: a state; donated on a mesh.
+        mesh: mesh of the state.
+    """
+    state = state if mesh is None else _shard_on_mesh(state, mesh)
+    check_finite(state)
+    return state
+
+
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
-def _laid(state: GenerationState, mesh: Mesh) -> GenerationState:
+def _shard_on_mesh(state: GenerationState, mesh: Mesh) -> GenerationState:
     return constrain_state(state, mesh)
 
 
-# Compiled so that every field gets a buffer of its own; donation needs that.
-@functools.partial(jax.jit, static_argnames=("policies", "specs", "vocabulary", "mesh"))
-def _fresh(
-    policies: tuple[Policy, ...],
-    specs: tuple[kvjax.CacheSpec, ...],
-    vocabulary: int,
-    mesh: Mesh | None,
-    seed: Int[Array, ""] | np.uint32,
-) -> GenerationState:
-    batch = specs[0].batch
-    cache_keys, sampling_keys = _row_keys(batch, seed)
-    layers = []
-    for number, (policy, spec) in enumerate(zip(policies, specs, strict=True)):
-        layer_keys = jax.vmap(lambda key, number=number: jax.random.fold_in(key, number))(cache_keys)
-        cache = kvjax.init(policy, spec, layer_keys, mesh)
-        layers.append(with_counters(cache, None))
-    return GenerationState(
-        layers=tuple(layers),
-        counters=cache.counters,
-        logits=jnp.zeros((batch, vocabulary), jnp.float32),
-        positions=jnp.zeros(batch, jnp.int32),
-        done=jnp.zeros(batch, bool),
-        sampling_keys=sampling_keys,
-        not_finite=jnp.zeros(batch, jnp.int32),
-    )
+def commit_to_device(state: GenerationState, mesh: Mesh | None) -> GenerationState:
+    """Returns the state committed to its device.
+
+    Arrays in host memory are always committed, and so are all results of a program that takes them. If the remaining
+    arrays were uncommitted at first, the second call would compile the same program again.
+
+    Args:
+        state: a state.
+        mesh: mesh of the state.
+    """
+    return state if mesh is not None else jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
 
 
-def _row_keys(batch: int, seed: Int[Array, ""] | np.uint32) -> Key[Array, "2 B"]:
-    """Every row's keys of its caches, and those that it samples with."""
-    rows = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(batch))
-    return jax.vmap(jax.random.split, out_axes=1)(rows)
-
-
-def _seed(seed: int) -> np.uint32:
-    """A seed, checked: JAX would take larger ones for smaller."""
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed!r}; it must be a whole number from 0 to 2^32 - 1")
-    return np.uint32(seed)
-
-
-@functools.partial(jax.jit, donate_argnames=("cache",))
-def compact_layer(cache: kvjax.Cache, counters: Counters) -> tuple[kvjax.Cache, Counters]:
-    """Compacts one layer's staged tokens. Returns the layer's cache and the counters of all layers afterwards."""
-    cache = kvjax.compact(with_counters(cache, counters))
-    return with_counters(cache, None), cache.counters
+PROGRAMS = (init_state, compact_layer, _count_faults, _shard_on_mesh)

@@ -1,1 +1,1 @@
-"""The decoder: configuration, layers, rotary embedding, experts and exact attention."""
+"""The decoder: configuration, layers, rotary embedding, experts and attention over prompts."""

@@ -13,32 +13,46 @@ NORMS = ("pre", "post", "sandwich")
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a decoder, sizes in elements, and what families differ in.
+    """Sizes of a decoder and the features in which model families differ.
 
     Attributes:
-        rotary_dim: dimensions of a head that are turned by the position; None: all.
-        nope_layers: layers that do not turn any.
-        tied_embeddings: whether the embedding is also the head.
-        query_key_norm: whether every query and key is normed before it is turned; `joint_query_key_norm`: all heads of
-            a token together.
-        windows: every layer's sliding window in tokens, None where it sees everything; () where none slides.
-        window_rope_theta: the base of layers with a window, which are then not scaled.
-        attention_scale: of logits of attention, where it is not 1 / sqrt(head_dim).
-        attention_logit_cap, logit_cap: l becomes cap tanh(l / cap), of attention and of the next token.
-        attention_sinks: whether every head has an entry without a value.
-        activation: one of `experts.ACTIVATIONS`.
-        norms: whether the norms of a block stand before it, after it (and before the residual), or around it.
-        norm_offset: what is added to the stored scale of every norm.
-        embedding_scale: of embeddings; None: sqrt(width), rounded to the model's dtype.
-        residual_scale: of what every block adds to the residual stream.
-        logit_divisor: of next-token logits.
-        experts: per layer; 0: one MLP of `mlp_width`. Every token takes `experts_per_token` of `expert_width`, whose
-            weights sum to 1 where `normalize_expert_weights`.
-        dense_layers: layers that have an MLP all the same.
-        mlp_bias: also of routers and experts.
-
-    Raises:
-        ValueError: for what cannot be together; it names the field.
+        vocab_size: number of tokens in the vocabulary.
+        width: size of the residual stream.
+        mlp_width: hidden size of the MLPs.
+        layers: number of layers.
+        query_heads: number of query heads.
+        kv_heads: number of KV heads.
+        head_dim: dimension of a head.
+        max_length: context length that the model was trained for, in tokens.
+        norm_epsilon: epsilon of RMSNorm.
+        rope_theta: base of the rotary embedding.
+        rope_scaling: scaling of the rotary embedding; None: not scaled.
+        rotary_dim: number of rotated dimensions of a head; None: all.
+        nope_layers: layers without rotary embedding.
+        tied_embeddings: whether the embedding is also the output head.
+        qkv_bias: whether query, key and value projections have a bias.
+        output_bias: whether the attention output projection has a bias.
+        mlp_bias: whether MLPs, routers and experts have biases.
+        query_key_norm: whether queries and keys are normalized before the rotary embedding.
+        joint_query_key_norm: whether this norm spans all heads of a token instead of each head.
+        windows: sliding window of every layer in tokens, None for full attention; (): full attention in all layers.
+        window_rope_theta: base of the rotary embedding in layers with a window, which is then not scaled there.
+        attention_scale: scale of attention logits; None: 1 / sqrt(head_dim).
+        attention_logit_cap: cap c of attention logits, l -> c tanh(l / c); None: no cap.
+        logit_cap: cap of next-token logits; None: no cap.
+        attention_sinks: whether every query head has an attention sink logit.
+        activation: activation of MLPs, one of `experts.ACTIVATIONS`.
+        norms: position of a block's norms: "pre" before it, "post" after it and before the residual connection,
+            "sandwich" both.
+        norm_offset: added to the stored scale of every norm.
+        embedding_scale: scale of embeddings; None: sqrt(width), rounded to the model's dtype.
+        residual_scale: scale of the output of every block.
+        logit_divisor: divisor of next-token logits.
+        experts: number of experts per layer; 0: a single MLP.
+        experts_per_token: number of experts that process a token.
+        expert_width: hidden size of an expert.
+        normalize_expert_weights: whether the weights of a token's experts sum to 1.
+        dense_layers: layers of a mixture of experts that have a single MLP.
     """
 
     vocab_size: int
@@ -79,33 +93,45 @@ class LlamaConfig:
     dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+            ValueError: if fields are invalid or inconsistent.
+        """
         if self.query_heads % self.kv_heads:
             raise ValueError(f"query_heads={self.query_heads} must be a multiple of kv_heads={self.kv_heads}")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs of dimensions")
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary embedding rotates pairs of dimensions")
         if self.rotary_dim is not None and (self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim):
-            raise ValueError(f"rotary_dim={self.rotary_dim} must be even and lie in [2, head_dim={self.head_dim}]")
+            raise ValueError(f"rotary_dim={self.rotary_dim} must be even and between 2 and head_dim={self.head_dim}")
         if self.windows and len(self.windows) != self.layers:
-            raise ValueError(f"windows names {len(self.windows)} layers, the model has {self.layers}")
-        for name, known in (("activation", ACTIVATIONS), ("norms", NORMS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r}; known: {', '.join(known)}")
+            raise ValueError(f"windows must have one entry per layer ({self.layers}), got {len(self.windows)}")
+        for name, allowed in (("activation", ACTIVATIONS), ("norms", NORMS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}")
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
-            raise ValueError(f"experts_per_token={self.experts_per_token} must lie in [1, experts={self.experts}]")
+            raise ValueError(f"experts_per_token={self.experts_per_token} must be between 1 and experts={self.experts}")
         if self.experts and self.expert_width < 1:
-            raise ValueError(f"expert_width={self.expert_width}; it must be at least 1")
+            raise ValueError(f"expert_width={self.expert_width} must be at least 1")
         if self.rope_scaling is not None and self.rope_scaling.kind == "longrope":
             pairs = (self.rotary_dim or self.head_dim) // 2
             for name in ("short_factors", "long_factors"):
-                if (given := len(getattr(self.rope_scaling, name))) != pairs:
-                    raise ValueError(f"rope_scaling.{name} has {given} numbers; {pairs} pairs of dimensions are turned")
+                if (length := len(getattr(self.rope_scaling, name))) != pairs:
+                    raise ValueError(
+                        f"rope_scaling.{name} must have one entry per rotated pair ({pairs}), got {length}"
+                    )
 
     def window(self, layer: int) -> int | None:
-        """The sliding window of one layer in tokens (the token itself included), None where it sees everything."""
+        """Returns the sliding window of a layer in tokens, including the token itself; None for full attention."""
         return self.windows[layer] if self.windows else None
 
     def rotary(self, layer: int = 0, tokens: int | None = None) -> Rotary:
-        """The rotation of one layer in sequences that may grow to so many tokens, by default `max_length`."""
+        """Returns the rotary embedding of a layer.
+
+        Args:
+            layer: number of the layer.
+            tokens: maximum length of the sequences, on which some scalings depend; `max_length` by default.
+        """
         if layer in self.nope_layers:
             return Rotary((0.0,) * (self.head_dim // 2))
         theta, scaling = self.rope_theta, self.rope_scaling
@@ -116,5 +142,11 @@ class LlamaConfig:
 
 
 def rope_frequencies(config: LlamaConfig, layer: int = 0, tokens: int | None = None) -> Float[Array, "half_D"]:
-    """Angle per position of every pair of a layer's dimensions, float32, scaling included; see `rotary`."""
+    """Returns the scaled rotary frequencies of a layer, in radians per position, float32.
+
+    Args:
+        config: configuration of the model.
+        layer: number of the layer.
+        tokens: see `LlamaConfig.rotary`.
+    """
     return jnp.asarray(config.rotary(layer, tokens).frequencies, jnp.float32)

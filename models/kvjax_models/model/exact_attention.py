@@ -1,4 +1,4 @@
-"""Exact causal attention over a whole prompt, block by block, so that memory does not grow with the prompt's scores."""
+"""Exact causal attention over prompts in blocks, so that memory does not grow with the square of the length."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,35 +23,45 @@ def chunk_attention(
     window: int | None,
     logit_cap: float | None = None,
 ) -> Float[Array, "B C H_q D"]:
-    """What chunk number `chunk` of a prompt, of C tokens, sees: itself causally and every chunk before it.
+    """Computes attention of one chunk of a prompt to itself and to all chunks before it.
 
-    `window` limits how many tokens, itself included, a token sees; sinks are as for `kvjax.step`, the cap as for
-    `kvjax.CacheSpec`. `jax.nn.dot_product_attention` with its residual could take the place of `attend_segments`, at
-    half the speed on a CPU: it normalises every block, which merging undoes.
+    `jax.nn.dot_product_attention` with its residual could replace `attend_segments`, but takes twice the time on a CPU:
+    it normalizes every block, which merging has to undo.
+
+    Args:
+        query: queries of the chunk.
+        keys: keys of the prompt.
+        values: values of the prompt.
+        chunk: index of the chunk; all chunks have C tokens.
+        sink_logits: attention sink logits.
+        window: maximum number of visible tokens including the token itself; None: all.
+        logit_cap: cap of the logits.
+
+    Returns:
+        The attention output.
     """
     batch, tokens = query.shape[:2]
-    # Each query's place in its chunk, and the first slot that it sees, relative to the chunk.
-    place = jnp.broadcast_to(jnp.arange(tokens), (batch, tokens))
-    start = None if window is None else place + 1 - window
+    position = jnp.broadcast_to(jnp.arange(tokens), (batch, tokens))  # in the chunk
+    window_start = None if window is None else position + 1 - window
 
-    def against(
+    def attend_to_chunk(
         other: Int[Array, ""] | int,
-        stop: Int[Array, "B C"] | None = None,  # a chunk before is seen to its end, unmasked where there is no window
+        stop: Int[Array, "B C"] | None = None,  # None: visible to its end
         sink_logits: Float[Array, "H_q"] | None = None,
     ) -> Partials:
         block_keys, block_values = (
             jax.lax.dynamic_slice_in_dim(x, other * tokens, tokens, axis=2) for x in (keys, values)
         )
-        first = None if start is None else start + (chunk - other) * tokens
-        block = Segment(block_keys, block_values, start=first, stop=stop)
+        start = None if window_start is None else window_start + (chunk - other) * tokens
+        block = Segment(block_keys, block_values, start=start, stop=stop)
         return attend_segments(query, (block,), logit_cap=logit_cap, sink_logits=sink_logits)
 
-    def past(other, partials):
-        return merge(partials, against(other))
+    def merge_chunk(other, partials):
+        return merge(partials, attend_to_chunk(other))
 
-    own = against(chunk, place + 1, sink_logits)
+    partials = attend_to_chunk(chunk, position + 1, sink_logits)
     first = 0 if window is None else jnp.maximum(chunk - (window + tokens - 2) // tokens, 0)
-    return normalize(jax.lax.fori_loop(first, chunk, past, own), query.dtype)
+    return normalize(jax.lax.fori_loop(first, chunk, merge_chunk, partials), query.dtype)
 
 
 def attend_in_chunks(
@@ -65,24 +75,39 @@ def attend_in_chunks(
     window: int | None,
     logit_cap: float | None = None,
 ) -> Float[Array, "B T H_q D"]:
-    """`chunk_attention` of consecutive chunks of so many tokens, one by one, the first of which has that number."""
-    settings: Mapping[str, Any] = {"window": window, "logit_cap": logit_cap}
+    """Computes attention of consecutive chunks of a prompt, one by one.
+
+    Args:
+        query: queries of the chunks.
+        keys: keys of the prompt.
+        values: values of the prompt.
+        first: index of the first chunk.
+        sink_logits: attention sink logits.
+        chunk: tokens per chunk.
+        window: as for `chunk_attention`.
+        logit_cap: as for `chunk_attention`.
+
+    Returns:
+        The attention output.
+    """
+    options: Mapping[str, Any] = {"window": window, "logit_cap": logit_cap}
     if query.shape[1] == chunk:
-        return chunk_attention(query, keys, values, first, sink_logits, **settings)
+        return chunk_attention(query, keys, values, first, sink_logits, **options)
+
+    def attend(query_and_index):
+        chunk_query, index = query_and_index
+        return chunk_attention(chunk_query, keys, values, first + index, sink_logits, **options)
+
     chunks = query.reshape(query.shape[0], -1, chunk, *query.shape[2:]).swapaxes(0, 1)
-    attended = jax.lax.map(
-        lambda given: chunk_attention(given[0], keys, values, first + given[1], sink_logits, **settings),
-        (chunks, jnp.arange(len(chunks))),
-    )
-    return attended.swapaxes(0, 1).reshape(query.shape)
+    return jax.lax.map(attend, (chunks, jnp.arange(len(chunks)))).swapaxes(0, 1).reshape(query.shape)
 
 
 def attend_repetitions(
     query: Float[Array, "B T H_q D"],
     keys: Float[Array, "B H_kv N D"],
     values: Float[Array, "B H_kv N D"],
-    own_keys: Float[Array, "B H_kv CR D"],
-    own_values: Float[Array, "B H_kv CR D"],
+    text_keys: Float[Array, "B H_kv CR D"],
+    text_values: Float[Array, "B H_kv CR D"],
     lengths: Int[Array, "B"],
     block: Int[Array, ""],
     sink_logits: Float[Array, "H_q"] | None = None,
@@ -91,18 +116,35 @@ def attend_repetitions(
     window: int | None,
     logit_cap: float | None = None,
 ) -> Float[Array, "B T H_q D"]:
-    """What block number `block`, of T tokens, of several texts of `width` sees, each of which stands alone behind a
-    prompt of so many tokens: the prompt, and its own text causally."""
+    """Computes attention of texts that each follow the same prompt independently: to the prompt and causally to itself.
+
+    Args:
+        query: queries of a block of T tokens within one text.
+        keys: keys of the prompt.
+        values: values of the prompt.
+        text_keys: keys of all texts.
+        text_values: values of all texts.
+        lengths: lengths of the prompts.
+        block: index of the block among the blocks of all texts.
+        sink_logits: attention sink logits.
+        width: padded length of each text.
+        window: as for `chunk_attention`.
+        logit_cap: as for `chunk_attention`.
+
+    Returns:
+        The attention output.
+    """
     batch, tokens = query.shape[:2]
     text, first = (block * tokens) // width, (block * tokens) % width
-    own_keys, own_values = (
-        jax.lax.dynamic_slice_in_dim(x, text * width, width, axis=2) for x in (own_keys, own_values)
+    text_keys, text_values = (
+        jax.lax.dynamic_slice_in_dim(x, text * width, width, axis=2) for x in (text_keys, text_values)
     )
-    place = jnp.broadcast_to(first + jnp.arange(tokens), (batch, tokens))
-    start = own_start = None
+    position = jnp.broadcast_to(first + jnp.arange(tokens), (batch, tokens))  # in the text
+    prompt_start = text_start = None
     if window is not None:
-        start, own_start = lengths[:, None] + place + 1 - window, place + 1 - window
-    prompt = Segment(keys, values, start=start, stop=lengths[:, None])
-    own = Segment(own_keys, own_values, start=own_start, stop=place + 1)
-    partials = attend_segments(query, (prompt, own), logit_cap=logit_cap, sink_logits=sink_logits)
-    return normalize(partials, query.dtype)
+        prompt_start, text_start = lengths[:, None] + position + 1 - window, position + 1 - window
+    segments = (
+        Segment(keys, values, start=prompt_start, stop=lengths[:, None]),
+        Segment(text_keys, text_values, start=text_start, stop=position + 1),
+    )
+    return normalize(attend_segments(query, segments, logit_cap=logit_cap, sink_logits=sink_logits), query.dtype)

@@ -1,6 +1,6 @@
-"""The layer between two attentions: one gated MLP, or many of them (experts), of which every token takes a few."""
+"""Gated MLPs, and mixtures of experts in which every token is processed by a few of many MLPs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -8,141 +8,195 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-BLOCK = 128  # tokens of one expert that are multiplied at a time, at most
+BLOCK = 128  # maximum number of tokens of one expert in a matrix product
+
+
+def _silu(gate: Array, up: Array) -> Array:
+    return jax.nn.silu(gate) * up
+
+
+def _gelu(gate: Array, up: Array) -> Array:
+    return jax.nn.gelu(gate, approximate=False) * up
+
+
+def _gelu_tanh(gate: Array, up: Array) -> Array:
+    return jax.nn.gelu(gate, approximate=True) * up
 
 
 def _clipped_swiglu(gate: Array, up: Array) -> Array:
-    """Of gpt-oss; its model card gives the slope and the limit."""
+    """Returns the activation of gpt-oss, with the slope and limit of its model card."""
     gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
     return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
 
 
-# What is made of both halves of an MLP's inside.
-ACTIVATIONS = {
-    "silu": lambda gate, up: jax.nn.silu(gate) * up,
-    "gelu": lambda gate, up: jax.nn.gelu(gate, approximate=False) * up,
-    "gelu_tanh": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
+ACTIVATIONS: dict[str, Callable[[Array, Array], Array]] = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
     "clipped_swiglu": _clipped_swiglu,
 }
 
 
 class Mlp(nnx.Module):
-    """down(activation(gate, up)), of which one product of x makes both."""
+    """A gated MLP, down(activation(gate, up)), with one projection for gate and up."""
 
     def __init__(
-        self, width: int, inside: int, activation: str, bias: bool, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+        self, width: int, hidden: int, activation: str, bias: bool, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
     ):
-        given: Mapping[str, Any] = {"use_bias": bias, "dtype": dtype, "param_dtype": dtype, "rngs": rngs}
+        """Creates an MLP.
+
+        Args:
+            width: size of input and output.
+            hidden: hidden size.
+            activation: key of `ACTIVATIONS`.
+            bias: whether the projections have biases.
+            dtype: dtype of parameters and activations.
+            rngs: random keys of the initial parameters.
+        """
+        options: Mapping[str, Any] = {"use_bias": bias, "dtype": dtype, "param_dtype": dtype, "rngs": rngs}
         self.activation = activation
-        self.gate_up = nnx.LinearGeneral(width, (2, inside), **given)
-        self.down = nnx.Linear(inside, width, **given)
+        self.gate_up = nnx.LinearGeneral(width, (2, hidden), **options)
+        self.down = nnx.Linear(hidden, width, **options)
 
     def __call__(self, x: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
-        made = self.gate_up(x)
-        return self.down(ACTIVATIONS[self.activation](made[..., 0, :], made[..., 1, :]))
+        """Returns the output of the MLP."""
+        gate_up = self.gate_up(x)
+        return self.down(ACTIVATIONS[self.activation](gate_up[..., 0, :], gate_up[..., 1, :]))
 
 
 class ExpertLinear(nnx.Module):
-    """One product per expert: kernel [E, in, out], bias [E, out]."""
+    """One linear projection per expert: kernel [E, in, out], bias [E, out]."""
 
     def __init__(
         self, experts: int, inputs: int, outputs: int, bias: bool, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
     ):
+        """Creates the projections.
+
+        Args:
+            experts: number of experts.
+            inputs: size of the input.
+            outputs: size of the output.
+            bias: whether there are biases.
+            dtype: dtype of parameters.
+            rngs: random keys of the initial parameters.
+        """
         shape = (experts, inputs, outputs)
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * inputs**-0.5)
         self.bias = nnx.Param(jnp.zeros((experts, outputs), dtype)) if bias else None
 
-    def of(self, expert: Int[Array, ""], x: Float[Array, "b in"]) -> Float[Array, "b out"]:
+    def __call__(self, expert: Int[Array, ""], x: Float[Array, "b in"]) -> Float[Array, "b out"]:
+        """Returns the projection of one expert.
+
+        Args:
+            expert: number of the expert.
+            x: tokens.
+        """
         y = x @ self.kernel[...][expert]
         return y if self.bias is None else y + self.bias[...][expert]
 
 
 class Experts(nnx.Module):
-    """A router's choice of a few experts per token, and the sum of what they make of it, by the router's weights.
+    """A mixture of experts: a router selects a few per token and weights their outputs.
 
-    Tokens are sorted by expert and multiplied in blocks of one expert each, so the work is that of the chosen experts
-    (and at most one block of padding for each), and a step of few tokens reads the weights of the chosen ones alone.
-    `jax.lax.ragged_dot` would say the same shorter, but multiplies every token with every expert where no kernel for it
-    is at hand.
-
-    Args:
-        per_token: experts that a token takes.
-        normalised: whether the weights of these sum to 1; else they are probabilities among all experts.
+    Tokens are sorted by expert and multiplied in blocks of a single expert, so the work is that of the selected experts
+    plus at most one block of padding per expert, and few tokens read the weights of their experts only. On platforms
+    without a kernel for it, `jax.lax.ragged_dot` would multiply every token with every expert.
     """
 
     def __init__(
         self,
         width: int,
-        inside: int,
+        hidden: int,
         activation: str,
         bias: bool,
         *,
         experts: int,
         per_token: int,
-        normalised: bool,
+        normalize_weights: bool,
         dtype: jax.typing.DTypeLike,
         rngs: nnx.Rngs,
     ):
+        """Creates router and experts.
+
+        Args:
+            width: size of input and output.
+            hidden: hidden size of an expert.
+            activation: key of `ACTIVATIONS`.
+            bias: whether router and experts have biases.
+            experts: number of experts.
+            per_token: number of experts per token.
+            normalize_weights: whether the weights of a token's experts sum to 1; otherwise they are probabilities among
+                all experts.
+            dtype: dtype of parameters and activations.
+            rngs: random keys of the initial parameters.
+        """
+
         def linear(inputs: int, outputs: int) -> ExpertLinear:
             return ExpertLinear(experts, inputs, outputs, bias, dtype=dtype, rngs=rngs)
 
-        self.activation, self.experts, self.per_token, self.normalised = activation, experts, per_token, normalised
+        self.activation, self.experts, self.per_token = activation, experts, per_token
+        self.normalize_weights = normalize_weights
         self.router = nnx.Linear(width, experts, use_bias=bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
-        self.gate = linear(width, inside)
-        self.up = linear(width, inside)
-        self.down = linear(inside, width)
+        self.gate = linear(width, hidden)
+        self.up = linear(width, hidden)
+        self.down = linear(hidden, width)
 
     def __call__(self, x: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
-        rows = x.reshape(-1, x.shape[-1])
-        weight, chosen = self.route(rows)
-        place, source, block_expert = blocks_by_expert(chosen, self.experts)
-        blocks = jnp.take(rows, source, axis=0, mode="fill", fill_value=0)
+        """Returns the weighted sum of the outputs of each token's experts."""
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, indices = self.route(tokens)
+        slots, token_of_slot, expert_of_block = blocks_by_expert(indices, self.experts)
+        blocks = jnp.take(tokens, token_of_slot, axis=0, mode="fill", fill_value=0)
 
-        def of_block(given):
-            block, expert = given
-            inside = ACTIVATIONS[self.activation](self.gate.of(expert, block), self.up.of(expert, block))
-            return self.down.of(expert, inside)
+        def apply_expert(block_and_expert):
+            block, expert = block_and_expert
+            hidden = ACTIVATIONS[self.activation](self.gate(expert, block), self.up(expert, block))
+            return self.down(expert, hidden)
 
-        made = jax.lax.map(of_block, (blocks, block_expert)).reshape(-1, x.shape[-1])
-        taken = made[place].astype(jnp.float32) * weight[..., None]
-        return jnp.sum(taken, axis=1).astype(x.dtype).reshape(x.shape)
+        outputs = jax.lax.map(apply_expert, (blocks, expert_of_block)).reshape(-1, x.shape[-1])
+        weighted = outputs[slots].astype(jnp.float32) * weights[..., None]
+        return jnp.sum(weighted, axis=1).astype(x.dtype).reshape(x.shape)
 
-    def route(self, rows: Float[Array, "N W"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
-        """Weights, float32, and numbers of the experts that every token takes."""
-        # Summed and kept in float32: rounded logits of two experts may be equal, and then another one is taken.
-        logits = jnp.dot(rows, self.router.kernel[...], preferred_element_type=jnp.float32)
+    def route(self, tokens: Float[Array, "N W"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
+        """Returns the weights (float32) and numbers of each token's experts."""
+        # Logits stay in float32: rounding could make two experts equal and select another one.
+        logits = jnp.dot(tokens, self.router.kernel[...], preferred_element_type=jnp.float32)
         if self.router.bias is not None:
             logits = logits + self.router.bias[...].astype(jnp.float32)
-        best, chosen = jax.lax.top_k(logits, self.per_token)
-        if self.normalised:  # a softmax among the chosen is the one among all, made to sum to 1
-            return jax.nn.softmax(best, axis=-1), chosen
-        return jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)), chosen
+        top_logits, indices = jax.lax.top_k(logits, self.per_token)
+        if self.normalize_weights:  # the softmax among the selected experts
+            return jax.nn.softmax(top_logits, axis=-1), indices
+        return jnp.exp(top_logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)), indices
 
 
 def blocks_by_expert(
-    chosen: Int[Array, "N k"], experts: int
+    indices: Int[Array, "N k"], experts: int
 ) -> tuple[Int[Array, "N k"], Int[Array, "blocks b"], Int[Array, "blocks"]]:
-    """Blocks of tokens that take the same expert.
+    """Groups tokens into blocks of one expert each.
+
+    Args:
+        indices: experts of every token.
+        experts: number of experts.
 
     Returns:
-        The slot, among all of the blocks', of every token's every choice; the token of every slot, N where it is empty;
-        and every block's expert.
+        The slot of every token and expert among all blocks' slots, the token of every slot (N for empty slots), and the
+        expert of every block.
     """
-    rows, per_token = chosen.shape
-    entries = rows * per_token
+    num_tokens, per_token = indices.shape
+    entries = num_tokens * per_token
     size = 1
     while size < BLOCK and size * experts < entries:
         size *= 2
     blocks = entries if size == 1 else entries // size + min(experts, entries)
-    expert = chosen.reshape(-1)
+    expert = indices.reshape(-1)
     counts = jnp.bincount(expert, length=experts)
-    needed = -(-counts // size)  # blocks of every expert
-    last = jnp.cumsum(needed)
+    block_counts = -(-counts // size)
+    block_ends = jnp.cumsum(block_counts)
     order = jnp.argsort(expert, stable=True)
-    within = jnp.arange(entries) - (jnp.cumsum(counts) - counts)[expert[order]]  # the how-many-th of its expert
-    slot = (
-        jnp.zeros(entries, jnp.int32).at[order].set(((last - needed)[expert[order]] * size + within).astype(jnp.int32))
-    )
-    source = jnp.full(blocks * size, rows, jnp.int32).at[slot].set(jnp.arange(entries, dtype=jnp.int32) // per_token)
-    block_expert = jnp.minimum(jnp.searchsorted(last, jnp.arange(blocks), side="right"), experts - 1)
-    return slot.reshape(chosen.shape), source.reshape(blocks, size), block_expert
+    rank = jnp.arange(entries) - (jnp.cumsum(counts) - counts)[expert[order]]  # within the entries of one expert
+    sorted_slots = (block_ends - block_counts)[expert[order]] * size + rank
+    slots = jnp.zeros(entries, jnp.int32).at[order].set(sorted_slots.astype(jnp.int32))
+    token_of_entry = jnp.arange(entries, dtype=jnp.int32) // per_token
+    token_of_slot = jnp.full(blocks * size, num_tokens, jnp.int32).at[slots].set(token_of_entry)
+    expert_of_block = jnp.minimum(jnp.searchsorted(block_ends, jnp.arange(blocks), side="right"), experts - 1)
+    return slots.reshape(indices.shape), token_of_slot.reshape(blocks, size), expert_of_block

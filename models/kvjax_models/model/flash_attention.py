@@ -1,6 +1,6 @@
-"""Causal attention of whole prompts by kernels that come with JAX: splash attention on TPUs, cuDNN's on NVIDIA GPUs.
+"""Causal attention of entire prompts by kernels that come with JAX: splash attention on TPUs, cuDNN on NVIDIA GPUs.
 
-Which of them a program takes, and why not, `unsupported_reason` says. Where neither is taken, prompts are read chunk by chunk
+`unsupported_reason` tells whether a platform's kernel supports a layer. If not, prompts are processed chunk by chunk
 (`exact_attention`).
 """
 
@@ -19,47 +19,60 @@ from jaxtyping import Array, Float, Int
 
 from kvjax_models.model.llama import DecoderLayer
 
-# Queries, and keys, of a step of splash attention, whose own default of 128 is far too small; the fewest it takes.
+# Splash attention's block of queries and of keys (its default of 128 is far too small), and its smallest block.
 BLOCK, LANES = 1024, 128
-# Numbers of a table of steps, which lies in a TPU's memory for scalars.
-_MOST_STEPS = 2**18
+_MAX_STEPS = 2**18  # size of splash attention's table of steps, which must fit a TPU's scalar memory
 
 
 class AttentionSpec(NamedTuple):
-    """What a layer asks of attention over its prompts."""
+    """The attention that a layer computes over its prompts."""
 
     dtype: np.dtype
-    tokens: int  # prompts are padded to so many
+    tokens: int  # padded length of the prompts
     head_dim: int
-    window: int | None  # tokens that a token sees, itself included
+    window: int | None  # maximum number of visible tokens including the token itself
     logit_cap: float | None
-    sinks: bool  # whether there are logits of sinks
-    pieces: int = 1  # equal ones, which the prompt consists of
-    runs: int = 1  # equal ones, which each piece consists of: the queries are those of one run of each (`run_of`)
+    sinks: bool  # whether there are attention sink logits
+    chunks: int = 1  # number of equal chunks of the prompt
+    runs: int = 1  # number of equal runs per chunk; the queries are those of one run of each (`run_index`)
 
     @classmethod
-    def of(cls, layer: DecoderLayer, dtype: np.dtype, tokens: int, pieces: int = 1, runs: int = 1) -> "AttentionSpec":
-        """What a layer asks whose numbers have that dtype."""
+    def for_layer(
+        cls, layer: DecoderLayer, dtype: np.dtype, tokens: int, chunks: int = 1, runs: int = 1
+    ) -> "AttentionSpec":
+        """Returns the spec of a layer.
+
+        Args:
+            layer: the layer.
+            dtype: dtype of queries, keys and values.
+            tokens: padded length of the prompts.
+            chunks: number of chunks.
+            runs: number of runs per chunk.
+        """
         sinks = layer.sink_logits is not None
-        return cls(
-            dtype, tokens, layer.attention.head_dim, layer.window, layer.attention_logit_cap, sinks, pieces, runs
-        )
+        head_dim = layer.attention.head_dim
+        return cls(dtype, tokens, head_dim, layer.window, layer.attention_logit_cap, sinks, chunks, runs)
 
     def positions(self, run: Int[Array, ""] | int = 0) -> Int[Array, "n"] | Int[np.ndarray, "n"]:
-        """The tokens whose queries are asked: those of that run of the first piece."""
-        length = self.tokens // (self.pieces * self.runs)
-        number = np.arange(self.pieces * length)
-        piece = number // length
-        return (piece * self.runs + run_index(piece, self.runs, run)) * length + number % length
+        """Returns the positions of the queries, given the run of the first chunk."""
+        length = self.tokens // (self.chunks * self.runs)
+        index = np.arange(self.chunks * length)
+        chunk = index // length
+        return (chunk * self.runs + run_index(chunk, self.runs, run)) * length + index % length
 
 
-def run_index(piece: Any, runs: int, run: Any) -> Any:
-    """Which run of a piece is that of number `run` in the first: the order turns from piece to piece, so that who has
-    an early run of one has a late run of the next."""
-    return run + piece % 2 * (runs - 1 - 2 * run)
+def run_index(chunk: Any, runs: int, run: Any) -> Any:
+    """Returns the run of a chunk in zigzag order, which balances the work of causal attention between devices.
+
+    Args:
+        chunk: index of the chunk.
+        runs: number of runs per chunk.
+        run: the run of the first chunk; odd chunks reverse the order.
+    """
+    return run + chunk % 2 * (runs - 1 - 2 * run)
 
 
-# Queries, keys, values, sinks, and the number of the run that the queries are of.
+# Takes queries, keys, values, attention sink logits, and the run of the first chunk that the queries belong to.
 Attend = Callable[
     [
         Float[Array, "B n H_q D"],
@@ -72,139 +85,162 @@ Attend = Callable[
 ]
 
 
-def unsupported_reason(platform: str, asked: AttentionSpec) -> str | None:
-    """Why programs for a platform ("tpu", "cuda", "cpu") read such prompts chunk by chunk, in XLA's products; None
-    where they take the platform's kernel."""
+def unsupported_reason(platform: str, spec: AttentionSpec) -> str | None:
+    """Explains why programs for a platform process prompts chunk by chunk instead of with a kernel.
+
+    Args:
+        platform: "tpu", "cuda" or "cpu".
+        spec: attention to compute.
+
+    Returns:
+        The reason; None if the platform's kernel supports the attention.
+    """
     if platform not in _KERNELS:
-        return f"there is no kernel for {platform!r}"
-    if asked.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"{asked.dtype} numbers: the kernel would round them to 16 bits"
-    return _KERNELS[platform].unsupported_reason(asked)
+        return f"{platform!r} has no attention kernel"
+    if spec.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"{spec.dtype} numbers: the kernel would round them to 16 bits"
+    return _KERNELS[platform].unsupported_reason(spec)
 
 
-def available_kernels(asked: AttentionSpec) -> dict[str, Attend]:
-    """What attends to prompts as asked, for every platform whose kernel does."""
-    able = (platform for platform in _KERNELS if unsupported_reason(platform, asked) is None)
-    return {platform: functools.partial(_KERNELS[platform].attend, asked) for platform in able}
+def available_kernels(spec: AttentionSpec) -> dict[str, Attend]:
+    """Returns the attention functions of all platforms whose kernel supports the attention."""
+    platforms = (platform for platform in _KERNELS if unsupported_reason(platform, spec) is None)
+    return {platform: functools.partial(_KERNELS[platform].attend, spec) for platform in platforms}
 
 
 # --- TPU ---
 
 
-def _why_not_splash(asked: AttentionSpec) -> str | None:
-    if asked.dtype != jnp.bfloat16:
-        return f"{asked.dtype} numbers: TPUs multiply bfloat16 ones"
-    if asked.head_dim % 64:
-        return f"a head dimension of {asked.head_dim}; splash attention takes multiples of 64"
-    if -(-asked.tokens // (asked.runs * _block(asked))) * _width(asked) > _MOST_STEPS:
-        return f"{asked.tokens} tokens have more blocks than a table for scalars has places"
+def _splash_unsupported(spec: AttentionSpec) -> str | None:
+    """Returns why splash attention does not support the attention."""
+    if spec.dtype != jnp.bfloat16:
+        return f"{spec.dtype} numbers: TPUs multiply bfloat16"
+    if spec.head_dim % 64:
+        return f"a head dimension of {spec.head_dim}; splash attention requires a multiple of 64"
+    if -(-spec.tokens // (spec.runs * _block_size(spec))) * _max_kv_blocks(spec) > _MAX_STEPS:
+        return f"{spec.tokens} tokens have more blocks than fit in a TPU's scalar memory"
     return None
 
 
-def _splash(asked: AttentionSpec, query, keys, values, sink_logits, run=0, *, interpret: bool = False):
-    block, (_, queries, heads, head_dim) = _block(asked), query.shape
-    # What is padded comes last, and no token sees it.
-    wide = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % block), (0, 0)))  # noqa: E731
-    rows = wide((query.astype(jnp.float32) / math.sqrt(head_dim)).astype(query.dtype).swapaxes(1, 2))
-    positions: Any = jnp.pad(asked.positions(run), (0, rows.shape[2] - queries), mode="edge").astype(jnp.int32)
-    of, kinds = _steps(asked, positions)
-    behind = None if asked.window is None else asked.window - 1
-    mask = masks.LocalMask((rows.shape[2], rows.shape[2]), (behind, 0), 0)
+def _splash_attention(spec: AttentionSpec, query, keys, values, sink_logits, run=0, *, interpret: bool = False):
+    """Returns the output of splash attention; see `Attend`."""
+    block, (_, num_queries, heads, head_dim) = _block_size(spec), query.shape
+
+    def pad(x: Array) -> Array:
+        # Padding comes last, so causal attention never reads it.
+        return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % block), (0, 0)))
+
+    queries = pad((query.astype(jnp.float32) / math.sqrt(head_dim)).astype(query.dtype).swapaxes(1, 2))
+    padding = (0, queries.shape[2] - num_queries)
+    positions: Any = jnp.pad(spec.positions(run), padding, mode="edge").astype(jnp.int32)
+    kv_blocks, visibility = _kv_blocks(spec, positions)
+    lookback = None if spec.window is None else spec.window - 1
+    mask = masks.LocalMask((queries.shape[2], queries.shape[2]), (lookback, 0), 0)
+    mask_info = MaskInfo(
+        data_next=kv_blocks[None],
+        mask_next=None,
+        block_mask=visibility[None],
+        partial_mask_blocks=None,
+        q_sequence=positions,
+    )
+    block_sizes = splash.BlockSizes(
+        block_q=block, block_kv=block, block_kv_compute=math.gcd(block, 512 if block <= BLOCK else 256)
+    )
     kernel = splash.SplashAttentionKernel(
-        MaskInfo(
-            data_next=of[None],
-            mask_next=None,
-            block_mask=kinds[None],
-            partial_mask_blocks=None,
-            q_sequence=positions,
-        ),
+        mask_info,
         None,
         None,
-        block_sizes=splash.BlockSizes(
-            block_q=block, block_kv=block, block_kv_compute=math.gcd(block, 512 if block <= BLOCK else 256)
-        ),
+        block_sizes=block_sizes,
         is_mqa=False,
         save_residuals=False,
         mask_value=splash.DEFAULT_MASK_VALUE,
-        attn_logits_soft_cap=asked.logit_cap,
+        attn_logits_soft_cap=spec.logit_cap,
         residual_checkpoint_name=None,
         mask_function=mask.mask_function,
         interpret=interpret,
     )
     sinks = None if sink_logits is None else jnp.broadcast_to(sink_logits.astype(jnp.float32), (heads,))
-    of_row: Callable[..., Any] = lambda *given: kernel(*given, None, sinks)  # noqa: E731
-    attended: Array = jax.vmap(of_row)(rows, wide(keys), wide(values))
-    return attended[:, :, :queries].swapaxes(1, 2).astype(query.dtype)
+
+    def attend(queries: Array, keys: Array, values: Array) -> Any:
+        return kernel(queries, keys, values, None, sinks)
+
+    attended: Array = jax.vmap(attend)(queries, pad(keys), pad(values))
+    return attended[:, :, :num_queries].swapaxes(1, 2).astype(query.dtype)
 
 
-def _block(asked: AttentionSpec) -> int:
-    wide = BLOCK if asked.tokens <= 512 * BLOCK else 2 * BLOCK
-    return min(wide, -(-asked.tokens // LANES) * LANES)
+def _block_size(spec: AttentionSpec) -> int:
+    """Returns the number of queries, and of keys, per block."""
+    block = BLOCK if spec.tokens <= 512 * BLOCK else 2 * BLOCK
+    return min(block, -(-spec.tokens // LANES) * LANES)
 
 
-def _steps(
-    asked: AttentionSpec, positions: Int[Array, "n"]
+def _kv_blocks(
+    spec: AttentionSpec, positions: Int[Array, "n"]
 ) -> tuple[Int[Array, "n_blocks steps"], Int[Array, "n_blocks steps"]]:
-    """Which blocks of keys a block of queries at these rising positions reads, one behind the other, and what of each
-    it sees: 0 nothing (the block is there to be fetched ahead), 1 a part, 2 all.
+    """Returns which KV blocks each block of queries reads and how much of each is visible.
 
-    JAX finds the same by evaluating the mask token by token, which takes a minute for 128k tokens.
+    Visibility is 0 for none (the block is prefetched for the next queries), 1 for a part and 2 for all. JAX derives the
+    same by evaluating the mask token by token, which takes a minute for 128k tokens.
     """
-    block = _block(asked)
+    block = _block_size(spec)
     earliest, latest = positions[::block, None], positions[block - 1 :: block, None]
-    first, last = _seen(asked, earliest, latest)
-    own = first + np.arange(_width(asked))
-    seen = own <= last
-    sees_all = ((own + 1) * block <= earliest) & (latest - own * block < (asked.window or asked.tokens))
-    following = jnp.append(first[1:], jnp.zeros((1, 1), first.dtype), axis=0)
-    return jnp.where(seen, own, following).astype(np.int16), seen.astype(np.int8) + (seen & sees_all)
+    first, last = _kv_block_range(spec, earliest, latest)
+    index = first + np.arange(_max_kv_blocks(spec))
+    is_visible = index <= last
+    is_complete = ((index + 1) * block <= earliest) & (latest - index * block < (spec.window or spec.tokens))
+    prefetched = jnp.append(first[1:], jnp.zeros((1, 1), first.dtype), axis=0)
+    visibility = is_visible.astype(np.int8) + (is_visible & is_complete)
+    return jnp.where(is_visible, index, prefetched).astype(np.int16), visibility
 
 
-def _seen(asked: AttentionSpec, earliest: Any, latest: Any) -> tuple[Any, Any]:
-    """The first and the last block of keys that queries see between two positions."""
-    block = _block(asked)
-    return (earliest - (asked.window or asked.tokens) + 1).clip(0) // block, latest // block
+def _kv_block_range(spec: AttentionSpec, earliest: Any, latest: Any) -> tuple[Any, Any]:
+    """Returns the first and the last KV block that queries between two positions read."""
+    block = _block_size(spec)
+    return (earliest - (spec.window or spec.tokens) + 1).clip(0) // block, latest // block
 
 
 @functools.lru_cache(maxsize=64)
-def _width(asked: AttentionSpec) -> int:
-    """The most blocks of keys that a block of queries sees."""
-    block, width = _block(asked), 0
-    for run in range(asked.runs):
-        positions = np.asarray(asked.positions(run))
+def _max_kv_blocks(spec: AttentionSpec) -> int:
+    """Returns the maximum number of KV blocks that a block of queries reads."""
+    block, maximum = _block_size(spec), 0
+    for run in range(spec.runs):
+        positions = np.asarray(spec.positions(run))
         positions = np.pad(positions, (0, -len(positions) % block), mode="edge")
-        first, last = _seen(asked, positions[::block], positions[block - 1 :: block])
-        width = max(width, int(np.max(last - first)) + 1)
-    return width
+        first, last = _kv_block_range(spec, positions[::block], positions[block - 1 :: block])
+        maximum = max(maximum, int(np.max(last - first)) + 1)
+    return maximum
 
 
 # --- GPU ---
 
 
-def _why_not_cudnn(asked: AttentionSpec) -> str | None:
-    if asked.logit_cap is not None:
-        return "logits have a cap, which cuDNN does not know"
-    if asked.sinks:
-        return "attention has sinks, which cuDNN does not know"
-    if asked.runs > 1:
-        return "devices share a prompt's queries, whose offsets cuDNN does not know"
-    if asked.head_dim % 8 or asked.head_dim > 128:
-        return f"a head dimension of {asked.head_dim}; cuDNN takes multiples of 8 up to 128 on every GPU"
-    return _why_not_device()
+def _cudnn_unsupported(spec: AttentionSpec) -> str | None:
+    """Returns why cuDNN does not support the attention."""
+    if spec.logit_cap is not None:
+        return "logits have a cap, which cuDNN does not support"
+    if spec.sinks:
+        return "attention sinks, which cuDNN does not support"
+    if spec.runs > 1:
+        return "devices share the queries of a prompt; cuDNN does not support their offsets"
+    if spec.head_dim % 8 or spec.head_dim > 128:
+        return f"a head dimension of {spec.head_dim}; cuDNN requires a multiple of 8 up to 128 on every GPU"
+    return _gpu_unsupported()
 
 
-def _why_not_device() -> str | None:
+def _gpu_unsupported() -> str | None:
+    """Returns why this process's GPU does not support cuDNN's attention."""
     if jax.default_backend() != "gpu":
-        return "this process has no GPU to ask for its cuDNN"
+        return "this process has no GPU whose cuDNN could be queried"
     device = jax.local_devices()[0]
     if not hasattr(device, "compute_capability") or float(device.compute_capability) < 8:
-        return f"cuDNN's attention needs an NVIDIA GPU of compute capability 8.0 or later; this is {device.device_kind}"
+        return f"cuDNN requires an NVIDIA GPU of compute capability 8.0 or later, not {device.device_kind}"
     return None
 
 
-def _cudnn(asked: AttentionSpec, query, keys, values, sink_logits, run=0):
+def _cudnn_attention(spec: AttentionSpec, query, keys, values, sink_logits, run=0):
+    """Returns the output of cuDNN's attention; see `Attend`."""
     assert sink_logits is None and run == 0
-    window = None if asked.window is None else (asked.window - 1, 0)
+    window = None if spec.window is None else (spec.window - 1, 0)
     return jax.nn.dot_product_attention(
         query,
         keys.swapaxes(1, 2),
@@ -220,4 +256,7 @@ class _Kernel(NamedTuple):
     attend: Callable[..., Array]
 
 
-_KERNELS = {"tpu": _Kernel(_why_not_splash, _splash), "cuda": _Kernel(_why_not_cudnn, _cudnn)}
+_KERNELS = {
+    "tpu": _Kernel(_splash_unsupported, _splash_attention),
+    "cuda": _Kernel(_cudnn_unsupported, _cudnn_attention),
+}

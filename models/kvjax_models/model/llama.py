@@ -1,8 +1,8 @@
-"""One Flax NNX decoder for the Llama family and its kin: Mistral, Qwen, Gemma, GLM, Phi, OLMo, mixtures of experts.
+"""A Flax NNX decoder for the Llama family: Mistral, Qwen, Gemma, GLM, Phi, OLMo, mixtures of experts and others.
 
-What families differ in is configuration. The model is cut where a cache goes: a layer's `project` gives queries, keys
-and values, its `finish` takes what attention returned. Everything between the two (full attention here, a compressed
-cache in `generate`) is the caller's, so the model knows nothing of caches.
+The configuration expresses the differences between families. A layer consists of two functions: `project` computes
+queries, keys and values, `finish` takes the output of attention. Attention in between, with or without a compressed KV
+cache, is up to the caller.
 """
 
 from collections.abc import Mapping
@@ -21,142 +21,219 @@ from kvjax_models.model.rotary import rotation
 
 
 class RMSNorm(nnx.Module):
-    """x over its root mean square, times a stored scale (and an offset of it); float32 inside, rounded once."""
+    """Root mean square normalization, computed in float32 and rounded once."""
 
     def __init__(self, features: int, config: LlamaConfig, dtype: jax.typing.DTypeLike):
+        """Creates a norm.
+
+        Args:
+            features: size of the normalized axis.
+            config: configuration with epsilon and offset of the norm.
+            dtype: dtype of the scale.
+        """
         self.epsilon, self.offset = config.norm_epsilon, config.norm_offset
         self.scale = nnx.Param(jnp.full(features, 1 - config.norm_offset, dtype))
 
     def __call__(self, x: Float[Array, "... W"]) -> Float[Array, "... W"]:
-        wide = x.astype(jnp.float32)
-        factor = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
-        return (wide * (factor * (self.scale[...].astype(jnp.float32) + self.offset))).astype(x.dtype)
+        """Returns the normalized and scaled input."""
+        x_float32 = x.astype(jnp.float32)
+        factor = jax.lax.rsqrt(jnp.mean(jnp.square(x_float32), axis=-1, keepdims=True) + self.epsilon)
+        return (x_float32 * (factor * (self.scale[...].astype(jnp.float32) + self.offset))).astype(x.dtype)
 
 
 class Attention(nnx.Module):
-    """The projections around attention, with biases, norms of queries and keys, and sinks where a family has them."""
+    """The projections of attention, with optional biases, norms of queries and keys, and sink logits."""
 
     def __init__(self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
-        given: Mapping[str, Any] = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
+        """Creates the projections.
+
+        Args:
+            config: configuration of the model.
+            dtype: dtype of parameters and activations.
+            rngs: random keys of the initial parameters.
+        """
+        options: Mapping[str, Any] = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
         query_width, kv_width = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
         self.query_heads, self.kv_heads, self.head_dim = config.query_heads, config.kv_heads, config.head_dim
         self.query_key_norm, self.joint_norm = config.query_key_norm, config.joint_query_key_norm
-        # What makes q.k / sqrt(D) the model's logit.
+        # Attention divides logits by sqrt(head_dim); this factor makes it the model's scale.
         scale = config.attention_scale
         self.query_scale = 1.0 if scale is None else scale * config.head_dim**0.5
-        # One product for all three: of every kv head the queries of its group, its key and its value, side by side, so
-        # that devices take whole heads.
-        self.group = config.query_heads // config.kv_heads
-        made = (config.kv_heads, self.group + 2, config.head_dim)
-        self.qkv = nnx.LinearGeneral(config.width, made, use_bias=config.qkv_bias, **given)
-        self.output = nnx.Linear(query_width, config.width, use_bias=config.output_bias, **given)
+        # One projection [W, H_kv, G + 2, D]: each KV head with the queries of its group, so that devices get entire
+        # heads.
+        self.group_size = config.query_heads // config.kv_heads
+        shape = (config.kv_heads, self.group_size + 2, config.head_dim)
+        self.qkv = nnx.LinearGeneral(config.width, shape, use_bias=config.qkv_bias, **options)
+        self.output = nnx.Linear(query_width, config.width, use_bias=config.output_bias, **options)
         if config.query_key_norm:
             self.query_norm = RMSNorm(query_width if self.joint_norm else config.head_dim, config, dtype)
             self.key_norm = RMSNorm(kv_width if self.joint_norm else config.head_dim, config, dtype)
         self.sinks = nnx.Param(jnp.zeros(config.query_heads, dtype)) if config.attention_sinks else None
 
-    def project(self, x, cos, sin):
-        made = self.qkv(x)
-        return self._queries(made[..., : self.group, :], cos, sin), *self._stored(made[..., self.group :, :], cos, sin)
+    def project(
+        self, x: Float[Array, "B T W"], cos: Float[Array, "B T half_D"], sin: Float[Array, "B T half_D"]
+    ) -> tuple[Float[Array, "B T H_q D"], Float[Array, "B T H_kv D"], Float[Array, "B T H_kv D"]]:
+        """Returns queries, keys (both rotated) and values.
 
-    def project_queries(self, x, cos, sin):
-        return self._queries(self._made(x, slice(None, self.group)), cos, sin)
+        Args:
+            x: normalized residual stream.
+            cos: cosine of the rotary angles.
+            sin: sine of the rotary angles.
+        """
+        qkv = self.qkv(x)
+        queries = self._rotate_queries(qkv[..., : self.group_size, :], cos, sin)
+        return queries, *self._rotate_keys(qkv[..., self.group_size :, :], cos, sin)
 
-    def project_kv(self, x, cos, sin):
-        return self._stored(self._made(x, slice(self.group, None)), cos, sin)
+    def project_queries(
+        self, x: Float[Array, "B T W"], cos: Float[Array, "B T half_D"], sin: Float[Array, "B T half_D"]
+    ) -> Float[Array, "B T H_q D"]:
+        """Returns the rotated queries only.
 
-    def _made(self, x, part):
-        """A part of what `qkv` makes of x."""
-        made = jnp.einsum("...w,whnd->...hnd", x, self.qkv.kernel[...][:, :, part])
-        return made if self.qkv.bias is None else made + self.qkv.bias[...][:, part]
+        Args:
+            x: normalized residual stream.
+            cos: cosine of the rotary angles.
+            sin: sine of the rotary angles.
+        """
+        return self._rotate_queries(self._project_slice(x, slice(None, self.group_size)), cos, sin)
 
-    def _queries(self, made, cos, sin):
-        query = made.reshape(*made.shape[:-3], self.query_heads, self.head_dim)
+    def project_kv(
+        self, x: Float[Array, "B T W"], cos: Float[Array, "B T half_D"], sin: Float[Array, "B T half_D"]
+    ) -> tuple[Float[Array, "B T H_kv D"], Float[Array, "B T H_kv D"]]:
+        """Returns the rotated keys and the values only.
+
+        Args:
+            x: normalized residual stream.
+            cos: cosine of the rotary angles.
+            sin: sine of the rotary angles.
+        """
+        return self._rotate_keys(self._project_slice(x, slice(self.group_size, None)), cos, sin)
+
+    def _project_slice(self, x: Array, index: slice) -> Array:
+        """Returns a slice of the fused projection's output."""
+        y = jnp.einsum("...w,whnd->...hnd", x, self.qkv.kernel[...][:, :, index])
+        return y if self.qkv.bias is None else y + self.qkv.bias[...][:, index]
+
+    def _rotate_queries(self, y: Array, cos: Array, sin: Array) -> Array:
+        query = y.reshape(*y.shape[:-3], self.query_heads, self.head_dim)
         if self.query_key_norm:
-            query = self._normed(self.query_norm, query)
-        # Scaled by way of the rotation: one rounding in place of two.
+            query = self._normalize_heads(self.query_norm, query)
+        # Scaling cosine and sine instead of the queries avoids a second rounding.
         return rope.rotate(query, cos * self.query_scale, sin * self.query_scale)
 
-    def _stored(self, made, cos, sin):
-        key, value = made[..., 0, :], made[..., 1, :]
+    def _rotate_keys(self, y: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
+        key, value = y[..., 0, :], y[..., 1, :]
         if self.query_key_norm:
-            key = self._normed(self.key_norm, key)
+            key = self._normalize_heads(self.key_norm, key)
         return rope.rotate(key, cos, sin), value
 
-    def _normed(self, norm, heads):
-        return norm(heads.reshape(*heads.shape[:-2], -1)).reshape(heads.shape) if self.joint_norm else norm(heads)
+    def _normalize_heads(self, norm: RMSNorm, x: Array) -> Array:
+        return norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape) if self.joint_norm else norm(x)
 
 
 class DecoderLayer(nnx.Module):
-    """One block: `project`, then attention by the caller, then `finish`. What attention must know of the layer besides:
-    `window`, `attention_logit_cap` and `sink_logits`."""
+    """One layer: `project`, then attention by the caller, then `finish`.
+
+    Attention also depends on the layer's `window`, `attention_logit_cap` and `sink_logits`.
+    """
 
     def __init__(self, config: LlamaConfig, number: int, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
+        """Creates a layer.
+
+        Args:
+            config: configuration of the model.
+            number: number of the layer.
+            dtype: dtype of parameters and activations.
+            rngs: random keys of the initial parameters.
+        """
         self.window, self.attention_logit_cap = config.window(number), config.attention_logit_cap
         self.residual_scale = config.residual_scale
-        before, after = config.norms != "post", config.norms != "pre"
-        self.attention_norm = RMSNorm(config.width, config, dtype) if before else None
+        has_pre_norm, has_post_norm = config.norms != "post", config.norms != "pre"
+        self.attention_norm = RMSNorm(config.width, config, dtype) if has_pre_norm else None
         self.attention = Attention(config, dtype=dtype, rngs=rngs)
-        self.after_attention_norm = RMSNorm(config.width, config, dtype) if after else None
-        self.mlp_norm = RMSNorm(config.width, config, dtype) if before else None
-        self.mlp = _mlp(config, number, dtype, rngs)
-        self.after_mlp_norm = RMSNorm(config.width, config, dtype) if after else None
+        self.after_attention_norm = RMSNorm(config.width, config, dtype) if has_post_norm else None
+        self.mlp_norm = RMSNorm(config.width, config, dtype) if has_pre_norm else None
+        self.mlp = _make_mlp(config, number, dtype, rngs)
+        self.after_mlp_norm = RMSNorm(config.width, config, dtype) if has_post_norm else None
 
     @property
     def sink_logits(self) -> Float[Array, "H_q"] | None:
-        """Of every query head the logit of an entry without a value."""
+        """The attention sink logit of every query head; None without sinks."""
         return None if self.attention.sinks is None else self.attention.sinks[...]
 
     def project(
         self, x: Float[Array, "B T W"], cos: Float[Array, "B T half_D"], sin: Float[Array, "B T half_D"]
     ) -> tuple[Float[Array, "B T H_q D"], Float[Array, "B T H_kv D"], Float[Array, "B T H_kv D"]]:
-        """Queries, keys (both rotated) and values of the tokens in x."""
-        return self.attention.project(_normed(self.attention_norm, x), cos, sin)
+        """Returns queries, keys (both rotated) and values.
+
+        Args:
+            x: residual stream.
+            cos: cosine of the rotary angles.
+            sin: sine of the rotary angles.
+        """
+        return self.attention.project(_normalize(self.attention_norm, x), cos, sin)
 
     def project_queries(
         self, x: Float[Array, "B T W"], cos: Float[Array, "B T half_D"], sin: Float[Array, "B T half_D"]
     ) -> Float[Array, "B T H_q D"]:
-        """What `project` gives first, where the rest is not needed."""
-        return self.attention.project_queries(_normed(self.attention_norm, x), cos, sin)
+        """Returns the rotated queries only.
+
+        Args:
+            x: residual stream.
+            cos: cosine of the rotary angles.
+            sin: sine of the rotary angles.
+        """
+        return self.attention.project_queries(_normalize(self.attention_norm, x), cos, sin)
 
     def project_kv(
         self, x: Float[Array, "B T W"], cos: Float[Array, "B T half_D"], sin: Float[Array, "B T half_D"]
     ) -> tuple[Float[Array, "B T H_kv D"], Float[Array, "B T H_kv D"]]:
-        """What `project` gives behind that: keys and values."""
-        return self.attention.project_kv(_normed(self.attention_norm, x), cos, sin)
+        """Returns the rotated keys and the values only.
+
+        Args:
+            x: residual stream.
+            cos: cosine of the rotary angles.
+            sin: sine of the rotary angles.
+        """
+        return self.attention.project_kv(_normalize(self.attention_norm, x), cos, sin)
 
     def finish(self, x: Float[Array, "B T W"], attended: Float[Array, "B T H_q D"]) -> Float[Array, "B T W"]:
-        """Adds the attention output and the MLP to the residual stream."""
-        heads = attended.reshape(*x.shape[:-1], -1).astype(x.dtype)
-        x = self._added(x, _normed(self.after_attention_norm, self.attention.output(heads)))
-        return self._added(x, _normed(self.after_mlp_norm, self.mlp(_normed(self.mlp_norm, x))))
+        """Returns the residual stream after the output projection of attention and the MLP.
 
-    def _added(self, x: Array, made: Array) -> Array:
-        return x + (made if self.residual_scale == 1 else made * self.residual_scale)
+        Args:
+            x: residual stream before the layer.
+            attended: output of attention.
+        """
+        heads = attended.reshape(*x.shape[:-1], -1).astype(x.dtype)
+        x = self._add_residual(x, _normalize(self.after_attention_norm, self.attention.output(heads)))
+        return self._add_residual(x, _normalize(self.after_mlp_norm, self.mlp(_normalize(self.mlp_norm, x))))
+
+    def _add_residual(self, x: Array, y: Array) -> Array:
+        return x + (y if self.residual_scale == 1 else y * self.residual_scale)
 
 
 class Llama(nnx.Module):
-    """The decoder. Parameters live in an `nnx.split` state; caches are plain pytrees beside it."""
+    """The decoder. KV caches are separate pytrees that the caller manages."""
 
     def __init__(self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        """Creates a decoder with random parameters.
+
+        Args:
+            config: configuration.
+            dtype: dtype of parameters and activations.
+            rngs: random keys of the initial parameters.
+        """
         self.config = config
+        options: Mapping[str, Any] = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
         self.embedding = nnx.Embed(
-            config.vocab_size,
-            config.width,
-            dtype=dtype,
-            param_dtype=dtype,
-            rngs=rngs,
-            embedding_init=nnx.initializers.normal(0.02),
+            config.vocab_size, config.width, embedding_init=nnx.initializers.normal(0.02), **options
         )
         self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.layers)])
         self.norm = RMSNorm(config.width, config, dtype)
         if not config.tied_embeddings:
-            self.head = nnx.Linear(
-                config.width, config.vocab_size, use_bias=False, dtype=dtype, param_dtype=dtype, rngs=rngs
-            )
+            self.head = nnx.Linear(config.width, config.vocab_size, use_bias=False, **options)
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
-        """Token embeddings, the start of the residual stream."""
+        """Returns the scaled token embeddings, the start of the residual stream."""
         x, scale = self.embedding(tokens), self.config.embedding_scale
         scale = self.config.width**0.5 if scale is None else scale
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
@@ -164,23 +241,28 @@ class Llama(nnx.Module):
     def rotation(
         self, positions: Int[Array, "B T"], layer: int = 0, tokens: int | None = None
     ) -> tuple[Float[Array, "B T half_D"], Float[Array, "B T half_D"]]:
-        """Cosine and sine for a layer's `project`, in sequences that may grow to so many tokens (`max_length`); most
-        models' layers share them."""
+        """Returns cosine and sine for `DecoderLayer.project`; in most models all layers share them.
+
+        Args:
+            positions: positions of the tokens.
+            layer: number of the layer.
+            tokens: maximum length of the sequences; see `LlamaConfig.rotary`.
+        """
         return rotation(self.config.rotary(layer, tokens), positions)
 
     def hidden_states(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
-        """The residual stream after the last layer under full causal attention (training and reference runs)."""
+        """Returns the residual stream after the last layer with full causal attention, for training and references."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x = self.embed(tokens)
         for number, layer in enumerate(self.layers):
             query, key, value = layer.project(x, *self.rotation(positions, number, tokens.shape[1]))
-            x = layer.finish(x, _attended(layer, query, key, value))
+            x = layer.finish(x, _causal_attention(layer, query, key, value))
         return x
 
     def logits(self, x: Float[Array, "... W"]) -> Float[Array, "... V"]:
-        """Next-token logits, float32, from the residual stream after the last layer."""
+        """Returns next-token logits, float32, from the residual stream after the last layer."""
         x = self.norm(x)
-        # Contracting against the embedding itself: a transposed copy would double a tied model's largest tensor.
+        # Contracted with the embedding itself: a transposed copy would double a tied model's largest tensor.
         weights = self.embedding.embedding[...] if self.config.tied_embeddings else self.head.kernel[...]
         width_axis = 1 if self.config.tied_embeddings else 0
         logits = jax.lax.dot_general(
@@ -190,14 +272,19 @@ class Llama(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-        """Logits of every position under full causal attention."""
+        """Returns the logits of every position with full causal attention."""
         return self.logits(self.hidden_states(tokens))
 
 
-def _mlp(config: LlamaConfig, layer: int, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs) -> Mlp | Experts:
-    given: Mapping[str, Any] = {"dtype": dtype, "rngs": rngs}
+def parameter_bytes(model: Llama) -> int:
+    """Returns the bytes of all parameters."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+
+
+def _make_mlp(config: LlamaConfig, layer: int, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs) -> Mlp | Experts:
+    """Returns the MLP or the experts of a layer."""
     if not config.experts or layer in config.dense_layers:
-        return Mlp(config.width, config.mlp_width, config.activation, config.mlp_bias, **given)
+        return Mlp(config.width, config.mlp_width, config.activation, config.mlp_bias, dtype=dtype, rngs=rngs)
     return Experts(
         config.width,
         config.expert_width,
@@ -205,17 +292,18 @@ def _mlp(config: LlamaConfig, layer: int, dtype: jax.typing.DTypeLike, rngs: nnx
         config.mlp_bias,
         experts=config.experts,
         per_token=config.experts_per_token,
-        normalised=config.normalize_expert_weights,
-        **given,
+        normalize_weights=config.normalize_expert_weights,
+        dtype=dtype,
+        rngs=rngs,
     )
 
 
-def _normed(norm: RMSNorm | None, x: Array) -> Array:
+def _normalize(norm: RMSNorm | None, x: Array) -> Array:
     return x if norm is None else norm(x)
 
 
-def _attended(layer: DecoderLayer, query: Array, key: Array, value: Array) -> Array:
-    """Full causal attention of a layer; the library's, where it knows all that the layer asks for."""
+def _causal_attention(layer: DecoderLayer, query: Array, key: Array, value: Array) -> Array:
+    """Returns full causal attention; computed by JAX's own function if that supports the layer's features."""
     if layer.attention_logit_cap is None and layer.sink_logits is None:
         window = None if layer.window is None else (layer.window - 1, 0)
         return jax.nn.dot_product_attention(query, key, value, is_causal=True, local_window_size=window)

@@ -1,9 +1,8 @@
-"""Rotary position embedding of a layer: the frequencies of every kind of scaling, and how far keys are turned.
+"""Rotary position embedding: the frequencies of every kind of scaling, and rotation angles.
 
-A head's dimensions are stored so that pair i is (i, i + D/2) and all pairs stand in one row, whatever a family does:
-pairs that a model leaves alone have frequency 0, and checkpoints of models with another order of pairs are put into
-this one when they are read (`weights.head_dim_order`). Products of queries and keys are the same, and everything that turns
-keys back needs no more than the frequencies.
+Each head is stored so that dimensions i and i + D/2 form a pair. Pairs that a model does not rotate have frequency 0,
+and checkpoints with another order of dimensions are permuted when they are loaded (`weights.head_dim_order`), which
+does not change products of queries and keys.
 """
 
 import dataclasses
@@ -20,26 +19,27 @@ KINDS = ("linear", "llama3", "yarn", "longrope", "dynamic")
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched past the context a model was first trained on.
+    """How rotary frequencies are changed to extend the context length.
 
     Attributes:
-        kind: "linear" divides all frequencies by `factor`. "llama3" divides those whose wavelength is long against
-            `original_length`, with a smooth passage between its two bounds. "yarn" does so with a passage that is
-            linear in the pair's number. "longrope" divides each by a factor of its own. "dynamic" raises the base.
-            What "longrope" and "dynamic" do follows from the tokens that a sequence may grow to, see `make_rotary`.
-        low_frequency_factor, high_frequency_factor: of "llama3", in turns within the original context.
-        original_length: tokens of the context that the model was first trained on.
-        beta_fast, beta_slow: of "yarn": pairs with more turns than these within the original context are kept, with
-            fewer divided.
-        truncate: of "yarn": whether the passage begins and ends at whole pairs.
-        attention_factor: of "yarn" and "longrope": what rotated queries and keys are multiplied by.
-        short_factors, long_factors: of "longrope": up to the original context, and past it.
+        kind: "linear" divides all frequencies by `factor`. "llama3" divides the low ones, with a smooth transition
+            between its two bounds. "yarn" does so with a transition that is linear in the number of the pair.
+            "longrope" divides each by its own factor. "dynamic" increases the base. "longrope" and "dynamic" depend on
+            the maximum length of a sequence, see `make_rotary`.
+        factor: scaling factor.
+        low_frequency_factor: lower bound for "llama3", in rotations within the original context.
+        high_frequency_factor: upper bound for "llama3".
+        original_length: context length before the extension, in tokens.
+        beta_fast: for "yarn": pairs with more rotations than this within the original context are not changed.
+        beta_slow: for "yarn": pairs with fewer rotations than this are divided by `factor`.
+        truncate: for "yarn": whether the bounds of the transition are rounded to integers.
+        attention_factor: for "yarn" and "longrope": scale of rotated queries and keys.
+        short_factors: for "longrope": factors up to the original context length.
+        long_factors: for "longrope": factors beyond it.
 
-    Raises:
-        ValueError: for a kind that is not implemented.
-
-    Source: Chen et al. 2306.15595 (linear), Llama 3.1, YaRN 2309.00071, LongRoPE 2402.13753; bloc97's NTK-aware base
-    (dynamic). All as in transformers 5.2.
+    Reference:
+        Chen et al. 2306.15595 (linear), Llama 3.1, YaRN 2309.00071, LongRoPE 2402.13753, bloc97's NTK-aware scaling
+        (dynamic); all as in transformers 5.2.
     """
 
     kind: str
@@ -55,22 +55,37 @@ class RopeScaling:
     long_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        """Checks the kind.
+
+        Raises:
+            ValueError: if it is not supported.
+        """
         if self.kind not in KINDS:
-            raise ValueError(f"rope_scaling.kind={self.kind!r} is not implemented; known: {', '.join(KINDS)}")
+            raise ValueError(f"rope_scaling.kind={self.kind!r} must be one of {', '.join(KINDS)}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """The rotation of one layer: a value, so that layers of equal rotation share programs."""
+    """The rotary embedding of a layer; hashable, so that layers with equal ones share compiled programs.
 
-    frequencies: tuple[float, ...]  # radians per position of every pair, 0 for pairs that are not turned
-    factor: float = 1.0  # what the turned pairs are multiplied by
+    Attributes:
+        frequencies: radians per position of every pair of dimensions; 0 for pairs that are not rotated.
+        factor: scale of the rotated pairs.
+    """
+
+    frequencies: tuple[float, ...]
+    factor: float = 1.0
 
 
 def rotation(
     rotary: Rotary, positions: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T half_D"], Float[Array, "B T half_D"]]:
-    """Cosine and sine for `kvjax.rope.rotate`, float32, the layer's factor included."""
+    """Returns cosine and sine for `kvjax.rope.rotate`, float32, multiplied by the layer's factor.
+
+    Args:
+        rotary: rotary embedding of the layer.
+        positions: positions of the tokens.
+    """
     frequencies = np.asarray(rotary.frequencies, np.float32)
     cos, sin = rope.rotation(positions, jnp.asarray(frequencies))
     if rotary.factor == 1:
@@ -82,60 +97,66 @@ def rotation(
 def make_rotary(
     head_dim: int, theta: float, scaling: RopeScaling | None = None, *, rotary_dim: int | None = None, tokens: int
 ) -> Rotary:
-    """The rotation of a layer in sequences that may grow to so many tokens.
+    """Computes the rotary embedding of a layer.
 
-    Keys are kept as they were turned, so a sequence has the same frequencies from its first token to its last.
-    transformers looks at the tokens that there are at each step instead: "longrope" is the same unless a sequence
-    passes the original context while it is written, "dynamic" up to there.
+    Cached keys stay rotated, so the frequencies are fixed for a sequence. transformers instead derives them from the
+    current length at every step: "longrope" differs only if a sequence exceeds the original context during generation,
+    "dynamic" agrees up to that length.
 
-    Computed on the host, the power in float64: XLA's float32 power differs between eager and compiled code, and
-    between platforms, by a few units in the last place, which at position 131,072 turn keys by 0.008 radians. Rounded
-    as here, the frequencies are those of transformers to the bit but for about one in a hundred.
+    The power is computed on the host in float64. XLA's float32 power differs between eager and compiled code and
+    between platforms by a few units in the last place, which rotates keys at position 131,072 by .008 radians. About
+    99% of the frequencies equal those of transformers bit for bit.
 
     Args:
-        head_dim: dimensions of a head.
-        theta: the base.
-        rotary_dim: how many of the dimensions are turned; None for all.
+        head_dim: dimension of a head.
+        theta: base of the frequencies.
+        scaling: scaling of the frequencies.
+        rotary_dim: number of rotated dimensions; None: all.
+        tokens: maximum length of the sequences.
+
+    Returns:
+        The rotary embedding.
     """
-    turned = rotary_dim or head_dim
+    rotated = rotary_dim or head_dim
     if scaling is not None and scaling.kind == "dynamic":
-        grown = scaling.factor * max(tokens, scaling.original_length) / scaling.original_length - (scaling.factor - 1)
-        theta = theta * grown ** (turned / (turned - 2))
-    exponents = np.arange(0, turned, 2, dtype=np.float32) / np.float32(turned)
+        growth = scaling.factor * max(tokens, scaling.original_length) / scaling.original_length - (scaling.factor - 1)
+        theta = theta * growth ** (rotated / (rotated - 2))
+    exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
     frequencies = np.float32(1) / (theta ** exponents.astype(np.float64)).astype(np.float32)
     if scaling is not None:
-        frequencies = _scaled(frequencies, theta, scaling, tokens)
-    still = np.zeros((head_dim - turned) // 2, np.float32)
-    values = np.concatenate([np.asarray(frequencies, np.float32), still])
+        frequencies = _scale_frequencies(frequencies, theta, scaling, tokens)
+    zeros = np.zeros((head_dim - rotated) // 2, np.float32)
+    values = np.concatenate([np.asarray(frequencies, np.float32), zeros])
     return Rotary(tuple(values.tolist()), 1.0 if scaling is None else scaling.attention_factor)
 
 
-def _scaled(frequencies: np.ndarray, theta: float, scaling: RopeScaling, tokens: int) -> np.ndarray:
+def _scale_frequencies(frequencies: np.ndarray, theta: float, scaling: RopeScaling, tokens: int) -> np.ndarray:
+    """Returns the scaled frequencies."""
     if scaling.kind == "dynamic":
-        return frequencies  # of another base
+        return frequencies  # theta is scaled already
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     if scaling.kind == "longrope":
-        long = tokens > scaling.original_length
-        return frequencies / np.asarray(scaling.long_factors if long else scaling.short_factors, np.float32)
+        factors = scaling.long_factors if tokens > scaling.original_length else scaling.short_factors
+        return frequencies / np.asarray(factors, np.float32)
     if scaling.kind == "yarn":
-        keep = 1 - _passage(2 * len(frequencies), theta, scaling)
+        unscaled_share = 1 - _yarn_ramp(2 * len(frequencies), theta, scaling)
     else:
-        turns = scaling.original_length / (2 * math.pi / frequencies)  # full turns within the original context
+        rotations = scaling.original_length / (2 * math.pi / frequencies)
         low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return (1 - keep) * frequencies / scaling.factor + keep * frequencies
+        unscaled_share = np.clip((rotations - low) / (high - low), 0.0, 1.0)
+    return (1 - unscaled_share) * frequencies / scaling.factor + unscaled_share * frequencies
 
 
-def _passage(dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """How far every pair is on YaRN's way from frequencies that are kept, 0, to those that are divided, 1."""
+def _yarn_ramp(dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
+    """Returns YaRN's ramp over pairs: 0 for frequencies that stay unchanged, 1 for those divided by the factor."""
 
-    def pair_of(turns: float) -> float:
-        return dim * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    def pair_of(rotations: float) -> float:
+        return dim * math.log(scaling.original_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
-    last = last + 0.001 if first == last else last  # as published
+    last = last + 0.001 if first == last else last  # as in the published code
     return np.clip((np.arange(dim // 2, dtype=np.float32) - first) / (last - first), 0, 1)

@@ -1,0 +1,163 @@
+"""The contents of a checkpoint, independent of its file format, and the model that is built from them."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx, traverse_util
+from jax.sharding import Mesh
+
+from kvjax_models.formats import weights
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
+from kvjax_models.sharding import parameter_shardings, shard_array
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_MAX_UNCHECKED_LAYERS = 64  # up to here, the comparison of all tensors gives a better error
+
+
+class StoredTensor(Protocol):
+    """A tensor of a checkpoint that has not been read yet."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype as safetensors names it, such as "BF16"."""
+
+    def read(self) -> np.ndarray:
+        """Reads the values."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A model's configuration and its unread tensors.
+
+    Attributes:
+        source: path of the checkpoint, for error messages.
+        model_type: key of `families.FAMILIES`, which determines names and layouts of the tensors.
+        config: configuration of the model.
+        tensors: tensors by their Hugging Face names.
+    """
+
+    source: pathlib.Path
+    model_type: str
+    config: LlamaConfig
+    tensors: Mapping[str, StoredTensor]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the embedding; float32 if it is missing or JAX lacks its dtype."""
+        stored = self.tensors[_EMBEDDING].dtype if _EMBEDDING in self.tensors else "F32"
+        return jnp.dtype({"F16": jnp.float16, "BF16": jnp.bfloat16}.get(stored, jnp.float32))
+
+
+def build_model(checkpoint: Checkpoint, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None) -> Llama:
+    """Reads the tensors of a checkpoint one by one into a model.
+
+    Args:
+        checkpoint: configuration and tensors.
+        dtype: dtype of parameters and activations; the checkpoint's by default.
+        mesh: mesh to shard each tensor on as soon as it is read; a single device by default.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: if tensors are missing, superfluous or have other shapes or dtypes (one error lists all of them), or
+            if values are not finite in the file or after the cast to `dtype`.
+    """
+    source, config = checkpoint.source, checkpoint.config
+    _check_num_layers(checkpoint)
+    dtype = checkpoint.dtype if dtype is None else jnp.dtype(dtype)
+    # Abstract parameters: random initial values would double the memory.
+    graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0))))
+    shapes = {path: leaf.shape for path, leaf in flatten_parameters(state).items()}
+    rules = weights.parameter_rules(checkpoint.model_type, config, shapes, checkpoint.tensors)
+    shardings = {} if mesh is None else flatten_parameters(parameter_shardings(state, config, mesh))
+    tensors = _merge_tied_head(checkpoint) if config.tied_embeddings else checkpoint.tensors
+    if problems := _find_mismatches(rules, tensors):
+        raise ValueError(f"{source}: the tensors do not match the configuration:\n  " + "\n  ".join(problems))
+    parameters: dict[weights.Path, jax.Array] = {}
+    not_finite: list[str] = []
+    for rule in rules:
+        values = {name: tensors[name].read() for name in rule.names}
+        arrays = [cast(array, dtype) for array in rule.read(list(values.values()))]
+        if not all(np.isfinite(array).all() for array in arrays):
+            names = [name for name, x in values.items() if not np.isfinite(cast(x, dtype)).all()]
+            not_finite.extend(names or values)  # packed MXFP4 tensors are integers, which are always finite
+        for path, array in zip(rule.paths, arrays, strict=True):
+            parameters[path] = jnp.asarray(array) if mesh is None else shard_array(array, shardings[path])
+    if not_finite:
+        raise ValueError(f"{source}: values are not finite as {dtype.name} in {', '.join(not_finite)}")
+    nnx.replace_by_pure_dict(state, traverse_util.unflatten_dict(parameters))
+    return nnx.merge(graph, state)
+
+
+def flatten_parameters(state: nnx.State) -> dict[weights.Path, Any]:
+    """Returns arrays, shapes or shardings by their path in `Llama`."""
+    return traverse_util.flatten_dict(nnx.to_pure_dict(state))
+
+
+def cast(tensor: np.ndarray, dtype: jax.typing.DTypeLike) -> np.ndarray:
+    """Returns a tensor in another dtype, without a warning if values overflow to infinity."""
+    with np.errstate(over="ignore"):
+        return tensor.astype(dtype, copy=False)
+
+
+def _check_num_layers(checkpoint: Checkpoint) -> None:
+    """Refuses a number of layers that the tensors cannot fill before abstract parameters are created for all of them.
+
+    Raises:
+        ValueError: if there are more layers than tensors.
+    """
+    layers, tensors = checkpoint.config.layers, len(checkpoint.tensors)
+    if layers > max(tensors, _MAX_UNCHECKED_LAYERS):
+        raise ValueError(
+            f"{checkpoint.source}: num_hidden_layers={layers} exceeds the {tensors} tensors of the checkpoint"
+        )
+
+
+def _find_mismatches(rules: Sequence[weights.TensorRule], tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """Returns all differences between expected and stored tensors; reads no values."""
+    expected = {
+        name: (shape, rule.dtypes) for rule in rules for name, shape in zip(rule.names, rule.shapes, strict=True)
+    }
+    problems = [f"missing: {name}" for name in expected if name not in tensors]
+    for name, tensor in tensors.items():
+        if name not in expected:
+            problems.append(f"not part of the model: {name}")
+            continue
+        shape, dtypes = expected[name]
+        if tensor.shape != shape:
+            problems.append(f"{name} has shape {list(tensor.shape)}, the configuration implies {list(shape)}")
+        if tensor.dtype not in dtypes:
+            problems.append(f"{name} has dtype {tensor.dtype}; supported: {', '.join(dtypes)}")
+    return problems
+
+
+def _merge_tied_head(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+    """Returns the tensors with tied embeddings under the embedding's name only.
+
+    If both are stored, transformers 4 drops the head and transformers 5 unties them, so they must be equal.
+
+    Raises:
+        ValueError: if they differ.
+    """
+    tensors = dict(checkpoint.tensors)
+    head = tensors.pop(_HEAD, None)
+    if head is None:
+        return tensors
+    embedding = tensors.setdefault(_EMBEDDING, head)
+    if embedding is not head and not np.array_equal(embedding.read(), head.read()):
+        raise ValueError(
+            f"{checkpoint.source}: the config ties the embeddings (tie_word_embeddings), but {_HEAD} differs from "
+            f"{_EMBEDDING}; set tie_word_embeddings to false to use both, or remove {_HEAD}"
+        )
+    return tensors

@@ -1,0 +1,61 @@
+"""Batches of token lists of different lengths: padded arrays and back."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvjax_models.generation.decode import NO_TOKEN
+
+
+def pad_prompts(
+    prompts: Sequence[Sequence[int]], batch: int, multiple: int, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pads prompts on the right to one array.
+
+    Args:
+        prompts: token ids of each row.
+        batch: expected number of prompts.
+        multiple: the padded length is a multiple of it.
+        vocab_size: size of the vocabulary.
+
+    Returns:
+        The padded tokens and the lengths of the prompts, int32.
+
+    Raises:
+        ValueError: if a prompt is empty or contains unknown tokens, or there is not one per row.
+    """
+    if len(prompts) != batch:
+        raise ValueError(f"expected {batch} prompts, one per batch row, got {len(prompts)}")
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    if not lengths.all():
+        raise ValueError(f"prompt {int(np.argmin(lengths))} is empty; it must have at least one token")
+    tokens = np.zeros((batch, -(-int(np.max(lengths)) // multiple) * multiple), np.int64)
+    for row, prompt in enumerate(prompts):
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"prompt {row} must be a list of integers, got {ids.dtype}{list(ids.shape)}")
+        tokens[row, : len(prompt)] = ids
+    if np.min(tokens) < 0 or np.max(tokens) >= vocab_size:
+        raise ValueError(f"token ids must be between 0 and {vocab_size - 1}, got {np.min(tokens)} to {np.max(tokens)}")
+    return tokens.astype(np.int32), lengths
+
+
+def trim_rows(rows: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    """Returns the rows of a padded array without padding.
+
+    Args:
+        rows: padded array.
+        lengths: lengths of the rows.
+    """
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+
+def extend_rows(rows: list[list[int]], tokens: np.ndarray) -> None:
+    """Appends a block of `Generator.decode` to each row's tokens.
+
+    Args:
+        rows: tokens of each row.
+        tokens: the block.
+    """
+    for row, new in zip(rows, tokens, strict=True):
+        row.extend(int(token) for token in new if token != NO_TOKEN)
