@@ -233,7 +233,7 @@ def test_a_row_stays_empty_after_a_prompt_of_no_tokens():
 
 
 def test_a_fault_of_the_policy_makes_its_rows_nan_too():
-    # No bucket takes values of norm 3. While they are in the window, nothing is lost.
+    # No bucket takes values of norm 3; the fault appears when they leave the window.
     policy = BalanceKVPaper(60, **WINDOW, value_exponents=(0, 0))
     keys, values, _ = prompt_of(stream(), LENGTHS)
     cache = prefill(kvjax.init(policy, make_spec(), row_keys()), keys, values, jnp.array(LENGTHS))
