@@ -146,9 +146,7 @@ def test_tokens_beyond_the_capacity_are_counted_under_jit(name):
         for function in (step, step_only):
             attended, stepped = function(cache, *new)
             assert nan_rows(attended) == [True, False, True]
-            check_refused(
-                message, lambda: kvjax.raise_faults(stepped), lambda: kvjax.raise_faults(compact(stepped))
-            )
+            check_refused(message, lambda: kvjax.raise_faults(stepped), lambda: kvjax.raise_faults(compact(stepped)))
 
 
 # --- invalid lengths ---
@@ -276,6 +274,4 @@ def test_a_fault_moves_with_its_row_and_ends_when_the_row_is_overwritten():
     assert nan_rows(kvjax.normalize(attend(rows, queries))) == [False, True, True]
     repaired = kvjax.insert_rows(cache, kvjax.take_rows(other, jnp.array([0])), jnp.array([0]))
     kvjax.raise_faults(repaired)
-    np.testing.assert_array_equal(
-        kvjax.normalize(attend(repaired, queries)), kvjax.normalize(attend(other, queries))
-    )
+    np.testing.assert_array_equal(kvjax.normalize(attend(repaired, queries)), kvjax.normalize(attend(other, queries)))
