@@ -1,4 +1,4 @@
-"""Types that a checker must infer: the state of a cache is that of its policy. `make types` checks this file."""
+"""Types that a checker must infer: a cache has the state type of its policy. `make types` checks this file."""
 
 import typing
 
@@ -21,4 +21,6 @@ def states(spec: kvjax.CacheSpec, row_keys: Array, tokens: Array) -> None:
     cache, _ = kvjax.prefill(cache, tokens, tokens, tokens)
     typing.assert_type(kvjax.compact(cache).state, SubGenState)
     typing.assert_type(kvjax.init(kvjax.KVzip(1024), spec, row_keys).state, TopKStore)
-    typing.assert_type(kvjax.init(kvjax.StreamingLLM(64), spec, row_keys).policy.init(spec, row_keys), StreamingLLMState)
+    typing.assert_type(
+        kvjax.init(kvjax.StreamingLLM(64), spec, row_keys).policy.init(spec, row_keys), StreamingLLMState
+    )

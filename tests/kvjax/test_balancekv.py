@@ -222,7 +222,7 @@ def test_values_go_to_the_bucket_of_their_norm():
     assert filled.outside == 3 and filled.largest == pytest.approx(5.0)
     with pytest.raises(ValueError, match="outside the buckets"):
         kvjax.raise_faults(filled)
-    # At a largest norm of 5, a bucket up to .5 holds a tenth at most and is erased; smaller norms are no fault.
+    # At a largest norm of 5, a bucket up to .5 holds a tenth at most and is erased; smaller norms cause no fault.
     erased = insert(empty, keys, values, valid, negligible=0.1)
     assert np.all(np.isneginf(erased.trees.log_weight[0])) and erased.trees.count.tolist() == [0, 2, 1]
     assert erased.outside == 2

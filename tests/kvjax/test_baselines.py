@@ -92,7 +92,7 @@ def test_attention_received_is_that_of_causal_attention(count):
         np.testing.assert_allclose(scores[row, head], expected, atol=1e-5)
 
 
-# Ten queries do not fill whole blocks of seven.
+# Ten is not a multiple of the block size, seven.
 @pytest.mark.parametrize("policy, count", [(kvjax.H2O(64), 64), (kvjax.SnapKV(64, window_size=10), 10)])
 def test_attention_received_does_not_depend_on_the_block_size(monkeypatch, policy, count):
     stream = make_stream(2)

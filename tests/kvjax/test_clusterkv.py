@@ -168,8 +168,8 @@ def test_clusters_do_not_depend_on_the_padding_of_prompts(padded):
 def cut_clusters(clusters, order, budget, block_size):
     """Returns the tokens that are read of each cluster, in order.
 
-    A query reads up to the budget, in at most as many blocks as the budget takes in clusters of average size (9 tokens
-    of a prompt, 8 of a chunk).
+    A query reads up to the budget, in at most the blocks that clusters of average size need (9 tokens of a prompt, 8 of
+    a chunk).
     """
     tokens = budget - SINKS - RECENT
     blocks = -(-tokens // block_size) - (-tokens // 8) if budget < 400 else 10**6

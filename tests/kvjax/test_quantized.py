@@ -82,7 +82,7 @@ def bits_of(tree):
     return [np.atleast_1d(np.asarray(x)).view(np.uint8) for x in leaves]
 
 
-# --- what attention reads ---
+# --- attention ---
 
 
 def unpack(packed, bits):
@@ -155,7 +155,7 @@ def test_attention_reads_the_stored_numbers(name, kv_dtype):
 
 
 def test_every_registered_policy_is_tested():
-    # KVzip, whose prompts are repeated, has a test of its own.
+    # KVzip, whose prompts are repeated, has a separate test.
     assert set(REGISTERED.values()) - {type(policy) for policy in PLAIN.values()} == {KVzip}
 
 
@@ -197,7 +197,7 @@ def test_stored_numbers_are_the_nearest(name, kv_dtype):
     stored = decode(quantized.values[0, :, :slots], scale, None) @ rotation(HEAD_DIM)
     peak, scale = np.abs(keys).max(-1) / form.max_value, scale[..., None]
     assert (peak * min(form.clips) * (1 - 2**-8) <= scale[..., 0]).all() and (scale[..., 0] <= peak * (1 + 2**-8)).all()
-    # The step of int8 is 1; that of fp8 is 2^-3 of the number, at least 2^-9.
+    # Steps: 1 for int8; 2^-3 of the number, at least 2^-9, for fp8.
     width = np.maximum(np.abs(keys) / 8, scale * 2**-9) if kv_dtype == "fp8" else scale
     inside = np.abs(keys) <= scale * form.max_value
     assert (np.abs(stored - keys) <= 0.5001 * width + 1e-6)[inside].all()
@@ -249,7 +249,7 @@ def test_a_quantized_index_selects_the_blocks_of_a_plain_one(name, max_index_byt
     assert sizes[1] < max_index_bytes * sizes[0]
 
 
-# --- what stays unchanged ---
+# --- unchanged entries ---
 
 
 @every_format

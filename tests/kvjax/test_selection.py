@@ -58,7 +58,7 @@ def simulate(policy, scores, later):
         if len(ranked) + len(new) >= capacity:
             if len(ranked) > policy.sinks:
                 ranked.pop()
-            else:  # the oldest later token that is no sink: a short prompt leaves sinks to later tokens
+            else:  # the oldest later token after the sinks, which may be later tokens themselves
                 new.pop(max(policy.sinks - len(ranked), 0))
         new.append(token)
         kept.append({*ranked, *new})
@@ -468,6 +468,6 @@ def test_shares_of_layers_fit_bytes_on_average():
             lambda budget: LeverageScores(budget, layer_budget_scale=scale), make_spec(layers=2), limit
         )
 
-    assert abs(fit(60_000, (0.5, 1.5)).budget - fit(60_000).budget) <= 8  # budgets are whole tiles
+    assert abs(fit(60_000, (0.5, 1.5)).budget - fit(60_000).budget) <= 8  # budgets are multiples of a tile
     # The smallest layer must hold the sinks and one compaction.
     assert fit(64_000, (1.8, 0.2))

@@ -300,7 +300,7 @@ def test_budgets_are_slots_fractions_or_bytes():
     assert isinstance(policy, kvjax.SubGen) and (policy.variant, policy.recent) == ("paper", 32)
     assert policy == kvjax.fit_bytes(choice.make, spec, spec.full_cache_bytes(400) // 4)
     assert kvjax.PolicyChoice.parse("uniform@100").fit(spec, tokens=400) == kvjax.Uniform(100)
-    # Bytes are those of a sequence over all layers.
+    # Bytes are for a sequence, over all layers.
     of_bytes = kvjax.PolicyChoice.parse("uniform@400KiB").fit(spec, tokens=400)
     assert of_bytes == kvjax.fit_bytes(kvjax.Uniform, spec, 200 * 1024)
     with pytest.raises(ValueError, match="budget='100' is in slots, not in bytes"):
@@ -334,6 +334,34 @@ def test_budgets_are_slots_fractions_or_bytes():
 def test_invalid_text_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         kvjax.PolicyChoice.parse(text)
+
+
+def test_a_registered_policy_has_a_name_in_text(monkeypatch):
+    monkeypatch.setattr("kvjax.registry.POLICIES", dict(REGISTERED))
+
+    @dataclasses.dataclass(frozen=True)
+    class Mine(kvjax.Uniform):
+        pass
+
+    assert kvjax.register("mine", Mine) is kvjax.register("mine", Mine) is Mine
+    assert kvjax.PolicyChoice.parse("mine:sinks=2@128").make() == Mine(128, sinks=2)
+    with pytest.raises(ValueError, match="name='mine' is already registered for Mine"):
+        kvjax.register("mine", kvjax.Uniform)
+    with pytest.raises(ValueError, match="name='My policy' must consist of lower-case letters"):
+        kvjax.register("My policy", Mine)
+    for other in (Mine(128), int, type("Plain", (Policy,), {})):
+        with pytest.raises(TypeError, match="must be a frozen dataclass that derives from kvjax.policy.Policy"):
+            kvjax.register("other", other)
+
+
+@pytest.mark.parametrize("name, count", [("uniform", 0), ("tova", 1), ("snapkv", 6), ("h2o", 40)])
+def test_prompt_queries_are_as_many_as_the_policy_requires(name, count):
+    queries = make_stream().queries[:, :40]
+    selected = kvjax.prompt_queries(POLICIES[name], queries)
+    if count:
+        np.testing.assert_array_equal(selected, queries[:, 40 - count :])
+    else:
+        assert selected is None
 
 
 def test_the_package_exports_few_names():
