@@ -1,4 +1,4 @@
-"""Budgets as people write and read them."""
+"""Budgets as text."""
 
 from kvjax.budget import format_bytes
 

@@ -1,4 +1,4 @@
-"""Policies are values: equal settings are equal policies, and everything goes by that."""
+"""Policies are values: equality, descriptions, compiled programs, state structures and policies from text."""
 
 import dataclasses
 import json
@@ -12,40 +12,40 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.policies.clusterkv_certified import ClusterKVCertified
 
 import kvjax
+from kvjax.combinators.outlier_heads import HeadChoice
 from kvjax.policies.balancekv_paper import BalanceKVPaper
 from kvjax.policies.balancekv_reference import BalanceKVReference
 from kvjax.policies.clusterkv_paper import ClusterKVPaper
 from kvjax.policies.clusterkv_reference import ClusterKVReference
 from kvjax.policy import Policy
 from kvjax.registry import POLICIES as REGISTERED
+from kvjax.registry import parse_value
 from tests.kvjax.support import LENGTHS, POLICIES, WINDOW, begin, make_spec, make_stream, prompt_of, row_keys
 
-# Every policy and combinator, made anew at every call, and another of the same kind with one setting changed.
+# For every policy and combinator a function that makes one, and a setting with another value.
 MAKE = {
     "exact": (lambda: kvjax.Exact(8), {"compact_every": 4}),
     "streaming_llm": (lambda: kvjax.StreamingLLM(16, sinks=2, compact_every=8), {"reindex": True}),
     "uniform": (lambda: kvjax.Uniform(20, **WINDOW), {"budget": 21}),
     "clustergen": (lambda: kvjax.ClusterGen(20, **WINDOW), {"variant": "paper"}),
-    "subgen": (lambda: kvjax.SubGen(20, **WINDOW), {"spread": False}),
+    "subgen": (lambda: kvjax.SubGen(20, **WINDOW), {"growth": 1.5}),
     "balancekv": (lambda: kvjax.BalanceKV(20, **WINDOW), {"gamma": 2.0}),
     "balancekv_reference": (lambda: BalanceKVReference(20, **WINDOW), {"decode": "scaled"}),
     "balancekv_paper": (lambda: BalanceKVPaper(60, **WINDOW), {"value_exponents": (0, 1)}),
     "h2o": (lambda: kvjax.H2O(20, recent=8), {"average": True}),
     "cam": (lambda: kvjax.CaM(20), {"merged": 6}),
     "infinigen": (lambda: kvjax.InfiniGen(10), {"alpha": 4.0}),
-    "snapkv": (lambda: kvjax.SnapKV(20, window_size=6), {"kernel": 3}),
+    "snapkv": (lambda: kvjax.SnapKV(20, window_size=6), {"kernel_size": 3}),
     "pyramidkv": (lambda: kvjax.PyramidKV(20, window_size=6), {"beta": 3}),
     "chelsea": (lambda: kvjax.Chelsea(20, **WINDOW), {"joins": "drop"}),
     "clusterkv": (lambda: kvjax.ClusterKV(20, sinks=2), {"chunk_tokens": None}),
-    "clusterkv_certified": (lambda: ClusterKVCertified(20, sinks=2), {"sinks": 3}),
-    "clusterkv_paper": (lambda: ClusterKVPaper(20, sinks=2), {"places": 16}),
+    "clusterkv_paper": (lambda: ClusterKVPaper(20, sinks=2), {"block_size": 16}),
     "clusterkv_reference": (lambda: ClusterKVReference(20, sinks=2), {"sinks": 3}),
     "quest": (lambda: kvjax.Quest(20), {"budget": 36}),
     "leverage_scores": (lambda: kvjax.LeverageScores(20), {"sketch": 48}),
-    "kvzip": (lambda: kvjax.KVzip(20), {"chunk": 512}),
+    "kvzip": (lambda: kvjax.KVzip(20), {"chunk_tokens": 512}),
     "compactor": (lambda: kvjax.Compactor(24), {"blending": 0.35}),
     "cur": (lambda: kvjax.CUR(20), {"leverage_type": "key"}),
     "expected_attention": (lambda: kvjax.ExpectedAttention(20), {"use_vnorm": False}),
@@ -54,16 +54,19 @@ MAKE = {
     "lagkv": (lambda: kvjax.LagKV(20), {"cross_scoring": True}),
     "tova": (lambda: kvjax.TOVA(20), {"recent": 0}),
     "ada_kv": (lambda: kvjax.AdaKV(kvjax.LeverageScores(20)), {"alpha_safeguard": 0.0}),
-    "quantized": (lambda: kvjax.Quantized(kvjax.Uniform(20, **WINDOW)), {"storage": "fp8"}),
+    "outlier_heads": (
+        lambda: kvjax.OutlierHeads(kvjax.Chelsea(90), HeadChoice(1, 2), kvjax.Exact()),
+        {"choice": HeadChoice(1, 2, full=((0, 1),))},
+    ),
     "host_memory": (lambda: kvjax.HostMemory(kvjax.Quest(20)), {"steps": 2}),
     "by_layer": (lambda: kvjax.ByLayer((kvjax.Exact(), kvjax.Quest(20))), {"policies": (kvjax.Exact(),)}),
     "by_head": (lambda: kvjax.ByHead((kvjax.Exact(), kvjax.Quest(20))), {"policies": (kvjax.Exact(),)}),
-    "first_layers": (lambda: kvjax.FirstLayers(2, kvjax.Quest(20)), {"layers": 1}),
+    "first_layers": (lambda: kvjax.FirstLayers(2, kvjax.Quest(20), kvjax.Exact()), {"layers": 1}),
 }
 every_kind = pytest.mark.parametrize("kind", MAKE)
 
 
-def test_every_registered_policy_is_among_them():
+def test_every_registered_policy_is_tested():
     assert {type(make()) for make, _ in MAKE.values()} >= set(REGISTERED.values())
 
 
@@ -81,21 +84,21 @@ def test_policies_are_equal_by_their_settings(kind):
         setattr(policy, name, value)
 
 
-def test_policies_of_two_kinds_are_never_equal():
-    # Nor are they where one inherits from the other and all settings agree.
+def test_policies_of_two_classes_are_never_equal():
+    # PyramidKV inherits from SnapKV.
     assert len({make() for make, _ in MAKE.values()}) == len(MAKE)
-    assert kvjax.SnapKV(20, recent=6) != kvjax.PyramidKV(20, window_size=6)
+    assert kvjax.SnapKV(20, window_size=6) != kvjax.PyramidKV(20, window_size=6)
 
 
 @every_kind
 def test_replaced_settings_are_checked_too(kind):
     policy = MAKE[kind][0]()
     names = {field.name for field in dataclasses.fields(policy)}
-    impossible = next(
+    invalid = next(
         wrong
         for wrong in (
             {"compact_every": 0},
-            {"storage": "int5"},
+            {"full": "exact"},
             {"steps": -1},
             {"policies": ()},
             {"layers": -1},
@@ -103,71 +106,68 @@ def test_replaced_settings_are_checked_too(kind):
         )
         if set(wrong) <= names
     )
-    with pytest.raises(ValueError, match=next(iter(impossible))):
-        dataclasses.replace(policy, **impossible)
+    with pytest.raises(ValueError, match=next(iter(invalid))):
+        dataclasses.replace(policy, **invalid)
 
 
 @every_kind
-def test_descriptions_are_json_and_equal_exactly_for_equal_policies(kind):
+def test_descriptions_are_json_and_identify_a_policy(kind):
     make, change = MAKE[kind]
-    described = kvjax.describe(make())
-    assert json.loads(json.dumps(described)) == described
-    assert described == kvjax.describe(make())
-    assert described != kvjax.describe(dataclasses.replace(make(), **change))
-    assert described["class"] == type(make()).__name__
+    description = kvjax.describe(make())
+    assert json.loads(json.dumps(description)) == description
+    assert description == kvjax.describe(make())
+    assert description != kvjax.describe(dataclasses.replace(make(), **change))
+    assert description["class"] == type(make()).__name__
     others = [kvjax.describe(other()) for name, (other, _) in MAKE.items() if name != kind]
-    assert described not in others
+    assert description not in others
 
 
-def test_a_description_says_every_setting_also_of_what_is_inside():
-    assert kvjax.describe(kvjax.FirstLayers(1, kvjax.Quantized(kvjax.StreamingLLM(16), "fp8"))) == {
+def test_a_description_has_all_settings_also_of_inner_policies():
+    policy = kvjax.FirstLayers(1, kvjax.HostMemory(kvjax.Quest(32)), kvjax.Exact())
+    assert kvjax.describe(policy) == {
         "class": "FirstLayers",
         "layers": 1,
         "policy": {
-            "class": "Quantized",
-            "policy": {"class": "StreamingLLM", "budget": 16, "sinks": 4, "reindex": False, "compact_every": 64},
-            "storage": "fp8",
-            "value_storage": None,
-            "whole_window": False,
+            "class": "HostMemory",
+            "policy": {"class": "Quest", "budget": 32, "select": "query_head", "compact_every": 64},
+            "steps": 1,
         },
-        "first": {"class": "Exact", "compact_every": 64, "sinks": 4},
+        "first": {"class": "Exact", "compact_every": 64},
     }
 
 
-def test_a_policy_reads_alike_in_another_process():
-    # Tables of results and saved states go by the description from one process to the next.
+def test_descriptions_are_the_same_in_another_process():
     program = (
         "import json, kvjax; from tests.kvjax.test_values import MAKE;"
         "print(json.dumps([[kvjax.describe(make()), repr(make())] for make, _ in MAKE.values()]))"
     )
     environment = os.environ | {"PYTHONHASHSEED": "7", "JAX_PLATFORMS": "cpu"}
     command, root = [sys.executable, "-c", program], pathlib.Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=root)
-    here = [[kvjax.describe(make()), repr(make())] for make, _ in MAKE.values()]
-    assert json.loads(done.stdout) == here
+    process = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=root)
+    expected = [[kvjax.describe(make()), repr(make())] for make, _ in MAKE.values()]
+    assert json.loads(process.stdout) == expected
 
 
-def test_what_is_no_frozen_dataclass_is_no_policy():
-    class Settings(kvjax.Uniform):  # it inherits from a frozen dataclass, but what it adds is no part of its value
+def test_policies_must_be_frozen_dataclasses():
+    class Settings(kvjax.Uniform):  # inherits from a frozen dataclass and is none
         pass
 
-    class Loose(Policy):
+    class NoDataclass(Policy):
         compact_every = 8
-        init = prefill = read = compact = lambda self, *_: None
+        init = prefill = segments = compact = lambda self, *_: None
 
-    for wrong in (Settings(20, **WINDOW), Loose()):
-        with pytest.raises(
-            TypeError, match=rf"{type(wrong).__name__} must be a kvjax.policy.Policy .*frozen dataclass"
-        ):
-            kvjax.init(wrong, make_spec(), row_keys())
+    for policy in (Settings(20, **WINDOW), NoDataclass.__new__(NoDataclass)):
+        message = f"{type(policy).__name__} must be a kvjax.policy.Policy and a frozen dataclass"
+        with pytest.raises(TypeError, match=message):
+            kvjax.init(policy, make_spec(), row_keys())
     with pytest.raises(TypeError, match="str must be a kvjax.policy.Policy"):
         kvjax.init("uniform", make_spec(), row_keys())
 
 
-# --- what is compiled goes by value ---
+# --- compiled programs and structures ---
 
 
-def test_equal_policies_made_anew_share_one_program():
+def test_equal_policies_share_compiled_programs():
     chex.clear_trace_counter()
     step = jax.jit(chex.assert_max_traces(lambda cache, *new: kvjax.step(cache, *new), n=1))
     make = jax.jit(chex.assert_max_traces(kvjax.init, n=1), static_argnums=(0, 1))
@@ -178,7 +178,7 @@ def test_equal_policies_made_anew_share_one_program():
     assert make._cache_size() == step._cache_size() == 1
 
 
-def test_layers_of_one_policy_share_one_program_and_batches_that_differ_one_structure():
+def test_layers_and_batch_sizes_share_one_structure():
     spec = make_spec()
     structure = jax.tree.structure(kvjax.init(POLICIES["uniform"], spec, row_keys()))
     layers = [kvjax.init(POLICIES["uniform"], make_spec(layer=layer, layers=3), row_keys()) for layer in range(3)]
@@ -197,27 +197,23 @@ def test_layers_of_one_policy_share_one_program_and_batches_that_differ_one_stru
         ("h2o", {"recent": 7}),
         ("cam", {"merged": 6}),
         ("infinigen", {"alpha": 4.0}),
-        ("snapkv", {"kernel": 3}),
+        ("snapkv", {"kernel_size": 3}),
         ("chelsea", {"decay": 0.5}),
         ("clusterkv", {"select": "query_head"}),
         ("quest", {"budget": 100}),
         ("streaming_llm", {"sinks": 3}),
-        ("quantized", {"policy": kvjax.Uniform(20, sinks=3, recent=7, compact_every=8)}),
+        ("host_memory", {"policy": kvjax.Quest(24)}),
     ],
 )
-def test_caches_of_different_settings_have_different_structures_though_their_arrays_look_alike(kind, change):
+def test_caches_of_different_settings_have_different_structures_with_equal_shapes(kind, change):
     policy = MAKE[kind][0]()
     cache, other = (kvjax.init(one, make_spec(), row_keys()) for one in (policy, dataclasses.replace(policy, **change)))
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(cache)] == [(x.shape, x.dtype) for x in jax.tree.leaves(other)]
     assert jax.tree.structure(cache) != jax.tree.structure(other)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"scale": 0.5}, {"logit_cap": 30.0}, {"max_prompt_tokens": 39}],
-    ids=["scale", "logit_cap", "max_prompt_tokens"],
-)
-def test_what_a_cache_was_made_for_is_part_of_its_structure(change):
+@pytest.mark.parametrize("change", [{"scale": 0.5}, {"logit_cap": 30.0}, {"max_prompt_tokens": 39}], ids=str)
+def test_the_spec_is_part_of_the_structure(change):
     policy, spec = POLICIES["uniform"], make_spec()
     cache, other = (kvjax.init(policy, one, row_keys()) for one in (spec, dataclasses.replace(spec, **change)))
     assert jax.tree.structure(cache) != jax.tree.structure(other)
@@ -227,23 +223,25 @@ def test_what_a_cache_was_made_for_is_part_of_its_structure(change):
 
 @pytest.mark.parametrize("under_jit", [False, True])
 @pytest.mark.parametrize("other", [kvjax.H2O(20, recent=8, compact_every=8), kvjax.Uniform(20, 3, 7, 8)], ids=repr)
-def test_rows_of_another_policy_s_cache_are_not_inserted(other, under_jit):
-    # With as many slots and the same names of fields they would go in unnoticed.
+def test_rows_of_another_policy_are_not_inserted(other, under_jit):
+    # The states have equal slots and field names.
     stream, policy = make_stream(), POLICIES["uniform"]
     caches = [begin(one, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS) for one in (policy, other)]
     insert = jax.jit(kvjax.insert_rows) if under_jit else kvjax.insert_rows
-    for nested in (lambda cache: cache, lambda cache: {"layers": [cache]}):
-        with pytest.raises(ValueError) as caught:
-            insert(nested(caches[0]), nested(caches[1]), jnp.arange(3))
-        assert "insert_rows: the states are not of one policy and spec" in str(caught.value)
-        assert f"policy is {policy} in one and {other} in the other" in str(caught.value)
+    for nest in (lambda cache: cache, lambda cache: {"layers": [cache]}):
+        with pytest.raises(ValueError) as error:
+            insert(nest(caches[0]), nest(caches[1]), jnp.arange(3))
+        assert "insert_rows: the states belong to different policies or specs" in str(error.value)
+        assert f"policy is {policy} in one and {other} in the other" in str(error.value)
     with pytest.raises(ValueError, match="one is list of 2, the other list of 1"):
         insert([caches[0]] * 2, [caches[0]], jnp.arange(3))
-    with pytest.raises(ValueError, match="one is Sample, the other HeavyHitters|recent is 8 in one and 7 in the other"):
+    with pytest.raises(ValueError, match="one is .*, the other H2OState|recent is 8 in one and 7 in the other"):
         insert(caches[0].state, caches[1].state, jnp.arange(3))
 
 
 # --- policies from text ---
+
+EXACT_32 = kvjax.Exact(32)
 
 
 @pytest.mark.parametrize(
@@ -254,27 +252,47 @@ def test_rows_of_another_policy_s_cache_are_not_inserted(other, under_jit):
         ("subgen:variant=paper,recent=32@200", kvjax.SubGen(200, recent=32, variant="paper")),
         ("subgen:variant=paper,delta=None@200", kvjax.SubGen(200, variant="paper")),
         ("h2o:recent=4,average=true@12", kvjax.H2O(12, recent=4, average=True)),
-        ("clusterkv:every=None,start=k-means++@64", kvjax.ClusterKV(64, chunk_tokens=None, kmeans_init="k-means++")),
+        (
+            "clusterkv:chunk_tokens=None,kmeans_init=k-means++@64",
+            kvjax.ClusterKV(64, chunk_tokens=None, kmeans_init="k-means++"),
+        ),
         ("balancekv_paper:value_exponents=(0,3),bins=4@400", BalanceKVPaper(400, value_exponents=(0, 3), bins=4)),
-        ("uniform:storage=fp8@512", kvjax.Quantized(kvjax.Uniform(512), "fp8")),
-        ("quest:host_steps=2,storage=int8@64", kvjax.HostMemory(kvjax.Quantized(kvjax.Quest(64)), 2)),
+        ("quest:host_steps=2@64", kvjax.HostMemory(kvjax.Quest(64), 2)),
         (
             "quest:full_layers=2,compact_every=32@64",
-            kvjax.FirstLayers(2, kvjax.Quest(64, compact_every=32), kvjax.Exact(32)),
+            kvjax.FirstLayers(2, kvjax.Quest(64, compact_every=32), EXACT_32),
         ),
         (
-            "quest:full_layers=2,storage=int8@64",
-            kvjax.FirstLayers(2, kvjax.Quantized(kvjax.Quest(64)), kvjax.Quantized(kvjax.Exact())),
+            "quest:full_layers=2,host_steps=1,compact_every=32@64",
+            kvjax.FirstLayers(2, kvjax.HostMemory(kvjax.Quest(64, compact_every=32)), EXACT_32),
         ),
+        ("knorm:alpha_safeguard=0.5@64", kvjax.AdaKV(kvjax.Knorm(64), 0.5)),
     ],
 )
-def test_policies_are_made_of_text(text, policy):
+def test_text_gives_a_policy(text, policy):
     choice = kvjax.PolicyChoice.parse(text)
     assert choice.make() == policy and str(choice) == text
     assert choice == kvjax.PolicyChoice.parse(text) and hash(choice) == hash(kvjax.PolicyChoice.parse(text))
 
 
-def test_budgets_are_slots_shares_or_bytes():
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("8", 8),
+        ("0.5", 0.5),
+        ("(1,2)", (1, 2)),
+        ("(1,)", (1,)),
+        ("'8'", "8"),
+        ("best", "best"),
+        ("k-means++", "k-means++"),
+    ]
+    + [(text, value) for value in (True, False, None) for text in (str(value), str(value).lower())],
+)
+def test_values_in_text_are_python_literals_or_the_text(text, value):
+    assert parse_value(text) == value and type(parse_value(text)) is type(value)
+
+
+def test_budgets_are_slots_fractions_or_bytes():
     spec = make_spec(prompt=400, layers=2)
     choice = kvjax.PolicyChoice.parse("subgen:variant=paper,recent=32@25%")
     assert choice.variant == "variant=paper,recent=32" and choice.budget.fraction == 0.25
@@ -282,49 +300,77 @@ def test_budgets_are_slots_shares_or_bytes():
     assert isinstance(policy, kvjax.SubGen) and (policy.variant, policy.recent) == ("paper", 32)
     assert policy == kvjax.fit_bytes(choice.make, spec, spec.full_cache_bytes(400) // 4)
     assert kvjax.PolicyChoice.parse("uniform@100").fit(spec, tokens=400) == kvjax.Uniform(100)
-    held = kvjax.PolicyChoice.parse("uniform@400KiB").fit(spec, tokens=400)
-    assert held == kvjax.fit_bytes(kvjax.Uniform, spec, 200 * 1024)  # of a sequence over all layers
-    with pytest.raises(ValueError, match="gives slots, not bytes"):
+    # Bytes are for a sequence, over all layers.
+    of_bytes = kvjax.PolicyChoice.parse("uniform@400KiB").fit(spec, tokens=400)
+    assert of_bytes == kvjax.fit_bytes(kvjax.Uniform, spec, 200 * 1024)
+    with pytest.raises(ValueError, match="budget='100' is in slots, not in bytes"):
         kvjax.PolicyChoice.parse("uniform@100").budget.limit(spec, 400)
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("lru@10", r"policy 'lru' is not known; known: .*subgen"),
-        ("subgen:radius=2@100", r"there is no setting 'radius'; subgen has .*variant"),
-        ("subgen:budget=10@100", r"there is no setting 'budget'"),
-        ("subgen:recent@100", r"'recent' must read setting=value"),
-        ("subgen:recent=many@100", r"recent=many: it must be int"),
-        ("subgen:variant=best@100", r"variant=best: it must be 'mean_value' or 'self_normalised' or 'paper'"),
-        ("subgen:spread=maybe@100", r"spread=maybe: it must be bool"),
-        ("subgen:growth=fast@100", r"growth=fast: it must be float or None"),
-        ("subgen:recent=-1@100", r"recent=-1; it must be at least 0"),
-        ("balancekv_paper:value_exponents=(0)@100", r"value_exponents=\(0\): it must be"),
-        ("uniform:storage=int5@100", r"storage=int5: it must be 'int8' or 'fp8' or 'int4' or 'int3' or 'int2'"),
-        ("uniform:host_steps=1@100", r"HostMemory: Uniform\(.* recalls nothing"),
-        ("uniform:compact_every=0@100", r"compact_every=0; it must be at least 1"),
-        ("uniform@half", r"budget 'half': give slots \(1024\), a share of exact's bytes \(25%\) or bytes \(64MiB\)"),
-        ("uniform@10GB", r"budget '10GB'"),
+        ("lru@10", r"policy 'lru' is unknown; choose one of .*subgen"),
+        ("subgen:radius=2@100", r"unknown setting 'radius'; subgen has .*variant"),
+        ("subgen:budget=10@100", r"unknown setting 'budget'"),
+        ("subgen:storage=int8@100", r"unknown setting 'storage'"),
+        ("subgen:recent@100", r"'recent' must have the form setting=value"),
+        ("subgen:recent=many@100", r"recent='many' must be int"),
+        ("subgen:recent=0.5@100", r"recent=0.5 must be int"),
+        ("subgen:recent=True@100", r"recent=True must be int"),
+        ("subgen:variant=best@100", r"variant='best' must be 'mean_value' or 'self_normalised' or 'paper'"),
+        ("h2o:average=maybe@100", r"average='maybe' must be bool"),
+        ("subgen:growth=fast@100", r"growth='fast' must be float or None"),
+        ("subgen:recent=-1@100", r"recent=-1 must be at least 0"),
+        ("balancekv_paper:value_exponents=(0)@100", r"value_exponents=0 must be"),
+        ("uniform:host_steps=1@100", r"HostMemory needs a retrieval policy .*Uniform"),
+        ("uniform:alpha_safeguard=1@100", r"policy=Uniform.* must be TopKPolicy"),
+        ("uniform:compact_every=0@100", r"compact_every=0 must be at least 1"),
+        ("uniform@half", r"budget='half' is not a budget; pass slots \(1024\), a fraction \(25%\) or bytes \(64MiB\)"),
+        ("uniform@10GB", r"budget='10GB'"),
         ("exact@10", r"exact keeps everything and takes no budget"),
     ],
 )
-def test_text_that_says_no_policy_is_refused_by_the_field(text, message):
+def test_invalid_text_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         kvjax.PolicyChoice.parse(text)
 
 
-def test_the_library_has_few_names():
-    public = {name: x for name, x in vars(kvjax).items() if not name.startswith("_") and not _is_module(x)}
+def test_a_registered_policy_has_a_name_in_text(monkeypatch):
+    monkeypatch.setattr("kvjax.registry.POLICIES", dict(REGISTERED))
+
+    @dataclasses.dataclass(frozen=True)
+    class Mine(kvjax.Uniform):
+        pass
+
+    assert kvjax.register("mine", Mine) is kvjax.register("mine", Mine) is Mine
+    assert kvjax.PolicyChoice.parse("mine:sinks=2@128").make() == Mine(128, sinks=2)
+    with pytest.raises(ValueError, match="name='mine' is already registered for Mine"):
+        kvjax.register("mine", kvjax.Uniform)
+    with pytest.raises(ValueError, match="name='My policy' must consist of lower-case letters"):
+        kvjax.register("My policy", Mine)
+    for other in (Mine(128), int, type("Plain", (Policy,), {})):
+        with pytest.raises(TypeError, match="must be a frozen dataclass that derives from kvjax.policy.Policy"):
+            kvjax.register("other", other)
+
+
+@pytest.mark.parametrize("name, count", [("uniform", 0), ("tova", 1), ("snapkv", 6), ("h2o", 40)])
+def test_prompt_queries_are_as_many_as_the_policy_requires(name, count):
+    queries = make_stream().queries[:, :40]
+    selected = kvjax.prompt_queries(POLICIES[name], queries)
+    if count:
+        np.testing.assert_array_equal(selected, queries[:, 40 - count :])
+    else:
+        assert selected is None
+
+
+def test_the_package_exports_few_names():
+    public = {name: x for name, x in vars(kvjax).items() if not name.startswith("_") and not isinstance(x, type(sys))}
     policies = {name for name, x in public.items() if isinstance(x, type) and issubclass(x, Policy)}
-    assert len(policies) < 30 and len(public.keys() - policies) <= 20, sorted(public)
+    assert len(policies) <= 31 and len(public.keys() - policies) <= 24, sorted(public)
 
 
-def _is_module(x):
-    return isinstance(x, type(sys))
-
-
-def test_values_are_seen_in_reprs_of_caches():
+def test_the_repr_of_a_cache_contains_its_policy():
     cache = kvjax.init(POLICIES["uniform"], make_spec(), row_keys())
     assert repr(POLICIES["uniform"]) in repr(cache)
     np.testing.assert_array_equal(kvjax.num_tokens(cache), [0, 0, 0])

@@ -1,0 +1,140 @@
+"""`ByLayer`, `FirstLayers` and `ByHead`: different policies in the layers and heads of one model."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.budget import abstract_cache, row_bytes
+from kvjax.policies.balancekv_reference import BalanceKVReference
+from tests.kvjax.support import (
+    LENGTHS,
+    POLICIES,
+    WINDOW,
+    Stream,
+    after,
+    begin,
+    go,
+    make_spec,
+    make_stream,
+    prompt_of,
+    row_keys,
+    whole_run,
+)
+
+EXACT, SLIDING = POLICIES["exact"], POLICIES["streaming_llm"]
+
+
+def run(policy, spec, stream=None):
+    stream = make_stream() if stream is None else stream
+    cache = begin(policy, spec, row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    return go(cache, after(stream, LENGTHS))
+
+
+def test_by_layer_gives_each_layer_its_policy():
+    policy = kvjax.ByLayer((EXACT, SLIDING))
+    for layer, name in enumerate(("exact", "streaming_llm")):
+        spec = make_spec(layer=layer, layers=2)
+        cache, outputs, weights = run(policy, spec)
+        assert cache.policy == POLICIES[name]
+        np.testing.assert_array_equal(outputs, whole_run(name)[1])
+        np.testing.assert_array_equal(weights, whole_run(name)[2])
+        assert row_bytes(policy, spec) == row_bytes(POLICIES[name], make_spec())
+        assert kvjax.read_bytes(cache) == kvjax.read_bytes(whole_run(name)[0])
+
+
+@pytest.mark.parametrize("first_layers, layers, exact_layers", [(2, 4, 2), (1, 2, 1), (0, 2, 0), (3, 2, 2)])
+def test_first_layers_have_the_first_policy(first_layers, layers, exact_layers):
+    policy = kvjax.FirstLayers(first_layers, SLIDING, EXACT)
+    policies = [kvjax.init(policy, make_spec(layer=layer, layers=layers), row_keys()).policy for layer in range(layers)]
+    assert policies == [EXACT] * exact_layers + [SLIDING] * (layers - exact_layers)
+
+
+def test_first_layers_requires_what_either_policy_requires():
+    both = kvjax.FirstLayers(1, POLICIES["quest"], POLICIES["snapkv"])
+    assert both.is_retrieval and both.requires == kvjax.Requirements(prompt_queries=6, entire_prompt=True)
+    assert not kvjax.FirstLayers(0, SLIDING, POLICIES["quest"]).is_retrieval
+
+
+def test_by_head_gives_each_head_its_policy():
+    policy, half = kvjax.ByHead((SLIDING, EXACT)), make_spec(kv_heads=1, query_heads=2)
+    cache, outputs, weights = run(policy, make_spec())
+    for head, name in enumerate(("streaming_llm", "exact")):
+        queries = slice(2 * head, 2 * head + 2)
+        np.testing.assert_allclose(outputs[:, :, queries], whole_run(name)[1][:, :, queries], atol=1e-6)
+        np.testing.assert_allclose(weights[:, :, head], whole_run(name)[2][:, :, head], atol=1e-6)
+    # Buffers with heads are half of each policy's; the counters of a row exist once.
+    row = abstract_cache(policy, make_spec(batch=1))
+    counters = kvjax.cache_bytes((row.counters, row.counters.first, row.counters.first)).device
+    assert row_bytes(policy, make_spec()) == row_bytes(SLIDING, half) + row_bytes(EXACT, half) - counters
+    assert row_bytes(policy, make_spec()) < row_bytes(EXACT, make_spec())
+    # The end of the staged tokens is read once.
+    alone = [kvjax.init(of_head, half, row_keys()) for of_head in (SLIDING, EXACT)]
+    assert kvjax.read_bytes(cache) == sum(kvjax.read_bytes(one) for one in alone) - 4 * len(LENGTHS)
+
+
+def test_heads_of_one_policy_need_not_be_adjacent():
+    stream, spec = make_stream(kv_heads=4, query_heads=8), make_spec(kv_heads=4, query_heads=8)
+    _, outputs, weights = run(kvjax.ByHead((SLIDING, EXACT, EXACT, SLIDING)), spec, stream)
+    for name, heads in {"exact": (1, 2), "streaming_llm": (0, 3)}.items():
+        _, all_outputs, all_weights = run(POLICIES[name], spec, stream)
+        for head in heads:
+            queries = slice(2 * head, 2 * head + 2)
+            np.testing.assert_allclose(outputs[:, :, queries], all_outputs[:, :, queries], atol=1e-6)
+            np.testing.assert_allclose(weights[:, :, head], all_weights[:, :, head], atol=1e-6)
+
+
+def test_groups_of_heads_draw_different_random_numbers():
+    # Both heads get the same tokens. `compact_every` makes two groups and does not change which tokens are kept.
+    policy = kvjax.ByHead((kvjax.Uniform(20, **WINDOW), kvjax.Uniform(20, **WINDOW | {"compact_every": 4})))
+    assert len(policy.groups()) == 2
+    stream = make_stream()
+    stream = Stream(np.repeat(stream.keys[:, :, :1], 2, axis=2), stream.values, stream.queries)
+    _, _, weights = run(policy, make_spec(), stream)
+    assert np.any((weights[0, -1, 0] > 0) != (weights[0, -1, 1] > 0))
+
+
+def test_rows_of_by_head_can_be_taken_and_put_back():
+    cache, _, _ = run(kvjax.ByHead((SLIDING, EXACT)), make_spec())
+    rows = kvjax.take_rows(cache, jax.numpy.array([2, 0, 1]))
+    back = kvjax.take_rows(rows, jax.numpy.array([1, 2, 0]))
+    for before, later in zip(jax.tree.leaves(cache), jax.tree.leaves(back), strict=True):
+        np.testing.assert_array_equal(before, later)
+    kvjax.raise_faults(cache)
+
+
+def test_fit_bytes_uses_the_average_over_layers():
+    def sliding(budget):
+        return kvjax.StreamingLLM(budget, sinks=2, compact_every=4)
+
+    spec = make_spec(layers=2)
+    exact = row_bytes(EXACT, spec)
+    limit = (exact + row_bytes(sliding(20), spec)) // 2
+    policy = kvjax.fit_bytes(lambda budget: kvjax.ByLayer((EXACT, sliding(budget))), spec, limit)
+    sizes = [row_bytes(policy, dataclasses.replace(spec, layer=layer)) for layer in range(2)]
+    assert sizes == [exact, row_bytes(sliding(20), spec)]
+
+
+@pytest.mark.parametrize(
+    "policy, message",
+    [
+        (lambda: kvjax.ByLayer((EXACT,)), "ByLayer has 1 policies for a model of 2 layers"),
+        (lambda: kvjax.ByHead((EXACT,)), "ByHead has 1 policies for kv_heads=2"),
+        (lambda: kvjax.ByLayer(()), "at least one policy"),
+        (lambda: kvjax.ByHead(()), "at least one policy"),
+        (lambda: kvjax.ByHead((EXACT, "exact")), r"policies=.* must be \(Policy, \.\.\.\)"),
+        (lambda: kvjax.ByLayer([EXACT]), r"policies=.* must be \(Policy, \.\.\.\)"),
+        (lambda: kvjax.FirstLayers(-1, EXACT, EXACT), "layers=-1 must be at least 0"),
+    ],
+)
+def test_policies_that_do_not_fit_the_model_are_refused(policy, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.init(policy(), make_spec(layers=2), row_keys())
+
+
+def test_by_head_refuses_policies_that_pass_state_between_layers():
+    needle = BalanceKVReference(20, **WINDOW, block_size=8, needles=4)
+    with pytest.raises(ValueError, match="ByHead: BalanceKVReference.* passes state to the next layer, use ByLayer"):
+        run(kvjax.ByHead((needle, needle)), make_spec(layer=1, layers=3))

@@ -1,0 +1,190 @@
+"""Quantization formats: packing, the rotation, and the laws of their errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvjax
+from kvjax import quantization
+from kvjax.quantization import FORMATS, dequantize, quantize
+from pallas_kernels import packing
+from tests.kvjax.support import make_spec, make_stream, row_keys
+
+PACKED = {name: form.bits for name, form in FORMATS.items() if form.bits is not None}
+# Squared errors of int8 and float8_e4m3fn on Gaussian coordinates, relative to their variance.
+EIGHT_BIT_ERRORS = {"int8": 6e-5, "fp8": 8e-4}
+
+
+@functools.partial(jax.jit, static_argnames=("name", "unbiased"))
+def restore(x, name, unbiased=False):
+    """Quantizes and dequantizes."""
+    return dequantize(quantize(x, name, unbiased=unbiased))
+
+
+def gaussian(vectors, columns, seed=0):
+    return np.random.default_rng(seed).normal(size=(vectors, columns)).astype(np.float32)
+
+
+@functools.cache
+def lloyd_max_error(bits):
+    """Returns the error of the best scalar quantizer for Gaussian numbers of variance 1, by Lloyd's iteration."""
+    grid = np.linspace(-8, 8, 200_001)
+    density = np.exp(-(grid**2) / 2) / np.sqrt(2 * np.pi) * (grid[1] - grid[0])
+    levels = np.linspace(-2, 2, 2**bits)
+    for _ in range(500):
+        cell = np.searchsorted((levels[1:] + levels[:-1]) / 2, grid)
+        levels = np.bincount(cell, density * grid) / np.bincount(cell, density)
+    return float(np.sum(density * (grid - levels[cell]) ** 2))
+
+
+# --- packing and rotation ---
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(sorted(packing.PLANES)), st.sampled_from([8, 24, 64, 80]), st.integers(0, 2**32 - 1))
+def test_packing_is_lossless_and_products_are_sums_over_parts(bits, columns, seed):
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 2**bits, (3, columns)).astype(np.uint8)
+    packed = packing.pack(jnp.asarray(codes), bits)
+    assert packed.shape == (3, packing.packed_width(columns, bits)) and packed.dtype == jnp.uint8
+    np.testing.assert_array_equal(packing.unpack(packed, bits), codes)
+    row, parts = rng.normal(size=columns), packing.parts(columns, bits)
+    product = sum(np.asarray(part.codes(packed[..., part.bytes])) @ row[part.columns] * part.factor for part in parts)
+    np.testing.assert_allclose(product, codes @ row)
+
+
+def test_dimensions_that_do_not_fill_bytes_are_refused():
+    with pytest.raises(ValueError, match="12 .*multiple of 8"):
+        packing.pack(jnp.zeros((2, 12), jnp.uint8), 3)
+    for name in FORMATS:
+        quantization.check_width(name, 16)
+        if name in PACKED:
+            with pytest.raises(ValueError, match=f"kv_dtype='{name}' needs a multiple of 8 dimensions, got 12"):
+                quantization.check_width(name, 12)
+
+
+@pytest.mark.parametrize("columns", [1, 24, 64, 80, 128])
+def test_the_rotation_is_orthogonal(columns):
+    matrix = quantization.rotation(columns).astype(np.float64)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(columns), atol=1e-6)
+    x = gaussian(5, columns)
+    np.testing.assert_allclose(quantization.rotate_back(quantization.rotate(x)), x, atol=1e-5)
+
+
+def test_the_rotation_is_that_of_saved_states():
+    np.testing.assert_array_equal(np.sign(quantization.rotation(8)[:, 0]), [1, -1, -1, 1, -1, -1, 1, 1])
+    np.testing.assert_allclose(quantization.rotation(24)[0, :3], [0.2637711, 0.1236045, -0.2218370], atol=1e-6)
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize(("name", "bits"), PACKED.items())
+def test_the_distortion_is_within_the_bounds_of_theory(name, bits, columns):
+    """The rate-distortion bound is 4^-b, TurboQuant's bound sqrt(3) pi / 2 times that (Theorem 1).
+
+    The best scalar quantizer, which knows the variance and whose grid is not uniform, is at most 10% better.
+    """
+    x = gaussian(4000, columns)
+    error = np.mean((np.asarray(restore(x, name)) - x) ** 2)
+    assert 4.0**-bits < error < np.sqrt(3) * np.pi / 2 * 4.0**-bits
+    assert error < 1.1 * lloyd_max_error(bits)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("factor", [1.0, 100.0, 1000.0])
+def test_an_outlier_channel_does_not_raise_the_relative_error(name, factor):
+    x = gaussian(500, 64)
+    x[:, 7] *= factor
+    error = np.sum((np.asarray(restore(x, name)) - x) ** 2, axis=-1) / np.sum(x**2, axis=-1)
+    assert np.mean(error) < (EIGHT_BIT_ERRORS.get(name) or 1.15 * lloyd_max_error(PACKED[name]))
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_numbers_are_the_nearest_of_the_grid_and_clipped_beyond_it(name):
+    x, form = gaussian(500, 64), FORMATS[name]
+    quantized = quantize(x, name)
+    scale, rotated = np.float32(quantized.scale)[:, None], np.asarray(quantization.rotate(x))
+    restored = np.asarray(quantization.rotate(dequantize(quantized)))
+    inside = np.abs(rotated) <= scale * form.max_value
+    assert 0.6 < np.mean(inside) < 1 and (np.abs(restored - rotated) <= 1.0001 * scale + 1e-6)[inside].all()
+    largest = np.broadcast_to(scale * form.max_value, x.shape)
+    np.testing.assert_allclose(np.abs(restored)[~inside], largest[~inside], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_unbiased_inner_products_are_right_on_average(name):
+    """The regression slope on true products is 1 within four standard errors; the nearest numbers shrink it."""
+    keys, query = gaussian(40_000, 64), gaussian(1, 64, seed=1)[0]
+    exact = keys @ query
+    unbiased, nearest = (np.asarray(restore(keys, name, unbiased=unbiased)) @ query for unbiased in (True, False))
+    deviation = np.std(unbiased - exact) / np.sqrt(len(keys)) / np.std(exact)
+    slopes = [(exact @ products) / (exact @ exact) for products in (unbiased, nearest)]
+    assert abs(slopes[0] - 1) < 4 * deviation
+    if name != "int4":
+        assert slopes[1] < 1 - 4 * deviation
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_quantizing_again_changes_nothing(name, unbiased):
+    x = np.concatenate([gaussian(500, 64), np.zeros((1, 64)), np.eye(64)]).astype(np.float32)
+    once = restore(x, name, unbiased)
+    twice = restore(once, name, unbiased)
+    np.testing.assert_allclose(twice, once, rtol=1e-6, atol=1e-6)
+    first, second = (quantize(x, name, unbiased=unbiased) for x in (once, twice))
+    np.testing.assert_array_equal(first.scale, second.scale)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("size", [1e-30, 1e-4, 1e4, 1e30])
+def test_the_relative_error_does_not_depend_on_the_norm(name, size):
+    x = gaussian(200, 64)
+    errors = [
+        np.linalg.norm(np.asarray(restore(x * size, name)) / size - x) for size in (np.float32(size), np.float32(1))
+    ]
+    assert errors[0] < 1.05 * errors[1]
+
+
+# --- errors of attention ---
+
+
+def attend(kv_dtype, keys, values, queries, new=8):
+    """Returns the attention output of queries after a prompt in a full cache, and the cache."""
+    spec = make_spec(batch=1, prompt=keys.shape[1], new=new, kv_dtype=kv_dtype)
+    cache = kvjax.init(kvjax.Exact(), spec, row_keys(1))
+    cache, _ = kvjax.prefill(cache, keys, values, jnp.array([keys.shape[1]]))
+    return np.asarray(kvjax.normalize(kvjax.attend(cache, queries))), cache
+
+
+def test_the_mean_of_keys_costs_no_bits_and_is_that_of_the_first_tokens():
+    stream = make_stream()
+    values, queries = stream.values[:1, :40], 0.3 * stream.queries[:1, 40:44]
+    mean = 10 * np.random.default_rng(0).normal(size=(1, 1, 2, 64)).astype(np.float32)
+    errors = []
+    for shift in (0.0, 1.0):
+        keys = stream.keys[:1, :40] + shift * mean
+        (quantized, cache), (exact, _) = (attend(name, keys, values, queries) for name in ("int3", None))
+        errors.append(np.mean(np.abs(quantized - exact)))
+    assert errors[1] < 1.5 * errors[0] + 1e-6
+    offset = cache.state.keys.offset
+    np.testing.assert_allclose(offset, np.mean(keys, axis=1), rtol=1e-5, atol=1e-5)
+    later = kvjax.compact(kvjax.append(cache, stream.keys[:1, 40:44], stream.values[:1, 40:44]))
+    np.testing.assert_array_equal(later.state.keys.offset, offset)
+
+
+@pytest.mark.parametrize(
+    "name, low, high",
+    [("int8", 0.001, 0.02), ("int4", 0.03, 0.25), ("int3", 0.08, 0.45), ("int2", 0.15, 0.8)],
+)
+def test_the_error_of_attention_follows_the_bit_width(name, low, high):
+    keys, values = np.random.default_rng(0).normal(size=(2, 1, 64, 2, 64)).astype(np.float32)
+    queries = make_stream().queries[:1, :4]
+    exact, quantized = (attend(kv_dtype, keys, values, queries)[0] for kv_dtype in (None, name))
+    assert low < np.linalg.norm(quantized - exact) / np.linalg.norm(exact) < high
