@@ -9,6 +9,7 @@ Reference:
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -109,7 +110,7 @@ def init_cluster_table(
         raise ValueError(f"growth={growth} must be above 1")
     if delta is not None and delta <= 0:
         raise ValueError(f"delta={delta} must be above 0, or None to take it from the data")
-    has_values = value_dim is not None
+    has_values, zero = value_dim is not None, jnp.zeros((), jnp.int32)
     return ClusterTable(
         centers=jnp.zeros((clusters, key_dim), jnp.float32 if moving else dtype),
         count=jnp.zeros(clusters, jnp.int32),
@@ -117,10 +118,10 @@ def init_cluster_table(
         samples=jnp.zeros((clusters, samples, key_dim), dtype) if samples else None,
         sample_values=jnp.zeros((clusters, samples, value_dim), dtype) if samples and has_values else None,
         mean_value=jnp.zeros((clusters, value_dim), jnp.float32) if has_values else None,
-        size=jnp.zeros((), jnp.int32),
+        size=zero,
         delta=jnp.asarray(0.0 if delta is None else delta, jnp.float32),
-        doublings=jnp.zeros((), jnp.int32),
-        unsound=jnp.zeros((), jnp.int32),
+        doublings=zero,
+        unsound=zero,
         rng=rng,
         growth=growth,
         moving=moving,
@@ -198,22 +199,12 @@ def extend(
 
     slots = jnp.arange(capacity, dtype=jnp.int32)
     occupied = slots < table.size
-    start = _Assignment(
-        center_item=slots,
-        slot_of_item=jnp.pad(slots, (0, valid.shape[0])),
-        size=table.size,
-        delta=table.delta,
-        doublings=table.doublings,
-        neighbors=unknown_neighbors(occupied),
-    )
-
-    def assign_block(
-        assignment: _Assignment, block: tuple[Int[Array, ""], Bool[Array, "b"]]
-    ) -> tuple[_Assignment, Int[Array, "b"]]:
-        return _assign_block(items, assignment, *block, growth=table.growth)
-
+    slot_of_item = jnp.pad(slots, (0, valid.shape[0]))
+    neighbors = unknown_neighbors(occupied)
+    start = _Assignment(slots, slot_of_item, table.size, table.delta, table.doublings, neighbors)
     first = capacity + jnp.arange(0, valid.shape[0], block, dtype=jnp.int32)
-    assignment, opener = jax.lax.scan(assign_block, start, (first, valid.reshape(-1, block)))
+    assign = functools.partial(_assign_block, items, table.growth)
+    assignment, opener = jax.lax.scan(assign, start, (first, valid.reshape(-1, block)))
 
     # The slot of every old cluster and every token; M drops an item.
     old_slot = jnp.where(occupied, assignment.slot_of_item[:capacity], capacity)
@@ -254,15 +245,16 @@ def log_sample_weights(table: ClusterTable) -> Float[Array, "M t"]:
 
 
 def _assign_block(
-    items: _Items, assignment: _Assignment, first: Int[Array, ""], valid: Bool[Array, "b"], *, growth: float
+    items: _Items, growth: float, assignment: _Assignment, block_tokens: tuple[Int[Array, ""], Bool[Array, "b"]]
 ) -> tuple[_Assignment, Int[Array, "b"]]:
-    """Assigns the valid tokens of a block in order, from item `first` on.
+    """Assigns the valid tokens of a block, given the item of its first token, in order.
 
     A round assigns tokens up to the first one that finds the table full; then delta grows.
 
     Returns:
         The assignment, and the item that opened each token's cluster.
     """
+    first, valid = block_tokens
     capacity, block = assignment.center_item.shape[0], valid.shape[0]
     index = jnp.arange(block, dtype=jnp.int32)
     tokens, norms = (jax.lax.dynamic_slice_in_dim(x, first, block) for x in items)
@@ -273,11 +265,9 @@ def _assign_block(
         squared, nearest = nearest_center(tokens, items.vectors[now.center_item], norms, center_norms)
         reach = now.delta * now.delta
         waiting = valid & (index >= done)
+        candidate = waiting & (squared > reach)
         opens, stop, (to_new, new), (to_earlier, earlier) = jax.lax.cond(
-            jnp.any(waiting & (squared > reach)),
-            _open_clusters,
-            _open_none,
-            *(tokens, norms, waiting & (squared > reach), reach, capacity - now.size),
+            jnp.any(candidate), _open_clusters, _open_none, tokens, norms, candidate, reach, capacity - now.size
         )
         joins = jnp.where(to_new < squared, first + new, now.center_item[nearest])
         opener = jnp.where(waiting & (index < stop), joins, opener)

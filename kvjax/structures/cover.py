@@ -1,5 +1,6 @@
 """Greedy covers: which cluster centers remain when the radius grows (see `cluster_table`)."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -163,30 +164,6 @@ def grow_delta(
         farther than delta); and the neighbors of the centers that remain, stale where the neighbor does not remain.
     """
     capacity = norms.shape[0]
-    slots = jnp.arange(capacity, dtype=jnp.int32)
-
-    def nearest_remaining(
-        rows: Int[Array, "R"], remains: Bool[Array, "M"], before: Int[Array, "R"] | None = None
-    ) -> tuple[Float[Array, "R"], Int[Array, "R"]]:
-        return nearest_center(centers[rows], centers, norms[rows], jnp.where(remains, norms, jnp.inf), before)
-
-    def select(
-        reach: Float[Array, ""], carry: tuple[Bool[Array, "M"], EarlierNeighbors], rows: Int[Array, "R"]
-    ) -> tuple[Bool[Array, "M"], EarlierNeighbors]:
-        """Decides which of these centers remain; all earlier centers have been decided."""
-        remains, neighbors = carry
-        index = jnp.minimum(rows, capacity - 1)
-        squared, nearest = nearest_remaining(index, remains, before=index)
-        between = squared_distances(centers[index], centers[index], norms[index], norms[index])
-        # A known neighbor is within delta, however its distance is rounded this time.
-        known, slot = ~neighbors.stale[index], neighbors.slot[index]
-        near = (between <= reach) | (known[:, None] & (slot[:, None] == index))
-        candidate = (rows < capacity) & (squared > reach) & ~(known & remains[slot])
-        selected = greedy_cover(near, candidate)
-        to_new, new = min_and_argmin(jnp.where(selected & (index < index[:, None]), between, jnp.inf))
-        neighbor = jnp.where(to_new < squared, index[new], nearest)
-        neighbors = neighbors.insert(rows, jnp.minimum(squared, to_new), neighbor)
-        return remains.at[rows].set(selected, mode="drop"), neighbors
 
     def grow(carry: tuple[Array, Array, EarlierNeighbors, Array]) -> tuple[Array, Array, EarlierNeighbors, Array]:
         delta, _, neighbors, _ = carry
@@ -194,9 +171,8 @@ def grow_delta(
         close = neighbors.stale | (neighbors.squared_distance <= reach)
         # A center whose known neighbor surely remains does not remain.
         merges = ~neighbors.stale & ~close[neighbors.slot]
-        remains, neighbors = _scan_rows(
-            lambda carry, rows: select(reach, carry, rows), (~close, neighbors), close & ~merges
-        )
+        decide = functools.partial(_decide_rows, centers, norms, reach)
+        remains, neighbors = _scan_rows(decide, (~close, neighbors), close & ~merges)
         done = ~jnp.all(remains) | (waiting <= reach)
         # Rounded up, so that the square of delta is at least the smallest distance.
         smallest = jnp.sqrt(jnp.minimum(jnp.min(neighbors.squared_distance), waiting)) * (1 + 2.0**-22)
@@ -206,10 +182,37 @@ def grow_delta(
     delta, remains, neighbors, _ = jax.lax.while_loop(lambda carry: ~carry[3], grow, start)
 
     def merge_target(target: Int[Array, "M"], rows: Int[Array, "R"]) -> Int[Array, "M"]:
-        nearest = nearest_remaining(jnp.minimum(rows, capacity - 1), remains)[1]
+        index = jnp.minimum(rows, capacity - 1)
+        nearest = nearest_center(centers[index], centers, norms[index], jnp.where(remains, norms, jnp.inf))[1]
         return target.at[rows].set(nearest, mode="drop")
 
-    return delta, remains, _scan_rows(merge_target, slots, ~remains), neighbors
+    target = _scan_rows(merge_target, jnp.arange(capacity, dtype=jnp.int32), ~remains)
+    return delta, remains, target, neighbors
+
+
+def _decide_rows(
+    centers: Float[Array, "M D"],
+    norms: Float[Array, "M"],
+    reach: Float[Array, ""],
+    carry: tuple[Bool[Array, "M"], EarlierNeighbors],
+    rows: Int[Array, "R"],
+) -> tuple[Bool[Array, "M"], EarlierNeighbors]:
+    """Decides which centers of these rows remain, and finds their neighbors; all earlier rows have been decided."""
+    remains, neighbors = carry
+    capacity = norms.shape[0]
+    index = jnp.minimum(rows, capacity - 1)
+    remaining_norms = jnp.where(remains, norms, jnp.inf)
+    squared, nearest = nearest_center(centers[index], centers, norms[index], remaining_norms, before=index)
+    between = squared_distances(centers[index], centers[index], norms[index], norms[index])
+    # A known neighbor is within delta, however its distance is rounded this time.
+    known, slot = ~neighbors.stale[index], neighbors.slot[index]
+    near = (between <= reach) | (known[:, None] & (slot[:, None] == index))
+    candidate = (rows < capacity) & (squared > reach) & ~(known & remains[slot])
+    selected = greedy_cover(near, candidate)
+    to_new, new = min_and_argmin(jnp.where(selected & (index < index[:, None]), between, jnp.inf))
+    neighbor = jnp.where(to_new < squared, index[new], nearest)
+    neighbors = neighbors.insert(rows, jnp.minimum(squared, to_new), neighbor)
+    return remains.at[rows].set(selected, mode="drop"), neighbors
 
 
 def _scan_rows(step: Callable[[T, Int[Array, "R"]], T], carry: T, mask: Bool[Array, "M"]) -> T:

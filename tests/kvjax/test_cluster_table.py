@@ -238,7 +238,9 @@ def test_widening_by_the_rows_in_question_is_widening_by_all_distances(points, w
     lower = np.where(np.tri(TOKENS, k=-1, dtype=bool) & stands, between, np.inf)
     # Whose nearest went has to look again.
     known = stands & stands[neighbors.slot]
-    np.testing.assert_allclose(neighbors.squared_distance[known], lower.min(axis=1)[known], atol=1e-6 * float(norms.max()))
+    np.testing.assert_allclose(
+        neighbors.squared_distance[known], lower.min(axis=1)[known], atol=1e-6 * float(norms.max())
+    )
     # Once more, from what is known of those that stand: as from nothing.
     packed = jnp.asarray(np.cumsum(stands) - 1, jnp.int32)
     place = jnp.where(stands, packed, TOKENS)
@@ -460,6 +462,8 @@ def _plain(table):
 
 
 def test_more_clusters_than_can_be_compared_are_refused():
-    spec = kvjax.CacheSpec(batch=1, query_heads=1, kv_heads=1, head_dim=64, max_prompt_tokens=200_000, max_new_tokens=64)
+    spec = kvjax.CacheSpec(
+        batch=1, query_heads=1, kv_heads=1, head_dim=64, max_prompt_tokens=200_000, max_new_tokens=64
+    )
     with pytest.raises(ValueError, match="clusters=99920 must be between 1 and 16384: .* takes 37.2 GiB"):
         kvjax.init(kvjax.SubGen(100_000), spec, jax.random.split(jax.random.key(0), 1))
