@@ -15,9 +15,9 @@ POINTS, DIM, CLUSTERS, ITERATIONS = 30, 5, 4, 12
 STARTS = ("random", "k-means++")
 
 
-@functools.partial(jax.jit, static_argnames=("start", "tolerance", "iterations"))
+@functools.partial(jax.jit, static_argnames=("kmeans_init", "tolerance", "iterations"))
 def cluster(rng, keys, valid, kmeans_init="random", tolerance=0.0, iterations=ITERATIONS):
-    return k_means(rng, keys, valid, CLUSTERS, iterations=iterations, tolerance=tolerance, start=start, block=8)
+    return k_means(rng, keys, valid, CLUSTERS, iterations=iterations, tolerance=tolerance, kmeans_init=kmeans_init, block=8)
 
 
 def stream(seed, duplicates=False):
@@ -192,10 +192,10 @@ def test_k_means_plus_plus_draws_in_proportion_to_the_distance():
     [
         ({"sample": 0}, "sample=0"),
         ({"polish": 30}, "polish=30"),
-        ({"turn_to": "means"}, "turn_to='means'"),
+        ({"centroid_update": "means"}, "centroid_update='means'"),
         ({"clusters": 0}, "clusters=0"),
         ({"iterations": 0}, "iterations=0"),
-        ({"start": "far"}, "'far'"),
+        ({"kmeans_init": "far"}, "kmeans_init='far'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(change, message):
