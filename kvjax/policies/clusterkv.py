@@ -162,7 +162,7 @@ class ClusterKV(Policy[ClusterKVState]):
         def of_head(store, clusters, stream_key, keys, values, count):
             rng, valid = jax.random.fold_in(stream_key, 0), position < self.sinks + count
             used = -(-count // self.cluster_tokens) if self.clusters is None else state.prompt_clusters
-            label = self._k_means(rng, keys, valid, state.prompt_clusters, used=used, sample=self.sample).label
+            label = self._k_means(rng, keys, valid, state.prompt_clusters, num_clusters=used, sample=self.sample).label
             made = (state.prompt_clusters, state.prompt_blocks)
             return store_clusters(store, clusters, label, (keys, values, position), made, (0, 0))
 

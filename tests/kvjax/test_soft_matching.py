@@ -65,7 +65,7 @@ def by_lists(entries, edges, chunk):
 
 @jax.jit
 def merge(entries, edges):
-    return soft_matching.merge_most_similar(entries, edges, CHUNK, most=SLOTS)
+    return soft_matching.merge_most_similar(entries, edges, CHUNK, max_merges=SLOTS)
 
 
 @functools.partial(jax.jit, static_argnames=("budget", "schedule"))
