@@ -1,7 +1,9 @@
-"""Attention that a prompt's tokens receive from queries, by which policies score them."""
+"""Attention that the tokens of a prompt receive from queries; policies use it as a score."""
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.policy import Policy, Prompt
 
 QUERY_BLOCK = 64  # queries whose probabilities over the entire prompt exist at a time
-QUERY_PARTS = 8  # parts of the queries; each part reads the keys that its last query sees
+QUERY_PARTS = 8  # parts of the queries; each part reads the keys that its last query sees, not all keys
 
 _MASKED_LOGIT = -1e30
 
@@ -47,39 +49,56 @@ def check_prompt_queries(policy: Policy, prompt: Prompt) -> Float[Array, "B w H_
 
 
 def attention_received(policy: Policy, prompt: Prompt) -> Float[Array, "B H_kv T"]:
-    """The probability of causal attention that each token of a prompt draws from its last w queries, summed over them
-    and over the query heads of a kv head's group; float32. What comes before a row's first token is ignored."""
+    """Returns the causal attention that each token receives from the queries that a policy needs.
+
+    Args:
+        policy: the policy.
+        prompt: the prompt.
+
+    Returns:
+        Attention probabilities, summed over the queries and over the query heads of a group, float32. Queries before
+        a row's first token are ignored.
+
+    Raises:
+        ValueError: if the queries are not those that the policy needs.
+    """
     queries, tokens = check_prompt_queries(policy, prompt), prompt.keys.shape[2]
     count = queries.shape[1]
-    # Each part of the queries meets the keys up to those of its last one: what is left of the half that no query sees
-    # is 1 / QUERY_PARTS of it.
     part = -(-count // (QUERY_PARTS * QUERY_BLOCK)) * QUERY_BLOCK
-    drawn = jnp.zeros(prompt.keys.shape[:3], jnp.float32)
+    received = jnp.zeros(prompt.keys.shape[:3], jnp.float32)
+
+    def visible(first: Int[Array, "B 1"], stop: int, index: Int[Array, "n"]) -> Bool[Array, "B n t"]:
+        return jnp.arange(stop) <= (first + index)[..., None]
+
     for begin in range(0, count, part):
         stop = tokens - count + min(begin + part, count)
-        first = prompt.lengths[:, None] - count + begin
-        sees = lambda number, first=first, stop=stop: jnp.arange(stop) <= (first + number)[..., None]  # noqa: E731
-        own = attention_drawn(prompt, queries[:, begin : begin + part], prompt.keys[:, :, :stop], sees)
-        drawn = drawn.at[:, :, :stop].add(own)
-    return drawn
+        is_visible = functools.partial(visible, prompt.lengths[:, None] - count + begin, stop)
+        attention = key_attention(prompt, queries[:, begin : begin + part], prompt.keys[:, :, :stop], is_visible)
+        received = received.at[:, :, :stop].add(attention)
+    return received
 
 
-def attention_drawn(
+def key_attention(
     prompt: Prompt,
     queries: Float[Array, "B w H_q D"],
     keys: Float[Array, "B H_kv T D"],
-    sees: Callable[[Int[Array, "n"]], Bool[Array, "#B n #T"]],
-    largest: bool = False,
+    is_visible: Callable[[Int[Array, "n"]], Bool[Array, "#B n #T"]],
+    *,
+    reduce: Literal["sum", "max"] = "sum",
 ) -> Float[Array, "B H_kv T"]:
-    """The probability of attention that keys draw from queries, summed over these and over the query heads of a kv
-    head's group, or the largest of them; float32.
+    """Returns the attention probability that each key receives from the queries of its group.
 
-    Queries are taken a block at a time, so that memory grows with T and not with its square. Each costs what attending
-    costs, but for the values.
+    Queries are processed in blocks, so that memory is linear in T. A query costs as much as attention without values.
 
     Args:
-        prompt: whose model's soft cap and sinks attention has.
-        sees: which keys the queries of these numbers see, row by row. One that sees none is ignored.
+        prompt: has the logit cap and the attention sink logits of the model.
+        queries: queries.
+        keys: keys.
+        is_visible: maps indices of queries to the keys that they see. A query without visible keys is ignored.
+        reduce: whether probabilities are summed over queries and query heads, or the largest is returned.
+
+    Returns:
+        Sums or maxima, float32.
     """
     batch, kv_heads, tokens, head_dim = keys.shape
     count = queries.shape[1]
@@ -89,24 +108,35 @@ def attention_drawn(
     rows = padded.reshape(batch, blocks, block, kv_heads, -1, head_dim).transpose(1, 0, 3, 2, 4, 5)
     keys = keys.astype(jnp.promote_types(queries.dtype, keys.dtype))
 
-    def further(drawn, item):
+    def add_block(
+        received: Float[Array, "B H_kv T"], item: tuple[Int[Array, ""], Array]
+    ) -> tuple[Float[Array, "B H_kv T"], None]:
         first, rows = item
-        number = first + jnp.arange(block)
-        visible = (sees(number) & (number < count)[:, None])[:, None, :, None]
+        index = first + jnp.arange(block)
+        visible = (is_visible(index) & (index < count)[:, None])[:, None, :, None]
         logits = jnp.einsum("bhngd,bhtd->bhngt", rows.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
-        probability = probabilities(prompt, logits / math.sqrt(head_dim), visible)
-        if largest:
-            return jnp.maximum(drawn, jnp.max(probability, axis=(2, 3))), None
-        return drawn + jnp.sum(probability, axis=(2, 3)), None
+        probability = masked_softmax(prompt, logits / math.sqrt(head_dim), visible)
+        if reduce == "max":
+            return jnp.maximum(received, jnp.max(probability, axis=(2, 3))), None
+        return received + jnp.sum(probability, axis=(2, 3)), None
 
-    none = jnp.zeros((batch, kv_heads, tokens), jnp.float32)
-    return jax.lax.scan(further, none, (block * jnp.arange(blocks), rows))[0]
+    start = jnp.zeros((batch, kv_heads, tokens), jnp.float32)
+    return jax.lax.scan(add_block, start, (block * jnp.arange(blocks), rows))[0]
 
 
-def probabilities(
+def masked_softmax(
     prompt: Prompt, logits: Float[Array, "B H_kv n group T"], visible: Bool[Array, "#B #H_kv #n #group #T"]
 ) -> Float[Array, "B H_kv n group T"]:
-    """The softmax of logits with the soft cap and sinks of a prompt's model; 0 for what is not visible."""
+    """Computes the softmax of logits with the logit cap and the attention sink logits of a prompt's model.
+
+    Args:
+        prompt: the prompt.
+        logits: logits of the keys.
+        visible: keys that count.
+
+    Returns:
+        Probabilities; 0 for keys that are not visible.
+    """
     tokens = logits.shape[4]
     if prompt.logit_cap is not None:
         logits = prompt.logit_cap * jnp.tanh(logits / prompt.logit_cap)

@@ -1,5 +1,7 @@
-"""BalanceKV (Han et al. 2025), as a stream: a merge-and-reduce tree that halves tokens again and again so that sums
-over them change little. The released code is `BalanceKVReference`, Algorithm 1 with its guarantee `BalanceKVPaper`."""
+"""BalanceKV (Han et al. 2025) for streams: tokens between sinks and recent window are halved repeatedly.
+
+`BalanceKVReference` is the released code. `BalanceKVPaper` is Algorithm 1 with its error bound.
+"""
 
 import dataclasses
 import functools
@@ -7,7 +9,7 @@ from typing import Literal
 
 from jaxtyping import Array, Int, Key
 
-from kvjax.policy import Policy, Prompt, check_above, check_budget
+from kvjax.policy import Policy, Prompt, check_above, check_budget, check_min
 from kvjax.segment import Segment, SegmentLike
 from kvjax.spec import CacheSpec
 from kvjax.state import stacked, state, static
@@ -19,37 +21,39 @@ from kvjax.structures.balance import Halve, halve_by_pairs, halve_exactly
 from kvjax.structures.merge_reduce import MergeReduceTree, bin_sizes, init_merge_reduce
 from kvjax.structures.per_head import per_head, stream_keys
 
-# Tokens up to which prompts are halved in smaller groups, since exact prefill of them takes so little itself: 512 would
-# take more than a tenth of its time.
+# Up to this length, groups of 512 tokens would add more than a tenth to the time of prefill.
 SHORT_PROMPT = 4096
 
 
 @state
 class BalanceKVState:
+    """The window, and one merge-and-reduce tree per row and KV head."""
+
     window: Window
     tree: MergeReduceTree = stacked("B", "H_kv")
-    block: int = static()  # tokens of a prompt halved together
+    block: int = static()  # tokens of a prompt that are halved together
 
 
 @dataclasses.dataclass(frozen=True)
 class BalanceKV(Policy[BalanceKVState]):
-    """Keeps sinks, recent tokens and, of the others, a merge-and-reduce tree that is as full as its slots allow. The
-    weights sum to the tokens they stand for. Heuristic: the paper's bound is that of `BalanceKVPaper`.
+    """Keeps sinks, recent tokens, and a weighted selection of the tokens between them in a merge-and-reduce tree.
 
-    With "pairs" the error at equal bytes is a quarter to a half of uniform sampling's where keys have norms up to 4; at
-    norms near 15, where one token or one cluster takes all attention, the two are alike.
+    When the tree is full, two groups of tokens are halved so that attention changes little; weights sum to the number
+    of tokens. There is no proved error bound (see `BalanceKVPaper`).
 
     Attributes:
-        budget: slots per head, sinks and recent tokens included. A slot is a key and a value.
-        sinks, recent: tokens always kept. The papers' code keeps 32 + 32, or 256 + 256 in its single-layer study.
-        walk: "pairs" (ours, the default): halved by pairs of nearest neighbours. "streaming": the released code's walk
-            and exact halving, weights corrected to the number of tokens.
-        block_size: tokens of a prompt halved together. Larger is better and slower: 512 by default, 256 for prompts of
-            up to `SHORT_PROMPT` tokens.
-        bins: into how many bins the slots are divided, two of which are halved together as tokens come (each is half of
-            the paper's batch t); by default `FEWEST_BINS` or a few more.
-        gamma, temperature: of the walk (the released code's gamma and temp); see `halve_by_pairs` and `halve_exactly`.
-        compact_every: tokens between compactions; until then new tokens are all read.
+        budget: slots per KV head, sinks and recent tokens included. A slot is a key and a value.
+        sinks: first tokens that are always kept. The released code uses 32, or 256 in its single-layer study.
+        recent: newest tokens that are always kept. The released code uses the same numbers as for sinks.
+        walk: "pairs" for halving by pairs of nearest neighbors, which is kvjax's variant. "streaming" for the released
+            code's walk and exact halving, with weights corrected to the number of tokens.
+        block_size: tokens of a prompt that are halved together. None for 256 for prompts of up to `SHORT_PROMPT` tokens
+            and 512 for longer ones. Larger blocks are slower and more accurate.
+        bins: number of bins of the tree, two of which are halved together (the paper's batch t is two bins). None for
+            `kvjax.structures.merge_reduce.MIN_BINS` or slightly more.
+        gamma: strength of the walk (`gamma` of the released code).
+        temperature: factor of the kernel's exponent (`temp` of the released code).
+        compact_every: tokens between compactions; until then all new tokens are read.
 
     Reference:
         BalanceKV, Algorithm 4 (MergeAndReduce), and the released code.
@@ -67,16 +71,16 @@ class BalanceKV(Policy[BalanceKVState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_budget(self.budget, self.sinks, self.recent, self.compact_every, remainder_for="a choice of tokens")
+        check_budget(self.budget, self.sinks, self.recent, self.compact_every, remainder_for="selected tokens")
         check_above(0, gamma=self.gamma, temperature=self.temperature)
-        if self.block_size is not None and self.block_size < 2:
-            raise ValueError(f"block_size={self.block_size}; it must be at least 2 tokens")
+        check_min(2, block_size=self.block_size)
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> BalanceKVState:
+        """Returns an empty window and empty trees."""
         fixed = self.sinks + self.recent
         tokens = max(spec.capacity - fixed, 1)
         bins, size = bin_sizes(self.budget - fixed, tokens, self.bins)
-        make = functools.partial(
+        init_tree = functools.partial(
             init_merge_reduce,
             bins=bins,
             bin_slots=size,
@@ -85,25 +89,28 @@ class BalanceKV(Policy[BalanceKVState]):
             tokens=tokens,
             dtype=spec.dtype,
         )
-        tree = per_head(make, 0)(stream_keys(row_keys, spec.kv_heads))
+        tree = per_head(init_tree)(stream_keys(row_keys, spec.kv_heads))
         block = self.block_size or (256 if spec.max_prompt_tokens <= SHORT_PROMPT else 512)
         return BalanceKVState(init_window(spec, self.sinks, self.recent), tree, block)
 
     def prefill(self, state: BalanceKVState, prompt: Prompt) -> BalanceKVState:
+        """Fills the window and halves the tokens between sinks and recent ones, level by level."""
         window = windows.fill(state.window, prompt)
         _, _, middle = windows.occupancy(window)
-        together = max(1, 8 // (prompt.keys.shape[0] * prompt.keys.shape[1]))
-        fill = functools.partial(merge_reduce.fill, halve=self._halve, block=state.block, together=together)
+        max_parallel = max(1, 8 // (prompt.keys.shape[0] * prompt.keys.shape[1]))
+        fill = functools.partial(merge_reduce.fill, halve=self._halve, block=state.block, max_parallel=max_parallel)
         keys, values = (windows.after_sinks(x, self.sinks) for x in (prompt.keys, prompt.values))
         tree = per_head(fill, 0, 0, 0, None)(state.tree, keys, values, middle)
         return dataclasses.replace(state, window=window, tree=tree)
 
     def segments(self, state: BalanceKVState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
+        """Returns the window and the tree."""
         tree = state.tree
         segment = Segment(tree.keys, tree.values, log_num=tree.log_weight)
         return (*windows.window_segments(state.window), segment)
 
     def compact(self, state: BalanceKVState, new: Tokens) -> BalanceKVState:
+        """Slides the window and inserts the tokens that leave it into the tree."""
         window, left = windows.slide(state.window, new)
         insert = per_head(functools.partial(merge_reduce.insert, halve=self._halve), 0, 0, 0, None)
         tree = insert(state.tree, left.keys, left.values, left.present)

@@ -1,4 +1,4 @@
-"""BalanceKV's released code (Han et al. 2025): the prompt is halved once; tokens that come later are all kept."""
+"""BalanceKV's released code (Han et al. 2025): the prompt is halved once, and all later tokens are kept."""
 
 import dataclasses
 import functools
@@ -7,9 +7,9 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
-from kvjax.policy import Policy, Prompt, Requirements, check_above, check_budget
+from kvjax.policy import Policy, Prompt, Requirements, check_above, check_budget, check_min
 from kvjax.segment import SegmentLike
 from kvjax.spec import CacheSpec
 from kvjax.state import state, static
@@ -23,43 +23,46 @@ from kvjax.structures.per_head import per_head, stream_keys
 
 @state
 class BalanceKVReferenceState:
-    """In the window's selected slots stand needles, halved tokens, later ones."""
+    """A window whose selected slots hold needles, halved tokens of the prompt and later tokens, in this order."""
 
     window: Window
-    log_num: Float[Array, "B H_kv S"]  # float32, of the whole window
-    log_den: Float[Array, "B H_kv S"] | None  # None: the same
-    later: Int[Array, "B"]  # int32, tokens that left the window while decoding
-    unkept: Int[Array, "B H_kv"]  # int32, of the marked tokens those for which there was no slot
+    log_num: Float[Array, "B H_kv S"]  # float32, of all slots of the window
+    log_den: Float[Array, "B H_kv S"] | None  # None for the same as log_num
+    later: Int[Array, "B"]  # int32, tokens that left the recent window while decoding
+    unkept: Int[Array, "B H_kv"]  # int32, needles for which there was no slot
     row_keys: Key[Array, "B"]
     halvings: int = static()
     halved_slots: int = static()
-    finds_needles: bool = static()  # on layer 1 alone: all other layers are one program
+    finds_needles: bool = static()  # true on layer 1 only, so that the other layers share one program
 
 
 @dataclasses.dataclass(frozen=True)
 class BalanceKVReference(Policy[BalanceKVReferenceState]):
-    """Keeps sinks, recent tokens, a prompt halved as often as the budget asks for by `spec.max_prompt_tokens`, and every later
-    token in slots beside the budget.
+    """Keeps sinks, recent tokens, a weighted selection of the prompt's other tokens, and every later token.
 
-    Needles differ from the released code's on purpose: there marked tokens take slots of the budget, so that not all of
-    them need survive, and exact halving is given up for all heads once any head has one. Here they take slots of their
-    own, head by head, and the walk goes on without them.
+    The prompt is halved until the selection fits the budget for `spec.max_prompt_tokens`. Later tokens take slots in
+    addition to the budget.
+
+    Needles differ from the released code. There they take slots of the budget, so that some can be dropped, and exact
+    halving is off for all heads if any head has a needle. Here needles have separate slots per head, and halving
+    continues without them.
 
     Attributes:
-        budget: slots per head of the prompt, sinks and recent tokens included.
-        sinks, recent: tokens always kept.
-        block_size: tokens halved together (the code's block_size).
-        gamma, temperature: of the walk (the code's gamma and temp); its defaults.
-        decode: "weights": log w in both sums. "scaled": log w in the numerator, halvings x log 2 in the denominator, as
-            the released LongBench path does.
-        needles: slots for tokens that the needle augmentation marks: on layer 1 those whose key has a negative mean
-            inner product with its block's keys, and 25 on either side, per kv head; later layers keep the same
-            positions. None: no augmentation.
-        needles_inside: needle slots are taken out of the budget; otherwise they come beside it.
+        budget: slots per KV head for the prompt, sinks and recent tokens included.
+        sinks: first tokens that are always kept.
+        recent: newest tokens that are always kept.
+        block_size: tokens that are halved together (`block_size` of the released code).
+        gamma: strength of the walk (`gamma` of the released code).
+        temperature: factor of the kernel's exponent (`temp` of the released code).
+        decode: "weights" for log w in numerator and denominator. "scaled" for log w in the numerator and
+            halvings x log 2 in the denominator, as the released LongBench path does.
+        needles: slots for needles: on layer 1 tokens whose key has a negative mean inner product with the keys of its
+            block, and 25 tokens on either side, per KV head; later layers keep the same positions. None for none.
+        needles_inside: whether needle slots are part of the budget or added to it.
         compact_every: tokens between compactions. It changes no result.
 
     Reference:
-        BalanceKV, section 4, and the code released with it.
+        BalanceKV, section 4, and the released code.
     """
 
     budget: int
@@ -79,28 +82,33 @@ class BalanceKVReference(Policy[BalanceKVReferenceState]):
         super().__post_init__()
         check_budget(self.budget, self.sinks, self.recent, self.compact_every, remainder_for="halved tokens")
         check_above(0, gamma=self.gamma, temperature=self.temperature)
-        if self.block_size < 2:
-            raise ValueError(f"block_size={self.block_size}; it must be at least 2 tokens")
-        if (self.needles or 0) < 0 or self.most_halved < 1:
-            raise ValueError(f"needles={self.needles} leave no slot for halved tokens")
+        check_min(2, block_size=self.block_size)
+        check_min(0, needles=self.needles)
+        if self.max_halved < 1:
+            raise ValueError(f"needles={self.needles} leaves no slot of budget={self.budget} for halved tokens")
 
     @property
-    def most_halved(self) -> int:
+    def max_halved(self) -> int:
         """Slots of halved tokens."""
         slots = self.budget - self.sinks - self.recent
-        return slots - ((self.needles or 0) if self.needles_inside else 0)
+        return slots - self._needle_slots if self.needles_inside else slots
+
+    @property
+    def _needle_slots(self) -> int:
+        return self.needles or 0
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> BalanceKVReferenceState:
-        first = self.recent + self.sinks  # of the selected slots
-        candidates = max(spec.max_prompt_tokens - first, 1)
-        halvings = next(number for number in range(64) if candidates >> number <= self.most_halved)
-        selected = (self.needles or 0) + (candidates >> halvings) + spec.max_new_tokens
+        """Returns an empty window."""
+        fixed = self.recent + self.sinks
+        candidates = max(spec.max_prompt_tokens - fixed, 1)
+        halvings = next(number for number in range(64) if candidates >> number <= self.max_halved)
+        selected = self._needle_slots + (candidates >> halvings) + spec.max_new_tokens
         window = init_window(spec, self.sinks, self.recent, selected)
-        weights = jnp.full(window.keys.shape[:3], -jnp.inf).at[:, :, :first].set(0.0)
+        weights = jnp.full(window.keys.shape[:3], -jnp.inf).at[:, :, :fixed].set(0.0)
         return BalanceKVReferenceState(
             window=window,
             log_num=weights,
-            log_den=weights + 0 if self.decode == "scaled" else None,
+            log_den=jnp.copy(weights) if self.decode == "scaled" else None,
             later=jnp.zeros(spec.batch, jnp.int32),
             unkept=jnp.zeros((spec.batch, spec.kv_heads), jnp.int32),
             row_keys=row_keys,
@@ -109,8 +117,8 @@ class BalanceKVReference(Policy[BalanceKVReferenceState]):
             finds_needles=self.needles is not None and spec.layer == 1,
         )
 
-    def layer_carry(self, state: BalanceKVReferenceState, prompt: Prompt):
-        """Which tokens are needles [B, H_kv, M], from layer 1 to those after it."""
+    def layer_carry(self, state: BalanceKVReferenceState, prompt: Prompt) -> Shaped[Array, "B H_kv *N"] | None:
+        """Returns the needles [B, H_kv, M] of layer 1 for the layers after it."""
         if not state.finds_needles:
             return prompt.layer_carry
         keys = windows.after_sinks(prompt.keys, self.sinks)
@@ -120,28 +128,28 @@ class BalanceKVReference(Policy[BalanceKVReferenceState]):
         return per_head(marks, 0, None)(keys, inside[:, tokens - keys.shape[2] :])
 
     def prefill(self, state: BalanceKVReferenceState, prompt: Prompt) -> BalanceKVReferenceState:
+        """Fills the window and halves the tokens between sinks and recent ones, except needles."""
         window = windows.fill(state.window, prompt)
         _, _, middle = windows.occupancy(window)
         keys, values = windows.after_sinks(prompt.keys, self.sinks), windows.after_sinks(prompt.values, self.sinks)
-        layer_carry = prompt.layer_carry if self.needles is not None else None
-        marks = jnp.zeros(keys.shape[:3], bool) if layer_carry is None else layer_carry
+        has_needles = self.needles is not None and prompt.layer_carry is not None
+        marks = prompt.layer_carry if has_needles else jnp.zeros(keys.shape[:3], bool)
         rngs = stream_keys(state.row_keys, keys.shape[1])
-        choose = functools.partial(self._choose, state)
-        kept, log_needle, log_halved, unkept = per_head(choose, 0, 0, 0, 0, None)(rngs, keys, values, marks, middle)
-        slot = jnp.broadcast_to(jnp.arange(kept.shape[2]), kept.shape)
-        log_num = jnp.concatenate([log_needle, log_halved], axis=2)
+        select = per_head(functools.partial(self._select_head, state), 0, 0, 0, 0, None)
+        source, log_needle, log_halved, unkept = select(rngs, keys, values, marks, middle)
+        slot = jnp.broadcast_to(jnp.arange(source.shape[2]), source.shape)
 
-        def put(buffer: Array, x: Array) -> Array:
-            return windows.put_aligned(window, slot, buffer, x, slot)
+        def put(buffer: Float[Array, "B H S"], *weights: Float[Array, "B H n"]) -> Float[Array, "B H S"]:
+            return windows.put_aligned(window, slot, buffer, jnp.concatenate(weights, axis=2), slot)
 
         log_den = state.log_den
         if log_den is not None:
             same = jnp.where(jnp.isneginf(log_halved), -jnp.inf, state.halvings * math.log(2))
-            log_den = put(log_den, jnp.concatenate([log_needle, same], axis=2))
+            log_den = put(log_den, log_needle, same)
         return dataclasses.replace(
             state,
-            window=windows.write_selected(window, slot, keys, values, kept),
-            log_num=put(state.log_num, log_num),
+            window=windows.write_selected(window, slot, keys, values, source),
+            log_num=put(state.log_num, log_needle, log_halved),
             log_den=log_den,
             unkept=unkept,
         )
@@ -149,44 +157,62 @@ class BalanceKVReference(Policy[BalanceKVReferenceState]):
     def segments(
         self, state: BalanceKVReferenceState, num_visible_staged: Int[Array, "B #T"]
     ) -> tuple[SegmentLike, ...]:
+        """Returns the window."""
         _, _, middle = windows.occupancy(state.window)
-        selected = jnp.where(middle > 0, (self.needles or 0) + state.halved_slots + state.later, 0)
+        selected = jnp.where(middle > 0, self._needle_slots + state.halved_slots + state.later, 0)
         (segment,) = windows.window_segments(state.window, selected, state.log_num)
         return (dataclasses.replace(segment, log_den=state.log_den),)
 
     def compact(self, state: BalanceKVReferenceState, new: Tokens) -> BalanceKVReferenceState:
+        """Slides the window; tokens that leave it take further slots."""
         window, left = windows.slide(state.window, new)
-        place = jnp.arange(left.keys.shape[2])
-        slot = (self.needles or 0) + state.halved_slots + state.later[:, None] + place
-        slot = jnp.where(left.present, slot, window.keys.shape[2])
-        slot, source = (jnp.broadcast_to(x[:, None] if x.ndim == 2 else x, left.keys.shape[:3]) for x in (slot, place))
-        weigh = lambda buffer: windows.put_aligned(window, slot, buffer, jnp.zeros(left.keys.shape[:3]), source)  # noqa: E731
+        shape = left.keys.shape[:3]
+        index = jnp.arange(shape[2])
+        slot = self._needle_slots + state.halved_slots + state.later[:, None] + index
+        slot = jnp.broadcast_to(jnp.where(left.present, slot, window.keys.shape[2])[:, None], shape)
+        source = jnp.broadcast_to(index, shape)
+
+        def put(buffer: Float[Array, "B H S"]) -> Float[Array, "B H S"]:
+            return windows.put_aligned(window, slot, buffer, jnp.zeros(shape), source)
+
         return dataclasses.replace(
             state,
             window=windows.write_selected(window, slot, left.keys, left.values, source),
-            log_num=weigh(state.log_num),
-            log_den=None if state.log_den is None else weigh(state.log_den),
+            log_num=put(state.log_num),
+            log_den=None if state.log_den is None else put(state.log_den),
             later=state.later + left.count,
         )
 
-    def _choose(self, state: BalanceKVReferenceState, rng: Key[Array, ""], keys, values, marked, middle):
-        """One head's needles and halved tokens: their numbers, log-weights, and marks without a slot."""
-        needles = self.needles or 0
+    def _select_head(
+        self,
+        state: BalanceKVReferenceState,
+        rng: Key[Array, ""],
+        keys: Float[Array, "T D"],
+        values: Float[Array, "T D_v"],
+        marked: Bool[Array, "T"],
+        middle: Int[Array, ""],
+    ) -> tuple[Int[Array, "n"], Float[Array, "needles"], Float[Array, "halved"], Int[Array, ""]]:
+        """Selects one head's needles and halved tokens.
+
+        Returns:
+            The tokens, the log-weights of needles and of halved tokens, and the number of needles without a slot.
+        """
         inside = jnp.arange(keys.shape[0]) < middle
         marked &= inside
-        kept_marks = marked & (jnp.cumsum(marked) <= needles)
-        needle = jnp.nonzero(kept_marks, size=needles, fill_value=0)[0]
-        needle_weight = jnp.where(jnp.arange(needles) < jnp.sum(kept_marks), 1.0, 0.0)
-        rest = inside & ~kept_marks
-        index, count = jnp.argsort(~rest, stable=True), jnp.sum(rest, dtype=jnp.int32)
+        is_needle = marked & (jnp.cumsum(marked) <= self._needle_slots)
+        needle = jnp.nonzero(is_needle, size=self._needle_slots, fill_value=0)[0]
+        needle_weight = jnp.where(jnp.arange(self._needle_slots) < jnp.sum(is_needle), 1.0, 0.0)
+        candidate = inside & ~is_needle
+        index, count = jnp.argsort(~candidate, stable=True), jnp.sum(candidate, dtype=jnp.int32)
         weight = jnp.where(jnp.arange(keys.shape[0]) < count, 1.0, 0.0)
         for halving in range(state.halvings):
             blocks = -(-index.shape[0] // self.block_size)
             uniforms = jax.random.uniform(jax.random.fold_in(rng, halving), (blocks, self.block_size))
-            kept, weight = reference_halving(
+            half, weight = reference_halving(
                 uniforms, keys[index], values[index], weight, count, gamma=self.gamma, temperature=self.temperature
             )
-            index, count = index[kept], count // 2
-        fit = lambda x: jnp.pad(x[: state.halved_slots], (0, max(state.halved_slots - x.shape[0], 0)))  # noqa: E731
-        unkept = jnp.sum(marked & ~kept_marks, dtype=jnp.int32)
-        return jnp.concatenate([needle, fit(index)]), jnp.log(needle_weight), jnp.log(fit(weight)), unkept
+            index, count = index[half], count // 2
+        missing = max(state.halved_slots - index.shape[0], 0)
+        index, weight = (jnp.pad(x[: state.halved_slots], (0, missing)) for x in (index, weight))
+        unkept = jnp.sum(marked & ~is_needle, dtype=jnp.int32)
+        return jnp.concatenate([needle, index]), jnp.log(needle_weight), jnp.log(weight), unkept

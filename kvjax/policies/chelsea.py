@@ -1,12 +1,12 @@
-"""Chelsea (2025): the middle of the context as weighted centroids, made by chunked soft matching, online."""
+"""Chelsea (2025): tokens between sinks and recent window become weighted centroids by chunked soft matching."""
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, Shaped
 
 from kvjax.policy import Policy, Prompt, check_budget
 from kvjax.segment import Segment, SegmentLike
@@ -16,12 +16,12 @@ from kvjax.stores import window as windows
 from kvjax.stores.staging import Tokens
 from kvjax.stores.window import Window, init_window
 from kvjax.structures.per_head import per_head
-from kvjax.structures.soft_matching import SCHEDULES, Centroids, Schedule, compress, fresh_entries
+from kvjax.structures.soft_matching import SCHEDULES, Centroids, Schedule, compress, single_token_entries
 
 
 @state
 class ChelseaState:
-    """Centroids in slots [0, count), the same number in all heads."""
+    """The window, and centroids in slots [0, count), the same number for all heads."""
 
     window: Window
     keys: Float[Array, "B H_kv S D"] = kv_entries(running_mean=True)
@@ -33,21 +33,24 @@ class ChelseaState:
 
 @dataclasses.dataclass(frozen=True)
 class Chelsea(Policy[ChelseaState]):
-    """Keeps sinks, recent tokens and centroids of the others, each weighing as many tokens as it was merged from.
+    """Keeps sinks, recent tokens and weighted centroids of the tokens between them.
 
-    Whenever more tokens have left the window than there are slots, similar neighbours are merged, step by step, until
-    exactly the budget is filled.
+    When tokens that left the window exceed the slots, similar neighbors are merged step by step until exactly the
+    budget is used. A centroid weighs as much as the tokens that were merged into it.
 
     Attributes:
-        budget: slots per head, sinks and recent tokens included; the rest are centroids (the paper's B).
-        sinks, recent: tokens always kept (n_1 = 16 and n_2 = 64).
+        budget: slots per KV head, sinks and recent tokens included; the other slots hold centroids (the paper's B).
+        sinks: first tokens that are always kept (n_1 = 16).
+        recent: newest tokens that are always kept (n_2 = 64).
         chunk: entries among which an entry looks for a partner (c); even.
-        schedule: the share of entries merged per step (r_i) as the paper has it for "llama-2", "llama-3" or "qwen".
-        first, decay, steps, floor: replace parts of it (r_init, alpha, m; the floor is ours), see `Schedule`.
-        joins: "mean" for means weighted by degree, as the paper has it; "drop" keeps one of the two tokens that join,
-            weighing both.
-        compact_every: tokens between compactions (the paper compacts whenever the cache is g tokens over its budget:
-            here g is this).
+        schedule: share of entries merged per step (r_i), as the paper sets it for "llama-2", "llama-3" or "qwen".
+        first: replaces the schedule's first share (r_init).
+        decay: replaces the schedule's decrease per step (alpha).
+        steps: replaces the number of steps with a decrease (m).
+        floor: replaces the smallest share, which is kvjax's addition.
+        joins: "mean" for means weighted by degree, as in the paper. "drop" keeps one of two merged tokens with the
+            weight of both.
+        compact_every: tokens between compactions (the paper's g: it compacts when the cache is g tokens over budget).
 
     Reference:
         Chelsea, Algorithm 1, section 5.2 and appendix C.
@@ -69,19 +72,19 @@ class Chelsea(Policy[ChelseaState]):
         super().__post_init__()
         check_budget(self.budget, self.sinks, self.recent, self.compact_every, remainder_for="centroids")
         if self.chunk < 2 or self.chunk % 2:
-            raise ValueError(f"chunk={self.chunk}; it must be even and at least 2")
-        _ = self.plan
+            raise ValueError(f"chunk={self.chunk} must be even and at least 2")
+        _ = self.merge_schedule
 
     @property
-    def plan(self) -> Schedule:
-        """The schedule with what replaces parts of it."""
+    def merge_schedule(self) -> Schedule:
+        """The schedule, with the settings that replace parts of it."""
         parts = {name: getattr(self, name) for name in ("first", "decay", "steps", "floor")}
         return dataclasses.replace(SCHEDULES[self.schedule], **{k: v for k, v in parts.items() if v is not None})
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> ChelseaState:
         """Returns an empty window without centroids."""
         slots, shape = self.budget - self.sinks - self.recent, (spec.batch, spec.kv_heads)
-        # Means are computed in float32; tokens that are dropped leave no mean to round.
+        # Means are float32; with "drop" there are no means.
         dtype = spec.dtype if self.joins == "drop" else jnp.float32
         return ChelseaState(
             window=init_window(spec, self.sinks, self.recent),
@@ -97,7 +100,8 @@ class Chelsea(Policy[ChelseaState]):
         window = windows.fill(state.window, prompt)
         _, _, middle = windows.occupancy(window)  # tokens from the end of the sinks on
         keys, values = prompt.keys[:, :, self.sinks :], prompt.values[:, :, self.sinks :]
-        return self._merge(dataclasses.replace(state, window=window), fresh_entries(keys, values, middle))
+        entries = single_token_entries(keys, values, middle)
+        return self._merge(dataclasses.replace(state, window=window), entries)
 
     def segments(self, state: ChelseaState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
         """Returns the window and the centroids."""
@@ -107,25 +111,31 @@ class Chelsea(Policy[ChelseaState]):
     def compact(self, state: ChelseaState, new: Tokens) -> ChelseaState:
         """Slides the window and merges the tokens that leave it with the centroids."""
         window, left = windows.slide(state.window, new)
-        entries = fresh_entries(left.keys, left.values, left.count)
+        entries = single_token_entries(left.keys, left.values, left.count)
 
-        def append(old: Any, new: Any) -> Any:
+        def append(old: Shaped[Array, "B H S *N"], new: Shaped[Array, "B H P *N"]) -> Shaped[Array, "B H S+P *N"]:
             padding = ((0, 0), (0, 0), (0, new.shape[2]), *((0, 0),) * (old.ndim - 3))
             old = jnp.pad(old, padding).astype(new.dtype)
             return jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1))(old, new, state.count)
 
-        joined = Centroids(
+        entries = Centroids(
             keys=append(state.keys, entries.keys),
             values=append(state.values, entries.values),
             degree=append(state.degree, entries.degree),
             count=state.count[:, None] + entries.count,
         )
-        return self._merge(dataclasses.replace(state, window=window), joined)
+        return self._merge(dataclasses.replace(state, window=window), entries)
 
     def _merge(self, state: ChelseaState, entries: Centroids) -> ChelseaState:
         """Compresses every head's entries into the centroids' slots."""
-        slots, drop = state.keys.shape[2], self.joins == "drop"
-        merged = per_head(lambda one: compress(one, slots, self.chunk, self.plan, drop=drop))(entries)
+        merge = functools.partial(
+            compress,
+            budget=state.keys.shape[2],
+            chunk=self.chunk,
+            schedule=self.merge_schedule,
+            drop=self.joins == "drop",
+        )
+        merged = per_head(merge)(entries)
 
         def write(buffer: Float[Array, "B H S D"], x: Float[Array, "B H M D"]) -> Float[Array, "B H S D"]:
             x = jnp.where(merged.degree[..., None] > 0, x, 0)

@@ -1,7 +1,7 @@
-"""ClusterGen: the recent tokens and k centres of the keys before them, by greedy k-center.
+"""ClusterGen: recent tokens, and k centers of the keys before them by greedy k-center.
 
-The streaming algorithm of the same papers, with its guarantees, is `SubGen`; this is what their experiments run, and a
-better variant of it.
+This is what the experiments of ClusterGen and SubGen run, and a more accurate variant of it. The streaming algorithm of
+these papers, with its guarantees, is `SubGen`.
 """
 
 import dataclasses
@@ -18,18 +18,17 @@ from kvjax.state import kv_entries, state
 from kvjax.stores import window as windows
 from kvjax.stores.staging import Tokens
 from kvjax.stores.window import Window, init_window
-from kvjax.structures.k_center import cluster_more, cluster_prompt
+from kvjax.structures.k_center import CenterClusters, cluster_prompt, extend_clusters
 from kvjax.structures.per_head import per_head
 
 
 @state
 class Clusters:
-    """What "mean_value" knows of the clusters whose centres are the keys in the window's selected slots."""
+    """Clusters of variant "mean_value", whose centers are the keys in the window's selected slots."""
 
     count: Int[Array, "B H_kv M"]  # int32 tokens, 0 in empty slots
-    # float32 l2 distance at which the centre was chosen; -inf in empty slots. The smallest go first.
-    separation: Float[Array, "B H_kv M"]
-    log_weight: Float[Array, "B H_kv S"]  # float32, of the whole window
+    separation: Float[Array, "B H_kv M"]  # float32, as in `CenterClusters`
+    log_weight: Float[Array, "B H_kv S"]  # float32, of all slots of the window
 
 
 @state
@@ -41,28 +40,30 @@ class MeanWindow(Window):
 
 @state
 class ClusterGenState:
-    window: Window  # centres are in its selected slots
-    chosen: Int[Array, "B"] | None  # int32 centres of the row, for "paper"
-    clusters: Clusters | None  # for "mean_value"
+    """A window with centers in its selected slots."""
+
+    window: Window
+    num_centers: Int[Array, "B"] | None  # int32; for variant "paper"
+    clusters: Clusters | None  # for variant "mean_value"
 
 
 @dataclasses.dataclass(frozen=True)
 class ClusterGen(Policy[ClusterGenState]):
-    """Keeps recent tokens and centres of the others, chosen per kv head by farthest-first traversal of the keys.
+    """Keeps recent tokens and centers of the tokens before them, chosen per KV head by farthest-first traversal.
 
-    Variants:
+    A center is a token whose key is far from those of all other centers. There are two variants:
 
-    - "mean_value" (ours, the default): a centre stands for its cluster, with the number of its tokens as weight and
-      their mean value; tokens that leave the window join clusters or become centres in place of the least separated
-      ones. Its attention is nearer to exact attention on every stream tried; where a task asks for one token's own
-      value, a mean blurs it, and "paper" does better.
-    - "paper": the prompt is clustered once and centres are plain tokens; tokens that leave the window while decoding
-      are dropped (with `recent` below `compact_every`, up to that many staged tokens stay visible until a compaction).
+    - "mean_value" (kvjax's variant): a center represents its cluster, with the number of its tokens as weight and their
+      mean value. Tokens that leave the window join clusters or replace the centers with the smallest separation. It
+      approximates exact attention better than "paper" on every stream that was tried, but averaging hides the value
+      of a single token, for which "paper" is better.
+    - "paper": the prompt is clustered once and centers are plain tokens. Tokens that leave the window while decoding
+      are dropped. If `recent` is below `compact_every`, up to `compact_every` staged tokens stay visible.
 
     Attributes:
-        budget: slots per head, sinks and recent tokens included; the rest are centres (k).
-        recent: newest tokens always kept (r); half the budget by default, as in the papers' LongBench runs.
-        sinks: first tokens always kept; the papers keep none.
+        budget: slots per KV head, sinks and recent tokens included; the other slots hold centers (k).
+        recent: newest tokens that are always kept (r); None for half the budget, as in the papers' LongBench runs.
+        sinks: first tokens that are always kept; the papers use 0.
         variant: see above.
         compact_every: tokens between compactions.
 
@@ -78,21 +79,22 @@ class ClusterGen(Policy[ClusterGenState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_budget(self.budget, self.sinks, self.newest, self.compact_every, remainder_for="centres")
+        check_budget(self.budget, self.sinks, self.num_recent, self.compact_every, remainder_for="centers")
 
     @property
-    def newest(self) -> int:
+    def num_recent(self) -> int:
         """Slots of recent tokens."""
         return self.budget // 2 if self.recent is None else self.recent
 
     @property
-    def fixed(self) -> int:
-        """Slots before the centres'."""
-        return self.sinks + self.newest
+    def num_centers(self) -> int:
+        """Slots of centers."""
+        return self.budget - self.sinks - self.num_recent
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> ClusterGenState:
-        centers = self.budget - self.fixed
-        window, shape = init_window(spec, self.sinks, self.newest, centers), (spec.batch, spec.kv_heads)
+        """Returns an empty window."""
+        centers, shape = self.num_centers, (spec.batch, spec.kv_heads)
+        window = init_window(spec, self.sinks, self.num_recent, centers)
         if self.variant == "paper":
             return ClusterGenState(window, jnp.zeros(spec.batch, jnp.int32), None)
         mean_window = MeanWindow(**(vars(window) | {"values": window.values.astype(jnp.float32)}))
@@ -104,51 +106,48 @@ class ClusterGen(Policy[ClusterGenState]):
         return ClusterGenState(mean_window, None, clusters)
 
     def prefill(self, state: ClusterGenState, prompt: Prompt) -> ClusterGenState:
+        """Fills the window and clusters the tokens between sinks and recent ones."""
         window = windows.fill(state.window, prompt)
         middle = windows.middle_mask(window, prompt.keys.shape[2])
-        cluster = functools.partial(cluster_prompt, size=self.budget - self.fixed)
-        keys, values, count, separation, mean_value = per_head(cluster, 0, 0, None)(prompt.keys, prompt.values, middle)
+        cluster = per_head(functools.partial(cluster_prompt, size=self.num_centers), 0, 0, None)
+        new, center_values = cluster(prompt.keys, prompt.values, middle)
         if state.clusters is None:
-            chosen = jnp.sum(separation[:, 0] > -jnp.inf, axis=-1, dtype=jnp.int32)
-            return ClusterGenState(self._placed(window, keys, values), chosen, None)
-        return self._clustered(window, state.clusters, keys, count, separation, mean_value)
+            count = jnp.sum(new.separation[:, 0] > -jnp.inf, axis=-1, dtype=jnp.int32)
+            return ClusterGenState(_write_centers(window, new.keys, center_values), count, None)
+        return _write_clusters(window, state.clusters, new)
 
     def segments(self, state: ClusterGenState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
+        """Returns the window."""
         if state.clusters is None:
-            assert state.chosen is not None
-            return windows.window_segments(state.window, selected=state.chosen, num_visible_staged=num_visible_staged)
+            assert state.num_centers is not None
+            selected = state.num_centers
+            return windows.window_segments(state.window, selected, num_visible_staged=num_visible_staged)
         _, _, middle = windows.occupancy(state.window)
-        selected = jnp.minimum(middle, self.budget - self.fixed)
-        return windows.window_segments(state.window, selected=selected, log_weight=state.clusters.log_weight)
+        selected = jnp.minimum(middle, self.num_centers)
+        return windows.window_segments(state.window, selected, state.clusters.log_weight)
 
     def compact(self, state: ClusterGenState, new: Tokens) -> ClusterGenState:
+        """Slides the window; tokens that leave it join clusters or become centers."""
         window, left = windows.slide(state.window, new)
         if state.clusters is None:
             return dataclasses.replace(state, window=window)
-        keys, count, separation, mean_value = per_head(cluster_more, 0, 0, 0, 0, 0, 0, None)(
-            window.keys[:, :, self.fixed :],
-            state.clusters.count,
-            state.clusters.separation,
-            window.values[:, :, self.fixed :],
-            left.keys,
-            left.values,
-            left.present,
-        )
-        return self._clustered(window, state.clusters, keys, count, separation, mean_value)
+        keys, mean_values = (x[:, :, window.fixed :] for x in (window.keys, window.values))
+        clusters = CenterClusters(keys, state.clusters.count, state.clusters.separation, mean_values)
+        clusters = per_head(extend_clusters, 0, 0, 0, None)(clusters, left.keys, left.values, left.present)
+        return _write_clusters(window, state.clusters, clusters)
 
-    def _placed(self, window: Window, keys: Array, values: Array) -> Window:
-        """The window with these in its selected slots."""
-        return dataclasses.replace(
-            window,
-            keys=window.keys.at[:, :, self.fixed :].set(keys.astype(window.keys.dtype)),
-            values=window.values.at[:, :, self.fixed :].set(values.astype(window.values.dtype)),
-        )
 
-    def _clustered(
-        self, window: Window, clusters: Clusters, keys: Array, count: Array, separation: Array, mean_value: Array
-    ) -> ClusterGenState:
-        """The state with these clusters. A centre weighs as much as the tokens of its cluster."""
-        weight = jnp.log(jnp.maximum(count, 1).astype(jnp.float32))
-        log_weight = clusters.log_weight.at[:, :, self.fixed :].set(weight)
-        clusters = Clusters(count, separation, log_weight)
-        return ClusterGenState(self._placed(window, keys, mean_value), None, clusters)
+def _write_centers(window: Window, keys: Float[Array, "B H M D"], values: Float[Array, "B H M D_v"]) -> Window:
+    """Writes centers into the window's selected slots."""
+    return dataclasses.replace(
+        window,
+        keys=window.keys.at[:, :, window.fixed :].set(keys.astype(window.keys.dtype)),
+        values=window.values.at[:, :, window.fixed :].set(values.astype(window.values.dtype)),
+    )
+
+
+def _write_clusters(window: Window, old: Clusters, new: CenterClusters) -> ClusterGenState:
+    """Returns the state with these clusters, each weighted by its number of tokens."""
+    weight = jnp.log(jnp.maximum(new.count, 1).astype(jnp.float32))
+    clusters = Clusters(new.count, new.separation, old.log_weight.at[:, :, window.fixed :].set(weight))
+    return ClusterGenState(_write_centers(window, new.keys, new.mean_value), None, clusters)

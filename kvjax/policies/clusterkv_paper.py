@@ -1,4 +1,4 @@
-"""ClusterKV as its paper describes it (Liu et al. 2024)."""
+"""ClusterKV with the settings of its paper (Liu et al. 2024)."""
 
 import dataclasses
 from typing import Literal
@@ -8,10 +8,22 @@ from kvjax.policies.clusterkv import ClusterKV
 
 @dataclasses.dataclass(frozen=True)
 class ClusterKVPaper(ClusterKV):
-    """`ClusterKV` with the paper's settings: every query head reads clusters of its own, by their mean keys and token
-    by token, clusters that are not read are absent, and k-means looks at all keys, which it turns to the mean of keys
-    as they are (at most 20 times, as in the released code; the paper goes on until nothing changes). The paper keeps
-    the first two layers whole: `FirstLayers(2, ...)`, `full_layers=2` in text.
+    """`ClusterKV` with the paper's settings.
+
+    Every query head reads clusters by their mean keys, token by token. Clusters that are not read are absent. k-means
+    uses all keys and runs for 20 iterations, as in the released code; the paper runs until convergence. The paper does
+    not compress the first two layers: use `FirstLayers(2, ...)`, or `full_layers=2` in a string.
+
+    Attributes:
+        select: every query head selects.
+        residual: clusters that are not read are absent.
+        iterations: iterations of k-means.
+        sample: k-means uses all keys.
+        centroid_update: centroids are means of keys.
+        score_stddevs: scores use mean keys only.
+        block_size: one token per block.
+
+        Inherited settings: see `ClusterKV`.
 
     Reference:
         ClusterKV, sections 3 and 4.

@@ -1,4 +1,4 @@
-"""ClusterKV as its released code runs it in the study of accuracy."""
+"""ClusterKV with the settings of its released accuracy study."""
 
 import dataclasses
 from typing import Literal
@@ -8,8 +8,14 @@ from kvjax.policies.clusterkv_paper import ClusterKVPaper
 
 @dataclasses.dataclass(frozen=True)
 class ClusterKVReference(ClusterKVPaper):
-    """`ClusterKVPaper` with the settings of the released code: 400 clusters for any prompt, k-means++, and later tokens
-    are never clustered.
+    """`ClusterKVPaper` with the settings of the released code.
+
+    Attributes:
+        clusters: 400 clusters for a prompt of any length.
+        chunk_tokens: later tokens are never clustered.
+        kmeans_init: k-means++.
+
+        Inherited settings: see `ClusterKVPaper`.
 
     Reference:
         https://github.com/sjtu-zhao-lab/ClusterKV.

@@ -1,5 +1,4 @@
-"""Expected attention (Devoto et al. 2025): the prompt's tokens that queries to come will attend to, if they are like
-those of the prompt."""
+"""Expected attention (Devoto et al. 2025): the prompt's tokens to which future queries are expected to attend."""
 
 import dataclasses
 import math
@@ -9,26 +8,26 @@ from jaxtyping import Array, Float
 
 from kvjax import rope
 from kvjax.policy import Prompt, Requirements, check_min
-from kvjax.prompt_attention import check_prompt_queries, probabilities
+from kvjax.prompt_attention import check_prompt_queries, masked_softmax
 from kvjax.top_k_policy import TopKPolicy
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedAttention(TopKPolicy):
-    """Keeps the tokens to which Gaussian queries, with the mean and covariance of the prompt's before their positions
-    turned them, would pay most attention from the positions that follow, times the length of their values. It needs
-    `spec.rope_frequencies`.
+    """Keeps the tokens with the largest expected attention of future queries times the norm of their values.
+
+    Future queries are modeled as Gaussian, with the mean and covariance of the prompt's queries before RoPE, at the
+    positions after the prompt. Needs `CacheSpec.rope_frequencies`. Inherited settings: see `TopKPolicy`. The paper
+    uses sinks=4 and reserve_decode_slots=True. Queries and keys of sinks do not count.
 
     Attributes:
-        budget, sinks, recent, beside, shares, compact_every: as in `TopKPolicy`; sinks=4 and beside=True are those
-            published. Neither sinks' queries nor their keys count.
-        n_future_positions: over how many positions behind the prompt the turn of queries is averaged.
-        use_covariance: whether queries vary, or are all the mean.
-        use_vnorm: whether the norm of a token's value multiplies its score.
-        epsilon: is added to scores before it does.
+        n_future_positions: number of positions after the prompt over which RoPE is averaged.
+        use_covariance: whether queries have the covariance of the prompt's; otherwise all are the mean.
+        use_vnorm: whether scores are multiplied by the norms of values.
+        epsilon: added to scores before this multiplication.
 
     Reference:
-        Expected Attention (https://arxiv.org/abs/2510.00636); kvpress's ExpectedAttentionPress.
+        Expected Attention (https://arxiv.org/abs/2510.00636); ExpectedAttentionPress of kvpress.
     """
 
     n_future_positions: int = 512
@@ -41,54 +40,43 @@ class ExpectedAttention(TopKPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_min(1, n_future_positions=self.n_future_positions)
-        if self.epsilon < 0:
-            raise ValueError(f"epsilon={self.epsilon}; it must be at least 0")
+        check_min(0, epsilon=self.epsilon)
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
-        queries = check_prompt_queries(self, prompt)
-        score = expected_attention(prompt, queries, self.sinks, self.n_future_positions, self.use_covariance)
+        """Returns the expected attention, times the norms of values if `use_vnorm`."""
+        score = self._expected_attention(prompt)
         if not self.use_vnorm:
             return score
         return (score + self.epsilon) * jnp.linalg.norm(prompt.values.astype(jnp.float32), axis=-1)
 
+    def _expected_attention(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
+        """Returns the softmax over tokens of log E exp(q.k / sqrt(D)), averaged over the query heads of a group.
 
-def expected_attention(
-    prompt: Prompt,
-    queries: Float[Array, "B T H_q D"],
-    sinks: int = 4,
-    future: int = 512,
-    use_covariance: bool = True,
-) -> Float[Array, "B H_kv T"]:
-    """The softmax, over all tokens but the sinks, of the logarithm of E exp(q.k / sqrt(D)) for Gaussian queries q like
-    the prompt's, averaged over the query heads of a kv head's group; float32. A soft cap, under which there is no
-    closed form, is put on that logarithm.
+        A logit cap, for which there is no closed form, is applied to that logarithm.
+        """
+        if prompt.rope_frequencies is None:
+            raise ValueError("ExpectedAttention needs CacheSpec.rope_frequencies to undo RoPE on queries; pass them")
+        batch, kv_heads, tokens, head_dim = prompt.keys.shape
+        queries = check_prompt_queries(self, prompt).astype(jnp.float32)
+        position = prompt.lengths[:, None] - tokens + jnp.arange(tokens)
+        queries = rope.rotate(queries, *rope.rotation(-position, prompt.rope_frequencies))
+        queries = queries.reshape(batch, tokens, kv_heads, -1, head_dim)
 
-    Args:
-        queries: all of the prompt's, right-aligned.
-        sinks: first tokens, whose queries and keys are left out.
-        future: positions behind the prompt, over which the queries' turn is averaged.
+        def mask(x: Float[Array, "B T H_kv G D"]) -> Float[Array, "B T H_kv G D"]:
+            return jnp.where((position >= self.sinks)[:, :, None, None, None], x, 0.0)
 
-    Raises:
-        ValueError: for a cache that was not told the frequencies.
-    """
-    if prompt.rope_frequencies is None:
-        raise ValueError("queries before their position turned them need spec.rope_frequencies; give these")
-    batch, kv_heads, tokens, head_dim = prompt.keys.shape
-    place = prompt.lengths[:, None] - tokens + jnp.arange(tokens)
-    queries = rope.rotate(queries.astype(jnp.float32), *rope.rotation(-place, prompt.rope_frequencies))
-    queries = queries.reshape(batch, tokens, kv_heads, -1, head_dim)
-    counts = lambda x: jnp.where((place >= sinks)[:, :, None, None, None], x, 0.0)  # noqa: E731
-    count = jnp.maximum(prompt.lengths - sinks, 1)[:, None, None, None]
-    mean = jnp.sum(counts(queries), axis=1) / count
-    # A mean of turns is no turn, but a linear map of queries all the same: its transpose is applied to the keys.
-    cos, sin = rope.rotation(prompt.lengths[:, None] + jnp.arange(future), prompt.rope_frequencies)
-    cos, sin = (jnp.mean(x, axis=1, keepdims=True) for x in (cos, sin))
-    keys = rope.rotate(prompt.keys.astype(jnp.float32).swapaxes(1, 2), cos, -sin)
-    logits = jnp.einsum("bhgd,bthd->bhgt", mean, keys) / math.sqrt(head_dim)
-    if use_covariance:
-        centred = counts(queries - mean[:, None])
-        covariance = jnp.einsum("bthgi,bthgj->bhgij", centred, centred) / count[..., None]
-        logits += jnp.einsum("bhgtj,bthj->bhgt", jnp.einsum("bthi,bhgij->bhgtj", keys, covariance), keys) / head_dim / 2
-    position = jnp.arange(tokens)
-    visible = (position >= sinks) & (position < prompt.lengths[:, None])
-    return jnp.mean(probabilities(prompt, logits[:, :, None], visible[:, None, None, None]), axis=(2, 3))
+        count = jnp.maximum(prompt.lengths - self.sinks, 1)[:, None, None, None]
+        mean = jnp.sum(mask(queries), axis=1) / count
+        # The mean of rotations is no rotation, but linear; its transpose is applied to the keys.
+        future = prompt.lengths[:, None] + jnp.arange(self.n_future_positions)
+        cos, sin = (jnp.mean(x, axis=1, keepdims=True) for x in rope.rotation(future, prompt.rope_frequencies))
+        keys = rope.rotate(prompt.keys.astype(jnp.float32).swapaxes(1, 2), cos, -sin)
+        logits = jnp.einsum("bhgd,bthd->bhgt", mean, keys) / math.sqrt(head_dim)
+        if self.use_covariance:
+            centered = mask(queries - mean[:, None])
+            covariance = jnp.einsum("bthgi,bthgj->bhgij", centered, centered) / count[..., None]
+            products = jnp.einsum("bthi,bhgij->bhgtj", keys, covariance)
+            logits += jnp.einsum("bhgtj,bthj->bhgt", products, keys) / head_dim / 2
+        index = jnp.arange(tokens)
+        visible = (index >= self.sinks) & (index < prompt.lengths[:, None])
+        return jnp.mean(masked_softmax(prompt, logits[:, :, None], visible[:, None, None, None]), axis=(2, 3))

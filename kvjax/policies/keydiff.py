@@ -1,39 +1,33 @@
-"""KeyDiff (Park et al. 2025): the prompt's tokens whose keys are least like the others."""
+"""KeyDiff (Park et al. 2025): the prompt's tokens whose keys differ most from the mean direction."""
 
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from kvjax.policy import Prompt
 from kvjax.top_k_policy import TopKPolicy, prompt_mask
 
-TINY = 1e-12  # least norm that is divided by, as in kvpress
+MIN_NORM = 1e-12  # as in kvpress
 
 
 @dataclasses.dataclass(frozen=True)
 class KeyDiff(TopKPolicy):
-    """Keeps the tokens whose keys have the least cosine similarity to the mean direction of the prompt's keys. No query
-    is needed.
+    """Keeps the tokens whose keys are least similar to the mean direction of the prompt's keys. It needs no queries.
 
-    Attributes:
-        budget, sinks, recent, beside, shares, compact_every: as in `TopKPolicy`. kvpress has sinks=0. The paper evicts
-            block by block while it reads a prompt; here, and in kvpress, all keys are compared at once.
+    The paper evicts blocks while it reads a prompt. Here, as in kvpress, all keys are compared at once. Inherited
+    settings: see `TopKPolicy`. kvpress uses sinks=0.
 
     Reference:
-        KeyDiff (https://arxiv.org/abs/2504.15364); kvpress's KeyDiffPress.
+        KeyDiff (https://arxiv.org/abs/2504.15364); KeyDiffPress of kvpress.
     """
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
-        return key_difference(prompt.keys, prompt_mask(prompt))
+        """Returns the negative cosine similarity to the mean direction."""
+        keys = jnp.where(prompt_mask(prompt)[..., None], prompt.keys.astype(jnp.float32), 0.0)
+        directions = _normalize(keys)
+        return -jnp.sum(directions * _normalize(jnp.sum(directions, axis=-2, keepdims=True)), axis=-1)
 
 
-def key_difference(keys: Float[Array, "*N T D"], valid: Bool[Array, "*#N T"]) -> Float[Array, "*N T"]:
-    """The negative cosine similarity of keys to the mean of all valid ones' directions, in [-1, 1], float32."""
-    keys = jnp.where(valid[..., None], keys.astype(jnp.float32), 0.0)
-    direction = _normalised(keys)
-    return -jnp.sum(direction * _normalised(jnp.sum(direction, axis=-2, keepdims=True)), axis=-1)
-
-
-def _normalised(x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
-    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), TINY)
+def _normalize(x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), MIN_NORM)

@@ -1,4 +1,4 @@
-"""Knorm (Devoto et al. 2024): the prompt's tokens whose keys are shortest."""
+"""Knorm (Devoto et al. 2024): the prompt's tokens whose keys have the smallest norms."""
 
 import dataclasses
 
@@ -11,21 +11,16 @@ from kvjax.top_k_policy import TopKPolicy
 
 @dataclasses.dataclass(frozen=True)
 class Knorm(TopKPolicy):
-    """Keeps the tokens with the smallest keys: in many models what is attended to much has a short key. No query is
-    needed.
+    """Keeps the tokens whose keys have the smallest norms. It needs no queries.
 
-    Attributes:
-        budget, sinks, recent, beside, shares, compact_every: as in `TopKPolicy`; kvpress has sinks=0 and beside=True.
+    In many models, tokens that receive much attention have keys of small norm. Inherited settings: see `TopKPolicy`.
+    kvpress uses sinks=0 and reserve_decode_slots=True.
 
     Reference:
-        A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression
-    (https://arxiv.org/abs/2406.11430); kvpress's KnormPress.
+        A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression (https://arxiv.org/abs/2406.11430);
+        KnormPress of kvpress.
     """
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
-        return shortness(prompt.keys)
-
-
-def shortness(keys: Float[Array, "*N D"]) -> Float[Array, "*N"]:
-    """How short keys are: their negative Euclidean norm, float32."""
-    return -jnp.linalg.norm(keys.astype(jnp.float32), axis=-1)
+        """Returns the negative norms of keys."""
+        return -jnp.linalg.norm(prompt.keys.astype(jnp.float32), axis=-1)

@@ -1,35 +1,37 @@
-"""KVzip (Kim et al. 2025): the prompt's tokens that are attended to when a model repeats it."""
+"""KVzip (Kim et al. 2025): the prompt's tokens to which a model attends when it repeats the prompt."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.policy import Prompt, Repetition, Requirements
-from kvjax.prompt_attention import attention_drawn
+from kvjax.prompt_attention import key_attention
 from kvjax.top_k_policy import TopKPolicy
 
 
 @dataclasses.dataclass(frozen=True)
 class KVzip(TopKPolicy):
-    """Keeps the tokens that any query of a repetition of the prompt gives the most attention: what is needed to say the
-    text again is what any question about it may need.
+    """Keeps the tokens that receive the most attention from any query of a repetition of the prompt.
 
-    The model reads the prompt twice: then in chunks, each behind the whole prompt, which takes two to three times as
-    long and does not happen again when the prefix is continued. Only one layer's keys and values exist at a time.
-    Published with `AdaKV(KVzip(budget, reserve_decode_slots=True), floor=0)` in every layer, or with a budget for all layers, which
-    this has not. An answer depends on the repetition's words hardly: by default there are none.
+    What a model needs to repeat the text is what it may need for any question about it. The model reads the prompt a
+    second time in chunks, each after the entire prompt. Prefill then takes two to three times as long, except when the
+    prefix is continued; only one layer's keys and values are in memory at a time.
+
+    The paper uses `AdaKV(KVzip(budget, reserve_decode_slots=True), alpha_safeguard=0)` in every layer, or one budget
+    for all layers, which kvjax does not have. Results hardly depend on the words of the repetition; by default there
+    are none. kvpress uses "\\n\\nRepeat the previous context exactly." and "\\n\\nRepeat the part of the
+    previous context exactly, starting with". Inherited settings: see `TopKPolicy`. The paper uses sinks=4, recent=0.
 
     Attributes:
-        budget, sinks, recent, beside, shares, compact_every: as in `TopKPolicy`; sinks=4 and recent=0 are
-            those published.
-        chunk: tokens that are repeated at a time.
-        ask, ask_part, suffix: token ids around the first chunk and around further ones (`kvjax.policy.Repetition`); kvpress
-            says "\\n\\nRepeat the previous context exactly." and "\\n\\nRepeat the part of the previous context
-            exactly, starting with".
+        chunk_tokens: tokens that are repeated at a time.
+        instruction: token ids before the first chunk (see `kvjax.policy.Repetition`).
+        continuation: token ids before a further chunk.
+        suffix: token ids between either and the chunk.
 
     Reference:
-        KVzip, section 3 (https://arxiv.org/abs/2505.23416); kvpress's KVzipPress.
+        KVzip, section 3 (https://arxiv.org/abs/2505.23416); KVzipPress of kvpress.
     """
 
     chunk_tokens: int = 2048
@@ -48,38 +50,39 @@ class KVzip(TopKPolicy):
         return Requirements(repetition=repetition, entire_prompt=True)
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
+        """Returns the largest attention probability from any query of the repetition of a token's chunk."""
         if prompt.repeated is None:
-            raise ValueError("KVzip needs the prompt read again (`repeated`), as kvjax_models.generate.Generator does")
-        chunk, tokens = self.chunk_tokens, prompt.keys.shape[2]
-        chunks = prompt.repeated.lengths.shape[1]
-        size = prompt.repeated.keys.shape[1] // chunks
-        received = []
-        for number, first in enumerate(range(0, min(chunks * chunk, tokens), chunk)):
-            own = slice(number * size, (number + 1) * size)
-            queries, again = prompt.repeated.queries[:, own], prompt.repeated.keys[:, own]
-            lengths, keys = prompt.repeated.lengths[:, number], prompt.keys[:, :, first : first + chunk]
-            received.append(_most_received(prompt, queries, again, lengths, keys, first, min(self.sinks, first)))
+            raise ValueError("KVzip needs a repetition of the prompt; pass prompt.repeated, as kvjax_models does")
+        tokens, chunks = prompt.keys.shape[2], prompt.repeated.lengths.shape[1]
+        received = [self._score_chunk(prompt, chunk) for chunk in range(min(chunks, -(-tokens // self.chunk_tokens)))]
         score = jnp.concatenate(received, axis=2)
-        # Behind the last chunk of the longest row there is padding alone.
+        # After the last chunk of the longest row there is only padding.
         return jnp.pad(score, ((0, 0), (0, 0), (0, tokens - score.shape[2])))
 
+    def _score_chunk(self, prompt: Prompt, chunk: int) -> Float[Array, "B H_kv C"]:
+        """Returns the scores of one chunk.
 
-def _most_received(prompt, queries, again, lengths, keys, first, sinks) -> Float[Array, "B H_kv C"]:
-    """The largest probability that a query of a repetition gives each key of its chunk, of attention to the sinks, the
-    chunk and the repetition itself.
+        Queries of its repetition attend to the sinks, the chunk and the repetition itself, causally.
+        """
+        assert prompt.repeated is not None
+        batch, chunks = prompt.repeated.lengths.shape
+        size, first = prompt.repeated.keys.shape[1] // chunks, chunk * self.chunk_tokens
+        sinks = min(self.sinks, first)
+        repetition = slice(chunk * size, (chunk + 1) * size)
+        chunk_keys = prompt.keys[:, :, first : first + self.chunk_tokens]
+        repeated_keys = prompt.repeated.keys[:, repetition].swapaxes(1, 2).astype(chunk_keys.dtype)
+        keys = jnp.concatenate([prompt.keys[:, :, :sinks], chunk_keys, repeated_keys], axis=2)
+        present = jnp.arange(chunk_keys.shape[2]) + first < prompt.lengths[:, None]
+        before = jnp.concatenate([jnp.ones((batch, sinks), bool), present], axis=1)[:, None]
+        is_visible = functools.partial(_is_visible, before, prompt.repeated.lengths[:, chunk], size)
+        received = key_attention(prompt, prompt.repeated.queries[:, repetition], keys, is_visible, reduce="max")
+        return received[..., sinks : sinks + chunk_keys.shape[2]]
 
-    Args:
-        queries, again: of the repetition, [B, R, H, D], the first `lengths[b]` real.
-        keys: of the chunk [B, H_kv, C, D], whose first token is number `first` of the prompt.
-    """
-    chunk, size = keys.shape[2], queries.shape[1]
-    seen = jnp.concatenate([prompt.keys[:, :, :sinks], keys, again.swapaxes(1, 2).astype(keys.dtype)], axis=2)
-    present = jnp.arange(chunk) + first < prompt.lengths[:, None]
-    before = jnp.concatenate([jnp.ones((len(lengths), sinks), bool), present], axis=1)[:, None]
 
-    def sees(number):
-        causal = jnp.broadcast_to(jnp.arange(size) <= number[:, None], (len(lengths), len(number), size))
-        real = number[:, None] < lengths[:, None, None]
-        return real & jnp.concatenate([jnp.broadcast_to(before, (*causal.shape[:2], sinks + chunk)), causal], axis=2)
-
-    return attention_drawn(prompt, queries, seen, sees, largest=True)[..., sinks : sinks + chunk]
+def _is_visible(
+    before: Bool[Array, "B 1 S"], lengths: Int[Array, "B"], size: int, index: Int[Array, "n"]
+) -> Bool[Array, "B n S+R"]:
+    """Returns the keys that queries of a repetition see: those before it, and the repetition up to themselves."""
+    causal = jnp.broadcast_to(jnp.arange(size) <= index[:, None], (len(lengths), len(index), size))
+    present = index[:, None] < lengths[:, None, None]
+    return present & jnp.concatenate([jnp.broadcast_to(before, (*causal.shape[:2], before.shape[2])), causal], axis=2)

@@ -1,5 +1,4 @@
-"""Quest (Tang et al. 2024): everything is kept in pages of consecutive tokens; each query reads the pages that may hold
-its largest logits."""
+"""Quest (Tang et al. 2024): all tokens are kept in pages, and queries read the pages with the highest bounds."""
 
 import dataclasses
 import functools
@@ -8,7 +7,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.policy import Policy, Prompt, check_budget
 from kvjax.quantization import dequantize
@@ -26,28 +25,29 @@ from kvjax.stores.block_store import (
 )
 from kvjax.stores.staging import Tokens
 from kvjax.stores.window import Window, init_window
-from kvjax.structures.clusters import group_score
+from kvjax.structures.clusters import group_score, select_head_blocks
 from kvjax.structures.per_head import per_head
-from pallas_kernels.select_blocks import SelectedBlocks, select_blocks
 
 PAGE = 16  # tokens
-MIN_PAGES = 3  # that a query reads
+MIN_PAGES = 3  # pages that a query reads at least
 
 
 @state
 class Pages:
-    """Bounds of the keys of one head's pages, coordinate by coordinate. Page p holds tokens [16 p, 16 p + 16)."""
+    """Coordinate-wise bounds of the keys of one head's pages. Page p holds tokens [16 p, 16 p + 16)."""
 
     low: Float[Array, "M D"] = retrieval_index()  # of the cache's dtype
     high: Float[Array, "M D"] = retrieval_index()  # of the cache's dtype
-    size: Int[Array, "M"]  # int32 tokens: 16, or 0 where no page was filed yet
+    size: Int[Array, "M"]  # int32 tokens: 16, or 0 for a page that is not full
 
 
 @state
 class QuestState:
-    window: Window  # the tokens of the page that is not full are in its selected slots
-    pending: Int[Array, "B"]  # int32, how many those are
-    inserted: Int[Array, "B"]  # int32 pages
+    """The window, with tokens of the page that is not full in its selected slots, and the full pages."""
+
+    window: Window
+    pending: Int[Array, "B"]  # int32, tokens of the page that is not full
+    inserted: Int[Array, "B"]  # int32, full pages
     overflow: Int[Array, "B"] = fault("tokens came to a full cache that must hold all of them")
     store: BlockStore = stacked("B", "H_kv")
     pages: Pages = stacked("B", "H_kv")
@@ -55,17 +55,17 @@ class QuestState:
 
 @dataclasses.dataclass(frozen=True)
 class Quest(Policy[QuestState]):
-    """Keeps every key and value; a query reads the max(3, budget // 16) pages of 16 tokens that promise most, by the
-    upper bound sum_d max(q_d min_d, q_d max_d) on its logits.
+    """Keeps every token in pages of 16; a query reads the max(3, budget // 16) pages with the highest bounds.
+
+    The bound of a page is an upper bound of its logits: sum_d max(q_d min_d, q_d max_d) over the coordinates' minima
+    and maxima. The paper does not compress the first two layers: use `FirstLayers(2, Quest(budget))`.
 
     Attributes:
-        budget: tokens read per query head, in whole pages; the last page, until it is full, is read beside it.
-        select: "query_head", as published: every query head reads pages of its own. "group" (ours): all query heads of
-            a kv head read the same, those whose bounds, were they logits, would draw the most attention summed over the
-            heads; a group of four then reads a quarter of the bytes.
+        budget: tokens that a query head reads, in full pages; the page that is not full is read in addition.
+        select: "query_head": every query head selects pages, as in the paper. "group": all query heads of a KV head
+            read the same pages, those whose bounds, taken as logits, receive the most attention summed over the heads.
+            A group of four then reads a quarter of the bytes.
         compact_every: tokens between compactions.
-
-    The paper keeps the first two layers whole: `FirstLayers(2, Quest(budget))`.
 
     Reference:
         Quest, section 3.
@@ -82,101 +82,104 @@ class Quest(Policy[QuestState]):
         check_budget(self.budget, compact_every=self.compact_every)
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> QuestState:
+        """Returns an empty window and an empty store."""
         count = spec.capacity // PAGE
-        bound = lambda: jnp.zeros((count, spec.head_dim), spec.dtype)  # noqa: E731
-        empty = lambda _: (init_block_store(spec, count, PAGE), Pages(bound(), bound(), jnp.zeros(count, jnp.int32)))  # noqa: E731
-        store, pages = per_head(empty)(jnp.zeros((spec.batch, spec.kv_heads)))
-        none = lambda: jnp.zeros(spec.batch, jnp.int32)  # noqa: E731
+
+        def init_head(_: Array) -> tuple[BlockStore, Pages]:
+            low, high = (jnp.zeros((count, spec.head_dim), spec.dtype) for _ in range(2))
+            return init_block_store(spec, count, PAGE), Pages(low, high, jnp.zeros(count, jnp.int32))
+
+        store, pages = per_head(init_head)(jnp.zeros((spec.batch, spec.kv_heads)))
         window = init_window(spec, 0, 0, PAGE - 1 + min(self.compact_every, spec.max_new_tokens))
-        return QuestState(window, none(), none(), none(), store, pages)
+        pending, inserted, overflow = (jnp.zeros(spec.batch, jnp.int32) for _ in range(3))
+        return QuestState(window, pending, inserted, overflow, store, pages)
 
     def prefill(self, state: QuestState, prompt: Prompt) -> QuestState:
+        """Writes the prompt's full pages into the store."""
         window, tokens = windows.fill(state.window, prompt), prompt.keys.shape[2]
         full = prompt.lengths // PAGE
         keys, values = (x.astype(window.keys.dtype) for x in (prompt.keys, prompt.values))
 
-        def of_head(store, pages, keys, values, full):
+        def write_head(
+            store: BlockStore, pages: Pages, keys: Array, values: Array, full: Int[Array, ""]
+        ) -> tuple[BlockStore, Pages]:
             page = jnp.arange(-(-tokens // PAGE))
             source = jnp.where(page[:, None] < full, PAGE * page[:, None] + jnp.arange(PAGE), tokens)
-            return write_pages(store, pages, 0, arrange_blocks(source, keys, values, jnp.arange(tokens)))
+            return _write_pages(store, pages, 0, arrange_blocks(source, keys, values, jnp.arange(tokens)))
 
-        store, pages = per_head(of_head, 0, 0, 0, 0, None)(state.store, state.pages, keys, values, full)
-        left = jnp.minimum(PAGE * full[:, None] + jnp.arange(PAGE - 1), tokens - 1)
-        source = jnp.broadcast_to(left[:, None], (*keys.shape[:2], PAGE - 1))
+        store, pages = per_head(write_head, 0, 0, 0, 0, None)(state.store, state.pages, keys, values, full)
+        remaining = jnp.minimum(PAGE * full[:, None] + jnp.arange(PAGE - 1), tokens - 1)
+        source = jnp.broadcast_to(remaining[:, None], (*keys.shape[:2], PAGE - 1))
         slot = jnp.broadcast_to(jnp.arange(PAGE - 1), source.shape)
         window = windows.write_selected(window, slot, keys, values, source)
         return QuestState(window, prompt.lengths - PAGE * full, full, state.overflow, store, pages)
 
     def segments(self, state: QuestState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
+        """Returns the window and the store."""
         select = functools.partial(self._select, state.pages)
         read = BlockStoreRead(state.store, select, (state.pages.low, state.pages.high, state.pages.size))
         return (*windows.window_segments(state.window, selected=state.pending), read)
 
     def compact(self, state: QuestState, new: Tokens) -> QuestState:
+        """Collects new tokens and writes pages that are full into the store."""
         window, left = windows.slide(state.window, new)
-
-        def insert_chunk(keys, values, position, full):
-            def of_head(store, pages, keys, values, position, full, inserted):
-                number = jnp.arange(position.size).reshape(position.shape)
-                join = lambda x: x.reshape(-1, x.shape[-1])  # noqa: E731
-                source = jnp.where(full[:, None], number, position.size)
-                return write_pages(
-                    store, pages, inserted, arrange_blocks(source, join(keys), join(values), position.reshape(-1))
-                )
-
-            of_heads = per_head(of_head, 0, 0, 0, 0, None, None, None)
-            return of_heads(state.store, state.pages, keys, values, position, full, state.inserted)
-
         window, pending, full, inserted, lost = windows.insert_full_chunks(
-            window, state.pending, left, PAGE, insert_chunk
+            window, state.pending, left, PAGE, functools.partial(_insert_pages, state)
         )
         store, pages = (state.store, state.pages) if inserted is None else inserted
-        room = pages.size.shape[2]
-        too_many = jnp.maximum(state.inserted + full - jnp.maximum(state.inserted, room), 0)
-        return QuestState(window, pending, state.inserted + full, state.overflow + lost + PAGE * too_many, store, pages)
+        excess = jnp.maximum(state.inserted + full - jnp.maximum(state.inserted, pages.size.shape[2]), 0)
+        return QuestState(window, pending, state.inserted + full, state.overflow + lost + PAGE * excess, store, pages)
 
     def _select(self, pages: Pages, query: Float[Array, "B 1 H_q D"]) -> BlockSelection:
         """Selects the pages with the highest bounds for one query of every row."""
-        count = pages.size.shape[2]
-        first, max_pages = jnp.arange(count, dtype=jnp.int32), min(max(MIN_PAGES, self.budget // PAGE), count)
-
-        def select_head(scores: Float[Array, "G M"], sizes: Int[Array, "M"]) -> SelectedBlocks:
-            def select(scores: Float[Array, "M"]) -> SelectedBlocks:
-                return select_blocks(
-                    scores, sizes, first, max_tokens=PAGE * max_pages, max_blocks=max_pages, block_size=PAGE
-                )
-
-            return jax.vmap(select)(scores)
-
-        scores = page_scores(pages, query)
+        batch, kv_heads, count = pages.size.shape
+        max_pages = min(max(MIN_PAGES, self.budget // PAGE), count)
+        scores = _page_scores(pages, query)
         if self.select == "group":
             scores = group_score(scores / math.sqrt(query.shape[3]), pages.size)[:, :, None]
-        selected = per_head(select_head)(scores, pages.size)
-        indices, lengths = (
-            x.reshape(x.shape[0], -1, x.shape[-1]) for x in (selected.block_indices, selected.block_lengths)
-        )
-        return BlockSelection(indices, lengths)
+        first = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (batch, kv_heads, count))
+        limits = {"max_tokens": PAGE * max_pages, "max_blocks": max_pages, "block_size": PAGE}
+        return BlockSelection(*select_head_blocks(scores, pages.size, first, **limits)[:2])
 
 
-def write_pages(
+def _insert_pages(
+    state: QuestState,
+    keys: Float[Array, "B H R P D"],
+    values: Float[Array, "B H R P D_v"],
+    position: Int[Array, "B R P"],
+    full: Bool[Array, "B R"],
+) -> tuple[BlockStore, Pages]:
+    """Writes the full ones of R pages after those that the store holds."""
+
+    def insert_head(store: BlockStore, pages: Pages, *page: Array) -> tuple[BlockStore, Pages]:
+        keys, values, position, full, inserted = page
+        number = jnp.arange(position.size).reshape(position.shape)
+        source = jnp.where(full[:, None], number, position.size)
+        keys, values = (x.reshape(-1, x.shape[-1]) for x in (keys, values))
+        return _write_pages(store, pages, inserted, arrange_blocks(source, keys, values, position.reshape(-1)))
+
+    insert = per_head(insert_head, 0, 0, 0, 0, None, None, None)
+    return insert(state.store, state.pages, keys, values, position, full, state.inserted)
+
+
+def _write_pages(
     store: BlockStore, pages: Pages, first: Int[Array, ""] | int, blocks: BlockStore
 ) -> tuple[BlockStore, Pages]:
-    """Writes the blocks that hold tokens (full ones, which come first) as pages from number `first` on."""
+    """Writes the full blocks, which come first, as pages from index `first` on."""
     full = blocks.position[:, 0] >= 0
-    place = jnp.where(full, first + jnp.arange(full.shape[0]), OUT_OF_RANGE)
+    index = jnp.where(full, first + jnp.arange(full.shape[0]), OUT_OF_RANGE)
     keys = blocks.entries[..., : blocks.head_dim]
     bounds = Pages(jnp.min(keys, axis=1), jnp.max(keys, axis=1), jnp.full(full.shape, PAGE, jnp.int32))
-    return write_blocks(store, place, blocks), write_index(pages, place, bounds)
+    return write_blocks(store, index, blocks), write_index(pages, index, bounds)
 
 
-def page_scores(pages: Pages, query: Float[Array, "B 1 H_q D"]) -> Float[Array, "B H_kv G M"]:
-    """The upper bound sum_d max(q_d low_d, q_d high_d) of every query head and page."""
+def _page_scores(pages: Pages, query: Float[Array, "B 1 H_q D"]) -> Float[Array, "B H_kv G M"]:
+    """Returns the upper bound sum_d max(q_d low_d, q_d high_d) for every query head and page."""
     batch, kv_heads, _, head_dim = pages.low.shape
     grouped = query.reshape(batch, kv_heads, -1, head_dim).astype(jnp.float32)
 
-    def product(query, bound):
-        return jnp.einsum(
-            "bhgd,bhnd->bhgn", query, dequantize(bound).astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
-        )
+    def product(query: Float[Array, "B H_kv G D"], bound: Float[Array, "B H_kv M D"]) -> Float[Array, "B H_kv G M"]:
+        bound = dequantize(bound).astype(jnp.float32)
+        return jnp.einsum("bhgd,bhnd->bhgn", query, bound, precision=jax.lax.Precision.HIGHEST)
 
     return product(jnp.maximum(grouped, 0), pages.high) + product(jnp.minimum(grouped, 0), pages.low)

@@ -1,4 +1,4 @@
-"""SnapKV (Li et al. 2024): the prompt's tokens that its last queries attended to."""
+"""SnapKV (Li et al. 2024): the prompt's tokens to which its last queries attend."""
 
 import dataclasses
 
@@ -6,28 +6,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.policy import Policy, Prompt, Requirements, check_min
+from kvjax.policy import Prompt, Requirements, check_min
 from kvjax.prompt_attention import attention_received
 from kvjax.top_k_policy import TopKPolicy
 
 
 @dataclasses.dataclass(frozen=True)
 class SnapKV(TopKPolicy):
-    """Keeps, of a prompt, its last `window_size` tokens and those before them that their queries attended to most.
+    """Keeps the last tokens of a prompt (the window) and the earlier tokens to which their queries attend most.
 
-    A token's score is its attention probability summed over these queries, each of which sees the whole prompt
-    causally; scores are average-pooled over neighbours and averaged over the query heads of a kv head's group. Prompts
-    of at most `budget` tokens are kept whole. The released code keeps key and value heads repeated and so chooses per
-    query head; averaging over the group came with later ports (kvpress among them). kvpress's window is 64 by default,
-    its budget a share of the prompt, so that short prompts lose tokens too.
+    A token's score is the attention of the window's queries, averaged over neighboring tokens and summed over the query
+    heads of a group. The released code repeats KV heads and selects per query head; later ports, such as kvpress,
+    average over the group. Prompts of at most `budget` tokens are not compressed; kvpress's budget is a share of the
+    prompt, so that short prompts are compressed too. Inherited settings: see `TopKPolicy`.
 
     Attributes:
-        budget, beside, shares, compact_every: as in `TopKPolicy`. As published, generated tokens are kept beside the
-            budget; `reserve_decode_slots=False` lets them take the places of the least.
-        recent: last tokens of the prompt, whose queries choose (the paper's L_obs, kvpress's window_size); all of them
-            are kept.
-        sinks: first tokens that are kept whatever they draw; none as published.
-        kernel: tokens that a score is averaged over, odd; tokens past either end count as 0.
+        sinks: first tokens that are always kept; 0 in the paper.
+        window_size: last tokens of the prompt, which are always kept (the paper's L_obs); 64 by default in kvpress.
+        reserve_decode_slots: as in the paper, later tokens have slots beyond the budget. If False, they replace the
+            tokens of the lowest rank.
+        kernel_size: tokens over which scores are averaged, odd; tokens past either end count as 0.
 
     Reference:
         SnapKV, section 4, and `SnapKVCluster` of the released code.
@@ -57,16 +55,7 @@ class SnapKV(TopKPolicy):
         return self.window_size
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
-        return observed_attention(self, prompt, self.window_size, self.kernel_size)
-
-
-def observed_attention(policy: Policy, prompt: Prompt, window_size: int, kernel_size: int) -> Float[Array, "B H_kv T"]:
-    """The attention that tokens before the last `window_size` draw from the queries that the policy asks for, averaged over
-    `kernel_size` neighbours; float32.
-
-    Raises:
-        ValueError: where the queries are not those asked for (`kvjax.prompt_attention.check_prompt_queries`).
-    """
-    before = jnp.arange(prompt.keys.shape[2]) < prompt.lengths[:, None, None] - window_size
-    received = jnp.where(before, attention_received(policy, prompt), 0.0)
-    return jax.lax.reduce_window(received, 0.0, jax.lax.add, (1, 1, kernel_size), (1, 1, 1), "SAME")
+        """Returns the attention of the window's queries, summed over neighboring tokens."""
+        before_window = jnp.arange(prompt.keys.shape[2]) < prompt.lengths[:, None, None] - self.window_size
+        received = jnp.where(before_window, attention_received(self, prompt), 0.0)
+        return jax.lax.reduce_window(received, 0.0, jax.lax.add, (1, 1, self.kernel_size), (1, 1, 1), "SAME")

@@ -1,8 +1,9 @@
-"""Halving weighted tokens so that sums over them change little: the self-balancing walk of BalanceKV, three ways.
+"""Halving of weighted tokens so that sums over them change little: BalanceKV's self-balancing walk in three forms.
 
-Every way takes one block of one head's tokens and keeps at most half of them with larger weights. `softmax_balance` is
-the paper's Algorithm 2, `reference_halving` and `exact_halving` are what its authors run, and `halve_by_pairs` is a
-better variant: every two neighbours become one of them, so exactly half stay and the total weight is conserved.
+Every form takes one block of one head's tokens and keeps at most half of them with larger weights. `softmax_balance`
+is the paper's Algorithm 2. `reference_halving` and `exact_halving` are the released code. `halve_by_pairs` is kvjax's
+variant: it replaces every pair of neighbors by one of them, so that exactly half remain and the total weight is
+conserved.
 """
 
 import math
@@ -15,17 +16,25 @@ from jaxtyping import Array, Float, Int, Key
 from pallas_kernels import balanced_walk
 from pallas_kernels.balanced_walk import Block
 
+MAX_COORDINATE = 1e12  # its square is far below the largest float32
+
 
 class Halved(NamedTuple):
-    """The entries kept of a block of t, in t // 2 places."""
+    """The entries that remain of a block of t, in t // 2 slots.
 
-    kept: Int[Array, "h"]  # int32, the entry's place in the block; any place where the weight is zero
-    weight: Float[Array, "h"]  # float32, 0 in places that stayed empty
-    clipped: Int[Array, ""]  # int32, decisions whose probability had to be clipped into [0, 1]
+    Attributes:
+        index: int32, index of each entry in the block; arbitrary where the weight is zero.
+        weight: float32; 0 in empty slots.
+        clipped: int32, decisions whose probability was clipped to [0, 1].
+    """
+
+    index: Int[Array, "h"]
+    weight: Float[Array, "h"]
+    clipped: Int[Array, ""]
 
 
 class Halve(Protocol):
-    """A way to halve t entries of one stream. Entries of weight zero are empty places: nothing may depend on them."""
+    """A function that halves t entries of one stream. Entries of weight zero are empty and must not affect it."""
 
     def __call__(
         self,
@@ -33,14 +42,27 @@ class Halve(Protocol):
         keys: Float[Array, "t D"],
         values: Float[Array, "t D_v"] | None,
         weights: Float[Array, "t"],
-    ) -> Halved: ...
+    ) -> Halved:
+        """Halves a block."""
+        ...
 
 
 # --- Algorithm 2 ---
 
 
 def walk_constant(tokens: int, delta: float) -> float:
-    """c = 30 log(n / delta) of Algorithm 2: with it the walk of n tokens fails with probability at most delta."""
+    """Returns c = 30 log(n / delta), with which the walk of n tokens fails with probability at most delta.
+
+    Args:
+        tokens: n.
+        delta: probability of failure.
+
+    Returns:
+        The constant.
+
+    Reference:
+        BalanceKV, Algorithm 2.
+    """
     return 30 * math.log(tokens / delta)
 
 
@@ -55,18 +77,26 @@ def softmax_signs(
     value_norm: Float[Array, ""] | float = 1.0,
     block: int = 64,
 ) -> tuple[Float[Array, "n"], Int[Array, ""]]:
-    """The signs of SoftmaxBalance and how many probabilities were clipped; O(n^2 D) time, O(n block) memory.
+    """Assigns the signs of SoftmaxBalance in O(n^2 D) time and O(n block) memory.
 
     p_i = 1/2 - y_i / (2 c R^2) with y_i = sum over j < i of exp(<k_i, k_j> / sqrt(D)) <v_i, v_j> eta_j and
-    R = exp(key_norm^2 / (2 sqrt(D))) value_norm. The paper fails where p leaves [0, 1] (printed for one side only);
-    here p is clipped.
+    R = exp(key_norm^2 / (2 sqrt(D))) value_norm. The paper fails where p is outside [0, 1]; here p is clipped.
 
     Args:
-        values: None balances the denominator: every value is 1.
-        weights: tokens of different weights enter as multiples of the largest; those of weight zero do not enter.
-        block: tokens whose rows of the kernel are held at a time.
+        uniforms: one draw from [0, 1) per token.
+        keys: keys of the tokens.
+        values: values of the tokens; None to balance the denominator, where every value is 1.
+        weights: weights of the tokens, used relative to the largest; tokens of weight zero have no effect.
+        c: the walk's constant (`walk_constant`).
+        key_norm: bound on the norms of keys.
+        value_norm: bound on the norms of values.
+        block: tokens whose rows of the kernel matrix are in memory at a time.
 
-    Source: BalanceKV, Algorithm 2.
+    Returns:
+        The signs, and the number of clipped probabilities.
+
+    Reference:
+        BalanceKV, Algorithm 2.
     """
     tokens, head_dim = keys.shape
     blocks = -(-tokens // block)
@@ -77,15 +107,17 @@ def softmax_signs(
     uniforms = jnp.pad(uniforms, (0, pad))
     gain = 1 / (2 * c)
 
-    def decide(signs, first):
-        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, first, block)  # noqa: E731
-        # Relative to R^2, so that nothing overflows at large norms.
-        kernel = jnp.exp((cut(keys) @ keys.T - key_norm**2) / math.sqrt(head_dim)) * cut(scale)[:, None] * scale
+    def decide(signs: Float[Array, "n"], first: Int[Array, ""]) -> tuple[Float[Array, "n"], Int[Array, ""]]:
+        def rows(x: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(x, first, block)
+
+        # Relative to R^2, so that large norms do not overflow.
+        kernel = jnp.exp((rows(keys) @ keys.T - key_norm**2) / math.sqrt(head_dim)) * rows(scale)[:, None] * scale
         if values is not None:
-            kernel = kernel * (cut(values) @ values.T) / value_norm**2
-        own = jax.lax.dynamic_slice_in_dim(kernel, first, block, axis=1)
-        fresh, clipped = balanced_walk.assign_signs_from_matrix(own, cut(uniforms), gain, start=kernel @ signs)
-        return jax.lax.dynamic_update_slice_in_dim(signs, fresh, first, axis=0), clipped
+            kernel = kernel * (rows(values) @ values.T) / value_norm**2
+        within = jax.lax.dynamic_slice_in_dim(kernel, first, block, axis=1)
+        new, clipped = balanced_walk.assign_signs_from_matrix(within, rows(uniforms), gain, start=kernel @ signs)
+        return jax.lax.dynamic_update_slice_in_dim(signs, new, first, axis=0), clipped
 
     signs, clipped = jax.lax.scan(decide, jnp.zeros(blocks * block), block * jnp.arange(blocks))
     return signs[:tokens], jnp.sum(clipped)
@@ -101,63 +133,88 @@ def softmax_balance(
     key_norm: Float[Array, ""] | float,
     value_norm: Float[Array, ""] | float = 1.0,
 ) -> Halved:
-    """Keeps the smaller class of signs (that of -1 where both are equal), each entry with twice its weight.
+    """Keeps the smaller class of signs (-1 if both are equal), each entry with twice its weight.
 
-    The class may be well under half, and so may the total weight: see `MergeReduceTree` for its correction. For the
-    arguments see `softmax_signs`.
+    The class can be much smaller than half, and so can the total weight; `MergeReduceTree` can correct it.
 
-    Source: BalanceKV, Algorithm 2 (SoftmaxBalance).
+    Args:
+        rng: PRNG key.
+        keys: keys of the entries.
+        values: values of the entries; None to balance the denominator.
+        weights: weights of the entries.
+        c: the walk's constant (`walk_constant`).
+        key_norm: bound on the norms of keys.
+        value_norm: bound on the norms of values.
+
+    Returns:
+        The entries that remain.
+
+    Reference:
+        BalanceKV, Algorithm 2 (SoftmaxBalance).
     """
     uniforms = jax.random.uniform(rng, weights.shape)
     signs, clipped = softmax_signs(uniforms, keys, values, weights, c=c, key_norm=key_norm, value_norm=value_norm)
     present = weights > 0
     plus, minus = present & (signs > 0), present & (signs < 0)
-    kept = jnp.where(jnp.sum(plus) < jnp.sum(minus), plus, minus)
-    index = jnp.nonzero(kept, size=weights.shape[0] // 2, fill_value=0)[0].astype(jnp.int32)
-    filled = jnp.arange(index.shape[0]) < jnp.sum(kept)
-    return Halved(index, jnp.where(filled, 2 * weights[index], 0.0), clipped)
+    smaller = jnp.where(jnp.sum(plus) < jnp.sum(minus), plus, minus)
+    index = jnp.nonzero(smaller, size=weights.shape[0] // 2, fill_value=0)[0].astype(jnp.int32)
+    occupied = jnp.arange(index.shape[0]) < jnp.sum(smaller)
+    return Halved(index, jnp.where(occupied, 2 * weights[index], 0.0), clipped)
 
 
 # --- the released code ---
 
 
-def reference_block(
-    keys: Float[Array, "n D"], values: Float[Array, "n D_v"], temperature: float, shift: float = 0.0
-) -> Block:
-    """K_ij = exp(temperature <k~_i, k~_j> / sqrt(D) - shift) (1e-8 + <v_i, v_j> + 0.025), k~ the keys less their mean.
+def reference_block(keys: Float[Array, "n D"], values: Float[Array, "n D_v"], temperature: float) -> Block:
+    """Returns the kernel exp(temperature <k~_i, k~_j> / sqrt(D)) (1e-8 + <v_i, v_j> + 0.025), k~ the centered keys.
 
-    Source: the code released with BalanceKV.
+    Args:
+        keys: keys of the block.
+        values: values of the block.
+        temperature: factor of the exponent.
+
+    Returns:
+        The block.
+
+    Reference:
+        The released code of BalanceKV.
     """
     keys = keys.astype(jnp.float32)
     return Block(
         keys=keys - jnp.mean(keys, axis=0),
         values=values.astype(jnp.float32),
         factor=jnp.float32(temperature / math.sqrt(keys.shape[1])),
-        shift=jnp.float32(shift),
+        shift=jnp.float32(0.0),
         offset=jnp.float32(1e-8 + 0.025),
     )
 
 
 def exact_halving(signs: Float[Array, "n"], count: Int[Array, ""]) -> tuple[Int[Array, "h"], Float[Array, "h"]]:
-    """Which floor(count / 2) of the first `count` tokens stay, in which order, and with weights of 2, 1 or (none) 0.
+    """Selects exactly floor(count / 2) of the first `count` tokens by their signs.
 
-    Let c be the later of the two places at which the counts of -1 and of +1 first reach floor(count / 2). Of the
-    tokens up to c those of the sign opposite to c's stay with weight 2, those of the same sign go; later tokens stay
-    with weight 1. The order is that of a stable descending sort by weight. The total weight is c + 1, not `count`, and
-    for an odd count one token too many qualifies and is lost.
+    Let c be the later of the two indices at which the counts of -1 and of +1 first reach floor(count / 2). Up to c,
+    tokens of the sign opposite to c's remain with weight 2 and tokens of the same sign are dropped. Later tokens remain
+    with weight 1. The order is a stable descending sort by weight. The total weight is c + 1, not `count`. If `count`
+    is odd, one token too many qualifies and is lost.
+
+    Args:
+        signs: signs of the tokens.
+        count: number of tokens that count.
 
     Returns:
-        index [n // 2] int32 and weight [n // 2] float32; places from floor(count / 2) on have weight 0.
+        int32 indices and float32 weights; slots from floor(count / 2) on have weight 0.
 
-    Source: the code released with BalanceKV.
+    Reference:
+        The released code of BalanceKV.
     """
-    places = jnp.arange(signs.shape[0])
-    inside, half = places < count, count // 2
-    reached = lambda chosen: jnp.argmax(jnp.cumsum(chosen & inside) >= half)  # noqa: E731  (0 where it never is)
-    last = jnp.maximum(reached(signs < 0), reached(signs > 0))
-    weight = jnp.where(places > last, 1.0, jnp.where(signs != signs[last], 2.0, 0.0))
+    index = jnp.arange(signs.shape[0])
+    inside, half = index < count, count // 2
+    # 0 where the count is never reached.
+    reached = [jnp.argmax(jnp.cumsum(is_sign & inside) >= half) for is_sign in (signs < 0, signs > 0)]
+    last = jnp.maximum(*reached)
+    weight = jnp.where(index > last, 1.0, jnp.where(signs != signs[last], 2.0, 0.0))
     order = jnp.argsort(jnp.where(inside, weight, -1.0), descending=True, stable=True)[: signs.shape[0] // 2]
-    return order.astype(jnp.int32), jnp.where(places[: order.shape[0]] < half, weight[order], 0.0)
+    return order.astype(jnp.int32), jnp.where(index[: order.shape[0]] < half, weight[order], 0.0)
 
 
 def reference_halving(
@@ -169,29 +226,34 @@ def reference_halving(
     *,
     gamma: float,
     temperature: float,
-    shift: float = 0.0,
 ) -> tuple[Int[Array, "h"], Float[Array, "h"]]:
-    """One halving of one head's first `count` tokens as the released code does it.
+    """Halves one head's first `count` tokens once, as the released code does.
 
-    Blocks walk independently, values times the weights so far; the first sign of a block is +1. The last block is
-    padded with zeros, which shift the mean that its keys are centred by.
+    Blocks walk independently, with values multiplied by the weights so far; the first sign of a block is +1. The last
+    block is padded with zeros, which shift the mean by which its keys are centered.
 
     Args:
-        uniforms: draw j of a block decides its sign j. There must be blocks enough for n tokens.
+        uniforms: one draw per sign, in enough blocks for n tokens.
+        keys: keys of the tokens.
+        values: values of the tokens.
+        weights: weights of the tokens.
+        count: number of tokens that count.
+        gamma: strength of the walk.
+        temperature: factor of the kernel's exponent.
 
     Returns:
-        index [n // 2] and the new total weights [n // 2] of what `exact_halving` keeps of the head's signs.
+        Indices of the tokens that `exact_halving` selects, and their new weights.
     """
     blocks, block = uniforms.shape
     tokens = keys.shape[0]
     inside = (jnp.arange(tokens) < count)[:, None]
 
-    def split(x):
+    def split(x: Float[Array, "n D"]) -> Float[Array, "n_blocks block D"]:
         x = jnp.where(inside, x.astype(jnp.float32), 0.0)
         return jnp.pad(x, ((0, blocks * block - tokens), (0, 0))).reshape(blocks, block, -1)
 
-    def walk(uniforms, keys, values):
-        return balanced_walk.assign_signs(reference_block(keys, values, temperature, shift), uniforms, gamma).signs
+    def walk(uniforms: Array, keys: Array, values: Array) -> Float[Array, "block"]:
+        return balanced_walk.assign_signs(reference_block(keys, values, temperature), uniforms, gamma).signs
 
     signs = jax.vmap(walk)(uniforms.at[:, 0].set(0.0), split(keys), split(values * weights[:, None]))
     index, factor = exact_halving(signs.reshape(-1)[:tokens], count)
@@ -201,39 +263,49 @@ def reference_halving(
 def halve_exactly(
     rng: Key[Array, ""],
     keys: Float[Array, "t D"],
-    values: Float[Array, "t D_v"],
+    values: Float[Array, "t D_v"] | None,
     weights: Float[Array, "t"],
     *,
     gamma: float,
     temperature: float,
 ) -> Halved:
-    """The released code's walk and exact halving on one block, with a random first sign.
+    """Halves one block by the released code's walk and exact halving, with a random first sign.
 
-    Entries of different weights walk as multiples of the largest; empty places must come last, and are padding. The
-    kernel is divided by its mean diagonal, so that gamma means the same at all norms.
+    Weights are used relative to the largest. The kernel is divided by its mean diagonal, so that gamma has the same
+    meaning at all norms.
 
+    Args:
+        rng: PRNG key.
+        keys: keys of the entries.
+        values: values of the entries.
+        weights: weights of the entries; empty entries come last.
+        gamma: strength of the walk.
+        temperature: factor of the kernel's exponent.
+
+    Returns:
+        The entries that remain.
     """
+    assert values is not None
     present = weights > 0
     count = jnp.sum(present, dtype=jnp.int32)
     scale = weights / jnp.maximum(jnp.max(weights), 1e-30)
-    padded = lambda x: in_range(jnp.where(present[:, None], x.astype(jnp.float32), 0.0))  # noqa: E731
+    keys, values = (limit_range(jnp.where(present[:, None], x.astype(jnp.float32), 0.0)) for x in (keys, values))
     uniforms = jax.random.uniform(rng, weights.shape)
-    block = reference_block(padded(keys), padded(values), temperature)
+    block = reference_block(keys, values, temperature)
     gain = gamma * count / jnp.maximum(jnp.sum(balanced_walk.kernel_diagonal(block) * scale * scale), 1e-30)
-    # An entry's fraction of the largest weight enters where it adds to sums and where sums change its own sign.
+    # An entry's relative weight scales what it adds to sums, and how sums affect its sign.
     signs, clipped = balanced_walk.assign_signs(block, uniforms, gain * scale, scale)
-    kept, factor = exact_halving(signs, count)
-    return Halved(kept, factor * weights[kept], clipped)
+    index, factor = exact_halving(signs, count)
+    return Halved(index, factor * weights[index], clipped)
 
 
-LARGEST = 1e12
+def limit_range(x: Float[Array, "t F"]) -> Float[Array, "t F"]:
+    """Scales vectors down by a common factor if their squares would overflow float32.
 
-
-def in_range(x: Float[Array, "t F"]) -> Float[Array, "t F"]:
-    """Vectors whose squares float32 holds: those that are larger come by a common factor. It is none of a kernel's to
-    values, and to keys as large every other key is as far as can be, with it and without."""
+    Scaling all values does not change the walk, and keys that large are all infinitely far apart either way.
+    """
     peak = jnp.max(jnp.abs(x))
-    return jnp.where(peak > LARGEST, x * (LARGEST / peak), x)
+    return jnp.where(peak > MAX_COORDINATE, x * (MAX_COORDINATE / peak), x)
 
 
 # --- halving by pairs ---
@@ -246,24 +318,37 @@ def pair_block(
     temperature: float,
     floor: float,
 ) -> Block:
-    """K_ij = exp(temperature <k~_i, k~_j> / sqrt(D)) (<v_i, v_j> + floor mean|v|^2) up to a factor; k~ less their mean.
+    """Returns the kernel exp(temperature <k~_i, k~_j> / sqrt(D)) (<v_i, v_j> + floor mean|v|^2), up to a factor.
 
-    Means are over the entries that have weight. Without values the second factor is 1.
+    k~ are the centered keys. Means are over entries with weight.
+
+    Args:
+        keys: keys of the entries.
+        values: values of the entries; None for a second factor of 1.
+        weights: weights of the entries.
+        temperature: factor of the exponent.
+        floor: added to the products of values, relative to the mean squared value.
+
+    Returns:
+        The block.
     """
     present = (weights > 0).astype(jnp.float32)
     count = jnp.maximum(jnp.sum(present), 1.0)
-    there = lambda x: in_range(jnp.where(present[:, None] > 0, x.astype(jnp.float32), 0.0))  # noqa: E731
-    keys = there(keys)
+
+    def mask(x: Float[Array, "t D"]) -> Float[Array, "t D"]:
+        return limit_range(jnp.where(present[:, None] > 0, x.astype(jnp.float32), 0.0))
+
+    keys = mask(keys)
     mean = jnp.matmul(present, keys, precision=jax.lax.Precision.HIGHEST) / count
-    centred = (keys - mean) * present[:, None]
-    values = None if values is None else there(values)
+    centered = (keys - mean) * present[:, None]
+    values = None if values is None else mask(values)
     factor = jnp.float32(temperature / math.sqrt(keys.shape[1]))
     return Block(
-        keys=centred,
+        keys=centered,
         values=values,
         factor=factor,
-        # The largest of the exponents on the diagonal, so that none overflows.
-        shift=factor * jnp.max(jnp.sum(centred * centred, axis=1)),
+        # The largest exponent, which is on the diagonal, so that none overflows.
+        shift=factor * jnp.max(jnp.sum(centered * centered, axis=1)),
         offset=jnp.float32(0.0) if values is None else floor * jnp.sum(values * values) / count,
     )
 
@@ -278,22 +363,31 @@ def halve_by_pairs(
     temperature: float = 0.1,
     floor: float = 0.1,
 ) -> Halved:
-    """Makes one entry of every two: exactly t // 2 stay and the total weight is conserved.
+    """Replaces every pair of entries by one of them: exactly t // 2 remain and the total weight is conserved.
 
-    Each entry in order is paired with the nearest one that is left, by the distance of the kernel of `pair_block`.
-    Of a pair of weights w_1, w_2 one stays with weight w_1 + w_2: the first with probability
-    w_1 / (w_1 + w_2) - tilt, where the tilt counters what earlier pairs changed in the direction of this one, as the
-    self-balancing walk does. With tilts of 0 every sum over entries is unbiased; with equal weights it is in any case,
-    since the reverse of every sequence of choices is as probable. An entry whose partner is an empty place stays.
+    Each entry in order is paired with the nearest remaining one, by the distance of the kernel of `pair_block`. Of a
+    pair of weights w_1, w_2 one remains with weight w_1 + w_2: the first with probability w_1 / (w_1 + w_2) - tilt. The
+    tilt counters the change that earlier pairs made in the direction of this one, as in the self-balancing walk. With
+    tilts of 0 every sum over entries is unbiased. With equal weights it is always unbiased, because the reverse of
+    every sequence of decisions is equally likely. An entry whose partner is empty remains.
 
     Args:
+        rng: PRNG key.
+        keys: keys of the entries.
+        values: values of the entries; None to balance the denominator.
+        weights: weights of the entries; 0 for empty ones.
         gamma: strength of the tilt, relative to the pair's squared distance.
-        temperature, floor: see `pair_block`.
+        temperature: see `pair_block`.
+        floor: see `pair_block`.
 
-    Source: BalanceKV's walk on differences of features; pairing by nearness is kvjax's own.
+    Returns:
+        The entries that remain.
+
+    Reference:
+        BalanceKV, Algorithm 2, applied to differences of features. Pairing is kvjax's addition.
     """
     uniforms = jax.random.uniform(rng, (weights.shape[0] // 2,))
     block = pair_block(keys, values, weights, temperature, floor)
-    kept, weight, clipped = balanced_walk.thin_pairs(block, uniforms, weights, gamma)
-    order = jnp.argsort(kept)
-    return Halved(kept[order], weight[order], clipped)
+    index, weight, clipped = balanced_walk.thin_pairs(block, uniforms, weights, gamma)
+    order = jnp.argsort(index)
+    return Halved(index[order], weight[order], clipped)

@@ -1,11 +1,15 @@
-"""ClusterTable: a stream of keys covered by clusters of bounded radius, with uniform samples of each (SubGen).
+"""A cluster table: a stream of keys in clusters of bounded radius, with uniform samples of each cluster.
 
-SubGen's UpdateSoftmaxNormalizer (Algorithm 1, lines 11 to 23; Lemma 2) opens clusters without bound. Here their number
-is fixed: a full table widens delta and merges clusters (Charikar, Chekuri, Feder and Motwani 1997, the doubling
-algorithm), with counts, sample laws and radii carried through.
+SubGen's Algorithm 1 opens clusters without a limit. Here the number of clusters is fixed. When the table is full,
+delta grows and clusters merge; counts, sample distributions and radii stay exact.
+
+Reference:
+    SubGen, Algorithm 1, lines 11 to 23 (UpdateSoftmaxNormalizer), and Lemma 2. Merging: the doubling algorithm of
+    Charikar, Chekuri, Feder and Motwani (1997).
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -14,54 +18,51 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.state import fault, kv_entries, state, static
 from kvjax.structures.cover import (
-    Ahead,
+    EarlierNeighbors,
     greedy_cover,
+    grow_delta,
     nearest_center,
-    none_known,
     squared_distances,
-    widen,
-    widen_known,
+    unknown_neighbors,
 )
 from pallas_kernels.argmin import min_and_argmin
 
-MOST_CLUSTERS = 2**14  # whose distances to each other take a GiB
+MAX_CLUSTERS = 2**14  # distances between all of them take 1 GiB per head
 
 
 @state
 class ClusterTable:
-    """Up to M clusters in the slots [0, size), in the order of their opening; empty slots have count 0.
+    """Up to M clusters in slots [0, size), in the order in which they were opened.
 
-    With a growth factor of 2, after j doublings (SubGen's Lemma 2 where j = 0):
+    With growth factor g, after j growths of delta:
 
-    1. a centre is a key of its own cluster (unless centres move);
-    2. `count` is the number of the cluster's keys, and all counts sum to the keys taken in;
-    3. every key lies within `radius` of its centre, and `radius` within (2 - 2^-j) delta
-       (for growth g: delta (1 - g^-(j + 1)) / (1 - 1 / g));
-    4. centres are more than delta apart;
-    5. every sample is uniform over its cluster's keys, independently of all other samples.
+    1. A center is a key of its cluster, unless centers move.
+    2. `count` is the number of keys of a cluster; counts sum to the number of keys taken in.
+    3. Every key is within `radius` of its center, and `radius` is at most delta (1 - g^-(j + 1)) / (1 - 1 / g). For
+       g = 2 this is (2 - 2^-j) delta; j = 0 is SubGen's Lemma 2.
+    4. Centers are more than delta apart, unless they move.
+    5. Every sample is uniform over the keys of its cluster, independently of all other samples.
 
-    Distances are l2, from |a|^2 + |b|^2 - 2 a.b in float32, which resolves no less than 1e-6 of |a|^2 + |b|^2: what
-    lies below is distance zero, so that a duplicate never opens a cluster. 3 and 4 hold within that resolution.
+    Distances are computed in float32 from |a|^2 + |b|^2 - 2 a.b. A distance whose square is below 1e-6 of
+    |a|^2 + |b|^2 is zero, so that a duplicate never opens a cluster; 3 and 4 hold within this resolution.
 
-    Bytes: M D itemsize for centres, M t (D + D_v) itemsize for samples (D_v = 0 without values), 4 M D_v for mean
-    values, 4 M D for mean keys where kept, 8 M for counts and radii, and 24 for four scalars and the PRNG key. Moving
-    centres take 4 M D. Nothing grows with the stream.
+    The size does not grow with the stream: M D elements of centers (float32 if they move), M t (D + D_v) elements of
+    samples, 4 M D_v bytes of mean values, 8 M bytes of counts and radii, and 24 bytes of scalars and the PRNG key.
     """
 
-    centers: Float[Array, "M D"] = kv_entries(running_mean=True)  # float32 where they move, else the cache's dtype
-    count: Int[Array, "M"]  # int32
-    radius: Float[Array, "M"]  # float32; `extend` bounds it more tightly than `step`
+    centers: Float[Array, "M D"] = kv_entries(running_mean=True)  # float32 if they move, else the cache's dtype
+    count: Int[Array, "M"]  # int32; 0 in empty slots
+    radius: Float[Array, "M"]  # float32
     samples: Float[Array, "M t D"] | None = kv_entries()  # keys
-    sample_values: Float[Array, "M t D_v"] | None = kv_entries()  # those keys' values
-    mean_key: Float[Array, "M D"] | None  # float32
+    sample_values: Float[Array, "M t D_v"] | None = kv_entries()  # values of these keys
     mean_value: Float[Array, "M D_v"] | None = kv_entries(running_mean=True)  # float32
-    size: Int[Array, ""]  # int32, occupied slots
-    delta: Float[Array, ""]  # float32; a key farther than this from all centres opens a cluster
-    doublings: Int[Array, ""]  # int32, how often delta grew
+    size: Int[Array, ""]  # int32, clusters
+    delta: Float[Array, ""]  # float32; a key farther than this from all centers opens a cluster
+    doublings: Int[Array, ""]  # int32, number of times that delta grew
     unsound: Int[Array, ""] = fault("keys that are not finite were left out")  # int32
     rng: Key[Array, ""]
-    growth: float = static()  # the factor by which delta grows at least
-    moving: bool = static()  # whether centres move to the mean of their cluster
+    growth: float = static()  # smallest factor by which delta grows
+    moving: bool = static()  # whether centers are the means of their clusters
 
 
 def init_cluster_table(
@@ -72,64 +73,88 @@ def init_cluster_table(
     *,
     samples: int = 0,
     value_dim: int | None = None,
-    mean_keys: bool = False,
     moving: bool = False,
     delta: float | None = None,
     growth: float = 2.0,
 ) -> ClusterTable:
-    """An empty table.
+    """Returns an empty table.
 
     Args:
-        clusters: M, the most clusters there can be.
-        key_dim: D.
-        dtype: of centres and samples.
-        rng: the stream's own typed PRNG key.
-        samples: t, sample slots per cluster.
-        value_dim: D_v where keys come with values: then every cluster keeps its mean value, and values of its samples.
-        mean_keys: whether every cluster keeps its mean key beside its centre.
-        moving: whether centres move to their cluster's mean at the end of every update. Then the centre is the mean
-            key, at no further bytes, and invariants 1 and 4 do not hold.
-        delta: the start value. None: zero (every new key opens a cluster, duplicates join) until the table is full for
-            the first time, then the least distance between its centres.
-        growth: the least factor by which delta grows when the table is full; it grows further where nothing would
-            merge. 2 is that of the guarantees; in high dimension it merges nearly all clusters at once.
+        clusters: maximum number of clusters, M.
+        key_dim: dimensions of keys.
+        dtype: dtype of centers and samples.
+        rng: PRNG key of the stream.
+        samples: samples per cluster, t.
+        value_dim: dimensions of values; None for a stream of keys alone. With values, every cluster has a mean value,
+            and its samples have their values.
+        moving: whether centers move to the mean of their cluster after every update.
+        delta: first delta. None for 0 (every new key opens a cluster) until the table is full, then the smallest
+            distance between centers.
+        growth: smallest factor by which delta grows when the table is full. The guarantees use 2, which merges nearly
+            all clusters at once in high dimensions.
+
+    Returns:
+        The table.
 
     Raises:
-        ValueError: for sizes or factors that cannot be.
+        ValueError: if a size or factor is out of range.
     """
-    if clusters < 1:
-        raise ValueError(f"clusters={clusters}; a table needs at least 1")
-    if clusters > MOST_CLUSTERS:
+    if not 1 <= clusters <= MAX_CLUSTERS:
         raise ValueError(
-            f"clusters={clusters}: a table that is full compares all of them with each other, which takes "
-            f"{clusters**2 * 4 / 2**30:.1f} GiB for every head; at most {MOST_CLUSTERS} are taken"
+            f"clusters={clusters} must be between 1 and {MAX_CLUSTERS}: merging compares all clusters of a head, which "
+            f"takes {clusters**2 * 4 / 2**30:.1f} GiB"
         )
     if samples < 0:
-        raise ValueError(f"samples={samples}; it must not be negative")
+        raise ValueError(f"samples={samples} must be at least 0")
     if growth <= 1:
-        raise ValueError(f"growth={growth}; delta must grow: give a factor above 1")
+        raise ValueError(f"growth={growth} must be above 1")
     if delta is not None and delta <= 0:
-        raise ValueError(f"delta={delta}; it must be positive, or None to take it from the data")
-    if moving and mean_keys:
-        raise ValueError(f"mean_keys={mean_keys}: centres that move are the mean keys")
-    zeros = lambda dim, of: None if dim is None else jnp.zeros((clusters, dim), of)  # noqa: E731
-    sampled = lambda dim: jnp.zeros((clusters, samples, dim), dtype) if samples and dim else None  # noqa: E731
+        raise ValueError(f"delta={delta} must be above 0, or None to take it from the data")
+    has_values, zero = value_dim is not None, jnp.zeros((), jnp.int32)
     return ClusterTable(
         centers=jnp.zeros((clusters, key_dim), jnp.float32 if moving else dtype),
         count=jnp.zeros(clusters, jnp.int32),
         radius=jnp.zeros(clusters, jnp.float32),
-        samples=sampled(key_dim),
-        sample_values=sampled(value_dim),
-        mean_key=zeros(key_dim if mean_keys else None, jnp.float32),
-        mean_value=zeros(value_dim, jnp.float32),
-        size=jnp.zeros((), jnp.int32),
+        samples=jnp.zeros((clusters, samples, key_dim), dtype) if samples else None,
+        sample_values=jnp.zeros((clusters, samples, value_dim), dtype) if samples and has_values else None,
+        mean_value=jnp.zeros((clusters, value_dim), jnp.float32) if has_values else None,
+        size=zero,
         delta=jnp.asarray(0.0 if delta is None else delta, jnp.float32),
-        doublings=jnp.zeros((), jnp.int32),
-        unsound=jnp.zeros((), jnp.int32),
+        doublings=zero,
+        unsound=zero,
         rng=rng,
         growth=growth,
         moving=moving,
     )
+
+
+class _Items(NamedTuple):
+    """The centers of the table (items 0 to M - 1) and the tokens of an update (items from M on), float32."""
+
+    vectors: Float[Array, "M+T D"]
+    squared_norms: Float[Array, "M+T"]
+
+
+class _Assignment(NamedTuple):
+    """The clusters while tokens are assigned.
+
+    A cluster is identified by the item that opened it, so that merging clusters moves integers only.
+
+    Attributes:
+        center_item: item that is the center of each slot.
+        slot_of_item: slot of the cluster that the item opened.
+        size: number of clusters.
+        delta: current delta.
+        doublings: number of times that delta grew.
+        neighbors: nearest earlier center of every center.
+    """
+
+    center_item: Int[Array, "M"]
+    slot_of_item: Int[Array, "M+T"]
+    size: Int[Array, ""]
+    delta: Float[Array, ""]
+    doublings: Int[Array, ""]
+    neighbors: EarlierNeighbors
 
 
 def extend(
@@ -140,313 +165,221 @@ def extend(
     *,
     block: int = 128,
 ) -> ClusterTable:
-    """Takes in T tokens at once: the clusters are those that T calls of `step` make (where nothing is tied within
-    float32's resolution, and centres do not move), the samples have their law.
+    """Takes T tokens in.
 
-    Tokens that are not valid change nothing. Assignment goes through sub-blocks of `block` tokens; counts, radii, means
-    and samples are brought up to date once, at the end.
+    A token joins the nearest center within delta (the first one of a tie) or opens a cluster; delta grows when the
+    table is full. The clusters are the same for any division of the stream into updates, unless centers move or
+    distances are tied within float32's resolution.
+
+    Args:
+        table: the table.
+        keys: keys of the tokens.
+        values: values of the tokens, if the table has values.
+        valid: tokens that count; None for all.
+        block: tokens that are assigned at a time. Counts, radii, means and samples are updated once, at the end.
+
+    Returns:
+        The table.
+
+    Raises:
+        ValueError: if a shape does not fit the table.
     """
-    valid = _check(table, keys, values, valid)
+    _check_shapes(table, keys, values, valid)
+    valid = jnp.ones(keys.shape[0], bool) if valid is None else valid
     capacity, tokens = table.centers.shape[0], keys.shape[0]
     block = min(block, tokens)
     padding = -tokens % block
     sound = jnp.all(jnp.isfinite(keys), axis=1)
-    fresh = jnp.pad(valid & sound, (0, padding))
-    # As they are stored; those left out may be not finite, and may not reach a product.
-    kept = jnp.where((valid & sound)[:, None], keys.astype(table.centers.dtype).astype(jnp.float32), 0.0)
-    items = jnp.pad(jnp.concatenate([table.centers.astype(jnp.float32), kept]), ((0, padding), (0, 0)))
-    squared_norms = jnp.sum(items * items, axis=1)
     table = dataclasses.replace(table, unsound=table.unsound + jnp.sum(valid & ~sound, dtype=jnp.int32))
+    # Keys as they are stored; zeros for invalid tokens, since infinities would spoil products.
+    stored = jnp.where((valid & sound)[:, None], keys.astype(table.centers.dtype).astype(jnp.float32), 0.0)
+    vectors = jnp.pad(jnp.concatenate([table.centers.astype(jnp.float32), stored]), ((0, padding), (0, 0)))
+    items = _Items(vectors, jnp.sum(vectors * vectors, axis=1))
+    valid = jnp.pad(valid & sound, (0, padding))
 
-    frame = _Frame(
-        source=jnp.arange(capacity, dtype=jnp.int32),
-        place=jnp.pad(jnp.arange(capacity, dtype=jnp.int32), (0, fresh.shape[0])),
-        size=table.size,
-        delta=table.delta,
-        doublings=table.doublings,
-        ahead=none_known(jnp.arange(capacity) < table.size),
-    )
+    slots = jnp.arange(capacity, dtype=jnp.int32)
+    occupied = slots < table.size
+    slot_of_item = jnp.pad(slots, (0, valid.shape[0]))
+    neighbors = unknown_neighbors(occupied)
+    start = _Assignment(slots, slot_of_item, table.size, table.delta, table.doublings, neighbors)
+    first = capacity + jnp.arange(0, valid.shape[0], block, dtype=jnp.int32)
+    assign = functools.partial(_assign_block, items, table.growth)
+    assignment, opener = jax.lax.scan(assign, start, (first, valid.reshape(-1, block)))
 
-    def assign(frame, start):
-        return _assign_block(items, squared_norms, fresh, table.growth, block, frame, start)
-
-    starts = jnp.arange(0, fresh.shape[0], block, dtype=jnp.int32)
-    frame, opener = jax.lax.scan(assign, frame, starts)
-
-    # Every old cluster and every token is an item that now lives in a slot, with a weight; slot M drops it.
-    old_home = jnp.where(jnp.arange(capacity) < table.size, frame.place[:capacity], capacity)
-    home = jnp.concatenate([old_home, jnp.where(fresh, frame.place[opener.reshape(-1)], capacity)])
-    weight = jnp.concatenate([table.count, fresh.astype(jnp.int32)])
-    count = jnp.zeros(capacity, jnp.int32).at[home].add(weight, mode="drop")
-    rng, draws = jax.random.split(table.rng)
-    return _rebuild(table, frame, items, home, weight, count, values, draws, rng)
-
-
-def step(
-    table: ClusterTable,
-    key: Float[Array, "D"],
-    value: Float[Array, "D_v"] | None = None,
-    valid: Bool[Array, ""] | None = None,
-) -> ClusterTable:
-    """Takes in one token as the papers define it: it joins the nearest centre within delta (ties: the first), and takes
-    each sample slot with probability 1 / count; or it opens a cluster; a full table is widened first, and each sample
-    slot of two clusters that merge is taken from either by its own coin, in proportion to their counts."""
-    valid = _check(table, key[None], None if value is None else value[None], None if valid is None else valid[None])[0]
-    sound = jnp.all(jnp.isfinite(key))
-    rng, *coins = jax.random.split(table.rng, 3)
-    token = _singleton(table, jnp.where(sound, key.astype(jnp.float32), 0.0), value)
-
-    def nearest(now):
-        norms = jnp.where(now.count > 0, jnp.sum(jnp.square(now.centers.astype(jnp.float32)), axis=1), jnp.inf)
-        point, point_norm = token.centers.astype(jnp.float32), jnp.sum(jnp.square(token.centers), axis=1)
-        distance, slot = nearest_center(point, now.centers.astype(jnp.float32), point_norm, norms)
-        return distance[0], slot[0]
-
-    def homeless(carry):
-        now, _ = carry
-        return valid & sound & (now.size == now.centers.shape[0]) & (nearest(now)[0] > jnp.square(now.delta))
-
-    def widen(carry):
-        now, rng = carry
-        rng, coins = jax.random.split(rng)
-        return _merge_near(now, nearest(now)[0], coins), rng
-
-    widened, _ = jax.lax.while_loop(homeless, widen, (table, coins[0]))
-    distance, slot = nearest(widened)
-    opens = distance > jnp.square(widened.delta)
-    taken = _absorb(widened, jnp.where(opens, widened.size, slot), token, 0, coins[1])
-    taken = dataclasses.replace(taken, size=widened.size + opens, rng=rng)
-    table = dataclasses.replace(table, unsound=table.unsound + (valid & ~sound))
-    taken = dataclasses.replace(taken, unsound=table.unsound)
-    return jax.tree.map(lambda new, old: jnp.where(valid & sound, new, old), taken, table)
-
-
-def scan_steps(
-    table: ClusterTable,
-    keys: Float[Array, "T D"],
-    values: Float[Array, "T D_v"] | None = None,
-    valid: Bool[Array, "T"] | None = None,
-) -> ClusterTable:
-    """Takes in T tokens by T calls of `step`: what `extend` is measured against."""
-    valid = _check(table, keys, values, valid)
-    return jax.lax.scan(lambda now, token: (step(now, *token), None), table, (keys, values, valid))[0]
+    # The slot of every old cluster and every token; M drops an item.
+    old_slot = jnp.where(occupied, assignment.slot_of_item[:capacity], capacity)
+    token_slot = jnp.where(valid, assignment.slot_of_item[opener.reshape(-1)], capacity)
+    slot = jnp.concatenate([old_slot, token_slot])
+    weight = jnp.concatenate([table.count, valid.astype(jnp.int32)])
+    if values is not None:
+        values = jnp.pad(values.astype(jnp.float32), ((0, padding), (0, 0)))
+    return _rebuild(table, assignment, items.vectors, values, slot, weight)
 
 
 def log_counts(table: ClusterTable) -> Float[Array, "M"]:
-    """float32 log of every cluster's number of keys, -inf in empty slots: the weight of a mean or a centre."""
+    """Returns the log of the number of keys of every cluster, float32; -inf in empty slots."""
     return jnp.where(table.count > 0, jnp.log(jnp.maximum(table.count, 1).astype(jnp.float32)), -jnp.inf)
 
 
 def log_sample_weights(table: ClusterTable) -> Float[Array, "M t"]:
-    """float32 log(count / t) of every sample, -inf in empty slots: with these weights a sum over the samples estimates,
-    without bias, the same sum over the stream (Algorithm 1, line 30).
+    """Returns log(count / t) of every sample, float32; -inf in empty slots.
+
+    With these log-weights, a sum over the samples is an unbiased estimate of the sum over the stream.
+
+    Args:
+        table: a table with samples.
+
+    Returns:
+        The log-weights.
 
     Raises:
-        ValueError: for a table without samples.
+        ValueError: if the table has no samples.
+
+    Reference:
+        SubGen, Algorithm 1, line 30.
     """
     if table.samples is None:
-        raise ValueError("the table keeps no samples; make it with samples=1 or more")
+        raise ValueError("the table has no samples; initialize it with samples=1 or more")
     samples = table.samples.shape[1]
     return jnp.broadcast_to(log_counts(table)[:, None] - jnp.log(float(samples)), table.samples.shape[:2])
 
 
-def _singleton(table: ClusterTable, key: Float[Array, "D"], value: Float[Array, "D_v"] | None) -> ClusterTable:
-    """A table of one cluster, whose only key this is."""
-    rows = lambda old, row: None if old is None else jnp.broadcast_to(row, (1, *old.shape[1:])).astype(old.dtype)  # noqa: E731
-    return dataclasses.replace(
-        table,
-        centers=key[None].astype(table.centers.dtype),
-        count=jnp.ones(1, jnp.int32),
-        radius=jnp.zeros(1),
-        samples=rows(table.samples, key),
-        sample_values=rows(table.sample_values, value),
-        mean_key=rows(table.mean_key, key),
-        mean_value=rows(table.mean_value, value),
+def _assign_block(
+    items: _Items, growth: float, assignment: _Assignment, block_tokens: tuple[Int[Array, ""], Bool[Array, "b"]]
+) -> tuple[_Assignment, Int[Array, "b"]]:
+    """Assigns the valid tokens of a block, given the item of its first token, in order.
+
+    A round assigns tokens up to the first one that finds the table full; then delta grows.
+
+    Returns:
+        The assignment, and the item that opened each token's cluster.
+    """
+    first, valid = block_tokens
+    capacity, block = assignment.center_item.shape[0], valid.shape[0]
+    index = jnp.arange(block, dtype=jnp.int32)
+    tokens, norms = (jax.lax.dynamic_slice_in_dim(x, first, block) for x in items)
+
+    def assign(carry: tuple[_Assignment, Array, Array]) -> tuple[_Assignment, Array, Array]:
+        now, opener, done = carry
+        center_norms = jnp.where(jnp.arange(capacity) < now.size, items.squared_norms[now.center_item], jnp.inf)
+        squared, nearest = nearest_center(tokens, items.vectors[now.center_item], norms, center_norms)
+        reach = now.delta * now.delta
+        waiting = valid & (index >= done)
+        candidate = waiting & (squared > reach)
+        opens, stop, (to_new, new), (to_earlier, earlier) = jax.lax.cond(
+            jnp.any(candidate), _open_clusters, _open_none, tokens, norms, candidate, reach, capacity - now.size
+        )
+        joins = jnp.where(to_new < squared, first + new, now.center_item[nearest])
+        opener = jnp.where(waiting & (index < stop), joins, opener)
+        slot = jnp.where(opens, now.size + jnp.cumsum(opens, dtype=jnp.int32) - 1, capacity)
+        block_slots = jnp.where(opens, slot, jax.lax.dynamic_slice_in_dim(now.slot_of_item, first, block))
+        neighbor = jnp.where(to_earlier < squared, slot[earlier], nearest)
+        now = now._replace(
+            center_item=now.center_item.at[slot].set(first + index, mode="drop"),
+            slot_of_item=jax.lax.dynamic_update_slice_in_dim(now.slot_of_item, block_slots, first, axis=0),
+            size=now.size + jnp.sum(opens, dtype=jnp.int32),
+            neighbors=now.neighbors.insert(slot, jnp.minimum(squared, to_earlier), neighbor),
+        )
+        distance = jnp.minimum(squared, to_new)[jnp.minimum(stop, block - 1)]
+        # A loop of at most one iteration: under vmap, `cond` would always compute both branches.
+        now, _ = jax.lax.while_loop(
+            lambda carry: carry[1],
+            lambda carry: (_merge_clusters(items, carry[0], distance, growth), False),
+            (now, stop < block),
+        )
+        return now, opener, stop
+
+    start = (assignment, jnp.zeros(block, jnp.int32), jnp.where(jnp.any(valid), 0, block))
+    assignment, opener, _ = jax.lax.while_loop(lambda carry: carry[2] < block, assign, start)
+    return assignment, opener
+
+
+_Openings = tuple[Array, Array, tuple[Array, Array], tuple[Array, Array]]
+
+
+def _open_clusters(
+    tokens: Float[Array, "b D"],
+    norms: Float[Array, "b"],
+    candidate: Bool[Array, "b"],
+    reach: Float[Array, ""],
+    free: Int[Array, ""],
+) -> _Openings:
+    """Opens clusters in the free slots for tokens without a center within `reach`.
+
+    Returns:
+        The tokens that open a cluster; the first token without a free slot (b if there is none); and squared distance
+        and index of the nearest token that opened a cluster, among tokens up to this one and among tokens before it.
+    """
+    block = norms.shape[0]
+    index = jnp.arange(block, dtype=jnp.int32)
+    between = jnp.where(index[:, None] == index[None, :], 0.0, squared_distances(tokens, tokens, norms, norms))
+    opens = greedy_cover(between <= reach, candidate)
+    has_no_slot = opens & (jnp.cumsum(opens) > free)
+    stop = jnp.where(jnp.any(has_no_slot), jnp.argmax(has_no_slot).astype(jnp.int32), block)
+    opens &= index < stop
+    up_to, before = index[None, :] <= index[:, None], index[None, :] < index[:, None]
+    nearest = (min_and_argmin(jnp.where(opens[None, :] & mask, between, jnp.inf)) for mask in (up_to, before))
+    return opens, stop, *nearest
+
+
+def _open_none(
+    tokens: Float[Array, "b D"],
+    norms: Float[Array, "b"],
+    candidate: Bool[Array, "b"],
+    reach: Float[Array, ""],
+    free: Int[Array, ""],
+) -> _Openings:
+    """Returns the result of `_open_clusters` for no candidates."""
+    block = norms.shape[0]
+    nearest = jnp.full(block, jnp.inf), jnp.arange(block, dtype=jnp.int32)
+    return candidate, jnp.int32(block), nearest, nearest
+
+
+def _merge_clusters(items: _Items, now: _Assignment, waiting: Float[Array, ""], growth: float) -> _Assignment:
+    """Grows delta until clusters merge or the waiting key, at this squared distance, finds a center."""
+    centers, norms = (x[now.center_item] for x in items)
+    delta, remains, target, neighbors = grow_delta(centers, norms, now.neighbors, waiting, now.delta, growth)
+    rank = jnp.cumsum(remains, dtype=jnp.int32) - 1
+    new_slot = jnp.where(remains, rank, remains.shape[0])
+    return _Assignment(
+        center_item=jnp.zeros_like(now.center_item).at[new_slot].set(now.center_item, mode="drop"),
+        slot_of_item=rank[target][now.slot_of_item],
+        size=jnp.sum(remains, dtype=jnp.int32),
+        delta=delta,
+        doublings=now.doublings + 1,
+        neighbors=neighbors.compact(remains),
     )
 
 
-def _absorb(table: ClusterTable, slot, other: ClusterTable, other_slot, coins: Key[Array, ""]) -> ClusterTable:
-    """The table with a cluster of another joined to its own; joined to an empty slot it is copied."""
-    own, added = table.count[slot], other.count[other_slot]
-    count = own + added
-    mean = lambda a, b: (a * own + b * added) / count  # noqa: E731
-    center, other_center = table.centers[slot], other.centers[other_slot]
-    new_center = mean(center, other_center) if table.moving else jnp.where(own == 0, other_center, center)
-    away = lambda x: jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32) - new_center.astype(jnp.float32))))  # noqa: E731
-    radius = jnp.maximum(
-        jnp.where(own == 0, 0.0, table.radius[slot] + away(center)), other.radius[other_slot] + away(other_center)
-    )
-
-    def put(old, others, merge):
-        return None if old is None else old.at[slot].set(merge(old[slot], others[other_slot]).astype(old.dtype))
-
-    def sample(a, b):
-        taken = jax.random.randint(coins, a.shape[:1], 0, count) < added
-        return jnp.where(taken[:, None], b, a)
-
-    return dataclasses.replace(
-        table,
-        centers=table.centers.at[slot].set(new_center),
-        count=table.count.at[slot].set(count),
-        radius=table.radius.at[slot].set(radius),
-        samples=put(table.samples, other.samples, sample),
-        sample_values=put(table.sample_values, other.sample_values, sample),
-        mean_key=put(table.mean_key, other.mean_key, mean),
-        mean_value=put(table.mean_value, other.mean_value, mean),
-    )
-
-
-def _merge_near(table: ClusterTable, waiting: Float[Array, ""], coins: Key[Array, ""]) -> ClusterTable:
-    """A full table after one widening, merged cluster by cluster."""
+def _rebuild(
+    table: ClusterTable,
+    assignment: _Assignment,
+    items: Float[Array, "M+T D"],
+    values: Float[Array, "T D_v"] | None,
+    slot: Int[Array, "M+T"],
+    weight: Int[Array, "M+T"],
+) -> ClusterTable:
+    """Returns the table after an update, from the slot and the number of keys of every item."""
     capacity = table.centers.shape[0]
-    centers = table.centers.astype(jnp.float32)
-    norms = jnp.sum(jnp.square(centers), axis=1)
-    between = squared_distances(centers, centers, norms, norms)
-    delta, stands, heir = widen(between, waiting, table.delta, table.growth)
-
-    def merge(now, slot):
-        merged = _absorb(now, heir[slot], table, slot, jax.random.fold_in(coins, slot))
-        return jax.tree.map(lambda new, old: jnp.where(stands[slot], old, new), merged, now), None
-
-    merged, _ = jax.lax.scan(merge, table, jnp.arange(capacity))
-    size = jnp.sum(stands, dtype=jnp.int32)
-    packed = jnp.argsort(~stands, stable=True)
-
-    def pack(old):
-        used = (jnp.arange(capacity) < size).reshape(-1, *[1] * (old.ndim - 1))
-        return jnp.where(used, old[packed], 0)
-
-    rows = {name: getattr(merged, name) for name in _ROWS}
-    return dataclasses.replace(
-        merged, **jax.tree.map(pack, rows), size=size, delta=delta, doublings=table.doublings + 1
-    )
-
-
-# The fields with a row per cluster.
-_ROWS = ("centers", "count", "radius", "samples", "sample_values", "mean_key", "mean_value")
-
-
-class _Frame(NamedTuple):
-    """What assignment changes. A cluster is known by the item that opened it: m < M for that in slot m when the update
-    began, M + i for token i of the update. So merging moves whole numbers, never vectors or labels already given."""
-
-    source: Int[Array, "M"]  # the item that is the slot's centre
-    place: Int[Array, "M+T"]  # the slot of the cluster that the item opened
-    size: Int[Array, ""]
-    delta: Float[Array, ""]
-    doublings: Int[Array, ""]
-    ahead: Ahead
-
-
-def _assign_block(items, squared_norms, fresh, growth, block, frame, start):
-    """Assigns the tokens of one sub-block, in order; a full table is widened in between. Returns the frame and each
-    token's cluster, by the item that opened it."""
-    capacity = frame.source.shape[0]
-    number = jnp.arange(block, dtype=jnp.int32)
-    tokens, norms = (jax.lax.dynamic_slice_in_dim(of, capacity + start, block) for of in (items, squared_norms))
-    fresh = jax.lax.dynamic_slice_in_dim(fresh, start, block)
-
-    def open_clusters(orphan, reach, free):
-        """Which orphans open a cluster, which one finds no room, and each token's nearest cluster of those opened: no
-        later than it came, and before it came."""
-        among = jnp.where(number[:, None] == number[None, :], 0.0, squared_distances(tokens, tokens, norms, norms))
-        opens = greedy_cover(among <= reach, orphan)
-        waits = opens & (jnp.cumsum(opens) > free)
-        stop = jnp.where(jnp.any(waits), jnp.argmax(waits).astype(jnp.int32), block)
-        opens &= number < stop
-        # Causally: a token may join, or be, a cluster that was opened no later than it came.
-        opened = lambda causal: min_and_argmin(jnp.where(opens[None, :] & causal, among, jnp.inf))  # noqa: E731
-        return opens, stop, opened(number[None, :] <= number[:, None]), opened(number[None, :] < number[:, None])
-
-    def open_none(orphan, reach, free):
-        del reach, free
-        none = (jnp.full(block, jnp.inf), number)
-        return orphan, jnp.int32(block), none, none
-
-    def assign(carry):
-        frame, opener, done = carry
-        center_norms = jnp.where(jnp.arange(capacity) < frame.size, squared_norms[frame.source], jnp.inf)
-        to_nearest, nearest = nearest_center(tokens, items[frame.source], norms, center_norms)
-        reach = frame.delta * frame.delta
-        left = fresh & (number >= done)
-        orphan = left & (to_nearest > reach)
-        opens, stop, (to_new, new), (to_before, before) = jax.lax.cond(
-            jnp.any(orphan), open_clusters, open_none, orphan, reach, capacity - frame.size
-        )
-        joined = jnp.where(to_new < to_nearest, capacity + start + new, frame.source[nearest])
-        opener = jnp.where(left & (number < stop), joined, opener)
-
-        at = capacity + start
-        slot = jnp.where(opens, frame.size + jnp.cumsum(opens, dtype=jnp.int32) - 1, capacity)
-        places = jnp.where(opens, slot, jax.lax.dynamic_slice_in_dim(frame.place, at, block))
-        frame = frame._replace(
-            source=frame.source.at[slot].set(at + number, mode="drop"),
-            place=jax.lax.dynamic_update_slice_in_dim(frame.place, places, at, axis=0),
-            size=frame.size + jnp.sum(opens, dtype=jnp.int32),
-            ahead=frame.ahead.opened(
-                slot, jnp.minimum(to_nearest, to_before), jnp.where(to_before < to_nearest, slot[before], nearest)
-            ),
-        )
-        waiting = jnp.minimum(to_nearest, to_new)[jnp.minimum(stop, block - 1)]
-        # A loop of at most one turn: under vmap it costs nothing where no stream's table is full, as `cond` would.
-        frame, _ = jax.lax.while_loop(
-            lambda c: c[1], lambda c: (make_room(c[0], waiting), False), (frame, stop < block)
-        )
-        return frame, opener, stop
-
-    def make_room(frame, waiting):
-        centers, norms = items[frame.source], squared_norms[frame.source]
-        delta, stands, heir, ahead = widen_known(centers, norms, frame.ahead, waiting, frame.delta, growth)
-        packed = jnp.cumsum(stands, dtype=jnp.int32) - 1
-        place = jnp.where(stands, packed, capacity)
-        return _Frame(
-            source=jnp.zeros_like(frame.source).at[place].set(frame.source, mode="drop"),
-            place=packed[heir][frame.place],
-            size=jnp.sum(stands, dtype=jnp.int32),
-            delta=delta,
-            doublings=frame.doublings + 1,
-            ahead=ahead.packed(stands, packed, place),
-        )
-
-    nothing = (frame, jnp.zeros(block, jnp.int32), jnp.where(jnp.any(fresh), 0, block))
-    frame, opener, _ = jax.lax.while_loop(lambda carry: carry[2] < block, assign, nothing)
-    return frame, opener
-
-
-def _rebuild(table, frame, items, home, weight, count, values, draws, rng):
-    """The table after an update: what every slot now holds, from the items that live in it."""
-    capacity, tokens = table.centers.shape[0], home.shape[0] - table.centers.shape[0]
+    count = jnp.zeros(capacity, jnp.int32).at[slot].add(weight, mode="drop")
     occupied = count > 0
-    if values is not None:
-        values = jnp.pad(values.astype(jnp.float32), ((0, tokens - values.shape[0]), (0, 0)))
-    centers, mean_key, mean_value = _means(table, frame, items[capacity:], home, weight, count, values)
-    if not table.moving:
-        centers = jnp.where(occupied[:, None], items[frame.source], 0.0)
-    gone = jnp.where(home < capacity, home, 0)
-    reached = jnp.sqrt(jnp.sum(jnp.square(items - centers[gone]), axis=1)) + jnp.pad(table.radius, (0, tokens))
-    # Slots that nothing came to and nothing moved into stay as they are, to the bit.
-    same = (count == table.count) & (frame.source == jnp.arange(capacity))
-    radius = jnp.where(same, table.radius, jnp.zeros(capacity).at[home].max(reached, mode="drop"))
+    centers, mean_value = _update_means(table, assignment, items[capacity:], values, slot, weight, count)
+    if centers is None:
+        centers = jnp.where(occupied[:, None], items[assignment.center_item], 0.0)
+    item_center = centers[jnp.where(slot < capacity, slot, 0)]
+    item_radius = jnp.pad(table.radius, (0, slot.shape[0] - capacity))
+    reach = jnp.sqrt(jnp.sum(jnp.square(items - item_center), axis=1)) + item_radius
+    # Slots that no item joined must not change by a rounding error.
+    unchanged = (count == table.count) & (assignment.center_item == jnp.arange(capacity))
+    radius = jnp.where(unchanged, table.radius, jnp.zeros(capacity).at[slot].max(reach, mode="drop"))
 
-    def sample(old, fresh, cluster, token):
-        if old is None:
-            return None
-        kept = old[jnp.minimum(cluster, capacity - 1), jnp.arange(old.shape[1])]
-        drawn = jnp.where((cluster < capacity)[..., None], kept, fresh[token].astype(old.dtype))
-        return jnp.where(occupied[:, None, None], drawn, 0)
-
-    samples = sample_values = None
-    if table.samples is not None:
-        # Key number u of the cluster, u uniform, is one of an old cluster, and then its own sample in the same slot
-        # stands for it, or a token of the update. Each slot draws for itself, so samples are uniform and independent
-        # whatever was merged.
-        order = jnp.argsort(home, stable=True)
-        first = jnp.cumsum(count) - count
-        draw = jax.random.randint(draws, table.samples.shape[:2], 0, jnp.maximum(count, 1)[:, None])
-        item = order[jnp.searchsorted(jnp.cumsum(weight[order]), first[:, None] + draw, side="right")]
-        token = jnp.maximum(item - capacity, 0)
-        samples = sample(table.samples, items[capacity:], item, token)
-        sample_values = sample(table.sample_values, values, item, token)
+    rng, draws = jax.random.split(table.rng)
+    samples, sample_values = table.samples, table.sample_values
+    if samples is not None:
+        item = _draw_items(draws, slot, weight, count, samples.shape[1])
+        samples = _take_samples(samples, items[capacity:], item, occupied)
+        if sample_values is not None and values is not None:
+            sample_values = _take_samples(sample_values, values, item, occupied)
 
     return dataclasses.replace(
         table,
@@ -455,51 +388,90 @@ def _rebuild(table, frame, items, home, weight, count, values, draws, rng):
         radius=radius,
         samples=samples,
         sample_values=sample_values,
-        mean_key=mean_key,
         mean_value=mean_value,
-        size=frame.size,
-        delta=frame.delta,
-        doublings=frame.doublings,
+        size=assignment.size,
+        delta=assignment.delta,
+        doublings=assignment.doublings,
+        # Padding must not change the random numbers of a row.
         rng=jnp.where(jnp.any(weight[capacity:] > 0), rng, table.rng),
     )
 
 
-def _means(table, frame, keys, home, weight, count, values):
-    """Moving centres, mean keys and mean values after an update, None for those that the table does not keep."""
+def _draw_items(
+    rng: Key[Array, ""], slot: Int[Array, "M+T"], weight: Int[Array, "M+T"], count: Int[Array, "M"], samples: int
+) -> Int[Array, "M t"]:
+    """Draws an item of every cluster for every sample, in proportion to the items' numbers of keys.
+
+    An old cluster contributes its sample of the same slot, which is uniform over its keys. All draws are independent,
+    so that samples stay uniform and independent after merges.
+    """
+    order = jnp.argsort(slot, stable=True)
+    first = jnp.cumsum(count) - count
+    draw = jax.random.randint(rng, (count.shape[0], samples), 0, jnp.maximum(count, 1)[:, None])
+    return order[jnp.searchsorted(jnp.cumsum(weight[order]), first[:, None] + draw, side="right")]
+
+
+def _take_samples(
+    old: Float[Array, "M t D"], tokens: Float[Array, "T D"], item: Int[Array, "M t"], occupied: Bool[Array, "M"]
+) -> Float[Array, "M t D"]:
+    """Gathers samples from the old samples and the tokens of the update."""
+    capacity = old.shape[0]
+    from_old = old[jnp.minimum(item, capacity - 1), jnp.arange(old.shape[1])]
+    from_tokens = tokens[jnp.maximum(item - capacity, 0)].astype(old.dtype)
+    return jnp.where(occupied[:, None, None], jnp.where((item < capacity)[..., None], from_old, from_tokens), 0)
+
+
+def _update_means(
+    table: ClusterTable,
+    assignment: _Assignment,
+    keys: Float[Array, "T D"],
+    values: Float[Array, "T D_v"] | None,
+    slot: Int[Array, "M+T"],
+    weight: Int[Array, "M+T"],
+    count: Int[Array, "M"],
+) -> tuple[Float[Array, "M D"] | None, Float[Array, "M D_v"] | None]:
+    """Returns moving centers and mean values after an update; None for what the table does not have."""
     capacity = table.centers.shape[0]
-    kept = {"centers": keys if table.moving else None, "mean_key": keys, "mean_value": values}
-    kept = {name: fresh for name, fresh in kept.items() if fresh is not None and getattr(table, name) is not None}
+    old_slot, token_slot, is_token = slot[:capacity], slot[capacity:], weight[capacity:, None] > 0
 
-    def fold(carry):
-        means, _ = carry
-        at = lambda rows: jnp.zeros_like(rows).at[home[:capacity]].add(rows, mode="drop")  # noqa: E731
-        total = jnp.maximum(at(table.count), 1)[:, None]
-        return {name: at(mean * table.count[:, None]) / total for name, mean in means.items()}, False
+    def merge(carry: tuple[list[Array | None], Array]) -> tuple[list[Array | None], Array]:
+        def add(rows: Array) -> Array:
+            return jnp.zeros_like(rows).at[old_slot].add(rows, mode="drop")
 
-    # As in `_assign_block`, a loop instead of `cond`: most updates merge nothing.
-    means, _ = jax.lax.while_loop(
-        lambda carry: carry[1],
-        fold,
-        ({name: getattr(table, name) for name in kept}, frame.doublings > table.doublings),
+        total = jnp.maximum(add(table.count), 1)[:, None]
+        return jax.tree.map(lambda mean: add(mean * table.count[:, None]) / total, carry[0]), jnp.bool_(False)
+
+    means = [table.centers if table.moving else None, table.mean_value]
+    # A loop of at most one iteration, as in `_assign_block`: most updates merge no clusters.
+    means, _ = jax.lax.while_loop(lambda carry: carry[1], merge, (means, assignment.doublings > table.doublings))
+    nearest_slot = jnp.minimum(token_slot, capacity - 1)
+
+    def update(mean: Float[Array, "M D"], rows: Float[Array, "T D"]) -> Float[Array, "M D"]:
+        # mean + sum of (x - mean) / n leaves slots without new tokens unchanged.
+        change = (rows - mean[nearest_slot]) / jnp.maximum(count[nearest_slot], 1)[:, None]
+        return mean.at[token_slot].add(jnp.where(is_token, change, 0.0), mode="drop")
+
+    centers, mean_value = (
+        mean if mean is None or rows is None else update(mean, rows)
+        for mean, rows in zip(means, (keys, values), strict=True)
     )
-    home, fresh_weight = home[capacity:], weight[capacity:, None]
-    slot = jnp.minimum(home, capacity - 1)
-    for name, fresh in kept.items():
-        # (n mean + sum of x) / n' as mean + sum of (x - mean) / n', which leaves other slots as they are.
-        change = jnp.where(fresh_weight > 0, (fresh - means[name][slot]) / jnp.maximum(count[slot], 1)[:, None], 0.0)
-        means[name] = means[name].at[home].add(change, mode="drop")
-    return tuple(means.get(name) for name in ("centers", "mean_key", "mean_value"))
+    return centers, mean_value
 
 
-def _check(table, keys, values, valid) -> Bool[Array, "T"]:
-    """The validity of every token; raises a ValueError for what does not fit the table."""
+def _check_shapes(
+    table: ClusterTable,
+    keys: Float[Array, "T D"],
+    values: Float[Array, "T D_v"] | None,
+    valid: Bool[Array, "T"] | None,
+) -> None:
+    """Raises a ValueError for arrays that do not fit the table."""
     tokens = keys.shape[0]
     if keys.shape != (tokens, table.centers.shape[1]):
-        raise ValueError(f"keys have shape {keys.shape}; it must be [T, D] with D = {table.centers.shape[1]}")
-    if (values is None) != (table.mean_value is None):
-        raise ValueError(f"values={values}: give values exactly where the table was made with a value_dim")
-    if values is not None and values.shape != (tokens, table.mean_value.shape[1]):
-        raise ValueError(f"values have shape {values.shape}; it must be {(tokens, table.mean_value.shape[1])}")
+        raise ValueError(f"keys have shape {keys.shape}, expected [T, D] with D = {table.centers.shape[1]}")
+    if values is None or table.mean_value is None:
+        if values is not None or table.mean_value is not None:
+            raise ValueError(f"values={values}: pass values if and only if the table has a value_dim")
+    elif values.shape != (tokens, table.mean_value.shape[1]):
+        raise ValueError(f"values have shape {values.shape}, expected {(tokens, table.mean_value.shape[1])}")
     if valid is not None and valid.shape != (tokens,):
-        raise ValueError(f"valid has shape {valid.shape}; it must be [T] = {(tokens,)}")
-    return jnp.ones(tokens, bool) if valid is None else valid
+        raise ValueError(f"valid has shape {valid.shape}, expected [T] = {(tokens,)}")

@@ -1,5 +1,4 @@
-"""Clusters of one head's tokens, sorted in a block store, and what their means tell of attention to them
-(ClusterKV)."""
+"""Clusters of one head's tokens, sorted in a block store, and the selection of clusters by their means (ClusterKV)."""
 
 import math
 from typing import Literal
@@ -18,71 +17,95 @@ from pallas_kernels.select_blocks import SelectedBlocks, select_blocks
 
 @state
 class Clusters:
-    """One head's clusters: first those of the prompt, then those of every chunk of later tokens. Empty ones have size
-    0."""
+    """One head's clusters: those of the prompt, then those of every chunk of later tokens; empty ones have size 0."""
 
-    # Of the cache's type, which they are rounded to once: what is said below of keys about them holds of these.
-    mean_key: Float[Array, "C D"]
+    mean_key: Float[Array, "C D"]  # of the cache's dtype
     mean_value: Float[Array, "C D_v"] | None  # None without residual clusters
     size: Int[Array, "C"]  # int32 tokens
-    first: Int[Array, "C"]  # int32, the store's block where the cluster begins
-    rms: Float[Array, "C"] | None  # float32, the root of the mean square of those distances, where clusters reach
+    first_block: Int[Array, "C"]  # int32, block of the store with the cluster's first token
+    rms: Float[Array, "C"] | None  # float32, root mean square distance of keys to the mean key; None if not used
 
 
 def init_clusters(
     count: int, head_dim: int, value_dim: int | None, dtype: jax.typing.DTypeLike, *, with_rms: bool = False
 ) -> Clusters:
-    """So many empty clusters of one head; `value_dim` None for no mean values, `with_rms` for root mean squares."""
-    none = lambda: jnp.zeros(count, jnp.int32)  # noqa: E731
-    mean_value = None if value_dim is None else jnp.zeros((count, value_dim), dtype)
-    rms = jnp.zeros(count) if with_rms else None
-    return Clusters(jnp.zeros((count, head_dim), dtype), mean_value, none(), none(), rms)
+    """Returns one head's empty clusters.
+
+    Args:
+        count: number of clusters.
+        head_dim: dimensions of keys.
+        value_dim: dimensions of values; None for no mean values.
+        dtype: dtype of the means.
+        with_rms: whether clusters have root mean square distances.
+
+    Returns:
+        The clusters.
+    """
+    return Clusters(
+        mean_key=jnp.zeros((count, head_dim), dtype),
+        mean_value=None if value_dim is None else jnp.zeros((count, value_dim), dtype),
+        size=jnp.zeros(count, jnp.int32),
+        first_block=jnp.zeros(count, jnp.int32),
+        rms=jnp.zeros(count) if with_rms else None,
+    )
 
 
 def store_clusters(
     store: BlockStore,
     clusters: Clusters,
+    keys: Float[Array, "T D"],
+    values: Float[Array, "T D_v"],
+    position: Int[Array, "T"],
     label: Int[Array, "T"],
-    tokens: tuple[Float[Array, "T D"], Float[Array, "T D"], Int[Array, "T"]],
-    made: tuple[int, int],
-    first: tuple[Int[Array, ""] | int, Int[Array, ""] | int],
+    *,
+    count: int,
+    blocks: int,
+    first_cluster: Int[Array, ""] | int = 0,
+    first_block: Int[Array, ""] | int = 0,
 ) -> tuple[BlockStore, Clusters]:
-    """Writes one head's tokens (keys, values, positions, in the order of the text), sorted by cluster, and the
-    clusters.
+    """Writes one head's tokens, sorted by cluster, and their clusters.
 
     Args:
-        label: each token's cluster; one past the last for a token that belongs to none.
-        made: so many clusters, in so many blocks.
-        first: where clusters and blocks go; what lies past the end is dropped.
+        store: one head's store.
+        clusters: one head's clusters.
+        keys: keys of the tokens, in the order of the text.
+        values: values of the tokens.
+        position: positions of the tokens.
+        label: cluster of each token, from 0; `count` for a token without one.
+        count: number of clusters to write.
+        blocks: number of blocks to write.
+        first_cluster: index of the first cluster; clusters past the end are dropped.
+        first_block: index of the first block; blocks past the end are dropped.
+
+    Returns:
+        The store and the clusters.
     """
-    (keys, values, position), (count, blocks), block_size = tokens, made, store.position.shape[1]
+    block_size = store.position.shape[1]
     size = jnp.zeros(count, jnp.int32).at[label].add(1, mode="drop")
-    needed = -(-size // block_size)
-    begin = jnp.cumsum(needed) - needed
+    cluster_blocks = -(-size // block_size)
+    begin = jnp.cumsum(cluster_blocks) - cluster_blocks
     order = jnp.argsort(label, stable=True)
-    home = jnp.minimum(label[order], count - 1)
-    rank = jnp.arange(label.shape[0]) - (jnp.cumsum(size) - size)[home]
-    slot = jnp.where(label[order] < count, begin[home] * block_size + rank, blocks * block_size)
+    cluster = jnp.minimum(label[order], count - 1)
+    rank = jnp.arange(label.shape[0]) - (jnp.cumsum(size) - size)[cluster]
+    slot = jnp.where(label[order] < count, begin[cluster] * block_size + rank, blocks * block_size)
     source = jnp.full(blocks * block_size, label.shape[0], jnp.int32).at[slot].set(order, mode="drop")
     arranged = arrange_blocks(source.reshape(blocks, block_size), keys, values, position)
-    mean = lambda x: cluster_sums(label, x.astype(jnp.float32), count) / jnp.maximum(size, 1)[:, None]  # noqa: E731
+
+    def mean(x: Float[Array, "T D"]) -> Float[Array, "C D"]:
+        return cluster_sums(label, x.astype(jnp.float32), count) / jnp.maximum(size, 1)[:, None]
+
     mean_key = mean(keys).astype(clusters.mean_key.dtype)
-    away = keys.astype(jnp.float32) - mean_key.astype(jnp.float32)[jnp.minimum(label, count - 1)]
-    square = jnp.sum(away * away, axis=1)
-    mean_value = None if clusters.mean_value is None else mean(values)
-    rms = None if clusters.rms is None else jnp.sqrt(mean(square[:, None])[:, 0])
-    inserted = Clusters(mean_key, mean_value, size, first[1] + begin, rms)
-    written = write_index(clusters, first[0] + jnp.arange(count), inserted)
-    return write_blocks(store, first[1] + jnp.arange(blocks), arranged), written
-
-
-def cluster_logits(clusters: Clusters, query: Float[Array, "B 1 H_q D"]) -> Float[Array, "B H_kv G C"]:
-    """<query, mean key> / sqrt(D) of every query head and cluster."""
-    batch, kv_heads, _, head_dim = clusters.mean_key.shape
-    grouped = query.reshape(batch, kv_heads, -1, head_dim).astype(jnp.float32)
-    means = clusters.mean_key.astype(jnp.float32)
-    product = jnp.einsum("bhgd,bhcd->bhgc", grouped, means, precision=jax.lax.Precision.HIGHEST)
-    return product / math.sqrt(head_dim)
+    difference = keys.astype(jnp.float32) - mean_key.astype(jnp.float32)[jnp.minimum(label, count - 1)]
+    square = jnp.sum(difference * difference, axis=1)
+    new = Clusters(
+        mean_key=mean_key,
+        mean_value=None if clusters.mean_value is None else mean(values),
+        size=size,
+        first_block=first_block + begin,
+        rms=None if clusters.rms is None else jnp.sqrt(mean(square[:, None])[:, 0]),
+    )
+    clusters = write_index(clusters, first_cluster + jnp.arange(count), new)
+    return write_blocks(store, first_block + jnp.arange(blocks), arranged), clusters
 
 
 def select_clusters(
@@ -111,46 +134,92 @@ def select_clusters(
     Returns:
         The selection.
     """
-    batch, kv_heads = clusters.size.shape[:2]
-    logits = cluster_logits(clusters, query)
-    if score_stddevs:
-        logits += score_stddevs / query.shape[3] * query_norms(query, kv_heads) * clusters.rms[:, :, None]
+    batch, kv_heads, _, head_dim = clusters.mean_key.shape
+    grouped = query.reshape(batch, kv_heads, -1, head_dim).astype(jnp.float32)
+    means = clusters.mean_key.astype(jnp.float32)
+    product = jnp.einsum("bhgd,bhcd->bhgc", grouped, means, precision=jax.lax.Precision.HIGHEST)
+    logits = product / math.sqrt(head_dim)
+    if score_stddevs and clusters.rms is not None:
+        norms = jnp.linalg.norm(grouped, axis=-1, keepdims=True)
+        logits += score_stddevs / head_dim * norms * clusters.rms[:, :, None]
     scores = logits if select == "query_head" else group_score(logits, clusters.size)[:, :, None]
+    selected = select_head_blocks(
+        scores,
+        clusters.size,
+        clusters.first_block,
+        max_tokens=max_tokens,
+        max_blocks=max_blocks,
+        block_size=block_size,
+    )
+    return BlockSelection(*selected[:2], residual_clusters(clusters, selected[2]))
 
-    def select_head(scores: Float[Array, "G C"], sizes: Int[Array, "C"], first: Int[Array, "C"]) -> SelectedBlocks:
+
+def select_head_blocks(
+    scores: Float[Array, "B H_kv G C"],
+    sizes: Int[Array, "B H_kv C"],
+    first_block: Int[Array, "B H_kv C"],
+    *,
+    max_tokens: int,
+    max_blocks: int,
+    block_size: int,
+) -> SelectedBlocks:
+    """Selects blocks of the highest-scoring clusters or pages, for G selections per KV head.
+
+    Args:
+        scores: scores of the clusters.
+        sizes: tokens of each cluster.
+        first_block: first block of each cluster.
+        max_tokens: tokens to read.
+        max_blocks: blocks to read.
+        block_size: tokens of a block.
+
+    Returns:
+        Blocks and tokens read of every cluster, for H_kv G heads.
+    """
+
+    def select_head(
+        scores: Float[Array, "G C"], sizes: Int[Array, "C"], first_block: Int[Array, "C"]
+    ) -> SelectedBlocks:
         def select(scores: Float[Array, "C"]) -> SelectedBlocks:
-            return select_blocks(
-                scores, sizes, first, max_tokens=max_tokens, max_blocks=max_blocks, block_size=block_size
-            )
+            limits = {"max_tokens": max_tokens, "max_blocks": max_blocks, "block_size": block_size}
+            return select_blocks(scores, sizes, first_block, **limits)
 
         return jax.vmap(select)(scores)
 
-    selected = per_head(select_head)(scores, clusters.size, clusters.first)
-    indices, lengths, read = (x.reshape(batch, kv_heads * x.shape[2], x.shape[3]) for x in selected)
-    return BlockSelection(indices, lengths, residual_clusters(clusters, read))
-
-
-def query_norms(query: Float[Array, "B 1 H_q D"], kv_heads: int) -> Float[Array, "B H_kv G 1"]:
-    """Every query head's norm."""
-    return jnp.linalg.norm(query.astype(jnp.float32), axis=-1).reshape(query.shape[0], kv_heads, -1, 1)
+    selected = per_head(select_head)(scores, sizes, first_block)
+    return jax.tree.map(lambda x: x.reshape(x.shape[0], -1, x.shape[3]), selected)
 
 
 def group_score(logits: Float[Array, "B H_kv G C"], size: Int[Array, "B H_kv C"]) -> Float[Array, "B H_kv C"]:
-    """The logarithm of the attention that a cluster's mean key gets per token, summed over the heads of a group: what a
-    budget of tokens buys most of in descending order."""
+    """Returns the log of the attention that each cluster's mean key gets per token, summed over a group's heads.
+
+    Args:
+        logits: logits of the mean keys.
+        size: tokens of each cluster.
+
+    Returns:
+        Scores; descending order gets the most attention for a budget of tokens.
+    """
     total = jax.nn.logsumexp(logits + _log_count(size)[:, :, None], axis=3, keepdims=True)
     return jax.nn.logsumexp(logits - jnp.where(jnp.isneginf(total), 0.0, total), axis=2)
 
 
-def residual_clusters(clusters: Clusters, taken: Int[Array, "B H C"]) -> tuple[Segment, ...]:
-    """Clusters as entries that weigh as many tokens as were not read; nothing without residual clusters."""
+def residual_clusters(clusters: Clusters, tokens_read: Int[Array, "B H C"]) -> tuple[Segment, ...]:
+    """Returns clusters as entries that weigh as many tokens as are not read; nothing without mean values.
+
+    Args:
+        clusters: clusters of all rows and heads.
+        tokens_read: tokens read of each cluster, for every KV head or every query head.
+
+    Returns:
+        At most one segment.
+    """
     if clusters.mean_value is None or not clusters.size.shape[2]:
         return ()
-    each = taken.shape[1] // clusters.size.shape[1]
-    size, key, value = (
-        x if each == 1 else jnp.repeat(x, each, axis=1) for x in (clusters.size, clusters.mean_key, clusters.mean_value)
-    )
-    return (Segment(key, value, log_num=_log_count(size - taken)),)
+    repeats = tokens_read.shape[1] // clusters.size.shape[1]
+    arrays = clusters.size, clusters.mean_key, clusters.mean_value
+    size, key, value = (x if repeats == 1 else jnp.repeat(x, repeats, axis=1) for x in arrays)
+    return (Segment(key, value, log_num=_log_count(size - tokens_read)),)
 
 
 def _log_count(count: Int[Array, "..."]) -> Float[Array, "..."]:

@@ -1,5 +1,6 @@
-"""Centres that cover all points within delta: who stands when delta grows (see `cluster_table`)."""
+"""Greedy covers: which cluster centers remain when the radius grows (see `cluster_table`)."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -11,177 +12,216 @@ from pallas_kernels.argmin import min_and_argmin
 
 T = TypeVar("T")
 
-# Centres that are compared with all others at a time.
-ROWS = 128
+ROWS = 128  # centers that are compared with all others at a time
 
 
 def squared_distances(
     a: Float[Array, "N D"], b: Float[Array, "K D"], a_norms: Float[Array, "N"], b_norms: Float[Array, "K"]
 ) -> Float[Array, "N K"]:
-    """|a|^2 + |b|^2 - 2 a.b, zero where float32 does not tell it from zero."""
+    """Computes all squared distances by one matrix product; zero below the resolution of float32.
+
+    Args:
+        a: vectors.
+        b: vectors.
+        a_norms: squared norms of `a`.
+        b_norms: squared norms of `b`.
+
+    Returns:
+        |a|^2 + |b|^2 - 2 a.b.
+    """
     norms = a_norms[:, None] + b_norms[None, :]
-    return _resolved(norms - 2 * _product(a, b), norms)
+    return _zero_unresolved(norms - 2 * _product(a, b), norms)
 
 
 def nearest_center(
-    a: Float[Array, "N D"],
-    b: Float[Array, "K D"],
-    a_norms: Float[Array, "N"],
-    b_norms: Float[Array, "K"],
+    points: Float[Array, "N D"],
+    centers: Float[Array, "K D"],
+    point_norms: Float[Array, "N"],
+    center_norms: Float[Array, "K"],
     before: Int[Array, "N"] | None = None,
 ) -> tuple[Float[Array, "N"], Int[Array, "N"]]:
-    """Squared distance of each a to the nearest b, and which that is; those of infinite norm are not there, nor, where
-    `before` is given, those from that number on."""
-    # With the bs along the leading axis: that is how the least is found at the speed of the product.
-    relative = b_norms[:, None] - 2 * _product(b, a)
+    """Finds the nearest center of every point.
+
+    Args:
+        points: vectors.
+        centers: vectors.
+        point_norms: squared norms of the points.
+        center_norms: squared norms of the centers; inf for a center that does not count.
+        before: for every point, the end of the centers that count; None for all.
+
+    Returns:
+        The squared distance to the nearest center, and its index.
+    """
+    # Reductions over the leading axis run at the speed of the product.
+    relative = center_norms[:, None] - 2 * _product(centers, points)
     if before is not None:
-        relative = jnp.where(jnp.arange(b.shape[0])[:, None] < before, relative, jnp.inf)
-    least, nearest = min_and_argmin(relative, axis=0)
-    return _resolved(a_norms + least, a_norms + b_norms[nearest]), nearest
+        relative = jnp.where(jnp.arange(centers.shape[0])[:, None] < before, relative, jnp.inf)
+    smallest, nearest = min_and_argmin(relative, axis=0)
+    return _zero_unresolved(point_norms + smallest, point_norms + center_norms[nearest]), nearest
 
 
 def _product(a: Float[Array, "N D"], b: Float[Array, "K D"]) -> Float[Array, "N K"]:
-    # The highest precision: accelerators would round the factors of float32 products to fewer digits.
+    # Accelerators would otherwise round the factors to fewer digits.
     return jnp.matmul(a, b.T, precision=jax.lax.Precision.HIGHEST)
 
 
-def _resolved(squared: Float[Array, "..."], norms: Float[Array, "..."]) -> Float[Array, "..."]:
+def _zero_unresolved(squared: Float[Array, "..."], norms: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Replaces squared distances below the rounding error of their norms by zero."""
     return jnp.where((squared <= 2.0**-20 * norms) & jnp.isfinite(norms), 0.0, squared)
 
 
 def greedy_cover(near: Bool[Array, "N N"], candidate: Bool[Array, "N"]) -> Bool[Array, "N"]:
-    """Goes through the candidates in order and takes each that is not near one taken before.
+    """Selects candidates in order, skipping each that is near one selected before it.
 
-    Whoever has no undecided candidate near and before it is decided, all such at once; the rounds this takes are the
-    longest chain of decisions that hang on each other, mostly a few.
-    """
-    number = jnp.arange(near.shape[0])
-    before = near & (number[None, :] < number[:, None])
-
-    def decide(carry):
-        taken, undecided = carry
-        now = undecided & ~jnp.any(before & undecided[None, :], axis=1)
-        return taken | now, undecided & ~now & ~jnp.any(before & now[None, :], axis=1)
-
-    start = (jnp.zeros_like(candidate), candidate)
-    return jax.lax.while_loop(lambda carry: jnp.any(carry[1]), decide, start)[0]
-
-
-def widen(
-    between: Float[Array, "M M"], waiting: Float[Array, ""], delta: Float[Array, ""], growth: float
-) -> tuple[Float[Array, ""], Bool[Array, "M"], Int[Array, "M"]]:
-    """Grows the delta of a full table so far that clusters merge, or that the waiting key finds a centre.
+    A round decides all candidates that have no undecided candidate near and before them. A few rounds are enough
+    unless decisions form a long chain.
 
     Args:
-        between: squared distances between centres.
-        waiting: squared distance of the key for which there is no room to its nearest centre.
+        near: which pairs are near each other, symmetric.
+        candidate: candidates.
 
     Returns:
-        The new delta; the centres that stand: in order, each that is farther than delta from all that stand before it;
-        and of every centre the nearest that stands, itself for those (not transitively: no farther than delta).
+        The selected candidates.
     """
-    capacity = between.shape[0]
-    number = jnp.arange(capacity, dtype=jnp.int32)
-    pairs = number[:, None] < number[None, :]
-    near = jnp.minimum(jnp.min(jnp.where(pairs, between, jnp.inf)), waiting)
-    # Rounded up, so that its square is no less than the distance's.
-    delta = jnp.maximum(growth * delta, jnp.sqrt(near) * (1 + 2.0**-22))
-    stands = greedy_cover(between <= delta * delta, jnp.ones(capacity, bool))
-    _, heir = min_and_argmin(jnp.where(stands[None, :], between, jnp.inf))
-    return delta, stands, jnp.where(stands, number, heir)
+    index = jnp.arange(near.shape[0])
+    before = near & (index[None, :] < index[:, None])
+
+    def decide(carry: tuple[Bool[Array, "N"], Bool[Array, "N"]]) -> tuple[Bool[Array, "N"], Bool[Array, "N"]]:
+        selected, undecided = carry
+        now = undecided & ~jnp.any(before & undecided[None, :], axis=1)
+        return selected | now, undecided & ~now & ~jnp.any(before & now[None, :], axis=1)
+
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[1]), decide, (jnp.zeros_like(candidate), candidate))[0]
 
 
-class Ahead(NamedTuple):
-    """What is known of every centre's nearest centre in a lower slot."""
+class EarlierNeighbors(NamedTuple):
+    """The nearest center in a lower slot, for every center.
 
-    squared: Float[Array, "M"]  # the squared distance to it; inf where there is none
+    Attributes:
+        squared_distance: float32; inf if there is none.
+        slot: int32, slot of the neighbor.
+        stale: centers whose neighbor is unknown and must be computed.
+    """
+
+    squared_distance: Float[Array, "M"]
     slot: Int[Array, "M"]
-    stale: Bool[Array, "M"]  # centres of which this is to be found out
+    stale: Bool[Array, "M"]
 
-    def opened(self, slot: Int[Array, "N"], squared: Float[Array, "N"], nearest: Int[Array, "N"]) -> "Ahead":
-        """With centres that opened in these slots; a slot of M is dropped."""
-        put = lambda old, new: old.at[slot].set(new, mode="drop")  # noqa: E731
-        return Ahead(put(self.squared, squared), put(self.slot, nearest), put(self.stale, False))
+    def insert(
+        self, slot: Int[Array, "N"], squared_distance: Float[Array, "N"], neighbor: Int[Array, "N"]
+    ) -> "EarlierNeighbors":
+        """Sets the neighbors of centers.
 
-    def packed(self, stands: Bool[Array, "M"], packed: Int[Array, "M"], place: Int[Array, "M"]) -> "Ahead":
-        """Of the centres that stand, each moved to its place (M for the others): who lost its nearest has to look
-        again."""
-        put = lambda old, new: old.at[place].set(new, mode="drop")  # noqa: E731
-        gone = stands & ~stands[self.slot] & jnp.isfinite(self.squared)
-        none = none_known(jnp.zeros_like(stands))
-        return Ahead(put(none.squared, self.squared), put(none.slot, packed[self.slot]), put(none.stale, gone))
+        Args:
+            slot: slots of the centers; M is dropped.
+            squared_distance: distances to the neighbors.
+            neighbor: slots of the neighbors.
+
+        Returns:
+            The updated neighbors.
+        """
+        new = EarlierNeighbors(squared_distance, neighbor, jnp.zeros(slot.shape, bool))
+        return jax.tree.map(lambda old, new: old.at[slot].set(new, mode="drop"), self, new)
+
+    def compact(self, remains: Bool[Array, "M"]) -> "EarlierNeighbors":
+        """Moves the centers that remain to the first slots; a center without its neighbor becomes stale."""
+        rank = jnp.cumsum(remains, dtype=jnp.int32) - 1
+        lost = remains & ~remains[self.slot] & jnp.isfinite(self.squared_distance)
+        old = EarlierNeighbors(self.squared_distance, rank[self.slot], lost)
+        target = jnp.where(remains, rank, remains.shape[0])
+        empty = unknown_neighbors(jnp.zeros_like(remains))
+        return jax.tree.map(lambda new, old: new.at[target].set(old, mode="drop"), empty, old)
 
 
-def none_known(present: Bool[Array, "M"]) -> Ahead:
-    """Of the centres that are there nothing is known."""
-    return Ahead(jnp.full(present.shape, jnp.inf), jnp.zeros(present.shape, jnp.int32), present)
+def unknown_neighbors(present: Bool[Array, "M"]) -> EarlierNeighbors:
+    """Returns neighbors that are all to be computed, for the centers that are present."""
+    return EarlierNeighbors(jnp.full(present.shape, jnp.inf), jnp.zeros(present.shape, jnp.int32), present)
 
 
-def widen_known(
+def grow_delta(
     centers: Float[Array, "M D"],
     norms: Float[Array, "M"],
-    ahead: Ahead,
+    neighbors: EarlierNeighbors,
     waiting: Float[Array, ""],
     delta: Float[Array, ""],
     growth: float,
-) -> tuple[Float[Array, ""], Bool[Array, "M"], Int[Array, "M"], Ahead]:
-    """As `widen`, from the centres and their squared norms. Only those of which nothing is known, or which have one
-    within delta before them, are compared with all, in the order of their slots: whoever stands then knows its nearest
-    before it among those that stand. No M x M distances are held, and where `ahead` is known few are computed.
+) -> tuple[Float[Array, ""], Bool[Array, "M"], Int[Array, "M"], EarlierNeighbors]:
+    """Grows the delta of a full table until clusters merge or the waiting key is within delta of a center.
+
+    A center remains if it is farther than delta from all earlier centers that remain. Only centers whose neighbor is
+    stale or within delta are compared with all others, so that M x M distances are never in memory.
+
+    Args:
+        centers: centers of the table.
+        norms: their squared norms.
+        neighbors: the earlier neighbor of every center.
+        waiting: squared distance of the key that finds no slot to its nearest center.
+        delta: delta before.
+        growth: smallest factor by which delta grows.
 
     Returns:
-        As `widen`, and `ahead` of those that stand, where nothing is stale but what lost its nearest.
+        The new delta; the centers that remain; for every center the nearest one that remains, itself included (no
+        farther than delta); and the neighbors of the centers that remain, stale where the neighbor does not remain.
     """
     capacity = norms.shape[0]
-    number = jnp.arange(capacity, dtype=jnp.int32)
 
-    def nearest_of(rows: Int[Array, "R"], stands: Bool[Array, "M"], before: Int[Array, "R"] | None = None):
-        return nearest_center(centers[rows], centers, norms[rows], jnp.where(stands, norms, jnp.inf), before=before)
-
-    def settle(carry: tuple) -> tuple:
-        delta, _, ahead, _ = carry
+    def grow(carry: tuple[Array, Array, EarlierNeighbors, Array]) -> tuple[Array, Array, EarlierNeighbors, Array]:
+        delta, _, neighbors, _ = carry
         reach = delta * delta
-        asked = ahead.stale | (ahead.squared <= reach)
+        close = neighbors.stale | (neighbors.squared_distance <= reach)
+        # A center whose known neighbor surely remains does not remain.
+        merges = ~neighbors.stale & ~close[neighbors.slot]
+        decide = functools.partial(_decide_rows, centers, norms, reach)
+        remains, neighbors = _scan_rows(decide, (~close, neighbors), close & ~merges)
+        done = ~jnp.all(remains) | (waiting <= reach)
+        # Rounded up, so that the square of delta is at least the smallest distance.
+        smallest = jnp.sqrt(jnp.minimum(jnp.min(neighbors.squared_distance), waiting)) * (1 + 2.0**-22)
+        return jnp.where(done, delta, jnp.maximum(delta, smallest)), remains, neighbors, done
 
-        def decide(carry: tuple[Bool[Array, "M"], Ahead], rows: Int[Array, "R"]) -> tuple[Bool[Array, "M"], Ahead]:
-            stands, ahead = carry
-            at = jnp.minimum(rows, capacity - 1)
-            squared, nearest = nearest_of(at, stands, before=at)
-            among = squared_distances(centers[at], centers[at], norms[at], norms[at])
-            # A nearest one that is known is within delta, whatever rounding makes of their distance this time: who made
-            # delta merges.
-            known, slot = ~ahead.stale[at], ahead.slot[at]
-            near = (among <= reach) | (known[:, None] & (slot[:, None] == at))
-            free = (rows < capacity) & (squared > reach) & ~(known & stands[slot])
-            stand = greedy_cover(near, free)
-            to_new, new = min_and_argmin(jnp.where(stand & (at < at[:, None]), among, jnp.inf))
-            ahead = ahead.opened(rows, jnp.minimum(squared, to_new), jnp.where(to_new < squared, at[new], nearest))
-            return stands.at[rows].set(stand, mode="drop"), ahead
+    start = (growth * delta, jnp.ones(capacity, bool), neighbors, jnp.zeros((), bool))
+    delta, remains, neighbors, _ = jax.lax.while_loop(lambda carry: ~carry[3], grow, start)
 
-        # Whose nearest is not asked, and so stands, goes without being compared.
-        sure = ~ahead.stale & ~asked[ahead.slot]
-        stands, ahead = _by_rows(decide, (~asked, ahead), asked & ~sure)
-        settled = ~jnp.all(stands) | (waiting <= reach)
-        # Nobody went: delta grows to the least distance, rounded up, so that its square is no less.
-        grown = jnp.sqrt(jnp.minimum(jnp.min(ahead.squared), waiting)) * (1 + 2.0**-22)
-        return jnp.where(settled, delta, jnp.maximum(delta, grown)), stands, ahead, settled
+    def merge_target(target: Int[Array, "M"], rows: Int[Array, "R"]) -> Int[Array, "M"]:
+        index = jnp.minimum(rows, capacity - 1)
+        nearest = nearest_center(centers[index], centers, norms[index], jnp.where(remains, norms, jnp.inf))[1]
+        return target.at[rows].set(nearest, mode="drop")
 
-    start = (growth * delta, jnp.ones(capacity, bool), ahead, jnp.zeros((), bool))
-    delta, stands, ahead, _ = jax.lax.while_loop(lambda carry: ~carry[3], settle, start)
-
-    def inherit(heir: Int[Array, "M"], rows: Int[Array, "R"]) -> Int[Array, "M"]:
-        return heir.at[rows].set(nearest_of(jnp.minimum(rows, capacity - 1), stands)[1], mode="drop")
-
-    return delta, stands, _by_rows(inherit, number, ~stands), ahead
+    target = _scan_rows(merge_target, jnp.arange(capacity, dtype=jnp.int32), ~remains)
+    return delta, remains, target, neighbors
 
 
-def _by_rows(step: Callable[[T, Int[Array, "R"]], T], carry: T, marked: Bool[Array, "M"]) -> T:
-    """Takes the marked rows in order, `ROWS` at a time; what is left over of the last ones is M."""
-    capacity = marked.shape[0]
+def _decide_rows(
+    centers: Float[Array, "M D"],
+    norms: Float[Array, "M"],
+    reach: Float[Array, ""],
+    carry: tuple[Bool[Array, "M"], EarlierNeighbors],
+    rows: Int[Array, "R"],
+) -> tuple[Bool[Array, "M"], EarlierNeighbors]:
+    """Decides which centers of these rows remain, and finds their neighbors; all earlier rows have been decided."""
+    remains, neighbors = carry
+    capacity = norms.shape[0]
+    index = jnp.minimum(rows, capacity - 1)
+    remaining_norms = jnp.where(remains, norms, jnp.inf)
+    squared, nearest = nearest_center(centers[index], centers, norms[index], remaining_norms, before=index)
+    between = squared_distances(centers[index], centers[index], norms[index], norms[index])
+    # A known neighbor is within delta, however its distance is rounded this time.
+    known, slot = ~neighbors.stale[index], neighbors.slot[index]
+    near = (between <= reach) | (known[:, None] & (slot[:, None] == index))
+    candidate = (rows < capacity) & (squared > reach) & ~(known & remains[slot])
+    selected = greedy_cover(near, candidate)
+    to_new, new = min_and_argmin(jnp.where(selected & (index < index[:, None]), between, jnp.inf))
+    neighbor = jnp.where(to_new < squared, index[new], nearest)
+    neighbors = neighbors.insert(rows, jnp.minimum(squared, to_new), neighbor)
+    return remains.at[rows].set(selected, mode="drop"), neighbors
 
-    def further(carry):
-        carry, left = carry
-        rows = jnp.nonzero(left, size=min(ROWS, capacity), fill_value=capacity)[0].astype(jnp.int32)
-        return step(carry, rows), left.at[rows].set(False, mode="drop")
 
-    return jax.lax.while_loop(lambda carry: jnp.any(carry[1]), further, (carry, marked))[0]
+def _scan_rows(step: Callable[[T, Int[Array, "R"]], T], carry: T, mask: Bool[Array, "M"]) -> T:
+    """Calls `step` with the rows of a mask in order, `ROWS` at a time; the last call is padded with M."""
+    capacity = mask.shape[0]
+
+    def take_rows(carry: tuple[T, Bool[Array, "M"]]) -> tuple[T, Bool[Array, "M"]]:
+        result, remaining = carry
+        rows = jnp.nonzero(remaining, size=min(ROWS, capacity), fill_value=capacity)[0].astype(jnp.int32)
+        return step(result, rows), remaining.at[rows].set(False, mode="drop")
+
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[1]), take_rows, (carry, mask))[0]

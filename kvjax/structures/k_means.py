@@ -1,4 +1,4 @@
-"""k-means of one head's keys by cosine, as ClusterKV clusters a prompt."""
+"""k-means of one head's keys by cosine similarity, as ClusterKV clusters a prompt."""
 
 import functools
 from typing import Literal
@@ -8,21 +8,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.state import state
-from pallas_kernels import k_means as op
+from pallas_kernels import k_means as lloyd_op
 from pallas_kernels.k_means import cluster_sums
 
 
 @state
 class KMeans:
-    """Clusters of N keys. Every valid key is in exactly one; a cluster may be empty."""
+    """Clusters of keys. Every valid key is in exactly one; a cluster can be empty."""
 
-    mean: Float[Array, "C D"]  # float32, of the cluster's keys as they are; 0 where empty
+    mean: Float[Array, "C D"]  # float32, mean of the cluster's keys; 0 for an empty cluster
     size: Int[Array, "C"]  # int32 keys
-    label: Int[Array, "T"]  # int32, the key's cluster; C where it is not valid
-    # float32, the sum over keys of (1 - cosine with their cluster's direction), after each iteration; the last value
-    # repeats where an iteration was not needed.
+    label: Int[Array, "T"]  # int32, the key's cluster; C for an invalid key
+    # float32, sum over keys of (1 - cosine similarity with the cluster's direction) after each iteration; iterations
+    # that were not needed repeat the last value.
     objective: Float[Array, "I"]
-    iterations: Int[Array, ""]  # int32, how many were made
+    iterations: Int[Array, ""]  # int32, iterations that were needed
 
 
 def k_means(
@@ -31,7 +31,7 @@ def k_means(
     valid: Bool[Array, "T"],
     clusters: int,
     *,
-    used: Int[Array, ""] | int | None = None,
+    num_clusters: Int[Array, ""] | int | None = None,
     iterations: int = 20,
     tolerance: float = 1e-4,
     kmeans_init: Literal["random", "k-means++"] = "random",
@@ -40,100 +40,120 @@ def k_means(
     centroid_update: Literal["directions", "keys"] = "directions",
     block: int = 2048,
 ) -> KMeans:
-    """Lloyd's algorithm on the keys' directions: assign each to the most similar direction, then turn every direction
-    to the sum of its keys' directions. The objective never rises.
+    """Runs Lloyd's algorithm on the directions of keys.
 
-    A cluster that no key joins keeps its direction. Of equally similar directions the first is taken. A key of norm
-    zero has no direction: it joins the first cluster and adds nothing.
+    An iteration assigns every key to the most similar centroid direction (the first of a tie), then sets every
+    direction to that of the sum of its keys' directions. The objective never rises. A cluster that no key joins keeps
+    its direction. A key of norm zero joins the first cluster and adds nothing.
 
     Args:
-        clusters: C; more than there are keys leaves some empty.
-        used: how many of them may hold keys, the first ones; None for all.
-        iterations: most assignments that are made.
-        tolerance: stops when the objective fell by no more than this share of what is left of it.
-        start: "random": directions of distinct keys drawn uniformly; "k-means++": drawn one after the other in
-            proportion to 1 - cosine with the nearest drawn so far (Arthur and Vassilvitskii 2007).
-        sample: all but the last `polish` iterations look at every `sample`-th key only, which takes so much less time.
-            Then `objective` is that of the last iterations, on all keys.
-        polish: iterations over all keys after those on a sample; without one it means nothing.
-        turn_to: "keys" turns directions to the sum of keys as they are, as ClusterKV's released code does; the
-            objective may then rise, so that all iterations are made.
-        block: keys whose similarities are held at a time.
+        rng: PRNG key.
+        keys: keys of one head.
+        valid: keys that count.
+        clusters: number of clusters, C; some stay empty if there are fewer keys.
+        num_clusters: clusters that can have keys, the first ones; None for all.
+        iterations: maximum number of iterations.
+        tolerance: relative decrease of the objective below which iterations stop.
+        kmeans_init: "random" for directions of distinct keys drawn uniformly. "k-means++" for directions drawn one
+            after the other in proportion to 1 - cosine similarity with the nearest one drawn before.
+        sample: all but the last `polish` iterations use every `sample`-th key only. The objective is then that of the
+            last iterations, on all keys.
+        polish: iterations over all keys, after those on a sample.
+        centroid_update: "keys" sets directions to that of the sum of the keys themselves, as the released code of
+            ClusterKV does. The objective may then rise, so that all iterations run.
+        block: keys whose similarities are in memory at a time.
+
+    Returns:
+        The clusters.
 
     Raises:
-        ValueError: for settings that cannot be.
+        ValueError: if a setting is out of range.
 
-    Source: ClusterKV, section 3.2 (Semantic clustering).
+    Reference:
+        ClusterKV, section 3.2. k-means++: Arthur and Vassilvitskii (2007).
     """
     if clusters < 1 or iterations < 1:
-        raise ValueError(f"clusters={clusters}, iterations={iterations}; both must be at least 1")
+        raise ValueError(f"clusters={clusters} and iterations={iterations} must be at least 1")
     if kmeans_init not in ("random", "k-means++"):
-        raise ValueError(f"start={kmeans_init!r}; it must be 'random' or 'k-means++'")
+        raise ValueError(f"kmeans_init={kmeans_init!r} must be 'random' or 'k-means++'")
     if centroid_update not in ("directions", "keys"):
-        raise ValueError(f"turn_to={centroid_update!r}; it must be 'directions' or 'keys'")
+        raise ValueError(f"centroid_update={centroid_update!r} must be 'directions' or 'keys'")
     if sample < 1 or not 1 <= polish <= iterations:
-        raise ValueError(f"sample={sample}, polish={polish}; they must be at least 1, polish at most iterations")
+        raise ValueError(f"sample={sample} must be at least 1 and polish={polish} between 1 and iterations")
     keys = jnp.where(valid[:, None], keys.astype(jnp.float32), 0.0)
-    points = _directions(keys)
+    points = _normalize(keys)
     draw = _draw_uniformly if kmeans_init == "random" else _draw_apart
     directions = points[draw(rng, points, valid, clusters)]
-    used = jnp.full((), clusters) if used is None else used
+    by_direction = centroid_update == "directions"
     refine = functools.partial(
-        _lloyd, used=used, tolerance=tolerance if centroid_update == "directions" else -jnp.inf, block=block
+        _lloyd,
+        num_clusters=jnp.full((), clusters) if num_clusters is None else num_clusters,
+        tolerance=tolerance if by_direction else -jnp.inf,
+        sums_keys=not by_direction,
+        block=block,
     )
     if sample > 1 and iterations > polish:
         part = points[::sample], keys[::sample], valid[::sample]
-        directions = refine(directions, *part, iterations=iterations - polish, centroid_update=centroid_update)[0]
+        directions = refine(directions, *part, iterations=iterations - polish)[0]
         iterations = polish
-    _, label, objective, made = refine(
-        directions, points, keys, valid, iterations=iterations, centroid_update=centroid_update
-    )
+    _, label, objective, count = refine(directions, points, keys, valid, iterations=iterations)
     size = jnp.zeros(clusters, jnp.int32).at[label].add(1, mode="drop")
     mean = cluster_sums(label, keys, clusters) / jnp.maximum(size, 1)[:, None]
-    return KMeans(mean, size, label, objective, made)
+    return KMeans(mean, size, label, objective, count)
 
 
-def _lloyd(directions, points, keys, valid, *, used, iterations, tolerance, centroid_update, block):
-    """Lloyd's iterations from given directions: the next directions, labels [N], the objective after each iteration
-    and how many were made."""
+def _lloyd(
+    directions: Float[Array, "C D"],
+    points: Float[Array, "T D"],
+    keys: Float[Array, "T D"],
+    valid: Bool[Array, "T"],
+    *,
+    num_clusters: Int[Array, ""] | int,
+    iterations: int,
+    tolerance: float,
+    sums_keys: bool,
+    block: int,
+) -> tuple[Float[Array, "C D"], Int[Array, "T"], Float[Array, "I"], Int[Array, ""]]:
+    """Runs Lloyd's iterations.
+
+    Returns:
+        The last directions, labels, the objective after each iteration, and the number of iterations.
+    """
     tokens = points.shape[0]
-    # Once, so that no pass has to.
-    padding = -tokens % min(block, tokens)
+    padding = -tokens % min(block, tokens)  # once, instead of in every iteration
     points, keys = (jnp.pad(x, ((0, padding), (0, 0))) for x in (points, keys))
     valid = jnp.pad(valid, (0, padding))
     assign = functools.partial(
-        op.k_means,
+        lloyd_op.k_means,
         points,
         is_valid=valid,
-        num_centroids=used,
-        summands=None if centroid_update == "directions" else keys,
+        num_centroids=num_clusters,
+        summands=keys if sums_keys else None,
         block_size=block,
     )
     total = jnp.sum(valid.astype(jnp.float32))
 
-    def iterate(carry):
+    def iterate(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         number, directions, _, objective, last = carry
-        label, sums, gained = assign(directions)
-        now = total - gained
-        moved = jnp.sum(sums * sums, axis=1, keepdims=True) > 0
-        objective = jnp.where(jnp.arange(iterations) >= number, now, objective)
-        done = last - now <= tolerance * now
-        return number + 1, jnp.where(moved, _directions(sums), directions), label, objective, jnp.where(done, -1.0, now)
+        label, sums, similarity = assign(directions)
+        current = total - similarity
+        moves = jnp.sum(sums * sums, axis=1, keepdims=True) > 0
+        objective = jnp.where(jnp.arange(iterations) >= number, current, objective)
+        # An objective is never negative, so that -1 can mean that iterations stop.
+        last = jnp.where(last - current <= tolerance * current, -1.0, current)
+        return number + 1, jnp.where(moves, _normalize(sums), directions), label, objective, last
 
-    first = (
-        jnp.int32(0),
-        directions,
-        jnp.full(valid.shape, directions.shape[0], jnp.int32),
-        jnp.zeros(iterations),
-        jnp.float32(jnp.inf),
-    )
-    # An objective is never negative: -1 says that the last iteration gained too little.
-    running = lambda carry: (carry[0] < iterations) & (carry[4] >= 0)  # noqa: E731
-    made, directions, label, objective, _ = jax.lax.while_loop(running, iterate, first)
-    return directions, label[:tokens], objective, made
+    def continues(carry: tuple[Array, ...]) -> Bool[Array, ""]:
+        return (carry[0] < iterations) & (carry[4] >= 0)
+
+    no_label = jnp.full(valid.shape, directions.shape[0], jnp.int32)
+    start = (jnp.int32(0), directions, no_label, jnp.zeros(iterations), jnp.float32(jnp.inf))
+    count, directions, label, objective, _ = jax.lax.while_loop(continues, iterate, start)
+    return directions, label[:tokens], objective, count
 
 
-def _directions(x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+def _normalize(x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    """Scales vectors to norm 1; zeros stay."""
     norm = jnp.sqrt(jnp.sum(x * x, axis=1, keepdims=True))
     return jnp.where(norm > 0, x / jnp.where(norm > 0, norm, 1.0), 0.0)
 
@@ -141,7 +161,7 @@ def _directions(x: Float[Array, "T D"]) -> Float[Array, "T D"]:
 def _draw_uniformly(
     rng: Key[Array, ""], points: Float[Array, "T D"], valid: Bool[Array, "T"], count: int
 ) -> Int[Array, "C"]:
-    """Distinct valid points, any order; repeated from the first where there are too few."""
+    """Draws distinct valid points; they repeat from the first if there are too few."""
     priority = jnp.where(valid, jax.random.uniform(rng, valid.shape), jnp.inf)
     _, first = jax.lax.top_k(-priority, min(count, valid.shape[0]))
     return first[jnp.arange(count) % jnp.maximum(jnp.sum(valid), 1)]
@@ -150,10 +170,10 @@ def _draw_uniformly(
 def _draw_apart(
     rng: Key[Array, ""], points: Float[Array, "T D"], valid: Bool[Array, "T"], count: int
 ) -> Int[Array, "C"]:
-    """k-means++: each next point in proportion to its distance, 1 - cosine, to the nearest of those drawn."""
+    """Draws points by k-means++: in proportion to 1 - cosine similarity with the nearest point drawn before."""
 
-    def draw(distance, rng):
-        # Where all points coincide with drawn ones, any valid one will do.
+    def draw(distance: Float[Array, "T"], rng: Key[Array, ""]) -> tuple[Float[Array, "T"], Int[Array, ""]]:
+        # If all points equal drawn ones, any valid point is drawn.
         weight = jnp.where(valid, distance, 0.0)
         log_weight = jnp.where(jnp.sum(weight) > 0, jnp.log(weight), jnp.where(valid, 0.0, -jnp.inf))
         index = jax.random.categorical(rng, log_weight)

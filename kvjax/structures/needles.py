@@ -1,26 +1,33 @@
-"""Needles: tokens unlike the others, which BalanceKV's needle augmentation keeps whatever the walk says."""
+"""Needles: tokens whose keys differ from those of their block, which BalanceKV's needle augmentation always keeps."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-NEEDLE_REACH = 25  # marks reach so many tokens to either side
+NEEDLE_REACH = 25  # tokens that are marked on either side of a needle
 
 
 def needle_marks(keys: Float[Array, "T D"], inside: Bool[Array, "T"], block_size: int) -> Bool[Array, "T"]:
-    """Tokens whose key has mean inner product < 0 with the keys of its block, and `NEEDLE_REACH` on either side. (A key
-    of zeros has none, and is unlike nothing: the released code adds 1e-8 before it asks for <= 0.)
+    """Marks tokens whose key has a negative mean inner product with the keys of its block, and their neighbors.
+
+    A key of zeros is not marked. The released code adds 1e-8 to products and tests for <= 0.
 
     Args:
-        inside: which tokens count, from the first on without gaps.
+        keys: keys of one head.
+        inside: tokens that count, the first ones without gaps.
+        block_size: tokens of a block.
 
-    Source: BalanceKV, section 4.3, and the code released with it.
+    Returns:
+        The needles and `NEEDLE_REACH` tokens on either side.
+
+    Reference:
+        BalanceKV, section 4.3, and the released code.
     """
     tokens = keys.shape[0]
     blocks = -(-tokens // block_size)
     keys = jnp.where(inside[:, None], keys.astype(jnp.float32), 0.0)
     split = jnp.pad(keys, ((0, blocks * block_size - tokens), (0, 0))).reshape(blocks, block_size, -1)
     products = jnp.einsum("btd,bd->bt", split, jnp.sum(split, axis=1)).reshape(-1)[:tokens]
-    marked = jnp.cumsum(inside & (products < 0))
-    places = jnp.arange(tokens)
-    before = jnp.where(places > NEEDLE_REACH, marked[jnp.maximum(places - NEEDLE_REACH - 1, 0)], 0)
-    return inside & (marked[jnp.minimum(places + NEEDLE_REACH, tokens - 1)] > before)
+    count = jnp.cumsum(inside & (products < 0))
+    index = jnp.arange(tokens)
+    before = jnp.where(index > NEEDLE_REACH, count[jnp.maximum(index - NEEDLE_REACH - 1, 0)], 0)
+    return inside & (count[jnp.minimum(index + NEEDLE_REACH, tokens - 1)] > before)

@@ -1,6 +1,9 @@
-"""WeightedReservoir: independent samples of a stream of (key, value), each drawn in proportion to a mass.
+"""A weighted reservoir: independent samples from a stream of keys and values.
 
-SubGen samples by mass |v|^2 (UpdateMatrixProduct, Algorithm 1, lines 24 to 28; Lemma 1).
+Each sample is drawn in proportion to a mass per token. SubGen uses the mass |v|^2.
+
+Reference:
+    SubGen, Algorithm 1, lines 24 to 28 (UpdateMatrixProduct), and Lemma 1.
 """
 
 import dataclasses
@@ -14,17 +17,17 @@ from kvjax.state import fault, kv_entries, state
 
 @state
 class WeightedReservoir:
-    """s slots; each holds token i of the stream with probability mass_i / total, whatever the other slots hold.
+    """Samples in s slots: each slot holds token i with probability mass_i / total, independently of other slots.
 
-    Bytes: s (D + D_v) itemsize for keys and values, 4 s for masses, 12 for the total and the counter, and one PRNG key
-    (8). Nothing grows with the stream.
+    The size does not grow with the stream: s (D + D_v) elements of keys and values, 4 s bytes of masses, 12 bytes of
+    sums and counters, and one PRNG key of 8 bytes.
     """
 
     keys: Float[Array, "s D"] = kv_entries()
     values: Float[Array, "s D_v"] = kv_entries()
     mass: Float[Array, "s"]  # float32, of the token in the slot; 0 in empty slots
-    total: Float[Array, ""]  # float32, of all tokens so far (mu in SubGen)
-    # float32: total + remainder is the sum to twice float32's precision: millions of small masses still count.
+    total: Float[Array, ""]  # float32, mass of all tokens (mu in SubGen)
+    # float32, the rounding error of `total`: their sum counts also small masses after a long stream.
     remainder: Float[Array, ""]
     unsound: Int[Array, ""] = fault("masses that are negative or not finite were taken as zero")
     rng: Key[Array, ""]
@@ -33,13 +36,23 @@ class WeightedReservoir:
 def init_reservoir(
     slots: int, key_dim: int, value_dim: int, dtype: jax.typing.DTypeLike, rng: Key[Array, ""]
 ) -> WeightedReservoir:
-    """An empty reservoir of `slots` keys and values of that dtype; `rng` is the stream's own typed PRNG key.
+    """Returns an empty reservoir.
+
+    Args:
+        slots: number of samples, s.
+        key_dim: dimensions of keys.
+        value_dim: dimensions of values.
+        dtype: dtype of keys and values.
+        rng: PRNG key of the stream.
+
+    Returns:
+        The reservoir.
 
     Raises:
-        ValueError: for fewer than one slot.
+        ValueError: if there is no slot.
     """
     if slots < 1:
-        raise ValueError(f"slots={slots}; a reservoir needs at least 1")
+        raise ValueError(f"slots={slots} must be at least 1")
     return WeightedReservoir(
         keys=jnp.zeros((slots, key_dim), dtype),
         values=jnp.zeros((slots, value_dim), dtype),
@@ -54,93 +67,95 @@ def init_reservoir(
 def extend(
     reservoir: WeightedReservoir, keys: Float[Array, "T D"], values: Float[Array, "T D_v"], mass: Float[Array, "T"]
 ) -> WeightedReservoir:
-    """Takes in T tokens at once, with the law that T calls of `step` have, jointly over slots and blocks.
+    """Takes T tokens in.
 
-    A slot is replaced with probability (mass of the block) / (mass so far, block included), and then by a token of the
-    block in proportion to the tokens' masses. A token of mass 0 is never sampled: give masked tokens mass 0.
+    A slot is replaced with probability (mass of the block) / (mass so far, block included), by a token of the block in
+    proportion to the tokens' masses. The joint distribution of all slots is the same for any division of the stream
+    into blocks.
+
+    Args:
+        reservoir: the reservoir.
+        keys: keys of the tokens.
+        values: values of the tokens.
+        mass: masses; a token of mass 0 is never sampled, which masks it.
+
+    Returns:
+        The reservoir.
+
+    Raises:
+        ValueError: if a shape does not fit the reservoir.
     """
-    _check(reservoir, keys, values, mass)
-    mass, unsound = _sound(mass)
+    _check_shapes(reservoir, keys, values, mass)
+    mass = mass.astype(jnp.float32)
+    sound = jnp.isfinite(mass) & (mass >= 0)
+    mass = jnp.where(sound, mass, 0.0)
     cumulative = jnp.cumsum(mass)
-    block = cumulative[-1]
+    block_mass = cumulative[-1]
     rng, coins, draws = jax.random.split(reservoir.rng, 3)
     slots = reservoir.mass.shape
-    replaced = _uniform(coins, slots) * (reservoir.total + block) < block
-    drawn = jnp.searchsorted(cumulative, _uniform(draws, slots) * block, side="right")
-    # The partial sums are rounded each in its own way and may rise at a token of mass 0: the one before it was meant.
+    replaced = _uniform(coins, slots) * (reservoir.total + block_mass) < block_mass
+    index = jnp.searchsorted(cumulative, _uniform(draws, slots) * block_mass, side="right")
+    # Rounding can make the cumulative sum rise at a token of mass 0; the token with mass before it is meant.
     last_with_mass = jax.lax.cummax(jnp.where(mass > 0, jnp.arange(mass.shape[0]), 0))
-    source = last_with_mass[jnp.minimum(drawn, mass.shape[0] - 1)]
-    return _replace(reservoir, replaced, keys[source], values[source], mass[source], block, unsound, rng)
+    source = last_with_mass[jnp.minimum(index, mass.shape[0] - 1)]
+    total, rounding_error = _two_sum(reservoir.total, block_mass)
 
+    def put(old: Float[Array, "s D"], new: Float[Array, "T D"]) -> Float[Array, "s D"]:
+        return jnp.where(replaced[:, None], new[source].astype(old.dtype), old)
 
-def step(
-    reservoir: WeightedReservoir, key: Float[Array, "D"], value: Float[Array, "D_v"], mass: Float[Array, ""]
-) -> WeightedReservoir:
-    """Takes in one token as the paper defines it: every slot is replaced with probability mass / (total + mass)."""
-    _check(reservoir, key[None], value[None], mass[None])
-    mass, unsound = _sound(mass)
-    rng, coins = jax.random.split(reservoir.rng)
-    replaced = _uniform(coins, reservoir.mass.shape) * (reservoir.total + mass) < mass
-    return _replace(reservoir, replaced, key, value, mass, mass, unsound, rng)
-
-
-def scan_steps(
-    reservoir: WeightedReservoir, keys: Float[Array, "T D"], values: Float[Array, "T D_v"], mass: Float[Array, "T"]
-) -> WeightedReservoir:
-    """Takes in T tokens by T calls of `step`: what `extend` is measured against."""
-    return jax.lax.scan(lambda now, token: (step(now, *token), None), reservoir, (keys, values, mass))[0]
+    return dataclasses.replace(
+        reservoir,
+        keys=put(reservoir.keys, keys),
+        values=put(reservoir.values, values),
+        mass=jnp.where(replaced, mass[source], reservoir.mass),
+        total=total,
+        remainder=reservoir.remainder + rounding_error,
+        unsound=reservoir.unsound + jnp.sum(~sound, dtype=jnp.int32),
+        # Padding must not change the random numbers of a row.
+        rng=jnp.where(block_mass > 0, rng, reservoir.rng),
+    )
 
 
 def log_weights(reservoir: WeightedReservoir) -> Float[Array, "s"]:
-    """float32 log(total / (s mass)) of each sample, -inf in empty slots: with these weights a sum over the samples
-    estimates, without bias, the same sum over the stream (Algorithm 1, line 29)."""
-    filled = reservoir.mass > 0
+    """Returns log(total / (s mass)) of every sample, float32; -inf in empty slots.
+
+    With these log-weights, a sum over the samples is an unbiased estimate of the sum over the stream.
+
+    Reference:
+        SubGen, Algorithm 1, line 29.
+    """
+    occupied = reservoir.mass > 0
     log_total = jnp.log(jnp.where(reservoir.total > 0, reservoir.total + reservoir.remainder, 1.0))
-    log_mass = jnp.log(jnp.where(filled, reservoir.mass, 1.0))
-    return jnp.where(filled, log_total - jnp.log(float(reservoir.mass.shape[0])) - log_mass, -jnp.inf)
+    log_mass = jnp.log(jnp.where(occupied, reservoir.mass, 1.0))
+    return jnp.where(occupied, log_total - jnp.log(float(reservoir.mass.shape[0])) - log_mass, -jnp.inf)
 
 
 def _uniform(rng: Key[Array, ""], shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """float32 in [0, 1) in steps of 2^-32 near 0, where `jax.random.uniform` has steps of 2^-23: coins that fall once
-    in a million tokens would be off by tenths."""
+    """Draws float32 numbers in [0, 1) with a resolution of 2^-32 near 0.
+
+    `jax.random.uniform` has a resolution of 2^-23, which would distort probabilities of one in a million.
+    """
     bits = jax.random.bits(rng, shape, jnp.uint32)
     return jnp.minimum(bits.astype(jnp.float32) * 2.0**-32, 1 - 2.0**-24)
 
 
-def _replace(reservoir, replaced, keys, values, mass, added, unsound, rng):
-    """The reservoir with the replaced slots taken from `keys` and so on (one row per slot, or one for all)."""
-    put = lambda new, old: jnp.where(replaced[:, None], new.astype(old.dtype), old)  # noqa: E731
-    total = reservoir.total + added
-    # Knuth's TwoSum: exactly what the addition rounded off.
-    taken = total - reservoir.total
-    rounded_off = (reservoir.total - (total - taken)) + (added - taken)
-    return dataclasses.replace(
-        reservoir,
-        keys=put(keys, reservoir.keys),
-        values=put(values, reservoir.values),
-        mass=jnp.where(replaced, mass, reservoir.mass),
-        total=total,
-        remainder=reservoir.remainder + rounded_off,
-        unsound=reservoir.unsound + unsound,
-        # Where nothing came, nothing was drawn: padding may not move a row's randomness.
-        rng=jnp.where(added > 0, rng, reservoir.rng),
-    )
+def _two_sum(a: Float[Array, ""], b: Float[Array, ""]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Returns the rounded sum and its exact rounding error (Knuth's TwoSum)."""
+    total = a + b
+    rounded_b = total - a
+    return total, (a - (total - rounded_b)) + (b - rounded_b)
 
 
-def _sound(mass: Float[Array, "..."]) -> tuple[Float[Array, "..."], Int[Array, ""]]:
-    """The masses with the impossible ones as zero, and their number."""
-    mass = mass.astype(jnp.float32)
-    sound = jnp.isfinite(mass) & (mass >= 0)
-    return jnp.where(sound, mass, 0.0), jnp.sum(~sound, dtype=jnp.int32)
-
-
-def _check(reservoir, keys, values, mass) -> None:
+def _check_shapes(
+    reservoir: WeightedReservoir, keys: Float[Array, "T D"], values: Float[Array, "T D_v"], mass: Float[Array, "T"]
+) -> None:
+    """Raises a ValueError for arrays that do not fit the reservoir."""
     tokens = keys.shape[0]
-    wanted = {
+    expected = {
         "keys": (keys, (tokens, reservoir.keys.shape[1])),
         "values": (values, (tokens, reservoir.values.shape[1])),
         "mass": (mass, (tokens,)),
     }
-    for name, (given, shape) in wanted.items():
-        if given.shape != shape:
-            raise ValueError(f"{name} have shape {given.shape}; it must be {shape} here")
+    for name, (array, shape) in expected.items():
+        if array.shape != shape:
+            raise ValueError(f"{name} have shape {array.shape}, expected {shape}")

@@ -1,11 +1,15 @@
-"""Chunked soft matching: similar neighbours in the text become one weighted entry (Chelsea, section 5.2).
+"""Chunked soft matching: similar neighbors in the text are merged into one weighted entry (Chelsea).
 
-Entries stand in the order of the text. Within each chunk those at even places (A) look for the most similar entry at
-odd places (B) by cosine; over all chunks the most similar pairs merge, weighted by their degrees (how many tokens an
-entry stands for). Alternation is optimal where similarity falls with distance (Chelsea, Theorem 6.1).
+Entries are in the order of the text. Within each chunk, every entry at an even index looks for the most similar entry
+at an odd index, by cosine similarity. Over all chunks, the most similar pairs are merged, weighted by their degrees
+(numbers of tokens). Alternation is optimal if similarity falls with distance (Chelsea, Theorem 6.1).
+
+Reference:
+    Chelsea, section 5.2.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,23 +18,35 @@ from jaxtyping import Array, Float, Int
 from kvjax.state import state
 from pallas_kernels.soft_match import soft_match
 
+# Steps that leave more than this share of the slots run in one loop. A larger share wastes less work on empty slots
+# and takes longer to compile.
+_LOOP_SHARE = 0.7
+
 
 @state
 class Centroids:
-    """One head's entries in the order of the text, in the slots [0, count) of S."""
+    """One head's entries in the order of the text, in slots [0, count) of S."""
 
-    keys: Float[Array, "S D"]  # float32 or the cache's dtype: means over tokens
-    values: Float[Array, "S D_v"]
+    keys: Float[Array, "S D"]  # mean keys, float32 or the cache's dtype
+    values: Float[Array, "S D_v"]  # mean values
     degree: Int[Array, "S"]  # int32 tokens, 0 in empty slots
     count: Int[Array, ""]  # int32
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The share of entries that step i of a compression may merge: max(floor, first - decay min(i, steps)), i from 0,
-    to a thousandth.
+    """The share of entries that step i of a compression may merge: max(floor, first - decay min(i, steps)).
 
-    Source: Chelsea, appendix C (its values for Llama-2, Llama-3 and Qwen); the floor is ours, since Qwen's falls to 0.
+    Shares are rounded to a thousandth. The floor is kvjax's addition, because the schedule for Qwen falls to 0.
+
+    Attributes:
+        first: share of the first step (r_init).
+        decay: decrease per step (alpha).
+        steps: number of steps after which the share no longer decreases (m).
+        floor: smallest share.
+
+    Reference:
+        Chelsea, appendix C.
     """
 
     first: float = 0.35
@@ -39,25 +55,40 @@ class Schedule:
     floor: float = 0.05
 
     def __post_init__(self) -> None:
+        """Checks the shares."""
         if not 0.001 <= self.first <= 0.5 or not 0.001 <= self.floor <= 0.5:
-            raise ValueError(f"first={self.first}, floor={self.floor}; a step merges a share in [0.001, 0.5]")
+            raise ValueError(f"first={self.first} and floor={self.floor} must be in [0.001, 0.5]")
         if self.decay < 0 or self.steps < 0:
-            raise ValueError(f"decay={self.decay}, steps={self.steps}; they must not be negative")
+            raise ValueError(f"decay={self.decay} and steps={self.steps} must be at least 0")
 
-    def edges(self, step: int, entries: Int[Array, ""] | int) -> Int[Array, ""] | int:
-        """The most of so many entries that a step may merge: floor(share x entries), at least one. Computed in whole
-        numbers, since the slots of a compression are planned ahead by it."""
+    def max_merges(self, step: int, entries: Int[Array, ""] | int) -> Int[Array, ""] | int:
+        """Returns the largest number of entries that a step may merge, at least one.
+
+        Args:
+            step: number of the step, from 0.
+            entries: number of entries before the step.
+
+        Returns:
+            floor(share x entries), in integer arithmetic, so that slots can be planned ahead.
+        """
         share = max(self.floor, self.first - self.decay * min(step, self.steps))
-        allowed = entries * round(1000 * share) // 1000
-        return max(allowed, 1) if isinstance(allowed, int) else jnp.maximum(allowed, 1)
+        merges = entries * round(1000 * share) // 1000
+        return max(merges, 1) if isinstance(merges, int) else jnp.maximum(merges, 1)
 
     def lengths(self, entries: int, budget: int) -> list[int]:
-        """How many of so many entries are left after every step of a compression to the budget; the last step ends
-        there."""
-        left = [entries]
-        while left[-1] > budget:
-            left.append(max(budget, left[-1] - int(self.edges(len(left) - 1, left[-1]))))
-        return left[1:]
+        """Returns the number of entries after every step of a compression.
+
+        Args:
+            entries: number of entries before.
+            budget: number of entries at the end.
+
+        Returns:
+            One number per step; the last one is the budget.
+        """
+        lengths = [entries]
+        while lengths[-1] > budget:
+            lengths.append(max(budget, lengths[-1] - int(self.max_merges(len(lengths) - 1, lengths[-1]))))
+        return lengths[1:]
 
 
 SCHEDULES = {
@@ -69,45 +100,52 @@ SCHEDULES = {
 
 def merge_most_similar(
     entries: Centroids,
-    edges: Int[Array, ""] | int,
+    merges: Int[Array, ""] | int,
     chunk: int,
-    most: int,
+    max_merges: int,
     *,
     slots: int | None = None,
     drop: bool = False,
 ) -> Centroids:
-    """Joins the `edges` A entries that are most similar to their partners to these. Of equally similar ones the earlier
-    go first. Degrees add; keys and values become means weighted by degree.
+    """Merges the entries at even indices that are most similar to their partners into these partners.
+
+    Ties go to the earlier entry. Degrees add; keys and values become means weighted by degree.
 
     Args:
-        most: the largest that `edges` can be, static.
-        slots: of the result, those of the entries by default; as many as there can be entries left.
-        drop: keys and values of what joins are dropped, instead of averaged: the partner's stand for both.
-    """
-    before = entries.degree.shape[0]
-    slots = before if slots is None else slots
-    similarity, partner = soft_match(entries.keys, entries.count, chunk)
-    similarity, number = jax.lax.top_k(similarity, min(most, similarity.shape[0]))
-    joins = (jnp.arange(number.shape[0]) < edges) & ~jnp.isneginf(similarity)
-    start = number // (chunk // 2) * chunk
-    joined = jnp.where(joins, start + 2 * (number % (chunk // 2)), before)
-    home = jnp.where(joins, start + 2 * partner[number] + 1, before)
+        entries: the entries.
+        merges: number of entries to merge.
+        chunk: entries among which an entry looks for a partner; even.
+        max_merges: upper bound of `merges`.
+        slots: slots of the result, at least the number of entries that remain; None for the slots of `entries`.
+        drop: whether the partner's key and value represent both entries, instead of the mean.
 
-    moving, at_home = jnp.minimum(joined, before - 1), jnp.minimum(home, before - 1)
-    degree = entries.degree.at[home].add(entries.degree[moving], mode="drop")
-    stays = (jnp.arange(before) < entries.count).at[joined].set(False, mode="drop")
-    order = jnp.nonzero(stays, size=slots, fill_value=0)[0]
-    count = jnp.sum(stays, dtype=jnp.int32)
-    share = (entries.degree / jnp.maximum(degree, 1))[order]
-    weight = entries.degree[moving] / jnp.maximum(degree[at_home], 1)
-    new_home = jnp.where(joins, (jnp.cumsum(stays) - 1)[at_home], slots)
+    Returns:
+        The entries that remain.
+    """
+    old_slots = entries.degree.shape[0]
+    slots = old_slots if slots is None else slots
+    similarity, partner = soft_match(entries.keys, entries.count, chunk)
+    similarity, number = jax.lax.top_k(similarity, min(max_merges, similarity.shape[0]))
+    merge = (jnp.arange(number.shape[0]) < merges) & ~jnp.isneginf(similarity)
+    start = number // (chunk // 2) * chunk
+    source = jnp.where(merge, start + 2 * (number % (chunk // 2)), old_slots)
+    target = jnp.where(merge, start + 2 * partner[number] + 1, old_slots)
+
+    source_index, target_index = jnp.minimum(source, old_slots - 1), jnp.minimum(target, old_slots - 1)
+    degree = entries.degree.at[target].add(entries.degree[source_index], mode="drop")
+    remains = (jnp.arange(old_slots) < entries.count).at[source].set(False, mode="drop")
+    order = jnp.nonzero(remains, size=slots, fill_value=0)[0]
+    count = jnp.sum(remains, dtype=jnp.int32)
+    old_share = (entries.degree / jnp.maximum(degree, 1))[order]
+    merged_share = entries.degree[source_index] / jnp.maximum(degree[target_index], 1)
+    new_target = jnp.where(merge, (jnp.cumsum(remains) - 1)[target_index], slots)
 
     def mean(x: Float[Array, "S F"]) -> Float[Array, "S_out F"]:
         if drop:
             return x[order]
-        staying, moved = (part.astype(jnp.float32) for part in (x[order], x[moving]))
-        sums = (staying * share[:, None]).at[new_home].add(weight[:, None] * moved, mode="drop")
-        return sums.astype(x.dtype)
+        old, merged = (part.astype(jnp.float32) for part in (x[order], x[source_index]))
+        means = (old * old_share[:, None]).at[new_target].add(merged_share[:, None] * merged, mode="drop")
+        return means.astype(x.dtype)
 
     return Centroids(
         keys=mean(entries.keys),
@@ -118,46 +156,61 @@ def merge_most_similar(
 
 
 def compress(entries: Centroids, budget: int, chunk: int, schedule: Schedule, *, drop: bool = False) -> Centroids:
-    """Merges step by step, as the schedule allows, until exactly `budget` entries are left (or as many as there were).
+    """Merges entries step by step until exactly `budget` entries are left, or as many as there were.
 
-    A step merges floor(share x entries), at least one and no more than are too many; so the last one ends at the
-    budget. What a step costs follows the slots, not the entries in them: so slots go as entries do. How many go at
-    each step is known before, since fewer entries in the same slots need no more steps.
+    The cost of a step depends on the slots, not on the entries in them. Slots therefore shrink with every step, as
+    planned for full slots; fewer entries need no more steps.
+
+    Args:
+        entries: the entries.
+        budget: number of entries at the end.
+        chunk: entries among which an entry looks for a partner; even.
+        schedule: share of entries that each step merges.
+        drop: whether the partner's key and value represent both entries, instead of the mean.
 
     Returns:
         Entries in min(S, budget) slots.
     """
 
     def step(entries: Centroids, number: int, slots: int) -> Centroids:
-        most = int(schedule.edges(number, entries.degree.shape[0]))
-        edges = jnp.minimum(schedule.edges(number, entries.count), jnp.maximum(entries.count - budget, 0))
-        return merge_most_similar(entries, edges, chunk, most, slots=slots, drop=drop)
+        max_merges = int(schedule.max_merges(number, entries.degree.shape[0]))
+        excess = jnp.maximum(entries.count - budget, 0)
+        merges = jnp.minimum(schedule.max_merges(number, entries.count), excess)
+        return merge_most_similar(entries, merges, chunk, max_merges, slots=slots, drop=drop)
+
+    def step_in_place(slots: int, _: Int[Array, ""], entries: Centroids) -> Centroids:
+        return step(entries, schedule.steps, slots)
 
     lengths = schedule.lengths(entries.degree.shape[0], budget)
     done = 0
     while done < len(lengths):
-        before = entries.degree.shape[0]
-        # Once the share has come to rest, small steps are one loop over slots that go together.
-        together = [length for length in lengths[done:] if length > _STAGE * before]
-        if done >= schedule.steps and len(together) > 1:
-            same = lambda _, entries: step(entries, schedule.steps, before)  # noqa: B023, E731
-            entries = jax.lax.fori_loop(0, len(together), same, entries)
-            entries = jax.tree.map(lambda x: x[: together[-1]] if x.ndim else x, entries)  # noqa: B023
-            done += len(together)
+        slots = entries.degree.shape[0]
+        # Once the share is constant, small steps are one loop over the same slots.
+        small = [length for length in lengths[done:] if length > _LOOP_SHARE * slots]
+        if done >= schedule.steps and len(small) > 1:
+            entries = jax.lax.fori_loop(0, len(small), functools.partial(step_in_place, slots), entries)
+            first = slice(small[-1])
+            entries = Centroids(entries.keys[first], entries.values[first], entries.degree[first], entries.count)
+            done += len(small)
         else:
             entries = step(entries, done, lengths[done])
             done += 1
     return entries
 
 
-# A larger share is less work on empty slots, and more to compile.
-_STAGE = 0.7
-
-
-def fresh_entries(
+def single_token_entries(
     keys: Float[Array, "B H_kv T D"], values: Float[Array, "B H_kv T D_v"], count: Int[Array, "B"]
 ) -> Centroids:
-    """The first `count` tokens of every row as float32 entries of degree one."""
+    """Returns tokens as entries of degree one, float32.
+
+    Args:
+        keys: keys of the tokens.
+        values: values of the tokens.
+        count: number of tokens per row; the first ones.
+
+    Returns:
+        The entries of all rows and heads.
+    """
     degree = (jnp.arange(keys.shape[2]) < count[:, None]).astype(jnp.int32)
     return Centroids(
         keys=keys.astype(jnp.float32),

@@ -1,6 +1,10 @@
-"""Value-norm buckets: one merge-and-reduce tree per power of two of the values' norms (BalanceKV, Algorithm 1).
+"""Value-norm buckets: one merge-and-reduce tree per power of two of the values' norms.
 
-SoftmaxBalance errs in proportion to the largest value norm it may see, so values are balanced among their like.
+The error of SoftmaxBalance is proportional to the largest value norm of a tree, so that values of similar norm are
+balanced together.
+
+Reference:
+    BalanceKV, Algorithm 1.
 """
 
 import dataclasses
@@ -18,21 +22,34 @@ from kvjax.structures.merge_reduce import MergeReduceTree
 
 @state
 class ValueBuckets:
-    """Trees for value norms in [2^(i - 1), 2^i], i = lowest, lowest + 1, ... Bytes: those of the trees and 8."""
+    """Trees for value norms in [2^(i - 1), 2^i] with i = lowest, lowest + 1, ..."""
 
     trees: MergeReduceTree = stacked("buckets")
-    largest: Float[Array, ""]  # float32, the largest value norm so far
+    largest: Float[Array, ""]  # float32, largest value norm so far
     outside: Int[Array, ""] = fault("value norms lay outside the buckets: these tokens are missing from the numerator")
     lowest: int = static()  # i of the first bucket
 
 
 def init_value_buckets(
-    rng: Key[Array, ""], *, lowest: int, buckets: int, tree: Callable[[Key[Array, ""]], MergeReduceTree]
+    rng: Key[Array, ""], *, lowest: int, buckets: int, init_tree: Callable[[Key[Array, ""]], MergeReduceTree]
 ) -> ValueBuckets:
-    """Empty buckets i = lowest .. lowest + buckets - 1, each with an empty tree made by `tree` of its own key."""
+    """Returns empty buckets.
+
+    Args:
+        rng: PRNG key of the stream.
+        lowest: exponent i of the first bucket.
+        buckets: number of buckets.
+        init_tree: maps a PRNG key to an empty tree.
+
+    Returns:
+        The buckets.
+
+    Raises:
+        ValueError: if there is no bucket.
+    """
     if buckets < 1:
-        raise ValueError(f"buckets={buckets}; it must be at least 1")
-    trees = jax.vmap(tree)(jax.random.split(rng, buckets))
+        raise ValueError(f"buckets={buckets} must be at least 1")
+    trees = jax.vmap(init_tree)(jax.random.split(rng, buckets))
     return ValueBuckets(trees, jnp.zeros(()), jnp.zeros((), jnp.int32), lowest)
 
 
@@ -45,26 +62,36 @@ def insert(
     halve: Callable[[Float[Array, ""]], Halve],
     negligible: float = 0.0,
 ) -> ValueBuckets:
-    """Takes every valid token into the bucket of its value's norm; norms of zero go nowhere.
+    """Takes every valid token into the bucket of its value's norm; values of norm zero are left out.
 
     Args:
-        halve: of a bucket's largest norm 2^i, how its tree halves.
-        negligible: buckets with 2^i at most this share of the largest norm so far are erased. Algorithm 1 asks for
-            (eps / 2n) exp(-r^2 / sqrt(D)).
+        buckets: the buckets.
+        keys: keys of the tokens.
+        values: values of the tokens.
+        valid: tokens that count.
+        halve: maps the largest norm of a bucket, 2^i, to the function that halves its tree.
+        negligible: fraction of the largest norm so far up to which a bucket is erased. Algorithm 1 uses
+            (epsilon / 2n) exp(-r^2 / sqrt(D)).
 
-    Source: BalanceKV, Algorithm 1.
+    Returns:
+        The buckets.
+
+    Reference:
+        BalanceKV, Algorithm 1.
     """
     count = buckets.trees.count.shape[0]
     norm = jnp.linalg.norm(values.astype(jnp.float32), axis=1)
-    place = jnp.ceil(jnp.log2(jnp.where(norm > 0, norm, 1.0))).astype(jnp.int32) - buckets.lowest
-    counted = valid & (norm > 0)
-    largest = jnp.maximum(buckets.largest, jnp.max(jnp.where(counted, norm, 0.0)))
+    bucket = jnp.ceil(jnp.log2(jnp.where(norm > 0, norm, 1.0))).astype(jnp.int32) - buckets.lowest
+    counts = valid & (norm > 0)
+    largest = jnp.maximum(buckets.largest, jnp.max(jnp.where(counts, norm, 0.0)))
     limits = 2.0 ** (buckets.lowest + jnp.arange(count))
-    # A bucket once negligible stays so: the largest norm never falls.
+    # An erased bucket stays erased, because the largest norm never falls.
     erased = limits <= negligible * largest
 
-    def put(tree, number, limit, erased):
-        tree = merge_reduce.insert(tree, keys, values, counted & (place == number) & ~erased, halve=halve(limit))
+    def put(
+        tree: MergeReduceTree, index: Int[Array, ""], limit: Float[Array, ""], erased: Bool[Array, ""]
+    ) -> MergeReduceTree:
+        tree = merge_reduce.insert(tree, keys, values, counts & (bucket == index) & ~erased, halve=halve(limit))
         return dataclasses.replace(
             tree,
             log_weight=jnp.where(erased, -jnp.inf, tree.log_weight),
@@ -73,8 +100,7 @@ def insert(
         )
 
     trees = jax.vmap(put)(buckets.trees, jnp.arange(count), limits, erased)
-    # What falls below the buckets may be as negligible as an erased one.
-    missed = counted & ((place >= count) | ((place < 0) & (norm > negligible * largest)))
-    return dataclasses.replace(
-        buckets, trees=trees, largest=largest, outside=buckets.outside + jnp.sum(missed, dtype=jnp.int32)
-    )
+    # A norm below the first bucket may be negligible as well.
+    missed = counts & ((bucket >= count) | ((bucket < 0) & (norm > negligible * largest)))
+    outside = buckets.outside + jnp.sum(missed, dtype=jnp.int32)
+    return dataclasses.replace(buckets, trees=trees, largest=largest, outside=outside)

@@ -18,14 +18,29 @@ from kvjax.structures.cluster_table import (
     init_cluster_table,
     log_counts,
     log_sample_weights,
-    scan_steps,
 )
-from kvjax.structures.cover import Ahead, greedy_cover, none_known, squared_distances, widen, widen_known
+from kvjax.structures.cover import (
+    EarlierNeighbors,
+    greedy_cover,
+    grow_delta,
+    squared_distances,
+    unknown_neighbors,
+)
+from pallas_kernels.argmin import min_and_argmin
 
 TOKENS, DIM, CAPACITY, SAMPLES = 24, 3, 5, 2
 
 
-_extend, _steps = jax.jit(extend, static_argnames="block"), jax.jit(scan_steps)
+def extend_by_token(table, keys, values=None, valid=None):
+    valid = jnp.ones(len(keys), bool) if valid is None else valid
+
+    def take(table, token):
+        return extend(table, *jax.tree.map(lambda x: x[None], token)), None
+
+    return jax.lax.scan(take, table, (keys, values, valid))[0]
+
+
+_extend, _by_token = jax.jit(extend, static_argnames="block"), jax.jit(extend_by_token)
 # Whole numbers: distances are exact, ties and duplicates common.
 grids = st.lists(st.tuples(*[st.integers(-3, 3)] * DIM), min_size=TOKENS, max_size=TOKENS).map(
     lambda rows: jnp.array(rows, jnp.float32)
@@ -36,7 +51,7 @@ NAMES = jnp.eye(TOKENS)
 
 
 def fresh(capacity=CAPACITY, seed=0, dtype=jnp.float32, **options):
-    options = {"samples": SAMPLES, "value_dim": TOKENS, "mean_keys": True} | options
+    options = {"samples": SAMPLES, "value_dim": TOKENS} | options
     return init_cluster_table(capacity, DIM, dtype, jax.random.key(seed), **options)
 
 
@@ -73,7 +88,6 @@ def check_invariants(table, keys, valid):
         assert from_center.min() == 0
         assert from_center.max() <= table.radius[slot] + 1e-5
         assert table.radius[slot] <= radius_factor(table) * delta + 1e-5
-        np.testing.assert_allclose(table.mean_key[slot], own.mean(axis=0), atol=1e-5)
         drawn = np.asarray(table.sample_values[slot]).argmax(axis=1)
         assert belongs[slot][drawn].all()
         np.testing.assert_array_equal(table.samples[slot], keys[drawn])
@@ -81,7 +95,7 @@ def check_invariants(table, keys, valid):
     assert (between[~np.eye(size, dtype=bool)] > delta).all()
 
 
-@pytest.mark.parametrize("update", [_extend, _steps])
+@pytest.mark.parametrize("update", [_extend, _by_token])
 @settings(max_examples=30, deadline=None)
 @given(keys=grids, more=grids, valid=masks, growth=st.sampled_from([1.25, 2.0]))
 def test_invariants(update, keys, more, valid, growth):
@@ -109,7 +123,7 @@ def sampled(cut):
     def one(rng):
         table = init_cluster_table(3, DIM, jnp.float32, rng, samples=SAMPLES, value_dim=TOKENS)
         if cut == "steps":
-            table = scan_steps(table, keys, NAMES)
+            table = extend_by_token(table, keys, NAMES)
         else:
             start = 0
             for length in CUTS[cut]:
@@ -140,7 +154,7 @@ def test_samples_are_uniform_and_independent_also_after_merges(cut):
     assert stats.chisquare(across[np.ix_(own, np.flatnonzero(belongs[other]))].ravel()).pvalue > 1e-3
 
 
-# --- blocks against steps and against a plain reference ---
+# --- blocks and single tokens against a plain reference ---
 
 
 def reference(keys, capacity, growth, delta):
@@ -173,19 +187,18 @@ def reference(keys, capacity, growth, delta):
 
 @pytest.mark.parametrize("growth, capacity, delta", [(1.25, 5, None), (1.25, 5, 0.3), (2.0, 1, None)])
 @pytest.mark.parametrize("seed", range(3))
-def test_blocks_and_steps_make_the_clusters_of_the_definition(growth, capacity, delta, seed):
+def test_blocks_and_by_token_make_the_clusters_of_the_definition(growth, capacity, delta, seed):
     keys = normal_keys(seed)
     opened, label, expected_delta, doublings = reference(keys, capacity, growth, delta)
     start = fresh(capacity, growth=growth, delta=delta)
     # Several sub-blocks, the last one padded.
-    blocks, steps = _extend(start, keys, NAMES, block=7), _steps(start, keys, NAMES)
-    for table in (blocks, steps):
+    blocks, single = _extend(start, keys, NAMES, block=7), _by_token(start, keys, NAMES)
+    for table in (blocks, single):
         assert int(table.size) == len(opened) and int(table.doublings) == doublings
         np.testing.assert_allclose(table.delta, expected_delta, rtol=1e-5)
         np.testing.assert_array_equal(table.centers[: len(opened)], keys[np.array(opened)])
         expected = np.array([label == name for name in opened])
         np.testing.assert_array_equal(members(table)[: len(opened)], expected)
-        assert (table.radius <= steps.radius + 1e-5).all()
 
 
 @settings(max_examples=50, deadline=None)
@@ -215,51 +228,63 @@ def test_widening_by_the_rows_in_question_is_widening_by_all_distances(points, w
     points = jnp.where(jnp.isfinite(points), points, far) + 0.05 * np.random.default_rng(0).normal(size=(TOKENS, DIM))
     norms = jnp.sum(points * points, axis=1)
     between, waits = squared_distances(points, points, norms, norms), jnp.float32(waiting)
-    expected = _widened(between, waits, jnp.float32(delta), growth)
-    *found, ahead = _widened_by_rows(
-        points, norms, none_known(jnp.ones(TOKENS, bool)), waits, jnp.float32(delta), growth
+    expected = _grown(between, waits, jnp.float32(delta), growth)
+    *found, neighbors = _grown_by_rows(
+        points, norms, unknown_neighbors(jnp.ones(TOKENS, bool)), waits, jnp.float32(delta), growth
     )
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
     stands = np.asarray(found[1])
     lower = np.where(np.tri(TOKENS, k=-1, dtype=bool) & stands, between, np.inf)
     # Whose nearest went has to look again.
-    known = stands & stands[ahead.slot]
-    np.testing.assert_allclose(ahead.squared[known], lower.min(axis=1)[known], atol=1e-6 * float(norms.max()))
+    known = stands & stands[neighbors.slot]
+    np.testing.assert_allclose(
+        neighbors.squared_distance[known], lower.min(axis=1)[known], atol=1e-6 * float(norms.max())
+    )
     # Once more, from what is known of those that stand: as from nothing.
     packed = jnp.asarray(np.cumsum(stands) - 1, jnp.int32)
     place = jnp.where(stands, packed, TOKENS)
     put = lambda rows: jnp.full_like(rows, 1e4).at[place].set(rows, mode="drop")  # noqa: E731
-    left, known = put(points), ahead.packed(jnp.asarray(stands), packed, place)
+    left, known = put(points), neighbors.compact(jnp.asarray(stands))
     left += jnp.arange(TOKENS)[:, None] * (jnp.arange(TOKENS) >= stands.sum())[:, None]
     again = jnp.sum(left * left, axis=1)
     present = jnp.arange(TOKENS) < stands.sum()
     ends = [
-        _widened_by_rows(left, again, Ahead(of.squared, of.slot, of.stale), waits, found[0], growth)
-        for of in (known, none_known(present))
+        _grown_by_rows(left, again, EarlierNeighbors(of.squared_distance, of.slot, of.stale), waits, found[0], growth)
+        for of in (known, unknown_neighbors(present))
     ]
     for one, other in zip(*(jax.tree.leaves(end[:3]) for end in ends), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
-_widened = jax.jit(widen, static_argnums=3)
+def grow_by_all_distances(between, waiting, delta, growth):
+    index = jnp.arange(len(between), dtype=jnp.int32)
+    pairs = index[:, None] < index[None, :]
+    nearest = jnp.minimum(jnp.min(jnp.where(pairs, between, jnp.inf)), waiting)
+    delta = jnp.maximum(growth * delta, jnp.sqrt(nearest) * (1 + 2.0**-22))
+    remains = greedy_cover(between <= delta * delta, jnp.ones(len(between), bool))
+    _, target = min_and_argmin(jnp.where(remains[None, :], between, jnp.inf))
+    return delta, remains, jnp.where(remains, index, target)
+
+
+_grown = jax.jit(grow_by_all_distances, static_argnums=3)
 
 
 def _few_rows(*arguments, **options):
     rows, cover.ROWS = cover.ROWS, 4
     try:
-        return widen_known(*arguments, **options)
+        return grow_delta(*arguments, **options)
     finally:
         cover.ROWS = rows
 
 
-_widened_by_rows = jax.jit(_few_rows, static_argnums=5)
+_grown_by_rows = jax.jit(_few_rows, static_argnums=5)
 
 
 # --- streams that are out of the ordinary ---
 
 
-@pytest.mark.parametrize("update", [_extend, _steps])
+@pytest.mark.parametrize("update", [_extend, _by_token])
 def test_duplicates_never_open_a_cluster(update):
     # Large norms: the distances computed between equal keys are far from zero, relative to their spacing.
     kinds = 30 * normal_keys(1, 4)
@@ -271,7 +296,7 @@ def test_duplicates_never_open_a_cluster(update):
     assert int(one.count[0]) == TOKENS and int(one.doublings) == 0
 
 
-@pytest.mark.parametrize("update", [_extend, _steps])
+@pytest.mark.parametrize("update", [_extend, _by_token])
 def test_tokens_that_are_masked_or_not_finite_change_nothing(update):
     keys = normal_keys(2)
     table = update(fresh(), keys, NAMES)
@@ -285,7 +310,7 @@ def test_tokens_that_are_masked_or_not_finite_change_nothing(update):
         kvjax.raise_faults(broken)
 
 
-@pytest.mark.parametrize("update", [_extend, _steps])
+@pytest.mark.parametrize("update", [_extend, _by_token])
 def test_masked_tokens_are_as_if_they_had_not_come(update):
     keys, valid = normal_keys(3), np.random.default_rng(0).random(TOKENS) < 0.6
     table = update(fresh(), jnp.where(valid[:, None], keys, 1e3), NAMES, jnp.asarray(valid))
@@ -298,7 +323,7 @@ def test_masked_tokens_are_as_if_they_had_not_come(update):
 
 def test_moving_centres_are_the_mean_keys():
     keys = normal_keys(4)
-    table = _extend(fresh(mean_keys=False, moving=True), keys[:12], NAMES[:12])
+    table = _extend(fresh(moving=True), keys[:12], NAMES[:12])
     table = _extend(table, keys[12:], NAMES[12:])
     belongs, size = members(table), int(table.size)
     assert int(table.doublings) > 0 and belongs.sum() == TOKENS
@@ -306,7 +331,7 @@ def test_moving_centres_are_the_mean_keys():
         own = np.asarray(keys)[belongs[slot] == 1]
         np.testing.assert_allclose(table.centers[slot], own.mean(axis=0), atol=1e-6)
         assert distances(own, table.centers[slot : slot + 1]).max() <= table.radius[slot] + 1e-5
-    stepped = _steps(fresh(mean_keys=False, moving=True), keys, NAMES)
+    stepped = _by_token(fresh(moving=True), keys, NAMES)
     for slot in range(int(stepped.size)):
         own = np.asarray(keys)[members(stepped)[slot] == 1]
         np.testing.assert_allclose(stepped.centers[slot], own.mean(axis=0), atol=1e-5)
@@ -318,17 +343,17 @@ def test_moving_centres_are_the_mean_keys():
 
 @pytest.mark.parametrize("dtype, itemsize", [(jnp.float32, 4), (jnp.bfloat16, 2)])
 def test_bytes_are_those_of_the_formula(dtype, itemsize):
-    def formula(samples, value_dim, mean_keys, moving):
+    def formula(samples, value_dim, moving):
         values = value_dim or 0
         centers = CAPACITY * DIM * (4 if moving else itemsize)
         kept = CAPACITY * samples * (DIM + values) * itemsize
-        means = 4 * CAPACITY * values + 4 * CAPACITY * DIM * mean_keys
+        means = 4 * CAPACITY * values
         return centers + kept + means + 8 * CAPACITY + 24
 
     for options in [
-        {"samples": 2, "value_dim": None, "mean_keys": False, "moving": False},
-        {"samples": 2, "value_dim": 7, "mean_keys": True, "moving": False},
-        {"samples": 0, "value_dim": 7, "mean_keys": False, "moving": True},
+        {"samples": 2, "value_dim": None, "moving": False},
+        {"samples": 2, "value_dim": 7, "moving": False},
+        {"samples": 0, "value_dim": 7, "moving": True},
     ]:
         assert kvjax.cache_bytes(fresh(dtype=dtype, **options)) == CacheBytes(formula(**options), 0)
 
@@ -356,7 +381,7 @@ def test_many_streams_at_once_equal_each_alone_in_one_trace():
         chex.assert_trees_all_close(_plain(mine), _plain(table), rtol=1e-6)
 
 
-@pytest.mark.parametrize("update", [extend, scan_steps])
+@pytest.mark.parametrize("update", [extend, extend_by_token])
 def test_the_state_keeps_its_shapes_and_dtypes(update):
     table = jax.eval_shape(lambda: fresh(dtype=jnp.bfloat16))
     for dtype in (jnp.float32, jnp.bfloat16):
@@ -409,7 +434,6 @@ def test_sums_over_the_samples_are_unbiased_and_their_error_falls_with_the_root_
         ({"samples": -1}, "samples=-1"),
         ({"growth": 1.0}, "growth=1.0"),
         ({"delta": 0.0}, "delta=0.0"),
-        ({"moving": True}, "mean_keys=True"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(options, message):
@@ -441,5 +465,5 @@ def test_more_clusters_than_can_be_compared_are_refused():
     spec = kvjax.CacheSpec(
         batch=1, query_heads=1, kv_heads=1, head_dim=64, max_prompt_tokens=200_000, max_new_tokens=64
     )
-    with pytest.raises(ValueError, match="clusters=99920: .* takes 37.2 GiB for every head; at most 16384"):
+    with pytest.raises(ValueError, match="clusters=99920 must be between 1 and 16384: .* takes 37.2 GiB"):
         kvjax.init(kvjax.SubGen(100_000), spec, jax.random.split(jax.random.key(0), 1))

@@ -15,9 +15,11 @@ POINTS, DIM, CLUSTERS, ITERATIONS = 30, 5, 4, 12
 STARTS = ("random", "k-means++")
 
 
-@functools.partial(jax.jit, static_argnames=("start", "tolerance", "iterations"))
+@functools.partial(jax.jit, static_argnames=("kmeans_init", "tolerance", "iterations"))
 def cluster(rng, keys, valid, kmeans_init="random", tolerance=0.0, iterations=ITERATIONS):
-    return k_means(rng, keys, valid, CLUSTERS, iterations=iterations, tolerance=tolerance, start=start, block=8)
+    return k_means(
+        rng, keys, valid, CLUSTERS, iterations=iterations, tolerance=tolerance, kmeans_init=kmeans_init, block=8
+    )
 
 
 def stream(seed, duplicates=False):
@@ -110,7 +112,7 @@ def test_keys_without_a_direction_and_noise_behind_the_stream_do_no_harm():
 
 @functools.partial(jax.jit, static_argnames=("options",))
 def cluster_with(rng, keys, valid, used, options):
-    return k_means(rng, keys, valid, CLUSTERS, used=used, block=8, tolerance=0.0, **dict(options))
+    return k_means(rng, keys, valid, CLUSTERS, num_clusters=used, block=8, tolerance=0.0, **dict(options))
 
 
 @pytest.mark.parametrize("used", [1, 2, 3])
@@ -149,7 +151,7 @@ def test_directions_may_turn_to_the_sum_of_keys_as_they_are():
     keys, _ = stream(6)
     every = np.ones(POINTS, bool)
     rng = jax.random.key(0)
-    found = cluster_with(rng, keys, every, CLUSTERS, (("iterations", 5), ("turn_to", "keys")))
+    found = cluster_with(rng, keys, every, CLUSTERS, (("iterations", 5), ("centroid_update", "keys")))
     points = unit(keys.astype(np.float64))
     directions = points[np.asarray(_draw_uniformly(rng, jnp.asarray(points), jnp.asarray(every), CLUSTERS))]
     for _ in range(5):
@@ -192,10 +194,10 @@ def test_k_means_plus_plus_draws_in_proportion_to_the_distance():
     [
         ({"sample": 0}, "sample=0"),
         ({"polish": 30}, "polish=30"),
-        ({"turn_to": "means"}, "turn_to='means'"),
+        ({"centroid_update": "means"}, "centroid_update='means'"),
         ({"clusters": 0}, "clusters=0"),
         ({"iterations": 0}, "iterations=0"),
-        ({"start": "far"}, "'far'"),
+        ({"kmeans_init": "far"}, "kmeans_init='far'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(change, message):

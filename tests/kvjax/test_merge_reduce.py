@@ -22,9 +22,20 @@ HALVES = {
     "exactly": functools.partial(balance.halve_exactly, gamma=1.0, temperature=1.0),
     "softmax": functools.partial(algorithm_2, value_norm=2.0),
 }
+
+
+def insert_by_token(tree, keys, values, *, halve):
+    """The definition, token by token."""
+
+    def step(tree, token):
+        key, value = token
+        return merge_reduce._insert_in_leaf(tree, key[None], value[None], jnp.int32(1), halve), None
+
+    return jax.lax.scan(step, tree, (keys, values))[0]
+
+
 insert, scan_tokens, fill = (
-    jax.jit(function, static_argnames="halve")
-    for function in (merge_reduce.insert, merge_reduce.scan_tokens, merge_reduce.fill)
+    jax.jit(function, static_argnames="halve") for function in (merge_reduce.insert, insert_by_token, merge_reduce.fill)
 )
 
 
@@ -144,12 +155,12 @@ def test_filling_at_once_makes_nodes_of_the_offline_recursion_of_even_levels(nam
 @pytest.mark.parametrize("name", ["pairs", "exactly"])
 def test_filling_in_groups_depends_on_the_tokens_alone(name):
     keys, values = stream()
-    in_groups = jax.jit(merge_reduce.fill, static_argnames=("halve", "block", "together"))
+    in_groups = jax.jit(merge_reduce.fill, static_argnames=("halve", "block", "max_parallel"))
     trees = []
     for tokens, noise in [(61, 0.0), (100, 50.0)]:
         inside = np.arange(tokens)[:, None] < 61
         padded = np.where(inside, keys[:tokens], noise), np.where(inside, values[:tokens], noise)
-        tree = in_groups(fresh(), *padded, jnp.int32(61), halve=HALVES[name], block=32, together=1 + int(noise))
+        tree = in_groups(fresh(), *padded, jnp.int32(61), halve=HALVES[name], block=32, max_parallel=1 + int(noise))
         trees.append(occupied(tree))
         np.testing.assert_allclose(np.exp(tree.log_weight).sum(), 61, rtol=1e-5)
         assert np.isfinite(tree.log_weight).sum() == 5 * BIN_SLOTS + 61 % BIN_SLOTS
@@ -203,7 +214,7 @@ def test_denominators_need_no_values():
     assert tree.values is None
     np.testing.assert_array_equal(tree.log_weight, ones.log_weight)
     np.testing.assert_array_equal(tree.keys, ones.keys)
-    with pytest.raises(ValueError, match="tree with values"):
+    with pytest.raises(ValueError, match="values must be passed if and only if"):
         merge_reduce.insert(tree, keys, np.ones((TOKENS, 1)), halve=algorithm_2)
 
 

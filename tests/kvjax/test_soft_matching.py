@@ -67,7 +67,7 @@ def by_lists(entries, edges, chunk):
 
 @jax.jit
 def merge(entries, edges):
-    return soft_matching.merge_most_similar(entries, edges, CHUNK, most=SLOTS)
+    return soft_matching.merge_most_similar(entries, edges, CHUNK, max_merges=SLOTS)
 
 
 @functools.partial(jax.jit, static_argnames=("budget", "schedule"))
@@ -161,7 +161,7 @@ def test_alternating_is_the_best_partition_of_a_chunk(length):
 
 @pytest.mark.parametrize(
     "change, message",
-    [({"first": 0.6}, "first=0.6"), ({"alpha_safeguard": 0.0}, "alpha_safeguard=0.0"), ({"decay": -1.0}, "decay=-1.0")],
+    [({"first": 0.6}, "first=0.6"), ({"floor": 0.0}, "floor=0.0"), ({"decay": -1.0}, "decay=-1.0")],
 )
 def test_schedules_that_cannot_be_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
