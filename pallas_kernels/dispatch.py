@@ -41,6 +41,8 @@ def dispatch(
 ) -> T:
     """Runs an op by the requested implementation, or by the best one for the platform.
 
+    Raises the errors of `supported_kernels`.
+
     Args:
         op: The name of the op, for the log.
         implementation: "xla", the name of a kernel, or None to choose by the platform that the program is compiled for.
@@ -50,10 +52,6 @@ def dispatch(
 
     Returns:
         The result of the op.
-
-    Raises:
-        ValueError: If the implementation is unknown.
-        NotImplementedError: If the requested kernel does not support the arguments.
     """
     supported = supported_kernels(op, implementation, kernels, *arguments)
     return run(implementation, reference, {name: kernels[name] for name in supported}, *arguments)
@@ -64,7 +62,8 @@ def supported_kernels(
 ) -> tuple[str, ...]:
     """Returns the names of the kernels that may run an op.
 
-    If no implementation is requested, logs once why the kernel for this process's own platform is not among them.
+    If no implementation is requested, logs once why the kernel for this process's platform is not among them. Raises
+    NotImplementedError if a requested kernel does not support the arguments.
 
     Args:
         op: The name of the op, for the log.
@@ -73,11 +72,10 @@ def supported_kernels(
         *arguments: The op's arguments.
 
     Returns:
-        The names of the kernels that support the arguments; of the requested one alone where there is a request.
+        The names of the kernels that support the arguments, or the name of the requested kernel.
 
     Raises:
         ValueError: If the implementation is unknown.
-        NotImplementedError: If the requested kernel does not support the arguments.
     """
     if implementation is None:
         return tuple(name for name, kernel in kernels.items() if _supports(op, name, kernel, *arguments))

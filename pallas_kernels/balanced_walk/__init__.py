@@ -31,6 +31,9 @@ def assign_signs(
     Sign s_i is +1 if u_i < 1/2 - gain_i y_i and -1 otherwise, with y_i = sum over j < i of K_ij weight_j s_j. Use
     `jax.vmap` for several blocks, which a kernel processes together.
 
+    Raises ValueError if shapes do not match or the implementation is unknown, and NotImplementedError if a requested
+    kernel does not support the arguments.
+
     Args:
         block: The entries, in the order of the walk.
         uniforms: u, one draw from [0, 1) per entry. A draw of 0 makes the first sign +1.
@@ -43,10 +46,6 @@ def assign_signs(
 
     Returns:
         The signs, and how often |gain_i y_i| exceeded 1/2, where the probability is clipped.
-
-    Raises:
-        ValueError: If shapes do not match or the implementation is unknown.
-        NotImplementedError: If the requested kernel does not support the arguments.
 
     Reference:
         Alweiss, Liu and Sawhney 2021, "Discrepancy minimization via a self-balancing walk".
@@ -77,7 +76,7 @@ def thin_pairs(
     Entries are paired in their order, by |k_i - k_j|^2 = K_ii + K_jj - 2 K_ij. The first of a pair is kept with
     probability w_1 / (w_1 + w_2) - tilt; the tilt counters the changes by earlier pairs in the direction of this one,
     as the self-balancing walk does. Entries of weight 0 are empty: they are paired last, and their partner is kept. Use
-    `jax.vmap` for several blocks, which a kernel processes together.
+    `jax.vmap` for several blocks, which a kernel processes together. Raises the errors of `assign_signs`.
 
     Args:
         block: The entries.
@@ -90,10 +89,6 @@ def thin_pairs(
 
     Returns:
         The kept entries.
-
-    Raises:
-        ValueError: If shapes do not match or the implementation is unknown.
-        NotImplementedError: If the requested kernel does not support the arguments.
     """
     entries = block.keys.shape[0]
     _check_shapes(block, {"uniforms": (uniforms, entries // 2), "weights": (weights, entries)})

@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.soft_match.reference import MIN_SQUARED_NORM, Partners
+from pallas_kernels.tpu import dot
 
 DTYPES = ("float32", "bfloat16")
 LANES = 128
@@ -30,6 +31,11 @@ class TpuConfig:
     block_keys: int = 2048
 
     def __post_init__(self) -> None:
+        """Checks the values.
+
+        Raises:
+            ValueError: If a value is not allowed.
+        """
         if self.block_keys < 1:
             raise ValueError(f"block_keys={self.block_keys}; it must be at least 1")
 
@@ -117,21 +123,17 @@ def _kernel(num_keys_ref, keys_ref, cosine_ref, partner_ref, *scratch, chunk_siz
     pairs = chunk_size // 2
 
     def load_every_other(start):
+        """Returns the normalized keys of every other row from `start` on."""
         rows = [ref[pl.ds(start, pairs, stride=2), :] for ref in column_tiles]
         return _normalize(jnp.concatenate(rows, axis=1))
 
     first_chunk = pl.program_id(0) * step_chunks
 
     def match_chunk(chunk, _):
+        """Returns 0 after writing the partners of `chunk`."""
         start = pl.multiple_of(chunk * chunk_size, math.gcd(chunk_size, 8))
         a_keys, b_keys = load_every_other(start), load_every_other(start + 1)
-        similarity = jax.lax.dot_general(
-            b_keys,
-            a_keys,
-            (((1,), (1,)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
+        similarity = dot(b_keys, a_keys, axis=1)
         valid = num_keys_ref[0, 0] - (first_chunk + chunk) * chunk_size
         row = jax.lax.broadcasted_iota(jnp.int32, similarity.shape, 0)
         # Rows and columns of keys after the last one are undefined and may be NaN; they affect no others.

@@ -30,6 +30,8 @@ def weighted_decode(
 ) -> Partials:
     """Computes partials of attention of queries to the entries of all stores.
 
+    Raises the errors of `weighted_decode_many`.
+
     Args:
         queries: The R queries of each KV head: tokens times grouped query heads.
         *stores: One or more sets of entries, whose union is attended to.
@@ -40,10 +42,6 @@ def weighted_decode(
 
     Returns:
         Partials over the union of the entries, float32.
-
-    Raises:
-        ValueError: If shapes do not match or the implementation is unknown.
-        NotImplementedError: If the requested kernel does not support the arguments.
     """
     part = (queries, *stores)
     return weighted_decode_many(
@@ -59,10 +57,10 @@ def weighted_decode_many(
     config: TpuConfig | GpuConfig | None = None,
     interpret: Any = False,
 ) -> list[Partials]:
-    """Computes `weighted_decode` of several sets of queries, each with stores of its own.
+    """Computes `weighted_decode` of several sets of queries, each with its stores.
 
     On a TPU every part is one kernel launch. On a GPU, parts with the same shapes and dtypes of queries and the same
-    storage format share a launch.
+    storage format share a launch. Raises NotImplementedError if a requested kernel does not support a part.
 
     Args:
         parts: Tuples (queries, *stores), with the arguments of `weighted_decode`.
@@ -76,8 +74,7 @@ def weighted_decode_many(
         The partials of every part, float32.
 
     Raises:
-        ValueError: If shapes do not match or the implementation is unknown.
-        NotImplementedError: If the requested kernel does not support the arguments.
+        ValueError: If shapes do not match, logits of several stores are requested, or the implementation is unknown.
     """
     for queries, *stores in parts:
         _check_shapes(queries, *stores)
@@ -103,8 +100,12 @@ def weighted_decode_many(
         "mosaic_gpu": Kernel(compute_gpu, mosaic_gpu.check, options),
     }
     groups: dict[tuple[str, ...], list[int]] = {}
-    for index, part in enumerate(parts):
-        groups.setdefault(supported_kernels("weighted_decode", implementation, kernels, *part), []).append(index)
+    for index, (queries, *stores) in enumerate(parts):
+        first, *others = (
+            supported_kernels("weighted_decode", implementation, kernels, queries, entries) for entries in stores
+        )
+        names = tuple(name for name in first if all(name in other for other in others))
+        groups.setdefault(names, []).append(index)
     results: dict[int, Partials] = {}
     for names, indices in groups.items():
         supported = {name: kernels[name] for name in names}

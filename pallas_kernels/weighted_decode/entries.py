@@ -1,7 +1,7 @@
 """The entries that attention reads, as all implementations of `weighted_decode` take them."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,11 +85,12 @@ def prepare(entries: Entries, queries: int) -> Entries:
     """
 
     def per_query(bound: Array | None) -> Array | None:
+        """Returns `bound` with one number per sequence or per query."""
         if bound is None or bound.ndim == 1:
             return bound
         return bound[:, 0] if bound.shape[1] == 1 else jnp.repeat(bound, queries // bound.shape[1], axis=1)
 
-    def without_offset(x: Array | QuantizedArray | None) -> Array | QuantizedArray | None:
+    def without_offset(x: Any) -> Any:
         return dataclasses.replace(x, offset=None) if isinstance(x, QuantizedArray) else x
 
     return dataclasses.replace(
@@ -130,7 +131,7 @@ class Ranges(NamedTuple):
 
 
 def read_ranges(entries: Entries) -> Ranges:
-    """Returns the ranges of slots that queries read, clipped to the existing slots."""
+    """Returns the ranges of slots of `entries` that queries read, clipped to the existing slots."""
     batch, _, slots, _ = entries.keys.shape
     start = jnp.zeros(batch, jnp.int32) if entries.start is None else entries.start.astype(jnp.int32)
     stop = jnp.full(batch, slots, jnp.int32) if entries.stop is None else entries.stop.astype(jnp.int32)

@@ -49,7 +49,7 @@ def weighted_decode(queries: Float[Array, "B H R D"], *stores: Entries, logits: 
 
 
 def _attend_in_blocks(queries: Float[Array, "B H R D"], entries: Entries, logits: bool) -> Partials:
-    """Attends with few queries to quantized entries, one block of slots after the other.
+    """Returns partials of few queries and quantized entries, one block of slots after the other.
 
     XLA:CPU has no eight-bit products. It would convert all entries to float32 in memory, or hoist the conversion out of
     a loop over decode steps; blocks whose position depends on this loop cannot be hoisted.
@@ -61,12 +61,14 @@ def _attend_in_blocks(queries: Float[Array, "B H R D"], entries: Entries, logits
         return _attend_few_queries(queries, entries, logits)
 
     def slice_slots(first: int | Int[Array, ""], size: int) -> Entries:
+        """Returns `size` entries from slot `first` on."""
         slot_axes = {name: getattr(entries, name) for name in ("keys", "values", "log_num", "log_den")}
         sliced = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, size, axis=2), slot_axes)
         bounds = jax.tree.map(lambda bound: bound - first, {"start": entries.start, "stop": entries.stop})
         return dataclasses.replace(entries, **sliced, **bounds)
 
     def add_block(index: Int[Array, ""], partials: Partials) -> Partials:
+        """Returns `partials` with block `index` added."""
         first = index * block
         return _merge_block(partials, first, _attend_few_queries(queries, slice_slots(first, block), logits))
 
@@ -83,14 +85,13 @@ def _attend_in_blocks(queries: Float[Array, "B H R D"], entries: Entries, logits
     first, last = jnp.minimum(first, full_blocks), jnp.minimum(last, full_blocks)
     partials = jax.lax.fori_loop(first, last, add_block, partials)
     if slots % block:
-        first = full_blocks * block
-        last_block = _attend_few_queries(queries, slice_slots(first, slots % block), logits)
-        partials = _merge_block(partials, first, last_block)
+        last_block = _attend_few_queries(queries, slice_slots(full_blocks * block, slots % block), logits)
+        partials = _merge_block(partials, full_blocks * block, last_block)
     return partials
 
 
 def _merge_block(partials: Partials, first: int | Int[Array, ""], block: Partials) -> Partials:
-    """Merges the partials of a block of slots that begins at `first`."""
+    """Returns partials merged with the partials of a block of slots that begins at `first`."""
     logits = partials.logits
     if logits is not None and block.logits is not None:
         logits = jax.lax.dynamic_update_slice_in_dim(logits, block.logits, first, axis=3)
@@ -98,7 +99,7 @@ def _merge_block(partials: Partials, first: int | Int[Array, ""], block: Partial
 
 
 def _attend_few_queries(queries: Float[Array, "B H R D"], entries: Entries, logits: bool) -> Partials:
-    """Attends with few queries, as in decoding, where reading keys and values takes all the time.
+    """Returns partials of few queries, as in decoding, where reading keys and values takes all the time.
 
     The order of axes decides the speed on XLA:CPU. The queries of a KV head are the rows of one operand, batch and head
     axes lead (any other order copies the keys), and the logits have slots in blocks, which lets all cores share the
@@ -118,7 +119,7 @@ def _attend_few_queries(queries: Float[Array, "B H R D"], entries: Entries, logi
 
 
 def _query_key_products(queries: Float[Array, "B H R D"], entries: Entries) -> Float[Array, "B H S R"]:
-    """Multiplies queries and keys. Packed keys are never unpacked into one array: their products are summed."""
+    """Returns products of queries and keys. Packed keys are not unpacked; the products of their parts are summed."""
     keys, bits = entries.slot_arrays["keys"], entries.bits["keys"]
 
     def multiply(keys: Array, columns: slice) -> Array:
@@ -136,7 +137,7 @@ def _query_key_products(queries: Float[Array, "B H R D"], entries: Entries) -> F
 def _weighted_values(
     weights: Float[Array, "B H n R t"], values: Float[Array, "B H S D_v"], bits: int | None
 ) -> Float[Array, "B H R D_v"]:
-    """Sums values by their weights, with packed values as in `_query_key_products`."""
+    """Returns weighted sums of values, with packed values as in `_query_key_products`."""
 
     def weigh(values: Array) -> Array:
         values = values.reshape(*weights.shape[:3], weights.shape[4], -1)
@@ -144,7 +145,7 @@ def _weighted_values(
 
     if bits is None:
         return weigh(values)
-    codes = packing.joined(
+    codes = packing.join_parts(
         (part.factor, weigh(part.codes(values[..., part.bytes]).astype(jnp.float32)))
         for part in packing.parts(packing.unpacked_width(values.shape[3], bits), bits)
     )
@@ -152,7 +153,7 @@ def _weighted_values(
 
 
 def _attend_many_queries(queries: Float[Array, "B H R D"], entries: Entries, logits: bool) -> Partials:
-    """Attends with many queries, as in prefill.
+    """Returns partials of many queries, as in prefill.
 
     XLA:CPU is two to five times as fast with slots as the last axis. Products use the dtype of queries and entries,
     which is the fast one of matrix units.
@@ -175,7 +176,7 @@ def _attend_many_queries(queries: Float[Array, "B H R D"], entries: Entries, log
 
 
 def _unpacked(stored: Array, bits: int | None) -> Array:
-    """Unpacks codes into the odd numbers that they stand for, which every float dtype represents exactly."""
+    """Returns the odd numbers that codes stand for, which every float dtype represents exactly."""
     return stored if bits is None else 2 * packing.unpack(stored, bits).astype(jnp.int8) - packing.largest(bits)
 
 
@@ -199,7 +200,7 @@ def _compute_weights(
     lay_out: Callable[[Float[Array, "#B #H #R S"]], Float[Array, "#B #H *L"]],
     slot_axes: tuple[int, ...],
 ) -> _Weights:
-    """Computes attention weights from the products of queries and keys.
+    """Returns attention weights from the products of queries and keys.
 
     Args:
         logits: Products divided by sqrt(D), in a layout L of queries and slots.
@@ -244,7 +245,7 @@ def _per_query(bound: Int[Array, "B"] | Int[Array, "B R"]) -> Int[Array, "B 1 #R
 
 
 def _split_slots(x: Float[Array, "#B #H S #R"]) -> Float[Array, "#B #H n #R t"]:
-    """Splits slots into blocks of `SLOT_BLOCK`, or into one block if S is not a multiple of it."""
+    """Returns slots in blocks of `SLOT_BLOCK`, or in one block if S is not a multiple of it."""
     batch, heads, slots, queries = x.shape
     block = SLOT_BLOCK if slots % SLOT_BLOCK == 0 else slots
     return x.reshape(batch, heads, slots // block, block, queries).swapaxes(3, 4)
