@@ -32,6 +32,20 @@ def fold_mapped_axes(function: Callable[..., T]) -> Callable[..., T]:
     return folded
 
 
+def run_batched(function: Callable[..., T], *arguments: Any) -> T:
+    """Calls a function of arrays with a batch axis on arrays without one.
+
+    Args:
+        function: Takes pytrees of arrays [B, ...] and returns one.
+        *arguments: Pytrees of arrays without the axis B.
+
+    Returns:
+        The result without the axis B. Under `vmap`, the function is called once.
+    """
+    results = fold_mapped_axes(function)(*jax.tree.map(lambda x: x[None], arguments))
+    return jax.tree.map(lambda x: x[0], results)
+
+
 def _merge_axes(axis_size: int, x: jax.Array, is_mapped: bool) -> jax.Array:
     x = x if is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
     return x.reshape(-1, *x.shape[2:])

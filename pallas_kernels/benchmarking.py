@@ -7,6 +7,7 @@ reduction over the bytes that must move, or of the op's flops at the rate of a p
 
 import abc
 import argparse
+import dataclasses
 import functools
 import itertools
 import json
@@ -14,7 +15,7 @@ import pathlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -64,9 +65,17 @@ class Form(NamedTuple):
 
 
 class Shape(abc.ABC):
-    """The shapes and options of an op; a base for frozen dataclasses whose `str` names them."""
+    """The shapes and options of an op; a base for frozen dataclasses."""
 
     product_dtype: ClassVar[Any] = jnp.bfloat16  # of the flops
+
+    def __str__(self) -> str:
+        """Returns the fields that have no default or another value, such as "batch=8, slots=4096"."""
+        named = {
+            field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(cast(Any, self))
+        }
+        shown = {name: value for name, (value, default) in named.items() if value != default}
+        return ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in shown.items())
 
     @abc.abstractmethod
     def arguments(self, array: Callable[..., Any]) -> tuple[Any, ...]:
@@ -94,42 +103,7 @@ class Shape(abc.ABC):
     def forms(self) -> Mapping[str, Form]:
         """Returns the forms to compare: the default one, named "kvjax", first."""
         arguments = self.random_arguments()
-        return {
-            "kvjax": Form(self.function(), arguments),
-            "xla": Form(self.function(implementation="xla"), arguments),
-        }
-
-
-class Measurement(NamedTuple):
-    """The time of one form.
-
-    Attributes:
-        case: The shape.
-        form: The form's name.
-        seconds: The time; None if the form cannot run on this device.
-        problem: Why it cannot.
-        bytes: The bytes that must move.
-        limit: The shortest possible time in seconds.
-        best_other: The time of the fastest other form.
-    """
-
-    case: str
-    form: str
-    seconds: float | None
-    problem: str | None
-    bytes: int
-    limit: float
-    best_other: float | None
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """The measurement with rates, device and JAX version, as JSON."""
-        rates = {}
-        if self.seconds is not None:
-            rates["share_of_limit"] = self.limit / self.seconds
-            if self.best_other is not None:
-                rates["times_best_other"] = self.best_other / self.seconds
-        return {**self._asdict(), **rates, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
+        return {"kvjax": Form(self.function(), arguments), "xla": Form(self.function(implementation="xla"), arguments)}
 
 
 def main(title: str, quick: Sequence[Shape], shapes: Sequence[Shape]) -> None:
@@ -148,33 +122,43 @@ def main(title: str, quick: Sequence[Shape], shapes: Sequence[Shape]) -> None:
     print("| case | form | ms | GB/s | share of limit | speed relative to the best other |\n|---|---|---|---|---|---|")
     rows = []
     for shape in quick if arguments.quick else shapes:
-        for measurement in measure(shape):
-            rows.append(measurement.row)
-            print(_table_line(measurement), flush=True)
+        for row in measure(shape):
+            rows.append(row)
+            print(_table_line(row), flush=True)
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(rows, indent=1))
 
 
-def measure(shape: Shape) -> list[Measurement]:
-    """Returns the times of all forms of an op at one shape."""
+def measure(shape: Shape) -> list[dict[str, Any]]:
+    """Measures all forms of an op.
+
+    Args:
+        shape: The shape to measure.
+
+    Returns:
+        A row per form, as JSON: the case, the form, the seconds (None, with the problem, if the form cannot run on this
+        device), the bytes that must move, the shortest possible time `limit`, the time of the best other form, both
+        relative to the seconds, the device and the JAX version.
+    """
     limit = limit_seconds(shape)
-    seconds: dict[str, float | None] = {}
-    problems: dict[str, str] = {}
+    device = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    rows: list[dict[str, Any]] = []
     for name, form in shape.forms().items():
+        seconds, problem = None, None
         try:
-            seconds[name] = seconds_per_call(form)
+            seconds = seconds_per_call(form)
         except Exception as error:  # the problem is reported, and the other forms are measured
-            seconds[name] = None
-            problems[name] = next(iter(str(error).splitlines()), type(error).__name__)
-    return [
-        Measurement(str(shape), name, own, problems.get(name), shape.bytes, limit, _best_other(seconds, name))
-        for name, own in seconds.items()
-    ]
-
-
-def _best_other(seconds: Mapping[str, float | None], name: str) -> float | None:
-    return min((one for other, one in seconds.items() if other != name and one is not None), default=None)
+            problem = next(iter(str(error).splitlines()), type(error).__name__)
+        case = {"case": str(shape), "form": name, "seconds": seconds, "problem": problem}
+        rows.append({**case, "bytes": shape.bytes, "limit": limit, **device})
+    for row in rows:
+        others = [other["seconds"] for other in rows if other is not row and other["seconds"] is not None]
+        row["best_other"] = min(others, default=None)
+        if row["seconds"] is not None:
+            row["share_of_limit"] = limit / row["seconds"]
+            row["times_best_other"] = row["best_other"] and row["best_other"] / row["seconds"]
+    return rows
 
 
 def limit_seconds(shape: Shape) -> float:
@@ -222,11 +206,12 @@ def _program_seconds(form: Form, calls: int, measurements: int = 1) -> list[floa
     return seconds
 
 
-def _table_line(one: Measurement) -> str:
-    if one.seconds is None:
-        cells: Sequence[str] = (f"cannot run here: {one.problem}", "", "", "")
+def _table_line(row: Mapping[str, Any]) -> str:
+    seconds = row["seconds"]
+    if seconds is None:
+        cells: Sequence[str] = (f"cannot run here: {row['problem']}", "", "", "")
     else:
-        relative = "" if one.best_other is None else f"{one.best_other / one.seconds:.2f}x"
-        rate = one.bytes / one.seconds / 1e9
-        cells = (f"{1e3 * one.seconds:.3f}", f"{rate:.0f}", f"{100 * one.limit / one.seconds:.0f}%", relative)
-    return "| " + " | ".join((one.case, one.form, *cells)) + " |"
+        relative = "" if row["best_other"] is None else f"{row['times_best_other']:.2f}x"
+        rate = f"{row['bytes'] / seconds / 1e9:.0f}"
+        cells = (f"{1e3 * seconds:.3f}", rate, f"{100 * row['share_of_limit']:.0f}%", relative)
+    return "| " + " | ".join((row["case"], row["form"], *cells)) + " |"

@@ -36,9 +36,7 @@ class PreferXla(NotImplementedError):
     """Raised by a kernel where XLA is at least as fast; it is not logged."""
 
 
-def dispatch(
-    op: str, implementation: str | None, reference: Callable[..., T], kernels: Mapping[str, Kernel], *arguments: Any
-) -> T:
+def dispatch(op: str, implementation: str | None, reference: Callable[..., T], *arguments: Any, **kernels: Kernel) -> T:
     """Runs an op by the requested implementation, or by the best one for the platform.
 
     Raises the errors of `supported_kernels`.
@@ -47,8 +45,8 @@ def dispatch(
         op: The name of the op, for the log.
         implementation: "xla", the name of a kernel, or None to choose by the platform that the program is compiled for.
         reference: Computes the op in XLA.
-        kernels: The op's kernels by name, see `PLATFORMS`.
         *arguments: The op's arguments, pytrees of arrays.
+        **kernels: The op's kernels by name, see `PLATFORMS`.
 
     Returns:
         The result of the op.

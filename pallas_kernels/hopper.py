@@ -16,7 +16,7 @@ import importlib.util
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -588,10 +588,41 @@ def load(ref: Any, layout: Any, optimized: bool = True) -> Array:
     return plgpu.load(ref, *index, layout=layout, optimized=optimized)
 
 
-def cost(**estimate: int) -> dict[str, Any]:
-    """Returns the cost argument of `plgpu.kernel`, which has it since JAX 0.12."""
-    is_supported = "cost_estimate" in inspect.signature(plgpu.kernel).parameters
-    return {"cost_estimate": pl.CostEstimate(**estimate)} if is_supported else {}
+def launch(
+    kernel: Callable[..., None], inputs: Iterable[Array], outputs: Iterable[Any], scratch: Mapping[str, Any],
+    *, grid: Mapping[str, int], interpret: Any, flops: int, bytes_accessed: int, transcendentals: int = 0,
+    approx_math: bool = False,
+) -> Sequence[Array]:  # fmt: skip
+    """Launches a kernel by `plgpu.kernel`.
+
+    Args:
+        kernel: Takes refs of inputs and outputs, and scratch by name.
+        inputs: The arguments.
+        outputs: The shapes of the results.
+        scratch: Shared memory and barriers.
+        grid: The size of each named axis of the grid.
+        interpret: Passed to `plgpu.kernel`.
+        flops: An estimate of the flops.
+        bytes_accessed: An estimate of the bytes that move.
+        transcendentals: An estimate of the number of exponentials.
+        approx_math: Whether exponentials are approximated.
+
+    Returns:
+        The results.
+    """
+    options: dict[str, Any] = {}
+    if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:  # since JAX 0.12
+        options["cost_estimate"] = pl.CostEstimate(flops, transcendentals, bytes_accessed)
+    return plgpu.kernel(
+        kernel,
+        out_type=list(outputs),
+        scratch_types=scratch,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        compiler_params=plgpu.CompilerParams(approx_math=approx_math),
+        interpret=interpret,
+        **options,
+    )(*inputs)
 
 
 def _multiprocessors() -> int:

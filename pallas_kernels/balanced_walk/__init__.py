@@ -53,12 +53,12 @@ def assign_signs(
     entries = block.keys.shape[0]
     _check_shapes(block, {"uniforms": (uniforms, entries)})
     gains, weights = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), (entries,)) for x in (gain, weight))
-    kernels = {
-        "mosaic_tpu": Kernel(mosaic_tpu.assign_signs, mosaic_tpu.check, _tpu_options(config, interpret)),
-        "mosaic_gpu": Kernel(mosaic_gpu.assign_signs, mosaic_gpu.check, {"interpret": interpret}),
-    }
-    arguments = block, uniforms, gains, weights
-    return dispatch("balanced_walk", implementation, reference.assign_signs, kernels, *arguments)
+    tpu_options = {"config": config or TpuConfig(), "interpret": interpret}
+    return dispatch(
+        "balanced_walk", implementation, reference.assign_signs, block, uniforms, gains, weights,
+        mosaic_tpu=Kernel(mosaic_tpu.assign_signs, mosaic_tpu.check, tpu_options),
+        mosaic_gpu=Kernel(mosaic_gpu.assign_signs, mosaic_gpu.check, {"interpret": interpret}),
+    )  # fmt: skip
 
 
 def thin_pairs(
@@ -92,16 +92,12 @@ def thin_pairs(
     """
     entries = block.keys.shape[0]
     _check_shapes(block, {"uniforms": (uniforms, entries // 2), "weights": (weights, entries)})
-    kernels = {
-        "mosaic_tpu": Kernel(mosaic_tpu.thin_pairs, mosaic_tpu.check, _tpu_options(config, interpret)),
-        "mosaic_gpu": Kernel(mosaic_gpu.thin_pairs, mosaic_gpu.check, {"interpret": interpret}),
-    }
-    arguments = block, uniforms, weights, jnp.asarray(gamma, jnp.float32)
-    return dispatch("balanced_walk", implementation, reference.thin_pairs, kernels, *arguments)
-
-
-def _tpu_options(config: TpuConfig | None, interpret: Any) -> dict[str, Any]:
-    return {"config": config or TpuConfig(), "interpret": interpret}
+    tpu_options = {"config": config or TpuConfig(), "interpret": interpret}
+    return dispatch(
+        "balanced_walk", implementation, reference.thin_pairs, block, uniforms, weights, jnp.float32(gamma),
+        mosaic_tpu=Kernel(mosaic_tpu.thin_pairs, mosaic_tpu.check, tpu_options),
+        mosaic_gpu=Kernel(mosaic_gpu.thin_pairs, mosaic_gpu.check, {"interpret": interpret}),
+    )  # fmt: skip
 
 
 def _check_shapes(block: Block, vectors: dict[str, tuple[Array, int]]) -> None:

@@ -27,10 +27,6 @@ class Shape(benchmarking.Shape):
     heads: int = 8
     head_dim: int = 128
 
-    def __str__(self) -> str:
-        """Returns the name of the shape in tables."""
-        return f"{self.op}, {self.batch} x {self.heads} heads, {self.entries} x {self.head_dim} float32"
-
     def arguments(self, array: Callable[..., Any]) -> tuple[Any, ...]:
         """Returns blocks, draws, and weights or gains, created by `array(shape, dtype)`."""
 

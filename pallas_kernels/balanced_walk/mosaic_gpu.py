@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import hopper
 from pallas_kernels.balanced_walk import reference
 from pallas_kernels.balanced_walk.reference import Block, Signs, ThinnedPairs
-from pallas_kernels.batching import fold_mapped_axes
+from pallas_kernels.batching import run_batched
 
 THREADS = 128  # of a warpgroup
 MAX_ENTRIES = 2048  # that fit in registers
@@ -62,7 +62,7 @@ def assign_signs(
         results = _walk(_signs_kernel, ("signs", "clipped"), vectors[0].shape[1], interpret, kernel, *vectors)
         return Signs(results[0], _count(results[1]))
 
-    return _run_batched(run, block, uniforms, gain, weight)
+    return run_batched(run, block, uniforms, gain, weight)
 
 
 def thin_pairs(
@@ -94,13 +94,7 @@ def thin_pairs(
         )  # fmt: skip
         return ThinnedPairs(indices.astype(jnp.int32), pair_weights, _count(clipped))
 
-    return _run_batched(run, block, uniforms, weights, gamma)
-
-
-def _run_batched(run: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns the result for one block; under `jax.vmap`, all blocks are in one launch."""
-    results = fold_mapped_axes(run)(*jax.tree.map(lambda x: x[None], arguments))
-    return jax.tree.map(lambda x: x[0], results)
+    return run_batched(run, block, uniforms, weights, gamma)
 
 
 def _pad(x: Array, fill: int = 0, axes: int = 1) -> Array:
@@ -124,16 +118,16 @@ def _walk(
     """Returns the results of a kernel with one program per block, each with one number per decision."""
     blocks, entries, _ = matrices.shape
     size = pl.cdiv(decisions, THREADS) * THREADS
-    results = plgpu.kernel(
+    results = hopper.launch(
         functools.partial(kernel, decisions=decisions),
-        out_type=[jax.ShapeDtypeStruct((blocks, size), jnp.float32) for _ in names],
-        scratch_types={name: plgpu.SMEM((size,), jnp.float32) for name in names},
-        grid=(blocks,),
-        grid_names=("blocks",),
-        compiler_params=plgpu.CompilerParams(),
+        (matrices, *arrays),
+        [jax.ShapeDtypeStruct((blocks, size), jnp.float32) for _ in names],
+        {name: plgpu.SMEM((size,), jnp.float32) for name in names},
+        grid={"blocks": blocks},
         interpret=interpret,
-        **hopper.cost(flops=4 * blocks * decisions * entries, bytes_accessed=4 * matrices.size, transcendentals=0),
-    )(matrices, *arrays)
+        flops=4 * blocks * decisions * entries,
+        bytes_accessed=4 * matrices.size,
+    )
     return [x[:, :decisions] for x in results]
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.balanced_walk import reference
 from pallas_kernels.balanced_walk.reference import Block, Signs, ThinnedPairs
-from pallas_kernels.batching import fold_mapped_axes
+from pallas_kernels.batching import run_batched
 from pallas_kernels.tpu import dot
 
 ROWS = 128  # of a matrix that are computed at a time
@@ -177,7 +177,7 @@ def _run(
         )(*map(split_steps, arrays))
         return [x.reshape(-1, x.shape[2])[:blocks] for x in outputs]
 
-    return [x[0] for x in fold_mapped_axes(run_blocks)(*(x[None] for x in arrays))]
+    return run_batched(run_blocks, *arrays)
 
 
 def _compute_matrices(matrix_ref, scalars_ref, stores) -> None:
@@ -277,13 +277,8 @@ def _pairs_kernel(scalars_ref, uniforms_ref, weights_ref, gamma_ref, *refs, stor
             clipped + (jnp.abs(share - tilt - 0.5) > 0.5).astype(jnp.int32),
         )
 
-    start = (
-        jnp.ones(weights.shape, jnp.int32),
-        jnp.zeros_like(weights),
-        jnp.zeros(uniforms.shape, jnp.int32),
-        jnp.zeros_like(uniforms),
-        jnp.zeros(clipped_ref.shape, jnp.int32),
-    )
+    results = (jnp.zeros(ref.shape, ref.dtype) for ref in (indices_ref, pair_weights_ref, clipped_ref))
+    start = (jnp.ones(weights.shape, jnp.int32), jnp.zeros_like(weights), *results)
     results = jax.lax.fori_loop(0, uniforms.shape[1], decide, start)
     _, _, indices_ref[...], pair_weights_ref[...], clipped_ref[...] = results
 

@@ -53,11 +53,11 @@ def cluster_recall(
     gpu_config = config if isinstance(config, GpuConfig) else GpuConfig()
     tpu_options = {"config": tpu_config, "interpret": interpret}
     gpu_options = {"config": gpu_config, "interpret": interpret}
-    kernels = {
-        "mosaic_tpu": Kernel(mosaic_tpu.cluster_recall, mosaic_tpu.check, tpu_options),
-        "mosaic_gpu": Kernel(mosaic_gpu.cluster_recall, mosaic_gpu.check, gpu_options),
-    }
-    return dispatch("cluster_recall", implementation, reference.cluster_recall, kernels, inputs)
+    return dispatch(
+        "cluster_recall", implementation, reference.cluster_recall, inputs,
+        mosaic_tpu=Kernel(mosaic_tpu.cluster_recall, mosaic_tpu.check, tpu_options),
+        mosaic_gpu=Kernel(mosaic_gpu.cluster_recall, mosaic_gpu.check, gpu_options),
+    )  # fmt: skip
 
 
 def _check_shapes(inputs: Inputs) -> None:

@@ -45,12 +45,6 @@ class Shape(benchmarking.Shape):
     dtype: Any = jnp.bfloat16
     bits: int | None = None
 
-    def __str__(self) -> str:
-        """Returns the name of the shape in tables."""
-        sizes = f"{self.batch} x {self.heads} heads x {self.queries} queries, {self.selected} of {self.blocks} blocks"
-        kind = jnp.dtype(self.dtype).name if self.bits is None else f"{self.bits} bits"
-        return f"{sizes} of {self.block_size} x {self.head_dim} {kind}"
-
     def arguments(self, array: Callable[..., Any]) -> tuple[Any, ...]:
         """Returns queries, blocks, indices and lengths, created by `array(shape, dtype)`."""
         store = (self.batch, self.kv_heads, self.blocks, self.block_size)

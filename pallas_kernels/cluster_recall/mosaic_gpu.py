@@ -97,21 +97,16 @@ def _cluster_recall(inputs: Inputs, *, config: GpuConfig, interpret: Any) -> Par
         _kernel(named, scratch, operands, blocks, head_dim=head_dim, group=heads // kv_heads, splits=splits)
 
     tokens = batch * heads * indices.shape[2] * block_size
-    maximum, denominator, numerator = plgpu.kernel(
-        cluster_recall,
-        out_type=list(outputs.values()),
-        scratch_types=scratch_of(stages),
-        grid=(splits, heads, batch),
-        grid_names=("splits", "heads", "batch"),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+    entries_bytes = tokens * row_width * blocks.entries.dtype.itemsize
+    maximum, denominator, numerator = hopper.launch(
+        cluster_recall, arrays.values(), outputs.values(), scratch_of(stages),
+        grid={"splits": splits, "heads": heads, "batch": batch},
         interpret=interpret,
-        **hopper.cost(
-            flops=4 * tokens * count * head_dim,
-            bytes_accessed=tokens * row_width * blocks.entries.dtype.itemsize
-            + array_bytes([x for name, x in arrays.items() if name != "entries"], outputs),
-            transcendentals=tokens * count,
-        ),
-    )(*arrays.values())
+        flops=4 * tokens * count * head_dim,
+        bytes_accessed=entries_bytes + array_bytes({**arrays, "entries": None}, outputs),
+        transcendentals=tokens * count,
+        approx_math=True,
+    )  # fmt: skip
     partials = Partials(maximum[..., :count], numerator[..., :count, :head_dim], denominator[..., :count])
     return merge_splits(partials)
 

@@ -202,6 +202,7 @@ def recall_unmapped(inputs: Inputs, *, config: TpuConfig, interpret: Any) -> Par
             arrays[name] = (scale.reshape(shape), pl.BlockSpec((1, *shape[1:]), stream_index))
 
     tokens = streams * steps * step * block_size
+    entries_bytes = tokens * row_width * blocks.entries.dtype.itemsize
     per_query = pl.BlockSpec((1, count, 1), stream_index)
     maximum, numerator, denominator = pl.pallas_call(
         functools.partial(
@@ -226,9 +227,8 @@ def recall_unmapped(inputs: Inputs, *, config: TpuConfig, interpret: Any) -> Par
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((streams, count, 1), jnp.float32),
-            jax.ShapeDtypeStruct((streams, len(values.pieces), count, values.width), jnp.float32),
-            jax.ShapeDtypeStruct((streams, count, 1), jnp.float32),
+            jax.ShapeDtypeStruct((streams, *shape), jnp.float32)
+            for shape in ((count, 1), (len(values.pieces), count, values.width), (count, 1))
         ],
         # Checks would take a third of the time to start a copy. Interpreters, which tests use, check every copy.
         compiler_params=pltpu.CompilerParams(
@@ -236,8 +236,7 @@ def recall_unmapped(inputs: Inputs, *, config: TpuConfig, interpret: Any) -> Par
         ),
         cost_estimate=pl.CostEstimate(
             flops=4 * tokens * count * head_dim,
-            bytes_accessed=tokens * row_width * blocks.entries.dtype.itemsize
-            + array_bytes([x for name, (x, _) in arrays.items() if name != "entries"]),
+            bytes_accessed=entries_bytes + array_bytes([x for name, (x, _) in arrays.items() if name != "entries"]),
             transcendentals=tokens * count,
         ),
         interpret=interpret,

@@ -59,11 +59,10 @@ def k_means(
                 f"{name} has shape {array.shape}; for points of shape {points.shape} it must be {expected[name]}"
             )
     tpu_options = {"config": config or TpuConfig(), "interpret": interpret}
-    kernels = {
-        "mosaic_tpu": Kernel(mosaic_tpu.k_means, mosaic_tpu.check, tpu_options),
-        "mosaic_gpu": Kernel(mosaic_gpu.k_means, mosaic_gpu.check, {"interpret": interpret}),
-    }
     count = jnp.asarray(centroids.shape[0] if num_centroids is None else num_centroids, jnp.int32)
     inputs = reference.Inputs(points, centroids, is_valid, count, summands)
-    compute_xla = functools.partial(reference.k_means, block_size=block_size)
-    return dispatch("k_means", implementation, compute_xla, kernels, inputs)
+    return dispatch(
+        "k_means", implementation, functools.partial(reference.k_means, block_size=block_size), inputs,
+        mosaic_tpu=Kernel(mosaic_tpu.k_means, mosaic_tpu.check, tpu_options),
+        mosaic_gpu=Kernel(mosaic_gpu.k_means, mosaic_gpu.check, {"interpret": interpret}),
+    )  # fmt: skip

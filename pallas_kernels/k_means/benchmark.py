@@ -24,12 +24,6 @@ class Shape(benchmarking.Shape):
     head_dim: int = 128
     has_summands: bool = False
 
-    def __str__(self) -> str:
-        """Returns the name of the shape in tables."""
-        extra = ", other sums" * self.has_summands
-        sizes = f"{self.batch} x {self.heads} heads, {self.points} x {self.head_dim}"
-        return f"{sizes} float32, {self.clusters} clusters{extra}"
-
     def arguments(self, array: Callable[..., Any]) -> tuple[Any, ...]:
         """Returns points, centroids, which points are valid, and summands, created by `array(shape, dtype)`."""
         heads = self.batch, self.heads

@@ -15,8 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
-from pallas_kernels.batching import fold_mapped_axes
+from pallas_kernels.batching import run_batched
 from pallas_kernels.k_means.reference import Inputs, LloydStep
+from pallas_kernels.quantized_array import array_bytes
 
 TILE = hopper.ROWS  # points, and clusters, that are multiplied at a time
 # Points and centroids are sums of three bfloat16 numbers; bfloat16 represents the membership of a point exactly.
@@ -49,8 +50,7 @@ def k_means(inputs: Inputs, *, interpret: Any) -> LloydStep:
     Returns:
         Labels, sums per cluster, and the total inner product.
     """
-    run = fold_mapped_axes(functools.partial(_k_means, interpret=interpret))
-    return jax.tree.map(lambda x: x[0], run(jax.tree.map(lambda x: x[None], inputs)))
+    return run_batched(functools.partial(_k_means, interpret=interpret), inputs)
 
 
 def _k_means(inputs: Inputs, *, interpret: Any) -> LloydStep:
@@ -90,21 +90,17 @@ def _assign(
     parts = jnp.stack(list(hopper.split(centroids, PRODUCTS.stored_parts, PRODUCTS.dtype)), axis=1)
     scratch_of = functools.partial(_assign_scratch, head_dim)
     stages, _ = hopper.choose_stages(scratch_of)
-
-    return plgpu.kernel(
+    labels, products = hopper.launch(
         _assign_kernel,
-        out_type=[jax.ShapeDtypeStruct((batch, tiles * TILE), dtype) for dtype in (jnp.int32, jnp.float32)],
-        scratch_types=scratch_of(stages),
-        grid=(tiles, batch),
-        grid_names=("tiles", "batch"),
-        compiler_params=plgpu.CompilerParams(),
+        (num_centroids, points, parts),
+        [jax.ShapeDtypeStruct((batch, tiles * TILE), dtype) for dtype in (jnp.int32, jnp.float32)],
+        scratch_of(stages),
+        grid={"tiles": tiles, "batch": batch},
         interpret=interpret,
-        **hopper.cost(
-            flops=2 * centroids.size * tokens,
-            bytes_accessed=4 * (points.size + centroids.size + 2 * batch * tokens),
-            transcendentals=0,
-        ),
-    )(num_centroids, points, parts)
+        flops=2 * centroids.size * tokens,
+        bytes_accessed=4 * (points.size + centroids.size + 2 * batch * tokens),
+    )
+    return labels, products
 
 
 def _assign_kernel(num_centroids_ref, points_ref, centroids_ref, labels_ref, products_ref, **scratch):
@@ -180,20 +176,14 @@ def _sum(labels: Int[Array, "B N"], x: Float[Array, "B N D"], clusters: int, int
     def cluster_sums(*refs, **scratch):
         _sum_kernel(*refs, **scratch, blocks=blocks)
 
-    sums = plgpu.kernel(
-        cluster_sums,
-        out_type=jax.ShapeDtypeStruct((batch, splits, tiles * TILE, head_dim), jnp.float32),
-        scratch_types=scratch_of(stages),
-        grid=(tiles, splits, batch),
-        grid_names=("tiles", "splits", "batch"),
-        compiler_params=plgpu.CompilerParams(),
+    output = jax.ShapeDtypeStruct((batch, splits, tiles * TILE, head_dim), jnp.float32)
+    (sums,) = hopper.launch(
+        cluster_sums, (labels, x), [output], scratch_of(stages),
+        grid={"tiles": tiles, "splits": splits, "batch": batch},
         interpret=interpret,
-        **hopper.cost(
-            flops=2 * clusters * x.size,
-            bytes_accessed=4 * (x.size + labels.size + batch * splits * tiles * TILE * head_dim),
-            transcendentals=0,
-        ),
-    )(labels, x)
+        flops=2 * clusters * x.size,
+        bytes_accessed=array_bytes(x, labels, output),
+    )  # fmt: skip
     return jnp.sum(sums, axis=1)[:, :clusters]
 
 

@@ -45,7 +45,6 @@ def select_blocks(
         The blocks, and the tokens that are selected of each cluster.
     """
     limits = reference.Limits(max_tokens, max_blocks, block_size)
-    options = {"limits": limits, "interpret": interpret}
-    kernels = {"mosaic_tpu": Kernel(mosaic_tpu.select_blocks, mosaic_tpu.check, options)}
+    kernel = Kernel(mosaic_tpu.select_blocks, mosaic_tpu.check, {"limits": limits, "interpret": interpret})
     compute_xla = functools.partial(reference.select_blocks, limits=limits)
-    return dispatch("select_blocks", implementation, compute_xla, kernels, scores, sizes, first_blocks)
+    return dispatch("select_blocks", implementation, compute_xla, scores, sizes, first_blocks, mosaic_tpu=kernel)

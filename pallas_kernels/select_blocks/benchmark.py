@@ -23,11 +23,6 @@ class Shape(benchmarking.Shape):
     cluster_size: int = 80
     block_size: int = 16
 
-    def __str__(self) -> str:
-        """Returns the name of the shape in tables."""
-        clusters = f"{self.clusters} clusters of {self.cluster_size}"
-        return f"{self.batch} x {self.heads} heads, {clusters}, {self.max_tokens} tokens"
-
     def arguments(self, array: Callable[..., Any]) -> tuple[Any, ...]:
         """Returns scores, sizes and first blocks, created by `array(shape, dtype)`."""
         heads = (self.batch, self.heads, self.clusters)

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.batching import fold_mapped_axes
+from pallas_kernels.batching import run_batched
 from pallas_kernels.dispatch import PreferXla
 from pallas_kernels.select_blocks.reference import Limits, SelectedBlocks
 
@@ -46,12 +46,7 @@ def check(
 
 
 def select_blocks(
-    scores: Float[Array, "C"],
-    sizes: Int[Array, "C"],
-    first_blocks: Int[Array, "C"],
-    *,
-    limits: Limits,
-    interpret: Any,
+    scores: Float[Array, "C"], sizes: Int[Array, "C"], first_blocks: Int[Array, "C"], *, limits: Limits, interpret: Any
 ) -> SelectedBlocks:
     """`reference.select_by_sorting` without a sort, in one kernel for all heads, also under `vmap`.
 
@@ -69,7 +64,7 @@ def select_blocks(
         The selected blocks, in the order of their clusters' indices.
     """
     run = functools.partial(_select_for_heads, limits=limits, interpret=interpret)
-    return jax.tree.map(lambda x: x[0], fold_mapped_axes(run)(scores[None], sizes[None], first_blocks[None]))
+    return run_batched(run, scores, sizes, first_blocks)
 
 
 def _select_for_heads(*arrays: Array, limits: Limits, interpret: Any) -> SelectedBlocks:

@@ -48,9 +48,9 @@ def soft_match(
         raise ValueError(f"chunk_size={chunk_size}; it must be even and at least 2")
     options = {"chunk_size": chunk_size, "interpret": interpret}
     tpu_options = {**options, "config": config or TpuConfig()}
-    kernels = {
-        "mosaic_tpu": Kernel(mosaic_tpu.soft_match, mosaic_tpu.check, tpu_options),
-        "mosaic_gpu": Kernel(mosaic_gpu.soft_match, mosaic_gpu.check, options),
-    }
-    compute_xla = functools.partial(reference.soft_match, chunk_size=chunk_size)
-    return dispatch("soft_match", implementation, compute_xla, kernels, keys, jnp.asarray(num_keys, jnp.int32))
+    return dispatch(
+        "soft_match", implementation, functools.partial(reference.soft_match, chunk_size=chunk_size),
+        keys, jnp.asarray(num_keys, jnp.int32),
+        mosaic_tpu=Kernel(mosaic_tpu.soft_match, mosaic_tpu.check, tpu_options),
+        mosaic_gpu=Kernel(mosaic_gpu.soft_match, mosaic_gpu.check, options),
+    )  # fmt: skip

@@ -25,11 +25,6 @@ class Shape(benchmarking.Shape):
     chunk_size: int = 256
     dtype: Any = jnp.float32
 
-    def __str__(self) -> str:
-        """Returns the name of the shape in tables."""
-        sizes = f"{self.batch} x {self.heads} heads, {self.keys} x {self.head_dim}"
-        return f"{sizes} {jnp.dtype(self.dtype).name}, chunks of {self.chunk_size}"
-
     def arguments(self, array: Callable[..., Any]) -> tuple[Any, ...]:
         """Returns keys and their number, created by `array(shape, dtype)`."""
         heads = self.batch, self.heads

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
-from pallas_kernels.batching import fold_mapped_axes
+from pallas_kernels.batching import run_batched
 from pallas_kernels.soft_match.reference import MIN_SQUARED_NORM, Partners
 
 DTYPES = ("float32", "bfloat16")
@@ -55,8 +55,8 @@ def soft_match(keys: Float[Array, "S D"], num_keys: Int[Array, ""], *, chunk_siz
     Returns:
         The partners of the A keys.
     """
-    run = fold_mapped_axes(functools.partial(_soft_match, chunk_size=chunk_size, interpret=interpret))
-    return jax.tree.map(lambda x: x[0], run(keys[None], num_keys[None]))
+    run = functools.partial(_soft_match, chunk_size=chunk_size, interpret=interpret)
+    return run_batched(run, keys, num_keys)
 
 
 def _soft_match(keys: Float[Array, "B S D"], num_keys: Int[Array, "B"], *, chunk_size: int, interpret: Any) -> Partners:
@@ -65,25 +65,19 @@ def _soft_match(keys: Float[Array, "B S D"], num_keys: Int[Array, "B"], *, chunk
     tiles = pl.cdiv(pairs, TILE)
     # The copy engine needs multiples of eight pairs.
     pairwise = jnp.pad(keys, ((0, 0), (0, -slots % 16), (0, 0))).reshape(batch, -1, 2, head_dim)
-    per_pair = jax.ShapeDtypeStruct((batch, chunks, tiles * TILE), jnp.float32)
+    outputs = [jax.ShapeDtypeStruct((batch, chunks, tiles * TILE), dtype) for dtype in (jnp.float32, jnp.int32)]
 
     def soft_match(*refs, **scratch):
         _kernel(*refs, **scratch, chunk_size=chunk_size)
 
-    results = plgpu.kernel(
-        soft_match,
-        out_type=[per_pair, jax.ShapeDtypeStruct(per_pair.shape, jnp.int32)],
-        scratch_types=_scratch(head_dim, keys.dtype),
-        grid=(tiles, chunks, batch),
-        grid_names=("tiles", "chunks", "batch"),
-        compiler_params=plgpu.CompilerParams(),
+    results = hopper.launch(
+        soft_match, (num_keys.astype(jnp.int32), pairwise), outputs, _scratch(head_dim, keys.dtype),
+        grid={"tiles": tiles, "chunks": chunks, "batch": batch},
         interpret=interpret,
-        **hopper.cost(
-            flops=2 * batch * chunks * pairs * pairs * head_dim,
-            bytes_accessed=keys.size * keys.dtype.itemsize + 2 * batch * chunks * pairs * 4,
-            transcendentals=batch * slots,
-        ),
-    )(num_keys.astype(jnp.int32), pairwise)
+        flops=2 * batch * chunks * pairs * pairs * head_dim,
+        bytes_accessed=keys.size * keys.dtype.itemsize + 2 * batch * chunks * pairs * 4,
+        transcendentals=batch * slots,
+    )  # fmt: skip
     return Partners(*(x[:, :, :pairs].reshape(batch, -1) for x in results))
 
 

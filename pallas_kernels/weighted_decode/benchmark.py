@@ -40,13 +40,6 @@ class Shape(benchmarking.Shape):
     logits: bool = False
     bits: int | None = None
 
-    def __str__(self) -> str:
-        """Returns the name of the shape in tables."""
-        extra = "".join((", log-weights" * self.weighted, ", logits" * self.logits))
-        sizes = f"{self.batch} x {self.heads} heads x {self.queries} queries, {self.slots} x {self.head_dim}"
-        kind = jnp.dtype(self.dtype).name if self.bits is None else f"{self.bits} bits"
-        return f"{sizes} {kind}{extra}"
-
     @property
     def is_quantized(self) -> bool:
         """Whether keys and values are quantized."""

@@ -155,20 +155,18 @@ def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_log
             first += store_splits
 
     slots = sum(store.entries.slots for store in stores)
-    results = plgpu.kernel(
+    results = hopper.launch(
         weighted_decode,
-        out_type=[*outputs.values(), *logits_out],
-        scratch_types=scratch_of(stages),
-        grid=(sum(splits), heads, batch),
-        grid_names=("splits", "heads", "batch"),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        (x for arrays in inputs for x in arrays.values()),
+        (*outputs.values(), *logits_out),
+        scratch_of(stages),
+        grid={"splits": sum(splits), "heads": heads, "batch": batch},
         interpret=interpret,
-        **hopper.cost(
-            flops=2 * batch * heads * count * slots * head_dim * (2 if "numerator" in outputs else 1),
-            bytes_accessed=array_bytes(inputs, outputs, logits_out),
-            transcendentals=batch * heads * count * slots,
-        ),
-    )(*(x for arrays in inputs for x in arrays.values()))
+        flops=2 * batch * heads * count * slots * head_dim * (2 if "numerator" in outputs else 1),
+        bytes_accessed=array_bytes(inputs, outputs, logits_out),
+        transcendentals=batch * heads * count * slots,
+        approx_math=True,
+    )
     maximum, denominator, *results = results
     if "numerator" in outputs:
         numerator = results.pop(0)[..., :count, :]

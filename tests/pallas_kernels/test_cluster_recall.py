@@ -149,8 +149,7 @@ def compare(found: Partials, *arguments, tolerance=2e-6):
 
 @quick_form
 @pytest.mark.parametrize(
-    "head_dim, dtype",
-    [(head_dim, "float32") for head_dim in (64, 96, 128, 256)] + [(80, dtype) for dtype in TOLERANCE],
+    "head_dim, dtype", [(head_dim, "float32") for head_dim in (64, 96, 128, 256)] + [(80, dtype) for dtype in TOLERANCE]
 )
 def test_shapes_and_types(form, head_dim, dtype):
     arguments = make(head_dim=head_dim, dtype=dtype, scaled=jnp.dtype(dtype).itemsize == 1)
