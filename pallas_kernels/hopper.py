@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import packing
 from pallas_kernels.dispatch import target
 from pallas_kernels.partials import MASK_VALUE
-from pallas_kernels.quantized_array import product_dtype
+from pallas_kernels.quantized_array import array_bytes, product_dtype
 
 # Names of Hopper devices; an abstract device does not have its compute capability.
 HOPPER = re.compile(r"\bG?H(100|200|800|20)\b")
@@ -244,8 +244,7 @@ def choose_stages(scratch_of: Callable[[int], Mapping[str, Any]], stages: int | 
 
 
 def _scratch_bytes(scratch: Mapping[str, Any]) -> int:
-    memory = [x for x in scratch.values() if not isinstance(x, plgpu.Barrier)]
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in memory)
+    return array_bytes([x for x in scratch.values() if not isinstance(x, plgpu.Barrier)])
 
 
 def query_operands(queries: Float[Array, "B H R D"], operands: Operands) -> Float[Array, "B H parts R D"]:

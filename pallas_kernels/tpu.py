@@ -1,10 +1,62 @@
-"""Matrix products of kernels for TPU (Mosaic)."""
+"""Shared parts of the kernels for TPU (Mosaic): launches and matrix products."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.quantized_array import product_dtype
+
+
+def launch(
+    name: str, kernel: Callable[..., None],
+    inputs: Iterable[tuple[Array, pl.BlockSpec]], outputs: Iterable[tuple[tuple[int, ...], Any, pl.BlockSpec]],
+    *, parallel: tuple[int, ...] = (), sequential: tuple[int, ...] = (), scalars: Sequence[Array] = (),
+    scratch: Sequence[Any] = (), interpret: Any, flops: int, bytes_accessed: int, transcendentals: int = 0,
+    **compiler_params: Any,
+) -> Sequence[Array]:  # fmt: skip
+    """Launches a kernel by `pallas_call`.
+
+    Args:
+        name: The name of the kernel in compiled programs.
+        kernel: Takes refs of scalars, inputs, outputs and scratch.
+        inputs: The arguments and their blocks.
+        outputs: The shapes, dtypes and blocks of the results.
+        parallel: The leading axes of the grid, which several cores may share.
+        sequential: The other axes of the grid.
+        scalars: Arguments in scalar memory, which index maps read.
+        scratch: On-chip memory.
+        interpret: Passed to `pallas_call`.
+        flops: An estimate of the flops.
+        bytes_accessed: An estimate of the bytes that move.
+        transcendentals: An estimate of the number of exponentials.
+        **compiler_params: Further fields of `pltpu.CompilerParams`.
+
+    Returns:
+        The results.
+    """
+    arrays, in_specs = zip(*inputs, strict=True)
+    shapes, dtypes, out_specs = zip(*outputs, strict=True)
+    semantics: Any = ("parallel",) * len(parallel) + ("arbitrary",) * len(sequential)
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(*parallel, *sequential),
+            in_specs=in_specs,
+            out_specs=list(out_specs),
+            scratch_shapes=scratch,
+        ),
+        out_shape=list(map(jax.ShapeDtypeStruct, shapes, dtypes)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, **compiler_params),
+        cost_estimate=pl.CostEstimate(flops, transcendentals, bytes_accessed),
+        interpret=interpret,
+        name=name,
+    )(*scalars, *arrays)
 
 
 def dot(left: Float[Array, "M K"], right: Array, axis: int) -> Float[Array, "M N"]:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.balanced_walk import reference
 from pallas_kernels.balanced_walk.reference import Block, Signs, ThinnedPairs
 from pallas_kernels.batching import run_batched
-from pallas_kernels.tpu import dot
+from pallas_kernels.tpu import dot, launch
 
 ROWS = 128  # of a matrix that are computed at a time
 
@@ -156,25 +156,20 @@ def _run(
         def spec(*shape: int) -> pl.BlockSpec:
             return pl.BlockSpec((None, per_step, *shape), lambda i: (i, 0, *(0 for _ in shape)))
 
-        outputs = pl.pallas_call(
+        outputs = launch(
+            kernel.__name__.strip("_"),
             functools.partial(kernel, stores=len(stores)),
-            grid=(steps,),
-            in_specs=[spec(*x.shape[1:]) for x in arrays],
-            out_specs=[spec(size) for size, _ in results],
-            out_shape=[jax.ShapeDtypeStruct((steps, per_step, size), dtype) for size, dtype in results],
+            [(split_steps(x), spec(*x.shape[1:])) for x in arrays],
+            [((steps, per_step, size), dtype, spec(size)) for size, dtype in results],
+            parallel=(steps,),
             # Row i of all matrices is contiguous, so that one load reads it with blocks as sublanes.
-            scratch_shapes=[pltpu.VMEM((entries, per_step, entries), jnp.float32)],
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel",), vmem_limit_bytes=config.vmem_bytes + 16 * 2**20
-            ),
-            cost_estimate=pl.CostEstimate(
-                flops=2 * blocks * entries * entries * sum(x.shape[-1] for x in stores),
-                bytes_accessed=4 * sum(x.size for x in arrays),
-                transcendentals=blocks * entries * entries,
-            ),
+            scratch=[pltpu.VMEM((entries, per_step, entries), jnp.float32)],
             interpret=interpret,
-            name=kernel.__name__.strip("_"),
-        )(*map(split_steps, arrays))
+            flops=2 * blocks * entries * entries * sum(x.shape[-1] for x in stores),
+            bytes_accessed=4 * sum(x.size for x in arrays),
+            transcendentals=blocks * entries * entries,
+            vmem_limit_bytes=config.vmem_bytes + 16 * 2**20,
+        )
         return [x.reshape(-1, x.shape[2])[:blocks] for x in outputs]
 
     return run_batched(run_blocks, *arrays)

@@ -15,7 +15,7 @@ from pallas_kernels.cluster_recall.batching import fold_mapped_axes
 from pallas_kernels.cluster_recall.blocks import Blocks, Inputs, check_kernel_support
 from pallas_kernels.partials import MASK_VALUE, Partials
 from pallas_kernels.quantized_array import array_bytes, product_dtype
-from pallas_kernels.tpu import dot, dot_stored
+from pallas_kernels.tpu import dot, dot_stored, launch
 
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
 LANES = 128  # of a register
@@ -151,7 +151,7 @@ def recall_unmapped(inputs: Inputs, *, config: TpuConfig, interpret: Any) -> Par
     """
     queries, blocks, indices, lengths = inputs
     batch, heads, count, head_dim = queries.shape
-    kv_heads, _, block_size, row_width = blocks.entries.shape[1:]
+    block_size, row_width = blocks.entries.shape[3:]
     streams = batch * heads
     cores = config.cores if streams % config.cores == 0 else 1
     per_core = streams // cores
@@ -203,45 +203,29 @@ def recall_unmapped(inputs: Inputs, *, config: TpuConfig, interpret: Any) -> Par
 
     tokens = streams * steps * step * block_size
     entries_bytes = tokens * row_width * blocks.entries.dtype.itemsize
-    per_query = pl.BlockSpec((1, count, 1), stream_index)
-    maximum, numerator, denominator = pl.pallas_call(
-        functools.partial(
-            _kernel,
-            names=tuple(arrays),
-            halves=halves,
-            bits=(blocks.key_bits, blocks.value_bits),
-            head_dim=head_dim,
-            heads=heads,
-            group=heads // kv_heads,
-            block_size=block_size,
-        ),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(cores, per_core),
-            in_specs=[spec for _, spec in arrays.values()],
-            out_specs=[per_query, piece_spec(values), per_query],
-            scratch_shapes=[
-                pltpu.VMEM((2, step * block_size, row_width), blocks.entries.dtype),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SMEM((1,), jnp.int32),
-            ],
-        ),
-        out_shape=[
-            jax.ShapeDtypeStruct((streams, *shape), jnp.float32)
-            for shape in ((count, 1), (len(values.pieces), count, values.width), (count, 1))
+    per_query = ((streams, count, 1), jnp.float32, pl.BlockSpec((1, count, 1), stream_index))
+    per_piece = ((streams, len(values.pieces), count, values.width), jnp.float32, piece_spec(values))
+    maximum, numerator, denominator = launch(
+        "cluster_recall",
+        functools.partial(_kernel, names=tuple(arrays), halves=halves, blocks=blocks, heads=heads, head_dim=head_dim),
+        arrays.values(),
+        [per_query, per_piece, per_query],
+        parallel=(cores,),
+        sequential=(per_core,),
+        scalars=[used_steps],
+        scratch=[
+            pltpu.VMEM((2, step * block_size, row_width), blocks.entries.dtype),
+            pltpu.SemaphoreType.DMA((2,)),
+            pltpu.SMEM((1,), jnp.int32),
         ],
-        # Checks would take a third of the time to start a copy. Interpreters, which tests use, check every copy.
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True, disable_semaphore_checks=True
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=4 * tokens * count * head_dim,
-            bytes_accessed=entries_bytes + array_bytes([x for name, (x, _) in arrays.items() if name != "entries"]),
-            transcendentals=tokens * count,
-        ),
         interpret=interpret,
-        name="cluster_recall",
-    )(used_steps, *(x for x, _ in arrays.values()))
+        flops=4 * tokens * count * head_dim,
+        bytes_accessed=entries_bytes + array_bytes([x for name, (x, _) in arrays.items() if name != "entries"]),
+        transcendentals=tokens * count,
+        # Checks would take a third of the time to start a copy. Interpreters, which tests use, check every copy.
+        disable_bounds_checks=True,
+        disable_semaphore_checks=True,
+    )
     joined = jnp.zeros((streams, count, head_dim))
     for i, piece in enumerate(values.pieces):
         joined = joined.at[..., piece.columns].add(numerator[:, i, :, piece.lanes])
@@ -267,13 +251,14 @@ def _gather_scales(scale: Float[Array, "B H_kv N P 2"], indices: Int[Array, "B H
     return jnp.einsum("bhkn,bhnps->sbhkp", is_selected.astype(scale.dtype), scale, **exact)
 
 
-def _kernel(used_steps, *refs, names, halves, bits, head_dim, heads, group, block_size):
+def _kernel(used_steps, *refs, names, halves, blocks, heads, head_dim):
     """Attends to all selected blocks of one head.
 
     `buffer` holds the blocks of two steps: one step is processed and the next one is fetched. Integers are divided by
     `lax.div`, because `//` rounds towards minus infinity, which is lowered differently per chip.
     """
     inputs = dict(zip(names, refs, strict=False))
+    group, block_size = heads // blocks.entries.shape[1], blocks.entries.shape[3]
     max_ref, num_ref, den_ref, buffer, semaphores, buffer_half = refs[len(names) :]
     core, place, last = pl.program_id(0), pl.program_id(1), pl.num_programs(1) - 1
     stream = core * (last + 1) + place
@@ -305,8 +290,8 @@ def _kernel(used_steps, *refs, names, halves, bits, head_dim, heads, group, bloc
 
             @pl.when(jax.lax.rem(jax.lax.shift_right_logical(fetched, doubling), 2) == 1)
             def _(doubling=doubling):
-                blocks = buffer.at[half, pl.ds(0, block_size << doubling)]
-                pltpu.make_async_copy(blocks, blocks, semaphores.at[half]).wait()
+                same_bytes = buffer.at[half, pl.ds(0, block_size << doubling)]
+                pltpu.make_async_copy(same_bytes, same_bytes, semaphores.at[half]).wait()
 
     @pl.when(place == 0)
     def _():
@@ -341,7 +326,7 @@ def _kernel(used_steps, *refs, names, halves, bits, head_dim, heads, group, bloc
         old_max, numerators, denominator = partials
         logits = jnp.zeros((queries.shape[2], step * block_size))
         for i, piece in enumerate(keys.pieces):
-            logits += _dot_piece(queries[0, i], entries[:, keys.lanes], piece.part, bits[0], axis=1)
+            logits += _dot_piece(queries[0, i], entries[:, keys.lanes], piece.part, blocks.key_bits, axis=1)
         logits = logits * head_dim**-0.5
         if "key_scale" in inputs:
             logits = logits * inputs["key_scale"][0, pl.ds(step_index, 1)]
@@ -353,7 +338,7 @@ def _kernel(used_steps, *refs, names, halves, bits, head_dim, heads, group, bloc
         if "value_scale" in inputs:
             weight = weight * inputs["value_scale"][0, pl.ds(step_index, 1)]
         added = [
-            _dot_piece(weight.astype(dtype), entries[:, values.lanes], piece.part, bits[1], axis=0)
+            _dot_piece(weight.astype(dtype), entries[:, values.lanes], piece.part, blocks.value_bits, axis=0)
             for piece in values.pieces
         ]
         numerators = tuple(old * rescale + new for old, new in zip(numerators, added, strict=True))

@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.k_means.reference import Inputs, LloydStep
-from pallas_kernels.tpu import dot
+from pallas_kernels.tpu import dot, launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,32 +80,27 @@ def k_means(inputs: Inputs, *, config: TpuConfig, interpret: Any) -> LloydStep:
     row_spec = pl.BlockSpec((1, block), lambda i: (0, i))
     cluster_spec = pl.BlockSpec((clusters, head_dim), lambda i: (0, 0))
     arrays = [x.T if points_minor else x for x in (points, summands) if x is not None]
-    labels, sums, total_product = pl.pallas_call(
+    scalar = num_centroids.astype(jnp.int32).reshape(1, 1)
+    labels, sums, total_product = launch(
+        "k_means",
         functools.partial(_kernel, tokens=tokens, block=block, axis=int(points_minor)),
-        grid=(pl.cdiv(tokens, block),),
-        in_specs=[
-            pl.BlockSpec((1, 1), lambda i: (0, 0), memory_space=pltpu.SMEM),
-            cluster_spec,
-            row_spec,
-            *(point_spec for _ in arrays),
+        [
+            (scalar, pl.BlockSpec((1, 1), lambda i: (0, 0), memory_space=pltpu.SMEM)),
+            (centroids, cluster_spec),
+            (is_valid.astype(jnp.int32)[None], row_spec),
+            *((x, point_spec) for x in arrays),
         ],
-        out_specs=[row_spec, cluster_spec, pl.BlockSpec((1, 1), lambda i: (0, 0))],
-        out_shape=[
-            jax.ShapeDtypeStruct((1, tokens), jnp.int32),
-            jax.ShapeDtypeStruct((clusters, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((1, 1), jnp.float32),
+        [
+            ((1, tokens), jnp.int32, row_spec),
+            ((clusters, head_dim), jnp.float32, cluster_spec),
+            ((1, 1), jnp.float32, pl.BlockSpec((1, 1), lambda i: (0, 0))),
         ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=config.vmem_bytes + 16 * 2**20
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=4 * tokens * clusters * head_dim,
-            bytes_accessed=4 * (len(arrays) * tokens * head_dim + 2 * clusters * head_dim + 2 * tokens),
-            transcendentals=0,
-        ),
+        sequential=(pl.cdiv(tokens, block),),
         interpret=interpret,
-        name="k_means",
-    )(num_centroids.astype(jnp.int32).reshape(1, 1), centroids, is_valid.astype(jnp.int32)[None], *arrays)
+        flops=4 * tokens * clusters * head_dim,
+        bytes_accessed=4 * (len(arrays) * tokens * head_dim + 2 * clusters * head_dim + 2 * tokens),
+        vmem_limit_bytes=config.vmem_bytes + 16 * 2**20,
+    )
     return LloydStep(labels[0], sums, total_product[0, 0])
 
 

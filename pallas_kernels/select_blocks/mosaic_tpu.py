@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.batching import run_batched
 from pallas_kernels.dispatch import PreferXla
 from pallas_kernels.select_blocks.reference import Limits, SelectedBlocks
+from pallas_kernels.tpu import launch
 
 HEADS, LANES = 8, 128  # heads of a step, one in each sublane of a register
 MIN_KEY = -(2**31)  # of empty clusters
@@ -76,22 +77,18 @@ def _select_for_heads(*arrays: Array, limits: Limits, interpret: Any) -> Selecte
     block_width = pl.cdiv(limits.max_blocks, LANES) * LANES
     cluster_spec = pl.BlockSpec((HEADS, cluster_width), lambda i: (i, 0))
     block_spec = pl.BlockSpec((HEADS, block_width), lambda i: (i, 0))
-    indices, lengths, tokens = pl.pallas_call(
+    outputs = [(block_width, block_spec), (block_width, block_spec), (cluster_width, cluster_spec)]
+    indices, lengths, tokens = launch(
+        "select_blocks",
         functools.partial(_kernel, limits=limits),
-        grid=(rows // HEADS,),
-        in_specs=[cluster_spec] * 3,
-        out_specs=[block_spec, block_spec, cluster_spec],
-        out_shape=[jax.ShapeDtypeStruct((rows, size), jnp.int32) for size in (block_width, block_width, cluster_width)],
-        scratch_shapes=[pltpu.VMEM((HEADS, cluster_width), jnp.float32)] * 4,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
-        cost_estimate=pl.CostEstimate(
-            flops=rows * cluster_width * (32 * 4 + 5 * block_width),
-            bytes_accessed=4 * rows * (4 * cluster_width + 2 * block_width),
-            transcendentals=0,
-        ),
+        [(x, cluster_spec) for x in padded],
+        [((rows, width), jnp.int32, spec) for width, spec in outputs],
+        parallel=(rows // HEADS,),
+        scratch=[pltpu.VMEM((HEADS, cluster_width), jnp.float32)] * 4,
         interpret=interpret,
-        name="select_blocks",
-    )(*padded)
+        flops=rows * cluster_width * (32 * 4 + 5 * block_width),
+        bytes_accessed=4 * rows * (4 * cluster_width + 2 * block_width),
+    )
     blocks = slice(limits.max_blocks)
     return SelectedBlocks(indices[:heads, blocks], lengths[:heads, blocks], tokens[:heads, :clusters])
 

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.soft_match.reference import MIN_SQUARED_NORM, Partners
-from pallas_kernels.tpu import dot
+from pallas_kernels.tpu import dot, launch
 
 DTYPES = ("float32", "bfloat16")
 LANES = 128
@@ -85,27 +85,22 @@ def soft_match(
     # Strided loads of every other row need rows of 32-bit numbers that are at most one tile wide.
     is_strided = keys.dtype == jnp.float32 and head_dim <= LANES
     column_tiles = (pl.cdiv(head_dim, LANES), block, min(head_dim, LANES))
-    per_pair = jax.ShapeDtypeStruct((chunks, 1, pairs), jnp.float32)
+    num_keys_spec = pl.BlockSpec((1, 1), lambda i: (0, 0), memory_space=pltpu.SMEM)
+    key_spec = pl.BlockSpec((block, head_dim), lambda i: (i, 0))
     pair_spec = pl.BlockSpec((step_chunks, 1, pairs), lambda i: (i, 0, 0))
-    cosine, partner = pl.pallas_call(
+    cosine, partner = launch(
+        "soft_match",
         functools.partial(_kernel, chunk_size=chunk_size, step_chunks=step_chunks),
-        grid=(pl.cdiv(chunks, step_chunks),),
-        in_specs=[
-            pl.BlockSpec((1, 1), lambda i: (0, 0), memory_space=pltpu.SMEM),
-            pl.BlockSpec((block, head_dim), lambda i: (i, 0)),
-        ],
-        out_specs=[pair_spec, pair_spec],
-        out_shape=[per_pair, jax.ShapeDtypeStruct(per_pair.shape, jnp.int32)],
-        scratch_shapes=[] if is_strided else [pltpu.VMEM(column_tiles, jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=64 * 2**20),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * chunks * pairs * pairs * head_dim,
-            bytes_accessed=keys.size * keys.dtype.itemsize + 2 * chunks * pairs * 4,
-            transcendentals=slots,
-        ),
+        [(num_keys.astype(jnp.int32).reshape(1, 1), num_keys_spec), (keys, key_spec)],
+        [((chunks, 1, pairs), dtype, pair_spec) for dtype in (jnp.float32, jnp.int32)],
+        parallel=(pl.cdiv(chunks, step_chunks),),
+        scratch=[] if is_strided else [pltpu.VMEM(column_tiles, jnp.float32)],
         interpret=interpret,
-        name="soft_match",
-    )(num_keys.astype(jnp.int32).reshape(1, 1), keys)
+        flops=2 * chunks * pairs * pairs * head_dim,
+        bytes_accessed=keys.size * keys.dtype.itemsize + 2 * chunks * pairs * 4,
+        transcendentals=slots,
+        vmem_limit_bytes=64 * 2**20,
+    )
     return Partners(cosine.reshape(-1), partner.reshape(-1))
 
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -129,8 +128,8 @@ def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_log
     inputs = [_inputs(store, store_ranges, operands) for store, store_ranges in zip(stores, ranges, strict=True)]
     padded = inputs[0]["queries"].shape[3]
 
-    has_values = np.repeat([store.entries.values is not None for store in stores], splits)
-    outputs = hopper.partials_shapes(batch, heads, sum(splits), padded, head_dim if has_values.any() else None)
+    has_values = any(store.entries.values is not None for store in stores)
+    outputs = hopper.partials_shapes(batch, heads, sum(splits), padded, head_dim if has_values else None)
     logits_out = [
         jax.ShapeDtypeStruct((batch, heads, padded, store.blocks * hopper.SLOTS), jnp.float32)
         for store in stores
@@ -162,23 +161,23 @@ def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_log
         scratch_of(stages),
         grid={"splits": sum(splits), "heads": heads, "batch": batch},
         interpret=interpret,
-        flops=2 * batch * heads * count * slots * head_dim * (2 if "numerator" in outputs else 1),
+        flops=2 * batch * heads * count * slots * head_dim * (1 + has_values),
         bytes_accessed=array_bytes(inputs, outputs, logits_out),
         transcendentals=batch * heads * count * slots,
         approx_math=True,
     )
-    maximum, denominator, *results = results
-    if "numerator" in outputs:
-        numerator = results.pop(0)[..., :count, :]
-    else:
-        numerator = jnp.zeros((*maximum.shape[:3], count, head_dim))
-    if has_values.any() and not has_values.all():
-        numerator = jnp.where(has_values[:, None, None], numerator, 0.0)
-    launch_partials = Partials(maximum[..., :count], numerator, denominator[..., :count])
+    launch_partials = Partials(
+        results[0][..., :count],
+        results[2][..., :count, :] if has_values else jnp.zeros((*results[0].shape[:3], count, head_dim)),
+        results[1][..., :count],
+    )
     store_partials, first = [], 0
-    for store_splits in splits:
+    for store, store_splits in zip(stores, splits, strict=True):
         split_range = slice(first, first := first + store_splits)
-        store_partials.append(merge_splits(jax.tree.map(lambda x, at=split_range: x[:, :, at], launch_partials)))
+        partials = merge_splits(jax.tree.map(lambda x, at=split_range: x[:, :, at], launch_partials))
+        if store.entries.values is None:  # its numerator was not written
+            partials = partials._replace(numerator=jnp.zeros_like(partials.numerator))
+        store_partials.append(partials)
     next_partials = iter(store_partials)
     merged = [merge_partials(*(next(next_partials) for _ in own_stores)) for _, *own_stores in parts]
     if not with_logits:
@@ -192,7 +191,7 @@ def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_log
 
     return [
         partials._replace(logits=mask_logits(store, store_ranges, logits))
-        for partials, store, store_ranges, logits in zip(merged, stores, ranges, results, strict=True)
+        for partials, store, store_ranges, logits in zip(merged, stores, ranges, results[len(outputs) :], strict=True)
     ]
 
 

@@ -2,20 +2,20 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import packing
 from pallas_kernels.dispatch import PreferXla, tensor_cores
 from pallas_kernels.partials import MASK_VALUE, Partials, merge_splits
 from pallas_kernels.quantized_array import array_bytes, product_dtype
-from pallas_kernels.tpu import dot_stored
+from pallas_kernels.tpu import dot_stored, launch
 from pallas_kernels.weighted_decode.entries import PER_SLOT, Entries, Ranges, check_kernel_support, read_ranges
 from pallas_kernels.weighted_decode.reference import COMPUTE_BOUND_QUERIES
 
@@ -136,33 +136,29 @@ def weighted_decode(
     }
     for store in blocked:
         arrays |= {(store.number, name): array for name, array in store.arrays(count).items()}
-    out_specs = [pl.BlockSpec((1, 1, 1, count, width), split_index) for width in (1, head_dim, 1)]
-    out_shape = [jax.ShapeDtypeStruct((batch, heads, splits, count, width), jnp.float32) for width in (1, head_dim, 1)]
+    outputs: list[tuple[Any, ...]] = [
+        ((batch, heads, splits, count, width), jnp.float32, pl.BlockSpec((1, 1, 1, count, width), split_index))
+        for width in (1, head_dim, 1)
+    ]
     if logits:
         # Every step writes its own block, so that slots of skipped blocks are masked.
         (store,) = blocked
-        out_specs.append(pl.BlockSpec((1, 1, count, store.block), lambda b, h, s, j, *_: (b, h, 0, s * steps + j)))
-        out_shape.append(jax.ShapeDtypeStruct((batch, heads, count, splits * steps * store.block), jnp.float32))
-    block_ranges = [bound for store in blocked for bound in store.block_ranges]
+        spec = pl.BlockSpec((1, 1, count, store.block), lambda b, h, s, j, *_: (b, h, 0, s * steps + j))
+        outputs.append(((batch, heads, count, splits * steps * store.block), jnp.float32, spec))
     products = sum(store.entries.slots * (1 if store.entries.values is None else 2) for store in blocked)
-    results = pl.pallas_call(
+    results = launch(
+        "weighted_decode",
         functools.partial(_kernel, stores=blocked, names=tuple(arrays), with_logits=logits),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(block_ranges),
-            grid=(batch, heads, splits, steps),
-            in_specs=[spec for _, spec in arrays.values()],
-            out_specs=out_specs,
-        ),
-        out_shape=out_shape,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3 + ("arbitrary",)),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * batch * heads * count * head_dim * products,
-            bytes_accessed=array_bytes([x for x, _ in arrays.values()], out_shape),
-            transcendentals=batch * heads * count * sum(store.entries.slots for store in blocked),
-        ),
+        arrays.values(),
+        outputs,
+        parallel=(batch, heads, splits),
+        sequential=(steps,),
+        scalars=[bound for store in blocked for bound in store.block_ranges],
         interpret=interpret,
-        name="weighted_decode",
-    )(*block_ranges, *(x for x, _ in arrays.values()))
+        flops=2 * batch * heads * count * head_dim * products,
+        bytes_accessed=array_bytes([x for x, _ in arrays.values()]) + 4 * sum(math.prod(out[0]) for out in outputs),
+        transcendentals=batch * heads * count * sum(entries.slots for entries in stores),
+    )
     merged = merge_splits(Partials(results[0][..., 0], results[1], results[2][..., 0]))
     return merged._replace(logits=results[3][..., : blocked[0].entries.slots]) if logits else merged
 
