@@ -142,16 +142,16 @@ def measure(shape: Shape) -> list[dict[str, Any]]:
         relative to the seconds, the device and the JAX version.
     """
     limit = limit_seconds(shape)
-    device = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    common = {"case": str(shape), "bytes": shape.bytes, "limit": limit, "jax": jax.__version__}
     rows: list[dict[str, Any]] = []
     for name, form in shape.forms().items():
-        seconds, problem = None, None
+        row: dict[str, Any] = {**common, "form": name, "seconds": None, "problem": None}
+        row["device"] = jax.devices()[0].device_kind
         try:
-            seconds = seconds_per_call(form)
+            row["seconds"] = seconds_per_call(form)
         except Exception as error:  # the problem is reported, and the other forms are measured
-            problem = next(iter(str(error).splitlines()), type(error).__name__)
-        case = {"case": str(shape), "form": name, "seconds": seconds, "problem": problem}
-        rows.append({**case, "bytes": shape.bytes, "limit": limit, **device})
+            row["problem"] = next(iter(str(error).splitlines()), type(error).__name__)
+        rows.append(row)
     for row in rows:
         others = [other["seconds"] for other in rows if other is not row and other["seconds"] is not None]
         row["best_other"] = min(others, default=None)

@@ -16,7 +16,7 @@ import importlib.util
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -124,11 +124,8 @@ class RunningPartials(NamedTuple):
     def create(cls, head_dim: int | None) -> "RunningPartials":
         """Returns partials of no entries, without a numerator if `head_dim` is None."""
         width, columns = (0, []) if head_dim is None else _column_groups(head_dim)
-        return cls(
-            full_rows(MASK_VALUE * LOG2E),
-            full_rows(0.0),
-            tuple(plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), LAYOUT) for _ in columns),
-        )
+        sums = full_rows(MASK_VALUE * LOG2E), full_rows(0.0)
+        return cls(*sums, tuple(plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), LAYOUT) for _ in columns))
 
 
 def check_dtypes(*packed: str, **arrays: Any) -> None:
@@ -293,12 +290,9 @@ def attention_scratch(
         The memory and the barrier of the queries, the maximum, the denominator, converted entries, and weights.
     """
     per_query = plgpu.SMEM((ROWS,), jnp.float32)
-    scratch = {
-        "queries": blocked((operands.row_parts, ROWS, width), operands.dtype, columns),
-        "query_barrier": plgpu.Barrier(num_arrivals=operands.row_parts),
-        "max": per_query,
-        "denominator": per_query,
-    }
+    scratch: dict[str, Any] = {"max": per_query, "denominator": per_query}
+    scratch["queries"] = blocked((operands.row_parts, ROWS, width), operands.dtype, columns)
+    scratch["query_barrier"] = plgpu.Barrier(num_arrivals=operands.row_parts)
     if operands.is_scaled:
         scratch["unscaled_queries"] = blocked((1, ROWS, width), dtype, columns)
     if not operands.is_direct:
@@ -460,13 +454,9 @@ def update_max(
 
 
 def add_values(
-    numerator: tuple[Array, ...],
-    rescale: Float[Array, "64"],
-    weights: Any,
-    values: Sequence[Any],
-    operands: Operands,
+    numerator: tuple[Array, ...], rescale: Float[Array, "64"], weights: Any, values: Sequence[Any], operands: Operands,
     powers: Float[Array, "64"] | None = None,
-) -> tuple[Array, ...]:
+) -> tuple[Array, ...]:  # fmt: skip
     """Adds a block of slots to the numerator.
 
     Args:
@@ -588,8 +578,8 @@ def load(ref: Any, layout: Any, optimized: bool = True) -> Array:
 
 
 def launch(
-    kernel: Callable[..., None], inputs: Iterable[Array], outputs: Iterable[Any], scratch: Mapping[str, Any],
-    *, grid: Mapping[str, int], interpret: Any, flops: int, bytes_accessed: int, transcendentals: int = 0,
+    kernel: Callable[..., None], inputs: Sequence[Array], outputs: Sequence[Any], scratch: Mapping[str, Any],
+    *, grid: Mapping[str, int], interpret: Any, flops: int, transcendentals: int = 0, bytes_accessed: int | None = None,
     approx_math: bool = False,
 ) -> Sequence[Array]:  # fmt: skip
     """Launches a kernel by `plgpu.kernel`.
@@ -602,8 +592,8 @@ def launch(
         grid: The size of each named axis of the grid.
         interpret: Passed to `plgpu.kernel`.
         flops: An estimate of the flops.
-        bytes_accessed: An estimate of the bytes that move.
         transcendentals: An estimate of the number of exponentials.
+        bytes_accessed: An estimate of the bytes that move; None if all inputs and outputs do.
         approx_math: Whether exponentials are approximated.
 
     Returns:
@@ -611,17 +601,12 @@ def launch(
     """
     options: dict[str, Any] = {}
     if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:  # since JAX 0.12
-        options["cost_estimate"] = pl.CostEstimate(flops, transcendentals, bytes_accessed)
-    return plgpu.kernel(
-        kernel,
-        out_type=list(outputs),
-        scratch_types=scratch,
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        compiler_params=plgpu.CompilerParams(approx_math=approx_math),
-        interpret=interpret,
-        **options,
-    )(*inputs)
+        moved = array_bytes(inputs, outputs) if bytes_accessed is None else bytes_accessed
+        options["cost_estimate"] = pl.CostEstimate(flops, transcendentals, moved)
+    options |= {"grid": tuple(grid.values()), "grid_names": tuple(grid), "interpret": interpret}
+    compiler_params = plgpu.CompilerParams(approx_math=approx_math)
+    call = plgpu.kernel(kernel, out_type=outputs, scratch_types=scratch, compiler_params=compiler_params, **options)
+    return call(*inputs)
 
 
 def _multiprocessors() -> int:

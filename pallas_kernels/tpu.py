@@ -9,15 +9,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.quantized_array import product_dtype
+from pallas_kernels.quantized_array import array_bytes, product_dtype
 
 
 def launch(
     name: str, kernel: Callable[..., None],
     inputs: Iterable[tuple[Array, pl.BlockSpec]], outputs: Iterable[tuple[tuple[int, ...], Any, pl.BlockSpec]],
     *, parallel: tuple[int, ...] = (), sequential: tuple[int, ...] = (), scalars: Sequence[Array] = (),
-    scratch: Sequence[Any] = (), interpret: Any, flops: int, bytes_accessed: int, transcendentals: int = 0,
-    **compiler_params: Any,
+    scratch: Sequence[Any] = (), interpret: Any, flops: int, transcendentals: int = 0,
+    bytes_accessed: int | None = None, **compiler_params: Any,
 ) -> Sequence[Array]:  # fmt: skip
     """Launches a kernel by `pallas_call`.
 
@@ -32,8 +32,8 @@ def launch(
         scratch: On-chip memory.
         interpret: Passed to `pallas_call`.
         flops: An estimate of the flops.
-        bytes_accessed: An estimate of the bytes that move.
         transcendentals: An estimate of the number of exponentials.
+        bytes_accessed: An estimate of the bytes that move; None if all inputs and outputs do.
         **compiler_params: Further fields of `pltpu.CompilerParams`.
 
     Returns:
@@ -41,6 +41,8 @@ def launch(
     """
     arrays, in_specs = zip(*inputs, strict=True)
     shapes, dtypes, out_specs = zip(*outputs, strict=True)
+    out_shapes = list(map(jax.ShapeDtypeStruct, shapes, dtypes))
+    moved = array_bytes(arrays, out_shapes) if bytes_accessed is None else bytes_accessed
     semantics: Any = ("parallel",) * len(parallel) + ("arbitrary",) * len(sequential)
     return pl.pallas_call(
         kernel,
@@ -51,9 +53,9 @@ def launch(
             out_specs=list(out_specs),
             scratch_shapes=scratch,
         ),
-        out_shape=list(map(jax.ShapeDtypeStruct, shapes, dtypes)),
+        out_shape=out_shapes,
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, **compiler_params),
-        cost_estimate=pl.CostEstimate(flops, transcendentals, bytes_accessed),
+        cost_estimate=pl.CostEstimate(flops, transcendentals, moved),
         interpret=interpret,
         name=name,
     )(*scalars, *arrays)

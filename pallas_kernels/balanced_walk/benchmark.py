@@ -59,10 +59,7 @@ class Shape(benchmarking.Shape):
 QUICK = (Shape(1, 64, heads=2, head_dim=64), Shape(1, 64, "signs", 2, 64))
 # Blocks of a prompt, or two bins of a tree of 4096, 2048, 8192 and 16384 slots; blocks of the other variants.
 PRODUCTION = (
-    Shape(8, 512),
-    Shape(8, 256),
-    Shape(8, 1024),
-    Shape(8, 2048),
+    *(Shape(8, entries) for entries in (512, 256, 1024, 2048)),
     Shape(8, 512, head_dim=64),
     Shape(8, 512, op="signs"),
     Shape(64, 128, op="signs"),

@@ -119,15 +119,11 @@ def _walk(
     blocks, entries, _ = matrices.shape
     size = pl.cdiv(decisions, THREADS) * THREADS
     results = hopper.launch(
-        functools.partial(kernel, decisions=decisions),
-        (matrices, *arrays),
+        functools.partial(kernel, decisions=decisions), (matrices, *arrays),
         [jax.ShapeDtypeStruct((blocks, size), jnp.float32) for _ in names],
         {name: plgpu.SMEM((size,), jnp.float32) for name in names},
-        grid={"blocks": blocks},
-        interpret=interpret,
-        flops=4 * blocks * decisions * entries,
-        bytes_accessed=4 * matrices.size,
-    )
+        grid={"blocks": blocks}, interpret=interpret, flops=4 * blocks * decisions * entries,
+    )  # fmt: skip
     return [x[:, :decisions] for x in results]
 
 

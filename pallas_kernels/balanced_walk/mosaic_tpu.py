@@ -59,58 +59,40 @@ def check(block: Block, *_vectors: Array, config: TpuConfig, **_options: Any) ->
         raise NotImplementedError(f"the matrix of {block.keys.shape[-2]} entries does not fit on chip")
 
 
-def assign_signs(
-    block: Block,
-    uniforms: Float[Array, "t"],
-    gain: Float[Array, "t"],
-    weight: Float[Array, "t"],
-    *,
-    config: TpuConfig,
-    interpret: Any,
-) -> Signs:
+def assign_signs(block: Block, *vectors: Float[Array, "t"], config: TpuConfig, interpret: Any) -> Signs:
     """`reference.assign_signs` with the matrix on chip.
 
     Args:
         block: The entries.
-        uniforms: One draw from [0, 1) per entry.
-        gain: The gain of each entry.
-        weight: The weight of each entry.
+        *vectors: The draw, the gain and the weight of each entry.
         config: How to divide the work.
         interpret: Passed to `pallas_call`.
 
     Returns:
         The signs and the number of clipped decisions.
     """
-    results = [(uniforms.shape[0], jnp.float32), (1, jnp.int32)]
-    signs, clipped = _run(_signs_kernel, results, config, interpret, block, uniforms, gain, weight)
+    results = [(vectors[0].shape[0], jnp.float32), (1, jnp.int32)]
+    signs, clipped = _run(_signs_kernel, results, config, interpret, block, *vectors)
     return Signs(signs, clipped[0])
 
 
 def thin_pairs(
-    block: Block,
-    uniforms: Float[Array, "h"],
-    weights: Float[Array, "t"],
-    gamma: Float[Array, ""],
-    *,
-    config: TpuConfig,
-    interpret: Any,
+    block: Block, uniforms: Float[Array, "h"], *parameters: Array, config: TpuConfig, interpret: Any
 ) -> ThinnedPairs:
     """`reference.thin_pairs` with the matrix on chip.
 
     Args:
         block: The entries.
         uniforms: One draw from [0, 1) per pair.
-        weights: The weights of the entries.
-        gamma: The strength of the tilt.
+        *parameters: The weights of the entries, and the strength of the tilt.
         config: How to divide the work.
         interpret: Passed to `pallas_call`.
 
     Returns:
         The kept entries.
     """
-    pairs = uniforms.shape[0]
-    results = [(pairs, jnp.int32), (pairs, jnp.float32), (1, jnp.int32)]
-    vectors = uniforms, weights, gamma[None]
+    results = [(*uniforms.shape, jnp.int32), (*uniforms.shape, jnp.float32), (1, jnp.int32)]
+    vectors = uniforms, *(x.reshape(-1) for x in parameters)
     indices, pair_weights, clipped = _run(_pairs_kernel, results, config, interpret, block, *vectors)
     return ThinnedPairs(indices, pair_weights, clipped[0])
 
@@ -157,19 +139,14 @@ def _run(
             return pl.BlockSpec((None, per_step, *shape), lambda i: (i, 0, *(0 for _ in shape)))
 
         outputs = launch(
-            kernel.__name__.strip("_"),
-            functools.partial(kernel, stores=len(stores)),
+            kernel.__name__.strip("_"), functools.partial(kernel, stores=len(stores)),
             [(split_steps(x), spec(*x.shape[1:])) for x in arrays],
             [((steps, per_step, size), dtype, spec(size)) for size, dtype in results],
-            parallel=(steps,),
             # Row i of all matrices is contiguous, so that one load reads it with blocks as sublanes.
-            scratch=[pltpu.VMEM((entries, per_step, entries), jnp.float32)],
-            interpret=interpret,
-            flops=2 * blocks * entries * entries * sum(x.shape[-1] for x in stores),
-            bytes_accessed=4 * sum(x.size for x in arrays),
-            transcendentals=blocks * entries * entries,
-            vmem_limit_bytes=config.vmem_bytes + 16 * 2**20,
-        )
+            parallel=(steps,), scratch=[pltpu.VMEM((entries, per_step, entries), jnp.float32)],
+            interpret=interpret, vmem_limit_bytes=config.vmem_bytes + 16 * 2**20,
+            flops=2 * blocks * entries**2 * sum(x.shape[-1] for x in stores), transcendentals=blocks * entries**2,
+        )  # fmt: skip
         return [x.reshape(-1, x.shape[2])[:blocks] for x in outputs]
 
     return run_batched(run_blocks, *arrays)

@@ -7,8 +7,6 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import packing
-from pallas_kernels.dispatch import PreferXla
-from pallas_kernels.weighted_decode.reference import COMPUTE_BOUND_QUERIES
 
 # A TPU fetches a block in place only if its rows fill registers of 128 lanes: a key and its value together do, if each
 # has a multiple of 64 columns. Smaller head dimensions (of toy models) are not padded.
@@ -71,20 +69,3 @@ class Inputs(NamedTuple):
 def padded_width(head_dim: int) -> int:
     """Returns W, the columns that a store allocates for a key and for a value of `head_dim` dimensions."""
     return head_dim if head_dim < COLUMN_MULTIPLE else -(-head_dim // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-
-
-def check_kernel_support(inputs: Inputs) -> None:
-    """Checks that `inputs` have no options that all kernels lack.
-
-    Raises:
-        NotImplementedError: If logits are capped, or keys and values differ in their dimensions.
-        PreferXla: If the queries are enough for XLA to be as fast.
-    """
-    logit_cap, value_dim = inputs.blocks.logit_cap, inputs.blocks.value_dim
-    _, _, queries, head_dim = inputs.queries.shape
-    if logit_cap is not None:
-        raise NotImplementedError(f"logit_cap={logit_cap}; only XLA caps logits")
-    if value_dim not in (None, head_dim):
-        raise NotImplementedError(f"values have {value_dim} dimensions and keys {head_dim}")
-    if queries >= COMPUTE_BOUND_QUERIES:
-        raise PreferXla(f"{queries} queries; XLA is as fast from {COMPUTE_BOUND_QUERIES} queries on")

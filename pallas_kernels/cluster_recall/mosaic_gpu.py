@@ -11,11 +11,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.cluster_recall.batching import fold_mapped_axes
-from pallas_kernels.cluster_recall.blocks import Inputs, check_kernel_support
+from pallas_kernels.cluster_recall.blocks import Inputs
 from pallas_kernels.cluster_recall.reference import gather_blocks
 from pallas_kernels.hopper import GpuConfig
 from pallas_kernels.partials import MASK_VALUE, Partials, merge_splits
 from pallas_kernels.quantized_array import array_bytes
+from pallas_kernels.weighted_decode.entries import check_kernel_support
 
 SCALES = ("key_scale", "value_scale")
 
@@ -32,7 +33,7 @@ def check(inputs: Inputs, *, interpret: Any, **_options: Any) -> None:
     """
     if not interpret:
         hopper.check_device()
-    check_kernel_support(inputs)
+    check_kernel_support(inputs.queries, inputs.blocks.logit_cap, inputs.blocks.value_dim)
     queries, blocks, *_ = inputs
     block_size, width = blocks.entries.shape[3], 2 * blocks.width
     if block_size not in (8, 16, 32, 64) or width not in (128, 256, 384, 512):
@@ -99,13 +100,10 @@ def _cluster_recall(inputs: Inputs, *, config: GpuConfig, interpret: Any) -> Par
     tokens = batch * heads * indices.shape[2] * block_size
     entries_bytes = tokens * row_width * blocks.entries.dtype.itemsize
     maximum, denominator, numerator = hopper.launch(
-        cluster_recall, arrays.values(), outputs.values(), scratch_of(stages),
-        grid={"splits": splits, "heads": heads, "batch": batch},
-        interpret=interpret,
-        flops=4 * tokens * count * head_dim,
+        cluster_recall, list(arrays.values()), list(outputs.values()), scratch_of(stages),
+        grid={"splits": splits, "heads": heads, "batch": batch}, interpret=interpret, approx_math=True,
+        flops=4 * tokens * count * head_dim, transcendentals=tokens * count,
         bytes_accessed=entries_bytes + array_bytes({**arrays, "entries": None}, outputs),
-        transcendentals=tokens * count,
-        approx_math=True,
     )  # fmt: skip
     partials = Partials(maximum[..., :count], numerator[..., :count, :head_dim], denominator[..., :count])
     return merge_splits(partials)

@@ -12,10 +12,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import packing
 from pallas_kernels.cluster_recall.batching import fold_mapped_axes
-from pallas_kernels.cluster_recall.blocks import Blocks, Inputs, check_kernel_support
+from pallas_kernels.cluster_recall.blocks import Blocks, Inputs
 from pallas_kernels.partials import MASK_VALUE, Partials
 from pallas_kernels.quantized_array import array_bytes, product_dtype
 from pallas_kernels.tpu import dot, dot_stored, launch
+from pallas_kernels.weighted_decode.entries import check_kernel_support
 
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
 LANES = 128  # of a register
@@ -57,7 +58,7 @@ def check(inputs: Inputs, **_options: Any) -> None:
     Raises:
         NotImplementedError: If the kernel does not support them.
     """
-    check_kernel_support(inputs)
+    check_kernel_support(inputs.queries, inputs.blocks.logit_cap, inputs.blocks.value_dim)
     entries, selected = inputs.blocks.entries, inputs.block_indices.shape[2]
     block_size, width = entries.shape[3:]
     for name, dtype in {"queries": inputs.queries.dtype, "entries": entries.dtype}.items():
@@ -126,11 +127,9 @@ def _halves(blocks: Blocks, head_dim: int) -> tuple[_Half, _Half]:
         shift = start - lanes.start
         if bits is None:
             return _Half(lanes, (_Piece(slice(0, head_dim), slice(shift, head_dim + shift), None),))
-        pieces = (
-            _Piece(part.columns, slice(part.bytes.start + shift, part.bytes.stop + shift), part)
-            for part in packing.parts(head_dim, bits)
-        )
-        return _Half(lanes, tuple(pieces))
+        parts = packing.parts(head_dim, bits)
+        pieces = ((x.columns, slice(x.bytes.start + shift, x.bytes.stop + shift), x) for x in parts)
+        return _Half(lanes, tuple(_Piece(*piece) for piece in pieces))
 
     return half(0, value_column, blocks.key_bits), half(value_column, row_width, blocks.value_bits)
 
@@ -165,15 +164,13 @@ def recall_unmapped(inputs: Inputs, *, config: TpuConfig, interpret: Any) -> Par
     is_read = (lengths > 0).reshape(streams, steps * step)
     # The blocks that each step reads are counted by a product, because XLA would transpose them for a sum.
     is_in_step = jnp.arange(steps * step)[:, None] // step == jnp.arange(steps)
-    blocks_read = jnp.matmul(
-        is_read.astype(jnp.bfloat16), is_in_step.astype(jnp.bfloat16), preferred_element_type=jnp.float32
-    )
+    products = is_read.astype(jnp.bfloat16), is_in_step.astype(jnp.bfloat16)
+    blocks_read = jnp.matmul(*products, preferred_element_type=jnp.float32)
     # Steps after the last one that reads a block are skipped; every head has one step.
     used_steps = jnp.max(jnp.where(blocks_read > 0, jnp.arange(steps), 0), axis=1) + 1
     # A plan has the indices of the blocks, -1 if a block is not read, and then the number of blocks read per step.
-    plan = jnp.concatenate(
-        [jnp.where(is_read, indices.reshape(is_read.shape), -1), blocks_read.astype(jnp.int32)], axis=1
-    )
+    read_indices = jnp.where(is_read, indices.reshape(is_read.shape), -1)
+    plan = jnp.concatenate([read_indices, blocks_read.astype(jnp.int32)], axis=1)
 
     def stream_index(core, place, *_):
         return core * per_core + place, 0, 0
@@ -186,14 +183,12 @@ def recall_unmapped(inputs: Inputs, *, config: TpuConfig, interpret: Any) -> Par
         return pl.BlockSpec(shape, lambda *at: (*stream_index(*at), 0))
 
     plan_spec = functools.partial(pl.BlockSpec, (1, 1, plan.shape[1]), memory_space=pltpu.SMEM)
+    stream_lengths = lengths.astype(jnp.float32).reshape(streams, steps, step)
     arrays: dict[str, tuple[Array, pl.BlockSpec]] = {
         "plan": (plan[:, None], plan_spec(stream_index)),
         "next_plan": (plan[:, None], plan_spec(next_stream_index)),
         "queries": (_split_queries(queries.reshape(streams, count, -1), keys), piece_spec(keys)),
-        "lengths": (
-            lengths.astype(jnp.float32).reshape(streams, steps, step),
-            pl.BlockSpec((1, steps, step), stream_index),
-        ),
+        "lengths": (stream_lengths, pl.BlockSpec((1, steps, step), stream_index)),
         "entries": (blocks.entries, pl.BlockSpec(memory_space=pl.ANY)),
     }
     if blocks.scale is not None:
@@ -208,24 +203,17 @@ def recall_unmapped(inputs: Inputs, *, config: TpuConfig, interpret: Any) -> Par
     maximum, numerator, denominator = launch(
         "cluster_recall",
         functools.partial(_kernel, names=tuple(arrays), halves=halves, blocks=blocks, heads=heads, head_dim=head_dim),
-        arrays.values(),
-        [per_query, per_piece, per_query],
-        parallel=(cores,),
-        sequential=(per_core,),
-        scalars=[used_steps],
+        arrays.values(), [per_query, per_piece, per_query],
+        parallel=(cores,), sequential=(per_core,), scalars=[used_steps], interpret=interpret,
         scratch=[
             pltpu.VMEM((2, step * block_size, row_width), blocks.entries.dtype),
-            pltpu.SemaphoreType.DMA((2,)),
-            pltpu.SMEM((1,), jnp.int32),
+            pltpu.SemaphoreType.DMA((2,)), pltpu.SMEM((1,), jnp.int32),
         ],
-        interpret=interpret,
-        flops=4 * tokens * count * head_dim,
+        flops=4 * tokens * count * head_dim, transcendentals=tokens * count,
         bytes_accessed=entries_bytes + array_bytes([x for name, (x, _) in arrays.items() if name != "entries"]),
-        transcendentals=tokens * count,
         # Checks would take a third of the time to start a copy. Interpreters, which tests use, check every copy.
-        disable_bounds_checks=True,
-        disable_semaphore_checks=True,
-    )
+        disable_bounds_checks=True, disable_semaphore_checks=True,
+    )  # fmt: skip
     joined = jnp.zeros((streams, count, head_dim))
     for i, piece in enumerate(values.pieces):
         joined = joined.at[..., piece.columns].add(numerator[:, i, :, piece.lanes])
@@ -337,11 +325,11 @@ def _kernel(used_steps, *refs, names, halves, blocks, heads, head_dim):
         denominator = denominator * rescale + jnp.sum(weight, axis=1, keepdims=True)
         if "value_scale" in inputs:
             weight = weight * inputs["value_scale"][0, pl.ds(step_index, 1)]
-        added = [
-            _dot_piece(weight.astype(dtype), entries[:, values.lanes], piece.part, blocks.value_bits, axis=0)
-            for piece in values.pieces
-        ]
-        numerators = tuple(old * rescale + new for old, new in zip(numerators, added, strict=True))
+        weight, half_values = weight.astype(dtype), entries[:, values.lanes]
+        numerators = tuple(
+            old * rescale + _dot_piece(weight, half_values, piece.part, blocks.value_bits, axis=0)
+            for old, piece in zip(numerators, values.pieces, strict=True)
+        )
         return new_max, numerators, denominator
 
     count = queries.shape[2]

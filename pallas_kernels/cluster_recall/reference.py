@@ -1,6 +1,7 @@
 """`cluster_recall` in jax.numpy: the definition that the kernels are tested against."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,15 +99,14 @@ def key_value_columns(blocks: Blocks, head_dim: int) -> tuple[slice, slice]:
 def _entries(blocks: Blocks, keys: Array, values: Array, scale: Array | None, block_lengths: Array) -> Entries:
     is_read = jnp.arange(blocks.entries.shape[3], dtype=jnp.int32) < block_lengths[..., None]
     log_num = jnp.where(is_read.reshape(*block_lengths.shape[:2], -1), 0.0, MASK_VALUE)
-    if scale is None:
-        return Entries(keys, values, log_num=log_num, logit_cap=blocks.logit_cap)
-    key_scale, value_scale = (scale[..., half].reshape(log_num.shape) for half in (0, 1))
-    return Entries(
-        QuantizedArray(keys, key_scale, bits=blocks.key_bits),
-        QuantizedArray(values, value_scale, bits=blocks.value_bits),
-        log_num=log_num,
-        logit_cap=blocks.logit_cap,
-    )
+    stored: tuple[Any, Any] = keys, values
+    if scale is not None:
+        key_scale, value_scale = (scale[..., half].reshape(log_num.shape) for half in (0, 1))
+        stored = (
+            QuantizedArray(keys, key_scale, bits=blocks.key_bits),
+            QuantizedArray(values, value_scale, bits=blocks.value_bits),
+        )
+    return Entries(*stored, log_num, logit_cap=blocks.logit_cap)
 
 
 def gather_blocks(

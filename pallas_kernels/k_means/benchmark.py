@@ -49,13 +49,10 @@ QUICK = (Shape(1, 512, 8, heads=2, head_dim=64),)
 # Prompts with a cluster per 80 tokens, or per 80 tokens of every fourth; 400 clusters; chunks of decoded tokens; and
 # other head dimensions.
 PRODUCTION = (
-    Shape(8, 16384, 205),
-    Shape(8, 32768, 410),
-    Shape(8, 4096, 205),
+    *(Shape(8, points, clusters) for points, clusters in ((16384, 205), (32768, 410), (4096, 205))),
     Shape(8, 16384, 400, has_summands=True),
     Shape(8, 320, 4),
-    Shape(8, 16384, 205, head_dim=64),
-    Shape(8, 16384, 205, head_dim=256),
+    *(Shape(8, 16384, 205, head_dim=head_dim) for head_dim in (64, 256)),
 )
 
 if __name__ == "__main__":

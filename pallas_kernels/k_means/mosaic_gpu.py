@@ -17,7 +17,6 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import hopper
 from pallas_kernels.batching import run_batched
 from pallas_kernels.k_means.reference import Inputs, LloydStep
-from pallas_kernels.quantized_array import array_bytes
 
 TILE = hopper.ROWS  # points, and clusters, that are multiplied at a time
 # Points and centroids are sums of three bfloat16 numbers; bfloat16 represents the membership of a point exactly.
@@ -91,15 +90,10 @@ def _assign(
     scratch_of = functools.partial(_assign_scratch, head_dim)
     stages, _ = hopper.choose_stages(scratch_of)
     labels, products = hopper.launch(
-        _assign_kernel,
-        (num_centroids, points, parts),
-        [jax.ShapeDtypeStruct((batch, tiles * TILE), dtype) for dtype in (jnp.int32, jnp.float32)],
-        scratch_of(stages),
-        grid={"tiles": tiles, "batch": batch},
-        interpret=interpret,
-        flops=2 * centroids.size * tokens,
-        bytes_accessed=4 * (points.size + centroids.size + 2 * batch * tokens),
-    )
+        _assign_kernel, (num_centroids, points, parts),
+        [jax.ShapeDtypeStruct((batch, tiles * TILE), dtype) for dtype in (jnp.int32, jnp.float32)], scratch_of(stages),
+        grid={"tiles": tiles, "batch": batch}, interpret=interpret, flops=2 * centroids.size * tokens,
+    )  # fmt: skip
     return labels, products
 
 
@@ -179,10 +173,7 @@ def _sum(labels: Int[Array, "B N"], x: Float[Array, "B N D"], clusters: int, int
     output = jax.ShapeDtypeStruct((batch, splits, tiles * TILE, head_dim), jnp.float32)
     (sums,) = hopper.launch(
         cluster_sums, (labels, x), [output], scratch_of(stages),
-        grid={"tiles": tiles, "splits": splits, "batch": batch},
-        interpret=interpret,
-        flops=2 * clusters * x.size,
-        bytes_accessed=array_bytes(x, labels, output),
+        grid={"tiles": tiles, "splits": splits, "batch": batch}, interpret=interpret, flops=2 * clusters * x.size,
     )  # fmt: skip
     return jnp.sum(sums, axis=1)[:, :clusters]
 

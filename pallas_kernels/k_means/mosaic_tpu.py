@@ -82,25 +82,18 @@ def k_means(inputs: Inputs, *, config: TpuConfig, interpret: Any) -> LloydStep:
     arrays = [x.T if points_minor else x for x in (points, summands) if x is not None]
     scalar = num_centroids.astype(jnp.int32).reshape(1, 1)
     labels, sums, total_product = launch(
-        "k_means",
-        functools.partial(_kernel, tokens=tokens, block=block, axis=int(points_minor)),
+        "k_means", functools.partial(_kernel, tokens=tokens, block=block, axis=int(points_minor)),
         [
-            (scalar, pl.BlockSpec((1, 1), lambda i: (0, 0), memory_space=pltpu.SMEM)),
-            (centroids, cluster_spec),
-            (is_valid.astype(jnp.int32)[None], row_spec),
-            *((x, point_spec) for x in arrays),
+            (scalar, pl.BlockSpec((1, 1), lambda i: (0, 0), memory_space=pltpu.SMEM)), (centroids, cluster_spec),
+            (is_valid.astype(jnp.int32)[None], row_spec), *((x, point_spec) for x in arrays),
         ],
         [
-            ((1, tokens), jnp.int32, row_spec),
-            ((clusters, head_dim), jnp.float32, cluster_spec),
+            ((1, tokens), jnp.int32, row_spec), ((clusters, head_dim), jnp.float32, cluster_spec),
             ((1, 1), jnp.float32, pl.BlockSpec((1, 1), lambda i: (0, 0))),
         ],
-        sequential=(pl.cdiv(tokens, block),),
-        interpret=interpret,
+        sequential=(pl.cdiv(tokens, block),), interpret=interpret, vmem_limit_bytes=config.vmem_bytes + 16 * 2**20,
         flops=4 * tokens * clusters * head_dim,
-        bytes_accessed=4 * (len(arrays) * tokens * head_dim + 2 * clusters * head_dim + 2 * tokens),
-        vmem_limit_bytes=config.vmem_bytes + 16 * 2**20,
-    )
+    )  # fmt: skip
     return LloydStep(labels[0], sums, total_product[0, 0])
 
 

@@ -35,25 +35,22 @@ class Shape(benchmarking.Shape):
         blocks = -(-sizes // self.block_size)
         return scores, sizes, jnp.cumsum(blocks, axis=-1) - blocks
 
-    def function(self, form: Callable[..., Any] = select_blocks, **options: Any) -> Callable[..., Any]:
-        """Returns the op, or a form of it, for all heads."""
+    @property
+    def limits(self) -> reference.Limits:
+        """The budget and the blocks that it fills at most."""
         max_blocks = -(-self.max_tokens // self.block_size) + -(-self.max_tokens // self.cluster_size)
-        limits = reference.Limits(self.max_tokens, max_blocks, self.block_size)
-        if form is select_blocks:
-            options |= limits._asdict()
-        else:
-            options["limits"] = limits
-        return jax.vmap(jax.vmap(functools.partial(form, **options)))
+        return reference.Limits(self.max_tokens, max_blocks, self.block_size)
+
+    def function(self, **options: Any) -> Callable[..., Any]:
+        """Returns the op for all heads."""
+        return jax.vmap(jax.vmap(functools.partial(select_blocks, **self.limits._asdict(), **options)))
 
     def forms(self) -> Mapping[str, benchmarking.Form]:
         """Returns the default form and both forms of XLA."""
-        functions = {
-            "kvjax": self.function(),
-            "xla": self.function(reference.select_by_sorting),
-            "xla, comparing": self.function(reference.select_by_comparing),
-        }
-        arguments = self.random_arguments()
-        return {name: benchmarking.Form(function, arguments) for name, function in functions.items()}
+        forms, arguments = {"kvjax": self.function()}, self.random_arguments()
+        for name, form in (("xla", reference.select_by_sorting), ("xla, comparing", reference.select_by_comparing)):
+            forms[name] = jax.vmap(jax.vmap(functools.partial(form, limits=self.limits)))
+        return {name: benchmarking.Form(function, arguments) for name, function in forms.items()}
 
 
 QUICK = (Shape(1, 64, max_tokens=256, heads=2),)

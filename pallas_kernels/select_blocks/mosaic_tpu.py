@@ -79,16 +79,11 @@ def _select_for_heads(*arrays: Array, limits: Limits, interpret: Any) -> Selecte
     block_spec = pl.BlockSpec((HEADS, block_width), lambda i: (i, 0))
     outputs = [(block_width, block_spec), (block_width, block_spec), (cluster_width, cluster_spec)]
     indices, lengths, tokens = launch(
-        "select_blocks",
-        functools.partial(_kernel, limits=limits),
-        [(x, cluster_spec) for x in padded],
-        [((rows, width), jnp.int32, spec) for width, spec in outputs],
-        parallel=(rows // HEADS,),
-        scratch=[pltpu.VMEM((HEADS, cluster_width), jnp.float32)] * 4,
-        interpret=interpret,
+        "select_blocks", functools.partial(_kernel, limits=limits),
+        [(x, cluster_spec) for x in padded], [((rows, width), jnp.int32, spec) for width, spec in outputs],
+        parallel=(rows // HEADS,), scratch=[pltpu.VMEM((HEADS, cluster_width), jnp.float32)] * 4, interpret=interpret,
         flops=rows * cluster_width * (32 * 4 + 5 * block_width),
-        bytes_accessed=4 * rows * (4 * cluster_width + 2 * block_width),
-    )
+    )  # fmt: skip
     blocks = slice(limits.max_blocks)
     return SelectedBlocks(indices[:heads, blocks], lengths[:heads, blocks], tokens[:heads, :clusters])
 

@@ -48,11 +48,8 @@ class Shape(benchmarking.Shape):
 QUICK = (Shape(1, 512, heads=2, head_dim=64),)
 # A prompt's first merge, a later one, and other head dimensions, dtypes and chunks.
 PRODUCTION = (
-    Shape(8, 16384),
-    Shape(8, 32768),
-    Shape(8, 8456),
-    Shape(8, 16384, head_dim=64),
-    Shape(8, 16384, head_dim=256),
+    *(Shape(8, keys) for keys in (16384, 32768, 8456)),
+    *(Shape(8, 16384, head_dim=head_dim) for head_dim in (64, 256)),
     Shape(8, 16384, dtype=jnp.bfloat16),
     Shape(8, 16384, chunk_size=1024),
 )

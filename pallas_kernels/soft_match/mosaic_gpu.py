@@ -72,11 +72,8 @@ def _soft_match(keys: Float[Array, "B S D"], num_keys: Int[Array, "B"], *, chunk
 
     results = hopper.launch(
         soft_match, (num_keys.astype(jnp.int32), pairwise), outputs, _scratch(head_dim, keys.dtype),
-        grid={"tiles": tiles, "chunks": chunks, "batch": batch},
-        interpret=interpret,
-        flops=2 * batch * chunks * pairs * pairs * head_dim,
-        bytes_accessed=keys.size * keys.dtype.itemsize + 2 * batch * chunks * pairs * 4,
-        transcendentals=batch * slots,
+        grid={"tiles": tiles, "chunks": chunks, "batch": batch}, interpret=interpret,
+        flops=2 * batch * chunks * pairs * pairs * head_dim, transcendentals=batch * slots,
     )  # fmt: skip
     return Partners(*(x[:, :, :pairs].reshape(batch, -1) for x in results))
 

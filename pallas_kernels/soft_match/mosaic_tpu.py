@@ -89,18 +89,13 @@ def soft_match(
     key_spec = pl.BlockSpec((block, head_dim), lambda i: (i, 0))
     pair_spec = pl.BlockSpec((step_chunks, 1, pairs), lambda i: (i, 0, 0))
     cosine, partner = launch(
-        "soft_match",
-        functools.partial(_kernel, chunk_size=chunk_size, step_chunks=step_chunks),
+        "soft_match", functools.partial(_kernel, chunk_size=chunk_size, step_chunks=step_chunks),
         [(num_keys.astype(jnp.int32).reshape(1, 1), num_keys_spec), (keys, key_spec)],
         [((chunks, 1, pairs), dtype, pair_spec) for dtype in (jnp.float32, jnp.int32)],
-        parallel=(pl.cdiv(chunks, step_chunks),),
+        parallel=(pl.cdiv(chunks, step_chunks),), interpret=interpret, vmem_limit_bytes=64 * 2**20,
         scratch=[] if is_strided else [pltpu.VMEM(column_tiles, jnp.float32)],
-        interpret=interpret,
-        flops=2 * chunks * pairs * pairs * head_dim,
-        bytes_accessed=keys.size * keys.dtype.itemsize + 2 * chunks * pairs * 4,
-        transcendentals=slots,
-        vmem_limit_bytes=64 * 2**20,
-    )
+        flops=2 * chunks * pairs * pairs * head_dim, transcendentals=slots,
+    )  # fmt: skip
     return Partners(cosine.reshape(-1), partner.reshape(-1))
 
 

@@ -11,12 +11,11 @@ from pallas_kernels.partials import MASK_VALUE as MASK_VALUE
 from pallas_kernels.partials import Partials as Partials
 from pallas_kernels.partials import finite_max as finite_max
 from pallas_kernels.partials import merge_partials as merge_partials
-from pallas_kernels.quantized_array import QuantizedArray
 from pallas_kernels.weighted_decode import mosaic_gpu, mosaic_tpu, reference
+from pallas_kernels.weighted_decode.entries import COMPUTE_BOUND_QUERIES as COMPUTE_BOUND_QUERIES
 from pallas_kernels.weighted_decode.entries import PER_SLOT, prepare
 from pallas_kernels.weighted_decode.entries import Entries as Entries
 from pallas_kernels.weighted_decode.mosaic_tpu import TpuConfig as TpuConfig
-from pallas_kernels.weighted_decode.reference import COMPUTE_BOUND_QUERIES as COMPUTE_BOUND_QUERIES
 from pallas_kernels.weighted_decode.reference import SLOT_BLOCK as SLOT_BLOCK
 
 
@@ -126,25 +125,19 @@ def _check_shapes(queries: Float[Array, "B H R D"], *stores: Entries) -> None:
 def _check_store(queries: Float[Array, "B H R D"], entries: Entries) -> None:
     batch, heads, count, head_dim = queries.shape
     per_head = (batch, heads, entries.slots)
-    expected = {"keys": (*per_head, head_dim), **dict.fromkeys(PER_SLOT, per_head)}
-    if entries.values is not None:
-        expected["values"] = (*per_head, entries.values.shape[-1])
-    shapes = {name: x.shape for name, x in entries.slot_arrays.items()}
-    for name in ("keys", "values"):
-        stored = getattr(entries, name)
-        if isinstance(stored, QuantizedArray):
-            shapes[name] = stored.shape
-    for name, shape in shapes.items():
-        if shape != expected[name]:
-            raise ValueError(
-                f"{name} has shape {shape}; for queries of shape {queries.shape} it must be {expected[name]}"
-            )
+    arrays = {name: entries.slot_arrays.get(name) for name in PER_SLOT} | {
+        "keys": entries.keys,
+        "values": entries.values,
+    }
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        expected = {"keys": (*per_head, head_dim), "values": (*per_head, array.shape[-1])}.get(name, per_head)
+        if array.shape != expected:
+            raise ValueError(f"{name} has shape {array.shape}; for queries of {queries.shape} it must be {expected}")
     for name in ("start", "stop"):
         bound = getattr(entries, name)
         if bound is None:
             continue
         if bound.shape[:1] != (batch,) or bound.ndim > 2 or (bound.ndim == 2 and count % bound.shape[1]):
-            raise ValueError(
-                f"{name} has shape {bound.shape}; for queries of shape {queries.shape} it must be [B] or [B, T], where "
-                "T divides R"
-            )
+            raise ValueError(f"{name} has shape {bound.shape}; it must be [B] or [B, T], where T divides R={count}")

@@ -13,12 +13,9 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import hopper
 from pallas_kernels.batching import fold_mapped_axes
-from pallas_kernels.dispatch import PreferXla
 from pallas_kernels.hopper import GpuConfig
 from pallas_kernels.partials import MASK_VALUE, Partials, merge_partials, merge_splits
-from pallas_kernels.quantized_array import array_bytes
 from pallas_kernels.weighted_decode.entries import PER_SLOT, Entries, Ranges, check_kernel_support, read_ranges
-from pallas_kernels.weighted_decode.reference import COMPUTE_BOUND_QUERIES
 
 TILE = 8
 
@@ -33,13 +30,10 @@ def check(queries: Float[Array, "B H R D"], entries: Entries, *, interpret: Any)
 
     Raises:
         NotImplementedError: If the kernel does not support them.
-        PreferXla: If XLA is as fast.
     """
-    check_kernel_support(entries)
+    check_kernel_support(queries, entries.logit_cap, entries.value_dim)
     if not interpret:
         hopper.check_device()
-    if queries.shape[2] >= COMPUTE_BOUND_QUERIES:
-        raise PreferXla(f"{queries.shape[2]} queries; XLA is as fast from {COMPUTE_BOUND_QUERIES} queries on")
     packed = [name for name, bits in entries.bits.items() if bits is not None]
     arrays = entries.slot_arrays
     keys, values = arrays["keys"], arrays.get("values", arrays["keys"])
@@ -130,11 +124,8 @@ def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_log
 
     has_values = any(store.entries.values is not None for store in stores)
     outputs = hopper.partials_shapes(batch, heads, sum(splits), padded, head_dim if has_values else None)
-    logits_out = [
-        jax.ShapeDtypeStruct((batch, heads, padded, store.blocks * hopper.SLOTS), jnp.float32)
-        for store in stores
-        if with_logits
-    ]
+    widths = [store.blocks * hopper.SLOTS for store in stores if with_logits]
+    logits_out = [jax.ShapeDtypeStruct((batch, heads, padded, width), jnp.float32) for width in widths]
 
     def weighted_decode(*refs, **scratch):
         next_ref = iter(refs)
@@ -155,22 +146,14 @@ def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_log
 
     slots = sum(store.entries.slots for store in stores)
     results = hopper.launch(
-        weighted_decode,
-        (x for arrays in inputs for x in arrays.values()),
-        (*outputs.values(), *logits_out),
-        scratch_of(stages),
-        grid={"splits": sum(splits), "heads": heads, "batch": batch},
-        interpret=interpret,
+        weighted_decode, [x for arrays in inputs for x in arrays.values()], [*outputs.values(), *logits_out],
+        scratch_of(stages), grid={"splits": sum(splits), "heads": heads, "batch": batch}, interpret=interpret,
         flops=2 * batch * heads * count * slots * head_dim * (1 + has_values),
-        bytes_accessed=array_bytes(inputs, outputs, logits_out),
-        transcendentals=batch * heads * count * slots,
-        approx_math=True,
-    )
-    launch_partials = Partials(
-        results[0][..., :count],
-        results[2][..., :count, :] if has_values else jnp.zeros((*results[0].shape[:3], count, head_dim)),
-        results[1][..., :count],
-    )
+        transcendentals=batch * heads * count * slots, approx_math=True,
+    )  # fmt: skip
+    maximum, denominator = results[0][..., :count], results[1][..., :count]
+    numerator = results[2][..., :count, :] if has_values else jnp.zeros((*maximum.shape, head_dim))
+    launch_partials = Partials(maximum, numerator, denominator)
     store_partials, first = [], 0
     for store, store_splits in zip(stores, splits, strict=True):
         split_range = slice(first, first := first + store_splits)
@@ -198,11 +181,8 @@ def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_log
 def _inputs(store: _Store, ranges: Ranges, operands: Any) -> dict[str, Array]:
     """Returns the arrays that a store's programs read."""
     batch, _, count, _ = store.queries.shape
-    arrays = {
-        "queries": hopper.query_operands(store.queries, operands),
-        "lowest": ranges.lowest,
-        "highest": ranges.highest,
-    }
+    queries = hopper.query_operands(store.queries, operands)
+    arrays = {"queries": queries, "lowest": ranges.lowest, "highest": ranges.highest}
     for name in store.names:
         array = store.entries.slot_arrays[name]
         # The copy engine needs rows of a multiple of 16 bytes, and blocks in tiles of `TILE` slots of all heads.

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,12 +11,11 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels import packing
-from pallas_kernels.dispatch import PreferXla, tensor_cores
+from pallas_kernels.dispatch import tensor_cores
 from pallas_kernels.partials import MASK_VALUE, Partials, merge_splits
-from pallas_kernels.quantized_array import array_bytes, product_dtype
+from pallas_kernels.quantized_array import product_dtype
 from pallas_kernels.tpu import dot_stored, launch
 from pallas_kernels.weighted_decode.entries import PER_SLOT, Entries, Ranges, check_kernel_support, read_ranges
-from pallas_kernels.weighted_decode.reference import COMPUTE_BOUND_QUERIES
 
 SUBLANES = 8  # of a register
 # Elements of a step's keys, and of its values. The products of a step depend on each other and take some hundred
@@ -81,11 +79,8 @@ def check(queries: Float[Array, "B H R D"], entries: Entries, **_options: Any) -
 
     Raises:
         NotImplementedError: If the kernel does not support them.
-        PreferXla: If XLA is as fast.
     """
-    check_kernel_support(entries)
-    if queries.shape[2] >= COMPUTE_BOUND_QUERIES:
-        raise PreferXla(f"{queries.shape[2]} queries; XLA is as fast from {COMPUTE_BOUND_QUERIES} queries on")
+    check_kernel_support(queries, entries.logit_cap, entries.value_dim)
     arrays = {"queries": queries, **entries.slot_arrays}
     for name in ("queries", "keys", "values"):
         dtype = arrays[name].dtype.name if name in arrays else None
@@ -147,18 +142,12 @@ def weighted_decode(
         outputs.append(((batch, heads, count, splits * steps * store.block), jnp.float32, spec))
     products = sum(store.entries.slots * (1 if store.entries.values is None else 2) for store in blocked)
     results = launch(
-        "weighted_decode",
-        functools.partial(_kernel, stores=blocked, names=tuple(arrays), with_logits=logits),
-        arrays.values(),
-        outputs,
-        parallel=(batch, heads, splits),
-        sequential=(steps,),
-        scalars=[bound for store in blocked for bound in store.block_ranges],
-        interpret=interpret,
+        "weighted_decode", functools.partial(_kernel, stores=blocked, names=tuple(arrays), with_logits=logits),
+        arrays.values(), outputs, parallel=(batch, heads, splits), sequential=(steps,),
+        scalars=[bound for store in blocked for bound in store.block_ranges], interpret=interpret,
         flops=2 * batch * heads * count * head_dim * products,
-        bytes_accessed=array_bytes([x for x, _ in arrays.values()]) + 4 * sum(math.prod(out[0]) for out in outputs),
         transcendentals=batch * heads * count * sum(entries.slots for entries in stores),
-    )
+    )  # fmt: skip
     merged = merge_splits(Partials(results[0][..., 0], results[1], results[2][..., 0]))
     return merged._replace(logits=results[3][..., : blocked[0].entries.slots]) if logits else merged
 

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import packing
 from pallas_kernels.partials import MASK_VALUE, Partials, merge_partials
 from pallas_kernels.quantized_array import product_dtype
-from pallas_kernels.weighted_decode.entries import Entries, read_ranges
+from pallas_kernels.weighted_decode.entries import COMPUTE_BOUND_QUERIES, Entries, read_ranges
 
 # Slots per block of the weighted sum over values. Stores that choose their number of slots use a multiple of it.
 SLOT_BLOCK = 64
-
-# With this many queries per KV head or more, products are compute-bound and the slot axis is the faster last axis.
-COMPUTE_BOUND_QUERIES = 64
 
 # Quantized numbers of all heads that are converted to float32 at a time, so that they stay in a core's cache.
 DEQUANTIZED_BLOCK = 2**18
@@ -73,12 +69,8 @@ def _attend_in_blocks(queries: Float[Array, "B H R D"], entries: Entries, logits
         return _merge_block(partials, first, _attend_few_queries(queries, slice_slots(first, block), logits))
 
     zeros = jnp.zeros((batch, heads, count))
-    partials = Partials(
-        zeros + MASK_VALUE,
-        _zero_numerator(queries, entries),
-        zeros,
-        jnp.full((*zeros.shape, slots), MASK_VALUE) if logits else None,
-    )
+    masked_logits = jnp.full((*zeros.shape, slots), MASK_VALUE) if logits else None
+    partials = Partials(zeros + MASK_VALUE, _zero_numerator(queries, entries), zeros, masked_logits)
     full_blocks = slots // block
     ranges = read_ranges(entries)
     first, last = jnp.min(ranges.lowest) // block, -(-jnp.max(ranges.highest) // block)
@@ -110,12 +102,13 @@ def _attend_few_queries(queries: Float[Array, "B H R D"], entries: Entries, logi
     def lay_out(x: Float[Array, "#B #H #R S"]) -> Float[Array, "#B #H n #R t"]:
         return _split_slots(x.swapaxes(2, 3))
 
-    weights = _compute_weights(_split_slots(products / math.sqrt(queries.shape[3])), entries, lay_out, slot_axes=(2, 4))
+    products = _split_slots(products / math.sqrt(queries.shape[3]))
+    maximum, weights, denominator, den_logits = _compute_weights(products, entries, lay_out, slot_axes=(2, 4))
     numerator = _zero_numerator(queries, entries)
-    if weights.numerator is not None:
-        numerator = _weighted_values(weights.numerator, entries.slot_arrays["values"], entries.bits["values"])
-    slot_logits = weights.logits.swapaxes(2, 3).reshape(*queries.shape[:3], -1) if logits else None
-    return Partials(weights.max, numerator, weights.denominator, slot_logits)
+    if weights is not None:
+        numerator = _weighted_values(weights, entries.slot_arrays["values"], entries.bits["values"])
+    slot_logits = den_logits.swapaxes(2, 3).reshape(*queries.shape[:3], -1) if logits else None
+    return Partials(maximum, numerator, denominator, slot_logits)
 
 
 def _query_key_products(queries: Float[Array, "B H R D"], entries: Entries) -> Float[Array, "B H S R"]:
@@ -127,10 +120,9 @@ def _query_key_products(queries: Float[Array, "B H R D"], entries: Entries) -> F
 
     if bits is None:
         return multiply(keys, slice(None))
-    products = sum(
-        multiply(part.codes(keys[..., part.bytes]).astype(jnp.float32), part.columns) * part.factor
-        for part in packing.parts(queries.shape[3], bits)
-    )
+    parts = packing.parts(queries.shape[3], bits)
+    codes = ((part, part.codes(keys[..., part.bytes]).astype(jnp.float32)) for part in parts)
+    products = sum(multiply(keys, part.columns) * part.factor for part, keys in codes)
     return 2 * products - packing.largest(bits) * jnp.sum(queries, axis=-1)[:, :, None]
 
 
@@ -164,15 +156,15 @@ def _attend_many_queries(queries: Float[Array, "B H R D"], entries: Entries, log
     root = math.sqrt(queries.shape[3])
     queries, divisor = (queries / root, 1) if keys.dtype == jnp.float32 else (queries, root)
     products = jnp.einsum("bhrd,bhsd->bhrs", queries.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
-    weights = _compute_weights(products / divisor, entries, lambda x: x, slot_axes=(3,))
+    products = products / divisor
+    maximum, weights, denominator, den_logits = _compute_weights(products, entries, lambda x: x, slot_axes=(3,))
     numerator = _zero_numerator(queries, entries)
-    if weights.numerator is not None:
+    if weights is not None:
         dtype = product_dtype(queries.dtype, arrays["values"].dtype)
         values = _unpacked(arrays["values"], entries.bits["values"]).astype(dtype)
-        numerator = jnp.einsum(
-            "bhrs,bhsd->bhrd", weights.numerator.astype(dtype), values, preferred_element_type=jnp.float32
-        )
-    return Partials(weights.max, numerator, weights.denominator, weights.logits if logits else None)
+        weights = weights.astype(dtype)
+        numerator = jnp.einsum("bhrs,bhsd->bhrd", weights, values, preferred_element_type=jnp.float32)
+    return Partials(maximum, numerator, denominator, den_logits if logits else None)
 
 
 def _unpacked(stored: Array, bits: int | None) -> Array:
@@ -185,28 +177,23 @@ def _zero_numerator(queries: Float[Array, "B H R D"], entries: Entries) -> Float
     return jnp.zeros((*queries.shape[:3], width), jnp.float32)
 
 
-class _Weights(NamedTuple):
-    """Attention weights relative to exp(max), in some layout L of queries and slots."""
-
-    max: Float[Array, "B H R"]
-    numerator: Float[Array, "B H *L"] | None  # of every value; None without values
-    denominator: Float[Array, "B H R"]
-    logits: Float[Array, "B H *L"]  # of the denominator
-
-
 def _compute_weights(
     logits: Float[Array, "B H *L"],
     entries: Entries,
     lay_out: Callable[[Float[Array, "#B #H #R S"]], Float[Array, "#B #H *L"]],
     slot_axes: tuple[int, ...],
-) -> _Weights:
-    """Returns attention weights from the products of queries and keys.
+) -> tuple[Array, Array | None, Array, Array]:
+    """Computes attention weights from the products of queries and keys.
 
     Args:
         logits: Products divided by sqrt(D), in a layout L of queries and slots.
         entries: The entries.
         lay_out: Brings per-slot arrays into that layout.
         slot_axes: The slot axes of that layout.
+
+    Returns:
+        The maximum, the weights of values relative to exp(maximum) in that layout (None without values), the
+        denominator, and its logits in that layout.
     """
     arrays = entries.slot_arrays
     if "key_scale" in arrays:
@@ -222,11 +209,11 @@ def _compute_weights(
     base = jnp.expand_dims(maximum, slot_axes)
     denominator = jnp.sum(jnp.exp(den_logits - base), axis=slot_axes)
     if entries.values is None:
-        return _Weights(maximum, None, denominator, den_logits)
+        return maximum, None, denominator, den_logits
     weights = jnp.exp(num_logits - base)
     if "value_scale" in arrays:
         weights = weights * lay_out(arrays["value_scale"][:, :, None])
-    return _Weights(maximum, weights, denominator, den_logits)
+    return maximum, weights, denominator, den_logits
 
 
 def _bias(entries: Entries, log_weight: Float[Array, "B H S"] | None) -> Float[Array, "#B #H #R S"]:
