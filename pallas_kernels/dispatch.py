@@ -36,24 +36,20 @@ class PreferXla(NotImplementedError):
     """Raised by a kernel where XLA is at least as fast; it is not logged."""
 
 
-def dispatch(
-    op: str, implementation: str | None, reference: Callable[..., T], kernels: Mapping[str, Kernel], *arguments: Any
-) -> T:
+def dispatch(op: str, implementation: str | None, reference: Callable[..., T], *arguments: Any, **kernels: Kernel) -> T:
     """Runs an op by the requested implementation, or by the best one for the platform.
+
+    Raises the errors of `supported_kernels`.
 
     Args:
         op: The name of the op, for the log.
         implementation: "xla", the name of a kernel, or None to choose by the platform that the program is compiled for.
         reference: Computes the op in XLA.
-        kernels: The op's kernels by name, see `PLATFORMS`.
         *arguments: The op's arguments, pytrees of arrays.
+        **kernels: The op's kernels by name, see `PLATFORMS`.
 
     Returns:
         The result of the op.
-
-    Raises:
-        ValueError: If the implementation is unknown.
-        NotImplementedError: If the requested kernel does not support the arguments.
     """
     supported = supported_kernels(op, implementation, kernels, *arguments)
     return run(implementation, reference, {name: kernels[name] for name in supported}, *arguments)
@@ -64,7 +60,8 @@ def supported_kernels(
 ) -> tuple[str, ...]:
     """Returns the names of the kernels that may run an op.
 
-    If no implementation is requested, logs once why the kernel for this process's own platform is not among them.
+    If no implementation is requested, logs once why the kernel for this process's platform is not among them. Raises
+    NotImplementedError if a requested kernel does not support the arguments.
 
     Args:
         op: The name of the op, for the log.
@@ -73,11 +70,10 @@ def supported_kernels(
         *arguments: The op's arguments.
 
     Returns:
-        The names of the kernels that support the arguments; of the requested one alone where there is a request.
+        The names of the kernels that support the arguments, or the name of the requested kernel.
 
     Raises:
         ValueError: If the implementation is unknown.
-        NotImplementedError: If the requested kernel does not support the arguments.
     """
     if implementation is None:
         return tuple(name for name, kernel in kernels.items() if _supports(op, name, kernel, *arguments))

@@ -1,15 +1,14 @@
-"""What kernels for Hopper GPUs (Mosaic GPU) share that let a few rows of queries attend to entries that stream through
-shared memory.
+"""Shared parts of the kernels for Hopper GPUs (Mosaic GPU), in which a few queries attend to many entries.
 
-One warpgroup is a program: it starts the copies of the next blocks, multiplies and sums; several programs on a
-multiprocessor hide each other's waiting. The matrix unit multiplies 64 rows at a time (`ROWS`), of which decoding fills
-a few: reading, not multiplying, takes the time. Rows that are not filled hold whatever shared memory holds; no row
-sees another.
+A program is one warpgroup: it starts the copies of the next blocks to shared memory, multiplies, and accumulates.
+Several programs per multiprocessor hide each other's latencies. The matrix unit (wgmma) multiplies 64 rows at a time
+(`ROWS`). Decoding fills only a few of them, since reading takes the time and not multiplying; the other rows contain
+arbitrary data, which affects no query.
 
-The matrix unit takes operands of 16 bits. Narrower entries become such, exactly: those of eight-bit floats float16, to
-which the hardware converts them in one step. What multiplies these, of a wider range, is brought to at most two by
-powers of two, a row at a time. A float32 number becomes a sum of three bfloat16 numbers, products of which it takes
-exactly and sums in float32; what products of the smallest leave out is below float32's own rounding.
+The matrix unit takes 16-bit operands. Narrower entries are converted exactly: eight-bit floats to float16, which the
+hardware does in one instruction. Their other operands have a wider range, so each row is divided by a power of two such
+that it is at most two. A float32 number becomes a sum of three bfloat16 numbers, whose products are exact and are
+accumulated in float32; the omitted products of the smallest parts are below the rounding of float32.
 """
 
 import dataclasses
@@ -30,29 +29,28 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import packing
 from pallas_kernels.dispatch import target
 from pallas_kernels.partials import MASK_VALUE
-from pallas_kernels.quantized_array import product_dtype
+from pallas_kernels.quantized_array import array_bytes, product_dtype
 
-# Kinds of device: a device that is not here tells no more of itself than its kind.
+# Names of Hopper devices; an abstract device does not have its compute capability.
 HOPPER = re.compile(r"\bG?H(100|200|800|20)\b")
 ROWS = 64
-# Slots of a step: registers hold a block, to be converted, by 64 rows.
-SLOTS = 64
+SLOTS = 64  # of a block: registers hold a block during its conversion, and products with 64 rows
 LOG2E = math.log2(math.e)
 LAYOUT = plgpu.Layout.WGMMA
-OF_ROWS = LAYOUT.reduce(1)
-OF_SLOTS = LAYOUT.reduce(0)
+ROW_LAYOUT = LAYOUT.reduce(1)  # of one number per row
+SLOT_LAYOUT = LAYOUT.reduce(0)  # of one number per slot
 
-ROW_TYPES = ("float32", "bfloat16", "float16")
-STORED_TYPES = (*ROW_TYPES, "int8", "float8_e4m3fn", "float8_e5m2")
-# bfloat16 numbers that a number is the sum of, where float32 is called for.
-_PARTS = {"float32": 3, "float16": 2}
-# Shared memory of a multiprocessor, and what of it each program's bookkeeping takes at most.
+QUERY_DTYPES = ("float32", "bfloat16", "float16")
+STORED_DTYPES = (*QUERY_DTYPES, "int8", "float8_e4m3fn", "float8_e5m2")
+# bfloat16 numbers that represent a number of these dtypes, where float32 precision is required.
+_STORED_PARTS = {"float32": 3, "float16": 2}
+# Shared memory of a multiprocessor, and an upper bound of the memory of a program outside its scratch.
 _SHARED_BYTES = 228 * 1024
-_SHARED_RESERVE = 5 * 1024
-# A product for so many columns of sums takes half as many registers of every thread, beside those of the sums; above,
-# few columns are taken at a time.
-_MOST_COLUMNS = 128
-_FEW_COLUMNS = 64
+_RESERVED_BYTES = 5 * 1024
+# Up to this many columns are accumulated by one product, which needs registers in addition to the sums; wider sums are
+# computed a few columns at a time.
+_MAX_COLUMNS = 128
+_COLUMN_GROUP = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,36 +60,57 @@ class GpuConfig:
     Attributes:
         stages: Blocks of 64 slots that are in flight or in use at a time. None: as many as fit if two programs share a
             multiprocessor.
-        splits: Parts of a head's slots with partials of their own, merged outside. None: as many as fill the GPU.
+        splits: Parts of a head's slots whose partials are merged outside the kernel. None: as many as fill the GPU.
     """
 
     stages: int | None = None
     splits: int | None = None
 
     def __post_init__(self) -> None:
+        """Checks the values.
+
+        Raises:
+            ValueError: If a value is not allowed.
+        """
         for name, value in vars(self).items():
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}; it must be None or at least 1")
 
 
 class Operands(NamedTuple):
-    """How rows (or weights) and what is stored go into the matrix unit."""
+    """How queries (or weights) and stored entries become operands of the matrix unit.
+
+    Attributes:
+        dtype: The dtype of the operands.
+        row_parts: The operands whose sum is the queries or weights.
+        stored_parts: The operands whose sum is the entries.
+        is_direct: Whether entries are multiplied without a conversion.
+        is_scaled: Whether rows of queries and weights are divided by powers of two.
+    """
 
     dtype: Any
     row_parts: int
     stored_parts: int
-    direct: bool  # what is stored can be multiplied as it lies
-    scaled: bool = False  # rows and weights have a range that their operands do not, and are scaled
+    is_direct: bool
+    is_scaled: bool = False
 
     @classmethod
-    def of(cls, rows: Any, stored: Any) -> "Operands":
-        wide = product_dtype(rows, stored)
-        if wide == jnp.bfloat16 and jnp.dtype(stored).name.startswith("float8"):
-            return cls(jnp.dtype(jnp.float16), 1, 1, direct=False, scaled=True)
+    def create(cls, queries: Any, stored: Any) -> "Operands":
+        """Returns the operands for dtypes.
+
+        Args:
+            queries: The dtype of the queries.
+            stored: The dtype of the entries.
+
+        Returns:
+            The operands.
+        """
+        wide, name = product_dtype(queries, stored), jnp.dtype(stored).name
+        if wide == jnp.bfloat16 and name.startswith("float8"):
+            return cls(jnp.dtype(jnp.float16), 1, 1, is_direct=False, is_scaled=True)
         if wide != jnp.float32:
-            return cls(wide, 1, 1, direct=jnp.dtype(stored) == wide)
-        name = jnp.dtype(stored).name
-        return cls(jnp.dtype(jnp.bfloat16), 3, _PARTS.get(name, 1), direct=name == "bfloat16")
+            return cls(wide, 1, 1, is_direct=jnp.dtype(stored) == wide)
+        return cls(jnp.dtype(jnp.bfloat16), 3, _STORED_PARTS.get(name, 1), is_direct=name == "bfloat16")
 
 
 class RunningPartials(NamedTuple):
@@ -104,214 +123,312 @@ class RunningPartials(NamedTuple):
     @classmethod
     def create(cls, head_dim: int | None) -> "RunningPartials":
         """Returns partials of no entries, without a numerator if `head_dim` is None."""
-
-        width, columns = (0, []) if head_dim is None else _columns(head_dim)
-        return cls(
-            full_rows(MASK_VALUE * LOG2E),
-            full_rows(0.0),
-            tuple(plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), LAYOUT) for _ in columns),
-        )
+        width, columns = (0, []) if head_dim is None else _column_groups(head_dim)
+        sums = full_rows(MASK_VALUE * LOG2E), full_rows(0.0)
+        return cls(*sums, tuple(plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), LAYOUT) for _ in columns))
 
 
-def check_types(*packed: str, **arrays: Any) -> None:
-    """Raises a NotImplementedError, with the reason, for rows or entries that the matrix unit cannot be fed. Packed
-    ones, by name, are bytes."""
+def check_dtypes(*packed: str, **arrays: Any) -> None:
+    """Checks that arrays can become operands of the matrix unit.
+
+    Args:
+        *packed: The names of arrays with packed codes.
+        **arrays: "queries" and stored arrays.
+
+    Raises:
+        NotImplementedError: If a dtype is not supported.
+    """
     for name, array in arrays.items():
-        types = ROW_TYPES if name == "queries" else STORED_TYPES
-        if array is not None and name not in packed and array.dtype.name not in types:
-            raise NotImplementedError(f"{name} are {array.dtype.name}; a Hopper kernel takes {', '.join(types)}")
+        dtypes = QUERY_DTYPES if name == "queries" else STORED_DTYPES
+        if name not in packed and array.dtype.name not in dtypes:
+            raise NotImplementedError(f"{name} are {array.dtype.name}; the Hopper kernel supports {', '.join(dtypes)}")
 
 
 def check_head_dim(head_dim: int) -> None:
-    """Raises a NotImplementedError where the matrix unit does not multiply keys and values of so many columns."""
-    if head_dim > 256 or head_dim % (16 if head_dim <= _MOST_COLUMNS else _FEW_COLUMNS):
+    """Checks that the matrix unit multiplies keys and values of `head_dim` dimensions.
+
+    Raises:
+        NotImplementedError: If it does not.
+    """
+    if head_dim > 256 or head_dim % (16 if head_dim <= _MAX_COLUMNS else _COLUMN_GROUP):
         raise NotImplementedError(
-            f"head dimension {head_dim}; a Hopper kernel takes multiples of 16 up to 128 and of 64 up to 256"
+            f"head dimension {head_dim}; the Hopper kernel supports multiples of 16 up to 128 and of 64 up to 256"
         )
 
 
 def operand_columns(head_dim: int, *bits: int | None) -> int:
-    """In how many neighbouring columns operands come, where stored numbers of so many bits become such.
+    """Returns how many neighboring columns of operands are written at a time.
+
+    Args:
+        head_dim: The dimensions of keys and values.
+        *bits: The bit widths of packed keys and values, None if they are not packed.
+
+    Returns:
+        The columns.
 
     Raises:
-        NotImplementedError: where these are too few for the matrix unit.
+        NotImplementedError: If they are too few for the matrix unit.
     """
     columns = min([head_dim, *(packing.run_width(head_dim, one) for one in bits if one is not None)])
     if columns < head_dim and not _tile(columns, jnp.bfloat16)[0]:
-        raise NotImplementedError(f"head dimension {head_dim} in {bits} bits: {columns} columns come apart at a time")
+        raise NotImplementedError(
+            f"head dimension {head_dim} in {bits} bits; {columns} columns at a time are too few for the matrix unit"
+        )
     return columns
 
 
 def check_device() -> None:
-    """Raises a NotImplementedError, with the reason, where programs are not compiled for a Hopper GPU. With JAX's CUDA
-    compiler but no GPU, nor a mesh of one, they are compiled ahead of time, for a GPU that can be told only then."""
+    """Checks that programs are compiled for a Hopper GPU.
+
+    Without a GPU or a mesh of GPUs, JAX's CUDA compiler may compile ahead of time for a GPU that is not known here.
+
+    Raises:
+        NotImplementedError: If they are not.
+    """
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        raise NotImplementedError("JAX's CUDA compiler (jax_cuda13_plugin) is not installed")
+        raise NotImplementedError("JAX's CUDA compiler is not installed; install jax_cuda13_plugin")
     device = target()
     if device.platform == "gpu" and not HOPPER.search(device.device_kind):
-        raise NotImplementedError(f"{device.device_kind}: only Hopper (9.0) has the matrix unit of these kernels")
+        raise NotImplementedError(f"{device.device_kind}; the kernels need the matrix unit of Hopper (9.0)")
 
 
 def blocked(shape: Sequence[int], dtype: Any, swizzled_as: int | None = None) -> Any:
-    """Shared memory in the order in which the matrix unit and the copy engine meet no bank conflicts.
+    """Returns shared memory in a layout without bank conflicts for the matrix unit and the copy engine.
 
     Args:
-        swizzled_as: columns of the other operand, where that is wanted: two operands must be swizzled in one way.
+        shape: The shape of the array.
+        dtype: Its dtype.
+        swizzled_as: The columns of the other operand, if both need the same swizzle.
+
+    Returns:
+        The memory, swizzled if the columns allow it.
     """
     bits = 8 * jnp.dtype(dtype).itemsize
-    swizzle, columns = _tile(swizzled_as or shape[-1], dtype)
-    if not swizzle:
+    is_swizzled, columns = _tile(swizzled_as or shape[-1], dtype)
+    if not is_swizzled:
         return plgpu.SMEM(tuple(shape), dtype)
-    # JAX 0.12's declarations, read strictly, make them abstract classes.
+    # Type checkers take these classes of JAX 0.12 for abstract ones.
     tiling: Any = plgpu.TilingTransform
     swizzling: Any = plgpu.SwizzleTransform
     return plgpu.SMEM(tuple(shape), dtype, transforms=(tiling((8, columns)), swizzling(columns * bits // 8)))
 
 
 def _tile(columns: int, dtype: Any) -> tuple[bool, int]:
-    """Whether so many columns can be swizzled, and how many of them at a time."""
+    """Returns whether columns can be swizzled, and how many of them at a time."""
     bits = 8 * jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * bits)
     return swizzle >= 32, 8 * swizzle // bits
 
 
-def roomiest(scratch_of: Callable[[int], Mapping[str, Any]], stages: int | None = None) -> tuple[int, int]:
-    """With how many blocks on their way or in use at a time two programs fit on a multiprocessor, or one where two do
-    not; and how many programs run at a time on the GPU.
+def choose_stages(scratch_of: Callable[[int], Mapping[str, Any]], stages: int | None = None) -> tuple[int, int]:
+    """Chooses how many blocks are in flight or in use at a time.
 
     Args:
-        scratch_of: what a program keeps in shared memory, by the number of blocks.
-        stages: that number, where it is given.
+        scratch_of: Returns the shared memory of a program for a number of stages.
+        stages: The number of stages, if it is given.
+
+    Returns:
+        The stages, and how many programs run at a time on the GPU: two per multiprocessor if they fit, otherwise one.
 
     Raises:
-        NotImplementedError: where a program does not fit.
+        NotImplementedError: If a program does not fit.
     """
     for programs in (2, 1):
         for number in (4, 3, 2, 1) if stages is None else (stages,):
-            if programs * (_bytes(scratch_of(number)) + _SHARED_RESERVE) <= _SHARED_BYTES:
+            if programs * (_scratch_bytes(scratch_of(number)) + _RESERVED_BYTES) <= _SHARED_BYTES:
                 return number, programs * _multiprocessors()
-    raise NotImplementedError(f"{_bytes(scratch_of(stages or 1))} bytes do not fit in shared memory")
+    raise NotImplementedError(f"{_scratch_bytes(scratch_of(stages or 1))} bytes do not fit in shared memory")
 
 
-def _bytes(scratch: Mapping[str, Any]) -> int:
-    memory = [x for x in scratch.values() if not isinstance(x, plgpu.Barrier)]
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in memory)
+def _scratch_bytes(scratch: Mapping[str, Any]) -> int:
+    return array_bytes([x for x in scratch.values() if not isinstance(x, plgpu.Barrier)])
 
 
-def row_parts(rows: Float[Array, "B H R D"], operands: Operands) -> Float[Array, "B H parts R D"]:
-    """Rows as the matrix unit takes them, or as they are where they are yet to be scaled; padded to a multiple of
-    eight."""
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % 8), (0, 0)))
-    if operands.scaled:
-        return rows[:, :, None]
-    return jnp.stack(list(parts(rows.astype(jnp.float32), operands.row_parts, operands.dtype)), axis=2)
+def query_operands(queries: Float[Array, "B H R D"], operands: Operands) -> Float[Array, "B H parts R D"]:
+    """Returns queries as operands, or unchanged if they are to be scaled, padded to a multiple of eight."""
+    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, -queries.shape[2] % 8), (0, 0)))
+    if operands.is_scaled:
+        return queries[:, :, None]
+    return jnp.stack(list(split(queries.astype(jnp.float32), operands.row_parts, operands.dtype)), axis=2)
 
 
-def parts(x: Array, number: int, dtype: Any) -> Iterator[Array]:
-    """Numbers of a type whose sum is x, largest first."""
+def split(x: Array, parts: int, dtype: Any) -> Iterator[Array]:
+    """Splits numbers into a sum of numbers of a narrower dtype.
+
+    Args:
+        x: The numbers.
+        parts: The number of summands.
+        dtype: Their dtype.
+
+    Yields:
+        The summands, largest first.
+    """
     if x.dtype.name.startswith("float8"):
-        x = x.astype(jnp.float16)  # the one type that the hardware converts them to
+        x = x.astype(jnp.float16)  # the only conversion of the hardware
     if x.dtype == jnp.float16 and dtype != jnp.float16:
         x = x.astype(jnp.float32)
-    for _ in range(number - 1):
+    for _ in range(parts - 1):
         part = x.astype(dtype)
         yield part
         x = x - part.astype(jnp.float32)
     yield x.astype(dtype)
 
 
-def rows_scratch(dtype: Any, operands: Operands, width: int, columns: int | None) -> dict[str, Any]:
-    """Shared memory for rows, and for what they come as where that is not what is multiplied."""
-    scratch = {"rows": blocked((operands.row_parts, ROWS, width), operands.dtype, columns)}
-    if operands.scaled:
-        scratch["rows_given"] = blocked((1, ROWS, width), dtype, columns)
+def attention_scratch(
+    dtype: Any, operands: Operands, width: int, columns: int | None, has_values: bool = True
+) -> dict[str, Any]:
+    """Returns the shared memory of a program that attends, except for the blocks.
+
+    Args:
+        dtype: The dtype of the queries.
+        operands: How queries and entries become operands.
+        width: The columns of keys and values.
+        columns: From `operand_columns`.
+        has_values: Whether there is a numerator.
+
+    Returns:
+        The memory and the barrier of the queries, the maximum, the denominator, converted entries, and weights.
+    """
+    per_query = plgpu.SMEM((ROWS,), jnp.float32)
+    scratch: dict[str, Any] = {"max": per_query, "denominator": per_query}
+    scratch["queries"] = blocked((operands.row_parts, ROWS, width), operands.dtype, columns)
+    scratch["query_barrier"] = plgpu.Barrier(num_arrivals=operands.row_parts)
+    if operands.is_scaled:
+        scratch["unscaled_queries"] = blocked((1, ROWS, width), dtype, columns)
+    if not operands.is_direct:
+        scratch["operands"] = blocked((operands.stored_parts, SLOTS, width), operands.dtype, columns)
+    if has_values:
+        scratch["weights"] = blocked((operands.row_parts, ROWS, SLOTS), operands.dtype, swizzled_as=columns)
     return scratch
 
 
-def fetch_rows(parts: Any, scratch: Mapping[str, Any]) -> None:
-    """Starts the copies of a head's rows [parts, R, D], which say on the barrier when they have come."""
+def fetch_queries(parts: Any, scratch: Mapping[str, Any]) -> None:
+    """Starts the copies of a head's queries.
+
+    Args:
+        parts: The queries in global memory, from `query_operands`.
+        scratch: From `attention_scratch`.
+    """
+    memory = scratch.get("unscaled_queries", scratch["queries"])
     for part in range(parts.shape[0]):
-        target = scratch.get("rows_given", scratch["rows"]).at[part, pl.ds(0, parts.shape[1])]
-        plgpu.copy_gmem_to_smem(parts.at[part], target, scratch["rows_came"])
+        plgpu.copy_gmem_to_smem(parts.at[part], memory.at[part, pl.ds(0, parts.shape[1])], scratch["query_barrier"])
 
 
-def await_rows(scratch: Mapping[str, Any]) -> Float[Array, "64"] | None:
-    """Waits for the rows; where they had to be scaled, by which powers of two."""
-    plgpu.barrier_wait(scratch["rows_came"])
-    if "rows_given" not in scratch:
+def await_queries(scratch: Mapping[str, Any]) -> Float[Array, "64"] | None:
+    """Returns the powers of two by which the queries in `scratch` were divided, if any, after their arrival."""
+    plgpu.barrier_wait(scratch["query_barrier"])
+    if "unscaled_queries" not in scratch:
         return None
-    powers, rows = scaled(load(scratch["rows_given"].at[0], LAYOUT).astype(jnp.float32))
-    scratch["rows"][0] = rows.astype(scratch["rows"].dtype)
+    powers, queries = divide_by_powers(load(scratch["unscaled_queries"].at[0], LAYOUT).astype(jnp.float32))
+    scratch["queries"][0] = queries.astype(scratch["queries"].dtype)
     plgpu.commit_smem()
     return powers
 
 
-def put_weights(ref: Any, weights: Float[Array, "64 S"], operands: Operands) -> Float[Array, "64"] | None:
-    """Weights into shared memory, as the matrix unit takes them; where they had to be scaled, by which powers of
-    two."""
+def divide_by_powers(x: Float[Array, "64 N"]) -> tuple[Float[Array, "64"], Float[Array, "64 N"]]:
+    """Returns a power of two per row of x, and x divided by it, at most two; exact above 2 ** -126."""
+    exponent = lax.bitcast_convert_type(jnp.abs(x).max(axis=1), jnp.int32) & 0x7F800000
+    exponent = jnp.minimum(exponent, 0x7E800000)
+    power, inverse = (lax.bitcast_convert_type(bits, jnp.float32) for bits in (exponent, 0x7F000000 - exponent))
+    return power, x * broadcast_rows(inverse, x.shape)
+
+
+def store_weights(ref: Any, weights: Float[Array, "64 S"], operands: Operands) -> Float[Array, "64"] | None:
+    """Writes weights to shared memory as operands.
+
+    Args:
+        ref: The memory.
+        weights: The weights of a block.
+        operands: How weights become operands.
+
+    Returns:
+        The powers of two by which rows were divided, if any.
+    """
     powers = None
-    if operands.scaled:
-        powers, weights = scaled(weights)
-    for number, part in enumerate(parts(weights, operands.row_parts, operands.dtype)):
+    if operands.is_scaled:
+        powers, weights = divide_by_powers(weights)
+    for number, part in enumerate(split(weights, operands.row_parts, operands.dtype)):
         ref[number] = part
     return powers
 
 
-def scaled(x: Float[Array, "64 N"]) -> tuple[Float[Array, "64"], Float[Array, "64 N"]]:
-    """Of every row a power of two, and the row by that, whose numbers are then at most two. Exact, but for what is less
-    than 2 ** -126."""
-    exponent = lax.bitcast_convert_type(jnp.abs(x).max(axis=1), jnp.int32) & 0x7F800000
-    exponent = jnp.minimum(exponent, 0x7E800000)
-    power, inverse = (lax.bitcast_convert_type(bits, jnp.float32) for bits in (exponent, 0x7F000000 - exponent))
-    return power, x * of_rows(inverse, x.shape)
-
-
 def as_operands(block: Any, buffer: Any | None, operands: Operands, bits: int | None = None) -> list[Any]:
-    """A stored block in shared memory, of packed numbers where there are bits, as the matrix unit takes it. A
-    conversion into the buffer waits for a `plgpu.commit_smem`."""
+    """Returns a block of entries in shared memory as operands.
+
+    Args:
+        block: The stored block.
+        buffer: The memory for converted entries, which needs `plgpu.commit_smem` afterwards. None if entries are
+            multiplied directly.
+        operands: How entries become operands.
+        bits: The bit width of packed codes.
+
+    Returns:
+        The operands whose sum is the block.
+    """
     if buffer is None:
         return [block]
-    for columns, stored in _in_columns(block, operands, bits):
-        for number, part in enumerate(parts(stored, operands.stored_parts, operands.dtype)):
+    for columns, stored in _load_columns(block, operands, bits):
+        for number, part in enumerate(split(stored, operands.stored_parts, operands.dtype)):
             buffer[number, :, columns] = part
     return [buffer.at[number] for number in range(operands.stored_parts)]
 
 
-def _in_columns(block: Any, operands: Operands, bits: int | None) -> Iterator[tuple[Any, Array]]:
-    """The numbers of a stored block, a few columns at a time, to keep few registers."""
+def _load_columns(block: Any, operands: Operands, bits: int | None) -> Iterator[tuple[Any, Array]]:
+    """Yields the numbers of a block a few columns at a time, which takes few registers."""
     width = block.shape[1]
-    swizzle, tile = _tile(width, block.dtype)
-    read = lambda columns: load(block.at[:, columns], LAYOUT, optimized=swizzle)  # noqa: E731
+    is_swizzled, tile = _tile(width, block.dtype)
+
+    def read(columns: Any) -> Array:
+        return load(block.at[:, columns], LAYOUT, optimized=is_swizzled)
+
+    def read_bytes(piece: slice) -> Array:
+        return read(pl.ds(piece.start, piece.stop - piece.start)).astype(jnp.int32)
+
     if bits is None:
-        step = max(tile if swizzle else 0, _tile(width, operands.dtype)[1])
+        step = max(tile if is_swizzled else 0, _tile(width, operands.dtype)[1])
         for first in range(0, width, step):
             yield pl.ds(first, step), read(pl.ds(first, step))
         return
-    of_bytes = lambda piece: read(pl.ds(piece.start, piece.stop - piece.start)).astype(jnp.int32)  # noqa: E731
-    for columns, codes in packing.runs(of_bytes, packing.unpacked_width(width, bits), bits):
+    for columns, codes in packing.runs(read_bytes, packing.unpacked_width(width, bits), bits):
         numbers = (2 * codes - packing.largest(bits)).astype(jnp.float32)
         yield pl.ds(columns.start, columns.stop - columns.start), numbers
 
 
-def product(left: Sequence[Any], right: Sequence[Any]) -> Float[Array, "64 N"]:
-    """Matrices given by their parts multiplied, in float32; the smallest products first, those below its rounding
-    not at all."""
+def multiply(left: Sequence[Any], right: Sequence[Any]) -> Float[Array, "64 N"]:
+    """Multiplies two sums of operands, smallest products first.
+
+    Args:
+        left: Operands of 64 rows.
+        right: The other operands.
+
+    Returns:
+        The float32 product, without products that are below its rounding.
+    """
     pairs = [(i, j) for i in range(len(left)) for j in range(len(right)) if i + j < max(len(left), len(right))]
 
-    def multiply(accumulator):
+    def accumulate(accumulator):
         for i, j in sorted(pairs, key=sum, reverse=True):
             plgpu.wgmma(accumulator, left[i], right[j])
         return accumulator[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC((ROWS, right[0].shape[1]), jnp.float32))
+    return pl.run_scoped(accumulate, plgpu.ACC((ROWS, right[0].shape[1]), jnp.float32))
 
 
-def logits(rows: Any, keys: Sequence[Any], operands: Operands) -> Float[Array, "64 S"]:
-    """Products of the parts of rows, in shared memory, and of keys."""
-    return product([rows.at[part] for part in range(operands.row_parts)], [part.T for part in keys])
+def query_key_products(queries: Any, keys: Sequence[Any], operands: Operands) -> Float[Array, "64 S"]:
+    """Multiplies queries in shared memory with keys.
+
+    Args:
+        queries: The parts of the queries.
+        keys: The operands of a block of keys.
+        operands: How queries became operands.
+
+    Returns:
+        The float32 products.
+    """
+    return multiply([queries.at[part] for part in range(operands.row_parts)], [part.T for part in keys])
 
 
-def weigh(
+def update_max(
     before: RunningPartials, num_scores: Float[Array, "64 S"] | None, den_scores: Float[Array, "64 S"]
 ) -> tuple[Float[Array, "64"], Float[Array, "64"], Float[Array, "64"], Float[Array, "64 S"]]:
     """Adds a block of slots to the maximum and the denominator.
@@ -330,91 +447,193 @@ def weigh(
     if num_scores is not den_scores:
         maximum = jnp.maximum(maximum, den_scores.max(axis=1))
     rescale = jnp.exp2(before.max - maximum)
-    base = of_rows(maximum, num_scores.shape)
+    base = broadcast_rows(maximum, num_scores.shape)
     weights = jnp.exp2(num_scores - base)
     added = weights if num_scores is den_scores else jnp.exp2(den_scores - base)
     return maximum, rescale, before.denominator * rescale + added.sum(axis=1), weights
 
 
 def add_values(
-    before: tuple[Array, ...],
-    fade: Float[Array, "64"],
-    weights: Any,
-    values: Sequence[Any],
-    operands: Operands,
+    numerator: tuple[Array, ...], rescale: Float[Array, "64"], weights: Any, values: Sequence[Any], operands: Operands,
     powers: Float[Array, "64"] | None = None,
-) -> tuple[Array, ...]:
-    """The numerator's sums with a block: weights, by parts in shared memory, times values, by the powers of two of each
-    row."""
+) -> tuple[Array, ...]:  # fmt: skip
+    """Adds a block of slots to the numerator.
+
+    Args:
+        numerator: The sums of the blocks so far.
+        rescale: The factor of these sums.
+        weights: The parts of the block's weights, in shared memory.
+        values: The operands of the block's values.
+        operands: How weights became operands.
+        powers: From `store_weights`.
+
+    Returns:
+        The new numerator.
+    """
     left = [weights.at[part] for part in range(operands.row_parts)]
     sums = []
-    for columns, num in zip(_columns(values[0].shape[1])[1], before, strict=True):
-        added = product(left, [part.at[:, columns] for part in values])
+    for columns, group in zip(_column_groups(values[0].shape[1])[1], numerator, strict=True):
+        added = multiply(left, [part.at[:, columns] for part in values])
         if powers is not None:
-            added = added * of_rows(powers, added.shape)
-        # One after the other: all products at once would not fit in registers.
-        sums.append(lax.optimization_barrier(num * of_rows(fade, num.shape) + added))
+            added = added * broadcast_rows(powers, added.shape)
+        # The barrier serializes the products: all of them at once would not fit in registers.
+        sums.append(lax.optimization_barrier(group * broadcast_rows(rescale, group.shape) + added))
     return tuple(sums)
 
 
-def store_columns(ref: Any, num: tuple[Array, ...]) -> None:
-    """The numerator's sums into shared memory [64, D]."""
-    for columns, sums in zip(_columns(ref.shape[1])[1], num, strict=True):
-        ref[:, columns] = sums
+def partials_shapes(batch: int, heads: int, splits: int, queries: int, width: int | None) -> dict[str, Any]:
+    """Returns the shapes of a launch's partials.
+
+    Args:
+        batch: Sequences.
+        heads: Heads.
+        splits: Splits of each head.
+        queries: Padded queries of each head.
+        width: The columns of the values; None without a numerator.
+
+    Returns:
+        The shapes of maximum, denominator and numerator.
+    """
+    per_query = jax.ShapeDtypeStruct((batch, heads, splits, ROWS), jnp.float32)
+    shapes = {"max": per_query, "denominator": per_query}
+    if width is not None:
+        shapes["numerator"] = jax.ShapeDtypeStruct((batch, heads, splits, queries, width), jnp.float32)
+    return shapes
 
 
-def _columns(head_dim: int) -> tuple[int, list[Any]]:
-    """How many columns of the sums are taken together, and the indices of each such part."""
-    if head_dim <= _MOST_COLUMNS:
+def write_partials(
+    partials: RunningPartials, scratch: Mapping[str, Any], refs: Mapping[str, Any], index: Any, staging: Any | None
+) -> None:
+    """Writes a program's partials to global memory.
+
+    Args:
+        partials: The partials of all blocks.
+        scratch: From `attention_scratch`.
+        refs: The results, of `partials_shapes`.
+        index: The sequence, head and split of the program.
+        staging: Shared memory for the numerator; None without values.
+    """
+    scratch["max"][...] = partials.max * (1 / LOG2E)
+    scratch["denominator"][...] = partials.denominator
+    if staging is not None:
+        store_columns(staging, partials.numerator)
+    plgpu.commit_smem()
+    for name in ("max", "denominator"):
+        plgpu.copy_smem_to_gmem(scratch[name], refs[name].at[index])
+    if staging is not None:
+        plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, refs["numerator"].shape[3])], refs["numerator"].at[index])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def store_columns(ref: Any, numerator: tuple[Array, ...]) -> None:
+    """Writes the column groups `numerator` to shared memory `ref`, [64, D]."""
+    for columns, group in zip(_column_groups(ref.shape[1])[1], numerator, strict=True):
+        ref[:, columns] = group
+
+
+def _column_groups(head_dim: int) -> tuple[int, list[Any]]:
+    """Returns the width and the indices of the groups of columns that are accumulated together."""
+    if head_dim <= _MAX_COLUMNS:
         return head_dim, [slice(None)]
-    return _FEW_COLUMNS, [pl.ds(first, _FEW_COLUMNS) for first in range(0, head_dim, _FEW_COLUMNS)]
+    return _COLUMN_GROUP, [pl.ds(first, _COLUMN_GROUP) for first in range(0, head_dim, _COLUMN_GROUP)]
 
 
-def first_highest(
-    scores: Float[Array, "64 S"], number: Int[Array, "64 S"]
+def max_and_argmax(
+    scores: Float[Array, "64 S"], index: Int[Array, "64 S"]
 ) -> tuple[Float[Array, "64"], Float[Array, "64"]]:
-    """The highest score of each row, and the lowest number where it stands, in float32, which holds it exactly."""
+    """Returns the largest score of each row and the smallest of its indices.
+
+    Args:
+        scores: The scores.
+        index: The index of each score.
+
+    Returns:
+        The scores, and the indices as float32, which represents them exactly.
+    """
     highest = scores.max(axis=1)
-    # Negative, so that the largest is the first.
-    there = jnp.where(scores >= of_rows(highest, scores.shape), -number.astype(jnp.float32), -jnp.inf)
-    return highest, -there.max(axis=1)
+    # Negative, so that the maximum is the first.
+    negative_index = jnp.where(scores >= broadcast_rows(highest, scores.shape), -index.astype(jnp.float32), -jnp.inf)
+    return highest, -negative_index.max(axis=1)
 
 
 def full_rows(value: float) -> Float[Array, "64"]:
-    """Returns a constant for every row."""
-    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), OF_ROWS)
+    """Returns `value` for every row."""
+    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW_LAYOUT)
 
 
-def of_rows(x: Float[Array, "64"], shape: tuple[int, ...]) -> Float[Array, "64 N"]:
+def broadcast_rows(x: Float[Array, "64"], shape: tuple[int, ...]) -> Float[Array, "64 N"]:
+    """Returns one number `x` per row, repeated to `shape`."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def of_slots(x: Float[Array, "S"], shape: tuple[int, ...]) -> Float[Array, "64 S"]:
+def broadcast_slots(x: Float[Array, "S"], shape: tuple[int, ...]) -> Float[Array, "64 S"]:
+    """Returns one number `x` per slot, repeated to `shape`."""
     return lax.broadcast_in_dim(x, shape, [1])
 
 
 def load(ref: Any, layout: Any, optimized: bool = True) -> Array:
-    """`plgpu.load` of a whole ref, which took an index before JAX 0.11."""
+    """Returns the contents of `ref` in registers in `layout`; `plgpu.load` took an index before JAX 0.11."""
     index = ((),) if jax.__version_info__ < (0, 11) else ()
     return plgpu.load(ref, *index, layout=layout, optimized=optimized)
 
 
-def cost(**estimate: int) -> dict[str, Any]:
-    """The argument of `plgpu.kernel`, which takes it from JAX 0.12 on."""
-    taken = "cost_estimate" in inspect.signature(plgpu.kernel).parameters
-    return {"cost_estimate": pl.CostEstimate(**estimate)} if taken else {}
+def launch(
+    kernel: Callable[..., None], inputs: Sequence[Array], outputs: Sequence[Any], scratch: Mapping[str, Any],
+    *, grid: Mapping[str, int], interpret: Any, flops: int, transcendentals: int = 0, bytes_accessed: int | None = None,
+    approx_math: bool = False,
+) -> Sequence[Array]:  # fmt: skip
+    """Launches a kernel by `plgpu.kernel`.
+
+    Args:
+        kernel: Takes refs of inputs and outputs, and scratch by name.
+        inputs: The arguments.
+        outputs: The shapes of the results.
+        scratch: Shared memory and barriers.
+        grid: The size of each named axis of the grid.
+        interpret: Passed to `plgpu.kernel`.
+        flops: An estimate of the flops.
+        transcendentals: An estimate of the number of exponentials.
+        bytes_accessed: An estimate of the bytes that move; None if all inputs and outputs do.
+        approx_math: Whether exponentials are approximated.
+
+    Returns:
+        The results.
+    """
+    options: dict[str, Any] = {}
+    if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:  # since JAX 0.12
+        moved = array_bytes(inputs, outputs) if bytes_accessed is None else bytes_accessed
+        options["cost_estimate"] = pl.CostEstimate(flops, transcendentals, moved)
+    options |= {"grid": tuple(grid.values()), "grid_names": tuple(grid), "interpret": interpret}
+    compiler_params = plgpu.CompilerParams(approx_math=approx_math)
+    call = plgpu.kernel(kernel, out_type=outputs, scratch_types=scratch, compiler_params=compiler_params, **options)
+    return call(*inputs)
 
 
 def _multiprocessors() -> int:
-    """Of the target, or of an H200 where it does not tell."""
+    """Returns the multiprocessors of the target, or of an H200 if they are unknown."""
     device = target()
-    told = [getattr(device, name, None) for name in ("core_count", "num_cores")] if device.platform == "gpu" else []
-    return next((number for number in told if number), 132)
+    counts = [getattr(device, name, None) for name in ("core_count", "num_cores")] if device.platform == "gpu" else []
+    return next((count for count in counts if count), 132)
 
 
-def even_splits(heads: int, blocks: Sequence[int], places: int) -> list[int]:
-    """How many parts to cut the blocks of every head into, for several stores of blocks, where so many parts run at a
-    time: as many as end soonest. Starting and ending a part takes about as long as two blocks."""
-    cut = lambda most: [max(-(-number // most), 1) for number in blocks]  # noqa: E731
-    rounds = lambda most: -(-heads * sum(cut(most)) // places)  # noqa: E731
-    return cut(min(range(max(*blocks, 1), 0, -1), key=lambda most: rounds(most) * (most + 2)))
+def balance_splits(heads: int, blocks: Sequence[int], programs: int) -> list[int]:
+    """Chooses the number of splits of each store that finishes first.
+
+    Starting and ending a program takes about as long as two blocks.
+
+    Args:
+        heads: Sequences times heads.
+        blocks: The blocks of each store, per head.
+        programs: The programs that run at a time.
+
+    Returns:
+        The splits of each store.
+    """
+
+    def splits(max_blocks: int) -> list[int]:
+        return [max(-(-count // max_blocks), 1) for count in blocks]
+
+    def duration(max_blocks: int) -> int:
+        return -(-heads * sum(splits(max_blocks)) // programs) * (max_blocks + 2)
+
+    return splits(min(range(max(*blocks, 1), 0, -1), key=duration))

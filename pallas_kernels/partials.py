@@ -30,7 +30,7 @@ class Partials(NamedTuple):
 
 
 def finite_max(maximum: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Replaces -inf by 0, so that exp(max - finite_max(max)) is 0 and not NaN for queries without entries."""
+    """Returns maxima with -inf replaced by 0, a base with which queries without entries get weights of 0, not NaN."""
     return jnp.where(jnp.isneginf(maximum), 0.0, maximum)
 
 
@@ -56,7 +56,7 @@ def merge_partials(*partials: Partials) -> Partials:
 
 
 def merge_splits(partials: Partials) -> Partials:
-    """Merges the partials [B, H, splits, ...] of a kernel's splits; every `max` is finite."""
+    """Returns the merged partials of the splits, [B, H, splits, ...], of a kernel; every `max` is finite."""
     if partials.max.shape[2] == 1:
         return Partials(partials.max[:, :, 0], partials.numerator[:, :, 0], partials.denominator[:, :, 0])
     maximum = jnp.max(partials.max, axis=2)

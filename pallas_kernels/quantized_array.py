@@ -21,7 +21,7 @@ class QuantizedArray:
             times `bits` / 8. A code c stands for the number 2 c - (2**bits - 1).
         scale: One finite factor per vector, of any float dtype.
         offset: The float32 vector that was subtracted from all S vectors before quantization, such as the mean key.
-            None if there is none. Kernels ignore it: their caller accounts for it.
+            Kernels ignore it: their caller accounts for it.
         bits: 4, 3 or 2 for packed codes, None otherwise.
     """
 
@@ -47,11 +47,11 @@ class QuantizedArray:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all arrays, which may be abstract."""
-        return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(self))
+        """The bytes of all arrays."""
+        return array_bytes(self)
 
     def __getitem__(self, index: Any) -> "QuantizedArray":
-        """Indexes the leading axes and the slot axis S.
+        """Selects vectors by indices of the leading axes and the slot axis S.
 
         Args:
             index: Integers, slices, integer arrays and at most one ellipsis, for the axes [*A, S] only. The ellipsis
@@ -75,6 +75,11 @@ class QuantizedArray:
             )
         offset = None if self.offset is None else self.offset[index[: axes - 1]]
         return QuantizedArray(self.values[index], self.scale[index], offset, self.bits)
+
+
+def array_bytes(*trees: Any) -> int:
+    """Returns the bytes of all arrays, which may be abstract."""
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(trees))
 
 
 def product_dtype(queries: Any, stored: Any) -> Any:

@@ -31,6 +31,9 @@ def assign_signs(
     Sign s_i is +1 if u_i < 1/2 - gain_i y_i and -1 otherwise, with y_i = sum over j < i of K_ij weight_j s_j. Use
     `jax.vmap` for several blocks, which a kernel processes together.
 
+    Raises ValueError if shapes do not match or the implementation is unknown, and NotImplementedError if a requested
+    kernel does not support the arguments.
+
     Args:
         block: The entries, in the order of the walk.
         uniforms: u, one draw from [0, 1) per entry. A draw of 0 makes the first sign +1.
@@ -44,22 +47,18 @@ def assign_signs(
     Returns:
         The signs, and how often |gain_i y_i| exceeded 1/2, where the probability is clipped.
 
-    Raises:
-        ValueError: If shapes do not match or the implementation is unknown.
-        NotImplementedError: If the requested kernel does not support the arguments.
-
     Reference:
         Alweiss, Liu and Sawhney 2021, "Discrepancy minimization via a self-balancing walk".
     """
     entries = block.keys.shape[0]
     _check_shapes(block, {"uniforms": (uniforms, entries)})
     gains, weights = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), (entries,)) for x in (gain, weight))
-    kernels = {
-        "mosaic_tpu": Kernel(mosaic_tpu.assign_signs, mosaic_tpu.check, _tpu_options(config, interpret)),
-        "mosaic_gpu": Kernel(mosaic_gpu.assign_signs, mosaic_gpu.check, {"interpret": interpret}),
-    }
-    arguments = block, uniforms, gains, weights
-    return dispatch("balanced_walk", implementation, reference.assign_signs, kernels, *arguments)
+    tpu_options = {"config": config or TpuConfig(), "interpret": interpret}
+    return dispatch(
+        "balanced_walk", implementation, reference.assign_signs, block, uniforms, gains, weights,
+        mosaic_tpu=Kernel(mosaic_tpu.assign_signs, mosaic_tpu.check, tpu_options),
+        mosaic_gpu=Kernel(mosaic_gpu.assign_signs, mosaic_gpu.check, {"interpret": interpret}),
+    )  # fmt: skip
 
 
 def thin_pairs(
@@ -77,7 +76,7 @@ def thin_pairs(
     Entries are paired in their order, by |k_i - k_j|^2 = K_ii + K_jj - 2 K_ij. The first of a pair is kept with
     probability w_1 / (w_1 + w_2) - tilt; the tilt counters the changes by earlier pairs in the direction of this one,
     as the self-balancing walk does. Entries of weight 0 are empty: they are paired last, and their partner is kept. Use
-    `jax.vmap` for several blocks, which a kernel processes together.
+    `jax.vmap` for several blocks, which a kernel processes together. Raises the errors of `assign_signs`.
 
     Args:
         block: The entries.
@@ -90,23 +89,15 @@ def thin_pairs(
 
     Returns:
         The kept entries.
-
-    Raises:
-        ValueError: If shapes do not match or the implementation is unknown.
-        NotImplementedError: If the requested kernel does not support the arguments.
     """
     entries = block.keys.shape[0]
     _check_shapes(block, {"uniforms": (uniforms, entries // 2), "weights": (weights, entries)})
-    kernels = {
-        "mosaic_tpu": Kernel(mosaic_tpu.thin_pairs, mosaic_tpu.check, _tpu_options(config, interpret)),
-        "mosaic_gpu": Kernel(mosaic_gpu.thin_pairs, mosaic_gpu.check, {"interpret": interpret}),
-    }
-    arguments = block, uniforms, weights, jnp.asarray(gamma, jnp.float32)
-    return dispatch("balanced_walk", implementation, reference.thin_pairs, kernels, *arguments)
-
-
-def _tpu_options(config: TpuConfig | None, interpret: Any) -> dict[str, Any]:
-    return {"config": config or TpuConfig(), "interpret": interpret}
+    tpu_options = {"config": config or TpuConfig(), "interpret": interpret}
+    return dispatch(
+        "balanced_walk", implementation, reference.thin_pairs, block, uniforms, weights, jnp.float32(gamma),
+        mosaic_tpu=Kernel(mosaic_tpu.thin_pairs, mosaic_tpu.check, tpu_options),
+        mosaic_gpu=Kernel(mosaic_gpu.thin_pairs, mosaic_gpu.check, {"interpret": interpret}),
+    )  # fmt: skip
 
 
 def _check_shapes(block: Block, vectors: dict[str, tuple[Array, int]]) -> None:

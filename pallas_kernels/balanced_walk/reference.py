@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# A distance larger than that of any two entries, and less than the infinity of entries that are already paired.
+# Larger than the distance of any two entries, and less than infinity, the distance of entries that are already paired.
 EMPTY_DISTANCE = 3e38
 
 
@@ -58,7 +58,7 @@ class ThinnedPairs(NamedTuple):
 
 
 def kernel_matrix(block: Block) -> Float[Array, "t t"]:
-    """Computes K of a block."""
+    """Returns K of a block."""
 
     def gram(x: Float[Array, "t D"]) -> Float[Array, "t t"]:
         return jnp.matmul(x, x.T, precision=jax.lax.Precision.HIGHEST)
@@ -68,7 +68,7 @@ def kernel_matrix(block: Block) -> Float[Array, "t t"]:
 
 
 def kernel_diagonal(block: Block) -> Float[Array, "t"]:
-    """Computes the diagonal of K without the matrix."""
+    """Returns the diagonal of K of a block, without computing the matrix."""
 
     def squared_norm(x: Float[Array, "t D"]) -> Float[Array, "t"]:
         return jnp.sum(x * x, axis=1)
@@ -116,6 +116,7 @@ def assign_signs_from_matrix(
     gain, weight, sums = (jnp.broadcast_to(x, uniforms.shape).astype(jnp.float32) for x in (gain, weight, start))
 
     def decide(carry, i):
+        """Returns the sums and clipped decisions, `carry`, after decision i, and its sign."""
         sums, num_clipped = carry
         tilt = gain[i] * sums[i]
         sign = jnp.where(uniforms[i] < 0.5 - tilt, 1.0, -1.0)
@@ -126,16 +127,32 @@ def assign_signs_from_matrix(
 
 
 def relative_weights(weights: Float[Array, "*b t"]) -> Float[Array, "*b t"]:
-    """Divides weights by the largest weight of their block."""
+    """Returns weights divided by the largest weight of their block."""
     return weights / jnp.maximum(jnp.max(weights, axis=-1, keepdims=True), 1e-30)
 
 
-def min_squared_distance(diagonal: Float[Array, "*b t"]) -> Float[Array, "*b"]:
-    """Returns a lower bound for squared distances in divisions, from the diagonal of the kernel matrix.
+def min_squared_distance(max_diagonal: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns a lower bound for squared distances in divisions, from the largest diagonal element of the matrix.
 
     Distances within rounding of zero would make quotients arbitrary; which entry of such a pair is kept is irrelevant.
     """
-    return 1e-6 * jnp.max(diagonal, axis=-1) + 1e-30
+    return 1e-6 * max_diagonal + 1e-30
+
+
+def pair_tilt(share: Array, gamma: Array, difference: Array, squared_distance: Array, min_distance: Array) -> Array:
+    """Returns the tilt of the probability that the first entry of a pair is kept.
+
+    Args:
+        share: w_1 / (w_1 + w_2). If it is 0 or 1, so is the probability: the tilt is 0.
+        gamma: The strength of the tilt.
+        difference: The difference of the sums of both entries.
+        squared_distance: The squared distance of both entries.
+        min_distance: Its lower bound.
+
+    Returns:
+        The tilt, of the shape of `share`.
+    """
+    return 4 * share * (1 - share) * gamma * difference / jnp.maximum(squared_distance, min_distance)
 
 
 def thin_pairs(
@@ -155,12 +172,13 @@ def thin_pairs(
     kernel = kernel_matrix(block)
     diagonal = jnp.diagonal(kernel)
     is_present = weights > 0
-    scale, min_distance = relative_weights(weights), min_squared_distance(diagonal)
+    scale, min_distance = relative_weights(weights), min_squared_distance(jnp.max(diagonal))
     entries = weights.shape[0]
     index = jnp.arange(entries, dtype=jnp.int32)
     order = jnp.where(is_present, index, index + entries)  # empty entries come last
 
     def decide(carry, uniform):
+        """Returns `carry` after the next pair, decided by `uniform`, and the pair's result."""
         is_free, sums, num_clipped = carry
         first = jnp.min(jnp.where(is_free, order, 2 * entries)) % entries
         is_free &= index != first
@@ -171,9 +189,7 @@ def thin_pairs(
         total = weights[first] + weights[second]
         share = jnp.where(total > 0, weights[first] / jnp.maximum(total, 1e-30), 0.5)
         squared_distance = diagonal[first] + diagonal[second] - 2 * kernel[first, second]
-        # The tilt is 0 if the weight of one entry is 0.
-        strength = 4 * share * (1 - share) * gamma
-        tilt = strength * (sums[first] - sums[second]) / jnp.maximum(squared_distance, min_distance)
+        tilt = pair_tilt(share, gamma, sums[first] - sums[second], squared_distance, min_distance)
         keeps_first = uniform < share - tilt
         change = jnp.where(keeps_first, scale[second], -scale[first])
         sums = sums + change * (kernel[first] - kernel[second])

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.cluster_recall import mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.cluster_recall.blocks import Blocks as Blocks
+from pallas_kernels.cluster_recall.blocks import Inputs
 from pallas_kernels.cluster_recall.blocks import padded_width as padded_width
 from pallas_kernels.cluster_recall.mosaic_tpu import TpuConfig as TpuConfig
 from pallas_kernels.cluster_recall.reference import blocks_as_entries as blocks_as_entries
@@ -28,6 +29,9 @@ def cluster_recall(
 ) -> Partials:
     """Computes partials of attention to the first tokens of selected blocks.
 
+    Raises ValueError if shapes do not match or the implementation is unknown, and NotImplementedError if a requested
+    kernel does not support the arguments.
+
     Args:
         queries: Queries that share a selection: the R queries of each KV head (H = H_kv), or R queries of each query
             head (H is a multiple of H_kv, and head h reads KV head h // (H / H_kv)).
@@ -42,32 +46,22 @@ def cluster_recall(
 
     Returns:
         Partials over the selected tokens, float32.
-
-    Raises:
-        ValueError: If shapes do not match or the implementation is unknown.
-        NotImplementedError: If the requested kernel does not support the arguments.
     """
-    _check_shapes(queries, blocks, block_indices, block_lengths)
+    inputs = Inputs(queries, blocks, block_indices, block_lengths)
+    _check_shapes(inputs)
     tpu_config = config if isinstance(config, TpuConfig) else TpuConfig()
     gpu_config = config if isinstance(config, GpuConfig) else GpuConfig()
-    kernels = {
-        "mosaic_tpu": Kernel(
-            mosaic_tpu.cluster_recall, mosaic_tpu.check, {"config": tpu_config, "interpret": interpret}
-        ),
-        "mosaic_gpu": Kernel(
-            mosaic_gpu.cluster_recall, mosaic_gpu.check, {"config": gpu_config, "interpret": interpret}
-        ),
-    }
-    arguments = queries, blocks, block_indices, block_lengths
-    return dispatch("cluster_recall", implementation, reference.cluster_recall, kernels, *arguments)
+    tpu_options = {"config": tpu_config, "interpret": interpret}
+    gpu_options = {"config": gpu_config, "interpret": interpret}
+    return dispatch(
+        "cluster_recall", implementation, reference.cluster_recall, inputs,
+        mosaic_tpu=Kernel(mosaic_tpu.cluster_recall, mosaic_tpu.check, tpu_options),
+        mosaic_gpu=Kernel(mosaic_gpu.cluster_recall, mosaic_gpu.check, gpu_options),
+    )  # fmt: skip
 
 
-def _check_shapes(
-    queries: Float[Array, "B H R D"],
-    blocks: Blocks,
-    block_indices: Int[Array, "B H K"],
-    block_lengths: Int[Array, "B H K"],
-) -> None:
+def _check_shapes(inputs: Inputs) -> None:
+    queries, blocks, block_indices, block_lengths = inputs
     batch, heads, _, head_dim = queries.shape
     shape, min_width = blocks.entries.shape, max(head_dim, blocks.value_dim or 0)
     if len(shape) != 5 or shape[0] != batch or heads % shape[1] or shape[4] % 2 or blocks.width < min_width:

@@ -1,9 +1,10 @@
 """A store of blocks of tokens, as all implementations of `cluster_recall` take it."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import packing
 
@@ -49,22 +50,22 @@ class Blocks:
         return packing.packed_width(self.width, self.key_bits)
 
 
-def padded_width(head_dim: int) -> int:
-    """Returns W, the columns that a store allocates for a key and for a value."""
-    return head_dim if head_dim < COLUMN_MULTIPLE else -(-head_dim // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+class Inputs(NamedTuple):
+    """The arguments of `cluster_recall`.
 
-
-def check_kernel_support(queries: Float[Array, "B H R D"], blocks: Blocks) -> None:
-    """Checks for options that no kernel supports.
-
-    Args:
-        queries: The queries.
+    Attributes:
+        queries: Queries that share a selection.
         blocks: The store.
-
-    Raises:
-        NotImplementedError: If logits are capped, or keys and values differ in their dimensions.
+        block_indices: The selected blocks, int32.
+        block_lengths: The tokens of each selected block that are attended to, int32.
     """
-    if blocks.logit_cap is not None:
-        raise NotImplementedError(f"logit_cap={blocks.logit_cap}; only XLA caps logits")
-    if blocks.value_dim not in (None, queries.shape[3]):
-        raise NotImplementedError(f"values have {blocks.value_dim} dimensions and keys {queries.shape[3]}")
+
+    queries: Float[Array, "B H R D"]
+    blocks: Blocks
+    block_indices: Int[Array, "B H K"]
+    block_lengths: Int[Array, "B H K"]
+
+
+def padded_width(head_dim: int) -> int:
+    """Returns W, the columns that a store allocates for a key and for a value of `head_dim` dimensions."""
+    return head_dim if head_dim < COLUMN_MULTIPLE else -(-head_dim // COLUMN_MULTIPLE) * COLUMN_MULTIPLE

@@ -1,100 +1,58 @@
 """`cluster_recall` in jax.numpy: the definition that the kernels are tested against."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import packing
-from pallas_kernels.cluster_recall.blocks import Blocks
+from pallas_kernels.cluster_recall.blocks import Blocks, Inputs
 from pallas_kernels.partials import MASK_VALUE, Partials
 from pallas_kernels.quantized_array import QuantizedArray
 from pallas_kernels.weighted_decode import reference as weighted_decode
 from pallas_kernels.weighted_decode.entries import Entries
 
 
-def cluster_recall(
-    queries: Float[Array, "B H R D"],
-    blocks: Blocks,
-    block_indices: Int[Array, "B H K"],
-    block_lengths: Int[Array, "B H K"],
-) -> Partials:
-    """Gathers the selected blocks and attends to their first tokens, accumulated in float32.
+def cluster_recall(inputs: Inputs) -> Partials:
+    """Returns partials of attention to the selected blocks of `inputs`, which are gathered."""
+    if inputs.blocks.entries.dtype != jnp.float32 or inputs.blocks.scale is not None:
+        return attend_to_columns(inputs)
+    # float32 entries need no conversion, so that a CPU only has to read them once.
+    return jax.lax.platform_dependent(inputs, cpu=attend_to_rows, default=attend_to_columns)
 
-    Args:
-        queries: Queries that share a selection.
-        blocks: The store.
-        block_indices: The selected blocks.
-        block_lengths: The tokens of each selected block that are attended to.
 
-    Returns:
-        Partials over the selected tokens.
+def attend_to_columns(inputs: Inputs) -> Partials:
+    """Returns partials of attention to keys and values of `inputs` that are gathered separately.
+
+    If rows were gathered, XLA:CPU would write them and then copy keys and values.
     """
-    arguments = queries, blocks, block_indices, block_lengths
-    if blocks.entries.dtype != jnp.float32 or blocks.scale is not None:
-        return attend_to_columns(*arguments)
-    # On a CPU, float32 entries need no conversion, and reading them once is all that counts.
-    return jax.lax.platform_dependent(*arguments, cpu=attend_to_rows, default=attend_to_columns)
-
-
-def attend_to_columns(
-    queries: Float[Array, "B H R D"],
-    blocks: Blocks,
-    block_indices: Int[Array, "B H K"],
-    block_lengths: Int[Array, "B H K"],
-) -> Partials:
-    """`cluster_recall` with keys and values gathered separately.
-
-    XLA:CPU would write rows of both and then copy each.
-
-    Args:
-        queries: Queries that share a selection.
-        blocks: The store.
-        block_indices: The selected blocks.
-        block_lengths: The tokens of each selected block that are attended to.
-
-    Returns:
-        Partials over the selected tokens.
-    """
+    queries, blocks, indices, lengths = inputs
     batch, heads, _, head_dim = queries.shape
 
     def gather(columns: slice) -> Float[Array, "B H K*P w"]:
-        return gather_blocks(blocks.entries, block_indices, columns).reshape(
-            batch, heads, -1, columns.stop - columns.start
-        )
+        gathered = gather_blocks(blocks.entries, indices, columns)
+        return gathered.reshape(batch, heads, -1, columns.stop - columns.start)
 
     keys, values = map(gather, key_value_columns(blocks, head_dim))
-    scale = None if blocks.scale is None else gather_blocks(blocks.scale, block_indices)
-    return weighted_decode.weighted_decode(queries, _entries(blocks, keys, values, scale, block_lengths))
+    scale = None if blocks.scale is None else gather_blocks(blocks.scale, indices)
+    return weighted_decode.weighted_decode(queries, _entries(blocks, keys, values, scale, lengths))
 
 
-def attend_to_rows(
-    queries: Float[Array, "B H R D"],
-    blocks: Blocks,
-    block_indices: Int[Array, "B H K"],
-    block_lengths: Int[Array, "B H K"],
-) -> Partials:
-    """`cluster_recall` with entire rows as keys and as values.
+def attend_to_rows(inputs: Inputs) -> Partials:
+    """Returns partials of attention to rows of the store of `inputs`, each as a key and as a value.
 
-    Queries are padded with zeros in the columns of the values; of the numerator, the columns of the values are used.
-
-    Args:
-        queries: Queries that share a selection.
-        blocks: The store.
-        block_indices: The selected blocks.
-        block_lengths: The tokens of each selected block that are attended to.
-
-    Returns:
-        Partials over the selected tokens.
+    Queries are padded with zeros in the columns of the values. Only these columns of the numerator are returned.
     """
+    queries, blocks, indices, lengths = inputs
     batch, heads, _, head_dim = queries.shape
-    rows = gather_blocks(blocks.entries, block_indices).reshape(batch, heads, -1, blocks.entries.shape[4])
+    rows = gather_blocks(blocks.entries, indices).reshape(batch, heads, -1, blocks.entries.shape[4])
     width = rows.shape[3]
     # Attention divides logits by sqrt(width).
     scaled = queries.astype(jnp.float32) * math.sqrt(width / head_dim)
     padded = jnp.pad(scaled, ((0, 0), (0, 0), (0, 0), (0, width - head_dim)))
-    partials = weighted_decode.weighted_decode(padded, _entries(blocks, rows, rows, None, block_lengths))
+    partials = weighted_decode.weighted_decode(padded, _entries(blocks, rows, rows, None, lengths))
     return partials._replace(numerator=partials.numerator[..., key_value_columns(blocks, head_dim)[1]])
 
 
@@ -131,7 +89,7 @@ def key_value_columns(blocks: Blocks, head_dim: int) -> tuple[slice, slice]:
         head_dim: D.
 
     Returns:
-        The columns of the key and those of the value; byte columns of packed codes.
+        The columns of the key and of the value, in bytes if they are packed.
     """
     first = blocks.value_column
     value_width = packing.packed_width(blocks.value_dim or head_dim, blocks.value_bits)
@@ -141,15 +99,14 @@ def key_value_columns(blocks: Blocks, head_dim: int) -> tuple[slice, slice]:
 def _entries(blocks: Blocks, keys: Array, values: Array, scale: Array | None, block_lengths: Array) -> Entries:
     is_read = jnp.arange(blocks.entries.shape[3], dtype=jnp.int32) < block_lengths[..., None]
     log_num = jnp.where(is_read.reshape(*block_lengths.shape[:2], -1), 0.0, MASK_VALUE)
-    if scale is None:
-        return Entries(keys, values, log_num=log_num, logit_cap=blocks.logit_cap)
-    key_scale, value_scale = (scale[..., half].reshape(log_num.shape) for half in (0, 1))
-    return Entries(
-        QuantizedArray(keys, key_scale, bits=blocks.key_bits),
-        QuantizedArray(values, value_scale, bits=blocks.value_bits),
-        log_num=log_num,
-        logit_cap=blocks.logit_cap,
-    )
+    stored: tuple[Any, Any] = keys, values
+    if scale is not None:
+        key_scale, value_scale = (scale[..., half].reshape(log_num.shape) for half in (0, 1))
+        stored = (
+            QuantizedArray(keys, key_scale, bits=blocks.key_bits),
+            QuantizedArray(values, value_scale, bits=blocks.value_bits),
+        )
+    return Entries(*stored, log_num, logit_cap=blocks.logit_cap)
 
 
 def gather_blocks(

@@ -27,7 +27,7 @@ def k_means(
 ) -> LloydStep:
     """Assigns every valid point to the centroid of largest inner product, the first of equal ones.
 
-    Use `jax.vmap` for several heads.
+    Use `jax.vmap` for several heads. Raises NotImplementedError if a requested kernel does not support the arguments.
 
     Args:
         points: The points of one head, float32. Invalid points must be finite, too.
@@ -46,8 +46,7 @@ def k_means(
         Labels, sums per cluster, and the total inner product.
 
     Raises:
-        ValueError: If shapes do not match or the implementation is unknown.
-        NotImplementedError: If the requested kernel does not support the arguments.
+        ValueError: If shapes do not match, or the implementation is unknown.
 
     Reference:
         Lloyd 1982; ClusterKV, section 3.2.
@@ -60,11 +59,10 @@ def k_means(
                 f"{name} has shape {array.shape}; for points of shape {points.shape} it must be {expected[name]}"
             )
     tpu_options = {"config": config or TpuConfig(), "interpret": interpret}
-    kernels = {
-        "mosaic_tpu": Kernel(mosaic_tpu.k_means, mosaic_tpu.check, tpu_options),
-        "mosaic_gpu": Kernel(mosaic_gpu.k_means, mosaic_gpu.check, {"interpret": interpret}),
-    }
     count = jnp.asarray(centroids.shape[0] if num_centroids is None else num_centroids, jnp.int32)
-    compute_xla = functools.partial(reference.k_means, block_size=block_size)
-    arguments = points, centroids, is_valid, count, summands
-    return dispatch("k_means", implementation, compute_xla, kernels, *arguments)
+    inputs = reference.Inputs(points, centroids, is_valid, count, summands)
+    return dispatch(
+        "k_means", implementation, functools.partial(reference.k_means, block_size=block_size), inputs,
+        mosaic_tpu=Kernel(mosaic_tpu.k_means, mosaic_tpu.check, tpu_options),
+        mosaic_gpu=Kernel(mosaic_gpu.k_means, mosaic_gpu.check, {"interpret": interpret}),
+    )  # fmt: skip

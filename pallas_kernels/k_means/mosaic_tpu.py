@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.k_means.reference import LloydStep
+from pallas_kernels.k_means.reference import Inputs, LloydStep
+from pallas_kernels.tpu import dot, launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,106 +27,73 @@ class TpuConfig:
     vmem_bytes: int = 32 * 2**20
 
     def __post_init__(self) -> None:
+        """Checks the values.
+
+        Raises:
+            ValueError: If a value is not allowed.
+        """
         if self.block_points < 128 or self.block_points % 128:
             raise ValueError(f"block_points={self.block_points}; it must be a multiple of 128")
 
 
-def check(
-    points: Float[Array, "N D"],
-    centroids: Float[Array, "C D"],
-    _is_valid: Bool[Array, "N"],
-    _num_centroids: Int[Array, ""],
-    summands: Float[Array, "N D"] | None = None,
-    *,
-    config: TpuConfig,
-    **_options: Any,
-) -> None:
+def check(inputs: Inputs, *, config: TpuConfig, **_options: Any) -> None:
     """Checks that the kernel supports the arguments of `k_means`.
 
     Args:
-        points: The points of one head.
-        centroids: The centroids.
-        summands: The vectors that are summed per cluster.
+        inputs: The arguments.
         config: How to divide the work.
 
     Raises:
         NotImplementedError: If the kernel does not support them.
     """
-    for name, array in {"points": points, "centroids": centroids, "summands": summands}.items():
-        if array is not None and array.dtype != jnp.float32:
-            raise NotImplementedError(f"{name} are {array.dtype.name}; the TPU kernel supports float32")
-    clusters, head_dim = centroids.shape
+    inputs.check_dtypes()
+    clusters, head_dim = inputs.centroids.shape
     # Products, row indices and membership of a block; centroids and sums, which stay on chip; points in two buffers.
-    block = min(config.block_points, points.shape[0])
+    block = min(config.block_points, inputs.points.shape[0])
     needed = 4 * (4 * clusters * block + 4 * clusters * head_dim + 4 * head_dim * block)
     if needed > config.vmem_bytes:
         raise NotImplementedError(f"{clusters} clusters of {head_dim} dimensions do not fit on chip")
 
 
-def k_means(
-    points: Float[Array, "N D"],
-    centroids: Float[Array, "C D"],
-    is_valid: Bool[Array, "N"],
-    num_centroids: Int[Array, ""],
-    summands: Float[Array, "N D"] | None = None,
-    *,
-    config: TpuConfig,
-    interpret: Any,
-) -> LloydStep:
+def k_means(inputs: Inputs, *, config: TpuConfig, interpret: Any) -> LloydStep:
     """`reference.k_means` in one pass over blocks of points. The sums stay on chip.
 
     Points whose dimension is not a multiple of 128 are read with points as the minor axis, so that all tiles are full.
     Inner products are computed in float32 (`Precision.HIGHEST`); sums are exact up to float32 additions.
 
     Args:
-        points: The points of one head, float32.
-        centroids: float32.
-        is_valid: Which points are assigned.
-        num_centroids: The number of centroids that points are assigned to, int32.
-        summands: The vectors that are summed per cluster; None means the points.
+        inputs: The arguments of `k_means`.
         config: How to divide the work.
         interpret: Passed to `pallas_call`.
 
     Returns:
         Labels, sums per cluster, and the total inner product.
     """
+    points, centroids, is_valid, num_centroids, summands = inputs
     tokens, head_dim = points.shape
     clusters = centroids.shape[0]
     block = min(config.block_points, tokens)
     points_minor = head_dim % 128 != 0
+    point_spec = pl.BlockSpec((block, head_dim), lambda i: (i, 0))
     if points_minor:
         point_spec = pl.BlockSpec((head_dim, block), lambda i: (0, i))
-    else:
-        point_spec = pl.BlockSpec((block, head_dim), lambda i: (i, 0))
     row_spec = pl.BlockSpec((1, block), lambda i: (0, i))
     cluster_spec = pl.BlockSpec((clusters, head_dim), lambda i: (0, 0))
     arrays = [x.T if points_minor else x for x in (points, summands) if x is not None]
-    labels, sums, total_product = pl.pallas_call(
-        functools.partial(_kernel, tokens=tokens, block=block, axis=int(points_minor)),
-        grid=(pl.cdiv(tokens, block),),
-        in_specs=[
-            pl.BlockSpec((1, 1), lambda i: (0, 0), memory_space=pltpu.SMEM),
-            cluster_spec,
-            row_spec,
-            *(point_spec for _ in arrays),
+    scalar = num_centroids.astype(jnp.int32).reshape(1, 1)
+    labels, sums, total_product = launch(
+        "k_means", functools.partial(_kernel, tokens=tokens, block=block, axis=int(points_minor)),
+        [
+            (scalar, pl.BlockSpec((1, 1), lambda i: (0, 0), memory_space=pltpu.SMEM)), (centroids, cluster_spec),
+            (is_valid.astype(jnp.int32)[None], row_spec), *((x, point_spec) for x in arrays),
         ],
-        out_specs=[row_spec, cluster_spec, pl.BlockSpec((1, 1), lambda i: (0, 0))],
-        out_shape=[
-            jax.ShapeDtypeStruct((1, tokens), jnp.int32),
-            jax.ShapeDtypeStruct((clusters, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((1, 1), jnp.float32),
+        [
+            ((1, tokens), jnp.int32, row_spec), ((clusters, head_dim), jnp.float32, cluster_spec),
+            ((1, 1), jnp.float32, pl.BlockSpec((1, 1), lambda i: (0, 0))),
         ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=config.vmem_bytes + 16 * 2**20
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=4 * tokens * clusters * head_dim,
-            bytes_accessed=4 * (len(arrays) * tokens * head_dim + 2 * clusters * head_dim + 2 * tokens),
-            transcendentals=0,
-        ),
-        interpret=interpret,
-        name="k_means",
-    )(num_centroids.astype(jnp.int32).reshape(1, 1), centroids, is_valid.astype(jnp.int32)[None], *arrays)
+        sequential=(pl.cdiv(tokens, block),), interpret=interpret, vmem_limit_bytes=config.vmem_bytes + 16 * 2**20,
+        flops=4 * tokens * clusters * head_dim,
+    )  # fmt: skip
     return LloydStep(labels[0], sums, total_product[0, 0])
 
 
@@ -144,13 +112,7 @@ def _kernel(num_centroids_ref, centroids_ref, is_valid_ref, points_ref, *refs, t
         total_ref[...] = jnp.zeros_like(total_ref)
 
     clusters = centroids_ref.shape[0]
-    product = jax.lax.dot_general(
-        centroids_ref[...],
-        points_ref[...],
-        (((1,), (1 - axis,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
+    product = dot(centroids_ref[...], points_ref[...], axis=1 - axis)
     row = jax.lax.broadcasted_iota(jnp.int32, product.shape, 0)
     product = jnp.where(row < num_centroids_ref[0, 0], product, -jnp.inf)
     best = jnp.max(product, axis=0, keepdims=True)
@@ -165,13 +127,11 @@ def _kernel(num_centroids_ref, centroids_ref, is_valid_ref, points_ref, *refs, t
     summands = summands_ref[...]
     point = step * block + jax.lax.broadcasted_iota(jnp.int32, summands.shape, axis)
     for part in _bfloat16_parts(jnp.where(point < tokens, summands, 0.0)):
-        sums_ref[...] += jax.lax.dot_general(
-            is_member, part, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32
-        )
+        sums_ref[...] += dot(is_member, part, axis=axis)
 
 
 def _bfloat16_parts(x: Float[Array, "..."]) -> list[Float[Array, "..."]]:
-    """Splits x into three bfloat16 arrays whose sum is x.
+    """Returns three bfloat16 arrays whose sum is x.
 
     A product with zeros and ones then takes three passes of the matrix unit instead of six for float32 operands.
     """

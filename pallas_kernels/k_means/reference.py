@@ -9,6 +9,34 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.argmin import min_and_argmin
 
 
+class Inputs(NamedTuple):
+    """The arguments of `k_means`.
+
+    Attributes:
+        points: The points of one head, float32.
+        centroids: float32.
+        is_valid: Which points are assigned.
+        num_centroids: The number of centroids that points are assigned to, int32.
+        summands: The vectors that are summed per cluster, float32; None means the points.
+    """
+
+    points: Float[Array, "N D"]
+    centroids: Float[Array, "C D"]
+    is_valid: Bool[Array, "N"]
+    num_centroids: Int[Array, ""]
+    summands: Float[Array, "N D"] | None
+
+    def check_dtypes(self) -> None:
+        """Checks that all vectors are float32.
+
+        Raises:
+            NotImplementedError: If they are not.
+        """
+        for name, array in self._asdict().items():
+            if name in ("points", "centroids", "summands") and array is not None and array.dtype != jnp.float32:
+                raise NotImplementedError(f"{name} are {array.dtype.name}; the kernels support float32")
+
+
 class LloydStep(NamedTuple):
     """The result of one iteration.
 
@@ -23,28 +51,17 @@ class LloydStep(NamedTuple):
     total_product: Float[Array, ""]
 
 
-def k_means(
-    points: Float[Array, "N D"],
-    centroids: Float[Array, "C D"],
-    is_valid: Bool[Array, "N"],
-    num_centroids: Int[Array, ""],
-    summands: Float[Array, "N D"] | None = None,
-    *,
-    block_size: int = 2048,
-) -> LloydStep:
+def k_means(inputs: Inputs, *, block_size: int) -> LloydStep:
     """Runs one iteration of Lloyd's algorithm, see `pallas_kernels.k_means.k_means`.
 
     Args:
-        points: The points of one head, float32.
-        centroids: float32.
-        is_valid: Which points are assigned.
-        num_centroids: The number of centroids that points are assigned to, int32.
-        summands: The vectors that are summed per cluster; None means the points.
+        inputs: The arguments.
         block_size: Points whose inner products are in memory at a time.
 
     Returns:
         Labels, sums per cluster, and the total inner product.
     """
+    points, centroids, is_valid, num_centroids, summands = inputs
     clusters, head_dim = centroids.shape
     tokens = points.shape[0]
     block_size = min(block_size, tokens)
@@ -59,6 +76,7 @@ def k_means(
     penalty = jnp.where(jnp.arange(clusters) < num_centroids, 0.0, jnp.inf)
 
     def assign(sums, block):
+        """Returns `sums` with the points of `block` added, and their labels and total inner product."""
         points, summands, is_valid = block
         # With clusters first, XLA:CPU vectorizes the reduction over clusters along the points.
         product = jnp.matmul(centroids, points.T, precision=jax.lax.Precision.HIGHEST)

@@ -26,6 +26,9 @@ def select_blocks(
     Of equal scores the lower index comes first. The last cluster is cut to its first tokens such that the selection
     ends exactly at the budget. Clusters of size 0 are skipped. Use `jax.vmap` for several heads.
 
+    Raises ValueError if the implementation is unknown, and NotImplementedError if a requested kernel does not support
+    the arguments.
+
     Args:
         scores: One score per cluster. NaN counts as -inf.
         sizes: The tokens of each cluster.
@@ -40,13 +43,8 @@ def select_blocks(
 
     Returns:
         The blocks, and the tokens that are selected of each cluster.
-
-    Raises:
-        ValueError: If the implementation is unknown.
-        NotImplementedError: If the requested kernel does not support the arguments.
     """
-    limits = {"max_tokens": max_tokens, "max_blocks": max_blocks, "block_size": block_size}
-    options = {**limits, "interpret": interpret}
-    kernels = {"mosaic_tpu": Kernel(mosaic_tpu.select_blocks, mosaic_tpu.check, options)}
-    compute_xla = functools.partial(reference.select_blocks, **limits)
-    return dispatch("select_blocks", implementation, compute_xla, kernels, scores, sizes, first_blocks)
+    limits = reference.Limits(max_tokens, max_blocks, block_size)
+    kernel = Kernel(mosaic_tpu.select_blocks, mosaic_tpu.check, {"limits": limits, "interpret": interpret})
+    compute_xla = functools.partial(reference.select_blocks, limits=limits)
+    return dispatch("select_blocks", implementation, compute_xla, scores, sizes, first_blocks, mosaic_tpu=kernel)

@@ -1,8 +1,9 @@
-"""How fast `select_blocks` chooses: python -m pallas_kernels.select_blocks.benchmark [--quick] [--output FILE]."""
+"""Measures `select_blocks`: python -m pallas_kernels.select_blocks.benchmark [--quick] [--output FILE]."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,68 +12,54 @@ from pallas_kernels import benchmarking
 from pallas_kernels.select_blocks import reference, select_blocks
 
 
-class Shape(NamedTuple):
-    """The parts of all heads, and the budget."""
+@dataclasses.dataclass(frozen=True)
+class Shape(benchmarking.Shape):
+    """The clusters of all heads, of `cluster_size` tokens each, and the budget."""
 
     batch: int
-    parts: int
-    tokens: int = 4096
+    clusters: int
+    max_tokens: int = 4096
     heads: int = 8
-    part_tokens: int = 80
-    places: int = 16
+    cluster_size: int = 80
+    block_size: int = 16
 
-    def __str__(self) -> str:
-        return f"{self.batch} x {self.heads} heads, {self.parts} parts of {self.part_tokens}, {self.tokens} tokens"
-
-    @property
-    def blocks(self) -> int:
-        """As many as policies read at most."""
-        return -(-self.tokens // self.places) + -(-self.tokens // self.part_tokens)
-
-    def arguments(self, array: Any) -> tuple[Any, Any, Any]:
-        """Scores, sizes and first blocks, made by `array(shape, dtype)`."""
-        heads = (self.batch, self.heads, self.parts)
+    def arguments(self, array: Callable[..., Any]) -> tuple[Any, ...]:
+        """Returns scores, sizes and first blocks, created by `array(shape, dtype)`."""
+        heads = (self.batch, self.heads, self.clusters)
         return array(heads, jnp.float32), array(heads, jnp.int32), array(heads, jnp.int32)
 
-    def function(self, form: Callable[..., Any] = select_blocks, **options: Any) -> Callable[..., Any]:
-        """The op, or a form of it, on all heads."""
-        sizes = {"max_tokens": self.tokens, "max_blocks": self.blocks, "block_size": self.places}
-        return jax.vmap(jax.vmap(functools.partial(form, **sizes, **options)))
+    def random_arguments(self) -> tuple[Any, ...]:
+        """Returns random scores of clusters that are contiguous in the store."""
+        scores, sizes, _ = super().random_arguments()
+        sizes = jnp.full_like(sizes, self.cluster_size)
+        blocks = -(-sizes // self.block_size)
+        return scores, sizes, jnp.cumsum(blocks, axis=-1) - blocks
+
+    @property
+    def limits(self) -> reference.Limits:
+        """The budget and the blocks that it fills at most."""
+        max_blocks = -(-self.max_tokens // self.block_size) + -(-self.max_tokens // self.cluster_size)
+        return reference.Limits(self.max_tokens, max_blocks, self.block_size)
+
+    def function(self, **options: Any) -> Callable[..., Any]:
+        """Returns the op for all heads."""
+        return jax.vmap(jax.vmap(functools.partial(select_blocks, **self.limits._asdict(), **options)))
+
+    def forms(self) -> Mapping[str, benchmarking.Form]:
+        """Returns the default form and both forms of XLA."""
+        forms, arguments = {"kvjax": self.function()}, self.random_arguments()
+        for name, form in (("xla", reference.select_by_sorting), ("xla, comparing", reference.select_by_comparing)):
+            forms[name] = jax.vmap(jax.vmap(functools.partial(form, limits=self.limits)))
+        return {name: benchmarking.Form(function, arguments) for name, function in forms.items()}
 
 
+QUICK = (Shape(1, 64, max_tokens=256, heads=2),)
 # Clusters of ClusterKV and pages of Quest.
 PRODUCTION = (
     *(Shape(batch, tokens // 80) for batch in (1, 8) for tokens in (32768, 131072)),
-    *(Shape(1, tokens // 16, part_tokens=16) for tokens in (32768, 131072)),
+    *(Shape(1, tokens // 16, cluster_size=16) for tokens in (32768, 131072)),
     Shape(8, 410, heads=32),
 )
 
-
-def cases(quick: bool) -> Iterator[benchmarking.Case]:
-    for shape in (Shape(1, 64, tokens=256, heads=2),) if quick else PRODUCTION:
-        abstract = shape.arguments(jax.ShapeDtypeStruct)
-        moved = benchmarking.array_bytes(abstract, jax.eval_shape(shape.function(), *abstract))
-        yield benchmarking.Case(str(shape), functools.partial(_forms, shape), moved)
-
-
-def _forms(shape: Shape) -> Mapping[str, benchmarking.Form]:
-    """kvjax's form for the platform, and both of XLA's; nothing else is known to do the same."""
-
-    def array(size: tuple[int, ...], dtype: Any) -> Any:
-        if dtype == jnp.int32:
-            return jnp.full(size, shape.part_tokens)
-        return jax.random.normal(jax.random.key(0), size, dtype)
-
-    score, size, _ = shape.arguments(array)
-    needed = -(-size // shape.places)
-    arguments = score, size, jnp.cumsum(needed, axis=-1) - needed
-    named = {
-        "kvjax": shape.function(),
-        "xla": shape.function(reference.select_by_sorting),
-        "xla, comparing": shape.function(reference.select_by_comparing),
-    }
-    return {name: benchmarking.Form(form, arguments) for name, form in named.items()}
-
-
 if __name__ == "__main__":
-    benchmarking.main("select_blocks", cases)
+    benchmarking.main("select_blocks", QUICK, PRODUCTION)

@@ -1,4 +1,4 @@
-"""The choice of parts as a Pallas kernel for TPU (Mosaic)."""
+"""`select_blocks` as a Pallas kernel for TPU (Mosaic)."""
 
 import functools
 from typing import Any
@@ -9,58 +9,45 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.batching import fold_mapped_axes
+from pallas_kernels.batching import run_batched
 from pallas_kernels.dispatch import PreferXla
-from pallas_kernels.select_blocks.reference import SelectedBlocks
+from pallas_kernels.select_blocks.reference import Limits, SelectedBlocks
+from pallas_kernels.tpu import launch
 
 HEADS, LANES = 8, 128  # heads of a step, one in each sublane of a register
-LOWEST = -(2**31)  # the key of a part without tokens
-# Counts are float32 numbers, which must stay exact, and be divided exactly.
+MIN_KEY = -(2**31)  # of empty clusters
+# Counts are float32, and must be exact also when they are divided.
 MAX_TOKENS = 2**21
-# Arrays of so many numbers for each of a step's heads are on chip together, some twenty of them.
+# Some twenty arrays with this many numbers per head of a step are on chip together.
 MAX_CLUSTERS = MAX_BLOCKS = 2**14
 
 
 def check(
-    scores: Float[Array, "C"],
-    _sizes: Int[Array, "C"],
-    _first_blocks: Int[Array, "C"],
-    *,
-    max_tokens: int,
-    max_blocks: int,
-    block_size: int,
-    **_options: Any,
+    scores: Float[Array, "C"], _sizes: Int[Array, "C"], _first: Int[Array, "C"], *, limits: Limits, **_options: Any
 ) -> None:
     """Checks that the kernel supports the arguments of `select_blocks`.
 
     Args:
         scores: One score per cluster.
-        max_tokens: The budget.
-        max_blocks: K.
-        block_size: Tokens per block.
+        limits: The limits of the selection.
 
     Raises:
         NotImplementedError: If the kernel does not support them.
+        PreferXla: If the selection is empty.
     """
-    for name, value, limit in (("clusters", scores.shape[0], MAX_CLUSTERS), ("blocks", max_blocks, MAX_BLOCKS)):
+    counts = ("clusters", scores.shape[0], MAX_CLUSTERS), ("blocks", limits.max_blocks, MAX_BLOCKS)
+    for name, value, supported in counts:
         if not value:
-            raise PreferXla(f"0 {name}; nothing is selected")
-        if value > limit:
-            raise NotImplementedError(f"{value} {name}; the TPU kernel supports 1 to {limit}")
-    tokens = max(max_tokens, max_blocks * block_size)
+            raise PreferXla(f"0 {name}; the selection is empty")
+        if value > supported:
+            raise NotImplementedError(f"{value} {name}; the TPU kernel supports at most {supported}")
+    tokens = max(limits.max_tokens, limits.max_blocks * limits.block_size)
     if tokens > MAX_TOKENS:
         raise NotImplementedError(f"{tokens} tokens; the TPU kernel supports at most {MAX_TOKENS}")
 
 
 def select_blocks(
-    scores: Float[Array, "C"],
-    sizes: Int[Array, "C"],
-    first_blocks: Int[Array, "C"],
-    *,
-    max_tokens: int,
-    max_blocks: int,
-    block_size: int,
-    interpret: Any,
+    scores: Float[Array, "C"], sizes: Int[Array, "C"], first_blocks: Int[Array, "C"], *, limits: Limits, interpret: Any
 ) -> SelectedBlocks:
     """`reference.select_by_sorting` without a sort, in one kernel for all heads, also under `vmap`.
 
@@ -71,136 +58,115 @@ def select_blocks(
         scores: One score per cluster.
         sizes: The tokens of each cluster.
         first_blocks: The index of each cluster's first block.
-        max_tokens: The budget.
-        max_blocks: K.
-        block_size: Tokens per block.
+        limits: The limits of the selection.
         interpret: Passed to `pallas_call`.
 
     Returns:
         The selected blocks, in the order of their clusters' indices.
     """
-    run = functools.partial(
-        _select_for_heads, tokens=max_tokens, blocks=max_blocks, places=block_size, interpret=interpret
-    )
-    return jax.tree.map(lambda x: x[0], fold_mapped_axes(run)(scores[None], sizes[None], first_blocks[None]))
+    run = functools.partial(_select_for_heads, limits=limits, interpret=interpret)
+    return run_batched(run, scores, sizes, first_blocks)
 
 
-def _select_for_heads(
-    score: Float[Array, "N C"],
-    size: Int[Array, "N C"],
-    first: Int[Array, "N C"],
-    *,
-    tokens: int,
-    blocks: int,
-    places: int,
-    interpret: Any,
-) -> SelectedBlocks:
-    heads, parts = score.shape
-    to_whole = ((0, -heads % HEADS), (0, -parts % LANES))
-    arrays = [
-        jnp.pad(x.astype(kind), to_whole) for x, kind in ((score, jnp.float32), (size, jnp.int32), (first, jnp.int32))
-    ]
-    rows, wide = arrays[0].shape
-    of_parts = pl.BlockSpec((HEADS, wide), lambda i: (i, 0))
-    room = pl.cdiv(blocks, LANES) * LANES
-    of_blocks = pl.BlockSpec((HEADS, room), lambda i: (i, 0))
-    block, count, taken = pl.pallas_call(
-        functools.partial(_kernel, tokens=tokens, blocks=blocks, places=places),
-        grid=(rows // HEADS,),
-        in_specs=[of_parts] * 3,
-        out_specs=[of_blocks, of_blocks, of_parts],
-        out_shape=[jax.ShapeDtypeStruct((rows, width), jnp.int32) for width in (room, room, wide)],
-        scratch_shapes=[pltpu.VMEM((HEADS, wide), jnp.float32)] * 4,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
-        cost_estimate=pl.CostEstimate(
-            flops=rows * wide * (32 * 4 + 5 * room),
-            bytes_accessed=4 * rows * (4 * wide + 2 * room),
-            transcendentals=0,
-        ),
-        interpret=interpret,
-        name="select_blocks",
-    )(*arrays)
-    return SelectedBlocks(block[:heads, :blocks], count[:heads, :blocks], taken[:heads, :parts])
+def _select_for_heads(*arrays: Array, limits: Limits, interpret: Any) -> SelectedBlocks:
+    heads, clusters = arrays[0].shape
+    padding = ((0, -heads % HEADS), (0, -clusters % LANES))
+    dtypes = (jnp.float32, jnp.int32, jnp.int32)
+    padded = [jnp.pad(x.astype(dtype), padding) for x, dtype in zip(arrays, dtypes, strict=True)]
+    rows, cluster_width = padded[0].shape
+    block_width = pl.cdiv(limits.max_blocks, LANES) * LANES
+    cluster_spec = pl.BlockSpec((HEADS, cluster_width), lambda i: (i, 0))
+    block_spec = pl.BlockSpec((HEADS, block_width), lambda i: (i, 0))
+    outputs = [(block_width, block_spec), (block_width, block_spec), (cluster_width, cluster_spec)]
+    indices, lengths, tokens = launch(
+        "select_blocks", functools.partial(_kernel, limits=limits),
+        [(x, cluster_spec) for x in padded], [((rows, width), jnp.int32, spec) for width, spec in outputs],
+        parallel=(rows // HEADS,), scratch=[pltpu.VMEM((HEADS, cluster_width), jnp.float32)] * 4, interpret=interpret,
+        flops=rows * cluster_width * (32 * 4 + 5 * block_width),
+    )  # fmt: skip
+    blocks = slice(limits.max_blocks)
+    return SelectedBlocks(indices[:heads, blocks], lengths[:heads, blocks], tokens[:heads, :clusters])
 
 
-def _kernel(
-    score_ref, size_ref, first_ref, block_ref, count_ref, taken_ref, *of_parts, tokens: int, blocks: int, places: int
-):
-    """The choice of `HEADS` heads, one in each sublane."""
-    size = size_ref[...].astype(jnp.float32)
-    whole = _blocks_of(size, places)
-    key = _ordered(score_ref[...], size > 0)
+def _kernel(scores_ref, sizes_ref, first_ref, indices_ref, lengths_ref, tokens_ref, *cluster_refs, limits):
+    """Selects the blocks of `HEADS` heads, one in each sublane."""
+    max_tokens, max_blocks, block_size = limits
+    sizes = sizes_ref[...].astype(jnp.float32)
+    all_blocks = _count_blocks(sizes, block_size)
+    keys = _sortable_keys(scores_ref[...], sizes > 0)
 
-    def do_not_fit(lowest: Int[Array, "8 1"]) -> Bool[Array, "8 1"]:
-        """Whether parts from a key on are more than the budget."""
-        above = key >= lowest
-        return (_sum(above, size) > tokens) | (_sum(above, whole) > blocks)
+    def exceeds_limits(lowest: Int[Array, "8 1"]) -> Bool[Array, "8 1"]:
+        """Returns whether the clusters with keys of at least `lowest` exceed a limit."""
+        is_above = keys >= lowest
+        return (_sum_where(is_above, sizes) > max_tokens) | (_sum_where(is_above, all_blocks) > max_blocks)
 
-    def with_bit(number: Int[Array, ""], last: Int[Array, "8 1"]) -> Int[Array, "8 1"]:
-        more = last + jax.lax.shift_left(1, 30 - number)
-        return jnp.where(do_not_fit(more), more, last)
+    def search_bit(step: Int[Array, ""], last: Int[Array, "8 1"]) -> Int[Array, "8 1"]:
+        """Returns `last` with the bit of `step` set if clusters from there on exceed a limit."""
+        candidate = last + jax.lax.shift_left(1, 30 - step)
+        return jnp.where(exceeds_limits(candidate), candidate, last)
 
-    # The highest key from which on parts do not fit: that of the last ones that are taken, or the lowest of all.
-    last = jnp.full((HEADS, 1), LOWEST, jnp.int32)
-    last = jnp.where(do_not_fit(jnp.zeros_like(last)), 0, last)
-    last = jax.lax.fori_loop(0, 31, with_bit, last)
-    better, equal = key > last, (key == last) & (size > 0)
-    left, room = tokens - _sum(better, size), blocks - _sum(better, whole)
-    taken = jnp.where(equal, size, 0.0)
-    taken = jnp.clip(left - _before(taken), 0.0, taken)
-    needed = _blocks_of(taken, places)
-    needed = jnp.clip(room - _before(needed), 0.0, needed)
-    taken = jnp.where(better, size, jnp.minimum(taken, needed * places))
-    needed = jnp.where(better, whole, needed)
-    taken_ref[...] = taken.astype(jnp.int32)
+    # The largest key from which on clusters exceed a limit: the key of the last selected clusters, or the minimum.
+    last = jnp.full((HEADS, 1), MIN_KEY, jnp.int32)
+    last = jnp.where(exceeds_limits(jnp.zeros_like(last)), 0, last)
+    last = jax.lax.fori_loop(0, 31, search_bit, last)
+    is_better, is_last = keys > last, (keys == last) & (sizes > 0)
+    tokens_left = max_tokens - _sum_where(is_better, sizes)
+    blocks_left = max_blocks - _sum_where(is_better, all_blocks)
+    tokens = jnp.where(is_last, sizes, 0.0)
+    tokens = jnp.clip(tokens_left - _exclusive_cumsum(tokens), 0.0, tokens)
+    blocks = _count_blocks(tokens, block_size)
+    blocks = jnp.clip(blocks_left - _exclusive_cumsum(blocks), 0.0, blocks)
+    tokens = jnp.where(is_better, sizes, jnp.minimum(tokens, blocks * block_size))
+    blocks = jnp.where(is_better, all_blocks, blocks)
+    tokens_ref[...] = tokens.astype(jnp.int32)
 
-    begin = _before(needed)
-    # Of slot j a part's block is base + j, and left - places * j are its tokens from there on.
-    told = begin, begin + needed, first_ref[...].astype(jnp.float32) - begin, taken + places * begin
-    for ref, x in zip(of_parts, told, strict=True):
+    begin = _exclusive_cumsum(blocks)
+    # In slot j, a cluster's block is base + j, and remaining - block_size * j tokens remain from there on.
+    base, remaining = first_ref[...].astype(jnp.float32) - begin, tokens + block_size * begin
+    for ref, x in zip(cluster_refs, (begin, begin + blocks, base, remaining), strict=True):
         ref[...] = x
-    slot = jax.lax.broadcasted_iota(jnp.int32, (1, block_ref.shape[1]), 1).astype(jnp.float32)
+    slot = jax.lax.broadcasted_iota(jnp.int32, (1, indices_ref.shape[1]), 1).astype(jnp.float32)
 
-    def with_parts(number: Int[Array, ""], sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Adds what so many parts have in each slot, of which one fills it."""
-        lanes = pl.ds(pl.multiple_of(number * LANES, LANES), LANES)
-        begin, end, base, left = (ref[:, lanes].T for ref in of_parts)
+    def add_clusters(group: Int[Array, ""], sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Returns `sums` with the contribution of `group`, of `LANES` clusters, to each slot; one fills a slot."""
+        lanes = pl.ds(pl.multiple_of(group * LANES, LANES), LANES)
+        begin, end, base, remaining = (ref[:, lanes].T for ref in cluster_refs)
         bases: list[Array] = []
-        lefts: list[Array] = []
+        remainders: list[Array] = []
         for head in range(HEADS):
-            own = slice(head, head + 1)
-            fills = (slot >= begin[:, own]) & (slot < end[:, own])
-            for found, x in ((bases, base), (lefts, left)):
-                found.append(jnp.sum(jnp.where(fills, x[:, own], 0.0), axis=0, keepdims=True))
-        return sums[0] + jnp.concatenate(bases, axis=0), sums[1] + jnp.concatenate(lefts, axis=0)
+            column = slice(head, head + 1)
+            fills = (slot >= begin[:, column]) & (slot < end[:, column])
+            for results, x in ((bases, base), (remainders, remaining)):
+                results.append(jnp.sum(jnp.where(fills, x[:, column], 0.0), axis=0, keepdims=True))
+        return sums[0] + jnp.concatenate(bases, axis=0), sums[1] + jnp.concatenate(remainders, axis=0)
 
-    none = jnp.zeros((HEADS, slot.shape[1]), jnp.float32)
-    base, left = jax.lax.fori_loop(0, key.shape[1] // LANES, with_parts, (none, none))
-    count = jnp.clip(left - places * slot, 0.0, places)
-    count_ref[...] = count.astype(jnp.int32)
-    block_ref[...] = jnp.where(count > 0, base + slot, 0.0).astype(jnp.int32)
-
-
-def _ordered(score: Float[Array, "8 C"], there: Bool[Array, "8 C"]) -> Int[Array, "8 C"]:
-    """Whole numbers in the order of the scores, of what is no number as of -inf."""
-    score = jnp.where(score == 0, 0.0, score)  # -0 is as high as 0
-    bits = jax.lax.bitcast_convert_type(jnp.where(score == score, score, -jnp.inf), jnp.int32)
-    return jnp.where(there, jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), LOWEST)
+    zeros = jnp.zeros((HEADS, slot.shape[1]), jnp.float32)
+    base, remaining = jax.lax.fori_loop(0, keys.shape[1] // LANES, add_clusters, (zeros, zeros))
+    lengths = jnp.clip(remaining - block_size * slot, 0.0, block_size)
+    lengths_ref[...] = lengths.astype(jnp.int32)
+    indices_ref[...] = jnp.where(lengths > 0, base + slot, 0.0).astype(jnp.int32)
 
 
-def _sum(which: Bool[Array, "8 C"], x: Float[Array, "8 C"]) -> Float[Array, "8 1"]:
-    return jnp.sum(jnp.where(which, x, 0.0), axis=1, keepdims=True)
+def _sortable_keys(scores: Float[Array, "8 C"], is_present: Bool[Array, "8 C"]) -> Int[Array, "8 C"]:
+    """Returns integers in the order of the scores, with NaN as -inf."""
+    scores = jnp.where(scores == 0, 0.0, scores)  # -0 equals 0
+    bits = jax.lax.bitcast_convert_type(jnp.where(scores == scores, scores, -jnp.inf), jnp.int32)
+    return jnp.where(is_present, jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), MIN_KEY)
 
 
-def _before(x: Float[Array, "8 C"]) -> Float[Array, "8 C"]:
-    """Of every part the sum over those with lower numbers."""
-    part, total, reach = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1), x, 1
-    while reach < x.shape[1]:
-        total = total + jnp.where(part >= reach, pltpu.roll(total, reach, 1), 0.0)
-        reach *= 2
+def _sum_where(condition: Bool[Array, "8 C"], x: Float[Array, "8 C"]) -> Float[Array, "8 1"]:
+    return jnp.sum(jnp.where(condition, x, 0.0), axis=1, keepdims=True)
+
+
+def _exclusive_cumsum(x: Float[Array, "8 C"]) -> Float[Array, "8 C"]:
+    """Returns for each cluster the sum over clusters with lower indices."""
+    index, total, shift = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1), x, 1
+    while shift < x.shape[1]:
+        total = total + jnp.where(index >= shift, pltpu.roll(total, shift, 1), 0.0)
+        shift *= 2
     return total - x
 
 
-def _blocks_of(tokens: Float[Array, "8 C"], places: int) -> Float[Array, "8 C"]:
-    """Blocks that so many tokens fill; half a token more keeps rounding from mattering."""
-    return jnp.floor((tokens + (places - 0.5)) * (1 / places))
+def _count_blocks(tokens: Float[Array, "8 C"], block_size: int) -> Float[Array, "8 C"]:
+    """Returns the blocks that tokens fill; half a token is added so that rounding does not matter."""
+    return jnp.floor((tokens + (block_size - 0.5)) * (1 / block_size))

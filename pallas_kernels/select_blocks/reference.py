@@ -1,13 +1,27 @@
 """`select_blocks` in jax.numpy: by sorting, which is fast on CPU, and by comparison of pairs, with few launches."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 MAX_COMPARED = 2048  # clusters that accelerators compare pairwise faster than they sort them
+
+
+class Limits(NamedTuple):
+    """The limits of a selection.
+
+    Attributes:
+        max_tokens: The budget.
+        max_blocks: K, the largest number of blocks.
+        block_size: Tokens per block.
+    """
+
+    max_tokens: int
+    max_blocks: int
+    block_size: int
 
 
 class SelectedBlocks(NamedTuple):
@@ -26,7 +40,7 @@ class SelectedBlocks(NamedTuple):
 
 
 def select_blocks(
-    scores: Float[Array, "C"], sizes: Int[Array, "C"], first_blocks: Int[Array, "C"], **limits: int
+    scores: Float[Array, "C"], sizes: Int[Array, "C"], first_blocks: Int[Array, "C"], *, limits: Limits
 ) -> SelectedBlocks:
     """Selects blocks by comparison on accelerators, for up to `MAX_COMPARED` clusters, and by sorting elsewhere.
 
@@ -34,26 +48,20 @@ def select_blocks(
         scores: One score per cluster.
         sizes: The tokens of each cluster.
         first_blocks: The index of each cluster's first block.
-        **limits: `max_tokens`, `max_blocks` and `block_size`.
+        limits: The limits of the selection.
 
     Returns:
         The selected blocks.
     """
-    sort: Any = functools.partial(select_by_sorting, **limits)
-    compare: Any = functools.partial(select_by_comparing, **limits)
+    sort = functools.partial(select_by_sorting, limits=limits)
+    compare = functools.partial(select_by_comparing, limits=limits)
     if not 0 < scores.shape[0] <= MAX_COMPARED:
         return sort(scores, sizes, first_blocks)
     return jax.lax.platform_dependent(scores, sizes, first_blocks, default=sort, tpu=compare, cuda=compare)
 
 
 def select_by_sorting(
-    scores: Float[Array, "C"],
-    sizes: Int[Array, "C"],
-    first_blocks: Int[Array, "C"],
-    *,
-    max_tokens: int,
-    max_blocks: int,
-    block_size: int,
+    scores: Float[Array, "C"], sizes: Int[Array, "C"], first_blocks: Int[Array, "C"], *, limits: Limits
 ) -> SelectedBlocks:
     """Selects blocks by sorting scores: little work, but a dozen launches on a GPU.
 
@@ -61,13 +69,12 @@ def select_by_sorting(
         scores: One score per cluster.
         sizes: The tokens of each cluster.
         first_blocks: The index of each cluster's first block.
-        max_tokens: The budget.
-        max_blocks: K.
-        block_size: Tokens per block.
+        limits: The limits of the selection.
 
     Returns:
         The selected blocks, in descending order of their clusters' scores.
     """
+    max_tokens, max_blocks, block_size = limits
     # Every selected cluster uses at least one block.
     clusters = min(scores.shape[0], max_blocks)
     if not clusters:
@@ -91,13 +98,7 @@ def select_by_sorting(
 
 
 def select_by_comparing(
-    scores: Float[Array, "C"],
-    sizes: Int[Array, "C"],
-    first_blocks: Int[Array, "C"],
-    *,
-    max_tokens: int,
-    max_blocks: int,
-    block_size: int,
+    scores: Float[Array, "C"], sizes: Int[Array, "C"], first_blocks: Int[Array, "C"], *, limits: Limits
 ) -> SelectedBlocks:
     """Selects blocks by comparing all pairs of clusters: three passes without a sort, a scatter or a gather.
 
@@ -105,17 +106,17 @@ def select_by_comparing(
         scores: One score per cluster.
         sizes: The tokens of each cluster.
         first_blocks: The index of each cluster's first block.
-        max_tokens: The budget.
-        max_blocks: K.
-        block_size: Tokens per block.
+        limits: The limits of the selection.
 
     Returns:
         The selected blocks, in descending order of their clusters' scores.
     """
+    max_tokens, max_blocks, block_size = limits
     scores = jnp.where((sizes > 0) & (scores == scores), scores, -jnp.inf)
     index = jnp.arange(scores.shape[0], dtype=jnp.int32)
 
     def sum_over_better(x: Int[Array, "C"]) -> Int[Array, "C"]:
+        """Returns for each cluster the sum of x over all clusters that are selected before it."""
         # Comparisons are recomputed for each sum: storing them for both would fill memory.
         own, x = jax.lax.optimization_barrier((scores, x))
         is_better = (own[None] > own[:, None]) | ((own[None] == own[:, None]) & (index[None] < index[:, None]))

@@ -23,7 +23,8 @@ def soft_match(
 ) -> Partners:
     """Finds, for each key at an even index (A), the most similar key at an odd index (B) of the same chunk.
 
-    Of equally similar keys the first is chosen. Use `jax.vmap` for several heads or sequences.
+    Of equally similar keys the first is chosen. Use `jax.vmap` for several heads or sequences. Raises
+    NotImplementedError if a requested kernel does not support the arguments.
 
     Args:
         keys: The keys of one head in text order, float32 or bfloat16. Keys from `num_keys` on are ignored.
@@ -39,7 +40,6 @@ def soft_match(
 
     Raises:
         ValueError: If `chunk_size` is not a positive even number or the implementation is unknown.
-        NotImplementedError: If the requested kernel does not support the arguments.
 
     Reference:
         Chelsea, section 5.2 (chunked soft matching).
@@ -48,9 +48,9 @@ def soft_match(
         raise ValueError(f"chunk_size={chunk_size}; it must be even and at least 2")
     options = {"chunk_size": chunk_size, "interpret": interpret}
     tpu_options = {**options, "config": config or TpuConfig()}
-    kernels = {
-        "mosaic_tpu": Kernel(mosaic_tpu.soft_match, mosaic_tpu.check, tpu_options),
-        "mosaic_gpu": Kernel(mosaic_gpu.soft_match, mosaic_gpu.check, options),
-    }
-    compute_xla = functools.partial(reference.soft_match, chunk_size=chunk_size)
-    return dispatch("soft_match", implementation, compute_xla, kernels, keys, jnp.asarray(num_keys, jnp.int32))
+    return dispatch(
+        "soft_match", implementation, functools.partial(reference.soft_match, chunk_size=chunk_size),
+        keys, jnp.asarray(num_keys, jnp.int32),
+        mosaic_tpu=Kernel(mosaic_tpu.soft_match, mosaic_tpu.check, tpu_options),
+        mosaic_gpu=Kernel(mosaic_gpu.soft_match, mosaic_gpu.check, options),
+    )  # fmt: skip

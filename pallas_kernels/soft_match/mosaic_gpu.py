@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
-from pallas_kernels.batching import fold_mapped_axes
+from pallas_kernels.batching import run_batched
 from pallas_kernels.soft_match.reference import MIN_SQUARED_NORM, Partners
 
 DTYPES = ("float32", "bfloat16")
@@ -38,7 +38,7 @@ def check(keys: Float[Array, "S D"], _num_keys: Int[Array, ""], *, chunk_size: i
             f"chunk_size={chunk_size}; the Hopper kernel supports multiples of 16 of at least {2 * TILE}"
         )
     hopper.check_head_dim(keys.shape[1])
-    hopper.roomiest(lambda _: _scratch(keys.shape[1], keys.dtype), 1)
+    hopper.choose_stages(lambda _: _scratch(keys.shape[1], keys.dtype), 1)
 
 
 def soft_match(keys: Float[Array, "S D"], num_keys: Int[Array, ""], *, chunk_size: int, interpret: Any) -> Partners:
@@ -55,8 +55,8 @@ def soft_match(keys: Float[Array, "S D"], num_keys: Int[Array, ""], *, chunk_siz
     Returns:
         The partners of the A keys.
     """
-    run = fold_mapped_axes(functools.partial(_soft_match, chunk_size=chunk_size, interpret=interpret))
-    return jax.tree.map(lambda x: x[0], run(keys[None], num_keys[None]))
+    run = functools.partial(_soft_match, chunk_size=chunk_size, interpret=interpret)
+    return run_batched(run, keys, num_keys)
 
 
 def _soft_match(keys: Float[Array, "B S D"], num_keys: Int[Array, "B"], *, chunk_size: int, interpret: Any) -> Partners:
@@ -65,31 +65,22 @@ def _soft_match(keys: Float[Array, "B S D"], num_keys: Int[Array, "B"], *, chunk
     tiles = pl.cdiv(pairs, TILE)
     # The copy engine needs multiples of eight pairs.
     pairwise = jnp.pad(keys, ((0, 0), (0, -slots % 16), (0, 0))).reshape(batch, -1, 2, head_dim)
-    per_pair = jax.ShapeDtypeStruct((batch, chunks, tiles * TILE), jnp.float32)
+    outputs = [jax.ShapeDtypeStruct((batch, chunks, tiles * TILE), dtype) for dtype in (jnp.float32, jnp.int32)]
 
     def soft_match(*refs, **scratch):
         _kernel(*refs, **scratch, chunk_size=chunk_size)
 
-    results = plgpu.kernel(
-        soft_match,
-        out_type=[per_pair, jax.ShapeDtypeStruct(per_pair.shape, jnp.int32)],
-        scratch_types=_scratch(head_dim, keys.dtype),
-        grid=(tiles, chunks, batch),
-        grid_names=("tiles", "chunks", "batch"),
-        compiler_params=plgpu.CompilerParams(),
-        interpret=interpret,
-        **hopper.cost(
-            flops=2 * batch * chunks * pairs * pairs * head_dim,
-            bytes_accessed=keys.size * keys.dtype.itemsize + 2 * batch * chunks * pairs * 4,
-            transcendentals=batch * slots,
-        ),
-    )(num_keys.astype(jnp.int32), pairwise)
+    results = hopper.launch(
+        soft_match, (num_keys.astype(jnp.int32), pairwise), outputs, _scratch(head_dim, keys.dtype),
+        grid={"tiles": tiles, "chunks": chunks, "batch": batch}, interpret=interpret,
+        flops=2 * batch * chunks * pairs * pairs * head_dim, transcendentals=batch * slots,
+    )  # fmt: skip
     return Partners(*(x[:, :, :pairs].reshape(batch, -1) for x in results))
 
 
 def _scratch(head_dim: int, dtype: Any) -> dict[str, Any]:
     """Returns a program's shared memory."""
-    operands = hopper.Operands.of(dtype, dtype)
+    operands = hopper.Operands.create(dtype, dtype)
     per_key = functools.partial(plgpu.SMEM, (TILE,))
     tile = functools.partial(hopper.blocked, dtype=operands.dtype)
     scratch = {
@@ -100,7 +91,7 @@ def _scratch(head_dim: int, dtype: Any) -> dict[str, Any]:
         "cosine": per_key(jnp.float32),
         "partner": per_key(jnp.int32),
     }
-    if not operands.direct:
+    if not operands.is_direct:
         scratch["b_keys"] = tile((operands.stored_parts, TILE, head_dim))
     return scratch
 
@@ -114,10 +105,11 @@ def _kernel(
     pairs = chunk_size // 2
     begin = chunk * pairs
     valid = jnp.minimum(num_keys_ref[batch] - chunk * chunk_size, chunk_size)
-    operands = hopper.Operands.of(keys_ref.dtype, keys_ref.dtype)
+    operands = hopper.Operands.create(keys_ref.dtype, keys_ref.dtype)
     block_shape = (TILE, TILE)
 
     def fetch(step, odd):
+        """Starts the copy of the tile `step` of the chunk's A keys, or of its B keys if `odd` is 1."""
         source = keys_ref.at[batch, pl.ds(begin + step * TILE, TILE), odd]
         plgpu.copy_gmem_to_smem(source, stored, barrier)
 
@@ -128,28 +120,29 @@ def _kernel(
     plgpu.commit_smem()
     fetch(0, 1)
 
-    def step(step, carry):
+    def process_step(step, carry):
+        """Returns the best cosine and partner, `carry`, updated by the tile of B keys of `step`."""
         best, best_index = carry
         plgpu.barrier_wait(barrier)
         scale[...] = _inverse_norm(stored)
         right = hopper.as_operands(stored, b_keys, operands)
         plgpu.commit_smem()
-        if not operands.direct:
+        if not operands.is_direct:
             pl.when(step + 1 < steps)(lambda: fetch(step + 1, 1))
-        similarity = hopper.logits(a_keys, right, operands)
-        if operands.direct:
+        similarity = hopper.query_key_products(a_keys, right, operands)
+        if operands.is_direct:
             pl.when(step + 1 < steps)(lambda: fetch(step + 1, 1))
-        similarity = similarity * hopper.of_slots(hopper.load(scale, hopper.OF_SLOTS), block_shape)
+        similarity = similarity * hopper.broadcast_slots(hopper.load(scale, hopper.SLOT_LAYOUT), block_shape)
         index = step * TILE + plgpu.broadcasted_iota(jnp.int32, block_shape, 1, layout=hopper.LAYOUT)
         # Rows and columns of missing keys may be NaN; they affect no others.
         similarity = jnp.where(2 * index + 1 < valid, similarity, -jnp.inf)
-        highest, first = hopper.first_highest(similarity, index)
+        highest, first = hopper.max_and_argmax(similarity, index)
         return jnp.maximum(best, highest), jnp.where(highest > best, first, best_index)
 
     steps = pl.cdiv(pairs, TILE)
     start = hopper.full_rows(-jnp.inf), hopper.full_rows(0.0)
-    best, best_index = lax.fori_loop(0, steps, step, start)
-    index = tile * TILE + plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=hopper.OF_ROWS)
+    best, best_index = lax.fori_loop(0, steps, process_step, start)
+    index = tile * TILE + plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=hopper.ROW_LAYOUT)
     cosine[...] = jnp.where(2 * index < valid, best * a_scale, -jnp.inf)
     partner[...] = best_index.astype(jnp.int32)
     plgpu.commit_smem()
@@ -160,6 +153,6 @@ def _kernel(
 
 
 def _inverse_norm(stored: Any) -> Float[Array, "64"]:
-    """Computes 1 / norm of every row in shared memory."""
+    """Returns 1 / norm of every row in shared memory."""
     x = hopper.load(stored, hopper.LAYOUT).astype(jnp.float32)
     return lax.rsqrt(jnp.maximum((x * x).sum(axis=1), MIN_SQUARED_NORM))

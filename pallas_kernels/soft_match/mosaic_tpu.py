@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.soft_match.reference import MIN_SQUARED_NORM, Partners
+from pallas_kernels.tpu import dot, launch
 
 DTYPES = ("float32", "bfloat16")
 LANES = 128
@@ -30,6 +31,11 @@ class TpuConfig:
     block_keys: int = 2048
 
     def __post_init__(self) -> None:
+        """Checks the values.
+
+        Raises:
+            ValueError: If a value is not allowed.
+        """
         if self.block_keys < 1:
             raise ValueError(f"block_keys={self.block_keys}; it must be at least 1")
 
@@ -79,27 +85,17 @@ def soft_match(
     # Strided loads of every other row need rows of 32-bit numbers that are at most one tile wide.
     is_strided = keys.dtype == jnp.float32 and head_dim <= LANES
     column_tiles = (pl.cdiv(head_dim, LANES), block, min(head_dim, LANES))
-    per_pair = jax.ShapeDtypeStruct((chunks, 1, pairs), jnp.float32)
+    num_keys_spec = pl.BlockSpec((1, 1), lambda i: (0, 0), memory_space=pltpu.SMEM)
+    key_spec = pl.BlockSpec((block, head_dim), lambda i: (i, 0))
     pair_spec = pl.BlockSpec((step_chunks, 1, pairs), lambda i: (i, 0, 0))
-    cosine, partner = pl.pallas_call(
-        functools.partial(_kernel, chunk_size=chunk_size, step_chunks=step_chunks),
-        grid=(pl.cdiv(chunks, step_chunks),),
-        in_specs=[
-            pl.BlockSpec((1, 1), lambda i: (0, 0), memory_space=pltpu.SMEM),
-            pl.BlockSpec((block, head_dim), lambda i: (i, 0)),
-        ],
-        out_specs=[pair_spec, pair_spec],
-        out_shape=[per_pair, jax.ShapeDtypeStruct(per_pair.shape, jnp.int32)],
-        scratch_shapes=[] if is_strided else [pltpu.VMEM(column_tiles, jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=64 * 2**20),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * chunks * pairs * pairs * head_dim,
-            bytes_accessed=keys.size * keys.dtype.itemsize + 2 * chunks * pairs * 4,
-            transcendentals=slots,
-        ),
-        interpret=interpret,
-        name="soft_match",
-    )(num_keys.astype(jnp.int32).reshape(1, 1), keys)
+    cosine, partner = launch(
+        "soft_match", functools.partial(_kernel, chunk_size=chunk_size, step_chunks=step_chunks),
+        [(num_keys.astype(jnp.int32).reshape(1, 1), num_keys_spec), (keys, key_spec)],
+        [((chunks, 1, pairs), dtype, pair_spec) for dtype in (jnp.float32, jnp.int32)],
+        parallel=(pl.cdiv(chunks, step_chunks),), interpret=interpret, vmem_limit_bytes=64 * 2**20,
+        scratch=[] if is_strided else [pltpu.VMEM(column_tiles, jnp.float32)],
+        flops=2 * chunks * pairs * pairs * head_dim, transcendentals=slots,
+    )  # fmt: skip
     return Partners(cosine.reshape(-1), partner.reshape(-1))
 
 
@@ -117,21 +113,17 @@ def _kernel(num_keys_ref, keys_ref, cosine_ref, partner_ref, *scratch, chunk_siz
     pairs = chunk_size // 2
 
     def load_every_other(start):
+        """Returns the normalized keys of every other row from `start` on."""
         rows = [ref[pl.ds(start, pairs, stride=2), :] for ref in column_tiles]
         return _normalize(jnp.concatenate(rows, axis=1))
 
     first_chunk = pl.program_id(0) * step_chunks
 
     def match_chunk(chunk, _):
+        """Returns 0 after writing the partners of `chunk`."""
         start = pl.multiple_of(chunk * chunk_size, math.gcd(chunk_size, 8))
         a_keys, b_keys = load_every_other(start), load_every_other(start + 1)
-        similarity = jax.lax.dot_general(
-            b_keys,
-            a_keys,
-            (((1,), (1,)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
+        similarity = dot(b_keys, a_keys, axis=1)
         valid = num_keys_ref[0, 0] - (first_chunk + chunk) * chunk_size
         row = jax.lax.broadcasted_iota(jnp.int32, similarity.shape, 0)
         # Rows and columns of keys after the last one are undefined and may be NaN; they affect no others.

@@ -11,12 +11,11 @@ from pallas_kernels.partials import MASK_VALUE as MASK_VALUE
 from pallas_kernels.partials import Partials as Partials
 from pallas_kernels.partials import finite_max as finite_max
 from pallas_kernels.partials import merge_partials as merge_partials
-from pallas_kernels.quantized_array import QuantizedArray
 from pallas_kernels.weighted_decode import mosaic_gpu, mosaic_tpu, reference
+from pallas_kernels.weighted_decode.entries import COMPUTE_BOUND_QUERIES as COMPUTE_BOUND_QUERIES
 from pallas_kernels.weighted_decode.entries import PER_SLOT, prepare
 from pallas_kernels.weighted_decode.entries import Entries as Entries
 from pallas_kernels.weighted_decode.mosaic_tpu import TpuConfig as TpuConfig
-from pallas_kernels.weighted_decode.reference import COMPUTE_BOUND_QUERIES as COMPUTE_BOUND_QUERIES
 from pallas_kernels.weighted_decode.reference import SLOT_BLOCK as SLOT_BLOCK
 
 
@@ -30,6 +29,8 @@ def weighted_decode(
 ) -> Partials:
     """Computes partials of attention of queries to the entries of all stores.
 
+    Raises the errors of `weighted_decode_many`.
+
     Args:
         queries: The R queries of each KV head: tokens times grouped query heads.
         *stores: One or more sets of entries, whose union is attended to.
@@ -40,10 +41,6 @@ def weighted_decode(
 
     Returns:
         Partials over the union of the entries, float32.
-
-    Raises:
-        ValueError: If shapes do not match or the implementation is unknown.
-        NotImplementedError: If the requested kernel does not support the arguments.
     """
     part = (queries, *stores)
     return weighted_decode_many(
@@ -59,10 +56,10 @@ def weighted_decode_many(
     config: TpuConfig | GpuConfig | None = None,
     interpret: Any = False,
 ) -> list[Partials]:
-    """Computes `weighted_decode` of several sets of queries, each with stores of its own.
+    """Computes `weighted_decode` of several sets of queries, each with its stores.
 
     On a TPU every part is one kernel launch. On a GPU, parts with the same shapes and dtypes of queries and the same
-    storage format share a launch.
+    storage format share a launch. Raises NotImplementedError if a requested kernel does not support a part.
 
     Args:
         parts: Tuples (queries, *stores), with the arguments of `weighted_decode`.
@@ -76,8 +73,7 @@ def weighted_decode_many(
         The partials of every part, float32.
 
     Raises:
-        ValueError: If shapes do not match or the implementation is unknown.
-        NotImplementedError: If the requested kernel does not support the arguments.
+        ValueError: If shapes do not match, logits of several stores are requested, or the implementation is unknown.
     """
     for queries, *stores in parts:
         _check_shapes(queries, *stores)
@@ -103,8 +99,12 @@ def weighted_decode_many(
         "mosaic_gpu": Kernel(compute_gpu, mosaic_gpu.check, options),
     }
     groups: dict[tuple[str, ...], list[int]] = {}
-    for index, part in enumerate(parts):
-        groups.setdefault(supported_kernels("weighted_decode", implementation, kernels, *part), []).append(index)
+    for index, (queries, *stores) in enumerate(parts):
+        first, *others = (
+            supported_kernels("weighted_decode", implementation, kernels, queries, entries) for entries in stores
+        )
+        names = tuple(name for name in first if all(name in other for other in others))
+        groups.setdefault(names, []).append(index)
     results: dict[int, Partials] = {}
     for names, indices in groups.items():
         supported = {name: kernels[name] for name in names}
@@ -125,25 +125,19 @@ def _check_shapes(queries: Float[Array, "B H R D"], *stores: Entries) -> None:
 def _check_store(queries: Float[Array, "B H R D"], entries: Entries) -> None:
     batch, heads, count, head_dim = queries.shape
     per_head = (batch, heads, entries.slots)
-    expected = {"keys": (*per_head, head_dim), **dict.fromkeys(PER_SLOT, per_head)}
-    if entries.values is not None:
-        expected["values"] = (*per_head, entries.values.shape[-1])
-    shapes = {name: x.shape for name, x in entries.slot_arrays.items()}
-    for name in ("keys", "values"):
-        stored = getattr(entries, name)
-        if isinstance(stored, QuantizedArray):
-            shapes[name] = stored.shape
-    for name, shape in shapes.items():
-        if shape != expected[name]:
-            raise ValueError(
-                f"{name} has shape {shape}; for queries of shape {queries.shape} it must be {expected[name]}"
-            )
+    arrays = {name: entries.slot_arrays.get(name) for name in PER_SLOT} | {
+        "keys": entries.keys,
+        "values": entries.values,
+    }
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        expected = {"keys": (*per_head, head_dim), "values": (*per_head, array.shape[-1])}.get(name, per_head)
+        if array.shape != expected:
+            raise ValueError(f"{name} has shape {array.shape}; for queries of {queries.shape} it must be {expected}")
     for name in ("start", "stop"):
         bound = getattr(entries, name)
         if bound is None:
             continue
         if bound.shape[:1] != (batch,) or bound.ndim > 2 or (bound.ndim == 2 and count % bound.shape[1]):
-            raise ValueError(
-                f"{name} has shape {bound.shape}; for queries of shape {queries.shape} it must be [B] or [B, T], where "
-                "T divides R"
-            )
+            raise ValueError(f"{name} has shape {bound.shape}; it must be [B] or [B, T], where T divides R={count}")

@@ -1,20 +1,22 @@
-"""How fast `weighted_decode` reads: python -m pallas_kernels.weighted_decode.benchmark [--quick] [--output FILE]."""
+"""Measures `weighted_decode`: python -m pallas_kernels.weighted_decode.benchmark [--quick] [--output FILE]."""
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import benchmarking, packing
 from pallas_kernels.quantized_array import QuantizedArray
-from pallas_kernels.weighted_decode import Entries, Partials, weighted_decode
+from pallas_kernels.weighted_decode import Entries, weighted_decode
 
 
-class Shape(NamedTuple):
-    """The shapes of a segment and its queries.
+@dataclasses.dataclass(frozen=True)
+class Shape(benchmarking.Shape):
+    """Entries and their queries.
 
     Attributes:
         batch: Sequences.
@@ -38,38 +40,86 @@ class Shape(NamedTuple):
     logits: bool = False
     bits: int | None = None
 
-    def __str__(self) -> str:
-        extra = "".join((", log-weights" * self.weighted, ", logits" * self.logits))
-        sizes = f"{self.batch} x {self.heads} heads x {self.queries} queries, {self.slots} x {self.head_dim}"
-        kind = jnp.dtype(self.dtype).name if self.bits is None else f"{self.bits} bits"
-        return f"{sizes} {kind}{extra}"
-
     @property
-    def quantized(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether keys and values are quantized."""
         return self.bits is not None or jnp.dtype(self.dtype).itemsize == 1
 
-    def arguments(self, array: Any) -> tuple[Any, Entries]:
+    def arguments(self, array: Callable[..., Any]) -> tuple[Any, ...]:
         """Returns queries and entries, created by `array(shape, dtype)`."""
         per_slot = (self.batch, self.heads, self.slots)
 
         def stored() -> Any:
             dtype = self.dtype if self.bits is None else jnp.uint8
             values = array((*per_slot, packing.packed_width(self.head_dim, self.bits)), dtype)
-            return QuantizedArray(values, array(per_slot, jnp.bfloat16), bits=self.bits) if self.quantized else values
+            return (
+                QuantizedArray(values, array(per_slot, jnp.bfloat16), bits=self.bits) if self.is_quantized else values
+            )
 
         entries = Entries(stored(), stored(), log_num=array(per_slot, jnp.float32) if self.weighted else None)
-        dtype = jnp.bfloat16 if self.quantized else self.dtype
+        dtype = jnp.bfloat16 if self.is_quantized else self.dtype
         return array((self.batch, self.heads, self.queries, self.head_dim), dtype), entries
 
-    def function(self, **options: Any) -> Callable[..., Partials]:
+    def function(self, **options: Any) -> Callable[..., Any]:
         """Returns the op for such arguments."""
         return functools.partial(weighted_decode, logits=self.logits, **options)
 
+    def forms(self) -> Mapping[str, benchmarking.Form]:
+        """Returns the default form, the one of XLA, and the functions of JAX for the same purpose."""
+        forms = {**super().forms()}
+        queries, entries = forms["xla"].arguments
+        if not self.logits and not self.is_quantized:
+            forms |= self._jax_attention(queries, entries)
+        if self in (*CACHES, QUICK[0]):
+            forms |= self._jax_kernels(queries, entries)
+        return forms
 
-CACHES = tuple(Shape(batch, slots) for batch in (8, 32, 64) for slots in (4096, 16384, 32768))
+    def _jax_attention(self, queries: Any, entries: Entries) -> Mapping[str, benchmarking.Form]:
+        """Returns forms by `jax.nn.dot_product_attention`, which takes tokens before heads and a bias per head."""
+        query = queries.reshape(self.batch, 1, -1, self.head_dim)
+        bias = None
+        if entries.log_num is not None:
+            bias = jnp.repeat(entries.log_num[:, :, None], self.queries, axis=1).astype(queries.dtype)
+        attend = functools.partial(jax.nn.dot_product_attention, scale=1 / math.sqrt(self.head_dim))
+        stores: Any = entries.keys, entries.values
+        arguments = (query, *(x.swapaxes(1, 2) for x in stores), bias)
+        return {
+            f"jax.nn, {name}": benchmarking.Form(functools.partial(attend, implementation=name), arguments)
+            for name in ("xla", "cudnn")
+        }
+
+    def _jax_kernels(self, queries: Any, entries: Entries) -> Mapping[str, benchmarking.Form]:
+        """Returns forms by the decoding kernels of JAX: a Triton kernel for GPUs, and one for pages on TPUs.
+
+        They scale queries in another way, which does not change their time.
+        """
+        stores: Any = entries.keys, entries.values
+        query = queries.reshape(self.batch, -1, self.head_dim)
+        page_size = 128
+
+        def triton(query, keys, values):
+            from jax.experimental.pallas.ops.gpu.decode_attention import gqa
+
+            return gqa(query, keys, values)
+
+        def paged(query, keys, values):
+            from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+            pages = jnp.arange(self.batch * self.slots // page_size, dtype=jnp.int32).reshape(self.batch, -1)
+            lengths = jnp.full(self.batch, self.slots, jnp.int32)
+            return paged_attention(query, keys, values, lengths, pages, pages_per_compute_block=8)
+
+        by_token = (x.swapaxes(1, 2) for x in stores)
+        in_pages = (x.swapaxes(0, 1).reshape(self.heads, -1, page_size, self.head_dim) for x in stores)
+        return {
+            "jax pallas, Triton": benchmarking.Form(triton, (query, *by_token)),
+            "jax pallas, paged": benchmarking.Form(paged, (query, *in_pages)),
+        }
+
+
 QUICK = (Shape(2, 1024, heads=2), Shape(2, 1024, heads=2, weighted=True))
-# What policies and models of other kinds bring.
+CACHES = tuple(Shape(batch, slots) for batch in (8, 32, 64) for slots in (4096, 16384, 32768))
+# Shapes of other policies and models.
 OTHERS = (
     Shape(1, 131072),
     *(Shape(8, 16384, head_dim=head_dim) for head_dim in (64, 80, 96, 256)),
@@ -80,9 +130,7 @@ OTHERS = (
     Shape(8, 16384, queries=1, heads=32),
     Shape(8, 16384, queries=16),
 )
-
-
-# What must compile for every TPU.
+# Shapes that must compile for every TPU.
 PRODUCTION = (
     *(
         Shape(8, 32768 if head_dim == 128 else 8192, head_dim=head_dim, dtype=dtype, weighted=True)
@@ -95,74 +143,5 @@ PRODUCTION = (
     Shape(8, 16384, queries=1, heads=32),
 )
 
-
-def cases(quick: bool) -> Iterator[benchmarking.Case]:
-    shapes = QUICK if quick else (*CACHES, *OTHERS)
-    for shape in shapes:
-        abstract = shape.arguments(jax.ShapeDtypeStruct)
-        moved = benchmarking.array_bytes(abstract, jax.eval_shape(shape.function(), *abstract))
-        yield benchmarking.Case(str(shape), functools.partial(forms, shape), moved)
-
-
-def forms(shape: Shape) -> Mapping[str, benchmarking.Form]:
-    """kvjax's form for the platform, XLA's, and what JAX ships for the same."""
-    queries, entries = shape.arguments(benchmarking.Draws(0).array)
-    found = {
-        "kvjax": benchmarking.Form(shape.function(), (queries, entries)),
-        "xla": benchmarking.Form(shape.function(implementation="xla"), (queries, entries)),
-    }
-    if not shape.logits and not shape.quantized:
-        found.update(jax_attention(shape, queries, entries))
-    if shape in (*CACHES, QUICK[0]):
-        found.update(jax_kernels(shape, queries, entries))
-    return found
-
-
-def jax_attention(shape: Shape, queries: Any, entries: Entries) -> Mapping[str, benchmarking.Form]:
-    """`jax.nn.dot_product_attention`, which takes tokens before heads, and a bias per query head."""
-    query = queries.reshape(shape.batch, 1, -1, shape.head_dim)
-    assert entries.values is not None
-    keys, values = (x.swapaxes(1, 2) for x in (entries.keys, entries.values))
-    bias = None
-    if entries.log_num is not None:
-        bias = jnp.repeat(entries.log_num[:, :, None], shape.queries, axis=1).astype(queries.dtype)
-    scale = 1 / math.sqrt(shape.head_dim)
-    return {
-        f"jax.nn, {name}": benchmarking.Form(
-            functools.partial(jax.nn.dot_product_attention, scale=scale, implementation=name),
-            (query, keys, values, bias),
-        )
-        for name in ("xla", "cudnn")
-    }
-
-
-def jax_kernels(shape: Shape, queries: Any, entries: Entries) -> Mapping[str, benchmarking.Form]:
-    """The decoding kernels that come with JAX: a Triton kernel for GPUs, and one for TPUs that reads pages. They take
-    queries that are scaled already, or scale them by themselves; their time is the same."""
-    assert entries.values is not None
-    stores = entries.keys, entries.values
-    query = queries.reshape(shape.batch, -1, shape.head_dim)
-    page = 128
-
-    def triton(query, keys, values):
-        from jax.experimental.pallas.ops.gpu.decode_attention import gqa
-
-        return gqa(query, keys, values)
-
-    def paged(query, keys, values):
-        from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
-
-        pages = jnp.arange(shape.batch * shape.slots // page, dtype=jnp.int32).reshape(shape.batch, -1)
-        lengths = jnp.full(shape.batch, shape.slots, jnp.int32)
-        return paged_attention(query, keys, values, lengths, pages, pages_per_compute_block=8)
-
-    by_token = tuple(x.swapaxes(1, 2) for x in stores)
-    in_pages = tuple(x.swapaxes(0, 1).reshape(shape.heads, -1, page, shape.head_dim) for x in stores)
-    return {
-        "jax pallas, Triton": benchmarking.Form(triton, (query, *by_token)),
-        "jax pallas, paged": benchmarking.Form(paged, (query, *in_pages)),
-    }
-
-
 if __name__ == "__main__":
-    benchmarking.main("weighted_decode", cases)
+    benchmarking.main("weighted_decode", QUICK, (*CACHES, *OTHERS))

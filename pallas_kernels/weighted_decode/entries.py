@@ -1,14 +1,17 @@
 """The entries that attention reads, as all implementations of `weighted_decode` take them."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.dispatch import PreferXla
 from pallas_kernels.quantized_array import QuantizedArray
 
+# With this many queries per KV head or more, products are compute-bound: XLA is as fast as a kernel.
+COMPUTE_BOUND_QUERIES = 64
 # The arrays of `slot_arrays` that hold one number per slot.
 PER_SLOT = ("log_num", "log_den", "key_scale", "value_scale")
 
@@ -85,32 +88,38 @@ def prepare(entries: Entries, queries: int) -> Entries:
     """
 
     def per_query(bound: Array | None) -> Array | None:
+        """Returns `bound` with one number per sequence or per query."""
         if bound is None or bound.ndim == 1:
             return bound
         return bound[:, 0] if bound.shape[1] == 1 else jnp.repeat(bound, queries // bound.shape[1], axis=1)
 
-    def without_offset(x: Array | QuantizedArray | None) -> Array | QuantizedArray | None:
+    def without_offset(x: Any) -> Any:
         return dataclasses.replace(x, offset=None) if isinstance(x, QuantizedArray) else x
 
-    return dataclasses.replace(
-        entries,
-        keys=without_offset(entries.keys),
-        values=without_offset(entries.values),
-        start=per_query(entries.start),
-        stop=per_query(entries.stop),
-    )
+    keys, values = without_offset(entries.keys), without_offset(entries.values)
+    start, stop = per_query(entries.start), per_query(entries.stop)
+    return dataclasses.replace(entries, keys=keys, values=values, start=start, stop=stop)
 
 
-def check_kernel_support(entries: Entries) -> None:
-    """Raises NotImplementedError for entries that no kernel supports.
+def check_kernel_support(queries: Float[Array, "B H R D"], logit_cap: float | None, value_dim: int | None) -> None:
+    """Checks for arguments that no kernel supports.
+
+    Args:
+        queries: The R queries of each head.
+        logit_cap: The cap of the logits.
+        value_dim: D_v; None means D.
 
     Raises:
         NotImplementedError: If logits are capped, or keys and values differ in their dimensions.
+        PreferXla: If the queries are enough for XLA to be as fast.
     """
-    if entries.logit_cap is not None:
-        raise NotImplementedError(f"logit_cap={entries.logit_cap}; only XLA caps logits")
-    if entries.value_dim not in (None, entries.key_dim):
-        raise NotImplementedError(f"values have {entries.value_dim} dimensions and keys {entries.key_dim}")
+    _, _, count, head_dim = queries.shape
+    if logit_cap is not None:
+        raise NotImplementedError(f"logit_cap={logit_cap}; only XLA caps logits")
+    if value_dim not in (None, head_dim):
+        raise NotImplementedError(f"values have {value_dim} dimensions and keys {head_dim}")
+    if count >= COMPUTE_BOUND_QUERIES:
+        raise PreferXla(f"{count} queries; XLA is as fast from {COMPUTE_BOUND_QUERIES} queries on")
 
 
 class Ranges(NamedTuple):
@@ -130,7 +139,7 @@ class Ranges(NamedTuple):
 
 
 def read_ranges(entries: Entries) -> Ranges:
-    """Returns the ranges of slots that queries read, clipped to the existing slots."""
+    """Returns the ranges of slots of `entries` that queries read, clipped to the existing slots."""
     batch, _, slots, _ = entries.keys.shape
     start = jnp.zeros(batch, jnp.int32) if entries.start is None else entries.start.astype(jnp.int32)
     stop = jnp.full(batch, slots, jnp.int32) if entries.stop is None else entries.stop.astype(jnp.int32)

@@ -1,14 +1,11 @@
-"""The fused cluster-attention loop as a Pallas kernel for Hopper GPUs (Mosaic GPU), in the way of
-`pallas_kernels.hopper`."""
+"""`weighted_decode` as a Pallas kernel for Hopper GPUs (Mosaic GPU); see `pallas_kernels.hopper`."""
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -16,47 +13,38 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import hopper
 from pallas_kernels.batching import fold_mapped_axes
-from pallas_kernels.dispatch import PreferXla
 from pallas_kernels.hopper import GpuConfig
 from pallas_kernels.partials import MASK_VALUE, Partials, merge_partials, merge_splits
 from pallas_kernels.weighted_decode.entries import PER_SLOT, Entries, Ranges, check_kernel_support, read_ranges
-from pallas_kernels.weighted_decode.reference import COMPUTE_BOUND_QUERIES
 
 TILE = 8
 
 
-def check(queries: Float[Array, "B H R D"], *stores: Entries, interpret: Any = False) -> None:
-    """Checks that the kernel supports the arguments of `weighted_decode`.
+def check(queries: Float[Array, "B H R D"], entries: Entries, *, interpret: Any) -> None:
+    """Checks that the kernel supports one store of `weighted_decode`.
 
     Args:
         queries: The R queries of each KV head.
-        *stores: One or more sets of entries.
+        entries: The entries of the store.
         interpret: Whether the kernel is interpreted, on any device.
 
     Raises:
         NotImplementedError: If the kernel does not support them.
     """
-    for entries in stores:
-        _check_store(queries, entries, interpret)
-
-
-def _check_store(queries: Float[Array, "B H R D"], entries: Entries, interpret: Any) -> None:
-    check_kernel_support(entries)
+    check_kernel_support(queries, entries.logit_cap, entries.value_dim)
     if not interpret:
         hopper.check_device()
-    if queries.shape[2] >= COMPUTE_BOUND_QUERIES:
-        raise PreferXla(f"{queries.shape[2]} queries; XLA is as fast from {COMPUTE_BOUND_QUERIES} queries on")
     packed = [name for name, bits in entries.bits.items() if bits is not None]
     arrays = entries.slot_arrays
     keys, values = arrays["keys"], arrays.get("values", arrays["keys"])
-    hopper.check_types(*packed, queries=queries, keys=keys, values=values)
+    hopper.check_dtypes(*packed, queries=queries, keys=keys, values=values)
     hopper.check_head_dim(queries.shape[3])
     if keys.dtype != values.dtype and not keys.dtype.itemsize == values.dtype.itemsize == 1:
         raise NotImplementedError(f"keys are {keys.dtype.name} and values {values.dtype.name}")
     heads, slots = keys.shape[1:3]
     if heads * slots % TILE:
         raise NotImplementedError(f"{heads} heads of {slots} slots; the copy engine needs a multiple of {TILE} slots")
-    hopper.roomiest(functools.partial(_scratch, [_Store(queries, entries)], True))
+    hopper.choose_stages(functools.partial(_scratch, [_Store(queries, entries)], True))
 
 
 def weighted_decode(
@@ -120,29 +108,24 @@ class _Store(NamedTuple):
 
 
 def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_logits: bool) -> list[Partials]:
-    """Runs one launch, with programs for every split of every head of every store of every part."""
+    """Returns the partials of parts that share a launch, with one program per split of every head of every store."""
     stores = [_Store(queries, entries) for queries, *own_stores in parts for entries in own_stores]
     batch, heads, count, head_dim = stores[0].queries.shape
-    operands = hopper.Operands.of(stores[0].queries.dtype, stores[0].entries.slot_arrays["keys"].dtype)
+    operands = hopper.Operands.create(stores[0].queries.dtype, stores[0].entries.slot_arrays["keys"].dtype)
     scratch_of = functools.partial(_scratch, stores, with_logits)
-    stages, programs = hopper.roomiest(scratch_of, config.stages)
+    stages, programs = hopper.choose_stages(scratch_of, config.stages)
     if config.splits is None:
-        splits = hopper.even_splits(batch * heads, [store.blocks for store in stores], programs)
+        splits = hopper.balance_splits(batch * heads, [store.blocks for store in stores], programs)
     else:
         splits = [min(config.splits, store.blocks) for store in stores]
     ranges = [read_ranges(store.entries) for store in stores]
     inputs = [_inputs(store, store_ranges, operands) for store, store_ranges in zip(stores, ranges, strict=True)]
     padded = inputs[0]["queries"].shape[3]
 
-    per_query = jax.ShapeDtypeStruct((batch, heads, sum(splits), hopper.ROWS), jnp.float32)
-    outputs: dict[str, Any] = {"max": per_query, "denominator": per_query}
-    if any(store.entries.values is not None for store in stores):
-        outputs["numerator"] = jax.ShapeDtypeStruct((batch, heads, sum(splits), padded, head_dim), jnp.float32)
-    logits_out = [
-        jax.ShapeDtypeStruct((batch, heads, padded, store.blocks * hopper.SLOTS), jnp.float32)
-        for store in stores
-        if with_logits
-    ]
+    has_values = any(store.entries.values is not None for store in stores)
+    outputs = hopper.partials_shapes(batch, heads, sum(splits), padded, head_dim if has_values else None)
+    widths = [store.blocks * hopper.SLOTS for store in stores if with_logits]
+    logits_out = [jax.ShapeDtypeStruct((batch, heads, padded, width), jnp.float32) for width in widths]
 
     def weighted_decode(*refs, **scratch):
         next_ref = iter(refs)
@@ -161,60 +144,45 @@ def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_log
                 pl.when((launch_split >= first) & (launch_split < first + store_splits))(program)
             first += store_splits
 
-    moved = [*(x for arrays in inputs for x in arrays.values()), *outputs.values(), *logits_out]
     slots = sum(store.entries.slots for store in stores)
-    results = plgpu.kernel(
-        weighted_decode,
-        out_type=[*outputs.values(), *logits_out],
-        scratch_types=scratch_of(stages),
-        grid=(sum(splits), heads, batch),
-        grid_names=("splits", "heads", "batch"),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
-        **hopper.cost(
-            flops=2 * batch * heads * count * slots * head_dim * (2 if "numerator" in outputs else 1),
-            bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in moved),
-            transcendentals=batch * heads * count * slots,
-        ),
-    )(*(x for arrays in inputs for x in arrays.values()))
-    maximum, denominator, *results = results
-    if "numerator" in outputs:
-        numerator = results.pop(0)[..., :count, :]
-    else:
-        numerator = jnp.zeros((*maximum.shape[:3], count, head_dim))
-    has_values = np.repeat([store.entries.values is not None for store in stores], splits)
-    if "numerator" in outputs and not has_values.all():
-        numerator = jnp.where(has_values[:, None, None], numerator, 0.0)
-    launch_partials = Partials(maximum[..., :count], numerator, denominator[..., :count])
+    results = hopper.launch(
+        weighted_decode, [x for arrays in inputs for x in arrays.values()], [*outputs.values(), *logits_out],
+        scratch_of(stages), grid={"splits": sum(splits), "heads": heads, "batch": batch}, interpret=interpret,
+        flops=2 * batch * heads * count * slots * head_dim * (1 + has_values),
+        transcendentals=batch * heads * count * slots, approx_math=True,
+    )  # fmt: skip
+    maximum, denominator = results[0][..., :count], results[1][..., :count]
+    numerator = results[2][..., :count, :] if has_values else jnp.zeros((*maximum.shape, head_dim))
+    launch_partials = Partials(maximum, numerator, denominator)
     store_partials, first = [], 0
-    for store_splits in splits:
+    for store, store_splits in zip(stores, splits, strict=True):
         split_range = slice(first, first := first + store_splits)
-        store_partials.append(merge_splits(jax.tree.map(lambda x, at=split_range: x[:, :, at], launch_partials)))
+        partials = merge_splits(jax.tree.map(lambda x, at=split_range: x[:, :, at], launch_partials))
+        if store.entries.values is None:  # its numerator was not written
+            partials = partials._replace(numerator=jnp.zeros_like(partials.numerator))
+        store_partials.append(partials)
     next_partials = iter(store_partials)
     merged = [merge_partials(*(next(next_partials) for _ in own_stores)) for _, *own_stores in parts]
     if not with_logits:
         return merged
 
     def mask_logits(store: _Store, store_ranges: Ranges, logits: Array) -> Array:
-        # Blocks that are not read are not written either.
+        """Returns the logits of a store; blocks outside of `store_ranges` were not written."""
         slot = jnp.arange(store.entries.slots, dtype=jnp.int32)
         is_read = (slot >= store_ranges.lowest[:, None]) & (slot < store_ranges.highest[:, None])
         return jnp.where(is_read[:, None, None], logits[:, :, :count, : len(slot)], MASK_VALUE)
 
     return [
         partials._replace(logits=mask_logits(store, store_ranges, logits))
-        for partials, store, store_ranges, logits in zip(merged, stores, ranges, results, strict=True)
+        for partials, store, store_ranges, logits in zip(merged, stores, ranges, results[len(outputs) :], strict=True)
     ]
 
 
 def _inputs(store: _Store, ranges: Ranges, operands: Any) -> dict[str, Array]:
     """Returns the arrays that a store's programs read."""
     batch, _, count, _ = store.queries.shape
-    arrays = {
-        "queries": hopper.row_parts(store.queries, operands),
-        "lowest": ranges.lowest,
-        "highest": ranges.highest,
-    }
+    queries = hopper.query_operands(store.queries, operands)
+    arrays = {"queries": queries, "lowest": ranges.lowest, "highest": ranges.highest}
     for name in store.names:
         array = store.entries.slot_arrays[name]
         # The copy engine needs rows of a multiple of 16 bytes, and blocks in tiles of `TILE` slots of all heads.
@@ -233,35 +201,26 @@ def _scratch(stores: Sequence[_Store], with_logits: bool, stages: int) -> dict[s
     """Returns the shared memory of a program of any of the stores, named after the arrays whose blocks it holds."""
     queries, entries = stores[0].queries, stores[0].entries
     head_dim, keys = queries.shape[3], entries.slot_arrays["keys"]
-    operands = hopper.Operands.of(queries.dtype, keys.dtype)
+    operands = hopper.Operands.create(queries.dtype, keys.dtype)
     columns = hopper.operand_columns(head_dim, *entries.bits.values())
     values = next((store.entries.slot_arrays["values"] for store in stores if store.entries.values is not None), None)
 
     def ring(x: Array) -> Any:
         return hopper.blocked((stages, hopper.SLOTS, x.shape[3]), x.dtype)
 
-    per_query = plgpu.SMEM((hopper.ROWS,), jnp.float32)
     weights = {name: store.entries.slot_arrays[name].dtype for store in stores for name in store.weights}
-    scratch: dict[str, Any] = {
-        **hopper.rows_scratch(queries.dtype, operands, head_dim, columns),
+    scratch = {
+        **hopper.attention_scratch(queries.dtype, operands, head_dim, columns, has_values=values is not None),
         "keys": ring(keys),
-        "max": per_query,
-        "denominator": per_query,
-        "rows_came": plgpu.Barrier(num_arrivals=operands.row_parts),
         **{name: plgpu.SMEM((stages, hopper.SLOTS), dtype) for name, dtype in weights.items()},
     }
     for store in stores:
         scratch[_key_barrier(store)] = plgpu.Barrier(num_arrivals=1 + len(store.weights), num_barriers=stages)
-    if not operands.direct:
-        scratch["operands"] = hopper.blocked((operands.stored_parts, hopper.SLOTS, head_dim), operands.dtype, columns)
     if values is not None:
-        # The numerator is written through the memory of the keys, which are no longer read by then.
+        # The numerator is written through the memory of the keys, whose reads are complete by then.
         scratch["keys"] = plgpu.RefUnion(ring(keys), hopper.blocked((hopper.ROWS, head_dim), jnp.float32))
         scratch["values"] = ring(values)
         scratch["value_barrier"] = plgpu.Barrier(num_barriers=stages)
-        scratch["weights"] = hopper.blocked(
-            (operands.row_parts, hopper.ROWS, hopper.SLOTS), operands.dtype, swizzled_as=columns
-        )
     if with_logits:
         scratch["logits"] = hopper.blocked((hopper.ROWS, hopper.SLOTS), jnp.float32)
     return scratch
@@ -276,11 +235,11 @@ def _program(store: _Store, refs, scratch, launch_split, split, splits, *, opera
     """Attends with all queries of a head to one split of its slots.
 
     Args:
-        store: What the program reads.
+        store: The queries and entries that the program reads.
         refs: Arrays in global memory, by name.
         scratch: Arrays in shared memory, by name.
-        launch_split: The index of the split among those of all stores.
-        split: The index of the split among those of this store.
+        launch_split: The index of the split among the splits of all stores.
+        split: The index of the split among the splits of this store.
         splits: The number of splits of this store.
         operands: How queries and entries become operands of the matrix unit.
         stages: Blocks that are in flight or in use at a time.
@@ -317,43 +276,45 @@ def _program(store: _Store, refs, scratch, launch_split, split, splits, *, opera
                 source = refs[name].at[batch, head, slots] if name in PER_SLOT else refs[name].at[batch, rows]
                 plgpu.copy_gmem_to_smem(source, rings[name].at[stage], barrier.at[stage])
 
-    hopper.fetch_rows(refs["queries"].at[batch, head], scratch)
+    hopper.fetch_queries(refs["queries"].at[batch, head], scratch)
     for early in range(stages):
         fetch(jnp.int32(early), *names)
     if "bounds" in refs:
-        bounds = [hopper.load(refs["bounds"].at[batch, side], hopper.OF_ROWS, optimized=False) for side in (0, 1)]
-    row_powers = hopper.await_rows(scratch)
+        bounds = [hopper.load(refs["bounds"].at[batch, side], hopper.ROW_LAYOUT, optimized=False) for side in (0, 1)]
+    query_powers = hopper.await_queries(scratch)
 
     # Blocks that the matrix unit reads directly are free for the next fetch after their product; blocks that are
     # converted or loaded are free once those reads are committed.
-    fetched_late = weights if operands.direct else names
+    fetched_late = weights if operands.is_direct else names
 
-    def step(index, before):
+    def process_step(index, before):
+        """Returns the partials `before` with the block of step `index` added."""
         stage = lax.rem(index, stages)
         plgpu.barrier_wait(key_barrier.at[stage])
         keys = hopper.as_operands(rings["keys"].at[stage], scratch.get("operands"), operands, bits["keys"])
-        if not operands.direct:
+        if not operands.is_direct:
             plgpu.commit_smem()
-        scores = hopper.logits(scratch["rows"], keys, operands) * (head_dim**-0.5 * hopper.LOG2E)
-        if operands.direct:
+        scores = hopper.query_key_products(scratch["queries"], keys, operands) * (head_dim**-0.5 * hopper.LOG2E)
+        if operands.is_direct:
             fetch(index + stages, "keys")
-        if row_powers is not None:
-            scores = scores * hopper.of_rows(row_powers, block_shape)
+        if query_powers is not None:
+            scores = scores * hopper.broadcast_rows(query_powers, block_shape)
 
-        loaded = {name: hopper.load(rings[name].at[stage], hopper.OF_SLOTS).astype(jnp.float32) for name in weights}
+        loaded = {name: hopper.load(rings[name].at[stage], hopper.SLOT_LAYOUT).astype(jnp.float32) for name in weights}
         if "key_scale" in loaded:
-            scores = scores * hopper.of_slots(loaded["key_scale"], block_shape)
+            scores = scores * hopper.broadcast_slots(loaded["key_scale"], block_shape)
         first_slot = (begin + index) * hopper.SLOTS
-        slot = first_slot + plgpu.broadcasted_iota(jnp.int32, (hopper.SLOTS,), 0, layout=hopper.OF_SLOTS)
+        slot = first_slot + plgpu.broadcasted_iota(jnp.int32, (hopper.SLOTS,), 0, layout=hopper.SLOT_LAYOUT)
         is_read = (slot >= lowest) & (slot < highest)
 
         def add_log_weights(name):
+            """Returns masked scores plus the log-weights `name`."""
             bias = jnp.maximum(loaded[name], MASK_VALUE) * hopper.LOG2E if name in loaded else 0.0
-            biased = scores + hopper.of_slots(jnp.where(is_read, bias, MASK_VALUE * hopper.LOG2E), block_shape)
+            biased = scores + hopper.broadcast_slots(jnp.where(is_read, bias, MASK_VALUE * hopper.LOG2E), block_shape)
             if "bounds" not in refs:
                 return biased
             slots = first_slot + plgpu.broadcasted_iota(jnp.int32, block_shape, 1, layout=hopper.LAYOUT)
-            starts, stops = (hopper.of_rows(bound, block_shape) for bound in bounds)
+            starts, stops = (hopper.broadcast_rows(bound, block_shape) for bound in bounds)
             return jnp.where((slots >= starts) & (slots < stops), biased, MASK_VALUE * hopper.LOG2E)
 
         den_scores = num_scores = add_log_weights("log_num")
@@ -361,14 +322,14 @@ def _program(store: _Store, refs, scratch, launch_split, split, splits, *, opera
             den_scores = add_log_weights("log_den")
         if "values" not in names:
             num_scores = None
-        maximum, rescale, denominator, weight = hopper.weigh(before, num_scores, den_scores)
+        maximum, rescale, denominator, weight = hopper.update_max(before, num_scores, den_scores)
         if "logits" in refs:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             scratch["logits"][...] = den_scores * (1 / hopper.LOG2E)
         if "values" in names:
             if "value_scale" in loaded:
-                weight = weight * hopper.of_slots(loaded["value_scale"], block_shape)
-            powers = hopper.put_weights(scratch["weights"], weight, operands)
+                weight = weight * hopper.broadcast_slots(loaded["value_scale"], block_shape)
+            powers = hopper.store_weights(scratch["weights"], weight, operands)
             plgpu.barrier_wait(scratch["value_barrier"].at[stage])
             values = hopper.as_operands(rings["values"].at[stage], scratch.get("operands"), operands, bits["values"])
         plgpu.commit_smem()
@@ -381,19 +342,11 @@ def _program(store: _Store, refs, scratch, launch_split, split, splits, *, opera
         numerator = before.numerator
         if "values" in names:
             numerator = hopper.add_values(numerator, rescale, scratch["weights"], values, operands, powers)
-            if operands.direct:
+            if operands.is_direct:
                 fetch(index + stages, "values")
         return hopper.RunningPartials(maximum, denominator, numerator)
 
     empty = hopper.RunningPartials.create(head_dim if "values" in names else None)
-    partials = lax.fori_loop(0, steps, step, empty)
-    scratch["max"][...] = partials.max * (1 / hopper.LOG2E)
-    scratch["denominator"][...] = partials.denominator
-    if "values" in names:
-        hopper.store_columns(numerator_out, partials.numerator)
-    plgpu.commit_smem()
-    for name in ("max", "denominator"):
-        plgpu.copy_smem_to_gmem(scratch[name], refs[name].at[batch, head, launch_split])
-    if "values" in names:
-        plgpu.copy_smem_to_gmem(numerator_out.at[pl.ds(0, padded)], refs["numerator"].at[batch, head, launch_split])
-    plgpu.wait_smem_to_gmem(0)
+    partials = lax.fori_loop(0, steps, process_step, empty)
+    index = batch, head, launch_split
+    hopper.write_partials(partials, scratch, refs, index, numerator_out if "values" in names else None)

@@ -2,22 +2,20 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import packing
-from pallas_kernels.dispatch import PreferXla, tensor_cores
+from pallas_kernels.dispatch import tensor_cores
 from pallas_kernels.partials import MASK_VALUE, Partials, merge_splits
 from pallas_kernels.quantized_array import product_dtype
+from pallas_kernels.tpu import dot_stored, launch
 from pallas_kernels.weighted_decode.entries import PER_SLOT, Entries, Ranges, check_kernel_support, read_ranges
-from pallas_kernels.weighted_decode.reference import COMPUTE_BOUND_QUERIES
 
 SUBLANES = 8  # of a register
 # Elements of a step's keys, and of its values. The products of a step depend on each other and take some hundred
@@ -37,7 +35,7 @@ class TpuConfig:
 
     Attributes:
         block_slots: Slots per step of the pipeline, a multiple of 128. None: chosen by `default_block_slots`.
-        splits: Parts of a head's slots with partials of their own, merged outside, so that several cores share one
+        splits: Parts of a head's slots whose partials are merged outside the kernel, so that several cores share one
             sequence. None: the number of cores that share a program if sequences times heads do not divide by it,
             otherwise 1.
     """
@@ -46,6 +44,11 @@ class TpuConfig:
     splits: int | None = None
 
     def __post_init__(self) -> None:
+        """Checks the values.
+
+        Raises:
+            ValueError: If a value is not allowed.
+        """
         if self.block_slots is not None and (self.block_slots < 128 or self.block_slots % 128):
             raise ValueError(f"block_slots={self.block_slots}; it must be None or a multiple of 128")
         if self.splits is not None and self.splits < 1:
@@ -67,25 +70,17 @@ def default_block_slots(*stores: Entries) -> list[int]:
     return [max(block // 128, 1) * 128 for block in blocks]
 
 
-def check(queries: Float[Array, "B H R D"], *stores: Entries, interpret: Any = False) -> None:
-    """Checks that the kernel supports the arguments of `weighted_decode`.
+def check(queries: Float[Array, "B H R D"], entries: Entries, **_options: Any) -> None:
+    """Checks that the kernel supports one store of `weighted_decode`.
 
     Args:
         queries: The R queries of each KV head.
-        *stores: One or more sets of entries.
-        interpret: Ignored.
+        entries: The entries of the store.
 
     Raises:
         NotImplementedError: If the kernel does not support them.
     """
-    for entries in stores:
-        _check_store(queries, entries)
-
-
-def _check_store(queries: Float[Array, "B H R D"], entries: Entries) -> None:
-    check_kernel_support(entries)
-    if queries.shape[2] >= COMPUTE_BOUND_QUERIES:
-        raise PreferXla(f"{queries.shape[2]} queries; XLA is as fast from {COMPUTE_BOUND_QUERIES} queries on")
+    check_kernel_support(queries, entries.logit_cap, entries.value_dim)
     arrays = {"queries": queries, **entries.slot_arrays}
     for name in ("queries", "keys", "values"):
         dtype = arrays[name].dtype.name if name in arrays else None
@@ -98,18 +93,14 @@ def _check_store(queries: Float[Array, "B H R D"], entries: Entries) -> None:
 
 
 def weighted_decode(
-    queries: Float[Array, "B H R D"],
-    *stores: Entries,
-    logits: bool,
-    config: TpuConfig,
-    interpret: Any,
+    queries: Float[Array, "B H R D"], *stores: Entries, logits: bool, config: TpuConfig, interpret: Any
 ) -> Partials:
     """`reference.weighted_decode` in one pass over the blocks of slots that are read, one store after the other.
 
     The queries of a KV head share one read of its keys and values. Blocks outside the range of a sequence are neither
     fetched nor computed. Vectors whose dimension is not a multiple of 128, and packed vectors, are read with slots as
-    the minor axis, as XLA lays out such arrays, so that nothing is copied. Packed codes are unpacked in registers and
-    multiplied as they are; the difference to the numbers that they stand for is added to the products.
+    the minor axis. XLA stores such arrays in this layout, so that they are not copied. Packed codes are unpacked in
+    registers and multiplied; the difference to the numbers that they stand for is added to the products.
 
     Args:
         queries: The R queries of each KV head.
@@ -139,37 +130,24 @@ def weighted_decode(
         (None, "queries"): (queries, pl.BlockSpec((1, 1, count, head_dim), lambda b, h, s, j, *_: (b, h, 0, 0)))
     }
     for store in blocked:
-        arrays |= {(store.index, name): array for name, array in store.arrays(count).items()}
-    out_specs = [pl.BlockSpec((1, 1, 1, count, width), split_index) for width in (1, head_dim, 1)]
-    out_shape = [jax.ShapeDtypeStruct((batch, heads, splits, count, width), jnp.float32) for width in (1, head_dim, 1)]
+        arrays |= {(store.number, name): array for name, array in store.arrays(count).items()}
+    outputs: list[tuple[Any, ...]] = [
+        ((batch, heads, splits, count, width), jnp.float32, pl.BlockSpec((1, 1, 1, count, width), split_index))
+        for width in (1, head_dim, 1)
+    ]
     if logits:
         # Every step writes its own block, so that slots of skipped blocks are masked.
         (store,) = blocked
-        out_specs.append(pl.BlockSpec((1, 1, count, store.block), lambda b, h, s, j, *_: (b, h, 0, s * steps + j)))
-        out_shape.append(jax.ShapeDtypeStruct((batch, heads, count, splits * steps * store.block), jnp.float32))
-    block_ranges = [bound for store in blocked for bound in store.block_ranges]
+        spec = pl.BlockSpec((1, 1, count, store.block), lambda b, h, s, j, *_: (b, h, 0, s * steps + j))
+        outputs.append(((batch, heads, count, splits * steps * store.block), jnp.float32, spec))
     products = sum(store.entries.slots * (1 if store.entries.values is None else 2) for store in blocked)
-    results = pl.pallas_call(
-        functools.partial(_kernel, stores=blocked, names=tuple(arrays), with_logits=logits),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(block_ranges),
-            grid=(batch, heads, splits, steps),
-            in_specs=[spec for _, spec in arrays.values()],
-            out_specs=out_specs,
-        ),
-        out_shape=out_shape,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * batch * heads * count * head_dim * products,
-            bytes_accessed=sum(x.nbytes for x, _ in arrays.values())
-            + sum(math.prod(x.shape) * x.dtype.itemsize for x in out_shape),
-            transcendentals=batch * heads * count * sum(store.entries.slots for store in blocked),
-        ),
-        interpret=interpret,
-        name="weighted_decode",
-    )(*block_ranges, *(x for x, _ in arrays.values()))
+    results = launch(
+        "weighted_decode", functools.partial(_kernel, stores=blocked, names=tuple(arrays), with_logits=logits),
+        arrays.values(), outputs, parallel=(batch, heads, splits), sequential=(steps,),
+        scalars=[bound for store in blocked for bound in store.block_ranges], interpret=interpret,
+        flops=2 * batch * heads * count * head_dim * products,
+        transcendentals=batch * heads * count * sum(entries.slots for entries in stores),
+    )  # fmt: skip
     merged = merge_splits(Partials(results[0][..., 0], results[1], results[2][..., 0]))
     return merged._replace(logits=results[3][..., : blocked[0].entries.slots]) if logits else merged
 
@@ -178,7 +156,7 @@ class _BlockedStore(NamedTuple):
     """A store whose blocks are read in the steps [first_step, first_step + per_split) of a head."""
 
     entries: Entries
-    index: int  # among the stores
+    number: int  # index among the stores
     block: int  # slots
     per_split: int  # blocks
     first_step: int
@@ -186,24 +164,24 @@ class _BlockedStore(NamedTuple):
     block_ranges: tuple[Array, Array, Array, Array]  # first and last block, lowest and highest slot, per sequence
 
     @classmethod
-    def create(cls, entries: Entries, index: int, block: int, splits: int, first_step: int) -> "_BlockedStore":
+    def create(cls, entries: Entries, number: int, block: int, splits: int, first_step: int) -> "_BlockedStore":
         blocks = pl.cdiv(entries.slots, block)
         ranges = read_ranges(entries)
         # One block is always fetched: an empty range refers to an existing block.
         first = jnp.clip(ranges.lowest // block, 0, blocks - 1)
         last = jnp.clip((ranges.highest - 1) // block, first, blocks - 1)
         block_ranges = first, last, ranges.lowest, ranges.highest
-        return cls(entries, index, block, pl.cdiv(blocks, splits), first_step, ranges, block_ranges)
+        return cls(entries, number, block, pl.cdiv(blocks, splits), first_step, ranges, block_ranges)
 
     def is_slots_minor(self, name: str) -> bool:
         return self.entries.key_dim % 128 != 0 or self.entries.bits[name] is not None
 
     def prefetched(self, block_ranges: Sequence[Any]) -> Sequence[Any]:
-        """Selects this store's ranges from the prefetched ranges of all stores."""
-        return block_ranges[4 * self.index : 4 * self.index + 4]
+        """Returns this store's ranges among the prefetched ranges of all stores."""
+        return block_ranges[4 * self.number : 4 * self.number + 4]
 
     def arrays(self, queries: int) -> dict[str, tuple[Array, pl.BlockSpec]]:
-        """Returns the arrays that the kernel reads, and their blocks."""
+        """Returns the arrays that the kernel reads for `queries` queries, and their blocks."""
         block = self.block
 
         def block_index(b, s, j, *block_ranges):
@@ -213,6 +191,7 @@ class _BlockedStore(NamedTuple):
             return jnp.clip(s * self.per_split + step, first[b], last[b])
 
         def stored(name: str, array: Array) -> tuple[Array, pl.BlockSpec]:
+            """Returns `array`, the keys or values (`name`), in the layout that is read, and its blocks."""
             slots_minor = self.is_slots_minor(name)
 
             def slot_index(b, h, s, j, *block_ranges):
@@ -223,7 +202,9 @@ class _BlockedStore(NamedTuple):
             return array.swapaxes(2, 3) if slots_minor else array, pl.BlockSpec(shape, slot_index)
 
         slot_arrays = self.entries.slot_arrays
-        arrays = {name: stored(name, slot_arrays[name]) for name in ("keys", "values") if name in slot_arrays}
+        arrays: dict[str, Any] = {
+            name: stored(name, slot_arrays[name]) for name in ("keys", "values") if name in slot_arrays
+        }
         per_slot = pl.BlockSpec((1, 1, 1, block), lambda b, h, s, j, *ranges: (b, h, 0, block_index(b, s, j, *ranges)))
         arrays |= {name: (slot_arrays[name][:, :, None], per_slot) for name in PER_SLOT if name in slot_arrays}
         start, stop = self.ranges.start, self.ranges.stop
@@ -259,7 +240,7 @@ def _kernel(*refs, stores, names, with_logits):
         is_read = (block >= first) & (block <= last)
         if len(stores) > 1:
             is_read &= (j >= store.first_step) & (j < store.first_step + store.per_split)
-        store_refs = {name: ref for (index, name), ref in inputs.items() if index in (None, store.index)}
+        store_refs = {name: ref for (index, name), ref in inputs.items() if index in (None, store.number)}
         pl.when(is_read)(functools.partial(_add_block, store, store_refs | outputs, block, lowest, highest))
 
 
@@ -267,9 +248,9 @@ def _add_block(store: _BlockedStore, refs, index, lowest, highest):
     """Adds a store's block to the partials."""
     max_ref, num_ref, den_ref = refs["max"], refs["numerator"], refs["denominator"]
     slots, block, bits = store.entries.slots, store.block, store.entries.bits
-    slots_minor = {name: store.is_slots_minor(name) for name in bits}
+    slots_minor = {name: int(store.is_slots_minor(name)) for name in bits}
     queries, keys = refs["queries"][0, 0], refs["keys"][0, 0]
-    logits = _product(queries, keys, contract_slots=False, slots_minor=slots_minor["keys"], bits=bits["keys"])
+    logits = _product(queries, keys, axis=1 - slots_minor["keys"], bits=bits["keys"])
     logits = logits * queries.shape[1] ** -0.5
     if "key_scale" in refs:
         logits = logits * refs["key_scale"][0, 0].astype(jnp.float32)
@@ -280,6 +261,7 @@ def _add_block(store: _BlockedStore, refs, index, lowest, highest):
         is_read = is_read & (slot >= bounds[:, :1]) & (slot < bounds[:, 1:])
 
     def add_log_weights(name):
+        """Returns masked logits plus the log-weights `name`."""
         shifted = logits + jnp.maximum(refs[name][0, 0].astype(jnp.float32), MASK_VALUE) if name in refs else logits
         return jnp.where(is_read, shifted, MASK_VALUE)
 
@@ -301,41 +283,20 @@ def _add_block(store: _BlockedStore, refs, index, lowest, highest):
             weight = jnp.where(is_read, weight * refs["value_scale"][0, 0].astype(jnp.float32), 0.0)
         values = refs["values"][0, 0]
         if slots % block and bits["values"] is None:  # every packed byte is finite
-            axis = 1 if slots_minor["values"] else 0
-            value_slot = index * block + jax.lax.broadcasted_iota(jnp.int32, values.shape, axis)
+            value_slot = index * block + jax.lax.broadcasted_iota(jnp.int32, values.shape, slots_minor["values"])
             values = jnp.where(value_slot < slots, values, jnp.zeros_like(values))
         weight = weight.astype(product_dtype(queries.dtype, values.dtype))
-        numerator += _product(
-            weight, values, contract_slots=True, slots_minor=slots_minor["values"], bits=bits["values"]
-        )
+        numerator += _product(weight, values, axis=slots_minor["values"], bits=bits["values"])
     num_ref[0, 0, 0] = numerator
 
 
 def _product(
-    left: Float[Array, "R K"],
-    stored: Float[Array, "S D"],
-    *,
-    contract_slots: bool,
-    slots_minor: bool,
-    bits: int | None,
+    left: Float[Array, "R K"], stored: Float[Array, "S D"], *, axis: int, bits: int | None
 ) -> Float[Array, "R N"]:
-    """Multiplies queries and keys (over dimensions) or weights and values (over slots), in float32."""
-    dtype = product_dtype(left.dtype, stored.dtype)
-    left = left.astype(dtype)
-    if bits is not None:
-        stored = packing.unpack(stored.astype(jnp.int32), bits, axis=0)  # in int32, runs fill entire registers
-    if jnp.issubdtype(stored.dtype, jnp.integer):
-        stored = stored.astype(jnp.float32)  # Mosaic converts float32 to every dtype
-    axis = int(slots_minor) if contract_slots else 1 - int(slots_minor)
-    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    product = jax.lax.dot_general(
-        left,
-        stored.astype(dtype),
-        (((1,), (axis,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    """Returns queries times keys, or weights times values, in float32; `axis` of `stored` is contracted."""
     if bits is None:
-        return product
+        return dot_stored(left, stored, axis)
+    # In int32, the unpacked runs fill entire registers.
+    product = dot_stored(left, packing.unpack(stored.astype(jnp.int32), bits, axis=0), axis)
     total = jnp.sum(left.astype(jnp.float32), axis=1, keepdims=True)
     return 2 * product - packing.largest(bits) * total

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import packing
 from pallas_kernels.partials import MASK_VALUE, Partials, merge_partials
 from pallas_kernels.quantized_array import product_dtype
-from pallas_kernels.weighted_decode.entries import Entries, read_ranges
+from pallas_kernels.weighted_decode.entries import COMPUTE_BOUND_QUERIES, Entries, read_ranges
 
 # Slots per block of the weighted sum over values. Stores that choose their number of slots use a multiple of it.
 SLOT_BLOCK = 64
-
-# With this many queries per KV head or more, products are compute-bound and the slot axis is the faster last axis.
-COMPUTE_BOUND_QUERIES = 64
 
 # Quantized numbers of all heads that are converted to float32 at a time, so that they stay in a core's cache.
 DEQUANTIZED_BLOCK = 2**18
@@ -49,7 +45,7 @@ def weighted_decode(queries: Float[Array, "B H R D"], *stores: Entries, logits: 
 
 
 def _attend_in_blocks(queries: Float[Array, "B H R D"], entries: Entries, logits: bool) -> Partials:
-    """Attends with few queries to quantized entries, one block of slots after the other.
+    """Returns partials of few queries and quantized entries, one block of slots after the other.
 
     XLA:CPU has no eight-bit products. It would convert all entries to float32 in memory, or hoist the conversion out of
     a loop over decode steps; blocks whose position depends on this loop cannot be hoisted.
@@ -61,36 +57,33 @@ def _attend_in_blocks(queries: Float[Array, "B H R D"], entries: Entries, logits
         return _attend_few_queries(queries, entries, logits)
 
     def slice_slots(first: int | Int[Array, ""], size: int) -> Entries:
+        """Returns `size` entries from slot `first` on."""
         slot_axes = {name: getattr(entries, name) for name in ("keys", "values", "log_num", "log_den")}
         sliced = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, size, axis=2), slot_axes)
         bounds = jax.tree.map(lambda bound: bound - first, {"start": entries.start, "stop": entries.stop})
         return dataclasses.replace(entries, **sliced, **bounds)
 
     def add_block(index: Int[Array, ""], partials: Partials) -> Partials:
+        """Returns `partials` with block `index` added."""
         first = index * block
         return _merge_block(partials, first, _attend_few_queries(queries, slice_slots(first, block), logits))
 
     zeros = jnp.zeros((batch, heads, count))
-    partials = Partials(
-        zeros + MASK_VALUE,
-        _zero_numerator(queries, entries),
-        zeros,
-        jnp.full((*zeros.shape, slots), MASK_VALUE) if logits else None,
-    )
+    masked_logits = jnp.full((*zeros.shape, slots), MASK_VALUE) if logits else None
+    partials = Partials(zeros + MASK_VALUE, _zero_numerator(queries, entries), zeros, masked_logits)
     full_blocks = slots // block
     ranges = read_ranges(entries)
     first, last = jnp.min(ranges.lowest) // block, -(-jnp.max(ranges.highest) // block)
     first, last = jnp.minimum(first, full_blocks), jnp.minimum(last, full_blocks)
     partials = jax.lax.fori_loop(first, last, add_block, partials)
     if slots % block:
-        first = full_blocks * block
-        last_block = _attend_few_queries(queries, slice_slots(first, slots % block), logits)
-        partials = _merge_block(partials, first, last_block)
+        last_block = _attend_few_queries(queries, slice_slots(full_blocks * block, slots % block), logits)
+        partials = _merge_block(partials, full_blocks * block, last_block)
     return partials
 
 
 def _merge_block(partials: Partials, first: int | Int[Array, ""], block: Partials) -> Partials:
-    """Merges the partials of a block of slots that begins at `first`."""
+    """Returns partials merged with the partials of a block of slots that begins at `first`."""
     logits = partials.logits
     if logits is not None and block.logits is not None:
         logits = jax.lax.dynamic_update_slice_in_dim(logits, block.logits, first, axis=3)
@@ -98,7 +91,7 @@ def _merge_block(partials: Partials, first: int | Int[Array, ""], block: Partial
 
 
 def _attend_few_queries(queries: Float[Array, "B H R D"], entries: Entries, logits: bool) -> Partials:
-    """Attends with few queries, as in decoding, where reading keys and values takes all the time.
+    """Returns partials of few queries, as in decoding, where reading keys and values takes all the time.
 
     The order of axes decides the speed on XLA:CPU. The queries of a KV head are the rows of one operand, batch and head
     axes lead (any other order copies the keys), and the logits have slots in blocks, which lets all cores share the
@@ -109,16 +102,17 @@ def _attend_few_queries(queries: Float[Array, "B H R D"], entries: Entries, logi
     def lay_out(x: Float[Array, "#B #H #R S"]) -> Float[Array, "#B #H n #R t"]:
         return _split_slots(x.swapaxes(2, 3))
 
-    weights = _compute_weights(_split_slots(products / math.sqrt(queries.shape[3])), entries, lay_out, slot_axes=(2, 4))
+    products = _split_slots(products / math.sqrt(queries.shape[3]))
+    maximum, weights, denominator, den_logits = _compute_weights(products, entries, lay_out, slot_axes=(2, 4))
     numerator = _zero_numerator(queries, entries)
-    if weights.numerator is not None:
-        numerator = _weighted_values(weights.numerator, entries.slot_arrays["values"], entries.bits["values"])
-    slot_logits = weights.logits.swapaxes(2, 3).reshape(*queries.shape[:3], -1) if logits else None
-    return Partials(weights.max, numerator, weights.denominator, slot_logits)
+    if weights is not None:
+        numerator = _weighted_values(weights, entries.slot_arrays["values"], entries.bits["values"])
+    slot_logits = den_logits.swapaxes(2, 3).reshape(*queries.shape[:3], -1) if logits else None
+    return Partials(maximum, numerator, denominator, slot_logits)
 
 
 def _query_key_products(queries: Float[Array, "B H R D"], entries: Entries) -> Float[Array, "B H S R"]:
-    """Multiplies queries and keys. Packed keys are never unpacked into one array: their products are summed."""
+    """Returns products of queries and keys. Packed keys are not unpacked; the products of their parts are summed."""
     keys, bits = entries.slot_arrays["keys"], entries.bits["keys"]
 
     def multiply(keys: Array, columns: slice) -> Array:
@@ -126,17 +120,16 @@ def _query_key_products(queries: Float[Array, "B H R D"], entries: Entries) -> F
 
     if bits is None:
         return multiply(keys, slice(None))
-    products = sum(
-        multiply(part.codes(keys[..., part.bytes]).astype(jnp.float32), part.columns) * part.factor
-        for part in packing.parts(queries.shape[3], bits)
-    )
+    parts = packing.parts(queries.shape[3], bits)
+    codes = ((part, part.codes(keys[..., part.bytes]).astype(jnp.float32)) for part in parts)
+    products = sum(multiply(keys, part.columns) * part.factor for part, keys in codes)
     return 2 * products - packing.largest(bits) * jnp.sum(queries, axis=-1)[:, :, None]
 
 
 def _weighted_values(
     weights: Float[Array, "B H n R t"], values: Float[Array, "B H S D_v"], bits: int | None
 ) -> Float[Array, "B H R D_v"]:
-    """Sums values by their weights, with packed values as in `_query_key_products`."""
+    """Returns weighted sums of values, with packed values as in `_query_key_products`."""
 
     def weigh(values: Array) -> Array:
         values = values.reshape(*weights.shape[:3], weights.shape[4], -1)
@@ -144,7 +137,7 @@ def _weighted_values(
 
     if bits is None:
         return weigh(values)
-    codes = packing.joined(
+    codes = packing.join_parts(
         (part.factor, weigh(part.codes(values[..., part.bytes]).astype(jnp.float32)))
         for part in packing.parts(packing.unpacked_width(values.shape[3], bits), bits)
     )
@@ -152,7 +145,7 @@ def _weighted_values(
 
 
 def _attend_many_queries(queries: Float[Array, "B H R D"], entries: Entries, logits: bool) -> Partials:
-    """Attends with many queries, as in prefill.
+    """Returns partials of many queries, as in prefill.
 
     XLA:CPU is two to five times as fast with slots as the last axis. Products use the dtype of queries and entries,
     which is the fast one of matrix units.
@@ -163,19 +156,19 @@ def _attend_many_queries(queries: Float[Array, "B H R D"], entries: Entries, log
     root = math.sqrt(queries.shape[3])
     queries, divisor = (queries / root, 1) if keys.dtype == jnp.float32 else (queries, root)
     products = jnp.einsum("bhrd,bhsd->bhrs", queries.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
-    weights = _compute_weights(products / divisor, entries, lambda x: x, slot_axes=(3,))
+    products = products / divisor
+    maximum, weights, denominator, den_logits = _compute_weights(products, entries, lambda x: x, slot_axes=(3,))
     numerator = _zero_numerator(queries, entries)
-    if weights.numerator is not None:
+    if weights is not None:
         dtype = product_dtype(queries.dtype, arrays["values"].dtype)
         values = _unpacked(arrays["values"], entries.bits["values"]).astype(dtype)
-        numerator = jnp.einsum(
-            "bhrs,bhsd->bhrd", weights.numerator.astype(dtype), values, preferred_element_type=jnp.float32
-        )
-    return Partials(weights.max, numerator, weights.denominator, weights.logits if logits else None)
+        weights = weights.astype(dtype)
+        numerator = jnp.einsum("bhrs,bhsd->bhrd", weights, values, preferred_element_type=jnp.float32)
+    return Partials(maximum, numerator, denominator, den_logits if logits else None)
 
 
 def _unpacked(stored: Array, bits: int | None) -> Array:
-    """Unpacks codes into the odd numbers that they stand for, which every float dtype represents exactly."""
+    """Returns the odd numbers that codes stand for, which every float dtype represents exactly."""
     return stored if bits is None else 2 * packing.unpack(stored, bits).astype(jnp.int8) - packing.largest(bits)
 
 
@@ -184,21 +177,12 @@ def _zero_numerator(queries: Float[Array, "B H R D"], entries: Entries) -> Float
     return jnp.zeros((*queries.shape[:3], width), jnp.float32)
 
 
-class _Weights(NamedTuple):
-    """Attention weights relative to exp(max), in some layout L of queries and slots."""
-
-    max: Float[Array, "B H R"]
-    numerator: Float[Array, "B H *L"] | None  # of every value; None without values
-    denominator: Float[Array, "B H R"]
-    logits: Float[Array, "B H *L"]  # of the denominator
-
-
 def _compute_weights(
     logits: Float[Array, "B H *L"],
     entries: Entries,
     lay_out: Callable[[Float[Array, "#B #H #R S"]], Float[Array, "#B #H *L"]],
     slot_axes: tuple[int, ...],
-) -> _Weights:
+) -> tuple[Array, Array | None, Array, Array]:
     """Computes attention weights from the products of queries and keys.
 
     Args:
@@ -206,6 +190,10 @@ def _compute_weights(
         entries: The entries.
         lay_out: Brings per-slot arrays into that layout.
         slot_axes: The slot axes of that layout.
+
+    Returns:
+        The maximum, the weights of values relative to exp(maximum) in that layout (None without values), the
+        denominator, and its logits in that layout.
     """
     arrays = entries.slot_arrays
     if "key_scale" in arrays:
@@ -221,11 +209,11 @@ def _compute_weights(
     base = jnp.expand_dims(maximum, slot_axes)
     denominator = jnp.sum(jnp.exp(den_logits - base), axis=slot_axes)
     if entries.values is None:
-        return _Weights(maximum, None, denominator, den_logits)
+        return maximum, None, denominator, den_logits
     weights = jnp.exp(num_logits - base)
     if "value_scale" in arrays:
         weights = weights * lay_out(arrays["value_scale"][:, :, None])
-    return _Weights(maximum, weights, denominator, den_logits)
+    return maximum, weights, denominator, den_logits
 
 
 def _bias(entries: Entries, log_weight: Float[Array, "B H S"] | None) -> Float[Array, "#B #H #R S"]:
@@ -244,7 +232,7 @@ def _per_query(bound: Int[Array, "B"] | Int[Array, "B R"]) -> Int[Array, "B 1 #R
 
 
 def _split_slots(x: Float[Array, "#B #H S #R"]) -> Float[Array, "#B #H n #R t"]:
-    """Splits slots into blocks of `SLOT_BLOCK`, or into one block if S is not a multiple of it."""
+    """Returns slots in blocks of `SLOT_BLOCK`, or in one block if S is not a multiple of it."""
     batch, heads, slots, queries = x.shape
     block = SLOT_BLOCK if slots % SLOT_BLOCK == 0 else slots
     return x.reshape(batch, heads, slots // block, block, queries).swapaxes(3, 4)

@@ -11,13 +11,13 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import batching
 from pallas_kernels.balanced_walk import (
     Block,
     TpuConfig,
     assign_signs,
     kernel_diagonal,
     kernel_matrix,
-    mosaic_tpu,
     thin_pairs,
 )
 from tests.pallas_kernels import traffic
@@ -253,7 +253,7 @@ def test_forms_decide_alike_where_programs_use_them():
 def test_no_more_bytes_move_than_have_to(entries, head_dim):
     block, _, uniforms, weights = make(entries, head_dim)
     # Tracing for `vmap` would hide the arrays from the count.
-    with mock.patch.object(mosaic_tpu, "fold_mapped_axes", lambda run: run):
+    with mock.patch.object(batching, "fold_mapped_axes", lambda run: run):
         found = traffic.moved(
             lambda *given: thin_pairs(*given, implementation="mosaic_tpu", interpret=True),
             block, uniforms, weights, 4.0, run=False,

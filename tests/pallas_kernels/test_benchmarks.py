@@ -1,5 +1,6 @@
 """The benchmarks run, in small, wherever the tests do."""
 
+import dataclasses
 import importlib
 import json
 import pkgutil
@@ -20,10 +21,10 @@ OPS = [one.name for one in pkgutil.iter_modules(pallas_kernels.__path__) if one.
 )
 def test_every_op_has_a_benchmark_that_runs(op, tmp_path, monkeypatch, capsys):
     module = importlib.import_module(f"pallas_kernels.{op}.benchmark")
-    monkeypatch.setattr(benchmarking, "LONG_ENOUGH", 0.0)
+    monkeypatch.setattr(benchmarking, "MIN_SECONDS", 0.0)
     monkeypatch.setattr(benchmarking, "PRODUCT_WIDTH", 64)
     monkeypatch.setattr(sys, "argv", ["benchmark", "--quick", f"--output={tmp_path / 'rows.json'}"])
-    benchmarking.main(op, module.cases)
+    benchmarking.main(op, module.QUICK, module.PRODUCTION)
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert {"kvjax", "xla"} <= {row["form"] for row in rows}
     for row in rows:
@@ -42,7 +43,7 @@ def test_a_program_of_many_calls_makes_them_all():
         # Pure as far as the compiler knows: it could be called once for all, were nothing in the way.
         return jax.pure_callback(lambda x: calls.append(1) or x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
-    benchmarking._seconds(benchmarking.Form(counted, (jnp.ones(4),)), calls=7, measurements=2)
+    benchmarking._program_seconds(benchmarking.Form(counted, (jnp.ones(4),)), calls=7, measurements=2)
     assert len(calls) == 7 * 3  # once to compile
 
 
@@ -50,15 +51,17 @@ def test_a_form_that_cannot_run_is_told():
     def fails(x):
         raise NotImplementedError("no such unit")
 
-    case = benchmarking.Case(
-        "sum",
-        lambda: {
-            "kvjax": benchmarking.Form(jnp.sum, (jnp.ones(8),)),
-            "other": benchmarking.Form(fails, (jnp.ones(8),)),
-        },
-        32,
-    )
-    ours, other = benchmarking.measure(case)
-    assert ours.seconds is not None and ours.best_other is None
-    assert other.seconds is None and other.problem == "no such unit"
-    assert other.best_other == ours.seconds
+    @dataclasses.dataclass(frozen=True)
+    class Sum(benchmarking.Shape):
+        bytes = 32
+
+        def arguments(self, array):
+            return (jnp.ones(8),)
+
+        def function(self, **options):
+            return fails if options else jnp.sum
+
+    ours, other = benchmarking.measure(Sum())
+    assert ours["seconds"] is not None and ours["best_other"] is None
+    assert other["seconds"] is None and other["problem"] == "no such unit"
+    assert other["best_other"] == ours["seconds"]

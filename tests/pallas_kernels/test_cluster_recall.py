@@ -15,6 +15,7 @@ from pallas_kernels import benchmarking, packing
 from pallas_kernels.cluster_recall import (
     Blocks,
     GpuConfig,
+    Inputs,
     TpuConfig,
     cluster_recall,
     mosaic_tpu,
@@ -103,8 +104,8 @@ def packed(key_bits, value_bits, head_dim, **sizes):
 
 @pytest.mark.parametrize("head_dim", [64, 48])
 def test_keys_and_values_gathered_together_are_those_gathered_apart(head_dim):
-    arguments = make(head_dim=head_dim)
-    together, apart = (jax.jit(form)(*arguments) for form in (reference.attend_to_rows, reference.attend_to_columns))
+    inputs = Inputs(*make(head_dim=head_dim))
+    together, apart = (jax.jit(form)(inputs) for form in (reference.attend_to_rows, reference.attend_to_columns))
     for one, other in zip(jax.tree.leaves(together), jax.tree.leaves(apart), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
@@ -148,8 +149,7 @@ def compare(found: Partials, *arguments, tolerance=2e-6):
 
 @quick_form
 @pytest.mark.parametrize(
-    "head_dim, dtype",
-    [(head_dim, "float32") for head_dim in (64, 96, 128, 256)] + [(80, dtype) for dtype in TOLERANCE],
+    "head_dim, dtype", [(head_dim, "float32") for head_dim in (64, 96, 128, 256)] + [(80, dtype) for dtype in TOLERANCE]
 )
 def test_shapes_and_types(form, head_dim, dtype):
     arguments = make(head_dim=head_dim, dtype=dtype, scaled=jnp.dtype(dtype).itemsize == 1)
@@ -276,7 +276,8 @@ def test_blocks_that_are_read_are_moved_once_and_no_others(name):
     bits = given.pop("bits", None)
     rows, blocks, number, count = make(**given) if bits is None else packed(bits, bits, **given)[0]
     moved = traffic.moved(
-        functools.partial(mosaic_tpu.recall_unmapped, config=SMALL, interpret=CHECKED), rows, blocks, number, count
+        functools.partial(mosaic_tpu.recall_unmapped, config=SMALL, interpret=CHECKED),
+        Inputs(rows, blocks, number, count),
     )
     blocks_read = int((np.asarray(count) > 0).sum())
     assert blocks_read < count.size

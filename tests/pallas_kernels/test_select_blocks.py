@@ -10,20 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.select_blocks import reference, select_blocks
+from pallas_kernels.select_blocks import mosaic_tpu, reference, select_blocks
 
 PLACES = 4
 FORMS = {
     "sorting": reference.select_by_sorting,
     "comparing": reference.select_by_comparing,
-    "mosaic_tpu": functools.partial(select_blocks, implementation="mosaic_tpu", interpret=True),
+    "mosaic_tpu": functools.partial(mosaic_tpu.select_blocks, interpret=True),
 }
 every_form = pytest.mark.parametrize("form", FORMS)
 
 
 @functools.partial(jax.jit, static_argnames=("form", "tokens", "blocks", "places"))
 def best(score, size, first, tokens, blocks, form="sorting", places=PLACES):
-    return FORMS[form](score, size, first, max_tokens=tokens, max_blocks=blocks, block_size=places)
+    return FORMS[form](score, size, first, limits=reference.Limits(tokens, blocks, places))
 
 
 def laid_out(size, places=PLACES):
