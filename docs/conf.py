@@ -21,6 +21,7 @@ extensions = [
     "sphinx_design",
     "myst_nb",
     # In docs/extensions:
+    "plain_docstrings",
     "policy_settings",
     "module_list",
 ]

@@ -19,6 +19,16 @@ def find_modules(package: str, excluded: set[str]) -> dict[str, bool]:
     return {f"{package}.{name}": modules[name] for name in sorted(modules) if name not in excluded}
 
 
+def exported_names(package: str) -> list[str]:
+    """Returns the public names of a package that one of its modules defines."""
+    members = vars(importlib.import_module(package)).items()
+    return [
+        name
+        for name, value in members
+        if not name.startswith("_") and str(getattr(value, "__module__", "")).startswith(package)
+    ]
+
+
 class Modules(SphinxDirective):
     """The directive `{modules}`."""
 
@@ -30,7 +40,8 @@ class Modules(SphinxDirective):
         self.env.note_reread()
         lines = []
         for name, is_package in find_modules(self.arguments[0], {line.strip() for line in self.content}).items():
-            options = ["   :members:", *(["   :imported-members:"] if is_package else [])]
+            members = ", ".join(exported_names(name)) if is_package else ""
+            options = [f"   :members: {members}", *(["   :imported-members:"] if is_package else [])]
             lines += [f"## `{name}`", "", "```{eval-rst}", f".. automodule:: {name}", *options, "```", ""]
         section = nodes.section()
         self.state.nested_parse(StringList(lines, source=self.arguments[0]), 0, section, match_titles=True)
