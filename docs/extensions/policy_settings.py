@@ -1,7 +1,7 @@
 """Directives that describe a policy from its class, so that no page repeats a setting.
 
-`{policy} NAME` inserts the docstring up to its first section. `{policy-settings} NAME` inserts a table of the fields, and
-the reference.
+`{policy} NAME` inserts the docstring up to its first section. `{policy-settings} NAME` inserts a table of the
+fields, and the reference.
 """
 
 import dataclasses
