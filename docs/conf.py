@@ -1,6 +1,5 @@
-"""The site: `make docs` writes it to build/docs. It is built without a network, and warnings are errors."""
+"""Sphinx configuration. `make docs` builds the site in build/docs, without a network; warnings are errors."""
 
-import logging
 import pathlib
 import sys
 
@@ -21,8 +20,8 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "myst_nb",
-    # Our own, in extensions/.
-    "house_docstrings",
+    # In docs/extensions:
+    "plain_docstrings",
     "policy_settings",
     "module_list",
 ]
@@ -35,7 +34,7 @@ html_static_path: list[str] = []
 
 myst_enable_extensions = ["colon_fence", "dollarmath", "deflist"]
 myst_heading_anchors = 3
-nb_execution_mode = "force"  # the notebook is run at every build
+nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 
@@ -43,16 +42,12 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
-autodoc_inherit_docstrings = False  # what a policy does by its own methods is said once, at `Policy`
+autodoc_inherit_docstrings = False  # methods of policies are documented at `Policy`
 python_maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
-# Names that are described together ("sinks, recent") stand as they are.
 napoleon_use_param = False
-napoleon_custom_sections = [("Attributes", "params_style")]
-default_role = "py:obj"  # `name` in a docstring: a link where there is something to link to, code elsewhere
+napoleon_preprocess_types = False
+napoleon_custom_sections = [("Attributes", "params_style"), ("Reference", "notes_style")]
+default_role = "py:obj"  # `name` in a docstring is a link if the name is documented
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
-
-# The folders of results and papers are written from rows; without them the site is built all the same. Sphinx gives
-# this warning no type by which it could be suppressed.
-logging.getLogger("sphinx.sphinx.directives.other").addFilter(lambda record: "glob pattern" not in str(record.msg))

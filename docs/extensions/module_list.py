@@ -1,4 +1,7 @@
-"""A module list that cannot fall behind: `{modules} PACKAGE` documents every public module of a package, by name."""
+"""The directive `{modules} PACKAGE`, which documents every public module of a package.
+
+Lines of its content name modules to leave out. Packages show the names that they export.
+"""
 
 import importlib
 import pkgutil
@@ -9,28 +12,43 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 
-def modules(package: str, without: set[str]) -> dict[str, bool]:
-    """Public modules right inside a package, and which are packages themselves: those show what they export."""
-    inside = importlib.import_module(package).__path__
-    found = {info.name: info.ispkg for info in pkgutil.iter_modules(inside) if not info.name.startswith("_")}
-    return {f"{package}.{name}": found[name] for name in sorted(found) if name not in without}
+def find_modules(package: str, excluded: set[str]) -> dict[str, bool]:
+    """Returns the public modules directly inside a package, and whether each is a package."""
+    path = importlib.import_module(package).__path__
+    modules = {info.name: info.ispkg for info in pkgutil.iter_modules(path) if not info.name.startswith("_")}
+    return {f"{package}.{name}": modules[name] for name in sorted(modules) if name not in excluded}
+
+
+def exported_names(package: str) -> list[str]:
+    """Returns the public names of a package that one of its modules defines."""
+    members = vars(importlib.import_module(package)).items()
+    return [
+        name
+        for name, value in members
+        if not name.startswith("_") and str(getattr(value, "__module__", "")).startswith(package)
+    ]
 
 
 class Modules(SphinxDirective):
+    """The directive `{modules}`."""
+
     required_arguments = 1
-    has_content = True  # modules that are left out, a line each
+    has_content = True
 
     def run(self) -> list[nodes.Node]:
+        """Returns one section per module."""
         self.env.note_reread()
         lines = []
-        for name, exports in modules(self.arguments[0], {line.strip() for line in self.content}).items():
-            options = ["   :members:", *(["   :imported-members:"] if exports else [])]
+        for name, is_package in find_modules(self.arguments[0], {line.strip() for line in self.content}).items():
+            members = ", ".join(exported_names(name)) if is_package else ""
+            options = [f"   :members: {members}", *(["   :imported-members:"] if is_package else [])]
             lines += [f"## `{name}`", "", "```{eval-rst}", f".. automodule:: {name}", *options, "```", ""]
-        holder = nodes.section()
-        self.state.nested_parse(StringList(lines, source=self.arguments[0]), 0, holder, match_titles=True)
-        return holder.children
+        section = nodes.section()
+        self.state.nested_parse(StringList(lines, source=self.arguments[0]), 0, section, match_titles=True)
+        return section.children
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
+    """Registers the directive."""
     app.add_directive("modules", Modules)
     return {"parallel_read_safe": True}

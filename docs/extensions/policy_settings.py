@@ -1,6 +1,8 @@
-"""Directives that read policies from their classes, so that no page copies a setting:
+"""Directives that describe a policy from its class, so that no page repeats a setting.
 
-`{policy} NAME` says what the docstring says before its sections, and `{policy-settings} NAME` tables its fields."""
+`{policy} NAME` inserts the docstring up to its first section. `{policy-settings} NAME` inserts a table of the
+fields, and the reference.
+"""
 
 import dataclasses
 import functools
@@ -17,87 +19,94 @@ from kvjax.combinators.ada_kv import AdaKV
 from kvjax.combinators.by_head import ByHead
 from kvjax.combinators.by_layer import ByLayer, FirstLayers
 from kvjax.combinators.host_memory import HostMemory
-from kvjax.combinators.quantized import Quantized
+from kvjax.combinators.outlier_heads import OutlierHeads
 from kvjax.registry import POLICIES, settings_of
-from kvjax.selection import Selection
+from kvjax.top_k_policy import TopKPolicy
 
-COMBINATORS = {kind.__name__: kind for kind in (AdaKV, ByHead, ByLayer, FirstLayers, HostMemory, Quantized)}
-CLASSES: dict[str, type] = {**POLICIES, **COMBINATORS, "Selection": Selection}
+_OTHERS = (AdaKV, ByHead, ByLayer, FirstLayers, HostMemory, OutlierHeads, TopKPolicy)
+CLASSES: dict[str, type] = {**POLICIES, **{policy_class.__name__: policy_class for policy_class in _OTHERS}}
+
+_REFERENCE = re.compile(r"\n\s*Reference:\s*(.*)", flags=re.DOTALL)
 
 
 @functools.cache
-def _docstring(kind: type) -> docstring_parser.Docstring:
-    return docstring_parser.parse(inspect.getdoc(kind) or "", docstring_parser.DocstringStyle.GOOGLE)
+def _parse_docstring(policy_class: type) -> docstring_parser.Docstring:
+    text = _REFERENCE.sub("", inspect.getdoc(policy_class) or "")
+    return docstring_parser.parse(text, docstring_parser.DocstringStyle.GOOGLE)
 
 
-def what_it_keeps(kind: type) -> str:
-    """A policy's docstring up to its sections: Markdown already."""
-    parsed = _docstring(kind)
-    text = "\n\n".join(filter(None, (parsed.short_description, parsed.long_description)))
-    return re.split(r"\n\s*Source:", text)[0]
+def description_of(policy_class: type) -> str:
+    """Returns a class docstring up to its first section."""
+    parsed = _parse_docstring(policy_class)
+    return "\n\n".join(filter(None, (parsed.short_description, parsed.long_description)))
 
 
-def source_of(kind: type) -> str | None:
-    """What stands behind "Source:"."""
-    found = re.search(r"Source: (.*)", inspect.getdoc(kind) or "", flags=re.DOTALL)
-    return " ".join(found[1].split()) if found else None
+def reference_of(policy_class: type) -> str | None:
+    """Returns the section `Reference:` of a class docstring as one line."""
+    match = _REFERENCE.search(inspect.getdoc(policy_class) or "")
+    return " ".join(match[1].split()) if match else None
 
 
-def settings(kind: type) -> list[tuple[str, str]]:
-    """Every field with what is said of it, in the order of the docstring; fields that only a class above describes
-    stand behind."""
-    missing = [field.name for field in dataclasses.fields(kind)]
-    told: list[tuple[str, str]] = []
-    for of in filter(dataclasses.is_dataclass, kind.__mro__):
-        for parameter in _docstring(of).params:
+def meanings_of(policy_class: type) -> dict[str, str]:
+    """Returns the description of every field; inherited fields may be described by a base class."""
+    fields = [field.name for field in dataclasses.fields(policy_class)]
+    meanings: dict[str, str] = {}
+    for base in filter(dataclasses.is_dataclass, policy_class.__mro__):
+        for parameter in _parse_docstring(base).params:
             for name in re.split(r",\s*", parameter.arg_name):
-                if name in missing:
-                    missing.remove(name)
-                    told.append((name, " ".join((parameter.description or "").split())))
-    return told + [(name, "") for name in missing]
+                if name in fields:
+                    meanings.setdefault(name, " ".join((parameter.description or "").split()))
+    return meanings | {name: "" for name in fields if name not in meanings}
 
 
-def table(kind: type) -> list[str]:
-    """The settings as lines of Markdown."""
-    told = {name: (may_be, default) for name, may_be, default in settings_of(kind)}
-    lines = ["| setting | default | may be | what it is |", "|---|---|---|---|"]
-    for name, meaning in settings(kind):
-        # A table's row is one line, in which a bar would end a cell.
-        meaning = meaning.replace("|", r"\|")
-        may_be, default = told[name]
-        lines.append(f"| `{name}` | {f'`{default}`' if default is not None else ''} | {may_be} | {meaning} |")
+def settings_table(policy_class: type) -> list[str]:
+    """Returns the settings as lines of a Markdown table."""
+    settings = {name: (values, default) for name, values, default in settings_of(policy_class)}
+    lines = ["| setting | default | values | meaning |", "|---|---|---|---|"]
+    for name, meaning in meanings_of(policy_class).items():
+        values, default = settings[name]
+        default_text = "" if default is None else f"`{default}`"
+        meaning = meaning.replace("|", r"\|")  # a bar would end the cell
+        lines.append(f"| `{name}` | {default_text} | {values} | {meaning} |")
     return lines
 
 
-class _OfPolicy(SphinxDirective):
+class _PolicyDirective(SphinxDirective):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
         name = self.arguments[0]
         if name not in CLASSES:
-            raise self.error(f"policy {name!r} is not known; known: {', '.join(sorted(CLASSES))}")
-        self.env.note_reread()  # its class may have changed
-        holder = nodes.container()
+            raise self.error(f"policy {name!r} is unknown; choose one of {', '.join(sorted(CLASSES))}")
+        self.env.note_reread()  # the class may have changed
+        container = nodes.container()
         text = StringList(self.lines(CLASSES[name]), source=f"docstring of {CLASSES[name].__name__}")
-        self.state.nested_parse(text, self.content_offset, holder)
-        return holder.children
+        self.state.nested_parse(text, self.content_offset, container)
+        return container.children
 
-    def lines(self, kind: type) -> list[str]:
+    def lines(self, policy_class: type) -> list[str]:
         raise NotImplementedError
 
 
-class Keeps(_OfPolicy):
-    def lines(self, kind: type) -> list[str]:
-        return what_it_keeps(kind).splitlines()
+class Description(_PolicyDirective):
+    """The directive `{policy}`."""
+
+    def lines(self, policy_class: type) -> list[str]:
+        """Returns Markdown lines."""
+        return description_of(policy_class).splitlines()
 
 
-class Settings(_OfPolicy):
-    def lines(self, kind: type) -> list[str]:
-        source = source_of(kind)
-        return [*table(kind), "", *([f"Source: {source}"] if source else [])]
+class Settings(_PolicyDirective):
+    """The directive `{policy-settings}`."""
+
+    def lines(self, policy_class: type) -> list[str]:
+        """Returns Markdown lines."""
+        reference = reference_of(policy_class)
+        return [*settings_table(policy_class), "", *([f"Reference: {reference}"] if reference else [])]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    app.add_directive("policy", Keeps)
+    """Registers the directives."""
+    app.add_directive("policy", Description)
     app.add_directive("policy-settings", Settings)
     return {"parallel_read_safe": True}

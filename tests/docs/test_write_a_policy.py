@@ -1,0 +1,132 @@
+"""The policies of `docs/write_a_policy.md` run as printed there, and its TOVA is TOVA token by token."""
+
+import pathlib
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import registry
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "write_a_policy.md"
+BATCH, PROMPT, NEW, KV_HEADS, GROUP, HEAD_DIM, BUDGET = 2, 20, 12, 2, 2, 16, 9
+
+
+def code_blocks():
+    return re.findall(r"```{code-cell} ipython3\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def page():
+    """Returns a module made of the page's code blocks, in order."""
+    registered = dict(registry.POLICIES)
+    module = types.ModuleType("written_policy")
+    for block in code_blocks():
+        exec(compile(block, str(PAGE), "exec"), module.__dict__)
+    yield module
+    registry.POLICIES.clear()
+    registry.POLICIES.update(registered)
+
+
+def draw(tokens):
+    rng = np.random.default_rng(0)
+    keys, values = rng.normal(size=(2, BATCH, tokens, KV_HEADS, HEAD_DIM)).astype(np.float32)
+    queries = 2 * rng.normal(size=(BATCH, tokens, KV_HEADS * GROUP, HEAD_DIM)).astype(np.float32)
+    return queries, keys, values
+
+
+def run(policy, queries, keys, values, lengths, **options):
+    """Returns the attention output of NEW tokens after a prompt of `lengths` tokens, and the cache."""
+    spec = kvjax.CacheSpec(
+        batch=BATCH, query_heads=KV_HEADS * GROUP, kv_heads=KV_HEADS, head_dim=HEAD_DIM, max_prompt_tokens=PROMPT,
+        max_new_tokens=NEW, **options,
+    )  # fmt: skip
+    rows = np.arange(BATCH)[:, None]
+    new = tuple(np.moveaxis(x[rows, lengths[:, None] + np.arange(NEW)], 1, 0) for x in (queries, keys, values))
+    last = queries[rows, np.maximum(lengths[:, None] - PROMPT + np.arange(PROMPT), 0)]  # right-aligned
+
+    @jax.jit
+    def generate(keys, values, last, new):
+        cache = kvjax.init(policy, spec, jax.random.split(jax.random.key(0), BATCH))
+        cache, _ = kvjax.prefill(cache, keys, values, jnp.asarray(lengths), kvjax.prompt_queries(cache.policy, last))
+
+        def step(cache, item):
+            attended, cache = kvjax.step(cache, *(x[:, None] for x in item))
+            return cache, attended[:, 0]
+
+        cache, outputs = jax.lax.scan(step, cache, new)
+        return jnp.moveaxis(outputs, 0, 1), cache
+
+    outputs, cache = generate(keys[:, :PROMPT], values[:, :PROMPT], last, new)
+    kvjax.raise_faults(cache)
+    return np.asarray(outputs), cache
+
+
+def test_the_first_policy_has_nine_lines():
+    assert len([line for line in code_blocks()[0].splitlines() if line.strip()]) <= 9
+
+
+def test_a_registered_policy_works_in_policy_strings(page):
+    choice = kvjax.PolicyChoice.parse("mine:sinks=2,recent=8@64")
+    assert choice.make() == page.LargeValues(64, sinks=2, recent=8)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int4"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("LargeValues", {"sinks": 0, "compact_every": 1}),
+        ("RecentAndLargeValues", {"recent": 4, "compact_every": 4}),
+        ("TOVA", {"compact_every": 4}),
+    ],
+)
+def test_policies_decode(page, name, settings, kv_dtype):
+    lengths = np.array([PROMPT, 7])
+    outputs, cache = run(getattr(page, name)(BUDGET, **settings), *draw(PROMPT + NEW), lengths, kv_dtype=kv_dtype)
+    assert np.isfinite(outputs).all()
+    assert kvjax.num_tokens(cache).tolist() == (lengths + NEW).tolist()
+
+
+def test_large_values_are_kept_with_the_newest_tokens(page):
+    queries, keys, values = draw(PROMPT + NEW)
+    _, cache = run(
+        page.RecentAndLargeValues(BUDGET, recent=4, compact_every=1), queries, keys, values, np.array([PROMPT, 7])
+    )
+    window = kvjax.compact(cache).state.window
+    for row, length in enumerate((PROMPT + NEW, 7 + NEW)):
+        for head in range(KV_HEADS):
+            norms = np.linalg.norm(values[row, : length - 4, head], axis=-1)
+            kept = np.concatenate([np.argsort(-norms)[: BUDGET - 4], length - 4 + np.arange(4)])
+            found = np.asarray(window.values[row, head])
+            np.testing.assert_array_equal(np.sort(found[:, 0]), np.sort(values[row, kept, head, 0]))
+
+
+def test_the_written_policy_is_tova_token_by_token(page):
+    queries, keys, values = draw(PROMPT + NEW)
+    lengths = np.array([PROMPT, 7])
+    attended, _ = run(page.TOVA(BUDGET, compact_every=1), queries, keys, values, lengths)
+    for row in range(BATCH):
+        for head in range(KV_HEADS):
+            group = slice(head * GROUP, (head + 1) * GROUP)
+
+            def attend(held, now, row=row, head=head, group=group):
+                logits = queries[row, now, group].astype(np.float64) @ keys[row, held, head].T / np.sqrt(HEAD_DIM)
+                weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+                weights /= weights.sum(axis=1, keepdims=True)
+                return weights.sum(axis=0), weights @ values[row, held, head]
+
+            held = list(range(lengths[row]))
+            received, _ = attend(held, lengths[row] - 1)
+            held = sorted(np.argsort(-received, kind="stable")[:BUDGET].tolist())
+            for number in range(NEW):
+                now = lengths[row] + number
+                held.append(now)
+                received, expected = attend(held, now)
+                np.testing.assert_allclose(attended[row, number, group], expected, atol=2e-6)
+                if len(held) > BUDGET:
+                    held.pop(int(np.argmin(received)))
