@@ -42,6 +42,7 @@ def long_prompts_names():
 
 def saved_states_names(directory):
     from flax import nnx
+
     from kvjax_models.generation.generator import Generator
     from kvjax_models.model.config import LlamaConfig
     from kvjax_models.model.llama import Llama

@@ -9,7 +9,9 @@ import kvjax
 from experiments.common import settings
 from kvjax.budget import row_bytes
 
-SPEC = kvjax.CacheSpec(batch=1, query_heads=4, kv_heads=2, head_dim=16, max_prompt_tokens=2000, max_new_tokens=48, layers=4)
+SPEC = kvjax.CacheSpec(
+    batch=1, query_heads=4, kv_heads=2, head_dim=16, max_prompt_tokens=2000, max_new_tokens=48, layers=4
+)
 
 
 def test_what_is_typed_becomes_a_policy():

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from kvjax.policies.clusterkv_certified import ClusterKVCertified
 
 import kvjax
 from kvjax.budget import row_bytes

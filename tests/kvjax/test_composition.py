@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.policies.clusterkv_certified import ClusterKVCertified
 
 import kvjax
 from kvjax.budget import abstract_cache
