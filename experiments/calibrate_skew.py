@@ -25,7 +25,7 @@ from tqdm import tqdm
 from experiments.common import results, settings, streams
 from experiments.common.options import Experiment, Run
 from experiments.common.results import Row
-from kvjax.policies.infinigen import chosen_columns
+from kvjax.policies.infinigen import select_columns
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.model.llama import Llama
 
@@ -117,7 +117,7 @@ def speculated(
     the mean over heads and each document's last queries."""
 
     def one(turn: Float[Array, "D D"], keys: Float[Array, "n D"], queries: Float[Array, "n G D"]) -> Float[Array, ""]:
-        partial = chosen_columns(turn, queries, jnp.ones(queries.shape[0], bool), columns)
+        partial = select_columns(turn, queries, jnp.ones(queries.shape[0], bool), columns)
         asked = queries[-ASKED:].reshape(-1, queries.shape[-1])
         best = jax.lax.top_k(asked @ keys.T, top)[1]
         speculated = jax.lax.top_k((asked @ partial) @ (keys @ partial).T, top)[1]

@@ -89,7 +89,10 @@ def comparisons(rng: Key[Array, ""]) -> list[Comparison]:
     states = {name: functools.partial(one.init, rng) for name, one in STRUCTURES.items()}
 
     def scan_tokens(state, keys, values):
-        return reservoir.scan_steps(state, keys, values, jnp.sum(values**2, axis=1))
+        def step(state, token):
+            return reservoir.extend(state, *(part[None] for part in token)), None
+
+        return jax.lax.scan(step, state, (keys, values, jnp.sum(values**2, axis=1)))[0]
 
     @jax.jit
     def fill(keys, values):

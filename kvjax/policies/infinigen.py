@@ -85,7 +85,10 @@ class InfiniGen(Policy[InfiniGenState]):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.skew, str):
-            object.__setattr__(self, "skew", Skew.load(self.skew))
+            try:
+                object.__setattr__(self, "skew", Skew.load(self.skew))
+            except OSError as error:
+                raise ValueError(f"skew={self.skew!r} cannot be read: {error}") from error
         check_budget(self.budget, compact_every=self.compact_every)
         check_above(0, alpha=self.alpha)
         if not 0 < self.partial <= 1:
