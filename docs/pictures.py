@@ -66,6 +66,8 @@ OVERVIEW = (
 
 
 class Text(NamedTuple):
+    """A synthetic text: keys and values of its tokens, queries of its tokens, and the query of a question."""
+
     keys: jax.Array  # [1, TOKENS, 1, HEAD_DIM]
     values: jax.Array  # [1, TOKENS, 1, TOKENS], unit vectors
     queries: jax.Array  # [1, TOKENS, 1, HEAD_DIM]; each attends to the topic of its token
@@ -329,6 +331,7 @@ def _save(figure: plt.Figure, name: str) -> None:
 
 
 def main(names: list[str]) -> None:
+    """Draws the pictures of the named policies; without names, the overview and all of them."""
     if unknown := set(names) - set(POLICIES):
         sys.exit(f"unknown policies {', '.join(sorted(unknown))}; choose from {', '.join(POLICIES)}")
     if not names:

@@ -246,8 +246,8 @@ def expected_bytes(name, spec, budget, compact_every, sinks, recent):
         "balancekv_paper": heads * (33 * 3 * spec.head_dim * itemsize + 2 * (4 * 33 + 8 * 3 + 12 + 8) + 8),
         "balancekv_reference": heads * (4 * slots + 4) + 4 + 8,  # log-weights, marks without a slot, later tokens
         # Keys, values and positions of 17 blocks (9 for 30 tokens in 8 clusters, 2 for each of 4 chunks) or 62 tokens,
-        # 16 clusters' means, sizes, first blocks (ours: and root mean squares), a random key; tokens that wait, chunks, tokens
-        # lost.
+        # 16 clusters' means, sizes, first blocks (ours: and root mean squares), a random key; waiting tokens, chunks,
+        # lost tokens.
         "clusterkv": heads
         * (17 * 16 * (2 * spec.head_dim * itemsize + 4) + 16 * (2 * spec.head_dim * itemsize + 12) + 8)
         + 12,

@@ -149,7 +149,8 @@ def test_check_names_an_exact_cache_that_was_overfilled():
     cache = append(append(cache))
     with pytest.raises(
         ValueError,
-        match=r"overflow=\[8, 7, 4\]: .* past=\[8, 7, 4\]: .* \(19 in total\)|past=\[8, 7, 4\]: .*overflow=\[8, 7, 4\]: .*",
+        match=r"overflow=\[8, 7, 4\]: .* past=\[8, 7, 4\]: .* \(19 in total\)"
+        r"|past=\[8, 7, 4\]: .*overflow=\[8, 7, 4\]: .*",
     ):
         kvjax.raise_faults(cache)
     stored = np.asarray(cache.state.keys)[0].swapaxes(0, 1)

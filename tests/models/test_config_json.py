@@ -39,8 +39,16 @@ GEMMA3_HUB = {  # as a published one is: most of it is left to defaults
 }
 
 
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-         "num_key_value_heads", "max_position_embeddings", "head_dim")  # fmt: skip
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "head_dim",
+)
 
 
 @pytest.mark.parametrize("key", SIZES)
@@ -73,16 +81,25 @@ def test_a_size_is_not_null(key):
         ({"rope_scaling": {"rope_type": "linear", "factor": True}}, "factor=True"),
         ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, "rope_type="),
         ({"rope_scaling": YARN | {"factor": 0}}, "factor=0"),
-        ({"rope_scaling": YARN | {"beta_fast": 1.0, "beta_slow": 2.0}}, "beta_slow=2.0 must be less than beta_fast=1.0"),
+        (
+            {"rope_scaling": YARN | {"beta_fast": 1.0, "beta_slow": 2.0}},
+            "beta_slow=2.0 must be less than beta_fast=1.0",
+        ),
         ({"rope_scaling": YARN | {"original_max_position_embeddings": -8}}, "original_max_position_embeddings=-8"),
         ({"rope_scaling": YARN | {"attention_factor": 0.0}}, "attention_factor=0.0"),
         ({"rope_scaling": YARN | {"truncate": "no"}}, "truncate='no' must be true or false"),
-        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0, 2.0]}},
-         "short_factor must be a list of 2 numbers.*got a list of 1"),
-        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 0], "long_factor": [1.0, 2.0]}},
-         "short_factor=0"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 1}},
-         "low_freq_factor=4.0 must be less than high_freq_factor=1.0"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0, 2.0]}},
+            "short_factor must be a list of 2 numbers.*got a list of 1",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 0], "long_factor": [1.0, 2.0]}},
+            "short_factor=0",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 1}},
+            "low_freq_factor=4.0 must be less than high_freq_factor=1.0",
+        ),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
         ({"attention_bias": 1}, "attention_bias=1 must be true or false"),
         ({"mlp_bias": []}, r"mlp_bias=\[\]"),
@@ -102,24 +119,34 @@ def test_a_size_is_not_null(key):
         ({"model_type": "gemma2", "attn_logit_softcapping": -1.0}, "attn_logit_softcapping=-1.0"),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "not supported: attn_logit_softcapping"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ({"model_type": "gemma3_text",
-          "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
-         "not supported for sliding attention"),
+        (
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+            },
+            "not supported for sliding attention",
+        ),
         ({"model_type": "glm", "partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5"),
         ({"model_type": "glm", "head_dim": 6, "partial_rotary_factor": 0.5}, "rotary_dim=3 must be even"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers has 1 entries, but num_hidden_layers=2"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 2]}, "no_rope_layers must be a list of ones and zeros, got 2"),
         ({"model_type": "granite", "embedding_multiplier": None}, "embedding_multiplier=None"),
-        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5}, "experts_per_token=5 must be between"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5},
+            "experts_per_token=5 must be between",
+        ),
         ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts=0"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [2]}, r"mlp_only_layers=\[2\] must be a list of layer numbers"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step=0"),
         ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, "swiglu_limit=5.0"),
         ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"model_type": "gemma3"}, "text_config=None must be an object"),
-        ({"model_type": "deepseek_v2", "kv_lora_rank": 512}, "'deepseek_v2' with kv_lora_rank=512 is not supported: .* latents instead of keys and values"),
+        (
+            {"model_type": "deepseek_v2", "kv_lora_rank": 512},
+            "'deepseek_v2' with kv_lora_rank=512 is not supported: .* latents instead of keys and values",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
         parse_config(LLAMA | changes)

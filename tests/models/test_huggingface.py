@@ -18,43 +18,93 @@ SMALL = LlamaConfig(
 )
 CONFIGS = {
     "llama": SMALL,
-    "llama-tied-biases": dataclasses.replace(SMALL, tied_embeddings=True, qkv_bias=True, output_bias=True,
-                                             mlp_bias=True),
-    "llama-llama3": dataclasses.replace(SMALL, rope_theta=5e5,
-                                        rope_scaling=RopeScaling("llama3", 8.0, original_length=16)),
+    "llama-tied-biases": dataclasses.replace(
+        SMALL, tied_embeddings=True, qkv_bias=True, output_bias=True, mlp_bias=True
+    ),
+    "llama-llama3": dataclasses.replace(
+        SMALL, rope_theta=5e5, rope_scaling=RopeScaling("llama3", 8.0, original_length=16)
+    ),
     "llama-linear": dataclasses.replace(SMALL, rope_scaling=RopeScaling("linear", 2.5)),
     "mistral": dataclasses.replace(SMALL, windows=(8, 8)),
     "qwen2": dataclasses.replace(SMALL, qkv_bias=True, norm_epsilon=1e-6),
     "qwen2-window": dataclasses.replace(SMALL, qkv_bias=True, windows=(None, 8), tied_embeddings=True),
     "qwen3": dataclasses.replace(SMALL, query_key_norm=True, head_dim=8),
     "ministral": dataclasses.replace(SMALL, windows=(None, 8)),
-    "gemma": dataclasses.replace(SMALL, norm_offset=1.0, embedding_scale=None, activation="gelu_tanh",
-                                 tied_embeddings=True),
-    "gemma2": dataclasses.replace(SMALL, norm_offset=1.0, embedding_scale=None, activation="gelu_tanh", norms="sandwich",
-                                  attention_logit_cap=50.0, logit_cap=30.0, attention_scale=24**-0.5, windows=(8, None)),
-    "gemma3_text": dataclasses.replace(SMALL, norm_offset=1.0, embedding_scale=None, activation="gelu_tanh",
-                                       norms="sandwich", query_key_norm=True, windows=(8, None), window_rope_theta=100.0,
-                                       rope_scaling=RopeScaling("linear", 8.0)),
-    "qwen3_moe": dataclasses.replace(SMALL, query_key_norm=True, experts=6, experts_per_token=2, expert_width=10,
-                                     normalize_expert_weights=False, dense_layers=(1,)),
+    "gemma": dataclasses.replace(
+        SMALL, norm_offset=1.0, embedding_scale=None, activation="gelu_tanh", tied_embeddings=True
+    ),
+    "gemma2": dataclasses.replace(
+        SMALL,
+        norm_offset=1.0,
+        embedding_scale=None,
+        activation="gelu_tanh",
+        norms="sandwich",
+        attention_logit_cap=50.0,
+        logit_cap=30.0,
+        attention_scale=24**-0.5,
+        windows=(8, None),
+    ),
+    "gemma3_text": dataclasses.replace(
+        SMALL,
+        norm_offset=1.0,
+        embedding_scale=None,
+        activation="gelu_tanh",
+        norms="sandwich",
+        query_key_norm=True,
+        windows=(8, None),
+        window_rope_theta=100.0,
+        rope_scaling=RopeScaling("linear", 8.0),
+    ),
+    "qwen3_moe": dataclasses.replace(
+        SMALL,
+        query_key_norm=True,
+        experts=6,
+        experts_per_token=2,
+        expert_width=10,
+        normalize_expert_weights=False,
+        dense_layers=(1,),
+    ),
     "mixtral": dataclasses.replace(SMALL, experts=6, experts_per_token=2, expert_width=20),
-    "gpt_oss": dataclasses.replace(SMALL, qkv_bias=True, output_bias=True, mlp_bias=True, attention_sinks=True, experts=6,
-                                   experts_per_token=2, expert_width=20, activation="clipped_swiglu",
-                                   windows=(8, None), rope_scaling=RopeScaling("yarn", 4.0, original_length=16,
-                                                                               truncate=False, attention_factor=1.2)),
+    "gpt_oss": dataclasses.replace(
+        SMALL,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        attention_sinks=True,
+        experts=6,
+        experts_per_token=2,
+        expert_width=20,
+        activation="clipped_swiglu",
+        windows=(8, None),
+        rope_scaling=RopeScaling("yarn", 4.0, original_length=16, truncate=False, attention_factor=1.2),
+    ),
     "glm": dataclasses.replace(SMALL, head_dim=8, rotary_dim=4, qkv_bias=True),
     "glm4": dataclasses.replace(SMALL, head_dim=8, rotary_dim=4, norms="sandwich"),
-    "phi3": dataclasses.replace(SMALL, head_dim=8, rotary_dim=6, windows=(8, 8), rope_scaling=RopeScaling(
-        "longrope", 2.0, original_length=32, attention_factor=1.1, short_factors=(1.0,) * 3, long_factors=(2.0,) * 3)),
+    "phi3": dataclasses.replace(
+        SMALL,
+        head_dim=8,
+        rotary_dim=6,
+        windows=(8, 8),
+        rope_scaling=RopeScaling(
+            "longrope", 2.0, original_length=32, attention_factor=1.1, short_factors=(1.0,) * 3, long_factors=(2.0,) * 3
+        ),
+    ),
     "olmo2": dataclasses.replace(SMALL, norms="post", query_key_norm=True, joint_query_key_norm=True),
-    "olmo3": dataclasses.replace(SMALL, norms="post", query_key_norm=True, joint_query_key_norm=True,
-                                 windows=(8, None), rope_scaling=RopeScaling("yarn", 4.0, original_length=16),
-                                 window_rope_theta=10000.0),
+    "olmo3": dataclasses.replace(
+        SMALL,
+        norms="post",
+        query_key_norm=True,
+        joint_query_key_norm=True,
+        windows=(8, None),
+        rope_scaling=RopeScaling("yarn", 4.0, original_length=16),
+        window_rope_theta=10000.0,
+    ),
     "smollm3": dataclasses.replace(SMALL, nope_layers=(1,), mlp_bias=True),
-    "granite": dataclasses.replace(SMALL, embedding_scale=12.0, residual_scale=0.22, logit_divisor=8.0,
-                                   attention_scale=0.0625),
+    "granite": dataclasses.replace(
+        SMALL, embedding_scale=12.0, residual_scale=0.22, logit_divisor=8.0, attention_scale=0.0625
+    ),
     "qwen3-window": dataclasses.replace(SMALL, query_key_norm=True, qkv_bias=True, output_bias=True, windows=(8, None)),
-}  # fmt: skip
+}
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

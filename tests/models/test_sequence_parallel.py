@@ -162,7 +162,7 @@ def test_tokens_and_logits_are_those_of_one_device(name):
 
 
 def written(model, name):
-    """The chunk_size that prompts are padded to, what a policy's generator writes in answer to two, and its last logits."""
+    """Returns the chunk_size that prompts are padded to, the tokens generated for two prompts, and the last logits."""
     policy = (support.ON_A_MESH | {"kvzip": KVZIP})[name]
     prompts = [np.random.default_rng(row).integers(0, 40, length).tolist() for row, length in enumerate((420, 130))]
     made = Generator(model, policy, batch=2, max_prompt_tokens=512, max_new_tokens=16, prefill_chunk=CHUNK)

@@ -18,10 +18,23 @@ from kvjax_models.model.rotary import make_rotary, rotation
 from tests.models.test_huggingface import assert_same, model
 
 GPT_OSS = LlamaConfig(
-    vocab_size=24, width=32, mlp_width=32, layers=2, query_heads=4, kv_heads=2, head_dim=8, max_length=64,
-    qkv_bias=True, output_bias=True, mlp_bias=True, attention_sinks=True, experts=3, experts_per_token=2, expert_width=32,
+    vocab_size=24,
+    width=32,
+    mlp_width=32,
+    layers=2,
+    query_heads=4,
+    kv_heads=2,
+    head_dim=8,
+    max_length=64,
+    qkv_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    attention_sinks=True,
+    experts=3,
+    experts_per_token=2,
+    expert_width=32,
     activation="clipped_swiglu",
-)  # fmt: skip
+)
 
 
 def test_four_bits_by_hand():
