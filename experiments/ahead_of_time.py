@@ -51,7 +51,7 @@ TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 # What XLA needs to know of a GPU that is not here.
 GPUS = {"h200": pathlib.Path(__file__).parent / "targets" / "h200.txtpb"}
 # Their benchmarks say at which shapes.
-OPS = ("weighted_decode", "cluster_recall", "best_parts", "k_means", "soft_match", "balanced_walk")
+OPS = ("weighted_decode", "cluster_recall", "select_blocks", "k_means", "soft_match", "balanced_walk")
 DECODING_OPS = ("weighted_decode", "cluster_recall")
 VOCABULARY = 128  # small: what is as large as a cache shall be one
 CHUNK = 256  # tokens of a prompt that are read at a time

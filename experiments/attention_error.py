@@ -134,7 +134,7 @@ def measure(
             continue
         attended = np.asarray(attend(cache, queries), np.float64)
         device, read = kvjax.cache_bytes(cache).device, kvjax.read_bytes(cache)
-        counted = read if cache.policy.recalls else device
+        counted = read if cache.policy.is_retrieval else device
         of_case.append(
             Result(
                 setting,

@@ -154,11 +154,13 @@ def prefill(
     _check_new_tokens(cache, keys, values, lengths)
     longest = min(keys.shape[1], cache.spec.max_prompt_tokens)
     if is_concrete(lengths, cache.counters.first):
-        if bool(jnp.any((lengths < 0) | (lengths > longest))):
+        with jax.ensure_compile_time_eval():  # concrete arrays inside a traced function
+            counts = np.asarray(num_tokens(cache))
+        if np.any((np.asarray(lengths) < 0) | (np.asarray(lengths) > longest)):
             raise ValueError(f"lengths={np.asarray(lengths).tolist()} must be in [0, {longest}]")
-        if bool(jnp.any(num_tokens(cache) > 0)):
+        if np.any(counts > 0):
             raise ValueError(
-                f"prefill needs an empty cache, but its rows hold {np.asarray(num_tokens(cache)).tolist()} tokens; "
+                f"prefill needs an empty cache, but its rows hold {counts.tolist()} tokens; "
                 "make a new cache with kvjax.init (Flax Linen's init runs a layer once, which appends a token), or "
                 "append with kvjax.step"
             )

@@ -27,7 +27,7 @@ HALVINGS = ("52.5%", "28%", "15.5%")
 # As it runs in the notebook of BalanceKV's single-layer study; its own default, of the other experiments, is 1.
 STUDIED = "balancekv_reference:temperature=0.1"
 # Layers' shares of the shipped language model.
-SHARED = "leverage_scores:shares=(0.35,3.2,0.35,0.1)"
+SHARED = "leverage_scores:layer_budget_scale=(0.35,3.2,0.35,0.1)"
 
 
 SUITES = {

@@ -41,9 +41,11 @@ def test_kernels_and_decoding_compile_for_a_tpu(policies, tmp_path):
     kernels = {name: row for name, row in rows.items() if "layers" not in name}
     assert all(row["kernels"] == 1 for row in kernels.values())
     ops = collections.Counter(name.split()[0] for name in kernels)
-    others = dict.fromkeys(("best_parts", "k_means", "soft_match", "balanced_walk"), 7)
+    others = dict.fromkeys(("select_blocks", "k_means", "soft_match", "balanced_walk"), 7)
     assert ops == {"weighted_decode": 29, "cluster_recall": 16, **others}
-    assert all(row["value"] == 0 for name, row in kernels.items() if name.startswith(("weighted_decode", "best_parts")))
+    assert all(
+        row["value"] == 0 for name, row in kernels.items() if name.startswith(("weighted_decode", "select_blocks"))
+    )
     decoding = {name.split()[0]: row for name, row in rows.items() if name not in kernels}
     assert decoding.pop("prefill")["kernels"] == 1
     assert {name: decoding[name]["kernels"] for name in SYSTEMS} == {

@@ -9,10 +9,10 @@ from experiments.common.tasks import long_texts
 class Words:
     """Words as tokens, by their hash."""
 
-    prefix = (0,)
+    prefix_ids = (0,)
 
     def encode(self, text, add_bos=True):
-        return [*(self.prefix if add_bos else ()), *(1 + hash(word) % 10**6 for word in text.split())]
+        return [*(self.prefix_ids if add_bos else ()), *(1 + hash(word) % 10**6 for word in text.split())]
 
 
 def test_long_texts_do_not_overlap_and_follow_the_seed():

@@ -6,9 +6,8 @@ import pathlib
 
 import pytest
 
-from experiments.common import metrics
+from experiments.common import metrics, settings
 from experiments.common.tasks import longbench
-from kvjax_models.formats import huggingface
 from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "longbench_metrics.json").read_text("utf-8"))
@@ -86,7 +85,7 @@ def test_prompts_are_cut_in_the_middle():
 
 @pytest.fixture(scope="module")
 def plain():
-    return load_tokenizer(pathlib.Path(huggingface.__file__).parents[1] / "checkpoints" / "line-retrieval-2l-4k")
+    return load_tokenizer(settings.CHECKPOINTS / "line-retrieval-2l-4k")
 
 
 @pytest.mark.parametrize("words, longest", [(3, 4096), (3000, 1024)], ids=["whole", "cut"])

@@ -68,7 +68,7 @@ def test_processes_with_other_flags_are_refused(tmp_path):
     for process in processes:
         _, error = process.communicate(timeout=600)
         assert process.returncode != 0
-        assert "processes were started with different flags: --context_tokens, --seed" in error
+        assert "processes were started with different values of --context_tokens, --seed" in error
 
 
 @pytest.mark.heavy
