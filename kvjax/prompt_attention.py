@@ -18,7 +18,7 @@ _MASKED_LOGIT = -1e30
 
 
 def check_prompt_queries(policy: Policy, prompt: Prompt) -> Float[Array, "B w H_q D"]:
-    """Returns the prompt's queries after checking that they are those that the policy needs.
+    """Checks the prompt's queries against the needs of a policy, and returns them.
 
     Args:
         policy: the policy.
@@ -28,7 +28,7 @@ def check_prompt_queries(policy: Policy, prompt: Prompt) -> Float[Array, "B w H_
         The queries.
 
     Raises:
-        ValueError: if there are none, or their shape does not fit the policy or the keys.
+        ValueError: if queries are missing, or their shape does not fit the policy or the keys.
     """
     name, queries = type(policy).__name__, prompt.queries
     batch, kv_heads, tokens, head_dim = prompt.keys.shape
@@ -60,7 +60,7 @@ def attention_received(policy: Policy, prompt: Prompt) -> Float[Array, "B H_kv T
         a row's first token are ignored.
 
     Raises:
-        ValueError: if the queries are not those that the policy needs.
+        ValueError: if `check_prompt_queries` refuses the queries.
     """
     queries, tokens = check_prompt_queries(policy, prompt), prompt.keys.shape[2]
     count = queries.shape[1]

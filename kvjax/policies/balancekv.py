@@ -39,7 +39,7 @@ class BalanceKV(Policy[BalanceKVState]):
     """Keeps sinks, recent tokens, and a weighted selection of the tokens between them in a merge-and-reduce tree.
 
     When the tree is full, two groups of tokens are halved so that attention changes little; weights sum to the number
-    of tokens. There is no proved error bound (see `BalanceKVPaper`).
+    of tokens. No error bound is proved (see `BalanceKVPaper`).
 
     Attributes:
         budget: slots per KV head, sinks and recent tokens included. A slot is a key and a value.
@@ -76,7 +76,7 @@ class BalanceKV(Policy[BalanceKVState]):
         check_min(2, block_size=self.block_size)
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> BalanceKVState:
-        """Returns an empty window and empty trees."""
+        """Returns an empty window and empty trees for `spec`."""
         fixed = self.sinks + self.recent
         tokens = max(spec.capacity - fixed, 1)
         bins, size = bin_sizes(self.budget - fixed, tokens, self.bins)
@@ -94,7 +94,7 @@ class BalanceKV(Policy[BalanceKVState]):
         return BalanceKVState(init_window(spec, self.sinks, self.recent), tree, block)
 
     def prefill(self, state: BalanceKVState, prompt: Prompt) -> BalanceKVState:
-        """Fills the window and halves the tokens between sinks and recent ones, level by level."""
+        """Fills the window and halves the prompt's tokens between sinks and recent ones, level by level."""
         window = windows.fill(state.window, prompt)
         _, _, middle = windows.occupancy(window)
         max_parallel = max(1, 8 // (prompt.keys.shape[0] * prompt.keys.shape[1]))
@@ -104,13 +104,13 @@ class BalanceKV(Policy[BalanceKVState]):
         return dataclasses.replace(state, window=window, tree=tree)
 
     def segments(self, state: BalanceKVState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
-        """Returns the window and the tree."""
+        """Returns the window and the tree of a state."""
         tree = state.tree
         segment = Segment(tree.keys, tree.values, log_num=tree.log_weight)
         return (*windows.window_segments(state.window), segment)
 
     def compact(self, state: BalanceKVState, new: Tokens) -> BalanceKVState:
-        """Slides the window and inserts the tokens that leave it into the tree."""
+        """Slides the window over new tokens and inserts tokens that leave it into the tree."""
         window, left = windows.slide(state.window, new)
         insert = per_head(functools.partial(merge_reduce.insert, halve=self._halve), 0, 0, 0, None)
         tree = insert(state.tree, left.keys, left.values, left.present)

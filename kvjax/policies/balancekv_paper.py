@@ -80,7 +80,7 @@ class BalanceKVPaper(Policy[BalanceKVPaperState]):
             raise ValueError(f"value_exponents={self.value_exponents} must be (first, last) with first <= last")
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> BalanceKVPaperState:
-        """Returns an empty window and empty trees."""
+        """Returns an empty window and empty trees for `spec`."""
         fixed = self.sinks + self.recent
         tokens = max(spec.capacity - fixed, 1)
         lowest, highest = self.value_exponents
@@ -107,7 +107,7 @@ class BalanceKVPaper(Policy[BalanceKVPaperState]):
         return BalanceKVPaperState(init_window(spec, self.sinks, self.recent), numerator, denominator, tokens)
 
     def prefill(self, state: BalanceKVPaperState, prompt: Prompt) -> BalanceKVPaperState:
-        """Fills the window and inserts the tokens between sinks and recent ones into the trees."""
+        """Fills the window and inserts the prompt's tokens between sinks and recent ones into the trees."""
         window = windows.fill(state.window, prompt)
         _, _, middle = windows.occupancy(window)
         keys, values = (windows.after_sinks(x, self.sinks) for x in (prompt.keys, prompt.values))
@@ -115,7 +115,7 @@ class BalanceKVPaper(Policy[BalanceKVPaperState]):
         return self._insert(dataclasses.replace(state, window=window), keys, values, present)
 
     def segments(self, state: BalanceKVPaperState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
-        """Returns the window, the trees of the numerator and the tree of the denominator."""
+        """Returns the window and the trees (numerator, denominator) of a state."""
         trees, denominator = state.numerator.trees, state.denominator
         weights = trees.log_weight.reshape(*trees.log_weight.shape[:2], -1)
         numerator_only = jnp.full_like(weights, -jnp.inf)
@@ -127,7 +127,7 @@ class BalanceKVPaper(Policy[BalanceKVPaperState]):
         )
 
     def compact(self, state: BalanceKVPaperState, new: Tokens) -> BalanceKVPaperState:
-        """Slides the window and inserts the tokens that leave it into the trees."""
+        """Slides the window over new tokens and inserts tokens that leave it into the trees."""
         window, left = windows.slide(state.window, new)
         return self._insert(dataclasses.replace(state, window=window), left.keys, left.values, left.present)
 

@@ -29,7 +29,7 @@ class BalanceKVReferenceState:
     log_num: Float[Array, "B H_kv S"]  # float32, of all slots of the window
     log_den: Float[Array, "B H_kv S"] | None  # None for the same as log_num
     later: Int[Array, "B"]  # int32, tokens that left the recent window while decoding
-    unkept: Int[Array, "B H_kv"]  # int32, needles for which there was no slot
+    unkept: Int[Array, "B H_kv"]  # int32, needles without a slot
     row_keys: Key[Array, "B"]
     halvings: int = static()
     halved_slots: int = static()
@@ -98,7 +98,7 @@ class BalanceKVReference(Policy[BalanceKVReferenceState]):
         return self.needles or 0
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> BalanceKVReferenceState:
-        """Returns an empty window."""
+        """Returns an empty window for `spec`."""
         fixed = self.recent + self.sinks
         candidates = max(spec.max_prompt_tokens - fixed, 1)
         halvings = next(number for number in range(64) if candidates >> number <= self.max_halved)
@@ -118,7 +118,7 @@ class BalanceKVReference(Policy[BalanceKVReferenceState]):
         )
 
     def layer_carry(self, state: BalanceKVReferenceState, prompt: Prompt) -> Shaped[Array, "B H_kv *N"] | None:
-        """Returns the needles [B, H_kv, M] of layer 1 for the layers after it."""
+        """Returns the needles [B, H_kv, M] of the prompt, which layer 1 computes for the layers after it."""
         if not state.finds_needles:
             return prompt.layer_carry
         keys = windows.after_sinks(prompt.keys, self.sinks)
@@ -128,7 +128,7 @@ class BalanceKVReference(Policy[BalanceKVReferenceState]):
         return per_head(marks, 0, None)(keys, inside[:, tokens - keys.shape[2] :])
 
     def prefill(self, state: BalanceKVReferenceState, prompt: Prompt) -> BalanceKVReferenceState:
-        """Fills the window and halves the tokens between sinks and recent ones, except needles."""
+        """Fills the window and halves the prompt's tokens between sinks and recent ones, except needles."""
         window = windows.fill(state.window, prompt)
         _, _, middle = windows.occupancy(window)
         keys, values = windows.after_sinks(prompt.keys, self.sinks), windows.after_sinks(prompt.values, self.sinks)
@@ -157,14 +157,14 @@ class BalanceKVReference(Policy[BalanceKVReferenceState]):
     def segments(
         self, state: BalanceKVReferenceState, num_visible_staged: Int[Array, "B #T"]
     ) -> tuple[SegmentLike, ...]:
-        """Returns the window."""
+        """Returns the window of a state."""
         _, _, middle = windows.occupancy(state.window)
         selected = jnp.where(middle > 0, self._needle_slots + state.halved_slots + state.later, 0)
         (segment,) = windows.window_segments(state.window, selected, state.log_num)
         return (dataclasses.replace(segment, log_den=state.log_den),)
 
     def compact(self, state: BalanceKVReferenceState, new: Tokens) -> BalanceKVReferenceState:
-        """Slides the window; tokens that leave it take further slots."""
+        """Slides the window over new tokens; tokens that leave it take further slots."""
         window, left = windows.slide(state.window, new)
         shape = left.keys.shape[:3]
         index = jnp.arange(shape[2])

@@ -30,10 +30,10 @@ class CaMState:
 class CaM(Policy[CaMState]):
     """Keeps sinks and a sliding window; the value of a token that leaves may be added to the next tokens' values.
 
-    The value is added as V / merged to the values of the next `merged` tokens, with probability min(1, A / mean): A is
-    the attention probability that the newest query gives the token, mean that of the window's other tokens, over the
-    query heads of a group. If A is at most the mean, the expected sum of attention times value does not change. Keys do
-    not change.
+    The value is added as V / merged to the values of the next `merged` tokens, with probability min(1, A / mean). A is
+    the attention probability that the newest query gives the token, and mean is the mean probability of the window's
+    other tokens, both summed over the query heads of a group. If A is at most the mean, the expected sum of attention
+    times value does not change. Keys do not change.
 
     With `compact_every=1` a token leaves at every step, as in the paper. With larger values, tokens that leave together
     are weighed by the newest query and merged into the first `merged` tokens that stay (as kvpress's CAMPress does). An
@@ -65,7 +65,7 @@ class CaM(Policy[CaMState]):
         check_min(1, merged=self.merged)
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> CaMState:
-        """Returns an empty window."""
+        """Returns an empty window for `spec`."""
         window = init_window(spec, self.sinks, self.budget - self.sinks)
         return CaMState(window, init_attention_scores(spec, window), row_keys)
 
@@ -82,7 +82,7 @@ class CaM(Policy[CaMState]):
         return dataclasses.replace(state, scores=newest_scores(state.scores, stats))
 
     def compact(self, state: CaMState, new: Tokens) -> CaMState:
-        """Slides the window and merges values of tokens that leave."""
+        """Slides the window over new tokens and merges values of tokens that leave it."""
         staged_scores = new.gather_staged(state.scores.staged)
         scores, left_scores = windows.slide_aligned(state.window, new, state.scores.window, staged_scores)
         window, left = windows.slide(state.window, new)

@@ -82,9 +82,9 @@ class Chelsea(Policy[ChelseaState]):
         return dataclasses.replace(SCHEDULES[self.schedule], **{k: v for k, v in parts.items() if v is not None})
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> ChelseaState:
-        """Returns an empty window without centroids."""
+        """Returns an empty window without centroids for `spec`."""
         slots, shape = self.budget - self.sinks - self.recent, (spec.batch, spec.kv_heads)
-        # Means are float32; with "drop" there are no means.
+        # Means are float32; "drop" needs none.
         dtype = spec.dtype if self.joins == "drop" else jnp.float32
         return ChelseaState(
             window=init_window(spec, self.sinks, self.recent),
@@ -96,7 +96,7 @@ class Chelsea(Policy[ChelseaState]):
         )
 
     def prefill(self, state: ChelseaState, prompt: Prompt) -> ChelseaState:
-        """Fills the window and merges the tokens between sinks and recent ones."""
+        """Fills the window and merges the prompt's tokens between sinks and recent ones."""
         window = windows.fill(state.window, prompt)
         _, _, middle = windows.occupancy(window)  # tokens from the end of the sinks on
         keys, values = prompt.keys[:, :, self.sinks :], prompt.values[:, :, self.sinks :]
@@ -104,12 +104,12 @@ class Chelsea(Policy[ChelseaState]):
         return self._merge(dataclasses.replace(state, window=window), entries)
 
     def segments(self, state: ChelseaState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
-        """Returns the window and the centroids."""
+        """Returns the window and the centroids of a state."""
         centroids = Segment(state.keys, state.values, log_num=state.log_weight, stop=state.count[:, None])
         return (*windows.window_segments(state.window), centroids)
 
     def compact(self, state: ChelseaState, new: Tokens) -> ChelseaState:
-        """Slides the window and merges the tokens that leave it with the centroids."""
+        """Slides the window over new tokens and merges tokens that leave it with the centroids."""
         window, left = windows.slide(state.window, new)
         entries = single_token_entries(left.keys, left.values, left.count)
 

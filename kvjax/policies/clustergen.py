@@ -1,6 +1,6 @@
 """ClusterGen: recent tokens, and k centers of the keys before them by greedy k-center.
 
-This is what the experiments of ClusterGen and SubGen run, and a more accurate variant of it. The streaming algorithm of
+The experiments of ClusterGen and SubGen run this method. A second variant is more accurate. The streaming algorithm of
 these papers, with its guarantees, is `SubGen`.
 """
 
@@ -51,7 +51,7 @@ class ClusterGenState:
 class ClusterGen(Policy[ClusterGenState]):
     """Keeps recent tokens and centers of the tokens before them, chosen per KV head by farthest-first traversal.
 
-    A center is a token whose key is far from those of all other centers. There are two variants:
+    A center is a token whose key is far from the keys of all other centers. There are two variants:
 
     - "mean_value" (kvjax's variant): a center represents its cluster, with the number of its tokens as weight and their
       mean value. Tokens that leave the window join clusters or replace the centers with the smallest separation. It
@@ -92,7 +92,7 @@ class ClusterGen(Policy[ClusterGenState]):
         return self.budget - self.sinks - self.num_recent
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> ClusterGenState:
-        """Returns an empty window."""
+        """Returns an empty window for `spec`."""
         centers, shape = self.num_centers, (spec.batch, spec.kv_heads)
         window = init_window(spec, self.sinks, self.num_recent, centers)
         if self.variant == "paper":
@@ -106,7 +106,7 @@ class ClusterGen(Policy[ClusterGenState]):
         return ClusterGenState(mean_window, None, clusters)
 
     def prefill(self, state: ClusterGenState, prompt: Prompt) -> ClusterGenState:
-        """Fills the window and clusters the tokens between sinks and recent ones."""
+        """Fills the window and clusters the prompt's tokens between sinks and recent ones."""
         window = windows.fill(state.window, prompt)
         middle = windows.middle_mask(window, prompt.keys.shape[2])
         cluster = per_head(functools.partial(cluster_prompt, size=self.num_centers), 0, 0, None)
@@ -117,7 +117,7 @@ class ClusterGen(Policy[ClusterGenState]):
         return _write_clusters(window, state.clusters, new)
 
     def segments(self, state: ClusterGenState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
-        """Returns the window."""
+        """Returns the window of a state."""
         if state.clusters is None:
             assert state.num_centers is not None
             selected = state.num_centers
@@ -127,7 +127,7 @@ class ClusterGen(Policy[ClusterGenState]):
         return windows.window_segments(state.window, selected, state.clusters.log_weight)
 
     def compact(self, state: ClusterGenState, new: Tokens) -> ClusterGenState:
-        """Slides the window; tokens that leave it join clusters or become centers."""
+        """Slides the window over new tokens; tokens that leave it join clusters or become centers."""
         window, left = windows.slide(state.window, new)
         if state.clusters is None:
             return dataclasses.replace(state, window=window)
@@ -148,6 +148,6 @@ def _write_centers(window: Window, keys: Float[Array, "B H M D"], values: Float[
 
 def _write_clusters(window: Window, old: Clusters, new: CenterClusters) -> ClusterGenState:
     """Returns the state with these clusters, each weighted by its number of tokens."""
-    weight = jnp.log(jnp.maximum(new.count, 1).astype(jnp.float32))
-    clusters = Clusters(new.count, new.separation, old.log_weight.at[:, :, window.fixed :].set(weight))
+    weight = jnp.log(jnp.maximum(new.size, 1).astype(jnp.float32))
+    clusters = Clusters(new.size, new.separation, old.log_weight.at[:, :, window.fixed :].set(weight))
     return ClusterGenState(_write_centers(window, new.keys, new.mean_value), None, clusters)

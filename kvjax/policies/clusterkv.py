@@ -53,11 +53,11 @@ class ClusterKV(Policy[ClusterKVState]):
     yet. The last cluster that fits the budget is read in part. The prompt is clustered by cosine k-means after it has
     been read, and later tokens in chunks of `chunk_tokens`.
 
-    `ClusterKVPaper` has the settings of the paper, `ClusterKVReference` those of the released accuracy study.
+    `ClusterKVPaper` has the settings of the paper, `ClusterKVReference` the settings of the released accuracy study.
 
     Attributes:
         budget: tokens that a query head reads (B), sinks and recent tokens included, tokens that are not clustered yet
-            excluded. The number of blocks is limited to what clusters of average size need.
+            excluded. The number of blocks is limited to the number that clusters of average size need.
         sinks: first tokens, which are always read and never clustered (16 in the paper).
         recent: newest tokens that are always read (0 in the paper).
         cluster_tokens: average tokens per cluster of a prompt (L / C_0; 80 in the paper).
@@ -125,7 +125,7 @@ class ClusterKV(Policy[ClusterKVState]):
         return self.budget - self.sinks - self.recent
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> ClusterKVState:
-        """Returns an empty window and an empty store."""
+        """Returns an empty window and an empty store for `spec`."""
         tokens, later = max(spec.max_prompt_tokens - self.sinks - self.recent, 0), spec.max_new_tokens + self.recent
         if self.clusters is None:
             prompt_clusters, part_tokens = -(-tokens // self.cluster_tokens), self.cluster_tokens
@@ -163,7 +163,7 @@ class ClusterKV(Policy[ClusterKVState]):
         )
 
     def prefill(self, state: ClusterKVState, prompt: Prompt) -> ClusterKVState:
-        """Fills the window and clusters the tokens between sinks and recent ones."""
+        """Fills the window and clusters the prompt's tokens between sinks and recent ones."""
         state = dataclasses.replace(state, window=windows.fill(state.window, prompt))
         count, blocks = state.prompt_clusters, state.prompt_blocks
         if not count or prompt.keys.shape[2] <= self.sinks:
@@ -185,16 +185,16 @@ class ClusterKV(Policy[ClusterKVState]):
         return dataclasses.replace(state, store=store, clusters=clusters)
 
     def segments(self, state: ClusterKVState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
-        """Returns the window and the store."""
+        """Returns the window and the store of a state."""
         clusters = state.clusters
-        # Residual clusters count as entries that are read, so that their mean keys are no index.
+        # Mean keys of residual clusters are read as entries, and are not counted twice.
         means = () if self.residual else (clusters.mean_key,)
         index = (clusters.size, clusters.first_block, *means, *(() if clusters.rms is None else (clusters.rms,)))
         read = BlockStoreRead(state.store, functools.partial(self._select, state), index)
         return (*windows.window_segments(state.window, selected=state.pending), read)
 
     def compact(self, state: ClusterKVState, new: Tokens) -> ClusterKVState:
-        """Slides the window and clusters a chunk of the tokens that left it, if it is full."""
+        """Slides the window over new tokens and clusters a full chunk of tokens that left it."""
         window, left = windows.slide(state.window, new)
         # Without chunks, a number of tokens that never come together.
         chunk_tokens = window.keys.shape[2] + 1 if self.chunk_tokens is None else self.chunk_tokens
@@ -228,10 +228,7 @@ class ClusterKV(Policy[ClusterKVState]):
         any_full = jnp.any(full[:, 0])
 
         def cluster_head(
-            store: BlockStore,
-            clusters: Clusters,
-            stream_key: Array,
-            *chunk: Array,
+            store: BlockStore, clusters: Clusters, stream_key: Array, *chunk: Array
         ) -> tuple[BlockStore, Clusters]:
             keys, values, position, full, number = chunk
             rng, valid = jax.random.fold_in(stream_key, 1 + number), jnp.broadcast_to(full[0], (chunk_tokens,))
@@ -240,10 +237,18 @@ class ClusterKV(Policy[ClusterKVState]):
                 lambda: self._label(rng, keys[0], valid, count),
                 lambda: jnp.full(valid.shape, count, jnp.int32),
             )
-            first_cluster = jnp.where(full[0], state.prompt_clusters + number * count, OUT_OF_RANGE)
-            first_block = jnp.where(full[0], state.prompt_blocks + number * blocks, OUT_OF_RANGE)
-            size = {"count": count, "blocks": blocks, "first_cluster": first_cluster, "first_block": first_block}
-            return store_clusters(store, clusters, keys[0], values[0], position[0], label, **size)
+            return store_clusters(
+                store,
+                clusters,
+                keys[0],
+                values[0],
+                position[0],
+                label,
+                count=count,
+                blocks=blocks,
+                first_cluster=jnp.where(full[0], state.prompt_clusters + number * count, OUT_OF_RANGE),
+                first_block=jnp.where(full[0], state.prompt_blocks + number * blocks, OUT_OF_RANGE),
+            )
 
         cluster = per_head(cluster_head, 0, 0, 0, 0, 0, None, None, None)
         return cluster(state.store, state.clusters, state.stream_keys, keys, values, position, full, state.chunks)

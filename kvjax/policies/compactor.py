@@ -50,7 +50,7 @@ class Compactor(TopKPolicy):
         check_min(0, blending=self.blending)
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
-        """Returns the weighted sum of leverage and attention."""
+        """Returns the weighted sum of leverage and attention of the prompt's tokens."""
         position, lengths = jnp.arange(prompt.keys.shape[2]), prompt.lengths[:, None, None]
         among = (position >= self.sinks) & (position < lengths - self.recent)
         leverage = leverage_scores(prompt, among, sketch=self.sketch)
@@ -88,7 +88,7 @@ class Compactor(TopKPolicy):
 
 
 def _neighbor_mean(score: Float[Array, "B H T"], among: Bool[Array, "B 1 T"]) -> Float[Array, "B H T"]:
-    """Returns the mean of each token's score and those of its two neighbors; tokens outside `among` count as 0."""
+    """Returns the mean score of each token and its two neighbors; tokens outside `among` count as 0."""
     padded = jnp.pad(jnp.where(among, score, 0.0), ((0, 0), (0, 0), (1, 1)))
     return (padded[:, :, :-2] + padded[:, :, 1:-1] + padded[:, :, 2:]) / 3
 

@@ -43,7 +43,7 @@ class ExpectedAttention(TopKPolicy):
         check_min(0, epsilon=self.epsilon)
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
-        """Returns the expected attention, times the norms of values if `use_vnorm`."""
+        """Returns the expected attention to the prompt, times the norms of values if `use_vnorm`."""
         score = self._expected_attention(prompt)
         if not self.use_vnorm:
             return score
@@ -52,7 +52,10 @@ class ExpectedAttention(TopKPolicy):
     def _expected_attention(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
         """Returns the softmax over tokens of log E exp(q.k / sqrt(D)), averaged over the query heads of a group.
 
-        A logit cap, for which there is no closed form, is applied to that logarithm.
+        A logit cap has no closed form and is applied to that logarithm.
+
+        Raises:
+            ValueError: if the cache has no RoPE frequencies.
         """
         if prompt.rope_frequencies is None:
             raise ValueError("ExpectedAttention needs CacheSpec.rope_frequencies to undo RoPE on queries; pass them")
@@ -67,7 +70,7 @@ class ExpectedAttention(TopKPolicy):
 
         count = jnp.maximum(prompt.lengths - self.sinks, 1)[:, None, None, None]
         mean = jnp.sum(mask(queries), axis=1) / count
-        # The mean of rotations is no rotation, but linear; its transpose is applied to the keys.
+        # The mean of rotations is a linear map; its transpose is applied to the keys.
         future = prompt.lengths[:, None] + jnp.arange(self.n_future_positions)
         cos, sin = (jnp.mean(x, axis=1, keepdims=True) for x in rope.rotation(future, prompt.rope_frequencies))
         keys = rope.rotate(prompt.keys.astype(jnp.float32).swapaxes(1, 2), cos, -sin)

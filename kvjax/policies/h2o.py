@@ -31,9 +31,9 @@ class H2OState:
 class H2O(Policy[H2OState]):
     """Keeps recent tokens and, of earlier ones, those with the highest attention summed over all queries so far.
 
-    Sums start with every query of the prompt and continue while decoding. A token that leaves the recent window competes
-    with the heavy hitters; the one with the lowest sum is evicted. Sums run over the query heads of a group. With
-    `compact_every=1` this is the released code, token by token.
+    Sums start with every query of the prompt and continue while decoding. A token that leaves the recent window
+    competes with the heavy hitters; the one with the lowest sum is evicted. Sums run over the query heads of a group.
+    With `compact_every=1` this is the released code, token by token.
 
     Attributes:
         budget: slots per KV head, recent tokens included; the other slots hold heavy hitters (the paper's k).
@@ -68,7 +68,7 @@ class H2O(Policy[H2OState]):
         return self.budget - self.num_recent
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> H2OState:
-        """Returns an empty window."""
+        """Returns an empty window for `spec`."""
         window = init_window(spec, 0, self.num_recent, self.num_heavy)
         position = jnp.zeros((spec.batch, spec.kv_heads, self.num_heavy), jnp.int32) if self.average else None
         return H2OState(window, init_attention_scores(spec, window), position)
@@ -109,7 +109,7 @@ class H2O(Policy[H2OState]):
         return dataclasses.replace(state, scores=accumulate_scores(state.scores, stats))
 
     def compact(self, state: H2OState, new: Tokens) -> H2OState:
-        """Slides the window; tokens that leave compete with the heavy hitters."""
+        """Slides the window over new tokens; tokens that leave it compete with the heavy hitters."""
         staged_scores = new.gather_staged(state.scores.staged)
         scores, left_scores = windows.slide_aligned(state.window, new, state.scores.window, staged_scores)
         window, left = windows.slide(state.window, new)

@@ -92,7 +92,7 @@ class InfiniGen(Policy[InfiniGenState]):
             raise ValueError(f"partial={self.partial} must be above 0 and at most 1")
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> InfiniGenState:
-        """Returns an empty store."""
+        """Returns an empty store for `spec`."""
         if isinstance(self.skew, Skew):
             shape = (spec.layers, spec.kv_heads, spec.head_dim, spec.head_dim)
             if (actual := self.skew.matrices().shape) != shape:
@@ -123,7 +123,7 @@ class InfiniGen(Policy[InfiniGenState]):
         return _append(state, prompt.keys[:, :, :stop], prompt.values[:, :, :stop], prompt.lengths)
 
     def segments(self, state: InfiniGenState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
-        """Returns the store."""
+        """Returns the store of a state."""
         index = (state.partial.keys, state.partial.columns)
         return (BlockStoreRead(state.store, functools.partial(self._select, state), index),)
 

@@ -23,7 +23,7 @@ class KeyDiff(TopKPolicy):
     """
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
-        """Returns the negative cosine similarity to the mean direction."""
+        """Returns the negative cosine similarity to the mean direction of the prompt's keys."""
         keys = jnp.where(prompt_mask(prompt)[..., None], prompt.keys.astype(jnp.float32), 0.0)
         directions = _normalize(keys)
         return -jnp.sum(directions * _normalize(jnp.sum(directions, axis=-2, keepdims=True)), axis=-1)

@@ -13,15 +13,15 @@ from kvjax.top_k_policy import TopKPolicy
 
 @dataclasses.dataclass(frozen=True)
 class KVzip(TopKPolicy):
-    """Keeps the tokens that receive the most attention from any query of a repetition of the prompt.
+    r"""Keeps the tokens that receive the most attention from any query of a repetition of the prompt.
 
-    What a model needs to repeat the text is what it may need for any question about it. The model reads the prompt a
-    second time in chunks, each after the entire prompt. Prefill then takes two to three times as long, except when the
+    A question about the text may need any token that repeating it needs. The model reads the prompt a second time in
+    chunks, each after the entire prompt. Prefill then takes two to three times as long, except when the
     prefix is continued; only one layer's keys and values are in memory at a time.
 
     The paper uses `AdaKV(KVzip(budget, reserve_decode_slots=True), alpha_safeguard=0)` in every layer, or one budget
     for all layers, which kvjax does not have. Results hardly depend on the words of the repetition; by default there
-    are none. kvpress uses "\\n\\nRepeat the previous context exactly." and "\\n\\nRepeat the part of the
+    are none. kvpress uses "\n\nRepeat the previous context exactly." and "\n\nRepeat the part of the
     previous context exactly, starting with". Inherited settings: see `TopKPolicy`. The paper uses sinks=4, recent=0.
 
     Attributes:
@@ -50,7 +50,7 @@ class KVzip(TopKPolicy):
         return Requirements(repetition=repetition, entire_prompt=True)
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
-        """Returns the largest attention probability from any query of the repetition of a token's chunk."""
+        """Returns the largest attention to the prompt's tokens from any query that repeats their chunk."""
         if prompt.repeated is None:
             raise ValueError("KVzip needs a repetition of the prompt; pass prompt.repeated, as kvjax_models does")
         tokens, chunks = prompt.keys.shape[2], prompt.repeated.lengths.shape[1]

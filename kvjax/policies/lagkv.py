@@ -36,7 +36,7 @@ class LagKV(TopKPolicy):
         check_min(1, lag_size=self.lag_size)
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
-        """Returns scores in [0, 1] in partitions with a full next partition, then scores from 1 to 2."""
+        """Scores the prompt: from 0 to 1 in partitions with a full next partition, then from 1 to 2."""
         first, lag, shape, tokens = self.sinks, self.lag_size, prompt.keys.shape[:3], prompt.keys.shape[2]
         position, partitions = jnp.arange(tokens), max(tokens - first, 0) // lag
         by_position = jnp.broadcast_to(1 + position / tokens, shape)
@@ -59,6 +59,6 @@ def _variation(x: Float[Array, "B H_kv P L D"]) -> Float[Array, "B H_kv P-1 L"]:
     """Returns the softmax over each partition of the standard deviation of a token's scaled dimensions."""
     x = x.astype(jnp.float32)
     low, high = jnp.min(x[:, :, 1:], axis=3, keepdims=True), jnp.max(x[:, :, 1:], axis=3, keepdims=True)
-    # Where the next partition does not vary, there is no range to scale to.
+    # A dimension that is constant in the next partition has no range.
     scaled = jnp.where(high > low, (x[:, :, :-1] - low) / jnp.where(high > low, high - low, 1.0), 0.0)
     return jax.nn.softmax(jnp.std(scaled, axis=-1, ddof=1), axis=-1)

@@ -23,7 +23,7 @@ class LeverageScores(TopKPolicy):
     `TopKPolicy`. The paper uses sinks=0 and reserve_decode_slots=True.
 
     Attributes:
-        rotated: whether keys are used as they are stored. Otherwise RoPE is undone first, which needs
+        rotated: whether stored keys are used, after RoPE. Otherwise RoPE is undone first, which needs
             `CacheSpec.rope_frequencies`.
         sketch: dimensions of a Gaussian sketch of the keys (48 in the paper). None for the keys themselves, whose Gram
             matrix is small enough.

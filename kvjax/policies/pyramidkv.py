@@ -14,10 +14,10 @@ class PyramidKV(SnapKV):
     """Selects as `SnapKV` does, with a budget per layer that falls linearly from the first to the last layer.
 
     In addition to the last `window_size` tokens, layer l keeps max - l (max - min) / (layers - 1) tokens, where
-    min = s / beta and max = 2 s - min for s = budget - window_size, so that `budget` is the mean over layers. If a prompt
-    has fewer than max tokens before the window, max is their number and min = 2 s - max. With fewer than 2 s tokens
-    every layer has `budget`. As in the released code, differences between layers are rounded down, so that the mean
-    exceeds `budget` by up to half a slot per layer. Byte counts use the real buffers.
+    min = s / beta and max = 2 s - min for s = budget - window_size, so that `budget` is the mean over layers. If a
+    prompt has fewer than max tokens before the window, max is their number and min = 2 s - max. With fewer than 2 s
+    tokens every layer has `budget`. As in the released code, differences between layers are rounded down, so that the
+    mean exceeds `budget` by up to half a slot per layer. Byte counts use the real buffers.
 
     The released code computes this for every prompt. Here it is computed once, for `spec.max_prompt_tokens` tokens, so
     that upper layers have smaller buffers. Inherited settings: see `SnapKV`; `layer_budget_scale` is not allowed.
@@ -42,7 +42,7 @@ class PyramidKV(SnapKV):
         check_min(1, beta=self.beta)
 
     def for_layer(self, spec: CacheSpec) -> Policy[TopKStore]:
-        """Returns SnapKV with the budget of this layer."""
+        """Returns SnapKV with the budget of the layer `spec.layer`."""
         slots = self.layer_slots(spec.max_prompt_tokens, spec.layer, spec.layers)
         settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(SnapKV)}
         return SnapKV(**settings | {"budget": max(slots, self.min_budget)})

@@ -82,7 +82,7 @@ class Quest(Policy[QuestState]):
         check_budget(self.budget, compact_every=self.compact_every)
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> QuestState:
-        """Returns an empty window and an empty store."""
+        """Returns an empty window and an empty store for `spec`."""
         count = spec.capacity // PAGE
 
         def init_head(_: Array) -> tuple[BlockStore, Pages]:
@@ -115,7 +115,7 @@ class Quest(Policy[QuestState]):
         return QuestState(window, prompt.lengths - PAGE * full, full, state.overflow, store, pages)
 
     def segments(self, state: QuestState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
-        """Returns the window and the store."""
+        """Returns the window and the store of a state."""
         select = functools.partial(self._select, state.pages)
         read = BlockStoreRead(state.store, select, (state.pages.low, state.pages.high, state.pages.size))
         return (*windows.window_segments(state.window, selected=state.pending), read)
@@ -149,7 +149,7 @@ def _insert_pages(
     position: Int[Array, "B R P"],
     full: Bool[Array, "B R"],
 ) -> tuple[BlockStore, Pages]:
-    """Writes the full ones of R pages after those that the store holds."""
+    """Appends the full ones of R pages to the store."""
 
     def insert_head(store: BlockStore, pages: Pages, *page: Array) -> tuple[BlockStore, Pages]:
         keys, values, position, full, inserted = page

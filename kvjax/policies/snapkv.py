@@ -55,7 +55,7 @@ class SnapKV(TopKPolicy):
         return self.window_size
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
-        """Returns the attention of the window's queries, summed over neighboring tokens."""
+        """Returns the attention of the window's queries to the prompt, summed over neighboring tokens."""
         before_window = jnp.arange(prompt.keys.shape[2]) < prompt.lengths[:, None, None] - self.window_size
         received = jnp.where(before_window, attention_received(self, prompt), 0.0)
         return jax.lax.reduce_window(received, 0.0, jax.lax.add, (1, 1, self.kernel_size), (1, 1, 1), "SAME")

@@ -47,12 +47,12 @@ class StreamingLLM(Policy[StreamingLLMState]):
         super().__post_init__()
         check_budget(self.budget, self.sinks, recent=1, compact_every=self.compact_every)
 
-    def for_layer(self, spec: CacheSpec) -> Policy:
+    def for_layer(self, spec: CacheSpec) -> Policy[StreamingLLMState]:
         """Limits staging to the window, because all staged tokens are visible."""
         return dataclasses.replace(self, compact_every=min(self.compact_every, self.budget - self.sinks))
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> StreamingLLMState:
-        """Returns an empty window."""
+        """Returns an empty window for `spec`."""
         window = init_window(spec, self.sinks, self.budget - self.sinks)
         if not self.reindex:
             return StreamingLLMState(window, None)
@@ -65,7 +65,7 @@ class StreamingLLM(Policy[StreamingLLMState]):
         return dataclasses.replace(state, window=windows.fill(state.window, prompt))
 
     def segments(self, state: StreamingLLMState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
-        """Returns the window; re-indexed sinks are a segment of their own."""
+        """Returns the window of a state; re-indexed sinks are a separate segment."""
         window = state.window
         segments = windows.window_segments(window, num_visible_staged=num_visible_staged)
         if state.frequencies is None:
@@ -83,6 +83,6 @@ class StreamingLLM(Policy[StreamingLLMState]):
         return recent, sinks
 
     def compact(self, state: StreamingLLMState, new: Tokens) -> StreamingLLMState:
-        """Slides the window."""
+        """Slides the window over new tokens."""
         window, _ = windows.slide(state.window, new)
         return dataclasses.replace(state, window=window)

@@ -1,5 +1,8 @@
-"""SubGen (Zandieh et al. 2024): streaming attention from a norm-weighted sample of the tokens and a clustering of the
-keys, in sublinear memory at every step. What the papers' experiments run, k-center on the prompt, is `ClusterGen`."""
+"""SubGen (Zandieh et al. 2024): streaming attention in sublinear memory.
+
+It combines a sample of the tokens weighted by value norms with a clustering of the keys. The papers' experiments run
+k-center on the prompt instead: `ClusterGen`.
+"""
 
 import dataclasses
 import functools
@@ -23,7 +26,7 @@ from kvjax.structures.streams import Streams
 
 
 class Sizes(NamedTuple):
-    """The paper's s, m and t."""
+    """The paper's s (samples), m (clusters) and t (samples per cluster)."""
 
     samples: int
     clusters: int
@@ -40,34 +43,34 @@ class SubGenState:
 
 @dataclasses.dataclass(frozen=True)
 class SubGen(Policy[SubGenState]):
-    """Keeps sinks and recent tokens; all others go, once they leave the window, through SubGen's structures.
+    """Keeps sinks and recent tokens, and the tokens between them in SubGen's structures.
 
-    Variants, with s samples, m clusters and t samples per cluster:
+    The structures are a reservoir of s sampled tokens and a table of m clusters with t sampled tokens each. There are
+    three variants:
 
-    - "paper": Algorithm 1. The numerator is a sum over s tokens sampled by |v|^2, each with weight mu / (s |v|^2), the
-      denominator one over the clusters' t sampled keys, each with weight n_i / t. Only here the theorem holds, and
-      only while delta has not grown. Three quarters of the slots are samples, which was better than half at norms of
-      4, where the numerator is the noisier sum, and the rest hold clusters with t = 1.
-    - "self_normalised": the sampled tokens feed both sums, and there are no clusters.
-    - "mean_value" (ours, the default): a cluster is its mean key, its mean value and the number of its tokens. Tokens
-      join the nearest mean within delta. With t > 0 a cluster shows t sampled tokens instead, whose values are shifted so that their
-      mean is the cluster's: the sampled values are a control variate.
-
-    The error of "mean_value" has no bound that is proved. Like `ClusterGen` it blurs one token's own value where tokens
-    with like keys carry different values.
+    - "paper": Algorithm 1. The numerator is a sum over the s samples, drawn in proportion to |v|^2, each with weight
+      mu / (s |v|^2). The denominator is a sum over the clusters' samples, each with weight n_i / t. SubGen's theorem
+      holds for this variant only, and only until delta grows. Three quarters of the slots are samples, because the
+      numerator is the noisier sum; the others are clusters with t = 1.
+    - "self_normalised": the s samples are used for both sums, without clusters.
+    - "mean_value" (kvjax's variant): a cluster is its mean key, its mean value and its number of tokens. A token joins
+      the nearest mean within delta. With t > 0 a cluster is read as t sampled tokens, whose values are shifted so that
+      their mean is the cluster's: the sampled values are a control variate. No error bound is proved. Averaging
+      hides the value of a single token if tokens with similar keys have different values, as in `ClusterGen`.
 
     Attributes:
-        budget: slots per head (a slot is a key and a value), sinks and recent tokens included. None: all sizes that the
-            variant needs are given.
-        sinks, recent: tokens always kept.
+        budget: slots per KV head, sinks and recent tokens included. A slot is a key and a value. None if all sizes of
+            the variant are set.
+        sinks: first tokens that are always kept.
+        recent: newest tokens that are always kept.
         variant: see above.
-        samples, clusters: s and m, instead of the budget's shares.
-        per_cluster: t; 1 in "paper", 0 in "mean_value".
-        delta: the start of the clusters' radius (delta), in units of the keys; None takes it from the data.
-        growth: the least factor by which delta grows when the clusters run out: 2 in "paper", as in the guarantees,
-            1.02 in "mean_value". Nearer to 1 leaves fewer slots empty and makes the table grow so much more often: at
-            1.02 some 40 times in a prompt of 4,032 tokens where 1.1 makes it 10.
-        compact_every: tokens between compactions; until then new tokens are all read.
+        samples: s; None for the budget's share.
+        clusters: m; None for the budget's share.
+        per_cluster: t; None for 1 in "paper" and 0 in "mean_value".
+        delta: first radius of clusters, in units of keys; None to take it from the data.
+        growth: smallest factor by which delta grows when there are too many clusters; None for 2 in "paper", as in the
+            guarantees, and 1.02 in "mean_value". A smaller factor leaves fewer slots empty, but delta grows more often.
+        compact_every: tokens between compactions; until then all new tokens are read.
 
     Reference:
         SubGen, Algorithm 1, Lemmas 1 and 2, Theorem 1.
@@ -95,45 +98,47 @@ class SubGen(Policy[SubGenState]):
 
     @functools.cached_property
     def sizes(self) -> Sizes:
-        """What is given, and the budget's division for what is not.
+        """Sizes of the structures; sizes that are not set are shares of the budget.
 
         Raises:
-            ValueError: for a budget that leaves no slots, or sizes that are missing or mean nothing to the variant.
+            ValueError: if sizes do not fit the budget, are missing, or are not sizes of the variant.
         """
         variant, budget, samples, clusters = self.variant, self.budget, self.samples, self.clusters
         if variant == "mean_value" and samples is not None:
-            raise ValueError(
-                f"samples={samples}: 'mean_value' keeps none; per_cluster= gives it samples of each cluster"
-            )
+            raise ValueError(f"samples={samples} is not a size of variant='mean_value'; pass per_cluster")
         if variant == "self_normalised" and (clusters, self.per_cluster) != (None, None):
-            raise ValueError(f"clusters={clusters}, per_cluster={self.per_cluster}: 'self_normalised' has no clusters")
+            raise ValueError(
+                f"clusters={clusters} and per_cluster={self.per_cluster} are not sizes of variant='self_normalised'; "
+                "pass samples"
+            )
         per_cluster = (1 if variant == "paper" else 0) if self.per_cluster is None else self.per_cluster
         # Half slots: a key alone takes one, a key and a value two.
         halves = {"mean_value": 2 + 2 * per_cluster, "self_normalised": 0, "paper": 1 + per_cluster}[variant]
-        wants_samples, wants_clusters = variant != "mean_value", variant != "self_normalised"
+        has_samples, has_clusters = variant != "mean_value", variant != "self_normalised"
         if budget is None:
-            missing = {"samples": wants_samples and samples is None, "clusters": wants_clusters and clusters is None}
+            missing = {"samples": has_samples and samples is None, "clusters": has_clusters and clusters is None}
             if any(missing.values()):
-                raise ValueError(f"budget=None: give {' and '.join(name for name in missing if missing[name])} instead")
+                names = " and ".join(name for name in missing if missing[name])
+                raise ValueError(f"budget=None needs the sizes of variant={variant!r}; pass {names}")
             return Sizes(samples or 0, clusters or 0, per_cluster)
         free = budget - self.sinks - self.recent
-        if samples is None and wants_samples:
-            share = 3 * free // 4 if wants_clusters else free
+        if samples is None and has_samples:
+            share = 3 * free // 4 if has_clusters else free
             samples = round_to_tiles(share if clusters is None else (2 * free - clusters * halves) // 2)
         samples = samples or 0
-        if clusters is None and wants_clusters:
+        if clusters is None and has_clusters:
             clusters = round_to_tiles(2 * (free - samples) // halves)
         clusters = clusters or 0
-        empty = (wants_samples and samples < 1) or (wants_clusters and clusters < 1)
+        empty = (has_samples and samples < 1) or (has_clusters and clusters < 1)
         if empty or 2 * samples + clusters * halves > 2 * free:
             raise ValueError(
-                f"budget={budget} leaves {free} slots beside sinks and recent tokens; samples={samples} and "
-                f"clusters={clusters} of {halves / 2:g} slots each do not fit"
+                f"budget={budget} leaves {free} slots for samples={samples} and clusters={clusters} of {halves / 2:g} "
+                "slots each; pass a larger budget or smaller sizes"
             )
         return Sizes(samples, clusters, per_cluster)
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> SubGenState:
-        """Returns an empty window and empty structures."""
+        """Returns an empty window and empty structures for `spec`."""
         streams = per_head(functools.partial(self._init_streams, spec))(stream_keys(row_keys, spec.kv_heads))
         return SubGenState(init_window(spec, self.sinks, self.recent), streams)
 
@@ -158,17 +163,17 @@ class SubGen(Policy[SubGenState]):
         return Streams(samples, table)
 
     def prefill(self, state: SubGenState, prompt: Prompt) -> SubGenState:
-        """Fills the window and streams the tokens between sinks and recent ones through the structures."""
+        """Fills the window; the prompt's tokens between sinks and recent ones go to the structures."""
         window = windows.fill(state.window, prompt)
         middle = windows.middle_mask(window, prompt.keys.shape[2])
         return SubGenState(window, structures.fill(state.streams, prompt.keys, prompt.values, middle))
 
     def segments(self, state: SubGenState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
-        """Returns the window and the structures."""
+        """Returns the window and the structures of a state."""
         streams = structures.stream_segments(state.streams, numerator_only=self.variant == "paper")
         return (*windows.window_segments(state.window), *streams)
 
     def compact(self, state: SubGenState, new: Tokens) -> SubGenState:
-        """Slides the window; tokens that leave it stream through the structures."""
+        """Slides the window over new tokens; tokens that leave it go to the structures."""
         window, left = windows.slide(state.window, new)
         return SubGenState(window, structures.extend_all(state.streams, left.keys, left.values, left.present))

@@ -16,7 +16,7 @@ class TOVA(TopKPolicy):
     """Keeps the tokens to which the prompt's last query attends most, averaged over all heads of the layer.
 
     All heads keep the same tokens. The paper selects anew at every step. Here, as in kvpress, the prompt is ranked
-    once, and later tokens replace those of the lowest rank. Inherited settings: see `TopKPolicy`. kvpress uses sinks=0
+    once, and later tokens replace the lowest-ranked ones. Inherited settings: see `TopKPolicy`. kvpress uses sinks=0
     and reserve_decode_slots=True.
 
     Attributes:
@@ -31,7 +31,7 @@ class TOVA(TopKPolicy):
     requires = Requirements(prompt_queries=1, entire_prompt=True)
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
-        """Returns the attention of the last query, averaged over heads."""
+        """Returns the attention of the prompt's last query, averaged over heads."""
         received = attention_received(self, prompt)
         total = sum_over_heads(jnp.sum(received, axis=1, keepdims=True))
         query_heads = check_prompt_queries(self, prompt).shape[2]

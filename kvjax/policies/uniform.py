@@ -21,7 +21,7 @@ class Sample:
     """A uniform sample without replacement of the tokens that left the window: those with the lowest priorities.
 
     A token's priority is a uniform number that depends only on the row's key, the head and the token's position, so
-    that the sample is the same for any division of the stream into blocks.
+    that the sample does not depend on the division of the stream into blocks.
     """
 
     window: Window
@@ -54,13 +54,13 @@ class Uniform(Policy[Sample]):
         check_budget(self.budget, self.sinks, self.recent, self.compact_every, remainder_for="the sample")
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> Sample:
-        """Returns an empty window."""
+        """Returns an empty window for `spec`."""
         size, shape = self.budget - self.sinks - self.recent, (spec.batch, spec.kv_heads)
         window = init_window(spec, self.sinks, self.recent, size)
         return Sample(window, jnp.full((*shape, size), jnp.inf), jnp.zeros((*shape, self.budget)), row_keys)
 
     def prefill(self, state: Sample, prompt: Prompt) -> Sample:
-        """Fills the window and draws the sample."""
+        """Fills the window and draws the sample from the prompt."""
         window = windows.fill(state.window, prompt)
         batch, heads, tokens = prompt.keys.shape[:3]
         size = min(state.priority.shape[2], tokens)
@@ -74,12 +74,12 @@ class Uniform(Policy[Sample]):
         return self._set_weights(state, window, state.priority.at[:, :, :size].set(priority))
 
     def segments(self, state: Sample, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
-        """Returns the window."""
+        """Returns the window of a state."""
         _, sampled = self._num_sampled(state.window)
         return windows.window_segments(state.window, sampled, state.log_weight)
 
     def compact(self, state: Sample, new: Tokens) -> Sample:
-        """Slides the window; tokens that leave it replace sampled tokens with higher priorities."""
+        """Slides the window over new tokens; tokens that leave it replace tokens with higher priorities."""
         window, left = windows.slide(state.window, new)
         draws = draws_by_position(state.row_keys, left.position, left.keys.shape[1])
         draws = jnp.where(left.present[:, None], draws, jnp.inf)

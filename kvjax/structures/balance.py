@@ -23,12 +23,12 @@ class Halved(NamedTuple):
     """The entries that remain of a block of t, in t // 2 slots.
 
     Attributes:
-        index: int32, index of each entry in the block; arbitrary where the weight is zero.
+        indices: int32, index of each entry in the block; arbitrary where the weight is zero.
         weight: float32; 0 in empty slots.
         clipped: int32, decisions whose probability was clipped to [0, 1].
     """
 
-    index: Int[Array, "h"]
+    indices: Int[Array, "h"]
     weight: Float[Array, "h"]
     clipped: Int[Array, ""]
 
@@ -293,7 +293,7 @@ def halve_exactly(
     uniforms = jax.random.uniform(rng, weights.shape)
     block = reference_block(keys, values, temperature)
     gain = gamma * count / jnp.maximum(jnp.sum(balanced_walk.kernel_diagonal(block) * scale * scale), 1e-30)
-    # An entry's relative weight scales what it adds to sums, and how sums affect its sign.
+    # An entry's relative weight scales its part of sums, and the effect of sums on its sign.
     signs, clipped = balanced_walk.assign_signs(block, uniforms, gain * scale, scale)
     index, factor = exact_halving(signs, count)
     return Halved(index, factor * weights[index], clipped)
@@ -303,6 +303,12 @@ def limit_range(x: Float[Array, "t F"]) -> Float[Array, "t F"]:
     """Scales vectors down by a common factor if their squares would overflow float32.
 
     Scaling all values does not change the walk, and keys that large are all infinitely far apart either way.
+
+    Args:
+        x: vectors.
+
+    Returns:
+        The vectors, or scaled ones.
     """
     peak = jnp.max(jnp.abs(x))
     return jnp.where(peak > MAX_COORDINATE, x * (MAX_COORDINATE / peak), x)
@@ -347,7 +353,7 @@ def pair_block(
         keys=centered,
         values=values,
         factor=factor,
-        # The largest exponent, which is on the diagonal, so that none overflows.
+        # The largest exponent, which is on the diagonal, to avoid overflow.
         shift=factor * jnp.max(jnp.sum(centered * centered, axis=1)),
         offset=jnp.float32(0.0) if values is None else floor * jnp.sum(values * values) / count,
     )

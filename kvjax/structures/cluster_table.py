@@ -37,7 +37,7 @@ class ClusterTable:
     With growth factor g, after j growths of delta:
 
     1. A center is a key of its cluster, unless centers move.
-    2. `count` is the number of keys of a cluster; counts sum to the number of keys taken in.
+    2. `count` is the number of keys of a cluster; counts sum to the number of keys so far.
     3. Every key is within `radius` of its center, and `radius` is at most delta (1 - g^-(j + 1)) / (1 - 1 / g). For
        g = 2 this is (2 - 2^-j) delta; j = 0 is SubGen's Lemma 2.
     4. Centers are more than delta apart, unless they move.
@@ -99,17 +99,7 @@ def init_cluster_table(
     Raises:
         ValueError: if a size or factor is out of range.
     """
-    if not 1 <= clusters <= MAX_CLUSTERS:
-        raise ValueError(
-            f"clusters={clusters} must be between 1 and {MAX_CLUSTERS}: merging compares all clusters of a head, which "
-            f"takes {clusters**2 * 4 / 2**30:.1f} GiB"
-        )
-    if samples < 0:
-        raise ValueError(f"samples={samples} must be at least 0")
-    if growth <= 1:
-        raise ValueError(f"growth={growth} must be above 1")
-    if delta is not None and delta <= 0:
-        raise ValueError(f"delta={delta} must be above 0, or None to take it from the data")
+    _check_settings(clusters, samples, delta, growth)
     has_values, zero = value_dim is not None, jnp.zeros((), jnp.int32)
     return ClusterTable(
         centers=jnp.zeros((clusters, key_dim), jnp.float32 if moving else dtype),
@@ -126,6 +116,21 @@ def init_cluster_table(
         growth=growth,
         moving=moving,
     )
+
+
+def _check_settings(clusters: int, samples: int, delta: float | None, growth: float) -> None:
+    """Raises a ValueError that names a setting out of range."""
+    if not 1 <= clusters <= MAX_CLUSTERS:
+        raise ValueError(
+            f"clusters={clusters} must be between 1 and {MAX_CLUSTERS}: merging compares all clusters of a head, which "
+            f"takes {clusters**2 * 4 / 2**30:.1f} GiB"
+        )
+    if samples < 0:
+        raise ValueError(f"samples={samples} must be at least 0")
+    if growth <= 1:
+        raise ValueError(f"growth={growth} must be above 1")
+    if delta is not None and delta <= 0:
+        raise ValueError(f"delta={delta} must be above 0, or None to take it from the data")
 
 
 class _Items(NamedTuple):
@@ -168,8 +173,8 @@ def extend(
     """Takes T tokens in.
 
     A token joins the nearest center within delta (the first one of a tie) or opens a cluster; delta grows when the
-    table is full. The clusters are the same for any division of the stream into updates, unless centers move or
-    distances are tied within float32's resolution.
+    table is full. The clusters do not depend on the division of the stream into updates, unless centers move
+    or distances are tied within float32's resolution.
 
     Args:
         table: the table.
@@ -191,7 +196,7 @@ def extend(
     padding = -tokens % block
     sound = jnp.all(jnp.isfinite(keys), axis=1)
     table = dataclasses.replace(table, unsound=table.unsound + jnp.sum(valid & ~sound, dtype=jnp.int32))
-    # Keys as they are stored; zeros for invalid tokens, since infinities would spoil products.
+    # Keys in their stored precision; zeros for invalid tokens, since infinities would spoil products.
     stored = jnp.where((valid & sound)[:, None], keys.astype(table.centers.dtype).astype(jnp.float32), 0.0)
     vectors = jnp.pad(jnp.concatenate([table.centers.astype(jnp.float32), stored]), ((0, padding), (0, 0)))
     items = _Items(vectors, jnp.sum(vectors * vectors, axis=1))
@@ -307,7 +312,7 @@ def _open_clusters(
     """Opens clusters in the free slots for tokens without a center within `reach`.
 
     Returns:
-        The tokens that open a cluster; the first token without a free slot (b if there is none); and squared distance
+        The tokens that open a cluster; the first token without a free slot (b if all have one); and squared distance
         and index of the nearest token that opened a cluster, among tokens up to this one and among tokens before it.
     """
     block = norms.shape[0]
@@ -318,8 +323,8 @@ def _open_clusters(
     stop = jnp.where(jnp.any(has_no_slot), jnp.argmax(has_no_slot).astype(jnp.int32), block)
     opens &= index < stop
     up_to, before = index[None, :] <= index[:, None], index[None, :] < index[:, None]
-    nearest = (min_and_argmin(jnp.where(opens[None, :] & mask, between, jnp.inf)) for mask in (up_to, before))
-    return opens, stop, *nearest
+    nearest, earlier = (min_and_argmin(jnp.where(opens[None, :] & mask, between, jnp.inf)) for mask in (up_to, before))
+    return opens, stop, nearest, earlier
 
 
 def _open_none(
@@ -404,6 +409,9 @@ def _draw_items(
 
     An old cluster contributes its sample of the same slot, which is uniform over its keys. All draws are independent,
     so that samples stay uniform and independent after merges.
+
+    Returns:
+        Items.
     """
     order = jnp.argsort(slot, stable=True)
     first = jnp.cumsum(count) - count
@@ -430,7 +438,7 @@ def _update_means(
     weight: Int[Array, "M+T"],
     count: Int[Array, "M"],
 ) -> tuple[Float[Array, "M D"] | None, Float[Array, "M D_v"] | None]:
-    """Returns moving centers and mean values after an update; None for what the table does not have."""
+    """Returns moving centers and mean values after an update; None if the table has no such means."""
     capacity = table.centers.shape[0]
     old_slot, token_slot, is_token = slot[:capacity], slot[capacity:], weight[capacity:, None] > 0
 
@@ -459,10 +467,7 @@ def _update_means(
 
 
 def _check_shapes(
-    table: ClusterTable,
-    keys: Float[Array, "T D"],
-    values: Float[Array, "T D_v"] | None,
-    valid: Bool[Array, "T"] | None,
+    table: ClusterTable, keys: Float[Array, "T D"], values: Float[Array, "T D_v"] | None, valid: Bool[Array, "T"] | None
 ) -> None:
     """Raises a ValueError for arrays that do not fit the table."""
     tokens = keys.shape[0]

@@ -17,7 +17,7 @@ from pallas_kernels.select_blocks import SelectedBlocks, select_blocks
 
 @state
 class Clusters:
-    """One head's clusters: those of the prompt, then those of every chunk of later tokens; empty ones have size 0."""
+    """One head's clusters, of the prompt and then of every chunk of later tokens; empty ones have size 0."""
 
     mean_key: Float[Array, "C D"]  # of the cache's dtype
     mean_value: Float[Array, "C D_v"] | None  # None without residual clusters
@@ -144,12 +144,7 @@ def select_clusters(
         logits += score_stddevs / head_dim * norms * clusters.rms[:, :, None]
     scores = logits if select == "query_head" else group_score(logits, clusters.size)[:, :, None]
     selected = select_head_blocks(
-        scores,
-        clusters.size,
-        clusters.first_block,
-        max_tokens=max_tokens,
-        max_blocks=max_blocks,
-        block_size=block_size,
+        scores, clusters.size, clusters.first_block, max_tokens=max_tokens, max_blocks=max_blocks, block_size=block_size
     )
     return BlockSelection(*selected[:2], residual_clusters(clusters, selected[2]))
 
@@ -181,8 +176,9 @@ def select_head_blocks(
         scores: Float[Array, "G C"], sizes: Int[Array, "C"], first_block: Int[Array, "C"]
     ) -> SelectedBlocks:
         def select(scores: Float[Array, "C"]) -> SelectedBlocks:
-            limits = {"max_tokens": max_tokens, "max_blocks": max_blocks, "block_size": block_size}
-            return select_blocks(scores, sizes, first_block, **limits)
+            return select_blocks(
+                scores, sizes, first_block, max_tokens=max_tokens, max_blocks=max_blocks, block_size=block_size
+            )
 
         return jax.vmap(select)(scores)
 

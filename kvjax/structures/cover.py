@@ -98,7 +98,7 @@ class EarlierNeighbors(NamedTuple):
     """The nearest center in a lower slot, for every center.
 
     Attributes:
-        squared_distance: float32; inf if there is none.
+        squared_distance: float32; inf without a neighbor.
         slot: int32, slot of the neighbor.
         stale: centers whose neighbor is unknown and must be computed.
     """
@@ -124,7 +124,7 @@ class EarlierNeighbors(NamedTuple):
         return jax.tree.map(lambda old, new: old.at[slot].set(new, mode="drop"), self, new)
 
     def compact(self, remains: Bool[Array, "M"]) -> "EarlierNeighbors":
-        """Moves the centers that remain to the first slots; a center without its neighbor becomes stale."""
+        """Moves the centers that remain (`remains`) to the first slots; centers without their neighbor become stale."""
         rank = jnp.cumsum(remains, dtype=jnp.int32) - 1
         lost = remains & ~remains[self.slot] & jnp.isfinite(self.squared_distance)
         old = EarlierNeighbors(self.squared_distance, rank[self.slot], lost)

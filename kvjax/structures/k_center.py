@@ -4,6 +4,7 @@ Reference:
     Gonzalez (1985). SubGen, section 3.2; ClusterGen, section 4.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -33,14 +34,14 @@ class CenterClusters(NamedTuple):
 
     Attributes:
         keys: keys of the centers.
-        count: int32 tokens of each cluster, 0 in empty slots.
+        size: int32 tokens of each cluster, 0 in empty slots.
         separation: float32, l2 distance at which the center was chosen; -inf in empty slots. Centers with the smallest
             separation are replaced first.
         mean_value: float32, mean value of each cluster.
     """
 
     keys: Float[Array, "M D"]
-    count: Int[Array, "M"]
+    size: Int[Array, "M"]
     separation: Float[Array, "M"]
     mean_value: Float[Array, "M D_v"]
 
@@ -71,36 +72,6 @@ def greedy_k_center(keys: Float[Array, "T D"], valid: Bool[Array, "T"], k: int) 
     points = keys.astype(jnp.float32)
     # Relative to one of them, because a common component would cost the product digits.
     points = jnp.where(valid[:, None], points - points[jnp.argmax(valid)], 0.0)
-    candidates = min(CANDIDATES, tokens)
-
-    def choose_round(carry: tuple[Centers, Array, Array]) -> tuple[Centers, Array, Array]:
-        centers, free, count = carry
-        free_distance = jnp.where(free, centers.distance, -jnp.inf)
-        far, point = jax.lax.top_k(free_distance, min(candidates + 1, tokens))
-        # The farthest point that is no candidate, the earliest of a tie.
-        bound, other = (far[-1], point[-1]) if tokens > candidates else (-jnp.inf, tokens)
-        point = jnp.sort(point[:candidates])
-        between = jnp.sum(jnp.square(points[point][:, None] - points[point]), axis=2)
-        choice, separation = _choose(centers.distance[point], between, free[point], candidates)
-        index, turn = point[choice], jnp.arange(candidates, dtype=jnp.int32)
-        # The first choice is always the farthest of all points, also if a key is NaN.
-        continues = (separation > bound) | ((separation == bound) & (index < other)) | (turn == 0)
-        accept = continues & (separation != -jnp.inf) & (count + turn < k)
-        number = jnp.where(accept, count + turn, k)
-
-        candidate_distance, candidate_nearest = min_and_argmin(jnp.where(accept, between[:, choice], jnp.inf))
-        distance, nearest = _nearest_of_round(points, points[index], accept)
-        distance, nearest = distance.at[point].set(candidate_distance), nearest.at[point].set(candidate_nearest)
-        closer = valid & (distance < centers.distance)
-        centers = Centers(
-            index=centers.index.at[number].set(index, mode="drop"),
-            separation=centers.separation.at[number].set(separation, mode="drop"),
-            nearest=jnp.where(closer, number[nearest], centers.nearest),
-            distance=jnp.where(closer, distance, centers.distance),
-        )
-        free = free.at[jnp.where(accept, index, tokens)].set(False, mode="drop")
-        return centers, free, count + jnp.sum(accept, dtype=jnp.int32)
-
     empty = Centers(
         index=jnp.zeros(k, jnp.int32),
         separation=jnp.full(k, -jnp.inf),
@@ -108,9 +79,45 @@ def greedy_k_center(keys: Float[Array, "T D"], valid: Bool[Array, "T"], k: int) 
         distance=jnp.where(valid, jnp.inf, -jnp.inf),
     )
     centers, _, _ = jax.lax.while_loop(
-        lambda carry: (carry[2] < k) & jnp.any(carry[1]), choose_round, (empty, valid, jnp.int32(0))
+        lambda carry: (carry[2] < k) & jnp.any(carry[1]),
+        functools.partial(_choose_round, points, valid, k),
+        (empty, valid, jnp.int32(0)),
     )
     return Centers(centers.index, _sqrt(centers.separation), centers.nearest, _sqrt(centers.distance))
+
+
+def _choose_round(
+    points: Float[Array, "T D"], valid: Bool[Array, "T"], k: int, carry: tuple[Centers, Array, Array]
+) -> tuple[Centers, Array, Array]:
+    """Chooses centers among the farthest points, given the centers, the free points and the number of centers."""
+    tokens = valid.shape[0]
+    candidates = min(CANDIDATES, tokens)
+    centers, free, count = carry
+    free_distance = jnp.where(free, centers.distance, -jnp.inf)
+    far, point = jax.lax.top_k(free_distance, min(candidates + 1, tokens))
+    # The farthest of the other points, the earliest of a tie.
+    bound, other = (far[-1], point[-1]) if tokens > candidates else (-jnp.inf, tokens)
+    point = jnp.sort(point[:candidates])
+    between = jnp.sum(jnp.square(points[point][:, None] - points[point]), axis=2)
+    choice, separation = _choose(centers.distance[point], between, free[point], candidates)
+    index, turn = point[choice], jnp.arange(candidates, dtype=jnp.int32)
+    # The first choice is always the farthest of all points, also if a key is NaN.
+    continues = (separation > bound) | ((separation == bound) & (index < other)) | (turn == 0)
+    accept = continues & (separation != -jnp.inf) & (count + turn < k)
+    number = jnp.where(accept, count + turn, k)
+
+    candidate_distance, candidate_nearest = min_and_argmin(jnp.where(accept, between[:, choice], jnp.inf))
+    distance, nearest = _nearest_of_round(points, points[index], accept)
+    distance, nearest = distance.at[point].set(candidate_distance), nearest.at[point].set(candidate_nearest)
+    closer = valid & (distance < centers.distance)
+    centers = Centers(
+        index=centers.index.at[number].set(index, mode="drop"),
+        separation=centers.separation.at[number].set(separation, mode="drop"),
+        nearest=jnp.where(closer, number[nearest], centers.nearest),
+        distance=jnp.where(closer, distance, centers.distance),
+    )
+    free = free.at[jnp.where(accept, index, tokens)].set(False, mode="drop")
+    return centers, free, count + jnp.sum(accept, dtype=jnp.int32)
 
 
 def _nearest_of_round(
@@ -135,7 +142,7 @@ def extend_k_center(
     """Continues the traversal: chooses k more points.
 
     Args:
-        to_centers: squared distance of each point to the nearest existing center; inf if there is none.
+        to_centers: squared distance of each point to the nearest existing center; inf without one.
         between: squared distances between the points.
         valid: points that can be chosen.
         k: number of points.
@@ -212,7 +219,7 @@ def extend_clusters(
     Returns:
         The clusters.
     """
-    centers, count, separation, mean_value = clusters
+    centers, size, separation, mean_value = clusters
     slots = centers.shape[0]
     open_slots = min(slots, keys.shape[0])
     _, pool_slots = jax.lax.top_k(-separation, open_slots)
@@ -222,7 +229,7 @@ def extend_clusters(
     pool_keys = jnp.concatenate([centers[pool_slots], keys]).astype(jnp.float32)
     mean_value = mean_value.astype(jnp.float32)
     pool_values = jnp.concatenate([mean_value[pool_slots], values.astype(jnp.float32)])
-    pool_count = jnp.concatenate([count[pool_slots], present.astype(jnp.int32)])
+    pool_count = jnp.concatenate([size[pool_slots], present.astype(jnp.int32)])
     valid = pool_count > 0
     to_centers = jnp.where(stays, _squared_distances(pool_keys, centers.astype(jnp.float32)), jnp.inf)
     between = _squared_distances(pool_keys, pool_keys)
@@ -237,15 +244,15 @@ def extend_clusters(
     slot = slot.at[jnp.where(is_new, choice, slot.shape[0])].set(pool_slots, mode="drop")
     slot = jnp.where(valid, slot, slots)
 
-    old_count = jnp.where(stays, count, 0)
-    new_count = old_count.at[slot].add(pool_count, mode="drop")
-    total = (mean_value * old_count[:, None]).at[slot].add(pool_values * pool_count[:, None], mode="drop")
+    old_size = jnp.where(stays, size, 0)
+    new_size = old_size.at[slot].add(pool_count, mode="drop")
+    total = (mean_value * old_size[:, None]).at[slot].add(pool_values * pool_count[:, None], mode="drop")
     new_slot = jnp.where(is_new, pool_slots, slots)
     new = CenterClusters(
         keys=centers.at[new_slot].set(pool_keys[choice].astype(centers.dtype), mode="drop"),
-        count=new_count,
+        size=new_size,
         separation=separation.at[pool_slots].set(new_separation),
-        mean_value=total / jnp.maximum(new_count, 1)[:, None],
+        mean_value=total / jnp.maximum(new_size, 1)[:, None],
     )
     # A row without new tokens must not change when other rows of the batch are compacted.
     changes, old = jnp.any(present), clusters._replace(mean_value=mean_value)

@@ -1,7 +1,7 @@
 """k-means of one head's keys by cosine similarity, as ClusterKV clusters a prompt."""
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +9,12 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.state import state
 from pallas_kernels import k_means as lloyd_op
-from pallas_kernels.k_means import cluster_sums
 
 
 @state
 class KMeans:
     """Clusters of keys. Every valid key is in exactly one; a cluster can be empty."""
 
-    mean: Float[Array, "C D"]  # float32, mean of the cluster's keys; 0 for an empty cluster
-    size: Int[Array, "C"]  # int32 keys
     label: Int[Array, "T"]  # int32, the key's cluster; C for an invalid key
     # float32, sum over keys of (1 - cosine similarity with the cluster's direction) after each iteration; iterations
     # that were not needed repeat the last value.
@@ -42,9 +39,9 @@ def k_means(
 ) -> KMeans:
     """Runs Lloyd's algorithm on the directions of keys.
 
-    An iteration assigns every key to the most similar centroid direction (the first of a tie), then sets every
-    direction to that of the sum of its keys' directions. The objective never rises. A cluster that no key joins keeps
-    its direction. A key of norm zero joins the first cluster and adds nothing.
+    An iteration assigns every key to the most similar centroid direction (the first of a tie). It then sets every
+    direction to the direction of the sum of its keys' directions. The objective never rises. A cluster that no key
+    joins keeps its direction. A key of norm zero joins the first cluster and adds nothing.
 
     Args:
         rng: PRNG key.
@@ -56,11 +53,11 @@ def k_means(
         tolerance: relative decrease of the objective below which iterations stop.
         kmeans_init: "random" for directions of distinct keys drawn uniformly. "k-means++" for directions drawn one
             after the other in proportion to 1 - cosine similarity with the nearest one drawn before.
-        sample: all but the last `polish` iterations use every `sample`-th key only. The objective is then that of the
+        sample: all but the last `polish` iterations use every `sample`-th key only. The objective then covers the
             last iterations, on all keys.
         polish: iterations over all keys, after those on a sample.
-        centroid_update: "keys" sets directions to that of the sum of the keys themselves, as the released code of
-            ClusterKV does. The objective may then rise, so that all iterations run.
+        centroid_update: "keys" sums the keys instead of their directions, as the released code of ClusterKV does. The
+            objective may then rise, so that all iterations run.
         block: keys whose similarities are in memory at a time.
 
     Returns:
@@ -72,6 +69,27 @@ def k_means(
     Reference:
         ClusterKV, section 3.2. k-means++: Arthur and Vassilvitskii (2007).
     """
+    _check_settings(clusters, iterations, kmeans_init, centroid_update, sample, polish)
+    keys = jnp.where(valid[:, None], keys.astype(jnp.float32), 0.0)
+    points = _normalize(keys)
+    draw = _draw_uniformly if kmeans_init == "random" else _draw_apart
+    directions = points[draw(rng, points, valid, clusters)]
+    num_clusters = jnp.full((), clusters) if num_clusters is None else num_clusters
+    sums_keys = centroid_update == "keys"
+    tolerance = -jnp.inf if sums_keys else tolerance
+    refine = functools.partial(_lloyd, num_clusters=num_clusters, tolerance=tolerance, sums_keys=sums_keys, block=block)
+    if sample > 1 and iterations > polish:
+        part = points[::sample], keys[::sample], valid[::sample]
+        directions = refine(directions, *part, iterations=iterations - polish)[0]
+        iterations = polish
+    _, label, objective, count = refine(directions, points, keys, valid, iterations=iterations)
+    return KMeans(label, objective, count)
+
+
+def _check_settings(
+    clusters: int, iterations: int, kmeans_init: str, centroid_update: str, sample: int, polish: int
+) -> None:
+    """Raises a ValueError that names a setting out of range."""
     if clusters < 1 or iterations < 1:
         raise ValueError(f"clusters={clusters} and iterations={iterations} must be at least 1")
     if kmeans_init not in ("random", "k-means++"):
@@ -80,26 +98,6 @@ def k_means(
         raise ValueError(f"centroid_update={centroid_update!r} must be 'directions' or 'keys'")
     if sample < 1 or not 1 <= polish <= iterations:
         raise ValueError(f"sample={sample} must be at least 1 and polish={polish} between 1 and iterations")
-    keys = jnp.where(valid[:, None], keys.astype(jnp.float32), 0.0)
-    points = _normalize(keys)
-    draw = _draw_uniformly if kmeans_init == "random" else _draw_apart
-    directions = points[draw(rng, points, valid, clusters)]
-    by_direction = centroid_update == "directions"
-    refine = functools.partial(
-        _lloyd,
-        num_clusters=jnp.full((), clusters) if num_clusters is None else num_clusters,
-        tolerance=tolerance if by_direction else -jnp.inf,
-        sums_keys=not by_direction,
-        block=block,
-    )
-    if sample > 1 and iterations > polish:
-        part = points[::sample], keys[::sample], valid[::sample]
-        directions = refine(directions, *part, iterations=iterations - polish)[0]
-        iterations = polish
-    _, label, objective, count = refine(directions, points, keys, valid, iterations=iterations)
-    size = jnp.zeros(clusters, jnp.int32).at[label].add(1, mode="drop")
-    mean = cluster_sums(label, keys, clusters) / jnp.maximum(size, 1)[:, None]
-    return KMeans(mean, size, label, objective, count)
 
 
 def _lloyd(
@@ -133,7 +131,7 @@ def _lloyd(
     )
     total = jnp.sum(valid.astype(jnp.float32))
 
-    def iterate(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+    def iterate(carry: Any) -> Any:
         number, directions, _, objective, last = carry
         label, sums, similarity = assign(directions)
         current = total - similarity
@@ -143,7 +141,7 @@ def _lloyd(
         last = jnp.where(last - current <= tolerance * current, -1.0, current)
         return number + 1, jnp.where(moves, _normalize(sums), directions), label, objective, last
 
-    def continues(carry: tuple[Array, ...]) -> Bool[Array, ""]:
+    def continues(carry: Any) -> Bool[Array, ""]:
         return (carry[0] < iterations) & (carry[4] >= 0)
 
     no_label = jnp.full(valid.shape, directions.shape[0], jnp.int32)

@@ -2,13 +2,14 @@
 
 Tokens fill bins of t / 2 slots, the leaves of a binary tree. Two full sibling bins are halved together: t entries
 become t / 2 in one bin of the next level. The random numbers of a halving depend only on its node in the tree, so that
-the result is the same for any division of the stream into blocks.
+the result does not depend on the division of the stream into blocks.
 
 Reference:
     BalanceKV, Algorithm 4 (MergeAndReduce).
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ class MergeReduceTree:
     log_weight: Float[Array, "S"]  # float32, -inf in empty slots
     level: Int[Array, "bins"]  # int32, number of halvings of the bin's entries; -1 in free bins
     index: Int[Array, "bins"]  # int32
-    count: Int[Array, ""]  # int32, tokens taken in
+    count: Int[Array, ""]  # int32, tokens so far
     clipped: Int[Array, ""]  # int32, decisions whose probability was clipped (the paper's FAIL)
     lost: Int[Array, ""] = fault("tokens came to a merge-and-reduce tree without a free bin and are lost")
     rng: Key[Array, ""]
@@ -183,8 +184,8 @@ def insert(
 
     def insert_leaf(tree: MergeReduceTree, bounds: tuple[Array, Array]) -> tuple[MergeReduceTree, None]:
         start, stop = bounds
-        leaf = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, width), items)
-        return _insert_in_leaf(tree, *leaf, stop - start, halve), None
+        keys, values = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, width), items)
+        return _insert_in_leaf(tree, keys, values, stop - start, halve), None
 
     return jax.lax.scan(insert_leaf, tree, (bounds[:-1], bounds[1:]))[0]
 
@@ -238,16 +239,7 @@ def fill(
     token = jnp.arange(leaves * bin_slots, dtype=jnp.int32).reshape(leaves, bin_slots)
     levels = [_Nodes(token, (token < count).astype(jnp.float32))]
     clipped = jnp.int32(0)
-
-    def halve_group(item: tuple[Array, Array, Array, Array]) -> tuple[_Nodes, Int[Array, ""]]:
-        level, group, token, weight = item
-        value = None if values is None else values[token]
-        halved = _halve(tree, halve, level, group, keys[token], value, weight)
-        # Occupied entries first, so that they fill the first bins of the group.
-        order = jnp.argsort(halved.weight == 0, stable=True)
-        nodes = _Nodes(token[halved.index[order]], halved.weight[order])
-        return nodes, jnp.where(jnp.any(weight > 0), halved.clipped, 0)
-
+    halve_group = functools.partial(_halve_group, tree, halve, keys, values)
     for level, number in enumerate(max_nodes[1:], 1):
         if not number:
             break
@@ -261,6 +253,23 @@ def fill(
         clipped += jnp.sum(group_clipped)
         levels.append(_Nodes(*(x.reshape(-1, bin_slots) for x in nodes)))
     return _gather_bins(dataclasses.replace(tree, clipped=clipped), keys, values, count, num_nodes, levels)
+
+
+def _halve_group(
+    tree: MergeReduceTree,
+    halve: Halve,
+    keys: Float[Array, "T D"],
+    values: Float[Array, "T D_v"] | None,
+    item: tuple[Array, Array, Array, Array],
+) -> tuple[_Nodes, Int[Array, ""]]:
+    """Halves a group of nodes, given its level, number, tokens and weights; counts clipped probabilities."""
+    level, group, token, weight = item
+    value = None if values is None else values[token]
+    halved = _halve(tree, halve, level, group, keys[token], value, weight)
+    # Occupied entries first, so that they fill the first bins of the group.
+    order = jnp.argsort(halved.weight == 0, stable=True)
+    nodes = _Nodes(token[halved.indices[order]], halved.weight[order])
+    return nodes, jnp.where(jnp.any(weight > 0), halved.clipped, 0)
 
 
 def _gather_bins(
@@ -371,7 +380,7 @@ def _merge_if(tree: MergeReduceTree, pair: _Pair, condition: Bool[Array, ""], ha
 
     empty = Halved(offsets, jnp.zeros(bin_slots), jnp.int32(0))
     _, halved = jax.lax.while_loop(lambda carry: carry[0], merge, (condition, empty))
-    source = jnp.where(condition, slots[halved.index], left)
+    source = jnp.where(condition, slots[halved.indices], left)
     log_weight = jnp.where(condition, jnp.log(halved.weight), tree.log_weight[left])
     freed = jnp.where(condition, -jnp.inf, tree.log_weight[right])
     return dataclasses.replace(

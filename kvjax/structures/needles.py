@@ -1,4 +1,4 @@
-"""Needles: tokens whose keys differ from those of their block, which BalanceKV's needle augmentation always keeps."""
+"""Needles: tokens whose keys differ from the keys of their block; BalanceKV's needle augmentation always keeps them."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float

@@ -1,4 +1,4 @@
-"""Helpers for policies that treat every KV head as a stream of its own."""
+"""Helpers for policies that treat every KV head as a separate stream."""
 
 from collections.abc import Callable
 from typing import Any

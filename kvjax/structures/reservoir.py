@@ -49,7 +49,7 @@ def init_reservoir(
         The reservoir.
 
     Raises:
-        ValueError: if there is no slot.
+        ValueError: if `slots` is below 1.
     """
     if slots < 1:
         raise ValueError(f"slots={slots} must be at least 1")
@@ -70,8 +70,8 @@ def extend(
     """Takes T tokens in.
 
     A slot is replaced with probability (mass of the block) / (mass so far, block included), by a token of the block in
-    proportion to the tokens' masses. The joint distribution of all slots is the same for any division of the stream
-    into blocks.
+    proportion to the tokens' masses. The joint distribution of all slots does not depend on the division
+    of the stream into blocks.
 
     Args:
         reservoir: the reservoir.
@@ -121,6 +121,12 @@ def log_weights(reservoir: WeightedReservoir) -> Float[Array, "s"]:
 
     With these log-weights, a sum over the samples is an unbiased estimate of the sum over the stream.
 
+    Args:
+        reservoir: the reservoir.
+
+    Returns:
+        The log-weights.
+
     Reference:
         SubGen, Algorithm 1, line 29.
     """
@@ -134,6 +140,9 @@ def _uniform(rng: Key[Array, ""], shape: tuple[int, ...]) -> Float[Array, "..."]
     """Draws float32 numbers in [0, 1) with a resolution of 2^-32 near 0.
 
     `jax.random.uniform` has a resolution of 2^-23, which would distort probabilities of one in a million.
+
+    Returns:
+        The numbers.
     """
     bits = jax.random.bits(rng, shape, jnp.uint32)
     return jnp.minimum(bits.astype(jnp.float32) * 2.0**-32, 1 - 2.0**-24)

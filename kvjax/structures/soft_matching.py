@@ -91,11 +91,7 @@ class Schedule:
         return lengths[1:]
 
 
-SCHEDULES = {
-    "llama-2": Schedule(0.45, 0.05, 3),
-    "llama-3": Schedule(0.35, 0.1, 2),
-    "qwen": Schedule(0.2, 0.1, 2),
-}
+SCHEDULES = {"llama-2": Schedule(0.45, 0.05, 3), "llama-3": Schedule(0.35, 0.1, 2), "qwen": Schedule(0.2, 0.1, 2)}
 
 
 def merge_most_similar(

@@ -17,7 +17,7 @@ PROMPT_BLOCK = 1024  # tokens of a prompt per update
 
 @state
 class Streams:
-    """What one head keeps of the tokens that left the window."""
+    """One head's structures, for the tokens that left the window."""
 
     reservoir: WeightedReservoir | None
     table: ClusterTable | None

@@ -45,7 +45,7 @@ def init_value_buckets(
         The buckets.
 
     Raises:
-        ValueError: if there is no bucket.
+        ValueError: if `buckets` is below 1.
     """
     if buckets < 1:
         raise ValueError(f"buckets={buckets} must be at least 1")

@@ -47,7 +47,7 @@ def test_walking_balances_better_than_coins():
         one = lambda rng: balance.halve_exactly(rng, *map(jnp.asarray, (keys, values, weights)), **settings)  # noqa: E731
         halve = jax.jit(jax.vmap(one))
         halved = halve(jax.random.split(jax.random.key(0), 20))
-        kept = zip(np.asarray(halved.index), np.asarray(halved.weight), strict=True)
+        kept = zip(np.asarray(halved.indices), np.asarray(halved.weight), strict=True)
         return np.array([np.linalg.norm(sums(index, weight * 256 / weight.sum()) - exact) for index, weight in kept])
 
     assert stats.ttest_ind(errors(4.0), errors(0.0)).pvalue < 1e-3
@@ -120,7 +120,7 @@ def test_softmax_balance_keeps_the_smaller_class_with_twice_the_weight(seed):
     np.testing.assert_array_equal(weight, np.where(np.arange(16) < len(kept), 8.0, 0.0))
     noise = np.where(weights[:, None] > 0, keys, 7.0)
     same = softmax_balance(rng, noise, values, weights, **settings)
-    np.testing.assert_array_equal(same.index, index)
+    np.testing.assert_array_equal(same.indices, index)
 
 
 def test_the_walk_beats_random_signs():
@@ -273,7 +273,7 @@ def test_pairs_conserve_the_total_weight_and_lose_no_lone_entry(weights, seed):
     assert len(set(kept.tolist())) == len(kept) and set(kept.tolist()) <= set(present.tolist())
     noise = np.where(weights[:, None] > 0, keys, 5.0).astype(np.float32)
     again = by_pairs(jax.random.key(seed), noise, np.where(weights[:, None] > 0, values, -4.0), weights)
-    np.testing.assert_array_equal(np.asarray(again.index)[weight > 0], kept)
+    np.testing.assert_array_equal(np.asarray(again.indices)[weight > 0], kept)
 
 
 def test_pairs_are_of_neighbours():
@@ -318,5 +318,5 @@ def test_halving_by_pairs_conserves_weight_at_any_size(key_norm, value_norm):
 
 def test_a_common_factor_of_values_changes_no_choice():
     keys, values = tokens(count=32)
-    near, far = (by_pairs(jax.random.key(0), keys, values * factor, jnp.ones(32)).index for factor in (1.0, 2.0**120))
+    near, far = (by_pairs(jax.random.key(0), keys, values * factor, jnp.ones(32)).indices for factor in (1.0, 2.0**120))
     np.testing.assert_array_equal(near, far)

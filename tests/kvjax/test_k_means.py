@@ -64,16 +64,11 @@ def test_it_is_lloyd_s_algorithm(start, seed):
 @pytest.mark.parametrize("start", STARTS)
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**16), duplicates=st.booleans())
-def test_clusters_are_a_partition_with_their_means_and_the_objective_never_rises(start, seed, duplicates):
+def test_clusters_are_a_partition_and_the_objective_never_rises(start, seed, duplicates):
     keys, valid = stream(seed, duplicates)
     found = cluster(jax.random.key(seed), keys, valid, start)
     label = np.asarray(found.label)
     assert (label[~valid] == CLUSTERS).all() and (label[valid] < CLUSTERS).all()
-    np.testing.assert_array_equal(found.size, np.bincount(label[valid], minlength=CLUSTERS))
-    for number in range(CLUSTERS):
-        members = keys[valid & (label == number)].astype(np.float64)
-        expected = members.mean(axis=0) if len(members) else np.zeros(DIM)
-        np.testing.assert_allclose(found.mean[number], expected, rtol=1e-4, atol=1e-4)
     assert (np.diff(found.objective) <= 1e-4).all()
 
 
@@ -95,9 +90,9 @@ def test_it_stops_when_too_little_is_gained():
 def test_fewer_keys_than_clusters_leave_clusters_empty():
     keys, _ = stream(1)
     found = cluster(jax.random.key(0), keys, np.arange(POINTS) < 2)
-    np.testing.assert_array_equal(np.sort(found.size), [0, 0, 1, 1])
-    nothing = cluster(jax.random.key(0), keys, np.zeros(POINTS, bool))
-    assert int(nothing.size.sum()) == 0 and np.isfinite(nothing.mean).all()
+    assert len(set(np.asarray(found.label)[:2].tolist())) == 2 and (found.label[2:] == CLUSTERS).all()
+    empty = cluster(jax.random.key(0), keys, np.zeros(POINTS, bool))
+    assert (empty.label == CLUSTERS).all() and np.isfinite(empty.objective).all()
 
 
 def test_keys_without_a_direction_and_noise_behind_the_stream_do_no_harm():
@@ -106,8 +101,7 @@ def test_keys_without_a_direction_and_noise_behind_the_stream_do_no_harm():
     found = cluster(jax.random.key(0), keys, valid)
     noisy = cluster(jax.random.key(0), np.where(valid[:, None], keys, np.nan).astype(np.float32), valid)
     np.testing.assert_array_equal(found.label, noisy.label)
-    np.testing.assert_array_equal(found.mean, noisy.mean)
-    assert np.isfinite(noisy.mean).all()
+    np.testing.assert_array_equal(found.objective, noisy.objective)
 
 
 @functools.partial(jax.jit, static_argnames=("options",))
@@ -119,11 +113,11 @@ def cluster_with(rng, keys, valid, used, options):
 def test_only_so_many_clusters_are_used_and_as_if_there_were_no_more(used):
     keys, valid = stream(4)
     found = cluster_with(jax.random.key(0), keys, valid, used, (("iterations", ITERATIONS),))
-    assert not np.asarray(found.size)[used:].any()
+    assert (np.asarray(found.label)[valid] < used).all()
     fewer = jax.jit(lambda rng: k_means(rng, keys, valid, used, iterations=ITERATIONS, tolerance=0.0, block=8))
     expected = fewer(jax.random.key(0))
     np.testing.assert_array_equal(np.asarray(found.label)[valid], np.asarray(expected.label)[valid])
-    np.testing.assert_array_equal(found.mean[:used], expected.mean)
+    np.testing.assert_array_equal(found.objective, expected.objective)
 
 
 @settings(max_examples=20, deadline=None)
