@@ -174,6 +174,18 @@ def begin(policy, spec, keys_of_rows, keys, values, queries, lengths):
     return kvjax.prefill(cache, keys, values, lengths, shown)[0]
 
 
+def prefilled(policy, stream=None, spec=None, lengths=LENGTHS):
+    """Returns the cache after the prompts of a stream, by default the standard one."""
+    stream = make_stream() if stream is None else stream
+    return begin(policy, spec or make_spec(), row_keys(), *prompt_of(stream, lengths), lengths)
+
+
+def decoded(policy, stream=None, spec=None, lengths=LENGTHS):
+    """Returns what `go` returns after the prompts and all later tokens of a stream."""
+    stream = make_stream() if stream is None else stream
+    return go(prefilled(policy, stream, spec, lengths), after(stream, lengths))
+
+
 def last_queries(policy, queries, lengths):
     """As many of every row's last queries as the policy asks for."""
     count = policy.requires.num_prompt_queries(queries.shape[1])

@@ -22,9 +22,11 @@ from tests.kvjax.support import (
     PROMPT,
     after,
     begin,
+    decoded,
     go,
     make_spec,
     make_stream,
+    prefilled,
     prompt_of,
     read_weights,
     row_keys,
@@ -92,10 +94,6 @@ def test_the_error_is_below_that_of_uniform_sampling_at_equal_bytes(walk, min_ga
 
 def reference(**options):
     return BalanceKVReference(20, **SMALL, block_size=8, **options)
-
-
-def prefilled(policy):
-    return begin(policy, make_spec(), row_keys(), *prompt_of(make_stream(), LENGTHS), LENGTHS)
 
 
 def test_reference_weights_are_those_of_the_halvings():
@@ -246,7 +244,7 @@ def test_paper_reads_numerator_and_denominator_from_separate_trees():
 
 @pytest.mark.heavy
 def test_paper_weights_are_powers_of_two():
-    trees = go(prefilled(POLICIES["balancekv_paper"]), after(make_stream(), LENGTHS))[0].state
+    trees = decoded(POLICIES["balancekv_paper"])[0].state
     for tree in (trees.numerator.trees, trees.denominator):
         log_weight = np.asarray(tree.log_weight).reshape(-1, 3, 11)
         level = np.asarray(tree.level).reshape(-1, 3)
@@ -261,7 +259,7 @@ def test_paper_weights_are_powers_of_two():
 
 @pytest.mark.parametrize("walk", ["pairs", "streaming"])
 def test_weights_sum_to_the_tokens(walk):
-    _, _, weights = go(prefilled(kvjax.BalanceKV(30, **SMALL, walk=walk)), after(make_stream(), LENGTHS))
+    _, _, weights = decoded(kvjax.BalanceKV(30, **SMALL, walk=walk))
     for row, length in enumerate(LENGTHS):
         total = length + 1 + np.arange(24)
         np.testing.assert_allclose(weights[row].sum(-1), total[:, None] + np.zeros(2), rtol=1e-3)
@@ -273,7 +271,7 @@ def test_rows_and_heads_draw_different_tokens():
     same = stream._replace(
         keys=np.broadcast_to(one.keys[:, :, :1], stream.keys.shape), values=np.repeat(one.values, 3, axis=0)
     )
-    cache = begin(policy, make_spec(), row_keys(), *prompt_of(same, (37,) * 3), (37,) * 3)
+    cache = prefilled(policy, same, lengths=(37,) * 3)
     kept = np.asarray(read_weights(cache)).reshape(-1, HEAD_DIM) > 0
     assert len(np.unique(kept, axis=0)) == 6
 

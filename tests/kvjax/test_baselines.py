@@ -25,9 +25,11 @@ from tests.kvjax.support import (
     Stream,
     after,
     begin,
+    decoded,
     go,
     make_spec,
     make_stream,
+    prefilled,
     prompt_of,
     row_keys,
     softmax_attention,
@@ -55,8 +57,7 @@ def run(policy, lengths=LENGTHS, stream=None, spec=None):
         Which tokens [B, N, H_kv, D] each KV head reads at every step, after a check that attention reads no others.
     """
     stream = make_stream() if stream is None else stream
-    cache = begin(policy, spec or make_spec(), row_keys(), *prompt_of(stream, lengths), lengths)
-    _, outputs, weights = go(cache, after(stream, lengths))
+    _, outputs, weights = decoded(policy, stream, spec, lengths)
     read = weights > 1e-6
     for row, step, head in itertools.product(range(len(lengths)), (0, NEW - 1), range(KV_HEADS)):
         tokens = np.flatnonzero(read[row, step, head])
@@ -179,7 +180,7 @@ def test_h2o_reads_the_tokens_of_the_published_algorithm(setting):
 
 def test_h2o_accumulates_the_attention_of_appended_tokens_only():
     stream = make_stream()
-    cache = begin(POLICIES["h2o"], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    cache = prefilled(POLICIES["h2o"], stream)
     new, before = after(stream, LENGTHS, 4), cache.state.scores
     _, cache = kvjax.step(cache, new.queries, new.keys, new.values, jnp.array([4, 0, 2]))
     scores = cache.state.scores
@@ -324,8 +325,7 @@ def simulate_cam(stream, row, head, key, sinks=2, recent=7, merged=4):
 
 def test_cam_merges_as_published():
     stream, policy = make_stream(6), kvjax.CaM(9, sinks=2, merged=4, compact_every=1)
-    cache = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    _, outputs, _ = go(cache, after(stream, LENGTHS))
+    _, outputs, _ = decoded(policy, stream)
     merged = left = 0
     for row, head in itertools.product(range(3), range(KV_HEADS)):
         expected, merged_tokens = simulate_cam(stream, row, head, row_keys()[row])
@@ -363,8 +363,7 @@ def test_tokens_that_leave_together_are_merged_into_tokens_that_stay():
     policy, stream = kvjax.CaM(6, sinks=1, merged=3, compact_every=8), make_stream()
     # With queries of zeros all tokens get equal attention, so every token that leaves is merged.
     stream = stream._replace(queries=0 * stream.queries)
-    cache = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    cache, _, _ = go(cache, after(stream, LENGTHS, 8))
+    cache, _, _ = go(prefilled(policy, stream), after(stream, LENGTHS, 8))
     for row, end in enumerate(np.array(LENGTHS) + 8):
         left = np.arange(max(end - 13, 1), end - 5)  # recent or new before, no longer in the window
         values = np.asarray(cache.state.window.values)[row, 0, :5]

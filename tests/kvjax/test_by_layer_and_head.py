@@ -9,35 +9,16 @@ import pytest
 import kvjax
 from kvjax.budget import abstract_cache, row_bytes
 from kvjax.policies.balancekv_reference import BalanceKVReference
-from tests.kvjax.support import (
-    LENGTHS,
-    POLICIES,
-    WINDOW,
-    Stream,
-    after,
-    begin,
-    go,
-    make_spec,
-    make_stream,
-    prompt_of,
-    row_keys,
-    whole_run,
-)
+from tests.kvjax.support import LENGTHS, POLICIES, WINDOW, Stream, decoded, make_spec, make_stream, row_keys, whole_run
 
 EXACT, SLIDING = POLICIES["exact"], POLICIES["streaming_llm"]
-
-
-def run(policy, spec, stream=None):
-    stream = make_stream() if stream is None else stream
-    cache = begin(policy, spec, row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    return go(cache, after(stream, LENGTHS))
 
 
 def test_by_layer_gives_each_layer_its_policy():
     policy = kvjax.ByLayer((EXACT, SLIDING))
     for layer, name in enumerate(("exact", "streaming_llm")):
         spec = make_spec(layer=layer, layers=2)
-        cache, outputs, weights = run(policy, spec)
+        cache, outputs, weights = decoded(policy, spec=spec)
         assert cache.policy == POLICIES[name]
         np.testing.assert_array_equal(outputs, whole_run(name)[1])
         np.testing.assert_array_equal(weights, whole_run(name)[2])
@@ -60,7 +41,7 @@ def test_first_layers_requires_what_either_policy_requires():
 
 def test_by_head_gives_each_head_its_policy():
     policy, half = kvjax.ByHead((SLIDING, EXACT)), make_spec(kv_heads=1, query_heads=2)
-    cache, outputs, weights = run(policy, make_spec())
+    cache, outputs, weights = decoded(policy)
     for head, name in enumerate(("streaming_llm", "exact")):
         queries = slice(2 * head, 2 * head + 2)
         np.testing.assert_allclose(outputs[:, :, queries], whole_run(name)[1][:, :, queries], atol=1e-6)
@@ -77,9 +58,9 @@ def test_by_head_gives_each_head_its_policy():
 
 def test_heads_of_one_policy_need_not_be_adjacent():
     stream, spec = make_stream(kv_heads=4, query_heads=8), make_spec(kv_heads=4, query_heads=8)
-    _, outputs, weights = run(kvjax.ByHead((SLIDING, EXACT, EXACT, SLIDING)), spec, stream)
+    _, outputs, weights = decoded(kvjax.ByHead((SLIDING, EXACT, EXACT, SLIDING)), stream, spec)
     for name, heads in {"exact": (1, 2), "streaming_llm": (0, 3)}.items():
-        _, all_outputs, all_weights = run(POLICIES[name], spec, stream)
+        _, all_outputs, all_weights = decoded(POLICIES[name], stream, spec)
         for head in heads:
             queries = slice(2 * head, 2 * head + 2)
             np.testing.assert_allclose(outputs[:, :, queries], all_outputs[:, :, queries], atol=1e-6)
@@ -92,12 +73,12 @@ def test_groups_of_heads_draw_different_random_numbers():
     assert len(policy.groups()) == 2
     stream = make_stream()
     stream = Stream(np.repeat(stream.keys[:, :, :1], 2, axis=2), stream.values, stream.queries)
-    _, _, weights = run(policy, make_spec(), stream)
+    _, _, weights = decoded(policy, stream)
     assert np.any((weights[0, -1, 0] > 0) != (weights[0, -1, 1] > 0))
 
 
 def test_rows_of_by_head_can_be_taken_and_put_back():
-    cache, _, _ = run(kvjax.ByHead((SLIDING, EXACT)), make_spec())
+    cache, _, _ = decoded(kvjax.ByHead((SLIDING, EXACT)))
     rows = kvjax.take_rows(cache, jax.numpy.array([2, 0, 1]))
     back = kvjax.take_rows(rows, jax.numpy.array([1, 2, 0]))
     for before, later in zip(jax.tree.leaves(cache), jax.tree.leaves(back), strict=True):
@@ -137,4 +118,4 @@ def test_policies_that_do_not_fit_the_model_are_refused(policy, message):
 def test_by_head_refuses_policies_that_pass_state_between_layers():
     needle = BalanceKVReference(20, **WINDOW, block_size=8, needles=4)
     with pytest.raises(ValueError, match="ByHead: BalanceKVReference.* passes state to the next layer, use ByLayer"):
-        run(kvjax.ByHead((needle, needle)), make_spec(layer=1, layers=3))
+        decoded(kvjax.ByHead((needle, needle)), spec=make_spec(layer=1, layers=3))

@@ -18,12 +18,12 @@ from tests.kvjax.support import (
     NEW,
     POLICIES,
     after,
-    begin,
+    decoded,
     each,
     go,
     make_spec,
     make_stream,
-    prompt_of,
+    prefilled,
     read_weights,
     row_keys,
     whole_run,
@@ -31,10 +31,6 @@ from tests.kvjax.support import (
 
 SINKS, RECENT, EVERY = 2, 8, 8
 OPTIONS = {"sinks": SINKS, "recent": RECENT, "compact_every": EVERY, "chunk": 8}
-
-
-def prefilled(policy, stream, spec=None):
-    return begin(policy, spec or make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
 
 
 def outlier_heads(budget, choice):
@@ -85,9 +81,7 @@ def test_equal_keys_in_every_cluster_make_attention_exact(name):
     # Four different keys in long runs. Values differ, so that dropping is not exact.
     stream = make_stream(7)
     stream = stream._replace(keys=3 * stream.keys[:, np.arange(64) // 16])
-    outputs, expected = (
-        go(prefilled(policy, stream), after(stream, LENGTHS))[1] for policy in (POLICIES[name], POLICIES["exact"])
-    )
+    outputs, expected = (decoded(policy, stream)[1] for policy in (POLICIES[name], POLICIES["exact"]))
     error = np.abs(outputs - expected).max()
     assert error > 1e-2 if name == "chelsea_drop" else error < 2e-5
 
@@ -127,8 +121,7 @@ def test_full_heads_take_their_slots_from_the_others(tmp_path):
     # Head 1 of layer 0 is exact; the others are `Chelsea` with the smaller budget.
     np.testing.assert_allclose(outputs[0][:, :, 2:], whole_run("exact")[1][:, :, 2:], atol=1e-5)
     for layer, head, joins in [(0, 0, "mean"), (1, 0, "drop"), (1, 1, "mean")]:
-        alone = prefilled(kvjax.Chelsea(remaining, joins=joins, **OPTIONS), stream)
-        _, expected, _ = go(alone, after(stream, LENGTHS))
+        _, expected, _ = decoded(kvjax.Chelsea(remaining, joins=joins, **OPTIONS))
         queries = slice(2 * head, 2 * head + 2)
         np.testing.assert_allclose(outputs[layer][:, :, queries], expected[:, :, queries], atol=1e-5)
 

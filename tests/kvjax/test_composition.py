@@ -19,6 +19,7 @@ from tests.kvjax.support import (
     Stream,
     after,
     begin,
+    decoded,
     each,
     go,
     make_spec,
@@ -39,9 +40,7 @@ plain_and_quantized = pytest.mark.parametrize("kv_dtype", [None, "int8"])
 @functools.cache
 def run(policy, layer=0, layers=1, kv_dtype=None):
     """Returns the cache and the outputs after the prompt and the decoding of the standard stream."""
-    stream, spec = make_stream(), make_spec(layer=layer, layers=layers, kv_dtype=kv_dtype)
-    cache = begin(policy, spec, row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    return check_run(*go(cache, after(stream, LENGTHS))[:2])
+    return check_run(*decoded(policy, spec=make_spec(layer=layer, layers=layers, kv_dtype=kv_dtype))[:2])
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import pytest
 
 import kvjax
 from kvjax.segment import BlockStoreRead
-from tests.kvjax.support import LENGTHS, after, begin, make_spec, make_stream, prompt_of, row_keys
+from tests.kvjax.support import LENGTHS, after, make_spec, make_stream, prefilled, row_keys
 
 STAGED, STEPS = 8, 20
 SIZES = {"sinks": 2, "recent": 4, "cluster_tokens": 4, "chunk_tokens": 8, "chunk_clusters": 2, "compact_every": STAGED}
@@ -32,10 +32,6 @@ def select(cache, query):
     return selection.block_indices, selection.block_lengths
 
 
-def start(policy):
-    return begin(policy, make_spec(), row_keys(), *prompt_of(make_stream(), LENGTHS), LENGTHS)
-
-
 def tokens_at(tokens, at):
     return tokens.queries[:, at], tokens.keys[:, at], tokens.values[:, at]
 
@@ -44,7 +40,7 @@ def tokens_at(tokens, at):
     "name, steps", [case if case == ("quest", 1) else pytest.param(*case, marks=pytest.mark.heavy) for case in CASES]
 )
 def test_results_are_those_of_the_policy_and_hits_are_counted(name, steps):
-    cache, plain = start(HOSTED[name, steps]), start(PLAIN[name])
+    cache, plain = prefilled(HOSTED[name, steps]), prefilled(PLAIN[name])
     tokens = after(make_stream(), LENGTHS)
     past: list[list[set]] = [[] for _ in LENGTHS]  # of every row, the (head, block) pairs of each of its steps
     requested, hits = np.zeros((2, len(LENGTHS)), int)
@@ -77,7 +73,7 @@ def test_results_are_those_of_the_policy_and_hits_are_counted(name, steps):
 
 def test_several_queries_update_the_block_cache_like_single_ones():
     tokens = after(make_stream(), LENGTHS)
-    together, single = start(HOSTED["clusterkv", 1]), start(HOSTED["clusterkv", 1])
+    together, single = prefilled(HOSTED["clusterkv", 1]), prefilled(HOSTED["clusterkv", 1])
     output, together = step(together, *tokens_at(tokens, slice(6)))
     for number in range(6):
         alone, single = step(single, *tokens_at(tokens, slice(number, number + 1)))
@@ -88,9 +84,9 @@ def test_several_queries_update_the_block_cache_like_single_ones():
 
 
 def test_queries_without_an_appended_token_do_not_change_the_block_cache():
-    cache = start(HOSTED["quest", 1])
+    cache = prefilled(HOSTED["quest", 1])
     query = make_stream().queries[:, :1]
-    plain = kvjax.normalize(kvjax.attend(start(PLAIN["quest"]), query))
+    plain = kvjax.normalize(kvjax.attend(prefilled(PLAIN["quest"]), query))
     np.testing.assert_allclose(kvjax.normalize(kvjax.attend(cache, query)), plain, atol=1e-6)
     zeros = jnp.zeros((len(LENGTHS), 1, 2, query.shape[3]))
     _, cache = step(cache, query, zeros, zeros, jnp.zeros(len(LENGTHS), jnp.int32))
@@ -99,7 +95,7 @@ def test_queries_without_an_appended_token_do_not_change_the_block_cache():
 
 
 def test_rows_are_taken_and_inserted_in_host_memory():
-    cache = start(HOSTED["quest", 1])
+    cache = prefilled(HOSTED["quest", 1])
     rows = kvjax.take_rows(cache, jnp.array([2, 0]))
     inserted = kvjax.insert_rows(rows, kvjax.take_rows(cache, jnp.array([1])), jnp.array([0]))
     original = cache.state.inner.store

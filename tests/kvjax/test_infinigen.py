@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.structures.skew import Skew
-from tests.kvjax.support import HEAD_DIM, LENGTHS, NEW, after, begin, go, make_spec, make_stream, prompt_of, row_keys
+from tests.kvjax.support import HEAD_DIM, LENGTHS, NEW, decoded, make_spec, make_stream, prompt_of, row_keys
 
 KV_HEADS, GROUP, STAGED = 2, 2, 8
 
@@ -49,17 +49,12 @@ def simulate(stream, row, position, stored, budget, alpha, partial, matrices):
     return [set(np.argsort(-head, kind="stable")[:count].tolist()) for head in below]
 
 
-def run(policy, stream, spec):
-    """Returns the outputs [B, N, H_q, D]; values are one-hot, so they show which tokens were read."""
-    cache = begin(policy, spec, row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    return go(cache, after(stream, LENGTHS))[1]
-
-
 @pytest.mark.parametrize("partial, alpha, layer", [(0.2, 2.0, 1), (0.5, 1.0, 0), (1.0, 3.0, 1)])
 def test_queries_read_the_tokens_of_the_published_speculation(skew, skew_file, partial, alpha, layer):
     budget, stream = 9, make_skewed_stream()
     policy = kvjax.InfiniGen(budget, alpha, partial, Skew.load(skew_file), compact_every=STAGED)
-    outputs = run(policy, stream, make_spec(layers=2, layer=layer))
+    # Values are one-hot, so outputs show which tokens were read.
+    _, outputs, _ = decoded(policy, stream, make_spec(layers=2, layer=layer))
     counts = set()
     for row, step in itertools.product(range(3), range(NEW)):
         position = LENGTHS[row] + step
@@ -75,7 +70,7 @@ def test_queries_read_the_tokens_of_the_published_speculation(skew, skew_file, p
 def test_a_skew_does_not_change_products_over_all_dimensions(skew_file):
     stream, spec = make_skewed_stream(), make_spec(layers=2)
     plain, skewed = (
-        run(kvjax.InfiniGen(9, alpha=2.0, partial=1.0, skew=skew, compact_every=STAGED), stream, spec)
+        decoded(kvjax.InfiniGen(9, alpha=2.0, partial=1.0, skew=skew, compact_every=STAGED), stream, spec)[1]
         for skew in (None, Skew.load(skew_file))
     )
     np.testing.assert_allclose(plain, skewed, atol=1e-5)

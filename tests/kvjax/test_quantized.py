@@ -30,6 +30,7 @@ from tests.kvjax.support import (
     go,
     make_spec,
     make_stream,
+    prefilled,
     prompt_of,
     row_keys,
     whole_run,
@@ -66,14 +67,13 @@ MAX_ERROR = {"int8": 0.02, "fp8": 0.15, "int4": 0.35, "int3": 0.7, "int2": 1.4}
 attend, step, compact = jax.jit(kvjax.attend), jax.jit(kvjax.step), jax.jit(kvjax.compact)
 
 
-def prefilled(name, kv_dtype, dtype=jnp.float32):
-    spec = make_spec(dtype=dtype, kv_dtype=kv_dtype)
-    return begin(PLAIN[name], spec, row_keys(), *prompt_of(make_stream(), LENGTHS), LENGTHS)
+def start(name, kv_dtype, dtype=jnp.float32):
+    return prefilled(PLAIN[name], spec=make_spec(dtype=dtype, kv_dtype=kv_dtype))
 
 
 @functools.cache
 def run(name, kv_dtype="int8", dtype=jnp.float32):
-    return go(prefilled(name, kv_dtype, dtype), after(make_stream(), LENGTHS, 20))
+    return go(start(name, kv_dtype, dtype), after(make_stream(), LENGTHS, 20))
 
 
 def bits_of(tree):
@@ -113,7 +113,7 @@ def decode_array(x):
     return decode(x.values, x.scale, x.bits, x.offset)
 
 
-def decoded(cache):
+def unquantized(cache):
     """Returns an unquantized cache with the numbers that a quantized one stores."""
 
     def convert(x):
@@ -142,7 +142,7 @@ def decoded(cache):
 @pytest.mark.parametrize(("name", "kv_dtype"), MATRIX)
 def test_attention_reads_the_stored_numbers(name, kv_dtype):
     caches = [run(name, kv_dtype)[0]]
-    caches.append(decoded(caches[0]))
+    caches.append(unquantized(caches[0]))
     query = jnp.asarray(make_stream().queries[:, 40:44])
     np.testing.assert_allclose(*(kvjax.normalize(attend(cache, query)) for cache in caches), atol=2e-5)
     new = after(make_stream(), LENGTHS, 1, 20)
@@ -186,7 +186,7 @@ def test_outputs_are_near_those_of_the_unquantized_cache(name, kv_dtype):
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])  # keys of fewer bits are stretched
 @pytest.mark.parametrize("name", ["exact", "uniform"])
 def test_stored_numbers_are_the_nearest(name, kv_dtype):
-    form, cache, plain = FORMATS[kv_dtype], prefilled(name, kv_dtype), prefilled(name, None)
+    form, cache, plain = FORMATS[kv_dtype], start(name, kv_dtype), start(name, None)
     quantized, keys = ((one.state if name == "exact" else one.state.window).keys for one in (cache, plain))
     assert quantized.values.dtype == form.dtype and cache.staging.keys.dtype == jnp.float32
     slots = LENGTHS[0] if name == "exact" else 20
@@ -221,7 +221,7 @@ def test_keys_and_values_may_have_different_widths(name):
     """Narrower values take fewer bytes and do not change the logits."""
     sizes, sums = [], []
     for values in ("int4", "int2"):
-        cache = prefilled(name, ("int4", values))
+        cache = start(name, ("int4", values))
         sizes.append(kvjax.cache_bytes(cache).device)
         partials = attend(cache, jnp.asarray(make_stream().queries[:, 40:44]))
         sums.append((partials.max, partials.denominator))
@@ -234,7 +234,7 @@ def test_keys_and_values_may_have_different_widths(name):
 def test_a_quantized_index_selects_the_blocks_of_a_plain_one(name, max_index_bytes):
     stream, selected, sizes = make_stream(), [], []
     for kv_dtype in (None, "int4"):
-        cache = prefilled(name, kv_dtype)
+        cache = start(name, kv_dtype)
         *_, read = cache.policy.segments(cache.state, cache.counters.count[:, None])
         assert isinstance(read, BlockStoreRead)
         sizes.append(array_bytes(read.index))
@@ -280,7 +280,7 @@ def stored_tokens(cache, row, tokens):
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["exact", "infinigen", "quest"])
 def test_growing_stores_write_every_token_once(name, kv_dtype):
-    early, late = prefilled(name, kv_dtype), compact(run(name, kv_dtype)[0])
+    early, late = start(name, kv_dtype), compact(run(name, kv_dtype)[0])
     for row, length in enumerate(LENGTHS):
         pair = (stored_tokens(cache, row, length) for cache in (early, late))
         for before, later in zip(*pair, strict=True):

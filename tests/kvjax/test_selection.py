@@ -25,10 +25,11 @@ from tests.kvjax.support import (
     NEW,
     PROMPT,
     after,
-    begin,
+    decoded,
     go,
     make_spec,
     make_stream,
+    prefilled,
     prompt_of,
     read_weights,
     row_keys,
@@ -76,8 +77,7 @@ def simulate(policy, scores, later):
 )
 def test_the_best_tokens_stay_and_later_tokens_replace_the_lowest(policy):
     stream = make_stream()
-    cache = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    _, _, weights = go(cache, after(stream, LENGTHS), 1)
+    _, _, weights = decoded(policy, stream)
     for (row, length), head in itertools.product(enumerate(LENGTHS), range(2)):
         kept = simulate(policy, stream.keys[row, :length, head, 0], NEW)
         for step in range(NEW):
@@ -113,9 +113,7 @@ def test_heads_share_one_budget(alpha_safeguard, reserve):
     policy = AdaKV(FirstKey(10, sinks=2, compact_every=4, reserve_decode_slots=reserve), alpha_safeguard)
     stream = make_stream()
     stream.keys[:, :, 1, 0] += 3
-    cache, plain = (
-        begin(one, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS) for one in (policy, policy.policy)
-    )
+    cache, plain = (prefilled(one, stream) for one in (policy, policy.policy))
     weights = np.asarray(read_weights(cache))
     for row, length in enumerate(LENGTHS):
         scores = stream.keys[row, :length, :, 0].T.copy()
@@ -139,7 +137,7 @@ def test_a_safeguard_of_one_gives_equal_heads(reserve):
     stream = make_stream()
     runs = []
     for policy in (plain, AdaKV(plain, 1.0)):
-        cache = begin(policy, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+        cache = prefilled(policy, stream)
         runs.append(go(cache, after(stream, LENGTHS), 2)[1:])
     for one, other in zip(*runs, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
@@ -401,8 +399,7 @@ def test_compactor_with_leverage_alone_ranks_like_leverage_scores():
 
 
 def test_all_heads_of_tova_keep_the_same_tokens_and_the_last_one():
-    stream = make_stream()
-    cache = begin(kvjax.TOVA(9, compact_every=4), make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    cache = prefilled(kvjax.TOVA(9, compact_every=4))
     kept = np.asarray(cache.state.values).argmax(-1)
     for row, length in enumerate(LENGTHS):
         tokens = kept[row, :, : min(length, 9)]
@@ -441,10 +438,10 @@ def test_invalid_settings_are_refused(make, message):
 def test_prompts_without_what_a_policy_requires_are_refused():
     prompt = prompt_of(make_stream(), LENGTHS)
     with pytest.raises(ValueError, match="KVzip needs the prompt"):
-        begin(KVzip(24), make_spec(), row_keys(), *prompt, LENGTHS)
+        prefilled(KVzip(24))
     for policy in (LeverageScores(24), kvjax.ExpectedAttention(24), kvjax.Compactor(24)):
         with pytest.raises(ValueError, match="rope_frequencies"):
-            begin(policy, make_spec(rope_frequencies=None), row_keys(), *prompt, LENGTHS)
+            prefilled(policy, spec=make_spec(rope_frequencies=None))
         if policy.requires.prompt_queries:
             with pytest.raises(ValueError, match=f"queries=None, but {type(policy).__name__} needs the queries"):
                 kvjax.prefill(kvjax.init(policy, make_spec(), row_keys()), *prompt[:2], jnp.array(LENGTHS))

@@ -22,7 +22,7 @@ from kvjax.policies.clusterkv_reference import ClusterKVReference
 from kvjax.policy import Policy
 from kvjax.registry import POLICIES as REGISTERED
 from kvjax.registry import parse_value
-from tests.kvjax.support import LENGTHS, POLICIES, WINDOW, begin, make_spec, make_stream, prompt_of, row_keys
+from tests.kvjax.support import POLICIES, WINDOW, make_spec, make_stream, prefilled, row_keys
 
 # For every policy and combinator a function that makes one, and a setting with another value.
 MAKE = {
@@ -225,8 +225,8 @@ def test_the_spec_is_part_of_the_structure(change):
 @pytest.mark.parametrize("other", [kvjax.H2O(20, recent=8, compact_every=8), kvjax.Uniform(20, 3, 7, 8)], ids=repr)
 def test_rows_of_another_policy_are_not_inserted(other, under_jit):
     # The states have equal slots and field names.
-    stream, policy = make_stream(), POLICIES["uniform"]
-    caches = [begin(one, make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS) for one in (policy, other)]
+    policy = POLICIES["uniform"]
+    caches = [prefilled(one) for one in (policy, other)]
     insert = jax.jit(kvjax.insert_rows) if under_jit else kvjax.insert_rows
     for nest in (lambda cache: cache, lambda cache: {"layers": [cache]}):
         with pytest.raises(ValueError) as error:
