@@ -18,20 +18,9 @@ from pallas_kernels.balanced_walk import (
     kernel_matrix,
     thin_pairs,
 )
-from tests.pallas_kernels import traffic
-from tests.pallas_kernels.helpers import (
-    GPU,
-    HAS_GPU_INTERPRETER,
-    check_gpu_grids,
-    check_kernels,
-    float64,
-    make_forms,
-    needs_gpu_interpreter,
-    pick,
-    stack,
-)
+from tests.pallas_kernels import helpers, traffic
 
-FORMS = make_forms(TpuConfig()) | ({"mosaic_gpu": GPU} if HAS_GPU_INTERPRETER else {})
+FORMS = helpers.make_forms(TpuConfig()) | ({"mosaic_gpu": helpers.GPU} if helpers.HAS_GPU_INTERPRETER else {})
 every_form = pytest.mark.parametrize("form", FORMS)
 quick_form = pytest.mark.parametrize("form", [form for form in FORMS if form != "mosaic_tpu_checked"])
 # Within this distance of its probability, a draw may be decided by rounding; so may the nearer of two distances.
@@ -65,16 +54,17 @@ def make(entries=40, head_dim=64, values=True, norm=2.0, empty=(), seed=0):
 
 
 def plain_matrix(block):
-    kernel = np.exp(float64(block.factor) * float64(block.keys) @ float64(block.keys).T - float64(block.shift))
+    keys, factor, shift, offset = map(helpers.float64, (block.keys, block.factor, block.shift, block.offset))
+    kernel = np.exp(factor * keys @ keys.T - shift)
     if block.values is not None:
-        kernel *= float64(block.values) @ float64(block.values).T + float64(block.offset)
+        kernel *= helpers.float64(block.values) @ helpers.float64(block.values).T + offset
     return kernel
 
 
 def compare_signs(found, block, uniforms, gain, weight):
     """Checks that each sign follows from the signs before it; returns the number of clipped decisions."""
     kernel, entries = plain_matrix(block), len(uniforms)
-    gain, weight = (np.broadcast_to(float64(x), entries) for x in (gain, weight))
+    gain, weight = (np.broadcast_to(helpers.float64(x), entries) for x in (gain, weight))
     sums, clipped, close = np.zeros(entries), 0, 0
     for i, sign in enumerate(np.asarray(found.signs)):
         tilt = gain[i] * sums[i]
@@ -90,11 +80,11 @@ def compare_signs(found, block, uniforms, gain, weight):
 
 def compare_pairs(found, block, uniforms, weights, gamma):
     """Checks that each pair follows from the pairs before it; returns the number of clipped decisions."""
-    kernel, weights = plain_matrix(block), float64(weights)
+    kernel, weights = plain_matrix(block), helpers.float64(weights)
     diagonal, largest = np.diagonal(kernel), max(weights.max(), 1e-30)
     free = [*np.flatnonzero(weights > 0), *np.flatnonzero(weights == 0)]
     sums, clipped, close = np.zeros(len(weights)), 0, 0
-    for number, uniform in enumerate(float64(uniforms)):
+    for number, uniform in enumerate(helpers.float64(uniforms)):
         first = free.pop(0)
         distance = np.array([diagonal[j] - 2 * kernel[first, j] if weights[j] > 0 else 3e38 for j in free])
         second = free.pop(int(np.argmin(distance)))
@@ -180,12 +170,12 @@ def test_the_matrix_and_its_diagonal_follow_the_definition(values):
     "options",
     [
         *({**FORMS["mosaic_tpu"], "config": TpuConfig(blocks_per_step)} for blocks_per_step in (1, 4)),
-        pytest.param(GPU, marks=needs_gpu_interpreter),
+        pytest.param(helpers.GPU, marks=helpers.needs_gpu_interpreter),
     ],
     ids=["1 block", "4 blocks", "gpu"],
 )
 def test_vmap_processes_blocks_in_one_kernel(options):
-    inputs = stack(*(make(20, seed=seed, empty=range(17, 17 + seed % 4)) for seed in range(6)))
+    inputs = helpers.stack(*(make(20, seed=seed, empty=range(17, 17 + seed % 4)) for seed in range(6)))
     inputs = jax.tree.map(lambda x: x.reshape(2, 3, *x.shape[1:]), inputs)
 
     def run_both(block, sign_draws, pair_draws, weights):
@@ -193,20 +183,20 @@ def test_vmap_processes_blocks_in_one_kernel(options):
         return assign_signs(block, sign_draws, 0.3, **options), thin_pairs(block, pair_draws, weights, 4.0, **options)
 
     traced = jax.jit(jax.vmap(jax.vmap(run_both))).trace(*inputs)
-    if options is GPU:
-        check_gpu_grids(traced.jaxpr.jaxpr, *[("(6,)", "'blocks',")] * 2)
+    if options is helpers.GPU:
+        helpers.check_gpu_grids(traced.jaxpr.jaxpr, *[("(6,)", "'blocks',")] * 2)
     else:
-        check_kernels(traced.jaxpr, kernels=2)
+        helpers.check_kernels(traced.jaxpr, kernels=2)
     found = traced.lower().compile()(*inputs)
     for at in np.ndindex(2, 3):
-        (signs, pairs), (block, sign_draws, pair_draws, weights) = pick(found, *at), pick(inputs, *at)
+        (signs, pairs), (block, sign_draws, pair_draws, weights) = helpers.pick(found, *at), helpers.pick(inputs, *at)
         compare_signs(signs, block, sign_draws, 0.3, 1.0)
         compare_pairs(pairs, block, pair_draws, weights, 4.0)
 
 
 def test_forms_agree_in_control_flow():
     """A conditional, a loop over groups and a scan, as policies use them."""
-    inputs = stack(*(make(24, seed=seed) for seed in range(4)))
+    inputs = helpers.stack(*(make(24, seed=seed) for seed in range(4)))
 
     @functools.partial(jax.jit, static_argnames="form")
     def halve(inputs, is_wanted, form):

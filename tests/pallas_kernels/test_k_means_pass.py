@@ -8,19 +8,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.k_means import TpuConfig, k_means
-from tests.pallas_kernels import traffic
-from tests.pallas_kernels.helpers import (
-    GPU,
-    check_gpu_grids,
-    check_kernels,
-    float64,
-    make_forms,
-    needs_gpu_interpreter,
-    pick,
-    stack,
-)
+from tests.pallas_kernels import helpers, traffic
 
-FORMS = make_forms(TpuConfig(block_points=128), block_size=128)
+FORMS = helpers.make_forms(TpuConfig(block_points=128), block_size=128)
 every_form = pytest.mark.parametrize("form", FORMS)
 quick_form = pytest.mark.parametrize("form", [form for form in FORMS if form != "mosaic_tpu_checked"])
 TOLERANCE = 2e-6  # relative to norms
@@ -33,7 +23,7 @@ def run(points, centroids, is_valid, num_centroids=None, summands=None, *, form)
 
 @jax.jit
 def run_gpu(points, centroids, is_valid, num_centroids=None, summands=None):
-    return k_means(points, centroids, is_valid, num_centroids=num_centroids, summands=summands, **GPU)
+    return k_means(points, centroids, is_valid, num_centroids=num_centroids, summands=summands, **helpers.GPU)
 
 
 def make(points=300, clusters=11, head_dim=64, seed=0, scale=1.0):
@@ -47,7 +37,7 @@ def make(points=300, clusters=11, head_dim=64, seed=0, scale=1.0):
 def compare(found, points, centroids, is_valid, num_centroids=None, summands=None):
     is_valid, clusters = np.asarray(is_valid), len(centroids)
     used = clusters if num_centroids is None else int(num_centroids)
-    product = np.where(is_valid[:, None], np.nan_to_num(float64(points)), 0) @ float64(centroids).T
+    product = np.where(is_valid[:, None], np.nan_to_num(helpers.float64(points)), 0) @ helpers.float64(centroids).T
     product[:, used:] = -np.inf
     best = product.max(axis=1)
     labels = np.asarray(found.labels)
@@ -62,7 +52,7 @@ def compare(found, points, centroids, is_valid, num_centroids=None, summands=Non
     np.testing.assert_array_equal(labels[is_clear], product.argmax(axis=1)[is_clear])
     np.testing.assert_allclose(found.total_product, best[is_valid].sum(), rtol=1e-5, atol=slack)
     # Sums belong to the clusters of the result.
-    added = np.where(is_valid[:, None], np.nan_to_num(float64(points if summands is None else summands)), 0)
+    added = np.where(is_valid[:, None], np.nan_to_num(helpers.float64(points if summands is None else summands)), 0)
     is_member = labels[None] == np.arange(clusters)[:, None]
     largest = np.linalg.norm(added, axis=1).max(initial=1e-30)
     tolerance = TOLERANCE * largest * np.sqrt(1 + is_member.sum(1).max())
@@ -124,14 +114,16 @@ def test_large_norms(form):
 
 
 def test_vmap_gives_one_kernel():
-    inputs = stack(*(stack(*(make(150, 5, seed=3 * row + head) for head in range(3))) for row in range(2)))
+    inputs = helpers.stack(
+        *(helpers.stack(*(make(150, 5, seed=3 * row + head) for head in range(3))) for row in range(2))
+    )
     used = jnp.array([5, 2])
     iterate = jax.vmap(functools.partial(run, form="mosaic_tpu"), (0, 0, 0, None))
     traced = jax.jit(jax.vmap(iterate)).trace(*inputs, used)
-    check_kernels(traced.jaxpr, kernels=1)
+    helpers.check_kernels(traced.jaxpr, kernels=1)
     found = traced.lower().compile()(*inputs, used)
     for at in np.ndindex(2, 3):
-        compare(pick(found, *at), *pick(inputs, *at), used[at[0]])
+        compare(helpers.pick(found, *at), *helpers.pick(inputs, *at), used[at[0]])
 
 
 @pytest.mark.parametrize("points, clusters, head_dim, other", [(16384, 205, 128, False), (16368, 205, 64, True)])
@@ -144,7 +136,7 @@ def test_the_kernel_reads_every_point_once(points, clusters, head_dim, other):
 
 
 # Several tiles of points and of clusters, of which the last is not full; unused centroids; other summands.
-@needs_gpu_interpreter
+@helpers.needs_gpu_interpreter
 @pytest.mark.parametrize(
     "points, clusters, head_dim, used, other, scale",
     [(100, 70, 64, 66, False, 1.0), (64, 5, 128, None, True, 1.0), (7, 9, 80, 3, False, 200.0)],
@@ -155,16 +147,16 @@ def test_the_gpu_kernels(points, clusters, head_dim, used, other, scale):
     compare(run_gpu(*inputs, used, summands), *inputs, used, summands)
 
 
-@needs_gpu_interpreter
+@helpers.needs_gpu_interpreter
 def test_vmap_gives_two_gpu_kernels():
-    inputs = stack(stack(make(20, 3), make(20, 3, seed=1)))
-    iterate = jax.vmap(jax.vmap(functools.partial(k_means, **GPU)))
+    inputs = helpers.stack(helpers.stack(make(20, 3), make(20, 3, seed=1)))
+    iterate = jax.vmap(jax.vmap(functools.partial(k_means, **helpers.GPU)))
     traced = jax.jit(iterate).trace(*inputs)
     grids = ("(1, 2)", "'tiles', 'batch'"), ("(1, 1, 2)", "'tiles', 'splits', 'batch'")
-    check_gpu_grids(traced.jaxpr.jaxpr, *grids)
+    helpers.check_gpu_grids(traced.jaxpr.jaxpr, *grids)
     found = traced.lower().compile()(*inputs)
     for head in range(2):
-        compare(pick(found, 0, head), *pick(inputs, 0, head))
+        compare(helpers.pick(found, 0, head), *helpers.pick(inputs, 0, head))
 
 
 @pytest.mark.parametrize(

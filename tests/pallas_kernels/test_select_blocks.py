@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.select_blocks import mosaic_tpu, reference, select_blocks
-from tests.pallas_kernels.helpers import CHECKED, check_kernels, pick
+from tests.pallas_kernels import helpers
 
 BLOCK_SIZE = 4
 FORMS = {
     "sorting": reference.select_by_sorting,
     "comparing": reference.select_by_comparing,
     "mosaic_tpu": functools.partial(mosaic_tpu.select_blocks, interpret=True),
-    "mosaic_tpu_checked": functools.partial(mosaic_tpu.select_blocks, interpret=CHECKED),
+    "mosaic_tpu_checked": functools.partial(mosaic_tpu.select_blocks, interpret=helpers.CHECKED),
 }
 QUICK = [form for form in FORMS if form != "mosaic_tpu_checked"]
 
@@ -122,11 +122,11 @@ def test_vmap_gives_one_kernel():
     scores, sizes = np.float32(rng.normal(size=(2, 3, 40))), np.int32(rng.integers(0, 9, (2, 3, 40)))
     first_blocks = np.int32(lay_out(sizes[0, 0]))
     select_heads = jax.vmap(jax.vmap(lambda scores, sizes: select(scores, sizes, first_blocks, 60, 30, "mosaic_tpu")))
-    check_kernels(jax.make_jaxpr(select_heads)(scores, sizes), kernels=1)
+    helpers.check_kernels(jax.make_jaxpr(select_heads)(scores, sizes), kernels=1)
     found = select_heads(scores, sizes)
     for at in np.ndindex(2, 3):
         alone = select(scores[at], sizes[at], first_blocks, 60, 30, "mosaic_tpu")
-        jax.tree.map(np.testing.assert_array_equal, pick(found, *at), alone)
+        jax.tree.map(np.testing.assert_array_equal, helpers.pick(found, *at), alone)
 
 
 @pytest.mark.parametrize(

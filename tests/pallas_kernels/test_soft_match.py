@@ -8,18 +8,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.soft_match import TpuConfig, soft_match
-from tests.pallas_kernels import traffic
-from tests.pallas_kernels.helpers import (
-    GPU,
-    check_gpu_grids,
-    check_kernels,
-    float64,
-    make_forms,
-    needs_gpu_interpreter,
-    pick,
-)
+from tests.pallas_kernels import helpers, traffic
 
-FORMS = make_forms(TpuConfig(block_keys=64))
+FORMS = helpers.make_forms(TpuConfig(block_keys=64))
 every_form = pytest.mark.parametrize("form", FORMS)
 quick_form = pytest.mark.parametrize("form", [form for form in FORMS if form != "mosaic_tpu_checked"])
 TOLERANCE = 2e-6  # of cosines, in float32
@@ -42,7 +33,7 @@ def one_hot(size, slots):
 
 def expected(keys, num_keys, chunk_size):
     """Returns cosines [chunks, A, B], -inf if one of both keys is missing."""
-    keys = float64(keys)
+    keys = helpers.float64(keys)
     slots = -(-len(keys) // chunk_size) * chunk_size
     is_valid = np.arange(slots) < num_keys
     keys = np.where(is_valid[:, None], np.pad(keys, ((0, slots - len(keys)), (0, 0))), 0)
@@ -115,20 +106,20 @@ def test_zero_keys_and_large_norms(form):
     "options, sizes, num_keys, slots, chunk_size",
     [
         (FORMS["mosaic_tpu"], (2, 3), [[100, 51, 0], [7, 100, 99]], 100, 32),
-        pytest.param(GPU, (1, 2), [[128, 77]], 128, 128, marks=needs_gpu_interpreter),
+        pytest.param(helpers.GPU, (1, 2), [[128, 77]], 128, 128, marks=helpers.needs_gpu_interpreter),
     ],
 )
 def test_vmap_gives_one_kernel(options, sizes, num_keys, slots, chunk_size):
     keys = jnp.stack([make(slots, seed=seed) for seed in range(np.prod(sizes))]).reshape(*sizes, slots, 64)
     match = jax.vmap(jax.vmap(lambda keys, num_keys: soft_match(keys, num_keys, chunk_size, **options)))
     traced = jax.jit(match).trace(keys, jnp.array(num_keys))
-    if options is GPU:
-        check_gpu_grids(traced.jaxpr.jaxpr, ("(1, 1, 2)", "'tiles', 'chunks', 'batch'"))
+    if options is helpers.GPU:
+        helpers.check_gpu_grids(traced.jaxpr.jaxpr, ("(1, 1, 2)", "'tiles', 'chunks', 'batch'"))
     else:
-        check_kernels(traced.jaxpr, kernels=1)
+        helpers.check_kernels(traced.jaxpr, kernels=1)
     found = traced.lower().compile()(keys, jnp.array(num_keys))
     for at in np.ndindex(*sizes):
-        compare(pick(found, *at), keys[at], num_keys[at[0]][at[1]], chunk_size)
+        compare(helpers.pick(found, *at), keys[at], num_keys[at[0]][at[1]], chunk_size)
 
 
 @pytest.mark.parametrize("slots, head_dim, dtype", [(16384, 128, "float32"), (16380, 64, "bfloat16")])
@@ -138,7 +129,7 @@ def test_the_kernel_reads_every_key_once(slots, head_dim, dtype):
     traffic.check(traffic.moved(match, keys, run=False).total, keys.nbytes + 8 * slots // 2)
 
 
-@needs_gpu_interpreter
+@helpers.needs_gpu_interpreter
 @pytest.mark.parametrize(
     "slots, head_dim, dtype, chunk_size, num_keys",
     [
@@ -150,14 +141,14 @@ def test_the_kernel_reads_every_key_once(slots, head_dim, dtype):
 )
 def test_the_gpu_kernel(slots, head_dim, dtype, chunk_size, num_keys):
     keys = make(slots, head_dim, dtype)
-    match = jax.jit(functools.partial(soft_match, chunk_size=chunk_size, **GPU))
+    match = jax.jit(functools.partial(soft_match, chunk_size=chunk_size, **helpers.GPU))
     compare(match(keys.at[num_keys:].set(jnp.nan), num_keys), keys, num_keys, chunk_size)
 
 
-@needs_gpu_interpreter
+@helpers.needs_gpu_interpreter
 def test_the_gpu_kernel_chooses_the_first_of_equal_cosines():
     keys = one_hot(64, 256).at[5].set(0.0)
-    found = soft_match(keys, 256, 256, **GPU)
+    found = soft_match(keys, 256, 256, **helpers.GPU)
     np.testing.assert_array_equal(found.partner, expected(keys, 256, 256).argmax(axis=2).reshape(-1))
 
 
