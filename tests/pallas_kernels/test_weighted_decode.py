@@ -1,4 +1,4 @@
-"""Every form of the fused cluster-attention loop against plain float64 sums, and the kernel's traffic."""
+"""Compares all forms of `weighted_decode` with float64 sums, and measures the traffic of the kernels."""
 
 import dataclasses
 import functools
@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import dispatch, packing
 from pallas_kernels.quantized_array import QuantizedArray
@@ -19,591 +17,531 @@ from pallas_kernels.weighted_decode import (
     MASK_VALUE,
     Entries,
     GpuConfig,
-    Partials,
     TpuConfig,
     reference,
     weighted_decode,
     weighted_decode_many,
 )
-from tests.pallas_kernels import traffic
-from tests.pallas_kernels.programs import equations
+from tests.pallas_kernels import helpers, traffic
 
-SMALL = TpuConfig(block_slots=128)
-FORMS = {
-    "xla": {"implementation": "xla"},
-    "mosaic_tpu": {"implementation": "mosaic_tpu", "config": SMALL, "interpret": True},
-    "mosaic_tpu_split": {"implementation": "mosaic_tpu", "config": TpuConfig(128, splits=2), "interpret": True},
-    # The slow interpreter knows memory spaces: it raises on reads out of bounds and on races.
-    "mosaic_tpu_checked": {
-        "implementation": "mosaic_tpu",
-        "config": SMALL,
-        "interpret": pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise"),
-    },
-}
-if jax.default_backend() != "cpu":
-    FORMS["device"] = {}  # the kernel of this machine, as programs run it
+TPU = {"implementation": "mosaic_tpu", "interpret": True}
+FORMS = helpers.make_forms(TpuConfig(block_slots=128))
+FORMS["mosaic_tpu_split"] = {**TPU, "config": TpuConfig(128, splits=2)}
 every_form = pytest.mark.parametrize("form", FORMS)
 quick_form = pytest.mark.parametrize("form", [form for form in FORMS if form in ("xla", "mosaic_tpu", "device")])
-# Relative to the largest sum: what rounding entries, rows and weights to the type costs.
+# Relative to the largest sum: the error of rounding entries, queries and weights to the dtype.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-6, "int8": 2e-6, "float8_e4m3fn": 2e-6}
 
 
 @functools.partial(jax.jit, static_argnames=("form", "logits"))
-def run(rows, entries, form, logits=False):
-    return weighted_decode(rows, entries, logits=logits, **FORMS[form])
+def run(queries, *stores, form, logits=False):
+    return weighted_decode(queries, *stores, logits=logits, **FORMS[form])
 
 
-def make(seed=0, batch=2, heads=2, rows=4, slots=304, head_dim=64, dtype="float32", fields=(), feeds="both",
-         scale=1.0, **others):  # fmt: skip
-    """Queries, and entries with the named weights and scales that feed both sums, or one."""
+def run_gpu(queries, *stores, splits=1, logits=False):
+    # Few splits, so that several blocks use the same memory.
+    return weighted_decode(queries, *stores, logits=logits, config=GpuConfig(stages=2, splits=splits), **helpers.GPU)
+
+
+def make(
+    seed=0, batch=2, heads=2, queries=4, slots=304, head_dim=64, dtype="float32", fields=(), feeds="both", norm=1.0,
+    start=None, stop=None, logit_cap=None,
+):  # fmt: skip
+    """Returns queries, and entries with the log-weights and scales `fields` that feed both sums or one of them."""
     rng = np.random.default_rng(seed)
-    normal = lambda *shape: rng.normal(size=shape)  # noqa: E731
-    stored = [scale * normal(batch, heads, slots, head_dim) for _ in range(2)]
+    per_slot = (batch, heads, slots)
+    keys, values = (norm * rng.normal(size=(*per_slot, head_dim)) for _ in range(2))
     if dtype == "int8":
-        stored = [np.clip(np.round(40 * x), -127, 127) for x in stored]
-    keys, values = (jnp.asarray(x, dtype) for x in stored)
-    given = {name: normal(batch, heads, slots) * (0.02 if "scale" in name else 1.0) for name in fields}
-    given = {name: jnp.asarray(x, jnp.float32) for name, x in given.items()}
-    queries = jnp.asarray(
-        scale * normal(batch, heads, rows, head_dim), "bfloat16" if dtype == "bfloat16" else "float32"
-    )
+        keys, values = (np.clip(np.round(40 * x), -127, 127) for x in (keys, values))
+    keys, values = jnp.asarray(keys, dtype), jnp.asarray(values, dtype)
+    factors = {name: 0.02 if "scale" in name else 1.0 for name in fields}
+    weights = {name: jnp.asarray(x * rng.normal(size=per_slot), jnp.float32) for name, x in factors.items()}
+    query_dtype = "bfloat16" if dtype == "bfloat16" else "float32"
+    q = jnp.asarray(norm * rng.normal(size=(batch, heads, queries, head_dim)), query_dtype)
     if feeds == "numerator":
-        given["log_den"] = jnp.full((batch, heads, slots), -jnp.inf)
-    key_scale, value_scale = given.pop("key_scale", None), given.pop("value_scale", None)
-    keys = keys if key_scale is None else QuantizedArray(keys, key_scale)
-    values = values if value_scale is None else QuantizedArray(values, value_scale)
-    return queries, Entries(keys, None if feeds == "denominator" else values, **given, **others)
+        weights["log_den"] = jnp.full(per_slot, -jnp.inf)
+    if "key_scale" in weights:
+        keys = QuantizedArray(keys, weights.pop("key_scale"))
+    if "value_scale" in weights:
+        values = QuantizedArray(values, weights.pop("value_scale"))
+    start, stop = (None if bound is None else jnp.asarray(bound, jnp.int32) for bound in (start, stop))
+    values = None if feeds == "denominator" else values
+    return q, Entries(keys, values, **weights, start=start, stop=stop, logit_cap=logit_cap)
 
 
-def expected(rows, entries):
-    """max, num and den in float64, max -inf where a row finds no entry."""
-    arrays = {name: np.asarray(x, np.float64) for name, x in entries.slot_arrays.items()}
-    batch, _, count, head_dim = rows.shape
-    slots = entries.slots
-    logits = np.einsum("bhrd,bhsd->bhrs", np.asarray(rows, np.float64), arrays["keys"]) / np.sqrt(head_dim)
-    logits = logits * arrays.get("key_scale", np.ones(slots))[..., None, :]
-    inside = np.ones((batch, count, slots), bool)
+def make_packed(bits, head_dim, value_bits=0, **sizes):
+    """Returns queries, packed entries (with int8 values if `value_bits` is None), and the same entries in float32."""
+    queries, entries = make(head_dim=head_dim, fields=("log_num", "key_scale", "value_scale"), **sizes)
+    rng = np.random.default_rng(bits)
+    packed, plain = {}, {}
+    for name, width in {"keys": bits, "values": bits if value_bits == 0 else value_bits}.items():
+        codes = rng.integers(0, 2 ** (width or 8), entries.keys.shape)
+        numbers = 2 * codes - (2**width - 1) if width else codes - 128
+        x = packing.pack(jnp.asarray(codes, jnp.uint8), width) if width else jnp.asarray(numbers, jnp.int8)
+        scale = getattr(entries, name).scale.astype(jnp.bfloat16)
+        packed[name] = QuantizedArray(x, scale, offset=jnp.ones((*x.shape[:2], head_dim)), bits=width)
+        plain[name] = QuantizedArray(jnp.asarray(numbers, jnp.float32), scale.astype(jnp.float32))
+    stop = jnp.array([[entries.slots], [201]])[: queries.shape[0]]
+    plain = dataclasses.replace(entries, **plain, stop=stop)
+    return queries, dataclasses.replace(plain, **packed), plain
+
+
+def mask_some(entries):
+    """Returns entries of which every seventh log-weight is -inf."""
+    weights = {name: getattr(entries, name) for name in ("log_num", "log_den") if getattr(entries, name) is not None}
+    return dataclasses.replace(entries, **{name: x.at[:, :, ::7].set(-jnp.inf) for name, x in weights.items()})
+
+
+def expected(queries, entries):
+    """Returns maximum (-inf for queries without entries), numerator and denominator."""
+    arrays = {name: helpers.float64(x) for name, x in entries.slot_arrays.items()}
+    slots, ones = np.arange(entries.slots), np.ones(entries.slots)
+    logits = np.einsum("bhrd,bhsd->bhrs", helpers.float64(queries), arrays["keys"]) / np.sqrt(queries.shape[3])
+    logits = logits * arrays.get("key_scale", ones)[..., None, :]
+    is_read = np.ones((len(queries), queries.shape[2], len(slots)), bool)
     for bound, holds in ((entries.start, np.greater_equal), (entries.stop, np.less)):
         if bound is not None:
-            bound = np.asarray(bound)
-            inside &= holds(np.arange(slots), (bound[:, None] if bound.ndim == 1 else bound)[:, :, None])
-    log_num = arrays.get("log_num", np.zeros(slots))
+            is_read &= holds(slots, np.asarray(bound).reshape(len(queries), -1, 1))
+    log_num = arrays.get("log_num", 0 * ones)
     log_den = arrays.get("log_den", log_num)
-    num, den = (np.where(inside[:, None], logits + x[..., None, :], -np.inf) for x in (log_num, log_den))
+    num, den = (np.where(is_read[:, None], logits + x[..., None, :], -np.inf) for x in (log_num, log_den))
     if "values" not in arrays:
         num = np.full_like(num, -np.inf)
-    peak = np.maximum(num, den).max(-1)
-    base = np.where(np.isfinite(peak), peak, 0.0)[..., None]
-    weight = np.exp(num - base) * arrays.get("value_scale", np.ones(slots))[..., None, :]
+    maximum = np.maximum(num, den).max(-1)
+    base = np.where(np.isfinite(maximum), maximum, 0.0)[..., None]
+    weight = np.exp(num - base) * arrays.get("value_scale", ones)[..., None, :]
     values = arrays.get("values", np.zeros(entries.keys.shape))
-    return peak, np.einsum("bhrs,bhsd->bhrd", weight, values), np.exp(den - base).sum(-1)
+    return maximum, np.einsum("bhrs,bhsd->bhrd", weight, values), np.exp(den - base).sum(-1)
 
 
-def compare(found: Partials, rows, entries, tolerance):
-    peak, num, den = expected(rows, entries)
-    some = np.isfinite(peak)
-    np.testing.assert_array_equal(np.asarray(found.max) > MASK_VALUE / 2, some)
-    # Both are relative to a maximum of their own.
-    shift = np.exp(np.where(some, np.asarray(found.max, np.float64) - np.where(some, peak, 0), 0))
-    largest = max(np.abs(num).max(), np.abs(den).max(), 1e-30)
-    for mine, true in (
-        (np.asarray(found.numerator) * shift[..., None], num),
-        (np.asarray(found.denominator) * shift, den),
-    ):
-        assert np.abs(mine - true)[some].max(initial=0) <= tolerance * largest
-    return some
+def compare(found, queries, entries, tolerance=2e-6):
+    return helpers.compare_partials(found, expected(queries, entries), tolerance)
+
+
+def compare_union(found, queries, stores):
+    """Compares partials with sums over the entries of all stores."""
+    maxima, numerators, denominators = zip(*(expected(queries, entries) for entries in stores), strict=True)
+    maximum = np.max(maxima, axis=0)
+    factors = [np.exp(np.where(np.isfinite(one), one - maximum, -np.inf)) for one in maxima]
+    numerator = sum(x * factor[..., None] for x, factor in zip(numerators, factors, strict=True))
+    denominator = sum(x * factor for x, factor in zip(denominators, factors, strict=True))
+    assert helpers.compare_partials(found, (maximum, numerator, denominator), 2e-6).all()
+
+
+def compare_logits(logits, queries, entries):
+    assert logits.shape == (*queries.shape[:3], entries.slots)
+    denominator = expected(queries, dataclasses.replace(entries, values=None))[2]
+    some, logits = denominator > 0, helpers.float64(logits)
+    maximum = logits.max(-1)
+    np.testing.assert_array_equal(maximum > MASK_VALUE / 2, some)
+    weights = np.exp(logits - maximum[..., None])
+    np.testing.assert_allclose(weights.sum(-1)[some], denominator[some], rtol=1e-4)
+    if entries.stop is not None:
+        stop = np.asarray(entries.stop).reshape(len(queries), 1, -1, 1)
+        assert (logits[np.broadcast_to(np.arange(entries.slots) >= stop, logits.shape)] <= MASK_VALUE / 2).all()
 
 
 @quick_form
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_shapes_and_types(form, head_dim, dtype):
+def test_shapes_and_dtypes(form, head_dim, dtype):
     if dtype == "float16" and form == "mosaic_tpu":
-        pytest.skip("no float16 on TPU")
+        pytest.skip("the TPU kernel does not support float16")
     fields = ("key_scale", "value_scale", "log_num") if jnp.dtype(dtype).itemsize == 1 else ("log_num",)
-    rows, entries = make(head_dim=head_dim, dtype=dtype, fields=fields, stop=jnp.array([304, 130]))
-    compare(run(rows, entries, form), rows, entries, TOLERANCE[dtype])
+    inputs = make(head_dim=head_dim, dtype=dtype, fields=fields, stop=[304, 130])
+    compare(run(*inputs, form=form), *inputs, TOLERANCE[dtype])
 
 
 @every_form
-@pytest.mark.parametrize("slots, rows", [(1, 3), (100, 1), (128, 8), (256, 3), (300, 1), (300, 8)])
-def test_any_number_of_slots_and_rows(form, slots, rows):
-    queries, entries = make(rows=rows, slots=slots, head_dim=128)
-    compare(run(queries, entries, form), queries, entries, 2e-6)
+@pytest.mark.parametrize("slots, queries", [(1, 3), (100, 1), (128, 8), (256, 3), (300, 1), (300, 8)])
+def test_any_number_of_slots_and_queries(form, slots, queries):
+    inputs = make(queries=queries, slots=slots, head_dim=128)
+    compare(run(*inputs, form=form), *inputs)
 
 
 RANGES = {
-    "empty row": ([0, 40], [0, 40]),
+    "empty range": ([0, 40], [0, 40]),
     "one slot": ([303, 0], [304, 1]),
     "within a block": ([130, 5], [200, 6]),
     "across blocks": ([120, 1], [140, 299]),
-    "of each row": ([[0, 10, 250, 7], [3, 3, 3, 3]], [[304, 10, 260, 8], [9, 130, 257, 3]]),
+    "of each query": ([[0, 10, 250, 7], [3, 3, 3, 3]], [[304, 10, 260, 8], [9, 130, 257, 3]]),
 }
 
 
 @every_form
 @pytest.mark.parametrize("name", RANGES)
-def test_only_the_occupied_range_is_read(form, name):
-    start, stop = (jnp.array(bound, jnp.int32) for bound in RANGES[name])
-    rows, entries = make(start=start, stop=stop, fields=("log_num",))
-    some = compare(run(rows, entries, form), rows, entries, 2e-6)
+def test_only_slots_in_the_range_are_read(form, name):
+    start, stop = (np.array(bound) for bound in RANGES[name])
+    queries, entries = make(start=start, stop=stop, fields=("log_num",))
+    some = compare(run(queries, entries, form=form), queries, entries)
     assert some.all() == (name in ("one slot", "within a block", "across blocks"))
-    if start.ndim == 1:  # what blocks outside hold does not matter, be it NaN
-        slot = np.arange(304) // 128
-        within = (slot >= np.array(start)[:, None] // 128) & (slot <= (np.array(stop)[:, None] - 1) // 128)
-        spoilt = jnp.where(within[:, None, :, None], entries.keys, jnp.nan)
-        if form != "xla":
-            again = run(rows, Entries(spoilt, entries.values, entries.log_num, start=start, stop=stop), form)
-            compare(again, rows, entries, 2e-6)
+    if start.ndim == 1 and form != "xla":  # blocks outside the range may be NaN
+        block = np.arange(304) // 128
+        is_read = (block >= start[:, None] // 128) & (block <= (stop[:, None] - 1) // 128)
+        spoiled = dataclasses.replace(entries, keys=jnp.where(is_read[:, None, :, None], entries.keys, jnp.nan))
+        compare(run(queries, spoiled, form=form), queries, entries)
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "mosaic_tpu_checked"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("bits", packing.PLANES)
-def test_packed_numbers_are_read_as_what_they_stand_for(form, head_dim, bits):
-    rows, entries, plain = packed(bits, head_dim)
-    found, wide = run(rows, entries, form, logits=True), run(rows, plain, "xla", logits=True)
-    compare(found, rows, plain, 2e-6)
-    read = np.asarray(wide.logits) > MASK_VALUE / 2
-    np.testing.assert_allclose(np.asarray(found.logits)[read], np.asarray(wide.logits)[read], rtol=1e-5, atol=1e-5)
+def test_packed_numbers(form, head_dim, bits):
+    queries, entries, plain = make_packed(bits, head_dim)
+    found = run(queries, entries, form=form, logits=True)
+    compare(found, queries, plain)
+    logits = np.asarray(run(queries, plain, form="xla", logits=True).logits)
+    is_read = logits > MASK_VALUE / 2
+    np.testing.assert_allclose(np.asarray(found.logits)[is_read], logits[is_read], rtol=1e-5, atol=1e-5)
 
 
-def test_packed_numbers_of_many_rows_are_read_too():
-    rows, entries, plain = packed(3, 64, rows=COMPUTE_BOUND_QUERIES)
-    compare(run(rows, entries, "xla"), rows, plain, 2e-6)
+def test_packed_numbers_of_many_queries():
+    queries, entries, plain = make_packed(3, 64, queries=COMPUTE_BOUND_QUERIES)
+    compare(run(queries, entries, form="xla"), queries, plain)
 
 
-def test_blocks_that_are_widened_one_after_the_other_add_up(monkeypatch):
-    rows, entries, plain = packed(4, 64, slots=330)
-    monkeypatch.setattr(reference, "DEQUANTIZED_BLOCK", 128 * rows.shape[0] * rows.shape[1] * 64)
-    found = weighted_decode(rows, entries, logits=True, implementation="xla")
-    compare(found, rows, plain, 2e-6)
-    check_logits(found.logits, rows, plain)
-
-
-@pytest.mark.parametrize("bits", packing.PLANES)
-def test_packed_numbers_move_no_more_bytes_than_have_to(bits):
-    rows, entries, _ = packed(bits, 128, slots=1024)
-    entries = dataclasses.replace(entries, start=None, stop=None)
-    least = sum(x.nbytes for x in (rows, *jax.tree.leaves(entries))) + 4 * rows.shape[0] * 2 * 4 * (128 + 2)
-    call = functools.partial(weighted_decode, implementation="mosaic_tpu", config=SMALL)
-    assert traffic.moved(call, rows, entries, run=False).total <= 1.05 * least
-
-
-def packed(bits, head_dim, value_bits=0, **sizes):
-    """Rows, entries of packed numbers (values in eight bits where theirs are None), and the same entries with every
-    number in float32."""
-    rows, entries = make(head_dim=head_dim, fields=("log_num", "key_scale", "value_scale"), **sizes)
-    rng = np.random.default_rng(bits)
-    widths = {"keys": bits, "values": bits if value_bits == 0 else value_bits}
-    stored, wide = {}, {}
-    for name, width in widths.items():
-        codes = rng.integers(0, 2 ** (width or 8), entries.keys.shape)
-        numbers = 2 * codes - (2**width - 1) if width else codes - 128
-        packed = packing.pack(jnp.asarray(codes, jnp.uint8), width) if width else jnp.asarray(numbers, jnp.int8)
-        scale = getattr(entries, name).scale.astype(jnp.bfloat16)
-        stored[name] = QuantizedArray(packed, scale, offset=jnp.ones((*packed.shape[:2], head_dim)), bits=width)
-        wide[name] = QuantizedArray(jnp.asarray(numbers, jnp.float32), scale.astype(jnp.float32))
-    stop = jnp.array([[entries.slots], [201]])[: rows.shape[0]]
-    plain = dataclasses.replace(entries, **wide, stop=stop)
-    return rows, dataclasses.replace(plain, **stored), plain
+def test_blocks_of_quantized_entries_add_up(monkeypatch):
+    queries, entries, plain = make_packed(4, 64, slots=330)
+    monkeypatch.setattr(reference, "DEQUANTIZED_BLOCK", 128 * queries.shape[0] * queries.shape[1] * 64)
+    found = weighted_decode(queries, entries, logits=True, implementation="xla")
+    compare(found, queries, plain)
+    compare_logits(found.logits, queries, plain)
 
 
 @quick_form
 @pytest.mark.parametrize("feeds", ["both", "numerator", "denominator"])
 @pytest.mark.parametrize("fields", [(), ("log_num", "log_den"), ("log_den",), ("key_scale", "value_scale")])
-def test_every_weight_and_either_sum(form, feeds, fields):
-    rows, entries = make(fields=fields, feeds=feeds)
-    compare(run(rows, masked(entries), form), rows, masked(entries), 2e-6)
-
-
-def masked(entries):
-    """The entries with every seventh log-weight -inf."""
-    given = {name: x for name in ("log_num", "log_den") if (x := getattr(entries, name)) is not None}
-    return dataclasses.replace(entries, **{name: x.at[:, :, ::7].set(-jnp.inf) for name, x in given.items()})
+def test_weights_and_contributions(form, feeds, fields):
+    queries, entries = make(fields=fields, feeds=feeds)
+    entries = mask_some(entries)
+    compare(run(queries, entries, form=form), queries, entries)
 
 
 @every_form
-def test_rows_without_any_entry_are_told(form):
-    rows, entries = make(fields=("log_num",))
-    entries = dataclasses.replace(entries, **{"log_num": jnp.full((2, 2, 304), -jnp.inf).at[0, 0, 303].set(0.0)})
-    some = compare(run(rows, entries, form), rows, entries, 2e-6)
+def test_queries_without_entries(form):
+    queries, entries = make()
+    entries = dataclasses.replace(entries, log_num=jnp.full((2, 2, 304), -jnp.inf).at[0, 0, 303].set(0.0))
+    some = compare(run(queries, entries, form=form), queries, entries)
     assert some[0, 0].all() and some.sum() == some[0, 0].size
 
 
 @every_form
 @pytest.mark.parametrize("feeds", ["both", "numerator"])
 @pytest.mark.parametrize("stop", [None, [130, 0], [[304, 1, 7, 129], [2, 3, 4, 200]]])
-def test_logits_tell_what_each_slot_adds(form, feeds, stop):
-    stop = None if stop is None else jnp.array(stop, jnp.int32)
-    rows, entries = make(fields=("log_num", "log_den", "key_scale"), stop=stop, feeds=feeds)
-    found = run(rows, entries, form, logits=True)
-    compare(found, rows, entries, 2e-6)
-    check_logits(found.logits, rows, entries)
+def test_logits(form, feeds, stop):
+    inputs = make(fields=("log_num", "log_den", "key_scale"), stop=stop, feeds=feeds)
+    found = run(*inputs, form=form, logits=True)
+    compare(found, *inputs)
+    compare_logits(found.logits, *inputs)
 
 
-def check_logits(logits, rows, entries):
-    slots = entries.keys.shape[2]
-    assert logits.shape == (*rows.shape[:3], slots)
-    den = expected(rows, dataclasses.replace(entries, values=None))[2]
-    some = den > 0
-    peak = np.asarray(logits, np.float64).max(-1)
-    weights = np.exp(np.asarray(logits, np.float64) - peak[..., None])
-    np.testing.assert_array_equal(peak > MASK_VALUE / 2, some)
-    np.testing.assert_allclose(weights.sum(-1)[some], den[some], rtol=1e-4)
-    if entries.stop is not None:
-        stop = np.asarray(entries.stop).reshape(len(rows), 1, -1, 1)
-        outside = np.broadcast_to(np.arange(slots) >= stop, logits.shape)
-        assert (np.asarray(logits)[outside] <= MASK_VALUE / 2).all()
-
-
-# What one query reads: large and small, with and without weights, of several types, feeding both sums or one.
+# Large and small, with and without weights, of several dtypes, for both sums or one of them.
 STORES = (
     {"slots": 304, "fields": ("log_num",), "stop": [0, 264]},
     {"slots": 68, "start": [3, 0], "stop": [[60], [0]]},
-    {"slots": 64, "feeds": "denominator", "fields": ("log_num", "log_den"), "scale": 2.0},
+    {"slots": 64, "feeds": "denominator", "fields": ("log_num", "log_den"), "norm": 2.0},
     {"slots": 136, "dtype": "int8", "fields": ("key_scale", "value_scale"), "start": [[0, 130, 9, 7], [5, 5, 5, 5]]},
     {"slots": 8, "feeds": "numerator"},
 )
 
 
 def make_stores(of=STORES, **sizes):
-    """Rows, and entries of several stores."""
-    parts = []
-    for seed, given in enumerate(of):
-        bounds = {name: jnp.array(given[name], jnp.int32) for name in ("start", "stop") if name in given}
-        parts.append(make(seed, **{**given, **bounds, **sizes}))
-    return parts[0][0], [entries for _, entries in parts]
-
-
-def compare_together(found, rows, stores, tolerance):
-    """Against sums over all stores' entries, relative to one maximum."""
-    peaks, nums, dens = zip(*(expected(rows, entries) for entries in stores), strict=True)
-    peak = np.max(peaks, axis=0)
-    factors = [np.exp(np.where(np.isfinite(one), one - peak, -np.inf)) for one in peaks]
-    num = sum(num * factor[..., None] for num, factor in zip(nums, factors, strict=True))
-    den = sum(den * factor for den, factor in zip(dens, factors, strict=True))
-    shift = np.exp(np.asarray(found.max, np.float64) - peak)
-    for mine, true in (
-        (np.asarray(found.numerator) * shift[..., None], num),
-        (np.asarray(found.denominator) * shift, den),
-    ):
-        assert np.abs(mine - true).max() <= tolerance * np.abs(num).max()
+    """Returns queries, and the entries of several stores."""
+    made = [make(seed, **store, **sizes) for seed, store in enumerate(of)]
+    return made[0][0], [entries for _, entries in made]
 
 
 @every_form
 @pytest.mark.parametrize("of", [STORES, STORES[::-1], STORES[1:2]], ids=["in order", "backwards", "one"])
-def test_entries_of_several_stores_count_as_one(form, of):
-    rows, stores = make_stores(of)
+def test_the_union_of_several_stores(form, of):
+    queries, stores = make_stores(of)
     if len(of) == 1:
-        compare(run(rows, stores[0], form), rows, stores[0], 2e-6)
+        compare(run(queries, *stores, form=form), queries, *stores)
         return
-    together = jax.jit(lambda rows, *stores: weighted_decode(rows, *stores, **FORMS[form]))
-    compare_together(together(rows, *stores), rows, stores, 2e-6)
-    text = str(together.trace(rows, *stores).jaxpr)
+    compare_union(run(queries, *stores, form=form), queries, stores)
+    text = str(run.trace(queries, *stores, form=form).jaxpr)
     assert text.count("pallas_call[") == (0 if form in ("xla", "device") else 1)
 
 
-def test_several_stores_have_no_logits_together_and_values_of_one_size():
-    rows, stores = make_stores(STORES[:2])
-    with pytest.raises(ValueError, match="logits=True with 2 stores"):
-        weighted_decode(rows, *stores, logits=True)
-    with pytest.raises(ValueError, match="at least one store"):
-        weighted_decode(rows)
-    wider = dataclasses.replace(stores[1], values=jnp.tile(stores[1].values, 2))
-    with pytest.raises(ValueError, match="must have the same dimension"):
-        weighted_decode(rows, stores[0], wider)
-
-
-def test_each_store_s_occupied_blocks_are_fetched_once():
-    rows, stores = make_stores(({"slots": 1024, "stop": [600, 1024]}, {"slots": 64}), head_dim=128)
-    call = functools.partial(weighted_decode, implementation="mosaic_tpu", config=SMALL, interpret=True)
-    found = traffic.moved(call, rows, *stores, run=False)
-    least = 2 * (640 + 1024 + 2 * 64) * 2 * 128 * 4 + rows.nbytes + 4 * 2 * 2 * 4 * (128 + 2)
-    assert least <= found.total <= 1.05 * least
-
-
 @quick_form
-def test_extreme_logits_neither_overflow_nor_vanish(form):
-    # Norms near 200: logits of some thousands either way.
-    rows, entries = make(scale=200 / 8, head_dim=64)
-    found = run(rows, entries, form)
-    assert all(np.isfinite(np.asarray(part)).all() for part in found[:3])
-    compare(found, rows, entries, 2e-3)
+def test_extreme_logits_cause_no_overflow(form):
+    # Norms near 200 give logits of some thousands.
+    inputs = make(norm=200 / 8, head_dim=64)
+    found = run(*inputs, form=form)
+    assert all(np.isfinite(np.asarray(x)).all() for x in found[:3])
+    compare(found, *inputs, 2e-3)
+
+
+def moved_bytes(queries, *stores, **config):
+    return traffic.moved(functools.partial(weighted_decode, **TPU, **config), queries, *stores, run=False).total
+
+
+@pytest.mark.parametrize("bits", packing.PLANES)
+def test_the_kernel_reads_packed_entries_once(bits):
+    queries, entries, _ = make_packed(bits, 128, slots=1024)
+    parts = {name: dataclasses.replace(getattr(entries, name), offset=None) for name in ("keys", "values")}
+    entries = dataclasses.replace(entries, **parts, start=None, stop=None)
+    least = sum(x.nbytes for x in (queries, *jax.tree.leaves(entries))) + 4 * queries.shape[0] * 2 * 4 * (128 + 2)
+    assert moved_bytes(queries, entries, config=TpuConfig(128)) <= 1.05 * least
+
+
+def test_the_kernel_reads_occupied_blocks_of_several_stores_once():
+    queries, stores = make_stores(({"slots": 1024, "stop": [600, 1024]}, {"slots": 64}), head_dim=128)
+    least = 2 * (640 + 1024 + 2 * 64) * 2 * 128 * 4 + queries.nbytes + 4 * 2 * 2 * 4 * (128 + 2)
+    traffic.check(moved_bytes(queries, *stores, config=TpuConfig(128)), least)
 
 
 @pytest.mark.parametrize(
     "slots, head_dim, dtype, block",
     [(32768, 128, "bfloat16", 4096), (4096, 64, "float32", 1024), (4096, 128, "int8", 2048)],
 )
-def test_no_more_bytes_move_than_have_to(slots, head_dim, dtype, block):
-    batch, heads, rows = 2, 8, 4
-    store = jnp.zeros((batch, heads, slots, head_dim), dtype)
-    of_slots = jnp.zeros((batch, heads, slots))
-    stop = jnp.array([slots, slots // 2], jnp.int32)
-    stored = QuantizedArray(store, of_slots) if dtype == "int8" else store
-    entries = Entries(stored, stored, of_slots, stop=stop)
-    queries = jnp.zeros((batch, heads, rows, head_dim), jnp.bfloat16)
-    found = traffic.moved(
-        lambda *given: weighted_decode(*given, implementation="mosaic_tpu", interpret=True), queries, entries, run=False
-    )
-    per_slot = 2 * head_dim * store.dtype.itemsize + 4 * (3 if dtype == "int8" else 1)
-    least = heads * (slots + slots // 2) * per_slot + queries.nbytes + 4 * batch * heads * rows * (head_dim + 2)
-    assert least <= found.total <= 1.05 * least
-    # Blocks that hold nothing occupied are not fetched: one block more where the range ends inside it.
-    entries = dataclasses.replace(entries, **{"stop": stop + jnp.array([0, 1])})
-    more = traffic.moved(
-        lambda *given: weighted_decode(*given, implementation="mosaic_tpu", interpret=True), queries, entries, run=False
-    )
-    assert more.total - found.total == heads * block * per_slot
+def test_the_kernel_reads_occupied_blocks_once(slots, head_dim, dtype, block):
+    batch, heads, count = 2, 8, 4
+    per_slot = jnp.zeros((batch, heads, slots))
+    stored = jnp.zeros((*per_slot.shape, head_dim), dtype)
+    slot_bytes = 2 * head_dim * stored.dtype.itemsize + 4 * (3 if dtype == "int8" else 1)
+    stored = QuantizedArray(stored, per_slot) if dtype == "int8" else stored
+    queries = jnp.zeros((batch, heads, count, head_dim), jnp.bfloat16)
+
+    def moved(*stop):
+        return moved_bytes(queries, Entries(stored, stored, per_slot, stop=jnp.array(stop, jnp.int32)))
+
+    results = 4 * batch * heads * count * (head_dim + 2)
+    traffic.check(moved(slots, slots // 2), heads * (slots + slots // 2) * slot_bytes + queries.nbytes + results)
+    # One more slot in the next block adds this block.
+    assert moved(slots, slots // 2 + 1) - moved(slots, slots // 2) == heads * block * slot_bytes
 
 
-def test_it_stays_one_kernel_under_vmap():
-    rows, entries = make(batch=2)
-    inner = lambda rows, entries: weighted_decode(rows, entries, **FORMS["mosaic_tpu"])  # noqa: E731
-    stack = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), (rows, entries))
-    jaxpr = str(jax.make_jaxpr(jax.vmap(inner))(*stack))
-    assert jaxpr.count("pallas_call") == 1
-    assert "while[" not in jaxpr and "scan[" not in jaxpr
-    found = jax.vmap(inner)(*stack)
-    for number in range(2):
-        one, other = (jax.tree.map(lambda x, n=number: x[n], part) for part in stack)
-        compare(jax.tree.map(lambda x, n=number: x[n], found), one, other, 2e-6)
+@pytest.mark.parametrize(
+    "attend, inputs",
+    [
+        (functools.partial(weighted_decode, **FORMS["mosaic_tpu"]), [make(), jax.tree.map(lambda x: 2 * x, make())]),
+        pytest.param(
+            run_gpu,
+            [make(batch=1, heads=1, slots=64, seed=seed, stop=[50]) for seed in (0, 1)],
+            marks=helpers.needs_gpu_interpreter,
+        ),
+    ],
+    ids=["tpu", "gpu"],
+)
+def test_vmap_gives_one_kernel(attend, inputs):
+    stacked = helpers.stack(*inputs)
+    jaxpr = jax.make_jaxpr(jax.vmap(attend))(*stacked)
+    if attend is run_gpu:
+        helpers.check_gpu_grids(jaxpr, ("(1, 1, 2)", "'splits', 'heads', 'batch'"))
+    else:
+        helpers.check_kernels(jaxpr, kernels=1)
+    found = jax.vmap(attend)(*stacked)
+    for i in range(2):
+        compare(helpers.pick(found, i), *inputs[i])
 
 
-# Interpreting takes two seconds each: every case is there for several reasons.
+# The interpreter takes two seconds per case, so each case tests several things.
 GPU_CASES = {
-    "bfloat16": {"dtype": "bfloat16", "head_dim": 128, "fields": ("log_num",), "rows": 8},
-    "float16": {"dtype": "float16", "head_dim": 80, "fields": ("log_num",), "rows": 5},
+    "bfloat16": {"dtype": "bfloat16", "head_dim": 128, "fields": ("log_num",), "queries": 8},
+    "float16": {"dtype": "float16", "head_dim": 80, "fields": ("log_num",), "queries": 5},
     "float32": {"head_dim": 96, "slots": 104, "fields": ("log_num", "log_den")},
     "int8": {"dtype": "int8", "head_dim": 128, "fields": ("key_scale", "value_scale", "log_num")},
     "float8": {"dtype": "float8_e4m3fn", "head_dim": 80, "fields": ("key_scale", "value_scale")},
     "wide": {"dtype": "bfloat16", "head_dim": 256, "fields": ("log_den",)},
-    "one block": {"slots": 8, "rows": 17},
+    "one block": {"slots": 8, "queries": 17},
     "numerator": {"feeds": "numerator", "fields": ("log_num", "log_den")},
     "denominator": {"feeds": "denominator", "fields": ("log_num", "log_den")},
-    "norms of 200": {"scale": 200 / 8},
-    "empty row": {"start": [0, 40], "stop": [0, 40], "batch": 2, "splits": None},
+    "norms of 200": {"norm": 200 / 8},
+    "empty range": {"start": [0, 40], "stop": [0, 40], "batch": 2, "splits": None},
     "within blocks": {"start": [130, 303], "stop": [250, 304], "batch": 2, "splits": 2},
-    "of each row": {"start": [[0, 10, 250, 7]], "stop": [[304, 10, 260, 8]], "fields": ("log_num",), "splits": 2},
+    "of each query": {"start": [[0, 10, 250, 7]], "stop": [[304, 10, 260, 8]], "fields": ("log_num",), "splits": 2},
     "logits": {"fields": ("log_num", "log_den"), "stop": [200, 0], "batch": 2, "logits": True, "splits": 2},
-    "logits of each row": {"stop": [[304, 1, 7, 129]], "logits": True},
+    "logits of each query": {"stop": [[304, 1, 7, 129]], "logits": True},
     "heads that end inside tiles": {"heads": 4, "slots": 70, "fields": ("log_num",), "logits": True},
 }
-needs_gpu_interpreter = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter for GPU kernels came with JAX 0.11"
-)
 
 
-def run_for_gpu(rows, entries, splits=1, **settings):
-    # Few splits, so that several blocks pass through the same memory.
-    interpreter = plgpu.InterpretGPUParams(detect_races=True)
-    config = GpuConfig(stages=2, splits=splits)
-    return weighted_decode(rows, entries, implementation="mosaic_gpu", config=config, interpret=interpreter, **settings)
-
-
-@needs_gpu_interpreter
+@helpers.needs_gpu_interpreter
 @pytest.mark.parametrize("case", GPU_CASES)
-def test_the_kernel_for_gpus(case):
-    given = {"batch": 1, "heads": 1} | GPU_CASES[case]
-    settings = {name: given.pop(name) for name in ("splits", "logits") if name in given}
-    bounds = {name: jnp.array(given.pop(name), jnp.int32) for name in ("start", "stop") if name in given}
-    rows, entries = make(**given, **bounds)
-    entries = masked(entries)
-    found = jax.jit(functools.partial(run_for_gpu, **settings))(rows, entries)
-    compare(found, rows, entries, 2e-3 if "scale" in given else TOLERANCE[given.get("dtype", "float32")])
-    if "logits" in settings:
-        check_logits(found.logits, rows, entries)
+def test_the_gpu_kernel(case):
+    sizes = {"batch": 1, "heads": 1} | GPU_CASES[case]
+    options = {name: sizes.pop(name) for name in ("splits", "logits") if name in sizes}
+    queries, entries = make(**sizes)
+    entries = mask_some(entries)
+    found = jax.jit(functools.partial(run_gpu, **options))(queries, entries)
+    compare(found, queries, entries, 2e-3 if "norm" in sizes else TOLERANCE[sizes.get("dtype", "float32")])
+    if "logits" in options:
+        compare_logits(found.logits, queries, entries)
 
 
-@needs_gpu_interpreter
+def count_gpu_launches(jaxpr):
+    return sum(equation.primitive.name == "mpmd_map" for equation in helpers.equations(jaxpr.jaxpr))
+
+
+@helpers.needs_gpu_interpreter
 @pytest.mark.parametrize("splits", [2, None])
-def test_the_kernel_for_gpus_reads_several_stores_in_a_launch_for_each_kind(splits):
-    rows, stores = make_stores(STORES[:4], heads=2)
-    stores[0] = dataclasses.replace(stores[0], stop=jnp.array([1, 264]))
-    interpreter = plgpu.InterpretGPUParams(detect_races=True)
-    options = {"implementation": "mosaic_gpu", "config": GpuConfig(stages=2, splits=splits), "interpret": interpreter}
-    together = jax.jit(lambda rows, *stores: weighted_decode(rows, *stores, **options))
-    traced = together.trace(rows, *stores).jaxpr
-    assert sum(one.primitive.name == "mpmd_map" for one in equations(traced.jaxpr)) == 2
-    compare_together(together(rows, *stores), rows, stores, 2e-6)
+def test_the_gpu_kernel_has_one_launch_per_storage_format(splits):
+    queries, stores = make_stores(({**STORES[0], "stop": [1, 264]}, *STORES[1:4]))
+    traced = jax.jit(functools.partial(run_gpu, splits=splits)).trace(queries, *stores)
+    assert count_gpu_launches(traced.jaxpr) == 2
+    compare_union(traced.lower().compile()(queries, *stores), queries, stores)
 
 
-@needs_gpu_interpreter
+@helpers.needs_gpu_interpreter
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
-def test_the_kernel_for_gpus_multiplies_narrow_floats_in_float16_whatever_their_scales(dtype, size):
-    rows, entries = make(batch=1, heads=1, slots=136, dtype=dtype, fields=("log_num", "key_scale", "value_scale"))
-    # Queries and scales are far out of float16's range, logits and the sums' proportions are not.
-    spread = jnp.asarray(10.0 ** np.random.default_rng(1).uniform(-3, 3, entries.values.scale.shape), jnp.float32)
-    rows = (rows * size).astype(jnp.bfloat16)
+def test_the_gpu_kernel_multiplies_narrow_floats_of_any_scale(dtype, size):
+    queries, entries = make(batch=1, heads=1, slots=136, dtype=dtype, fields=("log_num", "key_scale", "value_scale"))
+    # Queries and scales are out of the range of float16; logits and the ratios of sums are not.
+    spread = 10.0 ** np.random.default_rng(1).uniform(-3, 3, entries.values.scale.shape)
+    queries = (queries * size).astype(jnp.bfloat16)
     keys = dataclasses.replace(entries.keys, scale=entries.keys.scale / size)
-    entries = dataclasses.replace(entries, keys=keys, values=dataclasses.replace(entries.values, scale=spread * size))
-    found = jax.jit(run_for_gpu)(rows, entries)
-    peak, num, den = expected(rows, entries)
-    shift = np.exp(np.asarray(found.max, np.float64) - peak)
-    np.testing.assert_allclose(np.asarray(found.denominator) * shift, den, rtol=2e-6)
-    assert np.abs(np.asarray(found.numerator) * shift[..., None] - num).max() <= 5e-4 * np.abs(num).max()
+    values = dataclasses.replace(entries.values, scale=jnp.asarray(spread, jnp.float32) * size)
+    entries = dataclasses.replace(entries, keys=keys, values=values)
+    found = jax.jit(run_gpu)(queries, entries)
+    maximum, numerator, denominator = expected(queries, entries)
+    shift = np.exp(helpers.float64(found.max) - maximum)
+    np.testing.assert_allclose(np.asarray(found.denominator) * shift, denominator, rtol=2e-6)
+    error = np.asarray(found.numerator) * shift[..., None] - numerator
+    assert np.abs(error).max() <= 5e-4 * np.abs(numerator).max()
 
 
-# Segments of a cache: large and small, with and without weights, of rows of their own, one of another type.
+# Segments of a cache: large and small, with and without weights, one of another dtype.
 PARTS = (
     {"slots": 264, "fields": ("log_num",), "stop": [200, 264]},
     {"slots": 68, "start": [3, 0], "stop": [60, 0]},
-    {"slots": 64, "feeds": "denominator", "fields": ("log_num", "log_den"), "scale": 2.0},
+    {"slots": 64, "feeds": "denominator", "fields": ("log_num", "log_den"), "norm": 2.0},
     {"slots": 72, "dtype": "int8", "fields": ("key_scale", "value_scale")},
 )
 
 
-@needs_gpu_interpreter
+@helpers.needs_gpu_interpreter
 @pytest.mark.parametrize("splits", [2, None])
 @pytest.mark.parametrize("logits", [False, True])
-def test_parts_that_are_stored_alike_share_a_launch(splits, logits):
-    parts = []
-    for seed, given in enumerate(PARTS):
-        bounds = {name: jnp.array(given[name], jnp.int32) for name in ("start", "stop") if name in given}
-        parts.append(make(seed, heads=2, **{**given, **bounds}))
-    options = {"implementation": "mosaic_gpu", "interpret": plgpu.InterpretGPUParams(detect_races=True)}
-    run_all = functools.partial(
-        weighted_decode_many, logits=logits, config=GpuConfig(stages=2, splits=splits), **options
-    )
-    launches = [one for one in equations(jax.make_jaxpr(run_all)(parts).jaxpr) if one.primitive.name == "mpmd_map"]
-    assert len(launches) == 2
-    for found, (rows, entries) in zip(jax.jit(run_all)(parts), parts, strict=True):
-        compare(found, rows, entries, TOLERANCE[entries.slot_arrays["keys"].dtype.name])
+def test_parts_of_one_storage_format_share_a_gpu_launch(splits, logits):
+    parts = [make(seed, **sizes) for seed, sizes in enumerate(PARTS)]
+    config = GpuConfig(stages=2, splits=splits)
+    traced = jax.jit(functools.partial(weighted_decode_many, logits=logits, config=config, **helpers.GPU)).trace(parts)
+    assert count_gpu_launches(traced.jaxpr) == 2
+    for found, part in zip(traced.lower().compile()(parts), parts, strict=True):
+        compare(found, *part)
         if logits:
-            check_logits(found.logits, rows, entries)
+            compare_logits(found.logits, *part)
 
 
-def test_parts_that_a_kernel_cannot_do_are_left_to_xla_and_that_is_said_once(monkeypatch, caplog):
+def test_unsupported_parts_run_in_xla_which_is_logged_once(monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "_default_platform", lambda: "tpu")
-    able, capped = make(), make(logit_cap=20.0)
-    run_both = jax.jit(lambda *parts: weighted_decode_many(parts))
+    parts = make(), make(logit_cap=20.0), make(queries=64)
+    run_parts = jax.jit(lambda *parts: weighted_decode_many(parts))
     for _ in range(2):
-        lowered = run_both.trace(able, capped, make(rows=64)).lower(lowering_platforms=("tpu",)).as_text()
-        run_both.clear_cache()
+        lowered = run_parts.trace(*parts).lower(lowering_platforms=("tpu",)).as_text()
+        run_parts.clear_cache()
     assert lowered.count("tpu_custom_call") == 1
-    assert [record.message for record in caplog.records] == [
-        "weighted_decode: XLA instead of mosaic_tpu: logit_cap=20.0; only XLA caps logits"
-    ]
-    for found, alone in zip(run_both(able, capped, make(rows=64)), (able, capped, make(rows=64)), strict=True):
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, run(*alone, "xla"))
+    message = "weighted_decode: XLA instead of mosaic_tpu: logit_cap=20.0; only XLA caps logits"
+    assert [record.message for record in caplog.records] == [message]
+    for found, part in zip(run_parts(*parts), parts, strict=True):
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+        jax.tree.map(close, found, run(*part, form="xla"))
 
 
-@needs_gpu_interpreter
+@helpers.needs_gpu_interpreter
 @pytest.mark.parametrize("key_bits, value_bits, head_dim", [(4, 4, 64), (3, 3, 128), (4, 2, 128), (2, None, 64)])
-def test_the_kernel_for_gpus_brings_packed_numbers_apart(key_bits, value_bits, head_dim):
-    rows, entries, plain = packed(key_bits, head_dim, value_bits=value_bits, batch=1, heads=1, slots=136)
-    found = jax.jit(run_for_gpu)(rows, entries)
-    compare(found, rows, plain, 2e-6)
+def test_the_gpu_kernel_unpacks_numbers(key_bits, value_bits, head_dim):
+    queries, entries, plain = make_packed(key_bits, head_dim, value_bits=value_bits, batch=1, heads=1, slots=136)
+    compare(jax.jit(run_gpu)(queries, entries), queries, plain)
 
 
-@needs_gpu_interpreter
-def test_the_kernel_for_gpus_reads_nothing_outside_and_tells_rows_without_entries():
-    rows, entries = make(batch=1, fields=("log_num",), stop=jnp.array([64], jnp.int32))
-    entries = dataclasses.replace(entries, **{"log_num": entries.log_num.at[0, 1].set(-jnp.inf)})
-    spoilt = {name: getattr(entries, name).at[:, :, 64:].set(jnp.nan) for name in ("keys", "values", "log_num")}
-    found = run_for_gpu(rows, dataclasses.replace(entries, **{**spoilt}))
-    some = compare(found, rows, entries, 2e-6)
+@helpers.needs_gpu_interpreter
+def test_the_gpu_kernel_reads_nothing_out_of_range():
+    queries, entries = make(batch=1, fields=("log_num",), stop=[64])
+    entries = dataclasses.replace(entries, log_num=entries.log_num.at[0, 1].set(-jnp.inf))
+    spoiled = {name: getattr(entries, name).at[:, :, 64:].set(jnp.nan) for name in ("keys", "values", "log_num")}
+    some = compare(run_gpu(queries, dataclasses.replace(entries, **spoiled)), queries, entries)
     assert some[0, 0].all() and not some[0, 1].any()
 
 
-@needs_gpu_interpreter
-def test_the_kernel_for_gpus_moves_no_more_bytes_than_it_has_to():
-    stop = jnp.array([512], jnp.int32)
-    rows, entries = make(batch=1, heads=1, slots=768, head_dim=128, dtype="bfloat16", fields=("log_num",), stop=stop)
-    found = traffic.copied_for_gpu(run_for_gpu, rows, entries)
-    least = 512 * (2 * 128 * 2 + 4) + rows.nbytes + 4 * 4 * (128 + 2)
-    assert least <= found <= 1.05 * least
+@helpers.needs_gpu_interpreter
+def test_the_gpu_kernel_reads_occupied_blocks_once():
+    queries, entries = make(
+        batch=1, heads=1, slots=768, head_dim=128, dtype="bfloat16", fields=("log_num",), stop=[512]
+    )
+    least = 512 * (2 * 128 * 2 + 4) + queries.nbytes + 4 * 4 * (128 + 2)
+    traffic.check(traffic.copied_for_gpu(run_gpu, queries, entries), least)
 
 
-@needs_gpu_interpreter
-def test_the_kernel_for_gpus_stays_one_under_vmap():
-    one, other = (make(batch=1, heads=1, slots=64, seed=seed, stop=jnp.array([50], jnp.int32)) for seed in (0, 1))
-    stack = jax.tree.map(lambda *x: jnp.stack(x), one, other)
-    jaxpr = jax.make_jaxpr(jax.vmap(run_for_gpu))(*stack)
-    assert not {"scan", "while"} & {equation.primitive.name for equation in jaxpr.eqns}
-    assert re.findall(r"Mesh\(grid=(\([\d, ]*\)), grid_names=\((.*?)\)", str(jaxpr)) == [
-        ("(1, 1, 2)", "'splits', 'heads', 'batch'")
-    ]
-    found = jax.vmap(run_for_gpu)(*stack)
-    for number, given in enumerate((one, other)):
-        compare(jax.tree.map(lambda x, n=number: x[n], found), *given, 2e-6)
-
-
-@pytest.mark.parametrize(
-    "change, error, message",
-    [
-        ({"values": jnp.zeros((2, 2, 303, 64))}, ValueError, r"values has shape \(2, 2, 303, 64\)"),
-        ({"log_den": jnp.zeros((2, 2, 304, 1))}, ValueError, "log_den has shape"),
-        ({"stop": jnp.zeros(3, jnp.int32)}, ValueError, r"stop has shape \(3,\)"),
-        ({"keys": jnp.zeros((2, 2, 304, 64), jnp.float16)}, NotImplementedError, "keys are float16"),
-    ],
-)
-def test_what_does_not_fit_is_refused(change, error, message):
-    rows, entries = make()
-    with pytest.raises(error, match=message):
-        weighted_decode(rows, dataclasses.replace(entries, **{**change}), implementation="mosaic_tpu", interpret=True)
-
-
-@pytest.mark.parametrize("kernel", ["mosaic_tpu", "mosaic_gpu"])
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"logit_cap": 30.0}, "logit_cap=30.0; only XLA caps logits"),
-        ({"values": jnp.ones((2, 2, 304, 32))}, "values have 32 dimensions and keys 64"),
+        ({"values": jnp.zeros((2, 2, 303, 64))}, r"values has shape \(2, 2, 303, 64\)"),
+        ({"log_den": jnp.zeros((2, 2, 304, 1))}, "log_den has shape"),
+        ({"stop": jnp.zeros(3, jnp.int32)}, r"stop has shape \(3,\)"),
+        ({"keys": QuantizedArray(jnp.zeros((2, 2, 304, 32), jnp.uint8), jnp.zeros((2, 2, 304)), bits=2)},
+         r"keys has shape \(2, 2, 304, 128\)"),
+        ({"keys": QuantizedArray(jnp.zeros((2, 2, 304, 64), jnp.int8), jnp.zeros((2, 2, 303)))}, "key_scale has shape"),
     ],
-)
-def test_caps_and_values_of_another_width_are_xlas(kernel, change, message):
-    """Asked for by name a kernel refuses them; left to choose, the operation computes them."""
-    rows, entries = make()
-    changed = dataclasses.replace(entries, **change)
-    with pytest.raises(NotImplementedError, match=message):
-        weighted_decode(rows, changed, implementation=kernel, interpret=True)
-    found = weighted_decode(rows, changed)
-    assert found.numerator.shape == (*rows.shape[:3], changed.values.shape[-1]) and np.isfinite(found.numerator).all()
+)  # fmt: skip
+def test_invalid_shapes_raise(change, message):
+    queries, entries = make()
+    with pytest.raises(ValueError, match=message):
+        weighted_decode(queries, dataclasses.replace(entries, **change), **TPU)
 
 
-def test_unknown_forms_and_many_rows_are_refused():
-    rows, entries = make(rows=64)
-    with pytest.raises(NotImplementedError, match="64 queries"):
-        weighted_decode(rows, entries, implementation="mosaic_tpu", interpret=True)
-    with pytest.raises(ValueError, match="implementation='cuda'"):
-        weighted_decode(rows, entries, implementation="cuda")
-    weighted_decode(rows, entries)  # falls through
-    with pytest.raises(ValueError, match="block_slots=100; it must be None or a multiple of 128"):
-        TpuConfig(block_slots=100)
+def test_invalid_stores_raise():
+    queries, stores = make_stores(STORES[:2])
+    wider = dataclasses.replace(stores[1], values=jnp.tile(stores[1].values, 2))
+    with pytest.raises(ValueError, match="logits=True with 2 stores"):
+        weighted_decode(queries, *stores, logits=True)
+    with pytest.raises(ValueError, match="at least one store"):
+        weighted_decode(queries)
+    with pytest.raises(ValueError, match="must have the same dimension"):
+        weighted_decode(queries, stores[0], wider)
 
 
 @pytest.mark.parametrize(
-    "given, changes, message",
+    "kernel, sizes, change, message",
     [
-        ({"slots": 301}, {}, "2 heads of 301 slots; the copy engine needs a multiple of 8 slots"),
-        ({"head_dim": 72}, {}, "head dimension 72"),
-        ({"head_dim": 256}, {}, "bytes do not fit in shared memory"),
-        ({"rows": 64}, {}, "64 queries"),
-        ({}, {"keys": jnp.zeros((2, 2, 304, 64), jnp.int4)}, "keys are int4"),
-        ({}, {"values": jnp.zeros((2, 2, 304, 64), jnp.bfloat16)}, "keys are float32 and values bfloat16"),
+        ("mosaic_tpu", {}, {"keys": jnp.zeros((2, 2, 304, 64), jnp.float16)}, "keys are float16"),
+        ("mosaic_tpu", {"queries": 64}, {}, "64 queries"),
+        *(
+            (kernel, {}, change, message)
+            for kernel in ("mosaic_tpu", "mosaic_gpu")
+            for change, message in (
+                ({"logit_cap": 30.0}, "logit_cap=30.0; only XLA caps logits"),
+                ({"values": jnp.ones((2, 2, 304, 32))}, "values have 32 dimensions and keys 64"),
+            )
+        ),
+        ("mosaic_gpu", {"slots": 301}, {}, "2 heads of 301 slots; the copy engine needs a multiple of 8 slots"),
+        ("mosaic_gpu", {"head_dim": 72}, {}, "head dimension 72"),
+        ("mosaic_gpu", {"head_dim": 256}, {}, "bytes do not fit in shared memory"),
+        ("mosaic_gpu", {"queries": 64}, {}, "64 queries"),
+        ("mosaic_gpu", {}, {"keys": jnp.zeros((2, 2, 304, 64), jnp.int4)}, "keys are int4"),
+        (
+            "mosaic_gpu",
+            {},
+            {"values": jnp.zeros((2, 2, 304, 64), jnp.bfloat16)},
+            "keys are float32 and values bfloat16",
+        ),
     ],
 )
-def test_what_the_kernel_for_gpus_cannot_do_is_refused(given, changes, message):
-    rows, entries = make(**given)
+def test_kernels_reject_unsupported_arguments_which_xla_supports(kernel, sizes, change, message):
+    queries, entries = make(**sizes)
+    entries = dataclasses.replace(entries, **change)
     with pytest.raises(NotImplementedError, match=message):
-        weighted_decode(rows, dataclasses.replace(entries, **{**changes}), implementation="mosaic_gpu", interpret=True)
+        weighted_decode(queries, entries, implementation=kernel, interpret=True)
+    found = weighted_decode(queries, entries)
+    assert found.numerator.shape == (*queries.shape[:3], entries.value_dim) and np.isfinite(found.numerator).all()
 
 
-@pytest.mark.parametrize("settings", [{"stages": 0}, {"splits": 0}])
-def test_settings_of_the_kernel_for_gpus_are_checked(settings):
-    with pytest.raises(ValueError, match="it must be None or at least 1"):
-        GpuConfig(**settings)
+def test_invalid_implementations_and_configs_raise():
+    with pytest.raises(ValueError, match="implementation='cuda'"):
+        weighted_decode(*make(), implementation="cuda")
+    with pytest.raises(ValueError, match="block_slots=100; it must be None or a multiple of 128"):
+        TpuConfig(block_slots=100)
+    for name in ("stages", "splits"):
+        with pytest.raises(ValueError, match="it must be None or at least 1"):
+            GpuConfig(**{name: 0})
 
 
 @pytest.mark.parametrize("kind, heads, splits", [("TPU v5 lite", 1, 1), ("TPU v5p", 1, 2), ("TPU v5p", 2, 1)])
 def test_cores_that_share_a_program_share_one_head(monkeypatch, kind, heads, splits):
-    device = types.SimpleNamespace(device_kind=kind)
-    monkeypatch.setattr(dispatch, "target", lambda: device)
-    rows, entries = make(batch=1, heads=heads, slots=1100)
-    run_it = functools.partial(weighted_decode, implementation="mosaic_tpu", interpret=True)
-    grids = re.findall(r"grid=\((.*?)\)", str(jax.make_jaxpr(run_it)(rows, entries)))
+    monkeypatch.setattr(dispatch, "target", lambda: types.SimpleNamespace(device_kind=kind))
+    inputs = make(batch=1, heads=heads, slots=1100)
+    attend = functools.partial(weighted_decode, **TPU)
+    grids = re.findall(r"grid=\((.*?)\)", str(jax.make_jaxpr(attend)(*inputs)))
     assert grids == [f"1, {heads}, {splits}, {2 // splits}"]
-    compare(jax.jit(run_it)(rows, entries), rows, entries, 2e-6)
+    compare(jax.jit(attend)(*inputs), *inputs)

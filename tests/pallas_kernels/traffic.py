@@ -116,3 +116,8 @@ def copied_for_gpu(function: Callable[..., Any], *arguments: Any) -> int:
         jax.block_until_ready(function(*arguments))
     assert sizes, "nothing was copied"
     return sum(sizes)
+
+
+def check(found: int, least: int) -> None:
+    """Checks that at most 5% more than the necessary bytes move."""
+    assert least <= found <= 1.05 * least

@@ -1,0 +1,89 @@
+"""Helpers that the tests of several ops share."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.partials import MASK_VALUE
+
+# The slow interpreter simulates memory spaces: it raises on races and on reads out of bounds, and memory that was not
+# written is NaN.
+CHECKED = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise")
+HAS_GPU_INTERPRETER = hasattr(plgpu, "InterpretGPUParams")
+needs_gpu_interpreter = pytest.mark.skipif(not HAS_GPU_INTERPRETER, reason="the GPU interpreter needs JAX 0.11")
+GPU: dict[str, Any] = {"implementation": "mosaic_gpu"}
+if HAS_GPU_INTERPRETER:
+    GPU["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
+
+
+def make_forms(config: Any, **xla: Any) -> dict[str, dict[str, Any]]:
+    """Returns options of an op per form: XLA, the TPU kernel in both interpreters, and the kernel of this machine."""
+    tpu = {"implementation": "mosaic_tpu", "config": config}
+    forms = {
+        "xla": {"implementation": "xla", **xla},
+        "mosaic_tpu": {**tpu, "interpret": True},
+        "mosaic_tpu_checked": {**tpu, "interpret": CHECKED},
+    }
+    return forms if jax.default_backend() == "cpu" else {**forms, "device": {}}
+
+
+def float64(x: Any) -> np.ndarray:
+    return np.asarray(x, np.float64)
+
+
+def pick(tree: Any, *index: int) -> Any:
+    """Returns the arrays of a tree at an index."""
+    return jax.tree.map(lambda x: x[index], tree)
+
+
+def stack(*trees: Any) -> Any:
+    return jax.tree.map(lambda *x: jnp.stack(x), *trees)
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields all equations of a program except those inside kernels."""
+    for equation in jaxpr.eqns:
+        yield equation
+        if equation.primitive.name != "pallas_call":
+            for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "jaxpr") or hasattr(x, "eqns")):
+                if (inner := getattr(inner, "jaxpr", inner)) is not None and hasattr(inner, "eqns"):
+                    yield from equations(inner)
+
+
+def check_kernels(jaxpr: Any, kernels: int) -> None:
+    """Checks that a program has this number of TPU kernels and no loop around them."""
+    names = [equation.primitive.name for equation in equations(jaxpr.jaxpr)]
+    assert names.count("pallas_call") == kernels
+    assert not {"while", "scan"} & set(names)
+
+
+def check_gpu_grids(jaxpr: Any, *grids: tuple[str, str]) -> None:
+    """Checks the grids, as text, of a program's GPU kernels, and that there is no loop around them."""
+    assert not {"scan", "while"} & {equation.primitive.name for equation in jaxpr.eqns}
+    assert re.findall(r"Mesh\(grid=(\([\d, ]*\)), grid_names=\((.*?)\)", str(jaxpr)) == list(grids)
+
+
+def compare_partials(found: Any, expected: tuple[np.ndarray, np.ndarray, np.ndarray], tolerance: float) -> np.ndarray:
+    """Compares partials with a maximum (-inf for queries without entries), a numerator and a denominator.
+
+    Returns:
+        Which queries have entries.
+    """
+    maximum, numerator, denominator = expected
+    some = np.isfinite(maximum)
+    assert found.max.shape == maximum.shape and found.numerator.shape == numerator.shape
+    np.testing.assert_array_equal(np.asarray(found.max) > MASK_VALUE / 2, some)
+    # Both are relative to their maximum.
+    shift = np.exp(np.where(some, float64(found.max) - np.where(some, maximum, 0), 0))
+    largest = max(np.abs(numerator).max(), np.abs(denominator).max(), 1e-30)
+    sums = (float64(found.numerator) * shift[..., None], numerator), (float64(found.denominator) * shift, denominator)
+    for result, reference in sums:
+        assert np.abs(result - reference)[some].max(initial=0) <= tolerance * largest
+    return some
