@@ -109,7 +109,7 @@ def test_what_cannot_be_so_small_is_left_out(done):
     assert "uniform @ 2.5% is left out: " in printed
     # Nobody tells these streams' frequencies: only when the prompt is compressed does it show.
     assert not select(rows, policy="leverage_scores")
-    assert printed.count("leverage_scores @ 50% is left out: keys before their position turned them need spec.") == 4
+    assert printed.count("leverage_scores @ 50% is left out: rotated=False needs CacheSpec.rope_frequencies") == 4
 
 
 def test_intervals():

@@ -23,8 +23,8 @@ def test_the_shape_is_that_of_the_unpacked_array(bits, width):
 
 @pytest.mark.parametrize(
     "index, offset_index",
-    [(1, 1), ((0, slice(1, 3)), (0, slice(1, 3))), ((..., slice(2)), ...), ((slice(None), 2, jnp.array([4, 0])), (slice(None), 2)),
-     ((1, ..., 3), 1)],
+    [(1, 1), ((0, slice(1, 3)), (0, slice(1, 3))), ((..., slice(2)), ...),
+     ((slice(None), 2, jnp.array([4, 0])), (slice(None), 2)), ((1, ..., 3), 1)],
 )  # fmt: skip
 def test_indices_select_vectors(index, offset_index):
     x, axes = make(4), index if isinstance(index, tuple) else (index,)
