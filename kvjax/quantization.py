@@ -146,7 +146,12 @@ def quantize(
         The quantized vectors.
     """
     form = FORMATS[name]
-    x = rotate(x if offset is None else x - offset[..., None, :])
+    if offset is not None:
+        # A vector that equals the offset up to rounding would be quantized noise.
+        noise = 1e-6 * jnp.max(jnp.abs(offset), axis=-1, keepdims=True)[..., None, :]
+        x = x - offset[..., None, :]
+        x = jnp.where(jnp.max(jnp.abs(x), axis=-1, keepdims=True) <= noise, 0.0, x)
+    x = rotate(x)
     peak = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     # In units of the peak, squares neither overflow nor vanish.
     unit = jnp.where(peak == 0, 1.0, peak)

@@ -96,8 +96,9 @@ def register(name: str, policy_class: PolicyClass) -> PolicyClass:
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ValueError(f"name={name!r} must consist of lower-case letters, digits and underscores")
-    parameters = getattr(policy_class, "__dataclass_params__", None)
-    if not (isinstance(policy_class, type) and issubclass(policy_class, Policy) and parameters and parameters.frozen):
+    # A class that inherits from a dataclass without being one has no parameters of its own.
+    parameters = vars(policy_class).get("__dataclass_params__") if isinstance(policy_class, type) else None
+    if not (parameters and parameters.frozen and issubclass(policy_class, Policy)):
         raise TypeError(
             f"policy_class={policy_class!r} must be a frozen dataclass that derives from kvjax.policy.Policy"
         )
