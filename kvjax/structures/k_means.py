@@ -74,16 +74,16 @@ def k_means(
     points = _normalize(keys)
     draw = _draw_uniformly if kmeans_init == "random" else _draw_apart
     directions = points[draw(rng, points, valid, clusters)]
-    num_clusters = jnp.full((), clusters) if num_clusters is None else num_clusters
     sums_keys = centroid_update == "keys"
     tolerance = -jnp.inf if sums_keys else tolerance
+    num_clusters = clusters if num_clusters is None else num_clusters
     refine = functools.partial(_lloyd, num_clusters=num_clusters, tolerance=tolerance, sums_keys=sums_keys, block=block)
     if sample > 1 and iterations > polish:
-        part = points[::sample], keys[::sample], valid[::sample]
-        directions = refine(directions, *part, iterations=iterations - polish)[0]
+        directions = refine(directions, *(x[::sample] for x in (points, keys, valid)), iterations=iterations - polish)[
+            0
+        ]
         iterations = polish
-    _, label, objective, count = refine(directions, points, keys, valid, iterations=iterations)
-    return KMeans(label, objective, count)
+    return KMeans(*refine(directions, points, keys, valid, iterations=iterations)[1:])
 
 
 def _check_settings(
