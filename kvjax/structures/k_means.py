@@ -51,8 +51,7 @@ def k_means(
         num_clusters: clusters that can have keys, the first ones; None for all.
         iterations: maximum number of iterations.
         tolerance: relative decrease of the objective below which iterations stop.
-        kmeans_init: "random" for directions of distinct keys drawn uniformly. "k-means++" for directions drawn one
-            after the other in proportion to 1 - cosine similarity with the nearest one drawn before.
+        kmeans_init: first directions: of distinct keys drawn uniformly ("random"), or drawn by k-means++.
         sample: all but the last `polish` iterations use every `sample`-th key only. The objective then covers the
             last iterations, on all keys.
         polish: iterations over all keys, after those on a sample.
@@ -74,16 +73,15 @@ def k_means(
     points = _normalize(keys)
     draw = _draw_uniformly if kmeans_init == "random" else _draw_apart
     directions = points[draw(rng, points, valid, clusters)]
-    num_clusters = jnp.full((), clusters) if num_clusters is None else num_clusters
     sums_keys = centroid_update == "keys"
     tolerance = -jnp.inf if sums_keys else tolerance
+    num_clusters = clusters if num_clusters is None else num_clusters
     refine = functools.partial(_lloyd, num_clusters=num_clusters, tolerance=tolerance, sums_keys=sums_keys, block=block)
     if sample > 1 and iterations > polish:
-        part = points[::sample], keys[::sample], valid[::sample]
+        part = (x[::sample] for x in (points, keys, valid))
         directions = refine(directions, *part, iterations=iterations - polish)[0]
         iterations = polish
-    _, label, objective, count = refine(directions, points, keys, valid, iterations=iterations)
-    return KMeans(label, objective, count)
+    return KMeans(*refine(directions, points, keys, valid, iterations=iterations)[1:])
 
 
 def _check_settings(

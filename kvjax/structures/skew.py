@@ -55,5 +55,5 @@ def _matrices(path: str, sha256: str) -> Float[np.ndarray, "L H_kv D D"]:
     if skew.ndim != 4 or skew.shape[2] != skew.shape[3]:
         raise ValueError(f"skew={path} has shape {skew.shape}, expected [layers, H_kv, D, D]")
     if np.abs(np.swapaxes(skew, 2, 3) @ skew - np.eye(skew.shape[3])).max() > 1e-3:
-        raise ValueError(f"skew={path} must have orthogonal matrices")
+        raise ValueError(f"skew={path} has matrices that are not orthogonal")
     return skew
