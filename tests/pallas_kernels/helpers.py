@@ -65,7 +65,7 @@ def check_kernels(jaxpr: Any, kernels: int) -> None:
 
 
 def check_gpu_grids(jaxpr: Any, *grids: tuple[str, str]) -> None:
-    """Checks the grids, as text, of a program's GPU kernels, and that there is no loop around them."""
+    """Checks the grids, as text, of a program's GPU kernels, and that they are not in a loop."""
     assert not {"scan", "while"} & {equation.primitive.name for equation in jaxpr.eqns}
     assert re.findall(r"Mesh\(grid=(\([\d, ]*\)), grid_names=\((.*?)\)", str(jaxpr)) == list(grids)
 

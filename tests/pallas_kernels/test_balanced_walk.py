@@ -179,7 +179,7 @@ def test_vmap_processes_blocks_in_one_kernel(options):
     inputs = jax.tree.map(lambda x: x.reshape(2, 3, *x.shape[1:]), inputs)
 
     def run_both(block, sign_draws, pair_draws, weights):
-        # Some arguments are the same for all blocks.
+        # All blocks share some arguments.
         return assign_signs(block, sign_draws, 0.3, **options), thin_pairs(block, pair_draws, weights, 4.0, **options)
 
     traced = jax.jit(jax.vmap(jax.vmap(run_both))).trace(*inputs)

@@ -1,4 +1,4 @@
-"""The benchmarks run, in small, wherever the tests do."""
+"""Tests that the benchmarks run at small shapes on this machine."""
 
 import dataclasses
 import importlib
@@ -36,18 +36,18 @@ def test_every_op_has_a_benchmark_that_runs(op, tmp_path, monkeypatch, capsys):
     assert all(row["case"] in shown for row in rows)
 
 
-def test_a_program_of_many_calls_makes_them_all():
+def test_a_program_makes_all_calls():
     calls = []
 
     def counted(x):
-        # Pure as far as the compiler knows: it could be called once for all, were nothing in the way.
+        # The compiler takes it for pure and could hoist the call.
         return jax.pure_callback(lambda x: calls.append(1) or x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
     benchmarking._program_seconds(benchmarking.Form(counted, (jnp.ones(4),)), calls=7, measurements=2)
     assert len(calls) == 7 * 3  # once to compile
 
 
-def test_a_form_that_cannot_run_is_told():
+def test_a_form_that_cannot_run_is_reported():
     def fails(x):
         raise NotImplementedError("no such unit")
 

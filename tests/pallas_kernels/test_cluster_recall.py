@@ -87,7 +87,7 @@ def make_packed(key_bits, value_bits, head_dim, **sizes):
 
 
 def expected(inputs):
-    """Returns maximum (-inf if nothing is read), numerator and denominator, token by token."""
+    """Returns maximum (-inf without tokens), numerator and denominator, token by token."""
     queries, blocks, indices, lengths = inputs
     queries, entries = helpers.float64(queries), helpers.float64(blocks.entries)
     batch, heads, _, head_dim = queries.shape

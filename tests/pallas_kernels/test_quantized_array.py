@@ -22,21 +22,26 @@ def test_the_shape_is_that_of_the_unpacked_array(bits, width):
 
 
 @pytest.mark.parametrize(
-    "index, offset_index",
-    [(1, 1), ((0, slice(1, 3)), (0, slice(1, 3))), ((..., slice(2)), ...),
-     ((slice(None), 2, jnp.array([4, 0])), (slice(None), 2)), ((1, ..., 3), 1)],
-)  # fmt: skip
-def test_indices_select_vectors(index, offset_index):
-    x, axes = make(4), index if isinstance(index, tuple) else (index,)
+    "index, slots, offset_index",
+    [
+        (1, (1,), 1),
+        ((0, slice(1, 3)), (0, slice(1, 3)), (0, slice(1, 3))),
+        ((..., slice(2)), (slice(None), slice(None), slice(2)), ...),
+        ((1, ..., 3), (1, slice(None), 3), 1),
+        ((slice(None), 2, jnp.array([4, 0])), (slice(None), 2, jnp.array([4, 0])), (slice(None), 2)),
+    ],
+)
+def test_indices_select_vectors(index, slots, offset_index):
+    x = make(4)
     found = x[index]
-    np.testing.assert_array_equal(found.scale, x.scale[axes])
-    np.testing.assert_array_equal(found.values, x.values[(*axes, slice(None))] if ... in axes[:1] else x.values[axes])
+    np.testing.assert_array_equal(found.scale, x.scale[slots])
+    np.testing.assert_array_equal(found.values, x.values[slots])
     np.testing.assert_array_equal(found.offset, x.offset[offset_index])
     assert found.bits == 4
 
 
 def test_the_last_axis_is_not_indexed():
-    with pytest.raises(IndexError, match=r"got 4 indices for shape \(2, 3, 5, 16\)"):
+    with pytest.raises(IndexError, match=r"4 indices for a QuantizedArray of shape \(2, 3, 5, 16\)"):
         make()[0, 0, 0, 0]
 
 

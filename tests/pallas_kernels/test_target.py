@@ -1,4 +1,4 @@
-"""Kernels go by the device that a program is compiled for."""
+"""Tests that kernels depend on the device that a program is compiled for."""
 
 import importlib.util
 
@@ -14,14 +14,14 @@ def mesh_of(kind, cores, platform):
 
 
 @pytest.mark.parametrize("kind, cores", [("TPU v5 lite", 1), ("TPU v5", 2), ("TPU v6 lite", 1), ("TPU v4", 2)])
-def test_a_program_is_cut_for_the_cores_of_its_target(kind, cores):
+def test_programs_use_the_cores_of_their_target(kind, cores):
     with jax.sharding.use_abstract_mesh(mesh_of(kind, cores, "tpu")):
         assert dispatch.tensor_cores() == cores
     assert dispatch.target() == jax.local_devices()[0]
 
 
 @pytest.mark.parametrize(
-    "kind, able",
+    "kind, is_supported",
     [
         ("NVIDIA H100 80GB HBM3", True),
         ("NVIDIA H200 141GB HBM3e", True),
@@ -32,11 +32,11 @@ def test_a_program_is_cut_for_the_cores_of_its_target(kind, cores):
         ("NVIDIA L4", False),
     ],
 )
-def test_only_programs_for_hopper_take_its_kernels(kind, able, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # as where the compiler is installed
+def test_only_programs_for_hopper_use_its_kernels(kind, is_supported, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # as if the compiler were installed
     with jax.sharding.use_abstract_mesh(mesh_of(kind, 148, "gpu")):
         assert hopper._multiprocessors() == 148
-        if able:
+        if is_supported:
             hopper.check_device()
         else:
             with pytest.raises(NotImplementedError, match=kind):

@@ -1,8 +1,8 @@
-"""How many bytes kernels move between main memory and the chip, counted from what they do.
+"""Counts the bytes that kernels move between main memory and the chip.
 
-Blocks of the pipeline are counted from the specs' index maps: a block is fetched when its number changes from one step
-of the grid to the next, and an output is written back likewise. Copies that a kernel starts itself are recorded as the
-interpreter carries them out. Nothing is taken from a kernel's own estimate.
+Blocks of the pipeline are counted by the index maps of their specs: a block is fetched when its index changes from one
+step of the grid to the next, and an output block is written likewise. Copies that a kernel starts itself are recorded
+by the interpreter. Estimates of the kernels are not used.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 
 class Moved(NamedTuple):
-    """Bytes that crossed between main memory and the chip."""
+    """Bytes that moved between main memory and the chip."""
 
     blocks: int  # fetched and written by pipelines
-    copies: int  # of the kernels' own
+    copies: int  # started by kernels
     scalars: int  # prefetched
 
     @property
@@ -34,29 +34,32 @@ class Moved(NamedTuple):
 
 
 def moved(function: Callable[..., Any], *arguments: Any, run: bool = True) -> Moved:
-    """Counts what the kernels of a function move, which must not be under jit.
+    """Counts the bytes that the kernels of a function move.
 
     Args:
-        run: carry the kernels out, interpreted by `pltpu.InterpretParams`, to see their own copies. Without it their
-            results are zeros, which is enough for kernels that leave all moving to the pipeline.
+        function: A function that is not jitted.
+        *arguments: Its arguments.
+        run: Whether to run the kernels, interpreted by `pltpu.InterpretParams`, to record their copies. Otherwise their
+            results are zeros, which is enough for kernels that only use the pipeline.
+
+    Returns:
+        The bytes of all kernels.
     """
     calls: list[tuple[int, int]] = []
     real = pl.pallas_call
 
-    def counting(kernel, *args, grid_spec=None, **kwargs):
-        given = {} if grid_spec is None else {"grid_spec": grid_spec}
-        call = real(kernel, *args, **given, **kwargs)
-        spec = grid_spec or pl.GridSpec(kwargs.get("grid", ()), kwargs["in_specs"], kwargs["out_specs"])
+    def counting(kernel, *args, grid_spec, **kwargs):
+        call = real(kernel, *args, grid_spec=grid_spec, **kwargs)
 
         def called(*operands):
             if run:
                 results = call(*operands)
             else:
                 results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(call, *operands))
-            scalars = operands[: getattr(spec, "num_scalar_prefetch", 0)]
+            scalars = operands[: grid_spec.num_scalar_prefetch]
             arrays = [*operands[len(scalars) :], *jax.tree.leaves(results)]
-            specs = jax.tree.leaves((spec.in_specs, spec.out_specs), is_leaf=lambda x: isinstance(x, pl.BlockSpec))
-            blocks = [_block_bytes(*pair, spec.grid, scalars) for pair in zip(specs, arrays, strict=True)]
+            specs = [*grid_spec.in_specs, *grid_spec.out_specs]
+            blocks = [_block_bytes(*pair, grid_spec.grid, scalars) for pair in zip(specs, arrays, strict=True)]
             calls.append((sum(blocks), sum(x.nbytes for x in scalars)))
             return results
 
@@ -69,9 +72,9 @@ def moved(function: Callable[..., Any], *arguments: Any, run: bool = True) -> Mo
 
 
 def _block_bytes(spec: pl.BlockSpec, array: Any, grid: tuple[int, ...], scalars: tuple[Any, ...]) -> int:
-    """Bytes of an operand's blocks, each as far as it lies within the array, whenever they change."""
+    """Returns the bytes of an operand's blocks, clipped to the array, whenever the block changes."""
     if spec.memory_space in (pl.ANY, pltpu.HBM):
-        return 0  # the kernel copies for itself
+        return 0  # the kernel copies it
     if spec.index_map is None or spec.block_shape is None:
         return array.nbytes
     steps = np.array(list(itertools.product(*map(range, grid))), np.int32).reshape(-1, len(grid))
@@ -85,7 +88,7 @@ def _block_bytes(spec: pl.BlockSpec, array: Any, grid: tuple[int, ...], scalars:
 
 @contextlib.contextmanager
 def _recorded_copies() -> Iterator[list[int]]:
-    """The bytes of every copy to or from main memory that the interpreter carries out."""
+    """Records the bytes of every copy to or from main memory."""
     sizes: list[int] = []
     read = interpreter.DMA.execute_read
     main_memory = {interpreter.TPU_MEMORY_SPACE_IDXS[space] for space in (pl.ANY, pltpu.HBM)}
@@ -101,8 +104,10 @@ def _recorded_copies() -> Iterator[list[int]]:
 
 
 def copied_for_gpu(function: Callable[..., Any], *arguments: Any) -> int:
-    """Bytes that kernels interpreted by `plgpu.InterpretGPUParams` copy between main and shared memory. The few numbers
-    that they read from main memory by themselves are not among them."""
+    """Returns the bytes that kernels interpreted by `plgpu.InterpretGPUParams` copy between main and shared memory.
+
+    The few numbers that they read from main memory directly are not counted.
+    """
     interpreter = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
     sizes: list[int] = []
     copy = interpreter.AsyncCopyTask.__call__
