@@ -97,7 +97,9 @@ def test_chat_models_get_a_turn_around_the_prompt(plain, words, longest, tmp_pat
     text = lambda prompt: chat.decode([*prompt.context, *prompt.question])  # noqa: E731
     # Around what there is without a template, cut as that is; the text's first token stands there once.
     assert text(turn) == f"<user> {text(own).strip()} <reply>"
-    assert turn.context[: len(plain.prefix_ids)] == list(plain.prefix_ids) and plain.prefix_ids[0] not in turn.context[1:]
+    assert (
+        turn.context[: len(plain.prefix_ids)] == list(plain.prefix_ids) and plain.prefix_ids[0] not in turn.context[1:]
+    )
     # What asks, and what follows it, is not part of what is compressed.
     assert chat.decode(turn.question) == f"{example.problem.question.strip()} <reply>"
     assert longbench.prompt_of(chat, example, longest, chat=False) == own
