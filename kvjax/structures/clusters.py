@@ -183,7 +183,7 @@ def select_head_blocks(
         return jax.vmap(select)(scores)
 
     selected = per_head(select_head)(scores, sizes, first_block)
-    return jax.tree.map(lambda x: x.reshape(x.shape[0], -1, x.shape[3]), selected)
+    return jax.tree.map(lambda x: x.reshape(x.shape[0], x.shape[1] * x.shape[2], x.shape[3]), selected)
 
 
 def group_score(logits: Float[Array, "B H_kv G C"], size: Int[Array, "B H_kv C"]) -> Float[Array, "B H_kv C"]:
