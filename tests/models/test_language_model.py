@@ -67,9 +67,14 @@ def test_many_prompts_come_in_order_with_the_text_of_each_alone(llm):
 
 
 def test_what_may_begin_an_end_is_not_shown_before_it_is_known():
-    assert [completions._settled(text, ["\n\n", "END"]) for text in ("", "a", "a long\n", "text\ufffd")] == [0, 0, 5, 2]
-    assert completions._settled("text\ufffd", []) == 4
-    assert completions._ends("one\n\ntwo END", ["END", "\n\n"]) == 3
+    assert [completions._settled_length(text, ["\n\n", "END"]) for text in ("", "a", "a long\n", "text\ufffd")] == [
+        0,
+        0,
+        5,
+        2,
+    ]
+    assert completions._settled_length("text\ufffd", []) == 4
+    assert completions._find_stop("one\n\ntwo END", ["END", "\n\n"]) == 3
 
 
 @pytest.mark.parametrize("policy", ["streaming_llm", kvjax.StreamingLLM])
@@ -113,7 +118,7 @@ def test_files_keep_their_dtype(llm, tmp_path):
 
 
 def test_what_is_no_model_says_what_to_give(monkeypatch):
-    with pytest.raises(FileNotFoundError, match="is no directory, and no name that a model on the hub can have"):
+    with pytest.raises(FileNotFoundError, match="is neither a directory nor a valid name of a model on the hub"):
         load("not a model")
 
     def unreachable(*args, **kwargs):
