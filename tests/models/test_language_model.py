@@ -125,7 +125,9 @@ def test_what_is_no_model_says_what_to_give(monkeypatch):
         raise OSError("no route")
 
     monkeypatch.setattr(language_model.huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(FileNotFoundError, match=r"could not be downloaded from the hub \(no route\); without a network, pass"):
+    with pytest.raises(
+        FileNotFoundError, match=r"could not be downloaded from the hub \(no route\); without a network, pass"
+    ):
         load("org/model")
 
 
