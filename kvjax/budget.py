@@ -115,10 +115,7 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
     def size(budget: int) -> float:
         policy = make(budget)
         measure = row_read_bytes if policy.is_retrieval else row_bytes
-        sizes = {layer_policy(policy, one): one for one in _layer_specs(spec)}
-        layers = [layer_policy(policy, one) for one in _layer_specs(spec)]
-        measured = {layer: measure(policy, one) for layer, one in sizes.items()}
-        return sum(measured[layer] for layer in layers) / spec.layers
+        return sum(len(equal) * measure(policy, equal[0]) for equal in _equal_layers(policy, spec)) / spec.layers
 
     low = smallest = _smallest_budget(make, spec, limit)
     if size(low) > limit:
@@ -138,8 +135,13 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
     return make(max(round_to_tiles(low), smallest))
 
 
-def _layer_specs(spec: CacheSpec) -> list[CacheSpec]:
-    return [dataclasses.replace(spec, layer=layer) for layer in range(spec.layers)]
+def _equal_layers(policy: Policy, spec: CacheSpec) -> list[list[CacheSpec]]:
+    """Groups the specs of all layers by the policy of the layer; one cache of a group is measured for all."""
+    groups: dict[Policy, list[CacheSpec]] = {}
+    for layer in range(spec.layers):
+        one = dataclasses.replace(spec, layer=layer)
+        groups.setdefault(layer_policy(policy, one), []).append(one)
+    return list(groups.values())
 
 
 def _smallest_budget(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> int:
@@ -166,8 +168,8 @@ def _smallest_budget(make: Callable[[int], Policy], spec: CacheSpec, limit: int)
 
 def _try_layers(policy: Policy, spec: CacheSpec) -> None:
     """Raises a ValueError if a layer cannot have a cache of this policy; equal layers are tried once."""
-    for one in {layer_policy(policy, one): one for one in _layer_specs(spec)}.values():
-        abstract_cache(policy, one)
+    for equal in _equal_layers(policy, spec):
+        abstract_cache(policy, equal[0])
 
 
 def format_bytes(count: float) -> str:

@@ -153,16 +153,14 @@ def prefill(
     """
     _check_new_tokens(cache, keys, values, lengths)
     longest = min(keys.shape[1], cache.spec.max_prompt_tokens)
-    if is_concrete(lengths, cache.counters.first):
-        with jax.ensure_compile_time_eval():  # concrete arrays inside a traced function
-            counts = np.asarray(num_tokens(cache))
-        if np.any((np.asarray(lengths) < 0) | (np.asarray(lengths) > longest)):
-            raise ValueError(f"lengths={np.asarray(lengths).tolist()} must be in [0, {longest}]")
+    if is_concrete(lengths, cache.counters):
+        row_lengths, counts = np.asarray(lengths), _known_num_tokens(cache)
+        if np.any((row_lengths < 0) | (row_lengths > longest)):
+            raise ValueError(f"lengths={row_lengths.tolist()} must be in [0, {longest}]")
         if np.any(counts > 0):
             raise ValueError(
-                f"prefill needs an empty cache, but its rows hold {counts.tolist()} tokens; "
-                "make a new cache with kvjax.init (Flax Linen's init runs a layer once, which appends a token), or "
-                "append with kvjax.step"
+                f"prefill needs an empty cache, but its rows hold {counts.tolist()} tokens; make a new cache with "
+                "kvjax.init (Flax Linen's init runs a layer once, which appends a token), or append with kvjax.step"
             )
     return _prefill(cache, keys, values, lengths, queries, layer_carry, sink_logits, repeated)
 
@@ -495,10 +493,15 @@ def _check_new_tokens(cache: Cache, keys: Array, values: Array, lengths: Array |
     check_tokens(cache.spec, cache.staging.keys.shape[0], keys, values, lengths)
 
 
+def _known_num_tokens(cache: Cache) -> Int[np.ndarray, "B"]:
+    """Returns the tokens of every row, of concrete counters; a sum of JAX arrays would be traced inside jit."""
+    return np.asarray(cache.counters.first) + np.asarray(cache.counters.count)
+
+
 def _check_free_slots(cache: Cache, keys: Array, lengths: Array | None, *, compacts: bool) -> None:
     """Raises a ValueError for tokens that `_stage` would count as faults, if values are known."""
     counters, new, slots = cache.counters, keys.shape[1], cache.staging.keys.shape[2]
-    if not is_concrete(counters.offset, counters.first, *(() if lengths is None else (lengths,))):
+    if not is_concrete(counters, lengths):
         return
     row_tokens = np.full(keys.shape[0], new) if lengths is None else np.asarray(lengths)
     if np.any((row_tokens < 0) | (row_tokens > new)):
@@ -508,7 +511,7 @@ def _check_free_slots(cache: Cache, keys: Array, lengths: Array | None, *, compa
             f"{int(counters.offset)} of {slots} staging slots are in use and {new} more tokens do not fit; call "
             "kvjax.compact first"
         )
-    longest = int(np.max(np.asarray(num_tokens(cache)) + row_tokens))
+    longest = int(np.max(_known_num_tokens(cache) + row_tokens))
     if longest > cache.spec.capacity:
         raise ValueError(
             f"a row would hold {longest} tokens, but the cache was made for max_prompt_tokens + max_new_tokens = "

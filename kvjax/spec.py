@@ -158,8 +158,8 @@ def check_queries(spec: CacheSpec, batch: int, queries: Float[Array, "B T H_q D"
         raise ValueError(f"queries have shape {queries.shape}, expected [B, T, H_q, D] = {shape}")
 
 
-def is_concrete(*arrays: Array) -> bool:
-    """Whether the values of these arrays can be read: outside jit, on devices of this process."""
+def is_concrete(*arrays: Any) -> bool:
+    """Whether the values of all arrays in these trees can be read: outside jit, on devices of this process."""
     return not any(
         isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(arrays)
     )

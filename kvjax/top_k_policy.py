@@ -6,7 +6,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.policy import Policy, Prompt, Requirements, check_budget
+from kvjax.policy import Policy, Prompt, Requirements, check_budget, check_min
 from kvjax.segment import Segment
 from kvjax.spec import CacheSpec
 from kvjax.stores import top_k_store
@@ -47,7 +47,13 @@ class TopKPolicy(Policy[TopKStore]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_budget(self.budget, self.sinks, self.num_recent, self.compact_every)
+        check_min(0, recent=self.recent)
+        check_budget(self.budget, self.sinks, compact_every=self.compact_every)
+        if self.budget < self.sinks + self.num_recent:  # the window of a subclass has another name
+            raise ValueError(
+                f"budget={self.budget} slots cannot hold sinks={self.sinks} and {self.num_recent} recent tokens; "
+                f"pass at least {self.sinks + self.num_recent}"
+            )
         scale = self.layer_budget_scale
         if scale is not None and not (scale and min(scale) >= 0 < max(scale)):
             raise ValueError(f"layer_budget_scale={scale} must have no negative and at least one positive number")

@@ -9,15 +9,16 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from kvjax.attention import AttentionStats
+from kvjax.combinators.combined import CombinedPolicies
 from kvjax.distributed.collectives import global_heads
-from kvjax.policy import Policy, Prompt, RepeatedPrompt, Requirements, merge_requirements
+from kvjax.policy import Policy, Prompt, RepeatedPrompt, Requirements
 from kvjax.segment import SegmentLike
 from kvjax.spec import CacheSpec
 from kvjax.stores.staging import Tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class ByHead(Policy[tuple[Any, ...]]):
+class ByHead(CombinedPolicies[tuple[Any, ...]]):
     """Uses `policies[h]` for KV head h. Heads with equal policies share one state.
 
     If devices shard the heads, every device must have the same policies in the same order, because all devices run one
@@ -33,21 +34,6 @@ class ByHead(Policy[tuple[Any, ...]]):
         super().__post_init__()
         if not self.policies:
             raise ValueError("policies=() must hold at least one policy")
-
-    @property
-    def compact_every(self) -> int:
-        """The smallest of the policies'."""
-        return min(policy.compact_every for policy in self.policies)
-
-    @property
-    def requires(self) -> Requirements:
-        """Combined requirements of the policies."""
-        return merge_requirements(self.policies)
-
-    @property
-    def is_retrieval(self) -> bool:  # type: ignore[override]
-        """Whether any of the policies retrieves blocks."""
-        return any(policy.is_retrieval for policy in self.policies)
 
     def groups(self, heads: int | None = None) -> dict[Policy, tuple[int, ...]]:
         """Returns the KV heads of every distinct policy.

@@ -3,29 +3,13 @@
 import dataclasses
 from typing import Any, NoReturn
 
-from kvjax.policy import Policy, Requirements, check_min, merge_requirements
+from kvjax.combinators.combined import CombinedPolicies
+from kvjax.policy import Policy, check_min
 from kvjax.spec import CacheSpec
 
 
-class _LayerPolicies(Policy[Any]):
+class _LayerPolicies(CombinedPolicies[Any]):
     """Policies of which `for_layer` selects one; a cache of several layers does not exist."""
-
-    policies: tuple[Policy, ...]
-
-    @property
-    def compact_every(self) -> int:
-        """The smallest of the policies'."""
-        return min(policy.compact_every for policy in self.policies)
-
-    @property
-    def requires(self) -> Requirements:
-        """Combined requirements of the policies."""
-        return merge_requirements(self.policies)
-
-    @property
-    def is_retrieval(self) -> bool:  # type: ignore[override]
-        """Whether any of the policies retrieves blocks."""
-        return any(policy.is_retrieval for policy in self.policies)
 
     def init(self, spec: CacheSpec, row_keys: Any) -> NoReturn:
         """Raises a TypeError: only the policies of single layers have a state."""

@@ -221,6 +221,16 @@ def test_a_prompt_after_other_tokens_is_counted_under_jit(staged):
     check_rows(cache, [True, False, True], message)
 
 
+def test_a_compiled_function_may_close_over_a_cache():
+    cache, lengths = empty_cache(), jnp.asarray(LENGTHS)
+    keys, values, _ = prompt_of(stream(), LENGTHS)
+    filled = jax.jit(lambda keys: kvjax.prefill(cache, keys, values, lengths)[0])(keys)
+    expected = prefill(cache, keys, values, lengths)
+    new = next_tokens(1)
+    output = jax.jit(lambda query: kvjax.step(filled, query, *new[1:])[0])(new[0])
+    np.testing.assert_array_equal(output, step(expected, *new)[0])
+
+
 def test_a_row_stays_empty_after_a_prompt_of_no_tokens():
     keys, values, _ = prompt_of(stream(), LENGTHS)
     cache = kvjax.prefill(empty_cache(), keys, values, jnp.zeros(3, jnp.int32))[0]
