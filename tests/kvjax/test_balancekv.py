@@ -212,7 +212,7 @@ def test_values_go_to_the_bucket_of_their_norm():
     values = (norms[:, None] * direction / np.linalg.norm(direction, axis=1, keepdims=True)).astype(np.float32)
     keys = rng.normal(size=(10, 4)).astype(np.float32)
     valid = np.arange(10) != 9
-    empty = value_buckets.init_value_buckets(jax.random.key(0), lowest=-1, buckets=3, tree=bucket_tree)
+    empty = value_buckets.init_value_buckets(jax.random.key(0), lowest=-1, buckets=3, init_tree=bucket_tree)
     filled = insert(empty, keys, values, valid)
     for bucket, members in enumerate([[1, 2], [3, 4], [5]]):
         occupied = np.isfinite(filled.trees.log_weight[bucket])
@@ -322,7 +322,10 @@ def test_settings_of_the_theorem_report_whether_they_are_vacuous():
         (lambda: BalanceKVReference(20, block_size=1, **SMALL), "block_size=1"),
         (lambda: BalanceKVReference(20, decode="log", **SMALL), "decode='log'"),
         (lambda: BalanceKVReference(20, needles=10, needles_inside=True, **SMALL), "needles=10"),
-        (lambda: BalanceKVPaper(20, epsilon=0.1, **SMALL), "epsilon=0.1 needs key_norm"),
+        (
+            lambda: BalanceKVPaper(20, epsilon=0.1, **SMALL),
+            "epsilon=0.1 needs a bound .*; pass key_norm",
+        ),
         (lambda: BalanceKVPaper(20, value_exponents=(1, 0), **SMALL), r"value_exponents=\(1, 0\)"),
         (lambda: kvjax.BalanceKV(15, **SMALL).init(make_spec(), row_keys()), "54 tokens"),
         (lambda: kvjax.BalanceKV(20, bins=4, **SMALL).init(make_spec(), row_keys()), "in 4 bins"),

@@ -157,7 +157,7 @@ def test_equal_outlier_heads_share_compiled_programs():
         ),
         (
             lambda: outlier_heads(20, HeadChoice(1, 3)).for_layer(make_spec()),
-            "a model with 1 layers x 3 heads, the cache has 1 x 2",
+            "the outlier heads are of 1 layers x 3 heads, the cache has 1 x 2",
         ),
         (
             lambda: outlier_heads(30, HeadChoice(1, 2, full=((0, 0),))).for_layer(make_spec()),

@@ -111,7 +111,7 @@ def clusters_of(cache, row, head):
     """Returns the positions of every cluster's tokens, in the order of their slots."""
     state = cache.state
     position = np.asarray(state.store.position)[row, head].reshape(-1)
-    size, first = np.asarray(state.clusters.size)[row, head], np.asarray(state.clusters.first)[row, head]
+    size, first = np.asarray(state.clusters.size)[row, head], np.asarray(state.clusters.first_block)[row, head]
     begin = state.store.position.shape[3] * first
     return [position[b : b + n] for n, b in zip(size, begin, strict=True)]
 

@@ -80,7 +80,7 @@ def test_invalid_skews_are_refused(skew, tmp_path):
     path = tmp_path / "other.npz"
     for arrays, message in (
         ({"other": skew}, "other.npz.*'other'.*'skew'"),
-        ({"skew": skew[0]}, r"must be \[layers, H_kv, D, D\]"),
+        ({"skew": skew[0]}, r"has shape \(2, 64, 64\), expected \[layers, H_kv, D, D\]"),
         ({"skew": 1.01 * skew}, "not orthogonal"),
     ):
         np.savez(path, **arrays)

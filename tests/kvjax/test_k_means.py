@@ -117,7 +117,7 @@ def test_only_so_many_clusters_are_used_and_as_if_there_were_no_more(used):
     fewer = jax.jit(lambda rng: k_means(rng, keys, valid, used, iterations=ITERATIONS, tolerance=0.0, block=8))
     expected = fewer(jax.random.key(0))
     np.testing.assert_array_equal(np.asarray(found.label)[valid], np.asarray(expected.label)[valid])
-    np.testing.assert_array_equal(found.objective, expected.objective)
+    np.testing.assert_allclose(found.objective, expected.objective, rtol=1e-6)  # summed in another order
 
 
 @settings(max_examples=20, deadline=None)

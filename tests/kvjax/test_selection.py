@@ -437,7 +437,7 @@ def test_invalid_settings_are_refused(make, message):
 
 def test_prompts_without_what_a_policy_requires_are_refused():
     prompt = prompt_of(make_stream(), LENGTHS)
-    with pytest.raises(ValueError, match="KVzip needs the prompt"):
+    with pytest.raises(ValueError, match="KVzip needs a repetition of the prompt; pass prompt.repeated"):
         prefilled(KVzip(24))
     for policy in (LeverageScores(24), kvjax.ExpectedAttention(24), kvjax.Compactor(24)):
         with pytest.raises(ValueError, match="rope_frequencies"):

@@ -116,8 +116,8 @@ def test_no_step_merges_more_than_its_schedule_allows(schedule):
     entries = random_entries(0, SLOTS)
     length, lengths = SLOTS, [SLOTS]
     for step in range(6):
-        share = max(schedule.alpha_safeguard, schedule.first - schedule.decay * min(step, schedule.steps))
-        length -= max(int(np.alpha_safeguard(share * length + 1e-9)), 1)
+        share = max(schedule.floor, schedule.first - schedule.decay * min(step, schedule.steps))
+        length -= max(int(np.floor(share * length + 1e-9)), 1)
         if length < 2:
             break
         lengths.append(length)

@@ -246,7 +246,7 @@ def kept_by_kvjax(policy: Policy, directory: pathlib.Path, tokens: np.ndarray) -
     model, batch = _model(directory), len(tokens)
     specs = cache_specs(model, batch=batch, max_prompt_tokens=TOKENS, max_new_tokens=8)
     lengths = jnp.full(batch, TOKENS, jnp.int32)
-    asked = [prefill.num_prompt_queries(policy, TOKENS)] * len(specs)
+    asked = [policy.requires.num_prompt_queries(TOKENS)] * len(specs)
     layers = prefill.prefill_layers(model, tokens.astype(np.int32), lengths, TOKENS, asked, policy.repeat)
     kept_tokens = []
     for spec, read in zip(specs, layers, strict=True):

@@ -137,7 +137,7 @@ def test_an_end_of_text_token_and_what_the_caller_says_end_a_row():
 
 def test_prompts_of_all_lengths_share_few_programs():
     made = Generator(model(), QUICK["exact"], batch=2, max_prompt_tokens=80, max_new_tokens=16, prefill_chunk=8)
-    functions = [decode_block, prefill.prefill_layer, prefill.prefill_cache, batching._with_row]
+    functions = [decode_block, prefill.prefill_layer, prefill.prefill_cache, batching._insert_row]
     before = [function._cache_size() for function in functions]
     completed(made, [Request([1] * length, 2) for length in range(1, 81, 5)])
     # Both layers share theirs. Lengths of 16 to 80 are read, though chunks of 8 would do for some.
@@ -155,7 +155,7 @@ def test_rows_within_memory():
     )
     assert batching.parse_batch_size(5, made) == batching.parse_batch_size("5", made) == 5
     for size, message in (
-        (f"{made.row_bytes - 1}B", "hold no row: the caches of one take"),
+        (f"{made.row_bytes - 1}B", "are less than the .* of one row's caches"),
         ("10%", "batch_size='10%'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -165,21 +165,21 @@ def test_rows_within_memory():
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request([], 4), "prompt 1: it is empty"),
+        (Request([], 4), "prompt 1: the prompt is empty"),
         (Request([1] * 71, 4), "prompt 1: a prompt of 71 tokens exceeds max_prompt_tokens=70"),
         (
             Request([1] * 60, 4, [1] * 71),
-            r"prompt 1: 135 tokens in a row exceed max_prompt_tokens \+ max_new_tokens = 70 \+ 64",
+            r"prompt 1: a sequence of 135 tokens exceeds max_prompt_tokens \+ max_new_tokens = 70 \+ 64",
         ),
-        (Request([1], 0), "prompt 1: max_new_tokens=0; it must be at least 1"),
-        (Request([128], 1), "prompt 1: prompts hold token ids from 0 to 128; the vocabulary has 128"),
+        (Request([1], 0), "prompt 1: max_new_tokens=0 must be at least 1"),
+        (Request([128], 1), "prompt 1: token ids must be between 0 and 127, got 0 to 128"),
         (Request([1], 1, seed=-1), "prompt 1: seed=-1"),
     ],
 )
 def test_a_request_that_cannot_be_is_named(request_, message):
     with pytest.raises(ValueError, match=message):
         list(run_requests(generator(QUICK["exact"]), [Request([1], 1), request_]))
-    with pytest.raises(ValueError, match="max_prefill_steps=0; it must be at least 1"):
+    with pytest.raises(ValueError, match="max_prefill_steps=0 must be at least 1"):
         next(run_requests(generator(QUICK["exact"]), [], max_prefill_steps=0))
 
 

@@ -43,7 +43,7 @@ def test_generate_answers_from_a_file_or_a_pipe(kvjax, asked, tmp_path):
         "generate", MODEL, "--policy=uniform:recent=16", "--budget=90%", f"--prompt_file={tmp_path / 'prompt.txt'}",
         "--max_new_tokens=8",
     )  # fmt: skip
-    assert "of exact's" in done.err
+    assert "of the full cache" in done.err
     for prompt, given in ((("--prompt_file", "-"), asked.context + asked.question),):
         done = kvjax("generate", MODEL, *prompt, "--max_new_tokens", "8", given=given)
         assert task.parse_answer(done.out) == asked.answer
@@ -66,7 +66,7 @@ def test_generate_goes_on_where_its_newest_save_stands(kvjax, tmp_path):
     assert resumed.out == whole.out
     with pytest.raises(SystemExit, match="run is {'seed': 0}, not {'seed': 1}"):
         kvjax(*words, "--resume", "--seed=1")
-    with pytest.raises(SystemExit, match="holds saves already, of step .*: resume from them"):
+    with pytest.raises(SystemExit, match="already has saves of step .*; resume from them"):
         kvjax(*words)
 
 
@@ -77,7 +77,7 @@ def test_generate_continues_a_saved_prefix(kvjax, asked, tmp_path):
         "generate", MODEL, f"--prompt_file={tmp_path / 'context.txt'}", "--max_new_tokens=64",
         f"--save_prefix={tmp_path / 'read'}",
     )  # fmt: skip
-    with pytest.raises(SystemExit, match="holds saves already, of step 0"):
+    with pytest.raises(SystemExit, match="already has saves of step 0"):
         kvjax("generate", MODEL, "--prompt=another text", f"--save_prefix={tmp_path / 'read'}")
     question = f"--prompt_file={tmp_path / 'question.txt'}"
     done = kvjax("generate", MODEL, f"--prefix={tmp_path / 'read'}", question, question, "--max_new_tokens=8")
@@ -93,20 +93,20 @@ def test_generate_takes_a_file_of_prompts_and_goes_on_with_it(kvjax, asked, tmp_
         "generate", MODEL, f"--prompts_file={tmp_path / 'prompts.jsonl'}", f"--output={output}", "--batch_size=2",
         "--max_new_tokens=8", "--policy=exact:compact_every=4",
     )  # fmt: skip
-    assert "3 prompts through 2 rows, whose caches take" in kvjax(*words).err
+    assert "3 prompts in 2 batch rows, whose caches take" in kvjax(*words).err
     whole = output.read_text()
     rows = [json.loads(line) for line in whole.splitlines()]
     assert [row["number"] for row in rows] == [0, 1, 2] and [row.get("id") for row in rows] == [None, "short", None]
     assert task.parse_answer(rows[0]["text"]) == asked.answer
     assert rows[1]["new_tokens"] == 3 and rows[1]["finish_reason"] == "length"
-    with pytest.raises(SystemExit, match="texts.jsonl is there already: go on with --resume"):
+    with pytest.raises(SystemExit, match="texts.jsonl exists; continue it with --resume"):
         kvjax(*words)
     # As a kill may leave it: rows as they ended, and one that was cut off.
     first, _, last = whole.splitlines()
     output.write_text(f"{last}\n{first[:30]}")
-    assert "2 prompts through 4 rows" in kvjax(*words, "--resume", "--batch_size=4").err
+    assert "2 prompts in 4 batch rows" in kvjax(*words, "--resume", "--batch_size=4").err
     assert output.read_text() == whole
-    with pytest.raises(SystemExit, match=r"texts.jsonl is not of this run: sampling is {'temperature': 0.0}, not"):
+    with pytest.raises(SystemExit, match=r"texts.jsonl belongs to another run: sampling is {'temperature': 0.0}, not"):
         kvjax(*words, "--resume", "--temperature=1")
 
 
@@ -114,12 +114,15 @@ def test_generate_takes_a_file_of_prompts_and_goes_on_with_it(kvjax, asked, tmp_
     ("line", "message"),
     [
         ("{", "line 1: Expecting property name"),
-        ("3", "line 1: it must be a text, or an object with either prompt or messages"),
-        ('{"prompt": "x", "max_tokens": 3}', "line 1: max_tokens: not known; known are id, max_new_tokens, messages"),
-        ('{"prompt": "x", "seed": "1"}', "line 1: seed='1'; it must be a whole number"),
-        ('{"prompt": 1}', "line 1: prompt must be a text, messages a list of objects"),
-        ('{"prompt": "x", "max_new_tokens": 0}', "line 1: a prompt of .* tokens, 0 to write: at least 1 each"),
-        ("", "holds no prompt"),
+        ("3", "line 1: a line must be a text, or an object with either prompt or messages"),
+        ('{"prompt": "x", "max_tokens": 3}', "line 1: unknown keys max_tokens; allowed: id, max_new_tokens, messages"),
+        ('{"prompt": "x", "seed": "1"}', "line 1: seed='1' must be an integer"),
+        ('{"prompt": 1}', "line 1: prompt must be a text, and messages a list of objects"),
+        (
+            '{"prompt": "x", "max_new_tokens": 0}',
+            "line 1: the prompt has .* tokens and max_new_tokens=0; both must be at",
+        ),
+        ("", "contains no prompts"),
     ],
 )
 def test_a_line_that_is_no_prompt_is_named(kvjax, tmp_path, line, message):
@@ -154,21 +157,25 @@ def test_policies_are_listed_with_their_settings(kvjax):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("generate", "--prompt=x"), "kvjax: give --model"),
-        (("generate", MODEL), "kvjax: give --prompt TEXT or --prompt_file FILE"),
+        (("generate", "--prompt=x"), "kvjax: --model is required"),
+        (("generate", MODEL), "kvjax: a prompt is required: --prompt TEXT, --prompt_file FILE"),
         (("generate", MODEL, "--prompt_file=no_such_file"), "No such file"),
-        (("generate", MODEL, "--prompt=x", "--prompt_file=-"), "kvjax: several texts go with --prefix only"),
-        (("generate", MODEL, "--prompt=x", "--resume"), "kvjax: --resume needs --save_dir"),
+        (("generate", MODEL, "--prompt=x", "--prompt_file=-"), "kvjax: several texts require --prefix"),
+        (("generate", MODEL, "--prompt=x", "--resume"), "kvjax: --resume requires --save_dir"),
         (("generate", MODEL, "--prompt=x", "--policy=no_such"), "kvjax: policy 'no_such' is unknown"),
         (("generate", MODEL, "--prompt=x", "--policy=uniform", "--budget=7q"), "kvjax: budget='7q' is not a budget"),
         (("generate", MODEL, "--prompt=x", "--policy=uniform"), "kvjax: budget=25% of"),
-        (("generate", MODEL, "--prompt=x", "--max_new\w*=0"), "kvjax: --max_new_tokens and --save_every must be"),
+        (("generate", MODEL, "--prompt=x", "--max_new_tokens=0"), "kvjax: --max_new_tokens=0 must be at least 1"),
+        (("generate", MODEL, "--prompt=x", "--save_every=0"), "kvjax: --save_every=0 must be at least 1"),
         (("generate", MODEL, "--prompt=x", "--temperature=-1"), "kvjax: temperature=-1"),
-        (("generate", MODEL, "--prompt=x", "--stop=y"), "kvjax: --stop goes with --prompts_file only"),
-        (("generate", MODEL, "--prompts_file=x"), "kvjax: --prompts_file and --output go together"),
-        (("generate", MODEL, "--prompts_file=x", "--output=y", "--prompt=z"), "does not go with --prompt"),
+        (("generate", MODEL, "--prompt=x", "--stop=y"), "kvjax: --stop requires --prompts_file"),
+        (("generate", MODEL, "--prompts_file=x"), "kvjax: --prompts_file and --output require each other"),
+        (
+            ("generate", MODEL, "--prompts_file=x", "--output=y", "--prompt=z"),
+            "--prompts_file cannot be combined with --prompt",
+        ),
         (("chat", MODEL), "kvjax: this checkpoint has no chat template"),
-        (("policies", "no_such"), "kvjax: policy 'no_such' is unknown"),
+        (("policies", "no_such"), "kvjax: policy 'no_such' must be one of balancekv"),
         (("bench", MODEL, "--turns=0"), "kvjax: --context_tokens, --batch, --tokens and --turns must be at least 1"),
     ],
 )
@@ -198,6 +205,7 @@ def test_help_shows_every_option_and_its_default(capsys):
         cli.parse(["kvjax", "generate", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert (
-        "--budget str Slots per head (1024), a share of exact's bytes (25%) or bytes (64MiB). (default: 25%)" in shown
+        "--budget str Slots per KV head (1024), a share of the full cache (25%) or bytes (64MiB). (default: 25%)"
+        in shown
     )
     assert "--mesh_tensor int Devices that share a layer. (default: 1)" in shown

@@ -37,7 +37,7 @@ def check_generates(family, policy):
     for number, cache in enumerate(state.layers):
         if (window := model.config.window(number)) is not None:  # exactly its window, whatever the policy
             assert type(cache.policy) is kvjax.SlidingWindow
-            assert cache.state.window.recent == window
+            assert cache.state.recent == window
 
 
 # What stands out of the line: caps, sinks, parts of heads that are not turned.

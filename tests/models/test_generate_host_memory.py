@@ -53,7 +53,7 @@ def test_tokens_are_those_of_the_cache_on_the_device_and_the_store_stays_on_the_
         rows, state = turns(kvjax.HostMemory(PLAIN))
     assert rows == expected
     kvjax.raise_faults(state)
-    stores = [layer.state.cache.store for layer in state.layers]
+    stores = [layer.state.block_cache.store for layer in state.layers]
     assert all(store.entries.sharding.memory_kind == "pinned_host" for store in stores)
     assert kvjax.cache_bytes(state).host == sum(store.entries.nbytes for store in stores)
     for store, layer in zip(stores, own.layers, strict=True):

@@ -169,7 +169,7 @@ def test_later_turns_are_read_behind_earlier_ones(chatting):
 def test_a_conversation_that_is_full_says_so(chatting):
     talk = Conversation(chatting, Chat(policy="exact", context_tokens=40, max_new_tokens=64))
     list(talk.answer("What is a fox?"))
-    with pytest.raises(ValueError, match="no room for an answer in --context_tokens=40"):
+    with pytest.raises(ValueError, match="leave no tokens for an answer within --context_tokens=40"):
         list(talk.answer("And a dog?"))
 
 

@@ -118,9 +118,9 @@ def test_another_run_and_another_format_are_refused(tmp_path, monkeypatch):
 
 
 def test_an_empty_directory_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds no saved state"):
+    with pytest.raises(FileNotFoundError, match="has no saves"):
         SavedStates(tmp_path).restore(make_generator())
-    with pytest.raises(FileNotFoundError, match="holds no parameters"):
+    with pytest.raises(FileNotFoundError, match="has no parameters"):
         SavedStates(tmp_path).restore_parameters(make_model())
 
 

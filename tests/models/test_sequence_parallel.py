@@ -26,7 +26,7 @@ from tests.models.test_generate_sharded import on_devices, run_two, two_processe
 CONFIG = LlamaConfig(
     vocab_size=40, width=32, mlp_width=16, layers=2, query_heads=8, kv_heads=4, head_dim=8, max_length=4096
 )
-SINKS_AND_CAP = {"sinks": True, "attention_logit_cap": 5.0, "windows": (40, None)}
+SINKS_AND_CAP = {"attention_sinks": True, "attention_logit_cap": 5.0, "windows": (40, None)}
 EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_width": 16, "mlp_bias": True}
 NORMS = {"norms": "sandwich", "query_key_norm": True, "joint_query_key_norm": True, "windows": (None, 100)}
 # Heads of queries and of keys, the mesh, and what else the model has.

@@ -143,7 +143,7 @@ def test_programs_are_dropped_where_the_process_nears_its_maps(monkeypatch):
     generate(model(), kvjax.Exact(compact_every=8), [[1, 2, 3]], max_new_tokens=2)
     assert decode_block._cache_size() > 0
     held = compile_cache.num_memory_maps()
-    monkeypatch.setattr(programs, "max_memory_maps", lambda: held)  # as near as can be
+    monkeypatch.setattr(compile_cache, "max_memory_maps", lambda: held)  # as near as can be
     Generator(model(), kvjax.Exact(compact_every=8), batch=1, max_prompt_tokens=8, max_new_tokens=8)
     gc.collect()
     assert decode_block._cache_size() == 0 and compile_cache.num_memory_maps() < held

@@ -84,7 +84,7 @@ def test_of_damaged_saves_none_is_taken_in_silence(seed, tmp_path, caplog):
         did = spoil(rng.choice(files_of(tmp_path / "bad" / "2")), rng)
         caplog.clear()
         assert saves.newest() == 1, (number, did)
-        assert str(tmp_path / "bad" / "2") in caplog.text and "the save of step 1 is used" in caplog.text, did
+        assert str(tmp_path / "bad" / "2") in caplog.text and "falling back to the save of step 1" in caplog.text, did
         if number % 50 == 0:
             check(saves, 1)
         shutil.rmtree(tmp_path / "bad")
@@ -94,7 +94,7 @@ def test_where_no_save_is_whole_each_is_named(tmp_path):
     save(NumberedSaves(tmp_path), 1, 2)
     for step in (1, 2):
         (tmp_path / str(step) / "notes.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"no save is whole: .*2: notes.json is damaged.*1: notes.json is damaged"):
+    with pytest.raises(ValueError, match=r"all saves are damaged: .*2: notes.json is .*1: notes.json is damaged"):
         NumberedSaves(tmp_path).newest()
 
 
@@ -111,10 +111,10 @@ def test_a_damaged_save_is_set_aside_by_the_one_that_takes_its_place(tmp_path):
 def test_a_step_that_is_not_newer_is_refused(step, tmp_path):
     saves = NumberedSaves(tmp_path)
     save(saves, 3)
-    with pytest.raises(ValueError, match=f"holds a save of step 3, and step {step} is not newer"):
+    with pytest.raises(ValueError, match=f"step {step} is not newer than the save of step 3"):
         save(saves, step)
     check(saves, 3)
-    with pytest.raises(ValueError, match="holds saves already, of step 3: resume from them"):
+    with pytest.raises(ValueError, match="already has saves of step 3; resume from them"):
         NumberedSaves(tmp_path).lock(require_empty=True)
 
 
@@ -155,7 +155,7 @@ def test_a_second_writer_is_refused_until_the_first_is_dead(tmp_path):
     writer = python(WRITES_ON, tmp_path)
     try:
         assert writer.stdout.readline() == "1\n", writer.stderr.read()[-2000:]
-        with pytest.raises(OSError, match=r"another process is writing to .* \(it holds \.lock\): wait for it"):
+        with pytest.raises(OSError, match=r"another process is writing to .* \(it holds \.lock\); wait for it"):
             save(NumberedSaves(tmp_path), 10**7)
     finally:
         writer.kill()
@@ -335,7 +335,7 @@ def test_a_state_of_other_settings_is_refused(changed, tmp_path):
         for policy in CHANGED[changed]
     ]
     SavedStates(tmp_path).save(0, made[0], made[0].init_state())
-    with pytest.raises(ValueError, match="is not of this run: .*policy is .*, not "):
+    with pytest.raises(ValueError, match="belongs to another run: .*policy is .*, not "):
         SavedStates(tmp_path).restore(made[1])
 
 

@@ -210,7 +210,7 @@ def test_an_index_names_files_of_its_directory_alone(name, sharded, tmp_path):
     index = json.loads(path.read_text())
     index["weight_map"][next(iter(index["weight_map"]))] = name
     path.write_text(json.dumps(index))
-    with pytest.raises((ValueError, FileNotFoundError), match="no name of a file|names shards that are not there"):
+    with pytest.raises((ValueError, FileNotFoundError), match="is not a file name|are missing: "):
         huggingface.load_model(directory)
 
 
@@ -245,8 +245,8 @@ def test_json_of_any_depth_is_an_error(good, tmp_path):
 @pytest.mark.parametrize(
     "eos, message",
     [
-        ([264], "end-of-text token is 264; the model's vocabulary has 264"),
-        (10**9, "is 1000000000"),
+        ([264], "end-of-text token 264 exceeds the model's vocabulary of 264 tokens"),
+        (10**9, "end-of-text token 1000000000 exceeds"),
         (-1, "eos_token_id=-1"),
         ("2", "eos_token_id='2'"),
         (True, "eos_token_id=True"),
@@ -294,7 +294,7 @@ def test_a_regular_expression_that_tries_for_ever_is_an_error(expression, good, 
 
 def test_a_tokenizer_of_another_model_is_refused(good):
     wide = LlamaConfig(**{**vars(CONFIG), "vocab_size": 200})
-    with pytest.raises(ValueError, match="end-of-text token is 257; the model's vocabulary has 200"):
+    with pytest.raises(ValueError, match="end-of-text token 257 exceeds the model's vocabulary of 200 tokens"):
         LanguageModel(Llama(wide, rngs=nnx.Rngs(0)), load_tokenizer(good))
 
 
@@ -333,7 +333,7 @@ def test_a_hostile_template_ends_soon_with_an_error(name, monkeypatch):
 
 def test_what_messages_may_hold():
     assert chat_template.render("{{ messages[0].content }}", {"messages": [{"content": "é\n日本 😀"}]}) == "é\n日本 😀"
-    with pytest.raises(ValueError, match="messages must be made of what JSON can hold"):
+    with pytest.raises(ValueError, match="messages must be serializable as JSON"):
         chat_template.render("", {"messages": [{"content": b"bytes"}]})
 
 
@@ -341,7 +341,7 @@ def test_what_messages_may_hold():
 
 
 def test_a_file_that_is_too_long_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MAX_TEXT_BYTES", 10)
+    monkeypatch.setattr(untrusted_files, "MAX_TEXT_BYTES", 10)
     (tmp_path / "config.json").write_text("{}" + " " * 9)
     with pytest.raises(ValueError, match="has 11 bytes; more than 10 are not read"):
         untrusted_files.read_json_object(tmp_path, "config.json")
