@@ -247,7 +247,7 @@ def kept_by_kvjax(policy: Policy, directory: pathlib.Path, tokens: np.ndarray) -
     specs = cache_specs(model, batch=batch, max_prompt_tokens=TOKENS, max_new_tokens=8)
     lengths = jnp.full(batch, TOKENS, jnp.int32)
     asked = [policy.requires.num_prompt_queries(TOKENS)] * len(specs)
-    layers = prefill.prefill_layers(model, tokens.astype(np.int32), lengths, TOKENS, asked, policy.repeat)
+    layers = prefill.prefill_layers(model, tokens.astype(np.int32), lengths, TOKENS, asked, policy.requires.repetition)
     kept_tokens = []
     for spec, read in zip(specs, layers, strict=True):
         cache = kvjax.init(policy, spec, jax.random.split(jax.random.key(0), batch))

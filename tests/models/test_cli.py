@@ -208,4 +208,4 @@ def test_help_shows_every_option_and_its_default(capsys):
         "--budget str Slots per KV head (1024), a share of the full cache (25%) or bytes (64MiB). (default: 25%)"
         in shown
     )
-    assert "--mesh_tensor int Devices that share a layer. (default: 1)" in shown
+    assert "--mesh_tensor int Devices per group; they share the work of every layer. (default: 1)" in shown

@@ -53,12 +53,12 @@ def test_tokens_are_those_of_the_cache_on_the_device_and_the_store_stays_on_the_
         rows, state = turns(kvjax.HostMemory(PLAIN))
     assert rows == expected
     kvjax.raise_faults(state)
-    stores = [layer.state.block_cache.store for layer in state.layers]
+    stores = [layer.state.inner.store for layer in state.layers]
     assert all(store.entries.sharding.memory_kind == "pinned_host" for store in stores)
     assert kvjax.cache_bytes(state).host == sum(store.entries.nbytes for store in stores)
     for store, layer in zip(stores, own.layers, strict=True):
         np.testing.assert_array_equal(store.position, layer.state.store.position)
-    assert all(int(jnp.sum(layer.state.recent[0].hits)) > 0 for layer in state.layers)
+    assert all(int(jnp.sum(layer.state.block_caches[0].hits)) > 0 for layer in state.layers)
 
 
 @pytest.mark.heavy
@@ -66,4 +66,4 @@ def test_prompts_may_be_streamed_into_host_memory():
     with every_program_is_compiled_once():
         rows, state = turns(kvjax.HostMemory(PLAIN), streaming=True)
     assert rows == turns(PLAIN, streaming=True)[0]
-    assert jax.tree.leaves(state.layers[0].state.cache.store)[0].sharding.memory_kind == "pinned_host"
+    assert jax.tree.leaves(state.layers[0].state.inner.store)[0].sharding.memory_kind == "pinned_host"

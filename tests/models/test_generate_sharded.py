@@ -309,7 +309,7 @@ def test_a_mesh_may_have_names_of_its_own():
 @on_devices
 def test_a_mesh_of_other_names_is_refused_with_what_to_do():
     users = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tp"))
-    lacks = "axes 'fsdp', 'tp' and lacks 'data', 'tensor', 'sequence': say which of them is which by .*rename_axes"
+    lacks = "axes 'fsdp', 'tp' and lacks 'data', 'tensor', 'sequence'; pass .*rename_axes"
     with pytest.raises(ValueError, match=lacks):
         shard_model(model(), users)
     with pytest.raises(ValueError, match=lacks):
@@ -335,7 +335,7 @@ def test_experts_and_sinks_on_a_mesh():
 def test_more_devices_than_heads_along_an_axis_share_each_head():
     users = Mesh(np.array(jax.devices()), ("tp",))
     assert dict(rename_axes(users, 4, tensor="tp").shape) == {"tensor": 4, "sequence": 2, "data": 1}
-    with pytest.raises(ValueError, match="8 devices along 'tp': they must divide kv_heads=6"):
+    with pytest.raises(ValueError, match="8 devices along 'tp' must divide kv_heads=6 or be a multiple of it"):
         rename_axes(users, 6, tensor="tp")
     with pytest.raises(ValueError, match="no axis 'model'; it has 'tp'"):
         rename_axes(users, 4, tensor="model")

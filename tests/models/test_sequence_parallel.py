@@ -38,6 +38,7 @@ MODELS = {
     "tokens of two groups": (2, 2, {"tensor": 4, "data": 2}, {}),
 }
 KVZIP = kvjax.KVzip(40, recent=8, compact_every=8, chunk_tokens=100, instruction=(1, 2), continuation=(3,), suffix=(4,))
+REPETITION = KVZIP.requires.repetition
 CHUNK, LENGTHS = 16, [300, 512]
 
 
@@ -110,7 +111,7 @@ def test_repetitions_are_read_as_on_one_device(name):
     query_heads, kv_heads, shape, more = MODELS[name]
     model = random_model(query_heads, kv_heads, more)
     apart = shard_model(model, kvjax.make_mesh(kv_heads, **shape))
-    for wanted, got in zip(read(model, 0, KVZIP.repeat), read(apart, 0, KVZIP.repeat), strict=True):
+    for wanted, got in zip(read(model, 0, REPETITION), read(apart, 0, REPETITION), strict=True):
         wanted, got = wanted.repeated, got.repeated
         assert wanted.lengths.shape == (2, 6) and got.lengths.shape == (2, 8)  # two more, for devices to divide them
         for one, other in ((got.queries, wanted.queries), (got.keys, wanted.keys)):
