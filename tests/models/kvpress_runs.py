@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.combinators.ada_kv import AdaKV
+from kvjax.cache import with_counters
+from kvjax.combinators.ada_kv import AdaKV, AdaKVState
 from kvjax.policies.kvzip import KVzip
 from kvjax.policies.leverage_scores import LeverageScores
 from kvjax.policy import Policy
@@ -251,11 +252,12 @@ def kept_by_kvjax(policy: Policy, directory: pathlib.Path, tokens: np.ndarray) -
     kept_tokens = []
     for spec, read in zip(specs, layers, strict=True):
         cache = kvjax.init(policy, spec, jax.random.split(jax.random.key(0), batch))
-        cache, _ = prefill.compress_layer(jax.tree.map(jnp.copy, cache), read, lengths)
+        counters, cache = cache.counters, with_counters(cache, None)
+        cache, *_ = prefill.compress_layer(jax.tree.map(jnp.copy, cache), counters, read, lengths)
         fresh = np.asarray(read.keys).swapaxes(1, 2)
         store = getattr(cache.state, "window", getattr(cache.state, "pool", cache.state))
         kept = np.asarray(store.keys)
-        if store is not cache.state and isinstance(policy, AdaKV):
+        if isinstance(cache.state, AdaKVState):
             kept = kept.reshape(batch, 1, -1, kept.shape[3])  # all heads' in one
         kept_tokens.append([_matches(kept, full) for kept, full in zip(kept, fresh, strict=True)])
     return np.array(kept_tokens)
