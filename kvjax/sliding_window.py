@@ -31,7 +31,7 @@ class SlidingWindow(Policy[Window]):
         check_budget(self.budget, compact_every=self.compact_every)
 
     def for_layer(self, spec: CacheSpec) -> Policy[Window]:
-        """Limits staging to the window, because all staged tokens are visible."""
+        """Returns the policy with at most `budget` staging slots, because queries attend to all staged tokens."""
         return dataclasses.replace(self, compact_every=min(self.compact_every, self.budget))
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> Window:
@@ -43,10 +43,27 @@ class SlidingWindow(Policy[Window]):
         return windows.fill(state, prompt)
 
     def segments(self, state: Window, num_visible_staged: Int[Array, "B #T"]) -> tuple[Segment, ...]:
-        """Returns the tokens of the window, without tokens that staged tokens have pushed out."""
+        """Returns the tokens of the window that are among the last `budget` tokens of each query.
+
+        Args:
+            state: the window.
+            num_visible_staged: int32 number of staged tokens that each query attends to. A full window hides as many of
+                its oldest tokens.
+
+        Returns:
+            One segment.
+        """
         return windows.window_segments(state, num_visible_staged=num_visible_staged)
 
     def compact(self, state: Window, new: Tokens) -> Window:
-        """Slides the window."""
+        """Appends the staged tokens and drops the oldest ones.
+
+        Args:
+            state: the window.
+            new: the staged tokens.
+
+        Returns:
+            The window of the last `budget` tokens.
+        """
         window, _ = windows.slide(state, new)
         return window
