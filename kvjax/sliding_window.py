@@ -35,11 +35,27 @@ class SlidingWindow(Policy[Window]):
         return dataclasses.replace(self, compact_every=min(self.compact_every, self.budget))
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> Window:
-        """Returns an empty window."""
+        """Returns an empty window.
+
+        Args:
+            spec: spec of the layer.
+            row_keys: not used, because the policy draws no random numbers.
+
+        Returns:
+            A window of `budget` slots per KV head.
+        """
         return init_window(spec, 0, self.budget)
 
     def prefill(self, state: Window, prompt: Prompt) -> Window:
-        """Keeps the last tokens of the prompt."""
+        """Keeps the last tokens of a prompt.
+
+        Args:
+            state: an empty window.
+            prompt: the prompt.
+
+        Returns:
+            The window of its last `budget` tokens.
+        """
         return windows.fill(state, prompt)
 
     def segments(self, state: Window, num_visible_staged: Int[Array, "B #T"]) -> tuple[Segment, ...]:
