@@ -93,14 +93,29 @@ def make_text() -> Text:
 
 
 def make_policy(name: str) -> Policy:
-    """Returns a registered policy with settings for the text."""
+    """Returns a registered policy with settings for the text.
+
+    Args:
+        name: the registered name.
+
+    Returns:
+        The policy.
+    """
     fields = {field.name for field in dataclasses.fields(POLICIES[name])}  # type: ignore[arg-type]
     settings = {key: value for key, value in SETTINGS.items() if key in fields} | SETTINGS_BY_POLICY.get(name, {})
     return POLICIES[name](**settings)
 
 
 def fill_cache(policy: Policy, text: Text) -> kvjax.Cache:
-    """Returns the cache of one head after the text: a prompt, then one token at a time."""
+    """Returns the cache of one head after the text: a prompt, then one token at a time.
+
+    Args:
+        policy: policy of the cache.
+        text: keys, values and queries of one head.
+
+    Returns:
+        The cache.
+    """
     spec = kvjax.CacheSpec(
         batch=1, query_heads=1, kv_heads=1, head_dim=HEAD_DIM, value_dim=TOKENS, max_prompt_tokens=PROMPT,
         max_new_tokens=TOKENS - PROMPT, rope_frequencies=(0.0,) * (HEAD_DIM // 2), layer=1, layers=4,
@@ -133,7 +148,15 @@ class Entries(NamedTuple):
 
 
 def read_entries(cache: kvjax.Cache, question: jax.Array) -> Entries:
-    """Returns the entries that a question reads of a cache."""
+    """Returns the entries that a question reads of a cache, staged tokens excluded.
+
+    Args:
+        cache: a cache of one row and head.
+        question: the query [1, 1, 1, D].
+
+    Returns:
+        The entries.
+    """
     shares, weight, stored = [], [], np.zeros(TOKENS, bool)
     visible = staging.num_visible_staged(cache.counters, 1)
     segments = list(cache.policy.segments(cache.state, visible))
@@ -160,7 +183,12 @@ def read_entries(cache: kvjax.Cache, question: jax.Array) -> Entries:
 
 
 def draw_policy(name: str, text: Text) -> None:
-    """Draws the weight of every token's value, and the attention of the question below."""
+    """Draws the weight of every token's value, and below it the attention of the question.
+
+    Args:
+        name: registered name of the policy, and name of the image.
+        text: the text that the cache receives.
+    """
     cache = fill_cache(make_policy(name), text)
     entries = read_entries(cache, text.question)
     exact = np.asarray(jax.nn.softmax(text.keys[0, :, 0] @ text.question[0, 0, 0] / np.sqrt(HEAD_DIM)))
@@ -184,7 +212,11 @@ def draw_policy(name: str, text: Text) -> None:
 
 
 def draw_overview(text: Text) -> None:
-    """Draws one row per policy with the weight of every token."""
+    """Draws one row per policy with the weight of every token.
+
+    Args:
+        text: the text that every cache receives.
+    """
     figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
     blue, orange, pale, grey = (
         np.array(matplotlib.colors.to_rgb(color)) for color in (KEPT, MERGED[0], STORED, STAGED)
@@ -295,6 +327,7 @@ def draw_staging() -> None:
     figure, axis = plt.subplots(figsize=(8, 1.75), layout="constrained")
 
     def buffer(left: float, bottom: float, name: str, slots: int, occupied: int, color: str) -> float:
+        """Draws a buffer from `left` on with its `name`; `occupied` slots get a `color`. Returns its right end."""
         for slot in range(slots):
             face = color if slot < occupied else "white"
             axis.add_patch(

@@ -25,18 +25,18 @@ from kvjax.stores.block_cache import BlockCache, fetch_through_cache
 from kvjax.stores.block_store import attend_blocks
 from pallas_kernels.weighted_decode import Entries, weighted_decode_many
 
-VMAP_QUERIES = 8  # up to this many queries retrieve blocks side by side, more of them one by one
+VMAP_QUERIES = 8  # up to this many queries retrieve blocks under vmap; a scan processes more of them
 
 
 class AttentionStats(NamedTuple):
-    """What `Policy.observe` learns of one step.
+    """Statistics of the attention of one step, for `Policy.observe`.
 
     Attributes:
-        segments: in the order of `Policy.segments`: for a `Segment` the attention probabilities [B, H_kv, T, S] of its
-            slots, summed over the query heads of a group (None if the policy does not ask for them); for a
-            `BlockStoreRead` its updated block cache.
-        staged: the same probabilities of the staged tokens.
-        appended: queries that belong to an appended token; other queries have probability 0.
+        segments: one item per result of `Policy.segments`. For a `Segment`: the attention probabilities [B, H_kv, T, S]
+            of its slots, float32, summed over the query heads of a group (None if the policy does not require them).
+            For a `BlockStoreRead`: its updated block cache.
+        staged: the attention probabilities of the staging slots.
+        appended: whether each query belongs to an appended token; other queries have probability 0.
     """
 
     segments: tuple[Any, ...]
@@ -58,8 +58,8 @@ def attend_segments(
         queries: the queries.
         segments: segments and block stores.
         kv_heads: KV heads of the layer, if segments hold a subset of them.
-        logit_cap: logits l become cap * tanh(l / cap) before log-weights are added.
-        sink_logits: per query head the logit of an entry without a value, in the denominator alone (gpt-oss).
+        logit_cap: soft cap: logits l become cap * tanh(l / cap) before log-weights are added.
+        sink_logits: logit of an attention sink per query head; the sink adds to the softmax denominator only (gpt-oss).
 
     Returns:
         The partial softmax, by token.
@@ -82,19 +82,19 @@ def attend_with_stats(
     logit_cap: float | None = None,
     sink_logits: Float[Array, "H_q"] | None = None,
 ) -> tuple[Partials, tuple[Any, ...]]:
-    """As `attend_segments`, and returns what `AttentionStats.segments` holds.
+    """Attends as `attend_segments` does, and also returns the items of `AttentionStats.segments`.
 
     Args:
         queries: the queries.
         segments: segments and block stores.
-        appended: queries of appended tokens; None for none.
-        probabilities: whether to return the attention probabilities of segments.
-        kv_heads: KV heads of the layer.
+        appended: whether each query belongs to an appended token; None if no query does.
+        probabilities: whether to compute the attention probabilities of segments.
+        kv_heads: KV heads of the layer, if segments hold a subset of them.
         logit_cap: soft cap of the logits.
-        sink_logits: logits of attention sinks without values.
+        sink_logits: logit of an attention sink per query head.
 
     Returns:
-        The partial softmax by token, and the statistics of every segment.
+        The partial softmax by token, and one statistic per segment or block store.
     """
     plain = [one for one in segments if isinstance(one, Segment)]
     reads = [one for one in segments if isinstance(one, BlockStoreRead)]
@@ -167,7 +167,7 @@ def _set_heads(total: Partials, new: Partials, heads: Any) -> Partials:
 
 
 def _group_plain(segments: Sequence[Segment], kv_heads: int) -> list[tuple[Segment, ...]]:
-    """Groups the segments that one kernel call can read together: unquantized ones of all KV heads."""
+    """Groups segments: all unquantized segments of all KV heads share one kernel call, every other one has its call."""
 
     def is_plain(segment: Segment) -> bool:
         return (
@@ -259,7 +259,7 @@ def _place_heads(
 
 
 def _sink_partials(queries: Float[Array, "B T H_q D"], sink_logits: Float[Array, "H_q"], width: int) -> Partials:
-    """Returns the partial softmax of an entry without a value."""
+    """Returns the partial softmax of an attention sink, which has no value."""
     if sink_logits.shape != queries.shape[2:3]:
         raise ValueError(f"sink_logits has shape {sink_logits.shape}, expected [H_q] = {queries.shape[2:3]}")
     logits = jnp.broadcast_to(sink_logits.astype(jnp.float32), queries.shape[:3])
@@ -299,11 +299,12 @@ def _attend_retrieved(
     """Adds the blocks that each query selects to a partial softmax.
 
     Args:
-        queries: of the heads that read the store.
+        queries: queries of the heads that read the store.
         read: the store.
-        selection: selection of a single query, with residual segments already read; None for several queries.
-        before: the partial softmax of everything else.
-        appended: queries of appended tokens; the block cache follows these alone.
+        selection: the selection of a single query, whose residual segments are part of `before`; None for several
+            queries.
+        before: the partial softmax of all segments.
+        appended: whether each query belongs to an appended token; other queries do not change the block cache.
         logit_cap: soft cap of the logits.
 
     Returns:
@@ -315,6 +316,7 @@ def _attend_retrieved(
         return _attend_selection(queries, read, selection, before, appended, read.block_cache, logit_cap)
 
     def one_query(cache: BlockCache | None, item: tuple[Array, Partials, Array]) -> tuple[BlockCache | None, Partials]:
+        """Attends with one query, given the block `cache` after the previous query and the query's `item`."""
         query, before, appended = jax.tree.map(lambda x: x[:, None], item)
         selection = read.select(query)
         if selection.residual:

@@ -1,4 +1,4 @@
-"""Budgets, and the policy that fills one."""
+"""Cache budgets, and the search for the largest policy within a budget."""
 
 import dataclasses
 import re
@@ -53,7 +53,14 @@ class Budget:
 
     @classmethod
     def of(cls, budget: "int | str | Budget") -> "Budget":
-        """Returns a budget from slots, text or a budget."""
+        """Returns a budget from a number of slots, from text or from a budget.
+
+        Args:
+            budget: 1024 (slots), "25%", "64MiB", or a `Budget`.
+
+        Returns:
+            The budget.
+        """
         return budget if isinstance(budget, Budget) else cls.parse(str(budget))
 
     def limit(self, spec: CacheSpec, tokens: int) -> int:
@@ -80,17 +87,41 @@ class Budget:
 
 
 def abstract_cache(policy: Policy, spec: CacheSpec) -> Cache:
-    """Returns the cache that `kvjax.init` would make, as shapes and dtypes."""
+    """Returns the cache that `kvjax.init` would make, as shapes and dtypes.
+
+    Args:
+        policy: the policy.
+        spec: spec of the layer.
+
+    Returns:
+        A cache whose arrays are `jax.ShapeDtypeStruct`s.
+    """
     return jax.eval_shape(lambda: init(policy, spec, jax.random.split(jax.random.key(0), spec.batch)))
 
 
 def row_bytes(policy: Policy, spec: CacheSpec) -> int:
-    """Returns the device bytes that one row of one layer's cache holds, all buffers included."""
+    """Returns the device bytes that the cache of one row and layer holds.
+
+    Args:
+        policy: the policy.
+        spec: spec of the layer; its batch size does not matter.
+
+    Returns:
+        Bytes of all buffers, also of the staging buffer and of empty slots.
+    """
     return cache_bytes(abstract_cache(policy, dataclasses.replace(spec, batch=1))).device
 
 
 def row_read_bytes(policy: Policy, spec: CacheSpec) -> int:
-    """Returns the bytes of one layer's cache that decoding a token of one row reads."""
+    """Returns the bytes of one row's cache in one layer that a decode step reads.
+
+    Args:
+        policy: the policy.
+        spec: spec of the layer; its batch size does not matter.
+
+    Returns:
+        Bytes; see `kvjax.read_bytes`.
+    """
     return read_bytes(abstract_cache(policy, dataclasses.replace(spec, batch=1)))
 
 
@@ -110,9 +141,19 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
 
     Raises:
         ValueError: if no budget fits, with the reason for the smallest one tried.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, kvjax
+        >>> spec = kvjax.CacheSpec(
+        ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=4096, max_new_tokens=64
+        ... )
+        >>> limit = spec.full_cache_bytes(4096) // 4
+        >>> kvjax.fit_bytes(lambda slots: kvjax.Uniform(slots, sinks=16), spec, limit).budget
+        848
     """
 
     def size(budget: int) -> float:
+        """Returns the average bytes per row and layer of the policy with this `budget` of slots."""
         policy = make(budget)
         measure = row_read_bytes if policy.is_retrieval else row_bytes
         return sum(len(equal) * measure(policy, equal[0]) for equal in _equal_layers(policy, spec)) / spec.layers
@@ -173,7 +214,14 @@ def _try_layers(policy: Policy, spec: CacheSpec) -> None:
 
 
 def format_bytes(count: float) -> str:
-    """Returns bytes in binary units: 1536 is "1.5 KiB"."""
+    """Formats bytes in binary units: 1536 is "1.5 KiB".
+
+    Args:
+        count: number of bytes.
+
+    Returns:
+        The number with its unit: B, KiB, MiB or GiB.
+    """
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

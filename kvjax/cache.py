@@ -5,7 +5,7 @@
     output, cache = step(cache, query, key, value)
 
 A cache is a pytree whose policy, spec and mesh are static: a compiled program serves all caches of equal policies and
-sizes. New queries, keys and values are [B, T, H, D], with RoPE applied; stored ones are [B, H_kv, S, D].
+sizes. New queries, keys and values are [B, T, H, D], with RoPE applied. Stored keys and values are [B, H_kv, S, D].
 
 Invalid input raises an error eagerly. Under jit, where values are unknown, it sets a fault counter and the row's
 attention is NaN from then on; `kvjax.raise_faults` names the fault.
@@ -37,15 +37,26 @@ from kvjax.stores.staging import Counters, Staging, init_staging
 
 @state
 class Cache(Generic[S]):
-    """One layer's cache of a batch of rows."""
+    """The cache of one layer, for a batch of rows. `init` makes one.
 
-    state: S  # the policy's, with entries in stored form (`kvjax.quantization`)
+    Attributes:
+        state: the policy's state; keys and values are quantized if `CacheSpec.kv_dtype` is set.
+        staging: tokens appended since the last compaction.
+        counters: number of tokens of every row.
+        reused: fault counter of invalid calls of `prefill`.
+        policy_faults: nonzero fault counters in the policy's state, after the last prefill or compaction.
+        policy: policy of this layer.
+        spec: spec of one row of the layer, without the layer's index, so that equal layers share compiled programs.
+        mesh: mesh that shards the cache; None for a single device.
+    """
+
+    state: S
     staging: Staging
     counters: Counters
     reused: Int[Array, "B"] = fault("prefill was called on a cache with tokens, or with more than max_prompt_tokens")
-    policy_faults: Int[Array, "B"]  # fault counters of the policy's state after the last prefill or compaction
+    policy_faults: Int[Array, "B"]
     policy: Policy[S] = static()
-    spec: CacheSpec = static()  # of one row of any layer, so that equal layers share programs
+    spec: CacheSpec = static()
     mesh: Mesh | None = static()
 
 
@@ -53,17 +64,18 @@ def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Me
     """Returns an empty cache.
 
     Args:
-        policy: the policy; the layer's own policy is `policy.for_layer(spec)`. A layer with a sliding window
+        policy: the policy of the model; the layer uses `policy.for_layer(spec)`. A layer with a sliding window
             (`spec.window`) keeps exactly its window, whatever the policy.
-        spec: sizes and dtypes.
+        spec: sizes and dtypes of the layer's cache.
         row_keys: one typed PRNG key per batch row.
-        mesh: a mesh from `kvjax.make_mesh`; every device then holds its rows, heads and share of growing stores.
+        mesh: a mesh from `kvjax.make_mesh`; every device then holds its shard of the rows, of the KV heads and of the
+            stores that grow with the context. None for a single device.
 
     Returns:
-        The cache.
+        A cache without tokens.
 
     Raises:
-        TypeError: if the policy is not a frozen dataclass.
+        TypeError: if the policy is not a frozen dataclass that derives from `kvjax.policy.Policy`.
         ValueError: if settings, sizes and mesh do not fit together.
 
     Example:
@@ -107,7 +119,7 @@ def layer_policy(policy: Policy[S], spec: CacheSpec) -> Policy[Any]:
         The layer's policy; a `SlidingWindow` for a layer with a sliding window.
 
     Raises:
-        TypeError: if the policy is not a frozen dataclass.
+        TypeError: if the policy is not a frozen dataclass that derives from `Policy`.
     """
     parameters = type(policy).__dict__.get("__dataclass_params__")
     if not isinstance(policy, Policy) or parameters is None or not parameters.frozen:
@@ -132,17 +144,19 @@ def prefill(
     sink_logits: Float[Array, "H_q"] | None = None,
     repeated: RepeatedPrompt | None = None,
 ) -> tuple[Cache[S], Shaped[Array, "B H_kv *N"] | None]:
-    """Takes an entire prompt into an empty cache.
+    """Writes a prompt into an empty cache, compressed by the cache's policy.
+
+    It returns no attention output: the model computes the attention of the prompt itself, without the cache.
 
     Args:
         cache: an empty cache.
-        keys: keys of the prompt; rows are left-aligned.
-        values: values of the prompt.
-        lengths: tokens per row.
-        queries: the prompt's last queries, right-aligned, as many as the policy needs: `kvjax.prompt_queries(
-            cache.policy, queries)` selects them.
-        layer_carry: the second result for the previous layer.
-        sink_logits: as for `step`.
+        keys: keys of the prompt, left-aligned: row b's tokens are `keys[b, :lengths[b]]`.
+        values: values of the prompt, left-aligned.
+        lengths: number of tokens of each row.
+        queries: last queries of the prompt, right-aligned: the last one belongs to each row's last token. The policy
+            determines their number; `kvjax.prompt_queries(cache.policy, queries)` selects them. None if it needs none.
+        layer_carry: the second result of `prefill` for the previous layer; None in the first layer.
+        sink_logits: logit of an attention sink per query head, as for `step`.
         repeated: the layer's projections of a repetition of the prompt, if the policy needs one.
 
     Returns:
@@ -150,6 +164,17 @@ def prefill(
 
     Raises:
         ValueError: if shapes or dtypes do not fit; outside jit also for a cache with tokens, or lengths out of range.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, kvjax
+        >>> spec = kvjax.CacheSpec(
+        ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
+        ... )
+        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
+        >>> keys = values = jnp.ones((1, 64, 2, 8))
+        >>> cache, _ = kvjax.prefill(cache, keys, values, jnp.array([50]))
+        >>> kvjax.num_tokens(cache)
+        Array([50], dtype=int32)
     """
     _check_new_tokens(cache, keys, values, lengths)
     longest = min(keys.shape[1], cache.spec.max_prompt_tokens)
@@ -171,19 +196,29 @@ def append(
     values: Float[Array, "B T H_kv D_v"],
     lengths: Int[Array, "B"] | None = None,
 ) -> Cache[S]:
-    """Appends T tokens without attending and without compacting.
+    """Appends T tokens to the staging buffer, without attention and without compaction.
 
     Args:
-        cache: the cache; `compact` must be called before its staging buffer is full.
+        cache: the cache; call `compact` before its staging buffer is full.
         keys: new keys.
         values: new values.
-        lengths: tokens per row; None for T.
+        lengths: number of tokens of each row, from the first on; None for T in every row.
 
     Returns:
         The cache.
 
     Raises:
         ValueError: as for `step`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, kvjax
+        >>> spec = kvjax.CacheSpec(
+        ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
+        ... )
+        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
+        >>> cache = kvjax.append(cache, jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 2, 8)))
+        >>> kvjax.num_tokens(cache)
+        Array([3], dtype=int32)
     """
     _check_new_tokens(cache, keys, values, lengths)
     _check_free_slots(cache, keys, lengths, compacts=False)
@@ -193,18 +228,28 @@ def append(
 def attend(
     cache: Cache, query: Float[Array, "B T H_q D"], *, sink_logits: Float[Array, "H_q"] | None = None
 ) -> Partials:
-    """Attends to everything that is cached, without a causal mask and without updating the policy.
+    """Attends to all tokens of a cache, without a causal mask and without updating the policy.
 
     Args:
         cache: the cache.
-        query: any queries.
-        sink_logits: as for `step`.
+        query: queries, whose tokens need not be in the cache.
+        sink_logits: logit of an attention sink per query head, as for `step`.
 
     Returns:
-        The partial softmax by token; merge it with others (`kvjax.partials.merge`) or call `kvjax.normalize`.
+        The partial softmax, by token; merge it with others (`kvjax.partials.merge`) or call `kvjax.normalize`.
 
     Raises:
         ValueError: if the shape of the queries does not fit.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, kvjax
+        >>> spec = kvjax.CacheSpec(
+        ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
+        ... )
+        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
+        >>> cache = kvjax.append(cache, jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 2, 8)))
+        >>> kvjax.normalize(kvjax.attend(cache, jnp.ones((1, 1, 4, 8)))).shape
+        (1, 1, 4, 8)
     """
     check_queries(cache.spec, cache.staging.keys.shape[0], query)
     return Partials(*_attend_only(cache, query, sink_logits))
@@ -220,17 +265,17 @@ def step(
     sink_logits: Float[Array, "H_q"] | None = None,
     compact_when_full: bool = True,
 ) -> tuple[Float[Array, "B T H_q D_v"], Cache[S]]:
-    """Appends T tokens and returns their causal attention.
+    """Appends T tokens and returns their causal attention to the cache.
 
     Args:
         cache: the cache.
         query: queries of the new tokens.
         keys: new keys.
         values: new values.
-        lengths: tokens per row, the first ones; None for T. A finished sequence appends 0.
-        sink_logits: per query head the logit of an attention sink without a value (gpt-oss).
-        compact_when_full: whether to compact first if the tokens do not fit into the staging buffer. A compiled loop
-            that calls `compact` itself saves a conditional per step without it.
+        lengths: number of tokens of each row, from the first on; None for T in every row. Finished sequences append 0.
+        sink_logits: logit of an attention sink per query head; the sink adds to the softmax denominator only (gpt-oss).
+        compact_when_full: whether to compact first if the tokens do not fit into the staging buffer. False saves a
+            conditional per step in a compiled loop that calls `compact` itself.
 
     Returns:
         The attention output, float32, and the cache.
@@ -238,6 +283,17 @@ def step(
     Raises:
         ValueError: if shapes or dtypes do not fit, or T exceeds the staging slots; outside jit also for tokens beyond
             max_prompt_tokens + max_new_tokens, lengths out of range and a full buffer that is not compacted.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, kvjax
+        >>> spec = kvjax.CacheSpec(
+        ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
+        ... )
+        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
+        >>> query, key, value = jnp.ones((1, 1, 4, 8)), jnp.ones((1, 1, 2, 8)), jnp.ones((1, 1, 2, 8))
+        >>> output, cache = kvjax.step(cache, query, key, value)
+        >>> output.shape
+        (1, 1, 4, 8)
     """
     _check_new_tokens(cache, keys, values, lengths)
     check_queries(cache.spec, cache.staging.keys.shape[0], query, keys.shape[1])
@@ -246,24 +302,51 @@ def step(
 
 
 def compact(cache: Cache[S]) -> Cache[S]:
-    """Passes the staged tokens to the policy; valid at any time, also without staged tokens."""
+    """Moves the staged tokens into the policy's state and empties the staging buffer.
+
+    `step` calls it when new tokens do not fit into the staging buffer. It may be called at any time, also without
+    staged tokens.
+
+    Args:
+        cache: the cache.
+
+    Returns:
+        The cache.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, kvjax
+        >>> spec = kvjax.CacheSpec(
+        ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
+        ... )
+        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
+        >>> cache = kvjax.append(cache, jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 2, 8)))
+        >>> int(cache.counters.offset), int(kvjax.compact(cache).counters.offset)
+        (3, 0)
+    """
     return _compact(cache)
 
 
 def num_tokens(cache: Cache) -> Int[Array, "B"]:
-    """Returns the number of tokens that every row has received."""
+    """Returns the number of tokens that each row has received, evicted tokens included.
+
+    Args:
+        cache: the cache.
+
+    Returns:
+        One int32 count per row.
+    """
     return cache.counters.total
 
 
 def with_counters(cache: Cache[S], counters: Counters | None) -> Cache[S]:
     """Returns the cache with other counters.
 
-    Layers that receive the same tokens and compact together can share one set of counters: a loop over decode steps
-    then updates it once per step.
+    Layers that receive the same tokens and compact together can share one set of counters, which a loop over decode
+    steps then updates once per step instead of once per layer.
 
     Args:
         cache: the cache.
-        counters: the counters; None removes them, and every other function needs them back.
+        counters: the new counters. None removes them; of this module's functions, only `read_bytes` works without.
 
     Returns:
         The cache.
@@ -272,7 +355,26 @@ def with_counters(cache: Cache[S], counters: Counters | None) -> Cache[S]:
 
 
 def read_bytes(cache: Cache) -> int:
-    """Returns the bytes of cache that one decode step reads, from shapes and dtypes; the cache may be abstract."""
+    """Returns the bytes of the cache that one decode step reads, computed from shapes and dtypes.
+
+    They include segments, the index and the selected blocks of a retrieval policy, and attention scores.
+
+    Args:
+        cache: the cache, possibly abstract (`jax.eval_shape`).
+
+    Returns:
+        Bytes for all rows.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, kvjax
+        >>> spec = kvjax.CacheSpec(
+        ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
+        ... )
+        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
+        >>> exact = kvjax.init(kvjax.Exact(), spec, jax.random.split(jax.random.key(0), 1))
+        >>> kvjax.read_bytes(cache) < kvjax.read_bytes(exact)
+        True
+    """
     return _read_bytes(cache, cache.staging.keys.shape[1])
 
 
@@ -281,6 +383,7 @@ def _read_bytes(cache: Cache, kv_heads: int) -> int:
     sizes: list[int] = []
 
     def count(cache: Cache) -> None:
+        """Adds the bytes that one step reads of `cache` to `sizes`; called on abstract arrays."""
         spec, shape = cache.spec, cache.staging.keys.shape
         if cache.counters is None:
             _, counters = init_staging(dataclasses.replace(spec, batch=shape[0]), shape[2])

@@ -42,6 +42,12 @@ def normalize(partials: Partials, dtype: jax.typing.DTypeLike = jnp.float32) -> 
 
     Returns:
         The attention output; zero for rows without entries.
+
+    Example:
+        >>> import jax.numpy as jnp, kvjax
+        >>> from kvjax.partials import Partials
+        >>> kvjax.normalize(Partials(jnp.zeros((1, 1, 1)), 6 * jnp.ones((1, 1, 1, 2)), 3 * jnp.ones((1, 1, 1))))
+        Array([[[[2., 2.]]]], dtype=float32)
     """
     empty = partials.denominator == 0
     output = partials.numerator / jnp.where(empty, 1.0, partials.denominator)[..., None]
@@ -49,7 +55,14 @@ def normalize(partials: Partials, dtype: jax.typing.DTypeLike = jnp.float32) -> 
 
 
 def merge_over_sequence(partials: Partials) -> Partials:
-    """Merges the partial softmaxes of all devices that share a store."""
+    """Merges the partial softmaxes of all devices that share a store.
+
+    Args:
+        partials: this device's partial softmax, by token.
+
+    Returns:
+        The merged partial softmax, equal on these devices; unchanged without a mesh that shares stores.
+    """
     if not is_sequence_sharded():
         return partials
     peak = max_over_sequence(partials.max)
@@ -59,7 +72,15 @@ def merge_over_sequence(partials: Partials) -> Partials:
 
 
 def group_queries(queries: Float[Array, "B T H_q D"], kv_heads: int) -> Float[Array, "B H_kv R D"]:
-    """Returns the queries of each KV head as R = T * G rows; the rows of one token are adjacent."""
+    """Groups queries by the KV head that they read.
+
+    Args:
+        queries: queries of all query heads; H_q is a multiple of `kv_heads`.
+        kv_heads: number of KV heads.
+
+    Returns:
+        R = T * G queries per KV head, for G = H_q / H_kv query heads; the queries of one token are adjacent.
+    """
     batch, tokens, query_heads, head_dim = queries.shape
     grouped = queries.reshape(batch, tokens, kv_heads, query_heads // kv_heads, head_dim)
     return grouped.swapaxes(1, 2).reshape(batch, kv_heads, -1, head_dim)
@@ -94,6 +115,7 @@ def by_token(partials: Partials, tokens: int) -> Partials:
     """
 
     def rearrange(x: Array) -> Array:
+        """Moves the tokens of `x` from [B, H_kv, T * G, ...] to [B, T, H_q, ...]."""
         batch, kv_heads, rows, *rest = x.shape
         grouped = x.reshape(batch, kv_heads, tokens, rows // tokens, *rest).swapaxes(1, 2)
         return grouped.reshape(batch, tokens, kv_heads * (rows // tokens), *rest)

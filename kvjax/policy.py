@@ -1,14 +1,15 @@
 """The interface of cache policies.
 
-A policy is a frozen dataclass of settings. It decides which keys and values a cache keeps and what attention reads:
+A policy is a frozen dataclass of settings. It decides which keys and values a cache keeps
+and which ones attention reads:
 
     init(spec, row_keys) -> state
     prefill(state, prompt) -> state
-    segments(state, num_visible_staged) -> what attention reads    every decode step
-    observe(state, stats) -> state                                 every decode step
-    compact(state, new) -> state                                   every `compact_every` tokens
+    segments(state, num_visible_staged) -> segments    every decode step
+    observe(state, stats) -> state                     every decode step
+    compact(state, new) -> state                       every `compact_every` tokens
 
-Appending, attending, quantizing and sharding are shared by all policies and done by `kvjax.cache`.
+`kvjax.cache` appends, attends, quantizes and shards for all policies.
 """
 
 import abc
@@ -35,14 +36,15 @@ S = TypeVar("S")  # a policy's state
 class Repetition:
     """A second pass over the prompt: the model reads the prompt again in chunks, each after the entire prompt.
 
-    Policies that score tokens by the attention of the repetition's queries (KVzip) ask for it.
+    Policies that score tokens by the attention of the repetition's queries (KVzip) require it. The first text is
+    `instruction + suffix + chunk`. Later ones are `continuation + end of the previous chunk + suffix + chunk`.
 
     Attributes:
-        chunk_tokens: tokens of the prompt that are repeated at a time.
-        instruction: token ids before the first chunk ("repeat the previous context").
-        continuation: token ids before a further chunk; the last `overlap` tokens of the chunk before it follow.
-        suffix: token ids between either and the chunk.
-        overlap: tokens of the previous chunk after `continuation`.
+        chunk_tokens: tokens of the prompt per chunk.
+        instruction: token ids at the start of the first text ("repeat the previous context").
+        continuation: token ids at the start of every later text.
+        suffix: token ids directly before the chunk.
+        overlap: tokens of the previous chunk that follow `continuation`.
     """
 
     chunk_tokens: int = 2048
@@ -56,11 +58,11 @@ class Repetition:
         check_min(0, overlap=self.overlap)
 
     def num_chunks(self, tokens: int) -> int:
-        """Number of chunks of a prompt of this length."""
+        """Returns the number of chunks of a prompt of `tokens` tokens."""
         return -(-tokens // self.chunk_tokens)
 
     def max_width(self, tokens: int) -> int:
-        """Most tokens of one chunk's repetition, for a prompt of this length."""
+        """Returns the maximum length of a chunk's text, for a prompt of `tokens` tokens."""
         first, further = len(self.instruction), len(self.continuation) + self.overlap
         prefix = max(first, further if self.num_chunks(tokens) > 1 else 0)
         return prefix + len(self.suffix) + min(self.chunk_tokens, tokens)
@@ -71,8 +73,8 @@ class Requirements:
     """Inputs that a policy needs from the model and the decode loop.
 
     Attributes:
-        prompt_queries: how many of the prompt's last queries `prefill` needs, or "all".
-        repetition: how the model repeats the prompt for `prefill`, if it does.
+        prompt_queries: number of the prompt's last queries that `prefill` needs, or "all".
+        repetition: how the model repeats the prompt for `prefill`; None if the policy needs no repetition.
         attention_stats: whether `observe` needs the attention probabilities of every step.
         entire_prompt: whether the policy compresses in `prefill` only, so that prompts cannot be streamed through
             `compact`.
@@ -84,21 +86,21 @@ class Requirements:
     entire_prompt: bool = False
 
     def num_prompt_queries(self, tokens: int) -> int:
-        """Number of queries that `prefill` needs for a prompt padded to this length."""
+        """Returns the number of queries that `prefill` needs for a prompt padded to `tokens` tokens."""
         return tokens if self.prompt_queries == "all" else min(self.prompt_queries, tokens)
 
 
 def merge_requirements(policies: Iterable["Policy"]) -> Requirements:
-    """Returns what several policies need together.
+    """Combines the requirements of policies that read the same prompt.
 
     Args:
-        policies: policies that read the same prompt.
+        policies: the policies.
 
     Returns:
-        The combined requirements.
+        Requirements that satisfy every policy.
 
     Raises:
-        ValueError: if they ask for different repetitions of the prompt.
+        ValueError: if policies need different repetitions of the prompt.
     """
     requirements = [policy.requires for policy in policies]
     counts = [one.prompt_queries for one in requirements]
@@ -121,7 +123,13 @@ def prompt_queries(policy: "Policy", queries: Float[Array, "B T H_q D"]) -> Floa
         queries: all queries of the prompt, right-aligned: the last query belongs to each row's last token.
 
     Returns:
-        The last queries that the policy asks for; None if it needs none.
+        The last queries, as many as the policy needs; None if it needs none.
+
+    Example:
+        >>> import jax.numpy as jnp, kvjax
+        >>> queries = jnp.ones((1, 64, 4, 8))
+        >>> kvjax.prompt_queries(kvjax.SnapKV(budget=128, window_size=16), queries).shape
+        (1, 16, 4, 8)
     """
     count = policy.requires.num_prompt_queries(queries.shape[1])
     return queries[:, queries.shape[1] - count :] if count else None
@@ -154,14 +162,14 @@ class Prompt:
 class Policy(abc.ABC, Generic[S]):
     """A cache policy. Subclasses are frozen dataclasses.
 
-    Policies with equal settings are equal. Compiled programs, saved states and rows of results are identified by a
-    policy's value.
+    Policies compare by value: policies with equal settings are equal. Compiled programs and saved states are
+    identified by this value.
 
     Attributes:
         compact_every: tokens between compactions; a field of every policy.
         requires: inputs that the policy needs from the model and the decode loop; a class attribute or a property.
-        is_retrieval: whether the policy keeps every token and reads a part of them per step. Budgets of such policies
-            count the bytes read, budgets of other policies the bytes held.
+        is_retrieval: whether the policy keeps every token and selects the ones to read at every step. Budgets of such
+            policies count the bytes read per step, budgets of other policies the bytes held.
     """
 
     is_retrieval: bool = False
@@ -181,13 +189,13 @@ class Policy(abc.ABC, Generic[S]):
         return Requirements()
 
     def for_layer(self, spec: CacheSpec) -> "Policy[S]":
-        """Returns the policy of the layer that `spec.layer` names; `kvjax.init` calls it once.
+        """Returns the policy for one layer of the model; `kvjax.init` calls it once per layer.
 
         Args:
-            spec: the layer's spec.
+            spec: the layer's spec, with its index `spec.layer`.
 
         Returns:
-            A policy for this layer.
+            The layer's policy; by default the policy itself.
         """
         return self
 
@@ -205,11 +213,11 @@ class Policy(abc.ABC, Generic[S]):
 
     @abc.abstractmethod
     def prefill(self, state: S, prompt: Prompt) -> S:
-        """Takes an entire prompt into an empty state.
+        """Compresses an entire prompt into an empty state.
 
         Args:
             state: an empty state.
-            prompt: the prompt.
+            prompt: the prompt, with the inputs that `requires` names.
 
         Returns:
             The new state.
@@ -217,15 +225,15 @@ class Policy(abc.ABC, Generic[S]):
 
     @abc.abstractmethod
     def segments(self, state: S, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
-        """Returns what attention reads of the state. Staged tokens are read in addition.
+        """Returns the entries that attention reads, in addition to the staged tokens.
 
         Args:
-            state: the state; entries of a quantized cache are `QuantizedArray`s.
-            num_visible_staged: staged tokens that each query sees, its own token included; a sliding window slides
-                by this number.
+            state: the state; keys and values of a quantized cache are `QuantizedArray`s.
+            num_visible_staged: int32 number of staged tokens that each query attends to, its own included. A sliding
+                window hides its oldest tokens by it.
 
         Returns:
-            Segments, and block stores to retrieve from.
+            Segments, and reads of block stores.
         """
 
     def observe(self, state: S, stats: AttentionStats) -> S:
@@ -233,7 +241,7 @@ class Policy(abc.ABC, Generic[S]):
 
         Args:
             state: the state.
-            stats: attention statistics of the step, in the order of `segments`.
+            stats: attention statistics of the step, one per result of `segments` and in the same order.
 
         Returns:
             The new state.
@@ -242,25 +250,25 @@ class Policy(abc.ABC, Generic[S]):
 
     @abc.abstractmethod
     def compact(self, state: S, new: Tokens) -> S:
-        """Takes the staged tokens into the state.
+        """Moves the staged tokens into the state.
 
         Args:
             state: the state.
-            new: up to `compact_every` tokens per row. A row without new tokens must not change.
+            new: up to `compact_every` tokens per row. The state of a row without new tokens must not change.
 
         Returns:
             The new state.
         """
 
     def layer_carry(self, state: S, prompt: Prompt) -> Shaped[Array, "B H_kv *N"] | None:
-        """Returns what this layer's prefill passes to the next layer's, as `prompt.layer_carry`.
+        """Returns an array that the prefill of the next layer receives as `prompt.layer_carry`.
 
         Args:
             state: the empty state.
             prompt: the prompt, with the previous layer's carry.
 
         Returns:
-            An array with leading axes [B, H_kv], or None.
+            An array with leading axes [B, H_kv], or None. By default the previous layer's carry, unchanged.
         """
         return prompt.layer_carry
 
@@ -268,14 +276,15 @@ class Policy(abc.ABC, Generic[S]):
 def check_budget(
     budget: int, sinks: int = 0, recent: int = 0, compact_every: int = 64, *, remainder_for: str = ""
 ) -> None:
-    """Checks the sizes of a policy.
+    """Checks the budget of a policy and the settings that are part of it.
 
     Args:
         budget: slots per KV head.
         sinks: first tokens that are always kept.
         recent: newest tokens that are always kept.
         compact_every: tokens between compactions.
-        remainder_for: purpose of the remaining slots; at least one must remain.
+        remainder_for: purpose of the slots other than sinks and recent tokens. If it is given, at least one such slot
+            is required.
 
     Raises:
         ValueError: if a size is out of range; names the setting.
@@ -293,24 +302,40 @@ def check_budget(
 
 
 def check_min(minimum: int, **settings: float | None) -> None:
-    """Raises a ValueError that names a setting below `minimum`; None passes."""
+    """Checks that settings are at least a minimum.
+
+    Args:
+        minimum: the smallest valid value.
+        **settings: values by name; None passes.
+
+    Raises:
+        ValueError: if a setting is smaller; names the setting.
+    """
     for name, value in settings.items():
         if value is not None and value < minimum:
             raise ValueError(f"{name}={value} must be at least {minimum}")
 
 
 def check_above(bound: float, **settings: float | None) -> None:
-    """Raises a ValueError that names a setting not above `bound`; None passes."""
+    """Checks that settings are above a bound.
+
+    Args:
+        bound: the number that every value must exceed.
+        **settings: values by name; None passes.
+
+    Raises:
+        ValueError: if a setting is not above the bound; names the setting.
+    """
     for name, value in settings.items():
         if value is not None and not value > bound:
             raise ValueError(f"{name}={value} must be above {bound}")
 
 
 def check_setting_types(policy: Policy) -> None:
-    """Checks every setting of a policy against its annotation. Numbers must be finite.
+    """Checks every setting of a policy against its annotated type. Numbers must be finite.
 
     Args:
-        policy: a dataclass.
+        policy: a policy, which is a dataclass.
 
     Raises:
         ValueError: if a setting has another type; names the setting.
@@ -323,13 +348,27 @@ def check_setting_types(policy: Policy) -> None:
 
 @functools.cache
 def setting_types(policy_class: type) -> dict[str, Any]:
-    """Returns the annotated type of every setting of a policy class."""
+    """Returns the annotated type of every setting of a policy class.
+
+    Args:
+        policy_class: a dataclass.
+
+    Returns:
+        Types by field name, with string annotations resolved.
+    """
     hints = typing.get_type_hints(policy_class)
     return {field.name: hints[field.name] for field in dataclasses.fields(policy_class)}
 
 
 def type_name(hint: Any) -> str:
-    """Describes the values of a type: "int or None", "'mean' or 'drop'"."""
+    """Describes the values of a type in words, for error messages and tables: "int or None", "'mean' or 'drop'".
+
+    Args:
+        hint: a type annotation.
+
+    Returns:
+        The description.
+    """
     if len(_options(hint)) > 1:
         return " or ".join(map(type_name, _options(hint)))
     if typing.get_origin(hint) is Literal:
@@ -363,16 +402,23 @@ def _is_instance(value: Any, hint: Any) -> bool:
 
 
 def describe(policy: Policy) -> dict[str, Any]:
-    """Describes a policy as JSON: its class name and every setting that its value depends on.
+    """Describes a policy as a JSON object.
 
     Args:
         policy: any policy.
 
     Returns:
-        A dictionary; equal dictionaries mean equal policies.
+        The class name under "class", and every setting that equality of policies depends on; policies within a policy
+        are objects as well. Equal objects mean equal policies.
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.describe(kvjax.Exact())
+        {'class': 'Exact', 'compact_every': 64}
     """
 
     def plain(value: Any) -> Any:
+        """Converts a dataclass to an object, a tuple to a list, and returns any other `value`."""
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = [field.name for field in dataclasses.fields(value) if field.compare]
             return {"class": type(value).__name__} | {name: plain(getattr(value, name)) for name in names}

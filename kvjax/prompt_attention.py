@@ -111,6 +111,7 @@ def key_attention(
     def add_block(
         received: Float[Array, "B H_kv T"], item: tuple[Int[Array, ""], Array]
     ) -> tuple[Float[Array, "B H_kv T"], None]:
+        """Adds one block of queries, `item` = (first index, queries), to the sum or maximum `received`."""
         first, rows = item
         index = first + jnp.arange(block)
         visible = (is_visible(index) & (index < count)[:, None])[:, None, :, None]

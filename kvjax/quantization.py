@@ -101,7 +101,15 @@ def parse_kv_dtype(kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None) -> KVForm
 
 
 def check_width(name: str, dim: int) -> None:
-    """Raises a ValueError if vectors of `dim` coordinates do not fill an integer number of bytes in this format."""
+    """Checks that vectors of a dimension can be packed in a format.
+
+    Args:
+        name: the format.
+        dim: dimensions of a vector.
+
+    Raises:
+        ValueError: if the dimension is not a multiple of the packing width of formats below 8 bits.
+    """
     if FORMATS[name].bits is not None and dim % packing.COLUMNS:
         raise ValueError(f"kv_dtype={name!r} needs a multiple of {packing.COLUMNS} dimensions, got {dim}")
 
@@ -113,7 +121,7 @@ def empty_quantized(
 
     Args:
         name: the format.
-        shape: shape of the array that it stands for, [..., S, D].
+        shape: shape [..., S, D] of the array before quantization.
         offset_shape: shape of a zero offset; None for no offset.
 
     Returns:
@@ -175,7 +183,14 @@ def quantize(
 
 
 def dequantize(x: Array | QuantizedArray) -> Float[Array, "*A S D"]:
-    """Returns the vectors that a quantized array stands for, float32; other arrays are returned unchanged."""
+    """Returns the vectors that a quantized array approximates.
+
+    Args:
+        x: a quantized array, or any other array.
+
+    Returns:
+        Vectors in float32, with the offset added; another array is returned unchanged.
+    """
     if not isinstance(x, QuantizedArray):
         return x
     numbers = x.values
@@ -197,10 +212,16 @@ def rotate_back(x: Float[Array, "*A D"]) -> Float[Array, "*A D"]:
 
 @functools.cache
 def rotation(dim: int) -> np.ndarray:
-    """Returns the orthogonal matrix [dim, dim] of `rotate`, float32.
+    """Returns the orthogonal matrix of `rotate`.
 
     It is a Hadamard matrix with random signs if `dim` is a power of two, otherwise a random orthogonal matrix. It is
     the same in every process and version, because saved states depend on it.
+
+    Args:
+        dim: dimensions of the vectors.
+
+    Returns:
+        A float32 matrix [dim, dim].
     """
     random = np.random.Generator(np.random.PCG64(dim))
     if dim & (dim - 1) == 0:
@@ -268,6 +289,7 @@ def init_stored(tree: T, formats: KVFormats | None, dtype: Any) -> T:
     """
 
     def init(field: ArrayField, x: Array) -> Any:
+        """Returns the stored form of one array `x` of zeros, as its `field` declares it."""
         name = _format_name(field, formats)
         stored: Any = x
         if name is not None:
@@ -282,9 +304,19 @@ def init_stored(tree: T, formats: KVFormats | None, dtype: Any) -> T:
 
 
 def load_stored(tree: T) -> T:
-    """Returns a stored state with plain arrays, float32 where they were quantized or running means."""
+    """Returns a stored state with plain arrays, on which policies compute.
+
+    Stores that grow with the context keep their quantized arrays, because they quantize new tokens themselves.
+
+    Args:
+        tree: a state from `init_stored` or `store`.
+
+    Returns:
+        The state, in which quantized entries (`kv_entries`, `retrieval_index`) and running means are float32 arrays.
+    """
 
     def load(field: ArrayField, x: Any) -> Array:
+        """Returns the plain array of `x` as its `field` declares it."""
         if isinstance(x, RunningMean):
             return dequantize(x.stored).astype(jnp.float32) + dequantize(x.residual)
         return dequantize(x) if field.kv_entries or field.retrieval_index else x
@@ -293,7 +325,14 @@ def load_stored(tree: T) -> T:
 
 
 def readable(tree: T) -> T:
-    """Returns a stored state as attention reads it: running means without their residuals."""
+    """Returns a stored state in the form in which attention reads it.
+
+    Args:
+        tree: a state from `init_stored` or `store`.
+
+    Returns:
+        The state, in which running means have lost their residuals; quantized arrays stay quantized.
+    """
 
     def read(field: ArrayField, x: Any) -> Any:
         return x.stored if isinstance(x, RunningMean) else x
@@ -316,6 +355,7 @@ def store(tree: T, old: T, new_rows: Bool[Array, "B"] | None = None) -> T:
     """
 
     def write(field: ArrayField, x: Array, old: Any) -> Any:
+        """Returns `x` in the stored form of `old`, as its `field` declares it."""
         if isinstance(old, RunningMean):
             stored = write(field, x, old.stored)
             residual = quantize(x.astype(jnp.float32) - dequantize(stored).astype(jnp.float32), _INT8)

@@ -96,7 +96,7 @@ def register(name: str, policy_class: PolicyClass) -> PolicyClass:
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ValueError(f"name={name!r} must consist of lower-case letters, digits and underscores")
-    # A class that inherits from a dataclass without being one has no parameters of its own.
+    # A class that inherits from a dataclass without being one does not define these parameters itself.
     parameters = vars(policy_class).get("__dataclass_params__") if isinstance(policy_class, type) else None
     if not (parameters and parameters.frozen and issubclass(policy_class, Policy)):
         raise TypeError(

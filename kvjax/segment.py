@@ -1,4 +1,4 @@
-"""What attention reads: `Segment`s of entries, and `BlockStoreRead`s, from which each query selects blocks."""
+"""The inputs of attention: `Segment`s of entries, and `BlockStoreRead`s, from which each query selects blocks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from kvjax.stores.block_store import BlockStore
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """S weighted entries per KV head.
+    """S weighted entries per KV head. An entry is a token, or stands for several tokens.
 
     Entry s adds exp(q.k_s / sqrt(D) + log_num_s) v_s to the numerator of attention and
-    exp(q.k_s / sqrt(D) + log_den_s) to its denominator.
+    exp(q.k_s / sqrt(D) + log_den_s) to its denominator. For example, the mean of n tokens has log_num = log n.
 
-    Slots outside [start, stop) are not read, but must hold finite numbers: backends may multiply them by zero.
+    Slots outside [start, stop) have no weight, but must hold finite numbers: backends may multiply them by zero.
 
     Attributes:
         keys: [B, H_kv, S, D], an array or a `QuantizedArray`.
@@ -31,9 +31,9 @@ class Segment:
             numerator alone.
         start: int32, first slot that is read; None for 0.
         stop: int32, end of the slots that are read; None for S.
-        query_rope_angles: angles by which queries are rotated before they read the segment.
-        sequence_sharded: whether devices share the slots, so that partial softmaxes are merged over devices.
-        kv_heads: KV heads of the layer that the segment's heads are; None for all, in order.
+        query_rope_angles: angles in radians by which queries are rotated before they attend to the segment.
+        sequence_sharded: whether the slots are sharded over devices, whose partial softmaxes are then merged.
+        kv_heads: indices of the layer's KV heads that the segment holds; None for all heads in order.
 
     Raises:
         ValueError: if shapes do not fit.
@@ -66,12 +66,12 @@ class Segment:
 
 
 class BlockSelection(NamedTuple):
-    """The blocks that one query of every row reads.
+    """The blocks that one query of every row attends to.
 
     Attributes:
-        block_indices: int32, for every KV head or (H = H_q) every query head.
-        block_lengths: int32, tokens read of each block, from its first on; 0 for none.
-        residual: segments that stand for the tokens that are not read.
+        block_indices: int32 indices of K blocks per KV head (H = H_kv) or per query head (H = H_q).
+        block_lengths: int32 number of tokens read of each block, from its first on; 0 for an unused index.
+        residual: segments that approximate the tokens that are not read, such as centroids of clusters.
     """
 
     block_indices: Int[Array, "B H K"]
@@ -85,10 +85,10 @@ class BlockStoreRead:
 
     Attributes:
         store: the blocks, [B, H_kv, N, P, ...].
-        select: maps a query [B, 1, H_q, D] to its `BlockSelection`, from the index alone.
-        index: arrays that `select` reads, for byte counts.
-        block_cache: blocks of the last steps on the device, if the store is in host memory.
-        kv_heads: KV heads of the layer that the store's heads are; None for all, in order.
+        select: maps a query [B, 1, H_q, D] to its `BlockSelection`, without reading the stored keys and values.
+        index: arrays that `select` reads; they are counted as bytes read.
+        block_cache: a device cache of the blocks of the last steps, if the store is in host memory.
+        kv_heads: indices of the layer's KV heads that the store holds; None for all heads in order.
     """
 
     store: BlockStore
@@ -102,7 +102,14 @@ SegmentLike = Segment | BlockStoreRead
 
 
 def flatten_slots(x: Array | QuantizedArray) -> Any:
-    """Merges the axes between heads and vectors: [B, H, ..., S, D] becomes [B, H, slots, D]."""
+    """Merges the axes between heads and vectors: [B, H, ..., S, D] becomes [B, H, slots, D].
+
+    Args:
+        x: keys or values, possibly quantized.
+
+    Returns:
+        The array or `QuantizedArray` with one axis of slots.
+    """
 
     def flat(x: Array, trailing: int) -> Array:
         return x.reshape(*x.shape[:2], -1, *x.shape[x.ndim - trailing :])
@@ -114,5 +121,5 @@ def flatten_slots(x: Array | QuantizedArray) -> Any:
 
 
 def array_bytes(*arrays: Any) -> int:
-    """Returns the bytes of all slots of these arrays, whatever their occupancy."""
+    """Returns the bytes of `arrays`, from shapes and dtypes; empty slots count."""
     return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(arrays))

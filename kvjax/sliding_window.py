@@ -31,22 +31,55 @@ class SlidingWindow(Policy[Window]):
         check_budget(self.budget, compact_every=self.compact_every)
 
     def for_layer(self, spec: CacheSpec) -> Policy[Window]:
-        """Limits staging to the window, because all staged tokens are visible."""
+        """Returns the policy with at most `budget` staging slots, because queries attend to all staged tokens."""
         return dataclasses.replace(self, compact_every=min(self.compact_every, self.budget))
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> Window:
-        """Returns an empty window."""
+        """Returns an empty window.
+
+        Args:
+            spec: spec of the layer.
+            row_keys: not used, because the policy draws no random numbers.
+
+        Returns:
+            A window of `budget` slots per KV head.
+        """
         return init_window(spec, 0, self.budget)
 
     def prefill(self, state: Window, prompt: Prompt) -> Window:
-        """Keeps the last tokens of the prompt."""
+        """Keeps the last tokens of a prompt.
+
+        Args:
+            state: an empty window.
+            prompt: the prompt.
+
+        Returns:
+            The window of its last `budget` tokens.
+        """
         return windows.fill(state, prompt)
 
     def segments(self, state: Window, num_visible_staged: Int[Array, "B #T"]) -> tuple[Segment, ...]:
-        """Returns the tokens of the window, without tokens that staged tokens have pushed out."""
+        """Returns the tokens of the window that are among the last `budget` tokens of each query.
+
+        Args:
+            state: the window.
+            num_visible_staged: int32 number of staged tokens that each query attends to. A full window hides as many of
+                its oldest tokens.
+
+        Returns:
+            One segment.
+        """
         return windows.window_segments(state, num_visible_staged=num_visible_staged)
 
     def compact(self, state: Window, new: Tokens) -> Window:
-        """Slides the window."""
+        """Appends the staged tokens and drops the oldest ones.
+
+        Args:
+            state: the window.
+            new: the staged tokens.
+
+        Returns:
+            The window of the last `budget` tokens.
+        """
         window, _ = windows.slide(state, new)
         return window

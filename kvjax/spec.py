@@ -24,24 +24,26 @@ class CacheSpec:
         query_heads: query heads of the layer.
         kv_heads: KV heads of the layer.
         head_dim: dimensions of a query and a key.
-        max_prompt_tokens: longest prompt that `prefill` will see.
-        max_new_tokens: most tokens that will be appended after it, over all turns.
+        max_prompt_tokens: maximum length of the prompt of `prefill`, in tokens.
+        max_new_tokens: maximum number of tokens that are appended after it, over all turns of a conversation.
         dtype: dtype of stored keys and values that are not quantized.
         kv_dtype: quantization format of stored keys and values ("int8", "fp8", "int4", "int3", "int2"), a pair of
             formats (keys, values), or None. Staged tokens are never quantized.
         value_dim: dimensions of a value; None for `head_dim`.
-        scale: factor of the logits; None for 1 / sqrt(head_dim).
-        logit_cap: logits l become cap * tanh(l / cap) (Gemma 2).
+        scale: factor of the products q.k; None for 1 / sqrt(head_dim).
+        logit_cap: soft cap: logits l become cap * tanh(l / cap) (Gemma 2). None for no cap.
         window: sliding window of the layer in tokens, the query's own token included. Such a layer keeps exactly its
             window, whatever the policy.
-        rope_frequencies: angle per position of each pair of dimensions; for policies that undo or change RoPE.
+        rope_frequencies: RoPE angle per position, in radians, of each pair of dimensions. Only policies that undo or
+            change RoPE need it.
         layer: index of the layer.
         layers: number of layers of the model.
         staging_slots: slots of the staging buffer; None for the policy's `compact_every`.
-        sequence_shards: devices that share the stores that grow with the context. `kvjax.init` takes it from the mesh.
+        sequence_shards: number of devices over which the stores that grow with the context are sharded. `kvjax.init`
+            sets it from the mesh.
 
     Raises:
-        ValueError: for a value that is out of range, or sizes that do not fit together.
+        ValueError: if a value is out of range, or sizes do not fit together.
     """
 
     batch: int
@@ -88,7 +90,7 @@ class CacheSpec:
 
     @property
     def kv_formats(self) -> KVFormats | None:
-        """Quantization formats of keys and values, if any."""
+        """Quantization formats of keys and values; None if they are not quantized."""
         return parse_kv_dtype(self.kv_dtype)
 
     @property
@@ -98,11 +100,18 @@ class CacheSpec:
 
     @property
     def capacity(self) -> int:
-        """Most tokens that a row may hold."""
+        """Maximum number of tokens of a row, prompt and new tokens together."""
         return self.max_prompt_tokens + self.max_new_tokens
 
     def full_cache_bytes(self, tokens: int) -> int:
-        """Bytes of an unpadded full cache of one row and layer with this many tokens; budgets are relative to it."""
+        """Returns the bytes of a full cache of one row and layer, to which budgets in percent refer.
+
+        Args:
+            tokens: number of tokens in the cache.
+
+        Returns:
+            Bytes of unquantized keys and values, without padding.
+        """
         return self.kv_heads * (self.head_dim + self.value_width) * jnp.dtype(self.dtype).itemsize * tokens
 
 
@@ -113,7 +122,7 @@ def check_tokens(
     values: Float[Array, "B T H_kv D_v"],
     lengths: Int[Array, "B"] | None,
 ) -> None:
-    """Checks the shapes and dtypes of new tokens, which broadcasting would hide.
+    """Checks the shapes and dtypes of new tokens; broadcasting would hide wrong ones.
 
     Args:
         spec: the cache's spec.
@@ -147,7 +156,7 @@ def check_queries(spec: CacheSpec, batch: int, queries: Float[Array, "B T H_q D"
         spec: the cache's spec.
         batch: batch rows of the cache.
         queries: the queries.
-        tokens: how many there must be; None for any number.
+        tokens: expected number of tokens T; None for any number.
 
     Raises:
         ValueError: if the shape does not fit.
@@ -159,7 +168,14 @@ def check_queries(spec: CacheSpec, batch: int, queries: Float[Array, "B T H_q D"
 
 
 def is_concrete(*arrays: Any) -> bool:
-    """Whether the values of all arrays in these trees can be read: outside jit, on devices of this process."""
+    """Returns whether the values of arrays can be read: outside jit, and on devices of this process.
+
+    Args:
+        *arrays: arrays or pytrees of arrays.
+
+    Returns:
+        Whether all of them can be read.
+    """
     return not any(
         isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(arrays)
     )

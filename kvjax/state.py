@@ -143,6 +143,7 @@ def map_fields(function: Callable[..., Any], tree: Any, *others: Any, leading: t
     """
 
     def map_array(field: ArrayField, leaf: Any, *other: Any) -> Any:
+        """Applies the function to the arrays inside one `leaf`, with the axes of its `field`."""
         if isinstance(leaf, RunningMean):
             stored = map_array(field, leaf.stored, *(one.stored for one in other))
             return RunningMean(stored, map_array(field, leaf.residual, *(one.residual for one in other)))
@@ -210,7 +211,23 @@ class CacheBytes(NamedTuple):
 
 
 def cache_bytes(tree: Any) -> CacheBytes:
-    """Returns the bytes of all buffers of a state, from shapes and dtypes; the state may be abstract."""
+    """Returns the bytes of all buffers of a state, from shapes and dtypes.
+
+    Args:
+        tree: a state, possibly abstract (`jax.eval_shape`).
+
+    Returns:
+        Bytes in device memory and in host memory; empty slots count.
+
+    Example:
+        >>> import jax, kvjax
+        >>> spec = kvjax.CacheSpec(
+        ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
+        ... )
+        >>> cache = kvjax.init(kvjax.Exact(), spec, jax.random.split(jax.random.key(0), 1))
+        >>> kvjax.cache_bytes(cache.staging)
+        CacheBytes(device=8192, host=0)
+    """
     device = host = 0
     for leaf in jax.tree.leaves(tree):
         size = leaf.size * _itemsize(leaf.dtype)
@@ -230,7 +247,7 @@ def _itemsize(dtype: Any) -> int:
 
 
 def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
-    """Returns the state of a batch made of the given rows, in that order.
+    """Returns a state of the selected batch rows, in the given order.
 
     Args:
         tree: a state.
@@ -241,10 +258,21 @@ def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
 
     Raises:
         ValueError: if a row index is out of range (outside jit).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, kvjax
+        >>> spec = kvjax.CacheSpec(
+        ...     batch=2, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
+        ... )
+        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 2))
+        >>> cache = kvjax.append(cache, jnp.ones((2, 3, 2, 8)), jnp.ones((2, 3, 2, 8)), jnp.array([3, 1]))
+        >>> kvjax.num_tokens(kvjax.take_rows(cache, jnp.array([1, 1, 0])))
+        Array([1, 1, 3], dtype=int32)
     """
     _check_rows(tree, rows)
 
     def take(field: ArrayField, leaf: Array) -> Array:
+        """Returns the selected rows of one array `leaf`, along the batch axis of its `field`."""
         # A copy, so that either state may be donated while the other stays in use.
         if field.batch_axis is None:
             return jnp.copy(leaf)
@@ -270,7 +298,17 @@ def repeat_rows(tree: T, repeats: int) -> T:
 
     Returns:
         A state with `repeats` times as many rows. Forks differ only in the random numbers that they will draw; the
-        first fork draws what the original row would have drawn.
+        first fork draws the same numbers as the original row.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, kvjax
+        >>> spec = kvjax.CacheSpec(
+        ...     batch=2, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
+        ... )
+        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 2))
+        >>> cache = kvjax.append(cache, jnp.ones((2, 3, 2, 8)), jnp.ones((2, 3, 2, 8)), jnp.array([3, 1]))
+        >>> kvjax.num_tokens(kvjax.repeat_rows(cache, 2))
+        Array([3, 3, 1, 1], dtype=int32)
     """
     return take_rows(tree, jnp.repeat(jnp.arange(_batch_size(tree)), repeats))
 
@@ -283,7 +321,7 @@ def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
     Args:
         tree: the state to write to.
         rows_tree: a state with R rows.
-        rows: where its rows go.
+        rows: indices of the rows of `tree` to overwrite.
 
     Returns:
         The updated state.
@@ -291,12 +329,23 @@ def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
     Raises:
         ValueError: if the states differ in policy or spec, a row is out of range, or a batch-wide field differs (the
             latter two outside jit).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, kvjax
+        >>> spec = kvjax.CacheSpec(
+        ...     batch=2, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
+        ... )
+        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 2))
+        >>> cache = kvjax.append(cache, jnp.ones((2, 3, 2, 8)), jnp.ones((2, 3, 2, 8)), jnp.array([3, 1]))
+        >>> kvjax.num_tokens(kvjax.insert_rows(cache, kvjax.take_rows(cache, jnp.array([0])), jnp.array([1])))
+        Array([3, 3], dtype=int32)
     """
     if (difference := _difference(tree, rows_tree)) is not None:
         raise ValueError(f"insert_rows: the states belong to different policies or specs: {difference}")
     _check_rows(tree, rows)
 
     def insert(field: ArrayField, leaf: Array, new: Array) -> Array:
+        """Returns the array `leaf` with the rows of `new`, along the batch axis of its `field`."""
         axis = field.batch_axis
         if not leaf.size:
             return jnp.copy(leaf)  # an update of an empty array would return the array itself
@@ -325,10 +374,19 @@ def raise_faults(tree: Any) -> None:
 
     Raises:
         ValueError: if a fault counter is not zero.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, kvjax
+        >>> spec = kvjax.CacheSpec(
+        ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
+        ... )
+        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
+        >>> kvjax.raise_faults(cache)
     """
     faults: list[str] = []
 
     def check(field: ArrayField, leaf: Array) -> Array:
+        """Adds the name and the value of a nonzero fault counter `leaf` to `faults`; its `field` declares it."""
         if field.fault:
             # On several processes a shard may be out of reach; absolute values, so that counts cannot cancel.
             local = getattr(leaf, "is_fully_addressable", True)
@@ -343,10 +401,18 @@ def raise_faults(tree: Any) -> None:
 
 
 def count_row_faults(tree: Any) -> Int[Array, "B"] | None:
-    """Counts the nonzero fault counters of every row; None for a state without fault counters."""
+    """Counts the nonzero fault counters of every row.
+
+    Args:
+        tree: a state.
+
+    Returns:
+        One int32 count per row; None for a state without fault counters per row.
+    """
     counts: list[Array] = []
 
     def count(field: ArrayField, leaf: Array) -> Array:
+        """Adds the nonzero elements per row of a fault counter `leaf` to `counts`, if its `field` is one."""
         if field.fault and field.batch_axis is not None:
             others = [axis for axis in range(leaf.ndim) if axis != field.batch_axis]
             counts.append(jnp.sum(leaf != 0, axis=others, dtype=jnp.int32))
@@ -361,6 +427,7 @@ def _independent_copies(keys: Key[Array, "R"], rows: Int[Array, "R"]) -> Key[Arr
     is_copy = jnp.any(jnp.tril(rows[:, None] == rows[None, :], -1), axis=1)
 
     def fold(key: Key[Array, ""], index: Int[Array, ""]) -> Key[Array, ""]:
+        """Derives a PRNG key for row `index` from the `key` of the original row."""
         # Splitting folds small numbers in, so a salt comes first; the number of rows separates forks of forks.
         for number in (_COPY_SALT, rows.shape[0], index):
             key = jax.random.fold_in(key, number)
@@ -405,6 +472,7 @@ def _batch_size(tree: Any) -> int:
     sizes: set[int] = set()
 
     def collect(field: ArrayField, leaf: Array) -> Array:
+        """Adds the batch size of one array `leaf` to `sizes`."""
         if field.batch_axis is not None:
             sizes.add(leaf.shape[field.batch_axis])
         return leaf

@@ -65,7 +65,14 @@ class TopKPolicy(Policy[TopKStore]):
 
     @abc.abstractmethod
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
-        """Returns the score of every token for every KV head, float32; scores past a row's length are ignored."""
+        """Scores every token of a prompt for every KV head.
+
+        Args:
+            prompt: the prompt.
+
+        Returns:
+            Scores, float32; tokens with higher scores are kept. Scores past a row's length are ignored.
+        """
 
     @property
     def num_recent(self) -> int:
@@ -78,7 +85,17 @@ class TopKPolicy(Policy[TopKStore]):
         return max(self.sinks + max(self.num_recent, 0 if self.reserve_decode_slots else self.compact_every), 1)
 
     def for_layer(self, spec: CacheSpec) -> Policy[TopKStore]:
-        """Returns the policy with the budget of this layer."""
+        """Returns the policy with the budget of one layer.
+
+        Args:
+            spec: spec of the layer, with its index `spec.layer`.
+
+        Returns:
+            The policy itself, or a copy with the scaled budget if `layer_budget_scale` is set.
+
+        Raises:
+            ValueError: if `layer_budget_scale` does not have one number per layer.
+        """
         scale = self.layer_budget_scale
         if scale is None:
             return self
@@ -90,13 +107,27 @@ class TopKPolicy(Policy[TopKStore]):
         return dataclasses.replace(self, budget=budget, layer_budget_scale=None)
 
     def num_slots(self, spec: CacheSpec) -> int:
-        """Returns the slots per KV head, reserved ones included."""
+        """Returns the number of slots per KV head.
+
+        Args:
+            spec: spec of the layer.
+
+        Returns:
+            The budget, plus slots for `spec.max_new_tokens` if `reserve_decode_slots`.
+        """
         if not self.reserve_decode_slots:
             return self.budget
         return -(-(self.budget + spec.max_new_tokens) // SLOT_TILE) * SLOT_TILE
 
     def rank(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
-        """Returns the scores, with sinks and recent tokens above all of them and -inf past a row's length."""
+        """Ranks the tokens of a prompt: sinks first, then recent tokens, then all others by score.
+
+        Args:
+            prompt: the prompt.
+
+        Returns:
+            float32 numbers, larger for tokens to keep; -inf past a row's length.
+        """
         tokens = prompt.keys.shape[2]
         position, length = jnp.arange(tokens), prompt.lengths[:, None, None]
         recent = position >= length - self.num_recent
@@ -105,20 +136,52 @@ class TopKPolicy(Policy[TopKStore]):
         return jnp.where(position < length, rank, -jnp.inf)
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> TopKStore:
-        """Returns an empty store."""
+        """Returns an empty store.
+
+        Args:
+            spec: spec of the layer.
+            row_keys: not used, because the policy draws no random numbers.
+
+        Returns:
+            A store with `num_slots(spec)` slots per KV head.
+        """
         return init_top_k_store(spec, self.num_slots(spec))
 
     def prefill(self, state: TopKStore, prompt: Prompt) -> TopKStore:
-        """Keeps the tokens of highest rank."""
+        """Keeps the tokens of highest rank, at most `budget` per KV head.
+
+        Args:
+            state: an empty store.
+            prompt: the prompt.
+
+        Returns:
+            The store.
+        """
         rank = self.rank(prompt)
         return top_k_store.fill(state, rank, prompt.keys, prompt.values, prompt.lengths, self.budget)
 
     def segments(self, state: TopKStore, num_visible_staged: Int[Array, "B #T"]) -> tuple[Segment, ...]:
-        """Returns the kept tokens."""
+        """Returns the kept tokens.
+
+        Args:
+            state: the store.
+            num_visible_staged: not used, because staged tokens hide no slot.
+
+        Returns:
+            One segment.
+        """
         return (top_k_store.store_segment(state),)
 
     def compact(self, state: TopKStore, new: Tokens) -> TopKStore:
-        """Writes later tokens over the tokens of lowest rank."""
+        """Writes later tokens into empty slots, then over the tokens of lowest rank.
+
+        Args:
+            state: the store.
+            new: the staged tokens.
+
+        Returns:
+            The store.
+        """
         return top_k_store.append(state, new, self.sinks)
 
 

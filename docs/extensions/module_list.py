@@ -13,7 +13,15 @@ from sphinx.util.docutils import SphinxDirective
 
 
 def find_modules(package: str, excluded: set[str]) -> dict[str, bool]:
-    """Returns the public modules directly inside a package, and whether each is a package."""
+    """Returns the public modules directly inside a package.
+
+    Args:
+        package: name of the package.
+        excluded: names of modules to leave out.
+
+    Returns:
+        Whether each module is a package, by full module name in alphabetical order.
+    """
     path = importlib.import_module(package).__path__
     modules = {info.name: info.ispkg for info in pkgutil.iter_modules(path) if not info.name.startswith("_")}
     return {f"{package}.{name}": modules[name] for name in sorted(modules) if name not in excluded}
@@ -49,6 +57,13 @@ class Modules(SphinxDirective):
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Registers the directive."""
+    """Registers the directive with Sphinx.
+
+    Args:
+        app: the Sphinx application.
+
+    Returns:
+        The properties of the extension.
+    """
     app.add_directive("modules", Modules)
     return {"parallel_read_safe": True}

@@ -58,7 +58,14 @@ def _skip_member(app: Sphinx, what: str, name: str, obj: Any, skip: bool, option
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Connects to autodoc."""
+    """Connects the functions of this module to autodoc's events.
+
+    Args:
+        app: the Sphinx application.
+
+    Returns:
+        The properties of the extension.
+    """
     app.connect("autodoc-process-docstring", _process_docstring, priority=100)  # before napoleon
     app.connect("autodoc-process-signature", _process_signature)
     app.connect("autodoc-skip-member", _skip_member)

@@ -36,19 +36,40 @@ def _parse_docstring(policy_class: type) -> docstring_parser.Docstring:
 
 
 def description_of(policy_class: type) -> str:
-    """Returns a class docstring up to its first section."""
+    """Returns a class docstring up to its first section.
+
+    Args:
+        policy_class: the class.
+
+    Returns:
+        The summary and the paragraphs after it.
+    """
     parsed = _parse_docstring(policy_class)
     return "\n\n".join(filter(None, (parsed.short_description, parsed.long_description)))
 
 
 def reference_of(policy_class: type) -> str | None:
-    """Returns the section `Reference:` of a class docstring as one line."""
+    """Returns the section `Reference:` of a class docstring.
+
+    Args:
+        policy_class: the class.
+
+    Returns:
+        The section as one line; None for a class without it.
+    """
     match = _REFERENCE.search(inspect.getdoc(policy_class) or "")
     return " ".join(match[1].split()) if match else None
 
 
 def meanings_of(policy_class: type) -> dict[str, str]:
-    """Returns the description of every field; inherited fields may be described by a base class."""
+    """Returns the description of every field; inherited fields may be described by a base class.
+
+    Args:
+        policy_class: a dataclass.
+
+    Returns:
+        Descriptions by field name; an empty text for a field without description.
+    """
     fields = [field.name for field in dataclasses.fields(policy_class)]
     meanings: dict[str, str] = {}
     for base in filter(dataclasses.is_dataclass, policy_class.__mro__):
@@ -60,7 +81,14 @@ def meanings_of(policy_class: type) -> dict[str, str]:
 
 
 def settings_table(policy_class: type) -> list[str]:
-    """Returns the settings as lines of a Markdown table."""
+    """Returns the settings as lines of a Markdown table.
+
+    Args:
+        policy_class: a dataclass.
+
+    Returns:
+        One line per setting after the header: name, default, values and meaning.
+    """
     settings = {name: (values, default) for name, values, default in settings_of(policy_class)}
     lines = ["| setting | default | values | meaning |", "|---|---|---|---|"]
     for name, meaning in meanings_of(policy_class).items():
@@ -100,13 +128,27 @@ class Settings(_PolicyDirective):
     """The directive `{policy-settings}`."""
 
     def lines(self, policy_class: type) -> list[str]:
-        """Returns Markdown lines."""
+        """Returns the table of settings and the reference of a policy.
+
+        Args:
+            policy_class: the class.
+
+        Returns:
+            Markdown lines.
+        """
         reference = reference_of(policy_class)
         return [*settings_table(policy_class), "", *([f"Reference: {reference}"] if reference else [])]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Registers the directives."""
+    """Registers the directives with Sphinx.
+
+    Args:
+        app: the Sphinx application.
+
+    Returns:
+        The properties of the extension.
+    """
     app.add_directive("policy", Description)
     app.add_directive("policy-settings", Settings)
     return {"parallel_read_safe": True}

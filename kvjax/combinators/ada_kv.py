@@ -67,11 +67,26 @@ class AdaKV(Policy[AdaKVState]):
         return self.policy.requires
 
     def for_layer(self, spec: CacheSpec) -> "AdaKV":
-        """Returns the policy with the budget of this layer."""
+        """Returns Ada-KV with the budget of one layer.
+
+        Args:
+            spec: spec of the layer.
+
+        Returns:
+            A policy whose inner policy is `policy.for_layer(spec)`.
+        """
         return dataclasses.replace(self, policy=cast(TopKPolicy, self.policy.for_layer(spec)))
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> AdaKVState:
-        """Returns an empty pool."""
+        """Returns an empty pool.
+
+        Args:
+            spec: spec of the layer.
+            row_keys: not used, because the policy draws no random numbers.
+
+        Returns:
+            A state in which every head has `policy.num_slots(spec)` empty slots.
+        """
         slots, shape = self.policy.num_slots(spec), (spec.batch, spec.kv_heads)
         zeros = jnp.zeros(shape, jnp.int32)
         return AdaKVState(
@@ -84,11 +99,20 @@ class AdaKV(Policy[AdaKVState]):
         )
 
     def prefill(self, state: AdaKVState, prompt: Prompt) -> AdaKVState:
-        """Keeps the best tokens of every head, then the best of all heads."""
+        """Keeps the tokens with the highest rank among all heads, after each head's reserved share.
+
+        Args:
+            state: an empty pool.
+            prompt: the prompt; the inner policy ranks its tokens.
+
+        Returns:
+            The pool. Slots that the prompt leaves empty are divided evenly among the heads.
+        """
         rank = self._safeguarded(self.policy.rank(prompt))
         keep = rank.shape[1] * min(self.policy.budget, rank.shape[2])
 
         def fill_row(keys: Array, values: Array, rank: Array, new_keys: Array, new_values: Array):
+            """Fills one row's `keys` and `values` with the tokens of highest `rank`."""
             token, target, start, ranked, empty = _allocate(rank, keep, keys.shape[0] * keys.shape[1])
             head, index = token
             keys, values = _put(keys, target, new_keys[head, index]), _put(values, target, new_values[head, index])
@@ -113,7 +137,15 @@ class AdaKV(Policy[AdaKVState]):
         return per_head(lambda rank, index, safe: rank.at[index].set(safe))(rank, index, safe)
 
     def segments(self, state: AdaKVState, num_visible_staged: Int[Array, "B #T"]) -> tuple[Segment, ...]:
-        """Returns the slots of every head, as one segment per head over the same pool."""
+        """Returns one segment per head, all over the same pool.
+
+        Args:
+            state: the pool.
+            num_visible_staged: not used, because staged tokens hide no slot.
+
+        Returns:
+            Segments of one KV head each, which read the head's slots only.
+        """
         keys, values = _single_head(state.keys), _single_head(state.values)
         stop = state.start + state.ranked + jnp.minimum(state.later[:, None], state.empty)
         return tuple(
@@ -122,7 +154,15 @@ class AdaKV(Policy[AdaKVState]):
         )
 
     def compact(self, state: AdaKVState, new: Tokens) -> AdaKVState:
-        """Writes later tokens into each head's free slots, then over its tokens of lowest rank."""
+        """Writes later tokens into each head's empty slots, then over its tokens of lowest rank.
+
+        Args:
+            state: the pool.
+            new: the staged tokens; every head stores all of them.
+
+        Returns:
+            The pool.
+        """
         number = state.later[:, None] + jnp.arange(new.keys.shape[2])
         target = later_token_slots(number[:, None], state.ranked, state.empty, self.policy.sinks)
         slots = state.keys.shape[1] * state.keys.shape[2]

@@ -54,13 +54,31 @@ class ByHead(CombinedPolicies[tuple[Any, ...]]):
         return {policy: tuple(h for h, other in enumerate(local) if other == policy) for policy in dict.fromkeys(local)}
 
     def for_layer(self, spec: CacheSpec) -> "ByHead":
-        """Returns the policies of the layer."""
+        """Returns the policies of one layer.
+
+        Args:
+            spec: spec of the layer.
+
+        Returns:
+            A `ByHead` of `policy.for_layer(spec)` for every policy.
+
+        Raises:
+            ValueError: if the number of policies is not the number of KV heads.
+        """
         if len(self.policies) != spec.kv_heads:
             raise ValueError(f"ByHead has {len(self.policies)} policies for kv_heads={spec.kv_heads}")
         return ByHead(tuple(policy.for_layer(spec) for policy in self.policies))
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> tuple[Any, ...]:
-        """Returns one state per distinct policy."""
+        """Returns one empty state per distinct policy.
+
+        Args:
+            spec: spec of the layer, with all its KV heads.
+            row_keys: one PRNG key per row; each state draws from keys derived from them.
+
+        Returns:
+            States in the order of `groups`, each for the heads of its policy.
+        """
         group_size, states = spec.query_heads // spec.kv_heads, []
         for policy, heads in self.groups().items():
             group_spec = dataclasses.replace(spec, kv_heads=len(heads), query_heads=len(heads) * group_size)
@@ -70,7 +88,18 @@ class ByHead(CombinedPolicies[tuple[Any, ...]]):
         return tuple(states)
 
     def prefill(self, state: tuple[Any, ...], prompt: Prompt) -> tuple[Any, ...]:
-        """Gives every policy its heads of the prompt."""
+        """Compresses each policy's heads of a prompt.
+
+        Args:
+            state: empty states.
+            prompt: the prompt with the inputs that any of the policies requires.
+
+        Returns:
+            The states.
+
+        Raises:
+            ValueError: if a policy passes an array to the next layer (`layer_carry`).
+        """
         states = []
         for policy, group_state, heads in self._each(state, prompt.keys.shape[1]):
             group_prompt = _select_heads(prompt, heads, policy.requires)
@@ -80,7 +109,15 @@ class ByHead(CombinedPolicies[tuple[Any, ...]]):
         return tuple(states)
 
     def segments(self, state: tuple[Any, ...], num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
-        """Returns the segments of all policies, each with its KV heads."""
+        """Returns the segments of all policies, each with the indices of its KV heads.
+
+        Args:
+            state: the states.
+            num_visible_staged: int32 number of staged tokens that each query attends to.
+
+        Returns:
+            The segments of the first policy, then of the second, and so on.
+        """
         return tuple(
             dataclasses.replace(
                 one, kv_heads=heads if one.kv_heads is None else tuple(heads[head] for head in one.kv_heads)
@@ -90,7 +127,15 @@ class ByHead(CombinedPolicies[tuple[Any, ...]]):
         )
 
     def observe(self, state: tuple[Any, ...], stats: AttentionStats) -> tuple[Any, ...]:
-        """Gives every policy the statistics of its segments."""
+        """Passes each policy the statistics of its segments and of its heads' staged tokens.
+
+        Args:
+            state: the states.
+            stats: attention statistics of all heads, in the order of `segments`.
+
+        Returns:
+            The updated states.
+        """
         states, remaining = [], list(stats.segments)
         visible = jnp.zeros_like(stats.appended[:, :1], jnp.int32)
         for policy, group_state, heads in self._each(state, None):
@@ -102,7 +147,15 @@ class ByHead(CombinedPolicies[tuple[Any, ...]]):
         return tuple(states)
 
     def compact(self, state: tuple[Any, ...], new: Tokens) -> tuple[Any, ...]:
-        """Gives every policy its heads of the staged tokens."""
+        """Moves each policy's heads of the staged tokens into its state.
+
+        Args:
+            state: the states.
+            new: the staged tokens of all heads.
+
+        Returns:
+            The updated states.
+        """
         return tuple(
             policy.compact(
                 group_state,
@@ -123,6 +176,7 @@ def _select_heads(prompt: Prompt, heads: tuple[int, ...], requires: Requirements
     kv_heads, index = prompt.keys.shape[1], np.array(heads)
 
     def query_heads(count: int) -> np.ndarray:
+        """Returns the indices of the selected query heads, given the `count` of query heads on this device."""
         group = count // kv_heads
         return (index[:, None] * group + np.arange(group)).reshape(-1)
 

@@ -9,7 +9,7 @@ from kvjax.spec import CacheSpec
 
 
 class _LayerPolicies(CombinedPolicies[Any]):
-    """Policies of which `for_layer` selects one; a cache of several layers does not exist."""
+    """Policies of which `for_layer` selects one. They have no state themselves."""
 
     def init(self, spec: CacheSpec, row_keys: Any) -> NoReturn:
         """Raises a TypeError: only the policies of single layers have a state."""
@@ -44,7 +44,17 @@ class ByLayer(_LayerPolicies):
             raise ValueError("policies=() must hold at least one policy")
 
     def for_layer(self, spec: CacheSpec) -> Policy:
-        """Returns the policy of the layer."""
+        """Returns the policy of one layer.
+
+        Args:
+            spec: spec of the layer, with its index `spec.layer`.
+
+        Returns:
+            `policies[spec.layer].for_layer(spec)`.
+
+        Raises:
+            ValueError: if the number of policies is not the number of layers.
+        """
         if len(self.policies) != spec.layers:
             raise ValueError(f"ByLayer has {len(self.policies)} policies for a model of {spec.layers} layers")
         return self.policies[spec.layer].for_layer(spec)
@@ -76,5 +86,12 @@ class FirstLayers(_LayerPolicies):
         return (self.first, self.policy) if self.layers else (self.policy,)
 
     def for_layer(self, spec: CacheSpec) -> Policy:
-        """Returns the policy of the layer."""
+        """Returns the policy of one layer.
+
+        Args:
+            spec: spec of the layer, with its index `spec.layer`.
+
+        Returns:
+            `first.for_layer(spec)` in the first layers, otherwise `policy.for_layer(spec)`.
+        """
         return (self.first if spec.layer < self.layers else self.policy).for_layer(spec)

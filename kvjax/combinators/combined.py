@@ -14,7 +14,7 @@ class CombinedPolicies(Policy[S]):
 
     @property
     def compact_every(self) -> int:
-        """The smallest of the policies'."""
+        """The smallest `compact_every` of the policies."""
         return min(policy.compact_every for policy in self.policies)
 
     @property

@@ -67,12 +67,30 @@ class HostMemory(Policy[HostMemoryState]):
         return self.policy.requires
 
     def for_layer(self, spec: CacheSpec) -> Policy:
-        """Returns the policy of the layer; one that retrieves nothing stays on the device."""
+        """Returns the policy of one layer.
+
+        Args:
+            spec: spec of the layer.
+
+        Returns:
+            A `HostMemory` of `policy.for_layer(spec)`; that policy alone if it is not a retrieval policy.
+        """
         policy = self.policy.for_layer(spec)
         return dataclasses.replace(self, policy=policy) if policy.is_retrieval else policy
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> HostMemoryState:
-        """Returns an empty state."""
+        """Returns an empty state, with block stores in host memory and empty block caches on the device.
+
+        Args:
+            spec: spec of the layer.
+            row_keys: one PRNG key per row, for the policy.
+
+        Returns:
+            The state.
+
+        Raises:
+            ValueError: if several devices share a KV head (`spec.sequence_shards`).
+        """
         if spec.sequence_shards > 1:
             raise ValueError(
                 f"HostMemory: {spec.sequence_shards} devices share a KV head, whose blocks cannot be shared"
@@ -87,12 +105,28 @@ class HostMemory(Policy[HostMemoryState]):
         return HostMemoryState(to_host(inner), tuple(caches))
 
     def prefill(self, state: HostMemoryState, prompt: Prompt) -> HostMemoryState:
-        """Compresses a prompt on the device and moves the stores to the host at once."""
+        """Compresses a prompt on the device, then moves the block stores to host memory.
+
+        Args:
+            state: an empty state.
+            prompt: the prompt.
+
+        Returns:
+            The state.
+        """
         on_device = _map_stores(state.inner, lambda x: jnp.zeros(x.shape, x.dtype))
         return HostMemoryState(to_host(self.policy.prefill(on_device, prompt)), state.block_caches)
 
     def segments(self, state: HostMemoryState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
-        """Returns the policy's segments, with block caches."""
+        """Returns the policy's segments and block stores, the latter with their block caches.
+
+        Args:
+            state: the state.
+            num_visible_staged: int32 number of staged tokens that each query attends to.
+
+        Returns:
+            Segments, and reads of block stores in host memory.
+        """
         caches = iter(state.block_caches)
         return tuple(
             dataclasses.replace(one, block_cache=next(caches)) if isinstance(one, BlockStoreRead) else one
@@ -100,16 +134,40 @@ class HostMemory(Policy[HostMemoryState]):
         )
 
     def observe(self, state: HostMemoryState, stats: AttentionStats) -> HostMemoryState:
-        """Stores the updated block caches."""
+        """Stores the block caches that attention updated, and passes the statistics to the policy.
+
+        Args:
+            state: the state.
+            stats: attention statistics, which hold the block caches after the step.
+
+        Returns:
+            The updated state.
+        """
         caches = tuple(one for one in stats.segments if isinstance(one, BlockCache))
         return HostMemoryState(self.policy.observe(state.inner, stats), caches)
 
     def compact(self, state: HostMemoryState, new: Tokens) -> HostMemoryState:
-        """Writes new blocks to host memory."""
+        """Moves the staged tokens into the policy's state; new blocks are written to host memory.
+
+        Args:
+            state: the state.
+            new: the staged tokens.
+
+        Returns:
+            The updated state.
+        """
         return HostMemoryState(self.policy.compact(state.inner, new), state.block_caches)
 
     def layer_carry(self, state: HostMemoryState, prompt: Prompt) -> Shaped[Array, "B H_kv *N"] | None:
-        """Returns the policy's carry."""
+        """Returns the policy's array for the next layer.
+
+        Args:
+            state: the empty state.
+            prompt: the prompt, with the previous layer's carry.
+
+        Returns:
+            An array with leading axes [B, H_kv], or None.
+        """
         return self.policy.layer_carry(state.inner, prompt)
 
     def _reads(self, inner: Any, batch: int) -> list[BlockStoreRead]:
@@ -118,7 +176,16 @@ class HostMemory(Policy[HostMemoryState]):
 
 
 def to_host(tree: Any) -> Any:
-    """Moves the entries of all block stores in a state to host memory, if the backend has any."""
+    """Moves the entries of all block stores in a state to host memory.
+
+    Without pinned host memory on the backend, it warns and returns the state unchanged.
+
+    Args:
+        tree: a policy's state.
+
+    Returns:
+        The state.
+    """
     if "pinned_host" not in {memory.kind for memory in jax.devices()[0].addressable_memories()}:
         backend = jax.default_backend()
         warnings.warn(f"HostMemory: backend {backend!r} has no host memory; blocks stay on the device", stacklevel=2)

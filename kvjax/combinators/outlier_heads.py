@@ -38,7 +38,14 @@ class HeadChoice:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "HeadChoice":
-        """Reads a file that `save` wrote."""
+        """Reads a file that `save` wrote.
+
+        Args:
+            path: the JSON file.
+
+        Returns:
+            The outlier heads.
+        """
         content = json.loads(pathlib.Path(path).read_text())
         heads = {name: tuple((layer, head) for layer, head in content[name]) for name in ("full", "drop")}
         return cls(content["layers"], content["kv_heads"], **heads)
@@ -81,7 +88,7 @@ class OutlierHeads(Policy[Any]):
 
     @property
     def compact_every(self) -> int:
-        """The smaller of both policies'."""
+        """The smaller `compact_every` of `policy` and `full`."""
         return min(self.policy.compact_every, self.full.compact_every)
 
     @property
@@ -90,7 +97,17 @@ class OutlierHeads(Policy[Any]):
         return self.policy.requires
 
     def for_layer(self, spec: CacheSpec) -> Policy[Any]:
-        """Returns a `ByHead` of the layer."""
+        """Returns the policies of the heads of one layer.
+
+        Args:
+            spec: spec of the layer.
+
+        Returns:
+            A `ByHead`, or a single policy if all heads of the layer have the same one.
+
+        Raises:
+            ValueError: if the outlier heads belong to a model of another size, or the budget is too small for them.
+        """
         choice = self.choice
         if (spec.layers, spec.kv_heads) != (choice.layers, choice.kv_heads):
             raise ValueError(
@@ -103,6 +120,7 @@ class OutlierHeads(Policy[Any]):
             return dataclasses.replace(policy, budget=budget)
 
         def head_policy(head: tuple[int, int]) -> Policy[Any]:
+            """Returns the policy of a `head`, a pair (layer, KV head)."""
             if head in choice.full:
                 return self.full
             return with_budget(self.drop if head in choice.drop else self.policy)
@@ -126,7 +144,7 @@ class OutlierHeads(Policy[Any]):
         return remaining
 
     def init(self, spec: CacheSpec, row_keys: Any) -> Any:
-        """Returns the state of the layer's `ByHead`."""
+        """Raises a TypeError: the policies that `for_layer(spec)` returns have the states."""
         raise TypeError("OutlierHeads has no state; call for_layer(spec) first")
 
     prefill = segments = compact = init  # type: ignore[assignment]

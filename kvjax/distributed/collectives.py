@@ -17,7 +17,15 @@ def global_heads(local: int) -> int:
 
 
 def local_heads(x: Shaped[Array, "H_all *N"], count: int) -> Shaped[Array, "H *N"]:
-    """Returns this device's `count` heads of an array over all heads of a layer."""
+    """Selects this device's heads of an array over all heads of a layer.
+
+    Args:
+        x: the array, replicated on all devices.
+        count: number of heads on this device.
+
+    Returns:
+        The part of the array for this device's heads.
+    """
     if _num_devices(TENSOR) == 1:
         return x
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(TENSOR) * count, count)
@@ -39,7 +47,15 @@ def global_slots(local: int) -> int:
 
 
 def local_slot(slot: Int[Array, "*N"], count: int) -> Int[Array, "*N"]:
-    """Maps slots of a shared store to this device's `count` slots; slots of other devices become `count`."""
+    """Maps slots of a shared store to slots on this device.
+
+    Args:
+        slot: indices among the slots of all devices.
+        count: number of slots on this device.
+
+    Returns:
+        Indices among this device's slots; `count` for slots of other devices, so that writes to them are dropped.
+    """
     if not is_sequence_sharded():
         return slot
     local = slot - jax.lax.axis_index(SEQUENCE) * count
@@ -47,12 +63,28 @@ def local_slot(slot: Int[Array, "*N"], count: int) -> Int[Array, "*N"]:
 
 
 def local_stop(stop: Int[Array, "*N"], count: int) -> Int[Array, "*N"]:
-    """Maps the end of the occupied slots of a shared store to this device's `count` slots."""
+    """Maps the end of the occupied slots of a shared store to this device.
+
+    Args:
+        stop: number of occupied slots on all devices, which are filled in order.
+        count: number of slots on this device.
+
+    Returns:
+        The number of occupied slots on this device.
+    """
     return jnp.clip(stop - jax.lax.axis_index(SEQUENCE) * count, 0, count) if is_sequence_sharded() else stop
 
 
 def local_tokens(x: Shaped[Array, "B H T *N"], count: int) -> Shaped[Array, "B H S *N"]:
-    """Returns the tokens for this device's `count` slots, of tokens that fill a shared store from its first slot."""
+    """Selects the tokens for this device's slots, if tokens fill a shared store from its first slot.
+
+    Args:
+        x: an array over all tokens, replicated on all devices.
+        count: number of slots on this device.
+
+    Returns:
+        The array for at most `count` tokens; padded with zeros if the store is shared.
+    """
     if not is_sequence_sharded():
         return x[:, :, :count]
     missing = max(global_slots(count) - x.shape[2], 0)

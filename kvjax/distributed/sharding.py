@@ -55,6 +55,11 @@ def make_mesh(
 
     Raises:
         ValueError: if the number of devices is not data * tensor, or KV heads cannot be divided among `tensor`.
+
+    Example:
+        >>> import jax, kvjax
+        >>> dict(kvjax.make_mesh(kv_heads=8, devices=jax.devices()[:1]).shape)
+        {'data': 1, 'tensor': 1, 'sequence': 1}
     """
     devices = jax.devices() if devices is None else list(devices)
     if data * tensor != len(devices):
@@ -137,6 +142,7 @@ def shardings(tree: T, mesh: Mesh) -> T:
     """
 
     def place(field: Any, leaf: Any) -> NamedSharding:
+        """Returns the `NamedSharding` of one array `leaf` from the axes of its `field`."""
         spec = _partition_spec(field.axes)
         for axis, name, size in zip(field.axes, spec, leaf.shape, strict=False):
             if name is not None and size % mesh.shape[name]:

@@ -99,6 +99,7 @@ class BalanceKVPaper(Policy[BalanceKVPaperState]):
         init_value_tree = functools.partial(init_tree, value_dim=spec.value_width)
 
         def init_head(rng: Key[Array, ""]) -> tuple[ValueBuckets, MergeReduceTree]:
+            """Returns one head's empty trees of numerator and denominator, which draw from `rng`."""
             numerator_key, denominator_key = jax.random.split(rng)
             numerator = init_value_buckets(numerator_key, lowest=lowest, buckets=buckets, init_tree=init_value_tree)
             return numerator, init_tree(denominator_key, value_dim=None)
@@ -164,6 +165,7 @@ class BalanceKVPaper(Policy[BalanceKVPaperState]):
             values: Float[Array, "t D_v"] | None,
             weights: Float[Array, "t"],
         ) -> Halved:
+            """Halves tokens by `softmax_balance`, drawing from `rng`; tokens whose `weights` are 0 do not count."""
             norms = jnp.where(weights > 0, jnp.linalg.norm(keys.astype(jnp.float32), axis=1), 0.0)
             norm = jnp.max(norms) if self.key_norm is None else self.key_norm
             return softmax_balance(rng, keys, values, weights, c=c, key_norm=norm, value_norm=value_norm)

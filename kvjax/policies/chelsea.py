@@ -114,6 +114,7 @@ class Chelsea(Policy[ChelseaState]):
         entries = single_token_entries(left.keys, left.values, left.count)
 
         def append(old: Shaped[Array, "B H S *N"], new: Shaped[Array, "B H P *N"]) -> Shaped[Array, "B H S+P *N"]:
+            """Writes `new` after the first `state.count` entries of `old`, which is enlarged by their number."""
             padding = ((0, 0), (0, 0), (0, new.shape[2]), *((0, 0),) * (old.ndim - 3))
             old = jnp.pad(old, padding).astype(new.dtype)
             return jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1))(old, new, state.count)
@@ -138,6 +139,7 @@ class Chelsea(Policy[ChelseaState]):
         merged = per_head(merge)(entries)
 
         def write(buffer: Float[Array, "B H S D"], x: Float[Array, "B H M D"]) -> Float[Array, "B H S D"]:
+            """Writes the merged entries `x` into the first slots of a `buffer`; empty slots become 0."""
             x = jnp.where(merged.degree[..., None] > 0, x, 0)
             return buffer.at[:, :, : x.shape[2]].set(x.astype(buffer.dtype))
 

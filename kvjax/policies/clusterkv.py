@@ -174,6 +174,7 @@ class ClusterKV(Policy[ClusterKVState]):
         def cluster_head(
             store: BlockStore, clusters: Clusters, stream_key: Array, keys: Array, values: Array, middle: Array
         ) -> tuple[BlockStore, Clusters]:
+            """Clusters the first `middle` of one head's `keys` and writes them into `store` and `clusters`."""
             rng, valid = jax.random.fold_in(stream_key, 0), position < self.sinks + middle
             num_clusters = -(-middle // self.cluster_tokens) if self.clusters is None else count
             label = self._label(rng, keys, valid, count, num_clusters=num_clusters, sample=self.sample)
@@ -230,6 +231,7 @@ class ClusterKV(Policy[ClusterKVState]):
         def cluster_head(
             store: BlockStore, clusters: Clusters, stream_key: Array, *chunk: Array
         ) -> tuple[BlockStore, Clusters]:
+            """Clusters one head's chunk, if it is full, and writes it into `store` and `clusters`."""
             keys, values, position, full, number = chunk
             rng, valid = jax.random.fold_in(stream_key, 1 + number), jnp.broadcast_to(full[0], (chunk_tokens,))
             label = jax.lax.cond(

@@ -175,6 +175,7 @@ def _append(
     """Appends the first `count[b]` tokens of every row to the store and the index."""
 
     def append_head(store: BlockStore, partial: Partial, *tokens: Array) -> tuple[BlockStore, Partial]:
+        """Appends tokens (keys, values, first position, count) of one head to its `store` and its `partial` keys."""
         keys, values, first, count = tokens
         number = jnp.arange(keys.shape[0])
         index = jnp.where(number < count, first + number, OUT_OF_RANGE)

@@ -103,6 +103,7 @@ class Quest(Policy[QuestState]):
         def write_head(
             store: BlockStore, pages: Pages, keys: Array, values: Array, full: Int[Array, ""]
         ) -> tuple[BlockStore, Pages]:
+            """Writes the first `full` pages of one head's tokens into `store` and their bounds into `pages`."""
             page = jnp.arange(-(-tokens // PAGE))
             source = jnp.where(page[:, None] < full, PAGE * page[:, None] + jnp.arange(PAGE), tokens)
             return _write_pages(store, pages, 0, arrange_blocks(source, keys, values, jnp.arange(tokens)))
@@ -152,6 +153,7 @@ def _insert_pages(
     """Appends the full ones of R pages to the store."""
 
     def insert_head(store: BlockStore, pages: Pages, *page: Array) -> tuple[BlockStore, Pages]:
+        """Writes the full pages of one head into its `store` and their bounds into `pages`."""
         keys, values, position, full, inserted = page
         number = jnp.arange(position.size).reshape(position.shape)
         source = jnp.where(full[:, None], number, position.size)
@@ -179,6 +181,7 @@ def _page_scores(pages: Pages, query: Float[Array, "B 1 H_q D"]) -> Float[Array,
     grouped = query.reshape(batch, kv_heads, -1, head_dim).astype(jnp.float32)
 
     def product(query: Float[Array, "B H_kv G D"], bound: Float[Array, "B H_kv M D"]) -> Float[Array, "B H_kv G M"]:
+        """Returns the product of every `query` with every page's `bound`, float32."""
         bound = dequantize(bound).astype(jnp.float32)
         return jnp.einsum("bhgd,bhnd->bhgn", query, bound, precision=jax.lax.Precision.HIGHEST)
 

@@ -69,6 +69,7 @@ def fill(store: AppendOnlyStore, prompt: Any) -> AppendOnlyStore:
     slots, valid = store.keys.shape[2], jnp.arange(prompt.keys.shape[2]) < prompt.lengths[:, None]
 
     def write(buffer: Array, new: Array) -> Array:
+        """Writes `new` into the first slots of a `buffer`, on the device that holds them."""
         local = local_tokens(new, slots)
         return buffer.at[:, :, : local.shape[2]].set(local.astype(buffer.dtype))
 
@@ -76,12 +77,21 @@ def fill(store: AppendOnlyStore, prompt: Any) -> AppendOnlyStore:
 
 
 def append(store: AppendOnlyStore, new: Tokens) -> AppendOnlyStore:
-    """Appends tokens; those without a slot are counted in `overflow`."""
+    """Appends tokens after the occupied slots of every row.
+
+    Args:
+        store: the store.
+        new: the tokens.
+
+    Returns:
+        The store. Tokens beyond the last slot are dropped and counted in `overflow`.
+    """
     slots = store.keys.shape[2]
     target = local_slot(store.count[:, None] + jnp.arange(new.keys.shape[2]), slots)
     target = jnp.where(new.present, target, slots)
 
     def write(buffer: Array, new: Array) -> Array:
+        """Writes `new` into the free slots of a `buffer`; tokens of other devices and empty slots are dropped."""
         put = jax.vmap(lambda buffer, new, target: buffer.at[:, target].set(new.astype(buffer.dtype), mode="drop"))
         return put(buffer, new, target)
 

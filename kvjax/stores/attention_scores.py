@@ -20,13 +20,29 @@ class AttentionScores:
 
 
 def init_attention_scores(spec: CacheSpec, window: Window) -> AttentionScores:
-    """Returns zero scores for the slots of a window and of the staging buffer."""
+    """Returns zero scores.
+
+    Args:
+        spec: the cache's spec; `spec.staging_slots` must be set, as `kvjax.init` does.
+        window: the window whose slots get a score.
+
+    Returns:
+        Scores for the slots of the window and of the staging buffer.
+    """
     shape = (spec.batch, spec.kv_heads)
     return AttentionScores(jnp.zeros((*shape, window.keys.shape[2])), jnp.zeros((*shape, spec.staging_slots)))
 
 
 def accumulate_scores(scores: AttentionScores, stats: AttentionStats) -> AttentionScores:
-    """Adds the attention of a step's queries."""
+    """Adds the attention probabilities of a step's queries to the scores.
+
+    Args:
+        scores: the scores.
+        stats: attention statistics of a policy with one segment, its window.
+
+    Returns:
+        The updated scores.
+    """
     (window,), staged = stats.segments, stats.staged
     return AttentionScores(
         scores.window + jnp.sum(window, axis=2), scores.staged + jnp.sum(cast(Array, staged), axis=2)
@@ -34,12 +50,21 @@ def accumulate_scores(scores: AttentionScores, stats: AttentionStats) -> Attenti
 
 
 def newest_scores(scores: AttentionScores, stats: AttentionStats) -> AttentionScores:
-    """Returns the attention of the newest query; rows that appended no token keep their scores."""
+    """Replaces the scores by the attention probabilities of each row's newest query.
+
+    Args:
+        scores: the scores.
+        stats: attention statistics of a policy with one segment, its window.
+
+    Returns:
+        The updated scores; rows that appended no token keep theirs.
+    """
     (window,) = stats.segments
     last = stats.appended.shape[1] - 1 - jnp.argmax(stats.appended[:, ::-1], axis=1)
     any_appended = jnp.any(stats.appended, axis=1)[:, None, None]
 
     def of_last(x: Float[Array, "B H T S"]) -> Float[Array, "B H S"]:
+        """Returns `x` of each row's newest query."""
         if x.shape[2] > 1:
             x = jnp.take_along_axis(x, last[:, None, None, None], axis=2)
         return x[:, :, 0]
@@ -51,5 +76,13 @@ def newest_scores(scores: AttentionScores, stats: AttentionStats) -> AttentionSc
 
 
 def after_compaction(scores: AttentionScores, window: Float[Array, "B H_kv S"]) -> AttentionScores:
-    """Returns scores with new window scores and an empty staging buffer."""
+    """Returns scores for an empty staging buffer.
+
+    Args:
+        scores: the scores before the compaction.
+        window: new scores of the window's slots.
+
+    Returns:
+        The scores.
+    """
     return AttentionScores(window, jnp.zeros_like(scores.staged))

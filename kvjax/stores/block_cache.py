@@ -112,6 +112,7 @@ def _fetch_missing(
     queue = jnp.pad(queue, ((0, 0), (0, 0), (0, -count % group)))
 
     def fetch(number: Int[Array, ""], fetched: Array) -> Array:
+        """Fetches group `number` of the missing blocks and writes it into `fetched`."""
         indices = jax.lax.dynamic_slice_in_dim(queue, number * group, group, axis=2)
         blocks = compute_where_stored(gather_blocks, stored, indices)
         return jax.lax.dynamic_update_slice_in_dim(fetched, blocks, number * group, axis=2)

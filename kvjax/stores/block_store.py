@@ -82,7 +82,15 @@ class BlockStore:
 
 
 def as_blocks(store: BlockStore, logit_cap: float | None = None) -> Blocks:
-    """Returns a store as kernels take it."""
+    """Returns a store in the form that kernels take.
+
+    Args:
+        store: the store.
+        logit_cap: soft cap of the logits.
+
+    Returns:
+        The blocks with their bit widths.
+    """
     bits = (None, None) if store.formats is None else tuple(FORMATS[name].bits for name in store.formats)
     return Blocks(
         store.entries,
@@ -252,7 +260,16 @@ def attend_blocks(
 
 
 def max_blocks(tokens: int, parts: int, block_size: int) -> int:
-    """Returns the most blocks that tokens in several parts can fill; each part may leave its last block unfilled."""
+    """Returns the largest number of blocks that tokens in several parts can occupy.
+
+    Args:
+        tokens: number of tokens in all parts.
+        parts: number of parts (clusters or pages); each starts a new block.
+        block_size: tokens per block.
+
+    Returns:
+        The number of blocks; the last block of every part may be incomplete.
+    """
     return (tokens + (block_size - 1) * min(parts, tokens)) // block_size
 
 

@@ -124,6 +124,7 @@ def append(
     start = jnp.where(fits, counters.offset, 0)
 
     def write(buffer: Float[Array, "B H P D"], new: Float[Array, "B T H D"]) -> Float[Array, "B H P D"]:
+        """Writes `new` into the staging `buffer` from slot `start` on; a buffer that is too full is unchanged."""
         old = jax.lax.dynamic_slice_in_dim(buffer, start, tokens, axis=2)
         # Zeros where a row has no token: a NaN there would survive a weight of zero.
         new = jnp.where(real[:, None, :, None], new.swapaxes(1, 2).astype(buffer.dtype), 0)
@@ -143,7 +144,15 @@ def append(
 
 
 def appended_mask(counters: Counters, tokens: int) -> Bool[Array, "B T"]:
-    """Returns which of the last T staging slots hold a token; finished sequences append none."""
+    """Returns which of the newest staging slots hold a token.
+
+    Args:
+        counters: the counters.
+        tokens: T, number of newest slots.
+
+    Returns:
+        Whether a row has a token in each of them; finished sequences append none.
+    """
     return jax.lax.dynamic_slice_in_dim(counters.present, counters.offset - tokens, tokens, axis=1)
 
 
@@ -191,9 +200,18 @@ def _causal_ends(counters: Counters, tokens: int) -> Int[Array, "T"]:
 
 
 def take_staged(staging: Staging, counters: Counters) -> tuple[Tokens, Counters]:
-    """Returns the staged tokens, moved to the first slots of every row, and the counters of an empty buffer."""
+    """Returns the staged tokens for a compaction.
+
+    Args:
+        staging: the buffer.
+        counters: its counters.
+
+    Returns:
+        The tokens, moved to the first slots of every row, and the counters of an empty buffer.
+    """
 
     def order(present: Bool[Array, "P"]) -> Int[Array, "P"]:
+        """Returns the staging slots that are `present`, in order and padded with 0."""
         slots = present.shape[0]
         # The token of slot i goes to the number of tokens before it; empty slots are dropped.
         target = jnp.where(present, jnp.cumsum(present) - 1, slots)

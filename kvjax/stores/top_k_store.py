@@ -24,7 +24,15 @@ class TopKStore:
 
 
 def init_top_k_store(spec: CacheSpec, slots: int) -> TopKStore:
-    """Returns an empty store with this many slots per KV head."""
+    """Returns an empty store.
+
+    Args:
+        spec: the cache's spec.
+        slots: slots per KV head.
+
+    Returns:
+        The store.
+    """
     shape = (spec.batch, spec.kv_heads, slots)
     return TopKStore(
         keys=jnp.zeros((*shape, spec.head_dim), spec.dtype),

@@ -57,7 +57,14 @@ def init_window(spec: CacheSpec, sinks: int, recent: int, selected: int = 0) -> 
 
 
 def occupancy(window: Window) -> tuple[Int[Array, "B"], Int[Array, "B"], Int[Array, "B"]]:
-    """Returns the number of sink tokens, of recent tokens and of tokens between them, per row."""
+    """Returns how many tokens of each row are sinks, recent, and between them.
+
+    Args:
+        window: the window.
+
+    Returns:
+        Three int32 counts per row: sink tokens, recent tokens, and tokens that have left the recent slots.
+    """
     sinks = jnp.minimum(window.total, window.sinks)
     recent = jnp.minimum(window.total - sinks, window.recent)
     return sinks, recent, window.total - sinks - recent
@@ -76,6 +83,7 @@ def fill(window: Window, prompt: Any) -> Window:
     recent, sinks = window.recent, window.sinks
 
     def fill_row(buffer: Float[Array, "H S D"], tokens: Float[Array, "H T D"], length: Int[Array, ""]):
+        """Writes the last and the first of one row's `tokens` into the slots of its `buffer`."""
         positions = jnp.concatenate([length - recent + jnp.arange(recent), jnp.arange(sinks)])
         picked = tokens[:, jnp.clip(positions, 0, tokens.shape[1] - 1)]
         return buffer.at[:, : recent + sinks].set(picked.astype(buffer.dtype))
@@ -89,23 +97,39 @@ def fill(window: Window, prompt: Any) -> Window:
 
 
 def middle_mask(window: Window, tokens: int) -> Bool[Array, "B T"]:
-    """Returns which prompt positions are between the sinks and the recent tokens of a window just filled from it."""
+    """Returns which positions of a prompt are between the sinks and the recent tokens.
+
+    Args:
+        window: a window just filled from the prompt.
+        tokens: T, length of the padded prompt.
+
+    Returns:
+        A mask; False past a row's length.
+    """
     positions = jnp.arange(tokens)
     _, _, middle = occupancy(window)
     return (positions >= window.sinks) & (positions < window.sinks + middle[:, None])
 
 
 def after_sinks(tokens: Float[Array, "B H_kv T D"], sinks: int) -> Float[Array, "B H_kv M D"]:
-    """Returns a prompt's tokens after the sinks; at least one token, so that shapes stay positive."""
+    """Returns a prompt's tokens after the sinks.
+
+    Args:
+        tokens: keys or values of the prompt.
+        sinks: number of sink tokens.
+
+    Returns:
+        M = T - sinks tokens, at least the last one, so that the shape is not empty.
+    """
     return tokens[:, :, min(sinks, tokens.shape[2] - 1) :]
 
 
 def slide(window: Window, new: Tokens) -> tuple[Window, Tokens]:
-    """Takes new tokens in.
+    """Appends new tokens to a window: first to its empty sink slots, then to its recent tokens.
 
     Args:
         window: the window.
-        new: the tokens that follow the window.
+        new: the tokens that follow the tokens of the window.
 
     Returns:
         The window, and the tokens that leave it, oldest first.
@@ -125,9 +149,9 @@ def slide_aligned(
 
     Args:
         window: the window before the slide.
-        new: the tokens that come.
+        new: the tokens that `slide` appends.
         slots: an array over the window's slots.
-        tokens: the same over the new tokens.
+        tokens: an array over the new tokens.
 
     Returns:
         The array over the slots after the slide, and over the tokens that left.
@@ -135,6 +159,7 @@ def slide_aligned(
     recent_slots, count_slots = window.recent, tokens.shape[2]
 
     def slide_row(buffer: Shaped[Array, "H S *N"], tokens: Shaped[Array, "H P *N"], sinks, recent, to_sinks, count):
+        """Slides one row's `buffer`: `to_sinks` new `tokens` become sinks, `count` become `recent`."""
         # The row's tokens after the sinks, contiguous: recent ones end at slot `recent_slots`, new ones follow.
         line = jnp.concatenate([buffer[:, :recent_slots], jnp.roll(tokens, -to_sinks, axis=1)], axis=1)
         left = jax.lax.dynamic_slice_in_dim(line, recent_slots - recent, count_slots, axis=1)
@@ -201,7 +226,7 @@ def write_selected(
         slot: selected slots to write to; slots past the end are dropped.
         keys: keys to choose from.
         values: values to choose from.
-        source: index of the token that goes into each slot.
+        source: index of the token for each slot.
 
     Returns:
         The window.
@@ -220,7 +245,18 @@ def put_aligned(
     tokens: Shaped[Array, "B H_kv T *N"],
     source: Int[Array, "B H_kv n"],
 ) -> Shaped[Array, "B H_kv S *N"]:
-    """Writes into an array over the window's slots as `write_selected` writes the keys."""
+    """Writes into an array over the window's slots as `write_selected` writes the keys.
+
+    Args:
+        window: the window.
+        slot: selected slots to write to; slots past the end are dropped.
+        buffer: the array over the window's slots.
+        tokens: an array over T tokens.
+        source: index of the token for each slot.
+
+    Returns:
+        The updated array.
+    """
 
     def put_head(buffer: Shaped[Array, "S *N"], tokens: Shaped[Array, "T *N"], slot, source):
         return buffer.at[window.fixed + slot].set(tokens[source].astype(buffer.dtype), mode="drop")
@@ -263,6 +299,7 @@ def insert_full_chunks(
     if rounds := min(slots, chunk_tokens - 1 + arriving) // chunk_tokens:
 
         def chunks(x: Float[Array, "B H S D"]) -> Float[Array, "B H R C D"]:
+            """Returns the first chunks of the selected slots of `x`."""
             ready = x[:, :, fixed : fixed + rounds * chunk_tokens]
             return ready.reshape(*x.shape[:2], rounds, chunk_tokens, -1)
 

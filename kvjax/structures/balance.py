@@ -108,6 +108,8 @@ def softmax_signs(
     gain = 1 / (2 * c)
 
     def decide(signs: Float[Array, "n"], first: Int[Array, ""]) -> tuple[Float[Array, "n"], Int[Array, ""]]:
+        """Assigns the signs of the block that starts at token `first`, given the `signs` of the tokens before it."""
+
         def rows(x: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(x, first, block)
 
@@ -249,6 +251,7 @@ def reference_halving(
     inside = (jnp.arange(tokens) < count)[:, None]
 
     def split(x: Float[Array, "n D"]) -> Float[Array, "n_blocks block D"]:
+        """Returns the vectors `x` in padded blocks, with zeros for tokens that do not count."""
         x = jnp.where(inside, x.astype(jnp.float32), 0.0)
         return jnp.pad(x, ((0, blocks * block - tokens), (0, 0))).reshape(blocks, block, -1)
 

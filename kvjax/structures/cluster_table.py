@@ -265,6 +265,7 @@ def _assign_block(
     tokens, norms = (jax.lax.dynamic_slice_in_dim(x, first, block) for x in items)
 
     def assign(carry: tuple[_Assignment, Array, Array]) -> tuple[_Assignment, Array, Array]:
+        """Runs one round on the `carry`: the assignment, each token's opener, and the number of tokens done."""
         now, opener, done = carry
         center_norms = jnp.where(jnp.arange(capacity) < now.size, items.squared_norms[now.center_item], jnp.inf)
         squared, nearest = nearest_center(tokens, items.vectors[now.center_item], norms, center_norms)
@@ -443,6 +444,8 @@ def _update_means(
     old_slot, token_slot, is_token = slot[:capacity], slot[capacity:], weight[capacity:, None] > 0
 
     def merge(carry: tuple[list[Array | None], Array]) -> tuple[list[Array | None], Array]:
+        """Merges the means in the `carry` as the table merged its clusters."""
+
         def add(rows: Array) -> Array:
             return jnp.zeros_like(rows).at[old_slot].add(rows, mode="drop")
 
@@ -455,6 +458,7 @@ def _update_means(
     nearest_slot = jnp.minimum(token_slot, capacity - 1)
 
     def update(mean: Float[Array, "M D"], rows: Float[Array, "T D"]) -> Float[Array, "M D"]:
+        """Moves each `mean` towards the new tokens' `rows` of its cluster."""
         # mean + sum of (x - mean) / n leaves slots without new tokens unchanged.
         change = (rows - mean[nearest_slot]) / jnp.maximum(count[nearest_slot], 1)[:, None]
         return mean.at[token_slot].add(jnp.where(is_token, change, 0.0), mode="drop")

@@ -175,6 +175,8 @@ def select_head_blocks(
     def select_head(
         scores: Float[Array, "G C"], sizes: Int[Array, "C"], first_block: Int[Array, "C"]
     ) -> SelectedBlocks:
+        """Selects blocks for every selection of one KV head, from the `scores` and `sizes` of its clusters."""
+
         def select(scores: Float[Array, "C"]) -> SelectedBlocks:
             return select_blocks(
                 scores, sizes, first_block, max_tokens=max_tokens, max_blocks=max_blocks, block_size=block_size

@@ -87,6 +87,7 @@ def greedy_cover(near: Bool[Array, "N N"], candidate: Bool[Array, "N"]) -> Bool[
     before = near & (index[None, :] < index[:, None])
 
     def decide(carry: tuple[Bool[Array, "N"], Bool[Array, "N"]]) -> tuple[Bool[Array, "N"], Bool[Array, "N"]]:
+        """Runs one round on the `carry` of selected and undecided candidates."""
         selected, undecided = carry
         now = undecided & ~jnp.any(before & undecided[None, :], axis=1)
         return selected | now, undecided & ~now & ~jnp.any(before & now[None, :], axis=1)
@@ -166,6 +167,7 @@ def grow_delta(
     capacity = norms.shape[0]
 
     def grow(carry: tuple[Array, Array, EarlierNeighbors, Array]) -> tuple[Array, Array, EarlierNeighbors, Array]:
+        """Decides which centers remain at the delta in the `carry`; grows delta if all of them do."""
         delta, _, neighbors, _ = carry
         reach = delta * delta
         close = neighbors.stale | (neighbors.squared_distance <= reach)
@@ -182,6 +184,7 @@ def grow_delta(
     delta, remains, neighbors, _ = jax.lax.while_loop(lambda carry: ~carry[3], grow, start)
 
     def merge_target(target: Int[Array, "M"], rows: Int[Array, "R"]) -> Int[Array, "M"]:
+        """Sets the `target` of the centers in `rows` to their nearest center that remains."""
         index = jnp.minimum(rows, capacity - 1)
         nearest = nearest_center(centers[index], centers, norms[index], jnp.where(remains, norms, jnp.inf))[1]
         return target.at[rows].set(nearest, mode="drop")
@@ -220,6 +223,7 @@ def _scan_rows(step: Callable[[T, Int[Array, "R"]], T], carry: T, mask: Bool[Arr
     capacity = mask.shape[0]
 
     def take_rows(carry: tuple[T, Bool[Array, "M"]]) -> tuple[T, Bool[Array, "M"]]:
+        """Calls `step` with the next rows of the mask in the `carry`, and removes them from it."""
         result, remaining = carry
         rows = jnp.nonzero(remaining, size=min(ROWS, capacity), fill_value=capacity)[0].astype(jnp.int32)
         return step(result, rows), remaining.at[rows].set(False, mode="drop")

@@ -128,6 +128,7 @@ def _nearest_of_round(
     padding = -points.shape[0] % block
 
     def compare(points: Float[Array, "b D"]) -> tuple[Float[Array, "b"], Int[Array, "b"]]:
+        """Returns the squared distance and the index of the nearest center for a block of `points`."""
         _, nearest = min_and_argmin(jnp.where(present[:, None], _squared_distances(centers, points), jnp.inf), axis=0)
         return jnp.sum(jnp.square(points - centers[nearest]), axis=1), nearest
 
@@ -160,6 +161,7 @@ def _choose(
     """Chooses k free points as `extend_k_center` does; separations are squared."""
 
     def choose(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        """Chooses the free point farthest from the centers and updates the distances in the `carry`."""
         distance, free = carry
         index = jnp.argmax(jnp.where(free, distance, -jnp.inf))
         separation = jnp.where(free[index], distance[index], -jnp.inf)

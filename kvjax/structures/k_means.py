@@ -130,6 +130,7 @@ def _lloyd(
     total = jnp.sum(valid.astype(jnp.float32))
 
     def iterate(carry: Any) -> Any:
+        """Runs one iteration on the `carry`: its number, the directions, labels, objectives and the last objective."""
         number, directions, _, objective, last = carry
         label, sums, similarity = assign(directions)
         current = total - similarity
@@ -169,6 +170,7 @@ def _draw_apart(
     """Draws points by k-means++: in proportion to 1 - cosine similarity with the nearest point drawn before."""
 
     def draw(distance: Float[Array, "T"], rng: Key[Array, ""]) -> tuple[Float[Array, "T"], Int[Array, ""]]:
+        """Draws one point in proportion to its `distance` to the points drawn before, and updates the distances."""
         # If all points equal drawn ones, any valid point is drawn.
         weight = jnp.where(valid, distance, 0.0)
         log_weight = jnp.where(jnp.sum(weight) > 0, jnp.log(weight), jnp.where(valid, 0.0, -jnp.inf))

@@ -183,6 +183,7 @@ def insert(
     bounds = jnp.clip(bounds, 0, count)
 
     def insert_leaf(tree: MergeReduceTree, bounds: tuple[Array, Array]) -> tuple[MergeReduceTree, None]:
+        """Inserts the tokens in [start, stop) = `bounds`, which fit into one leaf of the `tree`."""
         start, stop = bounds
         keys, values = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, width), items)
         return _insert_in_leaf(tree, keys, values, stop - start, halve), None
@@ -432,6 +433,7 @@ def _insert_in_leaf(
         return tree
 
     def merge(carry: tuple[MergeReduceTree, _Pair]) -> tuple[MergeReduceTree, _Pair]:
+        """Merges the pair in the `carry` and returns the next pair."""
         tree = _merge_if(*carry, carry[1].exists, halve)
         return tree, _next_pair(tree)
 

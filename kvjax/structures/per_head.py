@@ -25,7 +25,15 @@ def per_head(function: Callable[..., Any], *in_axes: int | None) -> Callable[...
 
 
 def stream_keys(row_keys: Key[Array, "B"], heads: int) -> Key[Array, "B H_kv"]:
-    """Returns one PRNG key per row and KV head."""
+    """Returns one PRNG key per row and KV head.
+
+    Args:
+        row_keys: one PRNG key per row.
+        heads: number of KV heads.
+
+    Returns:
+        Keys [B, H_kv].
+    """
     return jax.vmap(lambda key: local_heads(jax.random.split(key, global_heads(heads)), heads))(row_keys)
 
 
@@ -44,6 +52,8 @@ def draws_by_position(row_keys: Key[Array, "B"], positions: Int[Array, "B T"], h
     """
 
     def draw_row(row_key: Key[Array, ""], positions: Int[Array, "T"]) -> Float[Array, "H T"]:
+        """Draws the numbers of one row at its `positions`, for the heads on this device."""
+
         def draw(position: Int[Array, ""]) -> Float[Array, "H_all"]:
             return jax.random.uniform(jax.random.fold_in(row_key, position), (global_heads(heads),))
 

@@ -137,6 +137,7 @@ def merge_most_similar(
     new_target = jnp.where(merge, (jnp.cumsum(remains) - 1)[target_index], slots)
 
     def mean(x: Float[Array, "S F"]) -> Float[Array, "S_out F"]:
+        """Returns `x` of the remaining entries: means weighted by degree, or unchanged if `drop`."""
         if drop:
             return x[order]
         old, merged = (part.astype(jnp.float32) for part in (x[order], x[source_index]))
@@ -169,6 +170,7 @@ def compress(entries: Centroids, budget: int, chunk: int, schedule: Schedule, *,
     """
 
     def step(entries: Centroids, number: int, slots: int) -> Centroids:
+        """Runs the step with this `number` of the schedule and returns the entries in `slots` slots."""
         max_merges = int(schedule.max_merges(number, entries.degree.shape[0]))
         excess = jnp.maximum(entries.count - budget, 0)
         merges = jnp.minimum(schedule.max_merges(number, entries.count), excess)

@@ -87,10 +87,12 @@ def fill(
     valid = jnp.pad(valid, ((0, 0), (0, padding))).reshape(batch, -1, block)
 
     def blocks(x: Float[Array, "B H T D"]) -> Float[Array, "B H n block D"]:
+        """Divides the tokens of `x` into padded blocks."""
         x = jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0)))
         return x.reshape(batch, heads, -1, block, x.shape[3])
 
     def fill_row(row: tuple[Streams, Array, Array, Array]) -> Streams:
+        """Extends the structures of one `row`, head by head and block by block."""
         streams, keys, values, valid = row
 
         def extend_block(streams: Streams, block: tuple[Array, Array, Array]) -> tuple[Streams, None]:

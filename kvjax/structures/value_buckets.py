@@ -91,6 +91,7 @@ def insert(
     def put(
         tree: MergeReduceTree, index: Int[Array, ""], limit: Float[Array, ""], erased: Bool[Array, ""]
     ) -> MergeReduceTree:
+        """Inserts the tokens of bucket `index`, with norms up to `limit`, into its `tree`; empties `erased` ones."""
         tree = merge_reduce.insert(tree, keys, values, counts & (bucket == index) & ~erased, halve=halve(limit))
         return dataclasses.replace(
             tree,

@@ -83,7 +83,12 @@ def atomic_replace(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a UTF-8 text file atomically."""
+    """Writes a UTF-8 text file atomically.
+
+    Args:
+        path: the file, which is replaced if it exists.
+        text: its new content.
+    """
     with atomic_replace(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
@@ -92,6 +97,10 @@ def append_line(path: pathlib.Path, line: str) -> None:
     """Appends a line that is on disk when this returns.
 
     A truncated last line is terminated first. If the line cannot be written completely, the file is restored.
+
+    Args:
+        path: the file, which is created if it does not exist.
+        line: the line, without a line break.
 
     Raises:
         OSError: if the line cannot be written.
@@ -110,7 +119,11 @@ def append_line(path: pathlib.Path, line: str) -> None:
 
 
 def fsync(path: pathlib.Path) -> None:
-    """Waits until a file, or the list of names of a directory, is on disk."""
+    """Waits until a file, or the list of names of a directory, is on disk.
+
+    Args:
+        path: the file or directory. Directories are skipped on Windows, which cannot open them.
+    """
     if path.is_dir() and os.name == "nt":  # Windows cannot open directories
         return
     handle = os.open(path, os.O_RDONLY)

@@ -72,7 +72,14 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def array_fingerprint(tree: Any) -> str:
-    """Returns the SHA-256 of the arrays of a pytree: their paths, dtypes, shapes and values."""
+    """Returns the SHA-256 of the arrays of a pytree.
+
+    Args:
+        tree: a pytree of arrays, which may be sharded over processes; every process must call this function.
+
+    Returns:
+        A hexadecimal digest of all paths, dtypes, shapes and values.
+    """
     total = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         total.update(f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}\n".encode())

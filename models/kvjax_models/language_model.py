@@ -34,21 +34,21 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # downloaded from the hub
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
-    """A decoder and its tokenizer.
+    """A decoder and its tokenizer, which generate text with any cache policy. `load` makes one from a checkpoint.
 
     Attributes:
         model: the decoder.
-        tokenizer: its tokenizer; all special tokens must be in the model's vocabulary.
+        tokenizer: its tokenizer; its end-of-text and BOS tokens must be in the model's vocabulary.
     """
 
     model: Llama
     tokenizer: Tokenizer
 
     def __post_init__(self) -> None:
-        """Checks that the special tokens are in the vocabulary.
+        """Checks that the end-of-text and BOS tokens are in the vocabulary.
 
         Raises:
-            ValueError: if one is not.
+            ValueError: if one of them is not.
         """
         size = self.model.config.vocab_size
         for name, ids in (("end-of-text", self.tokenizer.eos_ids), ("BOS", self.tokenizer.prefix_ids)):
@@ -77,12 +77,13 @@ class LanguageModel:
             prompt: one text, or a list of texts that are processed as one batch (`generate_many` limits the batch
                 size). See `stream` for conversations.
             policy: cache policy: a name ("subgen"), a class (`kvjax.SubGen`) or a policy.
-            budget: size of the cache: a share of the full cache ("25%"), bytes ("64MiB") or slots per KV head (1024);
-                None if the policy has a size. A share refers to the shortest prompt length whose programs are shared
-                (`compile_cache.length_bucket`).
+            budget: size of the cache of one sequence: a share of the full cache ("25%"), bytes ("64MiB") or slots per
+                KV head (1024); None if the policy has a budget or takes none. A share refers to the full cache after
+                the last new token. Prompts of similar length share compiled programs (`compile_cache.length_bucket`)
+                and the budget of the shortest of them.
             max_new_tokens: maximum number of new tokens; an end-of-text token finishes a sequence earlier.
             sampling: sampling parameters; greedy by default.
-            seed: seed of sampling and of the policy's randomness.
+            seed: seed of sampling and of the policy's random numbers.
             allow_beyond_context: whether sequences may exceed the model's context length; see `Generator`.
             kv_dtype: quantization format of the cache: "int8", "fp8", "int4", "int3", "int2", or a pair for keys and
                 values; not quantized by default.
@@ -132,7 +133,7 @@ class LanguageModel:
             kv_dtype: as for `generate`.
 
         Yields:
-            Parts of the new text.
+            Parts of the new text, in order; joined they are the entire new text.
         """
         tokens = self.encode(prompt)
         generator = self._bucketed_generator(
@@ -173,19 +174,21 @@ class LanguageModel:
     ) -> Iterator[Completion]:
         """Continues any number of texts or conversations by continuous batching (see `batching`).
 
-        Errors are those of `generate`, with the number of the prompt.
+        A finished sequence frees its batch row for the next prompt. Invalid arguments raise a ValueError as in
+        `generate`; errors of a prompt name its number.
 
         Args:
             prompts: texts, or lists of messages.
             policy: as for `generate`.
             budget: as for `generate`.
-            batch_size: number of batch rows, or bytes for their caches ("2GiB"); smaller caches allow more rows.
+            batch_size: number of batch rows, or bytes for the caches of all rows ("2GiB"); smaller caches allow more
+                rows.
             max_new_tokens: as for `generate`.
             max_prompt_tokens: maximum length of a prompt. With it, prompts are read from the iterable when a row is
                 free; by default all are read first and their maximum length is used.
             sampling: as for `generate`.
-            seed: seed of the first prompt; prompt n has seed + n. A completion does not depend on the batch: it equals
-                that of `generate` for the prompt and its seed with caches of the same size.
+            seed: seed of the first prompt; prompt n has seed + n. A completion does not depend on the other prompts of
+                the batch: `generate` returns the same text for the prompt and its seed, with caches of the same size.
             stop: strings that finish a sequence and are excluded from its text.
             on_text: called with the number of a prompt and each new part of its text.
             max_prefill_steps: see `batching.run_requests`; a small number reduces the latency of running sequences.
@@ -238,6 +241,9 @@ class LanguageModel:
             sampling: as for `generate`.
             allow_beyond_context: as for `generate`.
             kv_dtype: as for `generate`.
+
+        Returns:
+            A generator for prompts of up to `max_prompt_tokens` tokens.
         """
         single_row = self._bucketed_generator(
             policy,
@@ -264,7 +270,7 @@ class LanguageModel:
         kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
         budget_tokens: int | None = None,
     ) -> Generator:
-        """Returns a `Generator` for callers that manage generation states: to fork, save and continue them.
+        """Returns a `Generator`, with which callers fork, save and continue generation states themselves.
 
         Args:
             policy: as for `generate`.
@@ -273,11 +279,15 @@ class LanguageModel:
             max_prompt_tokens: maximum length of the first prompt.
             max_new_tokens: maximum number of tokens after it.
             sampling: as for `generate`.
-            streaming: see `Generator`.
+            streaming: whether prompts are compressed while they are processed, in memory independent of their length;
+                see `Generator`.
             allow_beyond_context: as for `generate`.
             kv_dtype: as for `generate`.
             budget_tokens: sequence length whose full cache a budget's share refers to; by default the sum of
                 `max_prompt_tokens` and `max_new_tokens`.
+
+        Returns:
+            The generator.
         """
         sizes: dict[str, Any] = {
             "batch": batch,
@@ -317,7 +327,15 @@ class LanguageModel:
         )
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Returns the tokens of a text with its BOS token, or of a conversation in the model's chat template."""
+        """Converts a prompt to tokens.
+
+        Args:
+            prompt: a text, which gets a BOS token if the model uses one, or a conversation, which is written in the
+                model's chat template.
+
+        Returns:
+            Token ids.
+        """
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self.tokenizer.encode_chat(prompt)
 
 
@@ -326,7 +344,7 @@ def load(name: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mes
 
     Args:
         name: a Hugging Face directory, or the name of a model on the hub ("Qwen/Qwen3-0.6B"), which is downloaded once.
-        dtype: dtype of parameters and activations; that of the checkpoint by default.
+        dtype: dtype of parameters and activations; by default the dtype of the checkpoint.
         mesh: mesh to shard the model on (see `kvjax.make_mesh`); a single device by default.
 
     Returns:
@@ -346,8 +364,14 @@ def load(name: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mes
 def resolve_directory(name: str | os.PathLike) -> pathlib.Path:
     """Returns the directory of a model; downloads it from the hub if `name` is not a local directory.
 
+    Args:
+        name: a directory, or the name of a model on the hub.
+
+    Returns:
+        The directory.
+
     Raises:
-        FileNotFoundError: if there is neither a directory nor an accessible model on the hub of this name.
+        FileNotFoundError: if neither a directory nor an accessible model on the hub has this name.
     """
     directory = pathlib.Path(name)
     if directory.is_dir():

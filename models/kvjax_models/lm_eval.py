@@ -31,7 +31,9 @@ from kvjax_models.generation.sampling import Sampling
 from kvjax_models.language_model import load
 
 _LOG = logging.getLogger(__name__)
-_MIN_LENGTH = 64  # caches are created for four lengths per octave from here on, so few programs are compiled
+_MIN_LENGTH = (
+    64  # caches are created for four lengths per octave from here on, which limits the number of compiled programs
+)
 _GENERATION_KEYS = {"do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p"}
 
 

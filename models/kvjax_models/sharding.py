@@ -50,12 +50,28 @@ def shard_model(model: Llama, mesh: Mesh) -> Llama:
 
 
 def shard_array(x: Any, sharding: jax.sharding.Sharding) -> Array:
-    """Returns a sharded copy of an array that every process holds completely; processes send nothing."""
+    """Returns a sharded copy of an array that every process holds completely; no data moves between processes.
+
+    Args:
+        x: the array.
+        sharding: sharding of the copy.
+
+    Returns:
+        The copy.
+    """
     return jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index])
 
 
 def replicate(x: np.ndarray | np.generic, mesh: Mesh | None) -> Array:
-    """Returns a replicated copy of an array that every process holds completely."""
+    """Returns a replicated copy of an array that every process holds completely.
+
+    Args:
+        x: the array.
+        mesh: mesh of the copy; None for the default device.
+
+    Returns:
+        The copy.
+    """
     return jnp.asarray(x) if mesh is None else shard_array(x, NamedSharding(mesh, PartitionSpec()))
 
 
@@ -66,15 +82,30 @@ def mesh_of(model: Llama) -> Mesh | None:
 
 
 def constrain_to_batch(x: Array, mesh: Mesh | None) -> Array:
-    """Returns the array constrained to be sharded along batch rows only.
+    """Constrains an array to be sharded along batch rows only.
 
     Without the constraint, compilers shard the residual stream like the next projection's weights and gather it again.
+
+    Args:
+        x: the array, with batch rows along its first axis.
+        mesh: the mesh; None for a single device.
+
+    Returns:
+        The array.
     """
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, ROWS))
 
 
 def constrain_replicated(x: Array, mesh: Mesh | None) -> Array:
-    """Returns the array constrained to be replicated, so that every process can read it."""
+    """Constrains an array to be replicated, so that every process can read it.
+
+    Args:
+        x: the array.
+        mesh: the mesh; None for a single device.
+
+    Returns:
+        The array.
+    """
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
 
 
@@ -148,6 +179,7 @@ def parameter_specs(parameters: Any, query_heads: int, mesh: Mesh) -> Any:
         return next((axes for axes in candidates if size % math.prod(mesh.shape[axis] for axis in axes) == 0), None)
 
     def parameter_spec(path: Any, leaf: Any) -> PartitionSpec:
+        """Returns the partition spec of the parameter `leaf` at `path`."""
         *_, module, name, _ = (str(getattr(key, "key", getattr(key, "name", key))) for key in path)
         axis = _SHARDED_AXIS.get((module, name))
         if axis is None:

@@ -38,7 +38,15 @@ class Kvjax:
 
 
 def main(options: Kvjax) -> None:
-    """Runs a command; errors of the user are printed as one line."""
+    """Runs a command. A ValueError or OSError of it is printed as one line, and the process exits with status 1.
+
+    Args:
+        options: the parsed command line.
+
+    Raises:
+        ValueError: the error of the command, if the environment variable KVJAX_TRACEBACK is set.
+        OSError: likewise.
+    """
     logging.set_verbosity(logging.WARNING)  # orbax logs every step of every save
     try:
         options.command.run()
@@ -51,7 +59,14 @@ def main(options: Kvjax) -> None:
 
 
 def parse(argv: list[str]) -> Kvjax:
-    """Parses a command line, starting with the program's name."""
+    """Parses a command line.
+
+    Args:
+        argv: the arguments, starting with the program's name.
+
+    Returns:
+        The options of the command.
+    """
     parser = simple_parsing.ArgumentParser(prog="kvjax", description=Kvjax.__doc__, formatter_class=_HelpFormatter)
     parser.add_arguments(Kvjax, dest="options")
     return parsing.parse(parser, argv[1:]).options

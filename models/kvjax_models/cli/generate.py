@@ -211,7 +211,7 @@ def _continue_prefix(options: Generate, llm: LanguageModel, saves: SavedStates, 
 
 
 def _prefix_run(llm: LanguageModel) -> dict[str, str]:
-    """Returns what a saved prefix depends on besides the generator."""
+    """Returns the values that determine a saved prefix, in addition to its generator."""
     return {"tokenizer": tokenizer_fingerprint(llm.tokenizer)}
 
 

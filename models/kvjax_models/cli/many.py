@@ -4,7 +4,7 @@
 
 Each line of the file is a text, or an object with `prompt` or `messages` and optionally `max_new_tokens`, `seed` and
 `id`. Completions are appended to the output as they finish and sorted when all of them are complete. An interrupted run
-can be resumed with --resume; `OUT.jsonl.run.json` contains what the completions depend on.
+can be resumed with --resume; `OUT.jsonl.run.json` contains the settings of the run.
 """
 
 import dataclasses
@@ -100,7 +100,7 @@ class Output:
 
         Args:
             path: the file.
-            manifest: what the completions depend on.
+            manifest: all values that determine the completions; a resumed file must have the same.
             count: number of completions.
             resume: whether to continue an existing file.
 
@@ -145,7 +145,11 @@ class Output:
                 self.rows[row["number"]] = row
 
     def add(self, row: dict[str, Any]) -> None:
-        """Appends a completion, which is on disk when this returns."""
+        """Appends a completion, which is on disk when this returns.
+
+        Args:
+            row: the completion as a JSON object; `row["number"]` is the number of its prompt.
+        """
         self.rows[row["number"]] = row
         line = json.dumps(row, ensure_ascii=False)
         atomic_io.run_on_first_process(lambda: atomic_io.append_line(self.path, line))
@@ -163,7 +167,7 @@ def _read_lines(options: GenerationOptions, llm: LanguageModel, path: str) -> li
         The prompts.
 
     Raises:
-        ValueError: if a line is invalid or there is no prompt.
+        ValueError: if a line is invalid or the file has no prompts.
     """
     lines: list[PromptLine] = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
@@ -211,7 +215,7 @@ def _parse_line(options: GenerationOptions, llm: LanguageModel, line: Any, numbe
 def _manifest(
     llm: LanguageModel, generator: Generator, lines: Sequence[PromptLine], stop: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns what the completions depend on; the number of batch rows is not part of it."""
+    """Returns all values that determine the completions; the number of batch rows does not."""
     requests = [(line.request, line.id) for line in lines]
     prompts = [(list(one.prompt), one.max_new_tokens, one.seed, line_id) for one, line_id in requests]
     return {

@@ -105,7 +105,14 @@ class GenerationOptions(ModelOptions):
 
 
 def parse_kv_formats(text: str | None) -> KVFormats | None:
-    """Parses `--kv_dtype`: one format for keys and values, or two separated by a comma."""
+    """Parses the option `--kv_dtype`.
+
+    Args:
+        text: one format for keys and values, or two formats separated by a comma; None for an unquantized cache.
+
+    Returns:
+        The formats of keys and values; None if they are not quantized.
+    """
     if text is None:
         return None
     formats = tuple(text.split(","))
@@ -120,7 +127,7 @@ def run_policy_module(path: str) -> None:
         path: the file.
 
     Raises:
-        FileNotFoundError: if there is no such file.
+        FileNotFoundError: if the file does not exist.
     """
     if not pathlib.Path(path).is_file():
         raise FileNotFoundError(f"--policy_module={path!r} is not a file; pass a Python file that calls kvjax.register")
@@ -132,11 +139,14 @@ def run_policy_module(path: str) -> None:
 
 
 def parse_policy(policy: str, budget: str) -> PolicyChoice:
-    """Returns a policy with a budget, unless it has its own budget or takes none.
+    """Parses a policy and adds a budget, unless the policy has one already or takes none.
 
     Args:
         policy: policy as a user writes it.
         budget: budget as a user writes it.
+
+    Returns:
+        The policy with its budget.
     """
     choice = PolicyChoice.parse(policy)
     default = Budget.parse(budget)

@@ -39,7 +39,14 @@ def list_policies() -> str:
 
 
 def describe_policy(name: str) -> str:
-    """Returns a policy's documentation and its settings with types and defaults."""
+    """Describes a policy for the command line.
+
+    Args:
+        name: the registered name.
+
+    Returns:
+        The policy's docstring, and its settings with types and defaults.
+    """
     policy = POLICIES[name]
     settings = [
         f"  {key}: {kind}" + ("" if default is None else f" = {default}") for key, kind, default in settings_of(policy)

@@ -89,7 +89,14 @@ def rope_scaling(rope: Values, values: Values, rotary_dim: int) -> RopeScaling |
 
 
 def scaling_values(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """Returns the `rope_scaling` value of a config.json."""
+    """Returns the `rope_scaling` value of a config.json.
+
+    Args:
+        scaling: the scaling; None for none.
+
+    Returns:
+        The JSON object with the keys of Hugging Face; None without scaling.
+    """
     if scaling is None:
         return None
     values: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}

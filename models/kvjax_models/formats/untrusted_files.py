@@ -39,7 +39,14 @@ def resolve_file(directory: pathlib.Path, name: object) -> pathlib.Path:
 
 
 def weights_directory(directory: pathlib.Path) -> pathlib.Path:
-    """Returns where configuration and weights are: in a subdirectory if a save was interrupted after completion."""
+    """Returns the directory with the configuration and the weights of a checkpoint.
+
+    Args:
+        directory: the checkpoint.
+
+    Returns:
+        The directory itself, or its subdirectory `COMPLETE` if an interrupted save wrote all files there.
+    """
     complete = directory / COMPLETE
     return complete if complete.is_dir() and not complete.is_symlink() else directory
 

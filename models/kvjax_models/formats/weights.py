@@ -150,7 +150,7 @@ def output_tensors(rules: Sequence[TensorRule], parameters: Mapping[Path, Any]) 
 
 
 def select_text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Returns the tensors of a multimodal model's text decoder (Gemma 3), renamed to those of a text-only model."""
+    """Returns the tensors of a multimodal model's text decoder (Gemma 3), named as in a text-only model."""
     if not any(_VISION_TENSOR.match(name) for name in tensors):
         return dict(tensors)
     return {_text_name(name): tensor for name, tensor in tensors.items() if not _VISION_TENSOR.match(name)}
@@ -218,6 +218,7 @@ def _rule(
         return [_permute(tensors[0].T if is_kernel else tensors[0], order)]
 
     def write(parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Returns the tensor of a file for the single array in `parameters`."""
         tensor = _unpermute(parameters[0], order)
         return [tensor.T if is_kernel else tensor]
 
@@ -272,6 +273,7 @@ def _projection_rule(model_type: str, config: LlamaConfig, path: Path, shape: Sh
     orders = [_heads_order(model_type, config, width) if r else None for width, r in zip(widths, rotated, strict=True)]
 
     def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Concatenates the projections in the `tensors` of a file into one parameter."""
         parts = np.split(tensors[0], np.cumsum(widths)[:-1]) if fused else tensors
         arrays = [
             _permute(part.T, order).reshape(*inputs, *heads, count, shape[-1])
@@ -280,6 +282,7 @@ def _projection_rule(model_type: str, config: LlamaConfig, path: Path, shape: Sh
         return [np.concatenate(arrays, axis=-2)]
 
     def write(parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Splits the single array in `parameters` into the tensors of a file."""
         parts = [part.reshape(*inputs, -1) for part in np.split(parameters[0], np.cumsum(counts)[:-1], axis=-2)]
         tensors = [_unpermute(part, order).T for part, order in zip(parts, orders, strict=True)]
         return [np.concatenate(tensors)] if fused else tensors

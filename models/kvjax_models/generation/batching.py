@@ -1,10 +1,10 @@
 """Continuous batching: processes any number of prompts with a fixed number of batch rows.
 
 Finished sequences free their row for the next request. A new prompt is prefilled separately, in steps between blocks of
-decoding, and inserted between two blocks. Every sequence therefore sees the same blocks as it would alone: its tokens
-equal those of a single-row generator with caches of the same size, for every policy, and its samples depend only on its
-seed. A sequence that is finished within a block keeps its row until the end of the block; policies with a smaller
-`compact_every` have shorter blocks.
+decoding, and inserted between two blocks. Every sequence therefore sees the same blocks as it would alone: a
+single-row generator with caches of the same size generates the same tokens, for every policy, and samples depend only
+on the seed of the sequence. A sequence that is finished within a block keeps its row until the end of the block;
+policies with a smaller `compact_every` have shorter blocks.
 """
 
 import dataclasses
@@ -165,12 +165,16 @@ class _Rows:
         return len(self.running) < self.generator.batch
 
     def insert(self, request: _RunningRequest, state: GenerationState) -> None:
+        """Puts a `request` into a free row, given its `state` after prefill."""
         row = next(row for row in range(self.generator.batch) if row not in self.running)
         self.state = _insert_row(self.state, state, replicate(np.array([row], np.int32), self.mesh), self.mesh)
         self.running[row] = request
 
     def decode_block(self, should_stop: Callable[[int, list[int]], bool] | None) -> Iterator[RequestOutput]:
-        """Decodes one block.
+        """Decodes one block of tokens in all rows.
+
+        Args:
+            should_stop: receives the number of a request and its new tokens; returns whether to finish the request.
 
         Yields:
             The new tokens of every running request.

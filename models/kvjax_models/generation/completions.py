@@ -43,7 +43,8 @@ def generate_completions(
         generator: its batch size is the number of rows.
         requests: prompts to continue.
         stop: strings that finish a sequence and are excluded from its text; checked after every block.
-        on_text: called with new parts of texts after every block, except what may become a stop string.
+        on_text: called with the number of a prompt and the new part of its text after every block; characters at the
+            end that may be the start of a stop string are held back.
         max_prefill_steps: as for `run_requests`.
 
     Yields:
@@ -58,6 +59,7 @@ def generate_completions(
     emitted: dict[int, int] = {}  # number of characters passed to `on_text`
 
     def should_stop(number: int, tokens: list[int]) -> bool:
+        """Records the new `tokens` of prompt `number` and returns whether its text contains a stop string."""
         rows.setdefault(number, []).extend(tokens)
         return bool(stop) and _find_stop(tokenizer.decode(rows[number]), stop) is not None
 
@@ -88,7 +90,7 @@ def in_prompt_order(completions: Iterable[Completion]) -> Iterator[Completion]:
 
 
 def _find_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Returns the first position of a stop string; None if there is none."""
+    """Returns the first position of a stop string; None if the text contains none of them."""
     return min((position for string in stop if (position := text.find(string)) >= 0), default=None)
 
 

@@ -92,12 +92,14 @@ def decode_block(
     """
 
     def step(carry):
+        """Runs one decode step on the `carry`: the number of steps, the state and the tokens of the block."""
         number, state, tokens = carry
         state, token = _decode_step(model, sampling, eos, state, max_positions)
         tokens = jax.lax.dynamic_update_slice(tokens, token[:, None], (jnp.zeros_like(number), number))
         return number + 1, constrain_state(state, mesh), tokens
 
     def is_running(carry):
+        """Returns whether the `carry` has steps left and unfinished sequences."""
         number, state, _ = carry
         return (number < steps) & ~jnp.all(state.done)
 

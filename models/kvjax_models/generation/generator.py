@@ -58,7 +58,7 @@ class Generator:
                 window instead.
             batch: number of batch rows.
             max_prompt_tokens: maximum length of the first prompt.
-            max_new_tokens: maximum number of tokens after it: generated ones and those of later prompts.
+            max_new_tokens: maximum number of tokens after it, generated tokens and later prompts together.
             sampling: sampling parameters; greedy by default.
             eos: tokens that finish a sequence.
             prefill_chunk: tokens per chunk of exact prefill; prompts are padded to a multiple of it.
@@ -102,7 +102,14 @@ class Generator:
         self.specs = tuple(dataclasses.replace(spec, staging_slots=self.block_size) for spec in self.specs)
 
     def with_batch(self, batch: int) -> "Generator":
-        """Returns a copy with another batch size; its state rows can be inserted into this one's states."""
+        """Returns a copy with another batch size; rows of its states can be inserted into states of this generator.
+
+        Args:
+            batch: number of batch rows of the copy.
+
+        Returns:
+            The generator.
+        """
         return Generator(
             self.model,
             self.policies,
@@ -123,7 +130,14 @@ class Generator:
         return sum(row_bytes(policy, spec) for policy, spec in zip(self.policies, self.specs, strict=True))
 
     def init_state(self, seed: int = 0) -> GenerationState:
-        """Returns a state with empty caches; the randomness of a row depends on the seed and its index."""
+        """Returns a state with empty caches.
+
+        Args:
+            seed: seed of sampling and of the policies; the random numbers of a row depend on the seed and its index.
+
+        Returns:
+            The state.
+        """
         seed_array = state_lib.check_seed(seed)
         init = functools.partial(state_lib.init_state, self.policies, self.specs, self.config.vocab_size, self.mesh)
         if self.mesh is None:
@@ -146,9 +160,9 @@ class Generator:
     def prefill(self, state: GenerationState, prompts: Sequence[Sequence[int]]) -> GenerationState:
         """Processes one prompt per row.
 
-        First prompts are processed with exact attention, and each layer is compressed as soon as it is computed, unless
-        the generator is streaming. Later prompts are appended in blocks, which attend to the compressed cache.
-        Prompts that are empty, too long or contain unknown tokens raise a ValueError.
+        The first prompts are processed with exact attention, and each layer's cache is compressed before the next layer
+        is computed, unless the generator is streaming. Later prompts are appended in blocks, which attend to the
+        compressed cache. Prompts that are empty, too long or contain unknown tokens raise a ValueError.
 
         Args:
             state: state before the prompts; its buffers are donated.

@@ -117,7 +117,7 @@ class NumberedSaves:
         """Returns the newest intact save; logs a warning if newer ones are damaged.
 
         Raises:
-            FileNotFoundError: if there are no saves.
+            FileNotFoundError: if the directory has no saves.
             ValueError: if all saves are damaged, with the damage of each.
         """
         newest = np.asarray(-1)

@@ -83,6 +83,7 @@ def prefill_layers(
     sequence_parallel = size > chunk and count % size == 0
 
     def embed_chunks(chunks: np.ndarray) -> Array:
+        """Embeds the tokens of `chunks`, sharded over the mesh with sequence parallelism."""
         if not sequence_parallel or mesh is None:
             return embed(model, replicate(chunks, mesh))
         return embed(model, shard_array(chunks, NamedSharding(mesh, CHUNK_SPEC)), mesh)
@@ -230,17 +231,22 @@ class _ChunkedLayer(NamedTuple):
     mesh: Mesh | None
 
     def rotation(self, x: Float[Array, "B M c W"], chunk: Int[Array, ""]) -> tuple[Array, Array]:
+        """Returns cosine and sine for this device's tokens of a `chunk`, an index into axis 1 of `x`."""
         batch, _, size, _ = x.shape
         first = (chunk * self.group.devices + self.group.device_index()) * size
         return rotation(self.rotary, jnp.broadcast_to(first + jnp.arange(size), (batch, size)))
 
     def queries(self, x: Float[Array, "B M c W"], chunk: Int[Array, ""]) -> Float[Array, "B c H D"]:
+        """Returns the rotated queries of this device's tokens of `x` in a `chunk`."""
         return self.layer.project_queries(_take_chunk(x, chunk), *self.rotation(x, chunk))
 
     def all_queries(self, x: Float[Array, "B M c W"]) -> Float[Array, "M B c H D"]:
+        """Returns the rotated queries of all chunks of `x`."""
         return jax.lax.map(functools.partial(self.queries, x), jnp.arange(x.shape[1]))
 
     def all_keys_and_values(self, x: Float[Array, "B M c W"]) -> tuple[Array, Array]:
+        """Returns the keys and values of all tokens, from the residual stream `x`, for this device's heads."""
+
         def project(chunk):
             return self.layer.project_kv(_take_chunk(x, chunk), *self.rotation(x, chunk))
 
@@ -248,16 +254,28 @@ class _ChunkedLayer(NamedTuple):
         return join_chunks(self.group.gather_tokens(keys)), join_chunks(self.group.gather_tokens(values))
 
     def finish(self, x: Float[Array, "B M c W"], attended: Array, chunk: Int[Array, ""]) -> Float[Array, "B M c W"]:
+        """Replaces a `chunk` of the residual stream `x` by the layer's output, given the output `attended`."""
         new_chunk = constrain_to_batch(self.layer.finish(_take_chunk(x, chunk), attended), self.mesh)
         return jax.lax.dynamic_update_index_in_dim(x, new_chunk, chunk, axis=1)
 
     def shard_attention(self, attend: Callable[..., Array], *specs: PartitionSpec) -> Callable[..., Array]:
+        """Wraps `attend` in `shard_map` if the model is on a mesh; `specs` are for arguments after keys and values."""
         if self.mesh is None:
             return attend
         return shard_attention(attend, self.mesh, head_counts(self.layer), KV_SPEC, KV_SPEC, *specs)
 
     def attend_by_chunks(self, x: Array, keys: Array, values: Array, sink_logits: Array | None) -> Array:
-        """Returns the residual stream after the layer, with attention in XLA chunk by chunk."""
+        """Computes the layer with attention in XLA, chunk by chunk.
+
+        Args:
+            x: residual stream before the layer, [B, M, c, W].
+            keys: keys of all tokens.
+            values: values of all tokens.
+            sink_logits: attention sink logits [H_q].
+
+        Returns:
+            The residual stream after the layer.
+        """
         attend_chunks = functools.partial(
             attend_in_chunks, chunk=x.shape[2], window=self.layer.window, logit_cap=self.layer.attention_logit_cap
         )
@@ -265,6 +283,7 @@ class _ChunkedLayer(NamedTuple):
         sinks = None if sink_logits is None else self.group.local_heads(sink_logits)
 
         def step(x, chunk):
+            """Computes the layer for one `chunk` of `x`."""
             query = self.group.tokens_to_heads(self.queries(x, chunk)[None], chunk)[0]
             attended = attend(query, keys, values, self.group.first_shard(chunk), sinks)
             return self.finish(x, self.group.heads_to_tokens(attended[None], chunk)[0], chunk), None
@@ -274,7 +293,18 @@ class _ChunkedLayer(NamedTuple):
     def attend_by_kernel(
         self, attend: flash_attention.Attend, x: Array, keys: Array, values: Array, sink_logits: Array | None
     ) -> Array:
-        """Returns the residual stream after the layer, with attention of all chunks in one kernel."""
+        """Computes the layer with attention of all chunks in one kernel.
+
+        Args:
+            attend: attention function of a kernel (`flash_attention`).
+            x: residual stream before the layer, [B, M, c, W].
+            keys: keys of all tokens.
+            values: values of all tokens.
+            sink_logits: attention sink logits [H_q].
+
+        Returns:
+            The residual stream after the layer.
+        """
         chunks = x.shape[1]
         sinks = None if sink_logits is None else self.group.local_heads(sink_logits)
         query = join_chunks(self.group.tokens_to_heads(self.all_queries(x)))
@@ -335,6 +365,7 @@ def _last_queries(
     positions = lengths[:, None] - num_queries + jnp.arange(-(-num_queries // block) * block)
 
     def project_block(positions):
+        """Returns this device's share of the queries at `positions`."""
         local = jax.lax.dynamic_slice_in_dim(positions, group.device_index() * share, share, axis=1)
         return layer.project_queries(group.take_tokens(x, positions), *rotation(rotary, local))
 

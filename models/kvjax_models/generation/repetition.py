@@ -123,6 +123,7 @@ def _repeat_chunks(
     sinks = None if layer.sink_logits is None else group.local_heads(layer.sink_logits)
 
     def attend_block(query_and_index):
+        """Attends with one block of queries; `query_and_index` also holds the index of the block."""
         block, index = query_and_index
         return attend(block, *keys_and_values, lengths, index, sinks)
 

@@ -144,7 +144,7 @@ class SavedStates:
             OSError: if they cannot be written.
         """
         fingerprint, partial = model_fingerprint(model), self._parameters.with_suffix(".partial")
-        # All processes write their shards or none does; the first process decides.
+        # The first process decides for all, because either every process or no process writes its shards.
         exist = self._parameters.exists()
         if jax.distributed.is_initialized():
             exist = bool(multihost_utils.broadcast_one_to_all(np.asarray(exist)))
@@ -204,7 +204,7 @@ def describe_differences(expected: Mapping[str, Any], actual: Mapping[str, Any])
         actual: manifest of the save.
 
     Returns:
-        The differing values; None if there are none. Manifests of other formats differ in the format only.
+        The differing values; None for equal manifests. Manifests of other formats differ in the format only.
     """
     expected = json.loads(json.dumps(expected))  # tuples become lists
     names = ["format"] if expected["format"] != actual.get("format") else list(expected)
@@ -257,6 +257,7 @@ def _with_arrays(tree: Any, arrays: Mapping[str, Array]) -> Any:
     """Returns the tree with the arrays of `_named_arrays`."""
 
     def replace(path: Any, leaf: Any) -> Array:
+        """Returns the array saved under `path` with the memory space and the key type of `leaf`."""
         if not leaf.size:
             return leaf
         array = arrays[_path_name(path)]

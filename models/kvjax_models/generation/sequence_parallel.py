@@ -3,8 +3,8 @@
 Tensor parallelism, as in decoding, shards projections along heads and the MLP's width. It needs all tokens on every
 device, and per layer each device receives four times the residual stream. With sequence parallelism it receives the
 layer's weights instead, independent of the prompt's length: 1.7 GB for Llama-3.1-70B, whose residual stream of a
-million tokens has 17 GB. `chunk_size` selects what transfers less. Around attention, queries move from the device of
-their token to that of their head and back; keys and values of a layer are gathered once.
+million tokens has 17 GB. `chunk_size` selects the scheme that transfers less. Before attention, queries move from the
+device of their token to the device of their head, and back after it; keys and values of a layer are gathered once.
 
 Tokens are arranged as M chunks of C tokens, [B, M, C, ...], and each chunk is sharded (`CHUNK_SPEC`), so that every
 device has early and late tokens. If query heads cannot be shared, the devices along SEQUENCE share the queries of each
@@ -79,6 +79,7 @@ def with_gathered_parameters(
     specs = parameter_specs(parameters, query_heads, mesh)
 
     def gather(x: Array, spec: PartitionSpec) -> Array:
+        """Gathers a parameter `x` that is sharded as `spec` says."""
         for axis, names in enumerate(spec):
             # One mesh axis at a time: XLA:TPU lowers a gather along two axes to an all-reduce of twice the bytes.
             for name in reversed((names,) if isinstance(names, str) else names or ()):
@@ -108,6 +109,9 @@ class DeviceGroup(NamedTuple):
             mesh: mesh of the model.
             heads: numbers of query heads and of KV heads.
             always_share_heads: share heads even if some devices get fewer, for kernels that need all tokens.
+
+        Returns:
+            The group.
         """
         (query_heads, kv_heads), tensor, parts = heads, mesh.shape[TENSOR], mesh.shape[SEQUENCE]
         shares_heads = parts == 1 or share_heads(mesh, heads) or (always_share_heads and tensor == kv_heads)
@@ -132,18 +136,32 @@ class DeviceGroup(NamedTuple):
         return 0 if self.runs == 1 else jax.lax.axis_index(SEQUENCE)
 
     def first_shard(self, chunk: Int[Array, ""]) -> Int[Array, ""]:
-        """Returns the index of the first shard, among those of all chunks, in this device's run of a chunk."""
+        """Returns the first shard of this device's run of a chunk.
+
+        Args:
+            chunk: index of the chunk.
+
+        Returns:
+            The index of the shard, counted over all chunks.
+        """
         return chunk * self.devices + run_index(chunk, self.runs, self.run()) * self.tensor
 
     def gather_tokens(self, x: Shaped[Array, "M B c H D"]) -> Shaped[Array, "M B C h D"]:
-        """Returns all tokens of this device's heads along TENSOR, from its own tokens of all heads."""
+        """Gathers all tokens of this device's KV heads.
+
+        Args:
+            x: keys or values of this device's tokens, for all heads.
+
+        Returns:
+            Keys or values of all tokens, for this device's heads along TENSOR.
+        """
         x = self._all_to_all(x, TENSOR, split=3, concat=2)
         return x if self.parts == 1 else jax.lax.all_gather(x, SEQUENCE, axis=2, tiled=True)
 
     def tokens_to_heads(
         self, x: Shaped[Array, "M B c H D"], chunk: Int[Array, ""] | int = 0
     ) -> Shaped[Array, "M B q h D"]:
-        """Moves queries from the devices of their tokens to those that attend with them.
+        """Moves queries from the devices of their tokens to the devices of their heads.
 
         Args:
             x: queries of this device's tokens.
@@ -176,7 +194,14 @@ class DeviceGroup(NamedTuple):
         return self._all_to_all(x, TENSOR, split=2, concat=3)
 
     def local_heads(self, x: Shaped[Array, "H"]) -> Shaped[Array, "h"]:
-        """Returns the values of the query heads that this device attends with."""
+        """Selects the values of the query heads with which this device attends.
+
+        Args:
+            x: one value per query head of the model, such as attention sink logits.
+
+        Returns:
+            One value per query head of this device.
+        """
         if self.devices == 1:
             return x
         x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(TENSOR) * self.heads, self.heads)

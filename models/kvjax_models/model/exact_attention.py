@@ -49,6 +49,7 @@ def chunk_attention(
         stop: Int[Array, "B C"] | None = None,  # None: visible to its end
         sink_logits: Float[Array, "H_q"] | None = None,
     ) -> Partials:
+        """Attends to chunk `other`, up to position `stop` of each query in it."""
         block_keys, block_values = (
             jax.lax.dynamic_slice_in_dim(x, other * tokens, tokens, axis=2) for x in (keys, values)
         )
@@ -95,6 +96,7 @@ def attend_in_chunks(
         return chunk_attention(query, keys, values, first, sink_logits, **options)
 
     def attend(query_and_index):
+        """Attends with one chunk of queries; `query_and_index` also holds the index of the chunk."""
         chunk_query, index = query_and_index
         return chunk_attention(chunk_query, keys, values, first + index, sink_logits, **options)
 

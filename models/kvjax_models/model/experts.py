@@ -98,7 +98,7 @@ class ExpertLinear(nnx.Module):
 class Experts(nnx.Module):
     """A mixture of experts: a router selects a few per token and weights their outputs.
 
-    Tokens are sorted by expert and multiplied in blocks of a single expert, so the work is that of the selected experts
+    Tokens are sorted by expert and multiplied in blocks of a single expert. This costs the work of the selected experts
     plus at most one block of padding per expert, and few tokens read the weights of their experts only. On platforms
     without a kernel for it, `jax.lax.ragged_dot` would multiply every token with every expert.
     """
@@ -149,6 +149,7 @@ class Experts(nnx.Module):
         blocks = jnp.take(tokens, token_of_slot, axis=0, mode="fill", fill_value=0)
 
         def apply_expert(block_and_expert):
+            """Applies an expert to a block of its tokens; `block_and_expert` holds both."""
             block, expert = block_and_expert
             hidden = ACTIVATIONS[self.activation](self.gate(expert, block), self.up(expert, block))
             return self.down(expert, hidden)
@@ -158,7 +159,14 @@ class Experts(nnx.Module):
         return jnp.sum(weighted, axis=1).astype(x.dtype).reshape(x.shape)
 
     def route(self, tokens: Float[Array, "N W"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
-        """Returns the weights (float32) and numbers of each token's experts."""
+        """Selects the experts of each token.
+
+        Args:
+            tokens: the tokens.
+
+        Returns:
+            The weights (float32) and the indices of the k selected experts per token.
+        """
         # Logits stay in float32: rounding could make two experts equal and select another one.
         logits = jnp.dot(tokens, self.router.kernel[...], preferred_element_type=jnp.float32)
         if self.router.bias is not None:

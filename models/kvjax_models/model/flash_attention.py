@@ -1,7 +1,7 @@
 """Causal attention of entire prompts by kernels that come with JAX: splash attention on TPUs, cuDNN on NVIDIA GPUs.
 
-`unsupported_reason` tells whether a platform's kernel supports a layer. If not, prompts are processed chunk by chunk
-(`exact_attention`).
+`unsupported_reason` explains why a platform's kernel does not support a layer. In that case, prompts are processed
+chunk by chunk (`exact_attention`).
 """
 
 import functools
@@ -34,7 +34,7 @@ class AttentionSpec(NamedTuple):
     logit_cap: float | None
     sinks: bool  # whether there are attention sink logits
     chunks: int = 1  # number of equal chunks of the prompt
-    runs: int = 1  # number of equal runs per chunk; the queries are those of one run of each (`run_index`)
+    runs: int = 1  # number of equal runs per chunk; the queries belong to one run of each chunk (`run_index`)
 
     @classmethod
     def for_layer(
@@ -103,7 +103,14 @@ def unsupported_reason(platform: str, spec: AttentionSpec) -> str | None:
 
 
 def available_kernels(spec: AttentionSpec) -> dict[str, Attend]:
-    """Returns the attention functions of all platforms whose kernel supports the attention."""
+    """Returns the attention functions of all platforms whose kernel supports the attention.
+
+    Args:
+        spec: the attention of a layer.
+
+    Returns:
+        Functions by platform ("tpu", "cuda").
+    """
     platforms = (platform for platform in _KERNELS if unsupported_reason(platform, spec) is None)
     return {platform: functools.partial(_KERNELS[platform].attend, spec) for platform in platforms}
 

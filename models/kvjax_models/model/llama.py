@@ -233,7 +233,14 @@ class Llama(nnx.Module):
             self.head = nnx.Linear(config.width, config.vocab_size, use_bias=False, **options)
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
-        """Returns the scaled token embeddings, the start of the residual stream."""
+        """Embeds tokens.
+
+        Args:
+            tokens: token ids.
+
+        Returns:
+            The scaled embeddings, which are the residual stream before the first layer.
+        """
         x, scale = self.embedding(tokens), self.config.embedding_scale
         scale = self.config.width**0.5 if scale is None else scale
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
@@ -251,7 +258,14 @@ class Llama(nnx.Module):
         return rotation(self.config.rotary(layer, tokens), positions)
 
     def hidden_states(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
-        """Returns the residual stream after the last layer with full causal attention, for training and references."""
+        """Computes all layers with full causal attention, for training and as a reference.
+
+        Args:
+            tokens: token ids; rows are left-aligned.
+
+        Returns:
+            The residual stream after the last layer.
+        """
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x = self.embed(tokens)
         for number, layer in enumerate(self.layers):
@@ -260,7 +274,14 @@ class Llama(nnx.Module):
         return x
 
     def logits(self, x: Float[Array, "... W"]) -> Float[Array, "... V"]:
-        """Returns next-token logits, float32, from the residual stream after the last layer."""
+        """Computes next-token logits.
+
+        Args:
+            x: residual stream after the last layer.
+
+        Returns:
+            Logits over the vocabulary, float32.
+        """
         x = self.norm(x)
         # Contracted with the embedding itself: a transposed copy would double a tied model's largest tensor.
         weights = self.embedding.embedding[...] if self.config.tied_embeddings else self.head.kernel[...]

@@ -105,7 +105,7 @@ def make_rotary(
 
     The power is computed on the host in float64. XLA's float32 power differs between eager and compiled code and
     between platforms by a few units in the last place, which rotates keys at position 131,072 by .008 radians. About
-    99% of the frequencies equal those of transformers bit for bit.
+    99% of the frequencies equal transformers' frequencies bit for bit.
 
     Args:
         head_dim: dimension of a head.
