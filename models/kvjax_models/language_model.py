@@ -15,9 +15,7 @@ import kvjax
 from kvjax.budget import Budget
 from kvjax.quantization import KVDtype
 from kvjax.registry import AnyPolicy, resolve_policy
-from kvjax_models import compile_cache
-from kvjax_models.formats import huggingface
-from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
+from kvjax_models import compile_cache, formats
 from kvjax_models.formats.tokenizer import Streamer, Tokenizer
 from kvjax_models.generation.batching import Request, parse_batch_size
 from kvjax_models.generation.completions import Completion, TextCallback, generate_completions, in_prompt_order
@@ -343,39 +341,45 @@ def load(name: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mes
     """Loads a model and its tokenizer.
 
     Args:
-        name: a Hugging Face directory, or the name of a model on the hub ("Qwen/Qwen3-0.6B"), which is downloaded once.
-        dtype: dtype of parameters and activations; by default the dtype of the checkpoint.
+        name: a Hugging Face directory, a GGUF file, or the name of a model on the hub ("Qwen/Qwen3-0.6B"), which is
+            downloaded once.
+        dtype: dtype of parameters and activations; by default the dtype of the checkpoint, float32 if it is quantized.
         mesh: mesh to shard the model on (see `kvjax.make_mesh`); a single device by default.
 
     Returns:
         The model and its tokenizer.
 
     Raises:
-        ValueError: if the checkpoint is invalid or not supported; see `formats.huggingface.load_model`.
+        FileNotFoundError: if there is no such model, or a file of it is missing.
+        ValueError: if the checkpoint is invalid or not supported; see `formats.load_model`.
     """
-    directory = resolve_directory(name)
-    model, tokenizer = huggingface.load_model(directory, dtype, mesh), load_tokenizer(directory)
+    path = resolve_path(name)
+    tokenizer, model = formats.load_tokenizer(path), formats.load_model(path, dtype, mesh)
     try:
         return LanguageModel(model, tokenizer)
     except ValueError as error:
-        raise ValueError(f"{directory}: {error}") from error
+        raise ValueError(f"{path}: {error}") from error
 
 
-def resolve_directory(name: str | os.PathLike) -> pathlib.Path:
-    """Returns the directory of a model; downloads it from the hub if `name` is not a local directory.
+def resolve_path(name: str | os.PathLike) -> pathlib.Path:
+    """Returns the directory or GGUF file of a model; downloads it from the hub if `name` is neither.
 
     Args:
-        name: a directory, or the name of a model on the hub.
+        name: a Hugging Face directory, a GGUF file, or the name of a model on the hub.
 
     Returns:
-        The directory.
+        The local path.
 
     Raises:
-        FileNotFoundError: if neither a directory nor an accessible model on the hub has this name.
+        FileNotFoundError: if `name` is none of these.
     """
-    directory = pathlib.Path(name)
-    if directory.is_dir():
-        return directory
+    path = pathlib.Path(name)
+    if path.is_dir():
+        return path
+    if formats.is_gguf(path):
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist")
+        return path
     try:
         return pathlib.Path(huggingface_hub.snapshot_download(str(name), allow_patterns=_HUB_FILES))
     except HFValidationError:
@@ -383,6 +387,6 @@ def resolve_directory(name: str | os.PathLike) -> pathlib.Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise FileNotFoundError(
-            f"{name} is not a directory and could not be downloaded from the hub ({reason}); without a network, pass a "
-            "directory with config.json, tokenizer.json and safetensors files"
+            f"{name} is not a local path and could not be downloaded from the hub ({reason}); without a network, pass "
+            "a GGUF file, or a directory with config.json, tokenizer.json and safetensors files"
         ) from error

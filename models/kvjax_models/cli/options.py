@@ -14,9 +14,8 @@ import kvjax
 from kvjax.budget import Budget, format_bytes
 from kvjax.quantization import KVFormats, parse_kv_dtype
 from kvjax.registry import PolicyChoice
-from kvjax_models import language_model
+from kvjax_models import formats, language_model
 from kvjax_models.devices import Devices, initialize_processes, is_first_process, make_mesh
-from kvjax_models.formats import huggingface
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.state import GenerationState
@@ -26,7 +25,7 @@ from kvjax_models.generation.state import GenerationState
 class ModelOptions:
     """The model and the devices it runs on."""
 
-    model: str = ""  # A Hugging Face directory, or the name of a model on the hub, such as Qwen/Qwen3-0.6B.
+    model: str = ""  # A Hugging Face directory, a GGUF file, or the name of a model on the hub.
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # Of parameters and activations; the checkpoint's.
     seed: int = 0  # Seed of sampling and of the policies' randomness.
     devices: Devices = dataclasses.field(default_factory=Devices)
@@ -62,13 +61,15 @@ class ModelOptions:
             ValueError: if no model is given.
         """
         if not self.model:
-            raise ValueError("--model is required: a Hugging Face directory, or the name of a model on the hub")
+            raise ValueError(
+                "--model is required: a Hugging Face directory, a GGUF file, or the name of a model on the hub"
+            )
         options = dataclasses.asdict(self)
         initialize_processes(self.devices, options | options.pop("devices") | {"process": None})
-        directory = language_model.resolve_directory(self.model)
-        mesh = make_mesh(self.devices, huggingface.load_config(directory).kv_heads)
+        path = language_model.resolve_path(self.model)
+        mesh = make_mesh(self.devices, formats.load_config(path).kv_heads)
         dtype = None if self.dtype is None else jnp.dtype(self.dtype)
-        return language_model.load(directory, dtype, mesh)
+        return language_model.load(path, dtype, mesh)
 
 
 @dataclasses.dataclass(frozen=True)

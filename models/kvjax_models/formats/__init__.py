@@ -1,6 +1,70 @@
 """Checkpoint formats: reads and writes configurations, weights and tokenizers.
 
-Each format has one module, such as `huggingface`, with `load_config` and `load_model`. It reads its files into a
-`checkpoint.Checkpoint`: a `LlamaConfig` and tensors by their Hugging Face names. `checkpoint.build_model` turns that
-into a model, and the format's tokenizer becomes a `tokenizer.Tokenizer`.
+Two formats are read: Hugging Face directories (`huggingface`, `huggingface_tokenizer`) and GGUF files
+(`gguf_checkpoint`, `gguf_tokenizer`). Both give a `checkpoint.Checkpoint`, which is a `LlamaConfig` and tensors by
+their Hugging Face names, and a `tokenizer.Tokenizer`. The functions of this module choose the format by the path.
 """
+
+import os
+import pathlib
+
+import jax
+from jax.sharding import Mesh
+
+from kvjax_models.formats import gguf_checkpoint, gguf_tokenizer, huggingface, huggingface_tokenizer
+from kvjax_models.formats.tokenizer import Tokenizer
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
+
+
+def is_gguf(path: str | os.PathLike) -> bool:
+    """Returns whether a path is that of a GGUF file, judged by its name."""
+    return pathlib.Path(path).suffix.lower() == ".gguf"
+
+
+def load_config(path: str | os.PathLike) -> LlamaConfig:
+    """Returns the configuration of a model.
+
+    Args:
+        path: a Hugging Face directory or a GGUF file.
+
+    Raises:
+        FileNotFoundError: if a file is missing.
+        ValueError: if a file is invalid, or the model has an unsupported architecture or feature.
+    """
+    return gguf_checkpoint.load_config(path) if is_gguf(path) else huggingface.load_config(path)
+
+
+def load_model(path: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None) -> Llama:
+    """Loads a model.
+
+    Args:
+        path: a Hugging Face directory or a GGUF file.
+        dtype: dtype of parameters and activations; by default that of the stored embedding, float32 if it is quantized.
+        mesh: mesh to shard each tensor on as soon as it is read; a single device by default.
+
+    Returns:
+        The model.
+
+    Raises:
+        FileNotFoundError: if a file is missing.
+        ValueError: if a file is invalid, or the model is not supported.
+    """
+    load = gguf_checkpoint.load_model if is_gguf(path) else huggingface.load_model
+    return load(path, dtype, mesh)
+
+
+def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
+    """Loads the tokenizer of a model.
+
+    Args:
+        path: a Hugging Face directory or a GGUF file.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        FileNotFoundError: if a file is missing.
+        ValueError: if a file is invalid, or the tokenizer is not supported.
+    """
+    return gguf_tokenizer.load_tokenizer(path) if is_gguf(path) else huggingface_tokenizer.load_tokenizer(path)

@@ -232,7 +232,7 @@ def _weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
         return [untrusted_files.resolve_file(directory, _SINGLE_FILE)]
     if not untrusted_files.has_entry(directory, _INDEX_FILE):
         raise FileNotFoundError(
-            f"{directory} contains neither {_SINGLE_FILE} nor {_INDEX_FILE}; convert other formats (.bin, .pth, .gguf) "
+            f"{directory} contains neither {_SINGLE_FILE} nor {_INDEX_FILE}; convert other formats (.bin, .pth) "
             "to safetensors first"
         )
     weight_map = untrusted_files.read_json_object(directory, _INDEX_FILE).get("weight_map")

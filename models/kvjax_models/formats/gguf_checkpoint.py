@@ -1,0 +1,418 @@
+"""Loads models from GGUF files: configuration and weights in the names and layouts of Hugging Face.
+
+    general.architecture                  family of `families.FAMILIES` and traits of its tensors
+    llama.embedding_length, ...           the values of a config.json, which `config_json` checks
+    blk.0.attn_q.weight, ...              model.layers.0.self_attn.q_proj.weight, ...
+
+Reference:
+    convert_hf_to_gguf.py and llama-model.cpp of llama.cpp, for names, layouts and defaults.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from kvjax_models.formats import config_json, config_values
+from kvjax_models.formats.checkpoint import Checkpoint, StoredTensor, build_model
+from kvjax_models.formats.families import FULL_ATTENTION, SLIDING_ATTENTION
+from kvjax_models.formats.gguf_file import GGUFFile, QuantizedTensor, read_gguf
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
+
+
+@dataclasses.dataclass(frozen=True)
+class _Architecture:
+    """How llama.cpp stores a family of models.
+
+    Attributes:
+        family: key of `families.FAMILIES`.
+        interleaved_rope: whether the rows of query and key projections are permuted so that RoPE rotates the pairs
+            (2i, 2i + 1) of a head.
+        norm_offset: added to the stored scales of norms.
+        modules: Hugging Face's names of modules in a layer that differ from `_MODULES`.
+        values: values of config.json that llama.cpp implies.
+    """
+
+    family: str
+    interleaved_rope: bool = False
+    norm_offset: float = 0.0
+    modules: dict[str, str] = dataclasses.field(default_factory=dict)
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_SANDWICH_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_FUSED_MLP = {"ffn_up": "mlp.gate_up_proj"}
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
+
+ARCHITECTURES = {
+    "llama": _Architecture("llama", interleaved_rope=True),
+    "mixtral": _Architecture(  # llama with experts
+        "mixtral", interleaved_rope=True, modules={"ffn_gate_inp": "block_sparse_moe.gate"}
+    ),
+    "qwen2": _Architecture("qwen2"),
+    "qwen3": _Architecture("qwen3"),
+    "qwen3moe": _Architecture("qwen3_moe", values={"norm_topk_prob": True}),
+    "gemma": _Architecture("gemma", norm_offset=1.0, values=_GEMMA),
+    "gemma2": _Architecture("gemma2", norm_offset=1.0, modules=_SANDWICH_NORMS, values=_GEMMA),
+    "gemma3": _Architecture("gemma3_text", norm_offset=1.0, modules=_SANDWICH_NORMS, values=_GEMMA),
+    "phi3": _Architecture("phi3", modules=_FUSED_MLP),
+    "granite": _Architecture("granite", interleaved_rope=True),
+    "olmo2": _Architecture("olmo2", modules=_SANDWICH_NORMS),
+    "smollm3": _Architecture("smollm3", interleaved_rope=True),
+    "glm4": _Architecture(
+        "glm4",
+        modules=_FUSED_MLP | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
+    ),
+    "gpt-oss": _Architecture(
+        "gpt_oss",
+        modules={
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+    ),
+}
+
+# Keys of the metadata after the architecture's name, and the keys of config.json.
+_KEYS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "expert_used_count": "num_experts_per_tok",
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_MOE_KEYS = {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"}
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # these scale attention by the width per head instead of head_dim
+_ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_TOP_LEVEL = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_Conversion = Callable[[np.ndarray], np.ndarray]
+
+_BLOCK_TENSOR = re.compile(r"blk\.(?P<layer>\d{1,6})\.(?P<module>\w+)(?P<suffix>\.weight|\.bias|)")
+_EXPERT_MODULE = re.compile(r"ffn_(?P<projection>gate|up|down)_exps")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """A tensor in the layout of Hugging Face; see `checkpoint.StoredTensor`.
+
+    Attributes:
+        sources: tensors of the file.
+        shape: shape of the converted tensor.
+        convert: converts their values.
+    """
+
+    sources: tuple[QuantizedTensor, ...]
+    shape: tuple[int, ...]
+    convert: Callable[..., np.ndarray]
+
+    @property
+    def dtype(self) -> str:
+        return self.sources[0].dtype
+
+    def read(self) -> np.ndarray:
+        return self.convert(*(source.read() for source in self.sources))
+
+
+def load_config(path: str | os.PathLike) -> LlamaConfig:
+    """Returns the configuration in a GGUF file.
+
+    Args:
+        path: path of the file, of the first one if it is split.
+
+    Raises:
+        FileNotFoundError: if the file does not exist.
+        ValueError: if the file is damaged, or the model has an unsupported architecture or feature.
+    """
+    return _config(read_gguf(path))[1]
+
+
+def load_model(path: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None) -> Llama:
+    """Loads a model from a GGUF file; reads and dequantizes one tensor at a time.
+
+    Args:
+        path: path of the file, of the first one if it is split.
+        dtype: dtype of parameters and activations; by default that of the stored embedding, float32 if it is quantized.
+        mesh: mesh to shard each tensor on as soon as it is read; a single device by default.
+
+    Returns:
+        The model.
+
+    Raises:
+        FileNotFoundError: if the file does not exist.
+        ValueError: if the file is damaged or the model is not supported; lists all missing, superfluous and misshapen
+            tensors.
+    """
+    file = read_gguf(path)
+    architecture, config = _config(file)
+    tensors: dict[str, StoredTensor] = dict(_convert_tensors(file, architecture, config))
+    return build_model(Checkpoint(file.path, architecture.family, config, tensors), dtype, mesh)
+
+
+def _config(file: GGUFFile) -> tuple[_Architecture, LlamaConfig]:
+    """Returns architecture and configuration of a file.
+
+    Raises:
+        ValueError: if they are not supported, with the path of the file.
+    """
+    try:
+        name = file.metadata.get("general.architecture")
+        architecture = _architecture(file)
+        return architecture, config_json.parse_config(_config_values(file, str(name), architecture))
+    except ValueError as error:
+        raise ValueError(f"{file.path}: {error}") from error
+
+
+def _architecture(file: GGUFFile) -> _Architecture:
+    """Returns the architecture of a file.
+
+    Raises:
+        ValueError: if it is not supported.
+    """
+    name = file.metadata.get("general.architecture")
+    if name == "llama" and file.metadata.get("llama.expert_count"):
+        name = "mixtral"
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        supported = ", ".join(sorted(ARCHITECTURES.keys() - {"mixtral"}))
+        raise ValueError(f"general.architecture={name!r} is not supported; supported: {supported}")
+    return ARCHITECTURES[name]
+
+
+def _config_values(file: GGUFFile, name: str, architecture: _Architecture) -> dict[str, Any]:
+    """Returns the values of the config.json that describes the model of a file.
+
+    Args:
+        file: the file.
+        name: its `general.architecture`, the prefix of its keys.
+        architecture: its architecture.
+
+    Raises:
+        ValueError: if a value differs between layers, or a combination is not supported.
+    """
+    family = architecture.family
+    keys = _KEYS | (_MOE_KEYS if family == "qwen3_moe" else {"expert_count": "num_local_experts"})
+    found = {key: _metadata_value(file, f"{name}.{suffix}") for suffix, key in keys.items()}
+    values = {key: value for key, value in found.items() if value is not None}
+    values = {"model_type": family, "rope_theta": 10000.0, "sliding_window": None, **architecture.values, **values}
+    width, heads = (config_values.integer(values, key) for key in ("hidden_size", "num_attention_heads"))
+    values = {"num_key_value_heads": heads, "head_dim": width // heads, **values}
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is not None:
+        values["vocab_size"] = embedding.shape[0]
+    values["tie_word_embeddings"] = "output.weight" not in file.tensors
+    values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    head_dim = config_values.integer(values, "head_dim")
+    if _metadata_value(file, f"{name}.attention.value_length") not in (None, head_dim):
+        raise ValueError(f"{name}.attention.value_length must equal {name}.attention.key_length={head_dim}")
+    if name in _LAYERS_OF_27B:
+        is_27b = values.get("num_hidden_layers") == _LAYERS_OF_27B[name]
+        values["query_pre_attn_scalar"] = width // heads if is_27b else head_dim
+    pattern = file.metadata.get(f"{name}.attention.sliding_window_pattern")
+    if isinstance(pattern, np.ndarray):
+        values["layer_types"] = [SLIDING_ATTENTION if slides else FULL_ATTENTION for slides in pattern.tolist()]
+    return values | _rope_values(file, name, values)
+
+
+def _rope_values(file: GGUFFile, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of the rotary embedding.
+
+    Args:
+        file: the file.
+        name: prefix of its keys.
+        values: the other values.
+
+    Raises:
+        ValueError: if the scaling is not supported.
+    """
+    result: dict[str, Any] = {}
+    rotary_dim = _metadata_value(file, f"{name}.rope.dimension_count")
+    if isinstance(rotary_dim, int) and rotary_dim != values["head_dim"]:
+        result["partial_rotary_factor"] = rotary_dim / values["head_dim"]
+    local_base = _metadata_value(file, f"{name}.rope.freq_base_swa")
+    if local_base is not None:
+        result["rope_local_base_freq"] = local_base
+    original = _metadata_value(file, f"{name}.rope.scaling.original_context_length")
+    factors = {
+        tensor: file.tensors[tensor].read().ravel().tolist() for tensor in _ROPE_TENSORS if tensor in file.tensors
+    }
+    kind = _metadata_value(file, f"{name}.rope.scaling.type") or "none"
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": _metadata_value(file, f"{name}.rope.scaling.factor")}
+    if "rope_freqs.weight" in factors:  # Llama 3.1: the divisor of every frequency
+        divisors = factors["rope_freqs.weight"]
+        scaling = {"rope_type": "longrope", "attention_factor": 1.0, "short_factor": divisors, "long_factor": divisors}
+    elif factors:
+        scaling = {
+            "rope_type": "longrope",
+            "attention_factor": _metadata_value(file, f"{name}.rope.scaling.attn_factor"),
+            "short_factor": factors.get("rope_factors_short.weight"),
+            "long_factor": factors.get("rope_factors_long.weight"),
+        }
+    elif kind == "none":
+        # Families may have a scaled default (gpt-oss), so that "no scaling" must be explicit.
+        return result | {"rope_scaling": {"rope_type": "default"}}
+    elif kind == "yarn" and values["model_type"] == "gpt_oss":
+        scaling["truncate"] = False
+    return result | {"rope_scaling": scaling | {"original_max_position_embeddings": original}}
+
+
+def _metadata_value(file: GGUFFile, key: str) -> Any:
+    """Returns a value of the metadata, None if it is missing; a value per layer must be the same for all layers.
+
+    Raises:
+        ValueError: if the values of layers differ.
+    """
+    value = file.metadata.get(key)
+    if isinstance(value, np.ndarray) and value.size:
+        if (value != value[0]).any():
+            raise ValueError(f"{key} differs between layers, which is not supported")
+        value = value[0].item()
+    return value
+
+
+def _convert_tensors(
+    file: GGUFFile, architecture: _Architecture, config: LlamaConfig
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields the tensors under Hugging Face's names; unknown ones keep theirs, so that `build_model` lists them.
+
+    Args:
+        file: the file.
+        architecture: its architecture.
+        config: its configuration.
+    """
+    modules = _MODULES | architecture.modules
+    for name, tensor in file.tensors.items():
+        if name in _ROPE_TENSORS:
+            continue
+        match = _BLOCK_TENSOR.fullmatch(name)
+        if match is None:
+            is_norm = name == "output_norm.weight"
+            yield _TOP_LEVEL.get(name, name), _convert(tensor, _offset(architecture) if is_norm else _identity)
+            continue
+        prefix, module, suffix = f"model.layers.{match['layer']}", match["module"], match["suffix"]
+        if expert := _EXPERT_MODULE.fullmatch(module):
+            yield from _convert_experts(file, architecture, prefix, name, expert["projection"], suffix)
+        elif module not in modules:
+            yield name, tensor
+        else:
+            if module == "attn_sinks":
+                suffix = ""  # a parameter of attention itself
+            convert: _Conversion = _identity
+            if module.endswith("_norm"):
+                convert = _offset(architecture)
+            elif module in ("attn_q", "attn_k") and architecture.interleaved_rope:
+                convert = _undo_interleaving(config.head_dim)
+            yield f"{prefix}.{modules[module]}{suffix}", _convert(tensor, convert)
+
+
+def _convert_experts(
+    file: GGUFFile, architecture: _Architecture, prefix: str, name: str, projection: str, suffix: str
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields the tensors of experts, which GGUF files stack as [E, out, in].
+
+    Args:
+        file: the file.
+        architecture: its architecture.
+        prefix: name of the layer.
+        name: name of the tensor in the file.
+        projection: "gate", "up" or "down".
+        suffix: ".weight" or ".bias".
+    """
+    tensor = file.tensors[name]
+    if architecture.family != "gpt_oss":
+        block, projections = {
+            "mixtral": ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
+            "qwen3_moe": ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
+        }.get(architecture.family, ("mlp", {}))
+        for index in range(tensor.shape[0] if projections and len(tensor.shape) == 3 else 0):
+            yield f"{prefix}.{block}.experts.{index}.{projections[projection]}{suffix}", tensor.select(index)
+        return
+    target = suffix.replace(".weight", "").replace(".bias", "_bias")
+    if projection == "down":
+        shape = tensor.shape if suffix == ".bias" else tensor.shape[:-2] + tensor.shape[:-3:-1]
+        yield f"{prefix}.mlp.experts.down_proj{target}", _Tensor((tensor,), shape, _transpose_experts)
+    elif projection == "gate" and (up := file.tensors.get(name.replace("ffn_gate_exps", "ffn_up_exps"))) is not None:
+        if up.shape != tensor.shape:
+            yield name, tensor
+            return
+        matrix = tensor.shape if suffix == ".bias" else tensor.shape[:-2] + tensor.shape[:-3:-1]
+        shape = (*matrix[:-1], 2 * matrix[-1])
+        yield f"{prefix}.mlp.experts.gate_up_proj{target}", _Tensor((tensor, up), shape, _interleave_experts)
+
+
+def _convert(tensor: QuantizedTensor, convert: _Conversion) -> StoredTensor:
+    return tensor if convert is _identity else _Tensor((tensor,), tensor.shape, convert)
+
+
+def _identity(values: np.ndarray) -> np.ndarray:
+    return values
+
+
+def _offset(architecture: _Architecture) -> _Conversion:
+    """Returns the conversion of a norm's scale."""
+    if not architecture.norm_offset:
+        return _identity
+
+    def subtract(values: np.ndarray) -> np.ndarray:
+        return values.astype(np.float32) - np.float32(architecture.norm_offset)
+
+    return subtract
+
+
+def _undo_interleaving(head_dim: int) -> _Conversion:
+    """Returns the conversion from rotated pairs (2i, 2i + 1) of rows to (i, i + head_dim / 2)."""
+
+    def convert(values: np.ndarray) -> np.ndarray:
+        rows = values.reshape(-1, head_dim // 2, 2, *values.shape[1:])
+        return rows.swapaxes(1, 2).reshape(values.shape)
+
+    return convert
+
+
+def _transpose_experts(values: np.ndarray) -> np.ndarray:
+    return values.swapaxes(1, 2) if values.ndim == 3 else values
+
+
+def _interleave_experts(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """Returns gate and up projections in alternating columns."""
+    pairs = np.stack([_transpose_experts(gate), _transpose_experts(up)], axis=-1)
+    return pairs.reshape(*pairs.shape[:-2], -1)
