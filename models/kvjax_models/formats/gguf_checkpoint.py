@@ -83,6 +83,7 @@ ARCHITECTURES = {
     "phi3": _Architecture("phi3", modules=_FUSED_MLP),
     "granite": _Architecture("granite", interleaved_rope=True),
     "olmo2": _Architecture("olmo2", modules=_SANDWICH_NORMS),
+    "olmo3": _Architecture("olmo3", modules=_SANDWICH_NORMS),  # olmo2 with a sliding window
     "smollm3": _Architecture("smollm3", interleaved_rope=True),
     "glm4": _Architecture(
         "glm4",
@@ -212,8 +213,10 @@ def _architecture(file: GGUFFile) -> _Architecture:
     name = file.metadata.get("general.architecture")
     if name == "llama" and file.metadata.get("llama.expert_count"):
         name = "mixtral"
+    if name == "olmo2" and file.metadata.get("olmo2.attention.sliding_window"):
+        name = "olmo3"
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        supported = ", ".join(sorted(ARCHITECTURES.keys() - {"mixtral"}))
+        supported = ", ".join(sorted(ARCHITECTURES.keys() - {"mixtral", "olmo3"}))
         raise ValueError(f"general.architecture={name!r} is not supported; supported: {supported}")
     return ARCHITECTURES[name]
 
@@ -292,7 +295,9 @@ def _rope_values(file: GGUFFile, name: str, values: Mapping[str, Any]) -> dict[s
         return result | {"rope_scaling": {"rope_type": "default"}}
     elif kind == "yarn" and values["model_type"] == "gpt_oss":
         scaling["truncate"] = False
-    return result | {"rope_scaling": scaling | {"original_max_position_embeddings": original}}
+    if original is not None:
+        result["original_max_position_embeddings"] = original
+    return result | {"rope_scaling": scaling}
 
 
 def _metadata_value(file: GGUFFile, key: str) -> Any:

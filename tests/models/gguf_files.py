@@ -1,0 +1,198 @@
+"""Writes GGUF files from Hugging Face directories as llama.cpp's convert_hf_to_gguf.py does, for tests of the reader.
+
+Tensors are named by ggml's own table, so that the reader's table is checked against it.
+"""
+
+import json
+import math
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import gguf
+import numpy as np
+import safetensors.numpy
+
+ARCHITECTURES = {  # of the families in tests/golden/transformers
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+    "glm4": "glm4",
+    "gpt_oss": "gpt-oss",
+    "granite": "granite",
+    "llama2": "llama",
+    "llama31": "llama",
+    "mixtral": "llama",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "phi3": "phi3",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "smollm3": "smollm3",
+}
+INTERLEAVED = ("llama", "granite", "smollm3")
+KEYS = {
+    "num_hidden_layers": "block_count",
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "sliding_window": "attention.sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "num_experts": "expert_count",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+
+
+def write_gguf(
+    directory: pathlib.Path,
+    path: pathlib.Path,
+    quantization: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    metadata: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """Converts a directory; matrices whose rows consist of whole blocks are quantized."""
+    config = json.loads((directory / "config.json").read_text())
+    architecture = ARCHITECTURES[directory.name]
+    writer = gguf.GGUFWriter(path, architecture, **options)
+    for key, value in (_metadata(architecture, config) | (metadata or {})).items():
+        _add(writer, key, value)
+    for name, tensor in _tensors(architecture, config, safetensors.numpy.load_file(directory / "model.safetensors")):
+        kind = quantization if tensor.ndim > 1 and tensor.shape[-1] % gguf.GGML_QUANT_SIZES[quantization][0] == 0 else 0
+        kind = gguf.GGMLQuantizationType(kind)
+        writer.add_tensor(name, gguf.quants.quantize(tensor.astype(np.float32), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _metadata(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
+    values = {name: config[key] for key, name in KEYS.items() if config.get(key) is not None}
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rope = _rope(config)
+    values |= {
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.freq_base": rope["rope_theta"],
+    }
+    values["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1))
+    if architecture == "qwen2" or (architecture == "phi3" and not config.get("sliding_window")):
+        values.pop("attention.sliding_window", None)
+    if architecture in ("olmo2", "gemma3") and "sliding_window" in config:
+        values["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]
+    sliding = (config.get("rope_parameters") or {}).get("sliding_attention")
+    if sliding is not None:
+        values["rope.freq_base_swa"] = float(sliding["rope_theta"])
+    if (kind := rope.get("rope_type")) in ("linear", "yarn"):
+        values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+    if "original_max_position_embeddings" in rope:
+        values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if kind == "longrope" and "attention_factor" in rope:
+        values["rope.scaling.attn_factor"] = float(rope["attention_factor"])
+    return {f"{architecture}.{key}": value for key, value in values.items()}
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """The rotary embedding of layers with full attention."""
+    rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    defaults = {"rope_theta": config.get("rope_theta", 10000.0)}
+    for key in ("partial_rotary_factor", "original_max_position_embeddings"):
+        if config.get(key) is not None:
+            defaults[key] = config[key]
+    return defaults | {key: value for key, value in rope.items() if value is not None}
+
+
+def _tensors(
+    architecture: str, config: dict[str, Any], tensors: dict[str, np.ndarray]
+) -> Iterator[tuple[str, np.ndarray]]:
+    layers = config["num_hidden_layers"]
+    kinds = {name: kind for kind, name in gguf.constants.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[architecture], layers)
+    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
+    yield from _rope_tensors(config)
+    if config.get("tie_word_embeddings"):
+        tensors.pop("lm_head.weight", None)
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor.astype(np.float32) + 1
+        for projection, count in (("q_proj.weight", heads), ("k_proj.weight", kv_heads)):
+            if name.endswith(projection) and architecture in INTERLEAVED:
+                tensor = tensor.reshape(count, 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
+        if ".experts." in name:
+            layer, rest = name.removeprefix("model.layers.").split(".", 1)
+            if architecture == "gpt-oss":
+                yield from _gpt_oss_experts(f"blk.{layer}", rest.rpartition(".")[2], tensor)
+            else:
+                number, module = rest.partition("experts.")[2].removesuffix(".weight").split(".")
+                kind = {"w1": "gate", "w2": "down", "w3": "up"}.get(module, module.removesuffix("_proj"))
+                experts.setdefault(f"blk.{layer}.ffn_{kind}_exps.weight", {})[int(number)] = tensor
+            continue
+        converted = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        yield f"{converted}.weight" if converted.endswith("sinks") else converted, tensor
+    for name, stack in experts.items():
+        yield name, np.stack([stack[number] for number in sorted(stack)])
+
+
+def _gpt_oss_experts(prefix: str, module: str, tensor: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    suffix = "bias" if module.endswith("_bias") else "weight"
+    tensor = tensor if suffix == "bias" else tensor.swapaxes(1, 2)
+    if module.startswith("down"):
+        yield f"{prefix}.ffn_down_exps.{suffix}", tensor
+    else:
+        yield f"{prefix}.ffn_gate_exps.{suffix}", tensor[:, 0::2]
+        yield f"{prefix}.ffn_up_exps.{suffix}", tensor[:, 1::2]
+
+
+def _rope_tensors(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    rope = _rope(config)
+    if rope.get("rope_type") == "longrope":
+        yield "rope_factors_long.weight", np.array(rope["long_factor"], np.float32)
+        yield "rope_factors_short.weight", np.array(rope["short_factor"], np.float32)
+    if rope.get("rope_type") == "llama3":
+        yield "rope_freqs.weight", _llama3_divisors(config, rope)
+
+
+def _llama3_divisors(config: dict[str, Any], rope: dict[str, Any]) -> np.ndarray:
+    """What llama.cpp divides the frequencies of Llama 3.1 by."""
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    low = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
+    high = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
+    divisors = []
+    for frequency in 1 / rope["rope_theta"] ** (np.arange(0, dim, 2) / dim):
+        wavelength = 2 * math.pi / frequency
+        if wavelength < high:
+            divisors.append(1.0)
+        elif wavelength > low:
+            divisors.append(rope["factor"])
+        else:
+            smooth = (rope["original_max_position_embeddings"] / wavelength - rope["low_freq_factor"]) / (
+                rope["high_freq_factor"] - rope["low_freq_factor"]
+            )
+            divisors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(divisors, np.float32)

@@ -1,0 +1,190 @@
+"""GGUF files: every architecture against the Hugging Face directory it was converted from, damage, and tokenizers."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+import struct
+
+import gguf
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax_models import formats
+from kvjax_models.formats import gguf_file
+from kvjax_models.formats.gguf_file import QuantizedTensor, read_gguf
+from tests.models.gguf_files import ARCHITECTURES, write_gguf
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
+
+
+def parameters(model):
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
+
+
+def assert_equal_parameters(model, expected, **tolerance):
+    actual, expected = parameters(model), parameters(expected)
+    assert actual.keys() == expected.keys()
+    for path, array in expected.items():
+        assert actual[path].dtype == array.dtype
+        np.testing.assert_allclose(np.asarray(actual[path], np.float32), np.asarray(array, np.float32), **tolerance)
+
+
+# Settings that GGUF files do not hold, because llama.cpp knows one value only.
+IMPLIED = {
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3": {"query_pre_attn_scalar": 16},
+    "qwen2": {"use_sliding_window": False, "layer_types": None},
+    "smollm3": {"no_rope_layers": None, "no_rope_layer_interval": 4},
+}
+
+
+@pytest.mark.parametrize("family", sorted(ARCHITECTURES))
+def test_an_architecture_has_the_weights_and_configuration_of_its_directory(family, tmp_path):
+    directory, path = tmp_path / family, tmp_path / "model.gguf"
+    shutil.copytree(GOLDEN / family, directory)
+    config = json.loads((directory / "config.json").read_text()) | IMPLIED.get(family, {})
+    (directory / "config.json").write_text(json.dumps(config))
+    write_gguf(directory, path)
+    model, expected = formats.load_model(path, "float32"), formats.load_model(directory, "float32")
+    # Scales of Gemma's norms are stored as 1 + w.
+    assert_equal_parameters(model, expected, rtol=0, atol=1e-7 if family.startswith("gemma") else 0)
+    for layer in range(expected.config.layers):
+        rotary, wanted = model.config.rotary(layer), expected.config.rotary(layer)
+        np.testing.assert_allclose(rotary.frequencies, wanted.frequencies, rtol=1e-6)
+    fields, wanted = (
+        {key: value for key, value in dataclasses.asdict(config).items() if key != "rope_scaling"}
+        for config in (model.config, expected.config)
+    )
+    assert fields == {
+        key: pytest.approx(value, rel=1e-6) if isinstance(value, float) else value for key, value in wanted.items()
+    }
+
+
+def test_quantized_tensors_are_dequantized_one_by_one_into_the_dtype(tmp_path):
+    write_gguf(GOLDEN / "llama2", tmp_path / "exact.gguf")
+    write_gguf(GOLDEN / "llama2", tmp_path / "quantized.gguf", Q8_0)
+    exact = formats.load_model(tmp_path / "exact.gguf")
+    quantized = formats.load_model(tmp_path / "quantized.gguf")
+    assert quantized.embedding.embedding[...].dtype == np.float32
+    assert_equal_parameters(quantized, exact, atol=2e-2, rtol=0)
+    assert any((a != b).any() for a, b in zip(jax.tree.leaves(quantized), jax.tree.leaves(exact), strict=True))
+    half = formats.load_model(tmp_path / "quantized.gguf", "bfloat16")
+    assert_equal_parameters(half, jax.tree.map(lambda x: x.astype("bfloat16"), quantized), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", sorted(gguf.quants._type_traits))
+def test_every_type_is_dequantized_in_chunks(kind, monkeypatch):
+    monkeypatch.setattr(gguf_file, "_CHUNK_BYTES", 700)
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    data = np.random.default_rng(0).integers(0, 256, (7, 2 * block_bytes), np.uint8)
+    tensor = QuantizedTensor((7, 2 * block), gguf.GGMLQuantizationType(kind), data)
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(data, kind)
+    np.testing.assert_array_equal(np.asarray(tensor.read(), np.float32), expected)
+
+
+def test_a_split_model_is_loaded_from_its_first_file(tmp_path):
+    write_gguf(GOLDEN / "qwen3", tmp_path / "model.gguf", split_max_tensors=5)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) > 2
+    expected = formats.load_model(GOLDEN / "qwen3", "float32")
+    assert_equal_parameters(formats.load_model(files[0]), expected, rtol=0)
+    with pytest.raises(ValueError, match=r"is not the first of \d+ files; pass model-00001-of-"):
+        formats.load_model(files[1])
+    files[-1].unlink()
+    with pytest.raises(FileNotFoundError, match=files[-1].name):
+        formats.load_model(files[0])
+
+
+@pytest.fixture(scope="module")
+def small_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "small.gguf"
+    tokens = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": [f"t{i}" for i in range(64)]}
+    write_gguf(GOLDEN / "llama31", path, Q8_0, metadata=tokens)
+    return path
+
+
+HEADER = struct.pack("<4sIQQ", b"GGUF", 3, 1, 0)
+
+
+def entry(shape, kind=0, offset=0, name=b"x"):
+    return struct.pack(f"<Q{len(name)}sI{len(shape)}QIQ", len(name), name, len(shape), *shape, kind, offset)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "it is empty"),
+        (b"GGML" + bytes(40), "does not begin with GGUF"),
+        (b"GGUF\x01\0\0\0" + bytes(40), "version 1 is not supported"),
+        (b"GGUF\0\0\0\x03" + bytes(40), "version 50331648 is not supported"),
+        (b"GGUF\x03\0\0\0", "it ends too early"),
+        (struct.pack("<4sIQQ", b"GGUF", 3, 2**60, 0), "more than the file can hold"),
+        (struct.pack("<4sIQQ", b"GGUF", 3, 0, 2**60), "more than the file can hold"),
+        (struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, 2**62) + bytes(40), "more than the file can hold"),
+        (HEADER + entry([2**40, 2**20]), "exceeds the end of the file"),
+        (HEADER + entry([8], offset=2**63), "exceeds the end of the file"),
+        (HEADER + entry([0]), "shape .0."),
+        (HEADER + entry([33], kind=8) + bytes(64), "blocks of 32"),
+        (HEADER + entry([32], kind=999) + bytes(64), "unknown type 999"),
+        (HEADER + entry([1] * 5), "5 dimensions"),
+        (HEADER + entry([1], name=b"\xff"), "utf-8"),
+        (HEADER.replace(b"\x01", b"\x02") + 2 * entry([1]) + bytes(64), "'x' is repeated"),
+    ],
+)
+def test_damaged_files_are_refused(content, message, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        formats.load_model(path)
+    assert str(path) in str(error.value)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_files_with_changed_bytes_are_read_or_refused(small_file, data):
+    content = bytearray(small_file.read_bytes())
+    header = content.index(b"output_norm")  # most of the file is weights
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, header + 40))] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        del content[data.draw(st.integers(0, len(content) - 1)) :]
+    path = small_file.with_name("changed.gguf")
+    path.write_bytes(content)
+    for load in (read_gguf, formats.load_config, formats.load_tokenizer):
+        try:
+            load(path)
+        except ValueError as error:
+            assert path.name in str(error)
+            assert len(str(error)) < 2000
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"general.architecture": "mamba"}, "general.architecture='mamba' is not supported; supported: gemma, "),
+        ({"llama.embedding_length": 0}, "hidden_size=0 must be an integer from 1"),
+        ({"llama.block_count": 2**31}, "num_hidden_layers=2147483648 must be an integer from 1"),
+        ({"llama.attention.value_length": 4}, "value_length must equal llama.attention.key_length=8"),
+        ({"llama.attention.head_count_kv": [1, 2]}, "head_count_kv differs between layers"),
+        ({"llama.rope.scaling.type": "odd"}, "rope_type='odd' is not supported"),
+    ],
+)
+def test_metadata_that_no_model_has_is_refused(metadata, message, tmp_path):
+    write_gguf(GOLDEN / "llama2", tmp_path / "model.gguf", metadata=metadata)
+    with pytest.raises(ValueError, match=message) as error:
+        formats.load_config(tmp_path / "model.gguf")
+    assert "model.gguf" in str(error.value)
+
+
+def test_tensors_that_do_not_fit_are_listed(tmp_path):
+    write_gguf(
+        GOLDEN / "llama2", tmp_path / "model.gguf", metadata={"llama.feed_forward_length": 40, "llama.block_count": 3}
+    )
+    with pytest.raises(ValueError, match=r"(?s)missing: model.layers.2.*has shape \[48, 32\]"):
+        formats.load_model(tmp_path / "model.gguf")

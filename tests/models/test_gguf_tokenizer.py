@@ -1,0 +1,113 @@
+"""Tokenizers in GGUF files: byte-level BPE and SentencePiece BPE, against the `tokenizers` library and by hand."""
+
+import gguf
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
+
+from kvjax_models import formats
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def write(path, tokens, kinds=None, **metadata):
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_array("tokenizer.ggml.tokens", tokens)
+    writer.add_array("tokenizer.ggml.token_type", [NORMAL] * len(tokens) if kinds is None else kinds)
+    for key, value in metadata.items():
+        key = f"tokenizer.{key}" if key == "chat_template" else f"tokenizer.ggml.{key}"
+        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
+        add[type(value)](key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+
+
+def byte_level(path, pre, **metadata):
+    tokens = [*BYTES, "12", "123", "\u0120a", "<|end|>", "<tool>"]
+    kinds = [NORMAL] * (len(tokens) - 2) + [CONTROL, USER_DEFINED]
+    merges = ["1 2", "12 3", "\u0120 a"]
+    write(path, tokens, kinds, model="gpt2", pre=pre, merges=merges, eos_token_id=len(tokens) - 2, **metadata)
+    return formats.load_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    ("pre", "digits"), [("smollm", ["1", "2", "3", "4"]), ("llama-bpe", ["123", "4"]), ("qwen2", ["1", "2", "3", "4"])]
+)
+def test_numbers_are_split_as_the_pretokenizer_says(pre, digits, tmp_path):
+    tokenizer = byte_level(tmp_path / "t.gguf", pre)
+    assert tokenizer.backend.encode("1234").tokens == digits
+    assert tokenizer.backend.encode(" a<|end|>b<tool>").tokens == ["\u0120a", "<|end|>", "b", "<tool>"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return byte_level(tmp_path_factory.mktemp("tokenizer") / "t.gguf", "smollm", chat_template="{{ bos_token }}")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text())
+def test_any_text_survives_bytes(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+
+
+def test_special_tokens_and_template_come_from_the_file(tokenizer):
+    end = tokenizer.backend.token_to_id("<|end|>")
+    assert (tokenizer.prefix_ids, tokenizer.eos_ids) == ((), (end,))
+    assert tokenizer.special_ids == {end}
+    assert tokenizer.special_tokens == {"eos_token": "<|end|>"}
+    assert tokenizer.chat_template == "{{ bos_token }}"
+
+
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "c", "ab", "bc"]
+
+
+def sentencepiece(path, scores, **metadata):
+    kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(PIECES) - 259)]
+    scores = [0.0] * (len(PIECES) - len(scores)) + scores
+    roles = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    write(path, PIECES, kinds, model="llama", scores=scores, **roles, **metadata)
+    return formats.load_tokenizer(path)
+
+
+@pytest.mark.parametrize(("scores", "expected"), [([-1.0, -2.0], ["ab", "c"]), ([-2.0, -1.0], ["a", "bc"])])
+def test_pieces_with_larger_scores_merge_first(scores, expected, tmp_path):
+    tokenizer = sentencepiece(tmp_path / "t.gguf", scores, add_space_prefix=False)
+    assert tokenizer.backend.encode("abc").tokens == expected
+
+
+def test_unknown_characters_become_bytes_and_spaces_survive(tmp_path):
+    tokenizer = sentencepiece(tmp_path / "t.gguf", [-1.0, -2.0])
+    assert tokenizer.prefix_ids == (1,)
+    assert tokenizer.backend.encode("a \u00e9").tokens == ["\u2581", "a", "\u2581", "<0xC3>", "<0xA9>"]
+    for text in ("a b", "  a  b ", "\u00e9\n\U0001f600", ""):
+        assert tokenizer.decode(tokenizer.encode(text, add_bos=False)) == text
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"model": "t5"}, "tokenizer.ggml.model='t5' is not supported; supported: gpt2, llama"),
+        ({"model": "gpt2"}, "tokenizer.ggml.merges must be a list"),
+        ({"model": "gpt2", "merges": ["a"]}, "'a' is not a pair"),
+        ({"model": "gpt2", "merges": ["a z"]}, "the vocabulary is invalid"),
+        ({"model": "gpt2", "merges": ["a b"], "pre": "odd"}, "tokenizer.ggml.pre='odd' is not supported; supported: "),
+        ({"model": "llama"}, "tokenizer.ggml.scores must be an array of 3 numbers"),
+        ({"model": "gpt2", "merges": ["a b"], "eos_token_id": 3}, "eos_token_id=3 must be an integer from 0 to 2"),
+        ({"model": "gpt2", "merges": ["a b"], "add_bos_token": True}, "bos_token_id is missing"),
+    ],
+)
+def test_invalid_tokenizers_are_refused(metadata, message, tmp_path):
+    write(tmp_path / "t.gguf", ["a", "b", "ab"], **metadata)
+    with pytest.raises(ValueError, match=message) as error:
+        formats.load_tokenizer(tmp_path / "t.gguf")
+    assert "t.gguf" in str(error.value)
+
+
+def test_a_word_in_the_vocabulary_needs_no_merges(tmp_path):
+    tokens = [*BYTES, "ab", "\u0120abc"]
+    for pre, expected in (("llama-bpe", ["\u0120abc"]), ("qwen2", ["\u0120", "ab", "c"])):
+        write(tmp_path / "t.gguf", tokens, model="gpt2", pre=pre, merges=["a b"])
+        assert formats.load_tokenizer(tmp_path / "t.gguf").backend.encode(" abc").tokens == expected
