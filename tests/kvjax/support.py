@@ -1,4 +1,4 @@
-"""What the kvjax tests share: the policies, a stream whose values name their tokens, and a compiled run over it."""
+"""Helpers of the kvjax tests: policies, a stream whose one-hot values identify tokens, and a compiled run over it."""
 
 import functools
 from typing import NamedTuple
@@ -23,14 +23,14 @@ LENGTHS = (37, 12, 1)
 BATCH = len(LENGTHS)
 
 
-def make_spec(batch=BATCH, prompt=PROMPT, new=NEW, **others):
-    sizes = {"query_heads": 4, "kv_heads": 2, "head_dim": HEAD_DIM, "rope_frequencies": FREQUENCIES} | others
+def make_spec(batch=BATCH, prompt=PROMPT, new=NEW, **changes):
+    sizes = {"query_heads": 4, "kv_heads": 2, "head_dim": HEAD_DIM, "rope_frequencies": FREQUENCIES} | changes
     return kvjax.CacheSpec(batch=batch, max_prompt_tokens=prompt, max_new_tokens=new, **sizes)
 
 
 WINDOW = {"sinks": 2, "recent": 8, "compact_every": 8}
 CLUSTERS = {**WINDOW, "cluster_tokens": 4, "chunk_tokens": 8, "chunk_clusters": 2}
-# Scores in the one store of selections.
+# Policies that score the prompt and share `TopKStore`.
 SCORED = {
     "compactor": kvjax.Compactor(20, sinks=2, recent=3, chunk=8, compact_every=8),
     "cur": kvjax.CUR(20, sinks=2, local_window_size=8, compact_every=8),
@@ -66,7 +66,7 @@ POLICIES = {
     "leverage_scores": LeverageScores(20, sinks=2, compact_every=8),
     "ada_kv": AdaKV(LeverageScores(20, sinks=2, compact_every=8), 0.5),
 } | SCORED
-# With room for every token that a row may ever have: exact attention.
+# Budgets that hold every token of a row, so that attention is exact.
 BIG = HEAD_DIM
 ROOMY = {
     "infinigen": kvjax.InfiniGen(BIG, alpha=1e6, compact_every=8),
@@ -88,12 +88,12 @@ ROOMY = {
 }
 
 
-# For values of any norm (outside its buckets BalanceKV's paper form has a fault, and attention is NaN), of policies
-# whose heads know nothing of one another: those that share a budget share it among the heads of a device.
+# Policies for values of any norm (the buckets of BalanceKVPaper cover more norms) and without AdaKV, whose heads share
+# the budget of one device.
 ON_A_MESH = POLICIES | {"balancekv_paper": BalanceKVPaper(400, **WINDOW, value_exponents=(-6, 6))}
 del ON_A_MESH["ada_kv"]
 
-# One variant of every system runs in the quick tests, the others in `make test-all`.
+# Variants of policies that only the heavy tests run.
 VARIANTS = (
     "streaming_llm_reindexed",
     "clustergen_paper",
@@ -109,24 +109,24 @@ VARIANTS = (
 
 
 def each(names, quick=None):
-    """Test parameters: those of `quick` in the quick tests (by default all but `VARIANTS`), the others heavy."""
+    """Returns test parameters; all but the names in `quick` (by default all but `VARIANTS`) are marked heavy."""
     quick = set(names) - set(VARIANTS) if quick is None else quick
     return [name if name in quick else pytest.param(name, marks=pytest.mark.heavy) for name in names]
 
 
-# For a process with devices that are simulated: XLA:CPU's threads must be more than they, or those that wait for parts
-# of a product or of a triangular system hold all that these need.
+# Environment of a process with simulated devices. XLA:CPU needs more threads than devices; otherwise collectives that
+# wait for each other occupy all threads and deadlock.
 THREADS = {"NPROC": "32"}
 
 every_policy = pytest.mark.parametrize("name", each(POLICIES))
-# For what states of few kinds tell apart.
+# For properties of the kinds of state, not of the policies.
 few_policies = pytest.mark.parametrize("name", each(POLICIES, quick=("exact", "uniform", "subgen_mean_value")))
 
 
 class Stream(NamedTuple):
     keys: np.ndarray  # [B, N, H_kv, D]
     values: np.ndarray  # [B, N, H_kv, D], one-hot: value i is 1 at dimension i, so attention's output names tokens
-    queries: np.ndarray  # [B, N, H_q, D]; those of odd heads are zero and so read every entry by its weight alone
+    queries: np.ndarray  # [B, N, H_q, D]; zero in odd heads, whose attention weights are then the log-weights alone
 
     def row(self, number):
         return Stream(*(part[number : number + 1] for part in self))
@@ -143,7 +143,7 @@ def make_stream(seed=0, batch=BATCH, tokens=PROMPT + NEW, kv_heads=2, query_head
 
 
 def prompt_of(stream, lengths, padded=PROMPT, garbage=0):
-    """The rows' first tokens, left-aligned; what follows them is noise that nothing may depend on."""
+    """Returns the first tokens of every row, left-aligned and padded with noise."""
     rng = np.random.default_rng(1000 + garbage)
     inside = np.arange(padded)[None, :, None, None] < np.asarray(lengths)[:, None, None, None]
 
@@ -156,7 +156,7 @@ def prompt_of(stream, lengths, padded=PROMPT, garbage=0):
 
 
 def after(stream, lengths, count=NEW, skip=0):
-    """The `count` tokens of every row that come after its first `lengths + skip`."""
+    """Returns the `count` tokens of every row after its first `lengths + skip`."""
     rows = np.arange(len(stream.keys))[:, None]
     place = np.asarray(lengths)[:, None] + skip + np.arange(count)
     return Stream(*(part[rows, place] for part in stream))
@@ -168,10 +168,9 @@ def row_keys(batch=BATCH, seed=0):
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def begin(policy, spec, keys_of_rows, keys, values, queries, lengths):
-    """The cache after a prompt; of its queries the policy is shown the last ones that it asks for."""
+    """Returns the cache after a prompt, with the last queries that the policy requires."""
     cache, lengths = kvjax.init(policy, spec, keys_of_rows), jnp.asarray(lengths, jnp.int32)
-    shown = last_queries(cache.policy, queries, lengths)
-    return kvjax.prefill(cache, keys, values, lengths, shown)[0]
+    return kvjax.prefill(cache, keys, values, lengths, last_queries(cache.policy, queries, lengths))[0]
 
 
 def prefilled(policy, stream=None, spec=None, lengths=LENGTHS):
@@ -187,18 +186,18 @@ def decoded(policy, stream=None, spec=None, lengths=LENGTHS):
 
 
 def last_queries(policy, queries, lengths):
-    """As many of every row's last queries as the policy asks for."""
+    """Returns the last queries of every row that the policy requires, or None."""
     count = policy.requires.num_prompt_queries(queries.shape[1])
     place = jnp.maximum(jnp.asarray(lengths)[:, None] - count + jnp.arange(count), 0)
     return jnp.take_along_axis(jnp.asarray(queries), place[..., None, None], axis=1) if count else None
 
 
 def go(cache, stream, block=1, compact_every=None):
-    """Appends the stream's tokens, block by block, and compacts whenever `compact_every` more have come.
+    """Appends the stream's tokens in blocks, and compacts after every `compact_every` tokens.
 
     Returns:
-        The cache, and for every token the attention output to its queries [B, N, H_q, D] and the weights at which each
-        kv head reads all tokens [B, N, H_kv, D]: what a query of zeros gathers of the one-hot values.
+        The cache, and for every appended token the attention outputs [B, N, H_q, D] and the weights [B, N, H_kv, D] of
+        all tokens, which are the output of a query of zeros over the one-hot values.
     """
     cache, outputs, weights = _go(block, cache, stream, compact_every or cache.policy.compact_every)
     return cache, np.asarray(outputs), np.asarray(weights)
@@ -212,7 +211,7 @@ def _go(block, cache, stream, every):
 
     def step(cache, item):
         number, (keys, values, queries) = item
-        # `kvjax.step` in its two parts, for the partials between them.
+        # The two parts of `kvjax.step`; the weights need the partials in between.
         partials, cache = _attend(_stage(cache, keys, values, None), queries, None, causal=True)
         weights = (partials.numerator * jnp.exp(partials.max)[..., None])[:, :, 1::2]
         cache = jax.lax.cond((number + 1) * block % every == 0, kvjax.compact, lambda same: same, cache)
@@ -225,7 +224,7 @@ def _go(block, cache, stream, every):
 
 @functools.cache
 def whole_run(name, block=1):
-    """Prompt and decoding of the standard stream, ragged."""
+    """Returns what `go` returns for the standard stream with prompts of different lengths."""
     stream = make_stream()
     cache = begin(POLICIES[name], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
     return go(cache, after(stream, LENGTHS), block)
@@ -233,7 +232,7 @@ def whole_run(name, block=1):
 
 @jax.jit
 def read_weights(cache):
-    """The weight [B, H_kv, D] at which every token (by its one-hot value) is read now."""
+    """Returns the weight [B, H_kv, D] of every token, identified by its one-hot value."""
     batch, kv_heads, _, head_dim = cache.staging.keys.shape
     group = cache.spec.query_heads // cache.spec.kv_heads
     read = kvjax.attend(cache, jnp.zeros((batch, 1, kv_heads * group, head_dim)))
@@ -241,7 +240,7 @@ def read_weights(cache):
 
 
 def softmax_attention(query, keys, values, log_weight=0.0):
-    """float64 attention of one query [D] over one head's tokens [N, D]."""
+    """Returns float64 attention of one query [D] over one head's tokens [N, D]."""
     logits = keys.astype(np.float64) @ query.astype(np.float64) / np.sqrt(query.shape[-1]) + log_weight
     weights = np.exp(logits - logits.max())
     return weights @ values.astype(np.float64) / weights.sum()

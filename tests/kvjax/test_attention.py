@@ -1,3 +1,5 @@
+"""Attention over segments, options of a layer, and sliding windows, against float64 references."""
+
 import functools
 import itertools
 
@@ -49,7 +51,7 @@ def random_arrays(seed, batch=2, tokens=1, group=1, slots=12, head_dim=8):
 
 
 def sums(query, seg):
-    """Numerator and denominator of attention over a segment, and their logarithmic scale, in float64."""
+    """Returns the numerator and denominator of attention over a segment, and their log scale, in float64."""
     query, keys = np.asarray(query, np.float64), np.asarray(dequantize(seg.keys), np.float64)
     batch, tokens, query_heads, head_dim = query.shape
     slots, group = keys.shape[2], query_heads // keys.shape[1]
@@ -98,7 +100,7 @@ def attended(query, *segments):
 @pytest.mark.parametrize("tokens, group, head_dim", [(1, 1, 4), (3, 1, 8), (1, 4, 8), (2, 2, 16)])
 @SEGMENTS_ONLY
 @given(seed=st.integers(0, 2**16), cuts=st.lists(st.integers(0, 12), min_size=3, max_size=3))
-def test_any_split_by_ranges_gives_the_same_attention(tokens, group, head_dim, seed, cuts):
+def test_attention_does_not_depend_on_a_split_into_ranges(tokens, group, head_dim, seed, cuts):
     query, keys, values = random_arrays(seed, tokens=tokens, group=group, head_dim=head_dim)
     log_weight = np.random.default_rng(seed).normal(size=keys.shape[:3]).astype(np.float32)
     bounds = np.array([0, *sorted(cuts), 12], np.int32)
@@ -112,7 +114,7 @@ def test_any_split_by_ranges_gives_the_same_attention(tokens, group, head_dim, s
 
 
 @pytest.mark.parametrize("cuts", [(0, 1, 12), (0, 5, 6, 12)])
-def test_any_split_into_buffers_gives_the_same_attention(cuts):
+def test_attention_does_not_depend_on_a_split_into_buffers(cuts):
     query, keys, values = random_arrays(9, tokens=2, group=2)
     parts = [Segment(keys[:, :, a:b], values[:, :, a:b]) for a, b in itertools.pairwise(cuts)]
     whole = attended(query, Segment(keys, values))
@@ -120,7 +122,7 @@ def test_any_split_into_buffers_gives_the_same_attention(cuts):
 
 
 @pytest.mark.parametrize("many", [False, True])
-@pytest.mark.parametrize("slots", [12, 128])  # whole blocks of the values' sum and a part of one
+@pytest.mark.parametrize("slots", [12, 128])  # full blocks of the sum over values, and a partial one
 @pytest.mark.parametrize("sums_of", ["both", "numerator", "denominator"])
 @pytest.mark.parametrize("quantized", [False, True])
 def test_every_field_of_a_segment_has_its_documented_meaning(quantized, sums_of, slots, many):
@@ -149,7 +151,7 @@ def test_every_field_of_a_segment_has_its_documented_meaning(quantized, sums_of,
     np.testing.assert_allclose(attended(query, rich, plain), expected, rtol=2e-5, atol=2e-5)
 
 
-def test_bounds_per_row_equal_bounds_per_query():
+def test_bounds_of_rows_apply_to_all_queries():
     query, keys, values = random_arrays(3, tokens=4, group=2)
     start, stop = np.array([[2], [0]]), np.array([[9], [12]])
     by_row = attended(query, Segment(keys, values, start=start, stop=stop))
@@ -161,7 +163,7 @@ def test_bounds_per_row_equal_bounds_per_query():
 
 
 @pytest.mark.parametrize("how", ["range", "weights"])
-def test_a_row_without_entries_gives_zero_and_merges_away(how):
+def test_a_row_without_entries_is_zero_and_neutral_in_merges(how):
     query, keys, values = random_arrays(4)
     if how == "range":
         empty = Segment(keys, values, start=np.array([[5], [0]]), stop=np.array([[5], [12]]))
@@ -181,12 +183,12 @@ def test_a_row_without_entries_gives_zero_and_merges_away(how):
     chex.assert_tree_all_finite(normalize(merge(partials, partials)))
 
 
-def test_a_hidden_slot_may_hold_a_huge_number():
-    # Unused capacity must be finite, not small: the largest logit may lie outside the range.
+def test_unused_slots_may_hold_large_numbers():
+    # The largest logit of all slots may be outside the range.
     query, keys, values = random_arrays(5)
     keys[:, :, 0], values[:, :, 0] = 1e4, 1e4
-    shown = attended(query, Segment(keys, values, start=np.array([[1], [1]])))
-    np.testing.assert_allclose(shown, attended(query, Segment(keys[:, :, 1:], values[:, :, 1:])), rtol=1e-5, atol=1e-6)
+    output = attended(query, Segment(keys, values, start=np.array([[1], [1]])))
+    np.testing.assert_allclose(output, attended(query, Segment(keys[:, :, 1:], values[:, :, 1:])), rtol=1e-5, atol=1e-6)
 
 
 def test_keys_and_queries_of_norm_200_stay_finite_and_exact():
@@ -200,7 +202,7 @@ def test_keys_and_queries_of_norm_200_stay_finite_and_exact():
     np.testing.assert_allclose(both, reference(query, seg), atol=5e-3)
 
 
-def test_bfloat16_storage_gives_float32_partials_of_what_is_stored():
+def test_partials_of_bfloat16_segments_are_float32():
     query, keys, values = random_arrays(7, group=2)
     stored = Segment(jnp.asarray(keys, jnp.bfloat16), jnp.asarray(values, jnp.bfloat16))
     for q in (jnp.asarray(query), jnp.asarray(query, jnp.bfloat16)):
@@ -211,19 +213,19 @@ def test_bfloat16_storage_gives_float32_partials_of_what_is_stored():
         assert normalize(partials, jnp.bfloat16).dtype == jnp.bfloat16
 
 
-def test_many_bfloat16_queries_are_multiplied_as_they_are():
+def test_many_bfloat16_queries_are_multiplied_in_bfloat16():
     query, keys, values = random_arrays(7, tokens=COMPUTE_BOUND_QUERIES, group=2)
     low = lambda x: jnp.asarray(x, jnp.bfloat16)  # noqa: E731
     partials = attend_segments(low(query), (Segment(low(keys), low(values)),))
     assert {leaf.dtype for leaf in jax.tree.leaves(partials)} == {jnp.dtype("float32")}
     read_back = Segment(np.asarray(low(keys), np.float32), np.asarray(low(values), np.float32))
-    # Products of bfloat16 are exact in float32; only the weights are rounded, to 8 bits, before they meet the values.
+    # Only the weights are rounded, to 8 bits; products of bfloat16 are exact in float32.
     np.testing.assert_allclose(
         normalize(partials), reference(np.asarray(low(query), np.float32), read_back), atol=2**-8 * np.abs(values).max()
     )
 
 
-def test_weights_of_one_are_the_library_s_attention():
+def test_segments_with_weights_of_one_equal_jax_attention():
     query, keys, values = random_arrays(8, tokens=3, group=2)
     weighted = attended(
         query, Segment(keys, values, log_num=np.zeros(keys.shape[:3]), log_den=np.zeros(keys.shape[:3]))
@@ -234,7 +236,7 @@ def test_weights_of_one_are_the_library_s_attention():
 
 @SEGMENTS_ONLY
 @given(seed=st.integers(0, 2**16), counts=st.lists(st.integers(1, 5), min_size=12, max_size=12))
-def test_duplicates_fold_into_one_slot_of_their_number(seed, counts):
+def test_duplicates_equal_one_slot_with_their_count_as_weight(seed, counts):
     query, keys, values = random_arrays(seed, group=2)
     expanded = Segment(np.repeat(keys, counts, axis=2), np.repeat(values, counts, axis=2))
     log_count = np.broadcast_to(np.log(np.array(counts, np.float32)), keys.shape[:3])
@@ -261,13 +263,13 @@ def test_merging_is_associative_and_commutative(seed, order, empty):
     np.testing.assert_allclose(normalize(merge(a, merge(b, merge(c, d)))), at_once, rtol=1e-4, atol=1e-6)
 
 
-def test_merging_nothing_is_an_error():
+def test_merging_no_partials_is_an_error():
     with pytest.raises(ValueError, match="at least one"):
         merge()
 
 
 @pytest.mark.parametrize("query_shape", [(3, 1, 2, 8), (2, 1, 2, 16), (2, 1, 3, 8)], ids=["batch", "head_dim", "heads"])
-def test_queries_that_do_not_fit_are_refused(query_shape):
+def test_queries_of_invalid_shape_are_refused(query_shape):
     _, keys, values = random_arrays(0)
     with pytest.raises(ValueError, match="queries"):
         attend_segments(jnp.zeros(query_shape), (Segment(keys, values),))
@@ -284,13 +286,13 @@ def test_queries_that_do_not_fit_are_refused(query_shape):
         ({"stop": np.zeros((2, 1, 1), np.int32)}, "stop"),
     ],
 )
-def test_segments_that_do_not_fit_are_refused(change, message):
+def test_segments_of_invalid_shapes_are_refused(change, message):
     _, keys, values = random_arrays(0)
     with pytest.raises(ValueError, match=message):
         Segment(keys, **({"values": values} | change))
 
 
-def test_bytes_of_a_segment_are_all_its_buffers():
+def test_bytes_of_segments_count_all_buffers():
     keys = jnp.zeros((2, 2, 12, 8), jnp.bfloat16)
     one = Segment(keys, keys, log_num=jnp.zeros((2, 2, 12)), stop=jnp.zeros((2, 1), jnp.int32))
     assert array_bytes(one, one) == 2 * (2 * 2 * 2 * 12 * 8 * 2 + 2 * 2 * 12 * 4 + 2 * 4)
@@ -320,7 +322,7 @@ def layer_sinks(kind):
 
 @functools.lru_cache
 def layer_stream(value_dim, seed=3):
-    """Keys, values that follow them by a common law and in part do not, and queries [B, N, H, ...]."""
+    """Returns correlated keys and values, and queries, all [B, N, H, ...]."""
     rng = np.random.default_rng(seed)
     normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
     tokens = max(FIRST) + LATER
@@ -330,7 +332,7 @@ def layer_stream(value_dim, seed=3):
 
 
 def plain_attention(query, keys, values, spec, sinks=None, log_num=0.0, log_den=None):
-    """float64 attention of one query [D] to entries [N, ...]; `sinks` is the logit of an entry without a value."""
+    """Returns float64 attention of one query [D] to entries [N, ...]; `sinks` is an attention sink logit."""
     logits = np.asarray(keys, np.float64) @ np.asarray(query, np.float64)
     logits = logits * (1 / np.sqrt(len(query)) if spec.scale is None else spec.scale)
     if spec.logit_cap is not None:
@@ -343,8 +345,8 @@ def plain_attention(query, keys, values, spec, sinks=None, log_num=0.0, log_den=
 def prefilled(policy, spec, keys, values, queries, sinks=None):
     cache = kvjax.init(policy, spec, row_keys())
     lengths, prompt = jnp.array(FIRST), slice(0, spec.max_prompt_tokens)
-    shown = last_queries(cache.policy, queries[:, prompt], lengths)
-    return kvjax.prefill(cache, keys[:, prompt], values[:, prompt], lengths, shown, sink_logits=sinks)[0]
+    required = last_queries(cache.policy, queries[:, prompt], lengths)
+    return kvjax.prefill(cache, keys[:, prompt], values[:, prompt], lengths, required, sink_logits=sinks)[0]
 
 
 _step = jax.jit(kvjax.step)
@@ -358,73 +360,72 @@ def new_tokens(stream, first, count):
 
 
 def check_exact(policy, kind, blocks=((0, 1), (1, 5), (6, 6))):
-    """Whether a cache with room for all gives plain attention, token by token and in blocks, before and after
-    compactions."""
+    """Checks that a policy whose budget holds all tokens gives exact attention, in blocks and after compactions."""
     spec, sinks = layer_spec(kind), layer_sinks(kind)
     stream = layer_stream(spec.value_width)
     cache = prefilled(policy, spec, *stream, sinks)
     for first, count in blocks:
         new = new_tokens(stream, first, count)
         attended, cache = _step(cache, *new, sink_logits=sinks)
-        seen = kvjax.normalize(_attend(cache, new[0], sink_logits=sinks))
-        assert attended.shape == seen.shape == (3, count, QUERY_HEADS, spec.value_width)
+        output = kvjax.normalize(_attend(cache, new[0], sink_logits=sinks))
+        assert attended.shape == output.shape == (3, count, QUERY_HEADS, spec.value_width)
         for row, token, head in np.ndindex(3, count, QUERY_HEADS):
             end, kv, sink = FIRST[row] + first + token + 1, head // GROUP, None if sinks is None else SINKS[head]
             of = lambda end: (stream[0][row, :end, kv], stream[1][row, :end, kv])  # noqa: B023, E731
             query = stream[2][row, end - 1, head]
-            wanted = plain_attention(query, *of(end), spec, sink)
-            np.testing.assert_allclose(attended[row, token, head], wanted, rtol=2e-5, atol=2e-5)
-            wanted = plain_attention(query, *of(FIRST[row] + first + count), spec, sink)
-            np.testing.assert_allclose(seen[row, token, head], wanted, rtol=2e-5, atol=2e-5)
+            expected = plain_attention(query, *of(end), spec, sink)
+            np.testing.assert_allclose(attended[row, token, head], expected, rtol=2e-5, atol=2e-5)
+            expected = plain_attention(query, *of(FIRST[row] + first + count), spec, sink)
+            np.testing.assert_allclose(output[row, token, head], expected, rtol=2e-5, atol=2e-5)
     kvjax.raise_faults(cache)
 
 
 @pytest.mark.parametrize("kind", SPECS)
-def test_exact_attention_is_as_the_layer_says(kind):
+def test_exact_attention_with_options_of_a_layer(kind):
     check_exact(kvjax.Exact(compact_every=8), kind)
 
 
-# The reindexed one turns keys that no rotary embedding made.
+# Reindexing applies only to keys with RoPE.
 LAYERS = [name for name in ROOMY if name != "streaming_llm_reindexed"]
 
 
 @pytest.mark.parametrize("name", each(LAYERS, quick=("h2o", "clusterkv")))
-def test_every_roomy_cache_gives_the_attention_that_the_layer_says(name):
+def test_budgets_of_all_tokens_with_options_of_a_layer(name):
     check_exact(ROOMY[name], "all")
 
 
-def test_a_turned_query_is_scaled_and_capped_alike():
-    # Positions inside the cache are those of the text where nothing is dropped.
+def test_reindexed_queries_are_scaled_and_capped():
+    # Without eviction, positions in the cache equal positions in the text.
     check_exact(ROOMY["streaming_llm_reindexed"], "all")
 
 
-def test_heads_of_several_groups_have_their_own_sinks():
-    # The cache keeps heads group by group: sinks must follow their heads there and back.
+def test_attention_sinks_of_combined_heads():
+    # `ByHead` reorders heads, and the sinks with them.
     first, second = ROOMY["uniform"], ROOMY["h2o"]
     for policies in ((first, second), (second, first)):
         check_exact(kvjax.ByHead(policies), "all")
 
 
 def materialised(cache, query, row, head, sinks=None):
-    """float64 attention of one query to every entry that the cache shows, retrieved tokens one by one."""
+    """Returns float64 attention of one query to all entries of a cache and all retrieved tokens."""
     spec = cache.spec
     parts = cache.policy.segments(readable(cache.state), cache.counters.count[:, None])
     scale = 1.0 if spec.scale is None else spec.scale * np.sqrt(KEY_DIM)
     entries = []  # keys, values, log_num, log_den
 
-    def add(segment, own):
+    def add(segment, head):
         def bound(x, default):
             return default if x is None else int(x[row, -1])
 
         here = slice(bound(segment.start, 0), bound(segment.stop, segment.keys.shape[2]))
-        keys = np.asarray(segment.keys, np.float64)[row, own, here]
+        keys = np.asarray(segment.keys, np.float64)[row, head, here]
         none, zero = np.full(len(keys), -np.inf), np.zeros(len(keys))
-        log_num = zero if segment.log_num is None else np.asarray(segment.log_num, np.float64)[row, own, here]
-        log_den = log_num if segment.log_den is None else np.asarray(segment.log_den, np.float64)[row, own, here]
+        log_num = zero if segment.log_num is None else np.asarray(segment.log_num, np.float64)[row, head, here]
+        log_den = log_num if segment.log_den is None else np.asarray(segment.log_den, np.float64)[row, head, here]
         if segment.values is None:
             entries.append((keys, np.zeros((len(keys), spec.value_width)), none, log_den))
         else:
-            entries.append((keys, np.asarray(segment.values, np.float64)[row, own, here], log_num, log_den))
+            entries.append((keys, np.asarray(segment.values, np.float64)[row, head, here], log_num, log_den))
 
     kv = head // GROUP
     for part in [*parts, staged_segment(cache.staging, cache.counters, 1)]:
@@ -448,7 +449,7 @@ def materialised(cache, query, row, head, sinks=None):
 
 
 def cache_queries(cache):
-    """The queries [B, H_q, D] that the tests below ask a cache."""
+    """Returns the last queries [B, H_q, D] of the stream."""
     return layer_stream(cache.spec.value_width)[2][np.arange(3), np.array(FIRST) + LATER - 1]
 
 
@@ -467,7 +468,7 @@ TIGHT = {
 
 @pytest.mark.parametrize("kind", [pytest.param("scale", marks=pytest.mark.heavy), "all"])
 @pytest.mark.parametrize("name", TIGHT)
-def test_entries_of_all_kinds_are_read_as_the_layer_says(name, kind):
+def test_all_kinds_of_entries_with_options_of_a_layer(name, kind):
     spec, sinks = layer_spec(kind), layer_sinks(kind)
     stream = layer_stream(spec.value_width)
     cache = prefilled(TIGHT[name], spec, *stream, sinks)
@@ -476,14 +477,14 @@ def test_entries_of_all_kinds_are_read_as_the_layer_says(name, kind):
         _, cache = _step(cache, queries, keys, values, sink_logits=sinks)
     kvjax.raise_faults(cache)
     queries = cache_queries(cache)
-    seen = kvjax.normalize(_attend(cache, queries[:, None], sink_logits=sinks))[:, 0]
+    output = kvjax.normalize(_attend(cache, queries[:, None], sink_logits=sinks))[:, 0]
     for row, head in np.ndindex(3, QUERY_HEADS):
-        wanted = materialised(cache, queries[row, head], row, head, None if sinks is None else SINKS[head])
-        np.testing.assert_allclose(seen[row, head], wanted, rtol=1e-4, atol=3e-5)
+        expected = materialised(cache, queries[row, head], row, head, None if sinks is None else SINKS[head])
+        np.testing.assert_allclose(output[row, head], expected, rtol=1e-4, atol=3e-5)
 
 
 def received(stream, row, kv, position, end, spec, sinks):
-    """float64 probabilities that one token's queries pay to tokens [0, end), summed over a kv head's group."""
+    """Returns float64 probabilities of one token's queries over tokens [0, end), summed over a group."""
     keys = stream[0][row, :end, kv]
     one = np.eye(end)  # values that name their tokens
     heads = range(kv * GROUP, (kv + 1) * GROUP)
@@ -494,8 +495,8 @@ def received(stream, row, kv, position, end, spec, sinks):
 
 
 @pytest.mark.parametrize("kind", SPECS)
-def test_what_tokens_draw_is_counted_as_the_layer_says(kind):
-    # H2O's sums, of the prompt and of decoding, with a sink in the denominator alone.
+def test_accumulated_attention_with_options_of_a_layer(kind):
+    # Of H2O, over the prompt and decoding; attention sinks are in the denominator only.
     spec, sinks = layer_spec(kind), layer_sinks(kind)
     stream = layer_stream(spec.value_width)
     cache = prefilled(ROOMY["h2o"], spec, *stream, sinks)
@@ -510,32 +511,32 @@ def test_what_tokens_draw_is_counted_as_the_layer_says(kind):
         held = np.concatenate([window.keys[row, kv], cache.staging.keys[row, kv]])
         drawn = np.concatenate([scores.window[row, kv], scores.staged[row, kv]])
         for token in range(end):
-            # Empty slots may hold any token; they draw nothing.
+            # Empty slots may hold copies of any token; they receive no attention.
             own = (held == stream[0][row, token, kv]).all(axis=1)
             np.testing.assert_allclose(drawn[own].sum(), expected[token], rtol=2e-5, atol=2e-5)
         if sinks is not None:
-            assert drawn.sum() < 0.98 * GROUP * end  # the sinks drew the rest
+            assert drawn.sum() < 0.98 * GROUP * end  # the sinks received the remainder
 
 
 @pytest.mark.parametrize("kind", ["sinks", "all"])
-def test_prompts_are_scored_as_the_layer_says(kind):
+def test_scores_of_prompts_with_options_of_a_layer(kind):
     spec, policy = layer_spec(kind), kvjax.SnapKV(20, window_size=6)
     stream, sinks = layer_stream(spec.value_width), layer_sinks(kind)
     keys, values, queries = (jnp.asarray(part[:, :20]) for part in stream)
-    shown = last_queries(policy, queries, jnp.array(FIRST)) * (1.0 if spec.scale is None else spec.scale * 4.0)
+    scaled = last_queries(policy, queries, jnp.array(FIRST)) * (1.0 if spec.scale is None else spec.scale * 4.0)
     prompt = Prompt(
-        keys.swapaxes(1, 2), values.swapaxes(1, 2), jnp.array(FIRST), shown, None, sinks, logit_cap=spec.logit_cap
+        keys.swapaxes(1, 2), values.swapaxes(1, 2), jnp.array(FIRST), scaled, None, sinks, logit_cap=spec.logit_cap
     )
-    found = np.asarray(attention_received(policy, prompt))
+    actual = np.asarray(attention_received(policy, prompt))
     for row, kv in np.ndindex(3, KV_HEADS):
         expected = np.zeros(20)
         for position in range(max(FIRST[row] - 6, 0), FIRST[row]):
             expected[: position + 1] += received(stream, row, kv, position, position + 1, spec, sinks)
-        np.testing.assert_allclose(found[row, kv], expected, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(actual[row, kv], expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_any_policy_keeps_just_the_window_of_a_layer_that_has_one(name):
+def test_layers_with_a_window_use_a_sliding_window(name):
     policy = layer_policy(POLICIES[name], make_spec(window=5))
     assert policy == SlidingWindow(5, compact_every=5)
     wide = layer_policy(POLICIES[name], make_spec(window=500))
@@ -543,19 +544,19 @@ def test_any_policy_keeps_just_the_window_of_a_layer_that_has_one(name):
 
 
 @pytest.mark.parametrize("name, window, block", [("quest", 5, 1), ("uniform", 6, 3), ("exact", 1, 1), ("h2o", 30, 8)])
-def test_a_sliding_window_shows_exactly_its_tokens_at_every_step(name, window, block):
+def test_a_sliding_window_reads_its_tokens_at_every_step(name, window, block):
     stream, spec = make_stream(), make_spec(window=window, logit_cap=20.0)
     cache = begin(POLICIES[name], spec, row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
     cache, outputs, weights = go(cache, after(stream, LENGTHS), block)
     position = np.arange(weights.shape[3])
     for row, step in itertools.product(range(3), range(NEW)):
         end = LENGTHS[row] + step + 1
-        shown = (position < end) & (position >= end - window)
+        inside = (position < end) & (position >= end - window)
         for head in range(KV_HEADS):
-            np.testing.assert_array_equal(weights[row, step, head], shown, err_msg=f"{row=} {step=}")
-            tokens, query = position[shown], stream.queries[row, end - 1, 2 * head]
-            wanted = plain_attention(query, stream.keys[row, tokens, head], stream.values[row, tokens, head], spec)
-            np.testing.assert_allclose(outputs[row, step, 2 * head], wanted, atol=1e-5)
+            np.testing.assert_array_equal(weights[row, step, head], inside, err_msg=f"{row=} {step=}")
+            tokens, query = position[inside], stream.queries[row, end - 1, 2 * head]
+            expected = plain_attention(query, stream.keys[row, tokens, head], stream.values[row, tokens, head], spec)
+            np.testing.assert_allclose(outputs[row, step, 2 * head], expected, atol=1e-5)
     kvjax.raise_faults(cache)
 
 
@@ -568,6 +569,6 @@ def test_a_sliding_window_shows_exactly_its_tokens_at_every_step(name, window, b
     ],
     ids=lambda policy: type(policy).__name__,
 )
-def test_a_window_is_kept_inside_combinations_too(combined):
+def test_combined_policies_use_sliding_windows(combined):
     cache = kvjax.init(combined, make_spec(window=5, layer=1, layers=2), row_keys())
     assert cache.policy == SlidingWindow(5, compact_every=5)

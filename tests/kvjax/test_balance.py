@@ -1,3 +1,5 @@
+"""Walks and halvings of BalanceKV against definitions and golden runs of the released code."""
+
 import functools
 import pathlib
 
@@ -33,7 +35,7 @@ def tokens(seed=0, count=32, key_norm=1.0, value_norm=1.0, head_dim=16, value_di
 # --- the walk ---
 
 
-def test_walking_balances_better_than_coins():
+def test_the_walk_has_smaller_errors_than_random_signs_in_exact_halving():
     keys, values = tokens(count=256, key_norm=2.0)
     weights = np.ones(256, np.float32)
     query = 2.0 * tokens(1, count=64)[0]
@@ -71,7 +73,7 @@ def plain_signs(uniforms, keys, values, weights, c, key_norm, value_norm):
 
 
 @pytest.mark.parametrize("c, clips", [(0.6, True), (30.0, False)])
-def test_signs_are_those_of_algorithm_2(c, clips):
+def test_signs_equal_a_reference_of_algorithm_2(c, clips):
     keys, values = tokens(count=150, key_norm=2.0, value_norm=0.5)
     uniforms = np.random.default_rng(1).uniform(size=150).astype(np.float32)
     weights = np.where(np.arange(150) % 3 == 0, 2.0, 4.0).astype(np.float32)
@@ -84,15 +86,15 @@ def test_signs_are_those_of_algorithm_2(c, clips):
         assert count == clipped
 
 
-def test_the_denominator_is_the_sum_of_values_of_one():
+def test_signs_without_values_equal_signs_with_values_of_one():
     keys, values = tokens(count=64)
     uniforms = np.random.default_rng(1).uniform(size=64).astype(np.float32)
-    given = functools.partial(signs_of, uniforms, keys, weights=np.ones(64, np.float32), c=1.0, key_norm=1.0)
-    np.testing.assert_array_equal(given(values=None)[0], given(values=np.ones((64, 1), np.float32))[0])
-    assert not np.array_equal(given(values=None)[0], given(values=values)[0])
+    signs = functools.partial(signs_of, uniforms, keys, weights=np.ones(64, np.float32), c=1.0, key_norm=1.0)
+    np.testing.assert_array_equal(signs(values=None)[0], signs(values=np.ones((64, 1), np.float32))[0])
+    assert not np.array_equal(signs(values=None)[0], signs(values=values)[0])
 
 
-def test_a_sign_has_the_probability_that_algorithm_2_gives_it():
+def test_signs_have_the_probabilities_of_algorithm_2():
     # With two equal tokens y = +-R^2 for the second: it differs from the first with probability 1/2 + 1/(2c).
     draws, c = 20_000, 2.0
     keys = np.broadcast_to(tokens(count=1)[0], (2, 16))
@@ -107,7 +109,7 @@ def test_a_sign_has_the_probability_that_algorithm_2_gives_it():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_softmax_balance_keeps_the_smaller_class_with_twice_the_weight(seed):
+def test_softmax_balance_keeps_the_smaller_class_with_doubled_weights(seed):
     keys, values = tokens(seed)
     weights = np.where(np.arange(32) < 27, 4.0, 0.0).astype(np.float32)
     rng = jax.random.key(seed)
@@ -123,8 +125,8 @@ def test_softmax_balance_keeps_the_smaller_class_with_twice_the_weight(seed):
     np.testing.assert_array_equal(same.indices, index)
 
 
-def test_the_walk_beats_random_signs():
-    # |k| = 1, d = 16: the sum over 2,048 signed tokens, at fresh queries.
+def test_the_walk_has_smaller_discrepancy_than_random_signs():
+    # Sums over 2,048 signed tokens, with |k| = 1, d = 16 and independent queries.
     count, seeds = 2048, 4
     rng = np.random.default_rng(0)
     unit = lambda *shape: (lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True))(rng.normal(size=shape))  # noqa: E731
@@ -135,13 +137,13 @@ def test_the_walk_beats_random_signs():
         return balance.softmax_signs(uniforms, keys, values, jnp.ones(count), c=1.0, key_norm=1.0)[0]
 
     walked = np.asarray(jax.jit(jax.vmap(signs))(jax.random.uniform(jax.random.key(0), (seeds, count)), keys, values))
-    thrown = rng.choice([-1.0, 1.0], (seeds, count))
+    random_signs = rng.choice([-1.0, 1.0], (seeds, count))
 
     def discrepancy(signs):
         sums = np.einsum("sn,qsn,snd->qsd", signs, np.exp(np.einsum("qd,snd->qsn", queries, keys) / 4), values)
         return np.linalg.norm(sums, axis=-1).max(axis=0)
 
-    assert np.all(3 * discrepancy(walked) < discrepancy(thrown))
+    assert np.all(3 * discrepancy(walked) < discrepancy(random_signs))
 
 
 def test_the_constant_of_the_theorem():
@@ -152,8 +154,8 @@ def test_the_constant_of_the_theorem():
 
 
 @pytest.mark.parametrize("name", "abcd")
-def test_the_released_code_s_runs_are_reproduced_exactly(name):
-    """The golden files are runs of the walk that BalanceKV's authors released, on synthetic clustered keys."""
+def test_golden_runs_of_the_released_code_are_reproduced_exactly(name):
+    """The runs are on synthetic clustered keys."""
     golden = np.load(GOLDEN / f"balancekv_walk_{name}.npz")
     halvings, count = int(golden["itrs"]), golden["keys"].shape[2]
     constants = {"gamma": float(golden["gamma"]), "temperature": float(golden["temp"])}
@@ -187,7 +189,7 @@ def plain_exact_halving(signs):
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.sampled_from([-1.0, 1.0]), min_size=2, max_size=24))
-def test_exact_halving_keeps_half_with_a_total_weight_of_the_turning_point(signs):
+def test_exact_halving_equals_a_reference(signs):
     padded = np.concatenate([signs, np.random.default_rng(len(signs)).choice([-1.0, 1.0], 24 - len(signs))])
     index, weight = (np.asarray(part) for part in exact_halving(padded.astype(np.float32), jnp.int32(len(signs))))
     order, expected, last = plain_exact_halving(np.array(signs))
@@ -197,7 +199,7 @@ def test_exact_halving_keeps_half_with_a_total_weight_of_the_turning_point(signs
         assert weight.sum() == last + 1
 
 
-def test_what_lies_past_the_count_changes_no_halving():
+def test_halving_ignores_tokens_past_the_count():
     keys, values = tokens(count=64)
     uniforms = jax.random.uniform(jax.random.key(0), (4, 16))
 
@@ -237,18 +239,18 @@ def plain_pairs(uniforms, keys, values, weights, gamma, temperature, alpha_safeg
         b = min(free, key=lambda j: kernel[j, j] - 2 * kernel[a, j])
         free.remove(b)
         share = weights[a] / (weights[a] + weights[b])
-        apart = kernel[a, a] + kernel[b, b] - 2 * kernel[a, b]
-        change = (sums[a] - sums[b]) / apart / weights.max()
+        distance = kernel[a, a] + kernel[b, b] - 2 * kernel[a, b]
+        change = (sums[a] - sums[b]) / distance / weights.max()
         threshold = share - 4 * share * (1 - share) * gamma * change
         clipped += not 0 <= threshold <= 1
-        stays = uniform < threshold
-        kept[a if stays else b] = weights[a] + weights[b]
-        sums += (weights[b] if stays else -weights[a]) * (kernel[a] - kernel[b])
+        keeps_first = uniform < threshold
+        kept[a if keeps_first else b] = weights[a] + weights[b]
+        sums += (weights[b] if keeps_first else -weights[a]) * (kernel[a] - kernel[b])
     return sorted(kept), [kept[i] for i in sorted(kept)], clipped
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.3, 4.0])
-def test_pairs_are_those_of_the_definition(gamma):
+def test_pairs_equal_a_reference(gamma):
     keys, values = tokens(3, count=48, key_norm=3.0, value_norm=0.7)
     weights = np.random.default_rng(0).choice([1.0, 2.0, 3.5], 48).astype(np.float32)
     rng = jax.random.key(5)
@@ -262,7 +264,7 @@ def test_pairs_are_those_of_the_definition(gamma):
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from([0.0, 1.0, 1.5, 8.0]), min_size=32, max_size=32), st.integers(0, 2**31 - 1))
-def test_pairs_conserve_the_total_weight_and_lose_no_lone_entry(weights, seed):
+def test_pairs_conserve_the_total_weight_and_keep_unpaired_entries(weights, seed):
     keys, values = tokens(seed % 7)
     weights = np.array(weights, np.float32)
     index, weight, _ = (np.asarray(part) for part in by_pairs(jax.random.key(seed), keys, values, weights))
@@ -276,8 +278,8 @@ def test_pairs_conserve_the_total_weight_and_lose_no_lone_entry(weights, seed):
     np.testing.assert_array_equal(np.asarray(again.indices)[weight > 0], kept)
 
 
-def test_pairs_are_of_neighbours():
-    # Sixteen twins, far from each other: one of each stays.
+def test_neighbors_are_paired():
+    # Of 16 pairs of equal tokens, far from each other, one token of each pair is kept.
     keys, values = tokens(count=16, key_norm=6.0)
     order = np.random.default_rng(0).permutation(32)
     index, weight, _ = by_pairs(
@@ -288,7 +290,7 @@ def test_pairs_are_of_neighbours():
 
 
 @pytest.mark.parametrize("gamma, weights", [(0.0, (1.0, 3.0)), (4.0, (2.0, 2.0))])
-def test_pairs_leave_every_expected_weight_as_it_was(gamma, weights):
+def test_pairs_keep_the_expected_weight_of_every_token(gamma, weights):
     draws, count = 4000, 16
     keys, values = tokens(2, count=count)
     weights = jnp.resize(jnp.array(weights), count)
@@ -308,7 +310,7 @@ def test_pairs_leave_every_expected_weight_as_it_was(gamma, weights):
 
 
 @pytest.mark.parametrize("key_norm, value_norm", [(1.0, 3e38), (1e20, 1.0), (3e38, 3e38), (1e-30, 1e-30), (1.0, 0.0)])
-def test_halving_by_pairs_conserves_weight_at_any_size(key_norm, value_norm):
+def test_halving_by_pairs_conserves_weight_for_all_norms(key_norm, value_norm):
     keys, values = tokens(count=32)
     weights = jnp.asarray(np.random.default_rng(1).integers(1, 5, 32).astype(np.float32))
     kept, weight, _ = by_pairs(jax.random.key(0), key_norm * keys, value_norm * values, weights)
@@ -316,7 +318,7 @@ def test_halving_by_pairs_conserves_weight_at_any_size(key_norm, value_norm):
     np.testing.assert_allclose(jnp.sum(weight), jnp.sum(weights), rtol=1e-6)
 
 
-def test_a_common_factor_of_values_changes_no_choice():
+def test_a_common_factor_of_values_does_not_change_the_kept_tokens():
     keys, values = tokens(count=32)
     near, far = (by_pairs(jax.random.key(0), keys, values * factor, jnp.ones(32)).indices for factor in (1.0, 2.0**120))
     np.testing.assert_array_equal(near, far)

@@ -1,3 +1,5 @@
+"""The cluster table of SubGen: invariants of its lemma, laws of its samples, and a float64 reference."""
+
 import dataclasses
 import functools
 
@@ -41,16 +43,16 @@ def extend_by_token(table, keys, values=None, valid=None):
 
 
 _extend, _by_token = jax.jit(extend, static_argnames="block"), jax.jit(extend_by_token)
-# Whole numbers: distances are exact, ties and duplicates common.
+# Integers give exact distances and many ties and duplicates.
 grids = st.lists(st.tuples(*[st.integers(-3, 3)] * DIM), min_size=TOKENS, max_size=TOKENS).map(
     lambda rows: jnp.array(rows, jnp.float32)
 )
 masks = st.lists(st.booleans(), min_size=TOKENS, max_size=TOKENS).map(jnp.array)
-# A value names its token, so that count * mean value names the members of a cluster.
+# One-hot values identify tokens: count * mean value gives the members of a cluster.
 NAMES = jnp.eye(TOKENS)
 
 
-def fresh(capacity=CAPACITY, seed=0, dtype=jnp.float32, **options):
+def empty_table(capacity=CAPACITY, seed=0, dtype=jnp.float32, **options):
     options = {"samples": SAMPLES, "value_dim": TOKENS} | options
     return init_cluster_table(capacity, DIM, dtype, jax.random.key(seed), **options)
 
@@ -99,9 +101,9 @@ def check_invariants(table, keys, valid):
 @settings(max_examples=30, deadline=None)
 @given(keys=grids, more=grids, valid=masks, growth=st.sampled_from([1.25, 2.0]))
 def test_invariants(update, keys, more, valid, growth):
-    table = update(fresh(growth=growth), keys, NAMES, valid)
+    table = update(empty_table(growth=growth), keys, NAMES, valid)
     check_invariants(table, keys, valid)
-    # And after another update, on top of what merged in the first.
+    # Another update on top of merged clusters.
     table = dataclasses.replace(table, mean_value=table.mean_value * 0)
     counted = np.asarray(table.count).sum()
     again = update(table, more, NAMES, valid)
@@ -117,7 +119,7 @@ CUTS = {"steps": None, "one update": (24,), "uneven updates": (1, 20, 3)}
 
 @functools.cache
 def sampled(cut):
-    """The tokens sampled in many streams of the same keys, which have merged clusters, and the clusters' members."""
+    """Returns the tokens sampled in many streams of equal keys with merges, and the members of the clusters."""
     keys = normal_keys(5)
 
     def one(rng):
@@ -138,7 +140,7 @@ def sampled(cut):
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_samples_are_uniform_and_independent_also_after_merges(cut):
+def test_samples_are_uniform_and_independent_after_merges(cut):
     drawn, belongs = sampled(cut)
     largest = belongs.sum(axis=1).argmax()
     own = np.flatnonzero(belongs[largest])
@@ -147,7 +149,7 @@ def test_samples_are_uniform_and_independent_also_after_merges(cut):
     np.add.at(together, (drawn[:, largest, 0], drawn[:, largest, 1]), 1)
     assert together.sum() == together[np.ix_(own, own)].sum()
     assert stats.chisquare(together[np.ix_(own, own)].ravel()).pvalue > 1e-3
-    # Samples of different clusters know nothing of each other either.
+    # Samples of different clusters are independent, too.
     other = belongs.sum(axis=1).argsort()[-2]
     across = np.zeros((TOKENS, TOKENS))
     np.add.at(across, (drawn[:, largest, 0], drawn[:, other, 0]), 1)
@@ -158,7 +160,7 @@ def test_samples_are_uniform_and_independent_also_after_merges(cut):
 
 
 def reference(keys, capacity, growth, delta):
-    """float64: centres and labels, one key at a time."""
+    """Returns centers, labels, delta and doublings in float64, key by key."""
     centers, label, delta, doublings = [], [], delta or 0.0, 0
     for number, key in enumerate(np.asarray(keys, np.float64)):
         while True:
@@ -172,25 +174,25 @@ def reference(keys, capacity, growth, delta):
                 break
             least = min([np.linalg.norm(a - b) for i, (_, a) in enumerate(centers) for _, b in centers[:i]] + gaps)
             delta, doublings = max(growth * delta, least * (1 + 1e-9)), doublings + 1
-            stand = []
+            remaining = []
             for name, center in centers:
-                if all(np.linalg.norm(center - other) > delta for _, other in stand):
-                    stand.append((name, center))
-            heir = {
-                name: stand[int(np.argmin([np.linalg.norm(center - other) for _, other in stand]))][0]
+                if all(np.linalg.norm(center - other) > delta for _, other in remaining):
+                    remaining.append((name, center))
+            new_label = {
+                name: remaining[int(np.argmin([np.linalg.norm(center - other) for _, other in remaining]))][0]
                 for name, center in centers
             }
-            label = [heir[name] for name in label]
-            centers = stand
+            label = [new_label[name] for name in label]
+            centers = remaining
     return [name for name, _ in centers], np.array(label), delta, doublings
 
 
 @pytest.mark.parametrize("growth, capacity, delta", [(1.25, 5, None), (1.25, 5, 0.3), (2.0, 1, None)])
 @pytest.mark.parametrize("seed", range(3))
-def test_blocks_and_by_token_make_the_clusters_of_the_definition(growth, capacity, delta, seed):
+def test_clusters_of_blocks_and_of_tokens_equal_the_reference(growth, capacity, delta, seed):
     keys = normal_keys(seed)
     opened, label, expected_delta, doublings = reference(keys, capacity, growth, delta)
-    start = fresh(capacity, growth=growth, delta=delta)
+    start = empty_table(capacity, growth=growth, delta=delta)
     # Several sub-blocks, the last one padded.
     blocks, single = _extend(start, keys, NAMES, block=7), _by_token(start, keys, NAMES)
     for table in (blocks, single):
@@ -203,7 +205,7 @@ def test_blocks_and_by_token_make_the_clusters_of_the_definition(growth, capacit
 
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**16), share=st.floats(0, 1), density=st.floats(0, 1))
-def test_the_greedy_cover_is_that_of_the_order(seed, share, density):
+def test_the_greedy_cover_takes_candidates_in_order(seed, share, density):
     rng = np.random.default_rng(seed)
     near = rng.random((12, 12)) < density
     near |= near.T
@@ -220,37 +222,37 @@ _cover = jax.jit(greedy_cover)
 
 @settings(max_examples=30, deadline=None)
 @given(points=grids, waiting=st.integers(1, 9), delta=st.floats(0, 3), growth=st.sampled_from([1.02, 1.5, 2.0]))
-def test_widening_by_the_rows_in_question_is_widening_by_all_distances(points, waiting, delta, growth):
-    # Four rows at a time: whole tables, a part of one, and nothing go through them.
+def test_growing_delta_by_some_rows_equals_growing_it_by_all_distances(points, waiting, delta, growth):
+    # In blocks of four rows: full tables, partial ones and empty ones.
     points = jnp.unique(points, axis=0, size=TOKENS, fill_value=jnp.inf)
     far = 10.0 + 3.0 * jnp.arange(TOKENS)[:, None]
-    # No two distances are alike: the order of a product's sums would decide between them.
+    # Noise prevents ties, which the order of additions would decide.
     points = jnp.where(jnp.isfinite(points), points, far) + 0.05 * np.random.default_rng(0).normal(size=(TOKENS, DIM))
     norms = jnp.sum(points * points, axis=1)
     between, waits = squared_distances(points, points, norms, norms), jnp.float32(waiting)
     expected = _grown(between, waits, jnp.float32(delta), growth)
-    *found, neighbors = _grown_by_rows(
+    *actual, neighbors = _grown_by_rows(
         points, norms, unknown_neighbors(jnp.ones(TOKENS, bool)), waits, jnp.float32(delta), growth
     )
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
-    stands = np.asarray(found[1])
-    lower = np.where(np.tri(TOKENS, k=-1, dtype=bool) & stands, between, np.inf)
-    # Whose nearest went has to look again.
-    known = stands & stands[neighbors.slot]
+    remains = np.asarray(actual[1])
+    lower = np.where(np.tri(TOKENS, k=-1, dtype=bool) & remains, between, np.inf)
+    # Rows whose nearest center was merged are recomputed.
+    known = remains & remains[neighbors.slot]
     np.testing.assert_allclose(
         neighbors.squared_distance[known], lower.min(axis=1)[known], atol=1e-6 * float(norms.max())
     )
-    # Once more, from what is known of those that stand: as from nothing.
-    packed = jnp.asarray(np.cumsum(stands) - 1, jnp.int32)
-    place = jnp.where(stands, packed, TOKENS)
+    # Again, from the known neighbors of the remaining centers, as from no known neighbors.
+    packed = jnp.asarray(np.cumsum(remains) - 1, jnp.int32)
+    place = jnp.where(remains, packed, TOKENS)
     put = lambda rows: jnp.full_like(rows, 1e4).at[place].set(rows, mode="drop")  # noqa: E731
-    left, known = put(points), neighbors.compact(jnp.asarray(stands))
-    left += jnp.arange(TOKENS)[:, None] * (jnp.arange(TOKENS) >= stands.sum())[:, None]
+    left, known = put(points), neighbors.compact(jnp.asarray(remains))
+    left += jnp.arange(TOKENS)[:, None] * (jnp.arange(TOKENS) >= remains.sum())[:, None]
     again = jnp.sum(left * left, axis=1)
-    present = jnp.arange(TOKENS) < stands.sum()
+    present = jnp.arange(TOKENS) < remains.sum()
     ends = [
-        _grown_by_rows(left, again, EarlierNeighbors(of.squared_distance, of.slot, of.stale), waits, found[0], growth)
+        _grown_by_rows(left, again, EarlierNeighbors(of.squared_distance, of.slot, of.stale), waits, actual[0], growth)
         for of in (known, unknown_neighbors(present))
     ]
     for one, other in zip(*(jax.tree.leaves(end[:3]) for end in ends), strict=True):
@@ -281,29 +283,29 @@ def _few_rows(*arguments, **options):
 _grown_by_rows = jax.jit(_few_rows, static_argnums=5)
 
 
-# --- streams that are out of the ordinary ---
+# --- duplicates, masked tokens and moving centers ---
 
 
 @pytest.mark.parametrize("update", [_extend, _by_token])
 def test_duplicates_never_open_a_cluster(update):
-    # Large norms: the distances computed between equal keys are far from zero, relative to their spacing.
+    # With large norms, rounding makes computed distances between equal keys large.
     kinds = 30 * normal_keys(1, 4)
     keys = kinds[np.random.default_rng(0).integers(0, 4, TOKENS)]
-    table = update(fresh(), keys, NAMES)
+    table = update(empty_table(), keys, NAMES)
     assert int(table.size) == len(np.unique(np.asarray(keys), axis=0)) == 4
     assert int(table.doublings) == 0 and float(table.delta) == 0 and not table.radius.any()
-    one = update(fresh(capacity=1), jnp.broadcast_to(keys[0], keys.shape), NAMES)
+    one = update(empty_table(capacity=1), jnp.broadcast_to(keys[0], keys.shape), NAMES)
     assert int(one.count[0]) == TOKENS and int(one.doublings) == 0
 
 
 @pytest.mark.parametrize("update", [_extend, _by_token])
-def test_tokens_that_are_masked_or_not_finite_change_nothing(update):
+def test_masked_and_non_finite_tokens_change_nothing(update):
     keys = normal_keys(2)
-    table = update(fresh(), keys, NAMES)
+    table = update(empty_table(), keys, NAMES)
     nothing = update(table, 9 * keys, NAMES, jnp.zeros(TOKENS, bool))
     chex.assert_trees_all_equal(_plain(nothing), _plain(table))
-    empty = update(fresh(), keys, NAMES, jnp.zeros(TOKENS, bool))
-    chex.assert_trees_all_equal(_plain(empty), _plain(fresh()))
+    empty = update(empty_table(), keys, NAMES, jnp.zeros(TOKENS, bool))
+    chex.assert_trees_all_equal(_plain(empty), _plain(empty_table()))
     broken = update(table, keys.at[:, 1].set(jnp.nan), NAMES)
     chex.assert_trees_all_equal(_plain(dataclasses.replace(broken, unsound=table.unsound)), _plain(table))
     with pytest.raises(ValueError, match=f"unsound={TOKENS}: keys that are not finite were left out"):
@@ -311,19 +313,19 @@ def test_tokens_that_are_masked_or_not_finite_change_nothing(update):
 
 
 @pytest.mark.parametrize("update", [_extend, _by_token])
-def test_masked_tokens_are_as_if_they_had_not_come(update):
+def test_masked_tokens_equal_missing_tokens(update):
     keys, valid = normal_keys(3), np.random.default_rng(0).random(TOKENS) < 0.6
-    table = update(fresh(), jnp.where(valid[:, None], keys, 1e3), NAMES, jnp.asarray(valid))
+    table = update(empty_table(), jnp.where(valid[:, None], keys, 1e3), NAMES, jnp.asarray(valid))
     kept = np.flatnonzero(valid)
-    alone = update(fresh(), keys[kept], NAMES[kept])
+    alone = update(empty_table(), keys[kept], NAMES[kept])
     np.testing.assert_array_equal(table.centers, alone.centers)
     np.testing.assert_array_equal(members(table), members(alone))
     np.testing.assert_allclose(table.radius, alone.radius, rtol=1e-6)
 
 
-def test_moving_centres_are_the_mean_keys():
+def test_moving_centers_are_mean_keys():
     keys = normal_keys(4)
-    table = _extend(fresh(moving=True), keys[:12], NAMES[:12])
+    table = _extend(empty_table(moving=True), keys[:12], NAMES[:12])
     table = _extend(table, keys[12:], NAMES[12:])
     belongs, size = members(table), int(table.size)
     assert int(table.doublings) > 0 and belongs.sum() == TOKENS
@@ -331,7 +333,7 @@ def test_moving_centres_are_the_mean_keys():
         own = np.asarray(keys)[belongs[slot] == 1]
         np.testing.assert_allclose(table.centers[slot], own.mean(axis=0), atol=1e-6)
         assert distances(own, table.centers[slot : slot + 1]).max() <= table.radius[slot] + 1e-5
-    stepped = _by_token(fresh(moving=True), keys, NAMES)
+    stepped = _by_token(empty_table(moving=True), keys, NAMES)
     for slot in range(int(stepped.size)):
         own = np.asarray(keys)[members(stepped)[slot] == 1]
         np.testing.assert_allclose(stepped.centers[slot], own.mean(axis=0), atol=1e-5)
@@ -342,7 +344,7 @@ def test_moving_centres_are_the_mean_keys():
 
 
 @pytest.mark.parametrize("dtype, itemsize", [(jnp.float32, 4), (jnp.bfloat16, 2)])
-def test_bytes_are_those_of_the_formula(dtype, itemsize):
+def test_bytes_follow_the_formula(dtype, itemsize):
     def formula(samples, value_dim, moving):
         values = value_dim or 0
         centers = CAPACITY * DIM * (4 if moving else itemsize)
@@ -355,10 +357,10 @@ def test_bytes_are_those_of_the_formula(dtype, itemsize):
         {"samples": 2, "value_dim": 7, "moving": False},
         {"samples": 0, "value_dim": 7, "moving": True},
     ]:
-        assert kvjax.cache_bytes(fresh(dtype=dtype, **options)) == CacheBytes(formula(**options), 0)
+        assert kvjax.cache_bytes(empty_table(dtype=dtype, **options)) == CacheBytes(formula(**options), 0)
 
 
-def test_many_streams_at_once_equal_each_alone_in_one_trace():
+def test_vmapped_streams_equal_single_streams_with_one_trace():
     keys = jnp.stack([normal_keys(seed) * scale for seed, scale in [(0, 1.0), (1, 5.0), (2, 0.0)]])
     valid = jnp.asarray(np.random.default_rng(1).random((3, TOKENS)) < 0.8).at[2].set(False)
     rngs = jax.random.split(jax.random.key(1), 3)
@@ -366,7 +368,7 @@ def test_many_streams_at_once_equal_each_alone_in_one_trace():
     chex.clear_trace_counter()
 
     def scanned(tables, keys, valid):
-        # Twice the same tokens, in one scan over updates.
+        # The same tokens twice, in one scan over updates.
         each = jax.vmap(lambda table, keys, valid: extend(table, keys, valid=valid, block=8))
         return jax.lax.scan(lambda now, _: (each(now, keys, valid), None), tables, None, length=2)[0]
 
@@ -383,26 +385,26 @@ def test_many_streams_at_once_equal_each_alone_in_one_trace():
 
 @pytest.mark.parametrize("update", [extend, extend_by_token])
 def test_the_state_keeps_its_shapes_and_dtypes(update):
-    table = jax.eval_shape(lambda: fresh(dtype=jnp.bfloat16))
+    table = jax.eval_shape(lambda: empty_table(dtype=jnp.bfloat16))
     for dtype in (jnp.float32, jnp.bfloat16):
         new = jax.eval_shape(update, table, normal_keys(0).astype(dtype), NAMES.astype(dtype))
         chex.assert_trees_all_equal_shapes_and_dtypes(table, new)
     assert new.count.dtype == jnp.int32 and new.mean_value.dtype == jnp.float32
 
 
-def test_weights_stand_for_all_keys():
-    table = _extend(fresh(), normal_keys(0), NAMES)
+def test_weights_sum_to_the_tokens():
+    table = _extend(empty_table(), normal_keys(0), NAMES)
     np.testing.assert_allclose(np.exp(log_counts(table)), table.count)
     assert log_sample_weights(table).dtype == jnp.float32
     np.testing.assert_allclose(np.exp(log_sample_weights(table)).sum(), TOKENS, rtol=1e-5)
-    assert np.isneginf(log_counts(fresh())).all() and np.isneginf(log_sample_weights(fresh())).all()
+    assert np.isneginf(log_counts(empty_table())).all() and np.isneginf(log_sample_weights(empty_table())).all()
     with pytest.raises(ValueError, match="samples=1 or more"):
-        log_sample_weights(fresh(samples=0))
+        log_sample_weights(empty_table(samples=0))
 
 
 @pytest.mark.heavy
-def test_sums_over_the_samples_are_unbiased_and_their_error_falls_with_the_root_of_their_number():
-    # The denominator of attention, line 30 of Algorithm 1, against the exact sum; the numerator plays no part.
+def test_estimates_of_the_denominator_are_unbiased_with_errors_of_order_inverse_square_root():
+    # Line 30 of Algorithm 1 against the exact sum.
     keys = normal_keys(9, 128)
     query = np.random.default_rng(0).normal(size=DIM).astype(np.float32)
     exact = np.exp(np.asarray(keys, np.float64) @ query).sum()
@@ -414,10 +416,10 @@ def test_sums_over_the_samples_are_unbiased_and_their_error_falls_with_the_root_
             table = extend(extend(table, keys[:64]), keys[64:])
             return jnp.sum(jnp.exp(table.samples @ query + log_sample_weights(table)))
 
-        found = np.asarray(jax.jit(jax.vmap(estimate))(jax.random.split(jax.random.key(samples), 400)))
-        assert abs(found.mean() - exact) < 4 * found.std() / np.sqrt(len(found))
-        squared.append((found - exact) ** 2)
-    # One fit per fifth of the streams gives the slope's interval.
+        actual = np.asarray(jax.jit(jax.vmap(estimate))(jax.random.split(jax.random.key(samples), 400)))
+        assert abs(actual.mean() - exact) < 4 * actual.std() / np.sqrt(len(actual))
+        squared.append((actual - exact) ** 2)
+    # Five fits, each of a fifth of the streams, give a confidence interval of the slope.
     parts = np.log(np.array(squared).reshape(len(numbers), 5, -1).mean(axis=-1)) / 2
     slopes = [stats.linregress(np.log(numbers), part).slope for part in parts.T]
     half = stats.t.ppf(0.995, 4) * np.std(slopes, ddof=1) / np.sqrt(5)
@@ -436,13 +438,13 @@ def test_sums_over_the_samples_are_unbiased_and_their_error_falls_with_the_root_
         ({"delta": 0.0}, "delta=0.0"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_by_name(options, message):
+def test_invalid_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        fresh(**options)
+        empty_table(**options)
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    "arrays, message",
     [
         ({"keys": jnp.zeros((5, DIM + 1))}, "keys have shape"),
         ({"values": jnp.zeros((4, TOKENS))}, "values have shape"),
@@ -450,18 +452,18 @@ def test_settings_that_cannot_be_are_refused_by_name(options, message):
         ({"valid": jnp.zeros(4, bool)}, "valid has shape"),
     ],
 )
-def test_tokens_that_do_not_fit_are_refused_by_name(given, message):
-    given = {"keys": jnp.zeros((5, DIM)), "values": jnp.zeros((5, TOKENS)), "valid": None} | given
+def test_tokens_of_invalid_shape_are_refused(arrays, message):
+    arrays = {"keys": jnp.zeros((5, DIM)), "values": jnp.zeros((5, TOKENS)), "valid": None} | arrays
     with pytest.raises(ValueError, match=message):
-        extend(fresh(), **given)
+        extend(empty_table(), **arrays)
 
 
 def _plain(table):
-    """The state with its typed random key as numbers, for chex."""
+    """Returns the state with its PRNG key as integers for chex."""
     return dataclasses.replace(table, rng=jax.random.key_data(table.rng))
 
 
-def test_more_clusters_than_can_be_compared_are_refused():
+def test_too_many_clusters_for_pairwise_distances_are_refused():
     spec = kvjax.CacheSpec(
         batch=1, query_heads=1, kv_heads=1, head_dim=64, max_prompt_tokens=200_000, max_new_tokens=64
     )

@@ -1,3 +1,5 @@
+"""Farthest-first traversal against brute force."""
+
 import functools
 import itertools
 
@@ -15,7 +17,7 @@ POINTS, DIM, SIZE = 14, 3, 5
 choose = jax.jit(greedy_k_center, static_argnums=2)
 extend = jax.jit(extend_k_center, static_argnums=3)
 
-# Small whole numbers: distances are exact, and ties and duplicates common.
+# Integers give exact distances and many ties and duplicates.
 grids = st.lists(st.tuples(*[st.integers(-2, 2)] * DIM), min_size=POINTS, max_size=POINTS).map(
     lambda rows: np.array(rows, np.float32)
 )
@@ -38,26 +40,26 @@ def brute_force(points, valid, size):
 
 @settings(max_examples=60, deadline=None)
 @given(points=grids, valid=masks)
-def test_equals_brute_force_with_ties_duplicates_and_missing_points(points, valid):
-    found = choose(points, valid, SIZE)
+def test_equals_brute_force_with_ties_duplicates_and_masked_points(points, valid):
+    result = choose(points, valid, SIZE)
     chosen, separations = brute_force(points, valid, SIZE)
     count = len(chosen)
-    np.testing.assert_array_equal(found.index[:count], chosen)
-    np.testing.assert_allclose(found.separation[:count], separations, rtol=1e-6)
-    assert np.isneginf(found.separation[count:]).all()
+    np.testing.assert_array_equal(result.index[:count], chosen)
+    np.testing.assert_allclose(result.separation[:count], separations, rtol=1e-6)
+    assert np.isneginf(result.separation[count:]).all()
     if count:
         distance = squared(points[valid], points[chosen])
-        np.testing.assert_array_equal(np.asarray(found.nearest)[valid], distance.argmin(axis=1))  # earliest on ties
-        np.testing.assert_allclose(np.asarray(found.distance)[valid], np.sqrt(distance.min(axis=1)), rtol=1e-6)
-    assert np.isneginf(np.asarray(found.distance)[~valid]).all()
+        np.testing.assert_array_equal(np.asarray(result.nearest)[valid], distance.argmin(axis=1))  # earliest on ties
+        np.testing.assert_allclose(np.asarray(result.distance)[valid], np.sqrt(distance.min(axis=1)), rtol=1e-6)
+    assert np.isneginf(np.asarray(result.distance)[~valid]).all()
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**16), valid=masks.filter(lambda mask: mask.sum() >= SIZE))
-def test_starts_at_the_first_valid_point_and_separations_never_rise(seed, valid):
+def test_starts_at_the_first_valid_point_with_decreasing_separations(seed, valid):
     points = np.random.default_rng(seed).normal(size=(POINTS, DIM)).astype(np.float32)
-    found = choose(points, valid, SIZE)
-    index, separation = np.asarray(found.index), np.asarray(found.separation)
+    result = choose(points, valid, SIZE)
+    index, separation = np.asarray(result.index), np.asarray(result.separation)
     assert index[0] == np.flatnonzero(valid)[0] and np.isinf(separation[0])
     assert valid[index].all() and len(set(index.tolist())) == SIZE
     assert (np.diff(separation[1:]) <= 0).all()
@@ -65,15 +67,15 @@ def test_starts_at_the_first_valid_point_and_separations_never_rise(seed, valid)
 
 @settings(max_examples=40, deadline=None)
 @given(points=grids, valid=masks, candidates=st.sampled_from([1, 2, 4]), block=st.sampled_from([3, 14]))
-def test_rounds_of_few_candidates_choose_as_one_by_one(points, valid, candidates, block):
-    found = chosen_in_rounds(points, valid, candidates, block)
+def test_blocked_rounds_equal_brute_force(points, valid, candidates, block):
+    result = chosen_in_rounds(points, valid, candidates, block)
     expected, separations = brute_force(points, valid, SIZE)
-    np.testing.assert_array_equal(found.index[: len(expected)], expected)
-    np.testing.assert_allclose(found.separation[: len(expected)], separations, rtol=1e-6)
-    assert np.isneginf(found.separation[len(expected) :]).all()
+    np.testing.assert_array_equal(result.index[: len(expected)], expected)
+    np.testing.assert_allclose(result.separation[: len(expected)], separations, rtol=1e-6)
+    assert np.isneginf(result.separation[len(expected) :]).all()
     if expected:
         distance = squared(points[valid], points[expected])
-        np.testing.assert_array_equal(np.asarray(found.nearest)[valid], distance.argmin(axis=1))
+        np.testing.assert_array_equal(np.asarray(result.nearest)[valid], distance.argmin(axis=1))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -84,7 +86,7 @@ def chosen_in_rounds(points, valid, candidates, block):
         return greedy_k_center(points, valid, SIZE)
 
 
-def test_keys_that_are_no_numbers_end():
+def test_terminates_with_nan_keys():
     points = np.full((POINTS, DIM), np.nan, np.float32)
     points[3:] = np.arange(3 * (POINTS - 3)).reshape(-1, 3)
     index = np.asarray(choose(points, np.ones(POINTS, bool), SIZE).index)
@@ -93,7 +95,7 @@ def test_keys_that_are_no_numbers_end():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_covers_within_twice_the_optimum(seed):
-    # Gonzalez's guarantee; the optimum is found by trying all choices of centres.
+    # Gonzalez's guarantee; the optimum comes from exhaustive search.
     points = np.random.default_rng(seed).normal(size=(POINTS, DIM)).astype(np.float32)
     radius = float(choose(points, np.ones(POINTS, bool), 3).distance.max())
     between = np.sqrt(squared(points, points))
@@ -102,10 +104,10 @@ def test_covers_within_twice_the_optimum(seed):
 
 
 @settings(max_examples=40, deadline=None)
-@given(points=grids, valid=masks, standing=st.integers(0, 4))
-def test_extending_continues_the_traversal(points, valid, standing):
-    chosen, separations = brute_force(points, valid, SIZE + standing)
-    fixed, more, more_separations = chosen[:standing], chosen[standing : standing + SIZE], separations[standing:]
+@given(points=grids, valid=masks, num_fixed=st.integers(0, 4))
+def test_extending_continues_the_traversal(points, valid, num_fixed):
+    chosen, separations = brute_force(points, valid, SIZE + num_fixed)
+    fixed, more, more_separations = chosen[:num_fixed], chosen[num_fixed : num_fixed + SIZE], separations[num_fixed:]
     to_fixed = squared(points, points[fixed]).min(axis=1) if fixed else np.full(POINTS, np.inf)
     left = valid & ~np.isin(np.arange(POINTS), fixed)
     between = jnp.asarray(squared(points, points), jnp.float32)
@@ -117,6 +119,6 @@ def test_extending_continues_the_traversal(points, valid, standing):
 
 def test_bfloat16_keys_are_compared_in_float32():
     points = jnp.asarray([[0.0], [256.0], [257.0], [1.0]], jnp.bfloat16)  # 257 is stored as 256
-    found = choose(points, np.ones(4, bool), 4)
-    np.testing.assert_array_equal(found.index, [0, 1, 3, 2])
-    assert found.separation.dtype == jnp.float32
+    result = choose(points, np.ones(4, bool), 4)
+    np.testing.assert_array_equal(result.index, [0, 1, 3, 2])
+    assert result.separation.dtype == jnp.float32

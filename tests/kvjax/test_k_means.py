@@ -1,3 +1,5 @@
+"""Spherical k-means against Lloyd's algorithm in float64, and its initializations."""
+
 import functools
 
 import jax
@@ -35,7 +37,7 @@ def unit(x):
 
 
 def by_loops(directions, points, iterations):
-    """Lloyd's algorithm in float64, from the given directions: labels and the objective after each iteration."""
+    """Runs Lloyd's algorithm in float64; returns labels and the objective after each iteration."""
     objective = []
     for _ in range(iterations):
         cosine = points @ directions.T
@@ -49,59 +51,59 @@ def by_loops(directions, points, iterations):
 @pytest.mark.parametrize("start", each(STARTS, quick=("random",)))
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**16))
-def test_it_is_lloyd_s_algorithm(start, seed):
+def test_equals_lloyd_s_algorithm(start, seed):
     keys, valid = stream(seed)
     rng = jax.random.key(seed)
-    found = cluster(rng, keys, valid, start)
+    result = cluster(rng, keys, valid, start)
     draw = _draw_uniformly if start == "random" else _draw_apart
     points = unit(keys.astype(np.float64))
     drawn = np.asarray(draw(rng, jnp.asarray(np.where(valid[:, None], points, 0), jnp.float32), valid, CLUSTERS))
     label, objective = by_loops(points[drawn], points[valid], ITERATIONS)
-    np.testing.assert_array_equal(np.asarray(found.label)[valid], label)
-    np.testing.assert_allclose(found.objective, objective, atol=1e-4)
+    np.testing.assert_array_equal(np.asarray(result.label)[valid], label)
+    np.testing.assert_allclose(result.objective, objective, atol=1e-4)
 
 
 @pytest.mark.parametrize("start", STARTS)
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**16), duplicates=st.booleans())
-def test_clusters_are_a_partition_and_the_objective_never_rises(start, seed, duplicates):
+def test_clusters_are_a_partition_and_the_objective_never_increases(start, seed, duplicates):
     keys, valid = stream(seed, duplicates)
-    found = cluster(jax.random.key(seed), keys, valid, start)
-    label = np.asarray(found.label)
+    result = cluster(jax.random.key(seed), keys, valid, start)
+    label = np.asarray(result.label)
     assert (label[~valid] == CLUSTERS).all() and (label[valid] < CLUSTERS).all()
-    assert (np.diff(found.objective) <= 1e-4).all()
+    assert (np.diff(result.objective) <= 1e-4).all()
 
 
-def test_it_stops_when_too_little_is_gained():
+def test_stops_when_the_gain_is_below_the_tolerance():
     keys, _ = stream(0)
     every = np.ones(POINTS, bool)
-    to_the_end = cluster(jax.random.key(0), keys, every)
-    gains = -np.diff(to_the_end.objective) / np.asarray(to_the_end.objective)[1:]
-    last = int(to_the_end.iterations)
-    assert last < ITERATIONS and gains[last - 2] <= 1e-6 < gains[last - 3]  # nothing more to gain
+    converged = cluster(jax.random.key(0), keys, every)
+    gains = -np.diff(converged.objective) / np.asarray(converged.objective)[1:]
+    last = int(converged.iterations)
+    assert last < ITERATIONS and gains[last - 2] <= 1e-6 < gains[last - 3]  # converged
     tolerance = float(gains[last - 3] + gains[last - 4]) / 2
     early = cluster(jax.random.key(0), keys, every, tolerance=tolerance)
-    made = int(early.iterations)
-    assert made == np.argmax(gains <= tolerance) + 2 < last
-    repeated = np.repeat(to_the_end.objective[made - 1], ITERATIONS - made + 1)
-    np.testing.assert_allclose(early.objective[made - 1 :], repeated)
+    num_iterations = int(early.iterations)
+    assert num_iterations == np.argmax(gains <= tolerance) + 2 < last
+    repeated = np.repeat(converged.objective[num_iterations - 1], ITERATIONS - num_iterations + 1)
+    np.testing.assert_allclose(early.objective[num_iterations - 1 :], repeated)
 
 
 def test_fewer_keys_than_clusters_leave_clusters_empty():
     keys, _ = stream(1)
-    found = cluster(jax.random.key(0), keys, np.arange(POINTS) < 2)
-    assert len(set(np.asarray(found.label)[:2].tolist())) == 2 and (found.label[2:] == CLUSTERS).all()
+    result = cluster(jax.random.key(0), keys, np.arange(POINTS) < 2)
+    assert len(set(np.asarray(result.label)[:2].tolist())) == 2 and (result.label[2:] == CLUSTERS).all()
     empty = cluster(jax.random.key(0), keys, np.zeros(POINTS, bool))
     assert (empty.label == CLUSTERS).all() and np.isfinite(empty.objective).all()
 
 
-def test_keys_without_a_direction_and_noise_behind_the_stream_do_no_harm():
+def test_keys_of_norm_zero_and_masked_noise_are_allowed():
     keys, valid = stream(2)
     keys[3] = 0
-    found = cluster(jax.random.key(0), keys, valid)
+    result = cluster(jax.random.key(0), keys, valid)
     noisy = cluster(jax.random.key(0), np.where(valid[:, None], keys, np.nan).astype(np.float32), valid)
-    np.testing.assert_array_equal(found.label, noisy.label)
-    np.testing.assert_array_equal(found.objective, noisy.objective)
+    np.testing.assert_array_equal(result.label, noisy.label)
+    np.testing.assert_array_equal(result.objective, noisy.objective)
 
 
 @functools.partial(jax.jit, static_argnames=("options",))
@@ -110,14 +112,14 @@ def cluster_with(rng, keys, valid, used, options):
 
 
 @pytest.mark.parametrize("used", [1, 2, 3])
-def test_only_so_many_clusters_are_used_and_as_if_there_were_no_more(used):
+def test_num_clusters_limits_the_clusters(used):
     keys, valid = stream(4)
-    found = cluster_with(jax.random.key(0), keys, valid, used, (("iterations", ITERATIONS),))
-    assert (np.asarray(found.label)[valid] < used).all()
+    result = cluster_with(jax.random.key(0), keys, valid, used, (("iterations", ITERATIONS),))
+    assert (np.asarray(result.label)[valid] < used).all()
     fewer = jax.jit(lambda rng: k_means(rng, keys, valid, used, iterations=ITERATIONS, tolerance=0.0, block=8))
     expected = fewer(jax.random.key(0))
-    np.testing.assert_array_equal(np.asarray(found.label)[valid], np.asarray(expected.label)[valid])
-    np.testing.assert_allclose(found.objective, expected.objective, rtol=1e-6)  # summed in another order
+    np.testing.assert_array_equal(np.asarray(result.label)[valid], np.asarray(expected.label)[valid])
+    np.testing.assert_allclose(result.objective, expected.objective, rtol=1e-6)  # the order of additions differs
 
 
 @settings(max_examples=20, deadline=None)
@@ -127,9 +129,9 @@ def test_a_sample_is_clustered_first_then_all_keys(seed):
     valid[0] = True  # a sample needs a key
     rng = jax.random.key(seed)
     options = (("iterations", 6), ("sample", 3), ("polish", 2))
-    found = cluster_with(rng, keys, valid, CLUSTERS, options)
-    assert found.objective.shape == (2,)
-    assert found.objective[1] <= found.objective[0] + 1e-4
+    result = cluster_with(rng, keys, valid, CLUSTERS, options)
+    assert result.objective.shape == (2,)
+    assert result.objective[1] <= result.objective[0] + 1e-4
     points = unit(keys.astype(np.float64))
     drawn = np.asarray(_draw_uniformly(rng, jnp.asarray(points), jnp.asarray(valid), CLUSTERS))
     directions = points[drawn]
@@ -138,14 +140,14 @@ def test_a_sample_is_clustered_first_then_all_keys(seed):
             label = (points[sampled] @ directions.T).argmax(axis=1)
             sums = np.stack([points[sampled][label == number].sum(axis=0) for number in range(CLUSTERS)])
             directions = np.where((sums != 0).any(axis=1, keepdims=True), unit(sums), directions)
-    np.testing.assert_array_equal(np.asarray(found.label)[valid], (points[valid] @ directions.T).argmax(axis=1))
+    np.testing.assert_array_equal(np.asarray(result.label)[valid], (points[valid] @ directions.T).argmax(axis=1))
 
 
-def test_directions_may_turn_to_the_sum_of_keys_as_they_are():
+def test_centroids_may_be_updated_by_unnormalized_keys():
     keys, _ = stream(6)
     every = np.ones(POINTS, bool)
     rng = jax.random.key(0)
-    found = cluster_with(rng, keys, every, CLUSTERS, (("iterations", 5), ("centroid_update", "keys")))
+    result = cluster_with(rng, keys, every, CLUSTERS, (("iterations", 5), ("centroid_update", "keys")))
     points = unit(keys.astype(np.float64))
     directions = points[np.asarray(_draw_uniformly(rng, jnp.asarray(points), jnp.asarray(every), CLUSTERS))]
     for _ in range(5):
@@ -153,11 +155,11 @@ def test_directions_may_turn_to_the_sum_of_keys_as_they_are():
         directions = unit(
             np.stack([keys[label == number].astype(np.float64).sum(axis=0) for number in range(CLUSTERS)])
         )
-    np.testing.assert_array_equal(found.label, label)
-    assert int(found.iterations) == 5
+    np.testing.assert_array_equal(result.label, label)
+    assert int(result.iterations) == 5
 
 
-def test_random_starts_are_distinct_and_uniform():
+def test_random_initial_points_are_distinct_and_uniform():
     valid = np.arange(POINTS) % 3 == 0
     points = jnp.ones((POINTS, DIM))
     rngs = jax.random.split(jax.random.key(0), 2000)
@@ -169,7 +171,7 @@ def test_random_starts_are_distinct_and_uniform():
 
 
 def test_k_means_plus_plus_draws_in_proportion_to_the_distance():
-    # Three directions at known angles: from the first, the second is drawn by 1 - cosine.
+    # With three directions at known angles, the second point is drawn in proportion to 1 - cosine.
     angles = np.array([0.0, 0.5, 2.0])
     points = jnp.asarray(np.stack([np.cos(angles), np.sin(angles)], axis=1), jnp.float32)
     valid = np.ones(3, bool)
@@ -194,7 +196,7 @@ def test_k_means_plus_plus_draws_in_proportion_to_the_distance():
         ({"kmeans_init": "far"}, "kmeans_init='far'"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(change, message):
+def test_invalid_settings_are_refused(change, message):
     keys, valid = stream(0)
     with pytest.raises(ValueError, match=message):
         k_means(jax.random.key(0), keys, valid, **({"clusters": CLUSTERS} | change))

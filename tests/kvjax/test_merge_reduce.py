@@ -1,3 +1,5 @@
+"""The merge-and-reduce tree against the offline recursion that defines it."""
+
 import dataclasses
 import functools
 
@@ -25,7 +27,7 @@ HALVES = {
 
 
 def insert_by_token(tree, keys, values, *, halve):
-    """The definition, token by token."""
+    """Inserts token by token, which defines the result for blocks."""
 
     def step(tree, token):
         key, value = token
@@ -46,13 +48,13 @@ def stream(seed=0, tokens=TOKENS):
     )
 
 
-def fresh(bins=BINS, bin_slots=BIN_SLOTS, tokens=TOKENS, value_dim=VALUE_DIM, **options):
+def empty_tree(bins=BINS, bin_slots=BIN_SLOTS, tokens=TOKENS, value_dim=VALUE_DIM, **options):
     sizes = {"bins": bins, "bin_slots": bin_slots, "tokens": tokens}
     return merge_reduce.init_merge_reduce(jax.random.key(7), key_dim=KEY_DIM, value_dim=value_dim, **sizes, **options)
 
 
 def occupied(tree):
-    """All that a tree shows: entries in order of their slots, and where in the offline tree each bin stands."""
+    """Returns the entries of a tree in the order of slots, and the node of the offline tree that each bin holds."""
     there = np.asarray(tree.log_weight) > -np.inf
     values = None if tree.values is None else np.asarray(tree.values)[there]
     return {
@@ -66,7 +68,7 @@ def occupied(tree):
 
 
 def offline(keys, values, halve, conserves_mass):
-    """The recursion that defines a node: its tokens and weights, by (level, index)."""
+    """Returns a function that gives tokens and weights of the node (level, index) by recursion."""
 
     @functools.cache
     def node(level, index):
@@ -85,10 +87,10 @@ def offline(keys, values, halve, conserves_mass):
 
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("name", HALVES)
-def test_every_bin_is_that_node_of_the_offline_recursion(name, eager):
+def test_every_bin_equals_its_node_of_the_offline_recursion(name, eager):
     keys, values = stream()
     conserves_mass = name == "exactly"
-    tree = insert(fresh(eager=eager, conserves_mass=conserves_mass), keys, values, halve=HALVES[name])
+    tree = insert(empty_tree(eager=eager, conserves_mass=conserves_mass), keys, values, halve=HALVES[name])
     node = offline(keys, values, jax.jit(HALVES[name]), conserves_mass)
     covered = []
     for number, (level, index) in enumerate(zip(np.asarray(tree.level), np.asarray(tree.index), strict=True)):
@@ -111,10 +113,10 @@ def test_every_bin_is_that_node_of_the_offline_recursion(name, eager):
 
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("cut", [(100,), (1, 3, 46, 50)])
-def test_a_stream_gives_the_same_however_it_is_cut(eager, cut):
+def test_trees_do_not_depend_on_blocks(eager, cut):
     keys, values = stream()
-    expected = occupied(scan_tokens(fresh(eager=eager), keys, values, halve=balance.halve_by_pairs))
-    tree, begin = fresh(eager=eager), 0
+    expected = occupied(scan_tokens(empty_tree(eager=eager), keys, values, halve=balance.halve_by_pairs))
+    tree, begin = empty_tree(eager=eager), 0
     for size in cut:
         part = slice(begin, begin + size)
         tree, begin = insert(tree, keys[part], values[part], halve=balance.halve_by_pairs), begin + size
@@ -123,11 +125,11 @@ def test_a_stream_gives_the_same_however_it_is_cut(eager, cut):
 
 @pytest.mark.parametrize("count", [0, 3, 24, 25, 61, 100])
 @pytest.mark.parametrize("name", ["pairs", "exactly"])
-def test_filling_at_once_makes_nodes_of_the_offline_recursion_of_even_levels(name, count):
+def test_filling_equals_the_offline_recursion(name, count):
     keys, values = stream()
     inside = np.arange(TOKENS)[:, None] < count
     noisy = np.where(inside, keys, 50.0), np.where(inside, values, -50.0)
-    tree = fill(fresh(), *noisy, jnp.int32(count), halve=HALVES[name])
+    tree = fill(empty_tree(), *noisy, jnp.int32(count), halve=HALVES[name])
     node = offline(keys, values, jax.jit(HALVES[name]), conserves_mass=True)
     opened = -(-count // BIN_SLOTS)
     assert np.sum(tree.level >= 0) == min(opened, BINS) and tree.count == count and tree.lost == 0
@@ -138,12 +140,12 @@ def test_filling_at_once_makes_nodes_of_the_offline_recursion_of_even_levels(nam
             continue
         tokens, weight = node(int(level), int(index))
         weight = np.where(tokens < count, weight, 0.0) if level == 0 else weight
-        # In order of weight where the halving gives one.
+        # Entries of weight zero come last.
         order = np.lexsort((np.arange(BIN_SLOTS), weight == 0))
         np.testing.assert_allclose(np.exp(tree.log_weight[slots]), weight[order], rtol=1e-5)
         there = weight[order] > 0
         np.testing.assert_array_equal(tree.keys[slots][there], keys[tokens[order]][there])
-    # Every level below the highest was halved as far as it has pairs.
+    # Every level below the highest was halved while it had pairs.
     levels = tree.level[tree.level >= 0].tolist()
     assert all(levels.count(level) <= 1 + (level == 0) for level in range(max(levels, default=0) - 1))
     more = stream(1, 20)
@@ -153,64 +155,66 @@ def test_filling_at_once_makes_nodes_of_the_offline_recursion_of_even_levels(nam
 
 
 @pytest.mark.parametrize("name", ["pairs", "exactly"])
-def test_filling_in_groups_depends_on_the_tokens_alone(name):
+def test_filling_in_groups_depends_only_on_the_tokens(name):
     keys, values = stream()
     in_groups = jax.jit(merge_reduce.fill, static_argnames=("halve", "block", "max_parallel"))
     trees = []
     for tokens, noise in [(61, 0.0), (100, 50.0)]:
         inside = np.arange(tokens)[:, None] < 61
         padded = np.where(inside, keys[:tokens], noise), np.where(inside, values[:tokens], noise)
-        tree = in_groups(fresh(), *padded, jnp.int32(61), halve=HALVES[name], block=32, max_parallel=1 + int(noise))
+        tree = in_groups(
+            empty_tree(), *padded, jnp.int32(61), halve=HALVES[name], block=32, max_parallel=1 + int(noise)
+        )
         trees.append(occupied(tree))
         np.testing.assert_allclose(np.exp(tree.log_weight).sum(), 61, rtol=1e-5)
         assert np.isfinite(tree.log_weight).sum() == 5 * BIN_SLOTS + 61 % BIN_SLOTS
     chex.assert_trees_all_close(*trees, rtol=1e-6)
-    apart = occupied(fill(fresh(), keys, values, jnp.int32(61), halve=HALVES[name]))
-    assert not np.array_equal(apart["keys"], trees[0]["keys"])
+    without_groups = occupied(fill(empty_tree(), keys, values, jnp.int32(61), halve=HALVES[name]))
+    assert not np.array_equal(without_groups["keys"], trees[0]["keys"])
 
 
-def test_invalid_tokens_are_passed_over():
+def test_invalid_tokens_are_ignored():
     keys, values = stream()
     valid = np.random.default_rng(0).uniform(size=TOKENS) < 0.6
-    some = insert(fresh(), keys, values, valid, halve=balance.halve_by_pairs)
-    only = insert(fresh(), keys[valid], values[valid], halve=balance.halve_by_pairs)
+    some = insert(empty_tree(), keys, values, valid, halve=balance.halve_by_pairs)
+    only = insert(empty_tree(), keys[valid], values[valid], halve=balance.halve_by_pairs)
     chex.assert_trees_all_equal(occupied(some), occupied(only))
     assert some.count == valid.sum()
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=5), st.booleans())
-def test_the_weights_sum_to_the_tokens_and_slots_are_used(sizes, eager):
+def test_weights_sum_to_the_tokens_and_slots_are_used(sizes, eager):
     keys, values = stream()
-    tree = fresh(eager=eager)
+    tree = empty_tree(eager=eager)
     for number, size in enumerate(sizes):
         part = slice(20 * number, 20 * number + 20)
         tree = insert(tree, keys[part], values[part], np.arange(20) < size, halve=balance.halve_by_pairs)
     total = sum(sizes)
     np.testing.assert_allclose(np.exp(tree.log_weight).sum(), total, rtol=1e-5)
     assert tree.count == total and tree.lost == 0
-    if not eager:  # all tokens while they fit; after that never two bins less than full
+    if not eager:  # all tokens while they fit, later at most one partial bin
         used = np.isfinite(tree.log_weight).sum()
         assert used == total if total <= BINS * BIN_SLOTS else used > (BINS - 1) * BIN_SLOTS
     assert np.all(np.isfinite(tree.keys)) and np.all(np.isfinite(tree.values))
 
 
-def test_without_correction_mass_is_lost_and_with_it_kept():
+def test_mass_is_conserved_only_with_the_correction():
     tokens = 400
     keys, values = stream(tokens=tokens)
 
     def mass(conserves_mass):
-        tree = fresh(bin_slots=16, tokens=tokens, conserves_mass=conserves_mass)
+        tree = empty_tree(bin_slots=16, tokens=tokens, conserves_mass=conserves_mass)
         return np.exp(insert(tree, keys, values, halve=HALVES["softmax"]).log_weight).sum()
 
     assert mass(conserves_mass=False) < 0.9 * tokens
     np.testing.assert_allclose(mass(conserves_mass=True), tokens, rtol=1e-5)
 
 
-def test_denominators_need_no_values():
+def test_values_are_optional():
     keys, _ = stream()
-    tree = insert(fresh(value_dim=None), keys, None, halve=algorithm_2)
-    ones = insert(fresh(value_dim=1), keys, np.ones((TOKENS, 1), np.float32), halve=algorithm_2)
+    tree = insert(empty_tree(value_dim=None), keys, None, halve=algorithm_2)
+    ones = insert(empty_tree(value_dim=1), keys, np.ones((TOKENS, 1), np.float32), halve=algorithm_2)
     assert tree.values is None
     np.testing.assert_array_equal(tree.log_weight, ones.log_weight)
     np.testing.assert_array_equal(tree.keys, ones.keys)
@@ -218,7 +222,7 @@ def test_denominators_need_no_values():
         merge_reduce.insert(tree, keys, np.ones((TOKENS, 1)), halve=algorithm_2)
 
 
-def test_streams_of_a_batch_are_each_their_own():
+def test_vmapped_streams_equal_single_streams():
     keys, values = (np.stack([part] * 2) for part in stream())
     rngs = jax.random.split(jax.random.key(0), 2)
     counts = jnp.array([90, 37])
@@ -226,7 +230,7 @@ def test_streams_of_a_batch_are_each_their_own():
     @jax.jit
     @jax.vmap
     def run(rng, keys, values, count):
-        tree = dataclasses.replace(fresh(), rng=rng)
+        tree = dataclasses.replace(empty_tree(), rng=rng)
         return merge_reduce.insert(tree, keys, values, jnp.arange(TOKENS) < count, halve=balance.halve_by_pairs)
 
     both = run(rngs, keys, values, counts)
@@ -237,7 +241,7 @@ def test_streams_of_a_batch_are_each_their_own():
         )
 
 
-def test_one_trace_serves_a_stream_of_any_length():
+def test_streams_of_any_length_need_one_trace():
     keys, values = stream()
     chex.clear_trace_counter()
 
@@ -246,35 +250,35 @@ def test_one_trace_serves_a_stream_of_any_length():
     def step(tree, keys, values):
         return merge_reduce.insert(tree, keys, values, halve=balance.halve_by_pairs)
 
-    tree = fresh()
+    tree = empty_tree()
     for begin in range(0, TOKENS, 4):
         tree = step(tree, keys[begin : begin + 4], values[begin : begin + 4])
     assert tree.count == TOKENS
 
 
 @pytest.mark.parametrize("dtype, value_dim", [(jnp.float32, VALUE_DIM), (jnp.bfloat16, 1), (jnp.float32, None)])
-def test_bytes_are_those_of_the_formula(dtype, value_dim):
-    tree = fresh(value_dim=value_dim, dtype=dtype)
+def test_bytes_follow_the_formula(dtype, value_dim):
+    tree = empty_tree(value_dim=value_dim, dtype=dtype)
     slots, itemsize = BINS * BIN_SLOTS, jnp.dtype(dtype).itemsize
     expected = slots * (KEY_DIM + (value_dim or 0)) * itemsize + 4 * slots + 8 * BINS + 12 + 8
     assert kvjax.cache_bytes(tree) == CacheBytes(expected, 0)
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_the_least_bins_are_enough_and_one_less_is_not(eager):
+def test_the_required_bins_suffice_and_fewer_are_refused(eager):
     keys, values = stream()
     needed = merge_reduce.bins_needed(TOKENS, BIN_SLOTS)
-    enough = insert(fresh(bins=needed, eager=eager), keys, values, halve=balance.halve_by_pairs)
+    enough = insert(empty_tree(bins=needed, eager=eager), keys, values, halve=balance.halve_by_pairs)
     assert enough.lost == 0 and enough.count == TOKENS
     with pytest.raises(ValueError, match=f"bins={needed - 1} .*at least {needed}"):
-        fresh(bins=needed - 1)
-    short = insert(fresh(bins=needed - 1, tokens=1, eager=eager), keys, values, halve=balance.halve_by_pairs)
+        empty_tree(bins=needed - 1)
+    short = insert(empty_tree(bins=needed - 1, tokens=1, eager=eager), keys, values, halve=balance.halve_by_pairs)
     assert short.lost > 0 and short.count + short.lost == TOKENS
     with pytest.raises(ValueError, match="without a free bin"):
         kvjax.raise_faults(short)
 
 
 @pytest.mark.parametrize("sizes", [{"bins": 0}, {"bin_slots": 0}])
-def test_sizes_that_cannot_be_are_refused_by_name(sizes):
+def test_invalid_sizes_are_refused(sizes):
     with pytest.raises(ValueError, match=next(iter(sizes))):
-        fresh(**sizes)
+        empty_tree(**sizes)

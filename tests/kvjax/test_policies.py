@@ -1,3 +1,5 @@
+"""Laws of all policies, bytes, and the policies StreamingLLM, Uniform and ClusterGen."""
+
 import dataclasses
 import functools
 import itertools
@@ -40,24 +42,17 @@ from tests.kvjax.support import (
 )
 
 KV_HEADS, QUERY_HEADS = 2, 4
-# Policies whose weights stand for all tokens, kept or not.
-WEIGHING = (
-    "uniform",
-    "clustergen_mean_value",
-    "chelsea",
-    "chelsea_drop",
-    "subgen_mean_value",
-    "balancekv_pairs",
-    "clusterkv",
-)
+# Policies whose weights sum to the number of tokens.
+WEIGHING = ("uniform", "clustergen_mean_value", "chelsea", "chelsea_drop", "subgen_mean_value")
+WEIGHING += ("balancekv_pairs", "clusterkv")
 
 
-def seen(row, step):
-    """Which positions of the stream a row has read after `step + 1` appended tokens."""
+def held_positions(row, step):
+    """Returns which positions a row holds after `step + 1` appended tokens."""
     return np.arange(HEAD_DIM) < LENGTHS[row] + step + 1
 
 
-# --- what holds for every policy ---
+# --- laws of every policy ---
 
 
 @every_policy
@@ -66,7 +61,7 @@ def test_a_row_in_a_ragged_batch_equals_the_row_alone(name, row):
     stream = make_stream().row(row)
     _, outputs, weights = whole_run(name)
     length = LENGTHS[row : row + 1]
-    # Other noise behind the prompt, too: what lies past a row's length must not matter.
+    # The padding has other noise, which must not matter.
     prompt = prompt_of(stream, length, garbage=1)
     cache = begin(POLICIES[name], make_spec(batch=1), row_keys()[row : row + 1], *prompt, length)
     _, alone_outputs, alone_weights = go(cache, after(stream, length))
@@ -76,7 +71,7 @@ def test_a_row_in_a_ragged_batch_equals_the_row_alone(name, row):
 
 
 @every_policy
-def test_appending_a_block_with_causal_attention_equals_token_by_token(name):
+def test_appending_a_block_equals_appending_its_tokens(name):
     cache, outputs, weights = whole_run(name)
     block_cache, block_outputs, block_weights = whole_run(name, block=8)
     np.testing.assert_allclose(outputs, block_outputs, rtol=1e-5, atol=1e-5)
@@ -87,15 +82,15 @@ def test_appending_a_block_with_causal_attention_equals_token_by_token(name):
 @every_policy
 def test_the_cache_keeps_its_shapes_and_dtypes(name):
     policy, spec, stream = POLICIES[name], make_spec(dtype=jnp.bfloat16), make_stream()
-    fresh = abstract_cache(policy, spec)
+    abstract = abstract_cache(policy, spec)
     cache = begin(policy, spec, row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
     new = after(stream, LENGTHS, 3)
     appended = jax.eval_shape(kvjax.append, cache, new.keys, new.values)
     attended, stepped = jax.eval_shape(kvjax.step, cache, new.queries, new.keys, new.values)
     partials = jax.eval_shape(kvjax.attend, cache, stream.queries[:, :1])
     for other in (cache, appended, stepped, jax.eval_shape(kvjax.compact, appended)):
-        assert jax.tree.structure(fresh) == jax.tree.structure(other)
-        chex.assert_trees_all_equal_shapes_and_dtypes(_plain(fresh), _plain(other))
+        assert jax.tree.structure(abstract) == jax.tree.structure(other)
+        chex.assert_trees_all_equal_shapes_and_dtypes(_plain(abstract), _plain(other))
     assert {leaf.dtype for leaf in jax.tree.leaves((partials, attended))} == {jnp.dtype("float32")}
     assert cache.staging.keys.dtype == jnp.bfloat16
 
@@ -122,8 +117,8 @@ def test_one_trace_serves_all_steps_and_any_cache_may_be_donated(name):
 
 
 @pytest.mark.parametrize("name", each(POLICIES, quick=("uniform",)))
-def test_a_step_is_append_and_attend_and_compacts_where_tokens_would_find_no_room(name):
-    # Three tokens at a time: a buffer of 8 is compacted before the ninth token, with six in it.
+def test_a_step_equals_append_and_attend_and_compacts_a_full_staging_buffer(name):
+    # In blocks of three tokens a staging buffer of 8 is compacted when it holds six.
     stream = make_stream()
     cache = begin(POLICIES[name], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
     step, append, attend = jax.jit(kvjax.step), jax.jit(kvjax.append), jax.jit(kvjax.attend)
@@ -134,11 +129,11 @@ def test_a_step_is_append_and_attend_and_compacts_where_tokens_would_find_no_roo
         attended, cache = step(cache, new.queries, new.keys, new.values)
         if number in (2, 4):
             by_hand = kvjax.compact(by_hand)
-        if by_hand.policy.requires.attention_stats:  # attending alone teaches nothing
+        if by_hand.policy.requires.attention_stats:  # which `attend` does not update
             last, by_hand = full_or_not(by_hand, new.queries, new.keys, new.values)
         else:
             by_hand = append(by_hand, new.keys, new.values)
-            # The last token's query sees all there is.
+            # Only the last query attends to all tokens.
             last = kvjax.normalize(attend(by_hand, new.queries[:, -1:]))
         assert int(cache.counters.offset) == int(by_hand.counters.offset) == 3 * (number % 2 + 1)
         np.testing.assert_allclose(attended[:, -last.shape[1] :], last, rtol=1e-5, atol=1e-5)
@@ -147,8 +142,8 @@ def test_a_step_is_append_and_attend_and_compacts_where_tokens_would_find_no_roo
 
 
 @every_policy
-def test_compacting_nothing_changes_nothing(name):
-    # A row that has ended is compacted along with those that have not.
+def test_a_compaction_without_staged_tokens_changes_nothing(name):
+    # Finished sequences are compacted together with the others.
     compact, stream = jax.jit(kvjax.compact), make_stream()
     cache = begin(POLICIES[name], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
     for settled in (cache, whole_run(name)[0]):
@@ -157,7 +152,7 @@ def test_compacting_nothing_changes_nothing(name):
 
 @every_policy
 def test_compaction_may_come_early(name):
-    # Uneven moments change no token that a window or an exact cache keeps, and leave every cache sound.
+    # It does not change which tokens a window or a full cache keeps, and causes no fault in any cache.
     stream = make_stream()
     cache = begin(POLICIES[name], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
     cache, outputs, weights = go(cache, after(stream, LENGTHS), 1, 3)
@@ -172,7 +167,6 @@ def test_compaction_may_come_early(name):
 
 @pytest.mark.parametrize("name", ROOMY)
 def test_a_budget_of_all_tokens_gives_exact_attention(name):
-    # All but "paper", which drops what leaves its window whatever room it has.
     stream = make_stream()
     cache = begin(ROOMY[name], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
     _, outputs, weights = go(cache, after(stream, LENGTHS))
@@ -185,7 +179,7 @@ def test_exact_is_causal_softmax_attention():
     _, outputs, weights = whole_run("exact")
     for row, head, step in itertools.product(range(BATCH), range(QUERY_HEADS), (0, 7, 8, NEW - 1)):
         end = LENGTHS[row] + step + 1
-        np.testing.assert_array_equal(weights[row, step, head // 2], seen(row, step))
+        np.testing.assert_array_equal(weights[row, step, head // 2], held_positions(row, step))
         expected = softmax_attention(
             stream.queries[row, end - 1, head], stream.keys[row, :end, head // 2], stream.values[row, :end, head // 2]
         )
@@ -195,75 +189,75 @@ def test_exact_is_causal_softmax_attention():
 # --- bytes ---
 
 
-# Exact's store is rounded up to whole blocks of slots.
+# The capacity of the full cache is a multiple of 64.
 EXACT_SLOTS = -(-(PROMPT + NEW) // 64) * 64
-# Selections beside whose budget there is room for all that may come.
-BESIDE = ("snapkv", "pyramidkv")
+# Top-k policies that reserve slots for all later tokens.
+RESERVING = ("snapkv", "pyramidkv")
 
 
 def expected_bytes(name, spec, budget, compact_every, sinks, recent):
-    """One row's bytes: keys and values of the store and of staging, a byte per staging slot, seven int32 of every cache
-    (offset, count, first, overflow, past, reused, policy_faults), and the policy's other arrays."""
+    """Returns the bytes of one row: keys and values of the store and of staging, a byte per staging slot, seven int32
+    counters (offset, count, first, overflow, past, reused, policy_faults), and the policy's other arrays."""
     itemsize, heads = jnp.dtype(spec.dtype).itemsize, spec.kv_heads
     slots = EXACT_SLOTS if name == "exact" else sinks + recent if name.startswith("subgen") else budget
-    slots = -(-(slots + spec.max_new_tokens) // 8) * 8 if name in BESIDE else slots
-    # Halved once to 7 of 30, and all that may come; trees of 3 bins of 11 slots.
+    slots = -(-(slots + spec.max_new_tokens) // 8) * 8 if name in RESERVING else slots
+    # 30 tokens halved to 7, and all later tokens; trees of 3 bins of 11 slots.
     slots = {"balancekv_reference": sinks + recent + 7 + spec.max_new_tokens, "balancekv_paper": sinks + recent}.get(
         name, slots
     )
-    # What waits to be clustered: up to a chunk of 8 and a block of 8; to be a page: of 16 and 8.
+    # The window also holds unclustered tokens, fewer than a chunk and a block of 8, or fewer than a page and a block.
     slots = 0 if name == "infinigen" else slots
     slots = sinks + recent + 15 if name.startswith("clusterkv") else 23 if name == "quest" else slots
     staging = min(compact_every, spec.max_new_tokens)
     common = 2 * heads * (slots + staging) * spec.head_dim * itemsize + staging + 7 * 4
-    # A window counts the tokens it took in; a growing store those it has and those it lost.
+    # A window has one counter, an append-only store two.
     common += 8 if name == "exact" else 4
     selected = budget - sinks - recent
     # Residuals of rounded means: int8 values and a bfloat16 scale per vector.
     residual = heads * (spec.head_dim + 2) * (itemsize < 4)
-    own = {
+    policy_bytes = {
         "exact": 0,
         "streaming_llm": 0,
         "streaming_llm_reindexed": 4 * spec.head_dim // 2,  # a frequency per pair of dimensions
-        "uniform": 4 * heads * (selected + budget) + 8,  # priorities, log-weights, the row's random key
-        "clustergen_paper": 4,  # the number of centres
+        "uniform": 4 * heads * (selected + budget) + 8,  # priorities, log-weights, the row's PRNG key
+        "clustergen_paper": 4,  # the number of centers
         "clustergen_mean_value": 4 * heads * (2 * selected + budget)
         + budget * residual,  # counts, separations, log-weights
         # Degrees, log-weights, the number of centroids.
         "chelsea": 4 * heads * 2 * selected + 4 + 2 * selected * residual,
         "chelsea_drop": 4 * heads * 2 * selected + 4,
-        "h2o": 4 * heads * (budget + staging),  # attention drawn by every slot
-        "h2o_average": 4 * heads * (2 * budget + staging),  # and every selected token's position, of no recent ones
-        "cam": 4 * heads * (budget + staging) + 8,  # attention of the newest query, the row's random key
-        # Keys, values and position of every token, its key in 12 dimensions, which those are; tokens lost.
+        "h2o": 4 * heads * (budget + staging),  # attention received by every slot
+        "h2o_average": 4 * heads * (2 * budget + staging),  # and the position of every selected token
+        "cam": 4 * heads * (budget + staging) + 8,  # attention of the newest query, the row's PRNG key
+        # Keys, values, position and partial key (12 dimensions) of every token, the dimensions, lost tokens.
         "infinigen": heads * (64 * (2 * spec.head_dim * itemsize + 4 + 12 * itemsize) + 4 * 12 * spec.head_dim) + 4,
-        # A table of means, counts and radii.
+        # Means, counts and radii.
         "subgen_mean_value": heads * (selected * (2 * spec.head_dim * itemsize + 8) + 24) + 2 * selected * residual,
         # Seven samples with their masses; three clusters with a key each, counts and radii.
         "subgen_paper": heads * (20 * spec.head_dim * itemsize + 7 * 4 + 3 * 8 + 12 + 8 + 24),
-        # Trees: log-weights, level and index of every bin, three counters, a random key.
+        # Trees: log-weights, level and index of every bin, three counters, a PRNG key.
         "balancekv_pairs": heads * (4 * selected + 8 * selected + 12 + 8),
         "balancekv_paper": heads * (33 * 3 * spec.head_dim * itemsize + 2 * (4 * 33 + 8 * 3 + 12 + 8) + 8),
-        "balancekv_reference": heads * (4 * slots + 4) + 4 + 8,  # log-weights, marks without a slot, later tokens
+        "balancekv_reference": heads * (4 * slots + 4) + 4 + 8,  # log-weights, unkept needles, later tokens
         # Keys, values and positions of 17 blocks (9 for 30 tokens in 8 clusters, 2 for each of 4 chunks) or 62 tokens,
-        # 16 clusters' means, sizes, first blocks (ours: and root mean squares), a random key; waiting tokens, chunks,
-        # lost tokens.
+        # 16 clusters' means, sizes, first blocks (kvjax.ClusterKV: and root mean squares), a PRNG key; pending tokens,
+        # chunks, lost tokens.
         "clusterkv": heads
         * (17 * 16 * (2 * spec.head_dim * itemsize + 4) + 16 * (2 * spec.head_dim * itemsize + 12) + 8)
         + 12,
         "clusterkv_paper": heads * (62 * (2 * spec.head_dim * itemsize + 4) + 16 * (spec.head_dim * itemsize + 8) + 8)
         + 12,
-        **dict.fromkeys(("leverage_scores", *SCORED, *BESIDE), 4),  # tokens of the prompt that stay, and later ones
-        "ada_kv": 4 + 12 * heads,  # of every head where its slots begin, ranked and empty ones
-        # Four pages and their bounds; tokens that wait, pages, tokens lost.
+        **dict.fromkeys(("leverage_scores", *SCORED, *RESERVING), 4),  # numbers of prompt tokens and later tokens
+        "ada_kv": 4 + 12 * heads,  # per head its first slot, ranked slots and empty slots
+        # Four pages and their bounds; pending tokens, pages, lost tokens.
         "quest": heads * 4 * (16 * (2 * spec.head_dim * itemsize + 4) + 2 * spec.head_dim * itemsize + 4) + 12,
     }
-    return common + own[name]
+    return common + policy_bytes[name]
 
 
 @every_policy
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_bytes_are_those_of_the_formula(name, dtype):
+def test_bytes_of_a_row_follow_the_formula(name, dtype):
     spec = make_spec(dtype=dtype)
     budget = 16 if name.startswith("streaming") else 20
     expected = expected_bytes(name, spec, budget, 8, 2, 8)
@@ -274,44 +268,44 @@ def test_bytes_are_those_of_the_formula(name, dtype):
 
 @every_policy
 def test_read_bytes_are_all_slots_and_their_weights(name):
-    # Keys and values of all slots; log-weights of staging, and of the store where tokens weigh; three int32 bounds.
+    # Keys and values of all slots, log-weights of staging and of weighted stores, three int32 bounds.
     spec = make_spec(dtype=jnp.bfloat16)
     slots = {"exact": EXACT_SLOTS}.get(name, 16 if name.startswith("streaming") else 20)
     weighted = slots if name in WEIGHING else 0
     extra = 0
-    if name.startswith("subgen"):  # the window holds sinks and recent tokens only
+    if name.startswith("subgen"):  # the window holds only sinks and recent tokens
         slots, weighted = 10, 0
         # Ten means; seven samples with two log-weights and the sampled keys of three clusters.
         sizes = {"subgen_mean_value": 10 * (2 * HEAD_DIM * 2 + 4)}
         extra = KV_HEADS * sizes.get(name, 7 * (2 * HEAD_DIM * 2 + 8) + 3 * (HEAD_DIM * 2 + 4))
-    if name.startswith("chelsea"):  # half the slots are centroids with log-weights, and end at a bound of their own
+    if name.startswith("chelsea"):  # half the slots are centroids with log-weights and another bound
         weighted, extra = 10, 4
-    if name.startswith("clusterkv"):  # 4 blocks or ten tokens; of all 16 clusters means, sizes and first blocks
+    if name.startswith("clusterkv"):  # 4 blocks or 10 tokens; means, sizes and first blocks of 16 clusters
         slots, weighted = 25, 0
         reads = KV_HEADS * 4 * 16 if name == "clusterkv" else QUERY_HEADS * 10
-        means = 2 * HEAD_DIM * 2 + 4 + 4 if name == "clusterkv" else HEAD_DIM * 2  # and a weight and a deviation
+        means = 2 * HEAD_DIM * 2 + 4 + 4 if name == "clusterkv" else HEAD_DIM * 2  # and a log-weight and a deviation
         extra = reads * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 16 * (means + 8)
-    if name == "quest":  # per query head 3 pages of 4, and the bounds of all
+    if name == "quest":  # 3 of 4 pages per query head, and all bounds
         slots, extra = (
             23,
             QUERY_HEADS * 3 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 4 * (2 * HEAD_DIM * 2 + 4),
         )
-    if name == "infinigen":  # ten tokens with a weight, and all in 12 dimensions; nothing but staging in the window
+    if name == "infinigen":  # 10 weighted tokens, all partial keys; the window is empty
         slots, extra = (
             0,
             KV_HEADS * (10 * (2 * HEAD_DIM * 2 + 4) + 64 * 12 * 2 + 4 * 12 * HEAD_DIM) - 2 * 4,
         )
-    if name == "streaming_llm_reindexed":  # sinks are read again, by a query of its own: a bound and 32 angles
+    if name == "streaming_llm_reindexed":  # sinks are read by another query: a bound and 32 angles
         slots, extra = 18, 4 + 4 * HEAD_DIM // 2
-    if name == "exact":  # the store begins at its first slot, without a bound
+    if name == "exact":  # the store has no lower bound
         extra = -4
     if name.startswith(("h2o", "cam")):  # attention scores of every slot
         extra = KV_HEADS * 4 * (20 + 8)
-    if name in ("leverage_scores", *SCORED, *BESIDE):
-        slots, extra = -(-(slots + NEW) // 8) * 8 if name in BESIDE else slots, -4
-    if name == "ada_kv":  # a head's slots begin and end where they do
+    if name in ("leverage_scores", *SCORED, *RESERVING):
+        slots, extra = -(-(slots + NEW) // 8) * 8 if name in RESERVING else slots, -4
+    if name == "ada_kv":  # bounds per head
         extra = 8 * KV_HEADS - 8
-    if name == "balancekv_pairs":  # half the slots are a tree's, with log-weights
+    if name == "balancekv_pairs":  # half the slots belong to a tree with log-weights
         weighted = 10
     if name == "balancekv_reference":
         slots = weighted = 41
@@ -344,16 +338,16 @@ def test_fit_bytes_takes_the_largest_budget_that_fits(name, limit):
     assert fitted == size(round_to_tiles(last))
 
 
-def test_whole_tiles_take_away_a_fiftieth_at_most():
+def test_rounding_to_tiles_removes_at_most_two_percent():
     slots = np.arange(1, 3000)
-    whole = np.array([round_to_tiles(int(one)) for one in slots])
-    assert ((whole == slots) | (whole % 16 == 0)).all()
-    assert (whole <= slots).all() and (whole >= 0.98 * slots).all() and (slots - whole < 16).all()
-    assert (whole[slots >= 750] % 16 == 0).all()
+    rounded = np.array([round_to_tiles(int(one)) for one in slots])
+    assert ((rounded == slots) | (rounded % 16 == 0)).all()
+    assert (rounded <= slots).all() and (rounded >= 0.98 * slots).all() and (slots - rounded < 16).all()
+    assert (rounded[slots >= 750] % 16 == 0).all()
 
 
 def _around(make, spec, limit):
-    """The last budget that fits and the first that does not, by walking from a linear guess."""
+    """Returns the largest budget that fits and the next one, by linear search from an estimate."""
     budget = max(20, limit // (2 * KV_HEADS * HEAD_DIM * 4) - 80)
     assert row_bytes(make(budget), spec) <= limit
     while row_bytes(make(budget + 1), spec) <= limit:
@@ -361,17 +355,17 @@ def _around(make, spec, limit):
     return budget, budget + 1
 
 
-def test_fit_bytes_of_a_policy_that_recalls_goes_by_what_is_read():
+def test_fit_bytes_of_a_retrieval_policy_limits_the_bytes_read():
     spec = make_spec()
     make = lambda budget: kvjax.Quest(budget, compact_every=8)  # noqa: E731
     reads = lambda budget: row_read_bytes(make(budget), spec)  # noqa: E731
-    limit = reads(48)  # three pages are the least, four are all
+    limit = reads(48)  # at least three pages are read, and there are four
     assert row_read_bytes(kvjax.fit_bytes(make, spec, limit), spec) == limit < reads(64)
-    # A limit beyond reading everything gives just that.
+    # A limit above the size of the cache reads everything.
     assert row_read_bytes(kvjax.fit_bytes(make, spec, 10**7), spec) == reads(10**6) == reads(64)
 
 
-def test_fit_bytes_says_why_nothing_fits():
+def test_errors_of_fit_bytes_explain_why_no_budget_fits():
     spec = make_spec()
     with pytest.raises(ValueError, match=r"limit=3000 .*budget=5 already takes"):
         kvjax.fit_bytes(kvjax.StreamingLLM, spec, 3000)
@@ -383,8 +377,7 @@ def test_fit_bytes_says_why_nothing_fits():
 
 # --- streaming_llm ---
 
-# Windows of 6 recent tokens, compacted at several moments (at most 6 tokens apart), and of more than the stream's
-# blocks.
+# Small windows with different compaction periods, and a window longer than the blocks of the stream.
 STREAMING = {
     (budget, sinks, every): kvjax.StreamingLLM(budget, sinks=sinks, compact_every=every)
     for budget, sinks, every in [(8, 2, 1), (8, 2, 6), (8, 2, 64), (9, 4, 5), (30, 0, 8)]
@@ -392,7 +385,7 @@ STREAMING = {
 
 
 @pytest.mark.parametrize("shape", STREAMING)
-def test_streaming_llm_keeps_exactly_sinks_and_recent_tokens_at_every_step(shape):
+def test_streaming_llm_reads_sinks_and_recent_tokens_at_every_step(shape):
     budget, sinks, _ = shape
     stream = make_stream()
     cache = begin(STREAMING[shape], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
@@ -411,7 +404,7 @@ def test_streaming_llm_keeps_exactly_sinks_and_recent_tokens_at_every_step(shape
 
 @pytest.mark.parametrize("block", [1, 8])
 def test_reindexed_streaming_llm_rotates_at_positions_inside_the_cache(block):
-    # The reference keeps keys unrotated, as the paper does, and rotates them at their place in the cache.
+    # As in the paper, the reference stores unrotated keys and rotates them by their position in the cache.
     stream, budget, sinks = make_stream(), 16, 2
     rotated = Stream(_rotated(stream.keys), stream.values, _rotated(stream.queries))
     reindexed = POLICIES["streaming_llm_reindexed"]
@@ -426,16 +419,16 @@ def test_reindexed_streaming_llm_rotates_at_positions_inside_the_cache(block):
         np.testing.assert_allclose(outputs[row, step, head], expected, atol=2e-5)
     plain = begin(POLICIES["streaming_llm"], make_spec(), row_keys(), *prompt_of(rotated, LENGTHS), LENGTHS)
     _, unmoved, _ = go(plain, after(rotated, LENGTHS), block)
-    assert np.abs(outputs - unmoved)[0].max() > 1e-3  # re-indexing is no empty gesture
+    assert np.abs(outputs - unmoved)[0].max() > 1e-3  # reindexing changes outputs
 
 
 def _rotated(x, positions=None):
-    """x [B, T, H, D] rotated at 0, 1, ... or at the given positions."""
+    """Applies RoPE to x [B, T, H, D] at the given positions, by default 0, 1, ..."""
     positions = np.arange(x.shape[1]) if positions is None else np.asarray(positions)
     angles = (positions[:, None] * np.array(FREQUENCIES))[:, None]
     first, second = np.split(x.astype(np.float64), 2, axis=-1)
-    turned = [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)]
-    return np.concatenate(turned, axis=-1).astype(np.float32)
+    rotated = [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)]
+    return np.concatenate(rotated, axis=-1).astype(np.float32)
 
 
 # --- uniform ---
@@ -451,17 +444,17 @@ def test_uniform_samples_without_replacement_with_weights_that_sum_to_the_tokens
     sinks, recent, size, every = 2, 8, 10, 8
     for row, step, head in itertools.product(range(BATCH), range(NEW), range(KV_HEADS)):
         read = weights[row, step, head]
-        # Tokens that left the window since the last compaction are still shown.
+        # Tokens that left the window after the last compaction are still staged.
         compacted = LENGTHS[row] + step // every * every
         between = middles(sinks, recent, compacted)
         expected_weight = max(1.0, between.sum() / size)
         assert np.count_nonzero(read[between]) == min(size, between.sum())
         np.testing.assert_allclose(read[between & (read > 0)], expected_weight, rtol=1e-5)
-        np.testing.assert_array_equal(read[~between], (seen(row, step) & ~between)[~between])
+        np.testing.assert_array_equal(read[~between], (held_positions(row, step) & ~between)[~between])
         np.testing.assert_allclose(read.sum(), LENGTHS[row] + step + 1, rtol=1e-5)
 
 
-def test_uniform_draws_for_every_row_and_head():
+def test_uniform_draws_differ_between_rows_and_heads():
     # The same stream in every row and head.
     stream = make_stream().row(0)
     stream = Stream(*(np.repeat(part, BATCH, axis=0) for part in stream))
@@ -472,7 +465,7 @@ def test_uniform_draws_for_every_row_and_head():
     assert len(np.unique(draws, axis=0)) == len(draws)
 
 
-def test_uniform_samples_the_same_however_a_stream_is_cut():
+def test_uniform_samples_do_not_depend_on_blocks():
     stream, finals = make_stream(), []
     for lengths, count, block, every in [
         ((40,) * 3, 24, 1, 8),
@@ -505,7 +498,7 @@ def test_uniform_includes_every_token_equally_often(decoded):
     included = kept[:, :, between].sum(axis=(0, 1))
     tokens, draws = int(between.sum()), batch * KV_HEADS
     expected = draws * size / tokens
-    # Without replacement the counts of one draw hang together: their covariance makes the statistic smaller.
+    # Counts of samples without replacement are negatively correlated, which lowers the statistic by this factor.
     statistic = np.sum((included - expected) ** 2) / (expected * (1 - size / tokens)) * (tokens - 1) / tokens
     assert included.sum() == draws * size
     low, high = stats.chi2.ppf([1e-4, 1 - 1e-4], tokens - 1)
@@ -516,7 +509,7 @@ def test_uniform_includes_every_token_equally_often(decoded):
 
 
 def farthest_first(keys, valid, size):
-    """Indices of the centres, one by one, in float64."""
+    """Returns the indices of the centers of farthest-first traversal, in float64."""
     chosen = []
     free = list(np.flatnonzero(valid))
     while free and len(chosen) < size:
@@ -531,12 +524,12 @@ def farthest_first(keys, valid, size):
 
 
 @pytest.mark.parametrize("keys_are", ["random", "duplicated", "tied"])
-def test_paper_keeps_farthest_first_centres_of_the_prompt_and_the_window(keys_are):
+def test_paper_keeps_farthest_first_centers_of_the_prompt_and_the_window(keys_are):
     stream = make_stream(5)
     rng = np.random.default_rng(0)
-    if keys_are == "duplicated":  # fewer distinct keys than centres
+    if keys_are == "duplicated":  # fewer distinct keys than centers
         stream = stream._replace(keys=stream.keys[:, rng.integers(0, 5, stream.keys.shape[1])])
-    if keys_are == "tied":  # small whole numbers: many distances are equal
+    if keys_are == "tied":  # small integers: many distances are equal
         stream = stream._replace(keys=rng.integers(-1, 2, stream.keys.shape).astype(np.float32) * (np.arange(64) < 3))
     lengths = (37, 15, 5)
     cache = begin(POLICIES["clustergen_paper"], make_spec(), row_keys(), *prompt_of(stream, lengths), lengths)
@@ -553,15 +546,15 @@ def test_paper_keeps_farthest_first_centres_of_the_prompt_and_the_window(keys_ar
             np.testing.assert_array_equal(weights[row, step, head], (position < end) & (fixed | recent(end)))
 
 
-def test_mean_value_conserves_every_token_s_mass():
-    # A query of zeros reads sum(count * mean value): every token exactly once, at every step and through compactions.
+def test_mean_value_reads_every_token_once():
+    # A query of zeros reads sum(count * mean value).
     _, _, weights = whole_run("clustergen_mean_value")
     for row, step in itertools.product(range(BATCH), range(NEW)):
-        expected = np.broadcast_to(seen(row, step), (KV_HEADS, HEAD_DIM))
+        expected = np.broadcast_to(held_positions(row, step), (KV_HEADS, HEAD_DIM))
         np.testing.assert_allclose(weights[row, step], expected, atol=1e-5)
 
 
-def test_mean_value_counts_are_the_tokens_in_between():
+def test_mean_value_counts_sum_to_the_tokens_between_sinks_and_recent_tokens():
     stream = make_stream()
     cache = begin(POLICIES["clustergen_mean_value"], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
     for _ in range(2):
@@ -574,8 +567,7 @@ def test_mean_value_counts_are_the_tokens_in_between():
         cache, _, _ = go(cache, after(stream, LENGTHS))
 
 
-def test_mean_value_keeps_tokens_as_centres():
-    # Centres are keys of the stream, never averages.
+def test_mean_value_centers_are_keys_of_tokens():
     cache, _, _ = whole_run("clustergen_mean_value")
     stream = make_stream()
     centers = np.asarray(cache.state.window.keys)[0, :, 10:]
@@ -622,7 +614,7 @@ def test_mean_value_is_exact_when_the_keys_of_a_cluster_are_equal():
         ),
     ],
 )
-def test_settings_that_cannot_be_are_refused_by_name(make, message):
+def test_invalid_settings_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -632,7 +624,7 @@ def test_reindexing_needs_frequencies():
         kvjax.init(kvjax.StreamingLLM(10, reindex=True), make_spec(rope_frequencies=None), row_keys())
 
 
-def test_the_registry_knows_which_policies_take_a_budget():
+def test_all_registered_policies_but_exact_take_a_budget():
     assert {name for name in REGISTERED if not kvjax.PolicyChoice(name).takes_budget} == {"exact"}
     assert REGISTERED["uniform"] is kvjax.Uniform
 
@@ -652,9 +644,9 @@ def test_the_registry_knows_which_policies_take_a_budget():
         ((2, 5, 2, 64), (2, 5, 2, 64), (1, 1), "keys"),
     ],
 )
-def test_prompts_that_do_not_fit_are_refused_by_name(name, keys, values, lengths, message):
+def test_prompts_of_invalid_shape_or_length_are_refused(name, keys, values, lengths, message):
     with pytest.raises(ValueError, match=message):
-        kvjax.prefill(_fresh(name), jnp.zeros(keys), jnp.zeros(values), jnp.array(lengths))
+        kvjax.prefill(empty_cache(name), jnp.zeros(keys), jnp.zeros(values), jnp.array(lengths))
 
 
 @pytest.mark.parametrize(
@@ -668,32 +660,32 @@ def test_prompts_that_do_not_fit_are_refused_by_name(name, keys, values, lengths
         ((3, 2, 2, 64), (3, 2, 2, 64), (1, 1), "lengths"),
     ],
 )
-def test_appended_tokens_that_do_not_fit_are_refused_by_name(keys, values, lengths, message):
+def test_appended_tokens_of_invalid_shape_or_length_are_refused(keys, values, lengths, message):
     lengths = None if lengths is None else jnp.array(lengths)
     with pytest.raises(ValueError, match=message):
-        kvjax.append(_fresh("uniform"), jnp.zeros(keys), jnp.zeros(values), lengths)
+        kvjax.append(empty_cache("uniform"), jnp.zeros(keys), jnp.zeros(values), lengths)
     query = jnp.zeros((3, keys[1], 4, 64))
     with pytest.raises(ValueError, match=message):
-        kvjax.step(_fresh("uniform"), query, jnp.zeros(keys), jnp.zeros(values), lengths)
+        kvjax.step(empty_cache("uniform"), query, jnp.zeros(keys), jnp.zeros(values), lengths)
 
 
 @pytest.mark.parametrize("query", [(3, 2, 4, 64), (3, 1, 2, 64), (3, 1, 4, 32), (2, 1, 4, 64), (3, 4, 64)])
-def test_queries_that_do_not_fit_are_refused_by_name(query):
+def test_queries_of_invalid_shape_are_refused(query):
     tokens = jnp.zeros((3, 1, 2, 64))
     with pytest.raises(ValueError, match=r"queries have shape"):
-        kvjax.step(_fresh("uniform"), jnp.zeros(query), tokens, tokens)
-    if query[:2] != (3, 2):  # `attend` takes any number
+        kvjax.step(empty_cache("uniform"), jnp.zeros(query), tokens, tokens)
+    if query[:2] != (3, 2):  # `attend` accepts any number of queries
         with pytest.raises(ValueError, match=r"queries have shape"):
-            kvjax.attend(_fresh("uniform"), jnp.zeros(query))
+            kvjax.attend(empty_cache("uniform"), jnp.zeros(query))
 
 
 @functools.cache
-def _fresh(name):
+def empty_cache(name):
     return kvjax.init(POLICIES[name], make_spec(), row_keys())
 
 
 def _plain(cache):
-    """The cache with typed random keys as numbers, for chex; shapes and dtypes alone will do, too."""
+    """Returns a cache, or its abstract form, with PRNG keys as integers for chex."""
 
     def plain(leaf):
         if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -1,4 +1,4 @@
-"""The block store and the choice of its parts, against loops in plain Python."""
+"""The block store and the selection of its blocks against loops in Python."""
 
 import jax
 import jax.numpy as jnp
@@ -9,67 +9,69 @@ from hypothesis import strategies as st
 
 from kvjax.attention import attend_segments
 from kvjax.segment import Segment
-from kvjax.stores import block_store as recall
+from kvjax.stores import block_store
 from pallas_kernels.cluster_recall import blocks_as_entries, gather_blocks, padded_width
 from tests.kvjax.support import make_spec
 
-PLACES = 4
+BLOCK_SIZE = 4
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**16), parts=st.integers(1, 9), tokens=st.integers(0, 90))
-def test_any_tokens_fit_the_blocks_that_are_made_for_them(seed, parts, tokens):
+def test_max_blocks_suffice_for_any_partition(seed, parts, tokens):
     size = np.random.default_rng(seed).multinomial(tokens, np.ones(parts) / parts)
-    assert (-(-size // PLACES)).sum() <= recall.max_blocks(tokens, parts, PLACES)
+    assert (-(-size // BLOCK_SIZE)).sum() <= block_store.max_blocks(tokens, parts, BLOCK_SIZE)
 
 
 def stores(seed=0, rows=2, kv_heads=3, blocks=5, dim=2, value_dim=None):
     rng = np.random.default_rng(seed)
     entries = jnp.asarray(
-        rng.normal(size=(rows, kv_heads, blocks, PLACES, 2 * padded_width(max(dim, value_dim or dim)))), jnp.float32
+        rng.normal(size=(rows, kv_heads, blocks, BLOCK_SIZE, 2 * padded_width(max(dim, value_dim or dim)))), jnp.float32
     )
-    position = jnp.zeros((rows, kv_heads, blocks, PLACES), jnp.int32)
-    return recall.BlockStore(entries, None, position, head_dim=dim, value_dim=value_dim or dim)
+    position = jnp.zeros((rows, kv_heads, blocks, BLOCK_SIZE), jnp.int32)
+    return block_store.BlockStore(entries, None, position, head_dim=dim, value_dim=value_dim or dim)
 
 
 @pytest.mark.parametrize("dim, value_dim", [(2, 2), (80, 80), (2, 7), (80, 16)])
 @pytest.mark.parametrize("group", [1, 2])
-def test_recall_reads_the_blocks_that_are_named(group, dim, value_dim):
+def test_attention_reads_the_selected_blocks(group, dim, value_dim):
     store, rng = stores(dim=dim, value_dim=value_dim), np.random.default_rng(1)
     block = rng.integers(0, 5, (2, 3 * group, 4))
-    count = rng.integers(0, PLACES + 1, block.shape)
-    found = gather_blocks(store.entries, jnp.asarray(block))
-    read = blocks_as_entries(recall.as_blocks(store), found, None, jnp.asarray(count), dim)
-    keys, values, there = read.keys, read.values, np.asarray(read.log_num) == 0
+    count = rng.integers(0, BLOCK_SIZE + 1, block.shape)
+    selected = gather_blocks(store.entries, jnp.asarray(block))
+    read = blocks_as_entries(block_store.as_blocks(store), selected, None, jnp.asarray(count), dim)
+    keys, values, present = read.keys, read.values, np.asarray(read.log_num) == 0
     for row, head in np.ndindex(2, 3 * group):
         own_keys = np.asarray(store.keys)[row, head // group, block[row, head]]
         own_values = np.asarray(store.values)[row, head // group, block[row, head]]
         np.testing.assert_array_equal(keys[row, head], own_keys.reshape(-1, dim))
         np.testing.assert_array_equal(values[row, head], own_values.reshape(-1, value_dim))
-        np.testing.assert_array_equal(there[row, head], (np.arange(PLACES) < count[row, head][:, None]).reshape(-1))
-    # Attention reads them where they lie, or fetched.
+        np.testing.assert_array_equal(
+            present[row, head], (np.arange(BLOCK_SIZE) < count[row, head][:, None]).reshape(-1)
+        )
+    # Attention to blocks of the store and to fetched blocks.
     query = jnp.asarray(rng.normal(size=(2, 1, 6, dim)), jnp.float32)
     block, count = jnp.asarray(block), jnp.asarray(count)
-    gathered = Segment(keys, values, log_num=jnp.where(there, 0.0, -jnp.inf))
+    gathered = Segment(keys, values, log_num=jnp.where(present, 0.0, -jnp.inf))
     for logit_cap in (None, 0.5):
         expected = jax.tree.leaves(attend_segments(query, (gathered,), logit_cap=logit_cap))
         for fetched in (None, gather_blocks(store.entries, block)):
-            mine = jax.tree.leaves(recall.attend_blocks(query, store, block, count, logit_cap, fetched))
-            for one, other in zip(mine, expected, strict=True):
+            actual = jax.tree.leaves(block_store.attend_blocks(query, store, block, count, logit_cap, fetched))
+            for one, other in zip(actual, expected, strict=True):
                 np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("value_dim", [3, 5])
-def test_arranging_and_putting(value_dim):
+def test_arrange_and_write_blocks(value_dim):
     rng = np.random.default_rng(0)
     keys, values = (rng.normal(size=(6, dim)).astype(np.float32) for dim in (3, value_dim))
     source = np.array([[5, 0, 6, 6], [3, 6, 6, -1]])
-    made = recall.arrange_blocks(source, keys, values, 10 + np.arange(6))
-    np.testing.assert_array_equal(made.position, [[15, 10, -1, -1], [13, -1, -1, -1]])
-    np.testing.assert_array_equal(made.keys[0, :2], keys[[5, 0]])
-    np.testing.assert_array_equal(made.values[1, 0], values[3])
-    assert not np.asarray(made.keys)[np.asarray(made.position) < 0].any()
-    empty = recall.init_block_store(make_spec(head_dim=3, value_dim=value_dim, dtype=jnp.bfloat16), 3, 4)
-    store = recall.write_blocks(empty, np.array([2, 3]), made)
+    arranged = block_store.arrange_blocks(source, keys, values, 10 + np.arange(6))
+    np.testing.assert_array_equal(arranged.position, [[15, 10, -1, -1], [13, -1, -1, -1]])
+    np.testing.assert_array_equal(arranged.keys[0, :2], keys[[5, 0]])
+    np.testing.assert_array_equal(arranged.values[1, 0], values[3])
+    assert not np.asarray(arranged.keys)[np.asarray(arranged.position) < 0].any()
+    empty = block_store.init_block_store(make_spec(head_dim=3, value_dim=value_dim, dtype=jnp.bfloat16), 3, 4)
+    store = block_store.write_blocks(empty, np.array([2, 3]), arranged)
     assert store.keys.dtype == jnp.bfloat16
     np.testing.assert_array_equal(store.position, [[-1] * 4, [-1] * 4, [15, 10, -1, -1]])

@@ -1,3 +1,5 @@
+"""The weighted reservoir of SubGen: the law of its samples, and its float32 arithmetic."""
+
 import dataclasses
 
 import chex
@@ -18,19 +20,19 @@ MASS = np.array([2.0, 0.0, 1.0, 4.0, 0.5, 0.0, 3.0, 1.5], np.float32)
 
 
 def tokens(count, seed=0):
-    """Keys whose first number is the token's own."""
+    """Returns keys, whose first dimension is the number of the token, and values."""
     rng = np.random.default_rng(seed)
     keys = rng.normal(size=(count, DIM)).astype(np.float32)
     keys[:, 0] = np.arange(count)
     return jnp.asarray(keys), jnp.asarray(rng.normal(size=(count, VALUE_DIM)), jnp.float32)
 
 
-def fresh(seed=0, slots=SLOTS, dtype=jnp.float32):
+def empty_reservoir(seed=0, slots=SLOTS, dtype=jnp.float32):
     return init_reservoir(slots, DIM, VALUE_DIM, dtype, jax.random.key(seed))
 
 
 def scan_steps(reservoir, keys, values, mass):
-    """Algorithm 1, token by token: every slot is replaced with probability mass / (total + mass)."""
+    """Runs Algorithm 1: each token replaces each slot with probability mass / (total + mass)."""
 
     def step(reservoir, token):
         key, value, mass = token
@@ -50,7 +52,7 @@ def scan_steps(reservoir, keys, values, mass):
 
 
 def fed(cuts, update, mass=MASS):
-    """Many streams of the same tokens, cut there into blocks: the token in every slot of every stream."""
+    """Returns the token in every slot of many streams of the same tokens, split into blocks at `cuts`."""
     keys, values = tokens(len(mass))
 
     def one(rng):
@@ -65,7 +67,7 @@ def fed(cuts, update, mass=MASS):
 
 @pytest.mark.parametrize("cuts, update", [((), extend), ((3, 6), extend), ((1, 2, 5), extend), ((4,), scan_steps)])
 def test_samples_follow_the_masses_independently_over_slots(cuts, update):
-    # Lemma 1, by chi-square over the outcomes of two slots together.
+    # Lemma 1, by a chi-square test of the joint outcomes of two slots.
     sampled = fed(cuts, update)
     assert not np.isin(sampled, np.flatnonzero(MASS == 0)).any()
     law = MASS / MASS.sum()
@@ -73,12 +75,12 @@ def test_samples_follow_the_masses_independently_over_slots(cuts, update):
     for one, other in [(0, 1), (1, 2)]:
         together = np.zeros((len(MASS), len(MASS)))
         np.add.at(together, (sampled[:, one], sampled[:, other]), 1)
-        seen = together[np.ix_(possible, possible)].ravel()
+        observed = together[np.ix_(possible, possible)].ravel()
         expected = STREAMS * np.outer(law, law)[np.ix_(possible, possible)].ravel()
-        assert stats.chisquare(seen, expected).pvalue > 1e-3
+        assert stats.chisquare(observed, expected).pvalue > 1e-3
 
 
-def test_blocks_have_the_law_of_steps():
+def test_blocks_and_single_tokens_have_the_same_law():
     blocks, steps = fed((3, 6), extend), fed((), scan_steps)
     counts = np.array([np.bincount(each.ravel(), minlength=len(MASS)) for each in (blocks, steps)])
     assert stats.chi2_contingency(counts[:, MASS > 0]).pvalue > 1e-3
@@ -86,14 +88,14 @@ def test_blocks_have_the_law_of_steps():
 
 @settings(max_examples=20, deadline=None)
 @given(mass=st.lists(st.sampled_from([0.0, 1e-3, 1.0, 50.0]), min_size=6, max_size=6), seed=st.integers(0, 2**16))
-def test_what_is_kept_are_tokens_of_the_stream_with_their_masses(mass, seed):
+def test_slots_hold_tokens_of_the_stream_with_their_masses(mass, seed):
     keys, values = tokens(6)
     mass = np.array(mass, np.float32)
-    reservoir = _extend(fresh(seed), keys, values, mass)
+    reservoir = _extend(empty_reservoir(seed), keys, values, mass)
     np.testing.assert_allclose(reservoir.total, mass.sum(), rtol=1e-6)
     weights = np.asarray(log_weights(reservoir))
     if not mass.any():
-        chex.assert_trees_all_equal(_plain(reservoir), _plain(fresh(seed)))
+        chex.assert_trees_all_equal(_plain(reservoir), _plain(empty_reservoir(seed)))
         assert np.isneginf(weights).all()
         return
     source = np.asarray(reservoir.keys[:, 0]).astype(int)
@@ -109,18 +111,18 @@ def test_what_is_kept_are_tokens_of_the_stream_with_their_masses(mass, seed):
 _extend = jax.jit(extend)
 
 
-def test_tokens_of_no_mass_change_nothing():
+def test_tokens_of_mass_zero_change_nothing():
     keys, values = tokens(8)
-    once = _extend(fresh(), keys, values, MASS)
+    once = _extend(empty_reservoir(), keys, values, MASS)
     again = _extend(once, keys, values, jnp.zeros(8))
     chex.assert_trees_all_equal(_plain(once), _plain(again))
 
 
-def test_the_total_counts_small_masses_behind_a_large_one():
-    # In plain float32 each of these would be rounded away.
+def test_the_total_includes_small_masses_after_a_large_one():
+    # Each of them is below the float32 resolution of the total.
     mass = np.full(1000, 1e-3, np.float32)
     keys, values = tokens(1000)
-    reservoir = _extend(fresh(), keys[:1], values[:1], np.array([1e5], np.float32))
+    reservoir = _extend(empty_reservoir(), keys[:1], values[:1], np.array([1e5], np.float32))
 
     @jax.jit
     def extend_by_token(reservoir):
@@ -129,40 +131,40 @@ def test_the_total_counts_small_masses_behind_a_large_one():
 
     reservoir = extend_by_token(reservoir)
     exact = 1e5 + mass.astype(np.float64).sum()
-    assert abs(float(reservoir.total) - exact) > 0.1  # the plain sum is off
+    assert abs(float(reservoir.total) - exact) > 0.1  # the uncompensated sum
     assert abs(float(reservoir.total) + float(reservoir.remainder) - exact) < 1e-4
 
 
-def test_small_uniform_numbers_are_finer_than_float32_steps_at_one():
-    # Else a coin that should fall once in a million tokens would be off by tenths.
+def test_small_uniform_numbers_have_full_precision():
+    # With steps of 2^-23, probabilities of one in a million would be off by a tenth.
     drawn = np.asarray(_uniform(jax.random.key(0), (2**16,)))
     assert stats.kstest(drawn, "uniform").pvalue > 1e-3
     assert drawn.min() >= 0 and drawn.max() < 1
     assert np.mean(drawn[drawn < 2**-8] * 2**23 % 1 > 0) > 0.9
 
 
-def test_impossible_masses_are_counted_and_never_sampled():
+def test_invalid_masses_are_counted_and_never_sampled():
     keys, values = tokens(4)
-    reservoir = _extend(fresh(), keys, values, np.array([np.nan, -1.0, np.inf, 2.0], np.float32))
+    reservoir = _extend(empty_reservoir(), keys, values, np.array([np.nan, -1.0, np.inf, 2.0], np.float32))
     np.testing.assert_array_equal(reservoir.keys, np.repeat(keys[3:], SLOTS, axis=0))
     with pytest.raises(ValueError, match="unsound=3: masses that are negative or not finite"):
         kvjax.raise_faults(reservoir)
 
 
-def test_bytes_are_those_of_the_formula():
+def test_bytes_follow_the_formula():
     for slots, dtype, itemsize in [(3, jnp.float32, 4), (50, jnp.bfloat16, 2)]:
         expected = slots * (DIM + VALUE_DIM) * itemsize + 4 * slots + 12 + 8
-        assert kvjax.cache_bytes(fresh(slots=slots, dtype=dtype)) == CacheBytes(expected, 0)
+        assert kvjax.cache_bytes(empty_reservoir(slots=slots, dtype=dtype)) == CacheBytes(expected, 0)
 
 
-def test_many_streams_at_once_equal_each_alone_in_one_trace():
+def test_vmapped_streams_equal_single_streams_with_one_trace():
     keys, values = tokens(8)
     masses = jnp.stack([jnp.asarray(MASS), jnp.asarray(MASS[::-1]), jnp.zeros(8)])
     rngs = jax.random.split(jax.random.key(1), 3)
     start = lambda rng: init_reservoir(SLOTS, DIM, VALUE_DIM, jnp.bfloat16, rng)  # noqa: E731
     chex.clear_trace_counter()
     update_all = jax.vmap(extend, in_axes=(0, None, None, 0))
-    update = jax.jit(chex.assert_max_traces(lambda *given: update_all(*given), n=1))
+    update = jax.jit(chex.assert_max_traces(lambda *arrays: update_all(*arrays), n=1))
     together = update(update(jax.vmap(start)(rngs), keys, values, masses), keys, values, masses)
     for row in range(3):
         alone = start(rngs[row])
@@ -171,8 +173,8 @@ def test_many_streams_at_once_equal_each_alone_in_one_trace():
         chex.assert_trees_all_equal(_plain(jax.tree.map(lambda part: part[row], together)), _plain(alone))  # noqa: B023
 
 
-def test_sums_over_the_samples_are_unbiased_and_their_error_falls_with_the_root_of_the_slots():
-    # The numerator of attention, line 29 of Algorithm 1, against the exact sum; the denominator plays no part.
+def test_estimates_of_the_numerator_are_unbiased_with_errors_of_order_inverse_square_root():
+    # Line 29 of Algorithm 1 against the exact sum.
     rng = np.random.default_rng(0)
     keys = jnp.asarray(rng.normal(size=(256, DIM)), jnp.float32)
     values = jnp.asarray(rng.normal(size=(256, VALUE_DIM)), jnp.float32)
@@ -186,11 +188,11 @@ def test_sums_over_the_samples_are_unbiased_and_their_error_falls_with_the_root_
             reservoir = extend(reservoir, keys, values, jnp.sum(values**2, axis=1))
             return jnp.exp(reservoir.keys @ query + log_weights(reservoir)) @ reservoir.values
 
-        found = np.asarray(jax.jit(jax.vmap(estimate))(jax.random.split(jax.random.key(slots), 400)))
-        spread = found.std(axis=0) / np.sqrt(len(found))
-        assert (np.abs(found.mean(axis=0) - exact) < 4 * spread).all()
-        squared.append(np.sum((found - exact) ** 2, axis=1))
-    # One fit per fifth of the streams gives the slope's interval.
+        estimates = np.asarray(jax.jit(jax.vmap(estimate))(jax.random.split(jax.random.key(slots), 400)))
+        spread = estimates.std(axis=0) / np.sqrt(len(estimates))
+        assert (np.abs(estimates.mean(axis=0) - exact) < 4 * spread).all()
+        squared.append(np.sum((estimates - exact) ** 2, axis=1))
+    # Five fits, each of a fifth of the streams, give a confidence interval of the slope.
     parts = np.log(np.array(squared).reshape(len(sizes), 5, -1).mean(axis=-1)) / 2
     slopes = [stats.linregress(np.log(sizes), part).slope for part in parts.T]
     half = stats.t.ppf(0.995, 4) * np.std(slopes, ddof=1) / np.sqrt(5)
@@ -198,18 +200,18 @@ def test_sums_over_the_samples_are_unbiased_and_their_error_falls_with_the_root_
 
 
 @pytest.mark.parametrize("change", ["keys", "values", "mass"])
-def test_tokens_that_do_not_fit_are_refused_by_name(change):
-    given = {"keys": jnp.zeros((5, DIM)), "values": jnp.zeros((5, VALUE_DIM)), "mass": jnp.zeros(5)}
-    given[change] = jnp.zeros((5, 9)) if change != "mass" else jnp.zeros(4)
+def test_tokens_of_invalid_shape_are_refused(change):
+    arrays = {"keys": jnp.zeros((5, DIM)), "values": jnp.zeros((5, VALUE_DIM)), "mass": jnp.zeros(5)}
+    arrays[change] = jnp.zeros((5, 9)) if change != "mass" else jnp.zeros(4)
     with pytest.raises(ValueError, match=change):
-        extend(fresh(), **given)
+        extend(empty_reservoir(), **arrays)
 
 
 def test_a_reservoir_needs_a_slot():
     with pytest.raises(ValueError, match="slots=0"):
-        fresh(slots=0)
+        empty_reservoir(slots=0)
 
 
 def _plain(reservoir):
-    """The state with its typed random key as numbers, for chex."""
+    """Returns the state with its PRNG key as integers for chex."""
     return dataclasses.replace(reservoir, rng=jax.random.key_data(reservoir.rng))

@@ -1,3 +1,5 @@
+"""Bipartite soft matching of Chelsea against loops in float64."""
+
 import functools
 import itertools
 
@@ -40,7 +42,7 @@ def random_entries(seed, count, duplicates=False):
 
 
 def by_lists(entries, edges, chunk):
-    """The same merging in plain loops, float64: a list of (key, value, degree) in the order of the text."""
+    """Merges in loops in float64; returns (key, value, degree) of every entry in the order of the text."""
     count = int(entries.count)
     keys, values = (np.asarray(x, np.float64)[:count] for x in (entries.keys, entries.values))
     degree = np.asarray(entries.degree)[:count]
@@ -77,7 +79,7 @@ def compress(entries, budget, schedule):
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**16), count=st.integers(0, SLOTS), edges=st.integers(0, 20), duplicates=st.booleans())
-def test_one_step_merges_what_loops_merge(seed, count, edges, duplicates):
+def test_one_step_equals_merging_in_loops(seed, count, edges, duplicates):
     entries = random_entries(seed, count, duplicates)
     merged, expected = merge(entries, edges), by_lists(entries, edges, CHUNK)
     assert int(merged.count) == len(expected)
@@ -112,7 +114,7 @@ def test_the_budget_is_reached_exactly_and_sums_are_conserved(seed, count, budge
     "schedule", [LLAMA_2, *(pytest.param(one, marks=pytest.mark.heavy) for one in (LLAMA_3, QWEN))]
 )
 def test_no_step_merges_more_than_its_schedule_allows(schedule):
-    """The lengths that a compression passes through, read off compressions to ever smaller budgets."""
+    """Compressions to decreasing budgets show the length after every step."""
     entries = random_entries(0, SLOTS)
     length, lengths = SLOTS, [SLOTS]
     for step in range(6):
@@ -145,8 +147,8 @@ def test_equal_keys_merge_first_and_attention_over_them_is_exact():
 
 @pytest.mark.parametrize("length", [4, 6, 8, 10, 12])
 def test_alternating_is_the_best_partition_of_a_chunk(length):
-    """Theorem 6.1: where similarity falls, convexly, with distance, no partition into halves has more of it between
-    its parts. Values are compared: the optimum is not unique."""
+    """Theorem 6.1: for similarities that are convex and decreasing in the distance, no partition into halves has a
+    larger total similarity between its parts. The optimum is not unique, so totals are compared."""
     falling = np.exp(-0.3 * np.arange(length)), 1 / (1 + np.arange(length)), np.arange(length)[::-1] * 1.0
     for similarity in falling:
 
@@ -156,13 +158,13 @@ def test_alternating_is_the_best_partition_of_a_chunk(length):
 
         best = max(between(first) for first in itertools.combinations(range(length), length // 2))
         assert between(range(0, length, 2)) == pytest.approx(best)
-        assert between(range(length // 2)) < best  # and not every partition reaches it
+        assert between(range(length // 2)) < best  # not every partition is optimal
 
 
 @pytest.mark.parametrize(
     "change, message",
     [({"first": 0.6}, "first=0.6"), ({"floor": 0.0}, "floor=0.0"), ({"decay": -1.0}, "decay=-1.0")],
 )
-def test_schedules_that_cannot_be_are_refused(change, message):
+def test_invalid_schedules_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         Schedule(**change)

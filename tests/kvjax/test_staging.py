@@ -1,3 +1,5 @@
+"""Staging buffer and window against lists of positions."""
+
 import dataclasses
 import functools
 
@@ -20,7 +22,7 @@ SPEC = make_spec(head_dim=2, rope_frequencies=None)
 
 @state
 class Store:
-    """A window and the staging buffer before it."""
+    """A window and a staging buffer."""
 
     window: Window
     staging: Staging
@@ -34,31 +36,31 @@ def stage(store, keys, values, lengths):
 
 
 @jax.jit
-def settle(store):
+def compact(store):
     new, counters = take_staged(store.staging, store.counters)
     window, left = windows.slide(store.window, new)
     return Store(window, store.staging, counters), new, left
 
 
 @functools.cache
-def fresh(sinks, recent):
+def empty_store(sinks, recent):
     return Store(init_window(SPEC, sinks, recent), *init_staging(SPEC, SLOTS))
 
 
 def tokens(firsts, count):
-    """Tokens that hold their position: keys p + 1, values -(p + 1), in both heads."""
+    """Returns tokens that encode their position p: keys p + 1 and values -(p + 1) in both heads."""
     position = np.asarray(firsts)[:, None] + np.arange(count) + 1.0
     keys = np.broadcast_to(position[:, :, None, None], (BATCH, count, 2, 2)).astype(np.float32)
     return keys, -keys
 
 
 class Row:
-    """One row as plain lists of positions."""
+    """One row as lists of positions."""
 
     def __init__(self, sinks, recent):
         self.limits, self.sinks, self.recent, self.staged, self.total = (sinks, recent), [], [], [], 0
 
-    def settle(self):
+    def compact(self):
         left = []
         for position in self.staged:
             if len(self.sinks) < self.limits[0]:
@@ -94,27 +96,27 @@ def check_staging(staging, counters, rows):
 
 
 appends = st.tuples(st.integers(1, WIDEST), st.lists(st.integers(0, WIDEST), min_size=BATCH, max_size=BATCH))
-# None settles, at whatever filling; anything else appends so many slots, with so many real tokens per row.
+# None compacts; a pair appends that number of slots, with that number of tokens per row.
 histories = st.lists(st.one_of(st.none(), appends), max_size=14)
 
 
 @pytest.mark.parametrize("sinks, recent", [(2, 4), (0, 3), (3, 0), (0, 0), (2, 9)])
 @settings(max_examples=40, deadline=None)
 @given(history=histories)
-def test_staging_and_settling_do_what_lists_do(sinks, recent, history):
-    store, rows = fresh(sinks, recent), [Row(sinks, recent) for _ in range(BATCH)]
+def test_staging_and_compaction_equal_list_operations(sinks, recent, history):
+    store, rows = empty_store(sinks, recent), [Row(sinks, recent) for _ in range(BATCH)]
     offset, lost = 0, np.zeros(BATCH, int)
     for event in [*history, None]:
         if event is None:
             before = [len(row.sinks) + len(row.recent) for row in rows]
             passed = [row.total - len(row.staged) - held for row, held in zip(rows, before, strict=True)]
             buffer = np.asarray(store.staging.keys)
-            store, new, left = settle(store)
+            store, new, left = compact(store)
             offset = 0
             for number, row in enumerate(rows):
                 staged = row.staged
-                leaving = row.settle()
-                # What is taken out: all that was staged, in order, and where it lay.
+                leaving = row.compact()
+                # All staged tokens in order, and their slots.
                 assert int(new.count[number]) == len(staged)
                 assert int(new.first[number]) == row.total - len(staged)
                 expected = np.broadcast_to(np.array(staged, np.float32)[:, None] + 1, (2, len(staged), 2))
@@ -123,10 +125,10 @@ def test_staging_and_settling_do_what_lists_do(sinks, recent, history):
                 np.testing.assert_array_equal(new.gather_staged(buffer)[number, :, : len(staged)], expected)
                 np.testing.assert_array_equal(new.position[number, : len(staged)], staged)
                 np.testing.assert_array_equal(new.present[number], np.arange(SLOTS) < len(staged))
-                # What leaves the window for it.
+                # The tokens that leave the window.
                 assert int(left.count[number]) == len(leaving)
                 assert int(store.window.total[number]) == row.total
-                # Where nothing left, `first` is where the next to leave will be: after sinks and those that left.
+                # `first` is the position of the next token that leaves: after the sinks and all tokens that left.
                 assert int(left.first[number]) == sinks + passed[number]
                 expected = np.broadcast_to(np.array(leaving, np.float32)[:, None] + 1, (2, len(leaving), 2))
                 np.testing.assert_array_equal(left.keys[number, :, : len(leaving)], expected)
@@ -136,7 +138,7 @@ def test_staging_and_settling_do_what_lists_do(sinks, recent, history):
         else:
             count, lengths = event[0], np.minimum(event[1], event[0])
             store = stage(store, *tokens([row.total for row in rows], count), lengths.astype(np.int32))
-            if offset + count > SLOTS:  # no room: nothing is written, and that is counted
+            if offset + count > SLOTS:  # a full buffer is not changed, and a fault is counted
                 lost += lengths
             else:
                 offset += count
@@ -150,8 +152,8 @@ def test_staging_and_settling_do_what_lists_do(sinks, recent, history):
         check_staging(store.staging, store.counters, rows)
 
 
-def test_overflow_is_reported_by_check():
-    store = fresh(2, 4)
+def test_raise_faults_reports_overflow():
+    store = empty_store(2, 4)
     for _ in range(2):
         kvjax.raise_faults(store)
         store = stage(store, *tokens((0, 0, 0), 3), np.array([3, 1, 0], np.int32))
@@ -161,14 +163,13 @@ def test_overflow_is_reported_by_check():
 
 
 @pytest.mark.parametrize("new, compact_every, slots", [(5, 64, 5), (64, 5, 5), (64, 64, 64)])
-def test_a_staging_buffer_is_never_longer_than_all_that_comes(new, compact_every, slots):
+def test_a_staging_buffer_has_at_most_max_new_tokens_slots(new, compact_every, slots):
     cache = kvjax.init(kvjax.Uniform(20, 2, 6, compact_every), make_spec(new=new), row_keys())
     assert cache.staging.keys.shape[2] == cache.spec.staging_slots == slots
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 5, 9, 10])
-def test_prompts_shorter_than_sinks_or_window_fill_what_they_can(length):
-    # sinks take the first tokens, recents the last of the rest.
+def test_short_prompts_fill_sinks_before_recent_slots(length):
     spec = make_spec(batch=BATCH, head_dim=2, prompt=10, new=SLOTS, rope_frequencies=None)
     keys, values = tokens((0, 0, 0), 10)
     cache = kvjax.init(kvjax.StreamingLLM(7, sinks=3, compact_every=4), spec, row_keys())
@@ -176,7 +177,7 @@ def test_prompts_shorter_than_sinks_or_window_fill_what_they_can(length):
     rows = [Row(3, 4) for _ in range(BATCH)]
     for row in rows:
         row.staged = list(range(length))
-        row.settle()
+        row.compact()
     check_window(cache.state.window, rows)
     np.testing.assert_array_equal(cache.state.window.total, [length] * BATCH)
     np.testing.assert_array_equal(kvjax.num_tokens(cache), [length] * BATCH)

@@ -1,3 +1,5 @@
+"""Axes of states, operations on rows, faults, and specs."""
+
 import dataclasses
 
 import chex
@@ -33,7 +35,7 @@ def prefilled(name, seed=0, keys_seed=0):
 
 
 def decoded(cache, stream, rows, first=0):
-    """Eight further tokens of the given rows of the stream, between two compactions, as outputs."""
+    """Decodes eight tokens of some rows of the stream; returns the cache and the outputs."""
     tokens = jax.tree.map(lambda part: part[np.asarray(rows)], after(stream, LENGTHS, 8, first))
     return go(cache, tokens)[:2]
 
@@ -55,25 +57,21 @@ def test_every_array_names_its_axes(name):
     assert names.counters.count == names.counters.past == names.reused == names.policy_faults == ("B",)
     per_slot, per_selected = ("B", "H_kv", "S"), ("B", "H_kv", "M")
     part_of_state = {
-        "uniform": lambda own: own,
-        "clustergen_mean_value": lambda own: own.clusters,
-        "clustergen_paper": lambda own: own,
-        "streaming_llm_reindexed": lambda own: own,
+        "uniform": lambda state: state,
+        "clustergen_mean_value": lambda state: state.clusters,
+        "clustergen_paper": lambda state: state,
+        "streaming_llm_reindexed": lambda state: state,
     }
     wanted = {
         "uniform": {"priority": per_selected, "log_weight": per_slot, "row_keys": ("B",)},
-        "clustergen_mean_value": {
-            "count": per_selected,
-            "separation": per_selected,
-            "log_weight": per_slot,
-        },
+        "clustergen_mean_value": {"count": per_selected, "separation": per_selected, "log_weight": per_slot},
         "clustergen_paper": {"chosen": ("B",), "clusters": None},
         "streaming_llm_reindexed": {"frequencies": ("half_D",)},
     }
     if name in wanted:
-        own = names_of_fields(part_of_state[name](names.state))
-        window = own.pop("window", names.state.window)
-        assert own == wanted[name]
+        fields = names_of_fields(part_of_state[name](names.state))
+        window = fields.pop("window", names.state.window)
+        assert fields == wanted[name]
         assert window.keys == (*per_slot, "D") and window.values == (*per_slot, "D_v") and window.total == ("B",)
     is_names = lambda node: isinstance(node, tuple) and all(isinstance(axis, str) for axis in node)  # noqa: E731
     sizes = {"B": len(LENGTHS), "H_kv": 2, "H_q": 4}
@@ -84,7 +82,7 @@ def test_every_array_names_its_axes(name):
 
 
 @few_policies
-def test_taken_rows_go_on_as_in_their_batch(name):
+def test_taken_rows_continue_as_in_their_batch(name):
     cache, stream = prefilled(name)
     cache, _ = decoded(cache, stream, [0, 1, 2])
     order = [2, 0, 0]
@@ -97,10 +95,10 @@ def test_taken_rows_go_on_as_in_their_batch(name):
 
 
 @every_policy
-def test_inserted_rows_go_on_as_in_the_cache_they_came_from(name):
+def test_inserted_rows_continue_as_in_their_cache(name):
     cache, stream = prefilled(name)
     cache, _ = decoded(cache, stream, [0, 1, 2])
-    # Another request, of its own stream and randomness, that has decoded nothing yet.
+    # Another request with another stream and other randomness, before its first decode step.
     other, other_stream = prefilled(name, seed=1, keys_seed=1)
     merged = kvjax.insert_rows(cache, kvjax.take_rows(other, jnp.array([1, 0])), jnp.array([2, 0]))
     here, there = after(stream, LENGTHS, 8, 8), after(other_stream, LENGTHS, 8)
@@ -112,23 +110,23 @@ def test_inserted_rows_go_on_as_in_the_cache_they_came_from(name):
     np.testing.assert_allclose(outputs, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_repeating_keeps_forks_of_a_row_together():
+def test_copies_of_a_repeated_row_are_adjacent():
     cache, _ = prefilled("exact")
     np.testing.assert_array_equal(kvjax.num_tokens(kvjax.repeat_rows(cache, 2)), np.repeat(LENGTHS, 2))
 
 
 @every_policy
 def test_a_fork_shares_no_buffer_with_its_origin(name):
-    # Either may be donated; a shared buffer would be deleted under the other.
+    # Donating one of them must not delete a buffer of the other.
     cache, _ = prefilled(name)
     first = jnp.array([0])
     forks = [kvjax.take_rows(cache, first), kvjax.insert_rows(cache, kvjax.take_rows(cache, first), first)]
-    jax.jit(lambda given: given, donate_argnums=0)(cache)
+    jax.jit(lambda cache: cache, donate_argnums=0)(cache)
     for leaf in jax.tree.leaves(forks):
         assert not leaf.is_deleted()
 
 
-def test_rows_at_another_point_of_staging_are_not_inserted():
+def test_rows_with_another_staging_offset_are_not_inserted():
     cache, stream = prefilled("exact")
     further = kvjax.append(cache, *after(stream, LENGTHS, 3)[:2])
     with pytest.raises(ValueError, match=r"'offset' is 0 in one state and 3 in the other; compact both"):
@@ -137,8 +135,8 @@ def test_rows_at_another_point_of_staging_are_not_inserted():
     chex.assert_trees_all_equal(kvjax.num_tokens(inserted), jnp.array(LENGTHS) + 3)
 
 
-def test_check_names_an_exact_cache_that_was_overfilled():
-    spec = make_spec(prompt=4, new=60)  # 64 slots, a whole block
+def test_overflow_of_a_full_cache_is_reported():
+    spec = make_spec(prompt=4, new=60)  # 64 slots, one block
     stream = make_stream()
     prompt = prompt_of(stream, (4, 3, 0), padded=4)
     cache = begin(kvjax.Exact(compact_every=4), spec, row_keys(), *prompt, (4, 3, 0))
@@ -154,12 +152,12 @@ def test_check_names_an_exact_cache_that_was_overfilled():
     ):
         kvjax.raise_faults(cache)
     stored = np.asarray(cache.state.keys)[0].swapaxes(0, 1)
-    np.testing.assert_array_equal(stored[:4], stream.keys[0, :4])  # what was there is as it was
+    np.testing.assert_array_equal(stored[:4], stream.keys[0, :4])  # stored tokens are unchanged
     np.testing.assert_array_equal(stored[4:], np.tile(stream.keys[0, 4:8], (15, 1, 1)))
 
 
-def test_a_growing_store_counts_what_finds_no_room():
-    # A cache takes no more tokens than the store was made for; the store itself refuses them too.
+def test_an_append_only_store_counts_tokens_beyond_its_capacity():
+    # The cache refuses them first.
     store = append_only_store.init_append_only_store(make_spec(prompt=4, new=60), 4)
     rng, count = np.random.default_rng(0), jnp.array([64, 10, 0])
     make = lambda: jnp.asarray(rng.normal(size=(3, 2, 64, 64)), jnp.float32)  # noqa: E731
@@ -178,12 +176,12 @@ def test_a_growing_store_counts_what_finds_no_room():
         kvjax.raise_faults(fuller)
 
 
-def test_what_is_no_state_is_refused():
+def test_values_that_are_not_states_are_refused():
     with pytest.raises(TypeError, match="is not a kvjax state"):
         kvjax.take_rows({"keys": jnp.zeros(3)}, jnp.array([0]))
 
 
-def test_states_may_lie_in_lists_and_dicts():
+def test_states_may_be_nested_in_lists_and_dicts():
     cache, _ = prefilled("exact")
     taken = kvjax.take_rows({"layers": [cache, cache]}, jnp.array([1]))
     np.testing.assert_array_equal(kvjax.num_tokens(taken["layers"][1]), [LENGTHS[1]])
@@ -207,12 +205,12 @@ def test_states_may_lie_in_lists_and_dicts():
         ({"window": 0}, "window=0"),
     ],
 )
-def test_specs_that_cannot_be_are_refused(change, message):
+def test_invalid_specs_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         make_spec(**change)
 
 
-def test_exact_bytes_are_keys_and_values_of_the_tokens():
+def test_full_cache_bytes_are_keys_and_values_of_the_tokens():
     assert make_spec(dtype=jnp.bfloat16).full_cache_bytes(10) == 2 * 2 * 64 * 2 * 10
     assert make_spec(dtype=jnp.bfloat16, value_dim=32).full_cache_bytes(10) == 2 * (64 + 32) * 2 * 10
 
@@ -229,7 +227,7 @@ def test_rows_out_of_range_are_refused():
 
 @state
 class OneStream:
-    """What a stream structure looks like: no batch axis of its own."""
+    """A structure of one stream, without a batch axis."""
 
     items: Int[Array, "M 2"]
     lost: Int[Array, ""] = fault("items were lost")
@@ -240,7 +238,7 @@ class ManyStreams:
     stream: OneStream = stacked("B", "H_kv")
 
 
-def test_states_of_one_stream_are_handled_under_their_leading_axes():
+def test_stacked_states_have_leading_axes():
     many = ManyStreams(OneStream(items=jnp.arange(12).reshape(3, 2, 1, 2), lost=jnp.zeros((3, 2), jnp.int32)))
     assert axes(many).stream.items == ("B", "H_kv", "M", "2")
     taken = kvjax.take_rows(many, jnp.array([2, 0]))
