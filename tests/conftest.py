@@ -1,4 +1,4 @@
-"""What all tests have in common: programs compile quickly, are compiled once, and do not pile up."""
+"""Settings for all tests: programs compile quickly, are compiled once, and are freed."""
 
 import atexit
 import gc
@@ -8,31 +8,31 @@ import pathlib
 import shutil
 import tempfile
 
-# Compiling takes most of the time of a run. Set before JAX is imported, and for every process that a test starts. XLA's
-# older emitters of fusions take half of the newer ones' time, one module of code less than one per kernel.
+# Compilation dominates the time of a run. The flags must be set before JAX is imported; processes that tests start
+# inherit them. XLA's older fusion emitters take half the time, and one module takes less than one per kernel.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
         "--xla_cpu_parallel_codegen_split_count=1",
-        # Newer XLA has one kind of emitters, and would not start with this flag.
+        # Newer versions of XLA have only one kind of emitter and refuse this flag.
         *(["--xla_cpu_use_fusion_emitters=false"] if importlib.metadata.version("jaxlib").startswith("0.10.") else []),
     ]
 )
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    # All processes of a run share what they compiled; the next run begins anew.
-    compiled = tempfile.mkdtemp(prefix="kvjax-tests-")
-    atexit.register(shutil.rmtree, compiled, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled
+    # The processes of one run share compiled programs.
+    cache_dir = tempfile.mkdtemp(prefix="kvjax-tests-")
+    atexit.register(shutil.rmtree, cache_dir, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = cache_dir
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 import pytest
 
-MOST_MAPS = 30_000
-# Tracing makes many objects and few cycles: looking for these took an eighth of a run.
+MAX_MEMORY_MAPS = 30_000
+# Tracing creates many objects and few cycles; searching for them took an eighth of a run.
 gc.set_threshold(200_000, 20, 100)
 
 
@@ -42,21 +42,21 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _drop_programs_of_a_file():
-    """Every program that XLA:CPU compiled holds memory maps, and a process may have some 65,000 of them: a whole run
-    would pass that, and end in a segmentation fault."""
+def _free_programs_after_a_file():
+    """Compiled programs of XLA:CPU hold memory maps. A run would need more than the 65,000 that a process may have,
+    and end in a segmentation fault."""
     yield
-    _drop_programs()
+    _free_programs()
 
 
 @pytest.fixture(autouse=True)
-def _drop_programs_of_a_long_file():
+def _free_programs_of_a_long_file():
     yield
     maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
-        _drop_programs()
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAX_MEMORY_MAPS:
+        _free_programs()
 
 
-def _drop_programs():
+def _free_programs():
     jax.clear_caches()
-    gc.collect()  # some are held by cycles
+    gc.collect()  # some programs are in reference cycles

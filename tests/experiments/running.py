@@ -1,4 +1,4 @@
-"""Experiments in small, in this process."""
+"""Runs small experiments in this process."""
 
 import subprocess
 import sys
@@ -7,13 +7,13 @@ from experiments.common import ROOT, answers, footprint
 
 
 def command(*arguments):
-    """A command as a user types it, in a process of its own."""
+    """Runs a module as a command in another process."""
     words = [sys.executable, "-m", *map(str, arguments)]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def run(module, directory, *, quick=True, **given):
-    """The rows that an experiment writes, as JSON has them."""
+    """Returns the rows of an experiment as in its JSON file."""
     options = module.EXPERIMENT.options
     options = (options.small if quick else options)(output_dir=str(directory), **given)
     return [row.flat() for row in module.EXPERIMENT.write(options)]
@@ -24,7 +24,7 @@ def select(rows, **wanted):
 
 
 def answering(answer):
-    """In place of `Evaluator.evaluate`: a model that is not asked, and gives this answer to everything."""
+    """Returns a replacement of `Evaluator.evaluate` that gives this answer to every question."""
 
     def evaluate(evaluator, task):
         use = footprint.CacheUse(100, 0, 50, False, 0.5)

@@ -1,4 +1,4 @@
-"""The real TPU compiler takes the kernels and decoding, without a TPU."""
+"""Kernels and decoding compile with the TPU compiler, without a TPU."""
 
 import collections
 import importlib.util
@@ -15,18 +15,18 @@ from experiments.common.compiled import launches
 from experiments.common.compilers import COMPILER
 from tests.experiments.running import command as run
 
-# How many kernels each starts per layer: one for all entries that are summed as they are, one for those that are not
-# (residual clusters with a slope or a center of values), one for the choice of what is recalled and one that reads it.
+# Kernels per layer: one for all plain entries, one for residual clusters with corrections, one that selects blocks and
+# one that attends to them.
 SYSTEMS = {"exact": 1, "clusterkv": 3, "chelsea": 1, "subgen": 1, "balancekv": 1}
 GPU_COMPILER = pathlib.Path(sys.prefix) / "gpu-compiler"
-# libtpu is made for Linux on x86 alone.
+# libtpu exists only for Linux on x86.
 needs_compiler = pytest.mark.skipif(
     not COMPILER.exists() and importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )
 
 
 def compile_all(tmp_path, *arguments):
-    """Rows by program, of which none may have a problem."""
+    """Returns the rows by program, after a check that no program has a problem."""
     done = run("experiments.ahead_of_time", "--quick", *arguments, f"--output_dir={tmp_path}")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return {row["policy"]: row for row in json.loads((tmp_path / "ahead_of_time.json").read_text())}
@@ -65,8 +65,8 @@ def test_decoding_with_narrow_heads_compiles_without_a_copy(tmp_path):
 
 @pytest.mark.heavy
 @needs_compiler
-def test_a_copied_cache_is_found(tmp_path):
-    # A number of slots that is no multiple of 8 makes XLA lay the store out as no kernel reads it.
+def test_a_copied_cache_is_detected(tmp_path):
+    # With a number of slots that 8 does not divide, XLA chooses a layout that the kernel cannot read.
     done = run(
         "experiments.ahead_of_time", "--quick", "--policy=uniform", "--budget=4093", "--op=weighted_decode",
         f"--output_dir={tmp_path}",
@@ -87,10 +87,10 @@ def test_kernels_and_decoding_with_every_policy_compile_for_a_gpu(tmp_path, monk
     monkeypatch.setenv("PYTHONPATH", str(GPU_COMPILER))
     rows = compile_all(tmp_path, "--device=h200", "--head_dim=128")
     ops = collections.Counter(name.split()[0] for name in rows if "layers" not in name)
-    # Without float32 of 256 columns, whose parts do not fit in shared memory, and three bits of 64.
+    # Without float32 heads of 256 dimensions, which do not fit in shared memory, and int3 heads of 64 dimensions.
     assert ops["weighted_decode"] == 27 and ops["cluster_recall"] == 18
     decoding = {name.split()[0]: row for name, row in rows.items() if "layers" in name}
-    del decoding["prefill"]  # only a process with a GPU knows its cuDNN
+    del decoding["prefill"]  # needs the cuDNN of a GPU
     assert set(decoding) >= set(SYSTEMS)
     assert all(row["kernels"] >= 2 for row in decoding.values())
 
@@ -107,7 +107,7 @@ def test_the_segments_of_a_layer_share_a_launch(tmp_path, monkeypatch):
     assert all(row["launches_per_layer"] < 35 for row in decoding.values())
 
 
-def test_what_a_turn_of_the_longest_loop_starts_is_counted():
+def test_launches_of_one_iteration_of_the_longest_loop_are_counted():
     @jax.jit
     def twice(x):
         step = lambda _, x: jnp.sin(x @ x)  # noqa: E731
@@ -120,8 +120,8 @@ def test_what_a_turn_of_the_longest_loop_starts_is_counted():
     assert launches(jax.jit(jnp.sin).lower(given).compile().as_text()) == 0
 
 
-def test_the_loops_of_a_schedule_are_told_by_depth():
-    depths = ["", ">LB", ">", ">>LB", ">>", "", ">>", ">", ">>LB", ">", ""]  # a block that is jumped over has none
+def test_loops_of_a_schedule_are_identified_by_depth():
+    depths = ["", ">LB", ">", ">>LB", ">>", "", ">>", ">", ">>LB", ">", ""]  # a skipped block has no depth
     text = "\n".join(
         f"  {number:#x} {'LB' if 'LB' in depth else '  '}: {depth.strip('LB')} {{ nop }}"
         for number, depth in enumerate(depths)
@@ -131,11 +131,11 @@ def test_the_loops_of_a_schedule_are_told_by_depth():
 
 @pytest.mark.heavy
 @needs_compiler
-def test_recall_could_read_at_most_of_a_chip_s_rate(tmp_path):
+def test_the_schedule_of_recall_allows_most_of_the_chip_s_bandwidth(tmp_path):
     rows = compile_all(tmp_path, "--head_dim=128", "--policy=uniform", "--op=cluster_recall", "--schedule")
     (found,) = (row for name, row in rows.items() if "8 x 8 heads x 4 rows, 256 of 2048 blocks of 16 x 128 bf" in name)
     (schedule,) = (row for row in found["schedules"] if row[0].startswith("cluster_recall"))
     step, *starting = (int(loop.strip(">")) for loop in schedule[2].split()[2:])
-    # Of 64 blocks of 8 KiB, whose copies are started eight in a turn, at 1.5 GHz and 819 GB/s (v5e).
+    # 64 blocks of 8 KiB, with eight copies per iteration, at 1.5 GHz and 819 GB/s (v5e).
     cycles = 8 * max(starting) + step - sum(starting)
     assert 64 * 8192 / cycles * 1.5e9 >= 0.6 * 819e9

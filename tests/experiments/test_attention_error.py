@@ -1,4 +1,4 @@
-"""Attention error as the command measures it, in small."""
+"""The attention error that the command measures, in a small run."""
 
 import re
 
@@ -12,8 +12,8 @@ from tests.experiments.running import run, select
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """A small run with two policies beside exact, a synthetic stream at two norms and a recorded one: its rows, and
-    what it printed, with how many programs it held when a case began."""
+    """Rows and output of a small run with three policies, a synthetic stream at two norms and a recorded one; the
+    output includes the number of compiled programs at the start of every case."""
     directory = tmp_path_factory.mktemp("attention_error")
     said = []
 
@@ -60,13 +60,13 @@ def test_rows_are_complete(rows):
     assert len(select(rows, metric="relative_error_clamped")) == len(errors)
 
 
-def test_programs_are_held_as_long_as_they_are_of_use(done):
+def test_programs_are_freed_after_their_last_use(done):
     found = dict(re.findall(r"programs at (\w+ \d) (\d+)", done[1]))
-    # Norms share a spec, layers have their own.
+    # Norms share a spec; layers have different ones.
     assert found == {"norm 2": "0", "norm 4": "5", "layer 0": "0", "layer 1": "0"}
 
 
-def test_exact_is_exact_and_budgets_are_met(rows):
+def test_exact_has_no_error_and_budgets_are_met(rows):
     errors = select(rows, metric="relative_error")
     assert max(row["value"] for row in errors if row["policy"] == "exact") < 1e-5
     for budget, share in (("50%", 0.5), ("2.5%", 0.025)):
@@ -88,8 +88,8 @@ def test_differences_are_paired_with_uniform_at_the_same_budget(rows):
         assert row["value"] == pytest.approx(value["clustergen"] - value["uniform"])
 
 
-def test_measured_error_is_that_of_the_policy(rows):
-    # Uniform sampling by hand: the same bytes, fresh randomness, so the same error up to chance.
+def test_the_error_of_uniform_sampling_equals_a_simulation(rows):
+    # With equal bytes and independent draws, so the errors are equal up to chance.
     drawn = streams.synthetic("tight", range(40), 512, 8, 16).scaled(4.0)
     kept = 256 - 64 // 32
     rng = np.random.default_rng(0)
@@ -102,12 +102,12 @@ def test_measured_error_is_that_of_the_policy(rows):
     assert row["value"] == pytest.approx(expected.mean(), rel=0.3)
 
 
-def test_what_cannot_be_so_small_is_left_out(done):
+def test_too_small_budgets_are_left_out(done):
     rows, printed = done
     small = select(rows, budget="2.5%", metric="relative_error")
     assert {row["stream"] for row in small} == {"tight"}
     assert "uniform @ 2.5% is left out: " in printed
-    # Nobody tells these streams' frequencies: only when the prompt is compressed does it show.
+    # The streams have no RoPE frequencies, which only the compression of the prompt detects.
     assert not select(rows, policy="leverage_scores")
     assert printed.count("leverage_scores @ 50% is left out: rotated=False needs CacheSpec.rope_frequencies") == 4
 

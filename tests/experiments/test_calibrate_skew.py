@@ -1,4 +1,4 @@
-"""The skew that `calibrate_skew` finds: what it gathers, and that the policy takes it."""
+"""The skew of `calibrate_skew`: it concentrates products, and the policy loads it."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Experiments that ask questions, on the shipped checkpoints and in small; one of them as a command."""
+"""Small runs of the experiments with questions on the shipped checkpoints, one of them as a command."""
 
 import json
 
@@ -38,7 +38,7 @@ def test_decode_speed_runs_without_its_peer(tmp_path, capsys):
 
 
 @pytest.mark.heavy
-def test_ruler_writes_rows_and_skips_what_is_done(tmp_path):
+def test_ruler_writes_rows_and_skips_finished_units(tmp_path):
     policies = ("exact", "uniform:recent=16")
     given = {"context_tokens": (800,), "task": ("niah_single_1",), "policy": policies, "budget": ("50%",)}
     rows = run(ruler, tmp_path, **given)
@@ -50,10 +50,10 @@ def test_ruler_writes_rows_and_skips_what_is_done(tmp_path):
     units = (tmp_path / "ruler.jsonl").read_text()
     exact, uniform = (json.loads(unit)["unit"] for unit in units.splitlines())
     assert (exact["policy"]["class"], exact["budget"]) == ("Exact", None)
-    # Defaults, too, decide what a unit is.
+    # Defaults are part of the identity of a unit.
     assert uniform["policy"].items() >= {"class": "Uniform", "recent": 16, "sinks": 4}.items()
     assert uniform["budget"] == "50%"
-    # What is done is taken as it stands.
+    # Finished units are not run again.
     finished = Finished(tmp_path / "ruler.jsonl")
     for unit in (exact, uniform):
         finished.add(unit, finished[unit] | {"scores": {"accuracy": [0.5, 0.0, 0.0, 0.0]}})
@@ -70,5 +70,5 @@ def test_experiments_run_on_the_shipped_checkpoint(module, tmp_path):
     assert all(row["ci95_low"] <= row["value"] <= row["ci95_high"] for row in rows if row["metric"] != "ms_per_token")
     if module is perplexity:
         ratios = [row for row in rows if row["metric"] == "perplexity_ratio" and row["first_token"] == 1]
-        # Nothing is left out of an accumulating text's first tokens.
+        # The first tokens of a text fit in every budget.
         assert ratios and all(row["value"] == pytest.approx(1, abs=1e-3) for row in ratios if row["end_token"] == 64)

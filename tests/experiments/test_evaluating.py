@@ -1,4 +1,4 @@
-"""Questions answered through caches of a tiny random model: every answer gets to its own prompt's scorer."""
+"""Answers of a small random model: every answer is scored with its prompt."""
 
 import json
 
@@ -41,7 +41,7 @@ def evaluator(model, names, sizes, **others):
     return evaluating.Evaluator(model, Numbers(), settings.settings(names, ["60%"]), sizes=sizes, **made)
 
 
-def test_answers_and_scores_come_in_the_prompts_order_whatever_their_sizes(model):
+def test_answers_and_scores_have_the_order_of_prompts_for_all_sizes(model):
     asked = task(90, 20, 100, 30, 25)
     [one_size], [two_sizes] = (evaluator(model, ["exact"], sizes).evaluate(asked) for sizes in ([100], [40, 128]))
     assert one_size.answers == two_sizes.answers and len(set(one_size.answers)) > 1
@@ -62,12 +62,12 @@ def test_a_seen_question_is_part_of_the_text(model):
     assert evaluating.room([asked], question_seen=True) == (33, 5)
     [unseen] = evaluator(model, ["exact"], [33]).evaluate(asked)
     [seen] = evaluator(model, ["exact"], [33], question_seen=True).evaluate(asked)
-    assert unseen.answers == seen.answers  # nothing is compressed
+    assert unseen.answers == seen.answers  # no compression
     with pytest.raises(ValueError, match="task: texts of up to 33 tokens and 5 behind them do not fit in 30 and 8"):
         evaluator(model, ["exact"], [30], question_seen=True).evaluate(asked)
 
 
-def test_settings_that_cannot_be_are_left_out_with_their_reason(model):
+def test_invalid_settings_are_left_out_with_a_reason(model):
     made = evaluator(model, ["exact", "uniform", "snapkv"], [40], streaming=True)
     assert [settings.label(setting) for setting in made.settings] == ["exact"]
     reasons = {settings.label(setting): reason for setting, reason in made.refused.items()}

@@ -1,4 +1,4 @@
-"""Documents of line retrieval, and how answers are read."""
+"""Documents of line retrieval, and the parser of answers."""
 
 import numpy as np
 import pytest

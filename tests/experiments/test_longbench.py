@@ -1,4 +1,4 @@
-"""LongBench's prompts and scores, against what the published scorer gave."""
+"""LongBench's prompts, and its scores against golden scores of the published scorer."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "longbench_m
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: f"{case['metric']} {case['prediction'][:20]!r}")
-def test_scores_are_those_of_the_published_scorer(case):
+def test_scores_equal_the_published_scorer(case):
     arguments = case["prediction"], case["answer"]
     if case["metric"] == "classification":
         found = metrics.classification(*arguments, GOLDEN["classes"])
@@ -89,21 +89,21 @@ def plain():
 
 
 @pytest.mark.parametrize("words, longest", [(3, 4096), (3000, 1024)], ids=["whole", "cut"])
-def test_chat_models_get_a_turn_around_the_prompt(plain, words, longest, tmp_path):
+def test_prompts_of_chat_models_are_enclosed_in_a_turn(plain, words, longest, tmp_path):
     template = "{{ bos_token }}<user> {{ messages[0]['content'] | trim }} <reply>"
     chat = dataclasses.replace(plain, chat_template=template)
     [example] = longbench.read(write(tmp_path / "qasper.jsonl", context="line tree is 12 " * words))
     own, turn = (longbench.prompt_of(one, example, longest, chat=True) for one in (plain, chat))
     text = lambda prompt: chat.decode([*prompt.context, *prompt.question])  # noqa: E731
-    # Around what there is without a template, cut as that is; the text's first token stands there once.
+    # The template encloses the truncated prompt; the BOS token occurs once.
     assert text(turn) == f"<user> {text(own).strip()} <reply>"
     assert (
         turn.context[: len(plain.prefix_ids)] == list(plain.prefix_ids) and plain.prefix_ids[0] not in turn.context[1:]
     )
-    # What asks, and what follows it, is not part of what is compressed.
+    # The question and the end of the template are not compressed.
     assert chat.decode(turn.question) == f"{example.problem.question.strip()} <reply>"
     assert longbench.prompt_of(chat, example, longest, chat=False) == own
-    # Tasks with examples of their own take none.
+    # Few-shot tasks do not use the template.
     [few_shot] = longbench.read(write(tmp_path / "trec.jsonl", all_classes=["Date"]))
     assert longbench.prompt_of(chat, few_shot, longest, chat=True) == longbench.prompt_of(
         plain, few_shot, longest, chat=True

@@ -10,7 +10,7 @@ from tests.experiments.running import run
 
 
 @pytest.mark.heavy
-def test_line_retrieval_tells_policies_apart(tmp_path):
+def test_line_retrieval_separates_policies(tmp_path):
     best = SUITES["lines, best"].policies
     rows = run(line_retrieval, tmp_path, quick=False, policy=best, documents=50, seed=10)
     accuracy = {(row["policy"], row["budget"]): row for row in rows if row["metric"] == "accuracy"}
@@ -19,11 +19,11 @@ def test_line_retrieval_tells_policies_apart(tmp_path):
     assert accuracy["exact", None]["ci95_low"] > 0.9
     discarding = [row for (policy, budget), row in accuracy.items() if budget and policy != "clusterkv"]
     assert all(accuracy["exact", None]["value"] > row["value"] for row in discarding)
-    # What it reads is compared, not what it keeps.
+    # The budget of retrieval limits the tokens read; all tokens are kept.
     assert all(accuracy["clusterkv", budget]["value"] >= 0.9 for budget in ("50%", "25%"))
     for policy in ("uniform", "streaming_llm", "clustergen", "subgen", "balancekv", "chelsea", "clusterkv"):
         for budget, fraction in (("50%", 0.5), ("25%", 0.25)):
-            # Blocks of 16 leave a recall policy a little under.
+            # Retrieval reads blocks of 16 tokens, which stay slightly below the budget.
             assert 0.95 * fraction < accuracy[policy, budget]["budget_fraction"] <= fraction
 
 

@@ -1,5 +1,4 @@
-"""kvpress's presses beside kvjax's policies: what is asked of them, what is made of their answers, and that they run
-where kvpress is installed."""
+"""The comparison with kvpress: requests to its presses, tables of their answers, and live runs with kvpress."""
 
 import stat
 import sys
@@ -16,7 +15,7 @@ from kvjax.budget import Budget
 from kvjax.registry import PolicyChoice
 from tests.experiments.running import answering, run
 
-# In place of the interpreter that has kvpress: SnapKV is always wrong, KVzip right every second time, and others fail.
+# Replaces the interpreter with kvpress: SnapKV is always wrong, KVzip is right every second time, others fail.
 STUB = f"""#!{sys.executable}
 import json, re, sys
 for line in sys.stdin:
@@ -37,7 +36,7 @@ def stub(tmp_path):
     return path
 
 
-def test_presses_and_policies_stand_in_one_table(stub, tmp_path, monkeypatch, capsys):
+def test_presses_and_policies_are_in_one_table(stub, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(evaluating.Evaluator, "evaluate", answering("ANSWER"))
     given = {
         "kvpress_python": str(stub),
@@ -56,8 +55,8 @@ def test_presses_and_policies_stand_in_one_table(stub, tmp_path, monkeypatch, ca
     )
     for budget in ("25% of all", "25% of the text"):
         row = of("kvpress KVzip", "accuracy", budget)
-        assert row["n"] == 4 and row["budget_fraction"] > 0.9  # held, whatever is masked
-        # Of equals the one whose name is last.
+        assert row["n"] == 4 and row["budget_fraction"] > 0.9  # masked tokens are held
+        # Ties are resolved by name.
         assert of("kvpress KVzip", "accuracy_to_best_press", budget)["best_press"] == "kvpress SnapKV"
     assert not any(row["policy"] == "kvpress Knorm" for row in rows)
     assert {row["budget"] for row in rows if row["policy"] == "h2o"} == {"25% of the text"}
@@ -65,7 +64,7 @@ def test_presses_and_policies_stand_in_one_table(stub, tmp_path, monkeypatch, ca
     assert [line.name for line in own.lines] == ["exact", "uniform", "h2o", "kvpress KVzip", "kvpress SnapKV"]
     assert with_best.title == "25% of all, question unseen, 4 documents per task"
     assert with_best.best == "kvpress SnapKV" and with_best.lines[-1].to_best is None
-    # A second run asks nobody.
+    # A second run starts no process.
     stub.write_text("#!/bin/false\n")
     assert run(peers, tmp_path, quick=False, **given) == rows
 
@@ -85,12 +84,12 @@ def test_the_best_press_is_the_best_on_the_mean_of_all_tasks():
     assert ranking.best_press({"one": [policy]}, "25%") is None
 
 
-def test_budgets_that_are_no_share_are_refused(stub, tmp_path):
+def test_budgets_in_slots_are_refused(stub, tmp_path):
     with pytest.raises(ValueError, match="--budget=512: give a share such as 25%"):
         run(peers, tmp_path, budget=("512",), kvpress_python=str(stub))
 
 
-def test_a_process_that_ends_is_said(tmp_path):
+def test_a_process_that_ended_is_an_error(tmp_path):
     with pytest.raises(RuntimeError, match="/bin/false .* ended; it must be able to import kvpress"):
         presses.Presses("/bin/false", tmp_path).answer("KVzip", 10, [([1, 2], [3])], 4)
 
@@ -103,7 +102,7 @@ def test_every_press_is_compared_or_left_out_with_a_reason():
     assert there <= compared | set(presses.LEFT_OUT)
 
 
-def test_answers_are_those_of_kvpress_own_pipeline():
+def test_answers_equal_the_pipeline_of_kvpress():
     kvpress = pytest.importorskip("kvpress")
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     directory = settings.model_directory(LANGUAGE_CHECKPOINT)
@@ -115,7 +114,7 @@ def test_answers_are_those_of_kvpress_own_pipeline():
     pipeline = transformers.pipeline(
         "kv-press-text-generation", model=model, tokenizer=transformers.AutoTokenizer.from_pretrained(directory)
     )
-    # The pipeline puts a line's end behind questions of models without a chat template.
+    # The pipeline appends a newline to questions of models without a chat template.
     prompts = [
         (tokenizer.encode(text), tokenizer.encode(question + "\n", add_bos=False))
         for text, question in zip(texts, questions, strict=True)
@@ -128,7 +127,7 @@ def test_answers_are_those_of_kvpress_own_pipeline():
             expected.append(pipeline(context, question=question, press=press, max_new_tokens=24)["answer"])
         reply = mine.answer(name, 200, prompts, 24)
         assert reply["answers"] == expected
-        np.testing.assert_allclose(reply["kept"], 200, atol=1)  # what it masks in all layers together is a share
+        np.testing.assert_allclose(reply["kept"], 200, atol=1)  # KVzip masks a share of all layers together
         assert reply["held"] == [200.0] * 3 if name == "SnapKV" else reply["held"] == [len(text) for text, _ in prompts]
     mine.close()
 

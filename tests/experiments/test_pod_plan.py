@@ -1,4 +1,4 @@
-"""Plans for pods that are not here, by the real TPU compiler."""
+"""Plans for pods by the TPU compiler, without the pods."""
 
 import json
 import pathlib
@@ -31,7 +31,7 @@ CONFIG = {
 
 
 def planned(directory, *arguments, **changes):
-    """Rows of plans for four chips, by policy and metric."""
+    """Returns the rows of plans for four chips by policy and metric."""
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(CONFIG | changes))
     own = [f"--shape={directory}", "--topology=v5e:2x2", "--budget=4096", f"--output_dir={directory}", *arguments]
@@ -54,16 +54,16 @@ def test_a_plan_says_what_fits_and_what_does_not(tmp_path):
     assert least <= fits["device_bytes"] <= 1.1 * least
     assert fits["parameter_bytes"] + fits["device_bytes"] <= fits["value"] < 16e9
     assert (tmp_path / "pod_plan.png").stat().st_size > 3_000
-    # What crosses between chips are activations of one token and logits.
+    # Chips exchange activations of one token and logits.
     exchanged = [one["bytes"] for one in fits["collectives"]]
     assert exchanged and max(exchanged) <= 4 * 16 * CONFIG["vocab_size"]
-    # It is not made again: what is kept is taken as it stands.
+    # A second run uses the saved plans.
     kept = tmp_path / "pod_plan.jsonl"
     plans = [json.loads(line) for line in kept.read_text().splitlines()]
     finished = Finished(kept, fresh=True)
     for one in plans:
         finished.add(one["unit"], one["value"] | {"flops": one["value"]["flops"] + 1})
-    del finished  # whose file it is as long as it lives
+    del finished  # releases the file's lock
     again = planned(tmp_path, *sizes, "--policy=exact", "--policy=uniform")
     changed = {key: row | {"flops": row["flops"] + 1} for key, row in rows.items() if "flops" in row}
     assert again == rows | changed and len(changed) == len(rows) - 1
@@ -74,7 +74,7 @@ def test_a_plan_says_what_fits_and_what_does_not(tmp_path):
 def test_chips_share_the_tokens_of_a_long_prompt(tmp_path, query_heads):
     sizes = ("--batch=1", "--context_tokens=131072", "--policy=exact")
     rows = planned(tmp_path, *sizes, num_attention_heads=query_heads)
-    # Nothing is summed, and nothing larger exchanged than queries of a chip's own tokens, and keys of its head.
+    # Chips exchange no partial sums; the largest exchanges are queries of a chip's tokens and keys of its head.
     exchanged = rows["exact", "bytes_per_device"]["reading_collectives"]
     assert {one["kind"] for one in exchanged} == {"all-gather", "all-to-all"}
     assert max(one["bytes"] for one in exchanged) == max(131072 // 4 * query_heads, 131072) * 128 * 2
@@ -82,7 +82,7 @@ def test_chips_share_the_tokens_of_a_long_prompt(tmp_path, query_heads):
     assert taken["way"] == "tokens shared" and taken["stream_bytes"] == 131072 // 4 * CONFIG["hidden_size"] * 2
 
 
-def test_costs_of_reading_are_those_counted_by_hand():
+def test_costs_of_prefill_equal_a_count():
     mesh = jax.sharding.AbstractMesh((1, 8, 8), ("data", "tensor", "sequence"))
     tokens, config = 2**20, speed.shape("llama-3.1-70b")
     repeated, shared, cut = prefill_costs.ways(planning.abstract_model(config, mesh), mesh, 1, tokens, 256)
@@ -123,7 +123,7 @@ def test_the_largest_batch_fits_and_another_row_does_not(tmp_path):
     key = "exact", "bytes_per_device"
     largest = planned(tmp_path / "four", *sizes, "--batch=4", "--largest")[key]["largest_batch"]
     full = planned(tmp_path / "full", *sizes, f"--batch={largest}")[key]
-    # A row more takes its cache, at least.
+    # One more row needs at least its cache.
     assert full["problem"] is None and 16e9 - 1.2e9 < full["value"] <= 16e9
     more = planned(tmp_path / "more", *sizes, f"--batch={largest + 2}")
     assert re.search("RESOURCE_EXHAUSTED|do not fit in 16 GB", more["exact", "ms_per_token_bound"]["problem"])

@@ -1,4 +1,4 @@
-"""Rows, intervals and readable figures."""
+"""Rows, intervals and formatted figures."""
 
 import json
 
@@ -39,7 +39,7 @@ def test_intervals_of_scores_follow_their_kind():
 
 
 def test_median_interval_is_of_order_statistics():
-    # A fair coin's tails: the extremes of 6 samples miss the median with probability 2 / 64, those of 5 with 2 / 32.
+    # The range of 6 samples misses the median with probability 2 / 64, the range of 5 with 2 / 32.
     assert results.median_interval(np.array([6.0, 1, 5, 2, 4, 3])) == (3.5, 1, 6)
     # Of 20 samples the 6th and the 15th: the usual table's entry.
     assert results.median_interval(np.arange(1.0, 21)) == (10.5, 6, 15)

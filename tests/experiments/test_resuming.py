@@ -1,4 +1,4 @@
-"""A second start does not repeat what is done."""
+"""A second run does not repeat finished units."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_units_are_run_once_and_a_broken_line_is_run_again(tmp_path):
     assert not path.exists()
 
 
-def test_nothing_is_written_where_a_run_fails(tmp_path):
+def test_a_failed_run_writes_nothing(tmp_path):
     finished = Finished(tmp_path / "done.jsonl")
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
@@ -41,7 +41,7 @@ def test_nothing_is_written_where_a_run_fails(tmp_path):
     assert not (tmp_path / "done.jsonl").exists()
 
 
-def test_many_units_run_so_many_together(tmp_path):
+def test_units_run_in_groups(tmp_path):
     groups = []
 
     def run(keys):

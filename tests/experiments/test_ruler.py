@@ -1,4 +1,4 @@
-"""RULER's tasks: what they ask is in the text, as often as they say, and scored as published."""
+"""RULER's tasks: answers are in the text, with the documented counts, and scores equal the published ones."""
 
 import collections
 import re
@@ -65,7 +65,7 @@ def test_the_chain_of_variables_can_be_followed():
     value = re.search(r"assigned the value (\d+) in", problem.question)[1]
     assigned = re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", problem.context)
     found = [name for name, source in assigned if source == value]
-    for name, source in assigned:  # links stand in order
+    for name, source in assigned:  # links are in order
         if source in found:
             found.append(name)
     assert tuple(found) == problem.answers and len(found) == 5

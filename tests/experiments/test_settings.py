@@ -57,7 +57,7 @@ def test_share_of_exact_is_met_from_below():
 
 def test_bytes_are_those_of_all_layers():
     [setting] = settings.settings(["uniform"], ["512KiB"])
-    # Budgets come in whole tiles of 16 slots.
+    # Budgets are multiples of 16 slots.
     assert 2**19 - 4 * 16 * 300 < 4 * row_bytes(setting.fit(SPEC, 2048), SPEC) <= 2**19
 
 
@@ -87,7 +87,7 @@ def test_windows_of_layers_do_not_count():
     assert list(policies) == [setting] and not refused
 
 
-def test_what_cannot_be_has_a_reason():
+def test_invalid_settings_have_a_reason():
     chosen = settings.settings(["exact", "uniform", "snapkv"], ["0.1%"]) + settings.settings(["snapkv"], ["50%"])
     policies, refused = settings.possible(chosen, SPEC, 2048, streaming=True)
     assert list(policies) == chosen[:1]

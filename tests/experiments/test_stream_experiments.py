@@ -1,4 +1,4 @@
-"""The experiments on streams and their structures, as commands in small, and what they must show."""
+"""Small runs of the experiments on stream structures, with the results that they must show."""
 
 import pytest
 

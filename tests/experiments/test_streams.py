@@ -1,4 +1,4 @@
-"""The named streams: norms, seeds, and what each law promises; errors and effective rank against their definitions."""
+"""The named streams: norms, seeds and distributions; errors and effective rank against their definitions."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def test_shapes_and_norms(drawn, name):
 
 
 @pytest.mark.parametrize("name", streams.SYNTHETIC)
-def test_a_row_is_its_seeds_alone(drawn, name):
+def test_a_row_depends_only_on_its_seed(drawn, name):
     many = streams.synthetic(name, [1, 3], TOKENS, QUERIES, DIM)
     for own, among in zip(_parts(drawn[name]), _parts(many), strict=True):
         np.testing.assert_array_equal(own[0], among[1])
@@ -43,7 +43,7 @@ def test_unknown_streams_are_refused():
 
 def test_iid_keys_are_spread_evenly(drawn):
     keys = _keys(drawn["iid"])
-    # The mean of n independent unit vectors has squared norm 1/n; the spectrum is that of Marchenko and Pastur.
+    # The mean of n independent unit vectors has squared norm 1/n; the spectrum follows Marchenko and Pastur.
     assert TOKENS * np.sum(keys.mean(0) ** 2) == pytest.approx(1, abs=0.5)
     spectrum = np.linalg.eigvalsh(keys.T @ keys) * DIM / TOKENS
     edges = (1 - np.sqrt(DIM / TOKENS)) ** 2, (1 + np.sqrt(DIM / TOKENS)) ** 2
@@ -110,7 +110,7 @@ def test_index_holds_half_of_the_pairs_of_its_groups(drawn):
     assert len(set(zip(group, coordinate, strict=True))) == TOKENS  # no pair comes twice
     # The sizes of groups are hypergeometric: mean D/2, variance about D/4.
     assert np.abs(np.bincount(group) - DIM / 2).max() < 5 * np.sqrt(DIM / 4)
-    # At norm 15 a query's output tells which pairs of its group were kept.
+    # At norm 15 the output of a query identifies the pairs of its group.
     attended = streams.exact_attention(drawn["index"].scaled(15.0, 1.0))[0, :, 0]
     asked = np.argmax(drawn["index"].queries[0, :, 0] @ signs.T, axis=1)
     for output, number in zip(attended, asked, strict=True):
@@ -119,7 +119,7 @@ def test_index_holds_half_of_the_pairs_of_its_groups(drawn):
 
 
 @pytest.mark.parametrize("name", streams.SYNTHETIC)
-def test_a_prompt_s_queries_follow_the_law_of_those_that_are_asked(name):
+def test_prompt_queries_have_the_distribution_of_queries(name):
     plain = streams.synthetic(name, [3, 4], TOKENS, QUERIES, DIM)
     shown = streams.synthetic(name, [3, 4], TOKENS, QUERIES, DIM, prompt_queries=True)
     for before, after in zip(_parts(plain), _parts(shown), strict=True):
@@ -128,7 +128,7 @@ def test_a_prompt_s_queries_follow_the_law_of_those_that_are_asked(name):
     nearest = lambda queries, others: (queries[:, 0] @ others[:, 0].T).max(axis=1)  # noqa: E731
     for row in range(2):
         asked, prompt = shown.queries[row], shown.prompt_queries[row]
-        # None of them was asked (of an index there are only so many), and they lie where the stream's own queries do.
+        # Both kinds of queries differ (except for "index", which has few), and are in the same clusters.
         if name != "index":
             assert nearest(asked, prompt).max() < 1 - 1e-5
         if name != "iid":
@@ -136,7 +136,7 @@ def test_a_prompt_s_queries_follow_the_law_of_those_that_are_asked(name):
     assert shown.scaled(4.0).prompt_queries.shape == shown.prompt_queries.shape
 
 
-def test_recorded_streams_are_what_the_model_computes():
+def test_recorded_streams_equal_the_model_s_projections():
     model, tokenizer = settings.load_model(Run())
     layers = list(streams.recorded(model, tokenizer, [5, 6], tokens=200, queries=24, prompt_queries=True))
     assert [number for number, _ in layers] == [0, 1]

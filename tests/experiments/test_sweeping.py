@@ -1,4 +1,4 @@
-"""The order in which a sweep goes, and what it leaves out."""
+"""The order of units in a sweep, and the settings that it leaves out."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from experiments.common.options import Experiment, Run
 from experiments.common.resuming import Finished
 
 
-def test_settings_that_are_held_at_once_answer_all_tasks_before_the_next_ones_come(monkeypatch):
+def test_a_group_of_settings_answers_all_tasks_before_the_next_group(monkeypatch):
     done = []
 
     def values(options, finished, group, unit, run):
@@ -24,7 +24,7 @@ def test_settings_that_are_held_at_once_answer_all_tasks_before_the_next_ones_co
     assert done == [("x", "a", "b"), ("y", "a", "b"), "dropped", ("x", "c"), ("y", "c"), "dropped"]
 
 
-def test_what_is_refused_is_left_out_with_its_reason(capsys):
+def test_refused_settings_are_left_out_with_a_reason(capsys):
     refused = {sweeping.REFUSED: "too small"}
     a, b = settings.settings(["uniform", "subgen"], ["5%"])
     assert sweeping.not_refused({a: {}, b: refused}) == {a: {}}
@@ -35,9 +35,9 @@ def test_what_is_refused_is_left_out_with_its_reason(capsys):
 
 
 @pytest.mark.parametrize("together", [1, 2, 8])
-def test_a_setting_that_is_refused_while_it_runs_ends_no_sweep(tmp_path, capsys, together):
+def test_a_sweep_continues_after_a_setting_that_fails(tmp_path, capsys, together):
     options = sweeping.Settings(together=together)
-    # The second cannot even be made of its budget.
+    # The budget of the second is invalid.
     chosen = settings.settings(["uniform", "chelsea@10", "subgen", "h2o"], ["5%"])
     ran = []
 

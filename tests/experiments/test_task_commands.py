@@ -1,4 +1,4 @@
-"""Needles and LongBench: what they write, in small."""
+"""Rows of small runs of the needle task and LongBench."""
 
 import json
 

@@ -27,7 +27,7 @@ def test_every_policy_has_the_rows_that_exact_s_memory_holds(tmp_path, capsys):
     assert "kvzip @ 2 is left out: " in "".join(capsys.readouterr())
     rows = {(row["metric"], row["policy"]): row for row in found}
     count = {policy: rows["rows", policy]["value"] for policy in ("exact", "streaming_llm", "quest")}
-    # Recall keeps everything, and pages' bounds besides.
+    # Retrieval keeps all tokens and the bounds of pages.
     assert count["exact"] == 2 and count["streaming_llm"] >= 6 and count["quest"] == 1
     held = {policy: rows["rows", policy]["device_bytes"] for policy in count}
     assert max(held.values()) == held["exact"] and held["streaming_llm"] > 0.8 * held["exact"]
