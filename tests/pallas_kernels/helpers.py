@@ -70,7 +70,7 @@ def check_gpu_grids(jaxpr: Any, *grids: tuple[str, str]) -> None:
     assert re.findall(r"Mesh\(grid=(\([\d, ]*\)), grid_names=\((.*?)\)", str(jaxpr)) == list(grids)
 
 
-def compare_partials(found: Any, expected: tuple[np.ndarray, np.ndarray, np.ndarray], tolerance: float) -> np.ndarray:
+def compare_partials(actual: Any, expected: tuple[np.ndarray, np.ndarray, np.ndarray], tolerance: float) -> np.ndarray:
     """Compares partials with a maximum (-inf for queries without entries), a numerator and a denominator.
 
     Returns:
@@ -78,12 +78,12 @@ def compare_partials(found: Any, expected: tuple[np.ndarray, np.ndarray, np.ndar
     """
     maximum, numerator, denominator = expected
     some = np.isfinite(maximum)
-    assert found.max.shape == maximum.shape and found.numerator.shape == numerator.shape
-    np.testing.assert_array_equal(np.asarray(found.max) > MASK_VALUE / 2, some)
+    assert actual.max.shape == maximum.shape and actual.numerator.shape == numerator.shape
+    np.testing.assert_array_equal(np.asarray(actual.max) > MASK_VALUE / 2, some)
     # Both are relative to their maximum.
-    shift = np.exp(np.where(some, float64(found.max) - np.where(some, maximum, 0), 0))
+    shift = np.exp(np.where(some, float64(actual.max) - np.where(some, maximum, 0), 0))
     largest = max(np.abs(numerator).max(), np.abs(denominator).max(), 1e-30)
-    sums = (float64(found.numerator) * shift[..., None], numerator), (float64(found.denominator) * shift, denominator)
+    sums = (float64(actual.numerator) * shift[..., None], numerator), (float64(actual.denominator) * shift, denominator)
     for result, reference in sums:
         assert np.abs(result - reference)[some].max(initial=0) <= tolerance * largest
     return some

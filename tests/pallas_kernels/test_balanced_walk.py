@@ -61,12 +61,12 @@ def plain_matrix(block):
     return kernel
 
 
-def compare_signs(found, block, uniforms, gain, weight):
+def compare_signs(actual, block, uniforms, gain, weight):
     """Checks that each sign follows from the signs before it; returns the number of clipped decisions."""
     kernel, entries = plain_matrix(block), len(uniforms)
     gain, weight = (np.broadcast_to(helpers.float64(x), entries) for x in (gain, weight))
     sums, clipped, close = np.zeros(entries), 0, 0
-    for i, sign in enumerate(np.asarray(found.signs)):
+    for i, sign in enumerate(np.asarray(actual.signs)):
         tilt = gain[i] * sums[i]
         clipped += abs(tilt) > 0.5
         margin = 0.5 - tilt - float(uniforms[i])
@@ -74,11 +74,11 @@ def compare_signs(found, block, uniforms, gain, weight):
         assert sign in (-1.0, 1.0)
         assert sign == (1.0 if margin > 0 else -1.0) or abs(margin) <= TOLERANCE
         sums += sign * weight[i] * kernel[i]
-    assert abs(int(found.num_clipped) - clipped) <= close <= 1 + entries / 20
+    assert abs(int(actual.num_clipped) - clipped) <= close <= 1 + entries / 20
     return clipped
 
 
-def compare_pairs(found, block, uniforms, weights, gamma):
+def compare_pairs(actual, block, uniforms, weights, gamma):
     """Checks that each pair follows from the pairs before it; returns the number of clipped decisions."""
     kernel, weights = plain_matrix(block), helpers.float64(weights)
     diagonal, largest = np.diagonal(kernel), max(weights.max(), 1e-30)
@@ -94,14 +94,14 @@ def compare_pairs(found, block, uniforms, weights, gamma):
         squared_distance = max(squared_distance, 1e-6 * diagonal.max() + 1e-30)
         tilt = 4 * share * (1 - share) * gamma * (sums[first] - sums[second]) / squared_distance
         clipped += abs(share - tilt - 0.5) > 0.5
-        kept = int(found.indices[number])
+        kept = int(actual.indices[number])
         margin = share - tilt - uniform
         close += abs(margin) <= TOLERANCE
         assert kept in (first, second)
         assert kept == (first if margin > 0 else second) or abs(margin) <= TOLERANCE
-        assert found.weights[number] == pytest.approx(total)
+        assert actual.weights[number] == pytest.approx(total)
         sums += (weights[second] if kept == first else -weights[first]) / largest * (kernel[first] - kernel[second])
-    assert abs(int(found.num_clipped) - clipped) <= close
+    assert abs(int(actual.num_clipped) - clipped) <= close
     return clipped
 
 
@@ -135,10 +135,10 @@ def test_any_number_of_entries(form, entries):
 @pytest.mark.parametrize("empty", [(0,), range(30, 40), (3, 8, 9, 20), range(40)])
 def test_empty_entries_are_paired_last_and_their_partners_are_kept(form, empty):
     block, _, draws, weights = make(empty=empty)
-    found = run_pairs(block, draws, weights, 4.0, form)
-    compare_pairs(found, block, draws, weights, 4.0)
-    assert np.count_nonzero(found.weights) == -(-np.count_nonzero(weights) // 2)
-    assert float(found.weights.sum()) == pytest.approx(float(weights.sum()))
+    actual = run_pairs(block, draws, weights, 4.0, form)
+    compare_pairs(actual, block, draws, weights, 4.0)
+    assert np.count_nonzero(actual.weights) == -(-np.count_nonzero(weights) // 2)
+    assert float(actual.weights.sum()) == pytest.approx(float(weights.sum()))
 
 
 @quick_form
@@ -151,9 +151,9 @@ def test_decisions_of_large_gains_are_clipped(form):
 @quick_form
 def test_large_norms_cause_no_overflow(form):
     block, sign_draws, pair_draws, weights = make(norm=200.0)
-    found = run_pairs(block, pair_draws, weights, 4.0, form)
-    assert len(set(np.asarray(found.indices).tolist())) == 20
-    assert float(found.weights.sum()) == pytest.approx(float(weights.sum()))
+    actual = run_pairs(block, pair_draws, weights, 4.0, form)
+    assert len(set(np.asarray(actual.indices).tolist())) == 20
+    assert float(actual.weights.sum()) == pytest.approx(float(weights.sum()))
     # All entries are orthogonal, so that sums do not affect signs.
     signs = run_signs(block, sign_draws, 0.3, 1.0, form).signs
     np.testing.assert_array_equal(signs, np.where(np.asarray(sign_draws) < 0.5, 1.0, -1.0))
@@ -187,9 +187,9 @@ def test_vmap_processes_blocks_in_one_kernel(options):
         helpers.check_gpu_grids(traced.jaxpr.jaxpr, *[("(6,)", "'blocks',")] * 2)
     else:
         helpers.check_kernels(traced.jaxpr, kernels=2)
-    found = traced.lower().compile()(*inputs)
+    actual = traced.lower().compile()(*inputs)
     for at in np.ndindex(2, 3):
-        (signs, pairs), (block, sign_draws, pair_draws, weights) = helpers.pick(found, *at), helpers.pick(inputs, *at)
+        (signs, pairs), (block, sign_draws, pair_draws, weights) = helpers.pick(actual, *at), helpers.pick(inputs, *at)
         compare_signs(signs, block, sign_draws, 0.3, 1.0)
         compare_pairs(pairs, block, pair_draws, weights, 4.0)
 
@@ -221,8 +221,10 @@ def test_the_kernel_reads_every_entry_once(entries, head_dim):
     thin = functools.partial(thin_pairs, **FORMS["mosaic_tpu"])
     # Arrays that are traced for `vmap` cannot be counted.
     with mock.patch.object(batching, "fold_mapped_axes", lambda run: run):
-        found = traffic.moved(thin, block, draws, weights, 4.0, run=False)
-    traffic.check(found.total, sum(x.nbytes for x in jax.tree.leaves((block, draws, weights))) + 2 * 4 * (entries // 2))
+        actual = traffic.moved(thin, block, draws, weights, 4.0, run=False)
+    traffic.check(
+        actual.total, sum(x.nbytes for x in jax.tree.leaves((block, draws, weights))) + 2 * 4 * (entries // 2)
+    )
 
 
 def test_invalid_and_unsupported_arguments_raise():

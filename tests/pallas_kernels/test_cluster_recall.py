@@ -110,8 +110,8 @@ def expected(inputs):
     return maximum, numerator, denominator
 
 
-def compare(found, inputs, tolerance=2e-6):
-    helpers.compare_partials(found, expected(inputs), tolerance)
+def compare(actual, inputs, tolerance=2e-6):
+    helpers.compare_partials(actual, expected(inputs), tolerance)
 
 
 def spoil_unread(inputs):
@@ -202,9 +202,9 @@ def test_a_block_may_be_read_twice(form):
 def test_extreme_logits_cause_no_overflow(form):
     # Norms near 200 give logits of some thousands.
     inputs = make(norm=200 / 8)
-    found = run(inputs, form)
-    assert all(np.isfinite(np.asarray(x)).all() for x in found[:3])
-    compare(found, inputs, tolerance=2e-3)
+    actual = run(inputs, form)
+    assert all(np.isfinite(np.asarray(x)).all() for x in actual[:3])
+    compare(actual, inputs, tolerance=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -300,11 +300,12 @@ def test_vmap_gives_one_kernel(form, is_mapped):
         helpers.check_gpu_grids(jaxpr, ("(1, 1, 2)" if is_mapped else "(1, 2, 1)", "'splits', 'heads', 'batch'"))
     else:
         helpers.check_kernels(jaxpr, kernels=1)
-    found = mapped(stacked)
+    actual = mapped(stacked)
     for i in range(2):
         one = helpers.pick(stacked._replace(blocks=None), i)
         compare(
-            helpers.pick(found, i), one._replace(blocks=helpers.pick(stacked.blocks, i) if is_mapped else inputs.blocks)
+            helpers.pick(actual, i),
+            one._replace(blocks=helpers.pick(stacked.blocks, i) if is_mapped else inputs.blocks),
         )
 
 
@@ -340,5 +341,5 @@ def test_the_gpu_kernel(case):
 def test_the_gpu_kernel_copies_blocks_that_are_read_once():
     lengths = jnp.arange(20) % 5  # every fifth block is not read
     inputs = make(**ONE_HEAD, blocks=32, selected=20, head_dim=128, dtype="bfloat16", lengths=lengths)
-    found = traffic.copied_for_gpu(run_gpu, inputs)
-    traffic.check(found, 16 * 16 * 2 * 128 * 2 + inputs.queries.nbytes + 4 * 4 * (128 + 2))
+    actual = traffic.copied_for_gpu(run_gpu, inputs)
+    traffic.check(actual, 16 * 16 * 2 * 128 * 2 + inputs.queries.nbytes + 4 * 4 * (128 + 2))

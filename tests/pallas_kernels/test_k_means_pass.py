@@ -34,14 +34,14 @@ def make(points=300, clusters=11, head_dim=64, seed=0, scale=1.0):
     return jnp.asarray(scale * points, jnp.float32), jnp.asarray(centroids, jnp.float32), jnp.asarray(is_valid)
 
 
-def compare(found, points, centroids, is_valid, num_centroids=None, summands=None):
+def compare(actual, points, centroids, is_valid, num_centroids=None, summands=None):
     is_valid, clusters = np.asarray(is_valid), len(centroids)
     used = clusters if num_centroids is None else int(num_centroids)
     product = np.where(is_valid[:, None], np.nan_to_num(helpers.float64(points)), 0) @ helpers.float64(centroids).T
     product[:, used:] = -np.inf
     best = product.max(axis=1)
-    labels = np.asarray(found.labels)
-    assert found.labels.shape == is_valid.shape and found.sums.shape == centroids.shape
+    labels = np.asarray(actual.labels)
+    assert actual.labels.shape == is_valid.shape and actual.sums.shape == centroids.shape
     np.testing.assert_array_equal(labels[~is_valid], clusters)
     assert ((labels >= 0) & (labels < used))[is_valid].all()
     # The label is the best cluster, except for ties within rounding.
@@ -50,13 +50,13 @@ def compare(found, points, centroids, is_valid, num_centroids=None, summands=Non
     assert is_near[np.arange(len(labels)), np.minimum(labels, clusters - 1)][is_valid].all()
     is_clear = is_valid & (is_near.sum(axis=1) == 1)
     np.testing.assert_array_equal(labels[is_clear], product.argmax(axis=1)[is_clear])
-    np.testing.assert_allclose(found.total_product, best[is_valid].sum(), rtol=1e-5, atol=slack)
+    np.testing.assert_allclose(actual.total_product, best[is_valid].sum(), rtol=1e-5, atol=slack)
     # Sums belong to the clusters of the result.
     added = np.where(is_valid[:, None], np.nan_to_num(helpers.float64(points if summands is None else summands)), 0)
     is_member = labels[None] == np.arange(clusters)[:, None]
     largest = np.linalg.norm(added, axis=1).max(initial=1e-30)
     tolerance = TOLERANCE * largest * np.sqrt(1 + is_member.sum(1).max())
-    np.testing.assert_allclose(found.sums, is_member @ added, atol=tolerance)
+    np.testing.assert_allclose(actual.sums, is_member @ added, atol=tolerance)
     return is_clear
 
 
@@ -79,9 +79,9 @@ def test_any_number_of_points_and_clusters(form, points, clusters):
 @pytest.mark.parametrize("num_centroids", [1, 7, 11])
 def test_only_the_first_centroids_are_used(form, num_centroids):
     inputs = make()
-    found = run(*inputs, num_centroids, form=form)
-    compare(found, *inputs, num_centroids)
-    np.testing.assert_array_equal(found.sums[num_centroids:], 0.0)
+    actual = run(*inputs, num_centroids, form=form)
+    compare(actual, *inputs, num_centroids)
+    np.testing.assert_array_equal(actual.sums[num_centroids:], 0.0)
 
 
 @every_form
@@ -94,17 +94,17 @@ def test_other_vectors_than_points_may_be_summed(form):
 @every_form
 def test_no_valid_point(form):
     points, centroids, _ = make()
-    found = run(points, centroids, jnp.zeros(300, bool), form=form)
-    np.testing.assert_array_equal(found.labels, 11)
-    np.testing.assert_array_equal(found.sums, 0.0)
-    assert found.total_product == 0
+    actual = run(points, centroids, jnp.zeros(300, bool), form=form)
+    np.testing.assert_array_equal(actual.labels, 11)
+    np.testing.assert_array_equal(actual.sums, 0.0)
+    assert actual.total_product == 0
 
 
 @quick_form
 def test_the_first_of_equal_centroids_is_chosen(form):
     points, centroids, is_valid = make()
-    found = run(points, jnp.concatenate([centroids, centroids]), is_valid, form=form)
-    assert (np.asarray(found.labels)[np.asarray(is_valid)] < len(centroids)).all()
+    actual = run(points, jnp.concatenate([centroids, centroids]), is_valid, form=form)
+    assert (np.asarray(actual.labels)[np.asarray(is_valid)] < len(centroids)).all()
 
 
 @quick_form
@@ -121,9 +121,9 @@ def test_vmap_gives_one_kernel():
     iterate = jax.vmap(functools.partial(run, form="mosaic_tpu"), (0, 0, 0, None))
     traced = jax.jit(jax.vmap(iterate)).trace(*inputs, used)
     helpers.check_kernels(traced.jaxpr, kernels=1)
-    found = traced.lower().compile()(*inputs, used)
+    actual = traced.lower().compile()(*inputs, used)
     for at in np.ndindex(2, 3):
-        compare(helpers.pick(found, *at), *helpers.pick(inputs, *at), used[at[0]])
+        compare(helpers.pick(actual, *at), *helpers.pick(inputs, *at), used[at[0]])
 
 
 @pytest.mark.parametrize("points, clusters, head_dim, other", [(16384, 205, 128, False), (16368, 205, 64, True)])
@@ -131,8 +131,8 @@ def test_the_kernel_reads_every_point_once(points, clusters, head_dim, other):
     array, centroids = jnp.zeros((points, head_dim)), jnp.zeros((clusters, head_dim))
     summands = array + 1 if other else None
     iterate = functools.partial(k_means, summands=summands, implementation="mosaic_tpu", interpret=True)
-    found = traffic.moved(iterate, array, centroids, jnp.ones(points, bool), run=False)
-    traffic.check(found.total, array.nbytes * (1 + other) + 2 * centroids.nbytes + points * (1 + 4))
+    actual = traffic.moved(iterate, array, centroids, jnp.ones(points, bool), run=False)
+    traffic.check(actual.total, array.nbytes * (1 + other) + 2 * centroids.nbytes + points * (1 + 4))
 
 
 # Several tiles of points and of clusters, of which the last is not full; unused centroids; other summands.
@@ -154,9 +154,9 @@ def test_vmap_gives_two_gpu_kernels():
     traced = jax.jit(iterate).trace(*inputs)
     grids = ("(1, 2)", "'tiles', 'batch'"), ("(1, 1, 2)", "'tiles', 'splits', 'batch'")
     helpers.check_gpu_grids(traced.jaxpr.jaxpr, *grids)
-    found = traced.lower().compile()(*inputs)
+    actual = traced.lower().compile()(*inputs)
     for head in range(2):
-        compare(helpers.pick(found, 0, head), *helpers.pick(inputs, 0, head))
+        compare(helpers.pick(actual, 0, head), *helpers.pick(inputs, 0, head))
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,11 @@ def test_the_shape_is_that_of_the_unpacked_array(bits, width):
 )
 def test_indices_select_vectors(index, slots, offset_index):
     x = make(4)
-    found = x[index]
-    np.testing.assert_array_equal(found.scale, x.scale[slots])
-    np.testing.assert_array_equal(found.values, x.values[slots])
-    np.testing.assert_array_equal(found.offset, x.offset[offset_index])
-    assert found.bits == 4
+    actual = x[index]
+    np.testing.assert_array_equal(actual.scale, x.scale[slots])
+    np.testing.assert_array_equal(actual.values, x.values[slots])
+    np.testing.assert_array_equal(actual.offset, x.offset[offset_index])
+    assert actual.bits == 4
 
 
 def test_the_last_axis_is_not_indexed():

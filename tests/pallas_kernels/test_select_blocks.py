@@ -50,13 +50,13 @@ def compare(scores, sizes, tokens, blocks, block_size=BLOCK_SIZE, forms=QUICK):
     read, selected = select_by_loops(np.float32(scores), sizes, first_blocks, tokens, blocks, block_size)
     for form in forms if blocks else ("sorting", "comparing"):
         arrays = np.float32(scores), np.int32(sizes), np.int32(first_blocks)
-        found = jax.tree.map(np.asarray, select(*arrays, tokens, blocks, form, block_size))
-        is_used = found.block_lengths > 0
-        pairs = list(zip(found.block_indices[is_used], found.block_lengths[is_used], strict=True))
+        actual = jax.tree.map(np.asarray, select(*arrays, tokens, blocks, form, block_size))
+        is_used = actual.block_lengths > 0
+        pairs = list(zip(actual.block_indices[is_used], actual.block_lengths[is_used], strict=True))
         assert pairs == (sorted(read) if "mosaic" in form else read)  # the kernel keeps the order of the clusters
-        np.testing.assert_array_equal(found.selected_tokens, selected)
+        np.testing.assert_array_equal(actual.selected_tokens, selected)
         # Unused slots come last and have a valid index.
-        assert not is_used[len(read) :].any() and (found.block_indices[~is_used] == 0).all()
+        assert not is_used[len(read) :].any() and (actual.block_indices[~is_used] == 0).all()
     return selected
 
 
@@ -109,8 +109,8 @@ def test_adversarial_clusters(score, size, tokens, expected):
 
 @pytest.mark.parametrize("form", ["comparing", "mosaic_tpu"])
 def test_nan_scores_come_last_and_zeros_are_equal(form):
-    found = select(np.float32([np.nan, -0.0, 0.0]), np.int32([4, 4, 4]), np.int32([0, 1, 2]), 6, 3, form)
-    np.testing.assert_array_equal(found.selected_tokens, [0, 4, 2])
+    actual = select(np.float32([np.nan, -0.0, 0.0]), np.int32([4, 4, 4]), np.int32([0, 1, 2]), 6, 3, form)
+    np.testing.assert_array_equal(actual.selected_tokens, [0, 4, 2])
 
 
 def test_blocks_may_run_out_before_tokens():
@@ -123,10 +123,10 @@ def test_vmap_gives_one_kernel():
     first_blocks = np.int32(lay_out(sizes[0, 0]))
     select_heads = jax.vmap(jax.vmap(lambda scores, sizes: select(scores, sizes, first_blocks, 60, 30, "mosaic_tpu")))
     helpers.check_kernels(jax.make_jaxpr(select_heads)(scores, sizes), kernels=1)
-    found = select_heads(scores, sizes)
+    actual = select_heads(scores, sizes)
     for at in np.ndindex(2, 3):
         alone = select(scores[at], sizes[at], first_blocks, 60, 30, "mosaic_tpu")
-        jax.tree.map(np.testing.assert_array_equal, helpers.pick(found, *at), alone)
+        jax.tree.map(np.testing.assert_array_equal, helpers.pick(actual, *at), alone)
 
 
 @pytest.mark.parametrize(

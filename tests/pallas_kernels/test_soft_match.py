@@ -44,15 +44,15 @@ def expected(keys, num_keys, chunk_size):
     return np.where(is_valid[:, ::2, None] & is_valid[:, None, 1::2], cosine, -np.inf)
 
 
-def compare(found, keys, num_keys, chunk_size):
+def compare(actual, keys, num_keys, chunk_size):
     cosine = expected(keys, num_keys, chunk_size).reshape(-1, chunk_size // 2)
     best = cosine.max(axis=1)
     some = np.isfinite(best)
-    assert found.cosine.shape == found.partner.shape == best.shape
-    np.testing.assert_array_equal(np.asarray(found.cosine)[~some], -np.inf)
-    np.testing.assert_allclose(np.asarray(found.cosine)[some], best[some], atol=TOLERANCE)
+    assert actual.cosine.shape == actual.partner.shape == best.shape
+    np.testing.assert_array_equal(np.asarray(actual.cosine)[~some], -np.inf)
+    np.testing.assert_allclose(np.asarray(actual.cosine)[some], best[some], atol=TOLERANCE)
     # The partner is the best one, except for ties within rounding.
-    partner = np.asarray(found.partner)
+    partner = np.asarray(actual.partner)
     assert ((partner >= 0) & (partner < chunk_size // 2))[some].all()
     is_near = cosine >= best[:, None] - TOLERANCE
     assert is_near[np.arange(len(partner)), np.clip(partner, 0, chunk_size // 2 - 1)][some].all()
@@ -90,8 +90,8 @@ def test_keys_after_the_last_valid_one_are_ignored(form, num_keys):
 @quick_form
 def test_the_first_of_equal_cosines_is_chosen(form):
     keys = one_hot(4, 64)
-    found = run(keys, 64, 32, form)
-    np.testing.assert_array_equal(found.partner, expected(keys, 64, 32).argmax(axis=2).reshape(-1))
+    actual = run(keys, 64, 32, form)
+    np.testing.assert_array_equal(actual.partner, expected(keys, 64, 32).argmax(axis=2).reshape(-1))
 
 
 @quick_form
@@ -117,9 +117,9 @@ def test_vmap_gives_one_kernel(options, sizes, num_keys, slots, chunk_size):
         helpers.check_gpu_grids(traced.jaxpr.jaxpr, ("(1, 1, 2)", "'tiles', 'chunks', 'batch'"))
     else:
         helpers.check_kernels(traced.jaxpr, kernels=1)
-    found = traced.lower().compile()(keys, jnp.array(num_keys))
+    actual = traced.lower().compile()(keys, jnp.array(num_keys))
     for at in np.ndindex(*sizes):
-        compare(helpers.pick(found, *at), keys[at], num_keys[at[0]][at[1]], chunk_size)
+        compare(helpers.pick(actual, *at), keys[at], num_keys[at[0]][at[1]], chunk_size)
 
 
 @pytest.mark.parametrize("slots, head_dim, dtype", [(16384, 128, "float32"), (16380, 64, "bfloat16")])
@@ -148,8 +148,8 @@ def test_the_gpu_kernel(slots, head_dim, dtype, chunk_size, num_keys):
 @helpers.needs_gpu_interpreter
 def test_the_gpu_kernel_chooses_the_first_of_equal_cosines():
     keys = one_hot(64, 256).at[5].set(0.0)
-    found = soft_match(keys, 256, 256, **helpers.GPU)
-    np.testing.assert_array_equal(found.partner, expected(keys, 256, 256).argmax(axis=2).reshape(-1))
+    actual = soft_match(keys, 256, 256, **helpers.GPU)
+    np.testing.assert_array_equal(actual.partner, expected(keys, 256, 256).argmax(axis=2).reshape(-1))
 
 
 @pytest.mark.parametrize(

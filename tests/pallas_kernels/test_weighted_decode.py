@@ -114,18 +114,18 @@ def expected(queries, entries):
     return maximum, np.einsum("bhrs,bhsd->bhrd", weight, values), np.exp(den - base).sum(-1)
 
 
-def compare(found, queries, entries, tolerance=2e-6):
-    return helpers.compare_partials(found, expected(queries, entries), tolerance)
+def compare(actual, queries, entries, tolerance=2e-6):
+    return helpers.compare_partials(actual, expected(queries, entries), tolerance)
 
 
-def compare_union(found, queries, stores):
+def compare_union(actual, queries, stores):
     """Compares partials with sums over the entries of all stores."""
     maxima, numerators, denominators = zip(*(expected(queries, entries) for entries in stores), strict=True)
     maximum = np.max(maxima, axis=0)
     factors = [np.exp(np.where(np.isfinite(one), one - maximum, -np.inf)) for one in maxima]
     numerator = sum(x * factor[..., None] for x, factor in zip(numerators, factors, strict=True))
     denominator = sum(x * factor for x, factor in zip(denominators, factors, strict=True))
-    assert helpers.compare_partials(found, (maximum, numerator, denominator), 2e-6).all()
+    assert helpers.compare_partials(actual, (maximum, numerator, denominator), 2e-6).all()
 
 
 def compare_logits(logits, queries, entries):
@@ -187,11 +187,11 @@ def test_only_slots_in_the_range_are_read(form, name):
 @pytest.mark.parametrize("bits", packing.PLANES)
 def test_packed_numbers(form, head_dim, bits):
     queries, entries, plain = make_packed(bits, head_dim)
-    found = run(queries, entries, form=form, logits=True)
-    compare(found, queries, plain)
+    actual = run(queries, entries, form=form, logits=True)
+    compare(actual, queries, plain)
     logits = np.asarray(run(queries, plain, form="xla", logits=True).logits)
     is_read = logits > MASK_VALUE / 2
-    np.testing.assert_allclose(np.asarray(found.logits)[is_read], logits[is_read], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(actual.logits)[is_read], logits[is_read], rtol=1e-5, atol=1e-5)
 
 
 def test_packed_numbers_of_many_queries():
@@ -202,9 +202,9 @@ def test_packed_numbers_of_many_queries():
 def test_blocks_of_quantized_entries_add_up(monkeypatch):
     queries, entries, plain = make_packed(4, 64, slots=330)
     monkeypatch.setattr(reference, "DEQUANTIZED_BLOCK", 128 * queries.shape[0] * queries.shape[1] * 64)
-    found = weighted_decode(queries, entries, logits=True, implementation="xla")
-    compare(found, queries, plain)
-    compare_logits(found.logits, queries, plain)
+    actual = weighted_decode(queries, entries, logits=True, implementation="xla")
+    compare(actual, queries, plain)
+    compare_logits(actual.logits, queries, plain)
 
 
 @quick_form
@@ -229,9 +229,9 @@ def test_queries_without_entries(form):
 @pytest.mark.parametrize("stop", [None, [130, 0], [[304, 1, 7, 129], [2, 3, 4, 200]]])
 def test_logits(form, feeds, stop):
     inputs = make(fields=("log_num", "log_den", "key_scale"), stop=stop, feeds=feeds)
-    found = run(*inputs, form=form, logits=True)
-    compare(found, *inputs)
-    compare_logits(found.logits, *inputs)
+    actual = run(*inputs, form=form, logits=True)
+    compare(actual, *inputs)
+    compare_logits(actual.logits, *inputs)
 
 
 # Large and small, with and without weights, of several dtypes, for both sums or one of them.
@@ -266,9 +266,9 @@ def test_the_union_of_several_stores(form, of):
 def test_extreme_logits_cause_no_overflow(form):
     # Norms near 200 give logits of some thousands.
     inputs = make(norm=200 / 8, head_dim=64)
-    found = run(*inputs, form=form)
-    assert all(np.isfinite(np.asarray(x)).all() for x in found[:3])
-    compare(found, *inputs, 2e-3)
+    actual = run(*inputs, form=form)
+    assert all(np.isfinite(np.asarray(x)).all() for x in actual[:3])
+    compare(actual, *inputs, 2e-3)
 
 
 def moved_bytes(queries, *stores, **config):
@@ -330,9 +330,9 @@ def test_vmap_gives_one_kernel(attend, inputs):
         helpers.check_gpu_grids(jaxpr, ("(1, 1, 2)", "'splits', 'heads', 'batch'"))
     else:
         helpers.check_kernels(jaxpr, kernels=1)
-    found = jax.vmap(attend)(*stacked)
+    actual = jax.vmap(attend)(*stacked)
     for i in range(2):
-        compare(helpers.pick(found, i), *inputs[i])
+        compare(helpers.pick(actual, i), *inputs[i])
 
 
 # The interpreter takes two seconds per case, so each case tests several things.
@@ -363,10 +363,10 @@ def test_the_gpu_kernel(case):
     options = {name: sizes.pop(name) for name in ("splits", "logits") if name in sizes}
     queries, entries = make(**sizes)
     entries = mask_some(entries)
-    found = jax.jit(functools.partial(run_gpu, **options))(queries, entries)
-    compare(found, queries, entries, 2e-3 if "norm" in sizes else TOLERANCE[sizes.get("dtype", "float32")])
+    actual = jax.jit(functools.partial(run_gpu, **options))(queries, entries)
+    compare(actual, queries, entries, 2e-3 if "norm" in sizes else TOLERANCE[sizes.get("dtype", "float32")])
     if "logits" in options:
-        compare_logits(found.logits, queries, entries)
+        compare_logits(actual.logits, queries, entries)
 
 
 def count_gpu_launches(jaxpr):
@@ -393,11 +393,11 @@ def test_the_gpu_kernel_multiplies_narrow_floats_of_any_scale(dtype, size):
     keys = dataclasses.replace(entries.keys, scale=entries.keys.scale / size)
     values = dataclasses.replace(entries.values, scale=jnp.asarray(spread, jnp.float32) * size)
     entries = dataclasses.replace(entries, keys=keys, values=values)
-    found = jax.jit(run_gpu)(queries, entries)
+    actual = jax.jit(run_gpu)(queries, entries)
     maximum, numerator, denominator = expected(queries, entries)
-    shift = np.exp(helpers.float64(found.max) - maximum)
-    np.testing.assert_allclose(np.asarray(found.denominator) * shift, denominator, rtol=2e-6)
-    error = np.asarray(found.numerator) * shift[..., None] - numerator
+    shift = np.exp(helpers.float64(actual.max) - maximum)
+    np.testing.assert_allclose(np.asarray(actual.denominator) * shift, denominator, rtol=2e-6)
+    error = np.asarray(actual.numerator) * shift[..., None] - numerator
     assert np.abs(error).max() <= 5e-4 * np.abs(numerator).max()
 
 
@@ -418,10 +418,10 @@ def test_parts_of_one_storage_format_share_a_gpu_launch(splits, logits):
     config = GpuConfig(stages=2, splits=splits)
     traced = jax.jit(functools.partial(weighted_decode_many, logits=logits, config=config, **helpers.GPU)).trace(parts)
     assert count_gpu_launches(traced.jaxpr) == 2
-    for found, part in zip(traced.lower().compile()(parts), parts, strict=True):
-        compare(found, *part)
+    for actual, part in zip(traced.lower().compile()(parts), parts, strict=True):
+        compare(actual, *part)
         if logits:
-            compare_logits(found.logits, *part)
+            compare_logits(actual.logits, *part)
 
 
 def test_unsupported_parts_run_in_xla_which_is_logged_once(monkeypatch, caplog):
@@ -434,9 +434,9 @@ def test_unsupported_parts_run_in_xla_which_is_logged_once(monkeypatch, caplog):
     assert lowered.count("tpu_custom_call") == 1
     message = "weighted_decode: XLA instead of mosaic_tpu: logit_cap=20.0; only XLA caps logits"
     assert [record.message for record in caplog.records] == [message]
-    for found, part in zip(run_parts(*parts), parts, strict=True):
+    for actual, part in zip(run_parts(*parts), parts, strict=True):
         close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-        jax.tree.map(close, found, run(*part, form="xla"))
+        jax.tree.map(close, actual, run(*part, form="xla"))
 
 
 @helpers.needs_gpu_interpreter
@@ -523,8 +523,8 @@ def test_kernels_reject_unsupported_arguments_which_xla_supports(kernel, sizes, 
     entries = dataclasses.replace(entries, **change)
     with pytest.raises(NotImplementedError, match=message):
         weighted_decode(queries, entries, implementation=kernel, interpret=True)
-    found = weighted_decode(queries, entries)
-    assert found.numerator.shape == (*queries.shape[:3], entries.value_dim) and np.isfinite(found.numerator).all()
+    actual = weighted_decode(queries, entries)
+    assert actual.numerator.shape == (*queries.shape[:3], entries.value_dim) and np.isfinite(actual.numerator).all()
 
 
 def test_invalid_implementations_and_configs_raise():

@@ -123,6 +123,6 @@ def copied_for_gpu(function: Callable[..., Any], *arguments: Any) -> int:
     return sum(sizes)
 
 
-def check(found: int, least: int) -> None:
+def check(actual: int, minimum: int) -> None:
     """Checks that at most 5% more than the necessary bytes move."""
-    assert least <= found <= 1.05 * least
+    assert minimum <= actual <= 1.05 * minimum
