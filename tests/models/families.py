@@ -1,7 +1,7 @@
-"""Small random checkpoints of every family, written by transformers itself, for tests against it.
+"""Small random checkpoints of every family, written by transformers, for comparison with it.
 
 `hf_checkpoint` is a fixture over `LIVE` (all families, tied and untied, and variants); it skips without torch and
-transformers. `python -m tests.golden.make_transformers_golden` writes `GOLDEN` to disk for runs that have neither.
+transformers. `python -m tests.golden.make_transformers_golden` writes `GOLDEN` to disk for runs without them.
 """
 
 import copy
@@ -13,29 +13,18 @@ import pytest
 
 VOCAB, LAYERS = 64, 2
 
-# The original context of the scaled RoPE and the sliding windows are shorter than SEQUENCE, so that both show.
+# Longer than the original context of the scaled RoPE and than the sliding windows, so that both have an effect.
 SEQUENCE = 48
 
 _SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 _LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
-}
+}  # fmt: skip
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 16}
 
 
@@ -91,7 +80,7 @@ GPT_OSS = _family(
 )  # fmt: skip
 GLM = _family("glm", "Glm", head_dim=16, tie_word_embeddings=False)
 GLM4 = _family("glm4", "Glm4", head_dim=16, tie_word_embeddings=False)
-# Past its original context from the first prompt on: transformers looks anew at each step where it is not.
+# Every prompt exceeds the original context; otherwise transformers would switch factors during generation.
 PHI3 = _family(
     "phi3", "Phi3", partial_rotary_factor=0.75, original_max_position_embeddings=4, tie_word_embeddings=False,
     sliding_window=24,
@@ -117,7 +106,7 @@ GOLDEN = (
     LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, QWEN3_MOE, MIXTRAL, GPT_OSS, GLM, GLM4, PHI3, OLMO2,
     OLMO3, SMOLLM3, GRANITE, MINISTRAL,
 )  # fmt: skip
-# Both ways of tying, where the golden file has one.
+# The golden files of these have one way of tying embeddings; live tests have both.
 _TIED_OR_NOT = (LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3)
 LIVE = (
     *GOLDEN,
@@ -146,14 +135,14 @@ LIVE = (
 def write(family: Family, directory: pathlib.Path, seed: int = 0, bfloat16: bool = False):
     """Writes a random checkpoint with `save_pretrained`; returns the transformers model in float32.
 
-    Weights are scaled so that attention is peaked and logits spread (std over 1): initial weights of 0.02 would hide
-    a wrong mask or rotation below any tolerance. With `bfloat16` they are rounded first and stored so.
+    Weights are scaled so that attention is peaked and logits have a standard deviation over 1: with initial weights of
+    .02, a wrong mask or rotation would be below any tolerance. With `bfloat16` they are rounded and stored as such.
     """
     import torch
     import transformers
 
     config = getattr(transformers, family.config_class)(**family.values)
-    # The one implementation that caps logits and knows sinks; others leave them out in silence.
+    # The only implementation with logit caps and sinks; the others omit them silently.
     config._attn_implementation = "eager"
     model = getattr(transformers, family.model_class)(config).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -168,7 +157,7 @@ def write(family: Family, directory: pathlib.Path, seed: int = 0, bfloat16: bool
                 if "embed_tokens" in name or "lm_head" in name:
                     values = 2 * values
             parameter.copy_(values.to(torch.bfloat16).float() if bfloat16 else values)
-    # A copy: casting the model itself would also round the rotary frequencies that it computes with.
+    # A copy: casting the model itself would also round its rotary frequencies.
     (copy.deepcopy(model).bfloat16() if bfloat16 else model).save_pretrained(directory)
     return model
 

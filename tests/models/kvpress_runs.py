@@ -1,6 +1,6 @@
-"""What kvpress's presses are compared on, with the same settings in kvjax's words.
+"""Presses of kvpress with the policies of kvjax that must select the same tokens.
 
-Only `kept_by_kvpress` needs torch, transformers and kvpress, when it is called.
+Only `kvpress_mask` and `scored_press_mask` need torch, transformers and kvpress, when they are called.
 """
 
 import contextlib
@@ -22,23 +22,25 @@ from kvjax.policy import Policy
 from kvjax_models.formats import huggingface
 from kvjax_models.generation import prefill
 from kvjax_models.generation.state import cache_specs
+from kvjax_models.model.llama import Llama
 from tests.models import families
+from tests.models.support import GOLDEN
 
-CHECKPOINT = pathlib.Path(__file__).parents[1] / "golden" / "transformers" / families.LLAMA31.name
+CHECKPOINT = GOLDEN / families.LLAMA31.name
 TOKENS = 96
-# Scores nearer to each other than this are no choice that two computations must agree on.
-LEAST_MARGIN = 1e-4
+MIN_MARGIN = 1e-4  # relative gap of scores below which two computations may select different tokens
 
 
 class Run(NamedTuple):
-    """A press, and the policy that should keep what it keeps of prompts of `TOKENS` tokens."""
+    """A press with its policy, for prompts of `TOKENS` tokens."""
 
-    press: str  # a class of kvpress
+    press: str  # name of the class
     options: dict[str, Any]
     policy: Policy
 
 
 def budget(ratio: float) -> int:
+    """Returns the number of tokens that remain at a compression ratio."""
     return int(TOKENS * (1 - ratio))
 
 
@@ -51,7 +53,7 @@ RUNS = {
         {"compression_ratio": 0.75, "window_size": 8, "kernel_size": 5},
         kvjax.SnapKV(budget(0.75), window_size=8, kernel_size=5),
     ),
-    # kvpress's own window.
+    # The default window of kvpress.
     "snapkv_defaults": Run(
         "SnapKVPress", {"compression_ratio": 0.25}, kvjax.SnapKV(budget(0.25), window_size=64, kernel_size=5)
     ),
@@ -60,7 +62,7 @@ RUNS = {
         {"compression_ratio": 0.75, "window_size": 8, "beta": 2},
         kvjax.PyramidKV(budget(0.75), window_size=8, beta=2, variant="kvpress"),
     ),
-    # Falls back to SnapKV's number in every layer.
+    # The default beta falls back to SnapKV's number of tokens in every layer.
     "pyramidkv_flat": Run(
         "PyramidKVPress",
         {"compression_ratio": 0.75, "window_size": 8},
@@ -70,97 +72,99 @@ RUNS = {
 }
 
 
-class Scored(NamedTuple):
-    """A press of several parts, which may hold everything and mask what it evicts, and the policy for it."""
+class ScoredRun(NamedTuple):
+    """A press built of several parts, which may mask the tokens that it evicts, with its policy."""
 
-    make: Callable[[Any], Any]  # of the package kvpress
+    make: Callable[[Any], Any]  # takes the module kvpress
     policy: Policy
 
 
-# What kvpress's tokenizer makes of what it says around a repetition.
+# Token ids of the texts that kvpress's KVzip adds around a repetition.
 PHRASES = {
     "\n\nRepeat the previous context exactly.": (7, 21, 13, 40),
     "\n\nRepeat the part of the previous context exactly, starting with": (7, 33, 50),
     "\n": (2,),
     "": (),
 }
-_AGAIN = dict(zip(("instruction", "continuation", "suffix"), PHRASES.values(), strict=False)) | {
+_KVZIP = dict(zip(("instruction", "continuation", "suffix"), PHRASES.values(), strict=False)) | {
     "reserve_decode_slots": True
 }
 _LEVERAGE = LeverageScores(budget(0.5), sinks=0, reserve_decode_slots=True)
 SCORED_RUNS = {
-    "leverage_scores": Scored(lambda kvpress: _leverage(kvpress), _LEVERAGE),
-    "ada_kv": Scored(lambda kvpress: kvpress.AdaKVPress(_leverage(kvpress), 0.4), AdaKV(_LEVERAGE, 0.4)),
-    "kvzip": Scored(lambda kvpress: kvpress.KVzipPress(0.5, layerwise=True), AdaKV(KVzip(budget(0.5), **_AGAIN), 0.0)),
-    "kvzip_in_chunks": Scored(
-        lambda kvpress: kvpress.KVzipPress(0.75, layerwise=True, chunk_size=40),
-        AdaKV(KVzip(budget(0.75), chunk_tokens=40, **_AGAIN), 0.0),
+    "leverage_scores": ScoredRun(lambda kvpress: _leverage_press(kvpress), _LEVERAGE),
+    "ada_kv": ScoredRun(lambda kvpress: kvpress.AdaKVPress(_leverage_press(kvpress), 0.4), AdaKV(_LEVERAGE, 0.4)),
+    "kvzip": ScoredRun(
+        lambda kvpress: kvpress.KVzipPress(0.5, layerwise=True), AdaKV(KVzip(budget(0.5), **_KVZIP), 0.0)
     ),
-    "knorm": Scored(
+    "kvzip_in_chunks": ScoredRun(
+        lambda kvpress: kvpress.KVzipPress(0.75, layerwise=True, chunk_size=40),
+        AdaKV(KVzip(budget(0.75), chunk_tokens=40, **_KVZIP), 0.0),
+    ),
+    "knorm": ScoredRun(
         lambda kvpress: kvpress.KnormPress(0.5), kvjax.Knorm(budget(0.5), sinks=0, reserve_decode_slots=True)
     ),
-    "keydiff": Scored(
+    "keydiff": ScoredRun(
         lambda kvpress: kvpress.KeyDiffPress(0.5), kvjax.KeyDiff(budget(0.5), sinks=0, reserve_decode_slots=True)
     ),
-    # 32 tokens of sinks and end, and 4 of each of 4 partitions: between partitions there is no tie to break.
-    "lagkv": Scored(
+    # 32 tokens at the start and the end, and 4 of each of 4 partitions: partitions have no ties.
+    "lagkv": ScoredRun(
         lambda kvpress: kvpress.LagKVPress(0.5, lag_size=16),
         kvjax.LagKV(budget(0.5), lag_size=16, reserve_decode_slots=True),
     ),
-    "lagkv_across_partitions": Scored(
+    "lagkv_across_partitions": ScoredRun(
         lambda kvpress: kvpress.LagKVPress(0.5, lag_size=16, cross_scoring=True),
         kvjax.LagKV(budget(0.5), lag_size=16, cross_scoring=True, reserve_decode_slots=True),
     ),
-    # Too short for two partitions: the last tokens stay.
-    "lagkv_of_a_short_prompt": Scored(
+    # Too short for two partitions: the last tokens are selected.
+    "lagkv_of_a_short_prompt": ScoredRun(
         lambda kvpress: kvpress.LagKVPress(0.5), kvjax.LagKV(budget(0.5), reserve_decode_slots=True)
     ),
-    "tova": Scored(
+    "tova": ScoredRun(
         lambda kvpress: kvpress.TOVAPress(0.75), kvjax.TOVA(budget(0.75), sinks=0, reserve_decode_slots=True)
     ),
-    "expected_attention": Scored(
+    "expected_attention": ScoredRun(
         lambda kvpress: kvpress.ExpectedAttentionPress(0.5),
         kvjax.ExpectedAttention(budget(0.5), reserve_decode_slots=True),
     ),
-    "expected_attention_of_means": Scored(
+    "expected_attention_of_means": ScoredRun(
         lambda kvpress: kvpress.ExpectedAttentionPress(0.75, n_future_positions=8, use_covariance=False, epsilon=0.01),
         kvjax.ExpectedAttention(
             budget(0.75), n_future_positions=8, use_covariance=False, epsilon=0.01, reserve_decode_slots=True
         ),
     ),
-    "cur": Scored(lambda kvpress: kvpress.CURPress(0.5), kvjax.CUR(budget(0.5), reserve_decode_slots=True)),
-    "cur_of_sums": Scored(
+    "cur": ScoredRun(lambda kvpress: kvpress.CURPress(0.5), kvjax.CUR(budget(0.5), reserve_decode_slots=True)),
+    "cur_of_sums": ScoredRun(
         lambda kvpress: kvpress.CURPress(0.5, leverage_type="kv_avg", use_local_approximation=False),
         kvjax.CUR(budget(0.5), leverage_type="kv_avg", local_window_size=None, reserve_decode_slots=True),
     ),
-    # Whole chunks: the padding of another would attend in kvpress.
-    "compactor": Scored(
+    # The chunks divide the prompt, because padding would attend in kvpress.
+    "compactor": ScoredRun(
         lambda kvpress: kvpress.CompactorPress(0.5, chunk_size=42, sketch_dimension=_head_dim()),
         kvjax.Compactor(budget(0.5), chunk=42, reserve_decode_slots=True),
     ),
 }
 
 
-def _leverage(kvpress: Any) -> Any:
+def _leverage_press(kvpress: Any) -> Any:
     return kvpress.LeverageScorePress(0.5, sketch_dimension=_head_dim())
 
 
 def _head_dim() -> int:
-    return huggingface.load_model(CHECKPOINT).config.head_dim
+    return huggingface.load_config(CHECKPOINT).head_dim
 
 
-def kept_by_scored_press(run: Scored, directory: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
-    """Which tokens [layers, B, H_kv, T] such a press keeps. Its Gaussian sketch is replaced by the identity, and its
-    tokenizer by `PHRASES`."""
+def scored_press_mask(run: ScoredRun, directory: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
+    """Returns which tokens, [layers, B, H_kv, T], a press selects.
+
+    Its Gaussian sketch is replaced by the identity, and its tokenizer by `PHRASES`.
+    """
     from unittest import mock
 
     import kvpress
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="sdpa"
-    ).eval()
+    model = _load_transformers(directory, "sdpa")
 
     class Tokenizer:
         chat_template = None
@@ -172,7 +176,7 @@ def kept_by_scored_press(run: Scored, directory: pathlib.Path, tokens: np.ndarra
     def identity(*shape: int, **_: Any) -> Any:
         return torch.eye(shape[-1]).expand(shape) * shape[-1] ** 0.5
 
-    kept_tokens = []
+    rows = []
     with (
         mock.patch("kvpress.presses.kvzip_press.AutoTokenizer.from_pretrained", lambda *_: Tokenizer),
         mock.patch("torch.randn", identity),
@@ -180,59 +184,64 @@ def kept_by_scored_press(run: Scored, directory: pathlib.Path, tokens: np.ndarra
     ):
         for row in tokens:
             press, cache = run.make(kvpress), transformers.DynamicCache()
-            whole = _cache(model, row, None)
+            all_keys = _cached_keys(model, row, None)
             with press(model):
                 model.model(input_ids=torch.from_numpy(row[None]), past_key_values=cache)
-            layers = []
+            masks = []
             for number, layer in enumerate(model.model.layers):
+                mask = _contained(cache.layers[number].keys[0].numpy(), all_keys[number])
                 masked = getattr(layer.self_attn, "masked_key_indices", None)
-                kept = _matches(cache.layers[number].keys[0].numpy(), whole[number])
                 if masked is not None:
-                    kept[masked[1].numpy(), masked[2].numpy()] = False
+                    mask[masked[1].numpy(), masked[2].numpy()] = False
                 layer.self_attn.masked_key_indices = None
-                layers.append(kept)
-            kept_tokens.append(layers)
-    return np.array(kept_tokens).swapaxes(0, 1)
+                masks.append(mask)
+            rows.append(masks)
+    return np.array(rows).swapaxes(0, 1)
 
 
-def kept_by_kvpress(run: Run, directory: pathlib.Path, tokens: np.ndarray) -> tuple[np.ndarray, float]:
-    """Which tokens [layers, B, H_kv, T] a press keeps, and the least relative gap between the scores of a kept and a
-    dropped token (infinite for scores that are only ones and zeros)."""
+def kvpress_mask(run: Run, directory: pathlib.Path, tokens: np.ndarray) -> tuple[np.ndarray, float]:
+    """Returns which tokens, [layers, B, H_kv, T], a press selects, and the margin of its scores.
+
+    The margin is the minimum relative gap between the scores of a selected and of another token; infinite for scores
+    that are 0 or 1.
+    """
     import kvpress
     import torch
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model = _load_transformers(directory, "eager")
     press = getattr(kvpress, run.press)(**run.options)
-    margins = [np.inf]
+    margins, score = [np.inf], press.score
 
-    def watched(score: Callable) -> Callable:
-        def scored(module, hidden_states, keys, *others):
-            scores = score(module, hidden_states, keys, *others)
-            count = (
-                press.get_layer_budget(module, keys.shape[2])
-                if "beta" in vars(press)
-                else budget(press.compression_ratio)
-            )
-            ordered = scores.sort(dim=-1, descending=True).values
-            gap = (ordered[..., count - 1] - ordered[..., count]) / ordered[..., count - 1].abs()
-            margins.append(float(gap.min()))
-            return scores
+    def record_margin(module, hidden_states, keys, *args):
+        scores = score(module, hidden_states, keys, *args)
+        by_layer = "beta" in vars(press)
+        count = press.get_layer_budget(module, keys.shape[2]) if by_layer else budget(press.compression_ratio)
+        ordered = scores.sort(dim=-1, descending=True).values
+        gap = (ordered[..., count - 1] - ordered[..., count]) / ordered[..., count - 1].abs()
+        margins.append(float(gap.min()))
+        return scores
 
-        return scored
-
-    press.score = watched(press.score)
+    press.score = record_margin
+    rows = []
     with torch.no_grad():
-        whole, pressed = ([_cache(model, row, press_it) for row in tokens] for press_it in (None, press))
-    found = [[_matches(k, f) for k, f in zip(one, full, strict=True)] for one, full in zip(pressed, whole, strict=True)]
-    return np.stack(found, axis=1), min(margins)
+        for row in tokens:
+            keys, all_keys = _cached_keys(model, row, press), _cached_keys(model, row, None)
+            rows.append([_contained(*layer) for layer in zip(keys, all_keys, strict=True)])
+    return np.stack(rows, axis=1), min(margins)
 
 
-def _cache(model, tokens: np.ndarray, press) -> list[np.ndarray]:
-    """Every layer's keys [H_kv, S, D] after a prompt of one row."""
+def _load_transformers(directory: pathlib.Path, attention: str) -> Any:
+    import torch
+    import transformers
+
+    options = {"dtype": torch.float32, "attn_implementation": attention}
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, **options).eval()
+
+
+def _cached_keys(model: Any, tokens: np.ndarray, press: Any) -> list[np.ndarray]:
+    """Returns every layer's keys, [H_kv, S, D], after a prompt of one row."""
     import torch
     import transformers
 
@@ -242,32 +251,33 @@ def _cache(model, tokens: np.ndarray, press) -> list[np.ndarray]:
     return [layer.keys[0].numpy() for layer in cache.layers]
 
 
-def kept_by_kvjax(policy: Policy, directory: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
-    """Which tokens [layers, B, H_kv, T] a policy keeps of prompts."""
-    model, batch = _model(directory), len(tokens)
+def kvjax_mask(policy: Policy, directory: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
+    """Returns which tokens, [layers, B, H_kv, T], a policy selects."""
+    model, batch = _load_model(directory), len(tokens)
     specs = cache_specs(model, batch=batch, max_prompt_tokens=TOKENS, max_new_tokens=8)
     lengths = jnp.full(batch, TOKENS, jnp.int32)
-    asked = [policy.requires.num_prompt_queries(TOKENS)] * len(specs)
-    layers = prefill.prefill_layers(model, tokens.astype(np.int32), lengths, TOKENS, asked, policy.requires.repetition)
-    kept_tokens = []
-    for spec, read in zip(specs, layers, strict=True):
+    num_queries = [policy.requires.num_prompt_queries(TOKENS)] * len(specs)
+    layers = prefill.prefill_layers(
+        model, tokens.astype(np.int32), lengths, TOKENS, num_queries, policy.requires.repetition
+    )
+    masks = []
+    for spec, layer in zip(specs, layers, strict=True):
         cache = kvjax.init(policy, spec, jax.random.split(jax.random.key(0), batch))
         counters, cache = cache.counters, with_counters(cache, None)
-        cache, *_ = prefill.compress_layer(jax.tree.map(jnp.copy, cache), counters, read, lengths)
-        fresh = np.asarray(read.keys).swapaxes(1, 2)
+        cache, *_ = prefill.compress_layer(jax.tree.map(jnp.copy, cache), counters, layer, lengths)
         store = getattr(cache.state, "window", getattr(cache.state, "pool", cache.state))
-        kept = np.asarray(store.keys)
+        keys = np.asarray(store.keys)
         if isinstance(cache.state, AdaKVState):
-            kept = kept.reshape(batch, 1, -1, kept.shape[3])  # all heads' in one
-        kept_tokens.append([_matches(kept, full) for kept, full in zip(kept, fresh, strict=True)])
-    return np.array(kept_tokens)
+            keys = keys.reshape(batch, 1, -1, keys.shape[3])  # all heads share one store
+        masks.append([_contained(*row) for row in zip(keys, np.asarray(layer.keys).swapaxes(1, 2), strict=True)])
+    return np.array(masks)
 
 
 @functools.cache
-def _model(directory: pathlib.Path):
+def _load_model(directory: pathlib.Path) -> Llama:
     return huggingface.load_model(directory, jnp.float32)
 
 
-def _matches(kept: np.ndarray, full: np.ndarray) -> np.ndarray:
-    """Which keys [H_kv, T] of a whole prompt [H_kv, T, D] are among those kept [H_kv, S, D], number for number."""
-    return (full[:, :, None] == kept[:, None]).all(-1).any(-1)
+def _contained(keys: np.ndarray, all_keys: np.ndarray) -> np.ndarray:
+    """Returns which keys [H_kv, T] of a prompt, [H_kv, T, D], a cache, [H_kv, S, D], contains bitwise."""
+    return (all_keys[:, :, None] == keys[:, None]).all(-1).any(-1)

@@ -1,4 +1,4 @@
-"""Continuous batching: every prompt gets the tokens that it gets alone, whatever stands beside it."""
+"""Continuous batching: every request gets the tokens of a single-row generator."""
 
 import functools
 
@@ -11,19 +11,17 @@ import kvjax
 from kvjax_models.generation import batching, prefill
 from kvjax_models.generation.batching import Request, run_requests
 from kvjax_models.generation.decode import decode_block
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.rows import extend_rows
 from kvjax_models.generation.sampling import Sampling
-from tests.models.test_generate import CHUNK, PERIOD, random_model, tokens_of
+from tests.models import test_generate
+from tests.models.support import compile_counts
+from tests.models.test_generate import PERIOD, random_model, random_tokens
 
-# More than rows, of lengths that need one to three chunks, and ending at all places of a block.
-LENGTHS = (70, 33, 1, 20, 5)
-NEW = (5, 40, 16, 1, 23)
+# More requests than rows, with one to three chunks, which finish at various positions of a block.
+LENGTHS, NEW = (70, 33, 1, 20, 5), (5, 40, 16, 1, 23)
 CLUSTERKV = kvjax.ClusterKV(24, sinks=2, cluster_tokens=8, chunk_tokens=16, chunk_clusters=2, compact_every=PERIOD)
-QUICK = {
-    "exact": kvjax.Exact(compact_every=PERIOD),
-    "clustergen": kvjax.ClusterGen(40, compact_every=PERIOD),
-}
+EXACT = kvjax.Exact(compact_every=PERIOD)
+UNIFORM = kvjax.Uniform(40, recent=16, compact_every=PERIOD)
+QUICK = {"exact": EXACT, "clustergen": kvjax.ClusterGen(40, compact_every=PERIOD)}
 HEAVY = {
     "streaming_llm": kvjax.StreamingLLM(40, compact_every=PERIOD),
     "subgen": kvjax.SubGen(40, recent=8, compact_every=PERIOD),
@@ -32,7 +30,7 @@ HEAVY = {
     "host_memory": kvjax.HostMemory(CLUSTERKV),
     "leverage_scores": kvjax.LeverageScores(40, recent=8, compact_every=PERIOD),
     "kvzip": kvjax.KVzip(40, recent=8, compact_every=PERIOD),
-    "first_layers": kvjax.FirstLayers(1, kvjax.Uniform(40, recent=16, compact_every=PERIOD), kvjax.Exact(PERIOD)),
+    "first_layers": kvjax.FirstLayers(1, UNIFORM, kvjax.Exact(PERIOD)),
 }
 
 
@@ -41,21 +39,19 @@ def model():
     return random_model((None, None))
 
 
-def generator(policy, batch=3, **given):
-    return Generator(
-        model(), policy, batch=batch, max_prompt_tokens=70, max_new_tokens=64, prefill_chunk=CHUNK, **given
-    )
+def make_generator(policy=EXACT, other_model=None, **changes):
+    return test_generate.make_generator(policy, other_model or model(), **{"max_new_tokens": 64} | changes)
 
 
 def requests(*, question=()):
-    prompts = tokens_of(3, *LENGTHS)
+    prompts = random_tokens(3, *LENGTHS)
     return [Request(text, new, question, seed) for seed, (text, new) in enumerate(zip(prompts, NEW, strict=True))]
 
 
-def completed(made, asked, **given):
-    """Tokens and reasons by number."""
+def complete(generator, some_requests, **options):
+    """Tokens and finish reasons in the order of the requests."""
     rows, reasons = {}, {}
-    for number, tokens, reason in run_requests(made, asked, **given):
+    for number, tokens, reason in run_requests(generator, some_requests, **options):
         assert number not in reasons
         rows.setdefault(number, []).extend(tokens)
         if reason is not None:
@@ -63,107 +59,86 @@ def completed(made, asked, **given):
     return [rows[number] for number in sorted(rows)], [reasons[number] for number in sorted(reasons)]
 
 
-def alone(made, asked):
-    one = made.with_batch(1)
-    found = []
-    for request in asked:
-        state, rows = one.prefill(one.init_state(request.seed), [request.prompt]), [[]]
+def complete_alone(generator, some_requests):
+    alone, rows = generator.with_batch(1), []
+    for request in some_requests:
+        state = alone.prefill(alone.init_state(request.seed), [request.prompt])
         if request.question:
-            state = one.prefill(state, [request.question])
-        for _, tokens in one.decode(state, request.max_new_tokens):
-            extend_rows(rows, tokens)
-        found += rows
-    return found
+            state = alone.prefill(state, [request.question])
+        rows += alone.decode_all(state, request.max_new_tokens)[0]
+    return rows
 
 
-def check_policy(policy):
-    # A second turn and sampling, too, follow from the request alone.
-    made, asked = generator(policy, sampling=Sampling(temperature=1.0)), requests(question=(7, 8, 9))
-    rows, reasons = completed(made, asked, max_prefill_steps=2)
-    assert rows == alone(made, asked) and reasons == ["length"] * len(asked)
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.heavy) for name in HEAVY)])
+def test_tokens_equal_those_of_each_request_alone(name):
+    """With a question and sampling."""
+    generator = make_generator((QUICK | HEAVY)[name], sampling=Sampling(temperature=1.0))
+    some_requests = requests(question=(7, 8, 9))
+    rows, reasons = complete(generator, some_requests, max_prefill_steps=2)
+    assert rows == complete_alone(generator, some_requests) and reasons == ["length"] * len(some_requests)
     assert [len(row) for row in rows] == list(NEW)
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_tokens_are_those_of_each_prompt_alone(name):
-    check_policy(QUICK[name])
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("name", HEAVY)
-def test_tokens_are_those_of_each_prompt_alone_under_any_policy(name):
-    check_policy(HEAVY[name])
-
-
-def test_greedy_tokens_do_not_depend_on_rows_or_pieces():
-    asked = requests()
-    expected = alone(generator(QUICK["exact"]), asked)
+def test_tokens_do_not_depend_on_rows_or_prefill_steps():
+    expected = complete_alone(make_generator(), requests())
     for batch, max_prefill_steps in ((3, None), (8, 1)):
-        assert completed(generator(QUICK["exact"], batch), asked, max_prefill_steps=max_prefill_steps)[0] == expected
+        assert complete(make_generator(batch=batch), requests(), max_prefill_steps=max_prefill_steps)[0] == expected
 
 
-def test_a_prompt_is_read_in_pieces_between_blocks():
-    # Two layers, and what puts the row in: three blocks of the first row come before the second prompt's first.
-    asked = [Request([1] * 40, 64), Request([2] * 40, 64)]
-    order = [written.number for written in run_requests(generator(QUICK["exact"], 2), asked, max_prefill_steps=1)]
-    assert order == [0] * 3 + [0, 1] + [1] * 3
-    order = [written.number for written in run_requests(generator(QUICK["exact"], 2), asked)]
-    assert order == [0, 1] * 4
+def test_prefill_steps_alternate_with_blocks():
+    # The second request needs two layers and an insertion: three blocks of the first one come before its first block.
+    some_requests = [Request([1] * 40, 64), Request([2] * 40, 64)]
+    for steps, expected in ((1, [0] * 3 + [0, 1] + [1] * 3), (None, [0, 1] * 4)):
+        outputs = run_requests(make_generator(batch=2), some_requests, max_prefill_steps=steps)
+        assert [output.number for output in outputs] == expected
 
 
-def test_requests_are_taken_as_rows_fall_free():
-    taken = []
+def test_requests_are_read_when_rows_are_free():
+    num_read = []
 
-    def each():
+    def read_requests():
         for number in range(5):
-            taken.append(number)
+            num_read.append(number)
             yield Request([number + 1] * 9, 8)
 
-    seen = [(written.number, len(taken)) for written in run_requests(generator(QUICK["exact"], 2), each())]
-    assert seen == [(0, 2), (1, 2), (2, 4), (3, 4), (4, 5)]
+    order = [(output.number, len(num_read)) for output in run_requests(make_generator(batch=2), read_requests())]
+    assert order == [(0, 2), (1, 2), (2, 4), (3, 4), (4, 5)]
 
 
-def test_an_end_of_text_token_and_what_the_caller_says_end_a_row():
-    asked = requests()
-    free, _ = completed(generator(QUICK["exact"]), asked)
-    end = free[1][20]  # somewhere in the middle of the longest
-    rows, reasons = completed(generator(QUICK["exact"], eos=(end,)), asked)
-    cut = [row[: row.index(end) + 1] if end in row else row for row in free]
-    assert rows == cut and reasons == ["stop" if end in row else "length" for row in free]
-    assert "stop" in reasons
-    stopped, reasons = completed(generator(QUICK["exact"]), asked, should_stop=lambda number, tokens: number == 1)
-    assert stopped == [free[0], free[1][:PERIOD], *free[2:]] and reasons.count("stop") == 1
+def test_end_of_text_tokens_and_the_caller_finish_requests():
+    unlimited, _ = complete(make_generator(), requests())
+    eos = unlimited[1][20]
+    rows, reasons = complete(make_generator(eos=(eos,)), requests())
+    assert rows == [row[: row.index(eos) + 1] if eos in row else row for row in unlimited]
+    assert reasons == ["stop" if eos in row else "length" for row in unlimited] and "stop" in reasons
+    rows, reasons = complete(make_generator(), requests(), should_stop=lambda number, tokens: number == 1)
+    assert rows == [unlimited[0], unlimited[1][:PERIOD], *unlimited[2:]] and reasons.count("stop") == 1
 
 
-def test_prompts_of_all_lengths_share_few_programs():
-    made = Generator(model(), QUICK["exact"], batch=2, max_prompt_tokens=80, max_new_tokens=16, prefill_chunk=8)
+def test_prompts_of_all_lengths_share_programs():
+    generator = make_generator(batch=2, max_prompt_tokens=80, max_new_tokens=16, prefill_chunk=8)
     functions = [decode_block, prefill.prefill_layer, prefill.prefill_cache, batching._insert_row]
-    before = [function._cache_size() for function in functions]
-    completed(made, [Request([1] * length, 2) for length in range(1, 81, 5)])
-    # Both layers share theirs. Lengths of 16 to 80 are read, though chunks of 8 would do for some.
-    assert [function._cache_size() - size for function, size in zip(functions, before, strict=True)] == [1, 5, 5, 1]
+    # Prompts are padded to 5 lengths from 16 to 80, although chunks have 8 tokens; equal layers share programs.
+    with compile_counts(functions, [1, 5, 5, 1]):
+        complete(generator, [Request([1] * length, 2) for length in range(1, 81, 5)])
 
 
-def test_rows_within_memory():
-    made = generator(kvjax.StreamingLLM(40, compact_every=PERIOD))
-    held = kvjax.cache_bytes(made.with_batch(4).init_state().layers).device
-    assert held <= 4 * made.row_bytes < 1.01 * held  # rows share a counter
-    assert (
-        batching.parse_batch_size(f"{4 * made.row_bytes}B", made)
-        == 4
-        == batching.parse_batch_size(f"{5 * made.row_bytes - 1}B", made)
-    )
-    assert batching.parse_batch_size(5, made) == batching.parse_batch_size("5", made) == 5
+def test_batch_size_from_bytes():
+    generator = make_generator(kvjax.StreamingLLM(40, compact_every=PERIOD))
+    cache_bytes = kvjax.cache_bytes(generator.with_batch(4).init_state().layers).device
+    assert cache_bytes <= 4 * generator.row_bytes < 1.01 * cache_bytes  # rows share a counter
+    sizes = {f"{4 * generator.row_bytes}B": 4, f"{5 * generator.row_bytes - 1}B": 4, 5: 5, "5": 5}
+    assert {size: batching.parse_batch_size(size, generator) for size in sizes} == sizes
     for size, message in (
-        (f"{made.row_bytes - 1}B", "are less than the .* of one row's caches"),
+        (f"{generator.row_bytes - 1}B", "are less than the .* of one row's caches"),
         ("10%", "batch_size='10%'"),
     ):
         with pytest.raises(ValueError, match=message):
-            batching.parse_batch_size(size, made)
+            batching.parse_batch_size(size, generator)
 
 
 @pytest.mark.parametrize(
-    ("request_", "message"),
+    ("invalid", "message"),
     [
         (Request([], 4), "prompt 1: the prompt is empty"),
         (Request([1] * 71, 4), "prompt 1: a prompt of 71 tokens exceeds max_prompt_tokens=70"),
@@ -176,16 +151,18 @@ def test_rows_within_memory():
         (Request([1], 1, seed=-1), "prompt 1: seed=-1"),
     ],
 )
-def test_a_request_that_cannot_be_is_named(request_, message):
+def test_invalid_requests_are_refused_by_number(invalid, message):
     with pytest.raises(ValueError, match=message):
-        list(run_requests(generator(QUICK["exact"]), [Request([1], 1), request_]))
+        list(run_requests(make_generator(), [Request([1], 1), invalid]))
+
+
+def test_invalid_number_of_prefill_steps_is_refused():
     with pytest.raises(ValueError, match="max_prefill_steps=0 must be at least 1"):
-        next(run_requests(generator(QUICK["exact"]), [], max_prefill_steps=0))
+        next(run_requests(make_generator(), [], max_prefill_steps=0))
 
 
-def test_a_cache_that_is_not_sound_names_the_prompts():
+def test_faults_name_the_prompts():
     graph, parameters = nnx.split(model())
-    spoilt = nnx.merge(graph, jax.tree.map(lambda x: jnp.nan * x, parameters))
-    made = Generator(spoilt, QUICK["exact"], batch=2, max_prompt_tokens=70, max_new_tokens=64, prefill_chunk=CHUNK)
+    broken = nnx.merge(graph, jax.tree.map(lambda x: jnp.nan * x, parameters))
     with pytest.raises(ValueError, match="prompt 0: .*steps had logits that are NaN or infinite"):
-        list(run_requests(made, [Request([1, 2], 4)]))
+        list(run_requests(make_generator(EXACT, broken, batch=2), [Request([1, 2], 4)]))

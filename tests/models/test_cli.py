@@ -1,4 +1,4 @@
-"""The console command, called in this process; `tests/models/test_wheel.py` calls the installed one."""
+"""The console command, called in this process; `test_wheel` calls the installed one."""
 
 import io
 import json
@@ -17,19 +17,19 @@ MODEL = f"--model={settings.model_directory(LINES_CHECKPOINT)}"
 
 @pytest.fixture
 def kvjax(capsys, monkeypatch):
-    """Calls the command, and returns what it wrote: text, and beside it."""
+    """Calls the command and returns its standard output and error."""
 
-    def call(*words, given=""):
-        monkeypatch.setattr("sys.stdin", io.StringIO(given))
-        cli.main(cli.parse(["kvjax", *words]))
+    def call(*args, stdin=""):
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        cli.main(cli.parse(["kvjax", *map(str, args)]))
         return capsys.readouterr()
 
     return call
 
 
 @pytest.fixture(scope="module")
-def asked():
-    """A document of about 500 tokens and its right answer, as text."""
+def document():
+    """A document of about 500 tokens with its question and answer."""
     _, tokenizer = settings.load_model(Run())
     [document] = task.documents(
         7, 1, lambda rng: task.generate_for_tokens(rng, lambda text: len(tokenizer.encode(text)), 500)
@@ -37,77 +37,68 @@ def asked():
     return document
 
 
-def test_generate_answers_from_a_file_or_a_pipe(kvjax, asked, tmp_path):
-    (tmp_path / "prompt.txt").write_text(asked.context + asked.question)
-    done = kvjax(
-        "generate", MODEL, "--policy=uniform:recent=16", "--budget=90%", f"--prompt_file={tmp_path / 'prompt.txt'}",
-        "--max_new_tokens=8",
-    )  # fmt: skip
-    assert "of the full cache" in done.err
-    for prompt, given in ((("--prompt_file", "-"), asked.context + asked.question),):
-        done = kvjax("generate", MODEL, *prompt, "--max_new_tokens", "8", given=given)
-        assert task.parse_answer(done.out) == asked.answer
-    done = kvjax(
-        "generate", MODEL, "--prompt", asked.context + asked.question, "--max_new_tokens=8", "--dtype=bfloat16"
-    )
-    assert task.parse_answer(done.out) == asked.answer
+def test_generate_from_a_file_a_pipe_and_an_option(kvjax, document, tmp_path):
+    text = document.context + document.question
+    (tmp_path / "prompt.txt").write_text(text)
+    options = ("generate", MODEL, "--max_new_tokens", "8")
+    policy = ("--policy=uniform:recent=16", "--budget=90%")
+    assert "of the full cache" in kvjax(*options, *policy, f"--prompt_file={tmp_path / 'prompt.txt'}").err
+    for prompt in (("--prompt_file", "-"), ("--prompt", text, "--dtype=bfloat16")):
+        assert task.parse_answer(kvjax(*options, *prompt, stdin=text).out) == document.answer
 
 
-def test_generate_goes_on_where_its_newest_save_stands(kvjax, tmp_path):
-    words = (
+def test_generate_resumes_from_its_newest_save(kvjax, tmp_path):
+    options = (
         "generate", MODEL, "--prompt=Read the record.", "--max_new_tokens=12", "--temperature=1",
         "--policy=exact:compact_every=4", f"--save_dir={tmp_path / 'run'}", "--save_every=4",
     )  # fmt: skip
-    whole = kvjax(*words)
+    uninterrupted = kvjax(*options)
     saves = sorted((tmp_path / "run" / "states").glob("[0-9]*"), key=lambda path: int(path.name))
-    shutil.rmtree(saves[-1])  # as if it had been killed before its end
-    resumed = kvjax(*words, "--resume")
-    assert "tokens restored in" in resumed.err
-    assert resumed.out == whole.out
+    shutil.rmtree(saves[-1])  # as if the run had been killed
+    resumed = kvjax(*options, "--resume")
+    assert "tokens restored in" in resumed.err and resumed.out == uninterrupted.out
     with pytest.raises(SystemExit, match="run is {'seed': 0}, not {'seed': 1}"):
-        kvjax(*words, "--resume", "--seed=1")
+        kvjax(*options, "--resume", "--seed=1")
     with pytest.raises(SystemExit, match="already has saves of step .*; resume from them"):
-        kvjax(*words)
+        kvjax(*options)
 
 
-def test_generate_continues_a_saved_prefix(kvjax, asked, tmp_path):
-    (tmp_path / "context.txt").write_text(asked.context)
-    (tmp_path / "question.txt").write_text(asked.question)
-    kvjax(
-        "generate", MODEL, f"--prompt_file={tmp_path / 'context.txt'}", "--max_new_tokens=64",
-        f"--save_prefix={tmp_path / 'read'}",
-    )  # fmt: skip
+def test_generate_continues_a_saved_prefix(kvjax, document, tmp_path):
+    context, question, prefix = tmp_path / "context.txt", tmp_path / "question.txt", tmp_path / "prefix"
+    context.write_text(document.context)
+    question.write_text(document.question)
+    kvjax("generate", MODEL, f"--prompt_file={context}", "--max_new_tokens=64", f"--save_prefix={prefix}")
     with pytest.raises(SystemExit, match="already has saves of step 0"):
-        kvjax("generate", MODEL, "--prompt=another text", f"--save_prefix={tmp_path / 'read'}")
-    question = f"--prompt_file={tmp_path / 'question.txt'}"
-    done = kvjax("generate", MODEL, f"--prefix={tmp_path / 'read'}", question, question, "--max_new_tokens=8")
-    answers = done.out.split(f"== {tmp_path / 'question.txt'}\n")[1:]
-    assert [task.parse_answer(answer) for answer in answers] == [asked.answer] * 2
+        kvjax("generate", MODEL, "--prompt=another text", f"--save_prefix={prefix}")
+    questions = [f"--prompt_file={question}"] * 2
+    output = kvjax("generate", MODEL, f"--prefix={prefix}", *questions, "--max_new_tokens=8").out
+    answers = output.split(f"== {question}\n")[1:]
+    assert [task.parse_answer(answer) for answer in answers] == [document.answer] * 2
 
 
-def test_generate_takes_a_file_of_prompts_and_goes_on_with_it(kvjax, asked, tmp_path):
-    question, output = asked.context + asked.question, tmp_path / "out" / "texts.jsonl"
-    lines = [question, {"id": "short", "prompt": "Read the record.", "max_new_tokens": 3}, {"prompt": question[:200]}]
+def test_generate_completes_a_file_of_prompts_and_resumes(kvjax, document, tmp_path):
+    text, output = document.context + document.question, tmp_path / "out" / "texts.jsonl"
+    lines = [text, {"id": "short", "prompt": "Read the record.", "max_new_tokens": 3}, {"prompt": text[:200]}]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    words = (
+    options = (
         "generate", MODEL, f"--prompts_file={tmp_path / 'prompts.jsonl'}", f"--output={output}", "--batch_size=2",
         "--max_new_tokens=8", "--policy=exact:compact_every=4",
     )  # fmt: skip
-    assert "3 prompts in 2 batch rows, whose caches take" in kvjax(*words).err
-    whole = output.read_text()
-    rows = [json.loads(line) for line in whole.splitlines()]
+    assert "3 prompts in 2 batch rows, whose caches take" in kvjax(*options).err
+    completed = output.read_text()
+    rows = [json.loads(line) for line in completed.splitlines()]
     assert [row["number"] for row in rows] == [0, 1, 2] and [row.get("id") for row in rows] == [None, "short", None]
-    assert task.parse_answer(rows[0]["text"]) == asked.answer
+    assert task.parse_answer(rows[0]["text"]) == document.answer
     assert rows[1]["new_tokens"] == 3 and rows[1]["finish_reason"] == "length"
     with pytest.raises(SystemExit, match="texts.jsonl exists; continue it with --resume"):
-        kvjax(*words)
-    # As a kill may leave it: rows as they ended, and one that was cut off.
-    first, _, last = whole.splitlines()
+        kvjax(*options)
+    # As after a kill: completions in the order in which they finished, and a truncated one.
+    first, _, last = completed.splitlines()
     output.write_text(f"{last}\n{first[:30]}")
-    assert "2 prompts in 4 batch rows" in kvjax(*words, "--resume", "--batch_size=4").err
-    assert output.read_text() == whole
+    assert "2 prompts in 4 batch rows" in kvjax(*options, "--resume", "--batch_size=4").err
+    assert output.read_text() == completed
     with pytest.raises(SystemExit, match=r"texts.jsonl belongs to another run: sampling is {'temperature': 0.0}, not"):
-        kvjax(*words, "--resume", "--temperature=1")
+        kvjax(*options, "--resume", "--temperature=1")
 
 
 @pytest.mark.parametrize(
@@ -125,37 +116,35 @@ def test_generate_takes_a_file_of_prompts_and_goes_on_with_it(kvjax, asked, tmp_
         ("", "contains no prompts"),
     ],
 )
-def test_a_line_that_is_no_prompt_is_named(kvjax, tmp_path, line, message):
+def test_invalid_lines_are_refused(kvjax, tmp_path, line, message):
     (tmp_path / "prompts.jsonl").write_text(f"{line}\n")
     with pytest.raises(SystemExit, match=message):
         kvjax("generate", MODEL, f"--prompts_file={tmp_path / 'prompts.jsonl'}", f"--output={tmp_path / 'texts'}")
 
 
-def test_bench_stands_beside_exact(kvjax):
-    done = kvjax(
+def test_bench_compares_with_the_full_cache(kvjax):
+    output = kvjax(
         "bench", MODEL, "--context_tokens=300", "--tokens=4", "--turns=2", "--policy=uniform:recent=16",
         "--policy=streaming_llm@96", "--budget=50%",
-    )  # fmt: skip
-    head, columns, *lines = done.out.splitlines()
+    ).out  # fmt: skip
+    head, columns, *lines = output.splitlines()
     assert head == "300 tokens, batch 1" and columns.split()[:2] == ["policy", "cache"]
-    held = {line.split()[0]: float(line.split()[3].strip("%")) for line in lines}
-    assert list(held) == ["exact", "uniform:recent=16@50%", "streaming_llm@96"]
-    assert held["exact"] == 100 and held["streaming_llm@96"] < held["uniform:recent=16@50%"] <= 50
+    shares = {line.split()[0]: float(line.split()[3].strip("%")) for line in lines}
+    assert list(shares) == ["exact", "uniform:recent=16@50%", "streaming_llm@96"]
+    assert shares["exact"] == 100 and shares["streaming_llm@96"] < shares["uniform:recent=16@50%"] <= 50
 
 
-def test_policies_are_listed_with_their_settings(kvjax):
-    listed = kvjax("policies").out
-    assert [line.split()[0] for line in listed.splitlines()[: len(POLICIES)]] == list(POLICIES)
-    assert listed.splitlines()[0].split(maxsplit=1)[1].startswith("Keeps every key and value.")
-    detail = kvjax("policies", "subgen").out
-    assert (
-        "recent: int = 64" in detail and "variant: 'mean_value' or 'self_normalised' or 'paper' = mean_value" in detail
-    )
-    assert "SubGen, Algorithm 1" in detail
+def test_policies_lists_all_policies_and_settings(kvjax):
+    lines = kvjax("policies").out.splitlines()
+    assert [line.split()[0] for line in lines[: len(POLICIES)]] == list(POLICIES)
+    assert lines[0].split(maxsplit=1)[1].startswith("Keeps every key and value.")
+    details = kvjax("policies", "subgen").out
+    assert "recent: int = 64" in details and "SubGen, Algorithm 1" in details
+    assert "variant: 'mean_value' or 'self_normalised' or 'paper' = mean_value" in details
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (("generate", "--prompt=x"), "kvjax: --model is required"),
         (("generate", MODEL), "kvjax: a prompt is required: --prompt TEXT, --prompt_file FILE"),
@@ -169,24 +158,23 @@ def test_policies_are_listed_with_their_settings(kvjax):
         (("generate", MODEL, "--prompt=x", "--save_every=0"), "kvjax: --save_every=0 must be at least 1"),
         (("generate", MODEL, "--prompt=x", "--temperature=-1"), "kvjax: temperature=-1"),
         (("generate", MODEL, "--prompt=x", "--stop=y"), "kvjax: --stop requires --prompts_file"),
+        (("generate", MODEL, "--prompt=x", "--resume", "--save_dir=y", "--save_prefix=z"), "cannot be combined with"),
+        (("generate", MODEL, "--prompt=x", "--prefix=y", "--save_dir=z"), "--prefix cannot be combined with"),
         (("generate", MODEL, "--prompts_file=x"), "kvjax: --prompts_file and --output require each other"),
-        (
-            ("generate", MODEL, "--prompts_file=x", "--output=y", "--prompt=z"),
-            "--prompts_file cannot be combined with --prompt",
-        ),
+        (("generate", MODEL, "--prompts_file=x", "--output=y", "--prompt=z"), "cannot be combined with --prompt"),
         (("chat", MODEL), "kvjax: this checkpoint has no chat template"),
         (("policies", "no_such"), "kvjax: policy 'no_such' must be one of balancekv"),
         (("bench", MODEL, "--turns=0"), "kvjax: --context_tokens, --batch, --tokens and --turns must be at least 1"),
     ],
 )
-def test_a_users_error_is_one_line(kvjax, words, message):
-    with pytest.raises(SystemExit) as ended:
-        kvjax(*words, given="Hello\n")
-    assert message in str(ended.value) and "\n" not in str(ended.value)
+def test_a_users_error_is_one_line(kvjax, args, message):
+    with pytest.raises(SystemExit) as error:
+        kvjax(*args, stdin="Hello\n")
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (("generate", MODEL, "--prompt=x", "stray"), "unknown arguments: ['stray']"),
         (("generate", "--modle=x", "--prompt=x"), "Unknown command line flag 'modle'"),
@@ -194,18 +182,18 @@ def test_a_users_error_is_one_line(kvjax, words, message):
         (("no_such",), "invalid choice: 'no_such'"),
     ],
 )
-def test_words_that_are_no_options_are_refused(words, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.parse(["kvjax", *words])
-    assert ended.value.code == 2 and message in capsys.readouterr().err
+def test_invalid_arguments_are_refused(args, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.parse(["kvjax", *args])
+    assert error.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_help_shows_every_option_and_its_default(capsys):
+def test_help_shows_options_with_defaults(capsys):
     with pytest.raises(SystemExit):
         cli.parse(["kvjax", "generate", "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
     assert (
         "--budget str Slots per KV head (1024), a share of the full cache (25%) or bytes (64MiB). (default: 25%)"
-        in shown
+        in text
     )
-    assert "--mesh_tensor int Devices per group; they share the work of every layer. (default: 1)" in shown
+    assert "--mesh_tensor int Devices per group; they share the work of every layer. (default: 1)" in text

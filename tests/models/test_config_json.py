@@ -1,4 +1,4 @@
-"""What a config.json may say; what it means for a model is compared with transformers in test_parity."""
+"""Accepted and refused values of config.json; test_parity compares their meaning with transformers."""
 
 import contextlib
 import json
@@ -8,58 +8,35 @@ import pytest
 
 from kvjax_models.formats.config_json import parse_config
 from kvjax_models.model.rotary import RopeScaling
-from tests.models.test_parity import GOLDEN
-from tests.trust.test_strangers import STRANGE
+from tests.models.support import GOLDEN
+from tests.trust.test_strangers import INVALID_VALUES
 
 LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 24,
-    "hidden_size": 16,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4}
+    "model_type": "llama", "vocab_size": 24, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-GEMMA3_HUB = {  # as a published one is: most of it is left to defaults
+GEMMA3_HUB = {  # like a published config, which leaves most values to defaults
     "model_type": "gemma3",
     "architectures": ["Gemma3ForConditionalGeneration"],
     "eos_token_id": [1, 106],
     "vision_config": {"hidden_size": 1152},
     "text_config": {
-        "model_type": "gemma3_text",
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "num_hidden_layers": 7,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
+        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 7,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
     },
-}
+}  # fmt: skip
 
 
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "head_dim",
-)
-
-
-@pytest.mark.parametrize("key", SIZES)
+@pytest.mark.parametrize("key", [*(set(LLAMA) - {"model_type"}), "head_dim"])
 @pytest.mark.parametrize("value", [0, -1, -16, "16", 16.0, True, [16], {}, 10**12])
-def test_sizes_are_whole_numbers_above_0(key, value):
+def test_sizes_must_be_positive_integers(key, value):
     with pytest.raises(ValueError, match=f"^{key}="):
         parse_config(LLAMA | {key: value})
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "max_position_embeddings"])
-def test_a_size_is_not_null(key):
+def test_sizes_must_not_be_null(key):
     with pytest.raises(ValueError, match=key):
         parse_config(LLAMA | {key: None})
 
@@ -81,25 +58,17 @@ def test_a_size_is_not_null(key):
         ({"rope_scaling": {"rope_type": "linear", "factor": True}}, "factor=True"),
         ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, "rope_type="),
         ({"rope_scaling": YARN | {"factor": 0}}, "factor=0"),
-        (
-            {"rope_scaling": YARN | {"beta_fast": 1.0, "beta_slow": 2.0}},
-            "beta_slow=2.0 must be less than beta_fast=1.0",
-        ),
+        ({"rope_scaling": YARN | {"beta_fast": 1.0, "beta_slow": 2.0}},
+         "beta_slow=2.0 must be less than beta_fast=1.0"),
         ({"rope_scaling": YARN | {"original_max_position_embeddings": -8}}, "original_max_position_embeddings=-8"),
         ({"rope_scaling": YARN | {"attention_factor": 0.0}}, "attention_factor=0.0"),
         ({"rope_scaling": YARN | {"truncate": "no"}}, "truncate='no' must be true or false"),
-        (
-            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0, 2.0]}},
-            "short_factor must be a list of 2 numbers.*got a list of 1",
-        ),
-        (
-            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 0], "long_factor": [1.0, 2.0]}},
-            "short_factor=0",
-        ),
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 1}},
-            "low_freq_factor=4.0 must be less than high_freq_factor=1.0",
-        ),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0, 2.0]}},
+         "short_factor must be a list of 2 numbers.*got a list of 1"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 0], "long_factor": [1.0, 2.0]}},
+         "short_factor=0"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 1}},
+         "low_freq_factor=4.0 must be less than high_freq_factor=1.0"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
         ({"attention_bias": 1}, "attention_bias=1 must be true or false"),
         ({"mlp_bias": []}, r"mlp_bias=\[\]"),
@@ -119,85 +88,75 @@ def test_a_size_is_not_null(key):
         ({"model_type": "gemma2", "attn_logit_softcapping": -1.0}, "attn_logit_softcapping=-1.0"),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "not supported: attn_logit_softcapping"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        (
-            {
-                "model_type": "gemma3_text",
-                "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
-            },
-            "not supported for sliding attention",
-        ),
+        ({"model_type": "gemma3_text",
+          "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+         "is not supported for sliding attention; supported: 'default'"),
         ({"model_type": "glm", "partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5"),
         ({"model_type": "glm", "head_dim": 6, "partial_rotary_factor": 0.5}, "rotary_dim=3 must be even"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers has 1 entries, but num_hidden_layers=2"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 2]}, "no_rope_layers must be a list of ones and zeros, got 2"),
         ({"model_type": "granite", "embedding_multiplier": None}, "embedding_multiplier=None"),
-        (
-            {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5},
-            "experts_per_token=5 must be between",
-        ),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5},
+         "experts_per_token=5 must be between"),
         ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts=0"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [2]}, r"mlp_only_layers=\[2\] must be a list of layer numbers"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step=0"),
         ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, "swiglu_limit=5.0"),
         ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"model_type": "gemma3"}, "text_config=None must be an object"),
-        (
-            {"model_type": "deepseek_v2", "kv_lora_rank": 512},
-            "'deepseek_v2' with kv_lora_rank=512 is not supported: .* latents instead of keys and values",
-        ),
+        ({"model_type": "deepseek_v2", "kv_lora_rank": 512},
+         "'deepseek_v2' with kv_lora_rank=512 is not supported: .* latents instead of keys and values"),
     ],
-)
-def test_what_cannot_be_is_named(changes, message):
+)  # fmt: skip
+def test_invalid_values_are_refused_by_key(changes, message):
     with pytest.raises(ValueError, match=message):
         parse_config(LLAMA | changes)
 
 
 @pytest.mark.parametrize("name", ["NaN", "Infinity"])
-def test_numbers_that_only_python_reads_as_json(name):
+def test_non_finite_numbers_in_json_are_refused(name):
     with pytest.raises(ValueError, match="rms_norm_eps"):
         parse_config(json.loads(json.dumps(LLAMA)[:-1] + f', "rms_norm_eps": {name}}}'))
 
 
-def test_gemma_3_beside_its_eyes():
+def test_multimodal_gemma3_gives_its_text_decoder():
     config = parse_config(GEMMA3_HUB)
     assert (config.query_heads, config.kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
     assert config.windows == (1024,) * 5 + (None, 1024)
     assert config.rope_scaling == RopeScaling("linear", 8.0) and config.window_rope_theta == 1e4
     assert config.rotary(5).frequencies[0] == 1 / 8 and config.rotary(0).frequencies[0] == 1
-    assert config.tied_embeddings and config.attention_scale is None  # 256 ** -0.5, as of its heads
+    assert config.tied_embeddings and config.attention_scale is None
 
 
-def test_yarn_without_a_word_about_attention():
+def test_yarn_defaults():
     scaling = parse_config(LLAMA | {"rope_scaling": YARN}).rope_scaling
     assert scaling.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
-    # What it was stretched by follows from both lengths where no factor is given.
-    without = {key: value for key, value in YARN.items() if key != "factor"}
-    assert parse_config(LLAMA | {"rope_scaling": without}).rope_scaling.factor == 2.0
+    no_factor = {key: value for key, value in YARN.items() if key != "factor"}
+    assert parse_config(LLAMA | {"rope_scaling": no_factor}).rope_scaling.factor == 2.0
 
 
-def test_only_layers_that_see_everything_of_an_olmo_3_are_scaled():
-    config = parse_config(
-        LLAMA | {"model_type": "olmo3", "num_hidden_layers": 4, "rope_scaling": YARN, "sliding_window": 8}
-    )
+def test_only_full_attention_layers_of_olmo3_are_scaled():
+    values = {"model_type": "olmo3", "num_hidden_layers": 4, "rope_scaling": YARN, "sliding_window": 8}
+    config = parse_config(LLAMA | values)
     assert config.windows == (8, 8, 8, None)
     assert config.rotary(0).factor == 1 and config.rotary(3).factor > 1
     assert config.rotary(0).frequencies != config.rotary(3).frequencies
 
 
-def test_layers_that_do_not_turn():
+def test_smollm3_has_layers_without_rope():
     config = parse_config(LLAMA | {"model_type": "smollm3", "num_hidden_layers": 8})
     assert config.nope_layers == (3, 7)
     assert set(config.rotary(3).frequencies) == {0.0} and 0.0 not in config.rotary(2).frequencies
 
 
-def test_values_of_any_kind_are_read_or_refused():
-    """Each key of every family's config.json, and each of its rotary embedding, with each strange value in its turn."""
+def test_any_value_of_any_key_is_accepted_or_refused():
+    """Replaces each key of every family's config.json, and each of its rotary embedding, by each invalid value."""
     for path in sorted(GOLDEN.glob("*/config.json")):
         values = json.loads(path.read_text())
-        changed = [{**values, key: strange} for key in [*values, "architectures"] for strange in STRANGE]
+        changed = [{**values, key: invalid} for key in [*values, "architectures"] for invalid in INVALID_VALUES]
         for name in ("rope_parameters", "rope_scaling"):
             rope = values.get(name) or {}
-            changed += [{**values, name: {**rope, key: strange}} for key in rope for strange in STRANGE]
+            changed += [{**values, name: {**rope, key: invalid}} for key in rope for invalid in INVALID_VALUES]
         for values in changed:
             with contextlib.suppress(ValueError):
                 parse_config(values)

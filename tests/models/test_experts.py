@@ -1,4 +1,4 @@
-"""Mixtures of experts against every expert applied to every token."""
+"""Mixtures of experts, compared with applying every expert to every token."""
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from kvjax_models.model.experts import ACTIVATIONS, Experts, blocks_by_expert
 
 
-def layer(experts, per_token, *, normalised=True, bias=False, activation="silu"):
-    made = Experts(8, 6, activation, bias, experts=experts, per_token=per_token, normalize_weights=normalised,
-                   dtype=jnp.float32, rngs=nnx.Rngs(0))  # fmt: skip
+def layer(experts, per_token, *, normalize_weights=True, bias=False, activation="silu"):
+    experts_layer = Experts(8, 6, activation, bias, experts=experts, per_token=per_token, dtype=jnp.float32,
+                            normalize_weights=normalize_weights, rngs=nnx.Rngs(0))  # fmt: skip
     random = np.random.default_rng(0)
-    state = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype), nnx.state(made))
-    nnx.update(made, state)
-    return made
+    state = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype), nnx.state(experts_layer))
+    nnx.update(experts_layer, state)
+    return experts_layer
 
 
-def applied_one_by_one(layer, x):
-    """Every expert's MLP of every token, weighed by its probability where it is among the best."""
+def apply_all_experts(layer, x):
+    """The weighted sum over all experts, with a weight of 0 for experts that are not selected."""
     logits = layer.router(x)
     order = np.argsort(-np.asarray(logits), axis=-1)[..., : layer.per_token]
     weight = np.zeros(logits.shape, np.float32)
@@ -41,31 +41,31 @@ def applied_one_by_one(layer, x):
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (2, 40), (1, 700)], ids=str)
 @pytest.mark.parametrize(
-    "experts, per_token, more",
+    "experts, per_token, options",
     [
         (4, 2, {}),
         (4, 4, {"activation": "clipped_swiglu", "bias": True}),
-        (16, 3, {"normalised": False}),
+        (16, 3, {"normalize_weights": False}),
         (1, 1, {"bias": True}),
     ],
 )
-def test_sum_of_the_chosen_experts(shape, experts, per_token, more):
-    made = layer(experts, per_token, **more)
+def test_weighted_sum_of_selected_experts(shape, experts, per_token, options):
+    experts_layer = layer(experts, per_token, **options)
     x = jax.random.normal(jax.random.key(1), (*shape, 8))
-    expected = applied_one_by_one(made, x)
-    np.testing.assert_allclose(nnx.jit(lambda layer, x: layer(x))(made, x), expected, atol=1e-4, rtol=1e-4)
+    expected = apply_all_experts(experts_layer, x)
+    np.testing.assert_allclose(nnx.jit(lambda layer, x: layer(x))(experts_layer, x), expected, atol=1e-4, rtol=1e-4)
 
 
-SIZES = [(1, 2, 4), (5, 1, 40), (40, 4, 16), (300, 2, 4), (300, 4, 40)]  # few: each is compiled
+SIZES = [(1, 2, 4), (5, 1, 40), (40, 4, 16), (300, 2, 4), (300, 4, 40)]  # each is compiled
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(SIZES), st.integers(0, 2**32 - 1), st.booleans())
-def test_every_choice_has_a_slot_in_a_block_of_its_expert(sizes, seed, crowded):
-    """All choices have slots of their own, in blocks of their expert; nothing grows with tokens times experts."""
+def test_every_token_has_slots_in_blocks_of_its_experts(sizes, seed, imbalanced):
+    """Slots are distinct, and their number does not grow with tokens times experts."""
     rows, per_token, experts = sizes
     random = np.random.default_rng(seed)
-    score = random.normal(size=(rows, experts)) - (10 * np.arange(experts) if crowded else 0)
+    score = random.normal(size=(rows, experts)) - (10 * np.arange(experts) if imbalanced else 0)
     chosen = np.argsort(score, axis=1)[:, :per_token].astype(np.int32)
     slot, source, block_expert = (np.asarray(x) for x in blocks_by_expert(jnp.asarray(chosen), experts))
     assert len(set(slot.reshape(-1))) == slot.size
@@ -75,21 +75,21 @@ def test_every_choice_has_a_slot_in_a_block_of_its_expert(sizes, seed, crowded):
     assert source.size <= 3 * slot.size + experts
 
 
-def test_a_step_reads_the_chosen_experts_alone():
-    """One token of two experts: two blocks of one token, whatever the number of experts."""
+def test_a_decode_step_reads_only_selected_experts():
+    """One token with two of 128 experts needs two blocks of one token."""
     _, source, _ = jax.eval_shape(lambda chosen: blocks_by_expert(chosen, 128), jnp.zeros((1, 2), jnp.int32))
     assert source.shape == (2, 1)
 
 
-def test_clipped_swiglu_by_hand():
+def test_clipped_swiglu():
     gate, up = jnp.array([9.0, 2.0, -9.0]), jnp.array([-9.0, 0.5, 9.0])
     expected = [7 / (1 + np.exp(-1.702 * 7)) * -6, 2 / (1 + np.exp(-1.702 * 2)) * 1.5, -9 / (1 + np.exp(1.702 * 9)) * 8]
     np.testing.assert_allclose(ACTIVATIONS["clipped_swiglu"](gate, up), expected, rtol=1e-6)
 
 
-def test_gradients_reach_router_and_chosen_experts():
-    made = layer(4, 2, bias=True)
+def test_router_and_experts_have_gradients():
+    experts_layer = layer(4, 2, bias=True)
     x = jax.random.normal(jax.random.key(1), (1, 50, 8))
-    gradients = nnx.grad(lambda layer: jnp.sum(layer(x) ** 2))(made)
+    gradients = nnx.grad(lambda layer: jnp.sum(layer(x) ** 2))(experts_layer)
     for path, gradient in nnx.to_flat_state(nnx.state(gradients)):
         assert float(jnp.abs(gradient[...]).max()) > 0, path

@@ -1,3 +1,5 @@
+"""Directories in Hugging Face's format: round trips, defaults, refusals and damage."""
+
 import dataclasses
 import json
 
@@ -16,114 +18,56 @@ from kvjax_models.model.rotary import RopeScaling
 SMALL = LlamaConfig(
     vocab_size=24, width=16, mlp_width=20, layers=2, query_heads=4, kv_heads=2, head_dim=4, max_length=64
 )
+GEMMA = {"norm_offset": 1.0, "embedding_scale": None, "activation": "gelu_tanh"}
+EXPERTS = {"experts": 6, "experts_per_token": 2, "expert_width": 20}
+JOINT_NORM = {"query_key_norm": True, "joint_query_key_norm": True}
+LONGROPE = RopeScaling(
+    "longrope", 2.0, original_length=32, attention_factor=1.1, short_factors=(1.0,) * 3, long_factors=(2.0,) * 3
+)
+YARN = RopeScaling("yarn", 4.0, original_length=16)
 CONFIGS = {
-    "llama": SMALL,
-    "llama-tied-biases": dataclasses.replace(
-        SMALL, tied_embeddings=True, qkv_bias=True, output_bias=True, mlp_bias=True
-    ),
-    "llama-llama3": dataclasses.replace(
-        SMALL, rope_theta=5e5, rope_scaling=RopeScaling("llama3", 8.0, original_length=16)
-    ),
-    "llama-linear": dataclasses.replace(SMALL, rope_scaling=RopeScaling("linear", 2.5)),
-    "mistral": dataclasses.replace(SMALL, windows=(8, 8)),
-    "qwen2": dataclasses.replace(SMALL, qkv_bias=True, norm_epsilon=1e-6),
-    "qwen2-window": dataclasses.replace(SMALL, qkv_bias=True, windows=(None, 8), tied_embeddings=True),
-    "qwen3": dataclasses.replace(SMALL, query_key_norm=True, head_dim=8),
-    "ministral": dataclasses.replace(SMALL, windows=(None, 8)),
-    "gemma": dataclasses.replace(
-        SMALL, norm_offset=1.0, embedding_scale=None, activation="gelu_tanh", tied_embeddings=True
-    ),
-    "gemma2": dataclasses.replace(
-        SMALL,
-        norm_offset=1.0,
-        embedding_scale=None,
-        activation="gelu_tanh",
-        norms="sandwich",
-        attention_logit_cap=50.0,
-        logit_cap=30.0,
-        attention_scale=24**-0.5,
-        windows=(8, None),
-    ),
-    "gemma3_text": dataclasses.replace(
-        SMALL,
-        norm_offset=1.0,
-        embedding_scale=None,
-        activation="gelu_tanh",
-        norms="sandwich",
-        query_key_norm=True,
-        windows=(8, None),
-        window_rope_theta=100.0,
-        rope_scaling=RopeScaling("linear", 8.0),
-    ),
-    "qwen3_moe": dataclasses.replace(
-        SMALL,
-        query_key_norm=True,
-        experts=6,
-        experts_per_token=2,
-        expert_width=10,
-        normalize_expert_weights=False,
-        dense_layers=(1,),
-    ),
-    "mixtral": dataclasses.replace(SMALL, experts=6, experts_per_token=2, expert_width=20),
-    "gpt_oss": dataclasses.replace(
-        SMALL,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        attention_sinks=True,
-        experts=6,
-        experts_per_token=2,
-        expert_width=20,
-        activation="clipped_swiglu",
-        windows=(8, None),
-        rope_scaling=RopeScaling("yarn", 4.0, original_length=16, truncate=False, attention_factor=1.2),
-    ),
-    "glm": dataclasses.replace(SMALL, head_dim=8, rotary_dim=4, qkv_bias=True),
-    "glm4": dataclasses.replace(SMALL, head_dim=8, rotary_dim=4, norms="sandwich"),
-    "phi3": dataclasses.replace(
-        SMALL,
-        head_dim=8,
-        rotary_dim=6,
-        windows=(8, 8),
-        rope_scaling=RopeScaling(
-            "longrope", 2.0, original_length=32, attention_factor=1.1, short_factors=(1.0,) * 3, long_factors=(2.0,) * 3
-        ),
-    ),
-    "olmo2": dataclasses.replace(SMALL, norms="post", query_key_norm=True, joint_query_key_norm=True),
-    "olmo3": dataclasses.replace(
-        SMALL,
-        norms="post",
-        query_key_norm=True,
-        joint_query_key_norm=True,
-        windows=(8, None),
-        rope_scaling=RopeScaling("yarn", 4.0, original_length=16),
-        window_rope_theta=10000.0,
-    ),
-    "smollm3": dataclasses.replace(SMALL, nope_layers=(1,), mlp_bias=True),
-    "granite": dataclasses.replace(
-        SMALL, embedding_scale=12.0, residual_scale=0.22, logit_divisor=8.0, attention_scale=0.0625
-    ),
-    "qwen3-window": dataclasses.replace(SMALL, query_key_norm=True, qkv_bias=True, output_bias=True, windows=(8, None)),
-}
+    "llama": {},
+    "llama-tied-biases": {"tied_embeddings": True, "qkv_bias": True, "output_bias": True, "mlp_bias": True},
+    "llama-llama3": {"rope_theta": 5e5, "rope_scaling": RopeScaling("llama3", 8.0, original_length=16)},
+    "llama-linear": {"rope_scaling": RopeScaling("linear", 2.5)},
+    "mistral": {"windows": (8, 8)},
+    "qwen2": {"qkv_bias": True, "norm_epsilon": 1e-6},
+    "qwen2-window": {"qkv_bias": True, "windows": (None, 8), "tied_embeddings": True},
+    "qwen3": {"query_key_norm": True, "head_dim": 8},
+    "qwen3-window": {"query_key_norm": True, "qkv_bias": True, "output_bias": True, "windows": (8, None)},
+    "ministral": {"windows": (None, 8)},
+    "gemma": GEMMA | {"tied_embeddings": True},
+    "gemma2": GEMMA | {"norms": "sandwich", "attention_logit_cap": 50.0, "logit_cap": 30.0,
+                       "attention_scale": 24**-0.5, "windows": (8, None)},
+    "gemma3_text": GEMMA | {"norms": "sandwich", "query_key_norm": True, "windows": (8, None),
+                            "window_rope_theta": 100.0, "rope_scaling": RopeScaling("linear", 8.0)},
+    "qwen3_moe": EXPERTS | {"query_key_norm": True, "expert_width": 10, "normalize_expert_weights": False,
+                            "dense_layers": (1,)},
+    "mixtral": EXPERTS,
+    "gpt_oss": EXPERTS | {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "attention_sinks": True,
+                          "activation": "clipped_swiglu", "windows": (8, None),
+                          "rope_scaling": dataclasses.replace(YARN, truncate=False, attention_factor=1.2)},
+    "glm": {"head_dim": 8, "rotary_dim": 4, "qkv_bias": True},
+    "glm4": {"head_dim": 8, "rotary_dim": 4, "norms": "sandwich"},
+    "phi3": {"head_dim": 8, "rotary_dim": 6, "windows": (8, 8), "rope_scaling": LONGROPE},
+    "olmo2": JOINT_NORM | {"norms": "post"},
+    "olmo3": JOINT_NORM | {"norms": "post", "windows": (8, None), "rope_scaling": YARN, "window_rope_theta": 10000.0},
+    "smollm3": {"nope_layers": (1,), "mlp_bias": True},
+    "granite": {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_divisor": 8.0, "attention_scale": 0.0625},
+}  # fmt: skip
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 24,
-    "hidden_size": 16,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 24, "hidden_size": 16,
+    "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 QWEN2 = LLAMA | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 3}
 MISTRAL = LLAMA | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+WINDOW = {"sliding_window": 8, "use_sliding_window": True}
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
 
 
-def model(config, dtype=jnp.float32):
-    """A random model, its biases and norms too."""
+def random_model(config, dtype=jnp.float32):
+    """A model whose parameters, including biases and norms, are random."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0))))
     random = np.random.default_rng(0)
     return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape), dtype), state))
@@ -142,12 +86,16 @@ def read_config(directory, values):
     return huggingface.load_config(directory)
 
 
+def small_model(**changes):
+    return random_model(dataclasses.replace(SMALL, **changes))
+
+
 def read_tensors(path):
     return safetensors.numpy.load_file(path)
 
 
 def rewrite(directory, change):
-    """Lets `change` edit the tensors of a single-file checkpoint."""
+    """Changes the tensors of a single-file checkpoint."""
     path = directory / "model.safetensors"
     tensors = dict(read_tensors(path))
     change(tensors)
@@ -156,13 +104,13 @@ def rewrite(directory, change):
 
 @pytest.fixture
 def saved(tmp_path):
-    huggingface.save_model(tmp_path, model(SMALL))
+    huggingface.save_model(tmp_path, small_model())
     return tmp_path
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_round_trip(name, tmp_path):
-    original = model(CONFIGS[name])
+    original = small_model(**CONFIGS[name])
     huggingface.save_model(tmp_path, original)
     loaded = huggingface.load_model(tmp_path)
     assert loaded.config == original.config
@@ -170,8 +118,8 @@ def test_round_trip(name, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == name.partition("-")[0]
 
 
-def test_linear_weights_are_turned_and_named_as_in_transformers(saved):
-    original, tensors = model(SMALL), read_tensors(saved / "model.safetensors")
+def test_linear_weights_have_the_layout_of_transformers(saved):
+    original, tensors = small_model(), read_tensors(saved / "model.safetensors")
     gate = tensors["model.layers.1.mlp.gate_proj.weight"]
     assert gate.shape == (SMALL.mlp_width, SMALL.width)
     np.testing.assert_array_equal(gate.T, original.layers[1].mlp.gate_up.kernel[:, 0])
@@ -180,24 +128,24 @@ def test_linear_weights_are_turned_and_named_as_in_transformers(saved):
 
 
 def test_saves_and_loads_bfloat16(tmp_path):
-    original = model(SMALL, jnp.bfloat16)
+    original = random_model(SMALL, jnp.bfloat16)
     huggingface.save_model(tmp_path, original)
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert_same(huggingface.load_model(tmp_path), original)
-    wide = huggingface.load_model(tmp_path, jnp.float32)
-    assert wide.norm.scale[...].dtype == jnp.float32
-    np.testing.assert_array_equal(wide.norm.scale[...], original.norm.scale[...].astype(jnp.float32))
+    float32 = huggingface.load_model(tmp_path, jnp.float32)
+    assert float32.norm.scale[...].dtype == jnp.float32
+    np.testing.assert_array_equal(float32.norm.scale[...], original.norm.scale[...].astype(jnp.float32))
 
 
 def test_saves_in_another_dtype(tmp_path):
-    huggingface.save_model(tmp_path, model(SMALL), jnp.float16)
+    huggingface.save_model(tmp_path, small_model(), jnp.float16)
     assert {tensor.dtype for tensor in read_tensors(tmp_path / "model.safetensors").values()} == {np.dtype("float16")}
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "float16"
 
 
-def test_shards_and_replaces_what_was_there(tmp_path):
-    original = model(SMALL)
-    huggingface.save_model(tmp_path, model(dataclasses.replace(SMALL, layers=1)))
+def test_sharded_and_single_files_replace_each_other(tmp_path):
+    original = small_model()
+    huggingface.save_model(tmp_path, small_model(layers=1))
     huggingface.save_model(tmp_path, original, max_shard_bytes=4000)
     shards = sorted(tmp_path.glob("*.safetensors"))
     assert len(shards) > 2 and not (tmp_path / "model.safetensors").exists()
@@ -208,25 +156,25 @@ def test_shards_and_replaces_what_was_there(tmp_path):
     assert_same(huggingface.load_model(tmp_path), original)
 
 
-def test_a_tensor_above_the_shard_size_gets_a_file_of_its_own(tmp_path):
-    huggingface.save_model(tmp_path, model(SMALL), max_shard_bytes=1)
+def test_a_tensor_larger_than_a_shard_gets_its_own_file(tmp_path):
+    huggingface.save_model(tmp_path, small_model(), max_shard_bytes=1)
     assert len(list(tmp_path.glob("*.safetensors"))) == 3 + 2 * 9
-    assert_same(huggingface.load_model(tmp_path), model(SMALL))
+    assert_same(huggingface.load_model(tmp_path), small_model())
 
 
-def test_a_failed_save_leaves_the_old_checkpoint(saved):
-    broken = model(SMALL)
+def test_a_failed_save_keeps_the_old_checkpoint(saved):
+    broken = small_model()
     broken.norm.scale[...] = broken.norm.scale[...].at[0].set(jnp.nan)
     for limit in (huggingface.MAX_SHARD_BYTES, 4000):
         with pytest.raises(ValueError, match=r"model\.norm\.weight has values that are not finite as float32"):
             huggingface.save_model(saved, broken, max_shard_bytes=limit)
     assert sorted(path.name for path in saved.glob("[!.]*")) == ["config.json", "model.safetensors"]
-    assert_same(huggingface.load_model(saved), model(SMALL))
+    assert_same(huggingface.load_model(saved), small_model())
 
 
 @pytest.mark.parametrize("eos", [None, 3, (3, 4)])
-def test_writes_where_generation_ends(tmp_path, eos):
-    huggingface.save_model(tmp_path, model(SMALL), bos_token_id=1, eos_token_id=eos)
+def test_saves_special_tokens(tmp_path, eos):
+    huggingface.save_model(tmp_path, small_model(), bos_token_id=1, eos_token_id=eos)
     values = json.loads((tmp_path / "config.json").read_text())
     assert values["bos_token_id"] == 1
     assert values["eos_token_id"] == (list(eos) if isinstance(eos, tuple) else eos)
@@ -241,13 +189,13 @@ def test_writes_where_generation_ends(tmp_path, eos):
         {"query_key_norm": True, "windows": (4, 8)},
     ],
 )
-def test_refuses_to_save_what_no_family_has(tmp_path, changes):
+def test_configurations_without_a_family_are_not_saved(tmp_path, changes):
     with pytest.raises(ValueError, match="cannot be expressed by any Hugging Face family"):
-        huggingface.save_model(tmp_path / "new", model(dataclasses.replace(SMALL, **changes)))
+        huggingface.save_model(tmp_path / "new", small_model(**changes))
     assert not (tmp_path / "new").exists()
 
 
-def test_both_spellings_of_a_config_mean_the_same(tmp_path):
+def test_configs_of_transformers_4_and_5_are_equivalent(tmp_path):
     rope = LLAMA3_ROPE | {"original_max_position_embeddings": 32}
     four = LLAMA | {"rope_theta": 500000, "rope_scaling": rope, "torch_dtype": "bfloat16", "head_dim": None}
     five = LLAMA | {"rope_parameters": rope | {"rope_theta": 500000.0}, "dtype": "bfloat16"}
@@ -257,7 +205,7 @@ def test_both_spellings_of_a_config_mean_the_same(tmp_path):
         assert (config.rope_theta, config.rope_scaling, config.head_dim) == (5e5, expected, 4)
 
 
-def test_what_transformers_assumes_for_absent_keys(tmp_path):
+def test_defaults_of_transformers(tmp_path):
     bare = {key: value for key, value in LLAMA.items() if key not in (
         "architectures", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps")}  # fmt: skip
     config = read_config(tmp_path, bare)
@@ -278,18 +226,10 @@ def test_what_transformers_assumes_for_absent_keys(tmp_path):
         (QWEN2 | {"sliding_window": 8, "max_window_layers": 1}, ()),
         (QWEN2 | {"sliding_window": 8, "max_window_layers": 1, "use_sliding_window": True}, (None, 8, 8)),
         (QWEN2 | {"sliding_window": 8, "max_window_layers": 3, "use_sliding_window": True}, ()),
-        (
-            QWEN2
-            | {
-                "sliding_window": 8,
-                "use_sliding_window": True,
-                "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-            },
-            (8, None, None),
-        ),
+        (QWEN2 | WINDOW | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, (8, None, None)),
     ],
 )
-def test_which_layers_slide(tmp_path, values, windows):
+def test_layers_with_a_window(tmp_path, values, windows):
     assert read_config(tmp_path, values).windows == windows
 
 
@@ -322,13 +262,13 @@ def test_which_layers_slide(tmp_path, values, windows):
         (QWEN2 | {"layer_types": ["sliding_attention"], "use_sliding_window": True}, "layer_types has 1 entries"),
     ],
 )
-def test_refuses_by_name_what_it_cannot_compute(tmp_path, values, message):
+def test_unsupported_configs_are_refused(tmp_path, values, message):
     with pytest.raises(ValueError, match=message) as error:
         read_config(tmp_path, values)
     assert "config.json" in str(error.value)
 
 
-def test_directories_that_are_no_checkpoint(tmp_path):
+def test_incomplete_directories_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         huggingface.load_model(tmp_path)
     (tmp_path / "config.json").write_text("{")
@@ -342,7 +282,7 @@ def test_directories_that_are_no_checkpoint(tmp_path):
         huggingface.load_model(tmp_path)
 
 
-def test_one_error_lists_every_tensor_that_does_not_fit(saved):
+def test_one_error_lists_all_mismatched_tensors(saved):
     def spoil(tensors):
         del tensors["model.norm.weight"], tensors["model.layers.0.mlp.up_proj.weight"]
         tensors["model.layers.2.input_layernorm.weight"] = np.ones(16, np.float32)
@@ -363,7 +303,7 @@ def test_one_error_lists_every_tensor_that_does_not_fit(saved):
     ]
 
 
-def test_names_every_tensor_that_is_not_finite(saved):
+def test_all_non_finite_tensors_are_named(saved):
     def spoil(tensors):
         tensors["model.norm.weight"][3] = np.nan
         tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = np.inf
@@ -374,7 +314,7 @@ def test_names_every_tensor_that_is_not_finite(saved):
 
 
 @pytest.mark.filterwarnings("error")
-def test_names_tensors_that_the_wanted_dtype_cannot_hold(saved):
+def test_overflow_in_the_requested_dtype_is_an_error(saved):
     rewrite(saved, lambda tensors: tensors["model.norm.weight"].fill(1e6))
     huggingface.load_model(saved)
     with pytest.raises(ValueError, match=r"not finite as float16 in model\.norm\.weight"):
@@ -392,7 +332,7 @@ def test_truncated_file(saved, kept):
 
 
 def test_broken_shards(tmp_path):
-    huggingface.save_model(tmp_path, model(SMALL), max_shard_bytes=4000)
+    huggingface.save_model(tmp_path, small_model(), max_shard_bytes=4000)
     shards = sorted(tmp_path.glob("*.safetensors"))
     second = shards[1].read_bytes()
     shards[1].write_bytes(second[:-1])
@@ -410,15 +350,15 @@ def test_broken_shards(tmp_path):
         huggingface.load_model(tmp_path)
 
 
-def test_ignores_rotary_buffers_of_old_versions(saved):
+def test_rotary_buffers_of_old_versions_are_ignored(saved):
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
     rewrite(saved, lambda tensors: tensors.update(buffer))
-    assert_same(huggingface.load_model(saved), model(SMALL))
+    assert_same(huggingface.load_model(saved), small_model())
 
 
 @pytest.mark.parametrize("held", ["embedding", "both", "head"])
 def test_tied_embeddings_under_either_name(tmp_path, held):
-    original = model(dataclasses.replace(SMALL, tied_embeddings=True))
+    original = small_model(tied_embeddings=True)
     huggingface.save_model(tmp_path, original)
 
     def hold(tensors):
@@ -432,15 +372,15 @@ def test_tied_embeddings_under_either_name(tmp_path, held):
     assert_same(huggingface.load_model(tmp_path), original)
 
 
-def test_refuses_tied_embeddings_that_differ(tmp_path):
-    huggingface.save_model(tmp_path, model(dataclasses.replace(SMALL, tied_embeddings=True)))
+def test_different_tied_embeddings_are_refused(tmp_path):
+    huggingface.save_model(tmp_path, small_model(tied_embeddings=True))
     rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": np.ones((24, 16), np.float32)}))
     with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
         huggingface.load_model(tmp_path)
 
 
-def test_sizes_are_checked_before_anything_is_allocated(saved):
-    """A config for 300 TB of weights is only a list of misfits: no random weights are made to be overwritten."""
+def test_sizes_are_checked_before_allocation(saved):
+    """A config with 300 TB of weights gives only a list of mismatches."""
     values = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps(values | {"hidden_size": 2**20, "intermediate_size": 2**24}))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Text in, text out: `kvjax_models.load` and what it gives."""
+"""Text generation with `kvjax_models.load`."""
 
 import json
 import shutil
@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments.common import settings
-from experiments.common.options import LANGUAGE_CHECKPOINT
 from kvjax_models import language_model, load
 from kvjax_models.cli.chat import Chat, Conversation
 from kvjax_models.formats import huggingface
 from kvjax_models.generation import completions
 from kvjax_models.generation.generator import generate
 from kvjax_models.generation.sampling import Sampling
+from tests.models.support import CHECKPOINTS
 
-DIRECTORY = settings.model_directory(LANGUAGE_CHECKPOINT)
+DIRECTORY = CHECKPOINTS / "kvjax-lm-2k"
 TEXT = "The quick brown fox jumps over the lazy dog. " * 12
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
@@ -30,60 +29,57 @@ def llm():
     return load(DIRECTORY)
 
 
-def test_generates_what_the_generator_does(llm):
+def test_text_equals_the_generators_tokens(llm):
     prompts = [llm.tokenizer.encode(text) for text in (TEXT, TEXT[9:])]
     policy = kvjax.Uniform(128, recent=32)
     rows, _ = generate(llm.model, policy, prompts, max_new_tokens=12, eos=llm.tokenizer.eos_ids)
     expected = [llm.tokenizer.decode(row) for row in rows]
-    assert llm.generate([TEXT, TEXT[9:]], policy, max_new_tokens=12) == expected
-    assert llm.generate([TEXT, TEXT[9:]], "uniform:recent=32", 128, max_new_tokens=12) == expected
-    assert llm.generate([TEXT, TEXT[9:]], "uniform:recent=32@128", max_new_tokens=12) == expected
+    for arguments in ((policy,), ("uniform:recent=32", 128), ("uniform:recent=32@128",)):
+        assert llm.generate([TEXT, TEXT[9:]], *arguments, max_new_tokens=12) == expected
 
 
-def test_streams_the_same_text_whatever_the_pieces(llm):
-    whole = llm.generate(TEXT, kvjax.SubGen, 128, max_new_tokens=70)  # over more than one block
-    for every in (1, 23, 64):
-        assert "".join(llm.stream(TEXT, kvjax.SubGen, 128, max_new_tokens=70, stream_interval=every)) == whole
-    hot = {"sampling": Sampling(temperature=2.0), "max_new_tokens": 8}
-    assert llm.generate(TEXT, seed=1, **hot) == "".join(llm.stream(TEXT, seed=1, **hot))
-    assert llm.generate(TEXT, seed=1, **hot) != llm.generate(TEXT, seed=2, **hot)
+def test_streamed_text_does_not_depend_on_the_interval(llm):
+    text = llm.generate(TEXT, kvjax.SubGen, 128, max_new_tokens=70)  # several blocks
+    for interval in (1, 23, 64):
+        parts = llm.stream(TEXT, kvjax.SubGen, 128, max_new_tokens=70, stream_interval=interval)
+        assert "".join(parts) == text
+    options = {"sampling": Sampling(temperature=2.0), "max_new_tokens": 8}
+    assert llm.generate(TEXT, seed=1, **options) == "".join(llm.stream(TEXT, seed=1, **options))
+    assert llm.generate(TEXT, seed=1, **options) != llm.generate(TEXT, seed=2, **options)
 
 
-def test_many_prompts_come_in_order_with_the_text_of_each_alone(llm):
-    prompts = [TEXT[7 * start :] for start in range(5)]
-    pieces = {}
-    given = {"batch_size": 2, "max_new_tokens": 20, "sampling": Sampling(0.5)}
-    watch = lambda number, piece: pieces.setdefault(number, []).append(piece)  # noqa: E731
-    found = list(llm.generate_many(prompts, seed=3, on_text=watch, **given))
-    assert [one.number for one in found] == list(range(5))
-    assert ["".join(pieces[number]) for number in range(5)] == [one.text for one in found]
+def test_many_prompts_give_the_text_of_each_alone_in_order(llm):
+    prompts, parts = [TEXT[7 * start :] for start in range(5)], {}
+    options = {"batch_size": 2, "max_new_tokens": 20, "sampling": Sampling(0.5)}
+
+    def on_text(number, part):
+        parts.setdefault(number, []).append(part)
+
+    results = list(llm.generate_many(prompts, seed=3, on_text=on_text, **options))
+    assert [completion.number for completion in results] == list(range(5))
+    assert ["".join(parts[number]) for number in range(5)] == [completion.text for completion in results]
     alone = llm.generate(prompts[4], max_new_tokens=20, sampling=Sampling(0.5), seed=7)
-    assert alone == found[4].text == llm.tokenizer.decode(found[4].tokens)
-    # One by one, as rows fall free, where it is said how long they may be; up to a string that ends them.
-    end = found[0].text[3:6]
-    stopped = list(llm.generate_many(iter(prompts), seed=3, max_prompt_tokens=256, stop=[end], **given))
-    assert [one.text for one in stopped] == [one.text.partition(end)[0] for one in found]
+    assert alone == results[4].text == llm.tokenizer.decode(results[4].tokens)
+    # From an iterator, with a maximum length and a stop string.
+    stop = results[0].text[3:6]
+    stopped = list(llm.generate_many(iter(prompts), seed=3, max_prompt_tokens=256, stop=[stop], **options))
+    assert [completion.text for completion in stopped] == [completion.text.partition(stop)[0] for completion in results]
     assert stopped[0].finish_reason == "stop" and list(llm.generate_many([])) == []
 
 
-def test_what_may_begin_an_end_is_not_shown_before_it_is_known():
-    assert [completions._settled_length(text, ["\n\n", "END"]) for text in ("", "a", "a long\n", "text\ufffd")] == [
-        0,
-        0,
-        5,
-        2,
-    ]
+def test_possible_starts_of_stop_strings_are_withheld():
+    texts = {"": 0, "a": 0, "a long\n": 5, "text\ufffd": 2}
+    assert {text: completions._settled_length(text, ["\n\n", "END"]) for text in texts} == texts
     assert completions._settled_length("text\ufffd", []) == 4
     assert completions._find_stop("one\n\ntwo END", ["END", "\n\n"]) == 3
 
 
 @pytest.mark.parametrize("policy", ["streaming_llm", kvjax.StreamingLLM])
-def test_a_budget_that_is_a_share_is_kept(llm, policy):
+def test_a_relative_budget_is_a_share_of_the_full_cache(llm, policy):
     generator = llm.generator(policy, "50%", max_prompt_tokens=600, max_new_tokens=40)
-    state = generator.init_state()
-    exact = generator.specs[0].full_cache_bytes(640) * len(generator.specs)
-    assert 0.4 * exact < kvjax.cache_bytes(state.layers).device <= 0.5 * exact
-    in_bytes = llm.generator(policy, f"{exact // 2}B", max_prompt_tokens=600, max_new_tokens=40)
+    full_bytes = generator.specs[0].full_cache_bytes(640) * len(generator.specs)
+    assert 0.4 * full_bytes < kvjax.cache_bytes(generator.init_state().layers).device <= 0.5 * full_bytes
+    in_bytes = llm.generator(policy, f"{full_bytes // 2}B", max_prompt_tokens=600, max_new_tokens=40)
     assert in_bytes.policies == generator.policies
 
 
@@ -99,25 +95,25 @@ def test_a_budget_that_is_a_share_is_kept(llm, policy):
         ("subgen", "1%", "budget=1% of 7 tokens: "),
     ],
 )
-def test_what_is_no_policy_or_budget_is_refused(llm, policy, budget, message):
+def test_invalid_policies_and_budgets_are_refused(llm, policy, budget, message):
     with pytest.raises(ValueError, match=message):
         llm.generate("Once upon a time", policy, budget, max_new_tokens=6)
 
 
-def test_files_keep_their_dtype(llm, tmp_path):
+def test_checkpoints_keep_their_dtype(llm, tmp_path):
     huggingface.save_model(tmp_path, llm.model, jnp.bfloat16)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (DIRECTORY / name).exists():
             shutil.copy(DIRECTORY / name, tmp_path)
-    own, wide = load(tmp_path), load(tmp_path, jnp.float32)
-    assert own.model.embedding.embedding[...].dtype == jnp.bfloat16
-    assert own.generator("exact", max_prompt_tokens=8, max_new_tokens=8).specs[0].dtype == jnp.bfloat16
-    kernel = wide.model.layers[0].mlp.gate_up.kernel[...]
+    bfloat16, float32 = load(tmp_path), load(tmp_path, jnp.float32)
+    assert bfloat16.model.embedding.embedding[...].dtype == jnp.bfloat16
+    assert bfloat16.generator("exact", max_prompt_tokens=8, max_new_tokens=8).specs[0].dtype == jnp.bfloat16
+    kernel = float32.model.layers[0].mlp.gate_up.kernel[...]
     assert kernel.dtype == jnp.float32
-    np.testing.assert_array_equal(kernel, own.model.layers[0].mlp.gate_up.kernel[...].astype(jnp.float32))
+    np.testing.assert_array_equal(kernel, bfloat16.model.layers[0].mlp.gate_up.kernel[...].astype(jnp.float32))
 
 
-def test_what_is_no_model_says_what_to_give(monkeypatch):
+def test_unknown_models_are_refused(monkeypatch):
     with pytest.raises(FileNotFoundError, match="is neither a directory nor a valid name of a model on the hub"):
         load("not a model")
 
@@ -125,26 +121,24 @@ def test_what_is_no_model_says_what_to_give(monkeypatch):
         raise OSError("no route")
 
     monkeypatch.setattr(language_model.huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(
-        FileNotFoundError, match=r"could not be downloaded from the hub \(no route\); without a network, pass"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"could not be downloaded from the hub \(no route\); without a"):
         load("org/model")
 
 
-def test_the_hub_is_asked_for_what_is_read_alone(monkeypatch):
-    asked = []
+def test_only_needed_files_are_downloaded(monkeypatch):
+    requests = []
 
     def download(name, allow_patterns):
-        asked.append((name, allow_patterns))
+        requests.append((name, allow_patterns))
         return str(DIRECTORY)
 
     monkeypatch.setattr(language_model.huggingface_hub, "snapshot_download", download)
     assert load("org/model").model.config == huggingface.load_config(DIRECTORY)
-    assert asked == [("org/model", ["*.json", "*.safetensors", "*.jinja"])]
+    assert requests == [("org/model", ["*.json", "*.safetensors", "*.jinja"])]
 
 
 @pytest.fixture
-def chatting(llm, tmp_path):
+def chat_llm(llm, tmp_path):
     """The model with a chat template."""
     for path in DIRECTORY.iterdir():
         if path.is_file():
@@ -154,25 +148,22 @@ def chatting(llm, tmp_path):
     return load(tmp_path)
 
 
-def test_later_turns_are_read_behind_earlier_ones(chatting):
-    given = Chat(policy="exact", context_tokens=512, max_new_tokens=16)
-    talk = Conversation(chatting, given, system="Be brief.")
+def test_later_turns_equal_one_conversation(chat_llm):
+    conversation = Conversation(chat_llm, Chat(policy="exact", context_tokens=512, max_new_tokens=16), "Be brief.")
     for turn in ("What is a fox?", "And a dog?"):
-        answer = "".join(talk.answer(turn))
-        # All turns as one text, read at once.
-        expected = "".join(chatting.stream(talk.messages[:-1], max_new_tokens=16))
-        assert answer == expected
-    roles = [message["role"] for message in talk.messages]
+        answer = "".join(conversation.answer(turn))
+        assert answer == "".join(chat_llm.stream(conversation.messages[:-1], max_new_tokens=16))
+    roles = [message["role"] for message in conversation.messages]
     assert roles == ["system", "user", "assistant", "user", "assistant"]
 
 
-def test_a_conversation_that_is_full_says_so(chatting):
-    talk = Conversation(chatting, Chat(policy="exact", context_tokens=40, max_new_tokens=64))
-    list(talk.answer("What is a fox?"))
+def test_a_conversation_without_capacity_is_refused(chat_llm):
+    conversation = Conversation(chat_llm, Chat(policy="exact", context_tokens=40, max_new_tokens=64))
+    list(conversation.answer("What is a fox?"))
     with pytest.raises(ValueError, match="leave no tokens for an answer within --context_tokens=40"):
-        list(talk.answer("And a dog?"))
+        list(conversation.answer("And a dog?"))
 
 
-def test_a_model_without_a_template_does_not_chat(llm):
+def test_a_model_without_a_template_cannot_chat(llm):
     with pytest.raises(ValueError, match="no chat template"):
         llm.encode([{"role": "user", "content": "Hello"}])

@@ -1,3 +1,5 @@
+"""The decoder, its rotary embedding and its configuration."""
+
 import dataclasses
 
 import jax
@@ -32,12 +34,12 @@ def test_shapes_and_dtypes(dtype):
     assert query.dtype == key.dtype == value.dtype == dtype
 
 
-def test_logits_of_some_positions_are_those_of_all():
+def test_logits_of_single_positions_equal_those_of_all():
     model = build()
     np.testing.assert_allclose(model.logits(model.hidden_states(TOKENS)[:, -1]), model(TOKENS)[:, -1], atol=1e-6)
 
 
-def test_a_token_sees_only_what_is_before_it():
+def test_attention_is_causal():
     model = build()
     changed = TOKENS.at[:, 7].set((TOKENS[:, 7] + 1) % 24)
     before, after = model(TOKENS), model(changed)
@@ -45,17 +47,16 @@ def test_a_token_sees_only_what_is_before_it():
     assert (jnp.abs(before - after)[:, 7:].max(axis=(0, 2)) > 1e-4).all()
 
 
-def test_a_window_counts_the_token_itself():
-    """With a window of 3, token 7 of one layer sees tokens 5 to 7; full layers see all."""
+def test_window_includes_the_token_itself():
+    """With a window of 3, token 7 attends to tokens 5 to 7."""
     model = build(layers=1, windows=(3,))
-    for changed_token, seen in ((4, False), (5, True)):
+    for changed_token, is_visible in ((4, False), (5, True)):
         changed = TOKENS.at[:, changed_token].set((TOKENS[:, changed_token] + 1) % 24)
         difference = jnp.abs(model(TOKENS) - model(changed))[:, 7].max()
-        assert (difference > 1e-5) == seen
+        assert (difference > 1e-5) == is_visible
 
 
-def test_project_and_finish_around_any_attention():
-    """The cut where a cache goes: attention written out by hand between the two gives `hidden`."""
+def test_project_and_finish_with_explicit_attention():
     model = build(query_key_norm=True, qkv_bias=True)
     x = model.embed(TOKENS)
     cos, sin = model.rotation(jnp.broadcast_to(jnp.arange(12), (2, 12)))
@@ -68,8 +69,7 @@ def test_project_and_finish_around_any_attention():
     np.testing.assert_allclose(x, model.hidden_states(TOKENS), atol=1e-5)
 
 
-def test_only_distances_between_positions_matter():
-    """Scores of rotated queries and keys are the same when all positions move together."""
+def test_scores_depend_on_relative_positions():
     model = build()
     x = model.embed(TOKENS)
     scores = []
@@ -81,7 +81,7 @@ def test_only_distances_between_positions_matter():
 
 
 @pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}])
-def test_gradients_reach_every_parameter(changes):
+def test_every_parameter_has_a_gradient(changes):
     model = build(qkv_bias=True, output_bias=True, mlp_bias=True, query_key_norm=True, **changes)
     gradients = nnx.jit(nnx.grad(lambda model: jax.nn.logsumexp(model(TOKENS) ** 2, axis=-1).mean()))(model)
     flat = dict(nnx.to_flat_state(nnx.state(gradients)))
@@ -97,13 +97,13 @@ def test_all_state_is_parameters():
     np.testing.assert_array_equal(nnx.merge(graph, state)(TOKENS), build()(TOKENS))
 
 
-def test_rope_frequencies_by_hand():
+def test_rope_frequencies():
     config = dataclasses.replace(SMALL, head_dim=8, rope_theta=10000.0)
     plain = np.array([1, 0.1, 0.01, 0.001])
     np.testing.assert_allclose(rope_frequencies(config), plain, rtol=1e-6)
     linear = dataclasses.replace(config, rope_scaling=RopeScaling("linear", 4.0))
     np.testing.assert_allclose(rope_frequencies(linear), plain / 4, rtol=1e-6)
-    # Turns within 200 tokens: 31.8, 3.18, 0.318, 0.0318. Over 4 are kept, under 1 divided, between them mixed.
+    # Rotations within 200 tokens: 31.8, 3.18, .318, .0318. Over 4 are unchanged, under 1 divided, others interpolated.
     scaled = dataclasses.replace(config, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 200))
     keep = (200 * 0.1 / (2 * np.pi) - 1) / 3
     expected = [1, 0.1 * (keep + (1 - keep) / 8), 0.01 / 8, 0.001 / 8]
@@ -112,16 +112,16 @@ def test_rope_frequencies_by_hand():
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("scaling", [None, RopeScaling("llama3", 8.0)])
-def test_rope_frequencies_are_the_same_compiled(head_dim, scaling):
-    """A last bit of a frequency is 0.008 radians at position 131,072."""
+def test_rope_frequencies_are_equal_when_compiled(head_dim, scaling):
+    """One bit of a frequency changes the angle at position 131,072 by .008 radians."""
     config = dataclasses.replace(SMALL, head_dim=head_dim, rope_theta=5e5, rope_scaling=scaling)
     np.testing.assert_array_equal(jax.jit(lambda: rope_frequencies(config))(), rope_frequencies(config))
 
 
 @pytest.mark.parametrize("theta, factor", [(5e5, 8.0), (5e5, 32.0)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_rope_angles_of_transformers_at_long_context(head_dim, theta, factor):
-    """Llama 3.1 and 3.2 at their full length; logits of small models only test the first positions."""
+def test_rope_angles_equal_transformers_at_long_context(head_dim, theta, factor):
+    """Llama 3.1 and 3.2 at their full length; logits of small models test only the first positions."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("torch")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -137,7 +137,7 @@ def test_rope_angles_of_transformers_at_long_context(head_dim, theta, factor):
 
 SCALINGS = {
     "yarn": {"factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 30.0},
-    "yarn-whole": {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+    "yarn-not-truncated": {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
     "yarn-attention": {"factor": 4.0, "original_max_position_embeddings": 32768, "mscale": 0.707,
                        "mscale_all_dim": 1.0},
     "linear": {"factor": 8.0},
@@ -149,8 +149,7 @@ SCALINGS = {
 
 @pytest.mark.parametrize("tokens", [1000, 131072])
 @pytest.mark.parametrize("name", SCALINGS)
-def test_rope_angles_of_transformers_for_every_scaling(name, tokens):
-    """At a context of 131,072 tokens, in texts short and long; the factor of attention, too."""
+def test_rope_angles_equal_transformers_for_every_scaling(name, tokens):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("torch")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -162,11 +161,11 @@ def test_rope_angles_of_transformers_for_every_scaling(name, tokens):
     theirs = transformers.LlamaConfig(**sizes, rope_parameters=dict(rope))
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](theirs, "cpu", seq_len=tokens)
     rotary = parse_config({"model_type": "llama", **sizes, "rope_scaling": rope}).rotary(0, tokens)
-    np.testing.assert_allclose(rotary.frequencies, frequencies.numpy(), rtol=2e-7)  # a unit in the last place
+    np.testing.assert_allclose(rotary.frequencies, frequencies.numpy(), rtol=2e-7)  # one unit in the last place
     assert rotary.factor == pytest.approx(factor)
 
 
-def test_a_sequence_has_the_frequencies_of_the_length_that_it_may_grow_to():
+def test_frequencies_depend_on_the_maximum_length():
     scaling = RopeScaling("longrope", 4.0, original_length=16, short_factors=(1.0, 1.0), long_factors=(2.0, 8.0))
     config = dataclasses.replace(SMALL, rope_scaling=scaling)
     plain = np.asarray(SMALL.rotary().frequencies)
@@ -175,7 +174,7 @@ def test_a_sequence_has_the_frequencies_of_the_length_that_it_may_grow_to():
     assert config.rotary() == config.rotary(0, SMALL.max_length)
     dynamic = dataclasses.replace(SMALL, rope_scaling=RopeScaling("dynamic", 2.0, original_length=16))
     np.testing.assert_allclose(dynamic.rotary(0, 3).frequencies, plain)
-    # Twice the length: the base is 3 times as large, to the power of 4 / (4 - 2).
+    # For twice the length, the base grows by 3 ** (4 / (4 - 2)).
     np.testing.assert_allclose(dynamic.rotary(0, 32).frequencies, [1, (10000.0 * 9) ** -0.5], rtol=1e-6)
 
 
@@ -196,11 +195,11 @@ def test_a_sequence_has_the_frequencies_of_the_length_that_it_may_grow_to():
         ({"windows": (3,)}, r"windows must have one entry per layer \(2\), got 1"),
     ],
 )
-def test_refuses_shapes_that_do_not_fit(changes, message):
+def test_invalid_configurations_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **changes)
 
 
-def test_refuses_an_unknown_rope_scaling():
+def test_unknown_rope_scaling_is_refused():
     with pytest.raises(ValueError, match="kind='xpos'.*linear, llama3, yarn, longrope, dynamic"):
         RopeScaling("xpos", 2.0)

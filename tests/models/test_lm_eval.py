@@ -1,21 +1,21 @@
-"""The harness's model: its own transformers model on the same checkpoint, tasks and prompts says the same."""
+"""The model "kvjax" of lm-evaluation-harness against the harness's own transformers model."""
 
 import dataclasses
 import json
-import pathlib
 
 import numpy as np
 import pytest
 
 from experiments.common.tasks import line_retrieval
 from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
+from tests.models.support import CHECKPOINTS
 
 lm_eval = pytest.importorskip("lm_eval")
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-DIRECTORY = pathlib.Path(__file__).parents[2] / "models" / "checkpoints" / "kvjax-lm-2k"
-COUNT = 6
+DIRECTORY = CHECKPOINTS / "kvjax-lm-2k"
+NUM_PROBLEMS = 6
 TASKS = {
     "local_answers": {
         "output_type": "generate_until",
@@ -42,16 +42,14 @@ TASKS = {
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """A manager of three tasks about registers, in a folder of their own."""
+    """A manager of `TASKS` with problems of line retrieval."""
     folder = tmp_path_factory.mktemp("tasks")
     tokenizer = load_tokenizer(DIRECTORY)
-
-    def length(text):
-        return len(tokenizer.encode(text))
-
     lines = []
-    for number in range(COUNT):
-        document = line_retrieval.generate_for_tokens(np.random.default_rng(number), length, 380)
+    for number in range(NUM_PROBLEMS):
+        document = line_retrieval.generate_for_tokens(
+            np.random.default_rng(number), lambda text: len(tokenizer.encode(text)), 380
+        )
         choices = [f" {document.answer}", f" {document.answer + 1}", " nothing"]
         prompt = document.context + document.question
         lines.append({"prompt": prompt, "answer": str(document.answer), "choices": choices})
@@ -64,66 +62,76 @@ def tasks(tmp_path_factory):
     return TaskManager(include_path=str(folder), include_defaults=False)
 
 
-def evaluated(tasks, model, **given):
-    """Metrics by task, and what was answered to every request."""
-    names = list(TASKS)
-    found = lm_eval.simple_evaluate(model, given, tasks=names, task_manager=tasks, log_samples=True, bootstrap_iters=0)
-    answers = {name: [sample["resps"] for sample in found["samples"][name]] for name in names}
-    return found["results"], answers
+def evaluate(tasks, model, **options):
+    """Returns the metrics and the responses of each task."""
+    from kvjax_models import lm_eval as _register_model  # noqa: F401
+
+    results = lm_eval.simple_evaluate(
+        model, options, tasks=list(TASKS), task_manager=tasks, log_samples=True, bootstrap_iters=0
+    )
+    responses = {name: [sample["resps"] for sample in results["samples"][name]] for name in TASKS}
+    return results["results"], responses
 
 
-def test_exact_says_what_the_harness_s_transformers_model_says(tasks):
-    from kvjax_models import lm_eval as _registers  # noqa: F401
-
-    alike = {"batch_size": 4, "dtype": "float32", "device": "cpu"}
-    ours, our_answers = evaluated(tasks, "kvjax", path=str(DIRECTORY), **alike)
-    theirs, their_answers = evaluated(tasks, "hf", pretrained=str(DIRECTORY), **alike)
+def test_exact_equals_the_transformers_model(tasks):
+    options = {"batch_size": 4, "dtype": "float32", "device": "cpu"}
+    ours, our_responses = evaluate(tasks, "kvjax", path=str(DIRECTORY), **options)
+    theirs, their_responses = evaluate(tasks, "hf", pretrained=str(DIRECTORY), **options)
     for name in ours:
         metrics = {key: value for key, value in ours[name].items() if isinstance(value, float)}
         assert metrics and metrics == pytest.approx({key: theirs[name][key] for key in metrics}, rel=1e-4), name
-    assert our_answers["local_answers"] == their_answers["local_answers"]
-    for one, other in zip(our_answers["local_choices"], their_answers["local_choices"], strict=True):
-        for (mine, is_greedy), (likelihood, was_greedy) in zip((r[0] for r in one), (r[0] for r in other), strict=True):
-            assert float(mine) == pytest.approx(float(likelihood), abs=1e-3) and is_greedy == was_greedy
+    assert our_responses["local_answers"] == their_responses["local_answers"]
+    for responses in zip(our_responses["local_choices"], their_responses["local_choices"], strict=True):
+        for (log_prob, is_greedy), (expected, expected_greedy) in zip(
+            *([response[0] for response in choices] for choices in responses), strict=True
+        ):
+            assert float(log_prob) == pytest.approx(float(expected), abs=1e-3) and is_greedy == expected_greedy
     assert ours["local_choices"]["acc,none"] >= 0.8
 
 
-@pytest.mark.parametrize("more", [{}, {"split_at": "Question"}], ids=["seen", "apart"])
-def test_compressed_caches_answer(tasks, more):
-    from kvjax_models import lm_eval as _registers  # noqa: F401
+@pytest.mark.parametrize("split", [{}, {"split_at": "Question"}], ids=["entire", "split"])
+def test_compressed_caches(tasks, split):
+    options = {"path": str(DIRECTORY), "policy": "uniform:recent=16", "budget": "60%", "batch_size": 4}
+    metrics, _ = evaluate(tasks, "kvjax", **options, **split)
+    assert 0 <= metrics["local_choices"]["acc,none"] <= 1
+    assert np.isfinite(metrics["local_text"]["word_perplexity,none"])
 
-    given = {"path": str(DIRECTORY), "policy": "uniform:recent=16", "budget": "60%", "batch_size": 4}
-    found, _ = evaluated(tasks, "kvjax", **given, **more)
-    assert 0 <= found["local_choices"]["acc,none"] <= 1 and np.isfinite(found["local_text"]["word_perplexity,none"])
 
-
-def test_conversations_go_through_the_checkpoint_s_template():
+def test_apply_chat_template():
     from kvjax_models.lm_eval import KvjaxLM
 
     lm = KvjaxLM(str(DIRECTORY))
     template = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     template += "{% if add_generation_prompt %}<assistant>{% endif %}"
     bos = lm.tokenizer.backend.id_to_token(lm.prefix_token_id)
-    lm.tokenizer = dataclasses.replace(lm.tokenizer, chat_template=template, prefix=(lm.prefix_token_id,))
-    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ann."}]
-    assert lm.apply_chat_template(turns) == f"{bos}<user>Who?<assistant>Ann.<assistant>"
-    prefilled = lm.apply_chat_template(turns, add_generation_prompt=False)
+    lm.tokenizer = dataclasses.replace(lm.tokenizer, chat_template=template, prefix_ids=(lm.prefix_token_id,))
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ann."}]
+    assert lm.apply_chat_template(messages) == f"{bos}<user>Who?<assistant>Ann.<assistant>"
+    prefilled = lm.apply_chat_template(messages, add_generation_prompt=False)
     assert prefilled == f"{bos}<user>Who?<assistant>Ann." and lm.chat_template(True) == template
-    # What the template puts first is not put there again.
+    # The BOS token of a template is not added again.
     assert lm.tok_encode(prefilled).count(lm.prefix_token_id) == 1 == lm.tok_encode("Who?").count(lm.prefix_token_id)
 
 
-def test_what_it_cannot_do_is_named():
-    from kvjax_models.lm_eval import KvjaxLM, asked_for
-
-    for given, message in (
-        ({"batch_size": "auto"}, "batch_size='auto'; it must be a number of rows"),
-        ({"max_length": 5000}, "max_length=5000; it must lie in"),
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": "auto"}, "batch_size='auto' must be a positive integer"),
+        ({"max_length": 5000}, "max_length=5000 must be between"),
         ({"policy": "subgen"}, "policy subgen needs a budget"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            KvjaxLM(str(DIRECTORY), **given)
-    with pytest.raises(ValueError, match="a request asks for num_beams; known: "):
-        asked_for({"num_beams": 4}, 16)
-    with pytest.raises(ValueError, match="3000 tokens leave no room"):
-        KvjaxLM(str(DIRECTORY))._shortened([1], 3000)
+    ],
+)
+def test_invalid_options(options, message):
+    from kvjax_models.lm_eval import KvjaxLM
+
+    with pytest.raises(ValueError, match=message):
+        KvjaxLM(str(DIRECTORY), **options)
+
+
+def test_invalid_requests():
+    from kvjax_models.lm_eval import KvjaxLM, parse_generation_kwargs
+
+    with pytest.raises(ValueError, match="generation parameters num_beams are not supported; supported: "):
+        parse_generation_kwargs({"num_beams": 4}, 16)
+    with pytest.raises(ValueError, match="3000 tokens after the prompt must be fewer than max_length"):
+        KvjaxLM(str(DIRECTORY))._split_context([1], 3000)

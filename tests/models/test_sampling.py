@@ -1,3 +1,5 @@
+"""Sampling: distributions, ties, independence of rows, refusals."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +18,8 @@ def frequencies(options, logits=LOGITS):
     return np.bincount(np.asarray(tokens), minlength=logits.size) / DRAWS
 
 
-def restricted(kept, temperature=1.0):
-    weights = np.where(np.isin(np.arange(PROBABILITIES.size), kept), PROBABILITIES ** (1 / temperature), 0)
+def restricted(tokens, temperature=1.0):
+    weights = np.where(np.isin(np.arange(PROBABILITIES.size), tokens), PROBABILITIES ** (1 / temperature), 0)
     return weights / weights.sum()
 
 
@@ -33,20 +35,20 @@ def restricted(kept, temperature=1.0):
         (Sampling(1.0, top_p=0.84), restricted([1, 2, 3])),
         (Sampling(1.0, top_p=1.0), restricted([0, 1, 2, 3, 4])),
         (Sampling(1.0, top_p=1e-6), restricted([1])),
-        # Among three tokens 0.4 is 0.47 of the mass, so one token reaches 0.45; of all tokens two would be needed.
+        # The largest of three tokens has .47 of their probability; without top-k, two tokens would be needed.
         (Sampling(1.0, top_k=3, top_p=0.45), restricted([1])),
-        # A temperature of 0.5 gives the first token 0.58 of the mass before top-p looks at it.
+        # A temperature of .5 increases the first token's probability to .58 before top-p applies.
         (Sampling(0.5, top_p=0.5), restricted([1], 0.5)),
     ],
 )
-def test_follows_the_distribution(options, expected):
+def test_samples_follow_the_distribution(options, expected):
     observed = frequencies(options)
     assert (observed[expected == 0] == 0).all()
     deviation = np.sqrt(expected * (1 - expected) / DRAWS)
     assert (np.abs(observed - expected) <= 4 * deviation + 1e-9).all(), (observed, expected)
 
 
-def test_greedy_needs_no_keys_and_takes_the_first_of_equals():
+def test_greedy_needs_no_keys_and_selects_the_first_of_ties():
     logits = jnp.array([[0.0, 2.0, 2.0], [3.0, 1.0, 2.0]])
     np.testing.assert_array_equal(sample(logits, None, Sampling()), [1, 0])
 
@@ -57,7 +59,7 @@ def test_top_k_keeps_exactly_k_of_equal_logits():
 
 
 @pytest.mark.parametrize("options", [Sampling(), Sampling(0.8), Sampling(0.8, 10), Sampling(0.8, 10, 0.9)])
-def test_a_row_samples_what_it_samples_alone(options):
+def test_rows_are_sampled_independently(options):
     logits = jax.random.normal(jax.random.key(1), (6, 50))
     keys = jax.random.split(jax.random.key(2), 6)
     together = sample(logits, keys, options)
@@ -73,7 +75,7 @@ def test_bfloat16_logits_are_sampled_in_float32():
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
-def test_finite_names_rows_without_a_token(bad):
+def test_is_finite_finds_invalid_rows(bad):
     logits = jnp.zeros((3, 4)).at[1, 2].set(bad)
     np.testing.assert_array_equal(is_finite(logits), [True, False, True])
 
@@ -90,25 +92,25 @@ def test_finite_names_rows_without_a_token(bad):
         ({"top_p": 1.1}, "top_p=1.1"),
     ],
 )
-def test_refuses_meaningless_options(arguments, message):
+def test_invalid_parameters_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**arguments)
 
 
 @pytest.mark.parametrize("keys", [None, jnp.zeros((2, 2), jnp.uint32), jax.random.split(jax.random.key(0), 3)])
-def test_refuses_keys_that_do_not_fit(keys):
+def test_invalid_keys_are_refused(keys):
     with pytest.raises(ValueError, match="keys must be 2 typed keys"):
         sample(jnp.zeros((2, 5)), keys, Sampling(1.0))
 
 
 @pytest.mark.parametrize("logits", [jnp.zeros(5), jnp.zeros((2, 5), jnp.int32)])
-def test_refuses_logits_that_do_not_fit(logits):
+def test_invalid_logits_are_refused(logits):
     with pytest.raises(ValueError, match="logits must be floats"):
         sample(logits, None, Sampling())
 
 
 @pytest.mark.parametrize("top_k, top_p", [(5, None), (None, 0.7), (None, 0.3), (7, 0.8)])
-def test_keeps_the_tokens_that_transformers_keeps(top_k, top_p):
+def test_distributions_equal_transformers(top_k, top_p):
     torch = pytest.importorskip("torch")
     process = pytest.importorskip("transformers.generation.logits_process")
     logits = np.random.default_rng(0).normal(size=(1, 20)).astype(np.float32)

@@ -1,3 +1,5 @@
+"""Tokenizers of byte-level and byte-fallback models: special tokens, streamed text, chat templates."""
+
 import json
 
 import pytest
@@ -7,14 +9,14 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
-from kvjax_models.formats.tokenizer import Tokenizer
+from kvjax_models.formats.tokenizer import Streamer, Tokenizer
 
 BOS, EOS = "<s>", "</s>"
 TEXTS = ["the cat sat on the mat", "a café, naïve; 日本語 😀 and más", "def f(x):\n    return x"] * 3
 
 
 def byte_level():
-    """As GPT-2, Llama 3 and Qwen: bytes, any of which may end a token."""
+    """Like GPT-2, Llama 3 and Qwen: a token may end inside a character."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -26,7 +28,7 @@ def byte_level():
 
 
 def byte_fallback():
-    """As Llama 2 and Mistral: words with a space mark in front, bytes for what is not in the vocabulary."""
+    """Like Llama 2 and Mistral: words start with a space mark, unknown characters become bytes."""
     vocabulary = {"<unk>": 0, BOS: 1, EOS: 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     for piece in ["▁", *"abcdefghijklmnopqrstuvwxyz", "▁t", "th", "the", "▁the"]:
         vocabulary.setdefault(piece, len(vocabulary))
@@ -44,7 +46,7 @@ KINDS = {"byte-level": byte_level(), "byte-fallback": byte_fallback()}
 
 
 def with_bos(backend):
-    """Also ends texts with EOS, which generation must not take over."""
+    """A post-processor that also appends EOS, which must not apply to generation."""
     backend = tokenizers.Tokenizer.from_str(backend.to_str())
     ids = [(token, backend.token_to_id(token)) for token in (BOS, EOS)]
     backend.post_processor = processors.TemplateProcessing(single=f"{BOS} $A {EOS}", special_tokens=ids)
@@ -62,6 +64,12 @@ def bare(backend):
     return Tokenizer(backend, prefix_ids=(), eos_ids=(), special_tokens={})
 
 
+def stream(tokenizer, ids, **options):
+    """The parts of a text that a streamer emits."""
+    streamer = Streamer(tokenizer, **options)
+    return [*map(streamer.push, ids), streamer.flush()]
+
+
 @pytest.fixture(params=KINDS)
 def backend(request):
     return KINDS[request.param]
@@ -71,7 +79,7 @@ def backend(request):
     "add_bos_token, template, expected",
     [(None, True, True), (None, False, False), (True, False, True), (True, True, True), (False, True, False)],
 )
-def test_bos_as_the_checkpoint_says(backend, tmp_path, add_bos_token, template, expected):
+def test_bos_follows_the_checkpoint(backend, tmp_path, add_bos_token, template, expected):
     config = {"bos_token": {"content": BOS}, "eos_token": EOS}
     config |= {} if add_bos_token is None else {"add_bos_token": add_bos_token}
     write(tmp_path, with_bos(backend) if template else backend, tokenizer_config=config)
@@ -83,7 +91,7 @@ def test_bos_as_the_checkpoint_says(backend, tmp_path, add_bos_token, template, 
     assert tokenizer.decode(tokenizer.encode("the cat"), skip_special_tokens=False).startswith(BOS) == expected
 
 
-def test_settings_of_training_neither_cut_nor_pad(backend, tmp_path):
+def test_truncation_and_padding_of_training_are_disabled(backend, tmp_path):
     limited = tokenizers.Tokenizer.from_str(backend.to_str())
     limited.enable_truncation(2)
     limited.enable_padding(length=50)
@@ -102,7 +110,7 @@ def test_settings_of_training_neither_cut_nor_pad(backend, tmp_path):
         ({}, ()),
     ],
 )
-def test_where_generation_ends(backend, tmp_path, files, expected):
+def test_end_of_text_tokens(backend, tmp_path, files, expected):
     expected = (backend.token_to_id(BOS),) if expected == "bos" else expected
     assert load_tokenizer(write(tmp_path, backend, **files)).eos_ids == expected
 
@@ -116,10 +124,10 @@ def test_vocab_size_and_special_ids(backend):
 @given(
     kind=st.sampled_from(list(KINDS)), text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="�▁"))
 )
-def test_streamed_pieces_join_to_the_text(kind, text):
+def test_streamed_parts_join_to_the_text(kind, text):
     tokenizer = bare(KINDS[kind])
     ids = tokenizer.encode(text)
-    assert "".join(tokenizer.stream(ids)) == tokenizer.decode(ids)
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
 
 
 @settings(max_examples=100, deadline=None)
@@ -129,47 +137,49 @@ def test_streamed_pieces_join_to_the_text(kind, text):
     times=st.sampled_from([1, 20]),
     cut=st.integers(0, 200),
 )
-def test_streaming_goes_on_from_a_context(kind, text, times, cut):
-    """Context and pieces join to the whole text, though the context may begin or end inside a character."""
+def test_streaming_continues_a_context(kind, text, times, cut):
+    """Context and parts join to the text, even if the context starts or ends inside a character."""
     tokenizer = bare(KINDS[kind])
     ids = tokenizer.encode(text * times)
     cut = cut % (len(ids) + 1)
-    whole = tokenizer.decode(ids)
-    # The context's whole characters: byte fallback gives none of a run of bytes that ends inside one.
+    expected = tokenizer.decode(ids)
+    # The complete characters of the context; byte fallback decodes none of a run of bytes that ends inside one.
     before = [tokenizer.decode(ids[: max(cut - unfinished, 0)]).rstrip("�") for unfinished in range(4)]
-    before = max((text for text in before if whole.startswith(text)), key=len)
-    assert before + "".join(tokenizer.stream(ids[cut:], context=ids[:cut])) == whole
+    before = max((text for text in before if expected.startswith(text)), key=len)
+    assert before + "".join(stream(tokenizer, ids[cut:], context=ids[:cut])) == expected
 
 
 @settings(max_examples=100, deadline=None)
 @given(kind=st.sampled_from(list(KINDS)), data=st.data())
-def test_whatever_tokens_a_model_writes_are_streamed(kind, data):
-    """Bytes that are no character among them: no error, and no whole word behind them is lost."""
+def test_any_tokens_can_be_streamed(kind, data):
+    """Invalid bytes cause no error, and the words after them are not lost."""
     tokenizer = bare(KINDS[kind])
     token = st.integers(0, tokenizer.vocab_size - 1).filter(lambda token: token not in tokenizer.special_ids)
     ids = [*data.draw(st.lists(token, max_size=60)), *tokenizer.encode("the cat " * 20)]
-    assert "".join(tokenizer.stream(ids)).endswith("the cat the cat ")
+    assert "".join(stream(tokenizer, ids)).endswith("the cat the cat ")
 
 
-def test_no_piece_ends_inside_a_character(backend):
+def test_no_part_ends_inside_a_character(backend):
     tokenizer = bare(backend)
     text = "日本 😀é the 👩‍👩‍👧 cat"
-    pieces = list(tokenizer.stream(tokenizer.encode(text)))
-    assert len(pieces) > 8 and not any("�" in piece for piece in pieces)
+    parts = list(filter(None, stream(tokenizer, tokenizer.encode(text))))
+    assert len(parts) > 8 and not any("�" in part for part in parts)
 
 
-def test_an_unfinished_character_comes_out_at_the_end(backend):
+def test_an_incomplete_character_is_emitted_at_the_end(backend):
     tokenizer = bare(backend)
     ids = tokenizer.encode("a😀")[:-1]
-    assert "".join(tokenizer.stream(ids)) == tokenizer.decode(ids)
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-def test_special_tokens_leave_no_trace_in_a_stream(backend):
+def test_special_tokens_do_not_affect_a_stream(backend):
     tokenizer = bare(backend)
     ids = tokenizer.encode("the cat")
     ids[1:1] = [backend.token_to_id(EOS)]
-    assert "".join(tokenizer.stream(ids)) == tokenizer.decode(ids)
-    assert "".join(tokenizer.stream(ids, skip_special_tokens=False)) == tokenizer.decode(ids, skip_special_tokens=False)
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+    assert "".join(stream(tokenizer, ids, skip_special_tokens=False)) == tokenizer.decode(
+        ids, skip_special_tokens=False
+    )
 
 
 def test_streaming_decodes_a_bounded_window(backend, monkeypatch):
@@ -181,9 +191,9 @@ def test_streaming_decodes_a_bounded_window(backend, monkeypatch):
     )
     broken = tokenizer.encode("😀")[-2] if backend is KINDS["byte-fallback"] else tokenizer.encode("😀")[-1]
     for ids in (tokenizer.encode("the cat 日本 " * 100), tokenizer.encode("日" * 600), [broken] * 500):
-        whole = backend.decode(ids)
+        expected = backend.decode(ids)
         decoded.clear()
-        assert "".join(tokenizer.stream(ids)) == whole
+        assert "".join(stream(tokenizer, ids)) == expected
         assert len(ids) >= 500 and max(decoded) <= 80
 
 
@@ -209,7 +219,7 @@ def test_chat(backend, tmp_path, place):
     elif place == "named":
         config["chat_template"] = [{"name": "tools", "template": "?"}, {"name": "default", "template": TEMPLATE}]
     else:
-        config["chat_template"] = "the file wins"
+        config["chat_template"] = "the file has precedence"
         (tmp_path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     tokenizer = load_tokenizer(write(tmp_path, with_bos(backend), tokenizer_config=config))
     assert tokenizer.render_chat(MESSAGES) == RENDERED
@@ -219,7 +229,7 @@ def test_chat(backend, tmp_path, place):
     assert ids.count(backend.token_to_id(BOS)) == 1
 
 
-def test_chat_template_in_a_sandbox(backend):
+def test_chat_templates_are_sandboxed(backend):
     pytest.importorskip("jinja2")
     tokenizer = Tokenizer(backend, (), (), {}, "{{ messages.append(1) }}{{ ''.__class__.__mro__ }}")
     with pytest.raises(ValueError, match="refuses these messages"):
@@ -250,7 +260,7 @@ def test_broken_directories(backend, tmp_path):
 
 
 @pytest.mark.parametrize("add_bos_token", [None, True])
-def test_transformers_gives_the_same_tokens_and_chat(backend, tmp_path, add_bos_token):
+def test_tokens_and_chat_equal_transformers(backend, tmp_path, add_bos_token):
     transformers = pytest.importorskip("transformers")
     bos_only = tokenizers.Tokenizer.from_str(backend.to_str())
     bos_only.post_processor = processors.TemplateProcessing(

@@ -1,29 +1,29 @@
-"""Files of results that are damaged, cut off, or of other weights."""
+"""Files of results that are damaged, truncated, written concurrently, or belong to other weights."""
 
-import json
-import os
-import pathlib
 import random
-import resource
 import shutil
-import signal
 import subprocess
-import sys
-import textwrap
 
 import pytest
 
-from experiments.common import results, settings, sweeping
+from experiments.common import results, sweeping
 from experiments.common.results import Row
 from experiments.common.resuming import Finished
 from kvjax.registry import PolicyChoice
-from kvjax_models import fingerprint
+from kvjax_models.fingerprint import directory_fingerprint
+from tests.models.support import CHECKPOINTS, limit_file_size, start_python
 
 UNITS = [{"task": name, "seed": seed} for name in "abc" for seed in (0, 1)]
 VALUES = {(unit["task"], unit["seed"]): {"scores": [0.25, unit["seed"]], "note": "é\n"} for unit in UNITS}
 
 
-def written(path):
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "done.jsonl"
+
+
+def write(path):
+    """Writes all units and returns the file's content."""
     finished = Finished(path)
     for unit in UNITS:
         finished.add(unit, VALUES[unit["task"], unit["seed"]])
@@ -31,47 +31,44 @@ def written(path):
 
 
 def read(path):
-    """The values of the units that a file has, and how many it has."""
+    """Returns the values of the units in a file."""
     finished = Finished(path)
-    found = {(unit["task"], unit["seed"]): finished[unit] for unit in UNITS if unit in finished}
-    assert len(found) == len(finished._values)  # no unit that there was not
-    return found
+    values = {(unit["task"], unit["seed"]): finished[unit] for unit in UNITS if unit in finished}
+    assert len(values) == len(finished._values)  # no other units
+    return values
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.heavy)])
-def test_of_flipped_files_no_value_is_taken_in_silence(seed, tmp_path, caplog):
-    """Four hundred flips: a value is as it was written, or its line is named and left out."""
-    path, rng = tmp_path / "done.jsonl", random.Random(seed)
-    data = written(path)
+def test_values_of_damaged_lines_are_never_used(seed, path, caplog):
+    """For 400 flipped bits, every value is the original one or a warning names its line."""
+    rng, data = random.Random(seed), write(path)
     for _ in range(400):
-        flipped = bytearray(data)
-        place = rng.randrange(len(data))
-        flipped[place] ^= 1 << rng.randrange(8)
-        path.write_bytes(flipped)
+        damaged, index = bytearray(data), rng.randrange(len(data))
+        damaged[index] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
         caplog.clear()
-        found = read(path)
-        assert all(VALUES[unit] == value for unit, value in found.items())
-        line = data[:place].count(b"\n") + 1
-        # A flip in the last end of a line makes it one that was cut off.
-        assert f"done.jsonl, line {line} is left out, and its unit runs again" in caplog.text or place == len(data) - 1
-        assert len(found) >= len(UNITS) - 2
+        values = read(path)
+        assert all(VALUES[unit] == value for unit, value in values.items())
+        line = data[:index].count(b"\n") + 1
+        # A flipped last newline makes the last line a truncated one.
+        warning = f"done.jsonl, line {line} is left out, and its unit runs again"
+        assert warning in caplog.text or index == len(data) - 1
+        assert len(values) >= len(UNITS) - 2
 
 
 @pytest.mark.parametrize("line", [b"null", b"\xff\xfe", b"[]", b'{"unit": {}, "value": 1}', b"7", b'"\\ud800"'])
-def test_a_line_that_is_none_stops_no_later_start(line, tmp_path, caplog):
-    path = tmp_path / "done.jsonl"
-    path.write_bytes(line + b"\n" + written(path))
+def test_invalid_lines_are_ignored(line, path, caplog):
+    path.write_bytes(line + b"\n" + write(path))
     assert read(path) == VALUES
     assert f"{path}, line 1 is left out" in caplog.text
-    again = Finished(path)
-    again.add({"task": "d", "seed": 0}, 1)
-    assert {"task": "d", "seed": 0} in Finished(path)
+    unit = {"task": "d", "seed": 0}
+    Finished(path).add(unit, 1)
+    assert unit in Finished(path)
 
 
-def test_a_line_that_was_cut_off_anywhere_is_run_again(tmp_path, caplog):
-    path = tmp_path / "done.jsonl"
-    data = written(path)
-    last = data[: len(data) - 1].rindex(b"\n") + 1
+def test_a_truncated_line_is_written_again(path):
+    data = write(path)
+    last = data[:-1].rindex(b"\n") + 1
     for end in range(last, len(data)):
         path.write_bytes(data[:end])
         assert len(read(path)) == (len(UNITS) if end == len(data) - 1 else len(UNITS) - 1)
@@ -79,25 +76,18 @@ def test_a_line_that_was_cut_off_anywhere_is_run_again(tmp_path, caplog):
         assert read(path) == VALUES
 
 
-def test_a_full_disk_leaves_the_units_before(tmp_path):
-    path = tmp_path / "done.jsonl"
-    data = written(path)
+def test_a_full_disk_preserves_previous_units(path):
+    data = write(path)
     finished = Finished(path)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(data) + 20, limit[1]))
+    with limit_file_size(len(data) + 20):
         with pytest.raises(OSError):
             finished.add({"task": "d", "seed": 0}, "x" * 100)
         with pytest.raises(OSError):
             results.write_rows(path, [Row("e", "m", "exact", "accuracy", 0.5)] * 20)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, handler)
     assert path.read_bytes() == data and read(path) == VALUES
 
 
-HOLDS = """
+HOLD_FILE = """
     import pathlib, sys
     from experiments.common.resuming import Finished
     finished = Finished(pathlib.Path(sys.argv[1]))
@@ -106,58 +96,50 @@ HOLDS = """
 """
 
 
-def test_two_runs_do_not_write_to_one_file(tmp_path):
-    path, root = tmp_path / "done.jsonl", pathlib.Path(__file__).parents[2]
-    paths = os.pathsep.join([str(root), str(root / "models"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", textwrap.dedent(HOLDS), str(path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    other = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}, **pipes)
+def test_two_runs_cannot_write_to_one_file(path):
+    process = start_python(HOLD_FILE, path, stdin=subprocess.PIPE)
     try:
-        assert other.stdout.readline() == "ready\n"
+        assert process.stdout.readline() == "ready\n"
         with pytest.raises(OSError, match="another process is writing to"):
             Finished(path)
-        Finished(tmp_path / "another.jsonl").add({}, 1)
+        Finished(path.with_name("another.jsonl")).add({}, 1)
     finally:
-        other.kill()
-        other.communicate()
+        process.kill()
+        process.communicate()
     Finished(path).add({}, 1)
 
 
-def test_units_of_other_weights_under_the_same_name_run_again(tmp_path):
-    """The path, the options and the output are the same; the model's content is not."""
-    shutil.copytree(settings.CHECKPOINTS / "line-retrieval-2l-4k", tmp_path / "model")
-    options = sweeping.Settings(model=str(tmp_path / "model"), output_dir=str(tmp_path))
-    setting, runs = PolicyChoice.parse("exact"), []
+def test_units_of_changed_weights_run_again(path, tmp_path):
+    """Path, options and output are the same; the model's files are not."""
+    shutil.copytree(CHECKPOINTS / "line-retrieval-2l-4k", tmp_path / "model")
+    choice, num_runs = PolicyChoice.parse("exact"), 0
 
-    def run(chosen):
-        runs.append(chosen)
-        return {setting: {"value": len(runs)} for setting in chosen}
+    def run(choices):
+        nonlocal num_runs
+        num_runs += 1
+        return {choice: {"value": num_runs} for choice in choices}
 
-    def value():
-        found = sweeping.every_setting(options, Finished(tmp_path / "done.jsonl"), [setting], {"task": "t"}, run)
-        return found[setting]["value"]
+    def value(model="model"):
+        options = sweeping.Settings(model=str(tmp_path / model), output_dir=str(tmp_path))
+        return sweeping.every_setting(options, Finished(path), [choice], {"task": "t"}, run)[choice]["value"]
 
     assert (value(), value()) == (1, 1)
     for number, name in enumerate(["model.safetensors", "config.json", "tokenizer.json"], start=2):
-        path = tmp_path / "model" / name
-        data = bytearray(path.read_bytes())
+        data = bytearray((tmp_path / "model" / name).read_bytes())
         data[-9] ^= 1
-        path.write_bytes(data)
+        (tmp_path / "model" / name).write_bytes(data)
         assert (value(), value()) == (number, number)
     (tmp_path / "model").rename(tmp_path / "moved")
-    options = sweeping.Settings(model=str(tmp_path / "moved"), output_dir=str(tmp_path))
-    assert value() == 4  # wherever it lies
+    assert value("moved") == 4  # does not depend on the path
 
 
-def test_a_directory_is_known_by_what_a_model_is_loaded_from(tmp_path):
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        (tmp_path / name).write_text(name)
-    found = {fingerprint.directory_fingerprint(tmp_path)}
-    (tmp_path / "README.md").write_text("of no matter")
-    (tmp_path / "accuracy.json").write_text(json.dumps([]))
-    found.add(fingerprint.directory_fingerprint(tmp_path))
-    assert len(found) == 1
-    for name in ("chat_template.jinja", "generation_config.json", "model-00001-of-00002.safetensors"):
-        (tmp_path / name).write_text("more")
-        found.add(fingerprint.directory_fingerprint(tmp_path))
-    assert len(found) == 4
+def test_directory_fingerprint_depends_on_the_files_of_a_model(tmp_path):
+    def fingerprint(*names):
+        for name in names:
+            (tmp_path / name).write_text(name)
+        return directory_fingerprint(tmp_path)
+
+    fingerprints = {fingerprint("config.json", "tokenizer.json", "model.safetensors")}
+    assert fingerprint("README.md", "accuracy.json") in fingerprints
+    names = ("chat_template.jinja", "generation_config.json", "model-00001-of-00002.safetensors")
+    assert len(fingerprints | {fingerprint(name) for name in names}) == 4
