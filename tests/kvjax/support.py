@@ -230,6 +230,17 @@ def whole_run(name, block=1):
     return go(cache, after(stream, LENGTHS), block)
 
 
+def with_integer_keys(tree):
+    """Returns a tree, or its abstract form, with PRNG keys as integers, which chex can compare."""
+
+    def convert(leaf):
+        if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf
+        return jax.random.key_data(leaf) if isinstance(leaf, jax.Array) else jax.eval_shape(jax.random.key_data, leaf)
+
+    return jax.tree.map(convert, tree)
+
+
 @jax.jit
 def read_weights(cache):
     """Returns the weight [B, H_kv, D] of every token, identified by its one-hot value."""

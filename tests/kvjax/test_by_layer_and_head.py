@@ -8,22 +8,9 @@ import pytest
 
 import kvjax
 from kvjax.budget import abstract_cache, row_bytes
-from kvjax.policies.balancekv_reference import BalanceKVReference
 from tests.kvjax.support import LENGTHS, POLICIES, WINDOW, Stream, decoded, make_spec, make_stream, row_keys, whole_run
 
 EXACT, SLIDING = POLICIES["exact"], POLICIES["streaming_llm"]
-
-
-def test_by_layer_gives_each_layer_its_policy():
-    policy = kvjax.ByLayer((EXACT, SLIDING))
-    for layer, name in enumerate(("exact", "streaming_llm")):
-        spec = make_spec(layer=layer, layers=2)
-        cache, outputs, weights = decoded(policy, spec=spec)
-        assert cache.policy == POLICIES[name]
-        np.testing.assert_array_equal(outputs, whole_run(name)[1])
-        np.testing.assert_array_equal(weights, whole_run(name)[2])
-        assert row_bytes(policy, spec) == row_bytes(POLICIES[name], make_spec())
-        assert kvjax.read_bytes(cache) == kvjax.read_bytes(whole_run(name)[0])
 
 
 @pytest.mark.parametrize("first_layers, layers, exact_layers", [(2, 4, 2), (1, 2, 1), (0, 2, 0), (3, 2, 2)])
@@ -113,9 +100,3 @@ def test_fit_bytes_uses_the_average_over_layers():
 def test_policies_that_do_not_fit_the_model_are_refused(policy, message):
     with pytest.raises(ValueError, match=message):
         kvjax.init(policy(), make_spec(layers=2), row_keys())
-
-
-def test_by_head_refuses_policies_that_pass_state_between_layers():
-    needle = BalanceKVReference(20, **WINDOW, block_size=8, needles=4)
-    with pytest.raises(ValueError, match="ByHead: BalanceKVReference.* passes state to the next layer, use ByLayer"):
-        decoded(kvjax.ByHead((needle, needle)), spec=make_spec(layer=1, layers=3))

@@ -29,6 +29,7 @@ from kvjax.structures.cover import (
     unknown_neighbors,
 )
 from pallas_kernels.argmin import min_and_argmin
+from tests.kvjax.support import with_integer_keys
 
 TOKENS, DIM, CAPACITY, SAMPLES = 24, 3, 5, 2
 
@@ -303,11 +304,12 @@ def test_masked_and_non_finite_tokens_change_nothing(update):
     keys = normal_keys(2)
     table = update(empty_table(), keys, NAMES)
     nothing = update(table, 9 * keys, NAMES, jnp.zeros(TOKENS, bool))
-    chex.assert_trees_all_equal(_plain(nothing), _plain(table))
+    chex.assert_trees_all_equal(with_integer_keys(nothing), with_integer_keys(table))
     empty = update(empty_table(), keys, NAMES, jnp.zeros(TOKENS, bool))
-    chex.assert_trees_all_equal(_plain(empty), _plain(empty_table()))
+    chex.assert_trees_all_equal(with_integer_keys(empty), with_integer_keys(empty_table()))
     broken = update(table, keys.at[:, 1].set(jnp.nan), NAMES)
-    chex.assert_trees_all_equal(_plain(dataclasses.replace(broken, unsound=table.unsound)), _plain(table))
+    broken_table = dataclasses.replace(broken, unsound=table.unsound)
+    chex.assert_trees_all_equal(with_integer_keys(broken_table), with_integer_keys(table))
     with pytest.raises(ValueError, match=f"unsound={TOKENS}: keys that are not finite were left out"):
         kvjax.raise_faults(broken)
 
@@ -380,7 +382,7 @@ def test_vmapped_streams_equal_single_streams_with_one_trace():
         for _ in range(4):
             table = alone(table, keys[row], valid[row])
         mine = jax.tree.map(lambda part: part[row], together)  # noqa: B023
-        chex.assert_trees_all_close(_plain(mine), _plain(table), rtol=1e-6)
+        chex.assert_trees_all_close(with_integer_keys(mine), with_integer_keys(table), rtol=1e-6)
 
 
 @pytest.mark.parametrize("update", [extend, extend_by_token])
@@ -456,11 +458,6 @@ def test_tokens_of_invalid_shape_are_refused(arrays, message):
     arrays = {"keys": jnp.zeros((5, DIM)), "values": jnp.zeros((5, TOKENS)), "valid": None} | arrays
     with pytest.raises(ValueError, match=message):
         extend(empty_table(), **arrays)
-
-
-def _plain(table):
-    """Returns the state with its PRNG key as integers for chex."""
-    return dataclasses.replace(table, rng=jax.random.key_data(table.rng))
 
 
 def test_too_many_clusters_for_pairwise_distances_are_refused():

@@ -169,7 +169,10 @@ def test_lengths_out_of_range_are_an_error(lengths):
 @pytest.mark.parametrize("wrong", [jnp.array([1.0, 1.0, 1.0]), jnp.array([True, True, False]), jnp.array([1, 1])])
 def test_lengths_must_be_one_integer_per_row(wrong):
     new = next_tokens(2)
-    check_refused("lengths", *(lambda put=put: put(prefilled(), *new, wrong) for put in (kvjax.step, step)))
+    calls = [functools.partial(put, prefilled(), *new, wrong) for put in (kvjax.step, step)]
+    calls += [functools.partial(put, prefilled(), *new[1:], wrong) for put in (kvjax.append, append)]
+    calls += [functools.partial(put, empty_cache(), *new[1:], wrong) for put in (kvjax.prefill, prefill)]
+    check_refused("lengths", *calls)
 
 
 def test_lengths_beyond_the_tokens_are_counted_under_jit():

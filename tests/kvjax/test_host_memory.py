@@ -127,7 +127,6 @@ def test_a_backend_without_host_memory_gives_a_warning_and_uses_the_device(monke
 @pytest.mark.parametrize(
     "policy, steps, message",
     [
-        (kvjax.Exact(), 1, "HostMemory needs a retrieval policy .* got Exact"),
         (kvjax.ByHead((kvjax.Exact(), kvjax.Uniform(80))), 1, "HostMemory needs a retrieval policy .* got ByHead"),
         (HOSTED["quest", 1], 1, "HostMemory needs a retrieval policy whose blocks are on the device"),
         (kvjax.Quest(40), -1, "steps=-1"),

@@ -83,11 +83,8 @@ def compare(policy, mesh):
 
 
 def compare_caches(single, sharded):
-    def numbers(leaf):
-        return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-
-    for one, other in zip(jax.tree.leaves(single), jax.tree.leaves(sharded), strict=True):
-        one, other = numbers(one), numbers(other)
+    leaves = (jax.tree.leaves(support.with_integer_keys(cache)) for cache in (single, sharded))
+    for one, other in zip(*leaves, strict=True):
         # Devices that share slots have equal numbers of them; the last ones may be empty.
         other = other[tuple(slice(size) for size in one.shape)]
         # The remainders of compensated sums depend on the order of additions.
