@@ -467,7 +467,7 @@ TIGHT = {
 
 
 @pytest.mark.parametrize("kind", [pytest.param("scale", marks=pytest.mark.heavy), "all"])
-@pytest.mark.parametrize("name", TIGHT)
+@pytest.mark.parametrize("name", each(TIGHT, quick=("uniform", "subgen_paper", "chelsea", "clusterkv")))
 def test_all_kinds_of_entries_with_options_of_a_layer(name, kind):
     spec, sinks = layer_spec(kind), layer_sinks(kind)
     stream = layer_stream(spec.value_width)

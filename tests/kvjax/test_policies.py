@@ -30,11 +30,13 @@ from tests.kvjax.support import (
     Stream,
     after,
     begin,
+    decoded,
     each,
     every_policy,
     go,
     make_spec,
     make_stream,
+    prefilled,
     prompt_of,
     read_weights,
     row_keys,
@@ -58,6 +60,21 @@ def held_positions(row, step):
 
 
 @every_policy
+def test_rows_do_not_depend_on_other_rows(name):
+    # Other prompts, lengths and padding in the other rows; batches of one size share compiled programs.
+    stream, order = make_stream(), [2, 0, 1]
+    _, outputs, weights = whole_run(name)
+    moved = Stream(*(part[order] for part in stream))
+    lengths = tuple(LENGTHS[row] for row in order)
+    prompt = prompt_of(moved, lengths, garbage=1)
+    cache = begin(POLICIES[name], make_spec(), row_keys()[jnp.array(order)], *prompt, lengths)
+    _, moved_outputs, moved_weights = go(cache, after(moved, lengths))
+    np.testing.assert_array_equal(weights[order] > 1e-6, moved_weights > 1e-6)  # the tokens kept
+    np.testing.assert_allclose(weights[order], moved_weights, atol=1e-5)
+    np.testing.assert_allclose(outputs[order], moved_outputs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", each(POLICIES, quick=("uniform",)))
 @pytest.mark.parametrize("row", range(BATCH))
 def test_a_row_in_a_ragged_batch_equals_the_row_alone(name, row):
     stream = make_stream().row(row)
@@ -85,7 +102,7 @@ def test_appending_a_block_equals_appending_its_tokens(name):
 def test_the_cache_keeps_its_shapes_and_dtypes(name):
     policy, spec, stream = POLICIES[name], make_spec(dtype=jnp.bfloat16), make_stream()
     abstract = abstract_cache(policy, spec)
-    cache = begin(policy, spec, row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    cache = jax.eval_shape(lambda: prefilled(policy, stream, spec))
     new = after(stream, LENGTHS, 3)
     appended = jax.eval_shape(kvjax.append, cache, new.keys, new.values)
     attended, stepped = jax.eval_shape(kvjax.step, cache, new.queries, new.keys, new.values)
@@ -122,7 +139,7 @@ def test_one_trace_serves_all_steps_and_any_cache_may_be_donated(name):
 def test_a_step_equals_append_and_attend_and_compacts_a_full_staging_buffer(name):
     # In blocks of three tokens a staging buffer of 8 is compacted when it holds six.
     stream = make_stream()
-    cache = begin(POLICIES[name], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    cache = prefilled(POLICIES[name], stream)
     step, append, attend = jax.jit(kvjax.step), jax.jit(kvjax.append), jax.jit(kvjax.attend)
     full_or_not = jax.jit(functools.partial(kvjax.step, compact_when_full=False))
     by_hand = cache
@@ -147,7 +164,7 @@ def test_a_step_equals_append_and_attend_and_compacts_a_full_staging_buffer(name
 def test_a_compaction_without_staged_tokens_changes_nothing(name):
     # Finished sequences are compacted together with the others.
     compact, stream = jax.jit(kvjax.compact), make_stream()
-    cache = begin(POLICIES[name], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    cache = prefilled(POLICIES[name], stream)
     for settled in (cache, whole_run(name)[0]):
         chex.assert_trees_all_equal(with_integer_keys(compact(settled)), with_integer_keys(settled))
 
@@ -156,7 +173,7 @@ def test_a_compaction_without_staged_tokens_changes_nothing(name):
 def test_compaction_may_come_early(name):
     # It does not change which tokens a window or a full cache keeps, and causes no fault in any cache.
     stream = make_stream()
-    cache = begin(POLICIES[name], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    cache = prefilled(POLICIES[name], stream)
     cache, outputs, weights = go(cache, after(stream, LENGTHS), 1, 3)
     kvjax.raise_faults(cache)
     if name.startswith(("exact", "streaming_llm")):
@@ -170,8 +187,7 @@ def test_compaction_may_come_early(name):
 @pytest.mark.parametrize("name", ROOMY)
 def test_a_budget_of_all_tokens_gives_exact_attention(name):
     stream = make_stream()
-    cache = begin(ROOMY[name], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    _, outputs, weights = go(cache, after(stream, LENGTHS))
+    _, outputs, weights = decoded(ROOMY[name], stream)
     np.testing.assert_allclose(outputs, whole_run("exact")[1], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(weights, whole_run("exact")[2], atol=1e-5)
 
@@ -252,7 +268,7 @@ def test_bytes_of_a_row_follow_the_formula(name, dtype):
     budget = 16 if name.startswith("streaming") else 20
     expected = expected_bytes(name, spec, budget, 8, 2, 8)
     assert row_bytes(POLICIES[name], spec) == expected
-    cache = kvjax.init(POLICIES[name], dataclasses.replace(spec, batch=1), row_keys(1))
+    cache = jax.jit(kvjax.init, static_argnums=(0, 1))(POLICIES[name], dataclasses.replace(spec, batch=1), row_keys(1))
     assert kvjax.cache_bytes(cache) == CacheBytes(expected, 0)
 
 
@@ -302,7 +318,7 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
     if name == "balancekv_paper":  # 33 slots of the numerator's tree, 33 keys of the denominator's
         slots, weighted, extra = 10, 99, KV_HEADS * 33 * 3 * HEAD_DIM * 2
     per_row = 2 * KV_HEADS * (slots + 8) * HEAD_DIM * 2 + 4 * KV_HEADS * (8 + weighted) + 3 * 4 + extra
-    assert kvjax.read_bytes(kvjax.init(POLICIES[name], spec, row_keys())) == BATCH * per_row
+    assert kvjax.read_bytes(abstract_cache(POLICIES[name], spec)) == BATCH * per_row
 
 
 FITS = {
@@ -375,8 +391,7 @@ STREAMING = {
 def test_streaming_llm_reads_sinks_and_recent_tokens_at_every_step(shape):
     budget, sinks, _ = shape
     stream = make_stream()
-    cache = begin(STREAMING[shape], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    _, outputs, weights = go(cache, after(stream, LENGTHS))
+    _, outputs, weights = decoded(STREAMING[shape], stream)
     position = np.arange(HEAD_DIM)
     for row, step in itertools.product(range(BATCH), range(NEW)):
         end = LENGTHS[row] + step + 1
@@ -395,7 +410,7 @@ def test_reindexed_streaming_llm_rotates_at_positions_inside_the_cache(block):
     stream, budget, sinks = make_stream(), 16, 2
     rotated = Stream(_rotated(stream.keys), stream.values, _rotated(stream.queries))
     reindexed = POLICIES["streaming_llm_reindexed"]
-    cache = begin(reindexed, make_spec(), row_keys(), *prompt_of(rotated, LENGTHS), LENGTHS)
+    cache = prefilled(reindexed, rotated)
     _, outputs, _ = go(cache, after(rotated, LENGTHS), block)
     for row, step, head in itertools.product(range(BATCH), range(NEW), (0, 2)):
         end = LENGTHS[row] + step + 1
@@ -404,7 +419,7 @@ def test_reindexed_streaming_llm_rotates_at_positions_inside_the_cache(block):
         query = _rotated(stream.queries[row, end - 1, head][None, None, None], [len(tokens) - 1])[0, 0, 0]
         expected = softmax_attention(query, keys, stream.values[row, tokens, 0])
         np.testing.assert_allclose(outputs[row, step, head], expected, atol=2e-5)
-    plain = begin(POLICIES["streaming_llm"], make_spec(), row_keys(), *prompt_of(rotated, LENGTHS), LENGTHS)
+    plain = prefilled(POLICIES["streaming_llm"], rotated)
     _, unmoved, _ = go(plain, after(rotated, LENGTHS), block)
     assert np.abs(outputs - unmoved)[0].max() > 1e-3  # reindexing changes outputs
 
@@ -446,7 +461,7 @@ def test_uniform_draws_differ_between_rows_and_heads():
     stream = make_stream().row(0)
     stream = Stream(*(np.repeat(part, BATCH, axis=0) for part in stream))
     stream = stream._replace(keys=np.broadcast_to(stream.keys[:, :, :1], stream.keys.shape))
-    cache = begin(POLICIES["uniform"], make_spec(), row_keys(), *prompt_of(stream, (37,) * 3), (37,) * 3)
+    cache = prefilled(POLICIES["uniform"], stream, lengths=(37,) * 3)
     kept = np.asarray(read_weights(cache)) > 0
     draws = kept.reshape(-1, HEAD_DIM)
     assert len(np.unique(draws, axis=0)) == len(draws)
@@ -460,24 +475,24 @@ def test_uniform_samples_do_not_depend_on_blocks():
         ((40,) * 3, 24, 4, 4),
         ((16,) * 3, 48, 8, 8),
     ]:
-        cache = begin(POLICIES["uniform"], make_spec(new=48), row_keys(), *prompt_of(stream, lengths), lengths)
+        cache = prefilled(POLICIES["uniform"], stream, make_spec(new=48), lengths)
         cache, _, _ = go(cache, after(stream, lengths, count), block, every)
         finals.append(read_weights(cache))
     for final in finals[1:]:
         np.testing.assert_allclose(final, finals[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("decoded", [0, 16])
-def test_uniform_includes_every_token_equally_often(decoded):
+@pytest.mark.parametrize("num_decoded", [0, 16])
+def test_uniform_includes_every_token_equally_often(num_decoded):
     batch, sinks, recent, size = 400, 2, 4, 6
     policy = kvjax.Uniform(12, sinks=2, recent=4, compact_every=8)
-    spec = make_spec(batch=batch, prompt=48 - decoded, new=16, head_dim=HEAD_DIM, query_heads=2)
+    spec = make_spec(batch=batch, prompt=48 - num_decoded, new=16, head_dim=HEAD_DIM, query_heads=2)
     stream = make_stream(batch=1, tokens=48, query_heads=2)
     stream = Stream(*(np.repeat(part, batch, axis=0) for part in stream))
-    lengths = np.full(batch, 48 - decoded)
-    cache = begin(policy, spec, row_keys(batch, seed=3), *prompt_of(stream, lengths, 48 - decoded), lengths)
+    lengths = np.full(batch, 48 - num_decoded)
+    cache = begin(policy, spec, row_keys(batch, seed=3), *prompt_of(stream, lengths, 48 - num_decoded), lengths)
     append, compact = jax.jit(kvjax.append), jax.jit(kvjax.compact)
-    for first in range(0, decoded, 8):
+    for first in range(0, num_decoded, 8):
         part = after(stream, lengths, 8, first)
         cache = compact(append(cache, part.keys, part.values))
     kept = np.asarray(read_weights(cache)) > 0
@@ -519,7 +534,7 @@ def test_paper_keeps_farthest_first_centers_of_the_prompt_and_the_window(keys_ar
     if keys_are == "tied":  # small integers: many distances are equal
         stream = stream._replace(keys=rng.integers(-1, 2, stream.keys.shape).astype(np.float32) * (np.arange(64) < 3))
     lengths = (37, 15, 5)
-    cache = begin(POLICIES["clustergen_paper"], make_spec(), row_keys(), *prompt_of(stream, lengths), lengths)
+    cache = prefilled(POLICIES["clustergen_paper"], stream, lengths=lengths)
     start = read_weights(cache)
     _, _, weights = go(cache, after(stream, lengths))
     position = np.arange(HEAD_DIM)
@@ -543,7 +558,7 @@ def test_mean_value_reads_every_token_once():
 
 def test_mean_value_counts_sum_to_the_tokens_between_sinks_and_recent_tokens():
     stream = make_stream()
-    cache = begin(POLICIES["clustergen_mean_value"], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    cache = prefilled(POLICIES["clustergen_mean_value"], stream)
     for _ in range(2):
         between = np.maximum(np.asarray(cache.state.window.total) - 2 - 8, 0)
         count = np.asarray(cache.state.clusters.count)
@@ -567,10 +582,7 @@ def test_mean_value_is_exact_when_the_keys_of_a_cluster_are_equal():
     stream = make_stream(7)
     kinds = np.random.default_rng(0).integers(0, 6, stream.keys.shape[1])
     stream = stream._replace(keys=3 * stream.keys[:, kinds])
-    cache = begin(POLICIES["clustergen_mean_value"], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    _, outputs, _ = go(cache, after(stream, LENGTHS))
-    exact = begin(POLICIES["exact"], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    _, expected, _ = go(exact, after(stream, LENGTHS))
+    outputs, expected = (decoded(POLICIES[name], stream)[1] for name in ("clustergen_mean_value", "exact"))
     np.testing.assert_allclose(outputs, expected, atol=2e-5)
 
 

@@ -27,7 +27,7 @@ from tests.kvjax.support import each, last_queries, make_spec, row_keys
 DEVICES = 8
 on_devices = pytest.mark.skipif(jax.device_count() < DEVICES, reason="runs in a process with eight devices")
 # The other policies are heavy.
-FEW = ("uniform", "clusterkv", "infinigen")
+FEW = ("uniform", "clusterkv")
 SPEC = make_spec(batch=4, query_heads=8, kv_heads=4)
 LENGTHS, NEW = jnp.array([37, 12, 1, 25]), jnp.array([8, 8, 5, 8])
 

@@ -63,12 +63,12 @@ def compare(scores, sizes, tokens, blocks, block_size=BLOCK_SIZE, forms=QUICK):
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
-    tokens=st.sampled_from([0, 1, 3, 4, 10, 40, 200]),
-    blocks=st.sampled_from([0, 1, 3, 12, 60]),
+    tokens=st.sampled_from([0, 3, 10, 200]),  # each pair of `tokens` and `blocks` is compiled
+    blocks=st.sampled_from([0, 3, 60]),
     largest=st.sampled_from([1, 6, 30]),
     kinds=st.sampled_from([1, 2, 1000]),
 )
-def test_the_select_blocks_are_those_of_brute_force(seed, tokens, blocks, largest, kinds):
+def test_selected_blocks_equal_brute_force(seed, tokens, blocks, largest, kinds):
     rng = np.random.default_rng(seed)
     size = rng.integers(0, largest + 1, 12)
     compare(rng.integers(0, kinds, 12) - kinds // 2, size, tokens, blocks)
