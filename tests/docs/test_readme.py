@@ -11,7 +11,7 @@ TEXT = (ROOT / "README.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
-def test_it_is_short():
+def test_the_readme_has_at_most_120_lines():
     assert len(TEXT.splitlines()) <= 120
 
 

@@ -14,7 +14,7 @@ from kvjax.combinators.outlier_heads import HeadChoice
 from tests.experiments.running import run, select
 
 
-def test_keys_are_turned_back_to_where_they_were():
+def test_unrotate_inverts_rope():
     keys = np.random.default_rng(0).normal(size=(2, 50, 1, 8)).astype(np.float32)
     frequencies = jnp.array([1.0, 0.3, 0.1, 0.01])
     turned = rope.rotate(keys, *rope.rotation(jnp.broadcast_to(jnp.arange(50), (2, 50)), frequencies))

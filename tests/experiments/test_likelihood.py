@@ -29,7 +29,7 @@ def losses(model):
     return np.concatenate([np.full((4, 1), np.nan), -of_next], axis=1)
 
 
-def test_a_streamed_text_is_as_likely_as_under_full_attention_until_something_is_left_out(model, losses):
+def test_streamed_likelihoods_equal_full_attention_before_eviction(model, losses):
     chosen = settings.settings(["exact", "streaming_llm", "snapkv"], ["80"])
     (exact, window), refused = likelihood.accumulating(model, chosen, TEXTS, batch=2, seed=0)
     assert [settings.label(setting) for setting in refused] == ["snapkv @ 80"]
@@ -48,7 +48,7 @@ def test_a_streamed_text_is_as_likely_as_under_full_attention_until_something_is
     assert window.use.device_bytes < exact.use.device_bytes
 
 
-def test_behind_a_position_the_text_is_read_through_the_cache(model, losses):
+def test_text_after_a_position_uses_the_compressed_cache(model, losses):
     chosen = settings.settings(["exact", "snapkv"], ["60"])
     (exact, compressed), _ = likelihood.at_position(model, chosen, TEXTS, 120, batch=2, seed=0)
     [stretch] = exact.stretches

@@ -34,7 +34,7 @@ def test_names_are_unique_and_numbers_in_range(lines):
     assert 0 <= document.asked < lines
 
 
-def test_seeds_give_different_documents_and_the_same_ones_again():
+def test_documents_depend_only_on_seeds():
     def names(seed: int, count: int) -> list[tuple[str, ...]]:
         made = line_retrieval.documents(seed, count, lambda rng: line_retrieval.generate(rng, 5))
         return [document.names for document in made]

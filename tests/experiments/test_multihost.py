@@ -72,7 +72,7 @@ def test_processes_with_other_flags_are_refused(tmp_path):
 
 
 @pytest.mark.heavy
-def test_generation_on_a_mesh_writes_what_one_device_does(tmp_path):
+def test_generation_on_a_mesh_equals_one_device(tmp_path):
     (tmp_path / "prompt.txt").write_text("line careless-cat: REGISTER_CONTENT is <12345>\n" * 8)
     run = (
         "kvjax_models.cli",

@@ -35,7 +35,7 @@ def test_prompts_read_as_published():
 
 
 @pytest.mark.parametrize("kind", needle.names())
-def test_a_needle_stands_at_its_depth_and_the_prompt_fits(kind):
+def test_needles_are_at_their_depth_and_prompts_fit(kind):
     said = {"kamradt": "The best thing", "minference": "The special magic", "ruler": "One of the special magic"}[kind]
     for depth in (0.0, 0.4, 1.0):
         problem = make(kind, depth)
@@ -45,7 +45,7 @@ def test_a_needle_stands_at_its_depth_and_the_prompt_fits(kind):
     assert make(kind, 0.4, seed=1).context != make(kind, 0.4).context
 
 
-def test_a_needle_is_put_behind_the_end_of_a_sentence():
+def test_needles_are_inserted_between_sentences():
     text = "One two. Three four. Five six."
     assert needle.inserted(text, "|", 0.5) == "One two.| Three four. Five six."
     assert needle.inserted(text, "|", 0) == "|" + text

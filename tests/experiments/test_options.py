@@ -17,32 +17,32 @@ MODULES = sorted({path.stem for path in (ROOT / "experiments").glob("*.py")} - O
 EXPERIMENTS = {name: importlib.import_module(f"experiments.{name}").EXPERIMENT for name in MODULES}
 
 
-def test_flags_repeat_and_take_the_default_s_place():
+def test_repeated_flags_replace_the_default():
     given = options.parse(ruler.Options, ["--policy=exact", "--policy", "uniform", "--budget=25%", "--documents=3"])
     assert given == ruler.Options(policy=("exact", "uniform"), budget=("25%",), documents=3)
     assert options.parse(ruler.Options, []) == ruler.Options()
 
 
-def test_a_quick_run_is_small_but_for_what_is_given():
+def test_quick_runs_use_small_defaults():
     given = options.parse(ruler.Options, ["--quick", "--context_tokens=800", "--context_tokens=900"])
     assert given == ruler.Options.small(context_tokens=(800, 900))
     assert given.quick and given.documents == 4 and given.budget == suites.SUITES["quick"].budgets
 
 
 @pytest.mark.parametrize("words", [["exact"], ["--task=nothing"], ["--documents=many"], ["--bat=3", "x"]])
-def test_what_is_no_flag_is_refused(words, capsys):
+def test_unknown_flags_are_refused(words, capsys):
     with pytest.raises(SystemExit):
         options.parse(ruler.Options, words)
 
 
-def test_values_are_checked_without_a_command_line_too():
+def test_values_are_checked_without_a_command_line():
     with pytest.raises(ValueError, match="--task=nothing: give one of niah_single_1, "):
         ruler.Options(task=("nothing",))
     assert line_retrieval.Options(question=["seen"]).question == ("seen",)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_option_says_what_it_is(name, capsys):
+def test_every_option_has_a_description(name, capsys):
     with pytest.raises(SystemExit):
         options.parse(EXPERIMENTS[name].options, ["--help"])
     told = capsys.readouterr().out
@@ -69,7 +69,7 @@ def policies_in(node):
     return len(set(named)) if 2 * len(named) > len(words) else 0  # prose names some, too
 
 
-def test_lists_of_policies_stand_in_one_place():
+def test_lists_of_policies_are_in_one_module():
     found = []
     for path in sorted((ROOT / "experiments").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))

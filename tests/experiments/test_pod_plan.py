@@ -42,7 +42,7 @@ def planned(directory, *arguments, **changes):
 
 
 @needs_compiler
-def test_a_plan_says_what_fits_and_what_does_not(tmp_path):
+def test_a_plan_reports_programs_that_do_not_fit(tmp_path):
     """Sixteen texts of two million tokens: exact holds 1 GB of each of them on every chip."""
     sizes = ("--batch=16", f"--context_tokens={2**21}", "--prefill_chunk=1024")
     rows = planned(tmp_path, *sizes, "--policy=exact", "--policy=uniform")

@@ -68,7 +68,7 @@ def documents(problem):
     return [text for _, text in numbered]
 
 
-def test_squad_has_its_document_among_those_of_its_page_first(files):
+def test_squad_prompts_contain_documents_of_their_page_first(files):
     questions = ruler_questions.read_squad(files["qa_1"])
     assert len(questions.questions) == 12 and len(questions.documents) == 12  # those with an answer
     problem = make(questions, tokens=120)
@@ -81,7 +81,7 @@ def test_squad_has_its_document_among_those_of_its_page_first(files):
     assert set(listed) < set(more) and len({text.split()[0] for text in more}) > 1
 
 
-def test_hotpotqa_has_all_of_its_own_documents(files):
+def test_hotpotqa_prompts_contain_their_documents(files):
     questions = ruler_questions.read_hotpotqa(files["qa_2"])
     problem = make(questions)
     number = re.search(r"book (\d)", problem.question)[1]
@@ -93,7 +93,7 @@ def test_hotpotqa_has_all_of_its_own_documents(files):
 
 @pytest.mark.parametrize("task", ruler_questions.READERS)
 @pytest.mark.parametrize("tokens", [150, 220, 900])
-def test_as_many_documents_as_fit_again_and_again_where_there_are_few(task, tokens, files):
+def test_documents_fill_the_prompt_and_repeat_if_few(task, tokens, files):
     problem = make(ruler_questions.read(task, files[task]), tokens=tokens)
     taken = token_length(problem.prompt) + problem.answer_tokens
     assert tokens - 30 <= taken <= tokens and problem.answer_tokens == 32

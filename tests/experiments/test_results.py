@@ -65,12 +65,12 @@ def test_paired_difference_of_scores():
         results.paired_difference([0.5, 1], [0.5])
 
 
-def test_a_mean_of_estimates_has_their_errors_added_as_squares():
+def test_the_error_of_a_mean_is_the_root_of_summed_squares():
     estimates = [results.Estimate(0.5, 0.2, 0.6), results.Estimate(0.7, 0.3, 0.9)]
     assert results.mean_of(estimates) == pytest.approx((0.6, 0.6 - 0.25, 0.6 + np.sqrt(0.05) / 2))
 
 
-def test_rows_by_setting_are_called_as_settings_are_written():
+def test_rows_are_grouped_by_the_text_of_their_setting():
     row = results.Row("e", "m", "uniform", "accuracy", 0.5, variant="sinks=4", extra={"budget": "25%"})
     exact = results.Row("e", "m", "exact", "accuracy", 0.5, extra={"budget": None})
     assert list(results.by_setting([row, exact, row])) == ["uniform:sinks=4 @ 25%", "exact"]
@@ -78,7 +78,7 @@ def test_rows_by_setting_are_called_as_settings_are_written():
     assert results.Estimate(0.5, -0.25, 1).fixed("+") == "+0.50 [-0.25, +1.00]"
 
 
-def test_a_row_has_one_figure():
+def test_a_row_refuses_a_second_value():
     assert results.row("e", "m", "vacuous", 1.0, policy="p", value_norm=0.5).extra == {"value_norm": 0.5}
     with pytest.raises(ValueError, match="value=0.5 would take the place of vacuous"):
         results.row("e", "m", "vacuous", 1.0, policy="p", value=0.5)

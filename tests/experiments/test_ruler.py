@@ -50,7 +50,7 @@ def test_needles_are_in_the_text_and_the_question_is_about_them(task):
     assert problem.question.endswith(f"mentioned in the provided text {'is' if one else 'are'}")
 
 
-def test_a_needle_stands_at_the_depth_that_is_asked_for():
+def test_needles_are_at_the_requested_depth():
     for haystack in ("niah_single_1", "niah_single_2"):
         for depth in (0.0, 0.3, 1.0):
             problem = make(haystack, depth=depth, tokens=4000)
@@ -73,7 +73,7 @@ def test_the_chain_of_variables_can_be_followed():
     assert problem.context.count("Answer: According to the chain(s)") == 1
 
 
-def test_the_words_that_are_asked_for_are_the_most_frequent():
+def test_answers_are_the_most_frequent_words():
     for tokens, often in ((1500, 6), (6000, 30)):
         problem = make("cwe", tokens=tokens)
         example, listed = problem.context.split("\nBelow is")
@@ -109,7 +109,7 @@ def test_too_few_tokens_and_unknown_tasks_are_refused():
         make("qa_1")
 
 
-def test_the_longest_that_fits_is_found_by_halving():
+def test_the_longest_that_fits_uses_bisection():
     asked = []
 
     def of_size(size):

@@ -14,7 +14,7 @@ SPEC = kvjax.CacheSpec(
 )
 
 
-def test_what_is_typed_becomes_a_policy():
+def test_policy_flags_become_policies():
     [setting] = settings.settings(["clustergen:variant=paper,sinks=4,recent=32"], ["64"])
     assert settings.label(setting) == "clustergen:variant=paper,sinks=4,recent=32 @ 64"
     assert setting.fit(SPEC, 2048) == kvjax.ClusterGen(64, variant="paper", sinks=4, recent=32)
@@ -32,7 +32,7 @@ def test_what_is_typed_becomes_a_policy():
         ("uniform:sinks", "'sinks' must have the form setting=value"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_name(text, message):
+def test_invalid_values_are_refused_by_name(text, message):
     with pytest.raises(ValueError, match=message):
         settings.settings([text], ["25%"])
 
@@ -55,18 +55,18 @@ def test_share_of_exact_is_met_from_below():
     assert limit - per_slot < held <= limit
 
 
-def test_bytes_are_those_of_all_layers():
+def test_byte_budgets_apply_to_all_layers():
     [setting] = settings.settings(["uniform"], ["512KiB"])
     # Budgets are multiples of 16 slots.
     assert 2**19 - 4 * 16 * 300 < 4 * row_bytes(setting.fit(SPEC, 2048), SPEC) <= 2**19
 
 
-def test_policies_without_a_budget_or_with_their_own_come_once():
+def test_policies_of_a_fixed_size_occur_once():
     chosen = settings.settings(["exact", "uniform", "subgen@128"], ["50%", "25%"])
     assert [settings.label(one) for one in chosen] == ["exact", "uniform @ 50%", "uniform @ 25%", "subgen @ 128"]
 
 
-def test_descriptions_say_what_defaults_are():
+def test_descriptions_include_defaults():
     spelt, short, other = settings.settings(["uniform:sinks=4", "uniform", "uniform:sinks=8"], ["25%"])
     assert settings.description(spelt) == settings.description(short) != settings.description(other)
     assert settings.description(short)["policy"]["sinks"] == 4
@@ -100,7 +100,7 @@ def test_unknown_model_lists_the_shipped_ones():
         settings.model_directory("nowhere")
 
 
-def test_every_policy_may_be_stored_in_eight_bits_with_full_layers():
+def test_quantized_policies_may_have_full_layers():
     [setting] = settings.settings(["uniform:recent=8,full_layers=1"], ["50%"])
     quantized = dataclasses.replace(SPEC, kv_dtype="int8")
     policy = setting.fit(quantized, 2048)
@@ -112,7 +112,7 @@ def test_every_policy_may_be_stored_in_eight_bits_with_full_layers():
     assert sizes[1] == sizes[2] == sizes[3]
 
 
-def test_policies_that_recall_may_do_so_from_host_memory():
+def test_retrieval_policies_may_use_host_memory():
     [setting] = settings.settings(["quest:host_steps=2,full_layers=1"], ["64"])
     policy = setting.fit(SPEC, 2048)
     small = dataclasses.replace(SPEC, batch=1, max_prompt_tokens=256, max_new_tokens=16)

@@ -6,7 +6,7 @@ from experiments import discrepancy, stream_structures, subgen_rates
 from tests.experiments.running import run, select
 
 
-def test_the_walks_discrepancy_stays_where_coins_grow(tmp_path):
+def test_the_walk_has_bounded_discrepancy_unlike_random_signs(tmp_path):
     rows = run(discrepancy, tmp_path, quick=False, seeds=12, longest=2048, queries=64, setting=("16,1,1",))
     assert (tmp_path / "discrepancy.png").stat().st_size > 3_000
     assert all(row["n"] == 12 and row["norm"] == 1 and row["c"] == 1 for row in rows)
@@ -19,14 +19,14 @@ def test_the_walks_discrepancy_stays_where_coins_grow(tmp_path):
 
 
 @pytest.mark.heavy
-def test_at_real_norms_the_walk_is_coin_flipping(tmp_path):
+def test_at_real_norms_the_walk_equals_random_signs(tmp_path):
     rows = run(discrepancy, tmp_path, setting=("128,15,theorem",))
     [share] = select(rows, metric="discrepancy_over_coins", context_tokens=1024)
     assert share["value"] == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.heavy
-def test_subgens_errors_fall_with_the_root_of_their_samples(tmp_path):
+def test_errors_of_subgen_decrease_with_the_root_of_samples(tmp_path):
     rows = run(subgen_rates, tmp_path, quick=False, seeds=8, tokens=4096)
     slopes = select(rows, metric="relative_error_slope")
     assert {(row["stream"], row["knob"]) for row in slopes} == {
@@ -38,7 +38,7 @@ def test_subgens_errors_fall_with_the_root_of_their_samples(tmp_path):
 
 
 @pytest.mark.heavy
-def test_structures_keep_their_bytes_and_their_soundness(tmp_path, capsys):
+def test_structures_have_the_documented_bytes_and_no_faults(tmp_path, capsys):
     rows = run(stream_structures, tmp_path)
     printed = capsys.readouterr().out
     assert {row["variant"] for row in select(rows, metric="update_seconds")} == {

@@ -14,7 +14,7 @@ from experiments.device import Step
 from tests.experiments.running import command, run
 
 
-def test_every_policy_has_the_rows_that_exact_s_memory_holds(tmp_path, capsys):
+def test_every_policy_uses_the_memory_of_exact(tmp_path, capsys):
     found = run(
         throughput,
         tmp_path,
@@ -45,7 +45,7 @@ def python(text, name="step", minutes=1.0):
     return Step(name, ("-c", text), minutes)
 
 
-def test_steps_are_done_once_and_stop_no_other(tmp_path, monkeypatch):
+def test_finished_steps_are_skipped_and_failures_stop_no_other_step(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "LEAST", 0.0)
     count = tmp_path / "count"
     add = f"open({str(count)!r}, 'a').write('x')"
@@ -63,7 +63,7 @@ def test_steps_are_done_once_and_stop_no_other(tmp_path, monkeypatch):
     assert device.run_steps([*asked, python(add, "more")], tmp_path / "run", minutes=-1)["more"] == "no time left"
 
 
-def test_a_stop_ends_the_step_that_runs(tmp_path):
+def test_sigterm_ends_the_running_step(tmp_path):
     pid = tmp_path / "pid"
     sleeps = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     program = f"""
@@ -81,7 +81,7 @@ device.run_steps([device.Step("slow", ("-c", {sleeps!r}), 1.0)], pathlib.Path({s
         os.kill(int(pid.read_text()), 0)
 
 
-def test_every_step_can_be_typed(tmp_path):
+def test_steps_have_the_expected_names(tmp_path):
     for quick in (True, False):
         names = [step.name for step in device.steps(tmp_path, quick)]
         assert names[0] == "kernels" and names[1].startswith("benchmark_")
@@ -89,7 +89,7 @@ def test_every_step_can_be_typed(tmp_path):
 
 
 @pytest.mark.heavy
-def test_the_script_runs_in_small(tmp_path):
+def test_the_quick_script_runs(tmp_path):
     done = command("experiments.device", "--quick", f"--output_dir={tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(": done") == len((tmp_path / "steps.jsonl").read_text().splitlines())
