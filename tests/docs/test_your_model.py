@@ -12,6 +12,7 @@ from flax import nnx
 
 import kvjax
 from kvjax.registry import POLICIES
+from tests.kvjax.support import each
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "your_model.md"
 BATCH, PROMPT, NEW, WIDTH, LENGTHS = 2, 40, 12, 32, (40, 25)
@@ -70,9 +71,7 @@ def run_nnx(page, policy, prompt, tokens):
 
 
 @pytest.mark.parametrize("run", [run_linen, run_nnx])
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.heavy) for name in POLICIES]
-)
+@pytest.mark.parametrize("name", each(POLICIES, QUICK))
 def test_every_policy_works_in_the_layers_of_the_page(page, run, name):
     policy = make_policy(name)
     prompt = jax.random.normal(jax.random.key(1), (BATCH, PROMPT, WIDTH))

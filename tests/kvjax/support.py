@@ -108,10 +108,12 @@ VARIANTS = (
 )
 
 
-def each(names, quick=None):
-    """Returns test parameters; all but the names in `quick` (by default all but `VARIANTS`) are marked heavy."""
-    quick = set(names) - set(VARIANTS) if quick is None else quick
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.heavy) for name in names]
+def each(cases, quick=None):
+    """Returns test parameters; all but the cases in `quick` (by default all but `VARIANTS`) are marked heavy."""
+    cases = list(cases)
+    quick = set(cases) - set(VARIANTS) if quick is None else quick
+    heavy = functools.partial(pytest.param, marks=pytest.mark.heavy)
+    return [case if case in quick else heavy(*case) if isinstance(case, tuple) else heavy(case) for case in cases]
 
 
 # Environment of a process with simulated devices. XLA:CPU needs more threads than devices; otherwise collectives that
@@ -206,8 +208,7 @@ def go(cache, stream, block=1, compact_every=None):
 @functools.partial(jax.jit, static_argnames=("block",))
 def _go(block, cache, stream, every):
     batch, tokens = stream.keys.shape[:2]
-    split = lambda part: jnp.moveaxis(jnp.reshape(part, (batch, -1, block, *part.shape[2:])), 1, 0)  # noqa: E731
-    blocks = jax.tree.map(split, stream)
+    blocks = jax.tree.map(lambda x: jnp.moveaxis(jnp.reshape(x, (batch, -1, block, *x.shape[2:])), 1, 0), stream)
 
     def step(cache, item):
         number, (keys, values, queries) = item
@@ -218,8 +219,8 @@ def _go(block, cache, stream, every):
         return cache, (kvjax.normalize(partials), weights)
 
     cache, (outputs, weights) = jax.lax.scan(step, cache, (jnp.arange(tokens // block), blocks))
-    join = lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, tokens, *x.shape[3:])  # noqa: E731
-    return cache, join(outputs), join(weights)
+    joined = [jnp.moveaxis(x, 0, 1).reshape(batch, tokens, *x.shape[3:]) for x in (outputs, weights)]
+    return cache, *joined
 
 
 @functools.cache

@@ -43,9 +43,13 @@ KV_HEADS = 2
 SEGMENTS_ONLY = settings(max_examples=25, deadline=None)
 
 
+def normal_numbers(rng, *shape):
+    return rng.normal(size=shape).astype(np.float32)
+
+
 def random_arrays(seed, batch=2, tokens=1, group=1, slots=12, head_dim=8):
     rng = np.random.default_rng(seed)
-    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    normal = functools.partial(normal_numbers, rng)
     query = normal(batch, tokens, KV_HEADS * group, head_dim)
     return query, normal(batch, KV_HEADS, slots, head_dim), normal(batch, KV_HEADS, slots, head_dim)
 
@@ -108,17 +112,17 @@ def test_attention_does_not_depend_on_a_split_into_ranges(tokens, group, head_di
         Segment(keys, values, log_num=log_weight, start=np.array([[a], [a]]), stop=np.array([[b], [b]]))
         for a, b in itertools.pairwise(bounds)
     ]
-    whole = Segment(keys, values, log_num=log_weight)
-    np.testing.assert_allclose(attended(query, *parts), attended(query, whole), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(attended(query, whole), reference(query, whole), rtol=1e-5, atol=1e-5)
+    unsplit = Segment(keys, values, log_num=log_weight)
+    np.testing.assert_allclose(attended(query, *parts), attended(query, unsplit), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(attended(query, unsplit), reference(query, unsplit), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("cuts", [(0, 1, 12), (0, 5, 6, 12)])
 def test_attention_does_not_depend_on_a_split_into_buffers(cuts):
     query, keys, values = random_arrays(9, tokens=2, group=2)
     parts = [Segment(keys[:, :, a:b], values[:, :, a:b]) for a, b in itertools.pairwise(cuts)]
-    whole = attended(query, Segment(keys, values))
-    np.testing.assert_allclose(attended(query, *parts), whole, rtol=1e-5, atol=1e-5)
+    unsplit = attended(query, Segment(keys, values))
+    np.testing.assert_allclose(attended(query, *parts), unsplit, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -155,8 +159,8 @@ def test_bounds_of_rows_apply_to_all_queries():
     query, keys, values = random_arrays(3, tokens=4, group=2)
     start, stop = np.array([[2], [0]]), np.array([[9], [12]])
     by_row = attended(query, Segment(keys, values, start=start, stop=stop))
-    spread = lambda bound: np.repeat(bound, 4, axis=1)  # noqa: E731
-    by_query = attended(query, Segment(keys, values, start=spread(start), stop=spread(stop)))
+    bounds = (np.repeat(bound, 4, axis=1) for bound in (start, stop))
+    by_query = attended(query, Segment(keys, values, None, None, *bounds))
     np.testing.assert_array_equal(by_row, by_query)
     cut = np.stack([attended(query[:1], Segment(keys[:1, :, 2:9], values[:1, :, 2:9]))[0]])
     np.testing.assert_allclose(by_row[:1], cut, rtol=1e-5, atol=1e-6)
@@ -215,13 +219,13 @@ def test_partials_of_bfloat16_segments_are_float32():
 
 def test_many_bfloat16_queries_are_multiplied_in_bfloat16():
     query, keys, values = random_arrays(7, tokens=COMPUTE_BOUND_QUERIES, group=2)
-    low = lambda x: jnp.asarray(x, jnp.bfloat16)  # noqa: E731
-    partials = attend_segments(low(query), (Segment(low(keys), low(values)),))
+    low_query, low_keys, low_values = (jnp.asarray(x, jnp.bfloat16) for x in (query, keys, values))
+    partials = attend_segments(low_query, (Segment(low_keys, low_values),))
     assert {leaf.dtype for leaf in jax.tree.leaves(partials)} == {jnp.dtype("float32")}
-    read_back = Segment(np.asarray(low(keys), np.float32), np.asarray(low(values), np.float32))
+    read_back = Segment(np.asarray(low_keys, np.float32), np.asarray(low_values, np.float32))
     # Only the weights are rounded, to 8 bits; products of bfloat16 are exact in float32.
     np.testing.assert_allclose(
-        normalize(partials), reference(np.asarray(low(query), np.float32), read_back), atol=2**-8 * np.abs(values).max()
+        normalize(partials), reference(np.asarray(low_query, np.float32), read_back), atol=2**-8 * np.abs(values).max()
     )
 
 
@@ -248,12 +252,9 @@ def test_duplicates_equal_one_slot_with_their_count_as_weight(seed, counts):
 @given(seed=st.integers(0, 2**16), order=st.permutations(range(4)), empty=st.integers(0, 4))
 def test_merging_is_associative_and_commutative(seed, order, empty):
     rng = np.random.default_rng(seed)
-    part = lambda: Partials(  # noqa: E731
-        jnp.asarray(rng.normal(scale=20, size=(1, 2, 3)), jnp.float32),
-        jnp.asarray(rng.normal(size=(1, 2, 3, 4)), jnp.float32),
-        jnp.asarray(rng.uniform(1, 5, size=(1, 2, 3)), jnp.float32),
-    )
-    parts = [part() for _ in range(4)]
+    maxima, numerators = rng.normal(scale=20, size=(4, 1, 2, 3)), rng.normal(size=(4, 1, 2, 3, 4))
+    arrays = zip(maxima, numerators, rng.uniform(1, 5, size=(4, 1, 2, 3)), strict=True)
+    parts = [Partials(*(jnp.asarray(x, jnp.float32) for x in part)) for part in arrays]
     if empty < 4:
         parts[empty] = jax.tree.map(jnp.zeros_like, parts[empty])
         parts[empty] = Partials(jnp.full((1, 2, 3), -jnp.inf), parts[empty].numerator, parts[empty].denominator)
@@ -324,7 +325,7 @@ def layer_sinks(kind):
 def layer_stream(value_dim, seed=3):
     """Returns correlated keys and values, and queries, all [B, N, H, ...]."""
     rng = np.random.default_rng(seed)
-    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    normal = functools.partial(normal_numbers, rng)
     tokens = max(FIRST) + LATER
     keys = normal(3, tokens, KV_HEADS, 2) @ normal(2, KEY_DIM) + 0.3 * normal(3, tokens, KV_HEADS, KEY_DIM)
     values = keys @ normal(KEY_DIM, value_dim) / 2 + 0.3 * normal(3, tokens, KV_HEADS, value_dim)
@@ -371,12 +372,10 @@ def check_exact(policy, kind, blocks=((0, 1), (1, 5), (6, 6))):
         assert attended.shape == output.shape == (3, count, QUERY_HEADS, spec.value_width)
         for row, token, head in np.ndindex(3, count, QUERY_HEADS):
             end, kv, sink = FIRST[row] + first + token + 1, head // GROUP, None if sinks is None else SINKS[head]
-            of = lambda end: (stream[0][row, :end, kv], stream[1][row, :end, kv])  # noqa: B023, E731
             query = stream[2][row, end - 1, head]
-            expected = plain_attention(query, *of(end), spec, sink)
-            np.testing.assert_allclose(attended[row, token, head], expected, rtol=2e-5, atol=2e-5)
-            expected = plain_attention(query, *of(FIRST[row] + first + count), spec, sink)
-            np.testing.assert_allclose(output[row, token, head], expected, rtol=2e-5, atol=2e-5)
+            for actual, last in ((attended, end), (output, FIRST[row] + first + count)):
+                expected = plain_attention(query, stream[0][row, :last, kv], stream[1][row, :last, kv], spec, sink)
+                np.testing.assert_allclose(actual[row, token, head], expected, rtol=2e-5, atol=2e-5)
     kvjax.raise_faults(cache)
 
 
@@ -508,11 +507,11 @@ def test_accumulated_attention_with_options_of_a_layer(kind):
         for position in range(end):
             expected[: position + 1] += received(stream, row, kv, position, position + 1, spec, sinks)
         scores, window = cache.state.scores, cache.state.window
-        held = np.concatenate([window.keys[row, kv], cache.staging.keys[row, kv]])
+        stored_keys = np.concatenate([window.keys[row, kv], cache.staging.keys[row, kv]])
         drawn = np.concatenate([scores.window[row, kv], scores.staged[row, kv]])
         for token in range(end):
             # Empty slots may hold copies of any token; they receive no attention.
-            own = (held == stream[0][row, token, kv]).all(axis=1)
+            own = (stored_keys == stream[0][row, token, kv]).all(axis=1)
             np.testing.assert_allclose(drawn[own].sum(), expected[token], rtol=2e-5, atol=2e-5)
         if sinks is not None:
             assert drawn.sum() < 0.98 * GROUP * end  # the sinks received the remainder

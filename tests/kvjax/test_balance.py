@@ -39,15 +39,16 @@ def test_the_walk_has_smaller_errors_than_random_signs_in_exact_halving():
     keys, values = tokens(count=256, key_norm=2.0)
     weights = np.ones(256, np.float32)
     query = 2.0 * tokens(1, count=64)[0]
-    sums = lambda index, weight: np.einsum(  # noqa: E731
-        "qs,sd->qd", weight * np.exp(query @ keys[index].T / 4), values[index]
-    )
+
+    def sums(index, weight):
+        return np.einsum("qs,sd->qd", weight * np.exp(query @ keys[index].T / 4), values[index])
+
     exact = sums(np.arange(256), weights)
 
     def errors(gamma):
-        settings = {"gamma": gamma, "temperature": 1.0}
-        one = lambda rng: balance.halve_exactly(rng, *map(jnp.asarray, (keys, values, weights)), **settings)  # noqa: E731
-        halve = jax.jit(jax.vmap(one))
+        options = {"gamma": gamma, "temperature": 1.0}
+        arrays = [jnp.asarray(x) for x in (keys, values, weights)]
+        halve = jax.jit(jax.vmap(lambda rng: balance.halve_exactly(rng, *arrays, **options)))
         halved = halve(jax.random.split(jax.random.key(0), 20))
         kept = zip(np.asarray(halved.indices), np.asarray(halved.weight), strict=True)
         return np.array([np.linalg.norm(sums(index, weight * 256 / weight.sum()) - exact) for index, weight in kept])
@@ -129,9 +130,9 @@ def test_the_walk_has_smaller_discrepancy_than_random_signs():
     # Sums over 2,048 signed tokens, with |k| = 1, d = 16 and independent queries.
     count, seeds = 2048, 4
     rng = np.random.default_rng(0)
-    unit = lambda *shape: (lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True))(rng.normal(size=shape))  # noqa: E731
-    keys, values = unit(seeds, count, 16).astype(np.float32), unit(seeds, count, 16).astype(np.float32)
-    queries = unit(64, 16)
+    shapes = (seeds, count, 16), (seeds, count, 16), (64, 16)
+    keys, values, queries = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in map(rng.standard_normal, shapes))
+    keys, values = keys.astype(np.float32), values.astype(np.float32)
 
     def signs(uniforms, keys, values):
         return balance.softmax_signs(uniforms, keys, values, jnp.ones(count), c=1.0, key_norm=1.0)[0]

@@ -96,7 +96,7 @@ def reference(**options):
     return BalanceKVReference(20, **SMALL, block_size=8, **options)
 
 
-def test_reference_weights_are_those_of_the_halvings():
+def test_reference_weights_equal_those_of_the_halvings():
     stream, cache = make_stream(), prefilled(POLICIES["balancekv_reference"])
     assert cache.state.halvings == 2
     weights = np.asarray(read_weights(cache))
@@ -150,7 +150,7 @@ def expected_marks(keys, block, distance):
 
 
 @pytest.mark.parametrize("count", [1, 40, 300])
-def test_needle_marks_are_those_of_the_definition(count):
+def test_needle_marks_equal_those_of_the_definition(count):
     rng = np.random.default_rng(count)
     keys = rng.normal(size=(300, 16)) + 1.5
     keys[rng.integers(0, 300, 2)] *= -1

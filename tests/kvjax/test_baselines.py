@@ -76,7 +76,7 @@ def received(policy, keys, queries, lengths):
 
 
 @pytest.mark.parametrize("count", [5, 40])
-def test_attention_received_is_that_of_causal_attention(count):
+def test_attention_received_equals_that_of_causal_attention(count):
     stream = make_stream(2)
     keys, _, queries = prompt_of(stream, LENGTHS)
     position = np.array(LENGTHS)[:, None] - count + np.arange(count)

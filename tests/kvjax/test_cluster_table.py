@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import kvjax
-from kvjax.state import CacheBytes
 from kvjax.structures import cover
 from kvjax.structures.cluster_table import (
     extend,
@@ -86,8 +85,8 @@ def check_invariants(table, keys, valid):
     np.testing.assert_array_equal(belongs.sum(axis=0), valid)
     np.testing.assert_array_equal(belongs.sum(axis=1), count)
     for slot in range(size):
-        own = keys[belongs[slot] == 1]
-        from_center = distances(own, centers[slot : slot + 1])[:, 0]
+        member_keys = keys[belongs[slot] == 1]
+        from_center = distances(member_keys, centers[slot : slot + 1])[:, 0]
         assert from_center.min() == 0
         assert from_center.max() <= table.radius[slot] + 1e-5
         assert table.radius[slot] <= radius_factor(table) * delta + 1e-5
@@ -144,17 +143,17 @@ def sampled(cut):
 def test_samples_are_uniform_and_independent_after_merges(cut):
     drawn, belongs = sampled(cut)
     largest = belongs.sum(axis=1).argmax()
-    own = np.flatnonzero(belongs[largest])
-    assert len(own) >= 6
+    member_keys = np.flatnonzero(belongs[largest])
+    assert len(member_keys) >= 6
     together = np.zeros((TOKENS, TOKENS))
     np.add.at(together, (drawn[:, largest, 0], drawn[:, largest, 1]), 1)
-    assert together.sum() == together[np.ix_(own, own)].sum()
-    assert stats.chisquare(together[np.ix_(own, own)].ravel()).pvalue > 1e-3
+    assert together.sum() == together[np.ix_(member_keys, member_keys)].sum()
+    assert stats.chisquare(together[np.ix_(member_keys, member_keys)].ravel()).pvalue > 1e-3
     # Samples of different clusters are independent, too.
     other = belongs.sum(axis=1).argsort()[-2]
     across = np.zeros((TOKENS, TOKENS))
     np.add.at(across, (drawn[:, largest, 0], drawn[:, other, 0]), 1)
-    assert stats.chisquare(across[np.ix_(own, np.flatnonzero(belongs[other]))].ravel()).pvalue > 1e-3
+    assert stats.chisquare(across[np.ix_(member_keys, np.flatnonzero(belongs[other]))].ravel()).pvalue > 1e-3
 
 
 # --- blocks and single tokens against a plain reference ---
@@ -211,11 +210,11 @@ def test_the_greedy_cover_takes_candidates_in_order(seed, share, density):
     near = rng.random((12, 12)) < density
     near |= near.T
     candidate = rng.random(12) < share
-    taken = []
+    cover_members = []
     for number in np.flatnonzero(candidate):
-        if not near[number, taken].any():
-            taken.append(number)
-    np.testing.assert_array_equal(np.flatnonzero(_cover(near, candidate)), taken)
+        if not near[number, cover_members].any():
+            cover_members.append(number)
+    np.testing.assert_array_equal(np.flatnonzero(_cover(near, candidate)), cover_members)
 
 
 _cover = jax.jit(greedy_cover)
@@ -247,8 +246,8 @@ def test_growing_delta_by_some_rows_equals_growing_it_by_all_distances(points, w
     # Again, from the known neighbors of the remaining centers, as from no known neighbors.
     packed = jnp.asarray(np.cumsum(remains) - 1, jnp.int32)
     place = jnp.where(remains, packed, TOKENS)
-    put = lambda rows: jnp.full_like(rows, 1e4).at[place].set(rows, mode="drop")  # noqa: E731
-    left, known = put(points), neighbors.compact(jnp.asarray(remains))
+    left = jnp.full_like(points, 1e4).at[place].set(points, mode="drop")
+    known = neighbors.compact(jnp.asarray(remains))
     left += jnp.arange(TOKENS)[:, None] * (jnp.arange(TOKENS) >= remains.sum())[:, None]
     again = jnp.sum(left * left, axis=1)
     present = jnp.arange(TOKENS) < remains.sum()
@@ -319,10 +318,10 @@ def test_masked_tokens_equal_missing_tokens(update):
     keys, valid = normal_keys(3), np.random.default_rng(0).random(TOKENS) < 0.6
     table = update(empty_table(), jnp.where(valid[:, None], keys, 1e3), NAMES, jnp.asarray(valid))
     kept = np.flatnonzero(valid)
-    alone = update(empty_table(), keys[kept], NAMES[kept])
-    np.testing.assert_array_equal(table.centers, alone.centers)
-    np.testing.assert_array_equal(members(table), members(alone))
-    np.testing.assert_allclose(table.radius, alone.radius, rtol=1e-6)
+    without_masked = update(empty_table(), keys[kept], NAMES[kept])
+    np.testing.assert_array_equal(table.centers, without_masked.centers)
+    np.testing.assert_array_equal(members(table), members(without_masked))
+    np.testing.assert_allclose(table.radius, without_masked.radius, rtol=1e-6)
 
 
 def test_moving_centers_are_mean_keys():
@@ -332,66 +331,17 @@ def test_moving_centers_are_mean_keys():
     belongs, size = members(table), int(table.size)
     assert int(table.doublings) > 0 and belongs.sum() == TOKENS
     for slot in range(size):
-        own = np.asarray(keys)[belongs[slot] == 1]
-        np.testing.assert_allclose(table.centers[slot], own.mean(axis=0), atol=1e-6)
-        assert distances(own, table.centers[slot : slot + 1]).max() <= table.radius[slot] + 1e-5
+        member_keys = np.asarray(keys)[belongs[slot] == 1]
+        np.testing.assert_allclose(table.centers[slot], member_keys.mean(axis=0), atol=1e-6)
+        assert distances(member_keys, table.centers[slot : slot + 1]).max() <= table.radius[slot] + 1e-5
     stepped = _by_token(empty_table(moving=True), keys, NAMES)
     for slot in range(int(stepped.size)):
-        own = np.asarray(keys)[members(stepped)[slot] == 1]
-        np.testing.assert_allclose(stepped.centers[slot], own.mean(axis=0), atol=1e-5)
-        assert distances(own, stepped.centers[slot : slot + 1]).max() <= stepped.radius[slot] + 1e-5
+        member_keys = np.asarray(keys)[members(stepped)[slot] == 1]
+        np.testing.assert_allclose(stepped.centers[slot], member_keys.mean(axis=0), atol=1e-5)
+        assert distances(member_keys, stepped.centers[slot : slot + 1]).max() <= stepped.radius[slot] + 1e-5
 
 
-# --- bytes, vmap, scan, weights ---
-
-
-@pytest.mark.parametrize("dtype, itemsize", [(jnp.float32, 4), (jnp.bfloat16, 2)])
-def test_bytes_follow_the_formula(dtype, itemsize):
-    def formula(samples, value_dim, moving):
-        values = value_dim or 0
-        centers = CAPACITY * DIM * (4 if moving else itemsize)
-        kept = CAPACITY * samples * (DIM + values) * itemsize
-        means = 4 * CAPACITY * values
-        return centers + kept + means + 8 * CAPACITY + 24
-
-    for options in [
-        {"samples": 2, "value_dim": None, "moving": False},
-        {"samples": 2, "value_dim": 7, "moving": False},
-        {"samples": 0, "value_dim": 7, "moving": True},
-    ]:
-        assert kvjax.cache_bytes(empty_table(dtype=dtype, **options)) == CacheBytes(formula(**options), 0)
-
-
-def test_vmapped_streams_equal_single_streams_with_one_trace():
-    keys = jnp.stack([normal_keys(seed) * scale for seed, scale in [(0, 1.0), (1, 5.0), (2, 0.0)]])
-    valid = jnp.asarray(np.random.default_rng(1).random((3, TOKENS)) < 0.8).at[2].set(False)
-    rngs = jax.random.split(jax.random.key(1), 3)
-    start = lambda rng: init_cluster_table(CAPACITY, DIM, jnp.float32, rng, samples=2)  # noqa: E731
-    chex.clear_trace_counter()
-
-    def scanned(tables, keys, valid):
-        # The same tokens twice, in one scan over updates.
-        each = jax.vmap(lambda table, keys, valid: extend(table, keys, valid=valid, block=8))
-        return jax.lax.scan(lambda now, _: (each(now, keys, valid), None), tables, None, length=2)[0]
-
-    update = jax.jit(chex.assert_max_traces(scanned, n=1))
-    together = update(update(jax.vmap(start)(rngs), keys, valid), keys, valid)
-    alone = jax.jit(lambda table, keys, valid: extend(table, keys, valid=valid, block=8))
-    for row in range(3):
-        table = start(rngs[row])
-        for _ in range(4):
-            table = alone(table, keys[row], valid[row])
-        mine = jax.tree.map(lambda part: part[row], together)  # noqa: B023
-        chex.assert_trees_all_close(with_integer_keys(mine), with_integer_keys(table), rtol=1e-6)
-
-
-@pytest.mark.parametrize("update", [extend, extend_by_token])
-def test_the_state_keeps_its_shapes_and_dtypes(update):
-    table = jax.eval_shape(lambda: empty_table(dtype=jnp.bfloat16))
-    for dtype in (jnp.float32, jnp.bfloat16):
-        new = jax.eval_shape(update, table, normal_keys(0).astype(dtype), NAMES.astype(dtype))
-        chex.assert_trees_all_equal_shapes_and_dtypes(table, new)
-    assert new.count.dtype == jnp.int32 and new.mean_value.dtype == jnp.float32
+# --- weights ---
 
 
 def test_weights_sum_to_the_tokens():

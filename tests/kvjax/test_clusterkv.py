@@ -16,7 +16,7 @@ from kvjax.policies.clusterkv_paper import ClusterKVPaper
 from kvjax.policies.clusterkv_reference import ClusterKVReference
 from kvjax.segment import BlockStoreRead
 from kvjax.stores.staging import Tokens
-from tests.kvjax.support import make_spec, row_keys
+from tests.kvjax.support import each, make_spec, row_keys
 
 ROWS, KV_HEADS, GROUP, DIM = 2, 2, 2, 8
 PROMPT, NEW = 150, 60
@@ -150,9 +150,7 @@ def test_later_tokens_are_clustered_one_chunk_at_a_time():
             np.testing.assert_array_equal(tokens, begin + CHUNK_TOKENS * chunk + np.arange(CHUNK_TOKENS))
 
 
-@pytest.mark.parametrize(
-    "padded", [1, 32, *(pytest.param(size, marks=pytest.mark.heavy) for size in (SINKS, SINKS + 1, PROMPT))]
-)
+@pytest.mark.parametrize("padded", each((1, 32, SINKS, SINKS + 1, PROMPT), quick=(1, 32)))
 def test_clusters_do_not_depend_on_the_padding_of_prompts(padded):
     keys, values = make_tokens("normal")
     lengths = jnp.array([min(padded, 20), 1])
@@ -248,7 +246,7 @@ def by_policy(*policies):
 
 @pytest.mark.parametrize("count", [5, pytest.param(9, marks=pytest.mark.heavy)])
 @by_policy(clusterkv(), clusterkv(select="query_head", residual=False), quest())
-def test_several_queries_read_what_each_reads_alone(policy, count):
+def test_several_queries_equal_single_queries(policy, count):
     keys, values = make_tokens("normal")
     *_, (cache, _) = steps(policy, keys, values, new=3)
     queries = make_queries(count, seed=5, scale=3)
@@ -258,7 +256,7 @@ def test_several_queries_read_what_each_reads_alone(policy, count):
         np.testing.assert_allclose(together[:, number], alone[:, 0], atol=1e-6)
 
 
-def test_a_row_reads_what_it_reads_alone():
+def test_a_row_equals_a_batch_of_that_row():
     keys, values = make_tokens("normal")
     queries = make_queries()
     together = attend(prefill(clusterkv(), SPEC, keys, values), queries)

@@ -7,7 +7,7 @@ import pytest
 
 import kvjax
 from kvjax.segment import BlockStoreRead
-from tests.kvjax.support import LENGTHS, after, make_spec, make_stream, prefilled, row_keys
+from tests.kvjax.support import LENGTHS, after, each, make_spec, make_stream, prefilled, row_keys
 
 STAGED, STEPS = 8, 20
 SIZES = {"sinks": 2, "recent": 4, "cluster_tokens": 4, "chunk_tokens": 8, "chunk_clusters": 2, "compact_every": STAGED}
@@ -36,10 +36,8 @@ def tokens_at(tokens, at):
     return tokens.queries[:, at], tokens.keys[:, at], tokens.values[:, at]
 
 
-@pytest.mark.parametrize(
-    "name, steps", [case if case == ("quest", 1) else pytest.param(*case, marks=pytest.mark.heavy) for case in CASES]
-)
-def test_results_are_those_of_the_policy_and_hits_are_counted(name, steps):
+@pytest.mark.parametrize("name, steps", each(CASES, quick=[("quest", 1)]))
+def test_results_equal_those_of_the_policy_and_hits_are_counted(name, steps):
     cache, plain = prefilled(HOSTED[name, steps]), prefilled(PLAIN[name])
     tokens = after(make_stream(), LENGTHS)
     past: list[list[set]] = [[] for _ in LENGTHS]  # of every row, the (head, block) pairs of each of its steps

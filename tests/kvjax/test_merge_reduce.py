@@ -1,6 +1,5 @@
 """The merge-and-reduce tree against the offline recursion that defines it."""
 
-import dataclasses
 import functools
 
 import chex
@@ -12,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.state import CacheBytes
 from kvjax.structures import balance, merge_reduce
 
 TOKENS, KEY_DIM, VALUE_DIM = 100, 8, 3
@@ -220,48 +218,6 @@ def test_values_are_optional():
     np.testing.assert_array_equal(tree.keys, ones.keys)
     with pytest.raises(ValueError, match="values must be passed if and only if"):
         merge_reduce.insert(tree, keys, np.ones((TOKENS, 1)), halve=algorithm_2)
-
-
-def test_vmapped_streams_equal_single_streams():
-    keys, values = (np.stack([part] * 2) for part in stream())
-    rngs = jax.random.split(jax.random.key(0), 2)
-    counts = jnp.array([90, 37])
-
-    @jax.jit
-    @jax.vmap
-    def run(rng, keys, values, count):
-        tree = dataclasses.replace(empty_tree(), rng=rng)
-        return merge_reduce.insert(tree, keys, values, jnp.arange(TOKENS) < count, halve=balance.halve_by_pairs)
-
-    both = run(rngs, keys, values, counts)
-    for row in range(2):
-        one = run(*(part[row : row + 1] for part in (rngs, keys, values, counts)))
-        chex.assert_trees_all_equal(
-            *(occupied(jax.tree.map(lambda x, at=at: x[at], t)) for t, at in ((both, row), (one, 0)))
-        )
-
-
-def test_streams_of_any_length_need_one_trace():
-    keys, values = stream()
-    chex.clear_trace_counter()
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def step(tree, keys, values):
-        return merge_reduce.insert(tree, keys, values, halve=balance.halve_by_pairs)
-
-    tree = empty_tree()
-    for begin in range(0, TOKENS, 4):
-        tree = step(tree, keys[begin : begin + 4], values[begin : begin + 4])
-    assert tree.count == TOKENS
-
-
-@pytest.mark.parametrize("dtype, value_dim", [(jnp.float32, VALUE_DIM), (jnp.bfloat16, 1), (jnp.float32, None)])
-def test_bytes_follow_the_formula(dtype, value_dim):
-    tree = empty_tree(value_dim=value_dim, dtype=dtype)
-    slots, itemsize = BINS * BIN_SLOTS, jnp.dtype(dtype).itemsize
-    expected = slots * (KEY_DIM + (value_dim or 0)) * itemsize + 4 * slots + 8 * BINS + 12 + 8
-    assert kvjax.cache_bytes(tree) == CacheBytes(expected, 0)
 
 
 @pytest.mark.parametrize("eager", [False, True])

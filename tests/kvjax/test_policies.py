@@ -117,8 +117,11 @@ def test_the_cache_keeps_its_shapes_and_dtypes(name):
 @every_policy
 def test_one_trace_serves_all_steps_and_any_cache_may_be_donated(name):
     stream = make_stream()
-    once = lambda function, **donate: jax.jit(chex.assert_max_traces(function, n=1), **donate)  # noqa: E731
     chex.clear_trace_counter()
+
+    def once(function, **donate):
+        return jax.jit(chex.assert_max_traces(function, n=1), **donate)
+
     append = once(lambda cache, keys, values: kvjax.append(cache, keys, values), donate_argnums=0)
     attend = once(lambda cache, query: kvjax.attend(cache, query))
     compact = once(lambda cache: kvjax.compact(cache), donate_argnums=0)
@@ -356,8 +359,11 @@ def test_rounding_to_tiles_removes_at_most_two_percent():
 
 def test_fit_bytes_of_a_retrieval_policy_limits_the_bytes_read():
     spec = make_spec()
-    make = lambda budget: kvjax.Quest(budget, compact_every=8)  # noqa: E731
-    reads = lambda budget: row_read_bytes(make(budget), spec)  # noqa: E731
+    make = functools.partial(kvjax.Quest, compact_every=8)
+
+    def reads(budget):
+        return row_read_bytes(make(budget), spec)
+
     limit = reads(48)  # at least three pages are read, and there are four
     assert row_read_bytes(kvjax.fit_bytes(make, spec, limit), spec) == limit < reads(64)
     # A limit above the size of the cache reads everything.
@@ -541,11 +547,9 @@ def test_paper_keeps_farthest_first_centers_of_the_prompt_and_the_window(keys_ar
     for row, head in itertools.product(range(BATCH), range(KV_HEADS)):
         centers = farthest_first(stream.keys[row, :, head], middles(2, 8, lengths[row]), size=10)
         fixed = np.isin(position, centers) | (position < 2)
-        recent = lambda end: (position >= end - 8) & (position < end)  # noqa: E731
-        np.testing.assert_array_equal(start[row, head], (position < lengths[row]) & (fixed | recent(lengths[row])))
-        for step in range(NEW):
-            end = lengths[row] + step + 1
-            np.testing.assert_array_equal(weights[row, step, head], (position < end) & (fixed | recent(end)))
+        for step, read in enumerate([start[row, head], *weights[row, :, head]]):
+            end = lengths[row] + step
+            np.testing.assert_array_equal(read, (position < end) & (fixed | (position >= end - 8)))
 
 
 def test_mean_value_reads_every_token_once():

@@ -76,7 +76,7 @@ def test_the_rotation_is_orthogonal(columns):
     np.testing.assert_allclose(quantization.rotate_back(quantization.rotate(x)), x, atol=1e-5)
 
 
-def test_the_rotation_is_that_of_saved_states():
+def test_the_rotation_never_changes():
     np.testing.assert_array_equal(np.sign(quantization.rotation(8)[:, 0]), [1, -1, -1, 1, -1, -1, 1, 1])
     np.testing.assert_allclose(quantization.rotation(24)[0, :3], [0.2637711, 0.1236045, -0.2218370], atol=1e-6)
 
@@ -163,7 +163,7 @@ def attend(kv_dtype, keys, values, queries, new=8):
     return np.asarray(kvjax.normalize(kvjax.attend(cache, queries))), cache
 
 
-def test_the_mean_of_keys_costs_no_bits_and_is_that_of_the_first_tokens():
+def test_the_mean_of_keys_costs_no_bits_and_is_computed_once():
     stream = make_stream()
     values, queries = stream.values[:1, :40], 0.3 * stream.queries[:1, 40:44]
     mean = 10 * np.random.default_rng(0).normal(size=(1, 1, 2, 64)).astype(np.float32)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from tests.kvjax.support import (
     WINDOW,
     after,
     begin,
+    each,
     go,
     make_spec,
     make_stream,
@@ -55,11 +57,7 @@ PLAIN = POLICIES | {
 # The quick tests cover every kind of store and every format; the others every policy in every format.
 QUICK = {(name, "int4") for name in ("exact", "streaming_llm_reindexed", "uniform", "subgen_mean_value")}
 QUICK |= {("clusterkv", "int3"), ("exact", "int8"), ("uniform", "fp8"), ("uniform", "int2")}
-MATRIX = [
-    pytest.param(name, kv_dtype, marks=() if (name, kv_dtype) in QUICK else pytest.mark.heavy)
-    for name in PLAIN
-    for kv_dtype in FORMATS
-]
+MATRIX = each(itertools.product(PLAIN, FORMATS), QUICK)
 every_format = pytest.mark.parametrize("kv_dtype", FORMATS)
 # Allowed errors of outputs, for values of norm 1.
 MAX_ERROR = {"int8": 0.02, "fp8": 0.15, "int4": 0.35, "int3": 0.7, "int2": 1.4}
@@ -176,7 +174,7 @@ def test_repeated_prompts_are_quantized_too():
 
 
 @every_format
-@pytest.mark.parametrize("name", ["exact", "uniform", pytest.param("chelsea", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("name", each(("exact", "uniform", "chelsea"), quick=("exact", "uniform")))
 def test_outputs_are_near_those_of_the_unquantized_cache(name, kv_dtype):
     error = np.abs(run(name, kv_dtype)[1] - whole_run(name)[1][:, :20])
     # Rounding may change which tokens Chelsea merges; the other policies keep the same tokens.
@@ -254,15 +252,10 @@ def test_a_quantized_index_selects_the_blocks_of_a_plain_one(name, max_index_byt
 
 @every_format
 @pytest.mark.parametrize(
-    "name, dtype",
-    [
-        ("exact", jnp.float32),
-        *(pytest.param(name, jnp.float32, marks=pytest.mark.heavy) for name in PLAIN if name != "exact"),
-        pytest.param("chelsea", jnp.bfloat16, marks=pytest.mark.heavy),
-    ],
+    "name, dtype", each([*((name, "float32") for name in PLAIN), ("chelsea", "bfloat16")], quick=[("exact", "float32")])
 )
 def test_a_compaction_without_new_tokens_changes_no_bit(name, kv_dtype, dtype):
-    cache = compact(run(name, kv_dtype, dtype)[0])
+    cache = compact(run(name, kv_dtype, jnp.dtype(dtype))[0])
     for before, later in zip(bits_of(cache.state), bits_of(compact(cache).state), strict=True):
         np.testing.assert_array_equal(before, later)
 
@@ -343,7 +336,7 @@ def test_rows_can_be_taken_and_put_back():
 
 
 @pytest.mark.parametrize(("kv_dtype", "bits"), [("int8", 8), ("int4", 4), ("int3", 3), ("int2", 2)])
-def test_bytes_are_those_of_numbers_scales_offsets_and_residuals(kv_dtype, bits):
+def test_bytes_include_numbers_scales_offsets_and_residuals(kv_dtype, bits):
     policy, spec, plain = PLAIN["chelsea"], make_spec(batch=1, kv_dtype=kv_dtype), make_spec(batch=1)
     numbers = 2 * 2 * 20 * HEAD_DIM  # of keys and values of 2 heads x 20 slots
     scales, offsets = 2 * 2 * 20 * 2, 2 * 2 * HEAD_DIM * 4  # one offset for the window, one for the centroids

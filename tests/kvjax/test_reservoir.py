@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import kvjax
-from kvjax.state import CacheBytes
 from kvjax.structures.reservoir import _uniform, extend, init_reservoir, log_weights
 from tests.kvjax.support import with_integer_keys
 
@@ -81,12 +80,6 @@ def test_samples_follow_the_masses_independently_over_slots(cuts, update):
         assert stats.chisquare(observed, expected).pvalue > 1e-3
 
 
-def test_blocks_and_single_tokens_have_the_same_law():
-    blocks, steps = fed((3, 6), extend), fed((), scan_steps)
-    counts = np.array([np.bincount(each.ravel(), minlength=len(MASS)) for each in (blocks, steps)])
-    assert stats.chi2_contingency(counts[:, MASS > 0]).pvalue > 1e-3
-
-
 @settings(max_examples=20, deadline=None)
 @given(mass=st.lists(st.sampled_from([0.0, 1e-3, 1.0, 50.0]), min_size=6, max_size=6), seed=st.integers(0, 2**16))
 def test_slots_hold_tokens_of_the_stream_with_their_masses(mass, seed):
@@ -150,29 +143,6 @@ def test_invalid_masses_are_counted_and_never_sampled():
     np.testing.assert_array_equal(reservoir.keys, np.repeat(keys[3:], SLOTS, axis=0))
     with pytest.raises(ValueError, match="unsound=3: masses that are negative or not finite"):
         kvjax.raise_faults(reservoir)
-
-
-def test_bytes_follow_the_formula():
-    for slots, dtype, itemsize in [(3, jnp.float32, 4), (50, jnp.bfloat16, 2)]:
-        expected = slots * (DIM + VALUE_DIM) * itemsize + 4 * slots + 12 + 8
-        assert kvjax.cache_bytes(empty_reservoir(slots=slots, dtype=dtype)) == CacheBytes(expected, 0)
-
-
-def test_vmapped_streams_equal_single_streams_with_one_trace():
-    keys, values = tokens(8)
-    masses = jnp.stack([jnp.asarray(MASS), jnp.asarray(MASS[::-1]), jnp.zeros(8)])
-    rngs = jax.random.split(jax.random.key(1), 3)
-    start = lambda rng: init_reservoir(SLOTS, DIM, VALUE_DIM, jnp.bfloat16, rng)  # noqa: E731
-    chex.clear_trace_counter()
-    update_all = jax.vmap(extend, in_axes=(0, None, None, 0))
-    update = jax.jit(chex.assert_max_traces(lambda *arrays: update_all(*arrays), n=1))
-    together = update(update(jax.vmap(start)(rngs), keys, values, masses), keys, values, masses)
-    for row in range(3):
-        alone = start(rngs[row])
-        for _ in range(2):
-            alone = _extend(alone, keys, values, masses[row])
-        stream = jax.tree.map(lambda part: part[row], together)  # noqa: B023
-        chex.assert_trees_all_equal(with_integer_keys(stream), with_integer_keys(alone))
 
 
 def test_estimates_of_the_numerator_are_unbiased_with_errors_of_order_inverse_square_root():

@@ -348,7 +348,7 @@ SCORES = {
 
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize("cap, sink_logits", [(None, None), (1.5, np.array([0.3, -0.2, 1.0, 0.5]))])
-def test_scores_of_a_row_are_those_of_its_tokens_alone(name, cap, sink_logits):
+def test_scores_of_a_row_equal_those_of_its_tokens_alone(name, cap, sink_logits):
     policy, expected = SCORES[name]
     if cap is not None and not policy.requires.prompt_queries:
         return

@@ -53,8 +53,8 @@ def test_every_policy_in_a_process_with_eight_devices():
 @functools.lru_cache
 def streams():
     rng = np.random.default_rng(0)
-    make = lambda tokens, heads: jnp.asarray(rng.normal(size=(4, tokens, heads, SPEC.head_dim)), jnp.float32)  # noqa: E731
-    return [make(tokens, heads) for tokens, heads in ((40, 4), (40, 4), (40, 8), (16, 4), (16, 4), (16, 8))]
+    shapes = [(4, tokens, heads, SPEC.head_dim) for tokens in (40, 16) for heads in (4, 4, 8)]
+    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "mesh"))
@@ -161,8 +161,9 @@ def collectives_of(name, mesh, longest, function):
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), cache, shardings(cache, mesh)
     )
     place = jax.NamedSharding(mesh, jax.P("data", None, "tensor"))
-    token = lambda heads: jax.ShapeDtypeStruct((4, 1, heads, SPEC.head_dim), jnp.float32, sharding=place)  # noqa: E731
-    text = jax.jit(function, donate_argnums=0).lower(cache, token(8), token(4), token(4)).compile().as_text()
+    shapes = [(4, 1, heads, SPEC.head_dim) for heads in (8, 4, 4)]
+    tokens = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place) for shape in shapes]
+    text = jax.jit(function, donate_argnums=0).lower(cache, *tokens).compile().as_text()
     return sorted((one.kind, one.bytes) for one in collectives(text))
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvjax.structures import soft_matching
 from kvjax.structures.soft_matching import Centroids, Schedule
+from tests.kvjax.support import each
 
 LLAMA_2 = Schedule(0.45, 0.05, 3)
 LLAMA_3 = Schedule(0.35, 0.1, 2)
@@ -21,7 +22,10 @@ SLOTS, CHUNK, DIM = 40, 16, 6
 
 def entries_of(keys, values=None, degree=None, slots=SLOTS):
     count = len(keys)
-    pad = lambda x: np.concatenate([x, np.full((slots - count, *x.shape[1:]), 7, x.dtype)])  # noqa: E731
+
+    def pad(x):
+        return np.concatenate([x, np.full((slots - count, *x.shape[1:]), 7, x.dtype)])
+
     degree = np.ones(count, np.int32) if degree is None else degree
     return Centroids(
         keys=jnp.asarray(pad(keys)),
@@ -46,7 +50,7 @@ def by_lists(entries, edges, chunk):
     count = int(entries.count)
     keys, values = (np.asarray(x, np.float64)[:count] for x in (entries.keys, entries.values))
     degree = np.asarray(entries.degree)[:count]
-    found = []
+    candidates = []
     for start in range(0, count, chunk):
         block_size = range(start, min(start + chunk, count))
         for a in block_size[::2]:
@@ -55,15 +59,14 @@ def by_lists(entries, edges, chunk):
             ]
             if cosines:
                 best = max(cosine for cosine, _ in cosines)
-                found.append((best, a, next(b for cosine, b in cosines if cosine > best - 1e-6)))
-    joined = {a: b for _, a, b in sorted(found, key=lambda edge: (-round(edge[0], 5), edge[1]))[:edges]}
+                candidates.append((best, a, next(b for cosine, b in cosines if cosine > best - 1e-6)))
+    joined = {a: b for _, a, b in sorted(candidates, key=lambda edge: (-round(edge[0], 5), edge[1]))[:edges]}
     merged = []
     for place in range(count):
         if place not in joined:
             members = [place, *(a for a, b in joined.items() if b == place)]
             total = degree[members].sum()
-            mean = lambda x, members=members, total=total: degree[members] @ x[members] / total  # noqa: E731
-            merged.append((mean(keys), mean(values), total))
+            merged.append((*(degree[members] @ x[members] / total for x in (keys, values)), total))
     return merged
 
 
@@ -91,12 +94,7 @@ def test_one_step_equals_merging_in_loops(seed, count, edges, duplicates):
 
 
 @pytest.mark.parametrize(
-    "schedule, budget",
-    [
-        pytest.param(schedule, budget, marks=() if (schedule, budget) == (LLAMA_2, 18) else pytest.mark.heavy)
-        for schedule in (LLAMA_2, LLAMA_3, QWEN)
-        for budget in (1, 18)
-    ],
+    "schedule, budget", each(itertools.product((LLAMA_2, LLAMA_3, QWEN), (1, 18)), quick=[(LLAMA_2, 18)])
 )
 @settings(max_examples=40, deadline=None)
 @given(
@@ -116,9 +114,7 @@ def test_the_budget_is_reached_exactly_and_sums_are_conserved(budget, schedule, 
         np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "schedule", [LLAMA_2, *(pytest.param(one, marks=pytest.mark.heavy) for one in (LLAMA_3, QWEN))]
-)
+@pytest.mark.parametrize("schedule", each((LLAMA_2, LLAMA_3, QWEN), quick=(LLAMA_2,)))
 def test_no_step_merges_more_than_its_schedule_allows(schedule):
     """Compressions to decreasing budgets show the length after every step."""
     entries = random_entries(0, SLOTS)
@@ -132,9 +128,9 @@ def test_no_step_merges_more_than_its_schedule_allows(schedule):
     current = entries
     for step, (before, after) in enumerate(itertools.pairwise(lengths)):
         current = merge(current, before - after)
-        whole = compress(entries, after, schedule)
-        np.testing.assert_allclose(whole.keys, current.keys[:after], atol=1e-5, err_msg=f"step {step}")
-        np.testing.assert_array_equal(whole.degree, current.degree[:after])
+        compressed = compress(entries, after, schedule)
+        np.testing.assert_allclose(compressed.keys, current.keys[:after], atol=1e-5, err_msg=f"step {step}")
+        np.testing.assert_array_equal(compressed.degree, current.degree[:after])
 
 
 def test_equal_keys_merge_first_and_attention_over_them_is_exact():

@@ -44,6 +44,10 @@ def axes(tree):
     return map_fields(lambda field, _: field.axes, tree)
 
 
+def is_names(node):
+    return isinstance(node, tuple) and all(isinstance(axis, str) for axis in node)
+
+
 def names_of_fields(named):
     return {field.name: getattr(named, field.name) for field in dataclasses.fields(named)}
 
@@ -73,7 +77,6 @@ def test_every_array_names_its_axes(name):
         window = fields.pop("window", names.state.window)
         assert fields == wanted[name]
         assert window.keys == (*per_slot, "D") and window.values == (*per_slot, "D_v") and window.total == ("B",)
-    is_names = lambda node: isinstance(node, tuple) and all(isinstance(axis, str) for axis in node)  # noqa: E731
     sizes = {"B": len(LENGTHS), "H_kv": 2, "H_q": 4}
     for leaf, named in zip(jax.tree.leaves(cache), jax.tree.leaves(names, is_leaf=is_names), strict=True):
         assert leaf.ndim == len(named)
@@ -87,8 +90,8 @@ def test_taken_rows_continue_as_in_their_batch(name):
     cache, _ = decoded(cache, stream, [0, 1, 2])
     order = [2, 0, 0]
     _, expected = decoded(cache, stream, [0, 1, 2], first=8)
-    _, taken = decoded(kvjax.take_rows(cache, jnp.array(order)), stream, order, first=8)
-    np.testing.assert_allclose(taken, expected[np.array(order)], rtol=1e-5, atol=1e-5)
+    _, selected = decoded(kvjax.take_rows(cache, jnp.array(order)), stream, order, first=8)
+    np.testing.assert_allclose(selected, expected[np.array(order)], rtol=1e-5, atol=1e-5)
     last = kvjax.take_rows(cache, jnp.array([2]))
     _, repeated = decoded(kvjax.repeat_rows(last, 3), stream, [2, 2, 2], first=8)
     np.testing.assert_allclose(repeated, expected[[2, 2, 2]], rtol=1e-5, atol=1e-5)
@@ -159,13 +162,12 @@ def test_overflow_of_a_full_cache_is_reported():
 def test_an_append_only_store_counts_tokens_beyond_its_capacity():
     # The cache refuses them first.
     store = append_only_store.init_append_only_store(make_spec(prompt=4, new=60), 4)
-    rng, count = np.random.default_rng(0), jnp.array([64, 10, 0])
-    make = lambda: jnp.asarray(rng.normal(size=(3, 2, 64, 64)), jnp.float32)  # noqa: E731
+    count, arrays = jnp.array([64, 10, 0]), jax.random.normal(jax.random.key(0), (4, 3, 2, 64, 64))
     store = append_only_store.append(
-        store, Tokens(make(), make(), count, jnp.zeros(3, jnp.int32), jnp.zeros((3, 64), jnp.int32))
+        store, Tokens(*arrays[:2], count, jnp.zeros(3, jnp.int32), jnp.zeros((3, 64), jnp.int32))
     )
     kvjax.raise_faults(store)
-    more = Tokens(make(), make(), jnp.array([5, 64, 64]), count, jnp.zeros((3, 64), jnp.int32))
+    more = Tokens(*arrays[2:], jnp.array([5, 64, 64]), count, jnp.zeros((3, 64), jnp.int32))
     fuller = append_only_store.append(store, more)
     np.testing.assert_array_equal(fuller.count, [64, 64, 64])
     np.testing.assert_array_equal(fuller.keys[0], store.keys[0])
@@ -183,8 +185,8 @@ def test_values_that_are_not_states_are_refused():
 
 def test_states_may_be_nested_in_lists_and_dicts():
     cache, _ = prefilled("exact")
-    taken = kvjax.take_rows({"layers": [cache, cache]}, jnp.array([1]))
-    np.testing.assert_array_equal(kvjax.num_tokens(taken["layers"][1]), [LENGTHS[1]])
+    selected = kvjax.take_rows({"layers": [cache, cache]}, jnp.array([1]))
+    np.testing.assert_array_equal(kvjax.num_tokens(selected["layers"][1]), [LENGTHS[1]])
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,7 @@ class ManyStreams:
 def test_stacked_states_have_leading_axes():
     many = ManyStreams(OneStream(items=jnp.arange(12).reshape(3, 2, 1, 2), lost=jnp.zeros((3, 2), jnp.int32)))
     assert axes(many).stream.items == ("B", "H_kv", "M", "2")
-    taken = kvjax.take_rows(many, jnp.array([2, 0]))
-    np.testing.assert_array_equal(taken.stream.items, many.stream.items[jnp.array([2, 0])])
+    selected = kvjax.take_rows(many, jnp.array([2, 0]))
+    np.testing.assert_array_equal(selected.stream.items, many.stream.items[jnp.array([2, 0])])
     with pytest.raises(ValueError, match=r"lost=\[\[0, 0\], \[0, 3\], \[0, 0\]\]: items were lost \(3 in total\)"):
         kvjax.raise_faults(ManyStreams(OneStream(many.stream.items, many.stream.lost.at[1, 1].set(3))))

@@ -236,7 +236,7 @@ def test_invalid_settings_are_refused(make, message):
 # --- the theorem's settings ---
 
 
-def test_settings_are_those_of_the_theorem():
+def test_settings_equal_those_of_the_theorem():
     settings = functools.partial(subgen_settings, 0.5, tokens=10_000, head_dim=64, query_norm=8.0, delta=0.25)
     fixed, doubled = settings(doubling=False), settings()
     assert fixed.samples == 64 / 0.5**2

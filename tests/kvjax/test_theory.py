@@ -13,8 +13,8 @@ def test_measured_norms_are_maxima():
 
 
 def test_vectors_that_are_not_finite_are_refused():
-    good = jnp.ones((2, 4))
+    valid = jnp.ones((2, 4))
     with pytest.raises(ValueError, match="key vectors are not all finite"):
-        measured_norms(good, good.at[0, 1].set(jnp.nan), good)
+        measured_norms(valid, valid.at[0, 1].set(jnp.nan), valid)
     with pytest.raises(ValueError, match="value vectors are not all finite"):
-        measured_norms(good, good, good.at[0, 1].set(jnp.inf))
+        measured_norms(valid, valid, valid.at[0, 1].set(jnp.inf))

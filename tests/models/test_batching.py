@@ -12,6 +12,7 @@ from kvjax_models.generation import batching, prefill
 from kvjax_models.generation.batching import Request, run_requests
 from kvjax_models.generation.decode import decode_block
 from kvjax_models.generation.sampling import Sampling
+from tests.kvjax.support import each
 from tests.models import test_generate
 from tests.models.support import compile_counts
 from tests.models.test_generate import PERIOD, random_model, random_tokens
@@ -21,8 +22,9 @@ LENGTHS, NEW = (70, 33, 1, 20, 5), (5, 40, 16, 1, 23)
 CLUSTERKV = kvjax.ClusterKV(24, sinks=2, cluster_tokens=8, chunk_tokens=16, chunk_clusters=2, compact_every=PERIOD)
 EXACT = kvjax.Exact(compact_every=PERIOD)
 UNIFORM = kvjax.Uniform(40, recent=16, compact_every=PERIOD)
-QUICK = {"exact": EXACT, "clustergen": kvjax.ClusterGen(40, compact_every=PERIOD)}
-HEAVY = {
+POLICIES = {
+    "exact": EXACT,
+    "clustergen": kvjax.ClusterGen(40, compact_every=PERIOD),
     "streaming_llm": kvjax.StreamingLLM(40, compact_every=PERIOD),
     "subgen": kvjax.SubGen(40, recent=8, compact_every=PERIOD),
     "balancekv": kvjax.BalanceKV(60, recent=16, compact_every=PERIOD),
@@ -69,10 +71,10 @@ def complete_alone(generator, some_requests):
     return rows
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.heavy) for name in HEAVY)])
+@pytest.mark.parametrize("name", each(POLICIES, quick=("clustergen",)))
 def test_tokens_equal_those_of_each_request_alone(name):
     """With a question and sampling."""
-    generator = make_generator((QUICK | HEAVY)[name], sampling=Sampling(temperature=1.0))
+    generator = make_generator(POLICIES[name], sampling=Sampling(temperature=1.0))
     some_requests = requests(question=(7, 8, 9))
     rows, reasons = complete(generator, some_requests, max_prefill_steps=2)
     assert rows == complete_alone(generator, some_requests) and reasons == ["length"] * len(some_requests)

@@ -297,6 +297,7 @@ def test_continuous_batching_on_a_mesh(name):
 
 
 @needs_devices
+@pytest.mark.heavy
 def test_a_mesh_may_have_other_axis_names():
     named = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("fsdp", "data", "tp"))
     mesh = rename_axes(named, CONFIG.kv_heads, data="fsdp", tensor="tp")
@@ -331,6 +332,7 @@ def test_more_devices_than_heads_along_an_axis_share_each_head():
 
 
 @needs_devices
+@pytest.mark.heavy
 def test_experts_and_sinks_on_a_mesh():
     """Loads the golden gpt-oss checkpoint directly onto the mesh."""
     model = huggingface.load_model(GOLDEN / "gpt_oss", jnp.float32)

@@ -16,6 +16,7 @@ from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.model.llama import Llama
+from tests.kvjax.support import each
 from tests.models.support import small_config, start_python
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [3, 1, 4, 1, 5]]
@@ -37,13 +38,7 @@ def make_generator(policy="uniform", model=None, **changes):
     return Generator(model or make_model(), POLICIES[policy](), **sizes, sampling=Sampling(temperature=1.0))
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(name, marks=pytest.mark.heavy) if name in ("exact", "clusterkv", "more_sinks") else name
-        for name in POLICIES
-    ],
-)
+@pytest.mark.parametrize("policy", each(POLICIES, quick=("uniform", "host_memory")))
 def test_a_restored_generation_continues_like_an_uninterrupted_one(policy, tmp_path):
     generator = make_generator(policy)
     first, state = generator.decode_all(generator.prefill(generator.init_state(7), PROMPTS), 8)
@@ -69,7 +64,7 @@ def test_parameters_are_saved_once_and_restored(tmp_path):
 
 
 def test_parameters_of_another_model_are_refused(tmp_path):
-    for seed, message in ((0, None), (1, r"parameters has model \w+, not \w+; use another directory")):
+    for seed, message in ((0, None), (1, r"parameters belong to model \w+, not \w+; use another directory")):
         generator = make_generator(model=make_model(seed))
         if message is None:
             SavedStates(tmp_path).save(seed, generator, generator.init_state())
@@ -197,7 +192,7 @@ def test_a_run_that_is_killed_many_times_equals_an_uninterrupted_one(kills, tmp_
     assert notes["tokens"] == uninterrupted(tokens)
 
 
-@pytest.mark.parametrize("policy", ["uniform", pytest.param("host_memory", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("policy", each(("uniform", "host_memory"), quick=("uniform",)))
 def test_continuations_of_a_saved_prefix_equal_runs_from_scratch(policy, tmp_path):
     questions = [[1 + row % 5, 2 + row, 3][: 1 + row % 3] for row in range(16)]
     sizes = {"batch": 1, "max_prompt_tokens": 12, "max_new_tokens": 16}

@@ -105,7 +105,7 @@ def test_layers_equal_those_of_one_device(name, num_queries):
 
 
 @needs_devices
-@pytest.mark.parametrize("name", ["heads", "tokens"])
+@pytest.mark.parametrize("name", [heavy("heads"), "tokens"])
 def test_repetitions_equal_those_of_one_device(name):
     layers = zip(*(prefill_layers(model, 0, KVZIP.requires.repetition) for model in random_models(name)), strict=True)
     for layer, sharded_layer in layers:
@@ -122,7 +122,7 @@ def test_repetitions_equal_those_of_one_device(name):
 @pytest.mark.parametrize(
     ("name", "supports_runs", "expected_call"),
     [
-        ("heads", True, (1, (2, 512, 1, 64))),
+        heavy("heads", True, (1, (2, 512, 1, 64))),
         ("tokens", True, (4, (2, 128, 3, 64))),
         heavy("tokens", False, (1, (2, 512, 1, 64))),  # four devices for three heads
     ],
@@ -163,7 +163,7 @@ def generate(model, name):
 
 
 @needs_devices
-@pytest.mark.parametrize("name", ["exact", "snapkv", heavy("kvzip")])
+@pytest.mark.parametrize("name", [heavy("exact"), "snapkv", heavy("kvzip")])
 def test_tokens_and_logits_equal_those_of_one_device(name):
     multiple, rows, logits = generate(random_model(6, 2), name)
     sharded = generate(shard_model(random_model(6, 2), kvjax.make_mesh(2, tensor=8)), name)
@@ -206,7 +206,7 @@ def test_prompts_that_devices_do_not_divide_are_replicated(count, shape):
 
 
 @needs_devices
-@pytest.mark.parametrize("heads", [(8, 4), (6, 2)])
+@pytest.mark.parametrize("heads", [heavy((8, 4)), (6, 2)])
 def test_no_device_holds_or_sends_the_residual_stream(heads):
     config = dataclasses.replace(CONFIG, query_heads=heads[0], kv_heads=heads[1], width=256, max_length=65536)
     model = shard_model(Llama(config, rngs=nnx.Rngs(0)), kvjax.make_mesh(heads[1], tensor=8))

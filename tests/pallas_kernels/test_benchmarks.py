@@ -12,13 +12,12 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import benchmarking
+from tests.kvjax.support import each
 
 OPS = [one.name for one in pkgutil.iter_modules(pallas_kernels.__path__) if one.ispkg]
 
 
-@pytest.mark.parametrize(
-    "op", [op if op == "weighted_decode" else pytest.param(op, marks=pytest.mark.heavy) for op in OPS]
-)
+@pytest.mark.parametrize("op", each(OPS, quick=("weighted_decode",)))
 def test_every_op_has_a_benchmark_that_runs(op, tmp_path, monkeypatch, capsys):
     module = importlib.import_module(f"pallas_kernels.{op}.benchmark")
     monkeypatch.setattr(benchmarking, "MIN_SECONDS", 0.0)

@@ -15,7 +15,7 @@ def make(bits=None, shape=(2, 3, 5, 16)):
 
 
 @pytest.mark.parametrize("bits, width", [(None, 16), (4, 8), (3, 6), (2, 4)])
-def test_the_shape_is_that_of_the_unpacked_array(bits, width):
+def test_the_shape_equals_the_unpacked_array(bits, width):
     x = make(bits)
     assert (x.shape, x.ndim, x.width) == ((2, 3, 5, 16), 4, 16)
     assert x.nbytes == 2 * 3 * (5 * (width + 4) + 16 * 4)

@@ -1,11 +1,14 @@
 """Means that absorb tokens over a long text, in every dtype of a cache."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
+from tests.kvjax.support import each
 from tests.models.support import key_data
 
 HEADS, DIM, EVERY = 2, 16, 128
@@ -17,7 +20,7 @@ POLICIES = {
 }
 # In bfloat16 rounding errors of the means do not cancel.
 FORMS = {"bfloat16": (None, jnp.bfloat16), "int8": ("int8", jnp.float32)}
-QUICK = {("chelsea", "int8"), ("clustergen", "bfloat16")}
+QUICK = {("chelsea", "int8", 4096), ("clustergen", "bfloat16", 4096)}
 
 
 def make_spec(**sizes):
@@ -41,9 +44,11 @@ def attend_uniformly(policy, kv_dtype, dtype, tokens):
 
     @jax.jit
     def append_stream(cache, keys, values):
-        add = lambda cache, new: (kvjax.compact(kvjax.append(cache, *new)), None)  # noqa: E731
+        def append_block(cache, block):
+            return kvjax.compact(kvjax.append(cache, *block)), None
+
         blocks = [x.reshape(-1, 1, EVERY, HEADS, DIM) for x in (keys, values)]
-        return jax.lax.scan(add, cache, tuple(blocks))[0]
+        return jax.lax.scan(append_block, cache, tuple(blocks))[0]
 
     cache = append_stream(cache, keys, values)
     kvjax.raise_faults(cache)
@@ -51,15 +56,7 @@ def attend_uniformly(policy, kv_dtype, dtype, tokens):
     return np.asarray(output), np.asarray(values.astype(jnp.float32)).astype(np.float64).mean((0, 1))
 
 
-@pytest.mark.parametrize(
-    "name, form, tokens",
-    [
-        pytest.param(name, form, tokens, marks=() if tokens == 4096 and (name, form) in QUICK else pytest.mark.heavy)
-        for tokens in (4096, 131_072)
-        for name in POLICIES
-        for form in FORMS
-    ],
-)
+@pytest.mark.parametrize("name, form, tokens", each(itertools.product(POLICIES, FORMS, (4096, 131_072)), QUICK))
 def test_the_mean_value_does_not_drift(name, form, tokens):
     kv_dtype, dtype = FORMS[form]
     output, expected = attend_uniformly(POLICIES[name], kv_dtype, dtype, tokens)
@@ -69,9 +66,7 @@ def test_the_mean_value_does_not_drift(name, form, tokens):
     assert np.max(np.abs(output - expected)) < 3 * limit
 
 
-@pytest.mark.parametrize(
-    "name", ["chelsea", *(pytest.param(name, marks=pytest.mark.heavy) for name in ("clustergen", "subgen"))]
-)
+@pytest.mark.parametrize("name", each(POLICIES, quick=("chelsea",)))
 def test_a_row_without_new_tokens_does_not_change(name):
     """In int8, where every compaction stores means again."""
     rng = np.random.default_rng(1)
