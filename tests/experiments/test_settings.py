@@ -73,10 +73,7 @@ def test_descriptions_include_defaults():
     few, many = (settings.description(one) for one in settings.settings(["uniform"], ["100", "200"]))
     assert (few["policy"]["budget"], many["policy"]["budget"]) == (100, 200)
     [exact] = settings.settings(["exact"], ["25%"])
-    assert settings.description(exact) == {
-        "policy": {"class": "Exact", "compact_every": 64},
-        "budget": None,
-    }
+    assert settings.description(exact) == {"policy": {"class": "Exact", "compact_every": 64}, "budget": None}
 
 
 def test_windows_of_layers_do_not_count():

@@ -322,10 +322,7 @@ def test_settings_of_the_theorem_report_whether_they_are_vacuous():
         (lambda: BalanceKVReference(20, block_size=1, **SMALL), "block_size=1"),
         (lambda: BalanceKVReference(20, decode="log", **SMALL), "decode='log'"),
         (lambda: BalanceKVReference(20, needles=10, needles_inside=True, **SMALL), "needles=10"),
-        (
-            lambda: BalanceKVPaper(20, epsilon=0.1, **SMALL),
-            "epsilon=0.1 needs a bound .*; pass key_norm",
-        ),
+        (lambda: BalanceKVPaper(20, epsilon=0.1, **SMALL), "epsilon=0.1 needs a bound .*; pass key_norm"),
         (lambda: BalanceKVPaper(20, value_exponents=(1, 0), **SMALL), r"value_exponents=\(1, 0\)"),
         (lambda: kvjax.BalanceKV(15, **SMALL).init(make_spec(), row_keys()), "54 tokens"),
         (lambda: kvjax.BalanceKV(20, bins=4, **SMALL).init(make_spec(), row_keys()), "in 4 bins"),

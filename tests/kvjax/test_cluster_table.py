@@ -14,19 +14,8 @@ from scipy import stats
 
 import kvjax
 from kvjax.structures import cover
-from kvjax.structures.cluster_table import (
-    extend,
-    init_cluster_table,
-    log_counts,
-    log_sample_weights,
-)
-from kvjax.structures.cover import (
-    EarlierNeighbors,
-    greedy_cover,
-    grow_delta,
-    squared_distances,
-    unknown_neighbors,
-)
+from kvjax.structures.cluster_table import extend, init_cluster_table, log_counts, log_sample_weights
+from kvjax.structures.cover import EarlierNeighbors, greedy_cover, grow_delta, squared_distances, unknown_neighbors
 from pallas_kernels.argmin import min_and_argmin
 from tests.kvjax.support import with_integer_keys
 

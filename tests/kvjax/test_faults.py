@@ -81,10 +81,7 @@ def test_a_full_staging_buffer_is_an_error(staged, count):
         # All rows use the same slots, also rows that append fewer tokens.
         lambda: kvjax.append(cache, keys, values, jnp.array([0, 0, 1])),
     )
-    for compacted in (
-        kvjax.append(kvjax.compact(cache), keys, values),
-        kvjax.step(cache, queries, keys, values)[1],
-    ):
+    for compacted in (kvjax.append(kvjax.compact(cache), keys, values), kvjax.step(cache, queries, keys, values)[1]):
         np.testing.assert_array_equal(kvjax.num_tokens(compacted), LENGTHS + staged + count)
 
 

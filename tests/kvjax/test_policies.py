@@ -187,7 +187,7 @@ def test_compaction_may_come_early(name):
         np.testing.assert_allclose(total, np.array(LENGTHS)[:, None] + NEW + np.zeros(KV_HEADS), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ROOMY)
+@pytest.mark.parametrize("name", each(ROOMY))
 def test_a_budget_of_all_tokens_gives_exact_attention(name):
     stream = make_stream()
     _, outputs, weights = decoded(ROOMY[name], stream)
@@ -295,15 +295,9 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
         means = 2 * HEAD_DIM * 2 + 4 + 4 if name == "clusterkv" else HEAD_DIM * 2  # and a log-weight and a deviation
         extra = reads * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 16 * (means + 8)
     if name == "quest":  # 3 of 4 pages per query head, and all bounds
-        slots, extra = (
-            23,
-            QUERY_HEADS * 3 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 4 * (2 * HEAD_DIM * 2 + 4),
-        )
+        slots, extra = (23, QUERY_HEADS * 3 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 4 * (2 * HEAD_DIM * 2 + 4))
     if name == "infinigen":  # 10 weighted tokens, all partial keys; the window is empty
-        slots, extra = (
-            0,
-            KV_HEADS * (10 * (2 * HEAD_DIM * 2 + 4) + 64 * 12 * 2 + 4 * 12 * HEAD_DIM) - 2 * 4,
-        )
+        slots, extra = (0, KV_HEADS * (10 * (2 * HEAD_DIM * 2 + 4) + 64 * 12 * 2 + 4 * 12 * HEAD_DIM) - 2 * 4)
     if name == "streaming_llm_reindexed":  # sinks are read by another query: a bound and 32 angles
         slots, extra = 18, 4 + 4 * HEAD_DIM // 2
     if name == "exact":  # the store has no lower bound

@@ -180,8 +180,7 @@ def test_the_mean_of_keys_costs_no_bits_and_is_computed_once():
 
 
 @pytest.mark.parametrize(
-    "name, low, high",
-    [("int8", 0.001, 0.02), ("int4", 0.03, 0.25), ("int3", 0.08, 0.45), ("int2", 0.15, 0.8)],
+    "name, low, high", [("int8", 0.001, 0.02), ("int4", 0.03, 0.25), ("int3", 0.08, 0.45), ("int2", 0.15, 0.8)]
 )
 def test_the_error_of_attention_follows_the_bit_width(name, low, high):
     keys, values = np.random.default_rng(0).normal(size=(2, 1, 64, 2, 64)).astype(np.float32)

@@ -97,11 +97,7 @@ def test_one_step_equals_merging_in_loops(seed, count, edges, duplicates):
     "schedule, budget", each(itertools.product((LLAMA_2, LLAMA_3, QWEN), (1, 18)), quick=[(LLAMA_2, 18)])
 )
 @settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(0, 2**16),
-    count=st.integers(1, SLOTS),
-    duplicates=st.booleans(),
-)
+@given(seed=st.integers(0, 2**16), count=st.integers(1, SLOTS), duplicates=st.booleans())
 def test_the_budget_is_reached_exactly_and_sums_are_conserved(budget, schedule, seed, count, duplicates):
     entries = random_entries(seed, count, duplicates)
     merged = compress(entries, budget, schedule)
@@ -164,8 +160,7 @@ def test_alternating_is_the_best_partition_of_a_chunk(length):
 
 
 @pytest.mark.parametrize(
-    "change, message",
-    [({"first": 0.6}, "first=0.6"), ({"floor": 0.0}, "floor=0.0"), ({"decay": -1.0}, "decay=-1.0")],
+    "change, message", [({"first": 0.6}, "first=0.6"), ({"floor": 0.0}, "floor=0.0"), ({"decay": -1.0}, "decay=-1.0")]
 )
 def test_invalid_schedules_are_refused(change, message):
     with pytest.raises(ValueError, match=message):

@@ -258,10 +258,7 @@ EXACT_32 = kvjax.Exact(32)
         ),
         ("balancekv_paper:value_exponents=(0,3),bins=4@400", BalanceKVPaper(400, value_exponents=(0, 3), bins=4)),
         ("quest:host_steps=2@64", kvjax.HostMemory(kvjax.Quest(64), 2)),
-        (
-            "quest:full_layers=2,compact_every=32@64",
-            kvjax.FirstLayers(2, kvjax.Quest(64, compact_every=32), EXACT_32),
-        ),
+        ("quest:full_layers=2,compact_every=32@64", kvjax.FirstLayers(2, kvjax.Quest(64, compact_every=32), EXACT_32)),
         (
             "quest:full_layers=2,host_steps=1,compact_every=32@64",
             kvjax.FirstLayers(2, kvjax.HostMemory(kvjax.Quest(64, compact_every=32)), EXACT_32),

@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import batching
-from pallas_kernels.balanced_walk import (
-    Block,
-    TpuConfig,
-    assign_signs,
-    kernel_diagonal,
-    kernel_matrix,
-    thin_pairs,
-)
+from pallas_kernels.balanced_walk import Block, TpuConfig, assign_signs, kernel_diagonal, kernel_matrix, thin_pairs
 from tests.pallas_kernels import helpers, traffic
 
 FORMS = helpers.make_forms(TpuConfig()) | ({"mosaic_gpu": helpers.GPU} if helpers.HAS_GPU_INTERPRETER else {})
