@@ -61,7 +61,7 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Converts a directory; matrices whose rows consist of whole blocks are quantized."""
+    """Converts a directory; matrices whose rows consist of complete blocks are quantized."""
     config = json.loads((directory / "config.json").read_text())
     architecture = ARCHITECTURES[directory.name]
     writer = gguf.GGUFWriter(path, architecture, **options)
