@@ -28,7 +28,7 @@ GEMMA3_HUB = {  # like a published config, which leaves most values to defaults
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("key", [*(set(LLAMA) - {"model_type"}), "head_dim"])
+@pytest.mark.parametrize("key", [*sorted(set(LLAMA) - {"model_type"}), "head_dim"])
 @pytest.mark.parametrize("value", [0, -1, -16, "16", 16.0, True, [16], {}, 10**12])
 def test_sizes_must_be_positive_integers(key, value):
     with pytest.raises(ValueError, match=f"^{key}="):
