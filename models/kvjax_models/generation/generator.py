@@ -139,12 +139,8 @@ class Generator:
             The state.
         """
         seed_array = state_lib.check_seed(seed)
-        init = functools.partial(state_lib.init_state, self.policies, self.specs, self.config.vocab_size, self.mesh)
-        if self.mesh is None:
-            return init(seed_array)
-        # Some of the arrays may be on devices of other processes.
-        out_shardings = state_lib.state_shardings(jax.eval_shape(init, seed_array), self.mesh)
-        return jax.jit(init, out_shardings=out_shardings)(seed_array)
+        state = state_lib.init_state(self.policies, self.specs, self.config.vocab_size, self.mesh, seed_array)
+        return state if self.mesh is None else state_lib.shard_on_mesh(state, self.mesh)
 
     def reseed(self, state: GenerationState, seed: int) -> GenerationState:
         """Returns a state whose sampling continues as if it had been created with another seed.

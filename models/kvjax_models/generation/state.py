@@ -20,7 +20,7 @@ from kvjax.state import count_row_faults, fault, row_randomness, state
 from kvjax.stores.staging import Counters
 from kvjax_models.generation.sampling import is_finite
 from kvjax_models.model.llama import Llama
-from kvjax_models.sharding import constrain_replicated
+from kvjax_models.sharding import constrain_replicated, constrain_to_batch
 
 
 @state
@@ -90,16 +90,14 @@ def cache_specs(
     )
 
 
-# Compiled so that every field gets its own buffer, which donation requires.
-@functools.partial(jax.jit, static_argnames=("policies", "specs", "vocab_size", "mesh"))
 def init_state(
     policies: tuple[Policy, ...],
     specs: tuple[kvjax.CacheSpec, ...],
     vocab_size: int,
     mesh: Mesh | None,
-    seed: Int[Array, ""] | np.uint32,
+    seed: np.uint32,
 ) -> GenerationState:
-    """Creates a state with empty caches.
+    """Creates a state with empty caches; layers with equal caches share one compiled program.
 
     Args:
         policies: cache policy of every layer.
@@ -111,22 +109,46 @@ def init_state(
     Returns:
         The state.
     """
-    batch = specs[0].batch
-    cache_keys, sampling_keys = row_keys(batch, seed)
+    representatives: dict[Any, int] = {}  # the first layer with a cache of this structure, including static fields
     layers = []
     for number, (policy, spec) in enumerate(zip(policies, specs, strict=True)):
-        layer_keys = jax.vmap(lambda key, number=number: jax.random.fold_in(key, number))(cache_keys)
-        cache = kvjax.init(policy, spec, layer_keys, mesh)
-        layers.append(with_counters(cache, None))
+        shapes = jax.eval_shape(functools.partial(_init_layer, policy, spec, mesh), seed, np.int32(number))
+        leaves, structure = jax.tree.flatten(shapes)
+        first = representatives.setdefault((structure, tuple((x.shape, x.dtype) for x in leaves)), number)
+        cache, counters = _init_layer(policies[first], specs[first], mesh, seed, np.int32(number))
+        layers.append(cache)
     return GenerationState(
-        layers=tuple(layers),
-        counters=cache.counters,
-        logits=jnp.zeros((batch, vocab_size), jnp.float32),
-        positions=jnp.zeros(batch, jnp.int32),
-        done=jnp.zeros(batch, bool),
-        sampling_keys=sampling_keys,
-        not_finite=jnp.zeros(batch, jnp.int32),
+        layers=tuple(layers), counters=counters, **_init_rows(specs[0].batch, vocab_size, mesh, seed)
     )
+
+
+# Compiled so that every field gets its own buffer, which donation requires.
+@functools.partial(jax.jit, static_argnames=("policy", "spec", "mesh"))
+def _init_layer(
+    policy: Policy, spec: kvjax.CacheSpec, mesh: Mesh | None, seed: Int[Array, ""], number: Int[Array, ""]
+) -> tuple[kvjax.Cache, Counters]:
+    """Returns the empty cache of layer `number`, without counters, and the counters."""
+    layer_keys = jax.vmap(lambda key: jax.random.fold_in(key, number))(row_keys(spec.batch, seed)[0])
+    cache = kvjax.init(policy, spec, layer_keys, mesh)
+    return with_counters(cache, None), cache.counters
+
+
+@functools.partial(jax.jit, static_argnames=("batch", "vocab_size", "mesh"))
+def _init_rows(batch: int, vocab_size: int, mesh: Mesh | None, seed: Int[Array, ""]) -> dict[str, Array]:
+    """Returns the fields of an empty state that are not caches."""
+    fields = {
+        "logits": jnp.zeros((batch, vocab_size), jnp.float32),
+        "positions": jnp.zeros(batch, jnp.int32),
+        "done": jnp.zeros(batch, bool),
+        "sampling_keys": row_keys(batch, seed)[1],
+        "not_finite": jnp.zeros(batch, jnp.int32),
+    }
+    if mesh is None:
+        return fields
+    return {
+        name: (constrain_to_batch if name == "logits" else constrain_replicated)(field, mesh)
+        for name, field in fields.items()
+    }
 
 
 def row_keys(batch: int, seed: Int[Array, ""] | np.uint32) -> Key[Array, "2 B"]:
@@ -255,13 +277,19 @@ def shard_state(state: GenerationState, mesh: Mesh | None) -> GenerationState:
         state: a state; donated on a mesh.
         mesh: mesh of the state.
     """
-    state = state if mesh is None else _shard_on_mesh(state, mesh)
+    state = state if mesh is None else shard_on_mesh(state, mesh)
     check_finite(state)
     return state
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
-def _shard_on_mesh(state: GenerationState, mesh: Mesh) -> GenerationState:
+def shard_on_mesh(state: GenerationState, mesh: Mesh) -> GenerationState:
+    """Returns the state in its sharding.
+
+    Args:
+        state: a state; donated.
+        mesh: mesh of the state.
+    """
     return constrain_state(state, mesh)
 
 
@@ -278,4 +306,4 @@ def commit_to_device(state: GenerationState, mesh: Mesh | None) -> GenerationSta
     return state if mesh is not None else jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
 
 
-PROGRAMS = (init_state, compact_layer, _count_faults, _shard_on_mesh)
+PROGRAMS = (_init_layer, _init_rows, compact_layer, _count_faults, shard_on_mesh)
