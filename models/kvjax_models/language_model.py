@@ -29,7 +29,7 @@ from kvjax_models.model.llama import Llama
 Message = Mapping[str, str]  # {"role": "user", "content": "..."}
 Prompt = str | Sequence[Message]  # a text to continue, or a conversation to answer
 
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # downloaded from the hub
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # downloaded from the hub, without subdirectories
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,7 +353,9 @@ def resolve_directory(name: str | os.PathLike) -> pathlib.Path:
     if directory.is_dir():
         return directory
     try:
-        return pathlib.Path(huggingface_hub.snapshot_download(str(name), allow_patterns=_HUB_FILES))
+        return pathlib.Path(
+            huggingface_hub.snapshot_download(str(name), allow_patterns=_HUB_FILES, ignore_patterns="*/*")
+        )
     except HFValidationError:
         raise FileNotFoundError(f"{name} is neither a directory nor a valid name of a model on the hub") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -134,13 +134,13 @@ def test_what_is_no_model_says_what_to_give(monkeypatch):
 def test_the_hub_is_asked_for_what_is_read_alone(monkeypatch):
     asked = []
 
-    def download(name, allow_patterns):
-        asked.append((name, allow_patterns))
+    def download(name, allow_patterns, ignore_patterns):
+        asked.append((name, allow_patterns, ignore_patterns))
         return str(DIRECTORY)
 
     monkeypatch.setattr(language_model.huggingface_hub, "snapshot_download", download)
     assert load("org/model").model.config == huggingface.load_config(DIRECTORY)
-    assert asked == [("org/model", ["*.json", "*.safetensors", "*.jinja"])]
+    assert asked == [("org/model", ["*.json", "*.safetensors", "*.jinja"], "*/*")]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from flax import nnx
 
 import kvjax
 from kvjax_models import atomic_io, fingerprint
-from kvjax_models.formats import huggingface
+from kvjax_models.formats import huggingface, replacing
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.numbered_saves import NumberedSaves
 from kvjax_models.generation.saved_states import SavedStates
@@ -258,40 +258,87 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
     with pytest.raises(OSError, match="the model could not be saved"):
         without_room(lambda: huggingface.save_model(tmp_path, model(1)))
     assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["config.json", "model.safetensors"]
-    assert not (tmp_path / ".complete").exists() and same(huggingface.load_model(tmp_path), model(0))
+    assert not (tmp_path / replacing.PREVIOUS).exists() and same(huggingface.load_model(tmp_path), model(0))
 
 
-@pytest.mark.parametrize("where", range(1, 14))
-def test_a_checkpoint_is_saved_as_one_wherever_it_stops(where, tmp_path, monkeypatch):
-    """Stopped at any of its steps on the disk, it leaves the old model or the new one, never parts of both."""
-    other = LlamaConfig(**{**vars(CONFIG), "rope_theta": 500.0, "mlp_width": 24})
-    huggingface.save_model(tmp_path, model(0), max_shard_bytes=4000)
+OTHER = LlamaConfig(**{**vars(CONFIG), "rope_theta": 500.0, "mlp_width": 24})
+STEPS = ((os, "link"), (pathlib.Path, "rename"), (pathlib.Path, "replace"), (pathlib.Path, "unlink"))
+NUM_STEPS = 19  # the last one completes the save
+
+
+def save_until(where, error, directory, monkeypatch, *, alive):
+    """Saves another model; the step `where` on the disk fails, and unless the process stays alive all later ones."""
+    huggingface.save_model(directory, model(0), max_shard_bytes=4000)
     calls = []
 
-    def stopping(function):
+    def failing(function):
         def run(*arguments, **named):
             calls.append(function)
-            if len(calls) == where:
-                raise KeyboardInterrupt
+            if len(calls) == where or (len(calls) > where and not alive):
+                raise error
             return function(*arguments, **named)
 
         return run
 
-    for of, name in ((os, "link"), (pathlib.Path, "rename"), (pathlib.Path, "replace"), (pathlib.Path, "unlink")):
-        monkeypatch.setattr(of, name, stopping(getattr(of, name)))
-    stopped = False
-    try:
-        huggingface.save_model(tmp_path, model(1, other))
-    except KeyboardInterrupt:
-        stopped = True
-    monkeypatch.undo()
-    assert stopped or where > 8  # there are that many
+    with monkeypatch.context() as patch:
+        for of, name in STEPS:
+            patch.setattr(of, name, failing(getattr(of, name)))
+        huggingface.save_model(directory, model(1, OTHER))
+    return len(calls)
+
+
+@pytest.mark.parametrize("where", range(1, NUM_STEPS + 1))
+def test_a_checkpoint_is_saved_as_one_wherever_it_stops(where, tmp_path, monkeypatch):
+    """A killed save leaves the old model or the new one, never parts of both, and the next save goes on from it."""
+    with pytest.raises(KeyboardInterrupt):
+        save_until(where, KeyboardInterrupt, tmp_path, monkeypatch, alive=False)
     found = huggingface.load_model(tmp_path)
-    assert same(found, model(0)) if found.config == CONFIG else same(found, model(1, other))
-    assert stopped or found.config == other
+    assert same(found, model(0)) if found.config == CONFIG else same(found, model(1, OTHER))
     huggingface.save_model(tmp_path, model(2))
     assert same(huggingface.load_model(tmp_path), model(2))
-    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("where", [*range(1, NUM_STEPS + 1), 10**6])
+def test_a_save_that_fails_leaves_the_old_model_for_every_reader(where, tmp_path, monkeypatch):
+    huggingface.save_model(tmp_path, model(0), max_shard_bytes=4000)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("[!.]*")}
+    try:
+        steps = save_until(where, OSError("no room"), tmp_path, monkeypatch, alive=True)
+    except OSError as error:
+        assert "the model could not be saved" in str(error)
+        assert same(huggingface.load_model(tmp_path), model(0))
+        assert {path.name: path.read_bytes() for path in tmp_path.glob("[!.]*")} == before
+    else:
+        assert where > NUM_STEPS or steps > where  # files are copied where the file system has no hard links
+        assert same(huggingface.load_model(tmp_path), model(1, OTHER))
+    assert sorted(path.name for path in tmp_path.glob(".*")) == [".lock"]
+    assert where <= NUM_STEPS or steps == NUM_STEPS
+
+
+@pytest.mark.parametrize("how", ["copied", "newer file", "a stranger's", "of an older version", "link"])
+def test_no_hidden_model_is_loaded_in_place_of_the_visible_one(how, tmp_path, monkeypatch):
+    """Only an interrupted save, in its own directory, makes `load_model` read a subdirectory."""
+    directory, hidden = tmp_path / "model", tmp_path / "model" / replacing.PREVIOUS
+    with pytest.raises(KeyboardInterrupt):
+        save_until(NUM_STEPS, KeyboardInterrupt, directory, monkeypatch, alive=False)  # all files are replaced
+    assert same(huggingface.load_model(directory), model(0))  # the save never ended
+    if how == "newer file":
+        os.utime(directory / "config.json", ns=(1, 1))
+    elif how == "link":
+        hidden.rename(tmp_path / "elsewhere")
+        hidden.symlink_to(tmp_path / "elsewhere")
+    else:
+        shutil.copytree(directory, tmp_path / "copy")
+        shutil.rmtree(directory)
+        (tmp_path / "copy").rename(directory)
+        if how == "a stranger's":
+            (hidden / "record.json").write_text('{"inode": 1, "files": {}}')
+        elif how == "of an older version":
+            hidden.rename(directory / ".complete")
+    assert same(huggingface.load_model(directory), model(1, OTHER))
+    huggingface.save_model(directory, model(2))
+    assert same(huggingface.load_model(directory), model(2)) and not hidden.exists()
 
 
 @pytest.mark.parametrize("factor", [-1.0, 2.0])

@@ -343,7 +343,7 @@ def test_what_messages_may_hold():
 def test_a_file_that_is_too_long_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(untrusted_files, "MAX_TEXT_BYTES", 10)
     (tmp_path / "config.json").write_text("{}" + " " * 9)
-    with pytest.raises(ValueError, match="has 11 bytes; more than 10 are not read"):
+    with pytest.raises(ValueError, match="has 11 bytes; the maximum is 10"):
         untrusted_files.read_json_object(tmp_path, "config.json")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import tokenizers
 
-from kvjax_models.formats import untrusted_files
+from kvjax_models.formats import replacing, untrusted_files
 from kvjax_models.formats.tokenizer import Tokenizer, call_backend
 
 
@@ -78,7 +78,7 @@ def _eos_ids(directory: pathlib.Path, backend: tokenizers.Tokenizer, eos_token: 
     Raises:
         ValueError: if they are not token ids.
     """
-    weights_directory = untrusted_files.weights_directory(directory)
+    weights_directory = replacing.weights_directory(directory)
     for home, name in ((directory, "generation_config.json"), (weights_directory, "config.json")):
         ids = _read_optional(home, name).get("eos_token_id")
         if ids is None:

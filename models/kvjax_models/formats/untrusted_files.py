@@ -4,7 +4,6 @@ import json
 import pathlib
 from typing import Any
 
-COMPLETE = ".complete"  # subdirectory with a complete save whose files have not replaced the old ones yet
 MAX_TEXT_BYTES = 2**29  # of a JSON file or a template; the largest tokenizers have about 30 MB
 
 
@@ -36,12 +35,6 @@ def resolve_file(directory: pathlib.Path, name: object) -> pathlib.Path:
     if not target.is_file():  # reading a pipe would never end
         raise ValueError(f"{path} is not a regular file")
     return path
-
-
-def weights_directory(directory: pathlib.Path) -> pathlib.Path:
-    """Returns where configuration and weights are: in a subdirectory if a save was interrupted after completion."""
-    complete = directory / COMPLETE
-    return complete if complete.is_dir() and not complete.is_symlink() else directory
 
 
 def has_entry(directory: pathlib.Path, name: str) -> bool:
