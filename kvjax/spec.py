@@ -1,6 +1,7 @@
 """The static specification of a cache, and shape checks of its inputs."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -13,6 +14,24 @@ from kvjax.quantization import KVDtype, KVFormats, check_width, parse_kv_dtype
 TILE = 16  # slots, see `round_to_tiles`
 # Weights count tokens and RoPE multiplies positions in float32, which holds every integer up to this one.
 MAX_TOKENS = 2**24
+
+
+# Fields of `CacheSpec` that are integers, with their smallest value, and those that may be None.
+_INTEGERS = {
+    "batch": 1,
+    "query_heads": 1,
+    "kv_heads": 1,
+    "head_dim": 1,
+    "max_prompt_tokens": 1,
+    "max_new_tokens": 1,
+    "value_dim": 1,
+    "window": 1,
+    "layer": 0,
+    "layers": 1,
+    "staging_slots": 1,
+    "sequence_shards": 1,
+}
+_OPTIONAL = ("value_dim", "window", "staging_slots")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,28 +82,36 @@ class CacheSpec:
     sequence_shards: int = 1
 
     def __post_init__(self) -> None:
-        counts = ["batch", "query_heads", "kv_heads", "head_dim", "max_prompt_tokens", "max_new_tokens", "layers"]
-        for name in (*counts, "sequence_shards", *(() if self.staging_slots is None else ("staging_slots",))):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise ValueError(f"{name}={value!r} must be an integer")
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        for name, minimum in _INTEGERS.items():
+            if (value := getattr(self, name)) is not None or name not in _OPTIONAL:
+                object.__setattr__(self, name, check_integer(name, value, minimum))
+        for name in ("scale", "logit_cap"):
+            if (value := getattr(self, name)) is not None and not (is_number(value) and value > 0):
+                raise ValueError(f"{name}={value!r} must be a finite number above 0, or None")
+        if self.rope_frequencies is not None:
+            object.__setattr__(self, "rope_frequencies", self._parse_frequencies(self.rope_frequencies))
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            raise ValueError(f"dtype={self.dtype!r} must be a floating-point dtype")
         if self.capacity > MAX_TOKENS:
             raise ValueError(
                 f"max_prompt_tokens + max_new_tokens = {self.max_prompt_tokens} + {self.max_new_tokens} must be at "
                 f"most {MAX_TOKENS} (2**24), the largest position that float32 represents exactly"
             )
-        for name in ("value_dim", "scale", "logit_cap", "window"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise ValueError(f"{name}={value} must be above 0, or None")
         if self.query_heads % self.kv_heads:
             raise ValueError(f"query_heads={self.query_heads} must be a multiple of kv_heads={self.kv_heads}")
-        if not 0 <= self.layer < self.layers:
+        if self.layer >= self.layers:
             raise ValueError(f"layer={self.layer} must be in [0, layers={self.layers})")
         if self.kv_formats is not None:
             check_width(self.kv_formats.keys, self.head_dim)
             check_width(self.kv_formats.values, self.value_width)
+
+    def _parse_frequencies(self, frequencies: Any) -> tuple[float, ...]:
+        """Returns RoPE frequencies as floats."""
+        count = self.head_dim // 2
+        valid = not isinstance(frequencies, str) and len(frequencies) == count and all(map(is_number, frequencies))
+        if not valid:
+            raise ValueError(f"rope_frequencies={frequencies!r} must be head_dim / 2 = {count} finite numbers, or None")
+        return tuple(map(float, frequencies))
 
     @property
     def kv_formats(self) -> KVFormats | None:
@@ -104,6 +131,37 @@ class CacheSpec:
     def full_cache_bytes(self, tokens: int) -> int:
         """Bytes of an unpadded full cache of one row and layer with this many tokens; budgets are relative to it."""
         return self.kv_heads * (self.head_dim + self.value_width) * jnp.dtype(self.dtype).itemsize * tokens
+
+
+def check_integer(name: str, value: Any, minimum: int) -> int:
+    """Returns an integer as Python's.
+
+    Args:
+        name: name of the argument.
+        value: its value; NumPy's integers are allowed, bools are not.
+        minimum: smallest allowed value.
+
+    Returns:
+        The integer.
+
+    Raises:
+        ValueError: if it is not an integer or too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"{name}={value!r} must be an integer")
+    if value < minimum:
+        raise ValueError(f"{name}={value} must be at least {minimum}")
+    return int(value)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number that is finite as a float; bools are not numbers."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a large integer
+        return False
 
 
 def check_tokens(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import json
 import re
 
 import jax
@@ -118,12 +119,33 @@ def test_padding_of_any_content_never_reaches_a_result(name):
         ({"batch": True}, "batch=True must be an integer"),
         ({"kv_heads": "2"}, "kv_heads='2' must be an integer"),
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ({"layer": 0.5}, "layer=0.5 must be an integer"),
+        ({"layer": -1}, "layer=-1 must be at least 0"),
+        ({"layer": 1}, r"layer=1 must be in \[0, layers=1\)"),
+        ({"window": 2.5}, "window=2.5 must be an integer"),
+        ({"value_dim": True}, "value_dim=True must be an integer"),
+        ({"scale": np.inf}, "scale=inf must be a finite number above 0, or None"),
+        ({"scale": -1.0}, "scale=-1.0 must be"),
+        ({"logit_cap": np.nan}, "logit_cap=nan must be"),
+        ({"logit_cap": 10**400}, "logit_cap=1000"),
+        ({"rope_frequencies": "abcd"}, "rope_frequencies='abcd' must be head_dim / 2 = 4 finite numbers, or None"),
+        ({"rope_frequencies": (1.0, np.inf, 1.0, 1.0)}, "rope_frequencies="),
+        ({"rope_frequencies": (1.0,)}, "rope_frequencies="),
+        ({"dtype": jnp.int32}, "dtype=.* must be a floating-point dtype"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(changes, message):
     sizes = {"batch": 1, "query_heads": 2, "kv_heads": 2, "head_dim": 8, "max_prompt_tokens": 8, "max_new_tokens": 8}
     with pytest.raises(ValueError, match=message):
         kvjax.CacheSpec(**sizes | changes)
+
+
+def test_sizes_of_numpy_are_sizes():
+    sizes = {"batch": 1, "query_heads": 2, "kv_heads": 2, "head_dim": 8, "max_prompt_tokens": 200, "layers": 1}
+    one = kvjax.CacheSpec(**sizes, max_new_tokens=200, rope_frequencies=(0.5,) * 4)
+    sizes = {name: np.uint8(size) for name, size in sizes.items()}
+    other = kvjax.CacheSpec(**sizes, max_new_tokens=np.uint8(200), rope_frequencies=np.full(4, 0.5, np.float32))
+    assert one == other and hash(one) == hash(other) and one.capacity == other.capacity == 400
 
 
 @settings(max_examples=40, deadline=None)
@@ -181,6 +203,23 @@ def test_a_setting_is_what_it_may_be_or_refused_by_name(policy):
             assert made == made and hash(made) == hash(made), (field.name, value)  # which NaN is not
             assert (type(value) is bool) == (field.type in (bool, "bool")), (field.name, value)
     assert refused > 0.7 * len(STRANGE) * len(dataclasses.fields(policy))
+
+
+@pytest.mark.parametrize("policy", CLASSES.values(), ids=lambda policy: type(policy).__name__)
+@pytest.mark.parametrize("dtype", [np.int64, np.uint8])
+def test_integers_of_numpy_are_settings_like_any(dtype, policy):
+    """Their sums would overflow in the checks, and JSON has no form for them."""
+    fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    integers = {name: dtype(value) for name, value in fields.items() if type(value) is int and value < 256}
+    made = dataclasses.replace(policy, **integers)
+    assert made == policy and json.dumps(kvjax.describe(made)) == json.dumps(kvjax.describe(policy))
+
+
+def test_settings_that_would_wrap_are_refused_by_their_values():
+    with pytest.raises(ValueError, match="budget=200 slots cannot hold sinks=200 and recent=200"):
+        kvjax.Uniform(np.uint8(200), np.uint8(200), np.uint8(200))
+    with pytest.raises(ValueError, match="budget=9999.* must be int"):
+        kvjax.Uniform(10**400 - 1)
 
 
 # --- states ---

@@ -118,6 +118,38 @@ def test_a_step_that_is_not_newer_is_refused(step, tmp_path):
         NumberedSaves(tmp_path).lock(require_empty=True)
 
 
+STEPS_OF_NO_SAVE = [-1, True, 16.0, "16", "../../out", None, np.float64(1)]
+
+
+@pytest.mark.parametrize("step", STEPS_OF_NO_SAVE)
+def test_steps_are_integers_from_zero(step, tmp_path):
+    generator = Generator(model(), kvjax.Exact(), batch=1, max_prompt_tokens=8, max_new_tokens=8)
+    saves = SavedStates(tmp_path / "run")
+    with pytest.raises(ValueError, match="step=.* must be an integer|step=-1 must be at least 0"):
+        saves.save(step, generator, generator.init_state())
+    with pytest.raises(ValueError, match="step=.* must be an integer|step=-1 must be at least 0"):
+        NumberedSaves(tmp_path / "saves").save(step, {}, {}, {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_integers_of_numpy_save_and_restore(tmp_path):
+    def generator(number):
+        policy = kvjax.Uniform(number(24), number(4), number(8), number(4))
+        return Generator(model(), policy, batch=number(1), max_prompt_tokens=number(16), max_new_tokens=number(8))
+
+    one = generator(np.int64)
+    SavedStates(tmp_path).save(np.int64(3), one, one.init_state())
+    assert SavedStates(tmp_path).restore(generator(int)).step == 3
+
+
+def test_a_renamed_save_is_not_taken_for_another_step(tmp_path, caplog):
+    save(NumberedSaves(tmp_path), 1, 2)
+    (tmp_path / "2").rename(tmp_path / "7")
+    (tmp_path / "007").mkdir()
+    assert NumberedSaves(tmp_path).steps() == [1, 7] and NumberedSaves(tmp_path).newest() == 1
+    assert "7: the directory was renamed: it holds the save of step 2" in caplog.text
+
+
 def test_many_saves_keep_the_newest_alone(tmp_path):
     saves = NumberedSaves(tmp_path, keep=3)
     save(saves, *range(7))
