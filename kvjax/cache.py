@@ -28,7 +28,7 @@ from kvjax.partials import Partials, normalize
 from kvjax.policy import Policy, Prompt, RepeatedPrompt, S
 from kvjax.segment import BlockStoreRead, Segment, array_bytes
 from kvjax.sliding_window import SlidingWindow
-from kvjax.spec import CacheSpec, check_queries, check_tokens, is_concrete
+from kvjax.spec import CacheSpec, check_dtype, check_queries, check_tokens, is_concrete
 from kvjax.state import count_row_faults, fault, state, static
 from kvjax.stores import staging as stagings
 from kvjax.stores.attention_scores import AttentionScores
@@ -43,6 +43,7 @@ class Cache(Generic[S]):
     staging: Staging
     counters: Counters
     reused: Int[Array, "B"] = fault("prefill was called on a cache with tokens, or with more than max_prompt_tokens")
+    not_finite: Int[Array, "B"] = fault("tokens had keys or values that are NaN or infinite in the cache's dtype")
     policy_faults: Int[Array, "B"]  # fault counters of the policy's state after the last prefill or compaction
     policy: Policy[S] = static()
     spec: CacheSpec = static()  # of one row of any layer, so that equal layers share programs
@@ -88,6 +89,7 @@ def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Me
         staging=staging,
         counters=counters,
         reused=jnp.zeros(spec.batch, jnp.int32),
+        not_finite=jnp.zeros(spec.batch, jnp.int32),
         policy_faults=jnp.zeros(spec.batch, jnp.int32),
         policy=policy,
         spec=dataclasses.replace(spec, batch=1, layer=0, layers=1),
@@ -152,6 +154,8 @@ def prefill(
         ValueError: if shapes or dtypes do not fit; outside jit also for a cache with tokens, or lengths out of range.
     """
     _check_new_tokens(cache, keys, values, lengths)
+    if queries is not None:
+        check_dtype("queries", queries, jnp.floating)
     longest = min(keys.shape[1], cache.spec.max_prompt_tokens)
     if is_concrete(lengths, cache.counters):
         row_lengths, counts = np.asarray(lengths), _known_num_tokens(cache)
@@ -359,6 +363,8 @@ def _prefill(
         # A copy, because the counters and the prompt's lengths may both be donated.
         counters=dataclasses.replace(cache.counters, first=jnp.copy(lengths)),
         reused=cache.reused + invalid,
+        not_finite=cache.not_finite
+        + _count_not_finite(prompt.keys.astype(spec.dtype), prompt.values.astype(spec.dtype)),
     )
     return _count_policy_faults(cache), layer_carry
 
@@ -405,11 +411,14 @@ def _compact(cache: Cache[S]) -> Cache[S]:
 
 
 def _compact_shard(cache: Cache[S]) -> Cache[S]:
-    """Passes one device's staged tokens to the policy."""
+    """Passes one device's staged tokens to the policy, which may drop them."""
+    # Counted here and not in `_stage`: a check per decode step would be one more kernel per layer.
+    not_finite = _count_not_finite(cache.staging.keys, cache.staging.values, cache.counters.present)
     new, counters = stagings.take_staged(cache.staging, cache.counters)
     compacted = cache.policy.compact(quantization.load_stored(cache.state), new)
     stored = quantization.store(compacted, cache.state, new_rows=new.count > 0)
-    return _count_policy_faults(dataclasses.replace(cache, state=stored, counters=counters))
+    not_finite += cache.not_finite
+    return _count_policy_faults(dataclasses.replace(cache, state=stored, counters=counters, not_finite=not_finite))
 
 
 def _stage(
@@ -475,7 +484,18 @@ def _zero_repeated(spec: CacheSpec, repeated: RepeatedPrompt) -> RepeatedPrompt:
 def _is_faulty(cache: Cache) -> Bool[Array, "B"]:
     """Returns the rows that have lost tokens or hold invalid state."""
     counters = cache.counters
-    return ((counters.overflow | cache.reused | cache.policy_faults) != 0) | (counters.total > cache.spec.capacity)
+    faults = counters.overflow | cache.reused | cache.not_finite | cache.policy_faults
+    return (faults != 0) | (counters.total > cache.spec.capacity)
+
+
+def _count_not_finite(
+    keys: Float[Array, "B H_kv T D"], values: Float[Array, "B H_kv T D_v"], present: Bool[Array, "B T"] | None = None
+) -> Int[Array, "B"]:
+    """Counts the tokens of every row whose keys or values are not finite, over all devices that share a row."""
+    invalid = ~(jnp.isfinite(keys).all(axis=3) & jnp.isfinite(values).all(axis=3))
+    if present is not None:
+        invalid &= present[:, None]
+    return sum_over_heads(jnp.sum(invalid, axis=(1, 2), dtype=jnp.int32))
 
 
 def _count_policy_faults(cache: Cache[S]) -> Cache[S]:

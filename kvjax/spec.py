@@ -181,36 +181,57 @@ def check_tokens(
         lengths: tokens per row.
 
     Raises:
-        ValueError: if a shape or dtype does not fit.
+        ValueError: if a shape or dtype does not fit, or there are no tokens.
     """
-    tokens = keys.shape[1] if keys.ndim > 1 else 0
+    check_dtype("keys", keys, jnp.floating)
+    tokens = max(keys.shape[1], 1) if keys.ndim > 1 else 1
     for name, array, width in (("keys", keys, spec.head_dim), ("values", values, spec.value_width)):
+        check_dtype(name, array, jnp.floating)
         shape = (batch, tokens, spec.kv_heads, width)
         if array.shape != shape:
             raise ValueError(f"{name} have shape {array.shape}, expected [B, T, H_kv, D] = {shape}")
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"{name} have dtype {array.dtype}, expected a floating-point dtype")
     if lengths is None:
         return
+    check_dtype("lengths", lengths, jnp.integer)
     if lengths.shape != (batch,):
-        raise ValueError(f"lengths has shape {lengths.shape}, expected [B] = {(batch,)}")
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"lengths has dtype {lengths.dtype}, expected an integer dtype")
+        raise ValueError(f"lengths have shape {lengths.shape}, expected [B] = {(batch,)}")
+
+
+def check_dtype(name: str, array: Any, kind: Any) -> None:
+    """Checks that an argument is an array with a dtype that JAX supports.
+
+    Args:
+        name: name of the argument.
+        array: the argument.
+        kind: `jnp.floating` or `jnp.integer`.
+
+    Raises:
+        TypeError: if it is not an array.
+        ValueError: if it has another dtype.
+    """
+    if not isinstance(array, jax.Array | np.ndarray):
+        raise TypeError(f"{name} must be a JAX or NumPy array, got {type(array).__name__}")
+    if not jnp.issubdtype(array.dtype, kind):
+        article = "an integer" if kind is jnp.integer else "a floating-point"
+        raise ValueError(f"{name} have dtype {array.dtype}, expected {article} dtype")
+    if isinstance(array, np.ndarray) and not array.dtype.isnative:
+        raise ValueError(f"{name} have dtype {array.dtype.str}, expected the byte order of this machine")
 
 
 def check_queries(spec: CacheSpec, batch: int, queries: Float[Array, "B T H_q D"], tokens: int | None = None) -> None:
-    """Checks the shape of queries.
+    """Checks the shape and dtype of queries.
 
     Args:
         spec: the cache's spec.
         batch: batch rows of the cache.
         queries: the queries.
-        tokens: how many there must be; None for any number.
+        tokens: how many there must be; None for any number from 1.
 
     Raises:
-        ValueError: if the shape does not fit.
+        ValueError: if the shape or dtype does not fit.
     """
-    count = queries.shape[1] if tokens is None and queries.ndim > 1 else tokens
+    check_dtype("queries", queries, jnp.floating)
+    count = max(queries.shape[1], 1) if tokens is None and queries.ndim > 1 else tokens
     shape = (batch, count, spec.query_heads, spec.head_dim)
     if queries.shape != shape:
         raise ValueError(f"queries have shape {queries.shape}, expected [B, T, H_q, D] = {shape}")

@@ -234,15 +234,16 @@ def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
 
     Args:
         tree: a state.
-        rows: row indices; a row may appear several times. Each copy after the first draws its own random numbers.
+        rows: integer row indices; a row may appear several times. Each copy after the first draws its own random
+            numbers. Use `jnp.flatnonzero` for a mask.
 
     Returns:
         A state with R batch rows that shares no buffer with the original.
 
     Raises:
-        ValueError: if a row index is out of range (outside jit).
+        ValueError: if rows are not integers [R], or out of range (outside jit).
     """
-    _check_rows(tree, rows)
+    rows = _check_rows(tree, rows)
 
     def take(field: ArrayField, leaf: Array) -> Array:
         # A copy, so that either state may be donated while the other stays in use.
@@ -289,12 +290,12 @@ def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
         The updated state.
 
     Raises:
-        ValueError: if the states differ in policy or spec, a row is out of range, or a batch-wide field differs (the
-            latter two outside jit).
+        ValueError: if the states differ in policy or spec, rows are not integers [R], a row is out of range, or a
+            batch-wide field differs (the latter two outside jit).
     """
     if (difference := _difference(tree, rows_tree)) is not None:
         raise ValueError(f"insert_rows: the states belong to different policies or specs: {difference}")
-    _check_rows(tree, rows)
+    rows = _check_rows(tree, rows)
 
     def insert(field: ArrayField, leaf: Array, new: Array) -> Array:
         axis = field.batch_axis
@@ -391,13 +392,18 @@ def _difference(tree: Any, other: Any) -> str | None:
     return next((difference for pair in pairs if (difference := _difference(*pair)) is not None), None)
 
 
-def _check_rows(tree: Any, rows: Int[Array, "R"]) -> None:
-    """Raises a ValueError for rows out of range, which JAX would fill or drop."""
-    if isinstance(rows, jax.core.Tracer):
-        return
+def _check_rows(tree: Any, rows: Any) -> Int[Array, "R"]:
+    """Returns row indices as an array; raises a ValueError for rows out of range, which JAX would fill or drop."""
+    if not isinstance(rows, jax.Array):
+        rows = np.asarray(rows)
+    if rows.ndim != 1 or not np.issubdtype(rows.dtype, np.integer):
+        raise ValueError(
+            f"rows have dtype {rows.dtype} and shape {rows.shape}, expected integers [R]; use jnp.flatnonzero for a mask"
+        )
     batch = _batch_size(tree)
-    if bool(jnp.any((rows < 0) | (rows >= batch))):
+    if not isinstance(rows, jax.core.Tracer) and bool(jnp.any((rows < 0) | (rows >= batch))):
         raise ValueError(f"rows={np.asarray(rows).tolist()} must be in [0, {batch})")
+    return jnp.asarray(rows, jnp.int32)
 
 
 def _batch_size(tree: Any) -> int:

@@ -260,6 +260,64 @@ def test_lengths_are_whole_numbers_of_every_row(lengths):
             function(cache, keys, values, lengths)
 
 
+def exact_cache(compact_every=8):
+    return kvjax.init(kvjax.Exact(compact_every), make_spec(), jax.random.split(jax.random.key(0), BATCH))
+
+
+BIG_ENDIAN = np.dtype(np.float32).newbyteorder(">")
+# What stands in the place of (queries, keys, values, lengths) of a block of 8 tokens.
+WRONG_ARRAYS = {
+    "keys of a list": (1, lambda x: x.tolist(), TypeError, "keys must be a JAX or NumPy array, got list"),
+    "no values": (2, lambda x: None, TypeError, "values must be a JAX or NumPy array, got NoneType"),
+    "lengths of a float": (3, lambda x: 8.0, TypeError, "lengths must be a JAX or NumPy array, got float"),
+    "lengths of a list": (3, lambda x: [8] * BATCH, TypeError, "lengths must be a JAX or NumPy array, got list"),
+    "integer queries": (0, lambda x: x.astype(np.int32), ValueError, "queries have dtype int32"),
+    "boolean queries": (0, lambda x: x > 0, ValueError, "queries have dtype bool"),
+    "complex queries": (0, lambda x: x + 1j, ValueError, "queries have dtype complex"),
+    "big-endian keys": (1, lambda x: x.astype(BIG_ENDIAN), ValueError, "keys have dtype >f4, expected the byte order"),
+    "big-endian queries": (0, lambda x: x.astype(BIG_ENDIAN), ValueError, "queries have dtype >f4"),
+    "no keys": (1, lambda x: x[:, :0], ValueError, r"keys have shape .* expected \[B, T, H_kv, D\]"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ARRAYS)
+def test_arrays_of_another_kind_are_refused_by_name(name):
+    index, change, kind, message = WRONG_ARRAYS[name]
+    arguments = [*inputs()[1], np.full(BATCH, 8, np.int32)]
+    arguments[index] = change(arguments[index])
+    queries, keys, values, lengths = arguments
+    with pytest.raises(kind, match=message):
+        kvjax.step(exact_cache(), *arguments)
+    with pytest.raises(kind, match=message):
+        kvjax.prefill(exact_cache(), keys, values, lengths, queries)
+    if index == 0:
+        with pytest.raises(kind, match=message):
+            kvjax.attend(exact_cache(), queries)
+
+
+@pytest.mark.parametrize("function", [kvjax.prefill, kvjax.append, kvjax.step, kvjax.attend])
+def test_no_tokens_are_refused(function):
+    queries, keys, values = (x[:, :0] for x in inputs()[1])
+    arguments = {kvjax.step: (queries, keys, values), kvjax.attend: (queries,)}.get(function, (keys, values))
+    more = (np.zeros(BATCH, np.int32),) if function is kvjax.prefill else ()
+    with pytest.raises(ValueError, match="have shape .* expected"):
+        function(exact_cache(), *arguments, *more)
+
+
+@pytest.mark.parametrize("rows", [np.array([True, False, True]), 1, [[1], [0]], [1.0], [], None, "1"])
+def test_rows_are_a_list_of_integers(rows):
+    cache = exact_cache()
+    for call in (kvjax.take_rows, lambda cache, rows: kvjax.insert_rows(cache, cache, rows)):
+        with pytest.raises(ValueError, match=r"rows have dtype .* expected integers \[R\]; use jnp.flatnonzero"):
+            call(cache, rows)
+
+
+def test_rows_of_a_mask_and_of_any_integer_type():
+    _, cache = kvjax.step(exact_cache(), *inputs()[1], np.array([1, 2, 3], np.int32))
+    for rows in (jnp.flatnonzero(jnp.array([True, False, True])), [0, 2], np.array([0, 2], np.uint64)):
+        np.testing.assert_array_equal(kvjax.num_tokens(kvjax.take_rows(cache, rows)), [1, 3])
+
+
 @pytest.mark.parametrize("heads", [1, 2, 6, 8])
 def test_other_query_heads_than_the_specs_are_refused(heads):
     cache = kvjax.init(kvjax.Exact(compact_every=8), make_spec(), jax.random.split(jax.random.key(0), BATCH))
