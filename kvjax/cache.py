@@ -24,11 +24,12 @@ from kvjax import quantization
 from kvjax.attention import AttentionStats, attend_with_stats
 from kvjax.distributed.collectives import SEQUENCE, sum_over_heads, sum_over_sequence
 from kvjax.distributed.sharding import check_axes, per_device, shardings
+from kvjax.jax_flags import with_default_flags
 from kvjax.partials import Partials, normalize
 from kvjax.policy import Policy, Prompt, RepeatedPrompt, S
 from kvjax.segment import BlockStoreRead, Segment, array_bytes
 from kvjax.sliding_window import SlidingWindow
-from kvjax.spec import CacheSpec, check_dtype, check_queries, check_tokens, is_concrete
+from kvjax.spec import MAX_TOKENS, CacheSpec, check_dtype, check_queries, check_tokens, is_concrete
 from kvjax.state import count_row_faults, fault, state, static
 from kvjax.stores import staging as stagings
 from kvjax.stores.attention_scores import AttentionScores
@@ -50,6 +51,7 @@ class Cache(Generic[S]):
     mesh: Mesh | None = static()
 
 
+@with_default_flags
 def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Mesh | None = None) -> Cache[S]:
     """Returns an empty cache.
 
@@ -120,7 +122,8 @@ def layer_policy(policy: Policy[S], spec: CacheSpec) -> Policy[Any]:
     layer = policy.for_layer(spec)
     if spec.window is None:
         return layer
-    return SlidingWindow(spec.window, compact_every=min(spec.window, layer.compact_every))
+    window = spec.window if spec.window < MAX_TOKENS else spec.capacity  # it hides no token
+    return SlidingWindow(window, compact_every=min(window, layer.compact_every))
 
 
 def prefill(
@@ -275,6 +278,7 @@ def with_counters(cache: Cache[S], counters: Counters | None) -> Cache[S]:
     return dataclasses.replace(cache, counters=cast(Counters, counters))
 
 
+@with_default_flags
 def read_bytes(cache: Cache) -> int:
     """Returns the bytes of cache that one decode step reads, from shapes and dtypes; the cache may be abstract."""
     return _read_bytes(cache, cache.staging.keys.shape[1])

@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from kvjax.distributed.memory import compute_where_stored, is_on_host
+from kvjax.jax_flags import with_default_flags
 from pallas_kernels.quantized_array import QuantizedArray
 
 T = TypeVar("T")
@@ -229,6 +230,7 @@ def _itemsize(dtype: Any) -> int:
     return dtype.itemsize
 
 
+@with_default_flags
 def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
     """Returns the state of a batch made of the given rows, in that order.
 
@@ -262,6 +264,7 @@ def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
     return map_fields(take, tree)
 
 
+@with_default_flags
 def repeat_rows(tree: T, repeats: int) -> T:
     """Repeats every row in place, as forks of one prefix: row i becomes rows i * repeats to (i + 1) * repeats - 1.
 
@@ -276,6 +279,7 @@ def repeat_rows(tree: T, repeats: int) -> T:
     return take_rows(tree, jnp.repeat(jnp.arange(_batch_size(tree)), repeats))
 
 
+@with_default_flags
 def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
     """Overwrites the given rows with the rows of another state of the same policy and spec.
 
@@ -398,7 +402,7 @@ def _check_rows(tree: Any, rows: Any) -> Int[Array, "R"]:
         rows = np.asarray(rows)
     if rows.ndim != 1 or not np.issubdtype(rows.dtype, np.integer):
         raise ValueError(
-            f"rows have dtype {rows.dtype} and shape {rows.shape}, expected integers [R]; use jnp.flatnonzero for a mask"
+            f"rows have dtype {rows.dtype} and shape {rows.shape}, expected integers [R]; use jnp.flatnonzero for masks"
         )
     batch = _batch_size(tree)
     if not isinstance(rows, jax.core.Tracer) and bool(jnp.any((rows < 0) | (rows >= batch))):

@@ -1,5 +1,6 @@
 """What callers get wrong: refused with what it is, or of no consequence; outside jit and under it."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -105,6 +106,58 @@ def test_padding_of_any_content_never_reaches_a_result(name):
             real = np.arange(8) < count[:, None]
             np.testing.assert_array_equal(np.asarray(one)[real], np.asarray(other)[real])
         np.testing.assert_array_equal(last, last_noisy)
+
+
+# --- flags of JAX ---
+
+FLAGS = {
+    "jax_enable_x64": True,
+    "jax_numpy_dtype_promotion": "strict",
+    "jax_numpy_rank_promotion": "raise",
+}
+
+
+@contextlib.contextmanager
+def flag_set(name):
+    before = getattr(jax.config, name)
+    jax.config.update(name, FLAGS[name])
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def eager(policy):
+    """Every function of a cache, outside jit."""
+    (queries, keys, values), block, _ = inputs()
+    cache = kvjax.init(policy, make_spec(), jax.random.split(jax.random.key(1), BATCH))
+    cache, _ = kvjax.prefill(cache, keys, values, np.array(LENGTHS), kvjax.prompt_queries(cache.policy, queries))
+    attended, cache = kvjax.step(cache, *block, np.array([8, 0, 3]))
+    cache = kvjax.insert_rows(kvjax.compact(cache), kvjax.compact(kvjax.take_rows(cache, [1])), [0])
+    partials = kvjax.attend(kvjax.append(cache, *block[1:]), block[0])
+    kvjax.raise_faults(cache)
+    return [attended, kvjax.normalize(partials)], kvjax.num_tokens(cache), kvjax.read_bytes(cache), cache
+
+
+@pytest.mark.parametrize("name", each(POLICIES, quick=["exact", "subgen_paper"]))
+def test_flags_of_jax_change_nothing(name):
+    """Policies run with the flags that some programs set, and give the same bits, in 32 bits."""
+    if POLICIES[name].requires.repetition is not None:
+        pytest.skip("it reads the prompt again")
+    (queries, keys, values), *blocks = inputs()
+    counts = [np.array([8, 0, 3], np.int32), np.array([2, 8, 0], np.int32)]
+    prompt = (keys, queries, values, np.array(LENGTHS, np.int32), blocks, counts, queries[:, :1])
+
+    def run():
+        jitted = jax.tree.map(np.asarray, through(POLICIES[name], make_spec(), *prompt)[:2])
+        return jitted, *eager(POLICIES[name])
+
+    *expected, cache = run()
+    for flag in FLAGS:
+        with flag_set(flag):
+            *found, same = run()
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        assert jax.tree.map(lambda x: x.dtype, same) == jax.tree.map(lambda x: x.dtype, cache), flag
 
 
 # --- sizes and counters ---
