@@ -1,8 +1,10 @@
 """Directories and templates that a stranger made, or a bad disk: loaded as they should be, or refused by name."""
 
+import base64
 import contextlib
 import json
 import os
+import pathlib
 import random
 import shutil
 import signal
@@ -82,27 +84,133 @@ def at_most(seconds):
         signal.signal(signal.SIGALRM, handler)
 
 
+@contextlib.contextmanager
+def below(megabytes):
+    """Fails where the process grows by more, at any time in between."""
+    try:
+        pathlib.Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+    except OSError:
+        yield
+        return
+    before = peak_memory()
+    yield
+    assert peak_memory() - before < megabytes * 2**10, "the process has grown"
+
+
+def peak_memory():
+    """The largest resident size of this process, in KiB."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0])
+
+
+def copy_of(good, tmp_path):
+    return pathlib.Path(shutil.copytree(good, tmp_path / "model"))
+
+
+def change_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+# --- bytes ---
+
+
+def mutate(data, rng):
+    """Bytes with one damage, and its name."""
+    how = rng.choice(["cut", "empty", "noise", "flip", "repeat", "zeros", "long number", "bom"])
+    place = rng.randrange(len(data))
+    end = min(len(data), place + rng.choice([1, 4, 8, 64]))
+    changed = {
+        "cut": data[:place],
+        "empty": b"",
+        "noise": rng.randbytes(100),
+        "flip": data[:place] + bytes([data[place] ^ (1 << rng.randrange(8))]) + data[place + 1 :],
+        "repeat": data[:end] + data[place:end] * rng.choice([1, 100]) + data[end:],
+        "zeros": data[:place] + bytes(end - place) + data[end:],
+        "long number": data[:place] + b"\xff" * (end - place) + data[end:],
+        "bom": b"\xff\xfe" + data,
+    }[how]
+    return changed, how
+
+
+def fuzz_bytes(path, load, rng, cases):
+    """Loads a file with many damages; returns how many were refused.
+
+    Args:
+        path: a file, which is restored.
+        load: loads what the file is part of; an error must name the file, its directory or "tokenizer".
+        rng: random numbers.
+        cases: number of damages.
+    """
+    data, refused = path.read_bytes(), 0
+    for _ in range(cases):
+        changed, how = mutate(data, rng)
+        path.write_bytes(changed)
+        refused += isinstance(outcome(path.parent, f"{how} {path.name}", load), str)
+    path.write_bytes(data)
+    return refused
+
+
+@pytest.mark.parametrize("cases", [10, pytest.param(200, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
+def test_a_file_of_damaged_bytes_is_loaded_or_refused_by_name(name, cases, good, tmp_path):
+    with below(1500):
+        assert fuzz_bytes(copy_of(good, tmp_path) / name, language_model.load, random.Random(cases), cases) > cases / 3
+
+
 # --- directories ---
 
-STRANGE = [None, -1, 0, 1e999, float("nan"), "8", "false", "", [], {}, [None], True, False, 10**12, 2**70, 1.5, "../x"]
+STRANGE = [
+    None, -1, 0, 1e999, float("nan"), "8", "false", "", [], {}, [None], True, False, 10**12, 2**70, 1.5, "../x",
+    10**400, 1e39, 1e300, 1e-300, 2**31 - 1, 2**31 - 2, "\ud800", [[]] * 10**5, "x" * 10**6, {"a": {"b": [1e300]}},
+]  # fmt: skip
 JSON_FILES = ["config.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"]
+ROPES = [
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_type": "yarn", "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0], "factor": 2.0},
+]
+FAMILY_KEYS = {
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+    "gemma2": {"query_pre_attn_scalar": 4, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "granite": {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0},
+    "smollm3": {"no_rope_layers": [1], "no_rope_layer_interval": 4},
+}
+PIPELINE = {
+    "normalizer": [
+        {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"},
+        {"type": "Replace", "pattern": {"Regex": "a*"}, "content": "a" * 10**5},
+        {"type": "Prepend", "prepend": "a" * 10**6},
+        {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
+        {"type": "NFKD"},
+    ],
+    "pre_tokenizer": [
+        {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": False},
+        {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True},
+        {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False},
+    ],
+    "decoder": [
+        {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"},
+        {"type": "ByteFallback"},
+        {"type": "Strip", "content": "a", "start": 2**31, "stop": 0},
+    ],
+}
+PARTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
 
 
 def spoil_file(directory, rng):
     """Something else in a file's place."""
     path = rng.choice(sorted(path for path in directory.iterdir() if path.name[0] != "."))
     data = path.read_bytes()
-    how = rng.choice(["gone", "cut", "empty", "noise", "flip", "directory", "pipe", "out", "circle", "device", "bom"])
+    how = rng.choice(["gone", "bytes", "bytes", "directory", "pipe", "out", "circle", "device"])
     path.unlink()
-    if how == "cut":
-        path.write_bytes(data[: rng.randrange(len(data))])
-    elif how == "empty":
-        path.write_bytes(b"")
-    elif how == "noise":
-        path.write_bytes(rng.randbytes(100))
-    elif how == "flip":
-        place = rng.randrange(len(data))
-        path.write_bytes(data[:place] + bytes([data[place] ^ (1 << rng.randrange(8))]) + data[place + 1 :])
+    if how == "bytes":
+        data, how = mutate(data, rng)
+        path.write_bytes(data)
     elif how == "directory":
         path.mkdir()
     elif how == "pipe":
@@ -114,8 +222,6 @@ def spoil_file(directory, rng):
         path.symlink_to(path)
     elif how == "device":
         path.symlink_to("/dev/zero")
-    elif how == "bom":
-        path.write_bytes(b"\xff\xfe" + data)
     return f"{how} {path.name}"
 
 
@@ -130,7 +236,40 @@ def spoil_json(directory, rng):
         names = [*values, "chat_template", "eos_token_id", "bos_token", "add_bos_token"]
         values[rng.choice(names)] = strange
     path.write_text(json.dumps(values))
-    return f"{path.name} is {json.dumps(values)}"
+    return f"{path.name} is {json.dumps(values)[:500]}"
+
+
+def spoil_config(directory, rng):
+    """A strange number among those of any family."""
+    path = directory / "config.json"
+    values = json.loads(path.read_text())
+    rope = dict(rng.choice(ROPES))
+    family = rng.choice([*FAMILY_KEYS])
+    values |= FAMILY_KEYS[family] | {"model_type": family, "architectures": None, "rope_scaling": rope}
+    changed = rng.choice([values, values, rope])
+    changed[rng.choice([*changed, "rope_theta", "head_dim", "original_max_position_embeddings"])] = rng.choice(STRANGE)
+    path.write_text(json.dumps(values))
+    return f"config.json is {json.dumps(values)[:500]}"
+
+
+def spoil_tokenizer(directory, rng):
+    """Steps of a tokenizer that may be many, or without sense."""
+    path = directory / "tokenizer.json"
+    values = json.loads(path.read_text())
+    part = rng.choice([*PIPELINE, "post_processor", "added_tokens"])
+    if part in PIPELINE:
+        steps = [rng.choice(PIPELINE[part]) for _ in range(rng.choice([1, 2, 40]))]
+        values[part] = {"type": "Sequence", PARTS[part]: steps}
+    elif part == "post_processor":
+        piece = {"SpecialToken": {"id": rng.choice(["<s>", "unknown"]), "type_id": 0}}
+        tokens = {"<s>": {"id": "<s>", "ids": rng.choice([[256], [], [10**9]]), "tokens": ["<s>"]}}
+        values[part] = {"type": "TemplateProcessing", "single": [piece], "pair": [piece], "special_tokens": tokens}
+    else:
+        values[part][0] |= {"content": rng.choice(["a" * 10**6, "", "a"]), "normalized": True}
+    if rng.random() < 0.2:
+        values[part] = rng.choice(STRANGE)
+    path.write_text(json.dumps(values))
+    return f"{part} is {json.dumps(values[part])[:500]}"
 
 
 def spoil_weights(directory, rng):
@@ -166,17 +305,21 @@ def spoil_weights(directory, rng):
     return f"{how} of {name}"
 
 
-def outcome(directory, did):
+def outcome(directory, did, load=language_model.load):
     """What loading gives: the model, or an error that names the directory or a file of it."""
     try:
         with at_most(MOST_SECONDS):
-            llm = language_model.load(directory)
+            llm = load(directory)
             ids = llm.encode(TEXT)
+            assert len(llm.tokenizer.decode(ids)) <= 1000 * len(TEXT), did
             chat = llm.tokenizer.render_chat(MESSAGES) if llm.tokenizer.chat_template else None
-    except (ValueError, OSError) as error:
+            if llm.model.config != CONFIG:  # what a changed number gives
+                llm.generate(TEXT, max_new_tokens=2)
+    except (ValueError, OSError, TypeError) as error:
         said = str(error)
         files_of = [*(path.name for path in directory.iterdir()), directory.name, "chat template", "tokenizer"]
         assert any(name in said for name in files_of), (did, said)
+        assert len(said) < 30_000, did
         return said
     except AssertionError:
         raise AssertionError(f"{did} hangs") from None
@@ -187,16 +330,138 @@ def outcome(directory, did):
     return llm
 
 
-@pytest.mark.parametrize("cases", [40, pytest.param(400, marks=pytest.mark.heavy)])
-@pytest.mark.parametrize("spoil", [spoil_file, spoil_json, spoil_weights])
+SPOILERS = [spoil_file, spoil_json, spoil_config, spoil_tokenizer, spoil_weights]
+
+
+@pytest.mark.parametrize("cases", [25, pytest.param(200, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("spoil", SPOILERS)
 def test_a_directory_is_loaded_as_it_should_be_or_refused_by_name(spoil, cases, good, tmp_path):
     rng, refused = random.Random(cases), 0
-    for _ in range(cases):
-        directory = tmp_path / "model"
-        shutil.copytree(good, directory)
-        refused += isinstance(outcome(directory, spoil(directory, rng)), str)
-        shutil.rmtree(directory)
+    with below(1500):
+        for _ in range(cases):
+            directory = copy_of(good, tmp_path)
+            refused += isinstance(outcome(directory, spoil(directory, rng)), str)
+            shutil.rmtree(directory)
     assert refused > cases / 4  # and not because nothing was spoilt
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0}
+QWEN_MOE = {
+    "model_type": "qwen3_moe", "moe_intermediate_size": 8, "num_experts_per_tok": 1,
+    "architectures": ["Qwen3MoeForCausalLM"],
+}  # fmt: skip
+GEMMA = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 4}
+IMPOSSIBLE = {
+    "epsilon": ({"rms_norm_eps": 1e39}, r"rms_norm_eps=1e\+39 must be a number from 1e-12 to 1"),
+    "epsilon of zero": ({"rms_norm_eps": 1e-300}, "rms_norm_eps=1e-300"),
+    "long integer": ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000"),
+    "theta": ({"rope_theta": 1e300}, r"rope_theta=1e\+300"),
+    "theta of integers": ({"rope_theta": 10**400}, "rope_theta=1000"),
+    "linear": ({"rope_scaling": {"rope_type": "linear", "factor": 1e300}}, r"factor=1e\+300"),
+    "dynamic": (
+        {
+            "rope_scaling": {"rope_type": "dynamic", "factor": 1e6},
+            "rope_theta": 1e12,
+            "max_position_embeddings": 2**31 - 1,
+        },
+        None,  # its lengths are those of the training
+    ),
+    "longrope": (
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [1e-300, 1], "long_factor": [1, 1]}},
+        "short_factor=1e-300",
+    ),
+    "yarn of theta 1": ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta=1.0 must be a number from 2"),
+    "yarn of betas": ({"rope_scaling": YARN | {"beta_fast": 1e308, "beta_slow": 1e307}}, r"beta_fast=1e\+308"),
+    "yarn of small betas": ({"rope_scaling": YARN | {"beta_slow": 1e-320}}, "beta_slow=1e-320"),
+    "attention factor": ({"rope_scaling": YARN | {"attention_factor": 1e39}}, r"attention_factor=1e\+39"),
+    "scale": (GEMMA | {"query_pre_attn_scalar": 1e300}, r"query_pre_attn_scalar=1e\+300"),
+    "cap": (GEMMA | {"final_logit_softcapping": 1e-300}, "final_logit_softcapping=1e-300"),
+    "head": ({"head_dim": 2**31 - 2}, "head_dim=2147483646 must be an integer from 1 to 16384"),
+    "width": ({"hidden_size": 2**31 - 2, "head_dim": None}, "hidden_size=2147483646"),
+    "experts": (QWEN_MOE | {"num_experts": 10**8}, "num_experts=100000000 must be an integer from 1 to 16384"),
+    "many experts": (QWEN_MOE | {"num_experts": 10**4}, "10000 experts in each of 1 layers exceed the 12 tensors"),
+    "some experts": (QWEN_MOE | {"num_experts": 4000}, "more$"),
+    "quoted": ({"architectures": ["x" * 10**6]}, r"characters\)$"),
+    "listed": ({"eos_token_id": [-1] * 10**6}, r"characters\)$"),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_impossible_numbers_are_refused_soon_and_in_short(name, good, tmp_path):
+    changes, message = IMPOSSIBLE[name]
+    directory = copy_of(good, tmp_path)
+    change_json(directory / "config.json", **changes)
+    with at_most(MOST_SECONDS), below(500):
+        if message is None:
+            assert len(language_model.load(directory).generate(TEXT, max_new_tokens=2)) >= 0
+            return
+        with pytest.raises(ValueError, match=message) as error:
+            language_model.load(directory)
+    assert str(directory) in str(error.value) and len(str(error.value)) < 10_000
+
+
+def test_a_window_of_any_size_is_generated_with(good, tmp_path):
+    directory = copy_of(good, tmp_path)
+    change_json(
+        directory / "config.json", model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=2**31 - 1
+    )
+    full = language_model.load(good).generate(TEXT, max_new_tokens=4)
+    assert language_model.load(directory).generate(TEXT, max_new_tokens=4) == full
+
+
+DOUBLES_A = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+LONG_CHARSMAP = base64.b64encode(bytes(4) + b"a" * 2000).decode()
+HOSTILE_TOKENIZERS = {
+    "normalizer": (
+        {"normalizer": {"type": "Sequence", "normalizers": [DOUBLES_A] * 40}},
+        "normalizer and pre_tokenizer may lengthen a text 2.2e\\+12 times; the maximum is 1000",
+    ),
+    "decoder": ({"decoder": {"type": "Sequence", "decoders": [DOUBLES_A] * 40}}, "decoder may lengthen a text"),
+    "pre_tokenizer": (
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [PIPELINE["pre_tokenizer"][0]] * 40}},
+        "normalizer and pre_tokenizer may lengthen a text",
+    ),
+    "characters": (
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": LONG_CHARSMAP}},
+        "normalizer and pre_tokenizer may lengthen a text 4e\\+03 times",
+    ),
+    "invalid": ({"normalizer": {"type": "Replace", "pattern": 1, "content": 1}}, "may lengthen a text inf times"),
+    "token": ({"added_tokens": [
+        {"id": 0, "content": "a" * 10**6, "special": True, "normalized": False, "lstrip": False, "rstrip": False,
+         "single_word": False},
+    ]}, "a token of 1000000 characters; the maximum is 10000"),
+    "template": ({"post_processor": {
+        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "no", "type_id": 0}}],
+        "pair": [{"SpecialToken": {"id": "no", "type_id": 0}}], "special_tokens": {},
+    }}, "tokenizer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE_TOKENIZERS)
+def test_a_hostile_tokenizer_is_refused(name, good, tmp_path):
+    changes, message = HOSTILE_TOKENIZERS[name]
+    directory = copy_of(good, tmp_path)
+    change_json(directory / "tokenizer.json", **changes)
+    change_json(directory / "tokenizer_config.json", add_bos_token=None)
+    with at_most(MOST_SECONDS), below(500), pytest.raises(ValueError, match=message):
+        load_tokenizer(directory)
+
+
+@pytest.mark.parametrize("role", ["bos_token", "eos_token", "chat_template"])
+def test_half_a_character_is_refused_by_its_file(role, good, tmp_path):
+    directory = copy_of(good, tmp_path)
+    change_json(directory / "tokenizer_config.json", **{role: "\ud800"})
+    with pytest.raises(ValueError, match=r"tokenizer_config.json is not JSON: .* surrogates not allowed"):
+        load_tokenizer(directory)
+
+
+@pytest.mark.parametrize("name", JSON_FILES)
+def test_large_files_are_not_read(name, good, tmp_path):
+    directory = copy_of(good, tmp_path)
+    with (directory / name).open("ab") as file:
+        file.truncate(100 * 2**20)
+    with at_most(5), below(200), pytest.raises(ValueError, match=f"{name} has 104857600 bytes; the maximum is"):
+        language_model.load(directory)
 
 
 @pytest.mark.parametrize(

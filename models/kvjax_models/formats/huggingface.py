@@ -193,7 +193,7 @@ def _read_config(directory: pathlib.Path) -> tuple[str, LlamaConfig]:
     try:
         return config_json.text_config(values).get("model_type", ""), config_json.parse_config(values)
     except ValueError as error:
-        raise ValueError(f"{directory / CONFIG_FILE}: {error}") from error
+        raise ValueError(f"{directory / CONFIG_FILE}: {untrusted_files.shorten(error)}") from error
 
 
 def _weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
@@ -214,13 +214,13 @@ def _weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
     if not isinstance(weight_map, Mapping) or not weight_map:
         raise ValueError(f"{directory / INDEX_FILE} has no weight_map")
     if invalid := [name for name in weight_map.values() if not isinstance(name, str)]:
-        raise ValueError(f"{directory / INDEX_FILE}: {invalid[0]!r} is not a file name")
+        raise ValueError(f"{directory / INDEX_FILE}: {untrusted_files.shorten(repr(invalid[0]))} is not a file name")
     names = sorted(set(weight_map.values()))
     is_missing = [
         pathlib.PurePath(name).name == name and not untrusted_files.has_entry(directory, name) for name in names
     ]
     if missing := [name for name, absent in zip(names, is_missing, strict=True) if absent]:
-        raise FileNotFoundError(f"shards in {directory / INDEX_FILE} are missing: {', '.join(missing)}")
+        raise FileNotFoundError(f"shards in {directory / INDEX_FILE} are missing: {untrusted_files.join_some(missing)}")
     return [untrusted_files.resolve_file(directory, name) for name in names]
 
 
@@ -238,7 +238,7 @@ def _open_tensors(files: Sequence[pathlib.Path], stack: contextlib.ExitStack) ->
             raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from error
         names = list(file.keys())
         if repeated := sorted(tensors.keys() & set(names)):
-            raise ValueError(f"{path} repeats tensors of another shard: {', '.join(repeated)}")
+            raise ValueError(f"{path} repeats tensors of another shard: {untrusted_files.join_some(repeated)}")
         tensors |= {name: _SafetensorsTensor(file, name) for name in names}
     return tensors
 
