@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
@@ -24,7 +24,7 @@ def with_default_flags(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> T:
-        flags = jax.config
+        flags: Any = jax.config
         if (flags.jax_enable_x64, flags.jax_numpy_dtype_promotion, flags.jax_numpy_rank_promotion) == (
             False,
             "standard",

@@ -55,13 +55,15 @@ def directory_fingerprint(directory: pathlib.Path) -> str:
     for home in (directory, replacing.weights_directory(directory)):
         for path in sorted({path for pattern in _FILES for path in home.glob(pattern)}):
             stat = path.stat()
-            digests[path.name] = _file_fingerprint(path.resolve(), stat.st_mtime_ns, stat.st_size)
+            # The time of the last change of the inode: a file that replaces another may copy its modification time.
+            times = stat.st_mtime_ns, stat.st_ctime_ns
+            digests[path.name] = _file_fingerprint(path.resolve(), times, stat.st_size, stat.st_ino)
     return sha256_of_bytes(canonical_json(digests).encode())
 
 
 @functools.cache
-def _file_fingerprint(path: pathlib.Path, modified: int, size: int) -> str:
-    """Returns the digest of a file; cached by modification time and size, because sweeps request it many times."""
+def _file_fingerprint(path: pathlib.Path, times: tuple[int, int], size: int, inode: int) -> str:
+    """Returns the digest of a file; cached by times, size and inode, because sweeps request it many times."""
     return sha256_of_file(path)
 
 

@@ -73,6 +73,9 @@ class Generator:
         """
         compile_cache.free_compiled_programs(_PROGRAMS)
         config = model.config
+        for name, flag in (("streaming", streaming), ("allow_beyond_context", allow_beyond_context)):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name}={flag!r} must be True or False")
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1 token")
         self.model, self.config = model, config
