@@ -228,6 +228,7 @@ def bash(script):
         "PYTHONPATH": os.pathsep.join([str(root), str(root / "models")]),
         "KVJAX": f"{sys.executable} -m kvjax_models.cli",
         "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # a full disk would be a warning of it
     }
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, env=environment)
 

@@ -384,6 +384,22 @@ def test_a_model_of_negated_or_doubled_tensors_is_another(factor):
     assert same(one, other)
 
 
+def test_a_file_of_equal_size_and_time_is_another(tmp_path):
+    huggingface.save_model(tmp_path, model(0))
+    path = tmp_path / "model.safetensors"
+    before, stat = fingerprint.directory_fingerprint(tmp_path), path.stat()
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert fingerprint.directory_fingerprint(tmp_path) != before
+
+
+def test_digests_of_any_depth_are_damage(tmp_path, caplog):
+    save(NumberedSaves(tmp_path), 1, 2)
+    (tmp_path / "2" / atomic_io.DIGESTS).write_text("[" * 200_000)
+    assert NumberedSaves(tmp_path).newest() == 1 and "digests.json is damaged" in caplog.text
+
+
 def test_a_model_is_known_by_its_configuration_and_type_too():
     others = [model(config=LlamaConfig(**{**vars(CONFIG), "rope_theta": 5e5})), model(1)]
     others.append(Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
