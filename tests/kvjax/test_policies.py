@@ -202,8 +202,8 @@ BESIDE = ("snapkv", "pyramidkv")
 
 
 def expected_bytes(name, spec, budget, compact_every, sinks, recent):
-    """One row's bytes: keys and values of the store and of staging, a byte per staging slot, seven int32 of every cache
-    (offset, count, first, overflow, past, reused, policy_faults), and the policy's other arrays."""
+    """One row's bytes: keys and values of the store and of staging, a byte per staging slot, eight int32 of every cache
+    (offset, count, first, overflow, past, reused, not_finite, policy_faults), and the policy's other arrays."""
     itemsize, heads = jnp.dtype(spec.dtype).itemsize, spec.kv_heads
     slots = EXACT_SLOTS if name == "exact" else sinks + recent if name.startswith("subgen") else budget
     slots = -(-(slots + spec.max_new_tokens) // 8) * 8 if name in BESIDE else slots
@@ -215,7 +215,7 @@ def expected_bytes(name, spec, budget, compact_every, sinks, recent):
     slots = 0 if name == "infinigen" else slots
     slots = sinks + recent + 15 if name.startswith("clusterkv") else 23 if name == "quest" else slots
     staging = min(compact_every, spec.max_new_tokens)
-    common = 2 * heads * (slots + staging) * spec.head_dim * itemsize + staging + 7 * 4
+    common = 2 * heads * (slots + staging) * spec.head_dim * itemsize + staging + 8 * 4
     # A window counts the tokens it took in; a growing store those it has and those it lost.
     common += 8 if name == "exact" else 4
     selected = budget - sinks - recent

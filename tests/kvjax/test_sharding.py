@@ -187,8 +187,9 @@ def test_a_decode_step_asks_no_other_device_for_keys_or_values(name):
     assert [kind for kind, _ in exchanged(name, apart, 160, one_step)] == ["all-reduce"] * (name == "infinigen")
     cache = kvjax.init(POLICIES[name], SPEC, row_keys(SPEC.batch))
     counted = count_row_faults(cache.state) is not None
-    a_number_per_row = [("all-reduce", SPEC.batch // 2 * 4)] * counted
-    assert exchanged(name, apart, 160, one_compaction) == a_number_per_row
+    # And tokens that are not finite.
+    numbers_per_row = [("all-reduce", SPEC.batch // 2 * 4 * (1 + counted))]
+    assert exchanged(name, apart, 160, one_compaction) == numbers_per_row
     shared = kvjax.make_mesh(SPEC.kv_heads, tensor=8, sequence=8)
     found = exchanged(name, shared, 160, one_step)
     assert {kind for kind, _ in found} <= {"all-reduce"}
