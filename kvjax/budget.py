@@ -43,11 +43,11 @@ class Budget:
         Raises:
             ValueError: if the text is not a budget.
         """
-        if match := re.fullmatch(r"(\d+)", text):
+        if match := re.fullmatch(r"(\d{1,15})", text):
             return cls(text, slots=int(match[1]))
-        if match := re.fullmatch(r"(\d+(?:\.\d+)?)%", text):
+        if match := re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)%", text):
             return cls(text, fraction=float(match[1]) / 100)
-        if match := re.fullmatch(r"(\d+(?:\.\d+)?)(B|KiB|MiB|GiB)", text):
+        if match := re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)(B|KiB|MiB|GiB)", text):
             return cls(text, bytes=int(float(match[1]) * _UNITS[match[2]]))
         raise ValueError(f"budget={text!r} is not a budget; pass slots (1024), a fraction (25%) or bytes (64MiB)")
 

@@ -24,11 +24,12 @@ from kvjax import quantization
 from kvjax.attention import AttentionStats, attend_with_stats
 from kvjax.distributed.collectives import SEQUENCE, sum_over_heads, sum_over_sequence
 from kvjax.distributed.sharding import check_axes, per_device, shardings
+from kvjax.jax_flags import with_default_flags
 from kvjax.partials import Partials, normalize
 from kvjax.policy import Policy, Prompt, RepeatedPrompt, S
 from kvjax.segment import BlockStoreRead, Segment, array_bytes
 from kvjax.sliding_window import SlidingWindow
-from kvjax.spec import CacheSpec, check_queries, check_tokens, is_concrete
+from kvjax.spec import MAX_TOKENS, CacheSpec, check_dtype, check_queries, check_tokens, is_concrete
 from kvjax.state import count_row_faults, fault, state, static
 from kvjax.stores import staging as stagings
 from kvjax.stores.attention_scores import AttentionScores
@@ -54,12 +55,14 @@ class Cache(Generic[S]):
     staging: Staging
     counters: Counters
     reused: Int[Array, "B"] = fault("prefill was called on a cache with tokens, or with more than max_prompt_tokens")
-    policy_faults: Int[Array, "B"]
+    not_finite: Int[Array, "B"] = fault("tokens had keys or values that are NaN or infinite in the cache's dtype")
+    policy_faults: Int[Array, "B"]  # fault counters of the policy's state after the last prefill or compaction
     policy: Policy[S] = static()
     spec: CacheSpec = static()
     mesh: Mesh | None = static()
 
 
+@with_default_flags
 def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Mesh | None = None) -> Cache[S]:
     """Returns an empty cache.
 
@@ -100,6 +103,7 @@ def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Me
         staging=staging,
         counters=counters,
         reused=jnp.zeros(spec.batch, jnp.int32),
+        not_finite=jnp.zeros(spec.batch, jnp.int32),
         policy_faults=jnp.zeros(spec.batch, jnp.int32),
         policy=policy,
         spec=dataclasses.replace(spec, batch=1, layer=0, layers=1),
@@ -130,7 +134,8 @@ def layer_policy(policy: Policy[S], spec: CacheSpec) -> Policy[Any]:
     layer = policy.for_layer(spec)
     if spec.window is None:
         return layer
-    return SlidingWindow(spec.window, compact_every=min(spec.window, layer.compact_every))
+    window = spec.window if spec.window < MAX_TOKENS else spec.capacity  # it hides no token
+    return SlidingWindow(window, compact_every=min(window, layer.compact_every))
 
 
 def prefill(
@@ -177,6 +182,8 @@ def prefill(
         Array([50], dtype=int32)
     """
     _check_new_tokens(cache, keys, values, lengths)
+    if queries is not None:
+        check_dtype("queries", queries, jnp.floating)
     longest = min(keys.shape[1], cache.spec.max_prompt_tokens)
     if is_concrete(lengths, cache.counters):
         row_lengths, counts = np.asarray(lengths), _known_num_tokens(cache)
@@ -354,6 +361,7 @@ def with_counters(cache: Cache[S], counters: Counters | None) -> Cache[S]:
     return dataclasses.replace(cache, counters=cast(Counters, counters))
 
 
+@with_default_flags
 def read_bytes(cache: Cache) -> int:
     """Returns the bytes of the cache that one decode step reads, computed from shapes and dtypes.
 
@@ -462,6 +470,8 @@ def _prefill(
         # A copy, because the counters and the prompt's lengths may both be donated.
         counters=dataclasses.replace(cache.counters, first=jnp.copy(lengths)),
         reused=cache.reused + invalid,
+        not_finite=cache.not_finite
+        + _count_not_finite(prompt.keys.astype(spec.dtype), prompt.values.astype(spec.dtype)),
     )
     return _count_policy_faults(cache), layer_carry
 
@@ -508,11 +518,14 @@ def _compact(cache: Cache[S]) -> Cache[S]:
 
 
 def _compact_shard(cache: Cache[S]) -> Cache[S]:
-    """Passes one device's staged tokens to the policy."""
+    """Passes one device's staged tokens to the policy, which may drop them."""
+    # Counted here and not in `_stage`: a check per decode step would be one more kernel per layer.
+    not_finite = _count_not_finite(cache.staging.keys, cache.staging.values, cache.counters.present)
     new, counters = stagings.take_staged(cache.staging, cache.counters)
     compacted = cache.policy.compact(quantization.load_stored(cache.state), new)
     stored = quantization.store(compacted, cache.state, new_rows=new.count > 0)
-    return _count_policy_faults(dataclasses.replace(cache, state=stored, counters=counters))
+    not_finite += cache.not_finite
+    return _count_policy_faults(dataclasses.replace(cache, state=stored, counters=counters, not_finite=not_finite))
 
 
 def _stage(
@@ -578,7 +591,18 @@ def _zero_repeated(spec: CacheSpec, repeated: RepeatedPrompt) -> RepeatedPrompt:
 def _is_faulty(cache: Cache) -> Bool[Array, "B"]:
     """Returns the rows that have lost tokens or hold invalid state."""
     counters = cache.counters
-    return ((counters.overflow | cache.reused | cache.policy_faults) != 0) | (counters.total > cache.spec.capacity)
+    faults = counters.overflow | cache.reused | cache.not_finite | cache.policy_faults
+    return (faults != 0) | (counters.total > cache.spec.capacity)
+
+
+def _count_not_finite(
+    keys: Float[Array, "B H_kv T D"], values: Float[Array, "B H_kv T D_v"], present: Bool[Array, "B T"] | None = None
+) -> Int[Array, "B"]:
+    """Counts the tokens of every row whose keys or values are not finite, over all devices that share a row."""
+    invalid = ~(jnp.isfinite(keys).all(axis=3) & jnp.isfinite(values).all(axis=3))
+    if present is not None:
+        invalid &= present[:, None]
+    return sum_over_heads(jnp.sum(invalid, axis=(1, 2), dtype=jnp.int32))
 
 
 def _count_policy_faults(cache: Cache[S]) -> Cache[S]:

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.distributed.collectives import is_sequence_sharded, max_over_sequence, sum_over_sequence
+from kvjax.jax_flags import with_default_flags
 from pallas_kernels.weighted_decode import MASK_VALUE, merge_partials
 from pallas_kernels.weighted_decode import Partials as Partials
 from pallas_kernels.weighted_decode import finite_max as finite_max
 
 
+@with_default_flags
 def merge(*partials: Partials) -> Partials:
     """Merges partial softmaxes; exact, associative and commutative up to rounding.
 

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int, Key, Shaped
 
 from kvjax.attention import AttentionStats
 from kvjax.segment import SegmentLike
-from kvjax.spec import MAX_TOKENS, CacheSpec
+from kvjax.spec import MAX_TOKENS, CacheSpec, is_number
 from kvjax.state import state, static
 from kvjax.stores.staging import Tokens
 
@@ -175,8 +175,13 @@ class Policy(abc.ABC, Generic[S]):
     is_retrieval: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the types of the settings. Subclasses call `super().__post_init__()` before their own checks."""
+        """Checks the types of the settings and converts NumPy scalars to Python's.
+
+        Subclasses call `super().__post_init__()` before their own checks.
+        """
         check_setting_types(self)
+        for field in dataclasses.fields(typing.cast(Any, self)):
+            object.__setattr__(self, field.name, _python_scalars(getattr(self, field.name)))
 
     @property
     @abc.abstractmethod
@@ -396,9 +401,15 @@ def _is_instance(value: Any, hint: Any) -> bool:
             any(_is_instance(x, option) for option in _options(item)) for x, item in zip(value, items, strict=False)
         )
     if hint in (int, float):
-        numbers = (int, np.integer) if hint is int else (int, float, np.integer, np.floating)
-        return isinstance(value, numbers) and not isinstance(value, bool) and bool(np.isfinite(value))
+        return is_number(value) and (hint is float or isinstance(value, int | np.integer))
     return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def _python_scalars(value: Any) -> Any:
+    """Converts NumPy scalars, also those in tuples: JSON has no form for them, and their sums overflow."""
+    if isinstance(value, tuple):
+        return tuple(map(_python_scalars, value))
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def describe(policy: Policy) -> dict[str, Any]:

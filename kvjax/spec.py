@@ -1,6 +1,7 @@
 """The static specification of a cache, and shape checks of its inputs."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -13,6 +14,24 @@ from kvjax.quantization import KVDtype, KVFormats, check_width, parse_kv_dtype
 TILE = 16  # slots, see `round_to_tiles`
 # Weights count tokens and RoPE multiplies positions in float32, which holds every integer up to this one.
 MAX_TOKENS = 2**24
+
+
+# Fields of `CacheSpec` that are integers, with their smallest value, and those that may be None.
+_INTEGERS = {
+    "batch": 1,
+    "query_heads": 1,
+    "kv_heads": 1,
+    "head_dim": 1,
+    "max_prompt_tokens": 1,
+    "max_new_tokens": 1,
+    "value_dim": 1,
+    "window": 1,
+    "layer": 0,
+    "layers": 1,
+    "staging_slots": 1,
+    "sequence_shards": 1,
+}
+_OPTIONAL = ("value_dim", "window", "staging_slots")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,28 +84,36 @@ class CacheSpec:
     sequence_shards: int = 1
 
     def __post_init__(self) -> None:
-        counts = ["batch", "query_heads", "kv_heads", "head_dim", "max_prompt_tokens", "max_new_tokens", "layers"]
-        for name in (*counts, "sequence_shards", *(() if self.staging_slots is None else ("staging_slots",))):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise ValueError(f"{name}={value!r} must be an integer")
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        for name, minimum in _INTEGERS.items():
+            if (value := getattr(self, name)) is not None or name not in _OPTIONAL:
+                object.__setattr__(self, name, check_integer(name, value, minimum))
+        for name in ("scale", "logit_cap"):
+            if (value := getattr(self, name)) is not None and not (is_number(value) and value > 0):
+                raise ValueError(f"{name}={value!r} must be a finite number above 0, or None")
+        if self.rope_frequencies is not None:
+            object.__setattr__(self, "rope_frequencies", self._parse_frequencies(self.rope_frequencies))
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            raise ValueError(f"dtype={self.dtype!r} must be a floating-point dtype")
         if self.capacity > MAX_TOKENS:
             raise ValueError(
                 f"max_prompt_tokens + max_new_tokens = {self.max_prompt_tokens} + {self.max_new_tokens} must be at "
                 f"most {MAX_TOKENS} (2**24), the largest position that float32 represents exactly"
             )
-        for name in ("value_dim", "scale", "logit_cap", "window"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise ValueError(f"{name}={value} must be above 0, or None")
         if self.query_heads % self.kv_heads:
             raise ValueError(f"query_heads={self.query_heads} must be a multiple of kv_heads={self.kv_heads}")
-        if not 0 <= self.layer < self.layers:
+        if self.layer >= self.layers:
             raise ValueError(f"layer={self.layer} must be in [0, layers={self.layers})")
         if self.kv_formats is not None:
             check_width(self.kv_formats.keys, self.head_dim)
             check_width(self.kv_formats.values, self.value_width)
+
+    def _parse_frequencies(self, frequencies: Any) -> tuple[float, ...]:
+        """Returns RoPE frequencies as floats."""
+        count = self.head_dim // 2
+        valid = not isinstance(frequencies, str) and len(frequencies) == count and all(map(is_number, frequencies))
+        if not valid:
+            raise ValueError(f"rope_frequencies={frequencies!r} must be head_dim / 2 = {count} finite numbers, or None")
+        return tuple(map(float, frequencies))
 
     @property
     def kv_formats(self) -> KVFormats | None:
@@ -115,6 +142,37 @@ class CacheSpec:
         return self.kv_heads * (self.head_dim + self.value_width) * jnp.dtype(self.dtype).itemsize * tokens
 
 
+def check_integer(name: str, value: Any, minimum: int) -> int:
+    """Returns an integer as Python's.
+
+    Args:
+        name: name of the argument.
+        value: its value; NumPy's integers are allowed, bools are not.
+        minimum: smallest allowed value.
+
+    Returns:
+        The integer.
+
+    Raises:
+        ValueError: if it is not an integer or too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"{name}={value!r} must be an integer")
+    if value < minimum:
+        raise ValueError(f"{name}={value} must be at least {minimum}")
+    return int(value)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number that is finite as a float; bools are not numbers."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a large integer
+        return False
+
+
 def check_tokens(
     spec: CacheSpec,
     batch: int,
@@ -132,36 +190,57 @@ def check_tokens(
         lengths: tokens per row.
 
     Raises:
-        ValueError: if a shape or dtype does not fit.
+        ValueError: if a shape or dtype does not fit, or there are no tokens.
     """
-    tokens = keys.shape[1] if keys.ndim > 1 else 0
+    check_dtype("keys", keys, jnp.floating)
+    tokens = max(keys.shape[1], 1) if keys.ndim > 1 else 1
     for name, array, width in (("keys", keys, spec.head_dim), ("values", values, spec.value_width)):
+        check_dtype(name, array, jnp.floating)
         shape = (batch, tokens, spec.kv_heads, width)
         if array.shape != shape:
             raise ValueError(f"{name} have shape {array.shape}, expected [B, T, H_kv, D] = {shape}")
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"{name} have dtype {array.dtype}, expected a floating-point dtype")
     if lengths is None:
         return
+    check_dtype("lengths", lengths, jnp.integer)
     if lengths.shape != (batch,):
-        raise ValueError(f"lengths has shape {lengths.shape}, expected [B] = {(batch,)}")
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"lengths has dtype {lengths.dtype}, expected an integer dtype")
+        raise ValueError(f"lengths have shape {lengths.shape}, expected [B] = {(batch,)}")
+
+
+def check_dtype(name: str, array: Any, kind: Any) -> None:
+    """Checks that an argument is an array with a dtype that JAX supports.
+
+    Args:
+        name: name of the argument.
+        array: the argument.
+        kind: `jnp.floating` or `jnp.integer`.
+
+    Raises:
+        TypeError: if it is not an array.
+        ValueError: if it has another dtype.
+    """
+    if not isinstance(array, jax.Array | np.ndarray):
+        raise TypeError(f"{name} must be a JAX or NumPy array, got {type(array).__name__}")
+    if not jnp.issubdtype(array.dtype, kind):
+        article = "an integer" if kind is jnp.integer else "a floating-point"
+        raise ValueError(f"{name} have dtype {array.dtype}, expected {article} dtype")
+    if isinstance(array, np.ndarray) and not array.dtype.isnative:
+        raise ValueError(f"{name} have dtype {array.dtype.str}, expected the byte order of this machine")
 
 
 def check_queries(spec: CacheSpec, batch: int, queries: Float[Array, "B T H_q D"], tokens: int | None = None) -> None:
-    """Checks the shape of queries.
+    """Checks the shape and dtype of queries.
 
     Args:
         spec: the cache's spec.
         batch: batch rows of the cache.
         queries: the queries.
-        tokens: expected number of tokens T; None for any number.
+        tokens: expected number of tokens T; None for any number from 1.
 
     Raises:
-        ValueError: if the shape does not fit.
+        ValueError: if the shape or dtype does not fit.
     """
-    count = queries.shape[1] if tokens is None and queries.ndim > 1 else tokens
+    check_dtype("queries", queries, jnp.floating)
+    count = max(queries.shape[1], 1) if tokens is None and queries.ndim > 1 else tokens
     shape = (batch, count, spec.query_heads, spec.head_dim)
     if queries.shape != shape:
         raise ValueError(f"queries have shape {queries.shape}, expected [B, T, H_q, D] = {shape}")

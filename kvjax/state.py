@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from kvjax.distributed.memory import compute_where_stored, is_on_host
+from kvjax.jax_flags import with_default_flags
 from pallas_kernels.quantized_array import QuantizedArray
 
 T = TypeVar("T")
@@ -246,18 +247,20 @@ def _itemsize(dtype: Any) -> int:
     return dtype.itemsize
 
 
+@with_default_flags
 def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
     """Returns a state of the selected batch rows, in the given order.
 
     Args:
         tree: a state.
-        rows: row indices; a row may appear several times. Each copy after the first draws its own random numbers.
+        rows: integer row indices; a row may appear several times. Each copy after the first draws its own random
+            numbers. Use `jnp.flatnonzero` for a mask.
 
     Returns:
         A state with R batch rows that shares no buffer with the original.
 
     Raises:
-        ValueError: if a row index is out of range (outside jit).
+        ValueError: if rows are not integers [R], or out of range (outside jit).
 
     Example:
         >>> import jax, jax.numpy as jnp, kvjax
@@ -269,7 +272,7 @@ def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
         >>> kvjax.num_tokens(kvjax.take_rows(cache, jnp.array([1, 1, 0])))
         Array([1, 1, 3], dtype=int32)
     """
-    _check_rows(tree, rows)
+    rows = _check_rows(tree, rows)
 
     def take(field: ArrayField, leaf: Array) -> Array:
         """Returns the selected rows of one array `leaf`, along the batch axis of its `field`."""
@@ -289,6 +292,7 @@ def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
     return map_fields(take, tree)
 
 
+@with_default_flags
 def repeat_rows(tree: T, repeats: int) -> T:
     """Repeats every row in place, as forks of one prefix: row i becomes rows i * repeats to (i + 1) * repeats - 1.
 
@@ -313,6 +317,7 @@ def repeat_rows(tree: T, repeats: int) -> T:
     return take_rows(tree, jnp.repeat(jnp.arange(_batch_size(tree)), repeats))
 
 
+@with_default_flags
 def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
     """Overwrites the given rows with the rows of another state of the same policy and spec.
 
@@ -327,8 +332,8 @@ def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
         The updated state.
 
     Raises:
-        ValueError: if the states differ in policy or spec, a row is out of range, or a batch-wide field differs (the
-            latter two outside jit).
+        ValueError: if the states differ in policy or spec, rows are not integers [R], a row is out of range, or a
+            batch-wide field differs (the latter two outside jit).
 
     Example:
         >>> import jax, jax.numpy as jnp, kvjax
@@ -342,7 +347,7 @@ def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
     """
     if (difference := _difference(tree, rows_tree)) is not None:
         raise ValueError(f"insert_rows: the states belong to different policies or specs: {difference}")
-    _check_rows(tree, rows)
+    rows = _check_rows(tree, rows)
 
     def insert(field: ArrayField, leaf: Array, new: Array) -> Array:
         """Returns the array `leaf` with the rows of `new`, along the batch axis of its `field`."""
@@ -458,13 +463,18 @@ def _difference(tree: Any, other: Any) -> str | None:
     return next((difference for pair in pairs if (difference := _difference(*pair)) is not None), None)
 
 
-def _check_rows(tree: Any, rows: Int[Array, "R"]) -> None:
-    """Raises a ValueError for rows out of range, which JAX would fill or drop."""
-    if isinstance(rows, jax.core.Tracer):
-        return
+def _check_rows(tree: Any, rows: Any) -> Int[Array, "R"]:
+    """Returns row indices as an array; raises a ValueError for rows out of range, which JAX would fill or drop."""
+    if not isinstance(rows, jax.Array):
+        rows = np.asarray(rows)
+    if rows.ndim != 1 or not np.issubdtype(rows.dtype, np.integer):
+        raise ValueError(
+            f"rows have dtype {rows.dtype} and shape {rows.shape}, expected integers [R]; use jnp.flatnonzero for masks"
+        )
     batch = _batch_size(tree)
-    if bool(jnp.any((rows < 0) | (rows >= batch))):
+    if not isinstance(rows, jax.core.Tracer) and bool(jnp.any((rows < 0) | (rows >= batch))):
         raise ValueError(f"rows={np.asarray(rows).tolist()} must be in [0, {batch})")
+    return jnp.asarray(rows, jnp.int32)
 
 
 def _batch_size(tree: Any) -> int:

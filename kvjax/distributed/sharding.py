@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax.distributed.collectives import SEQUENCE, TENSOR
+from kvjax.jax_flags import with_default_flags
 from kvjax.state import map_fields
 
 T = TypeVar("T")
@@ -192,7 +193,7 @@ def per_device(function: Callable[P, T]) -> Callable[P, T]:
         )
         return run(*arguments)
 
-    return jax.jit(sharded, inline=True, static_argnames=_keyword_only(function))
+    return with_default_flags(jax.jit(sharded, inline=True, static_argnames=_keyword_only(function)))
 
 
 def _keyword_only(function: Callable[..., Any]) -> list[str]:

@@ -168,7 +168,7 @@ def find_damage(directory: pathlib.Path) -> str | None:
         expected = json.loads(text)
     except FileNotFoundError:
         return f"{DIGESTS} is missing"
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return f"{DIGESTS} is damaged"
     except OSError as error:
         return f"{DIGESTS} cannot be read: {error}"

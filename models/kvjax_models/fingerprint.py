@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from kvjax_models.atomic_io import sha256_of_bytes, sha256_of_file
-from kvjax_models.formats import untrusted_files
+from kvjax_models.formats import replacing
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.model.llama import Llama
 
@@ -52,16 +52,18 @@ def model_fingerprint(model: Llama) -> str:
 def directory_fingerprint(directory: pathlib.Path) -> str:
     """Returns the SHA-256 of all files of a Hugging Face directory that a model and its tokenizer are loaded from."""
     digests = {}
-    for home in (directory, untrusted_files.weights_directory(directory)):
+    for home in (directory, replacing.weights_directory(directory)):
         for path in sorted({path for pattern in _FILES for path in home.glob(pattern)}):
             stat = path.stat()
-            digests[path.name] = _file_fingerprint(path.resolve(), stat.st_mtime_ns, stat.st_size)
+            # The time of the last change of the inode: a file that replaces another may copy its modification time.
+            times = stat.st_mtime_ns, stat.st_ctime_ns
+            digests[path.name] = _file_fingerprint(path.resolve(), times, stat.st_size, stat.st_ino)
     return sha256_of_bytes(canonical_json(digests).encode())
 
 
 @functools.cache
-def _file_fingerprint(path: pathlib.Path, modified: int, size: int) -> str:
-    """Returns the digest of a file; cached by modification time and size, because sweeps request it many times."""
+def _file_fingerprint(path: pathlib.Path, times: tuple[int, int], size: int, inode: int) -> str:
+    """Returns the digest of a file; cached by times, size and inode, because sweeps request it many times."""
     return sha256_of_file(path)
 
 

@@ -4,10 +4,11 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import huggingface_hub
 import jax
+from absl import logging
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from jax.sharding import Mesh
 
@@ -27,7 +28,7 @@ from kvjax_models.model.llama import Llama
 Message = Mapping[str, str]  # {"role": "user", "content": "..."}
 Prompt = str | Sequence[Message]  # a text to continue, or a conversation to answer
 
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # downloaded from the hub
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # downloaded from the hub, without subdirectories
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ class LanguageModel:
 
     def generate(
         self,
-        prompt: str | Sequence[str],
+        prompt: Prompt | Sequence[Prompt],
         policy: AnyPolicy = "exact",
         budget: int | str | Budget | None = None,
         *,
@@ -67,13 +68,13 @@ class LanguageModel:
         allow_beyond_context: bool = False,
         kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
     ) -> str | list[str]:
-        """Continues one text or a batch of texts.
+        """Continues one text or a batch of texts, or answers conversations.
 
-        Invalid policies, budgets and empty prompts raise a ValueError.
+        Invalid policies, budgets and empty prompts raise a ValueError; prompts of other types a TypeError.
 
         Args:
-            prompt: one text, or a list of texts that are processed as one batch (`generate_many` limits the batch
-                size). See `stream` for conversations.
+            prompt: one text or one list of messages {"role": ..., "content": ...}, or a list of either, which are
+                processed as one batch (`generate_many` limits the batch size).
             policy: cache policy: a name ("subgen"), a class (`kvjax.SubGen`) or a policy.
             budget: size of the cache of one sequence: a share of the full cache ("25%"), bytes ("64MiB") or slots per
                 KV head (1024); None if the policy has a budget or takes none. A share refers to the full cache after
@@ -89,7 +90,8 @@ class LanguageModel:
         Returns:
             The new text, or a list with one text per prompt.
         """
-        prompts = [self.encode(text) for text in ([prompt] if isinstance(prompt, str) else prompt)]
+        is_single = _is_prompt(prompt)
+        prompts = [self.encode(one) for one in _as_prompts([prompt] if is_single else prompt)]
         generator = self._bucketed_generator(
             policy,
             budget,
@@ -102,7 +104,7 @@ class LanguageModel:
         )
         rows, _ = generator.decode_all(generator.prefill(generator.init_state(seed), prompts), max_new_tokens)
         texts = [self.tokenizer.decode(row) for row in rows]
-        return texts[0] if isinstance(prompt, str) else texts
+        return texts[0] if is_single else texts
 
     def stream(
         self,
@@ -164,7 +166,7 @@ class LanguageModel:
         max_prompt_tokens: int | None = None,
         sampling: Sampling | None = None,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         on_text: TextCallback | None = None,
         max_prefill_steps: int | None = None,
         allow_beyond_context: bool = False,
@@ -187,7 +189,7 @@ class LanguageModel:
             sampling: as for `generate`.
             seed: seed of the first prompt; prompt n has seed + n. A completion does not depend on the other prompts of
                 the batch: `generate` returns the same text for the prompt and its seed, with caches of the same size.
-            stop: strings that finish a sequence and are excluded from its text.
+            stop: a string or strings that finish a sequence and are excluded from its text.
             on_text: called with the number of a prompt and each new part of its text.
             max_prefill_steps: see `batching.run_requests`; a small number reduces the latency of running sequences.
             allow_beyond_context: as for `generate`.
@@ -196,7 +198,7 @@ class LanguageModel:
         Returns:
             An iterator over completions in the order of the prompts.
         """
-        token_lists: Iterable[list[int]] = map(self.encode, prompts)
+        token_lists: Iterable[list[int]] = map(self.encode, _as_prompts(prompts))
         if max_prompt_tokens is None:
             token_lists = list(token_lists)
             max_prompt_tokens = max(map(len, token_lists), default=0)
@@ -333,8 +335,38 @@ class LanguageModel:
 
         Returns:
             Token ids.
+
+        Raises:
+            TypeError: if the prompt is neither a text nor a list of messages.
         """
+        if not _is_prompt(prompt):
+            raise TypeError(
+                f"a prompt must be a text or a list of messages with role and content, got {type(prompt).__name__}"
+            )
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self.tokenizer.encode_chat(prompt)
+
+
+def _is_prompt(value: object) -> TypeGuard[Prompt]:
+    """Returns whether a value is a text or a list of messages."""
+    if not isinstance(value, list | tuple):
+        return isinstance(value, str)
+    return bool(value) and all(
+        isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
+        for message in value
+    )
+
+
+def _as_prompts(prompts: Any) -> Iterable[Prompt]:
+    """Returns the prompts of an argument for several of them.
+
+    Raises:
+        TypeError: if it is a single prompt, or no iterable.
+    """
+    if _is_prompt(prompts) or isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise TypeError(
+            f"prompts must be a list of texts or conversations, got {type(prompts).__name__}; pass [prompt]"
+        )
+    return prompts
 
 
 def load(name: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None) -> LanguageModel:
@@ -371,7 +403,7 @@ def resolve_path(name: str | os.PathLike) -> pathlib.Path:
         The local path.
 
     Raises:
-        FileNotFoundError: if `name` is none of these.
+        FileNotFoundError: if `name` is none of these. Only names with a slash are searched on the hub.
     """
     path = pathlib.Path(name)
     if path.is_dir():
@@ -380,10 +412,17 @@ def resolve_path(name: str | os.PathLike) -> pathlib.Path:
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist")
         return path
+    if "/" not in str(name):
+        raise FileNotFoundError(
+            f"{name} is neither a local path nor a valid name of a model on the hub, which has the form owner/name"
+        )
+    logging.warning("%s is not a local path: searching the hub", name)
     try:
-        return pathlib.Path(huggingface_hub.snapshot_download(str(name), allow_patterns=_HUB_FILES))
+        return pathlib.Path(
+            huggingface_hub.snapshot_download(str(name), allow_patterns=_HUB_FILES, ignore_patterns="*/*")
+        )
     except HFValidationError:
-        raise FileNotFoundError(f"{name} is neither a directory nor a valid name of a model on the hub") from None
+        raise FileNotFoundError(f"{name} is neither a local path nor a valid name of a model on the hub") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise FileNotFoundError(

@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.policies.balancekv_paper import BalanceKVPaper
-from tests.kvjax.support import POLICIES, WINDOW, after, make_spec, make_stream, prompt_of, row_keys
+from tests.kvjax.support import POLICIES, WINDOW, after, each, make_spec, make_stream, prompt_of, row_keys
 
 LENGTHS = np.array([37, 12, 1])
 
@@ -273,6 +273,39 @@ def test_keys_that_are_not_finite_are_a_fault_of_their_row_alone(by_prefill):
     with pytest.raises(ValueError, match="keys that are not finite"):
         kvjax.raise_faults(cache)
     assert nan_rows(kvjax.normalize(attend(cache, next_tokens(1)[0]))) == [False, True, False]
+
+
+@pytest.mark.parametrize("by_prefill", [True, False])
+@pytest.mark.parametrize("name", each(POLICIES, quick=["uniform", "balancekv_pairs", "exact", "streaming_llm"]))
+def test_entries_that_are_not_finite_are_a_fault_also_of_dropped_tokens(name, by_prefill):
+    """Most policies drop some of these tokens; a dropped token leaves nothing that attention could read."""
+    if POLICIES[name].requires.repetition is not None:
+        pytest.skip("it needs a repetition of the prompt")
+    keys, values, _ = prompt_of(stream(), LENGTHS)
+    queries = np.broadcast_to(stream().queries[:, :1], (3, keys.shape[1], *stream().queries.shape[2:]))
+    if by_prefill:
+        keys[1, 5], values[0, 7] = np.nan, -np.inf
+        keys[2, 1] = np.nan  # past the row's length
+    cache = empty_cache(name)
+    needed = kvjax.prompt_queries(cache.policy, queries)
+    cache = prefill(cache, keys, values, jnp.asarray(LENGTHS), needed)
+    if not by_prefill:
+        _, keys, values = next_tokens(8)
+        keys[1, 2], values[0, 3], keys[2, 5] = -np.inf, np.nan, np.nan
+        cache = compact(append(cache, keys, values, jnp.array([8, 8, 5])))
+    np.testing.assert_array_equal(np.asarray(cache.not_finite) > 0, [True, True, False])
+    message = r"not_finite=\[2, 2, 0\]: tokens had keys or values that are NaN or infinite"
+    with pytest.raises(ValueError, match=message):
+        kvjax.raise_faults(cache)
+    assert nan_rows(kvjax.normalize(attend(cache, next_tokens(1)[0]))) == [True, True, False]
+
+
+def test_entries_that_overflow_in_the_cache_are_a_fault():
+    keys, values, _ = prompt_of(stream(), LENGTHS)
+    values[1, 3] = 1e5  # beyond float16
+    cache = prefill(empty_cache(dtype=jnp.float16), keys, values, jnp.asarray(LENGTHS))
+    with pytest.raises(ValueError, match=r"not_finite=\[0, 2, 0\]"):
+        kvjax.raise_faults(cache)
 
 
 # --- rows and faults ---

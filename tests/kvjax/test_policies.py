@@ -205,8 +205,9 @@ RESERVING = ("snapkv", "pyramidkv")
 
 
 def expected_bytes(name, spec, budget, compact_every, sinks, recent):
-    """Returns the bytes of one row: keys and values of the store and of staging, a byte per staging slot, seven int32
-    counters (offset, count, first, overflow, past, reused, policy_faults), and the policy's other arrays."""
+    """Returns the bytes of one row: keys and values of the store and of staging, a byte per staging slot, eight int32
+    counters (offset, count, first, overflow, past, reused, not_finite,
+    policy_faults), and the policy's other arrays."""
     itemsize, heads = jnp.dtype(spec.dtype).itemsize, spec.kv_heads
     slots = EXACT_SLOTS if name == "exact" else sinks + recent if name.startswith("subgen") else budget
     slots = -(-(slots + spec.max_new_tokens) // 8) * 8 if name in RESERVING else slots
@@ -218,7 +219,7 @@ def expected_bytes(name, spec, budget, compact_every, sinks, recent):
     slots = 0 if name == "infinigen" else slots
     slots = sinks + recent + 15 if name.startswith("clusterkv") else 23 if name == "quest" else slots
     staging = min(compact_every, spec.max_new_tokens)
-    common = 2 * heads * (slots + staging) * spec.head_dim * itemsize + staging + 7 * 4
+    common = 2 * heads * (slots + staging) * spec.head_dim * itemsize + staging + 8 * 4
     # A window has one counter, an append-only store two.
     common += 8 if name == "exact" else 4
     selected = budget - sinks - recent

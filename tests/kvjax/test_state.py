@@ -200,7 +200,7 @@ def test_states_may_be_nested_in_lists_and_dicts():
         ({"layer": 2, "layers": 2}, r"layer=2 must be in \[0, layers=2\)"),
         ({"layer": -1}, "layer=-1"),
         ({"sequence_shards": 0}, "sequence_shards=0"),
-        ({"value_dim": 0}, "value_dim=0 must be above 0, or None"),
+        ({"value_dim": 0}, "value_dim=0 must be at least 1"),
         ({"scale": 0.0}, "scale=0.0"),
         ({"scale": float("nan")}, "scale=nan"),
         ({"logit_cap": -30.0}, "logit_cap=-30.0"),

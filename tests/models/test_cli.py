@@ -2,7 +2,11 @@
 
 import io
 import json
+import os
+import pathlib
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -97,6 +101,11 @@ def test_generate_completes_a_file_of_prompts_and_resumes(kvjax, document, tmp_p
     output.write_text(f"{last}\n{first[:30]}")
     assert "2 prompts in 4 batch rows" in kvjax(*options, "--resume", "--batch_size=4").err
     assert output.read_text() == completed
+    # A letter that flipped on the disk, and a line that no parser accepts.
+    flipped = completed.replace('"finish_reason": "length"', '"finish_reason": "lengti"', 1)
+    output.write_text(flipped + "[" * 100_000 + "\n")
+    assert "1 prompts in 2 batch rows" in kvjax(*options, "--resume").err
+    assert output.read_text() == completed
     with pytest.raises(SystemExit, match=r"texts.jsonl belongs to another run: sampling is {'temperature': 0.0}, not"):
         kvjax(*options, "--resume", "--temperature=1")
 
@@ -108,6 +117,9 @@ def test_generate_completes_a_file_of_prompts_and_resumes(kvjax, document, tmp_p
         ("3", "line 1: a line must be a text, or an object with either prompt or messages"),
         ('{"prompt": "x", "max_tokens": 3}', "line 1: unknown keys max_tokens; allowed: id, max_new_tokens, messages"),
         ('{"prompt": "x", "seed": "1"}', "line 1: seed='1' must be an integer"),
+        ("[" * 100_000, "line 1: "),
+        ('{"prompt": "x", "id": "\\ud800"}', "line 1: 'utf-8' codec can't encode"),
+        ('{"messages": [1]}', "line 1: a prompt must be a text or a list of messages"),
         ('{"prompt": 1}', "line 1: prompt must be a text, and messages a list of objects"),
         (
             '{"prompt": "x", "max_new_tokens": 0}',
@@ -153,6 +165,10 @@ def test_policies_lists_all_policies_and_settings(kvjax):
         (("generate", MODEL, "--prompt=x", "--resume"), "kvjax: --resume requires --save_dir"),
         (("generate", MODEL, "--prompt=x", "--policy=no_such"), "kvjax: policy 'no_such' is unknown"),
         (("generate", MODEL, "--prompt=x", "--policy=uniform", "--budget=7q"), "kvjax: budget='7q' is not a budget"),
+        (("generate", MODEL, "--prompt=x", "--policy=uniform", "--budget=" + "9" * 400), "kvjax: budget='999"),
+        (("generate", MODEL, "--prompt=x", "--policy=uniform", "--budget=" + "9" * 400 + "%"), "kvjax: budget='999"),
+        (("generate", MODEL, "--prompt=x", "--seed=-1"), "kvjax: seed=-1 must be an integer from 0"),
+        (("bench", MODEL, "--seed=-1"), "kvjax: seed=-1 must be an integer from 0"),
         (("generate", MODEL, "--prompt=x", "--policy=uniform"), "kvjax: budget=25% of"),
         (("generate", MODEL, "--prompt=x", "--max_new_tokens=0"), "kvjax: --max_new_tokens=0 must be at least 1"),
         (("generate", MODEL, "--prompt=x", "--save_every=0"), "kvjax: --save_every=0 must be at least 1"),
@@ -171,6 +187,59 @@ def test_a_users_error_is_one_line(kvjax, args, message):
     with pytest.raises(SystemExit) as error:
         kvjax(*args, stdin="Hello\n")
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("stream", "words", "message"),
+    [
+        ("stdin", ("generate", MODEL, "--prompt_file=-"), "kvjax: standard input is closed; pass a file"),
+        ("stdin", ("chat", MODEL), "kvjax: standard input is closed"),
+        ("stdout", ("policies",), "kvjax: standard output is closed; redirect it to a file"),
+    ],
+)
+def test_closed_streams_are_one_line(stream, words, message, monkeypatch):
+    monkeypatch.setattr(f"sys.{stream}", None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(cli.parse(["kvjax", *words]))
+    assert message in str(ended.value)
+
+
+def test_statistics_are_never_part_of_the_text(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr", None)
+    cli.main(cli.parse(["kvjax", "generate", MODEL, "--prompt=Read the record.", "--max_new_tokens=2"]))
+    assert "[exact" not in capsys.readouterr().out
+
+
+def bash(script):
+    """Runs a script of bash, in which `$KVJAX` is the command, in a process of its own."""
+    root = pathlib.Path(__file__).parents[2]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(root), str(root / "models")]),
+        "KVJAX": f"{sys.executable} -m kvjax_models.cli",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # a full disk would be a warning of it
+    }
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, env=environment)
+
+
+def test_a_reader_that_ends_early_ends_the_command_in_silence():
+    done = bash("$KVJAX policies | true; exit ${PIPESTATUS[0]}")
+    assert done.returncode == 141 and done.stderr == ""
+
+
+def test_a_closed_output_is_one_line():
+    done = bash("$KVJAX policies >&-")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["kvjax: standard output is closed; redirect it to a file"]
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    words = f'{MODEL} --prompt="Read the record." --max_new_tokens=4 --save_dir={tmp_path / "run"}'
+    done = bash(f"trap '' XFSZ; ulimit -f 20; $KVJAX generate {words}")
+    assert done.returncode == 1
+    # orbax and tensorstore would print tracebacks of their threads.
+    assert done.stderr.startswith("kvjax: the parameters could not be saved"), done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
 @pytest.mark.parametrize(

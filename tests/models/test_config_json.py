@@ -45,11 +45,11 @@ def test_sizes_must_not_be_null(key):
     "changes, message",
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be an integer from 1 to 10000"),
-        ({"rms_norm_eps": math.inf}, "rms_norm_eps=inf must be a finite number greater than 0"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps=inf must be a number from 1e-12 to 1"),
         ({"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5'"),
         ({"rms_norm_eps": None}, "rms_norm_eps=None"),
-        ({"rope_theta": 0}, "rope_theta=0 must be a finite number greater than 0"),
+        ({"rope_theta": 0}, "rope_theta=0 must be a number from 2 to 1e\\+12"),
         ({"rope_theta": math.nan}, "rope_theta=nan"),
         ({"rope_theta": "10000"}, "rope_theta='10000'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta=-1.0"),

@@ -114,7 +114,7 @@ def test_checkpoints_keep_their_dtype(llm, tmp_path):
 
 
 def test_unknown_models_are_refused(monkeypatch):
-    with pytest.raises(FileNotFoundError, match="is neither a directory nor a valid name of a model on the hub"):
+    with pytest.raises(FileNotFoundError, match="is neither a local path nor a valid name of a model on the hub"):
         load("not a model")
 
     def unreachable(*args, **kwargs):
@@ -128,13 +128,55 @@ def test_unknown_models_are_refused(monkeypatch):
 def test_only_needed_files_are_downloaded(monkeypatch):
     requests = []
 
-    def download(name, allow_patterns):
-        requests.append((name, allow_patterns))
+    def download(name, allow_patterns, ignore_patterns):
+        requests.append((name, allow_patterns, ignore_patterns))
         return str(DIRECTORY)
 
     monkeypatch.setattr(language_model.huggingface_hub, "snapshot_download", download)
     assert load("org/model").model.config == huggingface.load_config(DIRECTORY)
-    assert requests == [("org/model", ["*.json", "*.safetensors", "*.jinja"])]
+    assert requests == [("org/model", ["*.json", "*.safetensors", "*.jinja"], "*/*")]
+
+
+def test_names_without_an_owner_are_not_searched_on_the_hub(monkeypatch):
+    monkeypatch.setattr(language_model.huggingface_hub, "snapshot_download", None)
+    with pytest.raises(FileNotFoundError, match="word is neither a local path nor a valid name .* form owner/name"):
+        load("word")
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 1, b"text", {"role": "user", "content": "x"}, [1], [["x"]], [{"content": "x"}]]
+)
+def test_prompts_of_other_kinds_are_refused(llm, prompt):
+    with pytest.raises(
+        TypeError, match="a prompt must be a text or a list of messages|prompts must be a list of texts"
+    ):
+        llm.generate(prompt, max_new_tokens=2)
+    with pytest.raises(
+        TypeError, match="a prompt must be a text or a list of messages|prompts must be a list of texts"
+    ):
+        list(llm.generate_many(prompt, max_new_tokens=2))
+
+
+@pytest.mark.parametrize("prompts", ["ab", [{"role": "user", "content": "x"}]])
+def test_one_prompt_is_not_many(llm, prompts):
+    with pytest.raises(TypeError, match=r"prompts must be a list of texts or conversations, got .*; pass \[prompt\]"):
+        list(llm.generate_many(prompts))
+
+
+def test_a_stop_string_may_stand_alone(llm):
+    def text(stop):
+        return next(llm.generate_many(["Read the record."], max_new_tokens=12, stop=stop)).text
+
+    whole = text(())
+    stop = whole[2:5]
+    assert text(stop) == text([stop]) == whole[: whole.find(stop)]
+    for wrong in (b"x", [1], ["x", None]):
+        with pytest.raises(TypeError, match="stop=.* must be a string or a list of strings"):
+            text(wrong)
+    with pytest.raises(ValueError, match="allow_beyond_context='no' must be True or False"):
+        llm.generate("x", allow_beyond_context="no")
+    with pytest.raises(ValueError, match="batch_size=1000000000 must be from 1 to 65536 rows"):
+        next(llm.generate_many(["x"], batch_size=10**9, max_new_tokens=2))
 
 
 @pytest.fixture
@@ -146,6 +188,14 @@ def chat_llm(llm, tmp_path):
     values = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
     return load(tmp_path)
+
+
+def test_messages_are_one_conversation(chat_llm):
+    first, second = ([{"role": "user", "content": text}] for text in ("What is a fox?", "And a dog?"))
+    answers = ["".join(chat_llm.stream(messages, max_new_tokens=8)) for messages in (first, second)]
+    assert chat_llm.generate(first, max_new_tokens=8) == answers[0]
+    assert chat_llm.generate(tuple(first), max_new_tokens=8) == answers[0]
+    assert isinstance(chat_llm.generate([first, "text"], max_new_tokens=2), list)
 
 
 def test_later_turns_equal_one_conversation(chat_llm):

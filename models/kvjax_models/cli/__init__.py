@@ -2,9 +2,13 @@
 
 import argparse
 import dataclasses
+import logging as stdlib_logging
 import os
 import re
+import signal
 import sys
+import threading
+from typing import Any
 
 import simple_parsing
 from absl import app, logging
@@ -50,12 +54,31 @@ def main(options: Kvjax) -> None:
     logging.set_verbosity(logging.WARNING)  # orbax logs every step of every save
     try:
         options.command.run()
+    except BrokenPipeError:  # the reader has ended, such as head
+        with open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), sys.stdout.fileno())  # for the flush at exit
+        sys.exit(128 + signal.SIGPIPE)
     except (ValueError, OSError) as error:
         if os.environ.get(_TRACEBACK):
             raise
         sys.exit(f"kvjax: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _without_traceback(record: stdlib_logging.LogRecord) -> bool:
+    """Returns whether to log a record: not if it has the traceback of an error."""
+    return not record.exc_info
+
+
+def _ignore(error: threading.ExceptHookArgs) -> None:
+    """Ignores the error of a thread."""
+
+
+def _print_in_main_thread(error: Any) -> None:
+    """Prints an error that cannot be raised, such as one in a destructor, if it is of the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        sys.__unraisablehook__(error)
 
 
 def parse(argv: list[str]) -> Kvjax:
@@ -73,5 +96,12 @@ def parse(argv: list[str]) -> Kvjax:
 
 
 def run() -> None:
-    """Runs the console script."""
+    """Runs the console script.
+
+    Errors of a save are raised in the main thread. orbax and tensorstore print their tracebacks in others, too.
+    """
+    if not os.environ.get(_TRACEBACK):
+        logging.get_absl_logger().addFilter(_without_traceback)
+        threading.excepthook = _ignore
+        sys.unraisablehook = _print_in_main_thread
     app.run(main, flags_parser=parse)

@@ -11,7 +11,7 @@ from kvjax.budget import format_bytes
 from kvjax.registry import PolicyChoice
 from kvjax_models.cli.options import ModelOptions, read_text, repeatable, write_output
 from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.state import GenerationState
+from kvjax_models.generation.state import GenerationState, check_seed
 from kvjax_models.language_model import LanguageModel
 
 
@@ -35,6 +35,7 @@ class Bench(ModelOptions):
         """
         if min(self.context_tokens, self.batch, self.tokens, self.turns) < 1:
             raise ValueError("--context_tokens, --batch, --tokens and --turns must be at least 1")
+        check_seed(self.seed)
         choices = [PolicyChoice.parse("exact")]
         choices += [self.parse_policy(text, self.budget) for text in self.policy or ("streaming_llm", "subgen")]
         write_output(_table(self, measure(self, self.load(), list(dict.fromkeys(choices)))))

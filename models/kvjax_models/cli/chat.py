@@ -115,9 +115,14 @@ def _read_turns() -> Iterator[str]:
 
     Yields:
         Lines of standard input.
+
+    Raises:
+        OSError: if standard input is closed.
     """
+    if sys.stdin is None:
+        raise OSError("standard input is closed")
     while True:
-        if sys.stdin.isatty():
+        if sys.stdin.isatty() and sys.stderr is not None:
             sys.stderr.write("> ")
             sys.stderr.flush()
         line = sys.stdin.readline().strip()

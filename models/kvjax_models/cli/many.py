@@ -3,14 +3,15 @@
     kvjax generate --model DIR --prompts_file IN.jsonl --output OUT.jsonl --batch_size 8 --policy subgen --budget 25%
 
 Each line of the file is a text, or an object with `prompt` or `messages` and optionally `max_new_tokens`, `seed` and
-`id`. Completions are appended to the output as they finish and sorted when all of them are complete. An interrupted run
-can be resumed with --resume; `OUT.jsonl.run.json` contains the settings of the run.
+`id`. Completions are appended to the output as they finish, each with a digest of its line, and sorted when all of them
+are complete. An interrupted run can be resumed with --resume; `OUT.jsonl.run.json` contains the settings of the run.
 """
 
 import dataclasses
 import hashlib
 import json
 import pathlib
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.saved_states import describe_differences, describe_generator
 from kvjax_models.language_model import LanguageModel
 
-FORMAT = 2  # of OUT.jsonl.run.json
+FORMAT = 3  # of OUT.jsonl.run.json
 _KEYS = {"prompt", "messages", "max_new_tokens", "seed", "id"}
 
 
@@ -74,7 +75,7 @@ def complete_file(
     )
     output = Output(pathlib.Path(output_file), _manifest(llm, generator, lines, stop), len(lines), resume=resume)
     requests = [line.request for line in lines if line.request.number not in output.rows]
-    is_quiet = not devices.is_first_process()
+    is_quiet = not devices.is_first_process() or sys.stderr is None
     with tqdm(total=len(lines), initial=len(output.rows), unit="prompt", disable=is_quiet) as progress:
         for completion in generate_completions(llm.tokenizer, generator, requests, stop=stop):
             line = lines[completion.number]
@@ -121,7 +122,7 @@ class Output:
         atomic_io.run_on_first_process(begin)
         try:
             saved_manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"{manifest_path}, the manifest of {path}, cannot be read: {error}") from error
         if differences := describe_differences(manifest, saved_manifest):
             raise ValueError(f"{path} belongs to another run: {differences}")
@@ -135,9 +136,11 @@ class Output:
         for number, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line)
+                if row.pop("sha256") != _row_digest(row):
+                    raise ValueError("its digest differs")
                 if not 0 <= row["number"] < self.count:
                     raise ValueError(f"prompt {row['number']} does not exist")
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 # A truncated last line is expected after an interruption.
                 if line and number < len(lines) and devices.is_first_process():
                     logging.warning("%s, line %d is ignored and its prompt runs again: %s", self.path, number, error)
@@ -151,13 +154,23 @@ class Output:
             row: the completion as a JSON object; `row["number"]` is the number of its prompt.
         """
         self.rows[row["number"]] = row
-        line = json.dumps(row, ensure_ascii=False)
+        line = _row_line(row)
         atomic_io.run_on_first_process(lambda: atomic_io.append_line(self.path, line))
 
     def finish(self) -> None:
         """Sorts all completions in the order of their prompts."""
-        lines = [json.dumps(self.rows[number], ensure_ascii=False) + "\n" for number in range(self.count)]
+        lines = [_row_line(self.rows[number]) + "\n" for number in range(self.count)]
         atomic_io.run_on_first_process(lambda: atomic_io.write_text(self.path, "".join(lines)))
+
+
+def _row_line(row: dict[str, Any]) -> str:
+    """Returns a completion as a line with its digest."""
+    return json.dumps(row | {"sha256": _row_digest(row)}, ensure_ascii=False)
+
+
+def _row_digest(row: dict[str, Any]) -> str:
+    """Returns the first digits of the SHA-256 of a completion without its digest."""
+    return atomic_io.sha256_of_bytes(json.dumps(row, sort_keys=True).encode())[:16]
 
 
 def _read_lines(options: GenerationOptions, llm: LanguageModel, path: str) -> list[PromptLine]:
@@ -173,8 +186,10 @@ def _read_lines(options: GenerationOptions, llm: LanguageModel, path: str) -> li
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             try:
-                lines.append(_parse_line(options, llm, json.loads(line), len(lines)))
-            except (ValueError, TypeError) as error:
+                value = json.loads(line)
+                json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair could not be written
+                lines.append(_parse_line(options, llm, value, len(lines)))
+            except (ValueError, TypeError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     if not lines:
         raise ValueError(f"{path} contains no prompts")

@@ -18,7 +18,7 @@ from kvjax_models import formats, language_model
 from kvjax_models.devices import Devices, initialize_processes, is_first_process, make_mesh
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import Sampling
-from kvjax_models.generation.state import GenerationState
+from kvjax_models.generation.state import GenerationState, check_seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +102,7 @@ class GenerationOptions(ModelOptions):
         """
         if self.max_new_tokens < 1:
             raise ValueError(f"--max_new_tokens={self.max_new_tokens} must be at least 1")
+        check_seed(self.seed)
         _ = self.choice, self.kv_formats, self.sampling
 
 
@@ -164,7 +165,10 @@ def read_text(path: str) -> str:
 
     Raises:
         ValueError: if it is not UTF-8.
+        OSError: if standard input is closed.
     """
+    if path == "-" and sys.stdin is None:
+        raise OSError("standard input is closed; pass a file")
     try:
         return sys.stdin.read() if path == "-" else pathlib.Path(path).read_text("utf-8")
     except UnicodeDecodeError as error:
@@ -172,15 +176,21 @@ def read_text(path: str) -> str:
 
 
 def write_output(text: str) -> None:
-    """Writes generated text to standard output immediately, in the first process of a run."""
+    """Writes generated text to standard output immediately, in the first process of a run.
+
+    Raises:
+        OSError: if standard output is closed.
+    """
     if is_first_process():
+        if sys.stdout is None:
+            raise OSError("standard output is closed; redirect it to a file")
         sys.stdout.write(text)
         sys.stdout.flush()
 
 
 def write_status(text: str) -> None:
-    """Writes a status message to standard error, in the first process of a run."""
-    if is_first_process():
+    """Writes a status message to standard error unless it is closed, in the first process of a run."""
+    if is_first_process() and sys.stderr is not None:  # print would take standard output instead
         print(text, file=sys.stderr, flush=True)
 
 

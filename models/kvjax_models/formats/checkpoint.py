@@ -11,13 +11,13 @@ import numpy as np
 from flax import nnx, traverse_util
 from jax.sharding import Mesh
 
-from kvjax_models.formats import weights
+from kvjax_models.formats import untrusted_files, weights
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
 from kvjax_models.sharding import parameter_shardings, shard_array
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_MAX_UNCHECKED_LAYERS = 64  # up to here, the comparison of all tensors gives a better error
+_MAX_UNCHECKED_LAYERS, _MAX_UNCHECKED_EXPERTS = 64, 4096  # up to here, comparing all tensors gives a better error
 
 
 class StoredTensor(Protocol):
@@ -74,7 +74,7 @@ def build_model(checkpoint: Checkpoint, dtype: jax.typing.DTypeLike | None = Non
             if values are not finite in the file or after the cast to `dtype`.
     """
     source, config = checkpoint.source, checkpoint.config
-    _check_num_layers(checkpoint)
+    _check_num_tensors(checkpoint)
     dtype = checkpoint.dtype if dtype is None else jnp.dtype(dtype)
     # Abstract parameters: random initial values would double the memory.
     graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0))))
@@ -83,7 +83,8 @@ def build_model(checkpoint: Checkpoint, dtype: jax.typing.DTypeLike | None = Non
     shardings = {} if mesh is None else flatten_parameters(parameter_shardings(state, config, mesh))
     tensors = _merge_tied_head(checkpoint) if config.tied_embeddings else checkpoint.tensors
     if problems := _find_mismatches(rules, tensors):
-        raise ValueError(f"{source}: the tensors do not match the configuration:\n  " + "\n  ".join(problems))
+        listed = untrusted_files.join_some(problems, "\n  ")
+        raise ValueError(f"{source}: the tensors do not match the configuration:\n  {listed}")
     parameters: dict[weights.Path, jax.Array] = {}
     not_finite: list[str] = []
     for rule in rules:
@@ -95,7 +96,7 @@ def build_model(checkpoint: Checkpoint, dtype: jax.typing.DTypeLike | None = Non
         for path, array in zip(rule.paths, arrays, strict=True):
             parameters[path] = jnp.asarray(array) if mesh is None else shard_array(array, shardings[path])
     if not_finite:
-        raise ValueError(f"{source}: values are not finite as {dtype.name} in {', '.join(not_finite)}")
+        raise ValueError(f"{source}: values are not finite as {dtype.name} in {untrusted_files.join_some(not_finite)}")
     nnx.replace_by_pure_dict(state, traverse_util.unflatten_dict(parameters))
     return nnx.merge(graph, state)
 
@@ -111,13 +112,19 @@ def cast(tensor: np.ndarray, dtype: jax.typing.DTypeLike) -> np.ndarray:
         return tensor.astype(dtype, copy=False)
 
 
-def _check_num_layers(checkpoint: Checkpoint) -> None:
-    """Refuses a number of layers that the tensors cannot fill before abstract parameters are created for all of them.
+def _check_num_tensors(checkpoint: Checkpoint) -> None:
+    """Refuses numbers that the tensors cannot fill, before abstract parameters and names are created for all of them.
 
     Raises:
-        ValueError: if there are more layers than tensors.
+        ValueError: if there are more layers or experts than tensors.
     """
     layers, tensors = checkpoint.config.layers, len(checkpoint.tensors)
+    experts = (layers - len(checkpoint.config.dense_layers)) * checkpoint.config.experts
+    if weights.has_expert_tensors(checkpoint.model_type) and experts > max(tensors, _MAX_UNCHECKED_EXPERTS):
+        raise ValueError(
+            f"{checkpoint.source}: {checkpoint.config.experts} experts in each of {layers} layers exceed the {tensors} "
+            "tensors of the checkpoint"
+        )
     if layers > max(tensors, _MAX_UNCHECKED_LAYERS):
         raise ValueError(
             f"{checkpoint.source}: num_hidden_layers={layers} exceeds the {tensors} tensors of the checkpoint"

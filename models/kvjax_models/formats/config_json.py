@@ -8,8 +8,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from kvjax.spec import MAX_TOKENS
 from kvjax_models.formats import config_values, rope_config
-from kvjax_models.formats.config_values import Values
+from kvjax_models.formats.config_values import Values, if_set
 from kvjax_models.formats.families import FAMILIES, FULL_ATTENTION, SLIDING_ATTENTION, Family
 from kvjax_models.model.config import LlamaConfig
 
@@ -24,7 +25,6 @@ _FAMILY_SPECIFIC = (
 )
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-_MAX_LAYERS = 10_000
 
 
 def text_config(values: Values) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def parse_config(values: Values) -> LlamaConfig:
     if missing := [key for key in _REQUIRED if values.get(key) is None]:
         raise ValueError(f"missing keys: {', '.join(missing)}")
     _check_supported(family, values)
-    layers = config_values.integer(values, "num_hidden_layers", maximum=_MAX_LAYERS)
+    layers = config_values.integer(values, "num_hidden_layers")
     heads, width, vocab_size, max_length = (
         config_values.integer(values, key)
         for key in ("num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings")
@@ -73,8 +73,8 @@ def parse_config(values: Values) -> LlamaConfig:
     config_values.check_special_tokens(values, vocab_size)
     if values.get("head_dim") is None and width % heads:
         raise ValueError(f"hidden_size={width} must be a multiple of num_attention_heads={heads}, or set head_dim")
-    head_dim = width // heads if values.get("head_dim") is None else config_values.integer(values, "head_dim")
-    return LlamaConfig(
+    head_dim = config_values.integer({"head_dim": width // heads, **if_set(values, "head_dim")}, "head_dim")
+    config = LlamaConfig(
         vocab_size=vocab_size,
         width=width,
         mlp_width=config_values.integer(values, "intermediate_size"),
@@ -90,6 +90,8 @@ def parse_config(values: Values) -> LlamaConfig:
         windows=_parse_windows(family, values, layers),
         **_family_fields(family, values, layers, head_dim),
     )
+    rope_config.check_frequencies(config)
+    return config
 
 
 def to_config_json(config: LlamaConfig) -> dict[str, Any]:
@@ -208,7 +210,7 @@ def _parse_windows(family: Family, values: Values, layers: int) -> tuple[int | N
         return ()
     if family.sliding == "later_layers_if_enabled" and not config_values.boolean(values, "use_sliding_window"):
         values = {**values, "sliding_window": None}
-    window = config_values.integer(values, "sliding_window")
+    window = min(config_values.integer(values, "sliding_window"), MAX_TOKENS)
     return tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)
 
 

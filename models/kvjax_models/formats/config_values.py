@@ -1,10 +1,25 @@
 """Checked access to the values of a config.json; errors name the key."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 MAX_INTEGER = 2**31 - 1  # positions and token ids are int32
+# Far above the sizes of any model, and small enough that nothing is computed or allocated for impossible ones.
+_MAX_SIZES = {
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "moe_intermediate_size": 2**22,
+    "vocab_size": 2**24,
+    "num_experts": 2**14,
+    "num_local_experts": 2**14,
+}
+# Ranges in which float32 computes with a number, by key.
+_NUMBER_RANGE = (1e-6, 1e6)
+_NUMBER_RANGES = {"rms_norm_eps": (1e-12, 1.0), "rope_theta": (2.0, 1e12)}
 
 Values = Mapping[str, Any]
 
@@ -16,35 +31,36 @@ def integer(values: Values, key: str, *, minimum: int = 1, maximum: int = MAX_IN
         values: values of the file.
         key: key of the integer.
         minimum: smallest allowed value.
-        maximum: largest allowed value.
+        maximum: largest allowed value; sizes of a model have smaller limits.
 
     Raises:
         ValueError: if it is not an integer in this range.
     """
-    value = values.get(key)
+    value, maximum = values.get(key), min(maximum, _MAX_SIZES.get(key, maximum))
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
         raise ValueError(f"{key}={value!r} must be an integer from {minimum} to {maximum}")
     return value
 
 
 def number(values: Values, key: str) -> float:
-    """Returns a positive finite number.
+    """Returns a number in the range of its key, which float32 represents with all that is computed from it.
 
     Args:
         values: values of the file.
         key: key of the number.
 
     Raises:
-        ValueError: if it is not a positive finite number.
+        ValueError: if it is not a number in this range.
     """
     value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{key}={value!r} must be a finite number greater than 0")
+    minimum, maximum = _NUMBER_RANGES.get(key, _NUMBER_RANGE)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
+        raise ValueError(f"{key}={value!r} must be a number from {minimum:g} to {maximum:g}")
     return float(value)
 
 
 def optional_number(values: Values, key: str) -> float | None:
-    """Returns a positive finite number, or None if it is null or missing.
+    """Returns a number like `number`, or None if it is null or missing.
 
     Args:
         values: values of the file.
@@ -67,6 +83,11 @@ def boolean(values: Values, key: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"{key}={value!r} must be true or false")
     return bool(value)
+
+
+def if_set(values: Values, key: str) -> dict[str, Any]:
+    """Returns the key with its value, or {} if it is null or missing."""
+    return {} if values.get(key) is None else {key: values[key]}
 
 
 def per_layer_list(values: Values, key: str, layers: int) -> list[Any] | None:

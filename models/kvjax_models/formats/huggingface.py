@@ -20,15 +20,14 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from kvjax_models import atomic_io
-from kvjax_models.formats import config_json, untrusted_files, weights
+from kvjax_models.formats import config_json, replacing, untrusted_files, weights
 from kvjax_models.formats.checkpoint import Checkpoint, StoredTensor, build_model, cast, flatten_parameters
+from kvjax_models.formats.replacing import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
 
 MAX_SHARD_BYTES = 5_000_000_000  # transformers' default
 
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
 # Buffers that old versions of transformers saved; they follow from the configuration.
 _IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq")
 
@@ -59,7 +58,7 @@ def load_config(directory: str | os.PathLike) -> LlamaConfig:
         ValueError: if the file is invalid, or the model has an unsupported architecture or feature; the message names
             the file and the key.
     """
-    return _read_config(untrusted_files.weights_directory(pathlib.Path(directory)))[1]
+    return _read_config(replacing.weights_directory(pathlib.Path(directory)))[1]
 
 
 def load_model(
@@ -78,7 +77,7 @@ def load_model(
     Returns:
         The model.
     """
-    directory = untrusted_files.weights_directory(pathlib.Path(directory))
+    directory = replacing.weights_directory(pathlib.Path(directory))
     model_type, config = _read_config(directory)
     with contextlib.ExitStack() as stack:
         tensors: dict[str, StoredTensor] = {
@@ -101,10 +100,9 @@ def save_model(
 ) -> None:
     """Saves a model as a directory that `load_model` and transformers (4.43 and later) read.
 
-    Saving is atomic. All files are written to a subdirectory first and become valid together. A save that is
-    interrupted before leaves the previous model unchanged; after it, `load_model` reads the new files from the
-    subdirectory, and the next save moves them to their place. A configuration that no family can express and values
-    that are not finite raise a ValueError.
+    Saving is atomic. All files are written to a subdirectory first and replace the previous ones together (see
+    `replacing`): if a save fails or is interrupted, `load_model` returns the previous model. A configuration that no
+    family can express and values that are not finite raise a ValueError.
 
     Args:
         directory: created if it does not exist; a model in it is replaced.
@@ -129,42 +127,19 @@ def save_model(
         "eos_token_id": list(eos_token_id) if isinstance(eos_token_id, Sequence) else eos_token_id,
     }
     lock = atomic_io.lock_directory(directory)
-    partial = directory / f"{untrusted_files.COMPLETE}.partial"
+    partial = directory / ".new.partial"
     try:
-        _publish_complete_save(directory)
+        replacing.restore_files(directory)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         _write_weights(partial, weights.output_tensors(rules, parameters), dtype, max_shard_bytes)
-        atomic_io.write_text(partial / "config.json", json.dumps(config, indent=2) + "\n")
-        partial.rename(directory / untrusted_files.COMPLETE)
-        atomic_io.fsync(directory)
-        _publish_complete_save(directory)
+        atomic_io.write_text(partial / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+        replacing.replace_files(directory, partial)
     except OSError as error:
         raise OSError(f"{directory}: the model could not be saved: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         lock.release()
-
-
-def _publish_complete_save(directory: pathlib.Path) -> None:
-    """Replaces the files of a directory by those of a complete save in its subdirectory; restartable at any point."""
-    complete = directory / untrusted_files.COMPLETE
-    if not complete.is_dir():
-        return
-    names = {path.name for path in complete.iterdir()}
-    for name in sorted(names):
-        with atomic_io.atomic_replace(directory / name) as partial:
-            try:
-                os.link(complete / name, partial)
-            except OSError:  # the file system has no hard links
-                shutil.copyfile(complete / name, partial)
-    # The single file of an earlier save would hide new shards; old shards would be orphans.
-    for stale in [directory / _SINGLE_FILE, directory / _INDEX_FILE, *directory.glob("model-*-of-*.safetensors")]:
-        if stale.name not in names:
-            stale.unlink(missing_ok=True)
-    atomic_io.fsync(directory)
-    # Renamed before it is removed: a partly removed subdirectory must not be read.
-    shutil.rmtree(complete.rename(directory / f"{untrusted_files.COMPLETE}.partial"))
 
 
 def _write_weights(
@@ -182,7 +157,7 @@ def _write_weights(
     shards = _split_into_shards(sizes, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
-        file = _SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         arrays = {name: _output_array(name, tensors[name], dtype) for name in names}
         weight_map |= dict.fromkeys(names, file)
         try:
@@ -193,7 +168,7 @@ def _write_weights(
         atomic_io.fsync(directory / file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        atomic_io.write_text(directory / _INDEX_FILE, json.dumps(index, indent=2) + "\n")
+        atomic_io.write_text(directory / INDEX_FILE, json.dumps(index, indent=2) + "\n")
 
 
 def _output_array(name: str, tensor: weights.OutputTensor, dtype: jax.typing.DTypeLike | None) -> np.ndarray:
@@ -214,11 +189,11 @@ def _read_config(directory: pathlib.Path) -> tuple[str, LlamaConfig]:
     Raises:
         ValueError: if `config.json` is invalid or not supported.
     """
-    values = untrusted_files.read_json_object(directory, "config.json")
+    values = untrusted_files.read_json_object(directory, CONFIG_FILE)
     try:
         return config_json.text_config(values).get("model_type", ""), config_json.parse_config(values)
     except ValueError as error:
-        raise ValueError(f"{directory / 'config.json'}: {error}") from error
+        raise ValueError(f"{directory / CONFIG_FILE}: {untrusted_files.shorten(error)}") from error
 
 
 def _weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
@@ -228,24 +203,24 @@ def _weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
         FileNotFoundError: if there are no weights, or a shard of the index is missing.
         ValueError: if the index is invalid.
     """
-    if untrusted_files.has_entry(directory, _SINGLE_FILE):
-        return [untrusted_files.resolve_file(directory, _SINGLE_FILE)]
-    if not untrusted_files.has_entry(directory, _INDEX_FILE):
+    if untrusted_files.has_entry(directory, SINGLE_FILE):
+        return [untrusted_files.resolve_file(directory, SINGLE_FILE)]
+    if not untrusted_files.has_entry(directory, INDEX_FILE):
         raise FileNotFoundError(
-            f"{directory} contains neither {_SINGLE_FILE} nor {_INDEX_FILE}; convert other formats (.bin, .pth) "
+            f"{directory} contains neither {SINGLE_FILE} nor {INDEX_FILE}; convert other formats (.bin, .pth) "
             "to safetensors first"
         )
-    weight_map = untrusted_files.read_json_object(directory, _INDEX_FILE).get("weight_map")
+    weight_map = untrusted_files.read_json_object(directory, INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, Mapping) or not weight_map:
-        raise ValueError(f"{directory / _INDEX_FILE} has no weight_map")
+        raise ValueError(f"{directory / INDEX_FILE} has no weight_map")
     if invalid := [name for name in weight_map.values() if not isinstance(name, str)]:
-        raise ValueError(f"{directory / _INDEX_FILE}: {invalid[0]!r} is not a file name")
+        raise ValueError(f"{directory / INDEX_FILE}: {untrusted_files.shorten(repr(invalid[0]))} is not a file name")
     names = sorted(set(weight_map.values()))
     is_missing = [
         pathlib.PurePath(name).name == name and not untrusted_files.has_entry(directory, name) for name in names
     ]
     if missing := [name for name, absent in zip(names, is_missing, strict=True) if absent]:
-        raise FileNotFoundError(f"shards in {directory / _INDEX_FILE} are missing: {', '.join(missing)}")
+        raise FileNotFoundError(f"shards in {directory / INDEX_FILE} are missing: {untrusted_files.join_some(missing)}")
     return [untrusted_files.resolve_file(directory, name) for name in names]
 
 
@@ -263,7 +238,7 @@ def _open_tensors(files: Sequence[pathlib.Path], stack: contextlib.ExitStack) ->
             raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from error
         names = list(file.keys())
         if repeated := sorted(tensors.keys() & set(names)):
-            raise ValueError(f"{path} repeats tensors of another shard: {', '.join(repeated)}")
+            raise ValueError(f"{path} repeats tensors of another shard: {untrusted_files.join_some(repeated)}")
         tensors |= {name: _SafetensorsTensor(file, name) for name in names}
     return tensors
 

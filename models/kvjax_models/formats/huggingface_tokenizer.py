@@ -7,7 +7,7 @@ from typing import Any
 
 import tokenizers
 
-from kvjax_models.formats import untrusted_files
+from kvjax_models.formats import replacing, tokenizer_limits, untrusted_files
 from kvjax_models.formats.tokenizer import Tokenizer, call_backend
 
 
@@ -27,12 +27,29 @@ def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
         FileNotFoundError: if tokenizer.json is missing.
         ValueError: if a file is invalid, or the BOS or end-of-text token is unknown.
     """
-    directory = pathlib.Path(directory)
+    try:
+        return _load(pathlib.Path(directory))
+    except ValueError as error:
+        raise ValueError(untrusted_files.shorten(error)) from error
+
+
+def _load(directory: pathlib.Path) -> Tokenizer:
+    """Returns the tokenizer; errors may quote values of any length.
+
+    Raises:
+        FileNotFoundError: if tokenizer.json is missing.
+        ValueError: if a file is invalid.
+    """
     path = directory / "tokenizer.json"
     if not untrusted_files.has_entry(directory, path.name):
         raise FileNotFoundError(f"{path} does not exist; convert a SentencePiece model (tokenizer.model) to it first")
     text = untrusted_files.read_text(directory, path.name)
-    backend = call_backend(f"{path} is not a tokenizer", tokenizers.Tokenizer.from_str, text)
+    problem = f"{path} is not a tokenizer"
+    contents: dict[str, Any] = untrusted_files.parse_json_object(path, text)
+    for check in (tokenizer_limits.check_growth, tokenizer_limits.check_tokens):
+        call_backend(problem, check, contents)
+    contents.clear()  # large
+    backend = call_backend(problem, tokenizers.Tokenizer.from_str, text)
     # tokenizer.json may contain truncation and padding settings of the training run.
     backend.no_truncation()
     backend.no_padding()
@@ -67,7 +84,8 @@ def _prefix_ids(backend: tokenizers.Tokenizer, add_bos_token: bool | None, bos_t
         return (_token_id(backend, bos_token, "add_bos_token is set, but bos_token"),)
     if add_bos_token is not None:
         return ()
-    ids = backend.encode("", add_special_tokens=True).ids
+    problem = "the post_processor of tokenizer.json cannot encode an empty text"
+    ids = call_backend(problem, backend.encode, "", add_special_tokens=True).ids
     bos = None if bos_token is None else backend.token_to_id(bos_token)
     return (bos,) if bos is not None and ids[:1] == [bos] else ()
 
@@ -78,7 +96,7 @@ def _eos_ids(directory: pathlib.Path, backend: tokenizers.Tokenizer, eos_token: 
     Raises:
         ValueError: if they are not token ids.
     """
-    weights_directory = untrusted_files.weights_directory(directory)
+    weights_directory = replacing.weights_directory(directory)
     for home, name in ((directory, "generation_config.json"), (weights_directory, "config.json")):
         ids = _read_optional(home, name).get("eos_token_id")
         if ids is None:

@@ -7,8 +7,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax_models.formats.config_values import Values, boolean, integer, number, optional_number
+import numpy as np
+
+from kvjax_models.formats.config_values import Values, boolean, if_set, integer, number, optional_number
 from kvjax_models.formats.families import FULL_ATTENTION, SLIDING_ATTENTION, Family
+from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.rotary import RopeScaling
 
 _REQUIRED = {
@@ -43,7 +46,7 @@ def parse_rope(family: Family, values: Values, head_dim: int) -> dict[str, Any]:
     elif any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError(f"rope_parameters={dict(rope)!r} must be one rotary embedding, or one per layer type")
     rotary_dim = _rotary_dim(family, rope, values, head_dim)
-    theta = number({"rope_theta": 10000.0, **values, **_if_set(rope, "rope_theta")}, "rope_theta")
+    theta = number({"rope_theta": 10000.0, **values, **if_set(rope, "rope_theta")}, "rope_theta")
     scaling = rope_scaling(rope, values, rotary_dim)
     window_theta = None
     if sliding_rope is not None or "rope_local_base_freq" in family.defaults:
@@ -86,6 +89,26 @@ def rope_scaling(rope: Values, values: Values, rotary_dim: int) -> RopeScaling |
     if missing := [key for key in _REQUIRED.get(kind, ()) if rope.get(key) is None]:
         raise ValueError(f"rope_type={kind!r} requires {', '.join(missing)}")
     return parsers[kind](rope, values, rotary_dim)
+
+
+def check_frequencies(config: LlamaConfig) -> None:
+    """Checks the rotary frequencies of a model.
+
+    Args:
+        config: configuration of the model.
+
+    Raises:
+        ValueError: if a frequency is 0 or infinite in float32.
+    """
+    layers = {config.window(layer): layer for layer in range(config.layers) if layer not in config.nope_layers}
+    for layer in layers.values():
+        with np.errstate(over="ignore", divide="ignore"):
+            frequencies = config.rotary(layer).frequencies[: (config.rotary_dim or config.head_dim) // 2]
+        if not all(0 < frequency < math.inf for frequency in frequencies):
+            raise ValueError(
+                f"rope_theta={config.rope_theta} and rope_scaling={config.rope_scaling} give rotary frequencies that "
+                "are 0 or infinite in float32"
+            )
 
 
 def scaling_values(scaling: RopeScaling | None) -> dict[str, Any] | None:
@@ -209,14 +232,10 @@ def _rotary_dim(family: Family, rope: Values, values: Values, head_dim: int) -> 
         ValueError: if the family does not support partial rotation.
     """
     key = "partial_rotary_factor"
-    factors = {**_if_set(values, key), **_if_set(rope, key)}
+    factors = {**if_set(values, key), **if_set(rope, key)}
     if not factors:
         return head_dim
     factor = number(factors, key)
     if factor > 1 or (factor != 1 and not family.partial_rotary):
         raise ValueError(f"{key}={factors[key]} is not supported for {values['model_type']}; supported: 1")
     return int(head_dim * factor)
-
-
-def _if_set(values: Values, key: str) -> dict[str, Any]:
-    return {} if values.get(key) is None else {key: values[key]}

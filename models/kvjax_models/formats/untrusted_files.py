@@ -2,10 +2,13 @@
 
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
-COMPLETE = ".complete"  # subdirectory with a complete save whose files have not replaced the old ones yet
-MAX_TEXT_BYTES = 2**29  # of a JSON file or a template; the largest tokenizers have about 30 MB
+MAX_TEXT_BYTES = 2**22  # of a JSON file or a template
+# Files that are larger in some models: the largest tokenizers have about 35 MB.
+_MAX_BYTES = {"tokenizer.json": 40 * 2**20, "tokenizer_config.json": 2**24, "model.safetensors.index.json": 2**25}
+_MAX_MESSAGE = 1000  # characters of an error; values of files may have millions
 
 
 def resolve_file(directory: pathlib.Path, name: object) -> pathlib.Path:
@@ -38,19 +41,6 @@ def resolve_file(directory: pathlib.Path, name: object) -> pathlib.Path:
     return path
 
 
-def weights_directory(directory: pathlib.Path) -> pathlib.Path:
-    """Returns the directory with the configuration and the weights of a checkpoint.
-
-    Args:
-        directory: the checkpoint.
-
-    Returns:
-        The directory itself, or its subdirectory `COMPLETE` if an interrupted save wrote all files there.
-    """
-    complete = directory / COMPLETE
-    return complete if complete.is_dir() and not complete.is_symlink() else directory
-
-
 def has_entry(directory: pathlib.Path, name: str) -> bool:
     """Returns whether a directory has an entry of this name, of any kind.
 
@@ -73,8 +63,9 @@ def read_text(directory: pathlib.Path, name: str) -> str:
         ValueError: if it is too large or not UTF-8.
     """
     path = resolve_file(directory, name)
-    if (size := path.stat().st_size) > MAX_TEXT_BYTES:
-        raise ValueError(f"{path} has {size} bytes; the maximum is {MAX_TEXT_BYTES}")
+    maximum = _MAX_BYTES.get(name, MAX_TEXT_BYTES)
+    if (size := path.stat().st_size) > maximum:
+        raise ValueError(f"{path} has {size} bytes; the maximum is {maximum}")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -89,13 +80,48 @@ def read_json_object(directory: pathlib.Path, name: str) -> dict[str, Any]:
         name: name of the file.
 
     Raises:
-        ValueError: if the file does not contain a JSON object.
+        ValueError: if the file does not contain a JSON object, or contains strings that are not Unicode.
     """
-    path, text = directory / name, read_text(directory, name)
+    return parse_json_object(directory / name, read_text(directory, name))
+
+
+def parse_json_object(path: pathlib.Path, text: str) -> dict[str, Any]:
+    """Returns the object in a JSON text.
+
+    Args:
+        path: file of the text, for errors.
+        text: the text.
+
+    Raises:
+        ValueError: if it is not a JSON object, or contains strings that are not Unicode.
+    """
     try:
         values = json.loads(text)
+        if "\\ud" in text.lower():  # an escaped surrogate, which may lack its other half
+            json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {shorten(error)}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must contain a JSON object, got {type(values).__name__}")
     return values
+
+
+def shorten(message: object) -> str:
+    """Returns a message about untrusted values, cut to a readable length."""
+    text = str(message)
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}... ({len(text)} characters)"
+
+
+def join_some(items: Sequence[str], separator: str = ", ", maximum: int = 20) -> str:
+    """Joins the first items of a list.
+
+    Args:
+        items: the items.
+        separator: text between them.
+        maximum: number of items; further ones are counted.
+
+    Returns:
+        The text.
+    """
+    more = [f"{len(items) - maximum} more"] if len(items) > maximum else []
+    return separator.join([*map(shorten, items[:maximum]), *more])

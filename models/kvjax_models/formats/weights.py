@@ -149,6 +149,11 @@ def output_tensors(rules: Sequence[TensorRule], parameters: Mapping[Path, Any]) 
     return {name: OutputTensor(rule, index, parameters) for rule in rules for index, name in enumerate(rule.names)}
 
 
+def has_expert_tensors(model_type: str) -> bool:
+    """Returns whether a family stores one tensor per expert."""
+    return model_type in _EXPERTS
+
+
 def select_text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
     """Returns the tensors of a multimodal model's text decoder (Gemma 3), named as in a text-only model."""
     if not any(_VISION_TENSOR.match(name) for name in tensors):

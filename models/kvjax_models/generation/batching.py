@@ -26,6 +26,7 @@ from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import GenerationState, check_faults, check_finite, compact_layers, constrain_state
 from kvjax_models.sharding import replicate
 
+MAX_ROWS = 2**16  # of a batch; far above what any device holds
 FinishReason = Literal["stop", "length"]
 
 
@@ -147,8 +148,10 @@ def parse_batch_size(batch_size: int | str, generator: Generator) -> int:
     if size.fraction is not None:
         raise ValueError(f"batch_size={batch_size!r} must be a number of rows (8) or bytes for their caches (2GiB)")
     if size.bytes is not None:
-        return max_batch_size(generator, size.bytes)
+        return min(max_batch_size(generator, size.bytes), MAX_ROWS)
     assert size.slots is not None
+    if not 1 <= size.slots <= MAX_ROWS:
+        raise ValueError(f"batch_size={batch_size!r} must be from 1 to {MAX_ROWS} rows")
     return size.slots
 
 

@@ -32,7 +32,7 @@ def generate_completions(
     generator: Generator,
     requests: Iterable[Request],
     *,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     on_text: TextCallback | None = None,
     max_prefill_steps: int | None = None,
 ) -> Iterator[Completion]:
@@ -42,7 +42,7 @@ def generate_completions(
         tokenizer: tokenizer of the model.
         generator: its batch size is the number of rows.
         requests: prompts to continue.
-        stop: strings that finish a sequence and are excluded from its text; checked after every block.
+        stop: a string or strings that finish a sequence and are excluded from its text; checked after every block.
         on_text: called with the number of a prompt and the new part of its text after every block; characters at the
             end that may be the start of a stop string are held back.
         max_prefill_steps: as for `run_requests`.
@@ -52,7 +52,11 @@ def generate_completions(
 
     Raises:
         ValueError: if a stop string is empty.
+        TypeError: if `stop` contains anything but strings.
     """
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(string, str) for string in stop):
+        raise TypeError(f"stop={stop!r} must be a string or a list of strings")
     if not all(stop):
         raise ValueError("stop must not contain an empty string")
     rows: dict[int, list[int]] = {}

@@ -73,10 +73,12 @@ class Generator:
         """
         compile_cache.free_compiled_programs(_PROGRAMS)
         config = model.config
+        for name, flag in (("streaming", streaming), ("allow_beyond_context", allow_beyond_context)):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name}={flag!r} must be True or False")
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1 token")
         self.model, self.config = model, config
-        self.batch, self.max_prompt_tokens, self.max_new_tokens = batch, max_prompt_tokens, max_new_tokens
         self.sampling, self.eos, self.prefill_chunk = sampling or Sampling(), tuple(eos), prefill_chunk
         self.streaming, self.allow_beyond_context = streaming, allow_beyond_context
         self.kv_dtype = kv_dtype
@@ -89,6 +91,8 @@ class Generator:
             streaming=streaming,
             kv_dtype=kv_dtype,
         )
+        # Integers of Python, which saves write as JSON; `cache_specs` has checked them.
+        self.batch, self.max_prompt_tokens, self.max_new_tokens = map(int, (batch, max_prompt_tokens, max_new_tokens))
         policies = (policy,) * config.layers if isinstance(policy, Policy) else tuple(policy)
         if len(policies) != config.layers:
             raise ValueError(

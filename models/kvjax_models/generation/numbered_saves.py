@@ -3,6 +3,7 @@
     DIRECTORY/STEP/arrays          arrays as orbax writes them; all processes of a run, each its shards
                   /manifest.json   values that must be equal when the arrays are used again
                   /notes.json      further values
+                  /step            the number
                   /digests.json    SHA-256 of every file
 
 A save is written to a temporary directory and renamed when it is complete, so an interrupted save does not affect the
@@ -23,9 +24,10 @@ import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
 
+from kvjax.spec import check_integer
 from kvjax_models import atomic_io
 
-_PARTIAL, _DAMAGED = ".partial", ".damaged"
+_PARTIAL, _DAMAGED, _STEP = ".partial", ".damaged", "step"
 
 
 class NumberedSaves:
@@ -64,7 +66,7 @@ class NumberedSaves:
     def save(self, step: int, arrays: Mapping[str, Any], manifest: Any, notes: Any) -> None:
         """Writes a save. Damaged saves that are not older are renamed first.
 
-        A step that is not newer than all intact saves raises a ValueError.
+        A step that is not newer than all intact saves, or is not an integer from 0, raises a ValueError.
 
         Args:
             step: number of the save.
@@ -75,6 +77,7 @@ class NumberedSaves:
         Raises:
             OSError: if the save cannot be written; the previous saves are unchanged.
         """
+        step = check_integer("step", step, minimum=0)
         partial = self.directory / f"{step}{_PARTIAL}"
 
         def begin() -> None:
@@ -89,6 +92,7 @@ class NumberedSaves:
             partial.mkdir()
             for name, values in (("manifest", manifest), ("notes", notes)):
                 atomic_io.write_text(partial / f"{name}.json", json.dumps(values) + "\n")
+            atomic_io.write_text(partial / _STEP, f"{step}\n")
 
         def finish() -> None:
             atomic_io.write_digests(partial)
@@ -111,7 +115,8 @@ class NumberedSaves:
         """Returns the numbers of all saves in ascending order, intact or not."""
         if not self.directory.is_dir():
             return []
-        return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal())
+        names = [path.name for path in self.directory.iterdir()]
+        return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
     def newest(self) -> int:
         """Returns the newest intact save; logs a warning if newer ones are damaged.
@@ -176,7 +181,12 @@ class NumberedSaves:
         """Returns a description of a save's damage; None if it is intact."""
         if step in self._intact:
             return None
-        if (problem := atomic_io.find_damage(self.directory / str(step))) is None:
+        directory = self.directory / str(step)
+        problem, number = atomic_io.find_damage(directory), directory / _STEP
+        # Saves of older versions have no such file; `manifest` refuses them.
+        if problem is None and number.exists() and (saved := number.read_text(encoding="utf-8").strip()) != str(step):
+            problem = f"the directory was renamed: it holds the save of step {saved}"
+        if problem is None:
             self._intact.add(step)
         return problem
 

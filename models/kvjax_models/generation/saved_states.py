@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 import kvjax
 from kvjax.distributed.memory import is_on_host
+from kvjax.spec import check_integer
 from kvjax_models import atomic_io
 from kvjax_models.fingerprint import model_fingerprint
 from kvjax_models.generation.generator import Generator
@@ -27,7 +28,7 @@ from kvjax_models.generation.numbered_saves import NumberedSaves, write_arrays
 from kvjax_models.generation.state import GenerationState
 from kvjax_models.model.llama import Llama
 
-FORMAT = 7  # increased with every change of a state's fields or their meaning
+FORMAT = 8  # increased with every change of a state's fields or their meaning
 _SIZES = ("batch", "max_prompt_tokens", "max_new_tokens", "streaming")
 
 
@@ -72,7 +73,7 @@ class SavedStates:
         """Writes a settled state, and the model's parameters if they are not on disk.
 
         Saving is atomic: if it fails with an OSError, previous states are unchanged. A step that is not newer than all
-        saved ones, and parameters of another model, raise a ValueError.
+        saved ones or not an integer from 0, and parameters of another model, raise a ValueError.
 
         Args:
             step: number of the state within the run, such as the number of tokens so far.
@@ -81,6 +82,7 @@ class SavedStates:
             run: further values that must be equal when the state is used again, as JSON.
             notes: values to return with the state, as JSON, such as the tokens so far.
         """
+        step = check_integer("step", step, minimum=0)
         self.lock()
         if not self._has_parameters:
             self._save_parameters(generator.model)
