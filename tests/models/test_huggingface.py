@@ -384,6 +384,6 @@ def test_sizes_are_checked_before_allocation(saved):
     values = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps(values | {"hidden_size": 2**20, "intermediate_size": 2**22}))
     with pytest.raises(
-        ValueError, match=r"model\.norm\.weight has shape \[16\], the configuration implies \[1048576\]"
+        ValueError, match=r"lm_head\.weight has shape \[24, 16\], the configuration implies \[24, 1048576\]"
     ):
         huggingface.load_model(saved)
