@@ -118,8 +118,10 @@ def test_files_keep_their_dtype(llm, tmp_path):
 
 
 def test_what_is_no_model_says_what_to_give(monkeypatch):
-    with pytest.raises(FileNotFoundError, match="is neither a directory nor a valid name of a model on the hub"):
+    with pytest.raises(FileNotFoundError, match="is neither a directory, a GGUF file nor a known model"):
         load("not a model")
+    with pytest.raises(FileNotFoundError, match="is neither a directory nor a valid name of a model on the hub"):
+        load("not/a/model")
 
     def unreachable(*args, **kwargs):
         raise OSError("no route")

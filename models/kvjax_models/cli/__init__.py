@@ -1,4 +1,4 @@
-"""The console command `kvjax` with its subcommands `generate`, `chat`, `bench` and `policies`."""
+"""The console command `kvjax` with its subcommands `generate`, `chat`, `bench`, `policies`, `models` and `download`."""
 
 import argparse
 import dataclasses
@@ -9,13 +9,22 @@ import sys
 import simple_parsing
 from absl import app, logging
 
+import kvjax
 from kvjax_models.cli import parsing
 from kvjax_models.cli.bench import Bench
 from kvjax_models.cli.chat import Chat
 from kvjax_models.cli.generate import Generate
+from kvjax_models.cli.models import Download, Models
 from kvjax_models.cli.policies import Policies
 
-_COMMANDS = {"generate": Generate, "chat": Chat, "bench": Bench, "policies": Policies}
+_COMMANDS = {
+    "generate": Generate,
+    "chat": Chat,
+    "bench": Bench,
+    "policies": Policies,
+    "models": Models,
+    "download": Download,
+}
 _TRACEBACK = "KVJAX_TRACEBACK"  # environment variable that makes errors show their traceback
 
 
@@ -34,7 +43,7 @@ class _HelpFormatter(simple_parsing.help_formatter.SimpleHelpFormatter):
 class Kvjax:
     """Language models with compressed key/value caches."""
 
-    command: Generate | Chat | Bench | Policies = simple_parsing.subparsers(_COMMANDS)
+    command: Generate | Chat | Bench | Policies | Models | Download = simple_parsing.subparsers(_COMMANDS)
 
 
 def main(options: Kvjax) -> None:

@@ -20,12 +20,14 @@ from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.state import GenerationState
 
+DEFAULT_BUDGET = "25%"
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
     """The model and the devices it runs on."""
 
-    model: str = ""  # A Hugging Face directory, a GGUF file, or the name of a model on the hub.
+    model: str = ""  # A Hugging Face directory, a GGUF file, or a name of `kvjax models` or on the Hugging Face hub.
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # Of parameters and activations; the checkpoint's.
     seed: int = 0  # Seed of sampling and of the policies' randomness.
     devices: Devices = dataclasses.field(default_factory=Devices)
@@ -62,7 +64,7 @@ class ModelOptions:
         """
         if not self.model:
             raise ValueError(
-                "--model is required: a Hugging Face directory, a GGUF file, or the name of a model on the hub"
+                "--model is required: a Hugging Face directory, a GGUF file, or a name of `kvjax models` or on the hub"
             )
         options = dataclasses.asdict(self)
         initialize_processes(self.devices, options | options.pop("devices") | {"process": None})
