@@ -354,6 +354,7 @@ def load(name: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mes
         ValueError: if the checkpoint is invalid or not supported; see `formats.load_model`.
     """
     path = resolve_path(name)
+    compile_cache.enable_persistent_cache()
     tokenizer, model = formats.load_tokenizer(path), formats.load_model(path, dtype, mesh)
     try:
         return LanguageModel(model, tokenizer)
