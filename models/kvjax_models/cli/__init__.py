@@ -77,6 +77,7 @@ def parse(argv: list[str]) -> Kvjax:
         The options of the command.
     """
     parser = simple_parsing.ArgumentParser(prog="kvjax", description=Kvjax.__doc__, formatter_class=_HelpFormatter)
+    parser.add_argument("--version", action="version", version=f"kvjax {kvjax.__version__}")
     parser.add_arguments(Kvjax, dest="options")
     return parsing.parse(parser, argv[1:]).options
 
