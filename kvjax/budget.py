@@ -43,13 +43,21 @@ class Budget:
         Raises:
             ValueError: if the text is not a budget.
         """
-        if match := re.fullmatch(r"(\d{1,15})", text):
-            return cls(text, slots=int(match[1]))
-        if match := re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)%", text):
-            return cls(text, fraction=float(match[1]) / 100)
-        if match := re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)(B|KiB|MiB|GiB)", text):
-            return cls(text, bytes=int(float(match[1]) * _UNITS[match[2]]))
-        raise ValueError(f"budget={text!r} is not a budget; pass slots (1024), a fraction (25%) or bytes (64MiB)")
+        match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)(%|B|KiB|MiB|GiB)|(\d{1,15})", text)
+        if match is None:
+            is_fraction = re.fullmatch(r"0?\.\d+|1\.0+", text) is not None and float(text) > 0
+            fraction = f"{100 * float(text):g}% for this fraction" if is_fraction else "a fraction (25%)"
+            raise ValueError(f"budget={text!r} is not a budget; pass slots (1024), {fraction} or bytes (64MiB)")
+        number, unit, slots = match.groups()
+        if float(slots or number) == 0:
+            raise ValueError(f"budget={text} is an empty cache; pass more than 0")
+        if slots is not None:
+            return cls(text, slots=int(slots))
+        if unit != "%":
+            return cls(text, bytes=int(float(number) * _UNITS[unit]))
+        if float(number) > 100:
+            raise ValueError(f"budget={text} exceeds the full cache; pass at most 100%")
+        return cls(text, fraction=float(number) / 100)
 
     @classmethod
     def of(cls, budget: "int | str | Budget") -> "Budget":

@@ -30,7 +30,7 @@ from kvjax.policy import Policy, Prompt, RepeatedPrompt, S
 from kvjax.segment import BlockStoreRead, Segment, array_bytes
 from kvjax.sliding_window import SlidingWindow
 from kvjax.spec import MAX_TOKENS, CacheSpec, check_dtype, check_queries, check_tokens, is_concrete
-from kvjax.state import count_row_faults, fault, state, static
+from kvjax.state import cache_bytes, count_row_faults, fault, state, static
 from kvjax.stores import staging as stagings
 from kvjax.stores.attention_scores import AttentionScores
 from kvjax.stores.staging import Counters, Staging, init_staging
@@ -60,6 +60,20 @@ class Cache(Generic[S]):
     policy: Policy[S] = static()
     spec: CacheSpec = static()
     mesh: Mesh | None = static()
+
+    def __repr__(self) -> str:
+        """Returns the policy, the sizes and the bytes, without the arrays."""
+        spec, batch = self.spec, getattr(self.reused, "shape", ("?",))[0]
+        try:
+            size = f"{cache_bytes(self).device:,} bytes on the device, {cache_bytes(self).host:,} on the host"
+        except (AttributeError, TypeError):  # a tree of axes or shardings with the structure of a cache
+            size = "no arrays"
+        dtype = spec.kv_dtype or jnp.dtype(spec.dtype).name
+        return (
+            f"Cache({self.policy},\n"
+            f"      batch={batch}, kv_heads={spec.kv_heads}, head_dim={spec.head_dim}, dtype={dtype},\n"
+            f"      max_prompt_tokens={spec.max_prompt_tokens}, max_new_tokens={spec.max_new_tokens}: {size})"
+        )
 
 
 @with_default_flags

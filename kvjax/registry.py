@@ -242,16 +242,22 @@ def resolve_policy(policy: AnyPolicy, budget: int | str | Budget | None, spec: C
     if isinstance(policy, PolicyChoice):
         if policy.budget is not None and budget is not None:
             raise ValueError(f"policy {policy} has a budget; remove it or budget={budget}")
+        if not policy.takes_budget and budget is not None:
+            raise ValueError(f"policy {policy} keeps everything and takes no budget; remove budget={budget}")
         if policy.budget is not None or not policy.takes_budget:
             return policy.fit(spec, tokens)
         make: Callable[..., Policy] = policy.make
         name = f"policy {policy}"
     elif isinstance(policy, Policy):
+        if budget is not None and isinstance(policy, Exact):
+            raise ValueError(f"{policy} keeps everything and takes no budget; remove budget={budget}")
         if budget is not None:
             raise ValueError(f"{policy} has a budget; pass budget={budget} with its class or its name instead")
         return policy
-    elif policy is Exact:
-        return Exact()
+    elif isinstance(policy, type) and issubclass(policy, Policy) and "budget" not in setting_types(policy):
+        if budget is not None:
+            raise ValueError(f"{policy.__name__} takes no budget; remove budget={budget}")
+        return policy()
     else:
         make, name = policy, str(getattr(policy, "__name__", policy))
     if budget is None:

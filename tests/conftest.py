@@ -20,6 +20,11 @@ os.environ["XLA_FLAGS"] = " ".join(
         *(["--xla_cpu_use_fusion_emitters=false"] if importlib.metadata.version("jaxlib").startswith("0.10.") else []),
     ]
 )
+if "KVJAX_CACHE" not in os.environ:
+    # Nothing is written to the home directory of whoever runs the tests.
+    cache = tempfile.mkdtemp(prefix="kvjax-tests-cache-")
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    os.environ["KVJAX_CACHE"] = cache
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     # The processes of one run share compiled programs.
     cache_dir = tempfile.mkdtemp(prefix="kvjax-tests-")

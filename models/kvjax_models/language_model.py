@@ -16,7 +16,7 @@ import kvjax
 from kvjax.budget import Budget
 from kvjax.quantization import KVDtype
 from kvjax.registry import AnyPolicy, resolve_policy
-from kvjax_models import compile_cache, formats
+from kvjax_models import compile_cache, formats, known_models
 from kvjax_models.formats.tokenizer import Streamer, Tokenizer
 from kvjax_models.generation.batching import Request, parse_batch_size
 from kvjax_models.generation.completions import Completion, TextCallback, generate_completions, in_prompt_order
@@ -370,11 +370,11 @@ def _as_prompts(prompts: Any) -> Iterable[Prompt]:
 
 
 def load(name: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None) -> LanguageModel:
-    """Loads a model and its tokenizer.
+    """Loads a model and its tokenizer; enables JAX's cache of compiled programs (see `compile_cache`).
 
     Args:
-        name: a Hugging Face directory, a GGUF file, or the name of a model on the hub ("Qwen/Qwen3-0.6B"), which is
-            downloaded once.
+        name: a Hugging Face directory, a GGUF file, a known model ("smollm2-135m", see `known_models`), or the name of
+            a model on the hub ("Qwen/Qwen3-0.6B"), which is downloaded once.
         dtype: dtype of parameters and activations; by default the dtype of the checkpoint, float32 if it is quantized.
         mesh: mesh to shard the model on (see `kvjax.make_mesh`); a single device by default.
 
@@ -386,6 +386,7 @@ def load(name: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mes
         ValueError: if the checkpoint is invalid or not supported; see `formats.load_model`.
     """
     path = resolve_path(name)
+    compile_cache.enable_persistent_cache()
     tokenizer, model = formats.load_tokenizer(path), formats.load_model(path, dtype, mesh)
     try:
         return LanguageModel(model, tokenizer)
@@ -394,10 +395,10 @@ def load(name: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mes
 
 
 def resolve_path(name: str | os.PathLike) -> pathlib.Path:
-    """Returns the directory or GGUF file of a model; downloads it from the hub if `name` is neither.
+    """Returns the directory or GGUF file of a model; downloads it from the hub if `name` contains a slash.
 
     Args:
-        name: a Hugging Face directory, a GGUF file, or the name of a model on the hub.
+        name: a Hugging Face directory, a GGUF file, a known model, or the name of a model on the hub.
 
     Returns:
         The local path.
@@ -412,10 +413,8 @@ def resolve_path(name: str | os.PathLike) -> pathlib.Path:
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist")
         return path
-    if "/" not in str(name):
-        raise FileNotFoundError(
-            f"{name} is neither a local path nor a valid name of a model on the hub, which has the form owner/name"
-        )
+    if str(name) in known_models.KNOWN_MODELS or len(path.parts) < 2:
+        return known_models.find_model(str(name))
     logging.warning("%s is not a local path: searching the hub", name)
     try:
         return pathlib.Path(

@@ -247,3 +247,23 @@ def test_stacked_states_have_leading_axes():
     np.testing.assert_array_equal(selected.stream.items, many.stream.items[jnp.array([2, 0])])
     with pytest.raises(ValueError, match=r"lost=\[\[0, 0\], \[0, 3\], \[0, 0\]\]: items were lost \(3 in total\)"):
         kvjax.raise_faults(ManyStreams(OneStream(many.stream.items, many.stream.lost.at[1, 1].set(3))))
+
+
+@every_policy
+def test_a_cache_is_described_in_three_lines(name):
+    cache = kvjax.init(POLICIES[name], make_spec(), row_keys())
+    text = repr(cache)
+    assert text.count("\n") == 2 and text.startswith(f"Cache({cache.policy}") and "Array" not in text
+    assert (
+        f"batch={len(LENGTHS)}, kv_heads=" in text
+        and f"{kvjax.cache_bytes(cache).device:,} bytes on the device" in text
+    )
+
+
+def test_trees_with_the_structure_of_a_cache_are_described():
+    spec = dataclasses.replace(make_spec(), kv_dtype="int4")
+    cache = kvjax.init(kvjax.Exact(), spec, row_keys())
+    texts = []
+    jax.jit(lambda cache: texts.append(repr(cache)))(cache)
+    assert texts == [repr(cache)] == [repr(jax.eval_shape(lambda: cache))] and "dtype=int4" in texts[0]
+    assert "no arrays" in repr(jax.tree.map(lambda _: 0, cache)) and "no arrays" in repr(jax.tree.map(str, cache))

@@ -325,6 +325,11 @@ def test_budgets_are_slots_fractions_or_bytes():
         ("uniform:compact_every=0@100", r"compact_every=0 must be at least 1"),
         ("uniform@half", r"budget='half' is not a budget; pass slots \(1024\), a fraction \(25%\) or bytes \(64MiB\)"),
         ("uniform@10GB", r"budget='10GB'"),
+        ("uniform@250%", r"budget=250% exceeds the full cache; pass at most 100%"),
+        ("uniform@0%", r"budget=0% is an empty cache; pass more than 0"),
+        ("uniform@0", r"budget=0 is an empty cache"),
+        ("uniform@0.0MiB", r"budget=0.0MiB is an empty cache"),
+        ("uniform@0.5", r"budget='0.5' is not a budget; pass slots \(1024\), 50% for this fraction or bytes \(64MiB\)"),
         ("exact@10", r"exact keeps everything and takes no budget"),
     ],
 )

@@ -178,6 +178,23 @@ def test_policies_lists_all_policies_and_settings(kvjax):
         (("generate", MODEL, "--prompt=x", "--prefix=y", "--save_dir=z"), "--prefix cannot be combined with"),
         (("generate", MODEL, "--prompts_file=x"), "kvjax: --prompts_file and --output require each other"),
         (("generate", MODEL, "--prompts_file=x", "--output=y", "--prompt=z"), "cannot be combined with --prompt"),
+        (
+            ("generate", MODEL, "--prompt=x", "--budget=50%"),
+            "kvjax: --budget=50% has no effect on --policy=exact, which keeps everything; pass another --policy",
+        ),
+        (
+            ("generate", MODEL, "--prompt=x", "--policy=uniform@64", "--budget=50%"),
+            "kvjax: --policy=uniform@64 has a budget; remove it or --budget=50%",
+        ),
+        (
+            ("generate", MODEL, "--prompt=x", "--policy=uniform", "--budget=250%"),
+            "kvjax: budget=250% exceeds the full cache; pass at most",
+        ),
+        (("bench", MODEL, "--budget=0%"), "kvjax: budget=0% is an empty cache; pass more than 0"),
+        (
+            ("bench", MODEL, "--budget=0.25"),
+            "kvjax: budget='0.25' is not a budget; pass slots (1024), 25% for",
+        ),
         (("chat", MODEL), "kvjax: this checkpoint has no chat template"),
         (("policies", "no_such"), "kvjax: policy 'no_such' must be one of balancekv"),
         (("bench", MODEL, "--turns=0"), "kvjax: --context_tokens, --batch, --tokens and --turns must be at least 1"),
@@ -257,12 +274,26 @@ def test_invalid_arguments_are_refused(args, message, capsys):
     assert error.value.code == 2 and message in capsys.readouterr().err
 
 
+def test_flags_may_have_hyphens(kvjax, tmp_path):
+    (tmp_path / "prompt-file").write_text("Read the record.")
+    words = (MODEL, "--max-new-tokens=2", "--policy=uniform:recent=1@64")
+    done = kvjax("generate", *words, "--prompt-file", str(tmp_path / "prompt-file"))
+    assert kvjax("generate", *words, f"--prompt-file={tmp_path / 'prompt-file'}").out == done.out
+    options = cli.parse(["kvjax", "generate", "--prompt=--a-b", "--save-every=3"]).command
+    assert (options.prompt, options.save_every) == ("--a-b", 3)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.parse(["kvjax", "--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"kvjax {cli.kvjax.__version__}\n"
+
+
 def test_help_shows_options_with_defaults(capsys):
     with pytest.raises(SystemExit):
         cli.parse(["kvjax", "generate", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert (
-        "--budget str Slots per KV head (1024), a share of the full cache (25%) or bytes (64MiB). (default: 25%)"
-        in text
+        "--budget [str] Slots per KV head (1024), bytes (64MiB), or a share of the full cache; 25% by default." in text
     )
     assert "--mesh_tensor int Devices per group; they share the work of every layer. (default: 1)" in text

@@ -90,6 +90,10 @@ def test_a_relative_budget_is_a_share_of_the_full_cache(llm, policy):
         (kvjax.SubGen, None, "SubGen needs a budget"),
         ("subgen@128", 256, "has a budget"),
         (kvjax.SubGen(128), 256, "has a budget"),
+        ("exact", "25%", "policy exact keeps everything and takes no budget; remove budget=25%"),
+        (kvjax.Exact, 128, "Exact takes no budget; remove budget=128"),
+        (kvjax.Exact(), 128, "keeps everything and takes no budget; remove budget=128"),
+        ("subgen", 0.25, r"budget='0.25' is not a budget; pass slots \(1024\), 25% for this fraction"),
         ("subgen", "a lot", "budget='a lot' is not a budget"),
         ("no_such", 128, "policy 'no_such' is unknown"),
         ("subgen", "1%", "budget=1% of 7 tokens: "),
@@ -114,8 +118,10 @@ def test_checkpoints_keep_their_dtype(llm, tmp_path):
 
 
 def test_unknown_models_are_refused(monkeypatch):
-    with pytest.raises(FileNotFoundError, match="is neither a local path nor a valid name of a model on the hub"):
+    with pytest.raises(FileNotFoundError, match="is neither a directory, a GGUF file nor a known model"):
         load("not a model")
+    with pytest.raises(FileNotFoundError, match="is neither a local path nor a valid name of a model on the hub"):
+        load("not/a/model")
 
     def unreachable(*args, **kwargs):
         raise OSError("no route")
@@ -139,7 +145,7 @@ def test_only_needed_files_are_downloaded(monkeypatch):
 
 def test_names_without_an_owner_are_not_searched_on_the_hub(monkeypatch):
     monkeypatch.setattr(language_model.huggingface_hub, "snapshot_download", None)
-    with pytest.raises(FileNotFoundError, match="word is neither a local path nor a valid name .* form owner/name"):
+    with pytest.raises(FileNotFoundError, match="word is neither a directory, a GGUF file nor a known model .* contain a slash"):
         load("word")
 
 

@@ -1,4 +1,4 @@
-"""The console command `kvjax` with its subcommands `generate`, `chat`, `bench` and `policies`."""
+"""The console command `kvjax` with its subcommands `generate`, `chat`, `bench`, `policies`, `models` and `download`."""
 
 import argparse
 import dataclasses
@@ -13,13 +13,22 @@ from typing import Any
 import simple_parsing
 from absl import app, logging
 
+import kvjax
 from kvjax_models.cli import parsing
 from kvjax_models.cli.bench import Bench
 from kvjax_models.cli.chat import Chat
 from kvjax_models.cli.generate import Generate
+from kvjax_models.cli.models import Download, Models
 from kvjax_models.cli.policies import Policies
 
-_COMMANDS = {"generate": Generate, "chat": Chat, "bench": Bench, "policies": Policies}
+_COMMANDS = {
+    "generate": Generate,
+    "chat": Chat,
+    "bench": Bench,
+    "policies": Policies,
+    "models": Models,
+    "download": Download,
+}
 _TRACEBACK = "KVJAX_TRACEBACK"  # environment variable that makes errors show their traceback
 
 
@@ -38,7 +47,7 @@ class _HelpFormatter(simple_parsing.help_formatter.SimpleHelpFormatter):
 class Kvjax:
     """Language models with compressed key/value caches."""
 
-    command: Generate | Chat | Bench | Policies = simple_parsing.subparsers(_COMMANDS)
+    command: Generate | Chat | Bench | Policies | Models | Download = simple_parsing.subparsers(_COMMANDS)
 
 
 def main(options: Kvjax) -> None:
@@ -91,6 +100,7 @@ def parse(argv: list[str]) -> Kvjax:
         The options of the command.
     """
     parser = simple_parsing.ArgumentParser(prog="kvjax", description=Kvjax.__doc__, formatter_class=_HelpFormatter)
+    parser.add_argument("--version", action="version", version=f"kvjax {kvjax.__version__}")
     parser.add_arguments(Kvjax, dest="options")
     return parsing.parse(parser, argv[1:]).options
 

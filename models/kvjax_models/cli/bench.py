@@ -9,7 +9,7 @@ import numpy as np
 import kvjax
 from kvjax.budget import format_bytes
 from kvjax.registry import PolicyChoice
-from kvjax_models.cli.options import ModelOptions, read_text, repeatable, write_output
+from kvjax_models.cli.options import DEFAULT_BUDGET, ModelOptions, read_text, repeatable, write_output
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import GenerationState, check_seed
 from kvjax_models.language_model import LanguageModel
@@ -20,7 +20,7 @@ class Bench(ModelOptions):
     """Compares memory and speed of policies with the full cache, interleaved in one run."""
 
     policy: list[str] = repeatable("POLICY")  # As for `generate`; repeatable. By default streaming_llm and subgen.
-    budget: str = "25%"  # Slots per KV head (1024), a share of the full cache (25%) or bytes (64MiB).
+    budget: str = DEFAULT_BUDGET  # Slots per KV head (1024), a share of the full cache (25%) or bytes (64MiB).
     context_tokens: int = 4096  # Tokens of the prompt.
     prompt_file: str | None = None  # A text for the prompt, repeated as needed; random tokens by default.
     batch: int = 1  # Batch rows.

@@ -20,12 +20,14 @@ from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.state import GenerationState, check_seed
 
+DEFAULT_BUDGET = "25%"
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
     """The model and the devices it runs on."""
 
-    model: str = ""  # A Hugging Face directory, a GGUF file, or the name of a model on the hub.
+    model: str = ""  # A Hugging Face directory, a GGUF file, or a name of `kvjax models` or on the Hugging Face hub.
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # Of parameters and activations; the checkpoint's.
     seed: int = 0  # Seed of sampling and of the policies' randomness.
     devices: Devices = dataclasses.field(default_factory=Devices)
@@ -62,7 +64,7 @@ class ModelOptions:
         """
         if not self.model:
             raise ValueError(
-                "--model is required: a Hugging Face directory, a GGUF file, or the name of a model on the hub"
+                "--model is required: a Hugging Face directory, a GGUF file, or a name of `kvjax models` or on the hub"
             )
         options = dataclasses.asdict(self)
         initialize_processes(self.devices, options | options.pop("devices") | {"process": None})
@@ -77,7 +79,7 @@ class GenerationOptions(ModelOptions):
     """How text is generated."""
 
     policy: str = "exact"  # NAME or NAME:setting=value,...; `kvjax policies` lists them.
-    budget: str = "25%"  # Slots per KV head (1024), a share of the full cache (25%) or bytes (64MiB).
+    budget: str | None = None  # Slots per KV head (1024), bytes (64MiB), or a share of the full cache; 25% by default.
     max_new_tokens: int = 256  # Maximum number of new tokens.
     temperature: float = 0.0  # 0 selects the most likely token.
     top_k: int | None = None  # Sample among the k most likely tokens.
@@ -91,8 +93,20 @@ class GenerationOptions(ModelOptions):
 
     @property
     def choice(self) -> PolicyChoice:
-        """The policy with its budget."""
-        return self.parse_policy(self.policy, self.budget)
+        """The policy with its budget.
+
+        Raises:
+            ValueError: if the policy or the budget is invalid, or the policy takes no further budget.
+        """
+        choice = self.parse_policy(self.policy, self.budget or DEFAULT_BUDGET)
+        if self.budget is not None and not choice.takes_budget:
+            raise ValueError(
+                f"--budget={self.budget} has no effect on --policy={self.policy}, which keeps everything; pass another "
+                "--policy (`kvjax policies` lists them) or remove the budget"
+            )
+        if self.budget is not None and "@" in self.policy:
+            raise ValueError(f"--policy={self.policy} has a budget; remove it or --budget={self.budget}")
+        return choice
 
     def check(self) -> None:
         """Checks the options before a model is loaded; invalid policies and sampling raise a ValueError, too.

@@ -1,5 +1,6 @@
 """Parses command lines with simple_parsing, and flags of other libraries with absl."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,16 +13,25 @@ def parse(parser: simple_parsing.ArgumentParser, args: Sequence[str]) -> Any:
 
     Args:
         parser: parser of the command.
-        args: arguments without the program's name; flags that the parser does not know are parsed by absl.
+        args: arguments without the program's name; flags that the parser does not know are parsed by absl. Names of
+            flags may have hyphens instead of underscores.
 
     Returns:
         The parser's namespace.
     """
     try:
-        namespace, other_flags = parser.parse_known_args(list(args))
+        namespace, other_flags = parser.parse_known_args(list(map(_with_underscores, args)))
         unknown = flags.FLAGS(["", *other_flags])[1:]
     except (ValueError, flags.Error) as error:
         parser.error(str(error))
     if unknown:
         parser.error(f"unknown arguments: {unknown}")
     return namespace
+
+
+def _with_underscores(argument: str) -> str:
+    """Returns `--prompt_file=X` for `--prompt-file=X`, and other arguments unchanged."""
+    name, equals, value = argument.partition("=")
+    if not re.fullmatch(r"--[a-z][a-z0-9_-]*", name):
+        return argument
+    return f"--{name[2:].replace('-', '_')}{equals}{value}"

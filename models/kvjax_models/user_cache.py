@@ -1,0 +1,22 @@
+"""The directory in which kvjax keeps files that it can create again: downloaded models and compiled programs."""
+
+import os
+import pathlib
+
+CACHE_VARIABLE = "KVJAX_CACHE"  # environment variable with another directory
+
+
+def user_cache_directory() -> pathlib.Path:
+    """Returns `$KVJAX_CACHE`, else `$XDG_CACHE_HOME/kvjax`, else `~/.cache/kvjax`; the directory may not exist.
+
+    Raises:
+        FileNotFoundError: if there is no home directory and none of the variables is set.
+    """
+    if directory := os.environ.get(CACHE_VARIABLE):
+        return pathlib.Path(directory).expanduser()
+    if directory := os.environ.get("XDG_CACHE_HOME"):
+        return pathlib.Path(directory) / "kvjax"
+    try:
+        return pathlib.Path.home() / ".cache" / "kvjax"
+    except RuntimeError as error:
+        raise FileNotFoundError(f"{error}; set {CACHE_VARIABLE} to a directory for downloaded models") from error
