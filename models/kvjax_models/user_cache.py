@@ -10,7 +10,7 @@ def user_cache_directory() -> pathlib.Path:
     """Returns `$KVJAX_CACHE`, else `$XDG_CACHE_HOME/kvjax`, else `~/.cache/kvjax`; the directory may not exist.
 
     Raises:
-        FileNotFoundError: if there is no home directory and none of the variables is set.
+        FileNotFoundError: if neither a home directory nor any of the variables is set.
     """
     if directory := os.environ.get(CACHE_VARIABLE):
         return pathlib.Path(directory).expanduser()

@@ -145,7 +145,9 @@ def test_only_needed_files_are_downloaded(monkeypatch):
 
 def test_names_without_an_owner_are_not_searched_on_the_hub(monkeypatch):
     monkeypatch.setattr(language_model.huggingface_hub, "snapshot_download", None)
-    with pytest.raises(FileNotFoundError, match="word is neither a directory, a GGUF file nor a known model .* contain a slash"):
+    with pytest.raises(
+        FileNotFoundError, match="word is neither a directory, a GGUF file nor a known model .* contain a slash"
+    ):
         load("word")
 
 

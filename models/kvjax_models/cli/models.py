@@ -25,7 +25,7 @@ class Download:
     name: str = simple_parsing.field(positional=True)  # Name of the model.
 
     def run(self) -> None:
-        """Runs the command; errors are those of `known_models.download`."""
+        """Runs the command; raises the errors of `known_models.download`."""
         if model := known_models.KNOWN_MODELS.get(self.name):
             write_status(f"{model.title}, {format_bytes(model.size)}, license {model.license}; {model.note}")
         write_output(f"{known_models.download(self.name)}\n")

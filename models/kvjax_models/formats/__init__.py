@@ -18,7 +18,7 @@ from kvjax_models.model.llama import Llama
 
 
 def is_gguf(path: str | os.PathLike) -> bool:
-    """Returns whether a path is that of a GGUF file, judged by its name."""
+    """Returns whether a path has the suffix of a GGUF file."""
     return pathlib.Path(path).suffix.lower() == ".gguf"
 
 
@@ -40,8 +40,8 @@ def load_model(path: str | os.PathLike, dtype: jax.typing.DTypeLike | None = Non
 
     Args:
         path: a Hugging Face directory or a GGUF file.
-        dtype: dtype of parameters and activations; by default that of the stored embedding, float32 if it is quantized.
-        mesh: mesh to shard each tensor on as soon as it is read; a single device by default.
+        dtype: dtype of parameters and activations; by default the stored embedding's, float32 if it is quantized.
+        mesh: mesh to shard tensors on immediately after reading; a single device by default.
 
     Returns:
         The model.

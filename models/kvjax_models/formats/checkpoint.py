@@ -64,7 +64,7 @@ def build_model(checkpoint: Checkpoint, dtype: jax.typing.DTypeLike | None = Non
     Args:
         checkpoint: configuration and tensors.
         dtype: dtype of parameters and activations; the checkpoint's by default.
-        mesh: mesh to shard each tensor on as soon as it is read; a single device by default.
+        mesh: mesh to shard tensors on immediately after reading; a single device by default.
 
     Returns:
         The model.

@@ -1,6 +1,6 @@
 """Converts the `config.json` of a Hugging Face model to a `LlamaConfig`, and back.
 
-Invalid values and features that the decoder does not support are refused with the name of the key; nothing is
+Invalid values and features that the decoder does not support are refused with the name of the key and never
 approximated.
 """
 
@@ -14,7 +14,7 @@ from kvjax_models.formats.config_values import Values, if_set
 from kvjax_models.formats.families import FAMILIES, FULL_ATTENTION, SLIDING_ATTENTION, Family
 from kvjax_models.model.config import LlamaConfig
 
-# Keys that change what a decoder computes; supported only in families that list them.
+# Keys that change the decoder's computation; supported only in families that list them.
 _FAMILY_SPECIFIC = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
@@ -28,7 +28,7 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_t
 
 
 def text_config(values: Values) -> dict[str, Any]:
-    """Returns the values of the text decoder; for a multimodal Gemma 3, those of its `text_config`.
+    """Returns the values of the text decoder; for a multimodal Gemma 3, the values of its `text_config`.
 
     Raises:
         ValueError: if `text_config` is missing.

@@ -173,8 +173,8 @@ def load_model(path: str | os.PathLike, dtype: jax.typing.DTypeLike | None = Non
 
     Args:
         path: path of the file, of the first one if it is split.
-        dtype: dtype of parameters and activations; by default that of the stored embedding, float32 if it is quantized.
-        mesh: mesh to shard each tensor on as soon as it is read; a single device by default.
+        dtype: dtype of parameters and activations; by default the stored embedding's, float32 if it is quantized.
+        mesh: mesh to shard tensors on immediately after reading; a single device by default.
 
     Returns:
         The model.
@@ -301,7 +301,7 @@ def _rope_values(file: GGUFFile, name: str, values: Mapping[str, Any]) -> dict[s
 
 
 def _metadata_value(file: GGUFFile, key: str) -> Any:
-    """Returns a value of the metadata, None if it is missing; a value per layer must be the same for all layers.
+    """Returns a value of the metadata, None if it is missing; a value per layer must be equal in all layers.
 
     Raises:
         ValueError: if the values of layers differ.

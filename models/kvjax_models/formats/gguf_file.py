@@ -47,7 +47,7 @@ class QuantizedTensor:
     """An unread tensor of a GGUF file.
 
     Attributes:
-        shape: shape in NumPy's order; quantized blocks lie along the last axis.
+        shape: shape in NumPy's order; quantized blocks span parts of the last axis.
         quantization: ggml's type of the values.
         data: the bytes in the file, uint8 [rows, bytes per row].
     """

@@ -32,7 +32,7 @@ _TEKKEN = (
     rf"{_START}{_UPPER}*{_LOWER}+|{_START}{_UPPER}+{_LOWER}*"
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES_AND_SPACES}"
 )
-# Pre-tokenizers by tokenizer.ggml.pre: a regular expression that matches words; None is GPT-2's.
+# Pre-tokenizers by tokenizer.ggml.pre: a regular expression that matches words; None selects GPT-2's.
 _WORDS: dict[str, str | None] = {
     **dict.fromkeys(("gpt-2", "olmo", "phi-2", "mpt", "jais"), None),
     **dict.fromkeys(
@@ -218,7 +218,7 @@ def _new_backend(vocabulary: dict[str, int], merges: Sequence[Any], **options: A
 
 
 def _token_id(file: GGUFFile, role: str, tokens: Sequence[str]) -> int | None:
-    """Returns the id of a special token, None if there is none.
+    """Returns the id of a special token, None if the file has none.
 
     Args:
         file: the file.

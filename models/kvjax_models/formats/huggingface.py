@@ -71,8 +71,8 @@ def load_model(
 
     Args:
         directory: directory with `config.json` and safetensors files.
-        dtype: dtype of parameters and activations; that of the stored embedding by default.
-        mesh: mesh to shard each tensor on as soon as it is read; a single device by default.
+        dtype: dtype of parameters and activations; by default the stored embedding's.
+        mesh: mesh to shard tensors on immediately after reading; a single device by default.
 
     Returns:
         The model.
@@ -107,7 +107,7 @@ def save_model(
     Args:
         directory: created if it does not exist; a model in it is replaced.
         model: model to save.
-        dtype: dtype of the stored tensors; by default that of each parameter.
+        dtype: dtype of the stored tensors; by default each parameter's.
         bos_token_id: written to `config.json`; None writes null, because transformers reads a missing key as its own
             default.
         eos_token_id: written to `config.json` likewise.
@@ -200,7 +200,7 @@ def _weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
     """Returns the safetensors files of a directory; a single file has precedence over shards, as in transformers.
 
     Raises:
-        FileNotFoundError: if there are no weights, or a shard of the index is missing.
+        FileNotFoundError: if weights are missing, or a shard of the index is missing.
         ValueError: if the index is invalid.
     """
     if untrusted_files.has_entry(directory, SINGLE_FILE):

@@ -108,7 +108,7 @@ def _remove(previous: pathlib.Path) -> None:
 
 
 def _recorded_names(directory: pathlib.Path, previous: pathlib.Path) -> list[str] | None:
-    """Returns the names of the files that an unfinished save replaces; None if there is no valid record of one."""
+    """Returns the names of the files that an unfinished save replaces; None without a valid record of one."""
     if previous.is_symlink() or not previous.is_dir():
         return None
     try:

@@ -12,7 +12,7 @@ from kvjax_models.formats import chat_template, untrusted_files
 T = TypeVar("T")
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_MAX_PENDING_TOKENS = 32  # after which `Streamer` emits an incomplete character; no encoding needs so many tokens
+_MAX_PENDING_TOKENS = 32  # after which `Streamer` emits an incomplete character; more than any encoding needs
 
 
 @dataclasses.dataclass(frozen=True)
