@@ -7,6 +7,7 @@ Subpackages: `formats` reads and writes checkpoints and tokenizers, `model` is t
 KV caches, `cli` is the console command `kvjax`. Caches are used through the interface of `kvjax` only.
 """
 
+from kvjax_models.generation.prefix import Prefix as Prefix
 from kvjax_models.generation.sampling import Sampling as Sampling
 from kvjax_models.language_model import LanguageModel as LanguageModel
 from kvjax_models.language_model import load as load

@@ -21,7 +21,9 @@ from kvjax_models.formats.tokenizer import Streamer, Tokenizer
 from kvjax_models.generation.batching import Request, parse_batch_size
 from kvjax_models.generation.completions import Completion, TextCallback, generate_completions, in_prompt_order
 from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.prefix import Prefix, read_prefix, restore_prefix
 from kvjax_models.generation.sampling import Sampling
+from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.generation.state import cache_specs
 from kvjax_models.model.llama import Llama
 
@@ -306,6 +308,84 @@ class LanguageModel:
             eos=self.tokenizer.eos_ids,
             allow_beyond_context=allow_beyond_context,
         )
+
+    def prefix(
+        self,
+        context: Prompt,
+        policy: AnyPolicy = "exact",
+        budget: int | str | Budget | None = None,
+        *,
+        max_new_tokens: int = 512,
+        sampling: Sampling | None = None,
+        seed: int = 0,
+        allow_beyond_context: bool = False,
+        kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
+    ) -> Prefix:
+        """Reads a text once and returns its compressed cache, which answers many questions.
+
+        Args:
+            context: the text, or a conversation.
+            policy: as for `generate`.
+            budget: as for `generate`.
+            max_new_tokens: capacity for each question and its answer, in tokens.
+            sampling: as for `generate`.
+            seed: as for `generate`.
+            allow_beyond_context: as for `generate`.
+            kv_dtype: as for `generate`.
+
+        Returns:
+            The prefix.
+        """
+        tokens = self.encode(context)
+        generator = self._bucketed_generator(
+            policy,
+            budget,
+            len(tokens),
+            max_new_tokens,
+            sampling=sampling,
+            allow_beyond_context=allow_beyond_context,
+            kv_dtype=kv_dtype,
+        )
+        return read_prefix(self.tokenizer, generator, tokens, seed)
+
+    def restore_prefix(
+        self,
+        directory: str | os.PathLike,
+        policy: AnyPolicy = "exact",
+        budget: int | str | Budget | None = None,
+        *,
+        sampling: Sampling | None = None,
+        allow_beyond_context: bool = False,
+        kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
+    ) -> Prefix:
+        """Restores a prefix from `Prefix.save`.
+
+        Args:
+            directory: directory of the save.
+            policy: the policy of the save.
+            budget: the budget of the save.
+            sampling: as for `generate`.
+            allow_beyond_context: as for `generate`.
+            kv_dtype: the quantization format of the save.
+
+        Returns:
+            The prefix.
+
+        Raises:
+            FileNotFoundError: if the directory has no save.
+            ValueError: if the save belongs to another model, tokenizer or policy, with the differences.
+        """
+        sizes = SavedStates(pathlib.Path(directory)).generator_sizes()
+        generator = self.generator(
+            policy,
+            budget,
+            **sizes,
+            sampling=sampling,
+            allow_beyond_context=allow_beyond_context,
+            kv_dtype=kv_dtype,
+            budget_tokens=compile_cache.length_bucket(sizes["max_prompt_tokens"])[0] + sizes["max_new_tokens"],
+        )
+        return restore_prefix(self.tokenizer, generator, directory)
 
     def _bucketed_generator(
         self,

@@ -225,3 +225,18 @@ def test_a_conversation_without_capacity_is_refused(chat_llm):
 def test_a_model_without_a_template_cannot_chat(llm):
     with pytest.raises(ValueError, match="no chat template"):
         llm.encode([{"role": "user", "content": "Hello"}])
+
+
+def test_a_prefix_answers_questions_as_one_text_does(llm, tmp_path):
+    context, questions = "Read the record. The first line", [" says what?", " is long."]
+    prefix = llm.prefix(context, "exact", max_new_tokens=24)
+    expected = [llm.generate(context + question, max_new_tokens=8) for question in questions]
+    assert prefix.generate(questions, max_new_tokens=8) == expected
+    assert prefix.generate(questions[0], max_new_tokens=8) == expected[0]  # the prefix did not change
+    prefix.save(tmp_path / "saved")
+    assert llm.restore_prefix(tmp_path / "saved").generate(questions[1], max_new_tokens=8) == expected[1]
+    with pytest.raises(ValueError, match="belongs to another run"):
+        llm.restore_prefix(tmp_path / "saved", "uniform", 80)
+    with pytest.raises(ValueError, match="exceeds max_prompt_tokens"):
+        prefix.generate(questions[0], max_new_tokens=500)
+    assert prefix.generate(questions[0]).startswith(expected[0])

@@ -35,6 +35,7 @@ from kvjax_models.cli.options import (
 from kvjax_models.fingerprint import tokenizer_fingerprint
 from kvjax_models.formats.tokenizer import Streamer
 from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.prefix import Prefix, restore_prefix
 from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.generation.state import GenerationState
 from kvjax_models.language_model import LanguageModel
@@ -142,7 +143,7 @@ def _continue_text(options: Generate, llm: LanguageModel, text: str) -> None:
     state.logits.block_until_ready()
     seconds = time.perf_counter() - begin
     if prefix_saves is not None:
-        prefix_saves.save(0, generator, state, _prefix_run(llm), {"tokens": len(prompt)})
+        Prefix(llm.tokenizer, generator, state, len(prompt)).save(prefix_saves.directory)
         write_status(f"[{options.choice}: {len(prompt)} tokens read and saved; {describe_cache(generator, state)}]")
         return
     speed, state = _print_continuation(options, llm, generator, state, prompt, tokens, saves, run)
@@ -196,23 +197,16 @@ def _continue_prefix(options: Generate, llm: LanguageModel, saves: SavedStates, 
         allow_beyond_context=options.allow_beyond_context,
         kv_dtype=options.kv_formats,
     )
-    _, prefix, notes = saves.restore(generator, _prefix_run(llm))
-    generator = generator.with_batch(len(texts))
-    state = generator.reseed(kvjax.repeat_rows(prefix, len(texts)), options.seed)
-    state = generator.prefill(state, [_encode(options, llm, text, add_bos=False) for text in texts])
-    rows, state = generator.decode_all(state, options.max_new_tokens)
+    prefix = restore_prefix(llm.tokenizer, generator, saves.directory)
+    prompts = [_encode(options, llm, text, add_bos=False) for text in texts]
+    rows, state = prefix.continue_tokens(prompts, options.max_new_tokens, seed=options.seed)
     names = [*(["--prompt"] if options.prompt is not None else []), *options.prompt_file]
     for name, row in zip(names, rows, strict=True):
         write_output(f"== {name}\n{llm.tokenizer.decode(row)}\n")
     write_status(
-        f"[{options.choice}: {len(texts)} continuations of a prefix of {notes['tokens']} tokens; "
-        f"{describe_cache(generator, state)}]"
+        f"[{options.choice}: {len(texts)} continuations of a prefix of {prefix.num_tokens} tokens; "
+        f"{describe_cache(generator.with_batch(len(texts)), state)}]"
     )
-
-
-def _prefix_run(llm: LanguageModel) -> dict[str, str]:
-    """Returns the values that determine a saved prefix, in addition to its generator."""
-    return {"tokenizer": tokenizer_fingerprint(llm.tokenizer)}
 
 
 def _encode(options: Generate, llm: LanguageModel, text: str, add_bos: bool = True) -> list[int]:

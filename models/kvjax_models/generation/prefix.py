@@ -1,0 +1,117 @@
+"""A text whose compressed cache answers many questions: it is read once, and every question continues a copy."""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Sequence
+
+import kvjax
+from kvjax_models.fingerprint import tokenizer_fingerprint
+from kvjax_models.formats.tokenizer import Tokenizer
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.saved_states import SavedStates
+from kvjax_models.generation.state import GenerationState
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prefix:
+    """A text in the cache of one batch row. `LanguageModel.prefix` and `LanguageModel.restore_prefix` create it.
+
+    Attributes:
+        tokenizer: tokenizer of the model.
+        generator: generator of the state, with one batch row.
+        state: state after the text.
+        num_tokens: length of the text in tokens.
+    """
+
+    tokenizer: Tokenizer
+    generator: Generator
+    state: GenerationState
+    num_tokens: int
+
+    def generate(
+        self, prompt: str | Sequence[str], *, max_new_tokens: int | None = None, seed: int = 0
+    ) -> str | list[str]:
+        """Continues the text with each prompt; the prefix does not change.
+
+        Args:
+            prompt: a text that follows the prefix, or a list of alternative ones, which are processed as one batch.
+            max_new_tokens: maximum number of new tokens; by default as many as the cache has capacity for.
+            seed: seed of sampling.
+
+        Returns:
+            The new text, or a list with one text per prompt.
+
+        Raises:
+            ValueError: if a prompt is empty, or prompt and new tokens exceed the capacity of the cache.
+        """
+        texts = [prompt] if isinstance(prompt, str) else list(prompt)
+        rows, _ = self.continue_tokens(
+            [self.tokenizer.encode(text, add_bos=False) for text in texts], max_new_tokens, seed=seed
+        )
+        answers = [self.tokenizer.decode(row) for row in rows]
+        return answers[0] if isinstance(prompt, str) else answers
+
+    def continue_tokens(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | None = None, *, seed: int = 0
+    ) -> tuple[list[list[int]], GenerationState]:
+        """Continues the text like `generate`, from tokens to tokens.
+
+        Args:
+            prompts: token ids of each prompt.
+            max_new_tokens: as for `generate`.
+            seed: as for `generate`.
+
+        Returns:
+            The new tokens of each prompt, and the state after them.
+        """
+        if max_new_tokens is None:
+            capacity = self.generator.max_prompt_tokens + self.generator.max_new_tokens
+            max_new_tokens = max(capacity - self.num_tokens - max(map(len, prompts), default=0), 1)
+        generator = self.generator.with_batch(len(prompts))
+        state = generator.reseed(kvjax.repeat_rows(self.state, len(prompts)), seed)
+        return generator.decode_all(generator.prefill(state, prompts), max_new_tokens)
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Saves the prefix and the model's parameters; see `SavedStates.save`.
+
+        Args:
+            directory: a directory without saves.
+        """
+        SavedStates(pathlib.Path(directory)).save(0, self.generator, self.state, _run(self.tokenizer), {"tokens": self.num_tokens})
+
+
+def read_prefix(tokenizer: Tokenizer, generator: Generator, tokens: Sequence[int], seed: int = 0) -> Prefix:
+    """Reads a text into a new cache.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        generator: generator with one batch row.
+        tokens: token ids of the text.
+        seed: seed of the policy's random numbers.
+
+    Returns:
+        The prefix.
+    """
+    state = generator.prefill(generator.init_state(seed), [tokens])
+    return Prefix(tokenizer, generator, state, len(tokens))
+
+
+def restore_prefix(tokenizer: Tokenizer, generator: Generator, directory: str | os.PathLike) -> Prefix:
+    """Restores a saved prefix; see `SavedStates.restore` for errors.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        generator: generator with the settings and sizes of the saved one.
+        directory: directory of the save.
+
+    Returns:
+        The prefix.
+    """
+    _, state, notes = SavedStates(pathlib.Path(directory)).restore(generator, _run(tokenizer))
+    return Prefix(tokenizer, generator, state, notes["tokens"])
+
+
+def _run(tokenizer: Tokenizer) -> dict[str, str]:
+    """Returns the values that determine a saved prefix, in addition to its generator."""
+    return {"tokenizer": tokenizer_fingerprint(tokenizer)}
