@@ -12,6 +12,7 @@ OPS := $(patsubst pallas_kernels/%/benchmark.py,%,$(wildcard pallas_kernels/*/be
 .PHONY: demo test test-all lint types unit heavy docs aot aot-gpu measure device parity harness adapters constraints clean
 
 demo: $(VENV)/.installed
+	$(BIN)/python -m kvjax_models.cli download smollm2-135m
 	$(BIN)/python -m experiments.demo --verbosity=-2
 
 test: lint types unit

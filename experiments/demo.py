@@ -1,206 +1,206 @@
-"""What compression is for, in two minutes: one text, many questions about it, through exact attention and compressed
-caches, with memory, speed and right answers side by side.
+"""Asks twelve questions about one text through compressed KV caches.
 
-    python -m experiments.demo          # or: make demo
+    make demo          # or: kvjax download smollm2-135m; python -m experiments.demo
 
-Every text hides so many facts; it is read once, compressed before anyone asks, and all facts are asked for together,
-each question a row of one batch that continues the same cache. Policies write in turns, so that what else the machine
-does is in all of their times.
+The text is documentation of Python's standard library with twelve inserted facts. Every method reads and compresses it
+once, before any question is known. The cache is then forked: each question is a row of one batch.
 """
 
-import bisect
+import cmd
+import copy
 import dataclasses
+import heapq
+import inspect
 import pathlib
+import re
 import statistics
+import sys
 import time
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 import matplotlib.pyplot as plt
 import numpy as np
-from tqdm import tqdm
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 
 import kvjax
-from experiments.common import plots, results, settings, suites
-from experiments.common.options import LANGUAGE_CHECKPOINT, command
-from experiments.common.tasks import ruler
-from experiments.common.tasks.problem import Problem
+from experiments.common import plots, results
+from experiments.common.options import command
+from experiments.common.suites import DEMO, DemoMethod
 from kvjax.budget import format_bytes
-from kvjax_models import language_model
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.rows import extend_rows
-from kvjax_models.generation.state import GenerationState
+from kvjax_models import LanguageModel, load
+
+# Question, the sentence up to its answer, and the answer, in which "#" is a random digit.
+FACTS = (
+    ("What is the access code of the Lisbon office?", "The access code of the Lisbon office is", "#######"),
+    ("What is the password of the wireless network?", "The password of the wireless network is", "tangerine-####"),
+    ("At which pier does the ferry to Oslo leave?", "The ferry to Oslo leaves at pier number", "###"),
+    ("How many grams does the blue diamond weigh?", "The weight of the blue diamond in grams is", "####"),
+    ("What is the telephone extension of the library?", "The telephone extension of the library is", "####"),
+    ("Where does Doctor Alvarez park her red truck?", "Doctor Alvarez parks her red truck in space", "###"),
+    ("What is the serial number of the old printer?", "The serial number of the old printer is", "######"),
+    ("How many steps lead up to the lighthouse?", "The number of steps up to the lighthouse is", "####"),
+    ("Which locker contains Maria's violin?", "Maria keeps her violin in locker", "####"),
+    ("How many sheep does the farmer near Dublin own?", "The number of sheep of the farmer near Dublin is", "####"),
+    ("What is the number of the flight to Nairobi?", "The plane to Nairobi has the flight number", "####"),
+    ("What is the combination of the kitchen safe?", "The combination of the kitchen safe is", "######"),
+)
+ANSWER_TOKENS = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Demo:
-    """One text, many questions: memory, speed and right answers of compressed caches beside exact attention."""
+    """One text, twelve questions, several compressed caches."""
 
-    model: str = LANGUAGE_CHECKPOINT  # A Hugging Face directory, or the name of a shipped checkpoint.
-    budget: str = "25%"  # What compressed caches may hold of exact's bytes.
-    texts: int = 3  # Texts to read.
-    facts: int = 16  # Facts in each, which are all asked for.
-    tokens: int = 2500  # Of each text.
-    answer_tokens: int = 16  # Written at a policy's turn; an answer is two turns long.
-    seed: int = 60  # Decides texts. Settings were chosen on others.
-    output_dir: str = "build/demo"  # Where the picture goes.
-
-
-class Asked(NamedTuple):
-    """A text's questions, as tokens."""
-
-    context: list[int]
-    questions: list[list[int]]
-    problems: list[Problem]
+    model: str = "smollm2-135m"  # A name of `kvjax models`, a GGUF file or a Hugging Face directory.
+    seed: int = 0  # Seed of the numbers in the facts.
+    output_dir: str = "build/demo"  # Directory of the picture.
 
 
 @dataclasses.dataclass
-class Tried:
-    """What came of one policy."""
+class Outcome:
+    """Answers, sizes and times of one method."""
 
-    name: str
-    alone: Generator  # reads a text
-    together: Generator  # answers all questions about it
-    held: int = 0  # bytes of the caches of all rows
-    read: list[float] = dataclasses.field(default_factory=list)  # seconds per text
-    turns: list[float] = dataclasses.field(default_factory=list)  # seconds per step, all rows
-    answers: list[str] = dataclasses.field(default_factory=list)
+    method: DemoMethod
+    answers: list[str]
+    cache_bytes: int = 0  # of the compressed text, with capacity for one question and answer
+    prefill_seconds: float = 0.0
+    step_seconds: list[float] = dataclasses.field(default_factory=list)
 
-
-def main(given: Demo) -> None:
-    llm = language_model.load(settings.model_directory(given.model))
-    texts = [make_text(given, llm, given.seed + number) for number in range(given.texts)]
-    print(
-        f"{given.texts} texts of about {given.tokens:,} tokens, {given.facts} questions about each at once; caches of "
-        f"{given.budget} of exact's bytes."
-    )
-    tried = run(given, llm, texts)
-    show(given, texts, tried)
-    path = pathlib.Path(given.output_dir) / "demo.png"
-    draw(path, given, texts, tried)
-    print(f"\nThe same as a picture: {path}")
-    print("Next: kvjax generate --model DIRECTORY --prompt_file FILE --policy subgen --budget 25%")
+    def right(self, expected: list[str]) -> list[bool]:
+        return [value in re.findall(r"[\w-]+", answer) for answer, value in zip(self.answers, expected, strict=True)]
 
 
-def make_text(given: Demo, llm: language_model.LanguageModel, seed: int) -> Asked:
-    """Facts hidden in prose, and a question for each.
-
-    Raises:
-        ValueError: where the facts alone are longer than the text may be.
-    """
-    needles = ruler.Needles("essay", keys=given.facts)
-
-    def problems(words: int) -> list[Problem]:
-        # The same draws for every size, so that a size decides nothing but how much text there is.
-        hidden = ruler.hide(needles, np.random.default_rng(ruler.EVALUATION_SEED + seed), words)
-        return [hidden.ask([number]) for number in range(given.facts)]
-
-    def context(words: int) -> list[int]:
-        return llm.tokenizer.encode(problems(words)[0].context)
-
-    # As long as fits, so that all texts find the same compiled programs.
-    words = bisect.bisect_right(range(1, given.tokens), given.tokens, key=lambda words: len(context(words)))
-    if not words:
-        raise ValueError(f"--tokens={given.tokens} are too few for --facts={given.facts}")
-    found = problems(words)
-    questions = [llm.tokenizer.encode(problem.question, add_bos=False) for problem in found]
-    return Asked(context(words), questions, found)
-
-
-def run(given: Demo, llm: language_model.LanguageModel, texts: list[Asked]) -> list[Tried]:
-    """Every policy on every text."""
-    longest = max(len(text.context) for text in texts)
-    room = max(len(question) for text in texts for question in text.questions) + 2 * given.answer_tokens
-    tried = []
-    for name, policy in suites.NAMED.items():
-        # A little past the positions that the model was trained on, where it still answers.
-        sizes: dict[str, Any] = {"max_prompt_tokens": longest, "max_new_tokens": room, "allow_beyond_context": True}
-        alone = llm.generator(policy, given.budget, **sizes)
-        together = Generator(llm.model, alone.policies, batch=given.facts, **sizes)
-        tried.append(Tried(name, alone, together))
-    with tqdm(total=len(texts) * len(tried), desc="texts read and asked about", leave=False) as bar:
-        for number, text in enumerate(texts):
-            states = []
-            for one in tried:
-                if number == 0:
-                    ask(one, text)  # compiles
-                states.append(ask(one, text))
-                bar.update()
-            answer(given, llm, tried, states, compiles=number == 0)
-    return tried
-
-
-def ask(one: Tried, text: Asked) -> GenerationState:
-    """Reads a text, compresses it, and reads all questions behind it."""
+def main(options: Demo) -> None:
     begin = time.perf_counter()
-    state = one.alone.prefill(one.alone.init_state(), [text.context])
+    try:
+        llm = load(options.model)
+    except FileNotFoundError as error:
+        sys.exit(f"{error}")
+    expected = make_answers(options.seed)
+    context, questions = encode(llm, make_text(expected))
+    print(f"{options.model} reads {len(context):,} tokens and answers {len(questions)} questions with every method.")
+    outcomes: list[Outcome] = []
+    with Live(answer_table(outcomes, expected), console=Console(width=120), refresh_per_second=8) as live:
+        for method in DEMO:
+            outcomes.append(Outcome(method, [""] * len(questions)))
+            for _ in answer(llm, outcomes[-1], context, questions):
+                live.update(answer_table(outcomes, expected))
+    show(outcomes, expected)
+    path = pathlib.Path(options.output_dir) / "demo.png"
+    draw(path, outcomes, expected)
+    print(f"\nPicture: {path}. Total time: {time.perf_counter() - begin:.0f} s; later runs reuse compiled programs.")
+    print(f"Next: kvjax generate --model {options.model} --chat true --prompt_file FILE --policy kvzip --budget 25%")
+
+
+def make_answers(seed: int) -> list[str]:
+    random = np.random.default_rng(seed)
+    return [re.sub("#", lambda _: str(random.integers(1, 10)), answer) for _, _, answer in FACTS]
+
+
+def make_text(answers: list[str]) -> str:
+    """Returns paragraphs of documentation with the facts at equal distances."""
+    sources = (heapq.__about__, copy.__doc__, cmd.Cmd.__doc__)
+    blocks = "\n\n".join(inspect.cleandoc(source or "") for source in sources).split("\n\n")
+    paragraphs = [" ".join(block.split()) for block in blocks]
+    paragraphs = [text for text in paragraphs if len(text) >= 80 and not text[0].isdigit()]
+    for number, ((_, sentence, _), value) in enumerate(zip(FACTS, answers, strict=True)):
+        paragraphs[int((number + 0.5) * len(paragraphs) / len(FACTS))] += f" {sentence} {value}."
+    return "\n\n".join(paragraphs)
+
+
+def encode(llm: LanguageModel, text: str) -> tuple[list[int], list[list[int]]]:
+    """Returns the tokens of the text, and of each question up to the start of its answer, in chat format."""
+    chat = llm.tokenizer.render_chat([{"role": "user", "content": f"{text}\0"}])
+    before, after = chat.split("\0")
+    questions = [f"\n\n{question}{after}{sentence}" for question, sentence, _ in FACTS]
+    return llm.tokenizer.encode(before, add_bos=False), [llm.tokenizer.encode(one, add_bos=False) for one in questions]
+
+
+def answer(llm: LanguageModel, outcome: Outcome, context: list[int], questions: list[list[int]]) -> Iterator[None]:
+    """Compresses the text, forks the cache and answers all questions; yields after every token of the answers."""
+    method = outcome.method
+    generator = llm.generator(
+        method.policy,
+        method.budget,
+        max_prompt_tokens=len(context),
+        max_new_tokens=max(map(len, questions)) + ANSWER_TOKENS,
+        kv_dtype=method.kv_dtype,
+    )
+    begin = time.perf_counter()
+    state = generator.prefill(generator.init_state(), [context])
     state.logits.block_until_ready()
-    one.read.append(time.perf_counter() - begin)
-    return one.together.prefill(kvjax.repeat_rows(state, len(text.questions)), text.questions)
+    outcome.prefill_seconds = time.perf_counter() - begin
+    outcome.cache_bytes = kvjax.cache_bytes(state.layers).device
+    yield
+    batch = generator.with_batch(len(questions))
+    state = batch.prefill(kvjax.repeat_rows(state, len(questions)), questions)
+    state.logits.block_until_ready()
+    tokens: list[list[int]] = [[] for _ in questions]
+    begin = time.perf_counter()
+    for new_state, block in batch.decode(state, ANSWER_TOKENS, stream_interval=1):
+        state = new_state
+        outcome.step_seconds.append(time.perf_counter() - begin)
+        for row, new in zip(tokens, block.tolist(), strict=True):
+            row += [token for token in new if token >= 0]  # negative after the end of an answer
+        outcome.answers = [llm.tokenizer.decode(row).strip().partition("\n")[0] for row in tokens]
+        yield
+        begin = time.perf_counter()
+    kvjax.raise_faults(state)
 
 
-def answer(
-    given: Demo, llm: language_model.LanguageModel, tried: list[Tried], states: list[GenerationState], compiles: bool
-) -> None:
-    """Lets the policies write their answers in turns; the first of all compiles."""
-    rows: list[list[list[int]]] = [[[] for _ in range(given.facts)] for _ in tried]
-    for turn in range(2):
-        for number, one in enumerate(tried):
-            begin = time.perf_counter()
-            for newest, tokens in one.together.decode(states[number], given.answer_tokens):
-                states[number] = newest
-                extend_rows(rows[number], tokens)
-            states[number].logits.block_until_ready()
-            if turn or not compiles:
-                one.turns.append((time.perf_counter() - begin) / given.answer_tokens)
-    for one, state, of_policy in zip(tried, states, rows, strict=True):
-        kvjax.raise_faults(state)
-        one.held = kvjax.cache_bytes(state.layers).device
-        one.answers += map(llm.tokenizer.decode, of_policy)
+def answer_table(outcomes: list[Outcome], expected: list[str]) -> Table:
+    table = Table(title="Answers", title_justify="left")
+    table.add_column("question", no_wrap=True)
+    table.add_column("fact", no_wrap=True)
+    for outcome in outcomes:
+        table.add_column(outcome.method.name, no_wrap=True, min_width=14, max_width=14)
+    columns = [zip(outcome.answers, outcome.right(expected), strict=True) for outcome in outcomes]
+    cells = [[f"[green]{text}[/]" if right else f"[red]{text}[/]" for text, right in column] for column in columns]
+    for number, ((question, _, _), value) in enumerate(zip(FACTS, expected, strict=True)):
+        table.add_row(question, value, *(column[number] for column in cells))
+    return table
 
 
-def right(texts: list[Asked], one: Tried) -> int:
-    """How many answers name the fact that was asked for."""
-    problems = [problem for text in texts for problem in text.problems]
-    return sum(ruler.score(found, problem.answers) == 1 for found, problem in zip(one.answers, problems, strict=True))
-
-
-def show(given: Demo, texts: list[Asked], tried: list[Tried]) -> None:
-    """The table, and one question with all answers."""
-    exact = tried[0]
+def show(outcomes: list[Outcome], expected: list[str]) -> None:
+    full = outcomes[0].cache_bytes
     lines = [
         (
-            one.name,
-            f"{format_bytes(one.held)} ({one.held / exact.held:.0%})",
-            f"{1000 * statistics.median(one.turns):.1f} ms",
-            f"{statistics.median(theirs / own for theirs, own in zip(exact.turns, one.turns, strict=True)):.1f}",
-            f"{statistics.median(one.read[1:]):.2f} s",
-            f"{right(texts, one)} of {given.texts * given.facts}",
+            outcome.method.name,
+            f"{sum(outcome.right(expected))} of {len(expected)}",
+            f"{format_bytes(outcome.cache_bytes)} ({outcome.cache_bytes / full:.0%})",
+            f"{outcome.prefill_seconds:.1f}",
+            f"{1000 * statistics.median(outcome.step_seconds[1:]):.0f}",
+            outcome.method.note,
         )
-        for one in tried
+        for outcome in outcomes
     ]
-    columns = ("", "cache", "per step", "times as fast", "to read a text", "right answers")
-    results.print_table(f"{given.facts} answers at once", columns, lines)
-    print("ClusterKV holds everything, and reads as much of it as the others hold.")
-    problem = texts[0].problems[0]
-    print(f"\n{problem.question.strip()} ... ({problem.answers[0]})")
-    for one in tried:
-        print(f"  {one.name:<15} {one.answers[0].strip()!r}")
-
-
-def draw(path: pathlib.Path, given: Demo, texts: list[Asked], tried: list[Tried]) -> None:
-    """Memory, time and right answers, a bar each."""
-    asked = given.texts * given.facts
-    panels: tuple[tuple[str, list[float], str], ...] = (
-        ("cache, MiB", [one.held / 2**20 for one in tried], "{:.0f}"),
-        ("milliseconds per step", [1000 * statistics.median(one.turns) for one in tried], "{:.0f}"),
-        (f"right answers of {asked}", [right(texts, one) for one in tried], "{:.0f}"),
+    columns = (
+        "method",
+        "answers right",
+        "cache",
+        "seconds to compress",
+        f"ms per {len(expected)} tokens",
+        "what it is",
     )
-    figure, axes = plt.subplots(1, len(panels), figsize=(10, 3), sharey=True)
-    for axis, (title, values, form) in zip(axes, panels, strict=True):
-        bars = axis.barh([one.name for one in tried], values, color=["0.6", *["C0"] * (len(tried) - 2), "C1"])
-        axis.bar_label(bars, [form.format(value) for value in values], padding=3, fontsize=9)
+    results.print_table("Results", columns, lines)
+    print("Seconds include compilation. One text, twelve questions: differences of two or three answers may be chance.")
+
+
+def draw(path: pathlib.Path, outcomes: list[Outcome], expected: list[str]) -> None:
+    """Draws answers, memory and time, one bar per method."""
+    panels = (
+        (f"right answers of {len(expected)}", [float(sum(outcome.right(expected))) for outcome in outcomes]),
+        ("cache in MiB", [outcome.cache_bytes / 2**20 for outcome in outcomes]),
+        (f"ms per {len(expected)} tokens", [1000 * statistics.median(one.step_seconds[1:]) for one in outcomes]),
+    )
+    figure, axes = plt.subplots(1, len(panels), figsize=(11, 3), sharey=True)
+    for axis, (title, values) in zip(axes, panels, strict=True):
+        bars = axis.barh([outcome.method.name for outcome in outcomes], values, color=["0.6"] + ["C0"] * len(values))
+        axis.bar_label(bars, fmt="%.0f", padding=3, fontsize=9)
         axis.set_title(title, fontsize=10, loc="left")
-        axis.set_xlim(0, 1.18 * max(values))
+        axis.set_xlim(0, 1.18 * max(*values, 1))
         axis.set_xticks([])
         axis.spines[["top", "right", "bottom"]].set_visible(False)
     axes[0].invert_yaxis()

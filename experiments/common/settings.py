@@ -13,9 +13,8 @@ from experiments.common.options import Run
 from kvjax.budget import Budget, abstract_cache
 from kvjax.policy import Policy
 from kvjax.registry import PolicyChoice
-from kvjax_models import devices, fingerprint
-from kvjax_models.formats import huggingface, tokenizer
-from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
+from kvjax_models import atomic_io, devices, fingerprint, formats, known_models, language_model
+from kvjax_models.formats import tokenizer
 from kvjax_models.model.llama import Llama
 
 CHECKPOINTS = pathlib.Path(__file__).parents[2] / "models" / "checkpoints"
@@ -96,7 +95,7 @@ def possible(
 
 
 def model_directory(name: str) -> pathlib.Path:
-    """The directory of a shipped checkpoint by name, or the directory itself.
+    """The directory of a shipped checkpoint by name, a directory itself, or the GGUF file of a path or a known model.
 
     Raises:
         ValueError: when it is neither, with the names that are shipped.
@@ -104,18 +103,21 @@ def model_directory(name: str) -> pathlib.Path:
     for directory in (CHECKPOINTS / name, pathlib.Path(name)):
         if (directory / "config.json").is_file():
             return directory
+    if name in known_models.KNOWN_MODELS or formats.is_gguf(name):
+        return language_model.resolve_path(name)
     shipped = sorted(path.parent.name for path in CHECKPOINTS.glob("*/config.json"))
     raise ValueError(f"--model={name} is neither a directory with a config.json nor a shipped checkpoint: {shipped}")
 
 
 def model_identity(name: str) -> str:
     """What units of a run know a model by: its content, wherever it lies."""
-    return f"sha256:{fingerprint.directory_fingerprint(model_directory(name))}"
+    path = model_directory(name)
+    return f"sha256:{atomic_io.sha256_of_file(path) if path.is_file() else fingerprint.directory_fingerprint(path)}"
 
 
 def load_model(options: Run) -> tuple[Llama, tokenizer.Tokenizer]:
     """Model and tokenizer of a directory or a shipped checkpoint; the model on the devices that options call for."""
     directory = model_directory(options.model)
     devices.initialize_processes(options, vars(options) | {"process": None, "output_dir": None})
-    mesh = devices.make_mesh(options, huggingface.load_config(directory).kv_heads)
-    return huggingface.load_model(directory, mesh=mesh), load_tokenizer(directory)
+    mesh = devices.make_mesh(options, formats.load_config(directory).kv_heads)
+    return formats.load_model(directory, mesh=mesh), formats.load_tokenizer(directory)

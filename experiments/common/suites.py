@@ -1,6 +1,6 @@
 """Every list of policies and budgets that experiments run, named once."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Suite(NamedTuple):
@@ -26,8 +26,6 @@ SWEPT = ("5%", "10%", "12.5%", "20%", "25%", "50%", "80%")
 HALVINGS = ("52.5%", "28%", "15.5%")
 # As it runs in the notebook of BalanceKV's single-layer study; its own default, of the other experiments, is 1.
 STUDIED = "balancekv_reference:temperature=0.1"
-# Layers' shares of the shipped language model.
-SHARED = "leverage_scores:layer_budget_scale=(0.35,3.2,0.35,0.1)"
 
 
 SUITES = {
@@ -64,11 +62,31 @@ SUITES = {
     "pods": _suite("4096 | exact subgen balancekv chelsea clusterkv"),
 }
 
-# Exact attention, the four systems, and ours, as people call them: what `experiments.demo` shows.
-NAMED = {
-    "exact": "exact", "SubGen": "subgen", "BalanceKV": "balancekv", "ClusterKV": "clusterkv", "Chelsea": "chelsea",
-    "kvjax's choice": SHARED,
-}  # fmt: skip
+
+class DemoMethod(NamedTuple):
+    """A row of `experiments.demo`.
+
+    Attributes:
+        name: name in tables, the paper's where there is one.
+        policy: its policy.
+        budget: share of the full cache's bytes that it holds.
+        kv_dtype: quantization of keys and values.
+        note: what it is, and whether it differs from the paper.
+    """
+
+    name: str
+    policy: str
+    budget: str | None = "25%"
+    kv_dtype: Any = None
+    note: str = ""
+
+
+DEMO = (
+    DemoMethod("full cache", "exact", None, note="all keys and values in float32"),
+    DemoMethod("KVzip, int8", "kvzip", kv_dtype="int8", note="selection + quantization; kvjax: equal shares of heads"),
+    DemoMethod("SnapKV", "snapkv", note="selection by the last queries of the text"),
+    DemoMethod("SubGen", "subgen", note="merging into clusters; kvjax: means of values"),
+)
 
 
 class Study(NamedTuple):

@@ -6,7 +6,7 @@ from kvjax.registry import POLICIES
 
 def test_every_setting_of_a_list_can_be_made():
     lists = [*suites.SUITES.values(), *suites.STUDIES.values(), *suites.ABLATIONS.values()]
-    chosen = set(settings.settings(list(suites.NAMED.values()), ["25%"]))
+    chosen = set(settings.settings([method.policy for method in suites.DEMO], ["25%"]))
     for policies, budgets in ((one.policies, one.budgets) for one in lists):
         named = [policy for policy in policies if suites.CALIBRATED not in policy]  # which names a file
         chosen.update(settings.settings(named, budgets))

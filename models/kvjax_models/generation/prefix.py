@@ -78,7 +78,9 @@ class Prefix:
         Args:
             directory: a directory without saves.
         """
-        SavedStates(pathlib.Path(directory)).save(0, self.generator, self.state, _run(self.tokenizer), {"tokens": self.num_tokens})
+        SavedStates(pathlib.Path(directory)).save(
+            0, self.generator, self.state, _run(self.tokenizer), {"tokens": self.num_tokens}
+        )
 
 
 def read_prefix(tokenizer: Tokenizer, generator: Generator, tokens: Sequence[int], seed: int = 0) -> Prefix:
