@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import pathlib
+import resource
 import shutil
 import struct
+import time
 
 import gguf
 import jax
@@ -104,8 +106,13 @@ def test_a_split_model_is_loaded_from_its_first_file(tmp_path):
 @pytest.fixture(scope="module")
 def small_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("gguf") / "small.gguf"
-    tokens = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": [f"t{i}" for i in range(64)]}
-    write_gguf(GOLDEN / "llama31", path, Q8_0, metadata=tokens)
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": [*map(chr, range(33, 96)), "AB"],
+        "tokenizer.ggml.merges": ["A B"],
+    }
+    write_gguf(GOLDEN / "llama31", path, Q8_0, metadata=metadata)
+    assert formats.load_tokenizer(path).encode("AB") == [63]
     return path
 
 
@@ -162,6 +169,40 @@ def test_files_with_changed_bytes_are_read_or_refused(small_file, data):
         except ValueError as error:
             assert path.name in str(error)
             assert len(str(error)) < 2000
+
+
+def damage(content, rng):
+    """Returns the bytes of a file with one damage."""
+    place = int(rng.integers(len(content)))
+    end = min(len(content), place + int(rng.choice([1, 4, 8, 64])))
+    return {
+        "truncate": content[:place],
+        "flip": content[:place] + bytes([content[place] ^ (1 << rng.integers(8))]) + content[place + 1 :],
+        "repeat": content[:end] + content[place:end] * int(rng.choice([1, 100])) + content[end:],
+        "zeros": content[:place] + bytes(end - place) + content[end:],
+        "large": content[:place] + b"\xff" * (end - place) + content[end:],
+    }[rng.choice(["truncate", "flip", "repeat", "zeros", "large"])]
+
+
+@pytest.mark.parametrize("cases", [10, pytest.param(300, marks=pytest.mark.heavy)])
+def test_damaged_models_are_loaded_or_refused_soon(small_file, cases):
+    content, rng, num_refused = small_file.read_bytes(), np.random.default_rng(cases), 0
+    header = len(content) // 2
+    path, memory = small_file.with_name("damaged.gguf"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(cases):
+        changed = damage(content[:header], rng) + content[header:] if rng.random() < 0.7 else damage(content, rng)
+        path.write_bytes(changed)
+        begin = time.monotonic()
+        try:
+            model, tokenizer = formats.load_model(path), formats.load_tokenizer(path)
+            assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(model))
+            tokenizer.decode(tokenizer.encode("AB"))
+        except ValueError as error:
+            assert path.name in str(error) and len(str(error)) < 20_000
+            num_refused += 1
+        assert time.monotonic() - begin < 20
+    assert num_refused >= cases / 4
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1.5 * 2**20  # KiB
 
 
 @pytest.mark.parametrize(
