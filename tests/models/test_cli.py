@@ -101,7 +101,7 @@ def test_generate_completes_a_file_of_prompts_and_resumes(kvjax, document, tmp_p
     output.write_text(f"{last}\n{first[:30]}")
     assert "2 prompts in 4 batch rows" in kvjax(*options, "--resume", "--batch_size=4").err
     assert output.read_text() == completed
-    # A letter that flipped on the disk, and a line that no parser accepts.
+    # A changed character, and a line that is too deeply nested.
     flipped = completed.replace('"finish_reason": "length"', '"finish_reason": "lengti"', 1)
     output.write_text(flipped + "[" * 100_000 + "\n")
     assert "1 prompts in 2 batch rows" in kvjax(*options, "--resume").err
@@ -200,63 +200,63 @@ def test_policies_lists_all_policies_and_settings(kvjax):
         (("bench", MODEL, "--turns=0"), "kvjax: --context_tokens, --batch, --tokens and --turns must be at least 1"),
     ],
 )
-def test_a_users_error_is_one_line(kvjax, args, message):
+def test_user_errors_are_one_line(kvjax, args, message):
     with pytest.raises(SystemExit) as error:
         kvjax(*args, stdin="Hello\n")
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("stream", "words", "message"),
+    ("stream", "args", "message"),
     [
         ("stdin", ("generate", MODEL, "--prompt_file=-"), "kvjax: standard input is closed; pass a file"),
         ("stdin", ("chat", MODEL), "kvjax: standard input is closed"),
         ("stdout", ("policies",), "kvjax: standard output is closed; redirect it to a file"),
     ],
 )
-def test_closed_streams_are_one_line(stream, words, message, monkeypatch):
+def test_errors_of_closed_streams(stream, args, message, monkeypatch):
     monkeypatch.setattr(f"sys.{stream}", None)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(cli.parse(["kvjax", *words]))
-    assert message in str(ended.value)
+    with pytest.raises(SystemExit) as error:
+        cli.main(cli.parse(["kvjax", *args]))
+    assert message in str(error.value)
 
 
-def test_statistics_are_never_part_of_the_text(monkeypatch, capsys):
+def test_statistics_are_never_written_to_standard_output(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr", None)
     cli.main(cli.parse(["kvjax", "generate", MODEL, "--prompt=Read the record.", "--max_new_tokens=2"]))
     assert "[exact" not in capsys.readouterr().out
 
 
-def bash(script):
-    """Runs a script of bash, in which `$KVJAX` is the command, in a process of its own."""
+def run_bash(script):
+    """Runs a bash script in a subprocess, with the command in `$KVJAX`."""
     root = pathlib.Path(__file__).parents[2]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(root), str(root / "models")]),
         "KVJAX": f"{sys.executable} -m kvjax_models.cli",
         "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",  # a full disk would be a warning of it
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # it would warn about a full disk
     }
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, env=environment)
 
 
-def test_a_reader_that_ends_early_ends_the_command_in_silence():
-    done = bash("$KVJAX policies | true; exit ${PIPESTATUS[0]}")
-    assert done.returncode == 141 and done.stderr == ""
+def test_broken_pipes_end_the_command_without_an_error_message():
+    process = run_bash("$KVJAX policies | true; exit ${PIPESTATUS[0]}")
+    assert process.returncode == 141 and process.stderr == ""
 
 
-def test_a_closed_output_is_one_line():
-    done = bash("$KVJAX policies >&-")
-    assert done.returncode == 1
-    assert done.stderr.splitlines() == ["kvjax: standard output is closed; redirect it to a file"]
+def test_a_closed_output_is_an_error_of_one_line():
+    process = run_bash("$KVJAX policies >&-")
+    assert process.returncode == 1
+    assert process.stderr.splitlines() == ["kvjax: standard output is closed; redirect it to a file"]
 
 
-def test_a_full_disk_is_one_line(tmp_path):
-    words = f'{MODEL} --prompt="Read the record." --max_new_tokens=4 --save_dir={tmp_path / "run"}'
-    done = bash(f"trap '' XFSZ; ulimit -f 20; $KVJAX generate {words}")
-    assert done.returncode == 1
-    # orbax and tensorstore would print tracebacks of their threads.
-    assert done.stderr.startswith("kvjax: the parameters could not be saved"), done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
+def test_a_full_disk_is_an_error_of_one_line(tmp_path):
+    options = f'{MODEL} --prompt="Read the record." --max_new_tokens=4 --save_dir={tmp_path / "run"}'
+    process = run_bash(f"trap '' XFSZ; ulimit -f 20; $KVJAX generate {options}")
+    assert process.returncode == 1
+    # Threads of orbax and tensorstore must not print tracebacks.
+    assert process.stderr.startswith("kvjax: the parameters could not be saved"), process.stderr
+    assert len(process.stderr.splitlines()) == 1, process.stderr
 
 
 @pytest.mark.parametrize(
@@ -276,17 +276,17 @@ def test_invalid_arguments_are_refused(args, message, capsys):
 
 def test_flags_may_have_hyphens(kvjax, tmp_path):
     (tmp_path / "prompt-file").write_text("Read the record.")
-    words = (MODEL, "--max-new-tokens=2", "--policy=uniform:recent=1@64")
-    done = kvjax("generate", *words, "--prompt-file", str(tmp_path / "prompt-file"))
-    assert kvjax("generate", *words, f"--prompt-file={tmp_path / 'prompt-file'}").out == done.out
+    args = ("generate", MODEL, "--max-new-tokens=2", "--policy=uniform:recent=1@64")
+    expected = kvjax(*args, "--prompt-file", str(tmp_path / "prompt-file")).out
+    assert kvjax(*args, f"--prompt-file={tmp_path / 'prompt-file'}").out == expected
     options = cli.parse(["kvjax", "generate", "--prompt=--a-b", "--save-every=3"]).command
     assert (options.prompt, options.save_every) == ("--a-b", 3)
 
 
 def test_version(capsys):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as error:
         cli.parse(["kvjax", "--version"])
-    assert ended.value.code == 0 and capsys.readouterr().out == f"kvjax {cli.kvjax.__version__}\n"
+    assert error.value.code == 0 and capsys.readouterr().out == f"kvjax {cli.kvjax.__version__}\n"
 
 
 def test_help_shows_options_with_defaults(capsys):

@@ -1,4 +1,4 @@
-"""The cache of compiled programs on disk, in processes that a user's environment starts."""
+"""The persistent compilation cache, with the environment variables of users."""
 
 import json
 import os
@@ -18,43 +18,43 @@ import collections, json, sys
 import jax
 events = collections.Counter()
 jax.monitoring.register_event_listener(lambda name, **_: events.update([name]))
-jax.jit(lambda x: x + 1)(1.0)  # JAX is in use before a model is loaded
+jax.jit(lambda x: x + 1)(1.0)  # JAX is used before a model is loaded
 from kvjax_models import load
 llm = load({str(settings.model_directory(LINES_CHECKPOINT))!r})
 text = llm.generate("Read the record.", max_new_tokens=4)
-names = {{key: events[f"/jax/compilation_cache/cache_{{key}}"] for key in ("hits", "misses")}}
-print(json.dumps(names | {{"text": text, "directory": jax.config.jax_compilation_cache_dir}}))
+counts = {{key: events[f"/jax/compilation_cache/cache_{{key}}"] for key in ("hits", "misses")}}
+print(json.dumps(counts | {{"text": text, "directory": jax.config.jax_compilation_cache_dir}}))
 """
 
 
 def run(tmp_path, **variables):
-    """What a process reports that loads a model and generates."""
+    """Runs a process that loads a model and generates text; returns its cache hits, misses, text and directory."""
     environment = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"}
     environment |= {
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "KVJAX_CACHE": str(tmp_path / "cache"),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment | variables, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
 
 
-def test_a_second_process_compiles_nothing_again(tmp_path):
+def test_a_second_process_compiles_nothing(tmp_path):
     first = run(tmp_path)
     assert first["directory"] == str(tmp_path / "cache" / "jax") and first["misses"] > 3
     entries = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "jax").glob("*-cache")}
     second = run(tmp_path)
     assert second["text"] == first["text"] and second["misses"] == 0 and second["hits"] >= first["misses"]
-    again = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "jax").glob("*-cache")}
-    assert entries and again == entries
+    entries_after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "jax").glob("*-cache")}
+    assert entries and entries_after == entries
 
 
 @pytest.fixture
 def configured(monkeypatch, tmp_path):
-    """Options of JAX as a new process has them; collects the changes."""
+    """Simulates a process without cache settings; collects the options of JAX that are changed."""
     changes = {}
     monkeypatch.setattr(compile_cache.jax.config, "update", changes.__setitem__)
     monkeypatch.setattr(compile_cache, "_configured_directory", lambda: None)
@@ -85,20 +85,20 @@ def test_users_settings_have_precedence(configured, monkeypatch, tmp_path):
     assert configured == {} and list(tmp_path.iterdir()) == []
 
 
-def test_an_unusable_directory_is_no_error(configured, monkeypatch, tmp_path):
+def test_an_unusable_directory_disables_the_cache(configured, monkeypatch, tmp_path):
     (tmp_path / "jax").write_text("a file")
     compile_cache.enable_persistent_cache()
     assert configured == {}
 
 
-def test_incomplete_programs_are_removed_unless_they_are_being_written(configured, tmp_path):
+def test_incomplete_entries_are_removed_unless_the_cache_is_locked(configured, tmp_path):
     directory = tmp_path / "jax"
     directory.mkdir()
     for name in ("a-cache", "a-atime", "b-cache"):
         (directory / name).write_bytes(b"")
     with filelock.FileLock(directory / ".lockfile"):
-        begin = time.perf_counter()
+        start = time.perf_counter()
         compile_cache.enable_persistent_cache()
-        assert time.perf_counter() - begin < 5 and (directory / "b-cache").exists()
+        assert time.perf_counter() - start < 5 and (directory / "b-cache").exists()
     compile_cache.enable_persistent_cache()
     assert {path.name for path in directory.iterdir()} - {".lockfile"} == {"a-cache", "a-atime"}

@@ -48,7 +48,7 @@ def test_streamed_text_does_not_depend_on_the_interval(llm):
     assert llm.generate(TEXT, seed=1, **options) != llm.generate(TEXT, seed=2, **options)
 
 
-def test_many_prompts_give_the_text_of_each_alone_in_order(llm):
+def test_many_prompts_equal_single_prompts_in_order(llm):
     prompts, parts = [TEXT[7 * start :] for start in range(5)], {}
     options = {"batch_size": 2, "max_new_tokens": 20, "sampling": Sampling(0.5)}
 
@@ -58,8 +58,8 @@ def test_many_prompts_give_the_text_of_each_alone_in_order(llm):
     results = list(llm.generate_many(prompts, seed=3, on_text=on_text, **options))
     assert [completion.number for completion in results] == list(range(5))
     assert ["".join(parts[number]) for number in range(5)] == [completion.text for completion in results]
-    alone = llm.generate(prompts[4], max_new_tokens=20, sampling=Sampling(0.5), seed=7)
-    assert alone == results[4].text == llm.tokenizer.decode(results[4].tokens)
+    expected = llm.generate(prompts[4], max_new_tokens=20, sampling=Sampling(0.5), seed=7)
+    assert expected == results[4].text == llm.tokenizer.decode(results[4].tokens)
     # From an iterator, with a maximum length and a stop string.
     stop = results[0].text[3:6]
     stopped = list(llm.generate_many(iter(prompts), seed=3, max_prompt_tokens=256, stop=[stop], **options))
@@ -154,33 +154,33 @@ def test_names_without_an_owner_are_not_searched_on_the_hub(monkeypatch):
 @pytest.mark.parametrize(
     "prompt", [None, 1, b"text", {"role": "user", "content": "x"}, [1], [["x"]], [{"content": "x"}]]
 )
-def test_prompts_of_other_kinds_are_refused(llm, prompt):
-    with pytest.raises(
-        TypeError, match="a prompt must be a text or a list of messages|prompts must be a list of texts"
-    ):
+def test_prompts_of_invalid_types_are_refused(llm, prompt):
+    message = "a prompt must be a text or a list of messages|prompts must be a list of texts"
+    with pytest.raises(TypeError, match=message):
         llm.generate(prompt, max_new_tokens=2)
-    with pytest.raises(
-        TypeError, match="a prompt must be a text or a list of messages|prompts must be a list of texts"
-    ):
+    with pytest.raises(TypeError, match=message):
         list(llm.generate_many(prompt, max_new_tokens=2))
 
 
 @pytest.mark.parametrize("prompts", ["ab", [{"role": "user", "content": "x"}]])
-def test_one_prompt_is_not_many(llm, prompts):
+def test_generate_many_refuses_a_single_prompt(llm, prompts):
     with pytest.raises(TypeError, match=r"prompts must be a list of texts or conversations, got .*; pass \[prompt\]"):
         list(llm.generate_many(prompts))
 
 
-def test_a_stop_string_may_stand_alone(llm):
-    def text(stop):
+def test_stop_may_be_a_single_string(llm):
+    def generate_text(stop):
         return next(llm.generate_many(["Read the record."], max_new_tokens=12, stop=stop)).text
 
-    whole = text(())
-    stop = whole[2:5]
-    assert text(stop) == text([stop]) == whole[: whole.find(stop)]
-    for wrong in (b"x", [1], ["x", None]):
+    text = generate_text(())
+    stop = text[2:5]
+    assert generate_text(stop) == generate_text([stop]) == text[: text.find(stop)]
+    for invalid_stop in (b"x", [1], ["x", None]):
         with pytest.raises(TypeError, match="stop=.* must be a string or a list of strings"):
-            text(wrong)
+            generate_text(invalid_stop)
+
+
+def test_invalid_options_are_refused(llm):
     with pytest.raises(ValueError, match="allow_beyond_context='no' must be True or False"):
         llm.generate("x", allow_beyond_context="no")
     with pytest.raises(ValueError, match="batch_size=1000000000 must be from 1 to 65536 rows"):
@@ -198,7 +198,7 @@ def chat_llm(llm, tmp_path):
     return load(tmp_path)
 
 
-def test_messages_are_one_conversation(chat_llm):
+def test_a_list_of_messages_is_one_conversation(chat_llm):
     first, second = ([{"role": "user", "content": text}] for text in ("What is a fox?", "And a dog?"))
     answers = ["".join(chat_llm.stream(messages, max_new_tokens=8)) for messages in (first, second)]
     assert chat_llm.generate(first, max_new_tokens=8) == answers[0]

@@ -1,15 +1,12 @@
-"""Saves that are damaged, cut off, written twice or by two, or that find no room."""
+"""Saves that are damaged, interrupted, written concurrently, or do not fit on the disk."""
 
+import dataclasses
 import os
 import pathlib
 import random
-import resource
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
-import textwrap
 import time
 
 import jax
@@ -19,78 +16,90 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax_models import atomic_io, fingerprint
+from kvjax_models import atomic_io
+from kvjax_models.fingerprint import directory_fingerprint, model_fingerprint
 from kvjax_models.formats import huggingface, replacing
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.numbered_saves import NumberedSaves
 from kvjax_models.generation.saved_states import SavedStates
-from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
+from tests.models.support import limit_file_size, small_config, start_python
 
-CONFIG = LlamaConfig(
-    vocab_size=32, width=16, mlp_width=16, layers=1, query_heads=2, kv_heads=1, head_dim=8, max_length=128
-)
-LIKE = {"a": jax.ShapeDtypeStruct((64,), jnp.float32), "b": jax.ShapeDtypeStruct((3,), jnp.int32)}
+CONFIG = small_config()
+SHAPES = {"a": jax.ShapeDtypeStruct((64,), jnp.float32), "b": jax.ShapeDtypeStruct((3,), jnp.int32)}
 
 
-def arrays(step):
+def make_model(seed=0, config=CONFIG, **options):
+    return Llama(config, rngs=nnx.Rngs(seed), **options)
+
+
+def make_arrays(step):
     return {"a": jnp.arange(64.0) * step, "b": jnp.array([step, 2, 3], jnp.int32)}
 
 
 def save(saves, *steps):
     for step in steps:
-        saves.save(step, arrays(step), {"format": 1}, {"step": step})
+        saves.save(step, make_arrays(step), {"format": 1}, {"step": step})
 
 
-def check(saves, step):
-    """That a save is what was saved."""
+def assert_intact(saves, step):
     assert saves.notes(step) == {"step": step}
-    jax.tree.map(np.testing.assert_array_equal, saves.arrays(step, LIKE), arrays(step))
+    jax.tree.map(np.testing.assert_array_equal, saves.arrays(step, SHAPES), make_arrays(step))
 
 
-def files_of(directory):
+def assert_equal_models(model, expected):
+    assert model_fingerprint(model) == model_fingerprint(expected)
+
+
+def visible_names(directory):
+    return sorted(path.name for path in directory.glob("[!.]*"))
+
+
+def files_below(directory):
     return sorted(path for path in directory.rglob("*") if path.is_file())
 
 
-def spoil(path, rng):
-    """Damages a file in one of the ways that files are; what it did."""
+def damage(path, rng):
+    """Damages a file and returns a description."""
     data = bytearray(path.read_bytes())
-    how = rng.choice(["flip", "flip", "flip", "cut", "longer", "gone", "empty", "another"])
-    if how == "gone":
+    kind = rng.choice(["flip", "flip", "flip", "truncate", "extend", "remove", "empty", "overwrite"])
+    if kind == "remove":
         path.unlink()
-    elif how == "cut":
+    elif kind == "truncate":
         path.write_bytes(data[: rng.randrange(len(data))])
-    elif how == "empty":
+    elif kind == "empty":
         path.write_bytes(b"")
-    elif how == "longer":
+    elif kind == "extend":
         path.write_bytes(data + bytes([rng.randrange(256)]))
-    elif how == "another":
+    elif kind == "overwrite":
         path.write_bytes(rng.randbytes(len(data)))
     else:
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
-    return f"{how} {path.name}"
+    return f"{kind} {path.name}"
+
+
+# --- Numbered saves ---
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.heavy)])
-def test_of_damaged_saves_none_is_taken_in_silence(seed, tmp_path, caplog):
-    """Two hundred of them: the older save is taken, and the word names the damaged one."""
+def test_damaged_saves_are_never_used(seed, tmp_path, caplog):
+    """In 200 cases the older save is used and a warning names the damaged one."""
     rng = random.Random(seed)
-    good = tmp_path / "good"
-    save(NumberedSaves(good), 1, 2)
+    original, directory = tmp_path / "original", tmp_path / "damaged"
+    save(NumberedSaves(original), 1, 2)
     for number in range(200):
-        shutil.copytree(good, tmp_path / "bad")
-        saves = NumberedSaves(tmp_path / "bad")
-        did = spoil(rng.choice(files_of(tmp_path / "bad" / "2")), rng)
+        shutil.copytree(original, directory)
+        saves, case = NumberedSaves(directory), damage(rng.choice(files_below(directory / "2")), rng)
         caplog.clear()
-        assert saves.newest() == 1, (number, did)
-        assert str(tmp_path / "bad" / "2") in caplog.text and "falling back to the save of step 1" in caplog.text, did
+        assert saves.newest() == 1, (number, case)
+        assert str(directory / "2") in caplog.text and "falling back to the save of step 1" in caplog.text, case
         if number % 50 == 0:
-            check(saves, 1)
-        shutil.rmtree(tmp_path / "bad")
+            assert_intact(saves, 1)
+        shutil.rmtree(directory)
 
 
-def test_where_no_save_is_whole_each_is_named(tmp_path):
+def test_errors_name_every_damaged_save(tmp_path):
     save(NumberedSaves(tmp_path), 1, 2)
     for step in (1, 2):
         (tmp_path / str(step) / "notes.json").write_text("{}")
@@ -98,13 +107,13 @@ def test_where_no_save_is_whole_each_is_named(tmp_path):
         NumberedSaves(tmp_path).newest()
 
 
-def test_a_damaged_save_is_set_aside_by_the_one_that_takes_its_place(tmp_path):
+def test_a_damaged_save_is_renamed_when_its_step_is_saved_again(tmp_path):
     save(NumberedSaves(tmp_path), 1, 2)
-    spoil(tmp_path / "2" / "notes.json", random.Random(0))
+    damage(tmp_path / "2" / "notes.json", random.Random(0))
     saves = NumberedSaves(tmp_path)
     save(saves, 2)
-    check(saves, saves.newest())
-    assert (tmp_path / "2.damaged").is_dir() and saves.newest() == 2
+    assert saves.newest() == 2 and (tmp_path / "2.damaged").is_dir()
+    assert_intact(saves, 2)
 
 
 @pytest.mark.parametrize("step", [3, 2])
@@ -113,17 +122,17 @@ def test_a_step_that_is_not_newer_is_refused(step, tmp_path):
     save(saves, 3)
     with pytest.raises(ValueError, match=f"step {step} is not newer than the save of step 3"):
         save(saves, step)
-    check(saves, 3)
+    assert_intact(saves, 3)
     with pytest.raises(ValueError, match="already has saves of step 3; resume from them"):
         NumberedSaves(tmp_path).lock(require_empty=True)
 
 
-STEPS_OF_NO_SAVE = [-1, True, 16.0, "16", "../../out", None, np.float64(1)]
+INVALID_STEPS = [-1, True, 16.0, "16", "../../out", None, np.float64(1)]
 
 
-@pytest.mark.parametrize("step", STEPS_OF_NO_SAVE)
-def test_steps_are_integers_from_zero(step, tmp_path):
-    generator = Generator(model(), kvjax.Exact(), batch=1, max_prompt_tokens=8, max_new_tokens=8)
+@pytest.mark.parametrize("step", INVALID_STEPS)
+def test_invalid_steps(step, tmp_path):
+    generator = Generator(make_model(), kvjax.Exact(), batch=1, max_prompt_tokens=8, max_new_tokens=8)
     saves = SavedStates(tmp_path / "run")
     with pytest.raises(ValueError, match="step=.* must be an integer|step=-1 must be at least 0"):
         saves.save(step, generator, generator.init_state())
@@ -132,17 +141,18 @@ def test_steps_are_integers_from_zero(step, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_integers_of_numpy_save_and_restore(tmp_path):
-    def generator(number):
-        policy = kvjax.Uniform(number(24), number(4), number(8), number(4))
-        return Generator(model(), policy, batch=number(1), max_prompt_tokens=number(16), max_new_tokens=number(8))
+def test_steps_and_sizes_may_be_numpy_integers(tmp_path):
+    def make_generator(integer):
+        policy = kvjax.Uniform(integer(24), integer(4), integer(8), integer(4))
+        sizes = {"batch": integer(1), "max_prompt_tokens": integer(16), "max_new_tokens": integer(8)}
+        return Generator(make_model(), policy, **sizes)
 
-    one = generator(np.int64)
-    SavedStates(tmp_path).save(np.int64(3), one, one.init_state())
-    assert SavedStates(tmp_path).restore(generator(int)).step == 3
+    generator = make_generator(np.int64)
+    SavedStates(tmp_path).save(np.int64(3), generator, generator.init_state())
+    assert SavedStates(tmp_path).restore(make_generator(int)).step == 3
 
 
-def test_a_renamed_save_is_not_taken_for_another_step(tmp_path, caplog):
+def test_a_renamed_save_is_damaged(tmp_path, caplog):
     save(NumberedSaves(tmp_path), 1, 2)
     (tmp_path / "2").rename(tmp_path / "7")
     (tmp_path / "007").mkdir()
@@ -150,41 +160,27 @@ def test_a_renamed_save_is_not_taken_for_another_step(tmp_path, caplog):
     assert "7: the directory was renamed: it holds the save of step 2" in caplog.text
 
 
-def test_many_saves_keep_the_newest_alone(tmp_path):
+def test_only_the_newest_saves_are_kept(tmp_path):
     saves = NumberedSaves(tmp_path, keep=3)
     save(saves, *range(7))
     assert saves.steps() == [4, 5, 6]
-    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["4", "5", "6"]
+    assert visible_names(tmp_path) == ["4", "5", "6"]
 
 
-def python(code, *arguments, **others):
-    """A process of its own, which prints a line when it is ready."""
-    root = pathlib.Path(__file__).parents[2]
-    paths = os.pathsep.join([str(root), str(root / "models"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"},
-        **others,
-    )
-
-
-WRITES_ON = """
+SAVE_FOREVER = """
     import pathlib, sys
     from kvjax_models.generation.numbered_saves import NumberedSaves
-    from tests.trust import test_saves as own
+    from tests.trust import test_saves
     saves = NumberedSaves(pathlib.Path(sys.argv[1]))
     first = saves.newest() + 1 if saves.steps() else 1
     for step in range(first, 10**6):
-        own.save(saves, step)
+        test_saves.save(saves, step)
         print(step, flush=True)
 """
 
 
-def test_a_second_writer_is_refused_until_the_first_is_dead(tmp_path):
-    writer = python(WRITES_ON, tmp_path)
+def test_a_second_writer_is_refused_while_the_first_lives(tmp_path):
+    writer = start_python(SAVE_FOREVER, tmp_path)
     try:
         assert writer.stdout.readline() == "1\n", writer.stderr.read()[-2000:]
         with pytest.raises(OSError, match=r"another process is writing to .* \(it holds \.lock\); wait for it"):
@@ -192,64 +188,52 @@ def test_a_second_writer_is_refused_until_the_first_is_dead(tmp_path):
     finally:
         writer.kill()
         writer.communicate()
-    save(NumberedSaves(tmp_path), 10**7)  # a dead writer's lock is no one's
-    check(NumberedSaves(tmp_path), 10**7)
+    save(NumberedSaves(tmp_path), 10**7)
+    assert_intact(NumberedSaves(tmp_path), 10**7)
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(50, marks=pytest.mark.heavy)])
-def test_a_writer_that_is_killed_at_any_time_leaves_a_whole_save(kills, tmp_path):
+def test_a_killed_writer_leaves_an_intact_save(kills, tmp_path):
     rng, last = random.Random(kills), 0
     for _ in range(kills):
-        writer = python(WRITES_ON, tmp_path)
+        writer = start_python(SAVE_FOREVER, tmp_path)
         assert int(writer.stdout.readline()) > last, writer.stderr.read()[-2000:]
         time.sleep(rng.uniform(0.0, 0.4))
         writer.send_signal(signal.SIGKILL)
-        told = writer.communicate()[0].split()
+        reported = writer.communicate()[0].split()
         saves = NumberedSaves(tmp_path)
-        assert saves.newest() >= int(told[-1] if told else last)
+        assert saves.newest() >= int(reported[-1] if reported else last)
         last = saves.newest()
-        check(saves, last)
+        assert_intact(saves, last)
 
 
-def without_room(function):
-    """What a function does on a small disk; every other file of this process is left alone."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
-    try:
-        return function()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
-def test_a_full_disk_leaves_the_save_before(tmp_path):
+def test_a_full_disk_preserves_the_previous_save(tmp_path):
     saves = NumberedSaves(tmp_path)
     save(saves, 1)
     large = {"a": jax.random.normal(jax.random.key(0), (10_000,))}
-    with pytest.raises(OSError, match="step 2 could not be saved to .*") as error:
-        without_room(lambda: saves.save(2, large, {"format": 1}, {}))
+    with pytest.raises(OSError, match="step 2 could not be saved to .*") as error, limit_file_size(2000):
+        saves.save(2, large, {"format": 1}, {})
     assert "\n" not in str(error.value)
-    assert [path.name for path in tmp_path.glob("[!.]*")] == ["1"]
-    check(NumberedSaves(tmp_path), 1)
+    assert visible_names(tmp_path) == ["1"]
+    assert_intact(NumberedSaves(tmp_path), 1)
     save(saves, 2)
 
 
-# A process that may read everything and write nothing, whoever runs the tests.
-MAY_NOT_WRITE = """
+# Can read everything and write nothing, for every user.
+WRITE_WITHOUT_PERMISSION = """
     import os, pathlib, sys
     from kvjax_models.formats import huggingface
     from kvjax_models.generation.numbered_saves import NumberedSaves
     from experiments.common.resuming import Finished
-    from tests.trust import test_saves as own
+    from tests.trust.test_saves import make_model, save
     directory = pathlib.Path(sys.argv[1])
     if os.geteuid() == 0:
         os.setuid(65534)
     for write in (
-        lambda: own.save(NumberedSaves(directory / "saves"), 2),
-        lambda: own.save(NumberedSaves(directory / "new"), 1),
-        lambda: own.save(NumberedSaves(directory / "saves" / "1" / "digests.json"), 1),
-        lambda: huggingface.save_model(directory / "model", own.model(1)),
+        lambda: save(NumberedSaves(directory / "saves"), 2),
+        lambda: save(NumberedSaves(directory / "new"), 1),
+        lambda: save(NumberedSaves(directory / "saves" / "1" / "digests.json"), 1),
+        lambda: huggingface.save_model(directory / "model", make_model(1)),
         lambda: Finished(directory / "done.jsonl").add({}, 1),
     ):
         try:
@@ -259,156 +243,168 @@ MAY_NOT_WRITE = """
 """
 
 
-@pytest.mark.skipif(os.name == "nt", reason="other rights")
-def test_what_may_not_be_written_to_is_named_in_one_line_and_stays():
-    with tempfile.TemporaryDirectory() as made:  # which others may read, as pytest's own may not be
-        directory = pathlib.Path(made)
+@pytest.mark.skipif(os.name == "nt", reason="has other permissions")
+def test_errors_name_files_that_are_not_writable():
+    with tempfile.TemporaryDirectory() as name:  # readable for other users, unlike pytest's directories
+        directory = pathlib.Path(name)
         save(NumberedSaves(directory / "saves"), 1)
-        huggingface.save_model(directory / "model", model(0))
+        huggingface.save_model(directory / "model", make_model())
         paths = [directory, *directory.rglob("*")]
         for path in paths:
             path.chmod(0o555 if path.is_dir() else 0o444)
-        said, problem = python(MAY_NOT_WRITE, directory).communicate()
+        output, errors = start_python(WRITE_WITHOUT_PERMISSION, directory).communicate()
         for path in paths:
             path.chmod(0o755)
-        lines = said.splitlines()
-        assert len(lines) == 5 and all(str(directory) in line for line in lines), (said, problem[-2000:])
-        check(NumberedSaves(directory / "saves"), 1)
-        assert same(huggingface.load_model(directory / "model"), model(0))
+        lines = output.splitlines()
+        assert len(lines) == 5 and all(str(directory) in line for line in lines), (output, errors[-2000:])
+        assert_intact(NumberedSaves(directory / "saves"), 1)
+        assert_equal_models(huggingface.load_model(directory / "model"), make_model())
 
 
-def model(seed=0, config=CONFIG):
-    return Llama(config, rngs=nnx.Rngs(seed))
+# --- Checkpoints ---
 
 
-def same(one, other):
-    return fingerprint.model_fingerprint(one) == fingerprint.model_fingerprint(other)
+def test_a_full_disk_preserves_the_previous_checkpoint(tmp_path):
+    huggingface.save_model(tmp_path, make_model())
+    with pytest.raises(OSError, match="the model could not be saved"), limit_file_size(2000):
+        huggingface.save_model(tmp_path, make_model(1))
+    assert visible_names(tmp_path) == ["config.json", "model.safetensors"]
+    assert not (tmp_path / replacing.PREVIOUS).exists()
+    assert_equal_models(huggingface.load_model(tmp_path), make_model())
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
-    huggingface.save_model(tmp_path, model(0))
-    with pytest.raises(OSError, match="the model could not be saved"):
-        without_room(lambda: huggingface.save_model(tmp_path, model(1)))
-    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["config.json", "model.safetensors"]
-    assert not (tmp_path / replacing.PREVIOUS).exists() and same(huggingface.load_model(tmp_path), model(0))
+NEW_CONFIG = dataclasses.replace(CONFIG, rope_theta=500.0, mlp_width=24)
+DISK_OPERATIONS = ((os, "link"), (pathlib.Path, "rename"), (pathlib.Path, "replace"), (pathlib.Path, "unlink"))
+NUM_OPERATIONS = 19  # the last one completes the save
 
 
-OTHER = LlamaConfig(**{**vars(CONFIG), "rope_theta": 500.0, "mlp_width": 24})
-STEPS = ((os, "link"), (pathlib.Path, "rename"), (pathlib.Path, "replace"), (pathlib.Path, "unlink"))
-NUM_STEPS = 19  # the last one completes the save
+def save_with_failure(index, error, directory, monkeypatch, *, is_killed):
+    """Saves a model over another one while disk operations fail.
 
+    Args:
+        index: number of the operation that fails, from 1.
+        error: raised by the operation.
+        directory: of the models.
+        monkeypatch: fixture of pytest.
+        is_killed: if True, all later operations fail too, as in a killed process.
 
-def save_until(where, error, directory, monkeypatch, *, alive):
-    """Saves another model; the step `where` on the disk fails, and unless the process stays alive all later ones."""
-    huggingface.save_model(directory, model(0), max_shard_bytes=4000)
-    calls = []
+    Returns:
+        The number of operations.
+    """
+    huggingface.save_model(directory, make_model(), max_shard_bytes=4000)
+    num_calls = 0
 
-    def failing(function):
-        def run(*arguments, **named):
-            calls.append(function)
-            if len(calls) == where or (len(calls) > where and not alive):
+    def fail_at_index(function):
+        def call(*args, **options):
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == index or (num_calls > index and is_killed):
                 raise error
-            return function(*arguments, **named)
+            return function(*args, **options)
 
-        return run
+        return call
 
     with monkeypatch.context() as patch:
-        for of, name in STEPS:
-            patch.setattr(of, name, failing(getattr(of, name)))
-        huggingface.save_model(directory, model(1, OTHER))
-    return len(calls)
+        for owner, name in DISK_OPERATIONS:
+            patch.setattr(owner, name, fail_at_index(getattr(owner, name)))
+        huggingface.save_model(directory, make_model(1, NEW_CONFIG))
+    return num_calls
 
 
-@pytest.mark.parametrize("where", range(1, NUM_STEPS + 1))
-def test_a_checkpoint_is_saved_as_one_wherever_it_stops(where, tmp_path, monkeypatch):
-    """A killed save leaves the old model or the new one, never parts of both, and the next save goes on from it."""
+@pytest.mark.parametrize("index", range(1, NUM_OPERATIONS + 1))
+def test_an_interrupted_save_leaves_one_of_both_models(index, tmp_path, monkeypatch):
+    """Killed at any disk operation, it leaves the old or the new model, never parts of both; the next save succeeds."""
     with pytest.raises(KeyboardInterrupt):
-        save_until(where, KeyboardInterrupt, tmp_path, monkeypatch, alive=False)
-    found = huggingface.load_model(tmp_path)
-    assert same(found, model(0)) if found.config == CONFIG else same(found, model(1, OTHER))
-    huggingface.save_model(tmp_path, model(2))
-    assert same(huggingface.load_model(tmp_path), model(2))
+        save_with_failure(index, KeyboardInterrupt, tmp_path, monkeypatch, is_killed=True)
+    loaded = huggingface.load_model(tmp_path)
+    assert_equal_models(loaded, make_model() if loaded.config == CONFIG else make_model(1, NEW_CONFIG))
+    huggingface.save_model(tmp_path, make_model(2))
+    assert_equal_models(huggingface.load_model(tmp_path), make_model(2))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.json", "model.safetensors"]
 
 
-@pytest.mark.parametrize("where", [*range(1, NUM_STEPS + 1), 10**6])
-def test_a_save_that_fails_leaves_the_old_model_for_every_reader(where, tmp_path, monkeypatch):
-    huggingface.save_model(tmp_path, model(0), max_shard_bytes=4000)
-    before = {path.name: path.read_bytes() for path in tmp_path.glob("[!.]*")}
+@pytest.mark.parametrize("index", [*range(1, NUM_OPERATIONS + 1), 10**6])
+def test_a_failed_save_leaves_the_old_model(index, tmp_path, monkeypatch):
+    huggingface.save_model(tmp_path, make_model(), max_shard_bytes=4000)
+    contents = {path.name: path.read_bytes() for path in tmp_path.glob("[!.]*")}
     try:
-        steps = save_until(where, OSError("no room"), tmp_path, monkeypatch, alive=True)
+        num_calls = save_with_failure(index, OSError("no room"), tmp_path, monkeypatch, is_killed=False)
     except OSError as error:
         assert "the model could not be saved" in str(error)
-        assert same(huggingface.load_model(tmp_path), model(0))
-        assert {path.name: path.read_bytes() for path in tmp_path.glob("[!.]*")} == before
+        assert_equal_models(huggingface.load_model(tmp_path), make_model())
+        assert {path.name: path.read_bytes() for path in tmp_path.glob("[!.]*")} == contents
     else:
-        assert where > NUM_STEPS or steps > where  # files are copied where the file system has no hard links
-        assert same(huggingface.load_model(tmp_path), model(1, OTHER))
+        assert index > NUM_OPERATIONS or num_calls > index  # files are copied if hard links fail
+        assert_equal_models(huggingface.load_model(tmp_path), make_model(1, NEW_CONFIG))
     assert sorted(path.name for path in tmp_path.glob(".*")) == [".lock"]
-    assert where <= NUM_STEPS or steps == NUM_STEPS
+    assert index <= NUM_OPERATIONS or num_calls == NUM_OPERATIONS
 
 
-@pytest.mark.parametrize("how", ["copied", "newer file", "a stranger's", "of an older version", "link"])
-def test_no_hidden_model_is_loaded_in_place_of_the_visible_one(how, tmp_path, monkeypatch):
-    """Only an interrupted save, in its own directory, makes `load_model` read a subdirectory."""
-    directory, hidden = tmp_path / "model", tmp_path / "model" / replacing.PREVIOUS
-    with pytest.raises(KeyboardInterrupt):
-        save_until(NUM_STEPS, KeyboardInterrupt, directory, monkeypatch, alive=False)  # all files are replaced
-    assert same(huggingface.load_model(directory), model(0))  # the save never ended
-    if how == "newer file":
+@pytest.mark.parametrize("change", ["copied", "modified file", "other record", "older version", "link"])
+def test_previous_models_are_loaded_only_after_an_interrupted_save(change, tmp_path, monkeypatch):
+    """`load_model` ignores a subdirectory with a previous model whose record does not match the directory."""
+    directory, previous = tmp_path / "model", tmp_path / "model" / replacing.PREVIOUS
+    with pytest.raises(KeyboardInterrupt):  # after all files are replaced
+        save_with_failure(NUM_OPERATIONS, KeyboardInterrupt, directory, monkeypatch, is_killed=True)
+    assert_equal_models(huggingface.load_model(directory), make_model())  # the save is not complete
+    if change == "modified file":
         os.utime(directory / "config.json", ns=(1, 1))
-    elif how == "link":
-        hidden.rename(tmp_path / "elsewhere")
-        hidden.symlink_to(tmp_path / "elsewhere")
+    elif change == "link":
+        previous.rename(tmp_path / "elsewhere")
+        previous.symlink_to(tmp_path / "elsewhere")
     else:
         shutil.copytree(directory, tmp_path / "copy")
         shutil.rmtree(directory)
         (tmp_path / "copy").rename(directory)
-        if how == "a stranger's":
-            (hidden / "record.json").write_text('{"inode": 1, "files": {}}')
-        elif how == "of an older version":
-            hidden.rename(directory / ".complete")
-    assert same(huggingface.load_model(directory), model(1, OTHER))
-    huggingface.save_model(directory, model(2))
-    assert same(huggingface.load_model(directory), model(2)) and not hidden.exists()
+        if change == "other record":
+            (previous / "record.json").write_text('{"inode": 1, "files": {}}')
+        elif change == "older version":
+            previous.rename(directory / ".complete")
+    assert_equal_models(huggingface.load_model(directory), make_model(1, NEW_CONFIG))
+    huggingface.save_model(directory, make_model(2))
+    assert_equal_models(huggingface.load_model(directory), make_model(2))
+    assert not previous.exists()
+
+
+# --- Fingerprints and saves of other runs ---
 
 
 @pytest.mark.parametrize("factor", [-1.0, 2.0])
-def test_a_model_of_negated_or_doubled_tensors_is_another(factor):
-    one, other = model(), model()
-    kernel = other.layers[0].mlp.gate_up.kernel
-    assert same(one, other)
+def test_fingerprints_of_scaled_tensors_differ(factor):
+    model, expected = make_model(), model_fingerprint(make_model())
+    kernel = model.layers[0].mlp.gate_up.kernel
+    assert model_fingerprint(model) == expected
     kernel[...] = factor * kernel[...]
-    assert not same(one, other)  # though it was asked for before
+    assert model_fingerprint(model) != expected  # not cached
     kernel[...] = kernel[...] / factor
-    assert same(one, other)
+    assert model_fingerprint(model) == expected
 
 
-def test_a_file_of_equal_size_and_time_is_another(tmp_path):
-    huggingface.save_model(tmp_path, model(0))
+def test_fingerprints_of_files_depend_on_their_content(tmp_path):
+    huggingface.save_model(tmp_path, make_model())
     path = tmp_path / "model.safetensors"
-    before, stat = fingerprint.directory_fingerprint(tmp_path), path.stat()
+    expected, stat = directory_fingerprint(tmp_path), path.stat()
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert fingerprint.directory_fingerprint(tmp_path) != before
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # size and time are unchanged
+    assert directory_fingerprint(tmp_path) != expected
 
 
-def test_digests_of_any_depth_are_damage(tmp_path, caplog):
+def test_deeply_nested_digests_are_damage(tmp_path, caplog):
     save(NumberedSaves(tmp_path), 1, 2)
     (tmp_path / "2" / atomic_io.DIGESTS).write_text("[" * 200_000)
     assert NumberedSaves(tmp_path).newest() == 1 and "digests.json is damaged" in caplog.text
 
 
-def test_a_model_is_known_by_its_configuration_and_type_too():
-    others = [model(config=LlamaConfig(**{**vars(CONFIG), "rope_theta": 5e5})), model(1)]
-    others.append(Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-    assert len({fingerprint.model_fingerprint(one) for one in (model(), *others)}) == 4
+def test_fingerprints_depend_on_configuration_and_dtype():
+    other_config = dataclasses.replace(CONFIG, rope_theta=5e5)
+    models = [make_model(), make_model(config=other_config), make_model(1), make_model(dtype=jnp.bfloat16)]
+    assert len(set(map(model_fingerprint, models))) == 4
 
 
 WINDOW = {"sinks": 2, "recent": 4, "compact_every": 4}
-# Of each policy a setting that is not another's.
-CHANGED = {
+# Two policies that differ in one setting.
+CHANGES = {
     "sinks and recent": (kvjax.Uniform(16, **WINDOW), kvjax.Uniform(16, sinks=4, recent=2, compact_every=4)),
     "growth": (kvjax.SubGen(16, **WINDOW), kvjax.SubGen(16, **WINDOW, growth=1.5)),
     "variant": (kvjax.SubGen(16, **WINDOW), kvjax.SubGen(16, **WINDOW, variant="paper")),
@@ -416,27 +412,22 @@ CHANGED = {
     "budget of recall": (kvjax.Quest(16, compact_every=4), kvjax.Quest(12, compact_every=4)),
     "alpha": (kvjax.InfiniGen(8, alpha=2.0, compact_every=4), kvjax.InfiniGen(8, alpha=3.0, compact_every=4)),
     "scores": (kvjax.KeyDiff(16, sinks=2, compact_every=4), kvjax.Knorm(16, sinks=2, compact_every=4)),
-    "lag": (
-        kvjax.LagKV(16, sinks=2, lag_size=6, compact_every=4),
-        kvjax.LagKV(16, sinks=2, lag_size=5, compact_every=4),
-    ),
+    "lag": tuple(kvjax.LagKV(16, sinks=2, lag_size=size, compact_every=4) for size in (6, 5)),
 }
 
 
-@pytest.mark.parametrize("changed", CHANGED)
-def test_a_state_of_other_settings_is_refused(changed, tmp_path):
-    made = [
-        Generator(model(), policy, batch=1, max_prompt_tokens=16, max_new_tokens=8, prefill_chunk=16)
-        for policy in CHANGED[changed]
-    ]
-    SavedStates(tmp_path).save(0, made[0], made[0].init_state())
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_state_of_other_settings_is_refused(name, tmp_path):
+    sizes = {"batch": 1, "max_prompt_tokens": 16, "max_new_tokens": 8, "prefill_chunk": 16}
+    generator, other = (Generator(make_model(), policy, **sizes) for policy in CHANGES[name])
+    SavedStates(tmp_path).save(0, generator, generator.init_state())
     with pytest.raises(ValueError, match="belongs to another run: .*policy is .*, not "):
-        SavedStates(tmp_path).restore(made[1])
+        SavedStates(tmp_path).restore(other)
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+def test_a_file_is_replaced_completely_or_not_at_all(tmp_path):
     path = tmp_path / "file"
     atomic_io.write_text(path, "before")
-    with pytest.raises(OSError):
-        without_room(lambda: atomic_io.write_text(path, "x" * 5000))
-    assert path.read_text() == "before" and [one.name for one in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(OSError), limit_file_size(2000):
+        atomic_io.write_text(path, "x" * 5000)
+    assert path.read_text() == "before" and [entry.name for entry in tmp_path.iterdir()] == ["file"]
