@@ -35,7 +35,7 @@ def test_by_head_gives_each_head_its_policy():
         np.testing.assert_allclose(weights[:, :, head], whole_run(name)[2][:, :, head], atol=1e-6)
     # Buffers with heads are half of each policy's; the counters of a row exist once.
     row = abstract_cache(policy, make_spec(batch=1))
-    counters = kvjax.cache_bytes((row.counters, row.counters.first, row.counters.first)).device
+    counters = kvjax.cache_bytes((row.counters, row.reused, row.not_finite, row.policy_faults)).device
     assert row_bytes(policy, make_spec()) == row_bytes(SLIDING, half) + row_bytes(EXACT, half) - counters
     assert row_bytes(policy, make_spec()) < row_bytes(EXACT, make_spec())
     # The end of the staged tokens is read once.

@@ -71,7 +71,9 @@ def test_arrange_and_write_blocks(value_dim):
     np.testing.assert_array_equal(arranged.keys[0, :2], keys[[5, 0]])
     np.testing.assert_array_equal(arranged.values[1, 0], values[3])
     assert not np.asarray(arranged.keys)[np.asarray(arranged.position) < 0].any()
-    empty = block_store.init_block_store(make_spec(head_dim=3, value_dim=value_dim, dtype=jnp.bfloat16), 3, 4)
+    empty = block_store.init_block_store(
+        make_spec(head_dim=3, value_dim=value_dim, dtype=jnp.bfloat16, rope_frequencies=None), 3, 4
+    )
     store = block_store.write_blocks(empty, np.array([2, 3]), arranged)
     assert store.keys.dtype == jnp.bfloat16
     np.testing.assert_array_equal(store.position, [[-1] * 4, [-1] * 4, [15, 10, -1, -1]])
