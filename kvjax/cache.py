@@ -65,7 +65,8 @@ class Cache(Generic[S]):
         """Returns the policy, the sizes and the bytes, without the arrays."""
         spec, batch = self.spec, getattr(self.reused, "shape", ("?",))[0]
         try:
-            size = f"{cache_bytes(self).device:,} bytes on the device, {cache_bytes(self).host:,} on the host"
+            held = cache_bytes(self)
+            size = f"{held.device:,} bytes on the device, {held.host:,} on the host"
         except (AttributeError, TypeError):  # a tree of axes or shardings with the structure of a cache
             size = "no arrays"
         dtype = spec.kv_dtype or jnp.dtype(spec.dtype).name

@@ -16,7 +16,7 @@ TILE = 16  # slots, see `round_to_tiles`
 MAX_TOKENS = 2**24
 
 
-# Fields of `CacheSpec` that are integers, with their smallest value, and those that may be None.
+# Smallest values of the integer fields of `CacheSpec`, and the integer fields that may be None.
 _INTEGERS = {
     "batch": 1,
     "query_heads": 1,

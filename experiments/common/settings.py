@@ -120,4 +120,4 @@ def load_model(options: Run) -> tuple[Llama, tokenizer.Tokenizer]:
     directory = model_directory(options.model)
     devices.initialize_processes(options, vars(options) | {"process": None, "output_dir": None})
     mesh = devices.make_mesh(options, formats.load_config(directory).kv_heads)
-    return formats.load_model(directory, mesh=mesh), formats.load_tokenizer(directory)
+    return formats.load(directory, mesh=mesh)

@@ -32,6 +32,11 @@ class Devices:
     processes: int | None = None  # Number of processes of the run.
     process: int | None = None  # Index of this process.
 
+    @property
+    def is_single(self) -> bool:
+        """Whether the model runs on one device."""
+        return self.mesh_data * self.mesh_tensor == 1
+
 
 def initialize_processes(devices: Devices, options: Mapping[str, object]) -> None:
     """Connects the processes of a run; call this before any other use of JAX.
@@ -64,10 +69,9 @@ def make_mesh(devices: Devices, kv_heads: int) -> jax.sharding.Mesh | None:
     Returns:
         The mesh; None for a single device.
     """
-    data, tensor = devices.mesh_data, devices.mesh_tensor
-    if data * tensor == 1:
+    if devices.is_single:
         return None
-    return kvjax.make_mesh(kv_heads, data=data, tensor=tensor, sequence=devices.mesh_sequence)
+    return kvjax.make_mesh(kv_heads, data=devices.mesh_data, tensor=devices.mesh_tensor, sequence=devices.mesh_sequence)
 
 
 def is_first_process() -> bool:

@@ -337,11 +337,11 @@ class LanguageModel:
             The prefix.
         """
         tokens = self.encode(context)
-        generator = self._bucketed_generator(
+        generator = self.generator(
             policy,
             budget,
-            len(tokens),
-            max_new_tokens,
+            max_prompt_tokens=len(tokens),
+            max_new_tokens=max_new_tokens,
             sampling=sampling,
             allow_beyond_context=allow_beyond_context,
             kv_dtype=kv_dtype,
@@ -375,15 +375,13 @@ class LanguageModel:
             FileNotFoundError: if the directory has no save.
             ValueError: if the save belongs to another model, tokenizer or policy, with the differences.
         """
-        sizes = SavedStates(pathlib.Path(directory)).generator_sizes()
         generator = self.generator(
             policy,
             budget,
-            **sizes,
+            **SavedStates(pathlib.Path(directory)).generator_sizes(),
             sampling=sampling,
             allow_beyond_context=allow_beyond_context,
             kv_dtype=kv_dtype,
-            budget_tokens=compile_cache.length_bucket(sizes["max_prompt_tokens"])[0] + sizes["max_new_tokens"],
         )
         return restore_prefix(self.tokenizer, generator, directory)
 
@@ -463,11 +461,11 @@ def load(name: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mes
 
     Raises:
         FileNotFoundError: if the model or one of its files does not exist.
-        ValueError: if the checkpoint is invalid or not supported; see `formats.load_model`.
+        ValueError: if the checkpoint is invalid or not supported; see `formats.load`.
     """
     path = resolve_path(name)
     compile_cache.enable_persistent_cache()
-    tokenizer, model = formats.load_tokenizer(path), formats.load_model(path, dtype, mesh)
+    model, tokenizer = formats.load(path, dtype, mesh)
     try:
         return LanguageModel(model, tokenizer)
     except ValueError as error:

@@ -35,7 +35,7 @@ from kvjax_models.cli.options import (
 from kvjax_models.fingerprint import tokenizer_fingerprint
 from kvjax_models.formats.tokenizer import Streamer
 from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.prefix import Prefix, restore_prefix
+from kvjax_models.generation.prefix import Prefix
 from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.generation.state import GenerationState
 from kvjax_models.language_model import LanguageModel
@@ -189,15 +189,13 @@ def _print_continuation(
 
 def _continue_prefix(options: Generate, llm: LanguageModel, saves: SavedStates, texts: list[str]) -> None:
     """Appends every text to a copy of a saved prefix and continues all of them as one batch."""
-    sizes = saves.generator_sizes()
-    generator = llm.generator(
+    prefix = llm.restore_prefix(
+        saves.directory,
         options.choice,
-        **sizes,
         sampling=options.sampling,
         allow_beyond_context=options.allow_beyond_context,
         kv_dtype=options.kv_formats,
     )
-    prefix = restore_prefix(llm.tokenizer, generator, saves.directory)
     prompts = [_encode(options, llm, text, add_bos=False) for text in texts]
     rows, state = prefix.continue_tokens(prompts, options.max_new_tokens, seed=options.seed)
     names = [*(["--prompt"] if options.prompt is not None else []), *options.prompt_file]
@@ -205,7 +203,7 @@ def _continue_prefix(options: Generate, llm: LanguageModel, saves: SavedStates, 
         write_output(f"== {name}\n{llm.tokenizer.decode(row)}\n")
     write_status(
         f"[{options.choice}: {len(texts)} continuations of a prefix of {prefix.num_tokens} tokens; "
-        f"{describe_cache(generator.with_batch(len(texts)), state)}]"
+        f"{describe_cache(prefix.generator.with_batch(len(texts)), state)}]"
     )
 
 

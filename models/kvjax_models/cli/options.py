@@ -69,7 +69,9 @@ class ModelOptions:
         options = dataclasses.asdict(self)
         initialize_processes(self.devices, options | options.pop("devices") | {"process": None})
         path = language_model.resolve_path(self.model)
-        mesh = make_mesh(self.devices, formats.load_config(path).kv_heads)
+        mesh = None
+        if not self.devices.is_single:
+            mesh = make_mesh(self.devices, formats.load_config(path).kv_heads)
         dtype = None if self.dtype is None else jnp.dtype(self.dtype)
         return language_model.load(path, dtype, mesh)
 

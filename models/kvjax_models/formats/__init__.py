@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from kvjax_models.formats import gguf_checkpoint, gguf_tokenizer, huggingface, huggingface_tokenizer
+from kvjax_models.formats.gguf_file import read_gguf
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
@@ -32,7 +33,7 @@ def load_config(path: str | os.PathLike) -> LlamaConfig:
         FileNotFoundError: if a file is missing.
         ValueError: if a file is invalid, or the model has an unsupported architecture or feature.
     """
-    return gguf_checkpoint.load_config(path) if is_gguf(path) else huggingface.load_config(path)
+    return gguf_checkpoint.load_config(read_gguf(path)) if is_gguf(path) else huggingface.load_config(path)
 
 
 def load_model(path: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None) -> Llama:
@@ -50,8 +51,9 @@ def load_model(path: str | os.PathLike, dtype: jax.typing.DTypeLike | None = Non
         FileNotFoundError: if a file is missing.
         ValueError: if a file is invalid, or the model is not supported.
     """
-    load = gguf_checkpoint.load_model if is_gguf(path) else huggingface.load_model
-    return load(path, dtype, mesh)
+    if is_gguf(path):
+        return gguf_checkpoint.load_model(read_gguf(path), dtype, mesh)
+    return huggingface.load_model(path, dtype, mesh)
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
@@ -67,4 +69,25 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
         FileNotFoundError: if a file is missing.
         ValueError: if a file is invalid, or the tokenizer is not supported.
     """
-    return gguf_tokenizer.load_tokenizer(path) if is_gguf(path) else huggingface_tokenizer.load_tokenizer(path)
+    if is_gguf(path):
+        return gguf_tokenizer.load_tokenizer(read_gguf(path))
+    return huggingface_tokenizer.load_tokenizer(path)
+
+
+def load(
+    path: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None
+) -> tuple[Llama, Tokenizer]:
+    """Loads a model and its tokenizer; parses the header of a GGUF file once.
+
+    Args:
+        path: as for `load_model`.
+        dtype: as for `load_model`.
+        mesh: as for `load_model`.
+
+    Returns:
+        The model and the tokenizer.
+    """
+    if is_gguf(path):
+        file = read_gguf(path)
+        return gguf_checkpoint.load_model(file, dtype, mesh), gguf_tokenizer.load_tokenizer(file)
+    return huggingface.load_model(path, dtype, mesh), huggingface_tokenizer.load_tokenizer(path)

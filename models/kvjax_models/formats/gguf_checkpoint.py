@@ -9,7 +9,6 @@ Reference:
 """
 
 import dataclasses
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,7 +20,8 @@ from jax.sharding import Mesh
 from kvjax_models.formats import config_json, config_values
 from kvjax_models.formats.checkpoint import Checkpoint, StoredTensor, build_model
 from kvjax_models.formats.families import FULL_ATTENTION, SLIDING_ATTENTION
-from kvjax_models.formats.gguf_file import GGUFFile, QuantizedTensor, read_gguf
+from kvjax_models.formats.gguf_file import GGUFFile, QuantizedTensor
+from kvjax_models.formats.weights import EXPERTS
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
 
@@ -155,24 +155,23 @@ class _Tensor:
         return self.convert(*(source.read() for source in self.sources))
 
 
-def load_config(path: str | os.PathLike) -> LlamaConfig:
+def load_config(file: GGUFFile) -> LlamaConfig:
     """Returns the configuration in a GGUF file.
 
     Args:
-        path: path of the file, of the first one if it is split.
+        file: the file.
 
     Raises:
-        FileNotFoundError: if the file does not exist.
-        ValueError: if the file is damaged, or the model has an unsupported architecture or feature.
+        ValueError: if the model has an unsupported architecture or feature.
     """
-    return _config(read_gguf(path))[1]
+    return _config(file)[1]
 
 
-def load_model(path: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None) -> Llama:
+def load_model(file: GGUFFile, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None) -> Llama:
     """Loads a model from a GGUF file; reads and dequantizes one tensor at a time.
 
     Args:
-        path: path of the file, of the first one if it is split.
+        file: the file.
         dtype: dtype of parameters and activations; by default the stored embedding's, float32 if it is quantized.
         mesh: mesh to shard tensors on immediately after reading; a single device by default.
 
@@ -180,11 +179,8 @@ def load_model(path: str | os.PathLike, dtype: jax.typing.DTypeLike | None = Non
         The model.
 
     Raises:
-        FileNotFoundError: if the file does not exist.
-        ValueError: if the file is damaged or the model is not supported; lists all missing, superfluous and misshapen
-            tensors.
+        ValueError: if the model is not supported; lists all missing, superfluous and misshapen tensors.
     """
-    file = read_gguf(path)
     architecture, config = _config(file)
     tensors: dict[str, StoredTensor] = dict(_convert_tensors(file, architecture, config))
     return build_model(Checkpoint(file.path, architecture.family, config, tensors), dtype, mesh)
@@ -364,12 +360,9 @@ def _convert_experts(
     """
     tensor = file.tensors[name]
     if architecture.family != "gpt_oss":
-        block, projections = {
-            "mixtral": ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
-            "qwen3_moe": ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
-        }.get(architecture.family, ("mlp", {}))
+        experts, projections = EXPERTS.get(architecture.family, ("", {}))
         for index in range(tensor.shape[0] if projections and len(tensor.shape) == 3 else 0):
-            yield f"{prefix}.{block}.experts.{index}.{projections[projection]}{suffix}", tensor.select(index)
+            yield f"{prefix}.{experts}.{index}.{projections[projection]}{suffix}", tensor.select(index)
         return
     target = suffix.replace(".weight", "").replace(".bias", "_bias")
     if projection == "down":

@@ -4,7 +4,6 @@ Reference:
     llama-vocab.cpp of llama.cpp, for the pre-tokenizers by name; tokenizers of the models on the Hugging Face hub.
 """
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from kvjax_models.formats.gguf_file import GGUFFile, read_gguf
+from kvjax_models.formats.gguf_file import GGUFFile
 from kvjax_models.formats.tokenizer import Tokenizer, call_backend
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # entries of tokenizer.ggml.token_type
@@ -56,17 +55,15 @@ _IGNORE_MERGES = (
 _NFC = ("qwen2", "deepseek-r1-qwen")
 
 
-def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
+def load_tokenizer(file: GGUFFile) -> Tokenizer:
     """Returns the tokenizer in a GGUF file.
 
     Args:
-        path: path of the file, of the first one if it is split.
+        file: the file.
 
     Raises:
-        FileNotFoundError: if the file does not exist.
-        ValueError: if the file is damaged, or its tokenizer is missing, invalid or not supported.
+        ValueError: if the tokenizer is missing, invalid or not supported.
     """
-    file = read_gguf(path)
     try:
         return _tokenizer(file)
     except ValueError as error:

@@ -58,7 +58,7 @@ _FUSED: dict[str, dict[Path, str]] = {
     "glm4": {("mlp", "gate_up"): "mlp.gate_up_proj"},
 }
 # Families with one tensor per expert.
-_EXPERTS = {
+EXPERTS = {
     "mixtral": ("block_sparse_moe.experts", {"gate": "w1", "up": "w3", "down": "w2"}),
     "qwen3_moe": ("mlp.experts", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
 }
@@ -151,7 +151,7 @@ def output_tensors(rules: Sequence[TensorRule], parameters: Mapping[Path, Any]) 
 
 def has_expert_tensors(model_type: str) -> bool:
     """Returns whether a family stores one tensor per expert."""
-    return model_type in _EXPERTS
+    return model_type in EXPERTS
 
 
 def select_text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
@@ -298,7 +298,7 @@ def _projection_rule(model_type: str, config: LlamaConfig, path: Path, shape: Sh
 
 def _expert_rule(model_type: str, path: Path, shape: Shape) -> TensorRule:
     """Returns the rule of experts with one tensor [out, in] per expert."""
-    prefix, modules = _EXPERTS[model_type]
+    prefix, modules = EXPERTS[model_type]
     module = modules[str(path[3])]
     names = tuple(f"model.layers.{path[1]}.{prefix}.{expert}.{module}.weight" for expert in range(shape[0]))
 

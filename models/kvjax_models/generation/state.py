@@ -109,17 +109,27 @@ def init_state(
     Returns:
         The state.
     """
-    representatives: dict[Any, int] = {}  # the first layer with a cache of this structure, including static fields
     layers = []
-    for number, (policy, spec) in enumerate(zip(policies, specs, strict=True)):
-        shapes = jax.eval_shape(functools.partial(_init_layer, policy, spec, mesh), seed, np.int32(number))
-        leaves, structure = jax.tree.flatten(shapes)
-        first = representatives.setdefault((structure, tuple((x.shape, x.dtype) for x in leaves)), number)
-        cache, counters = _init_layer(policies[first], specs[first], mesh, seed, np.int32(number))
+    for number, equal in enumerate(_first_equal_layers(policies, specs, mesh)):
+        cache, counters = _init_layer(policies[equal], specs[equal], mesh, seed, np.int32(number))
         layers.append(cache)
     return GenerationState(
         layers=tuple(layers), counters=counters, **_init_rows(specs[0].batch, vocab_size, mesh, seed)
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _first_equal_layers(
+    policies: tuple[Policy, ...], specs: tuple[kvjax.CacheSpec, ...], mesh: Mesh | None
+) -> tuple[int, ...]:
+    """Returns for every layer the first layer whose empty cache has the same structure, static fields and shapes."""
+    first: dict[Any, int] = {}
+    numbers = []
+    for number, (policy, spec) in enumerate(zip(policies, specs, strict=True)):
+        shapes = jax.eval_shape(functools.partial(_init_layer, policy, spec, mesh), np.uint32(0), np.int32(number))
+        leaves, structure = jax.tree.flatten(shapes)
+        numbers.append(first.setdefault((structure, tuple((x.shape, x.dtype) for x in leaves)), number))
+    return tuple(numbers)
 
 
 # Compiled so that every field gets its own buffer, which donation requires.
