@@ -10,6 +10,7 @@ from kvjax.budget import Budget, fit_bytes
 from kvjax.combinators.ada_kv import AdaKV
 from kvjax.combinators.by_layer import FirstLayers
 from kvjax.combinators.host_memory import HostMemory
+from kvjax.combinators.layer_budgets import LayerBudgets
 from kvjax.combinators.outlier_heads import HeadChoice, OutlierHeads
 from kvjax.policies.balancekv import BalanceKV
 from kvjax.policies.balancekv_paper import BalanceKVPaper
@@ -75,7 +76,7 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 # Settings of any policy in text, which put a combinator around it.
-_COMBINATOR_SETTINGS = ("full_layers", "host_steps", "alpha_safeguard", "outlier_heads")
+_COMBINATOR_SETTINGS = ("full_layers", "host_steps", "alpha_safeguard", "outlier_heads", "layer_budget_scale")
 
 _LARGE_BUDGET = 2**20  # slots with which a policy can only be refused for its other settings
 
@@ -113,7 +114,7 @@ class PolicyChoice:
 
     Every policy takes its own settings and `full_layers=n` (`FirstLayers` with a full cache). Retrieval policies take
     `host_steps=R` (`HostMemory`), top-k policies `alpha_safeguard=x` (`AdaKV`), policies with a budget
-    `outlier_heads=FILE` (`OutlierHeads`).
+    `outlier_heads=FILE` (`OutlierHeads`) and `layer_budget_scale=(x,...)` (`LayerBudgets`).
 
     Attributes:
         name: the registered name.
@@ -281,6 +282,7 @@ def _combine(
     host_steps: int | None = None,
     alpha_safeguard: float | None = None,
     outlier_heads: str | None = None,
+    layer_budget_scale: tuple[float, ...] | None = None,
 ) -> Policy:
     """Puts combinators around a policy."""
     full = Exact(policy.compact_every)
@@ -291,6 +293,8 @@ def _combine(
         policy = OutlierHeads(policy, HeadChoice.load(outlier_heads), full, drop)
     if host_steps is not None:
         policy = HostMemory(policy, host_steps)
+    if layer_budget_scale is not None:
+        policy = LayerBudgets(policy, layer_budget_scale)
     return FirstLayers(full_layers, policy, full) if full_layers else policy
 
 
