@@ -78,16 +78,16 @@ class LanguageModel:
             prompt: one text or one list of messages {"role": ..., "content": ...}, or a list of either, which are
                 processed as one batch (`generate_many` limits the batch size).
             policy: cache policy: a name ("subgen"), a class (`kvjax.SubGen`) or a policy.
-            budget: size of the cache of one sequence: a share of the full cache ("25%"), bytes ("64MiB") or slots per
-                KV head (1024); None if the policy has a budget or takes none. A share refers to the full cache after
-                the last new token. Prompts of similar length share compiled programs (`compile_cache.length_bucket`)
-                and the budget of the shortest of them.
+            budget: size of the cache of one sequence: a share of a full bfloat16 cache ("25%"), bytes ("64MiB") or
+                slots per KV head (1024); None if the policy has a budget or takes none. A share refers to the full
+                cache after the last new token. Prompts of similar length share compiled programs
+                (`compile_cache.length_bucket`) and the budget of the shortest of them.
             max_new_tokens: maximum number of new tokens; an end-of-text token finishes a sequence earlier.
             sampling: sampling parameters; greedy by default.
             seed: seed of sampling and of the policy's random numbers.
             allow_beyond_context: whether sequences may exceed the model's context length; see `Generator`.
-            kv_dtype: quantization format of the cache: "int8", "fp8", "int4", "int3", "int2", or a pair for keys and
-                values; not quantized by default.
+            kv_dtype: quantization format of the cache: "int8", "fp8", "int4", "int3", "int2", a pair for keys and
+                values, or "bfloat16"; the dtype of the model by default.
 
         Returns:
             The new text, or a list with one text per prompt.
