@@ -143,7 +143,9 @@ def test_bench_compares_with_the_full_cache(kvjax):
     assert head == "300 tokens, batch 1" and columns.split()[:2] == ["policy", "cache"]
     shares = {line.split()[0]: float(line.split()[3].strip("%")) for line in lines}
     assert list(shares) == ["exact", "uniform:recent=16@100%", "streaming_llm@96"]
-    assert shares["exact"] == 100 and shares["streaming_llm@96"] < shares["uniform:recent=16@100%"] <= 50  # of a float32 cache
+    assert (
+        shares["exact"] == 100 and shares["streaming_llm@96"] < shares["uniform:recent=16@100%"] <= 50
+    )  # of a float32 cache
 
 
 def test_policies_lists_all_policies_and_settings(kvjax):
