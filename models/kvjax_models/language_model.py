@@ -104,7 +104,8 @@ class LanguageModel:
             allow_beyond_context=allow_beyond_context,
             kv_dtype=kv_dtype,
         )
-        rows, _ = generator.decode_all(generator.prefill(generator.init_state(seed), prompts), max_new_tokens)
+        state = generator.prefill(generator.init_state(seed), prompts)
+        rows, _ = generator.decode_all(state, max_new_tokens, compact_last=False)
         texts = [self.tokenizer.decode(row) for row in rows]
         return texts[0] if is_single else texts
 
@@ -149,7 +150,7 @@ class LanguageModel:
         )
         state = generator.prefill(generator.init_state(seed), [tokens])
         streamer = Streamer(self.tokenizer, context=tokens)
-        for new_state, block in generator.decode(state, max_new_tokens, stream_interval):
+        for new_state, block in generator.decode(state, max_new_tokens, stream_interval, compact_last=False):
             state = new_state
             if text := "".join(map(streamer.push, block[0].tolist())):
                 yield text

@@ -87,6 +87,7 @@ class GenerationOptions(ModelOptions):
     top_k: int | None = None  # Sample among the k most likely tokens.
     top_p: float | None = None  # Sample among the most likely tokens whose probability reaches p.
     allow_beyond_context: bool = False  # Only warn if a sequence exceeds the model's context length.
+    quiet: bool = False  # Print neither progress nor a summary on standard error.
 
     @property
     def sampling(self) -> Sampling:
@@ -109,6 +110,15 @@ class GenerationOptions(ModelOptions):
         if self.budget is not None and "@" in self.policy:
             raise ValueError(f"--policy={self.policy} has a budget; remove it or --budget={self.budget}")
         return choice
+
+    def write_summary(self, *parts: str) -> None:
+        """Writes the policy and a description of what was done to standard error, unless `quiet`.
+
+        Args:
+            *parts: parts of the description.
+        """
+        if not self.quiet:
+            write_status(f"[{self.choice}: {'; '.join(parts)}]")
 
     def check(self) -> None:
         """Checks the options before a model is loaded; invalid policies and sampling raise a ValueError, too.

@@ -5,6 +5,7 @@ queries, keys and values, `finish` takes the output of attention. Attention in b
 cache, is up to the caller.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -231,6 +232,12 @@ class Llama(nnx.Module):
         self.norm = RMSNorm(config.width, config, dtype)
         if not config.tied_embeddings:
             self.head = nnx.Linear(config.width, config.vocab_size, use_bias=False, **options)
+
+    def without_layers(self) -> "Llama":
+        """Returns a decoder that embeds tokens and computes logits with these parameters, but has no layers."""
+        outer = copy.copy(self)
+        outer.layers = nnx.List([])
+        return outer
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
         """Embeds tokens.
