@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax_models import language_model, load
+from kvjax_models import formats, language_model, load
 from kvjax_models.cli.chat import Chat, Conversation
 from kvjax_models.formats import huggingface
 from kvjax_models.generation import completions
@@ -104,12 +104,13 @@ def test_invalid_policies_and_budgets_are_refused(llm, policy, budget, message):
         llm.generate("Once upon a time", policy, budget, max_new_tokens=6)
 
 
-def test_checkpoints_keep_their_dtype(llm, tmp_path):
+def test_checkpoints_in_bfloat16_are_computed_in_float32_on_cpus(llm, tmp_path):
     huggingface.save_model(tmp_path, llm.model, jnp.bfloat16)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (DIRECTORY / name).exists():
             shutil.copy(DIRECTORY / name, tmp_path)
-    bfloat16, float32 = load(tmp_path), load(tmp_path, jnp.float32)
+    bfloat16, float32 = load(tmp_path, jnp.bfloat16), load(tmp_path)
+    assert formats.load(tmp_path)[0].embedding.param_dtype == jnp.bfloat16
     assert bfloat16.model.embedding.embedding[...].dtype == jnp.bfloat16
     assert bfloat16.generator("exact", max_prompt_tokens=8, max_new_tokens=8).specs[0].dtype == jnp.bfloat16
     kernel = float32.model.layers[0].mlp.gate_up.kernel[...]

@@ -28,7 +28,8 @@ class ModelOptions:
     """The model and the devices it runs on."""
 
     model: str = ""  # A Hugging Face directory, a GGUF file, or a name of `kvjax models` or on the Hugging Face hub.
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # Of parameters and activations; the checkpoint's.
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # By default float32 on CPUs, else the checkpoint's.
+    weight_dtype: Literal["int8"] | None = None  # Stores weights in int8 with one scale per output channel.
     seed: int = 0  # Seed of sampling and of the policies' randomness.
     devices: Devices = dataclasses.field(default_factory=Devices)
     kv_dtype: str | None = None  # Quantization of the cache: int8, fp8, int4, int3, int2, or KEYS,VALUES.
@@ -73,7 +74,7 @@ class ModelOptions:
         if not self.devices.is_single:
             mesh = make_mesh(self.devices, formats.load_config(path).kv_heads)
         dtype = None if self.dtype is None else jnp.dtype(self.dtype)
-        return language_model.load(path, dtype, mesh)
+        return language_model.load(path, dtype, mesh, weight_dtype=self.weight_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
