@@ -28,6 +28,8 @@ from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.generation.state import cache_specs
 from kvjax_models.model.llama import Llama
 from kvjax_models.model.quantized import WeightDtype
+from kvjax_models.stopwatch import Stopwatch
+from kvjax_models.usage import Usage, cache_sizes
 
 Message = Mapping[str, str]  # {"role": "user", "content": "..."}
 Prompt = str | Sequence[Message]  # a text to continue, or a conversation to answer
@@ -71,7 +73,8 @@ class LanguageModel:
         seed: int = 0,
         allow_beyond_context: bool = False,
         kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
-    ) -> str | list[str]:
+        return_usage: bool = False,
+    ) -> str | list[str] | tuple[str | list[str], Usage]:
         """Continues one text or a batch of texts, or answers conversations.
 
         Invalid policies, budgets and empty prompts raise a ValueError; prompts of other types a TypeError.
@@ -90,9 +93,10 @@ class LanguageModel:
             allow_beyond_context: whether sequences may exceed the model's context length; see `Generator`.
             kv_dtype: quantization format of the cache: "int8", "fp8", "int4", "int3", "int2", or a pair for keys and
                 values; not quantized by default.
+            return_usage: whether to return the tokens, seconds and bytes, too.
 
         Returns:
-            The new text, or a list with one text per prompt.
+            The new text, or a list with one text per prompt; with `return_usage` a pair of it and a `Usage`.
         """
         is_single = _is_prompt(prompt)
         prompts = [self.encode(one) for one in _as_prompts([prompt] if is_single else prompt)]
@@ -106,10 +110,23 @@ class LanguageModel:
             allow_beyond_context=allow_beyond_context,
             kv_dtype=kv_dtype,
         )
+        prefill = Stopwatch()
         state = generator.prefill(generator.init_state(seed), prompts)
-        rows, _ = generator.decode_all(state, max_new_tokens, compact_last=False)
+        prefill_seconds, decode = prefill.seconds, Stopwatch()
+        rows, state = generator.decode_all(state, max_new_tokens, compact_last=False)
+        decode_seconds = decode.seconds
         texts = [self.tokenizer.decode(row) for row in rows]
-        return texts[0] if is_single else texts
+        result = texts[0] if is_single else texts
+        if not return_usage:
+            return result
+        return result, Usage(
+            prompt_tokens=sum(map(len, prompts)),
+            new_tokens=sum(map(len, rows)),
+            prefill_seconds=prefill_seconds,
+            decode_seconds=decode_seconds,
+            compile_seconds=prefill.compile_seconds,
+            **cache_sizes(generator, state),
+        )
 
     def stream(
         self,

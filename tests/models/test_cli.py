@@ -201,6 +201,11 @@ def test_policies_lists_all_policies_and_settings(kvjax):
             ("generate", MODEL, "--prompt=x", "--policy=uniform", "--budget=250%"),
             "kvjax: budget=250% exceeds the full cache; pass at most",
         ),
+        (
+            ("bench", MODEL, "--policy=uniform@50%", "--budget=25%"),
+            "kvjax: --policy=uniform@50% has a budget; remove it or --budget=25%",
+        ),
+        (("bench", MODEL, "--policy=exact", "--budget=25%"), "kvjax: --budget=25% has no effect on --policy=exact"),
         (("bench", MODEL, "--budget=0%"), "kvjax: budget=0% is an empty cache; pass more than 0"),
         (
             ("bench", MODEL, "--budget=0.25"),

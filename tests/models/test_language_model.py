@@ -38,6 +38,21 @@ def test_text_equals_the_generators_tokens(llm):
         assert llm.generate([TEXT, TEXT[9:]], *arguments, max_new_tokens=12) == expected
 
 
+def test_usage_counts_tokens_seconds_and_bytes(llm):
+    text, usage = llm.generate(TEXT, "uniform:recent=16", 64, max_new_tokens=70, return_usage=True)
+    assert text == llm.generate(TEXT, "uniform:recent=16", 64, max_new_tokens=70)
+    prompt = llm.encode(TEXT)
+    assert (usage.prompt_tokens, usage.new_tokens) == (len(prompt), 70)
+    config = llm.model.config
+    token_bytes = 2 * config.layers * config.kv_heads * config.head_dim * 4
+    assert usage.full_cache_bytes == token_bytes * (len(prompt) + 70)
+    assert all(token_bytes * 64 < size < token_bytes * 150 for size in (usage.read_bytes, usage.cache_bytes))
+    assert usage.host_bytes == 0 and usage.prefill_seconds > 0 and usage.compile_seconds >= 0
+    assert usage.tokens_per_second == 70 / usage.decode_seconds
+    texts, both = llm.generate([TEXT, TEXT[9:]], max_new_tokens=4, return_usage=True)
+    assert len(texts) == 2 and both.new_tokens == 8 and both.prompt_tokens > usage.prompt_tokens
+
+
 def test_streamed_text_does_not_depend_on_the_interval(llm):
     text = llm.generate(TEXT, kvjax.SubGen, 128, max_new_tokens=70)  # several blocks
     for interval in (1, 23, 64):
