@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -13,6 +14,7 @@ from kvjax.stores import top_k_store
 from kvjax.stores.staging import Tokens
 from kvjax.stores.top_k_store import TopKStore, init_top_k_store
 
+AUTO = "auto"  # layer_budget_scale of a model's calibration
 SLOT_TILE = 8  # a TPU copies stores of other sizes at every step
 _ABOVE_SCORES = 1e30  # above any score that a policy gives
 
@@ -32,7 +34,8 @@ class TopKPolicy(Policy[TopKStore]):
         reserve_decode_slots: whether later tokens get `spec.max_new_tokens` slots beyond the budget, as in published
             selections. These slots count as bytes.
         layer_budget_scale: factor of the budget of every layer; None for 1. A layer's budget is a multiple of
-            `SLOT_TILE` and at least `min_budget`.
+            `SLOT_TILE` and at least `min_budget`. "auto" stands for the measured scales of a model, which
+            `kvjax_models` inserts.
         compact_every: tokens between compactions. Until then all new tokens are read in addition to the kept ones.
     """
 
@@ -40,7 +43,7 @@ class TopKPolicy(Policy[TopKStore]):
     sinks: int = 4
     recent: int = 0
     reserve_decode_slots: bool = False
-    layer_budget_scale: tuple[float, ...] | None = None
+    layer_budget_scale: tuple[float, ...] | Literal["auto"] | None = None
     compact_every: int = 16
 
     requires = Requirements(entire_prompt=True)
@@ -55,7 +58,10 @@ class TopKPolicy(Policy[TopKStore]):
                 f"pass at least {self.sinks + self.num_recent}"
             )
         scale = self.layer_budget_scale
-        if scale is not None and not (scale and min(scale) >= 0 < max(scale)):
+        if isinstance(scale, str):
+            if scale != AUTO:
+                raise ValueError(f"layer_budget_scale={scale!r} must be a tuple of numbers, 'auto' or None")
+        elif scale is not None and not (scale and min(scale) >= 0 < max(scale)):
             raise ValueError(f"layer_budget_scale={scale} must have no negative and at least one positive number")
         if self.budget < self.min_budget:
             raise ValueError(
@@ -94,11 +100,15 @@ class TopKPolicy(Policy[TopKStore]):
             The policy itself, or a copy with the scaled budget if `layer_budget_scale` is set.
 
         Raises:
-            ValueError: if `layer_budget_scale` does not have one number per layer.
+            ValueError: if `layer_budget_scale` is "auto" or does not have one number per layer.
         """
         scale = self.layer_budget_scale
         if scale is None:
             return self
+        if isinstance(scale, str):
+            raise ValueError(
+                "layer_budget_scale='auto' needs a model's calibration; use kvjax_models, or pass one number per layer"
+            )
         if len(scale) != spec.layers:
             raise ValueError(f"layer_budget_scale={scale} has {len(scale)} numbers for a model of {spec.layers} layers")
         budget = max(SLOT_TILE * round(self.budget * scale[spec.layer] / SLOT_TILE), self.min_budget)

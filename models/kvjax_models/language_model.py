@@ -17,6 +17,7 @@ from kvjax.budget import Budget
 from kvjax.quantization import KVDtype
 from kvjax.registry import AnyPolicy, resolve_policy
 from kvjax_models import compile_cache, formats, known_models
+from kvjax_models.calibration import resolve_layer_budgets
 from kvjax_models.formats.checkpoint import LoadOptions
 from kvjax_models.formats.tokenizer import Streamer, Tokenizer
 from kvjax_models.generation.batching import Request, parse_batch_size
@@ -322,7 +323,12 @@ class LanguageModel:
         spec = dataclasses.replace(cache_specs(self.model, **sizes)[0], window=None)
         return Generator(
             self.model,
-            resolve_policy(policy, budget, spec, budget_tokens or max_prompt_tokens + max_new_tokens),
+            resolve_policy(
+                resolve_layer_budgets(self.model, policy),
+                budget,
+                spec,
+                budget_tokens or max_prompt_tokens + max_new_tokens,
+            ),
             **sizes,
             sampling=sampling,
             eos=self.tokenizer.eos_ids,

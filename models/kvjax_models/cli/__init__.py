@@ -16,6 +16,7 @@ from absl import app, logging
 import kvjax
 from kvjax_models.cli import parsing
 from kvjax_models.cli.bench import Bench
+from kvjax_models.cli.calibrate import Calibrate
 from kvjax_models.cli.chat import Chat
 from kvjax_models.cli.generate import Generate
 from kvjax_models.cli.models import Download, Models
@@ -25,6 +26,7 @@ _COMMANDS = {
     "generate": Generate,
     "chat": Chat,
     "bench": Bench,
+    "calibrate": Calibrate,
     "policies": Policies,
     "models": Models,
     "download": Download,
@@ -47,7 +49,7 @@ class _HelpFormatter(simple_parsing.help_formatter.SimpleHelpFormatter):
 class Kvjax:
     """Language models with compressed key/value caches."""
 
-    command: Generate | Chat | Bench | Policies | Models | Download = simple_parsing.subparsers(_COMMANDS)
+    command: Generate | Chat | Bench | Calibrate | Policies | Models | Download = simple_parsing.subparsers(_COMMANDS)
 
 
 def main(options: Kvjax) -> None:
