@@ -63,7 +63,7 @@ class SubGenSettings(NamedTuple):
     message: str
 
     def policy(self, clusters: int, **settings: Any) -> SubGen:
-        """Returns `SubGen(variant="paper")` with these sizes.
+        """Returns `SubGen` with these sizes.
 
         Args:
             clusters: number of clusters.
@@ -74,7 +74,6 @@ class SubGenSettings(NamedTuple):
         """
         return SubGen(
             None,
-            variant="paper",
             samples=self.samples,
             clusters=clusters,
             per_cluster=self.per_cluster,

@@ -77,7 +77,7 @@ class LanguageModel:
         Args:
             prompt: one text or one list of messages {"role": ..., "content": ...}, or a list of either, which are
                 processed as one batch (`generate_many` limits the batch size).
-            policy: cache policy: a name ("subgen"), a class (`kvjax.SubGen`) or a policy.
+            policy: cache policy: a name ("subgen_mean"), a class (`kvjax.SubGenMean`) or a policy.
             budget: size of the cache of one sequence: a share of the full cache ("25%"), bytes ("64MiB") or slots per
                 KV head (1024); None if the policy has a budget or takes none. A share refers to the full cache after
                 the last new token. Prompts of similar length share compiled programs (`compile_cache.length_bucket`)

@@ -10,14 +10,14 @@ from kvjax.segment import BlockStoreRead
 from tests.kvjax.support import LENGTHS, after, each, make_spec, make_stream, prefilled, row_keys
 
 STAGED, STEPS = 8, 20
-SIZES = {"sinks": 2, "recent": 4, "cluster_tokens": 4, "chunk_tokens": 8, "chunk_clusters": 2, "compact_every": STAGED}
+SIZES = {"sinks": 2, "recent": 4, "chunk_tokens": 8, "chunk_clusters": 2, "compact_every": STAGED}
 PLAIN = {
     "clusterkv": kvjax.ClusterKV(20, **SIZES),
-    "clusterkv_per_head": kvjax.ClusterKV(20, **SIZES, select="query_head", residual=False),
+    "clusterkv_residual": kvjax.ClusterKVResidual(20, **SIZES, cluster_tokens=4),
     "infinigen": kvjax.InfiniGen(10, alpha=2.0, compact_every=STAGED),
     "quest": kvjax.Quest(20, compact_every=STAGED),
 }
-CASES = [("clusterkv", 1), ("clusterkv_per_head", 2), ("infinigen", 1), ("quest", 1), ("quest", 0)]
+CASES = [("clusterkv", 1), ("clusterkv_residual", 2), ("infinigen", 1), ("quest", 1), ("quest", 0)]
 HOSTED = {(name, steps): kvjax.HostMemory(PLAIN[name], steps) for name, steps in CASES}
 
 step = jax.jit(kvjax.step, donate_argnums=0)
