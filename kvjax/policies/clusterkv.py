@@ -25,25 +25,20 @@ class ClusterKV(ClusterPolicy):
 
     A cluster's score is <query, mean key>. A query also reads the sinks and the tokens that are not clustered yet. The
     last cluster that fits the budget is read in part. The prompt is clustered by cosine k-means after it has been read,
-    and later tokens in chunks. Where the paper and its released code differ, both are settings:
-
-    | | paper, speed study | released accuracy study |
-    |---|---|---|
-    | `clusters` | L / 80 (code: 200) | 400 |
-    | `kmeans_init` | not specified (code: random) | k-means++ |
-    | `chunk_tokens`, `chunk_clusters` | 320, 4 (code: 8) | None: later tokens are always read |
+    and later tokens in chunks. Where the paper and its released code differ, both are settings (`clusters`,
+    `kmeans_init`, `chunk_tokens` and `chunk_clusters`).
 
     Attributes:
         budget: tokens that a query head reads (B), sinks included as in the released accuracy study, tokens that are
             not clustered yet excluded.
         sinks: first tokens, which are always read and never clustered (16; section III).
         recent: newest tokens that are always read (kvjax's addition; the paper reads those that are not clustered yet).
-        clusters: number of clusters of a prompt (C_0). None for max(L / 80, min(400, L / 8)): the paper's number from
-            32,000 tokens on, the accuracy study's from 3,200 tokens on, and clusters of 8 tokens for shorter prompts
-            (kvjax's rule).
+        clusters: number of clusters of a prompt (C_0): L / 80 in the paper, 400 in the released accuracy study, 200 in
+            its speed study. None for max(L / 80, min(400, L / 8)): the paper's number from 32,000 tokens on, the
+            accuracy study's from 3,200 tokens on, and clusters of 8 tokens for shorter prompts (kvjax's rule).
         chunk_tokens: later tokens that are clustered together (m = 320; section III). None: later tokens are never
             clustered and always read, as in the released accuracy study.
-        chunk_clusters: clusters per chunk (C_+ = 4; section III).
+        chunk_clusters: clusters per chunk (C_+ = 4; section III; 8 in the released speed study).
         kmeans_init: first centroids: "k-means++" as in the released accuracy study, or "random" keys as in its speed
             study.
         iterations: maximum number of iterations of k-means (20 in the released code; the paper iterates to

@@ -238,8 +238,8 @@ def expected_bytes(name, spec, budget, compact_every, sinks, recent):
         "infinigen": heads * (64 * (2 * spec.head_dim * itemsize + 4 + 12 * itemsize) + 4 * 12 * spec.head_dim) + 4,
         # Means, counts and radii.
         "subgen_mean": heads * (selected * (2 * spec.head_dim * itemsize + 8) + 24) + 2 * selected * residual,
-        # Seven samples with their masses; three clusters with a key each, counts and radii.
-        "subgen": heads * (20 * spec.head_dim * itemsize + 7 * 4 + 3 * 8 + 12 + 8 + 24),
+        # Seven samples with their masses; three clusters with a center and a key each, counts and radii.
+        "subgen": heads * (20 * spec.head_dim * itemsize + 7 * 4 + 3 * 8 + 12 + 8 + 24) + 3 * residual,
         # Trees: log-weights, level and index of every bin, three counters, a PRNG key.
         "balancekv_theory": heads * (33 * 3 * spec.head_dim * itemsize + 2 * (4 * 33 + 8 * 3 + 12 + 8) + 4),
         "balancekv": heads * (4 * slots + 4) + 4 + 8,  # log-weights, unkept needles, later tokens
