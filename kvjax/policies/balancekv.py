@@ -62,7 +62,7 @@ class BalanceKV(Policy[BalanceKVState]):
             keys of its block, and 25 tokens on either side, per KV head; later layers keep the same positions. None
             for none, as outside the needle test. In the released code needles take slots of the budget, so that some
             can be dropped, and exact halving is off for all heads if any head has a needle. Here needles have separate
-            slots per head, beside the budget, and halving continues without them.
+            slots per head, in addition to the budget, and halving continues without them.
         compact_every: tokens between compactions (kvjax's staging; it changes no result).
 
     Reference:
