@@ -218,7 +218,7 @@ def test_sampled_rows_do_not_depend_on_the_batch(name):
 
 
 def test_each_layer_may_have_its_own_policy():
-    policies = [EXACT, POLICIES["uniform"], POLICIES["subgen_mean"]]
+    policies = [EXACT, POLICIES["uniform"], POLICIES["clustergen"]]
     generator = make_generator(policies)
     # The layer with a sliding window caches its window.
     assert generator.policies == (EXACT, kvjax.SlidingWindow(20, compact_every=PERIOD), policies[2])
