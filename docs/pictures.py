@@ -39,11 +39,9 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 SETTINGS_BY_POLICY: dict[str, dict[str, Any]] = {
     "balancekv": {"block_size": 16},
-    "balancekv_reference": {"block_size": 16},
-    "balancekv_paper": {"budget": 60, "value_exponents": (0, 0), "c": 1.0},
+    "balancekv_theory": {"budget": 60, "value_exponents": (0, 0), "c": 1.0},
     "cam": {"budget": 14},  # tokens leave while they still receive attention
-    "clusterkv_paper": {"block_size": 1},
-    "clusterkv_reference": {"block_size": 1, "clusters": 14, "chunk_tokens": None},
+    "clusterkv": {"block_size": 1, "full_layers": 0},
     "h2o": {"recent": 16},
     "kvzip": {"chunk_tokens": TOKENS},
     "snapkv": {"recent": 0},
@@ -60,8 +58,8 @@ KEPT, MERGED, STAGED, STORED, EXACT = (
 FAST_COMPILATION = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # Rows of the overview.
 OVERVIEW = (
-    "exact", "streaming_llm", "uniform", "balancekv", "subgen", "clustergen", "chelsea", "h2o", "snapkv", "kvzip",
-    "leverage_scores", "clusterkv_paper", "quest",
+    "exact", "streaming_llm", "uniform", "balancekv", "subgen", "subgen_mean", "clustergen", "chelsea", "h2o", "snapkv",
+    "leverage_scores", "clusterkv", "quest",
 )  # fmt: skip
 
 

@@ -1,11 +1,11 @@
-"""Which heads of a model Chelsea should not merge: outlier heads that keep everything, and heads that drop.
+"""Which heads of a model Chelsea should not merge: outlier heads that keep everything.
 
     python -m experiments.calibrate_heads
     python -m experiments.line_retrieval --policy chelsea:outlier_heads=build/heads_error.json --budget 50%
 
 Two rules rank the heads. "share" is the paper's (its appendix B): the share of A tokens whose most similar B token in
 the chunk has a cosine under .8. "error" is the error of attention to held-out queries, which come after the tokens that
-were compressed, where the head's cache is merged; there a head drops instead where that error is smaller. Both are
+were compressed, where the head's cache is merged. Both are
 measured on two kinds of text, the text that the shipped checkpoint was trained for and the sources of Python's standard
 library, and how far the kinds agree is reported. The heads of both files are those of the mean over the kinds. What a
 file does at equal slots is then measured on later seeds.
@@ -16,7 +16,7 @@ import functools
 import pathlib
 import platform
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -55,14 +55,13 @@ class Options(Run):
 
     QUICK: ClassVar[dict[str, Any]] = {"seeds": 2, "tokens": 512}
 
-    def policy(self, joins: Literal["mean", "drop"], heads: HeadChoice | None = None) -> Policy:
+    def policy(self, heads: HeadChoice | None = None) -> Policy:
         """Chelsea at this budget."""
         slots = int(self.kept * self.tokens)
-        chelsea = kvjax.Chelsea(slots, sinks=SINKS, recent=RECENT, chunk=CHUNK, joins=joins)
+        chelsea = kvjax.Chelsea(slots, sinks=SINKS, recent=RECENT, chunk=CHUNK)
         if heads is None:
             return chelsea
-        drop = dataclasses.replace(chelsea, joins="drop")
-        return OutlierHeads(chelsea, heads, kvjax.Exact(chelsea.compact_every), drop)
+        return OutlierHeads(chelsea, heads, kvjax.Exact(chelsea.compact_every))
 
     def row(self, metric: str, found: float | results.Estimate, **others: Any) -> Row:
         """A row of this run."""
@@ -75,13 +74,13 @@ class Measured:
     """What was found of every head on one kind of text, a figure per text."""
 
     share: Float[np.ndarray, "R L H_kv"]  # of A tokens without an edge
-    error: dict[Literal["mean", "drop"], Float[np.ndarray, "R L H_kv"]]  # where caches take means, and where they drop
+    error: Float[np.ndarray, "R L H_kv"]  # where caches take means
 
     def ranking(self, rule: str) -> Float[np.ndarray, "L H_kv"]:
         """The larger, the sooner a head keeps everything."""
         if rule == "share":
             return self.share.mean(axis=0)
-        return np.minimum(*(self.error[joins].mean(axis=0) for joins in ("mean", "drop")))
+        return self.error.mean(axis=0)
 
 
 def run(options: Options) -> list[Row]:
@@ -111,15 +110,14 @@ def read(
 def measure(options: Options, model: Llama, tokenizer: Tokenizer, corpus: str, seeds: Sequence[int]) -> Measured:
     """Shares and errors of every head on one kind of text."""
     shares: list[np.ndarray] = []
-    errors: dict[Literal["mean", "drop"], list[np.ndarray]] = {"mean": [], "drop": []}
+    errors: list[np.ndarray] = []
     layers = read(options, model, tokenizer, corpus, seeds)
     for _, drawn in tqdm(layers, total=model.config.layers, desc=corpus, leave=False):
         middle = jnp.asarray(drawn.keys[:, SINKS : options.tokens - RECENT].swapaxes(1, 2))
         shares.append(np.asarray(without_edge(middle, options.threshold)))
-        for joins, of in errors.items():
-            of.append(head_errors(options.policy(joins), spec_of(drawn), drawn))
+        errors.append(head_errors(options.policy(), spec_of(drawn), drawn))
     stack = lambda layers: np.stack(layers, axis=1)  # noqa: E731
-    return Measured(stack(shares), {joins: stack(of) for joins, of in errors.items()})
+    return Measured(stack(shares), stack(errors))
 
 
 @jax.jit
@@ -156,12 +154,8 @@ def choose(options: Options, found: Sequence[Measured], rule: str) -> HeadChoice
     """The heads of a rule, by its mean over the kinds of text."""
     ranking = np.mean([one.ranking(rule) for one in found], axis=0)
     full = first_heads(ranking, options.fraction)
-    drop: set[tuple[int, int]] = set()
-    if rule == "error":
-        means, drops = (np.mean([one.error[joins].mean(axis=0) for one in found], axis=0) for joins in ("mean", "drop"))
-        drop = {(int(layer), int(head)) for layer, head in np.argwhere(drops < means)} - full
     layers, kv_heads = ranking.shape
-    return HeadChoice(layers, kv_heads, full=tuple(sorted(full)), drop=tuple(sorted(drop)))
+    return HeadChoice(layers, kv_heads, full=tuple(sorted(full)))
 
 
 def first_heads(ranking: Float[np.ndarray, "L H_kv"], fraction: float) -> set[tuple[int, int]]:
@@ -177,17 +171,16 @@ def head_rows(options: Options, found: dict[str, Measured], chosen: dict[str, He
     for corpus, one in found.items():
         for layer, head in np.ndindex(one.share.shape[1:]):
             share = results.mean_interval(one.share[:, layer, head])
-            errors = {joins: results.mean_interval(of[:, layer, head]) for joins, of in one.error.items()}
             place: dict[str, Any] = {"task": corpus, "layer": layer, "kv_head": head}
             rows.append(options.row("share_without_edge", share, **place))
-            rows += [options.row("relative_error", of, variant=f"joins={name}", **place) for name, of in errors.items()]
+            rows.append(options.row("relative_error", results.mean_interval(one.error[:, layer, head]), **place))
     title = f"Heads, {options.kept:.0%} of {options.tokens} tokens kept"
     what = lambda row: f"{row.metric} {row.variant or ''}"  # noqa: E731
     results.print_rows(
         title, rows, lambda row: "{}, layer {layer}, kv head {kv_head}".format(row.task, **row.extra), what
     )
     for rule, choice in chosen.items():
-        print(f"Rule {rule}: heads (layer, kv head) that keep all: {choice.full}; that drop: {choice.drop}")
+        print(f"Rule {rule}: heads (layer, kv head) that keep all: {choice.full}")
     return rows
 
 
@@ -215,16 +208,15 @@ def effect(
     seeds: range,
     chosen: dict[str, HeadChoice],
 ) -> list[Row]:
-    """Errors on later seeds at the same number of slots: without a choice, with each rule's, and with dropping alone.
-    Differences are paired by text."""
+    """Errors on later seeds at the same number of slots: without a choice and with each rule's. Differences are paired
+    by text."""
     choices: dict[str, HeadChoice | None] = {"none": None, **chosen}
-    choices["dropping alone"] = dataclasses.replace(chosen["error"], full=())
     errors: dict[str, list[np.ndarray]] = {name: [] for name in choices}
     for layer, drawn in read(options, model, tokenizer, corpus, seeds):
         for name, choice in choices.items():
             try:
                 spec = spec_of(drawn, layer, model.config.layers)
-                errors[name].append(head_errors(options.policy("mean", choice), spec, drawn).mean(axis=1))
+                errors[name].append(head_errors(options.policy(choice), spec, drawn).mean(axis=1))
             except ValueError as reason:
                 if layer == 0:
                     print(f"{name} is left out: {reason}")

@@ -1,6 +1,6 @@
 """LongEval line retrieval through compressed caches: which policies still find the line, and at how many bytes.
 
-    python -m experiments.line_retrieval --policy exact --policy clustergen:variant=paper --budget 25% --budget 50%
+    python -m experiments.line_retrieval --policy exact --policy clustergen --budget 25% --budget 50%
 
 Policies that keep a part are compared at equal bytes held; those that keep everything and recall a part per query, at
 equal bytes read per token, their bytes held beside.

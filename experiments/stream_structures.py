@@ -22,7 +22,6 @@ from tqdm import tqdm
 import kvjax
 from experiments.common import results, speed, streams
 from experiments.common.driven import (
-    BINS,
     CLUSTERS,
     HALVED,
     HEAD_DIM,
@@ -34,7 +33,7 @@ from experiments.common.driven import (
 )
 from experiments.common.options import Experiment, Run, one_of
 from experiments.common.results import Row
-from kvjax.structures import balance, merge_reduce, reservoir
+from kvjax.structures import reservoir
 
 NAME = "stream_structures"
 BLOCK_TOKENS = 8192  # of one update, when speed is measured
@@ -94,21 +93,13 @@ def comparisons(rng: Key[Array, ""]) -> list[Comparison]:
 
         return jax.lax.scan(step, state, (keys, values, jnp.sum(values**2, axis=1)))[0]
 
-    @jax.jit
-    def fill(keys, values):
-        count = jnp.int32(keys.shape[0])
-        return merge_reduce.fill(states["tree"](), keys, values, count, halve=balance.halve_by_pairs)
-
     leaves = BLOCK_TOKENS // (HALVED // 2)
-    # A full tree frees a bin by one halving for each that it opens.
     own = functools.partial(halving_products, leaves)
-    at_once = functools.partial(halving_products, leaves - BINS)
     one_by_one, table = Chain(scan_tokens, states["reservoir"]()), Chain(update_table, states["table"]())
     return [
         Comparison("reservoir", Chain(update_reservoir, states["reservoir"]()), "token by token", one_by_one),
         Comparison("table", table, "[T, D] x [D, M], [T, D] x [D, new]", table_products),
         Comparison("tree", Chain(update_tree, states["tree"]()), f"{leaves} x t x t x (D + D_v)", own),
-        Comparison("tree, filled at once", fill, f"{leaves - BINS} x t x t x (D + D_v)", at_once),
     ]
 
 

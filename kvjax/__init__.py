@@ -1,6 +1,6 @@
 """kvjax: compressed KV caches for language models, as pure functions over state pytrees.
 
-    cache = kvjax.init(kvjax.SubGen(budget=1024), spec, row_keys)
+    cache = kvjax.init(kvjax.SubGenMean(budget=1024), spec, row_keys)
     cache, _ = kvjax.prefill(cache, keys, values, lengths)
     output, cache = kvjax.step(cache, query, key, value)
 
@@ -33,6 +33,7 @@ from kvjax.policies.cam import CaM as CaM
 from kvjax.policies.chelsea import Chelsea as Chelsea
 from kvjax.policies.clustergen import ClusterGen as ClusterGen
 from kvjax.policies.clusterkv import ClusterKV as ClusterKV
+from kvjax.policies.clusterkv_residual import ClusterKVResidual as ClusterKVResidual
 from kvjax.policies.compactor import Compactor as Compactor
 from kvjax.policies.cur import CUR as CUR
 from kvjax.policies.exact import Exact as Exact
@@ -49,6 +50,7 @@ from kvjax.policies.quest import Quest as Quest
 from kvjax.policies.snapkv import SnapKV as SnapKV
 from kvjax.policies.streaming_llm import StreamingLLM as StreamingLLM
 from kvjax.policies.subgen import SubGen as SubGen
+from kvjax.policies.subgen_mean import SubGenMean as SubGenMean
 from kvjax.policies.tova import TOVA as TOVA
 from kvjax.policies.uniform import Uniform as Uniform
 from kvjax.policy import Requirements as Requirements

@@ -170,9 +170,12 @@ class Policy(abc.ABC, Generic[S]):
         requires: inputs that the policy needs from the model and the decode loop; a class attribute or a property.
         is_retrieval: whether the policy keeps every token and selects the ones to read at every step. Budgets of such
             policies count the bytes read per step, budgets of other policies the bytes held.
+        budget_is_rate: whether a budget in percent is the share of the prompt's tokens that the policy keeps, which
+            becomes its `budget` as a float, and not a share of bytes.
     """
 
     is_retrieval: bool = False
+    budget_is_rate: bool = False
 
     def __post_init__(self) -> None:
         """Checks the types of the settings and converts NumPy scalars to Python's.

@@ -1,4 +1,4 @@
-"""Policies by name, and from text such as `subgen:variant=paper,recent=32@25%`."""
+"""Policies by name, and from text such as `subgen:delta=2.5,recent=32@25%`."""
 
 import ast
 import dataclasses
@@ -13,14 +13,12 @@ from kvjax.combinators.host_memory import HostMemory
 from kvjax.combinators.layer_budgets import LayerBudgets
 from kvjax.combinators.outlier_heads import HeadChoice, OutlierHeads
 from kvjax.policies.balancekv import BalanceKV
-from kvjax.policies.balancekv_paper import BalanceKVPaper
-from kvjax.policies.balancekv_reference import BalanceKVReference
+from kvjax.policies.balancekv_theory import BalanceKVTheory
 from kvjax.policies.cam import CaM
 from kvjax.policies.chelsea import Chelsea
 from kvjax.policies.clustergen import ClusterGen
 from kvjax.policies.clusterkv import ClusterKV
-from kvjax.policies.clusterkv_paper import ClusterKVPaper
-from kvjax.policies.clusterkv_reference import ClusterKVReference
+from kvjax.policies.clusterkv_residual import ClusterKVResidual
 from kvjax.policies.compactor import Compactor
 from kvjax.policies.cur import CUR
 from kvjax.policies.exact import Exact
@@ -37,6 +35,7 @@ from kvjax.policies.quest import Quest
 from kvjax.policies.snapkv import SnapKV
 from kvjax.policies.streaming_llm import StreamingLLM
 from kvjax.policies.subgen import SubGen
+from kvjax.policies.subgen_mean import SubGenMean
 from kvjax.policies.tova import TOVA
 from kvjax.policies.uniform import Uniform
 from kvjax.policy import Policy, setting_types, type_name
@@ -50,14 +49,12 @@ POLICIES: dict[str, type[Policy]] = {
     "streaming_llm": StreamingLLM,
     "uniform": Uniform,
     "balancekv": BalanceKV,
-    "balancekv_reference": BalanceKVReference,
-    "balancekv_paper": BalanceKVPaper,
+    "balancekv_theory": BalanceKVTheory,
     "cam": CaM,
     "chelsea": Chelsea,
     "clustergen": ClusterGen,
     "clusterkv": ClusterKV,
-    "clusterkv_paper": ClusterKVPaper,
-    "clusterkv_reference": ClusterKVReference,
+    "clusterkv_residual": ClusterKVResidual,
     "compactor": Compactor,
     "cur": CUR,
     "expected_attention": ExpectedAttention,
@@ -72,6 +69,7 @@ POLICIES: dict[str, type[Policy]] = {
     "quest": Quest,
     "snapkv": SnapKV,
     "subgen": SubGen,
+    "subgen_mean": SubGenMean,
     "tova": TOVA,
 }
 
@@ -198,11 +196,12 @@ class PolicyChoice:
         variant = f":{self.variant}" if self.settings else ""
         return f"{self.name}{variant}" + (f"@{self.budget}" if self.budget else "")
 
-    def make(self, budget: int | None = None) -> Policy:
+    def make(self, budget: int | float | None = None) -> Policy:
         """Returns the policy.
 
         Args:
-            budget: slots; None for the choice's own budget in slots.
+            budget: slots, or the share of the prompt's tokens (`Policy.budget_is_rate`); None for the choice's own
+                budget in slots.
 
         Returns:
             The policy.
@@ -256,8 +255,8 @@ def resolve_policy(policy: AnyPolicy, budget: int | str | Budget | None, spec: C
     Args:
         policy: text (`PolicyChoice.parse`), a class such as `kvjax.SubGen`, a function that makes a policy from a
             number of slots, or a policy.
-        budget: slots per KV head (1024), a fraction of the bytes of a full cache ("25%") or bytes of a sequence over
-            all layers ("64MiB"); None if the policy has one.
+        budget: slots per KV head (1024), a fraction of the bytes of a full cache ("25%"; of the prompt's tokens if
+            `Policy.budget_is_rate`) or bytes of a sequence over all layers ("64MiB"); None if the policy has one.
         spec: spec of the caches.
         tokens: tokens of the full cache that a fraction refers to.
 
@@ -295,10 +294,12 @@ def resolve_policy(policy: AnyPolicy, budget: int | str | Budget | None, spec: C
     return _fit(make, Budget.of(budget), spec, tokens)
 
 
-def _fit(make: Callable[[int], Policy], budget: Budget, spec: CacheSpec, tokens: int) -> Policy:
+def _fit(make: Callable[..., Policy], budget: Budget, spec: CacheSpec, tokens: int) -> Policy:
     """Returns the policy of a budget in slots, a fraction or bytes."""
     if budget.slots is not None:
         return make(budget.slots)
+    if budget.fraction is not None and make(_LARGE_BUDGET).budget_is_rate:
+        return make(budget.fraction)
     try:
         return fit_bytes(make, spec, budget.limit(spec, tokens))
     except ValueError as error:
@@ -320,8 +321,7 @@ def _combine(
     if alpha_safeguard is not None:
         policy = AdaKV(cast(TopKPolicy, policy), alpha_safeguard)
     if outlier_heads is not None:
-        drop = dataclasses.replace(policy, joins="drop") if isinstance(policy, Chelsea) else None
-        policy = OutlierHeads(policy, HeadChoice.load(outlier_heads), full, drop)
+        policy = OutlierHeads(policy, HeadChoice.load(outlier_heads), full)
     if host_steps is not None:
         policy = HostMemory(policy, host_steps)
     if layer_budget_scale is not None:

@@ -63,7 +63,7 @@ class SubGenSettings(NamedTuple):
     message: str
 
     def policy(self, clusters: int, **settings: Any) -> SubGen:
-        """Returns `SubGen(variant="paper")` with these sizes.
+        """Returns `SubGen` with these sizes.
 
         Args:
             clusters: number of clusters.
@@ -74,7 +74,6 @@ class SubGenSettings(NamedTuple):
         """
         return SubGen(
             None,
-            variant="paper",
             samples=self.samples,
             clusters=clusters,
             per_cluster=self.per_cluster,
@@ -169,6 +168,7 @@ def balancekv_settings(
     query_norm: float,
     value_dim: int | None = None,
     delta: float = 0.1,
+    c: float | None = None,
 ) -> BalanceKVSettings:
     """Returns the batch size for an error of at most epsilon |softmax|_2 |V|_F with probability 1 - delta.
 
@@ -185,6 +185,7 @@ def balancekv_settings(
         query_norm: largest norm of a query, before the factor 1 / sqrt(D).
         value_dim: dimensions of values, D_v; None for `head_dim`.
         delta: probability of failure.
+        c: the walk's constant; None for the theorem's, which is far above measured ones.
 
     Returns:
         The sizes.
@@ -199,7 +200,7 @@ def balancekv_settings(
     _check_probability(epsilon=epsilon, delta=delta)
     width = value_dim or head_dim
     levels = max(math.ceil(math.log2(tokens)), 1)
-    c = walk_constant(tokens * width * levels, delta)
+    c = walk_constant(tokens * width * levels, delta) if c is None else c
     exponent = 2 * max(key_norm, query_norm) ** 2 / math.sqrt(head_dim)
     batch_size = 2 * math.ceil(levels * math.sqrt(width) * c * math.exp(min(exponent, 600)) / epsilon / 2)
     bins = bins_needed(tokens, batch_size // 2)

@@ -1,5 +1,6 @@
 """Stream structures as `experiments.stream_structures` drives them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -56,7 +57,8 @@ def table_denominator(state: cluster_table.ClusterTable, queries: Float[Array, "
 
 
 def update_tree(state: merge_reduce.MergeReduceTree, keys: Float[Array, "T D"], values: Float[Array, "T D"]):
-    return merge_reduce.insert(state, keys, values, halve=balance.halve_by_pairs)
+    halve = functools.partial(balance.softmax_balance, c=1.0, key_norm=4.0, value_norm=4.0)
+    return merge_reduce.insert(state, keys, values, halve=halve)
 
 
 def tree_sums(state: merge_reduce.MergeReduceTree, queries: Float[Array, "Q D"]) -> Sums:

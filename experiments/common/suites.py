@@ -22,42 +22,39 @@ def _suite(text: str) -> Suite:
 
 # Of exact's bytes, as many as there are to choose from.
 SWEPT = ("5%", "10%", "12.5%", "20%", "25%", "50%", "80%")
-# BalanceKV's released code can only halve: as many bytes as one, two and three halvings take with the window beside.
-HALVINGS = ("52.5%", "28%", "15.5%")
 # As it runs in the notebook of BalanceKV's single-layer study; its own default, of the other experiments, is 1.
-STUDIED = "balancekv_reference:temperature=0.1"
+STUDIED = "balancekv:temperature=0.1"
 
 
 SUITES = {
     # Every system as published and as this project proposes it, and every baseline.
     "all": _suite("""50% 25% |
-        exact uniform streaming_llm clustergen:variant=paper,recent=64 subgen balancekv_reference balancekv chelsea
-        clusterkv_paper clusterkv clusterkv:cluster_tokens=16,residual=False quest infinigen h2o h2o:average=True cam
+        exact uniform streaming_llm clustergen:recent=64 subgen subgen_mean balancekv chelsea
+        clusterkv clusterkv_residual quest infinigen h2o h2o:average=True cam
         snapkv pyramidkv compactor expected_attention keydiff kvzip:alpha_safeguard=0.0 lagkv leverage_scores
         tova"""),
     "quick": _suite("50% | exact uniform streaming_llm"),
     # Variants of each system on line retrieval.
     "lines": _suite("""50% 25% |
-        exact uniform streaming_llm streaming_llm:reindex=True clustergen:variant=paper,recent=64
-        clustergen:variant=mean_value,recent=64 subgen subgen:variant=self_normalised balancekv_reference balancekv
-        balancekv:walk=streaming chelsea clusterkv_paper clusterkv clusterkv:residual=False
-        clusterkv:cluster_tokens=16,residual=False quest infinigen h2o h2o:average=True cam snapkv pyramidkv"""),
+        exact uniform streaming_llm streaming_llm:reindex=True clustergen:recent=64
+        subgen subgen_mean balancekv chelsea clusterkv clusterkv_residual quest infinigen h2o
+        h2o:average=True cam snapkv pyramidkv"""),
     # The best variant of each system there, as runs with seeds 0 to 9 showed.
     "lines, best": _suite(
-        "50% 25% | exact uniform streaming_llm clustergen:variant=paper,recent=64 subgen balancekv chelsea clusterkv"
+        "50% 25% | exact uniform streaming_llm clustergen:recent=64 subgen balancekv chelsea clusterkv"
     ),
     "peers, quick": _suite("50% | exact streaming_llm kvzip:alpha_safeguard=0.0"),
     "latency": _suite("""20% |
-        exact streaming_llm uniform snapkv pyramidkv cam subgen balancekv balancekv_reference chelsea clusterkv
-        clusterkv:residual=False quest infinigen"""),
+        exact streaming_llm uniform snapkv pyramidkv cam subgen subgen_mean balancekv chelsea clusterkv
+        clusterkv_residual quest infinigen"""),
     # The best variant of each system, which `experiments.device` measures.
-    "latency, best": _suite("20% | leverage_scores subgen balancekv chelsea clusterkv:residual=False"),
-    "throughput": _suite("25% | exact leverage_scores subgen balancekv chelsea clusterkv:residual=False"),
+    "latency, best": _suite("20% | leverage_scores subgen_mean balancekv chelsea clusterkv"),
+    "throughput": _suite("25% | exact leverage_scores subgen_mean balancekv chelsea clusterkv"),
     "decoding": _suite("""20% |
-        exact streaming_llm uniform clustergen:variant=paper clustergen:variant=mean_value subgen balancekv chelsea
+        exact streaming_llm uniform clustergen subgen subgen_mean balancekv chelsea
         clusterkv quest h2o snapkv"""),
     "compiled": _suite("""4096 |
-        exact streaming_llm uniform clustergen:variant=paper clustergen subgen balancekv chelsea clusterkv quest
+        exact streaming_llm uniform clustergen subgen subgen_mean balancekv chelsea clusterkv quest
         infinigen h2o cam snapkv pyramidkv"""),
     "pods": _suite("4096 | exact subgen balancekv chelsea clusterkv"),
 }
@@ -85,7 +82,7 @@ DEMO = (
     DemoMethod("full cache", "exact", None, note="all keys and values in float32"),
     DemoMethod("KVzip, int8", "kvzip", kv_dtype="int8", note="selection + quantization; kvjax: equal shares of heads"),
     DemoMethod("SnapKV", "snapkv", note="selection by the last queries of the text"),
-    DemoMethod("SubGen", "subgen", note="merging into clusters; kvjax: means of values"),
+    DemoMethod("SubGen (means)", "subgen_mean", note="merging into clusters; kvjax: means of values"),
 )
 
 
@@ -99,18 +96,16 @@ class Study(NamedTuple):
 
 
 STUDIES = {
-    "policies": Study(
-        _words("uniform subgen subgen:variant=self_normalised balancekv balancekv:walk=streaming balancekv_reference")
-    ),
+    "policies": Study(_words("uniform subgen subgen_mean balancekv balancekv_theory")),
     # Both papers' Algorithm 1, which their theorems are about.
-    "theory": Study(("uniform", "subgen:variant=paper", "balancekv_paper")),
+    "theory": Study(("uniform", "subgen", "balancekv_theory")),
     # As the paper has it, and dropping merged tokens instead of taking their means.
-    "chelsea": Study(("uniform", "chelsea", "chelsea:joins=drop"), ("25%", "12.5%")),
+    "chelsea": Study(("uniform", "chelsea"), ("25%", "12.5%")),
     # Whether clusters that are not read stay present, at equal bytes read.
     "recall": Study(
-        ("clusterkv:residual=False", "clusterkv", "clusterkv:cluster_tokens=40", "quest", "uniform"),
+        ("clusterkv", "clusterkv_residual", "clusterkv_residual:cluster_tokens=40", "quest", "uniform"),
         ("50%", "25%", "12.5%", "6.25%"),
-        baseline="clusterkv:residual=False",
+        baseline="clusterkv",
     ),
 }
 
@@ -135,8 +130,8 @@ ABLATIONS = {
         "how much is kept, of every system",
         "Chelsea, Figure 4 (12.5 to 80%); BalanceKV, section 4.1 and Figure 1",
         _words(
-            """exact uniform streaming_llm h2o h2o:average=True snapkv pyramidkv cam clustergen:variant=paper subgen
-            balancekv_reference balancekv chelsea quest infinigen clusterkv_paper clusterkv:residual=False clusterkv"""
+            """exact uniform streaming_llm h2o h2o:average=True snapkv pyramidkv cam clustergen subgen
+            subgen_mean balancekv chelsea quest infinigen clusterkv clusterkv_residual"""
         ),
         SWEPT,
     ),
@@ -169,70 +164,49 @@ ABLATIONS = {
         "Chelsea, section 7.1 (64)",
         tuple(f"chelsea:recent={recent}" for recent in (0, 16, 64, 256)),
     ),
-    "chelsea_values": Ablation(
-        "merged tokens: their means, or one of them",
-        "ours",
-        ("chelsea", "chelsea:joins=drop"),
-    ),
     "balancekv_batch": Ablation(
         "tokens that are balanced against one another, and the share of them that is kept",
         "BalanceKV, Figure 3 and appendix B.1",
         (
             "uniform",
-            *(
-                f"{policy}block_size={size}"
-                for policy in (f"{STUDIED},", "balancekv:walk=streaming,", "balancekv:walk=pairs,")
-                for size in (64, 128, 256)
-            ),
+            *(f"{STUDIED},block_size={size}" for size in (64, 128, 256)),
         ),
-        HALVINGS,
+        ("50%", "25%", "12.5%"),
     ),
     "balancekv_needles": Ablation(
         "tokens unlike the others, kept whatever the walk says",
         "BalanceKV, section 4.3",
-        _words("balancekv_reference balancekv_reference:needles=64 balancekv_reference:needles=64,needles_inside=True"),
-        # With room for the needles beside as many halvings of all three: otherwise those with needles halve once more.
-        ("60%", "35%"),
+        _words("balancekv balancekv:needles=64"),
+        ("50%", "25%"),
     ),
     "clusterkv_clusters": Ablation(
         "tokens per cluster, against pages of 16",
         "ClusterKV, Figure 11b",
-        (*(f"clusterkv:residual=False,cluster_tokens={tokens}" for tokens in (320, 160, 80, 40, 20)), "quest"),
+        (*(f"clusterkv:clusters={clusters}" for clusters in (100, 200, 400, 800)), "quest"),
         ("25%", "12.5%"),
     ),
     "clusterkv_selection": Ablation(
-        "the paper's system; clusters per query head or per group of heads, those that are not read left out or means",
+        "the paper's system, and means of the clusters that are not read",
         "ours",
-        (
-            "clusterkv_paper",
-            *(
-                f"clusterkv:select={select},residual={residual}"
-                for select in ("query_head", "group")
-                for residual in (False, True)
-            ),
-        ),
+        ("clusterkv", "clusterkv_residual"),
         ("25%", "12.5%"),
     ),
     "clustergen_recent": Ablation(
         "how much of the budget is the newest tokens",
         "SubGen, section 3.2; ClusterGen, section 4.1 (the better of 2,048 and 3,072 of 5,000 to 9,000)",
-        tuple(f"clustergen:variant=paper,recent={recent}" for recent in (16, 64, 256)),
+        tuple(f"clustergen:recent={recent}" for recent in (16, 64, 256)),
         ("50%", "25%"),
     ),
     "subgen_parameters": Ablation(
         "samples per cluster, and pairs sampled by value norm",
         "SubGen, Theorem 1 (t and s)",
-        (
-            *(f"subgen:variant=mean_value,per_cluster={samples}" for samples in (0, 1, 2, 4, 8)),
-            *(f"subgen:variant=paper,per_cluster={samples}" for samples in (1, 2, 4)),
-            *(f"subgen:variant=self_normalised,samples={samples}" for samples in (64, 128)),
-        ),
+        ("subgen_mean", *(f"subgen:per_cluster={samples}" for samples in (1, 2, 4))),
         ("25%",),
     ),
     "subgen_growth": Ablation(
         "how fast the clusters' radius grows",
         "ours",
-        tuple(f"subgen:growth={growth}" for growth in (1.1, 1.02, 1.005)),
+        tuple(f"subgen_mean:growth={growth}" for growth in (1.1, 1.02, 1.005)),
         ("50%", "25%"),
     ),
     "streaming_llm_sinks": Ablation(

@@ -26,3 +26,8 @@ class CombinedPolicies(Policy[S]):
     def is_retrieval(self) -> bool:  # type: ignore[override]
         """Whether any of the policies retrieves blocks."""
         return any(policy.is_retrieval for policy in self.policies)
+
+    @property
+    def budget_is_rate(self) -> bool:  # type: ignore[override]
+        """Whether a budget in percent is a share of the prompt's tokens for any of the policies."""
+        return any(policy.budget_is_rate for policy in self.policies)

@@ -42,7 +42,7 @@ class HostMemory(Policy[HostMemoryState]):
         steps: steps whose blocks are cached (R); 0 moves every block that is read.
 
     Reference:
-        ClusterKV, sections 4.1 and 4.4, where clusters are cached instead of blocks.
+        ClusterKV, section IV, where clusters are cached instead of blocks.
     """
 
     policy: Policy

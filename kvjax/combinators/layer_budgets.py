@@ -28,6 +28,8 @@ class LayerBudgets(LayerPolicies):
     policy: Policy
     scale: tuple[float, ...]
 
+    budget_is_rate = False  # a scale needs slots
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (self.scale and min(self.scale) >= 0 < max(self.scale)):
@@ -71,6 +73,8 @@ def _budget(policy: Policy) -> int:
         if not hasattr(inner, "policy"):
             raise ValueError(f"policy={policy} has no budget to scale")
         inner = inner.policy
+    if not isinstance(inner.budget, int):
+        raise ValueError(f"policy={policy} has no budget in slots to scale")
     return inner.budget
 
 

@@ -1,4 +1,4 @@
-"""Outlier heads: a few KV heads of a model that keep every token, at an equal total budget (Chelsea, section 5.3)."""
+"""Outlier heads: a few KV heads of a model that keep every token, at an equal total budget (Chelsea, section 5.4)."""
 
 import dataclasses
 import json
@@ -20,21 +20,18 @@ class HeadChoice:
         layers: layers of the model.
         kv_heads: KV heads of a layer.
         full: heads that keep every token.
-        drop: heads that drop tokens where other heads merge them.
     """
 
     layers: int
     kv_heads: int
     full: tuple[tuple[int, int], ...] = ()
-    drop: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        chosen = [*self.full, *self.drop]
-        for layer, head in chosen:
+        for layer, head in self.full:
             if not (0 <= layer < self.layers and 0 <= head < self.kv_heads):
                 raise ValueError(f"head {(layer, head)} does not exist in {self.layers} layers x {self.kv_heads} heads")
-        if len(set(chosen)) != len(chosen):
-            raise ValueError(f"full={self.full} and drop={self.drop} must name each head once")
+        if len(set(self.full)) != len(self.full):
+            raise ValueError(f"full={self.full} must name each head once")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "HeadChoice":
@@ -47,8 +44,7 @@ class HeadChoice:
             The outlier heads.
         """
         content = json.loads(pathlib.Path(path).read_text())
-        heads = {name: tuple((layer, head) for layer, head in content[name]) for name in ("full", "drop")}
-        return cls(content["layers"], content["kv_heads"], **heads)
+        return cls(content["layers"], content["kv_heads"], tuple((layer, head) for layer, head in content["full"]))
 
     def save(self, path: str | os.PathLike[str], provenance: dict[str, Any]) -> None:
         """Writes a JSON file.
@@ -68,23 +64,19 @@ class OutlierHeads(Policy[Any]):
     All heads together have as many slots as with the policy's budget in every head.
 
     Attributes:
-        policy: a policy with a `budget` field, such as Chelsea.
+        policy: a policy with a `budget` in slots, such as Chelsea.
         choice: the outlier heads.
-        full: policy of the heads in `choice.full`, such as Exact.
-        drop: policy of the heads in `choice.drop`; needed if there are any.
+        full: policy of the outlier heads, such as Exact.
     """
 
     policy: Policy
     choice: HeadChoice
     full: Policy
-    drop: Policy | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not hasattr(self.policy, "budget"):
-            raise ValueError(f"policy={self.policy} must have a budget")
-        if self.choice.drop and self.drop is None:
-            raise ValueError(f"choice.drop={self.choice.drop} needs a policy drop=")
+        if not isinstance(getattr(self.policy, "budget", None), int):
+            raise ValueError(f"policy={self.policy} must have a budget in slots")
 
     @property
     def compact_every(self) -> int:
@@ -114,18 +106,9 @@ class OutlierHeads(Policy[Any]):
                 f"the outlier heads are of {choice.layers} layers x {choice.kv_heads} heads, the cache has "
                 f"{spec.layers} x {spec.kv_heads}"
             )
-        budget = self._remaining_budget(spec)
-
-        def with_budget(policy: Any) -> Policy[Any]:
-            return dataclasses.replace(policy, budget=budget)
-
-        def head_policy(head: tuple[int, int]) -> Policy[Any]:
-            """Returns the policy of a `head`, a pair (layer, KV head)."""
-            if head in choice.full:
-                return self.full
-            return with_budget(self.drop if head in choice.drop else self.policy)
-
-        policies = tuple(head_policy((spec.layer, head)) for head in range(spec.kv_heads))
+        smaller: Policy[Any] = dataclasses.replace(self.policy, budget=self._remaining_budget(spec))  # type: ignore[type-var]
+        heads = [(spec.layer, head) for head in range(spec.kv_heads)]
+        policies = tuple(self.full if head in choice.full else smaller for head in heads)
         return (ByHead(policies) if len(set(policies)) > 1 else policies[0]).for_layer(spec)
 
     def _remaining_budget(self, spec: CacheSpec) -> int:

@@ -38,22 +38,26 @@ class Chelsea(Policy[ChelseaState]):
     When tokens that left the window exceed the slots, similar neighbors are merged step by step until exactly the
     budget is used. A centroid weighs as much as the tokens that were merged into it.
 
+    In the paper, outlier heads keep the full cache (section 5.4, appendix B); use `kvjax.OutlierHeads`, or
+    `outlier_heads=FILE` in text, with the heads of the model.
+
     Attributes:
         budget: slots per KV head, sinks and recent tokens included; the other slots hold centroids (the paper's B).
-        sinks: first tokens that are always kept (n_1 = 16).
-        recent: newest tokens that are always kept (n_2 = 64).
-        chunk: entries among which an entry looks for a partner (c); even.
-        schedule: share of entries merged per step (r_i), as the paper sets it for "llama-2", "llama-3" or "qwen".
-        first: replaces the schedule's first share (r_init).
+        sinks: first tokens that are always kept (n_1 = 16; section 7.1).
+        recent: newest tokens that are always kept (n_2 = 64; section 7.1).
+        chunk: entries among which an entry looks for a partner (c = 256; section 7.4); even.
+        schedule: share of entries merged per step (r_i), as appendix C.2 sets it for the families "llama-2", "llama-3"
+            and "qwen". Pass the one of the model; for other families the paper has none, and "llama-3" is the default.
+        first: replaces the schedule's first share (r_init). The paper's needle test uses the constant share 0.25:
+            `first=0.25, decay=0.0`.
         decay: replaces the schedule's decrease per step (alpha).
         steps: replaces the number of steps with a decrease (m).
-        floor: replaces the smallest share, which is kvjax's addition.
-        joins: "mean" for means weighted by degree, as in the paper. "drop" keeps one of two merged tokens with the
-            weight of both.
-        compact_every: tokens between compactions (the paper's g: it compacts when the cache is g tokens over budget).
+        floor: replaces the smallest share, which is kvjax's choice; the paper only says that shares exceed 0.
+        compact_every: tokens between compactions (g of Algorithm 1, which compacts when the cache is g tokens over
+            budget; the paper gives no value).
 
     Reference:
-        Chelsea, Algorithm 1, section 5.2 and appendix C.
+        Chelsea, Algorithm 1, sections 5 and 7.1, appendix C.
     """
 
     budget: int
@@ -65,7 +69,6 @@ class Chelsea(Policy[ChelseaState]):
     decay: float | None = None
     steps: int | None = None
     floor: float | None = None
-    joins: Literal["mean", "drop"] = "mean"
     compact_every: int = 128
 
     def __post_init__(self) -> None:
@@ -84,12 +87,10 @@ class Chelsea(Policy[ChelseaState]):
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> ChelseaState:
         """Returns an empty window without centroids for `spec`."""
         slots, shape = self.budget - self.sinks - self.recent, (spec.batch, spec.kv_heads)
-        # Means are float32; "drop" needs none.
-        dtype = spec.dtype if self.joins == "drop" else jnp.float32
         return ChelseaState(
             window=init_window(spec, self.sinks, self.recent),
-            keys=jnp.zeros((*shape, slots, spec.head_dim), dtype),
-            values=jnp.zeros((*shape, slots, spec.value_width), dtype),
+            keys=jnp.zeros((*shape, slots, spec.head_dim)),
+            values=jnp.zeros((*shape, slots, spec.value_width)),
             degree=jnp.zeros((*shape, slots), jnp.int32),
             count=jnp.zeros(spec.batch, jnp.int32),
             log_weight=jnp.zeros((*shape, slots)),
@@ -129,13 +130,8 @@ class Chelsea(Policy[ChelseaState]):
 
     def _merge(self, state: ChelseaState, entries: Centroids) -> ChelseaState:
         """Compresses every head's entries into the centroids' slots."""
-        merge = functools.partial(
-            compress,
-            budget=state.keys.shape[2],
-            chunk=self.chunk,
-            schedule=self.merge_schedule,
-            drop=self.joins == "drop",
-        )
+        slots, schedule = state.keys.shape[2], self.merge_schedule
+        merge = functools.partial(compress, budget=slots, chunk=self.chunk, schedule=schedule)
         merged = per_head(merge)(entries)
 
         def write(buffer: Float[Array, "B H S D"], x: Float[Array, "B H M D"]) -> Float[Array, "B H S D"]:

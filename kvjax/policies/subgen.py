@@ -1,28 +1,28 @@
-"""SubGen (Zandieh et al. 2024): streaming attention in sublinear memory.
+"""SubGen (Zandieh et al. 2024), Algorithm 1: streaming attention in sublinear memory, with an error bound.
 
-It combines a sample of the tokens weighted by value norms with a clustering of the keys. The papers' experiments run
-k-center on the prompt instead: `ClusterGen`.
+The papers' experiments run k-center on the prompt instead: `ClusterGen`. `SubGenMean` is kvjax's variant.
 """
 
 import dataclasses
 import functools
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Int, Key
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.policy import Policy, Prompt, check_above, check_budget, check_min
-from kvjax.segment import SegmentLike
+from kvjax.segment import Segment, SegmentLike, flatten_slots
 from kvjax.spec import CacheSpec, round_to_tiles
 from kvjax.state import stacked, state
 from kvjax.stores import window as windows
 from kvjax.stores.staging import Tokens
 from kvjax.stores.window import Window, init_window
-from kvjax.structures import streams as structures
-from kvjax.structures.cluster_table import init_cluster_table
+from kvjax.structures import cluster_table, reservoir
+from kvjax.structures.cluster_table import ClusterTable, init_cluster_table, log_sample_weights
 from kvjax.structures.per_head import per_head, stream_keys
-from kvjax.structures.reservoir import init_reservoir
-from kvjax.structures.streams import Streams
+from kvjax.structures.reservoir import WeightedReservoir, init_reservoir
+from kvjax.structures.streams import extend_all, fill
 
 
 class Sizes(NamedTuple):
@@ -31,6 +31,14 @@ class Sizes(NamedTuple):
     samples: int
     clusters: int
     per_cluster: int
+
+
+@state
+class Streams:
+    """One head's structures, for the tokens that left the window."""
+
+    reservoir: WeightedReservoir  # M of Algorithm 1, for the numerator
+    table: ClusterTable  # D of Algorithm 1, for the denominator
 
 
 @state
@@ -43,55 +51,49 @@ class SubGenState:
 
 @dataclasses.dataclass(frozen=True)
 class SubGen(Policy[SubGenState]):
-    """Keeps sinks and recent tokens, and the tokens between them in SubGen's structures.
+    """Keeps sinks and recent tokens, and the tokens between them as two samples: one per sum of attention.
 
-    The structures are a reservoir of s sampled tokens and a table of m clusters with t sampled tokens each. There are
-    three variants:
+    The numerator is a sum over s sampled tokens, drawn in proportion to |v|^2, each with weight mu / (s |v|^2) for
+    mu = sum |v|^2. The denominator is a sum over m clusters of keys with t sampled keys each, of weight n_i / t.
 
-    - "paper": Algorithm 1. The numerator is a sum over the s samples, drawn in proportion to |v|^2, each with weight
-      mu / (s |v|^2). The denominator is a sum over the clusters' samples, each with weight n_i / t. SubGen's theorem
-      holds for this variant only, and only until delta grows. Three quarters of the slots are samples, because the
-      numerator is the noisier sum; the others are clusters with t = 1.
-    - "self_normalised": the s samples are used for both sums, without clusters.
-    - "mean_value" (kvjax's variant): a cluster is its mean key, its mean value and its number of tokens. A token joins
-      the nearest mean within delta. With t > 0 a cluster is read as t sampled tokens, whose values are shifted so that
-      their mean is the cluster's: the sampled values are a control variate. No error bound is proved. Averaging
-      hides the value of a single token if tokens with similar keys have different values, as in `ClusterGen`.
+    `sinks=0, recent=0, compact_every=1` is exactly Algorithm 1, as long as the keys form at most m clusters of radius
+    delta. The paper opens clusters without a limit. Here delta grows when the table is full, by the doubling algorithm
+    of Charikar et al. (1997), and the bound's exponent doubles.
 
     Attributes:
-        budget: slots per KV head, sinks and recent tokens included. A slot is a key and a value. None if all sizes of
-            the variant are set.
-        sinks: first tokens that are always kept.
-        recent: newest tokens that are always kept.
-        variant: see above.
-        samples: s; None for the budget's share.
-        clusters: m; None for the budget's share.
-        per_cluster: t; None for 1 in "paper" and 0 in "mean_value".
-        delta: first radius of clusters, in units of keys; None to take it from the data.
-        growth: smallest factor by which delta grows when there are too many clusters; None for 2 in "paper", as in the
-            guarantees, and 1.02 in "mean_value". A smaller factor leaves fewer slots empty, but delta grows more often.
-        compact_every: tokens between compactions; until then all new tokens are read.
+        budget: slots per KV head, sinks and recent tokens included. A slot is a key and a value; a cluster's center
+            and its sampled keys take half a slot each. None if `samples` and `clusters` are set.
+        sinks: first tokens that are always kept (kvjax's addition; Algorithm 1 has none).
+        recent: newest tokens that are always kept. SubGen, section 3.2, keeps recent tokens in its experiments;
+            Algorithm 1 has none. The number is kvjax's choice.
+        samples: s of Algorithm 1. None for three quarters of the slots, because the numerator is the noisier sum
+            (kvjax's choice; Theorem 1 asks for s of the order d / epsilon^2).
+        clusters: m, the number of clusters; None for the remaining slots (the paper's m follows from the data).
+        per_cluster: t of Algorithm 1 (1 is kvjax's choice; Theorem 1 asks for e^(2 delta r) log(n) / epsilon^2).
+        delta: radius of clusters, in units of keys (delta of Algorithm 1). None to take it from the data: 0 until the
+            table is full, then the smallest distance between centers.
+        growth: smallest factor by which delta grows when there are too many clusters; 2 in Charikar et al. (1997).
+        compact_every: tokens between compactions; until then all new tokens are read (kvjax's staging).
 
     Reference:
-        SubGen, Algorithm 1, Lemmas 1 and 2, Theorem 1.
+        SubGen, Algorithm 1, Lemmas 1 and 2, Theorem 1. `kvjax.theory.subgen_settings` has the theorem's sizes.
     """
 
     budget: int | None = None
     sinks: int = 4
     recent: int = 64
-    variant: Literal["mean_value", "self_normalised", "paper"] = "mean_value"
     samples: int | None = None
     clusters: int | None = None
-    per_cluster: int | None = None
+    per_cluster: int = 1
     delta: float | None = None
-    growth: float | None = None
+    growth: float = 2.0
     compact_every: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
         fixed = self.sinks + self.recent
         check_budget(fixed + 1 if self.budget is None else self.budget, self.sinks, self.recent, self.compact_every)
-        check_min(0, samples=self.samples, clusters=self.clusters, per_cluster=self.per_cluster)
+        check_min(1, samples=self.samples, clusters=self.clusters, per_cluster=self.per_cluster)
         check_above(0, delta=self.delta)
         check_above(1, growth=self.growth)
         _ = self.sizes
@@ -101,79 +103,68 @@ class SubGen(Policy[SubGenState]):
         """Sizes of the structures; sizes that are not set are shares of the budget.
 
         Raises:
-            ValueError: if sizes do not fit the budget, are missing, or are not sizes of the variant.
+            ValueError: if sizes do not fit the budget, or are missing.
         """
-        variant, budget, samples, clusters = self.variant, self.budget, self.samples, self.clusters
-        if variant == "mean_value" and samples is not None:
-            raise ValueError(f"samples={samples} is not a size of variant='mean_value'; pass per_cluster")
-        if variant == "self_normalised" and (clusters, self.per_cluster) != (None, None):
-            raise ValueError(
-                f"clusters={clusters} and per_cluster={self.per_cluster} are not sizes of variant='self_normalised'; "
-                "pass samples"
-            )
-        per_cluster = (1 if variant == "paper" else 0) if self.per_cluster is None else self.per_cluster
-        # Half slots: a key alone takes one, a key and a value two.
-        halves = {"mean_value": 2 + 2 * per_cluster, "self_normalised": 0, "paper": 1 + per_cluster}[variant]
-        has_samples, has_clusters = variant != "mean_value", variant != "self_normalised"
-        if budget is None:
-            missing = {"samples": has_samples and samples is None, "clusters": has_clusters and clusters is None}
-            if any(missing.values()):
-                names = " and ".join(name for name in missing if missing[name])
-                raise ValueError(f"budget=None needs the sizes of variant={variant!r}; pass {names}")
-            return Sizes(samples or 0, clusters or 0, per_cluster)
-        free = budget - self.sinks - self.recent
-        if samples is None and has_samples:
-            share = 3 * free // 4 if has_clusters else free
-            samples = round_to_tiles(share if clusters is None else (2 * free - clusters * halves) // 2)
-        samples = samples or 0
-        if clusters is None and has_clusters:
+        samples, clusters, halves = self.samples, self.clusters, 1 + self.per_cluster
+        if self.budget is None:
+            if samples is None or clusters is None:
+                raise ValueError(f"budget=None with samples={samples} and clusters={clusters}; pass both sizes")
+            return Sizes(samples, clusters, self.per_cluster)
+        free = self.budget - self.sinks - self.recent
+        if samples is None:
+            samples = round_to_tiles(3 * free // 4 if clusters is None else (2 * free - clusters * halves) // 2)
+        if clusters is None:
             clusters = round_to_tiles(2 * (free - samples) // halves)
-        clusters = clusters or 0
-        empty = (has_samples and samples < 1) or (has_clusters and clusters < 1)
-        if empty or 2 * samples + clusters * halves > 2 * free:
+        if min(samples, clusters) < 1 or 2 * samples + clusters * halves > 2 * free:
             raise ValueError(
-                f"budget={budget} leaves {free} slots for samples={samples} and clusters={clusters} of {halves / 2:g} "
-                "slots each; pass a larger budget or smaller sizes"
+                f"budget={self.budget} leaves {free} slots for samples={samples} and clusters={clusters} of "
+                f"{halves / 2:g} slots each; pass a larger budget or smaller sizes"
             )
-        return Sizes(samples, clusters, per_cluster)
+        return Sizes(samples, clusters, self.per_cluster)
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> SubGenState:
         """Returns an empty window and empty structures for `spec`."""
-        streams = per_head(functools.partial(self._init_streams, spec))(stream_keys(row_keys, spec.kv_heads))
-        return SubGenState(init_window(spec, self.sinks, self.recent), streams)
-
-    def _init_streams(self, spec: CacheSpec, rng: Key[Array, ""]) -> Streams:
-        """Returns one head's empty structures."""
-        dims, sizes, moving = (spec.head_dim, spec.value_width), self.sizes, self.variant == "mean_value"
-        reservoir_key, table_key = jax.random.split(rng)
-        samples = init_reservoir(sizes.samples, *dims, spec.dtype, reservoir_key) if sizes.samples else None
-        if not sizes.clusters:
-            return Streams(samples, None)
-        table = init_cluster_table(
-            sizes.clusters,
-            spec.head_dim,
-            spec.dtype,
-            table_key,
-            samples=sizes.per_cluster,
-            value_dim=spec.value_width if moving else None,
-            moving=moving,
-            delta=self.delta,
-            growth=(1.02 if moving else 2.0) if self.growth is None else self.growth,
+        sizes = self.sizes
+        init_table = functools.partial(
+            init_cluster_table, samples=sizes.per_cluster, delta=self.delta, growth=self.growth
         )
-        return Streams(samples, table)
+
+        def init_head(rng: Key[Array, ""]) -> Streams:
+            """Returns one head's empty structures, which draw from `rng`."""
+            reservoir_key, table_key = jax.random.split(rng)
+            samples = init_reservoir(sizes.samples, spec.head_dim, spec.value_width, spec.dtype, reservoir_key)
+            return Streams(samples, init_table(sizes.clusters, spec.head_dim, spec.dtype, table_key))
+
+        streams = per_head(init_head)(stream_keys(row_keys, spec.kv_heads))
+        return SubGenState(init_window(spec, self.sinks, self.recent), streams)
 
     def prefill(self, state: SubGenState, prompt: Prompt) -> SubGenState:
         """Fills the window; the prompt's tokens between sinks and recent ones go to the structures."""
         window = windows.fill(state.window, prompt)
         middle = windows.middle_mask(window, prompt.keys.shape[2])
-        return SubGenState(window, structures.fill(state.streams, prompt.keys, prompt.values, middle))
+        return SubGenState(window, fill(_extend, state.streams, prompt.keys, prompt.values, middle))
 
     def segments(self, state: SubGenState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
-        """Returns the window and the structures of a state."""
-        streams = structures.stream_segments(state.streams, numerator_only=self.variant == "paper")
-        return (*windows.window_segments(state.window), *streams)
+        """Returns the window, the samples of the numerator and the samples of the denominator."""
+        samples, table = state.streams.reservoir, state.streams.table
+        weights = per_head(reservoir.log_weights)(samples)
+        numerator = Segment(samples.keys, samples.values, log_num=weights, log_den=jnp.full_like(weights, -jnp.inf))
+        cluster_weights = per_head(log_sample_weights)(table)
+        assert table.samples is not None
+        keys = flatten_slots(table.samples)
+        denominator = Segment(keys, None, log_den=cluster_weights.reshape(keys.shape[:3]))
+        return (*windows.window_segments(state.window), numerator, denominator)
 
     def compact(self, state: SubGenState, new: Tokens) -> SubGenState:
         """Slides the window over new tokens; tokens that leave it go to the structures."""
         window, left = windows.slide(state.window, new)
-        return SubGenState(window, structures.extend_all(state.streams, left.keys, left.values, left.present))
+        return SubGenState(window, extend_all(_extend, state.streams, left.keys, left.values, left.present))
+
+
+def _extend(
+    streams: Streams, keys: Float[Array, "T D"], values: Float[Array, "T D_v"], valid: Bool[Array, "T"]
+) -> Streams:
+    """Takes the valid ones of T tokens into one head's structures."""
+    mass = jnp.where(valid, jnp.sum(jnp.square(values.astype(jnp.float32)), axis=1), 0.0)
+    samples = reservoir.extend(streams.reservoir, keys, values, mass)
+    return Streams(samples, cluster_table.extend(streams.table, keys, None, valid))

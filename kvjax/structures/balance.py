@@ -1,9 +1,7 @@
-"""Halving of weighted tokens so that sums over them change little: BalanceKV's self-balancing walk in three forms.
+"""Halving of weighted tokens so that sums over them change little: BalanceKV's self-balancing walk in two forms.
 
-Every form takes one block of one head's tokens and keeps at most half of them with larger weights. `softmax_balance`
-is the paper's Algorithm 2. `reference_halving` and `exact_halving` are the released code. `halve_by_pairs` is kvjax's
-variant: it replaces every pair of neighbors by one of them, so that exactly half remain and the total weight is
-conserved.
+Both forms take one block of one head's tokens and keep at most half of them with larger weights. `softmax_balance` is
+the paper's Algorithm 2. `reference_halving` and `exact_halving` are the released code.
 """
 
 import math
@@ -15,8 +13,6 @@ from jaxtyping import Array, Float, Int, Key
 
 from pallas_kernels import balanced_walk
 from pallas_kernels.balanced_walk import Block
-
-MAX_COORDINATE = 1e12  # its square is far below the largest float32
 
 
 class Halved(NamedTuple):
@@ -103,7 +99,7 @@ def softmax_signs(
     pad = blocks * block - tokens
     keys = jnp.pad(keys.astype(jnp.float32), ((0, pad), (0, 0)))
     scale = jnp.pad(weights / jnp.maximum(jnp.max(weights), 1e-30), (0, pad))
-    values = None if values is None else jnp.pad(values.astype(jnp.float32), ((0, pad), (0, 0)))
+    values = None if values is None else jnp.pad(values.astype(jnp.float32) / value_norm, ((0, pad), (0, 0)))
     uniforms = jnp.pad(uniforms, (0, pad))
     gain = 1 / (2 * c)
 
@@ -116,7 +112,7 @@ def softmax_signs(
         # Relative to R^2, so that large norms do not overflow.
         kernel = jnp.exp((rows(keys) @ keys.T - key_norm**2) / math.sqrt(head_dim)) * rows(scale)[:, None] * scale
         if values is not None:
-            kernel = kernel * (rows(values) @ values.T) / value_norm**2
+            kernel = kernel * (rows(values) @ values.T)
         within = jax.lax.dynamic_slice_in_dim(kernel, first, block, axis=1)
         new, clipped = balanced_walk.assign_signs_from_matrix(within, rows(uniforms), gain, start=kernel @ signs)
         return jax.lax.dynamic_update_slice_in_dim(signs, new, first, axis=0), clipped
@@ -137,7 +133,7 @@ def softmax_balance(
 ) -> Halved:
     """Keeps the smaller class of signs (-1 if both are equal), each entry with twice its weight.
 
-    The class can be much smaller than half, and so can the total weight; `MergeReduceTree` can correct it.
+    The class can be much smaller than half, and so can the total weight.
 
     Args:
         rng: PRNG key.
@@ -261,142 +257,3 @@ def reference_halving(
     signs = jax.vmap(walk)(uniforms.at[:, 0].set(0.0), split(keys), split(values * weights[:, None]))
     index, factor = exact_halving(signs.reshape(-1)[:tokens], count)
     return index, factor * weights[index]
-
-
-def halve_exactly(
-    rng: Key[Array, ""],
-    keys: Float[Array, "t D"],
-    values: Float[Array, "t D_v"] | None,
-    weights: Float[Array, "t"],
-    *,
-    gamma: float,
-    temperature: float,
-) -> Halved:
-    """Halves one block by the released code's walk and exact halving, with a random first sign.
-
-    Weights are used relative to the largest. The kernel is divided by its mean diagonal, so that gamma has the same
-    meaning at all norms.
-
-    Args:
-        rng: PRNG key.
-        keys: keys of the entries.
-        values: values of the entries.
-        weights: weights of the entries; empty entries come last.
-        gamma: strength of the walk.
-        temperature: factor of the kernel's exponent.
-
-    Returns:
-        The entries that remain.
-    """
-    assert values is not None
-    present = weights > 0
-    count = jnp.sum(present, dtype=jnp.int32)
-    scale = weights / jnp.maximum(jnp.max(weights), 1e-30)
-    keys, values = (limit_range(jnp.where(present[:, None], x.astype(jnp.float32), 0.0)) for x in (keys, values))
-    uniforms = jax.random.uniform(rng, weights.shape)
-    block = reference_block(keys, values, temperature)
-    gain = gamma * count / jnp.maximum(jnp.sum(balanced_walk.kernel_diagonal(block) * scale * scale), 1e-30)
-    # An entry's relative weight scales its part of sums, and the effect of sums on its sign.
-    signs, clipped = balanced_walk.assign_signs(block, uniforms, gain * scale, scale)
-    index, factor = exact_halving(signs, count)
-    return Halved(index, factor * weights[index], clipped)
-
-
-def limit_range(x: Float[Array, "t F"]) -> Float[Array, "t F"]:
-    """Scales vectors down by a common factor if their squares would overflow float32.
-
-    Scaling all values does not change the walk, and keys that large are all infinitely far apart either way.
-
-    Args:
-        x: vectors.
-
-    Returns:
-        The vectors, or scaled ones.
-    """
-    peak = jnp.max(jnp.abs(x))
-    return jnp.where(peak > MAX_COORDINATE, x * (MAX_COORDINATE / peak), x)
-
-
-# --- halving by pairs ---
-
-
-def pair_block(
-    keys: Float[Array, "t D"],
-    values: Float[Array, "t D_v"] | None,
-    weights: Float[Array, "t"],
-    temperature: float,
-    floor: float,
-) -> Block:
-    """Returns the kernel exp(temperature <k~_i, k~_j> / sqrt(D)) (<v_i, v_j> + floor mean|v|^2), up to a factor.
-
-    k~ are the centered keys. Means are over entries with weight.
-
-    Args:
-        keys: keys of the entries.
-        values: values of the entries; None for a second factor of 1.
-        weights: weights of the entries.
-        temperature: factor of the exponent.
-        floor: added to the products of values, relative to the mean squared value.
-
-    Returns:
-        The block.
-    """
-    present = (weights > 0).astype(jnp.float32)
-    count = jnp.maximum(jnp.sum(present), 1.0)
-
-    def mask(x: Float[Array, "t D"]) -> Float[Array, "t D"]:
-        return limit_range(jnp.where(present[:, None] > 0, x.astype(jnp.float32), 0.0))
-
-    keys = mask(keys)
-    mean = jnp.matmul(present, keys, precision=jax.lax.Precision.HIGHEST) / count
-    centered = (keys - mean) * present[:, None]
-    values = None if values is None else mask(values)
-    factor = jnp.float32(temperature / math.sqrt(keys.shape[1]))
-    return Block(
-        keys=centered,
-        values=values,
-        factor=factor,
-        # The largest exponent, which is on the diagonal, to avoid overflow.
-        shift=factor * jnp.max(jnp.sum(centered * centered, axis=1)),
-        offset=jnp.float32(0.0) if values is None else floor * jnp.sum(values * values) / count,
-    )
-
-
-def halve_by_pairs(
-    rng: Key[Array, ""],
-    keys: Float[Array, "t D"],
-    values: Float[Array, "t D_v"] | None,
-    weights: Float[Array, "t"],
-    *,
-    gamma: float = 4.0,
-    temperature: float = 0.1,
-    floor: float = 0.1,
-) -> Halved:
-    """Replaces every pair of entries by one of them: exactly t // 2 remain and the total weight is conserved.
-
-    Each entry in order is paired with the nearest remaining one, by the distance of the kernel of `pair_block`. Of a
-    pair of weights w_1, w_2 one remains with weight w_1 + w_2: the first with probability w_1 / (w_1 + w_2) - tilt. The
-    tilt counters the change that earlier pairs made in the direction of this one, as in the self-balancing walk. With
-    tilts of 0 every sum over entries is unbiased. With equal weights it is always unbiased, because the reverse of
-    every sequence of decisions is equally likely. An entry whose partner is empty remains.
-
-    Args:
-        rng: PRNG key.
-        keys: keys of the entries.
-        values: values of the entries; None to balance the denominator.
-        weights: weights of the entries; 0 for empty ones.
-        gamma: strength of the tilt, relative to the pair's squared distance.
-        temperature: see `pair_block`.
-        floor: see `pair_block`.
-
-    Returns:
-        The entries that remain.
-
-    Reference:
-        BalanceKV, Algorithm 2, applied to differences of features. Pairing is kvjax's addition.
-    """
-    uniforms = jax.random.uniform(rng, (weights.shape[0] // 2,))
-    block = pair_block(keys, values, weights, temperature, floor)
-    index, weight, clipped = balanced_walk.thin_pairs(block, uniforms, weights, gamma)
-    order = jnp.argsort(index)
-    return Halved(index[order], weight[order], clipped)

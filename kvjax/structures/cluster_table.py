@@ -46,15 +46,14 @@ class ClusterTable:
     Distances are computed in float32 from |a|^2 + |b|^2 - 2 a.b. A distance whose square is below 1e-6 of
     |a|^2 + |b|^2 is zero, so that a duplicate never opens a cluster; 3 and 4 hold within this resolution.
 
-    The size does not grow with the stream: M D elements of centers (float32 if they move), M t (D + D_v) elements of
-    samples, 4 M D_v bytes of mean values, 8 M bytes of counts and radii, and 24 bytes of scalars and the PRNG key.
+    The size does not grow with the stream: M D elements of centers (float32 if they move), M t D elements of samples,
+    4 M D_v bytes of mean values, 8 M bytes of counts and radii, and 24 bytes of scalars and the PRNG key.
     """
 
     centers: Float[Array, "M D"] = kv_entries(running_mean=True)  # float32 if they move, else the cache's dtype
     count: Int[Array, "M"]  # int32; 0 in empty slots
     radius: Float[Array, "M"]  # float32
     samples: Float[Array, "M t D"] | None = kv_entries()  # keys
-    sample_values: Float[Array, "M t D_v"] | None = kv_entries()  # values of these keys
     mean_value: Float[Array, "M D_v"] | None = kv_entries(running_mean=True)  # float32
     size: Int[Array, ""]  # int32, clusters
     delta: Float[Array, ""]  # float32; a key farther than this from all centers opens a cluster
@@ -85,8 +84,7 @@ def init_cluster_table(
         dtype: dtype of centers and samples.
         rng: PRNG key of the stream.
         samples: samples per cluster, t.
-        value_dim: dimensions of values; None for a stream of keys alone. With values, every cluster has a mean value,
-            and its samples have their values.
+        value_dim: dimensions of values; None for a stream of keys alone. With values, every cluster has a mean value.
         moving: whether centers move to the mean of their cluster after every update.
         delta: first delta. None for 0 (every new key opens a cluster) until the table is full, then the smallest
             distance between centers.
@@ -100,14 +98,13 @@ def init_cluster_table(
         ValueError: if a size or factor is out of range.
     """
     _check_settings(clusters, samples, delta, growth)
-    has_values, zero = value_dim is not None, jnp.zeros((), jnp.int32)
+    zero = jnp.zeros((), jnp.int32)
     return ClusterTable(
         centers=jnp.zeros((clusters, key_dim), jnp.float32 if moving else dtype),
         count=jnp.zeros(clusters, jnp.int32),
         radius=jnp.zeros(clusters, jnp.float32),
         samples=jnp.zeros((clusters, samples, key_dim), dtype) if samples else None,
-        sample_values=jnp.zeros((clusters, samples, value_dim), dtype) if samples and has_values else None,
-        mean_value=jnp.zeros((clusters, value_dim), jnp.float32) if has_values else None,
+        mean_value=None if value_dim is None else jnp.zeros((clusters, value_dim), jnp.float32),
         size=zero,
         delta=jnp.asarray(0.0 if delta is None else delta, jnp.float32),
         doublings=zero,
@@ -380,12 +377,10 @@ def _rebuild(
     radius = jnp.where(unchanged, table.radius, jnp.zeros(capacity).at[slot].max(reach, mode="drop"))
 
     rng, draws = jax.random.split(table.rng)
-    samples, sample_values = table.samples, table.sample_values
+    samples = table.samples
     if samples is not None:
         item = _draw_items(draws, slot, weight, count, samples.shape[1])
         samples = _take_samples(samples, items[capacity:], item, occupied)
-        if sample_values is not None and values is not None:
-            sample_values = _take_samples(sample_values, values, item, occupied)
 
     return dataclasses.replace(
         table,
@@ -393,7 +388,6 @@ def _rebuild(
         count=count,
         radius=radius,
         samples=samples,
-        sample_values=sample_values,
         mean_value=mean_value,
         size=assignment.size,
         delta=assignment.delta,

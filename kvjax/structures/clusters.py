@@ -1,13 +1,12 @@
 """Clusters of one head's tokens, sorted in a block store, and the selection of clusters by their means (ClusterKV)."""
 
 import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.segment import BlockSelection, Segment
+from kvjax.segment import Segment
 from kvjax.state import state
 from kvjax.stores.block_store import BlockStore, arrange_blocks, write_blocks, write_index
 from kvjax.structures.per_head import per_head
@@ -23,20 +22,17 @@ class Clusters:
     mean_value: Float[Array, "C D_v"] | None  # None without residual clusters
     size: Int[Array, "C"]  # int32 tokens
     first_block: Int[Array, "C"]  # int32, block of the store with the cluster's first token
-    rms: Float[Array, "C"] | None  # float32, root mean square distance of keys to the mean key; None if not used
+    rms: Float[Array, "C"] | None  # float32, root mean square distance of keys to the mean key; None likewise
 
 
-def init_clusters(
-    count: int, head_dim: int, value_dim: int | None, dtype: jax.typing.DTypeLike, *, with_rms: bool = False
-) -> Clusters:
+def init_clusters(count: int, head_dim: int, value_dim: int | None, dtype: jax.typing.DTypeLike) -> Clusters:
     """Returns one head's empty clusters.
 
     Args:
         count: number of clusters.
         head_dim: dimensions of keys.
-        value_dim: dimensions of values; None for no mean values.
+        value_dim: dimensions of values; None for clusters without mean values and deviations.
         dtype: dtype of the means.
-        with_rms: whether clusters have root mean square distances.
 
     Returns:
         The clusters.
@@ -46,7 +42,7 @@ def init_clusters(
         mean_value=None if value_dim is None else jnp.zeros((count, value_dim), dtype),
         size=jnp.zeros(count, jnp.int32),
         first_block=jnp.zeros(count, jnp.int32),
-        rms=jnp.zeros(count) if with_rms else None,
+        rms=None if value_dim is None else jnp.zeros(count),
     )
 
 
@@ -108,31 +104,19 @@ def store_clusters(
     return write_blocks(store, first_block + jnp.arange(blocks), arranged), clusters
 
 
-def select_clusters(
-    clusters: Clusters,
-    query: Float[Array, "B 1 H_q D"],
-    select: Literal["group", "query_head"],
-    *,
-    max_tokens: int,
-    max_blocks: int,
-    block_size: int,
-    score_stddevs: float = 0.0,
-) -> BlockSelection:
-    """Selects the blocks of the clusters nearest to one query of every row, and residual entries of the others.
+def cluster_logits(
+    clusters: Clusters, query: Float[Array, "B 1 H_q D"], score_stddevs: float = 0.0
+) -> Float[Array, "B H_kv G C"]:
+    """Returns the logit of every cluster's mean key for one query of every row.
 
     Args:
         clusters: clusters of all rows and heads.
         query: one query per row.
-        select: "query_head": every query head selects clusters by descending <query, mean key>. "group": the query
-            heads of a group select the same clusters, by descending `group_score`.
-        max_tokens: tokens to read.
-        max_blocks: blocks to read.
-        block_size: tokens of a block.
         score_stddevs: standard deviations of a cluster's keys along the query, assumed isotropic
-            (|q| rms / sqrt(D)), added to the product with its mean key.
+            (|q| rms / sqrt(D)), that are added.
 
     Returns:
-        The selection.
+        float32 <query, mean key> / sqrt(D), for the G query heads of each KV head.
     """
     batch, kv_heads, _, head_dim = clusters.mean_key.shape
     grouped = query.reshape(batch, kv_heads, -1, head_dim).astype(jnp.float32)
@@ -142,11 +126,7 @@ def select_clusters(
     if score_stddevs and clusters.rms is not None:
         norms = jnp.linalg.norm(grouped, axis=-1, keepdims=True)
         logits += score_stddevs / head_dim * norms * clusters.rms[:, :, None]
-    scores = logits if select == "query_head" else group_score(logits, clusters.size)[:, :, None]
-    selected = select_head_blocks(
-        scores, clusters.size, clusters.first_block, max_tokens=max_tokens, max_blocks=max_blocks, block_size=block_size
-    )
-    return BlockSelection(*selected[:2], residual_clusters(clusters, selected[2]))
+    return logits
 
 
 def select_head_blocks(
@@ -202,22 +182,19 @@ def group_score(logits: Float[Array, "B H_kv G C"], size: Int[Array, "B H_kv C"]
     return jax.nn.logsumexp(logits - jnp.where(jnp.isneginf(total), 0.0, total), axis=2)
 
 
-def residual_clusters(clusters: Clusters, tokens_read: Int[Array, "B H C"]) -> tuple[Segment, ...]:
-    """Returns clusters as entries that weigh as many tokens as are not read; nothing without mean values.
+def residual_clusters(clusters: Clusters, tokens_read: Int[Array, "B H_kv C"]) -> tuple[Segment, ...]:
+    """Returns clusters as entries that weigh as many tokens as are not read; nothing without clusters.
 
     Args:
-        clusters: clusters of all rows and heads.
-        tokens_read: tokens read of each cluster, for every KV head or every query head.
+        clusters: clusters of all rows and heads, with mean values.
+        tokens_read: tokens read of each cluster.
 
     Returns:
         At most one segment.
     """
-    if clusters.mean_value is None or not clusters.size.shape[2]:
+    if not clusters.size.shape[2]:
         return ()
-    repeats = tokens_read.shape[1] // clusters.size.shape[1]
-    arrays = clusters.size, clusters.mean_key, clusters.mean_value
-    size, key, value = (x if repeats == 1 else jnp.repeat(x, repeats, axis=1) for x in arrays)
-    return (Segment(key, value, log_num=_log_count(size - tokens_read)),)
+    return (Segment(clusters.mean_key, clusters.mean_value, log_num=_log_count(clusters.size - tokens_read)),)
 
 
 def _log_count(count: Int[Array, "..."]) -> Float[Array, "..."]:

@@ -66,7 +66,7 @@ def k_means(
         ValueError: if a setting is out of range.
 
     Reference:
-        ClusterKV, section 3.2. k-means++: Arthur and Vassilvitskii (2007).
+        ClusterKV, section III. k-means++: Arthur and Vassilvitskii (2007).
     """
     _check_settings(clusters, iterations, kmeans_init, centroid_update, sample, polish)
     keys = jnp.where(valid[:, None], keys.astype(jnp.float32), 0.0)

@@ -1,29 +1,25 @@
 """A merge-and-reduce tree: a stream of tokens in few slots, halved again and again.
 
-Tokens fill bins of t / 2 slots, the leaves of a binary tree. Two full sibling bins are halved together: t entries
-become t / 2 in one bin of the next level. The random numbers of a halving depend only on its node in the tree, so that
-the result does not depend on the division of the stream into blocks.
+Tokens fill bins of t / 2 slots, the leaves of a binary tree. As soon as two sibling bins are full, they are halved
+together: t entries become t / 2 in one bin of the next level, so that O(t log n) slots are enough. The random numbers
+of a halving depend only on its node in the tree, so that the result does not depend on the division of the stream into
+blocks.
 
 Reference:
     BalanceKV, Algorithm 4 (MergeAndReduce).
 """
 
 import dataclasses
-import functools
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.spec import round_to_tiles
-from kvjax.state import fault, kv_entries, state, static
+from kvjax.state import fault, kv_entries, state
 from kvjax.structures.balance import Halve, Halved
 
-# With fewer bins, a halving sees more tokens and finds nearer pairs; with more, weights differ less.
-MIN_BINS = 16
 _MAX_INT = np.iinfo(np.int32).max
 
 
@@ -44,8 +40,6 @@ class MergeReduceTree:
     clipped: Int[Array, ""]  # int32, decisions whose probability was clipped (the paper's FAIL)
     lost: Int[Array, ""] = fault("tokens came to a merge-and-reduce tree without a free bin and are lost")
     rng: Key[Array, ""]
-    eager: bool = static()  # whether full siblings merge at once, or only when a bin is needed
-    conserves_mass: bool = static()  # whether weights after a halving are scaled to the sum before
 
 
 def bins_needed(tokens: int, bin_slots: int) -> int:
@@ -63,14 +57,13 @@ def bins_needed(tokens: int, bin_slots: int) -> int:
     return (-(-tokens // bin_slots)).bit_length()
 
 
-def bin_sizes(slots: float, tokens: int, bins: int | None, min_bins: int = MIN_BINS) -> tuple[int, int]:
-    """Divides slots into bins: the smallest number of bins that works, or slightly more if they use more slots.
+def bin_sizes(slots: float, tokens: int, bins: int | None) -> tuple[int, int]:
+    """Divides slots into bins.
 
     Args:
         slots: slots of the tree.
         tokens: length of the stream.
-        bins: number of bins; None to choose it.
-        min_bins: smallest number that is chosen.
+        bins: number of bins; None for the smallest number that the stream allows.
 
     Returns:
         The number of bins, and the slots of each.
@@ -78,17 +71,14 @@ def bin_sizes(slots: float, tokens: int, bins: int | None, min_bins: int = MIN_B
     Raises:
         ValueError: if there are too few slots for the stream.
     """
-    counts = range(max(1, min(min_bins, int(slots))), int(slots) + 1) if bins is None else (bins,)
-    sizes = [(count, int(slots // count)) for count in counts]
-    sizes = [(count, size) for count, size in sizes if size and count >= bins_needed(tokens, size)]
-    if not sizes:
-        raise ValueError(
-            f"{slots:g} slots for selected tokens, in {bins or 'any number of'} bins, cannot hold a stream of {tokens} "
-            "tokens, which needs log2(tokens / bin slots) bins; pass a larger budget"
-        )
-    sizes = sizes[: max(1, min_bins // 2)]
-    full_tiles = [pair for pair in sizes if round_to_tiles(math.prod(pair)) == math.prod(pair)]
-    return max(full_tiles or sizes, key=math.prod)
+    for count in range(1, int(slots) + 1) if bins is None else (bins,):
+        size = int(slots // count)
+        if size and count >= bins_needed(tokens, size):
+            return count, size
+    raise ValueError(
+        f"{slots:g} slots for selected tokens, in {bins or 'any number of'} bins, cannot hold a stream of {tokens} "
+        "tokens, which needs log2(tokens / bin slots) bins; pass a larger budget"
+    )
 
 
 def init_merge_reduce(
@@ -100,8 +90,6 @@ def init_merge_reduce(
     value_dim: int | None,
     tokens: int,
     dtype: jax.typing.DTypeLike = jnp.float32,
-    eager: bool = False,
-    conserves_mass: bool = True,
 ) -> MergeReduceTree:
     """Returns an empty tree.
 
@@ -113,10 +101,6 @@ def init_merge_reduce(
         value_dim: dimensions of values; None for a tree without values.
         tokens: maximum length of the stream.
         dtype: dtype of keys and values.
-        eager: whether siblings merge as soon as both are full, as in the paper (O(t log n) occupied slots). Otherwise
-            they merge only when no bin is free, the oldest of the lowest level first, so that most slots stay
-            occupied.
-        conserves_mass: whether the weights after a halving are scaled to the sum before.
 
     Returns:
         The tree.
@@ -140,8 +124,6 @@ def init_merge_reduce(
         clipped=zero,
         lost=zero,
         rng=rng,
-        eager=eager,
-        conserves_mass=conserves_mass,
     )
 
 
@@ -191,138 +173,6 @@ def insert(
     return jax.lax.scan(insert_leaf, tree, (bounds[:-1], bounds[1:]))[0]
 
 
-class _Nodes(NamedTuple):
-    """The nodes of one level while a tree is filled."""
-
-    token: Int[Array, "n u"]  # token of each entry
-    weight: Float[Array, "n u"]  # 0 for an empty entry
-
-
-def fill(
-    tree: MergeReduceTree,
-    keys: Float[Array, "T D"],
-    values: Float[Array, "T D_v"] | None,
-    count: Int[Array, ""],
-    *,
-    halve: Halve,
-    block: int = 0,
-    max_parallel: int = 16,
-) -> MergeReduceTree:
-    """Takes the first `count` of T tokens into an empty tree, level by level, with many halvings in parallel.
-
-    Every level is halved before the next, the oldest nodes first, until the bins suffice. Levels therefore differ less
-    than after a stream, and nodes of a level can be halved in larger groups. If a group is two siblings, every bin is
-    the node that a stream would give.
-
-    Args:
-        tree: an empty tree.
-        keys: keys of the tokens.
-        values: values of the tokens, if the tree has values.
-        count: number of tokens that count.
-        halve: how t entries become t / 2.
-        block: entries that are halved together, rounded to pairs of siblings (at least one pair). Entries of weight
-            zero come last.
-        max_parallel: halvings that run in parallel; more take more memory.
-
-    Returns:
-        The tree.
-    """
-    bin_slots, bins = _bin_slots(tree), tree.level.shape[0]
-    leaves = -(-keys.shape[0] // bin_slots)
-    pad = ((0, leaves * bin_slots - keys.shape[0]), (0, 0))
-    keys = jnp.pad(keys, pad).astype(tree.keys.dtype)
-    values = None if values is None or tree.values is None else jnp.pad(values, pad).astype(tree.values.dtype)
-    num_nodes = _num_nodes(count, bin_slots, bins, leaves)
-    # The most nodes of each level for any count; the first token of a leaf is the one that needs a bin.
-    counts = np.arange(leaves)[:, None] * bin_slots + np.array([1, bin_slots])
-    max_nodes = [int(np.max(number)) for number in _num_nodes(counts, bin_slots, bins, leaves)]
-
-    token = jnp.arange(leaves * bin_slots, dtype=jnp.int32).reshape(leaves, bin_slots)
-    levels = [_Nodes(token, (token < count).astype(jnp.float32))]
-    clipped = jnp.int32(0)
-    halve_group = functools.partial(_halve_group, tree, halve, keys, values)
-    for level, number in enumerate(max_nodes[1:], 1):
-        if not number:
-            break
-        pairs = min(max(1, round(block / (2 * bin_slots))), number)
-        groups = jnp.arange(-(-number // pairs))
-        token, weight = (_pad_rows(x, 2 * pairs * len(groups)).reshape(len(groups), -1) for x in levels[-1])
-        # Only the first pairs of the level are merged.
-        merges = jnp.arange(len(groups) * pairs).repeat(2 * bin_slots).reshape(weight.shape) < num_nodes[level]
-        items = (jnp.full_like(groups, level), groups, token, jnp.where(merges, weight, 0.0))
-        nodes, group_clipped = jax.lax.map(halve_group, items, batch_size=min(max_parallel, len(groups)))
-        clipped += jnp.sum(group_clipped)
-        levels.append(_Nodes(*(x.reshape(-1, bin_slots) for x in nodes)))
-    return _gather_bins(dataclasses.replace(tree, clipped=clipped), keys, values, count, num_nodes, levels)
-
-
-def _halve_group(
-    tree: MergeReduceTree,
-    halve: Halve,
-    keys: Float[Array, "T D"],
-    values: Float[Array, "T D_v"] | None,
-    item: tuple[Array, Array, Array, Array],
-) -> tuple[_Nodes, Int[Array, ""]]:
-    """Halves a group of nodes, given its level, number, tokens and weights; counts clipped probabilities."""
-    level, group, token, weight = item
-    value = None if values is None else values[token]
-    halved = _halve(tree, halve, level, group, keys[token], value, weight)
-    # Occupied entries first, so that they fill the first bins of the group.
-    order = jnp.argsort(halved.weight == 0, stable=True)
-    nodes = _Nodes(token[halved.indices[order]], halved.weight[order])
-    return nodes, jnp.where(jnp.any(weight > 0), halved.clipped, 0)
-
-
-def _gather_bins(
-    tree: MergeReduceTree,
-    keys: Float[Array, "T D"],
-    values: Float[Array, "T D_v"] | None,
-    count: Int[Array, ""],
-    num_nodes: list[Any],
-    levels: list[_Nodes],
-) -> MergeReduceTree:
-    """Writes the nodes that were not merged into the bins, the highest level first."""
-    # The nodes that remain on a level are those from twice the number of the next level on.
-    merged = 2 * jnp.stack([*num_nodes[1:], jnp.zeros_like(count)])
-    remaining = (jnp.stack(num_nodes) - merged).at[0].add(count % _bin_slots(tree) > 0)
-    end = jnp.cumsum(remaining[::-1])[::-1]
-    bins = jnp.arange(tree.level.shape[0])
-    level = jnp.sum(bins[:, None] < end, axis=1, dtype=jnp.int32) - 1
-    index = jnp.where(level < 0, 0, bins - (end - remaining)[level] + merged[level])
-    first_row = np.cumsum([0, *(len(nodes.token) for nodes in levels)])
-    row = jnp.where(level < 0, 0, jnp.asarray(first_row)[level] + index)
-    token, weight = (jnp.concatenate(parts)[row] for parts in zip(*levels, strict=True))
-    source = token.reshape(-1)
-    return dataclasses.replace(
-        tree,
-        keys=keys[source],
-        values=None if values is None else values[source],
-        log_weight=jnp.log(jnp.where(level[:, None] < 0, 0.0, weight).reshape(-1)),
-        level=level,
-        index=index.astype(jnp.int32),
-        count=count.astype(jnp.int32),
-    )
-
-
-def _num_nodes(count: Any, bin_slots: int, bins: int, leaves: int) -> list[Any]:
-    """Returns the number of nodes of each level that `fill` makes of `count` tokens (of NumPy or JAX).
-
-    At level 0 only full leaves count. Every merge makes one bin of two, so that a level is merged until no bin is
-    superfluous or no pair is left.
-    """
-    numbers = [count // bin_slots]
-    superfluous = -(-count // bin_slots) - bins
-    for level in range(1, leaves.bit_length()):
-        numbers.append(superfluous.clip(0, numbers[0] >> level))
-        superfluous = superfluous - numbers[-1]
-    return numbers
-
-
-def _pad_rows(x: Array, count: int) -> Array:
-    """Returns the first `count` rows, padded with zeros."""
-    return jnp.pad(x[:count], ((0, max(count - x.shape[0], 0)), (0, 0)))
-
-
 def _bin_slots(tree: MergeReduceTree) -> int:
     return tree.keys.shape[0] // tree.level.shape[0]
 
@@ -338,12 +188,7 @@ def _halve(
 ) -> Halved:
     """Makes node (level, index) from the entries of its children."""
     rng = jax.random.fold_in(jax.random.fold_in(tree.rng, level), index)
-    halved = halve(rng, keys, values, weights)
-    if not tree.conserves_mass:
-        return halved
-    total = jnp.sum(halved.weight)
-    factor = jnp.where(total > 0, jnp.sum(weights) / jnp.where(total > 0, total, 1.0), 1.0)
-    return halved._replace(weight=halved.weight * factor)
+    return halve(rng, keys, values, weights)
 
 
 class _Pair(NamedTuple):
@@ -406,9 +251,6 @@ def _insert_in_leaf(
     bin_slots = _bin_slots(tree)
     leaf, occupied = tree.count // bin_slots, tree.count % bin_slots
     opens = (count > 0) & (occupied == 0)
-    if not tree.eager:
-        pair = _next_pair(tree)
-        tree = _merge_if(tree, pair, opens & pair.exists & jnp.all(tree.level >= 0), halve)
     target = jnp.argmax(jnp.where(opens, tree.level < 0, (tree.level == 0) & (tree.index == leaf)))
     fits = ~opens | (tree.level[target] < 0)
     opens &= fits
@@ -429,8 +271,6 @@ def _insert_in_leaf(
         count=tree.count + inserted,
         lost=tree.lost + count - inserted,
     )
-    if not tree.eager:
-        return tree
 
     def merge(carry: tuple[MergeReduceTree, _Pair]) -> tuple[MergeReduceTree, _Pair]:
         """Merges the pair in the `carry` and returns the next pair."""

@@ -37,7 +37,8 @@ class Centroids:
 class Schedule:
     """The share of entries that step i of a compression may merge: max(floor, first - decay min(i, steps)).
 
-    Shares are rounded to a thousandth. The floor is kvjax's addition, because the schedule for Qwen falls to 0.
+    Shares are rounded to a thousandth. The paper keeps shares above 0 by hand, because the schedule for Qwen falls
+    to 0; the floor of 0.05 is kvjax's choice.
 
     Attributes:
         first: share of the first step (r_init).
@@ -101,7 +102,6 @@ def merge_most_similar(
     max_merges: int,
     *,
     slots: int | None = None,
-    drop: bool = False,
 ) -> Centroids:
     """Merges the entries at even indices that are most similar to their partners into these partners.
 
@@ -113,7 +113,6 @@ def merge_most_similar(
         chunk: entries among which an entry looks for a partner; even.
         max_merges: upper bound of `merges`.
         slots: slots of the result, at least the number of entries that remain; None for the slots of `entries`.
-        drop: whether the partner's key and value represent both entries, instead of the mean.
 
     Returns:
         The entries that remain.
@@ -137,9 +136,7 @@ def merge_most_similar(
     new_target = jnp.where(merge, (jnp.cumsum(remains) - 1)[target_index], slots)
 
     def mean(x: Float[Array, "S F"]) -> Float[Array, "S_out F"]:
-        """Returns `x` of the remaining entries: means weighted by degree, or unchanged if `drop`."""
-        if drop:
-            return x[order]
+        """Returns `x` of the remaining entries, as means weighted by degree."""
         old, merged = (part.astype(jnp.float32) for part in (x[order], x[source_index]))
         means = (old * old_share[:, None]).at[new_target].add(merged_share[:, None] * merged, mode="drop")
         return means.astype(x.dtype)
@@ -152,7 +149,7 @@ def merge_most_similar(
     )
 
 
-def compress(entries: Centroids, budget: int, chunk: int, schedule: Schedule, *, drop: bool = False) -> Centroids:
+def compress(entries: Centroids, budget: int, chunk: int, schedule: Schedule) -> Centroids:
     """Merges entries step by step until exactly `budget` entries are left, or as many as there were.
 
     The cost of a step depends on the slots, not on the entries in them. Slots therefore shrink with every step, as
@@ -163,7 +160,6 @@ def compress(entries: Centroids, budget: int, chunk: int, schedule: Schedule, *,
         budget: number of entries at the end.
         chunk: entries among which an entry looks for a partner; even.
         schedule: share of entries that each step merges.
-        drop: whether the partner's key and value represent both entries, instead of the mean.
 
     Returns:
         Entries in min(S, budget) slots.
@@ -174,7 +170,7 @@ def compress(entries: Centroids, budget: int, chunk: int, schedule: Schedule, *,
         max_merges = int(schedule.max_merges(number, entries.degree.shape[0]))
         excess = jnp.maximum(entries.count - budget, 0)
         merges = jnp.minimum(schedule.max_merges(number, entries.count), excess)
-        return merge_most_similar(entries, merges, chunk, max_merges, slots=slots, drop=drop)
+        return merge_most_similar(entries, merges, chunk, max_merges, slots=slots)
 
     def step_in_place(slots: int, _: Int[Array, ""], entries: Centroids) -> Centroids:
         return step(entries, schedule.steps, slots)

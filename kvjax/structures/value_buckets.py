@@ -1,7 +1,7 @@
 """Value-norm buckets: one merge-and-reduce tree per power of two of the values' norms.
 
 The error of SoftmaxBalance is proportional to the largest value norm of a tree, so that values of similar norm are
-balanced together.
+balanced together. The paper has a bucket for every power of two; here the lowest and the highest bucket are open.
 
 Reference:
     BalanceKV, Algorithm 1.
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.state import fault, stacked, state, static
+from kvjax.state import stacked, state, static
 from kvjax.structures import merge_reduce
 from kvjax.structures.balance import Halve
 from kvjax.structures.merge_reduce import MergeReduceTree
@@ -22,11 +22,13 @@ from kvjax.structures.merge_reduce import MergeReduceTree
 
 @state
 class ValueBuckets:
-    """Trees for value norms in [2^(i - 1), 2^i] with i = lowest, lowest + 1, ..."""
+    """Trees for value norms in (2^(i - 1), 2^i] with i = lowest, lowest + 1, ...
+
+    The first tree also has all smaller norms, and the last one all larger norms.
+    """
 
     trees: MergeReduceTree = stacked("buckets")
     largest: Float[Array, ""]  # float32, largest value norm so far
-    outside: Int[Array, ""] = fault("value norms lay outside the buckets: these tokens are missing from the numerator")
     lowest: int = static()  # i of the first bucket
 
 
@@ -50,7 +52,7 @@ def init_value_buckets(
     if buckets < 1:
         raise ValueError(f"buckets={buckets} must be at least 1")
     trees = jax.vmap(init_tree)(jax.random.split(rng, buckets))
-    return ValueBuckets(trees, jnp.zeros(()), jnp.zeros((), jnp.int32), lowest)
+    return ValueBuckets(trees, jnp.zeros(()), lowest)
 
 
 def insert(
@@ -69,7 +71,7 @@ def insert(
         keys: keys of the tokens.
         values: values of the tokens.
         valid: tokens that count.
-        halve: maps the largest norm of a bucket, 2^i, to the function that halves its tree.
+        halve: maps the largest norm of a bucket, 2^i or inf, to the function that halves its tree.
         negligible: fraction of the largest norm so far up to which a bucket is erased. Algorithm 1 uses
             (epsilon / 2n) exp(-r^2 / sqrt(D)).
 
@@ -81,10 +83,11 @@ def insert(
     """
     count = buckets.trees.count.shape[0]
     norm = jnp.linalg.norm(values.astype(jnp.float32), axis=1)
-    bucket = jnp.ceil(jnp.log2(jnp.where(norm > 0, norm, 1.0))).astype(jnp.int32) - buckets.lowest
+    exponent = jnp.ceil(jnp.log2(jnp.where(norm > 0, norm, 1.0)))
+    bucket = jnp.clip(exponent - buckets.lowest, 0, count - 1).astype(jnp.int32)
     counts = valid & (norm > 0)
     largest = jnp.maximum(buckets.largest, jnp.max(jnp.where(counts, norm, 0.0)))
-    limits = 2.0 ** (buckets.lowest + jnp.arange(count))
+    limits = (2.0 ** (buckets.lowest + jnp.arange(count))).at[-1].set(jnp.inf)
     # An erased bucket stays erased, because the largest norm never falls.
     erased = limits <= negligible * largest
 
@@ -101,7 +104,4 @@ def insert(
         )
 
     trees = jax.vmap(put)(buckets.trees, jnp.arange(count), limits, erased)
-    # A norm below the first bucket may be negligible as well.
-    missed = counts & ((bucket >= count) | ((bucket < 0) & (norm > negligible * largest)))
-    outside = buckets.outside + jnp.sum(missed, dtype=jnp.int32)
-    return dataclasses.replace(buckets, trees=trees, largest=largest, outside=outside)
+    return dataclasses.replace(buckets, trees=trees, largest=largest)

@@ -1,7 +1,7 @@
 """Language models with compressed KV caches: a Flax NNX decoder family, checkpoints and text generation.
 
     llm = kvjax_models.load("DIRECTORY")
-    print(llm.generate("Once upon a time", policy="subgen", budget="25%"))
+    print(llm.generate("Once upon a time", policy="subgen_mean", budget="25%"))
 
 Subpackages: `formats` reads and writes checkpoints and tokenizers, `model` is the decoder, `generation` runs it through
 KV caches, `cli` is the console command `kvjax`. Caches are used through the interface of `kvjax` only.

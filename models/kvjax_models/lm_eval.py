@@ -1,6 +1,6 @@
 """Runs tasks of lm-evaluation-harness with compressed caches, as the harness's model "kvjax".
 
-    python -m kvjax_models.lm_eval --model kvjax --model_args path=DIR,policy=subgen,budget=25% --tasks gsm8k
+    python -m kvjax_models.lm_eval --model kvjax --model_args path=DIR,policy=subgen_mean,budget=25% --tasks gsm8k
 
 This is the harness's own command with one additional model. Install it with `pip install 'kvjax[harness]'`.
 

@@ -1,4 +1,4 @@
-"""The self-balancing walk: signs that balance a kernel matrix, and halving a block of entries by pairs."""
+"""The self-balancing walk: signs that balance a kernel matrix."""
 
 from typing import Any
 
@@ -9,9 +9,7 @@ from pallas_kernels.balanced_walk import mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.balanced_walk.mosaic_tpu import TpuConfig as TpuConfig
 from pallas_kernels.balanced_walk.reference import Block as Block
 from pallas_kernels.balanced_walk.reference import Signs as Signs
-from pallas_kernels.balanced_walk.reference import ThinnedPairs as ThinnedPairs
 from pallas_kernels.balanced_walk.reference import assign_signs_from_matrix as assign_signs_from_matrix
-from pallas_kernels.balanced_walk.reference import kernel_diagonal as kernel_diagonal
 from pallas_kernels.balanced_walk.reference import kernel_matrix as kernel_matrix
 from pallas_kernels.dispatch import Implementation, Kernel, dispatch
 
@@ -58,45 +56,6 @@ def assign_signs(
         "balanced_walk", implementation, reference.assign_signs, block, uniforms, gains, weights,
         mosaic_tpu=Kernel(mosaic_tpu.assign_signs, mosaic_tpu.check, tpu_options),
         mosaic_gpu=Kernel(mosaic_gpu.assign_signs, mosaic_gpu.check, {"interpret": interpret}),
-    )  # fmt: skip
-
-
-def thin_pairs(
-    block: Block,
-    uniforms: Float[Array, "h"],
-    weights: Float[Array, "t"],
-    gamma: Float[Array, ""] | float,
-    *,
-    implementation: Implementation | None = None,
-    config: TpuConfig | None = None,
-    interpret: Any = False,
-) -> ThinnedPairs:
-    """Pairs every entry with its nearest unpaired neighbor and keeps one of the two, with the weight of both.
-
-    Entries are paired in their order, by |k_i - k_j|^2 = K_ii + K_jj - 2 K_ij. The first of a pair is kept with
-    probability w_1 / (w_1 + w_2) - tilt; the tilt counters the changes by earlier pairs in the direction of this one,
-    as the self-balancing walk does. Entries of weight 0 are empty: they are paired last, and their partner is kept. Use
-    `jax.vmap` for several blocks, which a kernel processes together. Raises the errors of `assign_signs`.
-
-    Args:
-        block: The entries.
-        uniforms: One draw from [0, 1) per pair, t // 2 in total.
-        weights: The weights of the entries, float32.
-        gamma: The strength of the tilt, relative to the squared distance of the pair.
-        implementation: See `assign_signs`.
-        config: See `assign_signs`.
-        interpret: See `assign_signs`.
-
-    Returns:
-        The kept entries.
-    """
-    entries = block.keys.shape[0]
-    _check_shapes(block, {"uniforms": (uniforms, entries // 2), "weights": (weights, entries)})
-    tpu_options = {"config": config or TpuConfig(), "interpret": interpret}
-    return dispatch(
-        "balanced_walk", implementation, reference.thin_pairs, block, uniforms, weights, jnp.float32(gamma),
-        mosaic_tpu=Kernel(mosaic_tpu.thin_pairs, mosaic_tpu.check, tpu_options),
-        mosaic_gpu=Kernel(mosaic_gpu.thin_pairs, mosaic_gpu.check, {"interpret": interpret}),
     )  # fmt: skip
 
 

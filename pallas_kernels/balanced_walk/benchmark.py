@@ -6,13 +6,13 @@ Decisions depend on each other, so that neither bytes nor flops limit the time; 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import benchmarking
-from pallas_kernels.balanced_walk import Block, assign_signs, thin_pairs
+from pallas_kernels.balanced_walk import Block, assign_signs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,20 +23,18 @@ class Shape(benchmarking.Shape):
 
     batch: int
     entries: int
-    op: Literal["pairs", "signs"] = "pairs"
     heads: int = 8
     head_dim: int = 128
 
     def arguments(self, array: Callable[..., Any]) -> tuple[Any, ...]:
-        """Returns blocks, draws, and weights or gains, created by `array(shape, dtype)`."""
+        """Returns blocks, draws and gains, created by `array(shape, dtype)`."""
 
         def per_head(*shape: int) -> Any:
             return array((self.batch, self.heads, *shape), jnp.float32)
 
         store = per_head(self.entries, self.head_dim)
         block = Block(store, store, per_head(), per_head(), per_head())
-        decisions = self.entries // 2 if self.op == "pairs" else self.entries
-        return block, per_head(decisions), per_head(self.entries)
+        return block, per_head(self.entries), per_head(self.entries)
 
     def random_arguments(self) -> tuple[Any, ...]:
         """Returns arguments whose draws are in [0, 1) and whose kernels are finite."""
@@ -45,10 +43,7 @@ class Shape(benchmarking.Shape):
 
     def function(self, **options: Any) -> Callable[..., Any]:
         """Returns the op for all heads."""
-        op: Any = functools.partial(assign_signs, **options)
-        if self.op == "pairs":
-            op = functools.partial(thin_pairs, gamma=4.0, **options)
-        return jax.vmap(jax.vmap(op))
+        return jax.vmap(jax.vmap(functools.partial(assign_signs, **options)))
 
     @property
     def flops(self) -> int:
@@ -56,14 +51,9 @@ class Shape(benchmarking.Shape):
         return 4 * self.batch * self.heads * self.entries**2 * self.head_dim
 
 
-QUICK = (Shape(1, 64, heads=2, head_dim=64), Shape(1, 64, "signs", 2, 64))
-# Blocks of a prompt, or two bins of a tree of 4096, 2048, 8192 and 16384 slots; blocks of the other variants.
-PRODUCTION = (
-    *(Shape(8, entries) for entries in (512, 256, 1024, 2048)),
-    Shape(8, 512, head_dim=64),
-    Shape(8, 512, op="signs"),
-    Shape(64, 128, op="signs"),
-)
+QUICK = (Shape(1, 64, heads=2, head_dim=64),)
+# Blocks of prompts of 16,384 and of 2,048 tokens, and of the single-layer study.
+PRODUCTION = (Shape(128, 128), Shape(16, 128), Shape(64, 256), Shape(128, 128, head_dim=64))
 
 if __name__ == "__main__":
     benchmarking.main("balanced_walk", QUICK, PRODUCTION)

@@ -1,4 +1,4 @@
-"""The decisions of the balanced walk as Pallas kernels for Hopper GPUs (Mosaic GPU).
+"""The decisions of the balanced walk as a Pallas kernel for Hopper GPUs (Mosaic GPU).
 
 Shared memory holds no kernel matrix of more than some 200 entries. XLA computes the matrices, which the L2 cache holds
 as far as they fit, and a kernel makes all decisions. XLA would start several programs for each decision. One warpgroup
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.balanced_walk import reference
-from pallas_kernels.balanced_walk.reference import Block, Signs, ThinnedPairs
+from pallas_kernels.balanced_walk.reference import Block, Signs
 from pallas_kernels.batching import run_batched
 
 THREADS = 128  # of a warpgroup
@@ -63,38 +63,6 @@ def assign_signs(
         return Signs(results[0], _count(results[1]))
 
     return run_batched(run, block, uniforms, gain, weight)
-
-
-def thin_pairs(
-    block: Block, uniforms: Float[Array, "h"], weights: Float[Array, "t"], gamma: Float[Array, ""], *, interpret: Any
-) -> ThinnedPairs:
-    """`reference.thin_pairs` with all decisions in one kernel.
-
-    Args:
-        block: The entries.
-        uniforms: One draw from [0, 1) per pair.
-        weights: The weights of the entries.
-        gamma: The strength of the tilt.
-        interpret: Passed to `plgpu.kernel`.
-
-    Returns:
-        The kept entries.
-    """
-
-    def run(block: Block, uniforms: Array, weights: Array, gamma: Array) -> ThinnedPairs:
-        kernel = jax.vmap(reference.kernel_matrix)(block)
-        diagonal = jnp.diagonal(kernel, axis1=1, axis2=2)
-        padded = _pad(kernel, axes=2)
-        index, size = jnp.arange(diagonal.shape[1], dtype=jnp.float32), padded.shape[1]
-        order = _pad(jnp.where(weights > 0, index, index + size), fill=2 * size)
-        scalars = jnp.stack([gamma, reference.min_squared_distance(jnp.max(diagonal, axis=1))], axis=1)
-        indices, pair_weights, clipped = _walk(
-            _pairs_kernel, ("indices", "pair_weights", "clipped"), uniforms.shape[1], interpret,
-            padded, _pad(diagonal), order, weights, reference.relative_weights(weights), uniforms, scalars,
-        )  # fmt: skip
-        return ThinnedPairs(indices.astype(jnp.int32), pair_weights, _count(clipped))
-
-    return run_batched(run, block, uniforms, weights, gamma)
 
 
 def _pad(x: Array, fill: int = 0, axes: int = 1) -> Array:
@@ -146,54 +114,6 @@ def _signs_kernel(matrix_ref, uniforms_ref, gain_ref, weight_ref, signs_ref, cli
     zeros = _zeros(entries.shape[0])
     _, signs[...], clipped[...] = lax.fori_loop(0, decisions, decide, (zeros, zeros, zeros))
     _write(block, [(signs, signs_ref), (clipped, clipped_ref)])
-
-
-def _pairs_kernel(
-    matrix_ref, diagonal_ref, order_ref, weights_ref, scale_ref, uniforms_ref, scalars_ref,
-    indices_ref, pair_weights_ref, clipped_ref, *, indices, pair_weights, clipped, decisions,
-):  # fmt: skip
-    block = lax.axis_index("blocks")
-    padded, size = matrix_ref.shape[1], indices.shape[0]
-    paired = 2.0 * padded  # in the order, instead of entries that are paired
-    entries, pairs = _indices(padded), _indices(size)
-    diagonal, order = (
-        hopper.load(ref.at[block], _layout(padded), optimized=False) for ref in (diagonal_ref, order_ref)
-    )
-    gamma, min_distance = scalars_ref[block, 0], scalars_ref[block, 1]
-
-    def decide(step, carry):
-        """Returns the order, sums and results, `carry`, after the pair of `step`."""
-        order, sums, indices, pair_weights, clipped = carry
-        first = jnp.min(order)
-        first = jnp.where(first >= padded, first - padded, first)
-        at_first = entries == first
-        order = jnp.where(at_first, paired, order)
-        i = first.astype(jnp.int32)
-        row = _row(matrix_ref, block, i)
-        empty_distance = jnp.where(order < paired, reference.EMPTY_DISTANCE, jnp.inf)
-        distance = jnp.where(order < padded, diagonal - 2 * row, empty_distance)
-        second = jnp.min(jnp.where(distance == jnp.min(distance), entries, padded - 1.0))
-        at_second = entries == second
-        j = second.astype(jnp.int32)
-        total = weights_ref[block, i] + weights_ref[block, j]
-        share = jnp.where(total > 0, weights_ref[block, i] / jnp.maximum(total, 1e-30), 0.5)
-        squared_distance = diagonal_ref[block, i] + diagonal_ref[block, j] - 2 * matrix_ref[block, i, j]
-        difference = jnp.sum(jnp.where(at_first, sums, 0.0) - jnp.where(at_second, sums, 0.0))
-        tilt = reference.pair_tilt(share, gamma, difference, squared_distance, min_distance)
-        keeps_first = uniforms_ref[block, step] < share - tilt
-        change = jnp.where(keeps_first, scale_ref[block, j], -scale_ref[block, i])
-        is_here = pairs == step.astype(jnp.float32)
-        return (
-            jnp.where(at_second, paired, order),
-            sums + change * (row - _row(matrix_ref, block, j)),
-            jnp.where(is_here, jnp.where(keeps_first, first, second), indices),
-            jnp.where(is_here, total, pair_weights),
-            jnp.where(is_here, _to_float(jnp.abs(share - tilt - 0.5) > 0.5), clipped),
-        )
-
-    start = (order, _zeros(padded), _zeros(size), _zeros(size), _zeros(size))
-    _, _, indices[...], pair_weights[...], clipped[...] = lax.fori_loop(0, decisions, decide, start)
-    _write(block, [(indices, indices_ref), (pair_weights, pair_weights_ref), (clipped, clipped_ref)])
 
 
 def _layout(size: int) -> Any:

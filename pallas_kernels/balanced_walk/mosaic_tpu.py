@@ -1,4 +1,4 @@
-"""The balanced walk as Pallas kernels for TPU (Mosaic)."""
+"""The balanced walk as a Pallas kernel for TPU (Mosaic)."""
 
 import dataclasses
 import functools
@@ -11,8 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.balanced_walk import reference
-from pallas_kernels.balanced_walk.reference import Block, Signs, ThinnedPairs
+from pallas_kernels.balanced_walk.reference import Block, Signs
 from pallas_kernels.batching import run_batched
 from pallas_kernels.tpu import dot, launch
 
@@ -74,27 +73,6 @@ def assign_signs(block: Block, *vectors: Float[Array, "t"], config: TpuConfig, i
     results = [(vectors[0].shape[0], jnp.float32), (1, jnp.int32)]
     signs, clipped = _run(_signs_kernel, results, config, interpret, block, *vectors)
     return Signs(signs, clipped[0])
-
-
-def thin_pairs(
-    block: Block, uniforms: Float[Array, "h"], *parameters: Array, config: TpuConfig, interpret: Any
-) -> ThinnedPairs:
-    """`reference.thin_pairs` with the matrix on chip.
-
-    Args:
-        block: The entries.
-        uniforms: One draw from [0, 1) per pair.
-        *parameters: The weights of the entries, and the strength of the tilt.
-        config: How to divide the work.
-        interpret: Passed to `pallas_call`.
-
-    Returns:
-        The kept entries.
-    """
-    results = [(*uniforms.shape, jnp.int32), (*uniforms.shape, jnp.float32), (1, jnp.int32)]
-    vectors = uniforms, *(x.reshape(-1) for x in parameters)
-    indices, pair_weights, clipped = _run(_pairs_kernel, results, config, interpret, block, *vectors)
-    return ThinnedPairs(indices, pair_weights, clipped[0])
 
 
 def _fitting_blocks(block: Block, config: TpuConfig) -> int:
@@ -192,67 +170,6 @@ def _signs_kernel(scalars_ref, uniforms_ref, gain_ref, weight_ref, *refs, stores
     zeros = jnp.zeros_like(uniforms)
     start = zeros, zeros, jnp.zeros(clipped_ref.shape, jnp.int32)
     _, signs_ref[...], clipped_ref[...] = jax.lax.fori_loop(0, uniforms.shape[1], decide, start)
-
-
-def _pairs_kernel(scalars_ref, uniforms_ref, weights_ref, gamma_ref, *refs, stores):
-    store_refs, (indices_ref, pair_weights_ref, clipped_ref, matrix_ref) = refs[:stores], refs[stores:]
-    _compute_matrices(matrix_ref, scalars_ref, store_refs)
-    uniforms, weights, gamma = uniforms_ref[...], weights_ref[...], gamma_ref[...]
-    blocks, size = weights.shape
-    entries = jax.lax.broadcasted_iota(jnp.int32, weights.shape, 1)
-    pairs = jax.lax.broadcasted_iota(jnp.int32, uniforms.shape, 1)
-    is_present = weights > 0
-    order = jnp.where(is_present, entries, entries + size)  # empty entries come last
-    scale = reference.relative_weights(weights)
-
-    def add_diagonal(i, diagonal):
-        return jnp.where(entries == i, matrix_ref[i], diagonal)
-
-    diagonal = jax.lax.fori_loop(0, size, add_diagonal, jnp.zeros_like(weights))
-    min_distance = reference.min_squared_distance(jnp.max(diagonal, axis=1, keepdims=True))
-
-    def rows(index):
-        """Returns the row `index` of the matrix of each block."""
-        block = jax.lax.broadcasted_iota(jnp.int32, weights.shape, 0)
-        selected = matrix_ref[index[0, 0]]
-        for other in range(1, blocks):
-            selected = jnp.where(block == other, matrix_ref[index[other, 0]], selected)
-        return selected
-
-    def decide(step, carry):
-        """Returns the free entries, sums and results, `carry`, after the pair of `step` of every block."""
-        is_free, sums, indices, pair_weights, clipped = carry
-        first = jnp.min(jnp.where(is_free != 0, order, 2 * size), axis=1, keepdims=True)
-        first = jnp.where(first >= size, first - size, first)
-        at_first = entries == first
-        is_free = jnp.where(at_first, 0, is_free)
-        row = rows(first)
-        distance = jnp.where(is_present, diagonal - 2 * row, reference.EMPTY_DISTANCE)
-        distance = jnp.where(is_free != 0, distance, jnp.inf)
-        is_nearest = distance == jnp.min(distance, axis=1, keepdims=True)
-        second = jnp.min(jnp.where(is_nearest, entries, size - 1), axis=1, keepdims=True)
-        at_second = entries == second
-        first_weight, second_weight = _pick(weights, at_first), _pick(weights, at_second)
-        total = first_weight + second_weight
-        share = jnp.where(total > 0, first_weight / jnp.maximum(total, 1e-30), 0.5)
-        squared_distance = _pick(diagonal, at_first) + _pick(diagonal - 2 * row, at_second)
-        difference = _pick(sums, at_first) - _pick(sums, at_second)
-        tilt = reference.pair_tilt(share, gamma, difference, squared_distance, min_distance)
-        is_here = pairs == step
-        keeps_first = _pick(uniforms, is_here) < share - tilt
-        change = jnp.where(keeps_first, _pick(scale, at_second), -_pick(scale, at_first))
-        return (
-            jnp.where(at_second, 0, is_free),
-            sums + change * (row - rows(second)),
-            jnp.where(is_here, jnp.where(keeps_first, first, second), indices),
-            jnp.where(is_here, total, pair_weights),
-            clipped + (jnp.abs(share - tilt - 0.5) > 0.5).astype(jnp.int32),
-        )
-
-    results = (jnp.zeros(ref.shape, ref.dtype) for ref in (indices_ref, pair_weights_ref, clipped_ref))
-    start = (jnp.ones(weights.shape, jnp.int32), jnp.zeros_like(weights), *results)
-    results = jax.lax.fori_loop(0, uniforms.shape[1], decide, start)
-    _, _, indices_ref[...], pair_weights_ref[...], clipped_ref[...] = results
 
 
 def _pick(x: Float[Array, "b t"], is_here: Any) -> Float[Array, "b 1"]:

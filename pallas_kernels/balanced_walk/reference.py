@@ -7,9 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# Larger than the distance of any two entries, and less than infinity, the distance of entries that are already paired.
-EMPTY_DISTANCE = 3e38
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -43,20 +40,6 @@ class Signs(NamedTuple):
     num_clipped: Int[Array, ""]
 
 
-class ThinnedPairs(NamedTuple):
-    """The result of `thin_pairs`: one entry of every pair, in the order of the pairs.
-
-    Attributes:
-        indices: The indices of the kept entries, int32; t // 2 of them.
-        weights: The sum of the weights of each pair, float32.
-        num_clipped: The decisions whose probability was clipped to [0, 1], int32.
-    """
-
-    indices: Int[Array, "h"]
-    weights: Float[Array, "h"]
-    num_clipped: Int[Array, ""]
-
-
 def kernel_matrix(block: Block) -> Float[Array, "t t"]:
     """Returns K of a block."""
 
@@ -65,16 +48,6 @@ def kernel_matrix(block: Block) -> Float[Array, "t t"]:
 
     kernel = jnp.exp(block.factor * gram(block.keys) - block.shift)
     return kernel if block.values is None else kernel * (gram(block.values) + block.offset)
-
-
-def kernel_diagonal(block: Block) -> Float[Array, "t"]:
-    """Returns the diagonal of K of a block, without computing the matrix."""
-
-    def squared_norm(x: Float[Array, "t D"]) -> Float[Array, "t"]:
-        return jnp.sum(x * x, axis=1)
-
-    diagonal = jnp.exp(block.factor * squared_norm(block.keys) - block.shift)
-    return diagonal if block.values is None else diagonal * (squared_norm(block.values) + block.offset)
 
 
 def assign_signs(
@@ -124,79 +97,3 @@ def assign_signs_from_matrix(
 
     (_, num_clipped), signs = jax.lax.scan(decide, (sums, jnp.int32(0)), jnp.arange(uniforms.shape[0]))
     return Signs(signs, num_clipped)
-
-
-def relative_weights(weights: Float[Array, "*b t"]) -> Float[Array, "*b t"]:
-    """Returns weights divided by the largest weight of their block."""
-    return weights / jnp.maximum(jnp.max(weights, axis=-1, keepdims=True), 1e-30)
-
-
-def min_squared_distance(max_diagonal: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns a lower bound for squared distances in divisions, from the largest diagonal element of the matrix.
-
-    Distances within rounding of zero would make quotients arbitrary; which entry of such a pair is kept is irrelevant.
-    """
-    return 1e-6 * max_diagonal + 1e-30
-
-
-def pair_tilt(share: Array, gamma: Array, difference: Array, squared_distance: Array, min_distance: Array) -> Array:
-    """Returns the tilt of the probability that the first entry of a pair is kept.
-
-    Args:
-        share: w_1 / (w_1 + w_2). If it is 0 or 1, so is the probability: the tilt is 0.
-        gamma: The strength of the tilt.
-        difference: The difference of the sums of both entries.
-        squared_distance: The squared distance of both entries.
-        min_distance: Its lower bound.
-
-    Returns:
-        The tilt, of the shape of `share`.
-    """
-    return 4 * share * (1 - share) * gamma * difference / jnp.maximum(squared_distance, min_distance)
-
-
-def thin_pairs(
-    block: Block, uniforms: Float[Array, "h"], weights: Float[Array, "t"], gamma: Float[Array, ""]
-) -> ThinnedPairs:
-    """Keeps one entry of every pair, see `pallas_kernels.balanced_walk.thin_pairs`.
-
-    Args:
-        block: The entries.
-        uniforms: One draw from [0, 1) per pair.
-        weights: The weights of the entries.
-        gamma: The strength of the tilt.
-
-    Returns:
-        The kept entries.
-    """
-    kernel = kernel_matrix(block)
-    diagonal = jnp.diagonal(kernel)
-    is_present = weights > 0
-    scale, min_distance = relative_weights(weights), min_squared_distance(jnp.max(diagonal))
-    entries = weights.shape[0]
-    index = jnp.arange(entries, dtype=jnp.int32)
-    order = jnp.where(is_present, index, index + entries)  # empty entries come last
-
-    def decide(carry, uniform):
-        """Returns `carry` after the next pair, decided by `uniform`, and the pair's result."""
-        is_free, sums, num_clipped = carry
-        first = jnp.min(jnp.where(is_free, order, 2 * entries)) % entries
-        is_free &= index != first
-        distance = jnp.where(is_present, diagonal - 2 * kernel[first], EMPTY_DISTANCE)
-        distance = jnp.where(is_free, distance, jnp.inf)
-        # On XLA:CPU, an argmin takes ten times as long as two minima.
-        second = jnp.min(jnp.where(distance == jnp.min(distance), index, entries))
-        total = weights[first] + weights[second]
-        share = jnp.where(total > 0, weights[first] / jnp.maximum(total, 1e-30), 0.5)
-        squared_distance = diagonal[first] + diagonal[second] - 2 * kernel[first, second]
-        tilt = pair_tilt(share, gamma, sums[first] - sums[second], squared_distance, min_distance)
-        keeps_first = uniform < share - tilt
-        change = jnp.where(keeps_first, scale[second], -scale[first])
-        sums = sums + change * (kernel[first] - kernel[second])
-        num_clipped += jnp.abs(share - tilt - 0.5) > 0.5
-        kept = jnp.where(keeps_first, first, second)
-        return (is_free & (index != second), sums, num_clipped), (kept, total)
-
-    start = (jnp.ones(entries, bool), jnp.zeros(entries), jnp.int32(0))
-    (_, _, num_clipped), (indices, pair_weights) = jax.lax.scan(decide, start, uniforms)
-    return ThinnedPairs(indices, pair_weights, num_clipped)

@@ -49,7 +49,7 @@ def k_means(
         ValueError: If shapes do not match, or the implementation is unknown.
 
     Reference:
-        Lloyd 1982; ClusterKV, section 3.2.
+        Lloyd 1982; ClusterKV, section III.
     """
     tokens, head_dim = points.shape
     expected = {"centroids": (centroids.shape[0], head_dim), "is_valid": (tokens,), "summands": (tokens, head_dim)}

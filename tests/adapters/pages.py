@@ -6,9 +6,8 @@ import re
 import pytest
 
 import kvjax
-from kvjax.policies.clusterkv_reference import ClusterKVReference
 from kvjax.registry import POLICIES as REGISTERED
-from tests.kvjax.support import ON_A_MESH, WINDOW
+from tests.kvjax.support import ON_A_MESH
 
 DIRECTORY = pathlib.Path(__file__).parents[2] / "docs" / "adapters"
 BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
@@ -20,10 +19,7 @@ UNSUPPORTED = {
     "leverage_scores": "rope_frequencies",
 }
 _BY_CLASS = {type(policy): policy for name, policy in ON_A_MESH.items() if "reindexed" not in name}
-_BY_CLASS |= {
-    kvjax.KVzip: kvjax.KVzip(20, sinks=2, compact_every=8),
-    ClusterKVReference: ClusterKVReference(20, **WINDOW, clusters=2),
-}
+_BY_CLASS[kvjax.KVzip] = kvjax.KVzip(20, sinks=2, compact_every=8)
 POLICIES = {name: _BY_CLASS[policy_class] for name, policy_class in REGISTERED.items()}
 supported_policies = pytest.mark.parametrize("policy", [name for name in POLICIES if name not in UNSUPPORTED])
 unsupported_policies = pytest.mark.parametrize("policy", UNSUPPORTED)

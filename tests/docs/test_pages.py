@@ -140,7 +140,7 @@ def test_pictures_show_the_entries_of_policies(monkeypatch):
     assert sample.shares.max(axis=1).min() == 1 and len(sample.weight) == 40
     assert sample.weight.sum() == pytest.approx(tokens)
     # Means hold every token once.
-    means = entries_of("clustergen")
+    means = entries_of("subgen_mean")
     np.testing.assert_allclose(means.weight @ means.shares, np.arange(pictures.TOKENS) < tokens, atol=1e-5)
     jax.clear_caches()
 

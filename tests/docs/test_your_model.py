@@ -22,8 +22,7 @@ SETTINGS = {
     "chunk_clusters": 2, "lag_size": 8, "merged": 4, "kernel_size": 3, "window_size": 6,
 }  # fmt: skip
 SETTINGS_BY_POLICY = {
-    "balancekv_paper": {"budget": 400, "value_exponents": (-6, 6)},
-    "clusterkv_reference": {"clusters": 8, "chunk_tokens": None},
+    "balancekv_theory": {"budget": 60},
     "snapkv": {"recent": 0},
     "pyramidkv": {"recent": 0},
 }

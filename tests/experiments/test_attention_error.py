@@ -28,7 +28,7 @@ def done(tmp_path_factory):
             attention_error,
             directory,
             quick=False,
-            policy=("exact", "uniform", "clustergen:variant=mean_value", "leverage_scores@50%"),
+            policy=("exact", "uniform", "clustergen", "leverage_scores@50%"),
             budget=("50%", "2.5%"),
             stream=("tight", "recorded"),
             norm=(2.0, 4.0),

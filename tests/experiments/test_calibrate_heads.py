@@ -57,5 +57,4 @@ def test_calibration_writes_files_that_the_policy_reads(tmp_path):
         "heads=none",
         "heads=share",
         "heads=error",
-        "heads=dropping alone",
     }

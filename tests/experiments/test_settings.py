@@ -15,9 +15,9 @@ SPEC = kvjax.CacheSpec(
 
 
 def test_policy_flags_become_policies():
-    [setting] = settings.settings(["clustergen:variant=paper,sinks=4,recent=32"], ["64"])
-    assert settings.label(setting) == "clustergen:variant=paper,sinks=4,recent=32 @ 64"
-    assert setting.fit(SPEC, 2048) == kvjax.ClusterGen(64, variant="paper", sinks=4, recent=32)
+    [setting] = settings.settings(["clustergen:sinks=4,recent=32"], ["64"])
+    assert settings.label(setting) == "clustergen:sinks=4,recent=32 @ 64"
+    assert setting.fit(SPEC, 2048) == kvjax.ClusterGen(64, sinks=4, recent=32)
     [setting] = settings.settings(["streaming_llm:reindex=true"], ["64"])
     assert setting.fit(SPEC, 2048) == kvjax.StreamingLLM(64, reindex=True)
 

@@ -42,7 +42,7 @@ def test_structures_have_the_documented_bytes_and_no_faults(tmp_path, capsys):
     rows = run(stream_structures, tmp_path)
     printed = capsys.readouterr().out
     assert {row["variant"] for row in select(rows, metric="update_seconds")} == {
-        "reservoir", "table", "tree", "tree, filled at once"
+        "reservoir", "table", "tree"
     }  # fmt: skip
     errors = select(rows, metric="relative_error")
     assert {(row["variant"], row["context_tokens"]) for row in errors} == {

@@ -11,9 +11,7 @@ import pytest
 import kvjax
 from kvjax.cache import _attend, _stage
 from kvjax.combinators.ada_kv import AdaKV
-from kvjax.policies.balancekv_paper import BalanceKVPaper
-from kvjax.policies.balancekv_reference import BalanceKVReference
-from kvjax.policies.clusterkv_paper import ClusterKVPaper
+from kvjax.policies.balancekv_theory import BalanceKVTheory
 from kvjax.policies.leverage_scores import LeverageScores
 
 HEAD_DIM = 64
@@ -29,7 +27,7 @@ def make_spec(batch=BATCH, prompt=PROMPT, new=NEW, **changes):
 
 
 WINDOW = {"sinks": 2, "recent": 8, "compact_every": 8}
-CLUSTERS = {**WINDOW, "cluster_tokens": 4, "chunk_tokens": 8, "chunk_clusters": 2}
+CLUSTERS = {**WINDOW, "chunk_tokens": 8, "chunk_clusters": 2}
 # Policies that score the prompt and share `TopKStore`.
 SCORED = {
     "compactor": kvjax.Compactor(20, sinks=2, recent=3, chunk=8, compact_every=8),
@@ -45,13 +43,11 @@ POLICIES = {
     "streaming_llm": kvjax.StreamingLLM(16, sinks=2, compact_every=8),
     "streaming_llm_reindexed": kvjax.StreamingLLM(16, sinks=2, compact_every=8, reindex=True),
     "uniform": kvjax.Uniform(20, **WINDOW),
-    "clustergen_paper": kvjax.ClusterGen(20, **WINDOW, variant="paper"),
-    "clustergen_mean_value": kvjax.ClusterGen(20, **WINDOW),
-    "subgen_mean_value": kvjax.SubGen(20, **WINDOW),
-    "subgen_paper": kvjax.SubGen(20, **WINDOW, variant="paper"),
-    "balancekv_pairs": kvjax.BalanceKV(20, **WINDOW),
-    "balancekv_reference": BalanceKVReference(20, **WINDOW, block_size=8),
-    "balancekv_paper": BalanceKVPaper(60, **WINDOW, value_exponents=(0, 0)),
+    "clustergen": kvjax.ClusterGen(20, **WINDOW),
+    "subgen": kvjax.SubGen(20, **WINDOW),
+    "subgen_mean": kvjax.SubGenMean(20, **WINDOW),
+    "balancekv": kvjax.BalanceKV(20, **WINDOW, block_size=8),
+    "balancekv_theory": BalanceKVTheory(60, **WINDOW, value_exponents=(0, 0)),
     "h2o": kvjax.H2O(20, recent=8, compact_every=8),
     "h2o_average": kvjax.H2O(20, recent=0, average=True, compact_every=8),
     "cam": kvjax.CaM(20, sinks=2, merged=6, compact_every=8),
@@ -59,9 +55,8 @@ POLICIES = {
     "snapkv": kvjax.SnapKV(20, window_size=6, compact_every=8),
     "pyramidkv": kvjax.PyramidKV(20, window_size=6, compact_every=8),
     "chelsea": kvjax.Chelsea(20, **WINDOW, chunk=8),
-    "chelsea_drop": kvjax.Chelsea(20, **WINDOW, chunk=8, joins="drop"),
     "clusterkv": kvjax.ClusterKV(20, **CLUSTERS),
-    "clusterkv_paper": ClusterKVPaper(20, **CLUSTERS),
+    "clusterkv_residual": kvjax.ClusterKVResidual(20, **CLUSTERS, cluster_tokens=4),
     "quest": kvjax.Quest(20, compact_every=8),
     "leverage_scores": LeverageScores(20, sinks=2, compact_every=8),
     "ada_kv": AdaKV(LeverageScores(20, sinks=2, compact_every=8), 0.5),
@@ -77,32 +72,25 @@ ROOMY = {
     "streaming_llm": kvjax.StreamingLLM(BIG, sinks=2, compact_every=8),
     "streaming_llm_reindexed": kvjax.StreamingLLM(BIG, sinks=2, compact_every=8, reindex=True),
     "uniform": kvjax.Uniform(BIG + 8, **WINDOW),
-    "clustergen_mean_value": kvjax.ClusterGen(BIG + 8, **WINDOW),
     "chelsea": kvjax.Chelsea(BIG + 8, **WINDOW),
-    "chelsea_drop": kvjax.Chelsea(BIG + 8, **WINDOW, joins="drop"),
-    "subgen_mean_value": kvjax.SubGen(BIG + 8, **WINDOW),
+    "subgen_mean": kvjax.SubGenMean(BIG + 8, **WINDOW),
     "clusterkv": kvjax.ClusterKV(BIG, **CLUSTERS),
+    "clusterkv_residual": kvjax.ClusterKVResidual(BIG, **CLUSTERS, cluster_tokens=4),
     "quest": kvjax.Quest(BIG, compact_every=8),
     "leverage_scores": LeverageScores(BIG, compact_every=8),
     "ada_kv": AdaKV(LeverageScores(BIG, compact_every=8)),
 }
 
 
-# Policies for values of any norm (the buckets of BalanceKVPaper cover more norms) and without AdaKV, whose heads share
-# the budget of one device.
-ON_A_MESH = POLICIES | {"balancekv_paper": BalanceKVPaper(400, **WINDOW, value_exponents=(-6, 6))}
-del ON_A_MESH["ada_kv"]
+# Without AdaKV, whose heads share the budget of one device.
+ON_A_MESH = {name: policy for name, policy in POLICIES.items() if name != "ada_kv"}
 
 # Variants of policies that only the heavy tests run.
 VARIANTS = (
     "streaming_llm_reindexed",
-    "clustergen_paper",
-    "subgen_paper",
-    "balancekv_reference",
-    "balancekv_paper",
+    "balancekv_theory",
     "h2o_average",
-    "chelsea_drop",
-    "clusterkv_paper",
+    "clusterkv_residual",
     "ada_kv",
     *SCORED,
 )
@@ -122,7 +110,7 @@ THREADS = {"NPROC": "32"}
 
 every_policy = pytest.mark.parametrize("name", each(POLICIES))
 # For properties of the kinds of state, not of the policies.
-few_policies = pytest.mark.parametrize("name", each(POLICIES, quick=("exact", "uniform", "subgen_mean_value")))
+few_policies = pytest.mark.parametrize("name", each(POLICIES, quick=("exact", "uniform", "subgen_mean")))
 
 
 class Stream(NamedTuple):

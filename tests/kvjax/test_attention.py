@@ -454,19 +454,19 @@ def cache_queries(cache):
 
 TIGHT = {
     "uniform": kvjax.Uniform(12, sinks=2, recent=4, compact_every=4),
-    "subgen": kvjax.SubGen(12, sinks=2, recent=4, compact_every=4),
-    "subgen_paper": kvjax.SubGen(14, sinks=2, recent=4, variant="paper", compact_every=4),
+    "subgen": kvjax.SubGen(14, sinks=2, recent=4, compact_every=4),
+    "subgen_mean": kvjax.SubGenMean(12, sinks=2, recent=4, compact_every=4),
     "chelsea": kvjax.Chelsea(12, sinks=2, recent=4, chunk=4, compact_every=4),
     "clustergen": kvjax.ClusterGen(12, sinks=2, recent=4, compact_every=4),
-    "clusterkv": kvjax.ClusterKV(12, **CLUSTERS | {"recent": 4, "compact_every": 4}),
-    "clusterkv_query_head": kvjax.ClusterKV(12, **CLUSTERS | {"recent": 4, "select": "query_head"}),
+    "clusterkv": kvjax.ClusterKV(12, **CLUSTERS | {"recent": 4}),
+    "clusterkv_residual": kvjax.ClusterKVResidual(12, **CLUSTERS | {"recent": 4, "cluster_tokens": 4}),
     "balancekv": kvjax.BalanceKV(16, sinks=2, recent=4, compact_every=4),
     "infinigen": kvjax.InfiniGen(6, alpha=1.0, partial=0.5, compact_every=4),
 }
 
 
 @pytest.mark.parametrize("kind", [pytest.param("scale", marks=pytest.mark.heavy), "all"])
-@pytest.mark.parametrize("name", each(TIGHT, quick=("uniform", "subgen_paper", "chelsea", "clusterkv")))
+@pytest.mark.parametrize("name", each(TIGHT, quick=("uniform", "subgen", "chelsea", "clusterkv")))
 def test_all_kinds_of_entries_with_options_of_a_layer(name, kind):
     spec, sinks = layer_spec(kind), layer_sinks(kind)
     stream = layer_stream(spec.value_width)

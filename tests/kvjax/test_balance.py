@@ -17,8 +17,6 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
 signs_of = jax.jit(balance.softmax_signs, static_argnames="block")
 softmax_balance = jax.jit(balance.softmax_balance)
-by_pairs = jax.jit(balance.halve_by_pairs)
-exactly = jax.jit(balance.halve_exactly)
 exact_halving = jax.jit(balance.exact_halving)
 
 
@@ -46,12 +44,15 @@ def test_the_walk_has_smaller_errors_than_random_signs_in_exact_halving():
     exact = sums(np.arange(256), weights)
 
     def errors(gamma):
-        options = {"gamma": gamma, "temperature": 1.0}
-        arrays = [jnp.asarray(x) for x in (keys, values, weights)]
-        halve = jax.jit(jax.vmap(lambda rng: balance.halve_exactly(rng, *arrays, **options)))
-        halved = halve(jax.random.split(jax.random.key(0), 20))
-        kept = zip(np.asarray(halved.indices), np.asarray(halved.weight), strict=True)
-        return np.array([np.linalg.norm(sums(index, weight * 256 / weight.sum()) - exact) for index, weight in kept])
+        @jax.jit
+        @jax.vmap
+        def halve(rng):
+            uniforms = jax.random.uniform(rng, (1, 256))
+            constants = {"gamma": gamma, "temperature": 1.0}
+            return balance.reference_halving(uniforms, keys, values, jnp.asarray(weights), jnp.int32(256), **constants)
+
+        halved = map(np.asarray, halve(jax.random.split(jax.random.key(0), 20)))
+        return np.array([np.linalg.norm(sums(i, w * 256 / w.sum()) - exact) for i, w in zip(*halved, strict=True)])
 
     assert stats.ttest_ind(errors(4.0), errors(0.0)).pvalue < 1e-3
     assert errors(4.0).mean() < 0.8 * errors(0.0).mean()
@@ -215,111 +216,3 @@ def test_halving_ignores_tokens_past_the_count():
     np.testing.assert_array_equal(index[:18], other_index[:18])
     np.testing.assert_array_equal(weight, other_weight)
     assert np.all(index[:18] < 37) and np.count_nonzero(weight) == 18
-
-
-def test_halving_exactly_keeps_half_of_a_block():
-    keys, values = tokens()
-    index, weight, _ = exactly(
-        jax.random.key(0), keys, values, np.full(32, 2.0, np.float32), gamma=1.0, temperature=1.0
-    )
-    assert len(set(np.asarray(index).tolist())) == 16
-    assert set(np.asarray(weight).tolist()) <= {2.0, 4.0}
-
-
-# --- pairs ---
-
-
-def plain_pairs(uniforms, keys, values, weights, gamma, temperature, alpha_safeguard):
-    keys, values = keys.astype(np.float64), values.astype(np.float64)
-    centred = keys - keys.mean(0)
-    gram = values @ values.T + alpha_safeguard * np.mean(np.sum(values**2, axis=1))
-    kernel = np.exp(temperature / np.sqrt(keys.shape[1]) * centred @ centred.T) * gram
-    free, sums, kept, clipped = list(range(len(keys))), np.zeros(len(keys)), {}, 0
-    for uniform in uniforms:
-        a = free.pop(0)
-        b = min(free, key=lambda j: kernel[j, j] - 2 * kernel[a, j])
-        free.remove(b)
-        share = weights[a] / (weights[a] + weights[b])
-        distance = kernel[a, a] + kernel[b, b] - 2 * kernel[a, b]
-        change = (sums[a] - sums[b]) / distance / weights.max()
-        threshold = share - 4 * share * (1 - share) * gamma * change
-        clipped += not 0 <= threshold <= 1
-        keeps_first = uniform < threshold
-        kept[a if keeps_first else b] = weights[a] + weights[b]
-        sums += (weights[b] if keeps_first else -weights[a]) * (kernel[a] - kernel[b])
-    return sorted(kept), [kept[i] for i in sorted(kept)], clipped
-
-
-@pytest.mark.parametrize("gamma", [0.0, 0.3, 4.0])
-def test_pairs_equal_a_reference(gamma):
-    keys, values = tokens(3, count=48, key_norm=3.0, value_norm=0.7)
-    weights = np.random.default_rng(0).choice([1.0, 2.0, 3.5], 48).astype(np.float32)
-    rng = jax.random.key(5)
-    index, weight, clipped = by_pairs(rng, keys, values, weights, gamma=gamma, temperature=0.7, floor=0.2)
-    uniforms = np.asarray(jax.random.uniform(rng, (24,)))
-    expected, expected_weight, expected_clipped = plain_pairs(uniforms, keys, values, weights, gamma, 0.7, 0.2)
-    np.testing.assert_array_equal(index, expected)
-    np.testing.assert_allclose(weight, expected_weight)
-    assert clipped == expected_clipped
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.sampled_from([0.0, 1.0, 1.5, 8.0]), min_size=32, max_size=32), st.integers(0, 2**31 - 1))
-def test_pairs_conserve_the_total_weight_and_keep_unpaired_entries(weights, seed):
-    keys, values = tokens(seed % 7)
-    weights = np.array(weights, np.float32)
-    index, weight, _ = (np.asarray(part) for part in by_pairs(jax.random.key(seed), keys, values, weights))
-    present = np.flatnonzero(weights)
-    assert weight.sum() == weights.sum()
-    assert np.count_nonzero(weight) == -(-len(present) // 2)
-    kept = index[weight > 0]
-    assert len(set(kept.tolist())) == len(kept) and set(kept.tolist()) <= set(present.tolist())
-    noise = np.where(weights[:, None] > 0, keys, 5.0).astype(np.float32)
-    again = by_pairs(jax.random.key(seed), noise, np.where(weights[:, None] > 0, values, -4.0), weights)
-    np.testing.assert_array_equal(np.asarray(again.indices)[weight > 0], kept)
-
-
-def test_neighbors_are_paired():
-    # Of 16 pairs of equal tokens, far from each other, one token of each pair is kept.
-    keys, values = tokens(count=16, key_norm=6.0)
-    order = np.random.default_rng(0).permutation(32)
-    index, weight, _ = by_pairs(
-        jax.random.key(0), keys.repeat(2, axis=0)[order], values.repeat(2, axis=0)[order], np.ones(32, np.float32)
-    )
-    np.testing.assert_array_equal(np.sort(order[np.asarray(index)] // 2), np.arange(16))
-    np.testing.assert_array_equal(weight, np.full(16, 2.0))
-
-
-@pytest.mark.parametrize("gamma, weights", [(0.0, (1.0, 3.0)), (4.0, (2.0, 2.0))])
-def test_pairs_keep_the_expected_weight_of_every_token(gamma, weights):
-    draws, count = 4000, 16
-    keys, values = tokens(2, count=count)
-    weights = jnp.resize(jnp.array(weights), count)
-
-    @jax.jit
-    @jax.vmap
-    def kept(rng):
-        index, weight, _ = balance.halve_by_pairs(rng, jnp.array(keys), jnp.array(values), weights, gamma=gamma)
-        return jnp.zeros(count).at[index].add(weight)
-
-    drawn = np.asarray(kept(jax.random.split(jax.random.key(1), draws)), np.float64)
-    deviation = (drawn.mean(0) - weights) / (drawn.std(0) / np.sqrt(draws))
-    assert np.max(np.abs(deviation)) < stats.norm.ppf(1 - 1e-3 / (2 * count))
-
-
-# --- the range of float32 ---
-
-
-@pytest.mark.parametrize("key_norm, value_norm", [(1.0, 3e38), (1e20, 1.0), (3e38, 3e38), (1e-30, 1e-30), (1.0, 0.0)])
-def test_halving_by_pairs_conserves_weight_for_all_norms(key_norm, value_norm):
-    keys, values = tokens(count=32)
-    weights = jnp.asarray(np.random.default_rng(1).integers(1, 5, 32).astype(np.float32))
-    kept, weight, _ = by_pairs(jax.random.key(0), key_norm * keys, value_norm * values, weights)
-    assert len(set(np.asarray(kept)[np.asarray(weight) > 0].tolist())) == 16
-    np.testing.assert_allclose(jnp.sum(weight), jnp.sum(weights), rtol=1e-6)
-
-
-def test_a_common_factor_of_values_does_not_change_the_kept_tokens():
-    keys, values = tokens(count=32)
-    near, far = (by_pairs(jax.random.key(0), keys, values * factor, jnp.ones(32)).indices for factor in (1.0, 2.0**120))
-    np.testing.assert_array_equal(near, far)

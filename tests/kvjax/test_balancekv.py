@@ -1,4 +1,4 @@
-"""BalanceKV: its error, the weights of its variants, and the settings of its theorem."""
+"""BalanceKV: the weights of the released code and of Algorithm 1, rates, and the settings of the theorem."""
 
 import functools
 
@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
 import kvjax
-from kvjax.policies.balancekv_paper import BalanceKVPaper
-from kvjax.policies.balancekv_reference import BalanceKVReference
+from kvjax.policies.balancekv_theory import BalanceKVTheory
+from kvjax.registry import resolve_policy
 from kvjax.structures import balance, merge_reduce, value_buckets
 from kvjax.structures.needles import needle_marks
 from kvjax.theory import balancekv_settings
@@ -30,74 +29,20 @@ from tests.kvjax.support import (
     prompt_of,
     read_weights,
     row_keys,
-    softmax_attention,
 )
 
 SMALL = {"sinks": 2, "recent": 8, "compact_every": 8}
-
-
-# --- error at equal bytes ---
-
-
-def make_clusters(seed, tokens, head_dim, norm):
-    """Keys and values in tight clusters, with norms as in the experiments."""
-    rng = np.random.default_rng(seed)
-    centers, means = rng.normal(size=(2, 64, head_dim))
-    cluster = rng.integers(0, 64, tokens)
-    keys = centers[cluster] + 0.1 * rng.normal(size=(tokens, head_dim))
-    values = means[cluster] + 0.3 * rng.normal(size=(tokens, head_dim))
-    return [
-        (norm * x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32)
-        for x, norm in ((keys, norm), (values, norm / 5))
-    ]
-
-
-@pytest.mark.parametrize("walk, min_gain", [("pairs", 0.5), pytest.param("streaming", 0.3, marks=pytest.mark.heavy)])
-def test_the_error_is_below_that_of_uniform_sampling_at_equal_bytes(walk, min_gain):
-    seeds, tokens, head_dim = 6, 1024, 32
-    spec = kvjax.CacheSpec(seeds, 1, 1, head_dim, max_prompt_tokens=tokens, max_new_tokens=1)
-    data = [make_clusters(seed, tokens + 32, head_dim, 2.0) for seed in range(seeds)]
-    keys, values = (np.stack(part)[:, :, None] for part in zip(*data, strict=True))
-    limit = spec.full_cache_bytes(tokens) // 4
-    sizes = {"sinks": 0, "recent": 0, "compact_every": 1}
-
-    @functools.partial(jax.jit, static_argnames="policy")
-    def attend(policy, keys, values, queries):
-        lengths = jnp.full(seeds, tokens, jnp.int32)
-        cache, _ = kvjax.prefill(kvjax.init(policy, spec, row_keys(seeds)), keys, values, lengths)
-        return kvjax.normalize(kvjax.attend(cache, queries)), cache
-
-    def errors(make):
-        outputs, cache = attend(
-            kvjax.fit_bytes(make, spec, limit), keys[:, :tokens], values[:, :tokens], keys[:, tokens:]
-        )
-        kvjax.raise_faults(cache)
-        assert kvjax.cache_bytes(cache).device <= seeds * limit
-        total = np.zeros(seeds)
-        for seed, number in np.ndindex(seeds, 32):
-            query = keys[seed, tokens + number, 0]
-            exact = softmax_attention(query, keys[seed, :tokens, 0], values[seed, :tokens, 0])
-            total[seed] += np.linalg.norm(outputs[seed, number, 0] - exact) / np.linalg.norm(exact) / 32
-        return total
-
-    uniform, balanced = (
-        functools.partial(kvjax.Uniform, **sizes),
-        functools.partial(kvjax.BalanceKV, walk=walk, **sizes),
-    )
-    gains = np.log(errors(uniform) / errors(balanced))
-    low, _ = stats.t.interval(0.95, seeds - 1, gains.mean(), stats.sem(gains))
-    assert low > min_gain
 
 
 # --- the released code ---
 
 
 def reference(**options):
-    return BalanceKVReference(20, **SMALL, block_size=8, **options)
+    return kvjax.BalanceKV(20, **SMALL, block_size=8, **options)
 
 
 def test_reference_weights_equal_those_of_the_halvings():
-    stream, cache = make_stream(), prefilled(POLICIES["balancekv_reference"])
+    stream, cache = make_stream(), prefilled(POLICIES["balancekv"])
     assert cache.state.halvings == 2
     weights = np.asarray(read_weights(cache))
     rngs = jax.vmap(lambda key: jax.random.split(key, 2))(row_keys())
@@ -121,7 +66,7 @@ def test_reference_weights_equal_those_of_the_halvings():
 
 
 def test_reference_keeps_all_later_tokens():
-    policy = POLICIES["balancekv_reference"]
+    policy = POLICIES["balancekv"]
     start = prefilled(policy)
     before = np.asarray(read_weights(start))
     _, _, weights = go(start, after(make_stream(), LENGTHS))
@@ -132,7 +77,7 @@ def test_reference_keeps_all_later_tokens():
 
 
 def test_scaled_decoding_weighs_the_denominator_evenly():
-    cache, plain = prefilled(reference(decode="scaled")), prefilled(POLICIES["balancekv_reference"])
+    cache, plain = prefilled(reference(decode="scaled")), prefilled(POLICIES["balancekv"])
     read = kvjax.attend(cache, jnp.zeros((3, 1, 4, HEAD_DIM)))
     kept = np.isfinite(plain.state.log_num[:, :, 10:]).sum(-1)
     window = np.minimum(LENGTHS, 10)[:, None]
@@ -160,9 +105,8 @@ def test_needle_marks_equal_those_of_the_definition(count):
     assert not np.any(marks[count:])
 
 
-@pytest.mark.parametrize("inside", [False, pytest.param(True, marks=pytest.mark.heavy)])
-def test_needles_have_weight_one_from_layer_1_on(inside):
-    policy, stream = reference(needles=6, needles_inside=inside), make_stream()
+def test_needles_have_weight_one_from_layer_1_on():
+    policy, stream = reference(needles=6), make_stream()
     keys, values, _ = prompt_of(stream, LENGTHS)
     lengths = jnp.array(LENGTHS)
     marks = np.zeros((3, 2, PROMPT - 2), bool)
@@ -178,8 +122,8 @@ def test_needles_have_weight_one_from_layer_1_on(inside):
     np.testing.assert_array_equal(weights[0, 0, [5, 11, 22]], [1, 1, 1])
     np.testing.assert_allclose(weights[0, 1, 2:8], np.ones(6), rtol=1e-6)
     np.testing.assert_array_equal(cache.state.unkept, [[0, 6], [0, 0], [0, 0]])
-    # Six needles and 7 halved tokens, or 3 where needles take slots of the budget.
-    assert cache.state.window.keys.shape[2] == 10 + 6 + (3 if inside else 7) + 24
+    # Six needles and 7 halved tokens.
+    assert cache.state.window.keys.shape[2] == 10 + 6 + 7 + 24
     first, carry = prefill(0, None)
     assert carry is None and np.all(first.state.unkept == 0)
     _, carry = prefill(1, None)
@@ -192,9 +136,7 @@ def test_needles_have_weight_one_from_layer_1_on(inside):
 
 
 def bucket_tree(rng):
-    return merge_reduce.init_merge_reduce(
-        rng, bins=4, bin_slots=8, key_dim=4, value_dim=3, tokens=64, eager=True, conserves_mass=False
-    )
+    return merge_reduce.init_merge_reduce(rng, bins=4, bin_slots=8, key_dim=4, value_dim=3, tokens=64)
 
 
 @functools.partial(jax.jit, static_argnames="negligible")
@@ -214,24 +156,36 @@ def test_values_go_to_the_bucket_of_their_norm():
     valid = np.arange(10) != 9
     empty = value_buckets.init_value_buckets(jax.random.key(0), lowest=-1, buckets=3, init_tree=bucket_tree)
     filled = insert(empty, keys, values, valid)
-    for bucket, members in enumerate([[1, 2], [3, 4], [5]]):
+    # The first bucket is open below, the last one above; a norm of zero is in none.
+    for bucket, members in enumerate([[1, 2, 6], [3, 4], [5, 7, 8]]):
         occupied = np.isfinite(filled.trees.log_weight[bucket])
         np.testing.assert_array_equal(filled.trees.keys[bucket][occupied], keys[members])
-    assert filled.outside == 3 and filled.largest == pytest.approx(5.0)
-    with pytest.raises(ValueError, match="outside the buckets"):
-        kvjax.raise_faults(filled)
-    # At a largest norm of 5, a bucket up to .5 holds a tenth at most and is erased; smaller norms cause no fault.
+    assert filled.largest == pytest.approx(5.0)
+    # At a largest norm of 5, a bucket up to .5 holds a tenth at most and is erased.
     erased = insert(empty, keys, values, valid, negligible=0.1)
-    assert np.all(np.isneginf(erased.trees.log_weight[0])) and erased.trees.count.tolist() == [0, 2, 1]
-    assert erased.outside == 2
+    assert np.all(np.isneginf(erased.trees.log_weight[0])) and erased.trees.count.tolist() == [0, 2, 3]
     again = insert(erased, keys, values, valid, negligible=0.1)
-    assert again.trees.count.tolist() == [0, 4, 2]
+    assert again.trees.count.tolist() == [0, 4, 6]
+
+
+@pytest.mark.parametrize("scale", [1e-4, 30.0, 1e15])
+def test_values_of_any_norm_are_balanced(scale):
+    """The highest bucket takes the largest norm of a block as its bound, so that no probability is clipped."""
+    stream = make_stream()
+    policy = BalanceKVTheory(60, **SMALL)
+    keys, values, _ = prompt_of(stream._replace(values=scale * stream.values), LENGTHS)
+    cache = begin(policy, make_spec(), row_keys(), keys, values, stream.queries, LENGTHS)
+    kvjax.raise_faults(cache)
+    assert cache.state.numerator.trees.level.max() > 0 and not cache.state.numerator.trees.clipped.any()
+    bucket = np.isfinite(cache.state.numerator.trees.log_weight).any(axis=(0, 1, 3))
+    np.testing.assert_array_equal(bucket, [scale < 1, False, False, scale > 1])
+    chex.assert_tree_all_finite(read_weights(cache))
 
 
 @pytest.mark.heavy
 def test_paper_reads_numerator_and_denominator_from_separate_trees():
     # The budget holds all tokens, so both sums are exact; values of zero are in the denominator alone.
-    stream, policy = make_stream(), BalanceKVPaper(200, **SMALL, value_exponents=(0, 0))
+    stream, policy = make_stream(), BalanceKVTheory(200, **SMALL, value_exponents=(0, 0))
     values = stream.values.copy()
     values[:, 5:9] = 0
     keys, padded, _ = prompt_of(stream._replace(values=values), LENGTHS)
@@ -244,7 +198,7 @@ def test_paper_reads_numerator_and_denominator_from_separate_trees():
 
 @pytest.mark.heavy
 def test_paper_weights_are_powers_of_two():
-    trees = decoded(POLICIES["balancekv_paper"])[0].state
+    trees = decoded(POLICIES["balancekv_theory"])[0].state
     for tree in (trees.numerator.trees, trees.denominator):
         log_weight = np.asarray(tree.log_weight).reshape(-1, 3, 11)
         level = np.asarray(tree.level).reshape(-1, 3)
@@ -257,16 +211,29 @@ def test_paper_weights_are_powers_of_two():
 # --- laws and settings ---
 
 
-@pytest.mark.parametrize("walk", ["pairs", "streaming"])
-def test_weights_sum_to_the_tokens(walk):
-    _, _, weights = decoded(kvjax.BalanceKV(30, **SMALL, walk=walk))
-    for row, length in enumerate(LENGTHS):
-        total = length + 1 + np.arange(24)
-        np.testing.assert_allclose(weights[row].sum(-1), total[:, None] + np.zeros(2), rtol=1e-3)
+def test_a_rate_halves_the_prompt_and_keeps_later_tokens_beside():
+    spec = make_spec(batch=1, prompt=840, new=8)
+    for rate, halvings in ((0.5, 1), (0.25, 2), (0.125, 3)):
+        policy = kvjax.BalanceKV(rate)
+        state = jax.eval_shape(lambda policy=policy: policy.init(spec, row_keys(1)))
+        assert state.halvings == halvings
+        assert state.window.keys.shape[2] == 64 + (840 - 64) // 2**halvings + 8
+
+
+@pytest.mark.parametrize("text", ["balancekv@25%", "balancekv:full_layers=1@25%"])
+def test_a_budget_in_percent_is_the_rate_of_the_paper(text):
+    spec = make_spec(layers=2, layer=1)
+    policy = resolve_policy(text, None, spec, 64).for_layer(spec)
+    assert policy == resolve_policy(kvjax.BalanceKV, "25%", spec, 1000) == kvjax.BalanceKV(0.25)
+    with pytest.raises(ValueError, match="budget=0.2 is not a rate of halvings; pass 0.5, 0.25"):
+        resolve_policy("balancekv@20%", None, spec, 64)
+    with pytest.raises(ValueError, match="budget=1 is not a rate"):
+        resolve_policy("balancekv@100%", None, spec, 64)
+    assert isinstance(resolve_policy("balancekv:sinks=1,recent=1@160KiB", None, spec, 64).budget, int)
 
 
 def test_rows_and_heads_draw_different_tokens():
-    stream, policy = make_stream(), POLICIES["balancekv_pairs"]
+    stream, policy = make_stream(), POLICIES["balancekv"]
     one = stream.row(0)
     same = stream._replace(
         keys=np.broadcast_to(one.keys[:, :, :1], stream.keys.shape), values=np.repeat(one.values, 3, axis=0)
@@ -274,26 +241,6 @@ def test_rows_and_heads_draw_different_tokens():
     cache = prefilled(policy, same, lengths=(37,) * 3)
     kept = np.asarray(read_weights(cache)).reshape(-1, HEAD_DIM) > 0
     assert len(np.unique(kept, axis=0)) == 6
-
-
-def test_one_trace_compacts_a_long_stream():
-    policy = kvjax.BalanceKV(96, sinks=0, recent=0, compact_every=16)
-    spec = kvjax.CacheSpec(1, query_heads=1, kv_heads=1, head_dim=8, max_prompt_tokens=1, max_new_tokens=400)
-    chex.clear_trace_counter()
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def step(cache, keys, values):
-        return kvjax.compact(kvjax.append(cache, keys, values))
-
-    cache = kvjax.init(policy, spec, row_keys(1))
-    for number in range(25):
-        keys, values = jax.random.normal(jax.random.key(number), (2, 1, 16, 1, 8))
-        cache = step(cache, keys, values)
-    kvjax.raise_faults(cache)
-    log_weight = np.asarray(cache.state.tree.log_weight)
-    np.testing.assert_allclose(np.exp(log_weight).sum(), 400, rtol=1e-5)
-    assert np.isfinite(log_weight).mean() > 0.9
 
 
 def test_settings_of_the_theorem_report_whether_they_are_vacuous():
@@ -316,16 +263,15 @@ def test_settings_of_the_theorem_report_whether_they_are_vacuous():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: kvjax.BalanceKV(20, walk="best", **SMALL), r"walk='best'.*'pairs'"),
         (lambda: kvjax.BalanceKV(10, **SMALL), "budget=10"),
+        (lambda: kvjax.BalanceKV(2.5, **SMALL), "budget=2.5 is not a rate"),
         (lambda: kvjax.BalanceKV(20, block_size=1, **SMALL), "block_size=1"),
-        (lambda: BalanceKVReference(20, block_size=1, **SMALL), "block_size=1"),
-        (lambda: BalanceKVReference(20, decode="log", **SMALL), "decode='log'"),
-        (lambda: BalanceKVReference(20, needles=10, needles_inside=True, **SMALL), "needles=10"),
-        (lambda: BalanceKVPaper(20, epsilon=0.1, **SMALL), "epsilon=0.1 needs a bound .*; pass key_norm"),
-        (lambda: BalanceKVPaper(20, value_exponents=(1, 0), **SMALL), r"value_exponents=\(1, 0\)"),
-        (lambda: kvjax.BalanceKV(15, **SMALL).init(make_spec(), row_keys()), "54 tokens"),
-        (lambda: kvjax.BalanceKV(20, bins=4, **SMALL).init(make_spec(), row_keys()), "in 4 bins"),
+        (lambda: kvjax.BalanceKV(20, decode="log", **SMALL), "decode='log'"),
+        (lambda: kvjax.BalanceKV(20, needles=-1, **SMALL), "needles=-1"),
+        (lambda: BalanceKVTheory(20, epsilon=0.1, **SMALL), "epsilon=0.1 needs a bound .*; pass key_norm"),
+        (lambda: BalanceKVTheory(20, value_exponents=(1, 0), **SMALL), r"value_exponents=\(1, 0\)"),
+        (lambda: BalanceKVTheory(15, **SMALL).init(make_spec(), row_keys()), "54 tokens"),
+        (lambda: BalanceKVTheory(20, bins=4, **SMALL).init(make_spec(), row_keys()), "in 4 bins"),
     ],
 )
 def test_invalid_settings_are_refused(make, message):

@@ -1,4 +1,4 @@
-"""Chelsea: budgets of its schedules, conserved sums, dropping, and outlier heads."""
+"""Chelsea: budgets of its schedules, conserved sums, and outlier heads."""
 
 import dataclasses
 import json
@@ -34,8 +34,7 @@ OPTIONS = {"sinks": SINKS, "recent": RECENT, "compact_every": EVERY, "chunk": 8}
 
 
 def outlier_heads(budget, choice):
-    chelsea = kvjax.Chelsea(budget, **OPTIONS)
-    return kvjax.OutlierHeads(chelsea, choice, full=kvjax.Exact(EVERY), drop=dataclasses.replace(chelsea, joins="drop"))
+    return kvjax.OutlierHeads(kvjax.Chelsea(budget, **OPTIONS), choice, full=kvjax.Exact(EVERY))
 
 
 @pytest.mark.parametrize("schedule", each(SCHEDULES, quick=("llama-3",)))
@@ -65,25 +64,11 @@ def test_means_read_every_token_once_and_sums_are_conserved():
         np.testing.assert_allclose(total, stream.keys[row, SINKS:end, head].sum(0), atol=1e-4)
 
 
-def test_dropping_keeps_tokens_unchanged_and_conserves_their_mass():
-    cache, _, _ = whole_run("chelsea_drop")
-    state, stream = cache.state, make_stream()
-    for row, head in np.ndindex(len(LENGTHS), 2):
-        count = int(state.count[row])
-        tokens = np.asarray(state.values[row, head, :count]).argmax(-1)
-        assert (np.diff(tokens) > 0).all()
-        np.testing.assert_array_equal(state.keys[row, head, :count], stream.keys[row, tokens, head])
-        assert int(state.degree[row, head].sum()) == LENGTHS[row] + NEW - SINKS - RECENT or count == 0
-
-
-@pytest.mark.parametrize("name", each(["chelsea", "chelsea_drop"]))
-def test_equal_keys_in_every_cluster_make_attention_exact(name):
-    # Four different keys in long runs. Values differ, so that dropping is not exact.
+def test_equal_keys_in_every_cluster_make_attention_exact():
     stream = make_stream(7)
-    stream = stream._replace(keys=3 * stream.keys[:, np.arange(64) // 16])
-    outputs, expected = (decoded(policy, stream)[1] for policy in (POLICIES[name], POLICIES["exact"]))
-    error = np.abs(outputs - expected).max()
-    assert error > 1e-2 if name == "chelsea_drop" else error < 2e-5
+    stream = stream._replace(keys=3 * stream.keys[:, np.arange(64) // 16])  # four different keys in long runs
+    outputs, expected = (decoded(policy, stream)[1] for policy in (POLICIES["chelsea"], POLICIES["exact"]))
+    assert np.abs(outputs - expected).max() < 2e-5
 
 
 def test_bfloat16_centroids_are_merged_in_float32():
@@ -100,7 +85,7 @@ def test_bfloat16_centroids_are_merged_in_float32():
 
 @pytest.mark.heavy
 def test_full_heads_take_their_slots_from_the_others(tmp_path):
-    choice = HeadChoice(layers=2, kv_heads=2, full=((0, 1),), drop=((1, 0),))
+    choice = HeadChoice(layers=2, kv_heads=2, full=((0, 1),))
     path = tmp_path / "heads.json"
     choice.save(path, {"model": "none"})
     assert HeadChoice.load(path) == choice
@@ -120,14 +105,14 @@ def test_full_heads_take_their_slots_from_the_others(tmp_path):
     assert 4 * budget - 3 < slots <= 4 * budget
     # Head 1 of layer 0 is exact; the others are `Chelsea` with the smaller budget.
     np.testing.assert_allclose(outputs[0][:, :, 2:], whole_run("exact")[1][:, :, 2:], atol=1e-5)
-    for layer, head, joins in [(0, 0, "mean"), (1, 0, "drop"), (1, 1, "mean")]:
-        _, expected, _ = decoded(kvjax.Chelsea(remaining, joins=joins, **OPTIONS))
+    _, expected, _ = decoded(kvjax.Chelsea(remaining, **OPTIONS))
+    for layer, head in [(0, 0), (1, 0), (1, 1)]:
         queries = slice(2 * head, 2 * head + 2)
         np.testing.assert_allclose(outputs[layer][:, :, queries], expected[:, :, queries], atol=1e-5)
 
 
 def test_a_file_of_outlier_heads_is_a_setting_in_text(tmp_path):
-    choice = HeadChoice(1, 2, full=((0, 0),), drop=((0, 1),))
+    choice = HeadChoice(1, 2, full=((0, 0),))
     choice.save(tmp_path / "heads.json", {})
     text = f"chelsea:sinks=2,recent=8,compact_every=8,chunk=8,outlier_heads={tmp_path / 'heads.json'}@40"
     assert kvjax.PolicyChoice.parse(text).make() == outlier_heads(40, choice)
@@ -143,17 +128,16 @@ def test_equal_outlier_heads_share_compiled_programs():
     "make, message",
     [
         (lambda: HeadChoice(1, 2, full=((1, 0),)), r"head \(1, 0\) does not exist in 1 layers x 2 heads"),
-        (lambda: HeadChoice(1, 2, full=((0, 0),), drop=((0, 0),)), "must name each head once"),
+        (lambda: HeadChoice(1, 2, full=((0, 0), (0, 0))), "must name each head once"),
         (lambda: kvjax.Chelsea(20, schedule="llama", **OPTIONS), "schedule='llama' must be 'llama-2' or "),
-        (lambda: kvjax.Chelsea(20, joins="max", **OPTIONS), "joins='max'"),
         (lambda: kvjax.Chelsea(20, **OPTIONS | {"chunk": 7}), "chunk=7"),
         (
             lambda: kvjax.OutlierHeads(POLICIES["exact"], HeadChoice(1, 2), POLICIES["exact"]),
-            "policy=Exact.* must have a budget",
+            "policy=Exact.* must have a budget in slots",
         ),
         (
-            lambda: kvjax.OutlierHeads(POLICIES["uniform"], HeadChoice(1, 2, drop=((0, 0),)), POLICIES["exact"]),
-            r"choice.drop=\(\(0, 0\),\) needs a policy drop=",
+            lambda: kvjax.OutlierHeads(kvjax.BalanceKV(0.25), HeadChoice(1, 2), POLICIES["exact"]),
+            "policy=BalanceKV.* must have a budget in slots",
         ),
         (
             lambda: outlier_heads(20, HeadChoice(1, 3)).for_layer(make_spec()),

@@ -1,4 +1,4 @@
-"""ClusterKV and Quest against float64 references that follow the papers."""
+"""ClusterKV, its variant and Quest against float64 references that follow the papers."""
 
 import dataclasses
 import functools
@@ -12,8 +12,6 @@ import scipy.special
 
 import kvjax
 from kvjax.budget import row_bytes
-from kvjax.policies.clusterkv_paper import ClusterKVPaper
-from kvjax.policies.clusterkv_reference import ClusterKVReference
 from kvjax.segment import BlockStoreRead
 from kvjax.stores.staging import Tokens
 from tests.kvjax.support import each, make_spec, row_keys
@@ -29,15 +27,18 @@ SPEC = make_spec(
 SIZES = {
     "sinks": SINKS,
     "recent": RECENT,
-    "cluster_tokens": 9,
     "chunk_tokens": CHUNK_TOKENS,
     "chunk_clusters": CHUNK_CLUSTERS,
-    "score_stddevs": 0.0,
+    "compact_every": STAGED,
 }
 
 
 def clusterkv(budget=BUDGET, **options):
-    return kvjax.ClusterKV(budget, **SIZES | options, compact_every=STAGED)
+    return kvjax.ClusterKV(budget, **SIZES | options)
+
+
+def residual(budget=BUDGET, **options):
+    return kvjax.ClusterKVResidual(budget, **SIZES | {"cluster_tokens": 9} | options)
 
 
 def quest(budget=50, **options):
@@ -117,9 +118,10 @@ def clusters_of(cache, row, head):
 
 
 @pytest.mark.parametrize("kind", ["normal", "equal", "ties", "outlier"])
-def test_clusters_are_a_partition_at_every_step(kind):
+@pytest.mark.parametrize("make", [clusterkv, residual])
+def test_clusters_are_a_partition_at_every_step(make, kind):
     keys, values = make_tokens(kind)
-    for number, (cache, total) in enumerate(steps(clusterkv(), keys, values)):
+    for number, (cache, total) in enumerate(steps(make(), keys, values)):
         if number % 7 and number < NEW - 2:
             continue
         kvjax.raise_faults(cache)
@@ -163,14 +165,15 @@ def test_clusters_do_not_depend_on_the_padding_of_prompts(padded):
     np.testing.assert_array_equal(stored, KV_HEADS * np.maximum(np.asarray(lengths) - SINKS - RECENT, 0))
 
 
-def cut_clusters(clusters, order, budget, block_size):
+def cut_clusters(clusters, order, policy):
     """Returns the tokens that are read of each cluster, in order.
 
-    A query reads up to the budget, in at most the blocks that clusters of average size need (9 tokens of a prompt, 8 of
-    a chunk).
+    A query reads up to the budget, in at most the blocks that clusters of average size need (8 tokens of a chunk, or
+    7 of a prompt of 142 tokens in 18 clusters).
     """
-    tokens = budget - SINKS - RECENT
-    blocks = -(-tokens // block_size) - (-tokens // 8) if budget < 400 else 10**6
+    tokens, block_size = policy.budget - SINKS - RECENT, policy.block_size
+    average = 7 if isinstance(policy, kvjax.ClusterKV) else 8
+    blocks = -(-tokens // block_size) - (-tokens // average) if policy.budget < 400 else 10**6
     parts = []
     for cluster in order:
         parts.append(clusters[cluster][: min(tokens, block_size * blocks)])
@@ -179,11 +182,10 @@ def cut_clusters(clusters, order, budget, block_size):
     return parts
 
 
-def expected_attention(
-    cache, total, keys, values, queries, row, *, budget, select, residual, score_stddevs, block_size
-):
+def expected_attention(cache, total, keys, values, queries, row):
     """Returns the attention of one token's queries [H_q, D] in float64, from the clusters of the cache."""
-    outputs = []
+    outputs, policy = [], cache.policy
+    is_residual = isinstance(policy, kvjax.ClusterKVResidual)
     for head in range(KV_HEADS):
         clusters = clusters_of(cache, row, head)
         k, v = keys[row, :, head].astype(np.float64), values[row, :, head].astype(np.float64)
@@ -197,16 +199,16 @@ def expected_attention(
             np.mean(np.sum((k[t] - mean) ** 2, axis=1)) if len(t) else 0
             for t, mean in zip(clusters, mean_key, strict=True)
         ]
-        logits += score_stddevs * np.linalg.norm(group, axis=1, keepdims=True) * np.sqrt(variance) / DIM
-        if select == "group":
+        if is_residual:
+            logits += policy.score_stddevs * np.linalg.norm(group, axis=1, keepdims=True) * np.sqrt(variance) / DIM
             mass = np.exp(logits) / (np.exp(logits) * sizes).sum(axis=1, keepdims=True)
             logits = np.repeat(mass.sum(axis=0)[None], GROUP, axis=0)
         for query, score in zip(group, logits, strict=True):
             order = np.argsort(-score, kind="stable")
             entries = [(k[t], v[t], 1.0) for t in window_tokens(cache, total)[row]]
-            for cluster, part in zip(order, cut_clusters(clusters, order, budget, block_size), strict=True):
+            for cluster, part in zip(order, cut_clusters(clusters, order, policy), strict=True):
                 entries += [(k[t], v[t], 1.0) for t in part]
-                if residual and sizes[cluster] > len(part):
+                if is_residual and sizes[cluster] > len(part):
                     entries.append((mean_key[cluster], mean_value[cluster], sizes[cluster] - len(part)))
             weight = np.array([n * np.exp(e @ query / np.sqrt(DIM)) for e, _, n in entries])
             outputs.append(weight @ np.array([e for _, e, _ in entries]) / weight.sum())
@@ -215,28 +217,27 @@ def expected_attention(
 
 @pytest.mark.parametrize("kind", ["normal", "equal", "outlier"])
 @pytest.mark.parametrize(
-    "budget, options",
+    "policy",
     [
-        (SINKS + RECENT, {}),
-        (SINKS + RECENT + 4, {"select": "query_head", "residual": False}),  # less than a cluster
-        (BUDGET, {"select": "query_head", "score_stddevs": 2.0}),
-        (BUDGET, {"residual": False, "score_stddevs": 0.5}),
-        (BUDGET, {"block_size": 4}),
-        (BUDGET, {"select": "query_head", "residual": False, "block_size": 1}),
-        (400, {}),
+        residual(SINKS + RECENT, score_stddevs=0.0),
+        residual(score_stddevs=0.5),
+        residual(score_stddevs=2.0, block_size=4),
+        residual(400),
+        clusterkv(SINKS + RECENT + 4),  # less than a cluster
+        clusterkv(),
+        clusterkv(block_size=16),
+        clusterkv(400, clusters=7, kmeans_init="random"),
     ],
+    ids=str,
 )
-def test_queries_read_clusters_in_order_up_to_the_budget(kind, budget, options):
-    options = {"select": "group", "residual": True, "score_stddevs": 0.0, "block_size": 16} | options
+def test_queries_read_clusters_in_order_up_to_the_budget(kind, policy):
     keys, values = make_tokens(kind)
     queries = make_queries(NEW, seed=5, scale=3)
-    for number, (cache, total) in enumerate(steps(clusterkv(budget, **options), keys, values, new=31)):
+    for number, (cache, total) in enumerate(steps(policy, keys, values, new=31)):
         if number in (0, 20, 31):
             outputs = attend(cache, queries[:, number : number + 1])
             for row in range(ROWS):
-                expected = expected_attention(
-                    cache, total, keys, values, queries[row, number], row, budget=budget, **options
-                )
+                expected = expected_attention(cache, total, keys, values, queries[row, number], row)
                 np.testing.assert_allclose(outputs[row, 0], expected, atol=2e-5)
 
 
@@ -245,7 +246,7 @@ def by_policy(*policies):
 
 
 @pytest.mark.parametrize("count", [5, pytest.param(9, marks=pytest.mark.heavy)])
-@by_policy(clusterkv(), clusterkv(select="query_head", residual=False), quest())
+@by_policy(residual(), clusterkv(), quest())
 def test_several_queries_equal_single_queries(policy, count):
     keys, values = make_tokens("normal")
     *_, (cache, _) = steps(policy, keys, values, new=3)
@@ -288,21 +289,40 @@ def test_tokens_beyond_the_capacity_are_counted_by_the_cache_and_by_the_policy(p
         kvjax.raise_faults(state)
 
 
+def test_the_first_two_layers_are_full():
+    policy, full = kvjax.ClusterKV(40), kvjax.Exact()
+    for layer in range(4):
+        spec = dataclasses.replace(SPEC, layer=layer, layers=4)
+        assert policy.for_layer(spec) == (full if layer < 2 else policy)
+        assert (row_bytes(policy, spec) == row_bytes(full, spec)) == (layer < 2)
+        assert kvjax.ClusterKV(40, full_layers=0).for_layer(spec) == kvjax.ClusterKV(40, full_layers=0)
+        host = kvjax.HostMemory(policy).for_layer(spec)
+        assert host == (full if layer < 2 else kvjax.HostMemory(policy))
+    # A model of at most two layers would not be compressed.
+    assert policy.for_layer(SPEC) == policy == policy.for_layer(dataclasses.replace(SPEC, layers=2))
+    choice = kvjax.PolicyChoice.parse("clusterkv:full_layers=1@40")
+    assert choice.make() == kvjax.ClusterKV(40, full_layers=1)
+
+
 def test_first_layers_have_the_bytes_of_a_full_cache():
-    policy = kvjax.FirstLayers(1, kvjax.ClusterKV(40), kvjax.Exact())
+    policy = kvjax.FirstLayers(1, kvjax.Quest(40), kvjax.Exact())
     spec = dataclasses.replace(SPEC, layers=2)
     assert row_bytes(policy, spec) == row_bytes(kvjax.Exact(), spec)
-    assert row_bytes(policy, dataclasses.replace(spec, layer=1)) == row_bytes(kvjax.ClusterKV(40), spec)
+    assert row_bytes(policy, dataclasses.replace(spec, layer=1)) == row_bytes(kvjax.Quest(40), spec)
     assert policy.is_retrieval
 
 
 @pytest.mark.parametrize(
-    "policy, min_fraction",
-    [
-        (ClusterKVPaper(60, cluster_tokens=4), 1),
-        (ClusterKVReference(60, clusters=40), 1),
-        (kvjax.ClusterKV(60, clusters=40), 0.9),
-    ],
+    "tokens, clusters", [(0, 0), (5, 1), (800, 100), (3200, 400), (7500, 400), (32_000, 400), (64_000, 800)]
+)
+def test_the_number_of_clusters_follows_the_paper_and_its_code(tokens, clusters):
+    policy = kvjax.ClusterKV(100)
+    assert policy.num_clusters(tokens) == policy.num_clusters(jnp.int32(tokens)) == clusters
+    assert kvjax.ClusterKV(100, clusters=400).num_clusters(tokens) == min(tokens, 400)
+
+
+@pytest.mark.parametrize(
+    "policy, min_fraction", [(clusterkv(60, clusters=40), 1), (residual(60, cluster_tokens=4), 0.9)]
 )
 def test_small_clusters_are_read_up_to_the_budget(policy, min_fraction):
     """Clusters of three tokens fill their blocks of 16 poorly; the number of blocks allows for that."""
@@ -312,32 +332,34 @@ def test_small_clusters_are_read_up_to_the_budget(policy, min_fraction):
     # The clusters of the shorter prompt are smaller than average, which matters in blocks of several tokens.
     if policy.block_size > 1:
         tokens = tokens[:1]
-    assert tokens.max() <= 44 and tokens.mean() >= min_fraction * 44
+    budget = 60 - SINKS - RECENT
+    assert tokens.max() <= budget and tokens.mean() >= min_fraction * budget
 
 
-def test_the_released_code_does_not_cluster_later_tokens():
-    policy = ClusterKVReference(60, clusters=7)
-    *_, (cache, _) = steps(dataclasses.replace(policy, compact_every=STAGED), *make_tokens("normal"), new=40)
+def test_the_released_accuracy_study_does_not_cluster_later_tokens():
+    policy = kvjax.ClusterKV(60, clusters=7, chunk_tokens=None, compact_every=STAGED)
+    *_, (cache, _) = steps(policy, *make_tokens("normal"), new=40)
     assert cache.state.store.position.max() < PROMPT and cache.state.clusters.size.shape[2] == 7
     np.testing.assert_array_equal(cache.state.pending, [40, 40])
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "make, message",
     [
-        ({"budget": 10}, "budget=10 slots cannot hold sinks=16"),
-        ({"cluster_tokens": 0}, "cluster_tokens=0"),
-        ({"chunk_tokens": 40}, "compact_every=64 must be at most chunk_tokens=40"),
-        ({"select": "heads"}, "select='heads'"),
-        ({"centroid_update": "means"}, "centroid_update='means'"),
-        ({"chunk_clusters": 0}, "chunk_clusters=0"),
-        ({"block_size": 0}, "block_size=0"),
-        ({"score_stddevs": -1.0}, "score_stddevs=-1.0"),
+        (lambda: kvjax.ClusterKV(10), "budget=10 slots cannot hold sinks=16"),
+        (lambda: kvjax.ClusterKV(100, chunk_tokens=40), "compact_every=64 must be at most chunk_tokens=40"),
+        (lambda: kvjax.ClusterKV(100, clusters=0), "clusters=0"),
+        (lambda: kvjax.ClusterKV(100, kmeans_init="first"), "kmeans_init='first'"),
+        (lambda: kvjax.ClusterKV(100, full_layers=-1), "full_layers=-1"),
+        (lambda: kvjax.ClusterKV(100, chunk_clusters=0), "chunk_clusters=0"),
+        (lambda: kvjax.ClusterKV(100, block_size=0), "block_size=0"),
+        (lambda: kvjax.ClusterKVResidual(100, cluster_tokens=0), "cluster_tokens=0"),
+        (lambda: kvjax.ClusterKVResidual(100, score_stddevs=-1.0), "score_stddevs=-1.0"),
     ],
 )
-def test_invalid_settings_are_refused(options, message):
+def test_invalid_settings_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
-        kvjax.ClusterKV(**({"budget": 100} | options))
+        make()
 
 
 # --- quest ---

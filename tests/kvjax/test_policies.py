@@ -47,8 +47,8 @@ from tests.kvjax.support import (
 
 KV_HEADS, QUERY_HEADS = 2, 4
 # Policies whose weights sum to the number of tokens.
-WEIGHING = ("uniform", "clustergen_mean_value", "chelsea", "chelsea_drop", "subgen_mean_value")
-WEIGHING += ("balancekv_pairs", "clusterkv")
+WEIGHING = ("uniform", "chelsea", "subgen_mean")
+WEIGHING += ("clusterkv_residual",)
 
 
 def held_positions(row, step):
@@ -212,9 +212,7 @@ def expected_bytes(name, spec, budget, compact_every, sinks, recent):
     slots = EXACT_SLOTS if name == "exact" else sinks + recent if name.startswith("subgen") else budget
     slots = -(-(slots + spec.max_new_tokens) // 8) * 8 if name in RESERVING else slots
     # 30 tokens halved to 7, and all later tokens; trees of 3 bins of 11 slots.
-    slots = {"balancekv_reference": sinks + recent + 7 + spec.max_new_tokens, "balancekv_paper": sinks + recent}.get(
-        name, slots
-    )
+    slots = {"balancekv": sinks + recent + 7 + spec.max_new_tokens, "balancekv_theory": sinks + recent}.get(name, slots)
     # The window also holds unclustered tokens, fewer than a chunk and a block of 8, or fewer than a page and a block.
     slots = 0 if name == "infinigen" else slots
     slots = sinks + recent + 15 if name.startswith("clusterkv") else 23 if name == "quest" else slots
@@ -230,32 +228,27 @@ def expected_bytes(name, spec, budget, compact_every, sinks, recent):
         "streaming_llm": 0,
         "streaming_llm_reindexed": 4 * spec.head_dim // 2,  # a frequency per pair of dimensions
         "uniform": 4 * heads * (selected + budget) + 8,  # priorities, log-weights, the row's PRNG key
-        "clustergen_paper": 4,  # the number of centers
-        "clustergen_mean_value": 4 * heads * (2 * selected + budget)
-        + budget * residual,  # counts, separations, log-weights
+        "clustergen": 4,  # the number of centers
         # Degrees, log-weights, the number of centroids.
         "chelsea": 4 * heads * 2 * selected + 4 + 2 * selected * residual,
-        "chelsea_drop": 4 * heads * 2 * selected + 4,
         "h2o": 4 * heads * (budget + staging),  # attention received by every slot
         "h2o_average": 4 * heads * (2 * budget + staging),  # and the position of every selected token
         "cam": 4 * heads * (budget + staging) + 8,  # attention of the newest query, the row's PRNG key
         # Keys, values, position and partial key (12 dimensions) of every token, the dimensions, lost tokens.
         "infinigen": heads * (64 * (2 * spec.head_dim * itemsize + 4 + 12 * itemsize) + 4 * 12 * spec.head_dim) + 4,
         # Means, counts and radii.
-        "subgen_mean_value": heads * (selected * (2 * spec.head_dim * itemsize + 8) + 24) + 2 * selected * residual,
-        # Seven samples with their masses; three clusters with a key each, counts and radii.
-        "subgen_paper": heads * (20 * spec.head_dim * itemsize + 7 * 4 + 3 * 8 + 12 + 8 + 24),
+        "subgen_mean": heads * (selected * (2 * spec.head_dim * itemsize + 8) + 24) + 2 * selected * residual,
+        # Seven samples with their masses; three clusters with a center and a key each, counts and radii.
+        "subgen": heads * (20 * spec.head_dim * itemsize + 7 * 4 + 3 * 8 + 12 + 8 + 24) + 3 * residual,
         # Trees: log-weights, level and index of every bin, three counters, a PRNG key.
-        "balancekv_pairs": heads * (4 * selected + 8 * selected + 12 + 8),
-        "balancekv_paper": heads * (33 * 3 * spec.head_dim * itemsize + 2 * (4 * 33 + 8 * 3 + 12 + 8) + 8),
-        "balancekv_reference": heads * (4 * slots + 4) + 4 + 8,  # log-weights, unkept needles, later tokens
-        # Keys, values and positions of 17 blocks (9 for 30 tokens in 8 clusters, 2 for each of 4 chunks) or 62 tokens,
-        # 16 clusters' means, sizes, first blocks (kvjax.ClusterKV: and root mean squares), a PRNG key; pending tokens,
-        # chunks, lost tokens.
-        "clusterkv": heads
+        "balancekv_theory": heads * (33 * 3 * spec.head_dim * itemsize + 2 * (4 * 33 + 8 * 3 + 12 + 8) + 4),
+        "balancekv": heads * (4 * slots + 4) + 4 + 8,  # log-weights, unkept needles, later tokens
+        # Keys, values and positions of 62 tokens or of 17 blocks (9 for 30 tokens in 8 clusters, 2 for each of 4
+        # chunks), means, sizes and first blocks of 12 or 16 clusters (4 or 8 of the prompt; kvjax.ClusterKVResidual:
+        # and mean values and root mean squares), a PRNG key; pending tokens, chunks, lost tokens.
+        "clusterkv": heads * (62 * (2 * spec.head_dim * itemsize + 4) + 12 * (spec.head_dim * itemsize + 8) + 8) + 12,
+        "clusterkv_residual": heads
         * (17 * 16 * (2 * spec.head_dim * itemsize + 4) + 16 * (2 * spec.head_dim * itemsize + 12) + 8)
-        + 12,
-        "clusterkv_paper": heads * (62 * (2 * spec.head_dim * itemsize + 4) + 16 * (spec.head_dim * itemsize + 8) + 8)
         + 12,
         **dict.fromkeys(("leverage_scores", *SCORED, *RESERVING), 4),  # numbers of prompt tokens and later tokens
         "ada_kv": 4 + 12 * heads,  # per head its first slot, ranked slots and empty slots
@@ -286,15 +279,15 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
     if name.startswith("subgen"):  # the window holds only sinks and recent tokens
         slots, weighted = 10, 0
         # Ten means; seven samples with two log-weights and the sampled keys of three clusters.
-        sizes = {"subgen_mean_value": 10 * (2 * HEAD_DIM * 2 + 4)}
+        sizes = {"subgen_mean": 10 * (2 * HEAD_DIM * 2 + 4)}
         extra = KV_HEADS * sizes.get(name, 7 * (2 * HEAD_DIM * 2 + 8) + 3 * (HEAD_DIM * 2 + 4))
     if name.startswith("chelsea"):  # half the slots are centroids with log-weights and another bound
         weighted, extra = 10, 4
-    if name.startswith("clusterkv"):  # 4 blocks or 10 tokens; means, sizes and first blocks of 16 clusters
+    if name == "clusterkv":  # 10 tokens; means, sizes and first blocks of 12 clusters
+        slots, extra = 25, QUERY_HEADS * 10 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 12 * (HEAD_DIM * 2 + 8)
+    if name == "clusterkv_residual":  # 4 blocks; two means, sizes, first blocks, log-weights, deviations of 16 clusters
         slots, weighted = 25, 0
-        reads = KV_HEADS * 4 * 16 if name == "clusterkv" else QUERY_HEADS * 10
-        means = 2 * HEAD_DIM * 2 + 4 + 4 if name == "clusterkv" else HEAD_DIM * 2  # and a log-weight and a deviation
-        extra = reads * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 16 * (means + 8)
+        extra = KV_HEADS * 4 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 16 * (2 * HEAD_DIM * 2 + 4 + 4 + 8)
     if name == "quest":  # 3 of 4 pages per query head, and all bounds
         slots, extra = (23, QUERY_HEADS * 3 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 4 * (2 * HEAD_DIM * 2 + 4))
     if name == "infinigen":  # 10 weighted tokens, all partial keys; the window is empty
@@ -309,11 +302,9 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
         slots, extra = -(-(slots + NEW) // 8) * 8 if name in RESERVING else slots, -4
     if name == "ada_kv":  # bounds per head
         extra = 8 * KV_HEADS - 8
-    if name == "balancekv_pairs":  # half the slots belong to a tree with log-weights
-        weighted = 10
-    if name == "balancekv_reference":
+    if name == "balancekv":
         slots = weighted = 41
-    if name == "balancekv_paper":  # 33 slots of the numerator's tree, 33 keys of the denominator's
+    if name == "balancekv_theory":  # 33 slots of the numerator's tree, 33 keys of the denominator's
         slots, weighted, extra = 10, 99, KV_HEADS * 33 * 3 * HEAD_DIM * 2
     per_row = 2 * KV_HEADS * (slots + 8) * HEAD_DIM * 2 + 4 * KV_HEADS * (8 + weighted) + 3 * 4 + extra
     assert kvjax.read_bytes(abstract_cache(POLICIES[name], spec)) == BATCH * per_row
@@ -324,10 +315,9 @@ FITS = {
     "h2o": lambda budget: kvjax.H2O(budget, average=True),
     "streaming_llm": kvjax.StreamingLLM,
     "uniform": lambda budget: kvjax.Uniform(budget, sinks=3, recent=9),
-    "clustergen_paper": lambda budget: kvjax.ClusterGen(budget, variant="paper"),
-    "clustergen_mean_value": lambda budget: kvjax.ClusterGen(budget, sinks=1),
+    "clustergen": lambda budget: kvjax.ClusterGen(budget, sinks=1),
     "chelsea": lambda budget: kvjax.Chelsea(budget, sinks=3, recent=9),
-    "subgen_mean_value": lambda budget: kvjax.SubGen(budget, sinks=3, recent=9),
+    "subgen_mean": lambda budget: kvjax.SubGenMean(budget, sinks=3, recent=9),
 }
 
 
@@ -527,7 +517,7 @@ def farthest_first(keys, valid, size):
 
 
 @pytest.mark.parametrize("keys_are", ["random", "duplicated", "tied"])
-def test_paper_keeps_farthest_first_centers_of_the_prompt_and_the_window(keys_are):
+def test_clustergen_keeps_farthest_first_centers_of_the_prompt_and_the_window(keys_are):
     stream = make_stream(5)
     rng = np.random.default_rng(0)
     if keys_are == "duplicated":  # fewer distinct keys than centers
@@ -535,7 +525,7 @@ def test_paper_keeps_farthest_first_centers_of_the_prompt_and_the_window(keys_ar
     if keys_are == "tied":  # small integers: many distances are equal
         stream = stream._replace(keys=rng.integers(-1, 2, stream.keys.shape).astype(np.float32) * (np.arange(64) < 3))
     lengths = (37, 15, 5)
-    cache = prefilled(POLICIES["clustergen_paper"], stream, lengths=lengths)
+    cache = prefilled(POLICIES["clustergen"], stream, lengths=lengths)
     start = read_weights(cache)
     _, _, weights = go(cache, after(stream, lengths))
     position = np.arange(HEAD_DIM)
@@ -545,44 +535,6 @@ def test_paper_keeps_farthest_first_centers_of_the_prompt_and_the_window(keys_ar
         for step, read in enumerate([start[row, head], *weights[row, :, head]]):
             end = lengths[row] + step
             np.testing.assert_array_equal(read, (position < end) & (fixed | (position >= end - 8)))
-
-
-def test_mean_value_reads_every_token_once():
-    # A query of zeros reads sum(count * mean value).
-    _, _, weights = whole_run("clustergen_mean_value")
-    for row, step in itertools.product(range(BATCH), range(NEW)):
-        expected = np.broadcast_to(held_positions(row, step), (KV_HEADS, HEAD_DIM))
-        np.testing.assert_allclose(weights[row, step], expected, atol=1e-5)
-
-
-def test_mean_value_counts_sum_to_the_tokens_between_sinks_and_recent_tokens():
-    stream = make_stream()
-    cache = prefilled(POLICIES["clustergen_mean_value"], stream)
-    for _ in range(2):
-        between = np.maximum(np.asarray(cache.state.window.total) - 2 - 8, 0)
-        count = np.asarray(cache.state.clusters.count)
-        assert count.dtype == np.int32
-        np.testing.assert_array_equal(count.sum(-1), np.repeat(between[:, None], KV_HEADS, axis=1))
-        used = np.minimum(between, 10)[:, None, None]
-        np.testing.assert_array_equal(count > 0, np.broadcast_to(np.arange(10) < used, count.shape))  # no gaps
-        cache, _, _ = go(cache, after(stream, LENGTHS))
-
-
-def test_mean_value_centers_are_keys_of_tokens():
-    cache, _, _ = whole_run("clustergen_mean_value")
-    stream = make_stream()
-    centers = np.asarray(cache.state.window.keys)[0, :, 10:]
-    for head in range(KV_HEADS):
-        distance = np.abs(centers[head][:, None] - stream.keys[0, :, head][None]).max(-1)
-        assert distance.min(-1).max() == 0
-
-
-def test_mean_value_is_exact_when_the_keys_of_a_cluster_are_equal():
-    stream = make_stream(7)
-    kinds = np.random.default_rng(0).integers(0, 6, stream.keys.shape[1])
-    stream = stream._replace(keys=3 * stream.keys[:, kinds])
-    outputs, expected = (decoded(POLICIES[name], stream)[1] for name in ("clustergen_mean_value", "exact"))
-    np.testing.assert_allclose(outputs, expected, atol=2e-5)
 
 
 # --- errors ---
@@ -602,7 +554,6 @@ def test_mean_value_is_exact_when_the_keys_of_a_cluster_are_equal():
         (lambda: kvjax.ClusterGen(0), "budget=0"),
         (lambda: kvjax.ClusterGen(8, recent=8), "budget=8 leaves no slot"),
         (lambda: kvjax.ClusterGen(8, compact_every=-1), "compact_every=-1"),
-        (lambda: kvjax.ClusterGen(8, variant="mean"), "variant='mean'"),
         (lambda: kvjax.Chelsea(80), "budget=80 leaves no slot"),
         (lambda: kvjax.Chelsea(100, chunk=15), "chunk=15"),
         (lambda: kvjax.Chelsea(100, first=0.7), "first=0.7"),

@@ -11,8 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.budget import abstract_cache, row_bytes
-from kvjax.policies.balancekv_paper import BalanceKVPaper
-from kvjax.policies.clusterkv_reference import ClusterKVReference
+from kvjax.policies.balancekv_theory import BalanceKVTheory
 from kvjax.policies.kvzip import KVzip
 from kvjax.policy import RepeatedPrompt
 from kvjax.quantization import FORMATS, dequantize, quantize, rotation
@@ -50,12 +49,12 @@ class Doubling(kvjax.Uniform):
 
 PLAIN = POLICIES | {
     # Quantization changes the norms of values, which may leave their bucket.
-    "balancekv_paper": BalanceKVPaper(60, **WINDOW, value_exponents=(-1, 1)),
-    "clusterkv_reference": ClusterKVReference(20, **WINDOW, clusters=8),
+    "balancekv_theory": BalanceKVTheory(60, **WINDOW, value_exponents=(-1, 1)),
+    "clusterkv_400": kvjax.ClusterKV(20, **WINDOW, clusters=8, chunk_tokens=None),
     "doubling": Doubling(20, **WINDOW),
 }
 # The quick tests cover every kind of store and every format; the others every policy in every format.
-QUICK = {(name, "int4") for name in ("exact", "streaming_llm_reindexed", "uniform", "subgen_mean_value")}
+QUICK = {(name, "int4") for name in ("exact", "streaming_llm_reindexed", "uniform", "subgen_mean")}
 QUICK |= {("clusterkv", "int3"), ("exact", "int8"), ("uniform", "fp8"), ("uniform", "int2")}
 MATRIX = each(itertools.product(PLAIN, FORMATS), QUICK)
 every_format = pytest.mark.parametrize("kv_dtype", FORMATS)

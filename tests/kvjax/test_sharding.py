@@ -130,7 +130,7 @@ def test_a_fault_of_one_head_affects_its_row_on_all_devices():
     broken = prompt_keys.at[1, 3, 2].set(jnp.inf)  # between sinks and recent tokens
     results = []
     for target in (None, mesh):
-        cache = kvjax.init(POLICIES["subgen_mean_value"], SPEC, row_keys(SPEC.batch), target)
+        cache = kvjax.init(POLICIES["subgen_mean"], SPEC, row_keys(SPEC.batch), target)
         cache = jax.jit(lambda cache: kvjax.prefill(cache, broken, prompt_values, LENGTHS)[0])(cache)
         cache = jax.jit(kvjax.append)(cache, keys[:, :2], values[:, :2], jnp.array([2, 2, 2, 3]))
         output = kvjax.normalize(jax.jit(kvjax.attend)(cache, queries[:, :1]))

@@ -62,14 +62,12 @@ def test_every_array_names_its_axes(name):
     per_slot, per_selected = ("B", "H_kv", "S"), ("B", "H_kv", "M")
     part_of_state = {
         "uniform": lambda state: state,
-        "clustergen_mean_value": lambda state: state.clusters,
-        "clustergen_paper": lambda state: state,
+        "clustergen": lambda state: state,
         "streaming_llm_reindexed": lambda state: state,
     }
     wanted = {
         "uniform": {"priority": per_selected, "log_weight": per_slot, "row_keys": ("B",)},
-        "clustergen_mean_value": {"count": per_selected, "separation": per_selected, "log_weight": per_slot},
-        "clustergen_paper": {"chosen": ("B",), "clusters": None},
+        "clustergen": {"num_centers": ("B",)},
         "streaming_llm_reindexed": {"frequencies": ("half_D",)},
     }
     if name in wanted:

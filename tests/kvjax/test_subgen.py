@@ -1,4 +1,4 @@
-"""The variants of `SubGen` against their formulas; `test_policies` has what holds for every policy."""
+"""SubGen and SubGenMean against their formulas, and SubGen's theorem; `test_policies` has the laws of all policies."""
 
 import functools
 import math
@@ -11,15 +11,15 @@ from scipy import stats
 
 import kvjax
 from kvjax.budget import abstract_cache, row_bytes
-from kvjax.structures import streams as structures
+from kvjax.structures import cluster_table, streams
 from kvjax.structures.per_head import per_head
 from kvjax.theory import SubGenSettings, subgen_settings
 from tests.kvjax.support import HEAD_DIM, LENGTHS, make_spec, row_keys, whole_run
 
 DIM, TOKENS = 32, 512
 # Policies that several tests share, so that each is compiled once.
-MEAN_VALUE = kvjax.SubGen(24, sinks=0, recent=0)
-SELF_NORMALIZED = kvjax.SubGen(40, sinks=0, recent=0, variant="self_normalised")
+MEAN = kvjax.SubGenMean(24, sinks=0, recent=0)
+PAPER = kvjax.SubGen(None, samples=30, clusters=6, per_cluster=3, delta=1.0, sinks=0, recent=0)
 
 
 def attend(policy, keys, values, queries, batch=1):
@@ -72,13 +72,12 @@ def low_rank(seed, tokens=TOKENS, rank=4, norm=2.0):
     ]
 
 
-# --- formulas of the variants ---
+# --- formulas ---
 
 
-def test_paper_reads_samples_in_the_numerator_and_clusters_in_the_denominator():
+def test_subgen_reads_samples_in_the_numerator_and_clusters_in_the_denominator():
     keys, values, queries = low_rank(0)
-    policy = kvjax.SubGen(None, variant="paper", samples=30, clusters=6, per_cluster=3, delta=1.0, sinks=0, recent=0)
-    outputs, state = attend(policy, keys, values, queries)
+    outputs, state = attend(PAPER, keys, values, queries)
     reservoir, table = state.streams.reservoir, state.streams.table
     assert reservoir.keys.shape == (1, 1, 30, DIM) and table.samples.shape == (1, 1, 6, 3, DIM)
     # Algorithm 1, lines 29 and 30, with logits over sqrt(D).
@@ -92,36 +91,10 @@ def test_paper_reads_samples_in_the_numerator_and_clusters_in_the_denominator():
     np.testing.assert_allclose(outputs[0], numerator / denominator[:, None], rtol=1e-4, atol=1e-5)
 
 
-def test_self_normalised_reads_its_samples_in_both_sums():
-    keys, values, queries = low_rank(3)
-    outputs, state = attend(SELF_NORMALIZED, keys, values, queries)
-    reservoir = state.streams.reservoir
-    assert state.streams.table is None and reservoir.mass.shape == (1, 1, 40)
-    sample_keys, sample_values, mass = as_float64(reservoir.keys, reservoir.values, reservoir.mass)
-    expected = weighted_mean(weights_of(queries, sample_keys) / mass, sample_values)
-    np.testing.assert_allclose(outputs[0], expected, rtol=1e-4, atol=1e-5)
-
-
-def test_sampled_clusters_are_the_control_variate_of_their_mean_values():
-    keys, values, queries = low_rank(4)
-    policy = kvjax.SubGen(None, clusters=5, per_cluster=4, sinks=0, recent=0)
-    outputs, state = attend(policy, keys, values, queries)
-    table = state.streams.table
-    count, mean, sample_keys, sample_values = as_float64(
-        table.count, table.mean_value, table.samples, table.sample_values
-    )
-    e = weights_of(queries, sample_keys.reshape(-1, DIM)).reshape(len(queries), 5, 4)
-    e_mean = e.mean(axis=2)
-    # sum_i n_i [ebar_i vbar_i + (1 / t) sum_j (e_ij - ebar_i) (v_ij - vbar_i)] over sum_i n_i ebar_i
-    inner = np.einsum("qmt,mtd->qmd", e - e_mean[..., None], sample_values - mean[:, None]) / 4
-    numerator = np.einsum("m,qmd->qd", count, e_mean[..., None] * mean + inner)
-    np.testing.assert_allclose(outputs[0], numerator / (e_mean @ count)[:, None], rtol=1e-4, atol=1e-5)
-
-
-def test_mean_value_reads_mean_keys_and_values_with_their_counts():
+def test_subgen_mean_reads_mean_keys_and_values_with_their_counts():
     keys, values, queries = low_rank(5)
-    outputs, state = attend(MEAN_VALUE, keys, values, queries)
-    table = state.streams.table
+    outputs, state = attend(MEAN, keys, values, queries)
+    table = state.table
     count, mean_key, mean_value = as_float64(table.count, table.centers, table.mean_value)
     assert count.sum() == TOKENS
     expected = weighted_mean(weights_of(queries, mean_key) * count, mean_value)
@@ -132,32 +105,32 @@ def test_mean_value_reads_mean_keys_and_values_with_their_counts():
 # --- laws ---
 
 
-def test_mean_value_is_nearer_to_exact_attention_than_uniform_at_equal_bytes():
+def test_subgen_mean_is_nearer_to_exact_attention_than_uniform_at_equal_bytes():
     # Paired over rows; without sinks and recent tokens, which are the same in both.
     keys, values, queries = low_rank(8)
     spec = kvjax.CacheSpec(1, 1, 1, DIM, max_prompt_tokens=TOKENS, max_new_tokens=8)
-    uniform = kvjax.fit_bytes(functools.partial(kvjax.Uniform, sinks=0, recent=0), spec, row_bytes(MEAN_VALUE, spec))
+    uniform = kvjax.fit_bytes(functools.partial(kvjax.Uniform, sinks=0, recent=0), spec, row_bytes(MEAN, spec))
     expected = weighted_mean(weights_of(queries, keys), values)
     errors = [
         np.array([error(row, expected) for row in attend(policy, keys, values, queries, 32)[0]])
-        for policy in (MEAN_VALUE, uniform)
+        for policy in (MEAN, uniform)
     ]
     difference = errors[0] - errors[1]
     _, high = stats.t.interval(0.999, 31, difference.mean(), stats.sem(difference))
     assert high < 0
 
 
-def test_mean_value_conserves_the_mass_of_every_token():
+def test_subgen_mean_conserves_the_mass_of_every_token():
     # A query of zeros reads sum(count * mean value): every token once, at every step and through compactions.
-    cache, _, weights = whole_run("subgen_mean_value")
+    cache, _, weights = whole_run("subgen_mean")
     present = np.arange(HEAD_DIM) < (np.array(LENGTHS)[:, None] + np.arange(weights.shape[1]) + 1)[..., None]
     np.testing.assert_allclose(weights, np.broadcast_to(present[:, :, None], weights.shape), atol=2e-5)
     middle = np.maximum(np.asarray(cache.state.window.total) - 2 - 8, 0)
-    np.testing.assert_array_equal(cache.state.streams.table.count.sum(-1), np.repeat(middle[:, None], 2, axis=1))
+    np.testing.assert_array_equal(cache.state.table.count.sum(-1), np.repeat(middle[:, None], 2, axis=1))
 
 
 def test_rows_draw_different_samples():
-    _, state = attend(SELF_NORMALIZED, *low_rank(8), batch=3)
+    _, state = attend(PAPER, *low_rank(8), batch=3)
     samples = np.asarray(state.streams.reservoir.keys).reshape(3, -1)
     assert len(np.unique(samples, axis=0)) == 3
 
@@ -165,23 +138,24 @@ def test_rows_draw_different_samples():
 def test_streams_in_sequence_equal_streams_in_parallel():
     # The tables are full, and some streams have widened theirs.
     spec = kvjax.CacheSpec(2, 2, 2, DIM, max_prompt_tokens=64, max_new_tokens=64)
-    streams = [MEAN_VALUE.init(spec, row_keys(2)).streams] * 2
+    tables = [MEAN.init(spec, row_keys(2)).table] * 2
     keys, values = jax.random.normal(jax.random.key(0), (2, 2, 2, 64, DIM))
     valid = jnp.arange(64) < jnp.array([[64], [40]])
-    functions = [jax.jit(structures.fill), jax.jit(per_head(structures.extend, 0, 0, 0, None))]
+    in_sequence = jax.jit(functools.partial(streams.fill, cluster_table.extend))
+    functions = [in_sequence, jax.jit(per_head(cluster_table.extend, 0, 0, 0, None))]
     for _ in range(2):
-        streams = [function(one, keys, values, valid) for function, one in zip(functions, streams, strict=True)]
-        for one, other in zip(*map(jax.tree.leaves, streams), strict=True):
+        tables = [function(one, keys, values, valid) for function, one in zip(functions, tables, strict=True)]
+        for one, other in zip(*map(jax.tree.leaves, tables), strict=True):
             if not jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
                 np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
         keys, values = keys[:, :, ::-1] + 1, values[:, :, ::-1] - 1
 
 
 def test_prompts_of_several_blocks_are_clustered_completely(monkeypatch):
-    monkeypatch.setattr(structures, "PROMPT_BLOCK", 48)
+    monkeypatch.setattr(streams, "PROMPT_BLOCK", 48)
     keys, values, queries = low_rank(9, tokens=200)
-    _, state = attend(kvjax.SubGen(16, sinks=2, recent=8), keys, values, queries)
-    count, mean_value = as_float64(state.streams.table.count, state.streams.table.mean_value)
+    _, state = attend(kvjax.SubGenMean(16, sinks=2, recent=8), keys, values, queries)
+    count, mean_value = as_float64(state.table.count, state.table.mean_value)
     assert count.sum() == 190
     np.testing.assert_allclose(count @ mean_value, np.asarray(values, np.float64)[2:-8].sum(axis=0), atol=1e-4)
 
@@ -192,38 +166,32 @@ def test_prompts_of_several_blocks_are_clustered_completely(monkeypatch):
 @pytest.mark.parametrize(
     "options, sizes",
     [
-        ({}, (0, 30, 0)),
-        ({"per_cluster": 2}, (0, 10, 2)),
-        ({"variant": "self_normalised"}, (30, 0, 0)),
-        ({"variant": "paper"}, (22, 8, 1)),
-        ({"variant": "paper", "per_cluster": 4}, (22, 3, 4)),
-        ({"variant": "paper", "samples": 20}, (20, 10, 1)),
-        ({"variant": "paper", "clusters": 20}, (10, 20, 1)),
+        ({}, (22, 8, 1)),
+        ({"per_cluster": 4}, (22, 3, 4)),
+        ({"samples": 20}, (20, 10, 1)),
+        ({"clusters": 20}, (10, 20, 1)),
     ],
 )
 def test_a_budget_is_divided_and_never_exceeded(options, sizes):
     policy = kvjax.SubGen(40, sinks=2, recent=8, **options)
     streams = abstract_cache(policy, make_spec()).state.streams
-    table = streams.table
-    samples = 0 if streams.reservoir is None else streams.reservoir.mass.shape[-1]
-    clusters = 0 if table is None else table.count.shape[-1]
-    per_cluster = 0 if table is None or table.samples is None else table.samples.shape[-2]
-    assert (samples, clusters, per_cluster) == sizes
+    clusters, per_cluster = streams.table.samples.shape[2:4]
+    assert (streams.reservoir.mass.shape[-1], clusters, per_cluster) == sizes
 
 
 @pytest.mark.parametrize(
     "make, message",
     [
         (lambda: kvjax.SubGen(68), "budget=68 leaves 0 slots"),
-        (lambda: kvjax.SubGen(71, per_cluster=3), "budget=71 leaves 3 slots"),
-        (lambda: kvjax.SubGen(69, variant="paper"), "budget=69 leaves 1 slots"),
-        (lambda: kvjax.SubGen(100, variant="paper", samples=40), "samples=40"),
-        (lambda: kvjax.SubGen(100, variant="printed"), "variant='printed'"),
-        (lambda: kvjax.SubGen(100, samples=3), "samples=3.*'mean_value'"),
-        (lambda: kvjax.SubGen(100, variant="self_normalised", clusters=3), "clusters=3"),
-        (lambda: kvjax.SubGen(None), "budget=None needs the sizes .*; pass clusters"),
-        (lambda: kvjax.SubGen(None, variant="paper", samples=3), "budget=None needs the sizes .*; pass clusters"),
-        (lambda: kvjax.SubGen(None, variant="paper"), "budget=None needs the sizes .*; pass samples and clusters"),
+        (lambda: kvjax.SubGen(69), "budget=69 leaves 1 slots"),
+        (lambda: kvjax.SubGen(71, per_cluster=7), "budget=71 leaves 3 slots"),
+        (lambda: kvjax.SubGen(100, samples=40), "samples=40"),
+        (lambda: kvjax.SubGen(100, clusters=0), "clusters=0"),
+        (lambda: kvjax.SubGen(None, samples=3), "budget=None with samples=3 and clusters=None; pass both sizes"),
+        (lambda: kvjax.SubGen(None), "budget=None .*; pass both sizes"),
+        (lambda: kvjax.SubGenMean(68), "budget=68 leaves no slot for clusters"),
+        (lambda: kvjax.SubGenMean(100, growth=1.0), "growth=1.0"),
+        (lambda: kvjax.SubGenMean(100, delta=0.0), "delta=0.0"),
         (lambda: kvjax.SubGen(100, sinks=-1), "sinks=-1"),
         (lambda: kvjax.SubGen(100, compact_every=0), "compact_every=0"),
     ],

@@ -15,10 +15,7 @@ import pytest
 
 import kvjax
 from kvjax.combinators.outlier_heads import HeadChoice
-from kvjax.policies.balancekv_paper import BalanceKVPaper
-from kvjax.policies.balancekv_reference import BalanceKVReference
-from kvjax.policies.clusterkv_paper import ClusterKVPaper
-from kvjax.policies.clusterkv_reference import ClusterKVReference
+from kvjax.policies.balancekv_theory import BalanceKVTheory
 from kvjax.policy import Policy
 from kvjax.registry import POLICIES as REGISTERED
 from kvjax.registry import parse_value
@@ -29,20 +26,19 @@ MAKE = {
     "exact": (lambda: kvjax.Exact(8), {"compact_every": 4}),
     "streaming_llm": (lambda: kvjax.StreamingLLM(16, sinks=2, compact_every=8), {"reindex": True}),
     "uniform": (lambda: kvjax.Uniform(20, **WINDOW), {"budget": 21}),
-    "clustergen": (lambda: kvjax.ClusterGen(20, **WINDOW), {"variant": "paper"}),
+    "clustergen": (lambda: kvjax.ClusterGen(20, **WINDOW), {"recent": 7}),
     "subgen": (lambda: kvjax.SubGen(20, **WINDOW), {"growth": 1.5}),
-    "balancekv": (lambda: kvjax.BalanceKV(20, **WINDOW), {"gamma": 2.0}),
-    "balancekv_reference": (lambda: BalanceKVReference(20, **WINDOW), {"decode": "scaled"}),
-    "balancekv_paper": (lambda: BalanceKVPaper(60, **WINDOW), {"value_exponents": (0, 1)}),
+    "subgen_mean": (lambda: kvjax.SubGenMean(20, **WINDOW), {"delta": 2.0}),
+    "balancekv": (lambda: kvjax.BalanceKV(20, **WINDOW), {"budget": 0.25}),
+    "balancekv_theory": (lambda: BalanceKVTheory(60, **WINDOW), {"value_exponents": (0, 1)}),
     "h2o": (lambda: kvjax.H2O(20, recent=8), {"average": True}),
     "cam": (lambda: kvjax.CaM(20), {"merged": 6}),
     "infinigen": (lambda: kvjax.InfiniGen(10), {"alpha": 4.0}),
     "snapkv": (lambda: kvjax.SnapKV(20, window_size=6), {"kernel_size": 3}),
     "pyramidkv": (lambda: kvjax.PyramidKV(20, window_size=6), {"beta": 3}),
-    "chelsea": (lambda: kvjax.Chelsea(20, **WINDOW), {"joins": "drop"}),
+    "chelsea": (lambda: kvjax.Chelsea(20, **WINDOW), {"schedule": "qwen"}),
     "clusterkv": (lambda: kvjax.ClusterKV(20, sinks=2), {"chunk_tokens": None}),
-    "clusterkv_paper": (lambda: ClusterKVPaper(20, sinks=2), {"block_size": 16}),
-    "clusterkv_reference": (lambda: ClusterKVReference(20, sinks=2), {"sinks": 3}),
+    "clusterkv_residual": (lambda: kvjax.ClusterKVResidual(20, sinks=2), {"block_size": 4}),
     "quest": (lambda: kvjax.Quest(20), {"budget": 36}),
     "leverage_scores": (lambda: kvjax.LeverageScores(20), {"sketch": 48}),
     "kvzip": (lambda: kvjax.KVzip(20), {"chunk_tokens": 512}),
@@ -199,7 +195,7 @@ def test_layers_and_batch_sizes_share_one_structure():
         ("infinigen", {"alpha": 4.0}),
         ("snapkv", {"kernel_size": 3}),
         ("chelsea", {"decay": 0.5}),
-        ("clusterkv", {"select": "query_head"}),
+        ("clusterkv", {"iterations": 10}),
         ("quest", {"budget": 100}),
         ("streaming_llm", {"sinks": 3}),
         ("host_memory", {"policy": kvjax.Quest(24)}),
@@ -249,14 +245,13 @@ EXACT_32 = kvjax.Exact(32)
     [
         ("exact", kvjax.Exact()),
         ("uniform@512", kvjax.Uniform(512)),
-        ("subgen:variant=paper,recent=32@200", kvjax.SubGen(200, recent=32, variant="paper")),
-        ("subgen:variant=paper,delta=None@200", kvjax.SubGen(200, variant="paper")),
+        ("subgen:per_cluster=2,recent=32@200", kvjax.SubGen(200, recent=32, per_cluster=2)),
+        ("subgen:per_cluster=2,delta=None@200", kvjax.SubGen(200, per_cluster=2)),
         ("h2o:recent=4,average=true@12", kvjax.H2O(12, recent=4, average=True)),
-        (
-            "clusterkv:chunk_tokens=None,kmeans_init=k-means++@64",
-            kvjax.ClusterKV(64, chunk_tokens=None, kmeans_init="k-means++"),
-        ),
-        ("balancekv_paper:value_exponents=(0,3),bins=4@400", BalanceKVPaper(400, value_exponents=(0, 3), bins=4)),
+        ("clusterkv:clusters=400,kmeans_init=random@64", kvjax.ClusterKV(64, clusters=400, kmeans_init="random")),
+        ("clusterkv:chunk_tokens=None@64", kvjax.ClusterKV(64, chunk_tokens=None)),
+        ("clusterkv:full_layers=0@64", kvjax.ClusterKV(64, full_layers=0)),
+        ("balancekv_theory:value_exponents=(0,3),bins=4@400", BalanceKVTheory(400, value_exponents=(0, 3), bins=4)),
         ("quest:host_steps=2@64", kvjax.HostMemory(kvjax.Quest(64), 2)),
         ("quest:full_layers=2,compact_every=32@64", kvjax.FirstLayers(2, kvjax.Quest(64, compact_every=32), EXACT_32)),
         (
@@ -291,10 +286,10 @@ def test_values_in_text_are_python_literals_or_the_text(text, value):
 
 def test_budgets_are_slots_fractions_or_bytes():
     spec = make_spec(prompt=400, layers=2)
-    choice = kvjax.PolicyChoice.parse("subgen:variant=paper,recent=32@50%")
-    assert choice.variant == "variant=paper,recent=32" and choice.budget.fraction == 0.5
+    choice = kvjax.PolicyChoice.parse("subgen:per_cluster=2,recent=32@50%")
+    assert choice.variant == "per_cluster=2,recent=32" and choice.budget.fraction == 0.5
     policy = choice.fit(spec, tokens=400)
-    assert isinstance(policy, kvjax.SubGen) and (policy.variant, policy.recent) == ("paper", 32)
+    assert isinstance(policy, kvjax.SubGen) and (policy.per_cluster, policy.recent) == (2, 32)
     assert policy == kvjax.fit_bytes(choice.make, spec, spec.full_cache_bytes(400) // 2)
     assert kvjax.PolicyChoice.parse("uniform@100").fit(spec, tokens=400) == kvjax.Uniform(100)
     # Bytes are for a sequence, over all layers.
@@ -307,19 +302,20 @@ def test_budgets_are_slots_fractions_or_bytes():
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("lru@10", r"policy 'lru' is unknown; choose one of .*subgen"),
-        ("subgen:radius=2@100", r"unknown setting 'radius'; subgen has .*variant"),
+        ("lru@10", r"policy 'lru' is unknown; choose auto or one of .*subgen"),
+        ("clusterkv_paper@10", r"policy 'clusterkv_paper' is unknown; choose auto or one of .*clusterkv, clusterkv_residual"),
+        ("subgen:radius=2@100", r"unknown setting 'radius'; subgen has .*recent"),
         ("subgen:budget=10@100", r"unknown setting 'budget'"),
         ("subgen:storage=int8@100", r"unknown setting 'storage'"),
         ("subgen:recent@100", r"'recent' must have the form setting=value"),
         ("subgen:recent=many@100", r"recent='many' must be int"),
         ("subgen:recent=0.5@100", r"recent=0.5 must be int"),
         ("subgen:recent=True@100", r"recent=True must be int"),
-        ("subgen:variant=best@100", r"variant='best' must be 'mean_value' or 'self_normalised' or 'paper'"),
+        ("balancekv:decode=best@100", r"decode='best' must be 'weights' or 'scaled'"),
         ("h2o:average=maybe@100", r"average='maybe' must be bool"),
-        ("subgen:growth=fast@100", r"growth='fast' must be float or None"),
+        ("subgen:growth=fast@100", r"growth='fast' must be float"),
         ("subgen:recent=-1@100", r"recent=-1 must be at least 0"),
-        ("balancekv_paper:value_exponents=(0)@100", r"value_exponents=0 must be"),
+        ("balancekv_theory:value_exponents=(0)@100", r"value_exponents=0 must be"),
         ("uniform:host_steps=1@100", r"HostMemory needs a retrieval policy .*Uniform"),
         ("uniform:alpha_safeguard=1@100", r"policy=Uniform.* must be TopKPolicy"),
         ("uniform:compact_every=0@100", r"compact_every=0 must be at least 1"),
@@ -369,7 +365,7 @@ def test_prompt_queries_are_as_many_as_the_policy_requires(name, count):
 def test_the_package_exports_few_names():
     public = {name: x for name, x in vars(kvjax).items() if not name.startswith("_") and not isinstance(x, type(sys))}
     policies = {name for name, x in public.items() if isinstance(x, type) and issubclass(x, Policy)}
-    assert len(policies) <= 32 and len(public.keys() - policies) <= 24, sorted(public)
+    assert len(policies) <= 34 and len(public.keys() - policies) <= 24, sorted(public)
 
 
 def test_the_repr_of_a_cache_contains_its_policy():

@@ -165,7 +165,7 @@ def test_policies_lists_all_policies_and_settings(kvjax):
     assert lines[0].split(maxsplit=1)[1].startswith("Keeps every key and value.")
     details = kvjax("policies", "subgen").out
     assert "recent: int = 64" in details and "SubGen, Algorithm 1" in details
-    assert "variant: 'mean_value' or 'self_normalised' or 'paper' = mean_value" in details
+    assert "samples: int or None = None" in details
 
 
 @pytest.mark.parametrize(

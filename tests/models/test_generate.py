@@ -28,8 +28,8 @@ POLICIES = {
     "exact": EXACT,
     "streaming_llm_reindexed": kvjax.StreamingLLM(40, compact_every=PERIOD, reindex=True),
     "uniform": kvjax.Uniform(40, sinks=2, recent=16, compact_every=PERIOD),
-    "clustergen_paper": kvjax.ClusterGen(40, compact_every=PERIOD, variant="paper"),
-    "clustergen_mean_value": kvjax.ClusterGen(40, compact_every=PERIOD),
+    "clustergen": kvjax.ClusterGen(40, compact_every=PERIOD),
+    "subgen_mean": kvjax.SubGenMean(40, recent=16, compact_every=PERIOD),
 }
 every_policy = pytest.mark.parametrize("name", POLICIES)
 
@@ -218,7 +218,7 @@ def test_sampled_rows_do_not_depend_on_the_batch(name):
 
 
 def test_each_layer_may_have_its_own_policy():
-    policies = [EXACT, POLICIES["uniform"], POLICIES["clustergen_mean_value"]]
+    policies = [EXACT, POLICIES["uniform"], POLICIES["clustergen"]]
     generator = make_generator(policies)
     # The layer with a sliding window caches its window.
     assert generator.policies == (EXACT, kvjax.SlidingWindow(20, compact_every=PERIOD), policies[2])

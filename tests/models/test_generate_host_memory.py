@@ -13,7 +13,7 @@ from kvjax_models.generation.state import compact_layer
 from tests.models.support import compile_counts
 from tests.models.test_generate import PERIOD, PROMPTS, TURN, make_generator, random_model
 
-DEVICE = kvjax.ClusterKV(24, sinks=2, cluster_tokens=8, chunk_tokens=16, chunk_clusters=2, compact_every=PERIOD)
+DEVICE = kvjax.ClusterKV(24, sinks=2, full_layers=0, chunk_tokens=16, chunk_clusters=2, compact_every=PERIOD)
 PROGRAMS = [append_program, decode_program, compact_layer]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import batching
-from pallas_kernels.balanced_walk import Block, TpuConfig, assign_signs, kernel_diagonal, kernel_matrix, thin_pairs
+from pallas_kernels.balanced_walk import Block, TpuConfig, assign_signs, kernel_matrix
 from tests.pallas_kernels import helpers, traffic
 
 FORMS = helpers.make_forms(TpuConfig()) | ({"mosaic_gpu": helpers.GPU} if helpers.HAS_GPU_INTERPRETER else {})
@@ -25,13 +25,8 @@ def run_signs(block, uniforms, gain, weight, form):
     return assign_signs(block, uniforms, gain, weight, **FORMS[form])
 
 
-@functools.partial(jax.jit, static_argnames="form")
-def run_pairs(block, uniforms, weights, gamma, form):
-    return thin_pairs(block, uniforms, weights, gamma, **FORMS[form])
-
-
 def make(entries=40, head_dim=64, values=True, norm=2.0, empty=(), seed=0):
-    """Returns a block, draws for signs, draws for pairs, and weights."""
+    """Returns a block, draws, and weights."""
     rng = np.random.default_rng(seed)
     is_present = ~np.isin(np.arange(entries), empty)
 
@@ -42,7 +37,7 @@ def make(entries=40, head_dim=64, values=True, norm=2.0, empty=(), seed=0):
     keys, factor = vectors(norm), 1 / np.sqrt(head_dim)
     block = Block(keys, vectors(1.0) if values else None, factor, factor * norm**2, 0.1 if values else 0.0)
     weights = np.where(is_present, rng.choice([1.0, 2.0, 3.5], entries), 0)
-    inputs = block, rng.random(entries), rng.random(entries // 2), weights
+    inputs = block, rng.random(entries), weights
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), inputs)
 
 
@@ -71,92 +66,53 @@ def compare_signs(actual, block, uniforms, gain, weight):
     return clipped
 
 
-def compare_pairs(actual, block, uniforms, weights, gamma):
-    """Checks that each pair follows from the pairs before it; returns the number of clipped decisions."""
-    kernel, weights = plain_matrix(block), helpers.float64(weights)
-    diagonal, largest = np.diagonal(kernel), max(weights.max(), 1e-30)
-    free = [*np.flatnonzero(weights > 0), *np.flatnonzero(weights == 0)]
-    sums, clipped, close = np.zeros(len(weights)), 0, 0
-    for number, uniform in enumerate(helpers.float64(uniforms)):
-        first = free.pop(0)
-        distance = np.array([diagonal[j] - 2 * kernel[first, j] if weights[j] > 0 else 3e38 for j in free])
-        second = free.pop(int(np.argmin(distance)))
-        total = weights[first] + weights[second]
-        share = weights[first] / total if total else 0.5
-        squared_distance = diagonal[first] + diagonal[second] - 2 * kernel[first, second]
-        squared_distance = max(squared_distance, 1e-6 * diagonal.max() + 1e-30)
-        tilt = 4 * share * (1 - share) * gamma * (sums[first] - sums[second]) / squared_distance
-        clipped += abs(share - tilt - 0.5) > 0.5
-        kept = int(actual.indices[number])
-        margin = share - tilt - uniform
-        close += abs(margin) <= TOLERANCE
-        assert kept in (first, second)
-        assert kept == (first if margin > 0 else second) or abs(margin) <= TOLERANCE
-        assert actual.weights[number] == pytest.approx(total)
-        sums += (weights[second] if kept == first else -weights[first]) / largest * (kernel[first] - kernel[second])
-    assert abs(int(actual.num_clipped) - clipped) <= close
-    return clipped
-
-
-def compare_both(form, inputs, gain, weight, gamma):
-    """Runs and compares signs and pairs; returns the clipped decisions of both."""
-    block, sign_draws, pair_draws, weights = inputs
-    signs = run_signs(block, sign_draws, gain, weight, form)
-    pairs = run_pairs(block, pair_draws, weights, gamma, form)
-    return (
-        compare_signs(signs, block, sign_draws, gain, weight),
-        compare_pairs(pairs, block, pair_draws, weights, gamma),
-    )
-
-
 @quick_form
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("values", [True, False])
 def test_shapes(form, head_dim, values):
-    inputs = make(96, head_dim, values)
-    weight = inputs[3] / inputs[3].max()
-    compare_both(form, inputs, 0.3 * weight, weight, 4.0)
+    block, uniforms, weight = make(96, head_dim, values)
+    weight = weight / weight.max()
+    compare_signs(run_signs(block, uniforms, 0.3 * weight, weight, form), block, uniforms, 0.3 * weight, weight)
 
 
 @every_form
 @pytest.mark.parametrize("entries", [2, 7, 20, 130])
 def test_any_number_of_entries(form, entries):
-    compare_both(form, make(entries), 0.3, 1.0, 0.5)
+    block, uniforms, _ = make(entries)
+    compare_signs(run_signs(block, uniforms, 0.3, 1.0, form), block, uniforms, 0.3, 1.0)
 
 
 @every_form
 @pytest.mark.parametrize("empty", [(0,), range(30, 40), (3, 8, 9, 20), range(40)])
-def test_empty_entries_are_paired_last_and_their_partners_are_kept(form, empty):
-    block, _, draws, weights = make(empty=empty)
-    actual = run_pairs(block, draws, weights, 4.0, form)
-    compare_pairs(actual, block, draws, weights, 4.0)
-    assert np.count_nonzero(actual.weights) == -(-np.count_nonzero(weights) // 2)
-    assert float(actual.weights.sum()) == pytest.approx(float(weights.sum()))
+def test_entries_of_weight_zero_do_not_affect_the_others(form, empty):
+    block, uniforms, weights = make(empty=empty)
+    actual = run_signs(block, uniforms, 0.3, weights, form)
+    compare_signs(actual, block, uniforms, 0.3, weights)
+    present = np.flatnonzero(weights)
+    if len(present):
+        alone = dataclasses.replace(block, keys=block.keys[present], values=block.values[present])
+        signs = run_signs(alone, uniforms[present], 0.3, weights[present], form).signs
+        np.testing.assert_array_equal(actual.signs[present], signs)
 
 
 @quick_form
 def test_decisions_of_large_gains_are_clipped(form):
-    inputs = make(norm=0.5)
-    assert compare_both(form, inputs, 5.0, 1.0, 4.0)[0] > 0
-    assert compare_both(form, inputs, 5.0, 1.0, 20.0)[1] > 0
+    block, uniforms, _ = make(norm=0.5)
+    assert compare_signs(run_signs(block, uniforms, 5.0, 1.0, form), block, uniforms, 5.0, 1.0) > 0
 
 
 @quick_form
 def test_large_norms_cause_no_overflow(form):
-    block, sign_draws, pair_draws, weights = make(norm=200.0)
-    actual = run_pairs(block, pair_draws, weights, 4.0, form)
-    assert len(set(np.asarray(actual.indices).tolist())) == 20
-    assert float(actual.weights.sum()) == pytest.approx(float(weights.sum()))
+    block, uniforms, _ = make(norm=200.0)
     # All entries are orthogonal, so that sums do not affect signs.
-    signs = run_signs(block, sign_draws, 0.3, 1.0, form).signs
-    np.testing.assert_array_equal(signs, np.where(np.asarray(sign_draws) < 0.5, 1.0, -1.0))
+    signs = run_signs(block, uniforms, 0.3, 1.0, form).signs
+    np.testing.assert_array_equal(signs, np.where(np.asarray(uniforms) < 0.5, 1.0, -1.0))
 
 
 @pytest.mark.parametrize("values", [True, False])
-def test_the_matrix_and_its_diagonal_follow_the_definition(values):
+def test_the_matrix_follows_the_definition(values):
     block = make(values=values)[0]
     np.testing.assert_allclose(kernel_matrix(block), plain_matrix(block), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(kernel_diagonal(block), np.diagonal(plain_matrix(block)), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -171,20 +127,19 @@ def test_vmap_processes_blocks_in_one_kernel(options):
     inputs = helpers.stack(*(make(20, seed=seed, empty=range(17, 17 + seed % 4)) for seed in range(6)))
     inputs = jax.tree.map(lambda x: x.reshape(2, 3, *x.shape[1:]), inputs)
 
-    def run_both(block, sign_draws, pair_draws, weights):
+    def run(block, uniforms, weights):
         # All blocks share some arguments.
-        return assign_signs(block, sign_draws, 0.3, **options), thin_pairs(block, pair_draws, weights, 4.0, **options)
+        return assign_signs(block, uniforms, 0.3, weights, **options)
 
-    traced = jax.jit(jax.vmap(jax.vmap(run_both))).trace(*inputs)
+    traced = jax.jit(jax.vmap(jax.vmap(run))).trace(*inputs)
     if options is helpers.GPU:
-        helpers.check_gpu_grids(traced.jaxpr.jaxpr, *[("(6,)", "'blocks',")] * 2)
+        helpers.check_gpu_grids(traced.jaxpr.jaxpr, ("(6,)", "'blocks',"))
     else:
-        helpers.check_kernels(traced.jaxpr, kernels=2)
+        helpers.check_kernels(traced.jaxpr, kernels=1)
     actual = traced.lower().compile()(*inputs)
     for at in np.ndindex(2, 3):
-        (signs, pairs), (block, sign_draws, pair_draws, weights) = helpers.pick(actual, *at), helpers.pick(inputs, *at)
-        compare_signs(signs, block, sign_draws, 0.3, 1.0)
-        compare_pairs(pairs, block, pair_draws, weights, 4.0)
+        signs, (block, uniforms, weights) = helpers.pick(actual, *at), helpers.pick(inputs, *at)
+        compare_signs(signs, block, uniforms, 0.3, weights)
 
 
 def test_forms_agree_in_control_flow():
@@ -192,40 +147,36 @@ def test_forms_agree_in_control_flow():
     inputs = helpers.stack(*(make(24, seed=seed) for seed in range(4)))
 
     @functools.partial(jax.jit, static_argnames="form")
-    def halve(inputs, is_wanted, form):
-        def thin(item):
-            return thin_pairs(item[0], item[2], item[3], 4.0, **FORMS[form])
+    def walk(inputs, is_wanted, form):
+        def assign(item):
+            return assign_signs(item[0], item[1], 0.3, item[2], **FORMS[form])
 
         def step(carry, _):
-            grouped = jax.lax.map(thin, inputs, batch_size=3)
+            grouped = jax.lax.map(assign, inputs, batch_size=3)
             return jax.lax.cond(is_wanted, lambda: grouped, lambda: carry), None
 
-        return jax.lax.scan(step, jax.tree.map(jnp.zeros_like, jax.lax.map(thin, inputs)), None, length=2)[0]
+        return jax.lax.scan(step, jax.tree.map(jnp.zeros_like, jax.lax.map(assign, inputs)), None, length=2)[0]
 
-    kernel, xla = halve(inputs, True, "mosaic_tpu"), halve(inputs, True, "xla")
-    np.testing.assert_array_equal(kernel.indices, xla.indices)
-    np.testing.assert_array_equal(kernel.weights, xla.weights)
-    assert not np.asarray(halve(inputs, False, "mosaic_tpu").weights).any()
+    kernel, xla = walk(inputs, True, "mosaic_tpu"), walk(inputs, True, "xla")
+    np.testing.assert_array_equal(kernel.signs, xla.signs)
+    assert not np.asarray(walk(inputs, False, "mosaic_tpu").signs).any()
 
 
 @pytest.mark.parametrize("entries, head_dim", [(512, 128), (256, 64)])
 def test_the_kernel_reads_every_entry_once(entries, head_dim):
-    block, _, draws, weights = make(entries, head_dim)
-    thin = functools.partial(thin_pairs, **FORMS["mosaic_tpu"])
+    block, uniforms, weights = make(entries, head_dim)
+    gain = jnp.full_like(weights, 0.3)
+    assign = functools.partial(assign_signs, **FORMS["mosaic_tpu"])
     # Arrays that are traced for `vmap` cannot be counted.
     with mock.patch.object(batching, "fold_mapped_axes", lambda run: run):
-        actual = traffic.moved(thin, block, draws, weights, 4.0, run=False)
-    traffic.check(
-        actual.total, sum(x.nbytes for x in jax.tree.leaves((block, draws, weights))) + 2 * 4 * (entries // 2)
-    )
+        actual = traffic.moved(assign, block, uniforms, gain, weights, run=False)
+    traffic.check(actual.total, sum(x.nbytes for x in jax.tree.leaves((block, uniforms, gain, weights))) + 4 * entries)
 
 
 def test_invalid_and_unsupported_arguments_raise():
-    block, sign_draws, pair_draws, weights = make()
+    block, sign_draws, _ = make()
     with pytest.raises(ValueError, match=r"uniforms has shape \(20,\)"):
-        assign_signs(block, pair_draws, 1.0)
-    with pytest.raises(ValueError, match=r"weights has shape \(40, 1\)"):
-        thin_pairs(block, pair_draws, weights[:, None], 1.0)
+        assign_signs(block, sign_draws[:20], 1.0)
     with pytest.raises(ValueError, match=r"values have shape \(20, 64\)"):
         assign_signs(dataclasses.replace(block, values=block.values[:20]), sign_draws, 1.0)
     with pytest.raises(ValueError, match="implementation='cuda'"):

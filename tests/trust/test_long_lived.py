@@ -59,7 +59,7 @@ def prefill_cache(policy, rng, prefill=kvjax.prefill):
 @pytest.mark.parametrize(
     "make_policy",
     [
-        lambda: kvjax.SubGen(16, **WINDOW),
+        lambda: kvjax.SubGenMean(16, **WINDOW),
         heavy(lambda: kvjax.Uniform(16, **WINDOW)),
         heavy(lambda: kvjax.ClusterKV(16, sinks=2, compact_every=8)),
         heavy(lambda: kvjax.Chelsea(16, **WINDOW, chunk=8)),
@@ -147,7 +147,7 @@ def test_two_thousand_generations_of_two_hundred_lengths(num_compiled):
         lambda: kvjax.Exact(compact_every=8),
         lambda: kvjax.Uniform(16, **WINDOW),
         lambda: kvjax.StreamingLLM(16, sinks=2, compact_every=8),
-        lambda: kvjax.SubGen(16, **WINDOW),
+        lambda: kvjax.SubGenMean(16, **WINDOW),
     ]
     lengths = rng.permutation(600)[:200] + 1
     maps, programs = [], []

@@ -15,12 +15,11 @@ HEADS, DIM, EVERY = 2, 16, 128
 WINDOW = {"sinks": 4, "recent": 32, "compact_every": EVERY}
 POLICIES = {
     "chelsea": kvjax.Chelsea(128, **WINDOW),
-    "clustergen": kvjax.ClusterGen(128, **WINDOW),
-    "subgen": kvjax.SubGen(128, **WINDOW),
+    "subgen_mean": kvjax.SubGenMean(128, **WINDOW),
 }
 # In bfloat16 rounding errors of the means do not cancel.
 FORMS = {"bfloat16": (None, jnp.bfloat16), "int8": ("int8", jnp.float32)}
-QUICK = {("chelsea", "int8", 4096), ("clustergen", "bfloat16", 4096)}
+QUICK = {("chelsea", "int8", 4096), ("subgen_mean", "bfloat16", 4096)}
 
 
 def make_spec(**sizes):

@@ -407,8 +407,8 @@ WINDOW = {"sinks": 2, "recent": 4, "compact_every": 4}
 CHANGES = {
     "sinks and recent": (kvjax.Uniform(16, **WINDOW), kvjax.Uniform(16, sinks=4, recent=2, compact_every=4)),
     "growth": (kvjax.SubGen(16, **WINDOW), kvjax.SubGen(16, **WINDOW, growth=1.5)),
-    "variant": (kvjax.SubGen(16, **WINDOW), kvjax.SubGen(16, **WINDOW, variant="paper")),
-    "joins": (kvjax.Chelsea(16, **WINDOW, chunk=8), kvjax.Chelsea(16, **WINDOW, chunk=8, joins="drop")),
+    "per_cluster": (kvjax.SubGen(16, **WINDOW), kvjax.SubGen(16, **WINDOW, per_cluster=2)),
+    "chunk": (kvjax.Chelsea(16, **WINDOW, chunk=8), kvjax.Chelsea(16, **WINDOW, chunk=4)),
     "budget of recall": (kvjax.Quest(16, compact_every=4), kvjax.Quest(12, compact_every=4)),
     "alpha": (kvjax.InfiniGen(8, alpha=2.0, compact_every=4), kvjax.InfiniGen(8, alpha=3.0, compact_every=4)),
     "scores": (kvjax.KeyDiff(16, sinks=2, compact_every=4), kvjax.Knorm(16, sinks=2, compact_every=4)),

@@ -1,4 +1,4 @@
-"""BalanceKV (Han et al. 2025), Algorithm 1, with its error bound."""
+"""BalanceKV (Han et al. 2025), Algorithm 1, with its error bound. `BalanceKV` is the paper's practical system."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from kvjax.structures.value_buckets import ValueBuckets, init_value_buckets
 
 
 @state
-class BalanceKVPaperState:
+class BalanceKVTheoryState:
     """The window, and trees for the numerator and the denominator per row and KV head."""
 
     window: Window
@@ -33,27 +33,29 @@ class BalanceKVPaperState:
 
 
 @dataclasses.dataclass(frozen=True)
-class BalanceKVPaper(Policy[BalanceKVPaperState]):
+class BalanceKVTheory(Policy[BalanceKVTheoryState]):
     """Keeps sinks, recent tokens, and two weighted selections of the tokens between them.
 
     The numerator of attention has a merge-and-reduce tree per power of two of the value norms, the denominator one
-    tree of keys. This is the only form of BalanceKV with the paper's bound, which is vacuous at the key norms of real
-    models (`kvjax.theory.balancekv_settings`).
+    tree of keys. The paper's bound holds for this form alone, and is vacuous at the key norms of real models
+    (`kvjax.theory.balancekv_settings`). `sinks=0, recent=0, compact_every=1` is exactly Algorithm 1, except for the
+    open buckets and for a walk that clips a probability where the paper's fails.
 
     Attributes:
         budget: slots per KV head, sinks and recent tokens included. A slot is a key and a value; an entry of the
             denominator's tree is a key alone, half a slot.
-        sinks: first tokens that are always kept.
-        recent: newest tokens that are always kept.
-        bins: number of bins of each tree (the paper's batch t is two bins). None for the smallest number that the
+        sinks: first tokens that are always kept (kvjax's addition; Algorithm 1 has none).
+        recent: newest tokens that are always kept (kvjax's addition; Algorithm 1 has none).
+        bins: number of bins of each tree (batch t of Algorithm 4 is two bins). None for the smallest number that the
             length of the stream allows.
-        epsilon: erases value buckets that are negligible at this error; needs `key_norm`.
-        delta: probability of failure, if `c` is None.
-        c: the walk's constant; None for 30 log(n / delta).
-        key_norm: bound r on the norms of keys; None for the largest norm of each block.
-        value_exponents: first and last i of the buckets 2^(i - 1) <= |v| <= 2^i. A value of another norm is a fault.
-            Quantization changes norms: add a bucket on either side.
-        compact_every: tokens between compactions; until then all new tokens are read.
+        epsilon: erases value buckets that are negligible at this error (Algorithm 1); needs `key_norm`.
+        delta: probability of failure (Algorithm 2), if `c` is None.
+        c: the walk's constant; None for 30 log(n / delta), as in Algorithm 2.
+        key_norm: bound r on the norms of keys (Algorithm 1); None for the largest norm of each block.
+        value_exponents: first and last i of the buckets 2^(i - 1) < |v| <= 2^i of Algorithm 1. The first bucket also
+            has all smaller norms; the last one all larger norms, with the largest norm of each block as its bound. The
+            paper has a bucket for every i; a limited number is kvjax's.
+        compact_every: tokens between compactions; until then all new tokens are read (kvjax's staging).
 
     Reference:
         BalanceKV, Algorithms 1, 2 and 4, Theorems 3.2 and 3.3.
@@ -79,13 +81,13 @@ class BalanceKVPaper(Policy[BalanceKVPaperState]):
         if self.value_exponents[1] < self.value_exponents[0]:
             raise ValueError(f"value_exponents={self.value_exponents} must be (first, last) with first <= last")
 
-    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> BalanceKVPaperState:
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> BalanceKVTheoryState:
         """Returns an empty window and empty trees for `spec`."""
         fixed = self.sinks + self.recent
         tokens = max(spec.capacity - fixed, 1)
         lowest, highest = self.value_exponents
         buckets = highest - lowest + 1
-        bins, size = bin_sizes((self.budget - fixed) / (buckets + 0.5), tokens, self.bins, min_bins=1)
+        bins, size = bin_sizes((self.budget - fixed) / (buckets + 0.5), tokens, self.bins)
         init_tree = functools.partial(
             init_merge_reduce,
             bins=bins,
@@ -93,8 +95,6 @@ class BalanceKVPaper(Policy[BalanceKVPaperState]):
             key_dim=spec.head_dim,
             tokens=tokens,
             dtype=spec.dtype,
-            eager=True,
-            conserves_mass=False,
         )
         init_value_tree = functools.partial(init_tree, value_dim=spec.value_width)
 
@@ -105,9 +105,9 @@ class BalanceKVPaper(Policy[BalanceKVPaperState]):
             return numerator, init_tree(denominator_key, value_dim=None)
 
         numerator, denominator = per_head(init_head)(stream_keys(row_keys, spec.kv_heads))
-        return BalanceKVPaperState(init_window(spec, self.sinks, self.recent), numerator, denominator, tokens)
+        return BalanceKVTheoryState(init_window(spec, self.sinks, self.recent), numerator, denominator, tokens)
 
-    def prefill(self, state: BalanceKVPaperState, prompt: Prompt) -> BalanceKVPaperState:
+    def prefill(self, state: BalanceKVTheoryState, prompt: Prompt) -> BalanceKVTheoryState:
         """Fills the window and inserts the prompt's tokens between sinks and recent ones into the trees."""
         window = windows.fill(state.window, prompt)
         _, _, middle = windows.occupancy(window)
@@ -115,7 +115,7 @@ class BalanceKVPaper(Policy[BalanceKVPaperState]):
         present = jnp.arange(keys.shape[2]) < middle[:, None]
         return self._insert(dataclasses.replace(state, window=window), keys, values, present)
 
-    def segments(self, state: BalanceKVPaperState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
+    def segments(self, state: BalanceKVTheoryState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
         """Returns the window and the trees (numerator, denominator) of a state."""
         trees, denominator = state.numerator.trees, state.denominator
         weights = trees.log_weight.reshape(*trees.log_weight.shape[:2], -1)
@@ -127,18 +127,18 @@ class BalanceKVPaper(Policy[BalanceKVPaperState]):
             Segment(denominator.keys, None, log_den=denominator.log_weight),
         )
 
-    def compact(self, state: BalanceKVPaperState, new: Tokens) -> BalanceKVPaperState:
+    def compact(self, state: BalanceKVTheoryState, new: Tokens) -> BalanceKVTheoryState:
         """Slides the window over new tokens and inserts tokens that leave it into the trees."""
         window, left = windows.slide(state.window, new)
         return self._insert(dataclasses.replace(state, window=window), left.keys, left.values, left.present)
 
     def _insert(
         self,
-        state: BalanceKVPaperState,
+        state: BalanceKVTheoryState,
         keys: Float[Array, "B H T D"],
         values: Float[Array, "B H T D_v"],
         present: Bool[Array, "B T"],
-    ) -> BalanceKVPaperState:
+    ) -> BalanceKVTheoryState:
         """Inserts the present tokens into the trees of all heads."""
         halve = functools.partial(self._halve, state.tokens)
         negligible = self._negligible(state.tokens, keys.shape[-1])
@@ -156,7 +156,7 @@ class BalanceKVPaper(Policy[BalanceKVPaperState]):
         return dataclasses.replace(state, numerator=numerator, denominator=denominator)
 
     def _halve(self, tokens: int, value_norm: Float[Array, ""] | float) -> Halve:
-        """Returns Algorithm 2 for values up to this norm."""
+        """Returns Algorithm 2 for values up to this norm; inf for the largest norm of each block."""
         c = walk_constant(tokens, self.delta) if self.c is None else self.c
 
         def halve(
@@ -166,9 +166,15 @@ class BalanceKVPaper(Policy[BalanceKVPaperState]):
             weights: Float[Array, "t"],
         ) -> Halved:
             """Halves tokens by `softmax_balance`, drawing from `rng`; tokens whose `weights` are 0 do not count."""
-            norms = jnp.where(weights > 0, jnp.linalg.norm(keys.astype(jnp.float32), axis=1), 0.0)
-            norm = jnp.max(norms) if self.key_norm is None else self.key_norm
-            return softmax_balance(rng, keys, values, weights, c=c, key_norm=norm, value_norm=value_norm)
+
+            def largest(x: Float[Array, "t F"]) -> Float[Array, ""]:
+                return jnp.max(jnp.where(weights > 0, jnp.linalg.norm(x.astype(jnp.float32), axis=1), 0.0))
+
+            key_norm = largest(keys) if self.key_norm is None else self.key_norm
+            bound = value_norm
+            if values is not None:
+                bound = jnp.where(jnp.isinf(bound), jnp.maximum(largest(values), 1e-30), bound)
+            return softmax_balance(rng, keys, values, weights, c=c, key_norm=key_norm, value_norm=bound)
 
         return halve
 
