@@ -559,7 +559,7 @@ def test_clustergen_keeps_farthest_first_centers_of_the_prompt_and_the_window(ke
         (lambda: kvjax.Chelsea(100, first=0.7), "first=0.7"),
         (
             lambda: kvjax.PolicyChoice.parse("lru"),
-            r"policy 'lru' is unknown; choose one of .*chelsea, .*exact, .*uniform",
+            r"policy 'lru' is unknown; choose auto or one of .*chelsea, .*exact, .*uniform",
         ),
     ],
 )
