@@ -169,12 +169,10 @@ def test_clusters_do_not_depend_on_the_padding_of_prompts(padded):
 def cut_clusters(clusters, order, policy):
     """Returns the tokens that are read of each cluster, in order.
 
-    A query reads up to the budget, in at most the blocks that clusters of average size need (8 tokens of a chunk, or
-    7 of a prompt of 142 tokens in 18 clusters).
+    A query reads up to the budget, in at most the blocks that clusters of average size need (8 tokens of a chunk).
     """
     tokens, block_size = policy.budget - SINKS - RECENT, policy.block_size
-    average = 7 if isinstance(policy, kvjax.ClusterKV) else 8
-    blocks = -(-tokens // block_size) - (-tokens // average) if policy.budget < 400 else 10**6
+    blocks = -(-tokens // block_size) - (-tokens // 8) if policy.budget < 400 else 10**6
     parts = []
     for cluster in order:
         parts.append(clusters[cluster][: min(tokens, block_size * blocks)])
