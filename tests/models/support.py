@@ -33,7 +33,8 @@ def compile_counts(functions, expected):
     """Asserts how many programs of each jitted function the body compiles."""
     before = [function._cache_size() for function in functions]
     yield
-    assert [function._cache_size() - size for function, size in zip(functions, before, strict=True)] == expected
+    counts = [function._cache_size() - size for function, size in zip(functions, before, strict=True)]
+    assert counts == expected, (counts, expected)
 
 
 def start_python(code, *arguments, **options):

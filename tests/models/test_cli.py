@@ -51,6 +51,17 @@ def test_generate_from_a_file_a_pipe_and_an_option(kvjax, document, tmp_path):
         assert task.parse_answer(kvjax(*options, *prompt, stdin=text).out) == document.answer
 
 
+def test_progress_and_summary(kvjax, monkeypatch):
+    options = ("generate", MODEL, "--max_new_tokens=3", "--prompt=Read the record.")
+    plain = kvjax(*options)
+    assert "reading" not in plain.err and " tokens/s, " in plain.err and " s of compilation;" in plain.err
+    assert kvjax(*options, "--quiet").err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    shown = kvjax(*options)
+    assert shown.out == plain.out and "compiling, then reading " in shown.err and "step 2" in shown.err
+    assert kvjax(*options, "--quiet").err == ""
+
+
 def test_generate_resumes_from_its_newest_save(kvjax, tmp_path):
     options = (
         "generate", MODEL, "--prompt=Read the record.", "--max_new_tokens=12", "--temperature=1",
@@ -192,6 +203,11 @@ def test_policies_lists_all_policies_and_settings(kvjax):
             ("generate", MODEL, "--prompt=x", "--policy=uniform", "--budget=250%"),
             "kvjax: budget=250% exceeds the full cache; pass at most",
         ),
+        (
+            ("bench", MODEL, "--policy=uniform@50%", "--budget=25%"),
+            "kvjax: --policy=uniform@50% has a budget; remove it or --budget=25%",
+        ),
+        (("bench", MODEL, "--policy=exact", "--budget=25%"), "kvjax: --budget=25% has no effect on --policy=exact"),
         (("bench", MODEL, "--budget=0%"), "kvjax: budget=0% is an empty cache; pass more than 0"),
         (
             ("bench", MODEL, "--budget=0.25"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax_models import language_model, load
+from kvjax_models import formats, language_model, load
 from kvjax_models.cli.chat import Chat, Conversation
 from kvjax_models.formats import huggingface
 from kvjax_models.generation import completions
@@ -36,6 +36,21 @@ def test_text_equals_the_generators_tokens(llm):
     expected = [llm.tokenizer.decode(row) for row in rows]
     for arguments in ((policy,), ("uniform:recent=32", 128), ("uniform:recent=32@128",)):
         assert llm.generate([TEXT, TEXT[9:]], *arguments, max_new_tokens=12) == expected
+
+
+def test_usage_counts_tokens_seconds_and_bytes(llm):
+    text, usage = llm.generate(TEXT, "uniform:recent=16", 64, max_new_tokens=70, return_usage=True)
+    assert text == llm.generate(TEXT, "uniform:recent=16", 64, max_new_tokens=70)
+    prompt = llm.encode(TEXT)
+    assert (usage.prompt_tokens, usage.new_tokens) == (len(prompt), 70)
+    config = llm.model.config
+    token_bytes = 2 * config.layers * config.kv_heads * config.head_dim * 2  # in bfloat16
+    assert usage.full_cache_bytes == token_bytes * (len(prompt) + 70)
+    assert all(2 * token_bytes * 64 < size < 2 * token_bytes * 150 for size in (usage.read_bytes, usage.cache_bytes))
+    assert usage.host_bytes == 0 and usage.prefill_seconds > 0 and usage.compile_seconds >= 0
+    assert usage.tokens_per_second == 70 / usage.decode_seconds
+    texts, both = llm.generate([TEXT, TEXT[9:]], max_new_tokens=4, return_usage=True)
+    assert len(texts) == 2 and both.new_tokens == 8 and both.prompt_tokens > usage.prompt_tokens
 
 
 def test_streamed_text_does_not_depend_on_the_interval(llm):
@@ -104,12 +119,13 @@ def test_invalid_policies_and_budgets_are_refused(llm, policy, budget, message):
         llm.generate("Once upon a time", policy, budget, max_new_tokens=6)
 
 
-def test_checkpoints_keep_their_dtype(llm, tmp_path):
+def test_checkpoints_in_bfloat16_are_computed_in_float32_on_cpus(llm, tmp_path):
     huggingface.save_model(tmp_path, llm.model, jnp.bfloat16)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (DIRECTORY / name).exists():
             shutil.copy(DIRECTORY / name, tmp_path)
-    bfloat16, float32 = load(tmp_path), load(tmp_path, jnp.float32)
+    bfloat16, float32 = load(tmp_path, jnp.bfloat16), load(tmp_path)
+    assert formats.load(tmp_path)[0].embedding.param_dtype == jnp.bfloat16
     assert bfloat16.model.embedding.embedding[...].dtype == jnp.bfloat16
     assert bfloat16.generator("exact", max_prompt_tokens=8, max_new_tokens=8).specs[0].dtype == jnp.bfloat16
     kernel = float32.model.layers[0].mlp.gate_up.kernel[...]
