@@ -50,7 +50,7 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def colour(label: str) -> str | None:
-    """The colour of a policy, whatever its settings ("chelsea:joins=drop @ 25%"); None for what is no policy, which
+    """The colour of a policy, whatever its settings ("chelsea:chunk=64 @ 25%"); None for what is no policy, which
     takes matplotlib's next one."""
     return COLOURS.get(re.split("[:@ ]", label, maxsplit=1)[0])
 

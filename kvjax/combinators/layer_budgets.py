@@ -28,8 +28,6 @@ class LayerBudgets(LayerPolicies):
     policy: Policy
     scale: tuple[float, ...]
 
-    budget_is_rate = False  # a scale needs slots
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (self.scale and min(self.scale) >= 0 < max(self.scale)):
@@ -45,6 +43,11 @@ class LayerBudgets(LayerPolicies):
     def budget(self) -> int:
         """Budget of the policy: slots per KV head and layer, on average."""
         return _budget(self.policy)
+
+    def budget_of_share(self, share: float, tokens: int) -> int | None:
+        """Returns the policy's budget for a share of the tokens, if that is a number of slots, which a scale needs."""
+        budget = self.policy.budget_of_share(share, tokens)
+        return budget if isinstance(budget, int) else None
 
     def for_layer(self, spec: CacheSpec) -> Policy:
         """Returns the policy with the budget of one layer.

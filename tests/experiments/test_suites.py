@@ -17,5 +17,5 @@ def test_every_setting_of_a_list_can_be_made():
 def test_every_policy_has_a_colour_of_its_own():
     assert set(plots.COLOURS) == set(POLICIES)
     assert len(set(plots.COLOURS.values())) == len(plots.COLOURS)
-    assert plots.colour("chelsea:joins=drop @ 25%") == plots.COLOURS["chelsea"]
+    assert plots.colour("chelsea:chunk=64 @ 25%") == plots.COLOURS["chelsea"]
     assert plots.colour("low_rank") is None
