@@ -57,8 +57,9 @@ measure: $(VENV)/.installed
 device: $(VENV)/.installed
 	$(BIN)/python -m experiments.device
 
-# The site, in build/docs.
+# The site, in build/docs. It runs the tutorial, which needs a model.
 docs: $(VENV)/.installed-docs
+	$(BIN)/python -m kvjax_models.cli download smollm2-135m
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --builder html docs build/docs
 
 parity: $(VENV)/.installed-parity

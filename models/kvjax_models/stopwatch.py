@@ -40,7 +40,7 @@ def _compile_timer() -> _CompileTimer:
 
 
 class Stopwatch:
-    """Measures the seconds since its creation, with and without those of compilation."""
+    """Measures the seconds since its creation, with and without compilation."""
 
     def __init__(self) -> None:
         """Starts."""

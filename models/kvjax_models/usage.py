@@ -20,7 +20,7 @@ class Usage:
         cache_bytes: bytes of the caches on the device.
         host_bytes: bytes of the caches in host memory.
         read_bytes: bytes of the caches that one decode step reads.
-        full_cache_bytes: bytes of a full cache of the same tokens, in the same dtype.
+        full_cache_bytes: bytes of a full bfloat16 cache of the same tokens.
     """
 
     prompt_tokens: int

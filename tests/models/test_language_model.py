@@ -44,9 +44,9 @@ def test_usage_counts_tokens_seconds_and_bytes(llm):
     prompt = llm.encode(TEXT)
     assert (usage.prompt_tokens, usage.new_tokens) == (len(prompt), 70)
     config = llm.model.config
-    token_bytes = 2 * config.layers * config.kv_heads * config.head_dim * 2  # in bfloat16
-    assert usage.full_cache_bytes == token_bytes * (len(prompt) + 70)
-    assert all(2 * token_bytes * 64 < size < 2 * token_bytes * 150 for size in (usage.read_bytes, usage.cache_bytes))
+    token_bytes = 2 * config.layers * config.kv_heads * config.head_dim * 4  # float32
+    assert usage.full_cache_bytes == token_bytes // 2 * (len(prompt) + 70)  # bfloat16
+    assert all(token_bytes * 64 < size < token_bytes * 150 for size in (usage.read_bytes, usage.cache_bytes))
     assert usage.host_bytes == 0 and usage.prefill_seconds > 0 and usage.compile_seconds >= 0
     assert usage.tokens_per_second == 70 / usage.decode_seconds
     texts, both = llm.generate([TEXT, TEXT[9:]], max_new_tokens=4, return_usage=True)
