@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -25,9 +26,9 @@ from rich.live import Live
 from rich.table import Table
 
 import kvjax
-from experiments.common import plots, results
-from experiments.common.options import command
-from experiments.common.suites import DEMO, DemoMethod
+from experiments.common import plots
+from experiments.common.console import print_table
+from experiments.common.flags import Flags, run_command
 from kvjax.budget import format_bytes
 from kvjax_models import LanguageModel, load
 
@@ -49,8 +50,34 @@ FACTS = (
 ANSWER_TOKENS = 10
 
 
+class DemoMethod(NamedTuple):
+    """A row of the demo's table.
+
+    Attributes:
+        name: name in tables, the paper's if there is one.
+        policy: its policy.
+        budget: share of the full cache's bytes that it holds.
+        kv_dtype: quantization of keys and values.
+        note: what it is, and how it differs from the paper.
+    """
+
+    name: str
+    policy: str
+    budget: str | None = "25%"
+    kv_dtype: Any = None
+    note: str = ""
+
+
+DEMO = (
+    DemoMethod("full cache", "exact", None, note="all keys and values in float32"),
+    DemoMethod("KVzip, int8", "kvzip", kv_dtype="int8", note="selection + quantization; kvjax: equal shares of heads"),
+    DemoMethod("SnapKV", "snapkv", note="selection by the last queries of the text"),
+    DemoMethod("SubGen", "subgen", note="merging into clusters; kvjax: means of values"),
+)
+
+
 @dataclasses.dataclass(frozen=True)
-class Demo:
+class Demo(Flags):
     """One text, twelve questions, several compressed caches."""
 
     model: str = "smollm2-135m"  # A name of `kvjax models`, a GGUF file or a Hugging Face directory.
@@ -184,7 +211,7 @@ def show(outcomes: list[Outcome], expected: list[str]) -> None:
         f"ms per {len(expected)} tokens",
         "what it is",
     )
-    results.print_table("Results", columns, lines)
+    print_table("Results", columns, lines)
     print("Seconds include compilation. One text, twelve questions: differences of two or three answers may be chance.")
 
 
@@ -208,4 +235,4 @@ def draw(path: pathlib.Path, outcomes: list[Outcome], expected: list[str]) -> No
 
 
 if __name__ == "__main__":
-    command(main, Demo)
+    run_command(main, Demo)
