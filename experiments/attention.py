@@ -32,7 +32,8 @@ from experiments.common.caches import Setting
 from experiments.common.flags import Flags, repeatable, run_command
 from experiments.common.output import Figure, figure, print_figures, write_figures
 from experiments.common.statistics import mean_interval
-from kvjax.budget import row_bytes, row_read_bytes
+from kvjax.budget import Budget, row_bytes, row_read_bytes
+from kvjax.policy import Policy
 from kvjax.structures.k_means import k_means
 from pallas_kernels.soft_match import soft_match
 
@@ -137,9 +138,7 @@ def attend(setting: Setting, case: Case) -> tuple[np.ndarray, float, float]:
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
-def compress(
-    policy: kvjax.Policy, spec: kvjax.CacheSpec, keys: Array, values: Array, queries: Array | None
-) -> kvjax.Cache:
+def compress(policy: Policy, spec: kvjax.CacheSpec, keys: Array, values: Array, queries: Array | None) -> kvjax.Cache:
     """Returns the cache after a prompt, with one seed per row."""
     rows = jax.random.split(jax.random.key(0), spec.batch)
     lengths = jnp.full(spec.batch, spec.max_prompt_tokens, jnp.int32)
@@ -155,7 +154,10 @@ def measure_recall(options: Options, case: Case) -> list[Figure]:
     for size in (None, *options.cluster_tokens):
         name = f"pages of {PAGE}" if size is None else f"clusters of {size}"
         for budget in options.budget:
-            selected = max(PAGE, int(caches.Budget.parse(budget).fraction * keys.shape[1]) // PAGE * PAGE)
+            share = Budget.parse(budget).fraction
+            if share is None:
+                raise ValueError(f"budget={budget} must be a percentage")
+            selected = max(PAGE, int(share * keys.shape[1]) // PAGE * PAGE)
             result = np.asarray(recall_of_heads(size, selected, keys, queries)).mean(axis=1)
             labels = {"setting": f"{name} @ {budget}", "case": case.name, "selected_tokens": selected}
             names = ("recall", "hit_rate_1", "hit_rate_2")

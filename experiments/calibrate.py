@@ -56,12 +56,12 @@ def main(options: Options) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     heads = tuple(sorted(outliers(ranking, options.fraction)))
     provenance = {"texts": options.text, "tokens": options.tokens, "model": options.model, "kvjax": kvjax.__version__}
-    HeadChoice(*ranking.shape, full=heads).save(directory / "heads.json", provenance)
+    HeadChoice(ranking.shape[0], ranking.shape[1], full=heads).save(directory / "heads.json", provenance)
     skew, singular_values = skew_of(np.sum(moments, axis=0))
     np.savez(directory / "skew.npz", skew=skew, singular_values=singular_values, model=options.model)
     print(f"outlier heads (layer, KV head): {heads}\nwritten: {directory / 'heads.json'}, {directory / 'skew.npz'}")
     if len(shares) == 2:
-        print(agreement(*shares, options.fraction))
+        print(agreement(shares[0], shares[1], options.fraction))
 
 
 def layer_figures(drawn: streams.Streams) -> tuple[Float[np.ndarray, "H"], Float[np.ndarray, "H D D"]]:

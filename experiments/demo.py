@@ -58,7 +58,7 @@ class DemoMethod(NamedTuple):
         policy: its policy.
         budget: share of the full cache's bytes that it holds.
         kv_dtype: quantization of keys and values.
-        note: what it is, and how it differs from the paper.
+        note: description, and differences from the paper.
     """
 
     name: str

@@ -69,9 +69,9 @@ _DECODING = "compresses while decoding, not the prompt"
 LEFT_OUT = {
     "BasePress": "abstract",
     "ScorerPress": "abstract",
-    "ComposedPress": "chains others, of which none compresses to a given size",
+    "ComposedPress": "chains presses, but not to a given size",
     "PerLayerCompressionPress": "another press with given shares per layer",
-    "FinchPress": "needs the question behind a delimiter",
+    "FinchPress": "needs a delimiter before the question",
     "SimLayerKVPress": "has a threshold and no ratio",
     "ThinKPress": "zeroes channels of keys and drops no token",
     "DuoAttentionPress": _TRAINED,

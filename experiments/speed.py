@@ -41,7 +41,7 @@ class Options(Flags):
     measure: tuple[str, ...] = repeatable("latency", choices=("latency", "throughput"))  # Repeatable.
     shape: str = "small"  # Sizes of a random model: a name of `common.shapes`, or a directory with a config.json.
     model: str | None = None  # A model to load in place of a random one.
-    layers: int | None = None  # Layers of the random model; by default those of the shape.
+    layers: int | None = None  # Layers of the random model; by default all.
     dtype: str | None = one_of(None, ("float32", "bfloat16"))  # Default: float32 on CPUs, otherwise bfloat16.
     policy: tuple[str, ...] = repeatable("snapkv", "leverage_scores", "subgen", "balancekv", "chelsea", "clusterkv")
     budget: tuple[str, ...] = repeatable("25%")

@@ -19,7 +19,7 @@ def figure(metric: str, value: float | Estimate, **labels: Any) -> Figure:
     """Returns a figure.
 
     Args:
-        metric: what was measured.
+        metric: name of the measured quantity.
         value: the value, with its 95% interval if it has one.
         **labels: the settings that identify the figure.
 

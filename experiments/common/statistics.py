@@ -12,7 +12,7 @@ RESAMPLES = 2000
 
 
 class Estimate(NamedTuple):
-    """A value with its 95% interval; NaN bounds if there is none."""
+    """A value with its 95% interval; NaN bounds without one."""
 
     value: float
     low: float = math.nan

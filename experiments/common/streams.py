@@ -1,4 +1,4 @@
-"""Streams of keys, values and queries: synthetic ones with known structure, and those of a model.
+"""Streams of keys, values and queries: synthetic, or recorded from a model.
 
 Synthetic streams have norm one; `Streams.scaled` changes it. Below, g denotes a new standard normal vector.
 """
@@ -88,7 +88,7 @@ def synthetic(
 def recorded(
     model: Llama, prompts: Sequence[Sequence[int]], queries: int, *, prompt_queries: bool = False
 ) -> Iterator[tuple[int, Streams]]:
-    """Computes what every layer of a model stores and attends with.
+    """Computes keys, values and queries of every layer of a model.
 
     Args:
         model: the decoder.

@@ -30,16 +30,12 @@ PRESETS = {
         "2wikimqa", "triviaqa", "hotpotqa", "multifieldqa_en", "musique", "narrativeqa", "qasper", "gov_report",
     ),
     "chelsea": (
-        "narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum",
-        "multi_news", "trec", "triviaqa", "samsum", "lcc", "repobench-p",
+        "narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "dureader", "multi_news", "trec",
+        "triviaqa", "samsum", "passage_count", "passage_retrieval_en", "lcc",
     ),
     "balancekv": (
         "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "gov_report", "multi_news", "trec", "triviaqa", "samsum",
         "passage_count", "passage_retrieval_en", "lcc", "repobench-p",
-    ),
-    "clustergen": (
-        "narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum",
-        "multi_news", "trec", "triviaqa", "samsum", "passage_count", "passage_retrieval_en", "lcc", "repobench-p",
     ),
 }  # fmt: skip
 
@@ -112,7 +108,7 @@ def read_entry(settings: DataSet, entry: Mapping, where: str, name: str) -> Docu
         The document.
 
     Raises:
-        ValueError: if a field is missing or there is no answer.
+        ValueError: if a field or the answer is missing.
     """
     if missing := {"input", "context", "answers", "length", "all_classes"} - entry.keys():
         raise ValueError(f"{where} lacks {', '.join(sorted(missing))}")

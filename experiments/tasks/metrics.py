@@ -1,7 +1,6 @@
-"""How LongBench scores an answer against one right answer, from 0 to 1.
+"""Scores of LongBench: similarity of an answer to one correct answer, from 0 to 1.
 
-Each follows the published scorer (https://github.com/THUDM/LongBench, MIT) to the digit, its oddities included; the
-libraries are those that it takes, or faster ones that compute the same.
+They equal the published scorer (https://github.com/THUDM/LongBench, MIT), including its irregularities.
 """
 
 import collections
@@ -20,17 +19,17 @@ _PUNCTUATION_ZH = _PUNCTUATION | set(
 
 
 def qa_f1(prediction: str, answer: str) -> float:
-    """F1 of the words that both have in common, without articles, punctuation and case."""
+    """Returns the F1 of the common words, without articles, punctuation and case."""
     return _f1(_words(prediction), _words(answer))
 
 
 def qa_f1_zh(prediction: str, answer: str) -> float:
-    """The same in Chinese, whose words `jieba` tells apart."""
+    """Returns `qa_f1` of Chinese text, segmented by `jieba`."""
     return _f1(_words_zh(prediction), _words_zh(answer))
 
 
 def rouge_l(prediction: str, answer: str) -> float:
-    """ROUGE-L's F-measure; 0 where either has no word."""
+    """Returns the F-measure of ROUGE-L; 0 if a text has no word."""
     try:
         return rouge.Rouge().get_scores([prediction], [answer], avg=True)["rouge-l"]["f"]
     except ValueError:  # nothing to compare
@@ -38,43 +37,45 @@ def rouge_l(prediction: str, answer: str) -> float:
 
 
 def rouge_l_zh(prediction: str, answer: str) -> float:
-    """The same in Chinese."""
+    """Returns `rouge_l` of Chinese text, segmented by `jieba`."""
     return rouge_l(*(" ".join(jieba.cut(text)) for text in (prediction, answer)))
 
 
 def classification(prediction: str, answer: str, classes: Sequence[str]) -> float:
-    """One over the number of classes that are named, if the right one is; a class whose name is part of the right
-    one's does not count."""
+    """Returns 1 divided by the number of named classes if the correct one is named.
+
+    A class whose name is part of the correct class's name does not count.
+    """
     named = [name for name in classes if name in prediction]
-    for name in named:  # as published: what follows one that is removed is passed over
+    for name in named:  # as published: removal skips the next name
         if name in answer and name != answer:
             named.remove(name)
     return 1 / len(named) if answer in named else 0.0
 
 
 def retrieval(prediction: str, answer: str) -> float:
-    """The share of right ones among all numbers, where the answer is "Paragraph 7"."""
+    """Returns the share of correct numbers among all numbers; the answer has the form "Paragraph 7"."""
     return count(prediction, re.findall(r"Paragraph (\d+)", answer)[0])
 
 
 def retrieval_zh(prediction: str, answer: str) -> float:
-    """The same, where the answer is "段落7"."""
+    """Returns the share of correct numbers among all numbers; the answer has the form "段落7"."""
     return count(prediction, re.findall(r"段落(\d+)", answer)[0])
 
 
 def count(prediction: str, answer: str) -> float:
-    """The share of right ones among all numbers; 0 where there is none."""
+    """Returns the share of correct numbers among all numbers; 0 without numbers."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(answer) / len(numbers) if numbers else 0.0
 
 
 def code_similarity(prediction: str, answer: str) -> float:
-    """The edit similarity, in whole percent, of the first line that is neither a comment nor a fence."""
+    """Returns the edit similarity of the first line that is neither a comment nor a fence, rounded to percent."""
     return round(rapidfuzz.fuzz.ratio(first_code_line(prediction), answer)) / 100
 
 
 def first_code_line(prediction: str) -> str:
-    """The first line that is neither a comment nor a fence, "" where there is none."""
+    """Returns the first line that is neither a comment nor a fence; "" without one."""
     lines = prediction.lstrip("\n").split("\n")
     return next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
 

@@ -50,7 +50,7 @@ def _worked_example(entry: dict[str, str]) -> str:
 
 
 def _final_number(text: str) -> str:
-    """Returns the last number of a text, without thousands separators; "" if there is none."""
+    """Returns the last number of a text, without thousands separators; "" without one."""
     numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
     return numbers[-1].replace(",", "") if numbers else ""
 
