@@ -92,7 +92,7 @@ def run_steps(requested: Sequence[Step], directory: pathlib.Path, minutes: float
     finished = read_finished(directory)
     messages = {}
     for step in requested:
-        if list(step.words) in finished:
+        if (step.name, step.words) in finished:
             messages[step.name] = "done"
             continue
         remaining = end - time.monotonic()
@@ -111,10 +111,11 @@ def run_steps(requested: Sequence[Step], directory: pathlib.Path, minutes: float
     return messages
 
 
-def read_finished(directory: pathlib.Path) -> list[list[str]]:
-    """Returns the arguments of the finished steps."""
+def read_finished(directory: pathlib.Path) -> set[tuple[str, tuple[str, ...]]]:
+    """Returns the names and arguments of the finished steps."""
     path = directory / FINISHED
-    return [json.loads(line)["words"] for line in path.read_text().splitlines()] if path.exists() else []
+    lines = map(json.loads, path.read_text().splitlines() if path.exists() else ())
+    return {(line["step"], tuple(line["words"])) for line in lines}
 
 
 def run_step(step: Step, log: pathlib.Path, seconds: float) -> int | None:

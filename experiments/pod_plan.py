@@ -122,6 +122,7 @@ def plan_figures(options: Options, plan: Plan) -> list[Figure]:
         "read_bytes": plan.read_bytes,
         "temporaries": {name: program.temporaries for name, program in plan.programs.items()},
         "collectives": [one._asdict() for one in plan.decode.collectives],
+        "prefill_collectives": [one._asdict() for one in plan.prefill.collectives],
         "compiled_layers": plan.compiled_layers,
         "largest_batch": plan.largest,
         "problem": plan.problem,

@@ -78,6 +78,11 @@ class Plan:
         return self.programs[DECODING]
 
     @property
+    def prefill(self) -> Program:
+        """The program that processes prompts."""
+        return self.programs["append" if "append" in self.programs else "prefill"]
+
+    @property
     def prefill_temporaries(self) -> int:
         """Temporary bytes of prefill, including arrays between its programs."""
         return self.held_bytes + max(one.temporaries for name, one in self.programs.items() if name != DECODING)

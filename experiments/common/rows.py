@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import filelock
+from absl import logging
 
 import kvjax
 from kvjax_models import atomic_io
@@ -110,7 +111,8 @@ def read_rows(paths: Iterable[pathlib.Path]) -> list[Row]:
                 row = Row(**json.loads(line))
             except (ValueError, TypeError) as error:
                 if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-                    continue  # an incomplete line
+                    logging.warning("%s, line %d is incomplete and is skipped", path, number)
+                    continue
                 raise ValueError(f"{path}, line {number} is not a row: {error}") from error
             rows[row.key] = row
     return list(rows.values())

@@ -33,12 +33,7 @@ def make_task(kind="generate", questions=2, documents=3, **options):
     """Returns documents of slightly different lengths."""
     choices = (" one", " two", " six") if kind == "choose" else ()
     asked = [
-        tuple(
-            Question(
-                f"\nWhat is in line {d}{q}?", (str(q),), " It is", (" one", " two", " six") if kind == "choose" else ()
-            )
-            for q in range(questions)
-        )
+        tuple(Question(f"\nWhat is in line {d}{q}?", (str(q),), " It is", choices) for q in range(questions))
         for d in range(documents)
     ]
     made = tuple(Document(TEXT[: 900 + d], of_document, f"d{d}") for d, of_document in enumerate(asked))
@@ -55,10 +50,16 @@ def run(llm, task, settings, path, question_seen=False, batch=2, **options):
         return list(rows)
 
 
+def full_prompt(llm, document, question, chat=True):
+    """Returns the tokens of a prompt."""
+    context, after = encode(llm.tokenizer, document, question, chat)
+    return context + after
+
+
 def full_answers(llm, task):
     """Returns the answers with a full cache to every entire prompt."""
     prompts = [
-        sum(encode(llm.tokenizer, document, question, task.chat), [])
+        full_prompt(llm, document, question, task.chat)
         for document in task.documents
         for question in document.questions
     ]
@@ -143,7 +144,7 @@ def test_choices_are_compared_by_mean_log_probability(llm, seen, tmp_path):
     rows = run(llm, task, [EXACT], tmp_path / "rows.jsonl", seen)
     for row, document in zip(rows[::2], task.documents, strict=True):
         question = document.questions[0]
-        prompt = sum(encode(llm.tokenizer, document, question, True), [])
+        prompt = full_prompt(llm, document, question, True)
         means = []
         for choice in question.choices:
             tokens = llm.tokenizer.encode(choice, add_bos=False)
@@ -184,7 +185,7 @@ def test_traces_agree_with_the_full_cache_itself(llm, tmp_path):
     assert full.score == 1 and full.kl == pytest.approx(0, abs=1e-6)
     assert 0 <= snapkv.score <= 1 and snapkv.kl > 1e-4 and snapkv.answer == full.answer
     document = task.documents[0]
-    prompt = sum(encode(llm.tokenizer, document, document.questions[0], True), [])
+    prompt = full_prompt(llm, document, document.questions[0], True)
     tokens, _ = generate(llm.model, kvjax.Exact(), [prompt], max_new_tokens=40, eos=llm.tokenizer.eos_ids)
     assert llm.tokenizer.decode(tokens[0]) == full.answer
 

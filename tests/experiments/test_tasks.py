@@ -56,7 +56,8 @@ def data_dir(tmp_path_factory):
         directory / "kv_retrieval/75_keys.jsonl.gz",
         lines({"ordered_kv_records": pairs, "key": f"key-{n}", "value": f"value-{n}"} for n in (7, 70)),
     )
-    story = "1 Ann went to the garden.\n2 Bob went home.\n3 Where is Ann? \tgarden\t1\n4 Ann went out.\n5 Where is Ann?|out|4"
+    story = "1 Ann went to the garden.\n2 Bob went home.\n3 Where is Ann? \tgarden\t1\n4 Ann went out.\n"
+    story += "5 Where is Ann?|out|4"
     write(directory / "babi/qa1_single_test.txt", f"{story}\n{story}")
     text = "\n".join(f"This is sentence {number} of a long book." for number in range(3000))
     write(directory / "books/a.txt", text)

@@ -1,0 +1,31 @@
+"""The demo: its text, and the entire command on a tiny model."""
+
+import numpy as np
+
+from experiments import demo
+from tests.models import tiny
+
+
+def test_the_text_contains_every_fact_once():
+    answers = demo.make_answers(seed=3)
+    text = demo.make_text(answers)
+    assert len(set(answers)) == len(demo.FACTS) and demo.make_answers(seed=3) == answers != demo.make_answers(seed=4)
+    for (_, sentence, form), answer in zip(demo.FACTS, answers, strict=True):
+        assert text.count(f"{sentence} {answer}.") == 1 and len(answer) == len(form)
+    places = [text.index(answer) for answer in answers]
+    assert places == sorted(places) and np.diff(places).max() < len(text) / 5
+
+
+def test_answers_are_compared_as_words():
+    outcome = demo.Outcome(demo.DEMO[0], ["976.", "tangerine-4471, as", "9765 grams"])
+    assert outcome.right(["9765", "tangerine-4471", "9765"]) == [False, True, True]
+
+
+def test_the_demo_answers_and_draws(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "DEMO", demo.DEMO[:2])
+    monkeypatch.setattr(demo, "make_text", lambda answers: "The record. " * 60)
+    monkeypatch.setattr(demo, "load", lambda name: tiny.make_llm(tiny.TEMPLATE))
+    demo.main(demo.Demo(model="tiny", output_dir=str(tmp_path)))
+    shown = capsys.readouterr().out
+    assert "full cache" in shown and "KVzip, int8" in shown and "of 12" in shown
+    assert (tmp_path / "demo.png").stat().st_size > 3_000

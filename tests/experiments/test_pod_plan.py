@@ -1,0 +1,127 @@
+"""Plans for pods by the TPU compiler, without the pods."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments.common import planning, prefill_costs, shapes
+from experiments.common.compiled import Collective, collectives
+from tests.experiments.support import command, figures
+from tests.experiments.test_compile import needs_compiler
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 2**22,
+}
+
+
+def planned(directory, *arguments, **changes):
+    """Returns the figures of plans for four chips by setting and metric."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(CONFIG | changes))
+    options = [f"--shape={directory}", "--topology=v5e:2x2", "--budget=4096", f"--output_dir={directory}", *arguments]
+    done = command("experiments.pod_plan", *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {(one.get("setting"), one["metric"]): one for one in figures(directory / "pod_plan.json")}
+
+
+@needs_compiler
+def test_a_plan_reports_programs_that_do_not_fit(tmp_path):
+    """Sixteen texts of two million tokens: exact holds 1 GB of each of them on every chip."""
+    sizes = ("--batch=16", f"--context_tokens={2**21}", "--prefill_chunk=1024")
+    rows = planned(tmp_path, *sizes, "--policy=exact", "--policy=uniform")
+    assert "exact" not in [policy for policy, metric in rows if metric == "bytes_per_device"]
+    assert re.search("decoding: RESOURCE_EXHAUSTED", rows["exact", "ms_per_token_bound"]["problem"])
+    fits = rows["uniform @ 4096", "bytes_per_device"]
+    # Two layers of one kv head each per chip: 4096 slots and 64 staged, keys and values of 128 columns.
+    least = 16 * 2 * 2 * (4096 + 64) * 128 * 2
+    assert least <= fits["cache_bytes"] <= 1.1 * least
+    assert fits["parameter_bytes"] + fits["cache_bytes"] <= fits["value"] < 16e9
+    # Chips exchange activations of one token and logits.
+    exchanged = [one["bytes"] for one in fits["collectives"]]
+    assert exchanged and max(exchanged) <= 4 * 16 * CONFIG["vocab_size"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("query_heads", [4, pytest.param(6, marks=pytest.mark.heavy)])  # two, and three for two chips
+def test_chips_share_the_tokens_of_a_long_prompt(tmp_path, query_heads):
+    sizes = ("--batch=1", "--context_tokens=131072", "--policy=exact")
+    rows = planned(tmp_path, *sizes, num_attention_heads=query_heads)
+    # Chips exchange no partial sums; the largest exchanges are queries of a chip's tokens and keys of its head.
+    exchanged = rows["exact", "bytes_per_device"]["prefill_collectives"]
+    assert {one["kind"] for one in exchanged} == {"all-gather", "all-to-all"}
+    assert max(one["bytes"] for one in exchanged) == max(131072 // 4 * query_heads, 131072) * 128 * 2
+    taken = rows[None, "prefill_seconds_bound"]  # the last of the ways
+    assert taken["way"] == "tokens shared" and taken["stream_bytes"] == 131072 // 4 * CONFIG["hidden_size"] * 2
+
+
+def test_costs_of_prefill_equal_a_count():
+    mesh = jax.sharding.AbstractMesh((1, 8, 8), ("data", "tensor", "sequence"))
+    tokens, config = 2**20, shapes.find_shape("llama-3.1-70b")
+    repeated, shared, cut = prefill_costs.ways(planning.abstract_model(config, mesh), mesh, 1, tokens, 256)
+    products = 80 * 4 * 128 * 64 * tokens * (tokens + 1) // 2
+    assert [one.attention_flops for one in (repeated, shared, cut)] == [products // 8, products // 64, products // 64]
+    weights = 80 * (8192 * (64 + 8 + 8) * 128 + 8192 * 8192 + 3 * 8192 * 28672)
+    norms = 80 * 2 * 8192
+    assert cut.dense_flops == 2 * (weights + norms) * tokens // 64
+    assert [one.stream_bytes for one in (shared, cut)] == [2 * tokens * 8192, 2 * tokens * 8192 // 64]
+    stored = 80 * 2 * 2 * tokens * 128 * 63 // 64
+    queries = 80 * 2 * 2 * tokens * 8192 // 64 * 63 // 64
+    assert cut.received_bytes == 2 * weights * 63 // 64 + stored + queries
+    sums = 80 * 2 * (2 * 2 * tokens * 8192 * 63 // 64)
+    assert sums < shared.received_bytes == repeated.received_bytes < 1.1 * sums
+
+
+@needs_compiler
+@pytest.mark.heavy
+def test_many_layers_follow_from_few(tmp_path):
+    options = ("--batch=4", "--context_tokens=65536", "--prefill=streaming", "--policy=exact", "--policy=clusterkv")
+    whole, line = (
+        planned(tmp_path / name, *options, *more, num_hidden_layers=8)
+        for name, more in (("whole", ()), ("line", ("--compiled_layers=4",)))
+    )
+    for key, row in whole.items():
+        assert row["value"] == pytest.approx(line[key]["value"], rel=0.02)
+        for name in ("cache_bytes", "parameter_bytes", "read_bytes"):
+            assert row[name] == line[key][name]
+        exchanged = [sorted((one["kind"], one["bytes"]) for one in of[key]["collectives"]) for of in (whole, line)]
+        assert exchanged[0] == exchanged[1]
+        assert (row["compiled_layers"], line[key]["compiled_layers"]) == (8, 4)
+
+
+@needs_compiler
+@pytest.mark.heavy
+def test_the_largest_batch_fits_and_another_row_does_not(tmp_path):
+    sizes = (f"--context_tokens={2**20}", "--prefill=streaming", "--policy=exact")
+    key = "exact", "bytes_per_device"
+    largest = planned(tmp_path / "four", *sizes, "--batch=4", "--largest")[key]["largest_batch"]
+    full = planned(tmp_path / "full", *sizes, f"--batch={largest}")[key]
+    # One more row needs at least its cache.
+    assert full["problem"] is None and 16e9 - 1.2e9 < full["value"] <= 16e9
+    more = planned(tmp_path / "more", *sizes, f"--batch={largest + 2}")
+    assert re.search("RESOURCE_EXHAUSTED|do not fit in 16 GB", more["exact", "ms_per_token_bound"]["problem"])
+
+
+def test_collectives_are_found_in_a_program_s_text():
+    text = """
+  %all-reduce.1 = bf16[8,1,256]{2,1,0} all-reduce(%x), replica_groups={{0,1}}
+  %start = (f32[4]{0}, f32[8]{0}) all-gather-start(f32[4]{0} %y), dimensions={0}
+  %done = f32[8]{0} all-gather-done(%start)
+  %fused = f32[8]{0} fusion(%done), calls=%all-reduce-like
+"""
+    assert collectives(text) == [Collective("all-reduce", 2 * 8 * 256), Collective("all-gather", 32)]
+
+
+def test_a_program_without_exchanges_has_none():
+    assert collectives(jax.jit(lambda x: x + 1).lower(jnp.ones(3)).compile().as_text()) == []
