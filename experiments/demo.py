@@ -96,10 +96,12 @@ class Outcome:
     step_seconds: list[float] = dataclasses.field(default_factory=list)
 
     def right(self, expected: list[str]) -> list[bool]:
+        """Returns for every answer whether it contains the expected value as a word."""
         return [value in re.findall(r"[\w-]+", answer) for answer, value in zip(self.answers, expected, strict=True)]
 
 
 def main(options: Demo) -> None:
+    """Answers the questions with every method, prints the tables and draws the picture."""
     begin = time.perf_counter()
     try:
         llm = load(options.model)
@@ -122,6 +124,7 @@ def main(options: Demo) -> None:
 
 
 def make_answers(seed: int) -> list[str]:
+    """Returns the values of the facts."""
     random = np.random.default_rng(seed)
     return [re.sub("#", lambda _: str(random.integers(1, 10)), answer) for _, _, answer in FACTS]
 
@@ -178,6 +181,7 @@ def answer(llm: LanguageModel, outcome: Outcome, context: list[int], questions: 
 
 
 def answer_table(outcomes: list[Outcome], expected: list[str]) -> Table:
+    """Returns the table of answers, with correct ones in green."""
     table = Table(title="Answers", title_justify="left")
     table.add_column("question", no_wrap=True)
     table.add_column("fact", no_wrap=True)
@@ -191,6 +195,7 @@ def answer_table(outcomes: list[Outcome], expected: list[str]) -> Table:
 
 
 def show(outcomes: list[Outcome], expected: list[str]) -> None:
+    """Prints the number of correct answers, memory and times."""
     full = outcomes[0].cache_bytes
     lines = [
         (

@@ -136,8 +136,7 @@ def measure_latency(options: Options, llm: LanguageModel, context: int) -> list[
 
 
 def measure_limits(options: Options, llm: LanguageModel) -> list[Figure]:
-    """Measures the limits of the machine: memory bandwidth, matrix products, and the time that reading weights
-    takes."""
+    """Returns memory bandwidth, rate of matrix products, and the time that reading the weights takes."""
     dtype = llm.model.embedding.param_dtype
     bandwidth = timing.memory_bandwidth()
     labels = {"setting": "machine", "model": options.model or options.shape, "dtype": str(jnp.dtype(dtype))}

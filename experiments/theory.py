@@ -66,7 +66,7 @@ class Walk(NamedTuple):
 
 
 def parse_walk(text: str) -> Walk:
-    """Parses "DIMENSIONS,NORM,C".
+    """Returns the walk of a text "DIMENSIONS,NORM,C".
 
     Raises:
         ValueError: if the text is invalid.

@@ -85,6 +85,9 @@ def serve(
 
     Returns:
         Seconds, and seconds of processor time.
+
+    Raises:
+        RuntimeError: if a request did not finish.
     """
     count = generator.batch if requests is None else requests
     rng = np.random.default_rng(sizes.seed)

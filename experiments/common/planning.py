@@ -71,10 +71,12 @@ class Plan:
 
     @property
     def chip(self) -> dict[str, float]:
+        """Published figures of the chip."""
         return chip(self.topology)
 
     @property
     def decode(self) -> Program:
+        """The program of decode steps."""
         return self.programs[DECODING]
 
     @property
