@@ -218,8 +218,10 @@ def _tight(rng: np.random.Generator, tokens: int, queries: int, head_dim: int) -
 def _drift(rng: np.random.Generator, tokens: int, queries: int, head_dim: int) -> Tokens:
     """Draws 32 centers that move, c_j(i + 1) = sqrt(1 - 1e-6) c_j(i) + 1e-3 g, in runs with mean length 16.
 
-    k = c_j(i) + .3 g, v = w_j + .5 g; queries are near the center of a uniformly drawn token. Returns keys, values and
-    queries.
+    k = c_j(i) + .3 g, v = w_j + .5 g; queries are near the center of a uniformly drawn token.
+
+    Returns:
+        Keys, values and queries.
     """
     means = _normal(rng, 32, head_dim)
     cluster = _runs(rng, tokens, clusters=32)
@@ -268,8 +270,10 @@ def _index(rng: np.random.Generator, tokens: int, queries: int, head_dim: int) -
 
     Pairs (key, value) form groups of D. All pairs of a group have the same key, a vector of random signs, and the
     values are the standard basis. The stream has a random half of the pairs, in random order. A query is the key of one
-    group: coordinate j of exact attention is large if the stream has the pair (group, e_j). Returns keys, values and
-    queries.
+    group: coordinate j of exact attention is large if the stream has the pair (group, e_j).
+
+    Returns:
+        Keys, values and queries.
     """
     groups = -(-2 * tokens // head_dim)
     signs = 2.0 * rng.integers(2, size=(groups, head_dim)) - 1
