@@ -19,6 +19,7 @@ from kvjax_models import LanguageModel
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import GenerationState
 
+_MAX_UNITS = 10_000  # of a task
 _ROUNDING = 16  # the capacity after the prompt is a multiple of it, so that tasks share programs
 
 
@@ -117,7 +118,7 @@ class Evaluator:
         if self.task.kind == "stream":
             states: list[Any] = [None] * len(generators)
         else:
-            empty = [generator.init_state(self.seed) for generator in generators.values()]
+            empty = [generator.init_state(self._seed(unit)) for generator in generators.values()]
             states = prefill_together(list(generators.values()), empty, unit.prompts)
         for setting, generator in generators.items():
             state = states.pop(0)  # so that its buffers are freed
@@ -141,7 +142,7 @@ class Evaluator:
         """Compares next-token distributions of some settings with the full cache's."""
         full = Setting(caches.FULL)
         generators = self._make_all(unit, list(dict.fromkeys([full, *settings])), rows)
-        empty = [generator.init_state(self.seed) for generator in generators.values()]
+        empty = [generator.init_state(self._seed(unit)) for generator in generators.values()]
         states = prefill_together(list(generators.values()), empty, unit.prompts)
         sizes = [self._size(unit, *pair) for pair in zip(generators.values(), states, strict=True)]
         questions = self._pad([item.tokens for item in unit.items], len(unit.prompts))
@@ -176,7 +177,8 @@ class Evaluator:
         for items in batched(unit.items, self.batch):
             rows = self._pad([item.row for item in items], len(unit.prompts) if generator.batch > 1 else self.batch)
             forked, of_rows = (state, generator)
-            if rows != list(range(generator.batch)):
+            # Without forks, the state is donated, which is possible only once.
+            if rows != list(range(generator.batch)) or len(items) < len(unit.items):
                 of_rows = self._make(unit, setting, len(rows))
                 forked = kvjax.take_rows(state, jnp.asarray(rows))
             texts = self._pad([item.tokens for item in items], len(rows))
@@ -212,7 +214,7 @@ class Evaluator:
 
     def _stream(self, unit: Unit, setting: Setting, generator: Generator) -> tuple[list[Score], caches.CacheSize]:
         """Returns the mean negative log-likelihoods of passages that are processed through the compressed cache."""
-        state, log_probs = generator.score(generator.init_state(self.seed), unit.prompts)
+        state, log_probs = generator.score(generator.init_state(self._seed(unit)), unit.prompts)
         scores = [Score(-float(np.mean(row[1:]))) for row in log_probs[: len(unit.items)]]
         return scores, caches.measure_size(generator, state, len(unit.prompts[0]))
 
@@ -250,6 +252,10 @@ class Evaluator:
     def _size(self, unit: Unit, generator: Generator, state: GenerationState) -> caches.CacheSize:
         """Returns the size of a cache, relative to a full cache after the unit's longest prompt and its answer."""
         return caches.measure_size(generator, state, max(map(len, unit.prompts)) + self.max_new_tokens)
+
+    def _seed(self, unit: Unit) -> int:
+        """Returns the seed of the policies' random numbers, which differs between units and seeds of the run."""
+        return _MAX_UNITS * self.seed + self.units.index(unit)
 
     def _is_done(self, unit: Unit, setting: Setting, rows: RowFile) -> bool:
         return all(self._row(unit, item, setting).key in rows for item in unit.items)

@@ -70,12 +70,12 @@ def full_answers(llm, task):
     return rows
 
 
-@pytest.mark.parametrize("questions", [1, 2])
-def test_answers_of_the_full_cache_equal_direct_generation(llm, questions, tmp_path):
+@pytest.mark.parametrize("questions, batch", [(1, 2), (2, 2), (2, 1), (3, 2)])
+def test_answers_of_the_full_cache_equal_direct_generation(llm, questions, batch, tmp_path):
     task = make_task(questions=questions)
     expected = full_answers(llm, task)
     for seen in (False, True):
-        rows = run(llm, task, [EXACT], tmp_path / f"{seen}.jsonl", seen)
+        rows = run(llm, task, [EXACT], tmp_path / f"{seen}.jsonl", seen, batch)
         assert [row.answer for row in rows] == expected
         assert [(row.document, row.item) for row in rows] == [(f"d{d}", q) for d in range(3) for q in range(questions)]
         assert {row.question for row in rows} == {"seen" if seen else "unseen"}
@@ -102,7 +102,7 @@ def test_settings_share_a_prefill_and_sizes_are_relative_to_bfloat16(llm, tmp_pa
     full, snapkv, int8 = (by_setting[str(one)] for one in (EXACT, SNAPKV, Setting("exact", kv_dtype="int8")))
     assert 1 <= full.cache_fraction < 1.25 and 0.4 < snapkv.cache_fraction <= 0.62
     # Two layers, keys and values of two heads of 16 dimensions in float32.
-    assert full.device_bytes == pytest.approx(2 * 2 * 2 * 16 * 4 * full.prompt_tokens, rel=0.2)
+    assert full.device_bytes == pytest.approx(2 * 2 * 2 * 16 * 4 * full.prompt_tokens, rel=0.3)
     assert 0.5 < int8.cache_fraction / full.cache_fraction < 0.75
     assert snapkv.settings["class"] == "SnapKV" and full.dtype == "float32"
 
