@@ -205,7 +205,7 @@ def prefill_programs(options: Options, sharding: jax.sharding.Sharding, device: 
         x = jax.ShapeDtypeStruct((1, tokens // CHUNK, CHUNK, model.config.width), dtype)
         layer, args = place((model.layers[0], (x, jax.ShapeDtypeStruct((1,), jnp.int32))), sharding)
         lowered = prefill.prefill_layer.lower(layer, model.config.rotary(0, tokens), None, False, 0, *args)
-        name = f"prefill D={model.config.head_dim}, one layer"
+        name = f"prefill D={model.config.head_dim}, one of the layers"
         yield Program(name, lowered, kernels=int(device in TOPOLOGIES), cache=None)
 
 
