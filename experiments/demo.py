@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -25,9 +26,9 @@ from rich.live import Live
 from rich.table import Table
 
 import kvjax
-from experiments.common import plots, results
-from experiments.common.options import command
-from experiments.common.suites import DEMO, DemoMethod
+from experiments.common import plots
+from experiments.common.console import print_table
+from experiments.common.flags import Flags, run_command
 from kvjax.budget import format_bytes
 from kvjax_models import LanguageModel, load
 
@@ -49,8 +50,34 @@ FACTS = (
 ANSWER_TOKENS = 10
 
 
+class DemoMethod(NamedTuple):
+    """A row of the demo's table.
+
+    Attributes:
+        name: name in tables, the paper's if there is one.
+        policy: its policy.
+        budget: share of the full cache's bytes that it holds.
+        kv_dtype: quantization of keys and values.
+        note: description, and differences from the paper.
+    """
+
+    name: str
+    policy: str
+    budget: str | None = "25%"
+    kv_dtype: Any = None
+    note: str = ""
+
+
+DEMO = (
+    DemoMethod("full cache", "exact", None, note="all keys and values in float32"),
+    DemoMethod("KVzip, int8", "kvzip", kv_dtype="int8", note="selection + quantization; kvjax: equal shares of heads"),
+    DemoMethod("SnapKV", "snapkv", note="selection by the last queries of the text"),
+    DemoMethod("SubGen", "subgen", note="merging into clusters; kvjax: means of values"),
+)
+
+
 @dataclasses.dataclass(frozen=True)
-class Demo:
+class Demo(Flags):
     """One text, twelve questions, several compressed caches."""
 
     model: str = "smollm2-135m"  # A name of `kvjax models`, a GGUF file or a Hugging Face directory.
@@ -69,10 +96,12 @@ class Outcome:
     step_seconds: list[float] = dataclasses.field(default_factory=list)
 
     def right(self, expected: list[str]) -> list[bool]:
+        """Returns for every answer whether it contains the expected value as a word."""
         return [value in re.findall(r"[\w-]+", answer) for answer, value in zip(self.answers, expected, strict=True)]
 
 
 def main(options: Demo) -> None:
+    """Answers the questions with every method, prints the tables and draws the picture."""
     begin = time.perf_counter()
     try:
         llm = load(options.model)
@@ -95,6 +124,7 @@ def main(options: Demo) -> None:
 
 
 def make_answers(seed: int) -> list[str]:
+    """Returns the values of the facts."""
     random = np.random.default_rng(seed)
     return [re.sub("#", lambda _: str(random.integers(1, 10)), answer) for _, _, answer in FACTS]
 
@@ -151,6 +181,7 @@ def answer(llm: LanguageModel, outcome: Outcome, context: list[int], questions: 
 
 
 def answer_table(outcomes: list[Outcome], expected: list[str]) -> Table:
+    """Returns the table of answers, with correct ones in green."""
     table = Table(title="Answers", title_justify="left")
     table.add_column("question", no_wrap=True)
     table.add_column("fact", no_wrap=True)
@@ -164,6 +195,7 @@ def answer_table(outcomes: list[Outcome], expected: list[str]) -> Table:
 
 
 def show(outcomes: list[Outcome], expected: list[str]) -> None:
+    """Prints the number of correct answers, memory and times."""
     full = outcomes[0].cache_bytes
     lines = [
         (
@@ -184,7 +216,7 @@ def show(outcomes: list[Outcome], expected: list[str]) -> None:
         f"ms per {len(expected)} tokens",
         "what it is",
     )
-    results.print_table("Results", columns, lines)
+    print_table("Results", columns, lines)
     print("Seconds include compilation. One text, twelve questions: differences of two or three answers may be chance.")
 
 
@@ -208,4 +240,4 @@ def draw(path: pathlib.Path, outcomes: list[Outcome], expected: list[str]) -> No
 
 
 if __name__ == "__main__":
-    command(main, Demo)
+    run_command(main, Demo)

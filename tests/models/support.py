@@ -14,7 +14,6 @@ import jax
 from kvjax_models.model.config import LlamaConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
-CHECKPOINTS = ROOT / "models" / "checkpoints"
 GOLDEN = ROOT / "tests" / "golden" / "transformers"
 
 

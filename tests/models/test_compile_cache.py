@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.common import settings
-from experiments.common.options import LINES_CHECKPOINT
 from kvjax_models import compile_cache
 from kvjax_models.stopwatch import Stopwatch
+from tests.models import tiny
 
 PROGRAM = f"""
 import collections, json, sys
@@ -24,7 +23,7 @@ events = collections.Counter()
 jax.monitoring.register_event_listener(lambda name, **_: events.update([name]))
 jax.jit(lambda x: x + 1)(1.0)  # JAX is used before a model is loaded
 from kvjax_models import load
-llm = load({str(settings.model_directory(LINES_CHECKPOINT))!r})
+llm = load({str(tiny.directory())!r})
 text = llm.generate("Read the record.", max_new_tokens=4)
 counts = {{key: events[f"/jax/compilation_cache/cache_{{key}}"] for key in ("hits", "misses")}}
 print(json.dumps(counts | {{"text": text, "directory": jax.config.jax_compilation_cache_dir}}))

@@ -11,7 +11,7 @@ from flax import nnx
 
 import kvjax
 from experiments.common.compiled import large_outputs
-from experiments.common.together import prefill_together
+from experiments.common.prefill import prefill_together
 from kvjax.state import map_fields
 from kvjax_models.generation import decode, lowering, prefill
 from kvjax_models.generation.decode import NO_TOKEN, decode_program
@@ -250,8 +250,8 @@ def test_one_prefill_for_several_policies():
 @pytest.mark.parametrize(
     "make_others, message",
     [
-        (lambda: [named_generator("exact"), make_generator(EXACT, random_model())], "one and the same model"),
-        (lambda: [streaming("exact"), named_generator("exact")], "prefill_together reads exactly"),
+        (lambda: [named_generator("exact"), make_generator(EXACT, random_model())], "generators of one model"),
+        (lambda: [streaming("exact"), named_generator("exact")], "got a streaming generator"),
     ],
 )
 def test_prefill_together_refuses(make_others, message):
