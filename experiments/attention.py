@@ -84,15 +84,19 @@ def cases(options: Options) -> Iterator[Case]:
     prompts = streams.text_prompts(llm.tokenizer, options.text, seeds, length, data_dir)
     for number, drawn in streams.recorded(llm.model, prompts, options.queries, prompt_queries=True):
         if not options.layer or number in options.layer:
-            yield Case(f"layer {number}", _spec(drawn, number, llm.model.config.layers), drawn)
+            frequencies = llm.model.config.rotary(number, length).frequencies
+            yield Case(f"layer {number}", _spec(drawn, number, llm.model.config.layers, frequencies), drawn)
 
 
-def _spec(drawn: streams.Streams, layer: int = 0, layers: int = 1) -> kvjax.CacheSpec:
+def _spec(
+    drawn: streams.Streams, layer: int = 0, layers: int = 1, rope_frequencies: tuple[float, ...] | None = None
+) -> kvjax.CacheSpec:
     """Returns the spec of a cache for a stream."""
     batch, tokens, kv_heads, head_dim = drawn.keys.shape
     heads = drawn.queries.shape[2]
     sizes: Any = {"batch": batch, "query_heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    return kvjax.CacheSpec(**sizes, max_prompt_tokens=tokens, max_new_tokens=1, layer=layer, layers=layers)
+    sizes |= {"max_prompt_tokens": tokens, "max_new_tokens": 1, "layer": layer, "layers": layers}
+    return kvjax.CacheSpec(**sizes, rope_frequencies=rope_frequencies)
 
 
 def measure_error(options: Options, case: Case) -> list[Figure]:

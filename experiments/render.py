@@ -122,18 +122,14 @@ def _compare_rows(compare: Mapping[str, Any], rows: Sequence[Row]) -> tuple[str,
         # A small negative log-likelihood is better.
         sign = -1.0 if table.metric == "nll" else 1.0
         for other in compare["than"]:
-            reference = [row for row in selected if row.setting == other and _title(row) == table.title]
-            better = [row for row in selected if row.setting == settings[0] and _title(row) == table.title]
+            reference = [row for row in selected if row.setting == other and summarize.title_of(row) == table.title]
+            better = [row for row in selected if row.setting == settings[0] and summarize.title_of(row) == table.title]
             tasks = [task for task in table.tasks if task not in table.left_out]
             if (found := summarize.paired_differences(better, reference, tasks)) is not None:
                 differences.append(Estimate(*sorted(sign * x for x in found)) if sign < 0 else found)
         columns, lines = summarize.cells(table, caches.FULL)
         text += f"{table.title}\n\n{markdown_table(columns, lines)}\n"
     return _verdict(differences), text
-
-
-def _title(row: Row) -> str:
-    return f"{row.model}, {row.tokens} tokens, question {row.question}, {row.dtype}"
 
 
 def _verdict(differences: Iterable[Estimate]) -> str:

@@ -99,6 +99,11 @@ def _groups(rows: Iterable[Row], tasks: Sequence[str]) -> dict[str, Float[np.nda
     return {task: np.asarray(found) for task, found in values.items()}
 
 
+def title_of(row: Row) -> str:
+    """Returns the title of a row's table: model, length, kind of question and dtype."""
+    return f"{row.model}, {row.tokens} tokens, question {row.question}, {row.dtype}"
+
+
 def summarize(rows: Sequence[Row], reference: str = caches.FULL, floor: float = 0.6) -> list[Table]:
     """Returns a table for every model, length, kind of question, dtype and metric.
 
@@ -112,8 +117,7 @@ def summarize(rows: Sequence[Row], reference: str = caches.FULL, floor: float = 
     """
     parts: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        title = f"{row.model}, {row.tokens} tokens, question {row.question}, {row.dtype}"
-        parts.setdefault((title, row.metric), []).append(row)
+        parts.setdefault((title_of(row), row.metric), []).append(row)
     return [_table(title, metric, part, reference, floor) for (title, metric), part in sorted(parts.items())]
 
 

@@ -7,7 +7,6 @@
 """
 
 import re
-import resource
 import subprocess
 import sys
 
@@ -18,6 +17,10 @@ EXAMPLES = 40  # questions at the end of GSM8K's file that serve as worked examp
 ANSWER_TOKENS = 256
 QUESTIONS = 4  # questions per document of GSM8K
 SECONDS, MEMORY = 5, 2**30  # limits of a program of HumanEval
+_LIMITS = f"""import resource
+resource.setrlimit(resource.RLIMIT_AS, ({MEMORY}, {MEMORY}))
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+"""
 
 
 def gsm8k(argument: str, request: Request) -> Task:
@@ -104,17 +107,12 @@ def passes_tests(answer: str, question: Question) -> float:
     tests, prompt = question.answers
     body = re.split(r"\n(?=[^\s#])", answer)[0]
 
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-
     try:
         done = subprocess.run(
-            [sys.executable, "-I", "-c", f"{prompt}{body}\n{tests}"],
+            [sys.executable, "-I", "-c", f"{_LIMITS}{prompt}{body}\n{tests}"],
             capture_output=True,
             timeout=SECONDS,
             check=False,
-            preexec_fn=limit,
         )
     except subprocess.TimeoutExpired:
         return 0.0

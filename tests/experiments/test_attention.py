@@ -16,7 +16,7 @@ def tiny_model(monkeypatch):
 
 
 def test_errors_of_recorded_layers(tiny_model, tmp_path):
-    policies = ("exact", "uniform", "subgen", "balancekv", "chelsea", "snapkv:window_size=16")
+    policies = ("exact", "uniform", "clustergen:recent=64", "leverage_scores", "chelsea", "snapkv:window_size=16")
     options = attention.Options(
         policy=policies, budget=("60%",), tokens=512, seeds=2, queries=8, measure=("error", "similarity"),
         output_dir=str(tmp_path),
