@@ -56,7 +56,7 @@ class DemoMethod(NamedTuple):
     Attributes:
         name: name in tables, the paper's if there is one.
         policy: its policy.
-        budget: share of the full cache's bytes that it holds.
+        budget: share of a full bfloat16 cache.
         kv_dtype: quantization of keys and values.
         note: description, and differences from the paper.
     """
@@ -69,10 +69,13 @@ class DemoMethod(NamedTuple):
 
 
 DEMO = (
-    DemoMethod("full cache", "exact", None, note="all keys and values in float32"),
-    DemoMethod("KVzip, int8", "kvzip", kv_dtype="int8", note="selection + quantization; kvjax: equal shares of heads"),
-    DemoMethod("SnapKV", "snapkv", note="selection by the last queries of the text"),
-    DemoMethod("SubGen", "subgen", note="merging into clusters; kvjax: means of values"),
+    DemoMethod("full cache", "exact", None, "bfloat16", "all keys and values in bfloat16"),
+    DemoMethod("auto, 25%", "auto", note="kvjax's default: KVzip's scores, one budget for all layers, 4 bits"),
+    DemoMethod("auto, 12.5%", "auto", "12.5%", note="the same in an eighth of the bytes"),
+    DemoMethod(
+        "ClusterKV", "clusterkv", kv_dtype="bfloat16", note="keeps everything, reads the clusters of a question"
+    ),
+    DemoMethod("SnapKV", "snapkv", kv_dtype="bfloat16", note="selects by the last queries before the question"),
 )
 
 
@@ -92,6 +95,8 @@ class Outcome:
     method: DemoMethod
     answers: list[str]
     cache_bytes: int = 0  # of the compressed text, with capacity for one question and answer
+    read_bytes: int = 0  # per generated token
+    full_bytes: int = 0  # of a full bfloat16 cache
     prefill_seconds: float = 0.0
     step_seconds: list[float] = dataclasses.field(default_factory=list)
 
@@ -111,7 +116,7 @@ def main(options: Demo) -> None:
     context, questions = encode(llm, make_text(expected))
     print(f"{options.model} reads {len(context):,} tokens and answers {len(questions)} questions with every method.")
     outcomes: list[Outcome] = []
-    with Live(answer_table(outcomes, expected), console=Console(width=120), refresh_per_second=8) as live:
+    with Live(answer_table(outcomes, expected), console=Console(width=140), refresh_per_second=8) as live:
         for method in DEMO:
             outcomes.append(Outcome(method, [""] * len(questions)))
             for _ in answer(llm, outcomes[-1], context, questions):
@@ -120,7 +125,7 @@ def main(options: Demo) -> None:
     path = pathlib.Path(options.output_dir) / "demo.png"
     draw(path, outcomes, expected)
     print(f"\nPicture: {path}. Total time: {time.perf_counter() - begin:.0f} s; later runs reuse compiled programs.")
-    print(f"Next: kvjax generate --model {options.model} --chat true --prompt_file FILE --policy kvzip --budget 25%")
+    print(f"Next: kvjax generate --model {options.model} --chat true --prompt_file FILE --policy auto --budget 25%")
 
 
 def make_answers(seed: int) -> list[str]:
@@ -163,6 +168,9 @@ def answer(llm: LanguageModel, outcome: Outcome, context: list[int], questions: 
     state.logits.block_until_ready()
     outcome.prefill_seconds = time.perf_counter() - begin
     outcome.cache_bytes = kvjax.cache_bytes(state.layers).device
+    outcome.read_bytes = sum(map(kvjax.read_bytes, state.layers))
+    spec = generator.specs[0]
+    outcome.full_bytes = spec.layers * spec.full_cache_bytes(spec.capacity)
     yield
     batch = generator.with_batch(len(questions))
     state = batch.prefill(kvjax.repeat_rows(state, len(questions)), questions)
@@ -196,12 +204,12 @@ def answer_table(outcomes: list[Outcome], expected: list[str]) -> Table:
 
 def show(outcomes: list[Outcome], expected: list[str]) -> None:
     """Prints the number of correct answers, memory and times."""
-    full = outcomes[0].cache_bytes
     lines = [
         (
             outcome.method.name,
             f"{sum(outcome.right(expected))} of {len(expected)}",
-            f"{format_bytes(outcome.cache_bytes)} ({outcome.cache_bytes / full:.0%})",
+            f"{format_bytes(outcome.cache_bytes)} ({outcome.cache_bytes / outcome.full_bytes:.0%})",
+            f"{outcome.read_bytes / outcome.full_bytes:.0%}",
             f"{outcome.prefill_seconds:.1f}",
             f"{1000 * statistics.median(outcome.step_seconds[1:]):.0f}",
             outcome.method.note,
@@ -212,12 +220,14 @@ def show(outcomes: list[Outcome], expected: list[str]) -> None:
         "method",
         "answers right",
         "cache",
+        "read per token",
         "seconds to compress",
         f"ms per {len(expected)} tokens",
         "what it is",
     )
     print_table("Results", columns, lines)
-    print("Seconds include compilation. One text, twelve questions: differences of two or three answers may be chance.")
+    print("Percentages are of a full bfloat16 cache. Seconds include compilation.")
+    print("One text, twelve questions: differences of two or three answers may be chance.")
 
 
 def draw(path: pathlib.Path, outcomes: list[Outcome], expected: list[str]) -> None:

@@ -27,5 +27,5 @@ def test_the_demo_answers_and_draws(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "load", lambda name: tiny.make_llm(tiny.TEMPLATE))
     demo.main(demo.Demo(model="tiny", output_dir=str(tmp_path)))
     shown = capsys.readouterr().out
-    assert "full cache" in shown and "KVzip, int8" in shown and "of 12" in shown
+    assert "full cache" in shown and "auto, 25%" in shown and "of 12" in shown
     assert (tmp_path / "demo.png").stat().st_size > 3_000
