@@ -29,7 +29,7 @@ from experiments.common import caches
 from experiments.common.evaluator import Evaluator
 from experiments.common.flags import Flags, one_of, repeatable, run_command
 from experiments.common.rows import RowFile
-from experiments.tasks.task import Request
+from experiments.tasks.task import Request, Task
 from kvjax_models import LanguageModel, load
 
 
@@ -56,14 +56,14 @@ class Options(Flags):
 
 
 def main(options: Options) -> None:
-    """Runs all tasks, questions and seeds."""
+    """Runs all tasks, questions and seeds; all tasks are made before the first measurement."""
     names = tasks.expand(options.task)
     settings = caches.parse_settings(options.policy, options.budget, options.kv_dtype)
     llm = load_model(options.model, options.dtype)
+    made = [(seed, make_task(llm, options, name, seed)) for seed in options.seed for name in names]
     with RowFile(pathlib.Path(options.output)) as rows:
-        for seed in options.seed:
-            for name in names:
-                evaluate(llm, options, name, seed, settings, rows)
+        for seed, task in made:
+            evaluate(llm, options, task, seed, settings, rows)
         print(f"{len(rows.rows)} rows: {options.output}")
 
 
@@ -80,28 +80,36 @@ def load_model(name: str, dtype: str | None) -> LanguageModel:
     return load(name, dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
 
 
+def make_task(llm: LanguageModel, options: Options, name: str, seed: int) -> Task:
+    """Returns a task with the documents of a seed.
+
+    Args:
+        llm: the model.
+        options: the options.
+        name: name of the task.
+        seed: seed of the documents.
+
+    Returns:
+        The task.
+    """
+    data_dir = None if options.data_dir is None else pathlib.Path(options.data_dir)
+    request = Request(llm.tokenizer, options.tokens, options.documents, seed, data_dir, options.truncate)
+    return tasks.make_task(name, request)
+
+
 def evaluate(
-    llm: LanguageModel, options: Options, name: str, seed: int, settings: list[caches.Setting], rows: RowFile
+    llm: LanguageModel, options: Options, task: Task, seed: int, settings: list[caches.Setting], rows: RowFile
 ) -> None:
     """Measures one task.
 
     Args:
         llm: the model.
         options: the options.
-        name: name of the task.
+        task: the task.
         seed: seed of documents and policies.
         settings: settings of the cache.
         rows: file of the rows.
     """
-    request = Request(
-        llm.tokenizer,
-        options.tokens,
-        options.documents,
-        seed,
-        None if options.data_dir is None else pathlib.Path(options.data_dir),
-        options.truncate,
-    )
-    task = tasks.make_task(name, request)
     has_questions = task.kind not in ("continue", "stream", "trace")
     for question in options.question if has_questions else ("unseen",):
         logging.info("%s, question %s, seed %d", task.name, question, seed)

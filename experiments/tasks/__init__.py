@@ -45,10 +45,13 @@ def make_task(name: str, request: Request) -> Task:
         The task.
 
     Raises:
-        ValueError: if the name is unknown.
+        ValueError: if the name is unknown, or no document fits.
         FileNotFoundError: if the task needs a file that is not in the data directory.
     """
     family, _, argument = name.partition(":")
     if family not in TASKS:
         raise ValueError(f"task {name!r} is unknown; known tasks: {', '.join(TASKS)}")
-    return TASKS[family](argument, request)
+    try:
+        return TASKS[family](argument, request)
+    except ValueError as error:
+        raise ValueError(f"task {name}: {error}") from error

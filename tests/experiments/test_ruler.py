@@ -101,7 +101,7 @@ def test_documents_do_not_depend_on_their_number():
 
 
 def test_too_few_tokens_and_unknown_tasks_are_refused():
-    with pytest.raises(ValueError, match="tokens=100 is too small; the shortest document takes"):
+    with pytest.raises(ValueError, match="task niah_single_1: tokens=100 is too small; the shortest document takes"):
         tasks.make_task("niah_single_1", request(100))
     with pytest.raises(ValueError, match="task 'niah' is unknown; known tasks: niah_single_1"):
         tasks.make_task("niah", request())
