@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from kvjax.policy import Policy, Prompt, Requirements
+from kvjax.quantization import QuantizedArray, first_mean
 from kvjax.segment import Segment
 from kvjax.spec import CacheSpec
 from kvjax.state import kv_entries, state
 from kvjax.stores.staging import Tokens
 from kvjax.stores.top_k_store import later_token_slots
 from kvjax.structures.per_head import per_head
-from kvjax.top_k_policy import TopKPolicy
+from kvjax.top_k_policy import TopKPolicy, prompt_mask
 
 T = TypeVar("T")
 
@@ -23,13 +24,14 @@ T = TypeVar("T")
 class AdaKVState:
     """The slots of all heads as one pool; head h has slots [start, start + ranked + empty)."""
 
-    # Slots are not centered: a slot of one head's row may hold another head's token.
+    # A slot of one head's row may hold another head's token: keys are stored without the mean of their own head.
     keys: Float[Array, "B H_kv S D"] = kv_entries(centered=False)
     values: Float[Array, "B H_kv S D_v"] = kv_entries()
     start: Int[Array, "B H_kv"]  # int32
     ranked: Int[Array, "B H_kv"]  # int32, tokens of the prompt that the head kept
     empty: Int[Array, "B H_kv"]  # int32, slots left for later tokens
     later: Int[Array, "B"]  # int32, tokens received after the prompt
+    mean: Float[Array, "B H_kv D"] | None  # float32, mean key of the prompt; None if the cache is not quantized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +98,7 @@ class AdaKV(Policy[AdaKVState]):
             ranked=zeros,
             empty=zeros + slots,
             later=jnp.zeros(spec.batch, jnp.int32),
+            mean=None if spec.kv_formats is None else jnp.zeros((*shape, spec.head_dim), jnp.float32),
         )
 
     def prefill(self, state: AdaKVState, prompt: Prompt) -> AdaKVState:
@@ -108,7 +111,10 @@ class AdaKV(Policy[AdaKVState]):
         Returns:
             The pool. Slots that the prompt leaves empty are divided evenly among the heads.
         """
-        rank = self._safeguarded(self.policy.rank(prompt))
+        rank, new_keys, mean = self._safeguarded(self.policy.rank(prompt)), prompt.keys, state.mean
+        if mean is not None:
+            mean = first_mean(mean, new_keys, prompt_mask(prompt))
+            new_keys = new_keys - mean[:, :, None]
         keep = rank.shape[1] * min(self.policy.budget, rank.shape[2])
 
         def fill_row(keys: Array, values: Array, rank: Array, new_keys: Array, new_values: Array):
@@ -118,10 +124,8 @@ class AdaKV(Policy[AdaKVState]):
             keys, values = _put(keys, target, new_keys[head, index]), _put(values, target, new_values[head, index])
             return keys, values, start, ranked, empty
 
-        keys, values, start, ranked, empty = jax.vmap(fill_row)(
-            state.keys, state.values, rank, prompt.keys, prompt.values
-        )
-        return AdaKVState(keys, values, start, ranked, empty, state.later)
+        keys, values, start, ranked, empty = jax.vmap(fill_row)(state.keys, state.values, rank, new_keys, prompt.values)
+        return AdaKVState(keys, values, start, ranked, empty, state.later, mean)
 
     def _safeguarded(self, rank: Float[Array, "B H T"]) -> Float[Array, "B H T"]:
         """Raises the rank of every head's best tokens above all other tokens, in the same order."""
@@ -146,12 +150,18 @@ class AdaKV(Policy[AdaKVState]):
         Returns:
             Segments of one KV head each, which read the head's slots only.
         """
-        keys, values = _single_head(state.keys), _single_head(state.values)
+        pool: Array | QuantizedArray = _single_head(state.keys)
+        values = _single_head(state.values)
         stop = state.start + state.ranked + jnp.minimum(state.later[:, None], state.empty)
-        return tuple(
-            Segment(keys, values, start=state.start[:, head, None], stop=stop[:, head, None], kv_heads=(head,))
-            for head in range(state.start.shape[1])
-        )
+
+        def head_segment(head: int) -> Segment:
+            """Returns the segment of a `head`."""
+            keys = pool
+            if isinstance(keys, QuantizedArray) and state.mean is not None:
+                keys = dataclasses.replace(keys, offset=state.mean[:, head, None])
+            return Segment(keys, values, start=state.start[:, head, None], stop=stop[:, head, None], kv_heads=(head,))
+
+        return tuple(head_segment(head) for head in range(state.start.shape[1]))
 
     def compact(self, state: AdaKVState, new: Tokens) -> AdaKVState:
         """Writes later tokens into each head's empty slots, then over its tokens of lowest rank.
@@ -171,7 +181,8 @@ class AdaKV(Policy[AdaKVState]):
         def put(pool: Float[Array, "B H S D"], new: Float[Array, "B H P D"]) -> Float[Array, "B H S D"]:
             return jax.vmap(_put)(pool, target, new)
 
-        keys, values = put(state.keys, new.keys), put(state.values, new.values)
+        new_keys = new.keys if state.mean is None else new.keys - state.mean[:, :, None]
+        keys, values = put(state.keys, new_keys), put(state.values, new.values)
         return dataclasses.replace(state, keys=keys, values=values, later=state.later + new.count)
 
 

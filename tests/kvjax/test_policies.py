@@ -251,7 +251,7 @@ def expected_bytes(name, spec, budget, compact_every, sinks, recent):
         * (17 * 16 * (2 * spec.head_dim * itemsize + 4) + 16 * (2 * spec.head_dim * itemsize + 12) + 8)
         + 12,
         **dict.fromkeys(("leverage_scores", *SCORED, *RESERVING), 4),  # numbers of prompt tokens and later tokens
-        "ada_kv": 4 + 12 * heads,  # per head its first slot, ranked slots and empty slots
+        "ada_kv": 12 * heads,  # per head its first slot, ranked slots and empty slots
         # Four pages and their bounds; pending tokens, pages, lost tokens.
         "quest": heads * 4 * (16 * (2 * spec.head_dim * itemsize + 4) + 2 * spec.head_dim * itemsize + 4) + 12,
     }

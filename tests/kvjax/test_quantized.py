@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.budget import abstract_cache, row_bytes
+from kvjax.combinators.ada_kv import AdaKVState
 from kvjax.policies.balancekv_theory import BalanceKVTheory
 from kvjax.policies.kvzip import KVzip
 from kvjax.policy import RepeatedPrompt
@@ -110,6 +111,15 @@ def decode_array(x):
     return decode(x.values, x.scale, x.bits, x.offset)
 
 
+def decode_pool(state):
+    """Returns the pool of Ada-KV with plain arrays: keys with the mean of the head to which their slot belongs."""
+    keys, values = decode_array(state.keys), decode_array(state.values)
+    slots, start = np.arange(keys.shape[1] * keys.shape[2]), np.asarray(state.start)
+    owner = np.sum(slots >= start[:, 1:, None], axis=1)  # the pool of head h starts at start[h]
+    means = np.take_along_axis(np.asarray(state.mean), owner[..., None], axis=1)
+    return dataclasses.replace(state, keys=keys + means.reshape(keys.shape), values=values, mean=None)
+
+
 def unquantized(cache):
     """Returns an unquantized cache with the numbers that a quantized one stores."""
 
@@ -118,6 +128,8 @@ def unquantized(cache):
             return decode_array(x.stored)
         if isinstance(x, kvjax.QuantizedArray):
             return decode_array(x)
+        if isinstance(x, AdaKVState):
+            return decode_pool(x)
         if isinstance(x, AppendOnlyStore):
             return dataclasses.replace(x, keys=decode_array(x.keys), values=decode_array(x.values), formats=None)
         if isinstance(x, BlockStore):
@@ -128,7 +140,7 @@ def unquantized(cache):
             return dataclasses.replace(x, entries=entries, scale=None, offset=None, formats=None)
         return x
 
-    stored = (RunningMean, kvjax.QuantizedArray, AppendOnlyStore, BlockStore)
+    stored = (AdaKVState, RunningMean, kvjax.QuantizedArray, AppendOnlyStore, BlockStore)
     state = jax.tree.map(convert, cache.state, is_leaf=lambda x: isinstance(x, stored))
     plain = kvjax.init(cache.policy, make_spec(), row_keys())
     assert jax.tree.structure(state) == jax.tree.structure(plain.state)
@@ -149,6 +161,21 @@ def test_attention_reads_the_stored_numbers(name, kv_dtype):
     if PLAIN[name].requires.attention_stats:
         for one, other in zip(*(jax.tree.leaves(cache.state.scores) for cache in caches), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_shared_slots_are_as_precise_as_separate_ones():
+    """Keys with a large mean lose no bits to it, although a slot may belong to any head."""
+    stream, shift = make_stream(), 20 * np.random.default_rng(0).normal(size=(1, 1, 2, HEAD_DIM)).astype(np.float32)
+    query, errors = jnp.asarray(stream.queries[:, 40:44]), []
+    for policy in (kvjax.KeyDiff(24, compact_every=8), kvjax.AdaKV(kvjax.KeyDiff(24, compact_every=8), 1.0)):
+        outputs = []
+        for kv_dtype in (None, "int4"):
+            cache = kvjax.init(policy, make_spec(kv_dtype=kv_dtype), row_keys())
+            cache, _ = kvjax.prefill(cache, stream.keys[:, :40] + shift, stream.values[:, :40], jnp.array(LENGTHS))
+            cache = kvjax.compact(kvjax.append(cache, stream.keys[:, 40:48] + shift, stream.values[:, 40:48]))
+            outputs.append(kvjax.normalize(attend(cache, query)))
+        errors.append(np.mean(np.abs(outputs[0] - outputs[1])))
+    assert errors[1] < 1.2 * errors[0]
 
 
 def test_every_registered_policy_is_tested():
