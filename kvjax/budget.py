@@ -21,7 +21,7 @@ class Budget:
     Attributes:
         text: the budget as written.
         slots: slots per KV head.
-        fraction: fraction of the bytes of a full cache.
+        fraction: fraction of the bytes of a full bfloat16 cache.
         bytes: bytes of a sequence over all layers.
     """
 
@@ -32,7 +32,7 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> "Budget":
-        """Parses "1024" (slots), "25%" (of the bytes of a full cache) or "64MiB" (bytes).
+        """Parses "1024" (slots), "25%" (of the bytes of a full bfloat16 cache) or "64MiB" (bytes).
 
         Args:
             text: the text.
@@ -157,7 +157,7 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
         ... )
         >>> limit = spec.full_cache_bytes(4096) // 4
         >>> kvjax.fit_bytes(lambda slots: kvjax.Uniform(slots, sinks=16), spec, limit).budget
-        848
+        400
     """
 
     def size(budget: int) -> float:

@@ -32,7 +32,7 @@ from pallas_kernels.quantized_array import QuantizedArray as QuantizedArray
 
 T = TypeVar("T")
 
-KVDtype = Literal["int8", "fp8", "int4", "int3", "int2"]
+KVDtype = Literal["bfloat16", "int8", "fp8", "int4", "int3", "int2"]
 SCALE_DTYPE = jnp.bfloat16
 _INT8 = "int8"  # of residuals and of retrieval indices
 

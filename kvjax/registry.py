@@ -10,6 +10,7 @@ from kvjax.budget import Budget, fit_bytes
 from kvjax.combinators.ada_kv import AdaKV
 from kvjax.combinators.by_layer import FirstLayers
 from kvjax.combinators.host_memory import HostMemory
+from kvjax.combinators.layer_budgets import LayerBudgets
 from kvjax.combinators.outlier_heads import HeadChoice, OutlierHeads
 from kvjax.policies.balancekv import BalanceKV
 from kvjax.policies.balancekv_theory import BalanceKVTheory
@@ -72,8 +73,13 @@ POLICIES: dict[str, type[Policy]] = {
     "tova": TOVA,
 }
 
+_LAYER_SCALE = "layer_budget_scale"
+
 # Settings of any policy in text, which put a combinator around it.
-_COMBINATOR_SETTINGS = ("full_layers", "host_steps", "alpha_safeguard", "outlier_heads")
+_COMBINATOR_SETTINGS = ("full_layers", "host_steps", "alpha_safeguard", "outlier_heads", _LAYER_SCALE)
+
+# What `auto` stands for: KVzip with one budget for all layers and heads, as published.
+_AUTO = "kvzip:reserve_decode_slots=true,alpha_safeguard=0.0,layer_budget_scale=auto"
 
 _LARGE_BUDGET = 2**20  # slots with which a policy can only be refused for its other settings
 
@@ -111,7 +117,7 @@ class PolicyChoice:
 
     Every policy takes its own settings and `full_layers=n` (`FirstLayers` with a full cache). Retrieval policies take
     `host_steps=R` (`HostMemory`), top-k policies `alpha_safeguard=x` (`AdaKV`), policies with a budget
-    `outlier_heads=FILE` (`OutlierHeads`).
+    `outlier_heads=FILE` (`OutlierHeads`) and `layer_budget_scale=(x,...)` (`LayerBudgets`).
 
     Attributes:
         name: the registered name.
@@ -127,6 +133,8 @@ class PolicyChoice:
     def parse(cls, text: str) -> "PolicyChoice":
         """Parses `NAME`, `NAME:setting=value,...` and either with `@BUDGET`.
 
+        `auto` is the policy that the documentation recommends: KVzip with one budget for all layers and heads.
+
         Args:
             text: the text.
 
@@ -137,9 +145,10 @@ class PolicyChoice:
             ValueError: if the policy, a setting, a value or the budget is invalid.
         """
         description, _, budget = text.partition("@")
+        description = _AUTO if description == "auto" else description
         name, _, settings_text = description.partition(":")
         if name not in POLICIES:
-            raise ValueError(f"policy {name!r} is unknown; choose one of {', '.join(sorted(POLICIES))}")
+            raise ValueError(f"policy {name!r} is unknown; choose auto or one of {', '.join(sorted(POLICIES))}")
         settings = []
         for part in filter(None, re.split(r",(?![^(]*\))", settings_text)):
             key, equals, value = part.partition("=")
@@ -149,8 +158,29 @@ class PolicyChoice:
         choice = cls(name, tuple(settings), Budget.parse(budget) if budget else None)
         if budget and not choice.takes_budget:
             raise ValueError(f"policy {text!r}: {name} keeps everything and takes no budget")
-        choice.make(_LARGE_BUDGET)
+        choice.calibrated(None).make(_LARGE_BUDGET)
         return choice
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether the text has `layer_budget_scale=auto`."""
+        return (_LAYER_SCALE, "auto") in self.settings
+
+    def calibrated(self, scale: tuple[float, ...] | None) -> "PolicyChoice":
+        """Replaces `layer_budget_scale=auto`.
+
+        Args:
+            scale: the factors of the model's layers; None for equal budgets.
+
+        Returns:
+            The choice with the factors.
+        """
+        if not self.needs_calibration:
+            return self
+        settings = tuple(pair for pair in self.settings if pair[0] != _LAYER_SCALE)
+        if scale is not None:
+            settings += ((_LAYER_SCALE, f"({','.join(map(str, scale))},)"),)
+        return dataclasses.replace(self, settings=settings)
 
     @property
     def takes_budget(self) -> bool:
@@ -282,8 +312,11 @@ def _combine(
     host_steps: int | None = None,
     alpha_safeguard: float | None = None,
     outlier_heads: str | None = None,
+    layer_budget_scale: tuple[float, ...] | str | None = None,
 ) -> Policy:
     """Puts combinators around a policy."""
+    if layer_budget_scale == "auto":
+        raise ValueError("layer_budget_scale=auto needs a model; use kvjax_models, or pass one factor per layer")
     full = Exact(policy.compact_every)
     if alpha_safeguard is not None:
         policy = AdaKV(cast(TopKPolicy, policy), alpha_safeguard)
@@ -291,6 +324,8 @@ def _combine(
         policy = OutlierHeads(policy, HeadChoice.load(outlier_heads), full)
     if host_steps is not None:
         policy = HostMemory(policy, host_steps)
+    if layer_budget_scale is not None:
+        policy = LayerBudgets(policy, cast(tuple, layer_budget_scale))
     return FirstLayers(full_layers, policy, full) if full_layers else policy
 
 

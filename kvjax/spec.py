@@ -47,7 +47,8 @@ class CacheSpec:
         max_new_tokens: maximum number of tokens that are appended after it, over all turns of a conversation.
         dtype: dtype of stored keys and values that are not quantized.
         kv_dtype: quantization format of stored keys and values ("int8", "fp8", "int4", "int3", "int2"), a pair of
-            formats (keys, values), or None. Staged tokens are never quantized.
+            formats (keys, values), or None. Staged tokens are never quantized. "bfloat16" sets `dtype`, whatever the
+            dtype of the model.
         value_dim: dimensions of a value; None for `head_dim`.
         scale: factor of the products q.k; None for 1 / sqrt(head_dim).
         logit_cap: soft cap: logits l become cap * tanh(l / cap) (Gemma 2). None for no cap.
@@ -92,6 +93,9 @@ class CacheSpec:
                 raise ValueError(f"{name}={value!r} must be a finite number above 0, or None")
         if self.rope_frequencies is not None:
             object.__setattr__(self, "rope_frequencies", self._parse_frequencies(self.rope_frequencies))
+        if self.kv_dtype == "bfloat16":
+            object.__setattr__(self, "dtype", jnp.bfloat16)
+            object.__setattr__(self, "kv_dtype", None)
         if not jnp.issubdtype(self.dtype, jnp.floating):
             raise ValueError(f"dtype={self.dtype!r} must be a floating-point dtype")
         if self.capacity > MAX_TOKENS:
@@ -131,15 +135,17 @@ class CacheSpec:
         return self.max_prompt_tokens + self.max_new_tokens
 
     def full_cache_bytes(self, tokens: int) -> int:
-        """Returns the bytes of a full cache of one row and layer, to which budgets in percent refer.
+        """Returns the bytes of a full bfloat16 cache of one row and layer, to which budgets in percent refer.
+
+        The dtype of the cache does not matter: a float32 cache of all tokens takes 200%.
 
         Args:
             tokens: number of tokens in the cache.
 
         Returns:
-            Bytes of unquantized keys and values, without padding.
+            Bytes of keys and values, without padding.
         """
-        return self.kv_heads * (self.head_dim + self.value_width) * jnp.dtype(self.dtype).itemsize * tokens
+        return self.kv_heads * (self.head_dim + self.value_width) * jnp.dtype(jnp.bfloat16).itemsize * tokens
 
 
 def check_integer(name: str, value: Any, minimum: int) -> int:

@@ -23,7 +23,8 @@ class TopKPolicy(Policy[TopKStore]):
 
     A subclass is a frozen dataclass with one method, `score`. The first tokens (sinks) and the last ones (recent) are
     always kept. Slots are in the order of rank, so that a later token needs no score: it takes a free slot, or the slot
-    of the token with the lowest rank. `AdaKV` shares the budget among the heads of a layer.
+    of the token with the lowest rank. `AdaKV` shares the budget among the heads of a layer, `LayerBudgets` divides it
+    among the layers.
 
     Attributes:
         budget: slots per KV head, for the prompt and later tokens.
@@ -31,8 +32,6 @@ class TopKPolicy(Policy[TopKStore]):
         recent: last tokens of the prompt, ranked right after the sinks.
         reserve_decode_slots: whether later tokens get `spec.max_new_tokens` slots beyond the budget, as in published
             selections. These slots count as bytes.
-        layer_budget_scale: factor of the budget of every layer; None for 1. A layer's budget is a multiple of
-            `SLOT_TILE` and at least `min_budget`.
         compact_every: tokens between compactions. Until then all new tokens are read in addition to the kept ones.
     """
 
@@ -40,7 +39,6 @@ class TopKPolicy(Policy[TopKStore]):
     sinks: int = 4
     recent: int = 0
     reserve_decode_slots: bool = False
-    layer_budget_scale: tuple[float, ...] | None = None
     compact_every: int = 16
 
     requires = Requirements(entire_prompt=True)
@@ -54,9 +52,6 @@ class TopKPolicy(Policy[TopKStore]):
                 f"budget={self.budget} slots cannot hold sinks={self.sinks} and {self.num_recent} recent tokens; "
                 f"pass at least {self.sinks + self.num_recent}"
             )
-        scale = self.layer_budget_scale
-        if scale is not None and not (scale and min(scale) >= 0 < max(scale)):
-            raise ValueError(f"layer_budget_scale={scale} must have no negative and at least one positive number")
         if self.budget < self.min_budget:
             raise ValueError(
                 f"budget={self.budget} slots cannot hold sinks={self.sinks} and the compact_every={self.compact_every} "
@@ -83,28 +78,6 @@ class TopKPolicy(Policy[TopKStore]):
     def min_budget(self) -> int:
         """Slots for the tokens that are always kept and for one compaction."""
         return max(self.sinks + max(self.num_recent, 0 if self.reserve_decode_slots else self.compact_every), 1)
-
-    def for_layer(self, spec: CacheSpec) -> Policy[TopKStore]:
-        """Returns the policy with the budget of one layer.
-
-        Args:
-            spec: spec of the layer, with its index `spec.layer`.
-
-        Returns:
-            The policy itself, or a copy with the scaled budget if `layer_budget_scale` is set.
-
-        Raises:
-            ValueError: if `layer_budget_scale` does not have one number per layer.
-        """
-        scale = self.layer_budget_scale
-        if scale is None:
-            return self
-        if len(scale) != spec.layers:
-            raise ValueError(f"layer_budget_scale={scale} has {len(scale)} numbers for a model of {spec.layers} layers")
-        budget = max(SLOT_TILE * round(self.budget * scale[spec.layer] / SLOT_TILE), self.min_budget)
-        # More slots than tokens would be wasted; fitting a budget of bytes gives them to the other layers.
-        budget = min(budget, spec.capacity)
-        return dataclasses.replace(self, budget=budget, layer_budget_scale=None)
 
     def num_slots(self, spec: CacheSpec) -> int:
         """Returns the number of slots per KV head.

@@ -8,7 +8,7 @@ from kvjax.policy import Policy, check_min
 from kvjax.spec import CacheSpec
 
 
-class _LayerPolicies(CombinedPolicies[Any]):
+class LayerPolicies(CombinedPolicies[Any]):
     """Policies of which `for_layer` selects one. They have no state themselves."""
 
     def init(self, spec: CacheSpec, row_keys: Any) -> NoReturn:
@@ -29,7 +29,7 @@ class _LayerPolicies(CombinedPolicies[Any]):
 
 
 @dataclasses.dataclass(frozen=True)
-class ByLayer(_LayerPolicies):
+class ByLayer(LayerPolicies):
     """Uses `policies[l]` in layer l.
 
     Attributes:
@@ -61,7 +61,7 @@ class ByLayer(_LayerPolicies):
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstLayers(_LayerPolicies):
+class FirstLayers(LayerPolicies):
     """Uses `first` in the first `layers` layers and `policy` in the others.
 
     ClusterKV and Quest are published with two full layers: `FirstLayers(2, Quest(budget), Exact())`.

@@ -20,7 +20,7 @@ class PyramidKV(SnapKV):
     mean exceeds `budget` by up to half a slot per layer. Byte counts use the real buffers.
 
     The released code computes this for every prompt. Here it is computed once, for `spec.max_prompt_tokens` tokens, so
-    that upper layers have smaller buffers. Inherited settings: see `SnapKV`; `layer_budget_scale` is not allowed.
+    that upper layers have smaller buffers. Inherited settings: see `SnapKV`.
 
     Attributes:
         beta: ratio of the mean to the last layer's tokens (the paper's beta).
@@ -37,8 +37,6 @@ class PyramidKV(SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.layer_budget_scale is not None:
-            raise ValueError(f"layer_budget_scale={self.layer_budget_scale} is not a setting of PyramidKV; pass beta")
         check_min(1, beta=self.beta)
 
     def for_layer(self, spec: CacheSpec) -> Policy[TopKStore]:

@@ -18,6 +18,7 @@ from kvjax.quantization import KVDtype
 from kvjax.registry import AnyPolicy, resolve_policy
 from kvjax_models import compile_cache, formats, known_models
 from kvjax_models.formats.tokenizer import Streamer, Tokenizer
+from kvjax_models.generation.auto_policy import resolve_auto
 from kvjax_models.generation.batching import Request, parse_batch_size
 from kvjax_models.generation.completions import Completion, TextCallback, generate_completions, in_prompt_order
 from kvjax_models.generation.generator import Generator
@@ -77,17 +78,18 @@ class LanguageModel:
         Args:
             prompt: one text or one list of messages {"role": ..., "content": ...}, or a list of either, which are
                 processed as one batch (`generate_many` limits the batch size).
-            policy: cache policy: a name ("subgen_mean"), a class (`kvjax.SubGenMean`) or a policy.
-            budget: size of the cache of one sequence: a share of the full cache ("25%"), bytes ("64MiB") or slots per
-                KV head (1024); None if the policy has a budget or takes none. A share refers to the full cache after
-                the last new token. Prompts of similar length share compiled programs (`compile_cache.length_bucket`)
-                and the budget of the shortest of them.
+            policy: cache policy: "auto" (see `generation.auto_policy`), the name of another one ("snapkv"), a class
+                (`kvjax.SnapKV`) or a policy.
+            budget: size of the cache of one sequence: a share of a full bfloat16 cache ("25%"), bytes ("64MiB") or
+                slots per KV head (1024); None if the policy has a budget or takes none. A share refers to the full
+                cache after the last new token. Prompts of similar length share compiled programs
+                (`compile_cache.length_bucket`) and the budget of the shortest of them.
             max_new_tokens: maximum number of new tokens; an end-of-text token finishes a sequence earlier.
             sampling: sampling parameters; greedy by default.
             seed: seed of sampling and of the policy's random numbers.
             allow_beyond_context: whether sequences may exceed the model's context length; see `Generator`.
-            kv_dtype: quantization format of the cache: "int8", "fp8", "int4", "int3", "int2", or a pair for keys and
-                values; not quantized by default.
+            kv_dtype: quantization format of the cache: "int8", "fp8", "int4", "int3", "int2", a pair for keys and
+                values, or "bfloat16"; the dtype of the model by default.
 
         Returns:
             The new text, or a list with one text per prompt.
@@ -296,14 +298,16 @@ class LanguageModel:
             "max_prompt_tokens": max(max_prompt_tokens, 1),
             "max_new_tokens": max_new_tokens,
             "streaming": streaming,
-            "kv_dtype": kv_dtype,
         }
         # The budget applies to layers without a sliding window; the others cache exactly their window.
         spec = dataclasses.replace(cache_specs(self.model, **sizes)[0], window=None)
+        tokens = budget_tokens or max_prompt_tokens + max_new_tokens
+        policy, budget, kv_dtype = resolve_auto(self.model, policy, budget, kv_dtype, spec, tokens)
         return Generator(
             self.model,
-            resolve_policy(policy, budget, spec, budget_tokens or max_prompt_tokens + max_new_tokens),
+            resolve_policy(policy, budget, dataclasses.replace(spec, kv_dtype=kv_dtype), tokens),
             **sizes,
+            kv_dtype=kv_dtype,
             sampling=sampling,
             eos=self.tokenizer.eos_ids,
             allow_beyond_context=allow_beyond_context,

@@ -100,3 +100,32 @@ def test_fit_bytes_uses_the_average_over_layers():
 def test_policies_that_do_not_fit_the_model_are_refused(policy, message):
     with pytest.raises(ValueError, match=message):
         kvjax.init(policy(), make_spec(layers=2), row_keys())
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        kvjax.Chelsea(24, sinks=2, recent=4, compact_every=4),
+        kvjax.AdaKV(kvjax.LeverageScores(24, compact_every=4), 0.0),
+        kvjax.HostMemory(kvjax.Quest(24), 1),
+    ],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_layers_have_buffers_of_their_own_budget(policy):
+    """The factors apply to any policy with a budget, and to the policy inside a combinator."""
+    scaled = kvjax.LayerBudgets(policy, (0.0, 0.5, 1.75))
+    alone = getattr(policy, "policy", policy)
+    budgets = []
+    for layer in range(3):
+        cache = kvjax.init(scaled, make_spec(layer=layer, layers=3), row_keys())
+        inner = getattr(cache.policy, "policy", cache.policy)
+        budgets.append(inner.budget)
+        assert dataclasses.replace(inner, budget=alone.budget) == alone
+    with pytest.raises(ValueError, match="budget="):  # the first layer has the smallest budget that is accepted
+        dataclasses.replace(alone, budget=budgets[0] - 1)
+    assert budgets[1:] == [max(16, budgets[0]), 40]
+
+
+def test_only_policies_with_a_budget_can_be_scaled():
+    with pytest.raises(ValueError, match="has no budget to scale"):
+        kvjax.LayerBudgets(EXACT, (1.0, 2.0))

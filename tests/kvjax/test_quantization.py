@@ -155,6 +155,16 @@ def test_the_relative_error_does_not_depend_on_the_norm(name, size):
 # --- errors of attention ---
 
 
+def test_a_cache_may_be_bfloat16_beside_a_float32_model():
+    keys, values = np.random.default_rng(0).normal(size=(2, 1, 24, 2, 64)).astype(np.float32)
+    (plain, _), (narrow, cache) = (
+        attend(kv_dtype, keys, values, make_stream().queries[:1, :4]) for kv_dtype in (None, "bfloat16")
+    )
+    assert {cache.state.keys.dtype, cache.state.values.dtype, cache.staging.keys.dtype} == {jnp.dtype(jnp.bfloat16)}
+    np.testing.assert_allclose(plain, narrow, atol=0.03)
+    assert not np.array_equal(plain, narrow)
+
+
 def attend(kv_dtype, keys, values, queries, new=8):
     """Returns the attention output of queries after a prompt in a full cache, and the cache."""
     spec = make_spec(batch=1, prompt=keys.shape[1], new=new, kv_dtype=kv_dtype)

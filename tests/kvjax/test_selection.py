@@ -422,10 +422,10 @@ def test_all_heads_of_tova_keep_the_same_tokens_and_the_last_one():
         (lambda: kvjax.Compactor(64, scale=0.0), "scale=0.0"),
         (lambda: kvjax.Compactor(64, sketch=0), "sketch=0"),
         (lambda: kvjax.ByHead((KVzip(64), KVzip(64, chunk_tokens=5))).requires, "different repetitions"),
-        (lambda: LeverageScores(64, layer_budget_scale=(1.0, -0.1)), "layer_budget_scale=.* no negative"),
-        (lambda: LeverageScores(64, layer_budget_scale=(0.0, 0.0)), "layer_budget_scale=.* at least one positive"),
+        (lambda: kvjax.LayerBudgets(LeverageScores(64), (1.0, -0.1)), "scale=.* no negative"),
+        (lambda: kvjax.LayerBudgets(LeverageScores(64), (0.0, 0.0)), "scale=.* at least one positive"),
         (
-            lambda: kvjax.init(LeverageScores(64, layer_budget_scale=(1.0,) * 3), make_spec(layers=2), row_keys()),
+            lambda: kvjax.init(kvjax.LayerBudgets(LeverageScores(64), (1.0,) * 3), make_spec(layers=2), row_keys()),
             "has 3 numbers for a model of 2 layers",
         ),
     ],
@@ -456,13 +456,13 @@ def test_layers_have_their_shares_of_the_budget():
     # A layer has at most one slot per token.
     assert slots(policy, "int8") == [24, PROMPT + NEW]
     # A layer has at least the slots of the sinks and of one compaction.
-    assert slots(LeverageScores(64, layer_budget_scale=(2.0, 0.0))) == [PROMPT + NEW, 4 + 16]
+    assert slots(kvjax.LayerBudgets(LeverageScores(64), (2.0, 0.0))) == [PROMPT + NEW, 4 + 16]
 
 
 def test_shares_of_layers_fit_bytes_on_average():
-    def fit(limit, scale=None):
+    def fit(limit, scale=(1.0, 1.0)):
         return kvjax.fit_bytes(
-            lambda budget: LeverageScores(budget, layer_budget_scale=scale), make_spec(layers=2), limit
+            lambda budget: kvjax.LayerBudgets(LeverageScores(budget), scale), make_spec(layers=2), limit
         )
 
     assert abs(fit(60_000, (0.5, 1.5)).budget - fit(60_000).budget) <= 8  # budgets are multiples of a tile

@@ -211,7 +211,8 @@ def test_invalid_specs_are_refused(change, message):
 
 
 def test_full_cache_bytes_are_keys_and_values_of_the_tokens():
-    assert make_spec(dtype=jnp.bfloat16).full_cache_bytes(10) == 2 * 2 * 64 * 2 * 10
+    for dtype in (jnp.bfloat16, jnp.float32):
+        assert make_spec(dtype=dtype).full_cache_bytes(10) == 2 * 2 * 64 * 2 * 10
     assert make_spec(dtype=jnp.bfloat16, value_dim=32).full_cache_bytes(10) == 2 * (64 + 32) * 2 * 10
 
 

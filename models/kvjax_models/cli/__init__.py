@@ -1,4 +1,4 @@
-"""The console command `kvjax` with its subcommands `generate`, `chat`, `bench`, `policies`, `models` and `download`."""
+"""The console command `kvjax` with its subcommands."""
 
 import argparse
 import dataclasses
@@ -16,6 +16,7 @@ from absl import app, logging
 import kvjax
 from kvjax_models.cli import parsing
 from kvjax_models.cli.bench import Bench
+from kvjax_models.cli.calibrate import Calibrate
 from kvjax_models.cli.chat import Chat
 from kvjax_models.cli.generate import Generate
 from kvjax_models.cli.models import Download, Models
@@ -28,6 +29,7 @@ _COMMANDS = {
     "policies": Policies,
     "models": Models,
     "download": Download,
+    "calibrate": Calibrate,
 }
 _TRACEBACK = "KVJAX_TRACEBACK"  # environment variable that makes errors show their traceback
 
@@ -47,7 +49,7 @@ class _HelpFormatter(simple_parsing.help_formatter.SimpleHelpFormatter):
 class Kvjax:
     """Language models with compressed key/value caches."""
 
-    command: Generate | Chat | Bench | Policies | Models | Download = simple_parsing.subparsers(_COMMANDS)
+    command: Generate | Chat | Bench | Policies | Models | Download | Calibrate = simple_parsing.subparsers(_COMMANDS)
 
 
 def main(options: Kvjax) -> None:

@@ -19,7 +19,7 @@ from kvjax_models.language_model import LanguageModel
 class Bench(ModelOptions):
     """Compares memory and speed of policies with the full cache, interleaved in one run."""
 
-    policy: list[str] = repeatable("POLICY")  # As for `generate`; repeatable. By default streaming_llm and subgen_mean.
+    policy: list[str] = repeatable("POLICY")  # As for `generate`; repeatable. By default auto.
     budget: str = DEFAULT_BUDGET  # Slots per KV head (1024), a share of the full cache (25%) or bytes (64MiB).
     context_tokens: int = 4096  # Tokens of the prompt.
     prompt_file: str | None = None  # A text for the prompt, repeated as needed; random tokens by default.
@@ -37,7 +37,7 @@ class Bench(ModelOptions):
             raise ValueError("--context_tokens, --batch, --tokens and --turns must be at least 1")
         check_seed(self.seed)
         choices = [PolicyChoice.parse("exact")]
-        choices += [self.parse_policy(text, self.budget) for text in self.policy or ("streaming_llm", "subgen_mean")]
+        choices += [self.parse_policy(text, self.budget) for text in self.policy or ("auto",)]
         write_output(_table(self, measure(self, self.load(), list(dict.fromkeys(choices)))))
 
 

@@ -1,6 +1,6 @@
 """`kvjax generate`: continues a text and prints it during generation.
 
-    kvjax generate --model DIR --prompt_file FILE --policy subgen_mean --budget 25%
+    kvjax generate --model DIR --prompt_file FILE --policy auto --budget 25%
 
 A long run can save its state and be resumed:
 

@@ -1,6 +1,6 @@
 """`kvjax generate --prompts_file`: completes a file of prompts by continuous batching.
 
-    kvjax generate --model DIR --prompts_file IN.jsonl --output OUT.jsonl --policy subgen_mean --budget 25%
+    kvjax generate --model DIR --prompts_file IN.jsonl --output OUT.jsonl --batch_size 8 --policy auto --budget 25%
 
 Each line of the file is a text, or an object with `prompt` or `messages` and optionally `max_new_tokens`, `seed` and
 `id`. Completions are appended to the output as they finish, each with a digest of its line, and sorted when all of them

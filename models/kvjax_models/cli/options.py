@@ -12,7 +12,7 @@ import simple_parsing
 
 import kvjax
 from kvjax.budget import Budget, format_bytes
-from kvjax.quantization import KVFormats, parse_kv_dtype
+from kvjax.quantization import KVDtype, KVFormats, parse_kv_dtype
 from kvjax.registry import PolicyChoice
 from kvjax_models import formats, language_model
 from kvjax_models.devices import Devices, initialize_processes, is_first_process, make_mesh
@@ -31,11 +31,11 @@ class ModelOptions:
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # Of parameters and activations; the checkpoint's.
     seed: int = 0  # Seed of sampling and of the policies' randomness.
     devices: Devices = dataclasses.field(default_factory=Devices)
-    kv_dtype: str | None = None  # Quantization of the cache: int8, fp8, int4, int3, int2, or KEYS,VALUES.
+    kv_dtype: str | None = None  # Of the cache: bfloat16, int8, fp8, int4, int3, int2, or KEYS,VALUES.
     policy_module: str | None = None  # A Python file to run first; its policies are added with kvjax.register.
 
     @property
-    def kv_formats(self) -> KVFormats | None:
+    def kv_formats(self) -> KVDtype | KVFormats | None:
         """The formats of keys and values."""
         return parse_kv_formats(self.kv_dtype)
 
@@ -122,17 +122,18 @@ class GenerationOptions(ModelOptions):
         _ = self.choice, self.kv_formats, self.sampling
 
 
-def parse_kv_formats(text: str | None) -> KVFormats | None:
+def parse_kv_formats(text: str | None) -> KVDtype | KVFormats | None:
     """Parses the option `--kv_dtype`.
 
     Args:
-        text: one format for keys and values, or two formats separated by a comma; None for an unquantized cache.
+        text: one format for keys and values, or two formats separated by a comma; None for an unquantized cache
+            in the dtype of the model.
 
     Returns:
-        The formats of keys and values; None if they are not quantized.
+        "bfloat16", the formats of keys and values, or None.
     """
-    if text is None:
-        return None
+    if text is None or text == "bfloat16":
+        return text  # type: ignore[return-value]
     formats = tuple(text.split(","))
     return parse_kv_dtype(formats[0] if len(formats) == 1 else formats)  # type: ignore[arg-type]
 

@@ -1,0 +1,77 @@
+"""Resolves `policy="auto"` and `layer_budget_scale="auto"` for a model."""
+
+import jax.numpy as jnp
+from absl import logging
+
+from kvjax.budget import Budget
+from kvjax.quantization import KVDtype
+from kvjax.registry import AnyPolicy, PolicyChoice
+from kvjax.spec import CacheSpec
+from kvjax_models import calibration
+from kvjax_models.model.llama import Llama
+
+DEFAULT_BUDGET = "25%"
+# Formats of `policy="auto"` by the smallest budget, as a fraction of a full bfloat16 cache; measured on SmolLM2-135M.
+_FORMATS: tuple[tuple[float, KVDtype], ...] = ((0.6, "int8"), (0.0, "int4"))
+_BITS = {"bfloat16": 16, "int8": 8.25, "fp8": 8.25, "int4": 4.25, "int3": 3.25, "int2": 2.25}  # with scales, D = 64
+
+KVFormat = KVDtype | tuple[KVDtype, KVDtype] | None
+
+
+def resolve_auto(
+    model: Llama, policy: AnyPolicy, budget: int | str | Budget | None, kv_dtype: KVFormat, spec: CacheSpec, tokens: int
+) -> tuple[AnyPolicy, int | str | Budget | None, KVFormat]:
+    """Replaces "auto" in a policy by settings for a model.
+
+    `policy="auto"` stores the tokens in 4 bits, or in 8 from 60% of a full bfloat16 cache on, unless `kv_dtype` is
+    given. Its budget is divided among layers by the model's calibration.
+
+    Args:
+        model: the decoder.
+        policy: the policy.
+        budget: the budget; 25% by default for "auto".
+        kv_dtype: the quantization format.
+        spec: spec of the caches without quantization.
+        tokens: tokens of the full cache that a fraction refers to.
+
+    Returns:
+        The policy, the budget and the format.
+    """
+    choice = PolicyChoice.parse(policy) if isinstance(policy, str) else policy
+    if not isinstance(choice, PolicyChoice) or not choice.needs_calibration:
+        return policy, budget, kv_dtype
+    is_auto = choice.settings == PolicyChoice.parse("auto").settings
+    if is_auto and budget is None and choice.budget is None:
+        budget = DEFAULT_BUDGET
+    fraction = _fraction(choice.budget if budget is None else Budget.of(budget), spec, tokens)
+    if is_auto and kv_dtype is None:
+        kv_dtype = next(name for smallest, name in _FORMATS if fraction >= smallest)
+    found = calibration.find(model)
+    if found is None:
+        logging.log_first_n(
+            logging.WARNING,
+            "the model has no calibration, so that all layers get equal budgets; run `kvjax calibrate` once",
+            1,
+        )
+        return choice.calibrated(None), budget, kv_dtype
+    size = choice.budget if budget is None else Budget.of(budget)
+    if size is None or size.slots is None:  # in bytes: narrow formats keep more tokens
+        fraction *= 16 / _bits(kv_dtype, spec)
+    return choice.calibrated(found.scale(min(fraction, 1.0))), budget, kv_dtype
+
+
+def _fraction(budget: Budget | None, spec: CacheSpec, tokens: int) -> float:
+    """Returns the fraction of a full bfloat16 cache, or of its tokens for a budget in slots; 1 without a budget."""
+    if budget is None:
+        return 1.0
+    if budget.slots is not None:
+        return budget.slots / max(tokens, 1)
+    return budget.limit(spec, tokens) / max(spec.full_cache_bytes(tokens), 1)
+
+
+def _bits(kv_dtype: KVFormat, spec: CacheSpec) -> float:
+    """Returns the bits of a stored number."""
+    if kv_dtype is None:
+        return 8.0 * jnp.dtype(spec.dtype).itemsize
+    formats = (kv_dtype,) if isinstance(kv_dtype, str) else kv_dtype
+    return sum(_BITS[name] for name in formats) / len(formats)
