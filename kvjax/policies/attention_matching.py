@@ -172,10 +172,12 @@ class AttentionMatching(TopKPolicy):
         count = max(self.budget - self.sinks - self.num_recent, 1)
 
         def pursue(head: tuple[Array, ...]) -> Float[Array, "T"]:
-            """Scores the tokens of one head: its queries, masses, keys, and masks of valid and of exact tokens."""
-            queries, valid, log_mass, key_mass, keys, present, exact = head
+            """Scores the tokens of one head, from its references, its keys and two masks."""
+            queries, valid, log_mass, sink_logits, keys, present, exact = head
             share = attention_shares(queries, valid, log_mass, keys, present, prompt.logit_cap)
-            target = jnp.where(valid, key_mass, 0) - jnp.sum(jnp.where(exact, share, 0), axis=1)
+            target = jnp.where(valid, 1 - jnp.exp(sink_logits - log_mass), 0) - jnp.sum(
+                jnp.where(exact, share, 0), axis=1
+            )
             free = present & ~exact
             return matching_pursuit(jnp.where(free, share, 0), target, free, count, _BOUNDS["omp"], self.ridge)
 
@@ -230,6 +232,7 @@ def attend_references(
     padding = -count % block
     sinks = jnp.full((kv_heads, 1), -jnp.inf) if prompt.sink_logits is None else prompt.sink_logits
     sinks = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, -1), (1, count))[:, :count]
+    sinks = jnp.broadcast_to(sinks, valid.shape)
 
     def blocks(x: Array) -> Array:
         """Divides axis 2 into blocks, which are moved to the front."""
@@ -246,16 +249,14 @@ def attend_references(
         peak = jnp.maximum(jnp.max(logits, axis=-1), sink)
         peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
         weight = jnp.exp(logits - peak[..., None])
-        denominator = jnp.sum(weight, axis=-1)
-        mass = jnp.where(valid, denominator + jnp.exp(sink - peak), 1.0)
-        probability = weight / jnp.where(mass > 0, mass, 1.0)[..., None]
-        total = total + jnp.sum(jnp.where(valid[..., None], jnp.square(probability), 0), axis=2)
-        return total, (peak + jnp.log(mass), jnp.where(valid, denominator / mass, 0), probability @ values)
+        mass = jnp.where(valid, jnp.sum(weight, axis=-1) + jnp.exp(sink - peak), 1.0)
+        probability = jnp.where(valid[..., None], weight / mass[..., None], 0.0)
+        return total + jnp.sum(jnp.square(probability), axis=2), (peak + jnp.log(mass), probability @ values)
 
-    items = (blocks(queries), blocks(valid), blocks(jnp.broadcast_to(sinks, valid.shape)))
+    items = (blocks(queries), blocks(valid), blocks(sinks))
     total, results = jax.lax.scan(read, jnp.zeros(prompt.keys.shape[:3]), items)
-    log_mass, key_mass, outputs = (
+    log_mass, outputs = (
         jnp.moveaxis(x, 0, 2).reshape(batch, kv_heads, -1, *x.shape[4:])[:, :, :count] for x in results
     )
     score = total / jnp.maximum(jnp.sum(valid, axis=2, dtype=jnp.float32), 1)[..., None]
-    return References(queries, valid, log_mass, key_mass, outputs, score)
+    return References(queries, valid, log_mass, sinks, outputs, score)

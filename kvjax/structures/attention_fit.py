@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float
 from kvjax.structures.least_squares import bounded_weights, ridge_solve
 
 _LEARNING_RATE = 3e-3  # of refinement, relative to the root mean square of keys and of values
+_MASKED_LOGIT = -1e30
 
 
 class References(NamedTuple):
@@ -19,7 +20,7 @@ class References(NamedTuple):
         queries: queries of all heads of a group.
         valid: which of them exist.
         log_mass: logarithm of the softmax denominator, attention sinks included.
-        key_mass: part of the denominator that belongs to the prompt's keys; 1 without attention sinks.
+        sink_logits: logits of the model's attention sinks; -inf without.
         outputs: attention outputs.
         score: mean square of the attention probabilities of every token.
     """
@@ -27,7 +28,7 @@ class References(NamedTuple):
     queries: Float[Array, "*B R D"]
     valid: Bool[Array, "*B R"]
     log_mass: Float[Array, "*B R"]
-    key_mass: Float[Array, "*B R"]
+    sink_logits: Float[Array, "*B R"]
     outputs: Float[Array, "*B R D_v"]
     score: Float[Array, "*B T"]
 
@@ -118,7 +119,8 @@ def fit_log_weights(
         The slots with log-weights.
     """
     share = attention_shares(*references[:3], slots.keys, slots.used, logit_cap)
-    target = references.key_mass - jnp.sum(jnp.where(slots.fitted, 0, share), axis=1)
+    sink_share = jnp.exp(references.sink_logits - references.log_mass)
+    target = jnp.where(references.valid, 1 - sink_share, 0) - jnp.sum(jnp.where(slots.fitted, 0, share), axis=1)
     weights = bounded_weights(jnp.where(slots.fitted, share, 0), target, bounds, iterations, ridge)
     log_weights = jnp.where(slots.fitted, jnp.log(weights), 0)
     return slots._replace(log_weights=log_weights.astype(dtype).astype(jnp.float32))
@@ -145,10 +147,12 @@ def fit_values(references: References, slots: Slots, ridge: float, logit_cap: fl
 def _read_slots(
     references: References, slots: Slots, logit_cap: float | None
 ) -> tuple[Float[Array, "R S"], Float[Array, "R"]]:
-    """Returns the probabilities of kept entries, and their denominators relative to those of the full cache."""
-    share = attention_shares(*references[:3], slots.keys, slots.used, logit_cap) * jnp.exp(slots.log_weights)
-    mass = jnp.where(references.valid, jnp.sum(share, axis=1) + 1 - references.key_mass, 1.0)
-    return share / mass[:, None], mass
+    """Returns the probabilities of kept entries, and the logarithms of the denominators relative to the full cache."""
+    logits = capped_logits(references.queries, slots.keys, logit_cap) + slots.log_weights
+    logits = jnp.where(slots.used, logits, _MASKED_LOGIT)
+    log_mass = jnp.logaddexp(jax.nn.logsumexp(logits, axis=1), references.sink_logits)
+    log_ratio = jnp.where(references.valid, log_mass - references.log_mass, 0.0)
+    return jnp.where(references.valid[:, None] & slots.used, jnp.exp(logits - log_mass[:, None]), 0.0), log_ratio
 
 
 def matching_loss(references: References, slots: Slots, logit_cap: float | None = None) -> Float[Array, ""]:
@@ -163,12 +167,12 @@ def matching_loss(references: References, slots: Slots, logit_cap: float | None 
         The mean squared error of attention outputs, relative to their mean square, plus the mean squared error of the
         logarithms of the denominators.
     """
-    probability, mass = _read_slots(references, slots, logit_cap)
+    probability, log_ratio = _read_slots(references, slots, logit_cap)
     valid = references.valid[:, None]
     outputs = jnp.where(valid, references.outputs, 0)
     error = jnp.sum(jnp.square(jnp.where(valid, probability @ slots.values - outputs, 0)))
     count = jnp.maximum(jnp.sum(valid), 1)
-    return error / jnp.maximum(jnp.sum(jnp.square(outputs)), 1e-20) + jnp.sum(jnp.square(jnp.log(mass))) / count
+    return error / jnp.maximum(jnp.sum(jnp.square(outputs)), 1e-20) + jnp.sum(jnp.square(log_ratio)) / count
 
 
 def refine(
