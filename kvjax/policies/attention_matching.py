@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
+from kvjax import rope
 from kvjax.policy import Prompt, Repetition, Requirements, check_above, check_min
 from kvjax.prompt_attention import check_prompt_queries
 from kvjax.spec import CacheSpec
@@ -28,6 +29,7 @@ from kvjax.top_k_policy import TopKPolicy, prompt_mask
 
 _QUERY_BLOCK = 64  # reference queries whose attention to the entire prompt exists at a time
 _BOUNDS = {"rms": (math.exp(-3), math.exp(3)), "omp": (math.exp(-7), math.exp(7))}  # of weights, as released
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2  # its multiples are evenly spread modulo 1
 _NNLS_STEPS = {"rms": 2, "omp": 0}
 
 
@@ -41,8 +43,11 @@ class AttentionMatching(TopKPolicy):
     tokens too. Log-weights are stored in the dtype of the cache. Inherited settings: see `TopKPolicy`.
 
     Attributes:
-        references: the reference queries: those of a repetition of the prompt, as in `KVzip`, which needs a second
-            pass, or the prompt's own, which attend to the entire prompt.
+        references: the reference queries: the prompt's own, those of a repetition of the prompt as in `KVzip`, which
+            needs a second pass, or both. All of them attend to the entire prompt.
+        n_future_positions: positions after the prompt to which RoPE moves the reference queries, evenly spread, because
+            later queries have these distances from the keys; needs `CacheSpec.rope_frequencies`. None leaves the
+            queries at their positions, as in the paper.
         max_references: reference queries per KV head, evenly spaced among those of the query heads of its group.
         selection: "rms" keeps the keys with the largest root mean square of attention. "omp" chooses keys by
             orthogonal matching pursuit, which is better and slower: its time grows with the cube of the budget.
@@ -58,7 +63,8 @@ class AttentionMatching(TopKPolicy):
         AM-OMP-basic.
     """
 
-    references: Literal["repetition", "prompt"] = "repetition"
+    references: Literal["prompt", "repetition", "both"] = "prompt"
+    n_future_positions: int | None = 256
     max_references: int = 1024
     selection: Literal["rms", "omp"] = "rms"
     refine_steps: int = 0
@@ -72,18 +78,20 @@ class AttentionMatching(TopKPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_min(1, max_references=self.max_references)
+        check_min(1, max_references=self.max_references, n_future_positions=self.n_future_positions)
         check_min(0, refine_steps=self.refine_steps)
         check_above(0, ridge=self.ridge)
         _ = self.requires
 
     @property
     def requires(self) -> Requirements:  # type: ignore[override]
-        """A repetition of the prompt, or all of its queries."""
-        if self.references == "prompt":
-            return Requirements(prompt_queries="all", entire_prompt=True)
+        """All queries of the prompt, or a repetition of it."""
         repetition = Repetition(self.chunk_tokens, self.instruction, self.continuation, self.suffix)
-        return Requirements(repetition=repetition, entire_prompt=True)
+        return Requirements(
+            prompt_queries=0 if self.references == "repetition" else "all",
+            repetition=None if self.references == "prompt" else repetition,
+            entire_prompt=True,
+        )
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> TopKStore:
         """Returns an empty store.
@@ -139,29 +147,41 @@ class AttentionMatching(TopKPolicy):
 
     def _read_prompt(self, prompt: Prompt) -> References:
         """Computes the attention of the reference queries to the entire prompt."""
-        queries, exists = self._queries(prompt)
+        queries, exists, position = self._queries(prompt)
         batch, kv_heads, _, head_dim = prompt.keys.shape
         group = queries.shape[2] // kv_heads
-        positions = max(self.max_references // group, 1)
-        queries, exists = _evenly_spaced(queries, exists, min(positions, queries.shape[1]))
-        queries = queries.reshape(batch, -1, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
+        count = min(max(self.max_references // group, 1), queries.shape[1])
+        index, exists = _evenly_spaced(exists, count)
+        queries = jnp.take_along_axis(queries, index[..., None, None], axis=1).astype(jnp.float32)
+        if self.n_future_positions is not None:
+            if prompt.rope_frequencies is None:
+                raise ValueError("n_future_positions needs CacheSpec.rope_frequencies; pass them, or None")
+            future = jnp.floor(self.n_future_positions * (jnp.arange(count) * _GOLDEN_RATIO % 1)).astype(jnp.int32)
+            queries = rope.rotate(queries, *rope.rotation(future - position[index], prompt.rope_frequencies))
+        queries = queries.reshape(batch, count, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
         valid = jnp.broadcast_to(exists[:, None, :, None], queries.shape[:4]).reshape(batch, kv_heads, -1)
-        return attend_references(prompt, queries.reshape(batch, kv_heads, -1, head_dim).astype(jnp.float32), valid)
+        return attend_references(prompt, queries.reshape(batch, kv_heads, -1, head_dim), valid)
 
-    def _queries(self, prompt: Prompt) -> tuple[Float[Array, "B N H_q D"], Bool[Array, "B N"]]:
-        """Returns all candidates for reference queries, and which of them exist."""
-        if self.references == "prompt":
+    def _queries(self, prompt: Prompt) -> tuple[Float[Array, "B N H_q D"], Bool[Array, "B N"], Int[Array, "N"]]:
+        """Returns all candidates for reference queries, which of them exist, and positions after the prompt's end."""
+        candidates: list[tuple[Array, Array, Array]] = []
+        if self.references != "repetition":
             queries = check_prompt_queries(self, prompt)
-            return queries, jnp.arange(queries.shape[1]) >= queries.shape[1] - prompt.lengths[:, None]
-        if prompt.repeated is None:
-            raise ValueError(
-                "AttentionMatching needs a repetition of the prompt; pass prompt.repeated, as kvjax_models does, or "
-                'references="prompt"'
-            )
-        batch, texts = prompt.repeated.lengths.shape
-        width = prompt.repeated.queries.shape[1] // texts
-        exists = jnp.arange(width) < prompt.repeated.lengths[..., None]
-        return prompt.repeated.queries, exists.reshape(batch, -1)
+            position = jnp.arange(-queries.shape[1], 0)
+            candidates.append((queries, position >= -prompt.lengths[:, None], position))
+        if self.references != "prompt":
+            if prompt.repeated is None:
+                raise ValueError(
+                    "AttentionMatching needs a repetition of the prompt; pass prompt.repeated, as kvjax_models does, "
+                    'or references="prompt"'
+                )
+            batch, texts = prompt.repeated.lengths.shape
+            width = prompt.repeated.queries.shape[1] // texts
+            exists = jnp.arange(width) < prompt.repeated.lengths[..., None]
+            position = jnp.tile(jnp.arange(width), texts)
+            candidates.append((prompt.repeated.queries, exists.reshape(batch, -1), position))
+        all_queries, all_exist, positions = zip(*candidates, strict=True)
+        return jnp.concatenate(all_queries, axis=1), jnp.concatenate(all_exist, axis=1), jnp.concatenate(positions)
 
     def _score(self, prompt: Prompt, references: References) -> Float[Array, "B H_kv T"]:
         """Returns scores of all tokens. A head at a time is in memory for matching pursuit."""
@@ -202,16 +222,13 @@ class AttentionMatching(TopKPolicy):
         return per_head(fit_head)(references, slots)
 
 
-def _evenly_spaced(
-    queries: Float[Array, "B N H_q D"], exists: Bool[Array, "B N"], count: int
-) -> tuple[Float[Array, "B n H_q D"], Bool[Array, "B n"]]:
-    """Selects evenly spaced queries of every row among those that exist, and returns which of them exist."""
+def _evenly_spaced(exists: Bool[Array, "B N"], count: int) -> tuple[Int[Array, "B n"], Bool[Array, "B n"]]:
+    """Returns evenly spaced indices of existing queries in every row, and which of them exist."""
     number, index = jnp.sum(exists, axis=1, keepdims=True, dtype=jnp.int32), jnp.arange(count, dtype=jnp.int32)
     # index * number // count, whose product could overflow
     spaced = index * (number // count) + index * (number % count) // count
     spaced = jnp.where(number > count, spaced, index)
-    chosen = jnp.take_along_axis(jnp.argsort(~exists, axis=1, stable=True), spaced, axis=1)
-    return jnp.take_along_axis(queries, chosen[..., None, None], axis=1), index < number
+    return jnp.take_along_axis(jnp.argsort(~exists, axis=1, stable=True), spaced, axis=1), index < number
 
 
 def attend_references(

@@ -13,7 +13,7 @@ DIRECTORY = pathlib.Path(__file__).parents[2] / "docs" / "adapters"
 BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 # The pages pass neither RoPE frequencies nor a repetition of the prompt.
 UNSUPPORTED = {
-    "attention_matching": "AttentionMatching needs a repetition of the prompt",
+    "attention_matching": "rope_frequencies",
     "compactor": "rope_frequencies",
     "expected_attention": "rope_frequencies",
     "kvzip": "KVzip needs a repetition of the prompt",
@@ -21,7 +21,6 @@ UNSUPPORTED = {
 }
 _BY_CLASS = {type(policy): policy for name, policy in ON_A_MESH.items() if "reindexed" not in name}
 _BY_CLASS[kvjax.KVzip] = kvjax.KVzip(20, sinks=2, compact_every=8)
-_BY_CLASS[kvjax.AttentionMatching] = kvjax.AttentionMatching(20, sinks=2, compact_every=8)
 POLICIES = {name: _BY_CLASS[policy_class] for name, policy_class in REGISTERED.items()}
 supported_policies = pytest.mark.parametrize("policy", [name for name in POLICIES if name not in UNSUPPORTED])
 unsupported_policies = pytest.mark.parametrize("policy", UNSUPPORTED)

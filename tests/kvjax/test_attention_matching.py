@@ -14,9 +14,20 @@ import kvjax
 from kvjax.policy import RepeatedPrompt
 from kvjax.structures.attention_fit import References, Slots, fit_log_weights, fit_values, matching_loss, refine
 from kvjax.structures.least_squares import bounded_weights, matching_pursuit, ridge_solve
-from tests.kvjax.support import HEAD_DIM, LENGTHS, after, go, make_spec, make_stream, prefilled, prompt_of, row_keys
+from tests.kvjax.support import (
+    FREQUENCIES,
+    HEAD_DIM,
+    LENGTHS,
+    after,
+    go,
+    make_spec,
+    make_stream,
+    prefilled,
+    prompt_of,
+    row_keys,
+)
 
-POLICY = kvjax.AttentionMatching(12, references="prompt", sinks=2, recent=2, compact_every=8)
+POLICY = kvjax.AttentionMatching(12, n_future_positions=None, sinks=2, recent=2, compact_every=8)
 BOUNDS = (np.exp(-3.0), np.exp(3.0))
 
 
@@ -149,7 +160,7 @@ def heads_of(queries, keys, values, length, row, head):
     return references.reshape(-1, HEAD_DIM), keys[row, :length, head], values[row, :length, head]
 
 
-@pytest.mark.parametrize("references", ["prompt", "repetition"])
+@pytest.mark.parametrize("references", ["prompt", "repetition", "both"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_entries_equal_those_of_a_plain_implementation(references, dtype):
     rng = np.random.default_rng(3)
@@ -165,15 +176,16 @@ def test_entries_equal_those_of_a_plain_implementation(references, dtype):
     )
     aligned = np.stack([np.roll(x, len(x) - length, axis=0) for x, length in zip(queries, lengths, strict=True)])
     cache = kvjax.init(policy, make_spec(dtype=dtype), row_keys())
-    inputs = {"repeated": repeated} if references == "repetition" else {"queries": aligned}
+    inputs = {} if references == "prompt" else {"repeated": repeated}
+    inputs |= {} if references == "repetition" else {"queries": aligned}
     cache, _ = kvjax.prefill(cache, keys, values, jnp.asarray(lengths), **inputs)
     state = jax.tree.map(lambda x: np.asarray(x, np.float32), cache.state)
     tolerance = {"atol": 2e-3, "rtol": 2e-3} if dtype == jnp.float32 else {"atol": 0.05, "rtol": 0.02}
     for (row, length), head in itertools.product(enumerate(lengths), range(2)):
-        candidates = queries[row, None, :length]
-        if references == "repetition":
-            asked = np.asarray(repeated.queries).reshape(3, chunks, width, 4, HEAD_DIM)
-            candidates = np.concatenate([asked[row, chunk, : sizes[row, chunk]] for chunk in range(chunks)])[None]
+        asked = np.asarray(repeated.queries).reshape(3, chunks, width, 4, HEAD_DIM)
+        sources = [] if references == "repetition" else [queries[row, :length]]
+        sources += [] if references == "prompt" else [asked[row, chunk, : sizes[row, chunk]] for chunk in range(chunks)]
+        candidates = np.concatenate(sources)[None]
         own, own_keys, own_values = heads_of(candidates, keys[row : row + 1], values[row : row + 1], length, 0, head)
         used = min(length, policy.budget)
         if length <= policy.budget:
@@ -210,7 +222,7 @@ def held_out_error(**settings):
     spec = make_spec(batch=1, prompt=keys.shape[1])
     lengths = jnp.array([keys.shape[1]])
     outputs = []
-    policy = kvjax.AttentionMatching(48, references="prompt", sinks=2, recent=2, **settings)
+    policy = kvjax.AttentionMatching(48, n_future_positions=None, sinks=2, recent=2, **settings)
     for one in (kvjax.Exact(), policy):
         cache = kvjax.init(one, spec, row_keys(1))
         cache, _ = kvjax.prefill(cache, keys, values, lengths, queries if one.requires.prompt_queries else None)
@@ -236,7 +248,7 @@ def test_the_error_on_other_queries_is_below_that_of_selection(settings):
 def test_log_weights_make_denominators_right():
     keys, values, queries, other = clustered(1)
     spec, length = make_spec(batch=1, prompt=keys.shape[1]), jnp.array([keys.shape[1]])
-    policy = kvjax.AttentionMatching(48, references="prompt", sinks=2, recent=2)
+    policy = kvjax.AttentionMatching(48, n_future_positions=None, sinks=2, recent=2)
     cache, _ = kvjax.prefill(kvjax.init(policy, spec, row_keys(1)), keys, values, length, queries)
     selection = dataclasses.replace(cache, state=dataclasses.replace(cache.state, log_weights=None))
     full, _ = kvjax.prefill(kvjax.init(kvjax.Exact(), spec, row_keys(1)), keys, values, length)
@@ -345,6 +357,39 @@ def test_attention_sinks_and_logit_caps_are_part_of_the_softmax():
         np.testing.assert_allclose(cache.state.values[row, head, : POLICY.budget], new_values, atol=2e-3)
 
 
+@pytest.mark.parametrize("references", ["prompt", "repetition"])
+def test_rope_moves_references_to_positions_after_the_prompt(references):
+    """Queries at position t, moved by the policy, equal unmoved references at the future positions."""
+    rng, tokens, lengths = np.random.default_rng(0), 40, jnp.array([40, 30, 24])
+    frequencies = jnp.asarray(FREQUENCIES)
+    stream = make_stream(7)
+    keys, values, _ = prompt_of(stream, lengths)
+    plain = jnp.asarray(2 * rng.normal(size=(3, tokens, 4, HEAD_DIM)), jnp.float32)
+    count = 16 // 2  # references per query head
+    golden = (np.sqrt(5) - 1) / 2
+    future = np.floor(24 * (np.arange(count) * golden % 1)).astype(int)
+    # Row 0 has 40 queries, of which every fifth is a reference.
+    policy = dataclasses.replace(POLICY, references=references, n_future_positions=24, max_references=16)
+    moved = kvjax.rope.rotate(plain[:, ::5], *kvjax.rope.rotation(40 + future[None], frequencies))
+
+    def fill(policy, queries):
+        inputs = {"queries": queries}
+        if references == "repetition":
+            sizes = jnp.full((3, 1), queries.shape[1])
+            inputs = {"repeated": RepeatedPrompt(queries, jnp.zeros((3, queries.shape[1], 2, HEAD_DIM)), sizes)}
+        cache = kvjax.init(policy, make_spec(), row_keys())
+        return kvjax.prefill(cache, keys, values, lengths, **inputs)[0].state
+
+    positions = jnp.arange(tokens) + (40 if references == "repetition" else 0)
+    state = fill(policy, kvjax.rope.rotate(plain, *kvjax.rope.rotation(positions[None], frequencies)))
+    if references == "prompt":  # the plain policy gets the moved queries at the places of the others
+        moved = jnp.repeat(moved, 5, axis=1)
+    expected = fill(dataclasses.replace(policy, n_future_positions=None), moved)
+    np.testing.assert_array_equal(state.keys[0], expected.keys[0])
+    np.testing.assert_allclose(state.log_weights[0], expected.log_weights[0], atol=1e-3)
+    np.testing.assert_allclose(state.values[0], expected.values[0], atol=1e-3)
+
+
 def test_quantized_caches_store_the_fitted_values():
     stream = make_stream()
     plain = prefilled(POLICY, stream)
@@ -375,7 +420,12 @@ def test_layers_may_have_different_budgets():
         (lambda: kvjax.AttentionMatching(64, ridge=0.0), "ridge=0.0"),
         (lambda: kvjax.AttentionMatching(64, chunk_tokens=0), "chunk_tokens=0"),
         (lambda: kvjax.AdaKV(POLICY), "AdaKV needs a policy that selects tokens only"),
-        (lambda: prefilled(kvjax.AttentionMatching(24)), 'pass prompt.repeated, .* or references="prompt"'),
+        (lambda: kvjax.AttentionMatching(64, n_future_positions=0), "n_future_positions=0"),
+        (lambda: prefilled(kvjax.AttentionMatching(24), spec=make_spec(rope_frequencies=None)), "rope_frequencies"),
+        (
+            lambda: prefilled(kvjax.AttentionMatching(24, references="both")),
+            'pass prompt.repeated, .* or references="prompt"',
+        ),
     ],
 )
 def test_invalid_settings_are_refused(make, message):
