@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 _MIN_PENALTY = 1e-20  # of a matrix of zeros, so that its factor exists
 _POWER_STEPS = 4
+_COLUMNS_PER_STEP = 4  # of matching pursuit
 
 
 def ridge_solve(matrix: Float[Array, "R S"], target: Float[Array, "R D"], ridge: float) -> Float[Array, "S D"]:
@@ -74,7 +75,6 @@ def matching_pursuit(
     count: int,
     bounds: tuple[float, float],
     ridge: float,
-    keys_per_step: int = 4,
 ) -> Float[Array, "T"]:
     """Ranks columns by orthogonal matching pursuit: their weighted sum should be the target.
 
@@ -88,17 +88,16 @@ def matching_pursuit(
         count: columns to choose.
         bounds: smallest and largest weight. A column whose last weight is at the lower bound is dropped.
         ridge: penalty of the weights' distance from 1, relative to the squared norm of the matrix.
-        keys_per_step: columns per step.
 
     Returns:
         Scores: above 1 for chosen columns in the order of their choice; at most 1 for others, by their product with
         the last residual; -2 for dropped ones.
     """
     rows, tokens = matrix.shape
-    width = min(keys_per_step, tokens)
+    width = min(_COLUMNS_PER_STEP, tokens)
     steps = -(-min(count, tokens) // width)
     size = steps * width
-    penalty = _penalty(matrix, ridge)
+    penalty, zero = _penalty(matrix, ridge), jnp.int32(0)
 
     def choose(step: Int[Array, ""], carry: tuple[Array, ...]) -> tuple[Array, ...]:
         """Adds `width` columns to the chosen ones, and fits all weights."""
@@ -108,9 +107,9 @@ def matching_pursuit(
         cross = jax.scipy.linalg.solve_triangular(factor, chosen.T @ columns, lower=True)
         corner = columns.T @ columns + penalty * jnp.eye(width) - cross.T @ cross
         first = step * width
-        factor = jax.lax.dynamic_update_slice(factor, cross.T, (first, jnp.zeros_like(first)))
+        factor = jax.lax.dynamic_update_slice(factor, cross.T, (first, zero))
         factor = jax.lax.dynamic_update_slice(factor, jnp.linalg.cholesky(corner), (first, first))
-        chosen = jax.lax.dynamic_update_slice(chosen, columns, (jnp.zeros_like(first), first))
+        chosen = jax.lax.dynamic_update_slice(chosen, columns, (zero, first))
         index = jax.lax.dynamic_update_slice(index, new, (first,))
         gap = chosen.T @ (target - jnp.sum(chosen, axis=1))
         weights = jnp.clip(1 + jax.scipy.linalg.cho_solve((factor, True), gap), *bounds)
