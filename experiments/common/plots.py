@@ -34,6 +34,7 @@ COLOURS = {
     "streaming_llm": "#a9a800",
     "h2o": "#ff7f0e",
     "cam": "#8c564b",
+    "attention_matching": "#f15bb5",
     "snapkv": "#e0a100",
     "pyramidkv": "#a6761d",
     "kvzip": "#e377c2",
