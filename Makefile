@@ -25,7 +25,7 @@ types: $(VENV)/.installed
 	$(BIN)/mypy
 
 # Compiling, which is most of it, takes one core: two processes, a file of tests each at a time, in the order of their
-# names, which puts the longest single test (test_ahead_of_time) first.
+# names, which puts the longest single test (experiments/test_compile) early.
 unit: $(VENV)/.installed $(VENV)/.installed-tpu-compiler
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not heavy"
 
@@ -40,11 +40,11 @@ test-all:
 
 # Kernels and decoding compiled for TPUs that are not here.
 aot: $(VENV)/.installed $(VENV)/.installed-tpu-compiler
-	$(BIN)/python -m experiments.ahead_of_time
+	$(BIN)/python -m experiments.compile
 
 # The same for GPUs that are not here; their compiler takes 5 GB.
 aot-gpu: $(VENV)/.installed $(VENV)/.installed-gpu-compiler
-	PYTHONPATH=$(VENV)/gpu-compiler $(BIN)/python -m experiments.ahead_of_time --device h200
+	PYTHONPATH=$(VENV)/gpu-compiler $(BIN)/python -m experiments.compile --device h200
 
 # The kernels on this machine's device: right, and how fast. With a GPU: make measure EXTRAS=experiments,test,cuda
 measure: $(VENV)/.installed
@@ -57,8 +57,9 @@ measure: $(VENV)/.installed
 device: $(VENV)/.installed
 	$(BIN)/python -m experiments.device
 
-# The site, in build/docs.
+# The site, in build/docs. It runs the tutorial, which needs a model.
 docs: $(VENV)/.installed-docs
+	$(BIN)/python -m kvjax_models.cli download smollm2-135m
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --builder html docs build/docs
 
 parity: $(VENV)/.installed-parity

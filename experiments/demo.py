@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -25,9 +26,9 @@ from rich.live import Live
 from rich.table import Table
 
 import kvjax
-from experiments.common import plots, results
-from experiments.common.options import command
-from experiments.common.suites import DEMO, DemoMethod
+from experiments.common import plots
+from experiments.common.console import print_table
+from experiments.common.flags import Flags, run_command
 from kvjax.budget import format_bytes
 from kvjax_models import LanguageModel, load
 
@@ -49,8 +50,37 @@ FACTS = (
 ANSWER_TOKENS = 10
 
 
+class DemoMethod(NamedTuple):
+    """A row of the demo's table.
+
+    Attributes:
+        name: name in tables, the paper's if there is one.
+        policy: its policy.
+        budget: share of a full bfloat16 cache.
+        kv_dtype: quantization of keys and values.
+        note: description, and differences from the paper.
+    """
+
+    name: str
+    policy: str
+    budget: str | None = "25%"
+    kv_dtype: Any = None
+    note: str = ""
+
+
+DEMO = (
+    DemoMethod("full cache", "exact", None, "bfloat16", "all keys and values in bfloat16"),
+    DemoMethod("auto, 25%", "auto", note="kvjax's default: KVzip's scores, one budget for all layers, 4 bits"),
+    DemoMethod("auto, 12.5%", "auto", "12.5%", note="the same in an eighth of the bytes"),
+    DemoMethod(
+        "ClusterKV", "clusterkv", kv_dtype="bfloat16", note="keeps everything, reads the clusters of a question"
+    ),
+    DemoMethod("SnapKV", "snapkv", kv_dtype="bfloat16", note="selects by the last queries before the question"),
+)
+
+
 @dataclasses.dataclass(frozen=True)
-class Demo:
+class Demo(Flags):
     """One text, twelve questions, several compressed caches."""
 
     model: str = "smollm2-135m"  # A name of `kvjax models`, a GGUF file or a Hugging Face directory.
@@ -65,14 +95,18 @@ class Outcome:
     method: DemoMethod
     answers: list[str]
     cache_bytes: int = 0  # of the compressed text, with capacity for one question and answer
+    read_bytes: int = 0  # per generated token
+    full_bytes: int = 0  # of a full bfloat16 cache
     prefill_seconds: float = 0.0
     step_seconds: list[float] = dataclasses.field(default_factory=list)
 
     def right(self, expected: list[str]) -> list[bool]:
+        """Returns for every answer whether it contains the expected value as a word."""
         return [value in re.findall(r"[\w-]+", answer) for answer, value in zip(self.answers, expected, strict=True)]
 
 
 def main(options: Demo) -> None:
+    """Answers the questions with every method, prints the tables and draws the picture."""
     begin = time.perf_counter()
     try:
         llm = load(options.model)
@@ -82,7 +116,7 @@ def main(options: Demo) -> None:
     context, questions = encode(llm, make_text(expected))
     print(f"{options.model} reads {len(context):,} tokens and answers {len(questions)} questions with every method.")
     outcomes: list[Outcome] = []
-    with Live(answer_table(outcomes, expected), console=Console(width=120), refresh_per_second=8) as live:
+    with Live(answer_table(outcomes, expected), console=Console(width=140), refresh_per_second=8) as live:
         for method in DEMO:
             outcomes.append(Outcome(method, [""] * len(questions)))
             for _ in answer(llm, outcomes[-1], context, questions):
@@ -91,10 +125,11 @@ def main(options: Demo) -> None:
     path = pathlib.Path(options.output_dir) / "demo.png"
     draw(path, outcomes, expected)
     print(f"\nPicture: {path}. Total time: {time.perf_counter() - begin:.0f} s; later runs reuse compiled programs.")
-    print(f"Next: kvjax generate --model {options.model} --chat true --prompt_file FILE --policy kvzip --budget 25%")
+    print(f"Next: kvjax generate --model {options.model} --chat true --prompt_file FILE --policy auto --budget 25%")
 
 
 def make_answers(seed: int) -> list[str]:
+    """Returns the values of the facts."""
     random = np.random.default_rng(seed)
     return [re.sub("#", lambda _: str(random.integers(1, 10)), answer) for _, _, answer in FACTS]
 
@@ -133,6 +168,9 @@ def answer(llm: LanguageModel, outcome: Outcome, context: list[int], questions: 
     state.logits.block_until_ready()
     outcome.prefill_seconds = time.perf_counter() - begin
     outcome.cache_bytes = kvjax.cache_bytes(state.layers).device
+    outcome.read_bytes = sum(map(kvjax.read_bytes, state.layers))
+    spec = generator.specs[0]
+    outcome.full_bytes = spec.layers * spec.full_cache_bytes(spec.capacity)
     yield
     batch = generator.with_batch(len(questions))
     state = batch.prefill(kvjax.repeat_rows(state, len(questions)), questions)
@@ -151,6 +189,7 @@ def answer(llm: LanguageModel, outcome: Outcome, context: list[int], questions: 
 
 
 def answer_table(outcomes: list[Outcome], expected: list[str]) -> Table:
+    """Returns the table of answers, with correct ones in green."""
     table = Table(title="Answers", title_justify="left")
     table.add_column("question", no_wrap=True)
     table.add_column("fact", no_wrap=True)
@@ -164,12 +203,13 @@ def answer_table(outcomes: list[Outcome], expected: list[str]) -> Table:
 
 
 def show(outcomes: list[Outcome], expected: list[str]) -> None:
-    full = outcomes[0].cache_bytes
+    """Prints the number of correct answers, memory and times."""
     lines = [
         (
             outcome.method.name,
             f"{sum(outcome.right(expected))} of {len(expected)}",
-            f"{format_bytes(outcome.cache_bytes)} ({outcome.cache_bytes / full:.0%})",
+            f"{format_bytes(outcome.cache_bytes)} ({outcome.cache_bytes / outcome.full_bytes:.0%})",
+            f"{outcome.read_bytes / outcome.full_bytes:.0%}",
             f"{outcome.prefill_seconds:.1f}",
             f"{1000 * statistics.median(outcome.step_seconds[1:]):.0f}",
             outcome.method.note,
@@ -180,12 +220,14 @@ def show(outcomes: list[Outcome], expected: list[str]) -> None:
         "method",
         "answers right",
         "cache",
+        "read per token",
         "seconds to compress",
         f"ms per {len(expected)} tokens",
         "what it is",
     )
-    results.print_table("Results", columns, lines)
-    print("Seconds include compilation. One text, twelve questions: differences of two or three answers may be chance.")
+    print_table("Results", columns, lines)
+    print("Percentages are of a full bfloat16 cache. Seconds include compilation.")
+    print("One text, twelve questions: differences of two or three answers may be chance.")
 
 
 def draw(path: pathlib.Path, outcomes: list[Outcome], expected: list[str]) -> None:
@@ -208,4 +250,4 @@ def draw(path: pathlib.Path, outcomes: list[Outcome], expected: list[str]) -> No
 
 
 if __name__ == "__main__":
-    command(main, Demo)
+    run_command(main, Demo)

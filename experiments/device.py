@@ -11,6 +11,7 @@ its limit does not stop the others. `steps.jsonl` lists the finished steps; a se
 
 import contextlib
 import dataclasses
+import json
 import os
 import pathlib
 import signal
@@ -21,80 +22,113 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import pallas_kernels
-from experiments.common import ROOT, results, suites
-from experiments.common.options import command
-from experiments.common.resuming import Finished
+from experiments.common import ROOT
+from experiments.common.console import print_table
+from experiments.common.flags import Flags, run_command
+from kvjax_models import atomic_io
 
-LEAST = 20.0  # seconds, in which no step would get anywhere
-GRACE = 10.0  # seconds to end in, when asked to
+FINISHED = "steps.jsonl"
+MIN_SECONDS = 20.0  # a step is not started if less time remains
+GRACE = 10.0  # seconds between SIGTERM and SIGKILL
+POLICIES = ("leverage_scores", "subgen", "balancekv", "chelsea", "clusterkv")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(Flags):
     """Options of the command."""
 
-    minutes: float = 30.0  # of all steps together; what is not done by then is left for another start
-    output_dir: str = "build/device"  # where logs and results go
-    quick: bool = False  # small steps, to see that all of them run; no device needed
+    minutes: float = 30.0  # Time of all steps; the remaining steps run at the next start.
+    output_dir: str = "build/device"  # Directory of logs and results.
+    quick: bool = False  # Small steps, which need no accelerator.
 
 
 class Step(NamedTuple):
-    """A command, and how long it may take."""
+    """A step.
+
+    Attributes:
+        name: name of the step.
+        words: arguments of the Python interpreter.
+        minutes: time limit.
+    """
 
     name: str
-    words: tuple[str, ...]  # what stands behind `python`
-    minutes: float = 8.0  # at most
+    words: tuple[str, ...]
+    minutes: float = 8.0
 
 
 def steps(directory: pathlib.Path, quick: bool) -> Iterator[Step]:
-    """All steps, the most wanted first."""
+    """Yields all steps, the most important ones first."""
     tests = ("tests/pallas_kernels/test_benchmarks.py", "-m", "not heavy") if quick else ("tests/pallas_kernels",)
     yield Step("kernels", ("-m", "pytest", *tests))
     small = ("--quick",) if quick else ()
     for path in sorted(pathlib.Path(pallas_kernels.__path__[0]).glob("*/benchmark.py")):
         name = path.parent.name
-        yield Step(
-            f"benchmark_{name}",
-            ("-m", f"pallas_kernels.{name}.benchmark", f"--output={directory / 'kernels' / name}.json", *small),
-            3.0,
-        )
-    best = tuple(f"--policy={policy}" for policy in suites.SUITES["latency, best"].policies)
-    for name, module, more in (
-        ("latency_best", "latency", (*best, "--context_tokens=32768")),
-        ("latency_best_long", "latency", (*best, "--context_tokens=131072")),
-        ("throughput", "throughput", ("--context_tokens=32768", "--exact_rows=2")),
+        output = f"--output={directory / 'kernels' / name}.json"
+        yield Step(f"benchmark_{name}", ("-m", f"pallas_kernels.{name}.benchmark", output, *small), 3.0)
+    policies = [f"--policy={policy}" for policy in (POLICIES[:1] if quick else POLICIES)]
+    for name, flags in (
+        ("latency", ("--budget=20%", "--context_tokens=32768")),
+        ("latency_long", ("--budget=20%", "--context_tokens=131072")),
+        ("throughput", ("--measure=throughput", "--context_tokens=32768", "--full_rows=2")),
     ):
-        flags = ("--quick", *(best if module == "latency" else ())) if quick else ("--shape=llama-3.1-8b", *more)
-        yield Step(name, ("-m", f"experiments.{module}", *flags, f"--output_dir={directory / name}"))
+        sizes = ("--layers=2", "--tokens=4", "--answer_tokens=8") if quick else ("--shape=llama-3.1-8b",)
+        words = [flag.replace("32768", "512").replace("131072", "1024") if quick else flag for flag in flags]
+        output_dir = f"--output_dir={directory / name}"
+        yield Step(name, ("-m", "experiments.speed", *words, *sizes, *policies, output_dir))
 
 
-def run_steps(asked: Sequence[Step], directory: pathlib.Path, minutes: float) -> dict[str, str]:
-    """Runs the steps that are not done, and tells of each "done" or what became of it."""
-    finished = Finished(directory / "steps.jsonl")
+def run_steps(requested: Sequence[Step], directory: pathlib.Path, minutes: float) -> dict[str, str]:
+    """Runs the steps that are not finished.
+
+    Args:
+        requested: the steps.
+        directory: directory of logs and of the list of finished steps.
+        minutes: time of all steps.
+
+    Returns:
+        "done" or a message for each step.
+    """
     end = time.monotonic() + 60 * minutes
-    found = {}
-    for step in asked:
-        unit = {"step": step.name, "words": list(step.words)}
-        if unit in finished:
-            found[step.name] = "done"
+    finished = read_finished(directory)
+    messages = {}
+    for step in requested:
+        if (step.name, step.words) in finished:
+            messages[step.name] = "done"
             continue
-        left = end - time.monotonic()
-        if left < LEAST:
-            found[step.name] = "no time left"
+        remaining = end - time.monotonic()
+        if remaining < MIN_SECONDS:
+            messages[step.name] = "no time left"
             continue
         begin = time.monotonic()
-        code = run_step(step, directory / f"{step.name}.log", min(60 * step.minutes, left))
-        seconds = time.monotonic() - begin
+        code = run_step(step, directory / f"{step.name}.log", min(60 * step.minutes, remaining))
+        seconds = round(time.monotonic() - begin, 1)
         if code == 0:
-            finished.add(unit, {"seconds": round(seconds, 1)})
+            line = json.dumps({"step": step.name, "words": step.words, "seconds": seconds})
+            atomic_io.append_line(directory / FINISHED, line)
         failed = f"failed ({code}): see {directory / step.name}.log"
-        found[step.name] = {0: "done", None: f"cut off after {seconds:.0f} s"}.get(code, failed)
-        print(f"{step.name}: {found[step.name]}", flush=True)
-    return found
+        messages[step.name] = {0: "done", None: f"exceeded its limit after {seconds:.0f} s"}.get(code, failed)
+        print(f"{step.name}: {messages[step.name]}", flush=True)
+    return messages
+
+
+def read_finished(directory: pathlib.Path) -> set[tuple[str, tuple[str, ...]]]:
+    """Returns the names and arguments of the finished steps."""
+    path = directory / FINISHED
+    lines = map(json.loads, path.read_text().splitlines() if path.exists() else ())
+    return {(line["step"], tuple(line["words"])) for line in lines}
 
 
 def run_step(step: Step, log: pathlib.Path, seconds: float) -> int | None:
-    """What a step's process ends with; None where it took longer and was ended."""
+    """Runs a step.
+
+    Args:
+        step: the step.
+        log: file that the output is appended to.
+        seconds: time limit.
+
+    Returns:
+        The exit code; None if the step exceeded its limit.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         process = subprocess.Popen(
@@ -104,12 +138,12 @@ def run_step(step: Step, log: pathlib.Path, seconds: float) -> int | None:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
-        finally:  # also where this process is stopped
+        finally:  # also if this process is stopped
             _end(process)
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Ends a process, if it runs, and what it started."""
+    """Stops a process, if it runs, and its children."""
     if process.poll() is not None:
         return
     os.killpg(process.pid, signal.SIGTERM)
@@ -121,18 +155,19 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _stop(number: int, frame: object) -> None:
-    """Being asked to end, raises, so that the step that runs is ended, too."""
+    """Raises an exception, so that the running step is stopped, too."""
     raise SystemExit(128 + number)
 
 
 def main(options: Options) -> None:
+    """Runs the steps and prints a table."""
     signal.signal(signal.SIGTERM, _stop)
     directory = pathlib.Path(options.output_dir).resolve()
-    found = run_steps(list(steps(directory, options.quick)), directory, options.minutes)
-    results.print_table("device", ("step", ""), list(found.items()))
-    if set(found.values()) != {"done"}:
-        sys.exit("not all is done: start it again")
+    messages = run_steps(list(steps(directory, options.quick)), directory, options.minutes)
+    print_table("device", ("step", ""), list(messages.items()))
+    if set(messages.values()) != {"done"}:
+        sys.exit("some steps are not finished; start the command again")
 
 
 if __name__ == "__main__":
-    command(main, Options)
+    run_command(main, Options)

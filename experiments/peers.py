@@ -1,281 +1,197 @@
-"""kvjax's policies beside kvpress's presses: one checkpoint, the same documents, equal bytes.
+"""Runs kvpress's presses on the documents of `experiments.evaluate`, at equal bytes.
 
-    python -m experiments.peers --kvpress_python PYTHON
-    python -m experiments.peers --kvpress_python PYTHON --model line-retrieval-2l-4k --task line_retrieval
+    python -m experiments.peers --kvpress_python PYTHON --model smollm2-135m --task niah_single_2:docs --press SnapKV
+    KVzip
 
-PYTHON is the interpreter of an environment that has kvpress (`make parity` makes one). Budgets are counted in two ways:
+PYTHON is an interpreter with torch and kvpress (`make parity` installs them). The rows have the form of
+`experiments.evaluate`, so `experiments.summarize` compares both. The budget has two conventions:
 
-- `25%`: a share of all that exact holds, tokens of the question and of the answer included. A press keeps every later
-  token, and so much less of the text.
-- `25% of the text`: kvpress's: a share of the text's bytes, and what later tokens take on top, for policies too.
+- `25%`: share of a full cache of prompt, question and answer. A press keeps all tokens after the prompt, so it keeps
+  fewer tokens of the prompt.
+- `25% of the prompt`: kvpress's convention, share of the prompt's tokens.
 
-A policy with a budget of its own (`NAME@25%`) stands at that one alone.
-
-Presses that only mask what they drop are compared by what they do not mask, as if they had freed it; what they hold
-stands beside. A question that is seen is compressed with the text, but for its last token, which a press is asked with.
-Documents are drawn with seeds of their own: settings were chosen on seeds below 50.
+Some presses mask tokens that they drop; their rows count these tokens as freed, and `host_bytes` is 0. With
+`--question seen`, a press compresses the prompt except its last token.
 """
 
 import dataclasses
-import functools
+import json
+import pathlib
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+import tempfile
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
-from tqdm import tqdm
-
-from experiments.common import (
-    evaluating,
-    footprint,
-    likelihood,
-    presses,
-    ranking,
-    results,
-    settings,
-    suites,
-    sweeping,
-    tables,
-)
-from experiments.common.answers import Result
-from experiments.common.named_tasks import LINES, make_task
-from experiments.common.options import Experiment, each
-from experiments.common.ranking import TO_BEST, at, best_press, pressed
-from experiments.common.results import Row
-from experiments.common.tasks import long_texts, ruler
+from experiments import evaluate, presses, tasks
+from experiments.common.flags import Flags, repeatable, run_command
+from experiments.common.rows import Row, RowFile
+from experiments.common.units import Item, make_units
+from experiments.tasks.task import Request, Task
 from kvjax.budget import Budget
-from kvjax.registry import PolicyChoice
-from kvjax_models.generation.state import cache_specs
+from kvjax_models import LanguageModel
+from kvjax_models.formats import huggingface
 
-NAME = "peers"
-PERPLEXITY = "perplexity"
-ALL, TEXT = "all", "the text"  # what budgets are shares of
-NEXT_TOKENS = 32  # that perplexity is measured on, behind the first
-TILE = 16  # sizes of caches are multiples of it, so that other documents find the same programs
-EXACT = PolicyChoice.parse("exact")
+OF_PROMPT = " of the prompt"
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(sweeping.Questions):
-    """Options of this experiment."""
+class Options(Flags):
+    """Options of a comparison."""
 
-    documents: int = 25  # per task and seed
-    batch: int = 25  # documents decoded together
-    budget: tuple[str, ...] = each("25%", "12.5%", f"25% of {TEXT}", f"12.5% of {TEXT}")
-    seeds: int = 4  # seeds from --seed on, each with so many documents per task
-    task: tuple[str, ...] = each(*ruler.NEEDLE_TASKS, PERPLEXITY, choices=(*ruler.TASKS, LINES, PERPLEXITY))
-    """What is asked; repeatable."""
-    context_tokens: int = 2048  # most tokens of prompt and answer; of line retrieval the least
-    press: tuple[str, ...] = each(*presses.PRESSES, choices=presses.PRESSES)  # presses; repeatable
-    kvpress_python: str = sys.executable  # an interpreter that can import kvpress
-
-    QUICK: ClassVar[dict[str, Any]] = {
-        "documents": 2,
-        "seeds": 1,
-        "task": ("niah_single_1", PERPLEXITY),
-        "context_tokens": 1024,
-        "press": ("StreamingLLM", "KVzip"),
-        "policy": suites.SUITES["peers, quick"].policies,
-        "budget": suites.SUITES["peers, quick"].budgets,
-    }
+    model: str = "smollm2-135m"  # Name of `kvjax models`, GGUF file or Hugging Face directory.
+    kvpress_python: str = sys.executable  # An interpreter that can import kvpress.
+    press: tuple[str, ...] = repeatable("SnapKV", "KVzip", choices=presses.PRESSES)  # Repeatable.
+    task: tuple[str, ...] = repeatable("niah_single_2:docs")  # Tasks with generated answers; repeatable.
+    budget: tuple[str, ...] = repeatable("25%")  # Shares of a full cache, or of the prompt; repeatable.
+    question: tuple[str, ...] = repeatable("unseen", choices=("unseen", "seen"))  # Repeatable.
+    tokens: int = 2048  # Maximum number of tokens of prompt and answer.
+    documents: int = 10  # Documents per task.
+    seed: int = 0  # Seed of the documents.
+    data_dir: str | None = None  # Directory of published files.
+    output: str = "build/peers.jsonl"  # File of the rows.
 
 
-def run(options: Options) -> list[Row]:
-    """The rows of all that is asked."""
-    # The settings come with sizes.
-    sweep = sweeping.Sweep(NAME, options, documents=options.documents * options.seeds, chosen=[EXACT])
-    found: list[Row] = []
-    with Peers(sweep, options) as peers:
-        asked = [name for name in options.task if name != PERPLEXITY]
-        for question in options.question if asked else ():
-            found += peers.answers(asked, question)
-        if PERPLEXITY in options.task:
-            found += peers.perplexity()
-    ranking.show(found)
-    return found
+def main(options: Options) -> None:
+    """Runs all tasks and presses."""
+    llm = evaluate.load_model(options.model, "float32")
+    data_dir = None if options.data_dir is None else pathlib.Path(options.data_dir)
+    request = Request(llm.tokenizer, options.tokens, options.documents, options.seed, data_dir)
+    with tempfile.TemporaryDirectory() as directory, RowFile(pathlib.Path(options.output)) as rows:
+        path = pathlib.Path(options.model)
+        if not path.is_dir():  # transformers reads GGUF files slowly or not at all
+            path = pathlib.Path(directory)
+            save_for_transformers(llm, path)
+        process = presses.Presses(options.kvpress_python, path)
+        try:
+            for name in tasks.expand(options.task):
+                task = tasks.make_task(name, request)
+                for question in options.question:
+                    run_task(options, llm, process, task, question == "seen", rows)
+        finally:
+            process.close()
+        print(f"{len(rows.rows)} rows: {options.output}")
 
 
-class Peers:
-    """Policies and presses on the documents that options say."""
+def save_for_transformers(llm: LanguageModel, directory: pathlib.Path) -> None:
+    """Saves a model and its tokenizer as a directory that transformers reads.
 
-    def __init__(self, sweep: sweeping.Sweep, options: Options) -> None:
-        self.sweep, self.options = sweep, options
-        self.tokens, self.documents = options.context_tokens, options.documents
-        self.seeds = options.seeds_of(options.seeds)
-        self.process = presses.Presses(options.kvpress_python, settings.model_directory(options.model))
-        self.finished = options.finished(f"{NAME}_kvpress")
-
-    def __enter__(self) -> "Peers":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.close()
-
-    def answers(self, names: Sequence[str], question: str) -> list[Row]:
-        """The rows of tasks that ask."""
-        seen = question == "seen"
-        make = functools.cache(functools.partial(self._tasks, names))
-        tasks = make()
-        longest, most = (-(-size // TILE) * TILE for size in evaluating.room(tasks.values(), seen))
-        budgets = self._budgets(longest, most)
-        sweep = self.sweep
-        sweep.chosen = chosen(self.options.policy, list(budgets))
-        unit: dict[str, Any] = {"context_tokens": self.tokens, "seeds": len(self.seeds)}
-        answered = sweep.evaluate(names, make, "exact", question, (longest, most), **unit)
-        for press in tqdm(self.options.press, desc=f"presses, question {question}", unit="press", leave=False):
-            for budget, slots in budgets.items():
-                for name in names:
-                    if result := self._press(press, budget, slots - most, (longest, most), tasks[name], seen):
-                        answered[name].append(result)
-        rows = [row for name in names for row in sweep.rows(answered[name], name, self.tokens)]
-        return rows + [row for budget in budgets for row in self._to_best(answered, str(budget), seen)]
-
-    def perplexity(self) -> list[Row]:
-        """The rows of texts that go on."""
-        position, count = self.tokens - NEXT_TOKENS - 1, self.documents * len(self.seeds)
-        most = self.tokens - position
-        budgets = self._budgets(position, most)
-        texts = functools.cache(lambda: long_texts.held_out(self.sweep.tokenizer, self.tokens, count, self.sweep.seed))
-
-        def run(some: list[PolicyChoice]) -> dict[PolicyChoice, Any]:
-            shared: dict[str, Any] = {"batch": self.sweep.batch, "seed": self.sweep.seed}
-            readings, refused = likelihood.at_position(self.sweep.model, some, texts(), position, **shared)
-            sweeping.drop_programs()
-            return sweeping.with_refused({reading.setting: reading.to_json() for reading in readings}, refused)
-
-        def run_press(press: str, kept: int) -> dict[str, Any]:
-            return self.process.losses(press, kept, texts(), position)
-
-        unit = {"task": PERPLEXITY, "position": position, "texts": count, "seed": self.sweep.seed}
-        policies = chosen(self.options.policy, list(budgets))
-        values = sweeping.not_refused(sweeping.every_setting(self.options, self.sweep.finished, policies, unit, run))
-        losses = {
-            setting: likelihood.Reading.from_json(value, setting).stretches[0].losses
-            for setting, value in values.items()
-        }
-        uses = {setting: footprint.CacheUse(*value["use"]) for setting, value in values.items()}
-        for press in tqdm(self.options.press, desc=PERPLEXITY, unit="press", leave=False):
-            for budget, slots in budgets.items():
-                reply = self._ask(
-                    unit | {"press": press, "kept": slots - most}, functools.partial(run_press, press, slots - most)
-                )
-                if reply:
-                    setting = pressed(press, budget)
-                    losses[setting] = np.asarray(reply["losses"])
-                    uses[setting] = self._use(reply["held"][0], most, self.tokens)
-        exact = losses.get(EXACT)
-        rows = []
-        for setting, own in losses.items():
-            samples = {PERPLEXITY: own} if exact is None else {PERPLEXITY: own, ranking.RATIO: own - exact}
-            of = footprint.row_fields([uses[setting]]) | {"n": count, "question_seen": False}
-            of |= {"task": PERPLEXITY, "recalls": uses[setting].recalls}
-            for metric, logarithms in samples.items():
-                rows.append(self._row(setting, metric, results.mean_interval(logarithms).exponential(), **of))
-        return rows
-
-    def _row(self, setting: PolicyChoice, metric: str, found: results.Estimate, **fields: Any) -> Row:
-        of: dict[str, Any] = {"context_tokens": self.tokens, "seed": self.sweep.seed, "prefill": "exact", **fields}
-        return results.row(NAME, self.options.model, metric, found, setting, **of)
-
-    def _budgets(self, longest: int, most: int) -> dict[Budget, int]:
-        """Budgets, and the slots per head, of texts and later tokens, that they come to."""
-        spec = cache_specs(self.sweep.model, batch=1, max_prompt_tokens=longest, max_new_tokens=most)[0]
-        found = {}
-        for text in self.options.budget:
-            number, _, counted = text.partition(" of ")
-            share = Budget.parse(number).fraction
-            if share is None or counted not in ("", ALL, TEXT):
-                raise ValueError(f"--budget={text}: give a share such as 25%, or 25% of {TEXT}")
-            slots = int(share * longest) + most if counted == TEXT else int(share * (longest + most))
-            if slots <= most:
-                tqdm.write(f"left out: --budget={text}: of {slots} slots questions and answers take {most}")
-                continue
-            found[Budget(f"{number} of {counted or ALL}", bytes=spec.full_cache_bytes(slots) * spec.layers)] = slots
-        return found
-
-    def _tasks(self, names: Sequence[str]) -> dict[str, evaluating.Task]:
-        """The same tasks of all seeds, one seed's documents behind the other's."""
-        return {name: make_task(name, self.sweep.tokenizer, self.tokens, self.seeds, self.documents) for name in names}
-
-    def _press(
-        self, press: str, budget: Budget, kept: int, room: tuple[int, int], task: evaluating.Task, seen: bool
-    ) -> Result | None:
-        """What a press does with a task, None where it cannot.
-
-        Args:
-            kept: tokens of a text that it keeps.
-            room: tokens of a text, and behind it, that exact has slots for.
-        """
-        answers: list[str] = []
-        held: list[float] = []
-        prompts = [(prompt.context, prompt.question) for prompt in task.prompts]
-        if seen:
-            prompts = [((text + question)[:-1], question[-1:]) for text, question in prompts]
-        for number, seed in enumerate(self.seeds):
-            own = prompts[number * self.documents : (number + 1) * self.documents]
-            unit = {"task": task.name, "seed": seed, "documents": self.documents, "tokens": self.tokens, "seen": seen}
-            unit |= {"press": press, "kept": kept}
-            ask = functools.partial(self.process.answer, press, kept, own, task.answer_tokens)
-            reply = self._ask(unit, ask)
-            if reply is None:
-                return None
-            answers += reply["answers"]
-            held += reply["held"]
-        uses = {number: self._use(one, room[1], sum(room)) for number, one in enumerate(held)}
-        scores = {
-            name: [float(score(at, one)) for at, one in enumerate(answers)] for name, score in task.scores.items()
-        }
-        return Result(pressed(press, budget), False, seen, 1, answers, uses, scores)
-
-    def _ask(self, unit: dict[str, Any], ask: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """A press's reply, now or before; None, which is said, where it failed."""
-        unit |= {"model": settings.model_identity(self.options.model)}
-        if unit not in self.finished:
-            try:
-                self.finished.add(unit, ask())
-            except presses.PressFailed as error:
-                self.finished.add(unit, {sweeping.REFUSED: str(error)})
-        reply = self.finished[unit]
-        if sweeping.REFUSED in reply:
-            tqdm.write(f"left out: {unit['press']} on {unit['task']}: {reply[sweeping.REFUSED]}")
-            return None
-        return reply
-
-    def _use(self, held: float, later: int, whole: int) -> footprint.CacheUse:
-        """What a press holds of a text, and later tokens beside it, where exact holds `whole` tokens."""
-        spec = cache_specs(self.sweep.model, batch=1, max_prompt_tokens=whole - 1, max_new_tokens=1)[0]
-        token = spec.full_cache_bytes(1) * spec.layers
-        taken = round((held + later) * token)
-        return footprint.CacheUse(taken, 0, taken, False, taken / (token * whole))
-
-    def _to_best(self, answered: dict[str, list[Result]], budget: str, seen: bool) -> list[Row]:
-        """The differences of all to the press that is best on the mean of all tasks."""
-        best = best_press(answered, budget)
-        rows = []
-        for task, of_task in answered.items():
-            by_setting = {one.setting: one for one in of_task}
-            for setting, one in by_setting.items():
-                if best is None or not at(one, budget) or setting == best:
-                    continue
-                found = results.paired_difference(one.scores["accuracy"], by_setting[best].scores["accuracy"])
-                of: dict[str, Any] = {"task": task, "budget": budget, "best_press": best.name, "question_seen": seen}
-                rows.append(self._row(setting, TO_BEST, found, n=len(one.answers), **of))
-        return rows
+    Args:
+        llm: the model.
+        directory: the directory.
+    """
+    tokenizer = llm.tokenizer
+    huggingface.save_model(directory, llm.model, eos_token_id=tokenizer.eos_ids or None)
+    tokenizer.backend.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def chosen(policies: Sequence[str], budgets: Sequence[Budget]) -> list[PolicyChoice]:
-    """Every policy at every budget, or at its own; one that takes none once."""
-    found = []
-    for text in policies:
-        name, _, own = text.partition("@")
-        choice = PolicyChoice.parse(name)
-        wanted = [one for one in budgets if not own or str(one) in (own, f"{own} of {ALL}")]
-        if own and not wanted:
-            raise ValueError(f"--policy={text}: its budget is none of --budget ({', '.join(map(str, budgets))})")
-        found += [dataclasses.replace(choice, budget=budget) for budget in (wanted if choice.takes_budget else [None])]
-    return found
+def run_task(
+    options: Options, llm: LanguageModel, process: presses.Presses, task: Task, question_seen: bool, rows: RowFile
+) -> None:
+    """Runs all presses and budgets on one task.
+
+    Args:
+        options: the options.
+        llm: the model.
+        process: process of the presses.
+        task: the task.
+        question_seen: whether the compressed prompt includes the question.
+        rows: file of the rows.
+
+    Raises:
+        ValueError: if the task has no generated answers.
+    """
+    if task.score is None:
+        raise ValueError(f"task {task.name} has no generated answers")
+    units = make_units(task, llm.tokenizer, question_seen, 1, options.tokens)
+    items = [(unit.prompts[item.row], item) for unit in units for item in unit.items]
+    for press in options.press:
+        for budget in options.budget:
+            for prompt, item in items:
+                row = _row(options, task, f"kvpress {press}", budget, question_seen, item)
+                if row.key not in rows:
+                    rows.append([answer(process, task, press, row, prompt, item)])
 
 
-EXPERIMENT = Experiment(NAME, Options, run, tables.plot)
+def answer(process: presses.Presses, task: Task, press: str, row: Row, prompt: Sequence[int], item: Item) -> Row:
+    """Returns the completed row of one question.
+
+    Args:
+        process: process of the presses.
+        task: the task.
+        press: name of the press.
+        row: the row without a score.
+        prompt: tokens of the compressed prompt.
+        item: the question.
+
+    Returns:
+        The row.
+    """
+    context, after = list(prompt), list(item.tokens)
+    if not after:
+        context, after = context[:-1], context[-1:]
+    later = len(after) + task.answer_tokens
+    kept = kept_tokens(str(row.budget), len(context), later)
+    if kept < 1:
+        error = f"budget={row.budget} of {len(context) + later} tokens: {later} tokens after the prompt exceed it"
+        return dataclasses.replace(row, error=error)
+    try:
+        reply = process.answer(press, kept, [(context, after)], task.answer_tokens)
+    except presses.PressFailed as error:
+        return dataclasses.replace(row, error=str(error))
+    text = reply["answers"][0]
+    if task.stop is not None:
+        text = text.strip().partition(task.stop)[0]
+    fraction = (reply["kept"][0] + later) / (len(context) + later)
+    assert task.score is not None
+    return dataclasses.replace(
+        row,
+        score=float(task.score(text, item.question)),
+        answer=text,
+        prompt_tokens=len(context),
+        cache_fraction=fraction,
+        read_fraction=fraction,
+        settings={"held_tokens": reply["held"][0], "kept_tokens": reply["kept"][0]},
+    )
+
+
+def kept_tokens(budget: str, context: int, later: int) -> int:
+    """Returns the number of prompt tokens that a press keeps.
+
+    Args:
+        budget: "25%" of all tokens, or "25% of the prompt".
+        context: tokens of the prompt.
+        later: tokens after it.
+
+    Returns:
+        The number, which is not positive if the later tokens exceed the budget.
+
+    Raises:
+        ValueError: if the budget is not a percentage.
+    """
+    share = Budget.parse(budget.removesuffix(OF_PROMPT)).fraction
+    if share is None:
+        raise ValueError(f"budget={budget} must be a percentage")
+    return int(share * context) if budget.endswith(OF_PROMPT) else int(share * (context + later)) - later
+
+
+def _row(options: Options, task: Task, policy: str, budget: str, question_seen: bool, item: Item) -> Row:
+    """Returns a row without a score."""
+    labels: dict[str, Any] = {"tokens": options.tokens, "seed": options.seed}
+    return Row(
+        model=pathlib.PurePath(options.model).name,
+        task=task.name,
+        policy=policy,
+        budget=budget,
+        kv_dtype=None,
+        question="seen" if question_seen else "unseen",
+        document=item.document,
+        item=item.number,
+        score=None,
+        **labels,
+    )
+
+
 if __name__ == "__main__":
-    EXPERIMENT.main()
+    run_command(main, Options)

@@ -134,7 +134,7 @@ class ClusterPolicy(Policy[ClusterState]):
         """Returns an empty window and an empty store for `spec`."""
         tokens, later = max(spec.max_prompt_tokens - self.sinks - self.recent, 0), spec.max_new_tokens + self.recent
         prompt_clusters = int(self.num_clusters(tokens))
-        cluster_tokens = max(tokens // max(prompt_clusters, 1), 1)
+        cluster_tokens = max(-(-tokens // max(prompt_clusters, 1)), 1)
         prompt_blocks = max_blocks(tokens, prompt_clusters, self.block_size)
         chunks = chunk_tokens = 0
         if self.chunk_tokens is not None:

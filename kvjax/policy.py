@@ -170,12 +170,9 @@ class Policy(abc.ABC, Generic[S]):
         requires: inputs that the policy needs from the model and the decode loop; a class attribute or a property.
         is_retrieval: whether the policy keeps every token and selects the ones to read at every step. Budgets of such
             policies count the bytes read per step, budgets of other policies the bytes held.
-        budget_is_rate: whether a budget in percent is the share of the prompt's tokens that the policy keeps, which
-            becomes its `budget` as a float, and not a share of bytes.
     """
 
     is_retrieval: bool = False
-    budget_is_rate: bool = False
 
     def __post_init__(self) -> None:
         """Checks the types of the settings and converts NumPy scalars to Python's.
@@ -267,6 +264,19 @@ class Policy(abc.ABC, Generic[S]):
         Returns:
             The new state.
         """
+
+    def budget_of_share(self, share: float, tokens: int) -> int | float | None:
+        """Returns the budget for a share of the tokens, if the policy's paper counts tokens instead of bytes.
+
+        Args:
+            share: the share of a budget in percent.
+            tokens: tokens of the full cache.
+
+        Returns:
+            The value of the setting `budget`; by default None, for which the budget is the largest one that fits the
+            share of the full cache's bytes.
+        """
+        return None
 
     def layer_carry(self, state: S, prompt: Prompt) -> Shaped[Array, "B H_kv *N"] | None:
         """Returns an array that the prefill of the next layer receives as `prompt.layer_carry`.

@@ -202,8 +202,7 @@ class PolicyChoice:
         """Returns the policy.
 
         Args:
-            budget: slots, or the share of the prompt's tokens (`Policy.budget_is_rate`); None for the choice's own
-                budget in slots.
+            budget: slots, or a rate (`Policy.budget_of_share`); None for the choice's own budget in slots.
 
         Returns:
             The policy.
@@ -257,8 +256,8 @@ def resolve_policy(policy: AnyPolicy, budget: int | str | Budget | None, spec: C
     Args:
         policy: text (`PolicyChoice.parse`), a class such as `kvjax.SubGen`, a function that makes a policy from a
             number of slots, or a policy.
-        budget: slots per KV head (1024), a fraction of the bytes of a full cache ("25%"; of the prompt's tokens if
-            `Policy.budget_is_rate`) or bytes of a sequence over all layers ("64MiB"); None if the policy has one.
+        budget: slots per KV head (1024), a fraction of the bytes of a full cache ("25%"; see
+            `Policy.budget_of_share`) or bytes of a sequence over all layers ("64MiB"); None if the policy has one.
         spec: spec of the caches.
         tokens: tokens of the full cache that a fraction refers to.
 
@@ -300,8 +299,10 @@ def _fit(make: Callable[..., Policy], budget: Budget, spec: CacheSpec, tokens: i
     """Returns the policy of a budget in slots, a fraction or bytes."""
     if budget.slots is not None:
         return make(budget.slots)
-    if budget.fraction is not None and make(_LARGE_BUDGET).budget_is_rate:
-        return make(budget.fraction)
+    if budget.fraction is not None:
+        share = make(_LARGE_BUDGET).budget_of_share(budget.fraction, tokens)
+        if share is not None:
+            return make(share)
     try:
         return fit_bytes(make, spec, budget.limit(spec, tokens))
     except ValueError as error:

@@ -19,11 +19,12 @@ from kvjax.combinators.ada_kv import AdaKV
 from kvjax.combinators.by_head import ByHead
 from kvjax.combinators.by_layer import ByLayer, FirstLayers
 from kvjax.combinators.host_memory import HostMemory
+from kvjax.combinators.layer_budgets import LayerBudgets
 from kvjax.combinators.outlier_heads import OutlierHeads
 from kvjax.registry import POLICIES, settings_of
 from kvjax.top_k_policy import TopKPolicy
 
-_OTHERS = (AdaKV, ByHead, ByLayer, FirstLayers, HostMemory, OutlierHeads, TopKPolicy)
+_OTHERS = (AdaKV, ByHead, ByLayer, FirstLayers, HostMemory, LayerBudgets, OutlierHeads, TopKPolicy)
 CLASSES: dict[str, type] = {**POLICIES, **{policy_class.__name__: policy_class for policy_class in _OTHERS}}
 
 _REFERENCE = re.compile(r"\n\s*Reference:\s*(.*)", flags=re.DOTALL)

@@ -2,4 +2,4 @@
 
 import pathlib
 
-ROOT = pathlib.Path(__file__).parents[2]  # the root of the checkout
+ROOT = pathlib.Path(__file__).parents[2]  # root of the checkout

@@ -1,4 +1,4 @@
-"""What a compiled program's text says about the arrays it writes."""
+"""Analyzes the text of compiled programs: large arrays, launches and collectives."""
 
 import math
 import re
@@ -8,16 +8,16 @@ from typing import NamedTuple
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2}
 _BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
-# The name, the element type, sides and layout of an array (none of a tuple), and the opcode.
+# Name; element type, dimensions and layout unless the result is a tuple; opcode.
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (?:\(.*?\)|(\w+)\[([\d,]*)\](\S*)) ([\w\-]+)\(")
 _ENTERED = re.compile(r"(?:body|condition|to_apply)=%?([\w.\-]+)")
-# These name what is there already.
+# Opcodes that do not write an array.
 _NAMES = {"parameter", "get-tuple-element", "bitcast", "while", "conditional", "call", "optimization-barrier"}
 _BODY = re.compile(r"body=%?([\w.\-]+)")
 _NOTHING = {"tuple", "constant", "after-all", "partition-id"}
-# On TPUs memory space 1 is on chip, where the compiler puts what it reads ahead, and 6 the scalar core's.
+# TPU memory spaces: 1 is on chip and holds prefetched data, 6 belongs to the scalar core.
 _ON_CHIP, _SCALARS = "S(1)", "S(6)"
-# Copies that run beside everything else.
+# Asynchronous copies.
 _AHEAD = {"copy-start", "slice-start", "copy-done", "slice-done"}
 
 
@@ -31,11 +31,14 @@ class Written(NamedTuple):
 
 
 def large_outputs(text: str, least: int) -> list[Written]:
-    """The arrays of at least so many bytes that a program writes whenever it runs: in its loops and calls, but not in
-    branches of conditionals. Fusions count by what they write, not by what stands inside them.
+    """Returns large arrays that every run of a program writes, including loops and calls but not conditionals.
 
     Args:
-        text: of a compiled program, as `jax.stages.Compiled.as_text` gives it.
+        text: text of a compiled program (`jax.stages.Compiled.as_text`).
+        least: minimum number of bytes.
+
+    Returns:
+        The instructions; a fusion counts once.
     """
     bodies, entry = _computations(text)
     found: list[Written] = []
@@ -59,7 +62,7 @@ def large_outputs(text: str, least: int) -> list[Written]:
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """The lines of every computation, and the name of the one that the program begins with."""
+    """Returns the lines of every computation, and the name of the entry computation."""
     bodies: dict[str, list[str]] = {}
     entry = name = ""
     for line in text.splitlines():
@@ -73,12 +76,13 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def launches(text: str) -> int:
-    """What one turn of a program's longest loop starts: fusions, copies, products and kernels, each a launch on a GPU.
-    What stands inside a fusion, a branch or an inner loop is not counted; nor is, on a TPU, what its scalar core does
-    and what is copied on chip ahead.
+    """Returns the number of operations that one iteration of a program's longest loop launches.
+
+    Each is a launch on a GPU: a fusion, copy, matrix product or kernel. Operations in fusions, branches and inner loops
+    are not counted, nor are scalar operations and prefetching on TPUs.
 
     Args:
-        text: of a compiled program, as `jax.stages.Compiled.as_text` gives it.
+        text: text of a compiled program (`jax.stages.Compiled.as_text`).
     """
     bodies, _ = _computations(text)
     turns = [bodies[name] for line in text.splitlines() if " while(" in line for name in _BODY.findall(line)]
@@ -88,10 +92,15 @@ def launches(text: str) -> int:
 
 
 class Collective(NamedTuple):
-    """An exchange between devices."""
+    """A collective operation.
+
+    Attributes:
+        kind: opcode.
+        bytes: bytes of the result on one device.
+    """
 
     kind: str
-    bytes: int  # that one device receives or holds as the result
+    bytes: int
 
 
 _COLLECTIVE = re.compile(
@@ -101,7 +110,7 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
 def collectives(text: str) -> list[Collective]:
-    """The exchanges between devices in a compiled program's text, each once, however often its loops run."""
+    """Returns the collective operations in a compiled program's text; loops count once."""
     found = []
     for result, kind, started in _COLLECTIVE.findall(text):
         sizes = [
@@ -109,8 +118,7 @@ def collectives(text: str) -> list[Collective]:
             for element, sides in _ARRAY.findall(result)
             if element in _BYTES
         ]
-        # Several arrays may be exchanged as one; what starts an exchange holds its operands beside its result, but for
-        # sums.
-        beside = started and kind != "all-reduce"
-        found.append(Collective(kind, max(sizes, default=0) if beside else sum(sizes)))
+        # One collective may exchange several arrays; a started one has operands and results, except all-reduce.
+        has_operands = started and kind != "all-reduce"
+        found.append(Collective(kind, max(sizes, default=0) if has_operands else sum(sizes)))
     return found

@@ -1,4 +1,4 @@
-"""Compilers for devices that are not here."""
+"""Compilers for devices that this machine does not have."""
 
 import os
 import pathlib
@@ -8,16 +8,15 @@ import jax
 
 from experiments.common import schedules
 
-# Where the Makefile puts the compiler: apart from what Python imports, or JAX would look for TPUs in every process.
+# The Makefile installs libtpu outside Python's path, because JAX would otherwise look for TPUs in every process.
 COMPILER = pathlib.Path(sys.prefix) / "tpu-compiler" / "libtpu" / "libtpu.so"
 
 
 def prepare_compiler(dump: pathlib.Path | None = None) -> None:
-    """Makes JAX find libtpu, which must not look for a TPU, nor refuse a second process that uses it. CUDA's compiler
-    must do without a GPU.
+    """Configures JAX to compile with libtpu without a TPU, in several processes, and with CUDA without a GPU.
 
     Args:
-        dump: where libtpu, which must not have been loaded yet, writes kernels' schedules (see `schedules`).
+        dump: directory for the schedules of kernels (`schedules`); libtpu must not be loaded yet.
     """
     if dump is not None:
         os.environ["LIBTPU_INIT_ARGS"] = " ".join([os.environ.get("LIBTPU_INIT_ARGS", ""), schedules.DUMP.format(dump)])

@@ -1,4 +1,4 @@
-"""What the real TPU compiler says of a model's programs on a pod that is not here."""
+"""Compiles a model's programs for a TPU pod and reports memory, collectives and bounds of time."""
 
 import dataclasses
 import json
@@ -12,9 +12,10 @@ from flax import nnx
 from jax.experimental import topologies
 
 import kvjax
-from experiments.common import ROOT, prefill_costs, settings
+from experiments.common import ROOT, prefill_costs
+from experiments.common.caches import Setting
 from experiments.common.compiled import Collective, collectives
-from kvjax.registry import PolicyChoice
+from experiments.common.shapes import first_layers
 from kvjax_models.generation import lowering
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import cache_specs
@@ -28,11 +29,11 @@ CHIPS = json.loads((ROOT / "experiments" / "targets" / "tpus.json").read_text())
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What a plan is for."""
+    """Sizes of a plan."""
 
     context_tokens: int
     max_new_tokens: int
-    batch: int  # over all groups
+    batch: int  # over all groups of devices
     streaming: bool
     prefill_chunk: int
     compiled_layers: int | None
@@ -42,54 +43,61 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What the compiler says of one device's part of a program."""
+    """The compiler's report of one device's part of a program."""
 
     arguments: int = 0  # bytes
     temporaries: int = 0  # bytes
     collectives: tuple[Collective, ...] = ()
     seconds: float = 0.0  # to compile
-    problem: str | None = None  # the compiler's words, where it refuses
+    problem: str | None = None  # the compiler's error
     results: int = 0  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A setting on a topology."""
+    """A setting on a topology; bytes and operations are per device."""
 
     topology: str
-    setting: PolicyChoice
+    setting: Setting
     batch: int
     programs: dict[str, Program]
-    parameter_bytes: int  # per device
-    cache_bytes: int  # per device
-    read_bytes: int  # per device and decoding step, of the caches
-    flops: int  # per device and decoding step
-    compiled_layers: int  # of the decoding program; what it says of all layers follows from it
-    largest: int | None = None  # batch that fits, and was compiled; None where that was not asked
-    held_bytes: int = 0  # per device, between the programs of exact prefill: the residual stream, keys and values
+    parameter_bytes: int
+    cache_bytes: int
+    read_bytes: int  # of the caches, per decode step
+    flops: int  # per decode step
+    compiled_layers: int  # layers of the compiled decoding program; figures for all layers are extrapolated
+    largest: int | None = None  # largest batch that fits; None if it was not requested
+    held_bytes: int = 0  # residual stream, keys and values between the programs of exact prefill
 
     @property
     def chip(self) -> dict[str, float]:
+        """Published figures of the chip."""
         return chip(self.topology)
 
     @property
     def decode(self) -> Program:
+        """The program of decode steps."""
         return self.programs[DECODING]
 
     @property
+    def prefill(self) -> Program:
+        """The program that processes prompts."""
+        return self.programs["append" if "append" in self.programs else "prefill"]
+
+    @property
     def prefill_temporaries(self) -> int:
-        """Bytes of the fullest program that reads prompts, with what is held between them."""
+        """Temporary bytes of prefill, including arrays between its programs."""
         return self.held_bytes + max(one.temporaries for name, one in self.programs.items() if name != DECODING)
 
     @property
     def used(self) -> int:
-        """Bytes of the fullest program on every device: decoding, or prefill beside the caches and weights."""
+        """Peak bytes of a device, in decoding or in prefill."""
         prefill = self.parameter_bytes + self.cache_bytes + self.prefill_temporaries
         return max(self.decode.arguments + self.decode.temporaries, prefill)
 
     @property
     def problem(self) -> str | None:
-        """Why it cannot be; None where it can."""
+        """The reason why the plan is impossible; None if it is possible."""
         refused = [f"{name}: {program.problem}" for name, program in self.programs.items() if program.problem]
         if refused:
             return "; ".join(refused)
@@ -98,52 +106,58 @@ class Plan:
 
     @property
     def ms_per_token(self) -> float:
-        """What the memory's bandwidth and the matrix units allow at best."""
+        """Lower bound of a decode step from memory bandwidth and matrix units."""
         reading = (self.parameter_bytes + self.read_bytes) / (1e9 * self.chip["bandwidth_gb_s"])
         return 1e3 * max(reading, self.flops / (1e12 * self.chip["bfloat16_tflops"]))
 
 
 def chip(topology: str) -> dict[str, float]:
-    """What is published of a topology's chips."""
+    """Returns the published figures of a topology's chips."""
     return CHIPS[topology.partition(":")[0]]
 
 
-def plan(config: LlamaConfig, topology: str, setting: PolicyChoice, sizes: Sizes) -> Plan:
-    """Compiles a setting's programs for a topology.
+def plan(config: LlamaConfig, topology: str, setting: Setting, sizes: Sizes) -> Plan:
+    """Compiles the programs of a setting for a topology.
 
-    Raises:
-        ValueError: as `mesh_on`.
+    Args:
+        config: configuration of the model.
+        topology: topology, as libtpu spells it.
+        setting: settings of the cache.
+        sizes: the sizes.
+
+    Returns:
+        The plan.
     """
     mesh = mesh_on(config, topology, sizes)
     model = abstract_model(config, mesh)
-    made_for: dict[str, Any] = {"batch": sizes.batch, "max_prompt_tokens": sizes.context_tokens}
-    made_for |= {"max_new_tokens": sizes.max_new_tokens, "streaming": sizes.streaming}
-    spec = cache_specs(model, **made_for)[0]
-    policy = settings.fitted(setting, spec, sizes.context_tokens + sizes.max_new_tokens)
+    generator_sizes: dict[str, Any] = {"batch": sizes.batch, "max_prompt_tokens": sizes.context_tokens}
+    generator_sizes |= {"max_new_tokens": sizes.max_new_tokens, "streaming": sizes.streaming}
+    spec = cache_specs(model, **generator_sizes)[0]
+    policy = setting.fit(spec, sizes.context_tokens + sizes.max_new_tokens)
 
     def generator_of(model: Llama) -> Generator:
-        return Generator(model, policy, **made_for, prefill_chunk=sizes.prefill_chunk)
+        return Generator(model, policy, **generator_sizes, prefill_chunk=sizes.prefill_chunk)
 
     generator = generator_of(model)
     state = lowering.abstract_state(jax.eval_shape(generator.init_state), mesh)
 
     def through(layers: int) -> dict[str, Program]:
-        """The programs that go through so many layers."""
-        few = generator_of(abstract_model(of_layers(config, layers), mesh))
+        """Compiles the programs of the first `layers` layers."""
+        few = generator_of(abstract_model(first_layers(config, layers), mesh))
         begun = lowering.abstract_state(jax.eval_shape(few.init_state), mesh)
         lowered = {DECODING: lowering.lower_decode(few, begun)}
         if few.streaming:
-            lowered["reading"], *_, lowered["compaction"] = lowering.lower_append(few, begun)
+            lowered["append"], *_, lowered["compaction"] = lowering.lower_append(few, begun)
         return {name: compiled(program) for name, program in lowered.items()}
 
     count = min(config.layers, sizes.compiled_layers or config.layers)
     programs = through(count)
     if count < config.layers:
         fewer, steps = through(count // 2), (config.layers - count) / (count - count // 2)
-        programs = {name: on_a_line(fewer[name], programs[name], steps) for name in programs}
+        programs = {name: extrapolate(fewer[name], programs[name], steps) for name in programs}
     if not generator.streaming:
-        reading, compression = lowering.lower_prefill(generator, sizes.context_tokens)
-        programs |= {"reading": compiled(reading), "compression": compiled(compression)}
+        prefill, compression = lowering.lower_prefill(generator, sizes.context_tokens)
+        programs |= {"prefill": compiled(prefill), "compression": compiled(compression)}
     return Plan(
         topology,
         setting,
@@ -151,19 +165,27 @@ def plan(config: LlamaConfig, topology: str, setting: PolicyChoice, sizes: Sizes
         programs,
         parameter_bytes=part_bytes(model),
         cache_bytes=part_bytes(state.layers),
-        # Blocks that a query recalls may all lie on one device.
+        # All blocks that a query selects may be on one device.
         read_bytes=sum(map(kvjax.read_bytes, part(state.layers))),
         flops=2 * sizes.batch * sum(leaf.size for leaf in jax.tree.leaves(model)) // mesh.size,
         compiled_layers=count,
-        held_bytes=0 if generator.streaming else programs["reading"].results,
+        held_bytes=0 if generator.streaming else programs["prefill"].results,
     )
 
 
 def mesh_on(config: LlamaConfig, topology: str, sizes: Sizes) -> jax.sharding.Mesh:
-    """The mesh of a topology's chips.
+    """Returns the mesh of a topology's chips.
+
+    Args:
+        config: configuration of the model.
+        topology: the topology.
+        sizes: sizes of the mesh axes.
+
+    Returns:
+        The mesh.
 
     Raises:
-        ValueError: for a chip that is not known, or a model that the topology's chips do not divide.
+        ValueError: if the chip is unknown, or the chips cannot share the model.
     """
     kind = topology.partition(":")[0]
     if kind not in CHIPS:
@@ -178,17 +200,26 @@ def mesh_on(config: LlamaConfig, topology: str, sizes: Sizes) -> jax.sharding.Me
     )
 
 
-def reading_costs(config: LlamaConfig, topology: str, sizes: Sizes) -> list[prefill_costs.Cost]:
-    """What reading prompts exactly costs a chip at least, in ways of which the last is taken."""
+def prefill_bounds(config: LlamaConfig, topology: str, sizes: Sizes) -> list[prefill_costs.Cost]:
+    """Returns lower bounds of exact prefill per chip; the last way is the one that the library uses."""
     mesh = mesh_on(config, topology, sizes)
     return prefill_costs.ways(
         abstract_model(config, mesh), mesh, sizes.batch, sizes.context_tokens, sizes.prefill_chunk
     )
 
 
-def largest(config: LlamaConfig, topology: str, setting: PolicyChoice, sizes: Sizes) -> Plan:
-    """The plan, and the largest batch that fits: what a row costs follows from two batches, and the compiler is asked
-    about the result."""
+def largest(config: LlamaConfig, topology: str, setting: Setting, sizes: Sizes) -> Plan:
+    """Returns a plan with the largest batch that fits, which is extrapolated from two batches and compiled.
+
+    Args:
+        config: configuration of the model.
+        topology: the topology.
+        setting: settings of the cache.
+        sizes: the sizes.
+
+    Returns:
+        The plan.
+    """
     single, double = (
         plan(config, topology, setting, dataclasses.replace(sizes, batch=count * sizes.batch)) for count in (1, 2)
     )
@@ -201,20 +232,27 @@ def largest(config: LlamaConfig, topology: str, setting: PolicyChoice, sizes: Si
     return dataclasses.replace(single, largest=0 if full.problem else rows)
 
 
-def of_layers(config: LlamaConfig, layers: int) -> LlamaConfig:
-    """The config of a model with the first layers alone."""
-    return dataclasses.replace(config, layers=layers, windows=config.windows[:layers])
-
-
 def abstract_model(config: LlamaConfig, mesh: jax.sharding.Mesh) -> Llama:
-    """A bfloat16 model without values, on a mesh."""
+    """Returns a bfloat16 model without values, on a mesh."""
     model = nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-    place = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
+
+    def place(x: Any, sharding: jax.sharding.Sharding) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
     return jax.tree.map(place, model, parameter_shardings(model, config, mesh))
 
 
-def on_a_line(few: Program, more: Program, steps: float) -> Program:
-    """What follows for a program with so many times more layers again than the second has over the first."""
+def extrapolate(few: Program, more: Program, steps: float) -> Program:
+    """Extrapolates linearly from two programs.
+
+    Args:
+        few: program with fewer layers.
+        more: program with more layers.
+        steps: how many times the difference of layers is added to the second.
+
+    Returns:
+        The program.
+    """
     added = Counter(more.collectives) - Counter(few.collectives)
     again = [collective for collective, count in added.items() for _ in range(round(count * steps))]
     return Program(
@@ -227,7 +265,7 @@ def on_a_line(few: Program, more: Program, steps: float) -> Program:
 
 
 def compiled(lowered: jax.stages.Lowered) -> Program:
-    """What the compiler says of a program; an oversized one is no error."""
+    """Compiles a program; one that exceeds the memory is reported as a problem."""
     begin = time.perf_counter()
     try:
         program = lowered.compile()
@@ -247,10 +285,10 @@ def compiled(lowered: jax.stages.Lowered) -> Program:
 
 
 def part(tree: Any) -> Any:
-    """One device's part of abstract arrays."""
+    """Returns one device's part of abstract arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), tree)
 
 
 def part_bytes(tree: Any) -> int:
-    """Bytes of one device's part of abstract arrays."""
+    """Returns the bytes of one device's part of abstract arrays."""
     return kvjax.cache_bytes(part(tree)).device

@@ -1,7 +1,6 @@
-"""The least that exact prefill costs each device of a mesh, counted from shapes: what it multiplies, what it receives
-from others, and what it holds of the residual stream.
+"""Lower bounds of the cost of exact prefill per device of a mesh: operations, received bytes, residual stream.
 
-Shares are those that the code itself takes, of the device that does most.
+They follow from shapes, for the device with the most work.
 """
 
 import dataclasses
@@ -19,12 +18,12 @@ from kvjax_models.model.flash_attention import AttentionSpec
 from kvjax_models.model.llama import Llama
 from kvjax_models.sharding import share_heads
 
-BYTES = 2  # of a number
+BYTES = 2  # per value
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What one device does, over all layers, and what it holds of the residual stream."""
+    """The cost of one device over all layers, and its bytes of the residual stream."""
 
     way: str
     attention_flops: int
@@ -33,56 +32,68 @@ class Cost:
     stream_bytes: int
 
     def seconds(self, chip: dict[str, float]) -> tuple[float, float, float]:
-        """Of attention, of all other products, and of receiving, at the published rates of a chip."""
+        """Returns the seconds of attention, other products and communication, at the published rates of a chip."""
         flops = 1e12 * chip["bfloat16_tflops"]
         received = self.received_bytes / (1e9 * chip["interconnect_gb_s"])
         return self.attention_flops / flops, self.dense_flops / flops, received
 
 
 def ways(model: Llama, mesh: Mesh, batch: int, tokens: int, chunk: int) -> list[Cost]:
-    """Costs of ways to read prompts, the last of which is taken: all devices that share a kv head attend with all of
-    its query heads; they share these, where they divide; they share tokens, where prompts are long.
+    """Returns the costs of several ways of prefill; the library uses the last one.
+
+    Devices that share a KV head replicate its query heads, share them if the number allows it, or share the tokens of
+    long prompts.
 
     Args:
-        model: abstract, its parameters on the mesh.
+        model: abstract model with parameters on the mesh.
+        mesh: the mesh.
+        batch: batch rows.
+        tokens: tokens of the prompts.
+        chunk: tokens per chunk.
+
+    Returns:
+        The costs.
     """
     config, rows = model.config, batch // mesh.shape[DATA]
     heads, size = (config.query_heads, config.kv_heads), chunk_size(model, mesh, batch, tokens, chunk)
-    found = [_whole("all query heads of a kv head", model, mesh, rows, tokens, mesh.shape[TENSOR])]
+    costs = [_by_heads("query heads replicated", model, mesh, rows, tokens, mesh.shape[TENSOR])]
     if share_heads(mesh, heads) and mesh.shape[SEQUENCE] > 1:
-        found.append(_whole("query heads shared", model, mesh, rows, tokens, mesh.shape[TENSOR] * mesh.shape[SEQUENCE]))
+        costs.append(
+            _by_heads("query heads shared", model, mesh, rows, tokens, mesh.shape[TENSOR] * mesh.shape[SEQUENCE])
+        )
     if size > chunk:
-        found.append(_cut("tokens shared", model, DeviceGroup.from_mesh(mesh, heads), rows, -(-tokens // size), size))
-    return found
+        costs.append(
+            _by_tokens("tokens shared", model, DeviceGroup.from_mesh(mesh, heads), rows, -(-tokens // size), size)
+        )
+    return costs
 
 
-def _whole(way: str, model: Llama, mesh: Mesh, rows: int, tokens: int, sharing: int) -> Cost:
-    """Prompts lie whole on every device of a group; products are cut along heads and the MLP's width."""
+def _by_heads(way: str, model: Llama, mesh: Mesh, rows: int, tokens: int, sharing: int) -> Cost:
+    """Returns the cost if every device of a group has all tokens, and products are sharded over heads and MLP width."""
     config, tensor, parts = model.config, mesh.shape[TENSOR], mesh.shape[SEQUENCE]
     stream = rows * tokens * config.width
-    # A sum over so many devices brings each of them twice what it gives. Of the stream there are two per layer; where
-    # devices share a kv head, each takes a part of what goes into its queries, keys and values.
+    # An all-reduce transfers about twice the array; there are two per layer. Devices that share a KV head also gather
+    # their parts of the projections' inputs.
     made = rows * tokens * (config.query_heads + 2 * config.kv_heads) * config.head_dim // tensor
     summed = 2 * stream * 2 * (tensor * parts - 1) / (tensor * parts) + made * 2 * (parts - 1) / parts
     return Cost(
         way,
-        _attention_flops(model, rows, config.query_heads // sharing, _asked(model, tokens).positions()),
+        _attention_flops(model, rows, config.query_heads // sharing, _attention_spec(model, tokens).positions()),
         2 * rows * tokens * _active(model, part=True),
         round(BYTES * config.layers * summed),
         BYTES * stream,
     )
 
 
-def _cut(way: str, model: Llama, group: DeviceGroup, rows: int, pieces: int, size: int) -> Cost:
-    """Every device of a group has tokens of its own."""
+def _by_tokens(way: str, model: Llama, group: DeviceGroup, rows: int, pieces: int, size: int) -> Cost:
+    """Returns the cost if the devices of a group share the tokens."""
     config, own = model.config, rows * pieces * size // group.devices
-    # Queries go to their heads and come back, all of them once more where runs turn; keys and values come from all
-    # other devices.
+    # Queries are exchanged between tokens and heads, twice if there are several runs; keys and values are gathered.
     sharing = group.devices if group.shares_heads else group.tensor
     queries = 2 * own * config.query_heads // sharing * (sharing - 1) + (group.runs > 1) * 2 * own * config.query_heads
     stored = 2 * own * config.kv_heads // group.tensor * (group.devices - 1)
     weights = sum(leaf.size - _part(leaf) for leaf in jax.tree.leaves(model.layers))
-    latest = _asked(model, pieces * size, pieces, group.runs).positions(group.runs - 1)
+    latest = _attention_spec(model, pieces * size, pieces, group.runs).positions(group.runs - 1)
     return Cost(
         way,
         _attention_flops(model, rows, config.query_heads // sharing, latest),
@@ -92,21 +103,20 @@ def _cut(way: str, model: Llama, group: DeviceGroup, rows: int, pieces: int, siz
     )
 
 
-def _asked(model: Llama, tokens: int, pieces: int = 1, runs: int = 1) -> AttentionSpec:
+def _attention_spec(model: Llama, tokens: int, pieces: int = 1, runs: int = 1) -> AttentionSpec:
     dtype: Any = np.float16
     return AttentionSpec(dtype, tokens, model.config.head_dim, None, None, False, pieces, runs)
 
 
 def _attention_flops(model: Llama, rows: int, heads: int, positions: Any) -> int:
-    """Two products of queries at these positions with all that they see, in all layers."""
+    """Returns the operations of both attention products for queries at `positions`, in all layers."""
     windows = (model.config.window(layer) or positions[-1] + 1 for layer in range(model.config.layers))
     pairs = sum(int(np.sum(np.minimum(positions + 1, window))) for window in windows)
     return 4 * rows * heads * model.config.head_dim * pairs
 
 
 def _active(model: Llama, part: bool = False) -> int:
-    """Parameters of the layers, or a device's part of them, that a token is multiplied by: of experts those that it
-    takes."""
+    """Returns the number of parameters that a token is multiplied with; of experts only the selected ones."""
     config = model.config
 
     def share(leaf: Any) -> float:

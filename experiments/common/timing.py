@@ -1,175 +1,186 @@
-"""What reading a prompt, compressing it, selecting and writing take, policies taking turns on the same work."""
+"""Times of prefill, compression, selection and decode steps, and the limits of the machine."""
 
 import dataclasses
-import functools
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
+from jaxtyping import Float
 
 import kvjax
-from experiments.common import settings, speed
 from kvjax.combinators.host_memory import HostMemoryState
-from kvjax.policy import RepeatedPrompt, Repetition, merge_requirements
+from kvjax.policy import RepeatedPrompt, merge_requirements
 from kvjax.quantization import readable
-from kvjax.registry import PolicyChoice
 from kvjax.segment import BlockStoreRead
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill import PrefilledLayer, compress_layer, embed, prefill_layers
 from kvjax_models.generation.repetition import make_repetitions, repeat_layer
-from kvjax_models.generation.state import GenerationState, cache_specs
-from kvjax_models.model.llama import Llama
+from kvjax_models.generation.state import GenerationState
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama, parameter_bytes
 
-SELECTIONS = 64  # queries that select one after the other, so that starting a program weighs nothing
-
-
-def generators_of(
-    model: Llama, chosen: Sequence[PolicyChoice], context: int, chunk: int, sizes: dict[str, Any]
-) -> dict[PolicyChoice, Generator]:
-    """A generator of every setting that can be made for such a prompt, and compress what is read of it; the others are
-    said with their reason."""
-    spec, tokens = cache_specs(model, **sizes)[0], padded(context, chunk)
-
-    def of_heads(tokens: int, heads: int) -> Any:
-        return jax.ShapeDtypeStruct((1, tokens, heads, spec.head_dim), spec.dtype)
-
-    keys, lengths = of_heads(tokens, spec.kv_heads), jax.ShapeDtypeStruct((1,), jnp.int32)
-    able = {}
-    for setting in chosen:
-        try:
-            generator = Generator(model, settings.fitted(setting, spec, context), **sizes, allow_beyond_context=True)
-            state = jax.eval_shape(generator.init_state)
-            for cache in {cache.policy: cache for cache in state.layers}.values():
-                asked, repeated = cache.policy.requires.num_prompt_queries(tokens), None
-                if cache.policy.requires.repetition is not None:
-                    texts, sizes_of_texts = repeated_prompt(
-                        cache.policy.requires.repetition, np.zeros((1, tokens), np.int32), context
-                    )
-                    queries, again = of_heads(texts.size, spec.query_heads), of_heads(texts.size, spec.kv_heads)
-                    repeated = RepeatedPrompt(queries, again, jnp.asarray(sizes_of_texts))
-                read = PrefilledLayer(keys, keys, keys, of_heads(asked, spec.query_heads) if asked else None, repeated)
-                jax.eval_shape(compress_layer, cache, state.counters, read, lengths)
-        except ValueError as error:
-            settings.tell_left_out(setting, error)
-        else:
-            able[setting] = generator
-    return able
+SELECTIONS = 64  # queries of one timed program, so that its launch is negligible
 
 
-def padded(context: int, chunk: int) -> int:
-    """A prompt's tokens in whole chunks."""
-    return -(-context // chunk) * chunk
+def timed(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
+    """Returns the seconds of one call, including all device work, and its result."""
+    begin = time.perf_counter()
+    result = jax.block_until_ready(function(*args))
+    return time.perf_counter() - begin, result
 
 
-def repeated_prompt(repeat: Repetition, prompt: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """The texts that repeat a padded prompt, one behind the other, and their lengths."""
-    texts, sizes = make_repetitions(repeat, prompt, np.array([context], np.int32))
-    return texts.reshape(1, -1), sizes
+def seconds(function: Callable[..., Any], *args: Any, repetitions: int = 5) -> Float[np.ndarray, "R"]:
+    """Returns the seconds of every repetition, after one call that compiles."""
+    return np.asarray([timed(function, *args)[0] for _ in range(repetitions + 1)][1:])
 
 
-def prefill(
-    model: Llama,
-    generators: Sequence[Generator],
-    states: list[GenerationState],
-    context: int,
-    chunk: int,
-    seed: int,
-) -> Iterator[tuple[float, list[float]]]:
-    """Reads one prompt of random tokens layer by layer into the states, which are replaced by what they become.
+def interleaved_seconds(runs: Sequence[Callable[[], Any]], repetitions: int) -> Float[np.ndarray, "P R"]:
+    """Returns the seconds of every run in every repetition, after one round that compiles.
 
-    Yields:
-        Seconds of reading a layer, and of compressing it as every generator does, with reading the prompt once more for
-        those that ask for it.
+    The runs alternate, so that other load of the machine affects all of them.
     """
-    prompt = np.zeros((1, padded(context, chunk)), np.int32)
-    prompt[0, :context] = np.random.default_rng(seed).integers(0, model.config.vocab_size, context)
-    lengths, empty = jnp.full(1, context, jnp.int32), [state.counters for state in states]
-    asked = [
-        max(generator.policies[layer].requires.num_prompt_queries(prompt.shape[1]) for generator in generators)
-        for layer in range(model.config.layers)
-    ]
-    reading_of = functools.partial(prefill_layers, model, prompt, lengths, chunk, asked)
-    jax.block_until_ready(next(reading_of()))  # compiles
-    layers = reading_of()
-    repeat = merge_requirements([policy for generator in generators for policy in generator.policies]).repetition
-    if repeat is not None:
-        texts, sizes = (jnp.asarray(x) for x in repeated_prompt(repeat, prompt, context))
-        again = embed(model, texts[:, None])
-        jax.block_until_ready(next(prefill_layers(model, prompt, lengths, chunk, asked, repeat)))  # compiles
-    for number in tqdm(range(model.config.layers), desc=f"prefill, {context} tokens", leave=False):
-        reading, read = speed.timed(next, layers)
-        seconds = []
-        repeating = 0.0
-        if repeat is not None:
-            more = (
-                model.layers[number],
-                model.config.rotary(number, prompt.shape[1]),
-                None,
-                False,
-                again,
-                read.keys,
-                read.values,
-                lengths,
-                sizes,
-            )
-            repeating, (again, queries, keys) = speed.timed(repeat_layer, *more)
-            read = read._replace(repeated=RepeatedPrompt(queries, keys, sizes))
-        for place in range(len(generators)):
-            cache = states[place].layers[number]
-            if _abstract(cache) not in _COMPILED:
-                compress_layer(jax.tree.map(jnp.copy, cache), empty[place], read, lengths)
-                _COMPILED.add(_abstract(cache))
-            elapsed, (compressed, counters, _) = speed.timed(compress_layer, cache, empty[place], read, lengths)
-            seconds.append(elapsed + (0.0 if cache.policy.requires.repetition is None else repeating))
-            layers_now = (*states[place].layers[:number], compressed, *states[place].layers[number + 1 :])
-            states[place] = dataclasses.replace(
-                states[place], layers=layers_now, counters=counters, positions=jnp.copy(lengths)
-            )
-        yield reading, seconds
+    times = [[timed(run)[0] for run in runs] for _ in range(repetitions + 1)]
+    return np.asarray(times[1:]).T
 
 
-# Caches, policies and shapes, whose compression has run before.
-_COMPILED: set[Any] = set()
+def program_bytes(compiled: jax.stages.Compiled) -> int:
+    """Returns the bytes of a program's arguments, temporaries, and outputs that do not alias arguments."""
+    memory: Any = compiled.memory_analysis()
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + outputs
 
 
-def _abstract(cache: Any) -> Any:
-    return jax.tree.structure(cache), tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(cache))
+def memory_bandwidth() -> float:
+    """Returns the bytes per second of a reduction over 512 MiB (4 GiB on accelerators)."""
+    array = jnp.ones((8 if jax.default_backend() == "cpu" else 64, 2**24), jnp.float32)
+    return array.nbytes / float(np.min(seconds(jax.jit(jnp.sum), array)))
+
+
+def matmul_rate(dtype: jax.typing.DTypeLike) -> float:
+    """Returns the floating-point operations per second of a large matrix product."""
+    side = 2048 if jax.default_backend() == "cpu" else 8192
+    matrix = jnp.ones((side, side), dtype)
+    return 2 * side**3 / float(np.min(seconds(jax.jit(lambda a: a @ a), matrix)))
+
+
+def prefill_operations(config: LlamaConfig, tokens: int) -> float:
+    """Returns the floating-point operations of exact prefill, without embedding and logits."""
+    attention_width = config.query_heads * config.head_dim
+    projections = 2 * config.width * (2 * attention_width + 2 * config.kv_heads * config.head_dim)
+    per_token = projections + 6 * config.width * config.mlp_width
+    return config.layers * (per_token * tokens + 4 * attention_width * tokens * (tokens + 1) / 2)
+
+
+def weight_bytes(model: Llama) -> int:
+    """Returns the bytes of weights that a decode step reads; of an untied embedding it reads one row."""
+    return parameter_bytes(model) - (0 if model.config.tied_embeddings else model.embedding.embedding[...].nbytes)
 
 
 @dataclasses.dataclass
 class Writer:
-    """Writes tokens, a turn at a call, each going on from the last."""
+    """Decodes `tokens` tokens per call and continues from the previous call."""
 
     generator: Generator
     state: GenerationState
     tokens: int
 
     def __call__(self) -> GenerationState:
-        for newest, _ in self.generator.decode(self.state, self.tokens):
-            self.state = newest
+        """Decodes the next tokens and returns the state."""
+        for state, _ in self.generator.decode(self.state, self.tokens):
+            self.state = state
         return self.state
 
 
+class TimedPrefill:
+    """Exact prefill of one random prompt, layer by layer, into the caches of several generators.
+
+    Attributes:
+        states: the states, which `run` replaces.
+    """
+
+    def __init__(self, model: Llama, generators: Sequence[Generator], context: int, chunk: int, seed: int):
+        """Creates the prompt.
+
+        Args:
+            model: the decoder.
+            generators: generators of the model with one batch row.
+            context: tokens of the prompt.
+            chunk: tokens per chunk of exact prefill.
+            seed: seed of the prompt and the policies.
+        """
+        self.model, self.generators, self.context, self.chunk, self.seed = model, generators, context, chunk, seed
+        self.states: list[GenerationState] = []
+        self.prompt = np.zeros((1, -(-context // chunk) * chunk), np.int32)
+        self.prompt[0, :context] = np.random.default_rng(seed).integers(0, model.config.vocab_size, context)
+        self.lengths = jnp.full(1, context, jnp.int32)
+        self.repeat = merge_requirements([policy for one in generators for policy in one.policies]).repetition
+
+    def run(self) -> Iterator[tuple[float, list[float]]]:
+        """Processes the prompt.
+
+        Yields:
+            For every layer, the seconds of its prefill, and of its compression by every generator. Policies that score
+            with repetitions of the prompt include the seconds of the repetition.
+        """
+        self.states = [generator.init_state(self.seed) for generator in self.generators]
+        layers = self._layers()
+        sizes: Any = None
+        x: Any = None
+        if self.repeat is not None:
+            repeated, counts = make_repetitions(self.repeat, self.prompt, np.array([self.context], np.int32))
+            sizes = jnp.asarray(counts)
+            x = embed(self.model, jnp.asarray(repeated.reshape(1, 1, -1)))
+        for number in range(self.model.config.layers):
+            prefill_seconds, layer = timed(next, layers)
+            repeat_seconds = 0.0
+            if self.repeat is not None:
+                rotary = self.model.config.rotary(number, self.prompt.shape[1])
+                args = (rotary, None, False, x, layer.keys, layer.values, self.lengths, sizes)
+                repeat_seconds, (x, queries, keys) = timed(repeat_layer, self.model.layers[number], *args)
+                layer = layer._replace(repeated=RepeatedPrompt(queries, keys, sizes))
+            indices = range(len(self.states))
+            yield prefill_seconds, [self._compress(index, number, layer, repeat_seconds) for index in indices]
+
+    def _layers(self) -> Iterator[PrefilledLayer]:
+        num_queries = [
+            max(one.policies[number].requires.num_prompt_queries(self.prompt.shape[1]) for one in self.generators)
+            for number in range(self.model.config.layers)
+        ]
+        return prefill_layers(self.model, self.prompt, self.lengths, self.chunk, num_queries)
+
+    def _compress(self, index: int, number: int, layer: PrefilledLayer, repeat_seconds: float) -> float:
+        """Compresses a layer into a generator's state and returns the seconds."""
+        state = self.states[index]
+        cache = state.layers[number]
+        elapsed, (compressed, counters, _) = timed(compress_layer, cache, state.counters, layer, self.lengths)
+        layers = (*state.layers[:number], compressed, *state.layers[number + 1 :])
+        is_last = number == len(layers) - 1  # the counters are shared by all layers
+        self.states[index] = dataclasses.replace(
+            state, layers=layers, counters=counters if is_last else state.counters, positions=jnp.copy(self.lengths)
+        )
+        return elapsed + (0.0 if cache.policy.requires.repetition is None else repeat_seconds)
+
+
 def hit_rate(state: GenerationState) -> float | None:
-    """The share of the blocks asked for by all steps so far that the device still held; None without host memory."""
+    """Returns the share of requested blocks that were in the device's block caches; None without host memory."""
     hosted = [cache.state for cache in state.layers if isinstance(cache.state, HostMemoryState)]
-    recent = [of_part for layer in hosted for of_part in layer.block_caches]
-    requested = sum(int(jnp.sum(of_part.requested)) for of_part in recent)
-    return sum(int(jnp.sum(of_part.hits)) for of_part in recent) / requested if requested else None
+    block_caches = [one for layer in hosted for one in layer.block_caches]
+    requested = sum(int(jnp.sum(one.requested)) for one in block_caches)
+    return sum(int(jnp.sum(one.hits)) for one in block_caches) / requested if requested else None
 
 
 def selection_seconds(layers: Sequence[kvjax.Cache], repetitions: int) -> float | None:
     """Measures the selection of blocks, without reading them.
 
     Args:
-        layers: the layers' caches; the last one is measured and stands for all.
+        layers: the layers' caches; the last one is measured.
         repetitions: timed runs.
 
     Returns:
-        Seconds per token over all layers; None for policies that are not retrieval policies.
+        Seconds per token over all layers; None if the policy does not retrieve blocks.
     """
     spec = layers[-1].spec
 
@@ -196,5 +207,5 @@ def selection_seconds(layers: Sequence[kvjax.Cache], repetitions: int) -> float 
         return jax.lax.map(select_for, queries)
 
     queries = jax.random.normal(jax.random.key(0), (SELECTIONS, 1, 1, spec.query_heads, spec.head_dim), spec.dtype)
-    seconds = speed.seconds(select, layers[-1], queries, repetitions=repetitions)
-    return float(np.median(seconds)) / SELECTIONS * len(layers)
+    elapsed = seconds(select, layers[-1], queries, repetitions=repetitions)
+    return float(np.median(elapsed)) / SELECTIONS * len(layers)

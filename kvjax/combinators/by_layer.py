@@ -64,7 +64,7 @@ class ByLayer(LayerPolicies):
 class FirstLayers(LayerPolicies):
     """Uses `first` in the first `layers` layers and `policy` in the others.
 
-    ClusterKV and Quest are published with two full layers: `FirstLayers(2, Quest(budget), Exact())`.
+    Quest is published with two full layers: `FirstLayers(2, Quest(budget), Exact())`.
 
     Attributes:
         layers: number of first layers.

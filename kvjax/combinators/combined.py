@@ -27,7 +27,7 @@ class CombinedPolicies(Policy[S]):
         """Whether any of the policies retrieves blocks."""
         return any(policy.is_retrieval for policy in self.policies)
 
-    @property
-    def budget_is_rate(self) -> bool:  # type: ignore[override]
-        """Whether a budget in percent is a share of the prompt's tokens for any of the policies."""
-        return any(policy.budget_is_rate for policy in self.policies)
+    def budget_of_share(self, share: float, tokens: int) -> int | float | None:
+        """Returns the budget of the first policy that counts tokens; None if there is none."""
+        budgets = [policy.budget_of_share(share, tokens) for policy in self.policies]
+        return next((budget for budget in budgets if budget is not None), None)

@@ -66,6 +66,10 @@ class HostMemory(Policy[HostMemoryState]):
         """Requirements of the policy."""
         return self.policy.requires
 
+    def budget_of_share(self, share: float, tokens: int) -> int | float | None:
+        """Returns the policy's budget for a share of the tokens."""
+        return self.policy.budget_of_share(share, tokens)
+
     def for_layer(self, spec: CacheSpec) -> Policy:
         """Returns the policy of one layer.
 

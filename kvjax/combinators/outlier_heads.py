@@ -14,7 +14,7 @@ from pallas_kernels.weighted_decode import SLOT_BLOCK
 
 @dataclasses.dataclass(frozen=True)
 class HeadChoice:
-    """The outlier heads of a model, as pairs (layer, KV head); `experiments.calibrate_heads` writes them.
+    """The outlier heads of a model, as pairs (layer, KV head); `experiments.calibrate` writes them.
 
     Attributes:
         layers: layers of the model.

@@ -37,18 +37,18 @@ _NNLS_STEPS = {"rms": 2, "omp": 0}
 class AttentionMatching(TopKPolicy):
     """Keeps a subset of the keys, with log-weights and new values that reproduce the attention of reference queries.
 
-    Log-weights let the softmax denominators of the kept keys equal those of all keys (non-negative least squares);
-    values are then fitted to the attention outputs (ridge regression towards the original values). Queries unlike the
+    Log-weights give the kept keys the softmax denominators of all keys (non-negative least squares). Values are then
+    fitted to the attention outputs (ridge regression towards the original values). Queries unlike the
     references are approximated less well. Sinks and recent tokens are kept exactly, and rows of at most `budget`
     tokens too. Log-weights are stored in the dtype of the cache. Inherited settings: see `TopKPolicy`.
 
     Attributes:
-        references: the reference queries: the prompt's own, those of a repetition of the prompt as in `KVzip`, which
-            needs a second pass, or both. All of them attend to the entire prompt.
+        references: source of the reference queries: the prompt, a repetition of the prompt as in `KVzip`, which needs a
+            second pass, or both. All reference queries attend to the entire prompt.
         n_future_positions: positions after the prompt to which RoPE moves the reference queries, evenly spread, because
             later queries have these distances from the keys; needs `CacheSpec.rope_frequencies`. None leaves the
             queries at their positions, as in the paper.
-        max_references: reference queries per KV head, evenly spaced among those of the query heads of its group.
+        max_references: reference queries per KV head and its group of query heads, evenly spaced.
         selection: "rms" keeps the keys with the largest root mean square of attention. "omp" chooses keys by
             orthogonal matching pursuit, which is better and slower: its time grows with the cube of the budget.
         refine_steps: steps of Adam by which keys, log-weights and values are refined together; needs optax.
@@ -238,7 +238,7 @@ def attend_references(
 
     Args:
         prompt: the prompt.
-        queries: queries; those of the heads of a group take turns.
+        queries: queries; the heads of a group take turns.
         valid: which queries exist.
 
     Returns:

@@ -62,7 +62,7 @@ class BalanceKV(Policy[BalanceKVState]):
             keys of its block, and 25 tokens on either side, per KV head; later layers keep the same positions. None
             for none, as outside the needle test. In the released code needles take slots of the budget, so that some
             can be dropped, and exact halving is off for all heads if any head has a needle. Here needles have separate
-            slots per head, beside the budget, and halving continues without them.
+            slots per head, in addition to the budget, and halving continues without them.
         compact_every: tokens between compactions (kvjax's staging; it changes no result).
 
     Reference:
@@ -81,8 +81,6 @@ class BalanceKV(Policy[BalanceKVState]):
 
     requires = Requirements(entire_prompt=True)
 
-    budget_is_rate = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         fixed = self.sinks + self.recent
@@ -96,6 +94,10 @@ class BalanceKV(Policy[BalanceKVState]):
                 f"budget={self.budget:g} is not a rate of halvings; pass 0.5, 0.25, 0.125, ... (50%, 25%, 12.5%) or a "
                 "number of slots"
             )
+
+    def budget_of_share(self, share: float, tokens: int) -> float:
+        """Returns the share, which is the paper's rate."""
+        return share
 
     def halvings(self, candidates: int) -> int:
         """Returns how often `candidates` tokens between sinks and recent ones are halved."""

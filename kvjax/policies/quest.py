@@ -58,7 +58,7 @@ class Quest(Policy[QuestState]):
     """Keeps every token in pages of 16; a query reads the max(3, budget // 16) pages with the highest bounds.
 
     The bound of a page is an upper bound of its logits: sum_d max(q_d min_d, q_d max_d) over the coordinates' minima
-    and maxima. The paper does not compress the first two layers: use `FirstLayers(2, Quest(budget))`.
+    and maxima. The paper does not compress the first two layers: use `FirstLayers(2, Quest(budget), Exact())`.
 
     Attributes:
         budget: tokens that a query head reads, in full pages; the page that is not full is read in addition.

@@ -11,3 +11,4 @@ from kvjax_models.generation.prefix import Prefix as Prefix
 from kvjax_models.generation.sampling import Sampling as Sampling
 from kvjax_models.language_model import LanguageModel as LanguageModel
 from kvjax_models.language_model import load as load
+from kvjax_models.usage import Usage as Usage

@@ -19,6 +19,7 @@ from kvjax.top_k_policy import TopKPolicy
 from kvjax_models import atomic_io
 from kvjax_models.generation.prefill import prefill_layers
 from kvjax_models.model.llama import Llama
+from kvjax_models.sharding import mesh_of
 from kvjax_models.user_cache import user_cache_directory
 
 FRACTIONS = (0.03125, 0.0625, 0.125, 0.25, 0.375, 0.5, 0.75)  # of the tokens that are kept
@@ -64,10 +65,12 @@ def calibrate(model: Llama, tokens: Sequence[int], policy: TopKPolicy | None = N
         The factors. Layers with a sliding window, which have no budget, get 1.
 
     Raises:
-        ValueError: if there are too few tokens, or all layers have a sliding window.
+        ValueError: if there are too few tokens, all layers have a sliding window, or the model is on a mesh.
     """
     if len(tokens) < MIN_TOKENS:
         raise ValueError(f"tokens has {len(tokens)} token ids; calibration needs at least {MIN_TOKENS}")
+    if mesh_of(model) is not None:
+        raise ValueError("calibration needs a model on a single device; load it without a mesh")
     if policy is None:
         policy = KVzip(budget=len(tokens))
     full = [number for number in range(model.config.layers) if model.config.window(number) is None]
@@ -100,18 +103,33 @@ def _layer_scores(model: Llama, tokens: Sequence[int], policy: TopKPolicy) -> It
     padded, lengths = np.asarray([tokens], np.int32), jnp.array([count])
     needs, layers = policy.requires, model.config.layers
     num_queries = [needs.num_prompt_queries(count)] * layers
-    score = functools.partial(_score, policy)
+    score = functools.partial(_score, policy, model.config.attention_logit_cap)
     for layer in prefill_layers(model, padded, lengths, count, num_queries, needs.repetition):
         yield np.asarray(
             score(layer.keys, layer.values, lengths, layer.queries, layer.sink_logits, layer.repeated)[0, :, :count]
         )
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _score(policy: TopKPolicy, keys: Array, values: Array, lengths: Array, queries, sink_logits, repeated) -> Array:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _score(
+    policy: TopKPolicy,
+    logit_cap: float | None,
+    keys: Array,
+    values: Array,
+    lengths: Array,
+    queries,
+    sink_logits,
+    repeated,
+) -> Array:
     """Returns the scores [B, H_kv, T] of keys and values [B, T, H_kv, D]."""
     prompt = Prompt(
-        keys.swapaxes(1, 2), values.swapaxes(1, 2), lengths, queries, sink_logits=sink_logits, repeated=repeated
+        keys.swapaxes(1, 2),
+        values.swapaxes(1, 2),
+        lengths,
+        queries,
+        sink_logits=sink_logits,
+        repeated=repeated,
+        logit_cap=logit_cap,
     )
     return policy.score(prompt)
 

@@ -17,6 +17,7 @@ from kvjax.budget import Budget
 from kvjax.quantization import KVDtype
 from kvjax.registry import AnyPolicy, resolve_policy
 from kvjax_models import compile_cache, formats, known_models
+from kvjax_models.formats.checkpoint import LoadOptions
 from kvjax_models.formats.tokenizer import Streamer, Tokenizer
 from kvjax_models.generation.auto_policy import resolve_auto
 from kvjax_models.generation.batching import Request, parse_batch_size
@@ -27,6 +28,9 @@ from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.generation.state import cache_specs
 from kvjax_models.model.llama import Llama
+from kvjax_models.model.quantized import WeightDtype
+from kvjax_models.stopwatch import Stopwatch
+from kvjax_models.usage import Usage, cache_sizes
 
 Message = Mapping[str, str]  # {"role": "user", "content": "..."}
 Prompt = str | Sequence[Message]  # a text to continue, or a conversation to answer
@@ -70,7 +74,8 @@ class LanguageModel:
         seed: int = 0,
         allow_beyond_context: bool = False,
         kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
-    ) -> str | list[str]:
+        return_usage: bool = False,
+    ) -> str | list[str] | tuple[str | list[str], Usage]:
         """Continues one text or a batch of texts, or answers conversations.
 
         Invalid policies, budgets and empty prompts raise a ValueError; prompts of other types a TypeError.
@@ -90,9 +95,10 @@ class LanguageModel:
             allow_beyond_context: whether sequences may exceed the model's context length; see `Generator`.
             kv_dtype: quantization format of the cache: "int8", "fp8", "int4", "int3", "int2", a pair for keys and
                 values, or "bfloat16"; the dtype of the model by default.
+            return_usage: whether to return the tokens, seconds and bytes, too.
 
         Returns:
-            The new text, or a list with one text per prompt.
+            The new text, or a list with one text per prompt; with `return_usage` a pair of it and a `Usage`.
         """
         is_single = _is_prompt(prompt)
         prompts = [self.encode(one) for one in _as_prompts([prompt] if is_single else prompt)]
@@ -106,9 +112,23 @@ class LanguageModel:
             allow_beyond_context=allow_beyond_context,
             kv_dtype=kv_dtype,
         )
-        rows, _ = generator.decode_all(generator.prefill(generator.init_state(seed), prompts), max_new_tokens)
+        prefill = Stopwatch()
+        state = generator.prefill(generator.init_state(seed), prompts)
+        prefill_seconds, decode = prefill.seconds, Stopwatch()
+        rows, state = generator.decode_all(state, max_new_tokens, compact_last=False)
+        decode_seconds = decode.seconds
         texts = [self.tokenizer.decode(row) for row in rows]
-        return texts[0] if is_single else texts
+        result = texts[0] if is_single else texts
+        if not return_usage:
+            return result
+        return result, Usage(
+            prompt_tokens=sum(map(len, prompts)),
+            new_tokens=sum(map(len, rows)),
+            prefill_seconds=prefill_seconds,
+            decode_seconds=decode_seconds,
+            compile_seconds=prefill.compile_seconds,
+            **cache_sizes(generator, state),
+        )
 
     def stream(
         self,
@@ -151,7 +171,7 @@ class LanguageModel:
         )
         state = generator.prefill(generator.init_state(seed), [tokens])
         streamer = Streamer(self.tokenizer, context=tokens)
-        for new_state, block in generator.decode(state, max_new_tokens, stream_interval):
+        for new_state, block in generator.decode(state, max_new_tokens, stream_interval, compact_last=False):
             state = new_state
             if text := "".join(map(streamer.push, block[0].tolist())):
                 yield text
@@ -451,14 +471,23 @@ def _as_prompts(prompts: Any) -> Iterable[Prompt]:
     return prompts
 
 
-def load(name: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None) -> LanguageModel:
+def load(
+    name: str | os.PathLike,
+    dtype: jax.typing.DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    *,
+    weight_dtype: WeightDtype | None = None,
+) -> LanguageModel:
     """Loads a model and its tokenizer; enables JAX's cache of compiled programs (see `compile_cache`).
 
     Args:
         name: a Hugging Face directory, a GGUF file, a known model ("smollm2-135m", see `known_models`), or the name of
             a model on the hub ("Qwen/Qwen3-0.6B"), which is downloaded once.
-        dtype: dtype of parameters and activations; by default the dtype of the checkpoint, float32 if it is quantized.
+        dtype: dtype of parameters and activations. By default float32 on CPUs, which compute it faster than 16 bits;
+            elsewhere the dtype of the checkpoint, float32 if it is quantized.
         mesh: mesh to shard the model on (see `kvjax.make_mesh`); a single device by default.
+        weight_dtype: "int8" stores the embedding and all kernels in int8 with one scale per output channel, a quarter
+            of the bytes of float32; activations keep `dtype`. Needs a single device.
 
     Returns:
         The model and its tokenizer.
@@ -469,7 +498,9 @@ def load(name: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mes
     """
     path = resolve_path(name)
     compile_cache.enable_persistent_cache()
-    model, tokenizer = formats.load(path, dtype, mesh)
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    options = LoadOptions(dtype, widen=device.platform == "cpu", weight_dtype=weight_dtype, mesh=mesh)
+    model, tokenizer = formats.load(path, options=options)
     try:
         return LanguageModel(model, tokenizer)
     except ValueError as error:

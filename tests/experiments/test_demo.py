@@ -1,10 +1,9 @@
-"""The demo: its text, and the entire command on the small checkpoint of the repository."""
+"""The demo: its text, and the entire command on a tiny model."""
 
 import numpy as np
 
 from experiments import demo
-from experiments.common import settings
-from experiments.common.options import LANGUAGE_CHECKPOINT
+from tests.models import tiny
 
 
 def test_the_text_contains_every_fact_once():
@@ -23,19 +22,10 @@ def test_answers_are_compared_as_words():
 
 
 def test_the_demo_answers_and_draws(tmp_path, monkeypatch, capsys):
-    """A short text, and a model without a chat template, to which a plain one is given."""
     monkeypatch.setattr(demo, "DEMO", demo.DEMO[:2])
-    monkeypatch.setattr(demo, "make_text", lambda answers: "The record. " * 30)
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    load = demo.load
-
-    def load_with_template(name):
-        llm = load(name)
-        tokenizer = demo.dataclasses.replace(llm.tokenizer, chat_template=template)
-        return demo.dataclasses.replace(llm, tokenizer=tokenizer)
-
-    monkeypatch.setattr(demo, "load", load_with_template)
-    demo.main(demo.Demo(model=str(settings.model_directory(LANGUAGE_CHECKPOINT)), output_dir=str(tmp_path)))
+    monkeypatch.setattr(demo, "make_text", lambda answers: "The record. " * 60)
+    monkeypatch.setattr(demo, "load", lambda name: tiny.make_llm(tiny.TEMPLATE))
+    demo.main(demo.Demo(model="tiny", output_dir=str(tmp_path)))
     shown = capsys.readouterr().out
-    assert "full cache" in shown and "KVzip, int8" in shown and "of 12" in shown
+    assert "full cache" in shown and "auto, 25%" in shown and "of 12" in shown
     assert (tmp_path / "demo.png").stat().st_size > 3_000

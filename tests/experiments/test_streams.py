@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.common import settings, streams
-from experiments.common.options import Run
-from experiments.common.tasks import line_retrieval as task
+from experiments.common import streams
+from tests.models import tiny
 
 TOKENS, QUERIES, DIM = 2048, 40, 128
 
@@ -137,31 +136,19 @@ def test_prompt_queries_have_the_distribution_of_queries(name):
 
 
 def test_recorded_streams_equal_the_model_s_projections():
-    model, tokenizer = settings.load_model(Run())
-    layers = list(streams.recorded(model, tokenizer, [5, 6], tokens=200, queries=24, prompt_queries=True))
+    llm = tiny.make_llm()
+    prompts = streams.text_prompts(llm.tokenizer, "docs", [5, 6], 224, None)
+    assert [len(prompt) for prompt in prompts] == [224, 224] and prompts[0] != prompts[1]
+    layers = list(streams.recorded(llm.model, prompts, 24, prompt_queries=True))
     assert [number for number, _ in layers] == [0, 1]
-
-    def make(rng):
-        return task.generate_for_tokens(rng, lambda text: len(tokenizer.encode(text)), 224)
-
-    [document] = task.documents(task.EVALUATION_SEED + 6, 1, make)
-    prompt = tokenizer.encode(document.context + document.question)
-    cos, sin = model.rotation(jnp.arange(len(prompt))[None])
-    x = model.embed(jnp.asarray(prompt)[None])
-    for (_, found), layer in zip(layers, model.layers, strict=True):
+    cos, sin = llm.model.rotation(jnp.arange(224)[None])
+    x = llm.model.embed(jnp.asarray(prompts[1])[None])
+    for (_, found), layer in zip(layers, llm.model.layers, strict=True):
         query, key, value = layer.project(x, cos, sin)
-        for computed, expected in zip(
-            _parts(found), (key[0, :200], value[0, :200], query[0, len(prompt) - 24 :]), strict=True
-        ):
+        for computed, expected in zip(_parts(found), (key[0, :200], value[0, :200], query[0, 200:]), strict=True):
             np.testing.assert_allclose(computed[1], expected, atol=2e-4)
         np.testing.assert_allclose(found.prompt_queries[1], query[0, :200], atol=2e-4)
         x = layer.finish(x, jax.nn.dot_product_attention(query, key, value, is_causal=True))
-
-
-def test_recorded_streams_fit_the_model():
-    model, tokenizer = settings.load_model(Run())
-    with pytest.raises(ValueError, match="9064 tokens are more than the 5378"):
-        next(streams.recorded(model, tokenizer, [0], tokens=9000, queries=64))
 
 
 def test_exact_attention_groups_queries_by_kv_head():

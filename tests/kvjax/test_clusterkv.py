@@ -11,7 +11,8 @@ import pytest
 import scipy.special
 
 import kvjax
-from kvjax.budget import row_bytes
+from kvjax.budget import row_bytes, row_read_bytes
+from kvjax.registry import resolve_policy
 from kvjax.segment import BlockStoreRead
 from kvjax.stores.staging import Tokens
 from tests.kvjax.support import each, make_spec, row_keys
@@ -168,12 +169,10 @@ def test_clusters_do_not_depend_on_the_padding_of_prompts(padded):
 def cut_clusters(clusters, order, policy):
     """Returns the tokens that are read of each cluster, in order.
 
-    A query reads up to the budget, in at most the blocks that clusters of average size need (8 tokens of a chunk, or
-    7 of a prompt of 142 tokens in 18 clusters).
+    A query reads up to the budget, in at most the blocks that clusters of average size need (8 tokens of a chunk).
     """
     tokens, block_size = policy.budget - SINKS - RECENT, policy.block_size
-    average = 7 if isinstance(policy, kvjax.ClusterKV) else 8
-    blocks = -(-tokens // block_size) - (-tokens // average) if policy.budget < 400 else 10**6
+    blocks = -(-tokens // block_size) - (-tokens // 8) if policy.budget < 400 else 10**6
     parts = []
     for cluster in order:
         parts.append(clusters[cluster][: min(tokens, block_size * blocks)])
@@ -310,6 +309,18 @@ def test_first_layers_have_the_bytes_of_a_full_cache():
     assert row_bytes(policy, spec) == row_bytes(kvjax.Exact(), spec)
     assert row_bytes(policy, dataclasses.replace(spec, layer=1)) == row_bytes(kvjax.Quest(40), spec)
     assert policy.is_retrieval
+
+
+@pytest.mark.parametrize("text", ["clusterkv@25%", "clusterkv:host_steps=1@25%", "clusterkv:full_layers=0@25%"])
+def test_a_budget_in_percent_counts_the_tokens_that_a_query_head_reads(text):
+    spec = dataclasses.replace(SPEC, layer=3, layers=4)
+    policy = resolve_policy(text, None, spec, 400).for_layer(spec)
+    assert getattr(policy, "policy", policy).budget == 100
+    assert resolve_policy(kvjax.ClusterKV, "1%", spec, 400).budget == 16  # the sinks
+    assert resolve_policy("clusterkv:layer_budget_scale=(1,1,2,2)@25%", None, spec, 400).for_layer(spec).budget == 200
+    in_bytes = resolve_policy("clusterkv:full_layers=0@200KiB", None, spec, 400)
+    larger = dataclasses.replace(in_bytes, budget=in_bytes.budget + 16)
+    assert row_read_bytes(in_bytes, spec) <= 50 * 1024 < row_read_bytes(larger, spec)
 
 
 @pytest.mark.parametrize(

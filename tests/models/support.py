@@ -14,7 +14,6 @@ import jax
 from kvjax_models.model.config import LlamaConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
-CHECKPOINTS = ROOT / "models" / "checkpoints"
 GOLDEN = ROOT / "tests" / "golden" / "transformers"
 
 
@@ -33,7 +32,8 @@ def compile_counts(functions, expected):
     """Asserts how many programs of each jitted function the body compiles."""
     before = [function._cache_size() for function in functions]
     yield
-    assert [function._cache_size() - size for function, size in zip(functions, before, strict=True)] == expected
+    counts = [function._cache_size() - size for function, size in zip(functions, before, strict=True)]
+    assert counts == expected, (counts, expected)
 
 
 def start_python(code, *arguments, **options):

@@ -10,7 +10,7 @@ from flax import nnx
 import kvjax
 from kvjax_models.generation import batching, prefill
 from kvjax_models.generation.batching import Request, run_requests
-from kvjax_models.generation.decode import decode_block
+from kvjax_models.generation.decode import decode_program
 from kvjax_models.generation.sampling import Sampling
 from tests.kvjax.support import each
 from tests.models import test_generate
@@ -119,7 +119,7 @@ def test_end_of_text_tokens_and_the_caller_finish_requests():
 
 def test_prompts_of_all_lengths_share_programs():
     generator = make_generator(batch=2, max_prompt_tokens=80, max_new_tokens=16, prefill_chunk=8)
-    functions = [decode_block, prefill.prefill_layer, prefill.prefill_cache, batching._insert_row]
+    functions = [decode_program, prefill.prefill_layer, prefill.prefill_cache, batching._insert_row]
     # Prompts are padded to 5 lengths from 16 to 80, although chunks have 8 tokens; equal layers share programs.
     with compile_counts(functions, [1, 5, 5, 1]):
         complete(generator, [Request([1] * length, 2) for length in range(1, 81, 5)])

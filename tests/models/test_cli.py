@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from experiments.common import settings
-from experiments.common.options import LINES_CHECKPOINT, Run
-from experiments.common.tasks import line_retrieval as task
 from kvjax.registry import POLICIES
-from kvjax_models import cli
+from kvjax_models import cli, load
+from tests.models import tiny
 
-MODEL = f"--model={settings.model_directory(LINES_CHECKPOINT)}"
+MODEL = f"--model={tiny.directory()}"
+CONTEXT = "Read the record.\n" + "".join(f"line {number}: the code is {7 * number}\n" for number in range(16))
+QUESTION = "\nWhich code is in line 3?"
 
 
 @pytest.fixture
@@ -32,23 +32,31 @@ def kvjax(capsys, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def document():
-    """A document of about 500 tokens with its question and answer."""
-    _, tokenizer = settings.load_model(Run())
-    [document] = task.documents(
-        7, 1, lambda rng: task.generate_for_tokens(rng, lambda text: len(tokenizer.encode(text)), 500)
-    )
-    return document
+def answer():
+    """The greedy continuation of context and question with the full cache, 8 tokens."""
+    return load(tiny.directory()).generate(CONTEXT + QUESTION, max_new_tokens=8)
 
 
-def test_generate_from_a_file_a_pipe_and_an_option(kvjax, document, tmp_path):
-    text = document.context + document.question
+def test_generate_from_a_file_a_pipe_and_an_option(kvjax, answer, tmp_path):
+    text = CONTEXT + QUESTION
     (tmp_path / "prompt.txt").write_text(text)
     options = ("generate", MODEL, "--max_new_tokens", "8")
     policy = ("--policy=uniform:recent=16", "--budget=90%")
     assert "of the full cache" in kvjax(*options, *policy, f"--prompt_file={tmp_path / 'prompt.txt'}").err
     for prompt in (("--prompt_file", "-"), ("--prompt", text, "--dtype=bfloat16")):
-        assert task.parse_answer(kvjax(*options, *prompt, stdin=text).out) == document.answer
+        output = kvjax(*options, *prompt, stdin=text).out
+        assert output.strip() == answer.strip() or "bfloat16" in prompt[-1]
+
+
+def test_progress_and_summary(kvjax, monkeypatch):
+    options = ("generate", MODEL, "--max_new_tokens=3", "--prompt=Read the record.")
+    plain = kvjax(*options)
+    assert "reading" not in plain.err and " tokens/s, " in plain.err and " s of compilation;" in plain.err
+    assert kvjax(*options, "--quiet").err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    shown = kvjax(*options)
+    assert shown.out == plain.out and "compiling, then reading " in shown.err and "step 2" in shown.err
+    assert kvjax(*options, "--quiet").err == ""
 
 
 def test_generate_resumes_from_its_newest_save(kvjax, tmp_path):
@@ -67,21 +75,21 @@ def test_generate_resumes_from_its_newest_save(kvjax, tmp_path):
         kvjax(*options)
 
 
-def test_generate_continues_a_saved_prefix(kvjax, document, tmp_path):
+def test_generate_continues_a_saved_prefix(kvjax, answer, tmp_path):
     context, question, prefix = tmp_path / "context.txt", tmp_path / "question.txt", tmp_path / "prefix"
-    context.write_text(document.context)
-    question.write_text(document.question)
+    context.write_text(CONTEXT)
+    question.write_text(QUESTION)
     kvjax("generate", MODEL, f"--prompt_file={context}", "--max_new_tokens=64", f"--save_prefix={prefix}")
     with pytest.raises(SystemExit, match="already has saves of step 0"):
         kvjax("generate", MODEL, "--prompt=another text", f"--save_prefix={prefix}")
     questions = [f"--prompt_file={question}"] * 2
     output = kvjax("generate", MODEL, f"--prefix={prefix}", *questions, "--max_new_tokens=8").out
     answers = output.split(f"== {question}\n")[1:]
-    assert [task.parse_answer(answer) for answer in answers] == [document.answer] * 2
+    assert [text.strip() for text in answers] == [answer.strip()] * 2
 
 
-def test_generate_completes_a_file_of_prompts_and_resumes(kvjax, document, tmp_path):
-    text, output = document.context + document.question, tmp_path / "out" / "texts.jsonl"
+def test_generate_completes_a_file_of_prompts_and_resumes(kvjax, answer, tmp_path):
+    text, output = CONTEXT + QUESTION, tmp_path / "out" / "texts.jsonl"
     lines = [text, {"id": "short", "prompt": "Read the record.", "max_new_tokens": 3}, {"prompt": text[:200]}]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     options = (
@@ -92,7 +100,7 @@ def test_generate_completes_a_file_of_prompts_and_resumes(kvjax, document, tmp_p
     completed = output.read_text()
     rows = [json.loads(line) for line in completed.splitlines()]
     assert [row["number"] for row in rows] == [0, 1, 2] and [row.get("id") for row in rows] == [None, "short", None]
-    assert task.parse_answer(rows[0]["text"]) == document.answer
+    assert rows[0]["text"] == answer
     assert rows[1]["new_tokens"] == 3 and rows[1]["finish_reason"] == "length"
     with pytest.raises(SystemExit, match="texts.jsonl exists; continue it with --resume"):
         kvjax(*options)
@@ -192,6 +200,11 @@ def test_policies_lists_all_policies_and_settings(kvjax):
             ("generate", MODEL, "--prompt=x", "--policy=uniform", "--budget=250%"),
             "kvjax: budget=250% exceeds the full cache; pass at most",
         ),
+        (
+            ("bench", MODEL, "--policy=uniform@50%", "--budget=25%"),
+            "kvjax: --policy=uniform@50% has a budget; remove it or --budget=25%",
+        ),
+        (("bench", MODEL, "--policy=exact", "--budget=25%"), "kvjax: --budget=25% has no effect on --policy=exact"),
         (("bench", MODEL, "--budget=0%"), "kvjax: budget=0% is an empty cache; pass more than 0"),
         (
             ("bench", MODEL, "--budget=0.25"),

@@ -1,5 +1,6 @@
-"""The persistent compilation cache, with the environment variables of users."""
+"""The persistent compilation cache and the time of compilation, with the environment variables of users."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -7,11 +8,13 @@ import sys
 import time
 
 import filelock
+import jax
+import jax.numpy as jnp
 import pytest
 
-from experiments.common import settings
-from experiments.common.options import LINES_CHECKPOINT
 from kvjax_models import compile_cache
+from kvjax_models.stopwatch import Stopwatch
+from tests.models import tiny
 
 PROGRAM = f"""
 import collections, json, sys
@@ -20,7 +23,7 @@ events = collections.Counter()
 jax.monitoring.register_event_listener(lambda name, **_: events.update([name]))
 jax.jit(lambda x: x + 1)(1.0)  # JAX is used before a model is loaded
 from kvjax_models import load
-llm = load({str(settings.model_directory(LINES_CHECKPOINT))!r})
+llm = load({str(tiny.directory())!r})
 text = llm.generate("Read the record.", max_new_tokens=4)
 counts = {{key: events[f"/jax/compilation_cache/cache_{{key}}"] for key in ("hits", "misses")}}
 print(json.dumps(counts | {{"text": text, "directory": jax.config.jax_compilation_cache_dir}}))
@@ -102,3 +105,16 @@ def test_incomplete_entries_are_removed_unless_the_cache_is_locked(configured, t
         assert time.perf_counter() - start < 5 and (directory / "b-cache").exists()
     compile_cache.enable_persistent_cache()
     assert {path.name for path in directory.iterdir()} - {".lockfile"} == {"a-cache", "a-atime"}
+
+
+def test_stopwatch_separates_compilation():
+    stopwatch = Stopwatch()
+    begin = time.perf_counter()
+    inner = jax.jit(lambda x: jnp.sin(x) + 1)
+    jax.jit(lambda x: inner(x) * inner(x + 1))(jnp.arange(7.0)).block_until_ready()
+    assert 0 < stopwatch.compile_seconds <= time.perf_counter() - begin
+    compiled = stopwatch.compile_seconds
+    time.sleep(0.05)
+    assert stopwatch.compile_seconds == compiled and stopwatch.seconds > 0.05
+    timer = stopwatch._timer  # nested events are not counted twice
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(timer._intervals[-20:]))

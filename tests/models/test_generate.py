@@ -11,10 +11,10 @@ from flax import nnx
 
 import kvjax
 from experiments.common.compiled import large_outputs
-from experiments.common.together import prefill_together
+from experiments.common.prefill import prefill_together
 from kvjax.state import map_fields
-from kvjax_models.generation import lowering, prefill
-from kvjax_models.generation.decode import NO_TOKEN, decode_block
+from kvjax_models.generation import decode, lowering, prefill
+from kvjax_models.generation.decode import NO_TOKEN, decode_program
 from kvjax_models.generation.generator import Generator, generate
 from kvjax_models.generation.rows import extend_rows
 from kvjax_models.generation.sampling import Sampling
@@ -218,7 +218,7 @@ def test_sampled_rows_do_not_depend_on_the_batch(name):
 
 
 def test_each_layer_may_have_its_own_policy():
-    policies = [EXACT, POLICIES["uniform"], POLICIES["subgen_mean"]]
+    policies = [EXACT, POLICIES["uniform"], POLICIES["clustergen"]]
     generator = make_generator(policies)
     # The layer with a sliding window caches its window.
     assert generator.policies == (EXACT, kvjax.SlidingWindow(20, compact_every=PERIOD), policies[2])
@@ -235,7 +235,7 @@ def test_generators_with_equal_policies_share_programs():
     sizes = []
     for generator in generators:
         generator.decode_all(start(generator), 3)
-        sizes.append(decode_block._cache_size())
+        sizes.append(decode_program._cache_size())
     assert sizes[0] == sizes[1]
 
 
@@ -250,8 +250,8 @@ def test_one_prefill_for_several_policies():
 @pytest.mark.parametrize(
     "make_others, message",
     [
-        (lambda: [named_generator("exact"), make_generator(EXACT, random_model())], "one and the same model"),
-        (lambda: [streaming("exact"), named_generator("exact")], "prefill_together reads exactly"),
+        (lambda: [named_generator("exact"), make_generator(EXACT, random_model())], "generators of one model"),
+        (lambda: [streaming("exact"), named_generator("exact")], "got a streaming generator"),
     ],
 )
 def test_prefill_together_refuses(make_others, message):
@@ -325,12 +325,56 @@ def test_decoding_compiles_once_and_allocates_nothing():
     generator = make_generator(
         POLICIES["uniform"], random_model((None, None)), batch=2, max_prompt_tokens=40, max_new_tokens=256
     )
-    with compile_counts([decode_block, compact_layer, prefill.prefill_cache, prefill.prefill_layer], [1] * 4):
+    with compile_counts([decode_program, compact_layer, prefill.prefill_cache, prefill.prefill_layer], [1] * 4):
         state, buffers = start(generator, random_tokens(3, 40, 9)), []
         for _ in generator.decode(state, 256):
             buffers.append(count_live_arrays())
     assert len(buffers) == 256 // PERIOD
     assert len(set(buffers[1:])) == 1, buffers
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_layer_by_layer_equals_one_program(name, monkeypatch):
+    def two_turns():
+        generator = named_generator(name)
+        first, state = generator.decode_all(start(generator), 20)
+        state = generator.prefill(state, TURN)
+        state, log_probs = generator.score(state, TURN)
+        second, state = generator.decode_all(state, 18)
+        return first + second, log_probs, state
+
+    expected_tokens, expected_log_probs, expected_state = two_turns()
+    monkeypatch.setattr(decode, "MIN_LAYERS", 1)
+    programs = [decode_program, decode.append_program, decode.score_program, decode.step_layer]
+    decode.step_layer.clear_cache()
+    # One program per kind of layer (full attention, window), and per length of a block (1 token, PERIOD tokens).
+    with compile_counts(programs, [0, 0, 0, 4]):
+        tokens, log_probs, state = two_turns()
+    assert tokens == expected_tokens
+    for row, expected in zip(log_probs, expected_log_probs, strict=True):
+        np.testing.assert_allclose(row, expected, atol=1e-4)
+    np.testing.assert_array_equal(state.positions, expected_state.positions)
+    for cache, other in zip(state.layers, expected_state.layers, strict=True):
+        assert jax.tree.map(jnp.shape, cache) == jax.tree.map(jnp.shape, other)
+
+
+def test_finished_rows_end_a_block_that_runs_layer_by_layer(monkeypatch):
+    unlimited, _ = named_generator("exact").decode_all(start(named_generator("exact")), 20)
+    eos = unlimited[1][5]
+    monkeypatch.setattr(decode, "MIN_LAYERS", 1)
+    generator = make_generator(EXACT, eos=(eos,))
+    rows, state = generator.decode_all(start(generator), 20)
+    assert rows == [row[: row.index(eos) + 1] if eos in row else row for row in unlimited]
+    finished = np.asarray([eos in row for row in unlimited])
+    np.testing.assert_array_equal(state.done, finished)
+
+
+def test_the_last_block_may_stay_uncompacted():
+    generator = named_generator("uniform")
+    rows, settled = generator.decode_all(start(generator), 20)
+    same, staged = generator.decode_all(start(generator), 20, compact_last=False)
+    assert same == rows
+    assert (int(settled.counters.offset), int(staged.counters.offset)) == (0, 20 - PERIOD)
 
 
 LONG = 8192  # slots; a cache is far larger than all other arrays of the program

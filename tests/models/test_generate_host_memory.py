@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax_models.generation.decode import append_block, decode_block
+from kvjax_models.generation.decode import append_program, decode_program
 from kvjax_models.generation.state import compact_layer
 from tests.models.support import compile_counts
 from tests.models.test_generate import PERIOD, PROMPTS, TURN, make_generator, random_model
 
 DEVICE = kvjax.ClusterKV(24, sinks=2, full_layers=0, chunk_tokens=16, chunk_clusters=2, compact_every=PERIOD)
-PROGRAMS = [append_block, decode_block, compact_layer]
+PROGRAMS = [append_program, decode_program, compact_layer]
 
 
 def two_turns(policy, streaming=False):

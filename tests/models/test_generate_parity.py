@@ -8,16 +8,12 @@ import pytest
 
 import kvjax
 import kvjax_models
-from experiments.common.tasks import line_retrieval
 from kvjax_models.formats import huggingface
-from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
 from kvjax_models.generation.generator import generate
-from tests.models import families
-from tests.models.support import CHECKPOINTS as DIRECTORY
+from tests.models import families, tiny
 from tests.models.support import GOLDEN
 
 NEW_TOKENS = 64
-CHECKPOINTS = sorted(DIRECTORY.iterdir())
 
 
 def generate_greedily(directory, prompts):
@@ -55,7 +51,7 @@ def test_text_from_a_directory_of_transformers(family, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     families.write(family.but(family.name, vocab_size=4096, max_position_embeddings=512, eos_token_id=4095), tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DIRECTORY / "kvjax-lm-2k" / name, tmp_path)
+        shutil.copy(tiny.directory() / name, tmp_path)
     text = "".join(f"line {number}: the code is {7 * number}\n" for number in range(20))
     llm = kvjax_models.load(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
@@ -65,22 +61,3 @@ def test_text_from_a_directory_of_transformers(family, tmp_path):
         expected = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
     assert llm.generate(text, max_new_tokens=24) == llm.tokenizer.decode(expected) != ""
     assert llm.generate(text, policy="subgen:recent=16,compact_every=8", budget="25%", max_new_tokens=24)
-
-
-@pytest.mark.parametrize("directory", CHECKPOINTS, ids=lambda directory: directory.name)
-def test_checkpoints_answer_as_in_transformers(directory):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    model, tokenizer = transformers.AutoModelForCausalLM.from_pretrained(directory), load_tokenizer(directory)
-    kvjax_model, num_correct = huggingface.load_model(directory, jnp.float32), 0
-    for seed in range(20):
-        document = line_retrieval.generate_for_tokens(
-            np.random.default_rng(seed), lambda text: len(tokenizer.encode(text)), 1000
-        )
-        prompt = tokenizer.encode(document.context + document.question)
-        with torch.no_grad():
-            options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-            expected = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
-        rows, _ = generate(kvjax_model, kvjax.Exact(), [prompt], max_new_tokens=8, eos=tokenizer.eos_ids)
-        assert rows[0] == expected[: len(rows[0])]
-        num_correct += line_retrieval.parse_answer(tokenizer.decode(rows[0])) == document.answer
-    assert num_correct >= 17

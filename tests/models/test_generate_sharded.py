@@ -31,7 +31,8 @@ from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
 from kvjax_models.sharding import mesh_of, parameter_shardings, shard_model
 from tests.kvjax import support
-from tests.models.support import CHECKPOINTS, GOLDEN, ROOT, start_python
+from tests.models import tiny
+from tests.models.support import GOLDEN, ROOT, start_python
 
 DEVICES = 8
 needs_devices = pytest.mark.skipif(jax.device_count() < DEVICES, reason="needs eight devices")
@@ -51,7 +52,7 @@ POLICIES = {
         (kvjax.Exact(compact_every=4),) * 2 + (kvjax.Uniform(10, sinks=2, recent=4, compact_every=4),) * 2
     ),
 }
-CHECKPOINT = CHECKPOINTS / "line-retrieval-2l-4k"
+CHECKPOINT = tiny.directory()
 
 
 @functools.cache

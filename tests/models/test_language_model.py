@@ -8,20 +8,16 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax_models import language_model, load
+from kvjax_models import formats, language_model, load
 from kvjax_models.cli.chat import Chat, Conversation
 from kvjax_models.formats import huggingface
 from kvjax_models.generation import completions
 from kvjax_models.generation.generator import generate
 from kvjax_models.generation.sampling import Sampling
-from tests.models.support import CHECKPOINTS
+from tests.models import tiny
 
-DIRECTORY = CHECKPOINTS / "kvjax-lm-2k"
+DIRECTORY = tiny.directory()
 TEXT = "The quick brown fox jumps over the lazy dog. " * 12
-TEMPLATE = (
-    "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant] {% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +32,21 @@ def test_text_equals_the_generators_tokens(llm):
     expected = [llm.tokenizer.decode(row) for row in rows]
     for arguments in ((policy,), ("uniform:recent=32", 128), ("uniform:recent=32@128",)):
         assert llm.generate([TEXT, TEXT[9:]], *arguments, max_new_tokens=12) == expected
+
+
+def test_usage_counts_tokens_seconds_and_bytes(llm):
+    text, usage = llm.generate(TEXT, "uniform:recent=16", 64, max_new_tokens=12, return_usage=True)
+    assert text == llm.generate(TEXT, "uniform:recent=16", 64, max_new_tokens=12)
+    prompt = llm.encode(TEXT)
+    assert (usage.prompt_tokens, usage.new_tokens) == (len(prompt), 12)
+    config = llm.model.config
+    token_bytes = 2 * config.layers * config.kv_heads * config.head_dim * 4  # float32
+    assert usage.full_cache_bytes == token_bytes // 2 * (len(prompt) + 12)  # bfloat16
+    assert all(token_bytes * 64 < size < token_bytes * 150 for size in (usage.read_bytes, usage.cache_bytes))
+    assert usage.host_bytes == 0 and usage.prefill_seconds > 0 and usage.compile_seconds >= 0
+    assert usage.tokens_per_second == 12 / usage.decode_seconds
+    texts, both = llm.generate([TEXT, TEXT[9:]], max_new_tokens=2, return_usage=True)
+    assert len(texts) == 2 and both.new_tokens == 4 and both.prompt_tokens > usage.prompt_tokens
 
 
 def test_streamed_text_does_not_depend_on_the_interval(llm):
@@ -62,7 +73,7 @@ def test_many_prompts_equal_single_prompts_in_order(llm):
     assert expected == results[4].text == llm.tokenizer.decode(results[4].tokens)
     # From an iterator, with a maximum length and a stop string.
     stop = results[0].text[3:6]
-    stopped = list(llm.generate_many(iter(prompts), seed=3, max_prompt_tokens=256, stop=[stop], **options))
+    stopped = list(llm.generate_many(iter(prompts), seed=3, max_prompt_tokens=600, stop=[stop], **options))
     assert [completion.text for completion in stopped] == [completion.text.partition(stop)[0] for completion in results]
     assert stopped[0].finish_reason == "stop" and list(llm.generate_many([])) == []
 
@@ -96,7 +107,7 @@ def test_a_relative_budget_is_a_share_of_the_full_cache(llm, policy):
         ("subgen", 0.25, r"budget='0.25' is not a budget; pass slots \(1024\), 25% for this fraction"),
         ("subgen", "a lot", "budget='a lot' is not a budget"),
         ("no_such", 128, "policy 'no_such' is unknown"),
-        ("subgen", "1%", "budget=1% of 7 tokens: "),
+        ("subgen", "1%", "budget=1% of 23 tokens: "),
     ],
 )
 def test_invalid_policies_and_budgets_are_refused(llm, policy, budget, message):
@@ -104,12 +115,13 @@ def test_invalid_policies_and_budgets_are_refused(llm, policy, budget, message):
         llm.generate("Once upon a time", policy, budget, max_new_tokens=6)
 
 
-def test_checkpoints_keep_their_dtype(llm, tmp_path):
+def test_checkpoints_in_bfloat16_are_computed_in_float32_on_cpus(llm, tmp_path):
     huggingface.save_model(tmp_path, llm.model, jnp.bfloat16)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (DIRECTORY / name).exists():
             shutil.copy(DIRECTORY / name, tmp_path)
-    bfloat16, float32 = load(tmp_path), load(tmp_path, jnp.float32)
+    bfloat16, float32 = load(tmp_path, jnp.bfloat16), load(tmp_path)
+    assert formats.load(tmp_path)[0].embedding.param_dtype == jnp.bfloat16
     assert bfloat16.model.embedding.embedding[...].dtype == jnp.bfloat16
     assert bfloat16.generator("exact", max_prompt_tokens=8, max_new_tokens=8).specs[0].dtype == jnp.bfloat16
     kernel = float32.model.layers[0].mlp.gate_up.kernel[...]
@@ -193,7 +205,7 @@ def chat_llm(llm, tmp_path):
     for path in DIRECTORY.iterdir():
         if path.is_file():
             shutil.copy(path, tmp_path)
-    values = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
+    values = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": tiny.TEMPLATE}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
     return load(tmp_path)
 

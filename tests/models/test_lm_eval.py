@@ -6,15 +6,16 @@ import json
 import numpy as np
 import pytest
 
-from experiments.common.tasks import line_retrieval
+from experiments.tasks import longeval
+from experiments.tasks.task import Request
 from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
-from tests.models.support import CHECKPOINTS
+from tests.models import tiny
 
 lm_eval = pytest.importorskip("lm_eval")
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-DIRECTORY = CHECKPOINTS / "kvjax-lm-2k"
+DIRECTORY = tiny.directory()
 NUM_PROBLEMS = 6
 TASKS = {
     "local_answers": {
@@ -47,12 +48,10 @@ def tasks(tmp_path_factory):
     tokenizer = load_tokenizer(DIRECTORY)
     lines = []
     for number in range(NUM_PROBLEMS):
-        document = line_retrieval.generate_for_tokens(
-            np.random.default_rng(number), lambda text: len(tokenizer.encode(text)), 380
-        )
-        choices = [f" {document.answer}", f" {document.answer + 1}", " nothing"]
-        prompt = document.context + document.question
-        lines.append({"prompt": prompt, "answer": str(document.answer), "choices": choices})
+        document = longeval.generate_lines(np.random.default_rng(number), 1, Request(tokenizer, 700))
+        [question] = document.questions
+        choices = [f" {question.answers[0]}", " 1", " nothing"]
+        lines.append({"prompt": document.context + question.text, "answer": question.answers[0], "choices": choices})
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "data.jsonl")}}}
     for name, task in TASKS.items():  # JSON is YAML

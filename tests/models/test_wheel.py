@@ -10,9 +10,10 @@ import zipfile
 
 import pytest
 
-from tests.models.support import CHECKPOINTS, ROOT
+from tests.models import tiny
+from tests.models.support import ROOT
 
-CHECKPOINT = CHECKPOINTS / "kvjax-lm-2k"
+CHECKPOINT = tiny.directory()
 CONSTRAINTS = f"python-3.{11 if sys.version_info[:2] == (3, 11) else 12}.txt"
 README_EXAMPLE = f"""
 import kvjax

@@ -12,7 +12,7 @@ from flax import nnx
 
 import kvjax
 from kvjax_models import compile_cache
-from kvjax_models.generation.decode import decode_block
+from kvjax_models.generation.decode import decode_program
 from kvjax_models.generation.generator import Generator, generate
 from kvjax_models.model.llama import Llama
 from tests.models.support import small_config
@@ -130,12 +130,12 @@ def test_programs_are_freed_near_the_limit_of_memory_maps(monkeypatch):
     if compile_cache.max_memory_maps() is None:
         pytest.skip("this system has no such limit")
     generate(make_model(), EXACT, [[1, 2, 3]], max_new_tokens=2)
-    assert decode_block._cache_size() > 0
+    assert decode_program._cache_size() > 0
     num_maps = compile_cache.num_memory_maps()
     monkeypatch.setattr(compile_cache, "max_memory_maps", lambda: num_maps)
     Generator(make_model(), EXACT, batch=1, max_prompt_tokens=8, max_new_tokens=8)
     gc.collect()
-    assert decode_block._cache_size() == 0 and compile_cache.num_memory_maps() < num_maps
+    assert decode_program._cache_size() == 0 and compile_cache.num_memory_maps() < num_maps
     assert len(generate(make_model(), EXACT, [[1, 2, 3]], max_new_tokens=2)[0][0]) == 2
 
 

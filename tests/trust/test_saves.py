@@ -224,7 +224,7 @@ WRITE_WITHOUT_PERMISSION = """
     import os, pathlib, sys
     from kvjax_models.formats import huggingface
     from kvjax_models.generation.numbered_saves import NumberedSaves
-    from experiments.common.resuming import Finished
+    from experiments.common.rows import RowFile
     from tests.trust.test_saves import make_model, save
     directory = pathlib.Path(sys.argv[1])
     if os.geteuid() == 0:
@@ -234,7 +234,7 @@ WRITE_WITHOUT_PERMISSION = """
         lambda: save(NumberedSaves(directory / "new"), 1),
         lambda: save(NumberedSaves(directory / "saves" / "1" / "digests.json"), 1),
         lambda: huggingface.save_model(directory / "model", make_model(1)),
-        lambda: Finished(directory / "done.jsonl").add({}, 1),
+        lambda: RowFile(directory / "rows.jsonl"),
     ):
         try:
             write()

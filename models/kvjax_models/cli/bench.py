@@ -9,7 +9,7 @@ import numpy as np
 import kvjax
 from kvjax.budget import format_bytes
 from kvjax.registry import PolicyChoice
-from kvjax_models.cli.options import DEFAULT_BUDGET, ModelOptions, read_text, repeatable, write_output
+from kvjax_models.cli.options import ModelOptions, read_text, repeatable, write_output
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import GenerationState, check_seed
 from kvjax_models.language_model import LanguageModel
@@ -20,7 +20,7 @@ class Bench(ModelOptions):
     """Compares memory and speed of policies with the full cache, interleaved in one run."""
 
     policy: list[str] = repeatable("POLICY")  # As for `generate`; repeatable. By default auto.
-    budget: str = DEFAULT_BUDGET  # Slots per KV head (1024), a share of the full cache (25%) or bytes (64MiB).
+    budget: str | None = None  # Slots per KV head (1024), bytes (64MiB), or a share of the full cache; 25% by default.
     context_tokens: int = 4096  # Tokens of the prompt.
     prompt_file: str | None = None  # A text for the prompt, repeated as needed; random tokens by default.
     batch: int = 1  # Batch rows.
@@ -31,14 +31,18 @@ class Bench(ModelOptions):
         """Runs the command.
 
         Raises:
-            ValueError: if a number is invalid.
+            ValueError: if a number is invalid, or no policy takes the budget.
         """
         if min(self.context_tokens, self.batch, self.tokens, self.turns) < 1:
             raise ValueError("--context_tokens, --batch, --tokens and --turns must be at least 1")
         check_seed(self.seed)
-        choices = [PolicyChoice.parse("exact")]
-        choices += [self.parse_policy(text, self.budget) for text in self.policy or ("auto",)]
+        choices = [PolicyChoice.parse("exact"), *map(self._parse, self.policy or ["auto"])]
         write_output(_table(self, measure(self, self.load(), list(dict.fromkeys(choices)))))
+
+    def _parse(self, text: str) -> PolicyChoice:
+        """Returns a policy with the budget, unless it takes none and other policies do."""
+        ignores_budget = "@" in text or not self.parse_policy(text, None).takes_budget
+        return self.parse_policy(text, None if ignores_budget and len(self.policy) > 1 else self.budget)
 
 
 @dataclasses.dataclass

@@ -1,30 +1,27 @@
 """`kvjax calibrate`: measures the layer budgets of a model."""
 
-import copy
 import dataclasses
-import heapq
-import inspect
-import pathlib
+import pydoc_data.topics
 
 from kvjax_models import calibration
-from kvjax_models.cli.options import ModelOptions, write_output, write_status
+from kvjax_models.cli.options import ModelOptions, read_text, write_output, write_status
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibrate(ModelOptions):
     """Measures the layer budgets of a model for --policy auto, and saves them in the user's cache directory."""
 
-    text_file: str | None = None  # A text in the language of your prompts; documentation of Python by default.
-    tokens: int = 1024  # Maximum number of tokens that are read.
+    text_file: str | None = None  # A text in the language of your prompts; the reference of Python by default.
+    tokens: int = 2048  # Maximum number of tokens that are read.
 
     def run(self) -> None:
         """Runs the command; a text that is too short raises a ValueError."""
         if self.tokens < calibration.MIN_TOKENS:
             raise ValueError(f"--tokens={self.tokens} must be at least {calibration.MIN_TOKENS}")
         if self.text_file is None:
-            text = "\n\n".join(inspect.cleandoc(part or "") for part in (heapq.__about__, copy.__doc__))
+            text = "\n\n".join(topic for _, topic in sorted(pydoc_data.topics.topics.items()))
         else:
-            text = pathlib.Path(self.text_file).read_text(encoding="utf-8")
+            text = read_text(self.text_file)
         llm = self.load()
         tokens = llm.tokenizer.encode(text)[: self.tokens]
         write_status(f"reading {len(tokens)} tokens twice")

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Iterator
 
 import kvjax
-from kvjax_models.cli.options import GenerationOptions, describe_cache, read_text, write_output, write_status
+from kvjax_models.cli import progress
+from kvjax_models.cli.options import GenerationOptions, describe_cache, read_text, write_output
 from kvjax_models.formats.tokenizer import Streamer
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import GenerationState
@@ -30,7 +31,7 @@ class Chat(GenerationOptions):
             write_output("\n")
         if conversation.state is not None:
             assert conversation.generator is not None
-            write_status(f"[{self.choice}: {describe_cache(conversation.generator, conversation.state)}]")
+            self.write_summary(describe_cache(conversation.generator, conversation.state))
 
 
 class Conversation:
@@ -86,7 +87,8 @@ class Conversation:
             )
             self.state = self.generator.init_state(self.options.seed)
         assert self.generator is not None
-        self.state = self.generator.prefill(self.state, [tokens])
+        line = progress.ProgressLine(self.options.quiet)
+        self.state = progress.prefill(self.generator, self.state, [tokens], line)
         yield from self._generate(text, tokens, max_new_tokens)
 
     def _generate(self, text: str, tokens: list[int], max_new_tokens: int) -> Iterator[str]:

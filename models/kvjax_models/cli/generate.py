@@ -19,18 +19,16 @@ Many prompts are processed by continuous batching (`cli.many`):
 
 import dataclasses
 import hashlib
-import time
 from typing import Any
 
 import kvjax
-from kvjax_models.cli import many
+from kvjax_models.cli import many, progress
 from kvjax_models.cli.options import (
     GenerationOptions,
     describe_cache,
     read_text,
     repeatable,
     write_output,
-    write_status,
 )
 from kvjax_models.fingerprint import tokenizer_fingerprint
 from kvjax_models.formats.tokenizer import Streamer
@@ -39,6 +37,7 @@ from kvjax_models.generation.prefix import Prefix
 from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.generation.state import GenerationState
 from kvjax_models.language_model import LanguageModel
+from kvjax_models.stopwatch import Stopwatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,25 +131,26 @@ def _continue_text(options: Generate, llm: LanguageModel, text: str) -> None:
         "seed": options.seed,
         "tokenizer": tokenizer_fingerprint(llm.tokenizer),
     }
-    begin = time.perf_counter()
+    stopwatch = Stopwatch()
     tokens: list[int] = []
     if saves is not None and options.resume:
         _, state, notes = saves.restore(generator, run)
         saves.lock()
         tokens = notes["tokens"]
     else:
-        state = generator.prefill(generator.init_state(options.seed), [prompt])
+        line = progress.ProgressLine(options.quiet)
+        state = progress.prefill(generator, generator.init_state(options.seed), [prompt], line)
     state.logits.block_until_ready()
-    seconds = time.perf_counter() - begin
+    seconds = stopwatch.seconds
     if prefix_saves is not None:
         Prefix(llm.tokenizer, generator, state, len(prompt)).save(prefix_saves.directory)
-        write_status(f"[{options.choice}: {len(prompt)} tokens read and saved; {describe_cache(generator, state)}]")
+        options.write_summary(f"{len(prompt)} tokens read and saved", describe_cache(generator, state))
         return
     speed, state = _print_continuation(options, llm, generator, state, prompt, tokens, saves, run)
     action = "restored" if saves is not None and options.resume else "read"
-    write_status(
-        f"[{options.choice}: {len(prompt)} tokens {action} in {seconds:.2f} s, {speed} (compilation included); "
-        f"{describe_cache(generator, state)}]"
+    options.write_summary(
+        f"{len(prompt)} tokens {action} in {seconds:.2f} s, {speed}, {stopwatch.compile_seconds:.1f} s of compilation",
+        describe_cache(generator, state),
     )
 
 
@@ -165,14 +165,19 @@ def _print_continuation(
     run: dict[str, Any],
 ) -> tuple[str, GenerationState]:
     """Prints and saves a continuation from the given new tokens on; returns a description of its speed."""
-    begin = time.perf_counter()
+    stopwatch = Stopwatch()
     streamer = Streamer(llm.tokenizer, context=prompt)
     write_output("".join(map(streamer.push, tokens)))
     num_restored = num_saved = len(tokens)
+    line = progress.ProgressLine(options.quiet)
+    line.show("compiling a decode step ...")
     # States are saved when they are settled, at the end of a block.
     interval = None if saves else 1
-    for new_state, block in generator.decode(state, options.max_new_tokens - num_restored, interval):
+    max_tokens = options.max_new_tokens - num_restored
+    for new_state, block in generator.decode(state, max_tokens, interval, compact_last=saves is not None):
         state = new_state
+        if len(tokens) == num_restored:
+            line.show("")
         for token in block[0].tolist():
             tokens.append(token)
             write_output(streamer.push(token))
@@ -181,7 +186,7 @@ def _print_continuation(
             saves.save(len(tokens), generator, state, run, {"tokens": tokens})
             num_saved = len(tokens)
     write_output(streamer.flush() + "\n")
-    seconds = time.perf_counter() - begin
+    seconds = max(stopwatch.seconds, 1e-6)
     kvjax.raise_faults(state)
     num_new = len(tokens) - num_restored
     return f"{num_new} generated at {num_new / seconds:.1f} tokens/s", state
@@ -201,9 +206,9 @@ def _continue_prefix(options: Generate, llm: LanguageModel, saves: SavedStates, 
     names = [*(["--prompt"] if options.prompt is not None else []), *options.prompt_file]
     for name, row in zip(names, rows, strict=True):
         write_output(f"== {name}\n{llm.tokenizer.decode(row)}\n")
-    write_status(
-        f"[{options.choice}: {len(texts)} continuations of a prefix of {prefix.num_tokens} tokens; "
-        f"{describe_cache(prefix.generator.with_batch(len(texts)), state)}]"
+    options.write_summary(
+        f"{len(texts)} continuations of a prefix of {prefix.num_tokens} tokens",
+        describe_cache(prefix.generator.with_batch(len(texts)), state),
     )
 
 

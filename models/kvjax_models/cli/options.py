@@ -10,7 +10,6 @@ from typing import Literal
 import jax.numpy as jnp
 import simple_parsing
 
-import kvjax
 from kvjax.budget import Budget, format_bytes
 from kvjax.quantization import KVDtype, KVFormats, parse_kv_dtype
 from kvjax.registry import PolicyChoice
@@ -19,6 +18,7 @@ from kvjax_models.devices import Devices, initialize_processes, is_first_process
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.state import GenerationState, check_seed
+from kvjax_models.usage import cache_sizes
 
 DEFAULT_BUDGET = "25%"
 
@@ -28,7 +28,8 @@ class ModelOptions:
     """The model and the devices it runs on."""
 
     model: str = ""  # A Hugging Face directory, a GGUF file, or a name of `kvjax models` or on the Hugging Face hub.
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # Of parameters and activations; the checkpoint's.
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # By default float32 on CPUs, else the checkpoint's.
+    weight_dtype: Literal["int8"] | None = None  # Stores weights in int8 with one scale per output channel.
     seed: int = 0  # Seed of sampling and of the policies' randomness.
     devices: Devices = dataclasses.field(default_factory=Devices)
     kv_dtype: str | None = None  # Of the cache: bfloat16, int8, fp8, int4, int3, int2, or KEYS,VALUES.
@@ -39,19 +40,30 @@ class ModelOptions:
         """The formats of keys and values."""
         return parse_kv_formats(self.kv_dtype)
 
-    def parse_policy(self, policy: str, budget: str) -> PolicyChoice:
+    def parse_policy(self, policy: str, budget: str | None) -> PolicyChoice:
         """Parses a policy with a budget, after running the policy module.
 
         Args:
             policy: policy as a user writes it.
-            budget: budget if the policy has none.
+            budget: budget as a user writes it; None for the default.
 
         Returns:
             The choice.
+
+        Raises:
+            ValueError: if the policy or the budget is invalid, or the policy takes no further budget.
         """
         if self.policy_module is not None:
             run_policy_module(self.policy_module)
-        return parse_policy(policy, budget)
+        choice = parse_policy(policy, budget or DEFAULT_BUDGET)
+        if budget is not None and not choice.takes_budget:
+            raise ValueError(
+                f"--budget={budget} has no effect on --policy={policy}, which keeps everything; pass another --policy "
+                "(`kvjax policies` lists them) or remove the budget"
+            )
+        if budget is not None and "@" in policy:
+            raise ValueError(f"--policy={policy} has a budget; remove it or --budget={budget}")
+        return choice
 
     def load(self) -> language_model.LanguageModel:
         """Loads the model onto the requested devices.
@@ -73,7 +85,7 @@ class ModelOptions:
         if not self.devices.is_single:
             mesh = make_mesh(self.devices, formats.load_config(path).kv_heads)
         dtype = None if self.dtype is None else jnp.dtype(self.dtype)
-        return language_model.load(path, dtype, mesh)
+        return language_model.load(path, dtype, mesh, weight_dtype=self.weight_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +99,7 @@ class GenerationOptions(ModelOptions):
     top_k: int | None = None  # Sample among the k most likely tokens.
     top_p: float | None = None  # Sample among the most likely tokens whose probability reaches p.
     allow_beyond_context: bool = False  # Only warn if a sequence exceeds the model's context length.
+    quiet: bool = False  # Print neither progress nor a summary on standard error.
 
     @property
     def sampling(self) -> Sampling:
@@ -95,20 +108,17 @@ class GenerationOptions(ModelOptions):
 
     @property
     def choice(self) -> PolicyChoice:
-        """The policy with its budget.
+        """The policy with its budget."""
+        return self.parse_policy(self.policy, self.budget)
 
-        Raises:
-            ValueError: if the policy or the budget is invalid, or the policy takes no further budget.
+    def write_summary(self, *parts: str) -> None:
+        """Writes the policy and a description of what was done to standard error, unless `quiet`.
+
+        Args:
+            *parts: parts of the description.
         """
-        choice = self.parse_policy(self.policy, self.budget or DEFAULT_BUDGET)
-        if self.budget is not None and not choice.takes_budget:
-            raise ValueError(
-                f"--budget={self.budget} has no effect on --policy={self.policy}, which keeps everything; pass another "
-                "--policy (`kvjax policies` lists them) or remove the budget"
-            )
-        if self.budget is not None and "@" in self.policy:
-            raise ValueError(f"--policy={self.policy} has a budget; remove it or --budget={self.budget}")
-        return choice
+        if not self.quiet:
+            write_status(f"[{self.choice}: {'; '.join(parts)}]")
 
     def check(self) -> None:
         """Checks the options before a model is loaded; invalid policies and sampling raise a ValueError, too.
@@ -221,10 +231,9 @@ def describe_cache(generator: Generator, state: GenerationState) -> str:
     Returns:
         The description.
     """
-    cache_bytes = kvjax.cache_bytes(state.layers)
-    read_bytes = sum(map(kvjax.read_bytes, state.layers))
-    full_bytes = generator.specs[0].full_cache_bytes(int(state.positions.sum())) * len(generator.specs)
+    sizes = cache_sizes(generator, state)
     return (
-        f"cache {format_bytes(cache_bytes.device)} on the device, {cache_bytes.device / full_bytes:.1%} of the full "
-        f"cache, {format_bytes(cache_bytes.host)} on the host; {format_bytes(read_bytes)} read per token"
+        f"cache {format_bytes(sizes['cache_bytes'])} on the device, "
+        f"{sizes['cache_bytes'] / sizes['full_cache_bytes']:.1%} of the full cache, "
+        f"{format_bytes(sizes['host_bytes'])} on the host; {format_bytes(sizes['read_bytes'])} read per token"
     )

@@ -12,10 +12,12 @@ import jax
 from jax.sharding import Mesh
 
 from kvjax_models.formats import gguf_checkpoint, gguf_tokenizer, huggingface, huggingface_tokenizer
+from kvjax_models.formats.checkpoint import LoadOptions
 from kvjax_models.formats.gguf_file import read_gguf
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
+from kvjax_models.model.quantized import WeightDtype
 
 
 def is_gguf(path: str | os.PathLike) -> bool:
@@ -36,13 +38,20 @@ def load_config(path: str | os.PathLike) -> LlamaConfig:
     return gguf_checkpoint.load_config(read_gguf(path)) if is_gguf(path) else huggingface.load_config(path)
 
 
-def load_model(path: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None) -> Llama:
+def load_model(
+    path: str | os.PathLike,
+    dtype: jax.typing.DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    *,
+    weight_dtype: WeightDtype | None = None,
+) -> Llama:
     """Loads a model.
 
     Args:
         path: a Hugging Face directory or a GGUF file.
         dtype: dtype of parameters and activations; by default the stored embedding's, float32 if it is quantized.
         mesh: mesh to shard tensors on immediately after reading; a single device by default.
+        weight_dtype: "int8" stores the embedding and all kernels in int8, with one scale per output channel.
 
     Returns:
         The model.
@@ -51,9 +60,10 @@ def load_model(path: str | os.PathLike, dtype: jax.typing.DTypeLike | None = Non
         FileNotFoundError: if a file is missing.
         ValueError: if a file is invalid, or the model is not supported.
     """
+    options = LoadOptions(dtype, weight_dtype=weight_dtype, mesh=mesh)
     if is_gguf(path):
-        return gguf_checkpoint.load_model(read_gguf(path), dtype, mesh)
-    return huggingface.load_model(path, dtype, mesh)
+        return gguf_checkpoint.load_model(read_gguf(path), options)
+    return huggingface.load_model(path, options=options)
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
@@ -75,7 +85,11 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
 
 
 def load(
-    path: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None
+    path: str | os.PathLike,
+    dtype: jax.typing.DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    *,
+    options: LoadOptions | None = None,
 ) -> tuple[Llama, Tokenizer]:
     """Loads a model and its tokenizer; parses the header of a GGUF file once.
 
@@ -83,11 +97,13 @@ def load(
         path: as for `load_model`.
         dtype: as for `load_model`.
         mesh: as for `load_model`.
+        options: all options instead of `dtype` and `mesh`.
 
     Returns:
         The model and the tokenizer.
     """
+    options = options or LoadOptions(dtype, mesh=mesh)
     if is_gguf(path):
         file = read_gguf(path)
-        return gguf_checkpoint.load_model(file, dtype, mesh), gguf_tokenizer.load_tokenizer(file)
-    return huggingface.load_model(path, dtype, mesh), huggingface_tokenizer.load_tokenizer(path)
+        return gguf_checkpoint.load_model(file, options), gguf_tokenizer.load_tokenizer(file)
+    return huggingface.load_model(path, options=options), huggingface_tokenizer.load_tokenizer(path)

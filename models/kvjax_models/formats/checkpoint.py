@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from kvjax_models.formats import untrusted_files, weights
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
+from kvjax_models.model.quantized import SCALE, WeightDtype, quantize
 from kvjax_models.sharding import parameter_shardings, shard_array
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -58,13 +59,45 @@ class Checkpoint:
         return jnp.dtype({"F16": jnp.float16, "BF16": jnp.bfloat16}.get(stored, jnp.float32))
 
 
-def build_model(checkpoint: Checkpoint, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None) -> Llama:
+@dataclasses.dataclass(frozen=True)
+class LoadOptions:
+    """How the parameters of a model are stored in memory.
+
+    Attributes:
+        dtype: dtype of parameters and activations; None for the dtype of the stored embedding, float32 if that is
+            quantized.
+        widen: whether a checkpoint in 16 bits is computed in float32 if `dtype` is None.
+        weight_dtype: "int8" quantizes the embedding and all kernels (`model.quantized`), one tensor at a time.
+        mesh: mesh to shard tensors on immediately after reading; None for a single device.
+    """
+
+    dtype: jax.typing.DTypeLike | None = None
+    widen: bool = False
+    weight_dtype: WeightDtype | None = None
+    mesh: Mesh | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the combination.
+
+        Raises:
+            ValueError: if quantized weights are requested on a mesh.
+        """
+        if self.weight_dtype is not None and self.mesh is not None:
+            raise ValueError(f"weight_dtype={self.weight_dtype!r} needs a single device; remove it, or the mesh")
+
+    def compute_dtype(self, stored: np.dtype) -> np.dtype:
+        """Returns the dtype of activations, given that of the stored embedding."""
+        if self.dtype is not None:
+            return jnp.dtype(self.dtype)
+        return jnp.dtype(jnp.float32) if self.widen else stored
+
+
+def build_model(checkpoint: Checkpoint, options: LoadOptions) -> Llama:
     """Reads the tensors of a checkpoint one by one into a model.
 
     Args:
         checkpoint: configuration and tensors.
-        dtype: dtype of parameters and activations; the checkpoint's by default.
-        mesh: mesh to shard tensors on immediately after reading; a single device by default.
+        options: dtypes and mesh.
 
     Returns:
         The model.
@@ -73,12 +106,16 @@ def build_model(checkpoint: Checkpoint, dtype: jax.typing.DTypeLike | None = Non
         ValueError: if tensors are missing, superfluous or have other shapes or dtypes (one error lists all of them), or
             if values are not finite in the file or after the cast to `dtype`.
     """
-    source, config = checkpoint.source, checkpoint.config
+    source, config, mesh = checkpoint.source, checkpoint.config, options.mesh
     _check_num_tensors(checkpoint)
-    dtype = checkpoint.dtype if dtype is None else jnp.dtype(dtype)
+    dtype = options.compute_dtype(checkpoint.dtype)
     # Abstract parameters: random initial values would double the memory.
-    graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0))))
-    shapes = {path: leaf.shape for path, leaf in flatten_parameters(state).items()}
+    weight_dtype = options.weight_dtype
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0), weight_dtype=weight_dtype))
+    )
+    stored = {path: leaf for path, leaf in flatten_parameters(state).items() if path[-1] != SCALE}
+    shapes = {path: leaf.shape for path, leaf in stored.items()}
     rules = weights.parameter_rules(checkpoint.model_type, config, shapes, checkpoint.tensors)
     shardings = {} if mesh is None else flatten_parameters(parameter_shardings(state, config, mesh))
     tensors = _merge_tied_head(checkpoint) if config.tied_embeddings else checkpoint.tensors
@@ -94,6 +131,9 @@ def build_model(checkpoint: Checkpoint, dtype: jax.typing.DTypeLike | None = Non
             names = [name for name, x in values.items() if not np.isfinite(cast(x, dtype)).all()]
             not_finite.extend(names or values)  # packed MXFP4 tensors are integers, which are always finite
         for path, array in zip(rule.paths, arrays, strict=True):
+            if jnp.issubdtype(stored[path].dtype, jnp.integer):
+                array, scale = quantize(array, axis=_input_axis(path, array.ndim))
+                parameters[(*path[:-1], SCALE)] = jnp.asarray(scale, dtype)
             parameters[path] = jnp.asarray(array) if mesh is None else shard_array(array, shardings[path])
     if not_finite:
         raise ValueError(f"{source}: values are not finite as {dtype.name} in {untrusted_files.join_some(not_finite)}")
@@ -110,6 +150,11 @@ def cast(tensor: np.ndarray, dtype: jax.typing.DTypeLike) -> np.ndarray:
     """Returns a tensor in another dtype, without a warning if values overflow to infinity."""
     with np.errstate(over="ignore"):
         return tensor.astype(dtype, copy=False)
+
+
+def _input_axis(path: weights.Path, ndim: int) -> int:
+    """Returns the axis of a parameter along which a product sums; experts and embeddings have another axis first."""
+    return int(path[-1] == "embedding" or (path[-2] in ("gate", "up", "down") and ndim == 3))
 
 
 def _check_num_tensors(checkpoint: Checkpoint) -> None:

@@ -13,12 +13,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from kvjax_models.formats import config_json, config_values
-from kvjax_models.formats.checkpoint import Checkpoint, StoredTensor, build_model
+from kvjax_models.formats.checkpoint import Checkpoint, LoadOptions, StoredTensor, build_model
 from kvjax_models.formats.families import FULL_ATTENTION, SLIDING_ATTENTION
 from kvjax_models.formats.gguf_file import GGUFFile, QuantizedTensor
 from kvjax_models.formats.weights import EXPERTS
@@ -167,13 +165,12 @@ def load_config(file: GGUFFile) -> LlamaConfig:
     return _config(file)[1]
 
 
-def load_model(file: GGUFFile, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None) -> Llama:
+def load_model(file: GGUFFile, options: LoadOptions) -> Llama:
     """Loads a model from a GGUF file; reads and dequantizes one tensor at a time.
 
     Args:
         file: the file.
-        dtype: dtype of parameters and activations; by default the stored embedding's, float32 if it is quantized.
-        mesh: mesh to shard tensors on immediately after reading; a single device by default.
+        options: dtypes and mesh.
 
     Returns:
         The model.
@@ -183,7 +180,7 @@ def load_model(file: GGUFFile, dtype: jax.typing.DTypeLike | None = None, mesh: 
     """
     architecture, config = _config(file)
     tensors: dict[str, StoredTensor] = dict(_convert_tensors(file, architecture, config))
-    return build_model(Checkpoint(file.path, architecture.family, config, tensors), dtype, mesh)
+    return build_model(Checkpoint(file.path, architecture.family, config, tensors), options)
 
 
 def _config(file: GGUFFile) -> tuple[_Architecture, LlamaConfig]:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from kvjax_models import atomic_io
 from kvjax_models.formats import config_json, replacing, untrusted_files, weights
-from kvjax_models.formats.checkpoint import Checkpoint, StoredTensor, build_model, cast, flatten_parameters
+from kvjax_models.formats.checkpoint import Checkpoint, LoadOptions, StoredTensor, build_model, cast, flatten_parameters
 from kvjax_models.formats.replacing import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
@@ -62,7 +62,11 @@ def load_config(directory: str | os.PathLike) -> LlamaConfig:
 
 
 def load_model(
-    directory: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None
+    directory: str | os.PathLike,
+    dtype: jax.typing.DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    *,
+    options: LoadOptions | None = None,
 ) -> Llama:
     """Loads a model from a Hugging Face directory.
 
@@ -73,6 +77,7 @@ def load_model(
         directory: directory with `config.json` and safetensors files.
         dtype: dtype of parameters and activations; by default the stored embedding's.
         mesh: mesh to shard tensors on immediately after reading; a single device by default.
+        options: all options instead of `dtype` and `mesh`.
 
     Returns:
         The model.
@@ -86,7 +91,7 @@ def load_model(
             if not _IGNORED.fullmatch(name)
         }
         checkpoint = Checkpoint(directory, model_type, config, weights.select_text_tensors(tensors))
-        return build_model(checkpoint, dtype, mesh)
+        return build_model(checkpoint, options or LoadOptions(dtype, mesh=mesh))
 
 
 def save_model(
@@ -114,8 +119,11 @@ def save_model(
         max_shard_bytes: weights of more bytes are split into several files with an index; a tensor is never split.
 
     Raises:
+        ValueError: if the weights are quantized.
         OSError: if the directory is not writable or another process writes to it; the previous model is unchanged.
     """
+    if model.weight_dtype is not None:
+        raise ValueError(f"a model with {model.weight_dtype} weights cannot be saved; load it without weight_dtype")
     directory = pathlib.Path(directory)
     parameters = flatten_parameters(nnx.state(model, nnx.Param))
     config = config_json.to_config_json(model.config)

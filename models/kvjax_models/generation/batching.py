@@ -161,7 +161,6 @@ class _Rows:
     def __init__(self, generator: Generator):
         self.generator, self.mesh = generator, generator.mesh
         self.running: dict[int, _RunningRequest] = {}  # by row
-        self.steps = replicate(np.int32(generator.block_size), self.mesh)
         self.state = self._finish(generator.init_state(), np.ones(generator.batch, bool))
 
     def has_free(self) -> bool:
@@ -186,19 +185,19 @@ class _Rows:
         max_positions = np.zeros(generator.batch, np.int32)
         for row, request in self.running.items():
             max_positions[row] = request.max_position
-        state, blocks, num_steps = decode_block(
+        state, tokens = decode_block(
             generator.model,
             self.mesh,
             generator.sampling,
             generator.eos,
             generator.block_size,
             self.state,
-            self.steps,
-            replicate(max_positions, self.mesh),
+            generator.block_size,
+            max_positions,
         )
         self.state = compact_layers(state)
         self._check()
-        tokens, done = np.asarray(blocks)[:, : int(num_steps)], np.asarray(self.state.done)
+        done = np.asarray(self.state.done)
         stopped = np.zeros(generator.batch, bool)
         for row, request in sorted(self.running.items()):
             new_tokens = tokens[row][tokens[row] != NO_TOKEN].tolist()

@@ -1,24 +1,33 @@
-"""Compiled programs that process blocks of tokens through the caches: appending, scoring and decoding."""
+"""Processes blocks of tokens through the caches: appending, scoring and decoding.
+
+A block is compiled in one of two ways. On accelerators, on meshes and for few layers, one program spans all layers. On
+a single CPU, the host calls one program per layer: equal layers share it, so that compilation takes the time of one
+layer instead of all, and a call costs about 0.05 ms. Both ways run the same functions.
+"""
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
 from kvjax.cache import with_counters
+from kvjax.stores.staging import Counters
 from kvjax_models.generation.sampling import Sampling, is_finite, sample
 from kvjax_models.generation.state import GenerationState, constrain_state
 from kvjax_models.model.llama import Llama
-from kvjax_models.sharding import constrain_replicated, constrain_to_batch
+from kvjax_models.model.rotary import Rotary, rotation
+from kvjax_models.sharding import constrain_replicated, constrain_to_batch, replicate
 
+MIN_LAYERS = 8  # of a model whose layers the host calls one by one; fewer compile fast
 NO_TOKEN = -1  # in blocks of new tokens, after the end of a finished sequence
 
 
-@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
 def append_block(
     model: Llama, mesh: Mesh | None, state: GenerationState, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> GenerationState:
@@ -34,11 +43,11 @@ def append_block(
     Returns:
         The state after the block.
     """
-    x, state = _step_layers(model, state, tokens, lengths)
-    return constrain_state(_with_last_logits(model, state, x, lengths), mesh)
+    if not runs_by_layer(state, mesh):
+        return append_program(model, mesh, state, tokens, lengths)
+    return _append_block(model, mesh, state, *_commit(state, tokens, lengths))
 
 
-@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
 def score_block(
     model: Llama, mesh: Mesh | None, state: GenerationState, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> tuple[GenerationState, Float[Array, "B T"], Bool[Array, "B T"]]:
@@ -55,16 +64,11 @@ def score_block(
         The state after the block, the log-probability of each token, and whether it was the most likely one. The first
         token is scored with the state's logits.
     """
-    previous_logits = state.logits[:, None]
-    x, state = _step_layers(model, state, tokens, lengths)
-    logits = jnp.concatenate([previous_logits, model.logits(x[:, :-1])], axis=1)
-    log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=-1)[..., 0]
-    is_greedy = jnp.argmax(logits, axis=-1) == tokens
-    state = constrain_state(_with_last_logits(model, state, x, lengths), mesh)
-    return state, constrain_replicated(log_probs, mesh), constrain_replicated(is_greedy, mesh)
+    if not runs_by_layer(state, mesh):
+        return score_program(model, mesh, state, tokens, lengths)
+    return _score_block(model, mesh, state, *_commit(state, tokens, lengths))
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "sampling", "eos", "block_size"), donate_argnames=("state",))
 def decode_block(
     model: Llama,
     mesh: Mesh | None,
@@ -72,10 +76,10 @@ def decode_block(
     eos: tuple[int, ...],
     block_size: int,
     state: GenerationState,
-    steps: Int[Array, ""],
-    max_positions: Int[Array, "B"] | None = None,
-) -> tuple[GenerationState, Int[Array, "B block"], Int[Array, ""]]:
-    """Runs decode steps in one compiled loop until all sequences are finished or `steps` is reached.
+    steps: int,
+    max_positions: Int[np.ndarray, "B"] | None = None,
+) -> tuple[GenerationState, Int[np.ndarray, "B n"]]:
+    """Runs decode steps until all sequences are finished or `steps` is reached.
 
     Args:
         model: the decoder.
@@ -88,13 +92,85 @@ def decode_block(
         max_positions: number of tokens with which each sequence is finished, including the prompt; None: no limit.
 
     Returns:
-        The state after the block, the new tokens (`NO_TOKEN` after the end of a sequence) and the number of steps.
+        The state after the block, and the tokens of its n steps, with `NO_TOKEN` after the end of a sequence.
     """
+    limits = None if max_positions is None else replicate(max_positions, mesh)
+    if not runs_by_layer(state, mesh):
+        count = replicate(np.int32(steps), mesh)
+        state, block, num_steps = decode_program(model, mesh, sampling, eos, block_size, state, count, limits)
+        return state, np.asarray(block)[:, : int(num_steps)]
+    split = _split_layers(model)
+    tokens: list[Int[np.ndarray, "B"]] = []
+    while len(tokens) < steps and not np.asarray(state.done).all():
+        state, token = _decode_step(split, mesh, sampling, eos, state, limits)
+        tokens.append(np.asarray(token))
+    return state, np.stack(tokens, axis=1) if tokens else np.zeros((len(state.done), 0), np.int32)
+
+
+def runs_by_layer(state: GenerationState, mesh: Mesh | None) -> bool:
+    """Returns whether the host calls one program per layer: on a single CPU, for at least `MIN_LAYERS` layers.
+
+    Args:
+        state: a state with arrays.
+        mesh: mesh of the state.
+    """
+    on_cpu = mesh is None and all(device.platform == "cpu" for device in state.positions.devices())
+    return on_cpu and len(state.layers) >= MIN_LAYERS
+
+
+def _commit(state: GenerationState, *arrays: Array) -> list[Array]:
+    """Commits arrays to the state's device; otherwise the first layer's program would be compiled twice."""
+    return [jax.device_put(array, state.positions.sharding) for array in arrays]
+
+
+class _SplitModel(NamedTuple):
+    """A model whose layers are flattened once, because flattening takes longer than a call of a layer's program."""
+
+    outer: Llama  # without layers
+    layers: tuple[tuple[Any, tuple[Array, ...]], ...]  # structure and parameters of each layer
+
+
+def _split_layers(model: Llama) -> _SplitModel:
+    flat = (jax.tree.flatten(layer) for layer in model.layers)
+    return _SplitModel(model.without_layers(), tuple((structure, tuple(leaves)) for leaves, structure in flat))
+
+
+def _append_block(
+    model: Llama, mesh: Mesh | None, state: GenerationState, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+) -> GenerationState:
+    split = _split_layers(model)
+    x, state = _step_layers(split, state, _embed(split.outer, mesh, tokens), lengths)
+    rows = _last_logits(split.outer, dataclasses.replace(state, layers=()), x, lengths)
+    return constrain_state(dataclasses.replace(rows, layers=state.layers), mesh)
+
+
+def _score_block(
+    model: Llama, mesh: Mesh | None, state: GenerationState, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+) -> tuple[GenerationState, Float[Array, "B T"], Bool[Array, "B T"]]:
+    split, previous_logits = _split_layers(model), state.logits
+    x, state = _step_layers(split, state, _embed(split.outer, mesh, tokens), lengths)
+    rows = _last_logits(split.outer, dataclasses.replace(state, layers=()), x, lengths)
+    scores = _token_scores(split.outer, mesh, previous_logits, x, tokens)
+    return constrain_state(dataclasses.replace(rows, layers=state.layers), mesh), *scores
+
+
+def _decode_block(
+    model: Llama,
+    mesh: Mesh | None,
+    sampling: Sampling,
+    eos: tuple[int, ...],
+    block_size: int,
+    state: GenerationState,
+    steps: Int[Array, ""],
+    max_positions: Int[Array, "B"] | None = None,
+) -> tuple[GenerationState, Int[Array, "B block"], Int[Array, ""]]:
+    """Runs decode steps in one compiled loop; returns the state, the tokens of a full block and the steps."""
+    split = _split_layers(model)
 
     def step(carry):
         """Runs one decode step on the `carry`: the number of steps, the state and the tokens of the block."""
         number, state, tokens = carry
-        state, token = _decode_step(model, sampling, eos, state, max_positions)
+        state, token = _decode_step(split, mesh, sampling, eos, state, max_positions)
         tokens = jax.lax.dynamic_update_slice(tokens, token[:, None], (jnp.zeros_like(number), number))
         return number + 1, constrain_state(state, mesh), tokens
 
@@ -109,70 +185,174 @@ def decode_block(
     return constrain_state(state, mesh), constrain_replicated(tokens, mesh), constrain_replicated(num_steps, mesh)
 
 
+append_program = jax.jit(_append_block, static_argnames=("mesh",), donate_argnames=("state",))
+score_program = jax.jit(_score_block, static_argnames=("mesh",), donate_argnames=("state",))
+decode_program = jax.jit(
+    _decode_block, static_argnames=("mesh", "sampling", "eos", "block_size"), donate_argnames=("state",)
+)
+
+
 def _decode_step(
-    model: Llama,
+    split: _SplitModel,
+    mesh: Mesh | None,
     sampling: Sampling,
     eos: tuple[int, ...],
     state: GenerationState,
     max_positions: Int[Array, "B"] | None,
 ) -> tuple[GenerationState, Int[Array, "B"]]:
     """Samples a token from the logits and computes the next logits; returns the state and the tokens."""
-    keys = jax.vmap(jax.random.split)(state.sampling_keys)
-    token = sample(state.logits, keys[:, 0], sampling)
-    running = ~state.done
-    lengths = running.astype(jnp.int32)
-    x, state = _step_layers(model, state, jnp.where(running, token, 0)[:, None], lengths)
-    logits = model.logits(x[:, 0])
-    done = jnp.isin(token, jnp.asarray(eos, jnp.int32)) if eos else jnp.zeros_like(state.done)
-    positions = state.positions + lengths
-    if max_positions is not None:
-        done |= positions >= max_positions
-    new_keys, old_keys = jax.random.key_data(keys[:, 1]), jax.random.key_data(state.sampling_keys)
-    new_state = dataclasses.replace(
-        state,
-        logits=jnp.where(running[:, None], logits, state.logits),
-        positions=positions,
-        done=state.done | done,
-        sampling_keys=jax.random.wrap_key_data(jnp.where(running[:, None], new_keys, old_keys)),
-        not_finite=state.not_finite + (running & ~is_finite(logits)),
-    )
-    return new_state, jnp.where(running, token, NO_TOKEN)
+    rows, token, x, lengths = _sample_token(split.outer, mesh, sampling, dataclasses.replace(state, layers=()))
+    x, state = _step_layers(split, dataclasses.replace(rows, layers=state.layers), x, lengths)
+    rows = _next_logits(split.outer, eos, dataclasses.replace(state, layers=()), token, x, lengths, max_positions)
+    return dataclasses.replace(rows, layers=state.layers), token
 
 
 def _step_layers(
-    model: Llama, state: GenerationState, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+    split: _SplitModel, state: GenerationState, x: Float[Array, "B T W"], lengths: Int[Array, "B"]
 ) -> tuple[Float[Array, "B T W"], GenerationState]:
     """Appends tokens to every layer's cache; returns the residual stream and the state with the new caches."""
-    positions = state.positions[:, None] + jnp.arange(tokens.shape[1])
-    mesh = state.layers[0].mesh
-    x = constrain_to_batch(model.embed(tokens), mesh)
-    layers = []
-    for number, (layer, layer_cache) in enumerate(zip(model.layers, state.layers, strict=True)):
-        cache = with_counters(layer_cache, state.counters)
-        query, keys, values = layer.project(x, *model.rotation(positions, number, cache.spec.capacity))
-        attended, cache = kvjax.step(
-            cache, query, keys, values, lengths, sink_logits=layer.sink_logits, compact_when_full=False
+    layers, config = [], split.outer.config
+    for number, ((structure, parameters), cache) in enumerate(zip(split.layers, state.layers, strict=True)):
+        rotary = config.rotary(number, cache.spec.capacity)
+        x, cache, counters = step_layer(
+            structure, rotary, parameters, cache, state.counters, x, state.positions, lengths
         )
-        layers.append(with_counters(cache, None))
-        x = constrain_to_batch(layer.finish(x, attended), mesh)
+        layers.append(cache)
     # Every layer counts the same tokens; XLA computes the counters once.
-    return x, dataclasses.replace(state, layers=tuple(layers), counters=cache.counters)
+    return x, dataclasses.replace(state, layers=tuple(layers), counters=counters)
 
 
-def _with_last_logits(
-    model: Llama, state: GenerationState, x: Float[Array, "B T W"], lengths: Int[Array, "B"]
+# Nested in a larger program, the functions below are traced once and inlined by the compiler.
+
+
+@functools.partial(jax.jit, static_argnames=("structure", "rotary"), donate_argnames=("cache", "x"))
+def step_layer(
+    structure: Any,
+    rotary: Rotary,
+    parameters: tuple[Array, ...],
+    cache: kvjax.Cache,
+    counters: Counters,
+    x: Float[Array, "B T W"],
+    positions: Int[Array, "B"],
+    lengths: Int[Array, "B"],
+) -> tuple[Float[Array, "B T W"], kvjax.Cache, Counters]:
+    """Appends tokens to one layer's cache and computes the layer.
+
+    Args:
+        structure: structure of the layer, from `jax.tree.flatten`.
+        rotary: its rotary embedding.
+        parameters: its parameters.
+        cache: its cache, without counters; donated.
+        counters: counters of all layers.
+        x: residual stream; donated.
+        positions: number of tokens of each row before these.
+        lengths: number of these tokens of each row.
+
+    Returns:
+        The residual stream, the cache, and the counters of all layers afterwards.
+    """
+    layer = jax.tree.unflatten(structure, parameters)
+    angles = rotation(rotary, positions[:, None] + jnp.arange(x.shape[1]))
+    query, keys, values = layer.project(x, *angles)
+    attended, cache = kvjax.step(
+        with_counters(cache, counters),
+        query,
+        keys,
+        values,
+        lengths,
+        sink_logits=layer.sink_logits,
+        compact_when_full=False,
+    )
+    x = constrain_to_batch(layer.finish(x, attended), cache.mesh)
+    return x, with_counters(cache, None), cache.counters
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",))
+def _embed(model: Llama, mesh: Mesh | None, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
+    return constrain_to_batch(model.embed(tokens), mesh)
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "sampling"))
+def _sample_token(
+    model: Llama, mesh: Mesh | None, sampling: Sampling, rows: GenerationState
+) -> tuple[GenerationState, Int[Array, "B"], Float[Array, "B 1 W"], Int[Array, "B"]]:
+    """Samples a token per running row; returns the rows, the tokens, their embeddings and their numbers."""
+    keys = jax.vmap(jax.random.split)(rows.sampling_keys)
+    token = sample(rows.logits, keys[:, 0], sampling)
+    running = ~rows.done
+    new_keys, old_keys = jax.random.key_data(keys[:, 1]), jax.random.key_data(rows.sampling_keys)
+    rows = dataclasses.replace(
+        rows, sampling_keys=jax.random.wrap_key_data(jnp.where(running[:, None], new_keys, old_keys))
+    )
+    x = constrain_to_batch(model.embed(jnp.where(running, token, 0)[:, None]), mesh)
+    return rows, jnp.where(running, token, NO_TOKEN), x, running.astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("eos",), donate_argnames=("rows",))
+def _next_logits(
+    model: Llama,
+    eos: tuple[int, ...],
+    rows: GenerationState,
+    token: Int[Array, "B"],
+    x: Float[Array, "B 1 W"],
+    lengths: Int[Array, "B"],
+    max_positions: Int[Array, "B"] | None,
 ) -> GenerationState:
-    """Returns the state after a block of which each row has its first `lengths` tokens."""
+    """Returns the rows after a decode step, without caches."""
+    running, logits = lengths > 0, model.logits(x[:, 0])
+    done = jnp.isin(token, jnp.asarray(eos, jnp.int32)) if eos else jnp.zeros_like(rows.done)
+    positions = rows.positions + lengths
+    if max_positions is not None:
+        done |= positions >= max_positions
+    return dataclasses.replace(
+        rows,
+        logits=jnp.where(running[:, None], logits, rows.logits),
+        positions=positions,
+        done=rows.done | done,
+        not_finite=rows.not_finite + (running & ~is_finite(logits)),
+    )
+
+
+@jax.jit
+def _last_logits(
+    model: Llama, rows: GenerationState, x: Float[Array, "B T W"], lengths: Int[Array, "B"]
+) -> GenerationState:
+    """Returns the rows, without caches, after a block of which each row has its first `lengths` tokens."""
     last = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
     has_tokens = lengths > 0
     logits = model.logits(last)
     return dataclasses.replace(
-        state,
-        logits=jnp.where(has_tokens[:, None], logits, state.logits),
-        not_finite=state.not_finite + (has_tokens & ~is_finite(logits)),
-        positions=state.positions + lengths,
-        done=state.done & ~has_tokens,
+        rows,
+        logits=jnp.where(has_tokens[:, None], logits, rows.logits),
+        not_finite=rows.not_finite + (has_tokens & ~is_finite(logits)),
+        positions=rows.positions + lengths,
+        done=rows.done & ~has_tokens,
     )
 
 
-PROGRAMS = (append_block, score_block, decode_block)
+@functools.partial(jax.jit, static_argnames=("mesh",))
+def _token_scores(
+    model: Llama,
+    mesh: Mesh | None,
+    previous_logits: Float[Array, "B V"],
+    x: Float[Array, "B T W"],
+    tokens: Int[Array, "B T"],
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """Returns the log-probability of each token of a block, and whether it was the most likely one."""
+    logits = jnp.concatenate([previous_logits[:, None], model.logits(x[:, :-1])], axis=1)
+    log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=-1)[..., 0]
+    is_greedy = jnp.argmax(logits, axis=-1) == tokens
+    return constrain_replicated(log_probs, mesh), constrain_replicated(is_greedy, mesh)
+
+
+PROGRAMS = (
+    append_program,
+    score_program,
+    decode_program,
+    step_layer,
+    _embed,
+    _sample_token,
+    _next_logits,
+    _last_logits,
+    _token_scores,
+)

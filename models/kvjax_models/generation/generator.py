@@ -278,7 +278,12 @@ class Generator:
         return state, trim_rows(log_probs, lengths), trim_rows(is_greedy, lengths)
 
     def decode(
-        self, state: GenerationState, max_tokens: int, stream_interval: int | None = None
+        self,
+        state: GenerationState,
+        max_tokens: int,
+        stream_interval: int | None = None,
+        *,
+        compact_last: bool = True,
     ) -> Iterator[tuple[GenerationState, np.ndarray]]:
         """Generates up to `max_tokens` tokens per row, block by block.
 
@@ -290,6 +295,8 @@ class Generator:
             max_tokens: maximum number of new tokens per row.
             stream_interval: number of tokens after which an unfinished block is yielded, too. The tokens are the same,
                 but states are settled only at the end of a block.
+            compact_last: whether to compact the tokens of the last block. False saves time, often that of compiling
+                the compaction, if the last state is not used any more.
 
         Yields:
             The state and the new tokens, int32 [B, n], with `NO_TOKEN` after the end of a sequence. Only the newest
@@ -300,34 +307,32 @@ class Generator:
         total = in_block = 0
         while total < max_tokens and not np.asarray(state.done).all():
             steps = min(stream_interval or self.block_size, self.block_size - in_block, max_tokens - total)
-            state, tokens, num_steps = decode_block(
-                self.model,
-                self.mesh,
-                self.sampling,
-                self.eos,
-                self.block_size,
-                state,
-                replicate(np.int32(steps), self.mesh),
-            )
+            state, tokens = decode_block(self.model, self.mesh, self.sampling, self.eos, self.block_size, state, steps)
             total, in_block = total + steps, in_block + steps
             check_finite(state)
-            if in_block == self.block_size or total == max_tokens or np.asarray(state.done).all():
+            is_last = total == max_tokens or bool(np.asarray(state.done).all())
+            if is_last and not compact_last:
+                check_faults(state, self.mesh)
+            elif is_last or in_block == self.block_size:
                 state, in_block = compact_layers(state), 0
                 check_faults(state, self.mesh)
-            yield state, np.asarray(tokens)[:, : int(num_steps)]
+            yield state, tokens
 
-    def decode_all(self, state: GenerationState, max_tokens: int) -> tuple[list[list[int]], GenerationState]:
+    def decode_all(
+        self, state: GenerationState, max_tokens: int, *, compact_last: bool = True
+    ) -> tuple[list[list[int]], GenerationState]:
         """Generates like `decode` to the end.
 
         Args:
             state: state after a prompt; its buffers are donated.
             max_tokens: maximum number of new tokens per row.
+            compact_last: as for `decode`.
 
         Returns:
             The new tokens of each row, including an end-of-text token, and the state after them.
         """
         rows: list[list[int]] = [[] for _ in range(self.batch)]
-        for new_state, tokens in self.decode(state, max_tokens):
+        for new_state, tokens in self.decode(state, max_tokens, compact_last=compact_last):
             state = new_state
             extend_rows(rows, tokens)
         kvjax.raise_faults(state)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax.distributed.sharding import HEADS, ROWS
-from kvjax_models.generation.decode import append_block, decode_block
+from kvjax_models.generation.decode import append_program, decode_program
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill import prefill_cache, prefill_layer
 from kvjax_models.generation.sequence_parallel import CHUNK_SPEC
@@ -18,7 +18,7 @@ from kvjax_models.generation.state import GenerationState, compact_layer, state_
 def lower_decode(
     generator: Generator, state: GenerationState, sharding: jax.sharding.Sharding | None = None
 ) -> jax.stages.Lowered:
-    """Lowers the program that decodes a block.
+    """Lowers the program that decodes a block on an accelerator.
 
     Args:
         generator: model, policies and sizes.
@@ -34,7 +34,7 @@ def lower_decode(
 
     model = jax.tree.map(abstract, generator.model)
     steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
-    return decode_block.lower(
+    return decode_program.lower(
         model, generator.mesh, generator.sampling, generator.eos, generator.block_size, state, steps
     )
 
@@ -80,7 +80,7 @@ def lower_append(generator: Generator, state: GenerationState) -> list[jax.stage
     """
     block = jnp.zeros((generator.batch, generator.block_size), jnp.int32), jnp.zeros(generator.batch, jnp.int32)
     caches = dict(zip(generator.policies, state.layers, strict=True))
-    append = append_block.lower(generator.model, generator.mesh, state, *block)
+    append = append_program.lower(generator.model, generator.mesh, state, *block)
     return [append, *(compact_layer.lower(cache, state.counters) for cache in caches.values())]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
@@ -191,7 +192,11 @@ def describe_generator(generator: Generator) -> dict[str, Any]:
     """Returns everything about a generator that its states depend on, as JSON."""
     state = jax.eval_shape(generator.init_state)
     return {
-        "model": {**dataclasses.asdict(generator.config), "sha256": model_fingerprint(generator.model)},
+        "model": {
+            **dataclasses.asdict(generator.config),
+            "weight_dtype": generator.model.weight_dtype or jnp.dtype(generator.model.embedding.param_dtype).name,
+            "sha256": model_fingerprint(generator.model),
+        },
         "policy": [kvjax.describe(policy) for policy in generator.policies],
         "sizes": {name: getattr(generator, name) for name in _SIZES},
         "arrays": {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in _named_arrays(state).items()},

@@ -1,12 +1,14 @@
 """Gated MLPs, and mixtures of experts in which every token is processed by a few of many MLPs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
+
+from kvjax_models.model.quantized import multiply
 
 BLOCK = 128  # maximum number of tokens of one expert in a matrix product
 
@@ -40,9 +42,7 @@ ACTIVATIONS: dict[str, Callable[[Array, Array], Array]] = {
 class Mlp(nnx.Module):
     """A gated MLP, down(activation(gate, up)), with one projection for gate and up."""
 
-    def __init__(
-        self, width: int, hidden: int, activation: str, bias: bool, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
-    ):
+    def __init__(self, width: int, hidden: int, activation: str, bias: bool, linear: Callable[..., Any]):
         """Creates an MLP.
 
         Args:
@@ -50,13 +50,11 @@ class Mlp(nnx.Module):
             hidden: hidden size.
             activation: key of `ACTIVATIONS`.
             bias: whether the projections have biases.
-            dtype: dtype of parameters and activations.
-            rngs: random keys of the initial parameters.
+            linear: constructor of projections (`quantized.make_linear`).
         """
-        options: Mapping[str, Any] = {"use_bias": bias, "dtype": dtype, "param_dtype": dtype, "rngs": rngs}
         self.activation = activation
-        self.gate_up = nnx.LinearGeneral(width, (2, hidden), **options)
-        self.down = nnx.Linear(hidden, width, **options)
+        self.gate_up = linear(width, (2, hidden), use_bias=bias)
+        self.down = linear(hidden, width, use_bias=bias)
 
     def __call__(self, x: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
         """Returns the output of the MLP."""
@@ -68,7 +66,15 @@ class ExpertLinear(nnx.Module):
     """One linear projection per expert: kernel [E, in, out], bias [E, out]."""
 
     def __init__(
-        self, experts: int, inputs: int, outputs: int, bias: bool, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+        self,
+        experts: int,
+        inputs: int,
+        outputs: int,
+        bias: bool,
+        *,
+        dtype: jax.typing.DTypeLike,
+        rngs: nnx.Rngs,
+        quantized: bool = False,
     ):
         """Creates the projections.
 
@@ -79,9 +85,14 @@ class ExpertLinear(nnx.Module):
             bias: whether there are biases.
             dtype: dtype of parameters.
             rngs: random keys of the initial parameters.
+            quantized: whether the kernel is int8, with a scale [E, out].
         """
         shape = (experts, inputs, outputs)
-        self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * inputs**-0.5)
+        if quantized:
+            self.kernel = nnx.Param(jnp.zeros(shape, jnp.int8))
+        else:
+            self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * inputs**-0.5)
+        self.channel_scale = nnx.Param(jnp.zeros((experts, outputs), dtype)) if quantized else None
         self.bias = nnx.Param(jnp.zeros((experts, outputs), dtype)) if bias else None
 
     def __call__(self, expert: Int[Array, ""], x: Float[Array, "b in"]) -> Float[Array, "b out"]:
@@ -91,7 +102,8 @@ class ExpertLinear(nnx.Module):
             expert: number of the expert.
             x: tokens.
         """
-        y = x @ self.kernel[...][expert]
+        kernel = self.kernel[...][expert]
+        y = x @ kernel if self.channel_scale is None else multiply(x, kernel, self.channel_scale[...][expert])
         return y if self.bias is None else y + self.bias[...][expert]
 
 
@@ -115,6 +127,7 @@ class Experts(nnx.Module):
         normalize_weights: bool,
         dtype: jax.typing.DTypeLike,
         rngs: nnx.Rngs,
+        quantized: bool = False,
     ):
         """Creates router and experts.
 
@@ -129,10 +142,11 @@ class Experts(nnx.Module):
                 all experts.
             dtype: dtype of parameters and activations.
             rngs: random keys of the initial parameters.
+            quantized: whether the kernels of the experts are int8.
         """
 
         def linear(inputs: int, outputs: int) -> ExpertLinear:
-            return ExpertLinear(experts, inputs, outputs, bias, dtype=dtype, rngs=rngs)
+            return ExpertLinear(experts, inputs, outputs, bias, dtype=dtype, rngs=rngs, quantized=quantized)
 
         self.activation, self.experts, self.per_token = activation, experts, per_token
         self.normalize_weights = normalize_weights

@@ -5,8 +5,7 @@ queries, keys and values, `finish` takes the output of attention. Attention in b
 cache, is up to the caller.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import copy
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,13 @@ from kvjax import rope
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.exact_attention import chunk_attention
 from kvjax_models.model.experts import Experts, Mlp
+from kvjax_models.model.quantized import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    WeightDtype,
+    make_linear,
+    multiply_transposed,
+)
 from kvjax_models.model.rotary import rotation
 
 
@@ -44,15 +50,16 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """The projections of attention, with optional biases, norms of queries and keys, and sink logits."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, quantized: bool = False):
         """Creates the projections.
 
         Args:
             config: configuration of the model.
             dtype: dtype of parameters and activations.
             rngs: random keys of the initial parameters.
+            quantized: whether kernels are int8.
         """
-        options: Mapping[str, Any] = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
+        linear = make_linear(quantized, dtype, rngs)
         query_width, kv_width = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
         self.query_heads, self.kv_heads, self.head_dim = config.query_heads, config.kv_heads, config.head_dim
         self.query_key_norm, self.joint_norm = config.query_key_norm, config.joint_query_key_norm
@@ -63,8 +70,8 @@ class Attention(nnx.Module):
         # heads.
         self.group_size = config.query_heads // config.kv_heads
         shape = (config.kv_heads, self.group_size + 2, config.head_dim)
-        self.qkv = nnx.LinearGeneral(config.width, shape, use_bias=config.qkv_bias, **options)
-        self.output = nnx.Linear(query_width, config.width, use_bias=config.output_bias, **options)
+        self.qkv = linear(config.width, shape, use_bias=config.qkv_bias)
+        self.output = linear(query_width, config.width, use_bias=config.output_bias)
         if config.query_key_norm:
             self.query_norm = RMSNorm(query_width if self.joint_norm else config.head_dim, config, dtype)
             self.key_norm = RMSNorm(kv_width if self.joint_norm else config.head_dim, config, dtype)
@@ -110,6 +117,8 @@ class Attention(nnx.Module):
 
     def _project_slice(self, x: Array, index: slice) -> Array:
         """Returns a slice of the fused projection's output."""
+        if isinstance(self.qkv, QuantizedLinear):
+            return self.qkv.project(x, (slice(None), index))
         y = jnp.einsum("...w,whnd->...hnd", x, self.qkv.kernel[...][:, :, index])
         return y if self.qkv.bias is None else y + self.qkv.bias[...][:, index]
 
@@ -136,7 +145,15 @@ class DecoderLayer(nnx.Module):
     Attention also depends on the layer's `window`, `attention_logit_cap` and `sink_logits`.
     """
 
-    def __init__(self, config: LlamaConfig, number: int, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        number: int,
+        *,
+        dtype: jax.typing.DTypeLike,
+        rngs: nnx.Rngs,
+        quantized: bool = False,
+    ):
         """Creates a layer.
 
         Args:
@@ -144,15 +161,16 @@ class DecoderLayer(nnx.Module):
             number: number of the layer.
             dtype: dtype of parameters and activations.
             rngs: random keys of the initial parameters.
+            quantized: whether kernels are int8.
         """
         self.window, self.attention_logit_cap = config.window(number), config.attention_logit_cap
         self.residual_scale = config.residual_scale
         has_pre_norm, has_post_norm = config.norms != "post", config.norms != "pre"
         self.attention_norm = RMSNorm(config.width, config, dtype) if has_pre_norm else None
-        self.attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.attention = Attention(config, dtype=dtype, rngs=rngs, quantized=quantized)
         self.after_attention_norm = RMSNorm(config.width, config, dtype) if has_post_norm else None
         self.mlp_norm = RMSNorm(config.width, config, dtype) if has_pre_norm else None
-        self.mlp = _make_mlp(config, number, dtype, rngs)
+        self.mlp = _make_mlp(config, number, dtype, rngs, quantized)
         self.after_mlp_norm = RMSNorm(config.width, config, dtype) if has_post_norm else None
 
     @property
@@ -214,23 +232,56 @@ class DecoderLayer(nnx.Module):
 class Llama(nnx.Module):
     """The decoder. KV caches are separate pytrees that the caller manages."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike = jnp.float32, rngs: nnx.Rngs):
-        """Creates a decoder with random parameters.
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        dtype: jax.typing.DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+        weight_dtype: WeightDtype | None = None,
+    ):
+        """Creates a decoder with random parameters, or zeros if they are quantized.
 
         Args:
             config: configuration.
             dtype: dtype of parameters and activations.
             rngs: random keys of the initial parameters.
+            weight_dtype: "int8" stores the embedding and all kernels except routers in int8; see `model.quantized`.
+
+        Raises:
+            ValueError: if `weight_dtype` is not supported.
         """
-        self.config = config
-        options: Mapping[str, Any] = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
-        self.embedding = nnx.Embed(
-            config.vocab_size, config.width, embedding_init=nnx.initializers.normal(0.02), **options
+        if weight_dtype not in (None, "int8"):
+            raise ValueError(f"weight_dtype={weight_dtype!r} must be 'int8' or None")
+        self.config, quantized = config, weight_dtype is not None
+        self.embedding: nnx.Embed | QuantizedEmbedding = (
+            QuantizedEmbedding(config.vocab_size, config.width, dtype=dtype)
+            if quantized
+            else nnx.Embed(
+                config.vocab_size,
+                config.width,
+                embedding_init=nnx.initializers.normal(0.02),
+                dtype=dtype,
+                param_dtype=dtype,
+                rngs=rngs,
+            )
         )
-        self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.layers)])
+        layers = (DecoderLayer(config, i, dtype=dtype, rngs=rngs, quantized=quantized) for i in range(config.layers))
+        self.layers = nnx.List(list(layers))
         self.norm = RMSNorm(config.width, config, dtype)
         if not config.tied_embeddings:
-            self.head = nnx.Linear(config.width, config.vocab_size, use_bias=False, **options)
+            self.head = make_linear(quantized, dtype, rngs)(config.width, config.vocab_size, use_bias=False)
+
+    @property
+    def weight_dtype(self) -> WeightDtype | None:
+        """The dtype of quantized weights; None if they are not quantized."""
+        return "int8" if isinstance(self.embedding, QuantizedEmbedding) else None
+
+    def without_layers(self) -> "Llama":
+        """Returns a decoder that embeds tokens and computes logits with these parameters, but has no layers."""
+        outer = copy.copy(self)
+        outer.layers = nnx.List([])
+        return outer
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
         """Embeds tokens.
@@ -282,15 +333,22 @@ class Llama(nnx.Module):
         Returns:
             Logits over the vocabulary, float32.
         """
-        x = self.norm(x)
+        logits = self._project_logits(self.norm(x)) / self.config.logit_divisor
+        cap = self.config.logit_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def _project_logits(self, x: Float[Array, "... W"]) -> Float[Array, "... V"]:
+        """Returns the products of a normalized residual stream with the head, float32."""
+        if self.config.tied_embeddings and isinstance(self.embedding, QuantizedEmbedding):
+            return multiply_transposed(x, self.embedding.embedding[...], self.embedding.channel_scale[...])
+        if not self.config.tied_embeddings and isinstance(self.head, QuantizedLinear):
+            return self.head(x).astype(jnp.float32)
         # Contracted with the embedding itself: a transposed copy would double a tied model's largest tensor.
         weights = self.embedding.embedding[...] if self.config.tied_embeddings else self.head.kernel[...]
         width_axis = 1 if self.config.tied_embeddings else 0
-        logits = jax.lax.dot_general(
+        return jax.lax.dot_general(
             x, weights, (((x.ndim - 1,), (width_axis,)), ((), ())), preferred_element_type=jnp.float32
         )
-        logits, cap = logits / self.config.logit_divisor, self.config.logit_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         """Returns the logits of every position with full causal attention."""
@@ -302,10 +360,13 @@ def parameter_bytes(model: Llama) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(model))
 
 
-def _make_mlp(config: LlamaConfig, layer: int, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs) -> Mlp | Experts:
+def _make_mlp(
+    config: LlamaConfig, layer: int, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, quantized: bool
+) -> Mlp | Experts:
     """Returns the MLP or the experts of a layer."""
     if not config.experts or layer in config.dense_layers:
-        return Mlp(config.width, config.mlp_width, config.activation, config.mlp_bias, dtype=dtype, rngs=rngs)
+        linear = make_linear(quantized, dtype, rngs)
+        return Mlp(config.width, config.mlp_width, config.activation, config.mlp_bias, linear)
     return Experts(
         config.width,
         config.expert_width,
@@ -316,6 +377,7 @@ def _make_mlp(config: LlamaConfig, layer: int, dtype: jax.typing.DTypeLike, rngs
         normalize_weights=config.normalize_expert_weights,
         dtype=dtype,
         rngs=rngs,
+        quantized=quantized,
     )
 
 

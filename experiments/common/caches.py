@@ -1,0 +1,166 @@
+"""Settings of caches, generators that use them, and their bytes relative to a full bfloat16 cache."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+import kvjax
+from kvjax.budget import Budget, row_bytes, row_read_bytes
+from kvjax.policy import Policy
+from kvjax.quantization import KVDtype
+from kvjax.registry import PolicyChoice
+from kvjax_models import LanguageModel
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.state import GenerationState, cache_specs
+
+REFERENCE_DTYPE = jnp.bfloat16  # dtype of the full cache that budgets and fractions refer to
+FULL = "exact"  # policy of the full cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A policy, its budget and the quantization of its cache.
+
+    Attributes:
+        policy: policy without budget, as in policy strings.
+        budget: the budget, as text.
+        kv_dtype: format of keys and values, or two formats with a comma; None if not quantized.
+    """
+
+    policy: str
+    budget: str | None = None
+    kv_dtype: str | None = None
+
+    def __str__(self) -> str:
+        budget = f" @ {self.budget}" if self.budget else ""
+        return self.policy + budget + (f", {self.kv_dtype}" if self.kv_dtype else "")
+
+    @property
+    def formats(self) -> KVDtype | tuple[KVDtype, KVDtype] | None:
+        """The argument `kv_dtype` of the library."""
+        if self.kv_dtype is None:
+            return None
+        parts: Any = tuple(self.kv_dtype.split(","))
+        return parts[0] if len(parts) == 1 else parts
+
+    def fit(self, spec: kvjax.CacheSpec, tokens: int) -> Policy:
+        """Returns the policy for a cache of `tokens` tokens; percentages are of a full bfloat16 cache."""
+        choice = PolicyChoice.parse(self.policy)
+        reference = dataclasses.replace(spec, window=None, dtype=REFERENCE_DTYPE)
+        budget = Budget.parse(self.budget) if self.budget else None
+        return dataclasses.replace(choice, budget=budget).fit(reference, tokens)
+
+
+def parse_settings(
+    policies: Sequence[str], budgets: Sequence[str], kv_dtypes: Sequence[str] = ("none",)
+) -> list[Setting]:
+    """Returns every policy with every budget and format; a policy that names its budget ("snapkv@25%") has only that.
+
+    Args:
+        policies: policy strings.
+        budgets: budgets.
+        kv_dtypes: formats ("int8", "int8,int4"), or "none".
+
+    Returns:
+        The settings, without repetitions.
+    """
+    settings = []
+    for text in policies:
+        choice = PolicyChoice.parse(text)
+        name = str(dataclasses.replace(choice, budget=None))
+        sizes: Sequence[Any] = [str(choice.budget)] if choice.budget else budgets if choice.takes_budget else [None]
+        settings += [
+            Setting(name, size, None if kv_dtype == "none" else kv_dtype) for size in sizes for kv_dtype in kv_dtypes
+        ]
+    return list(dict.fromkeys(settings))
+
+
+def make_generator(
+    llm: LanguageModel,
+    setting: Setting,
+    *,
+    batch: int,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    budget_tokens: int,
+    streaming: bool = False,
+) -> Generator:
+    """Returns a generator.
+
+    Args:
+        llm: model and tokenizer.
+        setting: settings of the cache.
+        batch: batch rows.
+        max_prompt_tokens: maximum length of prompts.
+        max_new_tokens: maximum number of tokens after them.
+        budget_tokens: tokens of the full cache that a budget in percent refers to.
+        streaming: whether prompts are processed through the compressed cache.
+
+    Returns:
+        The generator.
+    """
+    sizes: dict[str, Any] = {
+        "batch": batch,
+        "max_prompt_tokens": max_prompt_tokens,
+        "max_new_tokens": max_new_tokens,
+        "streaming": streaming,
+        "kv_dtype": setting.formats,
+    }
+    spec = cache_specs(llm.model, **sizes)[0]
+    policy = setting.fit(spec, budget_tokens)
+    eos = llm.tokenizer.eos_ids
+    return Generator(llm.model, policy, **sizes, eos=eos, allow_beyond_context=True)
+
+
+def full_bytes(generator: Generator, tokens: int) -> int:
+    """Returns the bytes of a full bfloat16 cache of one sequence; layers with a sliding window hold their window."""
+    return sum(
+        dataclasses.replace(spec, dtype=REFERENCE_DTYPE).full_cache_bytes(min(tokens, spec.window or tokens))
+        for spec in generator.specs
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSize:
+    """Bytes of the cache of one sequence, as `rows.Row` has them."""
+
+    device_bytes: int
+    host_bytes: int
+    read_bytes: int
+    cache_fraction: float
+    read_fraction: float
+
+
+def measure_size(generator: Generator, state: GenerationState, tokens: int) -> CacheSize:
+    """Measures the cache of one sequence.
+
+    Args:
+        generator: generator of the state.
+        state: a state.
+        tokens: tokens of the full cache to compare with.
+
+    Returns:
+        The sizes.
+    """
+    held = kvjax.cache_bytes(state.layers)
+    held_reference, read_reference = _reference_bytes(generator.policies, generator.specs)
+    full = full_bytes(generator, tokens)
+    return CacheSize(
+        held.device // generator.batch,
+        held.host // generator.batch,
+        sum(map(kvjax.read_bytes, state.layers)) // generator.batch,
+        held_reference / full,
+        read_reference / full,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _reference_bytes(policies: tuple[Policy, ...], specs: tuple[kvjax.CacheSpec, ...]) -> tuple[int, int]:
+    """Returns the bytes that a sequence holds and reads per step if unquantized arrays are in bfloat16."""
+    layers = [
+        (policy, dataclasses.replace(spec, dtype=REFERENCE_DTYPE)) for policy, spec in zip(policies, specs, strict=True)
+    ]
+    return sum(row_bytes(*layer) for layer in layers), sum(row_read_bytes(*layer) for layer in layers)

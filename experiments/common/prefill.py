@@ -1,0 +1,71 @@
+"""One exact prefill for the caches of several settings."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import kvjax
+from kvjax.policy import merge_requirements
+from kvjax_models import compile_cache
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.prefill import compress_layer, last_logits, prefill_layers
+from kvjax_models.generation.state import GenerationState, finish_prefill, shard_state
+from kvjax_models.sharding import replicate
+
+
+def prefill_together(
+    generators: Sequence[Generator], states: Sequence[GenerationState], prompts: Sequence[Sequence[int]]
+) -> list[GenerationState]:
+    """Processes the same prompts into the empty caches of several generators; the model runs once.
+
+    The keys and values of one layer exist at a time. Prompts are padded to `compile_cache.length_bucket`, so that
+    prompts of similar length share compiled programs.
+
+    Args:
+        generators: generators of one model.
+        states: an empty state of each generator; their buffers are donated.
+        prompts: token ids of each row.
+
+    Returns:
+        The states after the prompts.
+
+    Raises:
+        ValueError: if the generators differ in their model or are streaming, a state is not empty, or a prompt is too
+            long.
+    """
+    first = generators[0]
+    if any(generator.model is not first.model for generator in generators):
+        raise ValueError("prefill_together needs generators of one model")
+    if any(generator.streaming for generator in generators):
+        raise ValueError("prefill_together needs exact prefill, got a streaming generator")
+    if any(np.asarray(state.positions).any() for state in states):
+        raise ValueError("prefill_together needs empty states")
+    longest = max(map(len, prompts), default=0)
+    for generator in generators:
+        if longest > generator.max_prompt_tokens:
+            raise ValueError(f"a prompt of {longest} tokens exceeds max_prompt_tokens={generator.max_prompt_tokens}")
+    multiple = first.padding_multiple(longest)
+    tokens, row_lengths = first.pad(prompts, -(-len(compile_cache.length_bucket(longest)) // multiple) * multiple)
+    lengths = replicate(row_lengths, first.mesh)
+    caches: list[list[kvjax.Cache]] = [[] for _ in generators]
+    carries: list[Any] = [None for _ in generators]
+    num_queries = [
+        max(generator.policies[number].requires.num_prompt_queries(tokens.shape[1]) for generator in generators)
+        for number in range(first.config.layers)
+    ]
+    repeat = merge_requirements([policy for generator in generators for policy in generator.policies]).repetition
+    counters = [state.counters for state in states]
+    capacity = first.specs[0].capacity
+    layers = prefill_layers(first.model, tokens, lengths, first.prefill_chunk, num_queries, repeat, capacity)
+    for number, layer in enumerate(layers):
+        for index, state in enumerate(states):
+            cache, counters[index], carries[index] = compress_layer(
+                state.layers[number], state.counters, layer, lengths, carries[index]
+            )
+            caches[index].append(cache)
+    logits = last_logits(first.model, layer.x, lengths)
+    return [
+        shard_state(finish_prefill(state, layer_caches, counter, logits, lengths), first.mesh)
+        for state, layer_caches, counter in zip(states, caches, counters, strict=True)
+    ]

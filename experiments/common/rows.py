@@ -1,0 +1,166 @@
+"""Rows of results, in JSON Lines files that an interrupted run continues."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import filelock
+from absl import logging
+
+import kvjax
+from kvjax_models import atomic_io
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The score of one question through one cache.
+
+    Attributes:
+        model: name of the model.
+        task: name of the task, with its argument.
+        policy: cache policy, as in policy strings.
+        budget: budget, as on the command line; None for the full cache.
+        kv_dtype: quantization format of the cache; None if it is not quantized.
+        question: whether the compressed prompt includes the question: "seen" or "unseen".
+        tokens: maximum number of tokens of the task's prompts.
+        seed: seed of documents and policies.
+        document: name of the document.
+        item: index of the question in its document.
+        score: the score; None if the policy failed.
+        metric: name of the score: "score" (larger is better) or "nll" (nats per token, smaller is better).
+        dtype: dtype of the model and of unquantized caches in this run.
+        answer: the generated answer.
+        error: message of a failed policy.
+        prompt_tokens: tokens of the compressed prompt.
+        device_bytes: resident bytes of the cache in this run's dtypes, on the device.
+        host_bytes: resident bytes in host memory.
+        read_bytes: bytes that a decode step reads.
+        cache_fraction: resident bytes relative to a full bfloat16 cache of the same tokens, with the policy's
+            unquantized arrays in bfloat16.
+        read_fraction: bytes read per decode step, relative to the same.
+        settings: settings of the policy after the budget is resolved.
+        chance: expected score of a random answer.
+        kl: Kullback-Leibler divergence from the full cache's next-token distributions, in nats per token.
+        version: version of kvjax.
+    """
+
+    model: str
+    task: str
+    policy: str
+    budget: str | None
+    kv_dtype: str | None
+    question: str
+    tokens: int
+    seed: int
+    document: str
+    item: int
+    score: float | None
+    metric: str = "score"
+    dtype: str = "float32"
+    answer: str | None = None
+    error: str | None = None
+    prompt_tokens: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+    read_bytes: int = 0
+    cache_fraction: float = 0.0
+    read_fraction: float = 0.0
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    chance: float = 0.0
+    kl: float | None = None
+    version: str = kvjax.__version__
+
+    @property
+    def setting(self) -> str:
+        """Policy, budget and quantization, as tables show them."""
+        budget = f" @ {self.budget}" if self.budget else ""
+        return self.policy + budget + (f", {self.kv_dtype}" if self.kv_dtype else "")
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The values that identify the measurement; a later row with the same key replaces an earlier one."""
+        return (*self.run_key, self.document, self.item)
+
+    @property
+    def run_key(self) -> tuple[Any, ...]:
+        """The values of `key` that all questions of a run share."""
+        return self.model, self.task, self.setting, self.question, self.tokens, self.seed, self.dtype
+
+
+def read_rows(paths: Iterable[pathlib.Path]) -> list[Row]:
+    """Reads rows; lines that an interrupted run left incomplete are skipped, and repeated keys keep the last row.
+
+    Args:
+        paths: JSON Lines files.
+
+    Returns:
+        The rows.
+
+    Raises:
+        ValueError: if a complete line is not a row.
+    """
+    rows: dict[tuple[Any, ...], Row] = {}
+    for path in paths:
+        lines = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, start=1):
+            if not line:
+                continue
+            try:
+                row = Row(**json.loads(line))
+            except (ValueError, TypeError) as error:
+                if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+                    logging.warning("%s, line %d is incomplete and is skipped", path, number)
+                    continue
+                raise ValueError(f"{path}, line {number} is not a row: {error}") from error
+            rows[row.key] = row
+    return list(rows.values())
+
+
+class RowFile:
+    """A JSON Lines file that one run appends rows to.
+
+    Attributes:
+        path: the file.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        """Opens a file and reads the rows that it has.
+
+        Args:
+            path: the file, which is created if it does not exist.
+
+        Raises:
+            ValueError: if another process writes to the file.
+        """
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), blocking=False)
+        try:
+            self._lock.acquire()
+        except filelock.Timeout:
+            raise ValueError(f"another process writes to {path}; pass another --output") from None
+        self.rows = {row.key: row for row in read_rows([path] if path.exists() else [])}
+
+    def __contains__(self, key: tuple[Any, ...]) -> bool:
+        return key in self.rows and self.rows[key].error is None  # failed settings are tried again
+
+    def append(self, rows: Sequence[Row]) -> None:
+        """Appends rows, which are on disk when this returns."""
+        if rows:
+            atomic_io.append_line(self.path, "\n".join(json.dumps(dataclasses.asdict(row)) for row in rows))
+        self.rows |= {row.key: row for row in rows}
+
+    def close(self) -> None:
+        """Releases the file for other processes."""
+        self._lock.release()
+
+    def __enter__(self) -> "RowFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows.values())

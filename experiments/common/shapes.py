@@ -1,0 +1,87 @@
+"""Models with random weights for measurements of speed and memory."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import tokenizers
+from flax import nnx
+
+from kvjax_models import LanguageModel
+from kvjax_models.formats import huggingface
+from kvjax_models.formats.tokenizer import Tokenizer
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
+from kvjax_models.model.rotary import RopeScaling
+
+SMALL = LlamaConfig(
+    vocab_size=8192, width=512, mlp_width=1408, layers=8, query_heads=8, kv_heads=2, head_dim=64, max_length=65536
+)
+# https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct
+LLAMA_8B = LlamaConfig(
+    vocab_size=128256,
+    width=4096,
+    mlp_width=14336,
+    layers=32,
+    query_heads=32,
+    kv_heads=8,
+    head_dim=128,
+    max_length=131072,
+    rope_theta=500000.0,
+    rope_scaling=RopeScaling("llama3", 8.0),
+)
+SHAPES = {
+    "small": SMALL,
+    "small-ungrouped": dataclasses.replace(SMALL, kv_heads=SMALL.query_heads),
+    # https://huggingface.co/togethercomputer/LLaMA-2-7B-32K
+    "llama-2-7b-32k": LlamaConfig(
+        vocab_size=32000,
+        width=4096,
+        mlp_width=11008,
+        layers=32,
+        query_heads=32,
+        kv_heads=32,
+        head_dim=128,
+        max_length=32768,
+        rope_scaling=RopeScaling("linear", 8.0),
+    ),
+    "llama-3.1-8b": LLAMA_8B,
+    # https://huggingface.co/meta-llama/Llama-3.1-70B-Instruct and Llama-3.1-405B-Instruct
+    "llama-3.1-70b": dataclasses.replace(LLAMA_8B, width=8192, mlp_width=28672, layers=80, query_heads=64),
+    "llama-3.1-405b": dataclasses.replace(LLAMA_8B, width=16384, mlp_width=53248, layers=126, query_heads=128),
+}
+
+
+def find_shape(name: str) -> LlamaConfig:
+    """Returns the sizes of a model.
+
+    Args:
+        name: a name in `SHAPES`, or a directory with a config.json.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if name in SHAPES:
+        return SHAPES[name]
+    directory = pathlib.Path(name)
+    directory = directory.parent if directory.name == "config.json" else directory
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"--shape={name} is neither a directory with a config.json nor one of {', '.join(SHAPES)}")
+    return huggingface.load_config(directory)
+
+
+def first_layers(config: LlamaConfig, layers: int | None) -> LlamaConfig:
+    """Returns the configuration of a model with only the first layers; of the same model for None."""
+    if layers is None:
+        return config
+    return dataclasses.replace(config, layers=layers, windows=config.windows[:layers])
+
+
+def random_model(config: LlamaConfig, dtype: jax.typing.DTypeLike, seed: int = 0) -> LanguageModel:
+    """Returns a model with random weights and a tokenizer without vocabulary."""
+    tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), (), (), {})
+    return LanguageModel(Llama(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed)), tokenizer)

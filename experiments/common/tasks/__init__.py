@@ -1,1 +1,0 @@
-"""Tasks that experiments measure caches on: documents, questions and how an answer is read."""

@@ -1,0 +1,130 @@
+"""Measures the answers of a pretrained model through compressed caches.
+
+    kvjax download smollm2-135m
+    python -m experiments.evaluate --model smollm2-135m --task niah_single_2:docs --policy exact --policy snapkv \
+        --budget 25% --documents 20 --output build/rows.jsonl
+    python -m experiments.summarize --rows build/rows.jsonl
+
+With `--question unseen`, a document is compressed once, before its questions are known, and each question continues a
+copy of the cache. With `--question seen`, the compressed prompt includes the question. Settings share the prefill of a
+document.
+
+Tasks: RULER's 13 ("ruler" for all), lines, longeval_lines:200, longeval_topics:5, needle, squad, hotpotqa, musique, nq,
+quality, tpo, coursera, scientific_qa, multidoc_qa, gov_report, kv_retrieval, babi:1, gsm8k, humaneval:run, gsm8k_trace,
+humaneval_trace, perplexity_books, perplexity_wikitext2, stream_books, stream_wikitext2, longbench:NAME,
+longbench_e:NAME. Most of them read published files from `--data_dir`; an error names the file and its source.
+
+Rows are JSON Lines. A second start with the same output continues an interrupted run. Budgets in percent refer to a
+full bfloat16 cache.
+"""
+
+import dataclasses
+import pathlib
+
+import jax
+from absl import logging
+
+from experiments import tasks
+from experiments.common import caches
+from experiments.common.evaluator import Evaluator
+from experiments.common.flags import Flags, one_of, repeatable, run_command
+from experiments.common.rows import RowFile
+from experiments.tasks.task import Request, Task
+from kvjax_models import LanguageModel, load
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Flags):
+    """Options of an evaluation."""
+
+    model: str = "smollm2-135m"  # Name of `kvjax models`, GGUF file or Hugging Face directory.
+    task: tuple[str, ...] = repeatable("niah_single_2:docs")  # Tasks; repeatable.
+    policy: tuple[str, ...] = repeatable("exact", "snapkv")  # NAME or NAME:setting=value,...; repeatable.
+    budget: tuple[str, ...] = repeatable("25%")  # Share of a full bfloat16 cache, slots or bytes; repeatable.
+    kv_dtype: tuple[str, ...] = repeatable("none")  # Quantization formats (int8, int4, "int8,int4"); repeatable.
+    question: tuple[str, ...] = repeatable("unseen", choices=("unseen", "seen"))  # Repeatable.
+    tokens: int = 2048  # Maximum number of tokens of prompt and answer.
+    documents: int = 10  # Documents per task and seed.
+    seed: tuple[int, ...] = repeatable(0)  # Seeds of documents and policies; repeatable.
+    data_dir: str | None = None  # Directory of published files.
+    truncate: bool = False  # Cut documents that are too long in the middle; otherwise they are left out.
+    batch: int = 8  # Prompts or questions per batch.
+    group: int = 8  # Settings that share a prefill; their caches are in memory at the same time.
+    capacity: int | None = None  # Tokens after the compressed prompt; tasks with equal capacity share programs.
+    dtype: str | None = one_of(None, ("float32", "bfloat16"))  # Default: float32 on CPUs, otherwise bfloat16.
+    output: str = "build/rows.jsonl"  # File of the rows.
+
+
+def main(options: Options) -> None:
+    """Runs all tasks, questions and seeds; all tasks are made before the first measurement."""
+    names = tasks.expand(options.task)
+    settings = caches.parse_settings(options.policy, options.budget, options.kv_dtype)
+    llm = load_model(options.model, options.dtype)
+    made = [(seed, make_task(llm, options, name, seed)) for seed in options.seed for name in names]
+    with RowFile(pathlib.Path(options.output)) as rows:
+        for seed, task in made:
+            evaluate(llm, options, task, seed, settings, rows)
+        print(f"{len(rows.rows)} rows: {options.output}")
+
+
+def load_model(name: str, dtype: str | None) -> LanguageModel:
+    """Loads a model.
+
+    Args:
+        name: name, GGUF file or directory.
+        dtype: dtype of the model; by default float32 on CPUs, which compute faster in it, and bfloat16 elsewhere.
+
+    Returns:
+        The model.
+    """
+    return load(name, dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
+
+
+def make_task(llm: LanguageModel, options: Options, name: str, seed: int) -> Task:
+    """Returns a task with the documents of a seed.
+
+    Args:
+        llm: the model.
+        options: the options.
+        name: name of the task.
+        seed: seed of the documents.
+
+    Returns:
+        The task.
+    """
+    data_dir = None if options.data_dir is None else pathlib.Path(options.data_dir)
+    request = Request(llm.tokenizer, options.tokens, options.documents, seed, data_dir, options.truncate)
+    return tasks.make_task(name, request)
+
+
+def evaluate(
+    llm: LanguageModel, options: Options, task: Task, seed: int, settings: list[caches.Setting], rows: RowFile
+) -> None:
+    """Measures one task.
+
+    Args:
+        llm: the model.
+        options: the options.
+        task: the task.
+        seed: seed of documents and policies.
+        settings: settings of the cache.
+        rows: file of the rows.
+    """
+    has_questions = task.kind not in ("continue", "stream", "trace")
+    for question in options.question if has_questions else ("unseen",):
+        logging.info("%s, question %s, seed %d", task.name, question, seed)
+        Evaluator(
+            llm,
+            pathlib.PurePath(options.model).name,
+            task,
+            question_seen=question == "seen",
+            tokens=options.tokens,
+            seed=seed,
+            batch=options.batch,
+            group=options.group,
+            capacity=options.capacity,
+        ).run(settings, rows)
+
+
+if __name__ == "__main__":
+    run_command(main, Options)

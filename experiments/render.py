@@ -1,0 +1,186 @@
+"""Renders pages of the papers' results: the paper's numbers, the command, measured rows and a verdict per claim.
+
+    python -m experiments.render --rows experiments/results/rows.jsonl
+
+`papers/*.toml` lists every table and figure of a paper. A verdict compares measured rows: a claim holds if all paired
+differences are significantly positive; it does not hold if one is significantly negative; otherwise the difference is
+not significant. A result without rows is "not run".
+"""
+
+import dataclasses
+import json
+import pathlib
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatch
+from typing import Any
+
+from experiments import summarize
+from experiments.common import ROOT, caches
+from experiments.common.console import markdown_table
+from experiments.common.flags import Flags, repeatable, run_command
+from experiments.common.output import as_text
+from experiments.common.rows import Row, read_rows
+from experiments.common.statistics import Estimate
+
+PAPERS = ROOT / "experiments" / "papers"
+HOLDS, FAILS, UNCLEAR, NOT_RUN = "holds", "does not hold", "not significant", "not run"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Flags):
+    """Options of the renderer."""
+
+    rows: tuple[str, ...] = repeatable()  # Files of rows; by default experiments/results/*.jsonl.
+    figures_dir: str = str(ROOT / "experiments" / "results")  # Directory of other experiments' figures.
+    output_dir: str = str(ROOT / "docs" / "papers")  # Directory of the pages.
+
+
+def main(options: Options) -> None:
+    """Writes a page per paper."""
+    default = (ROOT / "experiments" / "results").glob("*.jsonl")
+    rows = read_rows(map(pathlib.Path, options.rows) if options.rows else sorted(default))
+    directory = pathlib.Path(options.output_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in sorted(PAPERS.glob("*.toml")):
+        paper = tomllib.loads(path.read_text(encoding="utf-8"))
+        page = render(paper, rows, pathlib.Path(options.figures_dir))
+        (directory / f"{path.stem}.md").write_text(page, encoding="utf-8")
+        print(directory / f"{path.stem}.md")
+
+
+def render(paper: Mapping[str, Any], rows: Sequence[Row], figures_dir: pathlib.Path) -> str:
+    """Returns the page of a paper.
+
+    Args:
+        paper: content of its TOML file.
+        rows: measured rows.
+        figures_dir: directory of other experiments' figures.
+
+    Returns:
+        The page in Markdown.
+    """
+    sections, overview = [], []
+    for result in paper["results"]:
+        verdict, measured = evaluate_claim(result, rows, figures_dir)
+        overview.append((result["name"], result["claim"], verdict))
+        sections.append(_section(result, verdict, measured))
+    head = (
+        f"# {paper['title'].partition(':')[0]}\n\n[{paper['title']}]({paper['link']}). {paper['settings']}\n\n"
+        "This page lists every table and figure of the paper, with the paper's numbers and measurements of kvjax on\n"
+        "pretrained models. `python -m experiments.render` writes it.\n\n"
+    )
+    return head + markdown_table(("result", "claim", "verdict"), overview).replace("---:", "---") + "".join(sections)
+
+
+def _section(result: Mapping[str, Any], verdict: str, measured: str) -> str:
+    """Returns the section of a table or figure."""
+    text = f"\n## {result['name']}\n\n{result['title']}.\n\n**Claim.** {result['claim']} **Verdict:** {verdict}.\n"
+    if "rows" in result:
+        text += f"\nThe paper's numbers:\n\n{markdown_table(result['columns'], result['rows'])}"
+    if measured:
+        text += f"\nMeasured:\n\n{measured}"
+    if "command" in result:
+        text += f"\nCommand:\n\n    {result['command']}\n"
+    if "needs" in result:
+        text += f"\nThe paper's own setting was not run; it needs {result['needs']}.\n"
+    return text
+
+
+def evaluate_claim(result: Mapping[str, Any], rows: Sequence[Row], figures_dir: pathlib.Path) -> tuple[str, str]:
+    """Returns the verdict of a claim and the tables of its measurements.
+
+    Args:
+        result: the table or figure.
+        rows: measured rows.
+        figures_dir: directory of other experiments' figures.
+
+    Returns:
+        The verdict, and Markdown.
+    """
+    if "compare" in result:
+        return _compare_rows(result["compare"], rows)
+    for kind, evaluate in (("figures", _compare_figures), ("exponents", _check_exponents), ("ratio", _check_ratio)):
+        if kind in result:
+            path = figures_dir / result[kind]["file"]
+            return evaluate(result[kind], json.loads(path.read_text())) if path.exists() else (NOT_RUN, "")
+    return NOT_RUN, ""
+
+
+def _compare_rows(compare: Mapping[str, Any], rows: Sequence[Row]) -> tuple[str, str]:
+    """Compares settings by rows of `experiments.evaluate`, for each model and length."""
+    settings = [compare["better"], *compare["than"]]
+    selected = [
+        row
+        for row in rows
+        if row.question == compare["question"]
+        and row.setting in (caches.FULL, *settings)
+        and any(fnmatch(row.task, pattern) for pattern in compare["tasks"])
+    ]
+    differences, text = [], ""
+    for table in summarize.summarize(selected):
+        # A small negative log-likelihood is better.
+        sign = -1.0 if table.metric == "nll" else 1.0
+        for other in compare["than"]:
+            reference = [row for row in selected if row.setting == other and summarize.title_of(row) == table.title]
+            better = [row for row in selected if row.setting == settings[0] and summarize.title_of(row) == table.title]
+            tasks = [task for task in table.tasks if task not in table.left_out]
+            if (found := summarize.paired_differences(better, reference, tasks)) is not None:
+                differences.append(Estimate(*sorted(sign * x for x in found)) if sign < 0 else found)
+        columns, lines = summarize.cells(table, caches.FULL)
+        text += f"{table.title}\n\n{markdown_table(columns, lines)}\n"
+    return _verdict(differences), text
+
+
+def _verdict(differences: Iterable[Estimate]) -> str:
+    """Returns the verdict of differences that a claim expects to be positive."""
+    found = list(differences)
+    if not found:
+        return NOT_RUN
+    if any(one.high < 0 for one in found):
+        return FAILS
+    return HOLDS if all(one.low > 0 for one in found) else UNCLEAR
+
+
+def _compare_figures(compare: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Compares the intervals of two settings in every case that both have."""
+    cases: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for one in figures:
+        if one["metric"] == compare["metric"] and one["setting"] in (compare["better"], compare["than"]):
+            case = str(one.get("case", f"{one.get('context_tokens')} tokens"))
+            cases.setdefault(case, {})[one["setting"]] = one
+    pairs = [
+        (case, found[compare["better"]], found[compare["than"]]) for case, found in cases.items() if len(found) == 2
+    ]
+    lines = [(case, as_text(better), as_text(other)) for case, better, other in pairs]
+    sign = 1 if compare.get("larger") else -1
+    differences = [
+        # Disjoint intervals are a significant difference.
+        Estimate(0.0, *sorted((sign * (b["low"] - o["high"]), sign * (b["high"] - o["low"]))))
+        for _, b, o in pairs
+    ]
+    return _verdict(differences), markdown_table(
+        (compare["metric"], compare["better"], compare["than"]), lines
+    ) if lines else ""
+
+
+def _check_exponents(check: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Checks that measured exponents are in a range."""
+    found = [one for one in figures if one["metric"] == "exponent"]
+    lines = [(one["line"], as_text(one)) for one in found]
+    if not found:
+        return NOT_RUN, ""
+    overlapping = [one["low"] <= check["high"] and one["high"] >= check["low"] for one in found]
+    return HOLDS if all(overlapping) else FAILS, markdown_table(("", "exponent"), lines)
+
+
+def _check_ratio(check: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Checks that a measured ratio is below 1."""
+    found = [one for one in figures if one["metric"] == "ratio" and one["walk"] == check["walk"]]
+    lines = [(one["line"], as_text(one)) for one in found]
+    verdict = _verdict(Estimate(1 - one["value"], 1 - one["high"], 1 - one["low"]) for one in found)
+    return verdict, markdown_table(("", "ratio"), lines) if lines else ""
+
+
+if __name__ == "__main__":
+    run_command(main, Options)

@@ -1,0 +1,77 @@
+"""L-Eval: long documents with several questions each (https://github.com/OpenLMLab/LEval).
+
+Multiple choice is scored by likelihood: each option is a continuation of the question, and the option with the largest
+mean log-probability per token counts as the answer. Short answers are scored by F1, summaries by ROUGE-L.
+"""
+
+import re
+
+from experiments.tasks import data_files, metrics
+from experiments.tasks.task import Document, Question, Request, Task, fit_documents
+
+CHOICES = ("quality", "tpo", "coursera")
+# File, score and answer length.
+ANSWERS = {
+    "scientific_qa": ("scientific_qa", metrics.qa_f1, 64),
+    "multidoc_qa": ("multidoc_qa", metrics.qa_f1, 64),
+    "gov_report": ("gov_report_summ", metrics.rouge_l, 512),
+}
+TASKS = (*CHOICES, *ANSWERS)
+_OPTION = re.compile(r"(?:^|\n)\s*\(?([A-F])[.)]\s*", re.MULTILINE)
+_SHORT_ANSWER = (
+    "\n\nAnswer the question based on the above text as concisely as you can, using a single phrase or sentence if "
+    "possible.\n\nQuestion: {question}"
+)
+
+
+def make_task(name: str, argument: str, request: Request) -> Task:
+    """Returns a task, which takes no argument; documents that do not fit are left out or cut, as requested."""
+    if argument:
+        raise ValueError(f"{name}:{argument}: {name} takes no argument")
+    if name in CHOICES:
+        documents = [
+            Document(entry["input"], questions, str(number))
+            for number, entry in enumerate(data_files.read_jsonl(request.data_dir, f"leval/{name}.jsonl"))
+            if (questions := _choice_questions(entry["instructions"], entry["outputs"]))
+        ]
+        longest = max(request.num_tokens(choice) for one in documents for q in one.questions for choice in q.choices)
+        return Task(name, fit_documents(documents, request, longest), kind="choose", answer_tokens=longest)
+    file, metric, answer_tokens = ANSWERS[name]
+    documents = [
+        Document(entry["input"], _short_questions(entry["instructions"], entry["outputs"]), str(number))
+        for number, entry in enumerate(data_files.read_jsonl(request.data_dir, f"leval/{file}.jsonl"))
+    ]
+    return Task(
+        name,
+        fit_documents(documents, request, answer_tokens),
+        score=lambda answer, question: max(metric(answer, correct) for correct in question.answers),
+        answer_tokens=answer_tokens,
+    )
+
+
+def _short_questions(instructions: list[str], outputs: list[str]) -> tuple[Question, ...]:
+    """Returns the questions of a document with short answers or a summary."""
+    return tuple(
+        Question(_SHORT_ANSWER.format(question=text), (output,), " Answer:")
+        for text, output in zip(instructions, outputs, strict=True)
+    )
+
+
+def _choice_questions(instructions: list[str], outputs: list[str]) -> tuple[Question, ...]:
+    """Returns the questions of a document that have exactly one correct option."""
+    questions = []
+    for instruction, output in zip(instructions, outputs, strict=True):
+        stem, *parts = _OPTION.split(instruction)
+        letters, options = parts[::2], [" ".join(option.split()) for option in parts[1::2]]
+        correct = re.match(r"\(?([A-F]+)\b", output.strip())
+        if correct is None or correct[1] not in letters or len(set(letters)) < len(letters) or not all(options):
+            continue
+        questions.append(
+            Question(
+                f"\n\nQuestion: {' '.join(stem.split())}",
+                (str(letters.index(correct[1])),),
+                " Answer:",
+                tuple(f" {option}" for option in options),
+            )
+        )
+    return tuple(questions)

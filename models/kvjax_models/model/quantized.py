@@ -1,0 +1,171 @@
+"""Weights in int8 with one scale per output channel, for matrix products with activations in float.
+
+A quantized module has the parameters of its float counterpart, with int8 values, and `channel_scale`. Products multiply
+with the int8 values in the dtype of the activations and scale the result: no float copy of a model exists.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int, Shaped
+
+WeightDtype = Literal["int8"]
+SCALE = "channel_scale"  # name of the scales among a module's parameters
+_MAX_INT8 = 127
+_FEW_TOKENS = 16  # up to here, a product takes less time than a conversion of its weights that is written to memory
+_BLOCK_INPUTS, _BLOCK_OUTPUTS = 16, 64  # of weights that are converted at a time on CPUs, within their caches
+
+
+class QuantizedLinear(nnx.Module):
+    """A linear projection with an int8 kernel [in, *out]."""
+
+    def __init__(self, inputs: int, outputs: int | Sequence[int], *, use_bias: bool, dtype: Any):
+        """Creates a projection with zeros.
+
+        Args:
+            inputs: size of the input.
+            outputs: axes of the output.
+            use_bias: whether there is a bias.
+            dtype: dtype of activations, scales and bias.
+        """
+        shape = (outputs,) if isinstance(outputs, int) else tuple(outputs)
+        self.kernel = nnx.Param(jnp.zeros((inputs, *shape), jnp.int8))
+        self.channel_scale = nnx.Param(jnp.zeros(shape, dtype))
+        self.bias = nnx.Param(jnp.zeros(shape, dtype)) if use_bias else None
+
+    def __call__(self, x: Float[Array, "*B in"]) -> Float[Array, "..."]:
+        """Returns the projection."""
+        return self.project(x)
+
+    def project(self, x: Float[Array, "*B in"], index: Any = ...) -> Float[Array, "..."]:
+        """Returns a part of the projection.
+
+        Args:
+            x: input.
+            index: index of the output's axes.
+        """
+        y = multiply(x, self.kernel[...][:, *_as_tuple(index)], self.channel_scale[...][index])
+        return y if self.bias is None else y + self.bias[...][index]
+
+
+class QuantizedEmbedding(nnx.Module):
+    """An embedding table [V, W] in int8 with one scale per token."""
+
+    def __init__(self, tokens: int, width: int, *, dtype: Any):
+        """Creates a table of zeros.
+
+        Args:
+            tokens: size of the vocabulary.
+            width: size of an embedding.
+            dtype: dtype of activations and scales.
+        """
+        self.embedding = nnx.Param(jnp.zeros((tokens, width), jnp.int8))
+        self.channel_scale = nnx.Param(jnp.zeros(tokens, dtype))
+        self.param_dtype = dtype
+
+    def __call__(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B W"]:
+        """Returns the embeddings of tokens."""
+        scale = jnp.take(self.channel_scale[...], tokens, axis=0)[..., None]
+        return jnp.take(self.embedding[...], tokens, axis=0).astype(scale.dtype) * scale
+
+
+def make_linear(quantized: bool, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs) -> Callable[..., Any]:
+    """Returns a constructor of linear projections, which takes the sizes of input and output and `use_bias`.
+
+    Args:
+        quantized: whether kernels are int8.
+        dtype: dtype of other parameters and activations.
+        rngs: random keys of the initial parameters.
+    """
+    if quantized:
+        return functools.partial(QuantizedLinear, dtype=dtype)
+
+    def linear(inputs: int, outputs: int | Sequence[int], *, use_bias: bool) -> nnx.Linear | nnx.LinearGeneral:
+        """Returns a float projection with random values."""
+        options: Any = {"use_bias": use_bias, "dtype": dtype, "param_dtype": dtype, "rngs": rngs}
+        if isinstance(outputs, int):
+            return nnx.Linear(inputs, outputs, **options)
+        return nnx.LinearGeneral(inputs, outputs, **options)
+
+    return linear
+
+
+def quantize(weights: Shaped[np.ndarray, "..."], axis: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rounds weights to int8 with the scale max |w| / 127 along an axis.
+
+    Args:
+        weights: the weights.
+        axis: axis of the inputs, over which a scale is shared.
+
+    Returns:
+        The int8 values and the float32 scales, without the axis.
+    """
+    scale = np.max(np.abs(weights), axis=axis, keepdims=True).astype(np.float32) / _MAX_INT8
+    values = np.rint(weights.astype(np.float32) / np.where(scale == 0, 1, scale)).astype(np.int8)
+    return values, np.squeeze(scale, axis)
+
+
+def multiply(
+    x: Float[Array, "*B in"], kernel: Int[Array, "in *out"], scale: Float[Array, "*out"]
+) -> Float[Array, "..."]:
+    """Returns x @ kernel * scale in the dtype of x.
+
+    Compilers for accelerators convert the kernel inside of the product. On CPUs, few tokens multiply blocks of inputs,
+    because XLA:CPU writes a converted operand to memory.
+
+    Args:
+        x: activations.
+        kernel: int8 values.
+        scale: scales of the outputs.
+    """
+    flat, matrix = x.reshape(-1, x.shape[-1]), kernel.reshape(kernel.shape[0], -1)
+
+    def direct(x: Array, matrix: Array) -> Array:
+        return x @ matrix.astype(x.dtype)
+
+    def by_blocks(x: Array, matrix: Array) -> Array:
+        """Sums the products of blocks of inputs."""
+        x_blocks = x.reshape(len(x), -1, _BLOCK_INPUTS).swapaxes(0, 1)
+        blocks = matrix.reshape(-1, _BLOCK_INPUTS, matrix.shape[1])
+        zeros = jnp.zeros((len(x), matrix.shape[1]), x.dtype)
+        return jax.lax.scan(lambda y, pair: (y + direct(*pair), None), zeros, (x_blocks, blocks))[0]
+
+    use_blocks = len(flat) <= _FEW_TOKENS and len(matrix) % _BLOCK_INPUTS == 0
+    y = jax.lax.platform_dependent(flat, matrix, cpu=by_blocks if use_blocks else direct, default=direct)
+    return y.reshape(*x.shape[:-1], *kernel.shape[1:]) * scale
+
+
+def multiply_transposed(
+    x: Float[Array, "*B W"], table: Int[Array, "V W"], scale: Float[Array, "V"]
+) -> Float[Array, "*B V"]:
+    """Returns x @ table.T * scale in float32, such as the logits of tied embeddings.
+
+    Args:
+        x: activations.
+        table: int8 values.
+        scale: scales of the outputs.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+
+    def direct(x: Array, table: Array) -> Array:
+        """Contracts both operands along their last axis."""
+        dimensions = (((1,), (1,)), ((), ()))
+        return jax.lax.dot_general(x, table.astype(x.dtype), dimensions, preferred_element_type=jnp.float32)
+
+    def by_blocks(x: Array, table: Array) -> Array:
+        """Concatenates the products of blocks of outputs."""
+        blocks = table.reshape(-1, _BLOCK_OUTPUTS, table.shape[1])
+        return jax.lax.map(lambda block: direct(x, block), blocks).swapaxes(0, 1).reshape(len(x), -1)
+
+    use_blocks = len(table) % _BLOCK_OUTPUTS == 0
+    y = jax.lax.platform_dependent(flat, table, cpu=by_blocks if use_blocks else direct, default=direct)
+    return y.reshape(*x.shape[:-1], -1) * scale.astype(jnp.float32)
+
+
+def _as_tuple(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)

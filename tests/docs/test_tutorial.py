@@ -1,0 +1,39 @@
+"""The tutorial notebook runs from top to bottom, in one process."""
+
+import json
+import pathlib
+
+import pytest
+
+from kvjax_models import known_models
+
+NOTEBOOK = pathlib.Path(__file__).parents[2] / "docs" / "tutorial.ipynb"
+
+
+def cells(kind):
+    notebook = json.loads(NOTEBOOK.read_text())
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == kind]
+
+
+def test_the_notebook_is_stored_without_outputs():
+    notebook = json.loads(NOTEBOOK.read_text())
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(code) > 5 and all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    for number, source in enumerate(cells("code")):
+        compile(source, f"cell {number}", "exec")
+
+
+@pytest.mark.heavy
+def test_the_notebook_runs(monkeypatch, capsys):
+    try:
+        known_models.find_model("smollm2-135m")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    plt = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(plt, "show", plt.close)
+    names: dict = {}
+    for number, source in enumerate(cells("code")):
+        exec(compile(source, f"cell {number}", "exec"), names)
+    output = capsys.readouterr().out
+    assert "7315" in output and "482" in output
+    assert 0.3 < names["heads"].mean() < 0.5

@@ -1,0 +1,254 @@
+"""Tasks from published files, with small files of the published forms."""
+
+import gzip
+import json
+import re
+
+import numpy as np
+import pytest
+
+from experiments import tasks
+from experiments.tasks import leval, needle, questions, records
+from experiments.tasks.reasoning import passes_tests
+from experiments.tasks.task import Question, contains, cut_middle
+from tests.experiments.support import request
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content if isinstance(content, str) else json.dumps(content)
+    path.write_bytes(gzip.compress(data.encode()) if path.suffix == ".gz" else data.encode())
+
+
+def lines(entries):
+    return "\n".join(map(json.dumps, entries))
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    """A data directory with small files of every form."""
+    directory = tmp_path_factory.mktemp("data")
+    squad = [
+        {"paragraphs": [
+            {"context": f"{name} {number} was built in {1900 + number}.",
+             "qas": [{"question": f"When was {name} {number} built?", "answers": [{"text": str(1900 + number)}]}]}
+            for number in range(3)]}
+        for name in ("Mill", "Bridge", "Tower", "Well")
+    ]  # fmt: skip
+    write(directory / "qa/xquad_en.json", {"data": squad})
+    hotpotqa = [
+        {"question": f"Who wrote book {n}?", "answer": f"Author {n}", "supporting_facts": [[f"Book {n}", 0]],
+         "context": [[f"Book {n}", [f"It is by Author {n}.", " It is long."]], ["Other", [f"Nothing of {n}."]]]}
+        for n in range(6)
+    ]  # fmt: skip
+    write(directory / "qa/hotpotqa.json", hotpotqa)
+    musique = [
+        {"question": f"Q{n}?", "answer": f"A{n}", "answer_aliases": [f"B{n}"], "answerable": n != 3,
+         "paragraphs": [{"title": "T", "paragraph_text": f"Text {n} {k}.", "is_supporting": k < 2} for k in range(4)]}
+        for n in range(4)
+    ]  # fmt: skip
+    write(directory / "qa/musique.json", musique)
+    nq = [{"question": f"q{n}", "answers": [f"a{n}"],
+           "ctxs": [{"title": "T", "text": f"a{n} is it.", "isgold": True}]} for n in range(9)]  # fmt: skip
+    write(directory / "qa/nq_open_oracle.jsonl.gz", lines(nq))
+    pairs = [[f"key-{n}", f"value-{n}"] for n in range(75)]
+    write(
+        directory / "kv_retrieval/75_keys.jsonl.gz",
+        lines({"ordered_kv_records": pairs, "key": f"key-{n}", "value": f"value-{n}"} for n in (7, 70)),
+    )
+    story = "1 Ann went to the garden.\n2 Bob went home.\n3 Where is Ann? \tgarden\t1\n4 Ann went out.\n"
+    story += "5 Where is Ann?|out|4"
+    write(directory / "babi/qa1_single_test.txt", f"{story}\n{story}")
+    text = "\n".join(f"This is sentence {number} of a long book." for number in range(3000))
+    write(directory / "books/a.txt", text)
+    write(directory / "wikitext2/test.txt", text)
+    write(directory / "essays/b.txt", text)
+    prompt = "The record:\nline a-b: REGISTER_CONTENT is <12>\n\nNow the record is over. Tell me what is in line a-b? "
+    write(directory / "longeval/lines_200.jsonl", lines([{"prompt": prompt, "expected_number": 12}] * 2))
+    topics = {
+        "prompt": "USER: cats. Now the record ends. What is the first topic?",
+        "topics": ["Cats", "x"],
+        "test_id": 1,
+    }
+    write(directory / "longeval/topics_5.jsonl", lines([topics]))
+    exam = {
+        "input": "A text.",
+        "instructions": ["Which?\n (A) one\n(B) two", "Two?\nA. x\nB. y"],
+        "outputs": ["(B) two", "AB"],
+    }
+    write(directory / "leval/quality.jsonl", lines([exam]))
+    short = {"input": "A text. " * 50, "instructions": ["Who?"], "outputs": ["the old Ann"]}
+    write(directory / "leval/scientific_qa.jsonl", lines([short, {**short, "input": "A text. " * 900}]))
+    gsm8k = [{"question": f"{n} and {n}?", "answer": f"{n} + {n} = <<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n},000"}
+             for n in range(50)]  # fmt: skip
+    write(directory / "reasoning/gsm8k_test.jsonl", lines(gsm8k))
+    code = {
+        "task_id": "H/0",
+        "prompt": "def f(x):\n",
+        "entry_point": "f",
+        "test": "def check(f):\n    assert f(2) == 4\n",
+    }
+    write(directory / "reasoning/humaneval.jsonl.gz", lines([code]))
+    return directory
+
+
+def make(name, data_dir, **options):
+    return tasks.make_task(name, request(data_dir=data_dir, **options))
+
+
+def test_every_task_makes_documents_that_fit(data_dir):
+    others = {"longbench", "longbench_e", "tpo", "coursera", "multidoc_qa", "gov_report", "humaneval"}
+    for name in {*tasks.TASKS} - others | {"humaneval:run", "needle:continue", "needle:minference", "gsm8k_trace:16"}:
+        task = make(name, data_dir, tokens=4000)
+        assert task.documents and task.name.startswith(name.partition(":")[0])
+        for document in task.documents if task.kind == "generate" and not name.startswith("longeval") else ():
+            for question in document.questions:
+                prompt = document.context + question.text + question.prefix
+                assert len(prompt) + task.answer_tokens <= 4000, name
+                assert question.answers
+
+
+def test_collections_are_expanded():
+    assert len(tasks.expand(("ruler",))) == 13
+    names = tasks.expand(("longbench:clusterkv", "longbench:qasper", "nq"))
+    assert names[:1] == ["longbench:2wikimqa"] and names[-1] == "nq" and len(names) == 9
+    assert [len(tasks.expand((f"{name}",))) for name in ("longbench:all", "longbench:chelsea")] == [21, 14]
+    assert [len(tasks.expand((f"longbench_e:{name}",))) for name in ("all", "balancekv")] == [13, 13]
+    with pytest.raises(ValueError, match="'longbench:x' is unknown; longbench has all, clusterkv"):
+        tasks.expand(("longbench:x",))
+
+
+def test_missing_files_are_named_with_their_source(tmp_path):
+    for directory in (None, tmp_path):
+        with pytest.raises(FileNotFoundError, match="DATA_DIR/qa/hotpotqa.json from OSU-NLP-Group/HippoRAG, data/hot"):
+            tasks.make_task("hotpotqa", request(data_dir=directory))
+
+
+def passages(document):
+    found = re.findall(r"Document (\d+):\n(.+?)(?=\n\nDocument|$)", document.context, flags=re.DOTALL)
+    assert [int(number) for number, _ in found] == list(range(1, len(found) + 1))
+    return [text for _, text in found]
+
+
+def test_squad_takes_paragraphs_of_its_article_first(data_dir):
+    items = questions.read_squad(data_dir)
+    assert len(items) == 12
+    pool = tuple(text for item in items for text in item.passages)
+    document = questions.generate([items[4]], pool, np.random.default_rng(0), request(450))
+    assert "Bridge 1 was built in 1901." in passages(document)
+    assert all(text.startswith("Bridge") for text in passages(document))
+    longer = questions.generate([items[4]], pool, np.random.default_rng(0), request(900))
+    assert set(passages(document)) < set(passages(longer))
+    assert longer.questions[0].answers == ("1901",) and longer.questions[0].prefix == " Answer:"
+
+
+def test_documents_contain_the_passages_of_their_questions(data_dir):
+    task = make("hotpotqa:2", data_dir)
+    asked = [question for document in task.documents for question in document.questions]
+    assert len(asked) == 6 == len({question.text for question in asked})
+    for document in task.documents:
+        for question in document.questions:
+            [author] = question.answers
+            assert f"It is by {author}. It is long." in document.context
+    assert {len(item.passages) for item in questions.read_musique(data_dir)} == {2}
+    assert len(questions.read_musique(data_dir)) == 3 and questions.read_musique(data_dir)[0].answers == ("A0", "B0")
+    assert contains("It was IN 1901.", Question("", ("in 1901", "1902"))) == 1
+    assert contains("1903", Question("", ("1901", "1902"))) == 0
+
+
+def test_needles_are_at_their_depth():
+    for form, said in (
+        ("published", "The best thing"),
+        ("continue", "The best thing"),
+        ("minference", "The special magic"),
+    ):
+        for depth in (0.0, 0.4, 1.0):
+            document = needle.generate(form, np.random.default_rng(0), depth, "docs", request())
+            assert abs(document.context.rindex(said) / len(document.context) - depth) < 0.15
+    text = "One two. Three four. Five six."
+    assert needle.insert(text, "|", 0.5) == "One two.| Three four. Five six."
+    assert needle.insert(text, "|", 0) == "|" + text and needle.insert(text, "|", 1) == text + "|"
+
+
+def test_the_needle_is_asked_and_scored_as_balancekv_does():
+    task = tasks.make_task("needle:docs", request())
+    question = task.documents[0].questions[0]
+    assert question.text == (
+        " </book>.\n Based on the content of the book, Question: The best thing to do in San Francisco is: \nAnswer:"
+    )
+    assert (task.answer_tokens, task.stop, task.chat) == (30, "\n", False)
+    assert task.score("Eat a sandwich and sit in Dolores Park on a sunny day.", question) == 1
+    assert task.score("you eat a sandwich", question) == 3 / 11  # "a" occurs twice and counts once
+    with pytest.raises(ValueError, match="needle:pin is not a task"):
+        tasks.make_task("needle:pin", request())
+
+
+def test_longeval(data_dir):
+    for name in ("lines:2", "longeval_lines:200"):
+        task = make(name, data_dir)
+        for document in task.documents:
+            for question in document.questions:
+                line = re.search(r"in line (\S+)\?", question.text)[1]
+                assert f"line {line}: REGISTER_CONTENT is <{question.answers[0]}>" in document.context
+    question = task.documents[0].questions[0]
+    assert [task.score(answer, question) for answer in ("It is <12>.", "13 or 12", "twelve", "012")] == [1, 0, 0, 1]
+    [document] = make("longeval_topics:5", data_dir).documents
+    assert document.context == "USER: cats. " and document.questions[0].answers == ("Cats",)
+
+
+def test_options_of_an_exam_are_parsed(data_dir):
+    task = make("quality", data_dir)
+    [question] = task.documents[0].questions  # the other one has two correct options
+    assert question == Question("\n\nQuestion: Which?", ("1",), " Answer:", (" one", " two"))
+    assert task.kind == "choose"
+    questions_of = leval._choice_questions
+    assert questions_of(["x\nA. p\nB. q"], ["C"]) == () and questions_of(["x\nA. p\nA. q"], ["A"]) == ()
+
+
+def test_long_documents_are_left_out_or_cut(data_dir):
+    task = make("scientific_qa", data_dir)
+    assert [document.name for document in task.documents] == ["0"]
+    assert task.score("an old ann", task.documents[0].questions[0]) == 1  # articles and case do not count
+    cut = make("scientific_qa", data_dir, truncate=True)
+    assert {document.name for document in cut.documents} == {"0", "1"}
+    assert all(len(document.context) < 1500 for document in cut.documents)
+    assert (
+        cut_middle(request().tokenizer, "abcdefgh", 4) == "abgh" and cut_middle(request().tokenizer, "abc", 4) == "abc"
+    )
+
+
+def test_key_value_objects_are_json(data_dir):
+    task = make("kv_retrieval:2", data_dir, tokens=800)
+    for document in task.documents:
+        values = json.loads(document.context.split("JSON data:\n")[1])
+        assert 5 < len(values) < 75 and list(values) == sorted(values, key=lambda key: int(key[4:]))
+        assert len(document.questions) == 2
+        for question in document.questions:
+            assert values[re.search(r'Key: "(.+)"', question.text)[1]] == question.answers[0]
+
+
+def test_stories_are_hidden_in_order(data_dir):
+    [first, second] = records.read_stories((data_dir / "babi/qa1_single_test.txt").read_text())
+    assert first == second
+    assert first.facts == ("Ann went to the garden.", "Bob went home.", "Ann went out.")
+    assert first.questions == ((2, "Where is Ann?", "garden"), (3, "Where is Ann?", "out"))
+    document = make("babi:1", data_dir).documents[0]
+    places = [document.context.index(fact) for fact in first.facts]
+    assert places == sorted(places) and document.questions[0].answers == ("out",)
+
+
+def test_worked_examples_and_numbers(data_dir):
+    task = make("gsm8k", data_dir)
+    assert "<<" not in task.documents[0].context and task.documents[0].context.count("####") > 3
+    question = task.documents[0].questions[1]
+    assert question.text == "Question: 1 and 1?\n" and question.answers == ("2000",)
+    assert [task.score(answer, question) for answer in ("so 2,000", "2000.0", "2", "none")] == [1, 1, 0, 0]
+
+
+def test_code_runs_with_limits():
+    question = Question("", ("def check(f):\n    assert f(2) == 4\ncheck(f)\n", "def f(x):\n"))
+    assert passes_tests("    return 2 * x\n\nprint('unused')", question) == 1
+    assert passes_tests("    return x", question) == 0
+    assert passes_tests("    return [0] * 10**10", question) == 0  # memory
+    with pytest.raises(ValueError, match="pass humaneval:run"):
+        tasks.make_task("humaneval", request())

@@ -1,0 +1,111 @@
+"""Weights in int8: products, whole models against their dequantized weights, bytes, saves and refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from kvjax_models import formats, load
+from kvjax_models.formats import huggingface
+from kvjax_models.formats.checkpoint import _input_axis, flatten_parameters
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.saved_states import SavedStates
+from kvjax_models.model import quantized
+from kvjax_models.model.llama import parameter_bytes
+from tests.models import tiny
+from tests.models.support import GOLDEN
+
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 60, (2, 24)))
+
+
+@pytest.mark.parametrize("shape", [(64, 5, 3), (48, 7), (7, 16)])
+@pytest.mark.parametrize("tokens", [1, 16, 40])
+def test_products_equal_those_of_dequantized_weights(shape, tokens):
+    rng = np.random.default_rng(0)
+    weights = rng.normal(size=shape).astype(np.float32)
+    values, scale = quantized.quantize(weights, 0)
+    np.testing.assert_allclose(values * scale, weights, atol=np.abs(weights).max() / 127)
+    assert values.dtype == np.int8 and np.abs(values).max() == 127
+    x = rng.normal(size=(tokens, shape[0])).astype(np.float32)
+    expected = np.tensordot(x, values * scale, axes=1)
+    np.testing.assert_allclose(jax.jit(quantized.multiply)(x, values, scale), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [192, 100])  # with and without blocks
+def test_tied_logits_equal_those_of_the_dequantized_table(size):
+    rng = np.random.default_rng(0)
+    values, scale = quantized.quantize(rng.normal(size=(size, 24)).astype(np.float32), 1)
+    x = rng.normal(size=(3, 24)).astype(np.float32)
+    logits = jax.jit(quantized.multiply_transposed)(x, values, scale)
+    np.testing.assert_allclose(logits, x @ (values * scale[:, None]).T, rtol=1e-5, atol=1e-5)
+
+
+def test_zero_channels_stay_zero():
+    values, scale = quantized.quantize(np.zeros((4, 3), np.float32), 0)
+    np.testing.assert_array_equal(values * scale, np.zeros((4, 3)))
+
+
+def dequantized(model, quantized_model):
+    """Returns a float model whose weights are those of a quantized one."""
+    parameters = flatten_parameters(nnx.state(quantized_model, nnx.Param))
+    graph, state = nnx.split(model)
+    for path, leaf in list(flatten_parameters(state).items()):
+        value = np.asarray(parameters[path])
+        if value.dtype == np.int8:
+            scale = np.asarray(parameters[(*path[:-1], quantized.SCALE)])
+            value = value * np.expand_dims(scale, _input_axis(path, value.ndim))
+        assert value.shape == leaf.shape
+        parameters[path] = jnp.asarray(value)
+    kept = {path: leaf for path, leaf in parameters.items() if path[-1] != quantized.SCALE}
+    nnx.replace_by_pure_dict(state, nnx.traversals.unflatten_mapping(kept))
+    return nnx.merge(graph, state)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "mixtral", "qwen2", "glm4"])
+def test_logits_equal_those_of_the_dequantized_model(family):
+    model = formats.load_model(GOLDEN / family, jnp.float32)
+    int8 = formats.load_model(GOLDEN / family, jnp.float32, weight_dtype="int8")
+    logits, exact = jax.jit(lambda model: model(TOKENS))(int8), jax.jit(lambda model: model(TOKENS))(model)
+    np.testing.assert_allclose(logits, jax.jit(lambda model: model(TOKENS))(dequantized(model, int8)), atol=1e-4)
+    assert 0 < jnp.linalg.norm(logits - exact) < 0.1 * jnp.linalg.norm(exact)
+
+
+@pytest.fixture(scope="module")
+def llms():
+    return [load(tiny.directory(), weight_dtype=weight_dtype) for weight_dtype in (None, "int8")]
+
+
+def test_bytes_and_generation(llms):
+    exact, int8 = llms
+    assert 0.25 < parameter_bytes(int8.model) / parameter_bytes(exact.model) < 0.32
+    assert {leaf.dtype for leaf in jax.tree.leaves(int8.model)} == {jnp.dtype(jnp.int8), jnp.dtype(jnp.float32)}
+    tokens = [int8.encode("The quick brown fox jumps over the lazy dog. " * 5)]
+    generator = Generator(int8.model, kvjax.Exact(), batch=1, max_prompt_tokens=256, max_new_tokens=8)
+    state = generator.prefill(generator.init_state(), tokens)
+    np.testing.assert_allclose(state.logits[0], int8.model(jnp.asarray(tokens))[0, -1], atol=2e-3)
+    rows, _ = generator.decode_all(state, 8)
+    text = list(tokens[0])
+    for _ in range(8):
+        text.append(int(jnp.argmax(int8.model(jnp.asarray([text]))[0, -1])))
+    assert rows[0] == text[len(tokens[0]) :]
+
+
+def test_saves_name_the_dtype_of_weights(llms, tmp_path):
+    generators = [llm.generator("exact", max_prompt_tokens=16, max_new_tokens=8) for llm in llms]
+    state = generators[1].prefill(generators[1].init_state(), [[1, 2, 3]])
+    saves = SavedStates(tmp_path / "run")
+    saves.save(0, generators[1], state, {}, {})
+    assert saves.restore(generators[1], {})[0] == 0
+    with pytest.raises(ValueError, match="model is {'weight_dtype': 'int8'.* not {'weight_dtype': 'float32'"):
+        saves.restore(generators[0], {})
+
+
+def test_what_int8_weights_do_not_support(llms, tmp_path):
+    with pytest.raises(ValueError, match="int8 weights cannot be saved"):
+        huggingface.save_model(tmp_path, llms[1].model)
+    with pytest.raises(ValueError, match="needs a single device"):
+        load(tiny.directory(), mesh=kvjax.make_mesh(1), weight_dtype="int8")
+    with pytest.raises(ValueError, match="weight_dtype='int5' must be"):
+        load(tiny.directory(), weight_dtype="int5")

@@ -1,0 +1,73 @@
+"""A tiny random model with a tokenizer of ASCII characters, in memory and as a Hugging Face directory."""
+
+import atexit
+import functools
+import json
+import pathlib
+import shutil
+import tempfile
+
+import tokenizers
+from flax import nnx
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from kvjax_models import LanguageModel
+from kvjax_models.formats import huggingface
+from kvjax_models.formats.tokenizer import Tokenizer
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
+
+BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def make_backend():
+    """Returns a tokenizer with a token per printable ASCII character or line break, and BOS before every text.
+
+    Random tokens are valid text, so decoding and encoding again changes nothing.
+    """
+    alphabet = ["\u0120", "\u010a", *map(chr, range(33, 127))]  # a space and a line break, as `ByteLevel` writes them
+    backend = tokenizers.Tokenizer(models.BPE({byte: number for number, byte in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([BOS, EOS])
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, backend.token_to_id(BOS))]
+    )
+    return backend
+
+
+def make_config(**changes):
+    """Returns the configuration of the model."""
+    sizes = {"vocab_size": 98, "width": 32, "mlp_width": 48, "layers": 2, "query_heads": 4, "kv_heads": 2}
+    return LlamaConfig(**sizes | {"head_dim": 16, "max_length": 8192} | changes)
+
+
+def make_llm(template=None, seed=1, **changes):
+    """Returns the model with its tokenizer."""
+    backend = make_backend()
+    bos, eos = backend.token_to_id(BOS), backend.token_to_id(EOS)
+    tokenizer = Tokenizer(backend, (bos,), (eos,), {"bos_token": BOS, "eos_token": EOS}, template)
+    return LanguageModel(Llama(make_config(**changes), rngs=nnx.Rngs(seed)), tokenizer)
+
+
+def write(directory, seed=1, **changes):
+    """Writes the model and its tokenizer as a Hugging Face directory."""
+    backend = make_backend()
+    ids = {"bos_token_id": backend.token_to_id(BOS), "eos_token_id": backend.token_to_id(EOS)}
+    huggingface.save_model(directory, Llama(make_config(**changes), rngs=nnx.Rngs(seed)), **ids)
+    backend.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+@functools.cache
+def directory():
+    """Returns a directory with the model, which must not be changed."""
+    path = pathlib.Path(tempfile.mkdtemp(prefix="kvjax-tiny-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return write(path)
