@@ -28,6 +28,7 @@ from kvjax.combinators.layer_budgets import LayerBudgets as LayerBudgets
 from kvjax.combinators.outlier_heads import OutlierHeads as OutlierHeads
 from kvjax.distributed.sharding import make_mesh as make_mesh
 from kvjax.partials import normalize as normalize
+from kvjax.policies.attention_matching import AttentionMatching as AttentionMatching
 from kvjax.policies.balancekv import BalanceKV as BalanceKV
 from kvjax.policies.cam import CaM as CaM
 from kvjax.policies.chelsea import Chelsea as Chelsea

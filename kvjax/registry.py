@@ -12,6 +12,7 @@ from kvjax.combinators.by_layer import FirstLayers
 from kvjax.combinators.host_memory import HostMemory
 from kvjax.combinators.layer_budgets import LayerBudgets
 from kvjax.combinators.outlier_heads import HeadChoice, OutlierHeads
+from kvjax.policies.attention_matching import AttentionMatching
 from kvjax.policies.balancekv import BalanceKV
 from kvjax.policies.balancekv_theory import BalanceKVTheory
 from kvjax.policies.cam import CaM
@@ -48,6 +49,7 @@ POLICIES: dict[str, type[Policy]] = {
     "exact": Exact,
     "streaming_llm": StreamingLLM,
     "uniform": Uniform,
+    "attention_matching": AttentionMatching,
     "balancekv": BalanceKV,
     "balancekv_theory": BalanceKVTheory,
     "cam": CaM,

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -42,6 +43,7 @@ class TopKPolicy(Policy[TopKStore]):
     compact_every: int = 16
 
     requires = Requirements(entire_prompt=True)
+    keeps_entries: ClassVar[bool] = True  # whether kept keys and values are the prompt's, without log-weights
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,10 +103,22 @@ class TopKPolicy(Policy[TopKStore]):
         Returns:
             float32 numbers, larger for tokens to keep; -inf past a row's length.
         """
-        tokens = prompt.keys.shape[2]
-        position, length = jnp.arange(tokens), prompt.lengths[:, None, None]
+        return self.rank_scores(self.score(prompt), prompt.lengths)
+
+    def rank_scores(self, score: Float[Array, "B H_kv T"], lengths: Int[Array, "B"]) -> Float[Array, "B H_kv T"]:
+        """Ranks the tokens of a prompt by their scores, below sinks and recent tokens.
+
+        Args:
+            score: scores as `score` returns them.
+            lengths: tokens of every row.
+
+        Returns:
+            Numbers as `rank` returns them.
+        """
+        tokens = score.shape[2]
+        position, length = jnp.arange(tokens), lengths[:, None, None]
         recent = position >= length - self.num_recent
-        rank = jnp.where(recent, _ABOVE_SCORES * (1 + position / tokens), self.score(prompt))
+        rank = jnp.where(recent, _ABOVE_SCORES * (1 + position / tokens), score)
         rank = jnp.where(position < self.sinks, jnp.inf, rank)
         return jnp.where(position < length, rank, -jnp.inf)
 

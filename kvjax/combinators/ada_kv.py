@@ -55,6 +55,10 @@ class AdaKV(Policy[AdaKVState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.policy.keeps_entries:
+            raise ValueError(
+                f"policy={self.policy} changes the entries that it keeps; AdaKV needs a policy that selects tokens only"
+            )
         if not 0 <= self.alpha_safeguard <= 1:
             raise ValueError(f"alpha_safeguard={self.alpha_safeguard} must be in [0, 1]")
 

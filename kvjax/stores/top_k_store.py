@@ -21,14 +21,16 @@ class TopKStore:
     values: Float[Array, "B H_kv S D_v"] = kv_entries()
     ranked: Int[Array, "B"]  # int32, tokens of the prompt
     later: Int[Array, "B"]  # int32, tokens received after the prompt
+    log_weights: Float[Array, "B H_kv S"] | None = None  # in the dtype of the cache; None for 0
 
 
-def init_top_k_store(spec: CacheSpec, slots: int) -> TopKStore:
+def init_top_k_store(spec: CacheSpec, slots: int, *, weighted: bool = False) -> TopKStore:
     """Returns an empty store.
 
     Args:
         spec: the cache's spec.
         slots: slots per KV head.
+        weighted: whether entries have log-weights.
 
     Returns:
         The store.
@@ -39,6 +41,7 @@ def init_top_k_store(spec: CacheSpec, slots: int) -> TopKStore:
         values=jnp.zeros((*shape, spec.value_width), spec.dtype),
         ranked=jnp.zeros(spec.batch, jnp.int32),
         later=jnp.zeros(spec.batch, jnp.int32),
+        log_weights=jnp.zeros(shape, spec.dtype) if weighted else None,
     )
 
 
@@ -88,22 +91,27 @@ def append(store: TopKStore, new: Tokens, sinks: int) -> TopKStore:
     number = store.later[:, None] + jnp.arange(new.keys.shape[2])
     target = later_token_slots(number, store.ranked, slots - store.ranked, sinks)
     target = jnp.broadcast_to(jnp.where(new.present, target, slots)[:, None], new.keys.shape[:3])
+    log_weights = store.log_weights
+    if log_weights is not None:
+        log_weights = per_head(_put)(log_weights, target, jnp.zeros(target.shape))
     return dataclasses.replace(
         store,
         keys=per_head(_put)(store.keys, target, new.keys),
         values=per_head(_put)(store.values, target, new.values),
         later=store.later + new.count,
+        log_weights=log_weights,
     )
 
 
-def _put(slots: Float[Array, "S D"], target: Int[Array, "P"], new: Float[Array, "P D"]) -> Float[Array, "S D"]:
+def _put(slots: Float[Array, "S *D"], target: Int[Array, "P"], new: Float[Array, "P *D"]) -> Float[Array, "S *D"]:
     return slots.at[target].set(new.astype(slots.dtype), mode="drop")
 
 
 def store_segment(store: TopKStore) -> Segment:
     """Returns the store as attention reads it."""
     stop = jnp.minimum(store.ranked + store.later, store.keys.shape[2])
-    return Segment(store.keys, store.values, stop=stop[:, None])
+    log_weights = None if store.log_weights is None else store.log_weights.astype(jnp.float32)
+    return Segment(store.keys, store.values, log_num=log_weights, stop=stop[:, None])
 
 
 def later_token_slots(

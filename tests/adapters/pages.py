@@ -13,6 +13,7 @@ DIRECTORY = pathlib.Path(__file__).parents[2] / "docs" / "adapters"
 BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 # The pages pass neither RoPE frequencies nor a repetition of the prompt.
 UNSUPPORTED = {
+    "attention_matching": "rope_frequencies",
     "compactor": "rope_frequencies",
     "expected_attention": "rope_frequencies",
     "kvzip": "KVzip needs a repetition of the prompt",

@@ -38,6 +38,7 @@ SCORED = {
     "lagkv": kvjax.LagKV(20, sinks=2, lag_size=6, compact_every=8),
     "tova": kvjax.TOVA(20, sinks=2, compact_every=8),
 }
+MATCHING = {"max_references": 64, "sinks": 2, "recent": 4, "compact_every": 8}
 POLICIES = {
     "exact": kvjax.Exact(compact_every=8),
     "streaming_llm": kvjax.StreamingLLM(16, sinks=2, compact_every=8),
@@ -60,6 +61,7 @@ POLICIES = {
     "quest": kvjax.Quest(20, compact_every=8),
     "leverage_scores": LeverageScores(20, sinks=2, compact_every=8),
     "ada_kv": AdaKV(LeverageScores(20, sinks=2, compact_every=8), 0.5),
+    "attention_matching": kvjax.AttentionMatching(20, **MATCHING),
 } | SCORED
 # Budgets that hold every token of a row, so that attention is exact.
 BIG = HEAD_DIM
@@ -79,6 +81,7 @@ ROOMY = {
     "quest": kvjax.Quest(BIG, compact_every=8),
     "leverage_scores": LeverageScores(BIG, compact_every=8),
     "ada_kv": AdaKV(LeverageScores(BIG, compact_every=8)),
+    "attention_matching": kvjax.AttentionMatching(BIG, **MATCHING),
 }
 
 
@@ -92,6 +95,7 @@ VARIANTS = (
     "h2o_average",
     "clusterkv_residual",
     "ada_kv",
+    "attention_matching",
     *SCORED,
 )
 

@@ -251,6 +251,7 @@ def expected_bytes(name, spec, budget, compact_every, sinks, recent):
         * (17 * 16 * (2 * spec.head_dim * itemsize + 4) + 16 * (2 * spec.head_dim * itemsize + 12) + 8)
         + 12,
         **dict.fromkeys(("leverage_scores", *SCORED, *RESERVING), 4),  # numbers of prompt tokens and later tokens
+        "attention_matching": 4 + heads * slots * itemsize,  # and log-weights
         "ada_kv": 12 * heads,  # per head its first slot, ranked slots and empty slots
         # Four pages and their bounds; pending tokens, pages, lost tokens.
         "quest": heads * 4 * (16 * (2 * spec.head_dim * itemsize + 4) + 2 * spec.head_dim * itemsize + 4) + 12,
@@ -274,7 +275,7 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
     # Keys and values of all slots, log-weights of staging and of weighted stores, three int32 bounds.
     spec = make_spec(dtype=jnp.bfloat16)
     slots = {"exact": EXACT_SLOTS}.get(name, 16 if name.startswith("streaming") else 20)
-    weighted = slots if name in WEIGHING else 0
+    weighted = slots if name in (*WEIGHING, "attention_matching") else 0
     extra = 0
     if name.startswith("subgen"):  # the window holds only sinks and recent tokens
         slots, weighted = 10, 0
@@ -298,7 +299,7 @@ def test_read_bytes_are_all_slots_and_their_weights(name):
         extra = -4
     if name.startswith(("h2o", "cam")):  # attention scores of every slot
         extra = KV_HEADS * 4 * (20 + 8)
-    if name in ("leverage_scores", *SCORED, *RESERVING):
+    if name in ("leverage_scores", "attention_matching", *SCORED, *RESERVING):
         slots, extra = -(-(slots + NEW) // 8) * 8 if name in RESERVING else slots, -4
     if name == "ada_kv":  # bounds per head
         extra = 8 * KV_HEADS - 8

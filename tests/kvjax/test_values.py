@@ -42,6 +42,7 @@ MAKE = {
     "quest": (lambda: kvjax.Quest(20), {"budget": 36}),
     "leverage_scores": (lambda: kvjax.LeverageScores(20), {"sketch": 48}),
     "kvzip": (lambda: kvjax.KVzip(20), {"chunk_tokens": 512}),
+    "attention_matching": (lambda: kvjax.AttentionMatching(20), {"selection": "omp"}),
     "compactor": (lambda: kvjax.Compactor(24), {"blending": 0.35}),
     "cur": (lambda: kvjax.CUR(20), {"leverage_type": "key"}),
     "expected_attention": (lambda: kvjax.ExpectedAttention(20), {"use_vnorm": False}),
@@ -365,7 +366,7 @@ def test_prompt_queries_are_as_many_as_the_policy_requires(name, count):
 def test_the_package_exports_few_names():
     public = {name: x for name, x in vars(kvjax).items() if not name.startswith("_") and not isinstance(x, type(sys))}
     policies = {name for name, x in public.items() if isinstance(x, type) and issubclass(x, Policy)}
-    assert len(policies) <= 34 and len(public.keys() - policies) <= 24, sorted(public)
+    assert len(policies) <= 35 and len(public.keys() - policies) <= 24, sorted(public)
 
 
 def test_the_repr_of_a_cache_contains_its_policy():

@@ -23,6 +23,7 @@ PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [3, 1, 4, 1, 5]]
 POLICIES = {
     "exact": lambda: kvjax.Exact(compact_every=4),
     "uniform": lambda: kvjax.Uniform(budget=8, sinks=1, recent=1, compact_every=4),
+    "attention_matching": lambda: kvjax.AttentionMatching(budget=8, sinks=1, compact_every=4),
     "more_sinks": lambda: kvjax.Uniform(budget=8, sinks=2, recent=0, compact_every=4),
     "clusterkv": lambda: kvjax.ClusterKV(budget=8, sinks=1, compact_every=4),
     "host_memory": lambda: kvjax.HostMemory(kvjax.ClusterKV(budget=8, sinks=1, compact_every=4)),

@@ -1,0 +1,446 @@
+"""Attention Matching against a plain float64 implementation of its steps, and its properties."""
+
+import builtins
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.policy import RepeatedPrompt
+from kvjax.structures.attention_fit import References, Slots, fit_log_weights, fit_values, matching_loss, refine
+from kvjax.structures.least_squares import bounded_weights, matching_pursuit, ridge_solve
+from tests.kvjax.support import (
+    FREQUENCIES,
+    HEAD_DIM,
+    LENGTHS,
+    after,
+    go,
+    make_spec,
+    make_stream,
+    prefilled,
+    prompt_of,
+    row_keys,
+)
+
+POLICY = kvjax.AttentionMatching(12, n_future_positions=None, sinks=2, recent=2, compact_every=8)
+BOUNDS = (np.exp(-3.0), np.exp(3.0))
+
+
+def attention_weights(seed=0, queries=40, keys=24):
+    logits = 2 * np.random.default_rng(seed).normal(size=(queries, keys))
+    return np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+
+
+# --- float64 references ---
+
+
+def plain_ridge(matrix, target, ridge):
+    penalty = ridge * np.sum(matrix**2)
+    return np.linalg.solve(matrix.T @ matrix + penalty * np.eye(matrix.shape[1]), matrix.T @ target)
+
+
+def plain_weights(matrix, target, bounds, iterations, ridge):
+    weights = np.clip(1 + plain_ridge(matrix, target - matrix.sum(1), ridge), *bounds)
+    step = 1 / np.linalg.norm(matrix, 2) ** 2
+    for _ in range(iterations):
+        weights = np.clip(weights - step * matrix.T @ (matrix @ weights - target), *bounds)
+    return weights
+
+
+def plain_pursuit(matrix, target, count, bounds, ridge, keys_per_step=4):
+    """Returns the chosen columns in order, their weights, and the products of all columns with the residual."""
+    penalty, chosen, residual = ridge * np.sum(matrix**2), [], target
+    while len(chosen) < count:
+        product = matrix.T @ residual
+        product[chosen] = -np.inf
+        chosen += np.argsort(-product, kind="stable")[:keys_per_step].tolist()
+        columns = matrix[:, chosen]
+        gram = columns.T @ columns + penalty * np.eye(len(chosen))
+        weights = np.clip(1 + np.linalg.solve(gram, columns.T @ (target - columns.sum(1))), *bounds)
+        residual = target - columns @ weights
+    return chosen, weights, matrix.T @ residual
+
+
+def softmax(logits, sink_logits=-np.inf):
+    """Returns probabilities of keys [R, S] next to the sink logits [R] of every query."""
+    weights, sinks = np.exp(logits), np.exp(np.broadcast_to(sink_logits, len(logits)))
+    return weights / (weights.sum(1) + sinks)[:, None]
+
+
+def plain_matching(queries, keys, values, policy, sink_logits=-np.inf, logit_cap=np.inf):
+    """Returns kept tokens by rank, log-weights and values of one KV head: queries [R, D], keys and values [T, D]."""
+    queries, keys, values = (x.astype(np.float64) for x in (queries, keys, values))
+    tokens = len(keys)
+    logits = queries @ keys.T / np.sqrt(keys.shape[1])
+    logits = logits if logit_cap == np.inf else logit_cap * np.tanh(logits / logit_cap)
+    probability = softmax(logits, sink_logits)
+    first, last = list(range(policy.sinks)), list(range(tokens - policy.recent, tokens))
+    others = [token for token in np.argsort(-np.mean(probability**2, axis=0)) if token not in first + last]
+    kept = np.array(first + last[::-1] + others)[: policy.budget]
+    fitted = np.arange(policy.budget) >= policy.sinks + policy.recent
+    share = probability[:, kept]
+    weights = np.ones(policy.budget)
+    target = probability.sum(1) - share[:, ~fitted].sum(1)
+    weights[fitted] = plain_weights(share[:, fitted], target, BOUNDS, 2, policy.ridge)
+    compressed = softmax(logits[:, kept] + np.log(weights), sink_logits)
+    new = values[kept]
+    gap = probability @ values - compressed @ new
+    new[fitted] += plain_ridge(compressed[:, fitted], gap, policy.ridge)
+    return kept, np.log(weights), new
+
+
+# --- steps ---
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40)], ids=["more queries", "more keys"])
+def test_ridge_regression_solves_the_normal_equations(shape):
+    rng = np.random.default_rng(0)
+    matrix, target = rng.normal(size=shape), rng.normal(size=(shape[0], 3))
+    matrix[:, 5] = 0
+    solution = ridge_solve(jnp.float32(matrix), jnp.float32(target), 1e-2)
+    np.testing.assert_allclose(solution, plain_ridge(matrix, target, 1e-2), atol=1e-5)
+    assert (np.asarray(solution)[5] == 0).all()
+    assert np.isfinite(ridge_solve(jnp.zeros(shape), jnp.float32(target), 1e-2)).all()
+
+
+@pytest.mark.parametrize("iterations", [0, 2])
+def test_weights_are_bounded_least_squares(iterations):
+    matrix = attention_weights()[:, :16]
+    target = np.random.default_rng(1).uniform(0, 2, size=40)
+    weights = bounded_weights(jnp.float32(matrix), jnp.float32(target), BOUNDS, iterations, 1e-4)
+    expected = plain_weights(matrix, target, BOUNDS, iterations, 1e-4)
+    np.testing.assert_allclose(weights, expected, rtol=2e-2 if iterations else 1e-3)
+    assert np.isclose(expected, BOUNDS[0]).any() or np.isclose(expected, BOUNDS[1]).any()
+    errors = [np.linalg.norm(matrix @ w - target) for w in (np.ones(16), expected)]
+    assert np.linalg.norm(matrix @ np.asarray(weights) - target) <= 1.001 * errors[1] < errors[0]
+
+
+@pytest.mark.parametrize("count", [8, 10])
+def test_matching_pursuit_chooses_the_keys_of_a_plain_implementation(count):
+    matrix, bounds = attention_weights(1, 40, 32), (np.exp(-7), np.exp(7))
+    target = np.random.default_rng(2).uniform(0.5, 1, 40)
+    chosen, weights, product = plain_pursuit(matrix, target, count, bounds, 1e-4)
+    free = jnp.ones(32, bool)
+    score = np.asarray(matching_pursuit(jnp.float32(matrix), jnp.float32(target), free, count, bounds, 1e-4))
+    dropped = np.array(chosen)[weights <= bounds[0]]
+    kept = [token for token in chosen if token not in dropped]
+    assert np.argsort(-score, kind="stable")[: len(kept)].tolist() == kept
+    assert (score[dropped] == -2).all()
+    others = np.setdiff1d(np.arange(32), chosen)
+    np.testing.assert_allclose(score[others], product[others] / np.abs(product).max(), atol=1e-4)
+    # Keys that are not candidates are never chosen.
+    score = matching_pursuit(jnp.float32(matrix), jnp.float32(target), free.at[chosen[0]].set(False), 8, bounds, 1e-4)
+    assert chosen[0] not in np.argsort(-np.asarray(score))[:8]
+
+
+def test_matching_pursuit_drops_keys_of_the_smallest_weight():
+    rng = np.random.default_rng(0)
+    useful, spread = rng.uniform(0, 0.1, size=(40, 3)), np.full((40, 1), 0.2)
+    # The fourth column alone exceeds the target, with which the others agree.
+    matrix = np.concatenate([useful, spread, rng.uniform(0, 0.001, size=(40, 4))], axis=1)
+    target = useful.sum(1)
+    bounds = (np.exp(-7), np.exp(7))
+    chosen, weights, _ = plain_pursuit(matrix, target, 4, bounds, 1e-6)
+    assert sorted(chosen) == [0, 1, 2, 3] and weights[chosen.index(3)] == bounds[0]
+    score = matching_pursuit(jnp.float32(matrix), jnp.float32(target), jnp.ones(8, bool), 4, bounds, 1e-6)
+    assert score[3] == -2 and set(np.argsort(-np.asarray(score))[:3].tolist()) == {0, 1, 2}
+
+
+# --- the policy ---
+
+
+def heads_of(queries, keys, values, length, row, head):
+    """Returns one KV head's reference queries, keys and values of one row, without padding; group size 2."""
+    references = queries[row, :, 2 * head : 2 * head + 2]
+    return references.reshape(-1, HEAD_DIM), keys[row, :length, head], values[row, :length, head]
+
+
+@pytest.mark.parametrize("references", ["prompt", "repetition", "both"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_entries_equal_those_of_a_plain_implementation(references, dtype):
+    rng = np.random.default_rng(3)
+    lengths, policy = (37, 12, 20), dataclasses.replace(POLICY, references=references, max_references=1000)
+    keys, values, queries = prompt_of(make_stream(4), lengths)
+    keys, values = (np.asarray(jnp.asarray(x, dtype), np.float32) for x in (keys, rng.normal(size=values.shape)))
+    chunks, width = 2, 24
+    sizes = np.array([[20, 17], [12, 0], [20, 3]], np.int32)
+    repeated = RepeatedPrompt(
+        jnp.asarray(2 * rng.normal(size=(3, chunks * width, 4, HEAD_DIM)), jnp.float32),
+        jnp.zeros((3, chunks * width, 2, HEAD_DIM)),
+        jnp.asarray(sizes),
+    )
+    aligned = np.stack([np.roll(x, len(x) - length, axis=0) for x, length in zip(queries, lengths, strict=True)])
+    cache = kvjax.init(policy, make_spec(dtype=dtype), row_keys())
+    inputs = {} if references == "prompt" else {"repeated": repeated}
+    inputs |= {} if references == "repetition" else {"queries": aligned}
+    cache, _ = kvjax.prefill(cache, keys, values, jnp.asarray(lengths), **inputs)
+    state = jax.tree.map(lambda x: np.asarray(x, np.float32), cache.state)
+    tolerance = {"atol": 2e-3, "rtol": 2e-3} if dtype == jnp.float32 else {"atol": 0.05, "rtol": 0.02}
+    for (row, length), head in itertools.product(enumerate(lengths), range(2)):
+        asked = np.asarray(repeated.queries).reshape(3, chunks, width, 4, HEAD_DIM)
+        sources = [] if references == "repetition" else [queries[row, :length]]
+        sources += [] if references == "prompt" else [asked[row, chunk, : sizes[row, chunk]] for chunk in range(chunks)]
+        candidates = np.concatenate(sources)[None]
+        own, own_keys, own_values = heads_of(candidates, keys[row : row + 1], values[row : row + 1], length, 0, head)
+        used = min(length, policy.budget)
+        if length <= policy.budget:
+            kept = state.keys[row, head, :used]
+            assert {tuple(key) for key in kept} == {tuple(key) for key in own_keys}
+            assert (state.log_weights[row, head] == 0).all()
+            continue
+        tokens, log_weights, new_values = plain_matching(own, own_keys, own_values, policy)
+        np.testing.assert_array_equal(state.keys[row, head, :used], own_keys[tokens])
+        np.testing.assert_allclose(state.log_weights[row, head, :used], log_weights, **tolerance)
+        np.testing.assert_allclose(state.values[row, head, :used], new_values, **tolerance)
+        exact = policy.sinks + policy.recent
+        np.testing.assert_array_equal(state.values[row, head, :exact], own_values[tokens[:exact]])
+
+
+def clustered(seed=0, tokens=256, kv_heads=2, group=2, count=256, clusters=24):
+    """Returns keys and values [1, T, H_kv, D], and two sets of queries [1, N, H_q, D], near the same centers."""
+    rng = np.random.default_rng(seed)
+    centers = rng.normal(size=(clusters, kv_heads, HEAD_DIM))
+    keys = 2 * centers[rng.integers(clusters, size=tokens)] + 0.6 * rng.normal(size=(tokens, kv_heads, HEAD_DIM))
+    values = rng.normal(size=(tokens, kv_heads, HEAD_DIM))
+
+    def queries():
+        near = np.repeat(centers[rng.integers(clusters, size=count)], group, axis=1)
+        return (near + 0.6 * rng.normal(size=(count, kv_heads * group, HEAD_DIM)))[None].astype(np.float32)
+
+    return keys[None].astype(np.float32), values[None].astype(np.float32), queries(), queries()
+
+
+@functools.cache
+def held_out_error(**settings):
+    """Returns the relative error of attention outputs for queries that were not fitted."""
+    keys, values, queries, other = clustered()
+    spec = make_spec(batch=1, prompt=keys.shape[1])
+    lengths = jnp.array([keys.shape[1]])
+    outputs = []
+    policy = kvjax.AttentionMatching(48, n_future_positions=None, sinks=2, recent=2, **settings)
+    for one in (kvjax.Exact(), policy):
+        cache = kvjax.init(one, spec, row_keys(1))
+        cache, _ = kvjax.prefill(cache, keys, values, lengths, queries if one.requires.prompt_queries else None)
+        outputs.append(np.asarray(kvjax.normalize(kvjax.attend(cache, other))))
+        if one is policy:
+            selection = dataclasses.replace(cache.state, log_weights=None)
+            index = np.asarray(
+                [[np.abs(keys[0, :, h] - k).sum(-1).argmin() for k in cache.state.keys[0, h]] for h in (0, 1)]
+            )
+            kept = np.stack([values[0, index[h], h] for h in (0, 1)])[None]
+            plain = dataclasses.replace(cache, state=dataclasses.replace(selection, values=jnp.asarray(kept)))
+            outputs.append(np.asarray(kvjax.normalize(kvjax.attend(plain, other))))
+    full, matched, selected = outputs
+    return tuple(np.linalg.norm(one - full) / np.linalg.norm(full) for one in (matched, selected))
+
+
+@pytest.mark.parametrize("settings", [(), (("selection", "omp"),)], ids=["rms", "omp"])
+def test_the_error_on_other_queries_is_below_that_of_selection(settings):
+    matched, selected = held_out_error(**dict(settings))
+    assert matched < 0.7 * selected
+
+
+def test_log_weights_make_denominators_right():
+    keys, values, queries, other = clustered(1)
+    spec, length = make_spec(batch=1, prompt=keys.shape[1]), jnp.array([keys.shape[1]])
+    policy = kvjax.AttentionMatching(48, n_future_positions=None, sinks=2, recent=2)
+    cache, _ = kvjax.prefill(kvjax.init(policy, spec, row_keys(1)), keys, values, length, queries)
+    selection = dataclasses.replace(cache, state=dataclasses.replace(cache.state, log_weights=None))
+    full, _ = kvjax.prefill(kvjax.init(kvjax.Exact(), spec, row_keys(1)), keys, values, length)
+    masses = [kvjax.attend(one, other) for one in (full, cache, selection)]
+    exact, matched, selected = (np.asarray(one.max + jnp.log(one.denominator)) for one in masses)
+    assert np.abs(matched - exact).mean() < 0.7 * np.abs(selected - exact).mean()
+
+
+def one_head(seed=0, slots=12, queries=64, tokens=40):
+    rng = np.random.default_rng(seed)
+    keys, values = rng.normal(size=(tokens, HEAD_DIM)), rng.normal(size=(tokens, HEAD_DIM))
+    reference = 2 * rng.normal(size=(queries, HEAD_DIM))
+    logits = reference @ keys.T / np.sqrt(HEAD_DIM)
+    mass = np.log(np.exp(logits).sum(1))
+    ones = np.ones(queries)
+    arrays = (reference, ones.astype(bool), mass, -np.inf * ones, softmax(logits) @ values, np.zeros(tokens))
+    kept = np.arange(slots)
+    slots = Slots(
+        jnp.float32(keys[kept]),
+        jnp.float32(values[kept]),
+        jnp.zeros(slots),
+        jnp.ones(slots, bool),
+        jnp.arange(slots) > 1,
+    )
+    return References(*(jnp.asarray(x, None if x.dtype == bool else jnp.float32) for x in arrays)), slots
+
+
+def test_refinement_lowers_the_loss_and_changes_no_exact_entry():
+    references, selected = one_head()
+    slots = fit_log_weights(references, selected, BOUNDS, 2, 1e-4, jnp.float32)
+    fitted = fit_values(references, slots, 1e-4)
+    refined = jax.jit(lambda references, slots: refine(references, slots, 200, BOUNDS))(references, fitted)
+    losses = [float(matching_loss(references, one)) for one in (selected, fitted, refined)]
+    assert losses[2] < 0.9 * losses[1] < 0.5 * losses[0]
+    for before, later in zip(selected[:3], refined[:3], strict=True):
+        np.testing.assert_array_equal(before[:2], later[:2])
+        assert (np.asarray(before[2:]) != np.asarray(later[2:])).any()
+
+
+def test_the_loss_counts_outputs_and_denominators():
+    references, slots = one_head()
+    logits = np.asarray(references.queries, np.float64) @ np.asarray(slots.keys, np.float64).T / np.sqrt(HEAD_DIM)
+    outputs = np.asarray(references.outputs, np.float64)
+    output_error = np.sum((softmax(logits) @ np.asarray(slots.values) - outputs) ** 2) / np.sum(outputs**2)
+    mass_error = np.mean((np.log(np.exp(logits).sum(1)) - np.asarray(references.log_mass)) ** 2)
+    np.testing.assert_allclose(matching_loss(references, slots), output_error + mass_error, rtol=1e-4)
+    # Queries that do not exist do not count.
+    half = jnp.arange(64) < 32
+    first = jax.tree.map(lambda x: x[:32] if len(x) == 64 else x, references)
+    np.testing.assert_allclose(
+        matching_loss(references._replace(valid=half), slots), matching_loss(first, slots), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, {"selection": "omp"}, {"refine_steps": 5}], ids=str)
+def test_padding_does_not_matter(settings):
+    policy, stream = dataclasses.replace(POLICY, **settings), make_stream()
+    spec = make_spec(prompt=56)
+    caches = []
+    for padded, garbage in ((40, 0), (56, 1)):
+        keys, values, queries = prompt_of(stream, LENGTHS, padded, garbage)
+        aligned = np.stack([np.roll(x, len(x) - length, axis=0) for x, length in zip(queries, LENGTHS, strict=True)])
+        cache = kvjax.init(policy, spec, row_keys())
+        cache, _ = jax.jit(kvjax.prefill)(cache, keys, values, jnp.asarray(LENGTHS), aligned)
+        caches.append(cache)
+    query = jnp.asarray(make_stream(5).queries[:, :4])
+    np.testing.assert_allclose(*(kvjax.normalize(kvjax.attend(cache, query)) for cache in caches), atol=1e-3)
+
+
+@pytest.mark.parametrize("settings", [{"selection": "omp"}, {"refine_steps": 5}], ids=str)
+def test_a_budget_of_all_tokens_changes_nothing(settings):
+    stream = make_stream()
+    cache = prefilled(dataclasses.replace(POLICY, budget=40, **settings), stream)
+    assert (np.asarray(cache.state.log_weights) == 0).all()
+    values = np.asarray(cache.state.values)
+    for row, length in enumerate(LENGTHS):
+        assert (values[row, :, :length].max(-1) == 1).all() and (values[row, :, :length].sum(-1) == 1).all()
+
+
+def test_later_tokens_have_no_log_weight():
+    policy, stream = dataclasses.replace(POLICY, budget=16), make_stream()
+    cache = prefilled(policy, stream)
+    before = np.asarray(cache.state.log_weights)
+    assert (before[0, :, 4:16] != 0).all()
+    cache, *_ = go(cache, after(stream, LENGTHS, 8))
+    later = np.asarray(cache.state.log_weights)
+    assert (later[0, :, 8:] == 0).all()  # the slots of lowest rank
+    np.testing.assert_array_equal(later[0, :, :8], before[0, :, :8])
+    reserving = prefilled(dataclasses.replace(policy, reserve_decode_slots=True), stream)
+    after_steps, *_ = go(reserving, after(stream, LENGTHS, 8))
+    np.testing.assert_array_equal(after_steps.state.log_weights[0], reserving.state.log_weights[0])
+
+
+def test_attention_sinks_and_logit_caps_are_part_of_the_softmax():
+    sinks, cap, rng = np.array([2.0, 0.0, 1.0, 3.0], np.float32), 2.0, np.random.default_rng(0)
+    keys, values, queries = prompt_of(make_stream(6), (40, 40, 40))
+    values = rng.normal(size=values.shape).astype(np.float32)
+    cache = kvjax.init(POLICY, make_spec(logit_cap=cap), row_keys())
+    cache, _ = kvjax.prefill(cache, keys, values, jnp.full(3, 40), queries, sink_logits=jnp.asarray(sinks))
+    for row, head in itertools.product(range(3), range(2)):
+        own = heads_of(queries, keys, values, 40, row, head)
+        sink_logits = np.tile(sinks[2 * head : 2 * head + 2], 40)
+        tokens, log_weights, new_values = plain_matching(*own, POLICY, sink_logits, cap)
+        np.testing.assert_array_equal(cache.state.keys[row, head, : POLICY.budget], own[1][tokens])
+        np.testing.assert_allclose(cache.state.log_weights[row, head, : POLICY.budget], log_weights, atol=2e-3)
+        np.testing.assert_allclose(cache.state.values[row, head, : POLICY.budget], new_values, atol=2e-3)
+
+
+@pytest.mark.parametrize("references", ["prompt", "repetition"])
+def test_rope_moves_references_to_positions_after_the_prompt(references):
+    """Queries at position t, moved by the policy, equal unmoved references at the future positions."""
+    rng, tokens, lengths = np.random.default_rng(0), 40, jnp.array([40, 30, 24])
+    frequencies = jnp.asarray(FREQUENCIES)
+    stream = make_stream(7)
+    keys, values, _ = prompt_of(stream, lengths)
+    plain = jnp.asarray(2 * rng.normal(size=(3, tokens, 4, HEAD_DIM)), jnp.float32)
+    count = 16 // 2  # references per query head
+    golden = (np.sqrt(5) - 1) / 2
+    future = np.floor(24 * (np.arange(count) * golden % 1)).astype(int)
+    # Row 0 has 40 queries, of which every fifth is a reference.
+    policy = dataclasses.replace(POLICY, references=references, n_future_positions=24, max_references=16)
+    moved = kvjax.rope.rotate(plain[:, ::5], *kvjax.rope.rotation(40 + future[None], frequencies))
+
+    def fill(policy, queries):
+        inputs = {"queries": queries}
+        if references == "repetition":
+            sizes = jnp.full((3, 1), queries.shape[1])
+            inputs = {"repeated": RepeatedPrompt(queries, jnp.zeros((3, queries.shape[1], 2, HEAD_DIM)), sizes)}
+        cache = kvjax.init(policy, make_spec(), row_keys())
+        return kvjax.prefill(cache, keys, values, lengths, **inputs)[0].state
+
+    positions = jnp.arange(tokens) + (40 if references == "repetition" else 0)
+    state = fill(policy, kvjax.rope.rotate(plain, *kvjax.rope.rotation(positions[None], frequencies)))
+    if references == "prompt":  # the plain policy gets the moved queries at the places of the others
+        moved = jnp.repeat(moved, 5, axis=1)
+    expected = fill(dataclasses.replace(policy, n_future_positions=None), moved)
+    np.testing.assert_array_equal(state.keys[0], expected.keys[0])
+    np.testing.assert_allclose(state.log_weights[0], expected.log_weights[0], atol=1e-3)
+    np.testing.assert_allclose(state.values[0], expected.values[0], atol=1e-3)
+
+
+def test_quantized_caches_store_the_fitted_values():
+    stream = make_stream()
+    plain = prefilled(POLICY, stream)
+    quantized = prefilled(POLICY, stream, make_spec(kv_dtype="int8"))
+    np.testing.assert_allclose(plain.state.log_weights, quantized.state.log_weights, atol=0.05)
+    query = jnp.asarray(stream.queries[:, 40:44])
+    np.testing.assert_allclose(*(kvjax.normalize(kvjax.attend(one, query)) for one in (plain, quantized)), atol=0.03)
+
+
+def test_layers_may_have_different_budgets():
+    policy = kvjax.LayerBudgets(dataclasses.replace(POLICY, budget=16), (0.5, 1.5))
+    sizes = [
+        kvjax.init(policy, make_spec(layer=layer, layers=2), row_keys()).state.log_weights.shape[2] for layer in (0, 1)
+    ]
+    assert sizes == [10, 24]  # the least that holds two sinks and a compaction
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: kvjax.AttentionMatching(64, references="answers"), "references='answers' must be"),
+        (lambda: kvjax.AttentionMatching(64, selection="greedy"), "selection='greedy' must be"),
+        (lambda: kvjax.AttentionMatching(64, max_references=0), "max_references=0"),
+        (lambda: kvjax.AttentionMatching(64, refine_steps=-1), "refine_steps=-1"),
+        (lambda: kvjax.AttentionMatching(64, ridge=0.0), "ridge=0.0"),
+        (lambda: kvjax.AttentionMatching(64, chunk_tokens=0), "chunk_tokens=0"),
+        (lambda: kvjax.AdaKV(POLICY), "AdaKV needs a policy that selects tokens only"),
+        (lambda: kvjax.AttentionMatching(64, n_future_positions=0), "n_future_positions=0"),
+        (lambda: prefilled(kvjax.AttentionMatching(24), spec=make_spec(rope_frequencies=None)), "rope_frequencies"),
+        (
+            lambda: prefilled(kvjax.AttentionMatching(24, references="both")),
+            'pass prompt.repeated, .* or references="prompt"',
+        ),
+    ],
+)
+def test_invalid_settings_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_refinement_without_optax_is_an_error(monkeypatch):
+    plain_import = builtins.__import__
+
+    def without_optax(name, *args, **kwargs):
+        if name == "optax":
+            raise ImportError(name)
+        return plain_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_optax)
+    with pytest.raises(ImportError, match="refine_steps=3 needs optax; install it with `pip install optax`"):
+        refine(*one_head(), 3, BOUNDS)
