@@ -195,8 +195,8 @@ class PolicyChoice:
         return ",".join(f"{key}={value}" for key, value in self.settings) or None
 
     def __str__(self) -> str:
-        variant = f":{self.variant}" if self.settings else ""
-        return f"{self.name}{variant}" + (f"@{self.budget}" if self.budget else "")
+        text = f"{self.name}:{self.variant}" if self.settings else self.name
+        return ("auto" if text == _AUTO else text) + (f"@{self.budget}" if self.budget else "")
 
     def make(self, budget: int | float | None = None) -> Policy:
         """Returns the policy.

@@ -13,6 +13,7 @@ from kvjax.policy import Policy
 from kvjax.quantization import KVDtype
 from kvjax.registry import PolicyChoice
 from kvjax_models import LanguageModel
+from kvjax_models.generation.auto_policy import resolve_auto
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import GenerationState, cache_specs
 
@@ -107,12 +108,13 @@ def make_generator(
         "max_prompt_tokens": max_prompt_tokens,
         "max_new_tokens": max_new_tokens,
         "streaming": streaming,
-        "kv_dtype": setting.formats,
     }
-    spec = cache_specs(llm.model, **sizes)[0]
-    policy = setting.fit(spec, budget_tokens)
+    spec = dataclasses.replace(cache_specs(llm.model, **sizes)[0], dtype=REFERENCE_DTYPE)
+    choice, _, kv_dtype = resolve_auto(llm.model, setting.policy, setting.budget, setting.formats, spec, budget_tokens)
+    setting = dataclasses.replace(setting, policy=str(choice))
+    policy = setting.fit(dataclasses.replace(spec, kv_dtype=kv_dtype), budget_tokens)
     eos = llm.tokenizer.eos_ids
-    return Generator(llm.model, policy, **sizes, eos=eos, allow_beyond_context=True)
+    return Generator(llm.model, policy, **sizes, kv_dtype=kv_dtype, eos=eos, allow_beyond_context=True)
 
 
 def full_bytes(generator: Generator, tokens: int) -> int:
