@@ -39,8 +39,9 @@ class AttentionMatching(TopKPolicy):
 
     Log-weights give the kept keys the softmax denominators of all keys (non-negative least squares). Values are then
     fitted to the attention outputs (ridge regression towards the original values). Queries unlike the
-    references are approximated less well. Sinks and recent tokens are kept exactly, and rows of at most `budget`
-    tokens too. Log-weights are stored in the dtype of the cache. Inherited settings: see `TopKPolicy`.
+    references are approximated less well: tokens to which few references attend are lost, single facts among them.
+    Sinks and recent tokens are kept exactly, and rows of at most `budget` tokens too. Log-weights are stored in the
+    dtype of the cache. Inherited settings: see `TopKPolicy`.
 
     Attributes:
         references: source of the reference queries: the prompt, a repetition of the prompt as in `KVzip`, which needs a
