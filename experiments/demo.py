@@ -29,25 +29,9 @@ import kvjax
 from experiments.common import plots
 from experiments.common.console import print_table
 from experiments.common.flags import Flags, run_command
+from experiments.tasks.facts import ANSWER_TOKENS, FACTS, make_answers
 from kvjax.budget import format_bytes
 from kvjax_models import LanguageModel, load
-
-# Question, the sentence up to its answer, and the answer, in which "#" is a random digit.
-FACTS = (
-    ("What is the access code of the Lisbon office?", "The access code of the Lisbon office is", "#######"),
-    ("What is the password of the wireless network?", "The password of the wireless network is", "tangerine-####"),
-    ("At which pier does the ferry to Oslo leave?", "The ferry to Oslo leaves at pier number", "###"),
-    ("How many grams does the blue diamond weigh?", "The weight of the blue diamond in grams is", "####"),
-    ("What is the telephone extension of the library?", "The telephone extension of the library is", "####"),
-    ("Where does Doctor Alvarez park her red truck?", "Doctor Alvarez parks her red truck in space", "###"),
-    ("What is the serial number of the old printer?", "The serial number of the old printer is", "######"),
-    ("How many steps lead up to the lighthouse?", "The number of steps up to the lighthouse is", "####"),
-    ("Which locker contains Maria's violin?", "Maria keeps her violin in locker", "####"),
-    ("How many sheep does the farmer near Dublin own?", "The number of sheep of the farmer near Dublin is", "####"),
-    ("What is the number of the flight to Nairobi?", "The plane to Nairobi has the flight number", "####"),
-    ("What is the combination of the kitchen safe?", "The combination of the kitchen safe is", "######"),
-)
-ANSWER_TOKENS = 10
 
 
 class DemoMethod(NamedTuple):
@@ -112,7 +96,7 @@ def main(options: Demo) -> None:
         llm = load(options.model)
     except FileNotFoundError as error:
         sys.exit(f"{error}")
-    expected = make_answers(options.seed)
+    expected = make_answers(np.random.default_rng(options.seed))
     context, questions = encode(llm, make_text(expected))
     print(f"{options.model} reads {len(context):,} tokens and answers {len(questions)} questions with every method.")
     outcomes: list[Outcome] = []
@@ -126,12 +110,6 @@ def main(options: Demo) -> None:
     draw(path, outcomes, expected)
     print(f"\nPicture: {path}. Total time: {time.perf_counter() - begin:.0f} s; later runs reuse compiled programs.")
     print(f"Next: kvjax generate --model {options.model} --chat true --prompt_file FILE --policy auto --budget 25%")
-
-
-def make_answers(seed: int) -> list[str]:
-    """Returns the values of the facts."""
-    random = np.random.default_rng(seed)
-    return [re.sub("#", lambda _: str(random.integers(1, 10)), answer) for _, _, answer in FACTS]
 
 
 def make_text(answers: list[str]) -> str:

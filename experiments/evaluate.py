@@ -9,9 +9,9 @@ With `--question unseen`, a document is compressed once, before its questions ar
 copy of the cache. With `--question seen`, the compressed prompt includes the question. Settings share the prefill of a
 document.
 
-Tasks: RULER's 13 ("ruler" for all), lines, longeval_lines:200, longeval_topics:5, needle, squad, hotpotqa, musique, nq,
-quality, tpo, coursera, scientific_qa, multidoc_qa, gov_report, kv_retrieval, babi:1, gsm8k, humaneval:run, gsm8k_trace,
-humaneval_trace, perplexity_books, perplexity_wikitext2, stream_books, stream_wikitext2, longbench:NAME,
+Tasks: RULER's 13 ("ruler" for all), lines, longeval_lines:200, longeval_topics:5, needle, facts, squad, hotpotqa,
+musique, nq, quality, tpo, coursera, scientific_qa, multidoc_qa, gov_report, kv_retrieval, babi:1, gsm8k, humaneval:run,
+gsm8k_trace, humaneval_trace, perplexity_books, perplexity_wikitext2, stream_books, stream_wikitext2, longbench:NAME,
 longbench_e:NAME. Most of them read published files from `--data_dir`; an error names the file and its source.
 
 Rows are JSON Lines. A second start with the same output continues an interrupted run. Budgets in percent refer to a

@@ -6,7 +6,7 @@ A name may have an argument after a colon, such as `longeval_lines:200`.
 import functools
 from collections.abc import Callable
 
-from experiments.tasks import leval, longbench, longeval, needle, passages, questions, reasoning, records, ruler
+from experiments.tasks import facts, leval, longbench, longeval, needle, passages, questions, reasoning, records, ruler
 from experiments.tasks.task import Request, Task
 
 Make = Callable[[str, Request], Task]
@@ -16,6 +16,7 @@ TASKS: dict[str, Make] = {
     **{name: functools.partial(questions.make_task, name) for name in questions.TASKS},
     **longeval.TASKS,
     "needle": needle.make_task,
+    "facts": facts.make_task,
     **{name: functools.partial(leval.make_task, name) for name in leval.TASKS},
     **records.TASKS,
     **passages.TASKS,

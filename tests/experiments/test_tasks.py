@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import tasks
-from experiments.tasks import leval, needle, questions, records
+from experiments.tasks import facts, leval, needle, questions, records
 from experiments.tasks.reasoning import passes_tests
 from experiments.tasks.task import Question, contains, cut_middle
 from tests.experiments.support import request
@@ -252,3 +252,18 @@ def test_code_runs_with_limits():
     assert passes_tests("    return [0] * 10**10", question) == 0  # memory
     with pytest.raises(ValueError, match="pass humaneval:run"):
         tasks.make_task("humaneval", request())
+
+
+def test_every_fact_is_in_the_text_once_and_has_a_question():
+    task = tasks.make_task("facts:docs", request(tokens=8000, documents=2))
+    first, second = task.documents
+    assert len(first.questions) == 12 and first.context != second.context
+    for question in first.questions:
+        assert first.context.count(f"{question.prefix.strip()} {question.answers[0]}.") == 1
+    places = sorted(first.context.index(question.prefix.strip()) for question in first.questions)
+    assert np.diff(places).max() < len(first.context) / 6
+    code = first.questions[0]
+    assert task.score(f"{code.answers[0]}.", code) == 1 and task.score(f"1{code.answers[0]}", code) == 0
+    assert facts.insert("abcd", "12") == ["a", "1", "b", "c", "2", "d"]
+    with pytest.raises(ValueError, match="facts:essays is not a task"):
+        tasks.make_task("facts:essays", request())
