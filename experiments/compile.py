@@ -62,7 +62,7 @@ class Options(Flags):
     """Options of a compilation."""
 
     policy: tuple[str, ...] = repeatable(
-        "exact", "streaming_llm", "uniform", "clustergen", "subgen", "balancekv", "chelsea", "clusterkv", "quest",
+        "exact", "streaming_llm", "uniform", "clustergen", "subgen", "subgen_mean", "balancekv", "chelsea", "clusterkv_residual", "quest",
         "infinigen", "h2o", "cam", "snapkv", "pyramidkv",
     )  # fmt: skip
     budget: tuple[str, ...] = repeatable("4096")

@@ -30,7 +30,7 @@ from kvjax_models import atomic_io
 FINISHED = "steps.jsonl"
 MIN_SECONDS = 20.0  # a step is not started if less time remains
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL
-POLICIES = ("leverage_scores", "subgen", "balancekv", "chelsea", "clusterkv")
+POLICIES = ("leverage_scores", "subgen_mean", "balancekv", "chelsea", "clusterkv_residual")
 
 
 @dataclasses.dataclass(frozen=True)

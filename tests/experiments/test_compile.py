@@ -16,7 +16,7 @@ from tests.experiments.support import command, figures
 
 # Kernels per layer: one for all plain entries, one for residual clusters with corrections, one that selects blocks and
 # one that attends to them.
-SYSTEMS = {"exact": 1, "clusterkv": 3, "chelsea": 1, "subgen": 1, "balancekv": 1}
+SYSTEMS = {"exact": 1, "clusterkv_residual": 3, "chelsea": 1, "subgen_mean": 1, "balancekv": 1}
 GPU_COMPILER = pathlib.Path(sys.prefix) / "gpu-compiler"
 # libtpu exists only for Linux on x86.
 needs_compiler = pytest.mark.skipif(
@@ -58,7 +58,12 @@ def test_kernels_and_decoding_compile_for_a_tpu(policies, tmp_path):
 @needs_compiler
 def test_decoding_with_narrow_heads_compiles_without_a_copy(tmp_path):
     rows = compile_all(
-        tmp_path, "--head_dim=64", "--policy=exact", "--policy=chelsea", "--policy=clusterkv", "--op=weighted_decode"
+        tmp_path,
+        "--head_dim=64",
+        "--policy=exact",
+        "--policy=chelsea",
+        "--policy=clusterkv_residual",
+        "--op=weighted_decode",
     )
     assert sum("D=64" in name for name in rows) == 4  # with prefill
 

@@ -211,7 +211,7 @@ def test_policies_lists_all_policies_and_settings(kvjax):
             "kvjax: budget='0.25' is not a budget; pass slots (1024), 25% for",
         ),
         (("chat", MODEL), "kvjax: this checkpoint has no chat template"),
-        (("policies", "no_such"), "kvjax: policy 'no_such' must be one of balancekv"),
+        (("policies", "no_such"), "kvjax: policy 'no_such' must be one of attention_matching, balancekv"),
         (("bench", MODEL, "--turns=0"), "kvjax: --context_tokens, --batch, --tokens and --turns must be at least 1"),
     ],
 )
