@@ -62,8 +62,8 @@ class Options(Flags):
     """Options of a compilation."""
 
     policy: tuple[str, ...] = repeatable(
-        "exact", "streaming_llm", "uniform", "clustergen", "subgen", "subgen_mean", "balancekv", "chelsea", "clusterkv_residual", "quest",
-        "infinigen", "h2o", "cam", "snapkv", "pyramidkv",
+        "exact", "streaming_llm", "uniform", "clustergen", "subgen", "subgen_mean", "balancekv", "chelsea",
+        "clusterkv_residual", "quest", "infinigen", "h2o", "cam", "snapkv", "pyramidkv",
     )  # fmt: skip
     budget: tuple[str, ...] = repeatable("4096")
     device: tuple[str, ...] = repeatable(*TOPOLOGIES, choices=(*TOPOLOGIES, *GPUS))  # Repeatable.
