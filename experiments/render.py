@@ -10,6 +10,7 @@ not significant. A result without rows is "not run".
 import dataclasses
 import json
 import pathlib
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
@@ -24,6 +25,8 @@ from experiments.common.rows import Row, read_rows
 from experiments.common.statistics import Estimate
 
 PAPERS = ROOT / "experiments" / "papers"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")  # with tables of all rows between markers
+_MARKED = re.compile(r"(<!-- Written by experiments.render: -->\n).*?(<!-- End of the results. -->)", re.DOTALL)
 HOLDS, FAILS, UNCLEAR, NOT_RUN = "holds", "does not hold", "not significant", "not run"
 
 
@@ -47,6 +50,26 @@ def main(options: Options) -> None:
         page = render(paper, rows, pathlib.Path(options.figures_dir))
         (directory / f"{path.stem}.md").write_text(page, encoding="utf-8")
         print(directory / f"{path.stem}.md")
+    if not options.rows:
+        for path in PAGES:
+            path.write_text(with_results(path.read_text(encoding="utf-8"), rows), encoding="utf-8")
+
+
+def with_results(page: str, rows: Sequence[Row]) -> str:
+    """Returns a page with the tables of all rows between its markers.
+
+    Args:
+        page: the page in Markdown.
+        rows: measured rows.
+
+    Returns:
+        The page.
+    """
+    text = ""
+    for table in summarize.summarize(rows):
+        columns, lines = summarize.cells(table, caches.FULL)
+        text += f"\n{table.title}:\n\n{markdown_table(columns, lines)}"
+    return _MARKED.sub(lambda match: f"{match[1]}{text}\n{match[2]}", page)
 
 
 def render(paper: Mapping[str, Any], rows: Sequence[Row], figures_dir: pathlib.Path) -> str:

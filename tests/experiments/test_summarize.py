@@ -8,7 +8,7 @@ import pytest
 
 from experiments import render, summarize
 from experiments.common import output, statistics
-from experiments.common.rows import Row
+from experiments.common.rows import Row, read_rows
 from experiments.common.statistics import Estimate
 
 
@@ -128,6 +128,15 @@ def test_verdicts_of_figures(tmp_path):
         assert render.evaluate_claim(exponents, [], tmp_path)[0] == verdict
     write("r.json", [output.figure("ratio", Estimate(0.5, 0.4, 0.6), line="w", walk="1,1,1")])
     assert render.evaluate_claim({"ratio": {"file": "r.json", "walk": "1,1,1"}}, [], tmp_path)[0] == "holds"
+
+
+@pytest.mark.parametrize("path", render.PAGES, ids=lambda path: path.stem)
+def test_pages_have_the_tables_of_all_rows(path):
+    rows = read_rows(sorted((render.ROOT / "experiments" / "results").glob("*.jsonl")))
+    page = path.read_text()
+    assert page == render.with_results(page, rows), "run python -m experiments.render"
+    assert len(render._MARKED.findall(page)) == 1
+    assert all(f"| {row.setting} |" in page for row in rows)
 
 
 @pytest.mark.parametrize("path", sorted(render.PAPERS.glob("*.toml")), ids=lambda path: path.stem)
