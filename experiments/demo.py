@@ -59,7 +59,6 @@ DEMO = (
     DemoMethod(
         "ClusterKV", "clusterkv", kv_dtype="bfloat16", note="keeps everything, reads the clusters of a question"
     ),
-    DemoMethod("SnapKV", "snapkv", kv_dtype="bfloat16", note="selects by the last queries before the question"),
 )
 
 
@@ -100,7 +99,7 @@ def main(options: Demo) -> None:
     context, questions = encode(llm, make_text(expected))
     print(f"{options.model} reads {len(context):,} tokens and answers {len(questions)} questions with every method.")
     outcomes: list[Outcome] = []
-    with Live(answer_table(outcomes, expected), console=Console(width=140), refresh_per_second=8) as live:
+    with Live(answer_table(outcomes, expected), console=Console(width=125), refresh_per_second=8) as live:
         for method in DEMO:
             outcomes.append(Outcome(method, [""] * len(questions)))
             for _ in answer(llm, outcomes[-1], context, questions):
