@@ -97,6 +97,7 @@ device.run_steps([device.Step("slow", ("-c", {sleeps!r}), 1.0)], pathlib.Path({s
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     while process.poll() is None and not (pid.exists() and pid.read_text()):
         time.sleep(0.1)
+    time.sleep(1)  # the step may run before its start has returned
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
