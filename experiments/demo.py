@@ -26,7 +26,7 @@ from rich.live import Live
 from rich.table import Table
 
 import kvjax
-from experiments.common import plots
+from experiments.common import caches, plots
 from experiments.common.console import print_table
 from experiments.common.flags import Flags, run_command
 from experiments.tasks.facts import ANSWER_TOKENS, FACTS, make_answers
@@ -146,8 +146,7 @@ def answer(llm: LanguageModel, outcome: Outcome, context: list[int], questions: 
     outcome.prefill_seconds = time.perf_counter() - begin
     outcome.cache_bytes = kvjax.cache_bytes(state.layers).device
     outcome.read_bytes = sum(map(kvjax.read_bytes, state.layers))
-    spec = generator.specs[0]
-    outcome.full_bytes = spec.layers * spec.full_cache_bytes(spec.capacity)
+    outcome.full_bytes = caches.full_bytes(generator, generator.specs[0].capacity)
     yield
     batch = generator.with_batch(len(questions))
     state = batch.prefill(kvjax.repeat_rows(state, len(questions)), questions)

@@ -119,10 +119,7 @@ def make_generator(
 
 def full_bytes(generator: Generator, tokens: int) -> int:
     """Returns the bytes of a full bfloat16 cache of one sequence; layers with a sliding window hold their window."""
-    return sum(
-        dataclasses.replace(spec, dtype=REFERENCE_DTYPE).full_cache_bytes(min(tokens, spec.window or tokens))
-        for spec in generator.specs
-    )
+    return sum(spec.full_cache_bytes(min(tokens, spec.window or tokens)) for spec in generator.specs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,7 @@ from typing import Any
 from kvjax.combinators.by_layer import LayerPolicies
 from kvjax.policy import Policy
 from kvjax.spec import CacheSpec
-
-_TILE = 8  # a TPU copies stores of other sizes at every step
+from kvjax.top_k_policy import SLOT_TILE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +64,7 @@ class LayerBudgets(LayerPolicies):
             raise ValueError(
                 f"layer_budget_scale={self.scale} has {len(self.scale)} numbers for a model of {spec.layers} layers"
             )
-        budget = min(_TILE * round(self.budget * self.scale[spec.layer] / _TILE), spec.capacity)
+        budget = min(SLOT_TILE * round(self.budget * self.scale[spec.layer] / SLOT_TILE), spec.capacity)
         return _with_budget(self.policy, max(budget, _smallest_budget(self.policy))).for_layer(spec)
 
 

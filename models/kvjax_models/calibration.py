@@ -7,6 +7,7 @@ import json
 import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -182,24 +183,35 @@ def find(model: Llama) -> Calibration | None:
     """
     path = _path(model)
     if path.is_file():
-        return _parse(path.read_text(encoding="utf-8"), str(path), model)
-    shipped = json.loads(importlib.resources.files("kvjax_models").joinpath(_SHIPPED).read_text(encoding="utf-8"))
-    found = shipped.get(calibration_key(model))
-    return None if found is None else _parse(json.dumps(found["scales"]), found["name"], model)
+        return _parse(path.read_text(encoding="utf-8"), path, model)
+    found = _shipped().get(calibration_key(model))
+    return None if found is None else _from_json(found["scales"])
+
+
+@functools.cache
+def _shipped() -> dict[str, Any]:
+    """Returns the calibrations in the package, by `calibration_key`."""
+    return json.loads(importlib.resources.files("kvjax_models").joinpath(_SHIPPED).read_text(encoding="utf-8"))
 
 
 def _path(model: Llama) -> pathlib.Path:
     return user_cache_directory() / "calibrations" / f"{calibration_key(model)}.json"
 
 
-def _parse(text: str, source: str, model: Llama) -> Calibration:
-    """Returns the calibration in a JSON text."""
+def _from_json(values: Mapping[str, Sequence[float]]) -> Calibration:
+    """Returns the calibration of a JSON object, whose keys are fractions as text."""
+    return Calibration({float(key): tuple(float(factor) for factor in factors) for key, factors in values.items()})
+
+
+def _parse(text: str, path: pathlib.Path, model: Llama) -> Calibration:
+    """Returns the calibration of a file that a user may have changed."""
     try:
-        scales = {float(key): tuple(float(factor) for factor in value) for key, value in json.loads(text).items()}
+        found = _from_json(json.loads(text))
+        scales = found.scales
         valid = all(0 < key <= 1 and len(value) == model.config.layers for key, value in scales.items())
         valid = valid and all(min(value) >= 0 and max(value) < math.inf for value in scales.values())
     except (ValueError, TypeError, AttributeError, OverflowError):
         valid = False
     if not (valid and scales):
-        raise ValueError(f"{source} is not a calibration of this model; remove it, or run `kvjax calibrate` again")
-    return Calibration(scales)
+        raise ValueError(f"{path} is not a calibration of this model; remove it, or run `kvjax calibrate` again")
+    return found

@@ -15,12 +15,11 @@ from kvjax.quantization import KVDtype, KVFormats, parse_kv_dtype
 from kvjax.registry import PolicyChoice
 from kvjax_models import formats, language_model
 from kvjax_models.devices import Devices, initialize_processes, is_first_process, make_mesh
+from kvjax_models.generation.auto_policy import DEFAULT_BUDGET
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.state import GenerationState, check_seed
 from kvjax_models.usage import cache_sizes
-
-DEFAULT_BUDGET = "25%"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """Resolves `policy="auto"` and `layer_budget_scale="auto"` for a model."""
 
+import dataclasses
+
 import jax.numpy as jnp
 from absl import logging
 
 from kvjax.budget import Budget
-from kvjax.quantization import KVDtype
+from kvjax.quantization import FORMATS, KVDtype
 from kvjax.registry import AnyPolicy, PolicyChoice
 from kvjax.spec import CacheSpec
 from kvjax_models import calibration
@@ -13,7 +15,7 @@ from kvjax_models.model.llama import Llama
 DEFAULT_BUDGET = "25%"
 # Formats of `policy="auto"` by the smallest budget, as a fraction of a full bfloat16 cache; measured on SmolLM2-135M.
 _FORMATS: tuple[tuple[float, KVDtype], ...] = ((0.6, "int8"), (0.0, "int4"))
-_BITS = {"bfloat16": 16, "int8": 8.25, "fp8": 8.25, "int4": 4.25, "int3": 3.25, "int2": 2.25}  # with scales, D = 64
+_SCALE_BITS = 16 / 64  # per stored number, for vectors of 64 dimensions
 
 KVFormat = KVDtype | tuple[KVDtype, KVDtype] | None
 
@@ -43,7 +45,8 @@ def resolve_auto(
     is_auto = choice.settings == PolicyChoice.parse("auto").settings
     if is_auto and budget is None and choice.budget is None:
         budget = DEFAULT_BUDGET
-    fraction = _fraction(choice.budget if budget is None else Budget.of(budget), spec, tokens)
+    size = choice.budget if budget is None else Budget.of(budget)
+    fraction = _fraction(size, spec, tokens)
     if is_auto and kv_dtype is None:
         kv_dtype = next(name for smallest, name in _FORMATS if fraction >= smallest)
     found = calibration.find(model)
@@ -54,7 +57,6 @@ def resolve_auto(
             1,
         )
         return choice.calibrated(None), budget, kv_dtype
-    size = choice.budget if budget is None else Budget.of(budget)
     if size is None or size.slots is None:  # in bytes: narrow formats keep more tokens
         fraction *= 16 / _bits(kv_dtype, spec)
     return choice.calibrated(found.scale(min(fraction, 1.0))), budget, kv_dtype
@@ -71,7 +73,8 @@ def _fraction(budget: Budget | None, spec: CacheSpec, tokens: int) -> float:
 
 def _bits(kv_dtype: KVFormat, spec: CacheSpec) -> float:
     """Returns the bits of a stored number."""
-    if kv_dtype is None:
+    spec = dataclasses.replace(spec, kv_dtype=kv_dtype)
+    if spec.kv_formats is None:
         return 8.0 * jnp.dtype(spec.dtype).itemsize
-    formats = (kv_dtype,) if isinstance(kv_dtype, str) else kv_dtype
-    return sum(_BITS[name] for name in formats) / len(formats)
+    bits = [FORMATS[name].bits or 8 for name in spec.kv_formats]
+    return sum(bits) / len(bits) + _SCALE_BITS
