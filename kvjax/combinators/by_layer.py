@@ -38,11 +38,6 @@ class ByLayer(LayerPolicies):
 
     policies: tuple[Policy, ...]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.policies:
-            raise ValueError("policies=() must hold at least one policy")
-
     def for_layer(self, spec: CacheSpec) -> Policy:
         """Returns the policy of one layer.
 
