@@ -45,6 +45,62 @@ def start_python(code, *arguments, **options):
     return subprocess.Popen(command, env=environment, **pipes)
 
 
+def damage_bytes(data, rng):
+    """Returns damaged bytes and the kind of damage; `rng` is a `random.Random`."""
+    kind = rng.choice(["truncate", "empty", "noise", "flip", "repeat", "zeros", "ones", "bom"])
+    start = rng.randrange(len(data))
+    end = min(len(data), start + rng.choice([1, 4, 8, 64]))
+    damaged = {
+        "truncate": data[:start],
+        "empty": b"",
+        "noise": rng.randbytes(100),
+        "flip": data[:start] + bytes([data[start] ^ (1 << rng.randrange(8))]) + data[start + 1 :],
+        "repeat": data[:end] + data[start:end] * rng.choice([1, 100]) + data[end:],
+        "zeros": data[:start] + bytes(end - start) + data[end:],
+        "ones": data[:start] + b"\xff" * (end - start) + data[end:],
+        "bom": b"\xff\xfe" + data,
+    }[kind]
+    return damaged, kind
+
+
+MAX_SECONDS = 20
+
+
+@contextlib.contextmanager
+def time_limit(seconds=MAX_SECONDS):
+    """Fails if the body takes longer."""
+
+    def fail(*_):
+        raise AssertionError(f"took more than {seconds} seconds")
+
+    handler = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
+
+
+@contextlib.contextmanager
+def memory_limit(megabytes):
+    """Fails if the peak memory of the process grows by more."""
+    try:
+        pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    except OSError:
+        yield
+        return
+    initial = _peak_memory()
+    yield
+    assert _peak_memory() - initial < megabytes * 2**10, f"uses more than {megabytes} MiB"
+
+
+def _peak_memory():
+    """Returns the largest resident size of this process, in KiB."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0])
+
+
 @contextlib.contextmanager
 def limit_file_size(max_bytes):
     """Makes writes of this process fail beyond a file size, as on a full disk."""

@@ -3,22 +3,20 @@
 import dataclasses
 import json
 import pathlib
-import resource
+import random
 import shutil
 import struct
-import time
 
 import gguf
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvjax_models import formats
 from kvjax_models.formats import gguf_file
-from kvjax_models.formats.gguf_file import QuantizedTensor, read_gguf
+from kvjax_models.formats.gguf_file import QuantizedTensor
 from tests.models.gguf_files import ARCHITECTURES, write_gguf
+from tests.models.support import damage_bytes, memory_limit, time_limit
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -152,57 +150,22 @@ def test_damaged_files_are_refused(content, message, tmp_path):
     assert str(path) in str(error.value)
 
 
-@settings(max_examples=300, deadline=None)
-@given(data=st.data())
-def test_files_with_changed_bytes_are_read_or_refused(small_file, data):
-    content = bytearray(small_file.read_bytes())
-    header = content.index(b"output_norm")  # most of the file is weights
-    for _ in range(data.draw(st.integers(1, 3))):
-        content[data.draw(st.integers(0, header + 40))] = data.draw(st.integers(0, 255))
-    if data.draw(st.booleans()):
-        del content[data.draw(st.integers(0, len(content) - 1)) :]
-    path = small_file.with_name("changed.gguf")
-    path.write_bytes(content)
-    for load in (read_gguf, formats.load_config, formats.load_tokenizer):
-        try:
-            load(path)
-        except ValueError as error:
-            assert path.name in str(error)
-            assert len(str(error)) < 2000
-
-
-def damage(content, rng):
-    """Returns the bytes of a file with one damage."""
-    place = int(rng.integers(len(content)))
-    end = min(len(content), place + int(rng.choice([1, 4, 8, 64])))
-    return {
-        "truncate": content[:place],
-        "flip": content[:place] + bytes([content[place] ^ (1 << rng.integers(8))]) + content[place + 1 :],
-        "repeat": content[:end] + content[place:end] * int(rng.choice([1, 100])) + content[end:],
-        "zeros": content[:place] + bytes(end - place) + content[end:],
-        "large": content[:place] + b"\xff" * (end - place) + content[end:],
-    }[rng.choice(["truncate", "flip", "repeat", "zeros", "large"])]
-
-
-@pytest.mark.parametrize("cases", [10, pytest.param(300, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("cases", [25, pytest.param(300, marks=pytest.mark.heavy)])
 def test_damaged_models_are_loaded_or_refused_soon(small_file, cases):
-    content, rng, num_refused = small_file.read_bytes(), np.random.default_rng(cases), 0
-    header = len(content) // 2
-    path, memory = small_file.with_name("damaged.gguf"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    content, rng, num_refused = small_file.read_bytes(), random.Random(cases), 0
+    header, path = len(content) // 2, small_file.with_name("damaged.gguf")
     for _ in range(cases):
-        changed = damage(content[:header], rng) + content[header:] if rng.random() < 0.7 else damage(content, rng)
-        path.write_bytes(changed)
-        begin = time.monotonic()
+        end = header if rng.random() < 0.7 else len(content)
+        path.write_bytes(damage_bytes(content[:end], rng)[0] + content[end:])
         try:
-            model, tokenizer = formats.load_model(path), formats.load_tokenizer(path)
-            assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(model))
-            tokenizer.decode(tokenizer.encode("AB"))
+            with time_limit(), memory_limit(1500):
+                model, tokenizer = formats.load_model(path), formats.load_tokenizer(path)
+                assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(model))
+                tokenizer.decode(tokenizer.encode("AB"))
         except ValueError as error:
             assert path.name in str(error) and len(str(error)) < 20_000
             num_refused += 1
-        assert time.monotonic() - begin < 20
     assert num_refused >= cases / 4
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1.5 * 2**20  # KiB
 
 
 @pytest.mark.parametrize(

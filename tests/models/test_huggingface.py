@@ -233,41 +233,6 @@ def test_layers_with_a_window(tmp_path, values, windows):
     assert read_config(tmp_path, values).windows == windows
 
 
-@pytest.mark.parametrize(
-    "values, message",
-    [
-        (LLAMA | {"model_type": "mamba"}, "model_type='mamba' is not supported; supported: llama, mistral"),
-        (
-            LLAMA | {"model_type": "deepseek_v3", "kv_lora_rank": 512},
-            "'deepseek_v3' with kv_lora_rank=512.*multi-head latent",
-        ),
-        ({}, "model_type=None"),
-        (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification.*for llama"),
-        ({"model_type": "llama", "vocab_size": 8}, "missing keys: hidden_size, intermediate_size, num_hidden"),
-        (LLAMA | {"rope_scaling": {"type": "xpos", "factor": 4.0}}, "rope_type='xpos' is not supported"),
-        (LLAMA | {"rope_scaling": {"rope_type": "dynamic"}}, "rope_type='dynamic' requires factor"),
-        (LLAMA | {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope' requires short_factor"),
-        (LLAMA | {"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear' requires factor"),
-        (LLAMA | {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
-        (LLAMA | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        (LLAMA | {"hidden_act": "relu"}, "hidden_act='relu'"),
-        (LLAMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
-        (LLAMA | {"final_logit_softcapping": 30.0, "num_local_experts": 8}, "final_logit_softcapping.*num_local_exp"),
-        (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config"),
-        (LLAMA | {"num_key_value_heads": 3}, "query_heads=4 must be a multiple of kv_heads=3"),
-        (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*for mistral"),
-        (QWEN2 | {"layer_types": ["chunked_attention"] * 3}, "layer_types=.*chunked_attention"),
-        (QWEN2 | {"layer_types": ["sliding_attention"] * 3}, "sliding_window=None must be"),
-        (QWEN2 | {"layer_types": ["sliding_attention"], "use_sliding_window": True}, "layer_types has 1 entries"),
-    ],
-)
-def test_unsupported_configs_are_refused(tmp_path, values, message):
-    with pytest.raises(ValueError, match=message) as error:
-        read_config(tmp_path, values)
-    assert "config.json" in str(error.value)
-
-
 def test_incomplete_directories_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         huggingface.load_model(tmp_path)
