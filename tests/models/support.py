@@ -10,6 +10,7 @@ import sys
 import textwrap
 
 import jax
+import numpy as np
 
 from kvjax_models.model.config import LlamaConfig
 
@@ -25,6 +26,16 @@ def small_config(**changes):
 def key_data(leaf):
     """Random keys as integers, which numpy can compare."""
     return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def assert_equal_parameters(model, expected, *, rtol=0.0, atol=0.0):
+    """Asserts that two models have the same parameters, with the same dtypes."""
+    actual, expected = (dict(jax.tree_util.tree_leaves_with_path(one)) for one in (model, expected))
+    assert actual.keys() == expected.keys()
+    for path, array in expected.items():
+        assert actual[path].dtype == array.dtype
+        values = (np.asarray(x, np.float32) for x in (actual[path], array))
+        np.testing.assert_allclose(*values, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 import random
 import shutil
 import struct
@@ -16,22 +15,9 @@ from kvjax_models import formats
 from kvjax_models.formats import gguf_file
 from kvjax_models.formats.gguf_file import QuantizedTensor
 from tests.models.gguf_files import ARCHITECTURES, write_gguf
-from tests.models.support import damage_bytes, memory_limit, time_limit
+from tests.models.support import GOLDEN, assert_equal_parameters, damage_bytes, memory_limit, time_limit
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
-
-
-def parameters(model):
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
-
-
-def assert_equal_parameters(model, expected, **tolerance):
-    actual, expected = parameters(model), parameters(expected)
-    assert actual.keys() == expected.keys()
-    for path, array in expected.items():
-        assert actual[path].dtype == array.dtype
-        np.testing.assert_allclose(np.asarray(actual[path], np.float32), np.asarray(array, np.float32), **tolerance)
 
 
 # Settings that GGUF files do not hold, because llama.cpp knows one value only.
@@ -52,7 +38,7 @@ def test_an_architecture_has_the_weights_and_configuration_of_its_directory(fami
     write_gguf(directory, path)
     model, expected = formats.load_model(path, "float32"), formats.load_model(directory, "float32")
     # Scales of Gemma's norms are stored as 1 + w.
-    assert_equal_parameters(model, expected, rtol=0, atol=1e-7 if family.startswith("gemma") else 0)
+    assert_equal_parameters(model, expected, atol=1e-7 if family.startswith("gemma") else 0)
     for layer in range(expected.config.layers):
         rotary, wanted = model.config.rotary(layer), expected.config.rotary(layer)
         np.testing.assert_allclose(rotary.frequencies, wanted.frequencies, rtol=1e-6)
@@ -71,10 +57,10 @@ def test_quantized_tensors_are_dequantized_one_by_one_into_the_dtype(tmp_path):
     exact = formats.load_model(tmp_path / "exact.gguf")
     quantized = formats.load_model(tmp_path / "quantized.gguf")
     assert quantized.embedding.embedding[...].dtype == np.float32
-    assert_equal_parameters(quantized, exact, atol=2e-2, rtol=0)
+    assert_equal_parameters(quantized, exact, atol=2e-2)
     assert any((a != b).any() for a, b in zip(jax.tree.leaves(quantized), jax.tree.leaves(exact), strict=True))
     half = formats.load_model(tmp_path / "quantized.gguf", "bfloat16")
-    assert_equal_parameters(half, jax.tree.map(lambda x: x.astype("bfloat16"), quantized), rtol=0, atol=0)
+    assert_equal_parameters(half, jax.tree.map(lambda x: x.astype("bfloat16"), quantized))
 
 
 @pytest.mark.parametrize("kind", sorted(gguf.quants._type_traits))
@@ -93,7 +79,7 @@ def test_a_split_model_is_loaded_from_its_first_file(tmp_path):
     files = sorted(tmp_path.iterdir())
     assert len(files) > 2
     expected = formats.load_model(GOLDEN / "qwen3", "float32")
-    assert_equal_parameters(formats.load_model(files[0]), expected, rtol=0)
+    assert_equal_parameters(formats.load_model(files[0]), expected)
     with pytest.raises(ValueError, match=r"is not the first of \d+ files; pass model-00001-of-"):
         formats.load_model(files[1])
     files[-1].unlink()
