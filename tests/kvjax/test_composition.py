@@ -96,10 +96,10 @@ def test_a_head_equals_a_cache_of_that_head_alone(name, kv_dtype):
     assert_equal(of_head(outputs, 0), exact_expected)
     if name != "exact":  # the end of the staged tokens is read once
         assert kvjax.read_bytes(cache) == kvjax.read_bytes(alone) + kvjax.read_bytes(exact) - 4 * BATCH
-    # Counters of rows exist once.
-    counters = kvjax.cache_bytes((cache.counters, cache.reused, cache.not_finite, cache.policy_faults)).device
-    sizes = [kvjax.cache_bytes(one).device for one in (alone, exact)]
-    assert kvjax.cache_bytes(cache).device == sum(sizes) - counters
+        # Counters of rows exist once.
+        counters = kvjax.cache_bytes((cache.counters, cache.reused, cache.not_finite, cache.policy_faults)).device
+        sizes = [kvjax.cache_bytes(one).device for one in (alone, exact)]
+        assert kvjax.cache_bytes(cache).device == sum(sizes) - counters
 
 
 @pytest.mark.parametrize("name", POLICIES)
