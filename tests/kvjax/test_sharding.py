@@ -252,7 +252,7 @@ def test_attention_sinks_and_narrow_values_on_a_mesh(policy):
     sinks = jnp.linspace(-1.0, 3.0, SPEC.query_heads)
     prompt_keys, prompt_values, prompt_queries, keys, values, queries = streams()
 
-    @functools.partial(jax.jit, static_argnames="placed")
+    @functools.partial(jax.jit, static_argnames="target")
     def attended(target):
         cache = kvjax.init(policy, spec, row_keys(SPEC.batch), target)
         prompt_end = last_queries(cache.policy, prompt_queries, jnp.full(SPEC.batch, prompt_queries.shape[1]))
