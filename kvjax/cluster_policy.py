@@ -25,6 +25,7 @@ from kvjax.stores.block_store import (
 from kvjax.stores.staging import Tokens
 from kvjax.stores.window import Window, init_window
 from kvjax.structures.clusters import Clusters, init_clusters, store_clusters
+from kvjax.structures.k_means import k_means
 from kvjax.structures.per_head import per_head, stream_keys
 
 
@@ -51,7 +52,7 @@ class ClusterPolicy(Policy[ClusterState]):
 
     A query also reads sinks, recent tokens and tokens that are not clustered yet. The last cluster that fits the budget
     is read in part. The prompt is clustered after it has been read, and later tokens in chunks. Subclasses are frozen
-    dataclasses that define the number of clusters, the clustering and the scores.
+    dataclasses that define the number of clusters, the options of k-means and the scores.
 
     Attributes:
         budget: tokens that a query reads, sinks and recent tokens included, tokens that are not clustered yet excluded.
@@ -91,6 +92,9 @@ class ClusterPolicy(Policy[ClusterState]):
         """Returns the number of clusters of a prompt of `tokens` tokens, an int or an array, not decreasing in them."""
 
     @abc.abstractmethod
+    def k_means_options(self, is_prompt: bool) -> dict[str, Any]:
+        """Returns the options of `k_means` for a prompt, or for a chunk of later tokens."""
+
     def label(
         self,
         rng: Key[Array, ""],
@@ -111,6 +115,8 @@ class ClusterPolicy(Policy[ClusterState]):
         Returns:
             int32 cluster of every key; `count` for a key that does not count.
         """
+        options = self.k_means_options(is_prompt=num_clusters is not None)
+        return k_means(rng, keys, valid, count, num_clusters=num_clusters, **options).label
 
     @abc.abstractmethod
     def select(self, clusters: Clusters, query: Float[Array, "B 1 H_q D"], **limits: int) -> BlockSelection:

@@ -30,11 +30,6 @@ class ByHead(CombinedPolicies[tuple[Any, ...]]):
 
     policies: tuple[Policy, ...]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.policies:
-            raise ValueError("policies=() must hold at least one policy")
-
     def groups(self, heads: int | None = None) -> dict[Policy, tuple[int, ...]]:
         """Returns the KV heads of every distinct policy.
 

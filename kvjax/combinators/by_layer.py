@@ -15,17 +15,7 @@ class LayerPolicies(CombinedPolicies[Any]):
         """Raises a TypeError: only the policies of single layers have a state."""
         raise TypeError(f"{type(self).__name__} has no state; call for_layer(spec) first")
 
-    def prefill(self, state: Any, prompt: Any) -> NoReturn:
-        """Raises a TypeError."""
-        raise TypeError(f"{type(self).__name__} has no state; call for_layer(spec) first")
-
-    def segments(self, state: Any, num_visible_staged: Any) -> NoReturn:
-        """Raises a TypeError."""
-        raise TypeError(f"{type(self).__name__} has no state; call for_layer(spec) first")
-
-    def compact(self, state: Any, new: Any) -> NoReturn:
-        """Raises a TypeError."""
-        raise TypeError(f"{type(self).__name__} has no state; call for_layer(spec) first")
+    prefill = segments = compact = init  # type: ignore[assignment]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +27,6 @@ class ByLayer(LayerPolicies):
     """
 
     policies: tuple[Policy, ...]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.policies:
-            raise ValueError("policies=() must hold at least one policy")
 
     def for_layer(self, spec: CacheSpec) -> Policy:
         """Returns the policy of one layer.

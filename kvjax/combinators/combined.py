@@ -12,6 +12,11 @@ class CombinedPolicies(Policy[S]):
 
     policies: tuple[Policy, ...]
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.policies:
+            raise ValueError("policies=() must hold at least one policy")
+
     @property
     def compact_every(self) -> int:
         """The smallest `compact_every` of the policies."""

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Key, Shaped
 
 from kvjax.attention import AttentionStats
-from kvjax.policy import Policy, Prompt, Requirements, check_min
+from kvjax.combinators.combined import CombinedPolicies
+from kvjax.policy import Policy, Prompt, check_min
 from kvjax.segment import BlockStoreRead, SegmentLike
 from kvjax.spec import CacheSpec
 from kvjax.state import state
@@ -28,7 +29,7 @@ class HostMemoryState:
 
 
 @dataclasses.dataclass(frozen=True)
-class HostMemory(Policy[HostMemoryState]):
+class HostMemory(CombinedPolicies[HostMemoryState]):
     """Keeps the block stores of a retrieval policy in host memory.
 
     The device holds the index, the window and the blocks that the last `steps` appended tokens selected. Only missing
@@ -48,8 +49,6 @@ class HostMemory(Policy[HostMemoryState]):
     policy: Policy
     steps: int = 1
 
-    is_retrieval = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check_min(0, steps=self.steps)
@@ -57,18 +56,9 @@ class HostMemory(Policy[HostMemoryState]):
             raise ValueError(f"HostMemory needs a retrieval policy whose blocks are on the device, got {self.policy}")
 
     @property
-    def compact_every(self) -> int:
-        """Tokens between compactions of the policy."""
-        return self.policy.compact_every
-
-    @property
-    def requires(self) -> Requirements:
-        """Requirements of the policy."""
-        return self.policy.requires
-
-    def budget_of_share(self, share: float, tokens: int) -> int | float | None:
-        """Returns the policy's budget for a share of the tokens."""
-        return self.policy.budget_of_share(share, tokens)
+    def policies(self) -> tuple[Policy, ...]:  # type: ignore[override]
+        """The policy."""
+        return (self.policy,)
 
     def for_layer(self, spec: CacheSpec) -> Policy:
         """Returns the policy of one layer.

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float
 
 from kvjax.cluster_policy import ClusterPolicy
 from kvjax.policies.exact import Exact
@@ -16,7 +16,6 @@ from kvjax.policy import Policy, check_min
 from kvjax.segment import BlockSelection
 from kvjax.spec import CacheSpec
 from kvjax.structures.clusters import Clusters, cluster_logits, select_head_blocks
-from kvjax.structures.k_means import k_means
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,25 +77,9 @@ class ClusterKV(ClusterPolicy):
             return numpy.minimum(tokens, self.clusters)
         return numpy.maximum(-(-tokens // 80), numpy.minimum(400, -(-tokens // 8)))
 
-    def label(
-        self,
-        rng: Key[Array, ""],
-        keys: Float[Array, "T D"],
-        valid: Bool[Array, "T"],
-        count: int,
-        num_clusters: Int[Array, ""] | None = None,
-    ) -> Int[Array, "T"]:
-        """Clusters keys by cosine similarity, with means of keys as centroids, as the released code does."""
-        return k_means(
-            rng,
-            keys,
-            valid,
-            count,
-            num_clusters=num_clusters,
-            iterations=self.iterations,
-            kmeans_init=self.kmeans_init,
-            centroid_update="keys",
-        ).label
+    def k_means_options(self, is_prompt: bool) -> dict[str, Any]:
+        """Returns the settings of the released code: cosine similarity, and means of keys as centroids."""
+        return {"iterations": self.iterations, "kmeans_init": self.kmeans_init, "centroid_update": "keys"}
 
     def select(self, clusters: Clusters, query: Float[Array, "B 1 H_q D"], **limits: int) -> BlockSelection:
         """Selects clusters by descending <query, mean key>, for every query head."""

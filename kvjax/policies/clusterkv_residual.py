@@ -3,13 +3,12 @@
 import dataclasses
 from typing import Any
 
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float
 
 from kvjax.cluster_policy import ClusterPolicy
 from kvjax.policy import check_min
 from kvjax.segment import BlockSelection
 from kvjax.structures.clusters import Clusters, cluster_logits, group_score, residual_clusters, select_head_blocks
-from kvjax.structures.k_means import k_means
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,25 +55,10 @@ class ClusterKVResidual(ClusterPolicy):
         """Returns the number of clusters of a prompt of `tokens` tokens, an int or an array."""
         return -(-tokens // self.cluster_tokens)
 
-    def label(
-        self,
-        rng: Key[Array, ""],
-        keys: Float[Array, "T D"],
-        valid: Bool[Array, "T"],
-        count: int,
-        num_clusters: Int[Array, ""] | None = None,
-    ) -> Int[Array, "T"]:
-        """Clusters directions of keys."""
-        return k_means(
-            rng,
-            keys,
-            valid,
-            count,
-            num_clusters=num_clusters,
-            iterations=self.iterations,
-            sample=1 if num_clusters is None else self.sample,
-            polish=min(2, self.iterations),
-        ).label
+    def k_means_options(self, is_prompt: bool) -> dict[str, Any]:
+        """Returns the settings of k-means over directions of keys; only a prompt is sampled."""
+        sample = self.sample if is_prompt else 1
+        return {"iterations": self.iterations, "sample": sample, "polish": min(2, self.iterations)}
 
     def select(self, clusters: Clusters, query: Float[Array, "B 1 H_q D"], **limits: int) -> BlockSelection:
         """Selects clusters by descending attention per token, for every group of query heads."""

@@ -1,10 +1,8 @@
 """SHA-256 fingerprints of models, tokenizers and arrays, independent of paths and sharding."""
 
 import dataclasses
-import functools
 import hashlib
 import json
-import pathlib
 import weakref
 from typing import Any
 
@@ -12,22 +10,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from kvjax_models.atomic_io import sha256_of_bytes, sha256_of_file
-from kvjax_models.formats import replacing
+from kvjax_models.atomic_io import sha256_of_bytes
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.model.llama import Llama
-
-# The files of a directory that determine a loaded model and its tokenizer.
-_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "model.safetensors.index.json",
-    "*.safetensors",
-)
 
 # Fingerprints with weak references to the arrays they were computed from: a model's arrays may be replaced.
 _CACHE: weakref.WeakKeyDictionary[Llama, tuple[list[weakref.ref], str]] = weakref.WeakKeyDictionary()
@@ -47,24 +32,6 @@ def model_fingerprint(model: Llama) -> str:
     result = sha256_of_bytes(f"{config} {array_fingerprint(model)}".encode())
     _CACHE[model] = [weakref.ref(leaf) for leaf in leaves], result
     return result
-
-
-def directory_fingerprint(directory: pathlib.Path) -> str:
-    """Returns the SHA-256 of all files of a Hugging Face directory that a model and its tokenizer are loaded from."""
-    digests = {}
-    for home in (directory, replacing.weights_directory(directory)):
-        for path in sorted({path for pattern in _FILES for path in home.glob(pattern)}):
-            stat = path.stat()
-            # The time of the last change of the inode: a file that replaces another may copy its modification time.
-            times = stat.st_mtime_ns, stat.st_ctime_ns
-            digests[path.name] = _file_fingerprint(path.resolve(), times, stat.st_size, stat.st_ino)
-    return sha256_of_bytes(canonical_json(digests).encode())
-
-
-@functools.cache
-def _file_fingerprint(path: pathlib.Path, times: tuple[int, int], size: int, inode: int) -> str:
-    """Returns the digest of a file; cached by times, size and inode, because sweeps request it many times."""
-    return sha256_of_file(path)
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:

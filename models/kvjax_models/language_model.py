@@ -4,7 +4,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypedDict, TypeGuard, Unpack
 
 import huggingface_hub
 import jax
@@ -32,8 +32,18 @@ from kvjax_models.model.quantized import WeightDtype
 from kvjax_models.stopwatch import Stopwatch
 from kvjax_models.usage import Usage, cache_sizes
 
+KVDtypes = KVDtype | tuple[KVDtype, KVDtype] | None  # of keys and values together, or of each
 Message = Mapping[str, str]  # {"role": "user", "content": "..."}
 Prompt = str | Sequence[Message]  # a text to continue, or a conversation to answer
+
+
+class GeneratorOptions(TypedDict, total=False):
+    """Options that all methods of `LanguageModel` pass to the generator; `LanguageModel.generate` describes them."""
+
+    sampling: Sampling | None
+    allow_beyond_context: bool
+    kv_dtype: KVDtypes
+
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # downloaded from the hub, without subdirectories
 
@@ -73,7 +83,7 @@ class LanguageModel:
         sampling: Sampling | None = None,
         seed: int = 0,
         allow_beyond_context: bool = False,
-        kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
+        kv_dtype: KVDtypes = None,
         return_usage: bool = False,
     ) -> str | list[str] | tuple[str | list[str], Usage]:
         """Continues one text or a batch of texts, or answers conversations.
@@ -137,11 +147,9 @@ class LanguageModel:
         budget: int | str | Budget | None = None,
         *,
         max_new_tokens: int = 256,
-        sampling: Sampling | None = None,
         seed: int = 0,
         stream_interval: int = 1,
-        allow_beyond_context: bool = False,
-        kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
+        **options: Unpack[GeneratorOptions],
     ) -> Iterator[str]:
         """Continues a text or answers a conversation, and yields the new text during generation.
 
@@ -150,25 +158,15 @@ class LanguageModel:
             policy: as for `generate`.
             budget: as for `generate`.
             max_new_tokens: as for `generate`.
-            sampling: as for `generate`.
             seed: as for `generate`.
             stream_interval: tokens per yield; larger intervals are faster.
-            allow_beyond_context: as for `generate`.
-            kv_dtype: as for `generate`.
+            **options: `sampling`, `allow_beyond_context` and `kv_dtype`, as for `generate`.
 
         Yields:
             Parts of the new text, in order; joined they are the entire new text.
         """
         tokens = self.encode(prompt)
-        generator = self._bucketed_generator(
-            policy,
-            budget,
-            len(tokens),
-            max_new_tokens,
-            sampling=sampling,
-            allow_beyond_context=allow_beyond_context,
-            kv_dtype=kv_dtype,
-        )
+        generator = self._bucketed_generator(policy, budget, len(tokens), max_new_tokens, **options)
         state = generator.prefill(generator.init_state(seed), [tokens])
         streamer = Streamer(self.tokenizer, context=tokens)
         for new_state, block in generator.decode(state, max_new_tokens, stream_interval, compact_last=False):
@@ -188,13 +186,11 @@ class LanguageModel:
         batch_size: int | str = 8,
         max_new_tokens: int = 256,
         max_prompt_tokens: int | None = None,
-        sampling: Sampling | None = None,
         seed: int = 0,
         stop: str | Sequence[str] = (),
         on_text: TextCallback | None = None,
         max_prefill_steps: int | None = None,
-        allow_beyond_context: bool = False,
-        kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
+        **options: Unpack[GeneratorOptions],
     ) -> Iterator[Completion]:
         """Continues any number of texts or conversations by continuous batching (see `batching`).
 
@@ -210,14 +206,12 @@ class LanguageModel:
             max_new_tokens: as for `generate`.
             max_prompt_tokens: maximum length of a prompt. With it, prompts are read from the iterable when a row is
                 free; by default all are read first and their maximum length is used.
-            sampling: as for `generate`.
             seed: seed of the first prompt; prompt n has seed + n. A completion does not depend on the other prompts of
                 the batch: `generate` returns the same text for the prompt and its seed, with caches of the same size.
             stop: a string or strings that finish a sequence and are excluded from its text.
             on_text: called with the number of a prompt and each new part of its text.
             max_prefill_steps: see `batching.run_requests`; a small number reduces the latency of running sequences.
-            allow_beyond_context: as for `generate`.
-            kv_dtype: as for `generate`.
+            **options: `sampling`, `allow_beyond_context` and `kv_dtype`, as for `generate`.
 
         Returns:
             An iterator over completions in the order of the prompts.
@@ -226,16 +220,7 @@ class LanguageModel:
         if max_prompt_tokens is None:
             token_lists = list(token_lists)
             max_prompt_tokens = max(map(len, token_lists), default=0)
-        generator = self.batch_generator(
-            policy,
-            budget,
-            batch_size,
-            max_prompt_tokens,
-            max_new_tokens,
-            sampling=sampling,
-            allow_beyond_context=allow_beyond_context,
-            kv_dtype=kv_dtype,
-        )
+        generator = self.batch_generator(policy, budget, batch_size, max_prompt_tokens, max_new_tokens, **options)
         requests = (Request(tokens, max_new_tokens, seed=seed + number) for number, tokens in enumerate(token_lists))
         completions = generate_completions(
             self.tokenizer, generator, requests, stop=stop, on_text=on_text, max_prefill_steps=max_prefill_steps
@@ -249,10 +234,7 @@ class LanguageModel:
         batch_size: int | str,
         max_prompt_tokens: int,
         max_new_tokens: int,
-        *,
-        sampling: Sampling | None = None,
-        allow_beyond_context: bool = False,
-        kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
+        **options: Unpack[GeneratorOptions],
     ) -> Generator:
         """Returns the generator that `generate_many` uses.
 
@@ -262,22 +244,12 @@ class LanguageModel:
             batch_size: number of batch rows, or bytes for their caches ("2GiB").
             max_prompt_tokens: maximum length of a prompt.
             max_new_tokens: maximum number of tokens after the prompt.
-            sampling: as for `generate`.
-            allow_beyond_context: as for `generate`.
-            kv_dtype: as for `generate`.
+            **options: `sampling`, `allow_beyond_context` and `kv_dtype`, as for `generate`.
 
         Returns:
             A generator for prompts of up to `max_prompt_tokens` tokens.
         """
-        single_row = self._bucketed_generator(
-            policy,
-            budget,
-            max_prompt_tokens,
-            max_new_tokens,
-            sampling=sampling,
-            allow_beyond_context=allow_beyond_context,
-            kv_dtype=kv_dtype,
-        )
+        single_row = self._bucketed_generator(policy, budget, max_prompt_tokens, max_new_tokens, **options)
         return single_row.with_batch(parse_batch_size(batch_size, single_row))
 
     def generator(
@@ -291,7 +263,7 @@ class LanguageModel:
         sampling: Sampling | None = None,
         streaming: bool = False,
         allow_beyond_context: bool = False,
-        kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
+        kv_dtype: KVDtypes = None,
         budget_tokens: int | None = None,
     ) -> Generator:
         """Returns a `Generator`, with which callers fork, save and continue generation states themselves.
@@ -340,10 +312,8 @@ class LanguageModel:
         budget: int | str | Budget | None = None,
         *,
         max_new_tokens: int = 512,
-        sampling: Sampling | None = None,
         seed: int = 0,
-        allow_beyond_context: bool = False,
-        kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
+        **options: Unpack[GeneratorOptions],
     ) -> Prefix:
         """Reads a text once and returns its compressed cache, which answers many questions.
 
@@ -352,23 +322,15 @@ class LanguageModel:
             policy: as for `generate`.
             budget: as for `generate`.
             max_new_tokens: capacity for each question and its answer, in tokens.
-            sampling: as for `generate`.
             seed: as for `generate`.
-            allow_beyond_context: as for `generate`.
-            kv_dtype: as for `generate`.
+            **options: `sampling`, `allow_beyond_context` and `kv_dtype`, as for `generate`.
 
         Returns:
             The prefix.
         """
         tokens = self.encode(context)
         generator = self.generator(
-            policy,
-            budget,
-            max_prompt_tokens=len(tokens),
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            allow_beyond_context=allow_beyond_context,
-            kv_dtype=kv_dtype,
+            policy, budget, max_prompt_tokens=len(tokens), max_new_tokens=max_new_tokens, **options
         )
         return read_prefix(self.tokenizer, generator, tokens, seed)
 
@@ -377,10 +339,7 @@ class LanguageModel:
         directory: str | os.PathLike,
         policy: AnyPolicy = "exact",
         budget: int | str | Budget | None = None,
-        *,
-        sampling: Sampling | None = None,
-        allow_beyond_context: bool = False,
-        kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
+        **options: Unpack[GeneratorOptions],
     ) -> Prefix:
         """Restores a prefix from `Prefix.save`.
 
@@ -388,9 +347,7 @@ class LanguageModel:
             directory: directory of the save.
             policy: the policy of the save.
             budget: the budget of the save.
-            sampling: as for `generate`.
-            allow_beyond_context: as for `generate`.
-            kv_dtype: the quantization format of the save.
+            **options: `sampling`, `allow_beyond_context` and `kv_dtype` of the save.
 
         Returns:
             The prefix.
@@ -399,14 +356,7 @@ class LanguageModel:
             FileNotFoundError: if the directory has no save.
             ValueError: if the save belongs to another model, tokenizer or policy, with the differences.
         """
-        generator = self.generator(
-            policy,
-            budget,
-            **SavedStates(pathlib.Path(directory)).generator_sizes(),
-            sampling=sampling,
-            allow_beyond_context=allow_beyond_context,
-            kv_dtype=kv_dtype,
-        )
+        generator = self.generator(policy, budget, **SavedStates(pathlib.Path(directory)).generator_sizes(), **options)
         return restore_prefix(self.tokenizer, generator, directory)
 
     def _bucketed_generator(

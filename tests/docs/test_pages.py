@@ -93,11 +93,6 @@ def test_every_policy_has_a_page_with_settings_and_a_picture():
         assert f"](../images/{name}.png)" in text and (DOCS / "images" / f"{name}.png").exists(), name
 
 
-def test_every_picture_is_used():
-    text = "".join((DOCS / page).read_text() for page in PAGES)
-    assert [path.name for path in (DOCS / "images").iterdir() if f"images/{path.name}" not in text] == []
-
-
 @pytest.fixture
 def extensions(monkeypatch):
     pytest.importorskip("sphinx")

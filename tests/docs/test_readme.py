@@ -13,10 +13,6 @@ TEXT = (ROOT / "README.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
-def test_the_readme_has_at_most_120_lines():
-    assert len(TEXT.splitlines()) <= 120
-
-
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_programs_run(number, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)

@@ -4,13 +4,12 @@ import pathlib
 import re
 import types
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax import registry
+from tests.kvjax.support import Stream, after, begin, go, make_spec, row_keys
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "write_a_policy.md"
@@ -42,33 +41,12 @@ def draw(tokens):
 
 def run(policy, queries, keys, values, lengths, **options):
     """Returns the attention output of NEW tokens after a prompt of `lengths` tokens, and the cache."""
-    spec = kvjax.CacheSpec(
-        batch=BATCH, query_heads=KV_HEADS * GROUP, kv_heads=KV_HEADS, head_dim=HEAD_DIM, max_prompt_tokens=PROMPT,
-        max_new_tokens=NEW, **options,
-    )  # fmt: skip
-    rows = np.arange(BATCH)[:, None]
-    new = tuple(np.moveaxis(x[rows, lengths[:, None] + np.arange(NEW)], 1, 0) for x in (queries, keys, values))
-    last = queries[rows, np.maximum(lengths[:, None] - PROMPT + np.arange(PROMPT), 0)]  # right-aligned
-
-    @jax.jit
-    def generate(keys, values, last, new):
-        cache = kvjax.init(policy, spec, jax.random.split(jax.random.key(0), BATCH))
-        cache, _ = kvjax.prefill(cache, keys, values, jnp.asarray(lengths), kvjax.prompt_queries(cache.policy, last))
-
-        def step(cache, item):
-            attended, cache = kvjax.step(cache, *(x[:, None] for x in item))
-            return cache, attended[:, 0]
-
-        cache, outputs = jax.lax.scan(step, cache, new)
-        return jnp.moveaxis(outputs, 0, 1), cache
-
-    outputs, cache = generate(keys[:, :PROMPT], values[:, :PROMPT], last, new)
+    spec = make_spec(BATCH, PROMPT, NEW, head_dim=HEAD_DIM, rope_frequencies=None, **options)
+    stream = Stream(keys, values, queries)
+    cache = begin(policy, spec, row_keys(BATCH), *(part[:, :PROMPT] for part in stream), lengths)
+    cache, outputs, _ = go(cache, after(stream, lengths, NEW))
     kvjax.raise_faults(cache)
-    return np.asarray(outputs), cache
-
-
-def test_the_first_policy_has_nine_lines():
-    assert len([line for line in code_blocks()[0].splitlines() if line.strip()]) <= 9
+    return outputs, cache
 
 
 def test_a_registered_policy_works_in_policy_strings(page):

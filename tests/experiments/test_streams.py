@@ -66,11 +66,6 @@ def test_tight_has_64_clusters_of_small_spread(drawn):
     assert np.all((drawn["tight"].queries[0, :, 0] @ keys.T > 0.9).any(1))
 
 
-def test_drift_runs_have_mean_length_16():
-    cluster = streams._runs(np.random.default_rng(0), 200_000, clusters=10**6)  # so many that runs rarely repeat one
-    assert 200_000 / (1 + np.sum(np.diff(cluster) != 0)) == pytest.approx(16, rel=0.03)
-
-
 def test_drift_walk_has_the_law_of_its_steps():
     # At any two times c is standard normal with correlation a^gap, a^2 = 1 - 1e-6.
     times = np.array([0, 3, 100_000, 1_000_000])

@@ -23,17 +23,17 @@ def main() -> None:
     for seed in range(100):  # until no choice is close
         tokens = np.random.default_rng(seed).integers(0, families.VOCAB, (2, kvpress_runs.TOKENS))
         runs = {
-            name: kvpress_runs.kept_by_kvpress(run, kvpress_runs.CHECKPOINT, tokens)
+            name: kvpress_runs.kvpress_mask(run, kvpress_runs.CHECKPOINT, tokens)
             for name, run in kvpress_runs.RUNS.items()
         }
         margins = {name: margin for name, (_, margin) in runs.items()}
         print(f"seed {seed}: margins {margins}")
-        if min(margins.values()) > kvpress_runs.LEAST_MARGIN:
+        if min(margins.values()) > kvpress_runs.MIN_MARGIN:
             break
     else:
-        raise RuntimeError(f"no seed with margins over {kvpress_runs.LEAST_MARGIN}")
+        raise RuntimeError(f"no seed with margins over {kvpress_runs.MIN_MARGIN}")
     scored = {
-        name: kvpress_runs.kept_by_scored_press(run, kvpress_runs.CHECKPOINT, tokens)
+        name: kvpress_runs.scored_press_mask(run, kvpress_runs.CHECKPOINT, tokens)
         for name, run in kvpress_runs.SCORED_RUNS.items()
     }
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("kvpress", "transformers", "torch"))

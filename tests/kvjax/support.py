@@ -1,5 +1,6 @@
 """Helpers of the kvjax tests: policies, a stream whose one-hot values identify tokens, and a compiled run over it."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -64,26 +65,14 @@ POLICIES = {
     "attention_matching": kvjax.AttentionMatching(20, **MATCHING),
 } | SCORED
 # Budgets that hold every token of a row, so that attention is exact.
-BIG = HEAD_DIM
 ROOMY = {
-    "infinigen": kvjax.InfiniGen(BIG, alpha=1e6, compact_every=8),
-    "cam": kvjax.CaM(BIG + 8, sinks=2, compact_every=8),
-    "h2o": kvjax.H2O(BIG + 8, recent=8, compact_every=8),
-    "snapkv": kvjax.SnapKV(BIG + 8, window_size=6, compact_every=8),
-    "pyramidkv": kvjax.PyramidKV(BIG + 8, window_size=6, compact_every=8),
-    "streaming_llm": kvjax.StreamingLLM(BIG, sinks=2, compact_every=8),
-    "streaming_llm_reindexed": kvjax.StreamingLLM(BIG, sinks=2, compact_every=8, reindex=True),
-    "uniform": kvjax.Uniform(BIG + 8, **WINDOW),
-    "chelsea": kvjax.Chelsea(BIG + 8, **WINDOW),
-    "subgen_mean": kvjax.SubGenMean(BIG + 8, **WINDOW),
-    "clusterkv": kvjax.ClusterKV(BIG, **CLUSTERS),
-    "clusterkv_residual": kvjax.ClusterKVResidual(BIG, **CLUSTERS, cluster_tokens=4),
-    "quest": kvjax.Quest(BIG, compact_every=8),
-    "leverage_scores": LeverageScores(BIG, compact_every=8),
-    "ada_kv": AdaKV(LeverageScores(BIG, compact_every=8)),
-    "attention_matching": kvjax.AttentionMatching(BIG, **MATCHING),
+    name: dataclasses.replace(POLICIES[name], budget=HEAD_DIM + 8)
+    for name in (
+        *("cam", "h2o", "snapkv", "pyramidkv", "streaming_llm", "streaming_llm_reindexed", "uniform", "chelsea"),
+        *("subgen_mean", "clusterkv", "clusterkv_residual", "quest", "leverage_scores", "attention_matching"),
+    )
 }
-
+ROOMY |= {"infinigen": kvjax.InfiniGen(HEAD_DIM, alpha=1e6, compact_every=8), "ada_kv": AdaKV(ROOMY["leverage_scores"])}
 
 # Without AdaKV, whose heads share the budget of one device.
 ON_A_MESH = {name: policy for name, policy in POLICIES.items() if name != "ada_kv"}
@@ -216,11 +205,10 @@ def _go(block, cache, stream, every):
 
 
 @functools.cache
-def whole_run(name, block=1):
+def whole_run(name, block=1, kv_dtype=None):
     """Returns what `go` returns for the standard stream with prompts of different lengths."""
     stream = make_stream()
-    cache = begin(POLICIES[name], make_spec(), row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    return go(cache, after(stream, LENGTHS), block)
+    return go(prefilled(POLICIES[name], stream, make_spec(kv_dtype=kv_dtype)), after(stream, LENGTHS), block)
 
 
 def with_integer_keys(tree):
@@ -241,6 +229,26 @@ def read_weights(cache):
     group = cache.spec.query_heads // cache.spec.kv_heads
     read = kvjax.attend(cache, jnp.zeros((batch, 1, kv_heads * group, head_dim)))
     return (read.numerator * jnp.exp(read.max)[..., None])[:, 0, ::group]
+
+
+def attend_after_prompt(policy, keys, values, queries, batch=1):
+    """Attends with queries [Q, D] after a prompt of keys and values [T, D] in every row.
+
+    Returns:
+        The outputs [B, Q, D], which differ by the rows' randomness, and the policy's state.
+    """
+    spec = kvjax.CacheSpec(batch, 1, 1, keys.shape[1], max_prompt_tokens=len(keys), max_new_tokens=8)
+    return _attend_after_prompt(policy, spec, keys, values, queries, row_keys(batch))
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "spec"))
+def _attend_after_prompt(policy, spec, keys, values, queries, keys_of_rows):
+    def rows(x):
+        return jnp.broadcast_to(x[:, None], (spec.batch, len(x), 1, spec.head_dim))
+
+    lengths = jnp.full(spec.batch, spec.max_prompt_tokens, jnp.int32)
+    cache, _ = kvjax.prefill(kvjax.init(policy, spec, keys_of_rows), rows(keys), rows(values), lengths)
+    return kvjax.normalize(kvjax.attend(cache, rows(queries)))[:, :, 0], cache.state
 
 
 def softmax_attention(query, keys, values, log_weight=0.0):

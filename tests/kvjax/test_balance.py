@@ -30,34 +30,6 @@ def tokens(seed=0, count=32, key_norm=1.0, value_norm=1.0, head_dim=16, value_di
     return vectors(head_dim, key_norm), vectors(value_dim, value_norm)
 
 
-# --- the walk ---
-
-
-def test_the_walk_has_smaller_errors_than_random_signs_in_exact_halving():
-    keys, values = tokens(count=256, key_norm=2.0)
-    weights = np.ones(256, np.float32)
-    query = 2.0 * tokens(1, count=64)[0]
-
-    def sums(index, weight):
-        return np.einsum("qs,sd->qd", weight * np.exp(query @ keys[index].T / 4), values[index])
-
-    exact = sums(np.arange(256), weights)
-
-    def errors(gamma):
-        @jax.jit
-        @jax.vmap
-        def halve(rng):
-            uniforms = jax.random.uniform(rng, (1, 256))
-            constants = {"gamma": gamma, "temperature": 1.0}
-            return balance.reference_halving(uniforms, keys, values, jnp.asarray(weights), jnp.int32(256), **constants)
-
-        halved = map(np.asarray, halve(jax.random.split(jax.random.key(0), 20)))
-        return np.array([np.linalg.norm(sums(i, w * 256 / w.sum()) - exact) for i, w in zip(*halved, strict=True)])
-
-    assert stats.ttest_ind(errors(4.0), errors(0.0)).pvalue < 1e-3
-    assert errors(4.0).mean() < 0.8 * errors(0.0).mean()
-
-
 # --- Algorithm 2 ---
 
 
@@ -125,31 +97,6 @@ def test_softmax_balance_keeps_the_smaller_class_with_doubled_weights(seed):
     noise = np.where(weights[:, None] > 0, keys, 7.0)
     same = softmax_balance(rng, noise, values, weights, **settings)
     np.testing.assert_array_equal(same.indices, index)
-
-
-def test_the_walk_has_smaller_discrepancy_than_random_signs():
-    # Sums over 2,048 signed tokens, with |k| = 1, d = 16 and independent queries.
-    count, seeds = 2048, 4
-    rng = np.random.default_rng(0)
-    shapes = (seeds, count, 16), (seeds, count, 16), (64, 16)
-    keys, values, queries = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in map(rng.standard_normal, shapes))
-    keys, values = keys.astype(np.float32), values.astype(np.float32)
-
-    def signs(uniforms, keys, values):
-        return balance.softmax_signs(uniforms, keys, values, jnp.ones(count), c=1.0, key_norm=1.0)[0]
-
-    walked = np.asarray(jax.jit(jax.vmap(signs))(jax.random.uniform(jax.random.key(0), (seeds, count)), keys, values))
-    random_signs = rng.choice([-1.0, 1.0], (seeds, count))
-
-    def discrepancy(signs):
-        sums = np.einsum("sn,qsn,snd->qsd", signs, np.exp(np.einsum("qd,snd->qsn", queries, keys) / 4), values)
-        return np.linalg.norm(sums, axis=-1).max(axis=0)
-
-    assert np.all(3 * discrepancy(walked) < discrepancy(random_signs))
-
-
-def test_the_constant_of_the_theorem():
-    assert balance.walk_constant(1000, 0.1) == pytest.approx(30 * np.log(10_000))
 
 
 # --- the released code ---

@@ -21,7 +21,6 @@ from tests.kvjax.support import (
     PROMPT,
     after,
     begin,
-    decoded,
     go,
     make_spec,
     make_stream,
@@ -196,18 +195,6 @@ def test_paper_reads_numerator_and_denominator_from_separate_trees():
     np.testing.assert_allclose(read_weights(cache)[:, 1], expected, atol=1e-6)
 
 
-@pytest.mark.heavy
-def test_paper_weights_are_powers_of_two():
-    trees = decoded(POLICIES["balancekv_theory"])[0].state
-    for tree in (trees.numerator.trees, trees.denominator):
-        log_weight = np.asarray(tree.log_weight).reshape(-1, 3, 11)
-        level = np.asarray(tree.level).reshape(-1, 3)
-        occupied = np.isfinite(log_weight)
-        assert occupied.any() and level.max() > 0
-        expected = np.broadcast_to(np.log(2) * level[..., None], occupied.shape)
-        np.testing.assert_allclose(log_weight[occupied], expected[occupied], rtol=1e-6)
-
-
 # --- laws and settings ---
 
 
@@ -232,17 +219,6 @@ def test_a_budget_in_percent_is_the_rate_of_the_paper(text):
     assert isinstance(resolve_policy("balancekv:sinks=1,recent=1@160KiB", None, spec, 64).budget, int)
 
 
-def test_rows_and_heads_draw_different_tokens():
-    stream, policy = make_stream(), POLICIES["balancekv"]
-    one = stream.row(0)
-    same = stream._replace(
-        keys=np.broadcast_to(one.keys[:, :, :1], stream.keys.shape), values=np.repeat(one.values, 3, axis=0)
-    )
-    cache = prefilled(policy, same, lengths=(37,) * 3)
-    kept = np.asarray(read_weights(cache)).reshape(-1, HEAD_DIM) > 0
-    assert len(np.unique(kept, axis=0)) == 6
-
-
 def test_settings_of_the_theorem_report_whether_they_are_vacuous():
     settings = functools.partial(balancekv_settings, head_dim=128, query_norm=1.0)
     useful = settings(0.5, tokens=2**40, key_norm=1.0)
@@ -258,22 +234,3 @@ def test_settings_of_the_theorem_report_whether_they_are_vacuous():
     for numbers, message in (({"epsilon": 0.0}, "epsilon=0"), ({"epsilon": 0.1, "delta": 2.0}, "delta=2")):
         with pytest.raises(ValueError, match=message):
             settings(**numbers, tokens=10, key_norm=1.0)
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: kvjax.BalanceKV(10, **SMALL), "budget=10"),
-        (lambda: kvjax.BalanceKV(2.5, **SMALL), "budget=2.5 is not a rate"),
-        (lambda: kvjax.BalanceKV(20, block_size=1, **SMALL), "block_size=1"),
-        (lambda: kvjax.BalanceKV(20, decode="log", **SMALL), "decode='log'"),
-        (lambda: kvjax.BalanceKV(20, needles=-1, **SMALL), "needles=-1"),
-        (lambda: BalanceKVTheory(20, epsilon=0.1, **SMALL), "epsilon=0.1 needs a bound .*; pass key_norm"),
-        (lambda: BalanceKVTheory(20, value_exponents=(1, 0), **SMALL), r"value_exponents=\(1, 0\)"),
-        (lambda: BalanceKVTheory(15, **SMALL).init(make_spec(), row_keys()), "54 tokens"),
-        (lambda: BalanceKVTheory(20, bins=4, **SMALL).init(make_spec(), row_keys()), "in 4 bins"),
-    ],
-)
-def test_invalid_settings_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

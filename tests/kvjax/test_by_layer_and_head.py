@@ -2,13 +2,12 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax.budget import abstract_cache, row_bytes
-from tests.kvjax.support import LENGTHS, POLICIES, WINDOW, Stream, decoded, make_spec, make_stream, row_keys, whole_run
+from kvjax.budget import row_bytes
+from tests.kvjax.support import POLICIES, WINDOW, Stream, decoded, make_spec, make_stream, row_keys
 
 EXACT, SLIDING = POLICIES["exact"], POLICIES["streaming_llm"]
 
@@ -24,23 +23,6 @@ def test_first_layers_requires_what_either_policy_requires():
     both = kvjax.FirstLayers(1, POLICIES["quest"], POLICIES["snapkv"])
     assert both.is_retrieval and both.requires == kvjax.Requirements(prompt_queries=6, entire_prompt=True)
     assert not kvjax.FirstLayers(0, SLIDING, POLICIES["quest"]).is_retrieval
-
-
-def test_by_head_gives_each_head_its_policy():
-    policy, half = kvjax.ByHead((SLIDING, EXACT)), make_spec(kv_heads=1, query_heads=2)
-    cache, outputs, weights = decoded(policy)
-    for head, name in enumerate(("streaming_llm", "exact")):
-        queries = slice(2 * head, 2 * head + 2)
-        np.testing.assert_allclose(outputs[:, :, queries], whole_run(name)[1][:, :, queries], atol=1e-6)
-        np.testing.assert_allclose(weights[:, :, head], whole_run(name)[2][:, :, head], atol=1e-6)
-    # Buffers with heads are half of each policy's; the counters of a row exist once.
-    row = abstract_cache(policy, make_spec(batch=1))
-    counters = kvjax.cache_bytes((row.counters, row.reused, row.not_finite, row.policy_faults)).device
-    assert row_bytes(policy, make_spec()) == row_bytes(SLIDING, half) + row_bytes(EXACT, half) - counters
-    assert row_bytes(policy, make_spec()) < row_bytes(EXACT, make_spec())
-    # The end of the staged tokens is read once.
-    alone = [kvjax.init(of_head, half, row_keys()) for of_head in (SLIDING, EXACT)]
-    assert kvjax.read_bytes(cache) == sum(kvjax.read_bytes(one) for one in alone) - 4 * len(LENGTHS)
 
 
 def test_heads_of_one_policy_need_not_be_adjacent():
@@ -64,15 +46,6 @@ def test_groups_of_heads_draw_different_random_numbers():
     assert np.any((weights[0, -1, 0] > 0) != (weights[0, -1, 1] > 0))
 
 
-def test_rows_of_by_head_can_be_taken_and_put_back():
-    cache, _, _ = decoded(kvjax.ByHead((SLIDING, EXACT)))
-    rows = kvjax.take_rows(cache, jax.numpy.array([2, 0, 1]))
-    back = kvjax.take_rows(rows, jax.numpy.array([1, 2, 0]))
-    for before, later in zip(jax.tree.leaves(cache), jax.tree.leaves(back), strict=True):
-        np.testing.assert_array_equal(before, later)
-    kvjax.raise_faults(cache)
-
-
 def test_fit_bytes_uses_the_average_over_layers():
     def sliding(budget):
         return kvjax.StreamingLLM(budget, sinks=2, compact_every=4)
@@ -83,23 +56,6 @@ def test_fit_bytes_uses_the_average_over_layers():
     policy = kvjax.fit_bytes(lambda budget: kvjax.ByLayer((EXACT, sliding(budget))), spec, limit)
     sizes = [row_bytes(policy, dataclasses.replace(spec, layer=layer)) for layer in range(2)]
     assert sizes == [exact, row_bytes(sliding(20), spec)]
-
-
-@pytest.mark.parametrize(
-    "policy, message",
-    [
-        (lambda: kvjax.ByLayer((EXACT,)), "ByLayer has 1 policies for a model of 2 layers"),
-        (lambda: kvjax.ByHead((EXACT,)), "ByHead has 1 policies for kv_heads=2"),
-        (lambda: kvjax.ByLayer(()), "at least one policy"),
-        (lambda: kvjax.ByHead(()), "at least one policy"),
-        (lambda: kvjax.ByHead((EXACT, "exact")), r"policies=.* must be \(Policy, \.\.\.\)"),
-        (lambda: kvjax.ByLayer([EXACT]), r"policies=.* must be \(Policy, \.\.\.\)"),
-        (lambda: kvjax.FirstLayers(-1, EXACT, EXACT), "layers=-1 must be at least 0"),
-    ],
-)
-def test_policies_that_do_not_fit_the_model_are_refused(policy, message):
-    with pytest.raises(ValueError, match=message):
-        kvjax.init(policy(), make_spec(layers=2), row_keys())
 
 
 @pytest.mark.parametrize(
@@ -124,8 +80,3 @@ def test_layers_have_buffers_of_their_own_budget(policy):
     with pytest.raises(ValueError, match="budget="):  # the first layer has the smallest budget that is accepted
         dataclasses.replace(alone, budget=budgets[0] - 1)
     assert budgets[1:] == [max(16, budgets[0]), 40]
-
-
-def test_only_policies_with_a_budget_can_be_scaled():
-    with pytest.raises(ValueError, match="has no budget to scale"):
-        kvjax.LayerBudgets(EXACT, (1.0, 2.0))

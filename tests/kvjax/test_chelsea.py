@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,7 +24,6 @@ from tests.kvjax.support import (
     make_stream,
     prefilled,
     read_weights,
-    row_keys,
     whole_run,
 )
 
@@ -49,19 +47,6 @@ def test_the_budget_is_full_after_every_compaction_for_every_schedule(schedule):
         np.testing.assert_array_equal((degree > 0).sum(-1), np.minimum(middle, 10)[:, None].repeat(2, axis=1))
         if tokens < NEW:
             cache, _, _ = go(cache, after(stream, LENGTHS, EVERY, tokens))
-
-
-def test_means_read_every_token_once_and_sums_are_conserved():
-    # A query of zeros reads degree times mean value: every token once, through all compactions.
-    cache, _, weights = whole_run("chelsea")
-    for row, step in np.ndindex(len(LENGTHS), NEW):
-        present = np.arange(HEAD_DIM) < LENGTHS[row] + step + 1
-        np.testing.assert_allclose(weights[row, step], np.broadcast_to(present, (2, HEAD_DIM)), atol=1e-5)
-    state, stream = cache.state, make_stream()
-    for row, head in np.ndindex(len(LENGTHS), 2):
-        end = LENGTHS[row] + NEW - RECENT
-        total = np.asarray(state.degree[row, head], np.float64) @ np.asarray(state.keys[row, head], np.float64)
-        np.testing.assert_allclose(total, stream.keys[row, SINKS:end, head].sum(0), atol=1e-4)
 
 
 def test_equal_keys_in_every_cluster_make_attention_exact():
@@ -117,39 +102,3 @@ def test_a_file_of_outlier_heads_is_a_setting_in_text(tmp_path):
     choice.save(tmp_path / "heads.json", {})
     text = f"chelsea:sinks=2,recent=8,compact_every=8,chunk=8,outlier_heads={tmp_path / 'heads.json'}@40"
     assert kvjax.PolicyChoice.parse(text).make() == outlier_heads(40, choice)
-
-
-def test_equal_outlier_heads_share_compiled_programs():
-    policies = [outlier_heads(40, HeadChoice(1, 2, full=((0, 0),))) for _ in range(2)]
-    caches = [kvjax.init(policy, make_spec(), row_keys()) for policy in policies]
-    assert jax.tree.structure(caches[0]) == jax.tree.structure(caches[1])
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: HeadChoice(1, 2, full=((1, 0),)), r"head \(1, 0\) does not exist in 1 layers x 2 heads"),
-        (lambda: HeadChoice(1, 2, full=((0, 0), (0, 0))), "must name each head once"),
-        (lambda: kvjax.Chelsea(20, schedule="llama", **OPTIONS), "schedule='llama' must be 'llama-2' or "),
-        (lambda: kvjax.Chelsea(20, **OPTIONS | {"chunk": 7}), "chunk=7"),
-        (
-            lambda: kvjax.OutlierHeads(POLICIES["exact"], HeadChoice(1, 2), POLICIES["exact"]),
-            "policy=Exact.* must have a budget in slots",
-        ),
-        (
-            lambda: kvjax.OutlierHeads(kvjax.BalanceKV(0.25), HeadChoice(1, 2), POLICIES["exact"]),
-            "policy=BalanceKV.* must have a budget in slots",
-        ),
-        (
-            lambda: outlier_heads(20, HeadChoice(1, 3)).for_layer(make_spec()),
-            "the outlier heads are of 1 layers x 3 heads, the cache has 1 x 2",
-        ),
-        (
-            lambda: outlier_heads(30, HeadChoice(1, 2, full=((0, 0),))).for_layer(make_spec()),
-            "budget=30 is too small: 1 of 2 heads keep 64 slots each",
-        ),
-    ],
-)
-def test_invalid_settings_and_choices_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

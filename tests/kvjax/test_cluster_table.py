@@ -15,8 +15,7 @@ from scipy import stats
 import kvjax
 from kvjax.structures import cover
 from kvjax.structures.cluster_table import extend, init_cluster_table, log_counts, log_sample_weights
-from kvjax.structures.cover import EarlierNeighbors, greedy_cover, grow_delta, squared_distances, unknown_neighbors
-from pallas_kernels.argmin import min_and_argmin
+from kvjax.structures.cover import greedy_cover
 from tests.kvjax.support import with_integer_keys
 
 TOKENS, DIM, CAPACITY, SAMPLES = 24, 3, 5, 2
@@ -175,15 +174,32 @@ def reference(keys, capacity, growth, delta):
     return [name for name, _ in centers], np.array(label), delta, doublings
 
 
-@pytest.mark.parametrize("growth, capacity, delta", [(1.25, 5, None), (1.25, 5, 0.3), (2.0, 1, None)])
+def with_few_rows(function):
+    """Distances between centers are computed in blocks of `ROWS` rows: here in several full and partial blocks."""
+
+    @functools.wraps(function)
+    def call(*arguments, **options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cover, "ROWS", 4)
+            return function(*arguments, **options)
+
+    return call
+
+
+_extend_few_rows = jax.jit(with_few_rows(extend), static_argnames="block")
+
+
+@pytest.mark.parametrize(
+    "growth, capacity, delta", [(1.25, 5, None), (1.25, 5, 0.3), (2.0, 1, None), (1.02, 11, None), (1.5, 11, None)]
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_clusters_of_blocks_and_of_tokens_equal_the_reference(growth, capacity, delta, seed):
     keys = normal_keys(seed)
     opened, label, expected_delta, doublings = reference(keys, capacity, growth, delta)
     start = empty_table(capacity, growth=growth, delta=delta)
     # Several sub-blocks, the last one padded.
-    blocks, single = _extend(start, keys, NAMES, block=7), _by_token(start, keys, NAMES)
-    for table in (blocks, single):
+    blocks, few_rows = (function(start, keys, NAMES, block=7) for function in (_extend, _extend_few_rows))
+    for table in (blocks, few_rows, _by_token(start, keys, NAMES)):
         assert int(table.size) == len(opened) and int(table.doublings) == doublings
         np.testing.assert_allclose(table.delta, expected_delta, rtol=1e-5)
         np.testing.assert_array_equal(table.centers[: len(opened)], keys[np.array(opened)])
@@ -206,69 +222,6 @@ def test_the_greedy_cover_takes_candidates_in_order(seed, share, density):
 
 
 _cover = jax.jit(greedy_cover)
-
-
-@settings(max_examples=30, deadline=None)
-@given(points=grids, waiting=st.integers(1, 9), delta=st.floats(0, 3), growth=st.sampled_from([1.02, 1.5, 2.0]))
-def test_growing_delta_by_some_rows_equals_growing_it_by_all_distances(points, waiting, delta, growth):
-    # In blocks of four rows: full tables, partial ones and empty ones.
-    points = jnp.unique(points, axis=0, size=TOKENS, fill_value=jnp.inf)
-    far = 10.0 + 3.0 * jnp.arange(TOKENS)[:, None]
-    # Noise prevents ties, which the order of additions would decide.
-    points = jnp.where(jnp.isfinite(points), points, far) + 0.05 * np.random.default_rng(0).normal(size=(TOKENS, DIM))
-    norms = jnp.sum(points * points, axis=1)
-    between, waits = squared_distances(points, points, norms, norms), jnp.float32(waiting)
-    expected = _grown(between, waits, jnp.float32(delta), growth)
-    *actual, neighbors = _grown_by_rows(
-        points, norms, unknown_neighbors(jnp.ones(TOKENS, bool)), waits, jnp.float32(delta), growth
-    )
-    for one, other in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5)
-    remains = np.asarray(actual[1])
-    lower = np.where(np.tri(TOKENS, k=-1, dtype=bool) & remains, between, np.inf)
-    # Rows whose nearest center was merged are recomputed.
-    known = remains & remains[neighbors.slot]
-    np.testing.assert_allclose(
-        neighbors.squared_distance[known], lower.min(axis=1)[known], atol=1e-6 * float(norms.max())
-    )
-    # Again, from the known neighbors of the remaining centers, as from no known neighbors.
-    packed = jnp.asarray(np.cumsum(remains) - 1, jnp.int32)
-    place = jnp.where(remains, packed, TOKENS)
-    left = jnp.full_like(points, 1e4).at[place].set(points, mode="drop")
-    known = neighbors.compact(jnp.asarray(remains))
-    left += jnp.arange(TOKENS)[:, None] * (jnp.arange(TOKENS) >= remains.sum())[:, None]
-    again = jnp.sum(left * left, axis=1)
-    present = jnp.arange(TOKENS) < remains.sum()
-    ends = [
-        _grown_by_rows(left, again, EarlierNeighbors(of.squared_distance, of.slot, of.stale), waits, actual[0], growth)
-        for of in (known, unknown_neighbors(present))
-    ]
-    for one, other in zip(*(jax.tree.leaves(end[:3]) for end in ends), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5)
-
-
-def grow_by_all_distances(between, waiting, delta, growth):
-    index = jnp.arange(len(between), dtype=jnp.int32)
-    pairs = index[:, None] < index[None, :]
-    nearest = jnp.minimum(jnp.min(jnp.where(pairs, between, jnp.inf)), waiting)
-    delta = jnp.maximum(growth * delta, jnp.sqrt(nearest) * (1 + 2.0**-22))
-    remains = greedy_cover(between <= delta * delta, jnp.ones(len(between), bool))
-    _, target = min_and_argmin(jnp.where(remains[None, :], between, jnp.inf))
-    return delta, remains, jnp.where(remains, index, target)
-
-
-_grown = jax.jit(grow_by_all_distances, static_argnums=3)
-
-
-def _few_rows(*arguments, **options):
-    rows, cover.ROWS = cover.ROWS, 4
-    try:
-        return grow_delta(*arguments, **options)
-    finally:
-        cover.ROWS = rows
-
-
-_grown_by_rows = jax.jit(_few_rows, static_argnums=5)
 
 
 # --- duplicates, masked tokens and moving centers ---
@@ -314,19 +267,14 @@ def test_masked_tokens_equal_missing_tokens(update):
 
 def test_moving_centers_are_mean_keys():
     keys = normal_keys(4)
-    table = _extend(empty_table(moving=True), keys[:12], NAMES[:12])
-    table = _extend(table, keys[12:], NAMES[12:])
-    belongs, size = members(table), int(table.size)
-    assert int(table.doublings) > 0 and belongs.sum() == TOKENS
-    for slot in range(size):
-        member_keys = np.asarray(keys)[belongs[slot] == 1]
-        np.testing.assert_allclose(table.centers[slot], member_keys.mean(axis=0), atol=1e-6)
-        assert distances(member_keys, table.centers[slot : slot + 1]).max() <= table.radius[slot] + 1e-5
-    stepped = _by_token(empty_table(moving=True), keys, NAMES)
-    for slot in range(int(stepped.size)):
-        member_keys = np.asarray(keys)[members(stepped)[slot] == 1]
-        np.testing.assert_allclose(stepped.centers[slot], member_keys.mean(axis=0), atol=1e-5)
-        assert distances(member_keys, stepped.centers[slot : slot + 1]).max() <= stepped.radius[slot] + 1e-5
+    halves = _extend(_extend(empty_table(moving=True), keys[:12], NAMES[:12]), keys[12:], NAMES[12:])
+    for table in (halves, _by_token(empty_table(moving=True), keys, NAMES)):
+        belongs = members(table)
+        assert int(table.doublings) > 0 and belongs.sum() == TOKENS
+        for slot in range(int(table.size)):
+            member_keys = np.asarray(keys)[belongs[slot] == 1]
+            np.testing.assert_allclose(table.centers[slot], member_keys.mean(axis=0), atol=1e-5)
+            assert distances(member_keys, table.centers[slot : slot + 1]).max() <= table.radius[slot] + 1e-5
 
 
 # --- weights ---

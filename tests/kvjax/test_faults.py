@@ -129,7 +129,7 @@ def test_tokens_beyond_the_capacity_are_an_error():
     np.testing.assert_array_equal(kvjax.num_tokens(cache), lengths + np.array([5, 6, 6]))
 
 
-@pytest.mark.parametrize("name", ["uniform", "exact", "quest"])
+@pytest.mark.parametrize("name", ["uniform", "exact", "quest", "clusterkv"])
 def test_tokens_beyond_the_capacity_are_counted_under_jit(name):
     lengths = np.array([40, 12, 39])
     cache = compact(append(prefilled(name, lengths, new=5), *next_tokens(4, lengths=lengths)[1:]))

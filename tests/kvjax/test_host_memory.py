@@ -7,16 +7,10 @@ import pytest
 
 import kvjax
 from kvjax.segment import BlockStoreRead
-from tests.kvjax.support import LENGTHS, after, each, make_spec, make_stream, prefilled, row_keys
+from tests.kvjax.support import LENGTHS, POLICIES, after, each, make_spec, make_stream, prefilled, row_keys
 
 STAGED, STEPS = 8, 20
-SIZES = {"sinks": 2, "recent": 4, "chunk_tokens": 8, "chunk_clusters": 2, "compact_every": STAGED}
-PLAIN = {
-    "clusterkv": kvjax.ClusterKV(20, **SIZES),
-    "clusterkv_residual": kvjax.ClusterKVResidual(20, **SIZES, cluster_tokens=4),
-    "infinigen": kvjax.InfiniGen(10, alpha=2.0, compact_every=STAGED),
-    "quest": kvjax.Quest(20, compact_every=STAGED),
-}
+PLAIN = {name: policy for name, policy in POLICIES.items() if policy.is_retrieval}
 CASES = [("clusterkv", 1), ("clusterkv_residual", 2), ("infinigen", 1), ("quest", 1), ("quest", 0)]
 HOSTED = {(name, steps): kvjax.HostMemory(PLAIN[name], steps) for name, steps in CASES}
 
@@ -160,16 +154,3 @@ def test_a_backend_without_host_memory_gives_a_warning_and_uses_the_device(monke
     with pytest.warns(UserWarning, match="backend 'cpu' has no host memory"):
         cache = kvjax.init(HOSTED["quest", 1], make_spec(), row_keys())
     assert cache.state.inner.store.entries.sharding.memory_kind == "device"
-
-
-@pytest.mark.parametrize(
-    "policy, steps, message",
-    [
-        (kvjax.ByHead((kvjax.Exact(), kvjax.Uniform(80))), 1, "HostMemory needs a retrieval policy .* got ByHead"),
-        (HOSTED["quest", 1], 1, "HostMemory needs a retrieval policy whose blocks are on the device"),
-        (kvjax.Quest(40), -1, "steps=-1"),
-    ],
-)
-def test_policies_without_blocks_on_the_device_are_refused(policy, steps, message):
-    with pytest.raises(ValueError, match=message):
-        kvjax.HostMemory(policy, steps)

@@ -3,13 +3,12 @@
 import itertools
 import shutil
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax.structures.skew import Skew
-from tests.kvjax.support import HEAD_DIM, LENGTHS, NEW, decoded, make_spec, make_stream, prompt_of, row_keys
+from tests.kvjax.support import HEAD_DIM, LENGTHS, NEW, decoded, make_spec, make_stream, row_keys
 
 KV_HEADS, GROUP, STAGED = 2, 2, 8
 
@@ -89,28 +88,6 @@ def test_invalid_skews_are_refused(skew, tmp_path):
     np.savez(path, skew=skew)
     with pytest.raises(ValueError, match=r"\(2, 2, 64, 64\).* = \(1, 2, 64, 64\)"):
         kvjax.InfiniGen(9, skew=Skew.load(path)).init(make_spec(), row_keys())
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"budget": 0}, "budget=0"),
-        ({"alpha": 0}, "alpha=0"),
-        ({"partial": 0}, "partial=0"),
-        ({"partial": 1.2}, "partial=1.2"),
-        ({"compact_every": 0}, "compact_every=0"),
-    ],
-)
-def test_invalid_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        kvjax.InfiniGen(**{"budget": 9} | settings)
-
-
-def test_prefill_without_queries_is_refused():
-    cache = kvjax.init(kvjax.InfiniGen(9), make_spec(), row_keys())
-    keys, values, _ = prompt_of(make_stream(), LENGTHS)
-    with pytest.raises(ValueError, match="queries=None, but InfiniGen needs"):
-        kvjax.prefill(cache, keys, values, jnp.array(LENGTHS))
 
 
 def test_skews_of_equal_content_are_equal(skew, skew_file, tmp_path):

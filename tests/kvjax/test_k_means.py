@@ -36,16 +36,16 @@ def unit(x):
     return np.where(norm > 0, x / np.where(norm > 0, norm, 1), 0)
 
 
-def by_loops(directions, points, iterations):
-    """Runs Lloyd's algorithm in float64; returns labels and the objective after each iteration."""
-    objective = []
+def by_loops(directions, points, iterations, summands=None):
+    """Runs Lloyd's algorithm in float64; returns labels, centroids, and the objective after each iteration."""
+    objective, summands = [], points if summands is None else summands
     for _ in range(iterations):
         cosine = points @ directions.T
         label = cosine.argmax(axis=1)
         objective.append(len(points) - cosine.max(axis=1).sum())
-        sums = np.stack([points[label == number].sum(axis=0) for number in range(CLUSTERS)])
+        sums = np.stack([summands[label == number].sum(axis=0) for number in range(CLUSTERS)])
         directions = np.where((sums != 0).any(axis=1, keepdims=True), unit(sums), directions)
-    return label, np.array(objective)
+    return label, directions, np.array(objective)
 
 
 @pytest.mark.parametrize("start", each(STARTS, quick=("random",)))
@@ -58,7 +58,7 @@ def test_equals_lloyd_s_algorithm(start, seed):
     draw = _draw_uniformly if start == "random" else _draw_apart
     points = unit(keys.astype(np.float64))
     drawn = np.asarray(draw(rng, jnp.asarray(np.where(valid[:, None], points, 0), jnp.float32), valid, CLUSTERS))
-    label, objective = by_loops(points[drawn], points[valid], ITERATIONS)
+    label, _, objective = by_loops(points[drawn], points[valid], ITERATIONS)
     np.testing.assert_array_equal(np.asarray(result.label)[valid], label)
     np.testing.assert_allclose(result.objective, objective, atol=1e-4)
 
@@ -136,10 +136,7 @@ def test_a_sample_is_clustered_first_then_all_keys(seed):
     drawn = np.asarray(_draw_uniformly(rng, jnp.asarray(points), jnp.asarray(valid), CLUSTERS))
     directions = points[drawn]
     for sampled, count in ((valid & (np.arange(POINTS) % 3 == 0), 4), (valid, 1)):
-        for _ in range(count):
-            label = (points[sampled] @ directions.T).argmax(axis=1)
-            sums = np.stack([points[sampled][label == number].sum(axis=0) for number in range(CLUSTERS)])
-            directions = np.where((sums != 0).any(axis=1, keepdims=True), unit(sums), directions)
+        _, directions, _ = by_loops(directions, points[sampled], count)
     np.testing.assert_array_equal(np.asarray(result.label)[valid], (points[valid] @ directions.T).argmax(axis=1))
 
 
@@ -150,11 +147,7 @@ def test_centroids_may_be_updated_by_unnormalized_keys():
     result = cluster_with(rng, keys, every, CLUSTERS, (("iterations", 5), ("centroid_update", "keys")))
     points = unit(keys.astype(np.float64))
     directions = points[np.asarray(_draw_uniformly(rng, jnp.asarray(points), jnp.asarray(every), CLUSTERS))]
-    for _ in range(5):
-        label = (points @ directions.T).argmax(axis=1)
-        directions = unit(
-            np.stack([keys[label == number].astype(np.float64).sum(axis=0) for number in range(CLUSTERS)])
-        )
+    label, _, _ = by_loops(directions, points, 5, keys.astype(np.float64))
     np.testing.assert_array_equal(result.label, label)
     assert int(result.iterations) == 5
 

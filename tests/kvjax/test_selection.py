@@ -382,59 +382,6 @@ def test_scores_of_a_row_equal_those_of_its_tokens_alone(name, cap, sink_logits)
         np.testing.assert_allclose(actual, expected(row, policy)[:, scored], rtol=2e-4, atol=2e-5)
 
 
-def test_compactor_with_leverage_alone_ranks_like_leverage_scores():
-    stream, lengths = make_stream(), (37, 30, 21)
-    keys, values, queries = (jnp.asarray(part).swapaxes(1, 2) for part in prompt_of(stream, lengths))
-    frequencies = jnp.asarray(make_spec().rope_frequencies)[:4]
-    queries = queries.swapaxes(1, 2)[..., :8]
-    prompt = Prompt(keys[..., :8], values, jnp.array(lengths), queries, rope_frequencies=frequencies)
-    best = [
-        np.sort(np.argsort(-np.asarray(policy.rank(prompt)), axis=-1)[..., :10])
-        for policy in (
-            kvjax.Compactor(10, sinks=0, recent=0, blending=1e6, reserve_decode_slots=True),
-            LeverageScores(10, sinks=0, reserve_decode_slots=True),
-        )
-    ]
-    np.testing.assert_array_equal(*best)
-
-
-def test_all_heads_of_tova_keep_the_same_tokens_and_the_last_one():
-    cache = prefilled(kvjax.TOVA(9, compact_every=4))
-    kept = np.asarray(cache.state.values).argmax(-1)
-    for row, length in enumerate(LENGTHS):
-        tokens = kept[row, :, : min(length, 9)]
-        np.testing.assert_array_equal(tokens[0], tokens[1])
-        assert length - 1 in tokens[0]
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: KVzip(19), "budget=19 slots cannot hold sinks=4 and the compact_every=16"),
-        (lambda: AdaKV(kvjax.Uniform(100)), "policy=Uniform.* must be TopKPolicy"),
-        (lambda: AdaKV(KVzip(64), 1.5), "alpha_safeguard=1.5"),
-        (lambda: kvjax.LagKV(64, lag_size=0), "lag_size=0"),
-        (lambda: kvjax.CUR(64, local_window_size=0), "local_window_size=0"),
-        (lambda: kvjax.CUR(64, leverage_type="both"), "leverage_type='both'"),
-        (lambda: kvjax.ExpectedAttention(64, n_future_positions=0), "n_future_positions=0"),
-        (lambda: kvjax.ExpectedAttention(64, epsilon=-1.0), "epsilon=-1.0"),
-        (lambda: kvjax.Compactor(64, chunk=0), "chunk=0"),
-        (lambda: kvjax.Compactor(64, scale=0.0), "scale=0.0"),
-        (lambda: kvjax.Compactor(64, sketch=0), "sketch=0"),
-        (lambda: kvjax.ByHead((KVzip(64), KVzip(64, chunk_tokens=5))).requires, "different repetitions"),
-        (lambda: kvjax.LayerBudgets(LeverageScores(64), (1.0, -0.1)), "scale=.* no negative"),
-        (lambda: kvjax.LayerBudgets(LeverageScores(64), (0.0, 0.0)), "scale=.* at least one positive"),
-        (
-            lambda: kvjax.init(kvjax.LayerBudgets(LeverageScores(64), (1.0,) * 3), make_spec(layers=2), row_keys()),
-            "has 3 numbers for a model of 2 layers",
-        ),
-    ],
-)
-def test_invalid_settings_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 def test_prompts_without_what_a_policy_requires_are_refused():
     prompt = prompt_of(make_stream(), LENGTHS)
     with pytest.raises(ValueError, match="KVzip needs a repetition of the prompt; pass prompt.repeated"):

@@ -5,6 +5,7 @@ The number of simulated devices is fixed when JAX starts, so these tests run in 
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import pathlib
@@ -91,21 +92,13 @@ def compare_caches(single, sharded):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-3)
 
 
-@on_devices
-@pytest.mark.parametrize(
-    "name, data, tensor, sequence", [("uniform", 2, 4, None), ("clusterkv", 2, 4, 2), ("exact", 1, 8, None)]
-)
-def test_results_equal_one_device_and_arrays_are_sharded(name, data, tensor, sequence):
-    mesh = kvjax.make_mesh(SPEC.kv_heads, data=data, tensor=tensor, sequence=sequence)
-    single, cache = compare(POLICIES[name], mesh)
-    compare_caches(single, cache)
-
-    def check_shards(field, leaf):
+def check_shards(cache, mesh):
+    def check(field, leaf):
         parts = math.prod(mesh.shape[RULES[axis]] for axis in field.axes if axis in RULES)
         assert leaf.addressable_shards[0].data.size * parts == leaf.size, field.name
         return leaf
 
-    map_fields(check_shards, cache)
+    map_fields(check, cache)
 
 
 @on_devices
@@ -144,13 +137,15 @@ def test_a_fault_of_one_head_affects_its_row_on_all_devices():
 
 
 @on_devices
-@pytest.mark.heavy
-@pytest.mark.parametrize("sequence", [1, 4])
-@pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_equals_one_device(name, sequence):
+@pytest.mark.parametrize(
+    "name, sequence", each(itertools.product(POLICIES, (1, 4)), quick=[("uniform", 1), ("clusterkv", 4), ("exact", 4)])
+)
+def test_every_policy_equals_one_device_and_is_sharded(name, sequence):
     data, tensor = 2 // min(sequence, 2), 4 * min(sequence, 2)
     mesh = kvjax.make_mesh(SPEC.kv_heads, data=data, tensor=tensor, sequence=sequence)
-    compare_caches(*compare(POLICIES[name], mesh))
+    single, sharded = compare(POLICIES[name], mesh)
+    compare_caches(single, sharded)
+    check_shards(sharded, mesh)
 
 
 def collectives_of(name, mesh, longest, function):
@@ -257,7 +252,7 @@ def test_attention_sinks_and_narrow_values_on_a_mesh(policy):
     sinks = jnp.linspace(-1.0, 3.0, SPEC.query_heads)
     prompt_keys, prompt_values, prompt_queries, keys, values, queries = streams()
 
-    @functools.partial(jax.jit, static_argnames="placed")
+    @functools.partial(jax.jit, static_argnames="target")
     def attended(target):
         cache = kvjax.init(policy, spec, row_keys(SPEC.batch), target)
         prompt_end = last_queries(cache.policy, prompt_queries, jnp.full(SPEC.batch, prompt_queries.shape[1]))

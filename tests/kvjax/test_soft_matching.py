@@ -129,36 +129,6 @@ def test_no_step_merges_more_than_its_schedule_allows(schedule):
         np.testing.assert_array_equal(compressed.degree, current.degree[:after])
 
 
-def test_equal_keys_merge_first_and_attention_over_them_is_exact():
-    rng = np.random.default_rng(3)
-    keys = np.repeat(rng.normal(size=(4, DIM)), 4, axis=0).astype(np.float32)
-    entries = entries_of(keys, rng.normal(size=(16, DIM)).astype(np.float32))
-    merged = compress(entries, 8, LLAMA_2)
-    query = rng.normal(size=DIM)
-
-    def attention(of):
-        weight = np.asarray(of.degree) * np.exp(np.asarray(of.keys, np.float64) @ query)
-        return weight @ np.asarray(of.values, np.float64) / weight.sum()
-
-    np.testing.assert_allclose(attention(merged), attention(entries), atol=1e-5)
-
-
-@pytest.mark.parametrize("length", [4, 6, 8, 10, 12])
-def test_alternating_is_the_best_partition_of_a_chunk(length):
-    """Theorem 6.1: for similarities that are convex and decreasing in the distance, no partition into halves has a
-    larger total similarity between its parts. The optimum is not unique, so totals are compared."""
-    falling = np.exp(-0.3 * np.arange(length)), 1 / (1 + np.arange(length)), np.arange(length)[::-1] * 1.0
-    for similarity in falling:
-
-        def between(first, similarity=similarity):
-            second = sorted(set(range(length)) - set(first))
-            return sum(similarity[abs(x - y)] for x in first for y in second)
-
-        best = max(between(first) for first in itertools.combinations(range(length), length // 2))
-        assert between(range(0, length, 2)) == pytest.approx(best)
-        assert between(range(length // 2)) < best  # not every partition is optimal
-
-
 @pytest.mark.parametrize(
     "change, message", [({"first": 0.6}, "first=0.6"), ({"floor": 0.0}, "floor=0.0"), ({"decay": -1.0}, "decay=-1.0")]
 )

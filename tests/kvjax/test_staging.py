@@ -152,32 +152,7 @@ def test_staging_and_compaction_equal_list_operations(sinks, recent, history):
         check_staging(store.staging, store.counters, rows)
 
 
-def test_raise_faults_reports_overflow():
-    store = empty_store(2, 4)
-    for _ in range(2):
-        kvjax.raise_faults(store)
-        store = stage(store, *tokens((0, 0, 0), 3), np.array([3, 1, 0], np.int32))
-    store = stage(store, *tokens((6, 2, 0), 1), np.array([1, 0, 1], np.int32))
-    with pytest.raises(ValueError, match=r"overflow=\[1, 0, 1\]: tokens were appended to a full staging buffer"):
-        kvjax.raise_faults(store)
-
-
 @pytest.mark.parametrize("new, compact_every, slots", [(5, 64, 5), (64, 5, 5), (64, 64, 64)])
 def test_a_staging_buffer_has_at_most_max_new_tokens_slots(new, compact_every, slots):
     cache = kvjax.init(kvjax.Uniform(20, 2, 6, compact_every), make_spec(new=new), row_keys())
     assert cache.staging.keys.shape[2] == cache.spec.staging_slots == slots
-
-
-@pytest.mark.parametrize("length", [0, 1, 2, 3, 5, 9, 10])
-def test_short_prompts_fill_sinks_before_recent_slots(length):
-    spec = make_spec(batch=BATCH, head_dim=2, prompt=10, new=SLOTS, rope_frequencies=None)
-    keys, values = tokens((0, 0, 0), 10)
-    cache = kvjax.init(kvjax.StreamingLLM(7, sinks=3, compact_every=4), spec, row_keys())
-    cache, _ = kvjax.prefill(cache, keys, values, np.full(BATCH, length))
-    rows = [Row(3, 4) for _ in range(BATCH)]
-    for row in rows:
-        row.staged = list(range(length))
-        row.compact()
-    check_window(cache.state.window, rows)
-    np.testing.assert_array_equal(cache.state.window.total, [length] * BATCH)
-    np.testing.assert_array_equal(kvjax.num_tokens(cache), [length] * BATCH)

@@ -10,6 +10,7 @@ import pytest
 from jaxtyping import Array, Int
 
 import kvjax
+from kvjax.spec import MAX_TOKENS
 from kvjax.state import fault, map_fields, stacked, state
 from kvjax.stores import append_only_store
 from kvjax.stores.staging import Tokens
@@ -25,6 +26,7 @@ from tests.kvjax.support import (
     make_stream,
     prompt_of,
     row_keys,
+    with_integer_keys,
 )
 
 
@@ -60,18 +62,13 @@ def test_every_array_names_its_axes(name):
     assert names.counters.offset == () and names.counters.present == ("B", "P")
     assert names.counters.count == names.counters.past == names.reused == names.policy_faults == ("B",)
     per_slot, per_selected = ("B", "H_kv", "S"), ("B", "H_kv", "M")
-    part_of_state = {
-        "uniform": lambda state: state,
-        "clustergen": lambda state: state,
-        "streaming_llm_reindexed": lambda state: state,
-    }
     wanted = {
         "uniform": {"priority": per_selected, "log_weight": per_slot, "row_keys": ("B",)},
         "clustergen": {"num_centers": ("B",)},
         "streaming_llm_reindexed": {"frequencies": ("half_D",)},
     }
     if name in wanted:
-        fields = names_of_fields(part_of_state[name](names.state))
+        fields = names_of_fields(names.state)
         window = fields.pop("window", names.state.window)
         assert fields == wanted[name]
         assert window.keys == (*per_slot, "D") and window.values == (*per_slot, "D_v") and window.total == ("B",)
@@ -111,6 +108,16 @@ def test_inserted_rows_continue_as_in_their_cache(name):
     np.testing.assert_allclose(outputs, wanted, rtol=1e-5, atol=1e-5)
 
 
+BY_HEAD = kvjax.ByHead((POLICIES["streaming_llm"], POLICIES["exact"]))
+
+
+@pytest.mark.parametrize("policy, kv_dtype", [(BY_HEAD, None), (POLICIES["chelsea"], "int8")])
+def test_rows_can_be_taken_and_put_back(policy, kv_dtype):
+    cache = begin(policy, make_spec(kv_dtype=kv_dtype), row_keys(), *prompt_of(make_stream(), LENGTHS), LENGTHS)
+    back = kvjax.take_rows(kvjax.take_rows(cache, jnp.array([2, 0, 1])), jnp.array([1, 2, 0]))
+    chex.assert_trees_all_equal(with_integer_keys(back), with_integer_keys(cache))
+
+
 def test_copies_of_a_repeated_row_are_adjacent():
     cache, _ = prefilled("exact")
     np.testing.assert_array_equal(kvjax.num_tokens(kvjax.repeat_rows(cache, 2)), np.repeat(LENGTHS, 2))
@@ -134,27 +141,6 @@ def test_rows_with_another_staging_offset_are_not_inserted():
         kvjax.insert_rows(cache, further, jnp.arange(3))
     inserted = kvjax.insert_rows(cache, kvjax.compact(further), jnp.arange(3))
     chex.assert_trees_all_equal(kvjax.num_tokens(inserted), jnp.array(LENGTHS) + 3)
-
-
-def test_overflow_of_a_full_cache_is_reported():
-    spec = make_spec(prompt=4, new=60)  # 64 slots, one block
-    stream = make_stream()
-    prompt = prompt_of(stream, (4, 3, 0), padded=4)
-    cache = begin(kvjax.Exact(compact_every=4), spec, row_keys(), *prompt, (4, 3, 0))
-    append = jax.jit(lambda cache: kvjax.compact(kvjax.append(cache, stream.keys[:, 4:8], stream.values[:, 4:8])))
-    for _ in range(15):
-        cache = append(cache)
-    kvjax.raise_faults(cache)
-    cache = append(append(cache))
-    with pytest.raises(
-        ValueError,
-        match=r"overflow=\[8, 7, 4\]: .* past=\[8, 7, 4\]: .* \(19 in total\)"
-        r"|past=\[8, 7, 4\]: .*overflow=\[8, 7, 4\]: .*",
-    ):
-        kvjax.raise_faults(cache)
-    stored = np.asarray(cache.state.keys)[0].swapaxes(0, 1)
-    np.testing.assert_array_equal(stored[:4], stream.keys[0, :4])  # stored tokens are unchanged
-    np.testing.assert_array_equal(stored[4:], np.tile(stream.keys[0, 4:8], (15, 1, 1)))
 
 
 def test_an_append_only_store_counts_tokens_beyond_its_capacity():
@@ -187,27 +173,44 @@ def test_states_may_be_nested_in_lists_and_dicts():
     np.testing.assert_array_equal(kvjax.num_tokens(selected["layers"][1]), [LENGTHS[1]])
 
 
+SPEC = {"batch": 1, "query_heads": 4, "kv_heads": 2, "head_dim": 8, "max_prompt_tokens": 8, "max_new_tokens": 8}
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
         ({"batch": 0}, "batch=0"),
+        ({"batch": True}, "batch=True must be an integer"),
         ({"kv_heads": 3}, "query_heads=4 must be a multiple of kv_heads=3"),
+        ({"kv_heads": "2"}, "kv_heads='2' must be an integer"),
         ({"head_dim": -1}, "head_dim=-1"),
-        ({"prompt": 0}, "max_prompt_tokens=0"),
-        ({"new": 0}, "max_new_tokens=0"),
-        ({"layer": 2, "layers": 2}, r"layer=2 must be in \[0, layers=2\)"),
-        ({"layer": -1}, "layer=-1"),
+        ({"max_prompt_tokens": 0}, "max_prompt_tokens=0"),
+        ({"max_prompt_tokens": 40.0}, "max_prompt_tokens=40.0 must be an integer"),
+        ({"max_prompt_tokens": MAX_TOKENS}, "must be at most 16777216"),
+        ({"max_prompt_tokens": 2**31, "max_new_tokens": 2**31}, "must be at most 16777216"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ({"layer": 0.5}, "layer=0.5 must be an integer"),
+        ({"layer": -1}, "layer=-1 must be at least 0"),
+        ({"layer": 1}, r"layer=1 must be in \[0, layers=1\)"),
         ({"sequence_shards": 0}, "sequence_shards=0"),
         ({"value_dim": 0}, "value_dim=0 must be at least 1"),
+        ({"value_dim": True}, "value_dim=True must be an integer"),
         ({"scale": 0.0}, "scale=0.0"),
-        ({"scale": float("nan")}, "scale=nan"),
+        ({"scale": np.nan}, "scale=nan"),
+        ({"scale": np.inf}, "scale=inf must be a finite number above 0, or None"),
         ({"logit_cap": -30.0}, "logit_cap=-30.0"),
+        ({"logit_cap": 10**400}, "logit_cap=1000"),
         ({"window": 0}, "window=0"),
+        ({"window": 2.5}, "window=2.5 must be an integer"),
+        ({"rope_frequencies": "abcd"}, "rope_frequencies='abcd' must be head_dim / 2 = 4 finite numbers, or None"),
+        ({"rope_frequencies": (1.0, np.inf, 1.0, 1.0)}, "rope_frequencies="),
+        ({"rope_frequencies": (1.0,)}, "rope_frequencies="),
+        ({"dtype": jnp.int32}, "dtype=.* must be a floating-point dtype"),
     ],
 )
 def test_invalid_specs_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        make_spec(**change)
+        kvjax.CacheSpec(**SPEC | change)
 
 
 def test_full_cache_bytes_are_keys_and_values_of_the_tokens():

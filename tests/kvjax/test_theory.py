@@ -1,6 +1,5 @@
 """The inequalities of SubGen's and BalanceKV's theorems where they are not vacuous, and measured norms."""
 
-import functools
 import math
 
 import jax
@@ -12,7 +11,7 @@ import kvjax
 from kvjax.policies.balancekv_theory import BalanceKVTheory
 from kvjax.structures import balance
 from kvjax.theory import balancekv_settings, measured_norms, subgen_settings
-from tests.kvjax.support import row_keys
+from tests.kvjax.support import attend_after_prompt
 
 DIM, TOKENS, QUERIES = 16, 4096, 50
 EXACT = {"sinks": 0, "recent": 0}
@@ -28,19 +27,6 @@ def clustered(seed, norm, tokens=TOKENS, centers=16):
     keys *= norm / np.linalg.norm(keys, axis=1, keepdims=True)
     values /= np.linalg.norm(values, axis=1).max()
     return [x.astype(np.float32) for x in (keys[:tokens], values[:tokens], keys[tokens:])]
-
-
-@functools.partial(jax.jit, static_argnames=("policy", "rows"))
-def attend(policy, keys, values, queries, rows):
-    """Returns the attention of queries [Q, D] to a prompt [T, D] in every row, which differ by their randomness."""
-    spec = kvjax.CacheSpec(rows, 1, 1, DIM, max_prompt_tokens=len(keys), max_new_tokens=1)
-
-    def repeat(x):
-        return jnp.broadcast_to(x[:, None], (rows, len(x), 1, DIM))
-
-    lengths = jnp.full(rows, len(keys), jnp.int32)
-    cache, _ = kvjax.prefill(kvjax.init(policy, spec, row_keys(rows)), repeat(keys), repeat(values), lengths)
-    return kvjax.normalize(kvjax.attend(cache, repeat(queries)))[:, :, 0], cache.state
 
 
 def relative_errors(outputs, keys, values, queries, value_norm):
@@ -67,14 +53,16 @@ def test_subgen_meets_the_inequality_of_its_theorem(norm, delta, epsilon, tokens
     sizes = {"tokens": tokens, "head_dim": DIM, "query_norm": norm, "delta": delta}
     settings = subgen_settings(epsilon, **sizes, clusters=16, doubling=False)
     assert not settings.vacuous, settings.message
-    outputs, state = attend(settings.policy(clusters=16, **EXACT), keys, values, queries, rows)
+    outputs, state = attend_after_prompt(settings.policy(clusters=16, **EXACT), keys, values, queries, rows)
     assert not state.streams.table.doublings.any()  # so that every cluster has radius delta
     operator_norm = np.linalg.norm(values.astype(np.float64), 2)
     errors = relative_errors(outputs, keys, values, queries, operator_norm)
     assert np.mean(errors <= epsilon) >= 0.99
     # A fortieth of the samples is too few.
     few = kvjax.SubGen(None, samples=settings.samples // 40, clusters=16, per_cluster=1, delta=delta, **EXACT)
-    errors = relative_errors(attend(few, keys, values, queries, rows)[0], keys, values, queries, operator_norm)
+    errors = relative_errors(
+        attend_after_prompt(few, keys, values, queries, rows)[0], keys, values, queries, operator_norm
+    )
     assert np.mean(errors <= epsilon) < 0.9
 
 
@@ -102,7 +90,7 @@ def test_balancekv_meets_the_inequality_of_its_theorem():
     )
     for seed in range(100, 103):
         keys, values, queries = clustered(seed, 1.0)
-        outputs, state = attend(policy, keys, values, queries, 4)
+        outputs, state = attend_after_prompt(policy, keys, values, queries, 4)
         assert state.denominator.level.max() >= 2
         errors = relative_errors(outputs, keys, values, queries, np.linalg.norm(values))
         assert errors.max() <= epsilon

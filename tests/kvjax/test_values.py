@@ -186,21 +186,7 @@ def test_layers_and_batch_sizes_share_one_structure():
 
 @pytest.mark.parametrize(
     "kind, change",
-    [
-        ("uniform", {"sinks": 3, "recent": 7}),
-        ("clustergen", {"sinks": 3, "recent": 7}),
-        ("subgen", {"growth": 1.5}),
-        ("balancekv", {"gamma": 2.0}),
-        ("h2o", {"recent": 7}),
-        ("cam", {"merged": 6}),
-        ("infinigen", {"alpha": 4.0}),
-        ("snapkv", {"kernel_size": 3}),
-        ("chelsea", {"decay": 0.5}),
-        ("clusterkv", {"iterations": 10}),
-        ("quest", {"budget": 100}),
-        ("streaming_llm", {"sinks": 3}),
-        ("host_memory", {"policy": kvjax.Quest(24)}),
-    ],
+    [("uniform", {"sinks": 3, "recent": 7}), ("quest", {"budget": 100}), ("host_memory", {"policy": kvjax.Quest(24)})],
 )
 def test_caches_of_different_settings_have_different_structures_with_equal_shapes(kind, change):
     policy = MAKE[kind][0]()
@@ -361,15 +347,3 @@ def test_prompt_queries_are_as_many_as_the_policy_requires(name, count):
         np.testing.assert_array_equal(selected, queries[:, 40 - count :])
     else:
         assert selected is None
-
-
-def test_the_package_exports_few_names():
-    public = {name: x for name, x in vars(kvjax).items() if not name.startswith("_") and not isinstance(x, type(sys))}
-    policies = {name for name, x in public.items() if isinstance(x, type) and issubclass(x, Policy)}
-    assert len(policies) <= 35 and len(public.keys() - policies) <= 24, sorted(public)
-
-
-def test_the_repr_of_a_cache_contains_its_policy():
-    cache = kvjax.init(POLICIES["uniform"], make_spec(), row_keys())
-    assert repr(POLICIES["uniform"]) in repr(cache)
-    np.testing.assert_array_equal(kvjax.num_tokens(cache), [0, 0, 0])

@@ -10,6 +10,7 @@ import sys
 import textwrap
 
 import jax
+import numpy as np
 
 from kvjax_models.model.config import LlamaConfig
 
@@ -25,6 +26,16 @@ def small_config(**changes):
 def key_data(leaf):
     """Random keys as integers, which numpy can compare."""
     return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def assert_equal_parameters(model, expected, *, rtol=0.0, atol=0.0):
+    """Asserts that two models have the same parameters, with the same dtypes."""
+    actual, expected = (dict(jax.tree_util.tree_leaves_with_path(one)) for one in (model, expected))
+    assert actual.keys() == expected.keys()
+    for path, array in expected.items():
+        assert actual[path].dtype == array.dtype
+        values = (np.asarray(x, np.float32) for x in (actual[path], array))
+        np.testing.assert_allclose(*values, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))
 
 
 @contextlib.contextmanager
@@ -43,6 +54,62 @@ def start_python(code, *arguments, **options):
     command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
     return subprocess.Popen(command, env=environment, **pipes)
+
+
+def damage_bytes(data, rng):
+    """Returns damaged bytes and the kind of damage; `rng` is a `random.Random`."""
+    kind = rng.choice(["truncate", "empty", "noise", "flip", "repeat", "zeros", "ones", "bom"])
+    start = rng.randrange(len(data))
+    end = min(len(data), start + rng.choice([1, 4, 8, 64]))
+    damaged = {
+        "truncate": data[:start],
+        "empty": b"",
+        "noise": rng.randbytes(100),
+        "flip": data[:start] + bytes([data[start] ^ (1 << rng.randrange(8))]) + data[start + 1 :],
+        "repeat": data[:end] + data[start:end] * rng.choice([1, 100]) + data[end:],
+        "zeros": data[:start] + bytes(end - start) + data[end:],
+        "ones": data[:start] + b"\xff" * (end - start) + data[end:],
+        "bom": b"\xff\xfe" + data,
+    }[kind]
+    return damaged, kind
+
+
+MAX_SECONDS = 20
+
+
+@contextlib.contextmanager
+def time_limit(seconds=MAX_SECONDS):
+    """Fails if the body takes longer."""
+
+    def fail(*_):
+        raise AssertionError(f"took more than {seconds} seconds")
+
+    handler = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
+
+
+@contextlib.contextmanager
+def memory_limit(megabytes):
+    """Fails if the peak memory of the process grows by more."""
+    try:
+        pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    except OSError:
+        yield
+        return
+    initial = _peak_memory()
+    yield
+    assert _peak_memory() - initial < megabytes * 2**10, f"uses more than {megabytes} MiB"
+
+
+def _peak_memory():
+    """Returns the largest resident size of this process, in KiB."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0])
 
 
 @contextlib.contextmanager

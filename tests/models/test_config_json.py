@@ -35,6 +35,11 @@ def test_sizes_must_be_positive_integers(key, value):
         parse_config(LLAMA | {key: value})
 
 
+def test_missing_keys_are_listed():
+    with pytest.raises(ValueError, match="missing keys: hidden_size, intermediate_size, num_hidden"):
+        parse_config({"model_type": "llama", "vocab_size": 8})
+
+
 @pytest.mark.parametrize("key", ["vocab_size", "max_position_embeddings"])
 def test_sizes_must_not_be_null(key):
     with pytest.raises(ValueError, match=key):
@@ -50,7 +55,19 @@ def test_sizes_must_not_be_null(key):
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5'"),
         ({"rms_norm_eps": None}, "rms_norm_eps=None"),
         ({"rope_theta": 0}, "rope_theta=0 must be a number from 2 to 1e\\+12"),
+        ({"rms_norm_eps": 1e39}, r"rms_norm_eps=1e\+39"),
+        ({"rms_norm_eps": 1e-300}, "rms_norm_eps=1e-300"),
         ({"rope_theta": math.nan}, "rope_theta=nan"),
+        ({"rope_theta": 1e300}, r"rope_theta=1e\+300"),
+        ({"rope_theta": 1.0, "rope_scaling": YARN}, "rope_theta=1.0 must be a number from 2"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e300}}, r"factor=1e\+300"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1e-300, 1], "long_factor": [1, 1]}},
+         "short_factor=1e-300"),
+        ({"rope_scaling": YARN | {"beta_fast": 1e308, "beta_slow": 1e307}}, r"beta_fast=1e\+308"),
+        ({"rope_scaling": YARN | {"beta_slow": 1e-320}}, "beta_slow=1e-320"),
+        ({"rope_scaling": YARN | {"attention_factor": 1e39}}, r"attention_factor=1e\+39"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 1e300}, r"query_pre_attn_scalar=1e\+300"),
+        ({"model_type": "gemma2", "final_logit_softcapping": 1e-300}, "final_logit_softcapping=1e-300"),
         ({"rope_theta": "10000"}, "rope_theta='10000'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta=-1.0"),
         ({"rope_parameters": "default"}, "rope_parameters='default' must be an object"),
@@ -104,8 +121,28 @@ def test_sizes_must_not_be_null(key):
         ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, "swiglu_limit=5.0"),
         ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"model_type": "gemma3"}, "text_config=None must be an object"),
-        ({"model_type": "deepseek_v2", "kv_lora_rank": 512},
-         "'deepseek_v2' with kv_lora_rank=512 is not supported: .* latents instead of keys and values"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512},
+         "'deepseek_v3' with kv_lora_rank=512 is not supported: .* latents instead of keys and values"),
+        ({"model_type": "mamba"}, "model_type='mamba' is not supported; supported: llama, mistral"),
+        ({"model_type": None}, "model_type=None"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification.*for llama"),
+        ({"rope_scaling": {"type": "xpos", "factor": 4.0}}, "rope_type='xpos' is not supported"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type='dynamic' requires factor"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear' requires factor"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope' requires short_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"hidden_act": "relu"}, "hidden_act='relu'"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ({"final_logit_softcapping": 30.0, "num_local_experts": 8}, "final_logit_softcapping.*num_local_exp"),
+        ({"num_key_value_heads": 3}, "query_heads=4 must be a multiple of kv_heads=3"),
+        ({"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]}, "types=.*for mistral"),
+        ({"model_type": "qwen2", "layer_types": ["chunked_attention"] * 2}, "layer_types=.*chunked_attention"),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, "sliding_window=None must be"),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"], "use_sliding_window": True},
+         "layer_types has 1 entries"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
 )  # fmt: skip
 def test_invalid_values_are_refused_by_key(changes, message):

@@ -115,12 +115,6 @@ jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_
 from tests.models import test_generate_sharded as tests
 """
 
-GENERATE = """
-mesh = tests.make_mesh(data=2, tensor=4)
-rows, state = tests.generate_turns(tests.shard_model(tests.make_model(), mesh), tests.POLICIES[sys.argv[3]])
-print(json.dumps([jax.device_count(), jax.local_device_count(), rows]))
-"""
-
 # Is killed after its first save, or continues from it.
 RESUME = """
 mesh = tests.make_mesh(data=2, tensor=4)
@@ -169,14 +163,6 @@ def run_two_processes(script, *arguments, expected_code=0):
 
 @starts_processes
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", ["exact", "snapkv"])
-def test_two_processes_generate_the_same_tokens(name):
-    expected = [8, 4, generate_turns(make_model(), POLICIES[name])[0]]
-    assert run_two_processes(GENERATE, name) == [expected] * 2
-
-
-@starts_processes
-@pytest.mark.heavy
 def test_two_killed_processes_resume_from_their_save(tmp_path):
     run_two_processes(RESUME, str(tmp_path), "killed", expected_code=-signal.SIGKILL)
     generator = Generator(make_model(), POLICIES["exact"], **SIZES)
@@ -210,19 +196,6 @@ def test_tokens_and_logits_equal_those_of_one_device(name, data, tensor):
     assert sharded_rows == rows
     np.testing.assert_allclose(sharded.logits, state.logits, atol=1e-4)
     assert_sharded(sharded, mesh)
-
-
-@needs_devices
-@pytest.mark.heavy
-@pytest.mark.parametrize("name", support.ON_A_MESH)
-def test_a_checkpoint_generates_the_same_with_every_policy(name):
-    policy = support.ON_A_MESH[name]
-    rows, logits = generate_after_prompts(load_checkpoint(), policy)
-    # Two heads, each on two devices.
-    model = shard_model(load_checkpoint(), make_mesh(2, data=2, tensor=4))
-    sharded_rows, sharded_logits = generate_after_prompts(model, policy)
-    assert sharded_rows == rows
-    np.testing.assert_allclose(sharded_logits, logits, atol=1e-4)
 
 
 @needs_devices
@@ -320,16 +293,6 @@ def test_a_mesh_without_the_axis_names_is_refused():
     spec = kvjax.CacheSpec(batch=4, query_heads=8, kv_heads=4, head_dim=8, max_prompt_tokens=12, max_new_tokens=24)
     with pytest.raises(ValueError, match=message):
         kvjax.init(POLICIES["exact"], spec, jax.random.split(jax.random.key(0), 4), mesh)
-
-
-@needs_devices
-def test_more_devices_than_heads_along_an_axis_share_each_head():
-    mesh = Mesh(np.array(jax.devices()), ("tp",))
-    assert dict(rename_axes(mesh, 4, tensor="tp").shape) == {"tensor": 4, "sequence": 2, "data": 1}
-    with pytest.raises(ValueError, match="8 devices along 'tp' must divide kv_heads=6 or be a multiple of it"):
-        rename_axes(mesh, 6, tensor="tp")
-    with pytest.raises(ValueError, match="no axis 'model'; it has 'tp'"):
-        rename_axes(mesh, 4, tensor="model")
 
 
 @needs_devices

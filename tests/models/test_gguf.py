@@ -2,38 +2,22 @@
 
 import dataclasses
 import json
-import pathlib
-import resource
+import random
 import shutil
 import struct
-import time
 
 import gguf
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvjax_models import formats
 from kvjax_models.formats import gguf_file
-from kvjax_models.formats.gguf_file import QuantizedTensor, read_gguf
+from kvjax_models.formats.gguf_file import QuantizedTensor
 from tests.models.gguf_files import ARCHITECTURES, write_gguf
+from tests.models.support import GOLDEN, assert_equal_parameters, damage_bytes, memory_limit, time_limit
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
-
-
-def parameters(model):
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
-
-
-def assert_equal_parameters(model, expected, **tolerance):
-    actual, expected = parameters(model), parameters(expected)
-    assert actual.keys() == expected.keys()
-    for path, array in expected.items():
-        assert actual[path].dtype == array.dtype
-        np.testing.assert_allclose(np.asarray(actual[path], np.float32), np.asarray(array, np.float32), **tolerance)
 
 
 # Settings that GGUF files do not hold, because llama.cpp knows one value only.
@@ -54,7 +38,7 @@ def test_an_architecture_has_the_weights_and_configuration_of_its_directory(fami
     write_gguf(directory, path)
     model, expected = formats.load_model(path, "float32"), formats.load_model(directory, "float32")
     # Scales of Gemma's norms are stored as 1 + w.
-    assert_equal_parameters(model, expected, rtol=0, atol=1e-7 if family.startswith("gemma") else 0)
+    assert_equal_parameters(model, expected, atol=1e-7 if family.startswith("gemma") else 0)
     for layer in range(expected.config.layers):
         rotary, wanted = model.config.rotary(layer), expected.config.rotary(layer)
         np.testing.assert_allclose(rotary.frequencies, wanted.frequencies, rtol=1e-6)
@@ -73,10 +57,10 @@ def test_quantized_tensors_are_dequantized_one_by_one_into_the_dtype(tmp_path):
     exact = formats.load_model(tmp_path / "exact.gguf")
     quantized = formats.load_model(tmp_path / "quantized.gguf")
     assert quantized.embedding.embedding[...].dtype == np.float32
-    assert_equal_parameters(quantized, exact, atol=2e-2, rtol=0)
+    assert_equal_parameters(quantized, exact, atol=2e-2)
     assert any((a != b).any() for a, b in zip(jax.tree.leaves(quantized), jax.tree.leaves(exact), strict=True))
     half = formats.load_model(tmp_path / "quantized.gguf", "bfloat16")
-    assert_equal_parameters(half, jax.tree.map(lambda x: x.astype("bfloat16"), quantized), rtol=0, atol=0)
+    assert_equal_parameters(half, jax.tree.map(lambda x: x.astype("bfloat16"), quantized))
 
 
 @pytest.mark.parametrize("kind", sorted(gguf.quants._type_traits))
@@ -95,7 +79,7 @@ def test_a_split_model_is_loaded_from_its_first_file(tmp_path):
     files = sorted(tmp_path.iterdir())
     assert len(files) > 2
     expected = formats.load_model(GOLDEN / "qwen3", "float32")
-    assert_equal_parameters(formats.load_model(files[0]), expected, rtol=0)
+    assert_equal_parameters(formats.load_model(files[0]), expected)
     with pytest.raises(ValueError, match=r"is not the first of \d+ files; pass model-00001-of-"):
         formats.load_model(files[1])
     files[-1].unlink()
@@ -152,57 +136,22 @@ def test_damaged_files_are_refused(content, message, tmp_path):
     assert str(path) in str(error.value)
 
 
-@settings(max_examples=300, deadline=None)
-@given(data=st.data())
-def test_files_with_changed_bytes_are_read_or_refused(small_file, data):
-    content = bytearray(small_file.read_bytes())
-    header = content.index(b"output_norm")  # most of the file is weights
-    for _ in range(data.draw(st.integers(1, 3))):
-        content[data.draw(st.integers(0, header + 40))] = data.draw(st.integers(0, 255))
-    if data.draw(st.booleans()):
-        del content[data.draw(st.integers(0, len(content) - 1)) :]
-    path = small_file.with_name("changed.gguf")
-    path.write_bytes(content)
-    for load in (read_gguf, formats.load_config, formats.load_tokenizer):
-        try:
-            load(path)
-        except ValueError as error:
-            assert path.name in str(error)
-            assert len(str(error)) < 2000
-
-
-def damage(content, rng):
-    """Returns the bytes of a file with one damage."""
-    place = int(rng.integers(len(content)))
-    end = min(len(content), place + int(rng.choice([1, 4, 8, 64])))
-    return {
-        "truncate": content[:place],
-        "flip": content[:place] + bytes([content[place] ^ (1 << rng.integers(8))]) + content[place + 1 :],
-        "repeat": content[:end] + content[place:end] * int(rng.choice([1, 100])) + content[end:],
-        "zeros": content[:place] + bytes(end - place) + content[end:],
-        "large": content[:place] + b"\xff" * (end - place) + content[end:],
-    }[rng.choice(["truncate", "flip", "repeat", "zeros", "large"])]
-
-
-@pytest.mark.parametrize("cases", [10, pytest.param(300, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("cases", [100, pytest.param(300, marks=pytest.mark.heavy)])
 def test_damaged_models_are_loaded_or_refused_soon(small_file, cases):
-    content, rng, num_refused = small_file.read_bytes(), np.random.default_rng(cases), 0
-    header = len(content) // 2
-    path, memory = small_file.with_name("damaged.gguf"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    content, rng, num_refused = small_file.read_bytes(), random.Random(cases), 0
+    header, path = len(content) // 2, small_file.with_name("damaged.gguf")
     for _ in range(cases):
-        changed = damage(content[:header], rng) + content[header:] if rng.random() < 0.7 else damage(content, rng)
-        path.write_bytes(changed)
-        begin = time.monotonic()
+        end = header if rng.random() < 0.7 else len(content)
+        path.write_bytes(damage_bytes(content[:end], rng)[0] + content[end:])
         try:
-            model, tokenizer = formats.load_model(path), formats.load_tokenizer(path)
-            assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(model))
-            tokenizer.decode(tokenizer.encode("AB"))
+            with time_limit(), memory_limit(1500):
+                model, tokenizer = formats.load_model(path), formats.load_tokenizer(path)
+                assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(model))
+                tokenizer.decode(tokenizer.encode("AB"))
         except ValueError as error:
             assert path.name in str(error) and len(str(error)) < 20_000
             num_refused += 1
-        assert time.monotonic() - begin < 20
     assert num_refused >= cases / 4
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1.5 * 2**20  # KiB
 
 
 @pytest.mark.parametrize(

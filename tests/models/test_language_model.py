@@ -129,18 +129,27 @@ def test_checkpoints_in_bfloat16_are_computed_in_float32_on_cpus(llm, tmp_path):
     np.testing.assert_array_equal(kernel, bfloat16.model.layers[0].mlp.gate_up.kernel[...].astype(jnp.float32))
 
 
-def test_unknown_models_are_refused(monkeypatch):
-    with pytest.raises(FileNotFoundError, match="is neither a directory, a GGUF file nor a known model"):
-        load("not a model")
-    with pytest.raises(FileNotFoundError, match="is neither a local path nor a valid name of a model on the hub"):
-        load("not/a/model")
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("not a model", "is neither a directory, a GGUF file nor a known model .* contain a slash"),
+        ("word", "is neither a directory, a GGUF file nor a known model .* contain a slash"),
+        ("not/a/model", "is neither a local path nor a valid name of a model on the hub"),
+        ("org/model", r"could not be downloaded from the hub \(no route\); without a"),
+    ],
+)
+def test_unknown_models_are_refused(name, message, monkeypatch):
+    download = language_model.huggingface_hub.snapshot_download
 
-    def unreachable(*args, **kwargs):
-        raise OSError("no route")
+    def unreachable(name, **kwargs):
+        if name == "org/model":
+            raise OSError("no route")
+        assert name.count("/") == 2
+        return download(name, **kwargs)  # refuses the name before any network access
 
     monkeypatch.setattr(language_model.huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(FileNotFoundError, match=r"could not be downloaded from the hub \(no route\); without a"):
-        load("org/model")
+    with pytest.raises(FileNotFoundError, match=message):
+        load(name)
 
 
 def test_only_needed_files_are_downloaded(monkeypatch):
@@ -153,14 +162,6 @@ def test_only_needed_files_are_downloaded(monkeypatch):
     monkeypatch.setattr(language_model.huggingface_hub, "snapshot_download", download)
     assert load("org/model").model.config == huggingface.load_config(DIRECTORY)
     assert requests == [("org/model", ["*.json", "*.safetensors", "*.jinja"], "*/*")]
-
-
-def test_names_without_an_owner_are_not_searched_on_the_hub(monkeypatch):
-    monkeypatch.setattr(language_model.huggingface_hub, "snapshot_download", None)
-    with pytest.raises(
-        FileNotFoundError, match="word is neither a directory, a GGUF file nor a known model .* contain a slash"
-    ):
-        load("word")
 
 
 @pytest.mark.parametrize(

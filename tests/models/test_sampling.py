@@ -84,6 +84,8 @@ def test_is_finite_finds_invalid_rows(bad):
     "arguments, message",
     [
         ({"temperature": -0.1}, "temperature=-0.1"),
+        ({"temperature": 1e-31}, "temperature=1e-31"),
+        ({"temperature": 1e-45}, "temperature=1e-45"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"temperature": float("inf")}, "temperature=inf"),
         ({"top_k": 0}, "top_k=0"),

@@ -15,7 +15,8 @@ from kvjax_models.formats import huggingface
 from kvjax_models.formats.weights import dequantize_mxfp4, head_dim_order
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.rotary import make_rotary, rotation
-from tests.models.test_huggingface import assert_same, random_model
+from tests.models.support import assert_equal_parameters
+from tests.models.test_huggingface import random_model
 
 GPT_OSS = LlamaConfig(
     vocab_size=24, width=32, mlp_width=32, layers=2, query_heads=4, kv_heads=2, head_dim=8, max_length=64,
@@ -61,7 +62,7 @@ def test_mxfp4_checkpoint_equals_the_dequantized_one(tmp_path):
     values["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (quantized / "config.json").write_text(json.dumps(values))
     save_tensors(quantized, mxfp4)
-    assert_same(huggingface.load_model(quantized), huggingface.load_model(plain))
+    assert_equal_parameters(huggingface.load_model(quantized), huggingface.load_model(plain))
 
     mxfp4["model.layers.0.mlp.experts.down_proj_scales"] = np.ones((3, 32, 1), np.float32)
     del mxfp4["model.layers.1.mlp.experts.gate_up_proj_scales"]

@@ -1,11 +1,10 @@
-"""Files of results that are truncated, damaged or on a full disk, and fingerprints of models."""
+"""Files of results that are truncated, damaged or on a full disk."""
 
 import dataclasses
 
 import pytest
 
 from experiments.common.rows import Row, RowFile, read_rows
-from kvjax_models.fingerprint import directory_fingerprint
 from tests.models.support import limit_file_size
 
 LABELS = {"budget": None, "kv_dtype": None, "question": "seen", "tokens": 9, "seed": 0, "item": 0}
@@ -51,15 +50,3 @@ def test_a_full_disk_preserves_previous_rows(path):
     with limit_file_size(len(data) + 20), RowFile(path) as rows, pytest.raises(OSError):
         rows.append(ROWS)
     assert path.read_bytes() == data
-
-
-def test_directory_fingerprint_depends_on_the_files_of_a_model(tmp_path):
-    def fingerprint(*names):
-        for name in names:
-            (tmp_path / name).write_text(name)
-        return directory_fingerprint(tmp_path)
-
-    fingerprints = {fingerprint("config.json", "tokenizer.json", "model.safetensors")}
-    assert fingerprint("README.md", "accuracy.json") in fingerprints
-    names = ("chat_template.jinja", "generation_config.json", "model-00001-of-00002.safetensors")
-    assert len(fingerprints | {fingerprint(name) for name in names}) == 4

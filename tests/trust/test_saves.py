@@ -17,13 +17,13 @@ from flax import nnx
 
 import kvjax
 from kvjax_models import atomic_io
-from kvjax_models.fingerprint import directory_fingerprint, model_fingerprint
+from kvjax_models.fingerprint import model_fingerprint
 from kvjax_models.formats import huggingface, replacing
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.numbered_saves import NumberedSaves
 from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.model.llama import Llama
-from tests.models.support import limit_file_size, small_config, start_python
+from tests.models.support import damage_bytes, limit_file_size, small_config, start_python
 
 CONFIG = small_config()
 SHAPES = {"a": jax.ShapeDtypeStruct((64,), jnp.float32), "b": jax.ShapeDtypeStruct((3,), jnp.int32)}
@@ -59,24 +59,17 @@ def files_below(directory):
     return sorted(path for path in directory.rglob("*") if path.is_file())
 
 
-def damage(path, rng):
-    """Damages a file and returns a description."""
-    data = bytearray(path.read_bytes())
-    kind = rng.choice(["flip", "flip", "flip", "truncate", "extend", "remove", "empty", "overwrite"])
-    if kind == "remove":
+def damage_file(path, rng):
+    """Damages or removes a file; returns the kind of damage."""
+    data = path.read_bytes()
+    damaged, kind = damage_bytes(data, rng)
+    while damaged == data:  # zeros in place of zeros
+        damaged, kind = damage_bytes(data, rng)
+    path.write_bytes(damaged)
+    if rng.random() < 0.1:
         path.unlink()
-    elif kind == "truncate":
-        path.write_bytes(data[: rng.randrange(len(data))])
-    elif kind == "empty":
-        path.write_bytes(b"")
-    elif kind == "extend":
-        path.write_bytes(data + bytes([rng.randrange(256)]))
-    elif kind == "overwrite":
-        path.write_bytes(rng.randbytes(len(data)))
-    else:
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        path.write_bytes(data)
-    return f"{kind} {path.name}"
+        return "remove"
+    return kind
 
 
 # --- Numbered saves ---
@@ -90,7 +83,8 @@ def test_damaged_saves_are_never_used(seed, tmp_path, caplog):
     save(NumberedSaves(original), 1, 2)
     for number in range(200):
         shutil.copytree(original, directory)
-        saves, case = NumberedSaves(directory), damage(rng.choice(files_below(directory / "2")), rng)
+        path = rng.choice(files_below(directory / "2"))
+        saves, case = NumberedSaves(directory), f"{damage_file(path, rng)} {path.name}"
         caplog.clear()
         assert saves.newest() == 1, (number, case)
         assert str(directory / "2") in caplog.text and "falling back to the save of step 1" in caplog.text, case
@@ -109,7 +103,7 @@ def test_errors_name_every_damaged_save(tmp_path):
 
 def test_a_damaged_save_is_renamed_when_its_step_is_saved_again(tmp_path):
     save(NumberedSaves(tmp_path), 1, 2)
-    damage(tmp_path / "2" / "notes.json", random.Random(0))
+    damage_file(tmp_path / "2" / "notes.json", random.Random(0))
     saves = NumberedSaves(tmp_path)
     save(saves, 2)
     assert saves.newest() == 2 and (tmp_path / "2.damaged").is_dir()
@@ -380,16 +374,6 @@ def test_fingerprints_of_scaled_tensors_differ(factor):
     assert model_fingerprint(model) == expected
 
 
-def test_fingerprints_of_files_depend_on_their_content(tmp_path):
-    huggingface.save_model(tmp_path, make_model())
-    path = tmp_path / "model.safetensors"
-    expected, stat = directory_fingerprint(tmp_path), path.stat()
-    data = path.read_bytes()
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # size and time are unchanged
-    assert directory_fingerprint(tmp_path) != expected
-
-
 def test_deeply_nested_digests_are_damage(tmp_path, caplog):
     save(NumberedSaves(tmp_path), 1, 2)
     (tmp_path / "2" / atomic_io.DIGESTS).write_text("[" * 200_000)
@@ -400,29 +384,6 @@ def test_fingerprints_depend_on_configuration_and_dtype():
     other_config = dataclasses.replace(CONFIG, rope_theta=5e5)
     models = [make_model(), make_model(config=other_config), make_model(1), make_model(dtype=jnp.bfloat16)]
     assert len(set(map(model_fingerprint, models))) == 4
-
-
-WINDOW = {"sinks": 2, "recent": 4, "compact_every": 4}
-# Two policies that differ in one setting.
-CHANGES = {
-    "sinks and recent": (kvjax.Uniform(16, **WINDOW), kvjax.Uniform(16, sinks=4, recent=2, compact_every=4)),
-    "growth": (kvjax.SubGen(16, **WINDOW), kvjax.SubGen(16, **WINDOW, growth=1.5)),
-    "per_cluster": (kvjax.SubGen(16, **WINDOW), kvjax.SubGen(16, **WINDOW, per_cluster=2)),
-    "chunk": (kvjax.Chelsea(16, **WINDOW, chunk=8), kvjax.Chelsea(16, **WINDOW, chunk=4)),
-    "budget of recall": (kvjax.Quest(16, compact_every=4), kvjax.Quest(12, compact_every=4)),
-    "alpha": (kvjax.InfiniGen(8, alpha=2.0, compact_every=4), kvjax.InfiniGen(8, alpha=3.0, compact_every=4)),
-    "scores": (kvjax.KeyDiff(16, sinks=2, compact_every=4), kvjax.Knorm(16, sinks=2, compact_every=4)),
-    "lag": tuple(kvjax.LagKV(16, sinks=2, lag_size=size, compact_every=4) for size in (6, 5)),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_state_of_other_settings_is_refused(name, tmp_path):
-    sizes = {"batch": 1, "max_prompt_tokens": 16, "max_new_tokens": 8, "prefill_chunk": 16}
-    generator, other = (Generator(make_model(), policy, **sizes) for policy in CHANGES[name])
-    SavedStates(tmp_path).save(0, generator, generator.init_state())
-    with pytest.raises(ValueError, match="belongs to another run: .*policy is .*, not "):
-        SavedStates(tmp_path).restore(other)
 
 
 def test_a_file_is_replaced_completely_or_not_at_all(tmp_path):

@@ -1,38 +1,29 @@
 """Directories and templates from untrusted sources: loaded correctly, or refused with the name of the file."""
 
 import base64
-import contextlib
-import dataclasses
 import json
 import os
-import pathlib
 import random
 import shutil
-import signal
 import struct
 import time
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
-import safetensors
 import tokenizers
 from flax import nnx
 from tokenizers import decoders, models, pre_tokenizers
 
 from kvjax_models import language_model
-from kvjax_models.formats import chat_template, huggingface, untrusted_files
+from kvjax_models.formats import chat_template, huggingface
 from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
 from kvjax_models.formats.tokenizer import Tokenizer
-from kvjax_models.language_model import LanguageModel
 from kvjax_models.model.llama import Llama
-from tests.models.support import small_config
+from tests.models.support import MAX_SECONDS, damage_bytes, memory_limit, small_config, time_limit
 
 CONFIG = small_config(vocab_size=264, width=8, mlp_width=8, head_dim=4, max_length=64)
 TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
 MESSAGES = [{"role": "user", "content": "Hello"}]
 TEXT = "the cat sat"
-MAX_SECONDS = 20
 
 
 def write_checkpoint(directory, max_shard_bytes=10**9):
@@ -68,90 +59,8 @@ def directory(checkpoint, tmp_path):
     return shutil.copytree(checkpoint, tmp_path / "model")
 
 
-@contextlib.contextmanager
-def time_limit(seconds=MAX_SECONDS):
-    def fail(*_):
-        raise AssertionError(f"took more than {seconds} seconds")
-
-    handler = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, handler)
-
-
-@contextlib.contextmanager
-def memory_limit(megabytes):
-    """Fails if the peak memory of the process grows by more."""
-    try:
-        pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    except OSError:
-        yield
-        return
-    initial = peak_memory()
-    yield
-    assert peak_memory() - initial < megabytes * 2**10, f"uses more than {megabytes} MiB"
-
-
-def peak_memory():
-    """Returns the largest resident size of this process, in KiB."""
-    status = pathlib.Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0])
-
-
 def change_json(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-# --- Bytes ---
-
-
-def damage_bytes(data, rng):
-    """Returns damaged bytes and a description."""
-    kind = rng.choice(["truncate", "empty", "noise", "flip", "repeat", "zeros", "ones", "bom"])
-    start = rng.randrange(len(data))
-    end = min(len(data), start + rng.choice([1, 4, 8, 64]))
-    damaged = {
-        "truncate": data[:start],
-        "empty": b"",
-        "noise": rng.randbytes(100),
-        "flip": data[:start] + bytes([data[start] ^ (1 << rng.randrange(8))]) + data[start + 1 :],
-        "repeat": data[:end] + data[start:end] * rng.choice([1, 100]) + data[end:],
-        "zeros": data[:start] + bytes(end - start) + data[end:],
-        "ones": data[:start] + b"\xff" * (end - start) + data[end:],
-        "bom": b"\xff\xfe" + data,
-    }[kind]
-    return damaged, kind
-
-
-def fuzz_bytes(path, load, rng, cases):
-    """Loads a directory with many kinds of damage to one file, and restores the file.
-
-    Args:
-        path: the file.
-        load: loads its directory; an error must name the file, its directory or "tokenizer".
-        rng: random numbers.
-        cases: number of damaged files.
-
-    Returns:
-        The number of refused files.
-    """
-    data, num_refused = path.read_bytes(), 0
-    for _ in range(cases):
-        damaged, kind = damage_bytes(data, rng)
-        path.write_bytes(damaged)
-        num_refused += load_or_message(path.parent, f"{kind} {path.name}", load) is not None
-    path.write_bytes(data)
-    return num_refused
-
-
-@pytest.mark.parametrize("cases", [10, pytest.param(200, marks=pytest.mark.heavy)])
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
-def test_damaged_files(name, cases, directory):
-    with memory_limit(1500):
-        assert fuzz_bytes(directory / name, language_model.load, random.Random(cases), cases) > cases / 3
 
 
 # --- Directories ---
@@ -203,7 +112,7 @@ def damage_file(directory, rng):
     """Replaces a file by something else."""
     path = rng.choice(sorted(path for path in directory.iterdir() if path.name[0] != "."))
     data = path.read_bytes()
-    kind = rng.choice(["remove", "bytes", "bytes", "directory", "pipe", "link", "cycle", "device"])
+    kind = rng.choice(["remove", *["bytes"] * 8, "directory", "pipe", "link", "cycle", "device"])
     path.unlink()
     if kind == "bytes":
         data, kind = damage_bytes(data, rng)
@@ -332,6 +241,7 @@ def load_or_message(directory, case, load=language_model.load):
 @pytest.mark.parametrize("damage", [damage_file, damage_json, damage_config, damage_tokenizer, damage_weights])
 def test_damaged_directories(damage, cases, checkpoint, tmp_path):
     rng, num_refused = random.Random(cases), 0
+    cases *= 3 if damage is damage_file else 1  # of all bytes of all files
     with memory_limit(1500):
         for _ in range(cases):
             directory = shutil.copytree(checkpoint, tmp_path / "model")
@@ -340,39 +250,16 @@ def test_damaged_directories(damage, cases, checkpoint, tmp_path):
     assert num_refused > cases / 4  # most cases are damage
 
 
-YARN = {"rope_type": "yarn", "factor": 2.0}
 QWEN_MOE = {
     "model_type": "qwen3_moe", "moe_intermediate_size": 8, "num_experts_per_tok": 1,
     "architectures": ["Qwen3MoeForCausalLM"],
 }  # fmt: skip
-GEMMA = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 4}
 INVALID_CONFIGS = {
-    "large epsilon": ({"rms_norm_eps": 1e39}, r"rms_norm_eps=1e\+39 must be a number from 1e-12 to 1"),
-    "small epsilon": ({"rms_norm_eps": 1e-300}, "rms_norm_eps=1e-300"),
     "long integer": ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000"),
-    "large theta": ({"rope_theta": 1e300}, r"rope_theta=1e\+300"),
     "integer theta": ({"rope_theta": 10**400}, "rope_theta=1000"),
-    "linear factor": ({"rope_scaling": {"rope_type": "linear", "factor": 1e300}}, r"factor=1e\+300"),
-    "valid dynamic factor": (
-        {
-            "rope_scaling": {"rope_type": "dynamic", "factor": 1e6},
-            "rope_theta": 1e12,
-            "max_position_embeddings": 2**31 - 1,
-        },
-        None,  # has no effect within the training length
-    ),
-    "longrope factor": (
-        {"rope_scaling": {"rope_type": "longrope", "short_factor": [1e-300, 1], "long_factor": [1, 1]}},
-        "short_factor=1e-300",
-    ),
-    "yarn with theta 1": ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta=1.0 must be a number from 2"),
-    "large yarn betas": ({"rope_scaling": YARN | {"beta_fast": 1e308, "beta_slow": 1e307}}, r"beta_fast=1e\+308"),
-    "small yarn betas": ({"rope_scaling": YARN | {"beta_slow": 1e-320}}, "beta_slow=1e-320"),
-    "attention factor": ({"rope_scaling": YARN | {"attention_factor": 1e39}}, r"attention_factor=1e\+39"),
-    "attention scale": (GEMMA | {"query_pre_attn_scalar": 1e300}, r"query_pre_attn_scalar=1e\+300"),
-    "logit cap": (GEMMA | {"final_logit_softcapping": 1e-300}, "final_logit_softcapping=1e-300"),
     "head dimension": ({"head_dim": 2**31 - 2}, "head_dim=2147483646 must be an integer from 1 to 16384"),
     "width": ({"hidden_size": 2**31 - 2, "head_dim": None}, "hidden_size=2147483646"),
+    "more layers than tensors": ({"num_hidden_layers": 10**5}, "num_hidden_layers=100000"),
     "too many experts": (QWEN_MOE | {"num_experts": 10**8}, "num_experts=100000000 must be an integer from 1 to 16384"),
     "more experts than tensors": (
         QWEN_MOE | {"num_experts": 10**4},
@@ -388,13 +275,17 @@ INVALID_CONFIGS = {
 def test_invalid_configurations_are_refused_quickly_and_briefly(name, directory):
     changes, message = INVALID_CONFIGS[name]
     change_json(directory / "config.json", **changes)
-    with time_limit(), memory_limit(500):
-        if message is None:
-            assert len(language_model.load(directory).generate(TEXT, max_new_tokens=2)) >= 0
-            return
-        with pytest.raises(ValueError, match=message) as error:
-            language_model.load(directory)
+    with time_limit(), memory_limit(500), pytest.raises(ValueError, match=message) as error:
+        language_model.load(directory)
     assert str(directory) in str(error.value) and len(str(error.value)) < 10_000
+
+
+def test_a_dynamic_factor_has_no_effect_within_the_training_length(directory):
+    sizes = {"rope_theta": 1e12, "max_position_embeddings": 2**31 - 1}
+    change_json(directory / "config.json", **sizes)
+    expected = language_model.load(directory).generate(TEXT, max_new_tokens=2)
+    change_json(directory / "config.json", rope_scaling={"rope_type": "dynamic", "factor": 1e6})
+    assert language_model.load(directory).generate(TEXT, max_new_tokens=2) == expected
 
 
 def test_the_largest_sliding_window(checkpoint, directory):
@@ -481,12 +372,6 @@ def test_links_to_blobs_of_the_hub_cache(checkpoint, tmp_path):
     assert language_model.load(snapshot).model.config == CONFIG
 
 
-def test_more_layers_than_tensors(directory):
-    change_json(directory / "config.json", num_hidden_layers=10**5)
-    with time_limit(5), pytest.raises(ValueError, match="num_hidden_layers=100000"):
-        huggingface.load_model(directory)
-
-
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json"])
 def test_deeply_nested_json(name, directory):
     (directory / name).write_text("[" * 200_000)
@@ -538,12 +423,6 @@ def test_exponential_regular_expressions(expression, directory):
         tokenizer.encode("a" * 100 + "!")
 
 
-def test_a_tokenizer_of_another_model(checkpoint):
-    model = Llama(dataclasses.replace(CONFIG, vocab_size=200), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="end-of-text token 257 exceeds the model's vocabulary of 200 tokens"):
-        LanguageModel(model, load_tokenizer(checkpoint))
-
-
 # --- Chat templates ---
 
 HOSTILE_TEMPLATES = {
@@ -582,17 +461,3 @@ def test_messages():
 
 
 # --- Files ---
-
-
-def test_too_large_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(untrusted_files, "MAX_TEXT_BYTES", 10)
-    (tmp_path / "config.json").write_text("{}" + " " * 9)
-    with pytest.raises(ValueError, match="has 11 bytes; the maximum is 10"):
-        untrusted_files.read_json_object(tmp_path, "config.json")
-
-
-def test_bfloat16_weights_are_saved_exactly(tmp_path):
-    model = Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    huggingface.save_model(tmp_path, model)
-    with safetensors.safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
-        np.testing.assert_array_equal(file.get_tensor("model.norm.weight"), model.norm.scale[...])

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -411,11 +412,8 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    sampling: Sampling | None = None,
-    eos: Sequence[int] = (),
     seed: int = 0,
-    allow_beyond_context: bool = False,
-    kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
+    **options: Any,
 ) -> tuple[list[list[int]], GenerationState]:
     """Continues prompts with a new `Generator`, whose compiled programs prompts of similar length share.
 
@@ -424,11 +422,8 @@ def generate(
         policy: cache policy of all layers, or one per layer.
         prompts: token ids of each row.
         max_new_tokens: maximum number of new tokens per row.
-        sampling: sampling parameters; greedy by default.
-        eos: tokens that finish a sequence.
         seed: seed of sampling and of the policy's randomness.
-        allow_beyond_context: see `Generator`.
-        kv_dtype: see `Generator`.
+        **options: further arguments of `Generator`.
 
     Returns:
         The new tokens of each row, including an end-of-text token, and the state after them.
@@ -439,10 +434,7 @@ def generate(
         batch=len(prompts),
         max_prompt_tokens=compile_cache.length_bucket(max(map(len, prompts), default=0))[-1],
         max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        eos=eos,
-        allow_beyond_context=allow_beyond_context,
-        kv_dtype=kv_dtype,
+        **options,
     )
     return generator.decode_all(generator.prefill(generator.init_state(seed), prompts), max_new_tokens)
 

@@ -1,0 +1,133 @@
+"""Invalid settings of policies and combinators are refused with a message that names the setting.
+
+`test_values` refuses invalid compaction periods and malformed texts of every policy.
+"""
+
+import pytest
+
+import kvjax
+from kvjax.combinators.outlier_heads import HeadChoice
+from kvjax.policies.balancekv_theory import BalanceKVTheory
+from tests.kvjax.support import POLICIES, WINDOW, make_spec, row_keys
+
+EXACT, CHELSEA, QUEST = POLICIES["exact"], POLICIES["chelsea"], POLICIES["quest"]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("streaming_llm@4", "budget=4 .*sinks=4 and recent=1"),
+        ("streaming_llm:sinks=-1@10", "sinks=-1"),
+        ("uniform:sinks=4,recent=5@8", "budget=8 .*at least 9"),
+        ("uniform:sinks=4,recent=5@9", "budget=9 leaves no slot"),
+        ("uniform:sinks=1,recent=-5@9", "recent=-5"),
+        ("clustergen:sinks=0,recent=8@8", "budget=8 leaves no slot"),
+        ("h2o:recent=8@8", "budget=8 leaves no slot for heavy hitters: sinks and recent take 8"),
+        ("h2o:recent=-1@8", "recent=-1"),
+        ("cam@4", "budget=4 .*sinks=4 and recent=1"),
+        ("cam:merged=0@8", "merged=0"),
+        ("infinigen:alpha=0@9", "alpha=0"),
+        ("infinigen:partial=0@9", "partial=0"),
+        ("infinigen:partial=1.2@9", "partial=1.2"),
+        ("snapkv@31", "budget=31 .*32 recent tokens"),
+        ("snapkv:window_size=0@64", "window_size=0"),
+        ("snapkv:recent=3@64", "recent=3 .*window_size"),
+        ("snapkv:kernel_size=4@64", "kernel_size=4 must be odd"),
+        ("pyramidkv:beta=0@64", "beta=0"),
+        ("pyramidkv:variant=cap@64", "variant='cap' must be 'paper' or 'kvpress'"),
+        ("kvzip@19", "budget=19 slots cannot hold sinks=4 and the compact_every=16"),
+        ("kvzip:alpha_safeguard=1.5@64", "alpha_safeguard=1.5"),
+        ("lagkv:lag_size=0@64", "lag_size=0"),
+        ("cur:local_window_size=0@64", "local_window_size=0"),
+        ("cur:leverage_type=both@64", "leverage_type='both'"),
+        ("expected_attention:n_future_positions=0@64", "n_future_positions=0"),
+        ("expected_attention:epsilon=-1.0@64", "epsilon=-1.0"),
+        ("compactor:chunk=0@64", "chunk=0"),
+        ("compactor:scale=0.0@64", "scale=0.0"),
+        ("compactor:sketch=0@64", "sketch=0"),
+        ("chelsea@80", "budget=80 leaves no slot"),
+        ("chelsea:chunk=15@100", "chunk=15"),
+        ("chelsea:first=0.7@100", "first=0.7"),
+        ("chelsea:schedule=llama@100", "schedule='llama' must be 'llama-2' or "),
+        ("subgen@68", "budget=68 leaves 0 slots"),
+        ("subgen@69", "budget=69 leaves 1 slots"),
+        ("subgen:per_cluster=7@71", "budget=71 leaves 3 slots"),
+        ("subgen:samples=40@100", "samples=40"),
+        ("subgen:clusters=0@100", "clusters=0"),
+        ("subgen:sinks=-1@100", "sinks=-1"),
+        ("subgen_mean@68", "budget=68 leaves no slot for clusters"),
+        ("subgen_mean:growth=1.0@100", "growth=1.0"),
+        ("subgen_mean:delta=0.0@100", "delta=0.0"),
+        ("balancekv:sinks=2,recent=8@10", "budget=10"),
+        ("balancekv:block_size=1@100", "block_size=1"),
+        ("balancekv:needles=-1@100", "needles=-1"),
+        ("balancekv_theory:epsilon=0.1@100", "epsilon=0.1 needs a bound .*; pass key_norm"),
+        ("balancekv_theory:value_exponents=(1,0)@100", r"value_exponents=\(1, 0\)"),
+        ("clusterkv@10", "budget=10 slots cannot hold sinks=16"),
+        ("clusterkv:chunk_tokens=40@100", "compact_every=64 must be at most chunk_tokens=40"),
+        ("clusterkv:clusters=0@100", "clusters=0"),
+        ("clusterkv:kmeans_init=first@100", "kmeans_init='first'"),
+        ("clusterkv:full_layers=-1@100", "full_layers=-1"),
+        ("clusterkv:chunk_clusters=0@100", "chunk_clusters=0"),
+        ("clusterkv:block_size=0@100", "block_size=0"),
+        ("clusterkv_residual:cluster_tokens=0@100", "cluster_tokens=0"),
+        ("clusterkv_residual:score_stddevs=-1.0@100", "score_stddevs=-1.0"),
+        ("quest:host_steps=-1@40", "steps=-1"),
+        ("quest:full_layers=-1@40", "layers=-1 must be at least 0"),
+        ("leverage_scores:layer_budget_scale=(1.0,-0.1)@64", "scale=.* no negative"),
+        ("leverage_scores:layer_budget_scale=(0.0,0.0)@64", "scale=.* at least one positive"),
+    ],
+)
+def test_settings(text, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.PolicyChoice.parse(text).make()
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: kvjax.ClusterGen(0), "budget=0"),
+        (lambda: kvjax.InfiniGen(0), "budget=0"),
+        (lambda: kvjax.BalanceKV(2.5), "budget=2.5 is not a rate"),
+        (lambda: kvjax.SubGen(None), "budget=None .*; pass both sizes"),
+        (lambda: kvjax.SubGen(None, samples=3), "budget=None with samples=3 and clusters=None; pass both sizes"),
+        (lambda: kvjax.ByHead((kvjax.KVzip(64), kvjax.KVzip(64, chunk_tokens=5))).requires, "different repetitions"),
+        (lambda: kvjax.ByLayer(()), "at least one policy"),
+        (lambda: kvjax.ByHead(()), "at least one policy"),
+        (lambda: kvjax.ByHead((EXACT, "exact")), r"policies=.* must be \(Policy, \.\.\.\)"),
+        (lambda: kvjax.ByLayer([EXACT]), r"policies=.* must be \(Policy, \.\.\.\)"),
+        (lambda: kvjax.HostMemory(kvjax.ByHead((EXACT,))), "HostMemory needs a retrieval policy .* got ByHead"),
+        (lambda: kvjax.HostMemory(kvjax.HostMemory(QUEST)), "a retrieval policy whose blocks are on the device"),
+        (lambda: kvjax.LayerBudgets(EXACT, (1.0, 2.0)), "has no budget to scale"),
+        (lambda: HeadChoice(1, 2, full=((1, 0),)), r"head \(1, 0\) does not exist in 1 layers x 2 heads"),
+        (lambda: HeadChoice(1, 2, full=((0, 0), (0, 0))), "must name each head once"),
+        (lambda: kvjax.OutlierHeads(EXACT, HeadChoice(1, 2), EXACT), "policy=Exact.* must have a budget in slots"),
+        (
+            lambda: kvjax.OutlierHeads(kvjax.BalanceKV(0.25), HeadChoice(1, 2), EXACT),
+            "policy=BalanceKV.* must have a budget in slots",
+        ),
+    ],
+)
+def test_settings_that_texts_cannot_have(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "policy, message",
+    [
+        (BalanceKVTheory(15, **WINDOW), "54 tokens"),
+        (BalanceKVTheory(20, bins=4, **WINDOW), "in 4 bins"),
+        (kvjax.ByLayer((EXACT,)), "ByLayer has 1 policies for a model of 2 layers"),
+        (kvjax.ByHead((EXACT,)), "ByHead has 1 policies for kv_heads=2"),
+        (kvjax.LayerBudgets(CHELSEA, (1.0,) * 3), "has 3 numbers for a model of 2 layers"),
+        (kvjax.OutlierHeads(CHELSEA, HeadChoice(2, 3), EXACT), "outlier heads are of 2 layers x 3 heads, .* has 2 x 2"),
+        (
+            kvjax.OutlierHeads(CHELSEA, HeadChoice(2, 2, full=((0, 0), (0, 1))), EXACT),
+            "budget=20 is too small: 2 of 4 heads keep 64 slots each",
+        ),
+    ],
+)
+def test_policies_that_do_not_fit_the_model(policy, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.init(policy, make_spec(layers=2), row_keys())
