@@ -50,8 +50,8 @@ TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 # Descriptions of GPUs for XLA.
 GPUS = {"h200": pathlib.Path(__file__).parent / "targets" / "h200.txtpb"}
 # Their benchmarks define the production shapes.
-OPS = ("weighted_decode", "cluster_recall", "select_blocks", "k_means", "soft_match", "balanced_walk")
-DECODING_OPS = ("weighted_decode", "cluster_recall")
+OPS = ("weighted_decode", "paged_decode", "cluster_recall", "select_blocks", "k_means", "soft_match", "balanced_walk")
+DECODING_OPS = ("weighted_decode", "paged_decode", "cluster_recall")
 VOCABULARY = 128  # small, so that only caches are as large as a cache
 CHUNK = 256  # tokens per chunk of prefill
 COLUMNS = ("compile_seconds", "argument_bytes", "kernels", "launches_per_layer")
