@@ -47,6 +47,7 @@ def test_kernels_and_decoding_compile_for_a_tpu(policies, tmp_path):
     assert all(row["value"] == 0 for name, row in kernels.items() if name.startswith(without_copies))
     decoding = {name.split()[0]: row for name, row in rows.items() if name not in kernels}
     assert decoding.pop("prefill")["kernels"] == 1
+    assert decoding["kvjax_int4,"]["kernels"] == decoding["kvjax_int8,"]["kernels"] == 3
     assert {name: decoding[name]["kernels"] for name in SYSTEMS} == {
         name: 2 * number for name, number in SYSTEMS.items()
     }
