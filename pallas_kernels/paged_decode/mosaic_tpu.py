@@ -15,7 +15,7 @@ from pallas_kernels.partials import MASK_VALUE, Partials
 from pallas_kernels.tpu import dot_stored, launch
 
 PAGE_SIZE, SUBLANES = 128, 8  # slots of a page, which are the lanes of a register, and rows of a register
-STEP_BYTES = 2**20  # of the pages of a step
+STEP_BYTES, STEP_LOGITS = 2**21, 2**18  # of the pages of a step, and of a head
 MAX_TABLE = 2**17  # entries of a page table, in scalar memory of 1 MiB
 DTYPES = ("float32", "bfloat16")
 
@@ -25,7 +25,8 @@ class TpuConfig:
     """How the kernel divides its work.
 
     Attributes:
-        step_pages: Pages of a sequence that are fetched and processed together. None: as many as fill 1 MiB.
+        step_pages: Pages of a sequence that are fetched and processed together. None: as many as fill 2 MiB,
+            or fewer for many queries.
     """
 
     step_pages: int | None = None
@@ -105,7 +106,8 @@ def paged_decode(
     batch, heads, count, head_dim = queries.shape
     page_shape, max_pages = pages.data.shape[1:], page_table.shape[1]
     page_bytes = pages.data.size // len(pages.data) * pages.data.dtype.itemsize
-    step_pages = min(config.step_pages or max(STEP_BYTES // page_bytes, 1), max_pages)
+    default_pages = min(STEP_BYTES // page_bytes, STEP_LOGITS // (count * PAGE_SIZE))
+    step_pages = min(config.step_pages or max(default_pages, 1), max_pages)
     lowest, highest = (x if x.ndim == 1 else edge(x, axis=1) for x, edge in ((start, jnp.min), (stop, jnp.max)))
     first = jnp.clip(lowest // PAGE_SIZE, 0, max_pages - 1)
     last = jnp.clip((highest - 1) // PAGE_SIZE, first, max_pages - 1)
@@ -115,27 +117,22 @@ def paged_decode(
         # Steps after the last page refer to it; the pipeline does not fetch it again.
         return table[b * max_pages + jnp.minimum(first[b] + j * step_pages + place, last[b])], 0, 0, 0, 0
 
+    def sequence_spec(*shape):
+        return pl.BlockSpec((1, *shape), lambda b, j, *_: (b, *(0 for _ in shape)))
+
     has_bounds = start.ndim == 2 or stop.ndim == 2
-    inputs = [(queries, pl.BlockSpec((1, heads, count, head_dim), lambda b, j, *_: (b, 0, 0, 0)))]
+    inputs = [(queries, sequence_spec(heads, count, head_dim))]
     if has_bounds:
         bounds = [jnp.broadcast_to(x if x.ndim == 2 else x[:, None], (batch, count)) for x in (start, stop)]
-        inputs.append((jnp.stack(bounds, axis=-1), pl.BlockSpec((1, count, 2), lambda b, j, *_: (b, 0, 0))))
+        inputs.append((jnp.stack(bounds, axis=-1), sequence_spec(count, 2)))
     for place in range(step_pages):
         inputs.append((pages.data, pl.BlockSpec((1, *page_shape), functools.partial(page_index, place=place))))
-    outputs = [
-        (
-            (batch, heads, count, width),
-            jnp.float32,
-            pl.BlockSpec((1, heads, count, width), lambda b, j, *_: (b, 0, 0, 0)),
-        )
-        for width in (1, head_dim, 1)
-    ]
+    shapes = [(heads, count, width) for width in (1, head_dim, 1)]
+    outputs = [((batch, *shape), jnp.float32, sequence_spec(*shape)) for shape in shapes]
     slots = batch * heads * max_pages * PAGE_SIZE  # at most
     maximum, numerator, denominator = launch(
-        "paged_decode",
-        functools.partial(_attend, bits=pages.bits, logit_cap=logit_cap, has_bounds=has_bounds),
-        inputs, outputs,
-        parallel=(batch,), sequential=(steps,), interpret=interpret,
+        "paged_decode", functools.partial(_attend, bits=pages.bits, logit_cap=logit_cap, has_bounds=has_bounds),
+        inputs, outputs, parallel=(batch,), sequential=(steps,), interpret=interpret,
         scalars=[x.astype(jnp.int32) for x in (page_table.reshape(-1), first, last, lowest, highest)],
         flops=4 * slots * count * head_dim, transcendentals=slots * count,
         bytes_accessed=batch * max_pages * page_bytes,
@@ -196,7 +193,14 @@ def _words(page: Any, head: Any) -> Int[Array, "W P"]:
 def _product(left: Float[Array, "R K"], words: Int[Array, "V S"], bits: int, *, axis: int) -> Float[Array, "R N"]:
     """Returns queries times keys, or weights times values, without scales; `axis` of the vectors is contracted."""
     total = jnp.sum(left.astype(jnp.float32), axis=1, keepdims=True)
-    return STEP[bits] * dot_stored(left, unpack_codes(words, bits), axis) - ZERO[bits] * total
+    if bits == 8:
+        return dot_stored(left, unpack_codes(words, bits), axis) - ZERO[bits] * total
+    # The last four bits of a bfloat16 from 128 on are a code: two numbers in a word need no conversion.
+    pairs = [((words >> (4 * i)) & 0x000F000F) | 0x43004300 for i in range(4)]
+    numbers = jnp.concatenate([pltpu.bitcast(x, jnp.bfloat16) for x in pairs], axis=0)
+    if left.dtype == jnp.float32:  # in which the difference of products would lose digits
+        return STEP[bits] * dot_stored(left, numbers.astype(jnp.float32) - 128, axis) - ZERO[bits] * total
+    return STEP[bits] * (dot_stored(left, numbers, axis) - 128 * total) - ZERO[bits] * total
 
 
 def check_write(pages: Pages, *_arguments: Any, **_options: Any) -> None:

@@ -20,14 +20,15 @@ class Pages:
     """N pages of P slots per KV head.
 
     A slot holds the key, the value and their scales of one token in W words of 32 bits: D * bits / 32 words of the key,
-    as many of the value, and one word with the key's scale in its low half and the value's scale in its high half. Byte
-    j of word w of a vector of V words is byte j * V + w of the packed vector. Slots are the minor axis, so that a TPU
-    reads keys as the right operand of a product with queries.
+    as many of the value, and one word with the key's scale in its low half and the value's scale in its high half.
+    Slots are the minor axis, so that a TPU reads keys as the right operand of a product with queries. A vector of V
+    words has dimension j * V + w in byte j of word w at 8 bits. At 4 bits, dimension 2 * (i * V + w) + h is code i of
+    half h of word w, so that two codes become two bfloat16 numbers by one mask.
 
     Attributes:
         data: The words in elements of four bytes, n = 1, or their low and high halves in elements of two bytes, n = 2.
             Any dtype, whose bits are meant. Scales are bfloat16 and finite; zeros are valid words.
-        bits: 8, or 4 for the packed codes of `pallas_kernels.packing`.
+        bits: 8 or 4.
     """
 
     data: Shaped[Array, "N H W n P"]
@@ -88,15 +89,21 @@ def pack_words(keys: QuantizedArray, values: QuantizedArray) -> UInt32[Array, "*
 
 
 def _pack_vectors(x: QuantizedArray) -> UInt32[Array, "*A S V"]:
-    values = x.values if x.bits is not None else (x.values.astype(jnp.int32) + ZERO[8])
-    parts = jnp.split(values.astype(jnp.uint32), BYTES, axis=-1)
-    return jnp.asarray(sum(part << (8 * j) for j, part in enumerate(parts)))
+    if x.bits is None:
+        parts = jnp.split((x.values.astype(jnp.int32) + ZERO[8]).astype(jnp.uint32), BYTES, axis=-1)
+        return jnp.asarray(sum(part << (8 * j) for j, part in enumerate(parts)))
+    codes = packing.unpack(x.values, x.bits).astype(jnp.uint32)
+    codes = codes.reshape(*codes.shape[:-1], 4, -1, 2)
+    return jnp.asarray(sum(codes[..., i, :, h] << (4 * i + 16 * h) for i in range(4) for h in range(2)))
 
 
 def unpack_codes(words: Int[Array, "*A V P"], bits: int) -> Int[Array, "*A D P"]:
     """Returns the codes in words of keys or values, in the dtype of the words."""
-    shifts = (8 * byte + bits * place for place in range(8 // bits) for byte in range(BYTES))  # ascending columns
-    return jnp.concatenate([(words >> shift) & (2**bits - 1) for shift in shifts], axis=-2)
+    if bits == 8:
+        return jnp.concatenate([(words >> (8 * j)) & 255 for j in range(BYTES)], axis=-2)
+    codes = jnp.stack([(words >> (4 * i + 16 * h)) & 15 for i in range(4) for h in range(2)], axis=-2)
+    codes = codes.reshape(*words.shape[:-1], 4, 2, words.shape[-1])
+    return jnp.moveaxis(codes, -3, -4).reshape(*words.shape[:-2], -1, words.shape[-1])
 
 
 def unpack_scales(words: Int[Array, "*A"]) -> tuple[Float[Array, "*A"], Float[Array, "*A"]]:
