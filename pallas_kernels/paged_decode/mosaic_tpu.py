@@ -110,12 +110,16 @@ def paged_decode(
     step_pages = min(config.step_pages or max(default_pages, 1), max_pages)
     lowest, highest = (x if x.ndim == 1 else edge(x, axis=1) for x, edge in ((start, jnp.min), (stop, jnp.max)))
     first = jnp.clip(lowest // PAGE_SIZE, 0, max_pages - 1)
-    last = jnp.clip((highest - 1) // PAGE_SIZE, first, max_pages - 1)
-    steps = jnp.max((last - first) // step_pages) + 1
+    # Sequences without tokens have no last page.
+    last = jnp.where(highest > lowest, jnp.clip((highest - 1) // PAGE_SIZE, first, max_pages - 1), first - 1)
+    steps = jnp.maximum(jnp.max((last - first) // step_pages), 0) + 1
 
     def page_index(b, j, table, first, last, *_, place):
-        # Steps after the last page refer to it; the pipeline does not fetch it again.
-        return table[b * max_pages + jnp.minimum(first[b] + j * step_pages + place, last[b])], 0, 0, 0, 0
+        # After the last page, each place repeats its previous page; the pipeline does not fetch it again.
+        others = last[b] - first[b] - place
+        step = jnp.minimum(j, jax.lax.div(jnp.maximum(others, 0), step_pages))
+        entry = b * max_pages + jnp.minimum(first[b] + step * step_pages + place, max_pages - 1)
+        return jnp.where(others >= 0, table[entry], 0), 0, 0, 0, 0
 
     def sequence_spec(*shape):
         return pl.BlockSpec((1, *shape), lambda b, j, *_: (b, *(0 for _ in shape)))
@@ -177,7 +181,7 @@ def _attend(table, first, last, lowest, highest, queries, *refs, bits, logit_cap
         num_ref[0, head] = num_ref[0, head] * rescale + _product(weights, words[vector : 2 * vector], bits, axis=1)
         return carry
 
-    @pl.when((first_page <= last[b]) & (highest[b] > lowest[b]))
+    @pl.when(first_page <= last[b])
     def _():
         jax.lax.fori_loop(0, queries.shape[1], add_head, None)
 

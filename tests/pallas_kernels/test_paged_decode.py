@@ -1,5 +1,7 @@
 """Compares all forms of `paged_decode` and `write_tokens` with plain loops."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,7 +13,7 @@ from pallas_kernels.paged_decode import Pages, TpuConfig, pack_words, paged_deco
 from pallas_kernels.paged_decode.pages import as_unsigned, join_words, split_words
 from pallas_kernels.paged_decode.reference import gather_pages
 from pallas_kernels.quantized_array import QuantizedArray
-from tests.pallas_kernels import helpers
+from tests.pallas_kernels import helpers, traffic
 
 FORMS = helpers.make_forms(TpuConfig(step_pages=2))
 WRITE_FORMS = {name: {key: value for key, value in form.items() if key != "config"} for name, form in FORMS.items()}
@@ -203,6 +205,23 @@ def test_programs_for_tpus_use_the_kernels(platform, kernels):
 
     text = step.trace(pages, queries).lower(lowering_platforms=(platform,)).as_text()
     assert text.count("tpu_custom_call") == kernels
+
+
+def test_pages_are_read_and_written_once():
+    rng = np.random.default_rng(4)
+    pages, *_ = make_pages(rng, 40, 2, 128, 4)
+    page_bytes = pages.data.nbytes // 40
+    table = jnp.asarray(rng.permutation(40).reshape(2, 20))
+    start, stop = jnp.array([300, 0]), jnp.array([2432, 1000])  # 17 and 8 pages
+    queries = jnp.ones((2, 2, 4, 128))
+    run = functools.partial(paged_decode, implementation="mosaic_tpu", config=TpuConfig(step_pages=4))
+    moved = traffic.moved(run, queries, pages, table, start, stop, run=False)
+    others = 4 * (2 * queries.size + 2 * 2 * 2 * 4) + moved.scalars
+    assert moved.total == (17 + 8) * page_bytes + others
+    words, slots = jnp.zeros((200, 2, 33), jnp.uint32), jnp.arange(200) % 128
+    run = functools.partial(write_tokens, max_runs=2, implementation="mosaic_tpu")
+    moved = traffic.moved(run, pages, words, jnp.arange(200) // 128, slots, run=False)
+    assert moved.total - moved.scalars == 2 * (2 + 2) * page_bytes  # two pages and two columns of words each
 
 
 def test_only_pages_in_the_range_are_read():
