@@ -15,7 +15,7 @@ from pallas_kernels.partials import MASK_VALUE, Partials
 from pallas_kernels.tpu import dot_stored, launch
 
 PAGE_SIZE, SUBLANES = 128, 8  # slots of a page, which are the lanes of a register, and rows of a register
-STEP_BYTES, STEP_LOGITS = 2**21, 2**18  # of the pages of a step, and of a head
+STEP_BYTES, STEP_LOGITS = 5 * 2**19, 2**18  # of the pages of a step, and of a head
 MAX_TABLE = 2**17  # entries of a page table, in scalar memory of 1 MiB
 DTYPES = ("float32", "bfloat16")
 
@@ -25,8 +25,8 @@ class TpuConfig:
     """How the kernel divides its work.
 
     Attributes:
-        step_pages: Pages of a sequence that are fetched and processed together. None: as many as fill 2 MiB,
-            or fewer for many queries.
+        step_pages: Pages of a sequence that are fetched and processed together, a power of two. None: as many as fit
+            in 2.5 MiB, or fewer for many queries.
     """
 
     step_pages: int | None = None
@@ -37,8 +37,8 @@ class TpuConfig:
         Raises:
             ValueError: If a value is not allowed.
         """
-        if self.step_pages is not None and self.step_pages < 1:
-            raise ValueError(f"step_pages={self.step_pages}; it must be None or at least 1")
+        if self.step_pages is not None and (self.step_pages < 1 or self.step_pages.bit_count() > 1):
+            raise ValueError(f"step_pages={self.step_pages}; it must be None or a power of two")
 
 
 def check_pages(pages: Pages) -> None:
@@ -106,8 +106,8 @@ def paged_decode(
     batch, heads, count, head_dim = queries.shape
     page_shape, max_pages = pages.data.shape[1:], page_table.shape[1]
     page_bytes = pages.data.size // len(pages.data) * pages.data.dtype.itemsize
-    default_pages = min(STEP_BYTES // page_bytes, STEP_LOGITS // (count * PAGE_SIZE))
-    step_pages = min(config.step_pages or max(default_pages, 1), max_pages)
+    default_pages = min(STEP_BYTES // page_bytes, STEP_LOGITS // (count * PAGE_SIZE), max_pages)
+    step_pages = config.step_pages or 1 << (max(default_pages, 1).bit_length() - 1)
     lowest, highest = (x if x.ndim == 1 else edge(x, axis=1) for x, edge in ((start, jnp.min), (stop, jnp.max)))
     first = jnp.clip(lowest // PAGE_SIZE, 0, max_pages - 1)
     # Sequences without tokens have no last page.
@@ -117,9 +117,8 @@ def paged_decode(
     def page_index(b, j, table, first, last, *_, place):
         # After the last page, each place repeats its previous page; the pipeline does not fetch it again.
         others = last[b] - first[b] - place
-        step = jnp.minimum(j, jax.lax.div(jnp.maximum(others, 0), step_pages))
-        entry = b * max_pages + jnp.minimum(first[b] + step * step_pages + place, max_pages - 1)
-        return jnp.where(others >= 0, table[entry], 0), 0, 0, 0, 0
+        offset = jnp.minimum(j * step_pages, others & -step_pages) + place  # step_pages is a power of two
+        return table[jnp.where(others >= 0, b * max_pages + first[b] + offset, 0)], 0, 0, 0, 0
 
     def sequence_spec(*shape):
         return pl.BlockSpec((1, *shape), lambda b, j, *_: (b, *(0 for _ in shape)))
