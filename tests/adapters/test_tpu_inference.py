@@ -145,6 +145,23 @@ def test_heads_on_two_devices(mesh):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), *outputs)
 
 
+def test_one_kv_head_on_two_devices(mesh):
+    rng, metadata = np.random.default_rng(0), import_host("layers.common.attention_metadata")
+    q, k, v = (jnp.asarray(rng.normal(size=(8, heads, 128)), jnp.float32) for heads in (4, 1, 1))
+    shape = [2 if name == "model" else 1 for name in mesh.axis_names]
+    devices = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(shape), mesh.axis_names)
+    cache = jnp.zeros(adapter.QuantizedBackend("int4").get_kv_cache_shape(2, 128, 2, 128, jnp.float32))
+    sequences = adapter.Sequences(*(jnp.array(x, jnp.int32) for x in ([8], [1], [0, 8], [0, 0, 1])))
+    step = metadata.AttentionMetadata(jnp.arange(8), sequences.page_table, *sequences[::2], sequences[3])
+    attend = functools.partial(import_host("layers.common.attention_interface").attention, mesh=devices, sm_scale=0.1)
+    backend = {"attention_backend": adapter.QuantizedBackend("int4")}
+    actual = jax.jit(functools.partial(attend, **backend))(cache, q, k, v, step)
+    repeated = (jnp.repeat(x, 2, axis=1) for x in (k, v))
+    expected = adapter.attend(cache, q, *repeated, sequences, options=adapter.Options("int4", 0.1))
+    np.testing.assert_array_equal(*(np.asarray(one[0]).view(np.uint32) for one in (actual, expected)))
+    np.testing.assert_allclose(actual[1], expected[1], atol=1e-5)
+
+
 def test_sinks_and_narrow_heads(mesh):
     host = Host("int8", 64, mesh)
     sinks = jnp.asarray(np.random.default_rng(1).normal(size=KV_HEADS * GROUP) * 3, jnp.float32)
