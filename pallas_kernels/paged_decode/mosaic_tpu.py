@@ -123,9 +123,8 @@ def paged_decode(
     def sequence_spec(*shape):
         return pl.BlockSpec((1, *shape), lambda b, j, *_: (b, *(0 for _ in shape)))
 
-    has_bounds = start.ndim == 2 or stop.ndim == 2
     inputs = [(queries, sequence_spec(heads, count, head_dim))]
-    if has_bounds:
+    if has_bounds := 2 in (start.ndim, stop.ndim):
         bounds = [jnp.broadcast_to(x if x.ndim == 2 else x[:, None], (batch, count)) for x in (start, stop)]
         inputs.append((jnp.stack(bounds, axis=-1), sequence_spec(count, 2)))
     for place in range(step_pages):

@@ -33,7 +33,7 @@ BACKENDS: dict[str, tuple[Format, str]] = {
 
 
 def register() -> None:
-    """Registers the backends with tpu-inference; does nothing where it is not installed."""
+    """Registers the backends with tpu-inference; does nothing without tpu-inference."""
     if importlib.util.find_spec("tpu_inference") is None:
         return
     from tpu_inference.layers.common.attention_backend import register_attention_backend
@@ -210,7 +210,7 @@ def attend(
     Args:
         cache: The pages, of the shape that `QuantizedBackend.get_kv_cache_shape` returns.
         q: Queries.
-        k: Keys. D may be smaller than that of the pages.
+        k: Keys. D may be smaller than in the pages.
         v: Values.
         sequences: The sequences.
         sinks: A logit per query head that adds to the denominator.
@@ -276,7 +276,7 @@ def _prefill(
     output: Float[Array, "T H R D"], pages: Pages, queries: Float[Array, "T H R D"], sequences: Sequences,
     table: Int[Array, "S K"], sinks: Float[Array, "H R"] | None, decode_rows: Int[Array, ""], options: Options,
 ) -> Float[Array, "T H R D"]:  # fmt: skip
-    """Returns the output with that of the other sequences, `CHUNK_TOKENS` tokens of a sequence at a time."""
+    """Returns the output with the rows of the other sequences, `CHUNK_TOKENS` tokens of a sequence at a time."""
     tokens, heads, group, head_dim = queries.shape
     chunk = min(CHUNK_TOKENS, tokens)
     is_prefill = jnp.arange(len(sequences.lengths)) >= decode_rows
