@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 EXTRAS := experiments,test
 OPS := $(patsubst pallas_kernels/%/benchmark.py,%,$(wildcard pallas_kernels/*/benchmark.py))
 
-.PHONY: demo test test-all lint types unit heavy docs aot aot-gpu measure device parity harness adapters constraints clean
+.PHONY: demo test test-all lint types unit heavy docs aot aot-gpu measure device parity harness adapters tpu-inference constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m kvjax_models.cli download smollm2-135m
@@ -37,6 +37,7 @@ test-all:
 	$(MAKE) test heavy PYTHON=$(PYTHON)
 	$(MAKE) test heavy PYTHON=$(PYTHON_312)
 	$(MAKE) parity harness adapters docs PYTHON=$(PYTHON)
+	$(MAKE) tpu-inference
 
 # Compiles kernels and decoding for TPUs, without a TPU.
 aot: $(VENV)/.installed $(VENV)/.installed-tpu-compiler
@@ -78,6 +79,16 @@ adapters: $(VENV)/adapters/.installed $(VENV)/gemma/.installed
 $(VENV)/adapters/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)/adapters
 	$(VENV)/adapters/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test,adapters]'
+	touch $@
+
+# The attention backends against tpu-inference's reference and in its and vLLM's registries. It needs Python 3.12.
+tpu-inference: .venv-tpu-inference/.installed
+	.venv-tpu-inference/bin/python -m pytest tests/adapters/test_tpu_inference.py
+
+.venv-tpu-inference/.installed: pyproject.toml constraints/tpu-inference.txt
+	$(PYTHON_312) -m venv .venv-tpu-inference
+	.venv-tpu-inference/bin/python -m pip install --quiet --no-deps --requirement constraints/tpu-inference.txt
+	.venv-tpu-inference/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
 # In another separate directory, without its dependencies.

@@ -14,6 +14,8 @@ _ENTERED = re.compile(r"(?:body|condition|to_apply)=%?([\w.\-]+)")
 # Opcodes that do not write an array.
 _NAMES = {"parameter", "get-tuple-element", "bitcast", "while", "conditional", "call", "optimization-barrier"}
 _BODY = re.compile(r"body=%?([\w.\-]+)")
+# An instruction that updates an operand in place; XLA copies the operand before if it must.
+_IN_PLACE = "output_to_operand_aliasing="
 _NOTHING = {"tuple", "constant", "after-all", "partition-id"}
 # TPU memory spaces: 1 is on chip and holds prefetched data, 6 belongs to the scalar core.
 _ON_CHIP, _SCALARS = "S(1)", "S(6)"
@@ -55,7 +57,7 @@ def large_outputs(text: str, least: int) -> list[Written]:
             name, kind, sides, layout, opcode = instruction.groups()
             if opcode in ("while", "call"):
                 waiting += _ENTERED.findall(line)
-            elif kind in _BYTES and opcode not in _NAMES and _ON_CHIP not in layout:
+            elif kind in _BYTES and opcode not in _NAMES and _ON_CHIP not in layout and _IN_PLACE not in line:
                 shape = tuple(int(side) for side in sides.split(",") if side)
                 found.append(Written(name, opcode, shape, math.prod(shape) * _BYTES[kind]))
     return [one for one in found if one.bytes >= least]

@@ -42,12 +42,12 @@ def test_kernels_and_decoding_compile_for_a_tpu(policies, tmp_path):
     assert all(row["kernels"] == 1 for row in kernels.values())
     ops = collections.Counter(name.split()[0] for name in kernels)
     others = dict.fromkeys(("select_blocks", "k_means", "soft_match"), 7) | {"balanced_walk": 4}
-    assert ops == {"weighted_decode": 29, "cluster_recall": 16, **others}
-    assert all(
-        row["value"] == 0 for name, row in kernels.items() if name.startswith(("weighted_decode", "select_blocks"))
-    )
+    assert ops == {"weighted_decode": 29, "paged_decode": 11, "cluster_recall": 16, **others}
+    without_copies = ("weighted_decode", "paged_decode", "select_blocks")
+    assert all(row["value"] == 0 for name, row in kernels.items() if name.startswith(without_copies))
     decoding = {name.split()[0]: row for name, row in rows.items() if name not in kernels}
     assert decoding.pop("prefill")["kernels"] == 1
+    assert decoding["kvjax_int4,"]["kernels"] == decoding["kvjax_int8,"]["kernels"] == 3
     assert {name: decoding[name]["kernels"] for name in SYSTEMS} == {
         name: 2 * number for name, number in SYSTEMS.items()
     }
