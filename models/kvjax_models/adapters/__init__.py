@@ -1,0 +1,1 @@
+"""KV caches of kvjax under the models of other libraries; one module per library, which imports it."""
