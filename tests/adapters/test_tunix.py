@@ -22,7 +22,10 @@ from kvjax_models.model.llama import Llama
 
 VOCAB, PAD, BOS, EOS = 64, 0, 1, 63
 CACHE_SIZE, NUM_NEW = 128, 24
-PROMPTS = [[(7 * number + index * index) % 60 + 2 for index in range(25 - 9 * number)] for number in range(2)]
+# Without repeated tokens, whose keys have equal norms: policies that rank by norms would have ties.
+PROMPTS = [
+    np.random.default_rng(number).permutation(np.arange(2, 62))[: 25 - 9 * number].tolist() for number in range(2)
+]
 
 
 class CharacterTokenizer:

@@ -76,8 +76,9 @@ def compress(
             f"the Keras backend is {keras.config.backend()!r}; set KERAS_BACKEND=jax before keras is imported"
         )
     restore(causal_lm)
-    compressed = _CompressedModel(causal_lm, _attention_layers(causal_lm), policy, budget, kv_dtype, seed)
-    compressed.fit_policy(compressed.specs(1, 2048, 2048), 4096)  # refuses an invalid policy or budget now
+    attention_layers = _attention_layers(causal_lm)
+    layers.check_policy(policy, budget, attention_layers[0].spec)
+    compressed = _CompressedModel(causal_lm, attention_layers, policy, budget, kv_dtype, seed)
     _set(causal_lm, "make_generate_function", compressed.make_generate_function)
     causal_lm.generate_function = None
     return causal_lm

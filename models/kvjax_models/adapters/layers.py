@@ -15,7 +15,8 @@ from kvjax import rope
 from kvjax.budget import Budget
 from kvjax.cache import layer_policy
 from kvjax.policy import Policy, RepeatedPrompt
-from kvjax.registry import AnyPolicy, resolve_policy
+from kvjax.registry import AnyPolicy, PolicyChoice, resolve_policy
+from kvjax.spec import MAX_TOKENS
 from kvjax_models.generation.repetition import BLOCK
 from kvjax_models.generation.state import check_seed, row_keys
 from kvjax_models.model.exact_attention import attend_repetitions, chunk_attention
@@ -31,6 +32,21 @@ def fit_policy(policy: AnyPolicy, budget: int | str | Budget | None, spec: kvjax
         tokens: tokens of the full cache that a share refers to.
     """
     return resolve_policy(policy, budget, dataclasses.replace(spec, window=None), tokens)
+
+
+def check_policy(policy: AnyPolicy, budget: int | str | Budget | None, spec: kvjax.CacheSpec) -> None:
+    """Refuses an invalid policy or budget before the sizes of caches are known.
+
+    Args:
+        policy: as for `fit_policy`.
+        budget: as for `fit_policy`.
+        spec: spec of any layer.
+    """
+    if isinstance(policy, str) and PolicyChoice.parse(policy).budget is not None and budget is None:
+        return
+    if budget is not None:
+        Budget.of(budget)  # any valid budget is replaced by one that fits every policy
+    fit_policy(policy, None if budget is None else MAX_TOKENS, spec, 1)
 
 
 def init_caches(policy: Policy, specs: Sequence[kvjax.CacheSpec], seed: int = 0) -> tuple[kvjax.Cache, ...]:

@@ -37,11 +37,12 @@ def compress(model: Any, policy: AnyPolicy, budget: int | str | Budget | None = 
         The model.
 
     Raises:
-        ValueError: if the model is not supported.
+        ValueError: if the model, the policy or the budget is not supported.
     """
     attention = type(model.layers[0].attn)
     if attention not in (gemma3.Attention, llama3.Attention, qwen3.Attention):
         raise ValueError(f"{type(model).__name__} is not supported; supported: Llama3, Qwen3 and Gemma3 of tunix")
+    layers.check_policy(policy, budget, _cache_specs(model, 1, 1, jnp.float32)[0])
     prompt_layers = layers.PromptLayers()
 
     def init_cache(self: Any, batch_size: int, cache_size: int, dtype: jax.typing.DTypeLike) -> dict[str, kvjax.Cache]:
