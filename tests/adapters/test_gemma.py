@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from tests.adapters.policies import POLICIES, every_policy
+from tests.adapters.policies import POLICIES, every_policy, run_page
 
 gm = pytest.importorskip("gemma.gm")
 from gemma.gm.nn import _config, _modules  # noqa: E402
@@ -112,3 +112,13 @@ def test_every_policy(policy):
     # Attention of the prompt is exact.
     expected = [generate_with_gemma(model, variables, prompt)[0] for prompt in PROMPTS]
     np.testing.assert_allclose(logits[:, 0], np.stack(expected), atol=2e-4)
+
+
+def test_page():
+    model, variables = random_model("gemma3")
+    tokens = jnp.asarray(np.random.default_rng(0).integers(1, 64, (1, 2048)), jnp.int32)
+    names = run_page("gemma", model=model, variables=variables, tokens=tokens, lengths=jnp.array([2048]))
+    caches = [adapter.unpack(names["out"].cache[f"layer_{number}"]) for number in range(2)]
+    assert kvjax.num_tokens(caches[1]).tolist() == [2048 + 255]
+    assert type(caches[1].policy) is kvjax.SubGenMean
+    assert np.isfinite(names["out"].logits).all()

@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax_models.formats import huggingface
 from kvjax_models.generation.generator import Generator
-from tests.adapters.policies import POLICIES, every_policy
+from tests.adapters.policies import POLICIES, every_policy, run_page
 from tests.models import tiny
 
 keras_hub = pytest.importorskip("keras_hub")
@@ -184,3 +184,13 @@ def test_faults_are_errors(models):
     adapter.compress(model, "exact")
     with pytest.raises(ValueError, match=r"caches of rows \[0\] have NaN or infinite entries"):
         generate(model, make_inputs([PROMPT_TOKENS]))
+
+
+def test_page(models, monkeypatch):
+    model = attach(models[0].backbone, "Llama3")
+    monkeypatch.setattr(keras_hub.models.CausalLM, "from_preset", lambda name: model)
+    generated = []
+    monkeypatch.setattr(type(model), "generate", lambda self, text, **options: generated.append((text, options)))
+    run_page("keras_hub")
+    assert generated == [("Once upon a time", {"max_length": 4096})]
+    assert "make_generate_function" in vars(model)

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import kvjax
-from tests.adapters.policies import POLICIES, every_policy
+from tests.adapters.policies import POLICIES, every_policy, run_page
 
 pytest.importorskip("tunix")
 
@@ -147,3 +147,11 @@ def test_other_models_are_refused():
     model.layers[0].attn = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="Module is not supported; supported: Llama3, Qwen3 and Gemma3"):
         adapter.compress(model, "exact")
+
+
+def test_page():
+    model = make_model("llama")
+    prompts = [CharacterTokenizer().decode(prompt) for prompt in PROMPTS]
+    names = run_page("tunix", model=model, tokenizer=CharacterTokenizer(), prompts=prompts)
+    assert [len(tokens) for tokens in names["output"].tokens] == [256, 256]
+    assert type(model.init_cache(1, 4096, jnp.bfloat16)["layer_0"].policy) is kvjax.SubGenMean
