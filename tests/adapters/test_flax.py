@@ -10,7 +10,8 @@ from flax import nnx
 import kvjax
 from kvjax_models.adapters.linen import KVCache as LinenCache
 from kvjax_models.adapters.nnx import KVCache as NnxCache
-from tests.adapters.policies import POLICIES, every_policy
+from tests.adapters.policies import POLICIES
+from tests.kvjax.support import each
 
 BATCH, PROMPT, NEW, WIDTH, DIM = 2, 24, 20, 32, 16
 LENGTHS = jnp.array([PROMPT, 9])
@@ -136,7 +137,7 @@ def linen_weights():
     return {name: (params[name]["kernel"], params[name]["bias"]) for name in PROJECTIONS}
 
 
-@every_policy
+@pytest.mark.parametrize("policy", each(POLICIES, ("clusterkv", "h2o", "kvzip", "snapkv", "subgen_mean")))
 @every_host
 def test_every_policy_equals_the_functions_of_kvjax(host, policy, inputs):
     run, run_flax = HOSTS[host]
