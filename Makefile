@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 EXTRAS := experiments,test
 OPS := $(patsubst pallas_kernels/%/benchmark.py,%,$(wildcard pallas_kernels/*/benchmark.py))
 
-.PHONY: demo test test-all lint types unit heavy docs aot aot-gpu measure device parity harness adapters tpu-inference constraints clean
+.PHONY: demo test test-all lint types unit heavy docs aot aot-gpu measure device parity harness adapters keras-hub tpu-inference constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m kvjax_models.cli download smollm2-135m
@@ -72,9 +72,15 @@ parity: $(VENV)/.installed-parity
 harness: $(VENV)/.installed-harness
 	$(BIN)/python -m pytest tests/models/test_lm_eval.py
 
-# Tests with models of other libraries, in a separate environment, because these libraries pin many versions.
-adapters: $(VENV)/adapters/.installed $(VENV)/gemma/.installed
-	PYTHONPATH=$(VENV)/gemma $(VENV)/adapters/bin/python -m pytest tests/adapters
+# Tests with models of other libraries, in separate environments, because these libraries pin many versions.
+adapters: $(VENV)/adapters/.installed $(VENV)/gemma/.installed $(VENV)/keras-hub/.installed
+	PYTHONPATH=$(VENV)/gemma $(VENV)/adapters/bin/python -m pytest tests/adapters/test_tunix.py \
+		tests/adapters/test_gemma.py
+	PYTHONPATH=$(VENV)/keras-hub KERAS_BACKEND=jax $(BIN)/python -m pytest tests/adapters/test_keras_hub.py
+
+# Memory and time of keras-hub's models with its own cache and with compressed ones.
+keras-hub: $(VENV)/keras-hub/.installed
+	PYTHONPATH=$(VENV)/keras-hub KERAS_BACKEND=jax $(BIN)/python -m experiments.keras_hub_speed
 
 $(VENV)/adapters/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)/adapters
@@ -94,6 +100,10 @@ tpu-inference: .venv-tpu-inference/.installed
 # In another separate directory, without its dependencies.
 $(VENV)/gemma/.installed: constraints/gemma.txt $(VENV)/adapters/.installed
 	$(VENV)/adapters/bin/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/gemma --requirement $<
+	touch $@
+
+$(VENV)/keras-hub/.installed: constraints/keras-hub.txt $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/keras-hub --requirement $<
 	touch $@
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)

@@ -5,8 +5,16 @@
 This is the harness's own command with one additional model. Install it with `pip install 'kvjax[harness]'`.
 
 Prompts are prefilled with exact attention and compressed. Generated tokens, and continuations whose likelihood a task
-requests, attend to the cache, so the question is compressed, too. If a task writes the same words between document and
-question, `split_at` compresses the document only, such as `split_at=Question:` (its last occurrence).
+requests, attend to the cache, so the question is compressed, too. Two options compress the context without the
+question, which then attends to the compressed context like the answer:
+
+- `context_field=passage` compresses the prompt up to the end of the task's field "passage", which its documents have.
+- `split_at=Question:` compresses the prompt up to the last occurrence of these words.
+
+A prompt without the field's text or these words is an error.
+
+Requests with the same context, such as the options of a multiple-choice question, share one compressed cache: the
+context is processed once, and every question and option continues a copy.
 """
 
 import logging
@@ -53,6 +61,7 @@ class KvjaxLM(TemplateLM):
         dtype: str | None = None,
         seed: int = 0,
         split_at: str | None = None,
+        context_field: str | None = None,
         add_bos_token: bool = True,
         max_batch_size: int | None = None,
         device: str | None = None,
@@ -71,6 +80,7 @@ class KvjaxLM(TemplateLM):
             dtype: dtype of parameters and activations ("float32"); the checkpoint's by default.
             seed: seed of the policies; request n samples with seed + n.
             split_at: string before every question; see the module's documentation.
+            context_field: field of the task's documents that is the context of the question; see there.
             add_bos_token: whether prompts start with the checkpoint's BOS token.
             max_batch_size: ignored; the harness passes it.
             device: ignored; the harness passes it.
@@ -87,7 +97,11 @@ class KvjaxLM(TemplateLM):
         self.max_length = context_length if max_length is None else int(max_length)
         if not 2 <= self.max_length <= context_length:
             raise ValueError(f"max_length={max_length} must be between 2 and the context length {context_length}")
+        if split_at is not None and context_field is not None:
+            raise ValueError(f"split_at={split_at!r} and context_field={context_field!r} exclude each other")
         self.max_gen_toks, self.split_at, self.add_bos_token = max_gen_toks, split_at, add_bos_token
+        self.context_field = context_field
+        self._questions: dict[str, str] = {}  # by prompt, without the context
         self.tokenizer = self.llm.tokenizer
         self.path = path
         # Refuses an invalid policy or budget before the first request.
@@ -172,31 +186,80 @@ class KvjaxLM(TemplateLM):
             batch = [requests[index] for index in indices]
             yield indices, batch + batch[-1:] * (self.batch_size - len(batch))
 
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Returns the log-likelihood of continuations, and whether greedy decoding would generate them.
+
+        Args:
+            requests: contexts with continuations.
+            disable_tqdm: ignored.
+        """
+        self._find_questions(requests)
+        return super().loglikelihood(requests, disable_tqdm)
+
+    def _find_questions(self, requests: Sequence[Any]) -> None:
+        """Stores the part of each prompt that follows the context, for `split_at` and `context_field`.
+
+        Raises:
+            ValueError: if a prompt has no such part.
+        """
+        if self.split_at is None and self.context_field is None:
+            return
+        for request in requests:
+            prompt = request.args[0]
+            text = self.split_at or str((request.doc or {}).get(self.context_field, ""))
+            start = prompt.rfind(text) + (0 if self.split_at else len(text))
+            if prompt and (not text or text not in prompt or start < 1):
+                option = f"split_at={text!r}" if self.split_at else f"context_field={self.context_field!r}"
+                raise ValueError(f"{option} is not in the prompt {prompt[-80:]!r}")
+            self._questions[prompt] = prompt[start:].rstrip()
+
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Returns the log-likelihood of continuations, and whether greedy decoding would generate them."""
+        """Scores continuations; requests with the same compressed prompt share its cache."""
         results: list[Any] = [None] * len(requests)
-        parts = [(*self._split_context(context, len(target)), target) for _, context, target in requests]
-        for indices, batch in self._batches(parts, lambda part: sum(map(len, part))):
-            prompts, texts = [prompt for prompt, _, _ in batch], [question + target for _, question, target in batch]
-            generator = self.generator(max(map(len, prompts)), max(map(len, texts)))
-            state = generator.prefill(generator.init_state(self.seed), prompts)
-            state, log_probs, is_greedy = generator.score_greedy(state, texts)
-            kvjax.raise_faults(state)
-            for index, (_, question, _), row, greedy in zip(indices, batch, log_probs, is_greedy, strict=False):
-                start = len(question)
-                results[index] = (float(np.sum(row[start:], dtype=np.float64)), bool(greedy[start:].all()))
-                request_key = requests[index][0]
-                if request_key is not None:
-                    self.cache_hook.add_partial("loglikelihood", request_key, results[index])
+        by_prompt: dict[tuple[int, ...], list[tuple[int, list[int], list[int]]]] = {}
+        for index, (key, context, target) in enumerate(requests):
+            prompt, question = self._split_context(context, len(target), None if key is None else key[0])
+            by_prompt.setdefault(tuple(prompt), []).append((index, question, target))
+        groups = list(by_prompt.items())
+        for _, batch in self._batches(groups, lambda group: len(group[0])):
+            for index, result in self._score_batch(batch):
+                results[index] = result
+        for (key, _, _), result in zip(requests, results, strict=True):
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, result)
         return results
 
-    def _split_context(self, context: list[int], num_following: int) -> tuple[list[int], list[int]]:
+    def _score_batch(
+        self, batch: list[tuple[tuple[int, ...], list[tuple[int, list[int], list[int]]]]]
+    ) -> Iterator[tuple[int, tuple[float, bool]]]:
+        """Compresses one prompt per row and scores its continuations one after the other, each on a copy.
+
+        Yields:
+            The index of a request, and its result.
+        """
+        prompts, continuations = [list(prompt) for prompt, _ in batch], [rows for _, rows in batch]
+        longest = max(len(question) + len(target) for rows in continuations for _, question, target in rows)
+        generator = self.generator(max(map(len, prompts)), longest)
+        prefix, rounds = generator.prefill(generator.init_state(self.seed), prompts), max(map(len, continuations))
+        for number in range(rounds):
+            row_requests = [rows[min(number, len(rows) - 1)] for rows in continuations]
+            state = prefix if number == rounds - 1 else kvjax.take_rows(prefix, jnp.arange(len(batch)))
+            texts = [question + target for _, question, target in row_requests]
+            state, log_probs, is_greedy = generator.score_greedy(state, texts)
+            kvjax.raise_faults(state)
+            for (index, question, _), row, greedy in zip(row_requests, log_probs, is_greedy, strict=True):
+                start = len(question)
+                yield index, (float(np.sum(row[start:], dtype=np.float64)), bool(greedy[start:].all()))
+
+    def _split_context(
+        self, context: list[int], num_following: int, prompt: str | None = None
+    ) -> tuple[list[int], list[int]]:
         """Truncates a context on the left and splits it into a prompt to compress and a question.
 
         Returns:
-            Both parts; the question is empty without `split_at`.
+            Both parts; the question is empty without `split_at` and `context_field`.
 
         Raises:
             ValueError: if the following tokens alone reach the maximum length.
@@ -207,14 +270,10 @@ class KvjaxLM(TemplateLM):
         if len(context) > max_tokens:
             _LOG.warning("a prompt of %d tokens loses its first %d", len(context), len(context) - max_tokens)
             context = context[-max_tokens:]
-        if self.split_at is None:
+        question = self._questions.get(prompt or "", "")
+        if not question:
             return context, []
-        text = self.tokenizer.decode(context, skip_special_tokens=False)
-        start = text.rfind(self.split_at)
-        if start < 1:
-            return context, []
-        question_tokens = len(self.tokenizer.encode(text[start:], add_bos=False))
-        split = max(len(context) - question_tokens, 1)
+        split = max(len(context) - len(self.tokenizer.encode(question, add_bos=False)), 1)
         return context[:split], context[split:]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
@@ -247,13 +306,14 @@ class KvjaxLM(TemplateLM):
             requests: prompts with generation parameters.
             disable_tqdm: whether to hide the progress bar.
         """
+        self._find_questions(requests)
         texts: list[Any] = [None] * len(requests)
         # Requests with equal parameters and caches of the same size run together.
         groups: dict[tuple[str, int], tuple[dict[str, Any], list[Request]]] = {}
         for index, request in enumerate(requests):
             text, parameters = request.args
             max_new_tokens = parse_generation_kwargs(parameters, self.max_gen_toks)[1]
-            prompt, question = self._split_context(self.tok_encode(text), max_new_tokens)
+            prompt, question = self._split_context(self.tok_encode(text), max_new_tokens, text)
             group = repr(sorted(parameters.items())), round_up_length(len(prompt) + len(question))
             groups.setdefault(group, (parameters, []))[1].append(
                 Request(prompt, max_new_tokens, question, (self.seed + index) % 2**32, index)

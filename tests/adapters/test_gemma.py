@@ -1,4 +1,4 @@
-"""Google's gemma with the caches of docs/adapters/gemma.md, against its own cache."""
+"""Google's gemma with compressed caches, against its own cache."""
 
 import functools
 
@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from tests.adapters.pages import POLICIES, UNSUPPORTED, load_page, supported_policies, unsupported_policies
+from tests.adapters.policies import POLICIES, every_policy, run_page
 
 gm = pytest.importorskip("gemma.gm")
 from gemma.gm.nn import _config, _modules  # noqa: E402
+
+from kvjax_models.adapters import gemma as adapter  # noqa: E402
 
 PROMPTS, NUM_NEW, WINDOW = ([5, 9, 2, 7, 7, 3, 11, 40, 8, 21, 33, 4], [6, 1, 3, 2, 9]), 10, 6
 SIZES = {
@@ -30,13 +32,6 @@ CONFIGS = {
     },
     "one_head_per_group": {"num_kv_heads": 4, "final_logit_softcap": None},
 }  # fmt: skip
-
-
-@pytest.fixture
-def page(monkeypatch):
-    """The names that the page's code defines."""
-    monkeypatch.setattr(_modules, "Attention", _modules.Attention)  # the page replaces it; restored after the test
-    return load_page("gemma")
 
 
 @functools.cache
@@ -66,13 +61,14 @@ def generate_with_gemma(model, variables, prompt):
     return jnp.stack(logits)
 
 
-def generate_with_page(page, model, variables, policy):
+def generate_with_kvjax(model, variables, policy):
     """Returns the logits of greedy decoding of both prompts in a batch, and the final caches."""
     lengths = np.array([len(prompt) for prompt in PROMPTS])
     tokens = np.zeros((2, lengths.max()), np.int32)
     for row, prompt in zip(tokens, PROMPTS, strict=True):
         row[: len(prompt)] = prompt
-    cache = page["init_caches"](model.config, policy, 2, tokens.shape[1], NUM_NEW, jnp.float32)
+    sizes = {"batch": 2, "max_prompt_tokens": tokens.shape[1], "max_new_tokens": NUM_NEW, "dtype": jnp.float32}
+    cache = adapter.init_caches(model.config, policy, **sizes)
     apply = jax.jit(model.apply)
     out = apply(variables, tokens, cache=cache)
     logits = [out.logits[jnp.arange(2), lengths - 1]]
@@ -80,16 +76,15 @@ def generate_with_page(page, model, variables, policy):
         options = {"positions": jnp.asarray(lengths + position)[:, None], "attention_mask": jnp.ones((2, 1, 1), bool)}
         out = apply(variables, jnp.argmax(logits[-1], axis=-1)[:, None], cache=out.cache, **options)
         logits.append(out.logits[:, -1])
-    return jnp.stack(logits, axis=1), [out.cache[f"layer_{number}"]["kv"] for number in range(2)]
+    return jnp.stack(logits, axis=1), [adapter.unpack(out.cache[f"layer_{number}"]) for number in range(2)]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_exact_equals_the_cache_of_gemma(name, request):
+def test_exact_equals_the_cache_of_gemma(name):
     model, variables = random_model(name)
-    # Before the page replaces gemma's attention.
+    with adapter.compressed_attention():
+        logits, caches = generate_with_kvjax(model, variables, kvjax.Exact(compact_every=8))
     expected_logits = [generate_with_gemma(model, variables, prompt) for prompt in PROMPTS]
-    page = request.getfixturevalue("page")
-    logits, caches = generate_with_page(page, model, variables, kvjax.Exact(compact_every=8))
     for row, expected in zip(logits, expected_logits, strict=True):
         np.testing.assert_allclose(row, expected, atol=2e-4)
         np.testing.assert_array_equal(row.argmax(-1), expected.argmax(-1))
@@ -97,17 +92,33 @@ def test_exact_equals_the_cache_of_gemma(name, request):
     assert kvjax.num_tokens(caches[1]).tolist() == [len(prompt) + NUM_NEW - 1 for prompt in PROMPTS]
 
 
-@supported_policies
-def test_compressed_caches(policy, page):
-    logits, caches = generate_with_page(page, *random_model("gemma3"), POLICIES[policy])
+@every_policy
+def test_every_policy(policy):
+    model, variables = random_model("gemma3")
+    if policy == "kvzip":
+        with (
+            adapter.compressed_attention(),
+            pytest.raises(ValueError, match="KVzip needs a second pass over the prompt"),
+        ):
+            generate_with_kvjax(model, variables, POLICIES[policy])
+        return
+    with adapter.compressed_attention():
+        logits, caches = generate_with_kvjax(model, variables, POLICIES[policy])
     assert np.isfinite(logits).all()
     for cache in caches:
         kvjax.raise_faults(cache)
     assert type(caches[0].policy) is kvjax.SlidingWindow
     assert caches[1].policy == POLICIES[policy].for_layer(caches[1].spec)
+    # Attention of the prompt is exact.
+    expected = [generate_with_gemma(model, variables, prompt)[0] for prompt in PROMPTS]
+    np.testing.assert_allclose(logits[:, 0], np.stack(expected), atol=2e-4)
 
 
-@unsupported_policies
-def test_unsupported_policies_are_refused(policy, page):
-    with pytest.raises(ValueError, match=UNSUPPORTED[policy]):
-        generate_with_page(page, *random_model("gemma3"), POLICIES[policy])
+def test_page():
+    model, variables = random_model("gemma3")
+    tokens = jnp.asarray(np.random.default_rng(0).integers(1, 64, (1, 2048)), jnp.int32)
+    names = run_page("gemma", model=model, variables=variables, tokens=tokens, lengths=jnp.array([2048]))
+    caches = [adapter.unpack(names["out"].cache[f"layer_{number}"]) for number in range(2)]
+    assert kvjax.num_tokens(caches[1]).tolist() == [2048 + 255]
+    assert type(caches[1].policy) is kvjax.SubGenMean
+    assert np.isfinite(names["out"].logits).all()

@@ -9,6 +9,7 @@ import pytest
 from experiments.tasks import longeval
 from experiments.tasks.task import Request
 from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
+from kvjax_models.language_model import load
 from tests.models import tiny
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -51,24 +52,27 @@ def tasks(tmp_path_factory):
         document = longeval.generate_lines(np.random.default_rng(number), 1, Request(tokenizer, 700))
         [question] = document.questions
         choices = [f" {question.answers[0]}", " 1", " nothing"]
-        lines.append({"prompt": document.context + question.text, "answer": question.answers[0], "choices": choices})
+        fields = {"context": document.context.strip(), "prompt": document.context + question.text}
+        lines.append({**fields, "answer": question.answers[0], "choices": choices})
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "data.jsonl")}}}
     for name, task in TASKS.items():  # JSON is YAML
         (folder / f"{name}.yaml").write_text(json.dumps({"task": name, "test_split": "test", **data, **task}))
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=str(folder), include_defaults=False)
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    manager.lines = lines
+    return manager
 
 
-def evaluate(tasks, model, **options):
+def evaluate(tasks, model, names=tuple(TASKS), **options):
     """Returns the metrics and the responses of each task."""
     from kvjax_models import lm_eval as _register_model  # noqa: F401
 
     results = lm_eval.simple_evaluate(
-        model, options, tasks=list(TASKS), task_manager=tasks, log_samples=True, bootstrap_iters=0
+        model, options, tasks=list(names), task_manager=tasks, log_samples=True, bootstrap_iters=0
     )
-    responses = {name: [sample["resps"] for sample in results["samples"][name]] for name in TASKS}
+    responses = {name: [sample["resps"] for sample in results["samples"][name]] for name in names}
     return results["results"], responses
 
 
@@ -85,15 +89,49 @@ def test_exact_equals_the_transformers_model(tasks):
             *([response[0] for response in choices] for choices in responses), strict=True
         ):
             assert float(log_prob) == pytest.approx(float(expected), abs=1e-3) and is_greedy == expected_greedy
-    assert ours["local_choices"]["acc,none"] >= 0.8
 
 
-@pytest.mark.parametrize("split", [{}, {"split_at": "Question"}], ids=["entire", "split"])
+SPLITS = {"entire": {}, "split_at": {"split_at": "Now the record"}, "context_field": {"context_field": "context"}}
+
+
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
 def test_compressed_caches(tasks, split):
     options = {"path": str(DIRECTORY), "policy": "uniform:recent=16", "budget": "60%", "batch_size": 4}
     metrics, _ = evaluate(tasks, "kvjax", **options, **split)
     assert 0 <= metrics["local_choices"]["acc,none"] <= 1
     assert np.isfinite(metrics["local_text"]["word_perplexity,none"])
+
+
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_options_of_a_question_equal_continuations_of_its_prefix(tasks, split, monkeypatch):
+    from kvjax_models.generation.generator import Generator
+
+    prefills = []
+    original = Generator.prefill
+    monkeypatch.setattr(
+        Generator,
+        "prefill",
+        lambda self, state, prompts: prefills.append(len(prompts)) or original(self, state, prompts),
+    )
+    options = {"path": str(DIRECTORY), "policy": "snapkv", "budget": 400}
+    _, responses = evaluate(tasks, "kvjax", names=["local_choices"], **options, **split)
+    assert sum(prefills) == NUM_PROBLEMS  # the context of three options is processed once
+    monkeypatch.undo()
+    llm = load(DIRECTORY)
+    for line, choices in zip(tasks.lines, responses["local_choices"], strict=True):
+        prompt, text = line["prompt"], line["context"]
+        end = {
+            "entire": len(prompt),
+            "split_at": prompt.rfind("Now the record"),
+            "context_field": prompt.rfind(text) + len(text),
+        }
+        end = end[next(iter(split), "entire")]
+        for choice, [(log_prob, _)] in zip(line["choices"], choices, strict=True):
+            prefix = llm.prefix(prompt[:end], "snapkv", 400)
+            question = llm.tokenizer.encode(prompt[end:], add_bos=False)
+            continuation = llm.tokenizer.encode(f" {choice}", add_bos=False)  # the harness adds a space
+            _, [log_probs] = prefix.generator.score(prefix.state, [question + continuation])
+            assert float(log_prob) == pytest.approx(float(log_probs[len(question) :].sum()), abs=1e-3)
 
 
 def test_apply_chat_template():
@@ -116,8 +154,9 @@ def test_apply_chat_template():
     ("options", "message"),
     [
         ({"batch_size": "auto"}, "batch_size='auto' must be a positive integer"),
-        ({"max_length": 5000}, "max_length=5000 must be between"),
+        ({"max_length": 9000}, "max_length=9000 must be between"),
         ({"policy": "subgen"}, "policy subgen needs a budget"),
+        ({"split_at": "Q:", "context_field": "text"}, "exclude each other"),
     ],
 )
 def test_invalid_options(options, message):
@@ -127,10 +166,16 @@ def test_invalid_options(options, message):
         KvjaxLM(str(DIRECTORY), **options)
 
 
+@pytest.mark.parametrize("split", [{"split_at": "Question:"}, {"context_field": "passage"}], ids=["words", "field"])
+def test_prompts_without_the_context_are_refused(tasks, split):
+    with pytest.raises(ValueError, match=r"(split_at='Question:'|context_field='passage') is not in the prompt"):
+        evaluate(tasks, "kvjax", names=["local_choices"], path=str(DIRECTORY), **split)
+
+
 def test_invalid_requests():
     from kvjax_models.lm_eval import KvjaxLM, parse_generation_kwargs
 
     with pytest.raises(ValueError, match="generation parameters num_beams are not supported; supported: "):
         parse_generation_kwargs({"num_beams": 4}, 16)
-    with pytest.raises(ValueError, match="3000 tokens after the prompt must be fewer than max_length"):
-        KvjaxLM(str(DIRECTORY))._split_context([1], 3000)
+    with pytest.raises(ValueError, match="9000 tokens after the prompt must be fewer than max_length"):
+        KvjaxLM(str(DIRECTORY))._split_context([1], 9000)

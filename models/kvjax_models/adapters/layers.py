@@ -1,0 +1,263 @@
+"""Functions that all adapters share: caches of all layers, prompts, and repetitions of prompts."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+import kvjax
+from kvjax import rope
+from kvjax.budget import Budget
+from kvjax.cache import layer_policy
+from kvjax.policy import Policy, RepeatedPrompt
+from kvjax.registry import AnyPolicy, PolicyChoice, resolve_policy
+from kvjax.spec import MAX_TOKENS
+from kvjax_models.generation.repetition import BLOCK
+from kvjax_models.generation.state import check_seed, row_keys
+from kvjax_models.model.exact_attention import attend_repetitions, chunk_attention
+
+
+def fit_policy(policy: AnyPolicy, budget: int | str | Budget | None, spec: kvjax.CacheSpec, tokens: int) -> Policy:
+    """Returns the policy of all layers.
+
+    Args:
+        policy: as for `LanguageModel.generate`.
+        budget: as for `LanguageModel.generate`.
+        spec: spec of any layer; the budget applies to layers without a sliding window.
+        tokens: tokens of the full cache that a share refers to.
+    """
+    return resolve_policy(policy, budget, dataclasses.replace(spec, window=None), tokens)
+
+
+def check_policy(policy: AnyPolicy, budget: int | str | Budget | None, spec: kvjax.CacheSpec) -> None:
+    """Refuses an invalid policy or budget before the sizes of caches are known.
+
+    Args:
+        policy: as for `fit_policy`.
+        budget: as for `fit_policy`.
+        spec: spec of any layer.
+    """
+    if isinstance(policy, str) and PolicyChoice.parse(policy).budget is not None and budget is None:
+        return
+    if budget is not None:
+        Budget.of(budget)  # any valid budget is replaced by one that fits every policy
+    fit_policy(policy, None if budget is None else MAX_TOKENS, spec, 1)
+
+
+def init_caches(policy: Policy, specs: Sequence[kvjax.CacheSpec], seed: int = 0) -> tuple[kvjax.Cache, ...]:
+    """Returns an empty cache per layer, equal to the caches of `kvjax_models.LanguageModel` for the same seed.
+
+    All layers compact together, as often as the layer with the smallest `compact_every` needs.
+
+    Args:
+        policy: policy of the model.
+        specs: spec of every layer.
+        seed: seed of the policy's random numbers.
+    """
+    policies = [layer_policy(policy, spec) for spec in specs]
+    slots = min(specs[0].max_new_tokens, *(one.compact_every for one in policies))
+    keys = row_keys(specs[0].batch, check_seed(seed))[0]
+    return tuple(
+        kvjax.init(policy, dataclasses.replace(spec, staging_slots=slots), _fold_in(keys, number))
+        for number, (policy, spec) in enumerate(zip(policies, specs, strict=True))
+    )
+
+
+def _fold_in(keys: Array, number: int) -> Array:
+    return jax.vmap(functools.partial(jax.random.fold_in, data=number))(keys)
+
+
+def align_right(x: Float[Array, "B T H D"], lengths: Int[Array, "B"]) -> Float[Array, "B T H D"]:
+    """Moves the first `lengths[b]` tokens of every row to its end; the opposite of `align_left`."""
+    return jax.vmap(lambda row, length: jnp.roll(row, -length, axis=0))(x, lengths)
+
+
+def align_left(x: Float[Array, "B T H D"], lengths: Int[Array, "B"]) -> Float[Array, "B T H D"]:
+    """Moves the last `lengths[b]` tokens of every row to its start; the opposite of `align_right`."""
+    return align_right(x, -lengths)
+
+
+def prompt_lengths(query: Float[Array, "B T H D"], mask: Bool[Array, "B #H T T"] | None) -> Int[Array, "B"]:
+    """Returns the number of tokens of every row of a left-aligned prompt.
+
+    Args:
+        query: queries of the prompt.
+        mask: attention mask; tokens that the last token does not see are padding. None for no padding.
+    """
+    if mask is None:
+        return jnp.full(query.shape[0], query.shape[1], jnp.int32)
+    visible = jnp.broadcast_to(mask[:, 0, -1], query.shape[:2])
+    return jnp.sum(visible, axis=-1, dtype=jnp.int32)
+
+
+def prefill(
+    cache: kvjax.Cache,
+    query: Float[Array, "B T H_q D"],
+    key: Float[Array, "B T H_kv D"],
+    value: Float[Array, "B T H_kv D_v"],
+    lengths: Int[Array, "B"],
+    layer_carry: Shaped[Array, "B H_kv *N"] | None = None,
+    repeated: RepeatedPrompt | None = None,
+) -> tuple[kvjax.Cache, Shaped[Array, "B H_kv *N"] | None]:
+    """Writes a layer's prompt into its cache, with the inputs that the policy requires.
+
+    Args:
+        cache: an empty cache.
+        query: queries of the prompt, left-aligned.
+        key: keys of the prompt, left-aligned.
+        value: values of the prompt, left-aligned.
+        lengths: number of tokens of each row.
+        layer_carry: second result for the previous layer.
+        repeated: queries and keys of a repetition of the prompt.
+
+    Returns:
+        The cache, and the carry for the next layer.
+
+    Raises:
+        ValueError: if the policy needs a repetition of the prompt and `repeated` is None.
+    """
+    requires = cache.policy.requires
+    if requires.repetition is None:
+        repeated = None
+    elif repeated is None:
+        raise ValueError(
+            f"{type(cache.policy).__name__} needs a second pass over the prompt, which this adapter does not run; "
+            "choose another policy"
+        )
+    queries = kvjax.prompt_queries(cache.policy, align_right(query, lengths))
+    return kvjax.prefill(cache, key, value, lengths, queries, layer_carry, repeated=repeated)
+
+
+class PromptLayers:
+    """The layers of a host model in order, which pass policies' carries from one prefill to the next."""
+
+    def __init__(self) -> None:
+        self.carry: Array | None = None
+
+    def prefill(
+        self, number: int, cache: kvjax.Cache, query: Array, key: Array, value: Array, lengths: Int[Array, "B"]
+    ) -> kvjax.Cache:
+        """Writes a layer's prompt into its cache with the carry of the previous layer.
+
+        Args:
+            number: number of the layer.
+            cache: an empty cache.
+            query: queries of the prompt, left-aligned.
+            key: keys of the prompt.
+            value: values of the prompt.
+            lengths: number of tokens of each row.
+
+        Returns:
+            The cache.
+        """
+        cache, self.carry = prefill(cache, query, key, value, lengths, self.carry if number else None)
+        return cache
+
+
+def rope_frequencies(rotate: Callable[[Array, Array], Array], head_dim: int) -> tuple[float, ...]:
+    """Returns the angle per position of each pair of dimensions (i, i + D/2), from a host's RoPE function.
+
+    Args:
+        rotate: function of vectors [1, 1, 1, D] and positions [1, 1].
+        head_dim: dimensions of a head.
+    """
+    with jax.ensure_compile_time_eval():
+        first = jnp.asarray(np.arange(head_dim) < head_dim // 2, jnp.float32)
+        cos, sin = jnp.split(rotate(first[None, None, None], jnp.ones((1, 1), jnp.int32))[0, 0, 0], 2)
+        return tuple(np.asarray(jnp.arctan2(sin, cos), np.float32).tolist())
+
+
+def attend_to_prompt(
+    spec: kvjax.CacheSpec,
+    query: Float[Array, "B T H_q D"],
+    key: Float[Array, "B T H_kv D"],
+    value: Float[Array, "B T H_kv D"],
+) -> Float[Array, "B T H_q D"]:
+    """Returns the exact causal attention of a prompt to itself.
+
+    Args:
+        spec: the layer's spec, with its scale, soft cap and sliding window.
+        query: queries of the prompt, left-aligned.
+        key: keys of the prompt, left-aligned.
+        value: values of the prompt, left-aligned.
+    """
+    if spec.logit_cap is None:
+        window = None if spec.window is None else (spec.window - 1, 0)
+        return jax.nn.dot_product_attention(
+            query, key, value, scale=spec.scale, is_causal=True, local_window_size=window
+        )
+    keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
+    scaled = scale_queries(spec, query)
+    return chunk_attention(scaled, keys, values, 0, window=spec.window, logit_cap=spec.logit_cap)
+
+
+def scale_queries(spec: kvjax.CacheSpec, query: Float[Array, "B T H_q D"]) -> Float[Array, "B T H_q D"]:
+    """Scales queries so that their products with keys over sqrt(D) are the model's logits.
+
+    Args:
+        spec: the layer's spec.
+        query: the queries.
+
+    Returns:
+        The scaled queries.
+    """
+    return query if spec.scale is None else query * jnp.asarray(spec.scale * spec.head_dim**0.5, query.dtype)
+
+
+class Repetitions(NamedTuple):
+    """Texts that repeat the prompts of a batch (`generation.repetition.make_repetitions`)."""
+
+    tokens: Int[np.ndarray, "B C R"]
+    lengths: Int[np.ndarray, "B C"]
+
+
+def attend_to_repetitions(
+    spec: kvjax.CacheSpec,
+    query: Float[Array, "B CR H_q D"],
+    prompt: tuple[Float[Array, "B T H_kv D"], Float[Array, "B T H_kv D"]],
+    texts: tuple[Float[Array, "B CR H_kv D"], Float[Array, "B CR H_kv D"]],
+    lengths: Int[Array, "B"],
+    width: int,
+) -> Float[Array, "B CR H_q D"]:
+    """Returns the attention of texts that each follow the prompt independently.
+
+    Args:
+        spec: the layer's spec.
+        query: queries of the texts.
+        prompt: keys and values of the prompt, left-aligned.
+        texts: keys and values of the texts.
+        lengths: number of tokens of each prompt.
+        width: padded length R of a text, a multiple of `repetition.BLOCK`.
+    """
+    batch, _, heads, dim = query.shape
+    blocks = scale_queries(spec, query).reshape(batch, -1, BLOCK, heads, dim).swapaxes(0, 1)
+    prompt_keys, prompt_values, keys, values = (x.swapaxes(1, 2) for x in (*prompt, *texts))
+    attend_block = functools.partial(attend_repetitions, width=width, window=spec.window, logit_cap=spec.logit_cap)
+
+    def attend(block_and_index: tuple[Array, Array]) -> Array:
+        """Attends with one block of queries; `block_and_index` also holds its index."""
+        block, index = block_and_index
+        return attend_block(block, prompt_keys, prompt_values, keys, values, lengths, index)
+
+    return jax.lax.map(attend, (blocks, jnp.arange(len(blocks)))).swapaxes(0, 1).reshape(query.shape)
+
+
+def shift_rope(
+    x: Float[Array, "B T H D"], offsets: Int[Array, "B T"], frequencies: tuple[float, ...]
+) -> Float[Array, "B T H D"]:
+    """Rotates vectors with RoPE to other positions.
+
+    Args:
+        x: rotated vectors.
+        offsets: new position minus the old one.
+        frequencies: angle per position of each pair of dimensions.
+
+    Returns:
+        The vectors at the new positions.
+    """
+    return rope.rotate(x, *rope.rotation(offsets, jnp.asarray(frequencies)))

@@ -1,0 +1,66 @@
+"""A compressed KV cache for attention layers in Flax Linen.
+
+    layer = nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=KVCache(spec, kvjax.SnapKV(1024)))
+    variables = layer.init(key, prompt)
+    attended, updated = layer.apply(variables, prompt, mask=mask, mutable="cache")
+
+`KVCache` is a drop-in `attention_fn` of `nn.MultiHeadDotProductAttention`. Other attention layers call it with their
+queries, keys and values, with RoPE applied. The cache is a variable of the collection "cache".
+"""
+
+import flax.linen as nn
+import jax
+from jaxtyping import Array, Bool, Float
+
+import kvjax
+from kvjax.policy import Policy
+from kvjax_models.adapters import layers
+
+
+class KVCache(nn.Module):
+    """The cache of one layer.
+
+    Attributes:
+        spec: spec of the layer.
+        policy: policy of the model.
+        seed: seed of the policy's random numbers.
+    """
+
+    spec: kvjax.CacheSpec
+    policy: Policy
+    seed: int = 0
+
+    @nn.compact
+    def __call__(
+        self,
+        query: Float[Array, "B T H_q D"],
+        key: Float[Array, "B T H_kv D"],
+        value: Float[Array, "B T H_kv D"],
+        mask: Bool[Array, "B #H T T"] | None = None,
+    ) -> Float[Array, "B T H_q D"]:
+        """Processes a prompt of several tokens into the empty cache, or appends one token per row.
+
+        Initialization creates an empty cache.
+
+        Args:
+            query: queries; those of a prompt are left-aligned.
+            key: keys.
+            value: values.
+            mask: attention mask of a prompt; tokens that the last token does not see are padding. None for prompts
+                without padding. Attention is causal, whatever the mask.
+
+        Returns:
+            The attention output, in the dtype of the queries.
+        """
+        variable = self.variable("cache", "kv", self._init)
+        if query.shape[1] == 1 and not self.is_initializing():
+            attended, variable.value = kvjax.step(variable.value, query, key, value)
+            return attended.astype(query.dtype)
+        if not self.is_initializing():
+            lengths = layers.prompt_lengths(query, mask)
+            variable.value, _ = layers.prefill(variable.value, query, key, value, lengths)
+        return layers.attend_to_prompt(self.spec, query, key, value)
+
+    def _init(self) -> kvjax.Cache:
+        row_keys = jax.random.split(jax.random.fold_in(jax.random.key(self.seed), self.spec.layer), self.spec.batch)
+        return kvjax.init(self.policy, self.spec, row_keys)

@@ -1,0 +1,110 @@
+"""A compressed KV cache for attention layers in Flax NNX.
+
+    cache = KVCache(spec, kvjax.SnapKV(1024))
+    layer = nnx.MultiHeadAttention(8, 512, num_kv_heads=2, attention_fn=cache, decode=False, rngs=nnx.Rngs(0))
+
+`KVCache` is a drop-in `attention_fn` of `nnx.MultiHeadAttention`. Other attention layers call it with their queries,
+keys and values, with RoPE applied.
+"""
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+import kvjax
+from kvjax.policy import Policy
+from kvjax_models.adapters import layers
+
+
+class KVCache(nnx.Module):
+    """The cache of one layer, in an `nnx.Cache` variable."""
+
+    def __init__(self, spec: kvjax.CacheSpec, policy: Policy, *, seed: int = 0):
+        """Creates an empty cache.
+
+        Args:
+            spec: spec of the layer.
+            policy: policy of the model.
+            seed: seed of the policy's random numbers.
+        """
+        row_keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), spec.layer), spec.batch)
+        self.spec = spec
+        self.cache = nnx.Cache(kvjax.init(policy, spec, row_keys))
+
+    def __call__(
+        self,
+        query: Float[Array, "B T H_q D"],
+        key: Float[Array, "B T H_kv D"],
+        value: Float[Array, "B T H_kv D"],
+        *,
+        mask: Bool[Array, "B #H T T"] | None = None,
+        **unused: Any,
+    ) -> Float[Array, "B T H_q D"]:
+        """Processes a prompt of several tokens or appends one token per row; see `prefill` and `step`.
+
+        Args:
+            query: queries.
+            key: keys.
+            value: values.
+            mask: attention mask of a prompt; tokens that the last token does not see are padding. None for prompts
+                without padding.
+            **unused: further arguments of `nnx.MultiHeadAttention`, such as `is_causal`; attention is causal.
+
+        Returns:
+            The attention output.
+        """
+        if query.shape[1] == 1:
+            return self.step(query, key, value)
+        return self.prefill(query, key, value, layers.prompt_lengths(query, mask))
+
+    def prefill(
+        self,
+        query: Float[Array, "B T H_q D"],
+        key: Float[Array, "B T H_kv D"],
+        value: Float[Array, "B T H_kv D"],
+        lengths: Int[Array, "B"] | None = None,
+    ) -> Float[Array, "B T H_q D"]:
+        """Writes a prompt into the empty cache and returns its exact attention to itself.
+
+        Args:
+            query: queries of the prompt, left-aligned.
+            key: keys of the prompt.
+            value: values of the prompt.
+            lengths: number of tokens of each row; None for all.
+
+        Returns:
+            The attention output.
+        """
+        lengths = layers.prompt_lengths(query, None) if lengths is None else lengths
+        cache, _ = layers.prefill(self.cache.get_value(), query, key, value, lengths)
+        self.cache.set_value(cache)
+        return layers.attend_to_prompt(self.spec, query, key, value)
+
+    def step(
+        self,
+        query: Float[Array, "B T H_q D"],
+        key: Float[Array, "B T H_kv D"],
+        value: Float[Array, "B T H_kv D"],
+        lengths: Int[Array, "B"] | None = None,
+    ) -> Float[Array, "B T H_q D"]:
+        """Appends tokens and returns their attention to the cache.
+
+        Args:
+            query: queries of the tokens.
+            key: their keys.
+            value: their values.
+            lengths: number of tokens of each row; None for all.
+
+        Returns:
+            The attention output, in the dtype of the queries.
+        """
+        attended, cache = kvjax.step(self.cache.get_value(), query, key, value, lengths)
+        self.cache.set_value(cache)
+        return attended.astype(query.dtype)
+
+    @property
+    def num_tokens(self) -> Int[Array, "B"]:
+        """Number of tokens that every row has received."""
+        return kvjax.num_tokens(self.cache.get_value())
