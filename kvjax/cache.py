@@ -94,7 +94,7 @@ def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Me
 
     Raises:
         TypeError: if the policy is not a frozen dataclass that derives from `kvjax.policy.Policy`.
-        ValueError: if settings, sizes and mesh do not fit together.
+        ValueError: if settings, sizes, keys and mesh do not fit together.
 
     Example:
         >>> import jax, kvjax
@@ -105,6 +105,11 @@ def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Me
         >>> kvjax.num_tokens(cache)
         Array([0], dtype=int32)
     """
+    if row_keys.shape != (spec.batch,) or not jax.dtypes.issubdtype(row_keys.dtype, jax.dtypes.prng_key):
+        raise ValueError(
+            f"row_keys has shape {row_keys.shape} and dtype {row_keys.dtype}; pass one typed key per row, as "
+            f"jax.random.split(jax.random.key(0), {spec.batch}) returns"
+        )
     shards = 1
     if mesh is not None:
         check_axes(mesh)

@@ -161,6 +161,16 @@ def test_policies_must_be_frozen_dataclasses():
         kvjax.init("uniform", make_spec(), row_keys())
 
 
+@pytest.mark.parametrize(
+    "make_keys",
+    [lambda: jax.random.key(0), lambda: row_keys(1), lambda: jax.random.split(jax.random.PRNGKey(0), 2)],
+    ids=["one key", "other number of rows", "untyped keys"],
+)
+def test_a_cache_needs_a_typed_key_per_row(make_keys):
+    with pytest.raises(ValueError, match="row_keys has shape .* pass one typed key per row"):
+        kvjax.init(POLICIES["uniform"], make_spec(batch=2), make_keys())
+
+
 # --- compiled programs and structures ---
 
 
