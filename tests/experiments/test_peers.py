@@ -85,7 +85,8 @@ def test_answers_equal_the_pipeline_of_kvpress(tmp_path):
     tokenizer = tiny.make_llm().tokenizer
     documents = tasks.make_task("niah_multikey_1:docs", request(1800)).documents
     texts = [document.context for document in documents]
-    questions = [document.questions[0].text for document in documents]
+    # Short: kvpress masks with a hyperplane that separates a question's queries, and random weights rarely have one.
+    questions = [document.questions[0].text[-2:] for document in documents]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     pipeline = transformers.pipeline(
         "kv-press-text-generation", model=model, tokenizer=transformers.AutoTokenizer.from_pretrained(tmp_path)
