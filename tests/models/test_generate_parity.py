@@ -49,7 +49,7 @@ def test_live_greedy_tokens(hf_checkpoint):
 @pytest.mark.parametrize("family", [families.GEMMA3, families.QWEN3_MOE], ids=lambda family: family.name)
 def test_text_from_a_directory_of_transformers(family, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    families.write(family.but(family.name, vocab_size=4096, max_position_embeddings=512, eos_token_id=4095), tmp_path)
+    families.write(family.but(family.name, vocab_size=98, max_position_embeddings=512, eos_token_id=97), tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny.directory() / name, tmp_path)
     text = "".join(f"line {number}: the code is {7 * number}\n" for number in range(20))
@@ -58,6 +58,8 @@ def test_text_from_a_directory_of_transformers(family, tmp_path):
     prompt = llm.encode(text)
     with torch.no_grad():
         options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+        # Without a mask, transformers would take the prompt's tokens 0 for padding.
+        options["attention_mask"] = torch.ones(1, len(prompt), dtype=torch.long)
         expected = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
     assert llm.generate(text, max_new_tokens=24) == llm.tokenizer.decode(expected) != ""
     assert llm.generate(text, policy="subgen:recent=16,compact_every=8", budget="25%", max_new_tokens=24)
