@@ -97,7 +97,7 @@ tpu-inference: .venv-tpu-inference/.installed
 	.venv-tpu-inference/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-# In another separate directory, without its dependencies.
+# gemma and keras-hub are in separate directories, without their dependencies.
 $(VENV)/gemma/.installed: constraints/gemma.txt $(VENV)/adapters/.installed
 	$(VENV)/adapters/bin/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/gemma --requirement $<
 	touch $@

@@ -23,7 +23,7 @@ from keras_hub.src.utils.keras_utils import fused_attention_op_available
 
 import kvjax
 from kvjax.budget import Budget
-from kvjax.cache import with_counters
+from kvjax.cache import layer_policy, with_counters
 from kvjax.policy import Policy, RepeatedPrompt, merge_requirements
 from kvjax.quantization import KVDtype
 from kvjax.registry import AnyPolicy
@@ -396,8 +396,9 @@ class _CompressedModel:
 
     def _layer_policies(self, max_length: int, sizes: tuple[int, int]) -> list[Policy]:
         """Returns the policy of every layer."""
-        caches = jax.eval_shape(lambda: self.init_caches(1, max_length, *sizes))
-        return [cache.policy for cache in caches]
+        specs = self.specs(1, *sizes)
+        policy = self.fit_policy(specs, max_length)
+        return [layer_policy(policy, spec) for spec in specs]
 
     def _variables(self) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns the variables of the sampler, and the trainable and other variables of the model."""

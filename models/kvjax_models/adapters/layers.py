@@ -22,6 +22,7 @@ from kvjax_models.generation.state import check_seed, row_keys
 from kvjax_models.model.exact_attention import attend_repetitions, chunk_attention
 
 
+@functools.lru_cache(maxsize=64)
 def fit_policy(policy: AnyPolicy, budget: int | str | Budget | None, spec: kvjax.CacheSpec, tokens: int) -> Policy:
     """Returns the policy of all layers.
 
@@ -66,6 +67,18 @@ def init_caches(policy: Policy, specs: Sequence[kvjax.CacheSpec], seed: int = 0)
         kvjax.init(policy, dataclasses.replace(spec, staging_slots=slots), _fold_in(keys, number))
         for number, (policy, spec) in enumerate(zip(policies, specs, strict=True))
     )
+
+
+def init_cache(policy: Policy, spec: kvjax.CacheSpec, seed: int = 0) -> kvjax.Cache:
+    """Returns the empty cache of a layer that is used alone.
+
+    Args:
+        policy: policy of the model.
+        spec: spec of the layer.
+        seed: seed of the policy's random numbers.
+    """
+    layer_key = jax.random.fold_in(jax.random.key(check_seed(seed)), spec.layer)
+    return kvjax.init(policy, spec, jax.random.split(layer_key, spec.batch))
 
 
 def _fold_in(keys: Array, number: int) -> Array:

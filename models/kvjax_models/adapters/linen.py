@@ -9,7 +9,6 @@ queries, keys and values, with RoPE applied. The cache is a variable of the coll
 """
 
 import flax.linen as nn
-import jax
 from jaxtyping import Array, Bool, Float
 
 import kvjax
@@ -62,5 +61,4 @@ class KVCache(nn.Module):
         return layers.attend_to_prompt(self.spec, query, key, value)
 
     def _init(self) -> kvjax.Cache:
-        row_keys = jax.random.split(jax.random.fold_in(jax.random.key(self.seed), self.spec.layer), self.spec.batch)
-        return kvjax.init(self.policy, self.spec, row_keys)
+        return layers.init_cache(self.policy, self.spec, self.seed)

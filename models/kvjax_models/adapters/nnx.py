@@ -9,7 +9,6 @@ keys and values, with RoPE applied.
 
 from typing import Any
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -29,9 +28,8 @@ class KVCache(nnx.Module):
             policy: policy of the model.
             seed: seed of the policy's random numbers.
         """
-        row_keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), spec.layer), spec.batch)
         self.spec = spec
-        self.cache = nnx.Cache(kvjax.init(policy, spec, row_keys))
+        self.cache = nnx.Cache(layers.init_cache(policy, spec, seed))
 
     def __call__(
         self,

@@ -24,7 +24,7 @@ from kvjax_models.model.llama import Llama
 from kvjax_models.model.rotary import Rotary, rotation
 from kvjax_models.sharding import constrain_replicated, constrain_to_batch, replicate
 
-# Models with fewer layers compile fast, and the calls would be a larger share of a step: 20 to 30% for 8 layers of 512.
+# Models with fewer layers compile fast, and the calls would be a larger share of a step: 20 to 30% for 8 of width 512.
 MIN_LAYERS = 16
 NO_TOKEN = -1  # in blocks of new tokens, after the end of a finished sequence
 
