@@ -189,7 +189,7 @@ class Evaluator:
                 continue
             if any(texts):
                 forked = of_rows.prefill(forked, texts)
-            answers, _ = of_rows.decode_all(forked, self.task.answer_tokens)
+            answers, _ = of_rows.decode_all(forked, self.task.answer_tokens, compact_last=False)
             scores += [self._score_answer(item, answer) for item, answer in zip(items, answers, strict=False)]
         return scores
 

@@ -20,6 +20,7 @@ from kvjax_models.model.quantized import (
     QuantizedEmbedding,
     QuantizedLinear,
     WeightDtype,
+    dot_general,
     make_linear,
     multiply_transposed,
 )
@@ -119,7 +120,7 @@ class Attention(nnx.Module):
         """Returns a slice of the fused projection's output."""
         if isinstance(self.qkv, QuantizedLinear):
             return self.qkv.project(x, (slice(None), index))
-        y = jnp.einsum("...w,whnd->...hnd", x, self.qkv.kernel[...][:, :, index])
+        y = dot_general(x, self.qkv.kernel[...][:, :, index], (((x.ndim - 1,), (0,)), ((), ())))
         return y if self.qkv.bias is None else y + self.qkv.bias[...][:, index]
 
     def _rotate_queries(self, y: Array, cos: Array, sin: Array) -> Array:
