@@ -45,6 +45,8 @@ class Repetition:
         continuation: token ids at the start of every later text.
         suffix: token ids directly before the chunk.
         overlap: tokens of the previous chunk that follow `continuation`.
+        sinks: first tokens of the prompt that count in the attention of every chunk's queries
+            (`RepeatedPrompt.received`).
     """
 
     chunk_tokens: int = 2048
@@ -52,10 +54,11 @@ class Repetition:
     continuation: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     overlap: int = 8
+    sinks: int = 4
 
     def __post_init__(self) -> None:
         check_min(1, chunk_tokens=self.chunk_tokens)
-        check_min(0, overlap=self.overlap)
+        check_min(0, overlap=self.overlap, sinks=self.sinks)
 
     def num_chunks(self, tokens: int) -> int:
         """Returns the number of chunks of a prompt of `tokens` tokens."""
@@ -137,11 +140,16 @@ def prompt_queries(policy: "Policy", queries: Float[Array, "B T H_q D"]) -> Floa
 
 @state
 class RepeatedPrompt:
-    """One layer's projections of the repetitions of a prompt: C repetitions of R tokens, one after the other."""
+    """One layer's projections of the repetitions of a prompt: C repetitions of R tokens, one after the other.
+
+    `received` is the largest attention probability that each token of the prompt receives from any query that repeats
+    its chunk, if queries attend to the sinks, the chunk and the repetition alone. Policies compute it if it is None.
+    """
 
     queries: Float[Array, "B CR H_q D"]
     keys: Float[Array, "B CR H_kv D"]
     lengths: Int[Array, "B C"]  # int32 tokens of each repetition; 0 where a row has no such chunk
+    received: Float[Array, "B H_kv T"] | None = None
 
 
 @state

@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 import kvjax
 from kvjax.combinators.host_memory import HostMemoryState
-from kvjax.policy import RepeatedPrompt, merge_requirements
+from kvjax.policy import merge_requirements
 from kvjax.quantization import readable
 from kvjax.segment import BlockStoreRead
 from kvjax_models.generation.generator import Generator
@@ -130,17 +130,17 @@ class TimedPrefill:
         sizes: Any = None
         x: Any = None
         if self.repeat is not None:
-            repeated, counts = make_repetitions(self.repeat, self.prompt, np.array([self.context], np.int32))
+            texts, counts = make_repetitions(self.repeat, self.prompt, np.array([self.context], np.int32))
             sizes = jnp.asarray(counts)
-            x = embed(self.model, jnp.asarray(repeated.reshape(1, 1, -1)))
+            x = embed(self.model, jnp.asarray(texts.reshape(1, 1, -1)))
         for number in range(self.model.config.layers):
             prefill_seconds, layer = timed(next, layers)
             repeat_seconds = 0.0
             if self.repeat is not None:
                 rotary = self.model.config.rotary(number, self.prompt.shape[1])
-                args = (rotary, None, False, x, layer.keys, layer.values, self.lengths, sizes)
-                repeat_seconds, (x, queries, keys) = timed(repeat_layer, self.model.layers[number], *args)
-                layer = layer._replace(repeated=RepeatedPrompt(queries, keys, sizes))
+                args = (self.repeat, rotary, None, False, x, layer.keys, layer.values, self.lengths, sizes)
+                repeat_seconds, (x, repeated) = timed(repeat_layer, self.model.layers[number], *args)
+                layer = layer._replace(repeated=repeated)
             indices = range(len(self.states))
             yield prefill_seconds, [self._compress(index, number, layer, repeat_seconds) for index in indices]
 

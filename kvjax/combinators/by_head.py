@@ -184,6 +184,7 @@ def _select_heads(prompt: Prompt, heads: tuple[int, ...], requires: Requirements
             repeated.queries[:, :, query_heads(repeated.queries.shape[2])],
             repeated.keys[:, :, index],
             repeated.lengths,
+            None if repeated.received is None else repeated.received[:, index],
         )
     return dataclasses.replace(
         prompt,

@@ -87,7 +87,7 @@ class AttentionMatching(TopKPolicy):
     @property
     def requires(self) -> Requirements:  # type: ignore[override]
         """All queries of the prompt, or a repetition of it."""
-        repetition = Repetition(self.chunk_tokens, self.instruction, self.continuation, self.suffix)
+        repetition = Repetition(self.chunk_tokens, self.instruction, self.continuation, self.suffix, sinks=self.sinks)
         return Requirements(
             prompt_queries=0 if self.references == "repetition" else "all",
             repetition=None if self.references == "prompt" else repetition,

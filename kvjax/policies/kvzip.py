@@ -46,13 +46,15 @@ class KVzip(TopKPolicy):
     @property
     def requires(self) -> Requirements:  # type: ignore[override]
         """A repetition of the prompt."""
-        repetition = Repetition(self.chunk_tokens, self.instruction, self.continuation, self.suffix)
+        repetition = Repetition(self.chunk_tokens, self.instruction, self.continuation, self.suffix, sinks=self.sinks)
         return Requirements(repetition=repetition, entire_prompt=True)
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
         """Returns the largest attention to the prompt's tokens from any query that repeats their chunk."""
         if prompt.repeated is None:
             raise ValueError("KVzip needs a repetition of the prompt; pass prompt.repeated, as kvjax_models does")
+        if prompt.repeated.received is not None:
+            return prompt.repeated.received
         tokens, chunks = prompt.keys.shape[2], prompt.repeated.lengths.shape[1]
         received = [self._score_chunk(prompt, chunk) for chunk in range(min(chunks, -(-tokens // self.chunk_tokens)))]
         score = jnp.concatenate(received, axis=2)

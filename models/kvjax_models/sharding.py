@@ -110,8 +110,12 @@ def constrain_replicated(x: Array, mesh: Mesh | None) -> Array:
 
 
 def shard_attention(
-    attend: Callable[..., Array], mesh: Mesh, heads: tuple[int, int], *specs: PartitionSpec
-) -> Callable[..., Array]:
+    attend: Callable[..., Any],
+    mesh: Mesh,
+    heads: tuple[int, int],
+    *specs: Any,
+    results: tuple[PartitionSpec, ...] = (),
+) -> Callable[..., Any]:
     """Wraps an attention function in `shard_map`, because the compiler cannot partition kernels.
 
     Args:
@@ -120,6 +124,7 @@ def shard_attention(
         heads: numbers of query heads and of KV heads. Devices that share a KV head share its query heads if they
             divide evenly; otherwise each attends with all of them.
         *specs: partition specs of the arguments between queries and sinks.
+        results: partition specs of the results after the attention output.
 
     Returns:
         A function of the same arguments; every device computes its own heads.
@@ -127,7 +132,8 @@ def shard_attention(
     axes = (TENSOR, SEQUENCE) if share_heads(mesh, heads) else TENSOR
     query_spec = PartitionSpec(DATA, None, axes)
     in_specs = (query_spec, *specs, PartitionSpec(axes))
-    return jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=query_spec, check_vma=False)
+    out_specs = (query_spec, *results) if results else query_spec
+    return jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def share_heads(mesh: Mesh, heads: tuple[int, int]) -> bool:

@@ -1,5 +1,6 @@
 """Generators: greedy tokens against full attention, independence of rows, refusals, memory and compilation."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 import kvjax
 from experiments.common.compiled import large_outputs
 from experiments.common.prefill import prefill_together
+from kvjax.policy import Prompt
 from kvjax_models.generation import decode, lowering, prefill
 from kvjax_models.generation.decode import NO_TOKEN, decode_program
 from kvjax_models.generation.generator import Generator, generate
@@ -403,3 +405,32 @@ def test_prefill_memory_is_linear_in_the_prompt_length():
         return prefill.prefill_layer.lower(*options, x, lengths).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes(2048) <= 4.5 * temporary_bytes(512)
+
+
+@pytest.mark.parametrize("options", [{}, {"attention_sinks": True, "attention_logit_cap": 5.0}])
+@pytest.mark.parametrize("settings", [{}, {"chunk_tokens": 100}, {"chunk_tokens": 170, "sinks": 0}], ids=str)
+def test_attention_received_from_repetitions_equals_the_scores_of_the_policy(options, settings):
+    """KVzip computes scores from queries and keys of the repetition if the model does not return them."""
+    policy = kvjax.KVzip(40, instruction=(1, 2), continuation=(3,), suffix=(4,), **settings)
+    config = small_config(
+        vocab_size=VOCABULARY, query_heads=4, kv_heads=2, layers=3, windows=(None, 20, None), **options
+    )
+    model = Llama(config, rngs=nnx.Rngs(0))
+    lengths = np.array([512, 300, 90], np.int32)
+    tokens = np.stack([np.resize(row, 512) for row in random_tokens(2, *lengths)]) * (np.arange(512) < lengths[:, None])
+    scored = []
+    for layer in prefill.prefill_layers(model, tokens, jnp.asarray(lengths), 64, [0] * 3, policy.requires.repetition):
+        scored.append(layer.repeated.received is not None)
+        if not scored[-1]:
+            continue
+        prompt = Prompt(
+            layer.keys.swapaxes(1, 2),
+            layer.values.swapaxes(1, 2),
+            jnp.asarray(lengths),
+            sink_logits=layer.sink_logits,
+            repeated=dataclasses.replace(layer.repeated, received=None),
+            logit_cap=config.attention_logit_cap,
+        )
+        assert layer.repeated.received.max() < 1
+        np.testing.assert_allclose(layer.repeated.received, policy.score(prompt), rtol=1e-4, atol=1e-6)
+    assert scored == [True, False, True]

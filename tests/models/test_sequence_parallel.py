@@ -116,6 +116,9 @@ def test_repetitions_equal_those_of_one_device(name):
             for row, text in np.ndindex(2, 6):
                 tokens = slice(128 * text, 128 * text + int(repeated.lengths[row, text]))
                 np.testing.assert_allclose(actual[row, tokens], expected[row, tokens], atol=2e-5)
+        assert (sharded.received is None) == (repeated.received is None)
+        if sharded.received is not None:
+            np.testing.assert_allclose(sharded.received, repeated.received, atol=2e-5)
 
 
 @needs_devices

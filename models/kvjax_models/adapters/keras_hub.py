@@ -24,7 +24,7 @@ from keras_hub.src.utils.keras_utils import fused_attention_op_available
 import kvjax
 from kvjax.budget import Budget
 from kvjax.cache import layer_policy, with_counters
-from kvjax.policy import Policy, RepeatedPrompt, merge_requirements
+from kvjax.policy import Policy, merge_requirements
 from kvjax.quantization import KVDtype
 from kvjax.registry import AnyPolicy
 from kvjax.state import ArrayField, count_row_faults, map_fields, state
@@ -177,9 +177,13 @@ class _ForwardPass:
             ) % texts.tokens.shape[2]
             frequencies = layer.spec.rope_frequencies or ()
             text_query, text_key = (layers.shift_rope(x, offsets, frequencies) for x in (text_query, text_key))
-            repeated = RepeatedPrompt(text_query, text_key, jnp.asarray(texts.lengths))
-            text_attended = layers.attend_to_repetitions(
-                layer.spec, text_query, (key, value), (text_key, text_value), self.lengths, texts.tokens.shape[2]
+            text_attended, repeated = layers.attend_to_repetitions(
+                self.caches[layer.number],
+                text_query,
+                (key, value),
+                (text_key, text_value),
+                self.lengths,
+                jnp.asarray(texts.lengths),
             )
             attended = jnp.concatenate([attended, text_attended.astype(attended.dtype)], axis=1)
         self.caches[layer.number], self.layer_carry = layers.prefill(

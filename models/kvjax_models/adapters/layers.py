@@ -19,7 +19,7 @@ from kvjax.registry import AnyPolicy, PolicyChoice, resolve_policy
 from kvjax.spec import MAX_TOKENS
 from kvjax_models.generation.repetition import BLOCK
 from kvjax_models.generation.state import check_seed, row_keys
-from kvjax_models.model.exact_attention import attend_repetitions, chunk_attention
+from kvjax_models.model.exact_attention import PromptAndTexts, attend_repetitions, chunk_attention
 
 
 @functools.lru_cache(maxsize=64)
@@ -230,34 +230,36 @@ class Repetitions(NamedTuple):
 
 
 def attend_to_repetitions(
-    spec: kvjax.CacheSpec,
+    cache: kvjax.Cache,
     query: Float[Array, "B CR H_q D"],
     prompt: tuple[Float[Array, "B T H_kv D"], Float[Array, "B T H_kv D"]],
     texts: tuple[Float[Array, "B CR H_kv D"], Float[Array, "B CR H_kv D"]],
     lengths: Int[Array, "B"],
-    width: int,
-) -> Float[Array, "B CR H_q D"]:
-    """Returns the attention of texts that each follow the prompt independently.
+    sizes: Int[Array, "B C"],
+) -> tuple[Float[Array, "B CR H_q D"], RepeatedPrompt]:
+    """Computes the attention of texts that each follow the prompt independently.
 
     Args:
-        spec: the layer's spec.
-        query: queries of the texts.
+        cache: the layer's cache.
+        query: queries of the texts, padded to a multiple of `repetition.BLOCK` each.
         prompt: keys and values of the prompt, left-aligned.
         texts: keys and values of the texts.
         lengths: number of tokens of each prompt.
-        width: padded length R of a text, a multiple of `repetition.BLOCK`.
+        sizes: number of tokens of each text.
+
+    Returns:
+        The attention output, and the layer's projections of the texts.
     """
-    batch, _, heads, dim = query.shape
-    blocks = scale_queries(spec, query).reshape(batch, -1, BLOCK, heads, dim).swapaxes(0, 1)
-    prompt_keys, prompt_values, keys, values = (x.swapaxes(1, 2) for x in (*prompt, *texts))
-    attend_block = functools.partial(attend_repetitions, width=width, window=spec.window, logit_cap=spec.logit_cap)
-
-    def attend(block_and_index: tuple[Array, Array]) -> Array:
-        """Attends with one block of queries; `block_and_index` also holds its index."""
-        block, index = block_and_index
-        return attend_block(block, prompt_keys, prompt_values, keys, values, lengths, index)
-
-    return jax.lax.map(attend, (blocks, jnp.arange(len(blocks)))).swapaxes(0, 1).reshape(query.shape)
+    spec = cache.spec
+    attended, received = attend_repetitions(
+        scale_queries(spec, query),
+        PromptAndTexts._make([*(x.swapaxes(1, 2) for x in (*prompt, *texts)), lengths, sizes]),
+        jnp.arange(query.shape[1] // BLOCK),
+        repeat=cache.policy.requires.repetition,
+        window=spec.window,
+        logit_cap=spec.logit_cap,
+    )
+    return attended, RepeatedPrompt(query, texts[0], sizes, received)
 
 
 def shift_rope(

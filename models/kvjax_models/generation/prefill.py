@@ -49,7 +49,7 @@ class PrefilledLayer(NamedTuple):
     keys: Float[Array, "B N H_kv D"]
     values: Float[Array, "B N H_kv D"]
     queries: Float[Array, "B w H_q D"] | None  # of the last tokens, right-aligned, as many as were requested
-    repeated: RepeatedPrompt | None = None  # queries and keys of repetitions of the prompt
+    repeated: RepeatedPrompt | None = None  # projections of repetitions of the prompt
     sink_logits: Float[Array, "H_q"] | None = None
 
 
@@ -98,10 +98,10 @@ def prefill_layers(
         result = prefill_layer(layer, rotary, mesh, sequence_parallel, layer_queries, x, lengths)
         x, result = result.x, result._replace(sink_logits=layer.sink_logits)
         if repeat is not None:
-            text_x, query, key = repetition.repeat_layer(
-                layer, rotary, mesh, sequence_parallel, text_x, result.keys, result.values, lengths, sizes
+            text_x, repeated = repetition.repeat_layer(
+                layer, repeat, rotary, mesh, sequence_parallel, text_x, result.keys, result.values, lengths, sizes
             )
-            result = result._replace(repeated=RepeatedPrompt(query, key, sizes))
+            result = result._replace(repeated=repeated)
         yield result
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from kvjax.distributed.sharding import DATA, HEADS, ROWS
-from kvjax.policy import Repetition
+from kvjax.distributed.sharding import HEADS, ROWS
+from kvjax.policy import RepeatedPrompt, Repetition
 from kvjax_models.generation.sequence_parallel import (
     CHUNK_SPEC,
     DeviceGroup,
@@ -19,12 +19,12 @@ from kvjax_models.generation.sequence_parallel import (
     split_into_chunks,
     with_gathered_parameters,
 )
-from kvjax_models.model.exact_attention import attend_repetitions
+from kvjax_models.model.exact_attention import PromptAndTexts, attend_repetitions
 from kvjax_models.model.llama import DecoderLayer
 from kvjax_models.model.rotary import Rotary, rotation
 from kvjax_models.sharding import KV_SPEC, constrain_to_batch, head_counts, shard_attention
 
-BLOCK = 128  # tokens of a repetition per block of attention
+BLOCK = 64  # tokens of a repetition per block of attention
 
 
 def make_repetitions(
@@ -55,9 +55,10 @@ def make_repetitions(
     return texts, sizes
 
 
-@functools.partial(jax.jit, static_argnames=("rotary", "mesh", "sequence_parallel"), donate_argnames=("x",))
+@functools.partial(jax.jit, static_argnames=("repeat", "rotary", "mesh", "sequence_parallel"), donate_argnames=("x",))
 def repeat_layer(
     layer: DecoderLayer,
+    repeat: Repetition,
     rotary: Rotary,
     mesh: Mesh | None,
     sequence_parallel: bool,
@@ -66,11 +67,12 @@ def repeat_layer(
     prompt_values: Float[Array, "B N H_kv D"],
     lengths: Int[Array, "B"],
     sizes: Int[Array, "B texts"],
-) -> tuple[Float[Array, "B M C W"], Float[Array, "B MC H_q D"], Float[Array, "B MC H_kv D"]]:
+) -> tuple[Float[Array, "B M C W"], RepeatedPrompt]:
     """Computes one layer of all repetitions, each as if it alone followed the prompt.
 
     Args:
         layer: the layer.
+        repeat: chunk size and surrounding tokens of the repetitions.
         rotary: its rotary embedding.
         mesh: mesh of the model.
         sequence_parallel: whether the devices of a layer share the tokens.
@@ -81,18 +83,24 @@ def repeat_layer(
         sizes: lengths of the repetitions.
 
     Returns:
-        The new residual stream, and the queries and keys of the repetitions.
+        The new residual stream, and the layer's projections of the repetitions.
     """
     args = (prompt_keys, prompt_values, lengths, sizes)
     if mesh is None or not sequence_parallel:
-        x, queries, keys = _repeat_chunks(rotary, mesh, DeviceGroup(), layer, constrain_to_batch(x, mesh), *args)
-        return constrain_to_batch(x, mesh), queries, keys
-    repeat = functools.partial(_repeat_chunks, rotary, None, DeviceGroup.from_mesh(mesh, head_counts(layer)))
-    specs = (CHUNK_SPEC, HEADS, HEADS, ROWS, ROWS), (CHUNK_SPEC, HEADS, HEADS)
-    return with_gathered_parameters(repeat, mesh, layer, layer.attention.query_heads, *specs)(x, *args)
+        x = constrain_to_batch(x, mesh)
+        x, queries, keys, received = _repeat_chunks(repeat, rotary, mesh, DeviceGroup(), layer, x, *args)
+        x = constrain_to_batch(x, mesh)
+    else:
+        group = DeviceGroup.from_mesh(mesh, head_counts(layer))
+        repeat_chunks = functools.partial(_repeat_chunks, repeat, rotary, None, group)
+        specs = (CHUNK_SPEC, HEADS, HEADS, ROWS, ROWS), (CHUNK_SPEC, HEADS, HEADS, KV_SPEC)
+        run = with_gathered_parameters(repeat_chunks, mesh, layer, layer.attention.query_heads, *specs)
+        x, queries, keys, received = run(x, *args)
+    return x, RepeatedPrompt(queries, keys, sizes, received)
 
 
 def _repeat_chunks(
+    repeat: Repetition,
     rotary: Rotary,
     mesh: Mesh | None,
     group: DeviceGroup,
@@ -102,8 +110,8 @@ def _repeat_chunks(
     prompt_values: Float[Array, "B N h D"],
     lengths: Int[Array, "B"],
     sizes: Int[Array, "B texts"],
-) -> tuple[Float[Array, "B M c W"], Float[Array, "B MC h D"], Float[Array, "B MC h D"]]:
-    """Returns the results of `repeat_layer` for this device's tokens."""
+) -> tuple[Float[Array, "B M c W"], Float[Array, "B MC h D"], Float[Array, "B MC h D"], Float[Array, "B h N"] | None]:
+    """Returns the residual stream, queries, keys and received attention of `repeat_layer` for this device's tokens."""
     batch, chunks, size, _ = x.shape
     width = chunks * size * group.devices // sizes.shape[1]
     first = (np.arange(chunks)[:, None] * group.devices + group.device_index()) * size
@@ -113,24 +121,21 @@ def _repeat_chunks(
         split_into_chunks(y, chunks) for y in layer.project(tokens, *rotation(rotary, lengths[:, None] + position))
     )
     all_queries, key, value = (join_chunks(group.gather_tokens(y)) for y in (query, key, value))
-    keys_and_values = [y.swapaxes(1, 2) for y in (prompt_keys, prompt_values, key, value)]
-    attend: Callable[..., Array] = functools.partial(
-        attend_repetitions, width=width, window=layer.window, logit_cap=layer.attention_logit_cap
+    transposed = [y.swapaxes(1, 2) for y in (prompt_keys, prompt_values, key, value)]
+    entries = PromptAndTexts._make([*transposed, lengths, sizes])
+    attend: Callable[..., tuple[Array, Array | None]] = functools.partial(
+        attend_repetitions,
+        repeat=repeat if layer.window is None else None,  # caches of a window do not select tokens
+        window=layer.window,
+        logit_cap=layer.attention_logit_cap,
     )
     if mesh is not None:
-        specs = (*[KV_SPEC] * 4, PartitionSpec(DATA), PartitionSpec())
-        attend = shard_attention(attend, mesh, head_counts(layer), *specs)
+        specs = PromptAndTexts._make([KV_SPEC] * 4 + [ROWS] * 2), PartitionSpec()
+        attend = shard_attention(attend, mesh, head_counts(layer), *specs, results=(KV_SPEC,))
     sinks = None if layer.sink_logits is None else group.local_heads(layer.sink_logits)
-
-    def attend_block(query_and_index):
-        """Attends with one block of queries; `query_and_index` also holds the index of the block."""
-        block, index = query_and_index
-        return attend(block, *keys_and_values, lengths, index, sinks)
-
     query = group.tokens_to_heads(query)
     first_block = group.first_shard(jnp.arange(chunks))[:, None] * (size // BLOCK)
     indices = (first_block + jnp.arange(query.shape[2] // BLOCK)).reshape(-1)
-    blocks = join_chunks(query).reshape(batch, len(indices), BLOCK, *query.shape[3:]).swapaxes(0, 1)
-    attended = join_chunks(jax.lax.map(attend_block, (blocks, indices)))
+    attended, received = attend(join_chunks(query), entries, indices, sinks)
     attended = join_chunks(group.heads_to_tokens(split_into_chunks(attended, chunks)))
-    return layer.finish(tokens, attended).reshape(x.shape), all_queries, key
+    return layer.finish(tokens, attended).reshape(x.shape), all_queries, key, received
