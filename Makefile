@@ -66,6 +66,7 @@ docs: $(VENV)/.installed-docs
 
 parity: $(VENV)/.installed-parity
 	$(BIN)/python -m pytest tests/models/test_parity.py tests/models/test_generate_parity.py \
+		tests/models/test_known_model_parity.py \
 		tests/models/test_kvpress_parity.py tests/experiments/test_peers.py
 
 # Compares with lm-evaluation-harness's own transformers model.

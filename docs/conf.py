@@ -14,13 +14,13 @@ version = release = kvjax.__version__
 
 extensions = [
     "sphinx.ext.autodoc",
-    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
     "myst_nb",
     # In docs/extensions:
+    "mathml",
     "plain_docstrings",
     "policy_settings",
     "module_list",
@@ -29,6 +29,7 @@ exclude_patterns = ["extensions"]
 
 html_theme = "furo"
 html_title = "kvjax"
+html_math_renderer = "mathml"
 html_show_copyright = False
 html_static_path: list[str] = []
 

@@ -32,8 +32,8 @@ class StoredTensor(Protocol):
     def dtype(self) -> str:
         """The dtype as safetensors names it, such as "BF16"."""
 
-    def read(self) -> np.ndarray:
-        """Reads the values."""
+    def read(self, dtype: np.typing.DTypeLike = np.float32) -> np.ndarray:
+        """Returns the values; those of a quantized tensor have the given dtype, others the stored one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,10 +125,10 @@ def build_model(checkpoint: Checkpoint, options: LoadOptions) -> Llama:
     parameters: dict[weights.Path, jax.Array] = {}
     not_finite: list[str] = []
     for rule in rules:
-        values = {name: tensors[name].read() for name in rule.names}
+        values = {name: tensors[name].read(dtype) for name in rule.names}
         arrays = [cast(array, dtype) for array in rule.read(list(values.values()))]
-        if not all(np.isfinite(array).all() for array in arrays):
-            names = [name for name, x in values.items() if not np.isfinite(cast(x, dtype)).all()]
+        if not all(_is_finite(array) for array in arrays):
+            names = [name for name, x in values.items() if not _is_finite(cast(x, dtype))]
             not_finite.extend(names or values)  # packed MXFP4 tensors are integers, which are always finite
         for path, array in zip(rule.paths, arrays, strict=True):
             if jnp.issubdtype(stored[path].dtype, jnp.integer):
@@ -150,6 +150,13 @@ def cast(tensor: np.ndarray, dtype: jax.typing.DTypeLike) -> np.ndarray:
     """Returns a tensor in another dtype, without a warning if values overflow to infinity."""
     with np.errstate(over="ignore"):
         return tensor.astype(dtype, copy=False)
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    """Returns whether all values are finite; NumPy's own function is slow for bfloat16."""
+    if array.dtype == jnp.bfloat16:
+        return (array.view(np.uint16) & np.uint16(0x7FFF)).max(initial=0) < 0x7F80
+    return bool(np.isfinite(array).all())
 
 
 def _input_axis(path: weights.Path, ndim: int) -> int:

@@ -149,8 +149,8 @@ class _Tensor:
     def dtype(self) -> str:
         return self.sources[0].dtype
 
-    def read(self) -> np.ndarray:
-        return self.convert(*(source.read() for source in self.sources))
+    def read(self, dtype: np.typing.DTypeLike = np.float32) -> np.ndarray:
+        return self.convert(*(source.read(dtype) for source in self.sources))
 
 
 def load_config(file: GGUFFile) -> LlamaConfig:

@@ -39,7 +39,7 @@ _PLAIN_DTYPES: dict[gguf.GGMLQuantizationType, tuple[Any, str]] = {
     gguf.GGMLQuantizationType.F16: (np.float16, "F16"),
     gguf.GGMLQuantizationType.BF16: (ml_dtypes.bfloat16, "BF16"),
 }
-_CHUNK_BYTES = 2**21  # of quantized blocks that one thread dequantizes at a time
+_CHUNK_BYTES = 2**19  # of quantized blocks that one thread dequantizes at a time; the values fit into its cache
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,8 +61,11 @@ class QuantizedTensor:
         """The dtype of `read` as safetensors names it; "F32" for quantized values."""
         return _PLAIN_DTYPES.get(self.quantization, (None, "F32"))[1]
 
-    def read(self) -> np.ndarray:
-        """Returns the values, dequantized to float32 if they are quantized.
+    def read(self, dtype: np.typing.DTypeLike = np.float32) -> np.ndarray:
+        """Returns the values.
+
+        Args:
+            dtype: dtype into which quantized values are dequantized.
 
         Raises:
             ValueError: if the `gguf` package cannot dequantize the type.
@@ -70,13 +73,11 @@ class QuantizedTensor:
         if self.quantization in _PLAIN_DTYPES:
             return self.data.view(_PLAIN_DTYPES[self.quantization][0]).reshape(self.shape)
         rows = max(1, _CHUNK_BYTES // self.data.shape[1])
-        chunks = [self.data[start : start + rows] for start in range(0, len(self.data), rows)]
-        values = np.empty((len(self.data), self.shape[-1]), np.float32)
+        values = np.empty((len(self.data), self.shape[-1]), dtype)
+        chunks = [slice(start, start + rows) for start in range(0, len(self.data), rows)]
         try:
-            with np.errstate(all="ignore"):  # the caller reports values that are not finite
-                dequantized = _threads().map(self._dequantize, chunks)
-                for number, chunk in enumerate(dequantized):
-                    values[number * rows : number * rows + len(chunk)] = chunk
+            for _ in _threads().map(functools.partial(self._dequantize, values), chunks):
+                pass
         except NotImplementedError as error:
             raise ValueError(f"the quantization {self.quantization.name} is not supported: {error}") from error
         return values.reshape(self.shape)
@@ -86,9 +87,10 @@ class QuantizedTensor:
         rows = math.prod(self.shape[1:-1])
         return dataclasses.replace(self, shape=self.shape[1:], data=self.data[index * rows : (index + 1) * rows])
 
-    def _dequantize(self, data: np.ndarray) -> np.ndarray:
+    def _dequantize(self, values: np.ndarray, rows: slice) -> None:
+        """Dequantizes some rows into `values`; the caller reports values that are not finite."""
         with np.errstate(all="ignore"):  # a thread has its own state
-            return gguf.quants.dequantize(data, self.quantization)
+            values[rows] = gguf.quants.dequantize(self.data[rows], self.quantization)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

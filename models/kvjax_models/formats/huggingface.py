@@ -47,7 +47,7 @@ class _SafetensorsTensor:
     def dtype(self) -> str:
         return self.file.get_slice(self.name).get_dtype()
 
-    def read(self) -> np.ndarray:
+    def read(self, dtype: np.typing.DTypeLike = np.float32) -> np.ndarray:
         return self.file.get_tensor(self.name)
 
 
