@@ -101,23 +101,25 @@ def test_shipped_calibrations_are_valid():
 
 
 @pytest.mark.parametrize(
-    ("budget", "kv_dtype", "expected", "fraction"),
+    ("budget", "kv_dtype", "expected", "fraction", "compact_every"),
     [
-        ("10%", None, "int4", 0.25),  # 10% of the bytes hold 38% of the tokens
-        ("25%", None, "int4", 0.75),
-        (None, None, "int4", 0.75),
-        ("70%", None, "int8", 0.75),
-        ("25%", "int8", "int8", 0.75),
-        (25, "int8", "int8", 0.25),  # slots are tokens
+        ("10%", None, "int4", 0.25, 16),  # 10% of the bytes hold 38% of the tokens
+        ("8%", None, ("int4", "int2"), 0.25, 4),
+        ("25%", None, "int4", 0.75, 16),
+        (None, None, "int4", 0.75, 16),
+        ("70%", None, "int8", 0.75, 16),
+        ("25%", "int8", "int8", 0.75, 16),
+        (25, "int8", "int8", 0.25, 16),  # slots are tokens
     ],
 )
-def test_auto_stores_few_bits_and_uses_the_calibration(model, budget, kv_dtype, expected, fraction):
+def test_auto_stores_few_bits_and_uses_the_calibration(model, budget, kv_dtype, expected, fraction, compact_every):
     calibration.save(model, Calibration(SCALE))
     choice, resolved_budget, resolved_dtype = resolve(model, "auto", budget, kv_dtype)
     assert resolved_dtype == expected and resolved_budget == ("25%" if budget is None else budget)
     policy = choice.make(64)
     assert policy == kvjax.LayerBudgets(
-        kvjax.AdaKV(kvjax.KVzip(64, reserve_decode_slots=True), alpha_safeguard=0.0), SCALE[fraction]
+        kvjax.AdaKV(kvjax.KVzip(64, reserve_decode_slots=True, compact_every=compact_every), alpha_safeguard=0.0),
+        SCALE[fraction],
     )
 
 

@@ -48,9 +48,7 @@ POLICIES = {
     "exact": kvjax.Exact(compact_every=4),
     "chelsea": kvjax.Chelsea(10, sinks=2, recent=4, chunk=4, compact_every=4),
     "snapkv": kvjax.SnapKV(10, window_size=4, compact_every=4),
-    "by_head": kvjax.ByHead(
-        (kvjax.Exact(compact_every=4),) * 2 + (kvjax.Uniform(10, sinks=2, recent=4, compact_every=4),) * 2
-    ),
+    "by_head": kvjax.ByHead((kvjax.Exact(compact_every=4), kvjax.Uniform(10, sinks=2, recent=4, compact_every=4)) * 2),
 }
 CHECKPOINT = tiny.directory()
 
@@ -263,7 +261,7 @@ def test_continuous_batching_on_a_mesh(name):
         return rows
 
     assert run_requests(make_mesh(data=1, tensor=DEVICES)) == run_requests(None)
-    with pytest.raises(ValueError, match="cannot be divided among 2 groups of devices"):
+    with pytest.raises(ValueError, match="batch rows are sharded over 2 groups of devices"):
         run_requests(make_mesh(data=2, tensor=DEVICES // 2))
 
 

@@ -1,6 +1,7 @@
 """Resolves `policy="auto"` and `layer_budget_scale="auto"` for a model."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from absl import logging
@@ -13,11 +14,25 @@ from kvjax_models import calibration
 from kvjax_models.model.llama import Llama
 
 DEFAULT_BUDGET = "25%"
-# Formats of `policy="auto"` by the smallest budget, as a fraction of a full bfloat16 cache; measured on SmolLM2-135M.
-_FORMATS: tuple[tuple[float, KVDtype], ...] = ((0.6, "int8"), (0.0, "int4"))
 _SCALE_BITS = 16 / 64  # per stored number, for vectors of 64 dimensions
 
 KVFormat = KVDtype | tuple[KVDtype, KVDtype] | None
+
+
+class _AutoSettings(NamedTuple):
+    """Settings of `policy="auto"` from a budget on, as a fraction of a full bfloat16 cache."""
+
+    smallest: float
+    kv_dtype: KVFormat
+    compact_every: int  # the staging buffer is not quantized; a large one takes most of a small budget
+
+
+# Measured on SmolLM2-135M.
+_AUTO_SETTINGS = (
+    _AutoSettings(0.6, "int8", 16),
+    _AutoSettings(0.1, "int4", 16),
+    _AutoSettings(0.0, ("int4", "int2"), 4),
+)
 
 
 def resolve_auto(
@@ -25,8 +40,9 @@ def resolve_auto(
 ) -> tuple[AnyPolicy, int | str | Budget | None, KVFormat]:
     """Replaces "auto" in a policy by settings for a model.
 
-    `policy="auto"` stores the tokens in 4 bits, or in 8 from 60% of a full bfloat16 cache on, unless `kv_dtype` is
-    given. Its budget is divided among layers by the model's calibration.
+    `policy="auto"` stores the tokens in 4 bits, from 60% of a full bfloat16 cache on in 8, and below 10% values in 2,
+    unless `kv_dtype` is given. Below 10%, it also has a smaller staging buffer. Its budget is divided among layers by
+    the model's calibration.
 
     Args:
         model: the decoder.
@@ -47,8 +63,10 @@ def resolve_auto(
         budget = DEFAULT_BUDGET
     size = choice.budget if budget is None else Budget.of(budget)
     fraction = _fraction(size, spec, tokens)
-    if is_auto and kv_dtype is None:
-        kv_dtype = next(name for smallest, name in _FORMATS if fraction >= smallest)
+    if is_auto:
+        chosen = next(one for one in _AUTO_SETTINGS if fraction >= one.smallest)
+        kv_dtype = chosen.kv_dtype if kv_dtype is None else kv_dtype
+        choice = dataclasses.replace(choice, settings=(*choice.settings, ("compact_every", str(chosen.compact_every))))
     found = calibration.find(model)
     if found is None:
         logging.log_first_n(

@@ -111,13 +111,17 @@ def dot_general(x: Float[Array, "..."], kernel: Float[Array, "..."], dimensions:
     Returns:
         The product in the dtype that `jax.lax.dot_general` returns.
     """
-    multiply = functools.partial(jax.lax.dot_general, dimension_numbers=dimensions, **options)
-    if x.dtype != jnp.bfloat16 or kernel.dtype != jnp.bfloat16:
-        return multiply(x, kernel)
+
+    def multiply(x: Array, kernel: Array) -> Array:
+        return jax.lax.dot_general(x, kernel, dimensions, **options)
 
     def multiply_in_float32(x: Array, kernel: Array) -> Array:
         """Rounds sums in float32."""
-        return multiply(x, kernel, preferred_element_type=jnp.float32).astype(x.dtype)
+        product = jax.lax.dot_general(x, kernel, dimensions, **{**options, "preferred_element_type": jnp.float32})
+        return product.astype(x.dtype)
+
+    if x.dtype != jnp.bfloat16 or kernel.dtype != jnp.bfloat16:
+        return multiply(x, kernel)
 
     return jax.lax.platform_dependent(x, kernel, cpu=multiply_in_float32, default=multiply)
 
