@@ -103,7 +103,7 @@ def test_shipped_calibrations_are_valid():
 @pytest.mark.parametrize(
     ("budget", "kv_dtype", "expected", "fraction", "compact_every"),
     [
-        ("10%", None, "int4", 0.25, 16),  # 10% of the bytes hold 38% of the tokens
+        ("10%", None, "int4", 0.25, 4),  # 10% of the bytes hold 38% of the tokens
         ("8%", None, ("int4", "int2"), 0.25, 4),
         ("25%", None, "int4", 0.75, 16),
         (None, None, "int4", 0.75, 16),

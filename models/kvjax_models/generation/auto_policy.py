@@ -30,7 +30,8 @@ class _AutoSettings(NamedTuple):
 # Measured on SmolLM2-135M.
 _AUTO_SETTINGS = (
     _AutoSettings(0.6, "int8", 16),
-    _AutoSettings(0.1, "int4", 16),
+    _AutoSettings(0.2, "int4", 16),
+    _AutoSettings(0.1, "int4", 4),
     _AutoSettings(0.0, ("int4", "int2"), 4),
 )
 
@@ -41,7 +42,7 @@ def resolve_auto(
     """Replaces "auto" in a policy by settings for a model.
 
     `policy="auto"` stores the tokens in 4 bits, from 60% of a full bfloat16 cache on in 8, and below 10% values in 2,
-    unless `kv_dtype` is given. Below 10%, it also has a smaller staging buffer. Its budget is divided among layers by
+    unless `kv_dtype` is given. Below 20%, it has a smaller staging buffer. Its budget is divided among layers by
     the model's calibration.
 
     Args:
