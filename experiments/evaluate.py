@@ -72,7 +72,7 @@ def load_model(name: str, dtype: str | None) -> LanguageModel:
 
     Args:
         name: name, GGUF file or directory.
-        dtype: dtype of the model; by default float32 on CPUs, which compute faster in it, and bfloat16 elsewhere.
+        dtype: dtype of the model; by default float32 on CPUs and bfloat16 elsewhere.
 
     Returns:
         The model.

@@ -9,8 +9,8 @@ from sphinx.application import Sphinx
 from sphinx.writers.html5 import HTML5Translator
 
 
-def render_inline(translator: HTML5Translator, node: nodes.math) -> None:
-    """Writes a formula within a line.
+def render(translator: HTML5Translator, node: nodes.math | nodes.math_block) -> None:
+    """Writes a formula, within a line or displayed.
 
     Args:
         translator: writer of the page.
@@ -19,21 +19,9 @@ def render_inline(translator: HTML5Translator, node: nodes.math) -> None:
     Raises:
         SkipNode: always, because the formula is complete.
     """
-    translator.body.append(tex2mathml(node.astext()))
-    raise nodes.SkipNode
-
-
-def render_block(translator: HTML5Translator, node: nodes.math_block) -> None:
-    """Writes a displayed formula.
-
-    Args:
-        translator: writer of the page.
-        node: the formula.
-
-    Raises:
-        SkipNode: always, because the formula is complete.
-    """
-    translator.body.append(f'<div class="math">\n{tex2mathml(node.astext(), as_block=True)}\n</div>\n')
+    is_block = isinstance(node, nodes.math_block)
+    formula = tex2mathml(node.astext(), as_block=is_block)
+    translator.body.append(f'<div class="math">\n{formula}\n</div>\n' if is_block else formula)
     raise nodes.SkipNode
 
 
@@ -46,5 +34,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     Returns:
         Metadata of the extension.
     """
-    app.add_html_math_renderer("mathml", (render_inline, None), (render_block, None))
+    app.add_html_math_renderer("mathml", (render, None), (render, None))
     return {"parallel_read_safe": True, "parallel_write_safe": True}

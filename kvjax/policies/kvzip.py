@@ -16,12 +16,12 @@ class KVzip(TopKPolicy):
     r"""Keeps the tokens that receive the most attention from any query of a repetition of the prompt.
 
     A question about the text may need any token that repeating it needs. The model reads the prompt a second time in
-    chunks, each after the entire prompt. Prefill then takes two to three times as long, except when the
+    chunks, each after the entire prompt. Prefill then takes about three times as long, except when the
     prefix is continued; only one layer's keys and values are in memory at a time.
 
     The paper uses `AdaKV(KVzip(budget, reserve_decode_slots=True), alpha_safeguard=0)` in every layer, or one budget
-    for all layers, which kvjax does not have. Results hardly depend on the words of the repetition; by default there
-    are none. kvpress uses "\n\nRepeat the previous context exactly." and "\n\nRepeat the part of the
+    for all layers, to which `kvjax.LayerBudgets` comes close. Results hardly depend on the words of the repetition; by
+    default there are none. kvpress uses "\n\nRepeat the previous context exactly." and "\n\nRepeat the part of the
     previous context exactly, starting with". Inherited settings: see `TopKPolicy`. The paper uses sinks=4, recent=0.
 
     Attributes:

@@ -433,8 +433,8 @@ def load(
     Args:
         name: a Hugging Face directory, a GGUF file, a known model ("smollm2-135m", see `known_models`), or the name of
             a model on the hub ("Qwen/Qwen3-0.6B"), which is downloaded once.
-        dtype: dtype of parameters and activations. By default float32 on CPUs, which compute it faster than 16 bits;
-            elsewhere the dtype of the checkpoint, float32 if it is quantized.
+        dtype: dtype of parameters and activations. By default float32 on CPUs, because few CPUs
+            compute in 16 bits; elsewhere the dtype of the checkpoint, float32 if it is quantized.
         mesh: mesh to shard the model on (see `kvjax.make_mesh`); a single device by default.
         weight_dtype: "int8" stores the embedding and all kernels in int8 with one scale per output channel, a quarter
             of the bytes of float32; activations keep `dtype`. Needs a single device.

@@ -33,7 +33,7 @@ class StoredTensor(Protocol):
         """The dtype as safetensors names it, such as "BF16"."""
 
     def read(self, dtype: np.typing.DTypeLike = np.float32) -> np.ndarray:
-        """Returns the values; those of a quantized tensor have the given dtype, others the stored one."""
+        """Returns the values: of a quantized tensor in the given dtype, of others in the stored one."""
 
 
 @dataclasses.dataclass(frozen=True)

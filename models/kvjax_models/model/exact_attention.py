@@ -210,7 +210,7 @@ def _attend_block(
     chunk, stop = text * repeat.chunk_tokens, (text + 1) * repeat.chunk_tokens
     slots, chunk_start = prompt.take(chunk, stop, repeat.chunk_tokens)
     chunk_partials, logits = _attend_with_logits(query, slots.segment(), logit_cap)
-    subset = partials = merge(partials, chunk_partials)  # what the scores are normalized over
+    subset = partials = merge(partials, chunk_partials)  # scores are normalized over the subset
     if sizes.shape[1] > 1:
         if repeat.sinks:
             sinks, _ = prompt.take(0, jnp.minimum(chunk, repeat.sinks), repeat.sinks)
@@ -256,7 +256,7 @@ def _add_slots(
     stop: Int[Array, ""] | int,
     size: int,
 ) -> Partials:
-    """Adds slots [first, stop) to a partial softmax, `size` slots at a time; skips those that no query sees."""
+    """Adds slots [first, stop) to a partial softmax, `size` slots at a time; skips slots that no query sees."""
     stop = jnp.minimum(stop, jnp.max(slots.stop))
     unmasked: Int[Array, ""] | int = 0  # blocks that all queries see; masks cost a fifth of the time on a CPU
 

@@ -87,8 +87,13 @@ def make_linear(quantized: bool, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs) ->
 
     def linear(inputs: int, outputs: int | Sequence[int], *, use_bias: bool) -> nnx.Linear | nnx.LinearGeneral:
         """Returns a float projection with random values."""
-        options: Any = {"use_bias": use_bias, "dtype": dtype, "param_dtype": dtype, "rngs": rngs}
-        options["dot_general"] = dot_general
+        options: Any = {
+            "use_bias": use_bias,
+            "dtype": dtype,
+            "param_dtype": dtype,
+            "rngs": rngs,
+            "dot_general": dot_general,
+        }
         if isinstance(outputs, int):
             return nnx.Linear(inputs, outputs, **options)
         return nnx.LinearGeneral(inputs, outputs, **options)
@@ -122,7 +127,6 @@ def dot_general(x: Float[Array, "..."], kernel: Float[Array, "..."], dimensions:
 
     if x.dtype != jnp.bfloat16 or kernel.dtype != jnp.bfloat16:
         return multiply(x, kernel)
-
     return jax.lax.platform_dependent(x, kernel, cpu=multiply_in_float32, default=multiply)
 
 
