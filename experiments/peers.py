@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments import evaluate, presses, tasks
-from experiments.common.flags import Flags, repeatable, run_command
+from experiments.common.flags import Flags, one_of, repeatable, run_command
 from experiments.common.rows import Row, RowFile
-from experiments.common.units import Item, make_units
+from experiments.common.units import Item, Unit, make_units
 from experiments.tasks.task import Request, Task
 from kvjax.budget import Budget
 from kvjax_models import LanguageModel
@@ -48,6 +48,7 @@ class Options(Flags):
     documents: int = 10  # Documents per task.
     seed: int = 0  # Seed of the documents.
     data_dir: str | None = None  # Directory of published files.
+    dtype: str = one_of("float32", ("float32", "bfloat16"))  # Dtype of the model.
     output: str = "build/peers.jsonl"  # File of the rows.
 
 
@@ -61,7 +62,7 @@ def main(options: Options) -> None:
         if not path.is_dir():  # transformers reads GGUF files slowly or not at all
             path = pathlib.Path(directory)
             save_for_transformers(llm, path)
-        process = presses.Presses(options.kvpress_python, path)
+        process = presses.Presses(options.kvpress_python, path, options.dtype)
         try:
             for name in tasks.expand(options.task):
                 task = tasks.make_task(name, request)
@@ -105,55 +106,56 @@ def run_task(
     if task.score is None:
         raise ValueError(f"task {task.name} has no generated answers")
     units = make_units(task, llm.tokenizer, question_seen, 1, options.tokens)
-    items = [(unit.prompts[item.row], item) for unit in units for item in unit.items]
     for press in options.press:
         for budget in options.budget:
-            for prompt, item in items:
-                row = _row(options, task, f"kvpress {press}", budget, question_seen, item)
-                if row.key not in rows:
-                    rows.append([answer(process, task, press, row, prompt, item)])
+            for unit in units:
+                labels = [_row(options, task, f"kvpress {press}", budget, question_seen, item) for item in unit.items]
+                if not all(row.key in rows for row in labels):
+                    rows.append(answer(process, task, press, labels, unit))
 
 
-def answer(process: presses.Presses, task: Task, press: str, row: Row, prompt: Sequence[int], item: Item) -> Row:
-    """Returns the completed row of one question.
+def answer(process: presses.Presses, task: Task, press: str, rows: Sequence[Row], unit: Unit) -> list[Row]:
+    """Answers all questions about one compressed prompt.
 
     Args:
         process: process of the presses.
         task: the task.
         press: name of the press.
-        row: the row without a score.
-        prompt: tokens of the compressed prompt.
-        item: the question.
+        rows: the questions' rows without scores.
+        unit: one prompt and its questions.
 
     Returns:
-        The row.
+        The completed rows. The tokens that are kept follow from the longest question.
     """
-    context, after = list(prompt), list(item.tokens)
-    if not after:
-        context, after = context[:-1], context[-1:]
-    later = len(after) + task.answer_tokens
-    kept = kept_tokens(str(row.budget), len(context), later)
+    context, questions = unit.prompts[0], [item.tokens for item in unit.items]
+    if not questions[0]:
+        context, questions = context[:-1], [context[-1:]]
+    later = max(map(len, questions)) + task.answer_tokens
+    kept = kept_tokens(str(rows[0].budget), len(context), later)
     if kept < 1:
-        error = f"budget={row.budget} of {len(context) + later} tokens: {later} tokens after the prompt exceed it"
-        return dataclasses.replace(row, error=error)
+        error = f"budget={rows[0].budget} of {len(context) + later} tokens: {later} tokens after the prompt exceed it"
+        return [dataclasses.replace(row, error=error) for row in rows]
     try:
-        reply = process.answer(press, kept, [(context, after)], task.answer_tokens)
+        reply = process.answer(press, kept, context, questions, task.answer_tokens)
     except presses.PressFailed as error:
-        return dataclasses.replace(row, error=str(error))
-    text = reply["answers"][0]
-    if task.stop is not None:
-        text = text.strip().partition(task.stop)[0]
-    fraction = (reply["kept"][0] + later) / (len(context) + later)
+        return [dataclasses.replace(row, error=str(error)) for row in rows]
+    fraction = (reply["kept"] + later) / (len(context) + later)
     assert task.score is not None
-    return dataclasses.replace(
-        row,
-        score=float(task.score(text, item.question)),
-        answer=text,
-        prompt_tokens=len(context),
-        cache_fraction=fraction,
-        read_fraction=fraction,
-        settings={"held_tokens": reply["held"][0], "kept_tokens": reply["kept"][0]},
-    )
+    done = []
+    for row, item, text in zip(rows, unit.items, reply["answers"], strict=True):
+        text = text if task.stop is None else text.strip().partition(task.stop)[0]
+        done.append(
+            dataclasses.replace(
+                row,
+                score=float(task.score(text, item.question)),
+                answer=text,
+                prompt_tokens=len(context),
+                cache_fraction=fraction,
+                read_fraction=fraction,
+                settings={"held_tokens": reply["held"], "kept_tokens": reply["kept"]},
+            )
+        )
+    return done
 
 
 def kept_tokens(budget: str, context: int, later: int) -> int:

@@ -1,9 +1,10 @@
 """kvpress's presses, in a process whose Python environment has torch and kvpress.
 
-    python -m experiments.presses MODEL_DIRECTORY     # requests and replies are lines of JSON
+    python -m experiments.presses MODEL_DIRECTORY DTYPE     # requests and replies are lines of JSON
 
-Only that process imports them. A request gives the number of context tokens that a KV head keeps on average. Tokens of
-the question and the answer are kept in addition, as in kvpress's pipeline, which generates the answers.
+Only that process imports them. A request gives a text, the number of its tokens that a KV head keeps on average, and
+questions. Tokens of a question and its answer are kept in addition, as in kvpress's pipeline, which compresses the text
+once and generates the answers.
 """
 
 import json
@@ -96,36 +97,38 @@ class PressFailed(Exception):
 class Presses:
     """A process that runs presses on a model; the first request starts it."""
 
-    def __init__(self, python: str, directory: pathlib.Path):
+    def __init__(self, python: str, directory: pathlib.Path, dtype: str):
         """Stores the command.
 
         Args:
             python: interpreter of an environment with kvpress.
             directory: Hugging Face directory of the model.
+            dtype: "float32" or "bfloat16".
         """
-        self._words = [python, "-m", "experiments.presses", str(directory.resolve())]
+        self._words = [python, "-m", "experiments.presses", str(directory.resolve()), dtype]
         self._process: subprocess.Popen | None = None
 
     def answer(
-        self, press: str, kept: int, prompts: Sequence[tuple[list[int], list[int]]], answer_tokens: int
+        self, press: str, kept: int, text: list[int], questions: Sequence[list[int]], answer_tokens: int
     ) -> dict[str, Any]:
-        """Answers questions about compressed texts.
+        """Compresses a text and answers questions about it.
 
         Args:
             press: name of the press.
-            kept: tokens of each text that a KV head keeps on average.
-            prompts: tokens of each text and question.
+            kept: tokens of the text that a KV head keeps on average.
+            text: tokens of the text.
+            questions: tokens of each question.
             answer_tokens: maximum number of tokens of an answer.
 
         Returns:
-            `answers` as text, and for each text the average number of tokens that a KV head keeps (`kept`) and holds
+            `answers` as text, and the average number of the text's tokens that a KV head keeps (`kept`) and holds
             (`held`); some presses mask dropped tokens and hold them.
 
         Raises:
             PressFailed: if the press raises an error.
             RuntimeError: if the process ended.
         """
-        return self._ask(press=press, kept=kept, prompts=prompts, answer_tokens=answer_tokens)
+        return self._ask(press=press, kept=kept, text=text, questions=questions, answer_tokens=answer_tokens)
 
     def close(self) -> None:
         """Ends the process."""
@@ -154,8 +157,13 @@ class Presses:
         return reply
 
 
-def main(directory: str) -> None:
-    """Answers one request per line of the standard input."""
+def main(directory: str, dtype: str) -> None:
+    """Answers one request per line of the standard input.
+
+    Args:
+        directory: Hugging Face directory of the model.
+        dtype: dtype of the model.
+    """
     import kvpress
     import torch
     import transformers
@@ -169,36 +177,32 @@ def main(directory: str) -> None:
         press = PRESSES[request["press"]]
         if press.eager not in pipelines:
             model = transformers.AutoModelForCausalLM.from_pretrained(
-                directory, dtype=torch.float32, attn_implementation="eager" if press.eager else "sdpa"
+                directory, dtype=dtype, attn_implementation="eager" if press.eager else "sdpa"
             ).eval()
             tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
             pipelines[press.eager] = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
         pipeline = pipelines[press.eager]
-        reply: dict[str, Any] = {"answers": [], "kept": [], "held": []}
+        # Half a token more, because presses round down.
+        made = press.make(kvpress, 1 - (request["kept"] + 0.5) / len(request["text"]))
         try:
             with torch.no_grad():
-                for text, question in request["prompts"]:
-                    # Half a token more, because presses round down.
-                    made = press.make(kvpress, 1 - (request["kept"] + 0.5) / len(text))
-                    answer, kept, held = _answer(pipeline, made, text, question, request["answer_tokens"])
-                    reply["answers"].append(answer)
-                    reply["kept"].append(kept)
-                    reply["held"].append(held)
+                reply = _answer(pipeline, made, request["text"], request["questions"], request["answer_tokens"])
         except Exception as error:  # any error of a press is a result
             reply = {"error": f"{type(error).__name__}: {error}"}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
 
-def _answer(pipeline: Any, press: Any, text: list[int], question: list[int], tokens: int) -> tuple[str, float, float]:
-    """Returns the pipeline's answer, and the average number of tokens that a KV head keeps and holds."""
+def _answer(pipeline: Any, press: Any, text: list[int], questions: Sequence[list[int]], tokens: int) -> dict[str, Any]:
+    """Returns the pipeline's answers, and the average number of tokens that a KV head keeps and holds."""
     import torch
     import transformers
 
     cache = transformers.DynamicCache()
-    given = {"context_ids": torch.tensor([text]), "questions_ids": [torch.tensor([question])]}
-    (answer,) = pipeline._forward(given, max_new_tokens=tokens, press=press, cache=cache)
-    return answer, *_use(pipeline.model, cache)
+    given = {"context_ids": torch.tensor([text]), "questions_ids": [torch.tensor([question]) for question in questions]}
+    answers = pipeline._forward(given, max_new_tokens=tokens, press=press, cache=cache)
+    kept, held = _use(pipeline.model, cache)
+    return {"answers": answers, "kept": kept, "held": held}
 
 
 def _use(model: Any, cache: Any) -> tuple[float, float]:
@@ -213,4 +217,4 @@ def _use(model: Any, cache: Any) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

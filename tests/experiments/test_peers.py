@@ -16,8 +16,9 @@ STUB = f"""#!{sys.executable}
 import json, sys
 for line in sys.stdin:
     request = json.loads(line)
-    reply = {{"kept": [request["kept"]], "held": [len(request["prompts"][0][0])]}}
-    answers = {{"SnapKV": [" none"], "KVzip": [" 1234567890"]}}.get(request["press"])
+    reply = {{"kept": request["kept"], "held": len(request["text"])}}
+    answer = {{"SnapKV": " none", "KVzip": " 1234567890"}}.get(request["press"])
+    answers = answer and [answer] * len(request["questions"])
     print(json.dumps(reply | {{"answers": answers}} if answers else {{"error": "ValueError: no"}}), flush=True)
 """
 
@@ -68,7 +69,7 @@ def test_budgets_are_percentages_of_all_tokens_or_of_the_prompt():
 
 def test_a_process_that_ended_is_an_error(tmp_path):
     with pytest.raises(RuntimeError, match="/bin/false .* ended; its Python must have torch and kvpress"):
-        presses.Presses("/bin/false", tmp_path).answer("KVzip", 10, [([1, 2], [3])], 4)
+        presses.Presses("/bin/false", tmp_path, "float32").answer("KVzip", 10, [1, 2], [[3]], 4)
 
 
 def test_every_press_is_compared_or_left_out_with_a_reason():
@@ -84,7 +85,6 @@ def test_answers_equal_the_pipeline_of_kvpress(tmp_path):
     peers.save_for_transformers(tiny.make_llm(), tmp_path)
     tokenizer = tiny.make_llm().tokenizer
     documents = tasks.make_task("niah_multikey_1:docs", request(1800)).documents
-    texts = [document.context for document in documents]
     # Short: kvpress masks with a hyperplane that separates a question's queries, and random weights rarely have one.
     questions = [document.questions[0].text[-2:] for document in documents]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
@@ -92,18 +92,15 @@ def test_answers_equal_the_pipeline_of_kvpress(tmp_path):
         "kv-press-text-generation", model=model, tokenizer=transformers.AutoTokenizer.from_pretrained(tmp_path)
     )
     # The pipeline appends a newline to questions of models without a chat template.
-    prompts = [
-        (tokenizer.encode(text), tokenizer.encode(question + "\n", add_bos=False))
-        for text, question in zip(texts, questions, strict=True)
-    ]
-    process = presses.Presses(sys.executable, tmp_path)
+    encoded = [tokenizer.encode(question + "\n", add_bos=False) for question in questions]
+    process = presses.Presses(sys.executable, tmp_path, "float32")
     for name in ("SnapKV", "KVzip"):
-        expected = []
-        for (text, _), context, question in zip(prompts, texts, questions, strict=True):
+        for context in (document.context for document in documents):
+            text = tokenizer.encode(context)
             press = presses.PRESSES[name].make(kvpress, 1 - (200 + 0.5) / len(text))
-            expected.append(pipeline(context, question=question, press=press, max_new_tokens=24)["answer"])
-        reply = process.answer(name, 200, prompts, 24)
-        assert reply["answers"] == expected
-        np.testing.assert_allclose(reply["kept"], 200, atol=1)  # KVzip masks a share of all layers together
-        assert reply["held"] == [200.0] * 3 if name == "SnapKV" else reply["held"] == [len(text) for text, _ in prompts]
+            expected = pipeline(context, questions=questions, press=press, max_new_tokens=24)["answers"]
+            reply = process.answer(name, 200, text, encoded, 24)
+            assert reply["answers"] == expected
+            np.testing.assert_allclose(reply["kept"], 200, atol=1)  # KVzip masks a share of all layers together
+            assert reply["held"] == (200 if name == "SnapKV" else len(text))
     process.close()
