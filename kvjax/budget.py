@@ -1,5 +1,6 @@
 """Cache budgets, and the search for the largest policy within a budget."""
 
+import bisect
 import dataclasses
 import re
 from collections.abc import Callable
@@ -137,7 +138,8 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
     """Returns the policy with the largest budget that stays within `limit` bytes per row and layer.
 
     Bytes are those held, or those read per token for a retrieval policy, on average over the layers. They include the
-    staging buffer, counters and PRNG keys. Budgets are rounded to tiles (`round_to_tiles`).
+    staging buffer, counters and PRNG keys. Budgets are rounded to tiles (`round_to_tiles`). If all tokens fit, the
+    result is the smallest budget that holds them.
 
     Args:
         make: makes a policy from a number of slots, such as `lambda budget: kvjax.Uniform(budget, sinks=16)`.
@@ -176,12 +178,20 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
         if make(high).is_retrieval and high >= spec.capacity:
             return make(high)  # everything may be read
         if high > limit:
-            raise ValueError(f"{make(low)} does not grow with its budget; pass a budget in slots")
+            if size(high) == size(smallest):
+                raise ValueError(f"{make(smallest)} does not grow with its budget; pass a budget in slots")
+            return make(_smallest_of_equal_size(size, smallest, high))  # all tokens fit
         low = high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if size(middle) <= limit else (low, middle)
     return make(max(round_to_tiles(low), smallest))
+
+
+def _smallest_of_equal_size(size: Callable[[int], float], low: int, high: int) -> int:
+    """Returns the smallest budget from `low` to `high` whose `size` is that of `high`."""
+    largest = size(high)
+    return low + bisect.bisect_left(range(low, high), largest, key=size)
 
 
 def _equal_layers(policy: Policy, spec: CacheSpec) -> list[list[CacheSpec]]:

@@ -145,21 +145,21 @@ def measure_size(generator: Generator, state: GenerationState, tokens: int) -> C
         The sizes.
     """
     held = kvjax.cache_bytes(state.layers)
-    held_reference, read_reference = _reference_bytes(generator.policies, generator.specs)
+    reference_specs = tuple(dataclasses.replace(spec, dtype=REFERENCE_DTYPE) for spec in generator.specs)
+    held_reference, read_reference = _row_bytes(generator.policies, reference_specs)
+    _, read = _row_bytes(generator.policies, generator.specs)
     full = full_bytes(generator, tokens)
     return CacheSize(
         held.device // generator.batch,
         held.host // generator.batch,
-        sum(map(kvjax.read_bytes, state.layers)) // generator.batch,
+        read,
         held_reference / full,
         read_reference / full,
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _reference_bytes(policies: tuple[Policy, ...], specs: tuple[kvjax.CacheSpec, ...]) -> tuple[int, int]:
-    """Returns the bytes that a sequence holds and reads per step if unquantized arrays are in bfloat16."""
-    layers = [
-        (policy, dataclasses.replace(spec, dtype=REFERENCE_DTYPE)) for policy, spec in zip(policies, specs, strict=True)
-    ]
+def _row_bytes(policies: tuple[Policy, ...], specs: tuple[kvjax.CacheSpec, ...]) -> tuple[int, int]:
+    """Returns the bytes that a sequence holds and reads per step."""
+    layers = list(zip(policies, specs, strict=True))
     return sum(row_bytes(*layer) for layer in layers), sum(row_read_bytes(*layer) for layer in layers)

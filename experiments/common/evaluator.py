@@ -20,7 +20,7 @@ from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import GenerationState
 
 _MAX_UNITS = 10_000  # of a task
-_ROUNDING = 16  # the capacity after the prompt is a multiple of it, so that tasks share programs
+_ROUNDING = 8  # the capacity after the prompt is a multiple of it, so that tasks share programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,11 +243,15 @@ class Evaluator:
                     batch=batch,
                     max_prompt_tokens=bucket[-1],
                     max_new_tokens=1 if streaming else self.capacity,
-                    budget_tokens=bucket[0] + (0 if streaming else self.capacity),
+                    budget_tokens=self._shortest(bucket) + (0 if streaming else self.max_new_tokens),
                     streaming=streaming,
                 )
             )
         return self._generators[key]
+
+    def _shortest(self, bucket: range) -> int:
+        """Returns the length of the shortest prompt of a bucket, so that no prompt gets more than its budget."""
+        return min(len(prompt) for unit in self.units if unit.bucket == bucket for prompt in unit.prompts)
 
     def _size(self, unit: Unit, generator: Generator, state: GenerationState) -> caches.CacheSize:
         """Returns the size of a cache, relative to a full cache after the unit's longest prompt and its answer."""

@@ -105,11 +105,11 @@ def test_shipped_calibrations_are_valid():
     [
         ("10%", None, "int4", 0.25, 4),  # 10% of the bytes hold 38% of the tokens
         ("8%", None, ("int4", "int2"), 0.25, 4),
-        ("25%", None, "int4", 0.75, 16),
-        (None, None, "int4", 0.75, 16),
-        ("70%", None, "int8", 0.75, 16),
-        ("25%", "int8", "int8", 0.75, 16),
-        (25, "int8", "int8", 0.25, 16),  # slots are tokens
+        ("25%", None, "int4", 0.75, 4),
+        (None, None, "int4", 0.75, 4),
+        ("70%", None, "int8", 0.75, 4),
+        ("25%", "int8", "int8", 0.75, 4),
+        (25, "int8", "int8", 0.25, 4),  # slots are tokens
     ],
 )
 def test_auto_stores_few_bits_and_uses_the_calibration(model, budget, kv_dtype, expected, fraction, compact_every):

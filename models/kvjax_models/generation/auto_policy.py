@@ -1,7 +1,6 @@
 """Resolves `policy="auto"` and `layer_budget_scale="auto"` for a model."""
 
 import dataclasses
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from absl import logging
@@ -19,21 +18,10 @@ _SCALE_BITS = 16 / 64  # per stored number, for vectors of 64 dimensions
 KVFormat = KVDtype | tuple[KVDtype, KVDtype] | None
 
 
-class _AutoSettings(NamedTuple):
-    """Settings of `policy="auto"` from a budget on, as a fraction of a full bfloat16 cache."""
-
-    smallest: float
-    kv_dtype: KVFormat
-    compact_every: int  # the staging buffer is not quantized; a large one takes most of a small budget
-
-
-# Measured on SmolLM2-135M.
-_AUTO_SETTINGS = (
-    _AutoSettings(0.6, "int8", 16),
-    _AutoSettings(0.2, "int4", 16),
-    _AutoSettings(0.1, "int4", 4),
-    _AutoSettings(0.0, ("int4", "int2"), 4),
-)
+# Smallest budget, as a fraction of a full bfloat16 cache, and the format of `policy="auto"`. Measured on SmolLM2-135M.
+_AUTO_FORMATS: tuple[tuple[float, KVFormat], ...] = ((0.6, "int8"), (0.1, "int4"), (0.0, ("int4", "int2")))
+# The staging buffer is not quantized: 16 tokens, or 4 if 16 exceed this fraction of the budget.
+_LARGEST_STAGING = 0.02
 
 
 def resolve_auto(
@@ -42,8 +30,8 @@ def resolve_auto(
     """Replaces "auto" in a policy by settings for a model.
 
     `policy="auto"` stores the tokens in 4 bits, from 60% of a full bfloat16 cache on in 8, and below 10% values in 2,
-    unless `kv_dtype` is given. Below 20%, it has a smaller staging buffer. Its budget is divided among layers by
-    the model's calibration.
+    unless `kv_dtype` is given. Its staging buffer holds 16 tokens, or 4 if the budget is smaller than 800 tokens in
+    bfloat16. The budget is divided among layers by the model's calibration.
 
     Args:
         model: the decoder.
@@ -65,9 +53,10 @@ def resolve_auto(
     size = choice.budget if budget is None else Budget.of(budget)
     fraction = _fraction(size, spec, tokens)
     if is_auto:
-        chosen = next(one for one in _AUTO_SETTINGS if fraction >= one.smallest)
-        kv_dtype = chosen.kv_dtype if kv_dtype is None else kv_dtype
-        choice = dataclasses.replace(choice, settings=(*choice.settings, ("compact_every", str(chosen.compact_every))))
+        if kv_dtype is None:
+            kv_dtype = next(formats for smallest, formats in _AUTO_FORMATS if fraction >= smallest)
+        compact_every = 16 if _LARGEST_STAGING * fraction * tokens >= 16 else 4
+        choice = dataclasses.replace(choice, settings=(*choice.settings, ("compact_every", str(compact_every))))
     found = calibration.find(model)
     if found is None:
         logging.log_first_n(
