@@ -542,7 +542,7 @@ def _compact_shard(cache: Cache[S]) -> Cache[S]:
     # Counted here and not in `_stage`: a check per decode step would be one more kernel per layer.
     not_finite = _count_not_finite(cache.staging.keys, cache.staging.values, cache.counters.present)
     new, counters = stagings.take_staged(cache.staging, cache.counters)
-    compacted = cache.policy.compact(quantization.load_stored(cache.state), new)
+    compacted = cache.policy.compact(quantization.load_stored(cache.state, for_compaction=True), new)
     stored = quantization.store(compacted, cache.state, new_rows=new.count > 0)
     not_finite += cache.not_finite
     return _count_policy_faults(dataclasses.replace(cache, state=stored, counters=counters, not_finite=not_finite))

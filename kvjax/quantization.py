@@ -18,6 +18,7 @@ Reference:
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -303,13 +304,14 @@ def init_stored(tree: T, formats: KVFormats | None, dtype: Any) -> T:
     return map_stored(init, tree)
 
 
-def load_stored(tree: T) -> T:
+def load_stored(tree: T, *, for_compaction: bool = False) -> T:
     """Returns a stored state with plain arrays, on which policies compute.
 
     Stores that grow with the context keep their quantized arrays, because they quantize new tokens themselves.
 
     Args:
         tree: a state from `init_stored` or `store`.
+        for_compaction: whether entries that are written once keep their quantized arrays (see `kv_entries`).
 
     Returns:
         The state, in which quantized entries (`kv_entries`, `retrieval_index`) and running means are float32 arrays.
@@ -319,6 +321,8 @@ def load_stored(tree: T) -> T:
         """Returns the plain array of `x` as its `field` declares it."""
         if isinstance(x, RunningMean):
             return dequantize(x.stored).astype(jnp.float32) + dequantize(x.residual)
+        if field.written_once and for_compaction:
+            return x
         return dequantize(x) if field.kv_entries or field.retrieval_index else x
 
     return map_stored(load, tree)
@@ -360,8 +364,8 @@ def store(tree: T, old: T, new_rows: Bool[Array, "B"] | None = None) -> T:
             stored = write(field, x, old.stored)
             residual = quantize(x.astype(jnp.float32) - dequantize(stored).astype(jnp.float32), _INT8)
             return _where_rows(new_rows, field, RunningMean(stored, residual), old)
-        if not (field.kv_entries or field.retrieval_index):
-            return x  # stores that grow quantize new entries themselves
+        if not (field.kv_entries or field.retrieval_index) or isinstance(x, QuantizedArray):
+            return x  # new entries are quantized already
         if not isinstance(old, QuantizedArray):
             return x.astype(old.dtype)
         offset = old.offset
@@ -369,19 +373,47 @@ def store(tree: T, old: T, new_rows: Bool[Array, "B"] | None = None) -> T:
             vectors = x.reshape(*x.shape[:2], -1, x.shape[-1])
             mean = first_mean(offset.reshape(*x.shape[:2], -1), vectors, jnp.any(vectors != 0, axis=-1))
             offset = mean.reshape(offset.shape)
-        return _quantize_like(field, x, old, offset)
+        return _quantize_like(x, old, offset, unbiased=_is_key(field))
 
     return map_stored(write, tree, old)
 
 
+def write_entries(
+    buffer: Float[Array, "*A S D"] | QuantizedArray,
+    new: Float[Array, "*A T D"],
+    write: Callable[[Array, Array], Array],
+    *,
+    valid: Bool[Array, "*#A T"] | None = None,
+) -> Any:
+    """Writes vectors into keys or values, quantized if the buffer is; other vectors keep their bits.
+
+    Args:
+        buffer: keys or values.
+        new: new vectors.
+        write: returns an array with new items; called with the buffer's vectors, or with its numbers and its scales.
+        valid: None for values. For keys: which new vectors count for the offset if the buffer has none yet.
+
+    Returns:
+        The buffer with the new vectors.
+    """
+    if not isinstance(buffer, QuantizedArray):
+        return write(buffer, new.astype(buffer.dtype))
+    offset = buffer.offset
+    if offset is not None and valid is not None:
+        offset = first_mean(offset, new, valid)
+    quantized = _quantize_like(new, buffer, offset, unbiased=valid is not None)
+    values, scale = write(buffer.values, quantized.values), write(buffer.scale, quantized.scale)
+    return dataclasses.replace(buffer, values=values, scale=scale, offset=offset)
+
+
 def _quantize_like(
-    field: ArrayField, x: Array, old: QuantizedArray, offset: Float[Array, "*A D"] | None
+    x: Array, old: QuantizedArray, offset: Float[Array, "*A D"] | None, *, unbiased: bool
 ) -> QuantizedArray:
     """Quantizes x in the format of `old`."""
     name = next(
         name for name, form in FORMATS.items() if (jnp.dtype(form.dtype), form.bits) == (old.values.dtype, old.bits)
     )
-    return quantize(x, name, offset, unbiased=_is_key(field))
+    return quantize(x, name, offset, unbiased=unbiased)
 
 
 def _where_rows(rows: Bool[Array, "B"] | None, field: ArrayField, new: T, old: T) -> T:

@@ -33,18 +33,21 @@ BATCH = "B"
 _COPY_SALT = 0x464F524B  # folded into the keys of copied rows
 
 
-def kv_entries(*, running_mean: bool = False, centered: bool = True) -> Any:
+def kv_entries(*, running_mean: bool = False, centered: bool = True, written_once: bool = False) -> Any:
     """Declares keys [..., S, D] or values [..., S, D_v] that attention reads and that the cache may store quantized.
 
     Args:
         running_mean: whether the entries are means that later tokens join. They are stored with a residual, because
             a mean that is rounded at every update drifts.
         centered: whether keys may be stored without their head's mean; False where heads share slots.
+        written_once: whether compaction only writes later tokens into slots, with `quantization.write_entries`. It then
+            gets the quantized array itself; otherwise it gets plain arrays, all of which are quantized again.
 
     Returns:
         A dataclass field.
     """
-    return dataclasses.field(metadata={"kv_entries": True, "running_mean": running_mean, "centered": centered})
+    metadata = {"running_mean": running_mean, "centered": centered, "written_once": written_once}
+    return dataclasses.field(metadata=metadata | {"kv_entries": True})
 
 
 def retrieval_index() -> Any:
@@ -104,6 +107,7 @@ class ArrayField(NamedTuple):
     kv_entries: bool = False
     running_mean: bool = False
     centered: bool = True
+    written_once: bool = False
     retrieval_index: bool = False
     row_randomness: bool = False
 

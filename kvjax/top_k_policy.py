@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.policy import Policy, Prompt, Requirements, check_budget, check_min
 from kvjax.segment import Segment
-from kvjax.spec import CacheSpec
+from kvjax.spec import TILE, CacheSpec
 from kvjax.stores import top_k_store
 from kvjax.stores.staging import Tokens
 from kvjax.stores.top_k_store import TopKStore, init_top_k_store
@@ -80,6 +80,20 @@ class TopKPolicy(Policy[TopKStore]):
     def min_budget(self) -> int:
         """Slots for the tokens that are always kept and for one compaction."""
         return max(self.sinks + max(self.num_recent, 0 if self.reserve_decode_slots else self.compact_every), 1)
+
+    def for_layer(self, spec: CacheSpec) -> Policy[TopKStore]:
+        """Returns the policy with at most as many slots as there can be tokens.
+
+        Args:
+            spec: spec of the layer.
+
+        Returns:
+            The policy with a budget of at most `spec.capacity`, or `spec.max_prompt_tokens` if later tokens have slots
+            of their own, rounded up to a multiple of 16.
+        """
+        tokens = spec.max_prompt_tokens if self.reserve_decode_slots else spec.capacity
+        largest = max(-(-tokens // TILE) * TILE, self.min_budget)
+        return self if self.budget <= largest else dataclasses.replace(self, budget=largest)
 
     def num_slots(self, spec: CacheSpec) -> int:
         """Returns the number of slots per KV head.

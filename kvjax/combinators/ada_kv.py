@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from kvjax.policy import Policy, Prompt, Requirements
-from kvjax.quantization import QuantizedArray, first_mean
+from kvjax.quantization import QuantizedArray, first_mean, write_entries
 from kvjax.segment import Segment
 from kvjax.spec import CacheSpec
 from kvjax.state import kv_entries, state
@@ -25,8 +25,8 @@ class AdaKVState:
     """The slots of all heads as one pool; head h has slots [start, start + ranked + empty)."""
 
     # A slot of one head's row may hold another head's token: keys are stored without the mean of their own head.
-    keys: Float[Array, "B H_kv S D"] = kv_entries(centered=False)
-    values: Float[Array, "B H_kv S D_v"] = kv_entries()
+    keys: Float[Array, "B H_kv S D"] = kv_entries(centered=False, written_once=True)
+    values: Float[Array, "B H_kv S D_v"] = kv_entries(written_once=True)
     start: Int[Array, "B H_kv"]  # int32
     ranked: Int[Array, "B H_kv"]  # int32, tokens of the prompt that the head kept
     empty: Int[Array, "B H_kv"]  # int32, slots left for later tokens
@@ -182,21 +182,22 @@ class AdaKV(Policy[AdaKVState]):
         slots = state.keys.shape[1] * state.keys.shape[2]
         target = jnp.where(new.present[:, None], state.start[..., None] + target, slots)
 
-        def put(pool: Float[Array, "B H S D"], new: Float[Array, "B H P D"]) -> Float[Array, "B H S D"]:
+        def put(pool: Float[Array, "B H S *D"], new: Float[Array, "B H P *D"]) -> Float[Array, "B H S *D"]:
             return jax.vmap(_put)(pool, target, new)
 
         new_keys = new.keys if state.mean is None else new.keys - state.mean[:, :, None]
-        keys, values = put(state.keys, new_keys), put(state.values, new.values)
+        keys = write_entries(state.keys, new_keys, put, valid=new.present[:, None])
+        values = write_entries(state.values, new.values, put)
         return dataclasses.replace(state, keys=keys, values=values, later=state.later + new.count)
 
 
 _SAFE_RANK = 1e25  # above any score, below the rank of sinks and recent tokens
 
 
-def _put(pool: Float[Array, "H S D"], target: Int[Array, "*n"], new: Float[Array, "*n D"]) -> Float[Array, "H S D"]:
+def _put(pool: Float[Array, "H S *D"], target: Int[Array, "*n"], new: Float[Array, "..."]) -> Float[Array, "H S *D"]:
     """Writes tokens into the slots of all heads, numbered head after head."""
-    flat = pool.reshape(-1, pool.shape[2])
-    new = new.reshape(-1, new.shape[-1]).astype(pool.dtype)
+    width = pool.shape[2:]
+    flat, new = pool.reshape(-1, *width), new.reshape(-1, *width).astype(pool.dtype)
     return flat.at[target.reshape(-1)].set(new, mode="drop").reshape(pool.shape)
 
 

@@ -1,14 +1,14 @@
 """A store that keeps every token, with capacity for all tokens that will come."""
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.distributed.collectives import global_slots, local_slot, local_stop, local_tokens
-from kvjax.quantization import QuantizedArray, empty_quantized, first_mean, quantize
+from kvjax.quantization import QuantizedArray, empty_quantized, write_entries
 from kvjax.segment import Segment
 from kvjax.spec import CacheSpec
 from kvjax.state import fault, state, static
@@ -110,19 +110,9 @@ def _write(
     store: AppendOnlyStore, keys: Array, values: Array, valid: Bool[Array, "B T"], write: Any, count: Int[Array, "B"]
 ) -> AppendOnlyStore:
     """Writes tokens with `write(buffer, new)`, quantized where the store is."""
-    if store.formats is None:
-        return dataclasses.replace(store, keys=write(store.keys, keys), values=write(store.values, values), count=count)
-    old_keys, old_values = cast(QuantizedArray, store.keys), cast(QuantizedArray, store.values)
-    offset = first_mean(cast(Array, old_keys.offset), keys, valid[:, None])
-
-    def write_quantized(old: QuantizedArray, new: QuantizedArray) -> QuantizedArray:
-        return dataclasses.replace(
-            old, values=write(old.values, new.values), scale=write(old.scale, new.scale), offset=new.offset
-        )
-
     return dataclasses.replace(
         store,
-        keys=write_quantized(old_keys, quantize(keys, store.formats[0], offset, unbiased=True)),
-        values=write_quantized(old_values, quantize(values, store.formats[1])),
+        keys=write_entries(store.keys, keys, write, valid=valid[:, None]),
+        values=write_entries(store.values, values, write),
         count=count,
     )

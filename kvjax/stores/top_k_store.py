@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.quantization import write_entries
 from kvjax.segment import Segment
 from kvjax.spec import CacheSpec
 from kvjax.state import kv_entries, state
@@ -17,8 +18,8 @@ from kvjax.structures.per_head import per_head
 class TopKStore:
     """The kept tokens of every head: a prompt's by rank in slots [0, ranked), later ones by `later_token_slots`."""
 
-    keys: Float[Array, "B H_kv S D"] = kv_entries()
-    values: Float[Array, "B H_kv S D_v"] = kv_entries()
+    keys: Float[Array, "B H_kv S D"] = kv_entries(written_once=True)
+    values: Float[Array, "B H_kv S D_v"] = kv_entries(written_once=True)
     ranked: Int[Array, "B"]  # int32, tokens of the prompt
     later: Int[Array, "B"]  # int32, tokens received after the prompt
     log_weights: Float[Array, "B H_kv S"] | None = None  # in the dtype of the cache; None for 0
@@ -91,13 +92,17 @@ def append(store: TopKStore, new: Tokens, sinks: int) -> TopKStore:
     number = store.later[:, None] + jnp.arange(new.keys.shape[2])
     target = later_token_slots(number, store.ranked, slots - store.ranked, sinks)
     target = jnp.broadcast_to(jnp.where(new.present, target, slots)[:, None], new.keys.shape[:3])
+
+    def put(slots: Float[Array, "B H S *D"], new: Float[Array, "B H P *D"]) -> Float[Array, "B H S *D"]:
+        return per_head(_put)(slots, target, new)
+
     log_weights = store.log_weights
     if log_weights is not None:
-        log_weights = per_head(_put)(log_weights, target, jnp.zeros(target.shape))
+        log_weights = put(log_weights, jnp.zeros(target.shape))
     return dataclasses.replace(
         store,
-        keys=per_head(_put)(store.keys, target, new.keys),
-        values=per_head(_put)(store.values, target, new.values),
+        keys=write_entries(store.keys, new.keys, put, valid=new.present[:, None]),
+        values=write_entries(store.values, new.values, put),
         later=store.later + new.count,
         log_weights=log_weights,
     )

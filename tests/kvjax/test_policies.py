@@ -371,6 +371,15 @@ def test_fit_bytes_of_a_retrieval_policy_limits_the_bytes_read():
     assert row_read_bytes(kvjax.fit_bytes(make, spec, 10**7), spec) == reads(10**6) == reads(64)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "int2"])
+def test_fit_bytes_holds_all_tokens_within_a_larger_limit(kv_dtype):
+    spec = make_spec(kv_dtype=kv_dtype)
+    make = functools.partial(kvjax.KeyDiff, reserve_decode_slots=True)
+    policy = kvjax.fit_bytes(lambda budget: kvjax.LayerBudgets(kvjax.AdaKV(make(budget)), (1.0,)), spec, 10**7)
+    slots = abstract_cache(policy, spec).state.keys.shape[2]
+    assert spec.capacity <= slots < spec.capacity + 16
+
+
 def test_format_bytes():
     assert [format_bytes(n) for n in (10, 1536, 3 * 2**20, 5 * 2**30)] == ["10 B", "1.5 KiB", "3.0 MiB", "5.00 GiB"]
 

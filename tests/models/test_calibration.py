@@ -135,7 +135,15 @@ def test_other_policies_use_the_calibration_on_request(model):
 
 def test_models_without_calibration_have_equal_budgets(model):
     choice, *_ = resolve(model, "auto")
-    assert choice.make(64) == kvjax.AdaKV(kvjax.KVzip(64, reserve_decode_slots=True), alpha_safeguard=0.0)
+    assert choice.make(64) == kvjax.AdaKV(
+        kvjax.KVzip(64, reserve_decode_slots=True, compact_every=4), alpha_safeguard=0.0
+    )
+
+
+def test_auto_stages_more_tokens_in_a_large_cache(model):
+    for tokens, compact_every in ((3000, 4), (3300, 16)):  # 16 tokens are 2% of 800
+        choice, *_ = resolve(model, "auto", "25%", tokens=tokens)
+        assert choice.make(64).policy.compact_every == compact_every
 
 
 def test_kvjax_alone_has_no_calibration():
