@@ -188,6 +188,7 @@ def _row(options: Options, task: Task, policy: str, budget: str, question_seen: 
         budget=budget,
         kv_dtype=None,
         question="seen" if question_seen else "unseen",
+        dtype=options.dtype,
         document=item.document,
         item=item.number,
         score=None,

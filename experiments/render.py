@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from experiments import summarize
-from experiments.common import ROOT, caches
+from experiments.common import ROOT, caches, plots
 from experiments.common.console import markdown_table
 from experiments.common.flags import Flags, repeatable, run_command
 from experiments.common.output import as_text
@@ -26,6 +26,7 @@ from experiments.common.statistics import Estimate
 
 PAPERS = ROOT / "experiments" / "papers"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")  # with tables of all rows between markers
+PICTURE = ROOT / "docs" / "images" / "score_by_bytes.png"  # of the table with most settings
 _MARKED = re.compile(r"(<!-- Written by experiments.render: -->\n).*?(<!-- End of the results. -->)", re.DOTALL)
 HOLDS, FAILS, UNCLEAR, NOT_RUN = "holds", "does not hold", "not significant", "not run"
 
@@ -53,6 +54,7 @@ def main(options: Options) -> None:
     if not options.rows:
         for path in PAGES:
             path.write_text(with_results(path.read_text(encoding="utf-8"), rows), encoding="utf-8")
+        draw_scores(max(summarize.summarize(rows), key=lambda table: len(table.lines)), PICTURE)
 
 
 def with_results(page: str, rows: Sequence[Row]) -> str:
@@ -70,6 +72,33 @@ def with_results(page: str, rows: Sequence[Row]) -> str:
         columns, lines = summarize.cells(table, caches.FULL)
         text += f"\n{table.title}:\n\n{markdown_table(columns, lines)}"
     return _MARKED.sub(lambda match: f"{match[1]}{text}\n{match[2]}", page)
+
+
+def draw_scores(table: summarize.Table, path: pathlib.Path) -> None:
+    """Draws the mean score of every policy against the bytes that its cache holds.
+
+    Args:
+        table: the table.
+        path: the PNG file.
+    """
+    figure, axes = plots.plt.subplots(figsize=(7.5, 4.2))
+    by_policy: dict[str, list[summarize.Line]] = {}
+    for line in table.lines:
+        if line.mean is not None:
+            by_policy.setdefault(line.setting.partition(" @ ")[0], []).append(line)
+    for policy, lines in by_policy.items():
+        lines.sort(key=lambda line: line.held)
+        held, scores = [100 * line.held for line in lines], [line.mean.value for line in lines if line.mean]
+        is_press = policy.startswith("kvpress ")
+        style = {"color": "0.7", "zorder": 1} if is_press else {"zorder": 3}
+        (drawn,) = axes.plot(held, scores, marker="o", markersize=4, **style)
+        color = "0.5" if is_press else drawn.get_color()
+        axes.annotate(policy, (held[-1], scores[-1]), (4, 2), textcoords="offset points", fontsize=7, color=color)
+    axes.set(xscale="log", xlabel="bytes held, % of a full bfloat16 cache", ylabel="mean score", ylim=(-0.03, 1.03))
+    axes.set_title(table.title, fontsize=9)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.grid(alpha=0.3)
+    plots.save(figure, path)
 
 
 def render(paper: Mapping[str, Any], rows: Sequence[Row], figures_dir: pathlib.Path) -> str:
