@@ -33,8 +33,8 @@ def cache_directory(tmp_path, monkeypatch):
     return tmp_path
 
 
-def resolve(model, policy, budget=None, kv_dtype=None, tokens=100):
-    spec = cache_specs(model, batch=1, max_prompt_tokens=tokens - 20, max_new_tokens=20, streaming=False)[0]
+def resolve(model, policy, budget=None, kv_dtype=None, tokens=100, new=4):
+    spec = cache_specs(model, batch=1, max_prompt_tokens=tokens - new, max_new_tokens=new, streaming=False)[0]
     return resolve_auto(model, policy, budget, kv_dtype, spec, tokens)
 
 
@@ -105,8 +105,8 @@ def test_shipped_calibrations_are_valid():
     [
         ("10%", None, "int4", 0.25, 4),  # 10% of the bytes hold 38% of the tokens
         ("8%", None, ("int4", "int2"), 0.25, 4),
-        ("25%", None, "int4", 0.75, 4),
-        (None, None, "int4", 0.75, 4),
+        ("25%", None, "int8", 0.75, 4),
+        (None, None, "int8", 0.75, 4),
         ("70%", None, "int8", 0.75, 4),
         ("25%", "int8", "int8", 0.75, 4),
         (25, "int8", "int8", 0.25, 4),  # slots are tokens
@@ -144,6 +144,12 @@ def test_auto_stages_more_tokens_in_a_large_cache(model):
     for tokens, compact_every in ((3000, 4), (3300, 16)):  # 16 tokens are 2% of 800
         choice, *_ = resolve(model, "auto", "25%", tokens=tokens)
         assert choice.make(64).policy.compact_every == compact_every
+
+
+def test_later_tokens_of_a_long_generation_have_no_slots_of_their_own(model):
+    for new, reserved in ((10, True), (40, False)):  # int8 keeps 47 of 100 tokens
+        choice, *_ = resolve(model, "auto", "25%", new=new)
+        assert choice.make(64).policy.reserve_decode_slots == reserved
 
 
 def test_kvjax_alone_has_no_calibration():

@@ -19,9 +19,11 @@ KVFormat = KVDtype | tuple[KVDtype, KVDtype] | None
 
 
 # Smallest budget, as a fraction of a full bfloat16 cache, and the format of `policy="auto"`. Measured on SmolLM2-135M.
-_AUTO_FORMATS: tuple[tuple[float, KVFormat], ...] = ((0.6, "int8"), (0.1, "int4"), (0.0, ("int4", "int2")))
+_AUTO_FORMATS: tuple[tuple[float, KVFormat], ...] = ((0.2, "int8"), (0.1, "int4"), (0.0, ("int4", "int2")))
 # The staging buffer is not quantized: 16 tokens, or 4 if 16 exceed this fraction of the budget.
 _LARGEST_STAGING = 0.02
+# Later tokens have slots of their own if they need at most this fraction of the budget.
+_LARGEST_RESERVE = 1 / 3
 
 
 def resolve_auto(
@@ -29,9 +31,10 @@ def resolve_auto(
 ) -> tuple[AnyPolicy, int | str | Budget | None, KVFormat]:
     """Replaces "auto" in a policy by settings for a model.
 
-    `policy="auto"` stores the tokens in 4 bits, from 60% of a full bfloat16 cache on in 8, and below 10% values in 2,
+    `policy="auto"` stores the tokens in 4 bits, from 20% of a full bfloat16 cache on in 8, and below 10% values in 2,
     unless `kv_dtype` is given. Its staging buffer holds 16 tokens, or 4 if the budget is smaller than 800 tokens in
-    bfloat16. The budget is divided among layers by the model's calibration.
+    bfloat16. Later tokens have slots of their own, but in long generations, where they would need more than a third of
+    the budget, they replace the tokens of lowest rank. The budget is divided among layers by the model's calibration.
 
     Args:
         model: the decoder.
@@ -52,11 +55,16 @@ def resolve_auto(
         budget = DEFAULT_BUDGET
     size = choice.budget if budget is None else Budget.of(budget)
     fraction = _fraction(size, spec, tokens)
+    if is_auto and kv_dtype is None:
+        kv_dtype = next(formats for smallest, formats in _AUTO_FORMATS if fraction >= smallest)
+    # In bytes, narrow formats keep more tokens.
+    kept = fraction if size is not None and size.slots is not None else fraction * 16 / _bits(kv_dtype, spec)
     if is_auto:
-        if kv_dtype is None:
-            kv_dtype = next(formats for smallest, formats in _AUTO_FORMATS if fraction >= smallest)
-        compact_every = 16 if _LARGEST_STAGING * fraction * tokens >= 16 else 4
-        choice = dataclasses.replace(choice, settings=(*choice.settings, ("compact_every", str(compact_every))))
+        chosen = {
+            "compact_every": "16" if _LARGEST_STAGING * fraction * tokens >= 16 else "4",
+            "reserve_decode_slots": "true" if spec.max_new_tokens <= _LARGEST_RESERVE * kept * tokens else "false",
+        }
+        choice = dataclasses.replace(choice, settings=tuple((dict(choice.settings) | chosen).items()))
     found = calibration.find(model)
     if found is None:
         logging.log_first_n(
@@ -65,9 +73,7 @@ def resolve_auto(
             1,
         )
         return choice.calibrated(None), budget, kv_dtype
-    if size is None or size.slots is None:  # in bytes: narrow formats keep more tokens
-        fraction *= 16 / _bits(kv_dtype, spec)
-    return choice.calibrated(found.scale(min(fraction, 1.0))), budget, kv_dtype
+    return choice.calibrated(found.scale(min(kept, 1.0))), budget, kv_dtype
 
 
 def _fraction(budget: Budget | None, spec: CacheSpec, tokens: int) -> float:
