@@ -54,8 +54,8 @@ class DemoMethod(NamedTuple):
 
 DEMO = (
     DemoMethod("full cache", "exact", None, "bfloat16", "all keys and values in bfloat16"),
-    DemoMethod("auto, 25%", "auto", note="kvjax's default: KVzip's scores, one budget for all layers, 4 bits"),
-    DemoMethod("auto, 12.5%", "auto", "12.5%", note="the same in an eighth of the bytes"),
+    DemoMethod("auto, 25%", "auto", note="kvjax's default: KVzip's scores, one budget for all layers, 8 bits"),
+    DemoMethod("auto, 12.5%", "auto", "12.5%", note="the same in 4 bits and an eighth of the bytes"),
     DemoMethod(
         "ClusterKV", "clusterkv", kv_dtype="bfloat16", note="keeps everything, reads the clusters of a question"
     ),
