@@ -25,7 +25,9 @@ from experiments.common.rows import Row, read_rows
 from experiments.common.statistics import Estimate
 
 PAPERS = ROOT / "experiments" / "papers"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")  # with tables of all rows between markers
+DIRECTORY = ROOT / "docs" / "papers"
+# Pages with tables between markers, and whose presses of kvpress they show.
+PAGES = {ROOT / "README.md": "kvpress KVzip", ROOT / "docs" / "results.md": "kvpress *"}
 PICTURE = ROOT / "docs" / "images" / "score_by_bytes.png"  # of the table with most settings
 _MARKED = re.compile(r"(<!-- Written by experiments.render: -->\n).*?(<!-- End of the results. -->)", re.DOTALL)
 HOLDS, FAILS, UNCLEAR, NOT_RUN = "holds", "does not hold", "not significant", "not run"
@@ -37,7 +39,7 @@ class Options(Flags):
 
     rows: tuple[str, ...] = repeatable()  # Files of rows; by default experiments/results/*.jsonl.
     figures_dir: str = str(ROOT / "experiments" / "results")  # Directory of other experiments' figures.
-    output_dir: str = str(ROOT / "docs" / "papers")  # Directory of the pages.
+    output_dir: str = str(DIRECTORY)  # Directory of the pages; README and other pages are written with the default.
 
 
 def main(options: Options) -> None:
@@ -51,35 +53,39 @@ def main(options: Options) -> None:
         page = render(paper, rows, pathlib.Path(options.figures_dir))
         (directory / f"{path.stem}.md").write_text(page, encoding="utf-8")
         print(directory / f"{path.stem}.md")
-    if not options.rows:
-        for path in PAGES:
-            path.write_text(with_results(path.read_text(encoding="utf-8"), rows), encoding="utf-8")
-        draw_scores(max(summarize.summarize(rows), key=lambda table: len(table.lines)), PICTURE)
+    if directory == DIRECTORY:
+        for path, presses in PAGES.items():
+            path.write_text(with_results(path.read_text(encoding="utf-8"), rows, presses), encoding="utf-8")
+        plots.save(score_figure(max(summarize.summarize(rows), key=lambda table: len(table.lines))), PICTURE)
 
 
-def with_results(page: str, rows: Sequence[Row]) -> str:
-    """Returns a page with the tables of all rows between its markers.
+def with_results(page: str, rows: Sequence[Row], presses: str) -> str:
+    """Returns a page with the tables of rows between its markers.
 
     Args:
         page: the page in Markdown.
         rows: measured rows.
+        presses: pattern of the presses of kvpress in the tables; all other policies are in them.
 
     Returns:
         The page.
     """
     text = ""
-    for table in summarize.summarize(rows):
+    shown = [row for row in rows if not row.policy.startswith("kvpress ") or fnmatch(row.policy, presses)]
+    for table in summarize.summarize(shown):
         columns, lines = summarize.cells(table, caches.FULL)
         text += f"\n{table.title}:\n\n{markdown_table(columns, lines)}"
     return _MARKED.sub(lambda match: f"{match[1]}{text}\n{match[2]}", page)
 
 
-def draw_scores(table: summarize.Table, path: pathlib.Path) -> None:
+def score_figure(table: summarize.Table) -> plots.plt.Figure:
     """Draws the mean score of every policy against the bytes that its cache holds.
 
     Args:
         table: the table.
-        path: the PNG file.
+
+    Returns:
+        The figure, with the presses of kvpress in grey.
     """
     figure, axes = plots.plt.subplots(figsize=(7.5, 4.2))
     by_policy: dict[str, list[summarize.Line]] = {}
@@ -98,7 +104,7 @@ def draw_scores(table: summarize.Table, path: pathlib.Path) -> None:
     axes.set_title(table.title, fontsize=9)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
-    plots.save(figure, path)
+    return figure
 
 
 def render(paper: Mapping[str, Any], rows: Sequence[Row], figures_dir: pathlib.Path) -> str:

@@ -1,5 +1,6 @@
 """Tables of rows, verdicts of claims, and the papers' pages."""
 
+import dataclasses
 import json
 import tomllib
 
@@ -130,13 +131,30 @@ def test_verdicts_of_figures(tmp_path):
     assert render.evaluate_claim({"ratio": {"file": "r.json", "walk": "1,1,1"}}, [], tmp_path)[0] == "holds"
 
 
-@pytest.mark.parametrize("path", render.PAGES, ids=lambda path: path.stem)
-def test_pages_have_the_tables_of_all_rows(path):
+@pytest.mark.parametrize(("path", "presses"), render.PAGES.items(), ids=lambda value: getattr(value, "stem", ""))
+def test_pages_have_the_tables_of_all_rows(path, presses):
     rows = read_rows(sorted((render.ROOT / "experiments" / "results").glob("*.jsonl")))
     page = path.read_text()
-    assert page == render.with_results(page, rows), "run python -m experiments.render"
+    assert page == render.with_results(page, rows, presses), "run python -m experiments.render"
     assert len(render._MARKED.findall(page)) == 1
-    assert all(f"| {row.setting} |" in page for row in rows)
+    assert all(f"| {row.setting} |" in page for row in rows if not row.policy.startswith("kvpress "))
+
+
+def test_the_picture_has_a_line_per_policy(tmp_path):
+    rows = [
+        dataclasses.replace(row(policy, "facts", "0", score, cache_fraction=held), budget=budget)
+        for policy, budget, score, held in [
+            ("exact", None, 1.0, 1.0),
+            ("auto", "25%", 0.9, 0.25),
+            ("auto", "12.5%", 0.8, 0.12),
+            ("kvpress KVzip", "25%", 0.7, 0.25),
+        ]
+    ]
+    (table,) = summarize.summarize(rows)
+    figure = render.score_figure(table)
+    labels = {text.get_text() for text in figure.axes[0].texts}
+    assert labels == {"exact", "auto", "kvpress KVzip"}
+    assert sorted(len(line.get_xdata()) for line in figure.axes[0].lines) == [1, 1, 2]
 
 
 @pytest.mark.parametrize("path", sorted(render.PAPERS.glob("*.toml")), ids=lambda path: path.stem)
