@@ -127,6 +127,19 @@ def test_attention_reads_the_stored_numbers(name, kv_dtype):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["snapkv", "ada_kv", "attention_matching"])
+def test_compaction_of_a_selection_quantizes_only_new_tokens(name):
+    cache = start(name, "int4")
+    new = after(make_stream(), LENGTHS, cache.policy.compact_every)
+    _, staged = step(cache, new.queries, new.keys, new.values)
+    program = str(jax.make_jaxpr(kvjax.compact)(staged))
+    shape = ",".join(map(str, cache.state.keys.shape))
+    assert f"f32[{shape}]" not in program and "u8[" in program
+    before, after_compaction = (np.asarray(one.state.keys.values) for one in (staged, compact(staged)))
+    changed = (before != after_compaction).any(axis=-1).sum(axis=(1, 2))
+    assert (changed <= cache.policy.compact_every * before.shape[1]).all() and changed.all()
+
+
 def test_shared_slots_are_as_precise_as_separate_ones():
     """Keys with a large mean lose no bits to it, although a slot may belong to any head."""
     stream, shift = make_stream(), 20 * np.random.default_rng(0).normal(size=(1, 1, 2, HEAD_DIM)).astype(np.float32)
