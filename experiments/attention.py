@@ -9,7 +9,8 @@
 - `recall`: share of a query's B tokens with the largest logits that the first clusters or pages with B tokens contain,
   and the share of clusters that the previous one or two steps selected, too (ClusterKV, Figure 11 and its cache's hit
   rates).
-- `similarity`: share of tokens with a neighbor of cosine .8 in their chunk, by head (Chelsea, Figures 2 and 3).
+- `similarity`: cosine of keys by distance, share of tokens with a neighbor of cosine .8 in their chunk, by head
+  (Chelsea, Figures 2 and 3), and variance within clusters of keys and of values (SubGen, Figure 1).
 
 Intervals are over seeds, which are the rows of a batch.
 """
@@ -34,12 +35,14 @@ from experiments.common.output import Figure, figure, print_figures, write_figur
 from experiments.common.statistics import mean_interval
 from kvjax.budget import Budget, row_bytes, row_read_bytes
 from kvjax.policy import Policy
+from kvjax.structures.k_center import greedy_k_center
 from kvjax.structures.k_means import k_means
 from pallas_kernels.soft_match import soft_match
 
 SINKS = 16  # tokens that ClusterKV and Chelsea keep; excluded from `recall` and `similarity`
 PAGE = 16  # tokens of a page (Quest)
 CHUNK, COSINE = 256, 0.8  # Chelsea's chunk, and the similarity that counts as an edge
+NEAR = 16  # tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,15 +249,46 @@ def group_scores(
 
 
 def measure_similarity(options: Options, case: Case) -> list[Figure]:
-    """Returns the share of tokens with a similar neighbor, for every KV head."""
-    keys = jnp.asarray(case.stream.keys[:, SINKS:]).swapaxes(1, 2)
-    shares = 1 - np.asarray(share_without_edge(keys))
+    """Returns how similar keys are by distance and by head, and how well keys and values cluster."""
+    keys, values = (jnp.asarray(x[:, SINKS:]).swapaxes(1, 2) for x in (case.stream.keys, case.stream.values))
+    near, far = cosine_by_distance(keys)
     figures = [
+        figure("cosine", mean_interval(near), setting=f"distance up to {NEAR}", case=case.name),
+        figure("cosine", mean_interval(far), setting=f"distance over {CHUNK}", case=case.name),
+        figure("cluster_residual", mean_interval(cluster_residual(keys)), setting="keys", case=case.name),
+        figure("cluster_residual", mean_interval(cluster_residual(values)), setting="values", case=case.name),
+    ]
+    shares = 1 - np.asarray(share_without_edge(keys))
+    figures += [
         figure("share_with_edge", mean_interval(share), setting=f"KV head {head}", case=case.name)
         for head, share in enumerate(shares.T)
     ]
-    print_figures(f"Tokens with a neighbor of cosine {COSINE} in their chunk, {case.name}", figures, "setting")
+    print_figures(f"Similarity of keys and values, {case.name}", figures, "setting")
     return figures
+
+
+@jax.jit
+def cosine_by_distance(keys: Float[Array, "R H n D"]) -> tuple[Float[Array, "R"], Float[Array, "R"]]:
+    """Returns the mean cosine of keys at most `NEAR` tokens apart, and of keys more than a chunk apart."""
+    units = keys / jnp.linalg.norm(keys, axis=-1, keepdims=True)
+    cosine = jnp.mean(units @ units.swapaxes(2, 3), axis=1)
+    distance = jnp.abs(jnp.subtract.outer(jnp.arange(keys.shape[2]), jnp.arange(keys.shape[2])))
+    near, far = (distance > 0) & (distance <= NEAR), distance > CHUNK
+    return jnp.mean(cosine, axis=(1, 2), where=near), jnp.mean(cosine, axis=(1, 2), where=far)
+
+
+@jax.jit
+def cluster_residual(vectors: Float[Array, "R H n D"]) -> Float[Array, "R"]:
+    """Returns the share of the variance that remains within the clusters of greedy k-center, a center per 16 tokens."""
+
+    def residual(x: Float[Array, "n D"]) -> Float[Array, ""]:
+        centers = x[greedy_k_center(x, jnp.ones(len(x), bool), len(x) // 16).index]
+        label = jnp.argmin(jnp.sum((x[:, None] - centers) ** 2, axis=-1), axis=1)
+        sums = jnp.zeros_like(centers).at[label].add(x)
+        means = sums / jnp.maximum(jnp.zeros(len(centers)).at[label].add(1.0), 1)[:, None]
+        return jnp.sum((x - means[label]) ** 2) / jnp.sum((x - x.mean(axis=0)) ** 2)
+
+    return jnp.mean(jax.lax.map(lambda row: jax.lax.map(residual, row), vectors), axis=1)
 
 
 @jax.jit

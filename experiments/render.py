@@ -158,7 +158,7 @@ def evaluate_claim(result: Mapping[str, Any], rows: Sequence[Row], figures_dir: 
     """
     if "compare" in result:
         return _compare_rows(result["compare"], rows)
-    for kind, evaluate in (("figures", _compare_figures), ("exponents", _check_exponents), ("ratio", _check_ratio)):
+    for kind, evaluate in (("figures", _compare_figures), ("range", _check_range), ("ratio", _check_ratio)):
         if kind in result:
             path = figures_dir / result[kind]["file"]
             return evaluate(result[kind], json.loads(path.read_text())) if path.exists() else (NOT_RUN, "")
@@ -222,14 +222,15 @@ def _compare_figures(compare: Mapping[str, Any], figures: Sequence[Mapping[str, 
     ) if lines else ""
 
 
-def _check_exponents(check: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Checks that measured exponents are in a range."""
-    found = [one for one in figures if one["metric"] == "exponent"]
-    lines = [(one["line"], as_text(one)) for one in found]
+def _check_range(check: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Checks that the intervals of figures overlap a range."""
+    metric, setting = check["metric"], check.get("setting")
+    found = [one for one in figures if one["metric"] == metric and one.get("setting") == setting]
+    lines = [(one.get("line", one.get("case", "")), as_text(one)) for one in found]
     if not found:
         return NOT_RUN, ""
     overlapping = [one["low"] <= check["high"] and one["high"] >= check["low"] for one in found]
-    return HOLDS if all(overlapping) else FAILS, markdown_table(("", "exponent"), lines)
+    return HOLDS if all(overlapping) else FAILS, markdown_table(("", metric), lines)
 
 
 def _check_ratio(check: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> tuple[str, str]:

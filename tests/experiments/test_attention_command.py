@@ -1,5 +1,6 @@
 """Attention over compressed streams, bounds of the papers, and calibrations, in small runs."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -32,6 +33,21 @@ def test_errors_of_recorded_layers(tiny_model, tmp_path):
             assert 0.001 < one["value"] < 1.5 and one["held"] <= 0.6
     shares = [one["value"] for one in found if one["metric"] == "share_with_edge"]
     assert len(shares) == 4 and all(0 <= share <= 1 for share in shares)
+
+
+def test_similarity_of_keys_and_values_against_loops():
+    rng = np.random.default_rng(0)
+    walk = np.cumsum(rng.normal(size=(2, 1, 400, 8)), axis=2).astype(np.float32)
+    near, far = attention.cosine_by_distance(jnp.asarray(walk))
+    for row in range(2):
+        units = walk[row, 0] / np.linalg.norm(walk[row, 0], axis=1, keepdims=True)
+        pairs = [(abs(i - j), units[i] @ units[j]) for i in range(400) for j in range(i)]
+        assert near[row] == pytest.approx(np.mean([c for d, c in pairs if d <= 16]), abs=1e-5)
+        assert far[row] == pytest.approx(np.mean([c for d, c in pairs if d > 256]), abs=1e-5)
+    centers = 10 * rng.normal(size=(16, 8))
+    clustered = centers[rng.integers(0, 16, 256)] + rng.normal(size=(256, 8))
+    residuals = attention.cluster_residual(jnp.asarray([[clustered], [rng.normal(size=(256, 8))]], jnp.float32))
+    assert residuals[0] < 0.05 < 0.3 < residuals[1] < 1
 
 
 def test_pages_and_clusters_select_what_a_loop_selects(tmp_path):

@@ -125,7 +125,7 @@ def test_verdicts_of_figures(tmp_path):
         assert render.evaluate_claim(check, [], tmp_path)[0] == verdict
     write("e.json", [output.figure("exponent", Estimate(-0.5, -0.55, -0.45), line="s")])
     for low, verdict in ((-0.6, "holds"), (-0.4, "does not hold")):
-        exponents = {"exponents": {"file": "e.json", "low": low, "high": low + 0.1}}
+        exponents = {"range": {"file": "e.json", "metric": "exponent", "low": low, "high": low + 0.1}}
         assert render.evaluate_claim(exponents, [], tmp_path)[0] == verdict
     write("r.json", [output.figure("ratio", Estimate(0.5, 0.4, 0.6), line="w", walk="1,1,1")])
     assert render.evaluate_claim({"ratio": {"file": "r.json", "walk": "1,1,1"}}, [], tmp_path)[0] == "holds"
