@@ -37,14 +37,14 @@ HOLDS, FAILS, UNCLEAR, NOT_RUN = "holds", "does not hold", "not significant", "n
 class Options(Flags):
     """Options of the renderer."""
 
-    rows: tuple[str, ...] = repeatable()  # Files of rows; by default experiments/results/*.jsonl.
+    rows: tuple[str, ...] = repeatable()  # Files of rows; by default experiments/results/*.jsonl.gz.
     figures_dir: str = str(ROOT / "experiments" / "results")  # Directory of other experiments' figures.
     output_dir: str = str(DIRECTORY)  # Directory of the pages; README and other pages are written with the default.
 
 
 def main(options: Options) -> None:
     """Writes a page per paper."""
-    default = (ROOT / "experiments" / "results").glob("*.jsonl")
+    default = (ROOT / "experiments" / "results").glob("*.jsonl.gz")
     rows = read_rows(map(pathlib.Path, options.rows) if options.rows else sorted(default))
     directory = pathlib.Path(options.output_dir)
     directory.mkdir(parents=True, exist_ok=True)

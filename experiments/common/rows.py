@@ -1,6 +1,7 @@
 """Rows of results, in JSON Lines files that an interrupted run continues."""
 
 import dataclasses
+import gzip
 import json
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -93,7 +94,7 @@ def read_rows(paths: Iterable[pathlib.Path]) -> list[Row]:
     """Reads rows; lines that an interrupted run left incomplete are skipped, and repeated keys keep the last row.
 
     Args:
-        paths: JSON Lines files.
+        paths: JSON Lines files, compressed if their names end in .gz.
 
     Returns:
         The rows.
@@ -103,7 +104,8 @@ def read_rows(paths: Iterable[pathlib.Path]) -> list[Row]:
     """
     rows: dict[tuple[Any, ...], Row] = {}
     for path in paths:
-        lines = path.read_bytes().split(b"\n")
+        content = path.read_bytes()
+        lines = (gzip.decompress(content) if path.suffix == ".gz" else content).split(b"\n")
         for number, line in enumerate(lines, start=1):
             if not line:
                 continue

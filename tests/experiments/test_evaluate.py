@@ -1,6 +1,7 @@
 """Evaluations of a tiny random model, against direct use of the library."""
 
 import dataclasses
+import gzip
 import json
 import pathlib
 
@@ -127,6 +128,9 @@ def test_an_interrupted_run_continues(llm, tmp_path, monkeypatch):
     measured.clear()
     run(llm, task, [EXACT, SNAPKV], path)
     assert not measured and len(read_rows([path])) == 12
+    compressed = path.with_suffix(".jsonl.gz")
+    compressed.write_bytes(gzip.compress(path.read_bytes()))
+    assert read_rows([compressed]) == read_rows([path])
 
 
 def test_impossible_settings_are_rows_with_errors_and_run_again(llm, tmp_path):

@@ -133,7 +133,7 @@ def test_verdicts_of_figures(tmp_path):
 
 @pytest.mark.parametrize(("path", "presses"), render.PAGES.items(), ids=lambda value: getattr(value, "stem", ""))
 def test_pages_have_the_tables_of_all_rows(path, presses):
-    rows = read_rows(sorted((render.ROOT / "experiments" / "results").glob("*.jsonl")))
+    rows = read_rows(sorted((render.ROOT / "experiments" / "results").glob("*.jsonl.gz")))
     page = path.read_text()
     assert page == render.with_results(page, rows, presses), "run python -m experiments.render"
     assert len(render._MARKED.findall(page)) == 1
