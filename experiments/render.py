@@ -87,7 +87,7 @@ def score_figure(table: summarize.Table) -> plots.plt.Figure:
     Returns:
         The figure, with the presses of kvpress in grey.
     """
-    figure, axes = plots.plt.subplots(figsize=(7.5, 4.2))
+    figure, axes = plots.plt.subplots(figsize=(8.5, 4.2))
     by_policy: dict[str, list[summarize.Line]] = {}
     for line in table.lines:
         if line.mean is not None:
@@ -95,15 +95,17 @@ def score_figure(table: summarize.Table) -> plots.plt.Figure:
     for policy, lines in by_policy.items():
         lines.sort(key=lambda line: line.held)
         held, scores = [100 * line.held for line in lines], [line.mean.value for line in lines if line.mean]
-        is_press = policy.startswith("kvpress ")
-        style = {"color": "0.7", "zorder": 1} if is_press else {"zorder": 3}
-        (drawn,) = axes.plot(held, scores, marker="o", markersize=4, **style)
-        color = "0.5" if is_press else drawn.get_color()
-        axes.annotate(policy, (held[-1], scores[-1]), (4, 2), textcoords="offset points", fontsize=7, color=color)
+        if policy.startswith("kvpress "):
+            axes.plot(held, scores, color="0.7", marker="o", markersize=4, zorder=1)
+            axes.annotate(policy, (held[-1], scores[-1]), (5, -3), textcoords="offset points", fontsize=7, color="0.4")
+        else:
+            axes.plot(held, scores, marker="o", markersize=4, zorder=3, label=policy)
     axes.set(xscale="log", xlabel="bytes held, % of a full bfloat16 cache", ylabel="mean score", ylim=(-0.03, 1.03))
+    axes.set_xticks(ticks := [3.1, 6.25, 12.5, 25, 50, 100], [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     axes.set_title(table.title, fontsize=9)
-    axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, frameon=False)
     return figure
 
 
