@@ -88,8 +88,8 @@ class TopKPolicy(Policy[TopKStore]):
             spec: spec of the layer.
 
         Returns:
-            The policy with a budget of at most `spec.capacity`, or `spec.max_prompt_tokens` if later tokens have slots
-            of their own, rounded up to a multiple of 16.
+            The policy with a budget of at most `spec.capacity`, or `spec.max_prompt_tokens` if slots for later tokens
+            are reserved, rounded up to a multiple of 16.
         """
         tokens = spec.max_prompt_tokens if self.reserve_decode_slots else spec.capacity
         largest = max(-(-tokens // TILE) * TILE, self.min_budget)

@@ -22,7 +22,7 @@ KVFormat = KVDtype | tuple[KVDtype, KVDtype] | None
 _AUTO_FORMATS: tuple[tuple[float, KVFormat], ...] = ((0.2, "int8"), (0.1, "int4"), (0.0, ("int4", "int2")))
 # The staging buffer is not quantized: 16 tokens, or 4 if 16 exceed this fraction of the budget.
 _LARGEST_STAGING = 0.02
-# Later tokens have slots of their own if they need at most this fraction of the budget.
+# Later tokens have reserved slots if they need at most this fraction of the budget.
 _LARGEST_RESERVE = 1 / 3
 
 
@@ -33,7 +33,7 @@ def resolve_auto(
 
     `policy="auto"` stores the tokens in 4 bits, from 20% of a full bfloat16 cache on in 8, and below 10% values in 2,
     unless `kv_dtype` is given. Its staging buffer holds 16 tokens, or 4 if the budget is smaller than 800 tokens in
-    bfloat16. Later tokens have slots of their own, but in long generations, where they would need more than a third of
+    bfloat16. Later tokens have reserved slots, but in long generations, where they would need more than a third of
     the budget, they replace the tokens of lowest rank. The budget is divided among layers by the model's calibration.
 
     Args:
