@@ -43,8 +43,10 @@ def test_kernels_and_decoding_compile_for_a_tpu(policies, tmp_path):
     ops = collections.Counter(name.split()[0] for name in kernels)
     others = dict.fromkeys(("select_blocks", "k_means", "soft_match"), 7) | {"balanced_walk": 4}
     assert ops == {"weighted_decode": 29, "paged_decode": 11, "cluster_recall": 16, **others}
-    without_copies = ("weighted_decode", "paged_decode", "select_blocks")
-    assert all(row["value"] == 0 for name, row in kernels.items() if name.startswith(without_copies))
+    # Newer versions of libtpu allocate 95 to 126 KiB for paged_decode, whose smallest page store has 16 MiB.
+    max_temporaries = {"weighted_decode": 0, "paged_decode": 2**17, "select_blocks": 0}
+    for op, size in max_temporaries.items():
+        assert all(row["value"] <= size for name, row in kernels.items() if name.startswith(op))
     decoding = {name.split()[0]: row for name, row in rows.items() if name not in kernels}
     assert decoding.pop("prefill")["kernels"] == 1
     assert decoding["kvjax_int4,"]["kernels"] == decoding["kvjax_int8,"]["kernels"] == 3
