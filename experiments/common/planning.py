@@ -209,7 +209,9 @@ def prefill_bounds(config: LlamaConfig, topology: str, sizes: Sizes) -> list[pre
 
 
 def largest(config: LlamaConfig, topology: str, setting: Setting, sizes: Sizes) -> Plan:
-    """Returns a plan with the largest batch that fits, which is extrapolated from two batches and compiled.
+    """Returns a plan with the largest batch that fits.
+
+    The batch is extrapolated from two batches and compiled. If it does not fit, bisection finds one that does.
 
     Args:
         config: configuration of the model.
@@ -220,16 +222,27 @@ def largest(config: LlamaConfig, topology: str, setting: Setting, sizes: Sizes) 
     Returns:
         The plan.
     """
-    single, double = (
-        plan(config, topology, setting, dataclasses.replace(sizes, batch=count * sizes.batch)) for count in (1, 2)
-    )
-    if single.problem or double.decode.problem or double.used <= single.used:
-        return dataclasses.replace(single, largest=0) if single.problem else single
-    per_row = (double.used - single.used) / single.batch
-    rows = int(single.batch + (single.chip["memory_gb"] * 1e9 - single.used) // per_row)
-    rows -= rows % sizes.mesh_data
-    full = plan(config, topology, setting, dataclasses.replace(sizes, batch=rows))
-    return dataclasses.replace(single, largest=0 if full.problem else rows)
+
+    def plan_of(batch: int) -> Plan:
+        return plan(config, topology, setting, dataclasses.replace(sizes, batch=batch))
+
+    single = plan_of(sizes.batch)
+    if single.problem:
+        return dataclasses.replace(single, largest=0)
+    double = plan_of(2 * sizes.batch)
+    per_row = max(double.used - single.used, double.cache_bytes - single.cache_bytes) / sizes.batch
+    rows = sizes.batch + (single.chip["memory_gb"] * 1e9 - single.used) / per_row
+    groups = sizes.mesh_data
+    fits, high = sizes.batch // groups, int(rows) // groups
+    if high == fits or plan_of(high * groups).problem is None:
+        return dataclasses.replace(single, largest=high * groups)
+    while high - fits > 1:
+        middle = (fits + high) // 2
+        if plan_of(middle * groups).problem:
+            high = middle
+        else:
+            fits = middle
+    return dataclasses.replace(single, largest=fits * groups)
 
 
 def abstract_model(config: LlamaConfig, mesh: jax.sharding.Mesh) -> Llama:

@@ -10,17 +10,19 @@ Reference:
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.state import state
 from pallas_kernels.soft_match import soft_match
 
-# Steps that leave more than this share of the slots run in one loop. A larger share wastes less work on empty slots
-# and takes longer to compile.
-_LOOP_SHARE = 0.7
+# Steps that leave more than this share of the slots run in one loop, and half of it once few of the first slots are
+# left. A larger share wastes less work on empty slots and takes longer to compile.
+_LOOP_SHARE, _FEW_SLOTS = 0.7, 1 / 8
+_CUMSUM_BLOCK = 1024
 
 
 @state
@@ -120,20 +122,23 @@ def merge_most_similar(
     old_slots = entries.degree.shape[0]
     slots = old_slots if slots is None else slots
     similarity, partner = soft_match(entries.keys, entries.count, chunk)
-    similarity, number = jax.lax.top_k(similarity, min(max_merges, similarity.shape[0]))
-    merge = (jnp.arange(number.shape[0]) < merges) & ~jnp.isneginf(similarity)
-    start = number // (chunk // 2) * chunk
-    source = jnp.where(merge, start + 2 * (number % (chunk // 2)), old_slots)
-    target = jnp.where(merge, start + 2 * partner[number] + 1, old_slots)
+    candidates = similarity.shape[0]
+    is_merged = _largest(similarity, merges) & ~jnp.isneginf(similarity)
+    number = _indices(is_merged, _cumsum(is_merged), min(max_merges, candidates), fill=candidates)
+    merge, number = number < candidates, jnp.minimum(number, candidates - 1)
+    source = jnp.where(merge, 2 * number, old_slots)
+    target = jnp.where(merge, number // (chunk // 2) * chunk + 2 * partner[number] + 1, old_slots)
 
     source_index, target_index = jnp.minimum(source, old_slots - 1), jnp.minimum(target, old_slots - 1)
     degree = entries.degree.at[target].add(entries.degree[source_index], mode="drop")
-    remains = (jnp.arange(old_slots) < entries.count).at[source].set(False, mode="drop")
-    order = jnp.nonzero(remains, size=slots, fill_value=0)[0]
-    count = jnp.sum(remains, dtype=jnp.int32)
+    merged_entries = jnp.stack([is_merged, jnp.zeros_like(is_merged)], axis=1).reshape(-1)[:old_slots]
+    remains = (jnp.arange(old_slots) < entries.count) & ~merged_entries
+    place = _cumsum(remains)
+    order = _indices(remains, place, slots, fill=0)
+    count = place[-1]
     old_share = (entries.degree / jnp.maximum(degree, 1))[order]
     merged_share = entries.degree[source_index] / jnp.maximum(degree[target_index], 1)
-    new_target = jnp.where(merge, (jnp.cumsum(remains) - 1)[target_index], slots)
+    new_target = jnp.where(merge, place[target_index] - 1, slots)
 
     def mean(x: Float[Array, "S F"]) -> Float[Array, "S_out F"]:
         """Returns `x` of the remaining entries, as means weighted by degree."""
@@ -147,6 +152,59 @@ def merge_most_similar(
         degree=jnp.where(jnp.arange(slots) < count, degree[order], 0),
         count=count,
     )
+
+
+def _largest(x: Float[Array, "N"], count: Int[Array, ""] | int) -> Bool[Array, "N"]:
+    """Marks the largest values; ties go to the earlier value.
+
+    Bisection finds the smallest of them: a sort takes longer, also to compile for a TPU.
+
+    Args:
+        x: float32 values.
+        count: number of values to mark.
+
+    Returns:
+        Whether each value is one of the `count` largest.
+    """
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # without the sign of -0
+    # Unsigned integers in the order of the values.
+    rank = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+    def bisect(num_bits: int, is_enough: Callable[[Int[Array, ""]], Bool[Array, ""]]) -> Int[Array, ""]:
+        """Returns the largest number for which `is_enough`, which is true up to it."""
+
+        def set_bit(step: Int[Array, ""], number: Int[Array, ""]) -> Int[Array, ""]:
+            larger = number | jnp.uint32(1) << (num_bits - 1 - step).astype(jnp.uint32)
+            return jnp.where(is_enough(larger), larger, number)
+
+        return jax.lax.fori_loop(0, num_bits, set_bit, jnp.uint32(0))
+
+    smallest = bisect(32, lambda number: jnp.sum(rank >= number) >= count)
+    index, is_tie = jnp.arange(len(x), dtype=jnp.uint32), rank == smallest
+    num_ties = count - jnp.sum(rank > smallest)
+    end = bisect(32, lambda number: jnp.sum(is_tie & (index < number)) <= num_ties)
+    return (rank > smallest) | (is_tie & (index < end))
+
+
+def _cumsum(mask: Bool[Array, "N"]) -> Int[Array, "N"]:
+    """Returns the number of true elements up to each one: in blocks, which TPUs compile in seconds, not in minutes."""
+    blocks = jnp.pad(mask, (0, -len(mask) % _CUMSUM_BLOCK)).reshape(-1, _CUMSUM_BLOCK)
+    sums = jnp.cumsum(blocks, axis=1, dtype=jnp.int32)
+    before = jnp.cumsum(sums[:, -1]) - sums[:, -1]
+    return (sums + before[:, None]).reshape(-1)[: len(mask)]
+
+
+def _indices(mask: Bool[Array, "N"], cumsum: Int[Array, "N"], size: int, fill: int) -> Int[Array, "size"]:
+    """Returns the indices of the true elements in order.
+
+    Args:
+        mask: at most `size` true elements.
+        cumsum: the result of `_cumsum`.
+        size: number of indices to return.
+        fill: value after the last index.
+    """
+    place = jnp.where(mask, cumsum - 1, size)
+    return jnp.full(size, fill, jnp.int32).at[place].set(jnp.arange(len(mask), dtype=jnp.int32), mode="drop")
 
 
 def compress(entries: Centroids, budget: int, chunk: int, schedule: Schedule) -> Centroids:
@@ -175,12 +233,14 @@ def compress(entries: Centroids, budget: int, chunk: int, schedule: Schedule) ->
     def step_in_place(slots: int, _: Int[Array, ""], entries: Centroids) -> Centroids:
         return step(entries, schedule.steps, slots)
 
-    lengths = schedule.lengths(entries.degree.shape[0], budget)
+    first_slots = entries.degree.shape[0]
+    lengths = schedule.lengths(first_slots, budget)
     done = 0
     while done < len(lengths):
         slots = entries.degree.shape[0]
         # Once the share is constant, small steps are one loop over the same slots.
-        small = [length for length in lengths[done:] if length > _LOOP_SHARE * slots]
+        share = _LOOP_SHARE if slots > _FEW_SLOTS * first_slots else _LOOP_SHARE / 2
+        small = [length for length in lengths[done:] if length > share * slots]
         if done >= schedule.steps and len(small) > 1:
             entries = jax.lax.fori_loop(0, len(small), functools.partial(step_in_place, slots), entries)
             first = slice(small[-1])

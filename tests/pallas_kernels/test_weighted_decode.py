@@ -207,6 +207,17 @@ def test_blocks_of_quantized_entries_add_up(monkeypatch):
     compare_logits(actual.logits, queries, plain)
 
 
+@pytest.mark.parametrize("fields", [(), ("log_num", "log_den"), ("key_scale", "value_scale")])
+def test_blocks_of_many_queries_add_up(monkeypatch, fields):
+    monkeypatch.setattr(reference, "MANY_QUERIES_BLOCK", 64)
+    # Of 304 slots, in four blocks and a partial one, the first and the last ones are not read by all queries.
+    stop = np.minimum(np.arange(COMPUTE_BOUND_QUERIES) * 5, [[304], [190]])
+    queries, entries = make(queries=COMPUTE_BOUND_QUERIES, fields=fields, start=[70, 0], stop=stop)
+    actual = weighted_decode(queries, entries, logits=True, implementation="xla")
+    compare(actual, queries, entries)
+    compare_logits(actual.logits, queries, entries)
+
+
 @quick_form
 @pytest.mark.parametrize("feeds", ["both", "numerator", "denominator"])
 @pytest.mark.parametrize("fields", [(), ("log_num", "log_den"), ("log_den",), ("key_scale", "value_scale")])
