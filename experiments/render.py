@@ -27,7 +27,7 @@ from experiments.common.statistics import Estimate
 PAPERS = ROOT / "experiments" / "papers"
 DIRECTORY = ROOT / "docs" / "papers"
 # Pages with tables between markers, and whose presses of kvpress they show.
-PAGES = {ROOT / "README.md": "kvpress KVzip", ROOT / "docs" / "results.md": "kvpress *"}
+PAGES = {ROOT / "README.md": "kvpress KV[gz]*", ROOT / "docs" / "results.md": "kvpress *"}
 PICTURE = ROOT / "docs" / "images" / "score_by_bytes.png"  # of the table with most settings
 _MARKED = re.compile(r"(<!-- Written by experiments.render: -->\n).*?(<!-- End of the results. -->)", re.DOTALL)
 HOLDS, FAILS, UNCLEAR, NOT_RUN = "holds", "does not hold", "not significant", "not run"
