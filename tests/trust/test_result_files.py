@@ -39,7 +39,7 @@ def test_a_truncated_line_is_written_again(path):
         assert read_rows([path]) == ROWS
 
 
-@pytest.mark.parametrize("line", [b"\xff\xfe", b'"\ud8', b"{"])
+@pytest.mark.parametrize("line", [b"\xff\xfe", b'"\\ud8', b"{"])
 def test_damaged_lines_are_skipped_with_a_warning(line, path, caplog):
     path.write_bytes(line + b"\n" + path.read_bytes())
     assert read_rows([path]) == ROWS and f"{path}, line 1 is incomplete" in caplog.text
