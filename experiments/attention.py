@@ -243,9 +243,17 @@ def group_scores(
         high = jnp.full((count, keys.shape[1]), -jnp.inf).at[label].max(keys)
         return label, jnp.maximum(queries, 0) @ high.T + jnp.minimum(queries, 0) @ low.T, count
     label = k_means(jax.random.key(0), keys, jnp.ones(tokens, bool), count, iterations=20).label
-    sizes = jnp.zeros(count, jnp.int32).at[label].add(1)
-    means = jnp.zeros((count, keys.shape[1])).at[label].add(keys) / jnp.maximum(sizes, 1)[:, None]
+    means, sizes = group_means(keys, label, count)
     return label, jnp.where(sizes > 0, queries @ means.T, -jnp.inf), count
+
+
+def group_means(
+    vectors: Float[Array, "n D"], label: Int[Array, "n"], count: int
+) -> tuple[Float[Array, "C D"], Int[Array, "C"]]:
+    """Returns the mean of every group of vectors (zeros for an empty group), and the sizes of the groups."""
+    sizes = jnp.zeros(count, jnp.int32).at[label].add(1)
+    sums = jnp.zeros((count, vectors.shape[1])).at[label].add(vectors)
+    return sums / jnp.maximum(sizes, 1)[:, None], sizes
 
 
 def measure_similarity(options: Options, case: Case) -> list[Figure]:
@@ -284,8 +292,7 @@ def cluster_residual(vectors: Float[Array, "R H n D"]) -> Float[Array, "R"]:
     def residual(x: Float[Array, "n D"]) -> Float[Array, ""]:
         centers = x[greedy_k_center(x, jnp.ones(len(x), bool), len(x) // 16).index]
         label = jnp.argmin(jnp.sum((x[:, None] - centers) ** 2, axis=-1), axis=1)
-        sums = jnp.zeros_like(centers).at[label].add(x)
-        means = sums / jnp.maximum(jnp.zeros(len(centers)).at[label].add(1.0), 1)[:, None]
+        means, _ = group_means(x, label, len(centers))
         return jnp.sum((x - means[label]) ** 2) / jnp.sum((x - x.mean(axis=0)) ** 2)
 
     return jnp.mean(jax.lax.map(lambda row: jax.lax.map(residual, row), vectors), axis=1)

@@ -8,7 +8,7 @@ and bytes of a token follow from shapes, and the minimum time from the chip's pu
 the largest batch that fits.
 
 Compiling 80 layers takes minutes. With `--compiled_layers 4`, four and two layers are compiled and the figures are
-extrapolated. For equal layers, this is exact except for temporaries: those of few layers fit in on-chip memory, which
+extrapolated. For equal layers, this is exact except for temporaries: with few layers they fit in on-chip memory, which
 is not counted (96 instead of 147 MiB for 12 layers of Llama-3.1-8B with SubGen on v5e).
 """
 

@@ -189,7 +189,7 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
 
 
 def _smallest_of_equal_size(size: Callable[[int], float], low: int, high: int) -> int:
-    """Returns the smallest budget from `low` to `high` whose `size` is that of `high`."""
+    """Returns the smallest budget from `low` to `high` that has the same `size` as `high`."""
     largest = size(high)
     return low + bisect.bisect_left(range(low, high), largest, key=size)
 

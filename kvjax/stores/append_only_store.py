@@ -11,7 +11,7 @@ from kvjax.distributed.collectives import global_slots, local_slot, local_stop, 
 from kvjax.quantization import QuantizedArray, empty_quantized, write_entries
 from kvjax.segment import Segment
 from kvjax.spec import CacheSpec
-from kvjax.state import fault, state, static
+from kvjax.state import fault, state
 from kvjax.stores.staging import Tokens
 from pallas_kernels.weighted_decode import SLOT_BLOCK
 
@@ -27,7 +27,6 @@ class AppendOnlyStore:
     values: Float[Array, "B H_kv N D_v"] | QuantizedArray
     count: Int[Array, "B"]  # int32
     overflow: Int[Array, "B"] = fault("tokens were appended to a full store that must keep all of them")
-    formats: tuple[str, str] | None = static(default=None)  # quantization formats of keys and values
 
 
 def init_append_only_store(spec: CacheSpec, max_prompt_tokens: int) -> AppendOnlyStore:
@@ -52,7 +51,6 @@ def init_append_only_store(spec: CacheSpec, max_prompt_tokens: int) -> AppendOnl
         empty_quantized(formats.values, (*shape, spec.value_width)),
         count,
         overflow,
-        formats,
     )
 
 

@@ -98,7 +98,7 @@ def unquantized(cache):
         if isinstance(x, AdaKVState):
             return decode_pool(x)
         if isinstance(x, AppendOnlyStore):
-            return dataclasses.replace(x, keys=dequantize(x.keys), values=dequantize(x.values), formats=None)
+            return dataclasses.replace(x, keys=dequantize(x.keys), values=dequantize(x.values))
         if isinstance(x, BlockStore):
             entries = jnp.concatenate([x.keys, x.values], axis=-1)
             return dataclasses.replace(x, entries=entries, scale=None, offset=None, formats=None)

@@ -86,7 +86,7 @@ class LoadOptions:
             raise ValueError(f"weight_dtype={self.weight_dtype!r} needs a single device; remove it, or the mesh")
 
     def compute_dtype(self, stored: np.dtype) -> np.dtype:
-        """Returns the dtype of activations, given that of the stored embedding."""
+        """Returns the dtype of activations, given the dtype of the stored embedding."""
         if self.dtype is not None:
             return jnp.dtype(self.dtype)
         return jnp.dtype(jnp.float32) if self.widen else stored
