@@ -43,6 +43,7 @@ SETTINGS_BY_POLICY: dict[str, dict[str, Any]] = {
     "cam": {"budget": 14},  # tokens leave while they still receive attention
     "clusterkv": {"block_size": 1, "full_layers": 0},
     "h2o": {"recent": 16},
+    "kvgrad": {"chunk_tokens": TOKENS},
     "kvzip": {"chunk_tokens": TOKENS},
     "snapkv": {"recent": 0},
     "pyramidkv": {"recent": 0},
@@ -122,6 +123,13 @@ def fill_cache(policy: Policy, text: Text) -> kvjax.Cache:
     cache = init(jax.random.split(jax.random.key(0), 1))
     # Each query of the repetition attends to its own token.
     repeated = RepeatedPrompt(2 * text.keys[:, :PROMPT], text.keys[:, :PROMPT], jnp.array([[PROMPT]]))
+    requires = cache.policy.requires.repetition
+    if requires is not None and requires.weights != "none":
+        # The output depends twice as much on the tokens of the passage with the needle.
+        begin, end = np.cumsum([0, *(size for _, size in PASSAGES)])[2:4]
+        weights = 1.0 + (np.arange(PROMPT) >= begin) * (np.arange(PROMPT) < end)
+        value_norms = jnp.ones((1, 1, PROMPT))
+        repeated = dataclasses.replace(repeated, query_weights=jnp.asarray(weights[None]), value_norms=value_norms)
     prefill = jax.jit(kvjax.prefill, compiler_options=FAST_COMPILATION)
     step = jax.jit(kvjax.step, compiler_options=FAST_COMPILATION)
     cache, _ = prefill(
@@ -130,7 +138,7 @@ def fill_cache(policy: Policy, text: Text) -> kvjax.Cache:
         text.values[:, :PROMPT],
         jnp.array([PROMPT]),
         kvjax.prompt_queries(cache.policy, text.queries[:, :PROMPT]),
-        repeated=repeated if cache.policy.requires.repetition else None,
+        repeated=None if requires is None else repeated,
     )
     for token in range(PROMPT, TOKENS):
         _, cache = step(cache, *(x[:, token : token + 1] for x in (text.queries, text.keys, text.values)))

@@ -47,6 +47,8 @@ class Repetition:
         overlap: tokens of the previous chunk that follow `continuation`.
         sinks: first tokens of the prompt that count in the attention of every chunk's queries
             (`RepeatedPrompt.received`).
+        weights: whether `RepeatedPrompt.query_weights` and `value_norms` are needed, and what weighs a query: the
+            inverse norm of its hidden state before attention (KVzip+), or the norm of a gradient (KVgrad).
     """
 
     chunk_tokens: int = 2048
@@ -55,6 +57,7 @@ class Repetition:
     suffix: tuple[int, ...] = ()
     overlap: int = 8
     sinks: int = 4
+    weights: Literal["none", "hidden_norm", "gradient"] = "none"
 
     def __post_init__(self) -> None:
         check_min(1, chunk_tokens=self.chunk_tokens)
@@ -144,12 +147,16 @@ class RepeatedPrompt:
 
     `received` is the largest attention probability that each token of the prompt receives from any query that repeats
     its chunk, if queries attend to the sinks, the chunk and the repetition alone. Policies compute it if it is None.
+    `query_weights` and `value_norms` exist if `Repetition.weights` asks for them. The norm of a value is that of its
+    product with a query head's part of the output projection.
     """
 
     queries: Float[Array, "B CR H_q D"]
     keys: Float[Array, "B CR H_kv D"]
     lengths: Int[Array, "B C"]  # int32 tokens of each repetition; 0 where a row has no such chunk
     received: Float[Array, "B H_kv T"] | None = None
+    query_weights: Float[Array, "B CR"] | None = None  # float32
+    value_norms: Float[Array, "B H_q T"] | None = None  # float32
 
 
 @state

@@ -85,6 +85,8 @@ def key_attention(
     is_visible: Callable[[Int[Array, "n"]], Bool[Array, "#B n #T"]],
     *,
     reduce: Literal["sum", "max"] = "sum",
+    query_weights: Float[Array, "B w"] | None = None,
+    key_weights: Float[Array, "B H_q T"] | None = None,
 ) -> Float[Array, "B H_kv T"]:
     """Returns the attention probability that each key receives from the queries of its group.
 
@@ -96,6 +98,8 @@ def key_attention(
         keys: keys.
         is_visible: maps indices of queries to the keys that they see. A query without visible keys is ignored.
         reduce: whether probabilities are summed over queries and query heads, or the largest is returned.
+        query_weights: factors of each query's probabilities; 1 by default.
+        key_weights: factors of each key's probabilities for each query head; 1 by default.
 
     Returns:
         Sums or maxima, float32.
@@ -106,23 +110,30 @@ def key_attention(
     blocks = -(-count // block)
     padded = jnp.pad(queries, ((0, 0), (0, blocks * block - count), (0, 0), (0, 0)))
     rows = padded.reshape(batch, blocks, block, kv_heads, -1, head_dim).transpose(1, 0, 3, 2, 4, 5)
+    if query_weights is None:
+        query_weights = jnp.ones((batch, count), jnp.float32)
+    row_weights = jnp.pad(query_weights, ((0, 0), (0, blocks * block - count))).reshape(batch, blocks, block)
+    if key_weights is not None:
+        key_weights = key_weights.reshape(batch, kv_heads, 1, -1, tokens)
     keys = keys.astype(jnp.promote_types(queries.dtype, keys.dtype))
 
     def add_block(
-        received: Float[Array, "B H_kv T"], item: tuple[Int[Array, ""], Array]
+        received: Float[Array, "B H_kv T"], item: tuple[Int[Array, ""], Array, Array]
     ) -> tuple[Float[Array, "B H_kv T"], None]:
-        """Adds one block of queries, `item` = (first index, queries), to the sum or maximum `received`."""
-        first, rows = item
+        """Adds one block of queries, `item` = (first index, queries, weights), to the sum or maximum `received`."""
+        first, rows, weights = item
         index = first + jnp.arange(block)
         visible = (is_visible(index) & (index < count)[:, None])[:, None, :, None]
         logits = jnp.einsum("bhngd,bhtd->bhngt", rows.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
-        probability = masked_softmax(prompt, logits / math.sqrt(head_dim), visible)
+        probability = masked_softmax(prompt, logits / math.sqrt(head_dim), visible) * weights[:, None, :, None, None]
+        if key_weights is not None:
+            probability = probability * key_weights
         if reduce == "max":
             return jnp.maximum(received, jnp.max(probability, axis=(2, 3))), None
         return received + jnp.sum(probability, axis=(2, 3)), None
 
     start = jnp.zeros((batch, kv_heads, tokens), jnp.float32)
-    return jax.lax.scan(add_block, start, (block * jnp.arange(blocks), rows))[0]
+    return jax.lax.scan(add_block, start, (block * jnp.arange(blocks), rows, row_weights.swapaxes(0, 1)))[0]
 
 
 def masked_softmax(

@@ -28,6 +28,7 @@ from kvjax.policies.h2o import H2O
 from kvjax.policies.infinigen import InfiniGen
 from kvjax.policies.keydiff import KeyDiff
 from kvjax.policies.knorm import Knorm
+from kvjax.policies.kvgrad import KVgrad
 from kvjax.policies.kvzip import KVzip
 from kvjax.policies.lagkv import LagKV
 from kvjax.policies.leverage_scores import LeverageScores
@@ -64,6 +65,7 @@ POLICIES: dict[str, type[Policy]] = {
     "infinigen": InfiniGen,
     "keydiff": KeyDiff,
     "knorm": Knorm,
+    "kvgrad": KVgrad,
     "kvzip": KVzip,
     "lagkv": LagKV,
     "leverage_scores": LeverageScores,

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from kvjax.policy import merge_requirements
+from kvjax.policy import Repetition, merge_requirements
 from kvjax_models import compile_cache
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill import compress_layer, last_logits, prefill_layers
@@ -17,10 +17,11 @@ from kvjax_models.sharding import replicate
 def prefill_together(
     generators: Sequence[Generator], states: Sequence[GenerationState], prompts: Sequence[Sequence[int]]
 ) -> list[GenerationState]:
-    """Processes the same prompts into the empty caches of several generators; the model runs once.
+    """Processes the same prompts into the empty caches of several generators.
 
-    The keys and values of one layer exist at a time. Prompts are padded to `compile_cache.length_bucket`, so that
-    prompts of similar length share compiled programs.
+    The model runs once for all generators whose policies need the same repetition of the prompts, or none. The keys
+    and values of one layer exist at a time. Prompts are padded to `compile_cache.length_bucket`, so that prompts of
+    similar length share compiled programs.
 
     Args:
         generators: generators of one model.
@@ -45,6 +46,27 @@ def prefill_together(
     for generator in generators:
         if longest > generator.max_prompt_tokens:
             raise ValueError(f"a prompt of {longest} tokens exceeds max_prompt_tokens={generator.max_prompt_tokens}")
+    repetitions = [merge_requirements(generator.policies).repetition for generator in generators]
+    passes: list[Repetition | None] = [*dict.fromkeys(one for one in repetitions if one is not None)]
+    passes = passes or [None]
+    results = list(states)
+    for number, repeat in enumerate(passes):
+        indices = [i for i, one in enumerate(repetitions) if one == repeat or (one is None and number == 0)]
+        members = [generators[i] for i in indices]
+        new_states = _prefill_in_one_pass(members, [states[i] for i in indices], prompts, repeat)
+        for index, state in zip(indices, new_states, strict=True):
+            results[index] = state
+    return results
+
+
+def _prefill_in_one_pass(
+    generators: Sequence[Generator],
+    states: Sequence[GenerationState],
+    prompts: Sequence[Sequence[int]],
+    repeat: Repetition | None,
+) -> list[GenerationState]:
+    """Returns the states of generators whose policies need at most the repetition `repeat`."""
+    first, longest = generators[0], max(map(len, prompts), default=0)
     multiple = first.padding_multiple(longest)
     tokens, row_lengths = first.pad(prompts, -(-len(compile_cache.length_bucket(longest)) // multiple) * multiple)
     lengths = replicate(row_lengths, first.mesh)
@@ -54,7 +76,6 @@ def prefill_together(
         max(generator.policies[number].requires.num_prompt_queries(tokens.shape[1]) for generator in generators)
         for number in range(first.config.layers)
     ]
-    repeat = merge_requirements([policy for generator in generators for policy in generator.policies]).repetition
     counters = [state.counters for state in states]
     capacity = first.specs[0].capacity
     layers = prefill_layers(first.model, tokens, lengths, first.prefill_chunk, num_queries, repeat, capacity)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -30,15 +31,19 @@ class KVzip(TopKPolicy):
         instruction: token ids before the first chunk (see `kvjax.policy.Repetition`).
         continuation: token ids before a further chunk.
         suffix: token ids between either and the chunk.
+        plus: KVzip+: an attention probability is multiplied by the norm of what the value adds to the residual stream,
+            and divided by the norm of the query's hidden state.
 
     Reference:
-        KVzip, section 3 (https://arxiv.org/abs/2505.23416); KVzipPress of kvpress.
+        KVzip, section 3 (https://arxiv.org/abs/2505.23416); KVzipPress of kvpress, with `kvzip_plus_normalization`
+        for `plus`.
     """
 
     chunk_tokens: int = 2048
     instruction: tuple[int, ...] = ()
     continuation: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
+    plus: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,13 +52,25 @@ class KVzip(TopKPolicy):
     @property
     def requires(self) -> Requirements:  # type: ignore[override]
         """A repetition of the prompt."""
-        repetition = Repetition(self.chunk_tokens, self.instruction, self.continuation, self.suffix, sinks=self.sinks)
+        return self._require("hidden_norm" if self.plus else "none")
+
+    def _require(self, weights: Literal["none", "hidden_norm", "gradient"]) -> Requirements:
+        """Returns the repetition, with weights of its queries."""
+        texts = (self.instruction, self.continuation, self.suffix)
+        repetition = Repetition(self.chunk_tokens, *texts, sinks=self.sinks, weights=weights)
         return Requirements(repetition=repetition, entire_prompt=True)
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
-        """Returns the largest attention to the prompt's tokens from any query that repeats their chunk."""
-        if prompt.repeated is None:
-            raise ValueError("KVzip needs a repetition of the prompt; pass prompt.repeated, as kvjax_models does")
+        """Returns the largest (weighted) attention to the prompt's tokens from any query that repeats their chunk."""
+        name, repetition = type(self).__name__, self.requires.repetition
+        if prompt.repeated is None or repetition is None:
+            raise ValueError(f"{name} needs a repetition of the prompt; pass prompt.repeated, as kvjax_models does")
+        weighted = prompt.repeated.query_weights is not None and prompt.repeated.value_norms is not None
+        if weighted != (repetition.weights != "none"):
+            raise ValueError(
+                f"{name} needs prompt.repeated with weights={repetition.weights!r}; pass query_weights and value_norms "
+                "for 'hidden_norm' and 'gradient' only"
+            )
         if prompt.repeated.received is not None:
             return prompt.repeated.received
         tokens, chunks = prompt.keys.shape[2], prompt.repeated.lengths.shape[1]
@@ -78,7 +95,21 @@ class KVzip(TopKPolicy):
         present = jnp.arange(chunk_keys.shape[2]) + first < prompt.lengths[:, None]
         before = jnp.concatenate([jnp.ones((batch, sinks), bool), present], axis=1)[:, None]
         is_visible = functools.partial(_is_visible, before, prompt.repeated.lengths[:, chunk], size)
-        received = key_attention(prompt, prompt.repeated.queries[:, repetition], keys, is_visible, reduce="max")
+        query_weights, key_weights = prompt.repeated.query_weights, prompt.repeated.value_norms
+        if query_weights is not None and key_weights is not None:
+            query_weights = query_weights[:, repetition]
+            key_weights = key_weights[:, :, first : first + self.chunk_tokens]
+            rest = keys.shape[2] - sinks - key_weights.shape[2]  # only the chunk is scored
+            key_weights = jnp.pad(key_weights, ((0, 0), (0, 0), (sinks, rest)))
+        received = key_attention(
+            prompt,
+            prompt.repeated.queries[:, repetition],
+            keys,
+            is_visible,
+            reduce="max",
+            query_weights=query_weights,
+            key_weights=key_weights,
+        )
         return received[..., sinks : sinks + chunk_keys.shape[2]]
 
 

@@ -103,6 +103,10 @@ def test_exact_equals_the_cache_of_keras_hub(family):
 def test_every_policy_equals_the_model_of_kvjax(policy, models):
     (model, own_model, _), inputs = models, make_inputs([PROMPT_TOKENS] * 2)
     adapter.compress(model, POLICIES[policy])
+    if policy == "kvgrad":
+        with pytest.raises(ValueError, match="KVgrad weighs a repetition of the prompt"):
+            generate(model, inputs)
+        return
     tokens = generate(model, inputs)
     spec = adapter.init_caches(model, 2, PROMPT_TOKENS, MAX_LENGTH)[0].spec
     generator = Generator(

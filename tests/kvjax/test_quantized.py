@@ -156,8 +156,8 @@ def test_shared_slots_are_as_precise_as_separate_ones():
 
 
 def test_every_registered_policy_is_tested():
-    # KVzip, whose prompts are repeated, has a separate test.
-    assert set(REGISTERED.values()) - {type(policy) for policy in PLAIN.values()} == {KVzip}
+    # KVzip and KVgrad, whose prompts are repeated, have a separate test.
+    assert set(REGISTERED.values()) - {type(policy) for policy in PLAIN.values()} == {KVzip, kvjax.KVgrad}
 
 
 def test_repeated_prompts_are_quantized_too():

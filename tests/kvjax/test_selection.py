@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.combinators.ada_kv import AdaKV
+from kvjax.policies.kvgrad import KVgrad
 from kvjax.policies.kvzip import KVzip
 from kvjax.policies.leverage_scores import LeverageScores, leverage
 from kvjax.policy import Prompt, RepeatedPrompt
@@ -172,9 +173,10 @@ def test_leverage_before_rope_does_not_depend_on_positions():
     assert (np.asarray(cache.state.values)[:, :, 0].argmax(-1) == 11).all()
 
 
-def test_kvzip_scores_by_the_attention_of_the_repetition():
+@pytest.mark.parametrize("policy_class, options", [(KVzip, {}), (KVzip, {"plus": True}), (KVgrad, {})])
+def test_kvzip_scores_by_the_attention_of_the_repetition(policy_class, options):
     rng = np.random.default_rng(2)
-    stream, policy = make_stream(), KVzip(9, sinks=2, compact_every=4, chunk_tokens=8)
+    stream, policy = make_stream(), policy_class(9, sinks=2, compact_every=4, chunk_tokens=8, **options)
     tokens, chunks, width = 20, 3, 16
     lengths = np.array([20, 13, 9])[:BATCH]
     # A repetition is its chunk, with three tokens in front from the second chunk on.
@@ -185,6 +187,11 @@ def test_kvzip_scores_by_the_attention_of_the_repetition():
     repeated_keys = rng.normal(size=(BATCH, chunks * width, 2, HEAD_DIM)).astype(np.float32)
     keys, values = stream.keys[:, :tokens], stream.values[:, :tokens]
     repeated = RepeatedPrompt(jnp.asarray(queries), jnp.asarray(repeated_keys), jnp.asarray(sizes))
+    query_weights, value_norms = np.ones(queries.shape[:2]), np.ones((BATCH, 4, tokens))
+    if policy_class is KVgrad or options:
+        query_weights, value_norms = rng.exponential(size=queries.shape[:2]), rng.exponential(size=(BATCH, 4, tokens))
+        weights = {"query_weights": query_weights, "value_norms": value_norms}
+        repeated = dataclasses.replace(repeated, **{key: jnp.asarray(x, jnp.float32) for key, x in weights.items()})
     cache = kvjax.init(policy, make_spec(), row_keys())
     cache, _ = kvjax.prefill(cache, keys, values, jnp.asarray(lengths), repeated=repeated)
     kept = np.asarray(cache.state.values).argmax(-1)
@@ -195,9 +202,11 @@ def test_kvzip_scores_by_the_attention_of_the_repetition():
             for index in range(chunk * width, chunk * width + sizes[row, chunk]):
                 earlier = repeated_keys[row, chunk * width : index + 1, head]
                 read = np.concatenate([keys[row, :sinks, head], keys[row, first:last, head], earlier])
-                for query in queries[row, index, 2 * head : 2 * head + 2]:
+                for query_head in (2 * head, 2 * head + 1):
+                    query = queries[row, index, query_head]
                     weight = np.exp(read.astype(np.float64) @ query / np.sqrt(HEAD_DIM))
                     weight = weight[sinks:][: last - first] / weight.sum()
+                    weight *= query_weights[row, index] * value_norms[row, query_head, first:last]
                     score[first:last] = np.maximum(score[first:last], weight)
         score[:2] = np.inf
         best = np.argsort(-score, kind="stable")[: min(9, length)]
@@ -386,6 +395,14 @@ def test_prompts_without_what_a_policy_requires_are_refused():
     prompt = prompt_of(make_stream(), LENGTHS)
     with pytest.raises(ValueError, match="KVzip needs a repetition of the prompt; pass prompt.repeated"):
         prefilled(KVzip(24))
+    repeated = RepeatedPrompt(jnp.ones((1, 16, 4, HEAD_DIM)), jnp.ones((1, 16, 2, HEAD_DIM)), jnp.array([[16]]))
+    keys = jnp.ones((1, 2, 16, HEAD_DIM))
+    repeated_prompt = Prompt(keys, keys, jnp.array([16]), repeated=repeated)
+    for policy, weights in ((KVgrad(24), "gradient"), (KVzip(24, plus=True), "hidden_norm")):
+        with pytest.raises(ValueError, match=f"needs prompt.repeated with weights='{weights}'"):
+            policy.score(repeated_prompt)
+    with pytest.raises(ValueError, match="plus=True is not a setting of KVgrad"):
+        KVgrad(24, plus=True)
     for policy in (LeverageScores(24), kvjax.ExpectedAttention(24), kvjax.Compactor(24)):
         with pytest.raises(ValueError, match="rope_frequencies"):
             prefilled(policy, spec=make_spec(rope_frequencies=None))

@@ -41,6 +41,7 @@ MAKE = {
     "clusterkv_residual": (lambda: kvjax.ClusterKVResidual(20, sinks=2), {"block_size": 4}),
     "quest": (lambda: kvjax.Quest(20), {"budget": 36}),
     "leverage_scores": (lambda: kvjax.LeverageScores(20), {"sketch": 48}),
+    "kvgrad": (lambda: kvjax.KVgrad(20), {"chunk_tokens": 64}),
     "kvzip": (lambda: kvjax.KVzip(20), {"chunk_tokens": 512}),
     "attention_matching": (lambda: kvjax.AttentionMatching(20), {"selection": "omp"}),
     "compactor": (lambda: kvjax.Compactor(24), {"blending": 0.35}),

@@ -16,6 +16,7 @@ import numpy as np
 import kvjax
 from kvjax.cache import with_counters
 from kvjax.combinators.ada_kv import AdaKV, AdaKVState
+from kvjax.policies.kvgrad import KVgrad
 from kvjax.policies.kvzip import KVzip
 from kvjax.policies.leverage_scores import LeverageScores
 from kvjax.policy import Policy
@@ -99,6 +100,14 @@ SCORED_RUNS = {
     "kvzip_in_chunks": ScoredRun(
         lambda kvpress: kvpress.KVzipPress(0.75, layerwise=True, chunk_size=40),
         AdaKV(KVzip(budget(0.75), chunk_tokens=40, **_KVZIP), 0.0),
+    ),
+    "kvzip_plus": ScoredRun(
+        lambda kvpress: kvpress.KVzipPress(0.5, layerwise=True, kvzip_plus_normalization=True, chunk_size=40),
+        AdaKV(KVzip(budget(0.5), chunk_tokens=40, plus=True, **_KVZIP), 0.0),
+    ),
+    "kvgrad": ScoredRun(
+        lambda kvpress: kvpress.KVgradPress(0.5, layerwise=True, chunk_size=40),
+        AdaKV(KVgrad(budget(0.5), chunk_tokens=40, **_KVZIP), 0.0),
     ),
     "knorm": ScoredRun(
         lambda kvpress: kvpress.KnormPress(0.5), kvjax.Knorm(budget(0.5), sinks=0, reserve_decode_slots=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,13 @@ import kvjax
 from experiments.common.compiled import large_outputs
 from experiments.common.prefill import prefill_together
 from kvjax.policy import Prompt
-from kvjax_models.generation import decode, lowering, prefill
+from kvjax_models.generation import decode, lowering, prefill, repetition
 from kvjax_models.generation.decode import NO_TOKEN, decode_program
 from kvjax_models.generation.generator import Generator, generate
 from kvjax_models.generation.rows import extend_rows
 from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.state import compact_layer
+from kvjax_models.model import llama
 from kvjax_models.model.llama import Llama
 from tests.models.support import compile_counts, key_data, small_config
 
@@ -230,7 +232,10 @@ def test_each_layer_may_have_its_own_policy():
 
 
 def test_one_prefill_for_several_policies():
+    """Policies that need different repetitions of the prompt are in one call too."""
+    repeating = [policy(40, compact_every=PERIOD) for policy in (kvjax.KVzip, kvjax.KVgrad)]
     generators = [named_generator(name) for name in ("exact", "uniform")]
+    generators += [make_generator(policy) for policy in repeating]
     states = prefill_together(generators, [generator.init_state() for generator in generators], PROMPTS)
     for generator, state in zip(generators, states, strict=True):
         assert_equal_states(state, start(generator))
@@ -434,3 +439,50 @@ def test_attention_received_from_repetitions_equals_the_scores_of_the_policy(opt
         assert layer.repeated.received.max() < 1
         np.testing.assert_allclose(layer.repeated.received, policy.score(prompt), rtol=1e-4, atol=1e-6)
     assert scored == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"windows": (None, 20, None), "attention_sinks": True, "attention_logit_cap": 5.0},
+        {"norms": "sandwich", "residual_scale": 0.5, "output_bias": True},
+    ],
+    ids=["plain", "window, sinks and cap", "norms and scale"],
+)
+def test_weights_of_repetitions_are_gradients_and_norms(options):
+    """The reference reads the prompt and one repetition as one text, and adds zeros to each attention output."""
+    policy = kvjax.KVgrad(40, instruction=(1, 2), continuation=(3,), suffix=(4,), chunk_tokens=50)
+    config = small_config(vocab_size=VOCABULARY, query_heads=4, kv_heads=2, layers=3, **options)
+    model = Llama(config, rngs=nnx.Rngs(0))
+    lengths = np.array([96, 60], np.int32)
+    tokens = np.stack([np.resize(row, 96) for row in random_tokens(2, *lengths)]) * (np.arange(96) < lengths[:, None])
+    [*layers] = prefill.prefill_layers(
+        model, tokens, jnp.asarray(lengths), 96, [0] * 3, policy.requires.repetition, capacity=192
+    )
+    texts, sizes = repetition.make_repetitions(policy.requires.repetition, tokens, lengths)
+
+    @jax.grad
+    def gradient(zeros, text):
+        """Differentiates the sum of squares of the repetition, the last tokens of `text`."""
+        positions = jnp.arange(len(text))[None]
+        x = model.embed(text[None])
+        for number, (layer, zero) in enumerate(zip(model.layers, zeros, strict=True)):
+            query, key, value = layer.project(x, *model.rotation(positions, number, 192))
+            attended = llama._causal_attention(layer, query, key, value)
+            output = layer.project_output(x, attended).at[0, -len(zero) :].add(zero)
+            x = layer.add_attention(x, output)
+        return jnp.sum(jnp.square(x[0, -zeros.shape[1] :]))
+
+    for row, number in itertools.product(range(2), range(2)):
+        size = sizes[row, number]
+        text = jnp.asarray(np.concatenate([tokens[row, : lengths[row]], texts[row, number, :size]]))
+        gradients = gradient(jnp.zeros((3, size, config.width)), text)
+        for layer, expected in zip(layers, jnp.linalg.norm(gradients, axis=-1), strict=True):
+            weights = layer.repeated.query_weights.reshape(2, 2, -1)[row, number]
+            np.testing.assert_allclose(weights[:size], expected, rtol=2e-4)
+            assert not weights[size:].any()
+    for layer, module in zip(layers, model.layers, strict=True):
+        kernel = np.asarray(module.attention.output.kernel).reshape(4, config.head_dim, config.width)
+        added = np.einsum("bnhd,hdw->bhnw", np.repeat(layer.values, 2, axis=2), kernel)
+        np.testing.assert_allclose(layer.repeated.value_norms, np.linalg.norm(added, axis=-1), rtol=1e-4, atol=1e-6)

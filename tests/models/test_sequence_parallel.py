@@ -39,6 +39,7 @@ MODELS = {
     "tokens of two groups": (2, 2, {"tensor": 4, "data": 2}, {}),
 }
 KVZIP = kvjax.KVzip(40, recent=8, compact_every=8, chunk_tokens=100, instruction=(1, 2), continuation=(3,), suffix=(4,))
+KVGRAD = kvjax.KVgrad(40, recent=8, compact_every=8, chunk_tokens=100)
 CHUNK, LENGTHS = 16, [300, 512]
 
 
@@ -157,7 +158,7 @@ def test_a_kernel_equals_chunks(monkeypatch, name, supports_runs, expected_call)
 
 def generate(model, name):
     """Returns the multiple to which prompts are padded, generated tokens, and the last logits."""
-    policy = (support.ON_A_MESH | {"kvzip": KVZIP})[name]
+    policy = (support.ON_A_MESH | {"kvzip": KVZIP, "kvgrad": KVGRAD})[name]
     prompts = [np.random.default_rng(row).integers(0, 40, length).tolist() for row, length in enumerate((420, 130))]
     generator = Generator(model, policy, batch=2, max_prompt_tokens=512, max_new_tokens=16, prefill_chunk=CHUNK)
     rows, state = generator.decode_all(generator.prefill(generator.init_state(3), prompts), 8)
@@ -166,7 +167,7 @@ def generate(model, name):
 
 
 @needs_devices
-@pytest.mark.parametrize("name", [heavy("exact"), "snapkv", heavy("kvzip")])
+@pytest.mark.parametrize("name", [heavy("exact"), "snapkv", heavy("kvzip"), heavy("kvgrad")])
 def test_tokens_and_logits_equal_those_of_one_device(name):
     multiple, rows, logits = generate(random_model(6, 2), name)
     sharded = generate(shard_model(random_model(6, 2), kvjax.make_mesh(2, tensor=8)), name)

@@ -132,7 +132,7 @@ def prefill(
         The cache, and the carry for the next layer.
 
     Raises:
-        ValueError: if the policy needs a repetition of the prompt and `repeated` is None.
+        ValueError: if the policy needs a repetition of the prompt and `repeated` is None, or gradients of it.
     """
     requires = cache.policy.requires
     if requires.repetition is None:
@@ -141,6 +141,11 @@ def prefill(
         raise ValueError(
             f"{type(cache.policy).__name__} needs a second pass over the prompt, which this adapter does not run; "
             "choose another policy"
+        )
+    elif requires.repetition.weights != "none":
+        raise ValueError(
+            f"{type(cache.policy).__name__} weighs a repetition of the prompt by gradients or norms, which adapters do "
+            "not compute; choose another policy, such as kvjax.KVzip"
         )
     queries = kvjax.prompt_queries(cache.policy, align_right(query, lengths))
     return kvjax.prefill(cache, key, value, lengths, queries, layer_carry, repeated=repeated)

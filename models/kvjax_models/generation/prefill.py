@@ -3,6 +3,7 @@
 Beyond the caches, the keys and values of a single layer exist at a time.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -93,16 +94,59 @@ def prefill_layers(
         block = repetition.BLOCK * (size // chunk if sequence_parallel else 1)
         texts, text_lengths = repetition.make_repetitions(repeat, tokens, np.asarray(lengths), block)
         text_x, sizes = embed_chunks(texts.reshape(batch, -1, block)), replicate(text_lengths, mesh)
+    needs_gradients = repeat is not None and repeat.weights == "gradient"
+    text_inputs: list[Array] = []
+    results: list[PrefilledLayer] = []
     for number, (layer, layer_queries) in enumerate(zip(model.layers, num_queries, strict=True)):
         rotary = model.config.rotary(number, capacity)
         result = prefill_layer(layer, rotary, mesh, sequence_parallel, layer_queries, x, lengths)
         x, result = result.x, result._replace(sink_logits=layer.sink_logits)
         if repeat is not None:
+            if needs_gradients:
+                text_inputs.append(jnp.copy(text_x))
             text_x, repeated = repetition.repeat_layer(
                 layer, repeat, rotary, mesh, sequence_parallel, text_x, result.keys, result.values, lengths, sizes
             )
             result = result._replace(repeated=repeated)
-        yield result
+        if needs_gradients:
+            results.append(result)
+        else:
+            yield result
+    if needs_gradients:
+        yield from _add_gradients(model, results, text_inputs, text_x, lengths, sizes, capacity)
+
+
+def _add_gradients(
+    model: Llama,
+    layers: Sequence[PrefilledLayer],
+    text_inputs: Sequence[Float[Array, "B M C W"]],
+    text_x: Float[Array, "B M C W"],
+    lengths: Int[Array, "B"],
+    sizes: Int[Array, "B texts"],
+    capacity: int,
+) -> list[PrefilledLayer]:
+    """Sets `RepeatedPrompt.query_weights` of all layers to the norms of gradients; see `kvjax.KVgrad`.
+
+    Args:
+        model: the decoder.
+        layers: results of all layers.
+        text_inputs: residual stream of the repetitions before each layer.
+        text_x: residual stream after the last layer.
+        lengths: lengths of the prompts.
+        sizes: lengths of the repetitions.
+        capacity: maximum length of the sequences.
+
+    Returns:
+        The results with weights.
+    """
+    gradient, weighted = repetition.final_gradient(text_x, sizes), []
+    for number in reversed(range(len(layers))):
+        result, rotary = layers[number], model.config.rotary(number, capacity)
+        assert result.repeated is not None
+        arrays = (text_inputs[number], result.keys, result.values, lengths, sizes)
+        gradient, weights = repetition.backpropagate_layer(model.layers[number], rotary, *arrays, gradient)
+        weighted.append(result._replace(repeated=dataclasses.replace(result.repeated, query_weights=weights)))
+    return weighted[::-1]
 
 
 def compress_layer(
@@ -377,4 +421,4 @@ def _take_chunk(x: Shaped[Array, "B M *D"], chunk: Int[Array, ""]) -> Shaped[Arr
     return jax.lax.dynamic_index_in_dim(x, chunk, axis=1, keepdims=False)
 
 
-PROGRAMS = (embed, prefill_layer, repetition.repeat_layer, prefill_cache, last_logits)
+PROGRAMS = (embed, prefill_layer, repetition.repeat_layer, repetition.backpropagate_layer, prefill_cache, last_logits)

@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from kvjax_models.generation.sequence_parallel import (
     split_into_chunks,
     with_gathered_parameters,
 )
-from kvjax_models.model.exact_attention import PromptAndTexts, attend_repetitions
+from kvjax_models.model.exact_attention import PromptAndTexts, attend_repetitions, attend_texts
 from kvjax_models.model.llama import DecoderLayer
 from kvjax_models.model.rotary import Rotary, rotation
 from kvjax_models.sharding import KV_SPEC, constrain_to_batch, head_counts, shard_attention
@@ -83,9 +84,12 @@ def repeat_layer(
         sizes: lengths of the repetitions.
 
     Returns:
-        The new residual stream, and the layer's projections of the repetitions.
+        The new residual stream, and the layer's projections of the repetitions, with weights of the values, and of
+        the queries unless these are gradients.
     """
     args = (prompt_keys, prompt_values, lengths, sizes)
+    query_weights = 1 / token_norms(layer.normalize(x)) if repeat.weights == "hidden_norm" else None
+    value_norms = None if repeat.weights == "none" else _value_norms(layer, prompt_values)
     if mesh is None or not sequence_parallel:
         x = constrain_to_batch(x, mesh)
         x, queries, keys, received = _repeat_chunks(repeat, rotary, mesh, DeviceGroup(), layer, x, *args)
@@ -96,7 +100,80 @@ def repeat_layer(
         specs = (CHUNK_SPEC, HEADS, HEADS, ROWS, ROWS), (CHUNK_SPEC, HEADS, HEADS, KV_SPEC)
         run = with_gathered_parameters(repeat_chunks, mesh, layer, layer.attention.query_heads, *specs)
         x, queries, keys, received = run(x, *args)
-    return x, RepeatedPrompt(queries, keys, sizes, received)
+    return x, RepeatedPrompt(queries, keys, sizes, received, query_weights, value_norms)
+
+
+def token_norms(x: Float[Array, "B M C W"]) -> Float[Array, "B MC"]:
+    """Returns the norm of each token's vector, float32."""
+    return jnp.linalg.norm(x.astype(jnp.float32), axis=-1).reshape(x.shape[0], -1)
+
+
+def _value_norms(layer: DecoderLayer, values: Float[Array, "B N H_kv D"]) -> Float[Array, "B H_q N"]:
+    """Returns the norm of each value's product with each query head's part of the output projection, float32."""
+    attention = layer.attention
+    kv_heads, head_dim = values.shape[2:]
+    inputs = attention.query_heads * head_dim
+    zero = jnp.zeros((1, inputs), values.dtype)
+    kernel = (attention.output(jnp.eye(inputs, dtype=values.dtype)) - attention.output(zero)).astype(jnp.float32)
+    kernel = kernel.reshape(kv_heads, -1, head_dim, kernel.shape[1])
+    # The products of all values would be as large as an MLP's activations; these are as large as a head.
+    products = jnp.einsum("hgdw,hgew->hgde", kernel, kernel)
+    values = values.astype(jnp.float32)
+    squares = jnp.einsum("bnhd,hgde,bnhe->bhgn", values, products, values)
+    return jnp.sqrt(jnp.maximum(squares, 0.0)).reshape(len(values), -1, values.shape[1])
+
+
+@functools.partial(jax.jit, static_argnames=("rotary",), donate_argnames=("gradient",))
+def backpropagate_layer(
+    layer: DecoderLayer,
+    rotary: Rotary,
+    x: Float[Array, "B M C W"],
+    prompt_keys: Float[Array, "B N H_kv D"],
+    prompt_values: Float[Array, "B N H_kv D"],
+    lengths: Int[Array, "B"],
+    sizes: Int[Array, "B texts"],
+    gradient: Float[Array, "B M C W"],
+) -> tuple[Float[Array, "B M C W"], Float[Array, "B MC"]]:
+    """Propagates a gradient through one layer of `repeat_layer`, with the prompts held fixed.
+
+    Args:
+        layer: the layer.
+        rotary: its rotary embedding.
+        x: residual stream of the repetitions before the layer.
+        prompt_keys: keys of the prompts.
+        prompt_values: values of the prompts.
+        lengths: lengths of the prompts.
+        sizes: lengths of the repetitions.
+        gradient: gradient with respect to the residual stream after the layer, zero for padding; donated.
+
+    Returns:
+        The gradient with respect to `x`, and the norms of the gradient with respect to each token's attention output.
+    """
+    tokens = x.reshape(x.shape[0], -1, x.shape[3])
+    position = np.arange(tokens.shape[1]) % (tokens.shape[1] // sizes.shape[1])
+    angles = rotation(rotary, lengths[:, None] + position)
+    prompt = [y.swapaxes(1, 2) for y in (prompt_keys, prompt_values)]
+
+    def attention_output(tokens: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
+        query, *projected = layer.project(tokens, *angles)
+        entries = PromptAndTexts._make([*prompt, *(y.swapaxes(1, 2) for y in projected), lengths, sizes])
+        options: Mapping[str, Any] = {"window": layer.window, "logit_cap": layer.attention_logit_cap}
+        attended = attend_texts(query, entries, layer.sink_logits, block=BLOCK, **options)
+        return layer.project_output(tokens, attended)
+
+    output, pull_attention = jax.vjp(attention_output, tokens)
+    _, pull_rest = jax.vjp(layer.add_attention, tokens, output)
+    direct, at_output = pull_rest(gradient.reshape(tokens.shape))
+    (through_attention,) = pull_attention(at_output)
+    return (direct + through_attention).reshape(x.shape), token_norms(at_output[:, None])
+
+
+@jax.jit
+def final_gradient(x: Float[Array, "B M C W"], sizes: Int[Array, "B texts"]) -> Float[Array, "B M C W"]:
+    """Returns the gradient of the sum of squares of the repetitions' hidden states, zero for padding."""
+    width = x.shape[1] * x.shape[2] // sizes.shape[1]
+    present = jnp.arange(width) < sizes[..., None]
+    return jnp.where(present.reshape(*x.shape[:3], 1), 2 * x, 0)
 
 
 def _repeat_chunks(
@@ -125,7 +202,8 @@ def _repeat_chunks(
     entries = PromptAndTexts._make([*transposed, lengths, sizes])
     attend: Callable[..., tuple[Array, Array | None]] = functools.partial(
         attend_repetitions,
-        repeat=repeat if layer.window is None else None,  # caches of a window do not select tokens
+        # Caches of a window do not select tokens, and policies weigh the attention of queries themselves.
+        repeat=repeat if layer.window is None and repeat.weights == "none" else None,
         window=layer.window,
         logit_cap=layer.attention_logit_cap,
     )

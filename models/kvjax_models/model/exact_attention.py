@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.attention import attend_segments
 from kvjax.distributed.collectives import max_over_sequence
 from kvjax.partials import by_token, group_queries, merge, normalize
-from kvjax.policy import Repetition
+from kvjax.policy import Prompt, Repetition
+from kvjax.prompt_attention import masked_softmax
 from kvjax.segment import Segment
 from pallas_kernels.weighted_decode import Entries, Partials, weighted_decode
 
@@ -172,6 +173,59 @@ def attend_repetitions(
     received, attended = jax.lax.scan(step, received, (block_queries, blocks))
     attended = attended.swapaxes(0, 1).reshape(*query.shape[:3], -1)
     return attended, None if received is None else max_over_sequence(received)
+
+
+def attend_texts(
+    query: Float[Array, "B CR H_q D"],
+    entries: PromptAndTexts,
+    sink_logits: Float[Array, "H_q"] | None = None,
+    *,
+    block: int,
+    window: int | None,
+    logit_cap: float | None = None,
+) -> Float[Array, "B CR H_q D"]:
+    """Computes the attention of `attend_repetitions` so that it can be differentiated.
+
+    Args:
+        query: queries of all texts.
+        entries: keys and values.
+        sink_logits: attention sink logits.
+        block: queries whose probabilities exist at a time; texts consist of entire blocks.
+        window: as for `chunk_attention`.
+        logit_cap: as for `chunk_attention`.
+
+    Returns:
+        The attention output.
+    """
+    keys, values, text_keys, text_values, lengths, sizes = entries
+    prompt = Prompt(keys, values, lengths, sink_logits=sink_logits, logit_cap=logit_cap)
+    (batch, count, heads, head_dim), (kv_heads, tokens) = query.shape, keys.shape[1:3]
+    width = count // sizes.shape[1]
+
+    @jax.checkpoint
+    def attend(query: Float[Array, "B block H_q D"], first: Int[Array, ""]) -> Float[Array, "B block H_q D"]:
+        """Attends with the queries from slot `first` of the texts on."""
+        begin = first - first % width
+        own_keys, own_values = (jax.lax.dynamic_slice_in_dim(x, begin, width, 2) for x in (text_keys, text_values))
+        position = lengths[:, None] + first - begin + jnp.arange(block)
+        key_position = [jnp.broadcast_to(jnp.arange(tokens), (batch, tokens)), lengths[:, None] + jnp.arange(width)]
+        distance = position[:, :, None] - jnp.concatenate(key_position, axis=1)[:, None]
+        is_text = jnp.arange(tokens + width) >= tokens
+        visible = (distance >= 0) & (is_text | (jnp.arange(tokens + width) < lengths[:, None])[:, None])
+        if window is not None:
+            visible &= distance < window
+        all_keys, all_values = (
+            jnp.concatenate(pair, axis=2) for pair in ((keys, own_keys.astype(keys.dtype)), (values, own_values))
+        )
+        rows = query.reshape(batch, block, kv_heads, -1, head_dim)
+        logits = jnp.einsum("bnhgd,bhtd->bhngt", rows, all_keys, preferred_element_type=jnp.float32)
+        probability = masked_softmax(prompt, logits / head_dim**0.5, visible[:, None, :, None])
+        attended = jnp.einsum("bhngt,bhtd->bnhgd", probability.astype(values.dtype), all_values)
+        return attended.reshape(batch, block, heads, -1)
+
+    blocks = query.reshape(batch, -1, block, heads, head_dim).swapaxes(0, 1)
+    attended = jax.lax.map(lambda item: attend(*item), (blocks, block * jnp.arange(len(blocks))))
+    return attended.swapaxes(0, 1).reshape(batch, count, heads, -1)
 
 
 def _attend_block(

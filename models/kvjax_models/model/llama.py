@@ -179,6 +179,14 @@ class DecoderLayer(nnx.Module):
         """The attention sink logit of every query head; None without sinks."""
         return None if self.attention.sinks is None else self.attention.sinks[...]
 
+    def normalize(self, x: Float[Array, "... W"]) -> Float[Array, "... W"]:
+        """Returns the normalized residual stream, from which attention projects.
+
+        Args:
+            x: residual stream.
+        """
+        return _normalize(self.attention_norm, x)
+
     def project(
         self, x: Float[Array, "B T W"], cos: Float[Array, "B T half_D"], sin: Float[Array, "B T half_D"]
     ) -> tuple[Float[Array, "B T H_q D"], Float[Array, "B T H_kv D"], Float[Array, "B T H_kv D"]]:
@@ -189,7 +197,7 @@ class DecoderLayer(nnx.Module):
             cos: cosine of the rotary angles.
             sin: sine of the rotary angles.
         """
-        return self.attention.project(_normalize(self.attention_norm, x), cos, sin)
+        return self.attention.project(self.normalize(x), cos, sin)
 
     def project_queries(
         self, x: Float[Array, "B T W"], cos: Float[Array, "B T half_D"], sin: Float[Array, "B T half_D"]
@@ -201,7 +209,7 @@ class DecoderLayer(nnx.Module):
             cos: cosine of the rotary angles.
             sin: sine of the rotary angles.
         """
-        return self.attention.project_queries(_normalize(self.attention_norm, x), cos, sin)
+        return self.attention.project_queries(self.normalize(x), cos, sin)
 
     def project_kv(
         self, x: Float[Array, "B T W"], cos: Float[Array, "B T half_D"], sin: Float[Array, "B T half_D"]
@@ -213,7 +221,7 @@ class DecoderLayer(nnx.Module):
             cos: cosine of the rotary angles.
             sin: sine of the rotary angles.
         """
-        return self.attention.project_kv(_normalize(self.attention_norm, x), cos, sin)
+        return self.attention.project_kv(self.normalize(x), cos, sin)
 
     def finish(self, x: Float[Array, "B T W"], attended: Float[Array, "B T H_q D"]) -> Float[Array, "B T W"]:
         """Returns the residual stream after the output projection of attention and the MLP.
@@ -222,8 +230,25 @@ class DecoderLayer(nnx.Module):
             x: residual stream before the layer.
             attended: output of attention.
         """
-        heads = attended.reshape(*x.shape[:-1], -1).astype(x.dtype)
-        x = self._add_residual(x, _normalize(self.after_attention_norm, self.attention.output(heads)))
+        return self.add_attention(x, self.project_output(x, attended))
+
+    def project_output(self, x: Float[Array, "B T W"], attended: Float[Array, "B T H_q D"]) -> Float[Array, "B T W"]:
+        """Returns the output projection of attention.
+
+        Args:
+            x: residual stream before the layer, which gives the dtype.
+            attended: output of attention.
+        """
+        return self.attention.output(attended.reshape(*x.shape[:-1], -1).astype(x.dtype))
+
+    def add_attention(self, x: Float[Array, "B T W"], output: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
+        """Returns the residual stream after attention and the MLP.
+
+        Args:
+            x: residual stream before the layer.
+            output: output projection of attention.
+        """
+        x = self._add_residual(x, _normalize(self.after_attention_norm, output))
         return self._add_residual(x, _normalize(self.after_mlp_norm, self.mlp(_normalize(self.mlp_norm, x))))
 
     def _add_residual(self, x: Array, y: Array) -> Array:
