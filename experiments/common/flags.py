@@ -54,7 +54,7 @@ def parse(options: type, arguments: Sequence[str]) -> Any:
     Returns:
         The options.
     """
-    parser = simple_parsing.ArgumentParser(description=sys.modules["__main__"].__doc__, allow_abbrev=False)
+    parser = parsing.make_parser(sys.modules["__main__"].__doc__, allow_abbrev=False)
     parser.add_arguments(options, dest="options", default=options())
     return parsing.parse(parser, arguments).options
 

@@ -1,10 +1,8 @@
 """The console command `kvjax` with its subcommands."""
 
-import argparse
 import dataclasses
 import logging as stdlib_logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -32,17 +30,6 @@ _COMMANDS = {
     "calibrate": Calibrate,
 }
 _TRACEBACK = "KVJAX_TRACEBACK"  # environment variable that makes errors show their traceback
-
-
-class _HelpFormatter(simple_parsing.help_formatter.SimpleHelpFormatter):
-    """Omits internal names of argument groups, and escapes percent signs."""
-
-    def start_section(self, heading: str | None) -> None:
-        super().start_section(heading and heading.partition(" ['")[0])
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        text = super()._get_help_string(action)
-        return text and re.sub(r"%(?!\()", "%%", text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +88,7 @@ def parse(argv: list[str]) -> Kvjax:
     Returns:
         The options of the command.
     """
-    parser = simple_parsing.ArgumentParser(prog="kvjax", description=Kvjax.__doc__, formatter_class=_HelpFormatter)
+    parser = parsing.make_parser(Kvjax.__doc__, prog="kvjax")
     parser.add_argument("--version", action="version", version=f"kvjax {kvjax.__version__}")
     parser.add_arguments(Kvjax, dest="options")
     return parsing.parse(parser, argv[1:]).options

@@ -1,11 +1,38 @@
 """Parses command lines with simple_parsing, and flags of other libraries with absl."""
 
+import argparse
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import simple_parsing
 from absl import flags
+
+
+class HelpFormatter(simple_parsing.help_formatter.SimpleHelpFormatter):
+    """Omits internal names of argument groups, and escapes percent signs."""
+
+    def start_section(self, heading: str | None) -> None:
+        """Starts a group of arguments.
+
+        Args:
+            heading: title of the group.
+        """
+        super().start_section(heading and heading.partition(" ['")[0])
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = super()._get_help_string(action)
+        return text and re.sub(r"%(?!\()", "%%", text)
+
+
+def make_parser(description: str | None, **options: Any) -> simple_parsing.ArgumentParser:
+    """Returns a parser without arguments.
+
+    Args:
+        description: text at the start of the help.
+        **options: further options of `argparse.ArgumentParser`.
+    """
+    return simple_parsing.ArgumentParser(description=description, formatter_class=HelpFormatter, **options)
 
 
 def parse(parser: simple_parsing.ArgumentParser, args: Sequence[str]) -> Any:
