@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.state import state
 from pallas_kernels.soft_match import soft_match
@@ -124,32 +124,42 @@ def merge_most_similar(
     similarity, partner = soft_match(entries.keys, entries.count, chunk)
     candidates = similarity.shape[0]
     is_merged = _largest(similarity, merges) & ~jnp.isneginf(similarity)
-    number = _indices(is_merged, _cumsum(is_merged), min(max_merges, candidates), fill=candidates)
+    max_merges = min(max_merges, candidates)
+    pair = jnp.arange(candidates, dtype=jnp.int32)
+    place = jnp.where(is_merged, _places_by_target(is_merged, partner, chunk // 2), max_merges)
+    number = jnp.full(max_merges, candidates, jnp.int32).at[place].set(pair, mode="drop")
     merge, number = number < candidates, jnp.minimum(number, candidates - 1)
-    source = jnp.where(merge, 2 * number, old_slots)
-    target = jnp.where(merge, number // (chunk // 2) * chunk + 2 * partner[number] + 1, old_slots)
+    target_pair = number // (chunk // 2) * (chunk // 2) + partner[number]
+    source = jnp.minimum(2 * number, old_slots - 1)
+    # Entries at even and at odd indices are listed separately, because TPUs take long to compile their interleaving.
+    even_remains, odd_remains = (2 * pair < entries.count) & ~is_merged, 2 * pair + 1 < entries.count
+    sums = _cumsum(even_remains.astype(jnp.int32) + odd_remains)
+    even_place = jnp.where(even_remains, sums - odd_remains - 1, slots)
+    odd_place = jnp.where(odd_remains, sums - 1, slots)
+    new_place, old_index = jnp.concatenate([even_place, odd_place]), jnp.concatenate([2 * pair, 2 * pair + 1])
+    order = jnp.zeros(slots, jnp.int32).at[new_place].set(old_index, mode="drop")
+    target = jnp.where(merge, odd_place[target_pair], slots)
 
-    source_index, target_index = jnp.minimum(source, old_slots - 1), jnp.minimum(target, old_slots - 1)
-    degree = entries.degree.at[target].add(entries.degree[source_index], mode="drop")
-    merged_entries = jnp.stack([is_merged, jnp.zeros_like(is_merged)], axis=1).reshape(-1)[:old_slots]
-    remains = (jnp.arange(old_slots) < entries.count) & ~merged_entries
-    place = _cumsum(remains)
-    order = _indices(remains, place, slots, fill=0)
-    count = place[-1]
-    old_share = (entries.degree / jnp.maximum(degree, 1))[order]
-    merged_share = entries.degree[source_index] / jnp.maximum(degree[target_index], 1)
-    new_target = jnp.where(merge, place[target_index] - 1, slots)
+    def add(x: Shaped[Array, "S_out *F"], merged: Shaped[Array, "M *F"]) -> Shaped[Array, "S_out *F"]:
+        """Adds merged entries to their targets. Without the hint, TPUs sort them, which takes long to compile."""
+        return x.at[target].add(merged, mode="drop", indices_are_sorted=True)
+
+    count = sums[-1]
+    old_degree = jnp.where(jnp.arange(slots) < count, entries.degree[order], 0)
+    merged_degree = entries.degree[source]
+    degree = add(old_degree, merged_degree)
+    old_share = old_degree / jnp.maximum(degree, 1)
+    merged_share = merged_degree / jnp.maximum(degree[jnp.minimum(target, slots - 1)], 1)
 
     def mean(x: Float[Array, "S F"]) -> Float[Array, "S_out F"]:
         """Returns `x` of the remaining entries, as means weighted by degree."""
-        old, merged = (part.astype(jnp.float32) for part in (x[order], x[source_index]))
-        means = (old * old_share[:, None]).at[new_target].add(merged_share[:, None] * merged, mode="drop")
-        return means.astype(x.dtype)
+        old, merged = (part.astype(jnp.float32) for part in (x[order], x[source]))
+        return add(old * old_share[:, None], merged_share[:, None] * merged).astype(x.dtype)
 
     return Centroids(
         keys=mean(entries.keys),
         values=mean(entries.values),
-        degree=jnp.where(jnp.arange(slots) < count, degree[order], 0),
+        degree=degree,
         count=count,
     )
 
@@ -186,25 +196,27 @@ def _largest(x: Float[Array, "N"], count: Int[Array, ""] | int) -> Bool[Array, "
     return (rank > smallest) | (is_tie & (index < end))
 
 
-def _cumsum(mask: Bool[Array, "N"]) -> Int[Array, "N"]:
-    """Returns the number of true elements up to each one: in blocks, which TPUs compile in seconds, not in minutes."""
-    blocks = jnp.pad(mask, (0, -len(mask) % _CUMSUM_BLOCK)).reshape(-1, _CUMSUM_BLOCK)
+def _cumsum(x: Int[Array, "N"]) -> Int[Array, "N"]:
+    """Returns the cumulative sums: in blocks, which TPUs compile in seconds, not in minutes."""
+    blocks = jnp.pad(x, (0, -len(x) % _CUMSUM_BLOCK)).reshape(-1, _CUMSUM_BLOCK)
     sums = jnp.cumsum(blocks, axis=1, dtype=jnp.int32)
     before = jnp.cumsum(sums[:, -1]) - sums[:, -1]
-    return (sums + before[:, None]).reshape(-1)[: len(mask)]
+    return (sums + before[:, None]).reshape(-1)[: len(x)]
 
 
-def _indices(mask: Bool[Array, "N"], cumsum: Int[Array, "N"], size: int, fill: int) -> Int[Array, "size"]:
-    """Returns the indices of the true elements in order.
+def _places_by_target(is_merged: Bool[Array, "A"], partner: Int[Array, "A"], pairs: int) -> Int[Array, "A"]:
+    """Returns the place of every merged entry in the order of the entries that they are merged into.
 
     Args:
-        mask: at most `size` true elements.
-        cumsum: the result of `_cumsum`.
-        size: number of indices to return.
-        fill: value after the last index.
+        is_merged: which entries at even indices are merged.
+        partner: the index of the entry that each one is merged into, among those at odd indices of its chunk.
+        pairs: entries at even indices per chunk.
     """
-    place = jnp.where(mask, cumsum - 1, size)
-    return jnp.full(size, fill, jnp.int32).at[place].set(jnp.arange(len(mask), dtype=jnp.int32), mode="drop")
+    mask, partner = is_merged.reshape(-1, pairs), partner.reshape(-1, pairs)
+    key = jnp.where(mask, partner * pairs + jnp.arange(pairs, dtype=jnp.int32), pairs * pairs)
+    rank = jnp.sum(key[:, None] < key[:, :, None], axis=2, dtype=jnp.int32)
+    merged = jnp.sum(mask, axis=1, dtype=jnp.int32)
+    return ((jnp.cumsum(merged) - merged)[:, None] + rank).reshape(-1)
 
 
 def compress(entries: Centroids, budget: int, chunk: int, schedule: Schedule) -> Centroids:

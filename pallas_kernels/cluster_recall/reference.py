@@ -1,6 +1,8 @@
 """`cluster_recall` in jax.numpy: the definition that the kernels are tested against."""
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,18 +11,57 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import packing
 from pallas_kernels.cluster_recall.blocks import Blocks, Inputs
-from pallas_kernels.partials import MASK_VALUE, Partials
+from pallas_kernels.partials import MASK_VALUE, Partials, merge_partials
 from pallas_kernels.quantized_array import QuantizedArray
 from pallas_kernels.weighted_decode import reference as weighted_decode
 from pallas_kernels.weighted_decode.entries import Entries
 
+# Numbers that a CPU gathers at a time, so that they are still in a core's cache when attention reads them.
+GATHERED_NUMBERS = 2**17
+
 
 def cluster_recall(inputs: Inputs) -> Partials:
     """Returns partials of attention to the selected blocks of `inputs`, which are gathered."""
-    if inputs.blocks.entries.dtype != jnp.float32 or inputs.blocks.scale is not None:
-        return attend_to_columns(inputs)
+    dtype, scale = inputs.blocks.entries.dtype, inputs.blocks.scale
+    if dtype.itemsize == 2:
+        return attend_to_columns(inputs)  # XLA:CPU converts two-byte numbers slowly, and more slowly in chunks
     # float32 entries need no conversion, so that a CPU only has to read them once.
-    return jax.lax.platform_dependent(inputs, cpu=attend_to_rows, default=attend_to_columns)
+    attend = attend_to_rows if dtype == jnp.float32 and scale is None else attend_to_columns
+    on_cpu = functools.partial(attend_in_chunks, attend)
+    return jax.lax.platform_dependent(inputs, cpu=on_cpu, default=attend_to_columns)
+
+
+def attend_in_chunks(attend: Callable[[Inputs], Partials], inputs: Inputs) -> Partials:
+    """Merges the partials of chunks of the selected blocks.
+
+    Args:
+        attend: Computes the partials of a chunk.
+        inputs: The queries, the store, and the selected blocks.
+
+    Returns:
+        The partials of all selected blocks.
+    """
+    queries, blocks, indices, lengths = inputs
+    batch, heads, count = indices.shape
+    _, _, _, block_size, width = blocks.entries.shape
+    tokens = max(GATHERED_NUMBERS // (batch * heads * width), weighted_decode.SLOT_BLOCK)
+    chunk = max(tokens // weighted_decode.SLOT_BLOCK * weighted_decode.SLOT_BLOCK // block_size, 1)
+    if count <= chunk:
+        return attend(inputs)
+
+    def attend_from(first: int | Int[Array, ""], size: int) -> Partials:
+        """Returns the partials of `size` selected blocks from index `first` on."""
+        chosen = (jax.lax.dynamic_slice_in_dim(x, first, size, axis=2) for x in (indices, lengths))
+        return attend(Inputs(queries, blocks, *chosen))
+
+    full_chunks = (count - 1) // chunk
+    last = attend_from(full_chunks * chunk, count - full_chunks * chunk)
+
+    def add_chunk(index: Int[Array, ""], partials: Partials) -> Partials:
+        """Returns `partials` merged with those of chunk `index`."""
+        return merge_partials(partials, attend_from(index * chunk, chunk))
+
+    return jax.lax.fori_loop(0, full_chunks, add_chunk, last)
 
 
 def attend_to_columns(inputs: Inputs) -> Partials:

@@ -131,6 +131,12 @@ def test_rows_and_columns_give_the_same_partials(head_dim):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), rows, columns)
 
 
+@pytest.mark.parametrize("attend", [reference.attend_to_rows, reference.attend_to_columns])
+def test_merged_chunks_give_the_partials_of_all_blocks(attend):
+    inputs = make(blocks=50, selected=40)  # two chunks of 16 blocks, and 8 blocks
+    compare(jax.jit(functools.partial(reference.attend_in_chunks, attend))(inputs), inputs)
+
+
 @quick_form
 @pytest.mark.parametrize(
     "head_dim, dtype", [(head_dim, "float32") for head_dim in (64, 96, 128, 256)] + [(80, dtype) for dtype in TOLERANCE]

@@ -15,6 +15,7 @@ from tests.pallas_kernels import helpers
 BLOCK_SIZE = 4
 FORMS = {
     "sorting": reference.select_by_sorting,
+    "bisection": reference.select_by_bisection,
     "comparing": reference.select_by_comparing,
     "mosaic_tpu": functools.partial(mosaic_tpu.select_blocks, interpret=True),
     "mosaic_tpu_checked": functools.partial(mosaic_tpu.select_blocks, interpret=helpers.CHECKED),
@@ -53,7 +54,8 @@ def compare(scores, sizes, tokens, blocks, block_size=BLOCK_SIZE, forms=QUICK):
         actual = jax.tree.map(np.asarray, select(*arrays, tokens, blocks, form, block_size))
         is_used = actual.block_lengths > 0
         pairs = list(zip(actual.block_indices[is_used], actual.block_lengths[is_used], strict=True))
-        assert pairs == (sorted(read) if "mosaic" in form else read)  # the kernel keeps the order of the clusters
+        keeps_order = form in ("bisection", "mosaic_tpu", "mosaic_tpu_checked")  # of the clusters' indices
+        assert pairs == (sorted(read) if keeps_order else read)
         np.testing.assert_array_equal(actual.selected_tokens, selected)
         # Unused slots come last and have a valid index.
         assert not is_used[len(read) :].any() and (actual.block_indices[~is_used] == 0).all()
@@ -107,7 +109,7 @@ def test_adversarial_clusters(score, size, tokens, expected):
     assert compare(score, size, tokens, blocks=40) == expected
 
 
-@pytest.mark.parametrize("form", ["comparing", "mosaic_tpu"])
+@pytest.mark.parametrize("form", ["bisection", "comparing", "mosaic_tpu"])
 def test_nan_scores_come_last_and_zeros_are_equal(form):
     actual = select(np.float32([np.nan, -0.0, 0.0]), np.int32([4, 4, 4]), np.int32([0, 1, 2]), 6, 3, form)
     np.testing.assert_array_equal(actual.selected_tokens, [0, 4, 2])
@@ -145,10 +147,13 @@ def test_the_kernel_rejects_unsupported_arguments(clusters, limits, message):
         select_blocks(*arrays, **limits, implementation="mosaic_tpu")
 
 
-@pytest.mark.parametrize("platform, sorts, kernels", [("cpu", True, 0), ("tpu", False, 1), ("cuda", False, 0)])
-def test_only_cpus_sort(platform, sorts, kernels):
+@pytest.mark.parametrize(
+    "platform, max_blocks, sorts, kernels",
+    [("cpu", 4, True, 0), ("cpu", 8, False, 0), ("tpu", 4, False, 1), ("cuda", 4, False, 0)],
+)
+def test_only_cpus_sort_if_few_clusters_are_selected(platform, max_blocks, sorts, kernels):
     arrays = jnp.zeros(8), jnp.ones(8, jnp.int32), jnp.arange(8)
-    run = jax.jit(functools.partial(select_blocks, max_tokens=4, max_blocks=4, block_size=BLOCK_SIZE))
+    run = jax.jit(functools.partial(select_blocks, max_tokens=4, max_blocks=max_blocks, block_size=BLOCK_SIZE))
     text = run.trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
     assert ("top_k" in text) == sorts
     assert text.count("tpu_custom_call") == kernels
