@@ -23,11 +23,12 @@ from experiments.common.flags import Flags, repeatable, run_command
 from experiments.common.output import as_text
 from experiments.common.rows import Row, read_rows
 from experiments.common.statistics import Estimate
+from experiments.tasks import RULER
 
 PAPERS = ROOT / "experiments" / "papers"
 DIRECTORY = ROOT / "docs" / "papers"
-# Pages with tables between markers, and whose presses of kvpress they show.
-PAGES = {ROOT / "README.md": "kvpress KV[gz]*", ROOT / "docs" / "results.md": "kvpress *"}
+# Pages with tables between markers; the presses of kvpress and the kinds of question that they show.
+PAGES = {ROOT / "README.md": ("kvpress KV[gz]*", "unseen"), ROOT / "docs" / "results.md": ("kvpress *", "*seen")}
 PICTURE = ROOT / "docs" / "images" / "score_by_bytes.png"  # of the table with most settings
 _MARKED = re.compile(r"(<!-- Written by experiments.render: -->\n).*?(<!-- End of the results. -->)", re.DOTALL)
 HOLDS, FAILS, UNCLEAR, NOT_RUN = "holds", "does not hold", "not significant", "not run"
@@ -54,27 +55,40 @@ def main(options: Options) -> None:
         (directory / f"{path.stem}.md").write_text(page, encoding="utf-8")
         print(directory / f"{path.stem}.md")
     if directory == DIRECTORY:
-        for path, presses in PAGES.items():
-            path.write_text(with_results(path.read_text(encoding="utf-8"), rows, presses), encoding="utf-8")
-        plots.save(score_figure(max(summarize.summarize(rows), key=lambda table: len(table.lines))), PICTURE)
+        for path, patterns in PAGES.items():
+            path.write_text(with_results(path.read_text(encoding="utf-8"), rows, *patterns), encoding="utf-8")
+        tables = [table for of_group in _by_group(rows).values() for table in summarize.summarize(of_group)]
+        plots.save(score_figure(max(tables, key=lambda table: len(table.lines))), PICTURE)
 
 
-def with_results(page: str, rows: Sequence[Row], presses: str) -> str:
+def _by_group(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Returns the rows of each task; those of RULER are one group."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        family = row.task.partition(":")[0]
+        groups.setdefault("RULER" if family in RULER else row.task, []).append(row)
+    return groups
+
+
+def with_results(page: str, rows: Sequence[Row], presses: str, questions: str = "*") -> str:
     """Returns a page with the tables of rows between its markers.
 
     Args:
         page: the page in Markdown.
         rows: measured rows.
         presses: pattern of the presses of kvpress in the tables; all other policies are in them.
+        questions: pattern of the kinds of question in the tables.
 
     Returns:
         The page.
     """
     text = ""
     shown = [row for row in rows if not row.policy.startswith("kvpress ") or fnmatch(row.policy, presses)]
-    for table in summarize.summarize(shown):
-        columns, lines = summarize.cells(table, caches.FULL)
-        text += f"\n{table.title}:\n\n{markdown_table(columns, lines)}"
+    shown = [row for row in shown if fnmatch(row.question, questions)]
+    for group, of_group in _by_group(shown).items():
+        for table in summarize.summarize(of_group):
+            columns, lines = summarize.cells(table, caches.FULL)
+            text += f"\n{group}, {table.title}:\n\n{markdown_table(columns, lines)}"
     return _MARKED.sub(lambda match: f"{match[1]}{text}\n{match[2]}", page)
 
 

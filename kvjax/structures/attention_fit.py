@@ -89,7 +89,8 @@ def attention_shares(
     Returns:
         The shares; 0 for missing queries and keys.
     """
-    logits = capped_logits(queries, keys, logit_cap) - log_mass[:, None]
+    # Rounding of large logits may exceed log_mass.
+    logits = jnp.minimum(capped_logits(queries, keys, logit_cap) - log_mass[:, None], 0.0)
     return jnp.exp(jnp.where(valid[:, None] & used, logits, -jnp.inf))
 
 

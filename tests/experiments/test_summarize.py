@@ -131,11 +131,11 @@ def test_verdicts_of_figures(tmp_path):
     assert render.evaluate_claim({"ratio": {"file": "r.json", "walk": "1,1,1"}}, [], tmp_path)[0] == "holds"
 
 
-@pytest.mark.parametrize(("path", "presses"), render.PAGES.items(), ids=lambda value: getattr(value, "stem", ""))
-def test_pages_have_the_tables_of_all_rows(path, presses):
+@pytest.mark.parametrize(("path", "patterns"), render.PAGES.items(), ids=lambda value: getattr(value, "stem", ""))
+def test_pages_have_the_tables_of_all_rows(path, patterns):
     rows = read_rows(sorted((render.ROOT / "experiments" / "results").glob("*.jsonl.gz")))
     page = path.read_text()
-    assert page == render.with_results(page, rows, presses), "run python -m experiments.render"
+    assert page == render.with_results(page, rows, *patterns), "run python -m experiments.render"
     assert len(render._MARKED.findall(page)) == 1
     assert all(f"| {row.setting} |" in page for row in rows if not row.policy.startswith("kvpress "))
 

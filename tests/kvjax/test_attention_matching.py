@@ -12,7 +12,16 @@ import pytest
 
 import kvjax
 from kvjax.policy import RepeatedPrompt
-from kvjax.structures.attention_fit import References, Slots, fit_log_weights, fit_values, matching_loss, refine
+from kvjax.structures.attention_fit import (
+    References,
+    Slots,
+    attention_shares,
+    capped_logits,
+    fit_log_weights,
+    fit_values,
+    matching_loss,
+    refine,
+)
 from kvjax.structures.least_squares import bounded_weights, matching_pursuit, ridge_solve
 from tests.kvjax.support import (
     FREQUENCIES,
@@ -444,3 +453,13 @@ def test_refinement_without_optax_is_an_error(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without_optax)
     with pytest.raises(ImportError, match="refine_steps=3 needs optax; install it with `pip install optax`"):
         refine(*one_head(), 3, BOUNDS)
+
+
+def test_shares_are_at_most_one_if_large_logits_are_rounded():
+    """Another order of summation gives logits of 1e14 that differ by 1e7."""
+    keys, queries = jnp.full((3, 8), 1e14), jnp.ones((2, 8))
+    logits = capped_logits(queries, keys, None)
+    share = attention_shares(
+        queries, jnp.ones(2, bool), logits[:, 0] * (1 - 1e-6), keys, jnp.array([True, True, False]), None
+    )
+    np.testing.assert_array_equal(share, [[1, 1, 0], [1, 1, 0]])
