@@ -16,7 +16,8 @@ class KVgrad(KVzip):
     output of p. Scores of different layers have one unit, so that one budget can be divided among all layers.
 
     The generator keeps the keys and values of all layers and the repetition's hidden states until the gradient has
-    passed, and takes about nine times the time of prefill without repetition. Inherited settings: see `KVzip`.
+    passed. On a CPU, prefill takes about 13 times as long as without repetition (SmolLM2-135M, 1,980 tokens), and three
+    times with `KVzip`. Inherited settings: see `KVzip`.
 
     Attributes:
         chunk_tokens: tokens that are repeated at a time; 512 in kvpress.
