@@ -62,7 +62,7 @@ def main(options: Options) -> None:
 
 
 def _by_group(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Returns the rows of each task; those of RULER are one group."""
+    """Returns the rows of each task; all tasks of RULER are one group."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         family = row.task.partition(":")[0]
