@@ -70,7 +70,7 @@ def _by_group(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return groups
 
 
-def with_results(page: str, rows: Sequence[Row], presses: str, questions: str = "*") -> str:
+def with_results(page: str, rows: Sequence[Row], presses: str, questions: str) -> str:
     """Returns a page with the tables of rows between its markers.
 
     Args:

@@ -142,6 +142,7 @@ def test_programs_are_freed_near_the_limit_of_memory_maps(monkeypatch):
 @pytest.mark.heavy
 def test_two_thousand_generations_of_two_hundred_lengths(num_compiled):
     """With four policies in turn, the second thousand needs no more memory maps or programs than the first."""
+    jax.clear_caches()  # memory maps of earlier tests would decide when programs are freed
     rng, model = np.random.default_rng(0), make_model(1024)
     policies = [
         lambda: kvjax.Exact(compact_every=8),
@@ -161,6 +162,5 @@ def test_two_thousand_generations_of_two_hundred_lengths(num_compiled):
     print(f"maps: {max(maps[:1000])}, {max(maps[1000:])}; programs: {programs[999]}, {new_programs} more")
     assert max(maps) < 0.75 * (compile_cache.max_memory_maps() or np.inf)
     assert max(maps[1000:]) <= 1.05 * max(maps[:1000])
-    # At most one program per size and policy; freed ones are compiled once more. The maps of earlier tests decide when
-    # programs are freed, in each half of the run.
-    assert new_programs <= 1.1 * programs[999]
+    # At most one program per size and policy; freed ones are compiled once more.
+    assert new_programs <= programs[999]
