@@ -2,17 +2,21 @@
 
     python -m experiments.speed --shape small --context_tokens 4096 --policy snapkv --policy clusterkv --budget 25%
     python -m experiments.speed --model smollm2-135m --context_tokens 2048
+    python -m experiments.speed --measure prefill --model smollm2-135m --context_tokens 1980 --policy kvzip
     python -m experiments.speed --measure throughput --context_tokens 4096 --full_rows 4
 
-`latency` decodes one sequence: time to first token, time per token, selection of blocks, resident and read bytes.
+`latency` decodes one sequence: time to first token, time per token, selection of blocks, resident and read bytes; with
+`--transformers` also the time per token of transformers' DynamicCache. `prefill` times entire prefills, with all passes
+that a policy needs.
 `throughput` serves requests by continuous batching with as many rows as fit in the memory of `--full_rows` rows of the
 full cache. Weights and prompts are random unless `--model` names a model. Policies alternate, so ratios compare
 neighbors.
 """
 
 import dataclasses
+import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,9 +31,11 @@ from experiments.common.flags import Flags, one_of, repeatable, run_command
 from experiments.common.output import Figure, figure, print_figures, write_figures
 from experiments.common.shapes import find_shape, first_layers, random_model
 from experiments.common.statistics import median_interval
+from experiments.common.transformers_decode import TransformersWriter
 from kvjax_models import LanguageModel, load
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.lowering import lower_decode
+from kvjax_models.generation.state import GenerationState
 
 MIN_SAMPLES = 6  # samples whose median has a 95% interval
 
@@ -38,7 +44,7 @@ MIN_SAMPLES = 6  # samples whose median has a 95% interval
 class Options(Flags):
     """Options of a measurement."""
 
-    measure: tuple[str, ...] = repeatable("latency", choices=("latency", "throughput"))  # Repeatable.
+    measure: tuple[str, ...] = repeatable("latency", choices=("latency", "prefill", "throughput"))  # Repeatable.
     shape: str = "small"  # Sizes of a random model: a name of `common.shapes`, or a directory with a config.json.
     model: str | None = None  # A model to load in place of a random one.
     layers: int | None = None  # Layers of the random model; by default all.
@@ -49,7 +55,8 @@ class Options(Flags):
     context_tokens: tuple[int, ...] = repeatable(4096)  # Tokens of the prompt; repeatable.
     tokens: int = 32  # Tokens of a timed run of decode steps.
     repetitions: int = 7  # Timed runs, at least 6.
-    prefill_chunk: int = 256  # Tokens per chunk of exact prefill.
+    prefill_chunk: int = 256  # Tokens per chunk of exact prefill, for `latency`.
+    transformers: bool = False  # Also decode with transformers, which must be installed, for `latency`.
     answer_tokens: int = 256  # Tokens of a request of `throughput`.
     full_rows: tuple[int, ...] = repeatable(1, 4)  # Rows of the full cache that set the memory of `throughput`.
     seed: int = 0
@@ -111,7 +118,9 @@ def measure_latency(options: Options, llm: LanguageModel, context: int) -> list[
     pairs = list(zip(generators.values(), prefill.states, strict=True))
     programs = [timing.program_bytes(lower_decode(*pair).compile()) for pair in pairs]
     held = [caches.measure_size(*pair, context + new) for pair in pairs]
-    writers = [timing.Writer(*pair, tokens) for pair in pairs]
+    writers: list[Callable[[], Any]] = [timing.Writer(*pair, tokens) for pair in pairs]
+    if options.transformers:
+        writers.append(TransformersWriter(model, context, tokens))
     step = timing.interleaved_seconds(writers, options.repetitions) / tokens
     figures = []
     for index, setting in enumerate(generators):
@@ -132,6 +141,39 @@ def measure_latency(options: Options, llm: LanguageModel, context: int) -> list[
         if (rate := timing.hit_rate(writers[index].state)) is not None:
             values["hit_rate"] = rate
         figures += [figure(metric, value, **labels) for metric, value in values.items()]
+    if options.transformers:
+        labels |= {"setting": "transformers", **dataclasses.asdict(held[0])}
+        figures.append(figure("ms_per_token", median_interval(1e3 * step[-1]), **labels))
+        figures.append(figure("ms_per_token_ratio", median_interval(step[-1] / step[0]), **labels))
+    return figures
+
+
+def measure_prefill(options: Options, llm: LanguageModel, context: int) -> list[Figure]:
+    """Measures `Generator.prefill` of one random prompt with every setting.
+
+    Args:
+        options: the options.
+        llm: the model.
+        context: tokens of the prompt.
+
+    Returns:
+        The figures.
+    """
+    sizes = {"batch": 1, "max_prompt_tokens": context, "max_new_tokens": options.tokens}
+    generators = make_generators(llm, options.settings, **sizes, budget_tokens=context + options.tokens)
+    prompt = np.random.default_rng(options.seed).integers(0, llm.model.config.vocab_size, context).tolist()
+
+    def prefill(generator: Generator) -> GenerationState:
+        return generator.prefill(generator.init_state(options.seed), [prompt])
+
+    runs = [functools.partial(prefill, generator) for generator in generators.values()]
+    seconds = timing.interleaved_seconds(runs, options.repetitions)
+    labels = {"context_tokens": context, "model": options.model or options.shape}
+    figures = []
+    for setting, times in zip(generators, seconds, strict=True):
+        figures.append(figure("prefill_seconds", median_interval(times), setting=str(setting), **labels))
+        ratio = median_interval(times / seconds[0])
+        figures.append(figure("prefill_seconds_ratio", ratio, setting=str(setting), **labels))
     return figures
 
 
@@ -159,6 +201,13 @@ def main(options: Options) -> None:
             print_figures(f"Prompt of {context} tokens, batch 1; ratios to the full cache", found, "setting")
             figures += found
             write_figures(directory / "latency.json", figures)
+    if "prefill" in options.measure:
+        figures = []
+        for context in options.context_tokens:
+            found = measure_prefill(options, llm, context)
+            print_figures(f"Prefill of {context} tokens; ratios to the full cache", found, "setting")
+            figures += found
+            write_figures(directory / "prefill.json", figures)
     if "throughput" in options.measure:
         figures = []
         for context in options.context_tokens:

@@ -6,8 +6,11 @@ import sys
 import numpy as np
 import pytest
 
+import kvjax
 from experiments import evaluate, peers, presses, tasks
 from experiments.common.rows import read_rows
+from experiments.common.transformers_decode import TransformersWriter
+from kvjax_models.generation.generator import Generator
 from tests.experiments.support import request
 from tests.models import tiny
 
@@ -104,3 +107,14 @@ def test_answers_equal_the_pipeline_of_kvpress(tmp_path):
             np.testing.assert_allclose(reply["kept"], 200, atol=1)  # KVzip masks a share of all layers together
             assert reply["held"] == (200 if name == "SnapKV" else len(text))
     process.close()
+
+
+def test_transformers_decodes_the_same_tokens():
+    pytest.importorskip("torch"), pytest.importorskip("transformers")
+    llm = tiny.make_llm()
+    writer = TransformersWriter(llm.model, context=0, tokens=6)
+    generator = Generator(llm.model, kvjax.Exact(), batch=1, max_prompt_tokens=8, max_new_tokens=16)
+    state = generator.prefill(generator.init_state(), [[0]])
+    expected = np.concatenate([block for _, block in generator.decode(state, 12)], axis=1)[0].tolist()
+    assert writer() + writer() == expected
+    assert TransformersWriter(llm.model, context=20, tokens=2)()  # the context is random

@@ -41,6 +41,17 @@ def test_latency_is_relative_to_the_full_cache(tmp_path, monkeypatch):
         speed.Options(repetitions=5)
 
 
+def test_prefill_includes_all_passes_of_a_policy(tmp_path, monkeypatch):
+    monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
+    options = {"shape": "tiny", "policy": ("kvgrad", "kvzip:plus=True"), "budget": ("70%",), "context_tokens": (200,)}
+    speed.main(speed.Options(measure=("prefill",), **options, repetitions=6, output_dir=str(tmp_path)))
+    found = {(one["setting"], one["metric"]): one for one in figures(tmp_path / "prefill.json")}
+    assert found["exact", "prefill_seconds_ratio"]["value"] == 1
+    for setting in ("kvgrad @ 70%", "kvzip:plus=True @ 70%"):
+        assert found[setting, "prefill_seconds_ratio"]["low"] > 0
+        assert found[setting, "prefill_seconds"]["value"] > 0
+
+
 def test_every_policy_uses_the_memory_of_the_full_cache(capsys):
     settings = [Setting("exact"), Setting("streaming_llm", "25%"), Setting("quest", "64"), Setting("kvzip", "2")]
     sizes = throughput.Sizes(192, 64, full_rows=2, repetitions=2, seed=0)
