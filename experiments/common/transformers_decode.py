@@ -27,6 +27,7 @@ class TransformersWriter:
         import torch
         import transformers
 
+        transformers.utils.logging.disable_progress_bar()
         config, dtype = model.config, getattr(torch, str(jnp.dtype(model.embedding.param_dtype)))
         with tempfile.TemporaryDirectory() as directory:
             huggingface.save_model(pathlib.Path(directory), model)
