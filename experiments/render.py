@@ -14,7 +14,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments import summarize
 from experiments.common import ROOT, caches, plots
@@ -27,8 +27,26 @@ from experiments.tasks import RULER
 
 PAPERS = ROOT / "experiments" / "papers"
 DIRECTORY = ROOT / "docs" / "papers"
-# Pages with tables between markers; the presses of kvpress and the kinds of question that they show.
-PAGES = {ROOT / "README.md": ("kvpress KV[gz]*", "unseen"), ROOT / "docs" / "results.md": ("kvpress *", "*seen")}
+
+
+class Shown(NamedTuple):
+    """The rows that a page shows: patterns of their columns."""
+
+    policies: tuple[str, ...] = ("*",)
+    question: str = "*"
+    tokens: str = "*"
+
+    def matches(self, row: Row) -> bool:
+        """Returns whether the page shows a `row`."""
+        policy = any(fnmatch(row.policy, pattern) for pattern in self.policies)
+        return policy and fnmatch(row.question, self.question) and fnmatch(str(row.tokens), self.tokens)
+
+
+# Pages with tables between markers.
+PAGES = {
+    ROOT / "README.md": Shown(("exact", "auto", "clusterkv", "snapkv", "kvpress KV[gz]*[!+]"), "unseen", "1024"),
+    ROOT / "docs" / "results.md": Shown(),
+}
 PICTURE = ROOT / "docs" / "images" / "score_by_bytes.png"  # of the table with most settings
 _MARKED = re.compile(r"(<!-- Written by experiments.render: -->\n).*?(<!-- End of the results. -->)", re.DOTALL)
 HOLDS, FAILS, UNCLEAR, NOT_RUN = "holds", "does not hold", "not significant", "not run"
@@ -55,8 +73,8 @@ def main(options: Options) -> None:
         (directory / f"{path.stem}.md").write_text(page, encoding="utf-8")
         print(directory / f"{path.stem}.md")
     if directory == DIRECTORY:
-        for path, patterns in PAGES.items():
-            path.write_text(with_results(path.read_text(encoding="utf-8"), rows, *patterns), encoding="utf-8")
+        for path, shown in PAGES.items():
+            path.write_text(with_results(path.read_text(encoding="utf-8"), rows, shown), encoding="utf-8")
         tables = [table for of_group in _by_group(rows).values() for table in summarize.summarize(of_group)]
         plots.save(score_figure(max(tables, key=lambda table: len(table.lines))), PICTURE)
 
@@ -70,25 +88,29 @@ def _by_group(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return groups
 
 
-def with_results(page: str, rows: Sequence[Row], presses: str, questions: str) -> str:
+def with_results(page: str, rows: Sequence[Row], shown: Shown) -> str:
     """Returns a page with the tables of rows between its markers.
+
+    Tasks with a low score of the full cache are listed after the tables (see `summarize`).
 
     Args:
         page: the page in Markdown.
         rows: measured rows.
-        presses: pattern of the presses of kvpress in the tables; all other policies are in them.
-        questions: pattern of the kinds of question in the tables.
+        shown: the rows that the page shows.
 
     Returns:
         The page.
     """
-    text = ""
-    shown = [row for row in rows if not row.policy.startswith("kvpress ") or fnmatch(row.policy, presses)]
-    shown = [row for row in shown if fnmatch(row.question, questions)]
-    for group, of_group in _by_group(shown).items():
+    text, left_out = "", dict[str, float]()
+    for group, of_group in _by_group(filter(shown.matches, rows)).items():
         for table in summarize.summarize(of_group):
-            columns, lines = summarize.cells(table, caches.FULL)
-            text += f"\n{group}, {table.title}:\n\n{markdown_table(columns, lines)}"
+            left_out |= {f"{task}, {table.title}": score for task, score in table.left_out.items()}
+            if counted := [task for task in table.tasks if task not in table.left_out]:
+                columns, lines = summarize.cells(table._replace(tasks=counted), caches.FULL)
+                text += f"\n{group}, {table.title}:\n\n{markdown_table(columns, lines)}"
+    if left_out:
+        names = markdown_table(("task", "score"), [(task, f"{score:.2f}") for task, score in left_out.items()])
+        text += f"\nTasks that the full cache does not solve, which say little about compressed caches:\n\n{names}"
     return _MARKED.sub(lambda match: f"{match[1]}{text}\n{match[2]}", page)
 
 

@@ -16,7 +16,7 @@ neighbors.
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -118,10 +118,9 @@ def measure_latency(options: Options, llm: LanguageModel, context: int) -> list[
     pairs = list(zip(generators.values(), prefill.states, strict=True))
     programs = [timing.program_bytes(lower_decode(*pair).compile()) for pair in pairs]
     held = [caches.measure_size(*pair, context + new) for pair in pairs]
-    writers: list[Callable[[], Any]] = [timing.Writer(*pair, tokens) for pair in pairs]
-    if options.transformers:
-        writers.append(TransformersWriter(model, context, tokens))
-    step = timing.interleaved_seconds(writers, options.repetitions) / tokens
+    writers = [timing.Writer(*pair, tokens) for pair in pairs]
+    peers = [TransformersWriter(model, context, tokens)] if options.transformers else []
+    step = timing.interleaved_seconds([*writers, *peers], options.repetitions) / tokens
     figures = []
     for index, setting in enumerate(generators):
         labels = {"setting": str(setting), "context_tokens": context, "model": options.model or options.shape}

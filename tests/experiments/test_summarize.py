@@ -131,13 +131,31 @@ def test_verdicts_of_figures(tmp_path):
     assert render.evaluate_claim({"ratio": {"file": "r.json", "walk": "1,1,1"}}, [], tmp_path)[0] == "holds"
 
 
-@pytest.mark.parametrize(("path", "patterns"), render.PAGES.items(), ids=lambda value: getattr(value, "stem", ""))
-def test_pages_have_the_tables_of_all_rows(path, patterns):
+@pytest.mark.parametrize(("path", "shown"), render.PAGES.items(), ids=lambda value: getattr(value, "stem", ""))
+def test_pages_have_the_tables_of_their_rows(path, shown):
     rows = read_rows(sorted((render.ROOT / "experiments" / "results").glob("*.jsonl.gz")))
     page = path.read_text()
-    assert page == render.with_results(page, rows, *patterns), "run python -m experiments.render"
+    assert page == render.with_results(page, rows, shown), "run python -m experiments.render"
     assert len(render._MARKED.findall(page)) == 1
-    assert all(f"| {row.setting} |" in page for row in rows if not row.policy.startswith("kvpress "))
+    assert all(f"| {row.setting} |" in page for row in rows if shown.matches(row))
+
+
+def test_pages_list_tasks_that_the_full_cache_does_not_solve():
+    rows = [*rows_of("exact", "good", [1.0] * 4), *rows_of("exact", "bad", [0.0, 1.0, 0.0, 0.0])]
+    page = "<!-- Written by experiments.render: -->\n<!-- End of the results. -->"
+    found = render.with_results(page, rows, render.Shown())
+    assert found.count("| exact |") == 1 and "| good |" in found
+    assert "| bad, m, 100 tokens, question unseen, float32 | 0.25 |" in found
+
+
+def test_readme_does_not_show_all_rows():
+    shown = render.PAGES[render.ROOT / "README.md"]
+    (one,) = rows_of("exact", "a", [1.0])
+    assert shown.matches(one := dataclasses.replace(one, tokens=1024))
+    for other in ({"question": "seen"}, {"tokens": 2048}, {"policy": "subgen"}, {"policy": "kvpress KVzip+"}):
+        assert not shown.matches(dataclasses.replace(one, **other))
+    for policy in ("kvpress KVzip", "kvpress KVgrad"):
+        assert shown.matches(dataclasses.replace(one, policy=policy))
 
 
 def test_the_picture_has_a_line_per_policy(tmp_path):
