@@ -20,7 +20,7 @@ from experiments import summarize
 from experiments.common import ROOT, caches, plots
 from experiments.common.console import markdown_table
 from experiments.common.flags import Flags, repeatable, run_command
-from experiments.common.output import as_text
+from experiments.common.output import as_text, figure_table
 from experiments.common.rows import Row, read_rows
 from experiments.common.statistics import Estimate
 from experiments.tasks import RULER
@@ -49,6 +49,7 @@ PAGES = {
 }
 PICTURE = ROOT / "docs" / "images" / "score_by_bytes.png"  # of the table with most settings
 _MARKED = re.compile(r"(<!-- Written by experiments.render: -->\n).*?(<!-- End of the results. -->)", re.DOTALL)
+_FIGURES = re.compile(r"(<!-- (\S+) of (\S+): -->\n).*?(<!-- End of the figures. -->)", re.DOTALL)
 HOLDS, FAILS, UNCLEAR, NOT_RUN = "holds", "does not hold", "not significant", "not run"
 
 
@@ -74,7 +75,8 @@ def main(options: Options) -> None:
         print(directory / f"{path.stem}.md")
     if directory == DIRECTORY:
         for path, shown in PAGES.items():
-            path.write_text(with_results(path.read_text(encoding="utf-8"), rows, shown), encoding="utf-8")
+            page = with_figures(path.read_text(encoding="utf-8"), pathlib.Path(options.figures_dir))
+            path.write_text(with_results(page, rows, shown), encoding="utf-8")
         tables = [table for of_group in _by_group(rows).values() for table in summarize.summarize(of_group)]
         plots.save(score_figure(max(tables, key=lambda table: len(table.lines))), PICTURE)
 
@@ -112,6 +114,18 @@ def with_results(page: str, rows: Sequence[Row], shown: Shown) -> str:
         names = markdown_table(("task", "score"), [(task, f"{score:.2f}") for task, score in left_out.items()])
         text += f"\nTasks that the full cache does not solve, which say little about compressed caches:\n\n{names}"
     return _MARKED.sub(lambda match: f"{match[1]}{text}\n{match[2]}", page)
+
+
+def with_figures(page: str, directory: pathlib.Path) -> str:
+    """Returns a page with tables of figures between markers, which name the metrics and the file in a `directory`."""
+
+    def table(match: re.Match[str]) -> str:
+        metrics = match[2].split(",")
+        figures = [one for one in json.loads((directory / match[3]).read_text()) if one["metric"] in metrics]
+        figures.sort(key=lambda one: metrics.index(one["metric"]))
+        return f"{match[1]}\n{markdown_table(*figure_table(figures, 'setting'))}\n{match[4]}"
+
+    return _FIGURES.sub(table, page)
 
 
 def score_figure(table: summarize.Table) -> plots.plt.Figure:

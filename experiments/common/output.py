@@ -43,11 +43,10 @@ def as_text(one: Mapping[str, Any]) -> str:
     return str(Estimate(one["value"], one["low"], one["high"]) if "low" in one else Estimate(one["value"]))
 
 
-def print_figures(title: str, figures: Iterable[Figure], line: str, column: str = "metric") -> None:
-    """Prints figures as a table.
+def figure_table(figures: Iterable[Figure], line: str, column: str = "metric") -> tuple[list[str], list[list[str]]]:
+    """Returns the columns and lines of a table of figures.
 
     Args:
-        title: title of the table.
         figures: the figures.
         line: label that the lines differ in.
         column: label that the columns differ in.
@@ -56,5 +55,9 @@ def print_figures(title: str, figures: Iterable[Figure], line: str, column: str 
     for one in figures:
         cells.setdefault(str(one[line]), {})[str(one[column])] = as_text(one)
     columns = list(dict.fromkeys(name for values in cells.values() for name in values))
-    lines = [(label, *(values.get(name, "-") for name in columns)) for label, values in cells.items()]
-    print_table(title, ("", *columns), lines)
+    return ["", *columns], [[label, *(values.get(name, "-") for name in columns)] for label, values in cells.items()]
+
+
+def print_figures(title: str, figures: Iterable[Figure], line: str, column: str = "metric") -> None:
+    """Prints figures as a table; see `figure_table`."""
+    print_table(title, *figure_table(figures, line, column))

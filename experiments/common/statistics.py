@@ -27,11 +27,6 @@ class Estimate(NamedTuple):
         value, low, high = (f"{x:{sign}.2f}" for x in self)
         return value if math.isnan(self.low) else f"{value} [{low}, {high}]"
 
-    @property
-    def is_significant(self) -> bool:
-        """Whether the interval of a difference excludes 0."""
-        return self.low > 0 or self.high < 0
-
 
 def bootstrap(groups: Sequence[Float[np.ndarray, "n"]], seed: int = 0) -> Estimate:
     """Returns the mean over groups of their means, with a percentile interval.

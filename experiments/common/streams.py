@@ -179,23 +179,6 @@ def weighted_terms(
     return jnp.exp(queries @ keys.T / math.sqrt(keys.shape[1]) + log_weight)
 
 
-def effective_rank(keys: Float[np.ndarray, "n D"], most: int = 1024) -> float:
-    """Returns the effective rank of the kernel exp(<k_i, k_j> / sqrt(D)): exp of the entropy of its eigenvalues.
-
-    Args:
-        keys: the keys.
-        most: maximum number of keys, taken at equal distances.
-
-    Returns:
-        A value from 1 to the number of keys.
-    """
-    keys = keys[:: -(-len(keys) // most)].astype(np.float64)
-    logits = keys @ keys.T / np.sqrt(keys.shape[1])
-    shares = np.maximum(np.linalg.eigvalsh(np.exp(logits - logits.max())), 0)
-    shares = shares[shares > 0] / shares.sum()
-    return float(np.exp(-np.sum(shares * np.log(shares))))
-
-
 _CHUNK = 128  # tokens per chunk of exact prefill
 
 

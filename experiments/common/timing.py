@@ -19,7 +19,6 @@ from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill import PrefilledLayer, compress_layer, embed, prefill_layers
 from kvjax_models.generation.repetition import make_repetitions, repeat_layer
 from kvjax_models.generation.state import GenerationState
-from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama, parameter_bytes
 
 SELECTIONS = 64  # queries of one timed program, so that its launch is negligible
@@ -64,14 +63,6 @@ def matmul_rate(dtype: jax.typing.DTypeLike) -> float:
     side = 2048 if jax.default_backend() == "cpu" else 8192
     matrix = jnp.ones((side, side), dtype)
     return 2 * side**3 / float(np.min(seconds(jax.jit(lambda a: a @ a), matrix)))
-
-
-def prefill_operations(config: LlamaConfig, tokens: int) -> float:
-    """Returns the floating-point operations of exact prefill, without embedding and logits."""
-    attention_width = config.query_heads * config.head_dim
-    projections = 2 * config.width * (2 * attention_width + 2 * config.kv_heads * config.head_dim)
-    per_token = projections + 6 * config.width * config.mlp_width
-    return config.layers * (per_token * tokens + 4 * attention_width * tokens * (tokens + 1) / 2)
 
 
 def weight_bytes(model: Llama) -> int:

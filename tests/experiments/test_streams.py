@@ -167,13 +167,6 @@ def test_errors_are_means_over_queries_and_heads():
     np.testing.assert_allclose(streams.clamped_errors(attended, exact), [(1 / 5 + 1 / 1) / 2])
 
 
-def test_effective_rank_counts_directions():
-    assert streams.effective_rank(np.ones((50, 4))) == pytest.approx(1)
-    # Orthogonal keys of large norm: the kernel is nearly the identity.
-    assert streams.effective_rank(30 * np.eye(40)) == pytest.approx(40, rel=1e-3)
-    assert streams.effective_rank(np.repeat(30 * np.eye(40), 10, axis=0), most=100) == pytest.approx(40, rel=0.1)
-
-
 def _keys(found):
     return found.keys[0, :, 0]
 

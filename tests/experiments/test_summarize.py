@@ -136,6 +136,7 @@ def test_pages_have_the_tables_of_their_rows(path, shown):
     rows = read_rows(sorted((render.ROOT / "experiments" / "results").glob("*.jsonl.gz")))
     page = path.read_text()
     assert page == render.with_results(page, rows, shown), "run python -m experiments.render"
+    assert page == render.with_figures(page, render.ROOT / "experiments" / "results"), "run python -m experiments.render"
     assert len(render._MARKED.findall(page)) == 1
     assert all(f"| {row.setting} |" in page for row in rows if shown.matches(row))
 
@@ -146,6 +147,13 @@ def test_pages_list_tasks_that_the_full_cache_does_not_solve():
     found = render.with_results(page, rows, render.Shown())
     assert found.count("| exact |") == 1 and "| good |" in found
     assert "| bad, m, 100 tokens, question unseen, float32 | 0.25 |" in found
+
+
+def test_pages_have_tables_of_figures(tmp_path):
+    figures = [output.figure("b", 2.0, setting="x"), output.figure("a", Estimate(1.0, 0.5, 1.5), setting="x")]
+    (tmp_path / "f.json").write_text(json.dumps([*figures, output.figure("c", 3.0, setting="x")]))
+    page = render.with_figures("<!-- a,b of f.json: -->\nold\n<!-- End of the figures. -->", tmp_path)
+    assert "|  | a | b |\n" in page and "| x | 1 [0.5, 1.5] | 2 |\n" in page and "old" not in page
 
 
 def test_readme_does_not_show_all_rows():
