@@ -160,14 +160,15 @@ def _table(title: str, metric: str, rows: Sequence[Row], reference: str, floor: 
 
 def cells(table: Table, reference: str) -> tuple[list[str], list[list[str]]]:
     """Returns the columns and lines of a table."""
-    columns = ["", "held", "read", *table.tasks, "mean", f"minus {reference}", "documents", "errors"]
+    mean = ["mean"] if len(table.tasks) > 1 else []
+    columns = ["", "held", "read", *table.tasks, *mean, f"minus {reference}", "documents", "errors"]
     lines = [
         [
             line.setting,
             f"{line.held:.1%}",
             f"{line.read:.1%}",
             *(line.scores[task].fixed() if task in line.scores else "-" for task in table.tasks),
-            line.mean.fixed() if line.mean else "-",
+            *(line.mean.fixed() if line.mean else "-" for _ in mean),
             line.difference.fixed("+") if line.difference else "-",
             str(line.documents),
             str(line.errors),
