@@ -16,7 +16,7 @@ from kvjax.stores import window as windows
 from kvjax.stores.staging import Tokens
 from kvjax.stores.window import Window, init_window
 from kvjax.structures.per_head import per_head
-from kvjax.structures.soft_matching import SCHEDULES, Centroids, Schedule, compress, single_token_entries
+from kvjax.structures.soft_matching import SCHEDULES, Centroids, Schedule, compress, single_token_entries, tile_slots
 
 
 @state
@@ -113,10 +113,12 @@ class Chelsea(Policy[ChelseaState]):
         """Slides the window over new tokens and merges tokens that leave it with the centroids."""
         window, left = windows.slide(state.window, new)
         entries = single_token_entries(left.keys, left.values, left.count)
+        max_count = state.keys.shape[2] + left.keys.shape[2]
+        slots = max_count + -max_count % tile_slots(max_count, self.chunk)
 
-        def append(old: Shaped[Array, "B H S *N"], new: Shaped[Array, "B H P *N"]) -> Shaped[Array, "B H S+P *N"]:
-            """Writes `new` after the first `state.count` entries of `old`, which is enlarged by their number."""
-            padding = ((0, 0), (0, 0), (0, new.shape[2]), *((0, 0),) * (old.ndim - 3))
+        def append(old: Shaped[Array, "B H S *N"], new: Shaped[Array, "B H P *N"]) -> Shaped[Array, "B H R *N"]:
+            """Writes `new` after the first `state.count` entries of `old`, which is enlarged to full tiles."""
+            padding = ((0, 0), (0, 0), (0, slots - old.shape[2]), *((0, 0),) * (old.ndim - 3))
             old = jnp.pad(old, padding).astype(new.dtype)
             return jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1))(old, new, state.count)
 
@@ -126,12 +128,12 @@ class Chelsea(Policy[ChelseaState]):
             degree=append(state.degree, entries.degree),
             count=state.count[:, None] + entries.count,
         )
-        return self._merge(dataclasses.replace(state, window=window), entries)
+        return self._merge(dataclasses.replace(state, window=window), entries, max_count)
 
-    def _merge(self, state: ChelseaState, entries: Centroids) -> ChelseaState:
-        """Compresses every head's entries into the centroids' slots."""
+    def _merge(self, state: ChelseaState, entries: Centroids, max_count: int | None = None) -> ChelseaState:
+        """Compresses every head's entries, at most `max_count`, into the centroids' slots."""
         slots, schedule = state.keys.shape[2], self.merge_schedule
-        merge = functools.partial(compress, budget=slots, chunk=self.chunk, schedule=schedule)
+        merge = functools.partial(compress, budget=slots, chunk=self.chunk, schedule=schedule, max_count=max_count)
         merged = per_head(merge)(entries)
 
         def write(buffer: Float[Array, "B H S D"], x: Float[Array, "B H M D"]) -> Float[Array, "B H S D"]:

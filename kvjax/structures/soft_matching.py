@@ -9,7 +9,7 @@ Reference:
 """
 
 import dataclasses
-import functools
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.state import state
-from pallas_kernels.soft_match import soft_match
+from pallas_kernels.soft_match import Partners, soft_match
 
-# Steps that leave more than this share of the slots run in one loop, and half of it once few of the first slots are
-# left. A larger share wastes less work on empty slots and takes longer to compile.
-_LOOP_SHARE, _FEW_SLOTS = 0.7, 1 / 8
+# Slots are processed in at most `_TILES` tiles of at least `_MIN_TILE` slots. Smaller tiles compile faster and waste
+# less work on empty slots.
+_TILES, _MIN_TILE = 16, 512
 _CUMSUM_BLOCK = 1024
 
 
@@ -64,34 +64,28 @@ class Schedule:
         if self.decay < 0 or self.steps < 0:
             raise ValueError(f"decay={self.decay} and steps={self.steps} must be at least 0")
 
-    def max_merges(self, step: int, entries: Int[Array, ""] | int) -> Int[Array, ""] | int:
-        """Returns the largest number of entries that a step may merge, at least one.
+    def share(self, step: int) -> int:
+        """Returns the share of entries that a step may merge, in thousandths.
 
-        Args:
-            step: number of the step, from 0.
-            entries: number of entries before the step.
-
-        Returns:
-            floor(share x entries), in integer arithmetic, so that slots can be planned ahead.
+        Integers let the number of entries after every step be planned ahead.
         """
-        share = max(self.floor, self.first - self.decay * min(step, self.steps))
-        merges = entries * round(1000 * share) // 1000
-        return max(merges, 1) if isinstance(merges, int) else jnp.maximum(merges, 1)
+        return round(1000 * max(self.floor, self.first - self.decay * min(step, self.steps)))
 
     def lengths(self, entries: int, budget: int) -> list[int]:
-        """Returns the number of entries after every step of a compression.
+        """Returns the number of entries before and after every step of a compression.
 
         Args:
             entries: number of entries before.
             budget: number of entries at the end.
 
         Returns:
-            One number per step; the last one is the budget.
+            `entries`, then one number per step; the last one is at most the budget.
         """
         lengths = [entries]
         while lengths[-1] > budget:
-            lengths.append(max(budget, lengths[-1] - int(self.max_merges(len(lengths) - 1, lengths[-1]))))
-        return lengths[1:]
+            merges = max(lengths[-1] * self.share(len(lengths) - 1) // 1000, 1)
+            lengths.append(max(budget, lengths[-1] - merges))
+        return lengths
 
 
 SCHEDULES = {"llama-2": Schedule(0.45, 0.05, 3), "llama-3": Schedule(0.35, 0.1, 2), "qwen": Schedule(0.2, 0.1, 2)}
@@ -102,8 +96,8 @@ def merge_most_similar(
     merges: Int[Array, ""] | int,
     chunk: int,
     max_merges: int,
-    *,
-    slots: int | None = None,
+    tile: int,
+    num_tiles: Int[Array, ""] | int,
 ) -> Centroids:
     """Merges the entries at even indices that are most similar to their partners into these partners.
 
@@ -114,23 +108,72 @@ def merge_most_similar(
         merges: number of entries to merge.
         chunk: entries among which an entry looks for a partner; even.
         max_merges: upper bound of `merges`.
-        slots: slots of the result, at least the number of entries that remain; None for the slots of `entries`.
+        tile: slots that are processed at once: a multiple of `chunk` that divides the number of slots.
+        num_tiles: number of tiles that may have entries.
 
     Returns:
-        The entries that remain.
+        The entries that remain, in the same number of slots. Keys and values of empty slots are undefined.
     """
-    old_slots = entries.degree.shape[0]
-    slots = old_slots if slots is None else slots
-    similarity, partner = soft_match(entries.keys, entries.count, chunk)
-    candidates = similarity.shape[0]
+    slots = entries.degree.shape[0]
+
+    def match(number: Int[Array, ""], partners: Partners) -> Partners:
+        """Writes the partners of one tile."""
+        keys = jax.lax.dynamic_slice_in_dim(entries.keys, number * tile, tile)
+        tile_partners = soft_match(keys, entries.count - number * tile, chunk)
+        return Partners(*_write(partners, tile_partners, number * (tile // 2)))
+
+    partners = Partners(jnp.full(slots // 2, -jnp.inf), jnp.zeros(slots // 2, jnp.int32))
+    similarity, partner = jax.lax.fori_loop(0, num_tiles, match, partners)
     is_merged = _largest(similarity, merges) & ~jnp.isneginf(similarity)
-    max_merges = min(max_merges, candidates)
+
+    def merge(number: Int[Array, ""], remaining: Centroids) -> Centroids:
+        """Writes the entries of one tile that remain after those of earlier tiles, never over those of later tiles."""
+        arrays = remaining.keys, remaining.values, remaining.degree
+        keys, values, degree = _read(arrays, number * tile, tile)
+        is_merged_here, partner_here = _read((is_merged, partner), number * (tile // 2), tile // 2)
+        old = Centroids(keys, values, degree, jnp.clip(entries.count - number * tile, 0, tile))
+        new = _merge_tile(old, is_merged_here, partner_here, chunk // 2, min(max_merges, tile // 2))
+        keys, values, degree = _write(arrays, (new.keys, new.values, new.degree), remaining.count)
+        return Centroids(keys, values, degree, remaining.count + new.count)
+
+    remaining = dataclasses.replace(entries, count=jnp.zeros_like(entries.count))
+    remaining = jax.lax.fori_loop(0, num_tiles, merge, remaining)
+    return dataclasses.replace(remaining, degree=jnp.where(jnp.arange(slots) < remaining.count, remaining.degree, 0))
+
+
+def _read(arrays: tuple[Array, ...], start: Int[Array, ""], size: int) -> tuple[Array, ...]:
+    """Returns slots [start, start + size) of all arrays."""
+    return tuple(jax.lax.dynamic_slice_in_dim(x, start, size) for x in arrays)
+
+
+def _write(arrays: tuple[Array, ...], parts: tuple[Array, ...], start: Int[Array, ""]) -> tuple[Array, ...]:
+    """Returns the arrays with `parts` in the slots from `start` on."""
+    pairs = zip(arrays, parts, strict=True)
+    return tuple(jax.lax.dynamic_update_slice_in_dim(x, part, start, 0) for x, part in pairs)
+
+
+def _merge_tile(
+    entries: Centroids, is_merged: Bool[Array, "A"], partner: Int[Array, "A"], pairs: int, max_merges: int
+) -> Centroids:
+    """Merges entries into their partners.
+
+    Args:
+        entries: the entries of some chunks.
+        is_merged: which entries at even indices are merged.
+        partner: the index of the entry that each one is merged into, among those at odd indices of its chunk.
+        pairs: entries at even indices per chunk.
+        max_merges: upper bound of the number of entries that are merged.
+
+    Returns:
+        The entries that remain, in the same number of slots.
+    """
+    slots, candidates = entries.degree.shape[0], is_merged.shape[0]
     pair = jnp.arange(candidates, dtype=jnp.int32)
-    place = jnp.where(is_merged, _places_by_target(is_merged, partner, chunk // 2), max_merges)
+    place = jnp.where(is_merged, _places_by_target(is_merged, partner, pairs), max_merges)
     number = jnp.full(max_merges, candidates, jnp.int32).at[place].set(pair, mode="drop")
     merge, number = number < candidates, jnp.minimum(number, candidates - 1)
-    target_pair = number // (chunk // 2) * (chunk // 2) + partner[number]
-    source = jnp.minimum(2 * number, old_slots - 1)
+    target_pair = number // pairs * pairs + partner[number]
+    source = 2 * number
     # Entries at even and at odd indices are listed separately, because TPUs take long to compile their interleaving.
     even_remains, odd_remains = (2 * pair < entries.count) & ~is_merged, 2 * pair + 1 < entries.count
     sums = _cumsum(even_remains.astype(jnp.int32) + odd_remains)
@@ -140,7 +183,7 @@ def merge_most_similar(
     order = jnp.zeros(slots, jnp.int32).at[new_place].set(old_index, mode="drop")
     target = jnp.where(merge, odd_place[target_pair], slots)
 
-    def add(x: Shaped[Array, "S_out *F"], merged: Shaped[Array, "M *F"]) -> Shaped[Array, "S_out *F"]:
+    def add(x: Shaped[Array, "S *F"], merged: Shaped[Array, "M *F"]) -> Shaped[Array, "S *F"]:
         """Adds merged entries to their targets. Without the hint, TPUs sort them, which takes long to compile."""
         return x.at[target].add(merged, mode="drop", indices_are_sorted=True)
 
@@ -151,7 +194,7 @@ def merge_most_similar(
     old_share = old_degree / jnp.maximum(degree, 1)
     merged_share = merged_degree / jnp.maximum(degree[jnp.minimum(target, slots - 1)], 1)
 
-    def mean(x: Float[Array, "S F"]) -> Float[Array, "S_out F"]:
+    def mean(x: Float[Array, "S F"]) -> Float[Array, "S F"]:
         """Returns `x` of the remaining entries, as means weighted by degree."""
         old, merged = (part.astype(jnp.float32) for part in (x[order], x[source]))
         return add(old * old_share[:, None], merged_share[:, None] * merged).astype(x.dtype)
@@ -219,49 +262,49 @@ def _places_by_target(is_merged: Bool[Array, "A"], partner: Int[Array, "A"], pai
     return ((jnp.cumsum(merged) - merged)[:, None] + rank).reshape(-1)
 
 
-def compress(entries: Centroids, budget: int, chunk: int, schedule: Schedule) -> Centroids:
+def tile_slots(slots: int, chunk: int) -> int:
+    """Returns how many slots `compress` processes at once: a multiple of the chunk."""
+    return chunk * max(1, -(-min(slots, max(-(-slots // _TILES), _MIN_TILE)) // chunk))
+
+
+def compress(
+    entries: Centroids, budget: int, chunk: int, schedule: Schedule, *, max_count: int | None = None
+) -> Centroids:
     """Merges entries step by step until exactly `budget` entries are left, or as many as there were.
 
-    The cost of a step depends on the slots, not on the entries in them. Slots therefore shrink with every step, as
-    planned for full slots; fewer entries need no more steps.
+    All steps are one loop over tiles of the same slots, because compilation takes long for many or large shapes. A
+    step processes the tiles that have entries if all slots are full at first; fewer entries need no more steps.
 
     Args:
-        entries: the entries.
+        entries: the entries. Slots are copied unless their number is a multiple of `tile_slots`.
         budget: number of entries at the end.
         chunk: entries among which an entry looks for a partner; even.
         schedule: share of entries that each step merges.
+        max_count: upper bound of the number of entries; None for the number of slots.
 
     Returns:
         Entries in min(S, budget) slots.
     """
+    slots = entries.degree.shape[0]
+    if slots <= budget:
+        return entries
+    lengths = schedule.lengths(slots if max_count is None else max_count, budget)
+    tile = tile_slots(slots, chunk)
+    keys, values, degree = (
+        jnp.pad(x, ((0, -slots % tile), *((0, 0),) * (x.ndim - 1)))
+        for x in (entries.keys, entries.values, entries.degree)
+    )
+    num_tiles = jnp.array([-(-length // tile) for length in lengths[:-1]], jnp.int32)
+    shares = jnp.array([schedule.share(step) for step in range(len(num_tiles))], jnp.int32)
+    max_merges = max((before - after for before, after in itertools.pairwise(lengths)), default=0)
 
-    def step(entries: Centroids, number: int, slots: int) -> Centroids:
-        """Runs the step with this `number` of the schedule and returns the entries in `slots` slots."""
-        max_merges = int(schedule.max_merges(number, entries.degree.shape[0]))
-        excess = jnp.maximum(entries.count - budget, 0)
-        merges = jnp.minimum(schedule.max_merges(number, entries.count), excess)
-        return merge_most_similar(entries, merges, chunk, max_merges, slots=slots)
+    def run_step(entries: Centroids, plan: tuple[Int[Array, ""], Int[Array, ""]]) -> tuple[Centroids, None]:
+        num_tiles, share = plan
+        merges = jnp.minimum(jnp.maximum(entries.count * share // 1000, 1), jnp.maximum(entries.count - budget, 0))
+        return merge_most_similar(entries, merges, chunk, max_merges, tile, num_tiles), None
 
-    def step_in_place(slots: int, _: Int[Array, ""], entries: Centroids) -> Centroids:
-        return step(entries, schedule.steps, slots)
-
-    first_slots = entries.degree.shape[0]
-    lengths = schedule.lengths(first_slots, budget)
-    done = 0
-    while done < len(lengths):
-        slots = entries.degree.shape[0]
-        # Once the share is constant, small steps are one loop over the same slots.
-        share = _LOOP_SHARE if slots > _FEW_SLOTS * first_slots else _LOOP_SHARE / 2
-        small = [length for length in lengths[done:] if length > share * slots]
-        if done >= schedule.steps and len(small) > 1:
-            entries = jax.lax.fori_loop(0, len(small), functools.partial(step_in_place, slots), entries)
-            first = slice(small[-1])
-            entries = Centroids(entries.keys[first], entries.values[first], entries.degree[first], entries.count)
-            done += len(small)
-        else:
-            entries = step(entries, done, lengths[done])
-            done += 1
-    return entries
+    entries, _ = jax.lax.scan(run_step, Centroids(keys, values, degree, entries.count), (num_tiles, shares))
+    return Centroids(entries.keys[:budget], entries.values[:budget], entries.degree[:budget], entries.count)
 
 
 def single_token_entries(

@@ -17,7 +17,7 @@ from tests.kvjax.support import each
 LLAMA_2 = Schedule(0.45, 0.05, 3)
 LLAMA_3 = Schedule(0.35, 0.1, 2)
 QWEN = Schedule(0.2, 0.1, 2)
-SLOTS, CHUNK, DIM = 40, 16, 6
+SLOTS, CHUNK, DIM = 48, 16, 6
 
 
 def entries_of(keys, values=None, degree=None, slots=SLOTS):
@@ -72,7 +72,7 @@ def by_lists(entries, edges, chunk):
 
 @jax.jit
 def merge(entries, edges):
-    return soft_matching.merge_most_similar(entries, edges, CHUNK, max_merges=SLOTS)
+    return soft_matching.merge_most_similar(entries, edges, CHUNK, SLOTS, tile=CHUNK, num_tiles=SLOTS // CHUNK)
 
 
 @functools.partial(jax.jit, static_argnames=("budget", "schedule"))
@@ -133,6 +133,21 @@ def test_the_budget_is_reached_exactly_and_sums_are_conserved(budget, schedule, 
             np.asarray(of.degree, np.float64) @ np.asarray(getattr(of, name), np.float64) for of in (entries, merged)
         )
         np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-3)
+
+
+def test_tiles_do_not_change_the_result(monkeypatch):
+    """Two rows of different lengths, in 45 slots that tiles do not divide."""
+    rng = np.random.default_rng(0)
+    rows = [entries_of(rng.normal(size=(count, DIM)).astype(np.float32), slots=45) for count in (45, 29)]
+    entries = jax.tree.map(lambda *rows: jnp.stack(rows), *rows)
+
+    def run():
+        return jax.jit(jax.vmap(lambda entries: soft_matching.compress(entries, 10, CHUNK, LLAMA_3)))(entries)
+
+    whole = run()
+    monkeypatch.setattr(soft_matching, "_MIN_TILE", 1)
+    assert soft_matching.tile_slots(45, CHUNK) == CHUNK
+    jax.tree.map(np.testing.assert_array_equal, run(), whole)
 
 
 @pytest.mark.parametrize("schedule", each((LLAMA_2, LLAMA_3, QWEN), quick=(LLAMA_2,)))
