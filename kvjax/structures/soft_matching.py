@@ -9,6 +9,7 @@ Reference:
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -272,7 +273,7 @@ def compress(
 ) -> Centroids:
     """Merges entries step by step until exactly `budget` entries are left, or as many as there were.
 
-    All steps are one loop over tiles of the same slots, because compilation takes long for many or large shapes. A
+    All steps are one loop over tiles of the same slots, because TPUs take long to compile many or large shapes. A
     step processes the tiles that have entries if all slots are full at first; fewer entries need no more steps.
 
     Args:
@@ -294,16 +295,27 @@ def compress(
         jnp.pad(x, ((0, -slots % tile), *((0, 0),) * (x.ndim - 1)))
         for x in (entries.keys, entries.values, entries.degree)
     )
-    num_tiles = jnp.array([-(-length // tile) for length in lengths[:-1]], jnp.int32)
-    shares = jnp.array([schedule.share(step) for step in range(len(num_tiles))], jnp.int32)
+    padded = Centroids(keys, values, degree, entries.count)
+    shares = jnp.array([schedule.share(step) for step in range(len(lengths) - 1)], jnp.int32)
     max_merges = max((before - after for before, after in itertools.pairwise(lengths)), default=0)
 
-    def run_step(entries: Centroids, plan: tuple[Int[Array, ""], Int[Array, ""]]) -> tuple[Centroids, None]:
-        num_tiles, share = plan
-        merges = jnp.minimum(jnp.maximum(entries.count * share // 1000, 1), jnp.maximum(entries.count - budget, 0))
-        return merge_most_similar(entries, merges, chunk, max_merges, tile, num_tiles), None
+    def run_steps(tile: int, entries: Centroids) -> Centroids:
+        """Runs all steps over tiles of `tile` slots."""
 
-    entries, _ = jax.lax.scan(run_step, Centroids(keys, values, degree, entries.count), (num_tiles, shares))
+        def run_step(entries: Centroids, plan: tuple[Int[Array, ""], Int[Array, ""]]) -> tuple[Centroids, None]:
+            num_tiles, share = plan
+            merges = jnp.minimum(jnp.maximum(entries.count * share // 1000, 1), jnp.maximum(entries.count - budget, 0))
+            return merge_most_similar(entries, merges, chunk, max_merges, tile, num_tiles), None
+
+        num_tiles = jnp.array([-(-length // tile) for length in lengths[:-1]], jnp.int32)
+        return jax.lax.scan(run_step, entries, (num_tiles, shares))[0]
+
+    # On GPUs, compile time does not grow with the shapes, and every tile costs kernel launches.
+    entries = jax.lax.platform_dependent(
+        padded,
+        cuda=functools.partial(run_steps, padded.degree.shape[0]),
+        default=functools.partial(run_steps, tile),
+    )
     return Centroids(entries.keys[:budget], entries.values[:budget], entries.degree[:budget], entries.count)
 
 
