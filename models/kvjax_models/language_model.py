@@ -19,7 +19,7 @@ from kvjax.registry import AnyPolicy, resolve_policy
 from kvjax_models import compile_cache, formats, known_models
 from kvjax_models.formats.checkpoint import LoadOptions
 from kvjax_models.formats.tokenizer import Streamer, Tokenizer
-from kvjax_models.generation.auto_policy import resolve_auto
+from kvjax_models.generation.auto_policy import resolve_auto, resolve_windows
 from kvjax_models.generation.batching import Request, parse_batch_size
 from kvjax_models.generation.completions import Completion, TextCallback, generate_completions, in_prompt_order
 from kvjax_models.generation.generator import Generator
@@ -97,7 +97,8 @@ class LanguageModel:
                 (`kvjax.SnapKV`) or a policy.
             budget: size of the cache of one sequence: a share of a full bfloat16 cache ("25%"), bytes ("64MiB") or
                 slots per KV head (1024); None if the policy has a budget or takes none. A share refers to the full
-                cache after the last new token. Prompts of similar length share compiled programs
+                cache after the last new token. Layers with a sliding window cache exactly their window; their bytes
+                count only in a budget in bytes. Prompts of similar length share compiled programs
                 (`compile_cache.length_bucket`) and the budget of the shortest of them.
             max_new_tokens: maximum number of new tokens; an end-of-text token finishes a sequence earlier.
             sampling: sampling parameters; greedy by default.
@@ -295,6 +296,7 @@ class LanguageModel:
         spec = dataclasses.replace(cache_specs(self.model, **sizes)[0], window=None)
         tokens = budget_tokens or max_prompt_tokens + max_new_tokens
         policy, budget, kv_dtype = resolve_auto(self.model, policy, budget, kv_dtype, spec, tokens)
+        policy, budget = resolve_windows(policy, budget, cache_specs(self.model, **sizes, kv_dtype=kv_dtype))
         return Generator(
             self.model,
             resolve_policy(policy, budget, dataclasses.replace(spec, kv_dtype=kv_dtype), tokens),

@@ -136,7 +136,9 @@ def test_pages_have_the_tables_of_their_rows(path, shown):
     rows = read_rows(sorted((render.ROOT / "experiments" / "results").glob("*.jsonl.gz")))
     page = path.read_text()
     assert page == render.with_results(page, rows, shown), "run python -m experiments.render"
-    assert page == render.with_figures(page, render.ROOT / "experiments" / "results"), "run python -m experiments.render"
+    assert page == render.with_figures(page, render.ROOT / "experiments" / "results"), (
+        "run python -m experiments.render"
+    )
     assert len(render._MARKED.findall(page)) == 1
     assert all(f"| {row.setting} |" in page for row in rows if shown.matches(row))
 

@@ -253,3 +253,22 @@ def test_a_prefix_answers_questions_as_one_text_does(llm, tmp_path):
     with pytest.raises(ValueError, match="exceeds max_prompt_tokens"):
         prefix.generate(questions[0], max_new_tokens=500)
     assert prefix.generate(questions[0]).startswith(expected[0])
+
+
+@pytest.mark.parametrize("budget", [64 * 2**10, 256 * 2**10])
+@pytest.mark.parametrize("policy", ["snapkv", "chelsea:chunk=16,recent=16", "auto"])
+def test_budgets_in_bytes_include_sliding_windows(policy, budget):
+    llm = tiny.make_llm(windows=(64, None, 64, 64), layers=4)
+    sizes = {"batch": 1, "max_prompt_tokens": 4000, "max_new_tokens": 40}
+    generator = llm.generator(policy, f"{budget}B", kv_dtype="int8", **sizes)
+    assert 0.5 * budget < generator.row_bytes <= budget  # windows are counted with the largest staging buffer
+    named = llm.generator(f"{policy}@{budget}B", kv_dtype="int8", **sizes)
+    assert named.row_bytes == generator.row_bytes
+    # A share applies to the other layers.
+    assert llm.generator(policy, "25%", **sizes).row_bytes > 0.25 * 4040 * 2 * 2 * 16 * 2
+
+
+def test_budgets_in_bytes_below_the_sliding_windows_are_refused():
+    llm = tiny.make_llm(windows=(64, None, 64, 64), layers=4)
+    with pytest.raises(ValueError, match=r"budget=20KiB is less than the 78.2 KiB that 3 layers with a sliding window"):
+        llm.generator("snapkv", "20KiB", batch=1, max_prompt_tokens=400, max_new_tokens=40)

@@ -1,11 +1,13 @@
-"""Resolves `policy="auto"` and `layer_budget_scale="auto"` for a model."""
+"""Resolves `policy="auto"`, `layer_budget_scale="auto"` and budgets in bytes for a model."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from absl import logging
 
-from kvjax.budget import Budget
+import kvjax
+from kvjax.budget import Budget, format_bytes, row_bytes
 from kvjax.quantization import FORMATS, KVDtype
 from kvjax.registry import AnyPolicy, PolicyChoice
 from kvjax.spec import CacheSpec
@@ -22,6 +24,7 @@ KVFormat = KVDtype | tuple[KVDtype, KVDtype] | None
 _AUTO_FORMATS: tuple[tuple[float, KVFormat], ...] = ((0.2, "int8"), (0.1, "int4"), (0.0, ("int4", "int2")))
 # The staging buffer is not quantized: 16 tokens, or 4 if 16 exceed this fraction of the budget.
 _LARGEST_STAGING = 0.02
+_MAX_STAGING = 128  # tokens in the staging buffer of any policy by default
 # Later tokens have reserved slots if they need at most this fraction of the budget.
 _LARGEST_RESERVE = 1 / 3
 
@@ -74,6 +77,42 @@ def resolve_auto(
         )
         return choice.calibrated(None), budget, kv_dtype
     return choice.calibrated(found.scale(min(kept, 1.0))), budget, kv_dtype
+
+
+def resolve_windows(
+    policy: AnyPolicy, budget: int | str | Budget | None, specs: Sequence[CacheSpec]
+) -> tuple[AnyPolicy, int | str | Budget | None]:
+    """Subtracts the bytes of layers with a sliding window from a budget in bytes.
+
+    Such layers cache exactly their window, and `Budget.limit` divides the bytes of a budget among all layers.
+
+    Args:
+        policy: the policy, whose text may have the budget.
+        budget: the budget.
+        specs: specs of all layers.
+
+    Returns:
+        The policy and the budget that give the other layers the remaining bytes.
+
+    Raises:
+        ValueError: if the windows take all bytes.
+    """
+    policy = PolicyChoice.parse(policy) if isinstance(policy, str) else policy
+    size = policy.budget if isinstance(policy, PolicyChoice) else None
+    size = Budget.of(budget) if budget is not None else size
+    windows = [spec for spec in specs if spec.window is not None]
+    if size is None or size.bytes is None or not windows or len(windows) == len(specs):
+        return policy, budget
+    held = sum(row_bytes(kvjax.Exact(compact_every=_MAX_STAGING), spec) for spec in windows)
+    if held >= size.bytes:
+        raise ValueError(
+            f"budget={size} is less than the {format_bytes(held)} that {len(windows)} layers with a sliding window "
+            "hold; pass more bytes, or a share (25%), which applies to the other layers"
+        )
+    size = dataclasses.replace(size, bytes=(size.bytes - held) * len(specs) // (len(specs) - len(windows)))
+    if budget is None and isinstance(policy, PolicyChoice):
+        return dataclasses.replace(policy, budget=size), None
+    return policy, size
 
 
 def _fraction(budget: Budget | None, spec: CacheSpec, tokens: int) -> float:
