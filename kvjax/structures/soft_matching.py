@@ -128,7 +128,7 @@ def merge_most_similar(
     is_merged = _largest(similarity, merges) & ~jnp.isneginf(similarity)
 
     def merge(number: Int[Array, ""], remaining: Centroids) -> Centroids:
-        """Writes the entries of one tile that remain after those of earlier tiles, never over those of later tiles."""
+        """Appends the remaining entries of one tile; entries of later tiles are not overwritten."""
         arrays = remaining.keys, remaining.values, remaining.degree
         keys, values, degree = _read(arrays, number * tile, tile)
         is_merged_here, partner_here = _read((is_merged, partner), number * (tile // 2), tile // 2)
