@@ -121,10 +121,11 @@ def measure_latency(options: Options, llm: LanguageModel, context: int) -> list[
     writers = [timing.Writer(*pair, tokens) for pair in pairs]
     peers = [TransformersWriter(model, context, tokens)] if options.transformers else []
     step = timing.interleaved_seconds([*writers, *peers], options.repetitions) / tokens
+    common: dict[str, Any] = {"context_tokens": context, "model": options.model or options.shape}
+    common["dtype"] = str(jnp.dtype(model.embedding.param_dtype))
     figures = []
     for index, setting in enumerate(generators):
-        labels = {"setting": str(setting), "context_tokens": context, "model": options.model or options.shape}
-        labels |= {"dtype": str(jnp.dtype(model.embedding.param_dtype)), **dataclasses.asdict(held[index])}
+        labels = {"setting": str(setting), **common, **dataclasses.asdict(held[index])}
         first_token, full_first_token = read + compress[index], read + compress[0]
         values: dict[str, Any] = {
             "prefill_seconds": float(np.sum(read)) / passes,
@@ -141,9 +142,9 @@ def measure_latency(options: Options, llm: LanguageModel, context: int) -> list[
             values["hit_rate"] = rate
         figures += [figure(metric, value, **labels) for metric, value in values.items()]
     if options.transformers:
-        labels |= {"setting": "transformers", **dataclasses.asdict(held[0])}
-        figures.append(figure("ms_per_token", median_interval(1e3 * step[-1]), **labels))
-        figures.append(figure("ms_per_token_ratio", median_interval(step[-1] / step[0]), **labels))
+        common["setting"] = "transformers"
+        figures.append(figure("ms_per_token", median_interval(1e3 * step[-1]), **common))
+        figures.append(figure("ms_per_token_ratio", median_interval(step[-1] / step[0]), **common))
     return figures
 
 

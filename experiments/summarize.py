@@ -149,7 +149,7 @@ def _table(title: str, metric: str, rows: Sequence[Row], reference: str, floor: 
                 None
                 if setting == reference
                 else paired_differences(of_setting, by_setting.get(reference, []), counted),
-                sum(map(len, _groups(of_setting, counted or tasks).values())),
+                sum(len(groups[task]) for task in counted or tasks if task in groups),
                 sum(row.score is None for row in of_setting),
             )
         )

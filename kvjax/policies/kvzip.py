@@ -31,9 +31,9 @@ class KVzip(TopKPolicy):
         instruction: token ids before the first chunk (see `kvjax.policy.Repetition`).
         continuation: token ids before a further chunk.
         suffix: token ids between either and the chunk.
-        plus: KVzip+: an attention probability is multiplied by the norm of what the value adds to the residual stream,
-            and divided by the norm of the query's hidden state. Prefill then takes about five times as long as without
-            repetition.
+        plus: KVzip+: an attention probability is multiplied by the norm of the value's contribution to the residual
+            stream, and divided by the norm of the query's hidden state. Prefill then takes about five times as
+            long as without repetition.
 
     Reference:
         KVzip, section 3 (https://arxiv.org/abs/2505.23416); KVzipPress of kvpress, with `kvzip_plus_normalization`

@@ -310,7 +310,7 @@ def compress(
         num_tiles = jnp.array([-(-length // tile) for length in lengths[:-1]], jnp.int32)
         return jax.lax.scan(run_step, entries, (num_tiles, shares))[0]
 
-    # On GPUs, compile time does not grow with the shapes, and every tile costs kernel launches.
+    # Tiles limit the time of compiling for TPUs. On GPUs every tile would cost kernel launches.
     entries = jax.lax.platform_dependent(
         padded,
         cuda=functools.partial(run_steps, padded.degree.shape[0]),
