@@ -77,8 +77,8 @@ def make_units(task: Task, tokenizer: Tokenizer, question_seen: bool, batch: int
         tokens: length of the passages of a task without questions.
 
     Returns:
-        The units. Every unit has `batch` rows, except that documents with several questions have one row if the
-        question is not part of the compressed prompt.
+        The units. Units of prompts whose lengths share programs have equally many rows, at most `batch`; documents with
+        several questions have one row if the question is not part of the compressed prompt.
     """
     if task.kind in ("continue", "stream"):
         rows = [_passage(task, tokenizer, document, tokens) for document in task.documents]
@@ -125,7 +125,7 @@ def _batches(rows: Sequence[tuple[list[int], Item]], batch: int) -> Iterator[Uni
         for first in range(0, len(of_bucket), batch):
             part = of_bucket[first : first + batch]
             prompts = [prompt for prompt, _ in part]
-            prompts += [prompts[-1]] * (batch - len(prompts))
+            prompts += [prompts[-1]] * (min(batch, len(of_bucket)) - len(prompts))
             yield Unit(prompts, [item._replace(row=row) for row, (_, item) in enumerate(part)])
 
 
