@@ -5,9 +5,9 @@
     python -m experiments.speed --measure prefill --model smollm2-135m --context_tokens 1980 --policy kvzip
     python -m experiments.speed --measure throughput --context_tokens 4096 --full_rows 4
 
-`latency` decodes one sequence: time to first token, time per token, selection of blocks, resident and read bytes; with
-`--transformers` also the time per token of transformers' DynamicCache. `prefill` times entire prefills, with all passes
-that a policy needs.
+`latency` decodes one sequence: time to first token, time per token, time of prefill and 1,000 tokens, selection of
+blocks, resident and read bytes; with `--transformers` also the time per token of transformers' DynamicCache. `prefill`
+times entire prefills, with all passes that a policy needs.
 `throughput` serves requests by continuous batching with as many rows as fit in the memory of `--full_rows` rows of the
 full cache. Weights and prompts are random unless `--model` names a model. Policies alternate, so ratios compare
 neighbors.
@@ -38,6 +38,7 @@ from kvjax_models.generation.lowering import lower_decode
 from kvjax_models.generation.state import GenerationState
 
 MIN_SAMPLES = 6  # samples whose median has a 95% interval
+ANSWER_TOKENS = 1_000  # of end-to-end times, which add prefill and decode steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,17 +122,18 @@ def measure_latency(options: Options, llm: LanguageModel, context: int) -> list[
     writers = [timing.Writer(*pair, tokens) for pair in pairs]
     peers = [TransformersWriter(model, context, tokens)] if options.transformers else []
     step = timing.interleaved_seconds([*writers, *peers], options.repetitions) / tokens
+    answer = np.sum(read + compress, axis=1, keepdims=True) / passes + ANSWER_TOKENS * step[: len(pairs)]
     common: dict[str, Any] = {"context_tokens": context, "model": options.model or options.shape}
     common["dtype"] = str(jnp.dtype(model.embedding.param_dtype))
     figures = []
     for index, setting in enumerate(generators):
         labels = {"setting": str(setting), **common, **dataclasses.asdict(held[index])}
-        first_token, full_first_token = read + compress[index], read + compress[0]
         values: dict[str, Any] = {
             "prefill_seconds": float(np.sum(read)) / passes,
             "compress_seconds": float(np.sum(compress[index])) / passes,
             "compress_share_of_prefill": median_interval(compress[index] / read),
-            "time_to_first_token_ratio": median_interval(first_token / full_first_token),
+            "time_to_first_token_ratio": median_interval((read + compress[index]) / (read + compress[0])),
+            "end_to_end_ratio": median_interval(answer[index] / answer[0]),
             "ms_per_token": median_interval(1e3 * step[index]),
             "ms_per_token_ratio": median_interval(step[index] / step[0]),
             "decode_memory_ratio": programs[index] / programs[0],
