@@ -259,7 +259,7 @@ def _compare_figures(compare: Mapping[str, Any], figures: Sequence[Mapping[str, 
     cases: dict[str, dict[str, Mapping[str, Any]]] = {}
     for one in figures:
         if one["metric"] == compare["metric"] and one["setting"] in (compare["better"], compare["than"]):
-            case = str(one.get("case", f"{one.get('context_tokens')} tokens"))
+            case = str(one.get("case", f"{one.get('model')}, {one.get('context_tokens')} tokens"))
             cases.setdefault(case, {})[one["setting"]] = one
     pairs = [
         (case, found[compare["better"]], found[compare["than"]]) for case, found in cases.items() if len(found) == 2

@@ -23,7 +23,7 @@ LINE = "line {name}: REGISTER_CONTENT is <{number}>\n"
 LINES_QUESTION = "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {name}? I need the number."
 TOPICS_END = "Now the record ends."
 MAX_NUMBER = 50_000
-LINES_ANSWER_TOKENS, TOPICS_ANSWER_TOKENS = 16, 32
+ANSWER_TOKENS = 32  # long enough for a sentence that repeats the question
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def lines(argument: str, request: Request) -> Task:
     questions = int(argument or 1)
     documents = request.generate(lambda rng, _: generate_lines(rng, questions, request))
     name = f"lines:{argument}" if argument else "lines"
-    return Task(name, documents, score=first_number, answer_tokens=LINES_ANSWER_TOKENS)
+    return Task(name, documents, score=first_number, answer_tokens=ANSWER_TOKENS)
 
 
 def generate_lines(rng: np.random.Generator, questions: int, request: Request) -> Document:
@@ -74,7 +74,7 @@ def generate_lines(rng: np.random.Generator, questions: int, request: Request) -
             tuple(Question(LINES_QUESTION.format(name=names[index]), (str(numbers[index]),)) for index in asked),
         )
 
-    return longest_that_fits(make, request, LINES_ANSWER_TOKENS, count)
+    return longest_that_fits(make, request, ANSWER_TOKENS, count)
 
 
 def published_lines(argument: str, request: Request) -> Task:
@@ -87,7 +87,7 @@ def published_lines(argument: str, request: Request) -> Task:
             Document(before, (Question(mark + after.rstrip(), (str(entry["expected_number"]),)),), str(number))
         )
     name = f"longeval_lines:{argument or 200}"
-    return Task(name, tuple(request.select(documents)), score=first_number, answer_tokens=LINES_ANSWER_TOKENS)
+    return Task(name, tuple(request.select(documents)), score=first_number, answer_tokens=ANSWER_TOKENS)
 
 
 def published_topics(argument: str, request: Request) -> Task:
@@ -99,7 +99,7 @@ def published_topics(argument: str, request: Request) -> Task:
         question = Question(f"{mark}{after}", (entry["topics"][0],))
         documents.append(Document(before, (question,), str(entry["test_id"])))
     name = f"longeval_topics:{argument or 5}"
-    return Task(name, tuple(request.select(documents)), score=contains, answer_tokens=TOPICS_ANSWER_TOKENS)
+    return Task(name, tuple(request.select(documents)), score=contains, answer_tokens=ANSWER_TOKENS)
 
 
 TASKS = {"lines": lines, "longeval_lines": published_lines, "longeval_topics": published_topics}
