@@ -22,6 +22,7 @@ from experiments import evaluate
 from experiments.attention import SINKS, share_without_edge
 from experiments.common import streams
 from experiments.common.flags import Flags, repeatable, run_command
+from experiments.common.output import Figure, figure, print_figures, write_figures
 from kvjax.combinators.outlier_heads import HeadChoice
 
 
@@ -35,7 +36,7 @@ class Options(Flags):
     seeds: int = 4  # Passages of each text.
     tokens: int = 2048  # Tokens of a passage.
     fraction: float = 0.04  # Share of the heads that are outliers; at least one is.
-    output_dir: str = "build"  # Directory of heads.json and skew.npz.
+    output_dir: str = "build"  # Directory of heads.json, skew.npz and outlier_heads.json (of two texts).
 
 
 def main(options: Options) -> None:
@@ -61,7 +62,9 @@ def main(options: Options) -> None:
     np.savez(directory / "skew.npz", skew=skew, singular_values=singular_values, model=options.model)
     print(f"outlier heads (layer, KV head): {heads}\nwritten: {directory / 'heads.json'}, {directory / 'skew.npz'}")
     if len(shares) == 2:
-        print(agreement(shares[0], shares[1], options.fraction))
+        found = agreement(shares[0], shares[1], options.fraction)
+        write_figures(directory / "outlier_heads.json", found)
+        print_figures("Agreement of the texts", found, "case")
 
 
 def layer_figures(drawn: streams.Streams) -> tuple[Float[np.ndarray, "H"], Float[np.ndarray, "H D D"]]:
@@ -80,12 +83,12 @@ def outliers(ranking: Float[np.ndarray, "L H"], fraction: float) -> set[tuple[in
     return {(int(place) // ranking.shape[1], int(place) % ranking.shape[1]) for place in best}
 
 
-def agreement(first: Float[np.ndarray, "L H"], second: Float[np.ndarray, "L H"], fraction: float) -> str:
-    """Describes how far two texts agree: overlap (Jaccard index) of the outlier heads, and rank correlation."""
+def agreement(first: Float[np.ndarray, "L H"], second: Float[np.ndarray, "L H"], fraction: float) -> list[Figure]:
+    """Returns how far two texts agree: overlap (Jaccard index) of the outlier heads, and rank correlation."""
     heads = outliers(first, fraction), outliers(second, fraction)
-    overlap = len(heads[0] & heads[1]) / len(heads[0] | heads[1])
     rank = float(stats.spearmanr(first.ravel(), second.ravel()).statistic)
-    return f"overlap of the outlier heads {overlap:.2f}, rank correlation over {first.size} heads {rank:.2f}"
+    values = {"overlap": len(heads[0] & heads[1]) / len(heads[0] | heads[1]), "rank_correlation": rank}
+    return [figure(name, value, case=f"{len(heads[0])} of {first.size} heads") for name, value in values.items()]
 
 
 def skew_of(moments: Float[np.ndarray, "L H D D"]) -> tuple[Float[np.ndarray, "L H D D"], Float[np.ndarray, "L H D"]]:

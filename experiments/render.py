@@ -271,9 +271,8 @@ def _compare_figures(compare: Mapping[str, Any], figures: Sequence[Mapping[str, 
         Estimate(0.0, *sorted((sign * (b["low"] - o["high"]), sign * (b["high"] - o["low"]))))
         for _, b, o in pairs
     ]
-    return _verdict(differences), markdown_table(
-        (compare["metric"], compare["better"], compare["than"]), lines
-    ) if lines else ""
+    header = (compare["metric"], compare["better"], compare["than"])
+    return _verdict(differences), markdown_table(header, lines) if lines else ""
 
 
 def _check_range(check: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
@@ -283,8 +282,9 @@ def _check_range(check: Mapping[str, Any], figures: Sequence[Mapping[str, Any]])
     lines = [(one.get("line", one.get("case", "")), as_text(one)) for one in found]
     if not found:
         return NOT_RUN, ""
-    overlapping = [one["low"] <= check["high"] and one["high"] >= check["low"] for one in found]
-    return HOLDS if all(overlapping) else FAILS, markdown_table(("", metric), lines)
+    bounds = [(one.get("low", one["value"]), one.get("high", one["value"])) for one in found]
+    holds = all(low <= check["high"] and high >= check["low"] for low, high in bounds)
+    return HOLDS if holds else FAILS, markdown_table(("", metric), lines)
 
 
 def _check_ratio(check: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
