@@ -1,7 +1,7 @@
 """Helpers that the tests of several ops share."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -51,23 +51,20 @@ def equations(jaxpr: Any) -> Iterator[Any]:
     """Yields all equations of a program except those inside kernels."""
     for equation in jaxpr.eqns:
         yield equation
-        if equation.primitive.name != "pallas_call":
+        if equation.primitive.name not in ("pallas_call", "mpmd_map"):
             for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "jaxpr") or hasattr(x, "eqns")):
                 if (inner := getattr(inner, "jaxpr", inner)) is not None and hasattr(inner, "eqns"):
                     yield from equations(inner)
 
 
-def check_kernels(jaxpr: Any, kernels: int) -> None:
-    """Checks that a program has this number of TPU kernels and no loop around them."""
-    names = [equation.primitive.name for equation in equations(jaxpr.jaxpr)]
-    assert names.count("pallas_call") == kernels
+def run_without_loop(function: Any, *arguments: Any, grids: Sequence[tuple[str, str]] = ()) -> Any:
+    """Runs a function whose program has one TPU kernel, or GPU kernels with these grids (as text), outside loops."""
+    traced = jax.jit(function).trace(*arguments)
+    names = [equation.primitive.name for equation in equations(traced.jaxpr.jaxpr)]
     assert not {"while", "scan"} & set(names)
-
-
-def check_gpu_grids(jaxpr: Any, *grids: tuple[str, str]) -> None:
-    """Checks the grids, as text, of a program's GPU kernels, and that they are not in a loop."""
-    assert not {"scan", "while"} & {equation.primitive.name for equation in jaxpr.eqns}
-    assert re.findall(r"Mesh\(grid=(\([\d, ]*\)), grid_names=\((.*?)\)", str(jaxpr)) == list(grids)
+    assert names.count("pallas_call") == (0 if grids else 1)
+    assert re.findall(r"Mesh\(grid=(\([\d, ]*\)), grid_names=\((.*?)\)", str(traced.jaxpr)) == list(grids)
+    return traced.lower().compile()(*arguments)
 
 
 def compare_partials(actual: Any, expected: tuple[np.ndarray, np.ndarray, np.ndarray], tolerance: float) -> np.ndarray:

@@ -233,9 +233,3 @@ def test_only_pages_in_the_range_are_read():
     expected = paged_decode(queries, pages, table, start, stop, **FORMS["mosaic_tpu"])
     actual = paged_decode(queries, changed, table, start, stop, **FORMS["mosaic_tpu"])
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
-
-
-@pytest.mark.parametrize("step_pages", [0, 6])
-def test_wrong_configurations_are_rejected(step_pages):
-    with pytest.raises(ValueError, match="power of two"):
-        TpuConfig(step_pages)

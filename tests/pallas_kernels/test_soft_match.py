@@ -12,7 +12,8 @@ from tests.pallas_kernels import helpers, traffic
 
 FORMS = helpers.make_forms(TpuConfig(block_keys=64))
 every_form = pytest.mark.parametrize("form", FORMS)
-quick_form = pytest.mark.parametrize("form", [form for form in FORMS if form != "mosaic_tpu_checked"])
+QUICK = [form for form in FORMS if form != "mosaic_tpu_checked"]
+quick_form = pytest.mark.parametrize("form", QUICK)
 TOLERANCE = 2e-6  # of cosines, in float32
 
 
@@ -24,11 +25,6 @@ def run(keys, num_keys, chunk_size, form):
 def make(slots, head_dim=64, dtype="float32", seed=0):
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.normal(size=(slots, head_dim)) * rng.uniform(0.1, 9, (slots, 1)), dtype)
-
-
-def one_hot(size, slots):
-    """Keys of which many are equal."""
-    return jnp.asarray(np.eye(size)[np.random.default_rng(0).integers(0, 3, slots)], jnp.float32)
 
 
 def expected(keys, num_keys, chunk_size):
@@ -87,11 +83,13 @@ def test_keys_after_the_last_valid_one_are_ignored(form, num_keys):
     assert some.sum() == (num_keys + 1) // 2 - (num_keys % 32 == 1)
 
 
-@quick_form
-def test_the_first_of_equal_cosines_is_chosen(form):
-    keys = one_hot(4, 64)
-    actual = run(keys, 64, 32, form)
-    np.testing.assert_array_equal(actual.partner, expected(keys, 64, 32).argmax(axis=2).reshape(-1))
+@pytest.mark.parametrize(
+    "options", [*map(FORMS.get, QUICK), pytest.param(helpers.GPU, marks=helpers.needs_gpu_interpreter)]
+)
+def test_the_first_of_equal_cosines_is_chosen(options):
+    keys = jnp.eye(64)[np.random.default_rng(0).integers(0, 3, 256)].at[5].set(0.0)
+    actual = soft_match(keys, 256, 256, **options)
+    np.testing.assert_array_equal(actual.partner, expected(keys, 256, 256).argmax(axis=2).reshape(-1))
 
 
 @quick_form
@@ -112,12 +110,8 @@ def test_zero_keys_and_large_norms(form):
 def test_vmap_gives_one_kernel(options, sizes, num_keys, slots, chunk_size):
     keys = jnp.stack([make(slots, seed=seed) for seed in range(np.prod(sizes))]).reshape(*sizes, slots, 64)
     match = jax.vmap(jax.vmap(lambda keys, num_keys: soft_match(keys, num_keys, chunk_size, **options)))
-    traced = jax.jit(match).trace(keys, jnp.array(num_keys))
-    if options is helpers.GPU:
-        helpers.check_gpu_grids(traced.jaxpr.jaxpr, ("(1, 1, 2)", "'tiles', 'chunks', 'batch'"))
-    else:
-        helpers.check_kernels(traced.jaxpr, kernels=1)
-    actual = traced.lower().compile()(keys, jnp.array(num_keys))
+    grids = [("(1, 1, 2)", "'tiles', 'chunks', 'batch'")] if options is helpers.GPU else []
+    actual = helpers.run_without_loop(match, keys, jnp.array(num_keys), grids=grids)
     for at in np.ndindex(*sizes):
         compare(helpers.pick(actual, *at), keys[at], num_keys[at[0]][at[1]], chunk_size)
 
@@ -145,13 +139,6 @@ def test_the_gpu_kernel(slots, head_dim, dtype, chunk_size, num_keys):
     compare(match(keys.at[num_keys:].set(jnp.nan), num_keys), keys, num_keys, chunk_size)
 
 
-@helpers.needs_gpu_interpreter
-def test_the_gpu_kernel_chooses_the_first_of_equal_cosines():
-    keys = one_hot(64, 256).at[5].set(0.0)
-    actual = soft_match(keys, 256, 256, **helpers.GPU)
-    np.testing.assert_array_equal(actual.partner, expected(keys, 256, 256).argmax(axis=2).reshape(-1))
-
-
 @pytest.mark.parametrize(
     "kernel, shape, dtype, chunk_size, message",
     [
@@ -171,11 +158,7 @@ def test_kernels_reject_unsupported_arguments(kernel, shape, dtype, chunk_size, 
     soft_match(jnp.zeros(shape, dtype), 64, chunk_size)  # XLA supports them
 
 
-def test_invalid_arguments_raise():
-    for chunk_size in (0, 7):
-        with pytest.raises(ValueError, match=f"chunk_size={chunk_size}"):
-            soft_match(make(64), 64, chunk_size)
-    with pytest.raises(ValueError, match="implementation='cuda'"):
-        soft_match(make(64), 64, 16, implementation="cuda")
-    with pytest.raises(ValueError, match="block_keys=0"):
-        TpuConfig(block_keys=0)
+@pytest.mark.parametrize("chunk_size", [0, 7])
+def test_invalid_chunk_sizes_raise(chunk_size):
+    with pytest.raises(ValueError, match=f"chunk_size={chunk_size}"):
+        soft_match(make(64), 64, chunk_size)

@@ -1,11 +1,13 @@
-"""Tests that kernels depend on the device that a program is compiled for."""
+"""Tests that kernels depend on the device that a program is compiled for, and the configurations of all kernels."""
 
 import importlib.util
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import dispatch, hopper
+from pallas_kernels import balanced_walk, cluster_recall, dispatch, hopper, k_means, paged_decode, soft_match
+from pallas_kernels import weighted_decode as decode
 
 
 def mesh_of(kind, cores, platform):
@@ -51,3 +53,30 @@ def test_without_a_target_the_compiler_decides(monkeypatch):
     if jax.default_backend() == "cpu":
         hopper.check_device()
         assert hopper._multiprocessors() == 132
+
+
+@pytest.mark.parametrize(
+    "config, name, value",
+    [
+        (balanced_walk.TpuConfig, "blocks_per_step", 0),
+        (cluster_recall.TpuConfig, "cores", 0),
+        (cluster_recall.TpuConfig, "step_blocks", 0),
+        (cluster_recall.TpuConfig, "step_blocks", 12),
+        (decode.TpuConfig, "block_slots", 100),
+        (decode.TpuConfig, "splits", 0),
+        (hopper.GpuConfig, "splits", 0),
+        (hopper.GpuConfig, "stages", 0),
+        (k_means.TpuConfig, "block_points", 100),
+        (paged_decode.TpuConfig, "step_pages", 0),
+        (paged_decode.TpuConfig, "step_pages", 6),
+        (soft_match.TpuConfig, "block_keys", 0),
+    ],
+)
+def test_invalid_configurations_raise(config, name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}; it must be"):
+        config(**{name: value})
+
+
+def test_unknown_implementations_raise():
+    with pytest.raises(ValueError, match="implementation='cuda'; it must be None or one of 'xla', 'mosaic_tpu'"):
+        soft_match.soft_match(jnp.zeros((64, 64)), 64, 16, implementation="cuda")
