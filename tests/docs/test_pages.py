@@ -1,4 +1,4 @@
-"""The site's pages: their Python runs, every policy has a page with settings and a picture, and the site builds."""
+"""README and pages of the site: Python runs, policies have pages with settings and pictures, the site builds."""
 
 import dataclasses
 import os
@@ -69,16 +69,34 @@ def names_of(page, directory):
     return {"quickstart.md": quickstart_names, "long_prompts.md": long_prompts_names}.get(page, dict)()
 
 
+def run_block(block, page, names):
+    """Runs a program from the root of the checkout. A tiny random model replaces the known model."""
+    exec(compile(block.replace('"smollm2-135m"', repr(str(tiny.directory()))), page, "exec"), names)
+
+
+@pytest.mark.parametrize("block", BLOCK.findall(README), ids=lambda block: block.partition("\n")[0])
+def test_programs_of_the_readme_run(block, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    names = {}
+    run_block(block, "README.md", names)
+    if "attended" in names:
+        assert names["attended"].shape == (2, 1, 8, 64) and np.isfinite(names["attended"]).all()
+    else:
+        assert capsys.readouterr().out.strip()
+
+
+def test_links_of_the_readme_have_targets():
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
+    assert links and [link for link in links if not (ROOT / link).exists()] == []
+
+
 @pytest.mark.parametrize("page", WITH_PYTHON)
 def test_python_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     names = names_of(page, tmp_path / "run")
     for block in BLOCK.findall((DOCS / page).read_text()):
-        if block in README:  # test_readme.py runs it
-            continue
-        # Tests download nothing: a tiny random model replaces the known model.
-        block = block.replace('"smollm2-135m"', repr(str(tiny.directory())))
-        exec(compile(block, page, "exec"), names)
+        if block not in README:
+            run_block(block, page, names)
     if page == "quickstart.md":
         assert np.isfinite(names["attended"]).all() and names["attended"].shape == (2, 1, 8, 64)
         np.testing.assert_array_equal(kvjax.num_tokens(names["cache"]), [303, 203])
@@ -154,6 +172,4 @@ def test_site_builds_without_warnings(tmp_path):
     assert completed.returncode == 0, completed.stderr
     page = (tmp_path / "write_a_policy.html").read_text()
     assert "Uniform" in page and "TOVA" in page
-    assert "Float[Array" in (tmp_path / "api" / "caches.html").read_text().replace("</span>", "").replace(
-        '<span class="p">', ""
-    ).replace('<span class="pre">', "")
+    assert "Float[Array" in re.sub("<[^>]*>", "", (tmp_path / "api" / "caches.html").read_text())

@@ -10,17 +10,17 @@ from kvjax_models import known_models
 NOTEBOOK = pathlib.Path(__file__).parents[2] / "docs" / "tutorial.ipynb"
 
 
-def cells(kind):
-    notebook = json.loads(NOTEBOOK.read_text())
-    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == kind]
+CELLS = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+def compiled(number):
+    return compile("".join(CELLS[number]["source"]), f"cell {number}", "exec")
 
 
 def test_the_notebook_is_stored_without_outputs():
-    notebook = json.loads(NOTEBOOK.read_text())
-    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert len(code) > 5 and all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
-    for number, source in enumerate(cells("code")):
-        compile(source, f"cell {number}", "exec")
+    assert len(CELLS) > 5 and all(cell["outputs"] == [] and cell["execution_count"] is None for cell in CELLS)
+    for number in range(len(CELLS)):
+        compiled(number)
 
 
 @pytest.mark.heavy
@@ -32,8 +32,8 @@ def test_the_notebook_runs(monkeypatch, capsys):
     plt = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setattr(plt, "show", plt.close)
     names: dict = {}
-    for number, source in enumerate(cells("code")):
-        exec(compile(source, f"cell {number}", "exec"), names)
+    for number in range(len(CELLS)):
+        exec(compiled(number), names)
     output = capsys.readouterr().out
     assert "7315" in output and "482" in output
     assert 0.3 < names["heads"].mean() < 0.5

@@ -16,16 +16,12 @@ PAGE = ROOT / "docs" / "write_a_policy.md"
 BATCH, PROMPT, NEW, KV_HEADS, GROUP, HEAD_DIM, BUDGET = 2, 20, 12, 2, 2, 16, 9
 
 
-def code_blocks():
-    return re.findall(r"```{code-cell} ipython3\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-
-
 @pytest.fixture(scope="module")
 def page():
     """Returns a module made of the page's code blocks, in order."""
     registered = dict(registry.POLICIES)
     module = types.ModuleType("written_policy")
-    for block in code_blocks():
+    for block in re.findall(r"```{code-cell} ipython3\n(.*?)```", PAGE.read_text(), flags=re.DOTALL):
         exec(compile(block, str(PAGE), "exec"), module.__dict__)
     yield module
     registry.POLICIES.clear()

@@ -22,8 +22,6 @@ from tests.kvjax.support import BATCH, HEAD_DIM, LENGTHS, POLICIES, each, make_s
 from tests.kvjax.support import ON_A_MESH as ANY_VALUES
 from tests.models.support import small_config
 
-WINDOW = {"sinks": 1, "recent": 2, "compact_every": 4}
-
 
 @functools.cache
 def make_model():
@@ -73,8 +71,6 @@ def run_policy(policy, spec, keys, queries, values, lengths, blocks, counts, las
 @pytest.mark.parametrize("name", each(POLICIES, quick=["uniform", "snapkv"]))
 def test_padding_has_no_effect(name):
     """Outputs are bitwise equal for any padding of prompts and of blocks."""
-    if POLICIES[name].requires.repetition is not None:
-        pytest.skip("processes repetitions of the prompt")
     policy = ANY_VALUES.get(name, POLICIES[name])
     (queries, keys, values), *blocks = make_blocks()
     lengths, counts = np.array(LENGTHS, np.int32), np.array([[8, 0, 3], [2, 8, 0]], np.int32)
@@ -123,8 +119,6 @@ def run_eagerly(policy):
 @pytest.mark.parametrize("name", each(POLICIES, quick=["exact", "subgen"]))
 def test_flags_of_jax_have_no_effect(name):
     """Outputs are bitwise equal and dtypes unchanged under 64-bit types and strict promotion."""
-    if POLICIES[name].requires.repetition is not None:
-        pytest.skip("processes repetitions of the prompt")
     (queries, keys, values), *blocks = make_blocks()
     counts = [np.array([8, 0, 3], np.int32), np.array([2, 8, 0], np.int32)]
     arrays = (keys, queries, values, np.array(LENGTHS, np.int32), blocks, counts, queries[:, :1])
@@ -220,32 +214,6 @@ def test_settings_do_not_overflow_in_checks():
         kvjax.Uniform(10**400 - 1)
 
 
-# --- States ---
-
-
-def test_rows_of_another_policy_or_spec_are_refused():
-    """Inserts states of all policies, other settings and other sizes into each other."""
-    keys = jax.random.split(jax.random.key(0), BATCH)
-    others = {
-        "larger": kvjax.Uniform(24, **WINDOW),
-        "chunk": kvjax.Chelsea(20, **WINDOW, chunk=4),
-        "lag": kvjax.LagKV(20, sinks=2, lag_size=5, compact_every=8),
-    }
-
-    def abstract(policy, spec):
-        return jax.eval_shape(functools.partial(kvjax.init, policy, spec), keys)
-
-    caches = [abstract(policy, make_spec()) for policy in (POLICIES | others).values()]
-    caches += [abstract(POLICIES["knorm"], make_spec(kv_dtype=kv_dtype)) for kv_dtype in ("int8", "int4")]
-    caches += [abstract(POLICIES["uniform"], make_spec(**sizes)) for sizes in ({"new": 23}, {"scale": 1.0})]
-    for cache, other in itertools.permutations(caches, 2):
-        if (cache.policy, cache.spec) == (other.policy, other.spec):
-            continue  # two names of one policy
-        with pytest.raises(ValueError, match="insert_rows: the states belong to different policies or specs") as error:
-            kvjax.insert_rows(cache, other, jnp.arange(BATCH))
-        assert not str(error.value).endswith(": ")
-
-
 # --- Arrays ---
 
 
@@ -271,22 +239,16 @@ def test_invalid_arrays(name):
     arguments = [*make_blocks()[1], np.full(BATCH, 8, np.int32)]
     arguments[index] = change(arguments[index])
     queries, keys, values, lengths = arguments
-    with pytest.raises(error, match=message):
-        kvjax.step(exact_cache(), *arguments)
-    with pytest.raises(error, match=message):
-        kvjax.prefill(exact_cache(), keys, values, lengths, queries)
-    if index == 0:
+    calls = [(kvjax.step, arguments), (kvjax.prefill, (keys, values, lengths, queries))]
+    calls.append((kvjax.attend, [queries]) if index == 0 else (kvjax.append, arguments[1:]))
+    for function, of_function in calls:
         with pytest.raises(error, match=message):
-            kvjax.attend(exact_cache(), queries)
+            function(exact_cache(), *of_function)
 
 
-@pytest.mark.parametrize("function", [kvjax.prefill, kvjax.append, kvjax.step, kvjax.attend])
-def test_empty_blocks_are_refused(function):
-    queries, keys, values = (x[:, :0] for x in make_blocks()[1])
-    arguments = {kvjax.step: (queries, keys, values), kvjax.attend: (queries,)}.get(function, (keys, values))
-    lengths = (np.zeros(BATCH, np.int32),) if function is kvjax.prefill else ()
-    with pytest.raises(ValueError, match="have shape .* expected"):
-        function(exact_cache(), *arguments, *lengths)
+def test_attention_needs_a_query():
+    with pytest.raises(ValueError, match=r"queries have shape .* expected"):
+        kvjax.attend(exact_cache(), jnp.zeros((BATCH, 0, 4, HEAD_DIM)))
 
 
 @pytest.mark.parametrize("rows", [np.array([True, False, True]), 1, [[1], [0]], [1.0], [], None, "1"])
@@ -382,14 +344,14 @@ def test_reseed_reseeds_forks():
     [(list(range(1, 31)) * 3, 4, "a sequence of 90 tokens"), ([1] * 60, 8, "a sequence of 68 tokens")],
 )
 def test_sequences_beyond_the_context_are_refused(prompt, max_new_tokens, message, caplog):
-    policy = kvjax.Uniform(8, **WINDOW)
+    policy = kvjax.Uniform(8, sinks=1, recent=2, compact_every=4)
     with pytest.raises(ValueError, match=f"{message} exceeds the model's context length of 64"):
         generate(make_model(), policy, [prompt], max_new_tokens=max_new_tokens)
     assert not caplog.text
 
 
 def test_sequences_beyond_the_context_can_be_allowed(caplog):
-    policy, prompts = kvjax.Uniform(8, **WINDOW), [[1] * 60]
+    policy, prompts = kvjax.Uniform(8, sinks=1, recent=2, compact_every=4), [[1] * 60]
     assert len(generate(make_model(), policy, prompts, max_new_tokens=4)[0][0]) == 4
     assert not caplog.text
     rows, _ = generate(make_model(), policy, prompts, max_new_tokens=8, allow_beyond_context=True)

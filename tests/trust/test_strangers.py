@@ -5,7 +5,6 @@ import json
 import os
 import random
 import shutil
-import struct
 import time
 
 import pytest
@@ -77,35 +76,13 @@ ROPES = [
     {"rope_type": "yarn", "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
     {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0], "factor": 2.0},
 ]
+# Families with the tensors of the checkpoint.
 FAMILY_KEYS = {
     "llama": {},
     "mistral": {"sliding_window": 8},
-    "qwen3": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
-    "gemma2": {"query_pre_attn_scalar": 4, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1},
     "granite": {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0},
     "smollm3": {"no_rope_layers": [1], "no_rope_layer_interval": 4},
 }
-PIPELINE = {
-    "normalizer": [
-        {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"},
-        {"type": "Replace", "pattern": {"Regex": "a*"}, "content": "a" * 10**5},
-        {"type": "Prepend", "prepend": "a" * 10**6},
-        {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
-        {"type": "NFKD"},
-    ],
-    "pre_tokenizer": [
-        {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": False},
-        {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True},
-        {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False},
-    ],
-    "decoder": [
-        {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"},
-        {"type": "ByteFallback"},
-        {"type": "Strip", "content": "a", "start": 2**31, "stop": 0},
-    ],
-}
-STEP_KEYS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
 
 
 def damage_file(directory, rng):
@@ -160,64 +137,11 @@ def damage_config(directory, rng):
     return f"config.json is {json.dumps(values)[:500]}"
 
 
-def damage_tokenizer(directory, rng):
-    """Replaces a part of a tokenizer by too many or invalid steps."""
-    path = directory / "tokenizer.json"
-    values = json.loads(path.read_text())
-    part = rng.choice([*PIPELINE, "post_processor", "added_tokens"])
-    if part in PIPELINE:
-        steps = [rng.choice(PIPELINE[part]) for _ in range(rng.choice([1, 2, 40]))]
-        values[part] = {"type": "Sequence", STEP_KEYS[part]: steps}
-    elif part == "post_processor":
-        template = [{"SpecialToken": {"id": rng.choice(["<s>", "unknown"]), "type_id": 0}}]
-        tokens = {"<s>": {"id": "<s>", "ids": rng.choice([[256], [], [10**9]]), "tokens": ["<s>"]}}
-        values[part] = {"type": "TemplateProcessing", "single": template, "pair": template, "special_tokens": tokens}
-    else:
-        values[part][0] |= {"content": rng.choice(["a" * 10**6, "", "a"]), "normalized": True}
-    if rng.random() < 0.2:
-        values[part] = rng.choice(INVALID_VALUES)
-    path.write_text(json.dumps(values))
-    return f"{part} is {json.dumps(values[part])[:500]}"
-
-
-def damage_weights(directory, rng):
-    """Writes a safetensors file with an invalid header or invalid values."""
-    path = directory / "model.safetensors"
-    data = path.read_bytes()
-    size = struct.unpack("<Q", data[:8])[0]
-    header, rest = json.loads(data[8 : 8 + size]), data[8 + size :]
-    name = rng.choice(sorted(set(header) - {"__metadata__"}))
-    kind = rng.choice(["size", "shape", "dtype", "offsets", "remove", "add", "type", "nan", "long"])
-    if kind == "size":
-        path.write_bytes(struct.pack("<Q", rng.choice([0, 1, size - 1, size + 1, 2**40, 2**63])) + data[8:])
-        return "size of the header"
-    if kind == "nan":
-        path.write_bytes(data[: 8 + size] + b"\xff" * len(rest))
-        return "NaN"
-    if kind == "shape":
-        header[name]["shape"] = rng.choice([[], [-1], [2**40, 2**40], ["8"], None, 7, [1.5]])
-    elif kind == "dtype":
-        header[name]["dtype"] = rng.choice(["I64", "BOOL", "F8_E4M3", "float", None, 3])
-    elif kind == "offsets":
-        header[name]["data_offsets"] = rng.choice([[0, 10**12], [5, 1], [-1, 4], None, ["a", "b"], [0]])
-    elif kind == "remove":
-        del header[name]
-    elif kind == "add":
-        header["model.layers.99.mlp.up_proj.weight"] = header[name]
-    elif kind == "long":
-        header |= {f"model.layers.{number}.mlp.up_proj.weight": header[name] for number in range(1000)}
-    else:
-        header[name] = rng.choice([None, [], "x", 1])
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + rest)
-    return f"{kind} {name}"
-
-
-def load_or_message(directory, case, load=language_model.load):
-    """Returns None if the directory loads correctly, and otherwise the error, which must name it or a file of it."""
+def is_refused(directory, case):
+    """Returns whether the directory is refused with an error that names it or a file of it; otherwise it must work."""
     try:
         with time_limit():
-            llm = load(directory)
+            llm = language_model.load(directory)
             ids = llm.encode(TEXT)
             assert len(llm.tokenizer.decode(ids)) <= 1000 * len(TEXT), case
             chat = llm.tokenizer.render_chat(MESSAGES) if llm.tokenizer.chat_template else ""
@@ -228,24 +152,23 @@ def load_or_message(directory, case, load=language_model.load):
         names = [*(path.name for path in directory.iterdir()), directory.name, "chat template", "tokenizer"]
         assert any(name in message for name in names), (case, message)
         assert len(message) < 30_000, case
-        return message
+        return True
     except AssertionError:
         raise AssertionError(f"{case}: too slow, or the text too long") from None
-    assert llm.model.config == CONFIG or (directory / "config.json").stat().st_size, case
     assert all(0 <= token < CONFIG.vocab_size for token in ids), case
     assert isinstance(chat, str), case
-    return None
+    return False
 
 
 @pytest.mark.parametrize("cases", [25, pytest.param(200, marks=pytest.mark.heavy)])
-@pytest.mark.parametrize("damage", [damage_file, damage_json, damage_config, damage_tokenizer, damage_weights])
+@pytest.mark.parametrize("damage", [damage_file, damage_json, damage_config])
 def test_damaged_directories(damage, cases, checkpoint, tmp_path):
     rng, num_refused = random.Random(cases), 0
     cases *= 3 if damage is damage_file else 1  # of all bytes of all files
     with memory_limit(1500):
         for _ in range(cases):
             directory = shutil.copytree(checkpoint, tmp_path / "model")
-            num_refused += load_or_message(directory, damage(directory, rng)) is not None
+            num_refused += is_refused(directory, damage(directory, rng))
             shutil.rmtree(directory)
     assert num_refused > cases / 4  # most cases are damage
 
@@ -254,89 +177,88 @@ QWEN_MOE = {
     "model_type": "qwen3_moe", "moe_intermediate_size": 8, "num_experts_per_tok": 1,
     "architectures": ["Qwen3MoeForCausalLM"],
 }  # fmt: skip
-INVALID_CONFIGS = {
-    "long integer": ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000"),
-    "integer theta": ({"rope_theta": 10**400}, "rope_theta=1000"),
-    "head dimension": ({"head_dim": 2**31 - 2}, "head_dim=2147483646 must be an integer from 1 to 16384"),
-    "width": ({"hidden_size": 2**31 - 2, "head_dim": None}, "hidden_size=2147483646"),
-    "more layers than tensors": ({"num_hidden_layers": 10**5}, "num_hidden_layers=100000"),
-    "too many experts": (QWEN_MOE | {"num_experts": 10**8}, "num_experts=100000000 must be an integer from 1 to 16384"),
-    "more experts than tensors": (
-        QWEN_MOE | {"num_experts": 10**4},
-        "10000 experts in each of 1 layers exceed the 12 tensors",
-    ),
-    "missing experts": (QWEN_MOE | {"num_experts": 4000}, "more$"),
-    "long string": ({"architectures": ["x" * 10**6]}, r"characters\)$"),
-    "long list": ({"eos_token_id": [-1] * 10**6}, r"characters\)$"),
-}
-
-
-@pytest.mark.parametrize("name", INVALID_CONFIGS)
-def test_invalid_configurations_are_refused_quickly_and_briefly(name, directory):
-    changes, message = INVALID_CONFIGS[name]
-    change_json(directory / "config.json", **changes)
-    with time_limit(), memory_limit(500), pytest.raises(ValueError, match=message) as error:
-        language_model.load(directory)
-    assert str(directory) in str(error.value) and len(str(error.value)) < 10_000
-
-
-def test_a_dynamic_factor_has_no_effect_within_the_training_length(directory):
-    sizes = {"rope_theta": 1e12, "max_position_embeddings": 2**31 - 1}
-    change_json(directory / "config.json", **sizes)
-    expected = language_model.load(directory).generate(TEXT, max_new_tokens=2)
-    change_json(directory / "config.json", rope_scaling={"rope_type": "dynamic", "factor": 1e6})
-    assert language_model.load(directory).generate(TEXT, max_new_tokens=2) == expected
-
-
-def test_the_largest_sliding_window(checkpoint, directory):
-    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 2**31 - 1}
-    change_json(directory / "config.json", **mistral)
-    expected = language_model.load(checkpoint).generate(TEXT, max_new_tokens=4)
-    assert language_model.load(directory).generate(TEXT, max_new_tokens=4) == expected
-
-
 DOUBLE_A = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+SPACE_PREFIX = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": False}
 LONG_CHARSMAP = base64.b64encode(bytes(4) + b"a" * 2000).decode()
-HOSTILE_TOKENIZERS = {
-    "normalizer": (
-        {"normalizer": {"type": "Sequence", "normalizers": [DOUBLE_A] * 40}},
-        "normalizer and pre_tokenizer may lengthen a text 2.2e\\+12 times; the maximum is 1000",
-    ),
-    "decoder": ({"decoder": {"type": "Sequence", "decoders": [DOUBLE_A] * 40}}, "decoder may lengthen a text"),
-    "pre_tokenizer": (
-        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [PIPELINE["pre_tokenizer"][0]] * 40}},
-        "normalizer and pre_tokenizer may lengthen a text",
-    ),
-    "character map": (
-        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": LONG_CHARSMAP}},
-        "normalizer and pre_tokenizer may lengthen a text 4e\\+03 times",
-    ),
-    "pattern": ({"normalizer": {"type": "Replace", "pattern": 1, "content": 1}}, "may lengthen a text inf times"),
-    "long token": ({"added_tokens": [
-        {"id": 0, "content": "a" * 10**6, "special": True, "normalized": False, "lstrip": False, "rstrip": False,
-         "single_word": False},
-    ]}, "a token of 1000000 characters; the maximum is 10000"),
-    "unknown special token": ({"post_processor": {
-        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "no", "type_id": 0}}],
-        "pair": [{"SpecialToken": {"id": "no", "type_id": 0}}], "special_tokens": {},
-    }}, "tokenizer"),
+LONG_TOKEN = {"id": 0, "content": "a" * 10**6, "special": True}
+LONG_TOKEN |= dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)
+UNKNOWN_TOKEN = [{"SpecialToken": {"id": "no", "type_id": 0}}]
+# Changed values of a file, or None for deeply nested lists, and the error.
+REFUSED = {
+    "config.json": [
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000"),
+        ({"rope_theta": 10**400}, "rope_theta=1000"),
+        ({"head_dim": 2**31 - 2}, "head_dim=2147483646 must be an integer from 1 to 16384"),
+        ({"hidden_size": 2**31 - 2, "head_dim": None}, "hidden_size=2147483646"),
+        ({"num_hidden_layers": 10**5}, "num_hidden_layers=100000"),
+        (QWEN_MOE | {"num_experts": 10**8}, "num_experts=100000000 must be an integer from 1 to 16384"),
+        (QWEN_MOE | {"num_experts": 10**4}, "10000 experts in each of 1 layers exceed the 12 tensors"),
+        (QWEN_MOE | {"num_experts": 4000}, "more$"),
+        ({"architectures": ["x" * 10**6]}, r"characters\)$"),
+        ({"eos_token_id": [-1] * 10**6}, r"characters\)$"),
+        (None, r"config\.json"),
+    ],
+    "tokenizer_config.json": [
+        *(({name: "\ud800"}, "surrogates not allowed") for name in ("bos_token", "eos_token", "chat_template")),
+        (None, r"tokenizer_config\.json"),
+    ],
+    "generation_config.json": [
+        ({"eos_token_id": [264]}, "end-of-text token 264 exceeds the model's vocabulary of 264 tokens"),
+        ({"eos_token_id": 10**9}, "end-of-text token 1000000000 exceeds"),
+        ({"eos_token_id": -1}, "eos_token_id=-1"),
+        ({"eos_token_id": "2"}, "eos_token_id='2'"),
+        ({"eos_token_id": True}, "eos_token_id=True"),
+        ({"eos_token_id": [1.5]}, "eos_token_id"),
+        ({"eos_token_id": {}}, "eos_token_id"),
+    ],
+    "tokenizer.json": [
+        ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLE_A] * 40}},
+         r"normalizer and pre_tokenizer may lengthen a text 2.2e\+12 times; the maximum is 1000"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": LONG_CHARSMAP}},
+         r"normalizer and pre_tokenizer may lengthen a text 4e\+03 times"),
+        ({"normalizer": {"type": "Replace", "pattern": 1, "content": 1}}, "may lengthen a text inf times"),
+        ({"normalizer": {"type": "Replace", "pattern": {"Regex": "a*"}, "content": "a" * 10**5}}, "may lengthen"),
+        ({"normalizer": {"type": "Prepend", "prepend": "a" * 10**6}}, "may lengthen a text"),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPACE_PREFIX] * 40}},
+         "normalizer and pre_tokenizer may lengthen a text"),
+        ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}},
+         "tokenizer"),
+        ({"decoder": {"type": "Sequence", "decoders": [DOUBLE_A] * 40}}, "decoder may lengthen a text"),
+        ({"added_tokens": [LONG_TOKEN]}, "a token of 1000000 characters; the maximum is 10000"),
+        ({"post_processor": {"type": "TemplateProcessing", "single": UNKNOWN_TOKEN, "pair": UNKNOWN_TOKEN,
+                             "special_tokens": {}}}, "tokenizer"),
+        (None, r"tokenizer\.json"),
+    ],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HOSTILE_TOKENIZERS)
-def test_hostile_tokenizers(name, directory):
-    changes, message = HOSTILE_TOKENIZERS[name]
-    change_json(directory / "tokenizer.json", **changes)
-    change_json(directory / "tokenizer_config.json", add_bos_token=None)
-    with time_limit(), memory_limit(500), pytest.raises(ValueError, match=message):
-        load_tokenizer(directory)
+@pytest.mark.parametrize("name, change, message", [(name, *case) for name in REFUSED for case in REFUSED[name]])
+def test_invalid_files_are_refused_quickly_and_briefly(name, change, message, directory):
+    if name == "tokenizer.json":
+        change_json(directory / "tokenizer_config.json", add_bos_token=None)
+    if change is None:
+        (directory / name).write_text("[" * 200_000)
+    else:
+        change_json(directory / name, **change)
+    with time_limit(), memory_limit(500), pytest.raises(ValueError, match=message) as error:
+        language_model.load(directory)
+    text = str(error.value)
+    assert len(text) < 10_000 and (str(directory) in text or "the post_processor of tokenizer.json" in text)
 
 
-@pytest.mark.parametrize("name", ["bos_token", "eos_token", "chat_template"])
-def test_unpaired_surrogates(name, directory):
-    change_json(directory / "tokenizer_config.json", **{name: "\ud800"})
-    with pytest.raises(ValueError, match=r"tokenizer_config.json is not JSON: .* surrogates not allowed"):
-        load_tokenizer(directory)
+@pytest.mark.parametrize(
+    "values, changes",
+    [
+        ({"rope_theta": 1e12, "max_position_embeddings": 2**31 - 1},
+         {"rope_scaling": {"rope_type": "dynamic", "factor": 1e6}}),  # acts beyond the training length
+        ({}, {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 2**31 - 1}),
+    ],
+)  # fmt: skip
+def test_the_largest_values_do_not_overflow(values, changes, directory):
+    change_json(directory / "config.json", **values)
+    expected = language_model.load(directory).generate(TEXT, max_new_tokens=4)
+    change_json(directory / "config.json", **changes)
+    assert language_model.load(directory).generate(TEXT, max_new_tokens=4) == expected
 
 
 @pytest.mark.parametrize("name", JSON_FILES)
@@ -370,31 +292,6 @@ def test_links_to_blobs_of_the_hub_cache(checkpoint, tmp_path):
         shutil.copy(path, blobs / str(number))
         (snapshot / path.name).symlink_to(f"../../blobs/{number}")
     assert language_model.load(snapshot).model.config == CONFIG
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json"])
-def test_deeply_nested_json(name, directory):
-    (directory / name).write_text("[" * 200_000)
-    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
-        language_model.load(directory)
-
-
-@pytest.mark.parametrize(
-    "eos, message",
-    [
-        ([264], "end-of-text token 264 exceeds the model's vocabulary of 264 tokens"),
-        (10**9, "end-of-text token 1000000000 exceeds"),
-        (-1, "eos_token_id=-1"),
-        ("2", "eos_token_id='2'"),
-        (True, "eos_token_id=True"),
-        ([1.5], "eos_token_id"),
-        ({}, "eos_token_id"),
-    ],
-)
-def test_invalid_end_of_text_tokens(eos, message, directory):
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-    with pytest.raises(ValueError, match=message):
-        language_model.load(directory)
 
 
 def test_a_panic_of_a_tokenizer_is_an_error():
