@@ -96,10 +96,7 @@ def test_exact_equals_the_cache_of_gemma(name):
 def test_every_policy(policy):
     model, variables = random_model("gemma3")
     if policy in REPEATING:
-        with (
-            adapter.compressed_attention(),
-            pytest.raises(ValueError, match="needs a second pass over the prompt"),
-        ):
+        with adapter.compressed_attention(), pytest.raises(ValueError, match="needs a second pass over the prompt"):
             generate_with_kvjax(model, variables, POLICIES[policy])
         return
     with adapter.compressed_attention():

@@ -109,13 +109,8 @@ def test_every_policy_equals_the_model_of_kvjax(policy, models):
         return
     tokens = generate(model, inputs)
     spec = adapter.init_caches(model, 2, PROMPT_TOKENS, MAX_LENGTH)[0].spec
-    generator = Generator(
-        own_model,
-        POLICIES[policy],
-        batch=2,
-        max_prompt_tokens=spec.max_prompt_tokens,
-        max_new_tokens=spec.max_new_tokens,
-    )
+    sizes = {"max_prompt_tokens": spec.max_prompt_tokens, "max_new_tokens": spec.max_new_tokens}
+    generator = Generator(own_model, POLICIES[policy], batch=2, **sizes)
     prompts = inputs["token_ids"][:, :PROMPT_TOKENS].tolist()
     rows, _ = generator.decode_all(generator.prefill(generator.init_state(), prompts), MAX_LENGTH - PROMPT_TOKENS)
     assert tokens[:, PROMPT_TOKENS:].tolist() == rows

@@ -42,14 +42,11 @@ class CharacterTokenizer:
 
 _SIZES = {"embed_dim": 32, "hidden_dim": 48, "num_heads": 4, "head_dim": 16, "num_kv_heads": 2}
 _LLAMA = _SIZES | {"num_layers": 2, "vocab_size": VOCAB, "rope_theta": 10000, "norm_eps": 1e-5}
+_GEMMA = _SIZES | {"num_layers": 6, "num_embed": VOCAB, "sliding_window_size": 8}
 MODELS = {
     "llama": (llama3.Llama3, llama3.ModelConfig, _LLAMA),
     "qwen": (qwen3.Qwen3, qwen3.ModelConfig, _LLAMA),
-    "gemma": (
-        gemma3.Gemma3,
-        gemma3.ModelConfig,
-        _SIZES | {"num_layers": 6, "num_embed": VOCAB, "sliding_window_size": 8},
-    ),
+    "gemma": (gemma3.Gemma3, gemma3.ModelConfig, _GEMMA),
 }
 
 
@@ -60,9 +57,8 @@ def make_model(name):
 
     def random_weights(x):
         weights = rng.normal(size=x.shape) * (0.3 if x.ndim > 1 else 1.0)
-        if (
-            x.ndim == 2 and VOCAB in x.shape
-        ):  # padding, which tunix masks, and the end-of-text token are never generated
+        # Padding, which tunix masks, and the end-of-text token are never generated.
+        if x.ndim == 2 and VOCAB in x.shape:
             np.moveaxis(weights, x.shape.index(VOCAB), 0)[[PAD, EOS]] = 0
         return jnp.asarray(weights, jnp.float32)
 

@@ -36,14 +36,12 @@ def stub(tmp_path, monkeypatch):
 
 
 def test_presses_have_rows_like_policies(stub, tmp_path):
-    options = {
-        "model": "tiny",
-        "task": ("niah_single_1",),
-        "tokens": 1100,
-        "documents": 2,
+    options = {"model": "tiny", "task": ("niah_single_1",), "tokens": 1100, "documents": 2}
+    options |= {
         "question": ("unseen", "seen"),
+        "press": ("KVzip", "SnapKV", "Knorm"),
+        "budget": ("70%", "70% of the prompt", "5%"),
     }
-    options |= {"press": ("KVzip", "SnapKV", "Knorm"), "budget": ("70%", "70% of the prompt", "5%")}
     options |= {"kvpress_python": str(stub), "output": str(tmp_path / "peers.jsonl")}
     peers.main(peers.Options(**options))
     rows = read_rows([tmp_path / "peers.jsonl"])

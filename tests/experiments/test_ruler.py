@@ -9,7 +9,7 @@ import pytest
 
 from experiments import tasks
 from experiments.tasks import haystacks, ruler
-from experiments.tasks.task import Document, Question, longest_that_fits, share_contained
+from experiments.tasks.task import Question, share_contained
 from tests.experiments.support import request
 
 
@@ -107,19 +107,6 @@ def test_too_few_tokens_and_unknown_tasks_are_refused():
         tasks.make_task("niah", request())
     with pytest.raises(FileNotFoundError, match="essays from gkamradt/LLMTest_NeedleInAHaystack"):
         tasks.make_task("niah_single_2", request())
-
-
-def test_the_longest_that_fits_uses_bisection():
-    sizes = []
-
-    def of_size(size):
-        sizes.append(size)
-        return Document("x" * size, (Question("", ("x",), "?"),))
-
-    # Context and question have a BOS token each.
-    assert len(longest_that_fits(of_size, request(100), 2).context) == 95
-    assert len(longest_that_fits(of_size, request(100), 2, largest=50).context) == 50
-    assert len(sizes) < 25
 
 
 def test_haystacks_have_words_and_sentences():

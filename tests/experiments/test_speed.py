@@ -115,13 +115,6 @@ device.run_steps([device.Step("slow", ("-c", {sleeps!r}), 1.0)], pathlib.Path({s
         os.kill(int(pid.read_text()), 0)
 
 
-def test_steps_have_the_expected_names(tmp_path):
-    for quick in (True, False):
-        names = [step.name for step in device.steps(tmp_path, quick)]
-        assert names[0] == "kernels" and names[1].startswith("benchmark_")
-        assert names[-3:] == ["latency", "latency_long", "throughput"]
-
-
 @pytest.mark.heavy
 def test_the_quick_script_runs(tmp_path):
     done = command("experiments.device", "--quick=true", f"--output_dir={tmp_path}")

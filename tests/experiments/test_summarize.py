@@ -158,16 +158,6 @@ def test_pages_have_tables_of_figures(tmp_path):
     assert "|  | a | b |\n" in page and "| x | 1 [0.5, 1.5] | 2 |\n" in page and "old" not in page
 
 
-def test_readme_does_not_show_all_rows():
-    shown = render.PAGES[render.ROOT / "README.md"]
-    (one,) = rows_of("exact", "a", [1.0], tokens=1024)
-    assert shown.matches(one)
-    for other in ({"question": "seen"}, {"tokens": 2048}, {"policy": "subgen"}, {"policy": "kvpress KVzip+"}):
-        assert not shown.matches(dataclasses.replace(one, **other))
-    for policy in ("kvpress KVzip", "kvpress KVgrad"):
-        assert shown.matches(dataclasses.replace(one, policy=policy))
-
-
 def test_the_picture_has_a_line_per_policy(tmp_path):
     rows = [
         dataclasses.replace(row(policy, "facts", "0", score, cache_fraction=held), budget=budget)

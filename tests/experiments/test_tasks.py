@@ -157,11 +157,8 @@ def test_documents_contain_the_passages_of_their_questions(data_dir):
 
 
 def test_needles_are_at_their_depth():
-    for form, said in (
-        ("published", "The best thing"),
-        ("continue", "The best thing"),
-        ("minference", "The special magic"),
-    ):
+    forms = {"published": "The best thing", "continue": "The best thing", "minference": "The special magic"}
+    for form, said in forms.items():
         for depth in (0.0, 0.4, 1.0):
             document = needle.generate(form, np.random.default_rng(0), depth, "docs", request())
             assert abs(document.context.rindex(said) / len(document.context) - depth) < 0.15
