@@ -14,6 +14,7 @@ import pytest
 
 import kvjax
 from kvjax.registry import POLICIES
+from kvjax_models.generation.generator import Generator
 from tests.models import tiny
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -29,44 +30,27 @@ def draw(*shape):
     return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
 
 
-def quickstart_names():
-    return {
-        "keys": draw(2, 300, 2, 64), "values": draw(2, 300, 2, 64), "lengths": jnp.array([300, 200]), "new_tokens": 3,
-        "query": draw(2, 1, 8, 64), "key": draw(2, 1, 2, 64), "value": draw(2, 1, 2, 64),
-    }  # fmt: skip
-
-
-def long_prompts_names():
-    document = "".join(f"line {number}: the code is {1000 + number}\n" for number in range(8))
-    return {"document": document, "question": "Which code is in line 3?"}
-
-
-def saved_states_names(directory):
-    from flax import nnx
-
-    from kvjax_models.generation.generator import Generator
-    from kvjax_models.model.config import LlamaConfig
-    from kvjax_models.model.llama import Llama
-
-    config = LlamaConfig(
-        vocab_size=32, width=32, mlp_width=64, layers=2, query_heads=4, kv_heads=2, head_dim=16, max_length=128
-    )
-    model, policy = Llama(config, rngs=nnx.Rngs(0)), kvjax.Uniform(32, recent=8, compact_every=8)
-    generator = Generator(model, policy, batch=1, max_prompt_tokens=64, max_new_tokens=32)
-    return {
-        "generator": generator,
-        "batch_generator": generator.with_batch(2),
-        "state": generator.prefill(generator.init_state(), [list(range(20))]),
-        "questions": [[1, 2], [3]],
-        "directory": directory,
-    }
-
-
 def names_of(page, directory):
     """Returns the names that a page's programs expect to be defined."""
+    if page == "quickstart.md":
+        return {
+            "keys": draw(2, 300, 2, 64), "values": draw(2, 300, 2, 64), "lengths": jnp.array([300, 200]),
+            "query": draw(2, 1, 8, 64), "key": draw(2, 1, 2, 64), "value": draw(2, 1, 2, 64), "new_tokens": 3,
+        }  # fmt: skip
+    if page == "long_prompts.md":
+        document = "".join(f"line {number}: the code is {1000 + number}\n" for number in range(8))
+        return {"document": document, "question": "Which code is in line 3?"}
     if page == "saved_states.md":
-        return saved_states_names(directory)
-    return {"quickstart.md": quickstart_names, "long_prompts.md": long_prompts_names}.get(page, dict)()
+        policy = kvjax.Uniform(32, recent=8, compact_every=8)
+        generator = Generator(tiny.make_llm().model, policy, batch=1, max_prompt_tokens=64, max_new_tokens=32)
+        return {
+            "generator": generator,
+            "batch_generator": generator.with_batch(2),
+            "state": generator.prefill(generator.init_state(), [list(range(20))]),
+            "questions": [[1, 2], [3]],
+            "directory": directory,
+        }
+    return {}
 
 
 def run_block(block, page, names):

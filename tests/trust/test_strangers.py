@@ -25,10 +25,11 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 TEXT = "the cat sat"
 
 
-def write_checkpoint(directory, max_shard_bytes=10**9):
-    """Writes a small model with all files that are read."""
-    options = {"bos_token_id": 256, "eos_token_id": 257, "max_shard_bytes": max_shard_bytes}
-    huggingface.save_model(directory, Llama(CONFIG, rngs=nnx.Rngs(0)), **options)
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A small model with all files that are read."""
+    directory = tmp_path_factory.mktemp("checkpoint")
+    huggingface.save_model(directory, Llama(CONFIG, rngs=nnx.Rngs(0)), bos_token_id=256, eos_token_id=257)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({token: number for number, token in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -40,16 +41,6 @@ def write_checkpoint(directory, max_shard_bytes=10**9):
     (directory / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [257]}))
     return directory
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def sharded_checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("sharded"), max_shard_bytes=2000)
 
 
 @pytest.fixture
@@ -273,8 +264,9 @@ def test_large_files_are_not_read(name, directory):
 @pytest.mark.parametrize(
     "name", ["../elsewhere.safetensors", "/etc/passwd", "", ".", "..", "a/b", 5, None, [], "x\0y", "model.safetensors"]
 )
-def test_an_index_may_only_name_files_of_its_directory(name, sharded_checkpoint, tmp_path):
-    directory = shutil.copytree(sharded_checkpoint, tmp_path / "model")
+def test_an_index_may_only_name_files_of_its_directory(name, tmp_path):
+    directory = tmp_path / "model"
+    huggingface.save_model(directory, Llama(CONFIG, rngs=nnx.Rngs(0)), max_shard_bytes=2000)
     shutil.copy(next(directory.glob("*.safetensors")), tmp_path / "elsewhere.safetensors")
     path = directory / "model.safetensors.index.json"
     index = json.loads(path.read_text())
