@@ -9,16 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import benchmarking, packing
-from pallas_kernels.cluster_recall import (
-    Blocks,
-    GpuConfig,
-    Inputs,
-    TpuConfig,
-    cluster_recall,
-    mosaic_tpu,
-    padded_width,
-    reference,
-)
+from pallas_kernels.cluster_recall import Blocks, TpuConfig, cluster_recall, mosaic_tpu, padded_width, reference
+from pallas_kernels.cluster_recall.blocks import Inputs
+from pallas_kernels.hopper import GpuConfig
 from tests.pallas_kernels import helpers, traffic
 
 SMALL = TpuConfig(step_blocks=8, cores=1)

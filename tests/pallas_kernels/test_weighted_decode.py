@@ -11,17 +11,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch, packing
+from pallas_kernels.hopper import GpuConfig
+from pallas_kernels.partials import MASK_VALUE
 from pallas_kernels.quantized_array import QuantizedArray
-from pallas_kernels.weighted_decode import (
-    COMPUTE_BOUND_QUERIES,
-    MASK_VALUE,
-    Entries,
-    GpuConfig,
-    TpuConfig,
-    reference,
-    weighted_decode,
-    weighted_decode_many,
-)
+from pallas_kernels.weighted_decode import Entries, TpuConfig, reference, weighted_decode, weighted_decode_many
+from pallas_kernels.weighted_decode.entries import COMPUTE_BOUND_QUERIES
 from tests.pallas_kernels import helpers, traffic
 
 TPU = {"implementation": "mosaic_tpu", "interpret": True}

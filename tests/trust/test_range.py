@@ -4,20 +4,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from tests.kvjax.support import (
-    LENGTHS,
-    NEW,
-    POLICIES,
-    Stream,
-    after,
-    begin,
-    each,
-    go,
-    make_spec,
-    make_stream,
-    prompt_of,
-    row_keys,
-)
+from tests.kvjax import support
+from tests.kvjax.support import LENGTHS, NEW, POLICIES
 from tests.kvjax.support import ON_A_MESH as ANY_VALUES
 
 # Scales of keys and of values, which have norms of 8 and 1.
@@ -26,16 +14,19 @@ SCALES = [(1e-16, 1.0), (1e14, 1.0), (1.0, 1e-15), (1.0, 1e15), (1e14, 1e15), (1
 
 def run_policy(name, key_scale, value_scale):
     """Returns outputs after a prompt and new tokens, and the weight of each token, relative to the values' scale."""
-    stream = make_stream()
-    stream = Stream(stream.keys * np.float32(key_scale), stream.values * np.float32(value_scale), stream.queries)
-    prompt = prompt_of(stream, LENGTHS)
-    cache = begin(ANY_VALUES.get(name, POLICIES[name]), make_spec(), row_keys(), *prompt, LENGTHS)
-    cache, outputs, weights = go(cache, after(stream, LENGTHS))
+    stream = support.make_stream()
+    stream = support.Stream(
+        stream.keys * np.float32(key_scale), stream.values * np.float32(value_scale), stream.queries
+    )
+    prompt = support.prompt_of(stream, LENGTHS)
+    policy = ANY_VALUES.get(name, POLICIES[name])
+    cache = support.begin(policy, support.make_spec(), support.row_keys(), *prompt, LENGTHS)
+    cache, outputs, weights = support.go(cache, support.after(stream, LENGTHS))
     kvjax.raise_faults(cache)
     return outputs / value_scale, weights / value_scale
 
 
-@pytest.mark.parametrize("name", each(POLICIES, quick=["subgen_mean"]))
+@pytest.mark.parametrize("name", support.each(POLICIES, quick=["subgen_mean"]))
 def test_laws_hold_for_all_norms(name):
     """Outputs are finite and in the range of the values; weights that sum to the number of tokens do so always."""
     outputs, weights = run_policy(name, 1.0, 1.0)
