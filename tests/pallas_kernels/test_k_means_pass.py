@@ -57,6 +57,7 @@ def compare(actual, points, centroids, is_valid, num_centroids=None, summands=No
     largest = np.linalg.norm(added, axis=1).max(initial=1e-30)
     tolerance = TOLERANCE * largest * np.sqrt(1 + is_member.sum(1).max())
     np.testing.assert_allclose(actual.sums, is_member @ added, atol=tolerance)
+    np.testing.assert_array_equal(np.asarray(actual.sums)[~is_member.any(axis=1)], 0.0)
     return is_clear
 
 
