@@ -95,13 +95,14 @@ def test_the_walk_is_balanced_and_errors_decrease_with_samples(tmp_path):
         theory.parse_walk("16,x,1")
 
 
-def test_calibrations_are_read_by_the_policies(tiny_model, tmp_path, capsys):
+def test_calibrations_are_read_by_the_policies(tiny_model, tmp_path):
     (tmp_path / "wikitext2").mkdir()
     (tmp_path / "wikitext2" / "test.txt").write_text("\n".join(f"Sentence {number}." for number in range(2000)))
     calibrate.main(calibrate.Options(
         text=("docs", "wikitext2"), data_dir=str(tmp_path), seeds=2, tokens=400, fraction=0.25, output_dir=str(tmp_path)
     ))  # fmt: skip
-    assert "overlap of the outlier heads" in capsys.readouterr().out
+    overlap, correlation = figures(tmp_path / "outlier_heads.json")
+    assert overlap["case"] == "1 of 4 heads" and overlap["value"] in (0, 1) and -1 <= correlation["value"] <= 1
     policy = PolicyChoice.parse(f"chelsea:outlier_heads={tmp_path / 'heads.json'}@256").make()
     assert len(policy.choice.full) == 1 and (policy.choice.layers, policy.choice.kv_heads) == (2, 2)
     PolicyChoice.parse(f"infinigen:skew={tmp_path / 'skew.npz'}@256").make()

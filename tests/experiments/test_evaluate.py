@@ -71,7 +71,7 @@ def full_answers(llm, task):
     return rows
 
 
-@pytest.mark.parametrize("questions, batch", [(1, 2), (2, 2), (2, 1), (3, 2)])
+@pytest.mark.parametrize("questions, batch", [(1, 2), (2, 2), (2, 1), (3, 2), (2, 8)])
 def test_answers_of_the_full_cache_equal_direct_generation(llm, questions, batch, tmp_path):
     task = make_task(questions=questions)
     expected = full_answers(llm, task)
@@ -198,6 +198,8 @@ def test_units_share_lengths_and_are_filled(llm):
     units = make_units(make_task(questions=1), llm.tokenizer, False, 2, 1000)
     assert [len(unit.prompts) for unit in units] == [2, 2] and [len(unit.items) for unit in units] == [2, 1]
     assert units[1].prompts[0] == units[1].prompts[1]
+    (unit,) = make_units(make_task(questions=1), llm.tokenizer, False, 8, 1000)
+    assert len(unit.prompts) == 3  # no rows without a document
 
 
 def test_policies_and_budgets_are_combined():

@@ -37,6 +37,7 @@ def test_latency_is_relative_to_the_full_cache(tmp_path, monkeypatch):
     assert ("exact", "selection_share_of_step") not in found
     assert found[f"{policies[1]} @ 70%", "selection_share_of_step"]["value"] > 0
     assert found["exact", "ms_per_token_ratio"]["value"] == found["exact", "decode_memory_ratio"]["value"] == 1
+    assert found["exact", "end_to_end_ratio"]["value"] == 1 and found[setting, "end_to_end_ratio"]["value"] > 0
     with pytest.raises(ValueError, match="repetitions=5 must be at least 6"):
         speed.Options(repetitions=5)
 

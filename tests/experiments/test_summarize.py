@@ -127,6 +127,8 @@ def test_verdicts_of_figures(tmp_path):
     for low, verdict in ((-0.6, "holds"), (-0.4, "does not hold")):
         exponents = {"range": {"file": "e.json", "metric": "exponent", "low": low, "high": low + 0.1}}
         assert render.evaluate_claim(exponents, [], tmp_path)[0] == verdict
+    write("e.json", [output.figure("exponent", -0.5)])  # without an interval
+    assert render.evaluate_claim(exponents, [], tmp_path)[0] == "does not hold"
     write("r.json", [output.figure("ratio", Estimate(0.5, 0.4, 0.6), line="w", walk="1,1,1")])
     assert render.evaluate_claim({"ratio": {"file": "r.json", "walk": "1,1,1"}}, [], tmp_path)[0] == "holds"
 

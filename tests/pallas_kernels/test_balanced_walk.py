@@ -132,6 +132,26 @@ def test_vmap_processes_blocks_in_one_kernel(options):
         compare_signs(signs, block, uniforms, 0.3, weights)
 
 
+def test_forms_agree_in_control_flow():
+    """A conditional, a loop over groups and a scan, as policies use them."""
+    inputs = helpers.stack(*(make(24, seed=seed) for seed in range(4)))
+
+    @functools.partial(jax.jit, static_argnames="form")
+    def walk(inputs, is_wanted, form):
+        def assign(item):
+            return assign_signs(item[0], item[1], 0.3, item[2], **FORMS[form])
+
+        def step(carry, _):
+            grouped = jax.lax.map(assign, inputs, batch_size=3)
+            return jax.lax.cond(is_wanted, lambda: grouped, lambda: carry), None
+
+        return jax.lax.scan(step, jax.tree.map(jnp.zeros_like, jax.lax.map(assign, inputs)), None, length=2)[0]
+
+    kernel, xla = walk(inputs, True, "mosaic_tpu"), walk(inputs, True, "xla")
+    np.testing.assert_array_equal(kernel.signs, xla.signs)
+    assert not np.asarray(walk(inputs, False, "mosaic_tpu").signs).any()
+
+
 @pytest.mark.parametrize("entries, head_dim", [(512, 128), (256, 64)])
 def test_the_kernel_reads_every_entry_once(entries, head_dim):
     block, uniforms, weights = make(entries, head_dim)
