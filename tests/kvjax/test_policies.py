@@ -25,7 +25,6 @@ from tests.kvjax.support import (
     LENGTHS,
     NEW,
     POLICIES,
-    PROMPT,
     ROOMY,
     SCORED,
     VARIANTS,
@@ -213,117 +212,42 @@ def test_a_budget_of_all_tokens_gives_exact_attention(name):
 # --- bytes ---
 
 
-# The capacity of the full cache is a multiple of 64.
-EXACT_SLOTS = -(-(PROMPT + NEW) // 64) * 64
-# Top-k policies that reserve slots for all later tokens.
-RESERVING = ("snapkv", "pyramidkv")
-
-
-def expected_bytes(name, spec, budget, compact_every, sinks, recent):
-    """Returns the bytes of one row: keys and values of the store and of staging, a byte per staging slot, eight int32
-    counters (offset, count, first, overflow, past, reused, not_finite,
-    policy_faults), and the policy's other arrays."""
-    itemsize, heads = jnp.dtype(spec.dtype).itemsize, spec.kv_heads
-    slots = EXACT_SLOTS if name == "exact" else sinks + recent if name.startswith("subgen") else budget
-    slots = -(-(slots + spec.max_new_tokens) // 8) * 8 if name in RESERVING else slots
-    # 30 tokens halved to 7, and all later tokens; trees of 3 bins of 11 slots.
-    slots = {"balancekv": sinks + recent + 7 + spec.max_new_tokens, "balancekv_theory": sinks + recent}.get(name, slots)
-    # The window also holds unclustered tokens, fewer than a chunk and a block of 8, or fewer than a page and a block.
-    slots = 0 if name == "infinigen" else slots
-    slots = sinks + recent + 15 if name.startswith("clusterkv") else 23 if name == "quest" else slots
-    staging = min(compact_every, spec.max_new_tokens)
-    common = 2 * heads * (slots + staging) * spec.head_dim * itemsize + staging + 8 * 4
-    # A window has one counter, an append-only store two.
-    common += 8 if name == "exact" else 4
-    selected = budget - sinks - recent
-    # Residuals of rounded means: int8 values and a bfloat16 scale per vector.
-    residual = heads * (spec.head_dim + 2) * (itemsize < 4)
-    policy_bytes = {
-        "exact": 0,
-        "streaming_llm": 0,
-        "streaming_llm_reindexed": 4 * spec.head_dim // 2,  # a frequency per pair of dimensions
-        "uniform": 4 * heads * (selected + budget) + 8,  # priorities, log-weights, the row's PRNG key
-        "clustergen": 4,  # the number of centers
-        # Degrees, log-weights, the number of centroids.
-        "chelsea": 4 * heads * 2 * selected + 4 + 2 * selected * residual,
-        "h2o": 4 * heads * (budget + staging),  # attention received by every slot
-        "h2o_average": 4 * heads * (2 * budget + staging),  # and the position of every selected token
-        "cam": 4 * heads * (budget + staging) + 8,  # attention of the newest query, the row's PRNG key
-        # Keys, values, position and partial key (12 dimensions) of every token, the dimensions, lost tokens.
-        "infinigen": heads * (64 * (2 * spec.head_dim * itemsize + 4 + 12 * itemsize) + 4 * 12 * spec.head_dim) + 4,
-        # Means, counts and radii.
-        "subgen_mean": heads * (selected * (2 * spec.head_dim * itemsize + 8) + 24) + 2 * selected * residual,
-        # Seven samples with their masses; three clusters with a center and a key each, counts and radii.
-        "subgen": heads * (20 * spec.head_dim * itemsize + 7 * 4 + 3 * 8 + 12 + 8 + 24) + 3 * residual,
-        # Trees: log-weights, level and index of every bin, three counters, a PRNG key.
-        "balancekv_theory": heads * (33 * 3 * spec.head_dim * itemsize + 2 * (4 * 33 + 8 * 3 + 12 + 8) + 4),
-        "balancekv": heads * (4 * slots + 4) + 4 + 8,  # log-weights, unkept needles, later tokens
-        # Keys, values and positions of 62 tokens or of 17 blocks (9 for 30 tokens in 8 clusters, 2 for each of 4
-        # chunks), means, sizes and first blocks of 12 or 16 clusters (4 or 8 of the prompt; kvjax.ClusterKVResidual:
-        # and mean values and root mean squares), a PRNG key; pending tokens, chunks, lost tokens.
-        "clusterkv": heads * (62 * (2 * spec.head_dim * itemsize + 4) + 12 * (spec.head_dim * itemsize + 8) + 8) + 12,
-        "clusterkv_residual": heads
-        * (17 * 16 * (2 * spec.head_dim * itemsize + 4) + 16 * (2 * spec.head_dim * itemsize + 12) + 8)
-        + 12,
-        **dict.fromkeys(("leverage_scores", *SCORED, *RESERVING), 4),  # numbers of prompt tokens and later tokens
-        "attention_matching": 4 + heads * slots * itemsize,  # and log-weights
-        "ada_kv": 12 * heads,  # per head its first slot, ranked slots and empty slots
-        # Four pages and their bounds; pending tokens, pages, lost tokens.
-        "quest": heads * 4 * (16 * (2 * spec.head_dim * itemsize + 4) + 2 * spec.head_dim * itemsize + 4) + 12,
-    }
-    return common + policy_bytes[name]
+# Bytes of a row in float32 and in bfloat16, and bytes that a decode step reads of a bfloat16 row. For "uniform" in
+# bfloat16: keys and values of 2 heads x (20 + 8 staging) slots x 64 dimensions x 2 bytes, 20 log-weights and 10
+# priorities of 4 bytes per head, a PRNG key of 8 bytes, a byte per staging slot and nine int32 counters. A step reads
+# the keys and values, log-weights of all slots and three bounds.
+BYTES = {
+    "exact": (73776, 36912, 36936),
+    "streaming_llm": (24620, 12332, 12364),
+    "streaming_llm_reindexed": (24748, 12460, 13520),
+    "uniform": (28964, 14628, 14572),
+    "clustergen": (28720, 14384, 14412),
+    "subgen": (28908, 14968, 13780),
+    "subgen_mean": (28924, 17228, 14492),
+    "balancekv": (50568, 25480, 25492),
+    "balancekv_theory": (69876, 35316, 35428),
+    "h2o": (28940, 14604, 14636),
+    "h2o_average": (29100, 14764, 14636),
+    "cam": (28948, 14612, 14636),
+    "infinigen": (86576, 46640, 18580),
+    "chelsea": (28880, 17184, 14496),
+    "clusterkv": (104184, 52472, 30636),
+    "clusterkv_residual": (331336, 166984, 58956),
+    "quest": (101976, 51288, 67948),
+    "ada_kv": (28740, 14404, 14420),
+    "attention_matching": (28880, 14464, 14568),
+    **dict.fromkeys(("snapkv", "pyramidkv"), (57392, 28720, 28744)),
+    **dict.fromkeys(("leverage_scores", *SCORED), (28720, 14384, 14408)),
+}
 
 
 @every_policy
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_bytes_of_a_row_follow_the_formula(name, dtype):
-    spec = make_spec(dtype=dtype)
-    budget = 16 if name.startswith("streaming") else 20
-    expected = expected_bytes(name, spec, budget, 8, 2, 8)
-    assert row_bytes(POLICIES[name], spec) == expected
-    cache = jax.jit(kvjax.init, static_argnums=(0, 1))(POLICIES[name], dataclasses.replace(spec, batch=1), row_keys(1))
-    assert kvjax.cache_bytes(cache) == CacheBytes(expected, 0)
-
-
-@every_policy
-def test_read_bytes_are_all_slots_and_their_weights(name):
-    # Keys and values of all slots, log-weights of staging and of weighted stores, three int32 bounds.
-    spec = make_spec(dtype=jnp.bfloat16)
-    slots = {"exact": EXACT_SLOTS}.get(name, 16 if name.startswith("streaming") else 20)
-    weighted = slots if name in (*WEIGHING, "attention_matching") else 0
-    extra = 0
-    if name.startswith("subgen"):  # the window holds only sinks and recent tokens
-        slots, weighted = 10, 0
-        # Ten means; seven samples with two log-weights and the sampled keys of three clusters.
-        sizes = {"subgen_mean": 10 * (2 * HEAD_DIM * 2 + 4)}
-        extra = KV_HEADS * sizes.get(name, 7 * (2 * HEAD_DIM * 2 + 8) + 3 * (HEAD_DIM * 2 + 4))
-    if name.startswith("chelsea"):  # half the slots are centroids with log-weights and another bound
-        weighted, extra = 10, 4
-    if name == "clusterkv":  # 10 tokens; means, sizes and first blocks of 12 clusters
-        slots, extra = 25, QUERY_HEADS * 10 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 12 * (HEAD_DIM * 2 + 8)
-    if name == "clusterkv_residual":  # 4 blocks; two means, sizes, first blocks, log-weights, deviations of 16 clusters
-        slots, weighted = 25, 0
-        extra = KV_HEADS * 4 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 16 * (2 * HEAD_DIM * 2 + 4 + 4 + 8)
-    if name == "quest":  # 3 of 4 pages per query head, and all bounds
-        slots, extra = (23, QUERY_HEADS * 3 * 16 * (2 * HEAD_DIM * 2 + 4) + KV_HEADS * 4 * (2 * HEAD_DIM * 2 + 4))
-    if name == "infinigen":  # 10 weighted tokens, all partial keys; the window is empty
-        slots, extra = (0, KV_HEADS * (10 * (2 * HEAD_DIM * 2 + 4) + 64 * 12 * 2 + 4 * 12 * HEAD_DIM) - 2 * 4)
-    if name == "streaming_llm_reindexed":  # sinks are read by another query: a bound and 32 angles
-        slots, extra = 18, 4 + 4 * HEAD_DIM // 2
-    if name == "exact":  # the store has no lower bound
-        extra = -4
-    if name.startswith(("h2o", "cam")):  # attention scores of every slot
-        extra = KV_HEADS * 4 * (20 + 8)
-    if name in ("leverage_scores", "attention_matching", *SCORED, *RESERVING):
-        slots, extra = -(-(slots + NEW) // 8) * 8 if name in RESERVING else slots, -4
-    if name == "ada_kv":  # bounds per head
-        extra = 8 * KV_HEADS - 8
-    if name == "balancekv":
-        slots = weighted = 41
-    if name == "balancekv_theory":  # 33 slots of the numerator's tree, 33 keys of the denominator's
-        slots, weighted, extra = 10, 99, KV_HEADS * 33 * 3 * HEAD_DIM * 2
-    per_row = 2 * KV_HEADS * (slots + 8) * HEAD_DIM * 2 + 4 * KV_HEADS * (8 + weighted) + 3 * 4 + extra
-    assert kvjax.read_bytes(abstract_cache(POLICIES[name], spec)) == BATCH * per_row
+def test_bytes_of_a_row(name):
+    policy, specs = POLICIES[name], [make_spec(dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16)]
+    sizes = [row_bytes(policy, spec) for spec in specs]
+    assert (*sizes, kvjax.read_bytes(abstract_cache(policy, specs[1])) / BATCH) == BYTES[name]
+    cache = jax.jit(kvjax.init, static_argnums=(0, 1))(policy, dataclasses.replace(specs[1], batch=1), row_keys(1))
+    assert kvjax.cache_bytes(cache) == CacheBytes(sizes[1], 0)
 
 
 FITS = {
@@ -548,40 +472,24 @@ def test_all_registered_policies_but_exact_take_a_budget():
     assert REGISTERED["uniform"] is kvjax.Uniform
 
 
+TAKE_TOKENS = ("step", "append", "prefill")
+
+
 @pytest.mark.parametrize(
-    "keys, values, message",
+    "name, shapes, functions",
     [
-        ((3, 5, 2, 64), (3, 4, 2, 64), "values"),
-        ((3, 5, 2, 64), (3, 5, 1, 64), "values"),
-        ((3, 5, 2, 64), (3, 5, 2, 1), "values"),
-        ((3, 5, 1, 64), (3, 5, 1, 64), "keys"),
-        ((3, 5, 2, 1), (3, 5, 2, 1), "keys"),
-        ((2, 5, 2, 64), (2, 5, 2, 64), "keys"),
+        ("keys", [(2, 5, 2, 64), (3, 5, 1, 64), (3, 5, 2, 1)], TAKE_TOKENS),
+        ("values", [(3, 4, 2, 64), (3, 5, 1, 64), (3, 5, 2, 1)], TAKE_TOKENS),
+        ("queries", [(2, 5, 4, 64), (3, 5, 2, 64), (3, 5, 8, 64), (3, 5, 4, 32), (3, 4, 64)], ("step", "attend")),
+        ("queries", [(3, 2, 4, 64)], ("step",)),  # `attend` accepts any number of queries
     ],
 )
-def test_keys_and_values_of_invalid_shape_are_refused(keys, values, message):
-    cache, keys, values = empty_cache("uniform"), jnp.zeros(keys), jnp.zeros(values)
-    for call in (
-        lambda: kvjax.prefill(cache, keys, values, jnp.ones(3, int)),
-        lambda: kvjax.append(cache, keys, values),
-        lambda: kvjax.step(cache, jnp.zeros((3, 5, 4, 64)), keys, values),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
-
-
-@pytest.mark.parametrize(
-    "query", [(3, 2, 4, 64), (3, 1, 2, 64), (3, 1, 8, 64), (3, 1, 4, 32), (2, 1, 4, 64), (3, 4, 64)]
-)
-def test_queries_of_invalid_shape_are_refused(query):
-    tokens = jnp.zeros((3, 1, 2, 64))
-    with pytest.raises(ValueError, match=r"queries have shape"):
-        kvjax.step(empty_cache("uniform"), jnp.zeros(query), tokens, tokens)
-    if query[:2] != (3, 2):  # `attend` accepts any number of queries
-        with pytest.raises(ValueError, match=r"queries have shape"):
-            kvjax.attend(empty_cache("uniform"), jnp.zeros(query))
-
-
-@functools.cache
-def empty_cache(name):
-    return kvjax.init(POLICIES[name], make_spec(), row_keys())
+def test_arrays_of_invalid_shape_are_refused(name, shapes, functions):
+    cache = kvjax.init(POLICIES["uniform"], make_spec(), row_keys())
+    valid = {"queries": (3, 5, 4, 64), "keys": (3, 5, 2, 64), "values": (3, 5, 2, 64)}
+    for shape, function in itertools.product(shapes, functions):
+        queries, keys, values = (jnp.zeros(shape) for shape in (valid | {name: shape}).values())
+        arguments = {"step": (queries, keys, values), "append": (keys, values), "attend": (queries,)}
+        arguments["prefill"] = keys, values, jnp.ones(3, int)
+        with pytest.raises(ValueError, match=f"{name} have shape"):
+            getattr(kvjax, function)(cache, *arguments[function])

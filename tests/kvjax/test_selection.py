@@ -15,7 +15,7 @@ import kvjax
 from kvjax.combinators.ada_kv import AdaKV
 from kvjax.policies.kvgrad import KVgrad
 from kvjax.policies.kvzip import KVzip
-from kvjax.policies.leverage_scores import LeverageScores, leverage
+from kvjax.policies.leverage_scores import LeverageScores
 from kvjax.policy import Prompt, RepeatedPrompt
 from kvjax.stores.top_k_store import later_token_slots
 from kvjax.top_k_policy import TopKPolicy
@@ -142,35 +142,6 @@ def test_a_safeguard_of_one_gives_equal_heads(reserve):
         runs.append(go(cache, after(stream, LENGTHS), 2)[1:])
     for one, other in zip(*runs, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-
-
-def test_leverage_is_the_diagonal_of_the_hat_matrix():
-    rng = np.random.default_rng(0)
-    keys = rng.normal(size=(40, 8)) @ rng.normal(size=(8, 8))
-    valid = np.arange(40) < 31
-    centered = keys[valid] - keys[valid].mean(0)
-    expected = np.diag(centered @ np.linalg.inv(centered.T @ centered + 1e-2 * np.eye(8)) @ centered.T)
-    scores = np.asarray(leverage(jnp.asarray(keys, jnp.float32), jnp.asarray(valid)))
-    np.testing.assert_allclose(scores[valid], expected, rtol=2e-3)
-    np.testing.assert_array_equal(scores[~valid], 0)
-    # An outlier has the largest leverage.
-    keys[3] = 100 * rng.normal(size=8)
-    assert np.argmax(leverage(jnp.asarray(keys, jnp.float32), jnp.asarray(valid))) == 3
-
-
-def test_leverage_before_rope_does_not_depend_on_positions():
-    # All keys but one are equal before RoPE rotates them, and differ afterwards.
-    frequencies = tuple((0.1 ** np.arange(HEAD_DIM // 2)).tolist())
-    spec = make_spec(rope_frequencies=frequencies)
-    key = np.random.default_rng(1).normal(size=HEAD_DIM).astype(np.float32)
-    cos, sin = kvjax.rope.rotation(jnp.arange(20)[None], jnp.asarray(frequencies))
-    keys = np.broadcast_to(key, (BATCH, 20, 2, HEAD_DIM)).copy()
-    keys[:, 11] *= -1
-    keys = np.asarray(kvjax.rope.rotate(jnp.asarray(keys), cos, sin))
-    values = make_stream().values[:, :20]
-    cache = kvjax.init(LeverageScores(3, sinks=0, recent=0, compact_every=1), spec, row_keys())
-    cache, _ = kvjax.prefill(cache, jnp.asarray(keys), jnp.asarray(values), jnp.full(BATCH, 20))
-    assert (np.asarray(cache.state.values)[:, :, 0].argmax(-1) == 11).all()
 
 
 @pytest.mark.parametrize("policy_class, options", [(KVzip, {}), (KVzip, {"plus": True}), (KVgrad, {})])
@@ -309,16 +280,24 @@ def expected_cur(row, policy):
     return score / score.sum(-1, keepdims=True)
 
 
+def hat_diagonal(keys):
+    """Returns the diagonal of the hat matrix of centered keys [H, n, D], regularized as in kvpress."""
+    keys = keys - keys.mean(1, keepdims=True)
+    gram = np.einsum("hni,hnj->hij", keys, keys) + 1e-2 * np.eye(8)
+    return np.einsum("hni,hij,hnj->hn", keys, np.linalg.inv(gram), keys)
+
+
+def expected_leverage(row, policy):
+    return hat_diagonal(row.keys if policy.rotated else unrotate(row.keys))
+
+
 def expected_compactor(row, policy):
     length = row.keys.shape[1]
     first, last = policy.sinks, length - policy.recent
     result = np.zeros((2, length))
     if last <= first:
         return result
-    keys = unrotate(row.keys)[:, first:last]
-    keys = keys - keys.mean(1, keepdims=True)
-    gram = np.einsum("hni,hnj->hij", keys, keys) + 1e-2 * np.eye(8)
-    leverages = np.einsum("hni,hij,hnj->hn", keys, np.linalg.inv(gram), keys)
+    leverages = hat_diagonal(unrotate(row.keys)[:, first:last])
     attention = np.zeros((2, last - first))
     scale = policy.scale or 8**-0.5
     for head, start in itertools.product(range(4), range(first, last, policy.chunk)):
@@ -335,6 +314,8 @@ def expected_compactor(row, policy):
 
 SCORES = {
     "knorm": (kvjax.Knorm(20), expected_knorm),
+    "leverage_scores": (LeverageScores(20, sinks=2), expected_leverage),
+    "leverage_scores_after_rope": (LeverageScores(20, sinks=0, rotated=True), expected_leverage),
     "keydiff": (kvjax.KeyDiff(20), expected_keydiff),
     "lagkv": (kvjax.LagKV(20, sinks=2, lag_size=5), expected_lagkv),
     "lagkv_across_partitions": (kvjax.LagKV(20, sinks=2, lag_size=5, cross_scoring=True), expected_lagkv),
@@ -421,14 +402,3 @@ def test_layers_have_their_shares_of_the_budget():
     assert slots(policy, "int8") == [24, PROMPT + NEW]
     # A layer has at least the slots of the sinks and of one compaction.
     assert slots(kvjax.LayerBudgets(LeverageScores(64), (2.0, 0.0))) == [PROMPT + NEW, 4 + 16]
-
-
-def test_shares_of_layers_fit_bytes_on_average():
-    def fit(limit, scale=(1.0, 1.0)):
-        return kvjax.fit_bytes(
-            lambda budget: kvjax.LayerBudgets(LeverageScores(budget), scale), make_spec(layers=2), limit
-        )
-
-    assert abs(fit(60_000, (0.5, 1.5)).budget - fit(60_000).budget) <= 8  # budgets are multiples of a tile
-    # The smallest layer must hold the sinks and one compaction.
-    assert fit(64_000, (1.8, 0.2))
