@@ -90,12 +90,8 @@ def reference(query, *segments):
 
 
 @jax.jit
-def _attended(query, segments):
-    return normalize(attend_segments(query, segments))
-
-
 def attended(query, *segments):
-    return _attended(query, segments)
+    return normalize(attend_segments(query, segments))
 
 
 @pytest.mark.parametrize("tokens, group, head_dim", [(1, 1, 4), (3, 1, 8), (1, 4, 8), (2, 2, 16)])
@@ -147,21 +143,18 @@ def test_every_field_of_a_segment_has_its_documented_meaning(quantized, sums_of,
 @pytest.mark.parametrize("how", ["range", "weights"])
 def test_a_row_without_entries_is_zero_and_neutral_in_merges(how):
     query, keys, values = random_arrays(4)
-    if how == "range":
-        empty = Segment(keys, values, start=np.array([[5], [0]]), stop=np.array([[5], [12]]))
-    else:
-        empty = Segment(
-            keys, values, log_num=np.where(np.arange(2)[:, None, None] == 0, -np.inf, np.zeros(keys.shape[:3]))
-        )
-    partials = attend_segments(jnp.asarray(query), (empty,))
-    assert (
-        np.isneginf(partials.max[0]).all() and not np.any(partials.numerator[0]) and not np.any(partials.denominator[0])
-    )
+    log_weights = np.zeros(keys.shape[:3])
+    log_weights[0] = -np.inf
+    empty = {
+        "range": {"start": np.array([[5], [0]]), "stop": np.array([[5], [12]])},
+        "weights": {"log_num": log_weights},
+    }
+    partials = attend_segments(jnp.asarray(query), (Segment(keys, values, **empty[how]),))
+    assert np.isneginf(partials.max[0]).all()
+    assert not np.any(partials.numerator[0]) and not np.any(partials.denominator[0])
     assert not np.any(normalize(partials)[0]) and np.any(normalize(partials)[1])
     other = attend_segments(jnp.asarray(query), (Segment(keys, values),))
-    chex.assert_trees_all_equal(
-        jax.tree.map(lambda x: x[0], merge(partials, other)), jax.tree.map(lambda x: x[0], other)
-    )
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[0], y[0]), merge(partials, other), other)
     chex.assert_tree_all_finite(normalize(merge(partials, partials)))
 
 
@@ -184,27 +177,17 @@ def test_keys_and_queries_of_norm_200_stay_finite_and_exact():
     np.testing.assert_allclose(both, reference(query, seg), atol=5e-3)
 
 
-def test_partials_of_bfloat16_segments_are_float32():
-    query, keys, values = random_arrays(7, group=2)
-    stored = Segment(jnp.asarray(keys, jnp.bfloat16), jnp.asarray(values, jnp.bfloat16))
-    for q in (jnp.asarray(query), jnp.asarray(query, jnp.bfloat16)):
-        partials = attend_segments(q, (stored,))
-        assert {leaf.dtype for leaf in jax.tree.leaves(partials)} == {jnp.dtype("float32")}
-        read_back = Segment(np.asarray(stored.keys, np.float32), np.asarray(stored.values, np.float32))
-        np.testing.assert_allclose(normalize(partials), reference(np.asarray(q, np.float32), read_back), atol=1e-5)
-        assert normalize(partials, jnp.bfloat16).dtype == jnp.bfloat16
-
-
-def test_many_bfloat16_queries_are_multiplied_in_bfloat16():
-    query, keys, values = random_arrays(7, tokens=COMPUTE_BOUND_QUERIES, group=2)
-    low_query, low_keys, low_values = (jnp.asarray(x, jnp.bfloat16) for x in (query, keys, values))
-    partials = attend_segments(low_query, (Segment(low_keys, low_values),))
+@pytest.mark.parametrize("dtype, tokens", [("float32", 1), ("bfloat16", 1), ("bfloat16", COMPUTE_BOUND_QUERIES)])
+def test_partials_of_bfloat16_segments_are_float32(dtype, tokens):
+    """Products of bfloat16 are exact in float32; only the weights of many queries are rounded, to 8 bits."""
+    query, keys, values = random_arrays(7, tokens=tokens, group=2)
+    query, keys, values = jnp.asarray(query, dtype), jnp.asarray(keys, "bfloat16"), jnp.asarray(values, "bfloat16")
+    partials = attend_segments(query, (Segment(keys, values),))
     assert {leaf.dtype for leaf in jax.tree.leaves(partials)} == {jnp.dtype("float32")}
-    read_back = Segment(np.asarray(low_keys, np.float32), np.asarray(low_values, np.float32))
-    # Only the weights are rounded, to 8 bits; products of bfloat16 are exact in float32.
-    np.testing.assert_allclose(
-        normalize(partials), reference(np.asarray(low_query, np.float32), read_back), atol=2**-8 * np.abs(values).max()
-    )
+    assert normalize(partials, jnp.bfloat16).dtype == jnp.bfloat16
+    query, keys, values = (np.asarray(x, np.float32) for x in (query, keys, values))
+    error = 1e-5 if tokens == 1 else 2**-8 * np.abs(values).max()
+    np.testing.assert_allclose(normalize(partials), reference(query, Segment(keys, values)), atol=error)
 
 
 @SEGMENTS_ONLY
@@ -329,12 +312,26 @@ def new_tokens(stream, first, count):
     return queries, keys, values
 
 
-def check_exact(policy, kind, blocks=((0, 1), (1, 5), (6, 6))):
-    """Checks that a policy whose budget holds all tokens gives exact attention, in blocks and after compactions."""
+EXACT_CASES = {
+    **{f"exact-{kind}": (kvjax.Exact(compact_every=8), kind) for kind in SPECS},
+    # Without eviction, positions in the reindexed cache equal positions in the text.
+    **{name: (policy, "all") for name, policy in ROOMY.items()},
+    # `ByHead` reorders heads, and the attention sinks with them.
+    "by_head": (kvjax.ByHead((ROOMY["uniform"], ROOMY["h2o"])), "all"),
+    "by_head_reversed": (kvjax.ByHead((ROOMY["h2o"], ROOMY["uniform"])), "all"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", each(EXACT_CASES, quick=EXACT_CASES.keys() - ROOMY.keys() | {"h2o", "clusterkv", "streaming_llm_reindexed"})
+)
+def test_budgets_of_all_tokens_with_options_of_a_layer(case):
+    """Attention is exact, in blocks and after compactions."""
+    policy, kind = EXACT_CASES[case]
     spec, sinks = layer_spec(kind), layer_sinks(kind)
     stream = layer_stream(spec.value_width)
     cache = prefilled(policy, spec, *stream, sinks)
-    for first, count in blocks:
+    for first, count in ((0, 1), (1, 5), (6, 6)):
         new = new_tokens(stream, first, count)
         attended, cache = _step(cache, *new, sink_logits=sinks)
         output = kvjax.normalize(_attend(cache, new[0], sink_logits=sinks))
@@ -346,24 +343,6 @@ def check_exact(policy, kind, blocks=((0, 1), (1, 5), (6, 6))):
                 expected = plain_attention(query, stream[0][row, :last, kv], stream[1][row, :last, kv], spec, sink)
                 np.testing.assert_allclose(actual[row, token, head], expected, rtol=2e-5, atol=2e-5)
     kvjax.raise_faults(cache)
-
-
-@pytest.mark.parametrize("kind", SPECS)
-def test_exact_attention_with_options_of_a_layer(kind):
-    check_exact(kvjax.Exact(compact_every=8), kind)
-
-
-# Without eviction, positions in the reindexed cache equal positions in the text.
-@pytest.mark.parametrize("name", each(ROOMY, quick=("h2o", "clusterkv", "streaming_llm_reindexed")))
-def test_budgets_of_all_tokens_with_options_of_a_layer(name):
-    check_exact(ROOMY[name], "all")
-
-
-def test_attention_sinks_of_combined_heads():
-    # `ByHead` reorders heads, and the sinks with them.
-    first, second = ROOMY["uniform"], ROOMY["h2o"]
-    for policies in ((first, second), (second, first)):
-        check_exact(kvjax.ByHead(policies), "all")
 
 
 def materialised(cache, query, row, head, sinks=None):
@@ -470,12 +449,18 @@ def test_accumulated_attention_with_options_of_a_layer(kind):
             assert drawn.sum() < 0.98 * GROUP * end  # the sinks received the remainder
 
 
-@pytest.mark.parametrize("name", POLICIES)
+COMBINED = {
+    "by_head": kvjax.ByHead((POLICIES["exact"], POLICIES["uniform"])),
+    "first_layers": kvjax.FirstLayers(1, POLICIES["quest"], POLICIES["exact"]),
+    "by_layer": kvjax.ByLayer((POLICIES["exact"], POLICIES["uniform"])),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES | COMBINED)
 def test_layers_with_a_window_use_a_sliding_window(name):
-    policy = layer_policy(POLICIES[name], make_spec(window=5))
-    assert policy == SlidingWindow(5, compact_every=5)
-    wide = layer_policy(POLICIES[name], make_spec(window=500))
-    assert wide == SlidingWindow(500, compact_every=8)
+    policy, layer = (POLICIES | COMBINED)[name], {"layer": 1, "layers": 2}
+    assert layer_policy(policy, make_spec(window=5, **layer)) == SlidingWindow(5, compact_every=5)
+    assert layer_policy(policy, make_spec(window=500, **layer)) == SlidingWindow(500, compact_every=8)
 
 
 @pytest.mark.parametrize("name, window, block", [("quest", 5, 1), ("uniform", 6, 3), ("exact", 1, 1), ("h2o", 30, 8)])
@@ -493,17 +478,3 @@ def test_a_sliding_window_reads_its_tokens_at_every_step(name, window, block):
             expected = plain_attention(query, stream.keys[row, tokens, head], stream.values[row, tokens, head], spec)
             np.testing.assert_allclose(outputs[row, step, 2 * head], expected, atol=1e-5)
     kvjax.raise_faults(cache)
-
-
-@pytest.mark.parametrize(
-    "combined",
-    [
-        kvjax.ByHead((POLICIES["exact"], POLICIES["uniform"])),
-        kvjax.FirstLayers(1, POLICIES["quest"], POLICIES["exact"]),
-        kvjax.ByLayer((POLICIES["exact"], POLICIES["uniform"])),
-    ],
-    ids=lambda policy: type(policy).__name__,
-)
-def test_combined_policies_use_sliding_windows(combined):
-    cache = kvjax.init(combined, make_spec(window=5, layer=1, layers=2), row_keys())
-    assert cache.policy == SlidingWindow(5, compact_every=5)
