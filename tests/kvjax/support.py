@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 import kvjax
 from kvjax.cache import _attend, _stage
@@ -251,8 +252,30 @@ def _attend_after_prompt(policy, spec, keys, values, queries, keys_of_rows):
     return kvjax.normalize(kvjax.attend(cache, rows(queries)))[:, :, 0], cache.state
 
 
-def softmax_attention(query, keys, values, log_weight=0.0):
-    """Returns float64 attention of one query [D] over one head's tokens [N, D]."""
-    logits = keys.astype(np.float64) @ query.astype(np.float64) / np.sqrt(query.shape[-1]) + log_weight
+def check_estimates(numbers, estimates, exact, max_half_width):
+    """Checks that estimates are unbiased, with errors of order n^-1/2.
+
+    Args:
+        numbers: the numbers n of samples.
+        estimates: for every number, the estimates [400, V] of as many streams.
+        exact: the exact value [V].
+        max_half_width: largest half width of the confidence interval of the slope.
+    """
+    squared = []
+    for estimate in map(np.asarray, estimates):
+        deviation = estimate.std(axis=0) / np.sqrt(len(estimate))
+        assert (np.abs(estimate.mean(axis=0) - exact) < 4 * deviation).all()
+        squared.append(np.sum((estimate - exact) ** 2, axis=1))
+    # Five fits, each of a fifth of the streams, give the interval.
+    parts = np.log(np.array(squared).reshape(len(numbers), 5, -1).mean(axis=-1)) / 2
+    slopes = [stats.linregress(np.log(numbers), part).slope for part in parts.T]
+    half_width = stats.t.ppf(0.995, 4) * np.std(slopes, ddof=1) / np.sqrt(5)
+    assert abs(np.mean(slopes) + 0.5) < half_width < max_half_width
+
+
+def softmax_attention(query, keys, values, scale=None, logit_cap=None, sink_logit=-np.inf):
+    """Returns float64 attention of one query [D] over one head's tokens [N, D], and an attention sink."""
+    logits = keys.astype(np.float64) @ query.astype(np.float64) * (scale or query.shape[-1] ** -0.5)
+    logits = logits if logit_cap is None else logit_cap * np.tanh(logits / logit_cap)
     weights = np.exp(logits - logits.max())
-    return weights @ values.astype(np.float64) / weights.sum()
+    return weights @ values.astype(np.float64) / (weights.sum() + np.exp(sink_logit - logits.max()))

@@ -15,10 +15,9 @@ import kvjax
 from kvjax.attention import attend_segments
 from kvjax.cache import layer_policy
 from kvjax.partials import merge, normalize
-from kvjax.quantization import dequantize, quantize, readable
+from kvjax.quantization import dequantize, quantize
 from kvjax.segment import Segment, array_bytes
 from kvjax.sliding_window import SlidingWindow
-from kvjax.stores.staging import staged_segment
 from pallas_kernels.weighted_decode import COMPUTE_BOUND_QUERIES, Partials
 from tests.kvjax.support import (
     LENGTHS,
@@ -34,6 +33,7 @@ from tests.kvjax.support import (
     make_stream,
     prompt_of,
     row_keys,
+    softmax_attention,
 )
 
 KV_HEADS = 2
@@ -51,20 +51,20 @@ def random_arrays(seed, batch=2, tokens=1, group=1, slots=12, head_dim=8):
     return query, normal(batch, KV_HEADS, slots, head_dim), normal(batch, KV_HEADS, slots, head_dim)
 
 
-def sums(query, seg):
+def sums(query, seg, logit_cap=None):
     """Returns the numerator and denominator of attention over a segment, and their log scale, in float64."""
     query, keys = np.asarray(query, np.float64), np.asarray(dequantize(seg.keys), np.float64)
     batch, tokens, query_heads, head_dim = query.shape
     slots, group = keys.shape[2], query_heads // keys.shape[1]
 
-    def wide(x):  # [B, 1, H_q, S, ...]
-        return np.repeat(np.asarray(x, np.float64), group, axis=1)[:, None]
+    def wide(x):  # [B, H_q, S, ...]
+        return np.repeat(np.asarray(x, np.float64), group, axis=1)
 
     def weight(x):
-        return 0.0 if x is None else wide(x)
+        return 0.0 if x is None else wide(x)[:, None]
 
-    logits = np.einsum("bthd,bthsd->bths", query, np.broadcast_to(wide(keys), (batch, tokens, *wide(keys).shape[2:])))
-    logits = logits / np.sqrt(head_dim)
+    logits = np.einsum("bthd,bhsd->bths", query, wide(keys)) / np.sqrt(head_dim)
+    logits = logits if logit_cap is None else logit_cap * np.tanh(logits / logit_cap)
     read = np.ones((batch, tokens, 1, slots), bool)
     for bound, inside in ((seg.start, np.greater_equal), (seg.stop, np.less)):
         if bound is not None:
@@ -74,24 +74,22 @@ def sums(query, seg):
     log_den = np.where(read, logits + weight(seg.log_num if seg.log_den is None else seg.log_den), -np.inf)
     log_num = np.full_like(log_num, -np.inf) if seg.values is None else log_num
     scale = np.maximum(np.maximum(log_num, log_den).max(-1), -1e300)
-    weights = np.exp(log_num - scale[..., None])
-    values = np.zeros_like(keys) if seg.values is None else np.asarray(dequantize(seg.values), np.float64)
-    wide_values = np.broadcast_to(wide(values), (batch, tokens, *wide(values).shape[2:]))
-    num = np.einsum("bths,bthsd->bthd", weights, wide_values)
+    values = np.zeros((*keys.shape[:3], 1)) if seg.values is None else dequantize(seg.values)
+    num = np.einsum("bths,bhsd->bthd", np.exp(log_num - scale[..., None]), wide(values))
     return num, np.exp(log_den - scale[..., None]).sum(-1), scale
 
 
-def reference(query, *segments):
-    parts = [sums(query, seg) for seg in segments]
+def reference(query, *segments, logit_cap=None, sink_logits=-np.inf):
+    parts = [sums(query, seg, logit_cap) for seg in segments]
     scale = functools.reduce(np.maximum, [part[2] for part in parts])
     num = sum(part[0] * np.exp(part[2] - scale)[..., None] for part in parts)
-    den = sum(part[1] * np.exp(part[2] - scale) for part in parts)
+    den = sum(part[1] * np.exp(part[2] - scale) for part in parts) + np.exp(sink_logits - scale)
     return np.where(den[..., None] > 0, num / np.where(den > 0, den, 1)[..., None], 0.0)
 
 
-@jax.jit
-def attended(query, *segments):
-    return normalize(attend_segments(query, segments))
+@functools.partial(jax.jit, static_argnames="logit_cap")
+def attended(query, *segments, **options):
+    return normalize(attend_segments(query, segments, **options))
 
 
 @pytest.mark.parametrize("tokens, group, head_dim", [(1, 1, 4), (3, 1, 8), (1, 4, 8), (2, 2, 16)])
@@ -110,14 +108,18 @@ def test_attention_does_not_depend_on_a_split_into_ranges(tokens, group, head_di
     np.testing.assert_allclose(attended(query, unsplit), reference(query, unsplit), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"logit_cap": 1.5, "sink_logits": np.array([1.0, -0.5, 2.0, 0.3])}], ids=["plain", "cap and sinks"]
+)
 @pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("slots", [12, 128])  # full blocks of the sum over values, and a partial one
 @pytest.mark.parametrize("sums_of", ["both", "numerator", "denominator"])
 @pytest.mark.parametrize("quantized", [False, True])
-def test_every_field_of_a_segment_has_its_documented_meaning(quantized, sums_of, slots, many):
+def test_every_field_of_a_segment_has_its_documented_meaning(quantized, sums_of, slots, many, options):
     tokens = COMPUTE_BOUND_QUERIES // 2 if many else 3
-    query, keys, values = random_arrays(1, tokens=tokens, group=2, slots=slots)
+    query, keys, _ = random_arrays(1, tokens=tokens, group=2, slots=slots)
     rng = np.random.default_rng(2)
+    values = normal_numbers(rng, *keys.shape[:3], 24)
     log_num, log_den = rng.normal(size=(2, *keys.shape[:3])).astype(np.float32)
     log_num[:, :, 3], log_den[:, :, 5] = -np.inf, -np.inf
     if sums_of == "numerator":
@@ -135,9 +137,9 @@ def test_every_field_of_a_segment_has_its_documented_meaning(quantized, sums_of,
         stop=np.stack([5 + np.arange(tokens) % 7, 12 - np.arange(tokens) % 4]),
     )
     plain = Segment(keys[:, :, ::-1], values[:, :, ::-1])
-    expected = reference(query, rich, plain)
-    assert np.abs(expected - reference(query, plain)).max() > 1e-2  # the segment matters
-    np.testing.assert_allclose(attended(query, rich, plain), expected, rtol=2e-5, atol=2e-5)
+    expected = reference(query, rich, plain, **options)
+    assert np.abs(expected - reference(query, plain, **options)).max() > 1e-2  # the segment matters
+    np.testing.assert_allclose(attended(query, rich, plain, **options), expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("how", ["range", "weights"])
@@ -188,16 +190,6 @@ def test_partials_of_bfloat16_segments_are_float32(dtype, tokens):
     query, keys, values = (np.asarray(x, np.float32) for x in (query, keys, values))
     error = 1e-5 if tokens == 1 else 2**-8 * np.abs(values).max()
     np.testing.assert_allclose(normalize(partials), reference(query, Segment(keys, values)), atol=error)
-
-
-@SEGMENTS_ONLY
-@given(seed=st.integers(0, 2**16), counts=st.lists(st.integers(1, 5), min_size=12, max_size=12))
-def test_duplicates_equal_one_slot_with_their_count_as_weight(seed, counts):
-    query, keys, values = random_arrays(seed, group=2)
-    expanded = Segment(np.repeat(keys, counts, axis=2), np.repeat(values, counts, axis=2))
-    log_count = np.broadcast_to(np.log(np.array(counts, np.float32)), keys.shape[:3])
-    folded = attended(query, Segment(keys, values, log_num=np.array(log_count)))
-    np.testing.assert_allclose(folded, reference(query, expanded), rtol=1e-5, atol=1e-5)
 
 
 @SEGMENTS_ONLY
@@ -284,14 +276,11 @@ def layer_stream(value_dim, seed=3):
     return keys, values, normal(3, tokens, QUERY_HEADS, KEY_DIM)
 
 
-def plain_attention(query, keys, values, spec, sinks=None, log_num=0.0, log_den=None):
-    """Returns float64 attention of one query [D] to entries [N, ...]; `sinks` is an attention sink logit."""
-    logits = np.asarray(keys, np.float64) @ np.asarray(query, np.float64)
-    logits = logits * (1 / np.sqrt(len(query)) if spec.scale is None else spec.scale)
-    if spec.logit_cap is not None:
-        logits = spec.logit_cap * np.tanh(logits / spec.logit_cap)
-    den = np.exp(logits + (log_num if log_den is None else log_den)).sum() + (0 if sinks is None else np.exp(sinks))
-    return np.exp(logits + log_num) @ np.asarray(values, np.float64) / den
+def expected_attention(query, head, keys, values, kind):
+    """Returns float64 attention of a query head's query [D] to entries [N, ...]."""
+    sink_logit = -np.inf if layer_sinks(kind) is None else SINKS[head]
+    options = {name: SPECS[kind].get(name) for name in ("scale", "logit_cap")}
+    return softmax_attention(query, keys, values, **options, sink_logit=sink_logit)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
@@ -337,92 +326,12 @@ def test_budgets_of_all_tokens_with_options_of_a_layer(case):
         output = kvjax.normalize(_attend(cache, new[0], sink_logits=sinks))
         assert attended.shape == output.shape == (3, count, QUERY_HEADS, spec.value_width)
         for row, token, head in np.ndindex(3, count, QUERY_HEADS):
-            end, kv, sink = FIRST[row] + first + token + 1, head // GROUP, None if sinks is None else SINKS[head]
-            query = stream[2][row, end - 1, head]
+            end, query = FIRST[row] + first + token + 1, stream[2][row, FIRST[row] + first + token, head]
             for actual, last in ((attended, end), (output, FIRST[row] + first + count)):
-                expected = plain_attention(query, stream[0][row, :last, kv], stream[1][row, :last, kv], spec, sink)
+                keys, values = (part[row, :last, head // GROUP] for part in stream[:2])
+                expected = expected_attention(query, head, keys, values, kind)
                 np.testing.assert_allclose(actual[row, token, head], expected, rtol=2e-5, atol=2e-5)
     kvjax.raise_faults(cache)
-
-
-def materialised(cache, query, row, head, sinks=None):
-    """Returns float64 attention of one query to all entries of a cache and all retrieved tokens."""
-    spec = cache.spec
-    parts = cache.policy.segments(readable(cache.state), cache.counters.count[:, None])
-    scale = 1.0 if spec.scale is None else spec.scale * np.sqrt(KEY_DIM)
-    entries = []  # keys, values, log_num, log_den
-
-    def add(segment, head):
-        def bound(x, default):
-            return default if x is None else int(x[row, -1])
-
-        here = slice(bound(segment.start, 0), bound(segment.stop, segment.keys.shape[2]))
-        keys = np.asarray(segment.keys, np.float64)[row, head, here]
-        none, zero = np.full(len(keys), -np.inf), np.zeros(len(keys))
-        log_num = zero if segment.log_num is None else np.asarray(segment.log_num, np.float64)[row, head, here]
-        log_den = log_num if segment.log_den is None else np.asarray(segment.log_den, np.float64)[row, head, here]
-        if segment.values is None:
-            entries.append((keys, np.zeros((len(keys), spec.value_width)), none, log_den))
-        else:
-            entries.append((keys, np.asarray(segment.values, np.float64)[row, head, here], log_num, log_den))
-
-    kv = head // GROUP
-    for part in [*parts, staged_segment(cache.staging, cache.counters, 1)]:
-        if isinstance(part, Segment):
-            add(part, kv)
-            continue
-        queries = np.zeros((3, 1, QUERY_HEADS, KEY_DIM), np.float32)
-        queries[row, 0] = scale * cache_queries(cache)[row]
-        selection = part.select(jnp.asarray(queries))
-        own = head * selection.block_indices.shape[1] // QUERY_HEADS
-        keys, values = (np.asarray(x, np.float64)[row, kv] for x in (part.store.keys, part.store.values))
-        selected = zip(selection.block_indices[row, own], selection.block_lengths[row, own], strict=True)
-        tokens = [(block, slot) for block, length in selected for slot in range(int(length))]
-        if tokens:
-            block, slot = np.array(tokens).T
-            entries.append((keys[block, slot], values[block, slot], *np.zeros((2, len(tokens)))))
-        for segment in selection.residual:
-            add(segment, head * segment.keys.shape[1] // QUERY_HEADS)
-    keys, values, log_num, log_den = (np.concatenate(parts) for parts in zip(*entries, strict=True))
-    return plain_attention(query, keys, values, spec, sinks, log_num, log_den)
-
-
-def cache_queries(cache):
-    """Returns the last queries [B, H_q, D] of the stream."""
-    return layer_stream(cache.spec.value_width)[2][np.arange(3), np.array(FIRST) + LATER - 1]
-
-
-# With fewer entries than the longest row has tokens.
-COMPRESSING = ("uniform", "subgen", "subgen_mean", "chelsea", "clustergen", "clusterkv", "clusterkv_residual")
-COMPRESSING += ("balancekv", "infinigen")
-
-
-@pytest.mark.parametrize("kind", [pytest.param("scale", marks=pytest.mark.heavy), "all"])
-@pytest.mark.parametrize("name", each(COMPRESSING, quick=("uniform", "subgen", "chelsea", "clusterkv")))
-def test_all_kinds_of_entries_with_options_of_a_layer(name, kind):
-    spec, sinks = layer_spec(kind), layer_sinks(kind)
-    stream = layer_stream(spec.value_width)
-    cache = prefilled(POLICIES[name], spec, *stream, sinks)
-    for first in range(0, LATER, 2):
-        queries, keys, values = new_tokens(stream, first, 2)
-        _, cache = _step(cache, queries, keys, values, sink_logits=sinks)
-    kvjax.raise_faults(cache)
-    queries = cache_queries(cache)
-    output = kvjax.normalize(_attend(cache, queries[:, None], sink_logits=sinks))[:, 0]
-    for row, head in np.ndindex(3, QUERY_HEADS):
-        expected = materialised(cache, queries[row, head], row, head, None if sinks is None else SINKS[head])
-        np.testing.assert_allclose(output[row, head], expected, rtol=1e-4, atol=3e-5)
-
-
-def received(stream, row, kv, position, end, spec, sinks):
-    """Returns float64 probabilities of one token's queries over tokens [0, end), summed over a group."""
-    keys = stream[0][row, :end, kv]
-    one = np.eye(end)  # values that name their tokens
-    heads = range(kv * GROUP, (kv + 1) * GROUP)
-    return sum(
-        plain_attention(stream[2][row, position, head], keys, one, spec, None if sinks is None else SINKS[head])
-        for head in heads
-    )
 
 
 @pytest.mark.parametrize("kind", SPECS)
@@ -436,8 +345,10 @@ def test_accumulated_attention_with_options_of_a_layer(kind):
     for row, kv in np.ndindex(3, KV_HEADS):
         end = FIRST[row] + 5
         expected = np.zeros(end)
-        for position in range(end):
-            expected[: position + 1] += received(stream, row, kv, position, position + 1, spec, sinks)
+        for position, head in itertools.product(range(end), range(kv * GROUP, (kv + 1) * GROUP)):
+            keys, one_hot = stream[0][row, : position + 1, kv], np.eye(position + 1)
+            received = expected_attention(stream[2][row, position, head], head, keys, one_hot, kind)
+            expected[: position + 1] += received
         scores, window = cache.state.scores, cache.state.window
         stored_keys = np.concatenate([window.keys[row, kv], cache.staging.keys[row, kv]])
         drawn = np.concatenate([scores.window[row, kv], scores.staged[row, kv]])
@@ -475,6 +386,7 @@ def test_a_sliding_window_reads_its_tokens_at_every_step(name, window, block):
         for head in range(KV_HEADS):
             np.testing.assert_array_equal(weights[row, step, head], inside, err_msg=f"{row=} {step=}")
             tokens, query = position[inside], stream.queries[row, end - 1, 2 * head]
-            expected = plain_attention(query, stream.keys[row, tokens, head], stream.values[row, tokens, head], spec)
+            keys, values = (part[row, tokens, head] for part in stream[:2])
+            expected = softmax_attention(query, keys, values, logit_cap=20.0)
             np.testing.assert_allclose(outputs[row, step, 2 * head], expected, atol=1e-5)
     kvjax.raise_faults(cache)

@@ -15,8 +15,7 @@ from scipy import stats
 import kvjax
 from kvjax.structures import cover
 from kvjax.structures.cluster_table import extend, init_cluster_table, log_counts, log_sample_weights
-from kvjax.structures.cover import greedy_cover
-from tests.kvjax.support import with_integer_keys
+from tests.kvjax.support import check_estimates, with_integer_keys
 
 TOKENS, DIM, CAPACITY, SAMPLES = 24, 3, 5, 2
 
@@ -207,23 +206,6 @@ def test_clusters_of_blocks_and_of_tokens_equal_the_reference(growth, capacity, 
         np.testing.assert_array_equal(members(table)[: len(opened)], expected)
 
 
-@settings(max_examples=50, deadline=None)
-@given(seed=st.integers(0, 2**16), share=st.floats(0, 1), density=st.floats(0, 1))
-def test_the_greedy_cover_takes_candidates_in_order(seed, share, density):
-    rng = np.random.default_rng(seed)
-    near = rng.random((12, 12)) < density
-    near |= near.T
-    candidate = rng.random(12) < share
-    cover_members = []
-    for number in np.flatnonzero(candidate):
-        if not near[number, cover_members].any():
-            cover_members.append(number)
-    np.testing.assert_array_equal(np.flatnonzero(_cover(near, candidate)), cover_members)
-
-
-_cover = jax.jit(greedy_cover)
-
-
 # --- duplicates, masked tokens and moving centers ---
 
 
@@ -296,22 +278,15 @@ def test_estimates_of_the_denominator_are_unbiased_with_errors_of_order_inverse_
     keys = normal_keys(9, 128)
     query = np.random.default_rng(0).normal(size=DIM).astype(np.float32)
     exact = np.exp(np.asarray(keys, np.float64) @ query).sum()
-    numbers, squared = [4, 16, 64], []
-    for samples in numbers:
 
-        def estimate(rng, samples=samples):
-            table = init_cluster_table(4, DIM, jnp.float32, rng, samples=samples)
-            table = extend(extend(table, keys[:64]), keys[64:])
-            return jnp.sum(jnp.exp(table.samples @ query + log_sample_weights(table)))
+    def estimate(samples, rng):
+        table = init_cluster_table(4, DIM, jnp.float32, rng, samples=samples)
+        table = extend(extend(table, keys[:64]), keys[64:])
+        return jnp.sum(jnp.exp(table.samples @ query + log_sample_weights(table)))[None]
 
-        actual = np.asarray(jax.jit(jax.vmap(estimate))(jax.random.split(jax.random.key(samples), 400)))
-        assert abs(actual.mean() - exact) < 4 * actual.std() / np.sqrt(len(actual))
-        squared.append((actual - exact) ** 2)
-    # Five fits, each of a fifth of the streams, give a confidence interval of the slope.
-    parts = np.log(np.array(squared).reshape(len(numbers), 5, -1).mean(axis=-1)) / 2
-    slopes = [stats.linregress(np.log(numbers), part).slope for part in parts.T]
-    half = stats.t.ppf(0.995, 4) * np.std(slopes, ddof=1) / np.sqrt(5)
-    assert abs(np.mean(slopes) + 0.5) < half < 0.1
+    numbers, estimate_all = [4, 16, 64], jax.jit(jax.vmap(estimate, in_axes=(None, 0)), static_argnums=0)
+    estimates = [estimate_all(samples, jax.random.split(jax.random.key(samples), 400)) for samples in numbers]
+    check_estimates(numbers, estimates, [exact], 0.1)
 
 
 # --- errors ---

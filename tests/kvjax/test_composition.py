@@ -127,16 +127,6 @@ def test_heads_in_host_memory_do_not_depend_on_the_order_of_combinators(name, kv
         assert host_bytes(cache) == host_bytes(hosted)
 
 
-@pytest.mark.heavy
-def test_all_combinators_at_once():
-    names = ("quest", "clusterkv")
-    heads = kvjax.ByHead(tuple(POLICIES[name] for name in names))
-    cache, outputs = run(kvjax.FirstLayers(1, kvjax.HostMemory(heads), EXACT), 1, 2, "fp8")
-    for head, name in enumerate(names):
-        assert_equal(of_head(outputs, head), run_head(POLICIES[name], head, "fp8")[1])
-    assert len(cache.state.block_caches) == 2 and all(int(one.hits.sum()) > 0 for one in cache.state.block_caches)
-
-
 # --- errors ---
 
 

@@ -179,36 +179,26 @@ def test_lengths_beyond_the_tokens_are_counted_under_jit():
 
 
 @pytest.mark.parametrize("padded, lengths", [(40, (41, 12, -1)), (12, (13, 12, -1)), (45, (41, 12, -2))])
-def test_prompts_longer_than_the_tokens_or_the_capacity_are_counted_under_jit(padded, lengths):
+def test_prompts_longer_than_the_tokens_or_the_capacity_are_refused(padded, lengths):
+    """They are counted under jit."""
     keys, values, _ = prompt_of(stream(), (40, 12, 1), padded)
+    with pytest.raises(ValueError, match=rf"lengths=\[.*\] must be in \[0, {min(padded, 40)}\]"):
+        kvjax.prefill(empty_cache(), keys, values, jnp.array(lengths))
     cache = prefill(empty_cache(), keys, values, jnp.array(lengths))
     np.testing.assert_array_equal(kvjax.num_tokens(cache), [min(padded, 40), 12, 0])
     check_rows(cache, [True, False, True], r"reused=\[1, 0, 1\]: .* more than max_prompt_tokens")
 
 
-@pytest.mark.parametrize("lengths", [(41, 12, 1), (40, 12, -1)])
-def test_prompts_longer_than_the_capacity_are_an_error(lengths):
-    keys, values, _ = prompt_of(stream(), (40, 12, 1), 45)
-    with pytest.raises(ValueError, match=r"lengths=\[.*\] must be in \[0, 40\]"):
-        kvjax.prefill(empty_cache(), keys, values, jnp.array(lengths))
-
-
 # --- prefill of a cache with tokens ---
 
 
-@pytest.mark.parametrize("name", ["uniform", "exact", "subgen_mean", "clusterkv"])
-def test_a_second_prompt_is_an_error(name):
+def test_a_second_prompt_is_an_error_that_explains_the_token_of_flax_init():
+    _, stepped = step(empty_cache(), *next_tokens(1))
     keys, values, _ = prompt_of(stream(), LENGTHS)
-    with pytest.raises(ValueError, match=r"prefill needs an empty cache, but its rows hold \[37, 12, 1\] tokens"):
-        kvjax.prefill(prefilled(name), keys, values, jnp.array(LENGTHS))
-
-
-def test_the_error_of_a_second_prompt_explains_the_token_of_flax_init():
-    _, cache = step(empty_cache(), *next_tokens(1))
-    keys, values, _ = prompt_of(stream(), LENGTHS)
-    for used in (cache, compact(cache)):
-        with pytest.raises(ValueError, match=r"hold \[1, 1, 1\] tokens.*Flax Linen's init runs a layer once"):
-            kvjax.prefill(used, keys, values, jnp.array(LENGTHS))
+    for cache, counts in ((prefilled(), "37, 12, 1"), (stepped, "1, 1, 1"), (compact(stepped), "1, 1, 1")):
+        message = rf"needs an empty cache, but its rows hold \[{counts}\] tokens.*Flax Linen's init runs a layer once"
+        with pytest.raises(ValueError, match=message):
+            kvjax.prefill(cache, keys, values, jnp.array(LENGTHS))
 
 
 @pytest.mark.parametrize("staged", [True, False])

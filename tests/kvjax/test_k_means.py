@@ -17,11 +17,11 @@ POINTS, DIM, CLUSTERS, ITERATIONS = 30, 5, 4, 12
 STARTS = ("random", "k-means++")
 
 
-@functools.partial(jax.jit, static_argnames=("kmeans_init", "tolerance", "iterations"))
-def cluster(rng, keys, valid, kmeans_init="random", tolerance=0.0, iterations=ITERATIONS):
-    return k_means(
-        rng, keys, valid, CLUSTERS, iterations=iterations, tolerance=tolerance, kmeans_init=kmeans_init, block=8
-    )
+@functools.partial(
+    jax.jit, static_argnames=("kmeans_init", "tolerance", "iterations", "sample", "polish", "centroid_update")
+)
+def cluster(rng, keys, valid, tolerance=0.0, iterations=ITERATIONS, **options):
+    return k_means(rng, keys, valid, CLUSTERS, iterations=iterations, tolerance=tolerance, block=8, **options)
 
 
 def stream(seed, duplicates=False):
@@ -54,7 +54,7 @@ def by_loops(directions, points, iterations, summands=None):
 def test_equals_lloyd_s_algorithm(start, seed):
     keys, valid = stream(seed)
     rng = jax.random.key(seed)
-    result = cluster(rng, keys, valid, start)
+    result = cluster(rng, keys, valid, kmeans_init=start)
     draw = _draw_uniformly if start == "random" else _draw_apart
     points = unit(keys.astype(np.float64))
     drawn = np.asarray(draw(rng, jnp.asarray(np.where(valid[:, None], points, 0), jnp.float32), valid, CLUSTERS))
@@ -68,7 +68,7 @@ def test_equals_lloyd_s_algorithm(start, seed):
 @given(seed=st.integers(0, 2**16), duplicates=st.booleans())
 def test_clusters_are_a_partition_and_the_objective_never_increases(start, seed, duplicates):
     keys, valid = stream(seed, duplicates)
-    result = cluster(jax.random.key(seed), keys, valid, start)
+    result = cluster(jax.random.key(seed), keys, valid, kmeans_init=start)
     label = np.asarray(result.label)
     assert (label[~valid] == CLUSTERS).all() and (label[valid] < CLUSTERS).all()
     assert (np.diff(result.objective) <= 1e-4).all()
@@ -106,15 +106,10 @@ def test_keys_of_norm_zero_and_masked_noise_are_allowed():
     np.testing.assert_array_equal(result.objective, noisy.objective)
 
 
-@functools.partial(jax.jit, static_argnames=("options",))
-def cluster_with(rng, keys, valid, used, options):
-    return k_means(rng, keys, valid, CLUSTERS, num_clusters=used, block=8, tolerance=0.0, **dict(options))
-
-
 @pytest.mark.parametrize("used", [1, 2, 3])
 def test_num_clusters_limits_the_clusters(used):
     keys, valid = stream(4)
-    result = cluster_with(jax.random.key(0), keys, valid, used, (("iterations", ITERATIONS),))
+    result = cluster(jax.random.key(0), keys, valid, num_clusters=used)
     assert (np.asarray(result.label)[valid] < used).all()
     fewer = jax.jit(lambda rng: k_means(rng, keys, valid, used, iterations=ITERATIONS, tolerance=0.0, block=8))
     expected = fewer(jax.random.key(0))
@@ -128,8 +123,7 @@ def test_a_sample_is_clustered_first_then_all_keys(seed):
     keys, valid = stream(seed)
     valid[0] = True  # a sample needs a key
     rng = jax.random.key(seed)
-    options = (("iterations", 6), ("sample", 3), ("polish", 2))
-    result = cluster_with(rng, keys, valid, CLUSTERS, options)
+    result = cluster(rng, keys, valid, iterations=6, sample=3, polish=2)
     assert result.objective.shape == (2,)
     assert result.objective[1] <= result.objective[0] + 1e-4
     points = unit(keys.astype(np.float64))
@@ -144,7 +138,7 @@ def test_centroids_may_be_updated_by_unnormalized_keys():
     keys, _ = stream(6)
     every = np.ones(POINTS, bool)
     rng = jax.random.key(0)
-    result = cluster_with(rng, keys, every, CLUSTERS, (("iterations", 5), ("centroid_update", "keys")))
+    result = cluster(rng, keys, every, iterations=5, centroid_update="keys")
     points = unit(keys.astype(np.float64))
     directions = points[np.asarray(_draw_uniformly(rng, jnp.asarray(points), jnp.asarray(every), CLUSTERS))]
     label, _, _ = by_loops(directions, points, 5, keys.astype(np.float64))

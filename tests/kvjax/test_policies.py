@@ -46,7 +46,7 @@ from tests.kvjax.support import (
     with_integer_keys,
 )
 
-KV_HEADS, QUERY_HEADS = 2, 4
+KV_HEADS, VALUE_DIM = 2, 48
 # Policies whose weights sum to the number of tokens.
 WEIGHING = ("uniform", "chelsea", "subgen_mean")
 WEIGHING += ("clusterkv_residual",)
@@ -114,13 +114,19 @@ def test_appending_a_block_equals_appending_its_tokens(name):
 
 @every_policy
 def test_the_cache_keeps_its_shapes_and_dtypes(name):
-    policy, spec, stream = POLICIES[name], make_spec(dtype=jnp.bfloat16), make_stream()
+    """With all options of a layer: a scale, a cap, attention sinks and values of another dimension."""
+    policy, stream, sinks = POLICIES[name], make_stream(), jnp.arange(4.0)
+    stream = stream._replace(values=stream.values[..., :VALUE_DIM])
+    spec = make_spec(dtype=jnp.bfloat16, value_dim=VALUE_DIM, scale=0.6, logit_cap=1.5)
     abstract = abstract_cache(policy, spec)
     cache = jax.eval_shape(lambda: prefilled(policy, stream, spec))
     new = after(stream, LENGTHS, 3)
     appended = jax.eval_shape(kvjax.append, cache, new.keys, new.values)
-    attended, stepped = jax.eval_shape(kvjax.step, cache, new.queries, new.keys, new.values)
-    partials = jax.eval_shape(kvjax.attend, cache, stream.queries[:, :1])
+    attended, stepped = jax.eval_shape(
+        lambda cache: kvjax.step(cache, new.queries, new.keys, new.values, sink_logits=sinks), cache
+    )
+    partials = jax.eval_shape(lambda cache: kvjax.attend(cache, new.queries[:, :1], sink_logits=sinks), cache)
+    assert partials.numerator.shape[-1] == attended.shape[-1] == VALUE_DIM
     for other in (cache, appended, stepped, jax.eval_shape(kvjax.compact, appended)):
         assert jax.tree.structure(abstract) == jax.tree.structure(other)
         chex.assert_trees_all_equal_shapes_and_dtypes(with_integer_keys(abstract), with_integer_keys(other))
@@ -460,11 +466,6 @@ def test_clustergen_keeps_farthest_first_centers_of_the_prompt_and_the_window(ke
 
 
 # --- errors ---
-
-
-def test_reindexing_needs_frequencies():
-    with pytest.raises(ValueError, match="rope_frequencies"):
-        kvjax.init(kvjax.StreamingLLM(10, reindex=True), make_spec(rope_frequencies=None), row_keys())
 
 
 def test_all_registered_policies_but_exact_take_a_budget():

@@ -189,13 +189,3 @@ def test_the_mean_of_keys_costs_no_bits_and_is_computed_once():
     np.testing.assert_allclose(offset, np.mean(keys, axis=1), rtol=1e-5, atol=1e-5)
     later = kvjax.compact(kvjax.append(cache, stream.keys[:1, 40:44], stream.values[:1, 40:44]))
     np.testing.assert_array_equal(later.state.keys.offset, offset)
-
-
-@pytest.mark.parametrize(
-    "name, low, high", [("int8", 0.001, 0.02), ("int4", 0.03, 0.25), ("int3", 0.08, 0.45), ("int2", 0.15, 0.8)]
-)
-def test_the_error_of_attention_follows_the_bit_width(name, low, high):
-    keys, values = np.random.default_rng(0).normal(size=(2, 1, 64, 2, 64)).astype(np.float32)
-    queries = make_stream().queries[:1, :4]
-    exact, quantized = (attend(kv_dtype, keys, values, queries)[0] for kv_dtype in (None, name))
-    assert low < np.linalg.norm(quantized - exact) / np.linalg.norm(exact) < high

@@ -14,7 +14,6 @@ from kvjax.budget import abstract_cache, row_bytes
 from kvjax.combinators.ada_kv import AdaKVState
 from kvjax.policies.balancekv_theory import BalanceKVTheory
 from kvjax.policies.kvzip import KVzip
-from kvjax.policy import RepeatedPrompt
 from kvjax.quantization import FORMATS, dequantize, quantize
 from kvjax.registry import POLICIES as REGISTERED
 from kvjax.segment import BlockStoreRead, array_bytes
@@ -156,24 +155,8 @@ def test_shared_slots_are_as_precise_as_separate_ones():
 
 
 def test_every_registered_policy_is_tested():
-    # KVzip and KVgrad, whose prompts are repeated, have a separate test.
+    # KVzip and KVgrad, whose prompts are repeated, use the store of the other selections.
     assert set(REGISTERED.values()) - {type(policy) for policy in PLAIN.values()} == {KVzip, kvjax.KVgrad}
-
-
-def test_repeated_prompts_are_quantized_too():
-    stream, repetition, tokens = make_stream(), make_stream(seed=1), 16
-    lengths = jnp.full(len(LENGTHS), tokens)
-    repeated = RepeatedPrompt(repetition.queries[:, :tokens], repetition.keys[:, :tokens], lengths[:, None])
-    outputs, sizes = [], []
-    for kv_dtype in (None, "int8"):
-        cache = kvjax.init(KVzip(12, compact_every=4), make_spec(kv_dtype=kv_dtype), row_keys())
-        cache, _ = kvjax.prefill(cache, stream.keys[:, :tokens], stream.values[:, :tokens], lengths, repeated=repeated)
-        cache, output, _ = go(cache, after(stream, LENGTHS, 8))
-        kvjax.raise_faults(cache)
-        outputs.append(output)
-        sizes.append(kvjax.cache_bytes(cache).device)
-    np.testing.assert_allclose(*outputs, atol=0.04)
-    assert sizes[1] < sizes[0]
 
 
 @pytest.mark.parametrize("policy", [kvjax.Exact(), kvjax.StreamingLLM(16)], ids=["exact", "streaming_llm"])

@@ -11,7 +11,7 @@ from scipy import stats
 
 import kvjax
 from kvjax.structures.reservoir import _uniform, extend, init_reservoir, log_weights
-from tests.kvjax.support import with_integer_keys
+from tests.kvjax.support import check_estimates, with_integer_keys
 
 SLOTS, DIM, VALUE_DIM, STREAMS = 3, 4, 2, 3000
 MASS = np.array([2.0, 0.0, 1.0, 4.0, 0.5, 0.0, 3.0, 1.5], np.float32)
@@ -130,23 +130,15 @@ def test_estimates_of_the_numerator_are_unbiased_with_errors_of_order_inverse_sq
     values = jnp.asarray(rng.normal(size=(256, VALUE_DIM)), jnp.float32)
     query = 0.5 * rng.normal(size=DIM).astype(np.float32)
     exact = np.exp(keys @ query) @ np.asarray(values, np.float64)
-    sizes, squared = [16, 64, 256, 1024], []
-    for slots in sizes:
 
-        def estimate(rng, slots=slots):
-            reservoir = init_reservoir(slots, DIM, VALUE_DIM, jnp.float32, rng)
-            reservoir = extend(reservoir, keys, values, jnp.sum(values**2, axis=1))
-            return jnp.exp(reservoir.keys @ query + log_weights(reservoir)) @ reservoir.values
+    def estimate(slots, rng):
+        reservoir = init_reservoir(slots, DIM, VALUE_DIM, jnp.float32, rng)
+        reservoir = extend(reservoir, keys, values, jnp.sum(values**2, axis=1))
+        return jnp.exp(reservoir.keys @ query + log_weights(reservoir)) @ reservoir.values
 
-        estimates = np.asarray(jax.jit(jax.vmap(estimate))(jax.random.split(jax.random.key(slots), 400)))
-        spread = estimates.std(axis=0) / np.sqrt(len(estimates))
-        assert (np.abs(estimates.mean(axis=0) - exact) < 4 * spread).all()
-        squared.append(np.sum((estimates - exact) ** 2, axis=1))
-    # Five fits, each of a fifth of the streams, give a confidence interval of the slope.
-    parts = np.log(np.array(squared).reshape(len(sizes), 5, -1).mean(axis=-1)) / 2
-    slopes = [stats.linregress(np.log(sizes), part).slope for part in parts.T]
-    half = stats.t.ppf(0.995, 4) * np.std(slopes, ddof=1) / np.sqrt(5)
-    assert abs(np.mean(slopes) + 0.5) < half < 0.06
+    sizes, estimate_all = [16, 64, 256, 1024], jax.jit(jax.vmap(estimate, in_axes=(None, 0)), static_argnums=0)
+    estimates = [estimate_all(slots, jax.random.split(jax.random.key(slots), 400)) for slots in sizes]
+    check_estimates(sizes, estimates, exact, 0.06)
 
 
 @pytest.mark.parametrize("change", ["keys", "values", "mass"])

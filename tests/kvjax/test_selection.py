@@ -31,7 +31,6 @@ from tests.kvjax.support import (
     make_spec,
     make_stream,
     prefilled,
-    prompt_of,
     read_weights,
     row_keys,
 )
@@ -373,7 +372,6 @@ def test_scores_of_a_row_equal_those_of_its_tokens_alone(name, cap, sink_logits)
 
 
 def test_prompts_without_what_a_policy_requires_are_refused():
-    prompt = prompt_of(make_stream(), LENGTHS)
     with pytest.raises(ValueError, match="KVzip needs a repetition of the prompt; pass prompt.repeated"):
         prefilled(KVzip(24))
     repeated = RepeatedPrompt(jnp.ones((1, 16, 4, HEAD_DIM)), jnp.ones((1, 16, 2, HEAD_DIM)), jnp.array([[16]]))
@@ -387,9 +385,6 @@ def test_prompts_without_what_a_policy_requires_are_refused():
     for policy in (LeverageScores(24), kvjax.ExpectedAttention(24), kvjax.Compactor(24)):
         with pytest.raises(ValueError, match="rope_frequencies"):
             prefilled(policy, spec=make_spec(rope_frequencies=None))
-        if policy.requires.prompt_queries:
-            with pytest.raises(ValueError, match=f"queries=None, but {type(policy).__name__} needs the queries"):
-                kvjax.prefill(kvjax.init(policy, make_spec(), row_keys()), *prompt[:2], jnp.array(LENGTHS))
 
 
 def test_layers_have_their_shares_of_the_budget():

@@ -245,24 +245,6 @@ def test_axes_of_a_user_s_mesh_can_be_renamed():
 
 
 @on_devices
-@pytest.mark.heavy
-@pytest.mark.parametrize("policy", [POLICIES["exact"], kvjax.ByHead((POLICIES["uniform"], POLICIES["h2o"]) * 2)])
-def test_attention_sinks_and_narrow_values_on_a_mesh(policy):
-    mesh, spec = kvjax.make_mesh(SPEC.kv_heads, data=4, tensor=2), dataclasses.replace(SPEC, value_dim=24, scale=0.3)
-    sinks = jnp.linspace(-1.0, 3.0, SPEC.query_heads)
-    prompt_keys, prompt_values, prompt_queries, keys, values, queries = streams()
-
-    @functools.partial(jax.jit, static_argnames="target")
-    def attended(target):
-        cache = kvjax.init(policy, spec, row_keys(SPEC.batch), target)
-        prompt_end = last_queries(cache.policy, prompt_queries, jnp.full(SPEC.batch, prompt_queries.shape[1]))
-        cache, _ = kvjax.prefill(cache, prompt_keys, prompt_values[..., :24], LENGTHS, prompt_end, sink_logits=sinks)
-        return kvjax.step(cache, queries[:, :4], keys[:, :4], values[:, :4, :, :24], sink_logits=sinks)[0]
-
-    np.testing.assert_allclose(attended(None), attended(mesh), atol=1e-5)
-
-
-@on_devices
 def test_the_only_head_of_a_device_has_an_unshared_budget():
     policy = POLICIES["leverage_scores"]
     mesh = kvjax.make_mesh(SPEC.kv_heads, data=2, tensor=4)

@@ -92,14 +92,6 @@ def test_the_largest_values_equal_those_of_top_k(size):
         np.testing.assert_array_equal(soft_matching._cumsum(jnp.int32(largest)), np.cumsum(largest))
 
 
-def test_merged_entries_are_listed_in_the_order_of_their_targets():
-    rng = np.random.default_rng(0)
-    is_merged, partner = rng.random(40) < 0.6, rng.integers(0, 8, 40)
-    places = np.asarray(soft_matching._places_by_target(jnp.asarray(is_merged), jnp.int32(partner), 8))
-    expected = sorted(np.flatnonzero(is_merged), key=lambda entry: (entry // 8, partner[entry], entry))
-    np.testing.assert_array_equal(places[expected], np.arange(is_merged.sum()))
-
-
 def test_the_sign_of_zero_does_not_matter():
     x = jnp.array([-0.0, 0.0, -1.0, -0.0])
     np.testing.assert_array_equal(jax.jit(soft_matching._largest)(x, 2), [True, True, False, False])

@@ -1,7 +1,5 @@
 """Axes of states, operations on rows, faults, and specs."""
 
-import dataclasses
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -50,10 +48,6 @@ def is_names(node):
     return isinstance(node, tuple) and all(isinstance(axis, str) for axis in node)
 
 
-def names_of_fields(named):
-    return {field.name: getattr(named, field.name) for field in dataclasses.fields(named)}
-
-
 @every_policy
 def test_every_array_names_its_axes(name):
     cache = kvjax.init(POLICIES[name], make_spec(), row_keys())
@@ -61,17 +55,6 @@ def test_every_array_names_its_axes(name):
     assert names.staging.keys == ("B", "H_kv", "P", "D") and names.staging.values == ("B", "H_kv", "P", "D_v")
     assert names.counters.offset == () and names.counters.present == ("B", "P")
     assert names.counters.count == names.counters.past == names.reused == names.policy_faults == ("B",)
-    per_slot, per_selected = ("B", "H_kv", "S"), ("B", "H_kv", "M")
-    wanted = {
-        "uniform": {"priority": per_selected, "log_weight": per_slot, "row_keys": ("B",)},
-        "clustergen": {"num_centers": ("B",)},
-        "streaming_llm_reindexed": {"frequencies": ("half_D",)},
-    }
-    if name in wanted:
-        fields = names_of_fields(names.state)
-        window = fields.pop("window", names.state.window)
-        assert fields == wanted[name]
-        assert window.keys == (*per_slot, "D") and window.values == (*per_slot, "D_v") and window.total == ("B",)
     sizes = {"B": len(LENGTHS), "H_kv": 2, "H_q": 4}
     for leaf, named in zip(jax.tree.leaves(cache), jax.tree.leaves(names, is_leaf=is_names), strict=True):
         assert leaf.ndim == len(named)
@@ -87,9 +70,9 @@ def test_taken_rows_continue_as_in_their_batch(name):
     _, expected = decoded(cache, stream, [0, 1, 2], first=8)
     _, selected = decoded(kvjax.take_rows(cache, jnp.array(order)), stream, order, first=8)
     np.testing.assert_allclose(selected, expected[np.array(order)], rtol=1e-5, atol=1e-5)
-    last = kvjax.take_rows(cache, jnp.array([2]))
-    _, repeated = decoded(kvjax.repeat_rows(last, 3), stream, [2, 2, 2], first=8)
-    np.testing.assert_allclose(repeated, expected[[2, 2, 2]], rtol=1e-5, atol=1e-5)
+    some = kvjax.take_rows(cache, jnp.array([2, 1]))
+    _, repeated = decoded(kvjax.repeat_rows(some, 2), stream, [2, 2, 1, 1], first=8)
+    np.testing.assert_allclose(repeated, expected[[2, 2, 1, 1]], rtol=1e-5, atol=1e-5)
 
 
 @every_policy
@@ -116,11 +99,6 @@ def test_rows_can_be_taken_and_put_back(policy, kv_dtype):
     cache = begin(policy, make_spec(kv_dtype=kv_dtype), row_keys(), *prompt_of(make_stream(), LENGTHS), LENGTHS)
     back = kvjax.take_rows(kvjax.take_rows(cache, jnp.array([2, 0, 1])), jnp.array([1, 2, 0]))
     chex.assert_trees_all_equal(with_integer_keys(back), with_integer_keys(cache))
-
-
-def test_copies_of_a_repeated_row_are_adjacent():
-    cache, _ = prefilled("exact")
-    np.testing.assert_array_equal(kvjax.num_tokens(kvjax.repeat_rows(cache, 2)), np.repeat(LENGTHS, 2))
 
 
 @every_policy
@@ -251,21 +229,11 @@ def test_stacked_states_have_leading_axes():
         kvjax.raise_faults(ManyStreams(OneStream(many.stream.items, many.stream.lost.at[1, 1].set(3))))
 
 
-@every_policy
-def test_a_cache_is_described_in_three_lines(name):
-    cache = kvjax.init(POLICIES[name], make_spec(), row_keys())
-    text = repr(cache)
-    assert text.count("\n") == 2 and text.startswith(f"Cache({cache.policy}") and "Array" not in text
-    assert (
-        f"batch={len(LENGTHS)}, kv_heads=" in text
-        and f"{kvjax.cache_bytes(cache).device:,} bytes on the device" in text
-    )
-
-
-def test_trees_with_the_structure_of_a_cache_are_described():
-    spec = dataclasses.replace(make_spec(), kv_dtype="int4")
-    cache = kvjax.init(kvjax.Exact(), spec, row_keys())
-    texts = []
+def test_a_cache_is_described_in_three_lines_also_without_arrays():
+    cache, texts = kvjax.init(kvjax.Exact(), make_spec(kv_dtype="int4"), row_keys()), []
     jax.jit(lambda cache: texts.append(repr(cache)))(cache)
-    assert texts == [repr(cache)] == [repr(jax.eval_shape(lambda: cache))] and "dtype=int4" in texts[0]
+    assert texts == [repr(cache)] == [repr(jax.eval_shape(lambda: cache))]
+    assert texts[0].count("\n") == 2 and texts[0].startswith(f"Cache({cache.policy}") and "Array" not in texts[0]
+    for part in ("batch=3, kv_heads=2", "dtype=int4", f"{kvjax.cache_bytes(cache).device:,} bytes on the device"):
+        assert part in texts[0]
     assert "no arrays" in repr(jax.tree.map(lambda _: 0, cache)) and "no arrays" in repr(jax.tree.map(str, cache))
