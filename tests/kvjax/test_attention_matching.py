@@ -226,7 +226,7 @@ def clustered(seed=0, tokens=256, kv_heads=2, group=2, count=256, clusters=24):
 @pytest.mark.parametrize("selection", ["rms", "omp"])
 def test_queries_that_were_not_fitted_are_nearer_to_exact_attention_than_with_selection(selection):
     """Compares outputs and log-denominators with those of the kept tokens without log-weights and fitted values."""
-    keys, values, queries, other = clustered()
+    keys, values, queries, other = clustered(1)
     policy = kvjax.AttentionMatching(48, n_future_positions=None, sinks=2, recent=2, selection=selection)
 
     def prefill(policy, queries=None):
@@ -241,7 +241,7 @@ def test_queries_that_were_not_fitted_are_nearer_to_exact_attention_than_with_se
     selected = dataclasses.replace(matched, state=dataclasses.replace(matched.state, log_weights=None, values=plain))
     exact, *partials = (kvjax.attend(cache, other) for cache in (prefill(kvjax.Exact()), matched, selected))
     for measure in (kvjax.normalize, lambda one: one.max + jnp.log(one.denominator)):
-        errors = [np.linalg.norm(measure(one) - measure(exact)) for one in partials]
+        errors = [np.abs(measure(one) - measure(exact)).mean() for one in partials]
         assert errors[0] < 0.7 * errors[1]
 
 
