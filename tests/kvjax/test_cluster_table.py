@@ -15,6 +15,7 @@ from scipy import stats
 import kvjax
 from kvjax.structures import cover
 from kvjax.structures.cluster_table import extend, init_cluster_table, log_counts, log_sample_weights
+from kvjax.structures.cover import greedy_cover
 from tests.kvjax.support import check_estimates, with_integer_keys
 
 TOKENS, DIM, CAPACITY, SAMPLES = 24, 3, 5, 2
@@ -204,6 +205,23 @@ def test_clusters_of_blocks_and_of_tokens_equal_the_reference(growth, capacity, 
         np.testing.assert_array_equal(table.centers[: len(opened)], keys[np.array(opened)])
         expected = np.array([label == name for name in opened])
         np.testing.assert_array_equal(members(table)[: len(opened)], expected)
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**16), share=st.floats(0, 1), density=st.floats(0, 1))
+def test_the_greedy_cover_takes_candidates_in_order(seed, share, density):
+    rng = np.random.default_rng(seed)
+    near = rng.random((12, 12)) < density
+    near |= near.T
+    candidate = rng.random(12) < share
+    cover_members = []
+    for number in np.flatnonzero(candidate):
+        if not near[number, cover_members].any():
+            cover_members.append(number)
+    np.testing.assert_array_equal(np.flatnonzero(_cover(near, candidate)), cover_members)
+
+
+_cover = jax.jit(greedy_cover)
 
 
 # --- duplicates, masked tokens and moving centers ---

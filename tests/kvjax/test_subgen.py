@@ -3,6 +3,7 @@
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from scipy import stats
 
 import kvjax
 from kvjax.budget import abstract_cache, row_bytes
-from kvjax.structures import streams
+from kvjax.structures import cluster_table, streams
+from kvjax.structures.per_head import per_head
 from kvjax.theory import SubGenSettings, subgen_settings
 from tests.kvjax.support import HEAD_DIM, attend_after_prompt, make_spec, row_keys
 
@@ -95,6 +97,22 @@ def test_subgen_mean_is_nearer_to_exact_attention_than_uniform_at_equal_bytes():
     difference = errors[0] - errors[1]
     _, high = stats.t.interval(0.999, 31, difference.mean(), stats.sem(difference))
     assert high < 0
+
+
+def test_streams_in_sequence_equal_streams_in_parallel():
+    # The tables are full, and some streams have widened theirs.
+    spec = kvjax.CacheSpec(2, 2, 2, DIM, max_prompt_tokens=64, max_new_tokens=64)
+    tables = [MEAN.init(spec, row_keys(2)).table] * 2
+    keys, values = jax.random.normal(jax.random.key(0), (2, 2, 2, 64, DIM))
+    valid = jnp.arange(64) < jnp.array([[64], [40]])
+    in_sequence = jax.jit(functools.partial(streams.fill, cluster_table.extend))
+    functions = [in_sequence, jax.jit(per_head(cluster_table.extend, 0, 0, 0, None))]
+    for _ in range(2):
+        tables = [function(one, keys, values, valid) for function, one in zip(functions, tables, strict=True)]
+        for one, other in zip(*map(jax.tree.leaves, tables), strict=True):
+            if not jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+                np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+        keys, values = keys[:, :, ::-1] + 1, values[:, :, ::-1] - 1
 
 
 def test_prompts_of_several_blocks_are_clustered_completely(monkeypatch):
