@@ -10,9 +10,12 @@ import sys
 import textwrap
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
 
 ROOT = pathlib.Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "transformers"
@@ -21,6 +24,13 @@ GOLDEN = ROOT / "tests" / "golden" / "transformers"
 def small_config(**changes):
     sizes = {"vocab_size": 32, "width": 16, "mlp_width": 16, "layers": 1, "query_heads": 2, "kv_heads": 1}
     return LlamaConfig(**sizes | {"head_dim": 8, "max_length": 128} | changes)
+
+
+def random_model(config, dtype=jnp.float32):
+    """Returns a model whose parameters, including biases and norms, are random."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0))))
+    random = np.random.default_rng(0)
+    return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape), dtype), state))
 
 
 def key_data(leaf):

@@ -15,6 +15,7 @@ LLAMA = {
     "model_type": "llama", "vocab_size": 24, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
+QWEN2 = LLAMA | {"model_type": "qwen2", "num_hidden_layers": 3, "sliding_window": 8}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 GEMMA3_HUB = {  # like a published config, which leaves most values to defaults
     "model_type": "gemma3",
@@ -38,37 +39,24 @@ def test_sizes_must_be_positive_integers(key, value):
 def test_missing_keys_are_listed():
     with pytest.raises(ValueError, match="missing keys: hidden_size, intermediate_size, num_hidden"):
         parse_config({"model_type": "llama", "vocab_size": 8})
-
-
-@pytest.mark.parametrize("key", ["vocab_size", "max_position_embeddings"])
-def test_sizes_must_not_be_null(key):
-    with pytest.raises(ValueError, match=key):
-        parse_config(LLAMA | {key: None})
+    with pytest.raises(ValueError, match="missing keys: vocab_size"):
+        parse_config(LLAMA | {"vocab_size": None})
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
+        ({"max_position_embeddings": None}, "max_position_embeddings=None"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be an integer from 1 to 10000"),
         ({"rms_norm_eps": math.inf}, "rms_norm_eps=inf must be a number from 1e-12 to 1"),
-        ({"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5'"),
         ({"rms_norm_eps": None}, "rms_norm_eps=None"),
         ({"rope_theta": 0}, "rope_theta=0 must be a number from 2 to 1e\\+12"),
-        ({"rms_norm_eps": 1e39}, r"rms_norm_eps=1e\+39"),
         ({"rms_norm_eps": 1e-300}, "rms_norm_eps=1e-300"),
         ({"rope_theta": math.nan}, "rope_theta=nan"),
-        ({"rope_theta": 1e300}, r"rope_theta=1e\+300"),
-        ({"rope_theta": 1.0, "rope_scaling": YARN}, "rope_theta=1.0 must be a number from 2"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 1e300}}, r"factor=1e\+300"),
-        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1e-300, 1], "long_factor": [1, 1]}},
-         "short_factor=1e-300"),
         ({"rope_scaling": YARN | {"beta_fast": 1e308, "beta_slow": 1e307}}, r"beta_fast=1e\+308"),
         ({"rope_scaling": YARN | {"beta_slow": 1e-320}}, "beta_slow=1e-320"),
-        ({"rope_scaling": YARN | {"attention_factor": 1e39}}, r"attention_factor=1e\+39"),
-        ({"model_type": "gemma2", "query_pre_attn_scalar": 1e300}, r"query_pre_attn_scalar=1e\+300"),
         ({"model_type": "gemma2", "final_logit_softcapping": 1e-300}, "final_logit_softcapping=1e-300"),
-        ({"rope_theta": "10000"}, "rope_theta='10000'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta=-1.0"),
         ({"rope_parameters": "default"}, "rope_parameters='default' must be an object"),
         ({"rope_scaling": {"rope_type": "linear", "factor": -2.0}}, "factor=-2.0"),
@@ -96,8 +84,6 @@ def test_sizes_must_not_be_null(key):
         ({"num_attention_heads": 16}, "head_dim=1 must be even"),
         ({"model_type": ["llama"]}, "model_type="),
         ({"model_type": "mistral", "sliding_window": True}, "sliding_window=True must be an integer"),
-        ({"model_type": "mistral", "sliding_window": -4}, "sliding_window=-4"),
-        ({"model_type": "mistral", "sliding_window": "8"}, "sliding_window='8'"),
         ({"model_type": "qwen2", "use_sliding_window": "yes"}, "use_sliding_window='yes'"),
         ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": -1}, "max_window_layers=-1"),
         ({"model_type": "qwen2", "layer_types": "full_attention"}, "layer_types='full_attention' must be a list"),
@@ -124,17 +110,13 @@ def test_sizes_must_not_be_null(key):
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512},
          "'deepseek_v3' with kv_lora_rank=512 is not supported: .* latents instead of keys and values"),
         ({"model_type": "mamba"}, "model_type='mamba' is not supported; supported: llama, mistral"),
-        ({"model_type": None}, "model_type=None"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification.*for llama"),
         ({"rope_scaling": {"type": "xpos", "factor": 4.0}}, "rope_type='xpos' is not supported"),
-        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type='dynamic' requires factor"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear' requires factor"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope' requires short_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"hidden_act": "relu"}, "hidden_act='relu'"),
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
         ({"final_logit_softcapping": 30.0, "num_local_experts": 8}, "final_logit_softcapping.*num_local_exp"),
         ({"num_key_value_heads": 3}, "query_heads=4 must be a multiple of kv_heads=3"),
         ({"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]}, "types=.*for mistral"),
@@ -150,10 +132,31 @@ def test_invalid_values_are_refused_by_key(changes, message):
         parse_config(LLAMA | changes)
 
 
-@pytest.mark.parametrize("name", ["NaN", "Infinity"])
-def test_non_finite_numbers_in_json_are_refused(name):
-    with pytest.raises(ValueError, match="rms_norm_eps"):
-        parse_config(json.loads(json.dumps(LLAMA)[:-1] + f', "rms_norm_eps": {name}}}'))
+def test_defaults_of_transformers():
+    config = parse_config(
+        {key: LLAMA[key] for key in LLAMA.keys() - {"num_key_value_heads", "max_position_embeddings"}}
+    )
+    assert (config.kv_heads, config.max_length, config.norm_epsilon) == (4, 2048, 1e-6)
+    assert (config.rope_theta, config.rope_scaling, config.tied_embeddings) == (10000.0, None, False)
+    assert parse_config(LLAMA | {"model_type": "mistral"}).windows == (4096, 4096)
+    assert parse_config(LLAMA | {"model_type": "qwen3"}).head_dim == 128
+    rope = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+    original_length = parse_config(LLAMA | {"rope_scaling": rope}).rope_scaling.original_length
+    assert original_length == LLAMA["max_position_embeddings"]
+
+
+@pytest.mark.parametrize(
+    "values, windows",
+    [
+        (LLAMA | {"sliding_window": 8}, ()),
+        (QWEN2 | {"max_window_layers": 1}, ()),
+        (QWEN2 | {"max_window_layers": 1, "use_sliding_window": True}, (None, 8, 8)),
+        (QWEN2 | {"max_window_layers": 3, "use_sliding_window": True}, ()),
+    ],
+)
+def test_layers_with_a_window(values, windows):
+    """Other families and settings are compared with transformers in test_parity."""
+    assert parse_config(values).windows == windows
 
 
 def test_multimodal_gemma3_gives_its_text_decoder():

@@ -15,8 +15,7 @@ from kvjax_models.formats import huggingface
 from kvjax_models.formats.weights import dequantize_mxfp4, head_dim_order
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.rotary import make_rotary, rotation
-from tests.models.support import assert_equal_parameters
-from tests.models.test_huggingface import random_model
+from tests.models.support import assert_equal_parameters, random_model
 
 GPT_OSS = LlamaConfig(
     vocab_size=24, width=32, mlp_width=32, layers=2, query_heads=4, kv_heads=2, head_dim=8, max_length=64,
