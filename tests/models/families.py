@@ -25,7 +25,7 @@ _LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
-_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ MIXTRAL = _family(
 )
 GPT_OSS = _family(
     "gpt_oss", "GptOss", head_dim=16, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2,
-    sliding_window=8, rope_parameters=_YARN | {"truncate": False}, tie_word_embeddings=False,
+    sliding_window=8, rope_parameters=YARN | {"truncate": False}, tie_word_embeddings=False,
 )  # fmt: skip
 GLM = _family("glm", "Glm", head_dim=16, tie_word_embeddings=False)
 GLM4 = _family("glm4", "Glm4", head_dim=16, tie_word_embeddings=False)
@@ -92,7 +92,7 @@ OLMO2 = _family("olmo2", "Olmo2", tie_word_embeddings=False)
 OLMO3 = _family(
     "olmo3", "Olmo3", sliding_window=8, layer_types=["sliding_attention", "full_attention"], tie_word_embeddings=False
 )
-SMOLLM3 = _family("smollm3", "SmolLM3", no_rope_layers=[1, 0], rope_parameters=_YARN)
+SMOLLM3 = _family("smollm3", "SmolLM3", no_rope_layers=[1, 0], rope_parameters=YARN)
 GRANITE = _family(
     "granite", "Granite", embedding_multiplier=2.0, residual_multiplier=0.5, logits_scaling=1.5,
     attention_multiplier=0.6, tie_word_embeddings=False,
@@ -113,7 +113,7 @@ LIVE = (
     *(f.but(f"{f.name}-{'untied' if f.values['tie_word_embeddings'] else 'tied'}",
             tie_word_embeddings=not f.values["tie_word_embeddings"]) for f in _TIED_OR_NOT),
     LLAMA2.but("llama-linear", rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
-    LLAMA2.but("llama-yarn", rope_parameters=_YARN | {"mscale": 0.8, "mscale_all_dim": 0.5}),
+    LLAMA2.but("llama-yarn", rope_parameters=YARN | {"mscale": 0.8, "mscale_all_dim": 0.5}),
     LLAMA2.but("llama-dynamic", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}),
     GEMMA2.but("gemma2-biases", attention_bias=True, sliding_window=3),
     QWEN3_MOE.but("qwen3_moe-dense-layer", norm_topk_prob=False, mlp_only_layers=[0], attention_bias=True),

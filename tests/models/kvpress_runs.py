@@ -1,9 +1,8 @@
 """Presses of kvpress with the policies of kvjax that must select the same tokens.
 
-Only `kvpress_mask` and `scored_press_mask` need torch, transformers and kvpress, when they are called.
+Only `kvpress_mask` needs torch, transformers and kvpress, when it is called.
 """
 
-import contextlib
 import functools
 import pathlib
 from collections.abc import Callable
@@ -29,55 +28,19 @@ from tests.models.support import GOLDEN
 
 CHECKPOINT = GOLDEN / families.LLAMA31.name
 TOKENS = 96
-MIN_MARGIN = 1e-4  # relative gap of scores below which two computations may select different tokens
 
 
 class Run(NamedTuple):
     """A press with its policy, for prompts of `TOKENS` tokens."""
 
-    press: str  # name of the class
-    options: dict[str, Any]
+    make_press: Callable[[Any], Any]  # takes the module kvpress
     policy: Policy
+    attention: str = "sdpa"  # implementation of transformers
 
 
 def budget(ratio: float) -> int:
     """Returns the number of tokens that remain at a compression ratio."""
     return int(TOKENS * (1 - ratio))
-
-
-RUNS = {
-    "streaming_llm": Run(
-        "StreamingLLMPress", {"compression_ratio": 0.5, "n_sink": 4}, kvjax.StreamingLLM(budget(0.5), sinks=4)
-    ),
-    "snapkv": Run(
-        "SnapKVPress",
-        {"compression_ratio": 0.75, "window_size": 8, "kernel_size": 5},
-        kvjax.SnapKV(budget(0.75), window_size=8, kernel_size=5),
-    ),
-    # The default window of kvpress.
-    "snapkv_defaults": Run(
-        "SnapKVPress", {"compression_ratio": 0.25}, kvjax.SnapKV(budget(0.25), window_size=64, kernel_size=5)
-    ),
-    "pyramidkv": Run(
-        "PyramidKVPress",
-        {"compression_ratio": 0.75, "window_size": 8, "beta": 2},
-        kvjax.PyramidKV(budget(0.75), window_size=8, beta=2, variant="kvpress"),
-    ),
-    # The default beta falls back to SnapKV's number of tokens in every layer.
-    "pyramidkv_flat": Run(
-        "PyramidKVPress",
-        {"compression_ratio": 0.75, "window_size": 8},
-        kvjax.PyramidKV(budget(0.75), window_size=8, variant="kvpress"),
-    ),
-    "h2o": Run("ObservedAttentionPress", {"compression_ratio": 0.5}, kvjax.H2O(budget(0.5), recent=0, average=True)),
-}
-
-
-class ScoredRun(NamedTuple):
-    """A press built of several parts, which may mask the tokens that it evicts, with its policy."""
-
-    make: Callable[[Any], Any]  # takes the module kvpress
-    policy: Policy
 
 
 # Token ids of the texts that kvpress's KVzip adds around a repetition.
@@ -87,71 +50,85 @@ PHRASES = {
     "\n": (2,),
     "": (),
 }
-_KVZIP = dict(zip(("instruction", "continuation", "suffix"), PHRASES.values(), strict=False)) | {
-    "reserve_decode_slots": True
-}
-_LEVERAGE = LeverageScores(budget(0.5), sinks=0, reserve_decode_slots=True)
-SCORED_RUNS = {
-    "leverage_scores": ScoredRun(lambda kvpress: _leverage_press(kvpress), _LEVERAGE),
-    "ada_kv": ScoredRun(lambda kvpress: kvpress.AdaKVPress(_leverage_press(kvpress), 0.4), AdaKV(_LEVERAGE, 0.4)),
-    "kvzip": ScoredRun(
-        lambda kvpress: kvpress.KVzipPress(0.5, layerwise=True), AdaKV(KVzip(budget(0.5), **_KVZIP), 0.0)
+_KVZIP = dict(zip(("instruction", "continuation", "suffix"), PHRASES.values(), strict=False))
+
+
+def _scored(make_press: Callable[[Any], Any], policy: Callable[..., Policy], ratio: float, **settings: Any) -> Run:
+    """Returns the run of a policy that keeps the tokens with the highest scores and reserves slots for decoding."""
+    return Run(make_press, policy(budget(ratio), **settings, reserve_decode_slots=True))
+
+
+def _pooled(make_press: Callable[[Any], Any], policy: Callable[..., Policy], ratio: float, **settings: Any) -> Run:
+    """Returns the run of a policy whose heads share the budget of their layer."""
+    run = _scored(make_press, policy, ratio, **_KVZIP, **settings)
+    return run._replace(policy=AdaKV(run.policy, 0.0))
+
+
+_LEVERAGE = _scored(lambda kvpress: _leverage_press(kvpress), LeverageScores, 0.5, sinks=0)
+RUNS = {
+    "streaming_llm": Run(
+        lambda kvpress: kvpress.StreamingLLMPress(0.5, n_sink=4), kvjax.StreamingLLM(budget(0.5), sinks=4)
     ),
-    "kvzip_in_chunks": ScoredRun(
-        lambda kvpress: kvpress.KVzipPress(0.75, layerwise=True, chunk_size=40),
-        AdaKV(KVzip(budget(0.75), chunk_tokens=40, **_KVZIP), 0.0),
+    "snapkv": Run(
+        lambda kvpress: kvpress.SnapKVPress(0.75, window_size=8, kernel_size=5),
+        kvjax.SnapKV(budget(0.75), window_size=8, kernel_size=5),
     ),
-    "kvzip_plus": ScoredRun(
+    # The default window of kvpress.
+    "snapkv_defaults": Run(
+        lambda kvpress: kvpress.SnapKVPress(0.25), kvjax.SnapKV(budget(0.25), window_size=64, kernel_size=5)
+    ),
+    "pyramidkv": Run(
+        lambda kvpress: kvpress.PyramidKVPress(0.75, window_size=8, beta=2),
+        kvjax.PyramidKV(budget(0.75), window_size=8, beta=2, variant="kvpress"),
+    ),
+    # The default beta falls back to SnapKV's number of tokens in every layer.
+    "pyramidkv_flat": Run(
+        lambda kvpress: kvpress.PyramidKVPress(0.75, window_size=8),
+        kvjax.PyramidKV(budget(0.75), window_size=8, variant="kvpress"),
+    ),
+    "h2o": Run(
+        lambda kvpress: kvpress.ObservedAttentionPress(0.5), kvjax.H2O(budget(0.5), recent=0, average=True), "eager"
+    ),
+    "leverage_scores": _LEVERAGE,
+    "ada_kv": Run(lambda kvpress: kvpress.AdaKVPress(_leverage_press(kvpress), 0.4), AdaKV(_LEVERAGE.policy, 0.4)),
+    "kvzip": _pooled(lambda kvpress: kvpress.KVzipPress(0.5, layerwise=True), KVzip, 0.5),
+    "kvzip_in_chunks": _pooled(
+        lambda kvpress: kvpress.KVzipPress(0.75, layerwise=True, chunk_size=40), KVzip, 0.75, chunk_tokens=40
+    ),
+    "kvzip_plus": _pooled(
         lambda kvpress: kvpress.KVzipPress(0.5, layerwise=True, kvzip_plus_normalization=True, chunk_size=40),
-        AdaKV(KVzip(budget(0.5), chunk_tokens=40, plus=True, **_KVZIP), 0.0),
+        KVzip, 0.5, chunk_tokens=40, plus=True,
     ),
-    "kvgrad": ScoredRun(
-        lambda kvpress: kvpress.KVgradPress(0.5, layerwise=True, chunk_size=40),
-        AdaKV(KVgrad(budget(0.5), chunk_tokens=40, **_KVZIP), 0.0),
+    "kvgrad": _pooled(
+        lambda kvpress: kvpress.KVgradPress(0.5, layerwise=True, chunk_size=40), KVgrad, 0.5, chunk_tokens=40
     ),
-    "knorm": ScoredRun(
-        lambda kvpress: kvpress.KnormPress(0.5), kvjax.Knorm(budget(0.5), sinks=0, reserve_decode_slots=True)
-    ),
-    "keydiff": ScoredRun(
-        lambda kvpress: kvpress.KeyDiffPress(0.5), kvjax.KeyDiff(budget(0.5), sinks=0, reserve_decode_slots=True)
-    ),
+    "knorm": _scored(lambda kvpress: kvpress.KnormPress(0.5), kvjax.Knorm, 0.5, sinks=0),
+    "keydiff": _scored(lambda kvpress: kvpress.KeyDiffPress(0.5), kvjax.KeyDiff, 0.5, sinks=0),
     # 32 tokens at the start and the end, and 4 of each of 4 partitions: partitions have no ties.
-    "lagkv": ScoredRun(
-        lambda kvpress: kvpress.LagKVPress(0.5, lag_size=16),
-        kvjax.LagKV(budget(0.5), lag_size=16, reserve_decode_slots=True),
-    ),
-    "lagkv_across_partitions": ScoredRun(
+    "lagkv": _scored(lambda kvpress: kvpress.LagKVPress(0.5, lag_size=16), kvjax.LagKV, 0.5, lag_size=16),
+    "lagkv_across_partitions": _scored(
         lambda kvpress: kvpress.LagKVPress(0.5, lag_size=16, cross_scoring=True),
-        kvjax.LagKV(budget(0.5), lag_size=16, cross_scoring=True, reserve_decode_slots=True),
+        kvjax.LagKV, 0.5, lag_size=16, cross_scoring=True,
     ),
     # Too short for two partitions: the last tokens are selected.
-    "lagkv_of_a_short_prompt": ScoredRun(
-        lambda kvpress: kvpress.LagKVPress(0.5), kvjax.LagKV(budget(0.5), reserve_decode_slots=True)
-    ),
-    "tova": ScoredRun(
-        lambda kvpress: kvpress.TOVAPress(0.75), kvjax.TOVA(budget(0.75), sinks=0, reserve_decode_slots=True)
-    ),
-    "expected_attention": ScoredRun(
-        lambda kvpress: kvpress.ExpectedAttentionPress(0.5),
-        kvjax.ExpectedAttention(budget(0.5), reserve_decode_slots=True),
-    ),
-    "expected_attention_of_means": ScoredRun(
+    "lagkv_of_a_short_prompt": _scored(lambda kvpress: kvpress.LagKVPress(0.5), kvjax.LagKV, 0.5),
+    "tova": _scored(lambda kvpress: kvpress.TOVAPress(0.75), kvjax.TOVA, 0.75, sinks=0),
+    "expected_attention": _scored(lambda kvpress: kvpress.ExpectedAttentionPress(0.5), kvjax.ExpectedAttention, 0.5),
+    "expected_attention_of_means": _scored(
         lambda kvpress: kvpress.ExpectedAttentionPress(0.75, n_future_positions=8, use_covariance=False, epsilon=0.01),
-        kvjax.ExpectedAttention(
-            budget(0.75), n_future_positions=8, use_covariance=False, epsilon=0.01, reserve_decode_slots=True
-        ),
+        kvjax.ExpectedAttention, 0.75, n_future_positions=8, use_covariance=False, epsilon=0.01,
     ),
-    "cur": ScoredRun(lambda kvpress: kvpress.CURPress(0.5), kvjax.CUR(budget(0.5), reserve_decode_slots=True)),
-    "cur_of_sums": ScoredRun(
+    "cur": _scored(lambda kvpress: kvpress.CURPress(0.5), kvjax.CUR, 0.5),
+    "cur_of_sums": _scored(
         lambda kvpress: kvpress.CURPress(0.5, leverage_type="kv_avg", use_local_approximation=False),
-        kvjax.CUR(budget(0.5), leverage_type="kv_avg", local_window_size=None, reserve_decode_slots=True),
+        kvjax.CUR, 0.5, leverage_type="kv_avg", local_window_size=None,
     ),
     # The chunks divide the prompt, because padding would attend in kvpress.
-    "compactor": ScoredRun(
+    "compactor": _scored(
         lambda kvpress: kvpress.CompactorPress(0.5, chunk_size=42, sketch_dimension=_head_dim()),
-        kvjax.Compactor(budget(0.5), chunk=42, reserve_decode_slots=True),
+        kvjax.Compactor, 0.5, chunk=42,
     ),
-}
+}  # fmt: skip
 
 
 def _leverage_press(kvpress: Any) -> Any:
@@ -162,7 +139,7 @@ def _head_dim() -> int:
     return huggingface.load_config(CHECKPOINT).head_dim
 
 
-def scored_press_mask(run: ScoredRun, directory: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
+def kvpress_mask(run: Run, directory: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
     """Returns which tokens, [layers, B, H_kv, T], a press selects.
 
     Its Gaussian sketch is replaced by the identity, and its tokenizer by `PHRASES`.
@@ -173,7 +150,8 @@ def scored_press_mask(run: ScoredRun, directory: pathlib.Path, tokens: np.ndarra
     import torch
     import transformers
 
-    model = _load_transformers(directory, "sdpa")
+    options = {"dtype": torch.float32, "attn_implementation": run.attention}
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, **options).eval()
 
     class Tokenizer:
         chat_template = None
@@ -185,6 +163,12 @@ def scored_press_mask(run: ScoredRun, directory: pathlib.Path, tokens: np.ndarra
     def identity(*shape: int, **_: Any) -> Any:
         return torch.eye(shape[-1]).expand(shape) * shape[-1] ** 0.5
 
+    def process(row: np.ndarray) -> list[np.ndarray]:
+        """Returns every layer's keys, [H_kv, S, D], after a prompt."""
+        cache = transformers.DynamicCache()
+        model.model(input_ids=torch.from_numpy(row[None]), past_key_values=cache)
+        return [layer.keys[0].numpy() for layer in cache.layers]
+
     rows = []
     with (
         mock.patch("kvpress.presses.kvzip_press.AutoTokenizer.from_pretrained", lambda *_: Tokenizer),
@@ -192,72 +176,16 @@ def scored_press_mask(run: ScoredRun, directory: pathlib.Path, tokens: np.ndarra
         torch.no_grad(),
     ):
         for row in tokens:
-            press, cache = run.make(kvpress), transformers.DynamicCache()
-            all_keys = _cached_keys(model, row, None)
-            with press(model):
-                model.model(input_ids=torch.from_numpy(row[None]), past_key_values=cache)
-            masks = []
-            for number, layer in enumerate(model.model.layers):
-                mask = _contained(cache.layers[number].keys[0].numpy(), all_keys[number])
+            all_keys = process(row)
+            with run.make_press(kvpress)(model):
+                masks = [_contained(*layer) for layer in zip(process(row), all_keys, strict=True)]
+            for mask, layer in zip(masks, model.model.layers, strict=True):
                 masked = getattr(layer.self_attn, "masked_key_indices", None)
                 if masked is not None:
                     mask[masked[1].numpy(), masked[2].numpy()] = False
                 layer.self_attn.masked_key_indices = None
-                masks.append(mask)
             rows.append(masks)
     return np.array(rows).swapaxes(0, 1)
-
-
-def kvpress_mask(run: Run, directory: pathlib.Path, tokens: np.ndarray) -> tuple[np.ndarray, float]:
-    """Returns which tokens, [layers, B, H_kv, T], a press selects, and the margin of its scores.
-
-    The margin is the minimum relative gap between the scores of a selected and of another token; infinite for scores
-    that are 0 or 1.
-    """
-    import kvpress
-    import torch
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    model = _load_transformers(directory, "eager")
-    press = getattr(kvpress, run.press)(**run.options)
-    margins, score = [np.inf], press.score
-
-    def record_margin(module, hidden_states, keys, *args):
-        scores = score(module, hidden_states, keys, *args)
-        by_layer = "beta" in vars(press)
-        count = press.get_layer_budget(module, keys.shape[2]) if by_layer else budget(press.compression_ratio)
-        ordered = scores.sort(dim=-1, descending=True).values
-        gap = (ordered[..., count - 1] - ordered[..., count]) / ordered[..., count - 1].abs()
-        margins.append(float(gap.min()))
-        return scores
-
-    press.score = record_margin
-    rows = []
-    with torch.no_grad():
-        for row in tokens:
-            keys, all_keys = _cached_keys(model, row, press), _cached_keys(model, row, None)
-            rows.append([_contained(*layer) for layer in zip(keys, all_keys, strict=True)])
-    return np.stack(rows, axis=1), min(margins)
-
-
-def _load_transformers(directory: pathlib.Path, attention: str) -> Any:
-    import torch
-    import transformers
-
-    options = {"dtype": torch.float32, "attn_implementation": attention}
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, **options).eval()
-
-
-def _cached_keys(model: Any, tokens: np.ndarray, press: Any) -> list[np.ndarray]:
-    """Returns every layer's keys, [H_kv, S, D], after a prompt of one row."""
-    import torch
-    import transformers
-
-    cache = transformers.DynamicCache()
-    with press(model) if press else contextlib.nullcontext():
-        model(torch.from_numpy(tokens[None]), past_key_values=cache)
-    return [layer.keys[0].numpy() for layer in cache.layers]
 
 
 def kvjax_mask(policy: Policy, directory: pathlib.Path, tokens: np.ndarray) -> np.ndarray:

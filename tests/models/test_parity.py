@@ -14,9 +14,7 @@ from tests.models import families
 from tests.models.support import GOLDEN
 
 TOLERANCE = 2e-4
-YARN = {
-    "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 16, "truncate": False,
-}  # fmt: skip
+YARN = families.YARN | {"truncate": False}
 
 
 @pytest.fixture(params=families.GOLDEN, ids=lambda family: family.name)
