@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 from kvjax.registry import POLICIES
 from kvjax_models import cli, load
 from tests.models import tiny
+from tests.models.support import ROOT
 
 MODEL = f"--model={tiny.directory()}"
 CONTEXT = "Read the record.\n" + "".join(f"line {number}: the code is {7 * number}\n" for number in range(16))
@@ -174,36 +174,19 @@ def test_policies_lists_all_policies_and_settings(kvjax):
         (("generate", MODEL, "--prompt=x", "--prompt_file=-"), "kvjax: several texts require --prefix"),
         (("generate", MODEL, "--prompt=x", "--resume"), "kvjax: --resume requires --save_dir"),
         (("generate", MODEL, "--prompt=x", "--policy=no_such"), "kvjax: policy 'no_such' is unknown"),
-        (("generate", MODEL, "--prompt=x", "--policy=uniform", "--budget=7q"), "kvjax: budget='7q' is not a budget"),
         (("generate", MODEL, "--prompt=x", "--policy=uniform", "--budget=" + "9" * 400), "kvjax: budget='999"),
         (("generate", MODEL, "--prompt=x", "--policy=uniform", "--budget=" + "9" * 400 + "%"), "kvjax: budget='999"),
         (("generate", MODEL, "--prompt=x", "--seed=-1"), "kvjax: seed=-1 must be an integer from 0"),
-        (("bench", MODEL, "--seed=-1"), "kvjax: seed=-1 must be an integer from 0"),
-        (("generate", MODEL, "--prompt=x", "--policy=uniform"), "kvjax: budget=25% of"),
         (("generate", MODEL, "--prompt=x", "--max_new_tokens=0"), "kvjax: --max_new_tokens=0 must be at least 1"),
         (("generate", MODEL, "--prompt=x", "--save_every=0"), "kvjax: --save_every=0 must be at least 1"),
-        (("generate", MODEL, "--prompt=x", "--temperature=-1"), "kvjax: temperature=-1"),
         (("generate", MODEL, "--prompt=x", "--stop=y"), "kvjax: --stop requires --prompts_file"),
         (("generate", MODEL, "--prompt=x", "--resume", "--save_dir=y", "--save_prefix=z"), "cannot be combined with"),
         (("generate", MODEL, "--prompt=x", "--prefix=y", "--save_dir=z"), "--prefix cannot be combined with"),
         (("generate", MODEL, "--prompts_file=x"), "kvjax: --prompts_file and --output require each other"),
         (("generate", MODEL, "--prompts_file=x", "--output=y", "--prompt=z"), "cannot be combined with --prompt"),
-        (
-            ("generate", MODEL, "--prompt=x", "--budget=50%"),
-            "--budget=50% has no effect on --policy=exact, which",
-        ),
-        (
-            ("generate", MODEL, "--prompt=x", "--policy=uniform@64", "--budget=50%"),
-            "has a budget; remove it",
-        ),
-        (("generate", MODEL, "--prompt=x", "--policy=uniform", "--budget=250%"), "kvjax: budget=250% exceeds the full"),
-        (
-            ("bench", MODEL, "--policy=uniform@50%", "--budget=25%"),
-            "--policy=uniform@50% has a budget; remove it",
-        ),
-        (("bench", MODEL, "--policy=exact", "--budget=25%"), "kvjax: --budget=25% has no effect on --policy=exact"),
-        (("bench", MODEL, "--budget=0%"), "kvjax: budget=0% is an empty cache; pass more than 0"),
-        (("bench", MODEL, "--budget=0.25"), "kvjax: budget='0.25' is not a budget; pass slots (1024), 25% for"),
+        (("generate", MODEL, "--prompt=x", "--budget=50%"), "--budget=50% has no effect on --policy=exact, which"),
+        (("bench", MODEL, "--policy=uniform@64", "--budget=50%"), "--policy=uniform@64 has a budget; remove it"),
+        (("download", "no_such"), "kvjax: model 'no_such' is unknown; choose one of smollm2-135m, gemma-3-270m"),
         (("chat", MODEL), "kvjax: this checkpoint has no chat template"),
         (("policies", "no_such"), "kvjax: policy 'no_such' must be one of attention_matching, balancekv"),
         (("bench", MODEL, "--turns=0"), "kvjax: --context_tokens, --batch, --tokens and --turns must be at least 1"),
@@ -230,9 +213,8 @@ def test_statistics_are_never_written_to_standard_output(monkeypatch, capsys):
 
 def run_bash(script):
     """Runs a bash script in a subprocess, with the command in `$KVJAX`."""
-    root = pathlib.Path(__file__).parents[2]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(root), str(root / "models")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "models")]),
         "KVJAX": f"{sys.executable} -m kvjax_models.cli",
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # it would warn about a full disk

@@ -2,9 +2,6 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 import time
 
 import filelock
@@ -15,6 +12,7 @@ import pytest
 from kvjax_models import compile_cache
 from kvjax_models.stopwatch import Stopwatch
 from tests.models import tiny
+from tests.models.support import start_python
 
 PROGRAM = f"""
 import collections, json, sys
@@ -30,28 +28,23 @@ print(json.dumps(counts | {{"text": text, "directory": jax.config.jax_compilatio
 """
 
 
-def run(tmp_path, **variables):
-    """Runs a process that loads a model and generates text; returns its cache hits, misses, text and directory."""
-    environment = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"}
-    environment |= {
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "KVJAX_CACHE": str(tmp_path / "cache"),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    process = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment | variables, capture_output=True, text=True, check=False
-    )
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout.splitlines()[-1])
+def test_a_second_process_compiles_nothing(tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
 
+    def run():
+        """Returns the cache hits, misses, text and directory of a process, and the times of the cache's files."""
+        process = start_python(PROGRAM)
+        output, errors = process.communicate()
+        assert process.returncode == 0, errors
+        entries = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "jax").glob("*-cache")}
+        return json.loads(output.splitlines()[-1]), entries
 
-def test_a_second_process_compiles_nothing(tmp_path):
-    first = run(tmp_path)
-    assert first["directory"] == str(tmp_path / "cache" / "jax") and first["misses"] > 3
-    entries = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "jax").glob("*-cache")}
-    second = run(tmp_path)
+    first, entries = run()
+    assert first["directory"] == str(tmp_path / "jax") and first["misses"] > 3
+    second, entries_after = run()
     assert second["text"] == first["text"] and second["misses"] == 0 and second["hits"] >= first["misses"]
-    entries_after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "jax").glob("*-cache")}
     assert entries and entries_after == entries
 
 

@@ -2,10 +2,8 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import kvjax
 from kvjax_models.generation.decode import append_program, decode_program
@@ -17,9 +15,9 @@ DEVICE = kvjax.ClusterKV(24, sinks=2, full_layers=0, chunk_tokens=16, chunk_clus
 PROGRAMS = [append_program, decode_program, compact_layer]
 
 
-def two_turns(policy, streaming=False):
+def two_turns(policy):
     """Generates 20 tokens after each of two prompts."""
-    generator = make_generator(policy, random_model((None,)), streaming=streaming)
+    generator = make_generator(policy, random_model((None,)))
     state, turns = generator.init_state(), []
     for prompts in (PROMPTS, TURN):
         state = dataclasses.replace(generator.prefill(state, prompts), done=jnp.zeros(3, bool))
@@ -40,11 +38,3 @@ def test_tokens_equal_those_of_a_device_cache():
     for store, layer in zip(stores, device_state.layers, strict=True):
         np.testing.assert_array_equal(store.position, layer.state.store.position)
     assert all(int(jnp.sum(layer.state.block_caches[0].hits)) > 0 for layer in state.layers)
-
-
-@pytest.mark.heavy
-def test_streaming_prefill_into_host_memory():
-    with compile_counts(PROGRAMS, [1] * 3):
-        turns, state = two_turns(kvjax.HostMemory(DEVICE), streaming=True)
-    assert turns == two_turns(DEVICE, streaming=True)[0]
-    assert jax.tree.leaves(state.layers[0].state.inner.store)[0].sharding.memory_kind == "pinned_host"

@@ -22,28 +22,31 @@ def generate_greedily(directory, prompts):
     return np.array(rows)
 
 
-# For all other families, test_parity compares logits.
-QUICK = ("llama2", "llama31", "mistral", "qwen2", "qwen3", "gemma3", "gpt_oss")
+def each(all_families):
+    """Returns test parameters; most are heavy, because test_parity compares the logits of all families."""
+    quick = ("llama2", "llama31", "mistral", "qwen2", "qwen3", "gemma3", "gpt_oss")
+    return [
+        pytest.param(family, marks=[] if family.name in quick else pytest.mark.heavy, id=family.name)
+        for family in all_families
+    ]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(family.name, marks=[] if family.name in QUICK else pytest.mark.heavy) for family in families.GOLDEN],
-)
-def test_golden_greedy_tokens(name):
-    with np.load(GOLDEN / name / "golden.npz") as arrays:
+@pytest.mark.parametrize("family", each(families.GOLDEN))
+def test_golden_greedy_tokens(family):
+    with np.load(GOLDEN / family.name / "golden.npz") as arrays:
         prompt, expected = arrays["prompt"], arrays["greedy"]
     assert expected.shape[1] == NEW_TOKENS
-    np.testing.assert_array_equal(generate_greedily(GOLDEN / name, prompt), expected)
+    np.testing.assert_array_equal(generate_greedily(GOLDEN / family.name, prompt), expected)
 
 
-def test_live_greedy_tokens(hf_checkpoint):
-    torch = pytest.importorskip("torch")
-    directory, model = hf_checkpoint
+@pytest.mark.parametrize("family", each(families.LIVE))
+def test_live_greedy_tokens(family, tmp_path):
+    torch, _ = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = families.write(family, tmp_path)
     prompt = np.random.default_rng(3).integers(0, families.VOCAB, size=(2, 12))
     with torch.no_grad():
         expected = model.generate(torch.tensor(prompt), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
-    np.testing.assert_array_equal(generate_greedily(directory, prompt), expected[:, prompt.shape[1] :].numpy())
+    np.testing.assert_array_equal(generate_greedily(tmp_path, prompt), expected[:, prompt.shape[1] :].numpy())
 
 
 @pytest.mark.parametrize("family", [families.GEMMA3, families.QWEN3_MOE], ids=lambda family: family.name)

@@ -1,13 +1,11 @@
 """The known models: logits and greedy tokens against transformers, token ids against plain references.
 
-Weights come from ggml's own reader and dequantizers, under the names of ggml's own table. Models that are not
-downloaded are skipped.
+transformers reads the files itself. Models that are not downloaded are skipped.
 """
 
 import itertools
 import pydoc_data.topics
 
-import gguf
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -43,71 +41,13 @@ def path(request):
         pytest.skip(str(error))
 
 
-def transformers_config(fields):
-    """The configuration of transformers for the metadata of a file."""
-    transformers = pytest.importorskip("transformers")
-    architecture = fields["general.architecture"]
-    kind = {
-        "llama": transformers.LlamaConfig,
-        "qwen2": transformers.Qwen2Config,
-        "gemma3": transformers.Gemma3TextConfig,
-    }[architecture]
-    values = {key.removeprefix(f"{architecture}."): value for key, value in fields.items()}
-    rope = {"rope_type": "default", "rope_theta": values["rope.freq_base"]}
-    options = {"rope_parameters": rope, "tie_word_embeddings": fields["tied"], "vocab_size": fields["vocabulary"]}
-    if architecture == "gemma3":
-        local = {"rope_type": "default", "rope_theta": 10000.0}
-        options["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
-        options |= {"sliding_window": values["attention.sliding_window"], "query_pre_attn_scalar": 256}
-    if "attention.key_length" in values:
-        options["head_dim"] = values["attention.key_length"]
-    return kind(
-        hidden_size=values["embedding_length"],
-        intermediate_size=values["feed_forward_length"],
-        num_hidden_layers=values["block_count"],
-        num_attention_heads=values["attention.head_count"],
-        num_key_value_heads=values["attention.head_count_kv"],
-        max_position_embeddings=values["context_length"],
-        rms_norm_eps=values["attention.layer_norm_rms_epsilon"],
-        **options,
-    )
-
-
-def transformers_model(path):
-    """The model of a file in transformers, in float32."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    reader = gguf.GGUFReader(path)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    fields = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("tokenizer.")}
-    fields |= {"tied": "output.weight" not in tensors, "vocabulary": tensors["token_embd.weight"].data.shape[0]}
-    config = transformers_config(fields)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    architecture = fields["general.architecture"]
-    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    unused = set(tensors)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
-            unused.remove(stored)
-            values = gguf.quants.dequantize(tensors[stored].data, tensors[stored].tensor_type)
-            projection = name.split(".")[-2]
-            if architecture == "llama" and projection in heads:  # rotated pairs are (2i, 2i + 1)
-                pairs = values.reshape(heads[projection], -1, 2, values.shape[-1])
-                values = pairs.swapaxes(1, 2).reshape(values.shape)
-            if architecture == "gemma3" and name.endswith("norm.weight"):
-                values = values - 1
-            parameter.copy_(torch.from_numpy(np.array(values)).reshape(parameter.shape))
-    assert not unused
-    return model
-
-
 def test_logits_and_greedy_tokens_are_those_of_transformers(path):
-    torch = pytest.importorskip("torch")
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     prompt = formats.load_tokenizer(path).encode(PROMPT)
     assert len(prompt) > 600  # more than a sliding window
-    model = transformers_model(path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.no_grad():
         options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
         tokens = model.generate(torch.tensor([prompt]), pad_token_id=0, **options)

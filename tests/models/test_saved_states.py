@@ -1,9 +1,7 @@
-"""Saved states: resumed and killed runs, refusals, and prefixes that many prompts share."""
+"""Saved states: resumed and killed runs, and refusals."""
 
-import json
 import re
 import signal
-import time
 
 import jax
 import numpy as np
@@ -65,13 +63,10 @@ def test_parameters_are_saved_once_and_restored(tmp_path):
 
 
 def test_parameters_of_another_model_are_refused(tmp_path):
-    for seed, message in ((0, None), (1, r"parameters belong to model \w+, not \w+; use another directory")):
-        generator = make_generator(model=make_model(seed))
-        if message is None:
-            SavedStates(tmp_path).save(seed, generator, generator.init_state())
-        else:
-            with pytest.raises(ValueError, match=message):
-                SavedStates(tmp_path).save(seed, generator, generator.init_state())
+    first, second = (make_generator(model=make_model(seed)) for seed in (0, 1))
+    SavedStates(tmp_path).save(0, first, first.init_state())
+    with pytest.raises(ValueError, match=r"parameters belong to model \w+, not \w+; use another directory"):
+        SavedStates(tmp_path).save(1, second, second.init_state())
 
 
 @pytest.mark.parametrize(
@@ -118,10 +113,10 @@ def test_an_empty_directory_is_refused(tmp_path):
         SavedStates(tmp_path).restore_parameters(make_model())
 
 
-# A process that saves every few tokens and resumes from its newest save. With "killed" it kills itself during its third
-# save, when the arrays are on disk but their digests are not.
+# A process that saves every few tokens and kills itself during its third save, when the arrays are on disk but their
+# digests are not.
 SAVING_PROCESS = """
-    import os, pathlib, signal, sys
+    import os, signal, sys
     from tests.models import test_saved_states as tests
     from kvjax_models import atomic_io
 
@@ -132,83 +127,22 @@ SAVING_PROCESS = """
             os.kill(os.getpid(), signal.SIGKILL)
         completed.append(write_digests(directory))
 
-    directory, is_killed, num_tokens = sys.argv[1], sys.argv[2] == "killed", int(sys.argv[3])
-    if is_killed:
-        atomic_io.write_digests = kill
-    generator = tests.long_generator(num_tokens)
-    saved = tests.SavedStates(directory)
-    if list(pathlib.Path(directory).glob("states/[0-9]*")):
-        step, state, notes = saved.restore(generator)
-        tokens = notes["tokens"]
-    else:
-        step, state, tokens = 0, generator.prefill(generator.init_state(7), tests.PROMPTS), [[], []]
-    print(step, flush=True)
-    for state, new in generator.decode(state, num_tokens - step):
+    atomic_io.write_digests = kill
+    generator, saved, tokens = tests.make_generator(), tests.SavedStates(sys.argv[1]), [[], []]
+    for state, new in generator.decode(generator.prefill(generator.init_state(7), tests.PROMPTS), 24):
         for row, row_tokens in zip(tokens, new.tolist()):
             row.extend(row_tokens)
         saved.save(len(tokens[0]), generator, state, notes={"tokens": tokens})
-        print(len(tokens[0]), flush=True)
 """
 
 
-def long_generator(tokens):
-    return make_generator(model=make_model(max_length=8192), max_new_tokens=tokens)
-
-
-def uninterrupted(tokens):
-    generator = long_generator(tokens)
-    return generator.decode_all(generator.prefill(generator.init_state(7), PROMPTS), tokens)[0]
-
-
 def test_a_run_that_is_killed_while_saving_resumes_from_the_previous_save(tmp_path):
-    process = start_python(SAVING_PROCESS, tmp_path, "killed", 24)
+    process = start_python(SAVING_PROCESS, tmp_path)
     stderr = process.communicate()[1]
     assert process.returncode == -signal.SIGKILL, stderr[-2000:]
-    generator = long_generator(24)
+    generator = make_generator()
     step, state, notes = SavedStates(tmp_path).restore(generator)
     assert step == 8
     remaining, _ = generator.decode_all(state, 16)
-    assert [before + after for before, after in zip(notes["tokens"], remaining, strict=True)] == uninterrupted(24)
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("kills", [5, 50])
-def test_a_run_that_is_killed_many_times_equals_an_uninterrupted_one(kills, tmp_path):
-    random, tokens, first_steps = np.random.default_rng(0), 40 * kills, []
-    for number in range(kills + 1):
-        process = start_python(SAVING_PROCESS, tmp_path, "not killed", tokens)
-        first_steps.append(int(process.stdout.readline() or -1))
-        if number == kills:
-            stderr = process.communicate()[1]
-            assert process.returncode == 0, stderr[-2000:]
-            break
-        for _ in range(random.integers(4)):
-            process.stdout.readline()
-        time.sleep(random.uniform(0, 0.1))
-        assert process.poll() is None, "the run ended before its last kill"
-        process.kill()
-        process.communicate()
-    assert first_steps == sorted(first_steps) and len(set(first_steps)) > kills / 5, first_steps
-    _, _, notes = SavedStates(tmp_path).restore(long_generator(tokens))
-    assert notes["tokens"] == uninterrupted(tokens)
-
-
-@pytest.mark.parametrize("policy", each(("uniform", "host_memory"), quick=("uniform",)))
-def test_continuations_of_a_saved_prefix_equal_runs_from_scratch(policy, tmp_path):
-    questions = [[1 + row % 5, 2 + row, 3][: 1 + row % 3] for row in range(16)]
-    sizes = {"batch": 1, "max_prompt_tokens": 12, "max_new_tokens": 16}
-    alone = Generator(make_model(), POLICIES[policy](), **sizes)
-    prefix = alone.prefill(alone.init_state(), PROMPTS[:1])
-    SavedStates(tmp_path).save(0, alone, prefix)
-
-    state, many = SavedStates(tmp_path).restore(alone).state, alone.with_batch(16)
-    rows, _ = many.decode_all(many.prefill(kvjax.repeat_rows(state, 16), questions), 9)
-    for question, row in zip(questions, rows, strict=True):
-        scratch = alone.prefill(alone.prefill(alone.init_state(), PROMPTS[:1]), [question])
-        assert alone.decode_all(scratch, 9)[0] == [row]
-
-
-def test_the_description_of_a_generator_is_json():
-    description = saved_states.describe_generator(make_generator())
-    assert set(description) == {"model", "policy", "sizes", "arrays"}
-    assert json.loads(json.dumps(description))["sizes"]["max_new_tokens"] == 24
+    uninterrupted, _ = generator.decode_all(generator.prefill(generator.init_state(7), PROMPTS), 24)
+    assert [before + after for before, after in zip(notes["tokens"], remaining, strict=True)] == uninterrupted

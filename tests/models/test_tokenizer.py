@@ -45,11 +45,11 @@ def byte_fallback():
 KINDS = {"byte-level": byte_level(), "byte-fallback": byte_fallback()}
 
 
-def with_bos(backend):
+def with_bos(backend, template=f"{BOS} $A {EOS}"):
     """A post-processor that also appends EOS, which must not apply to generation."""
     backend = tokenizers.Tokenizer.from_str(backend.to_str())
     ids = [(token, backend.token_to_id(token)) for token in (BOS, EOS)]
-    backend.post_processor = processors.TemplateProcessing(single=f"{BOS} $A {EOS}", special_tokens=ids)
+    backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
     return backend
 
 
@@ -166,28 +166,18 @@ def test_no_part_ends_inside_a_character(backend):
     assert len(parts) > 8 and not any("�" in part for part in parts)
 
 
-def test_an_incomplete_character_is_emitted_at_the_end(backend):
-    tokenizer = bare(backend)
-    ids = tokenizer.encode("a😀")[:-1]
-    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
-
-
-def test_special_tokens_do_not_affect_a_stream(backend):
-    tokenizer = bare(backend)
-    ids = tokenizer.encode("the cat")
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_special_tokens_and_incomplete_characters_are_streamed_as_decoded(backend, skip_special_tokens):
+    tokenizer, options = bare(backend), {"skip_special_tokens": skip_special_tokens}
+    ids = tokenizer.encode("the cat 😀")[:-1]
     ids[1:1] = [backend.token_to_id(EOS)]
-    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
-    assert "".join(stream(tokenizer, ids, skip_special_tokens=False)) == tokenizer.decode(
-        ids, skip_special_tokens=False
-    )
+    assert "".join(stream(tokenizer, ids, **options)) == tokenizer.decode(ids, **options)
 
 
 def test_streaming_decodes_a_bounded_window(backend, monkeypatch):
-    tokenizer, decoded = bare(backend), []
+    tokenizer, decoded, decode = bare(backend), [], Tokenizer.decode
     monkeypatch.setattr(
-        Tokenizer,
-        "decode",
-        lambda self, ids, skip_special_tokens=True: decoded.append(len(ids)) or self.backend.decode(list(ids)),
+        Tokenizer, "decode", lambda self, ids, *options: decoded.append(len(ids)) or decode(self, ids, *options)
     )
     broken = tokenizer.encode("😀")[-2] if backend is KINDS["byte-fallback"] else tokenizer.encode("😀")[-1]
     for ids in (tokenizer.encode("the cat 日本 " * 100), tokenizer.encode("日" * 600), [broken] * 500):
@@ -212,15 +202,14 @@ RENDERED = '<s>[user]the cat</s>\n[assistant]sat</s>\n[assistant]{"a": "<é>"}'
 
 @pytest.mark.parametrize("place", ["config", "named", "file"])
 def test_chat(backend, tmp_path, place):
-    pytest.importorskip("jinja2")
-    config = dict(NAMES)
-    if place == "config":
-        config["chat_template"] = TEMPLATE
-    elif place == "named":
-        config["chat_template"] = [{"name": "tools", "template": "?"}, {"name": "default", "template": TEMPLATE}]
-    else:
-        config["chat_template"] = "the file has precedence"
+    templates = {
+        "config": TEMPLATE,
+        "named": [{"name": "tools", "template": "?"}, {"name": "default", "template": TEMPLATE}],
+        "file": "the file has precedence",
+    }
+    if place == "file":
         (tmp_path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    config = NAMES | {"chat_template": templates[place]}
     tokenizer = load_tokenizer(write(tmp_path, with_bos(backend), tokenizer_config=config))
     assert tokenizer.render_chat(MESSAGES) == RENDERED
     assert tokenizer.render_chat(MESSAGES, add_generation_prompt=False) == RENDERED[: RENDERED.rindex("[")]
@@ -230,7 +219,6 @@ def test_chat(backend, tmp_path, place):
 
 
 def test_chat_errors(backend):
-    pytest.importorskip("jinja2")
     with pytest.raises(ValueError, match="no chat template"):
         bare(backend).render_chat(MESSAGES)
     tokenizer = Tokenizer(backend, (), (), NAMES, TEMPLATE)
@@ -255,13 +243,9 @@ def test_broken_directories(backend, tmp_path):
 @pytest.mark.parametrize("add_bos_token", [None, True])
 def test_tokens_and_chat_equal_transformers(backend, tmp_path, add_bos_token):
     transformers = pytest.importorskip("transformers")
-    bos_only = tokenizers.Tokenizer.from_str(backend.to_str())
-    bos_only.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, backend.token_to_id(BOS))]
-    )
     config = NAMES | {"chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
     config |= {} if add_bos_token is None else {"add_bos_token": add_bos_token}
-    write(tmp_path, bos_only, tokenizer_config=config)
+    write(tmp_path, with_bos(backend, f"{BOS} $A"), tokenizer_config=config)
     ours, theirs = load_tokenizer(tmp_path), transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     for text in ("the cat", "", f"a {EOS} b", "日本 😀"):
         assert ours.encode(text) == theirs(text)["input_ids"]

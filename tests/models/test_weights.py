@@ -1,4 +1,4 @@
-"""Tensors that are not one parameter each: MXFP4, fused projections, permuted heads."""
+"""Weights in MXFP4."""
 
 import json
 
@@ -7,20 +7,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from kvjax import rope
 from kvjax_models.formats import huggingface
-from kvjax_models.formats.weights import dequantize_mxfp4, head_dim_order
-from kvjax_models.model.config import LlamaConfig
-from kvjax_models.model.rotary import make_rotary, rotation
-from tests.models.support import assert_equal_parameters, random_model
+from kvjax_models.formats.weights import dequantize_mxfp4
+from tests.models.support import assert_equal_parameters, random_model, small_config
 
-GPT_OSS = LlamaConfig(
-    vocab_size=24, width=32, mlp_width=32, layers=2, query_heads=4, kv_heads=2, head_dim=8, max_length=64,
-    qkv_bias=True, output_bias=True, mlp_bias=True, attention_sinks=True, experts=3, experts_per_token=2,
-    expert_width=32, activation="clipped_swiglu",
+GPT_OSS = small_config(
+    width=32, mlp_width=32, layers=2, qkv_bias=True, output_bias=True, mlp_bias=True, attention_sinks=True, experts=3,
+    experts_per_token=2, expert_width=32, activation="clipped_swiglu",
 )  # fmt: skip
 
 
@@ -78,30 +72,3 @@ def test_live_mxfp4_equals_transformers():
     theirs = mxfp4.convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
     ours = dequantize_mxfp4(blocks, scales).swapaxes(1, 2).astype(np.float32)
     np.testing.assert_array_equal(ours, theirs.float().numpy())
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.sampled_from([(8, 8), (8, 4), (16, 6), (16, 12), (8, 2)]), st.booleans(), st.integers(0, 999))
-def test_permuted_heads_give_the_same_products(sizes, interleaved, seed):
-    head_dim, rotated = sizes
-    random = np.random.default_rng(seed)
-    query, key = random.normal(size=(2, 1, 3, 1, head_dim)).astype(np.float32)
-    positions = np.array([[0, 5, 40]])
-    order = head_dim_order(head_dim, rotated, interleaved)
-    order = np.arange(head_dim) if order is None else order
-    assert sorted(order) == list(range(head_dim))
-    cos, sin = rotation(make_rotary(head_dim, 100.0, rotary_dim=rotated, tokens=64), jnp.asarray(positions))
-    ours = [np.asarray(rope.rotate(jnp.asarray(x[..., order]), cos, sin)) for x in (query, key)]
-    angles = positions[0][:, None] * 100.0 ** (-np.arange(0, rotated, 2) / rotated)
-
-    def rotate_like_family(x):
-        x = x.copy()
-        for pair in range(rotated // 2):
-            first, second = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + rotated // 2)
-            a, b = x[..., first].copy(), x[..., second].copy()
-            c, s = np.cos(angles[:, pair])[None, :, None], np.sin(angles[:, pair])[None, :, None]
-            x[..., first], x[..., second] = a * c - b * s, b * c + a * s
-        return x
-
-    expected = np.einsum("bqhd,bkhd->bqk", rotate_like_family(query), rotate_like_family(key))
-    np.testing.assert_allclose(np.einsum("bqhd,bkhd->bqk", *ours), expected, atol=1e-4)
