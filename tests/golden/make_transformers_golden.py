@@ -23,6 +23,39 @@ from tests.models import families
 
 ROOT = pathlib.Path(__file__).parent / "transformers"
 PROMPT, CONTINUATION, LEAST_MARGIN = 8, 64, 2e-3
+LEAST_DIFFERENCE = 4e-3  # 20 times the tolerance of tests
+YARN = families.YARN | {"truncate": False}
+# Changes of a configuration that a wrong implementation could make; the golden logits must detect all of them.
+WRONG_FEATURES = {
+    "llama31": [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0}},
+    ],
+    "mistral": [{"sliding_window": None}, {"sliding_window": 9}],
+    "qwen2": [{"layer_types": ["sliding_attention", "full_attention"]}],
+    "qwen3": [{"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}],
+    "llama2": [{"rms_norm_eps": 1e-2}],
+    "gemma2": [
+        {"attn_logit_softcapping": None},
+        {"final_logit_softcapping": None},
+        {"query_pre_attn_scalar": 16},
+        {"hidden_activation": "gelu"},
+    ],
+    "gemma3": [
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ],
+    "qwen3_moe": [{"norm_topk_prob": False}, {"num_experts_per_tok": 3}],
+    "gpt_oss": [
+        {"sliding_window": 9},
+        {"rope_parameters": YARN | {"attention_factor": 1.0}},
+        {"rope_parameters": YARN | {"truncate": True}},
+    ],
+    "glm4": [{"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}],
+    "phi3": [{"original_max_position_embeddings": 128}],
+    "smollm3": [{"no_rope_layers": [1, 1]}],
+    "granite": [{"residual_multiplier": 0.6}, {"logits_scaling": 1.6}],
+}
 
 
 def greedy(model, prompt: np.ndarray, steps: int) -> tuple[np.ndarray, float]:
@@ -36,6 +69,27 @@ def greedy(model, prompt: np.ndarray, steps: int) -> tuple[np.ndarray, float]:
     return tokens[:, prompt.shape[1] :], margin
 
 
+def check_features(family: families.Family, tokens: np.ndarray, logits: np.ndarray) -> None:
+    """Checks that the logits detect a wrong implementation of every feature.
+
+    Args:
+        family: family whose checkpoint has been written.
+        tokens: input.
+        logits: what transformers computes from it.
+
+    Raises:
+        RuntimeError: if a feature has no effect.
+    """
+    for changes in WRONG_FEATURES.get(family.name, ()):
+        config = getattr(transformers, family.config_class)(**family.values | changes)
+        model = getattr(transformers, family.model_class).from_pretrained(
+            ROOT / family.name, config=config, dtype=torch.float32, attn_implementation="eager"
+        )
+        difference = np.abs(families.hf_logits(model.eval(), tokens) - logits).max()
+        if difference < LEAST_DIFFERENCE:
+            raise RuntimeError(f"{family.name}: logits differ by {difference:.1e} with {changes}")
+
+
 def write(family: families.Family) -> None:
     directory = ROOT / family.name
     tokens = np.random.default_rng(0).integers(0, families.VOCAB, (2, families.SEQUENCE))
@@ -47,6 +101,7 @@ def write(family: families.Family) -> None:
     else:
         raise RuntimeError(f"{family.name}: no seed with a margin over {LEAST_MARGIN}")
     (directory / "generation_config.json").unlink(missing_ok=True)
+    check_features(family, tokens, families.hf_logits(model, tokens))
     np.savez_compressed(
         directory / "golden.npz",
         tokens=tokens,

@@ -12,27 +12,19 @@ from kvjax_models.generation import batching, prefill
 from kvjax_models.generation.batching import Request, run_requests
 from kvjax_models.generation.decode import decode_program
 from kvjax_models.generation.sampling import Sampling
-from tests.kvjax.support import each
+from tests.kvjax.support import ON_A_MESH, each
 from tests.models import test_generate
 from tests.models.support import compile_counts
 from tests.models.test_generate import PERIOD, random_model, random_tokens
 
 # More requests than rows, with one to three chunks, which finish at various positions of a block.
 LENGTHS, NEW = (70, 33, 1, 20, 5), (5, 40, 16, 1, 23)
-CLUSTERKV = kvjax.ClusterKV(24, sinks=2, full_layers=0, chunk_tokens=16, chunk_clusters=2, compact_every=PERIOD)
 EXACT = kvjax.Exact(compact_every=PERIOD)
-UNIFORM = kvjax.Uniform(40, recent=16, compact_every=PERIOD)
-POLICIES = {
-    "exact": EXACT,
-    "clustergen": kvjax.ClusterGen(40, compact_every=PERIOD),
-    "streaming_llm": kvjax.StreamingLLM(40, compact_every=PERIOD),
-    "subgen_mean": kvjax.SubGenMean(40, recent=8, compact_every=PERIOD),
-    "balancekv": kvjax.BalanceKV(60, sinks=4, recent=16, compact_every=PERIOD),
-    "clusterkv": CLUSTERKV,
-    "host_memory": kvjax.HostMemory(CLUSTERKV),
-    "leverage_scores": kvjax.LeverageScores(40, recent=8, compact_every=PERIOD),
+SHARED = ("exact", "clustergen", "streaming_llm", "subgen_mean", "balancekv", "clusterkv", "leverage_scores")
+POLICIES = {name: ON_A_MESH[name] for name in SHARED} | {
+    "host_memory": kvjax.HostMemory(ON_A_MESH["clusterkv"]),
     "kvzip": kvjax.KVzip(40, recent=8, compact_every=PERIOD),
-    "first_layers": kvjax.FirstLayers(1, UNIFORM, kvjax.Exact(PERIOD)),
+    "first_layers": kvjax.FirstLayers(1, kvjax.Uniform(40, recent=16, compact_every=PERIOD), kvjax.Exact(PERIOD)),
 }
 
 

@@ -140,6 +140,7 @@ def test_defaults_of_transformers():
     assert (config.rope_theta, config.rope_scaling, config.tied_embeddings) == (10000.0, None, False)
     assert parse_config(LLAMA | {"model_type": "mistral"}).windows == (4096, 4096)
     assert parse_config(LLAMA | {"model_type": "qwen3"}).head_dim == 128
+    assert parse_config(LLAMA | {"rms_norm_eps": 1e-5}).norm_epsilon == 1e-5
     rope = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
     original_length = parse_config(LLAMA | {"rope_scaling": rope}).rope_scaling.original_length
     assert original_length == LLAMA["max_position_embeddings"]
@@ -168,11 +169,15 @@ def test_multimodal_gemma3_gives_its_text_decoder():
     assert config.tied_embeddings and config.attention_scale is None
 
 
-def test_yarn_defaults():
+def test_yarn_and_longrope_defaults():
     scaling = parse_config(LLAMA | {"rope_scaling": YARN}).rope_scaling
     assert scaling.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
     no_factor = {key: value for key, value in YARN.items() if key != "factor"}
     assert parse_config(LLAMA | {"rope_scaling": no_factor}).rope_scaling.factor == 2.0
+    longrope = {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]}
+    for rope in (YARN, longrope):
+        scaling = parse_config(LLAMA | {"rope_scaling": rope | {"attention_factor": 1.2}}).rope_scaling
+        assert scaling.attention_factor == 1.2
 
 
 def test_only_full_attention_layers_of_olmo3_are_scaled():

