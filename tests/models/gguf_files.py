@@ -53,7 +53,7 @@ def write_gguf(
     architecture = ARCHITECTURES[directory.name]
     writer = gguf.GGUFWriter(path, architecture, **options)
     for key, value in (_metadata(architecture, config) | (metadata or {})).items():
-        _add(writer, key, value)
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for name, tensor in _tensors(architecture, config, safetensors.numpy.load_file(directory / "model.safetensors")):
         kind = quantization if tensor.ndim > 1 and tensor.shape[-1] % gguf.GGML_QUANT_SIZES[quantization][0] == 0 else 0
         kind = gguf.GGMLQuantizationType(kind)
@@ -62,19 +62,6 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
 
 
 def _metadata(architecture: str, config: dict[str, Any]) -> dict[str, Any]:

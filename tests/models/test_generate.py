@@ -134,7 +134,7 @@ def test_scores_with_exact_are_log_probabilities_of_full_attention():
     state, log_probs, is_greedy = generator.score_greedy(start(generator), TURN)
     for prompt, turn, row, greedy in zip(PROMPTS, TURN, log_probs, is_greedy, strict=True):
         np.testing.assert_allclose(row, log_probs_of(prompt + turn)[-len(turn) :], atol=1e-4)
-        best = full_attention_logits(prompt + turn)[len(prompt) - 1 : -1].argmax(-1)
+        best = np.asarray(full_attention_logits(prompt + turn)[len(prompt) - 1 : -1].argmax(-1))
         np.testing.assert_array_equal(greedy, best == turn)
     # The final state equals the state of prefill.
     assert generator.decode_all(state, 5)[0] == generator.decode_all(generator.prefill(start(generator), TURN), 5)[0]

@@ -1,16 +1,13 @@
 """Greedy continuations with the exact policy against transformers."""
 
-import shutil
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
-import kvjax_models
 from kvjax_models.formats import huggingface
 from kvjax_models.generation.generator import generate
-from tests.models import families, tiny
+from tests.models import families
 from tests.models.support import GOLDEN
 
 NEW_TOKENS = 64
@@ -47,22 +44,3 @@ def test_live_greedy_tokens(family, tmp_path):
     with torch.no_grad():
         expected = model.generate(torch.tensor(prompt), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
     np.testing.assert_array_equal(generate_greedily(tmp_path, prompt), expected[:, prompt.shape[1] :].numpy())
-
-
-@pytest.mark.parametrize("family", [families.GEMMA3, families.QWEN3_MOE], ids=lambda family: family.name)
-def test_text_from_a_directory_of_transformers(family, tmp_path):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    families.write(family.but(family.name, vocab_size=98, max_position_embeddings=512, eos_token_id=97), tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny.directory() / name, tmp_path)
-    text = "".join(f"line {number}: the code is {7 * number}\n" for number in range(20))
-    llm = kvjax_models.load(tmp_path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    prompt = llm.encode(text)
-    with torch.no_grad():
-        options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
-        # Without a mask, transformers would take the prompt's tokens 0 for padding.
-        options["attention_mask"] = torch.ones(1, len(prompt), dtype=torch.long)
-        expected = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
-    assert llm.generate(text, max_new_tokens=24) == llm.tokenizer.decode(expected) != ""
-    assert llm.generate(text, policy="subgen:recent=16,compact_every=8", budget="25%", max_new_tokens=24)

@@ -18,8 +18,7 @@ def write(path, tokens, kinds=None, **metadata):
     writer.add_array("tokenizer.ggml.token_type", [NORMAL] * len(tokens) if kinds is None else kinds)
     for key, value in metadata.items():
         key = f"tokenizer.{key}" if key == "chat_template" else f"tokenizer.ggml.{key}"
-        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
-        add[type(value)](key, value)
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()

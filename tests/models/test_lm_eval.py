@@ -91,18 +91,26 @@ def test_exact_equals_the_transformers_model(tasks):
             assert float(log_prob) == pytest.approx(float(expected), abs=1e-3) and is_greedy == expected_greedy
 
 
-SPLITS = {"entire": {}, "split_at": {"split_at": "Now the record"}, "context_field": {"context_field": "context"}}
+# Options, and the end of the compressed context.
+SPLITS = {
+    "entire": ({}, lambda line: len(line["prompt"])),
+    "split_at": ({"split_at": "Now the record"}, lambda line: line["prompt"].rfind("Now the record")),
+    "context_field": (
+        {"context_field": "context"},
+        lambda line: line["prompt"].rfind(line["context"]) + len(line["context"]),
+    ),
+}
 
 
 def test_compressed_caches(tasks):
     options = {"path": str(DIRECTORY), "policy": "uniform:recent=16", "budget": "60%", "batch_size": 4}
-    metrics, _ = evaluate(tasks, "kvjax", **options, **SPLITS["split_at"])
+    metrics, _ = evaluate(tasks, "kvjax", **options, split_at="Now the record")
     assert 0 <= metrics["local_choices"]["acc,none"] <= 1
     assert np.isfinite(metrics["local_text"]["word_perplexity,none"])
 
 
-@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
-def test_options_of_a_question_equal_continuations_of_its_prefix(tasks, split, monkeypatch):
+@pytest.mark.parametrize("split, find_end", SPLITS.values(), ids=SPLITS)
+def test_options_of_a_question_equal_continuations_of_its_prefix(tasks, split, find_end, monkeypatch):
     from kvjax_models.generation.generator import Generator
 
     prefills = []
@@ -118,13 +126,7 @@ def test_options_of_a_question_equal_continuations_of_its_prefix(tasks, split, m
     monkeypatch.undo()
     llm = load(DIRECTORY)
     for line, choices in zip(tasks.lines, responses["local_choices"], strict=True):
-        prompt, text = line["prompt"], line["context"]
-        end = {
-            "entire": len(prompt),
-            "split_at": prompt.rfind("Now the record"),
-            "context_field": prompt.rfind(text) + len(text),
-        }
-        end = end[next(iter(split), "entire")]
+        prompt, end = line["prompt"], find_end(line)
         for choice, [(log_prob, _)] in zip(line["choices"], choices, strict=True):
             prefix = llm.prefix(prompt[:end], "snapkv", 400)
             question = llm.tokenizer.encode(prompt[end:], add_bos=False)
