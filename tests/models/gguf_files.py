@@ -53,7 +53,7 @@ def write_gguf(
     architecture = ARCHITECTURES[directory.name]
     writer = gguf.GGUFWriter(path, architecture, **options)
     for key, value in (_metadata(architecture, config) | (metadata or {})).items():
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+        add_value(writer, key, value)
     for name, tensor in _tensors(architecture, config, safetensors.numpy.load_file(directory / "model.safetensors")):
         kind = quantization if tensor.ndim > 1 and tensor.shape[-1] % gguf.GGML_QUANT_SIZES[quantization][0] == 0 else 0
         kind = gguf.GGMLQuantizationType(kind)
@@ -62,6 +62,12 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Adds metadata, with integers as uint32 like llama.cpp."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    writer.add_key_value(key, value, gguf.GGUFValueType.UINT32 if is_integer else gguf.GGUFValueType.get_type(value))
 
 
 def _metadata(architecture: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from kvjax_models import formats
+from tests.models.gguf_files import add_value
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -18,7 +19,7 @@ def write(path, tokens, kinds=None, **metadata):
     writer.add_array("tokenizer.ggml.token_type", [NORMAL] * len(tokens) if kinds is None else kinds)
     for key, value in metadata.items():
         key = f"tokenizer.{key}" if key == "chat_template" else f"tokenizer.ggml.{key}"
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+        add_value(writer, key, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
