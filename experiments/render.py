@@ -87,8 +87,7 @@ def _by_group(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Returns the rows of each task; all tasks of RULER are one group."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        family = row.task.partition(":")[0]
-        groups.setdefault("RULER" if family in RULER else row.task, []).append(row)
+        groups.setdefault("RULER" if row.task.partition(":")[0] in RULER else row.task, []).append(row)
     return groups
 
 
@@ -137,7 +136,7 @@ def score_figure(table: summarize.Table) -> plots.plt.Figure:
         table: the table.
 
     Returns:
-        The figure, with the presses of kvpress in grey.
+        The figure, with the presses of kvpress in grey; low scores have no names, which would overlap.
     """
     figure, axes = plots.plt.subplots(figsize=(8.5, 4.2))
     by_policy: dict[str, list[summarize.Line]] = {}
@@ -149,7 +148,8 @@ def score_figure(table: summarize.Table) -> plots.plt.Figure:
         held, scores = [100 * line.held for line in lines], [line.mean.value for line in lines if line.mean]
         if policy.startswith("kvpress "):
             axes.plot(held, scores, color="0.7", marker="o", markersize=4, zorder=1)
-            axes.annotate(policy, (held[-1], scores[-1]), (5, -3), textcoords="offset points", fontsize=7, color="0.4")
+            name, place = policy if scores[-1] > 0.4 else "", (held[-1], scores[-1])
+            axes.annotate(name, place, (5, -3), textcoords="offset points", fontsize=7, color="0.4")
         else:
             axes.plot(held, scores, marker="o", markersize=4, zorder=3, label=policy)
     axes.set(xscale="log", xlabel="bytes held, % of a full bfloat16 cache", ylabel="mean score", ylim=(-0.03, 1.03))
