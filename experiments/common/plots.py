@@ -8,7 +8,7 @@ import PIL.Image
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-plt.rc("axes", prop_cycle=plt.cycler(color=plt.colormaps["tab20"].colors))  # more policies than default colors
+plt.rc("axes", prop_cycle=plt.cycler(color=plt.colormaps["tab20"](range(20))))  # more policies than default colors
 
 
 def save(figure: plt.Figure, path: pathlib.Path, dpi: int = 120) -> None:
