@@ -76,10 +76,11 @@ class Options(Flags):
 
 
 def make_model(options: Options) -> LanguageModel:
-    """Returns the model that the options name, or one with random weights."""
+    """Returns the model that the options name, or one with random weights; no token ends a text."""
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if options.model is not None:
-        return load(options.model, dtype)
+        llm = load(options.model, dtype)
+        return dataclasses.replace(llm, tokenizer=dataclasses.replace(llm.tokenizer, eos_ids=()))
     return random_model(first_layers(find_shape(options.shape), options.layers), dtype, options.seed)
 
 
@@ -173,9 +174,8 @@ def measure_prefill(options: Options, llm: LanguageModel, context: int) -> list[
     labels = {"context_tokens": context, "model": options.model or options.shape}
     figures = []
     for setting, times in zip(generators, seconds, strict=True):
-        figures.append(figure("prefill_seconds", median_interval(times), setting=str(setting), **labels))
-        ratio = median_interval(times / seconds[0])
-        figures.append(figure("prefill_seconds_ratio", ratio, setting=str(setting), **labels))
+        pairs = (("prefill_seconds", times), ("prefill_seconds_ratio", times / seconds[0]))
+        figures += [figure(metric, median_interval(x), setting=str(setting), **labels) for metric, x in pairs]
     return figures
 
 

@@ -1,5 +1,6 @@
 """Latency, throughput, and the steps of a run on a device."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -40,6 +41,13 @@ def test_latency_is_relative_to_the_full_cache(tmp_path, monkeypatch):
     assert found["exact", "end_to_end_ratio"]["value"] == 1 and found[setting, "end_to_end_ratio"]["value"] > 0
     with pytest.raises(ValueError, match="repetitions=5 must be at least 6"):
         speed.Options(repetitions=5)
+
+
+def test_no_token_ends_a_timed_text(monkeypatch):
+    llm = tiny.make_llm()
+    ending = dataclasses.replace(llm, tokenizer=dataclasses.replace(llm.tokenizer, eos_ids=(1,)))
+    monkeypatch.setattr(speed, "load", lambda name, dtype: ending)
+    assert speed.make_model(speed.Options(model="tiny")).tokenizer.eos_ids == ()
 
 
 def test_prefill_includes_all_passes_of_a_policy(tmp_path, monkeypatch):
