@@ -5,8 +5,8 @@
     infinigen:skew=build/skew.npz
 
 Outlier heads (Chelsea, appendix B) are the heads in which the fewest tokens have a neighbor of cosine .8 in their
-chunk; they keep all tokens. With two texts, the overlap of their heads is printed (Chelsea, Table 11). The skew
-(InfiniGen, section 4) consists of the right singular vectors of each KV head's queries.
+chunk; they keep all tokens. With two texts, the overlap of their heads is written too (Chelsea, figures 6 and 7). The
+skew (InfiniGen, section 4) consists of the right singular vectors of each KV head's queries.
 """
 
 import dataclasses

@@ -148,8 +148,8 @@ def score_figure(table: summarize.Table) -> plots.plt.Figure:
         held, scores = [100 * line.held for line in lines], [line.mean.value for line in lines if line.mean]
         if policy.startswith("kvpress "):
             axes.plot(held, scores, color="0.7", marker="o", markersize=4, zorder=1)
-            name, place = policy if scores[-1] > 0.4 else "", (held[-1], scores[-1])
-            axes.annotate(name, place, (5, -3), textcoords="offset points", fontsize=7, color="0.4")
+            name = policy if scores[-1] > 0.4 else ""
+            axes.annotate(name, (held[-1], scores[-1]), (5, -3), textcoords="offset points", fontsize=7, color="0.4")
         else:
             axes.plot(held, scores, marker="o", markersize=4, zorder=3, label=policy)
     axes.set(xscale="log", xlabel="bytes held, % of a full bfloat16 cache", ylabel="mean score", ylim=(-0.03, 1.03))

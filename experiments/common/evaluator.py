@@ -78,8 +78,8 @@ class Evaluator:
         """
         self.llm, self.model, self.task = llm, model, task
         self.question_seen, self.tokens, self.seed = question_seen, tokens, seed
+        self.batch, self.group = batch, group
         self.units = make_units(task, llm.tokenizer, question_seen, batch, tokens)
-        self.batch, self.group = min(batch, max(len(unit.items) for unit in self.units)), group
         answer = 0 if task.kind in ("continue", "stream", "choose") else task.answer_tokens
         choices = [len(llm.tokenizer.encode(c, add_bos=False)) for item in self._items() for c in item.question.choices]
         answer += max(choices, default=0) if task.kind == "choose" else 0
@@ -175,7 +175,7 @@ class Evaluator:
             return [self._choose(unit, setting, state, item) for item in unit.items]
         scores: list[Score] = []
         for items in batched(unit.items, self.batch):
-            rows = self._pad([item.row for item in items], len(unit.prompts) if generator.batch > 1 else self.batch)
+            rows = self._pad([item.row for item in items], max(len(unit.prompts), min(len(unit.items), self.batch)))
             forked, of_rows = (state, generator)
             # Without forks, the state is donated, which is possible only once.
             if rows != list(range(generator.batch)) or len(items) < len(unit.items):

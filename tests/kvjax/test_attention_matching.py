@@ -225,7 +225,7 @@ def clustered(seed=0, tokens=256, kv_heads=2, group=2, count=256, clusters=24):
 
 @pytest.mark.parametrize("selection", ["rms", "omp"])
 def test_queries_that_were_not_fitted_are_nearer_to_exact_attention_than_with_selection(selection):
-    """Compares outputs and log-denominators with those of the kept tokens without log-weights and fitted values."""
+    """Compares outputs and log-denominators to kept tokens without log-weights and fitted values."""
     keys, values, queries, other = clustered(1)
     policy = kvjax.AttentionMatching(48, n_future_positions=None, sinks=2, recent=2, selection=selection)
 

@@ -67,7 +67,7 @@ def run(policy, lengths=LENGTHS, stream=None, spec=None):
 # --- attention statistics ---
 
 
-# 5, 40 and 10 are no multiples of the smaller block size, seven.
+# 5, 40 and 10 are not multiples of the smaller block size, seven.
 @pytest.mark.parametrize("block_size", [7, QUERY_BLOCK])
 @pytest.mark.parametrize("count", [5, 10, 40])
 def test_attention_received_equals_that_of_causal_attention(monkeypatch, count, block_size):

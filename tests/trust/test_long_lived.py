@@ -118,6 +118,14 @@ def test_equal_policies_and_similar_lengths_share_programs(num_compiled):
     assert num_compiled() > count
 
 
+@pytest.mark.heavy
+def test_buckets_do_not_change_tokens():
+    prompt = [1 + i * i % 30 for i in range(70)]
+    rows, _ = generate(make_model(), EXACT, [prompt], max_new_tokens=10)
+    generator = Generator(make_model(), EXACT, batch=1, max_prompt_tokens=70, max_new_tokens=10)
+    assert rows == generator.decode_all(generator.prefill(generator.init_state(), [prompt]), 10)[0]
+
+
 def test_programs_are_freed_near_the_limit_of_memory_maps(monkeypatch):
     if compile_cache.max_memory_maps() is None:
         pytest.skip("this system has no such limit")

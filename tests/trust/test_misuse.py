@@ -22,6 +22,8 @@ from tests.kvjax.support import BATCH, HEAD_DIM, LENGTHS, POLICIES, each, make_s
 from tests.kvjax.support import ON_A_MESH as ANY_VALUES
 from tests.models.support import small_config
 
+WINDOW = {"sinks": 1, "recent": 2, "compact_every": 4}
+
 
 @functools.cache
 def make_model():
@@ -212,6 +214,32 @@ def test_settings_do_not_overflow_in_checks():
         kvjax.Uniform(np.uint8(200), np.uint8(200), np.uint8(200))
     with pytest.raises(ValueError, match="budget=9999.* must be int"):
         kvjax.Uniform(10**400 - 1)
+
+
+# --- States ---
+
+
+def test_rows_of_another_policy_or_spec_are_refused():
+    """Inserts states of all policies, other settings and other sizes into each other."""
+    keys = jax.random.split(jax.random.key(0), BATCH)
+    others = {
+        "larger": kvjax.Uniform(24, **WINDOW),
+        "chunk": kvjax.Chelsea(20, **WINDOW, chunk=4),
+        "lag": kvjax.LagKV(20, sinks=2, lag_size=5, compact_every=8),
+    }
+
+    def abstract(policy, spec):
+        return jax.eval_shape(functools.partial(kvjax.init, policy, spec), keys)
+
+    caches = [abstract(policy, make_spec()) for policy in (POLICIES | others).values()]
+    caches += [abstract(POLICIES["knorm"], make_spec(kv_dtype=kv_dtype)) for kv_dtype in ("int8", "int4")]
+    caches += [abstract(POLICIES["uniform"], make_spec(**sizes)) for sizes in ({"new": 23}, {"scale": 1.0})]
+    for cache, other in itertools.permutations(caches, 2):
+        if (cache.policy, cache.spec) == (other.policy, other.spec):
+            continue  # two names of one policy
+        with pytest.raises(ValueError, match="insert_rows: the states belong to different policies or specs") as error:
+            kvjax.insert_rows(cache, other, jnp.arange(BATCH))
+        assert not str(error.value).endswith(": ")
 
 
 # --- Arrays ---

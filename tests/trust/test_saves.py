@@ -5,7 +5,8 @@ import os
 import pathlib
 import random
 import shutil
-import subprocess
+import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -150,23 +151,44 @@ def test_a_renamed_save_is_damaged(tmp_path, caplog):
     assert "7: the directory was renamed: it holds the save of step 2" in caplog.text
 
 
-SAVE_AND_WAIT = """
+SAVE_FOREVER = """
     import pathlib, sys
+    from kvjax_models.generation.numbered_saves import NumberedSaves
     from tests.trust import test_saves
-    saves = test_saves.NumberedSaves(pathlib.Path(sys.argv[1]))
-    test_saves.save(saves, 1)
-    input("saved")
+    saves = NumberedSaves(pathlib.Path(sys.argv[1]))
+    first = saves.newest() + 1 if saves.steps() else 1
+    for step in range(first, 10**6):
+        test_saves.save(saves, step)
+        print(step, flush=True)
 """
 
 
 def test_a_second_writer_is_refused_while_the_first_lives(tmp_path):
-    with start_python(SAVE_AND_WAIT, tmp_path, stdin=subprocess.PIPE) as writer:
-        assert writer.stdout.read(5) == "saved", writer.stderr.read()[-2000:]
+    writer = start_python(SAVE_FOREVER, tmp_path)
+    try:
+        assert writer.stdout.readline() == "1\n", writer.stderr.read()[-2000:]
         with pytest.raises(OSError, match=r"another process is writing to .* \(it holds \.lock\); wait for it"):
-            save(NumberedSaves(tmp_path), 2)
+            save(NumberedSaves(tmp_path), 10**7)
+    finally:
         writer.kill()
-    save(NumberedSaves(tmp_path), 2)
-    assert_intact(NumberedSaves(tmp_path), 2)
+        writer.communicate()
+    save(NumberedSaves(tmp_path), 10**7)
+    assert_intact(NumberedSaves(tmp_path), 10**7)
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(50, marks=pytest.mark.heavy)])
+def test_a_killed_writer_leaves_an_intact_save(kills, tmp_path):
+    rng, last = random.Random(kills), 0
+    for _ in range(kills):
+        writer = start_python(SAVE_FOREVER, tmp_path)
+        assert int(writer.stdout.readline()) > last, writer.stderr.read()[-2000:]
+        time.sleep(rng.uniform(0.0, 0.4))
+        writer.send_signal(signal.SIGKILL)
+        reported = writer.communicate()[0].split()
+        saves = NumberedSaves(tmp_path)
+        assert saves.newest() >= int(reported[-1] if reported else last)
+        last = saves.newest()
+        assert_intact(saves, last)
 
 
 def test_a_full_disk_preserves_the_previous_save(tmp_path):
