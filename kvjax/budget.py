@@ -4,6 +4,7 @@ import bisect
 import dataclasses
 import re
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -180,7 +181,7 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
         if high > limit:
             if size(high) == size(smallest):
                 raise ValueError(f"{make(smallest)} does not grow with its budget; pass a budget in slots")
-            return make(_smallest_of_equal_size(size, smallest, high))  # all tokens fit
+            return make(_smallest_equal_budget(make, spec, smallest, high))  # all tokens fit
         low = high
     while high - low > 1:
         middle = (low + high) // 2
@@ -188,10 +189,18 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
     return make(max(round_to_tiles(low), smallest))
 
 
-def _smallest_of_equal_size(size: Callable[[int], float], low: int, high: int) -> int:
-    """Returns the smallest budget from `low` to `high` that has the same `size` as `high`."""
-    largest = size(high)
-    return low + bisect.bisect_left(range(low, high), largest, key=size)
+def _smallest_equal_budget(make: Callable[[int], Policy], spec: CacheSpec, low: int, high: int) -> int:
+    """Returns the smallest budget from `low` to `high` with which every layer has the same state as with `high`.
+
+    States have static sizes: equal bytes do not imply that as many tokens fit, because slots are allocated in tiles.
+    """
+
+    def states(budget: int) -> list[tuple[Any, int]]:
+        policy = make(budget)
+        return [(abstract_cache(policy, equal[0]).state, len(equal)) for equal in _equal_layers(policy, spec)]
+
+    largest = states(high)
+    return low + bisect.bisect_left(range(low, high), True, key=lambda budget: states(budget) == largest)
 
 
 def _equal_layers(policy: Policy, spec: CacheSpec) -> list[list[CacheSpec]]:

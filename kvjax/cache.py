@@ -414,7 +414,7 @@ def _read_bytes(cache: Cache, kv_heads: int) -> int:
         """Adds the bytes that one step reads of `cache` to `sizes`; called on abstract arrays."""
         spec, shape = cache.spec, cache.staging.keys.shape
         if cache.counters is None:
-            _, counters = init_staging(dataclasses.replace(spec, batch=shape[0]), shape[2])
+            _, counters = init_staging(dataclasses.replace(spec, batch=shape[0]), cast(int, spec.staging_slots))
             cache = dataclasses.replace(cache, counters=counters)
         if cache.policy.requires.attention_stats:
             sizes.append(_score_bytes(cache.state))
@@ -526,7 +526,7 @@ def _step(
     compact_when_full: bool,
 ) -> tuple[Float[Array, "B T H_q D_v"], Cache[S]]:
     if compact_when_full:
-        full = cache.counters.offset + keys.shape[1] > cache.staging.keys.shape[2]
+        full = cache.counters.offset + keys.shape[1] > cache.counters.slots
         cache = jax.lax.cond(full, _compact_shard, lambda cache: cache, cache)
     partials, cache = _attend(_stage(cache, keys, values, lengths), query, sink_logits, causal=True)
     return normalize(partials), cache
@@ -540,7 +540,10 @@ def _compact(cache: Cache[S]) -> Cache[S]:
 def _compact_shard(cache: Cache[S]) -> Cache[S]:
     """Passes one device's staged tokens to the policy, which may drop them."""
     # Counted here and not in `_stage`: a check per decode step would be one more kernel per layer.
-    not_finite = _count_not_finite(cache.staging.keys, cache.staging.values, cache.counters.present)
+    slots = cache.counters.slots
+    not_finite = _count_not_finite(
+        cache.staging.keys[:, :, :slots], cache.staging.values[:, :, :slots], cache.counters.present
+    )
     new, counters = stagings.take_staged(cache.staging, cache.counters)
     compacted = cache.policy.compact(quantization.load_stored(cache.state, for_compaction=True), new)
     stored = quantization.store(compacted, cache.state, new_rows=new.count > 0)
@@ -647,7 +650,7 @@ def _known_num_tokens(cache: Cache) -> Int[np.ndarray, "B"]:
 
 def _check_free_slots(cache: Cache, keys: Array, lengths: Array | None, *, compacts: bool) -> None:
     """Raises a ValueError for tokens that `_stage` would count as faults, if values are known."""
-    counters, new, slots = cache.counters, keys.shape[1], cache.staging.keys.shape[2]
+    counters, new, slots = cache.counters, keys.shape[1], cache.counters.slots
     if not is_concrete(counters, lengths):
         return
     row_tokens = np.full(keys.shape[0], new) if lengths is None else np.asarray(lengths)

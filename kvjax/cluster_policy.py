@@ -42,6 +42,7 @@ class ClusterState:
     clusters: Clusters = stacked("B", "H_kv")
     prompt_clusters: int = static()
     prompt_blocks: int = static()
+    max_chunks: int = static()
     capacity: int = static()  # maximum number of tokens in the store
     cluster_tokens: int = static()  # average tokens of a cluster
 
@@ -167,6 +168,7 @@ class ClusterPolicy(Policy[ClusterState]):
             clusters=clusters,
             prompt_clusters=prompt_clusters,
             prompt_blocks=prompt_blocks,
+            max_chunks=chunks,
             capacity=tokens + chunks * chunk_tokens,
             cluster_tokens=cluster_tokens,
         )
@@ -206,13 +208,12 @@ class ClusterPolicy(Policy[ClusterState]):
         """Slides the window over new tokens and clusters a full chunk of tokens that left it."""
         window, left = windows.slide(state.window, new)
         # Without chunks, a number of tokens that never come together.
-        chunk_tokens = window.keys.shape[2] + 1 if self.chunk_tokens is None else self.chunk_tokens
+        chunk_tokens = window.selected + 1 if self.chunk_tokens is None else self.chunk_tokens
         window, pending, full, clustered, lost = windows.insert_full_chunks(
             window, state.pending, left, chunk_tokens, functools.partial(self._cluster_chunk, state)
         )
         store, clusters = (state.store, state.clusters) if clustered is None else clustered
-        max_chunks = (clusters.size.shape[2] - state.prompt_clusters) // self.chunk_clusters
-        excess = jnp.maximum(state.chunks + full - jnp.maximum(state.chunks, max_chunks), 0)
+        excess = jnp.maximum(state.chunks + full - jnp.maximum(state.chunks, state.max_chunks), 0)
         return dataclasses.replace(
             state,
             window=window,
@@ -241,6 +242,7 @@ class ClusterPolicy(Policy[ClusterState]):
         ) -> tuple[BlockStore, Clusters]:
             """Clusters one head's chunk, if it is full, and writes it into `store` and `clusters`."""
             keys, values, position, full, number = chunk
+            fits = full[0] & (number < state.max_chunks)
             rng, valid = jax.random.fold_in(stream_key, 1 + number), jnp.broadcast_to(full[0], (chunk_tokens,))
             label = jax.lax.cond(
                 any_full,
@@ -256,8 +258,8 @@ class ClusterPolicy(Policy[ClusterState]):
                 label,
                 count=count,
                 blocks=blocks,
-                first_cluster=jnp.where(full[0], state.prompt_clusters + number * count, OUT_OF_RANGE),
-                first_block=jnp.where(full[0], state.prompt_blocks + number * blocks, OUT_OF_RANGE),
+                first_cluster=jnp.where(fits, state.prompt_clusters + number * count, OUT_OF_RANGE),
+                first_block=jnp.where(fits, state.prompt_blocks + number * blocks, OUT_OF_RANGE),
             )
 
         cluster = per_head(cluster_head, 0, 0, 0, 0, 0, None, None, None)

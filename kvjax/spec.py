@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.quantization import KVDtype, KVFormats, check_width, parse_kv_dtype
+from pallas_kernels.weighted_decode import SLOT_TILE
 
 TILE = 16  # slots, see `round_to_tiles`
 # Weights count tokens and RoPE multiplies positions in float32, which holds every integer up to this one.
@@ -264,6 +265,21 @@ def is_concrete(*arrays: Any) -> bool:
     return not any(
         isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(arrays)
     )
+
+
+def allocated_slots(slots: int) -> int:
+    """Returns the slots that a store of `slots` entries per KV head allocates: the next multiple of 8.
+
+    The kernel for Hopper GPUs reads no store of another size, and XLA copies such a store at every step on TPUs. The
+    added slots come last and stay empty.
+
+    Args:
+        slots: maximum number of entries.
+
+    Returns:
+        The number of slots.
+    """
+    return -(-slots // SLOT_TILE) * SLOT_TILE
 
 
 def round_to_tiles(slots: int) -> int:

@@ -9,12 +9,11 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.policy import Policy, Prompt, Requirements, check_budget, check_min
 from kvjax.segment import Segment
-from kvjax.spec import TILE, CacheSpec
+from kvjax.spec import TILE, CacheSpec, allocated_slots
 from kvjax.stores import top_k_store
 from kvjax.stores.staging import Tokens
 from kvjax.stores.top_k_store import TopKStore, init_top_k_store
 
-SLOT_TILE = 8  # a TPU copies stores of other sizes at every step
 _ABOVE_SCORES = 1e30  # above any score that a policy gives
 
 
@@ -104,9 +103,7 @@ class TopKPolicy(Policy[TopKStore]):
         Returns:
             The budget, plus slots for `spec.max_new_tokens` if `reserve_decode_slots`.
         """
-        if not self.reserve_decode_slots:
-            return self.budget
-        return -(-(self.budget + spec.max_new_tokens) // SLOT_TILE) * SLOT_TILE
+        return allocated_slots(self.budget + spec.max_new_tokens) if self.reserve_decode_slots else self.budget
 
     def rank(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
         """Ranks the tokens of a prompt: sinks first, then recent tokens, then all others by score.

@@ -10,8 +10,9 @@ from jaxtyping import Array, Float, Int, Key
 from kvjax.policy import Policy, Prompt, Requirements
 from kvjax.quantization import QuantizedArray, first_mean, write_entries
 from kvjax.segment import Segment
-from kvjax.spec import CacheSpec
-from kvjax.state import kv_entries, state
+from kvjax.spec import CacheSpec, allocated_slots
+from kvjax.state import kv_entries, state, static
+from kvjax.stores.block_store import OUT_OF_RANGE
 from kvjax.stores.staging import Tokens
 from kvjax.stores.top_k_store import later_token_slots
 from kvjax.structures.per_head import per_head
@@ -32,6 +33,7 @@ class AdaKVState:
     empty: Int[Array, "B H_kv"]  # int32, slots left for later tokens
     later: Int[Array, "B"]  # int32, tokens received after the prompt
     mean: Float[Array, "B H_kv D"] | None  # float32, mean key of the prompt; None if the cache is not quantized
+    slots: int = static()  # maximum number of tokens, over the number of heads; the last slots of the pool stay empty
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,13 +98,14 @@ class AdaKV(Policy[AdaKVState]):
         slots, shape = self.policy.num_slots(spec), (spec.batch, spec.kv_heads)
         zeros = jnp.zeros(shape, jnp.int32)
         return AdaKVState(
-            keys=jnp.zeros((*shape, slots, spec.head_dim), spec.dtype),
-            values=jnp.zeros((*shape, slots, spec.value_width), spec.dtype),
+            keys=jnp.zeros((*shape, allocated_slots(slots), spec.head_dim), spec.dtype),
+            values=jnp.zeros((*shape, allocated_slots(slots), spec.value_width), spec.dtype),
             start=zeros + slots * jnp.arange(spec.kv_heads, dtype=jnp.int32),
             ranked=zeros,
             empty=zeros + slots,
             later=jnp.zeros(spec.batch, jnp.int32),
             mean=None if spec.kv_formats is None else jnp.zeros((*shape, spec.head_dim), jnp.float32),
+            slots=slots,
         )
 
     def prefill(self, state: AdaKVState, prompt: Prompt) -> AdaKVState:
@@ -123,13 +126,13 @@ class AdaKV(Policy[AdaKVState]):
 
         def fill_row(keys: Array, values: Array, rank: Array, new_keys: Array, new_values: Array):
             """Fills one row's `keys` and `values` with the tokens of highest `rank`."""
-            token, target, start, ranked, empty = _allocate(rank, keep, keys.shape[0] * keys.shape[1])
+            token, target, start, ranked, empty = _allocate(rank, keep, keys.shape[0] * state.slots)
             head, index = token
             keys, values = _put(keys, target, new_keys[head, index]), _put(values, target, new_values[head, index])
             return keys, values, start, ranked, empty
 
         keys, values, start, ranked, empty = jax.vmap(fill_row)(state.keys, state.values, rank, new_keys, prompt.values)
-        return AdaKVState(keys, values, start, ranked, empty, state.later, mean)
+        return AdaKVState(keys, values, start, ranked, empty, state.later, mean, state.slots)
 
     def _safeguarded(self, rank: Float[Array, "B H T"]) -> Float[Array, "B H T"]:
         """Raises the rank of every head's best tokens above all other tokens, in the same order."""
@@ -179,8 +182,7 @@ class AdaKV(Policy[AdaKVState]):
         """
         number = state.later[:, None] + jnp.arange(new.keys.shape[2])
         target = later_token_slots(number[:, None], state.ranked, state.empty, self.policy.sinks)
-        slots = state.keys.shape[1] * state.keys.shape[2]
-        target = jnp.where(new.present[:, None], state.start[..., None] + target, slots)
+        target = jnp.where(new.present[:, None], state.start[..., None] + target, OUT_OF_RANGE)
 
         def put(pool: Float[Array, "B H S *D"], new: Float[Array, "B H P *D"]) -> Float[Array, "B H S *D"]:
             return jax.vmap(_put)(pool, target, new)
@@ -217,7 +219,7 @@ def _allocate(rank: Float[Array, "H T"], keep: int, slots: int):
     empty = remaining // heads + (jnp.arange(heads) < remaining % heads)
     start = jnp.cumsum(ranked + empty) - ranked - empty
     target = start[head] + jnp.cumsum(chosen, axis=0)[jnp.arange(keep), head] - 1
-    return (head, token), jnp.where(valid, target, slots), start, ranked, empty
+    return (head, token), jnp.where(valid, target, OUT_OF_RANGE), start, ranked, empty
 
 
 def _single_head(x: T) -> T:

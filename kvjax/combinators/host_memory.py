@@ -1,23 +1,26 @@
 """Block stores in host memory, with the blocks of the last steps cached on the device."""
 
 import dataclasses
+import functools
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Key, Shaped
+from jaxtyping import Array, Float, Int, Key, Shaped
 
 from kvjax.attention import AttentionStats
 from kvjax.combinators.combined import CombinedPolicies
 from kvjax.policy import Policy, Prompt, check_min
-from kvjax.segment import BlockStoreRead, SegmentLike
+from kvjax.segment import BlockSelection, BlockStoreRead, SegmentLike
 from kvjax.spec import CacheSpec
 from kvjax.state import state
 from kvjax.stores.block_cache import BlockCache, init_block_cache
 from kvjax.stores.block_store import BlockStore
 from kvjax.stores.staging import Tokens
+from pallas_kernels.weighted_decode import SLOT_TILE
 
 
 @state
@@ -94,7 +97,7 @@ class HostMemory(CombinedPolicies[HostMemoryState]):
         for read in self._reads(inner, spec.batch):
             heads = spec.kv_heads if read.kv_heads is None else len(read.kv_heads)
             query = jnp.zeros((spec.batch, 1, heads * spec.query_heads // spec.kv_heads, spec.head_dim))
-            blocks = jax.eval_shape(lambda read=read, query=query: read.select(query).block_indices)
+            blocks = jax.eval_shape(lambda read=read, query=query: _select(read, query).block_indices)
             caches.append(init_block_cache(blocks, read.store.entries, self.steps))
         return HostMemoryState(to_host(inner), tuple(caches))
 
@@ -123,7 +126,9 @@ class HostMemory(CombinedPolicies[HostMemoryState]):
         """
         caches = iter(state.block_caches)
         return tuple(
-            dataclasses.replace(one, block_cache=next(caches)) if isinstance(one, BlockStoreRead) else one
+            dataclasses.replace(one, block_cache=next(caches), select=functools.partial(_select, one))
+            if isinstance(one, BlockStoreRead)
+            else one
             for one in self.policy.segments(state.inner, num_visible_staged)
         )
 
@@ -167,6 +172,17 @@ class HostMemory(CombinedPolicies[HostMemoryState]):
     def _reads(self, inner: Any, batch: int) -> list[BlockStoreRead]:
         segments = self.policy.segments(inner, jnp.zeros((batch, 1), jnp.int32))
         return [one for one in segments if isinstance(one, BlockStoreRead)]
+
+
+def _select(read: BlockStoreRead, query: Float[Array, "B 1 H_q D"]) -> BlockSelection:
+    """Selects blocks, and adds empty ones: attention reads the fetched blocks as a store of a multiple of 8 slots."""
+    selection, block_size = read.select(query), read.store.entries.shape[3]
+    count = selection.block_indices.shape[2]
+    padding = ((0, 0), (0, 0), (0, -count % (SLOT_TILE // math.gcd(SLOT_TILE, block_size))))
+    return selection._replace(
+        block_indices=jnp.pad(selection.block_indices, padding),
+        block_lengths=jnp.pad(selection.block_lengths, padding),
+    )
 
 
 def to_host(tree: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 from kvjax.combinators.by_layer import LayerPolicies
 from kvjax.policy import Policy
 from kvjax.spec import CacheSpec
-from kvjax.top_k_policy import SLOT_TILE
+from pallas_kernels.weighted_decode import SLOT_TILE
 
 
 @dataclasses.dataclass(frozen=True)

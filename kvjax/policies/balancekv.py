@@ -180,7 +180,7 @@ class BalanceKV(Policy[BalanceKVState]):
         shape = left.keys.shape[:3]
         index = jnp.arange(shape[2])
         slot = self._needle_slots + state.halved_slots + state.later[:, None] + index
-        slot = jnp.broadcast_to(jnp.where(left.present, slot, window.keys.shape[2])[:, None], shape)
+        slot = jnp.broadcast_to(jnp.where(left.present, slot, window.selected)[:, None], shape)
         source = jnp.broadcast_to(index, shape)
 
         def put(buffer: Float[Array, "B H S"]) -> Float[Array, "B H S"]:

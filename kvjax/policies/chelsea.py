@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Key, Shaped
 
 from kvjax.policy import Policy, Prompt, check_budget
 from kvjax.segment import Segment, SegmentLike
-from kvjax.spec import CacheSpec
+from kvjax.spec import CacheSpec, allocated_slots
 from kvjax.state import kv_entries, state
 from kvjax.stores import window as windows
 from kvjax.stores.staging import Tokens
@@ -84,9 +84,14 @@ class Chelsea(Policy[ChelseaState]):
         parts = {name: getattr(self, name) for name in ("first", "decay", "steps", "floor")}
         return dataclasses.replace(SCHEDULES[self.schedule], **{k: v for k, v in parts.items() if v is not None})
 
+    @property
+    def num_centroids(self) -> int:
+        """Maximum number of centroids."""
+        return self.budget - self.sinks - self.recent
+
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> ChelseaState:
         """Returns an empty window without centroids for `spec`."""
-        slots, shape = self.budget - self.sinks - self.recent, (spec.batch, spec.kv_heads)
+        slots, shape = allocated_slots(self.num_centroids), (spec.batch, spec.kv_heads)
         return ChelseaState(
             window=init_window(spec, self.sinks, self.recent),
             keys=jnp.zeros((*shape, slots, spec.head_dim)),
@@ -113,11 +118,12 @@ class Chelsea(Policy[ChelseaState]):
         """Slides the window over new tokens and merges tokens that leave it with the centroids."""
         window, left = windows.slide(state.window, new)
         entries = single_token_entries(left.keys, left.values, left.count)
-        max_count = state.keys.shape[2] + left.keys.shape[2]
+        max_count = self.num_centroids + left.keys.shape[2]
         slots = max_count + -max_count % tile_slots(max_count, self.chunk)
 
         def append(old: Shaped[Array, "B H S *N"], new: Shaped[Array, "B H P *N"]) -> Shaped[Array, "B H R *N"]:
             """Writes `new` after the first `state.count` entries of `old`, which is enlarged to full tiles."""
+            old = old[:, :, : self.num_centroids]
             padding = ((0, 0), (0, 0), (0, slots - old.shape[2]), *((0, 0),) * (old.ndim - 3))
             old = jnp.pad(old, padding).astype(new.dtype)
             return jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1))(old, new, state.count)
@@ -132,8 +138,8 @@ class Chelsea(Policy[ChelseaState]):
 
     def _merge(self, state: ChelseaState, entries: Centroids, max_count: int | None = None) -> ChelseaState:
         """Compresses every head's entries, at most `max_count`, into the centroids' slots."""
-        slots, schedule = state.keys.shape[2], self.merge_schedule
-        merge = functools.partial(compress, budget=slots, chunk=self.chunk, schedule=schedule, max_count=max_count)
+        options = {"budget": self.num_centroids, "chunk": self.chunk, "schedule": self.merge_schedule}
+        merge = functools.partial(compress, **options, max_count=max_count)
         merged = per_head(merge)(entries)
 
         def write(buffer: Float[Array, "B H S D"], x: Float[Array, "B H M D"]) -> Float[Array, "B H S D"]:

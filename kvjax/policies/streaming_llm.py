@@ -12,6 +12,7 @@ from kvjax.state import state
 from kvjax.stores import window as windows
 from kvjax.stores.staging import Tokens
 from kvjax.stores.window import Window, init_window
+from pallas_kernels.weighted_decode import SLOT_TILE
 
 
 @state
@@ -74,10 +75,13 @@ class StreamingLLM(Policy[StreamingLLMState]):
         dropped = jnp.maximum(window.total[:, None] + num_visible_staged - window.sinks - window.recent, 0)
         recent = dataclasses.replace(segments[0], stop=jnp.full_like(dropped[:, :1], window.recent))
         sink_count, _, _ = windows.occupancy(window)
+        start = window.recent % SLOT_TILE  # so that the segment has a multiple of 8 slots
+        first = window.recent - start
         sinks = Segment(
-            window.keys[:, :, window.recent :],
-            window.values[:, :, window.recent :],
-            stop=sink_count[:, None],
+            window.keys[:, :, first:],
+            window.values[:, :, first:],
+            start=jnp.full_like(dropped[:, :1], start),
+            stop=start + sink_count[:, None],
             query_rope_angles=-dropped[..., None] * state.frequencies,
         )
         return recent, sinks

@@ -57,7 +57,7 @@ class Uniform(Policy[Sample]):
         """Returns an empty window for `spec`."""
         size, shape = self.budget - self.sinks - self.recent, (spec.batch, spec.kv_heads)
         window = init_window(spec, self.sinks, self.recent, size)
-        return Sample(window, jnp.full((*shape, size), jnp.inf), jnp.zeros((*shape, self.budget)), row_keys)
+        return Sample(window, jnp.full((*shape, size), jnp.inf), jnp.zeros(window.keys.shape[:3]), row_keys)
 
     def prefill(self, state: Sample, prompt: Prompt) -> Sample:
         """Fills the window and draws the sample from the prompt."""

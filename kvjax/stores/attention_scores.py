@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.attention import AttentionStats
-from kvjax.spec import CacheSpec
+from kvjax.spec import CacheSpec, allocated_slots
 from kvjax.state import state
 from kvjax.stores.window import Window
 
@@ -16,7 +16,7 @@ class AttentionScores:
     """Attention probability of every slot of a window and of the staging buffer, summed over a group's query heads."""
 
     window: Float[Array, "B H_kv S"]  # float32, 0 in empty slots
-    staged: Float[Array, "B H_kv P"]  # float32
+    staged: Float[Array, "B H_kv P"]  # float32, likewise
 
 
 def init_attention_scores(spec: CacheSpec, window: Window) -> AttentionScores:
@@ -29,8 +29,8 @@ def init_attention_scores(spec: CacheSpec, window: Window) -> AttentionScores:
     Returns:
         Scores for the slots of the window and of the staging buffer.
     """
-    shape = (spec.batch, spec.kv_heads)
-    return AttentionScores(jnp.zeros((*shape, window.keys.shape[2])), jnp.zeros((*shape, spec.staging_slots)))
+    shape, staged = (spec.batch, spec.kv_heads), allocated_slots(cast(int, spec.staging_slots))
+    return AttentionScores(jnp.zeros((*shape, window.keys.shape[2])), jnp.zeros((*shape, staged)))
 
 
 def accumulate_scores(scores: AttentionScores, stats: AttentionStats) -> AttentionScores:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.segment import Segment
-from kvjax.spec import CacheSpec
+from kvjax.spec import CacheSpec, allocated_slots
 from kvjax.state import fault, state
 
 _MAX_COUNT = 2**29  # counters saturate here, far above any capacity
@@ -37,17 +37,20 @@ class Tokens:
         """Position of every token in its sequence."""
         return self.first[:, None] + jnp.arange(self.keys.shape[2])
 
-    def gather_staged(self, x: Shaped[Array, "B H_kv P *N"]) -> Shaped[Array, "B H_kv P *N"]:
+    def gather_staged(self, x: Shaped[Array, "B H_kv S *N"]) -> Shaped[Array, "B H_kv P *N"]:
         """Reorders an array over staging slots to the order of these tokens."""
         return jax.vmap(lambda x, slot: x[:, slot])(x, self.slot)
 
 
 @state
 class Staging:
-    """Keys and values appended since the last compaction, in slots [0, offset) of P."""
+    """Keys and values appended since the last compaction, in slots [0, offset) of the P slots of `Counters`.
 
-    keys: Float[Array, "B H_kv P D"]
-    values: Float[Array, "B H_kv P D_v"]
+    S is P, rounded up to a multiple of 8 (`spec.allocated_slots`).
+    """
+
+    keys: Float[Array, "B H_kv S D"]
+    values: Float[Array, "B H_kv S D_v"]
 
 
 @state
@@ -62,6 +65,11 @@ class Counters:
     past: Int[Array, "B"] = fault("tokens were appended beyond max_prompt_tokens + max_new_tokens")
 
     @property
+    def slots(self) -> int:
+        """Maximum number of tokens in the staging buffer, P."""
+        return self.present.shape[1]
+
+    @property
     def total(self) -> Int[Array, "B"]:
         """Tokens that every row has received."""
         return self.first + self.count
@@ -72,12 +80,12 @@ def init_staging(spec: CacheSpec, slots: int) -> tuple[Staging, Counters]:
 
     Args:
         spec: the cache's spec.
-        slots: slots of the buffer.
+        slots: maximum number of tokens in the buffer, P.
 
     Returns:
         The buffer and the counters.
     """
-    shape = (spec.batch, spec.kv_heads, slots)
+    shape = (spec.batch, spec.kv_heads, allocated_slots(slots))
     staging = Staging(
         keys=jnp.zeros((*shape, spec.head_dim), spec.dtype), values=jnp.zeros((*shape, spec.value_width), spec.dtype)
     )
@@ -109,7 +117,7 @@ def append(
         ValueError: if T exceeds the slots of the buffer.
     """
     batch, tokens = keys.shape[:2]
-    slots = staging.keys.shape[2]
+    slots = counters.slots
     if tokens > slots:
         raise ValueError(
             f"cannot append {tokens} tokens to {slots} staging slots; append at most {slots} at a time, or give the "
@@ -123,7 +131,7 @@ def append(
     # `dynamic_update_slice` would move a slice that does not fit over older tokens: write those back instead.
     start = jnp.where(fits, counters.offset, 0)
 
-    def write(buffer: Float[Array, "B H P D"], new: Float[Array, "B T H D"]) -> Float[Array, "B H P D"]:
+    def write(buffer: Float[Array, "B H S D"], new: Float[Array, "B T H D"]) -> Float[Array, "B H S D"]:
         """Writes `new` into the staging `buffer` from slot `start` on; a buffer that is too full is unchanged."""
         old = jax.lax.dynamic_slice_in_dim(buffer, start, tokens, axis=2)
         # Zeros where a row has no token: a NaN there would survive a weight of zero.
@@ -168,8 +176,9 @@ def staged_segment(staging: Staging, counters: Counters, tokens: int) -> Segment
     Returns:
         A segment.
     """
-    log_weight = jnp.where(counters.present, 0.0, -jnp.inf)[:, None]
-    batch = staging.keys.shape[0]
+    batch, _, slots, _ = staging.keys.shape
+    present = jnp.pad(counters.present, ((0, 0), (0, slots - counters.slots)))
+    log_weight = jnp.where(present, 0.0, -jnp.inf)[:, None]
     return Segment(
         staging.keys,
         staging.values,
@@ -190,7 +199,7 @@ def num_visible_staged(counters: Counters, tokens: int) -> Int[Array, "B #T"]:
     """
     if tokens == 1:
         return counters.count[:, None]
-    visible = jnp.arange(counters.present.shape[1]) < _causal_ends(counters, tokens)[:, None]
+    visible = jnp.arange(counters.slots) < _causal_ends(counters, tokens)[:, None]
     return jnp.sum(counters.present[:, None] & visible, axis=-1, dtype=jnp.int32)
 
 

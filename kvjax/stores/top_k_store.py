@@ -8,8 +8,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.quantization import write_entries
 from kvjax.segment import Segment
-from kvjax.spec import CacheSpec
-from kvjax.state import kv_entries, state
+from kvjax.spec import CacheSpec, allocated_slots
+from kvjax.state import kv_entries, state, static
 from kvjax.stores.staging import Tokens
 from kvjax.structures.per_head import per_head
 
@@ -22,6 +22,7 @@ class TopKStore:
     values: Float[Array, "B H_kv S D_v"] = kv_entries(written_once=True)
     ranked: Int[Array, "B"]  # int32, tokens of the prompt
     later: Int[Array, "B"]  # int32, tokens received after the prompt
+    slots: int = static()  # maximum number of tokens; the remaining ones of S stay empty
     log_weights: Float[Array, "B H_kv S"] | None = None  # in the dtype of the cache; None for 0
 
 
@@ -30,18 +31,19 @@ def init_top_k_store(spec: CacheSpec, slots: int, *, weighted: bool = False) -> 
 
     Args:
         spec: the cache's spec.
-        slots: slots per KV head.
+        slots: maximum number of tokens per KV head.
         weighted: whether entries have log-weights.
 
     Returns:
         The store.
     """
-    shape = (spec.batch, spec.kv_heads, slots)
+    shape = (spec.batch, spec.kv_heads, allocated_slots(slots))
     return TopKStore(
         keys=jnp.zeros((*shape, spec.head_dim), spec.dtype),
         values=jnp.zeros((*shape, spec.value_width), spec.dtype),
         ranked=jnp.zeros(spec.batch, jnp.int32),
         later=jnp.zeros(spec.batch, jnp.int32),
+        slots=slots,
         log_weights=jnp.zeros(shape, spec.dtype) if weighted else None,
     )
 
@@ -88,10 +90,9 @@ def append(store: TopKStore, new: Tokens, sinks: int) -> TopKStore:
     Returns:
         The store.
     """
-    slots = store.keys.shape[2]
     number = store.later[:, None] + jnp.arange(new.keys.shape[2])
-    target = later_token_slots(number, store.ranked, slots - store.ranked, sinks)
-    target = jnp.broadcast_to(jnp.where(new.present, target, slots)[:, None], new.keys.shape[:3])
+    target = later_token_slots(number, store.ranked, store.slots - store.ranked, sinks)
+    target = jnp.broadcast_to(jnp.where(new.present, target, store.keys.shape[2])[:, None], new.keys.shape[:3])
 
     def put(slots: Float[Array, "B H S *D"], new: Float[Array, "B H P *D"]) -> Float[Array, "B H S *D"]:
         return per_head(_put)(slots, target, new)
@@ -114,7 +115,7 @@ def _put(slots: Float[Array, "S *D"], target: Int[Array, "P"], new: Float[Array,
 
 def store_segment(store: TopKStore) -> Segment:
     """Returns the store as attention reads it."""
-    stop = jnp.minimum(store.ranked + store.later, store.keys.shape[2])
+    stop = jnp.minimum(store.ranked + store.later, store.slots)
     log_weights = None if store.log_weights is None else store.log_weights.astype(jnp.float32)
     return Segment(store.keys, store.values, log_num=log_weights, stop=stop[:, None])
 

@@ -9,17 +9,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.segment import Segment
-from kvjax.spec import CacheSpec
+from kvjax.spec import CacheSpec, allocated_slots
 from kvjax.state import kv_entries, state, static
 from kvjax.stores.staging import Tokens
 
 
 @state
 class Window:
-    """S slots in one buffer, [recent | sinks | selected], that attention reads as one segment.
+    """S slots in one buffer, [recent | sinks | selected | empty], that attention reads as one segment.
 
     Recent tokens are right-aligned in their slots, oldest first, and the others left-aligned, so that the occupied
-    slots are one range. The start of the range moves as old tokens leave.
+    slots are one range. The start of the range moves as old tokens leave. The empty slots make S a multiple of 8
+    (`spec.allocated_slots`).
     """
 
     keys: Float[Array, "B H_kv S D"] = kv_entries()
@@ -27,6 +28,7 @@ class Window:
     total: Int[Array, "B"]  # int32, tokens received so far
     recent: int = static()  # slots of recent tokens
     sinks: int = static()  # slots of sink tokens
+    selected: int = static()  # slots that a policy fills
 
     @property
     def fixed(self) -> int:
@@ -46,13 +48,14 @@ def init_window(spec: CacheSpec, sinks: int, recent: int, selected: int = 0) -> 
     Returns:
         The window.
     """
-    shape = (spec.batch, spec.kv_heads, sinks + recent + selected)
+    shape = (spec.batch, spec.kv_heads, allocated_slots(sinks + recent + selected))
     return Window(
         keys=jnp.zeros((*shape, spec.head_dim), spec.dtype),
         values=jnp.zeros((*shape, spec.value_width), spec.dtype),
         total=jnp.zeros(spec.batch, jnp.int32),
         recent=recent,
         sinks=sinks,
+        selected=selected,
     )
 
 
@@ -259,7 +262,8 @@ def put_aligned(
     """
 
     def put_head(buffer: Shaped[Array, "S *N"], tokens: Shaped[Array, "T *N"], slot, source):
-        return buffer.at[window.fixed + slot].set(tokens[source].astype(buffer.dtype), mode="drop")
+        target = jnp.where(slot < window.selected, window.fixed + slot, buffer.shape[0])
+        return buffer.at[target].set(tokens[source].astype(buffer.dtype), mode="drop")
 
     return jax.vmap(jax.vmap(put_head))(buffer, tokens, slot, source)
 
@@ -287,8 +291,7 @@ def insert_full_chunks(
         The window, the collected tokens, the chunks inserted, the result of `insert_chunk` (None if no chunk can be
         full), and the tokens that found no free slot.
     """
-    fixed = window.fixed
-    slots, arriving = window.keys.shape[2] - fixed, left.keys.shape[2]
+    fixed, slots, arriving = window.fixed, window.selected, left.keys.shape[2]
     fits = jnp.minimum(left.count, slots - pending)
     index = jnp.arange(arriving)
     target = jnp.where(index < fits[:, None], fixed + pending[:, None] + index, window.keys.shape[2])
@@ -309,7 +312,8 @@ def insert_full_chunks(
         source = jnp.minimum(jnp.arange(slots) + (full * chunk_tokens)[:, None], slots - 1)
 
         def move_up(buffer: Float[Array, "H S D"], source: Int[Array, "n"], full: Int[Array, ""]):
-            return buffer.at[:, fixed:].set(jnp.where(full > 0, buffer[:, fixed:][:, source], buffer[:, fixed:]))
+            selected = buffer[:, fixed : fixed + slots]
+            return buffer.at[:, fixed : fixed + slots].set(jnp.where(full > 0, selected[:, source], selected))
 
         keys, values = jax.vmap(move_up)(keys, source, full), jax.vmap(move_up)(values, source, full)
         pending = pending - full * chunk_tokens

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from kvjax.spec import allocated_slots
 from kvjax.state import fault, kv_entries, state, static
 from kvjax.structures.cover import (
     EarlierNeighbors,
@@ -25,6 +26,7 @@ from kvjax.structures.cover import (
     squared_distances,
     unknown_neighbors,
 )
+from kvjax.structures.padding import resize_slots
 from pallas_kernels.argmin import min_and_argmin
 
 MAX_CLUSTERS = 2**14  # distances between all of them take 1 GiB per head
@@ -32,7 +34,7 @@ MAX_CLUSTERS = 2**14  # distances between all of them take 1 GiB per head
 
 @state
 class ClusterTable:
-    """Up to M clusters in slots [0, size), in the order in which they were opened.
+    """Clusters in slots [0, size) of M, in the order in which they were opened.
 
     With growth factor g, after j growths of delta:
 
@@ -47,7 +49,8 @@ class ClusterTable:
     |a|^2 + |b|^2 is zero, so that a duplicate never opens a cluster; 3 and 4 hold within this resolution.
 
     The size does not grow with the stream: M D elements of centers (float32 if they move), M t D elements of samples,
-    4 M D_v bytes of mean values, 8 M bytes of counts and radii, and 24 bytes of scalars and the PRNG key.
+    4 M D_v bytes of mean values, 8 M bytes of counts and radii, and 24 bytes of scalars and the PRNG key. M is the
+    maximum number of clusters, rounded up to a multiple of 8.
     """
 
     centers: Float[Array, "M D"] = kv_entries(running_mean=True)  # float32 if they move, else the cache's dtype
@@ -60,6 +63,7 @@ class ClusterTable:
     doublings: Int[Array, ""]  # int32, number of times that delta grew
     unsound: Int[Array, ""] = fault("keys that are not finite were left out")  # int32
     rng: Key[Array, ""]
+    clusters: int = static()  # maximum number of clusters
     growth: float = static()  # smallest factor by which delta grows
     moving: bool = static()  # whether centers are the means of their clusters
 
@@ -79,7 +83,7 @@ def init_cluster_table(
     """Returns an empty table.
 
     Args:
-        clusters: maximum number of clusters, M.
+        clusters: maximum number of clusters.
         key_dim: dimensions of keys.
         dtype: dtype of centers and samples.
         rng: PRNG key of the stream.
@@ -98,18 +102,19 @@ def init_cluster_table(
         ValueError: if a size or factor is out of range.
     """
     _check_settings(clusters, samples, delta, growth)
-    zero = jnp.zeros((), jnp.int32)
+    zero, slots = jnp.zeros((), jnp.int32), allocated_slots(clusters)
     return ClusterTable(
-        centers=jnp.zeros((clusters, key_dim), jnp.float32 if moving else dtype),
-        count=jnp.zeros(clusters, jnp.int32),
-        radius=jnp.zeros(clusters, jnp.float32),
-        samples=jnp.zeros((clusters, samples, key_dim), dtype) if samples else None,
-        mean_value=None if value_dim is None else jnp.zeros((clusters, value_dim), jnp.float32),
+        centers=jnp.zeros((slots, key_dim), jnp.float32 if moving else dtype),
+        count=jnp.zeros(slots, jnp.int32),
+        radius=jnp.zeros(slots, jnp.float32),
+        samples=jnp.zeros((slots, samples, key_dim), dtype) if samples else None,
+        mean_value=None if value_dim is None else jnp.zeros((slots, value_dim), jnp.float32),
         size=zero,
         delta=jnp.asarray(0.0 if delta is None else delta, jnp.float32),
         doublings=zero,
         unsound=zero,
         rng=rng,
+        clusters=clusters,
         growth=growth,
         moving=moving,
     )
@@ -188,7 +193,8 @@ def extend(
     """
     _check_shapes(table, keys, values, valid)
     valid = jnp.ones(keys.shape[0], bool) if valid is None else valid
-    capacity, tokens = table.centers.shape[0], keys.shape[0]
+    allocated, table = table.centers.shape[0], resize_slots(table, "M", table.clusters)
+    capacity, tokens = table.clusters, keys.shape[0]
     block = min(block, tokens)
     padding = -tokens % block
     sound = jnp.all(jnp.isfinite(keys), axis=1)
@@ -215,7 +221,8 @@ def extend(
     weight = jnp.concatenate([table.count, valid.astype(jnp.int32)])
     if values is not None:
         values = jnp.pad(values.astype(jnp.float32), ((0, padding), (0, 0)))
-    return _rebuild(table, assignment, items.vectors, values, slot, weight)
+    rebuilt = _rebuild(table, assignment, items.vectors, values, slot, weight)
+    return resize_slots(rebuilt, "M", allocated)
 
 
 def log_counts(table: ClusterTable) -> Float[Array, "M"]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.segment import Segment
+from kvjax.spec import allocated_slots
 from kvjax.state import state
 from kvjax.stores.block_store import BlockStore, arrange_blocks, write_blocks, write_index
 from kvjax.structures.per_head import per_head
@@ -16,7 +17,10 @@ from pallas_kernels.select_blocks import SelectedBlocks, select_blocks
 
 @state
 class Clusters:
-    """One head's clusters, of the prompt and then of every chunk of later tokens; empty ones have size 0."""
+    """One head's clusters, of the prompt and then of every chunk of later tokens; empty ones have size 0.
+
+    C is a multiple of 8 (`spec.allocated_slots`).
+    """
 
     mean_key: Float[Array, "C D"]  # of the cache's dtype
     mean_value: Float[Array, "C D_v"] | None  # None without residual clusters
@@ -29,7 +33,7 @@ def init_clusters(count: int, head_dim: int, value_dim: int | None, dtype: jax.t
     """Returns one head's empty clusters.
 
     Args:
-        count: number of clusters.
+        count: maximum number of clusters.
         head_dim: dimensions of keys.
         value_dim: dimensions of values; None for clusters without mean values and deviations.
         dtype: dtype of the means.
@@ -37,12 +41,13 @@ def init_clusters(count: int, head_dim: int, value_dim: int | None, dtype: jax.t
     Returns:
         The clusters.
     """
+    slots = allocated_slots(count)
     return Clusters(
-        mean_key=jnp.zeros((count, head_dim), dtype),
-        mean_value=None if value_dim is None else jnp.zeros((count, value_dim), dtype),
-        size=jnp.zeros(count, jnp.int32),
-        first_block=jnp.zeros(count, jnp.int32),
-        rms=None if value_dim is None else jnp.zeros(count),
+        mean_key=jnp.zeros((slots, head_dim), dtype),
+        mean_value=None if value_dim is None else jnp.zeros((slots, value_dim), dtype),
+        size=jnp.zeros(slots, jnp.int32),
+        first_block=jnp.zeros(slots, jnp.int32),
+        rms=None if value_dim is None else jnp.zeros(slots),
     )
 
 

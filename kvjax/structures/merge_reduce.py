@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.state import fault, kv_entries, state
+from kvjax.spec import allocated_slots
+from kvjax.state import fault, kv_entries, state, static
 from kvjax.structures.balance import Halve, Halved
 
 _MAX_INT = np.iinfo(np.int32).max
@@ -27,8 +28,9 @@ _MAX_INT = np.iinfo(np.int32).max
 class MergeReduceTree:
     """N bins of u = t / 2 slots for one stream; bin b has slots [b u, (b + 1) u).
 
-    A bin represents tokens [index 2^level u, (index + 1) 2^level u) of the stream. The size does not grow with the
-    stream: N u (D + D_v) elements, 4 N u + 8 N + 12 bytes of weights and counters, and the PRNG key.
+    S is N u, rounded up to a multiple of 8. A bin represents tokens [index 2^level u, (index + 1) 2^level u) of the
+    stream. The size does not grow with the stream: S (D + D_v) elements, 4 S + 8 N + 12 bytes of weights and counters,
+    and the PRNG key.
     """
 
     keys: Float[Array, "S D"] = kv_entries()
@@ -40,6 +42,7 @@ class MergeReduceTree:
     clipped: Int[Array, ""]  # int32, decisions whose probability was clipped (the paper's FAIL)
     lost: Int[Array, ""] = fault("tokens came to a merge-and-reduce tree without a free bin and are lost")
     rng: Key[Array, ""]
+    bin_slots: int = static()
 
 
 def bins_needed(tokens: int, bin_slots: int) -> int:
@@ -114,16 +117,18 @@ def init_merge_reduce(
     if bins < (needed := bins_needed(tokens, bin_slots)):
         raise ValueError(f"bins={bins} of {bin_slots} slots cannot hold {tokens} tokens; pass at least {needed}")
     zero = jnp.zeros((), jnp.int32)
+    slots = allocated_slots(bins * bin_slots)
     return MergeReduceTree(
-        keys=jnp.zeros((bins * bin_slots, key_dim), dtype),
-        values=None if value_dim is None else jnp.zeros((bins * bin_slots, value_dim), dtype),
-        log_weight=jnp.full(bins * bin_slots, -jnp.inf),
+        keys=jnp.zeros((slots, key_dim), dtype),
+        values=None if value_dim is None else jnp.zeros((slots, value_dim), dtype),
+        log_weight=jnp.full(slots, -jnp.inf),
         level=jnp.full(bins, -1, jnp.int32),
         index=jnp.zeros(bins, jnp.int32),
         count=zero,
         clipped=zero,
         lost=zero,
         rng=rng,
+        bin_slots=bin_slots,
     )
 
 
@@ -152,7 +157,7 @@ def insert(
     """
     if (values is None) != (tree.values is None):
         raise ValueError("values must be passed if and only if the tree was initialized with a value_dim")
-    tokens, bin_slots = keys.shape[0], _bin_slots(tree)
+    tokens, bin_slots = keys.shape[0], tree.bin_slots
     count, items = jnp.int32(tokens), (keys, values)
     if valid is not None:
         order = jnp.argsort(~valid, stable=True)  # valid tokens first
@@ -171,10 +176,6 @@ def insert(
         return _insert_in_leaf(tree, keys, values, stop - start, halve), None
 
     return jax.lax.scan(insert_leaf, tree, (bounds[:-1], bounds[1:]))[0]
-
-
-def _bin_slots(tree: MergeReduceTree) -> int:
-    return tree.keys.shape[0] // tree.level.shape[0]
 
 
 def _halve(
@@ -201,7 +202,7 @@ class _Pair(NamedTuple):
 
 def _next_pair(tree: MergeReduceTree) -> _Pair:
     level, index = tree.level, tree.index
-    full = (level >= 0) & ((index + 1) << jnp.maximum(level, 0) <= tree.count // _bin_slots(tree))
+    full = (level >= 0) & ((index + 1) << jnp.maximum(level, 0) <= tree.count // tree.bin_slots)
     is_left = full & (index % 2 == 0)
     siblings = (level[:, None] == level) & (index[:, None] + 1 == index) & is_left[:, None] & full
     has_sibling = jnp.any(siblings, axis=1)
@@ -212,7 +213,7 @@ def _next_pair(tree: MergeReduceTree) -> _Pair:
 
 def _merge_if(tree: MergeReduceTree, pair: _Pair, condition: Bool[Array, ""], halve: Halve) -> MergeReduceTree:
     """Merges a pair into its left bin if the condition is true."""
-    bin_slots = _bin_slots(tree)
+    bin_slots = tree.bin_slots
     offsets = jnp.arange(bin_slots, dtype=jnp.int32)
     left, right = pair.left * bin_slots + offsets, pair.right * bin_slots + offsets
     slots = jnp.concatenate([left, right])
@@ -248,7 +249,7 @@ def _insert_in_leaf(
     halve: Halve,
 ) -> MergeReduceTree:
     """Takes the first `count` of P tokens into the open leaf, which must have slots for them, or into a new one."""
-    bin_slots = _bin_slots(tree)
+    bin_slots = tree.bin_slots
     leaf, occupied = tree.count // bin_slots, tree.count % bin_slots
     opens = (count > 0) & (occupied == 0)
     target = jnp.argmax(jnp.where(opens, tree.level < 0, (tree.level == 0) & (tree.index == leaf)))

@@ -12,15 +12,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from kvjax.state import fault, kv_entries, state
+from kvjax.spec import allocated_slots
+from kvjax.state import fault, kv_entries, state, static
+from kvjax.structures.padding import resize_slots
 
 
 @state
 class WeightedReservoir:
-    """Samples in s slots: each slot holds token i with probability mass_i / total, independently of other slots.
+    """Samples in the first slots: each holds token i with probability mass_i / total, independently of other slots.
 
     The size does not grow with the stream: s (D + D_v) elements of keys and values, 4 s bytes of masses, 12 bytes of
-    sums and counters, and one PRNG key of 8 bytes.
+    sums and counters, and one PRNG key of 8 bytes. s is the number of samples, rounded up to a multiple of 8.
     """
 
     keys: Float[Array, "s D"] = kv_entries()
@@ -31,15 +33,16 @@ class WeightedReservoir:
     remainder: Float[Array, ""]
     unsound: Int[Array, ""] = fault("masses that are negative or not finite were taken as zero")
     rng: Key[Array, ""]
+    samples: int = static()
 
 
 def init_reservoir(
-    slots: int, key_dim: int, value_dim: int, dtype: jax.typing.DTypeLike, rng: Key[Array, ""]
+    samples: int, key_dim: int, value_dim: int, dtype: jax.typing.DTypeLike, rng: Key[Array, ""]
 ) -> WeightedReservoir:
     """Returns an empty reservoir.
 
     Args:
-        slots: number of samples, s.
+        samples: number of samples.
         key_dim: dimensions of keys.
         value_dim: dimensions of values.
         dtype: dtype of keys and values.
@@ -49,10 +52,11 @@ def init_reservoir(
         The reservoir.
 
     Raises:
-        ValueError: if `slots` is below 1.
+        ValueError: if `samples` is below 1.
     """
-    if slots < 1:
-        raise ValueError(f"slots={slots} must be at least 1")
+    if samples < 1:
+        raise ValueError(f"samples={samples} must be at least 1")
+    slots = allocated_slots(samples)
     return WeightedReservoir(
         keys=jnp.zeros((slots, key_dim), dtype),
         values=jnp.zeros((slots, value_dim), dtype),
@@ -61,6 +65,7 @@ def init_reservoir(
         remainder=jnp.zeros((), jnp.float32),
         unsound=jnp.zeros((), jnp.int32),
         rng=rng,
+        samples=samples,
     )
 
 
@@ -89,12 +94,13 @@ def extend(
     mass = mass.astype(jnp.float32)
     sound = jnp.isfinite(mass) & (mass >= 0)
     mass = jnp.where(sound, mass, 0.0)
+    slots, reservoir = reservoir.mass.shape[0], resize_slots(reservoir, "s", reservoir.samples)
     cumulative = jnp.cumsum(mass)
     block_mass = cumulative[-1]
     rng, coins, draws = jax.random.split(reservoir.rng, 3)
-    slots = reservoir.mass.shape
-    replaced = _uniform(coins, slots) * (reservoir.total + block_mass) < block_mass
-    index = jnp.searchsorted(cumulative, _uniform(draws, slots) * block_mass, side="right")
+    shape = reservoir.mass.shape
+    replaced = _uniform(coins, shape) * (reservoir.total + block_mass) < block_mass
+    index = jnp.searchsorted(cumulative, _uniform(draws, shape) * block_mass, side="right")
     # Rounding can make the cumulative sum rise at a token of mass 0; the token with mass before it is meant.
     last_with_mass = jax.lax.cummax(jnp.where(mass > 0, jnp.arange(mass.shape[0]), 0))
     source = last_with_mass[jnp.minimum(index, mass.shape[0] - 1)]
@@ -103,7 +109,7 @@ def extend(
     def put(old: Float[Array, "s D"], new: Float[Array, "T D"]) -> Float[Array, "s D"]:
         return jnp.where(replaced[:, None], new[source].astype(old.dtype), old)
 
-    return dataclasses.replace(
+    extended = dataclasses.replace(
         reservoir,
         keys=put(reservoir.keys, keys),
         values=put(reservoir.values, values),
@@ -114,10 +120,11 @@ def extend(
         # Padding must not change the random numbers of a row.
         rng=jnp.where(block_mass > 0, rng, reservoir.rng),
     )
+    return resize_slots(extended, "s", slots)
 
 
 def log_weights(reservoir: WeightedReservoir) -> Float[Array, "s"]:
-    """Returns log(total / (s mass)) of every sample, float32; -inf in empty slots.
+    """Returns log(total / (samples mass)) of every sample, float32; -inf in empty slots.
 
     With these log-weights, a sum over the samples is an unbiased estimate of the sum over the stream.
 
@@ -133,7 +140,7 @@ def log_weights(reservoir: WeightedReservoir) -> Float[Array, "s"]:
     occupied = reservoir.mass > 0
     log_total = jnp.log(jnp.where(reservoir.total > 0, reservoir.total + reservoir.remainder, 1.0))
     log_mass = jnp.log(jnp.where(occupied, reservoir.mass, 1.0))
-    return jnp.where(occupied, log_total - jnp.log(float(reservoir.mass.shape[0])) - log_mass, -jnp.inf)
+    return jnp.where(occupied, log_total - jnp.log(float(reservoir.samples)) - log_mass, -jnp.inf)
 
 
 def _uniform(rng: Key[Array, ""], shape: tuple[int, ...]) -> Float[Array, "..."]:

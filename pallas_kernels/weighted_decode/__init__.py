@@ -14,6 +14,7 @@ from pallas_kernels.partials import merge_partials as merge_partials
 from pallas_kernels.weighted_decode import mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.weighted_decode.entries import COMPUTE_BOUND_QUERIES as COMPUTE_BOUND_QUERIES
 from pallas_kernels.weighted_decode.entries import PER_SLOT, prepare
+from pallas_kernels.weighted_decode.entries import SLOT_TILE as SLOT_TILE
 from pallas_kernels.weighted_decode.entries import Entries as Entries
 from pallas_kernels.weighted_decode.mosaic_tpu import TpuConfig as TpuConfig
 from pallas_kernels.weighted_decode.reference import SLOT_BLOCK as SLOT_BLOCK

@@ -14,6 +14,7 @@ from pallas_kernels.quantized_array import QuantizedArray
 COMPUTE_BOUND_QUERIES = 64
 # The arrays of `slot_arrays` that hold one number per slot.
 PER_SLOT = ("log_num", "log_den", "key_scale", "value_scale")
+SLOT_TILE = 8  # slots that a GPU copies together; stores of other sizes take XLA there
 
 
 @jax.tree_util.register_dataclass

@@ -15,9 +15,14 @@ from pallas_kernels import hopper
 from pallas_kernels.batching import fold_mapped_axes
 from pallas_kernels.hopper import GpuConfig
 from pallas_kernels.partials import MASK_VALUE, Partials, merge_partials, merge_splits
-from pallas_kernels.weighted_decode.entries import PER_SLOT, Entries, Ranges, check_kernel_support, read_ranges
-
-TILE = 8
+from pallas_kernels.weighted_decode.entries import (
+    PER_SLOT,
+    SLOT_TILE,
+    Entries,
+    Ranges,
+    check_kernel_support,
+    read_ranges,
+)
 
 
 def check(queries: Float[Array, "B H R D"], entries: Entries, *, interpret: Any) -> None:
@@ -41,9 +46,12 @@ def check(queries: Float[Array, "B H R D"], entries: Entries, *, interpret: Any)
     hopper.check_head_dim(queries.shape[3])
     if keys.dtype != values.dtype and not keys.dtype.itemsize == values.dtype.itemsize == 1:
         raise NotImplementedError(f"keys are {keys.dtype.name} and values {values.dtype.name}")
-    heads, slots = keys.shape[1:3]
-    if heads * slots % TILE:
-        raise NotImplementedError(f"{heads} heads of {slots} slots; the copy engine needs a multiple of {TILE} slots")
+    # A block is copied from slot `head * slots + first` of all heads, and the copy engine addresses tiles of slots. A
+    # block that starts inside a tile arrives shifted, or does not lower, depending on JAX's version.
+    if entries.slots % SLOT_TILE:
+        raise NotImplementedError(
+            f"a head has {entries.slots} slots; the copy engine needs a multiple of {SLOT_TILE} slots per head"
+        )
     hopper.choose_stages(functools.partial(_scratch, [_Store(queries, entries)], True))
 
 
@@ -185,7 +193,7 @@ def _inputs(store: _Store, ranges: Ranges, operands: Any) -> dict[str, Array]:
     arrays = {"queries": queries, "lowest": ranges.lowest, "highest": ranges.highest}
     for name in store.names:
         array = store.entries.slot_arrays[name]
-        # The copy engine needs rows of a multiple of 16 bytes, and blocks in tiles of `TILE` slots of all heads.
+        # The copy engine needs rows of a multiple of 16 bytes, and heads in tiles of `SLOT_TILE` slots.
         if name in PER_SLOT:
             array = jnp.pad(array, ((0, 0), (0, 0), (0, -array.shape[2] % (16 // array.dtype.itemsize))))
         else:

@@ -91,7 +91,7 @@ def check_staging(staging, counters, rows):
     for number, row in enumerate(rows):
         assert int(counters.first[number]) == row.total - len(row.staged)
         for head in range(2):
-            staged = np.asarray(staging.keys)[number, head][real[number], 0] - 1
+            staged = np.asarray(staging.keys)[number, head, :SLOTS][real[number], 0] - 1
             np.testing.assert_array_equal(staged, row.staged)
 
 
@@ -153,6 +153,7 @@ def test_staging_and_compaction_equal_list_operations(sinks, recent, history):
 
 
 @pytest.mark.parametrize("new, compact_every, slots", [(5, 64, 5), (64, 5, 5), (64, 64, 64)])
-def test_a_staging_buffer_has_at_most_max_new_tokens_slots(new, compact_every, slots):
+def test_a_staging_buffer_takes_at_most_max_new_tokens(new, compact_every, slots):
     cache = kvjax.init(kvjax.Uniform(20, 2, 6, compact_every), make_spec(new=new), row_keys())
-    assert cache.staging.keys.shape[2] == cache.spec.staging_slots == slots
+    assert cache.counters.slots == cache.spec.staging_slots == slots
+    assert cache.staging.keys.shape[2] == -(-slots // 8) * 8

@@ -52,7 +52,7 @@ def is_names(node):
 def test_every_array_names_its_axes(name):
     cache = kvjax.init(POLICIES[name], make_spec(), row_keys())
     names = axes(cache)
-    assert names.staging.keys == ("B", "H_kv", "P", "D") and names.staging.values == ("B", "H_kv", "P", "D_v")
+    assert names.staging.keys == ("B", "H_kv", "S", "D") and names.staging.values == ("B", "H_kv", "S", "D_v")
     assert names.counters.offset == () and names.counters.present == ("B", "P")
     assert names.counters.count == names.counters.past == names.reused == names.policy_faults == ("B",)
     sizes = {"B": len(LENGTHS), "H_kv": 2, "H_q": 4}

@@ -509,9 +509,8 @@ class _Generation:
         carried = self._unpack(packed)
         beams = len(token_ids) // self.batch
         is_new = index >= jnp.repeat(self.lengths, beams)  # the other tokens are in prompts, which the caches hold
-        slots = carried.layers[0].staging.keys.shape[2]
         stored = tuple(with_counters(cache, carried.counters) for cache in carried.layers)
-        is_full = carried.counters.offset == slots
+        is_full = carried.counters.offset == carried.counters.slots
         stored = jax.lax.cond(is_full, lambda caches: tuple(map(kvjax.compact, caches)), lambda caches: caches, stored)
         counters = stored[0].counters
         forward = _ForwardPass(stored, is_new.astype(jnp.int32), None)
